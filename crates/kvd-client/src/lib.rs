@@ -1,0 +1,1 @@
+//! Rust client of the kvd daemon.

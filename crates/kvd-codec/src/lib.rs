@@ -1,0 +1,1 @@
+//! The page format and every codec side: the reference encode and decode.

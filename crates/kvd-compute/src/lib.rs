@@ -1,0 +1,1 @@
+//! Backend trait, attention plan, partial-state merge, and the CPU backend.

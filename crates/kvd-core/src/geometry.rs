@@ -1,0 +1,223 @@
+//! The shape of a model's KV cache and of one raw slot.
+
+use crate::DType;
+use std::fmt;
+
+/// Which half of the cache: keys or values.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Side {
+    /// Keys (post-RoPE).
+    Key,
+    /// Values.
+    Value,
+}
+
+impl Side {
+    /// Both sides, in storage order.
+    pub const BOTH: [Self; 2] = [Self::Key, Self::Value];
+
+    /// Name as in metric labels and calibration artefacts.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Key => "k",
+            Self::Value => "v",
+        }
+    }
+
+    /// 0 for keys, 1 for values.
+    #[must_use]
+    pub const fn index(self) -> usize {
+        match self {
+            Self::Key => 0,
+            Self::Value => 1,
+        }
+    }
+}
+
+impl fmt::Display for Side {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// Which two channels RoPE rotates together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum RopePairing {
+    /// Channels `i` and `i + d/2` (Llama, Qwen; "rotate half").
+    Half,
+    /// Channels `2i` and `2i + 1` (GPT-J, original RoFormer).
+    Interleaved,
+}
+
+/// The KV geometry of a registered model.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Geometry {
+    /// Transformer layers.
+    pub layers: u32,
+    /// KV heads per layer.
+    pub kv_heads: u32,
+    /// Channels of one key.
+    pub head_dim_k: u32,
+    /// Channels of one value.
+    pub head_dim_v: u32,
+    /// Tokens per block.
+    pub block_tokens: u32,
+    /// Precision in which K and V arrive and in which windows are kept.
+    pub dtype: DType,
+    /// Channel pairing of the rotary embedding.
+    pub rope_pairing: RopePairing,
+}
+
+/// A geometry outside the supported range; says which field and the range.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("geometry.{field} is {value}; it must be {min} to {max}{also}")]
+pub struct GeometryError {
+    /// Field name.
+    pub field: &'static str,
+    /// Given value.
+    pub value: u32,
+    /// Smallest allowed value.
+    pub min: u32,
+    /// Largest allowed value.
+    pub max: u32,
+    /// A further condition, or empty.
+    pub also: &'static str,
+}
+
+impl Geometry {
+    /// Largest `layers`.
+    pub const LAYERS_MAX: u32 = 1024;
+    /// Largest `kv_heads`.
+    pub const KV_HEADS_MAX: u32 = 1024;
+    /// Largest `head_dim_k` and `head_dim_v`.
+    pub const HEAD_DIM_MAX: u32 = 1024;
+    /// Largest `block_tokens`.
+    pub const BLOCK_TOKENS_MAX: u32 = 1024;
+
+    /// Checks every field against its range.
+    ///
+    /// # Errors
+    /// The first field that is out of range.
+    pub fn validate(&self) -> Result<(), GeometryError> {
+        let check = |field, value, min, max, even: bool| {
+            if value < min || value > max || (even && value % 2 != 0) {
+                let also = if even { " and even" } else { "" };
+                return Err(GeometryError { field, value, min, max, also });
+            }
+            Ok(())
+        };
+        check("layers", self.layers, 1, Self::LAYERS_MAX, false)?;
+        check("kv_heads", self.kv_heads, 1, Self::KV_HEADS_MAX, false)?;
+        check("head_dim_k", self.head_dim_k, 2, Self::HEAD_DIM_MAX, true)?;
+        check("head_dim_v", self.head_dim_v, 2, Self::HEAD_DIM_MAX, true)?;
+        check("block_tokens", self.block_tokens, 1, Self::BLOCK_TOKENS_MAX, false)
+    }
+
+    /// Channels of one head on `side`.
+    #[must_use]
+    pub fn head_dim(&self, side: Side) -> usize {
+        match side {
+            Side::Key => self.head_dim_k as usize,
+            Side::Value => self.head_dim_v as usize,
+        }
+    }
+
+    /// Values of K and V together, of one token in one layer.
+    #[must_use]
+    pub fn values_per_token(&self) -> u64 {
+        u64::from(self.kv_heads) * u64::from(self.head_dim_k + self.head_dim_v)
+    }
+
+    /// Layout of a raw slot that holds `rows` tokens.
+    #[must_use]
+    pub fn raw_layout(&self, rows: u32) -> RawLayout {
+        RawLayout {
+            rows: u64::from(rows),
+            kv_heads: u64::from(self.kv_heads),
+            row_bytes: Side::BOTH.map(|side| (self.head_dim(side) * self.dtype.size_bytes()) as u64),
+        }
+    }
+}
+
+/// Where each row of a raw slot lies: `[side][head][row][channel]`, so that one head's rows of
+/// one side are contiguous, as attention reads them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RawLayout {
+    rows: u64,
+    kv_heads: u64,
+    row_bytes: [u64; 2],
+}
+
+impl RawLayout {
+    /// Bytes of the whole slot.
+    #[must_use]
+    pub fn size_bytes(&self) -> u64 {
+        self.rows * self.kv_heads * (self.row_bytes[0] + self.row_bytes[1])
+    }
+
+    /// Rows the slot can hold.
+    #[must_use]
+    pub fn rows(&self) -> u64 {
+        self.rows
+    }
+
+    /// Bytes of one row of one head on `side`.
+    #[must_use]
+    pub fn row_bytes(&self, side: Side) -> u64 {
+        self.row_bytes[side.index()]
+    }
+
+    /// Offset of `row` of `head` on `side`, from the start of the slot.
+    #[must_use]
+    pub fn row_offset(&self, side: Side, head: u64, row: u64) -> u64 {
+        debug_assert!(head < self.kv_heads && row <= self.rows);
+        let side_start = side.index() as u64 * self.rows * self.kv_heads * self.row_bytes[0];
+        side_start + (head * self.rows + row) * self.row_bytes[side.index()]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn geometry() -> Geometry {
+        Geometry {
+            layers: 3,
+            kv_heads: 2,
+            head_dim_k: 128,
+            head_dim_v: 64,
+            block_tokens: 64,
+            dtype: DType::F16,
+            rope_pairing: RopePairing::Half,
+        }
+    }
+
+    #[test]
+    fn validate_names_the_field() {
+        let mut g = geometry();
+        g.head_dim_v = 33;
+        let error = g.validate().unwrap_err();
+        assert_eq!(error.field, "head_dim_v");
+        assert!(error.to_string().contains("2 to 1024 and even"), "{error}");
+        g.head_dim_v = 64;
+        g.block_tokens = 0;
+        assert_eq!(g.validate().unwrap_err().field, "block_tokens");
+    }
+
+    #[test]
+    fn raw_layout_tiles_the_slot_without_gaps_or_overlaps() {
+        let layout = geometry().raw_layout(5);
+        let mut next = 0;
+        for side in Side::BOTH {
+            for head in 0..2 {
+                for row in 0..5 {
+                    assert_eq!(layout.row_offset(side, head, row), next);
+                    next += layout.row_bytes(side);
+                }
+            }
+        }
+        assert_eq!(next, layout.size_bytes());
+        assert_eq!(layout.size_bytes(), 5 * 2 * (128 + 64) * 2);
+    }
+}

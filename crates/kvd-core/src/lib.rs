@@ -1,0 +1,17 @@
+//! The vocabulary every room of kvd shares: ids, geometry, dtypes, extents, error codes.
+//!
+//! No async, no I/O, no threads: what stands here can be used from a kernel test as well as
+//! from the transport.
+#![forbid(unsafe_code)]
+
+mod dtype;
+mod error;
+mod extent;
+mod geometry;
+mod id;
+
+pub use dtype::{DType, DTypeError};
+pub use error::{Coded, ErrorCode};
+pub use extent::Extent;
+pub use geometry::{Geometry, GeometryError, RawLayout, RopePairing, Side};
+pub use id::{LayerIndex, ModelId, Namespace, NamespaceError, SequenceId};

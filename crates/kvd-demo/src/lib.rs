@@ -1,0 +1,1 @@
+//! A small real language model whose every attention goes through a kvd daemon.

@@ -1,0 +1,1 @@
+//! Generated gRPC code of kvd and strict domain types.

@@ -1,0 +1,2 @@
+//! Entry point of `kvd`.
+fn main() {}

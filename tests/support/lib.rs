@@ -1,0 +1,1 @@
+//! Actors shared by the end-to-end tests.
