@@ -1,0 +1,284 @@
+//! Attention over stored tokens.
+
+use super::payload::{self, inline};
+use super::store::check_layer;
+use crate::{RequestError, v1};
+use bytes::{BufMut, Bytes, BytesMut};
+use kvd_core::{DType, Geometry, LayerIndex, ModelId, SequenceId};
+
+/// A batch of queries over one layer of one model.
+#[derive(Clone, Debug, PartialEq)]
+pub struct AttendBatch {
+    /// The model every sequence of the batch belongs to.
+    pub model: ModelId,
+    /// The layer.
+    pub layer: LayerIndex,
+    /// Query heads: a multiple of the model's KV heads, which [`AttendBatch::check_shape`] checks.
+    pub q_heads: u32,
+    /// Of `q` and of the reply's `out`.
+    pub dtype: DType,
+    /// Finite and above 0; `None` is `1/sqrt(head_dim_k)`.
+    pub scale: Option<f32>,
+    /// Finite and above 0: scores `s` become `c * tanh(s / c)`.
+    pub soft_cap: Option<f32>,
+    /// 1 to [`AttendBatch::QUERIES_MAX`] queries.
+    pub queries: Vec<AttendQuery>,
+    /// `[sum of n_q, q_heads, head_dim_k]`, queries in order.
+    pub q: Bytes,
+}
+
+/// Consecutive query tokens of one sequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AttendQuery {
+    /// The sequence to read.
+    pub sequence: SequenceId,
+    /// Query tokens, at least 1.
+    pub n_q: u32,
+    /// Tokens of the sequence it may see; `None` is all that are stored on the layer.
+    pub kv_length: Option<u32>,
+    /// Position of the first query token; `None` is `kv_length - n_q`.
+    pub position: Option<u32>,
+    /// First token to read; `None` is 0.
+    pub start: Option<u32>,
+    /// One past the last token to read; `None` is `kv_length`.
+    pub end: Option<u32>,
+    /// A query token at `p` sees only tokens after `p - sliding_window`; at least 1.
+    pub sliding_window: Option<u32>,
+}
+
+impl AttendQuery {
+    /// A query of `n_q` tokens that are the last ones stored and see all before them.
+    #[must_use]
+    pub fn new(sequence: SequenceId, n_q: u32) -> Self {
+        let (kv_length, position, start, end, sliding_window) = (None, None, None, None, None);
+        Self {
+            sequence,
+            n_q,
+            kv_length,
+            position,
+            start,
+            end,
+            sliding_window,
+        }
+    }
+}
+
+impl AttendBatch {
+    /// Most queries of one batch.
+    pub const QUERIES_MAX: usize = 4096;
+    /// Largest sum of `n_q` over one batch.
+    pub const ROWS_MAX: u32 = 1 << 20;
+    /// Most query heads.
+    pub const Q_HEADS_MAX: u32 = 1 << 14;
+
+    /// Rows of `q` and of the reply: the sum of `n_q`.
+    #[must_use]
+    pub fn rows(&self) -> u32 {
+        self.queries
+            .iter()
+            .fold(0, |rows, query| rows.saturating_add(query.n_q))
+    }
+
+    /// Checks layer, heads and the length of `q` against the model's geometry.
+    ///
+    /// # Errors
+    /// When the layer is out of range, the query heads are no multiple of the KV heads, or `q`
+    /// does not fill its shape.
+    pub fn check_shape(&self, geometry: &Geometry) -> Result<(), RequestError> {
+        check_layer(self.layer, geometry)?;
+        let kv_heads = geometry.kv_heads;
+        if !self.q_heads.is_multiple_of(kv_heads) {
+            let reason = format!(
+                "{} is not a multiple of the {kv_heads} KV heads",
+                self.q_heads
+            );
+            return Err(RequestError::ShapeMismatch {
+                field: "q_heads",
+                reason,
+            });
+        }
+        let rows = u64::from(self.rows()) * u64::from(self.q_heads);
+        let shape = "[sum of n_q, q_heads, head_dim_k]";
+        payload::check_length(
+            "q",
+            shape,
+            &self.q,
+            self.dtype,
+            rows * u64::from(geometry.head_dim_k),
+        )
+    }
+}
+
+impl TryFrom<v1::AttendRequest> for AttendBatch {
+    type Error = RequestError;
+
+    fn try_from(request: v1::AttendRequest) -> Result<Self, RequestError> {
+        if request.q_heads == 0 {
+            return Err(RequestError::Missing { field: "q_heads" });
+        }
+        at_most("q_heads", request.q_heads.into(), Self::Q_HEADS_MAX.into())?;
+        if request.queries.is_empty() {
+            return Err(RequestError::Missing { field: "queries" });
+        }
+        at_most(
+            "queries",
+            request.queries.len() as u64,
+            Self::QUERIES_MAX as u64,
+        )?;
+        let rows = request
+            .queries
+            .iter()
+            .map(|query| u64::from(query.n_q))
+            .sum();
+        at_most("sum of n_q", rows, Self::ROWS_MAX.into())?;
+        let positive = |field, value: f32| {
+            if value.is_finite() && value > 0.0 {
+                return Ok(Some(value));
+            }
+            Err(RequestError::invalid(
+                field,
+                format!("{value} is not finite and above 0"),
+            ))
+        };
+        Ok(Self {
+            model: ModelId(request.model_id),
+            layer: LayerIndex(request.layer),
+            q_heads: request.q_heads,
+            dtype: payload::dtype_required(request.dtype, "dtype")?,
+            scale: request
+                .scale
+                .map_or(Ok(None), |scale| positive("scale", scale))?,
+            soft_cap: match request.soft_cap {
+                0.0 => None,
+                cap => positive("soft_cap", cap)?,
+            },
+            queries: (request.queries.iter().enumerate())
+                .map(|(index, query)| {
+                    query_from_wire(query).map_err(|error| RequestError::Query {
+                        index,
+                        error: Box::new(error),
+                    })
+                })
+                .collect::<Result<_, _>>()?,
+            q: payload::bytes(request.q, "q")?,
+        })
+    }
+}
+
+fn at_most(field: &'static str, given: u64, max: u64) -> Result<(), RequestError> {
+    if given <= max {
+        Ok(())
+    } else {
+        Err(RequestError::OverLimit { field, given, max })
+    }
+}
+
+fn query_from_wire(query: &v1::Query) -> Result<AttendQuery, RequestError> {
+    if query.n_q == 0 {
+        return Err(RequestError::invalid("n_q", "must be at least 1"));
+    }
+    if let Some(position) = query.position {
+        if position.checked_add(query.n_q).is_none() {
+            return Err(RequestError::invalid(
+                "position",
+                "position + n_q is past 2^32 - 1",
+            ));
+        }
+    } else if query.kv_length.is_some_and(|length| length < query.n_q) {
+        // The default position would be before the sequence.
+        return Err(RequestError::invalid(
+            "kv_length",
+            "is less than n_q; give a position",
+        ));
+    }
+    if let (Some(start), Some(end)) = (query.start, query.end)
+        && end < start
+    {
+        return Err(RequestError::invalid(
+            "end",
+            format!("{end} is before start, {start}"),
+        ));
+    }
+    Ok(AttendQuery {
+        sequence: SequenceId(query.sequence_id),
+        n_q: query.n_q,
+        kv_length: query.kv_length,
+        position: query.position,
+        start: query.start,
+        end: query.end,
+        sliding_window: Some(query.sliding_window).filter(|window| *window != 0),
+    })
+}
+
+impl From<AttendBatch> for v1::AttendRequest {
+    fn from(batch: AttendBatch) -> Self {
+        Self {
+            model_id: batch.model.0,
+            layer: batch.layer.0,
+            q_heads: batch.q_heads,
+            dtype: payload::dtype_to_wire(batch.dtype),
+            scale: batch.scale,
+            soft_cap: batch.soft_cap.unwrap_or(0.0),
+            queries: batch.queries.iter().map(query_to_wire).collect(),
+            q: Some(inline(batch.q)),
+        }
+    }
+}
+
+fn query_to_wire(query: &AttendQuery) -> v1::Query {
+    v1::Query {
+        sequence_id: query.sequence.0,
+        n_q: query.n_q,
+        kv_length: query.kv_length,
+        position: query.position,
+        start: query.start,
+        end: query.end,
+        sliding_window: query.sliding_window.unwrap_or(0),
+    }
+}
+
+/// The answer to an [`AttendBatch`].
+#[derive(Clone, Debug, PartialEq)]
+pub struct Attended {
+    /// `[sum of n_q, q_heads, head_dim_v]` in the request's dtype; 0 where nothing is visible.
+    pub out: Bytes,
+    /// `[sum of n_q, q_heads]`, natural log; `-inf` where nothing is visible.
+    pub lse: Vec<f32>,
+}
+
+impl TryFrom<v1::AttendResponse> for Attended {
+    type Error = RequestError;
+
+    fn try_from(response: v1::AttendResponse) -> Result<Self, RequestError> {
+        let out = payload::bytes(response.out, "out")?;
+        let lse = payload::bytes(response.lse, "lse")?;
+        let (values, rest) = lse.as_chunks::<4>();
+        if !rest.is_empty() {
+            return Err(RequestError::invalid("lse", "is not a whole number of f32"));
+        }
+        Ok(Self {
+            out,
+            lse: values
+                .iter()
+                .map(|value| f32::from_le_bytes(*value))
+                .collect(),
+        })
+    }
+}
+
+impl From<Attended> for v1::AttendResponse {
+    fn from(attended: Attended) -> Self {
+        let mut lse = BytesMut::with_capacity(attended.lse.len() * 4);
+        for value in attended.lse {
+            lse.put_f32_le(value);
+        }
+        Self {
+            out: Some(inline(attended.out)),
+            lse: Some(inline(lse.freeze())),
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "attend_tests.rs"]
+mod tests;

@@ -1,0 +1,19 @@
+//! What a message means, once it is known to mean something.
+//!
+//! Each type is made from its message by `TryFrom` (or `From` where nothing can be wrong) and
+//! turned back by `From`, so that the daemon and the client share one reading of the wire. What
+//! needs the model to be judged is checked by `check_shape`, after the look-up.
+
+mod attend;
+mod load;
+mod model;
+mod payload;
+mod sequence;
+mod store;
+
+pub use attend::{AttendBatch, AttendQuery, Attended};
+pub use load::{LoadPiece, LoadRange};
+pub use model::{ModelSpec, RegisteredModel};
+pub use payload::inline;
+pub use sequence::{ForkedSequence, SequenceFork, SequenceTruncation};
+pub use store::{StoreAck, StoreChunk};

@@ -1,0 +1,247 @@
+//! Registering a model.
+
+use super::payload;
+use crate::{RequestError, v1};
+use bytes::Bytes;
+use kvd_core::{Geometry, ModelId, Namespace, RopePairing};
+
+/// A model to register.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ModelSpec {
+    /// For people and metric labels.
+    pub name: String,
+    /// Shape of the KV cache. Towards the daemon, `block_tokens` 0 asks for its default.
+    pub geometry: Geometry,
+    /// Preset or codec spec.
+    pub codec: String,
+    /// Calibration artefact; empty when the codec needs none.
+    pub calibration: Bytes,
+}
+
+impl ModelSpec {
+    /// Longest codec text, in bytes; the longest spec that says something has some hundred.
+    pub const CODEC_LENGTH_MAX: u64 = 4096;
+
+    /// Reads a request; `block_tokens_default` stands in where the caller leaves the choice.
+    ///
+    /// # Errors
+    /// The first field that is missing or out of range.
+    pub fn from_wire(
+        request: v1::RegisterModelRequest,
+        block_tokens_default: u32,
+    ) -> Result<Self, RequestError> {
+        check_name(&request.name)?;
+        if request.codec.is_empty() {
+            return Err(RequestError::Missing { field: "codec" });
+        }
+        let given = request.codec.len() as u64;
+        if given > Self::CODEC_LENGTH_MAX {
+            let max = Self::CODEC_LENGTH_MAX;
+            return Err(RequestError::OverLimit {
+                field: "codec length",
+                given,
+                max,
+            });
+        }
+        let mut wire = request
+            .geometry
+            .ok_or(RequestError::Missing { field: "geometry" })?;
+        if wire.block_tokens == 0 {
+            wire.block_tokens = block_tokens_default;
+        }
+        Ok(Self {
+            name: request.name,
+            geometry: geometry_from_wire(wire)?,
+            codec: request.codec,
+            calibration: request.calibration,
+        })
+    }
+}
+
+impl From<ModelSpec> for v1::RegisterModelRequest {
+    fn from(spec: ModelSpec) -> Self {
+        Self {
+            name: spec.name,
+            geometry: Some((&spec.geometry).into()),
+            codec: spec.codec,
+            calibration: spec.calibration,
+        }
+    }
+}
+
+/// A registered model, as the daemon understood it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RegisteredModel {
+    /// Handle for every later call.
+    pub model: ModelId,
+    /// The codec in full.
+    pub codec_spec: String,
+    /// Hash of geometry, codec and calibration.
+    pub fingerprint: String,
+    /// The geometry with defaults filled in.
+    pub geometry: Geometry,
+}
+
+impl From<RegisteredModel> for v1::RegisterModelResponse {
+    fn from(model: RegisteredModel) -> Self {
+        Self {
+            model_id: model.model.0,
+            codec_spec: model.codec_spec,
+            fingerprint: model.fingerprint,
+            geometry: Some((&model.geometry).into()),
+        }
+    }
+}
+
+impl TryFrom<v1::RegisterModelResponse> for RegisteredModel {
+    type Error = RequestError;
+
+    fn try_from(response: v1::RegisterModelResponse) -> Result<Self, RequestError> {
+        let geometry = response
+            .geometry
+            .ok_or(RequestError::Missing { field: "geometry" })?;
+        Ok(Self {
+            model: ModelId(response.model_id),
+            codec_spec: response.codec_spec,
+            fingerprint: response.fingerprint,
+            geometry: geometry_from_wire(geometry)?,
+        })
+    }
+}
+
+impl From<&Geometry> for v1::Geometry {
+    fn from(geometry: &Geometry) -> Self {
+        let rope_pairing = match geometry.rope_pairing {
+            RopePairing::Half => v1::RopePairing::Half,
+            RopePairing::Interleaved => v1::RopePairing::Interleaved,
+        };
+        Self {
+            layers: geometry.layers,
+            kv_heads: geometry.kv_heads,
+            head_dim_k: geometry.head_dim_k,
+            head_dim_v: geometry.head_dim_v,
+            block_tokens: geometry.block_tokens,
+            dtype: payload::dtype_to_wire(geometry.dtype),
+            rope_pairing: rope_pairing.into(),
+        }
+    }
+}
+
+impl TryFrom<v1::Geometry> for Geometry {
+    type Error = RequestError;
+
+    fn try_from(wire: v1::Geometry) -> Result<Self, RequestError> {
+        geometry_from_wire(wire)
+    }
+}
+
+fn geometry_from_wire(wire: v1::Geometry) -> Result<Geometry, RequestError> {
+    let rope_pairing = match v1::RopePairing::try_from(wire.rope_pairing) {
+        Ok(v1::RopePairing::Unspecified | v1::RopePairing::Half) => RopePairing::Half,
+        Ok(v1::RopePairing::Interleaved) => RopePairing::Interleaved,
+        Err(_) => {
+            let reason = format!("rope pairing {} is not known", wire.rope_pairing);
+            return Err(RequestError::invalid("geometry.rope_pairing", reason));
+        }
+    };
+    let geometry = Geometry {
+        layers: wire.layers,
+        kv_heads: wire.kv_heads,
+        head_dim_k: wire.head_dim_k,
+        head_dim_v: wire.head_dim_v,
+        block_tokens: wire.block_tokens,
+        dtype: payload::dtype_required(wire.dtype, "geometry.dtype")?,
+        rope_pairing,
+    };
+    geometry
+        .validate()
+        .map_err(|error| RequestError::invalid("geometry", error.to_string()))?;
+    Ok(geometry)
+}
+
+/// A model's name has the alphabet and length of a namespace: both are metric labels.
+fn check_name(name: &str) -> Result<(), RequestError> {
+    if name.is_empty() {
+        return Err(RequestError::Missing { field: "name" });
+    }
+    match Namespace::new(name) {
+        Ok(_) => Ok(()),
+        Err(_) => {
+            let max = Namespace::LENGTH_MAX;
+            let reason = format!("must be 1 to {max} characters of a-z A-Z 0-9 . _ -");
+            Err(RequestError::invalid("name", reason))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kvd_core::DType;
+
+    fn spec() -> ModelSpec {
+        ModelSpec {
+            name: "llama-3.1_8b".into(),
+            geometry: Geometry {
+                layers: 32,
+                kv_heads: 8,
+                head_dim_k: 128,
+                head_dim_v: 128,
+                block_tokens: 64,
+                dtype: DType::BF16,
+                rope_pairing: RopePairing::Interleaved,
+            },
+            codec: "kvd-3".into(),
+            calibration: Bytes::from_static(b"c"),
+        }
+    }
+
+    fn refusal(change: impl FnOnce(&mut v1::RegisterModelRequest)) -> String {
+        let mut request = spec().into();
+        change(&mut request);
+        ModelSpec::from_wire(request, 64).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn spec_round_trips() {
+        assert_eq!(ModelSpec::from_wire(spec().into(), 16).unwrap(), spec());
+    }
+
+    #[test]
+    fn zero_block_tokens_takes_the_default() {
+        let mut asked = spec();
+        asked.geometry.block_tokens = 0;
+        let read = ModelSpec::from_wire(asked.into(), 128).unwrap();
+        assert_eq!(read.geometry.block_tokens, 128);
+    }
+
+    #[test]
+    fn refusals_name_the_field() {
+        assert_eq!(refusal(|r| r.name.clear()), "name is missing");
+        assert!(refusal(|r| r.name = "a b".into()).starts_with("name: must be 1 to 64"));
+        assert_eq!(refusal(|r| r.geometry = None), "geometry is missing");
+        assert_eq!(refusal(|r| r.codec.clear()), "codec is missing");
+        assert!(refusal(|r| r.codec = "x".repeat(4097)).contains("maximum is 4096"));
+        let geometry =
+            |change: fn(&mut v1::Geometry)| refusal(|r| change(r.geometry.as_mut().unwrap()));
+        assert_eq!(geometry(|g| g.dtype = 0), "geometry.dtype is missing");
+        assert_eq!(
+            geometry(|g| g.dtype = 9),
+            "geometry.dtype: dtype 9 is not known"
+        );
+        assert!(geometry(|g| g.rope_pairing = 7).starts_with("geometry.rope_pairing: "));
+        assert!(geometry(|g| g.layers = 0).contains("geometry.layers is 0"));
+    }
+
+    #[test]
+    fn registered_model_round_trips() {
+        let model = RegisteredModel {
+            model: ModelId(7),
+            codec_spec: "k:…".into(),
+            fingerprint: "f00".into(),
+            geometry: spec().geometry,
+        };
+        let wire = v1::RegisterModelResponse::from(model.clone());
+        assert_eq!(RegisteredModel::try_from(wire).unwrap(), model);
+    }
+}

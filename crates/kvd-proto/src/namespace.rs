@@ -1,0 +1,63 @@
+//! The namespace of a call travels in its metadata, so that every message may do without it.
+
+use crate::RequestError;
+use kvd_core::Namespace;
+use tonic::metadata::MetadataMap;
+
+/// Metadata key of the caller's namespace.
+pub const NAMESPACE_KEY: &str = "kvd-namespace";
+
+/// The namespace that `metadata` names; `default` when it names none.
+///
+/// # Errors
+/// When the value is no [`Namespace`], or there are several that differ: which one was meant must
+/// never depend on the order a proxy left them in.
+pub fn namespace_of(metadata: &MetadataMap) -> Result<Namespace, RequestError> {
+    let mut values = metadata.get_all(NAMESPACE_KEY).iter();
+    let Some(value) = values.next() else {
+        return parse("default");
+    };
+    if values.any(|other| other != value) {
+        return Err(RequestError::invalid(NAMESPACE_KEY, "given more than once"));
+    }
+    let text = value
+        .to_str()
+        .map_err(|_| RequestError::invalid(NAMESPACE_KEY, "holds non-ASCII characters"))?;
+    parse(text)
+}
+
+fn parse(text: &str) -> Result<Namespace, RequestError> {
+    Namespace::new(text).map_err(|error| RequestError::invalid(NAMESPACE_KEY, error.to_string()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn namespace(values: &[&'static str]) -> Result<Namespace, RequestError> {
+        let mut metadata = MetadataMap::new();
+        for value in values {
+            metadata.append(NAMESPACE_KEY, value.parse().unwrap());
+        }
+        namespace_of(&metadata)
+    }
+
+    #[test]
+    fn absent_namespace_is_default() {
+        assert_eq!(namespace(&[]).unwrap().as_str(), "default");
+    }
+
+    #[test]
+    fn namespace_is_taken_from_metadata() {
+        assert_eq!(namespace(&["team-a"]).unwrap().as_str(), "team-a");
+        assert_eq!(namespace(&["team-a", "team-a"]).unwrap().as_str(), "team-a");
+    }
+
+    #[test]
+    fn malformed_or_ambiguous_namespace_is_refused() {
+        for bad in [&["a b"][..], &[""], &["a", "b"]] {
+            let error = namespace(bad).unwrap_err();
+            assert!(error.to_string().starts_with("kvd-namespace: "), "{error}");
+        }
+    }
+}

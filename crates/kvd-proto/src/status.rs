@@ -1,0 +1,127 @@
+//! The one table from kvd's error codes to gRPC, and the way back.
+//!
+//! A gRPC code alone says too little to branch on (ten of kvd's codes are caller mistakes), so
+//! the exact code rides along as `google.rpc.ErrorInfo`, and a hint when to try again as
+//! `google.rpc.RetryInfo`.
+
+use kvd_core::ErrorCode;
+use std::collections::HashMap;
+use std::time::Duration;
+use tonic::{Code, Status};
+use tonic_types::{ErrorDetails, StatusExt};
+
+/// `ErrorInfo.domain` of every error that kvd itself raises.
+pub const ERROR_DOMAIN: &str = "kvd";
+
+/// The retry hint of a retryable error when the daemon knows no better one.
+pub const RETRY_AFTER_DEFAULT: Duration = Duration::from_millis(50);
+
+/// The gRPC code that stands beside `code`.
+#[must_use]
+pub const fn grpc_code(code: ErrorCode) -> Code {
+    match code {
+        ErrorCode::InvalidArgument
+        | ErrorCode::ShapeMismatch
+        | ErrorCode::NonFinite
+        | ErrorCode::InvalidCodec
+        | ErrorCode::InvalidCalibration => Code::InvalidArgument,
+        ErrorCode::UnknownModel | ErrorCode::UnknownSequence => Code::NotFound,
+        ErrorCode::NamespaceDenied => Code::PermissionDenied,
+        ErrorCode::RangeGap | ErrorCode::RangeNotStored => Code::OutOfRange,
+        ErrorCode::RangeOverlap | ErrorCode::RangeConflict => Code::AlreadyExists,
+        ErrorCode::SequenceBusy => Code::Aborted,
+        ErrorCode::ModelInUse => Code::FailedPrecondition,
+        ErrorCode::PoolFull
+        | ErrorCode::QueueFull
+        | ErrorCode::LimitExceeded
+        | ErrorCode::MessageTooLarge => Code::ResourceExhausted,
+        ErrorCode::DeadlineExceeded => Code::DeadlineExceeded,
+        ErrorCode::Cancelled => Code::Cancelled,
+        ErrorCode::ShuttingDown => Code::Unavailable,
+        ErrorCode::CorruptPage => Code::DataLoss,
+        // `ErrorCode` may grow; the test below fails until a new code has its row above.
+        ErrorCode::DeviceFailed | ErrorCode::Internal | _ => Code::Internal,
+    }
+}
+
+/// The status that answers a request which ended with `code`.
+///
+/// `retry_after` is used only for a code that is [retryable](ErrorCode::retryable), where `None`
+/// means [`RETRY_AFTER_DEFAULT`].
+#[must_use]
+pub fn status(code: ErrorCode, message: &str, retry_after: Option<Duration>) -> Status {
+    let mut details = ErrorDetails::with_error_info(code.name(), ERROR_DOMAIN, HashMap::new());
+    if code.retryable() {
+        details.set_retry_info(Some(retry_after.unwrap_or(RETRY_AFTER_DEFAULT)));
+    }
+    Status::with_error_details(grpc_code(code), message, details)
+}
+
+/// The code that [`status()`] attached. `None` when the status was not made by kvd, as with
+/// transport errors and what proxies answer, or when its details were lost on the way.
+#[must_use]
+pub fn error_code(status: &Status) -> Option<ErrorCode> {
+    let info = status.get_details_error_info()?;
+    if info.domain == ERROR_DOMAIN {
+        ErrorCode::from_name(&info.reason)
+    } else {
+        None
+    }
+}
+
+/// How long the sender of `status` asks to wait before the next attempt.
+#[must_use]
+pub fn retry_after(status: &Status) -> Option<Duration> {
+    status.get_details_retry_info()?.retry_delay
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_code_round_trips_with_its_hint() {
+        let hint = Duration::from_millis(1234);
+        for code in ErrorCode::ALL {
+            let status = status(code, "because", Some(hint));
+            assert_eq!(status.message(), "because");
+            assert_eq!(error_code(&status), Some(code));
+            assert_eq!(
+                retry_after(&status),
+                code.retryable().then_some(hint),
+                "{code}"
+            );
+        }
+    }
+
+    #[test]
+    fn every_code_has_its_row() {
+        for code in ErrorCode::ALL {
+            let grpc = grpc_code(code);
+            assert!(
+                !matches!(grpc, Code::Ok | Code::Unknown | Code::Unimplemented),
+                "{code}"
+            );
+            let internal = matches!(code, ErrorCode::DeviceFailed | ErrorCode::Internal);
+            assert_eq!(
+                grpc == Code::Internal,
+                internal,
+                "{code} needs a row in grpc_code"
+            );
+        }
+    }
+
+    #[test]
+    fn retryable_error_always_carries_a_hint() {
+        let status = status(ErrorCode::QueueFull, "", None);
+        assert_eq!(retry_after(&status), Some(RETRY_AFTER_DEFAULT));
+    }
+
+    #[test]
+    fn foreign_status_has_no_kvd_code() {
+        assert_eq!(error_code(&Status::unavailable("connection refused")), None);
+        let details = ErrorDetails::with_error_info("INTERNAL", "proxy.example", HashMap::new());
+        let status = Status::with_error_details(Code::Internal, "", details);
+        assert_eq!(error_code(&status), None);
+    }
+}

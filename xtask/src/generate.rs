@@ -1,0 +1,48 @@
+//! The generator of `crates/kvd-proto/src/gen`: `protox` parses, `tonic-prost-build` writes.
+//!
+//! `xtask gen` runs it, and `crates/kvd-proto/tests/gen.rs` includes this file as a module, so
+//! that a plain `cargo test` notices stale output. Both are pure Rust: nobody needs `protoc`.
+
+use anyhow::{Context, Result};
+use protox::prost::Message;
+use std::fs;
+use std::path::Path;
+
+/// What the generator writes: Rust code, and the descriptor set that gRPC reflection serves.
+pub(crate) const FILES: [&str; 2] = ["kvd.v1.rs", "kvd.v1.bin"];
+
+/// Where the checked-in output lies, from the repository root.
+pub(crate) const OUTPUT: &str = "crates/kvd-proto/src/gen";
+
+/// Compiles the `.proto` files under `root` into `out`.
+pub(crate) fn generate(root: &Path, out: &Path) -> Result<()> {
+    let include = root.join("proto");
+    let source = include.join("kvd/v1/kvd.proto");
+    let mut set = protox::compile([&source], [&include]).context("parse proto/kvd/v1/kvd.proto")?;
+    tonic_prost_build::configure()
+        .out_dir(out)
+        .bytes(".")
+        .emit_rerun_if_changed(false)
+        .compile_fds(set.clone())
+        .context("generate Rust code")?;
+    // Comments triple the descriptor and no reflection client shows them.
+    for file in &mut set.file {
+        file.source_code_info = None;
+    }
+    fs::write(out.join(FILES[1]), set.encode_to_vec()).context("write the descriptor set")
+}
+
+/// The names among [`FILES`] whose content under `out` is not what `root` generates into
+/// `scratch`.
+pub(crate) fn stale(root: &Path, out: &Path, scratch: &Path) -> Result<Vec<&'static str>> {
+    generate(root, scratch)?;
+    let mut stale = Vec::new();
+    for name in FILES {
+        let fresh = fs::read(scratch.join(name)).with_context(|| format!("read {name}"))?;
+        // A missing file is as stale as a different one.
+        if fs::read(out.join(name)).ok().as_ref() != Some(&fresh) {
+            stale.push(name);
+        }
+    }
+    Ok(stale)
+}
