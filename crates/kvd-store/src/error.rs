@@ -1,0 +1,111 @@
+//! Why the store refuses, with the numbers needed to act. Values only, no locks.
+
+use crate::pool::PoolFull;
+use kvd_core::{Coded, ErrorCode, GeometryError, LayerIndex, SequenceId};
+
+/// A refused call; nothing has changed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum StoreError {
+    /// No such sequence, or one of another namespace.
+    #[error("sequence {id} is unknown in this namespace; it was never opened or is closed")]
+    UnknownSequence {
+        /// The id asked for.
+        id: SequenceId,
+    },
+    /// The model's geometry is out of range.
+    #[error(transparent)]
+    Geometry(#[from] GeometryError),
+    /// The model has fewer layers.
+    #[error("layer {layer} is out of range: the model has layers 0 to {}", .layers.saturating_sub(1))]
+    LayerOutOfRange {
+        /// The layer asked for.
+        layer: LayerIndex,
+        /// Layers of the model.
+        layers: u32,
+    },
+    /// An append without tokens, or a range that ends before it starts.
+    #[error("range {start}..{end} is not a range of tokens")]
+    InvalidRange {
+        /// First token.
+        start: u32,
+        /// One past the last token.
+        end: u32,
+    },
+    /// A named limit of the store was reached.
+    #[error("{limit} is {max}, {asked} asked for")]
+    LimitExceeded {
+        /// Name of the limit.
+        limit: &'static str,
+        /// Its value.
+        max: u64,
+        /// What the call would have needed.
+        asked: u64,
+    },
+    /// An append begins after the end of the layer.
+    #[error("range starts at token {start}, the layer ends at {expected}: store {expected} first")]
+    RangeGap {
+        /// Where the next append must start: the layer's length.
+        expected: u32,
+        /// Where it started.
+        start: u32,
+    },
+    /// An append overlaps stored tokens and is not the repetition of a recent one.
+    #[error(
+        "range of {tokens} tokens at {start} overlaps what is stored; the layer ends at {length}: \
+         truncate to {start} first or append at {length}"
+    )]
+    RangeOverlap {
+        /// First token of the range.
+        start: u32,
+        /// Tokens of the range.
+        tokens: u32,
+        /// Length of the layer.
+        length: u32,
+    },
+    /// The same range was stored before with other content.
+    #[error("range of {tokens} tokens at {start} was stored before with other content")]
+    RangeConflict {
+        /// First token of the range.
+        start: u32,
+        /// Tokens of the range.
+        tokens: u32,
+    },
+    /// A read, fork or truncation reaches past what is stored.
+    #[error("{asked} tokens asked for, {stored} stored")]
+    RangeNotStored {
+        /// Tokens that would have to be there.
+        asked: u32,
+        /// Tokens that are (on the layer, or on every layer).
+        stored: u32,
+    },
+    /// An append to this layer of this sequence is in flight.
+    #[error("an append to layer {layer} of sequence {id} is in flight; try again")]
+    SequenceBusy {
+        /// The sequence.
+        id: SequenceId,
+        /// The layer being appended to.
+        layer: LayerIndex,
+    },
+    /// Page memory is used up.
+    #[error(transparent)]
+    PoolFull(#[from] PoolFull),
+}
+
+impl Coded for StoreError {
+    fn code(&self) -> ErrorCode {
+        match self {
+            Self::UnknownSequence { .. } => ErrorCode::UnknownSequence,
+            Self::Geometry(_) | Self::LayerOutOfRange { .. } | Self::InvalidRange { .. } => {
+                ErrorCode::InvalidArgument
+            }
+            Self::LimitExceeded { .. } => ErrorCode::LimitExceeded,
+            Self::RangeGap { .. } => ErrorCode::RangeGap,
+            Self::RangeOverlap { .. } => ErrorCode::RangeOverlap,
+            Self::RangeConflict { .. } => ErrorCode::RangeConflict,
+            Self::RangeNotStored { .. } => ErrorCode::RangeNotStored,
+            Self::SequenceBusy { .. } => ErrorCode::SequenceBusy,
+            Self::PoolFull(_) => ErrorCode::PoolFull,
+        }
+    }
+}

@@ -1,0 +1,238 @@
+//! A fixed budget of page memory and the guards that hold parts of it.
+//!
+//! Owns who has which extent: [`Reserved`] (exclusive, not readable) becomes [`Slot`] (readable,
+//! clone = pin); dropping either is the way back. One mutex guards the allocator; it is the last
+//! lock of the crate's order and no guard is ever dropped while it is held.
+
+use crate::allocator::{Allocator, taken_bytes};
+use crate::ledger::Tally;
+use kvd_core::Extent;
+use parking_lot::Mutex;
+use std::fmt;
+use std::sync::{Arc, OnceLock};
+
+/// One arena's memory, handed out in extents.
+pub struct Pool {
+    tier: &'static str,
+    allocator: Mutex<Allocator>,
+}
+
+/// What a pool holds right now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PoolUsage {
+    /// Name of the tier: `gpu`, `host`, …
+    pub tier: &'static str,
+    /// Bytes in all.
+    pub capacity_bytes: u64,
+    /// Bytes handed out, rounding to granules included.
+    pub used_bytes: u64,
+    /// Bytes of the largest free range: the largest reservation that can succeed.
+    pub largest_free_bytes: u64,
+    /// Extents handed out.
+    pub slots: u64,
+}
+
+/// No free range is large enough.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "pool {tier} is full: {needed} bytes needed, {free} of {capacity} free, the largest range has \
+     {largest_free}; close or truncate sequences and try again, or give the daemon a larger pool"
+)]
+pub struct PoolFull {
+    /// Name of the tier.
+    pub tier: &'static str,
+    /// Bytes asked for, rounded to granules.
+    pub needed: u64,
+    /// Free bytes in all.
+    pub free: u64,
+    /// Bytes of the largest free range.
+    pub largest_free: u64,
+    /// Bytes of the pool.
+    pub capacity: u64,
+}
+
+impl Pool {
+    /// A pool over an arena of `capacity_bytes` bytes, rounded down to 64-byte granules.
+    #[must_use]
+    pub fn new(tier: &'static str, capacity_bytes: u64) -> Arc<Self> {
+        Arc::new(Self {
+            tier,
+            allocator: Mutex::new(Allocator::new(capacity_bytes)),
+        })
+    }
+
+    /// Takes `len_bytes` bytes, for the caller alone.
+    ///
+    /// # Errors
+    /// When no free range holds them; nothing changes.
+    pub fn reserve(self: &Arc<Self>, len_bytes: u64) -> Result<Reserved, PoolFull> {
+        let mut allocator = self.allocator.lock();
+        match allocator.take(len_bytes) {
+            Some(offset) => {
+                let extent = Extent {
+                    offset,
+                    len: len_bytes,
+                };
+                Ok(Reserved {
+                    pool: Arc::clone(self),
+                    extent,
+                })
+            }
+            None => Err(PoolFull {
+                tier: self.tier,
+                needed: taken_bytes(len_bytes).unwrap_or(u64::MAX),
+                free: allocator.capacity_bytes() - allocator.used_bytes(),
+                largest_free: allocator.largest_free_bytes(),
+                capacity: allocator.capacity_bytes(),
+            }),
+        }
+    }
+
+    /// What is handed out and what is free.
+    #[must_use]
+    pub fn usage(&self) -> PoolUsage {
+        let allocator = self.allocator.lock();
+        PoolUsage {
+            tier: self.tier,
+            capacity_bytes: allocator.capacity_bytes(),
+            used_bytes: allocator.used_bytes(),
+            largest_free_bytes: allocator.largest_free_bytes(),
+            slots: allocator.slots(),
+        }
+    }
+}
+
+impl fmt::Debug for Pool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // `usage` would take the lock, and a formatter may run anywhere.
+        f.debug_struct("Pool")
+            .field("tier", &self.tier)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Memory that its owner fills and nobody reads yet; dropping it gives the bytes back.
+#[derive(Debug)]
+#[must_use = "dropping a reservation gives the bytes back"]
+pub struct Reserved {
+    pool: Arc<Pool>,
+    extent: Extent,
+}
+
+impl Reserved {
+    /// Where the bytes are; as long as was asked for.
+    #[must_use]
+    pub fn extent(&self) -> Extent {
+        self.extent
+    }
+
+    /// Makes the bytes readable by whoever holds the slot.
+    #[must_use]
+    pub fn seal(self) -> Slot {
+        Slot(Arc::new(SlotInner {
+            tally: OnceLock::new(),
+            reserved: self,
+        }))
+    }
+}
+
+impl Drop for Reserved {
+    fn drop(&mut self) {
+        self.pool
+            .allocator
+            .lock()
+            .give(self.extent.offset, self.extent.len);
+    }
+}
+
+/// Readable memory; a clone is a pin, and the last drop gives the bytes back.
+#[derive(Clone, Debug)]
+pub struct Slot(Arc<SlotInner>);
+
+#[derive(Debug)]
+struct SlotInner {
+    /// Set once a sequence holds the slot: takes its bytes off the model's ledger in its drop.
+    tally: OnceLock<Tally>,
+    reserved: Reserved,
+}
+
+impl Slot {
+    /// Where the bytes are.
+    #[must_use]
+    pub fn extent(&self) -> Extent {
+        self.0.reserved.extent
+    }
+
+    /// Bytes the slot takes from the pool: its length, rounded up to granules.
+    #[must_use]
+    pub fn reserved_bytes(&self) -> u64 {
+        taken_bytes(self.0.reserved.extent.len).unwrap_or(u64::MAX)
+    }
+
+    /// Counts the slot on a ledger from now to its end; a slot is counted once.
+    pub(crate) fn attach(&self, tally: impl FnOnce() -> Tally) {
+        self.0.tally.get_or_init(tally);
+    }
+
+    /// How the slot is counted, once it is.
+    pub(crate) fn tally(&self) -> Option<&Tally> {
+        self.0.tally.get()
+    }
+
+    /// Whether nobody else holds the slot. Exclusive access makes the answer last: what nobody
+    /// else holds can only be cloned from here.
+    pub(crate) fn is_unshared(&mut self) -> bool {
+        Arc::get_mut(&mut self.0).is_some()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn drop_is_the_way_back() {
+        let pool = Pool::new("host", 1024);
+        let first = pool.reserve(100).unwrap();
+        assert_eq!(
+            first.extent(),
+            Extent {
+                offset: 0,
+                len: 100
+            }
+        );
+        let slot = pool.reserve(64).unwrap().seal();
+        assert_eq!(slot.extent().offset, 128);
+        assert_eq!((slot.reserved_bytes(), pool.usage().used_bytes), (64, 192));
+        let pin = slot.clone();
+        drop(slot);
+        drop(first);
+        assert_eq!((pool.usage().used_bytes, pool.usage().slots), (64, 1));
+        drop(pin);
+        assert_eq!(pool.usage().used_bytes, 0);
+        assert_eq!(pool.usage().largest_free_bytes, 1024);
+    }
+
+    #[test]
+    fn full_says_what_is_missing() {
+        let pool = Pool::new("host", 256);
+        let _held = pool.reserve(128).unwrap();
+        let error = pool.reserve(129).unwrap_err();
+        let wanted = PoolFull {
+            tier: "host",
+            needed: 192,
+            free: 128,
+            largest_free: 128,
+            capacity: 256,
+        };
+        assert_eq!(error, wanted);
+        assert!(
+            error
+                .to_string()
+                .contains("192 bytes needed, 128 of 256 free"),
+            "{error}"
+        );
+        assert_eq!(pool.usage().slots, 1);
+        assert!(pool.reserve(128).is_ok());
+    }
+}
