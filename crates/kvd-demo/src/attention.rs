@@ -1,0 +1,70 @@
+//! The one part of the model that differs between runs.
+
+use anyhow::Result;
+use std::future::Future;
+
+/// New tokens of one layer: what an engine hands to its attention.
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionInput<'a> {
+    /// Tokens before these; they were handed over in earlier steps.
+    pub position: usize,
+    /// New tokens.
+    pub n_tokens: usize,
+    /// `[n_tokens, query heads, dim]`, after RoPE.
+    pub q: &'a [f32],
+    /// `[n_tokens, KV heads, dim]`, after RoPE.
+    pub k: &'a [f32],
+    /// `[n_tokens, KV heads, dim]`.
+    pub v: &'a [f32],
+}
+
+/// Keeps the KV cache of one sequence and answers causal attention over it.
+pub trait Attention {
+    /// Appends the new keys and values of `layer`, then lets each new query see every token up
+    /// to and with its own. Returns `[n_tokens, query heads, dim]`.
+    fn attend(
+        &mut self,
+        layer: usize,
+        step: AttentionInput<'_>,
+    ) -> impl Future<Output = Result<Vec<f32>>> + Send;
+}
+
+/// One layer's queries, keys and values over a whole window, `[tokens, heads, dim]`.
+#[derive(Clone, Debug, Default)]
+pub struct Recording {
+    /// Queries after RoPE.
+    pub q: Vec<f32>,
+    /// Keys after RoPE.
+    pub k: Vec<f32>,
+    /// Values.
+    pub v: Vec<f32>,
+}
+
+/// Passes attention on and keeps what went in: the material of calibration and of the
+/// attention-error measurement.
+pub struct Recorder<A> {
+    inner: A,
+    layers: Vec<Recording>,
+}
+
+impl<A> Recorder<A> {
+    /// Records what `inner` is asked.
+    pub fn new(inner: A, layers: usize) -> Self {
+        Self { inner, layers: vec![Recording::default(); layers] }
+    }
+
+    /// The recording of each layer.
+    pub fn into_layers(self) -> Vec<Recording> {
+        self.layers
+    }
+}
+
+impl<A: Attention + Send> Attention for Recorder<A> {
+    async fn attend(&mut self, layer: usize, step: AttentionInput<'_>) -> Result<Vec<f32>> {
+        let recording = &mut self.layers[layer];
+        recording.q.extend_from_slice(step.q);
+        recording.k.extend_from_slice(step.k);
+        recording.v.extend_from_slice(step.v);
+        self.inner.attend(layer, step).await
+    }
+}

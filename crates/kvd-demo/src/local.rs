@@ -1,0 +1,48 @@
+//! The run without kvd: an f16 KV cache and f32 attention in this process.
+
+use crate::attention::{Attention, AttentionInput};
+use crate::config::Heads;
+use crate::plain;
+use anyhow::{Result, ensure};
+use half::f16;
+
+/// Attention over a cache that keeps K and V rounded to f16, as an engine does.
+pub struct LocalAttention {
+    heads: Heads,
+    layers: Vec<Cache>,
+}
+
+#[derive(Clone, Default)]
+struct Cache {
+    k: Vec<f32>,
+    v: Vec<f32>,
+}
+
+impl LocalAttention {
+    /// An empty cache of `layers` layers.
+    #[must_use]
+    pub fn new(heads: Heads, layers: usize) -> Self {
+        Self { heads, layers: vec![Cache::default(); layers] }
+    }
+}
+
+impl Attention for LocalAttention {
+    async fn attend(&mut self, layer: usize, step: AttentionInput<'_>) -> Result<Vec<f32>> {
+        let cache = &mut self.layers[layer];
+        let stored = cache.k.len() / self.heads.kv_width();
+        ensure!(
+            stored == step.position,
+            "layer {layer} has {stored} tokens, not {}",
+            step.position
+        );
+        cache.k.extend(step.k.iter().map(|&value| rounded(value)));
+        cache.v.extend(step.v.iter().map(|&value| rounded(value)));
+        Ok(plain::attend(self.heads, step.position, step.q, &cache.k, &cache.v))
+    }
+}
+
+/// The value an f16 cache gives back.
+#[must_use]
+pub(crate) fn rounded(value: f32) -> f32 {
+    f16::from_f32(value).to_f32()
+}

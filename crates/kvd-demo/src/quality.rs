@@ -1,0 +1,169 @@
+//! Teacher-forced passes over held-out text and what they say about two runs.
+
+use crate::assets::Window;
+use crate::attention::Attention;
+use crate::model::Model;
+use anyhow::Result;
+
+/// Natural-log next-token distributions `[positions, vocabulary]` of a window, from the first
+/// scored position on, and what they give the true next tokens.
+#[derive(Clone, Debug)]
+pub struct Predictions {
+    /// Log probabilities of every token at every scored position.
+    pub log_probs: Vec<f32>,
+    /// Entries of the vocabulary.
+    pub vocabulary: usize,
+    /// Minus the log probability of the true next token, by position.
+    pub losses: Vec<f64>,
+}
+
+/// Runs `window` in steps of `chunk` tokens; positions from `scored_from` on are kept.
+///
+/// # Errors
+/// When the attention fails.
+pub async fn teacher_forced<A: Attention>(
+    model: &Model,
+    window: &Window,
+    chunk: usize,
+    scored_from: usize,
+    attention: &mut A,
+    mut on_chunk: impl FnMut(usize),
+) -> Result<Predictions> {
+    let vocabulary = model.config().vocab_size;
+    let mut log_probs = Vec::new();
+    let mut losses = Vec::new();
+    let mut position = 0;
+    for (inputs, targets) in window.inputs.chunks(chunk).zip(window.targets.chunks(chunk)) {
+        let mut logits = model.forward(inputs, position, attention).await?;
+        for (i, (row, &target)) in logits.chunks_mut(vocabulary).zip(targets).enumerate() {
+            if position + i >= scored_from {
+                log_softmax(row);
+                losses.push(-f64::from(row[target as usize]));
+                log_probs.extend_from_slice(row);
+            }
+        }
+        position += inputs.len();
+        on_chunk(inputs.len());
+    }
+    Ok(Predictions { log_probs, vocabulary, losses })
+}
+
+fn log_softmax(logits: &mut [f32]) {
+    let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let sum: f64 = logits.iter().map(|&logit| f64::from(logit - max).exp()).sum();
+    let log_sum = f64::from(max) + sum.ln();
+    for logit in logits {
+        *logit = (f64::from(*logit) - log_sum) as f32;
+    }
+}
+
+/// How a run predicts held-out text, alone and against the run without kvd.
+#[derive(Clone, Copy, Debug, Default, PartialEq, serde::Serialize)]
+pub struct Quality {
+    /// Positions that were scored.
+    pub scored_tokens: u64,
+    /// Mean loss in nats per token.
+    pub loss_nats: f64,
+    /// e to the power of the loss.
+    pub perplexity: f64,
+    /// Change of the perplexity against the run without kvd, in percent.
+    pub perplexity_change_percent: f64,
+    /// Mean KL(without kvd || this run) of the next-token distributions, in nats.
+    pub kl_nats: f64,
+    /// Share of positions whose most likely token is the same, in percent.
+    pub top1_agreement_percent: f64,
+}
+
+/// Sums of [`Quality`] over windows.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct QualitySums {
+    positions: u64,
+    loss: f64,
+    reference_loss: f64,
+    kl: f64,
+    agreed: u64,
+}
+
+impl QualitySums {
+    /// Adds one window: the run's predictions and those of the run without kvd.
+    pub fn add(&mut self, run: &Predictions, reference: &Predictions) {
+        let rows = run.log_probs.chunks(run.vocabulary);
+        for (p, q) in reference.log_probs.chunks(reference.vocabulary).zip(rows) {
+            self.kl += kl(p, q);
+            self.agreed += u64::from(argmax(p) == argmax(q));
+        }
+        self.positions += run.losses.len() as u64;
+        self.loss += run.losses.iter().sum::<f64>();
+        self.reference_loss += reference.losses.iter().sum::<f64>();
+    }
+
+    /// The means.
+    #[must_use]
+    pub fn finish(self) -> Quality {
+        let positions = self.positions.max(1) as f64;
+        let loss = self.loss / positions;
+        let change = (loss - self.reference_loss / positions).exp() - 1.0;
+        Quality {
+            scored_tokens: self.positions,
+            loss_nats: loss,
+            perplexity: loss.exp(),
+            perplexity_change_percent: 100.0 * change,
+            kl_nats: self.kl / positions,
+            top1_agreement_percent: 100.0 * self.agreed as f64 / positions,
+        }
+    }
+}
+
+fn kl(p: &[f32], q: &[f32]) -> f64 {
+    let terms = p.iter().zip(q).map(|(&p, &q)| f64::from(p).exp() * (f64::from(p) - f64::from(q)));
+    terms.sum()
+}
+
+/// Index of the largest value, the first of several.
+#[must_use]
+pub(crate) fn argmax(values: &[f32]) -> usize {
+    let mut best = 0;
+    for (i, value) in values.iter().enumerate() {
+        if *value > values[best] {
+            best = i;
+        }
+    }
+    best
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn predictions(rows: &[[f32; 2]], targets: &[usize]) -> Predictions {
+        let mut rows = rows.to_vec();
+        rows.iter_mut().for_each(|row| log_softmax(row));
+        let losses = rows.iter().zip(targets).map(|(row, &t)| -f64::from(row[t])).collect();
+        Predictions { log_probs: rows.concat(), vocabulary: 2, losses }
+    }
+
+    #[test]
+    fn kl_and_agreement_follow_from_the_distributions() {
+        // Probabilities 3/4, 1/4 against 1/4, 3/4 at the first position; equal at the second.
+        let three = 3f32.ln();
+        let reference = predictions(&[[three, 0.0], [0.0, three]], &[0, 1]);
+        let run = predictions(&[[0.0, three], [0.0, three]], &[0, 1]);
+        let mut sums = QualitySums::default();
+        sums.add(&run, &reference);
+        let quality = sums.finish();
+        assert!((quality.kl_nats - 0.25 * 3f64.ln()).abs() < 1e-6, "{quality:?}");
+        assert_eq!(quality.top1_agreement_percent, 50.0);
+        assert!((quality.loss_nats - 0.5 * (4f64.ln() + (4f64 / 3.0).ln())).abs() < 1e-6);
+        assert!((quality.perplexity_change_percent - 100.0 * (3f64.sqrt() - 1.0)).abs() < 1e-4);
+    }
+
+    #[test]
+    fn a_run_equals_itself() {
+        let reference = predictions(&[[0.3, -0.2], [5.0, 1.0]], &[1, 0]);
+        let mut sums = QualitySums::default();
+        sums.add(&reference, &reference);
+        let quality = sums.finish();
+        assert_eq!((quality.kl_nats, quality.perplexity_change_percent), (0.0, 0.0));
+        assert_eq!(quality.top1_agreement_percent, 100.0);
+    }
+}
