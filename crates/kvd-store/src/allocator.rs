@@ -65,24 +65,14 @@ impl Allocator {
         self.used_bytes -= len;
         self.slots -= 1;
         let (mut start, mut end) = (offset, offset + len);
-        let before = self
-            .by_offset
-            .range(..offset)
-            .next_back()
-            .map(|(&o, &l)| (o, l));
-        debug_assert!(
-            before.is_none_or(|(o, l)| o + l <= offset),
-            "{offset} given back twice"
-        );
+        let before = self.by_offset.range(..offset).next_back().map(|(&o, &l)| (o, l));
+        debug_assert!(before.is_none_or(|(o, l)| o + l <= offset), "{offset} given back twice");
         if let Some((o, l)) = before.filter(|(o, l)| o + l == offset) {
             self.remove(o, l);
             start = o;
         }
         let after = self.by_offset.range(offset..).next().map(|(&o, &l)| (o, l));
-        debug_assert!(
-            after.is_none_or(|(o, _)| o >= end),
-            "{offset} given back twice"
-        );
+        debug_assert!(after.is_none_or(|(o, _)| o >= end), "{offset} given back twice");
         if let Some((o, l)) = after.filter(|(o, _)| *o == end) {
             self.remove(o, l);
             end = o + l;

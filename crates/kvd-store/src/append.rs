@@ -88,18 +88,9 @@ impl AppendTicket {
         offered: Remembered,
     ) -> Result<Self, PoolFull> {
         let length_after = layer.length + offered.tokens;
-        let room = Room {
-            pool,
-            shape: &claim.entry.model,
-            ledger: &claim.entry.ledger,
-        };
+        let room = Room { pool, shape: &claim.entry.model, ledger: &claim.entry.ledger };
         let plan = Plan::new(layer, &room, length_after)?;
-        Ok(Self {
-            plan,
-            offered,
-            length_after,
-            claim,
-        })
+        Ok(Self { plan, offered, length_after, claim })
     }
 
     /// Copies to execute before the writes: the rows of a block that cannot be appended to in
@@ -157,20 +148,18 @@ impl AppendTicket {
         &self.claim.entry.model
     }
 
+    /// The sequence's entry.
+    #[cfg(test)]
+    pub(crate) fn entry(&self) -> &crate::sequence::SequenceEntry {
+        &self.claim.entry
+    }
+
     /// Publishes the append and returns the layer's length, in tokens. `packed[i]` answers
     /// `packs()[i]`; `None` (or a missing answer) means that it could not be packed now, for
     /// instance for want of memory: the block stays raw and is offered again at the next append.
     pub fn commit(self, packed: Vec<Option<Pages>>) -> u32 {
-        debug_assert!(
-            packed.len() <= self.plan.packs.len(),
-            "more answers than packs"
-        );
-        let Self {
-            plan,
-            offered,
-            length_after,
-            claim,
-        } = self;
+        debug_assert!(packed.len() <= self.plan.packs.len(), "more answers than packs");
+        let Self { plan, offered, length_after, claim } = self;
         let entry = &claim.entry;
         let gone = {
             let mut layers = entry.layers.lock();
@@ -264,12 +253,7 @@ impl Plan {
             let first = block as u32 * room.shape.block_tokens() + rows.start;
             let count = rows.end - rows.start;
             let source_row = first - start;
-            plan.writes.push(RowWrite {
-                to,
-                to_row: rows.start,
-                rows: count,
-                source_row,
-            });
+            plan.writes.push(RowWrite { to, to_row: rows.start, rows: count, source_row });
         }
         plan.pack_due(layer, room, length_after);
         Ok(plan)
@@ -302,11 +286,7 @@ impl Plan {
         view.parts(0..rows, &mut parts);
         self.copies.extend(parts.into_iter().map(|from| {
             let to_row = from.rows.start;
-            RowCopy {
-                from,
-                to: to.clone(),
-                to_row,
-            }
+            RowCopy { from, to: to.clone(), to_row }
         }));
         Ok(to)
     }
@@ -333,23 +313,10 @@ impl Plan {
             };
             let keep = to.map(|to| {
                 let kind = PartKind::Raw(raw.clone());
-                RowCopy {
-                    from: Part {
-                        rows: 0..sink_rows,
-                        origin: 0,
-                        kind,
-                    },
-                    to,
-                    to_row: 0,
-                }
+                RowCopy { from: Part { rows: 0..sink_rows, origin: 0, kind }, to, to_row: 0 }
             });
             let rows = sink_rows..shape.block_tokens();
-            self.packs.push(PackTask {
-                block: block as u32,
-                from: raw.clone(),
-                rows,
-                keep,
-            });
+            self.packs.push(PackTask { block: block as u32, from: raw.clone(), rows, keep });
             self.pack_cells.push(Arc::clone(cell));
         }
     }

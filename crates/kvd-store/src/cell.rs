@@ -74,15 +74,8 @@ impl Pages {
     #[must_use]
     pub fn new(slot: Slot, ends: Arc<[u32]>, accounting: PackedBytes) -> Self {
         debug_assert!(ends.is_sorted(), "page ends {ends:?}");
-        debug_assert!(
-            ends.last()
-                .is_none_or(|end| u64::from(*end) <= slot.extent().len)
-        );
-        Self(Arc::new(PagesInner {
-            slot,
-            ends,
-            accounting,
-        }))
+        debug_assert!(ends.last().is_none_or(|end| u64::from(*end) <= slot.extent().len));
+        Self(Arc::new(PagesInner { slot, ends, accounting }))
     }
 
     /// Where all the pages are.
@@ -97,13 +90,8 @@ impl Pages {
     /// When there is no such page: the caller counted heads wrongly.
     #[must_use]
     pub fn page(&self, index: usize) -> Extent {
-        let start = if index == 0 {
-            0
-        } else {
-            self.0.ends[index - 1]
-        };
-        self.extent()
-            .part(u64::from(start), u64::from(self.0.ends[index]))
+        let start = if index == 0 { 0 } else { self.0.ends[index - 1] };
+        self.extent().part(u64::from(start), u64::from(self.0.ends[index]))
     }
 
     /// End of each page in bytes from the slot's start.
@@ -181,10 +169,7 @@ pub(crate) enum View {
 impl View {
     /// A new cell in a new slot.
     pub(crate) fn fresh(raw: RawSlot) -> Self {
-        Self::Raw {
-            raw,
-            cell: Arc::default(),
-        }
+        Self::Raw { raw, cell: Arc::default() }
     }
 
     /// Whether an append may write from `row` on into this view's slot: no other sequence sees

@@ -17,7 +17,7 @@ pub enum StoreError {
     #[error(transparent)]
     Geometry(#[from] GeometryError),
     /// The model has fewer layers.
-    #[error("layer {layer} is out of range: the model has layers 0 to {}", .layers.saturating_sub(1))]
+    #[error("layer {layer} is out of range: the model has {layers} layers, counted from 0")]
     LayerOutOfRange {
         /// The layer asked for.
         layer: LayerIndex,

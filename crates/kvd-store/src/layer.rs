@@ -51,29 +51,17 @@ pub(crate) struct Layer {
 impl Layer {
     /// Where a range that is offered stands to what is stored.
     pub(crate) fn fit(&self, offered: Remembered) -> Result<Fit, StoreError> {
-        let Remembered {
-            start,
-            tokens,
-            content_hash,
-        } = offered;
+        let Remembered { start, tokens, content_hash } = offered;
         match start.cmp(&self.length) {
             std::cmp::Ordering::Equal => return Ok(Fit::Next),
             std::cmp::Ordering::Greater => return Ok(Fit::Gap),
             std::cmp::Ordering::Less => {}
         }
         // At most one can match: a range is only stored again after truncation dropped it here.
-        match self
-            .remembered
-            .iter()
-            .find(|r| (r.start, r.tokens) == (start, tokens))
-        {
+        match self.remembered.iter().find(|r| (r.start, r.tokens) == (start, tokens)) {
             Some(r) if r.content_hash == content_hash => Ok(Fit::Replayed),
             Some(_) => Err(StoreError::RangeConflict { start, tokens }),
-            None => Err(StoreError::RangeOverlap {
-                start,
-                tokens,
-                length: self.length,
-            }),
+            None => Err(StoreError::RangeOverlap { start, tokens, length: self.length }),
         }
     }
 
@@ -145,10 +133,11 @@ impl Layer {
         for (block, rows) in shape.rows_by_block(range) {
             self.views[block].parts(rows, &mut of_block);
             let first = block as u32 * shape.block_tokens();
-            found.extend(of_block.drain(..).map(|part| PinnedPart {
-                first_token: first + part.rows.start,
-                part,
-            }));
+            found.extend(
+                of_block
+                    .drain(..)
+                    .map(|part| PinnedPart { first_token: first + part.rows.start, part }),
+            );
         }
         found
     }

@@ -81,11 +81,7 @@ impl StoredBytes {
 
     /// A raw slot that takes `reserved_bytes` and holds `values` values.
     pub(crate) fn raw(values: u64, reserved_bytes: u64) -> Self {
-        Self {
-            raw_values: values,
-            raw_bytes: reserved_bytes,
-            ..Self::default()
-        }
+        Self { raw_values: values, raw_bytes: reserved_bytes, ..Self::default() }
     }
 
     fn to_array(self) -> [u64; FIELDS] {
@@ -201,12 +197,7 @@ impl Tally {
 
     fn new(ledger: &Arc<Ledger>, fixed: StoredBytes, values_per_row: u64) -> Self {
         ledger.add(fixed);
-        Self {
-            ledger: Arc::clone(ledger),
-            fixed,
-            values_per_row,
-            rows: AtomicU32::new(0),
-        }
+        Self { ledger: Arc::clone(ledger), fixed, values_per_row, rows: AtomicU32::new(0) }
     }
 
     /// Rows of a raw slot that somebody may read.

@@ -55,10 +55,7 @@ impl Pool {
     /// A pool over an arena of `capacity_bytes` bytes, rounded down to 64-byte granules.
     #[must_use]
     pub fn new(tier: &'static str, capacity_bytes: u64) -> Arc<Self> {
-        Arc::new(Self {
-            tier,
-            allocator: Mutex::new(Allocator::new(capacity_bytes)),
-        })
+        Arc::new(Self { tier, allocator: Mutex::new(Allocator::new(capacity_bytes)) })
     }
 
     /// Takes `len_bytes` bytes, for the caller alone.
@@ -69,14 +66,8 @@ impl Pool {
         let mut allocator = self.allocator.lock();
         match allocator.take(len_bytes) {
             Some(offset) => {
-                let extent = Extent {
-                    offset,
-                    len: len_bytes,
-                };
-                Ok(Reserved {
-                    pool: Arc::clone(self),
-                    extent,
-                })
+                let extent = Extent { offset, len: len_bytes };
+                Ok(Reserved { pool: Arc::clone(self), extent })
             }
             None => Err(PoolFull {
                 tier: self.tier,
@@ -105,9 +96,7 @@ impl Pool {
 impl fmt::Debug for Pool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         // `usage` would take the lock, and a formatter may run anywhere.
-        f.debug_struct("Pool")
-            .field("tier", &self.tier)
-            .finish_non_exhaustive()
+        f.debug_struct("Pool").field("tier", &self.tier).finish_non_exhaustive()
     }
 }
 
@@ -129,19 +118,13 @@ impl Reserved {
     /// Makes the bytes readable by whoever holds the slot.
     #[must_use]
     pub fn seal(self) -> Slot {
-        Slot(Arc::new(SlotInner {
-            tally: OnceLock::new(),
-            reserved: self,
-        }))
+        Slot(Arc::new(SlotInner { tally: OnceLock::new(), reserved: self }))
     }
 }
 
 impl Drop for Reserved {
     fn drop(&mut self) {
-        self.pool
-            .allocator
-            .lock()
-            .give(self.extent.offset, self.extent.len);
+        self.pool.allocator.lock().give(self.extent.offset, self.extent.len);
     }
 }
 
@@ -194,13 +177,7 @@ mod tests {
     fn drop_is_the_way_back() {
         let pool = Pool::new("host", 1024);
         let first = pool.reserve(100).unwrap();
-        assert_eq!(
-            first.extent(),
-            Extent {
-                offset: 0,
-                len: 100
-            }
-        );
+        assert_eq!(first.extent(), Extent { offset: 0, len: 100 });
         let slot = pool.reserve(64).unwrap().seal();
         assert_eq!(slot.extent().offset, 128);
         assert_eq!((slot.reserved_bytes(), pool.usage().used_bytes), (64, 192));
@@ -218,20 +195,10 @@ mod tests {
         let pool = Pool::new("host", 256);
         let _held = pool.reserve(128).unwrap();
         let error = pool.reserve(129).unwrap_err();
-        let wanted = PoolFull {
-            tier: "host",
-            needed: 192,
-            free: 128,
-            largest_free: 128,
-            capacity: 256,
-        };
+        let wanted =
+            PoolFull { tier: "host", needed: 192, free: 128, largest_free: 128, capacity: 256 };
         assert_eq!(error, wanted);
-        assert!(
-            error
-                .to_string()
-                .contains("192 bytes needed, 128 of 256 free"),
-            "{error}"
-        );
+        assert!(error.to_string().contains("192 bytes needed, 128 of 256 free"), "{error}");
         assert_eq!(pool.usage().slots, 1);
         assert!(pool.reserve(128).is_ok());
     }

@@ -73,22 +73,13 @@ impl SequenceEntry {
         layers: Vec<Layer>,
     ) -> Self {
         let busy = layers.iter().map(|_| AtomicBool::new(false)).collect();
-        Self {
-            id,
-            model,
-            ledger,
-            layers: Mutex::new(layers),
-            busy,
-        }
+        Self { id, model, ledger, layers: Mutex::new(layers), busy }
     }
 
     /// The right to append to `layer`; `None` while another has it. Call under the mutex.
     pub(crate) fn claim(self: &Arc<Self>, layer: usize) -> Option<Claim> {
         let was_busy = self.busy[layer].swap(true, Ordering::Acquire);
-        (!was_busy).then(|| Claim {
-            entry: Arc::clone(self),
-            layer,
-        })
+        (!was_busy).then(|| Claim { entry: Arc::clone(self), layer })
     }
 
     /// Whether somebody appends to `layer`.
@@ -98,9 +89,7 @@ impl SequenceEntry {
 
     /// The first layer that somebody appends to.
     pub(crate) fn busy_layer(&self) -> Option<LayerIndex> {
-        (0..self.busy.len())
-            .find(|&l| self.is_busy(l))
-            .map(|l| LayerIndex(l as u32))
+        (0..self.busy.len()).find(|&l| self.is_busy(l)).map(|l| LayerIndex(l as u32))
     }
 }
 

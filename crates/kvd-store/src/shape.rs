@@ -73,11 +73,7 @@ impl ModelShape {
     ) -> impl Iterator<Item = (usize, Range<u32>)> {
         let size = u64::from(self.block_tokens());
         let (start, end) = (u64::from(tokens.start), u64::from(tokens.end));
-        let last = if start < end {
-            end.div_ceil(size)
-        } else {
-            start / size
-        };
+        let last = if start < end { end.div_ceil(size) } else { start / size };
         (start / size..last).map(move |block| {
             let first = block * size;
             let rows = start.max(first) - first..end.min(first + size) - first;

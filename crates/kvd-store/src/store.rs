@@ -55,9 +55,7 @@ impl Store {
     pub fn open(&self, model: Arc<ModelShape>) -> Result<SequenceId, StoreError> {
         model.geometry.validate()?;
         self.admit()?;
-        let layers = (0..model.geometry.layers)
-            .map(|_| Layer::default())
-            .collect();
+        let layers = (0..model.geometry.layers).map(|_| Layer::default()).collect();
         let ledger = Arc::clone(&self.ledgers.entry(model.id).or_default());
         Ok(self.insert(model, ledger, layers))
     }
@@ -81,23 +79,14 @@ impl Store {
             let stored = common_length(&layers);
             let length = length.unwrap_or(stored);
             if length > stored {
-                return Err(StoreError::RangeNotStored {
-                    asked: length,
-                    stored,
-                });
+                return Err(StoreError::RangeNotStored { asked: length, stored });
             }
             self.admit()?;
-            let forked: Vec<_> = layers
-                .iter()
-                .map(|l| l.fork(&parent.model, length))
-                .collect();
+            let forked: Vec<_> = layers.iter().map(|l| l.fork(&parent.model, length)).collect();
             (length, forked)
         };
         let model = Arc::clone(&parent.model);
-        Ok((
-            self.insert(model, Arc::clone(&parent.ledger), layers),
-            length,
-        ))
+        Ok((self.insert(model, Arc::clone(&parent.ledger), layers), length))
     }
 
     /// Forgets the tokens from `length` on, on every layer. Precision does not come back: rows
@@ -116,15 +105,9 @@ impl Store {
             }
             let stored = common_length(&layers);
             if length > stored {
-                return Err(StoreError::RangeNotStored {
-                    asked: length,
-                    stored,
-                });
+                return Err(StoreError::RangeNotStored { asked: length, stored });
             }
-            layers
-                .iter_mut()
-                .map(|l| l.truncate(&entry.model, length))
-                .collect()
+            layers.iter_mut().map(|l| l.truncate(&entry.model, length)).collect()
         };
         drop(gone);
         Ok(())
@@ -136,9 +119,7 @@ impl Store {
     /// # Errors
     /// [`StoreError::UnknownSequence`].
     pub fn close(&self, ns: &Namespace, id: SequenceId) -> Result<(), StoreError> {
-        let removed = self
-            .sequences
-            .remove_if(&id, |_, entry| entry.model.namespace == *ns);
+        let removed = self.sequences.remove_if(&id, |_, entry| entry.model.namespace == *ns);
         let Some((_, entry)) = removed else {
             return Err(StoreError::UnknownSequence { id });
         };
@@ -147,8 +128,7 @@ impl Store {
         let model = entry.model.id;
         drop(entry);
         // A ledger that only this map has counts nothing. Who would count needs the shard's lock.
-        self.ledgers
-            .remove_if(&model, |_, ledger| Arc::strong_count(ledger) == 1);
+        self.ledgers.remove_if(&model, |_, ledger| Arc::strong_count(ledger) == 1);
         Ok(())
     }
 
@@ -201,32 +181,19 @@ impl Store {
     ) -> Result<Append, StoreError> {
         let (entry, index) = self.entry_and_layer(ns, id, layer)?;
         self.check_size(start, tokens)?;
-        let offered = Remembered {
-            start,
-            tokens,
-            content_hash,
-        };
+        let offered = Remembered { start, tokens, content_hash };
         let mut layers = entry.layers.lock();
         let state = &mut layers[index];
         let fit = state.fit(offered)?;
         if fit == Fit::Replayed {
-            return Ok(Append::Replayed {
-                length: state.length,
-            });
+            return Ok(Append::Replayed { length: state.length });
         }
         // Before the gap is called one: what is in flight may be what fills it.
-        let claim = entry
-            .claim(index)
-            .ok_or(StoreError::SequenceBusy { id, layer })?;
+        let claim = entry.claim(index).ok_or(StoreError::SequenceBusy { id, layer })?;
         if fit == Fit::Gap {
-            return Err(StoreError::RangeGap {
-                expected: state.length,
-                start,
-            });
+            return Err(StoreError::RangeGap { expected: state.length, start });
         }
-        Ok(Append::Ticket(AppendTicket::new(
-            claim, state, &self.pool, offered,
-        )?))
+        Ok(Append::Ticket(AppendTicket::new(claim, state, &self.pool, offered)?))
     }
 
     /// Pins tokens of one layer for reading. `length` is how many tokens the read may see, all
@@ -249,10 +216,7 @@ impl Store {
         let stored = state.length;
         let length = length.unwrap_or(stored);
         if length > stored {
-            return Err(StoreError::RangeNotStored {
-                asked: length,
-                stored,
-            });
+            return Err(StoreError::RangeNotStored { asked: length, stored });
         }
         let start = match range.start_bound() {
             Bound::Included(&start) => start,
@@ -268,34 +232,28 @@ impl Store {
             return Err(StoreError::InvalidRange { start, end });
         }
         if end > length {
-            return Err(StoreError::RangeNotStored {
-                asked: end,
-                stored: length,
-            });
+            return Err(StoreError::RangeNotStored { asked: end, stored: length });
         }
         let parts = state.parts(&entry.model, start..end);
-        Ok(Pinned {
-            model: Arc::clone(&entry.model),
-            length,
-            range: start..end,
-            parts,
-        })
+        Ok(Pinned { model: Arc::clone(&entry.model), length, range: start..end, parts })
     }
 
     /// What the sequences of a model hold right now; zeros for a model without any.
     #[must_use]
     pub fn usage(&self, model: ModelId) -> ModelUsage {
-        self.ledgers
-            .get(&model)
-            .map_or_else(ModelUsage::default, |ledger| ledger.usage())
+        self.ledgers.get(&model).map_or_else(ModelUsage::default, |ledger| ledger.usage())
+    }
+
+    /// Every open sequence.
+    #[cfg(test)]
+    pub(crate) fn entries(&self) -> Vec<Arc<SequenceEntry>> {
+        self.sequences.iter().map(|entry| Arc::clone(&entry)).collect()
     }
 
     /// An entry by id. The same answer for an id that is missing and for one of others.
     fn entry(&self, ns: &Namespace, id: SequenceId) -> Result<Arc<SequenceEntry>, StoreError> {
         let found = self.sequences.get(&id).map(|entry| Arc::clone(&entry));
-        found
-            .filter(|entry| entry.model.namespace == *ns)
-            .ok_or(StoreError::UnknownSequence { id })
+        found.filter(|entry| entry.model.namespace == *ns).ok_or(StoreError::UnknownSequence { id })
     }
 
     fn entry_and_layer(
@@ -318,11 +276,7 @@ impl Store {
             return Err(StoreError::InvalidRange { start, end: start });
         }
         let exceeded = |limit, max: u32, asked: u64| {
-            Err(StoreError::LimitExceeded {
-                limit,
-                max: u64::from(max),
-                asked,
-            })
+            Err(StoreError::LimitExceeded { limit, max: u64::from(max), asked })
         };
         if tokens > self.limits.tokens_per_append_max {
             let max = self.limits.tokens_per_append_max;
@@ -330,11 +284,7 @@ impl Store {
         }
         let end = u64::from(start) + u64::from(tokens);
         if end > u64::from(self.limits.tokens_per_sequence_max) {
-            return exceeded(
-                "tokens_per_sequence_max",
-                self.limits.tokens_per_sequence_max,
-                end,
-            );
+            return exceeded("tokens_per_sequence_max", self.limits.tokens_per_sequence_max, end);
         }
         Ok(())
     }
@@ -345,11 +295,9 @@ impl Store {
         let more = |open: u64| (open < max).then_some(open + 1);
         match self.open.fetch_update(Relaxed, Relaxed, more) {
             Ok(_) => Ok(()),
-            Err(open) => Err(StoreError::LimitExceeded {
-                limit: "sequences_max",
-                max,
-                asked: open + 1,
-            }),
+            Err(open) => {
+                Err(StoreError::LimitExceeded { limit: "sequences_max", max, asked: open + 1 })
+            }
         }
     }
 
@@ -361,8 +309,7 @@ impl Store {
     ) -> SequenceId {
         let id = SequenceId(self.next_id.fetch_add(1, Relaxed));
         ledger.sequence_opened();
-        self.sequences
-            .insert(id, Arc::new(SequenceEntry::new(id, model, ledger, layers)));
+        self.sequences.insert(id, Arc::new(SequenceEntry::new(id, model, ledger, layers)));
         id
     }
 }

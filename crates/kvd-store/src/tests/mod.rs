@@ -1,1 +1,9 @@
-//! Tests.
+//! Tests of the store as a whole: rules one by one, random operations against a naive model, and
+//! threads.
+
+mod append;
+mod forks;
+mod harness;
+mod model;
+mod rules;
+mod threads;

@@ -1,0 +1,337 @@
+//! An arena of real bytes and a lane that executes tickets on it.
+//!
+//! A token is one `u32`. A raw row holds it once per side and head, with a mark that tells
+//! whether it ever went through pages (the stand-in for lost precision). A page holds only the
+//! tokens, so decoding sets the mark.
+
+use crate::append::{Append, AppendTicket, RowCopy};
+use crate::cell::{Pages, Part, PartKind, RawSlot, View};
+use crate::sequence::{Pinned, PinnedPart, SequenceEntry};
+use crate::{Limits, ModelShape, PackedBytes, Pool, Slot, Store, StoreError};
+use kvd_core::{DType, Extent, Geometry, LayerIndex, ModelId, Namespace, RopePairing};
+use kvd_core::{SequenceId, Side};
+use parking_lot::Mutex;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+pub(super) const HEADS: u32 = 2;
+const PAGE_HEADER: u64 = 12;
+
+/// A token as it is read back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Token {
+    pub(super) value: u32,
+    /// Went through pages at least once.
+    pub(super) lossy: bool,
+    /// Is read from pages.
+    pub(super) packed: bool,
+}
+
+pub(super) fn namespace(name: &str) -> Namespace {
+    Namespace::new(name).unwrap()
+}
+
+pub(super) fn shape(id: u64, block_tokens: u32, sink: u32, recent: u32) -> Arc<ModelShape> {
+    let geometry = Geometry {
+        layers: 2,
+        kv_heads: HEADS,
+        head_dim_k: 2,
+        head_dim_v: 4,
+        block_tokens,
+        dtype: DType::F32,
+        rope_pairing: RopePairing::Half,
+    };
+    let namespace = namespace(&format!("ns{id}"));
+    Arc::new(ModelShape { id: ModelId(id), namespace, geometry, sink, recent })
+}
+
+/// A store with its arena.
+pub(super) struct Bench {
+    pub(super) store: Store,
+    pub(super) pool: Arc<Pool>,
+    pub(super) model: Arc<ModelShape>,
+    bytes: Mutex<Vec<u8>>,
+}
+
+impl Bench {
+    pub(super) fn new(capacity: u64, model: Arc<ModelShape>) -> Self {
+        Self::limited(capacity, model, Limits::default())
+    }
+
+    pub(super) fn limited(capacity: u64, model: Arc<ModelShape>, limits: Limits) -> Self {
+        let pool = Pool::new("host", capacity);
+        let store = Store::new(Arc::clone(&pool), limits);
+        Self { store, pool, model, bytes: Mutex::new(vec![0xEE; capacity as usize]) }
+    }
+
+    pub(super) fn ns(&self) -> &Namespace {
+        &self.model.namespace
+    }
+
+    pub(super) fn open(&self) -> SequenceId {
+        self.store.open(Arc::clone(&self.model)).unwrap()
+    }
+
+    pub(super) fn used(&self) -> u64 {
+        self.pool.usage().used_bytes
+    }
+
+    /// Asks to append; a replay is a failed test.
+    pub(super) fn begin(
+        &self,
+        id: SequenceId,
+        layer: u32,
+        start: u32,
+        tokens: u32,
+    ) -> Result<AppendTicket, StoreError> {
+        match self.store.begin_append(self.ns(), id, LayerIndex(layer), start, tokens, 7)? {
+            Append::Ticket(ticket) => Ok(ticket),
+            Append::Replayed { .. } => panic!("replayed"),
+        }
+    }
+
+    /// Appends `values` to a layer, packing all that is due.
+    pub(super) fn append(&self, id: SequenceId, layer: u32, start: u32, values: &[u32]) {
+        let ticket = self.begin(id, layer, start, values.len() as u32).unwrap();
+        self.finish(ticket, values, |_| false);
+    }
+
+    /// Tokens `range` of every layer, with values equal to their position.
+    pub(super) fn fill(&self, id: SequenceId, range: std::ops::Range<u32>) {
+        let values: Vec<u32> = range.clone().collect();
+        for layer in 0..self.model.geometry.layers {
+            self.append(id, layer, range.start, &values);
+        }
+    }
+
+    /// Executes a ticket as a lane does, and commits it; returns the blocks that were packed.
+    pub(super) fn finish(
+        &self,
+        ticket: AppendTicket,
+        values: &[u32],
+        fail: impl Fn(u32) -> bool,
+    ) -> Vec<u32> {
+        let packed = self.execute(&ticket, values, fail);
+        let blocks = ticket.packs().iter().zip(&packed).filter(|(_, p)| p.is_some());
+        let blocks = blocks.map(|(task, _)| task.block).collect();
+        let after = ticket.length_after();
+        assert_eq!(ticket.commit(packed), after);
+        blocks
+    }
+
+    /// What the lane does between begin and commit.
+    pub(super) fn execute(
+        &self,
+        ticket: &AppendTicket,
+        values: &[u32],
+        fail: impl Fn(u32) -> bool,
+    ) -> Vec<Option<Pages>> {
+        let mut bytes = self.bytes.lock();
+        for copy in ticket.copies() {
+            self.copy(&mut bytes, copy);
+        }
+        let mut next = 0;
+        for write in ticket.writes() {
+            assert_eq!(write.source_row, next, "writes cover the request in order");
+            next += write.rows;
+            for i in 0..write.rows {
+                let value = values[(write.source_row + i) as usize];
+                self.put_row(&mut bytes, &write.to, write.to_row + i, value, false);
+            }
+        }
+        assert_eq!(next as usize, values.len());
+        let mut answers = Vec::new();
+        for task in ticket.packs() {
+            if let Some(keep) = &task.keep {
+                self.copy(&mut bytes, keep);
+            }
+            let rows = task.rows.clone();
+            let tokens: Vec<u32> =
+                rows.map(|row| self.get_row(&bytes, &task.from, row).value).collect();
+            answers.push(if fail(task.block) { None } else { self.pack(&mut bytes, &tokens) });
+        }
+        answers
+    }
+
+    fn copy(&self, bytes: &mut [u8], copy: &RowCopy) {
+        for (i, row) in copy.from.rows.clone().enumerate() {
+            let token = self.get(bytes, &copy.from, row);
+            let to_row = copy.to_row + i as u32;
+            self.put_row(bytes, &copy.to, to_row, token.value, token.lossy);
+        }
+    }
+
+    fn pack(&self, bytes: &mut [u8], tokens: &[u32]) -> Option<Pages> {
+        let page = PAGE_HEADER + 4 * tokens.len() as u64;
+        let pages = u64::from(2 * HEADS);
+        let reserved = self.pool.reserve(page * pages).ok()?;
+        let base = reserved.extent().offset;
+        for p in 0..pages {
+            for (i, token) in tokens.iter().enumerate() {
+                let at = base + p * page + PAGE_HEADER + 4 * i as u64;
+                put(bytes, at, *token);
+            }
+        }
+        let ends = (1..=pages).map(|p| (p * page) as u32).collect();
+        let accounting = PackedBytes {
+            codes: 4 * tokens.len() as u64 * pages,
+            header: PAGE_HEADER * pages,
+            key: page * pages / 2,
+            value: page * pages / 2,
+            values: tokens.len() as u64 * self.model.geometry.values_per_token(),
+            ..PackedBytes::default()
+        };
+        Some(Pages::new(reserved.seal(), ends, accounting))
+    }
+
+    fn put_row(&self, bytes: &mut [u8], to: &RawSlot, row: u32, value: u32, lossy: bool) {
+        let layout = self.model.geometry.raw_layout(to.rows());
+        assert!(row < to.rows());
+        for side in Side::BOTH {
+            for head in 0..u64::from(HEADS) {
+                let at = to.extent().offset + layout.row_offset(side, head, u64::from(row));
+                put(bytes, at, value);
+                put(bytes, at + 4, u32::from(lossy));
+            }
+        }
+    }
+
+    fn get_row(&self, bytes: &[u8], from: &RawSlot, row: u32) -> Token {
+        let layout = self.model.geometry.raw_layout(from.rows());
+        assert!(row < from.rows());
+        let mut copies = Side::BOTH.into_iter().flat_map(|side| {
+            (0..u64::from(HEADS)).map(move |head| layout.row_offset(side, head, u64::from(row)))
+        });
+        let read = |offset| {
+            let at = from.extent().offset + offset;
+            (get(bytes, at), get(bytes, at + 4))
+        };
+        let (value, mark) = read(copies.next().unwrap());
+        assert!(mark <= 1, "row {row} of {from:?} was never written: {mark:#x}");
+        assert!(copies.all(|o| read(o) == (value, mark)), "heads of row {row} differ");
+        Token { value, lossy: mark == 1, packed: false }
+    }
+
+    fn get(&self, bytes: &[u8], part: &Part, row: u32) -> Token {
+        let row = row - part.origin;
+        match &part.kind {
+            PartKind::Raw(raw) => self.get_row(bytes, raw, row),
+            PartKind::Pages(pages) => {
+                let read = |index: usize| {
+                    let page = pages.page(index);
+                    let at = PAGE_HEADER + 4 * u64::from(row);
+                    assert!(at + 4 <= page.len, "row {row} is not in {page:?}");
+                    get(bytes, page.offset + at)
+                };
+                let value = read(0);
+                assert!((1..pages.ends().len()).all(|i| read(i) == value), "pages differ");
+                Token { value, lossy: true, packed: true }
+            }
+        }
+    }
+
+    /// What a pin shows; checks that its parts cover its range in order.
+    pub(super) fn show(&self, pinned: &Pinned) -> Vec<Token> {
+        let bytes = self.bytes.lock();
+        let block = self.model.geometry.block_tokens;
+        let mut tokens = Vec::new();
+        for PinnedPart { first_token, part } in &pinned.parts {
+            assert_eq!(*first_token as usize, pinned.range.start as usize + tokens.len());
+            assert_eq!(first_token % block, part.rows.start);
+            assert!(!part.rows.is_empty() && part.rows.end <= block);
+            tokens.extend(part.rows.clone().map(|row| self.get(&bytes, part, row)));
+        }
+        assert_eq!(tokens.len(), pinned.range.len());
+        tokens
+    }
+
+    pub(super) fn pin(&self, id: SequenceId, layer: u32) -> Pinned {
+        self.store.pin(self.ns(), id, LayerIndex(layer), .., None).unwrap()
+    }
+
+    /// All tokens of a layer.
+    pub(super) fn read(&self, id: SequenceId, layer: u32) -> Vec<Token> {
+        self.show(&self.pin(id, layer))
+    }
+
+    pub(super) fn values(&self, id: SequenceId, layer: u32) -> Vec<u32> {
+        self.read(id, layer).iter().map(|t| t.value).collect()
+    }
+
+    /// One character per token: `r` raw, `p` packed, `d` raw after decoding.
+    pub(super) fn states(&self, id: SequenceId, layer: u32) -> String {
+        let state = |t: &Token| match (t.packed, t.lossy) {
+            (true, _) => 'p',
+            (false, true) => 'd',
+            (false, false) => 'r',
+        };
+        self.read(id, layer).iter().map(state).collect()
+    }
+}
+
+fn put(bytes: &mut [u8], at: u64, value: u32) {
+    let at = at as usize;
+    bytes[at..at + 4].copy_from_slice(&value.to_le_bytes());
+}
+
+fn get(bytes: &[u8], at: u64) -> u32 {
+    let at = at as usize;
+    u32::from_le_bytes(bytes[at..at + 4].try_into().unwrap())
+}
+
+/// Distinct slots, by offset.
+#[derive(Default)]
+pub(super) struct Live(BTreeMap<u64, (Extent, u64)>);
+
+impl Live {
+    pub(super) fn add(&mut self, slot: &Slot) {
+        self.0.insert(slot.extent().offset, (slot.extent(), slot.reserved_bytes()));
+    }
+
+    pub(super) fn add_part(&mut self, part: &Part) {
+        match &part.kind {
+            PartKind::Raw(raw) => self.add(raw.slot()),
+            PartKind::Pages(pages) => self.add(pages.slot()),
+        }
+    }
+
+    pub(super) fn add_entry(&mut self, entry: &SequenceEntry) {
+        for layer in entry.layers.lock().iter() {
+            for view in &layer.views {
+                let packed = match view {
+                    View::Raw { raw, cell } => {
+                        self.add(raw.slot());
+                        cell.packed.get().cloned()
+                    }
+                    View::Packed(packed) => Some(Arc::clone(packed)),
+                };
+                if let Some(packed) = packed {
+                    self.add(packed.pages.slot());
+                    packed.sink.iter().for_each(|sink| self.add(sink.slot()));
+                }
+            }
+        }
+    }
+
+    pub(super) fn add_ticket(&mut self, ticket: &AppendTicket) {
+        self.add_entry(ticket.entry());
+        for copy in ticket.copies() {
+            self.add_part(&copy.from);
+        }
+        ticket.writes().iter().for_each(|write| self.add(write.to.slot()));
+        for task in ticket.packs() {
+            self.add(task.from.slot());
+            task.keep.iter().for_each(|keep| self.add(keep.to.slot()));
+        }
+    }
+
+    /// Bytes taken in all; fails when two overlap.
+    pub(super) fn total(&self) -> u64 {
+        let mut end = 0;
+        for (extent, reserved) in self.0.values() {
+            assert!(extent.offset >= end, "{extent:?} overlaps the slot before it");
+            end = extent.offset + reserved;
+        }
+        self.0.values().map(|(_, reserved)| reserved).sum()
+    }
+}

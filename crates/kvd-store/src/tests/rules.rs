@@ -1,0 +1,209 @@
+//! Rules of ranges, limits, namespaces, truncation, closing and accounting.
+
+use super::harness::{Bench, namespace, shape};
+use crate::{Append, Limits, ModelUsage, StoreError};
+use kvd_core::{Coded, ErrorCode, LayerIndex, ModelId, SequenceId};
+
+const L0: LayerIndex = LayerIndex(0);
+
+fn bench() -> Bench {
+    Bench::new(1 << 20, shape(1, 4, 0, 8))
+}
+
+fn code<T: std::fmt::Debug>(result: Result<T, StoreError>) -> ErrorCode {
+    result.unwrap_err().code()
+}
+
+#[test]
+fn gap_overlap_conflict_and_replay() {
+    let b = bench();
+    let id = b.open();
+    b.append(id, 0, 0, &[1, 2, 3]);
+    b.append(id, 0, 3, &[4]);
+    let ask = |start, tokens, hash| b.store.begin_append(b.ns(), id, L0, start, tokens, hash);
+    assert_eq!(ask(5, 1, 7).unwrap_err(), StoreError::RangeGap { expected: 4, start: 5 });
+    let overlap = StoreError::RangeOverlap { start: 2, tokens: 2, length: 4 };
+    assert_eq!(ask(2, 2, 7).unwrap_err(), overlap);
+    assert_eq!(ask(0, 3, 8).unwrap_err(), StoreError::RangeConflict { start: 0, tokens: 3 });
+    assert!(matches!(ask(0, 3, 7).unwrap(), Append::Replayed { length: 4 }));
+    assert!(matches!(ask(3, 1, 7).unwrap(), Append::Replayed { length: 4 }));
+    // Layers do not wait for one another, nor share what they remember.
+    assert_eq!(b.store.describe(b.ns(), id).unwrap().layer_lengths, [4, 0]);
+    assert!(b.begin(id, 1, 0, 3).is_ok());
+}
+
+#[test]
+fn only_recent_ranges_are_remembered() {
+    let b = bench();
+    let id = b.open();
+    for token in 0..65 {
+        b.append(id, 0, token, &[token]);
+    }
+    let ask = |start| b.store.begin_append(b.ns(), id, L0, start, 1, 7);
+    assert_eq!(code(ask(0)), ErrorCode::RangeOverlap);
+    assert!(matches!(ask(1).unwrap(), Append::Replayed { length: 65 }));
+}
+
+#[test]
+fn sizes_and_layers_are_checked() {
+    let limits = Limits { sequences_max: 2, tokens_per_sequence_max: 10, tokens_per_append_max: 6 };
+    let b = Bench::limited(1 << 20, shape(1, 4, 0, 8), limits);
+    let id = b.open();
+    assert_eq!(code(b.begin(id, 0, 0, 0)), ErrorCode::InvalidArgument);
+    assert_eq!(code(b.begin(id, 2, 0, 1)), ErrorCode::InvalidArgument);
+    assert_eq!(code(b.begin(id, 0, 0, 7)), ErrorCode::LimitExceeded);
+    assert_eq!(code(b.begin(id, 0, u32::MAX, 2)), ErrorCode::LimitExceeded);
+    b.append(id, 0, 0, &[0; 6]);
+    let asked = StoreError::LimitExceeded { limit: "tokens_per_sequence_max", max: 10, asked: 11 };
+    assert_eq!(b.begin(id, 0, 6, 5).unwrap_err(), asked);
+    b.append(id, 0, 6, &[0; 4]);
+
+    let (fork, _) = b.store.fork(b.ns(), id, None).unwrap();
+    assert_eq!(code(b.store.fork(b.ns(), id, None)), ErrorCode::LimitExceeded);
+    assert_eq!(code(b.store.open(b.model.clone())), ErrorCode::LimitExceeded);
+    b.store.close(b.ns(), fork).unwrap();
+    b.open();
+
+    let mut wrong = (*b.model).clone();
+    wrong.geometry.block_tokens = 0;
+    assert_eq!(code(b.store.open(wrong.into())), ErrorCode::InvalidArgument);
+}
+
+#[test]
+fn another_namespace_sees_nothing() {
+    let b = bench();
+    let id = b.open();
+    b.fill(id, 0..5);
+    let other = namespace("other");
+    let missing = SequenceId(999);
+    for (ns, id) in [(&other, id), (b.ns(), missing)] {
+        let unknown = StoreError::UnknownSequence { id };
+        assert_eq!(b.store.fork(ns, id, None).unwrap_err(), unknown);
+        assert_eq!(b.store.truncate(ns, id, 0).unwrap_err(), unknown);
+        assert_eq!(b.store.close(ns, id).unwrap_err(), unknown);
+        assert_eq!(b.store.describe(ns, id).unwrap_err(), unknown);
+        assert_eq!(b.store.model_of(ns, id).unwrap_err(), unknown);
+        assert_eq!(b.store.begin_append(ns, id, L0, 5, 1, 0).unwrap_err(), unknown);
+        assert_eq!(b.store.pin(ns, id, L0, 0..1, None).unwrap_err(), unknown);
+    }
+    assert_eq!(b.values(id, 0), [0, 1, 2, 3, 4]);
+    assert_eq!(b.store.model_of(b.ns(), id).unwrap().id, ModelId(1));
+}
+
+#[test]
+fn pins_cover_what_was_asked_and_no_more() {
+    let b = bench();
+    let id = b.open();
+    b.fill(id, 0..30);
+    let pin = |range: std::ops::Range<u32>, length| b.store.pin(b.ns(), id, L0, range, length);
+    let pinned = pin(3..18, None).unwrap();
+    assert_eq!((pinned.length, pinned.range.clone()), (30, 3..18));
+    let values: Vec<u32> = b.show(&pinned).iter().map(|t| t.value).collect();
+    assert_eq!(values, (3..18).collect::<Vec<_>>());
+    assert!(pin(7..7, None).unwrap().parts.is_empty());
+    assert!(pin(30..30, None).unwrap().parts.is_empty());
+    assert_eq!(pin(0..20, Some(20)).unwrap().length, 20);
+    let past = |asked, stored| StoreError::RangeNotStored { asked, stored };
+    assert_eq!(pin(0..31, None).unwrap_err(), past(31, 30));
+    assert_eq!(pin(0..21, Some(20)).unwrap_err(), past(21, 20));
+    assert_eq!(pin(0..1, Some(31)).unwrap_err(), past(31, 30));
+    let backwards = std::ops::Range { start: 9, end: 8 };
+    assert_eq!(pin(backwards, None).unwrap_err(), StoreError::InvalidRange { start: 9, end: 8 });
+    let open_end = b.store.pin(b.ns(), id, L0, 4.., Some(10)).unwrap();
+    assert_eq!(open_end.range, 4..10);
+    assert_eq!(b.store.pin(b.ns(), id, L0, 31.., None).unwrap_err(), past(31, 30));
+    assert_eq!(b.store.pin(b.ns(), id, L0, ..=29, None).unwrap().range, 0..30);
+}
+
+#[test]
+fn truncation_forgets_tokens_and_ranges() {
+    let b = bench();
+    let id = b.open();
+    b.append(id, 0, 0, &[1, 2, 3]);
+    b.append(id, 0, 3, &[4, 5, 6]);
+    b.append(id, 1, 0, &[1, 2, 3, 4]);
+    let past = StoreError::RangeNotStored { asked: 5, stored: 4 };
+    assert_eq!(b.store.truncate(b.ns(), id, 5).unwrap_err(), past);
+    b.store.truncate(b.ns(), id, 4).unwrap();
+    assert_eq!(b.store.describe(b.ns(), id).unwrap().layer_lengths, [4, 4]);
+    let ask = |start, tokens| b.store.begin_append(b.ns(), id, L0, start, tokens, 7);
+    assert!(matches!(ask(0, 3).unwrap(), Append::Replayed { length: 4 }));
+    assert_eq!(code(ask(3, 3)), ErrorCode::RangeOverlap);
+    b.append(id, 0, 4, &[50]);
+    assert_eq!(b.values(id, 0), [1, 2, 3, 4, 50]);
+    b.store.truncate(b.ns(), id, 0).unwrap();
+    assert_eq!(b.used(), 0);
+}
+
+#[test]
+fn one_append_at_a_time_on_a_layer() {
+    let b = bench();
+    let id = b.open();
+    b.append(id, 0, 0, &[1]);
+    let ticket = b.begin(id, 0, 1, 2).unwrap();
+    let busy = StoreError::SequenceBusy { id, layer: L0 };
+    assert_eq!(b.begin(id, 0, 1, 2).unwrap_err(), busy);
+    // Not a gap: what is in flight may fill it.
+    assert_eq!(b.begin(id, 0, 3, 2).unwrap_err(), busy);
+    assert!(busy.code().retryable());
+    let replay = b.store.begin_append(b.ns(), id, L0, 0, 1, 7).unwrap();
+    assert!(matches!(replay, Append::Replayed { length: 1 }));
+    b.append(id, 1, 0, &[1]);
+    assert_eq!(b.store.truncate(b.ns(), id, 0).unwrap_err(), busy);
+    b.finish(ticket, &[2, 3], |_| false);
+    assert_eq!(b.values(id, 0), [1, 2, 3]);
+    b.store.truncate(b.ns(), id, 0).unwrap();
+}
+
+#[test]
+fn close_leaves_pins_and_tickets_valid() {
+    let b = bench();
+    let id = b.open();
+    b.fill(id, 0..5);
+    let pinned = b.pin(id, 0);
+    let ticket = b.begin(id, 0, 5, 2).unwrap();
+    b.store.close(b.ns(), id).unwrap();
+    assert_eq!(b.store.close(b.ns(), id).unwrap_err(), StoreError::UnknownSequence { id });
+    assert_eq!(b.store.usage(ModelId(1)).sequences, 0);
+    assert_eq!(b.show(&pinned).len(), 5);
+    b.finish(ticket, &[5, 6], |_| false);
+    assert!(b.used() > 0, "the pin holds its bytes");
+    assert_eq!(b.store.usage(ModelId(1)).stored.raw_bytes, b.used());
+    drop(pinned);
+    assert_eq!(b.used(), 0);
+    assert_eq!(b.store.usage(ModelId(1)), ModelUsage::default());
+}
+
+#[test]
+fn ledgers_and_descriptions_count_what_is_held() {
+    let b = Bench::new(1 << 20, shape(1, 4, 2, 4));
+    let per_token = b.model.geometry.values_per_token();
+    let id = b.open();
+    b.fill(id, 0..14);
+    assert_eq!(b.states(id, 0), "rrpppppprrrrrr");
+    let described = b.store.describe(b.ns(), id).unwrap();
+    assert_eq!((described.length, described.model), (14, ModelId(1)));
+    assert_eq!((described.packed_blocks, described.raw_blocks), (2, 2 * 3));
+    let usage = b.store.usage(ModelId(1));
+    assert_eq!((usage.sequences, usage.stored), (1, described.stored));
+    let stored = usage.stored;
+    assert_eq!(stored.packed_values, 2 * 6 * per_token);
+    assert_eq!(stored.raw_values, 2 * 8 * per_token);
+    assert_eq!(stored.raw_bytes + stored.packed_bytes, b.used());
+    assert_eq!(stored.packed_key_bytes, stored.packed_value_bytes);
+    let parts = stored.code_bytes + stored.scale_bytes + stored.offset_bytes + stored.header_bytes;
+    assert_eq!(stored.packed_key_bytes * 2, parts);
+    assert!(parts <= stored.packed_bytes && stored.packed_bytes < parts + 64 * 4);
+
+    // A fork adds a sequence and no bytes.
+    let (fork, _) = b.store.fork(b.ns(), id, None).unwrap();
+    let shared = ModelUsage { sequences: 2, stored };
+    assert_eq!(b.store.usage(ModelId(1)), shared);
+    assert_eq!(b.store.describe(b.ns(), fork).unwrap().stored, stored);
+    b.store.close(b.ns(), id).unwrap();
+    b.store.truncate(b.ns(), fork, 13).unwrap();
+    assert_eq!(b.store.usage(ModelId(1)).stored.raw_values, 2 * 7 * per_token);
+    b.store.close(b.ns(), fork).unwrap();
+    assert_eq!(b.store.usage(ModelId(1)), ModelUsage::default());
+    assert_eq!(b.used(), 0);
+}
