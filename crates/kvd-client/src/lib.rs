@@ -1,1 +1,80 @@
 //! Rust client of the kvd daemon.
+//!
+//! A [`Client`] is a handle on one connection: clone it freely and call it from many tasks. Every
+//! rpc of `kvd.v1` is one typed method; a failure is a [`ClientError`] that says whether the same
+//! call may succeed later. Engines that hold the newest tokens themselves merge the daemon's part
+//! with theirs through [`merge`].
+//!
+//! ```no_run
+//! use bytes::Bytes;
+//! use kvd_client::{AttendBatch, AttendQuery, Client, DType, Geometry, LayerIndex, ModelSpec};
+//! use kvd_client::{RopePairing, StoreChunk};
+//!
+//! # async fn run(k: Bytes, v: Bytes, q: Bytes) -> Result<(), Box<dyn std::error::Error>> {
+//! let client = Client::connect("http://127.0.0.1:7070".parse()?).await?;
+//! let geometry = Geometry {
+//!     layers: 32,
+//!     kv_heads: 8,
+//!     head_dim_k: 128,
+//!     head_dim_v: 128,
+//!     block_tokens: 0, // the daemon's default
+//!     dtype: DType::F16,
+//!     rope_pairing: RopePairing::Half,
+//! };
+//! let spec = ModelSpec {
+//!     name: "llama-8b".into(),
+//!     geometry,
+//!     codec: "kivi-4".into(),
+//!     calibration: Bytes::new(),
+//! };
+//! let model = client.register_model(spec).await?.model;
+//! let sequence = client.open_sequence(model).await?;
+//!
+//! // 100 tokens of layer 0, then one query token that sees them all.
+//! let layer = LayerIndex(0);
+//! client.store(StoreChunk { sequence, layer, start: 0, tokens: 100, k, v }).await?;
+//! let attended = client
+//!     .attend(AttendBatch {
+//!         model,
+//!         layer,
+//!         q_heads: 32,
+//!         dtype: DType::F16,
+//!         scale: None,
+//!         soft_cap: None,
+//!         queries: vec![AttendQuery::new(sequence, 1)],
+//!         q,
+//!     })
+//!     .await?;
+//! assert_eq!(attended.lse.len(), 32);
+//! client.close_sequence(sequence).await?;
+//! # Ok(())
+//! # }
+//! ```
+#![forbid(unsafe_code)]
+
+mod client;
+mod connect;
+mod endpoint;
+mod error;
+pub mod merge;
+mod stream;
+
+pub use client::{Client, LoadedRows};
+pub use connect::ClientOptions;
+pub use endpoint::{Endpoint, EndpointError};
+pub use error::ClientError;
+pub use stream::{AttendStream, LoadStream, PIPELINE_DEPTH_MAX, StoreStream};
+
+pub use kvd_core::{
+    DType, ErrorCode, Geometry, LayerIndex, ModelId, Namespace, NamespaceError, RopePairing,
+    SequenceId,
+};
+pub use kvd_proto::domain::{
+    AttendBatch, AttendQuery, Attended, ForkedSequence, LoadPiece, LoadRange, ModelSpec,
+    RegisteredModel, StoreAck, StoreChunk,
+};
+pub use kvd_proto::v1::{
+    DescribeModelResponse as ModelDescription, DescribeSequenceResponse as SequenceDescription,
+    GetServerInfoResponse as ServerInfo, GetStatsResponse as Stats, ModelStats, PoolStats,
+    StoredBytes,
+};

@@ -1,0 +1,318 @@
+//! One method per rpc.
+
+use crate::connect::{self, ClientOptions};
+use crate::endpoint::Endpoint;
+use crate::error::ClientError;
+use crate::stream::{AttendStream, LoadStream, Requests, StoreStream};
+use crate::{ModelDescription, SequenceDescription, ServerInfo, Stats};
+use bytes::{Bytes, BytesMut};
+use kvd_core::{ErrorCode, ModelId, Namespace, SequenceId};
+use kvd_proto::domain::{
+    AttendBatch, Attended, ForkedSequence, LoadRange, ModelSpec, RegisteredModel, SequenceFork,
+    SequenceTruncation, StoreAck, StoreChunk,
+};
+use kvd_proto::{NAMESPACE_KEY, v1};
+use std::time::Duration;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::metadata::{Ascii, MetadataValue};
+use tonic::transport::Channel;
+use tonic::{Request, Response, Status};
+
+type Rpc = v1::kvd_client::KvdClient<Channel>;
+
+/// A handle on a daemon. Clones share the connection and are cheap; each has its own namespace
+/// and timeout.
+#[derive(Clone, Debug)]
+pub struct Client {
+    rpc: Rpc,
+    namespace: Option<MetadataValue<Ascii>>,
+    timeout: Option<Duration>,
+}
+
+/// Rows that [`Client::load`] read back.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LoadedRows {
+    /// `[tokens, kv_heads, head_dim_k]` in the asked dtype.
+    pub k: Bytes,
+    /// `[tokens, kv_heads, head_dim_v]` in the asked dtype.
+    pub v: Bytes,
+}
+
+impl Client {
+    /// Connects with [`ClientOptions::default`].
+    ///
+    /// # Errors
+    /// When the daemon cannot be reached.
+    pub async fn connect(endpoint: Endpoint) -> Result<Self, ClientError> {
+        Self::connect_with(endpoint, &ClientOptions::default()).await
+    }
+
+    /// Connects. A connection lost later is made anew by the next call.
+    ///
+    /// # Errors
+    /// When the daemon cannot be reached.
+    pub async fn connect_with(
+        endpoint: Endpoint,
+        options: &ClientOptions,
+    ) -> Result<Self, ClientError> {
+        let channel = connect::channel(&endpoint, options).await?;
+        let rpc = Rpc::new(channel)
+            .max_decoding_message_size(options.message_bytes_max)
+            .max_encoding_message_size(options.message_bytes_max);
+        Ok(Self { rpc, namespace: None, timeout: options.timeout })
+    }
+
+    /// This client in another namespace; `default` until set.
+    #[must_use]
+    pub fn with_namespace(mut self, namespace: &Namespace) -> Self {
+        // The alphabet of a namespace is a subset of what metadata may hold.
+        self.namespace = MetadataValue::try_from(namespace.as_str()).ok();
+        self
+    }
+
+    /// This client with a deadline for each call that is not a stream.
+    #[must_use]
+    pub fn with_timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = Some(timeout);
+        self
+    }
+
+    /// Version, boot id, device and limits of the daemon.
+    ///
+    /// # Errors
+    /// As every call: [`ClientError`].
+    pub async fn server_info(&self) -> Result<ServerInfo, ClientError> {
+        let request = self.unary(v1::GetServerInfoRequest {});
+        self.call(self.rpc.clone().get_server_info(request)).await
+    }
+
+    /// Registers a model; the same content again gives the same id.
+    ///
+    /// # Errors
+    /// `INVALID_CODEC`, `INVALID_CALIBRATION`, `LIMIT_EXCEEDED`, or as every call.
+    pub async fn register_model(&self, spec: ModelSpec) -> Result<RegisteredModel, ClientError> {
+        let request = self.unary(spec.into());
+        let response = self.call(self.rpc.clone().register_model(request)).await?;
+        RegisteredModel::try_from(response).map_err(|error| ClientError::reply(&error))
+    }
+
+    /// What a model is and what it holds.
+    ///
+    /// # Errors
+    /// `UNKNOWN_MODEL`, or as every call.
+    pub async fn describe_model(&self, model: ModelId) -> Result<ModelDescription, ClientError> {
+        let request = self.unary(v1::DescribeModelRequest { model_id: model.0 });
+        self.call(self.rpc.clone().describe_model(request)).await
+    }
+
+    /// The models of this namespace.
+    ///
+    /// # Errors
+    /// As every call.
+    pub async fn list_models(&self) -> Result<Vec<ModelDescription>, ClientError> {
+        let request = self.unary(v1::ListModelsRequest {});
+        Ok(self.call(self.rpc.clone().list_models(request)).await?.models)
+    }
+
+    /// Forgets a model without sequences.
+    ///
+    /// # Errors
+    /// `MODEL_IN_USE`, `UNKNOWN_MODEL`, or as every call.
+    pub async fn unregister_model(&self, model: ModelId) -> Result<(), ClientError> {
+        let request = self.unary(v1::UnregisterModelRequest { model_id: model.0 });
+        self.call(self.rpc.clone().unregister_model(request)).await.map(drop)
+    }
+
+    /// Opens an empty sequence.
+    ///
+    /// # Errors
+    /// `UNKNOWN_MODEL`, `LIMIT_EXCEEDED`, or as every call.
+    pub async fn open_sequence(&self, model: ModelId) -> Result<SequenceId, ClientError> {
+        let request = self.unary(v1::OpenSequenceRequest { model_id: model.0 });
+        let response = self.call(self.rpc.clone().open_sequence(request)).await?;
+        Ok(SequenceId(response.sequence_id))
+    }
+
+    /// A new sequence that shares the first `length` tokens; `None` shares all that are stored on
+    /// every layer.
+    ///
+    /// # Errors
+    /// `UNKNOWN_SEQUENCE`, `RANGE_NOT_STORED`, `LIMIT_EXCEEDED`, or as every call.
+    pub async fn fork_sequence(
+        &self,
+        sequence: SequenceId,
+        length: Option<u32>,
+    ) -> Result<ForkedSequence, ClientError> {
+        let request = self.unary(SequenceFork { sequence, length }.into());
+        Ok(self.call(self.rpc.clone().fork_sequence(request)).await?.into())
+    }
+
+    /// Forgets the tokens from `length` on.
+    ///
+    /// # Errors
+    /// `UNKNOWN_SEQUENCE`, `RANGE_NOT_STORED`, `SEQUENCE_BUSY`, or as every call.
+    pub async fn truncate_sequence(
+        &self,
+        sequence: SequenceId,
+        length: u32,
+    ) -> Result<(), ClientError> {
+        let request = self.unary(SequenceTruncation { sequence, length }.into());
+        self.call(self.rpc.clone().truncate_sequence(request)).await.map(drop)
+    }
+
+    /// Closes a sequence and frees what only it held.
+    ///
+    /// # Errors
+    /// `UNKNOWN_SEQUENCE`, or as every call.
+    pub async fn close_sequence(&self, sequence: SequenceId) -> Result<(), ClientError> {
+        let request = self.unary(v1::CloseSequenceRequest { sequence_id: sequence.0 });
+        self.call(self.rpc.clone().close_sequence(request)).await.map(drop)
+    }
+
+    /// Lengths and stored bytes of a sequence.
+    ///
+    /// # Errors
+    /// `UNKNOWN_SEQUENCE`, or as every call.
+    pub async fn describe_sequence(
+        &self,
+        sequence: SequenceId,
+    ) -> Result<SequenceDescription, ClientError> {
+        let request = self.unary(v1::DescribeSequenceRequest { sequence_id: sequence.0 });
+        self.call(self.rpc.clone().describe_sequence(request)).await
+    }
+
+    /// Stores one chunk and waits until it can be read. For more than a few, use
+    /// [`Client::store_stream`].
+    ///
+    /// # Errors
+    /// `RANGE_*`, `SHAPE_MISMATCH`, `NON_FINITE`, `POOL_FULL`, `SEQUENCE_BUSY`, or as every call.
+    pub async fn store(&self, chunk: StoreChunk) -> Result<StoreAck, ClientError> {
+        let request = self.unary(tokio_stream::once(v1::StoreBlocksRequest::from(chunk)));
+        let mut rpc = self.rpc.clone();
+        let exchange = async move {
+            let mut acks = rpc.store_blocks(request).await?.into_inner();
+            let first = acks.message().await?;
+            // Reading to the end closes the stream without a reset.
+            while acks.message().await?.is_some() {}
+            Ok(Response::new(first))
+        };
+        match self.call(exchange).await? {
+            Some(ack) => Ok(ack.into()),
+            None => Err(ClientError::new(ErrorCode::Internal, "store ended unacknowledged")),
+        }
+    }
+
+    /// Opens a stream of chunks of which `depth` (1 to
+    /// [`PIPELINE_DEPTH_MAX`](crate::PIPELINE_DEPTH_MAX)) may be unacknowledged.
+    ///
+    /// # Errors
+    /// As every call.
+    pub async fn store_stream(&self, depth: usize) -> Result<StoreStream, ClientError> {
+        let (requests, queue) = Requests::new(depth);
+        let request = self.request(ReceiverStream::new(queue));
+        let responses = self.call(self.rpc.clone().store_blocks(request)).await?;
+        Ok(StoreStream::new(requests, responses))
+    }
+
+    /// Attention of a batch of queries over stored tokens of one layer.
+    ///
+    /// # Errors
+    /// `UNKNOWN_SEQUENCE`, `RANGE_NOT_STORED`, `SHAPE_MISMATCH`, `NON_FINITE`, `QUEUE_FULL`, or
+    /// as every call.
+    pub async fn attend(&self, batch: AttendBatch) -> Result<Attended, ClientError> {
+        let request = self.unary(batch.into());
+        let response = self.call(self.rpc.clone().attend(request)).await?;
+        Attended::try_from(response).map_err(|error| ClientError::reply(&error))
+    }
+
+    /// Opens a stream of batches of which `depth` (1 to
+    /// [`PIPELINE_DEPTH_MAX`](crate::PIPELINE_DEPTH_MAX)) may be unanswered.
+    ///
+    /// # Errors
+    /// As every call.
+    pub async fn attend_stream(&self, depth: usize) -> Result<AttendStream, ClientError> {
+        let (requests, queue) = Requests::new(depth);
+        let request = self.request(ReceiverStream::new(queue));
+        let responses = self.call(self.rpc.clone().attend_stream(request)).await?;
+        Ok(AttendStream::new(requests, responses))
+    }
+
+    /// Decodes stored tokens back to rows, all at once.
+    ///
+    /// # Errors
+    /// `UNKNOWN_SEQUENCE`, `RANGE_NOT_STORED`, or as every call.
+    pub async fn load(&self, range: LoadRange) -> Result<LoadedRows, ClientError> {
+        let request = self.unary(v1::LoadBlocksRequest::from(range));
+        let mut rpc = self.rpc.clone();
+        let exchange = async move {
+            let pieces = rpc.load_blocks(request).await?.into_inner();
+            let mut pieces = LoadStream::new(pieces, range.start, range.end);
+            let (mut k, mut v) = (BytesMut::new(), BytesMut::new());
+            while let Some(piece) = pieces.receive().await? {
+                k.extend_from_slice(&piece.k);
+                v.extend_from_slice(&piece.v);
+            }
+            Ok(LoadedRows { k: k.freeze(), v: v.freeze() })
+        };
+        self.within(exchange).await
+    }
+
+    /// Decodes stored tokens back to rows, piece by piece.
+    ///
+    /// # Errors
+    /// `UNKNOWN_SEQUENCE`, `RANGE_NOT_STORED`, or as every call.
+    pub async fn load_stream(&self, range: LoadRange) -> Result<LoadStream, ClientError> {
+        let request = self.request(v1::LoadBlocksRequest::from(range));
+        let pieces = self.call(self.rpc.clone().load_blocks(request)).await?;
+        Ok(LoadStream::new(pieces, range.start, range.end))
+    }
+
+    /// What the daemon holds.
+    ///
+    /// # Errors
+    /// As every call.
+    pub async fn stats(&self) -> Result<Stats, ClientError> {
+        let request = self.unary(v1::GetStatsRequest {});
+        self.call(self.rpc.clone().get_stats(request)).await
+    }
+
+    /// A request in this client's namespace.
+    fn request<T>(&self, message: T) -> Request<T> {
+        let mut request = Request::new(message);
+        if let Some(namespace) = &self.namespace {
+            request.metadata_mut().insert(NAMESPACE_KEY, namespace.clone());
+        }
+        request
+    }
+
+    /// A request that also tells the daemon the deadline, so that it need not work in vain.
+    fn unary<T>(&self, message: T) -> Request<T> {
+        let mut request = self.request(message);
+        if let Some(timeout) = self.timeout {
+            request.set_timeout(timeout);
+        }
+        request
+    }
+
+    /// Waits for an answer, at most until the deadline. tonic enforces the same deadline only up
+    /// to the first bytes of the answer.
+    async fn within<T>(
+        &self,
+        exchange: impl Future<Output = Result<T, ClientError>>,
+    ) -> Result<T, ClientError> {
+        match self.timeout {
+            None => exchange.await,
+            Some(timeout) => tokio::time::timeout(timeout, exchange)
+                .await
+                .unwrap_or_else(|_| Err(ClientError::deadline(timeout))),
+        }
+    }
+
+    /// Makes a call; of a stream, its opening.
+    async fn call<T>(
+        &self,
+        exchange: impl Future<Output = Result<Response<T>, Status>>,
+    ) -> Result<T, ClientError> {
+        self.within(async { Ok(exchange.await?.into_inner()) }).await
+    }
+}

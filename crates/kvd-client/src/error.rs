@@ -1,0 +1,127 @@
+//! The one error of this crate.
+
+use kvd_core::{Coded, ErrorCode};
+use kvd_proto::RequestError;
+use std::time::Duration;
+use tonic::{Code, Status};
+
+/// Why a call failed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{}: {message}", self.label())]
+#[non_exhaustive]
+pub struct ClientError {
+    /// kvd's own code. `None` when the failure did not come from kvd: the connection broke, or
+    /// something between answered.
+    pub code: Option<ErrorCode>,
+    /// The gRPC code, for failures without a kvd code.
+    pub grpc: Code,
+    /// For people.
+    pub message: String,
+    /// How long the daemon asks to wait before the next attempt.
+    pub retry_after: Option<Duration>,
+}
+
+impl ClientError {
+    /// Whether the same call may succeed later, unchanged: the daemon said so, or it could not be
+    /// reached.
+    #[must_use]
+    pub fn retryable(&self) -> bool {
+        match self.code {
+            Some(code) => code.retryable(),
+            None => self.grpc == Code::Unavailable,
+        }
+    }
+
+    pub(crate) fn new(code: ErrorCode, message: impl Into<String>) -> Self {
+        let grpc = kvd_proto::grpc_code(code);
+        Self { code: Some(code), grpc, message: message.into(), retry_after: None }
+    }
+
+    pub(crate) fn deadline(timeout: Duration) -> Self {
+        Self::new(ErrorCode::DeadlineExceeded, format!("no answer within {timeout:?}"))
+    }
+
+    /// A reply that breaks the protocol. Not the caller's fault, whatever `error` would mean in a
+    /// request.
+    pub(crate) fn reply(error: &RequestError) -> Self {
+        Self::new(ErrorCode::Internal, format!("malformed reply ({}): {error}", error.code()))
+    }
+
+    pub(crate) fn unreachable(error: &tonic::transport::Error) -> Self {
+        let mut message = error.to_string();
+        // The transport's own text is only "transport error"; the reason is in its sources.
+        let mut source = std::error::Error::source(error);
+        while let Some(cause) = source {
+            message = format!("{message}: {cause}");
+            source = cause.source();
+        }
+        Self { code: None, grpc: Code::Unavailable, message, retry_after: None }
+    }
+
+    fn label(&self) -> String {
+        match self.code {
+            Some(code) => code.name().to_owned(),
+            None => format!("{:?}", self.grpc),
+        }
+    }
+}
+
+impl From<Status> for ClientError {
+    fn from(status: Status) -> Self {
+        Self {
+            code: kvd_proto::error_code(&status).or_else(|| runtime_code(&status)),
+            grpc: status.code(),
+            retry_after: kvd_proto::retry_after(&status),
+            message: status.message().to_owned(),
+        }
+    }
+}
+
+/// The code of what the gRPC runtime raises before kvd sees a call, or after it answered. tonic
+/// attaches no details to these, and tells the two size limits apart only by their text.
+fn runtime_code(status: &Status) -> Option<ErrorCode> {
+    let timed_out = || status.message() == tonic::TimeoutExpired(()).to_string();
+    let too_large = || status.message().contains("message length too large");
+    match status.code() {
+        Code::DeadlineExceeded => Some(ErrorCode::DeadlineExceeded),
+        Code::Cancelled if timed_out() => Some(ErrorCode::DeadlineExceeded),
+        Code::Cancelled => Some(ErrorCode::Cancelled),
+        Code::OutOfRange | Code::ResourceExhausted if too_large() => {
+            Some(ErrorCode::MessageTooLarge)
+        }
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn status_of_kvd_keeps_code_hint_and_message() {
+        let hint = Duration::from_millis(70);
+        let error: ClientError =
+            kvd_proto::status(ErrorCode::PoolFull, "3 MiB short", Some(hint)).into();
+        assert_eq!(error.code, Some(ErrorCode::PoolFull));
+        assert_eq!(error.retry_after, Some(hint));
+        assert!(error.retryable());
+        assert_eq!(error.to_string(), "POOL_FULL: 3 MiB short");
+    }
+
+    #[test]
+    fn only_unavailable_is_retryable_without_a_kvd_code() {
+        assert!(ClientError::from(Status::unavailable("connection reset")).retryable());
+        let error = ClientError::from(Status::unknown("?"));
+        assert!(!error.retryable());
+        assert_eq!(error.to_string(), "Unknown: ?");
+    }
+
+    #[test]
+    fn runtime_deadline_has_the_code_of_a_deadline() {
+        let expired = tonic::TimeoutExpired(()).to_string();
+        let error = ClientError::from(Status::cancelled(expired));
+        assert_eq!(error.code, Some(ErrorCode::DeadlineExceeded));
+        let error = ClientError::from(Status::cancelled("caller left"));
+        assert_eq!(error.code, Some(ErrorCode::Cancelled));
+    }
+}

@@ -1,0 +1,233 @@
+//! Streaming calls: many requests without a call set-up each, answered in order.
+
+use crate::error::ClientError;
+use kvd_core::ErrorCode;
+use kvd_proto::domain::{AttendBatch, Attended, LoadPiece, StoreAck, StoreChunk};
+use kvd_proto::v1;
+use tokio::sync::mpsc;
+use tonic::Streaming;
+
+/// Most requests of one stream that may wait for their answers.
+pub const PIPELINE_DEPTH_MAX: usize = 256;
+
+/// The two halves of a bidirectional call, and how many answers are owed.
+///
+/// The queue holds as many requests as may be unanswered, so sending never waits for the network;
+/// what waits is reading the oldest answer once `depth` are owed.
+struct Duplex<Request, Response> {
+    requests: mpsc::Sender<Request>,
+    responses: Streaming<Response>,
+    depth: usize,
+    owed: usize,
+}
+
+impl<Request, Response> Duplex<Request, Response> {
+    /// Sends `request`; returns the oldest answer when it had to be read to make room.
+    async fn send(&mut self, request: Request) -> Result<Option<Response>, ClientError> {
+        let oldest = if self.owed == self.depth { self.receive().await? } else { None };
+        if self.requests.send(request).await.is_err() {
+            // The daemon ended the stream; its status is behind the answers still owed.
+            return Err(self.ending().await);
+        }
+        self.owed += 1;
+        Ok(oldest)
+    }
+
+    /// The next answer, or `None` when none is owed.
+    async fn receive(&mut self) -> Result<Option<Response>, ClientError> {
+        if self.owed == 0 {
+            return Ok(None);
+        }
+        match self.responses.message().await? {
+            Some(response) => {
+                self.owed -= 1;
+                Ok(Some(response))
+            }
+            None => Err(ended()),
+        }
+    }
+
+    /// The error that ended the stream.
+    async fn ending(&mut self) -> ClientError {
+        loop {
+            match self.responses.message().await {
+                Ok(Some(_)) => {}
+                Ok(None) => return ended(),
+                Err(status) => return status.into(),
+            }
+        }
+    }
+
+    /// Says that no request follows, and reads what is owed.
+    async fn finish(self) -> Result<Vec<Response>, ClientError> {
+        let Self { requests, mut responses, owed, .. } = self;
+        drop(requests);
+        let mut rest = Vec::with_capacity(owed);
+        // Reading to the end, not only what is owed, closes the stream without a reset.
+        while let Some(response) = responses.message().await? {
+            rest.push(response);
+        }
+        if rest.len() == owed { Ok(rest) } else { Err(ended()) }
+    }
+}
+
+fn ended() -> ClientError {
+    ClientError::new(ErrorCode::Internal, "the stream ended without the answers it owes")
+}
+
+/// The request side of a duplex call, and its queue.
+pub(crate) struct Requests<Request> {
+    sender: mpsc::Sender<Request>,
+    depth: usize,
+}
+
+impl<Request> Requests<Request> {
+    /// A queue for `depth` unanswered requests, within 1 and [`PIPELINE_DEPTH_MAX`].
+    pub(crate) fn new(depth: usize) -> (Self, mpsc::Receiver<Request>) {
+        let depth = depth.clamp(1, PIPELINE_DEPTH_MAX);
+        let (sender, receiver) = mpsc::channel(depth);
+        (Self { sender, depth }, receiver)
+    }
+
+    fn join<Response>(self, responses: Streaming<Response>) -> Duplex<Request, Response> {
+        Duplex { requests: self.sender, responses, depth: self.depth, owed: 0 }
+    }
+}
+
+/// Chunks to store, each acknowledged in order once its range can be read.
+///
+/// The first error ends the stream; what was acknowledged before stays stored.
+pub struct StoreStream(Duplex<v1::StoreBlocksRequest, v1::StoreBlocksResponse>);
+
+impl StoreStream {
+    pub(crate) fn new(
+        requests: Requests<v1::StoreBlocksRequest>,
+        responses: Streaming<v1::StoreBlocksResponse>,
+    ) -> Self {
+        Self(requests.join(responses))
+    }
+
+    /// Sends a chunk. Waits only when as many chunks as the stream is deep are unacknowledged, and
+    /// then returns the oldest acknowledgement.
+    ///
+    /// # Errors
+    /// What ended the stream; it belongs to the oldest unacknowledged chunk.
+    pub async fn send(&mut self, chunk: StoreChunk) -> Result<Option<StoreAck>, ClientError> {
+        Ok(self.0.send(chunk.into()).await?.map(Into::into))
+    }
+
+    /// Waits for the oldest acknowledgement; `None` when every chunk is acknowledged.
+    ///
+    /// # Errors
+    /// What ended the stream; it belongs to the oldest unacknowledged chunk.
+    pub async fn receive(&mut self) -> Result<Option<StoreAck>, ClientError> {
+        Ok(self.0.receive().await?.map(Into::into))
+    }
+
+    /// Chunks that are not acknowledged yet.
+    #[must_use]
+    pub fn unacknowledged(&self) -> usize {
+        self.0.owed
+    }
+
+    /// Ends the stream and waits for the remaining acknowledgements.
+    ///
+    /// # Errors
+    /// What ended the stream before its last chunk was stored.
+    pub async fn finish(self) -> Result<Vec<StoreAck>, ClientError> {
+        Ok(self.0.finish().await?.into_iter().map(Into::into).collect())
+    }
+}
+
+/// Batches of queries, each answered in order: an engine's decode loop keeps one open.
+pub struct AttendStream(Duplex<v1::AttendRequest, v1::AttendResponse>);
+
+impl AttendStream {
+    pub(crate) fn new(
+        requests: Requests<v1::AttendRequest>,
+        responses: Streaming<v1::AttendResponse>,
+    ) -> Self {
+        Self(requests.join(responses))
+    }
+
+    /// Sends a batch. Waits only when as many batches as the stream is deep are unanswered, and
+    /// then returns the oldest answer.
+    ///
+    /// # Errors
+    /// What ended the stream; it belongs to the oldest unanswered batch.
+    pub async fn send(&mut self, batch: AttendBatch) -> Result<Option<Attended>, ClientError> {
+        self.0.send(batch.into()).await?.map(answer).transpose()
+    }
+
+    /// Waits for the oldest answer; `None` when every batch is answered.
+    ///
+    /// # Errors
+    /// What ended the stream; it belongs to the oldest unanswered batch.
+    pub async fn receive(&mut self) -> Result<Option<Attended>, ClientError> {
+        self.0.receive().await?.map(answer).transpose()
+    }
+
+    /// Batches that are not answered yet.
+    #[must_use]
+    pub fn unanswered(&self) -> usize {
+        self.0.owed
+    }
+
+    /// Sends one batch and waits for its answer.
+    ///
+    /// # Errors
+    /// What ended the stream; `INVALID_ARGUMENT` when earlier batches are unanswered.
+    pub async fn attend(&mut self, batch: AttendBatch) -> Result<Attended, ClientError> {
+        if self.0.owed > 0 {
+            let message = "earlier batches of this stream are unanswered";
+            return Err(ClientError::new(ErrorCode::InvalidArgument, message));
+        }
+        self.send(batch).await?;
+        self.receive().await?.ok_or_else(ended)
+    }
+
+    /// Ends the stream and waits for the remaining answers.
+    ///
+    /// # Errors
+    /// What ended the stream before its last batch was answered.
+    pub async fn finish(self) -> Result<Vec<Attended>, ClientError> {
+        self.0.finish().await?.into_iter().map(answer).collect()
+    }
+}
+
+fn answer(response: v1::AttendResponse) -> Result<Attended, ClientError> {
+    Attended::try_from(response).map_err(|error| ClientError::reply(&error))
+}
+
+/// Stored rows in pieces, in token order without gaps.
+pub struct LoadStream {
+    pieces: Streaming<v1::LoadBlocksResponse>,
+    next: u32,
+    end: u32,
+}
+
+impl LoadStream {
+    pub(crate) fn new(pieces: Streaming<v1::LoadBlocksResponse>, start: u32, end: u32) -> Self {
+        Self { pieces, next: start, end }
+    }
+
+    /// The next piece; `None` after the last token of the range.
+    ///
+    /// # Errors
+    /// What ended the load early.
+    pub async fn receive(&mut self) -> Result<Option<LoadPiece>, ClientError> {
+        let Some(response) = self.pieces.message().await? else {
+            return if self.next == self.end { Ok(None) } else { Err(ended()) };
+        };
+        let piece = LoadPiece::try_from(response).map_err(|error| ClientError::reply(&error))?;
+        if piece.start != self.next || piece.tokens > self.end - self.next {
+            let message = format!(
+                "load sent tokens {}+{} where {}..{} were next",
+                piece.start, piece.tokens, self.next, self.end
+            );
+            return Err(ClientError::new(ErrorCode::Internal, message));
+        }
+        self.next += piece.tokens;
+        Ok(Some(piece))
+    }
+}
