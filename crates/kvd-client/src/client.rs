@@ -12,6 +12,7 @@ use kvd_proto::domain::{
     SequenceTruncation, StoreAck, StoreChunk,
 };
 use kvd_proto::{NAMESPACE_KEY, v1};
+use prost::Message;
 use std::time::Duration;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::metadata::{Ascii, MetadataValue};
@@ -27,6 +28,7 @@ pub struct Client {
     rpc: Rpc,
     namespace: Option<MetadataValue<Ascii>>,
     timeout: Option<Duration>,
+    message_bytes_max: usize,
 }
 
 /// Rows that [`Client::load`] read back.
@@ -59,7 +61,8 @@ impl Client {
         let rpc = Rpc::new(channel)
             .max_decoding_message_size(options.message_bytes_max)
             .max_encoding_message_size(options.message_bytes_max);
-        Ok(Self { rpc, namespace: None, timeout: options.timeout })
+        let ClientOptions { timeout, message_bytes_max, .. } = *options;
+        Ok(Self { rpc, namespace: None, timeout, message_bytes_max })
     }
 
     /// This client in another namespace; `default` until set.
@@ -91,7 +94,7 @@ impl Client {
     /// # Errors
     /// `INVALID_CODEC`, `INVALID_CALIBRATION`, `LIMIT_EXCEEDED`, or as every call.
     pub async fn register_model(&self, spec: ModelSpec) -> Result<RegisteredModel, ClientError> {
-        let request = self.unary(spec.into());
+        let request = self.sized(spec.into())?;
         let response = self.call(self.rpc.clone().register_model(request)).await?;
         RegisteredModel::try_from(response).map_err(|error| ClientError::reply(&error))
     }
@@ -187,7 +190,9 @@ impl Client {
     /// # Errors
     /// `RANGE_*`, `SHAPE_MISMATCH`, `NON_FINITE`, `POOL_FULL`, `SEQUENCE_BUSY`, or as every call.
     pub async fn store(&self, chunk: StoreChunk) -> Result<StoreAck, ClientError> {
-        let request = self.unary(tokio_stream::once(v1::StoreBlocksRequest::from(chunk)));
+        let chunk = v1::StoreBlocksRequest::from(chunk);
+        ClientError::check_size(&chunk, self.message_bytes_max)?;
+        let request = self.unary(tokio_stream::once(chunk));
         let mut rpc = self.rpc.clone();
         let exchange = async move {
             let mut acks = rpc.store_blocks(request).await?.into_inner();
@@ -208,7 +213,7 @@ impl Client {
     /// # Errors
     /// As every call.
     pub async fn store_stream(&self, depth: usize) -> Result<StoreStream, ClientError> {
-        let (requests, queue) = Requests::new(depth);
+        let (requests, queue) = Requests::new(depth, self.message_bytes_max);
         let request = self.request(ReceiverStream::new(queue));
         let responses = self.call(self.rpc.clone().store_blocks(request)).await?;
         Ok(StoreStream::new(requests, responses))
@@ -220,7 +225,7 @@ impl Client {
     /// `UNKNOWN_SEQUENCE`, `RANGE_NOT_STORED`, `SHAPE_MISMATCH`, `NON_FINITE`, `QUEUE_FULL`, or
     /// as every call.
     pub async fn attend(&self, batch: AttendBatch) -> Result<Attended, ClientError> {
-        let request = self.unary(batch.into());
+        let request = self.sized(batch.into())?;
         let response = self.call(self.rpc.clone().attend(request)).await?;
         Attended::try_from(response).map_err(|error| ClientError::reply(&error))
     }
@@ -231,7 +236,7 @@ impl Client {
     /// # Errors
     /// As every call.
     pub async fn attend_stream(&self, depth: usize) -> Result<AttendStream, ClientError> {
-        let (requests, queue) = Requests::new(depth);
+        let (requests, queue) = Requests::new(depth, self.message_bytes_max);
         let request = self.request(ReceiverStream::new(queue));
         let responses = self.call(self.rpc.clone().attend_stream(request)).await?;
         Ok(AttendStream::new(requests, responses))
@@ -292,6 +297,12 @@ impl Client {
             request.set_timeout(timeout);
         }
         request
+    }
+
+    /// [`Client::unary`] of a message that carries a payload.
+    fn sized<T: Message>(&self, message: T) -> Result<Request<T>, ClientError> {
+        ClientError::check_size(&message, self.message_bytes_max)?;
+        Ok(self.unary(message))
     }
 
     /// Waits for an answer, at most until the deadline. tonic enforces the same deadline only up

@@ -2,6 +2,7 @@
 
 use kvd_core::{Coded, ErrorCode};
 use kvd_proto::RequestError;
+use prost::Message;
 use std::time::Duration;
 use tonic::{Code, Status};
 
@@ -35,6 +36,17 @@ impl ClientError {
     pub(crate) fn new(code: ErrorCode, message: impl Into<String>) -> Self {
         let grpc = kvd_proto::grpc_code(code);
         Self { code: Some(code), grpc, message: message.into(), retry_after: None }
+    }
+
+    /// Refuses a message that the encoder would refuse: it can only break the connection's stream
+    /// off, which reaches the caller as a protocol error without a reason.
+    pub(crate) fn check_size(message: &impl Message, max: usize) -> Result<(), Self> {
+        let bytes = message.encoded_len();
+        if bytes <= max {
+            return Ok(());
+        }
+        let text = format!("the message has {bytes} bytes; this client sends at most {max}");
+        Err(Self::new(ErrorCode::MessageTooLarge, text))
     }
 
     pub(crate) fn deadline(timeout: Duration) -> Self {
@@ -78,7 +90,7 @@ impl From<Status> for ClientError {
 }
 
 /// The code of what the gRPC runtime raises before kvd sees a call, or after it answered. tonic
-/// attaches no details to these, and tells the two size limits apart only by their text.
+/// attaches no details to these, and marks the size limit only by its text.
 fn runtime_code(status: &Status) -> Option<ErrorCode> {
     let timed_out = || status.message() == tonic::TimeoutExpired(()).to_string();
     let too_large = || status.message().contains("message length too large");

@@ -4,6 +4,7 @@ use crate::error::ClientError;
 use kvd_core::ErrorCode;
 use kvd_proto::domain::{AttendBatch, Attended, LoadPiece, StoreAck, StoreChunk};
 use kvd_proto::v1;
+use prost::Message;
 use tokio::sync::mpsc;
 use tonic::Streaming;
 
@@ -19,11 +20,13 @@ struct Duplex<Request, Response> {
     responses: Streaming<Response>,
     depth: usize,
     owed: usize,
+    message_bytes_max: usize,
 }
 
-impl<Request, Response> Duplex<Request, Response> {
+impl<Request: Message, Response> Duplex<Request, Response> {
     /// Sends `request`; returns the oldest answer when it had to be read to make room.
     async fn send(&mut self, request: Request) -> Result<Option<Response>, ClientError> {
+        ClientError::check_size(&request, self.message_bytes_max)?;
         let oldest = if self.owed == self.depth { self.receive().await? } else { None };
         if self.requests.send(request).await.is_err() {
             // The daemon ended the stream; its status is behind the answers still owed.
@@ -79,18 +82,20 @@ fn ended() -> ClientError {
 pub(crate) struct Requests<Request> {
     sender: mpsc::Sender<Request>,
     depth: usize,
+    message_bytes_max: usize,
 }
 
-impl<Request> Requests<Request> {
+impl<Request: Message> Requests<Request> {
     /// A queue for `depth` unanswered requests, within 1 and [`PIPELINE_DEPTH_MAX`].
-    pub(crate) fn new(depth: usize) -> (Self, mpsc::Receiver<Request>) {
+    pub(crate) fn new(depth: usize, message_bytes_max: usize) -> (Self, mpsc::Receiver<Request>) {
         let depth = depth.clamp(1, PIPELINE_DEPTH_MAX);
         let (sender, receiver) = mpsc::channel(depth);
-        (Self { sender, depth }, receiver)
+        (Self { sender, depth, message_bytes_max }, receiver)
     }
 
     fn join<Response>(self, responses: Streaming<Response>) -> Duplex<Request, Response> {
-        Duplex { requests: self.sender, responses, depth: self.depth, owed: 0 }
+        let Self { sender: requests, depth, message_bytes_max } = self;
+        Duplex { requests, responses, depth, owed: 0, message_bytes_max }
     }
 }
 

@@ -11,15 +11,18 @@ use kvd_proto::v1::kvd_server::KvdServer;
 use std::time::Duration;
 use support::{BUSY, BUSY_HINT, Fake, GAP, SILENT};
 use tokio::net::{TcpListener, UnixListener};
-use tokio_stream::wrappers::{TcpListenerStream, UnixListenerStream};
+use tokio_stream::wrappers::UnixListenerStream;
 use tonic::transport::Server;
+use tonic::transport::server::TcpIncoming;
 
 async fn endpoint() -> Endpoint {
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("bind a free port");
     let address = listener.local_addr().expect("local address");
     let fake = KvdServer::new(Fake).max_decoding_message_size(1 << 20);
     let server = Server::builder().add_service(fake);
-    tokio::spawn(server.serve_with_incoming(TcpListenerStream::new(listener)));
+    // Without it each small answer waits for the peer's delayed acknowledgement: 40 ms.
+    let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
+    tokio::spawn(server.serve_with_incoming(incoming));
     format!("http://{address}").parse().expect("an endpoint")
 }
 
@@ -206,13 +209,18 @@ async fn oversized_message_is_named_whoever_notices() {
     let client = client().await;
     let large = batch(LayerIndex(0), Bytes::from(vec![0; 2 << 20]));
     let error = client.attend(large).await.unwrap_err();
-    assert_eq!(error.code, Some(ErrorCode::MessageTooLarge));
+    assert_eq!(error.code, Some(ErrorCode::MessageTooLarge), "{error:?}");
     // Here the client itself does.
     let options = ClientOptions::default().with_message_bytes_max(1 << 10);
     let client = Client::connect_with(endpoint().await, &options).await.unwrap();
     let large = batch(LayerIndex(0), Bytes::from(vec![0; 2 << 10]));
-    let error = client.attend(large).await.unwrap_err();
-    assert_eq!(error.code, Some(ErrorCode::MessageTooLarge));
+    let error = client.attend(large.clone()).await.unwrap_err();
+    assert_eq!(error.code, Some(ErrorCode::MessageTooLarge), "{error:?}");
+    let mut stream = client.attend_stream(2).await.unwrap();
+    let error = stream.send(large).await.unwrap_err();
+    assert_eq!(error.code, Some(ErrorCode::MessageTooLarge), "{error:?}");
+    // The refused message was never sent, so the stream lives.
+    stream.attend(batch(LayerIndex(0), Bytes::new())).await.unwrap();
 }
 
 #[tokio::test]
