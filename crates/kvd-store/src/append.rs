@@ -75,7 +75,9 @@ pub struct AppendTicket {
     plan: Plan,
     offered: Remembered,
     length_after: u32,
-    // Last, so that the next append finds the cells released (fields drop in this order).
+    // Holds the sequence's entry, and with it the cell that is written in place: a fork made
+    // meanwhile cannot take that cell for its own alone, even when the sequence is closed.
+    // The last field, so that the next append finds the slots released (fields drop in order).
     claim: Claim,
 }
 
@@ -186,9 +188,6 @@ impl AppendTicket {
 
 /// Gives a cell its packed form. Another sequence may have been faster: then this one is dropped.
 fn publish(task: PackTask, cell: &RawCell, pages: Pages, ledger: &Arc<Ledger>) {
-    if cell.packed.get().is_some() {
-        return;
-    }
     let slot = pages.slot();
     slot.attach(|| Tally::packed(ledger, pages.accounting(), slot.reserved_bytes()));
     let sink = task.keep.map(|keep| {
@@ -227,9 +226,6 @@ struct Plan {
     /// On commit, `views` replace the layer's views from this one on.
     first_view: usize,
     views: Vec<View>,
-    /// The cell that is written in place, held so that nobody else takes it for theirs alone
-    /// while the writes are under way (the sequence may be forked and closed meanwhile).
-    _tail: Option<Arc<RawCell>>,
 }
 
 impl Plan {
@@ -241,7 +237,6 @@ impl Plan {
             pack_cells: Vec::new(),
             first_view: layer.views.len(),
             views: Vec::new(),
-            _tail: None,
         };
         let start = layer.length;
         for (block, rows) in room.shape.rows_by_block(start..length_after) {
@@ -275,9 +270,9 @@ impl Plan {
         rows: u32,
         room: &Room<'_>,
     ) -> Result<RawSlot, PoolFull> {
-        let appendable = view.is_appendable(rows);
-        if appendable && let View::Raw { raw, cell } = view {
-            self._tail = Some(Arc::clone(cell));
+        if view.is_appendable(rows)
+            && let View::Raw { raw, .. } = view
+        {
             return Ok(raw.clone());
         }
         let to = self.fresh(room)?;

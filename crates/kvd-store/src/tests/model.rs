@@ -30,14 +30,14 @@ fn step() -> impl Strategy<Value = Step> {
     let (seq, layer, tokens) = (any::<usize>(), 0u32..2, 1u32..14);
     let place = || (seq, layer.clone(), tokens.clone());
     // Mostly a fork or cut near the end, where the windows are.
-    let keep = || prop_oneof![2 => 80u32..=100, 1 => 0u32..=100];
+    let keep = || prop_oneof![1 => Just(100), 1 => 80u32..=100, 1 => 0u32..=100];
     prop_oneof![
         1 => Just(Step::Open),
         8 => (place(), any::<u8>())
             .prop_map(|((seq, layer, tokens), fail)| Step::Append { seq, layer, tokens, fail }),
         1 => place().prop_map(|(seq, layer, tokens)| Step::RollBack { seq, layer, tokens }),
-        2 => place().prop_map(|(seq, layer, tokens)| Step::Begin { seq, layer, tokens }),
-        3 => (seq, any::<u8>(), prop::bool::weighted(0.8))
+        4 => place().prop_map(|(seq, layer, tokens)| Step::Begin { seq, layer, tokens }),
+        4 => (seq, any::<u8>(), prop::bool::weighted(0.8))
             .prop_map(|(ticket, fail, commit)| Step::Finish { ticket, fail, commit }),
         2 => (seq, keep()).prop_map(|(seq, keep)| Step::Fork { seq, keep }),
         2 => (seq, keep()).prop_map(|(seq, keep)| Step::Truncate { seq, keep }),
@@ -86,7 +86,7 @@ impl World {
 
     fn run(&mut self, step: &Step) {
         match *step {
-            Step::Open if self.sequences.len() < 6 => {
+            Step::Open if self.sequences.len() < 5 => {
                 let id = self.bench.open();
                 self.sequences.push(Sequence { id, layers: Default::default() });
             }
@@ -110,7 +110,7 @@ impl World {
                     self.commit(flight, fail);
                 }
             }
-            Step::Fork { seq, keep } if self.sequences.len() < 6 => self.fork(seq, keep),
+            Step::Fork { seq, keep } if self.sequences.len() < 5 => self.fork(seq, keep),
             Step::Truncate { seq, keep } => self.truncate(seq, keep),
             Step::Close { seq } => {
                 if let Some(index) = self.pick(seq) {
