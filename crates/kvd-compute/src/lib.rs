@@ -1,1 +1,20 @@
-//! Backend trait, attention plan, partial-state merge, and the CPU backend.
+//! What a device does with KV blocks: take rows, encode them to pages, answer attention from
+//! the pages. [`Backend`] is the contract; [`CpuBackend`] the one that every machine has.
+//!
+//! Unsafe code is confined to `cpu/simd.rs` (run-time selected instruction sets).
+#![deny(unsafe_code)]
+
+mod backend;
+mod cpu;
+mod error;
+mod plan;
+mod state;
+
+pub use backend::{
+    Attended, Backend, DeviceInfo, EncodeSource, EncodedPages, IncomingRows, LoadedRows,
+    ModelBytes, RawTarget,
+};
+pub use cpu::{CpuBackend, CpuOptions, ThreadsError};
+pub use error::BackendError;
+pub use plan::{AttendPlan, LoadPlan, PlanPart, PlanQuery, Source};
+pub use state::PartialState;

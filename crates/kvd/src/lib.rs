@@ -1,1 +1,20 @@
-//! The KV-cache memory daemon.
+//! The KV-cache memory daemon: configuration, transport, service, lanes, metrics.
+//!
+//! ```text
+//! transport ─► service ─► store (who holds which bytes)
+//!                     └─► lane  ─► backend (the bytes)
+//! ```
+#![forbid(unsafe_code)]
+
+pub mod admin;
+pub mod cli;
+pub mod config;
+pub mod daemon;
+pub mod lane;
+pub mod metrics;
+pub mod service;
+pub mod telemetry;
+pub mod transport;
+
+pub use config::Config;
+pub use daemon::{BuildError, Daemon, Drained, Running};

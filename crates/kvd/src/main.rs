@@ -1,2 +1,7 @@
-//! Entry point of `kvd`.
-fn main() {}
+//! Entry point: parse, run, and turn the outcome into an exit code.
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    kvd::cli::main()
+}

@@ -1,0 +1,180 @@
+//! The contract between a lane and its device.
+//!
+//! One lane thread owns a backend and calls it; a backend may use more threads inside a call.
+//! The lane promises that extents it passes are reserved (to write) or pinned (to read) for the
+//! length of the call.
+
+use crate::{AttendPlan, BackendError, LoadPlan, Source};
+use bytes::Bytes;
+use kvd_codec::{ModelCodec, PageBytes};
+use kvd_core::{Extent, LayerIndex, ModelId};
+use std::sync::Arc;
+
+/// What a device is, for logs and `GetServerInfo`.
+#[derive(Clone, Debug)]
+pub struct DeviceInfo {
+    /// For example `cpu (avx512, 2 threads)`.
+    pub description: String,
+    /// Page memory in bytes.
+    pub arena_bytes: u64,
+}
+
+/// K and V as they arrived: `[tokens, kv_heads, head_dim]` in the model's dtype. Lengths have
+/// been checked against the geometry.
+#[derive(Clone, Debug)]
+pub struct IncomingRows {
+    /// Tokens in both payloads.
+    pub tokens: u32,
+    /// Keys.
+    pub k: Bytes,
+    /// Values.
+    pub v: Bytes,
+}
+
+/// Rows of a raw slot.
+#[derive(Clone, Copy, Debug)]
+pub struct RawTarget {
+    /// The slot.
+    pub extent: Extent,
+    /// Rows the slot was laid out for.
+    pub capacity_rows: u32,
+    /// First row to write.
+    pub first_row: u32,
+}
+
+/// Rows of a raw slot that are to become pages.
+#[derive(Clone, Copy, Debug)]
+pub struct EncodeSource {
+    /// The slot.
+    pub extent: Extent,
+    /// Rows the slot was laid out for.
+    pub capacity_rows: u32,
+    /// First row to encode.
+    pub first_row: u32,
+    /// Rows to encode.
+    pub rows: u32,
+}
+
+/// One encoded block of one layer, waiting for a slot of exactly its size.
+#[derive(Clone, Debug)]
+pub struct EncodedPages {
+    /// The pages, `[K heads.., V heads..]`.
+    pub bytes: Vec<u8>,
+    /// End of each page in `bytes`.
+    pub page_ends: Arc<[u32]>,
+    /// `bytes.len()` by kind.
+    pub parts: PageBytes,
+    /// `bytes.len()` by side.
+    pub side_bytes: [u64; 2],
+    /// K and V values encoded.
+    pub values: u64,
+    /// Pages that could not be quantized and stayed raw.
+    pub fallback_pages: u32,
+    /// Squared error and squared norm by side, when this block was sampled.
+    pub sampled: Option<[(f64, f64); 2]>,
+}
+
+/// Output of attention.
+#[derive(Clone, Debug)]
+pub struct Attended {
+    /// `[sum of n_q, q_heads, head_dim_v]` in the plan's dtype.
+    pub out: Vec<u8>,
+    /// `[sum of n_q, q_heads]`.
+    pub lse: Vec<f32>,
+    /// Bytes of pages and raw rows that lay in the plan's parts.
+    pub stored_bytes_read: u64,
+}
+
+/// Rows decoded back, `[tokens, kv_heads, head_dim]`.
+#[derive(Clone, Debug)]
+pub struct LoadedRows {
+    /// Keys.
+    pub k: Vec<u8>,
+    /// Values.
+    pub v: Vec<u8>,
+}
+
+/// Memory a model takes once, not per token.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct ModelBytes {
+    /// Smoothing factors, codebooks, matrices.
+    pub calibration: u64,
+    /// Huffman tables.
+    pub tables: u64,
+}
+
+/// A device that holds pages and answers attention over them.
+pub trait Backend: Send {
+    /// What this device is.
+    fn info(&self) -> DeviceInfo;
+
+    /// Makes a model's codec known; an id that is known already is replaced.
+    fn register(&mut self, model: ModelId, codec: ModelCodec);
+
+    /// Forgets a model. Its pages must be gone.
+    fn unregister(&mut self, model: ModelId);
+
+    /// What a model takes once.
+    ///
+    /// # Errors
+    /// When the model is unknown.
+    fn model_bytes(&self, model: ModelId) -> Result<ModelBytes, BackendError>;
+
+    /// Tests that every value is finite, before anything is written.
+    ///
+    /// # Errors
+    /// The first NaN or infinity, or an unknown model.
+    fn check(&self, model: ModelId, rows: &IncomingRows) -> Result<(), BackendError>;
+
+    /// Writes `count` tokens of `rows`, from `source_row` on, into a raw slot.
+    ///
+    /// # Errors
+    /// When the model is unknown.
+    fn write(
+        &mut self,
+        model: ModelId,
+        rows: &IncomingRows,
+        source_row: u32,
+        count: u32,
+        to: RawTarget,
+    ) -> Result<(), BackendError>;
+
+    /// Copies `count` rows into a raw slot; pages are decoded.
+    ///
+    /// # Errors
+    /// When the model is unknown or a page is corrupt.
+    fn copy(
+        &mut self,
+        model: ModelId,
+        layer: LayerIndex,
+        from: &Source,
+        count: u32,
+        to: RawTarget,
+    ) -> Result<(), BackendError>;
+
+    /// Encodes blocks of one layer; entropy tables are built from them when the layer has none.
+    ///
+    /// # Errors
+    /// When the model is unknown or a block cannot be encoded even raw.
+    fn encode(
+        &mut self,
+        model: ModelId,
+        layer: LayerIndex,
+        blocks: &[EncodeSource],
+    ) -> Result<Vec<EncodedPages>, BackendError>;
+
+    /// Moves encoded pages into their slot.
+    fn place(&mut self, pages: &EncodedPages, to: Extent);
+
+    /// Answers attention straight from raw rows and pages.
+    ///
+    /// # Errors
+    /// When the model is unknown, a query is not finite, or a page is corrupt.
+    fn attend(&mut self, plan: &AttendPlan) -> Result<Attended, BackendError>;
+
+    /// Decodes rows back.
+    ///
+    /// # Errors
+    /// When the model is unknown or a page is corrupt.
+    fn load(&mut self, plan: &LoadPlan) -> Result<LoadedRows, BackendError>;
+}

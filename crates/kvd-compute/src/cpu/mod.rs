@@ -1,0 +1,168 @@
+//! The CPU backend: an arena, the models' codecs, and a fixed pool of threads.
+
+mod arena;
+mod attend;
+mod encode;
+mod rows;
+mod simd;
+mod tile;
+
+use crate::{
+    AttendPlan, Attended, Backend, BackendError, DeviceInfo, EncodeSource, EncodedPages,
+    IncomingRows, LoadPlan, LoadedRows, ModelBytes, RawTarget, Source,
+};
+use arena::HostArena;
+use kvd_codec::ModelCodec;
+use kvd_core::{Extent, LayerIndex, ModelId};
+use simd::Simd;
+use std::collections::HashMap;
+use tile::Reader;
+
+/// How much of the machine the CPU backend takes.
+#[derive(Clone, Copy, Debug)]
+pub struct CpuOptions {
+    /// Page memory in bytes, taken at start.
+    pub arena_bytes: u64,
+    /// Touch every page of the arena at start.
+    pub prefault: bool,
+    /// Threads for one call; 0 means one per core.
+    pub threads: usize,
+}
+
+/// A model and how many of its blocks were encoded (error sampling counts them).
+struct Model {
+    codec: ModelCodec,
+    encoded_blocks: u64,
+}
+
+/// [`Backend`] on the host's processor.
+pub struct CpuBackend {
+    arena: HostArena,
+    models: HashMap<ModelId, Model>,
+    threads: rayon::ThreadPool,
+    simd: Simd,
+}
+
+/// The thread pool could not be started.
+#[derive(Debug, thiserror::Error)]
+#[error("start {threads} compute threads: {source}")]
+pub struct ThreadsError {
+    threads: usize,
+    source: rayon::ThreadPoolBuildError,
+}
+
+impl CpuBackend {
+    /// Takes the arena and starts the threads.
+    ///
+    /// # Errors
+    /// When the operating system gives no threads.
+    pub fn new(options: CpuOptions) -> Result<Self, ThreadsError> {
+        let threads = rayon::ThreadPoolBuilder::new()
+            .num_threads(options.threads)
+            .thread_name(|i| format!("kvd-cpu-{i}"))
+            .build()
+            .map_err(|source| ThreadsError { threads: options.threads, source })?;
+        Ok(Self {
+            arena: HostArena::new(options.arena_bytes, options.prefault),
+            models: HashMap::new(),
+            threads,
+            simd: Simd::detect(),
+        })
+    }
+
+    fn codec(&self, model: ModelId) -> Result<&ModelCodec, BackendError> {
+        Ok(&self.models.get(&model).ok_or(BackendError::UnknownModel(model))?.codec)
+    }
+}
+
+impl Backend for CpuBackend {
+    fn info(&self) -> DeviceInfo {
+        let (simd, threads) = (self.simd.name(), self.threads.current_num_threads());
+        DeviceInfo {
+            description: format!("cpu ({simd}, {threads} threads)"),
+            arena_bytes: self.arena.capacity_bytes(),
+        }
+    }
+
+    fn register(&mut self, model: ModelId, codec: ModelCodec) {
+        self.models.insert(model, Model { codec, encoded_blocks: 0 });
+    }
+
+    fn unregister(&mut self, model: ModelId) {
+        self.models.remove(&model);
+    }
+
+    fn model_bytes(&self, model: ModelId) -> Result<ModelBytes, BackendError> {
+        let codec = self.codec(model)?;
+        Ok(ModelBytes { calibration: codec.calibration_bytes(), tables: codec.table_bytes() })
+    }
+
+    fn check(&self, model: ModelId, rows: &IncomingRows) -> Result<(), BackendError> {
+        rows::check(self.codec(model)?.geometry(), rows)
+    }
+
+    fn write(
+        &mut self,
+        model: ModelId,
+        rows: &IncomingRows,
+        source_row: u32,
+        count: u32,
+        to: RawTarget,
+    ) -> Result<(), BackendError> {
+        let model = self.models.get(&model).ok_or(BackendError::UnknownModel(model))?;
+        let source = source_row..source_row + count;
+        rows::write(&mut self.arena, model.codec.geometry(), rows, source, to);
+        Ok(())
+    }
+
+    fn copy(
+        &mut self,
+        model: ModelId,
+        layer: LayerIndex,
+        from: &Source,
+        count: u32,
+        to: RawTarget,
+    ) -> Result<(), BackendError> {
+        let model = self.models.get(&model).ok_or(BackendError::UnknownModel(model))?;
+        rows::copy(&mut self.arena, &model.codec, layer, from, count, to)
+    }
+
+    fn encode(
+        &mut self,
+        model: ModelId,
+        layer: LayerIndex,
+        blocks: &[EncodeSource],
+    ) -> Result<Vec<EncodedPages>, BackendError> {
+        let state = self.models.get_mut(&model).ok_or(BackendError::UnknownModel(model))?;
+        let first_index = state.encoded_blocks;
+        state.encoded_blocks += blocks.len() as u64;
+        let (arena, codec) = (&self.arena, &mut state.codec);
+        self.threads.install(|| encode::encode(arena, codec, layer, blocks, first_index))
+    }
+
+    fn place(&mut self, pages: &EncodedPages, to: Extent) {
+        self.arena.write(to).copy_from_slice(&pages.bytes);
+    }
+
+    fn attend(&mut self, plan: &AttendPlan) -> Result<Attended, BackendError> {
+        if let Some((index, value)) = rows::first_non_finite(plan.dtype, &plan.q) {
+            return Err(BackendError::NonFiniteQuery { index, value });
+        }
+        let codec = self.codec(plan.model)?;
+        let mut q = vec![0f32; plan.q.len() / plan.dtype.size_bytes()];
+        plan.dtype.widen(&plan.q, &mut q);
+        let job = attend::Job {
+            plan,
+            reader: Reader { arena: &self.arena, codec, layer: plan.layer },
+            simd: self.simd,
+            q: &q,
+            threads: self.threads.current_num_threads(),
+        };
+        self.threads.install(|| attend::attend(&job))
+    }
+
+    fn load(&mut self, plan: &LoadPlan) -> Result<LoadedRows, BackendError> {
+        let codec = self.codec(plan.model)?;
+        rows::load(Reader { arena: &self.arena, codec, layer: plan.layer }, plan)
+    }
+}

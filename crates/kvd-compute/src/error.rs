@@ -1,0 +1,55 @@
+//! What a backend can answer instead of a result.
+
+use kvd_codec::{CodecError, PageError};
+use kvd_core::{Coded, ErrorCode, ModelId, Side};
+
+/// An error of a device operation. Nothing was published when one is returned.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum BackendError {
+    /// The model was never registered with this device, or was unregistered meanwhile.
+    #[error("model {0} is not registered on this device")]
+    UnknownModel(ModelId),
+    /// An incoming row holds NaN or infinity.
+    #[error(
+        "{} of token {token}, head {head}, channel {channel} is {value}; K and V must be finite",
+        if *side == Side::Key { "K" } else { "V" }
+    )]
+    NonFinite {
+        /// Which payload.
+        side: Side,
+        /// Token within the request.
+        token: u32,
+        /// KV head.
+        head: u32,
+        /// Channel.
+        channel: u32,
+        /// NaN or an infinity.
+        value: f32,
+    },
+    /// A query holds NaN or infinity.
+    #[error("q at index {index} is {value}; queries must be finite")]
+    NonFiniteQuery {
+        /// Index into the payload, in values.
+        index: usize,
+        /// NaN or an infinity.
+        value: f32,
+    },
+    /// A block could not be encoded.
+    #[error("encode block: {0}")]
+    Codec(#[from] CodecError),
+    /// A page in the arena is not what its header says.
+    #[error("read page: {0}")]
+    Page(#[from] PageError),
+}
+
+impl Coded for BackendError {
+    fn code(&self) -> ErrorCode {
+        match self {
+            Self::UnknownModel(_) => ErrorCode::UnknownModel,
+            Self::NonFinite { .. } | Self::NonFiniteQuery { .. } => ErrorCode::NonFinite,
+            Self::Codec(error) => error.code(),
+            Self::Page(error) => error.code(),
+        }
+    }
+}

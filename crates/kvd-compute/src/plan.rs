@@ -1,0 +1,142 @@
+//! The attention plan: what to read for each query, decided before any byte is touched.
+//!
+//! A plan holds extents, not memory; whoever made it keeps those extents pinned until the
+//! backend has answered.
+
+use bytes::Bytes;
+use kvd_core::{DType, Extent, LayerIndex, ModelId};
+use std::ops::Range;
+use std::sync::Arc;
+
+/// Where the rows of one part lie.
+#[derive(Clone, Debug)]
+pub enum Source {
+    /// Rows in the stored precision, in the geometry's raw layout.
+    Raw {
+        /// The slot.
+        extent: Extent,
+        /// Rows the slot was laid out for.
+        capacity_rows: u32,
+        /// First row to read.
+        first_row: u32,
+    },
+    /// Encoded pages of all heads and both sides, `[K heads.., V heads..]`.
+    Pages {
+        /// The slot.
+        extent: Extent,
+        /// End of each page, from the slot's start.
+        ends: Arc<[u32]>,
+        /// First row to read, counted in the page.
+        first_row: u32,
+    },
+}
+
+/// Consecutive tokens that lie in one source.
+#[derive(Clone, Debug)]
+pub struct PlanPart {
+    /// Position of the first token.
+    pub first_token: u32,
+    /// Tokens.
+    pub rows: u32,
+    /// Where they lie.
+    pub source: Source,
+}
+
+impl PlanPart {
+    /// Position after the last token.
+    #[must_use]
+    pub fn end_token(&self) -> u32 {
+        self.first_token + self.rows
+    }
+
+    /// Bytes the part's rows take, given the raw bytes of one token; pages count whole.
+    #[must_use]
+    pub fn stored_bytes(&self, raw_token_bytes: u64) -> u64 {
+        match &self.source {
+            Source::Raw { .. } => u64::from(self.rows) * raw_token_bytes,
+            Source::Pages { ends, .. } => ends.last().map_or(0, |end| u64::from(*end)),
+        }
+    }
+}
+
+/// One query of a batch: its own sequence, its own visible range.
+#[derive(Clone, Debug)]
+pub struct PlanQuery {
+    /// Query tokens.
+    pub n_q: u32,
+    /// Position of the first query token; token `i` sees positions up to `position + i`.
+    pub position: u32,
+    /// A query token at `p` sees only tokens after `p - sliding_window`.
+    pub sliding_window: Option<u32>,
+    /// What may be read, ordered and disjoint; already cut to the request's range and length.
+    pub parts: Vec<PlanPart>,
+}
+
+impl PlanQuery {
+    /// Tokens that query token `i` sees: the causal rule and the sliding window.
+    #[must_use]
+    pub fn visible(&self, i: u32) -> Range<u32> {
+        let position = self.position.saturating_add(i);
+        let end = position.saturating_add(1);
+        let start = self.sliding_window.map_or(0, |w| end.saturating_sub(w));
+        start..end
+    }
+
+    /// Tokens in all parts.
+    #[must_use]
+    pub fn tokens(&self) -> u64 {
+        self.parts.iter().map(|part| u64::from(part.rows)).sum()
+    }
+}
+
+/// A batch of queries over one layer of one model.
+#[derive(Clone, Debug)]
+pub struct AttendPlan {
+    /// The model.
+    pub model: ModelId,
+    /// The layer.
+    pub layer: LayerIndex,
+    /// Query heads; a multiple of the model's KV heads.
+    pub q_heads: u32,
+    /// Format of `q` and of the output.
+    pub dtype: DType,
+    /// Factor on every score; `1/sqrt(head_dim_k)` when absent.
+    pub scale: Option<f32>,
+    /// Scores `s` become `c·tanh(s/c)`.
+    pub soft_cap: Option<f32>,
+    /// The queries, in the order of `q`.
+    pub queries: Vec<PlanQuery>,
+    /// `[sum of n_q, q_heads, head_dim_k]`.
+    pub q: Bytes,
+}
+
+/// Rows to decode back.
+#[derive(Clone, Debug)]
+pub struct LoadPlan {
+    /// The model.
+    pub model: ModelId,
+    /// The layer.
+    pub layer: LayerIndex,
+    /// Format of the rows.
+    pub dtype: DType,
+    /// What to read, ordered and disjoint.
+    pub parts: Vec<PlanPart>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn visible_follows_the_causal_rule_and_the_sliding_window() {
+        let mut query = PlanQuery { n_q: 3, position: 10, sliding_window: None, parts: vec![] };
+        assert_eq!(query.visible(0), 0..11);
+        assert_eq!(query.visible(2), 0..13);
+        query.sliding_window = Some(4);
+        assert_eq!(query.visible(0), 7..11);
+        query.position = 1;
+        assert_eq!(query.visible(0), 0..2);
+        query.position = u32::MAX;
+        assert_eq!(query.visible(5), u32::MAX - 4..u32::MAX);
+    }
+}

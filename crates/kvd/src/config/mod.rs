@@ -1,0 +1,213 @@
+//! Configuration: what was written ([`RawConfig`]) and what it means ([`Config`]).
+//!
+//! `deploy/kvd.toml` is the one place that states defaults; it is compiled in, and
+//! `kvd config --print-default` prints it.
+
+mod raw;
+
+pub use raw::{ConfigError, Overrides, RawConfig};
+
+use bytesize::ByteSize;
+use kvd_core::Namespace;
+use std::collections::BTreeSet;
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// The file of defaults, as shipped.
+pub const DEFAULT_TOML: &str = include_str!("../../../../deploy/kvd.toml");
+
+/// A validated configuration: nothing in it can fail for its form.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// gRPC over TCP.
+    pub listen_tcp: Option<SocketAddr>,
+    /// gRPC over a Unix socket.
+    pub listen_unix: Option<PathBuf>,
+    /// Metrics and health.
+    pub admin_listen: Option<SocketAddr>,
+    /// Largest gRPC message.
+    pub message_bytes_max: usize,
+    /// HTTP/2 window of one stream.
+    pub stream_window_bytes: u32,
+    /// HTTP/2 window of one connection.
+    pub connection_window_bytes: u32,
+    /// Time to drain.
+    pub grace_period: Duration,
+    /// Page memory.
+    pub pool_bytes: u64,
+    /// Touch it at start.
+    pub prefault: bool,
+    /// Compute threads; 0 means one per core.
+    pub threads: usize,
+    /// Jobs waiting for the device.
+    pub queue_jobs_max: usize,
+    /// Registered models.
+    pub models_max: usize,
+    /// Open sequences.
+    pub sequences_max: usize,
+    /// Tokens of one sequence.
+    pub tokens_per_sequence_max: u32,
+    /// Calibration artefact of one model.
+    pub calibration_bytes_max: usize,
+    /// Who may use the daemon.
+    pub namespaces: Namespaces,
+    /// Block size of models that do not say.
+    pub block_tokens_default: u32,
+    /// Log form.
+    pub log_json: bool,
+    /// Log filter directives.
+    pub log_filter: String,
+}
+
+/// Tenants that may use the daemon.
+#[derive(Clone, Debug)]
+pub enum Namespaces {
+    /// Any well-formed name.
+    Any,
+    /// Only these.
+    Only(BTreeSet<Namespace>),
+}
+
+impl Namespaces {
+    /// Whether requests of `namespace` are served.
+    #[must_use]
+    pub fn allow(&self, namespace: &Namespace) -> bool {
+        match self {
+            Self::Any => true,
+            Self::Only(names) => names.contains(namespace),
+        }
+    }
+}
+
+impl Config {
+    /// Defaults, then `overrides` in their order of precedence.
+    ///
+    /// # Errors
+    /// Names the key that is unknown, malformed or out of range.
+    pub fn load(overrides: &Overrides) -> Result<Self, ConfigError> {
+        Self::validate(&RawConfig::load(overrides)?)
+    }
+
+    fn validate(raw: &RawConfig) -> Result<Self, ConfigError> {
+        let config = Self {
+            listen_tcp: address("server.listen_tcp", &raw.server.listen_tcp)?,
+            listen_unix: (!raw.server.listen_unix.is_empty())
+                .then(|| PathBuf::from(&raw.server.listen_unix)),
+            admin_listen: address("admin.listen", &raw.admin.listen)?,
+            message_bytes_max: size("server.message_bytes_max", raw.server.message_bytes_max)?,
+            stream_window_bytes: window(
+                "server.stream_window_bytes",
+                raw.server.stream_window_bytes,
+            )?,
+            connection_window_bytes: window(
+                "server.connection_window_bytes",
+                raw.server.connection_window_bytes,
+            )?,
+            grace_period: Duration::from_millis(raw.server.grace_period_ms),
+            pool_bytes: at_least("device.pool_bytes", raw.device.pool_bytes.as_u64(), 1 << 20)?,
+            prefault: raw.device.prefault,
+            threads: raw.device.threads,
+            queue_jobs_max: at_least("device.queue_jobs_max", raw.device.queue_jobs_max, 1)?,
+            models_max: at_least("limits.models_max", raw.limits.models_max, 1)?,
+            sequences_max: at_least("limits.sequences_max", raw.limits.sequences_max, 1)?,
+            tokens_per_sequence_max: at_least(
+                "limits.tokens_per_sequence_max",
+                raw.limits.tokens_per_sequence_max,
+                1,
+            )?,
+            calibration_bytes_max: size(
+                "limits.calibration_bytes_max",
+                raw.limits.calibration_bytes_max,
+            )?,
+            namespaces: namespaces(&raw.namespaces.allowed)?,
+            block_tokens_default: block_tokens(raw.defaults.block_tokens)?,
+            log_json: log_json(&raw.log.format)?,
+            log_filter: raw.log.filter.clone(),
+        };
+        if config.listen_tcp.is_none() && config.listen_unix.is_none() {
+            return Err(ConfigError::new(
+                "server.listen_tcp",
+                "set this or server.listen_unix: nobody could reach the daemon",
+            ));
+        }
+        device(&raw.device.device)?;
+        Ok(config)
+    }
+}
+
+fn address(key: &'static str, text: &str) -> Result<Option<SocketAddr>, ConfigError> {
+    if text.is_empty() {
+        return Ok(None);
+    }
+    let parsed = text.parse().map_err(|_| {
+        ConfigError::new(key, format!("{text:?} is not an address such as 127.0.0.1:7070"))
+    })?;
+    Ok(Some(parsed))
+}
+
+fn at_least<T: PartialOrd + std::fmt::Display>(
+    key: &'static str,
+    value: T,
+    min: T,
+) -> Result<T, ConfigError> {
+    if value < min {
+        return Err(ConfigError::new(key, format!("{value} is below the minimum {min}")));
+    }
+    Ok(value)
+}
+
+fn size(key: &'static str, value: ByteSize) -> Result<usize, ConfigError> {
+    let bytes = usize::try_from(value.as_u64()).unwrap_or(usize::MAX);
+    at_least(key, bytes, 4096)
+}
+
+/// HTTP/2 windows are 31-bit (RFC 9113, section 6.9.1).
+fn window(key: &'static str, value: ByteSize) -> Result<u32, ConfigError> {
+    match u32::try_from(value.as_u64()) {
+        Ok(bytes) if (65_535..1 << 31).contains(&bytes) => Ok(bytes),
+        _ => Err(ConfigError::new(key, format!("{value} is not 64 KiB to 2 GiB"))),
+    }
+}
+
+fn namespaces(allowed: &[String]) -> Result<Namespaces, ConfigError> {
+    if allowed.iter().any(|name| name == "*") {
+        return Ok(Namespaces::Any);
+    }
+    let names = allowed
+        .iter()
+        .map(|name| Namespace::new(name))
+        .collect::<Result<BTreeSet<_>, _>>()
+        .map_err(|error| ConfigError::new("namespaces.allowed", error.to_string()))?;
+    if names.is_empty() {
+        return Err(ConfigError::new("namespaces.allowed", "is empty: nobody could use the daemon"));
+    }
+    Ok(Namespaces::Only(names))
+}
+
+fn block_tokens(value: u32) -> Result<u32, ConfigError> {
+    let max = kvd_core::Geometry::BLOCK_TOKENS_MAX;
+    if value == 0 || value > max {
+        let reason = format!("{value} is not 1 to {max}");
+        return Err(ConfigError::new("defaults.block_tokens", reason));
+    }
+    Ok(value)
+}
+
+fn log_json(format: &str) -> Result<bool, ConfigError> {
+    match format {
+        "text" => Ok(false),
+        "json" => Ok(true),
+        _ => Err(ConfigError::new("log.format", format!("{format:?} is not text or json"))),
+    }
+}
+
+fn device(text: &str) -> Result<(), ConfigError> {
+    match text {
+        "cpu" | "auto" => Ok(()),
+        _ => Err(ConfigError::new("device.device", format!("{text:?} is not cpu or auto"))),
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,214 @@
+//! The daemon's life: build (bind and take memory), spawn, drain.
+
+use crate::admin::AdminServer;
+use crate::config::Config;
+use crate::lane::{Lane, LaneThread};
+use crate::metrics::Metrics;
+use crate::service::Service;
+use crate::transport::{BoundAddresses, GrpcServer, ListenError};
+use kvd_compute::{Backend, CpuBackend, CpuOptions, ThreadsError};
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::watch;
+use tokio::task::JoinHandle;
+
+/// Why a daemon could not be built.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum BuildError {
+    /// A gRPC socket.
+    #[error(transparent)]
+    Listen(#[from] ListenError),
+    /// The device.
+    #[error("open device: {0}")]
+    Device(#[from] ThreadsError),
+    /// A thread for the lane.
+    #[error("start the lane: {0}")]
+    Lane(std::io::Error),
+}
+
+/// Everything bound and taken, nothing served yet.
+pub struct Daemon {
+    service: Arc<Service>,
+    lane_thread: LaneThread,
+    grpc: GrpcServer,
+    admin: Option<AdminServer>,
+    /// Turns true when the device fails.
+    failed: watch::Receiver<bool>,
+}
+
+/// A serving daemon.
+pub struct Running {
+    service: Arc<Service>,
+    lane_thread: LaneThread,
+    addresses: BoundAddresses,
+    admin_address: Option<SocketAddr>,
+    stop: watch::Sender<bool>,
+    stop_admin: watch::Sender<bool>,
+    grpc: JoinHandle<Result<(), tonic::transport::Error>>,
+    admin: Option<JoinHandle<std::io::Result<()>>>,
+    upkeep: JoinHandle<()>,
+    failed: watch::Receiver<bool>,
+}
+
+/// How a drain ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Drained {
+    /// Every request in flight was answered.
+    Clean,
+    /// The grace period ran out; what was left was cut off.
+    CutOff,
+}
+
+/// How often recorded samples are folded into their buckets.
+const UPKEEP_INTERVAL: Duration = Duration::from_secs(5);
+
+impl Daemon {
+    /// Takes memory, starts the lane and binds all sockets.
+    ///
+    /// # Errors
+    /// What could not be had.
+    pub async fn build(config: Config) -> Result<Self, BuildError> {
+        let backend = CpuBackend::new(CpuOptions {
+            arena_bytes: config.pool_bytes,
+            prefault: config.prefault,
+            threads: config.threads,
+        })?;
+        Self::build_on(config, Box::new(backend)).await
+    }
+
+    /// The same over a given device.
+    ///
+    /// # Errors
+    /// What could not be had.
+    pub async fn build_on(config: Config, backend: Box<dyn Backend>) -> Result<Self, BuildError> {
+        let grpc = GrpcServer::bind(&config).await?;
+        let admin = match config.admin_listen {
+            None => None,
+            Some(address) => {
+                Some(AdminServer::bind(address).await.map_err(|source| ListenError {
+                    address: address.to_string(),
+                    key: "admin.listen",
+                    source,
+                })?)
+            }
+        };
+        let metrics = Arc::new(Metrics::new());
+        let (device_failed, failed) = watch::channel(false);
+        let on_failure = move || {
+            let _ = device_failed.send(true);
+        };
+        let (lane, lane_thread) = Lane::start(backend, config.queue_jobs_max, &metrics, on_failure)
+            .map_err(BuildError::Lane)?;
+        let service = Arc::new(Service::new(Arc::new(config), lane, metrics));
+        Ok(Self { service, lane_thread, grpc, admin, failed })
+    }
+
+    /// Begins to serve.
+    #[must_use]
+    pub fn spawn(self) -> Running {
+        let (stop, stopping) = watch::channel(false);
+        let (stop_admin, stopping_admin) = watch::channel(false);
+        let addresses = self.grpc.addresses().clone();
+        let admin_address = self.admin.as_ref().map(AdminServer::address);
+        tracing::info!(
+            tcp = ?addresses.tcp,
+            unix = ?addresses.unix,
+            admin = ?admin_address,
+            device = self.service.lane().info().description,
+            pool_bytes = self.service.lane().info().arena_bytes,
+            boot_id = self.service.boot_id(),
+            "kvd serves"
+        );
+        let grpc = tokio::spawn(self.grpc.serve(self.service.clone(), stopping));
+        let admin = self
+            .admin
+            .map(|admin| tokio::spawn(admin.serve(self.service.clone(), stopping_admin)));
+        let metrics = self.service.metrics().clone();
+        let upkeep = tokio::spawn(async move {
+            loop {
+                tokio::time::sleep(UPKEEP_INTERVAL).await;
+                metrics.upkeep();
+            }
+        });
+        Running {
+            service: self.service,
+            lane_thread: self.lane_thread,
+            addresses,
+            admin_address,
+            stop,
+            stop_admin,
+            grpc,
+            admin,
+            upkeep,
+            failed: self.failed,
+        }
+    }
+}
+
+impl Running {
+    /// Where gRPC is served.
+    #[must_use]
+    pub fn addresses(&self) -> &BoundAddresses {
+        &self.addresses
+    }
+
+    /// Where metrics and health are served.
+    #[must_use]
+    pub fn admin_address(&self) -> Option<SocketAddr> {
+        self.admin_address
+    }
+
+    /// The service, for embedding.
+    #[must_use]
+    pub fn service(&self) -> &Arc<Service> {
+        &self.service
+    }
+
+    /// Returns when the device has failed.
+    pub async fn device_failed(&self) {
+        let mut failed = self.failed.clone();
+        if failed.wait_for(|failed| *failed).await.is_err() {
+            // The lane is gone without a failure: nothing to report, ever.
+            std::future::pending::<()>().await;
+        }
+    }
+
+    /// Readiness off, no new work, requests in flight answered within the grace period. Metrics
+    /// stay readable until the end.
+    pub async fn drain(self) -> Drained {
+        tracing::info!("draining");
+        self.service.drain();
+        let grace = self.service.config().grace_period;
+        let _ = self.stop.send(true);
+        let mut grpc = self.grpc;
+        let drained = match tokio::time::timeout(grace, &mut grpc).await {
+            Ok(Ok(Ok(()))) => Drained::Clean,
+            Ok(other) => {
+                tracing::error!(?other, "the gRPC server broke");
+                Drained::CutOff
+            }
+            Err(_) => {
+                tracing::warn!(?grace, "the grace period ran out; requests were cut off");
+                grpc.abort();
+                let _ = grpc.await;
+                Drained::CutOff
+            }
+        };
+        let _ = self.stop_admin.send(true);
+        if let Some(admin) = self.admin {
+            // A scraper that keeps its connection open must not hold the daemon.
+            let abort = admin.abort_handle();
+            if tokio::time::timeout(Duration::from_millis(200), admin).await.is_err() {
+                abort.abort();
+            }
+        }
+        self.upkeep.abort();
+        drop(self.service);
+        // Off the runtime's workers: the lane may be in the middle of a job.
+        let _ = tokio::task::spawn_blocking(move || self.lane_thread.join()).await;
+        tracing::info!(?drained, "stopped");
+        drained
+    }
+}

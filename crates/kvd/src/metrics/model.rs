@@ -1,0 +1,97 @@
+//! Handles of one model, resolved when it is registered.
+
+use super::{Metric, Metrics};
+use metrics::{Counter, Gauge, Histogram};
+
+/// Everything that carries a model's labels.
+pub struct ModelMetrics {
+    pub(crate) store_seconds: Histogram,
+    pub(crate) encode_seconds: Histogram,
+    pub(crate) attend_seconds: Histogram,
+    pub(crate) load_seconds: Histogram,
+    pub(crate) stored_tokens: Counter,
+    pub(crate) encoded_logical_bytes: Counter,
+    pub(crate) encoded_page_bytes: Counter,
+    pub(crate) encoded_blocks: Counter,
+    pub(crate) pack_deferred: Counter,
+    pub(crate) fallback_pages: Counter,
+    pub(crate) attended_query_tokens: Counter,
+    pub(crate) attended_stored_bytes: Counter,
+    pub(crate) attended_logical_bytes: Counter,
+    pub(crate) sequences: Gauge,
+    pub(crate) packed_values: Gauge,
+    pub(crate) packed_bytes: [Gauge; 2],
+    pub(crate) packed_part_bytes: [Gauge; 4],
+    pub(crate) raw_values: Gauge,
+    pub(crate) raw_bytes: Gauge,
+    pub(crate) once_bytes: [Gauge; 2],
+    pub(crate) bits_per_value: Gauge,
+    pub(crate) compression_ratio: Gauge,
+    pub(crate) codec_error: [Gauge; 2],
+}
+
+/// Names of [`ModelMetrics::packed_part_bytes`], in order.
+pub(crate) const PARTS: [&str; 4] = ["codes", "scales", "offsets", "header"];
+
+impl ModelMetrics {
+    /// Resolves the handles of one model.
+    #[must_use]
+    pub fn new(metrics: &Metrics, namespace: &str, model: &str, codec: &str) -> Self {
+        let base = [("namespace", namespace), ("model", model), ("codec", codec)];
+        let with = |extra: (&'static str, &'static str)| {
+            let [a, b, c] = base;
+            [a, b, c, extra]
+        };
+        let counter = |metric| metrics.counter(metric, &base);
+        let gauge = |metric| metrics.gauge(metric, &base);
+        let histogram = |metric| metrics.histogram(metric, &base);
+        let by = |metric, label, value| metrics.gauge(metric, &with((label, value)));
+        Self {
+            store_seconds: histogram(Metric::StoreSeconds),
+            encode_seconds: histogram(Metric::EncodeSeconds),
+            attend_seconds: histogram(Metric::AttendSeconds),
+            load_seconds: histogram(Metric::LoadSeconds),
+            stored_tokens: counter(Metric::StoredTokensTotal),
+            encoded_logical_bytes: counter(Metric::EncodedLogicalBytesTotal),
+            encoded_page_bytes: counter(Metric::EncodedPageBytesTotal),
+            encoded_blocks: counter(Metric::EncodedBlocksTotal),
+            pack_deferred: counter(Metric::PackDeferredTotal),
+            fallback_pages: counter(Metric::FallbackPagesTotal),
+            attended_query_tokens: counter(Metric::AttendedQueryTokensTotal),
+            attended_stored_bytes: counter(Metric::AttendedStoredBytesTotal),
+            attended_logical_bytes: counter(Metric::AttendedLogicalBytesTotal),
+            sequences: gauge(Metric::Sequences),
+            packed_values: gauge(Metric::PackedValues),
+            packed_bytes: ["k", "v"].map(|side| by(Metric::PackedBytes, "side", side)),
+            packed_part_bytes: PARTS.map(|part| by(Metric::PackedPartBytes, "part", part)),
+            raw_values: gauge(Metric::RawValues),
+            raw_bytes: gauge(Metric::RawBytes),
+            once_bytes: ["calibration", "tables"]
+                .map(|part| by(Metric::ModelOnceBytes, "part", part)),
+            bits_per_value: gauge(Metric::BitsPerValue),
+            compression_ratio: gauge(Metric::CompressionRatio),
+            codec_error: ["k", "v"].map(|side| by(Metric::CodecError, "side", side)),
+        }
+    }
+
+    /// Sets every level to zero: the model is gone, its last values must not linger.
+    pub fn clear(&self) {
+        let single = [
+            &self.sequences,
+            &self.packed_values,
+            &self.raw_values,
+            &self.raw_bytes,
+            &self.bits_per_value,
+            &self.compression_ratio,
+        ];
+        let many = self
+            .packed_bytes
+            .iter()
+            .chain(&self.packed_part_bytes)
+            .chain(&self.once_bytes)
+            .chain(&self.codec_error);
+        for gauge in single.into_iter().chain(many) {
+            gauge.set(0.0);
+        }
+    }
+}

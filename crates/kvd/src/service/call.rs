@@ -1,0 +1,26 @@
+//! Who asks, and until when the answer is of use.
+
+use super::ServiceError;
+use kvd_core::{ErrorCode, Namespace};
+use std::time::Instant;
+
+/// The part of a request that is the same for every rpc.
+#[derive(Clone, Debug)]
+pub struct Call {
+    /// The tenant.
+    pub namespace: Namespace,
+    /// When the caller stops waiting.
+    pub deadline: Option<Instant>,
+}
+
+impl Call {
+    /// # Errors
+    /// `DEADLINE_EXCEEDED` when the deadline has passed.
+    pub fn check_deadline(&self) -> Result<(), ServiceError> {
+        if self.deadline.is_some_and(|deadline| deadline <= Instant::now()) {
+            let message = "the deadline passed before the work began";
+            return Err(ServiceError::new(ErrorCode::DeadlineExceeded, message));
+        }
+        Ok(())
+    }
+}

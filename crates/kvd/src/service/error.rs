@@ -1,0 +1,44 @@
+//! The one error that leaves the service: a code to branch on and a sentence to read.
+
+use kvd_core::{Coded, ErrorCode};
+use std::fmt;
+
+/// Why a request was not served.
+#[derive(Clone, Debug)]
+pub struct ServiceError {
+    code: ErrorCode,
+    message: String,
+}
+
+impl ServiceError {
+    /// An error of the service itself.
+    #[must_use]
+    pub fn new(code: ErrorCode, message: impl Into<String>) -> Self {
+        Self { code, message: message.into() }
+    }
+
+    /// The same error, saying which query of a batch it is about.
+    #[must_use]
+    pub(super) fn in_query(self, index: usize) -> Self {
+        Self { code: self.code, message: format!("queries[{index}]: {}", self.message) }
+    }
+
+    /// What to branch on.
+    #[must_use]
+    pub fn code(&self) -> ErrorCode {
+        self.code
+    }
+}
+
+/// Every room's error knows its code, so nothing is lost on the way out.
+impl<E: Coded> From<E> for ServiceError {
+    fn from(error: E) -> Self {
+        Self { code: error.code(), message: error.to_string() }
+    }
+}
+
+impl fmt::Display for ServiceError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.message)
+    }
+}

@@ -1,0 +1,68 @@
+//! Sequences: open, fork, truncate, close, describe.
+
+use super::{Call, Service, ServiceError};
+use kvd_core::{ModelId, SequenceId};
+use kvd_store::SequenceUsage;
+
+impl Service {
+    /// A new, empty sequence.
+    ///
+    /// # Errors
+    /// `UNKNOWN_MODEL` or `LIMIT_EXCEEDED`.
+    pub fn open_sequence(&self, call: &Call, model: ModelId) -> Result<SequenceId, ServiceError> {
+        self.admit(call)?;
+        let model = self.models.find(&call.namespace, model)?;
+        Ok(self.store.open(model.shape.clone())?)
+    }
+
+    /// A new sequence that shares the parent's first tokens.
+    ///
+    /// # Errors
+    /// `UNKNOWN_SEQUENCE`, `RANGE_NOT_STORED` or `LIMIT_EXCEEDED`.
+    pub fn fork_sequence(
+        &self,
+        call: &Call,
+        id: SequenceId,
+        length: Option<u32>,
+    ) -> Result<(SequenceId, u32), ServiceError> {
+        self.admit(call)?;
+        Ok(self.store.fork(&call.namespace, id, length)?)
+    }
+
+    /// Forgets the tokens from `length` on.
+    ///
+    /// # Errors
+    /// `UNKNOWN_SEQUENCE`, `RANGE_NOT_STORED` or `SEQUENCE_BUSY`.
+    pub fn truncate_sequence(
+        &self,
+        call: &Call,
+        id: SequenceId,
+        length: u32,
+    ) -> Result<(), ServiceError> {
+        self.admit(call)?;
+        Ok(self.store.truncate(&call.namespace, id, length)?)
+    }
+
+    /// Gives a sequence up; blocks that others share stay.
+    ///
+    /// # Errors
+    /// `UNKNOWN_SEQUENCE`.
+    pub fn close_sequence(&self, call: &Call, id: SequenceId) -> Result<(), ServiceError> {
+        // Also while draining: giving back is never refused.
+        self.allow(&call.namespace)?;
+        Ok(self.store.close(&call.namespace, id)?)
+    }
+
+    /// What a sequence holds.
+    ///
+    /// # Errors
+    /// `UNKNOWN_SEQUENCE`.
+    pub fn describe_sequence(
+        &self,
+        call: &Call,
+        id: SequenceId,
+    ) -> Result<SequenceUsage, ServiceError> {
+        self.admit(call)?;
+        Ok(self.store.describe(&call.namespace, id)?)
+    }
+}

@@ -1,0 +1,140 @@
+//! What the daemon holds, for `GetStats` and for the gauges that are read at scrape.
+
+use super::{Call, Model, Service, ServiceError};
+use crate::metrics::Metric;
+use kvd_compute::ModelBytes;
+use kvd_store::{ModelUsage, PoolUsage, StoredBytes};
+use std::sync::Arc;
+
+/// Use of one tier's pool.
+pub type PoolStats = PoolUsage;
+
+/// A model and what it holds now.
+pub struct ModelStats {
+    /// The model.
+    pub model: Arc<Model>,
+    /// Sequences and bytes.
+    pub usage: ModelUsage,
+    /// What it takes once.
+    pub once: ModelBytes,
+}
+
+impl Service {
+    /// Use of the pool.
+    #[must_use]
+    pub fn pool_stats(&self) -> PoolStats {
+        self.pool.usage()
+    }
+
+    /// One model's totals.
+    ///
+    /// # Errors
+    /// When the device has failed or its queue is full.
+    pub async fn model_stats(
+        &self,
+        call: &Call,
+        model: Arc<Model>,
+    ) -> Result<ModelStats, ServiceError> {
+        let id = model.shape.id;
+        let once = self.lane.run(call, move |backend| Ok(backend.model_bytes(id)?)).await?;
+        Ok(ModelStats { usage: self.store.usage(id), model, once })
+    }
+
+    /// Sets the gauges. What a model takes once is left as it was when the device does not answer.
+    pub async fn refresh_gauges(&self) {
+        let metrics = &self.metrics;
+        metrics.gauge(Metric::Ready, &[]).set(if self.ready() { 1.0 } else { 0.0 });
+        metrics.gauge(Metric::QueueDepth, &[]).set(self.lane.queued() as f64);
+        if let Some(bytes) = resident_bytes() {
+            metrics.gauge(Metric::ResidentBytes, &[]).set(bytes as f64);
+        }
+        let pool = self.pool.usage();
+        let tier = [("tier", pool.tier)];
+        metrics.gauge(Metric::PoolCapacityBytes, &tier).set(pool.capacity_bytes as f64);
+        metrics.gauge(Metric::PoolUsedBytes, &tier).set(pool.used_bytes as f64);
+        metrics.gauge(Metric::PoolLargestFreeBytes, &tier).set(pool.largest_free_bytes as f64);
+        metrics.gauge(Metric::PoolSlots, &tier).set(pool.slots as f64);
+        let models = self.models.list(None);
+        metrics.gauge(Metric::Models, &[]).set(models.len() as f64);
+        for model in models {
+            refresh_model(&model, &self.store.usage(model.shape.id));
+            let call = Call { namespace: model.shape.namespace.clone(), deadline: None };
+            if let Ok(stats) = self.model_stats(&call, model.clone()).await {
+                model.metrics.once_bytes[0].set(stats.once.calibration as f64);
+                model.metrics.once_bytes[1].set(stats.once.tables as f64);
+            }
+        }
+    }
+}
+
+fn refresh_model(model: &Model, usage: &ModelUsage) {
+    let (metrics, stored) = (&model.metrics, &usage.stored);
+    metrics.sequences.set(usage.sequences as f64);
+    metrics.packed_values.set(stored.packed_values as f64);
+    metrics.packed_bytes[0].set(stored.packed_key_bytes as f64);
+    metrics.packed_bytes[1].set(stored.packed_value_bytes as f64);
+    let parts =
+        [stored.code_bytes, stored.scale_bytes, stored.offset_bytes, stored.header_bytes];
+    for (gauge, bytes) in metrics.packed_part_bytes.iter().zip(parts) {
+        gauge.set(bytes as f64);
+    }
+    metrics.raw_values.set(stored.raw_values as f64);
+    metrics.raw_bytes.set(stored.raw_bytes as f64);
+    metrics.bits_per_value.set(bits_per_value(stored));
+    let value_bytes = model.shape.geometry.dtype.size_bytes() as f64;
+    metrics.compression_ratio.set(compression_ratio(stored, value_bytes));
+    for (gauge, error) in metrics.codec_error.iter().zip(model.sampled_error()) {
+        gauge.set(error);
+    }
+}
+
+/// Bits of packed blocks per value, everything counted; 0 while nothing is packed.
+fn bits_per_value(stored: &StoredBytes) -> f64 {
+    if stored.packed_values == 0 {
+        return 0.0;
+    }
+    stored.packed_bytes as f64 * 8.0 / stored.packed_values as f64
+}
+
+/// Bytes in the stored precision over bytes held, windows included; 0 while nothing is held.
+fn compression_ratio(stored: &StoredBytes, value_bytes: f64) -> f64 {
+    let held = (stored.packed_bytes + stored.raw_bytes) as f64;
+    if held == 0.0 {
+        return 0.0;
+    }
+    (stored.packed_values + stored.raw_values) as f64 * value_bytes / held
+}
+
+/// Resident memory, where the system tells.
+fn resident_bytes() -> Option<u64> {
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
+    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    Some(kib * 1024)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ratio_counts_windows_and_bits_do_not() {
+        let stored = StoredBytes {
+            packed_values: 800,
+            packed_bytes: 200,
+            raw_values: 100,
+            raw_bytes: 200,
+            ..StoredBytes::default()
+        };
+        assert_eq!(bits_per_value(&stored), 2.0);
+        assert_eq!(compression_ratio(&stored, 2.0), 1800.0 / 400.0);
+        assert_eq!(compression_ratio(&StoredBytes::default(), 2.0), 0.0);
+    }
+
+    #[test]
+    fn resident_memory_is_known_on_linux() {
+        if cfg!(target_os = "linux") {
+            assert!(resident_bytes().unwrap() > 1 << 20);
+        }
+    }
+}

@@ -1,0 +1,100 @@
+//! From the service's answers to messages.
+
+use crate::service::{AttendReply, LoadPiece, Model, ModelStats, PoolStats, StoreReply};
+use kvd_core::LayerIndex;
+use kvd_proto::{domain, v1};
+use kvd_store::{SequenceUsage, StoredBytes};
+
+pub(super) fn registered(model: &Model) -> v1::RegisterModelResponse {
+    v1::RegisterModelResponse {
+        model_id: model.shape.id.0,
+        codec_spec: model.spec.to_string(),
+        fingerprint: model.fingerprint.clone(),
+        geometry: Some((&model.shape.geometry).into()),
+    }
+}
+
+pub(super) fn model_description(stats: &ModelStats) -> v1::DescribeModelResponse {
+    v1::DescribeModelResponse {
+        geometry: Some((&stats.model.shape.geometry).into()),
+        codec_spec: stats.model.spec.to_string(),
+        fingerprint: stats.model.fingerprint.clone(),
+        model: Some(model_stats(stats)),
+    }
+}
+
+pub(super) fn model_stats(stats: &ModelStats) -> v1::ModelStats {
+    let [sampled_error_k, sampled_error_v] = stats.model.sampled_error();
+    v1::ModelStats {
+        model_id: stats.model.shape.id.0,
+        name: stats.model.name.clone(),
+        codec: stats.model.codec.clone(),
+        sequences: stats.usage.sequences,
+        stored: Some(stored_bytes(&stats.usage.stored)),
+        calibration_bytes: stats.once.calibration,
+        table_bytes: stats.once.tables,
+        sampled_error_k,
+        sampled_error_v,
+        fallback_pages: stats.model.fallback_pages(),
+    }
+}
+
+pub(super) fn pool_stats(pool: &PoolStats) -> v1::PoolStats {
+    v1::PoolStats {
+        tier: pool.tier.to_owned(),
+        capacity_bytes: pool.capacity_bytes,
+        used_bytes: pool.used_bytes,
+        largest_free_bytes: pool.largest_free_bytes,
+        slots: pool.slots,
+    }
+}
+
+pub(super) fn sequence(usage: SequenceUsage) -> v1::DescribeSequenceResponse {
+    v1::DescribeSequenceResponse {
+        model_id: usage.model.0,
+        length: usage.length,
+        layer_lengths: usage.layer_lengths,
+        packed_blocks: usage.packed_blocks,
+        raw_blocks: usage.raw_blocks,
+        stored: Some(stored_bytes(&usage.stored)),
+    }
+}
+
+pub(super) fn stored(layer: LayerIndex, reply: StoreReply) -> v1::StoreBlocksResponse {
+    domain::StoreAck {
+        layer,
+        length: reply.length,
+        replayed: reply.replayed,
+        packed_blocks: reply.packed_blocks,
+    }
+    .into()
+}
+
+pub(super) fn attended(reply: AttendReply) -> v1::AttendResponse {
+    domain::Attended { out: reply.out.into(), lse: reply.lse }.into()
+}
+
+pub(super) fn loaded(piece: LoadPiece) -> v1::LoadBlocksResponse {
+    domain::LoadPiece {
+        start: piece.start,
+        tokens: piece.tokens,
+        k: piece.k.into(),
+        v: piece.v.into(),
+    }
+    .into()
+}
+
+fn stored_bytes(stored: &StoredBytes) -> v1::StoredBytes {
+    v1::StoredBytes {
+        packed_values: stored.packed_values,
+        packed_bytes: stored.packed_bytes,
+        code_bytes: stored.code_bytes,
+        scale_bytes: stored.scale_bytes,
+        offset_bytes: stored.offset_bytes,
+        header_bytes: stored.header_bytes,
+        raw_values: stored.raw_values,
+        raw_bytes: stored.raw_bytes,
+        packed_key_bytes: stored.packed_key_bytes,
+        packed_value_bytes: stored.packed_value_bytes,
+    }
+}

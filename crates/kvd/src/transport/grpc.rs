@@ -1,0 +1,308 @@
+//! The gRPC service: proto to domain, one span and one metric per rpc, domain to proto.
+
+use super::call::{call, status};
+use super::convert;
+use super::stream::{self, ReplyStream};
+use crate::service::{Call, Service, ServiceError};
+use kvd_core::{Coded, ErrorCode, ModelId, SequenceId};
+use kvd_proto::domain::{AttendBatch, LoadRange, ModelSpec, StoreChunk};
+use kvd_proto::v1::{self, kvd_server::Kvd};
+use std::sync::Arc;
+use std::time::Instant;
+use tokio::sync::{mpsc, watch};
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::metadata::MetadataMap;
+use tonic::{Request, Response, Status, Streaming};
+use tracing::Instrument;
+
+/// The generated trait over a [`Service`].
+pub(super) struct Grpc {
+    pub(super) service: Arc<Service>,
+    /// Turns true when the daemon drains: idle streams end then.
+    pub(super) stopping: watch::Receiver<bool>,
+}
+
+impl Grpc {
+    /// One rpc: span, namespace and deadline, metric, and the error's wire form.
+    async fn rpc<T>(
+        &self,
+        name: &'static str,
+        metadata: &MetadataMap,
+        work: impl AsyncFnOnce(&Call) -> Result<T, ServiceError>,
+    ) -> Result<Response<T>, Status> {
+        let call = call(metadata)?;
+        let result = answer(&self.service, name, &call, work(&call)).await;
+        result.map(Response::new)
+    }
+}
+
+/// Measures and logs one answer, be it of a call or of one message of a stream.
+async fn answer<T>(
+    service: &Service,
+    name: &'static str,
+    call: &Call,
+    work: impl Future<Output = Result<T, ServiceError>>,
+) -> Result<T, Status> {
+    let began = Instant::now();
+    let span = tracing::debug_span!("rpc", name, namespace = %call.namespace);
+    let result = work.instrument(span).await;
+    let code = result.as_ref().err().map(ServiceError::code);
+    service.metrics().request(name, code, began.elapsed());
+    result.map_err(|error| {
+        match error.code() {
+            ErrorCode::Internal | ErrorCode::DeviceFailed | ErrorCode::CorruptPage => {
+                tracing::error!(rpc = name, code = %error.code(), %error, "request failed");
+            }
+            code => tracing::debug!(rpc = name, %code, %error, "request refused"),
+        }
+        status(&error)
+    })
+}
+
+/// A message of the wire as the domain sees it.
+fn domain<T, U>(message: T) -> Result<U, ServiceError>
+where
+    U: TryFrom<T>,
+    U::Error: Coded,
+{
+    U::try_from(message).map_err(ServiceError::from)
+}
+
+#[tonic::async_trait]
+impl Kvd for Grpc {
+    async fn get_server_info(
+        &self,
+        request: Request<v1::GetServerInfoRequest>,
+    ) -> Result<Response<v1::GetServerInfoResponse>, Status> {
+        let service = &self.service;
+        self.rpc("GetServerInfo", request.metadata(), async |call| {
+            service.admit(call)?;
+            Ok(v1::GetServerInfoResponse {
+                version: env!("CARGO_PKG_VERSION").to_owned(),
+                boot_id: service.boot_id().to_owned(),
+                device: service.lane().info().description.clone(),
+                pool_capacity_bytes: service.pool_stats().capacity_bytes,
+                message_bytes_max: service.config().message_bytes_max as u64,
+                block_tokens_default: service.config().block_tokens_default,
+            })
+        })
+        .await
+    }
+
+    async fn register_model(
+        &self,
+        request: Request<v1::RegisterModelRequest>,
+    ) -> Result<Response<v1::RegisterModelResponse>, Status> {
+        let (metadata, _, message) = request.into_parts();
+        self.rpc("RegisterModel", &metadata, async |call| {
+            let block_tokens = self.service.config().block_tokens_default;
+            let spec = ModelSpec::from_wire(message, block_tokens)?;
+            let model = self.service.register_model(call, spec).await?;
+            Ok(convert::registered(&model))
+        })
+        .await
+    }
+
+    async fn describe_model(
+        &self,
+        request: Request<v1::DescribeModelRequest>,
+    ) -> Result<Response<v1::DescribeModelResponse>, Status> {
+        let id = ModelId(request.get_ref().model_id);
+        self.rpc("DescribeModel", request.metadata(), async |call| {
+            let model = self.service.model(call, id)?;
+            Ok(convert::model_description(&self.service.model_stats(call, model).await?))
+        })
+        .await
+    }
+
+    async fn list_models(
+        &self,
+        request: Request<v1::ListModelsRequest>,
+    ) -> Result<Response<v1::ListModelsResponse>, Status> {
+        self.rpc("ListModels", request.metadata(), async |call| {
+            let mut models = Vec::new();
+            for model in self.service.list_models(call)? {
+                let stats = self.service.model_stats(call, model).await?;
+                models.push(convert::model_description(&stats));
+            }
+            Ok(v1::ListModelsResponse { models })
+        })
+        .await
+    }
+
+    async fn unregister_model(
+        &self,
+        request: Request<v1::UnregisterModelRequest>,
+    ) -> Result<Response<v1::UnregisterModelResponse>, Status> {
+        let id = ModelId(request.get_ref().model_id);
+        self.rpc("UnregisterModel", request.metadata(), async |call| {
+            self.service.unregister_model(call, id).await?;
+            Ok(v1::UnregisterModelResponse {})
+        })
+        .await
+    }
+
+    async fn open_sequence(
+        &self,
+        request: Request<v1::OpenSequenceRequest>,
+    ) -> Result<Response<v1::OpenSequenceResponse>, Status> {
+        let model = ModelId(request.get_ref().model_id);
+        self.rpc("OpenSequence", request.metadata(), async |call| {
+            let id = self.service.open_sequence(call, model)?;
+            Ok(v1::OpenSequenceResponse { sequence_id: id.0 })
+        })
+        .await
+    }
+
+    async fn fork_sequence(
+        &self,
+        request: Request<v1::ForkSequenceRequest>,
+    ) -> Result<Response<v1::ForkSequenceResponse>, Status> {
+        let v1::ForkSequenceRequest { sequence_id, length } = *request.get_ref();
+        self.rpc("ForkSequence", request.metadata(), async |call| {
+            let (id, length) =
+                self.service.fork_sequence(call, SequenceId(sequence_id), length)?;
+            Ok(v1::ForkSequenceResponse { sequence_id: id.0, length })
+        })
+        .await
+    }
+
+    async fn truncate_sequence(
+        &self,
+        request: Request<v1::TruncateSequenceRequest>,
+    ) -> Result<Response<v1::TruncateSequenceResponse>, Status> {
+        let v1::TruncateSequenceRequest { sequence_id, length } = *request.get_ref();
+        self.rpc("TruncateSequence", request.metadata(), async |call| {
+            self.service.truncate_sequence(call, SequenceId(sequence_id), length)?;
+            Ok(v1::TruncateSequenceResponse {})
+        })
+        .await
+    }
+
+    async fn close_sequence(
+        &self,
+        request: Request<v1::CloseSequenceRequest>,
+    ) -> Result<Response<v1::CloseSequenceResponse>, Status> {
+        let id = SequenceId(request.get_ref().sequence_id);
+        self.rpc("CloseSequence", request.metadata(), async |call| {
+            self.service.close_sequence(call, id)?;
+            Ok(v1::CloseSequenceResponse {})
+        })
+        .await
+    }
+
+    async fn describe_sequence(
+        &self,
+        request: Request<v1::DescribeSequenceRequest>,
+    ) -> Result<Response<v1::DescribeSequenceResponse>, Status> {
+        let id = SequenceId(request.get_ref().sequence_id);
+        self.rpc("DescribeSequence", request.metadata(), async |call| {
+            Ok(convert::sequence(self.service.describe_sequence(call, id)?))
+        })
+        .await
+    }
+
+    type StoreBlocksStream = ReplyStream<v1::StoreBlocksResponse>;
+
+    async fn store_blocks(
+        &self,
+        request: Request<Streaming<v1::StoreBlocksRequest>>,
+    ) -> Result<Response<Self::StoreBlocksStream>, Status> {
+        let (metadata, _, messages) = request.into_parts();
+        let call = call(&metadata)?;
+        let (service, stopping) = (self.service.clone(), self.stopping.clone());
+        let stream = stream::serve(service, stopping, messages, move |service, message| {
+            let call = call.clone();
+            async move {
+                let work = async {
+                    let chunk: StoreChunk = domain(message)?;
+                    let layer = chunk.layer;
+                    Ok(convert::stored(layer, service.store(&call, chunk).await?))
+                };
+                answer(&service, "StoreBlocks", &call, work).await
+            }
+        });
+        Ok(Response::new(stream))
+    }
+
+    async fn attend(
+        &self,
+        request: Request<v1::AttendRequest>,
+    ) -> Result<Response<v1::AttendResponse>, Status> {
+        let (metadata, _, message) = request.into_parts();
+        self.rpc("Attend", &metadata, async |call| {
+            let batch: AttendBatch = domain(message)?;
+            Ok(convert::attended(self.service.attend(call, batch).await?))
+        })
+        .await
+    }
+
+    type AttendStreamStream = ReplyStream<v1::AttendResponse>;
+
+    async fn attend_stream(
+        &self,
+        request: Request<Streaming<v1::AttendRequest>>,
+    ) -> Result<Response<Self::AttendStreamStream>, Status> {
+        let (metadata, _, messages) = request.into_parts();
+        let call = call(&metadata)?;
+        let (service, stopping) = (self.service.clone(), self.stopping.clone());
+        let stream = stream::serve(service, stopping, messages, move |service, message| {
+            let call = call.clone();
+            async move {
+                let work = async {
+                    let batch: AttendBatch = domain(message)?;
+                    Ok(convert::attended(service.attend(&call, batch).await?))
+                };
+                answer(&service, "AttendStream", &call, work).await
+            }
+        });
+        Ok(Response::new(stream))
+    }
+
+    type LoadBlocksStream = ReplyStream<v1::LoadBlocksResponse>;
+
+    async fn load_blocks(
+        &self,
+        request: Request<v1::LoadBlocksRequest>,
+    ) -> Result<Response<Self::LoadBlocksStream>, Status> {
+        let (metadata, _, message) = request.into_parts();
+        let call = call(&metadata)?;
+        let pieces = answer(&self.service, "LoadBlocks", &call, async {
+            let range: LoadRange = domain(message)?;
+            self.service.load_pieces(&call, &range)
+        })
+        .await?;
+        // One piece ahead: decoding overlaps sending without piling up.
+        let (replies, receiver) = mpsc::channel(1);
+        let service = self.service.clone();
+        tokio::spawn(async move {
+            for piece in pieces {
+                let work = async { Ok(convert::loaded(service.load_piece(&call, &piece).await?)) };
+                let reply = answer(&service, "LoadBlocks", &call, work).await;
+                let ended = reply.is_err();
+                if replies.send(reply).await.is_err() || ended {
+                    return;
+                }
+            }
+        });
+        Ok(Response::new(Box::pin(ReceiverStream::new(receiver))))
+    }
+
+    async fn get_stats(
+        &self,
+        request: Request<v1::GetStatsRequest>,
+    ) -> Result<Response<v1::GetStatsResponse>, Status> {
+        self.rpc("GetStats", request.metadata(), async |call| {
+            let mut models = Vec::new();
+            for model in self.service.list_models(call)? {
+                models.push(convert::model_stats(&self.service.model_stats(call, model).await?));
+            }
+            Ok(v1::GetStatsResponse {
+                boot_id: self.service.boot_id().to_owned(),
+                pools: vec![convert::pool_stats(&self.service.pool_stats())],
+                models,
+            })
+        })
+        .await
+    }
+}

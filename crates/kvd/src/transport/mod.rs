@@ -1,0 +1,9 @@
+//! Bytes in, bytes out: gRPC over TCP and Unix sockets. No logic of the daemon lives here.
+
+mod call;
+mod convert;
+mod grpc;
+mod server;
+mod stream;
+
+pub use server::{BoundAddresses, GrpcServer, ListenError};
