@@ -1,9 +1,71 @@
-//! Repository chores.
+//! Repository chores: `cargo xtask gen | tidy | ci`.
 #![forbid(unsafe_code)]
 
+mod ci;
 mod generate;
+mod report;
+mod tidy;
 
-fn main() -> anyhow::Result<()> {
-    let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
-    generate::generate(&root, &root.join(generate::OUTPUT))
+use anyhow::{Result, bail};
+use clap::{Parser, Subcommand};
+use report::Report;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+#[derive(Parser)]
+#[command(name = "cargo xtask", about = "Repository chores")]
+struct Arguments {
+    #[command(subcommand)]
+    chore: Chore,
+}
+
+#[derive(Subcommand)]
+enum Chore {
+    /// Regenerates the code that is made from `proto/`.
+    Gen {
+        /// Only says whether the checked-in code is up to date.
+        #[arg(long)]
+        check: bool,
+    },
+    /// Checks sizes, dependency directions, left-overs and the unsafe fence.
+    Tidy,
+    /// What must pass before a commit: fmt, clippy, gen --check, tidy.
+    Ci,
+}
+
+fn main() -> ExitCode {
+    let report = Report;
+    match run(Arguments::parse().chore, &root(), &report) {
+        Ok(()) => ExitCode::SUCCESS,
+        // Not `fn main() -> Result`: findings are no defect of this program, so no backtrace.
+        Err(error) => {
+            report.line(&format!("error: {error:#}"));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(chore: Chore, root: &Path, report: &Report) -> Result<()> {
+    match chore {
+        Chore::Gen { check: false } => generate::generate(root, &root.join(generate::OUTPUT)),
+        Chore::Gen { check: true } => check_generated(root),
+        Chore::Tidy => tidy::run(root, report),
+        Chore::Ci => ci::run(root, report),
+    }
+}
+
+/// The repository's root: this package's parent.
+fn root() -> PathBuf {
+    let package = Path::new(env!("CARGO_MANIFEST_DIR"));
+    package.parent().unwrap_or(package).to_owned()
+}
+
+/// Fails when the checked-in code is not what `proto/` generates.
+fn check_generated(root: &Path) -> Result<()> {
+    let scratch = tempfile::tempdir()?;
+    let stale = generate::stale(root, &root.join(generate::OUTPUT), scratch.path())?;
+    if stale.is_empty() {
+        return Ok(());
+    }
+    bail!("{} in {} differ from proto/: run `cargo xtask gen`", stale.join(", "), generate::OUTPUT)
 }

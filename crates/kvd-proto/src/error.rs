@@ -62,10 +62,7 @@ pub enum RequestError {
 
 impl RequestError {
     pub(crate) fn invalid(field: &'static str, reason: impl Into<String>) -> Self {
-        Self::Invalid {
-            field,
-            reason: reason.into(),
-        }
+        Self::Invalid { field, reason: reason.into() }
     }
 }
 

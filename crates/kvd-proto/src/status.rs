@@ -62,11 +62,7 @@ pub fn status(code: ErrorCode, message: &str, retry_after: Option<Duration>) -> 
 #[must_use]
 pub fn error_code(status: &Status) -> Option<ErrorCode> {
     let info = status.get_details_error_info()?;
-    if info.domain == ERROR_DOMAIN {
-        ErrorCode::from_name(&info.reason)
-    } else {
-        None
-    }
+    if info.domain == ERROR_DOMAIN { ErrorCode::from_name(&info.reason) } else { None }
 }
 
 /// How long the sender of `status` asks to wait before the next attempt.
@@ -86,11 +82,7 @@ mod tests {
             let status = status(code, "because", Some(hint));
             assert_eq!(status.message(), "because");
             assert_eq!(error_code(&status), Some(code));
-            assert_eq!(
-                retry_after(&status),
-                code.retryable().then_some(hint),
-                "{code}"
-            );
+            assert_eq!(retry_after(&status), code.retryable().then_some(hint), "{code}");
         }
     }
 
@@ -98,16 +90,9 @@ mod tests {
     fn every_code_has_its_row() {
         for code in ErrorCode::ALL {
             let grpc = grpc_code(code);
-            assert!(
-                !matches!(grpc, Code::Ok | Code::Unknown | Code::Unimplemented),
-                "{code}"
-            );
+            assert!(!matches!(grpc, Code::Ok | Code::Unknown | Code::Unimplemented), "{code}");
             let internal = matches!(code, ErrorCode::DeviceFailed | ErrorCode::Internal);
-            assert_eq!(
-                grpc == Code::Internal,
-                internal,
-                "{code} needs a row in grpc_code"
-            );
+            assert_eq!(grpc == Code::Internal, internal, "{code} needs a row in grpc_code");
         }
     }
 

@@ -51,15 +51,7 @@ impl AttendQuery {
     #[must_use]
     pub fn new(sequence: SequenceId, n_q: u32) -> Self {
         let (kv_length, position, start, end, sliding_window) = (None, None, None, None, None);
-        Self {
-            sequence,
-            n_q,
-            kv_length,
-            position,
-            start,
-            end,
-            sliding_window,
-        }
+        Self { sequence, n_q, kv_length, position, start, end, sliding_window }
     }
 }
 
@@ -74,9 +66,7 @@ impl AttendBatch {
     /// Rows of `q` and of the reply: the sum of `n_q`.
     #[must_use]
     pub fn rows(&self) -> u32 {
-        self.queries
-            .iter()
-            .fold(0, |rows, query| rows.saturating_add(query.n_q))
+        self.queries.iter().fold(0, |rows, query| rows.saturating_add(query.n_q))
     }
 
     /// Checks layer, heads and the length of `q` against the model's geometry.
@@ -88,14 +78,8 @@ impl AttendBatch {
         check_layer(self.layer, geometry)?;
         let kv_heads = geometry.kv_heads;
         if !self.q_heads.is_multiple_of(kv_heads) {
-            let reason = format!(
-                "{} is not a multiple of the {kv_heads} KV heads",
-                self.q_heads
-            );
-            return Err(RequestError::ShapeMismatch {
-                field: "q_heads",
-                reason,
-            });
+            let reason = format!("{} is not a multiple of the {kv_heads} KV heads", self.q_heads);
+            return Err(RequestError::ShapeMismatch { field: "q_heads", reason });
         }
         let rows = u64::from(self.rows()) * u64::from(self.q_heads);
         let shape = "[sum of n_q, q_heads, head_dim_k]";
@@ -120,44 +104,29 @@ impl TryFrom<v1::AttendRequest> for AttendBatch {
         if request.queries.is_empty() {
             return Err(RequestError::Missing { field: "queries" });
         }
-        at_most(
-            "queries",
-            request.queries.len() as u64,
-            Self::QUERIES_MAX as u64,
-        )?;
-        let rows = request
-            .queries
-            .iter()
-            .map(|query| u64::from(query.n_q))
-            .sum();
+        at_most("queries", request.queries.len() as u64, Self::QUERIES_MAX as u64)?;
+        let rows = request.queries.iter().map(|query| u64::from(query.n_q)).sum();
         at_most("sum of n_q", rows, Self::ROWS_MAX.into())?;
         let positive = |field, value: f32| {
             if value.is_finite() && value > 0.0 {
                 return Ok(Some(value));
             }
-            Err(RequestError::invalid(
-                field,
-                format!("{value} is not finite and above 0"),
-            ))
+            Err(RequestError::invalid(field, format!("{value} is not finite and above 0")))
         };
         Ok(Self {
             model: ModelId(request.model_id),
             layer: LayerIndex(request.layer),
             q_heads: request.q_heads,
             dtype: payload::dtype_required(request.dtype, "dtype")?,
-            scale: request
-                .scale
-                .map_or(Ok(None), |scale| positive("scale", scale))?,
+            scale: request.scale.map_or(Ok(None), |scale| positive("scale", scale))?,
             soft_cap: match request.soft_cap {
                 0.0 => None,
                 cap => positive("soft_cap", cap)?,
             },
             queries: (request.queries.iter().enumerate())
                 .map(|(index, query)| {
-                    query_from_wire(query).map_err(|error| RequestError::Query {
-                        index,
-                        error: Box::new(error),
-                    })
+                    query_from_wire(query)
+                        .map_err(|error| RequestError::Query { index, error: Box::new(error) })
                 })
                 .collect::<Result<_, _>>()?,
             q: payload::bytes(request.q, "q")?,
@@ -166,11 +135,7 @@ impl TryFrom<v1::AttendRequest> for AttendBatch {
 }
 
 fn at_most(field: &'static str, given: u64, max: u64) -> Result<(), RequestError> {
-    if given <= max {
-        Ok(())
-    } else {
-        Err(RequestError::OverLimit { field, given, max })
-    }
+    if given <= max { Ok(()) } else { Err(RequestError::OverLimit { field, given, max }) }
 }
 
 fn query_from_wire(query: &v1::Query) -> Result<AttendQuery, RequestError> {
@@ -179,25 +144,16 @@ fn query_from_wire(query: &v1::Query) -> Result<AttendQuery, RequestError> {
     }
     if let Some(position) = query.position {
         if position.checked_add(query.n_q).is_none() {
-            return Err(RequestError::invalid(
-                "position",
-                "position + n_q is past 2^32 - 1",
-            ));
+            return Err(RequestError::invalid("position", "position + n_q is past 2^32 - 1"));
         }
     } else if query.kv_length.is_some_and(|length| length < query.n_q) {
         // The default position would be before the sequence.
-        return Err(RequestError::invalid(
-            "kv_length",
-            "is less than n_q; give a position",
-        ));
+        return Err(RequestError::invalid("kv_length", "is less than n_q; give a position"));
     }
     if let (Some(start), Some(end)) = (query.start, query.end)
         && end < start
     {
-        return Err(RequestError::invalid(
-            "end",
-            format!("{end} is before start, {start}"),
-        ));
+        return Err(RequestError::invalid("end", format!("{end} is before start, {start}")));
     }
     Ok(AttendQuery {
         sequence: SequenceId(query.sequence_id),
@@ -256,13 +212,7 @@ impl TryFrom<v1::AttendResponse> for Attended {
         if !rest.is_empty() {
             return Err(RequestError::invalid("lse", "is not a whole number of f32"));
         }
-        Ok(Self {
-            out,
-            lse: values
-                .iter()
-                .map(|value| f32::from_le_bytes(*value))
-                .collect(),
-        })
+        Ok(Self { out, lse: values.iter().map(|value| f32::from_le_bytes(*value)).collect() })
     }
 }
 
@@ -272,10 +222,7 @@ impl From<Attended> for v1::AttendResponse {
         for value in attended.lse {
             lse.put_f32_le(value);
         }
-        Self {
-            out: Some(inline(attended.out)),
-            lse: Some(inline(lse.freeze())),
-        }
+        Self { out: Some(inline(attended.out)), lse: Some(inline(lse.freeze())) }
     }
 }
 

@@ -33,36 +33,20 @@ fn refusal(change: impl FnOnce(&mut v1::AttendRequest)) -> String {
 fn batch_round_trips() {
     let wire = v1::AttendRequest::from(batch());
     assert_eq!(AttendBatch::try_from(wire).unwrap(), batch());
-    let plain = AttendBatch {
-        scale: None,
-        soft_cap: None,
-        ..batch()
-    };
-    assert_eq!(
-        AttendBatch::try_from(v1::AttendRequest::from(plain.clone())).unwrap(),
-        plain
-    );
+    let plain = AttendBatch { scale: None, soft_cap: None, ..batch() };
+    assert_eq!(AttendBatch::try_from(v1::AttendRequest::from(plain.clone())).unwrap(), plain);
 }
 
 #[test]
 fn refusals_name_the_field() {
     assert_eq!(refusal(|r| r.q_heads = 0), "q_heads is missing");
-    assert_eq!(
-        refusal(|r| r.q_heads = 20000),
-        "q_heads is 20000; the maximum is 16384"
-    );
+    assert_eq!(refusal(|r| r.q_heads = 20000), "q_heads is 20000; the maximum is 16384");
     assert_eq!(refusal(|r| r.dtype = 0), "dtype is missing");
     for bad in [0.0, -1.0, f32::NAN, f32::INFINITY] {
-        assert!(
-            refusal(|r| r.scale = Some(bad)).starts_with("scale: "),
-            "{bad}"
-        );
+        assert!(refusal(|r| r.scale = Some(bad)).starts_with("scale: "), "{bad}");
     }
     for bad in [-1.0, f32::NAN, f32::INFINITY] {
-        assert!(
-            refusal(|r| r.soft_cap = bad).starts_with("soft_cap: "),
-            "{bad}"
-        );
+        assert!(refusal(|r| r.soft_cap = bad).starts_with("soft_cap: "), "{bad}");
     }
     assert_eq!(refusal(|r| r.queries.clear()), "queries is missing");
     assert_eq!(refusal(|r| r.q = None), "q is missing");
@@ -73,10 +57,7 @@ fn refused_query_is_named_by_its_index() {
     let query = |change: fn(&mut v1::Query)| refusal(|r| change(&mut r.queries[1]));
     assert_eq!(query(|q| q.n_q = 0), "queries[1].n_q: must be at least 1");
     assert!(query(|q| q.position = Some(u32::MAX)).starts_with("queries[1].position: "));
-    assert_eq!(
-        query(|q| q.end = Some(0)),
-        "queries[1].end: 0 is before start, 1"
-    );
+    assert_eq!(query(|q| q.end = Some(0)), "queries[1].end: 0 is before start, 1");
     let early = query(|q| {
         q.position = None;
         q.kv_length = Some(2);
@@ -88,31 +69,16 @@ fn refused_query_is_named_by_its_index() {
 fn limits_are_inclusive() {
     let with = |queries: usize, n_q: u32| {
         let mut request = v1::AttendRequest::from(batch());
-        request.queries = vec![
-            v1::Query {
-                n_q,
-                ..Default::default()
-            };
-            queries
-        ];
+        request.queries = vec![v1::Query { n_q, ..Default::default() }; queries];
         AttendBatch::try_from(request)
     };
     with(AttendBatch::QUERIES_MAX, 1).unwrap();
     with(1, AttendBatch::ROWS_MAX).unwrap();
-    for (queries, n_q) in [
-        (AttendBatch::QUERIES_MAX + 1, 1),
-        (1, AttendBatch::ROWS_MAX + 1),
-    ] {
-        assert_eq!(
-            with(queries, n_q).unwrap_err().code(),
-            ErrorCode::LimitExceeded
-        );
+    for (queries, n_q) in [(AttendBatch::QUERIES_MAX + 1, 1), (1, AttendBatch::ROWS_MAX + 1)] {
+        assert_eq!(with(queries, n_q).unwrap_err().code(), ErrorCode::LimitExceeded);
     }
     // The sum itself must not wrap.
-    assert_eq!(
-        with(4096, u32::MAX).unwrap_err().code(),
-        ErrorCode::LimitExceeded
-    );
+    assert_eq!(with(4096, u32::MAX).unwrap_err().code(), ErrorCode::LimitExceeded);
 }
 
 #[test]
@@ -134,16 +100,8 @@ fn shape_is_checked_against_the_geometry() {
     let error = batch().check_shape(&geometry).unwrap_err();
     assert_eq!(error.code(), ErrorCode::ShapeMismatch);
     assert!(error.to_string().starts_with("q_heads: "), "{error}");
-    let deep = AttendBatch {
-        layer: LayerIndex(1),
-        ..batch()
-    };
-    assert!(
-        deep.check_shape(&geometry)
-            .unwrap_err()
-            .to_string()
-            .starts_with("layer: ")
-    );
+    let deep = AttendBatch { layer: LayerIndex(1), ..batch() };
+    assert!(deep.check_shape(&geometry).unwrap_err().to_string().starts_with("layer: "));
 }
 
 #[test]

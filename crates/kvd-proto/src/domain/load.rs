@@ -112,26 +112,16 @@ mod tests {
                 end: 4,
                 dtype,
             };
-            assert_eq!(
-                LoadRange::try_from(v1::LoadBlocksRequest::from(range)).unwrap(),
-                range
-            );
+            assert_eq!(LoadRange::try_from(v1::LoadBlocksRequest::from(range)).unwrap(), range);
         }
     }
 
     #[test]
     fn refusals_name_the_field() {
-        let request = v1::LoadBlocksRequest {
-            start: 2,
-            end: 1,
-            ..Default::default()
-        };
+        let request = v1::LoadBlocksRequest { start: 2, end: 1, ..Default::default() };
         let error = LoadRange::try_from(request).unwrap_err();
         assert_eq!(error.to_string(), "end: 1 is before start, 2");
-        let request = v1::LoadBlocksRequest {
-            dtype: -1,
-            ..Default::default()
-        };
+        let request = v1::LoadBlocksRequest { dtype: -1, ..Default::default() };
         let error = LoadRange::try_from(request).unwrap_err();
         assert_eq!(error.to_string(), "dtype: dtype -1 is not known");
     }

@@ -37,15 +37,9 @@ impl ModelSpec {
         let given = request.codec.len() as u64;
         if given > Self::CODEC_LENGTH_MAX {
             let max = Self::CODEC_LENGTH_MAX;
-            return Err(RequestError::OverLimit {
-                field: "codec length",
-                given,
-                max,
-            });
+            return Err(RequestError::OverLimit { field: "codec length", given, max });
         }
-        let mut wire = request
-            .geometry
-            .ok_or(RequestError::Missing { field: "geometry" })?;
+        let mut wire = request.geometry.ok_or(RequestError::Missing { field: "geometry" })?;
         if wire.block_tokens == 0 {
             wire.block_tokens = block_tokens_default;
         }
@@ -97,9 +91,7 @@ impl TryFrom<v1::RegisterModelResponse> for RegisteredModel {
     type Error = RequestError;
 
     fn try_from(response: v1::RegisterModelResponse) -> Result<Self, RequestError> {
-        let geometry = response
-            .geometry
-            .ok_or(RequestError::Missing { field: "geometry" })?;
+        let geometry = response.geometry.ok_or(RequestError::Missing { field: "geometry" })?;
         Ok(Self {
             model: ModelId(response.model_id),
             codec_spec: response.codec_spec,
@@ -153,9 +145,7 @@ fn geometry_from_wire(wire: v1::Geometry) -> Result<Geometry, RequestError> {
         dtype: payload::dtype_required(wire.dtype, "geometry.dtype")?,
         rope_pairing,
     };
-    geometry
-        .validate()
-        .map_err(|error| RequestError::invalid("geometry", error.to_string()))?;
+    geometry.validate().map_err(|error| RequestError::invalid("geometry", error.to_string()))?;
     Ok(geometry)
 }
 
@@ -225,10 +215,7 @@ mod tests {
         let geometry =
             |change: fn(&mut v1::Geometry)| refusal(|r| change(r.geometry.as_mut().unwrap()));
         assert_eq!(geometry(|g| g.dtype = 0), "geometry.dtype is missing");
-        assert_eq!(
-            geometry(|g| g.dtype = 9),
-            "geometry.dtype: dtype 9 is not known"
-        );
+        assert_eq!(geometry(|g| g.dtype = 9), "geometry.dtype: dtype 9 is not known");
         assert!(geometry(|g| g.rope_pairing = 7).starts_with("geometry.rope_pairing: "));
         assert!(geometry(|g| g.layers = 0).contains("geometry.layers is 0"));
     }

@@ -7,9 +7,7 @@ use kvd_core::DType;
 /// A payload that carries its bytes.
 #[must_use]
 pub fn inline(bytes: Bytes) -> v1::Payload {
-    v1::Payload {
-        source: Some(v1::payload::Source::Inline(bytes)),
-    }
+    v1::Payload { source: Some(v1::payload::Source::Inline(bytes)) }
 }
 
 /// The bytes of a required payload.
@@ -36,12 +34,7 @@ pub(super) fn check_length(
     if given == expected {
         return Ok(());
     }
-    Err(RequestError::PayloadLength {
-        field,
-        shape,
-        given,
-        expected,
-    })
+    Err(RequestError::PayloadLength { field, shape, given, expected })
 }
 
 /// The dtype of an optional field: unspecified is `None`.
@@ -51,10 +44,7 @@ pub(super) fn dtype(raw: i32, field: &'static str) -> Result<Option<DType>, Requ
         Ok(v1::DType::DtypeF32) => Ok(Some(DType::F32)),
         Ok(v1::DType::DtypeF16) => Ok(Some(DType::F16)),
         Ok(v1::DType::DtypeBf16) => Ok(Some(DType::BF16)),
-        Err(_) => Err(RequestError::invalid(
-            field,
-            format!("dtype {raw} is not known"),
-        )),
+        Err(_) => Err(RequestError::invalid(field, format!("dtype {raw} is not known"))),
     }
 }
 

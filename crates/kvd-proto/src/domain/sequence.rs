@@ -15,19 +15,13 @@ pub struct SequenceFork {
 
 impl From<v1::ForkSequenceRequest> for SequenceFork {
     fn from(request: v1::ForkSequenceRequest) -> Self {
-        Self {
-            sequence: SequenceId(request.sequence_id),
-            length: request.length,
-        }
+        Self { sequence: SequenceId(request.sequence_id), length: request.length }
     }
 }
 
 impl From<SequenceFork> for v1::ForkSequenceRequest {
     fn from(fork: SequenceFork) -> Self {
-        Self {
-            sequence_id: fork.sequence.0,
-            length: fork.length,
-        }
+        Self { sequence_id: fork.sequence.0, length: fork.length }
     }
 }
 
@@ -42,19 +36,13 @@ pub struct ForkedSequence {
 
 impl From<v1::ForkSequenceResponse> for ForkedSequence {
     fn from(response: v1::ForkSequenceResponse) -> Self {
-        Self {
-            sequence: SequenceId(response.sequence_id),
-            length: response.length,
-        }
+        Self { sequence: SequenceId(response.sequence_id), length: response.length }
     }
 }
 
 impl From<ForkedSequence> for v1::ForkSequenceResponse {
     fn from(forked: ForkedSequence) -> Self {
-        Self {
-            sequence_id: forked.sequence.0,
-            length: forked.length,
-        }
+        Self { sequence_id: forked.sequence.0, length: forked.length }
     }
 }
 
@@ -69,18 +57,12 @@ pub struct SequenceTruncation {
 
 impl From<v1::TruncateSequenceRequest> for SequenceTruncation {
     fn from(request: v1::TruncateSequenceRequest) -> Self {
-        Self {
-            sequence: SequenceId(request.sequence_id),
-            length: request.length,
-        }
+        Self { sequence: SequenceId(request.sequence_id), length: request.length }
     }
 }
 
 impl From<SequenceTruncation> for v1::TruncateSequenceRequest {
     fn from(truncation: SequenceTruncation) -> Self {
-        Self {
-            sequence_id: truncation.sequence.0,
-            length: truncation.length,
-        }
+        Self { sequence_id: truncation.sequence.0, length: truncation.length }
     }
 }

@@ -53,10 +53,7 @@ impl TryFrom<v1::StoreBlocksRequest> for StoreChunk {
             return Err(RequestError::invalid("tokens", "must be at least 1"));
         }
         if request.start.checked_add(request.tokens).is_none() {
-            return Err(RequestError::invalid(
-                "tokens",
-                "start + tokens is past 2^32 - 1",
-            ));
+            return Err(RequestError::invalid("tokens", "start + tokens is past 2^32 - 1"));
         }
         Ok(Self {
             sequence: SequenceId(request.sequence_id),
@@ -173,29 +170,17 @@ mod tests {
         assert_eq!(refusal(|r| r.tokens = 0), "tokens: must be at least 1");
         assert!(refusal(|r| r.start = u32::MAX).starts_with("tokens: start + tokens"));
         assert_eq!(refusal(|r| r.k = None), "k is missing");
-        assert_eq!(
-            refusal(|r| r.v = Some(v1::Payload { source: None })),
-            "v is missing"
-        );
+        assert_eq!(refusal(|r| r.v = Some(v1::Payload { source: None })), "v is missing");
     }
 
     #[test]
     fn shape_is_checked_against_the_geometry() {
         chunk().check_shape(&geometry()).unwrap();
-        let short = StoreChunk {
-            v: chunk().k,
-            ..chunk()
-        };
+        let short = StoreChunk { v: chunk().k, ..chunk() };
         let error = short.check_shape(&geometry()).unwrap_err();
         assert_eq!(error.code(), ErrorCode::ShapeMismatch);
-        assert!(
-            error.to_string().starts_with("v has 32 bytes; its shape"),
-            "{error}"
-        );
-        let deep = StoreChunk {
-            layer: LayerIndex(2),
-            ..chunk()
-        };
+        assert!(error.to_string().starts_with("v has 32 bytes; its shape"), "{error}");
+        let deep = StoreChunk { layer: LayerIndex(2), ..chunk() };
         let error = deep.check_shape(&geometry()).unwrap_err();
         assert_eq!(error.to_string(), "layer: layer 2 of a model with 2 layers");
     }

@@ -1,0 +1,35 @@
+//! The checks of every commit, cheapest to explain first; the first failure ends the run.
+
+use crate::report::Report;
+use crate::{check_generated, tidy};
+use anyhow::{Context, Result, bail};
+use std::path::Path;
+use std::process::Command;
+
+const FMT: &[&str] = &["fmt", "--all", "--check"];
+const CLIPPY: &[&str] =
+    &["clippy", "--workspace", "--all-targets", "--quiet", "--", "-D", "warnings"];
+
+/// Runs every check.
+pub(crate) fn run(root: &Path, report: &Report) -> Result<()> {
+    report.step("cargo fmt --all --check");
+    cargo(root, FMT)?;
+    report.step("cargo clippy --workspace --all-targets");
+    cargo(root, CLIPPY)?;
+    report.step("xtask gen --check");
+    check_generated(root)?;
+    report.step("xtask tidy");
+    tidy::run(root, report)
+}
+
+/// Runs cargo with `arguments`, its output passed through.
+fn cargo(root: &Path, arguments: &[&str]) -> Result<()> {
+    // Set by the cargo that runs us, so that the toolchain is the same.
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let status = Command::new(cargo).args(arguments).current_dir(root).status();
+    let status = status.with_context(|| format!("start cargo {}", arguments.join(" ")))?;
+    if status.success() {
+        return Ok(());
+    }
+    bail!("cargo {} failed", arguments.join(" "))
+}

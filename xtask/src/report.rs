@@ -1,0 +1,17 @@
+//! The only place that prints.
+#![expect(clippy::print_stdout, reason = "a command-line tool talks through standard output")]
+
+/// Tells the person at the terminal what happens.
+pub(crate) struct Report;
+
+impl Report {
+    /// A step begins.
+    pub(crate) fn step(&self, name: &str) {
+        println!("== {name}");
+    }
+
+    /// One line of detail.
+    pub(crate) fn line(&self, text: &str) {
+        println!("{text}");
+    }
+}

@@ -1,0 +1,196 @@
+//! Who may depend on whom. The table is the architecture; an edge that is not in it fails.
+
+use anyhow::{Context, Result};
+use serde_json::Value;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Each member and the members it may use, in every kind of dependency.
+const MEMBERS: &[(&str, &[&str])] = &[
+    ("kvd-core", &[]),
+    ("kvd-codec", &["kvd-core"]),
+    ("kvd-compute", &["kvd-core", "kvd-codec"]),
+    ("kvd-store", &["kvd-core"]),
+    ("kvd-proto", &["kvd-core"]),
+    ("kvd-client", &["kvd-core", "kvd-proto"]),
+    // The demonstration is a client like any other.
+    ("kvd-demo", &["kvd-core", "kvd-codec", "kvd-client"]),
+    (
+        "kvd",
+        &[
+            "kvd-core",
+            "kvd-codec",
+            "kvd-compute",
+            "kvd-store",
+            "kvd-proto",
+            "kvd-client",
+            "kvd-demo",
+        ],
+    ),
+    // Only tests use the daemon as a library.
+    ("kvd-tests", &["kvd-core", "kvd-codec", "kvd-proto", "kvd-client", "kvd-demo", "kvd"]),
+    ("xtask", &[]),
+];
+
+/// What a member must never reach, not even through others.
+const NEVER: &[(&str, &[&str])] = &[
+    ("kvd-core", &["tokio", "tonic", "cudarc"]),
+    ("kvd-codec", &["tokio", "tonic", "cudarc"]),
+    ("kvd-compute", &["tokio", "tonic", "cudarc"]),
+    ("kvd-store", &["tonic", "cudarc"]),
+    ("kvd-proto", &["cudarc"]),
+];
+
+/// Checks the workspace that `cargo metadata` describes.
+pub(super) fn check(metadata: &Value) -> Result<Vec<String>> {
+    let mut findings = Vec::new();
+    let members = members(metadata)?;
+    let names: BTreeSet<&str> = members.iter().map(|package| name(package)).collect();
+    for package in &members {
+        let user = name(package);
+        let Some((_, allowed)) = MEMBERS.iter().find(|(member, _)| *member == user) else {
+            findings.push(format!("{user}: not in the table of xtask/src/tidy/edges.rs"));
+            continue;
+        };
+        for dependency in package["dependencies"].as_array().into_iter().flatten() {
+            let used = name(dependency);
+            if names.contains(used) && !allowed.contains(&used) {
+                findings.push(format!("{user} must not depend on {used}"));
+            }
+            // A production build leaves the demonstration's engine out.
+            if user == "kvd" && used == "kvd-demo" && dependency["optional"] != true {
+                findings.push("kvd: the dependency on kvd-demo must be optional".to_owned());
+            }
+        }
+    }
+    findings.extend(check_reach(metadata, &members)?);
+    Ok(findings)
+}
+
+/// The packages of the workspace.
+pub(super) fn members(metadata: &Value) -> Result<Vec<&Value>> {
+    let ids = metadata["workspace_members"].as_array().context("metadata: workspace_members")?;
+    let packages = metadata["packages"].as_array().context("metadata: packages")?;
+    Ok(packages.iter().filter(|package| ids.contains(&package["id"])).collect())
+}
+
+fn name(value: &Value) -> &str {
+    value["name"].as_str().unwrap_or_default()
+}
+
+fn check_reach(metadata: &Value, members: &[&Value]) -> Result<Vec<String>> {
+    let packages = metadata["packages"].as_array().context("metadata: packages")?;
+    let id = |package: &Value| package["id"].as_str().unwrap_or_default().to_owned();
+    let names: BTreeMap<String, &str> =
+        packages.iter().map(|package| (id(package), name(package))).collect();
+    let graph = graph(metadata)?;
+    let mut findings = Vec::new();
+    for (member, never) in NEVER {
+        let Some(package) = members.iter().find(|package| name(package) == *member) else {
+            continue;
+        };
+        let reached = reach(&graph, id(package));
+        let reached: BTreeSet<&str> =
+            reached.iter().filter_map(|id| names.get(id).copied()).collect();
+        for used in never.iter().filter(|used| reached.contains(*used)) {
+            findings.push(format!("{member} must never reach {used}: `cargo tree -i {used}`"));
+        }
+    }
+    Ok(findings)
+}
+
+/// Package id to the ids it uses when it is built, tests left out.
+fn graph(metadata: &Value) -> Result<BTreeMap<String, Vec<String>>> {
+    let nodes = metadata["resolve"]["nodes"].as_array().context("metadata: resolve.nodes")?;
+    let mut graph = BTreeMap::new();
+    for node in nodes {
+        let mut used = Vec::new();
+        for dependency in node["deps"].as_array().into_iter().flatten() {
+            let mut kinds = dependency["dep_kinds"].as_array().into_iter().flatten();
+            if kinds.any(|kind| kind["kind"] != "dev") {
+                used.push(dependency["pkg"].as_str().unwrap_or_default().to_owned());
+            }
+        }
+        graph.insert(node["id"].as_str().unwrap_or_default().to_owned(), used);
+    }
+    Ok(graph)
+}
+
+fn reach(graph: &BTreeMap<String, Vec<String>>, from: String) -> BTreeSet<String> {
+    let (mut reached, mut open) = (BTreeSet::new(), vec![from]);
+    while let Some(id) = open.pop() {
+        for used in graph.get(&id).into_iter().flatten() {
+            if reached.insert(used.clone()) {
+                open.push(used.clone());
+            }
+        }
+    }
+    reached
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    /// A workspace of (user, used, kind) edges; `tokio` and `prost` are foreign.
+    fn workspace(edges: &[(&str, &str, Option<&str>)]) -> Value {
+        let foreign = ["tokio", "prost"];
+        let all: BTreeSet<&str> = edges.iter().flat_map(|edge| [edge.0, edge.1]).collect();
+        let (mut packages, mut nodes) = (Vec::new(), Vec::new());
+        for user in &all {
+            let (mut dependencies, mut deps) = (Vec::new(), Vec::new());
+            for (_, used, kind) in edges.iter().filter(|edge| edge.0 == *user) {
+                dependencies.push(json!({"name": used}));
+                deps.push(json!({"pkg": used, "dep_kinds": [{"kind": kind}]}));
+            }
+            packages.push(json!({"id": user, "name": user, "dependencies": dependencies}));
+            nodes.push(json!({"id": user, "deps": deps}));
+        }
+        let members: Vec<&&str> = all.iter().filter(|name| !foreign.contains(name)).collect();
+        json!({
+            "workspace_members": members,
+            "packages": packages,
+            "resolve": {"nodes": nodes},
+        })
+    }
+
+    fn findings(edges: &[(&str, &str, Option<&str>)]) -> Vec<String> {
+        check(&workspace(edges)).unwrap()
+    }
+
+    #[test]
+    fn edges_of_the_table_pass() {
+        let none = findings(&[
+            ("kvd-codec", "kvd-core", None),
+            ("kvd-client", "kvd-proto", None),
+            ("kvd-client", "tokio", None),
+            ("kvd-tests", "kvd", None),
+        ]);
+        assert_eq!(none, Vec::<String>::new());
+    }
+
+    #[test]
+    fn edge_outside_the_table_fails_in_every_kind() {
+        for kind in [None, Some("dev"), Some("build")] {
+            let found = findings(&[("kvd-store", "kvd-codec", kind)]);
+            assert_eq!(found, ["kvd-store must not depend on kvd-codec"]);
+        }
+        assert_eq!(findings(&[("kvd-demo", "kvd", None)]), ["kvd-demo must not depend on kvd"]);
+    }
+
+    #[test]
+    fn member_without_a_row_and_mandatory_demo_fail() {
+        let found = findings(&[("kvd-new", "kvd-core", None)]);
+        assert!(found[0].starts_with("kvd-new: not in the table"), "{found:?}");
+        let found = findings(&[("kvd", "kvd-demo", None)]);
+        assert_eq!(found, ["kvd: the dependency on kvd-demo must be optional"]);
+    }
+
+    #[test]
+    fn forbidden_reach_is_found_through_others_but_not_through_tests() {
+        let found = findings(&[("kvd-codec", "prost", None), ("prost", "tokio", None)]);
+        assert_eq!(found, ["kvd-codec must never reach tokio: `cargo tree -i tokio`"]);
+        let found = findings(&[("kvd-codec", "prost", Some("dev")), ("prost", "tokio", None)]);
+        assert_eq!(found, Vec::<String>::new());
+    }
+}

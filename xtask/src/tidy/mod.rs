@@ -1,0 +1,90 @@
+//! House rules that no lint knows: sizes, dependency directions, left-overs, the unsafe fence.
+//!
+//! Each rule is a pure function from text to findings; this file feeds them.
+
+mod edges;
+mod fence;
+mod mask;
+mod size;
+
+use crate::report::Report;
+use anyhow::{Context, Result, bail};
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+/// Written by a generator: sizes and left-overs are not ours to fix.
+const GENERATED: &[&str] = &["crates/kvd-proto/src/gen/"];
+
+/// One broken rule.
+#[derive(Debug, PartialEq, Eq)]
+struct Finding {
+    /// Line, from 1; 0 for the whole file.
+    line: usize,
+    text: String,
+}
+
+impl Finding {
+    fn new(line: usize, text: impl Into<String>) -> Self {
+        Self { line, text: text.into() }
+    }
+}
+
+/// Checks the tree under `root`.
+pub(crate) fn run(root: &Path, report: &Report) -> Result<()> {
+    let mut broken = 0;
+    let files = source_files(root)?;
+    for path in &files {
+        let text = fs::read_to_string(root.join(path)).with_context(|| format!("read {path}"))?;
+        for finding in check_file(path, &text) {
+            broken += 1;
+            report.line(&format!("{path}:{}: {}", finding.line, finding.text));
+        }
+    }
+    let metadata = metadata(root)?;
+    for text in edges::check(&metadata)?.into_iter().chain(fence::roots(root, &metadata)?) {
+        broken += 1;
+        report.line(&text);
+    }
+    if broken > 0 {
+        bail!("tidy: {broken} findings in {} files", files.len());
+    }
+    report.line(&format!("tidy: {} files, no findings", files.len()));
+    Ok(())
+}
+
+fn check_file(path: &str, text: &str) -> Vec<Finding> {
+    let code = mask::mask(text);
+    let mut findings = fence::unsafe_words(path, &code);
+    if !GENERATED.iter().any(|prefix| path.starts_with(prefix)) {
+        findings.extend(size::check(path, text, &code));
+        findings.extend(fence::left_overs(text, &code));
+    }
+    findings.sort_by_key(|finding| finding.line);
+    findings
+}
+
+/// Every Rust file that git knows or could be told of.
+fn source_files(root: &Path) -> Result<Vec<String>> {
+    let arguments = ["ls-files", "--cached", "--others", "--exclude-standard", "*.rs"];
+    let output = Command::new("git").args(arguments).current_dir(root).output();
+    let output = output.context("start git ls-files")?;
+    if !output.status.success() {
+        bail!("git ls-files: {}", String::from_utf8_lossy(&output.stderr));
+    }
+    let listed = String::from_utf8(output.stdout).context("git ls-files")?;
+    // A file deleted but not yet committed is still listed.
+    let exists = |path: &&str| root.join(path).is_file();
+    Ok(listed.lines().filter(exists).map(str::to_owned).collect())
+}
+
+fn metadata(root: &Path) -> Result<serde_json::Value> {
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let arguments = ["metadata", "--format-version", "1"];
+    let output = Command::new(cargo).args(arguments).current_dir(root).output();
+    let output = output.context("start cargo metadata")?;
+    if !output.status.success() {
+        bail!("cargo metadata: {}", String::from_utf8_lossy(&output.stderr));
+    }
+    serde_json::from_slice(&output.stdout).context("parse cargo metadata")
+}
