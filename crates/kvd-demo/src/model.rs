@@ -14,6 +14,7 @@ pub struct Model {
     norm: Tensor,
     head: Linear,
     rope: Rope,
+    parameters: u64,
 }
 
 struct Layer {
@@ -69,6 +70,7 @@ impl Model {
     pub fn load(config: ModelConfig, safetensors: &[u8]) -> Result<Self> {
         let weights = candle_core::safetensors::load_buffer(safetensors, &Device::Cpu);
         let weights = Weights(weights.context("model.safetensors")?);
+        let parameters = weights.0.values().map(|tensor| tensor.elem_count() as u64).sum();
         let embedding = weights.tensor("model.embed_tokens.weight")?;
         let head = if config.tie_word_embeddings {
             Linear { weight: embedding.t()?.contiguous()?, bias: None }
@@ -83,6 +85,7 @@ impl Model {
             config,
             embedding,
             head,
+            parameters,
         })
     }
 
@@ -90,6 +93,12 @@ impl Model {
     #[must_use]
     pub fn config(&self) -> &ModelConfig {
         &self.config
+    }
+
+    /// Numbers in the weights; a tied embedding counts once.
+    #[must_use]
+    pub fn parameters(&self) -> u64 {
+        self.parameters
     }
 
     /// Runs `tokens`, the first at `position`, and returns logits `[tokens, vocabulary]`.

@@ -1,0 +1,79 @@
+//! Calibration of the codecs that need it, from K and V of held-out text.
+
+use crate::assets::Window;
+use crate::attention::{Recorder, Recording};
+use crate::config::ModelConfig;
+use crate::local::{LocalAttention, rounded};
+use crate::model::Model;
+use anyhow::{Context, Result};
+use kvd_codec::{CodecSpec, Samples};
+use kvd_core::{Geometry, LayerIndex, Side};
+
+/// Runs `windows` without kvd and collects K and V as a cache keeps them.
+pub(crate) async fn samples(
+    model: &Model,
+    windows: &[Window],
+    geometry: &Geometry,
+    chunk: usize,
+    mut on_step: impl FnMut(usize),
+) -> Result<Samples> {
+    let mut samples = Samples::new(geometry);
+    for window in windows {
+        let layers = record(model, window, chunk, &mut on_step).await?;
+        push(&mut samples, model.config(), &layers)?;
+    }
+    Ok(samples)
+}
+
+/// Queries, keys and values of every layer over `window`.
+pub(crate) async fn record(
+    model: &Model,
+    window: &Window,
+    chunk: usize,
+    mut on_step: impl FnMut(usize),
+) -> Result<Vec<Recording>> {
+    let layers = model.config().num_hidden_layers;
+    let local = LocalAttention::new(model.config().heads(), layers);
+    let mut recorder = Recorder::new(local, layers);
+    let mut position = 0;
+    for tokens in window.inputs.chunks(chunk) {
+        model.forward(tokens, position, &mut recorder).await?;
+        position += tokens.len();
+        on_step(tokens.len());
+    }
+    let mut layers = recorder.into_layers();
+    for layer in &mut layers {
+        for value in layer.k.iter_mut().chain(&mut layer.v) {
+            *value = rounded(*value);
+        }
+    }
+    Ok(layers)
+}
+
+fn push(samples: &mut Samples, config: &ModelConfig, layers: &[Recording]) -> Result<()> {
+    let heads = config.heads();
+    for (layer, recording) in layers.iter().enumerate() {
+        for (side, values) in [(Side::Key, &recording.k), (Side::Value, &recording.v)] {
+            for head in 0..heads.kv {
+                let tokens = values.chunks(heads.kv_width());
+                let rows: Vec<f32> = tokens
+                    .flat_map(|token| &token[head * heads.dim..(head + 1) * heads.dim])
+                    .copied()
+                    .collect();
+                samples.push(LayerIndex(u32::try_from(layer)?), side, head, &rows)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Fits `spec` to the samples.
+pub(crate) fn fit(
+    geometry: &Geometry,
+    spec: &CodecSpec,
+    samples: &Samples,
+    seed: u64,
+) -> Result<Vec<u8>> {
+    let fitted = kvd_codec::fit(geometry, spec, samples, seed, &mut |_| {});
+    Ok(fitted.context("calibration")?.to_bytes())
+}

@@ -1,0 +1,123 @@
+//! What a run found out, for programs: `--json` writes one [`DemoReport`].
+
+use crate::attention_error::AttentionError;
+use crate::latency::Calls;
+use crate::quality::Quality;
+use crate::storage::Storage;
+use serde::Serialize;
+
+/// The whole report.
+#[derive(Clone, Debug, Serialize)]
+pub struct DemoReport {
+    /// The model and what to make of its numbers.
+    pub model: ModelReport,
+    /// What was run.
+    pub setup: Setup,
+    /// The same model without kvd: an f16 cache and f32 attention in the engine's own process.
+    pub without_kvd: ReferenceReport,
+    /// One entry per codec, in the order asked.
+    pub codecs: Vec<CodecReport>,
+    /// Wall time of all of it.
+    pub seconds: f64,
+}
+
+/// The model that was run.
+#[derive(Clone, Debug, Serialize)]
+pub struct ModelReport {
+    /// Its name.
+    pub name: String,
+    /// Whether it is the fixture compiled into the program.
+    pub embedded: bool,
+    /// What its numbers do and do not say.
+    pub note: String,
+    /// Parameters.
+    pub parameters: u64,
+    /// Layers.
+    pub layers: usize,
+    /// Query heads.
+    pub query_heads: usize,
+    /// KV heads.
+    pub kv_heads: usize,
+    /// Channels per head.
+    pub head_dim: usize,
+}
+
+/// What was run.
+#[derive(Clone, Debug, Serialize)]
+pub struct Setup {
+    /// The daemon's address.
+    pub endpoint: String,
+    /// The daemon's version.
+    pub daemon_version: String,
+    /// The daemon's device.
+    pub device: String,
+    /// Tokens per block.
+    pub block_tokens: u32,
+    /// Held-out passages.
+    pub passages: usize,
+    /// Tokens of each.
+    pub passage_tokens: usize,
+    /// First position that is scored.
+    pub scored_from: usize,
+    /// Tokens per step of passages and prompt.
+    pub chunk_tokens: usize,
+    /// Tokens of the prompt.
+    pub prompt_tokens: usize,
+    /// Tokens written after it.
+    pub new_tokens: usize,
+    /// The end of the prompt.
+    pub prompt_tail: String,
+}
+
+/// The run without kvd.
+#[derive(Clone, Debug, Serialize)]
+pub struct ReferenceReport {
+    /// On the passages.
+    pub quality: Quality,
+    /// After the prompt.
+    pub generation: Generation,
+}
+
+/// A run with one codec.
+#[derive(Clone, Debug, Serialize)]
+pub struct CodecReport {
+    /// As asked.
+    pub codec: String,
+    /// As the daemon understood it.
+    pub codec_spec: String,
+    /// What the passages take in the daemon.
+    pub storage: Storage,
+    /// On clean queries, keys and values of the first passage.
+    pub attention_error: AttentionError,
+    /// On the passages, against the run without kvd.
+    pub quality: Quality,
+    /// After the prompt.
+    pub generation: Generation,
+    /// Latencies of the one-token steps.
+    pub decode: Calls,
+    /// Latencies of the steps of `chunk_tokens` tokens of the prompt and the passages.
+    pub prefill: Calls,
+    /// Time the calibration took; 0 for codecs without.
+    pub calibration_seconds: f64,
+}
+
+/// Text a run wrote.
+#[derive(Clone, Debug, Serialize)]
+pub struct Generation {
+    /// The tokens, as text.
+    pub text: String,
+    /// The tokens.
+    pub tokens: Vec<u32>,
+    /// How many of them, from the first, are those of the run without kvd.
+    pub same_tokens: usize,
+    /// Tokens per second of the one-token steps.
+    pub tokens_per_second: f64,
+}
+
+impl Generation {
+    /// Whether every token is that of the run without kvd.
+    #[must_use]
+    pub fn same(&self) -> bool {
+        self.same_tokens == self.tokens.len()
+    }
+}

@@ -1,0 +1,177 @@
+//! The model and the held-out text a run is made of, and the run without kvd.
+
+use crate::assets::{Assets, Window};
+use crate::attention_error::CleanWindow;
+use crate::calibrate;
+use crate::config::ModelConfig;
+use crate::generate::{Continuation, generate};
+use crate::local::LocalAttention;
+use crate::model::Model;
+use crate::options::DemoOptions;
+use crate::progress::Progress;
+use crate::quality::{Predictions, QualitySums, teacher_forced};
+use crate::report::{Generation, ModelReport, ReferenceReport};
+use anyhow::{Context, Result, ensure};
+use std::ops::Range;
+
+/// Where the fixture's prompt begins: a source file whose continuation reads well.
+const FIXTURE_PROMPT: usize = 48_186;
+
+/// Everything that is the same in every run.
+pub(crate) struct Subject {
+    pub(crate) assets: Assets,
+    pub(crate) model: Model,
+    pub(crate) passages: Vec<Window>,
+    pub(crate) calibration: Vec<Window>,
+    pub(crate) prompt: Vec<u32>,
+}
+
+impl Subject {
+    /// Reads the model and takes passages from the front of the held-out text, calibration
+    /// windows from its end and the prompt from between them.
+    pub(crate) fn load(options: &DemoOptions) -> Result<Self> {
+        let assets = Assets::resolve(options.model_dir.as_deref())?;
+        let config = ModelConfig::parse(&assets.config)?;
+        let (tokens, longest) = (options.passage_tokens, config.max_position_embeddings);
+        let written = options.prompt_tokens + options.new_tokens;
+        ensure!(
+            tokens.max(written) <= longest,
+            "passages of {tokens} and {written} tokens of prompt and text do not fit the \
+             {longest} positions of the model"
+        );
+        let (ids, bos) = (&assets.held_out, config.bos_token_id);
+        let windows = Window::count(ids, tokens);
+        let used = options.passages + options.calibration_windows;
+        ensure!(
+            used <= windows,
+            "held-out text of {windows} windows has no {} passages and {} calibration windows",
+            options.passages,
+            options.calibration_windows
+        );
+        let window = |index| Window::new(ids, bos, tokens, index);
+        let first_calibration = windows - options.calibration_windows;
+        let between = options.passages * tokens..first_calibration * tokens;
+        let preferred = assets.embedded.then_some(FIXTURE_PROMPT);
+        let start = prompt_start(ids, bos, between, written, preferred)
+            .context("held-out text has no room for a prompt between passages and calibration")?;
+        Ok(Self {
+            passages: (0..options.passages).map(window).collect::<Result<_>>()?,
+            calibration: (first_calibration..windows).map(window).collect::<Result<_>>()?,
+            prompt: ids[start..start + options.prompt_tokens].to_vec(),
+            model: Model::load(config, &assets.weights)?,
+            assets,
+        })
+    }
+
+    pub(crate) fn model_report(&self) -> ModelReport {
+        let heads = self.model.config().heads();
+        let note = if self.assets.embedded {
+            "It is a tiny model, a test fixture: it writes plausible Rust documentation for a few \
+             lines.\nIts numbers compare codecs; they do not say what a large model would lose."
+        } else {
+            "Its numbers hold for this model and this text."
+        };
+        ModelReport {
+            name: self.assets.name.clone(),
+            embedded: self.assets.embedded,
+            note: note.to_owned(),
+            parameters: self.model.parameters(),
+            layers: self.model.config().num_hidden_layers,
+            query_heads: heads.query,
+            kv_heads: heads.kv,
+            head_dim: heads.dim,
+        }
+    }
+
+    pub(crate) fn generation(
+        &self,
+        run: Continuation,
+        reference: Option<&[u32]>,
+    ) -> Result<Generation> {
+        let same = |reference: &[u32]| {
+            run.tokens.iter().zip(reference).take_while(|(a, b)| a == b).count()
+        };
+        Ok(Generation {
+            text: self.assets.text(&run.tokens)?,
+            same_tokens: same(reference.unwrap_or(&run.tokens)),
+            tokens: run.tokens,
+            tokens_per_second: run.tokens_per_second,
+        })
+    }
+}
+
+/// A place in `between` with `needed` tokens of one document after it: the preferred one, else
+/// the first document that is long enough, else the front.
+fn prompt_start(
+    ids: &[u32],
+    separator: u32,
+    between: Range<usize>,
+    needed: usize,
+    preferred: Option<usize>,
+) -> Option<usize> {
+    let fits = |start: usize| start >= between.start && start + needed <= between.end;
+    let documents = || between.clone().filter(|&i| ids[i] == separator);
+    let long = |&start: &usize| fits(start) && !ids[start + 1..start + needed].contains(&separator);
+    preferred
+        .filter(|&start| fits(start))
+        .or_else(|| documents().find(long))
+        .or_else(|| fits(between.start).then_some(between.start))
+}
+
+/// The run without kvd, and what the other runs are compared with.
+pub(crate) struct Reference {
+    pub(crate) predictions: Vec<Predictions>,
+    pub(crate) clean: CleanWindow,
+    pub(crate) report: ReferenceReport,
+}
+
+impl Reference {
+    pub(crate) async fn run(
+        subject: &Subject,
+        options: &DemoOptions,
+        progress: &Progress,
+    ) -> Result<Self> {
+        let (model, chunk) = (&subject.model, options.chunk_tokens);
+        let config = model.config();
+        let local = || LocalAttention::new(config.heads(), config.num_hidden_layers);
+        let tick = |tokens| progress.add(tokens);
+        progress.stage("without kvd", "held-out passages");
+        let mut predictions = Vec::new();
+        let mut sums = QualitySums::default();
+        for window in &subject.passages {
+            let from = options.scored_from();
+            let run = teacher_forced(model, window, chunk, from, &mut local(), tick).await?;
+            sums.add(&run, &run);
+            predictions.push(run);
+        }
+        progress.stage("without kvd", "text");
+        let (prompt, new) = (&subject.prompt, options.new_tokens);
+        let written = generate(model, prompt, new, chunk, &mut local(), tick).await?;
+        progress.stage("without kvd", "clean keys and values");
+        let first = subject.passages.first().context("no passage")?;
+        let layers = calibrate::record(model, first, chunk, tick).await?;
+        let report = ReferenceReport {
+            quality: sums.finish(),
+            generation: subject.generation(written, None)?,
+        };
+        Ok(Self { predictions, clean: CleanWindow::new(config.heads(), layers), report })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_prompt_stays_inside_one_document_when_one_is_long_enough() {
+        let mut ids = vec![7; 100];
+        for separator in [12, 20, 60] {
+            ids[separator] = 0;
+        }
+        assert_eq!(prompt_start(&ids, 0, 10..90, 30, None), Some(20));
+        assert_eq!(prompt_start(&ids, 0, 10..90, 30, Some(40)), Some(40));
+        assert_eq!(prompt_start(&ids, 0, 10..90, 30, Some(5)), Some(20));
+        assert_eq!(prompt_start(&ids, 0, 10..90, 70, None), Some(10));
+        assert_eq!(prompt_start(&ids, 0, 10..90, 81, None), None);
+    }
+}
