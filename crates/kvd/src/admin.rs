@@ -58,7 +58,10 @@ impl AdminServer {
 
 async fn metrics(State(service): State<Arc<Service>>) -> impl IntoResponse {
     service.refresh_gauges().await;
-    ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], service.metrics().render())
+    (
+        [(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")],
+        service.metrics().render(),
+    )
 }
 
 async fn readyz(State(service): State<Arc<Service>>) -> (StatusCode, &'static str) {

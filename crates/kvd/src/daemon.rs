@@ -86,13 +86,9 @@ impl Daemon {
         let grpc = GrpcServer::bind(&config).await?;
         let admin = match config.admin_listen {
             None => None,
-            Some(address) => {
-                Some(AdminServer::bind(address).await.map_err(|source| ListenError {
-                    address: address.to_string(),
-                    key: "admin.listen",
-                    source,
-                })?)
-            }
+            Some(address) => Some(AdminServer::bind(address).await.map_err(|source| {
+                ListenError { address: address.to_string(), key: "admin.listen", source }
+            })?),
         };
         let metrics = Arc::new(Metrics::new());
         let (device_failed, failed) = watch::channel(false);
@@ -122,9 +118,8 @@ impl Daemon {
             "kvd serves"
         );
         let grpc = tokio::spawn(self.grpc.serve(self.service.clone(), stopping));
-        let admin = self
-            .admin
-            .map(|admin| tokio::spawn(admin.serve(self.service.clone(), stopping_admin)));
+        let admin =
+            self.admin.map(|admin| tokio::spawn(admin.serve(self.service.clone(), stopping_admin)));
         let metrics = self.service.metrics().clone();
         let upkeep = tokio::spawn(async move {
             loop {

@@ -8,12 +8,9 @@ use tracing_subscriber::EnvFilter;
 /// # Errors
 /// When `log.filter` does not parse.
 pub fn init(config: &Config) -> Result<(), ConfigError> {
-    let filter = EnvFilter::try_new(&config.log_filter).map_err(|error| ConfigError {
-        key: "log.filter".to_owned(),
-        reason: error.to_string(),
-    })?;
-    let builder =
-        tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    let filter = EnvFilter::try_new(&config.log_filter)
+        .map_err(|error| ConfigError { key: "log.filter".to_owned(), reason: error.to_string() })?;
+    let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
     // An embedding program may have set its own; that one stays.
     let _ = if config.log_json { builder.json().try_init() } else { builder.try_init() };
     Ok(())

@@ -165,6 +165,7 @@ struct Tile<'a> {
 }
 
 /// One query row sees one tile: online softmax (Milakov and Gimelshein) on its visible tokens.
+#[expect(clippy::manual_clamp, reason = "clamp would keep a NaN, max and min drop it")]
 fn absorb(
     job: &Job<'_>,
     unit: &Unit<'_>,
@@ -258,5 +259,9 @@ fn same_rows(a: &Unit<'_>, b: &Unit<'_>) -> bool {
 fn stored_bytes(plan: &AttendPlan, reader: Reader<'_>) -> u64 {
     let geometry = reader.codec.geometry();
     let token_bytes = geometry.values_per_token() * geometry.dtype.size_bytes() as u64;
-    plan.queries.iter().flat_map(|query| &query.parts).map(|part| part.stored_bytes(token_bytes)).sum()
+    plan.queries
+        .iter()
+        .flat_map(|query| &query.parts)
+        .map(|part| part.stored_bytes(token_bytes))
+        .sum()
 }

@@ -160,9 +160,8 @@ pub(crate) fn load(reader: Reader<'_>, plan: &LoadPlan) -> Result<LoadedRows, Ba
     let geometry = reader.codec.geometry();
     let heads = geometry.kv_heads as usize;
     let tokens: usize = plan.parts.iter().map(|part| part.rows as usize).sum();
-    let mut sides = Side::BOTH.map(|side| {
-        vec![0u8; tokens * heads * geometry.head_dim(side) * plan.dtype.size_bytes()]
-    });
+    let mut sides = Side::BOTH
+        .map(|side| vec![0u8; tokens * heads * geometry.head_dim(side) * plan.dtype.size_bytes()]);
     let mut first_token = 0;
     for part in &plan.parts {
         for side in Side::BOTH {

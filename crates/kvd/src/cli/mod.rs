@@ -79,10 +79,8 @@ impl ConfigArgs {
             ("admin.listen", self.admin),
             ("device.pool_bytes", self.pool),
         ];
-        let mut flags: Vec<_> = short
-            .into_iter()
-            .filter_map(|(key, value)| Some((key.to_owned(), value?)))
-            .collect();
+        let mut flags: Vec<_> =
+            short.into_iter().filter_map(|(key, value)| Some((key.to_owned(), value?))).collect();
         flags.extend(self.set);
         Overrides { file: self.config, environment: true, flags }
     }

@@ -180,7 +180,10 @@ fn namespaces(allowed: &[String]) -> Result<Namespaces, ConfigError> {
         .collect::<Result<BTreeSet<_>, _>>()
         .map_err(|error| ConfigError::new("namespaces.allowed", error.to_string()))?;
     if names.is_empty() {
-        return Err(ConfigError::new("namespaces.allowed", "is empty: nobody could use the daemon"));
+        return Err(ConfigError::new(
+            "namespaces.allowed",
+            "is empty: nobody could use the daemon",
+        ));
     }
     Ok(Namespaces::Only(names))
 }

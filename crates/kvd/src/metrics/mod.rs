@@ -8,7 +8,9 @@ pub use name::{Kind, Metric};
 
 use kvd_core::ErrorCode;
 use metrics::{Counter, Gauge, Histogram, Key, KeyName, Label, Level, Metadata, Recorder, Unit};
-use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle, PrometheusRecorder};
+use metrics_exporter_prometheus::{
+    Matcher, PrometheusBuilder, PrometheusHandle, PrometheusRecorder,
+};
 use std::time::Duration;
 
 /// Bucket bounds of latencies in seconds: 20 µs to 10 s.
@@ -54,21 +56,18 @@ impl Metrics {
     }
 
     /// A counter with its labels.
-    #[must_use]
     pub fn counter(&self, metric: Metric, labels: &[(&'static str, &str)]) -> Counter {
         debug_assert_eq!(metric.kind(), Kind::Counter);
         self.recorder.register_counter(&key(metric, labels), &METADATA)
     }
 
     /// A gauge with its labels.
-    #[must_use]
     pub fn gauge(&self, metric: Metric, labels: &[(&'static str, &str)]) -> Gauge {
         debug_assert_eq!(metric.kind(), Kind::Gauge);
         self.recorder.register_gauge(&key(metric, labels), &METADATA)
     }
 
     /// A histogram with its labels.
-    #[must_use]
     pub fn histogram(&self, metric: Metric, labels: &[(&'static str, &str)]) -> Histogram {
         debug_assert_eq!(metric.kind(), Kind::Histogram);
         self.recorder.register_histogram(&key(metric, labels), &METADATA)

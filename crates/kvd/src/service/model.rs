@@ -41,7 +41,9 @@ impl Model {
     /// Relative root-mean-square error of sampled blocks, by side; 0 while none was sampled.
     #[must_use]
     pub fn sampled_error(&self) -> [f64; 2] {
-        self.sampled.lock().map(|(error, norm)| if norm > 0.0 { (error / norm).sqrt() } else { 0.0 })
+        self.sampled
+            .lock()
+            .map(|(error, norm)| if norm > 0.0 { (error / norm).sqrt() } else { 0.0 })
     }
 }
 
@@ -62,7 +64,11 @@ impl Models {
         Self { limit, state: Mutex::default() }
     }
 
-    pub(super) fn find(&self, namespace: &Namespace, id: ModelId) -> Result<Arc<Model>, ServiceError> {
+    pub(super) fn find(
+        &self,
+        namespace: &Namespace,
+        id: ModelId,
+    ) -> Result<Arc<Model>, ServiceError> {
         let state = self.state.lock();
         let found = state.by_id.get(&id).filter(|model| model.shape.namespace == *namespace);
         found.cloned().ok_or_else(|| {

@@ -73,8 +73,7 @@ fn refresh_model(model: &Model, usage: &ModelUsage) {
     metrics.packed_values.set(stored.packed_values as f64);
     metrics.packed_bytes[0].set(stored.packed_key_bytes as f64);
     metrics.packed_bytes[1].set(stored.packed_value_bytes as f64);
-    let parts =
-        [stored.code_bytes, stored.scale_bytes, stored.offset_bytes, stored.header_bytes];
+    let parts = [stored.code_bytes, stored.scale_bytes, stored.offset_bytes, stored.header_bytes];
     for (gauge, bytes) in metrics.packed_part_bytes.iter().zip(parts) {
         gauge.set(bytes as f64);
     }

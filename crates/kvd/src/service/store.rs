@@ -89,6 +89,9 @@ fn execute(
     Ok(StoreReply { length, replayed: false, packed_blocks })
 }
 
+/// Blocks encoded at once: enough for many cores, little enough lost when the pool is full.
+const ENCODE_BATCH_BLOCKS: usize = 64;
+
 /// Encodes the blocks that leave the window. A block that finds no room stays raw and is offered
 /// again by the next append: giving up the append would not free anything.
 fn pack(
@@ -108,17 +111,27 @@ fn pack(
         let (from, to) = (plan::source(&keep.from), plan::target(&keep.to, keep.to_row));
         backend.copy(id, ticket.layer(), &from, count, to)?;
     }
-    let sources: Vec<_> = tasks.iter().map(plan::encode_source).collect();
-    let encoded = match backend.encode(id, ticket.layer(), &sources) {
-        Ok(encoded) => encoded,
-        Err(error) => {
-            let sequence = ticket.sequence();
-            tracing::warn!(%sequence, layer = %ticket.layer(), %error, "blocks stay raw");
-            model.metrics.pack_deferred.increment(tasks.len() as u64);
-            return Ok(vec![None; tasks.len()]);
+    let mut packed = Vec::with_capacity(tasks.len());
+    for batch in tasks.chunks(ENCODE_BATCH_BLOCKS) {
+        let sources: Vec<_> = batch.iter().map(plan::encode_source).collect();
+        match backend.encode(id, ticket.layer(), &sources) {
+            Ok(encoded) => {
+                packed.extend(encoded.iter().map(|pages| place(backend, pool, model, pages)));
+            }
+            Err(error) => {
+                let sequence = ticket.sequence();
+                tracing::warn!(%sequence, layer = %ticket.layer(), %error, "blocks stay raw");
+                packed.resize(packed.len() + batch.len(), None);
+            }
         }
-    };
-    let packed = encoded.iter().map(|pages| place(backend, pool, model, pages)).collect();
+        if packed.last().is_some_and(Option::is_none) {
+            // A pool without room for one block has none for the rest.
+            break;
+        }
+    }
+    packed.resize(tasks.len(), None);
+    let deferred = packed.iter().filter(|pages| pages.is_none()).count();
+    model.metrics.pack_deferred.increment(deferred as u64);
     model.metrics.encode_seconds.record(began.elapsed().as_secs_f64());
     Ok(packed)
 }
@@ -130,10 +143,7 @@ fn place(
     pages: &EncodedPages,
 ) -> Option<Pages> {
     let metrics = &model.metrics;
-    let Ok(reserved) = pool.reserve(pages.bytes.len() as u64) else {
-        metrics.pack_deferred.increment(1);
-        return None;
-    };
+    let reserved = pool.reserve(pages.bytes.len() as u64).ok()?;
     backend.place(pages, reserved.extent());
     metrics.encoded_blocks.increment(1);
     metrics.fallback_pages.increment(u64::from(pages.fallback_pages));

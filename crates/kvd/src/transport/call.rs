@@ -10,7 +10,10 @@ pub(super) fn call(metadata: &MetadataMap) -> Result<Call, Status> {
     let namespace = kvd_proto::namespace_of(metadata).map_err(|error| status(&error.into()))?;
     // A malformed timeout is ignored, as the gRPC specification lets a server do.
     let timeout = metadata.get("grpc-timeout").and_then(|value| parse(value.to_str().ok()?));
-    Ok(Call { namespace, deadline: timeout.and_then(|timeout| Instant::now().checked_add(timeout)) })
+    Ok(Call {
+        namespace,
+        deadline: timeout.and_then(|timeout| Instant::now().checked_add(timeout)),
+    })
 }
 
 /// `TimeoutValue TimeoutUnit` of the gRPC over HTTP/2 specification.

@@ -160,8 +160,7 @@ impl Kvd for Grpc {
     ) -> Result<Response<v1::ForkSequenceResponse>, Status> {
         let v1::ForkSequenceRequest { sequence_id, length } = *request.get_ref();
         self.rpc("ForkSequence", request.metadata(), async |call| {
-            let (id, length) =
-                self.service.fork_sequence(call, SequenceId(sequence_id), length)?;
+            let (id, length) = self.service.fork_sequence(call, SequenceId(sequence_id), length)?;
             Ok(v1::ForkSequenceResponse { sequence_id: id.0, length })
         })
         .await

@@ -100,21 +100,22 @@ impl GrpcServer {
         let mut serving = JoinSet::new();
         if let Some(listener) = self.tcp {
             let incoming = TcpListenerStream::new(listener);
-            let (server, stop) = (builder(service.config()), until(stopping.clone()));
-            let router = server.add_routes(routes.clone());
+            let router = builder(service.config()).add_routes(routes.clone());
+            let stop = until(stopping.clone());
             serving.spawn(router.serve_with_incoming_shutdown(incoming, stop));
         }
         let mut socket = None;
         if let Some((listener, path)) = self.unix {
             socket = Some(path);
             let incoming = UnixListenerStream::new(listener);
-            let (server, stop) = (builder(service.config()), until(stopping.clone()));
-            let router = server.add_routes(routes);
+            let router = builder(service.config()).add_routes(routes);
+            let stop = until(stopping.clone());
             serving.spawn(router.serve_with_incoming_shutdown(incoming, stop));
         }
         let mut result = Ok(());
         while let Some(ended) = serving.join_next().await {
-            result = result.and(ended.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic())));
+            result = result
+                .and(ended.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic())));
         }
         report.abort();
         if let Some(path) = socket {
@@ -163,8 +164,7 @@ fn routes(
 ) -> Routes {
     let max = service.config().message_bytes_max;
     let grpc = Grpc { service: service.clone(), stopping: stopping.clone() };
-    let kvd =
-        KvdServer::new(grpc).max_decoding_message_size(max).max_encoding_message_size(max);
+    let kvd = KvdServer::new(grpc).max_decoding_message_size(max).max_encoding_message_size(max);
     let reflection = || {
         tonic_reflection::server::Builder::configure()
             .register_encoded_file_descriptor_set(kvd_proto::FILE_DESCRIPTOR_SET)

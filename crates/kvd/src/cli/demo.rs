@@ -1,0 +1,86 @@
+//! `kvd demo`: a daemon in this process and the demo's engine as its client, over loopback gRPC.
+
+use super::{CliError, serve::stop_signal};
+use crate::config::{Config, Overrides};
+use crate::daemon::{Daemon, Running};
+use crate::telemetry;
+use anyhow::Context;
+use clap::Args;
+use kvd_demo::DemoOptions;
+use std::io::Write;
+use std::path::PathBuf;
+
+/// What to run; the defaults take under two minutes on two cores.
+#[derive(Args)]
+pub(super) struct DemoArgs {
+    /// Codec to run, as a preset or a spec; may be repeated. See `kvd codecs`.
+    #[arg(long, value_name = "CODEC")]
+    codec: Vec<String>,
+    /// Model folder (config.json, model.safetensors, tokenizer.json, eval_ids.u16); the built-in
+    /// tiny model when absent.
+    #[arg(long, value_name = "DIR")]
+    model: Option<PathBuf>,
+    /// Held-out passages to score.
+    #[arg(long, value_name = "N")]
+    passages: Option<usize>,
+    /// Tokens to write.
+    #[arg(long, value_name = "N")]
+    tokens: Option<usize>,
+    /// Print the table as one JSON object.
+    #[arg(long)]
+    json: bool,
+    /// Stay up afterwards, with everything still stored, until interrupted.
+    #[arg(long)]
+    serve: bool,
+    /// Address of the daemon's metrics.
+    #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1:0")]
+    admin: String,
+    /// Page memory of the daemon.
+    #[arg(long, value_name = "SIZE", default_value = "1 GiB")]
+    pool: String,
+}
+
+pub(super) async fn demo(args: DemoArgs) -> Result<(), CliError> {
+    let flags = [
+        ("server.listen_tcp", "127.0.0.1:0"),
+        ("admin.listen", args.admin.as_str()),
+        ("device.pool_bytes", args.pool.as_str()),
+        ("log.filter", "warn"),
+    ];
+    let flags = flags.map(|(key, value)| (key.to_owned(), value.to_owned())).to_vec();
+    let config = Config::load(&Overrides { file: None, environment: false, flags })?;
+    telemetry::init(&config)?;
+    let running = Daemon::build(config).await?.spawn();
+    let outcome = tokio::select! {
+        result = report(&args, &running) => result.map_err(CliError::from),
+        () = running.device_failed() => Err(CliError::DeviceFailed),
+        result = stop_signal() => result.map_err(|error| CliError::Other(error.into())),
+    };
+    running.drain().await;
+    outcome
+}
+
+async fn report(args: &DemoArgs, running: &Running) -> anyhow::Result<()> {
+    let tcp = running.addresses().tcp.context("the demo's daemon listens on TCP")?;
+    let mut options = DemoOptions::new(format!("http://{tcp}").parse()?);
+    if !args.codec.is_empty() {
+        options.codecs.clone_from(&args.codec);
+    }
+    options.model_dir.clone_from(&args.model);
+    options.passages = args.passages.unwrap_or(options.passages);
+    options.new_tokens = args.tokens.unwrap_or(options.new_tokens);
+    options.json = args.json;
+    options.keep_open = args.serve;
+    kvd_demo::run(options, &mut std::io::stdout()).await?;
+    if args.serve {
+        // On standard error, so that --json leaves a single object on standard output.
+        let mut notes = std::io::stderr();
+        writeln!(notes, "\nThe daemon stays up with everything stored; Ctrl-C ends it.")?;
+        writeln!(notes, "  gRPC     {tcp}")?;
+        if let Some(admin) = running.admin_address() {
+            writeln!(notes, "  metrics  curl http://{admin}/metrics")?;
+        }
+        stop_signal().await?;
+    }
+    Ok(())
+}
