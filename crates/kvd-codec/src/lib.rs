@@ -1,1 +1,39 @@
 //! The page format and every codec side: the reference encode and decode.
+//!
+//! A **codec** is a key side, a value side and two windows ([`CodecSpec`]). A **side** is
+//! `transforms → quantizer → entropy stage` ([`SideSpec`]). A [`ModelCodec`] binds a spec to a
+//! geometry and its [`Calibration`]; it turns blocks of K and V into pages, and a [`PageReader`]
+//! turns pages back into rows. Linear transforms are never undone row by row: the key side folds
+//! them into the query, the value side out of the accumulator ([`HeadSide`]).
+//!
+//! No threads, no I/O, no `unsafe`: this crate is the specification that faster code must match.
+#![forbid(unsafe_code)]
+
+mod bits;
+mod calibration;
+mod encode;
+mod error;
+mod model;
+mod page;
+mod parse;
+mod preset;
+mod reader;
+mod samples;
+mod side;
+mod spec;
+mod transform;
+
+pub use calibration::Calibration;
+pub use error::{CalibrationError, CodecError, PageError, SpecError};
+pub use model::{BlockRows, EncodedBlock, ModelCodec, PageBytes};
+pub use page::{HEADER_BYTES, PAGE_ALIGN, Page, PageHeader};
+pub use preset::{Preset, preset, presets, resolve};
+pub use reader::{PageReader, Space};
+pub use samples::Samples;
+pub use side::HeadSide;
+pub use spec::{
+    CodecSpec, Entropy, FloatFormat, GroupAxis, Quantizer, SideSpec, Transform, UniformStep,
+};
+
+/// Rows that share one entropy-coded stream: the unit of random access inside a page.
+pub const ROWS_PER_STREAM: usize = 8;

@@ -1,0 +1,215 @@
+//! A codec bound to a model: one [`HeadSide`] per layer, side and KV head.
+
+use crate::encode::{self, PagePlace};
+use crate::side::float::largest;
+use crate::{Calibration, CodecError, CodecSpec, HeadSide};
+use kvd_core::{Geometry, LayerIndex, Side};
+use std::ops::AddAssign;
+
+/// A codec, a geometry and what calibration gave it: encodes blocks, and serves readers.
+#[derive(Clone, Debug)]
+pub struct ModelCodec {
+    geometry: Geometry,
+    spec: CodecSpec,
+    heads: Vec<HeadSide>,
+    calibration_bytes: u64,
+}
+
+/// K and V of one layer for consecutive tokens, all KV heads.
+#[derive(Clone, Copy, Debug)]
+pub struct BlockRows<'a> {
+    /// Tokens in the block: 1 to `block_tokens`.
+    pub tokens: usize,
+    /// `[kv_heads, tokens, head_dim_k]`.
+    pub k: &'a [f32],
+    /// `[kv_heads, tokens, head_dim_v]`.
+    pub v: &'a [f32],
+}
+
+impl<'a> BlockRows<'a> {
+    /// `[tokens, head_dim]` of one head.
+    fn head(&self, side: Side, head: usize, dim: usize) -> &'a [f32] {
+        let rows = match side {
+            Side::Key => self.k,
+            Side::Value => self.v,
+        };
+        &rows[head * self.tokens * dim..][..self.tokens * dim]
+    }
+}
+
+/// Where the bytes of pages go.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PageBytes {
+    /// Headers and padding.
+    pub header: u64,
+    /// Codes, or raw floats.
+    pub codes: u64,
+    /// Scales and minima.
+    pub scales: u64,
+    /// Lengths of entropy-coded streams.
+    pub offsets: u64,
+}
+
+impl PageBytes {
+    /// All of them.
+    #[must_use]
+    pub fn total(&self) -> u64 {
+        self.header + self.codes + self.scales + self.offsets
+    }
+}
+
+impl AddAssign for PageBytes {
+    fn add_assign(&mut self, other: Self) {
+        self.header += other.header;
+        self.codes += other.codes;
+        self.scales += other.scales;
+        self.offsets += other.offsets;
+    }
+}
+
+/// What [`ModelCodec::encode_block`] appended.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct EncodedBlock {
+    /// End of each page, in bytes from the block's start: K heads, then V heads.
+    pub page_ends: Vec<u32>,
+    /// Bytes by part, over all pages.
+    pub parts: PageBytes,
+    /// Bytes of the key pages.
+    pub key_bytes: u64,
+    /// Bytes of the value pages.
+    pub value_bytes: u64,
+    /// Pages that the codec could not represent and that hold raw floats.
+    pub fallback_pages: u32,
+}
+
+impl ModelCodec {
+    /// Binds `spec` to `geometry`.
+    ///
+    /// # Errors
+    /// When the geometry is out of range, the codec does not fit it, or the calibration that the
+    /// codec needs is absent or was fitted for something else.
+    pub fn new(
+        geometry: Geometry,
+        spec: CodecSpec,
+        calibration: Option<&Calibration>,
+    ) -> Result<Self, CodecError> {
+        geometry.validate()?;
+        for side in Side::BOTH {
+            let checked = spec.side(side).validate();
+            checked.map_err(|reason| CodecError::InvalidCodec { side, reason })?;
+        }
+        let mut heads = Vec::new();
+        for layer in 0..geometry.layers {
+            for side in Side::BOTH {
+                for head in 0..geometry.kv_heads as usize {
+                    let place = (LayerIndex(layer), side, head);
+                    heads.push(HeadSide::bind(&geometry, &spec, calibration, place)?);
+                }
+            }
+        }
+        let calibration_bytes = heads.iter().map(HeadSide::calibration_bytes).sum();
+        Ok(Self { geometry, spec, heads, calibration_bytes })
+    }
+
+    /// The model's geometry.
+    #[must_use]
+    pub fn geometry(&self) -> &Geometry {
+        &self.geometry
+    }
+
+    /// The codec.
+    #[must_use]
+    pub fn spec(&self) -> &CodecSpec {
+        &self.spec
+    }
+
+    /// One head's side.
+    ///
+    /// # Panics
+    /// When layer or head lie outside the geometry.
+    #[must_use]
+    pub fn head(&self, layer: LayerIndex, side: Side, head: usize) -> &HeadSide {
+        let kv_heads = self.geometry.kv_heads as usize;
+        assert!(head < kv_heads, "head {head} of {kv_heads}");
+        &self.heads[(layer.0 as usize * 2 + side.index()) * kv_heads + head]
+    }
+
+    /// Bytes of smoothing factors (f32) and codebooks (f16) that this codec keeps.
+    #[must_use]
+    pub fn calibration_bytes(&self) -> u64 {
+        self.calibration_bytes
+    }
+
+    /// Encodes one block of one layer: `2 * kv_heads` pages appended to `out`, K heads first.
+    ///
+    /// # Errors
+    /// When the block does not fit the geometry, holds NaN, infinity or a value outside the
+    /// geometry's dtype, or a Huffman table is missing. `out` is then as it was.
+    pub fn encode_block(
+        &self,
+        layer: LayerIndex,
+        block: &BlockRows<'_>,
+        out: &mut Vec<u8>,
+    ) -> Result<EncodedBlock, CodecError> {
+        self.check_block(layer, block)?;
+        let start = out.len();
+        let mut encoded = EncodedBlock::default();
+        let mut scratch = encode::Scratch::default();
+        for side in Side::BOTH {
+            let side_start = out.len();
+            for head in 0..self.geometry.kv_heads as usize {
+                let side_of_head = self.head(layer, side, head);
+                let rows = block.head(side, head, side_of_head.dim());
+                let place = PagePlace { layer, side, head, dtype: self.geometry.dtype };
+                let page = encode::page(side_of_head, place, rows, &mut scratch, out);
+                encoded.parts += page.parts;
+                encoded.fallback_pages += u32::from(page.fallback);
+                let end = u32::try_from(out.len() - start).expect("a block is below 4 GiB");
+                encoded.page_ends.push(end);
+            }
+            let bytes = (out.len() - side_start) as u64;
+            match side {
+                Side::Key => encoded.key_bytes = bytes,
+                Side::Value => encoded.value_bytes = bytes,
+            }
+        }
+        Ok(encoded)
+    }
+
+    fn check_block(&self, layer: LayerIndex, block: &BlockRows<'_>) -> Result<(), CodecError> {
+        let g = &self.geometry;
+        if layer.0 >= g.layers {
+            return Err(CodecError::Shape(format!("layer {layer} of {}", g.layers)));
+        }
+        if block.tokens == 0 || block.tokens > g.block_tokens as usize {
+            let text = format!("{} tokens in blocks of {}", block.tokens, g.block_tokens);
+            return Err(CodecError::Shape(text));
+        }
+        for side in Side::BOTH {
+            let rows = if side == Side::Key { block.k } else { block.v };
+            let want = g.kv_heads as usize * block.tokens * g.head_dim(side);
+            if rows.len() != want {
+                let text = format!("{side} has {} values, expected {want}", rows.len());
+                return Err(CodecError::Shape(text));
+            }
+            let limit = largest(g.dtype);
+            // Written so that NaN does not fit.
+            let fits = |x: f32| x.abs() <= limit;
+            if let Some(at) = rows.iter().position(|x| !fits(*x)) {
+                return Err(self.bad_value(side, block.tokens, at, rows[at]));
+            }
+        }
+        Ok(())
+    }
+
+    /// Names the place of a value that cannot be stored.
+    fn bad_value(&self, side: Side, tokens: usize, at: usize, value: f32) -> CodecError {
+        let dim = self.geometry.head_dim(side);
+        let (head, token, channel) = (at / dim / tokens, at / dim % tokens, at % dim);
+        if value.is_finite() {
+            let dtype = self.geometry.dtype;
+            return CodecError::OutOfRange { side, head, token, channel, dtype };
+        }
+        CodecError::NonFinite { side, head, token, channel }
+    }
+}

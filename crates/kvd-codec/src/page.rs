@@ -1,0 +1,277 @@
+//! The page: a 32-byte header, the payload, zero padding to 16 bytes.
+//!
+//! | bytes | field |
+//! |---|---|
+//! | 0..4 | magic `KVDP` |
+//! | 4 | format version |
+//! | 5 | side: 0 key, 1 value |
+//! | 6 | quantizer id ([`id`]) |
+//! | 7 | flags: bit 0 Huffman, bit 1 fallback to raw floats |
+//! | 8..10 | tokens |
+//! | 10..12 | channels of the head |
+//! | 12..14 | layer |
+//! | 14..16 | KV head |
+//! | 16..18 | Huffman table version, 0 without Huffman |
+//! | 18..20 | codec tag: hash of the side's spec and of this head's calibration |
+//! | 20..24 | payload length, without padding |
+//! | 24..32 | XXH3-64 of the whole page with these 8 bytes zero |
+//!
+//! Everything is little-endian. The payload is `scales | stream lengths | codes`: what the
+//! quantizer needs per group, then for Huffman pages one u16 per stream (its bytes), then codes.
+
+use crate::PageError;
+use kvd_core::{Geometry, Side};
+use xxhash_rust::xxh3::Xxh3;
+
+/// Bytes of a page header.
+pub const HEADER_BYTES: usize = 32;
+/// Pages are padded to this many bytes, so that a page in an aligned slot has aligned parts.
+pub const PAGE_ALIGN: usize = 16;
+
+const MAGIC: [u8; 4] = *b"KVDP";
+const FORMAT_VERSION: u8 = 1;
+const CHECKSUM_AT: usize = 24;
+const FLAG_HUFFMAN: u8 = 1;
+const FLAG_FALLBACK: u8 = 2;
+
+/// Quantizer ids in page headers.
+pub(crate) mod id {
+    use kvd_core::DType;
+
+    pub(crate) const E4M3: u8 = 3;
+    pub(crate) const UNIFORM: u8 = 16;
+    pub(crate) const VQ: u8 = 32;
+
+    pub(crate) const fn float(dtype: DType) -> u8 {
+        match dtype {
+            DType::F32 => 0,
+            DType::F16 => 1,
+            DType::BF16 => 2,
+        }
+    }
+}
+
+/// The fields of a page header.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PageHeader {
+    /// Keys or values.
+    pub side: Side,
+    /// What the codes are: 0 f32, 1 f16, 2 bf16, 3 fp8 e4m3, 16 uniform, 32 vq.
+    pub quantizer: u8,
+    /// The codes are Huffman streams.
+    pub huffman: bool,
+    /// The codec could not represent this page: it holds raw floats in the geometry's dtype.
+    pub fallback: bool,
+    /// Rows in the page.
+    pub tokens: u16,
+    /// Channels of a row.
+    pub dim: u16,
+    /// Layer of the page.
+    pub layer: u16,
+    /// KV head of the page.
+    pub head: u16,
+    /// Huffman table that decodes the page; 0 without Huffman.
+    pub table_version: u16,
+    /// Low bits of a hash over the side's spec and the head's calibration.
+    pub codec_tag: u16,
+    /// Bytes after the header, without padding.
+    pub payload_len: u32,
+    /// XXH3-64 of the page with this field zero.
+    pub checksum: u64,
+}
+
+impl PageHeader {
+    fn to_bytes(self) -> [u8; HEADER_BYTES] {
+        let mut bytes = [0; HEADER_BYTES];
+        let flags = if self.huffman { FLAG_HUFFMAN } else { 0 }
+            | if self.fallback { FLAG_FALLBACK } else { 0 };
+        bytes[..4].copy_from_slice(&MAGIC);
+        bytes[4..8].copy_from_slice(&[
+            FORMAT_VERSION,
+            self.side.index() as u8,
+            self.quantizer,
+            flags,
+        ]);
+        for (at, field) in
+            [self.tokens, self.dim, self.layer, self.head, self.table_version, self.codec_tag]
+                .into_iter()
+                .enumerate()
+        {
+            bytes[8 + 2 * at..10 + 2 * at].copy_from_slice(&field.to_le_bytes());
+        }
+        bytes[20..24].copy_from_slice(&self.payload_len.to_le_bytes());
+        bytes[CHECKSUM_AT..].copy_from_slice(&self.checksum.to_le_bytes());
+        bytes
+    }
+}
+
+/// A page whose header and length are sound; its checksum is tested on demand.
+#[derive(Clone, Copy, Debug)]
+pub struct Page<'a> {
+    header: PageHeader,
+    bytes: &'a [u8],
+}
+
+impl<'a> Page<'a> {
+    /// Reads the header and tests everything but the checksum. `bytes` is exactly one page.
+    ///
+    /// # Errors
+    /// Length, magic, version, or a field outside its range.
+    pub fn parse(bytes: &'a [u8]) -> Result<Self, PageError> {
+        let Some(head) = bytes.first_chunk::<HEADER_BYTES>() else {
+            return Err(PageError::Length { got: bytes.len(), want: HEADER_BYTES });
+        };
+        let magic = [head[0], head[1], head[2], head[3]];
+        if magic != MAGIC {
+            return Err(PageError::Magic(magic));
+        }
+        if head[4] != FORMAT_VERSION {
+            return Err(PageError::Version(head[4]));
+        }
+        let side = match head[5] {
+            0 => Side::Key,
+            1 => Side::Value,
+            other => return Err(field("side", u64::from(other), 1)),
+        };
+        let flags = head[7];
+        if flags & !(FLAG_HUFFMAN | FLAG_FALLBACK) != 0 {
+            return Err(field("flags", u64::from(flags), 3));
+        }
+        let u16_at = |at: usize| u16::from_le_bytes([head[at], head[at + 1]]);
+        let header = PageHeader {
+            side,
+            quantizer: head[6],
+            huffman: flags & FLAG_HUFFMAN != 0,
+            fallback: flags & FLAG_FALLBACK != 0,
+            tokens: u16_at(8),
+            dim: u16_at(10),
+            layer: u16_at(12),
+            head: u16_at(14),
+            table_version: u16_at(16),
+            codec_tag: u16_at(18),
+            payload_len: u32::from_le_bytes([head[20], head[21], head[22], head[23]]),
+            checksum: stored_checksum(head),
+        };
+        if !(1..=Geometry::BLOCK_TOKENS_MAX).contains(&u32::from(header.tokens)) {
+            return Err(field("tokens", u64::from(header.tokens), 1));
+        }
+        if !(2..=Geometry::HEAD_DIM_MAX).contains(&u32::from(header.dim)) {
+            return Err(field("dim", u64::from(header.dim), 2));
+        }
+        let want = page_bytes(header.payload_len as usize);
+        if bytes.len() != want {
+            return Err(PageError::Length { got: bytes.len(), want });
+        }
+        Ok(Self { header, bytes })
+    }
+
+    /// The header.
+    #[must_use]
+    pub fn header(&self) -> &PageHeader {
+        &self.header
+    }
+
+    /// The payload without padding.
+    #[must_use]
+    pub fn payload(&self) -> &'a [u8] {
+        &self.bytes[HEADER_BYTES..][..self.header.payload_len as usize]
+    }
+
+    /// Tests the checksum.
+    ///
+    /// # Errors
+    /// [`PageError::Checksum`].
+    pub fn verify(&self) -> Result<(), PageError> {
+        let want = checksum(self.bytes);
+        let got = self.header.checksum;
+        if got == want { Ok(()) } else { Err(PageError::Checksum { got, want }) }
+    }
+}
+
+fn field(field: &'static str, got: u64, want: u64) -> PageError {
+    PageError::Field { field, got, want }
+}
+
+fn stored_checksum(head: &[u8; HEADER_BYTES]) -> u64 {
+    let mut bytes = [0; 8];
+    bytes.copy_from_slice(&head[CHECKSUM_AT..]);
+    u64::from_le_bytes(bytes)
+}
+
+/// Checksum of a page with its checksum field taken as zero.
+fn checksum(page: &[u8]) -> u64 {
+    let mut hash = Xxh3::new();
+    hash.update(&page[..CHECKSUM_AT]);
+    hash.update(&[0; HEADER_BYTES - CHECKSUM_AT]);
+    hash.update(&page[HEADER_BYTES..]);
+    hash.digest()
+}
+
+/// Bytes of a page with that payload, padding included.
+pub(crate) fn page_bytes(payload: usize) -> usize {
+    (HEADER_BYTES + payload).next_multiple_of(PAGE_ALIGN)
+}
+
+/// Pads the page that starts at `start` of `out` (its header still blank), fills in length and
+/// checksum, and returns its whole length.
+pub(crate) fn seal(out: &mut Vec<u8>, start: usize, mut header: PageHeader) -> usize {
+    let payload = out.len() - start - HEADER_BYTES;
+    header.payload_len = u32::try_from(payload).expect("a page is far below 4 GiB");
+    out.resize(start + page_bytes(payload), 0);
+    header.checksum = 0;
+    out[start..start + HEADER_BYTES].copy_from_slice(&header.to_bytes());
+    let sum = checksum(&out[start..]);
+    out[start + CHECKSUM_AT..start + HEADER_BYTES].copy_from_slice(&sum.to_le_bytes());
+    out.len() - start
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn header() -> PageHeader {
+        PageHeader {
+            side: Side::Value,
+            quantizer: id::VQ,
+            huffman: true,
+            fallback: false,
+            tokens: 0x0102,
+            dim: 0x0304,
+            layer: 0x0201,
+            head: 0x0203,
+            table_version: 0x0506,
+            codec_tag: 0x0708,
+            payload_len: 3,
+            checksum: 0,
+        }
+    }
+
+    #[test]
+    fn header_bytes_are_golden() {
+        let mut page = vec![0xEE; 5];
+        page.resize(5 + HEADER_BYTES, 0);
+        page.extend([9, 8, 7]);
+        assert_eq!(seal(&mut page, 5, header()), 48);
+        let text: String = page[5..29].iter().map(|b| format!("{b:02x}")).collect();
+        assert_eq!(text, "4b56445001012001020104030102030206050807".to_owned() + "03000000");
+        let parsed = Page::parse(&page[5..]).unwrap();
+        assert_eq!(parsed.payload(), [9, 8, 7]);
+        assert_eq!(PageHeader { checksum: 0, ..*parsed.header() }, header());
+        parsed.verify().unwrap();
+    }
+
+    #[test]
+    fn any_flipped_bit_is_found() {
+        let mut page = vec![0; HEADER_BYTES];
+        page.extend([1, 2, 3, 4, 5]);
+        seal(&mut page, 0, header());
+        for bit in 0..page.len() * 8 {
+            page[bit / 8] ^= 1 << (bit % 8);
+            let found = Page::parse(&page).and_then(|p| p.verify());
+            assert!(found.is_err(), "bit {bit} went unnoticed");
+            page[bit / 8] ^= 1 << (bit % 8);
+        }
+        assert!(matches!(Page::parse(&page[..31]), Err(PageError::Length { .. })));
+        assert!(matches!(Page::parse(&page[..40]), Err(PageError::Length { .. })));
+    }
+}

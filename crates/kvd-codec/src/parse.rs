@@ -1,0 +1,274 @@
+//! The text form of a codec: `k=smooth+hadamard/vq(d=4,b=8); v=vq(d=4,b=8); recent=128`.
+//!
+//! ```text
+//! codec     = item *( ";" item )          item = "k=" side | "v=" side | "sink=" n | "recent=" n
+//! side      = [ transform *( "+" transform ) "/" ] quantizer [ "/huffman" ]
+//! transform = "smooth" | "hadamard"
+//! quantizer = "raw" | "f32" | "f16" | "bf16" | "fp8"
+//!           | "uniform(" ( "b=" n | "rel=" x ) ",axis=" ( "channel" | "token" | "block" ) [ ",g=" n ] ")"
+//!           | "vq(d=" n ",b=" n ")"
+//! ```
+//! Arguments stand in any order; spaces are allowed between tokens.
+
+use crate::{
+    CodecSpec, Entropy, FloatFormat, GroupAxis, Quantizer, SideSpec, SpecError, Transform,
+    UniformStep,
+};
+use std::str::FromStr;
+
+type Parsed<T> = Result<T, SpecError>;
+
+impl FromStr for CodecSpec {
+    type Err = SpecError;
+
+    fn from_str(text: &str) -> Result<Self, SpecError> {
+        let mut cursor = Cursor { text, at: 0 };
+        let (mut key, mut value, mut sink, mut recent) = (None, None, None, None);
+        loop {
+            let (start, name) = cursor.word("k, v, sink or recent")?;
+            cursor.expect('=')?;
+            let fresh = match name {
+                "k" => key.replace(cursor.side()?).is_none(),
+                "v" => value.replace(cursor.side()?).is_none(),
+                "sink" => sink.replace(cursor.number("tokens")?).is_none(),
+                "recent" => recent.replace(cursor.number("tokens")?).is_none(),
+                _ => return cursor.fail(start, format!("{name:?} is not k, v, sink or recent")),
+            };
+            if !fresh {
+                return cursor.fail(start, format!("{name} is given twice"));
+            }
+            if !cursor.take(';') {
+                break;
+            }
+            if cursor.peek().is_none() {
+                break;
+            }
+        }
+        if cursor.peek().is_some() {
+            return cursor.fail(cursor.at, "expected ';' or the end");
+        }
+        let Some(key) = key else { return cursor.fail(cursor.at, "the key side k= is missing") };
+        let Some(value) = value else {
+            return cursor.fail(cursor.at, "the value side v= is missing");
+        };
+        Ok(Self { key, value, sink: sink.unwrap_or(0), recent: recent.unwrap_or(0) })
+    }
+}
+
+/// An argument in parentheses: where it stands, its name and its text.
+struct Argument<'a> {
+    start: usize,
+    name: &'a str,
+    value_start: usize,
+    value: &'a str,
+}
+
+struct Cursor<'a> {
+    text: &'a str,
+    /// Byte offset of what comes next.
+    at: usize,
+}
+
+impl<'a> Cursor<'a> {
+    fn fail<T>(&self, at: usize, message: impl Into<String>) -> Parsed<T> {
+        let position = self.text[..at].chars().count();
+        Err(SpecError { position, message: message.into() })
+    }
+
+    /// The next character after spaces, which are skipped.
+    fn peek(&mut self) -> Option<char> {
+        let rest = &self.text[self.at..];
+        self.at += rest.len() - rest.trim_start().len();
+        self.text[self.at..].chars().next()
+    }
+
+    fn take(&mut self, wanted: char) -> bool {
+        let found = self.peek() == Some(wanted);
+        if found {
+            self.at += wanted.len_utf8();
+        }
+        found
+    }
+
+    fn expect(&mut self, wanted: char) -> Parsed<()> {
+        if self.take(wanted) { Ok(()) } else { self.fail(self.at, format!("expected {wanted:?}")) }
+    }
+
+    /// A run of letters, digits and dots, with the place where it starts.
+    fn word(&mut self, what: &str) -> Parsed<(usize, &'a str)> {
+        self.peek();
+        let rest = &self.text[self.at..];
+        let is_word = |c: char| c.is_ascii_alphanumeric() || c == '.';
+        let length = rest.find(|c| !is_word(c)).unwrap_or(rest.len());
+        if length == 0 {
+            return self.fail(self.at, format!("expected {what}"));
+        }
+        let start = self.at;
+        self.at += length;
+        Ok((start, &rest[..length]))
+    }
+
+    fn number<N: FromStr>(&mut self, what: &str) -> Parsed<N> {
+        let (start, word) = self.word(what)?;
+        self.parse_at(start, word, what)
+    }
+
+    fn parse_at<N: FromStr>(&self, start: usize, word: &str, what: &str) -> Parsed<N> {
+        word.parse().or_else(|_| self.fail(start, format!("{word:?} is no number of {what}")))
+    }
+
+    fn side(&mut self) -> Parsed<SideSpec> {
+        self.peek();
+        let side_start = self.at;
+        let mut transforms = Vec::new();
+        let quantizer = loop {
+            let (start, word) = self.word("a transform or a quantizer")?;
+            let transform = match word {
+                "smooth" => Transform::Smooth,
+                "hadamard" => Transform::Hadamard,
+                _ if transforms.is_empty() => break self.quantizer(start, word)?,
+                _ => return self.fail(start, format!("{word:?} is no transform")),
+            };
+            transforms.push(transform);
+            if !self.take('+') {
+                self.expect('/')?;
+                let (start, word) = self.word("a quantizer")?;
+                break self.quantizer(start, word)?;
+            }
+        };
+        let mut entropy = Entropy::None;
+        if self.take('/') {
+            let (start, word) = self.word("huffman")?;
+            if word != "huffman" {
+                return self.fail(start, format!("{word:?} is no entropy stage; expected huffman"));
+            }
+            entropy = Entropy::Huffman;
+        }
+        let side = SideSpec { transforms, quantizer, entropy };
+        match side.validate() {
+            Ok(()) => Ok(side),
+            Err(message) => self.fail(side_start, message),
+        }
+    }
+
+    fn quantizer(&mut self, start: usize, word: &str) -> Parsed<Quantizer> {
+        let format = match word {
+            "raw" => FloatFormat::Native,
+            "f32" => FloatFormat::F32,
+            "f16" => FloatFormat::F16,
+            "bf16" => FloatFormat::BF16,
+            "fp8" => FloatFormat::E4M3,
+            "uniform" => return self.uniform(start),
+            "vq" => return self.vq(start),
+            _ => return self.fail(start, format!("{word:?} is no quantizer")),
+        };
+        Ok(Quantizer::Float(format))
+    }
+
+    fn arguments(&mut self) -> Parsed<Vec<Argument<'a>>> {
+        self.expect('(')?;
+        let mut arguments: Vec<Argument<'a>> = Vec::new();
+        loop {
+            let (start, name) = self.word("an argument")?;
+            self.expect('=')?;
+            let (value_start, value) = self.word("a value")?;
+            if arguments.iter().any(|a| a.name == name) {
+                return self.fail(start, format!("{name} is given twice"));
+            }
+            arguments.push(Argument { start, name, value_start, value });
+            if !self.take(',') {
+                self.expect(')')?;
+                return Ok(arguments);
+            }
+        }
+    }
+
+    fn uniform(&mut self, start: usize) -> Parsed<Quantizer> {
+        let (mut step, mut axis, mut group) = (None, None, None);
+        for Argument { start, name, value_start, value } in self.arguments()? {
+            match name {
+                "b" | "rel" if step.is_some() => {
+                    return self.fail(start, "b and rel exclude each other");
+                }
+                "b" => step = Some(UniformStep::Bits(self.parse_at(value_start, value, "bits")?)),
+                "rel" => {
+                    let rel = self.parse_at(value_start, value, "the range")?;
+                    step = Some(UniformStep::Relative(rel));
+                }
+                "g" => group = Some(self.parse_at(value_start, value, "values per group")?),
+                "axis" => {
+                    axis = Some(match value {
+                        "channel" => GroupAxis::Channel,
+                        "token" => GroupAxis::Token,
+                        "block" => GroupAxis::Block,
+                        _ => return self.fail(value_start, "axis is channel, token or block"),
+                    });
+                }
+                _ => return self.fail(start, format!("uniform has no argument {name:?}")),
+            }
+        }
+        let Some(step) = step else { return self.fail(start, "uniform needs b= or rel=") };
+        let Some(axis) = axis else { return self.fail(start, "uniform needs axis=") };
+        Ok(Quantizer::Uniform { step, axis, group })
+    }
+
+    fn vq(&mut self, start: usize) -> Parsed<Quantizer> {
+        let (mut dim, mut bits) = (None, None);
+        for Argument { start, name, value_start, value } in self.arguments()? {
+            match name {
+                "d" => dim = Some(self.parse_at(value_start, value, "channels")?),
+                "b" => bits = Some(self.parse_at(value_start, value, "bits")?),
+                _ => return self.fail(start, format!("vq has no argument {name:?}")),
+            }
+        }
+        match (dim, bits) {
+            (Some(dim), Some(bits)) => Ok(Quantizer::Vq { dim, bits }),
+            _ => self.fail(start, "vq needs d= and b="),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn errors_point_at_the_character() {
+        for (text, position, part) in [
+            ("", 0, "expected k, v"),
+            ("k=raw", 5, "v= is missing"),
+            ("k=row; v=raw", 2, "no quantizer"),
+            ("k=raw; v=raw; recent=many", 21, "no number"),
+            ("k=raw; v=raw x", 13, "expected ';'"),
+            ("k=raw; k=raw; v=raw", 7, "twice"),
+            ("k=smooth; v=raw", 8, "expected '/'"),
+            ("k=smooth+smooth/raw; v=raw", 2, "appears twice"),
+            ("k=vq(d=4); v=raw", 2, "needs d= and b="),
+            ("k=vq(d=4,b=13); v=raw", 2, "b 1 to 12"),
+            ("k=vq(d=4,q=1); v=raw", 9, "no argument"),
+            ("k=uniform(b=4,rel=0.1,axis=token); v=raw", 14, "exclude"),
+            ("k=uniform(rel=0,axis=token); v=raw", 2, "1/255"),
+            ("k=uniform(b=4,axis=row); v=raw", 19, "axis is"),
+            ("k=raw/huffman; v=raw", 2, "floats have none"),
+            ("k=vq(d=4,b=9)/huffman; v=raw", 2, "at most 256"),
+            ("k=rä; v=raw", 2, "no quantizer"),
+            ("ä", 0, "expected k, v"),
+            ("k=raw; v=fp8(", 12, "expected ';'"),
+        ] {
+            let error = text.parse::<CodecSpec>().unwrap_err();
+            assert!(error.message.contains(part), "{text:?}: {error}");
+            assert_eq!(error.position, position, "{text:?}: {error}");
+        }
+    }
+
+    #[test]
+    fn spaces_and_argument_order_do_not_matter() {
+        let spec: CodecSpec =
+            " recent = 7 ;v = bf16 ; k = hadamard / uniform ( axis=token , b=3 ) / huffman; "
+                .parse()
+                .unwrap();
+        let canonical = "k=hadamard/uniform(b=3,axis=token)/huffman; v=bf16; recent=7";
+        assert_eq!(spec.to_string(), canonical);
+        assert_eq!(canonical.parse(), Ok(spec));
+    }
+}

@@ -1,0 +1,107 @@
+//! Named codecs: each reproduces a paper's setting or a baseline.
+
+use crate::{CodecSpec, SpecError};
+
+/// A named codec.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Preset {
+    /// Name on the command line, in the registration and in metric labels.
+    pub name: &'static str,
+    /// The codec as a spec text.
+    pub spec_text: &'static str,
+    /// Where the setting comes from.
+    pub source: &'static str,
+    /// One line for a list.
+    pub summary: &'static str,
+}
+
+static PRESETS: [Preset; 7] = [
+    Preset {
+        name: "raw",
+        spec_text: "k=raw; v=raw",
+        source: "baseline",
+        summary: "values in the precision in which they arrive",
+    },
+    Preset {
+        name: "fp8",
+        spec_text: "k=fp8; v=fp8",
+        source: "baseline",
+        summary: "FP8 e4m3 with one power-of-two scale per page",
+    },
+    Preset {
+        name: "kivi-4",
+        spec_text: "k=uniform(b=4,g=32,axis=channel); v=uniform(b=4,g=32,axis=token); recent=128",
+        source: "KIVI (arXiv 2402.02750), 4 bit, groups of 32",
+        summary: "asymmetric 4 bit: keys per channel, values per token",
+    },
+    Preset {
+        name: "kivi-2",
+        spec_text: "k=uniform(b=2,g=32,axis=channel); v=uniform(b=2,g=32,axis=token); recent=128",
+        source: "KIVI (arXiv 2402.02750), 2 bit, groups of 32",
+        summary: "asymmetric 2 bit: keys per channel, values per token",
+    },
+    Preset {
+        name: "kvcomp",
+        spec_text: "k=uniform(rel=0.05,axis=block)/huffman; v=uniform(rel=0.15,axis=token)/huffman",
+        source: "KVComp §4.2.1, BlockQuant 0.05 / TokenQuant 0.15",
+        summary: "relative-step uniform codes, one range per key page, Huffman",
+    },
+    Preset {
+        name: "kvcomp-channel",
+        spec_text: "k=uniform(rel=0.25,axis=channel)/huffman; v=uniform(rel=0.15,axis=token)/huffman",
+        source: "KVComp §4.2.1, ChannelQuant 0.25 / TokenQuant 0.15",
+        summary: "relative-step uniform codes, one range per key channel and page, Huffman",
+    },
+    Preset {
+        name: "vecinfer-2",
+        spec_text: "k=smooth+hadamard/vq(d=4,b=8); v=vq(d=4,b=8); recent=128",
+        source: "VecInfer §3.2 and §4, 2 bit (d=4, b=8)",
+        summary: "vector quantization of smoothed, rotated keys and plain values",
+    },
+];
+
+/// Every preset, in the order of a list for people.
+#[must_use]
+pub fn presets() -> &'static [Preset] {
+    &PRESETS
+}
+
+/// The codec of that name.
+#[must_use]
+pub fn preset(name: &str) -> Option<CodecSpec> {
+    let preset = PRESETS.iter().find(|preset| preset.name == name)?;
+    Some(preset.spec_text.parse().expect("a test parses every preset"))
+}
+
+/// A preset's name or a spec text.
+///
+/// # Errors
+/// When the text is neither; an unknown name lists the known ones.
+pub fn resolve(name_or_spec: &str) -> Result<CodecSpec, SpecError> {
+    let text = name_or_spec.trim();
+    if let Some(spec) = preset(text) {
+        return Ok(spec);
+    }
+    if text.contains('=') {
+        return name_or_spec.parse();
+    }
+    let names: Vec<_> = PRESETS.iter().map(|preset| preset.name).collect();
+    let message = format!("{text:?} is no preset ({}) and no spec", names.join(", "));
+    Err(SpecError { position: 0, message })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_preset_parses_and_round_trips() {
+        for entry in presets() {
+            let spec = preset(entry.name).unwrap();
+            assert_eq!(spec.to_string(), entry.spec_text, "{}", entry.name);
+            assert_eq!(resolve(entry.name), Ok(spec.clone()));
+            assert_eq!(resolve(entry.spec_text), Ok(spec));
+        }
+        assert!(resolve("vecinfer").unwrap_err().message.contains("vecinfer-2"));
+    }
+}

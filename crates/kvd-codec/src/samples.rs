@@ -1,0 +1,68 @@
+//! Rows that a calibration is fitted on.
+
+use crate::CalibrationError;
+use kvd_core::{Geometry, LayerIndex, Side};
+
+/// Rows of each layer, side and KV head, as they arrive from a model (K after RoPE).
+#[derive(Clone, Debug)]
+pub struct Samples {
+    geometry: Geometry,
+    rows: Vec<Vec<f32>>,
+}
+
+impl Samples {
+    /// No rows yet.
+    #[must_use]
+    pub fn new(geometry: &Geometry) -> Self {
+        let lists = 2 * geometry.layers as usize * geometry.kv_heads as usize;
+        Self { geometry: geometry.clone(), rows: vec![Vec::new(); lists] }
+    }
+
+    /// Appends `rows` (`[tokens, head_dim]`, row-major).
+    ///
+    /// # Errors
+    /// When the place is outside the geometry, the length is no multiple of the head size, or a
+    /// value is not finite.
+    pub fn push(
+        &mut self,
+        layer: LayerIndex,
+        side: Side,
+        head: usize,
+        rows: &[f32],
+    ) -> Result<(), CalibrationError> {
+        let dim = self.geometry.head_dim(side);
+        if layer.0 >= self.geometry.layers || head >= self.geometry.kv_heads as usize {
+            let place = format!("layer {layer} head {head} is outside the geometry");
+            return Err(CalibrationError::Shape(place));
+        }
+        if !rows.len().is_multiple_of(dim) {
+            let shape = format!("{} values are no whole rows of {dim}", rows.len());
+            return Err(CalibrationError::Shape(shape));
+        }
+        if !rows.iter().all(|x| x.is_finite()) {
+            return Err(CalibrationError::NonFinite { layer: layer.0, side, head });
+        }
+        let index = self.index(layer, side, head);
+        self.rows[index].extend_from_slice(rows);
+        Ok(())
+    }
+
+    /// Rows pushed so far for one head, `[tokens, head_dim]`; empty outside the geometry.
+    #[must_use]
+    pub fn rows(&self, layer: LayerIndex, side: Side, head: usize) -> &[f32] {
+        if head >= self.geometry.kv_heads as usize {
+            return &[];
+        }
+        self.rows.get(self.index(layer, side, head)).map_or(&[], Vec::as_slice)
+    }
+
+    /// The geometry given to [`Samples::new`].
+    #[must_use]
+    pub fn geometry(&self) -> &Geometry {
+        &self.geometry
+    }
+
+    fn index(&self, layer: LayerIndex, side: Side, head: usize) -> usize {
+        (layer.0 as usize * 2 + side.index()) * self.geometry.kv_heads as usize + head
+    }
+}

@@ -1,0 +1,180 @@
+//! Float pages: rows as they are in a dtype, or FP8 e4m3 with one power-of-two scale per page.
+//!
+//! Payload of a dtype page: the rows, row-major. Payload of an FP8 page: the scale as f32, then
+//! one byte per coefficient.
+
+use super::Unquantizable;
+use kvd_core::DType;
+
+/// Largest finite e4m3 value.
+const E4M3_MAX: f32 = 448.0;
+/// Bytes of an FP8 page's scale.
+pub(crate) const E4M3_SCALE_BYTES: usize = 4;
+
+/// Largest finite value of a dtype.
+pub(crate) fn largest(dtype: DType) -> f32 {
+    match dtype {
+        DType::F32 => f32::MAX,
+        DType::F16 => half::f16::MAX.to_f32(),
+        DType::BF16 => half::bf16::MAX.to_f32(),
+    }
+}
+
+/// Appends `rows` in `dtype`.
+pub(crate) fn encode_rows(
+    dtype: DType,
+    rows: &[f32],
+    out: &mut Vec<u8>,
+) -> Result<(), Unquantizable> {
+    let limit = largest(dtype);
+    // Written so that NaN fails too.
+    if !rows.iter().all(|x| x.abs() <= limit) {
+        return Err(Unquantizable);
+    }
+    let start = out.len();
+    out.resize(start + rows.len() * dtype.size_bytes(), 0);
+    dtype.narrow(rows, &mut out[start..]);
+    Ok(())
+}
+
+/// FP8 codes of `rows` and the scale that `decode` multiplies with.
+pub(crate) fn encode_e4m3(
+    rows: &[f32],
+    symbols: &mut Vec<u16>,
+    scales: &mut Vec<u8>,
+) -> Result<(), Unquantizable> {
+    let absmax = rows.iter().fold(0f32, |m, x| if x.abs() <= m { m } else { x.abs() });
+    if !absmax.is_finite() {
+        return Err(Unquantizable);
+    }
+    let scale = power_of_two_scale(absmax);
+    let inverse = scale.recip();
+    symbols.extend(rows.iter().map(|x| u16::from(e4m3_from_f32(x * inverse))));
+    scales.extend(scale.to_le_bytes());
+    Ok(())
+}
+
+/// Writes the values of FP8 codes under a page's scale.
+pub(crate) fn decode_e4m3(scales: &[u8], symbols: &[u16], out: &mut [f32]) {
+    let scale = scales.first_chunk::<4>().map_or(0.0, |bytes| f32::from_le_bytes(*bytes));
+    for (out, symbol) in out.iter_mut().zip(symbols) {
+        *out = E4M3_VALUES[usize::from(*symbol & 0xFF)] * scale;
+    }
+}
+
+/// The smallest power of two that brings `absmax` to at most 448; 1 for a page of zeros.
+fn power_of_two_scale(absmax: f32) -> f32 {
+    if absmax == 0.0 {
+        return 1.0;
+    }
+    // Both bounds keep the scale and its reciprocal normal, so both products are exact.
+    let mut scale = 2f32.powi(-120);
+    while absmax > scale * E4M3_MAX {
+        scale *= 2.0;
+    }
+    scale
+}
+
+/// The value of an e4m3 code (OCP FP8: bias 7, no infinity, 0x7F and 0xFF are NaN).
+const fn e4m3_to_f32(code: u8) -> f32 {
+    let sign = if code & 0x80 == 0 { 1.0 } else { -1.0 };
+    let exponent = (code >> 3 & 15) as u32;
+    let mantissa = (code & 7) as f32;
+    match (exponent, code & 7) {
+        (15, 7) => f32::NAN,
+        (0, _) => sign * mantissa / 512.0,
+        // (8 + m) * 2^(e - 10), with e - 10 + 127 as the bits of an f32 exponent.
+        _ => sign * (8.0 + mantissa) * f32::from_bits((exponent + 117) << 23),
+    }
+}
+
+/// Every code's value.
+static E4M3_VALUES: [f32; 256] = {
+    let mut values = [0.0; 256];
+    let mut code = 0;
+    while code < 256 {
+        values[code] = e4m3_to_f32(code as u8);
+        code += 1;
+    }
+    values
+};
+
+/// The nearest e4m3 code, ties to even; saturates at 448.
+pub(crate) fn e4m3_from_f32(x: f32) -> u8 {
+    let sign = if x.is_sign_negative() { 0x80 } else { 0 };
+    let magnitude = x.abs().min(E4M3_MAX);
+    let bits = magnitude.to_bits();
+    let exponent = (bits >> 23) as i32 - 127;
+    let code = if exponent < -6 {
+        // Subnormal: multiples of 2^-9. Adding 2^14 leaves exactly those in an f32 mantissa.
+        let shifted = magnitude + 16384.0;
+        shifted.to_bits() - 16384f32.to_bits()
+    } else {
+        // Round the mantissa to 3 bits in place; a carry moves into the exponent as it should.
+        let rounded = bits + 0x7_FFFF + (bits >> 20 & 1);
+        (rounded >> 20) - ((127 - 7) << 3)
+    };
+    sign | code as u8
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Codes of finite, non-negative values in ascending order.
+    fn ladder() -> Vec<(u8, f32)> {
+        (0..0x7F).map(|code| (code, e4m3_to_f32(code))).collect()
+    }
+
+    #[test]
+    fn every_code_is_its_own_nearest() {
+        let ladder = ladder();
+        assert_eq!(ladder[0x7E].1, 448.0);
+        assert_eq!(ladder[1].1, 2f32.powi(-9));
+        assert!(ladder.windows(2).all(|w| w[0].1 < w[1].1));
+        for (code, value) in ladder {
+            assert_eq!(e4m3_from_f32(value), code);
+            assert_eq!(e4m3_from_f32(-value), code | 0x80);
+        }
+    }
+
+    #[test]
+    fn rounding_is_to_the_nearest_even_everywhere() {
+        for pair in ladder().windows(2) {
+            let ((low, a), (high, b)) = (pair[0], pair[1]);
+            let middle = (a + b) / 2.0;
+            let even = if low % 2 == 0 { low } else { high };
+            assert_eq!(e4m3_from_f32(middle), even, "between {a} and {b}");
+            assert_eq!(e4m3_from_f32(middle.next_down()), low, "below {middle}");
+            assert_eq!(e4m3_from_f32(middle.next_up()), high, "above {middle}");
+        }
+        assert_eq!(e4m3_from_f32(1e30), 0x7E);
+        assert_eq!(e4m3_from_f32(f32::MIN_POSITIVE / 8.0), 0);
+    }
+
+    #[test]
+    fn every_f32_with_a_short_mantissa_matches_a_search() {
+        let ladder = ladder();
+        for top in (0..=0x7F80u32).filter(|top| *top < 0x7F80) {
+            let x = f32::from_bits(top << 16);
+            let nearest = ladder
+                .iter()
+                .min_by(|l, r| {
+                    let distance = |to: f32| (f64::from(to) - f64::from(x)).abs();
+                    let (dl, dr) = (distance(l.1), distance(r.1));
+                    dl.total_cmp(&dr).then((l.0 % 2).cmp(&(r.0 % 2)))
+                })
+                .unwrap();
+            assert_eq!(e4m3_from_f32(x), nearest.0, "{x}");
+        }
+    }
+
+    #[test]
+    fn scale_is_the_smallest_that_does_not_saturate() {
+        for absmax in [1e-30f32, 0.3, 448.0, 448.1, 65504.0, f32::MAX] {
+            let scale = power_of_two_scale(absmax);
+            assert!(absmax / scale <= 448.0);
+            assert!(absmax / scale > 224.0, "{absmax}: {scale}");
+        }
+    }
+}

@@ -1,0 +1,166 @@
+//! One head's side of a codec: its transforms and its quantizer with what calibration gave them.
+
+mod bind;
+pub(crate) mod float;
+
+use crate::page::id;
+use crate::transform::Step;
+use kvd_core::{DType, Geometry};
+
+/// The page's values do not fit the quantizer; the page falls back to raw floats.
+#[derive(Debug)]
+pub(crate) struct Unquantizable;
+
+/// A quantizer bound to a head.
+#[derive(Clone, Debug)]
+pub(crate) enum HeadQuantizer {
+    /// Rows in a dtype, no codes.
+    Float(DType),
+    /// FP8 codes, one scale per page.
+    E4m3,
+}
+
+impl HeadQuantizer {
+    /// Bits of a fixed-width code; 0 when rows are stored as floats.
+    pub(crate) fn code_bits(&self) -> u32 {
+        match self {
+            Self::Float(_) => 0,
+            Self::E4m3 => 8,
+        }
+    }
+
+    /// Codes of one row.
+    pub(crate) fn symbols_per_row(&self, dim: usize) -> usize {
+        match self {
+            Self::Float(_) => 0,
+            Self::E4m3 => dim,
+        }
+    }
+
+    /// Bytes of scales in a page.
+    pub(crate) fn scale_bytes(&self, _tokens: usize, _dim: usize) -> usize {
+        match self {
+            Self::Float(_) => 0,
+            Self::E4m3 => float::E4M3_SCALE_BYTES,
+        }
+    }
+
+    /// Appends the codes and scales of `rows` (`[tokens, dim]`).
+    pub(crate) fn quantize(
+        &self,
+        rows: &[f32],
+        _dim: usize,
+        symbols: &mut Vec<u16>,
+        scales: &mut Vec<u8>,
+    ) -> Result<(), Unquantizable> {
+        match self {
+            Self::Float(_) => Ok(()),
+            Self::E4m3 => float::encode_e4m3(rows, symbols, scales),
+        }
+    }
+
+    /// Writes row `row` of a page with those scales and codes. Any code gives a value.
+    pub(crate) fn dequantize_row(
+        &self,
+        scales: &[u8],
+        _row: usize,
+        symbols: &[u16],
+        out: &mut [f32],
+    ) {
+        match self {
+            Self::Float(_) => {}
+            Self::E4m3 => float::decode_e4m3(scales, symbols, out),
+        }
+    }
+}
+
+/// One head of one side of one layer: dimension, transforms, quantizer.
+#[derive(Clone, Debug)]
+pub struct HeadSide {
+    pub(crate) dim: usize,
+    pub(crate) steps: Vec<Step>,
+    pub(crate) quantizer: HeadQuantizer,
+    /// Hash of spec and calibration, stored in each page.
+    pub(crate) tag: u16,
+}
+
+impl HeadSide {
+    /// Channels of a row, and coefficients of its transform.
+    #[must_use]
+    pub fn dim(&self) -> usize {
+        self.dim
+    }
+
+    /// Quantizer id in page headers.
+    pub(crate) fn quantizer_id(&self) -> u8 {
+        match self.quantizer {
+            HeadQuantizer::Float(dtype) => id::float(dtype),
+            HeadQuantizer::E4m3 => id::E4M3,
+        }
+    }
+
+    /// Bytes kept from the calibration: f32 factors.
+    pub(crate) fn calibration_bytes(&self) -> u64 {
+        self.steps.iter().map(Step::calibration_bytes).sum()
+    }
+
+    /// Whether coefficients are the rows themselves.
+    #[must_use]
+    pub fn is_identity(&self) -> bool {
+        self.steps.is_empty()
+    }
+
+    /// Key side: writes `q'` with `q'·c == q·k` for the coefficients `c` of a key `k`
+    /// (VecInfer eq. 7) and returns what to add to each score. `q` and `out` have `dim` values.
+    ///
+    /// # Panics
+    /// When a length is not `dim`.
+    pub fn fold_query(&self, q: &[f32], out: &mut [f32]) -> f32 {
+        assert_eq!(q.len(), self.dim, "fold_query: query length");
+        out.copy_from_slice(q);
+        for step in &self.steps {
+            step.fold(out);
+        }
+        0.0
+    }
+
+    /// Value side: adds to `out` the rows' weighted sum, given the coefficients' weighted sum
+    /// `acc`. `weight_sum` is the sum of the weights. Both slices have `dim` values.
+    ///
+    /// # Panics
+    /// When a length is not `dim`.
+    pub fn unfold_value(&self, acc: &[f32], weight_sum: f32, out: &mut [f32]) {
+        assert_eq!(out.len(), self.dim, "unfold_value: output length");
+        let _ = weight_sum; // No transform has an additive part.
+        let mut row = [0f32; Geometry::HEAD_DIM_MAX as usize];
+        let row = &mut row[..self.dim];
+        self.inverse(acc, row);
+        for (o, r) in out.iter_mut().zip(row) {
+            *o += *r;
+        }
+    }
+
+    /// Writes the coefficients of `row`. Both slices have `dim` values.
+    ///
+    /// # Panics
+    /// When a length is not `dim`.
+    pub fn forward(&self, row: &[f32], out: &mut [f32]) {
+        assert_eq!(row.len(), self.dim, "forward: row length");
+        out.copy_from_slice(row);
+        for step in &self.steps {
+            step.forward(out);
+        }
+    }
+
+    /// Writes the row of `coeff`. Both slices have `dim` values.
+    ///
+    /// # Panics
+    /// When a length is not `dim`.
+    pub fn inverse(&self, coeff: &[f32], out: &mut [f32]) {
+        assert_eq!(coeff.len(), self.dim, "inverse: coefficient length");
+        out.copy_from_slice(coeff);
+        for step in self.steps.iter().rev() {
+            step.inverse(out);
+        }
+    }
+}

@@ -1,0 +1,289 @@
+//! The codec algebra as plain data, and its canonical text.
+
+use kvd_core::{DType, Side};
+use std::fmt;
+
+/// Number format of the `float` quantizer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum FloatFormat {
+    /// The geometry's dtype: what arrived is what is kept. Spelled `raw`.
+    Native,
+    /// IEEE single precision.
+    F32,
+    /// IEEE half precision.
+    F16,
+    /// Brain float.
+    BF16,
+    /// FP8: 4 exponent bits, 3 mantissa bits, no infinity, with one power-of-two scale per page
+    /// so that nothing saturates. Spelled `fp8`.
+    E4M3,
+}
+
+impl FloatFormat {
+    /// The dtype whose bits are stored as they are; `None` for FP8.
+    #[must_use]
+    pub fn dtype(self, native: DType) -> Option<DType> {
+        match self {
+            Self::Native => Some(native),
+            Self::F32 => Some(DType::F32),
+            Self::F16 => Some(DType::F16),
+            Self::BF16 => Some(DType::BF16),
+            Self::E4M3 => None,
+        }
+    }
+}
+
+/// What the values that share one scale have in common.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum GroupAxis {
+    /// One channel: a group spans tokens.
+    Channel,
+    /// One token: a group spans channels.
+    Token,
+    /// The page: one group for all of it.
+    Block,
+}
+
+/// How wide one uniform level is.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum UniformStep {
+    /// `2^bits - 1` steps cover the group's range (KIVI); 1 to 8 bits.
+    Bits(u8),
+    /// The step is this fraction of the group's range (KVComp §3.1.1); 1/255 to 1.
+    Relative(f32),
+}
+
+/// What turns coefficients into codes.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Quantizer {
+    /// A float format.
+    Float(FloatFormat),
+    /// Equidistant levels between a group's minimum and maximum.
+    Uniform {
+        /// Width of a level.
+        step: UniformStep,
+        /// Which values form a group.
+        axis: GroupAxis,
+        /// Values per group; `None` is the whole extent of the axis in the page.
+        group: Option<u16>,
+    },
+    /// Vector quantization: one codebook per head and side, shared by all sub-vector positions
+    /// (VecInfer §2.2, eq. 2).
+    Vq {
+        /// Channels per sub-vector.
+        dim: u8,
+        /// The codebook has `2^bits` entries.
+        bits: u8,
+    },
+}
+
+impl Quantizer {
+    /// Number of distinct codes; `None` when floats are stored as they are.
+    #[must_use]
+    pub fn alphabet(&self) -> Option<u32> {
+        match *self {
+            Self::Float(FloatFormat::E4M3) => Some(256),
+            Self::Float(_) => None,
+            Self::Uniform { step: UniformStep::Bits(bits), .. } => Some(1 << bits.min(16)),
+            Self::Uniform { step: UniformStep::Relative(rel), .. } => Some(relative_levels(rel)),
+            Self::Vq { bits, .. } => Some(1 << bits.min(16)),
+        }
+    }
+
+    /// Channels that one code stands for.
+    #[must_use]
+    pub fn channels_per_code(&self) -> usize {
+        match self {
+            Self::Vq { dim, .. } => usize::from(*dim),
+            Self::Float(_) | Self::Uniform { .. } => 1,
+        }
+    }
+}
+
+/// Codes `0..=ceil(1/rel)`. The small slack keeps 1/0.02f32 (just above 50) at 50.
+fn relative_levels(rel: f32) -> u32 {
+    (1.0 / f64::from(rel) - 1e-4).ceil().clamp(1.0, 65534.0) as u32 + 1
+}
+
+/// A linear map that folds into the query or out of the accumulator.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Transform {
+    /// Divides channel `i` by `sqrt(max |x_i|)` of the calibration samples (VecInfer eq. 4).
+    Smooth,
+    /// Orthonormal Walsh-Hadamard rotation, block-diagonal where the head size is no power of two
+    /// (VecInfer eq. 6).
+    Hadamard,
+}
+
+impl Transform {
+    /// Name in spec texts and calibration artefacts.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Smooth => "smooth",
+            Self::Hadamard => "hadamard",
+        }
+    }
+}
+
+/// What happens to codes before they become bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Entropy {
+    /// Fixed-width bit fields.
+    None,
+    /// Canonical Huffman, one table per layer and side (KVComp §3.2).
+    Huffman,
+}
+
+/// `transforms → quantizer → entropy stage`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SideSpec {
+    /// Applied in this order to a row before it is quantized.
+    pub transforms: Vec<Transform>,
+    /// Coefficients to codes.
+    pub quantizer: Quantizer,
+    /// Codes to bytes.
+    pub entropy: Entropy,
+}
+
+/// A codec: two sides and the windows that stay in the stored precision.
+#[derive(Clone, Debug, PartialEq)]
+pub struct CodecSpec {
+    /// How keys are kept.
+    pub key: SideSpec,
+    /// How values are kept.
+    pub value: SideSpec,
+    /// First tokens of a sequence that stay raw.
+    pub sink: u32,
+    /// Last tokens of a sequence that stay raw.
+    pub recent: u32,
+}
+
+impl SideSpec {
+    /// Whether this side takes anything from a calibration.
+    #[must_use]
+    pub fn needs_calibration(&self) -> bool {
+        self.transforms.contains(&Transform::Smooth)
+            || matches!(self.quantizer, Quantizer::Vq { .. })
+    }
+
+    /// The transforms as in a spec text (`smooth+hadamard`), empty when there are none.
+    #[must_use]
+    pub fn transforms_text(&self) -> String {
+        self.transforms.iter().map(|t| t.name()).collect::<Vec<_>>().join("+")
+    }
+
+    /// Checks parameters that no geometry could make valid.
+    ///
+    /// # Errors
+    /// A sentence that names the parameter and its range.
+    pub fn validate(&self) -> Result<(), String> {
+        for (i, transform) in self.transforms.iter().enumerate() {
+            if self.transforms[..i].contains(transform) {
+                return Err(format!("transform {} appears twice", transform.name()));
+            }
+        }
+        match self.quantizer {
+            Quantizer::Uniform { step: UniformStep::Bits(bits), .. }
+                if !(1..=8).contains(&bits) =>
+            {
+                return Err(format!("uniform b={bits}: must be 1 to 8"));
+            }
+            Quantizer::Uniform { step: UniformStep::Relative(rel), .. }
+                if !(1.0 / 255.0..=1.0).contains(&rel) =>
+            {
+                return Err(format!("uniform rel={rel}: must be 1/255 to 1"));
+            }
+            Quantizer::Uniform { group: Some(0), .. } => {
+                return Err("uniform g=0: must be at least 1".to_owned());
+            }
+            Quantizer::Uniform { axis: GroupAxis::Block, group: Some(_), .. } => {
+                return Err("uniform axis=block takes no g: the group is the page".to_owned());
+            }
+            Quantizer::Vq { dim, bits } if !matches!(dim, 1..=16) || !(1..=12).contains(&bits) => {
+                return Err(format!("vq(d={dim},b={bits}): d must be 1 to 16 and b 1 to 12"));
+            }
+            _ => {}
+        }
+        match (self.entropy, self.quantizer.alphabet()) {
+            (Entropy::Huffman, None) => Err("huffman needs codes; raw floats have none".to_owned()),
+            (Entropy::Huffman, Some(n)) if n > 256 => {
+                Err(format!("huffman takes at most 256 codes, this quantizer has {n}"))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+impl CodecSpec {
+    /// The spec of one side.
+    #[must_use]
+    pub fn side(&self, side: Side) -> &SideSpec {
+        match side {
+            Side::Key => &self.key,
+            Side::Value => &self.value,
+        }
+    }
+
+    /// Whether either side takes anything from a calibration.
+    #[must_use]
+    pub fn needs_calibration(&self) -> bool {
+        self.key.needs_calibration() || self.value.needs_calibration()
+    }
+}
+
+impl fmt::Display for Quantizer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match *self {
+            Self::Float(format) => f.write_str(match format {
+                FloatFormat::Native => "raw",
+                FloatFormat::F32 => "f32",
+                FloatFormat::F16 => "f16",
+                FloatFormat::BF16 => "bf16",
+                FloatFormat::E4M3 => "fp8",
+            }),
+            Self::Uniform { step, axis, group } => {
+                match step {
+                    UniformStep::Bits(bits) => write!(f, "uniform(b={bits}")?,
+                    UniformStep::Relative(rel) => write!(f, "uniform(rel={rel}")?,
+                }
+                if let Some(group) = group {
+                    write!(f, ",g={group}")?;
+                }
+                let axis = match axis {
+                    GroupAxis::Channel => "channel",
+                    GroupAxis::Token => "token",
+                    GroupAxis::Block => "block",
+                };
+                write!(f, ",axis={axis})")
+            }
+            Self::Vq { dim, bits } => write!(f, "vq(d={dim},b={bits})"),
+        }
+    }
+}
+
+impl fmt::Display for SideSpec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if !self.transforms.is_empty() {
+            write!(f, "{}/", self.transforms_text())?;
+        }
+        write!(f, "{}", self.quantizer)?;
+        match self.entropy {
+            Entropy::None => Ok(()),
+            Entropy::Huffman => f.write_str("/huffman"),
+        }
+    }
+}
+
+impl fmt::Display for CodecSpec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "k={}; v={}", self.key, self.value)?;
+        if self.sink != 0 {
+            write!(f, "; sink={}", self.sink)?;
+        }
+        if self.recent != 0 {
+            write!(f, "; recent={}", self.recent)?;
+        }
+        Ok(())
+    }
+}
