@@ -10,9 +10,10 @@ use std::sync::Arc;
 use tokio::net::{TcpListener, UnixListener};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
-use tokio_stream::wrappers::{TcpListenerStream, UnixListenerStream};
+use tokio_stream::wrappers::UnixListenerStream;
 use tonic::service::Routes;
 use tonic::transport::Server;
+use tonic::transport::server::TcpIncoming;
 
 /// A socket that could not be opened.
 #[derive(Debug, thiserror::Error)]
@@ -99,7 +100,8 @@ impl GrpcServer {
         let routes = routes(&service, &stopping, health_service);
         let mut serving = JoinSet::new();
         if let Some(listener) = self.tcp {
-            let incoming = TcpListenerStream::new(listener);
+            // The builder's TCP settings do not reach sockets that were bound elsewhere.
+            let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
             let router = builder(service.config()).add_routes(routes.clone());
             let stop = until(stopping.clone());
             serving.spawn(router.serve_with_incoming_shutdown(incoming, stop));
@@ -145,7 +147,6 @@ fn builder(config: &Config) -> Server {
     Server::builder()
         .initial_stream_window_size(config.stream_window_bytes)
         .initial_connection_window_size(config.connection_window_bytes)
-        .tcp_nodelay(true)
 }
 
 fn routes(
