@@ -124,10 +124,7 @@ impl ErrorCode {
     /// Whether the same request may succeed later without a change by the caller.
     #[must_use]
     pub const fn retryable(self) -> bool {
-        matches!(
-            self,
-            Self::SequenceBusy | Self::PoolFull | Self::QueueFull | Self::ShuttingDown
-        )
+        matches!(self, Self::SequenceBusy | Self::PoolFull | Self::QueueFull | Self::ShuttingDown)
     }
 }
 

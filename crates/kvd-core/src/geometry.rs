@@ -135,7 +135,8 @@ impl Geometry {
         RawLayout {
             rows: u64::from(rows),
             kv_heads: u64::from(self.kv_heads),
-            row_bytes: Side::BOTH.map(|side| (self.head_dim(side) * self.dtype.size_bytes()) as u64),
+            row_bytes: Side::BOTH
+                .map(|side| (self.head_dim(side) * self.dtype.size_bytes()) as u64),
         }
     }
 }
