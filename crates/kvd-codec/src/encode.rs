@@ -1,10 +1,12 @@
 //! One page: transform, quantize, pack, seal; raw floats when the quantizer cannot.
 
+use crate::huffman::HuffmanTable;
 use crate::page::{self, HEADER_BYTES, PageHeader, id};
+use crate::side::bind::HeadPlace;
 use crate::side::float;
 use crate::side::{HeadQuantizer, HeadSide, Unquantizable};
-use crate::{PageBytes, bits};
-use kvd_core::{DType, LayerIndex, Side};
+use crate::{PageBytes, ROWS_PER_STREAM, bits};
+use kvd_core::DType;
 
 /// Buffers that the pages of a block share.
 #[derive(Default)]
@@ -14,13 +16,11 @@ pub(crate) struct Scratch {
     scales: Vec<u8>,
 }
 
-/// Where a page belongs, and the dtype of a fallback.
+/// How codes become bytes.
 #[derive(Clone, Copy)]
-pub(crate) struct PagePlace {
-    pub(crate) layer: LayerIndex,
-    pub(crate) side: Side,
-    pub(crate) head: usize,
-    pub(crate) dtype: DType,
+pub(crate) enum Stage<'a> {
+    Fixed,
+    Huffman { table: &'a HuffmanTable, version: u16 },
 }
 
 pub(crate) struct EncodedPage {
@@ -28,35 +28,40 @@ pub(crate) struct EncodedPage {
     pub(crate) fallback: bool,
 }
 
-/// Appends the page of `rows` (`[tokens, dim]`, every value within `place.dtype`).
+/// Appends the page of `rows` (`[tokens, dim]`, every value within `dtype`, which a fallback
+/// page uses).
 pub(crate) fn page(
-    side: &HeadSide,
-    place: PagePlace,
+    (side, place, dtype): (&HeadSide, HeadPlace, DType),
     rows: &[f32],
+    stage: Stage<'_>,
     scratch: &mut Scratch,
     out: &mut Vec<u8>,
 ) -> EncodedPage {
     let start = out.len();
     out.resize(start + HEADER_BYTES, 0);
-    let (mut parts, fallback) = match payload(side, rows, scratch, out) {
+    let (mut parts, fallback) = match payload(side, rows, stage, scratch, out) {
         Ok(parts) => (parts, false),
         Err(Unquantizable) => {
             out.truncate(start + HEADER_BYTES);
-            float::encode_rows(place.dtype, rows, out).expect("the block was checked");
+            float::encode_rows(dtype, rows, out).expect("the block was checked");
             let codes = (out.len() - start - HEADER_BYTES) as u64;
             (PageBytes { codes, ..PageBytes::default() }, true)
         }
     };
+    let table_version = match stage {
+        Stage::Huffman { version, .. } if !fallback => version,
+        _ => 0,
+    };
     let header = PageHeader {
         side: place.side,
-        quantizer: if fallback { id::float(place.dtype) } else { side.quantizer_id() },
-        huffman: false,
+        quantizer: if fallback { id::float(dtype) } else { side.quantizer_id() },
+        huffman: table_version != 0,
         fallback,
         tokens: (rows.len() / side.dim()) as u16,
         dim: side.dim() as u16,
         layer: place.layer.0 as u16,
         head: place.head as u16,
-        table_version: 0,
+        table_version,
         codec_tag: side.tag,
         payload_len: 0,
         checksum: 0,
@@ -69,31 +74,63 @@ pub(crate) fn page(
 fn payload(
     side: &HeadSide,
     rows: &[f32],
+    stage: Stage<'_>,
     scratch: &mut Scratch,
     out: &mut Vec<u8>,
 ) -> Result<PageBytes, Unquantizable> {
-    let coefficients = forward(side, rows, &mut scratch.coefficients);
     if let HeadQuantizer::Float(dtype) = side.quantizer {
+        let coefficients = forward(side, rows, &mut scratch.coefficients);
         float::encode_rows(dtype, coefficients, out)?;
-        let codes = (coefficients.len() * dtype.size_bytes()) as u64;
+        let codes = (rows.len() * dtype.size_bytes()) as u64;
         return Ok(PageBytes { codes, ..PageBytes::default() });
     }
+    quantize(side, rows, scratch)?;
+    let mut parts = PageBytes { scales: scratch.scales.len() as u64, ..PageBytes::default() };
+    out.extend_from_slice(&scratch.scales);
+    let per_row = side.quantizer.symbols_per_row(side.dim());
+    let mut codes_at = out.len();
+    match stage {
+        Stage::Fixed => {
+            bits::pack_rows(&scratch.symbols, per_row, side.quantizer.code_bits(), out);
+        }
+        Stage::Huffman { table, .. } => {
+            let streams = scratch.symbols.chunks(per_row * ROWS_PER_STREAM);
+            let lengths_at = out.len();
+            parts.offsets = 2 * streams.len() as u64;
+            codes_at += 2 * streams.len();
+            out.resize(codes_at, 0);
+            for (index, stream) in streams.enumerate() {
+                let start = out.len();
+                table.encode(stream, out);
+                // At most 8 rows x 1024 channels x 12 bits = 12 KiB.
+                let length = ((out.len() - start) as u16).to_le_bytes();
+                out[lengths_at + 2 * index..][..2].copy_from_slice(&length);
+            }
+        }
+    }
+    parts.codes = (out.len() - codes_at) as u64;
+    Ok(parts)
+}
+
+/// Fills `scratch` with the codes and scales of `rows`.
+fn quantize(side: &HeadSide, rows: &[f32], scratch: &mut Scratch) -> Result<(), Unquantizable> {
     scratch.symbols.clear();
     scratch.scales.clear();
-    side.quantizer.quantize(coefficients, side.dim(), &mut scratch.symbols, &mut scratch.scales)?;
-    out.extend_from_slice(&scratch.scales);
-    let codes_at = out.len();
-    let per_row = side.quantizer.symbols_per_row(side.dim());
-    bits::pack_rows(&scratch.symbols, per_row, side.quantizer.code_bits(), out);
-    Ok(PageBytes {
-        scales: scratch.scales.len() as u64,
-        codes: (out.len() - codes_at) as u64,
-        ..PageBytes::default()
-    })
+    let coefficients = forward(side, rows, &mut scratch.coefficients);
+    side.quantizer.quantize(coefficients, side.dim(), &mut scratch.symbols, &mut scratch.scales)
+}
+
+/// Adds the codes of `rows` to `counts`; rows that would fall back count nothing.
+pub(crate) fn count(side: &HeadSide, rows: &[f32], scratch: &mut Scratch, counts: &mut [u64]) {
+    if quantize(side, rows, scratch).is_ok() {
+        for symbol in &scratch.symbols {
+            counts[usize::from(*symbol)] += 1;
+        }
+    }
 }
 
 /// The coefficients of `rows`, in `buffer` unless they are the rows themselves.
-pub(crate) fn forward<'a>(side: &HeadSide, rows: &'a [f32], buffer: &'a mut Vec<f32>) -> &'a [f32] {
+fn forward<'a>(side: &HeadSide, rows: &'a [f32], buffer: &'a mut Vec<f32>) -> &'a [f32] {
     if side.is_identity() {
         return rows;
     }

@@ -13,6 +13,9 @@ mod bits;
 mod calibration;
 mod encode;
 mod error;
+mod fit;
+mod huffman;
+mod kmeans;
 mod model;
 mod page;
 mod parse;
@@ -25,12 +28,15 @@ mod transform;
 
 pub use calibration::Calibration;
 pub use error::{CalibrationError, CodecError, PageError, SpecError};
+pub use fit::{FitProgress, fit};
+pub use huffman::HuffmanTable;
 pub use model::{BlockRows, EncodedBlock, ModelCodec, PageBytes};
 pub use page::{HEADER_BYTES, PAGE_ALIGN, Page, PageHeader};
 pub use preset::{Preset, preset, presets, resolve};
 pub use reader::{PageReader, Space};
 pub use samples::Samples;
 pub use side::HeadSide;
+pub use side::vq::Codebook;
 pub use spec::{
     CodecSpec, Entropy, FloatFormat, GroupAxis, Quantizer, SideSpec, Transform, UniformStep,
 };

@@ -1,8 +1,10 @@
 //! A codec bound to a model: one [`HeadSide`] per layer, side and KV head.
 
-use crate::encode::{self, PagePlace};
+use crate::encode::{self, Scratch, Stage};
+use crate::huffman::HuffmanTable;
+use crate::side::bind::HeadPlace;
 use crate::side::float::largest;
-use crate::{Calibration, CodecError, CodecSpec, HeadSide};
+use crate::{Calibration, CodecError, CodecSpec, Entropy, HeadSide};
 use kvd_core::{Geometry, LayerIndex, Side};
 use std::ops::AddAssign;
 
@@ -12,6 +14,8 @@ pub struct ModelCodec {
     geometry: Geometry,
     spec: CodecSpec,
     heads: Vec<HeadSide>,
+    /// Per layer and side: every Huffman table so far; version `n` is at index `n - 1`.
+    tables: Vec<Vec<HuffmanTable>>,
     calibration_bytes: u64,
 }
 
@@ -102,13 +106,14 @@ impl ModelCodec {
         for layer in 0..geometry.layers {
             for side in Side::BOTH {
                 for head in 0..geometry.kv_heads as usize {
-                    let place = (LayerIndex(layer), side, head);
+                    let place = HeadPlace { layer: LayerIndex(layer), side, head };
                     heads.push(HeadSide::bind(&geometry, &spec, calibration, place)?);
                 }
             }
         }
         let calibration_bytes = heads.iter().map(HeadSide::calibration_bytes).sum();
-        Ok(Self { geometry, spec, heads, calibration_bytes })
+        let tables = vec![Vec::new(); 2 * geometry.layers as usize];
+        Ok(Self { geometry, spec, heads, tables, calibration_bytes })
     }
 
     /// The model's geometry.
@@ -140,6 +145,71 @@ impl ModelCodec {
         self.calibration_bytes
     }
 
+    /// Bytes of all Huffman tables: one code length per symbol.
+    #[must_use]
+    pub fn table_bytes(&self) -> u64 {
+        self.tables.iter().flatten().map(HuffmanTable::size_bytes).sum()
+    }
+
+    /// Whether a side of that layer uses Huffman and has no table yet. False outside the
+    /// geometry.
+    #[must_use]
+    pub fn needs_tables(&self, layer: LayerIndex) -> bool {
+        let missing = |side: Side| {
+            self.spec.side(side).entropy == Entropy::Huffman
+                && self.tables.get(table_index(layer, side)).is_some_and(Vec::is_empty)
+        };
+        Side::BOTH.into_iter().any(missing)
+    }
+
+    /// The Huffman table of that version, as a page header names it (from 1).
+    #[must_use]
+    pub fn table(&self, layer: LayerIndex, side: Side, version: u16) -> Option<&HuffmanTable> {
+        let index = usize::from(version).checked_sub(1)?;
+        self.tables.get(table_index(layer, side))?.get(index)
+    }
+
+    /// Builds the Huffman tables of a layer from blocks that are about to be encoded (KVComp
+    /// §3.2: once, at prefill). Called again, it adds a version: later pages use it, older pages
+    /// still decode.
+    ///
+    /// # Errors
+    /// When a block does not fit the geometry or holds values that cannot be stored, or the
+    /// versions are used up.
+    pub fn train_tables(
+        &mut self,
+        layer: LayerIndex,
+        blocks: &[BlockRows<'_>],
+    ) -> Result<(), CodecError> {
+        for block in blocks {
+            self.check_block(layer, block)?;
+        }
+        let mut scratch = Scratch::default();
+        for side in Side::BOTH {
+            let side_spec = self.spec.side(side);
+            let (Entropy::Huffman, Some(alphabet)) =
+                (side_spec.entropy, side_spec.quantizer.alphabet())
+            else {
+                continue;
+            };
+            let mut counts = vec![0u64; alphabet as usize];
+            for block in blocks {
+                for head in 0..self.geometry.kv_heads as usize {
+                    let head_side = self.head(layer, side, head);
+                    let rows = block.head(side, head, head_side.dim());
+                    encode::count(head_side, rows, &mut scratch, &mut counts);
+                }
+            }
+            let versions = self.tables.get_mut(table_index(layer, side));
+            let versions = versions.ok_or_else(|| CodecError::Shape(format!("layer {layer}")))?;
+            if versions.len() == usize::from(u16::MAX) {
+                return Err(CodecError::TableVersions { layer: layer.0 });
+            }
+            versions.push(HuffmanTable::new(&counts));
+        }
+        Ok(())
+    }
+
     /// Encodes one block of one layer: `2 * kv_heads` pages appended to `out`, K heads first.
     ///
     /// # Errors
@@ -152,16 +222,17 @@ impl ModelCodec {
         out: &mut Vec<u8>,
     ) -> Result<EncodedBlock, CodecError> {
         self.check_block(layer, block)?;
+        let stages = [self.stage(layer, Side::Key)?, self.stage(layer, Side::Value)?];
         let start = out.len();
         let mut encoded = EncodedBlock::default();
-        let mut scratch = encode::Scratch::default();
+        let mut scratch = Scratch::default();
         for side in Side::BOTH {
             let side_start = out.len();
             for head in 0..self.geometry.kv_heads as usize {
-                let side_of_head = self.head(layer, side, head);
-                let rows = block.head(side, head, side_of_head.dim());
-                let place = PagePlace { layer, side, head, dtype: self.geometry.dtype };
-                let page = encode::page(side_of_head, place, rows, &mut scratch, out);
+                let head_side = self.head(layer, side, head);
+                let rows = block.head(side, head, head_side.dim());
+                let place = (head_side, HeadPlace { layer, side, head }, self.geometry.dtype);
+                let page = encode::page(place, rows, stages[side.index()], &mut scratch, out);
                 encoded.parts += page.parts;
                 encoded.fallback_pages += u32::from(page.fallback);
                 let end = u32::try_from(out.len() - start).expect("a block is below 4 GiB");
@@ -174,6 +245,18 @@ impl ModelCodec {
             }
         }
         Ok(encoded)
+    }
+
+    /// The entropy stage of a side, with its newest table.
+    fn stage(&self, layer: LayerIndex, side: Side) -> Result<Stage<'_>, CodecError> {
+        if self.spec.side(side).entropy == Entropy::None {
+            return Ok(Stage::Fixed);
+        }
+        let versions = &self.tables[table_index(layer, side)];
+        match versions.last() {
+            Some(table) => Ok(Stage::Huffman { table, version: versions.len() as u16 }),
+            None => Err(CodecError::TablesMissing { layer: layer.0, side }),
+        }
     }
 
     fn check_block(&self, layer: LayerIndex, block: &BlockRows<'_>) -> Result<(), CodecError> {
@@ -212,4 +295,8 @@ impl ModelCodec {
         }
         CodecError::NonFinite { side, head, token, channel }
     }
+}
+
+fn table_index(layer: LayerIndex, side: Side) -> usize {
+    layer.0 as usize * 2 + side.index()
 }

@@ -1,9 +1,14 @@
 //! Pages back to rows.
 
-use crate::page::{Page, PageHeader};
+use crate::huffman::{HuffmanTable, Stream};
+use crate::page::{Page, PageHeader, id};
 use crate::side::HeadQuantizer;
-use crate::{HeadSide, ModelCodec, PageError, bits};
+use crate::side::uniform::ScaleRow;
+use crate::{Entropy, HeadSide, ModelCodec, PageError, ROWS_PER_STREAM, bits};
 use kvd_core::{DType, Geometry, LayerIndex, Side};
+use std::ops::Range;
+
+const DIM_MAX: usize = Geometry::HEAD_DIM_MAX as usize;
 
 /// What the rows of a page are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,6 +32,19 @@ pub struct PageReader<'a> {
 enum Payload<'a> {
     Rows { dtype: DType, bytes: &'a [u8] },
     Fixed { scales: &'a [u8], bits: u32, codes: &'a [u8] },
+    Huffman { scales: &'a [u8], table: &'a HuffmanTable, lengths: &'a [u8], codes: &'a [u8] },
+}
+
+/// Codes of one row, and what dequantizing keeps between rows.
+struct RowBuffer {
+    symbols: [u16; DIM_MAX],
+    scale: ScaleRow,
+}
+
+impl RowBuffer {
+    fn new() -> Self {
+        Self { symbols: [0; DIM_MAX], scale: ScaleRow::default() }
+    }
 }
 
 impl<'a> PageReader<'a> {
@@ -48,23 +66,31 @@ impl<'a> PageReader<'a> {
         let page = Page::parse(bytes)?;
         let header = *page.header();
         let head_side = model.head(layer, side, head);
+        let dim = head_side.dim();
         check("side", header.side.index(), side.index())?;
         check("layer", usize::from(header.layer), layer.0 as usize)?;
         check("head", usize::from(header.head), head)?;
-        check("dim", usize::from(header.dim), head_side.dim())?;
+        check("dim", usize::from(header.dim), dim)?;
         check("codec_tag", usize::from(header.codec_tag), usize::from(head_side.tag))?;
         let dtype = model.geometry().dtype;
-        let id =
-            if header.fallback { crate::page::id::float(dtype) } else { head_side.quantizer_id() };
+        let id = if header.fallback { id::float(dtype) } else { head_side.quantizer_id() };
         check("quantizer", usize::from(header.quantizer), usize::from(id))?;
-        check("huffman", usize::from(header.huffman), 0)?;
-        let payload = if header.fallback {
-            rows(dtype, &page, head_side.dim())?
-        } else if let HeadQuantizer::Float(dtype) = head_side.quantizer {
-            rows(dtype, &page, head_side.dim())?
-        } else {
-            codes(head_side, &page)?
+        let entropy = model.spec().side(side).entropy;
+        let huffman = entropy == Entropy::Huffman && !header.fallback;
+        check("huffman", usize::from(header.huffman), usize::from(huffman))?;
+        let version = header.table_version;
+        let payload = match head_side.quantizer {
+            _ if header.fallback => rows(dtype, &page, dim)?,
+            HeadQuantizer::Float(dtype) => rows(dtype, &page, dim)?,
+            _ if huffman => {
+                let table = model.table(layer, side, version).ok_or(PageError::Table(version))?;
+                streams(head_side, &page, table)?
+            }
+            _ => codes(head_side, &page)?,
         };
+        if !huffman {
+            check("table_version", usize::from(version), 0)?;
+        }
         Ok(Self { side: head_side, page, payload })
     }
 
@@ -98,7 +124,8 @@ impl<'a> PageReader<'a> {
         self.page.verify()
     }
 
-    /// Decodes rows `first..first + count` into `out` (`[count, dim]`, row-major).
+    /// Decodes rows `first..first + count` into `out` (`[count, dim]`, row-major). Cheapest when
+    /// `first` is a multiple of [`ROWS_PER_STREAM`].
     ///
     /// # Errors
     /// When the range or the buffer does not fit, or the codes are corrupt.
@@ -117,16 +144,56 @@ impl<'a> PageReader<'a> {
             Payload::Rows { dtype, bytes } => {
                 let row = dim * dtype.size_bytes();
                 dtype.widen(&bytes[first * row..end * row], out);
+                Ok(())
             }
             Payload::Fixed { scales, bits, codes } => {
-                let mut symbols = [0u16; Geometry::HEAD_DIM_MAX as usize];
-                let symbols = &mut symbols[..self.side.quantizer.symbols_per_row(dim)];
+                let quantizer = &self.side.quantizer;
+                let mut buffer = RowBuffer::new();
+                let symbols = &mut buffer.symbols[..quantizer.symbols_per_row(dim)];
                 let row_bytes = bits::row_bytes(symbols.len(), bits);
                 for (row, out) in (first..end).zip(out.chunks_exact_mut(dim)) {
                     bits::unpack_row(&codes[row * row_bytes..][..row_bytes], bits, symbols);
-                    self.side.quantizer.dequantize_row(scales, row, symbols, out);
+                    quantizer.dequantize_row(scales, row, symbols, &mut buffer.scale, out);
+                }
+                Ok(())
+            }
+            Payload::Huffman { scales, table, lengths, codes } => {
+                self.decode_streams((scales, table, lengths, codes), first..end, out)
+            }
+        }
+    }
+
+    /// Decodes the rows `wanted` of a Huffman page.
+    fn decode_streams(
+        &self,
+        (scales, table, lengths, codes): (&[u8], &HuffmanTable, &[u8], &[u8]),
+        wanted: Range<usize>,
+        out: &mut [f32],
+    ) -> Result<(), PageError> {
+        let (quantizer, dim) = (&self.side.quantizer, self.side.dim());
+        let mut buffer = RowBuffer::new();
+        let symbols = &mut buffer.symbols[..quantizer.symbols_per_row(dim)];
+        let mut start = 0;
+        for (index, length) in lengths.as_chunks::<2>().0.iter().enumerate() {
+            let bytes = &codes[start..][..usize::from(u16::from_le_bytes(*length))];
+            start += bytes.len();
+            let first = index * ROWS_PER_STREAM;
+            let rows = first..self.tokens().min(first + ROWS_PER_STREAM);
+            if rows.end <= wanted.start {
+                continue;
+            }
+            if rows.start >= wanted.end {
+                break;
+            }
+            let mut stream = Stream::new(table, bytes);
+            for row in rows.start..rows.end.min(wanted.end) {
+                stream.read(symbols);
+                if row >= wanted.start {
+                    let out = &mut out[(row - wanted.start) * dim..][..dim];
+                    quantizer.dequantize_row(scales, row, symbols, &mut buffer.scale, out);
                 }
             }
+            stream.check(wanted.end >= rows.end)?;
         }
         Ok(())
     }
@@ -147,7 +214,7 @@ fn rows<'a>(dtype: DType, page: &Page<'a>, dim: usize) -> Result<Payload<'a>, Pa
     Ok(Payload::Rows { dtype, bytes })
 }
 
-/// A payload of scales and codes.
+/// A payload of scales and fixed-width codes.
 fn codes<'a>(side: &HeadSide, page: &Page<'a>) -> Result<Payload<'a>, PageError> {
     let tokens = usize::from(page.header().tokens);
     let payload = page.payload();
@@ -157,4 +224,26 @@ fn codes<'a>(side: &HeadSide, page: &Page<'a>) -> Result<Payload<'a>, PageError>
     check("payload_len", payload.len(), scale_bytes + tokens * row_bytes)?;
     let (scales, codes) = payload.split_at(scale_bytes);
     Ok(Payload::Fixed { scales, bits, codes })
+}
+
+/// A payload of scales and Huffman streams.
+fn streams<'a>(
+    side: &HeadSide,
+    page: &Page<'a>,
+    table: &'a HuffmanTable,
+) -> Result<Payload<'a>, PageError> {
+    let tokens = usize::from(page.header().tokens);
+    let (scales, rest) = page
+        .payload()
+        .split_at_checked(side.quantizer.scale_bytes(tokens, side.dim()))
+        .ok_or(PageError::Payload("it ends inside the scales"))?;
+    let (lengths, codes) = rest
+        .split_at_checked(2 * tokens.div_ceil(ROWS_PER_STREAM))
+        .ok_or(PageError::Payload("it ends inside the stream lengths"))?;
+    let chunks = lengths.as_chunks::<2>().0;
+    let total: usize = chunks.iter().map(|b| usize::from(u16::from_le_bytes(*b))).sum();
+    if total != codes.len() {
+        return Err(PageError::Payload("stream lengths do not add up to its end"));
+    }
+    Ok(Payload::Huffman { scales, table, lengths, codes })
 }

@@ -155,12 +155,13 @@ mod tests {
     #[test]
     fn every_f32_with_a_short_mantissa_matches_a_search() {
         let ladder = ladder();
-        for top in (0..=0x7F80u32).filter(|top| *top < 0x7F80) {
+        for top in 0..0x7F80u32 {
             let x = f32::from_bits(top << 16);
             let nearest = ladder
                 .iter()
                 .min_by(|l, r| {
-                    let distance = |to: f32| (f64::from(to) - f64::from(x)).abs();
+                    // Everything above saturates; f64 would lose the difference.
+                    let distance = |to: f32| (to - x.min(448.0)).abs();
                     let (dl, dr) = (distance(l.1), distance(r.1));
                     dl.total_cmp(&dr).then((l.0 % 2).cmp(&(r.0 % 2)))
                 })

@@ -1,11 +1,15 @@
 //! One head's side of a codec: its transforms and its quantizer with what calibration gave them.
 
-mod bind;
+pub(crate) mod bind;
 pub(crate) mod float;
+pub(crate) mod uniform;
+pub(crate) mod vq;
 
 use crate::page::id;
 use crate::transform::Step;
 use kvd_core::{DType, Geometry};
+use uniform::{ScaleRow, Uniform};
+use vq::Codebook;
 
 /// The page's values do not fit the quantizer; the page falls back to raw floats.
 #[derive(Debug)]
@@ -18,6 +22,10 @@ pub(crate) enum HeadQuantizer {
     Float(DType),
     /// FP8 codes, one scale per page.
     E4m3,
+    /// Uniform levels, f16 pairs per group.
+    Uniform(Uniform),
+    /// Codebook indices.
+    Vq(Codebook),
 }
 
 impl HeadQuantizer {
@@ -26,6 +34,8 @@ impl HeadQuantizer {
         match self {
             Self::Float(_) => 0,
             Self::E4m3 => 8,
+            Self::Uniform(uniform) => uniform.code_bits(),
+            Self::Vq(book) => book.code_bits(),
         }
     }
 
@@ -33,15 +43,17 @@ impl HeadQuantizer {
     pub(crate) fn symbols_per_row(&self, dim: usize) -> usize {
         match self {
             Self::Float(_) => 0,
-            Self::E4m3 => dim,
+            Self::E4m3 | Self::Uniform(_) => dim,
+            Self::Vq(book) => dim / book.dim(),
         }
     }
 
     /// Bytes of scales in a page.
-    pub(crate) fn scale_bytes(&self, _tokens: usize, _dim: usize) -> usize {
+    pub(crate) fn scale_bytes(&self, tokens: usize, dim: usize) -> usize {
         match self {
-            Self::Float(_) => 0,
+            Self::Float(_) | Self::Vq(_) => 0,
             Self::E4m3 => float::E4M3_SCALE_BYTES,
+            Self::Uniform(uniform) => uniform.scale_bytes(tokens, dim),
         }
     }
 
@@ -49,13 +61,15 @@ impl HeadQuantizer {
     pub(crate) fn quantize(
         &self,
         rows: &[f32],
-        _dim: usize,
+        dim: usize,
         symbols: &mut Vec<u16>,
         scales: &mut Vec<u8>,
     ) -> Result<(), Unquantizable> {
         match self {
             Self::Float(_) => Ok(()),
             Self::E4m3 => float::encode_e4m3(rows, symbols, scales),
+            Self::Uniform(uniform) => uniform.quantize(rows, dim, symbols, scales),
+            Self::Vq(book) => book.quantize(rows, symbols),
         }
     }
 
@@ -63,13 +77,16 @@ impl HeadQuantizer {
     pub(crate) fn dequantize_row(
         &self,
         scales: &[u8],
-        _row: usize,
+        row: usize,
         symbols: &[u16],
+        loaded: &mut ScaleRow,
         out: &mut [f32],
     ) {
         match self {
             Self::Float(_) => {}
             Self::E4m3 => float::decode_e4m3(scales, symbols, out),
+            Self::Uniform(uniform) => uniform.dequantize_row(scales, row, symbols, loaded, out),
+            Self::Vq(book) => book.dequantize_row(symbols, out),
         }
     }
 }
@@ -96,12 +113,24 @@ impl HeadSide {
         match self.quantizer {
             HeadQuantizer::Float(dtype) => id::float(dtype),
             HeadQuantizer::E4m3 => id::E4M3,
+            HeadQuantizer::Uniform(_) => id::UNIFORM,
+            HeadQuantizer::Vq(_) => id::VQ,
         }
     }
 
-    /// Bytes kept from the calibration: f32 factors.
+    /// The head's codebook, when its quantizer is VQ.
+    #[must_use]
+    pub fn codebook(&self) -> Option<&Codebook> {
+        match &self.quantizer {
+            HeadQuantizer::Vq(book) => Some(book),
+            _ => None,
+        }
+    }
+
+    /// Bytes kept from the calibration: f32 factors and f16 codebook entries.
     pub(crate) fn calibration_bytes(&self) -> u64 {
-        self.steps.iter().map(Step::calibration_bytes).sum()
+        let factors: u64 = self.steps.iter().map(Step::calibration_bytes).sum();
+        factors + self.codebook().map_or(0, |book| 2 * book.entries().len() as u64)
     }
 
     /// Whether coefficients are the rows themselves.

@@ -1,0 +1,264 @@
+//! Canonical, length-limited Huffman codes over at most 256 symbols (KVComp §3.2).
+//!
+//! Every symbol of the alphabet has a code, so data that the table was not built from still
+//! encodes. Bits are packed least significant first, codes bit-reversed, so that the next code
+//! is always in the low bits of the reservoir.
+
+use crate::PageError;
+
+/// Longest code for alphabets of up to 128 symbols: one look-up in a table of 256.
+const LIMIT_SMALL: u32 = 8;
+/// Longest code for larger alphabets.
+const LIMIT_LARGE: u32 = 12;
+
+/// A code for each symbol, and the look-up table that decodes one symbol at a time.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HuffmanTable {
+    limit: u32,
+    lengths: Vec<u8>,
+    codes: Vec<u16>,
+    /// Indexed by the next `limit` bits: `length << 8 | symbol`.
+    decode: Vec<u16>,
+}
+
+impl HuffmanTable {
+    /// Builds the table for symbol counts; every symbol counts at least once.
+    pub(crate) fn new(counts: &[u64]) -> Self {
+        debug_assert!((2..=256).contains(&counts.len()));
+        let limit = if counts.len() <= 128 { LIMIT_SMALL } else { LIMIT_LARGE };
+        let counts: Vec<u64> = counts.iter().map(|count| (*count).max(1)).collect();
+        Self::from_lengths(limit, package_merge(&counts, limit))
+    }
+
+    /// Canonical codes: shorter first, then by symbol.
+    fn from_lengths(limit: u32, lengths: Vec<u8>) -> Self {
+        let mut order: Vec<usize> = (0..lengths.len()).collect();
+        order.sort_by_key(|symbol| (lengths[*symbol], *symbol));
+        let mut codes = vec![0u16; lengths.len()];
+        let mut decode = vec![0u16; 1 << limit];
+        let (mut next, mut previous) = (0u32, 0u32);
+        for symbol in order {
+            let length = u32::from(lengths[symbol]);
+            next <<= length - previous;
+            previous = length;
+            let code = next.reverse_bits() >> (32 - length);
+            next += 1;
+            codes[symbol] = code as u16;
+            let entry = (length << 8) as u16 | symbol as u16;
+            for slot in decode.iter_mut().skip(code as usize).step_by(1 << length) {
+                *slot = entry;
+            }
+        }
+        Self { limit, lengths, codes, decode }
+    }
+
+    /// Code length of each symbol, in bits.
+    #[must_use]
+    pub fn lengths(&self) -> &[u8] {
+        &self.lengths
+    }
+
+    /// Longest code, in bits: the decode table has `2^limit` entries.
+    #[must_use]
+    pub fn limit(&self) -> u32 {
+        self.limit
+    }
+
+    /// Indexed by the next [`HuffmanTable::limit`] bits, least significant first:
+    /// `length << 8 | symbol`. Every entry is a valid code.
+    #[must_use]
+    pub fn decode_table(&self) -> &[u16] {
+        &self.decode
+    }
+
+    /// Bytes that a store must keep to rebuild the table: one length per symbol.
+    pub(crate) fn size_bytes(&self) -> u64 {
+        self.lengths.len() as u64
+    }
+
+    /// Appends one byte-aligned stream.
+    pub(crate) fn encode(&self, symbols: &[u16], out: &mut Vec<u8>) {
+        let (mut held, mut filled) = (0u64, 0u32);
+        for symbol in symbols {
+            let symbol = usize::from(*symbol);
+            held |= u64::from(self.codes[symbol]) << filled;
+            filled += u32::from(self.lengths[symbol]);
+            if filled >= 32 {
+                out.extend_from_slice(&(held as u32).to_le_bytes());
+                held >>= 32;
+                filled -= 32;
+            }
+        }
+        out.extend_from_slice(&held.to_le_bytes()[..filled.div_ceil(8) as usize]);
+    }
+}
+
+/// Reads one stream symbol by symbol. Past the end it reads zeros and [`Stream::check`] fails.
+pub(crate) struct Stream<'a> {
+    table: &'a HuffmanTable,
+    bytes: &'a [u8],
+    /// Bytes that have entered the reservoir, or would have.
+    at: usize,
+    held: u64,
+    filled: u32,
+}
+
+impl<'a> Stream<'a> {
+    pub(crate) fn new(table: &'a HuffmanTable, bytes: &'a [u8]) -> Self {
+        Self { table, bytes, at: 0, held: 0, filled: 0 }
+    }
+
+    /// Tops the reservoir up to at least 56 bits.
+    #[inline]
+    fn refill(&mut self) {
+        if let Some(next) = self.bytes.get(self.at..).and_then(|rest| rest.first_chunk::<8>()) {
+            self.held |= u64::from_le_bytes(*next) << self.filled;
+            self.at += ((63 - self.filled) >> 3) as usize;
+            self.filled |= 56;
+            return;
+        }
+        while self.filled <= 56 {
+            let byte = self.bytes.get(self.at).copied().unwrap_or(0);
+            self.held |= u64::from(byte) << self.filled;
+            self.at += 1;
+            self.filled += 8;
+        }
+    }
+
+    /// Reads `symbols.len()` symbols.
+    pub(crate) fn read(&mut self, symbols: &mut [u16]) {
+        if self.table.limit == LIMIT_SMALL {
+            self.read_limited::<LIMIT_SMALL, 7>(symbols);
+        } else {
+            self.read_limited::<LIMIT_LARGE, 4>(symbols);
+        }
+    }
+
+    /// `BATCH` codes of at most `LIMIT` bits fit in the 56 bits after a refill.
+    fn read_limited<const LIMIT: u32, const BATCH: usize>(&mut self, symbols: &mut [u16]) {
+        let decode = &self.table.decode[..1 << LIMIT];
+        for batch in symbols.chunks_mut(BATCH) {
+            self.refill();
+            let (mut held, mut filled) = (self.held, self.filled);
+            for symbol in batch {
+                let entry = decode[(held & ((1 << LIMIT) - 1)) as usize];
+                let length = u32::from(entry >> 8);
+                *symbol = entry & 0xFF;
+                held >>= length;
+                filled -= length;
+            }
+            (self.held, self.filled) = (held, filled);
+        }
+    }
+
+    /// Tests that what was read lies inside the stream, and, where all of it was read, that it
+    /// ends in the last byte.
+    pub(crate) fn check(&self, complete: bool) -> Result<(), PageError> {
+        let used = self.at * 8 - self.filled as usize;
+        if used > self.bytes.len() * 8 || (complete && used.div_ceil(8) != self.bytes.len()) {
+            return Err(PageError::Payload("a stream does not end where its length says"));
+        }
+        Ok(())
+    }
+}
+
+/// Optimal code lengths of at most `limit` bits (Larmore and Hirschberg's package-merge).
+fn package_merge(counts: &[u64], limit: u32) -> Vec<u8> {
+    let mut order: Vec<usize> = (0..counts.len()).collect();
+    order.sort_by_key(|symbol| (counts[*symbol], *symbol));
+    // Per level: weights in ascending order, and which of them are symbols (not packages).
+    let mut levels: Vec<Vec<bool>> = Vec::new();
+    let mut weights: Vec<u64> = Vec::new();
+    for _ in 0..limit {
+        let packages: Vec<u64> = weights.as_chunks::<2>().0.iter().map(|[a, b]| a + b).collect();
+        let mut leaves = order.iter().map(|symbol| counts[*symbol]).peekable();
+        let mut packages = packages.into_iter().peekable();
+        let (mut merged, mut is_leaf) = (Vec::new(), Vec::new());
+        loop {
+            let leaf = match (leaves.peek(), packages.peek()) {
+                (Some(leaf), Some(package)) => leaf <= package,
+                (leaf, package) => {
+                    if leaf.is_none() && package.is_none() {
+                        break;
+                    }
+                    leaf.is_some()
+                }
+            };
+            merged.extend(if leaf { leaves.next() } else { packages.next() });
+            is_leaf.push(leaf);
+        }
+        weights = merged;
+        levels.push(is_leaf);
+    }
+    let mut lengths = vec![0u8; counts.len()];
+    let mut wanted = 2 * counts.len() - 2;
+    for is_leaf in levels.iter().rev() {
+        let leaves = is_leaf[..wanted].iter().filter(|leaf| **leaf).count();
+        for symbol in &order[..leaves] {
+            lengths[*symbol] += 1;
+        }
+        wanted = 2 * (wanted - leaves);
+    }
+    lengths
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn kraft(table: &HuffmanTable) -> u32 {
+        table.lengths.iter().map(|l| 1 << (16 - u32::from(*l))).sum()
+    }
+
+    proptest! {
+        #[test]
+        fn codes_are_complete_and_round_trip(
+            counts in proptest::collection::vec(
+                prop_oneof![Just(0u64), 1u64..50, 1000u64..10_000_000], 2..=256),
+            picks in proptest::collection::vec(any::<u16>(), 0..300),
+        ) {
+            let table = HuffmanTable::new(&counts);
+            prop_assert_eq!(kraft(&table), 1 << 16);
+            prop_assert!(table.lengths.iter().all(|l| (1..=table.limit).contains(&u32::from(*l))));
+            let symbols: Vec<u16> =
+                picks.iter().map(|p| p % counts.len() as u16).collect();
+            let mut bytes = Vec::new();
+            table.encode(&symbols, &mut bytes);
+            let mut back = vec![0; symbols.len()];
+            let mut stream = Stream::new(&table, &bytes);
+            stream.read(&mut back);
+            prop_assert_eq!(&back, &symbols);
+            prop_assert_eq!(stream.check(true), Ok(()));
+            if bytes.len() > 1 {
+                let mut short = Stream::new(&table, &bytes[..bytes.len() - 1]);
+                short.read(&mut back);
+                prop_assert!(short.check(true).is_err());
+            }
+        }
+    }
+
+    #[test]
+    fn a_skewed_source_costs_close_to_its_entropy() {
+        // Two-sided geometric around 10 of 21 symbols, as block-quantized keys are.
+        let counts: Vec<u64> =
+            (0..21i32).map(|s| (1e6 * 0.6f64.powi((s - 10).abs())) as u64).collect();
+        let table = HuffmanTable::new(&counts);
+        let total: u64 = counts.iter().sum();
+        let entropy: f64 =
+            counts.iter().map(|c| *c as f64 / total as f64).map(|p| -p * p.log2()).sum();
+        let bits: u64 = counts.iter().zip(&table.lengths).map(|(c, l)| c * u64::from(*l)).sum();
+        let mean = bits as f64 / total as f64;
+        assert!(mean >= entropy && mean <= entropy * 1.03, "{mean} bits for {entropy}");
+    }
+
+    #[test]
+    fn two_symbols_take_one_bit() {
+        assert_eq!(HuffmanTable::new(&[5, 1_000_000]).lengths, [1, 1]);
+    }
+
+    #[test]
+    fn unlimited_lengths_equal_plain_huffman() {
+        assert_eq!(HuffmanTable::new(&[1, 1, 2, 4, 8]).lengths, [4, 4, 3, 2, 1]);
+    }
+}

@@ -1,0 +1,164 @@
+//! Seeded k-means: k-means++ start, Lloyd iterations, empty clusters moved to the worst points.
+//!
+//! Deterministic: the same points and seed give the same entries on every machine that rounds
+//! f32 arithmetic as IEEE 754 says.
+
+use crate::side::vq::Codebook;
+
+/// Lloyd iterations at most; assignments have usually settled before.
+const ITERATIONS: usize = 25;
+
+/// SplitMix64 (Steele, Lea, Flood 2014).
+pub(crate) struct Rng(pub(crate) u64);
+
+impl Rng {
+    pub(crate) fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        z ^ (z >> 31)
+    }
+
+    /// Uniform in `[0, 1)`.
+    pub(crate) fn unit(&mut self) -> f64 {
+        (self.next() >> 11) as f64 / (1u64 << 53) as f64
+    }
+}
+
+/// `count` entries of `dim` channels for `points` (`[n, dim]`, `n >= 1`), most used first.
+pub(crate) fn fit(points: &[f32], dim: usize, count: usize, rng: &mut Rng) -> Vec<f32> {
+    let n = points.len() / dim;
+    let mut entries = plus_plus(points, dim, count, rng);
+    let mut assigned = vec![usize::MAX; n];
+    let mut uses = vec![0u64; count];
+    for iteration in 0..=ITERATIONS {
+        let book = Codebook::new(dim, entries.clone());
+        let mut sums = vec![0f64; count * dim];
+        let mut errors = vec![0f32; n];
+        let mut moved = false;
+        uses.fill(0);
+        for (index, point) in points.chunks_exact(dim).enumerate() {
+            let (nearest, score) = book.nearest(point);
+            moved |= assigned[index] != nearest;
+            assigned[index] = nearest;
+            uses[nearest] += 1;
+            errors[index] = score + point.iter().map(|x| x * x).sum::<f32>();
+            for (sum, x) in sums[nearest * dim..][..dim].iter_mut().zip(point) {
+                *sum += f64::from(*x);
+            }
+        }
+        if !moved || iteration == ITERATIONS {
+            break;
+        }
+        for (index, entry) in entries.chunks_exact_mut(dim).enumerate() {
+            if uses[index] > 0 {
+                for (value, sum) in entry.iter_mut().zip(&sums[index * dim..]) {
+                    *value = (sum / uses[index] as f64) as f32;
+                }
+            }
+        }
+        reseed(points, dim, &uses, &errors, &mut entries);
+    }
+    let mut order: Vec<usize> = (0..count).collect();
+    order.sort_by_key(|index| (std::cmp::Reverse(uses[*index]), *index));
+    order.iter().flat_map(|index| &entries[index * dim..][..dim]).copied().collect()
+}
+
+/// Starting entries, each drawn with a probability proportional to the squared distance from
+/// those before it (Arthur and Vassilvitskii 2007).
+fn plus_plus(points: &[f32], dim: usize, count: usize, rng: &mut Rng) -> Vec<f32> {
+    let n = points.len() / dim;
+    // One array per channel, so that the distance loop runs over points in lanes.
+    let channels: Vec<Vec<f32>> =
+        (0..dim).map(|c| points.iter().skip(c).step_by(dim).copied().collect()).collect();
+    let mut distance = vec![f32::INFINITY; n];
+    let mut fresh = vec![0f32; n];
+    let mut entries = Vec::with_capacity(count * dim);
+    let mut pick = (rng.unit() * n as f64) as usize;
+    loop {
+        let entry = &points[pick * dim..][..dim];
+        entries.extend_from_slice(entry);
+        if entries.len() == count * dim {
+            return entries;
+        }
+        fresh.fill(0.0);
+        for (channel, value) in channels.iter().zip(entry) {
+            for (fresh, x) in fresh.iter_mut().zip(channel) {
+                *fresh += (x - value) * (x - value);
+            }
+        }
+        for (distance, fresh) in distance.iter_mut().zip(&fresh) {
+            *distance = if *fresh < *distance { *fresh } else { *distance };
+        }
+        pick = draw(&distance, rng);
+    }
+}
+
+/// An index drawn in proportion to `weights`; any index when all are zero.
+fn draw(weights: &[f32], rng: &mut Rng) -> usize {
+    // Sums of runs first: one pass that vectorizes, then one run to search.
+    const RUN: usize = 256;
+    let runs: Vec<f64> =
+        weights.chunks(RUN).map(|run| f64::from(run.iter().sum::<f32>())).collect();
+    let total: f64 = runs.iter().sum();
+    let mut left = rng.unit() * total;
+    if !(total > 0.0 && total.is_finite()) {
+        return (rng.unit() * weights.len() as f64) as usize;
+    }
+    let mut run = 0;
+    while run + 1 < runs.len() && left >= runs[run] {
+        left -= runs[run];
+        run += 1;
+    }
+    let start = run * RUN;
+    let end = weights.len().min(start + RUN);
+    for (index, weight) in weights[start..end].iter().enumerate() {
+        left -= f64::from(*weight);
+        if left < 0.0 {
+            return start + index;
+        }
+    }
+    end - 1
+}
+
+/// Moves entries that no point uses to the points that are served worst.
+fn reseed(points: &[f32], dim: usize, uses: &[u64], errors: &[f32], entries: &mut [f32]) {
+    let empty: Vec<usize> = (0..uses.len()).filter(|index| uses[*index] == 0).collect();
+    if empty.is_empty() {
+        return;
+    }
+    let mut worst: Vec<usize> = (0..errors.len()).collect();
+    worst.sort_by(|a, b| errors[*b].total_cmp(&errors[*a]).then(a.cmp(b)));
+    for (entry, point) in empty.into_iter().zip(worst) {
+        entries[entry * dim..][..dim].copy_from_slice(&points[point * dim..][..dim]);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn separated_clusters_are_found_and_ordered_by_use() {
+        let mut rng = Rng(1);
+        let mut points = Vec::new();
+        for (centre, size) in [(-10.0f32, 300), (0.0, 100), (10.0, 200)] {
+            for _ in 0..size {
+                points.extend([centre + rng.unit() as f32, -centre + rng.unit() as f32]);
+            }
+        }
+        let entries = fit(&points, 2, 3, &mut Rng(5));
+        for (entry, centre) in entries.chunks(2).zip([-10.0f32, 10.0, 0.0]) {
+            assert!((entry[0] - centre - 0.5).abs() < 0.2, "{entries:?}");
+        }
+        assert_eq!(entries, fit(&points, 2, 3, &mut Rng(5)));
+    }
+
+    #[test]
+    fn fewer_distinct_points_than_entries_is_fine() {
+        let entries = fit(&[1.0, 1.0, 1.0, 2.0], 1, 16, &mut Rng(0));
+        assert_eq!(entries.len(), 16);
+        assert!(entries.contains(&1.0) && entries.contains(&2.0));
+    }
+}

@@ -1,0 +1,259 @@
+//! Equidistant levels between a group's minimum and maximum: KIVI's bits and KVComp's relative
+//! step (§3.1.1), with the group along tokens of a channel, channels of a token, or the page.
+//!
+//! Scales are f16, in *scale rows*: all minima of the row, then all its steps. A scale row covers
+//! a group of tokens (channel axis: one pair per channel), one token (token axis: one pair per
+//! group of channels) or the page (block axis: one pair). The minimum is rounded down and the
+//! step up, so the levels cover the group and the error is at most half the stored step.
+
+use super::Unquantizable;
+use crate::{GroupAxis, UniformStep};
+use half::f16;
+use kvd_core::{DType, Geometry};
+
+const DIM_MAX: usize = Geometry::HEAD_DIM_MAX as usize;
+
+/// Adding this to `0 <= x < 2^22` rounds to an integer (ties to even) in the low mantissa bits.
+const ROUND: f32 = 8_388_608.0;
+
+/// A uniform quantizer.
+#[derive(Clone, Debug)]
+pub(crate) struct Uniform {
+    step: UniformStep,
+    axis: GroupAxis,
+    group: Option<usize>,
+    /// Largest code.
+    top: u16,
+}
+
+/// One scale row as f32, for the rows that share it.
+pub(crate) struct ScaleRow {
+    /// Which scale row is loaded.
+    row: Option<usize>,
+    minima: [f32; DIM_MAX],
+    steps: [f32; DIM_MAX],
+}
+
+impl Default for ScaleRow {
+    fn default() -> Self {
+        Self { row: None, minima: [0.0; DIM_MAX], steps: [0.0; DIM_MAX] }
+    }
+}
+
+impl Uniform {
+    pub(crate) fn new(step: UniformStep, axis: GroupAxis, group: Option<u16>, top: u16) -> Self {
+        Self { step, axis, group: group.map(usize::from), top }
+    }
+
+    /// Pairs in one scale row.
+    fn pairs(&self, dim: usize) -> usize {
+        match self.axis {
+            GroupAxis::Channel => dim,
+            GroupAxis::Token => dim.div_ceil(self.group.unwrap_or(dim)),
+            GroupAxis::Block => 1,
+        }
+    }
+
+    /// Tokens that share a scale row.
+    fn rows_per_scale(&self, tokens: usize) -> usize {
+        match self.axis {
+            GroupAxis::Channel => self.group.unwrap_or(tokens),
+            GroupAxis::Token => 1,
+            GroupAxis::Block => tokens,
+        }
+    }
+
+    pub(crate) fn scale_bytes(&self, tokens: usize, dim: usize) -> usize {
+        tokens.div_ceil(self.rows_per_scale(tokens)) * self.pairs(dim) * 4
+    }
+
+    pub(crate) fn code_bits(&self) -> u32 {
+        u16::BITS - self.top.leading_zeros()
+    }
+
+    /// Channels that share a pair inside a row.
+    fn channels_per_pair(&self, dim: usize) -> usize {
+        match self.axis {
+            GroupAxis::Channel => 1,
+            GroupAxis::Token => self.group.unwrap_or(dim).min(dim),
+            GroupAxis::Block => dim,
+        }
+    }
+
+    pub(crate) fn quantize(
+        &self,
+        rows: &[f32],
+        dim: usize,
+        symbols: &mut Vec<u16>,
+        scales: &mut Vec<u8>,
+    ) -> Result<(), Unquantizable> {
+        let absmax = rows.iter().fold(0f32, |m, x| if x.abs() <= m { m } else { x.abs() });
+        if !absmax.is_finite() {
+            return Err(Unquantizable);
+        }
+        let share = self.rows_per_scale(rows.len() / dim) * dim;
+        let (pairs, span) = (self.pairs(dim), self.channels_per_pair(dim));
+        let mut scale = ScaleRow::default();
+        symbols.reserve(rows.len());
+        for rows in rows.chunks(share) {
+            let (low, high) = (&mut scale.minima[..pairs], &mut scale.steps[..pairs]);
+            extremes(rows, dim, span, low, high);
+            for (low, high) in low.iter_mut().zip(high.iter_mut()) {
+                (*low, *high) = self.fit(*low, *high, absmax)?;
+            }
+            for pair in [&scale.minima, &scale.steps] {
+                scales.extend(pair[..pairs].iter().flat_map(|x| f16::from_f32(*x).to_le_bytes()));
+            }
+            // From here on the steps' reciprocals; a step of zero has a single code.
+            for step in &mut scale.steps[..pairs] {
+                *step = if *step > 0.0 { step.recip() } else { 0.0 };
+            }
+            for row in rows.chunks_exact(dim) {
+                self.codes(row, span, &scale, symbols);
+            }
+        }
+        Ok(())
+    }
+
+    /// Minimum and step, exactly representable in f16, that cover `low..=high`.
+    fn fit(&self, low: f32, high: f32, absmax: f32) -> Result<(f32, f32), Unquantizable> {
+        let minimum = f16_at_most(low);
+        let part = match self.step {
+            UniformStep::Bits(_) => f32::from(self.top).recip(),
+            UniformStep::Relative(rel) => rel,
+        };
+        let step = f16_at_least((high - minimum) * part);
+        if !minimum.is_finite() || !step.is_finite() {
+            return Err(Unquantizable);
+        }
+        // Below f16's range the stored step is coarser than asked for. That is fine for a group
+        // that hardly contributes, and no quantization at all if the whole page is that small.
+        if step > 2.0 * (high - low) * part && step > absmax / 1024.0 {
+            return Err(Unquantizable);
+        }
+        Ok((minimum, step))
+    }
+
+    /// Appends the codes of one row; `scale.steps` holds reciprocals.
+    fn codes(&self, row: &[f32], span: usize, scale: &ScaleRow, symbols: &mut Vec<u16>) {
+        let top = f32::from(self.top);
+        let code = |x: f32, minimum: f32, inverse: f32| {
+            let level = ((x - minimum) * inverse).min(top);
+            (level + ROUND).to_bits() as u16
+        };
+        let pairs = scale.minima.iter().zip(&scale.steps);
+        if span == 1 {
+            symbols.extend(row.iter().zip(pairs).map(|(x, (m, i))| code(*x, *m, *i)));
+            return;
+        }
+        for (part, (minimum, inverse)) in row.chunks(span).zip(pairs) {
+            symbols.extend(part.iter().map(|x| code(*x, *minimum, *inverse)));
+        }
+    }
+
+    /// Writes row `row` from its codes; `loaded` keeps the scale row from call to call.
+    pub(crate) fn dequantize_row(
+        &self,
+        scales: &[u8],
+        row: usize,
+        symbols: &[u16],
+        loaded: &mut ScaleRow,
+        out: &mut [f32],
+    ) {
+        let pairs = self.pairs(out.len());
+        let scale_row = match (self.axis, self.group) {
+            (GroupAxis::Channel, Some(group)) => row / group,
+            (GroupAxis::Token, _) => row,
+            (GroupAxis::Channel, None) | (GroupAxis::Block, _) => 0,
+        };
+        if loaded.row != Some(scale_row) {
+            let bytes = &scales[scale_row * pairs * 4..][..pairs * 4];
+            DType::F16.widen(&bytes[..pairs * 2], &mut loaded.minima[..pairs]);
+            DType::F16.widen(&bytes[pairs * 2..], &mut loaded.steps[..pairs]);
+            loaded.row = Some(scale_row);
+        }
+        let span = self.channels_per_pair(out.len());
+        let scale = loaded.minima[..pairs].iter().zip(&loaded.steps[..pairs]);
+        if span == 1 {
+            for ((out, symbol), (minimum, step)) in out.iter_mut().zip(symbols).zip(scale) {
+                *out = minimum + f32::from(*symbol) * step;
+            }
+            return;
+        }
+        let parts = out.chunks_mut(span).zip(symbols.chunks(span));
+        for ((out, symbols), (minimum, step)) in parts.zip(scale) {
+            for (out, symbol) in out.iter_mut().zip(symbols) {
+                *out = minimum + f32::from(*symbol) * step;
+            }
+        }
+    }
+}
+
+/// Minimum and maximum of each pair's values over `rows`.
+fn extremes(rows: &[f32], dim: usize, span: usize, low: &mut [f32], high: &mut [f32]) {
+    low.fill(f32::INFINITY);
+    high.fill(f32::NEG_INFINITY);
+    for row in rows.chunks_exact(dim) {
+        if span == 1 {
+            for ((x, low), high) in row.iter().zip(low.iter_mut()).zip(high.iter_mut()) {
+                *low = if *x < *low { *x } else { *low };
+                *high = if *x > *high { *x } else { *high };
+            }
+            continue;
+        }
+        for ((part, low), high) in row.chunks(span).zip(low.iter_mut()).zip(high.iter_mut()) {
+            *low = part.iter().fold(*low, |m, x| if *x < m { *x } else { m });
+            *high = part.iter().fold(*high, |m, x| if *x > m { *x } else { m });
+        }
+    }
+}
+
+/// The largest f16 that is not above `x` (finite).
+fn f16_at_most(x: f32) -> f32 {
+    let near = f16::from_f32(x);
+    let value = near.to_f32();
+    if value <= x {
+        return value;
+    }
+    // One step down; zero has two encodings.
+    let bits = near.to_bits();
+    let below = match bits {
+        0x0000 | 0x8000 => 0x8001,
+        _ if bits & 0x8000 == 0 => bits - 1,
+        _ => bits + 1,
+    };
+    f16::from_bits(below).to_f32()
+}
+
+/// The smallest f16 that is not below `x`.
+fn f16_at_least(x: f32) -> f32 {
+    // Adding zero turns -0 into 0.
+    -f16_at_most(-x) + 0.0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn directed_rounding_brackets(x in -70000f32..70000.0, tiny in -1e-6f32..1e-6) {
+            for x in [x, tiny] {
+                let (low, high) = (f16_at_most(x), f16_at_least(x));
+                prop_assert!(low <= x && x <= high);
+                let ulp = (x.abs() / 1024.0).max(6.0e-8);
+                prop_assert!(high - low <= ulp || high.is_infinite() || low.is_infinite());
+            }
+        }
+    }
+
+    #[test]
+    fn directed_rounding_at_the_edges() {
+        assert_eq!(f16_at_most(65504.0), 65504.0);
+        assert_eq!(f16_at_most(70000.0), 65504.0);
+        assert_eq!(f16_at_least(70000.0), f32::INFINITY);
+        assert_eq!(f16_at_most(-1e-12), -2f32.powi(-24));
+        assert_eq!(f16_at_least(0.0).to_bits(), 0);
+    }
+}
