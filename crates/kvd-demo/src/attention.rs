@@ -1,5 +1,6 @@
 //! The one part of the model that differs between runs.
 
+use crate::local::rounded;
 use anyhow::Result;
 use std::future::Future;
 
@@ -53,8 +54,13 @@ impl<A> Recorder<A> {
         Self { inner, layers: vec![Recording::default(); layers] }
     }
 
-    /// The recording of each layer.
-    pub fn into_layers(self) -> Vec<Recording> {
+    /// The recording of each layer, keys and values rounded to f16 as a cache keeps them.
+    pub fn into_layers(mut self) -> Vec<Recording> {
+        for layer in &mut self.layers {
+            for value in layer.k.iter_mut().chain(&mut layer.v) {
+                *value = rounded(*value);
+            }
+        }
         self.layers
     }
 }

@@ -3,7 +3,7 @@
 use crate::assets::Window;
 use crate::attention::{Recorder, Recording};
 use crate::config::ModelConfig;
-use crate::local::{LocalAttention, rounded};
+use crate::local::LocalAttention;
 use crate::model::Model;
 use anyhow::{Context, Result};
 use kvd_codec::{CodecSpec, Samples};
@@ -26,7 +26,7 @@ pub(crate) async fn samples(
 }
 
 /// Queries, keys and values of every layer over `window`.
-pub(crate) async fn record(
+async fn record(
     model: &Model,
     window: &Window,
     chunk: usize,
@@ -41,13 +41,7 @@ pub(crate) async fn record(
         position += tokens.len();
         on_step(tokens.len());
     }
-    let mut layers = recorder.into_layers();
-    for layer in &mut layers {
-        for value in layer.k.iter_mut().chain(&mut layer.v) {
-            *value = rounded(*value);
-        }
-    }
-    Ok(layers)
+    Ok(recorder.into_layers())
 }
 
 fn push(samples: &mut Samples, config: &ModelConfig, layers: &[Recording]) -> Result<()> {

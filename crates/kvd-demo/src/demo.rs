@@ -74,12 +74,10 @@ fn expected_tokens(
     let passages = options.passages * options.passage_tokens;
     let written = options.prompt_tokens + options.new_tokens;
     let clean_queries = options.passage_tokens - options.passage_tokens * 3 / 4;
-    let reference = passages + written + options.passage_tokens;
     let calibrated = codecs.iter().any(|(_, spec)| spec.needs_calibration());
     let calibration = subject.calibration.len() * options.passage_tokens;
-    reference
-        + usize::from(calibrated) * calibration
-        + codecs.len() * (passages + written + clean_queries)
+    let every_run = passages + written;
+    every_run + usize::from(calibrated) * calibration + codecs.len() * (every_run + clean_queries)
 }
 
 fn setup(options: &DemoOptions, info: &ServerInfo, subject: &Subject) -> Result<Setup> {

@@ -3,9 +3,9 @@
 use kvd_demo::{Assets, LocalAttention, Model, ModelConfig, QualitySums, Window, teacher_forced};
 
 fn fixture() -> (Assets, Model) {
-    let assets = Assets::embedded().unwrap();
-    let config = ModelConfig::parse(&assets.config).unwrap();
-    let model = Model::load(config, &assets.weights).unwrap();
+    let assets = Assets::embedded().expect("the fixture");
+    let config = ModelConfig::parse(&assets.config).expect("its configuration");
+    let model = Model::load(config, &assets.weights).expect("its weights");
     (assets, model)
 }
 
