@@ -10,7 +10,7 @@ const LANES: usize = 16;
 
 /// Coefficients this many times larger than any entry mean that the codebook was fitted on
 /// something else.
-const REACH: f32 = 8.0;
+const REACH: f32 = 16.0;
 
 /// Codebook entries, laid out for decoding and for the nearest-entry search.
 #[derive(Clone, Debug)]
@@ -168,8 +168,8 @@ mod tests {
     #[test]
     fn data_far_outside_the_codebook_is_refused() {
         let book = Codebook::new(2, vec![1.0, 0.0, -1.0, 0.5]);
-        assert!(book.quantize(&[8.0, -8.0], &mut Vec::new()).is_ok());
-        assert!(book.quantize(&[8.1, 0.0], &mut Vec::new()).is_err());
+        assert!(book.quantize(&[16.0, -16.0], &mut Vec::new()).is_ok());
+        assert!(book.quantize(&[16.1, 0.0], &mut Vec::new()).is_err());
         assert_eq!(book.nearest(&[f32::NAN, f32::MAX]).0, 0);
     }
 }

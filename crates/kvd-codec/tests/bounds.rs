@@ -1,0 +1,203 @@
+//! How far a decoded value may be from the original, per quantizer; exactness of the folds.
+#![allow(clippy::unwrap_used, reason = "a test may fail")]
+
+mod common;
+
+use common::{codec, decode, geometry, noise, page, rows};
+use half::f16;
+use kvd_codec::{BlockRows, ModelCodec, PageReader, Space, resolve};
+use kvd_core::{DType, LayerIndex, Side};
+use proptest::prelude::*;
+
+const LAYER: LayerIndex = LayerIndex(0);
+
+/// Key pages of both heads, decoded.
+fn keys(text: &str, dim: u32, dtype: DType, tokens: usize, k: &[f32]) -> Vec<f32> {
+    let geometry = geometry(dim, dtype);
+    let block = BlockRows { tokens, k, v: k };
+    let codec = codec(&geometry, text, &block);
+    let mut bytes = Vec::new();
+    let encoded = codec.encode_block(LAYER, &block, &mut bytes).unwrap();
+    assert_eq!(encoded.fallback_pages, 0);
+    (0..2).flat_map(|head| decode(&codec, Side::Key, head, page(&bytes, &encoded, head))).collect()
+}
+
+/// Indices of each group of `[2, tokens, dim]`.
+fn groups(axis: &str, size: usize, tokens: usize, dim: usize) -> Vec<Vec<usize>> {
+    let mut groups = Vec::new();
+    for head in 0..2 {
+        let at = |token: usize, channel: usize| (head * tokens + token) * dim + channel;
+        let all_tokens: Vec<usize> = (0..tokens).collect();
+        let all_channels: Vec<usize> = (0..dim).collect();
+        match axis {
+            "channel" => {
+                for channel in 0..dim {
+                    for part in all_tokens.chunks(size) {
+                        groups.push(part.iter().map(|t| at(*t, channel)).collect());
+                    }
+                }
+            }
+            "token" => {
+                for token in 0..tokens {
+                    for part in all_channels.chunks(size) {
+                        groups.push(part.iter().map(|c| at(token, *c)).collect());
+                    }
+                }
+            }
+            _ => groups.push((0..tokens * dim).map(|i| head * tokens * dim + i).collect()),
+        }
+    }
+    groups
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    #[test]
+    fn uniform_errs_by_half_a_step(
+        seed in 0usize..1000,
+        tokens in 1usize..=64,
+        scale in prop_oneof![Just(0.001f32), Just(1.0), Just(500.0)],
+        offset in prop_oneof![Just(0f32), Just(-7.5), Just(300.0)],
+        (axis, size) in prop_oneof![
+            Just(("channel", 32usize)), Just(("channel", usize::MAX)), Just(("token", 32)),
+            Just(("token", 5)), Just(("token", usize::MAX)), Just(("block", usize::MAX))],
+        (arguments, steps) in prop_oneof![
+            Just(("b=4", 15f32)), Just(("b=2", 3.0)), Just(("b=8", 255.0)),
+            Just(("rel=0.05", 20.0)), Just(("rel=0.15", 1.0 / 0.15)), Just(("rel=0.3", 1.0 / 0.3))],
+        huffman in any::<bool>(),
+        f32_rows in any::<bool>(),
+    ) {
+        let dim = 32usize;
+        let dtype = if f32_rows { DType::F32 } else { DType::F16 };
+        let value = |i: usize| noise(seed * 7919 + i) * scale + offset;
+        let k: Vec<f32> = (0..2 * tokens * dim)
+            .map(|i| if f32_rows { value(i) * 1.000_123 } else { common::round(value(i)) })
+            .collect();
+        let group = if size == usize::MAX { String::new() } else { format!(",g={size}") };
+        let stage = if huffman { "/huffman" } else { "" };
+        let text = format!("k=uniform({arguments}{group},axis={axis}){stage}; v=raw");
+        let decoded = keys(&text, dim as u32, dtype, tokens, &k);
+        for group in groups(axis, size.min(1024), tokens, dim) {
+            let low = group.iter().map(|i| k[*i]).fold(f32::INFINITY, f32::min);
+            let high = group.iter().map(|i| k[*i]).fold(f32::NEG_INFINITY, f32::max);
+            // The minimum moves down and the step up by at most an f16 rounding each.
+            let minimum = low - (low.abs() / 1024.0).max(6.0e-8);
+            let step = (high - minimum) / steps * (1.0 + 1.0 / 1024.0) + 6.0e-8;
+            for index in group {
+                let error = (decoded[index] - k[index]).abs();
+                prop_assert!(error <= step / 2.0 + 1e-6 * high.abs().max(low.abs()),
+                    "{text}: {} became {}, step {step}", k[index], decoded[index]);
+            }
+        }
+    }
+
+    #[test]
+    fn fp8_errs_by_a_sixteenth(seed in 0usize..1000, scale in -30i32..15) {
+        let k: Vec<f32> = (0..2 * 4 * 32).map(|i| noise(seed * 91 + i) * 2f32.powi(scale)).collect();
+        let decoded = keys("fp8", 32, DType::F32, 4, &k);
+        let absmax = k.iter().fold(0f32, |m, x| m.max(x.abs()));
+        for (x, y) in k.iter().zip(&decoded) {
+            // Half of 2^-3 relative, or half the smallest subnormal under the page's scale.
+            let bound = (x.abs() / 16.0).max(absmax / 224.0 / 1024.0);
+            prop_assert!((x - y).abs() <= bound, "{x} became {y}");
+        }
+    }
+}
+
+#[test]
+fn raw_is_exact_in_each_dtype() {
+    for (dtype, text) in [(DType::F16, "raw"), (DType::F32, "raw"), (DType::F16, "k=f32; v=f16")] {
+        let k = rows(&geometry(64, DType::F16), 33, 5);
+        assert_eq!(keys(text, 64, dtype, 33, &k), k);
+    }
+}
+
+/// Coefficients of row 0 as stored, and as `forward` gives them.
+fn coefficients(codec: &ModelCodec, bytes: &[u8], side: Side, row: &[f32]) -> [Vec<f32>; 2] {
+    let reader = PageReader::open(codec, LAYER, side, 0, bytes).unwrap();
+    assert_eq!(reader.space(), Space::Coefficient);
+    let mut stored = vec![0f32; row.len()];
+    reader.decode_rows(0, 1, &mut stored).unwrap();
+    let mut forward = vec![0f32; row.len()];
+    codec.head(LAYER, side, 0).forward(row, &mut forward);
+    [stored, forward]
+}
+
+#[test]
+fn folded_queries_and_unfolded_values_are_exact() {
+    for dim in [32usize, 80, 96, 128, 256] {
+        for transforms in ["smooth", "hadamard", "smooth+hadamard", "hadamard+smooth"] {
+            let geometry = geometry(dim as u32, DType::F32);
+            let k = rows(&geometry, 3, 6);
+            let block = BlockRows { tokens: 3, k: &k, v: &k };
+            let text = format!("k={transforms}/f32; v={transforms}/f32");
+            let codec = codec(&geometry, &text, &block);
+            let mut bytes = Vec::new();
+            let encoded = codec.encode_block(LAYER, &block, &mut bytes).unwrap();
+
+            let [stored, c] = coefficients(&codec, page(&bytes, &encoded, 0), Side::Key, &k[..dim]);
+            assert_eq!(stored, c);
+            let q: Vec<f32> = (0..dim).map(|i| noise(i + 99)).collect();
+            let mut folded = vec![0f32; dim];
+            assert_eq!(codec.head(LAYER, Side::Key, 0).fold_query(&q, &mut folded), 0.0);
+            let dot = |a: &[f32], b: &[f32]| -> f64 {
+                a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum()
+            };
+            let norm = dot(&q, &q).sqrt() * dot(&k[..dim], &k[..dim]).sqrt();
+            let error = (dot(&folded, &c) - dot(&q, &k[..dim])).abs();
+            assert!(error <= 1e-4 * norm, "{text} dim {dim}: {error} of {norm}");
+
+            let [_, c] = coefficients(&codec, page(&bytes, &encoded, 2), Side::Value, &k[..dim]);
+            let mut out = vec![2.0f32; dim];
+            codec.head(LAYER, Side::Value, 0).unfold_value(&c, 1.0, &mut out);
+            for (o, x) in out.iter().zip(&k) {
+                assert!((o - 2.0 - x).abs() <= 1e-4 * (1.0 + x.abs()), "{text} dim {dim}");
+            }
+        }
+    }
+}
+
+#[test]
+fn vq_stores_the_nearest_entry() {
+    let geometry = geometry(32, DType::F16);
+    let k = rows(&geometry, 5, 7);
+    let block = BlockRows { tokens: 5, k: &k, v: &k };
+    let codec = codec(&geometry, "k=vq(d=4,b=4); v=raw", &block);
+    let mut bytes = Vec::new();
+    let encoded = codec.encode_block(LAYER, &block, &mut bytes).unwrap();
+    assert_eq!(encoded.parts.codes, 2 * 5 * 4 + 2 * 5 * 32 * 2);
+    let decoded = decode(&codec, Side::Key, 0, page(&bytes, &encoded, 0));
+    let book = codec.head(LAYER, Side::Key, 0).codebook().unwrap();
+    assert_eq!((book.dim(), book.entries().len()), (4, 64));
+    assert!(book.entries().iter().all(|v| f16::from_f32(*v).to_f32() == *v));
+    for (x, y) in k.chunks(4).zip(decoded.chunks(4)) {
+        let distance = |e: &[f32]| -> f32 { e.iter().zip(x).map(|(a, b)| (a - b) * (a - b)).sum() };
+        let least = book.entries().chunks(4).map(distance).fold(f32::INFINITY, f32::min);
+        assert!(distance(y) <= least + 1e-3, "{x:?} became {y:?}");
+    }
+}
+
+#[test]
+fn huffman_tables_are_versioned_and_old_pages_still_decode() {
+    let geometry = geometry(32, DType::F16);
+    let k = rows(&geometry, 64, 8);
+    let block = BlockRows { tokens: 64, k: &k, v: &k };
+    let spec = resolve("kvcomp").unwrap();
+    let mut codec = ModelCodec::new(geometry, spec, None).unwrap();
+    assert!(codec.needs_tables(LAYER) && codec.encode_block(LAYER, &block, &mut vec![]).is_err());
+    codec.train_tables(LAYER, &[block]).unwrap();
+    assert!(!codec.needs_tables(LAYER) && codec.needs_tables(LayerIndex(1)));
+    let mut bytes = Vec::new();
+    let encoded = codec.encode_block(LAYER, &block, &mut bytes).unwrap();
+    let before = decode(&codec, Side::Key, 0, page(&bytes, &encoded, 0));
+    let flat: Vec<f32> = (0..k.len()).map(|i| (i % 21) as f32).collect();
+    codec.train_tables(LAYER, &[BlockRows { tokens: 64, k: &flat, v: &flat }]).unwrap();
+    assert_eq!(codec.table_bytes(), 2 * (21 + 8));
+    assert_eq!(decode(&codec, Side::Key, 0, page(&bytes, &encoded, 0)), before);
+    let mut newer = Vec::new();
+    let encoded = codec.encode_block(LAYER, &block, &mut newer).unwrap();
+    let reader = PageReader::open(&codec, LAYER, Side::Key, 0, page(&newer, &encoded, 0)).unwrap();
+    assert_eq!(reader.header().table_version, 2);
+    assert_eq!(decode(&codec, Side::Key, 0, page(&newer, &encoded, 0)), before);
+}
