@@ -28,7 +28,7 @@ fn round_trip(
     assert_eq!(*encoded.page_ends.last().unwrap() as usize, bytes.len());
     assert_eq!(encoded.parts.total(), bytes.len() as u64);
     assert_eq!(encoded.key_bytes + encoded.value_bytes, bytes.len() as u64);
-    assert!(encoded.page_ends.iter().all(|end| *end as usize % PAGE_ALIGN == 0));
+    assert!(encoded.page_ends.iter().all(|end| (*end as usize).is_multiple_of(PAGE_ALIGN)));
     let mut pages = Vec::new();
     for (index, (side, head)) in
         [(Side::Key, 0), (Side::Key, 1), (Side::Value, 0), (Side::Value, 1)].into_iter().enumerate()
@@ -79,7 +79,7 @@ fn every_finite_input_is_stored() {
     let plain = rows(&geometry(32, DType::F16), 9, 2);
     let mut spike = plain.clone();
     spike[40] = 60000.0;
-    let sign = |i: usize| if i % 3 == 0 { -1.0 } else { 1.0 };
+    let sign = |i: usize| if i.is_multiple_of(3) { -1.0 } else { 1.0 };
     let fill = |value: f32| (0..plain.len()).map(|i| value * sign(i)).collect::<Vec<_>>();
     let inputs = [
         ("zeros", DType::F16, vec![0.0; plain.len()]),

@@ -5,8 +5,8 @@
 
 use super::Unquantizable;
 
-/// Entries examined together.
-const LANES: usize = 16;
+/// Entries examined together: scores, best scores and their places of eight fit SSE registers.
+const LANES: usize = 8;
 
 /// Coefficients this many times larger than any entry mean that the codebook was fitted on
 /// something else.

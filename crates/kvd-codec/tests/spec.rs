@@ -1,0 +1,71 @@
+//! Spec texts: every codec's text reads back as that codec, and no text makes the parser panic.
+#![allow(clippy::unwrap_used, reason = "a test may fail")]
+
+use kvd_codec::{
+    CodecSpec, Entropy, FloatFormat, GroupAxis, Quantizer, SideSpec, Transform, UniformStep,
+    resolve,
+};
+use proptest::prelude::*;
+
+fn quantizer() -> impl Strategy<Value = Quantizer> {
+    use FloatFormat::{BF16, E4M3, F16, F32, Native};
+    let float = prop::sample::select(vec![Native, F32, F16, BF16, E4M3]).prop_map(Quantizer::Float);
+    let step = prop_oneof![
+        (1u8..=8).prop_map(UniformStep::Bits),
+        (0.004f32..=1.0).prop_map(UniformStep::Relative),
+    ];
+    let axis = prop::sample::select(vec![GroupAxis::Channel, GroupAxis::Token, GroupAxis::Block]);
+    let group = proptest::option::of(1u16..);
+    let uniform = (step, axis, group).prop_map(|(step, axis, group)| {
+        let group = group.filter(|_| axis != GroupAxis::Block);
+        Quantizer::Uniform { step, axis, group }
+    });
+    let vq = (1u8..=16, 1u8..=12).prop_map(|(dim, bits)| Quantizer::Vq { dim, bits });
+    prop_oneof![float, uniform, vq]
+}
+
+fn side() -> impl Strategy<Value = SideSpec> {
+    use Transform::{Hadamard, Smooth};
+    let transforms = prop::sample::select(vec![
+        vec![],
+        vec![Smooth],
+        vec![Hadamard],
+        vec![Smooth, Hadamard],
+        vec![Hadamard, Smooth],
+    ]);
+    (transforms, quantizer(), any::<bool>()).prop_map(|(transforms, quantizer, huffman)| {
+        let small = quantizer.alphabet().is_some_and(|n| n <= 256);
+        let entropy = if huffman && small { Entropy::Huffman } else { Entropy::None };
+        SideSpec { transforms, quantizer, entropy }
+    })
+}
+
+proptest! {
+    #[test]
+    fn specs_round_trip(key in side(), value in side(), sink in 0u32..99, recent in any::<u32>()) {
+        let spec = CodecSpec { key, value, sink, recent };
+        prop_assert_eq!(spec.key.validate(), Ok(()));
+        let text = spec.to_string();
+        prop_assert_eq!(text.parse::<CodecSpec>(), Ok(spec), "{}", text);
+    }
+
+    #[test]
+    fn no_text_panics(text in ".{0,40}") {
+        let _ = resolve(&text);
+    }
+
+    #[test]
+    fn cut_and_bent_specs_point_inside_the_text(
+        at in any::<prop::sample::Index>(),
+        change in any::<char>(),
+        cut in any::<bool>(),
+    ) {
+        let text = "k=smooth+hadamard/vq(d=4,b=8)/huffman; v=uniform(rel=0.1,g=8,axis=token); recent=9";
+        let at = at.index(text.len());
+        let rest = if cut { "" } else { &text[at + 1..] };
+        let bent = format!("{}{change}{rest}", &text[..at]);
+        if let Err(error) = bent.parse::<CodecSpec>() {
+            prop_assert!(error.position <= bent.chars().count(), "{error}");
+        }
+    }
+}
