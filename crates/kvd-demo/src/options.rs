@@ -17,7 +17,9 @@ pub struct DemoOptions {
     pub passages: usize,
     /// Tokens of a passage; positions from an eighth of it on are scored.
     pub passage_tokens: usize,
-    /// Tokens per step of a passage and of the prompt.
+    /// Tokens per step of a passage and of the prompt. A step is stored before it attends, so that
+    /// its queries find a block they complete already packed: with few tokens per step, as in
+    /// decoding, most queries still see the open block in full precision.
     pub chunk_tokens: usize,
     /// Tokens of the held-out prompt.
     pub prompt_tokens: usize,
@@ -47,7 +49,7 @@ impl DemoOptions {
             codecs: Self::CODECS.map(str::to_owned).to_vec(),
             passages: 2,
             passage_tokens: 2048,
-            chunk_tokens: 64,
+            chunk_tokens: 8,
             prompt_tokens: 384,
             new_tokens: 64,
             calibration_windows: 2,

@@ -99,15 +99,16 @@ fn quality(report: &DemoReport, out: &mut dyn Write) -> io::Result<()> {
     let setup = &report.setup;
     writeln!(
         out,
-        "\nQuality on {} held-out passages of {} tokens ({} scored):\n",
-        setup.passages, setup.passage_tokens, quality.scored_tokens
+        "\nQuality on {} held-out passages of {} tokens in steps of {} ({} tokens scored):\n",
+        setup.passages, setup.passage_tokens, setup.chunk_tokens, quality.scored_tokens
     )?;
     write!(out, "{}", table(&header, &rows))?;
     writeln!(
         out,
         "\n  bits/value: packed blocks as stored, every byte counted. ratio: f16 bytes over bytes \
-         held,\n  windows and open blocks included. attn error: what the codec changes in attention \
-         outputs;\n  kernel error: what the daemon's arithmetic adds (both relative, against f64)."
+         held,\n  windows and open blocks included. attn error: what the codec changes in \
+         attention outputs;\n  kernel error: what the daemon's arithmetic adds (both relative, \
+         against f64)."
     )
 }
 
