@@ -29,9 +29,26 @@ fn heading(report: &DemoReport, out: &mut dyn Write) -> io::Result<()> {
     writeln!(out, "{}", model.note)?;
     writeln!(
         out,
-        "Every attention of every layer went through kvd {} ({}) at {}, blocks of {} tokens.",
-        setup.daemon_version, setup.device, setup.endpoint, setup.block_tokens
-    )
+        "Every attention of every layer went through kvd {} at {}:\n{}, blocks of {} tokens.",
+        setup.daemon_version, setup.endpoint, setup.device, setup.block_tokens
+    )?;
+    for run in &report.codecs {
+        let label = label(report, run);
+        if label != run.codec {
+            writeln!(out, "{label} is {}", run.codec)?;
+        }
+    }
+    Ok(())
+}
+
+/// What a codec is called here: its name, or a number for a spec too long for a column.
+fn label(report: &DemoReport, run: &CodecReport) -> String {
+    const LONGEST: usize = 16;
+    if run.codec.len() <= LONGEST {
+        return run.codec.clone();
+    }
+    let index = report.codecs.iter().position(|other| other.codec == run.codec);
+    format!("codec {}", index.unwrap_or_default() + 1)
 }
 
 fn texts(report: &DemoReport, out: &mut dyn Write) -> io::Result<()> {
@@ -43,9 +60,10 @@ fn texts(report: &DemoReport, out: &mut dyn Write) -> io::Result<()> {
     for run in &report.codecs {
         let Generation { same_tokens, tokens, text, .. } = &run.generation;
         if run.generation.same() {
-            writeln!(out, "{}: the same {same_tokens} tokens.", run.codec)?;
+            writeln!(out, "{}: the same {same_tokens} tokens.", label(report, run))?;
         } else {
-            writeln!(out, "{}: the same for {same_tokens} of {} tokens:", run.codec, tokens.len())?;
+            let (label, all) = (label(report, run), tokens.len());
+            writeln!(out, "{label}: the same for {same_tokens} of {all} tokens:")?;
             quoted(text, out)?;
         }
     }
@@ -85,7 +103,7 @@ fn quality(report: &DemoReport, out: &mut dyn Write) -> io::Result<()> {
     ]];
     rows.extend(report.codecs.iter().map(|run| {
         vec![
-            run.codec.clone(),
+            label(report, run),
             number(run.storage.bits_per_value, 2),
             number(run.storage.ratio, 2),
             number(run.attention_error.codec, 4),
@@ -125,10 +143,10 @@ fn storage(report: &DemoReport, out: &mut dyn Write) -> io::Result<()> {
             stored.offset_bits,
             stored.header_bits,
         ];
-        let mut cells = vec![run.codec.clone()];
+        let mut cells = vec![label(report, run)];
         cells.extend(parts.map(|bits| number(bits, 3)));
         cells.push(number(stored.raw_values_percent, 1));
-        cells.push(number(stored.model_bytes as f64 / 1024.0, 1));
+        cells.push(format!("{:.2}", stored.model_bytes as f64 / 1024.0));
         cells
     };
     let rows: Vec<_> = report.codecs.iter().map(row).collect();
@@ -148,7 +166,7 @@ fn speed(report: &DemoReport, out: &mut dyn Write) -> io::Result<()> {
     let mut rows = vec![vec!["without kvd".to_owned(), reference, dash(), dash(), dash(), dash()]];
     rows.extend(report.codecs.iter().map(|run| {
         let (store, attend) = (run.decode.store, run.decode.attend);
-        let mut cells = vec![run.codec.clone(), number(run.generation.tokens_per_second, 1)];
+        let mut cells = vec![label(report, run), number(run.generation.tokens_per_second, 1)];
         cells.extend(
             [store.p50_us, store.p99_us, attend.p50_us, attend.p99_us]
                 .map(|us| format!("{us:.0} us")),
