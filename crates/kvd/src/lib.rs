@@ -10,6 +10,7 @@ pub mod admin;
 pub mod cli;
 pub mod config;
 pub mod daemon;
+pub mod dashboard;
 pub mod lane;
 pub mod metrics;
 pub mod service;

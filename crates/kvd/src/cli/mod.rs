@@ -10,6 +10,7 @@ mod serve;
 
 use crate::config::{Config, ConfigError, DEFAULT_TOML, Overrides};
 use crate::daemon::BuildError;
+use crate::dashboard;
 use clap::{Args, Parser, Subcommand};
 use std::io::Write;
 use std::path::PathBuf;
@@ -37,6 +38,8 @@ enum Command {
     },
     /// List the codec presets with their spec and source.
     Codecs,
+    /// Print the Grafana dashboard (deploy/grafana/kvd.json).
+    Dashboard,
     /// Start a daemon, run a small real model whose every attention goes through it, and compare
     /// codecs.
     #[cfg(feature = "demo")]
@@ -140,6 +143,7 @@ fn run(command: Command) -> Result<(), CliError> {
         Command::Config { print_default: true, .. } => print(DEFAULT_TOML),
         Command::Config { config, .. } => print(&format!("{:#?}\n", config.load()?)),
         Command::Codecs => print(&codecs::table()),
+        Command::Dashboard => print(&dashboard::text()),
         #[cfg(feature = "demo")]
         Command::Demo(args) => runtime()?.block_on(demo::demo(args)),
     }

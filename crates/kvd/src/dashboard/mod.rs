@@ -1,0 +1,153 @@
+//! The Grafana dashboard, made from the names in [`Metric`] so that it cannot drift from them.
+//!
+//! `kvd dashboard` prints it and `deploy/grafana/kvd.json` is that print. [`panels`] says what is
+//! shown; this file says how Grafana wants it written down.
+
+mod panels;
+mod query;
+#[cfg(test)]
+mod tests;
+
+use panels::{Panel, Row};
+use query::Query;
+use serde_json::{Value, json};
+
+/// Grafana's grid is this many units wide.
+const GRID_WIDTH: u32 = 24;
+/// Height of a panel.
+const PANEL_HEIGHT: u32 = 7;
+/// Height of a row's title.
+const ROW_HEIGHT: u32 = 1;
+
+/// The dashboard as one JSON object, to be imported into Grafana or provisioned from a file.
+#[must_use]
+pub fn json() -> Value {
+    json!({
+        "uid": "kvd",
+        "title": "kvd",
+        "description": "KV-cache memory: what it holds, what it saves, how fast it answers.",
+        "tags": ["kvd"],
+        "schemaVersion": 39,
+        "editable": true,
+        "graphTooltip": 1,
+        "refresh": "10s",
+        "time": { "from": "now-30m", "to": "now" },
+        "timezone": "browser",
+        "annotations": { "list": [] },
+        "templating": { "list": variables() },
+        "panels": grid(&panels::rows()),
+    })
+}
+
+/// The text of the dashboard's file.
+///
+/// # Panics
+/// Never: every key is a text.
+#[must_use]
+pub fn text() -> String {
+    let mut text = serde_json::to_string_pretty(&json()).expect("keys are texts");
+    text.push('\n');
+    text
+}
+
+/// What the viewer chooses at the top: the data source, daemons, namespaces and models.
+fn variables() -> Vec<Value> {
+    let mut variables = vec![json!({
+        "name": "datasource",
+        "label": "Data source",
+        "type": "datasource",
+        "query": "prometheus",
+        "current": {},
+    })];
+    for variable in query::VARIABLES {
+        let query = format!("label_values({}, {})", variable.of.name(), variable.name);
+        variables.push(json!({
+            "name": variable.name,
+            "label": variable.title,
+            "type": "query",
+            "datasource": datasource(),
+            "query": { "query": query, "refId": variable.name },
+            "definition": query,
+            "refresh": 2,
+            "sort": 1,
+            "multi": true,
+            "includeAll": true,
+            "allValue": ".*",
+            "current": { "text": "All", "value": "$__all" },
+        }));
+    }
+    variables
+}
+
+fn datasource() -> Value {
+    json!({ "type": "prometheus", "uid": "${datasource}" })
+}
+
+/// Lays rows out one below the other, and panels from left to right with line breaks.
+fn grid(rows: &[Row]) -> Vec<Value> {
+    let mut out = Vec::new();
+    let mut y = 0;
+    for row in rows {
+        out.push(json!({
+            "id": out.len() + 1,
+            "type": "row",
+            "title": row.title,
+            "collapsed": false,
+            "panels": [],
+            "gridPos": { "x": 0, "y": y, "w": GRID_WIDTH, "h": ROW_HEIGHT },
+        }));
+        y += ROW_HEIGHT;
+        let mut x = 0;
+        for panel in &row.panels {
+            if x + panel.width > GRID_WIDTH {
+                x = 0;
+                y += PANEL_HEIGHT;
+            }
+            let at = json!({ "x": x, "y": y, "w": panel.width, "h": PANEL_HEIGHT });
+            out.push(render(panel, out.len() + 1, at));
+            x += panel.width;
+        }
+        y += PANEL_HEIGHT;
+    }
+    out
+}
+
+fn render(panel: &Panel, id: usize, grid_pos: Value) -> Value {
+    let targets: Vec<_> = panel.queries.iter().enumerate().map(|(i, q)| target(q, i)).collect();
+    let mut defaults = json!({ "unit": panel.unit });
+    if let Some(max) = panel.max {
+        defaults["min"] = json!(0);
+        defaults["max"] = json!(max);
+    }
+    if !panel.values.is_empty() {
+        let options: serde_json::Map<_, _> = panel
+            .values
+            .iter()
+            .map(|(value, text)| ((*value).to_owned(), json!({ "text": text })))
+            .collect();
+        defaults["mappings"] = json!([{ "type": "value", "options": options }]);
+    }
+    json!({
+        "id": id,
+        "type": panel.kind.name(),
+        "title": panel.title,
+        "description": panel.description,
+        "datasource": datasource(),
+        "gridPos": grid_pos,
+        "fieldConfig": { "defaults": defaults, "overrides": [] },
+        "options": panel.kind.options(),
+        "targets": targets,
+    })
+}
+
+fn target(query: &Query, index: usize) -> Value {
+    let letter = char::from(b'A' + u8::try_from(index).expect("few queries per panel"));
+    json!({
+        "refId": letter.to_string(),
+        "datasource": datasource(),
+        "editorMode": "code",
+        "expr": query.expr,
+        "legendFormat": query.legend,
+        "range": true,
+    })
+}

@@ -1,0 +1,178 @@
+//! Dashboard, alerts, pages of documentation and exporter agree with the enums they speak of.
+
+use super::query::of_model;
+use super::{GRID_WIDTH, json};
+use crate::config::{Config, Overrides};
+use crate::lane::Lane;
+use crate::metrics::{Kind, Metric, Metrics};
+use crate::service::{Call, Service};
+use kvd_compute::{CpuBackend, CpuOptions};
+use kvd_core::{DType, ErrorCode, Geometry, Namespace, RopePairing};
+use kvd_proto::domain::ModelSpec;
+use serde_json::Value;
+use std::collections::BTreeSet;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// A file of the repository.
+fn file(path: &str) -> String {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    std::fs::read_to_string(root.join(path)).expect(path)
+}
+
+/// The metrics that a text names; a name that is none of ours fails the test.
+fn metrics_in(text: &str) -> BTreeSet<&'static str> {
+    let in_name = |c: char| c.is_ascii_alphanumeric() || c == '_';
+    let names = text.split(|c| !in_name(c)).filter(|word| word.starts_with("kvd_"));
+    names.map(|name| metric(name).unwrap_or_else(|| panic!("no metric {name}")).name()).collect()
+}
+
+/// The metric of a series.
+fn metric(series: &str) -> Option<Metric> {
+    Metric::ALL.iter().copied().find(|metric| {
+        let suffixes: &[&str] = match metric.kind() {
+            Kind::Histogram => &["_bucket", "_sum", "_count"],
+            Kind::Counter | Kind::Gauge => &[""],
+        };
+        series.strip_prefix(metric.name()).is_some_and(|suffix| suffixes.contains(&suffix))
+    })
+}
+
+fn every_metric() -> BTreeSet<&'static str> {
+    Metric::ALL.iter().map(|metric| metric.name()).collect()
+}
+
+fn panels() -> Vec<Value> {
+    json()["panels"].as_array().expect("panels").clone()
+}
+
+fn expressions(panel: &Value) -> Vec<String> {
+    let targets = panel["targets"].as_array().into_iter().flatten();
+    targets.map(|target| target["expr"].as_str().expect("expr").to_owned()).collect()
+}
+
+#[test]
+fn file_is_what_the_code_makes() {
+    let file: Value = serde_json::from_str(&file("deploy/grafana/kvd.json")).unwrap();
+    let hint = "run `cargo run -p kvd -- dashboard > deploy/grafana/kvd.json`";
+    assert!(file == json(), "deploy/grafana/kvd.json is stale: {hint}");
+}
+
+#[test]
+fn every_metric_is_shown_and_no_other() {
+    let shown: Vec<_> = panels().iter().flat_map(expressions).collect();
+    assert_eq!(metrics_in(&shown.join("\n")), every_metric());
+    // Variables name metrics too, and their choice is what the panels filter by.
+    let text = json().to_string();
+    metrics_in(&text);
+    for variable in super::query::VARIABLES {
+        assert!(text.contains(&format!("${}", variable.name)), "{} is unused", variable.name);
+    }
+}
+
+#[test]
+fn panels_have_their_own_ids_and_places() {
+    let panels = panels();
+    let ids: BTreeSet<_> = panels.iter().map(|panel| panel["id"].as_u64()).collect();
+    assert_eq!(ids.len(), panels.len());
+    let mut cells = BTreeSet::new();
+    for panel in &panels {
+        let title = panel["title"].as_str().expect("a title");
+        let [x, y, w, h] =
+            ["x", "y", "w", "h"].map(|key| panel["gridPos"][key].as_u64().expect("a number"));
+        assert!(w > 0 && h > 0 && x + w <= u64::from(GRID_WIDTH), "{title}");
+        for cell in (x..x + w).flat_map(|x| (y..y + h).map(move |y| (x, y))) {
+            assert!(cells.insert(cell), "{title} covers another panel at {cell:?}");
+        }
+        let targets = panel["targets"].as_array().map_or(0, Vec::len);
+        assert_eq!(targets == 0, panel["type"] == "row", "{title}");
+        let names: BTreeSet<_> =
+            (0..targets).map(|i| panel["targets"][i]["refId"].to_string()).collect();
+        assert_eq!(names.len(), targets, "{title}");
+    }
+}
+
+#[test]
+fn alerts_name_known_metrics_and_codes() {
+    let alerts = file("deploy/prometheus/alerts.yml");
+    assert!(!metrics_in(&alerts).is_empty());
+    metrics_in(&file("deploy/prometheus/prometheus.yml"));
+    for chosen in alerts.split(r#"code=~""#).skip(1) {
+        let codes = chosen.split('"').next().unwrap_or_default();
+        for code in codes.split('|') {
+            assert!(ErrorCode::from_name(code).is_some(), "alerts.yml: no error code {code}");
+        }
+    }
+}
+
+#[test]
+fn operating_page_lists_every_metric() {
+    let page = file("docs/operating.md");
+    for metric in Metric::ALL {
+        let kind = format!("{:?}", metric.kind()).to_lowercase();
+        let row = format!("| `{}` | {kind} |", metric.name());
+        assert!(page.contains(&row), "docs/operating.md has no row beginning {row}");
+    }
+    let listed = page.lines().filter(|line| line.starts_with("| `kvd_"));
+    assert_eq!(listed.count(), Metric::ALL.len());
+}
+
+#[test]
+fn operating_page_lists_every_error_code() {
+    let page = file("docs/operating.md");
+    for code in ErrorCode::ALL {
+        let grpc = format!("{:?}", kvd_proto::grpc_code(code));
+        let retry = if code.retryable() { "yes" } else { "no" };
+        let row = format!("| `{code}` | {grpc} | {retry} |");
+        assert!(page.contains(&row), "docs/operating.md has no row beginning {row}");
+    }
+}
+
+/// A text exposition of a daemon that has one model and has answered one request.
+async fn exposition() -> String {
+    let config = Arc::new(Config::load(&Overrides::default()).unwrap());
+    let options = CpuOptions { arena_bytes: 1 << 20, prefault: false, threads: 1 };
+    let backend = Box::new(CpuBackend::new(options).unwrap());
+    let metrics = Arc::new(Metrics::new());
+    let (lane, thread) = Lane::start(backend, config.queue_jobs_max, &metrics, || {}).unwrap();
+    let service = Service::new(config, lane, metrics.clone());
+    let call = Call { namespace: Namespace::new("default").unwrap(), deadline: None };
+    let geometry = Geometry {
+        layers: 1,
+        kv_heads: 1,
+        head_dim_k: 8,
+        head_dim_v: 8,
+        block_tokens: 16,
+        dtype: DType::F16,
+        rope_pairing: RopePairing::Half,
+    };
+    let (name, codec, calibration) = ("tiny".into(), "raw".into(), Vec::new().into());
+    let spec = ModelSpec { name, geometry, codec, calibration };
+    service.register_model(&call, spec).await.unwrap();
+    service.metrics().request("RegisterModel", None, Duration::from_millis(1));
+    service.refresh_gauges().await;
+    drop(service);
+    thread.join();
+    metrics.render()
+}
+
+#[tokio::test]
+async fn exporter_exposes_every_metric() {
+    let text = exposition().await;
+    let mut exposed = BTreeSet::new();
+    for series in text.lines().filter(|line| line.starts_with("kvd_")) {
+        let name = series.split(['{', ' ']).next().unwrap_or_default();
+        let metric = metric(name).unwrap_or_else(|| panic!("no metric {name}"));
+        exposed.insert(metric.name());
+        for label in ["namespace=", "model=", "codec="] {
+            assert_eq!(series.contains(label), of_model(metric), "{series}");
+        }
+    }
+    assert_eq!(exposed, every_metric());
+    for metric in Metric::ALL {
+        let (name, kind) = (metric.name(), format!("{:?}", metric.kind()).to_lowercase());
+        assert!(text.contains(&format!("# HELP {name} {}\n", metric.help())), "{name}");
+        assert!(text.contains(&format!("# TYPE {name} {kind}\n")), "{name}");
+    }
+}
