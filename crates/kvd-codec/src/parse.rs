@@ -5,8 +5,9 @@
 //! side      = [ transform *( "+" transform ) "/" ] quantizer [ "/huffman" ]
 //! transform = "smooth" | "hadamard"
 //! quantizer = "raw" | "f32" | "f16" | "bf16" | "fp8"
-//!           | "uniform(" ( "b=" n | "rel=" x ) ",axis=" ( "channel" | "token" | "block" ) [ ",g=" n ] ")"
+//!           | "uniform(" ( "b=" n | "rel=" x ) ",axis=" axis [ ",g=" n ] ")"
 //!           | "vq(d=" n ",b=" n ")"
+//! axis      = "channel" | "token" | "block"
 //! ```
 //! Arguments stand in any order; spaces are allowed between tokens.
 

@@ -48,7 +48,8 @@ static PRESETS: [Preset; 7] = [
     },
     Preset {
         name: "kvcomp-channel",
-        spec_text: "k=uniform(rel=0.25,axis=channel)/huffman; v=uniform(rel=0.15,axis=token)/huffman",
+        spec_text: "k=uniform(rel=0.25,axis=channel)/huffman; \
+                    v=uniform(rel=0.15,axis=token)/huffman",
         source: "KVComp §4.2.1, ChannelQuant 0.25 / TokenQuant 0.15",
         summary: "relative-step uniform codes, one range per key channel and page, Huffman",
     },

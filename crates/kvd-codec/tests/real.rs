@@ -43,8 +43,8 @@ fn geometry() -> Geometry {
     }
 }
 
-/// Fitted on the other passage: calibration never sees what is measured. A quarter of its rows keeps
-/// the unoptimised test short.
+/// Fitted on the other passage: calibration never sees what is measured. A quarter of its rows
+/// keeps the unoptimised test short.
 fn calibrate(spec: &CodecSpec) -> Option<Calibration> {
     if !spec.needs_calibration() {
         return None;

@@ -60,7 +60,8 @@ proptest! {
         change in any::<char>(),
         cut in any::<bool>(),
     ) {
-        let text = "k=smooth+hadamard/vq(d=4,b=8)/huffman; v=uniform(rel=0.1,g=8,axis=token); recent=9";
+        let text = "k=smooth+hadamard/vq(d=4,b=8)/huffman; \
+                    v=uniform(rel=0.1,g=8,axis=token); recent=9";
         let at = at.index(text.len());
         let rest = if cut { "" } else { &text[at + 1..] };
         let bent = format!("{}{change}{rest}", &text[..at]);
