@@ -1,1 +1,22 @@
-//! Actors shared by the end-to-end tests.
+//! Actors and yardsticks of the end-to-end tests: a daemon in this process, the engines that talk
+//! to it over real sockets, a plain reference of attention, and the error budget between them.
+//!
+//! Nothing here looks inside the daemon: what a test sees, a user sees.
+#![forbid(unsafe_code)]
+
+pub mod budget;
+pub mod codec;
+pub mod daemon;
+pub mod engine;
+pub mod fixture;
+pub mod kv;
+pub mod metrics;
+pub mod reference;
+pub mod rng;
+pub mod wait;
+
+pub use budget::assert_within_budget;
+pub use daemon::{Daemon, daemon};
+pub use engine::{Answer, Conversation, Engine, Question, assert_refused, engine};
+pub use kv::{Rows, Shape};
+pub use rng::Rng;

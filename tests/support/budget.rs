@@ -1,0 +1,100 @@
+//! How far an answer may be from the truth.
+//!
+//! The yardstick is the plain f32 reference over the same rows: what single precision costs
+//! somebody who does nothing clever. Its largest error over a question is the unit; the daemon,
+//! which also sums in f32 but in another order, folds linear transforms into the query and splits
+//! the range, may err [`SLACK`] times as far. The unit is at least one rounding of the largest
+//! value involved, so that a reference that was lucky does not shrink it. On top comes the
+//! rounding of the output to its dtype, which is exact.
+
+use crate::engine::{Answer, Question};
+use crate::kv::{Rows, Shape};
+use crate::reference::{self, Reference};
+use kvd_client::DType;
+
+/// Errors of the daemon over errors of the plain f32 reference.
+pub const SLACK: f64 = 4.0;
+
+/// How much of the budget was used, at the worst place: 1 is all of it.
+#[derive(Clone, Copy, Debug)]
+pub struct Used {
+    /// By outputs.
+    pub out: f64,
+    /// By log-sum-exps.
+    pub lse: f64,
+}
+
+/// Checks `answer` against the reference over `rows` (one set for each query): no output and no
+/// log-sum-exp is further from the truth than the budget.
+///
+/// # Panics
+/// When one is, naming the place.
+pub fn assert_within_budget(
+    context: &str,
+    shape: &Shape,
+    question: &Question,
+    answer: &Answer,
+    rows: &[&Rows],
+) -> Used {
+    let exact = reference::attend::<f64>(shape, question, rows);
+    let single = reference::attend::<f32>(shape, question, rows);
+    assert_eq!(answer.out.len(), exact.out.len(), "{context}: values in out");
+    assert_eq!(answer.lse.len(), exact.lse.len(), "{context}: values in lse");
+    let epsilon = f64::from(f32::EPSILON);
+    let largest = rows.iter().flat_map(|rows| &rows.v).fold(0f32, |max, v| max.max(v.abs()));
+    let unit = largest_error(&single.out, &exact.out).max(epsilon * f64::from(largest));
+    let mut used = Used { out: 0.0, lse: 0.0 };
+    for (at, (got, want)) in answer.out.iter().zip(&exact.out).enumerate() {
+        let allowed = SLACK * unit + rounding(question.dtype, *want);
+        let error = (f64::from(*got) - want).abs();
+        assert!(error <= allowed, "{context}: out[{at}] is {got}, not {want} ± {allowed:.3e}");
+        used.out = used.out.max(error / allowed);
+    }
+    let finite = |lse: &&f64| lse.is_finite();
+    let largest = exact.lse.iter().filter(finite).fold(1f64, |max, lse| max.max(lse.abs()));
+    let allowed = SLACK * largest_error(&single.lse, &exact.lse).max(epsilon * largest);
+    for (at, (got, want)) in answer.lse.iter().zip(&exact.lse).enumerate() {
+        if want.is_infinite() {
+            assert_eq!(*got, f32::NEG_INFINITY, "{context}: lse[{at}] where nothing is visible");
+            assert_zero(context, shape, answer, at);
+            continue;
+        }
+        let error = (f64::from(*got) - want).abs();
+        assert!(error <= allowed, "{context}: lse[{at}] is {got}, not {want} ± {allowed:.3e}");
+        used.lse = used.lse.max(error / allowed);
+    }
+    used
+}
+
+fn assert_zero(context: &str, shape: &Shape, answer: &Answer, row: usize) {
+    let dim = shape.head_dim_v as usize;
+    let out = &answer.out[row * dim..(row + 1) * dim];
+    assert!(out.iter().all(|value| *value == 0.0), "{context}: out where nothing is visible");
+}
+
+fn largest_error(got: &[f64], want: &[f64]) -> f64 {
+    let errors = got.iter().zip(want).filter(|(_, want)| want.is_finite());
+    errors.fold(0.0, |max, (got, want)| max.max((got - want).abs()))
+}
+
+/// Largest distance of `value` from its nearest neighbour in `dtype`; for f16 also the spacing of
+/// its subnormal numbers.
+fn rounding(dtype: DType, value: f64) -> f64 {
+    let (bits, least): (i32, f64) = match dtype {
+        DType::F32 => (24, 0.0),
+        DType::F16 => (11, 2f64.powi(-25)),
+        DType::BF16 => (8, 0.0),
+    };
+    (value.abs() * 2f64.powi(-bits)).max(least)
+}
+
+/// Root-mean-square error of an answer's outputs relative to the reference: what the tables of
+/// codec error show.
+#[must_use]
+pub fn relative_error(answer: &Answer, reference: &Reference) -> f64 {
+    let pairs = answer.out.iter().zip(&reference.out);
+    let (error, norm) = pairs.fold((0.0, 0.0), |(error, norm), (got, want)| {
+        (error + (f64::from(*got) - want).powi(2), norm + want.powi(2))
+    });
+    (error / norm).sqrt()
+}

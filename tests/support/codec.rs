@@ -1,0 +1,56 @@
+//! The codecs under test, and their calibration.
+
+use crate::Rng;
+use crate::kv::{Rows, Shape};
+use bytes::Bytes;
+use kvd_codec::Samples;
+use kvd_core::{LayerIndex, Side};
+
+/// One preset of each kind: floats kept, floats narrowed, entropy-coded, vector-quantized.
+pub const PRESETS: [&str; 4] = ["raw", "fp8", "kvcomp", "vecinfer-2"];
+
+/// The same kinds with a window at both ends that is neither 0 nor a whole number of blocks.
+#[must_use]
+pub fn windowed(preset: &str, sink: u32, recent: u32) -> String {
+    let mut spec = kvd_codec::preset(preset).expect("a preset");
+    (spec.sink, spec.recent) = (sink, recent);
+    spec.to_string()
+}
+
+/// What `codec` learns from `rows` (one set for each layer); empty when it learns nothing.
+///
+/// # Panics
+/// When the codec is unknown or cannot be fitted.
+#[must_use]
+pub fn calibration(codec: &str, shape: &Shape, rows: &[Rows], seed: u64) -> Bytes {
+    let spec = kvd_codec::resolve(codec).expect("a codec");
+    if !spec.needs_calibration() {
+        return Bytes::new();
+    }
+    let geometry = shape.geometry();
+    let mut samples = Samples::new(&geometry);
+    for (layer, rows) in rows.iter().enumerate() {
+        for (side, values) in [(Side::Key, &rows.k), (Side::Value, &rows.v)] {
+            let dim = geometry.head_dim(side);
+            for head in 0..shape.kv_heads as usize {
+                let of_head: Vec<f32> = values
+                    .chunks(dim * shape.kv_heads as usize)
+                    .flat_map(|token| &token[head * dim..(head + 1) * dim])
+                    .copied()
+                    .collect();
+                let pushed = samples.push(LayerIndex(layer as u32), side, head, &of_head);
+                pushed.expect("rows of the geometry");
+            }
+        }
+    }
+    let fitted = kvd_codec::fit(&geometry, &spec, &samples, seed, &mut |_| {});
+    fitted.expect("enough samples").to_bytes().into()
+}
+
+/// The calibration of `codec` for rows as [`Rows::random`] makes them.
+#[must_use]
+pub fn calibration_for_random(codec: &str, shape: &Shape) -> Bytes {
+    let mut rng = Rng::new(1);
+    let rows: Vec<Rows> = (0..shape.layers).map(|_| Rows::random(shape, 64, &mut rng)).collect();
+    calibration(codec, shape, &rows, 1)
+}

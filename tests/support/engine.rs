@@ -1,0 +1,304 @@
+//! An inference engine: one connection, one registered model, and its conversations.
+//!
+//! A conversation remembers what it stored, so that answers can be checked against it.
+
+use crate::codec;
+use crate::kv::{Rows, Shape, from_bytes, rounded, to_bytes};
+use crate::{Daemon, Rng};
+use bytes::Bytes;
+use kvd_client::{
+    AttendBatch, AttendQuery, Client, ClientError, DType, Endpoint, ErrorCode, LayerIndex,
+    LoadRange, ModelId, ModelSpec, SequenceId, StoreAck, StoreChunk,
+};
+use std::fmt::Debug;
+
+/// An engine to be.
+pub struct EnginePlan {
+    endpoint: Endpoint,
+    client: Option<Client>,
+    name: String,
+    calibration: Option<Bytes>,
+}
+
+/// An engine that talks to `daemon`.
+#[must_use]
+pub fn engine(daemon: &Daemon) -> EnginePlan {
+    engine_at(daemon.endpoint())
+}
+
+/// An engine that talks to whoever listens there.
+#[must_use]
+pub fn engine_at(endpoint: Endpoint) -> EnginePlan {
+    EnginePlan { endpoint, client: None, name: "model".to_owned(), calibration: None }
+}
+
+impl EnginePlan {
+    /// Calls its model that.
+    #[must_use]
+    pub fn named(mut self, name: &str) -> Self {
+        name.clone_into(&mut self.name);
+        self
+    }
+
+    /// Speaks through this connection.
+    #[must_use]
+    pub fn through(mut self, client: Client) -> Self {
+        self.client = Some(client);
+        self
+    }
+
+    /// Brings its own calibration instead of one for random rows.
+    #[must_use]
+    pub fn calibrated(mut self, calibration: Bytes) -> Self {
+        self.calibration = Some(calibration);
+        self
+    }
+
+    /// Connects and registers its model.
+    ///
+    /// # Panics
+    /// When the daemon refuses.
+    pub async fn register(self, shape: Shape, codec: &str) -> Engine {
+        let client = match self.client {
+            Some(client) => client,
+            None => Client::connect(self.endpoint).await.expect("connect"),
+        };
+        let calibration =
+            self.calibration.unwrap_or_else(|| codec::calibration_for_random(codec, &shape));
+        let geometry = shape.geometry();
+        let spec = ModelSpec { name: self.name, geometry, codec: codec.to_owned(), calibration };
+        let model = client.register_model(spec).await.expect("register").model;
+        Engine { client, model, shape }
+    }
+}
+
+/// A connected engine.
+#[derive(Clone)]
+pub struct Engine {
+    /// Its connection.
+    pub client: Client,
+    /// Its model.
+    pub model: ModelId,
+    /// The model's shape.
+    pub shape: Shape,
+}
+
+/// A sequence and what was stored in it.
+#[derive(Clone, Debug)]
+pub struct Conversation {
+    /// Its handle.
+    pub sequence: SequenceId,
+    /// Rows by layer.
+    pub layers: Vec<Rows>,
+}
+
+impl Conversation {
+    /// Tokens stored on every layer.
+    #[must_use]
+    pub fn length(&self) -> u32 {
+        self.layers.iter().map(|rows| rows.tokens).min().unwrap_or(0)
+    }
+}
+
+/// A batch of queries.
+#[derive(Clone, Debug)]
+pub struct Question {
+    /// The layer.
+    pub layer: LayerIndex,
+    /// Of the queries and the answer.
+    pub dtype: DType,
+    /// Factor on scores.
+    pub scale: Option<f32>,
+    /// Soft cap of scores.
+    pub soft_cap: Option<f32>,
+    /// Who sees what.
+    pub queries: Vec<AttendQuery>,
+    /// `[sum of n_q, q_heads, head_dim_k]`, exactly representable in `dtype`.
+    pub q: Vec<f32>,
+}
+
+impl Question {
+    /// The same question in another precision.
+    #[must_use]
+    pub fn in_dtype(&self, dtype: DType) -> Self {
+        Self { dtype, q: rounded(dtype, &self.q), ..self.clone() }
+    }
+}
+
+/// The answer to a [`Question`].
+#[derive(Clone, Debug, PartialEq)]
+pub struct Answer {
+    /// `[sum of n_q, q_heads, head_dim_v]`.
+    pub out: Vec<f32>,
+    /// `[sum of n_q, q_heads]`.
+    pub lse: Vec<f32>,
+}
+
+impl Engine {
+    /// Begins a conversation.
+    ///
+    /// # Panics
+    /// When the daemon refuses.
+    pub async fn open(&self) -> Conversation {
+        let sequence = self.client.open_sequence(self.model).await.expect("open");
+        let layers = vec![Rows::default(); self.shape.layers as usize];
+        Conversation { sequence, layers }
+    }
+
+    /// Ends it.
+    ///
+    /// # Panics
+    /// When the daemon refuses.
+    pub async fn close(&self, conversation: Conversation) {
+        self.client.close_sequence(conversation.sequence).await.expect("close");
+    }
+
+    /// A conversation that begins with the first `length` tokens of another.
+    ///
+    /// # Panics
+    /// When the daemon refuses.
+    pub async fn fork(&self, parent: &Conversation, length: u32) -> Conversation {
+        let forked = self.client.fork_sequence(parent.sequence, Some(length)).await.expect("fork");
+        assert_eq!(forked.length, length);
+        let mut layers = parent.layers.clone();
+        layers.iter_mut().for_each(|rows| rows.truncate(&self.shape, length));
+        Conversation { sequence: forked.sequence, layers }
+    }
+
+    /// Forgets all but the first `length` tokens.
+    ///
+    /// # Panics
+    /// When the daemon refuses.
+    pub async fn truncate(&self, conversation: &mut Conversation, length: u32) {
+        let truncated = self.client.truncate_sequence(conversation.sequence, length).await;
+        truncated.expect("truncate");
+        for rows in &mut conversation.layers {
+            rows.truncate(&self.shape, length);
+        }
+    }
+
+    /// The store request of `rows` at `start`.
+    #[must_use]
+    pub fn chunk(&self, to: SequenceId, layer: u32, start: u32, rows: &Rows) -> StoreChunk {
+        StoreChunk {
+            sequence: to,
+            layer: LayerIndex(layer),
+            start,
+            tokens: rows.tokens,
+            k: to_bytes(self.shape.dtype, &rows.k),
+            v: to_bytes(self.shape.dtype, &rows.v),
+        }
+    }
+
+    /// Appends `rows` to one layer.
+    ///
+    /// # Errors
+    /// What the daemon answers; the conversation is then unchanged.
+    pub async fn store(
+        &self,
+        conversation: &mut Conversation,
+        layer: u32,
+        rows: &Rows,
+    ) -> Result<StoreAck, ClientError> {
+        let stored = &mut conversation.layers[layer as usize];
+        let chunk = self.chunk(conversation.sequence, layer, stored.tokens, rows);
+        let ack = self.client.store(chunk).await?;
+        stored.extend(rows);
+        assert_eq!((ack.length, ack.replayed), (stored.tokens, false));
+        Ok(ack)
+    }
+
+    /// Appends `tokens` random tokens to every layer.
+    ///
+    /// # Panics
+    /// When the daemon refuses.
+    pub async fn grow(&self, conversation: &mut Conversation, tokens: u32, rng: &mut Rng) {
+        for layer in 0..self.shape.layers {
+            let rows = Rows::random(&self.shape, tokens, rng);
+            self.store(conversation, layer, &rows).await.expect("store");
+        }
+    }
+
+    /// A random question of `n_q` tokens at the end of a conversation, to layer 0, in f32.
+    #[must_use]
+    pub fn question(&self, conversation: &Conversation, n_q: u32, rng: &mut Rng) -> Question {
+        self.question_of(vec![AttendQuery::new(conversation.sequence, n_q)], rng)
+    }
+
+    /// A random question to layer 0, in f32.
+    #[must_use]
+    pub fn question_of(&self, queries: Vec<AttendQuery>, rng: &mut Rng) -> Question {
+        let tokens: u32 = queries.iter().map(|query| query.n_q).sum();
+        Question {
+            layer: LayerIndex(0),
+            dtype: DType::F32,
+            scale: None,
+            soft_cap: None,
+            queries,
+            q: rng.normals(tokens as usize * self.shape.q_width()),
+        }
+    }
+
+    /// The request of a question.
+    #[must_use]
+    pub fn batch(&self, question: &Question) -> AttendBatch {
+        AttendBatch {
+            model: self.model,
+            layer: question.layer,
+            q_heads: self.shape.q_heads(),
+            dtype: question.dtype,
+            scale: question.scale,
+            soft_cap: question.soft_cap,
+            queries: question.queries.clone(),
+            q: to_bytes(question.dtype, &question.q),
+        }
+    }
+
+    /// Asks, and is answered.
+    ///
+    /// # Panics
+    /// When the daemon refuses.
+    pub async fn ask(&self, question: &Question) -> Answer {
+        self.try_ask(question).await.expect("attend")
+    }
+
+    /// Asks.
+    ///
+    /// # Errors
+    /// What the daemon answers.
+    pub async fn try_ask(&self, question: &Question) -> Result<Answer, ClientError> {
+        let attended = self.client.attend(self.batch(question)).await?;
+        Ok(Answer { out: from_bytes(question.dtype, &attended.out), lse: attended.lse })
+    }
+
+    /// What one layer of a conversation reads back as, unrounded.
+    ///
+    /// # Panics
+    /// When the daemon refuses.
+    pub async fn load(&self, conversation: &Conversation, layer: u32) -> Rows {
+        let tokens = conversation.layers[layer as usize].tokens;
+        let range = LoadRange {
+            sequence: conversation.sequence,
+            layer: LayerIndex(layer),
+            start: 0,
+            end: tokens,
+            dtype: Some(DType::F32),
+        };
+        let loaded = self.client.load(range).await.expect("load");
+        let (k, v) = (from_bytes(DType::F32, &loaded.k), from_bytes(DType::F32, &loaded.v));
+        Rows { tokens, k, v }
+    }
+}
+
+/// Checks that a call was refused with `code`, and that its message says `says`.
+///
+/// # Panics
+/// When it was not.
+#[track_caller]
+pub fn assert_refused<T: Debug>(result: Result<T, ClientError>, code: ErrorCode, says: &str) {
+    let error = result.expect_err("the call was served");
+    assert_eq!(error.code, Some(code), "{error}");
+    assert!(error.message.contains(says), "{error} does not say {says:?}");
+    assert_eq!(error.retryable(), code.retryable(), "{error}");
+    assert_eq!(error.retry_after.is_some(), code.retryable(), "{error}: retry hint");
+}
