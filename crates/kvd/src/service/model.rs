@@ -3,9 +3,9 @@
 use super::{Call, Service, ServiceError};
 use crate::metrics::{Metric, Metrics, ModelMetrics};
 use kvd_codec::{Calibration, CodecSpec, ModelCodec};
-use kvd_core::{ErrorCode, Geometry, ModelId, Namespace};
+use kvd_core::{ErrorCode, Geometry, ModelId, Namespace, SequenceId};
 use kvd_proto::domain::ModelSpec;
-use kvd_store::ModelShape;
+use kvd_store::{ModelShape, Store};
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -69,12 +69,7 @@ impl Models {
         namespace: &Namespace,
         id: ModelId,
     ) -> Result<Arc<Model>, ServiceError> {
-        let state = self.state.lock();
-        let found = state.by_id.get(&id).filter(|model| model.shape.namespace == *namespace);
-        found.cloned().ok_or_else(|| {
-            let message = format!("model {id} is not registered in namespace {namespace}");
-            ServiceError::new(ErrorCode::UnknownModel, message)
-        })
+        self.state.lock().find(namespace, id).cloned()
     }
 
     pub(super) fn list(&self, namespace: Option<&Namespace>) -> Vec<Arc<Model>> {
@@ -95,26 +90,70 @@ impl Models {
         ModelId(state.last_id)
     }
 
-    /// Adds a model unless its name was taken or the limit reached meanwhile.
-    fn insert(&self, model: Arc<Model>) -> Result<(), ServiceError> {
+    /// Adds a model unless its name was taken or the limit reached meanwhile; answers the one that
+    /// is registered, which is another when the same content came first.
+    fn insert(&self, model: Arc<Model>) -> Result<Arc<Model>, ServiceError> {
         let mut state = self.state.lock();
+        let clash = |other: &&Arc<Model>| {
+            other.shape.namespace == model.shape.namespace && other.name == model.name
+        };
+        if let Some(other) = state.by_id.values().find(clash) {
+            return same_content(other, &model.fingerprint);
+        }
         if state.by_id.len() >= self.limit {
             let message = format!("{} models are registered (limits.models_max)", self.limit);
             return Err(ServiceError::new(ErrorCode::LimitExceeded, message));
         }
-        let clash = |other: &Arc<Model>| {
-            other.shape.namespace == model.shape.namespace && other.name == model.name
-        };
-        if state.by_id.values().any(clash) {
-            return Err(name_taken(&model.name));
-        }
-        state.by_id.insert(model.shape.id, model);
-        Ok(())
+        state.by_id.insert(model.shape.id, model.clone());
+        Ok(model)
     }
 
-    fn remove(&self, id: ModelId) {
-        self.state.lock().by_id.remove(&id);
+    /// Opens a sequence of a model that is registered until it is open.
+    pub(super) fn open(
+        &self,
+        namespace: &Namespace,
+        id: ModelId,
+        store: &Store,
+    ) -> Result<SequenceId, ServiceError> {
+        let state = self.state.lock();
+        Ok(store.open(state.find(namespace, id)?.shape.clone())?)
     }
+
+    /// Takes a model out, unless it has sequences.
+    fn remove(
+        &self,
+        namespace: &Namespace,
+        id: ModelId,
+        store: &Store,
+    ) -> Result<Arc<Model>, ServiceError> {
+        let mut state = self.state.lock();
+        let model = state.find(namespace, id)?.clone();
+        let sequences = store.usage(id).sequences;
+        if sequences > 0 {
+            let message = format!("model {id} has {sequences} open sequences; close them first");
+            return Err(ServiceError::new(ErrorCode::ModelInUse, message));
+        }
+        state.by_id.remove(&id);
+        Ok(model)
+    }
+}
+
+impl State {
+    fn find(&self, namespace: &Namespace, id: ModelId) -> Result<&Arc<Model>, ServiceError> {
+        let found = self.by_id.get(&id).filter(|model| model.shape.namespace == *namespace);
+        found.ok_or_else(|| {
+            let message = format!("model {id} is not registered in namespace {namespace}");
+            ServiceError::new(ErrorCode::UnknownModel, message)
+        })
+    }
+}
+
+/// The model that has the name already, if it is the same.
+fn same_content(model: &Arc<Model>, fingerprint: &str) -> Result<Arc<Model>, ServiceError> {
+    if model.fingerprint == fingerprint {
+        return Ok(model.clone());
+    }
+    Err(name_taken(&model.name))
 }
 
 fn name_taken(name: &str) -> ServiceError {
@@ -155,10 +194,7 @@ impl Service {
         let codec = kvd_codec::resolve(&spec.codec)?;
         let fingerprint = fingerprint(&spec.geometry, &codec, &spec.calibration);
         if let Some(model) = self.models.by_name(&call.namespace, &spec.name) {
-            if model.fingerprint == fingerprint {
-                return Ok(model);
-            }
-            return Err(name_taken(&spec.name));
+            return same_content(&model, &fingerprint);
         }
         let calibration = match &spec.calibration[..] {
             [] => None,
@@ -188,9 +224,10 @@ impl Service {
             Ok(())
         };
         self.lane.run(call, register).await?;
-        if let Err(error) = self.models.insert(model.clone()) {
+        let registered = self.models.insert(model.clone());
+        if !registered.as_ref().is_ok_and(|registered| registered.shape.id == id) {
             self.forget_on_device(call, id).await?;
-            return Err(error);
+            return registered;
         }
         self.metrics.gauge(Metric::Models, &[]).set(self.models.list(None).len() as f64);
         tracing::info!(%id, name = model.name, codec = %model.spec, "model registered");
@@ -233,15 +270,8 @@ impl Service {
     /// # Errors
     /// `UNKNOWN_MODEL` or `MODEL_IN_USE`.
     pub async fn unregister_model(&self, call: &Call, id: ModelId) -> Result<(), ServiceError> {
-        let model = self.model(call, id)?;
-        // Out of sight first, so that no sequence is opened between the test and the removal.
-        self.models.remove(id);
-        let sequences = self.store.usage(id).sequences;
-        if sequences > 0 {
-            self.models.insert(model)?;
-            let message = format!("model {id} has {sequences} open sequences; close them first");
-            return Err(ServiceError::new(ErrorCode::ModelInUse, message));
-        }
+        self.admit(call)?;
+        let model = self.models.remove(&call.namespace, id, &self.store)?;
         self.forget_on_device(call, id).await?;
         model.metrics.clear();
         self.metrics.gauge(Metric::Models, &[]).set(self.models.list(None).len() as f64);

@@ -11,8 +11,7 @@ impl Service {
     /// `UNKNOWN_MODEL` or `LIMIT_EXCEEDED`.
     pub fn open_sequence(&self, call: &Call, model: ModelId) -> Result<SequenceId, ServiceError> {
         self.admit(call)?;
-        let model = self.models.find(&call.namespace, model)?;
-        Ok(self.store.open(model.shape.clone())?)
+        self.models.open(&call.namespace, model, &self.store)
     }
 
     /// A new sequence that shares the parent's first tokens.
