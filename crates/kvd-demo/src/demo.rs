@@ -42,6 +42,7 @@ pub async fn run(options: DemoOptions, out: &mut (dyn Write + Send)) -> Result<D
         progress: &progress,
         geometry: subject.model.config().geometry(info.block_tokens_default)?,
         samples: None,
+        runs: 0,
     };
     let mut reports = Vec::new();
     for (codec, spec) in &codecs {

@@ -26,6 +26,8 @@ pub(crate) struct Evaluation<'a> {
     pub(crate) geometry: Geometry,
     /// Rows for calibrations, collected by the first codec that needs them.
     pub(crate) samples: Option<Samples>,
+    /// Codecs run so far.
+    pub(crate) runs: usize,
 }
 
 /// What the passages gave.
@@ -42,7 +44,9 @@ impl Evaluation<'_> {
         let calibration = self.calibration(codec, spec).await?;
         let calibrated = begin.elapsed().as_secs_f64();
         let calibration_seconds = if calibration.is_empty() { 0.0 } else { calibrated };
-        let registered = self.register(codec, calibration).await?;
+        self.runs += 1;
+        let name = self.model_name(codec);
+        let registered = self.register(&name, codec, calibration).await?;
         let model = registered.model;
         let (subject, chunk) = (self.subject, self.options.chunk_tokens);
         let heads = subject.model.config().heads();
@@ -63,17 +67,20 @@ impl Evaluation<'_> {
         let passages = self.passages(&mut kvd).await?;
         let latencies = kvd.take_latencies();
         let storage = self.storage(model, &passages.stored).await?;
+        let daemon = self.options.metrics.as_ref().map(|metrics| metrics.calls(&name));
         self.leave(kvd, model, &passages.sequences).await?;
         let reference = &self.reference.report.generation.tokens;
         Ok(CodecReport {
             codec: codec.to_owned(),
             codec_spec: registered.codec_spec,
+            model: name,
             storage,
             attention_error,
             quality: passages.quality,
             generation: subject.generation(written, Some(reference))?,
             decode: latencies.decode.summary(),
             prefill: latencies.prefill.summary(),
+            daemon,
             calibration_seconds,
         })
     }
@@ -96,11 +103,27 @@ impl Evaluation<'_> {
         Ok(calibrate::fit(&self.geometry, spec, samples, self.options.seed)?.into())
     }
 
-    async fn register(&self, codec: &str, calibration: Bytes) -> Result<RegisteredModel> {
+    /// A name of its own for every run, because a name stands for one codec: the model's and the
+    /// preset's, or the number of the run for a spec text.
+    fn model_name(&self, codec: &str) -> String {
         let allowed = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
         let clean = |c| if allowed(c) { c } else { '-' };
+        let model: String = self.subject.assets.name.chars().map(clean).take(32).collect();
+        let twice = self.options.codecs.iter().filter(|other| *other == codec).count() > 1;
+        match kvd_codec::preset(codec) {
+            Some(_) if !twice => format!("{model}.{codec}"),
+            _ => format!("{model}.codec-{}", self.runs),
+        }
+    }
+
+    async fn register(
+        &self,
+        name: &str,
+        codec: &str,
+        calibration: Bytes,
+    ) -> Result<RegisteredModel> {
         let spec = ModelSpec {
-            name: self.subject.assets.name.chars().map(clean).take(64).collect(),
+            name: name.to_owned(),
             geometry: self.geometry.clone(),
             codec: codec.to_owned(),
             calibration,

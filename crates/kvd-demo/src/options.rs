@@ -1,5 +1,6 @@
 //! What to run.
 
+use crate::daemon_latency::MetricsSource;
 use anyhow::{Result, ensure};
 use kvd_client::Endpoint;
 use std::path::PathBuf;
@@ -32,6 +33,8 @@ pub struct DemoOptions {
     /// Leaves the scored passages of every codec stored, so that the daemon's metrics go on to
     /// show what the table says.
     pub keep_open: bool,
+    /// The daemon's metrics, for latencies as it sees them.
+    pub metrics: Option<MetricsSource>,
     /// Writes the report as one JSON object instead of text.
     pub json: bool,
 }
@@ -55,6 +58,7 @@ impl DemoOptions {
             calibration_windows: 2,
             seed: 1,
             keep_open: false,
+            metrics: None,
             json: false,
         }
     }

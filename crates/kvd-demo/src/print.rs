@@ -174,5 +174,26 @@ fn speed(report: &DemoReport, out: &mut dyn Write) -> io::Result<()> {
         cells
     }));
     writeln!(out, "\nSpeed of one-token steps, one layer per call, seen by the client:\n")?;
+    write!(out, "{}", table(&header, &rows))?;
+    daemon(report, out)
+}
+
+/// What the daemon says of itself, when somebody gave its metrics.
+fn daemon(report: &DemoReport, out: &mut dyn Write) -> io::Result<()> {
+    let row = |run: &CodecReport| {
+        let calls = run.daemon?;
+        let times =
+            [calls.store.p50_us, calls.store.p99_us, calls.attend.p50_us, calls.attend.p99_us];
+        let mut cells = vec![label(report, run), run.model.clone()];
+        cells.extend(times.map(|us| format!("{us:.0} us")));
+        Some(cells)
+    };
+    let rows: Vec<_> = report.codecs.iter().filter_map(row).collect();
+    if rows.is_empty() {
+        return Ok(());
+    }
+    let header =
+        ["codec", "model in the metrics", "store p50", "store p99", "attend p50", "attend p99"];
+    writeln!(out, "\nDevice time of all calls, from the daemon's histograms:\n")?;
     write!(out, "{}", table(&header, &rows))
 }

@@ -85,6 +85,8 @@ pub struct CodecReport {
     pub codec: String,
     /// As the daemon understood it.
     pub codec_spec: String,
+    /// Name of the model in the daemon, and in its metrics.
+    pub model: String,
     /// What the passages take in the daemon.
     pub storage: Storage,
     /// On clean queries, keys and values of the first passage.
@@ -97,6 +99,9 @@ pub struct CodecReport {
     pub decode: Calls,
     /// Latencies of the steps of `chunk_tokens` tokens of the prompt and the passages.
     pub prefill: Calls,
+    /// Device time of all calls, from the daemon's own histograms; absent when nobody gave its
+    /// metrics.
+    pub daemon: Option<Calls>,
     /// Time the calibration took; 0 for codecs without.
     pub calibration_seconds: f64,
 }

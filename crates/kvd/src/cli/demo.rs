@@ -6,7 +6,7 @@ use crate::daemon::{Daemon, Running};
 use crate::telemetry;
 use anyhow::Context;
 use clap::Args;
-use kvd_demo::DemoOptions;
+use kvd_demo::{DemoOptions, MetricsSource};
 use std::io::Write;
 use std::path::PathBuf;
 
@@ -71,6 +71,8 @@ async fn report(args: &DemoArgs, running: &Running) -> anyhow::Result<()> {
     options.new_tokens = args.tokens.unwrap_or(options.new_tokens);
     options.json = args.json;
     options.keep_open = args.serve;
+    let metrics = running.service().metrics().clone();
+    options.metrics = Some(MetricsSource::new(move || metrics.render()));
     kvd_demo::run(options, &mut std::io::stdout()).await?;
     if args.serve {
         // On standard error, so that --json leaves a single object on standard output.

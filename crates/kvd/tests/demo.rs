@@ -1,0 +1,63 @@
+//! The demo's engine against the real daemon: what `kvd demo --serve` shows is what the metrics
+//! show, and raw storage changes nothing.
+#![cfg(feature = "demo")]
+
+use kvd::config::{Config, Overrides};
+use kvd::{Daemon, Running};
+use kvd_demo::{DemoOptions, DemoReport, MetricsSource};
+
+async fn daemon() -> Running {
+    let flags = [
+        ("server.listen_tcp", "127.0.0.1:0"),
+        ("admin.listen", "127.0.0.1:0"),
+        ("device.pool_bytes", "256 MiB"),
+    ];
+    let flags = flags.map(|(key, value)| (key.to_owned(), value.to_owned())).to_vec();
+    let config = Config::load(&Overrides { file: None, environment: false, flags }).unwrap();
+    Daemon::build(config).await.unwrap().spawn()
+}
+
+async fn run(running: &Running, codecs: &[&str]) -> DemoReport {
+    let tcp = running.addresses().tcp.unwrap();
+    let mut options = DemoOptions::new(format!("http://{tcp}").parse().unwrap());
+    options.codecs = codecs.iter().map(|codec| (*codec).to_owned()).collect();
+    (options.passages, options.passage_tokens, options.chunk_tokens) = (1, 512, 32);
+    (options.prompt_tokens, options.new_tokens) = (96, 24);
+    options.keep_open = true;
+    let metrics = running.service().metrics().clone();
+    options.metrics = Some(MetricsSource::new(move || metrics.render()));
+    kvd_demo::run(options, &mut Vec::new()).await.unwrap()
+}
+
+/// The value of the gauge `name` of `model`.
+fn gauge(text: &str, name: &str, model: &str) -> f64 {
+    let label = format!("model=\"{model}\"");
+    let of_model = |line: &&str| line.starts_with(&format!("{name}{{")) && line.contains(&label);
+    let line = text.lines().find(of_model).unwrap_or_else(|| panic!("{name} of {model}:\n{text}"));
+    line.rsplit(' ').next().unwrap().parse().unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn raw_changes_nothing_and_metrics_show_the_table() {
+    let running = daemon().await;
+    let report = run(&running, &["raw", "kivi-2", "k=fp8; v=raw"]).await;
+    running.service().refresh_gauges().await;
+    let text = running.service().metrics().render();
+
+    let [raw, kivi, _] = &report.codecs[..] else { panic!("three codecs were run") };
+    assert!(raw.generation.same(), "raw wrote {:?}", raw.generation.text);
+    let reference = report.without_kvd.quality.perplexity;
+    let change = (raw.quality.perplexity - reference).abs() / reference;
+    assert!(change < 1e-5, "perplexity {} became {}", reference, raw.quality.perplexity);
+    assert!(kivi.quality.kl_nats > raw.quality.kl_nats);
+
+    for run in &report.codecs {
+        let bits = gauge(&text, "kvd_packed_bits_per_value", &run.model);
+        assert!((bits - run.storage.bits_per_value).abs() < 1e-6 * bits, "{}: {bits}", run.model);
+        let ratio = gauge(&text, "kvd_compression_ratio", &run.model);
+        assert!((ratio - run.storage.ratio).abs() < 1e-6 * ratio, "{}: {ratio}", run.model);
+        let calls = run.daemon.unwrap();
+        assert!(calls.store.calls > 0 && calls.attend.p99_us >= calls.attend.p50_us);
+    }
+    running.drain().await;
+}
