@@ -202,3 +202,31 @@ fn huffman_tables_are_versioned_and_old_pages_still_decode() {
     assert_eq!(reader.header().table_version, 2);
     assert_eq!(decode(&codec, Side::Key, 0, page(&newer, &encoded, 0)), before);
 }
+
+#[test]
+fn rows_whose_rotation_overflows_fall_back_to_raw() {
+    // Sums of these are infinite, differences of the sums NaN; each value alone is in range.
+    let specs = ["uniform(b=4,g=32,axis=channel)", "uniform(b=4,g=32,axis=token)", "fp8"];
+    for dtype in [DType::F32, DType::BF16] {
+        for quantizer in specs {
+            let text = format!("k=hadamard/{quantizer}; v=raw");
+            let k: Vec<f32> = (0..2 * 16 * 32)
+                .map(|i| if i % 3 == 0 { -dtype.largest() } else { dtype.largest() })
+                .collect();
+            let geometry = geometry(32, dtype);
+            let block = BlockRows { tokens: 16, k: &k, v: &k };
+            let codec = codec(&geometry, &text, &block);
+            let mut bytes = Vec::new();
+            let encoded = codec.encode_block(LAYER, &block, &mut bytes).unwrap();
+            assert_eq!(encoded.fallback_pages, 2, "{text} in {dtype}");
+            for head in 0..2 {
+                let page = page(&bytes, &encoded, head);
+                let page = PageReader::open(&codec, LAYER, Side::Key, head, page).unwrap();
+                let mut back = vec![0f32; 16 * 32];
+                page.decode_rows(0, 16, &mut back).unwrap();
+                assert_eq!(page.space(), Space::Raw);
+                assert_eq!(back, k[head * 16 * 32..][..16 * 32]);
+            }
+        }
+    }
+}

@@ -31,6 +31,16 @@ impl DType {
         }
     }
 
+    /// Largest finite value.
+    #[must_use]
+    pub const fn largest(self) -> f32 {
+        match self {
+            Self::F32 => f32::MAX,
+            Self::F16 => f16::MAX.to_f32_const(),
+            Self::BF16 => bf16::MAX.to_f32_const(),
+        }
+    }
+
     /// Name as in configuration and metric labels.
     #[must_use]
     pub const fn name(self) -> &'static str {
@@ -123,6 +133,19 @@ impl FromStr for DType {
 mod tests {
     use super::*;
     use proptest::prelude::*;
+
+    #[test]
+    fn the_largest_value_is_finite_and_the_next_is_not() {
+        for dtype in [DType::F16, DType::BF16] {
+            let mut bytes = [0; 2];
+            let mut back = [0f32];
+            for (value, finite) in [(dtype.largest(), true), (dtype.largest() * 1.01, false)] {
+                dtype.narrow(&[value], &mut bytes);
+                dtype.widen(&bytes, &mut back);
+                assert_eq!(back[0].is_finite(), finite, "{dtype}: {value}");
+            }
+        }
+    }
 
     proptest! {
         #[test]

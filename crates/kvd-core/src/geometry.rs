@@ -73,14 +73,14 @@ pub struct Geometry {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("geometry.{field} is {value}; it must be {min} to {max}{also}")]
 pub struct GeometryError {
-    /// Field name.
+    /// Field name, or the product of fields that is bounded.
     pub field: &'static str,
     /// Given value.
-    pub value: u32,
+    pub value: u64,
     /// Smallest allowed value.
-    pub min: u32,
+    pub min: u64,
     /// Largest allowed value.
-    pub max: u32,
+    pub max: u64,
     /// A further condition, or empty.
     pub also: &'static str,
 }
@@ -94,24 +94,37 @@ impl Geometry {
     pub const HEAD_DIM_MAX: u32 = 1024;
     /// Largest `block_tokens`.
     pub const BLOCK_TOKENS_MAX: u32 = 1024;
+    /// Most KV heads over all layers: what a codec keeps per head is bounded with them.
+    pub const HEADS_MAX: u64 = 1 << 16;
+    /// Largest block of one layer in the stored precision, K and V of all heads: what a device
+    /// takes in hand at once, and far below what a page's offsets can address.
+    pub const BLOCK_BYTES_MAX: u64 = 64 << 20;
 
-    /// Checks every field against its range.
+    /// Checks every field against its range, then what they come to together.
     ///
     /// # Errors
     /// The first field that is out of range.
     pub fn validate(&self) -> Result<(), GeometryError> {
-        let check = |field, value, min, max, even: bool| {
+        let check = |field, value: u64, min, max: u64, even: bool| {
             if value < min || value > max || (even && value % 2 != 0) {
                 let also = if even { " and even" } else { "" };
                 return Err(GeometryError { field, value, min, max, also });
             }
             Ok(())
         };
-        check("layers", self.layers, 1, Self::LAYERS_MAX, false)?;
-        check("kv_heads", self.kv_heads, 1, Self::KV_HEADS_MAX, false)?;
-        check("head_dim_k", self.head_dim_k, 2, Self::HEAD_DIM_MAX, true)?;
-        check("head_dim_v", self.head_dim_v, 2, Self::HEAD_DIM_MAX, true)?;
-        check("block_tokens", self.block_tokens, 1, Self::BLOCK_TOKENS_MAX, false)
+        let small = |field, value: u32, min, max: u32, even| {
+            check(field, u64::from(value), min, u64::from(max), even)
+        };
+        small("layers", self.layers, 1, Self::LAYERS_MAX, false)?;
+        small("kv_heads", self.kv_heads, 1, Self::KV_HEADS_MAX, false)?;
+        small("head_dim_k", self.head_dim_k, 2, Self::HEAD_DIM_MAX, true)?;
+        small("head_dim_v", self.head_dim_v, 2, Self::HEAD_DIM_MAX, true)?;
+        small("block_tokens", self.block_tokens, 1, Self::BLOCK_TOKENS_MAX, false)?;
+        let heads = u64::from(self.layers) * u64::from(self.kv_heads);
+        check("layers * kv_heads", heads, 1, Self::HEADS_MAX, false)?;
+        let field = "block_tokens * kv_heads * (head_dim_k + head_dim_v) * bytes of dtype";
+        let block_bytes = u64::from(self.block_tokens) * self.token_bytes();
+        check(field, block_bytes, 1, Self::BLOCK_BYTES_MAX, false)
     }
 
     /// Channels of one head on `side`.
@@ -127,6 +140,12 @@ impl Geometry {
     #[must_use]
     pub fn values_per_token(&self) -> u64 {
         u64::from(self.kv_heads) * u64::from(self.head_dim_k + self.head_dim_v)
+    }
+
+    /// Bytes of K and V of one token in one layer, in the stored precision.
+    #[must_use]
+    pub fn token_bytes(&self) -> u64 {
+        self.values_per_token() * self.dtype.size_bytes() as u64
     }
 
     /// Layout of a raw slot that holds `rows` tokens.
@@ -204,6 +223,25 @@ mod tests {
         g.head_dim_v = 64;
         g.block_tokens = 0;
         assert_eq!(g.validate().unwrap_err().field, "block_tokens");
+    }
+
+    #[test]
+    fn validate_bounds_a_block_and_the_heads() {
+        let mut g = geometry();
+        // 1024 tokens of 128 heads with 128 + 128 channels in f16 are the limit exactly.
+        (g.block_tokens, g.kv_heads, g.head_dim_v) = (1024, 128, 128);
+        assert_eq!(u64::from(g.block_tokens) * g.token_bytes(), Geometry::BLOCK_BYTES_MAX);
+        g.validate().unwrap();
+        g.head_dim_v += 2;
+        let text = g.validate().unwrap_err().to_string();
+        assert!(text.starts_with("geometry.block_tokens * kv_heads * (head_dim_k"), "{text}");
+        assert!(text.ends_with("1 to 67108864"), "{text}");
+
+        let mut g = Geometry { layers: 64, kv_heads: 1024, block_tokens: 16, ..geometry() };
+        g.validate().unwrap();
+        g.layers = 65;
+        let error = g.validate().unwrap_err();
+        assert_eq!((error.field, error.max), ("layers * kv_heads", Geometry::HEADS_MAX));
     }
 
     #[test]

@@ -37,13 +37,22 @@ pub(crate) fn encode_rows(
     Ok(())
 }
 
+/// The largest magnitude of `rows`. A transform's sum may have overflowed to infinity, and the
+/// difference of two infinities is NaN: neither has a code.
+pub(crate) fn largest_magnitude(rows: &[f32]) -> Result<f32, Unquantizable> {
+    // On the bits of a magnitude, order is that of integers, with infinity and NaN at the top.
+    let top = rows.iter().fold(0u32, |m, x| m.max(x.to_bits() & !(1 << 31)));
+    let top = f32::from_bits(top);
+    if top.is_finite() { Ok(top) } else { Err(Unquantizable) }
+}
+
 /// FP8 codes of `rows` and the scale that `decode` multiplies with.
 pub(crate) fn encode_e4m3(
     rows: &[f32],
     symbols: &mut Vec<u16>,
     scales: &mut Vec<u8>,
 ) -> Result<(), Unquantizable> {
-    let absmax = rows.iter().fold(0f32, |m, x| if x.abs() <= m { m } else { x.abs() });
+    let absmax = largest_magnitude(rows)?;
     // Rounding to 3 mantissa bits adds up to 1/16, which must stay finite.
     if !(absmax * 1.0625).is_finite() {
         return Err(Unquantizable);
@@ -168,6 +177,19 @@ mod tests {
                 })
                 .unwrap();
             assert_eq!(e4m3_from_f32(x), nearest.0, "{x}");
+        }
+    }
+
+    #[test]
+    fn what_is_not_finite_has_no_code() {
+        assert!(matches!(largest_magnitude(&[1.0, -3.5, 0.0]), Ok(3.5)));
+        for bad in [f32::NAN, -f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            for at in 0..3 {
+                let mut rows = [1.0, 2.0, 3.0];
+                rows[at] = bad;
+                let (mut symbols, mut scales) = (Vec::new(), Vec::new());
+                assert!(encode_e4m3(&rows, &mut symbols, &mut scales).is_err(), "{bad} at {at}");
+            }
         }
     }
 

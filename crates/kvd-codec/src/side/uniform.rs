@@ -7,6 +7,7 @@
 //! step up, so the levels cover the group and the error is at most half the stored step.
 
 use super::Unquantizable;
+use super::float::largest_magnitude;
 use crate::{GroupAxis, UniformStep};
 use half::f16;
 use kvd_core::{DType, Geometry};
@@ -87,10 +88,7 @@ impl Uniform {
         symbols: &mut Vec<u16>,
         scales: &mut Vec<u8>,
     ) -> Result<(), Unquantizable> {
-        let absmax = rows.iter().fold(0f32, |m, x| if x.abs() <= m { m } else { x.abs() });
-        if !absmax.is_finite() {
-            return Err(Unquantizable);
-        }
+        let absmax = largest_magnitude(rows)?;
         let share = self.rows_per_scale(rows.len() / dim) * dim;
         let (pairs, span) = (self.pairs(dim), self.channels_per_pair(dim));
         let mut scale = ScaleRow::default();
@@ -244,6 +242,22 @@ mod tests {
                 prop_assert!(low <= x && x <= high);
                 let ulp = (x.abs() / 1024.0).max(6.0e-8);
                 prop_assert!(high - low <= ulp || high.is_infinite() || low.is_infinite());
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_not_finite_has_no_code() {
+        for axis in [GroupAxis::Channel, GroupAxis::Token, GroupAxis::Block] {
+            let uniform = Uniform::new(UniformStep::Bits(4), axis, None, 15);
+            for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+                for at in 0..8 {
+                    let mut rows = [0.5; 8];
+                    rows[at] = bad;
+                    let (mut symbols, mut scales) = (Vec::new(), Vec::new());
+                    let result = uniform.quantize(&rows, 4, &mut symbols, &mut scales);
+                    assert!(result.is_err(), "{bad} at {at}");
+                }
             }
         }
     }
