@@ -14,6 +14,7 @@ use crate::shape::ModelShape;
 use kvd_core::{LayerIndex, SequenceId};
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 
 /// The answer to an append that fits.
 #[derive(Debug)]
@@ -62,6 +63,8 @@ pub struct PackTask {
     pub rows: Range<u32>,
     /// The sink's rows, to be copied to a slot of their own because `from` is given up.
     pub keep: Option<RowCopy>,
+    /// The block was offered before and could not be packed then.
+    pub retried: bool,
 }
 
 /// The exclusive right to append to one layer of one sequence.
@@ -112,6 +115,15 @@ impl AppendTicket {
     #[must_use]
     pub fn packs(&self) -> &[PackTask] {
         &self.plan.packs
+    }
+
+    /// Says that the rows of `packs()[index]` can never be encoded: the block stays raw and is not
+    /// offered again.
+    ///
+    /// # Panics
+    /// When there is no such task.
+    pub fn give_up(&self, index: usize) {
+        self.plan.pack_cells[index].unpackable.store(true, Relaxed);
     }
 
     /// Tokens the layer will have.
@@ -174,9 +186,11 @@ impl AppendTicket {
             layer.length = length_after;
             layer.remember(offered);
             let tasks = plan.packs.into_iter().zip(plan.pack_cells);
-            for ((task, cell), pages) in tasks.zip(packed) {
-                if let Some(pages) = pages {
-                    publish(task, &cell, pages, &entry.ledger);
+            let answers = packed.into_iter().chain(std::iter::repeat_with(|| None));
+            for ((task, cell), pages) in tasks.zip(answers) {
+                match pages {
+                    Some(pages) => publish(task, &cell, pages, &entry.ledger),
+                    None => cell.deferred.store(true, Relaxed),
                 }
             }
             (replaced, layer.settle(&entry.model))
@@ -300,7 +314,8 @@ impl Plan {
             let View::Raw { raw, cell } = view else {
                 continue;
             };
-            if sink_rows == shape.block_tokens() || cell.packed.get().is_some() {
+            let done = cell.packed.get().is_some() || cell.is_unpackable();
+            if done || sink_rows == shape.block_tokens() {
                 continue;
             }
             let Ok(to) = (sink_rows > 0).then(|| room.raw(sink_rows)).transpose() else {
@@ -311,7 +326,8 @@ impl Plan {
                 RowCopy { from: Part { rows: 0..sink_rows, origin: 0, kind }, to, to_row: 0 }
             });
             let rows = sink_rows..shape.block_tokens();
-            self.packs.push(PackTask { block: block as u32, from: raw.clone(), rows, keep });
+            let (block, retried) = (block as u32, cell.deferred.load(Relaxed));
+            self.packs.push(PackTask { block, from: raw.clone(), rows, keep, retried });
             self.pack_cells.push(Arc::clone(cell));
         }
     }

@@ -8,6 +8,7 @@ use crate::ledger::{PackedBytes, StoredBytes};
 use crate::pool::Slot;
 use kvd_core::Extent;
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
 /// A slot of rows in the stored precision, laid out as `geometry.raw_layout(rows)`. Which rows
@@ -149,6 +150,23 @@ pub(crate) struct RawCell {
     /// Set by the first holder that moved past the cell; the others change over without encoding
     /// when they do.
     pub(crate) packed: OnceLock<Arc<Packed>>,
+    /// It was to be packed before and stayed raw.
+    pub(crate) deferred: AtomicBool,
+    /// Its rows cannot be encoded: it stays raw for good.
+    pub(crate) unpackable: AtomicBool,
+}
+
+impl RawCell {
+    /// Whether there is nothing left to do for a cell that left the window.
+    pub(crate) fn is_unpackable(&self) -> bool {
+        self.unpackable.load(Ordering::Relaxed)
+    }
+
+    /// Forgets what was tried with rows that are about to change.
+    fn forget_attempts(&mut self) {
+        *self.deferred.get_mut() = false;
+        *self.unpackable.get_mut() = false;
+    }
 }
 
 /// One sequence's view of one cell. The raw slot lives as long as some view (or pin) has it: it
@@ -179,8 +197,14 @@ impl View {
         match self {
             Self::Raw { raw, cell } => {
                 // `get_mut` and not `strong_count`: it orders this after the others' last use.
-                let alone = Arc::get_mut(cell).is_some_and(|c| c.packed.get().is_none());
-                alone && (raw.filled() <= row || raw.slot.is_unshared())
+                let Some(cell) = Arc::get_mut(cell).filter(|c| c.packed.get().is_none()) else {
+                    return false;
+                };
+                let appendable = raw.filled() <= row || raw.slot.is_unshared();
+                if appendable {
+                    cell.forget_attempts();
+                }
+                appendable
             }
             Self::Packed(_) => false,
         }

@@ -118,7 +118,11 @@ impl Layer {
                 gone.push(std::mem::replace(view, View::Packed(packed)));
             }
             let all_sink = shape.sink_rows(block) == shape.block_tokens();
-            in_a_row &= all_sink || matches!(view, View::Packed(_));
+            in_a_row &= all_sink
+                || match view {
+                    View::Packed(_) => true,
+                    View::Raw { cell, .. } => cell.is_unpackable(),
+                };
             if in_a_row {
                 self.settled = block + 1;
             }

@@ -11,6 +11,9 @@ use std::ops::Range;
 pub struct Limits {
     /// Open sequences, over all namespaces. Default 65 536.
     pub sequences_max: u64,
+    /// Layers of all open sequences together: each takes book-keeping of its own, also while it
+    /// is empty. Default 4 194 304 (2^22).
+    pub sequence_layers_max: u64,
     /// Tokens of one sequence. Default 4 194 304 (2^22).
     pub tokens_per_sequence_max: u32,
     /// Tokens of one append, which bounds the work of one lane job. Default 65 536.
@@ -21,6 +24,7 @@ impl Default for Limits {
     fn default() -> Self {
         Self {
             sequences_max: 65_536,
+            sequence_layers_max: 1 << 22,
             tokens_per_sequence_max: 1 << 22,
             tokens_per_append_max: 65_536,
         }

@@ -24,6 +24,7 @@ pub struct Store {
     limits: Limits,
     next_id: AtomicU64,
     open: AtomicU64,
+    open_layers: AtomicU64,
     sequences: DashMap<SequenceId, Arc<SequenceEntry>>,
     ledgers: DashMap<ModelId, Arc<Ledger>>,
 }
@@ -37,6 +38,7 @@ impl Store {
             limits,
             next_id: AtomicU64::new(1),
             open: AtomicU64::new(0),
+            open_layers: AtomicU64::new(0),
             sequences: DashMap::new(),
             ledgers: DashMap::new(),
         }
@@ -54,7 +56,7 @@ impl Store {
     /// [`StoreError::LimitExceeded`], or [`StoreError::Geometry`] when the shape is out of range.
     pub fn open(&self, model: Arc<ModelShape>) -> Result<SequenceId, StoreError> {
         model.geometry.validate()?;
-        self.admit()?;
+        self.admit(&model)?;
         let layers = (0..model.geometry.layers).map(|_| Layer::default()).collect();
         let ledger = Arc::clone(&self.ledgers.entry(model.id).or_default());
         Ok(self.insert(model, ledger, layers))
@@ -81,7 +83,7 @@ impl Store {
             if length > stored {
                 return Err(StoreError::RangeNotStored { asked: length, stored });
             }
-            self.admit()?;
+            self.admit(&parent.model)?;
             let forked: Vec<_> = layers.iter().map(|l| l.fork(&parent.model, length)).collect();
             (length, forked)
         };
@@ -124,6 +126,7 @@ impl Store {
             return Err(StoreError::UnknownSequence { id });
         };
         self.open.fetch_sub(1, Relaxed);
+        self.open_layers.fetch_sub(u64::from(entry.model.geometry.layers), Relaxed);
         entry.ledger.sequence_closed();
         let model = entry.model.id;
         drop(entry);
@@ -289,16 +292,15 @@ impl Store {
         Ok(())
     }
 
-    /// Counts one more sequence, or refuses.
-    fn admit(&self) -> Result<(), StoreError> {
-        let max = self.limits.sequences_max;
-        let more = |open: u64| (open < max).then_some(open + 1);
-        match self.open.fetch_update(Relaxed, Relaxed, more) {
-            Ok(_) => Ok(()),
-            Err(open) => {
-                Err(StoreError::LimitExceeded { limit: "sequences_max", max, asked: open + 1 })
-            }
-        }
+    /// Counts one more sequence and its layers, or refuses.
+    fn admit(&self, model: &ModelShape) -> Result<(), StoreError> {
+        let limits = &self.limits;
+        count("sequences_max", &self.open, 1, limits.sequences_max)?;
+        let layers = u64::from(model.geometry.layers);
+        let max = limits.sequence_layers_max;
+        count("sequence_layers_max", &self.open_layers, layers, max).inspect_err(|_| {
+            self.open.fetch_sub(1, Relaxed);
+        })
     }
 
     fn insert(
@@ -311,5 +313,14 @@ impl Store {
         ledger.sequence_opened();
         self.sequences.insert(id, Arc::new(SequenceEntry::new(id, model, ledger, layers)));
         id
+    }
+}
+
+/// Adds `more` to a counter that stays within `max`.
+fn count(limit: &'static str, counter: &AtomicU64, more: u64, max: u64) -> Result<(), StoreError> {
+    let add = |now: u64| now.checked_add(more).filter(|sum| *sum <= max);
+    match counter.fetch_update(Relaxed, Relaxed, add) {
+        Ok(_) => Ok(()),
+        Err(now) => Err(StoreError::LimitExceeded { limit, max, asked: now.saturating_add(more) }),
     }
 }

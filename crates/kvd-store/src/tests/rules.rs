@@ -46,7 +46,12 @@ fn only_recent_ranges_are_remembered() {
 
 #[test]
 fn sizes_and_layers_are_checked() {
-    let limits = Limits { sequences_max: 2, tokens_per_sequence_max: 10, tokens_per_append_max: 6 };
+    let limits = Limits {
+        sequences_max: 2,
+        tokens_per_sequence_max: 10,
+        tokens_per_append_max: 6,
+        ..Limits::default()
+    };
     let b = Bench::limited(1 << 20, shape(1, 4, 0, 8), limits);
     let id = b.open();
     assert_eq!(code(b.begin(id, 0, 0, 0)), ErrorCode::InvalidArgument);
@@ -206,4 +211,51 @@ fn ledgers_and_descriptions_count_what_is_held() {
     b.store.close(b.ns(), fork).unwrap();
     assert_eq!(b.store.usage(ModelId(1)), ModelUsage::default());
     assert_eq!(b.used(), 0);
+}
+
+#[test]
+fn layers_of_all_sequences_are_bounded() {
+    // Of two layers each.
+    let limits = Limits { sequence_layers_max: 5, ..Limits::default() };
+    let b = Bench::limited(1 << 20, shape(1, 4, 0, 8), limits);
+    let (first, second) = (b.open(), b.open());
+    let full = StoreError::LimitExceeded { limit: "sequence_layers_max", max: 5, asked: 6 };
+    assert_eq!(b.store.open(b.model.clone()).unwrap_err(), full);
+    assert_eq!(b.store.fork(b.ns(), first, None).unwrap_err(), full);
+    b.store.close(b.ns(), second).unwrap();
+    b.store.fork(b.ns(), first, None).unwrap();
+}
+
+#[test]
+fn a_block_that_could_not_be_packed_is_offered_as_retried() {
+    let b = Bench::new(1 << 20, shape(1, 4, 0, 0));
+    let id = b.open();
+    let ticket = b.begin(id, 0, 0, 8).unwrap();
+    assert!(ticket.packs().iter().all(|task| !task.retried));
+    b.finish(ticket, &[0, 1, 2, 3, 4, 5, 6, 7], |block| block == 1);
+    let ticket = b.begin(id, 0, 8, 4).unwrap();
+    let offered: Vec<_> = ticket.packs().iter().map(|task| (task.block, task.retried)).collect();
+    assert_eq!(offered, [(1, true), (2, false)]);
+    drop(ticket);
+    // Other rows are another block.
+    b.append(id, 1, 0, &[0; 8]);
+    b.store.truncate(b.ns(), id, 6).unwrap();
+    let ticket = b.begin(id, 0, 6, 2).unwrap();
+    let offered: Vec<_> = ticket.packs().iter().map(|task| (task.block, task.retried)).collect();
+    assert_eq!(offered, [(1, false)]);
+}
+
+#[test]
+fn a_block_that_was_given_up_stays_raw_and_holds_up_no_other() {
+    let b = Bench::new(1 << 20, shape(1, 4, 0, 0));
+    let id = b.open();
+    let ticket = b.begin(id, 0, 0, 8).unwrap();
+    ticket.give_up(0);
+    b.finish(ticket, &[0, 1, 2, 3, 4, 5, 6, 7], |block| block == 0);
+    let ticket = b.begin(id, 0, 8, 4).unwrap();
+    let offered: Vec<_> = ticket.packs().iter().map(|task| task.block).collect();
+    assert_eq!(offered, [2]);
+    b.finish(ticket, &[8, 9, 10, 11], |_| false);
+    let usage = b.store.describe(b.ns(), id).unwrap();
+    assert_eq!((usage.packed_blocks, usage.raw_blocks), (2, 1));
 }
