@@ -16,27 +16,59 @@ use std::thread::JoinHandle;
 use std::time::Instant;
 use tokio::sync::{mpsc, oneshot};
 
-/// What the thread runs; `None` stands for a device that has failed.
+/// What the thread runs; `None` stands for a device that is called no more.
 type Job = Box<dyn FnOnce(Option<&mut dyn Backend>) + Send>;
 
 /// Handle on a device's thread; clones share it.
 #[derive(Clone)]
 pub struct Lane {
     jobs: mpsc::Sender<Job>,
-    failed: Arc<AtomicBool>,
+    state: Arc<State>,
     info: DeviceInfo,
     depth: Gauge,
     waited: Histogram,
 }
 
-/// The thread itself, to be joined after the last [`Lane`] is gone.
-pub struct LaneThread(JoinHandle<()>);
+/// Why the device is called no more.
+#[derive(Default)]
+struct State {
+    failed: AtomicBool,
+    stopped: AtomicBool,
+}
+
+impl State {
+    /// What jobs are answered that come too late.
+    fn closed(&self) -> ServiceError {
+        // A thread that is gone without having been stopped is a failure as well.
+        if self.failed.load(Ordering::Acquire) || !self.stopped.load(Ordering::Acquire) {
+            let message = "the device has failed; the daemon is going down";
+            return ServiceError::new(ErrorCode::DeviceFailed, message);
+        }
+        let message = "the daemon has stopped its device; retry on its successor";
+        ServiceError::new(ErrorCode::ShuttingDown, message)
+    }
+}
+
+/// The thread itself. It ends when it is joined, or by itself after the last [`Lane`] is gone.
+pub struct LaneThread {
+    thread: JoinHandle<()>,
+    /// Weak, so that this handle does not keep the thread alive.
+    jobs: mpsc::WeakSender<Job>,
+    state: Arc<State>,
+}
 
 impl LaneThread {
-    /// Waits for the queue to run dry and the device to be given back.
+    /// Ends the lane, whoever still holds a [`Lane`]: the job that runs is finished, those that
+    /// wait are answered `SHUTTING_DOWN`, and the device is given back.
     pub fn join(self) {
+        self.state.stopped.store(true, Ordering::Release);
+        if let Some(jobs) = self.jobs.upgrade() {
+            // Wakes an idle thread. In front of a full queue it is awake anyway.
+            let wake: Job = Box::new(|_| {});
+            let _ = jobs.try_send(wake);
+        }
         // A panic of a job was caught and logged; one of the loop itself has nobody left to tell.
-        let _ = self.0.join();
+        let _ = self.thread.join();
     }
 }
 
@@ -52,19 +84,20 @@ impl Lane {
         on_failure: impl FnOnce() + Send + 'static,
     ) -> std::io::Result<(Self, LaneThread)> {
         let (jobs, queue) = mpsc::channel(queue_jobs_max);
-        let failed = Arc::new(AtomicBool::new(false));
+        let state = Arc::new(State::default());
         let info = backend.info();
         let lane = Self {
             jobs,
-            failed: failed.clone(),
+            state: state.clone(),
             info,
             depth: metrics.gauge(Metric::QueueDepth, &[]),
             waited: metrics.histogram(Metric::QueueSeconds, &[]),
         };
+        let (jobs, on_thread) = (lane.jobs.downgrade(), state.clone());
         let thread = std::thread::Builder::new()
             .name("kvd-lane".to_owned())
-            .spawn(move || run(backend, queue, &failed, on_failure))?;
-        Ok((lane, LaneThread(thread)))
+            .spawn(move || run(backend, queue, &on_thread, on_failure))?;
+        Ok((lane, LaneThread { thread, jobs, state }))
     }
 
     /// What the device is.
@@ -76,7 +109,7 @@ impl Lane {
     /// Whether the device has failed.
     #[must_use]
     pub fn failed(&self) -> bool {
-        self.failed.load(Ordering::Acquire)
+        self.state.failed.load(Ordering::Acquire)
     }
 
     /// Jobs accepted and not yet begun.
@@ -90,7 +123,7 @@ impl Lane {
     ///
     /// # Errors
     /// `QUEUE_FULL`, `DEADLINE_EXCEEDED` when the deadline passed before the work began,
-    /// `DEVICE_FAILED`, or what `work` answers.
+    /// `DEVICE_FAILED`, `SHUTTING_DOWN` after [`LaneThread::join`], or what `work` answers.
     pub async fn run<T, F>(&self, call: &Call, work: F) -> Result<T, ServiceError>
     where
         F: FnOnce(&mut dyn Backend) -> Result<T, ServiceError> + Send + 'static,
@@ -99,13 +132,14 @@ impl Lane {
         call.check_deadline()?;
         let (reply, answer) = oneshot::channel();
         let (accepted, call, waited) = (Instant::now(), call.clone(), self.waited.clone());
+        let state = self.state.clone();
         let job: Job = Box::new(move |backend| {
             waited.record(accepted.elapsed().as_secs_f64());
             if reply.is_closed() {
                 return;
             }
             let result = match backend {
-                None => Err(device_failed()),
+                None => Err(state.closed()),
                 Some(backend) => call.check_deadline().and_then(|()| work(backend)),
             };
             // The caller may have left meanwhile; the work stands all the same.
@@ -120,36 +154,109 @@ impl Lane {
                     self.jobs.max_capacity()
                 ),
             ),
-            mpsc::error::TrySendError::Closed(_) => device_failed(),
+            mpsc::error::TrySendError::Closed(_) => self.state.closed(),
         })?;
         self.depth.set(self.queued() as f64);
-        answer.await.unwrap_or_else(|_| Err(device_failed()))
+        answer.await.unwrap_or_else(|_| Err(self.state.closed()))
     }
-}
-
-fn device_failed() -> ServiceError {
-    ServiceError::new(ErrorCode::DeviceFailed, "the device has failed; the daemon is going down")
 }
 
 fn run(
     mut backend: Box<dyn Backend>,
     mut queue: mpsc::Receiver<Job>,
-    failed: &AtomicBool,
+    state: &State,
     on_failure: impl FnOnce(),
 ) {
     let mut on_failure = Some(on_failure);
     while let Some(job) = queue.blocking_recv() {
-        if failed.load(Ordering::Acquire) {
+        if state.stopped.load(Ordering::Acquire) {
+            // Nothing new comes in; what waits is answered, and then the loop ends.
+            queue.close();
+            job(None);
+            continue;
+        }
+        if state.failed.load(Ordering::Acquire) {
             job(None);
             continue;
         }
         // After a panic the device's state is unknown: it is never called again.
         if catch_unwind(AssertUnwindSafe(|| job(Some(backend.as_mut())))).is_err() {
-            failed.store(true, Ordering::Release);
+            state.failed.store(true, Ordering::Release);
             tracing::error!("a device job panicked; the lane is closed");
             if let Some(tell) = on_failure.take() {
                 tell();
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kvd_compute::{CpuBackend, CpuOptions};
+    use kvd_core::Namespace;
+    use std::time::Duration;
+
+    fn start() -> (Lane, LaneThread) {
+        let options = CpuOptions { arena_bytes: 1 << 20, prefault: false, threads: 1 };
+        let backend = Box::new(CpuBackend::new(options).unwrap());
+        Lane::start(backend, 2, &Metrics::new(), || {}).unwrap()
+    }
+
+    fn call() -> Call {
+        Call { namespace: Namespace::new("default").unwrap(), deadline: None }
+    }
+
+    /// Joins on a thread of its own; whether that ended in time.
+    fn joins(thread: LaneThread) -> std::sync::mpsc::Receiver<()> {
+        let (ended, end) = std::sync::mpsc::sync_channel(1);
+        std::thread::spawn(move || {
+            thread.join();
+            ended.send(())
+        });
+        end
+    }
+
+    #[tokio::test]
+    async fn an_idle_lane_ends_while_handles_remain_and_refuses_what_comes_after() {
+        let (lane, thread) = start();
+        assert_eq!(lane.run(&call(), |_| Ok(7)).await.unwrap(), 7);
+        joins(thread).recv_timeout(Duration::from_secs(10)).expect("the lane ends");
+        let late = lane.run(&call(), |_| Ok(7)).await.unwrap_err();
+        assert_eq!(late.code(), ErrorCode::ShuttingDown);
+        assert!(!lane.failed());
+    }
+
+    #[tokio::test]
+    async fn stopping_finishes_the_running_job_and_answers_a_full_queue() {
+        let (lane, thread) = start();
+        let (begun, has_begun) = oneshot::channel();
+        let (go, gate) = std::sync::mpsc::sync_channel::<()>(1);
+        let job = |lane: Lane, work: Box<dyn FnOnce() -> u32 + Send>| {
+            tokio::spawn(async move { lane.run(&call(), move |_| Ok(work())).await })
+        };
+        let running = job(
+            lane.clone(),
+            Box::new(move || {
+                let _ = begun.send(());
+                let _ = gate.recv();
+                1
+            }),
+        );
+        has_begun.await.unwrap();
+        let waiting = [0, 1].map(|_| job(lane.clone(), Box::new(|| 2)));
+        while lane.queued() < 2 {
+            tokio::task::yield_now().await;
+        }
+        let end = joins(thread);
+        while !lane.state.stopped.load(Ordering::Acquire) {
+            tokio::task::yield_now().await;
+        }
+        go.send(()).unwrap();
+        end.recv_timeout(Duration::from_secs(10)).expect("the lane ends");
+        assert_eq!(running.await.unwrap().unwrap(), 1);
+        for waiting in waiting {
+            assert_eq!(waiting.await.unwrap().unwrap_err().code(), ErrorCode::ShuttingDown);
         }
     }
 }
