@@ -6,8 +6,8 @@ use tonic::Status;
 use tonic::metadata::MetadataMap;
 
 /// Namespace and deadline of a request.
-pub(super) fn call(metadata: &MetadataMap) -> Result<Call, Status> {
-    let namespace = kvd_proto::namespace_of(metadata).map_err(|error| status(&error.into()))?;
+pub(super) fn call(metadata: &MetadataMap) -> Result<Call, ServiceError> {
+    let namespace = kvd_proto::namespace_of(metadata)?;
     // A malformed timeout is ignored, as the gRPC specification lets a server do.
     let timeout = metadata.get("grpc-timeout").and_then(|value| parse(value.to_str().ok()?));
     Ok(Call {

@@ -1,19 +1,18 @@
 //! The gRPC service: proto to domain, one span and one metric per rpc, domain to proto.
 
-use super::call::{call, status};
+use super::call::call;
 use super::convert;
+use super::measure::{answer, refuse};
 use super::stream::{self, ReplyStream};
 use crate::service::{Call, Service, ServiceError};
-use kvd_core::{Coded, ErrorCode, ModelId, SequenceId};
+use kvd_core::{Coded, ModelId, SequenceId};
 use kvd_proto::domain::{AttendBatch, LoadRange, ModelSpec, StoreChunk};
 use kvd_proto::v1::{self, kvd_server::Kvd};
 use std::sync::Arc;
-use std::time::Instant;
 use tokio::sync::{mpsc, watch};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::metadata::MetadataMap;
 use tonic::{Request, Response, Status, Streaming};
-use tracing::Instrument;
 
 /// The generated trait over a [`Service`].
 pub(super) struct Grpc {
@@ -30,33 +29,15 @@ impl Grpc {
         metadata: &MetadataMap,
         work: impl AsyncFnOnce(&Call) -> Result<T, ServiceError>,
     ) -> Result<Response<T>, Status> {
-        let call = call(metadata)?;
-        let result = answer(&self.service, name, &call, work(&call)).await;
+        let call = self.call(name, metadata)?;
+        let result = answer(self.service.metrics(), name, &call, work(&call)).await;
         result.map(Response::new)
     }
-}
 
-/// Measures and logs one answer, be it of a call or of one message of a stream.
-async fn answer<T>(
-    service: &Service,
-    name: &'static str,
-    call: &Call,
-    work: impl Future<Output = Result<T, ServiceError>>,
-) -> Result<T, Status> {
-    let began = Instant::now();
-    let span = tracing::debug_span!("rpc", name, namespace = %call.namespace);
-    let result = work.instrument(span).await;
-    let code = result.as_ref().err().map(ServiceError::code);
-    service.metrics().request(name, code, began.elapsed());
-    result.map_err(|error| {
-        match error.code() {
-            ErrorCode::Internal | ErrorCode::DeviceFailed | ErrorCode::CorruptPage => {
-                tracing::error!(rpc = name, code = %error.code(), %error, "request failed");
-            }
-            code => tracing::debug!(rpc = name, %code, %error, "request refused"),
-        }
-        status(&error)
-    })
+    /// Who calls, and until when; not to be told is counted as an answer, too.
+    fn call(&self, name: &'static str, metadata: &MetadataMap) -> Result<Call, Status> {
+        call(metadata).map_err(|error| refuse(self.service.metrics(), name, &error))
+    }
 }
 
 /// A message of the wire as the domain sees it.
@@ -208,7 +189,7 @@ impl Kvd for Grpc {
         request: Request<Streaming<v1::StoreBlocksRequest>>,
     ) -> Result<Response<Self::StoreBlocksStream>, Status> {
         let (metadata, _, messages) = request.into_parts();
-        let call = call(&metadata)?;
+        let call = self.call("StoreBlocks", &metadata)?;
         let (service, stopping) = (self.service.clone(), self.stopping.clone());
         let stream = stream::serve(service, stopping, messages, move |service, message| {
             let call = call.clone();
@@ -218,7 +199,7 @@ impl Kvd for Grpc {
                     let layer = chunk.layer;
                     Ok(convert::stored(layer, service.store(&call, chunk).await?))
                 };
-                answer(&service, "StoreBlocks", &call, work).await
+                answer(service.metrics(), "StoreBlocks", &call, work).await
             }
         });
         Ok(Response::new(stream))
@@ -243,7 +224,7 @@ impl Kvd for Grpc {
         request: Request<Streaming<v1::AttendRequest>>,
     ) -> Result<Response<Self::AttendStreamStream>, Status> {
         let (metadata, _, messages) = request.into_parts();
-        let call = call(&metadata)?;
+        let call = self.call("AttendStream", &metadata)?;
         let (service, stopping) = (self.service.clone(), self.stopping.clone());
         let stream = stream::serve(service, stopping, messages, move |service, message| {
             let call = call.clone();
@@ -252,7 +233,7 @@ impl Kvd for Grpc {
                     let batch: AttendBatch = domain(message)?;
                     Ok(convert::attended(service.attend(&call, batch).await?))
                 };
-                answer(&service, "AttendStream", &call, work).await
+                answer(service.metrics(), "AttendStream", &call, work).await
             }
         });
         Ok(Response::new(stream))
@@ -265,8 +246,8 @@ impl Kvd for Grpc {
         request: Request<v1::LoadBlocksRequest>,
     ) -> Result<Response<Self::LoadBlocksStream>, Status> {
         let (metadata, _, message) = request.into_parts();
-        let call = call(&metadata)?;
-        let pieces = answer(&self.service, "LoadBlocks", &call, async {
+        let call = self.call("LoadBlocks", &metadata)?;
+        let pieces = answer(self.service.metrics(), "LoadBlocks", &call, async {
             let range: LoadRange = domain(message)?;
             self.service.load_pieces(&call, &range)
         })
@@ -277,7 +258,7 @@ impl Kvd for Grpc {
         tokio::spawn(async move {
             for piece in pieces {
                 let work = async { Ok(convert::loaded(service.load_piece(&call, &piece).await?)) };
-                let reply = answer(&service, "LoadBlocks", &call, work).await;
+                let reply = answer(service.metrics(), "LoadBlocks", &call, work).await;
                 let ended = reply.is_err();
                 if replies.send(reply).await.is_err() || ended {
                     return;

@@ -3,6 +3,7 @@
 mod call;
 mod convert;
 mod grpc;
+mod measure;
 mod server;
 mod stream;
 

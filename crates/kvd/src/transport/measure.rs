@@ -1,0 +1,123 @@
+//! One count and one duration per answer, also for answers nobody waited for.
+
+use super::call::status;
+use crate::metrics::Metrics;
+use crate::service::{Call, ServiceError};
+use kvd_core::ErrorCode;
+use std::time::{Duration, Instant};
+use tonic::Status;
+use tracing::Instrument;
+
+/// Clocks of the caller, of tonic and of the handler start one after another: a call that was
+/// given up this short before its deadline was given up because of it.
+const DEADLINE_SLACK: Duration = Duration::from_millis(20);
+
+/// An answer in the making. The server drops handlers whose caller has left or whose deadline
+/// has passed, wherever they are; dropping this unfinished is how that is counted.
+struct Measured<'a> {
+    metrics: &'a Metrics,
+    name: &'static str,
+    deadline: Option<Instant>,
+    began: Instant,
+    ended: bool,
+}
+
+impl<'a> Measured<'a> {
+    fn begin(metrics: &'a Metrics, name: &'static str, deadline: Option<Instant>) -> Self {
+        Self { metrics, name, deadline, began: Instant::now(), ended: false }
+    }
+
+    fn end(mut self, code: Option<ErrorCode>) {
+        self.ended = true;
+        self.metrics.request(self.name, code, self.began.elapsed());
+    }
+
+    fn dropped(&self) -> ErrorCode {
+        let now = Instant::now();
+        if std::thread::panicking() {
+            ErrorCode::Internal
+        } else if self.deadline.is_some_and(|deadline| deadline <= now + DEADLINE_SLACK) {
+            ErrorCode::DeadlineExceeded
+        } else {
+            ErrorCode::Cancelled
+        }
+    }
+}
+
+impl Drop for Measured<'_> {
+    fn drop(&mut self) {
+        if !self.ended {
+            let code = self.dropped();
+            self.metrics.request(self.name, Some(code), self.began.elapsed());
+            tracing::debug!(rpc = self.name, %code, "request given up");
+        }
+    }
+}
+
+/// Measures and logs one answer, be it of a call or of one message of a stream.
+pub(super) async fn answer<T>(
+    metrics: &Metrics,
+    name: &'static str,
+    call: &Call,
+    work: impl Future<Output = Result<T, ServiceError>>,
+) -> Result<T, Status> {
+    let measured = Measured::begin(metrics, name, call.deadline);
+    let span = tracing::debug_span!("rpc", name, namespace = %call.namespace);
+    let result = work.instrument(span).await;
+    measured.end(result.as_ref().err().map(ServiceError::code));
+    result.map_err(|error| refused(name, &error))
+}
+
+/// Counts, measures and logs a call that was refused before it reached the service.
+pub(super) fn refuse(metrics: &Metrics, name: &'static str, error: &ServiceError) -> Status {
+    Measured::begin(metrics, name, None).end(Some(error.code()));
+    refused(name, error)
+}
+
+/// Logs an error and gives it the wire's form.
+fn refused(name: &'static str, error: &ServiceError) -> Status {
+    match error.code() {
+        ErrorCode::Internal | ErrorCode::DeviceFailed | ErrorCode::CorruptPage => {
+            tracing::error!(rpc = name, code = %error.code(), %error, "request failed");
+        }
+        code => tracing::debug!(rpc = name, %code, %error, "request refused"),
+    }
+    status(error)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn counted(deadline: Option<Instant>) -> String {
+        let metrics = Metrics::new();
+        drop(Measured::begin(&metrics, "Attend", deadline));
+        let text = metrics.render();
+        let line = text.lines().find(|line| line.starts_with("kvd_requests_total{"));
+        line.unwrap_or_else(|| panic!("nothing counted: {text}")).to_owned()
+    }
+
+    #[test]
+    fn answers_given_up_are_counted_by_their_reason() {
+        let now = Instant::now();
+        let cases = [
+            (None, "CANCELLED"),
+            (Some(now + Duration::from_secs(60)), "CANCELLED"),
+            (Some(now + Duration::from_millis(1)), "DEADLINE_EXCEEDED"),
+            (Some(now), "DEADLINE_EXCEEDED"),
+        ];
+        for (deadline, code) in cases {
+            let line = format!("kvd_requests_total{{rpc=\"Attend\",code=\"{code}\"}} 1");
+            assert_eq!(counted(deadline), line);
+        }
+    }
+
+    #[test]
+    fn an_answer_that_ended_is_counted_once() {
+        let metrics = Metrics::new();
+        Measured::begin(&metrics, "Attend", None).end(None);
+        let text = metrics.render();
+        assert!(text.contains("kvd_requests_total{rpc=\"Attend\",code=\"OK\"} 1"), "{text}");
+        assert!(!text.contains("CANCELLED"), "{text}");
+    }
+}
