@@ -5,6 +5,7 @@ mod convert;
 mod grpc;
 mod measure;
 mod server;
+mod socket;
 mod stream;
 
 pub use server::{BoundAddresses, GrpcServer, ListenError};

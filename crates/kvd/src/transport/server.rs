@@ -1,6 +1,7 @@
 //! Sockets: bind first, serve after, drain on request.
 
 use super::grpc::Grpc;
+use super::socket::{self, SocketFile};
 use crate::config::Config;
 use crate::service::Service;
 use kvd_proto::v1::kvd_server::KvdServer;
@@ -39,7 +40,7 @@ pub struct BoundAddresses {
 /// Bound sockets, not yet serving.
 pub struct GrpcServer {
     tcp: Option<TcpListener>,
-    unix: Option<(UnixListener, PathBuf)>,
+    unix: Option<(UnixListener, SocketFile)>,
     addresses: BoundAddresses,
 }
 
@@ -63,13 +64,13 @@ impl GrpcServer {
         }
         let mut unix = None;
         if let Some(path) = &config.listen_unix {
-            let listener = bind_unix(path).await.map_err(|source| ListenError {
+            let bound = socket::bind(path).await.map_err(|source| ListenError {
                 address: path.display().to_string(),
                 key: "server.listen_unix",
                 source,
             })?;
             addresses.unix = Some(path.clone());
-            unix = Some((listener, path.clone()));
+            unix = Some(bound);
         }
         Ok(Self { tcp, unix, addresses })
     }
@@ -106,9 +107,10 @@ impl GrpcServer {
             let stop = until(stopping.clone());
             serving.spawn(router.serve_with_incoming_shutdown(incoming, stop));
         }
-        let mut socket = None;
-        if let Some((listener, path)) = self.unix {
-            socket = Some(path);
+        // Removes the file when this function ends, however it does.
+        let mut _file = None;
+        if let Some((listener, file)) = self.unix {
+            _file = Some(file);
             let incoming = UnixListenerStream::new(listener);
             let router = builder(service.config()).add_routes(routes);
             let stop = until(stopping.clone());
@@ -120,26 +122,7 @@ impl GrpcServer {
                 .and(ended.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic())));
         }
         report.abort();
-        if let Some(path) = socket {
-            // Already gone is as good.
-            let _ = std::fs::remove_file(path);
-        }
         result
-    }
-}
-
-/// A socket file that nobody serves any more is what a crash leaves behind: it is replaced. One
-/// that answers belongs to a running daemon.
-async fn bind_unix(path: &PathBuf) -> std::io::Result<UnixListener> {
-    match UnixListener::bind(path) {
-        Err(error) if error.kind() == std::io::ErrorKind::AddrInUse => {
-            if tokio::net::UnixStream::connect(path).await.is_ok() {
-                return Err(error);
-            }
-            std::fs::remove_file(path)?;
-            UnixListener::bind(path)
-        }
-        result => result,
     }
 }
 
