@@ -1,14 +1,16 @@
 //! The operator's port: Prometheus metrics, liveness and readiness. Plain HTTP, no tenants.
 
 use crate::service::Service;
+use crate::transport::{Connection, Phase};
 use axum::Router;
 use axum::extract::State;
 use axum::http::{StatusCode, header};
 use axum::response::IntoResponse;
 use axum::routing::get;
+use axum::serve::Listener;
 use std::net::SocketAddr;
 use std::sync::Arc;
-use tokio::net::TcpListener;
+use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 
 /// A bound admin socket, not yet serving.
@@ -34,25 +36,42 @@ impl AdminServer {
         self.address
     }
 
-    /// Serves until `stopping` turns true.
+    /// Serves until `phase` says otherwise.
     ///
     /// # Errors
     /// When the listener breaks.
     pub async fn serve(
         self,
         service: Arc<Service>,
-        mut stopping: watch::Receiver<bool>,
+        phase: watch::Receiver<Phase>,
     ) -> std::io::Result<()> {
         let routes = Router::new()
             .route("/metrics", get(metrics))
             .route("/healthz", get(|| async { "ok\n" }))
             .route("/readyz", get(readyz))
             .with_state(service);
-        axum::serve(self.listener, routes)
-            .with_graceful_shutdown(async move {
-                let _ = stopping.wait_for(|stop| *stop).await;
-            })
-            .await
+        let listener = AdminListener { listener: self.listener, phase: phase.clone() };
+        axum::serve(listener, routes).with_graceful_shutdown(Phase::Draining.reached(phase)).await
+    }
+}
+
+/// Connections that end with the daemon, whatever the scraper does.
+struct AdminListener {
+    listener: TcpListener,
+    phase: watch::Receiver<Phase>,
+}
+
+impl Listener for AdminListener {
+    type Io = Connection<TcpStream>;
+    type Addr = SocketAddr;
+
+    async fn accept(&mut self) -> (Self::Io, Self::Addr) {
+        let (socket, peer) = Listener::accept(&mut self.listener).await;
+        (Connection::new(socket, self.phase.clone()), peer)
+    }
+
+    fn local_addr(&self) -> std::io::Result<Self::Addr> {
+        self.listener.local_addr()
     }
 }
 

@@ -5,7 +5,7 @@ use crate::config::Config;
 use crate::lane::{Lane, LaneThread};
 use crate::metrics::Metrics;
 use crate::service::Service;
-use crate::transport::{BoundAddresses, GrpcServer, ListenError};
+use crate::transport::{BoundAddresses, GrpcServer, ListenError, Phase};
 use kvd_compute::{Backend, CpuBackend, CpuOptions, ThreadsError};
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -44,8 +44,9 @@ pub struct Running {
     lane_thread: LaneThread,
     addresses: BoundAddresses,
     admin_address: Option<SocketAddr>,
-    stop: watch::Sender<bool>,
-    stop_admin: watch::Sender<bool>,
+    phase: watch::Sender<Phase>,
+    /// Of the admin port, which lasts longer.
+    admin_phase: watch::Sender<Phase>,
     grpc: JoinHandle<Result<(), tonic::transport::Error>>,
     admin: Option<JoinHandle<std::io::Result<()>>>,
     upkeep: JoinHandle<()>,
@@ -63,6 +64,19 @@ pub enum Drained {
 
 /// How often recorded samples are folded into their buckets.
 const UPKEEP_INTERVAL: Duration = Duration::from_secs(5);
+
+/// Time for a scrape in flight.
+const ADMIN_GRACE: Duration = Duration::from_millis(200);
+
+/// Time for a server to notice that its connections are cut.
+const CUT_TIME: Duration = Duration::from_secs(1);
+
+/// Waits for a server whose connections are cut, and gives it up if it hangs all the same.
+async fn end<T>(mut server: JoinHandle<T>) {
+    if tokio::time::timeout(CUT_TIME, &mut server).await.is_err() {
+        server.abort();
+    }
+}
 
 impl Daemon {
     /// Takes memory, starts the lane and binds all sockets.
@@ -104,8 +118,8 @@ impl Daemon {
     /// Begins to serve.
     #[must_use]
     pub fn spawn(self) -> Running {
-        let (stop, stopping) = watch::channel(false);
-        let (stop_admin, stopping_admin) = watch::channel(false);
+        let (phase, of_grpc) = watch::channel(Phase::Serving);
+        let (admin_phase, of_admin) = watch::channel(Phase::Serving);
         let addresses = self.grpc.addresses().clone();
         let admin_address = self.admin.as_ref().map(AdminServer::address);
         tracing::info!(
@@ -117,9 +131,9 @@ impl Daemon {
             boot_id = self.service.boot_id(),
             "kvd serves"
         );
-        let grpc = tokio::spawn(self.grpc.serve(self.service.clone(), stopping));
+        let grpc = tokio::spawn(self.grpc.serve(self.service.clone(), of_grpc));
         let admin =
-            self.admin.map(|admin| tokio::spawn(admin.serve(self.service.clone(), stopping_admin)));
+            self.admin.map(|admin| tokio::spawn(admin.serve(self.service.clone(), of_admin)));
         let metrics = self.service.metrics().clone();
         let upkeep = tokio::spawn(async move {
             loop {
@@ -132,8 +146,8 @@ impl Daemon {
             lane_thread: self.lane_thread,
             addresses,
             admin_address,
-            stop,
-            stop_admin,
+            phase,
+            admin_phase,
             grpc,
             admin,
             upkeep,
@@ -176,7 +190,7 @@ impl Running {
         tracing::info!("draining");
         self.service.drain();
         let grace = self.service.config().grace_period;
-        let _ = self.stop.send(true);
+        self.phase.send_replace(Phase::Draining);
         let mut grpc = self.grpc;
         let drained = match tokio::time::timeout(grace, &mut grpc).await {
             Ok(Ok(Ok(()))) => Drained::Clean,
@@ -185,23 +199,24 @@ impl Running {
                 Drained::CutOff
             }
             Err(_) => {
-                tracing::warn!(?grace, "the grace period ran out; requests were cut off");
-                grpc.abort();
-                let _ = grpc.await;
+                tracing::warn!(?grace, "the grace period ran out; requests are cut off");
+                self.phase.send_replace(Phase::Cut);
+                end(grpc).await;
                 Drained::CutOff
             }
         };
-        let _ = self.stop_admin.send(true);
-        if let Some(admin) = self.admin {
+        self.admin_phase.send_replace(Phase::Draining);
+        if let Some(mut admin) = self.admin {
             // A scraper that keeps its connection open must not hold the daemon.
-            let abort = admin.abort_handle();
-            if tokio::time::timeout(Duration::from_millis(200), admin).await.is_err() {
-                abort.abort();
+            if tokio::time::timeout(ADMIN_GRACE, &mut admin).await.is_err() {
+                self.admin_phase.send_replace(Phase::Cut);
+                end(admin).await;
             }
         }
         self.upkeep.abort();
         drop(self.service);
-        // Off the runtime's workers: the lane may be in the middle of a job.
+        // Off the runtime's workers: the lane may be in the middle of a job. Tasks that were cut
+        // off may still hold the service; the lane ends all the same.
         let _ = tokio::task::spawn_blocking(move || self.lane_thread.join()).await;
         tracing::info!(?drained, "stopped");
         drained

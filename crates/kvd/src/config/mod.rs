@@ -32,6 +32,14 @@ pub struct Config {
     pub stream_window_bytes: u32,
     /// HTTP/2 window of one connection.
     pub connection_window_bytes: u32,
+    /// How often silent connections are asked for a sign of life.
+    pub keepalive_interval: Duration,
+    /// How long that sign, or a new connection's first one, may take.
+    pub keepalive_timeout: Duration,
+    /// Requests in flight on one connection.
+    pub streams_per_connection_max: u32,
+    /// Open connections.
+    pub connections_max: usize,
     /// Time to drain.
     pub grace_period: Duration,
     /// Page memory.
@@ -104,6 +112,20 @@ impl Config {
                 "server.connection_window_bytes",
                 raw.server.connection_window_bytes,
             )?,
+            keepalive_interval: millis(
+                "server.keepalive_interval_ms",
+                raw.server.keepalive_interval_ms,
+            )?,
+            keepalive_timeout: millis(
+                "server.keepalive_timeout_ms",
+                raw.server.keepalive_timeout_ms,
+            )?,
+            streams_per_connection_max: at_least(
+                "server.streams_per_connection_max",
+                raw.server.streams_per_connection_max,
+                1,
+            )?,
+            connections_max: connections(raw.server.connections_max)?,
             grace_period: Duration::from_millis(raw.server.grace_period_ms),
             pool_bytes: at_least("device.pool_bytes", raw.device.pool_bytes.as_u64(), 1 << 20)?,
             prefault: raw.device.prefault,
@@ -155,6 +177,20 @@ fn at_least<T: PartialOrd + std::fmt::Display>(
         return Err(ConfigError::new(key, format!("{value} is below the minimum {min}")));
     }
     Ok(value)
+}
+
+/// A length of time that is waited again and again, so never none.
+fn millis(key: &'static str, value: u64) -> Result<Duration, ConfigError> {
+    Ok(Duration::from_millis(at_least(key, value, 1)?))
+}
+
+fn connections(value: usize) -> Result<usize, ConfigError> {
+    let key = "server.connections_max";
+    let max = tokio::sync::Semaphore::MAX_PERMITS;
+    if value > max {
+        return Err(ConfigError::new(key, format!("{value} is above the maximum {max}")));
+    }
+    at_least(key, value, 1)
 }
 
 fn size(key: &'static str, value: ByteSize) -> Result<usize, ConfigError> {

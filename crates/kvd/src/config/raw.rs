@@ -56,6 +56,10 @@ pub struct Server {
     pub message_bytes_max: ByteSize,
     pub stream_window_bytes: ByteSize,
     pub connection_window_bytes: ByteSize,
+    pub keepalive_interval_ms: u64,
+    pub keepalive_timeout_ms: u64,
+    pub streams_per_connection_max: u32,
+    pub connections_max: usize,
     pub grace_period_ms: u64,
 }
 

@@ -1,6 +1,7 @@
 //! The gRPC service: proto to domain, one span and one metric per rpc, domain to proto.
 
 use super::call::call;
+use super::connection::Phase;
 use super::convert;
 use super::measure::{answer, refuse};
 use super::stream::{self, ReplyStream};
@@ -17,8 +18,8 @@ use tonic::{Request, Response, Status, Streaming};
 /// The generated trait over a [`Service`].
 pub(super) struct Grpc {
     pub(super) service: Arc<Service>,
-    /// Turns true when the daemon drains: idle streams end then.
-    pub(super) stopping: watch::Receiver<bool>,
+    /// Idle streams end when the daemon drains.
+    pub(super) phase: watch::Receiver<Phase>,
 }
 
 impl Grpc {
@@ -190,8 +191,8 @@ impl Kvd for Grpc {
     ) -> Result<Response<Self::StoreBlocksStream>, Status> {
         let (metadata, _, messages) = request.into_parts();
         let call = self.call("StoreBlocks", &metadata)?;
-        let (service, stopping) = (self.service.clone(), self.stopping.clone());
-        let stream = stream::serve(service, stopping, messages, move |service, message| {
+        let (service, phase) = (self.service.clone(), self.phase.clone());
+        let stream = stream::serve(service, phase, messages, move |service, message| {
             let call = call.clone();
             async move {
                 let work = async {
@@ -225,8 +226,8 @@ impl Kvd for Grpc {
     ) -> Result<Response<Self::AttendStreamStream>, Status> {
         let (metadata, _, messages) = request.into_parts();
         let call = self.call("AttendStream", &metadata)?;
-        let (service, stopping) = (self.service.clone(), self.stopping.clone());
-        let stream = stream::serve(service, stopping, messages, move |service, message| {
+        let (service, phase) = (self.service.clone(), self.phase.clone());
+        let stream = stream::serve(service, phase, messages, move |service, message| {
             let call = call.clone();
             async move {
                 let work = async {

@@ -1,11 +1,15 @@
 //! Bytes in, bytes out: gRPC over TCP and Unix sockets. No logic of the daemon lives here.
 
 mod call;
+mod connection;
 mod convert;
 mod grpc;
+mod health;
 mod measure;
 mod server;
 mod socket;
 mod stream;
 
+pub(crate) use connection::Connection;
+pub use connection::Phase;
 pub use server::{BoundAddresses, GrpcServer, ListenError};

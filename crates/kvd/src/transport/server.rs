@@ -1,6 +1,8 @@
 //! Sockets: bind first, serve after, drain on request.
 
+use super::connection::{Incoming, Limits, Phase};
 use super::grpc::Grpc;
+use super::health::HealthOf;
 use super::socket::{self, SocketFile};
 use crate::config::Config;
 use crate::service::Service;
@@ -9,12 +11,13 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 use tokio::net::{TcpListener, UnixListener};
-use tokio::sync::watch;
+use tokio::sync::{Semaphore, watch};
 use tokio::task::JoinSet;
 use tokio_stream::wrappers::UnixListenerStream;
 use tonic::service::Routes;
 use tonic::transport::Server;
 use tonic::transport::server::TcpIncoming;
+use tonic_health::pb::health_server::HealthServer;
 
 /// A socket that could not be opened.
 #[derive(Debug, thiserror::Error)]
@@ -81,47 +84,47 @@ impl GrpcServer {
         &self.addresses
     }
 
-    /// Serves until `stopping` turns true and the requests in flight are answered.
+    /// Serves until `phase` says otherwise: draining answers the requests in flight, the cut
+    /// ends what is left of them.
     ///
     /// # Errors
     /// When a listener breaks.
     pub async fn serve(
         self,
         service: Arc<Service>,
-        stopping: watch::Receiver<bool>,
+        phase: watch::Receiver<Phase>,
     ) -> Result<(), tonic::transport::Error> {
-        let (health, health_service) = tonic_health::server::health_reporter();
-        health.set_serving::<KvdServer<Grpc>>().await;
-        let mut stopped = stopping.clone();
-        let report = tokio::spawn(async move {
-            if stopped.wait_for(|stop| *stop).await.is_ok() {
-                health.set_not_serving::<KvdServer<Grpc>>().await;
-            }
-        });
-        let routes = routes(&service, &stopping, health_service);
+        let config = service.config();
+        let limits = Limits {
+            permits: Arc::new(Semaphore::new(config.connections_max)),
+            silence_max: config.keepalive_timeout,
+            phase: phase.clone(),
+        };
+        let routes = routes(&service, &phase);
         let mut serving = JoinSet::new();
         if let Some(listener) = self.tcp {
             // The builder's TCP settings do not reach sockets that were bound elsewhere.
-            let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
-            let router = builder(service.config()).add_routes(routes.clone());
-            let stop = until(stopping.clone());
-            serving.spawn(router.serve_with_incoming_shutdown(incoming, stop));
+            let sockets = TcpIncoming::from(listener).with_nodelay(Some(true));
+            let router = builder(config).add_routes(routes.clone());
+            let drain = Phase::Draining.reached(phase.clone());
+            let incoming = Incoming::new(sockets, limits.clone());
+            serving.spawn(router.serve_with_incoming_shutdown(incoming, drain));
         }
         // Removes the file when this function ends, however it does.
         let mut _file = None;
         if let Some((listener, file)) = self.unix {
             _file = Some(file);
-            let incoming = UnixListenerStream::new(listener);
-            let router = builder(service.config()).add_routes(routes);
-            let stop = until(stopping.clone());
-            serving.spawn(router.serve_with_incoming_shutdown(incoming, stop));
+            let sockets = UnixListenerStream::new(listener);
+            let router = builder(config).add_routes(routes);
+            let drain = Phase::Draining.reached(phase);
+            let incoming = Incoming::new(sockets, limits);
+            serving.spawn(router.serve_with_incoming_shutdown(incoming, drain));
         }
         let mut result = Ok(());
         while let Some(ended) = serving.join_next().await {
             result = result
                 .and(ended.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic())));
         }
-        report.abort();
         result
     }
 }
@@ -130,24 +133,15 @@ fn builder(config: &Config) -> Server {
     Server::builder()
         .initial_stream_window_size(config.stream_window_bytes)
         .initial_connection_window_size(config.connection_window_bytes)
+        .max_concurrent_streams(config.streams_per_connection_max)
+        .http2_keepalive_interval(Some(config.keepalive_interval))
+        .http2_keepalive_timeout(Some(config.keepalive_timeout))
 }
 
-fn routes(
-    service: &Arc<Service>,
-    stopping: &watch::Receiver<bool>,
-    health: impl tonic::codegen::Service<
-        http::Request<tonic::body::Body>,
-        Response = http::Response<tonic::body::Body>,
-        Error = std::convert::Infallible,
-        Future: Send + 'static,
-    > + tonic::server::NamedService
-    + Clone
-    + Send
-    + Sync
-    + 'static,
-) -> Routes {
+fn routes(service: &Arc<Service>, phase: &watch::Receiver<Phase>) -> Routes {
     let max = service.config().message_bytes_max;
-    let grpc = Grpc { service: service.clone(), stopping: stopping.clone() };
+    let grpc = Grpc { service: service.clone(), phase: phase.clone() };
+    let health = HealthOf { service: service.clone(), phase: phase.clone() };
     let kvd = KvdServer::new(grpc).max_decoding_message_size(max).max_encoding_message_size(max);
     let reflection = || {
         tonic_reflection::server::Builder::configure()
@@ -155,13 +149,8 @@ fn routes(
             .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
     };
     Routes::new(kvd)
-        .add_service(health)
+        .add_service(HealthServer::new(health))
         .add_service(reflection().build_v1().expect("the descriptor set is well-formed"))
         // Older clients still ask the alpha version.
         .add_service(reflection().build_v1alpha().expect("the descriptor set is well-formed"))
-}
-
-async fn until(mut stopping: watch::Receiver<bool>) {
-    // A dropped sender means the daemon is gone: stop as well.
-    let _ = stopping.wait_for(|stop| *stop).await;
 }

@@ -2,6 +2,7 @@
 //! or the daemon's.
 
 use super::call::status;
+use super::connection::Phase;
 use crate::service::{Service, ServiceError};
 use futures_core::Stream;
 use kvd_core::ErrorCode;
@@ -20,7 +21,7 @@ const REPLIES_AHEAD_MAX: usize = 4;
 /// Runs `answer` for each request. The task ends by itself when the client goes away.
 pub(super) fn serve<Request, Reply, Answer, Future>(
     service: Arc<Service>,
-    mut stopping: watch::Receiver<bool>,
+    mut phase: watch::Receiver<Phase>,
     mut requests: Streaming<Request>,
     answer: Answer,
 ) -> ReplyStream<Reply>
@@ -38,7 +39,7 @@ where
                 biased;
                 request = requests.message() => request,
                 () = replies.closed() => return,
-                _ = stopping.wait_for(|stop| *stop) => Err(shutting_down()),
+                _ = phase.wait_for(|now| *now >= Phase::Draining) => Err(shutting_down()),
             };
             let reply = match request {
                 Ok(None) => return,

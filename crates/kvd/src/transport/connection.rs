@@ -1,0 +1,237 @@
+//! Accepted connections: counted, given up when the peer stays silent, and cut off when the
+//! daemon ends. The servers run each connection on a task of its own that nobody can abort; its
+//! socket failing is what ends it.
+
+use std::io::{self, IoSlice};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
+use tokio::time::Sleep;
+use tokio_stream::Stream;
+use tonic::transport::server::Connected;
+
+/// How far the daemon's end has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Phase {
+    /// Not begun.
+    Serving,
+    /// No new work; requests in flight are answered.
+    Draining,
+    /// Connections fail.
+    Cut,
+}
+
+impl Phase {
+    /// Returns once `phase` has come this far, or the daemon is gone.
+    pub(crate) async fn reached(self, mut phase: watch::Receiver<Self>) {
+        // A dropped sender means the daemon is gone, which is as far as it goes.
+        let _ = phase.wait_for(|now| *now >= self).await;
+    }
+}
+
+/// What an HTTP/2 client sends before anything else (RFC 9113, section 3.4).
+const PREFACE_BYTES: usize = 24;
+
+/// A socket that fails from [`Phase::Cut`] on.
+pub(crate) struct Connection<IO> {
+    io: IO,
+    phase: watch::Receiver<Phase>,
+    /// Ends when the connection is to be cut off; `None` once it is.
+    end: Option<Pin<Box<dyn Future<Output = ()> + Send>>>,
+    /// Bytes still to come until the peer is known to speak.
+    silent_bytes: usize,
+    _permit: Option<OwnedSemaphorePermit>,
+}
+
+impl<IO> Connection<IO> {
+    /// A connection without a limit of its own.
+    pub(crate) fn new(io: IO, phase: watch::Receiver<Phase>) -> Self {
+        let end = Some(cut(&phase));
+        Self { io, phase, end, silent_bytes: 0, _permit: None }
+    }
+
+    /// One that keeps `permit` while it lasts, and has `time` to send the HTTP/2 preface: until
+    /// then keepalive does not watch it, and a silent peer would hold its place for ever.
+    fn limited(
+        io: IO,
+        phase: watch::Receiver<Phase>,
+        permit: OwnedSemaphorePermit,
+        time: Duration,
+    ) -> Self {
+        let cut = cut(&phase);
+        let end: Pin<Box<dyn Future<Output = ()> + Send>> = Box::pin(async move {
+            let _ = tokio::time::timeout(time, cut).await;
+        });
+        Self { io, phase, end: Some(end), silent_bytes: PREFACE_BYTES, _permit: Some(permit) }
+    }
+
+    /// Lets `result` through unless the connection is cut off.
+    fn unless_cut<T>(
+        &mut self,
+        context: &mut Context<'_>,
+        result: Poll<io::Result<T>>,
+    ) -> Poll<io::Result<T>> {
+        let cut_off = match &mut self.end {
+            None => true,
+            // One that always has bytes to move never waits, and is cut off all the same.
+            Some(end) => {
+                *self.phase.borrow() >= Phase::Cut
+                    || (result.is_pending() && end.as_mut().poll(context).is_ready())
+            }
+        };
+        if cut_off {
+            self.end = None;
+            let message = "cut off by the daemon";
+            return Poll::Ready(Err(io::Error::new(io::ErrorKind::ConnectionAborted, message)));
+        }
+        result
+    }
+
+    fn heard(&mut self, bytes: usize) {
+        if self.silent_bytes > 0 {
+            self.silent_bytes = self.silent_bytes.saturating_sub(bytes);
+            if self.silent_bytes == 0 && self.end.is_some() {
+                self.end = Some(cut(&self.phase));
+            }
+        }
+    }
+}
+
+fn cut(phase: &watch::Receiver<Phase>) -> Pin<Box<dyn Future<Output = ()> + Send>> {
+    Box::pin(Phase::Cut.reached(phase.clone()))
+}
+
+impl<IO: AsyncRead + Unpin> AsyncRead for Connection<IO> {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        let before = buffer.filled().len();
+        let result = Pin::new(&mut this.io).poll_read(context, buffer);
+        this.heard(buffer.filled().len() - before);
+        this.unless_cut(context, result)
+    }
+}
+
+impl<IO: AsyncWrite + Unpin> AsyncWrite for Connection<IO> {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        let this = self.get_mut();
+        let result = Pin::new(&mut this.io).poll_write(context, bytes);
+        this.unless_cut(context, result)
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        let result = Pin::new(&mut this.io).poll_flush(context);
+        this.unless_cut(context, result)
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().io).poll_shutdown(context)
+    }
+
+    fn poll_write_vectored(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        slices: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let this = self.get_mut();
+        let result = Pin::new(&mut this.io).poll_write_vectored(context, slices);
+        this.unless_cut(context, result)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.io.is_write_vectored()
+    }
+}
+
+impl<IO: Connected> Connected for Connection<IO> {
+    type ConnectInfo = IO::ConnectInfo;
+
+    fn connect_info(&self) -> Self::ConnectInfo {
+        self.io.connect_info()
+    }
+}
+
+/// What all listeners of a server keep to.
+#[derive(Clone)]
+pub(super) struct Limits {
+    /// One permit per connection.
+    pub(super) permits: Arc<Semaphore>,
+    /// How long a peer may take to speak.
+    pub(super) silence_max: Duration,
+    pub(super) phase: watch::Receiver<Phase>,
+}
+
+/// How long to wait when the system gives no socket, which is when it has no descriptors left.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
+
+/// The sockets of a listener as connections; those beyond the limit are closed at once.
+pub(super) struct Incoming<S> {
+    sockets: S,
+    limits: Limits,
+    pause: Option<Pin<Box<Sleep>>>,
+    /// Whether the last one was closed, so that the log tells of a flood once.
+    full: bool,
+}
+
+impl<S> Incoming<S> {
+    pub(super) fn new(sockets: S, limits: Limits) -> Self {
+        Self { sockets, limits, pause: None, full: false }
+    }
+
+    fn admit<IO>(&mut self, io: IO) -> Option<Connection<IO>> {
+        let Ok(permit) = self.limits.permits.clone().try_acquire_owned() else {
+            if !self.full {
+                tracing::warn!("server.connections_max is reached; new connections are closed");
+            }
+            self.full = true;
+            return None;
+        };
+        self.full = false;
+        let Limits { silence_max, phase, .. } = &self.limits;
+        Some(Connection::limited(io, phase.clone(), permit, *silence_max))
+    }
+}
+
+impl<S, IO> Stream for Incoming<S>
+where
+    S: Stream<Item = io::Result<IO>> + Unpin,
+    IO: Unpin,
+{
+    type Item = io::Result<Connection<IO>>;
+
+    fn poll_next(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        let this = self.get_mut();
+        loop {
+            if let Some(pause) = &mut this.pause {
+                ready!(pause.as_mut().poll(context));
+                this.pause = None;
+            }
+            match ready!(Pin::new(&mut this.sockets).poll_next(context)) {
+                None => return Poll::Ready(None),
+                Some(Ok(io)) => {
+                    if let Some(connection) = this.admit(io) {
+                        return Poll::Ready(Some(Ok(connection)));
+                    }
+                }
+                // The peer left before it was accepted; the next one may be waiting.
+                Some(Err(error)) if error.kind() == io::ErrorKind::ConnectionAborted => {}
+                Some(Err(error)) => {
+                    // The server would ask again at once, and get the same answer.
+                    tracing::warn!(%error, "a connection could not be accepted");
+                    this.pause = Some(Box::pin(tokio::time::sleep(ACCEPT_PAUSE)));
+                }
+            }
+        }
+    }
+}
