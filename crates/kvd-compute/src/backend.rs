@@ -153,15 +153,16 @@ pub trait Backend: Send {
     ) -> Result<(), BackendError>;
 
     /// Encodes blocks of one layer; entropy tables are built from them when the layer has none.
+    /// A block that cannot be encoded, even raw, has an error of its own: the others stand.
     ///
     /// # Errors
-    /// When the model is unknown or a block cannot be encoded even raw.
+    /// When the model is unknown or its entropy tables are used up.
     fn encode(
         &mut self,
         model: ModelId,
         layer: LayerIndex,
         blocks: &[EncodeSource],
-    ) -> Result<Vec<EncodedPages>, BackendError>;
+    ) -> Result<Vec<Result<EncodedPages, BackendError>>, BackendError>;
 
     /// Moves encoded pages into their slot.
     fn place(&mut self, pages: &EncodedPages, to: Extent);

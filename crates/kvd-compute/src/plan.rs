@@ -69,7 +69,8 @@ pub struct PlanQuery {
     /// A query token at `p` sees only tokens after `p - sliding_window`.
     pub sliding_window: Option<u32>,
     /// What may be read, ordered and disjoint; already cut to the request's range and length.
-    pub parts: Vec<PlanPart>,
+    /// Queries that read the same range share one list.
+    pub parts: Arc<[PlanPart]>,
 }
 
 impl PlanQuery {
@@ -129,7 +130,7 @@ mod tests {
 
     #[test]
     fn visible_follows_the_causal_rule_and_the_sliding_window() {
-        let mut query = PlanQuery { n_q: 3, position: 10, sliding_window: None, parts: vec![] };
+        let mut query = PlanQuery { n_q: 3, position: 10, sliding_window: None, parts: [].into() };
         assert_eq!(query.visible(0), 0..11);
         assert_eq!(query.visible(2), 0..13);
         query.sliding_window = Some(4);

@@ -6,7 +6,7 @@ use crate::lane::{Lane, LaneThread};
 use crate::metrics::Metrics;
 use crate::service::Service;
 use crate::transport::{BoundAddresses, GrpcServer, ListenError, Phase};
-use kvd_compute::{Backend, CpuBackend, CpuOptions, ThreadsError};
+use kvd_compute::{Backend, CpuBackend, CpuOptions, OpenError};
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -22,7 +22,7 @@ pub enum BuildError {
     Listen(#[from] ListenError),
     /// The device.
     #[error("open device: {0}")]
-    Device(#[from] ThreadsError),
+    Device(#[from] OpenError),
     /// A thread for the lane.
     #[error("start the lane: {0}")]
     Lane(std::io::Error),

@@ -1,19 +1,34 @@
 //! The CPU's page memory: one buffer, taken at start, addressed by extents.
 
 use kvd_core::Extent;
+use memmap2::MmapMut;
+
+/// Page memory that the operating system does not give.
+#[derive(Debug, thiserror::Error)]
+#[error("take {bytes} bytes of page memory (device.pool_bytes): {source}")]
+pub struct ArenaError {
+    /// What was asked for.
+    pub bytes: u64,
+    /// Why not.
+    pub source: std::io::Error,
+}
 
 /// A fixed buffer. Safe Rust suffices, because the lane is the only one who holds it: reads
 /// borrow it shared, writes borrow it exclusively.
 pub(crate) struct HostArena {
-    bytes: Box<[u8]>,
+    bytes: MmapMut,
 }
 
 impl HostArena {
-    /// Takes `capacity_bytes`. With `prefault` every page is touched now, so that a machine that
-    /// cannot give the memory says so at start and not under load.
-    pub(crate) fn new(capacity_bytes: u64, prefault: bool) -> Self {
-        let capacity = usize::try_from(capacity_bytes).expect("arena fits the address space");
-        let mut bytes = vec![0u8; capacity].into_boxed_slice();
+    /// Takes `capacity_bytes`, zeroed. They are mapped rather than allocated: a refusal is then
+    /// an answer instead of an abort, and a page costs nothing before its first use. With
+    /// `prefault` every page is touched now, so that missing memory shows at start and not under
+    /// load.
+    pub(crate) fn new(capacity_bytes: u64, prefault: bool) -> Result<Self, ArenaError> {
+        let failed = |source| ArenaError { bytes: capacity_bytes, source };
+        let capacity = usize::try_from(capacity_bytes)
+            .map_err(|_| failed(std::io::ErrorKind::OutOfMemory.into()))?;
+        let mut bytes = MmapMut::map_anon(capacity).map_err(failed)?;
         if prefault {
             const PAGE_BYTES: usize = 4096;
             for byte in bytes.iter_mut().step_by(PAGE_BYTES) {
@@ -21,7 +36,7 @@ impl HostArena {
                 *std::hint::black_box(byte) = 0;
             }
         }
-        Self { bytes }
+        Ok(Self { bytes })
     }
 
     pub(crate) fn capacity_bytes(&self) -> u64 {
@@ -49,4 +64,24 @@ impl HostArena {
 fn range(extent: Extent) -> std::ops::Range<usize> {
     let to_usize = |value| usize::try_from(value).expect("extent fits the address space");
     to_usize(extent.offset)..to_usize(extent.end())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_is_zeroed_and_what_cannot_be_had_is_an_error() {
+        let mut arena = HostArena::new(1 << 16, true).unwrap();
+        let extent = Extent { offset: 100, len: 3 };
+        assert_eq!(arena.read(extent), [0; 3]);
+        arena.write(extent).copy_from_slice(&[1, 2, 3]);
+        arena.copy(extent, Extent { offset: 200, len: 3 });
+        assert_eq!(arena.read(Extent { offset: 199, len: 5 }), [0, 1, 2, 3, 0]);
+        for too_much in [1 << 60, u64::MAX] {
+            let error = HostArena::new(too_much, false).err().unwrap().to_string();
+            assert!(error.contains("device.pool_bytes"), "{error}");
+            assert!(error.contains(&too_much.to_string()), "{error}");
+        }
+    }
 }

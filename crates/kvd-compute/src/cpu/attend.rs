@@ -261,7 +261,7 @@ fn stored_bytes(plan: &AttendPlan, reader: Reader<'_>) -> u64 {
     let token_bytes = geometry.values_per_token() * geometry.dtype.size_bytes() as u64;
     plan.queries
         .iter()
-        .flat_map(|query| &query.parts)
+        .flat_map(|query| query.parts.iter())
         .map(|part| part.stored_bytes(token_bytes))
         .sum()
 }

@@ -17,6 +17,10 @@ struct Block {
 }
 
 impl Block {
+    fn is_finite(&self) -> bool {
+        self.sides.iter().flatten().all(|value| value.is_finite())
+    }
+
     fn rows(&self) -> BlockRows<'_> {
         BlockRows { tokens: self.tokens, k: &self.sides[0], v: &self.sides[1] }
     }
@@ -29,7 +33,7 @@ pub(crate) fn encode(
     layer: LayerIndex,
     blocks: &[EncodeSource],
     first_index: u64,
-) -> Result<Vec<EncodedPages>, BackendError> {
+) -> Result<Vec<Result<EncodedPages, BackendError>>, BackendError> {
     let geometry = codec.geometry().clone();
     let blocks: Vec<Block> = blocks
         .iter()
@@ -39,8 +43,12 @@ pub(crate) fn encode(
         })
         .collect();
     if codec.needs_tables(layer) {
-        let rows: Vec<_> = blocks.iter().map(Block::rows).collect();
-        codec.train_tables(layer, &rows)?;
+        // A block that cannot be encoded must not keep the others from their tables.
+        let rows: Vec<_> =
+            blocks.iter().filter(|block| block.is_finite()).map(Block::rows).collect();
+        if !rows.is_empty() {
+            codec.train_tables(layer, &rows)?;
+        }
     }
     let codec = &*codec;
     let one = |(i, block): (usize, &Block)| {
@@ -48,10 +56,9 @@ pub(crate) fn encode(
         encode_one(codec, layer, block, sample)
     };
     if blocks.len() == 1 {
-        Ok(vec![one((0, &blocks[0]))?])
-    } else {
-        blocks.par_iter().enumerate().map(one).collect()
+        return Ok(vec![one((0, &blocks[0]))]);
     }
+    Ok(blocks.par_iter().enumerate().map(one).collect())
 }
 
 fn encode_one(

@@ -5,12 +5,15 @@ mod attend;
 mod encode;
 mod rows;
 mod simd;
+#[cfg(test)]
+mod tests;
 mod tile;
 
 use crate::{
     AttendPlan, Attended, Backend, BackendError, DeviceInfo, EncodeSource, EncodedPages,
     IncomingRows, LoadPlan, LoadedRows, ModelBytes, RawTarget, Source,
 };
+pub use arena::ArenaError;
 use arena::HostArena;
 use kvd_codec::ModelCodec;
 use kvd_core::{Extent, LayerIndex, ModelId};
@@ -43,27 +46,36 @@ pub struct CpuBackend {
     simd: Simd,
 }
 
-/// The thread pool could not be started.
+/// Why the CPU backend could not be opened.
 #[derive(Debug, thiserror::Error)]
-#[error("start {threads} compute threads: {source}")]
-pub struct ThreadsError {
-    threads: usize,
-    source: rayon::ThreadPoolBuildError,
+#[non_exhaustive]
+pub enum OpenError {
+    /// The thread pool could not be started.
+    #[error("start {threads} compute threads (device.threads): {source}")]
+    Threads {
+        /// Threads asked for; 0 means one per core.
+        threads: usize,
+        /// Why not.
+        source: rayon::ThreadPoolBuildError,
+    },
+    /// Page memory could not be had.
+    #[error(transparent)]
+    Arena(#[from] ArenaError),
 }
 
 impl CpuBackend {
     /// Takes the arena and starts the threads.
     ///
     /// # Errors
-    /// When the operating system gives no threads.
-    pub fn new(options: CpuOptions) -> Result<Self, ThreadsError> {
+    /// When the operating system gives no threads or not the memory.
+    pub fn new(options: CpuOptions) -> Result<Self, OpenError> {
         let threads = rayon::ThreadPoolBuilder::new()
             .num_threads(options.threads)
             .thread_name(|i| format!("kvd-cpu-{i}"))
             .build()
-            .map_err(|source| ThreadsError { threads: options.threads, source })?;
+            .map_err(|source| OpenError::Threads { threads: options.threads, source })?;
         Ok(Self {
-            arena: HostArena::new(options.arena_bytes, options.prefault),
+            arena: HostArena::new(options.arena_bytes, options.prefault)?,
             models: HashMap::new(),
             threads,
             simd: Simd::detect(),
@@ -132,7 +144,7 @@ impl Backend for CpuBackend {
         model: ModelId,
         layer: LayerIndex,
         blocks: &[EncodeSource],
-    ) -> Result<Vec<EncodedPages>, BackendError> {
+    ) -> Result<Vec<Result<EncodedPages, BackendError>>, BackendError> {
         let state = self.models.get_mut(&model).ok_or(BackendError::UnknownModel(model))?;
         let first_index = state.encoded_blocks;
         state.encoded_blocks += blocks.len() as u64;

@@ -80,7 +80,9 @@ pub(crate) fn write(
     }
 }
 
-/// Copies rows into a raw slot; pages are decoded and rounded to the stored precision.
+/// Copies rows into a raw slot; pages are decoded and rounded to the stored precision. What a
+/// lossy codec decodes to past that precision's range becomes its largest value: an infinity
+/// could be neither encoded again nor attended to.
 pub(crate) fn copy(
     arena: &mut HostArena,
     codec: &ModelCodec,
@@ -101,7 +103,8 @@ pub(crate) fn copy(
                 continue;
             }
             let reader = Reader { arena, codec, layer };
-            let values = decode_values(reader, from, count, side, head)?;
+            let mut values = decode_values(reader, from, count, side, head)?;
+            saturate(geometry.dtype, &mut values);
             for (row, values) in values.chunks_exact(geometry.head_dim(side)).enumerate() {
                 let extent = row_extent(geometry, to, side, head, row as u64);
                 geometry.dtype.narrow(values, arena.write(extent));
@@ -111,7 +114,16 @@ pub(crate) fn copy(
     Ok(())
 }
 
-/// Decodes `count` rows of one head all the way back to K or V.
+/// Brings values into the range of `dtype`.
+fn saturate(dtype: DType, values: &mut [f32]) {
+    let largest = dtype.largest();
+    for value in values {
+        *value = value.clamp(-largest, largest);
+    }
+}
+
+/// Decodes `count` rows of one head all the way back to K or V. Not on the way of attention, so
+/// there is time to test a page's checksum.
 fn decode_values(
     reader: Reader<'_>,
     from: &Source,
@@ -121,6 +133,7 @@ fn decode_values(
 ) -> Result<Vec<f32>, BackendError> {
     let dim = reader.codec.geometry().head_dim(side);
     let rows = reader.open(from, count, side, head)?;
+    rows.verify()?;
     let mut values = vec![0f32; count as usize * dim];
     for first in (0..count).step_by(TILE_TOKENS as usize) {
         let tile = TILE_TOKENS.min(count - first);
@@ -168,7 +181,8 @@ pub(crate) fn load(reader: Reader<'_>, plan: &LoadPlan) -> Result<LoadedRows, Ba
             let dim = geometry.head_dim(side);
             let row_bytes = dim * plan.dtype.size_bytes();
             for head in 0..heads {
-                let values = decode_values(reader, &part.source, part.rows, side, head)?;
+                let mut values = decode_values(reader, &part.source, part.rows, side, head)?;
+                saturate(plan.dtype, &mut values);
                 for (row, values) in values.chunks_exact(dim).enumerate() {
                     let to = ((first_token + row) * heads + head) * row_bytes;
                     plan.dtype.narrow(values, &mut sides[side.index()][to..to + row_bytes]);

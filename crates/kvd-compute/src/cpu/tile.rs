@@ -72,6 +72,14 @@ impl Rows<'_> {
         }
     }
 
+    /// Tests a page's checksum; raw rows have none.
+    pub(crate) fn verify(&self) -> Result<(), BackendError> {
+        match self {
+            Rows::Raw { .. } => Ok(()),
+            Rows::Page { page, .. } => Ok(page.verify()?),
+        }
+    }
+
     /// Decodes `count` rows from `first` on (counted in the part) into `out[count * dim]`.
     pub(crate) fn decode(
         &self,

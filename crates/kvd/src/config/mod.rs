@@ -7,6 +7,7 @@ mod raw;
 
 pub use raw::{ConfigError, Overrides, RawConfig};
 
+use crate::service::PART_BYTES;
 use bytesize::ByteSize;
 use kvd_core::Namespace;
 use std::collections::BTreeSet;
@@ -56,8 +57,16 @@ pub struct Config {
     pub sequences_max: usize,
     /// Tokens of one sequence.
     pub tokens_per_sequence_max: u32,
+    /// Layers of all open sequences.
+    pub sequence_layers_max: u64,
     /// Calibration artefact of one model.
     pub calibration_bytes_max: usize,
+    /// Bytes of requests and answers on their way through the device.
+    pub inflight_bytes_max: usize,
+    /// Blocks that the queries of one attend read.
+    pub attend_parts_max: u64,
+    /// Scores that one attend computes.
+    pub attend_work_max: u64,
     /// Who may use the daemon.
     pub namespaces: Namespaces,
     /// Block size of models that do not say.
@@ -130,7 +139,7 @@ impl Config {
             pool_bytes: at_least("device.pool_bytes", raw.device.pool_bytes.as_u64(), 1 << 20)?,
             prefault: raw.device.prefault,
             threads: raw.device.threads,
-            queue_jobs_max: at_least("device.queue_jobs_max", raw.device.queue_jobs_max, 1)?,
+            queue_jobs_max: queue_jobs(raw.device.queue_jobs_max)?,
             models_max: at_least("limits.models_max", raw.limits.models_max, 1)?,
             sequences_max: at_least("limits.sequences_max", raw.limits.sequences_max, 1)?,
             tokens_per_sequence_max: at_least(
@@ -138,10 +147,18 @@ impl Config {
                 raw.limits.tokens_per_sequence_max,
                 1,
             )?,
+            sequence_layers_max: at_least(
+                "limits.sequence_layers_max",
+                raw.limits.sequence_layers_max,
+                1,
+            )?,
             calibration_bytes_max: size(
                 "limits.calibration_bytes_max",
                 raw.limits.calibration_bytes_max,
             )?,
+            inflight_bytes_max: size("limits.inflight_bytes_max", raw.limits.inflight_bytes_max)?,
+            attend_parts_max: at_least("limits.attend_parts_max", raw.limits.attend_parts_max, 1)?,
+            attend_work_max: at_least("limits.attend_work_max", raw.limits.attend_work_max, 1)?,
             namespaces: namespaces(&raw.namespaces.allowed)?,
             block_tokens_default: block_tokens(raw.defaults.block_tokens)?,
             log_json: log_json(&raw.log.format)?,
@@ -154,7 +171,33 @@ impl Config {
             ));
         }
         device(&raw.device.device)?;
+        config.check_bytes()?;
         Ok(config)
+    }
+
+    /// Sizes that only make sense together.
+    fn check_bytes(&self) -> Result<(), ConfigError> {
+        let message = self.message_bytes_max;
+        if self.calibration_bytes_max > message {
+            let reason = format!(
+                "{} is above server.message_bytes_max = {message}: such a calibration could not \
+                 be sent",
+                self.calibration_bytes_max
+            );
+            return Err(ConfigError::new("limits.calibration_bytes_max", reason));
+        }
+        // Else the largest request would be refused even by an idle daemon, to be tried again.
+        let plan_bytes = self.attend_parts_max.saturating_mul(PART_BYTES);
+        let largest = (message as u64).saturating_mul(2).saturating_add(plan_bytes);
+        if (self.inflight_bytes_max as u64) < largest {
+            let reason = format!(
+                "{} is below {largest}, which one attend can take: twice server.message_bytes_max \
+                 and {PART_BYTES} bytes for each of limits.attend_parts_max",
+                self.inflight_bytes_max
+            );
+            return Err(ConfigError::new("limits.inflight_bytes_max", reason));
+        }
+        Ok(())
     }
 }
 
@@ -189,6 +232,16 @@ fn connections(value: usize) -> Result<usize, ConfigError> {
     let max = tokio::sync::Semaphore::MAX_PERMITS;
     if value > max {
         return Err(ConfigError::new(key, format!("{value} is above the maximum {max}")));
+    }
+    at_least(key, value, 1)
+}
+
+/// The queue is allocated whole, and each job waits for all before it.
+fn queue_jobs(value: usize) -> Result<usize, ConfigError> {
+    const MAX: usize = 1 << 16;
+    let key = "device.queue_jobs_max";
+    if value > MAX {
+        return Err(ConfigError::new(key, format!("{value} is above the maximum {MAX}")));
     }
     at_least(key, value, 1)
 }

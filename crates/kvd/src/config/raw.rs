@@ -4,6 +4,7 @@ use super::DEFAULT_TOML;
 use bytesize::ByteSize;
 use figment::Figment;
 use figment::providers::{Env, Format, Serialized, Toml};
+use figment::value::{Dict, Value};
 use serde::Deserialize;
 use std::path::PathBuf;
 
@@ -88,7 +89,11 @@ pub struct Limits {
     pub models_max: usize,
     pub sequences_max: usize,
     pub tokens_per_sequence_max: u32,
+    pub sequence_layers_max: u64,
     pub calibration_bytes_max: ByteSize,
+    pub inflight_bytes_max: ByteSize,
+    pub attend_parts_max: u64,
+    pub attend_work_max: u64,
 }
 
 #[derive(Clone, Debug, Deserialize)]
@@ -120,23 +125,73 @@ impl RawConfig {
     /// Names the key that is unknown or of the wrong type, or the file that cannot be read.
     pub fn load(overrides: &Overrides) -> Result<Self, ConfigError> {
         let mut figment = Figment::from(Toml::string(DEFAULT_TOML));
+        let known: Dict = figment.extract().expect("a test reads the defaults");
         if let Some(path) = &overrides.file {
-            let text = std::fs::read_to_string(path)
-                .map_err(|error| ConfigError::new(path.display().to_string(), error.to_string()))?;
-            figment = figment.merge(Toml::string(&text));
+            let failed = |reason| ConfigError::new(path.display().to_string(), reason);
+            let text = std::fs::read_to_string(path).map_err(|error| failed(error.to_string()))?;
+            let file = Figment::from(Toml::string(&text));
+            let given: Dict = file.extract().map_err(|error| failed(error.kind.to_string()))?;
+            let mut keys = given.iter().flat_map(|(section, value)| keys(section, value));
+            if let Some(key) = keys.find(|key| !is_known(&known, key)) {
+                return Err(unknown(key, &format!("in {}", path.display())));
+            }
+            figment = figment.merge(file);
         }
         if overrides.environment {
-            figment = figment.merge(Env::prefixed("KVD_").split("__"));
+            let environment = environment();
+            if let Some((key, _)) =
+                environment.iter().find(|(key, _)| !is_known(&known, key.as_str()))
+            {
+                return Err(unknown(variable(key.as_str()), "in the environment"));
+            }
+            figment = figment.merge(environment);
         }
         for (key, value) in &overrides.flags {
-            let value: figment::value::Value = value.parse().expect("any text is a figment value");
+            if !is_known(&known, key) {
+                return Err(unknown(key, "on the command line"));
+            }
+            let value: Value = value.parse().expect("any text is a figment value");
             figment = figment.merge(Serialized::default(key, value));
         }
         figment.extract().map_err(|error| {
             // The first of a chain; later ones are found once it is mended.
             let key = error.path.join(".");
-            let reason = error.kind.to_string();
-            ConfigError::new(if key.is_empty() { "file".to_owned() } else { key }, reason)
+            let of_environment =
+                error.metadata.as_ref().is_some_and(|source| source.name.contains("environment"));
+            let key = if of_environment { variable(&key) } else { key };
+            ConfigError::new(key, error.kind.to_string())
         })
     }
+}
+
+/// The variables that are settings. Others may begin with `KVD_` too: `KVD_CONFIG` names the file,
+/// and Kubernetes describes a service `kvd` in `KVD_PORT`, `KVD_SERVICE_HOST` and more.
+fn environment() -> Env {
+    Env::prefixed(PREFIX).filter(|key| key.as_str().contains("__")).split("__")
+}
+
+const PREFIX: &str = "KVD_";
+
+/// The variable of a key, as an operator looks for it.
+fn variable(key: &str) -> String {
+    format!("environment {PREFIX}{}", key.replace('.', "__").to_uppercase())
+}
+
+/// The `section.key` of everything in a section; the section itself when it is none.
+fn keys(section: &str, value: &Value) -> Vec<String> {
+    match value.as_dict() {
+        Some(dict) => dict.keys().map(|key| format!("{section}.{key}")).collect(),
+        None => vec![section.to_owned()],
+    }
+}
+
+/// Whether the defaults have that `section.key`: they have every key.
+fn is_known(defaults: &Dict, key: &str) -> bool {
+    let Some((section, key)) = key.split_once('.') else { return false };
+    defaults.get(section).and_then(Value::as_dict).is_some_and(|keys| keys.contains_key(key))
+}
+
+fn unknown(key: impl Into<String>, place: &str) -> ConfigError {
+    let reason = format!("no such setting, {place}; kvd config --print-default lists them");
+    ConfigError::new(key, reason)
 }

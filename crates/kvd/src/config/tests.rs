@@ -29,7 +29,9 @@ fn flags_win_over_the_file_and_the_file_over_defaults() {
 #[test]
 fn errors_name_the_key() {
     let cases = [
-        ("[server]\nlisten_tpc = \"x\"\n", "server"),
+        ("[server]\nlisten_tpc = \"x\"\n", "server.listen_tpc"),
+        ("[sever]\nlisten_tcp = \"x\"\n", "sever.listen_tcp"),
+        ("pool_bytes = \"1 GiB\"\n", "pool_bytes"),
         ("[device]\npool_bytes = \"lots\"\n", "device.pool_bytes"),
         ("[device]\npool_bytes = 5\n", "device.pool_bytes"),
         ("[device]\ndevice = \"tpu\"\n", "device.device"),
@@ -47,12 +49,73 @@ fn errors_name_the_key() {
         ("[namespaces]\nallowed = []\n", "namespaces.allowed"),
         ("[defaults]\nblock_tokens = 0\n", "defaults.block_tokens"),
         ("[log]\nformat = \"xml\"\n", "log.format"),
-        ("not toml", ""),
+        ("[device]\nqueue_jobs_max = 65537\n", "device.queue_jobs_max"),
+        ("[limits]\ncalibration_bytes_max = \"65 MiB\"\n", "limits.calibration_bytes_max"),
+        ("[limits]\ninflight_bytes_max = \"128 MiB\"\n", "limits.inflight_bytes_max"),
+        ("[limits]\nattend_parts_max = 0\n", "limits.attend_parts_max"),
+        ("[limits]\nattend_work_max = 0\n", "limits.attend_work_max"),
+        ("[limits]\nsequence_layers_max = 0\n", "limits.sequence_layers_max"),
     ];
     for (file, key) in cases {
         let error = load(file, &[]).expect_err(file);
-        assert!(error.key.contains(key), "{file:?} answered {error}");
+        assert_eq!(error.key, key, "{file:?} answered {error}");
     }
+    let error = load("", &[("server.listen_tpc", "x")]).unwrap_err();
+    assert_eq!(error.key, "server.listen_tpc");
+    let error = load("not toml", &[]).unwrap_err();
+    assert!(error.key.ends_with("kvd.toml"), "{error}");
+}
+
+#[test]
+fn sizes_that_belong_together_may_grow_together() {
+    let file = "[server]\nmessage_bytes_max = \"256 MiB\"\n\
+                [limits]\ncalibration_bytes_max = \"256 MiB\"\n";
+    assert_eq!(load(file, &[]).unwrap().calibration_bytes_max, 256 << 20);
+}
+
+/// Prints what [`with_environment`] asks about; by itself it tests nothing.
+#[test]
+#[ignore = "run by the tests of the environment, in a process of their own"]
+fn environment_probe() {
+    let overrides = Overrides { environment: true, ..Overrides::default() };
+    let answer = match Config::load(&overrides) {
+        Ok(config) => format!("threads {}", config.threads),
+        Err(error) => error.to_string(),
+    };
+    std::fs::write(std::env::var("PROBE_ANSWER").unwrap(), answer).unwrap();
+}
+
+/// What loading answers under some variables. A process has one environment, which tests that run
+/// beside one another must not change.
+fn with_environment(variables: &[(&str, &str)]) -> String {
+    let dir = tempfile::tempdir().unwrap();
+    let answer = dir.path().join("answer");
+    let mut probe = std::process::Command::new(std::env::current_exe().unwrap());
+    probe.args(["--exact", "--ignored", "config::tests::environment_probe"]);
+    probe.env("PROBE_ANSWER", &answer).envs(variables.iter().copied());
+    assert!(probe.output().unwrap().status.success());
+    std::fs::read_to_string(answer).unwrap()
+}
+
+#[test]
+fn only_variables_with_two_underscores_are_settings() {
+    let others = [
+        ("KVD_CONFIG", "/etc/kvd/kvd.toml"),
+        ("KVD_PORT", "tcp://10.0.0.1:7070"),
+        ("KVD_SERVICE_HOST", "10.0.0.1"),
+        ("KVD_PORT_7070_TCP_ADDR", "10.0.0.1"),
+        ("KVD_DEVICE__THREADS", "5"),
+    ];
+    assert_eq!(with_environment(&others), "threads 5");
+}
+
+#[test]
+fn errors_name_the_variable() {
+    let answer = with_environment(&[("KVD_SERVER__LISTEN_TPC", "x")]);
+    let key = "configuration: environment KVD_SERVER__LISTEN_TPC: no such setting";
+    assert!(answer.starts_with(key), "{answer}");
+    let answer = with_environment(&[("KVD_DEVICE__THREADS", "many")]);
+    assert!(answer.starts_with("configuration: environment KVD_DEVICE__THREADS: "), "{answer}");
 }
 
 #[test]

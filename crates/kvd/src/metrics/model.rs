@@ -1,10 +1,12 @@
 //! Handles of one model, resolved when it is registered.
 
-use super::{Metric, Metrics};
+use super::{Exporter, Metric, Metrics};
 use metrics::{Counter, Gauge, Histogram};
+use std::sync::Arc;
 
 /// Everything that carries a model's labels.
 pub struct ModelMetrics {
+    pub(super) exporter: Arc<Exporter>,
     pub(crate) store_seconds: Histogram,
     pub(crate) encode_seconds: Histogram,
     pub(crate) attend_seconds: Histogram,
@@ -34,7 +36,7 @@ pub struct ModelMetrics {
 pub(crate) const PARTS: [&str; 4] = ["codes", "scales", "offsets", "header"];
 
 impl ModelMetrics {
-    /// Resolves the handles of one model.
+    /// Resolves the handles of one model, whose series last until [`Metrics::forget`].
     #[must_use]
     pub fn new(metrics: &Metrics, namespace: &str, model: &str, codec: &str) -> Self {
         let base = [("namespace", namespace), ("model", model), ("codec", codec)];
@@ -42,10 +44,12 @@ impl ModelMetrics {
             let [a, b, c] = base;
             [a, b, c, extra]
         };
-        let counter = |metric| metrics.counter(metric, &base);
-        let gauge = |metric| metrics.gauge(metric, &base);
-        let histogram = |metric| metrics.histogram(metric, &base);
-        let by = |metric, label, value| metrics.gauge(metric, &with((label, value)));
+        let exporter = Arc::new(Exporter::new());
+        metrics.models.lock().push(exporter.clone());
+        let counter = |metric| exporter.counter(metric, &base);
+        let gauge = |metric| exporter.gauge(metric, &base);
+        let histogram = |metric| exporter.histogram(metric, &base);
+        let by = |metric, label, value| exporter.gauge(metric, &with((label, value)));
         Self {
             store_seconds: histogram(Metric::StoreSeconds),
             encode_seconds: histogram(Metric::EncodeSeconds),
@@ -71,27 +75,7 @@ impl ModelMetrics {
             bits_per_value: gauge(Metric::BitsPerValue),
             compression_ratio: gauge(Metric::CompressionRatio),
             codec_error: ["k", "v"].map(|side| by(Metric::CodecError, "side", side)),
-        }
-    }
-
-    /// Sets every level to zero: the model is gone, its last values must not linger.
-    pub fn clear(&self) {
-        let single = [
-            &self.sequences,
-            &self.packed_values,
-            &self.raw_values,
-            &self.raw_bytes,
-            &self.bits_per_value,
-            &self.compression_ratio,
-        ];
-        let many = self
-            .packed_bytes
-            .iter()
-            .chain(&self.packed_part_bytes)
-            .chain(&self.once_bytes)
-            .chain(&self.codec_error);
-        for gauge in single.into_iter().chain(many) {
-            gauge.set(0.0);
+            exporter: exporter.clone(),
         }
     }
 }

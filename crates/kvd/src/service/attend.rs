@@ -1,10 +1,13 @@
 //! `Attend`: from queries over sequences to one plan, and its answer.
 
 use super::{Call, Model, Service, ServiceError, plan};
-use kvd_compute::{AttendPlan, PlanQuery};
-use kvd_core::{DType, ErrorCode, Geometry};
+use kvd_compute::{AttendPlan, PlanPart, PlanQuery};
+use kvd_core::{DType, ErrorCode, Geometry, SequenceId};
 use kvd_proto::domain::{AttendBatch, AttendQuery};
 use kvd_store::Pinned;
+use std::collections::hash_map::Entry;
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
 use std::time::Instant;
 
 /// Output and log-sum-exp of a batch.
@@ -13,6 +16,25 @@ pub struct AttendReply {
     pub out: Vec<u8>,
     /// `[sum of n_q, q_heads]`.
     pub lse: Vec<f32>,
+}
+
+/// Bytes of book-keeping of one part in flight: the plan's and the pin's.
+pub(crate) const PART_BYTES: u64 = 128;
+
+/// Sequence, readable length, first token and end: reads of the same key share their parts.
+pub(super) type ReadKey = (SequenceId, u32, u32, u32);
+
+/// What one query reads.
+pub(super) struct Read {
+    pub(super) key: ReadKey,
+    pub(super) position: u32,
+}
+
+impl Read {
+    fn tokens(&self) -> u32 {
+        let (_, _, start, end) = self.key;
+        end - start
+    }
 }
 
 impl Service {
@@ -28,17 +50,13 @@ impl Service {
         self.admit(call)?;
         let model = self.models.find(&call.namespace, batch.model)?;
         batch.check_shape(&model.shape.geometry)?;
-        self.check_reply_size(&batch, &model.shape.geometry)?;
-        let mut queries = Vec::with_capacity(batch.queries.len());
-        // Keeps what the plan names alive until the device has answered.
-        let mut pins = Vec::with_capacity(batch.queries.len());
-        for (index, query) in batch.queries.iter().enumerate() {
-            let (planned, pinned) = self
-                .plan_query(call, &model, &batch, query)
-                .map_err(|error| error.in_query(index))?;
-            queries.push(planned);
-            pins.push(pinned);
-        }
+        let reply_bytes = self.check_reply_size(&batch, &model.shape.geometry)?;
+        let reads = self.resolve(call, &model, &batch)?;
+        let parts = self.check_work(&batch, &reads, model.shape.geometry.block_tokens)?;
+        let inflight =
+            self.inflight.take(batch.q.len() as u64 + reply_bytes + parts * PART_BYTES)?;
+        // `pins` keeps what the plan names alive until the device has answered.
+        let (queries, pins) = self.plan_queries(call, &batch, &reads)?;
         let query_tokens = batch.rows();
         let plan = AttendPlan {
             model: batch.model,
@@ -53,7 +71,7 @@ impl Service {
         let work = move |backend: &mut dyn kvd_compute::Backend| {
             let began = Instant::now();
             let attended = backend.attend(&plan)?;
-            drop(pins);
+            drop((pins, inflight));
             let metrics = &model.metrics;
             metrics.attend_seconds.record(began.elapsed().as_secs_f64());
             metrics.attended_query_tokens.increment(u64::from(query_tokens));
@@ -64,16 +82,18 @@ impl Service {
         self.lane.run(call, work).await
     }
 
-    /// Refuses a batch whose answer the transport could not carry, before any work.
+    /// Bytes of the answer. Refuses a batch whose answer the transport could not carry, before any
+    /// work.
     fn check_reply_size(
         &self,
         batch: &AttendBatch,
         geometry: &Geometry,
-    ) -> Result<(), ServiceError> {
+    ) -> Result<u64, ServiceError> {
         let rows = u64::from(batch.rows()) * u64::from(batch.q_heads);
         let row_bytes = u64::from(geometry.head_dim_v) * batch.dtype.size_bytes() as u64
             + DType::F32.size_bytes() as u64;
-        self.check_message_size(rows * row_bytes, "fewer query tokens")
+        self.check_message_size(rows * row_bytes, "fewer query tokens")?;
+        Ok(rows * row_bytes)
     }
 
     /// Refuses an answer larger than a message may be.
@@ -91,35 +111,39 @@ impl Service {
         Ok(())
     }
 
-    fn plan_query(
+    /// What each query reads, in the batch's order.
+    pub(super) fn resolve(
+        &self,
+        call: &Call,
+        model: &Model,
+        batch: &AttendBatch,
+    ) -> Result<Vec<Read>, ServiceError> {
+        let read = |(index, query)| {
+            self.resolve_query(call, model, batch, query).map_err(|error| error.in_query(index))
+        };
+        batch.queries.iter().enumerate().map(read).collect()
+    }
+
+    fn resolve_query(
         &self,
         call: &Call,
         model: &Model,
         batch: &AttendBatch,
         query: &AttendQuery,
-    ) -> Result<(PlanQuery, Pinned), ServiceError> {
+    ) -> Result<Read, ServiceError> {
         let of = self.store.model_of(&call.namespace, query.sequence)?;
         if of.id != model.shape.id {
             let message =
                 format!("sequence {} is of model {}, not {}", query.sequence, of.id, batch.model);
             return Err(ServiceError::new(ErrorCode::InvalidArgument, message));
         }
+        // No token is pinned here: this tests and finds the length.
+        let pinned =
+            self.store.pin(&call.namespace, query.sequence, batch.layer, 0..0, query.kv_length)?;
+        let length = pinned.length;
         // An end past the readable length reads up to it, as a causal bound would.
-        let length = match query.kv_length {
-            Some(length) => length,
-            None => {
-                self.store.pin(&call.namespace, query.sequence, batch.layer, 0..0, None)?.length
-            }
-        };
         let end = query.end.map_or(length, |end| end.min(length));
         let start = query.start.unwrap_or(0).min(end);
-        let pinned = self.store.pin(
-            &call.namespace,
-            query.sequence,
-            batch.layer,
-            start..end,
-            Some(length),
-        )?;
         let position = match query.position {
             Some(position) => position,
             None => length.checked_sub(query.n_q).ok_or_else(|| {
@@ -130,13 +154,77 @@ impl Service {
                 ServiceError::new(ErrorCode::InvalidArgument, message)
             })?,
         };
-        let planned = PlanQuery {
-            n_q: query.n_q,
-            position,
-            sliding_window: query.sliding_window,
-            parts: plan::parts(&pinned),
+        Ok(Read { key: (query.sequence, length, start, end), position })
+    }
+
+    /// Refuses a batch that would hold memory or the device for too long, before anything of it
+    /// is collected. Answers how many parts its distinct ranges have, about.
+    pub(super) fn check_work(
+        &self,
+        batch: &AttendBatch,
+        reads: &[Read],
+        block_tokens: u32,
+    ) -> Result<u64, ServiceError> {
+        let (mut parts, mut work, mut distinct) = (0u64, 0u64, 0u64);
+        let mut seen = HashSet::new();
+        for (query, read) in batch.queries.iter().zip(reads) {
+            let blocks = u64::from(read.tokens().div_ceil(block_tokens));
+            parts += blocks;
+            if seen.insert(read.key) {
+                distinct += blocks;
+            }
+            let window = query.sliding_window.map_or(u32::MAX, |w| w.saturating_add(query.n_q));
+            let scores = u64::from(query.n_q) * u64::from(read.tokens().min(window));
+            work = work.saturating_add(scores.saturating_mul(u64::from(batch.q_heads)));
+        }
+        let check = |what, asked: u64, limit, max: u64| {
+            if asked <= max {
+                return Ok(());
+            }
+            let message = format!(
+                "the batch has {asked} {what}, over {limit} = {max}; ask for fewer query tokens \
+                 or shorter ranges at once"
+            );
+            Err(ServiceError::new(ErrorCode::LimitExceeded, message))
         };
-        Ok((planned, pinned))
+        let config = &self.config;
+        check("blocks to read", parts, "limits.attend_parts_max", config.attend_parts_max)?;
+        check("scores to compute", work, "limits.attend_work_max", config.attend_work_max)?;
+        Ok(distinct)
+    }
+
+    /// Pins and plans each distinct range once; queries that read the same share the parts.
+    pub(super) fn plan_queries(
+        &self,
+        call: &Call,
+        batch: &AttendBatch,
+        reads: &[Read],
+    ) -> Result<(Vec<PlanQuery>, Vec<Pinned>), ServiceError> {
+        let mut planned = HashMap::<ReadKey, Arc<[PlanPart]>>::with_capacity(reads.len());
+        let mut pins = Vec::with_capacity(reads.len());
+        let mut queries = Vec::with_capacity(reads.len());
+        for (index, (query, read)) in batch.queries.iter().zip(reads).enumerate() {
+            let parts = match planned.entry(read.key) {
+                Entry::Occupied(known) => known.get().clone(),
+                Entry::Vacant(new) => {
+                    let (sequence, length, start, end) = read.key;
+                    let pinned = self
+                        .store
+                        .pin(&call.namespace, sequence, batch.layer, start..end, Some(length))
+                        .map_err(|error| ServiceError::from(error).in_query(index))?;
+                    let parts = new.insert(plan::parts(&pinned).into()).clone();
+                    pins.push(pinned);
+                    parts
+                }
+            };
+            queries.push(PlanQuery {
+                n_q: query.n_q,
+                position: read.position,
+                sliding_window: query.sliding_window,
+                parts,
+            });
+        }
+        Ok((queries, pins))
     }
 }
 

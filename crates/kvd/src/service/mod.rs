@@ -2,16 +2,22 @@
 //! book-keeping, and lane jobs. No bytes are touched here; they travel as `Bytes` to the lane.
 
 mod attend;
+mod budget;
 mod call;
 mod error;
 mod load;
 mod model;
+mod pack;
 mod plan;
+mod register;
 mod sequence;
 mod stats;
 mod store;
+#[cfg(test)]
+mod tests;
 
 pub use attend::AttendReply;
+pub(crate) use attend::PART_BYTES;
 pub use call::Call;
 pub use error::ServiceError;
 pub use load::LoadPiece;
@@ -22,11 +28,13 @@ pub use store::StoreReply;
 use crate::config::Config;
 use crate::lane::Lane;
 use crate::metrics::{Metric, Metrics};
+use budget::ByteBudget;
 use kvd_core::{ErrorCode, Namespace};
 use kvd_store::{Limits, Pool, Store};
 use model::Models;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use tokio::sync::Semaphore;
 
 /// The daemon's state, shared by all transports.
 pub struct Service {
@@ -34,9 +42,12 @@ pub struct Service {
     boot_id: String,
     lane: Lane,
     pool: Arc<Pool>,
-    store: Store,
-    models: Models,
+    store: Arc<Store>,
+    models: Arc<Models>,
     metrics: Arc<Metrics>,
+    inflight: ByteBudget,
+    /// The right to build a model's codec, which takes memory in proportion to its calibration.
+    building: Arc<Semaphore>,
     draining: AtomicBool,
 }
 
@@ -47,10 +58,11 @@ impl Service {
         let pool = Pool::new("host", lane.info().arena_bytes);
         let limits = Limits {
             sequences_max: config.sequences_max as u64,
+            sequence_layers_max: config.sequence_layers_max,
             tokens_per_sequence_max: config.tokens_per_sequence_max,
             ..Limits::default()
         };
-        let store = Store::new(pool.clone(), limits);
+        let store = Arc::new(Store::new(pool.clone(), limits));
         let boot_id = boot_id();
         let labels = [
             ("version", env!("CARGO_PKG_VERSION")),
@@ -58,9 +70,18 @@ impl Service {
             ("device", &lane.info().description),
         ];
         metrics.gauge(Metric::BuildInfo, &labels).set(1.0);
-        let models = Models::new(config.models_max);
-        let draining = AtomicBool::new(false);
-        Self { config, boot_id, lane, pool, store, models, metrics, draining }
+        Self {
+            inflight: ByteBudget::new(config.inflight_bytes_max as u64),
+            building: Arc::new(Semaphore::new(1)),
+            models: Arc::new(Models::new(config.models_max)),
+            draining: AtomicBool::new(false),
+            config,
+            boot_id,
+            lane,
+            pool,
+            store,
+            metrics,
+        }
     }
 
     /// The configuration in force.

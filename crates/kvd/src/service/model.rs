@@ -1,10 +1,9 @@
 //! Registered models: a name in a namespace, bound to one geometry, codec and calibration.
 
-use super::{Call, Service, ServiceError};
-use crate::metrics::{Metric, Metrics, ModelMetrics};
-use kvd_codec::{Calibration, CodecSpec, ModelCodec};
-use kvd_core::{ErrorCode, Geometry, ModelId, Namespace, SequenceId};
-use kvd_proto::domain::ModelSpec;
+use super::ServiceError;
+use crate::metrics::ModelMetrics;
+use kvd_codec::CodecSpec;
+use kvd_core::{ErrorCode, ModelId, Namespace, SequenceId};
 use kvd_store::{ModelShape, Store};
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
@@ -29,6 +28,10 @@ pub struct Model {
     pub(super) sampled: Mutex<[(f64, f64); 2]>,
     /// Pages kept raw because they could not be quantized.
     pub(super) fallback_pages: AtomicU64,
+    /// Bytes of smoothing factors, codebooks and matrices.
+    pub(super) calibration_bytes: u64,
+    /// Bytes of entropy tables, as the device last said.
+    pub(super) table_bytes: AtomicU64,
 }
 
 impl Model {
@@ -78,33 +81,34 @@ impl Models {
         state.by_id.values().filter(of).cloned().collect()
     }
 
-    fn by_name(&self, namespace: &Namespace, name: &str) -> Option<Arc<Model>> {
-        let state = self.state.lock();
-        let same = |model: &&Arc<Model>| model.shape.namespace == *namespace && model.name == name;
-        state.by_id.values().find(same).cloned()
+    /// The model of that name when it has the same content; `None` when there is room for it.
+    pub(super) fn check(
+        &self,
+        namespace: &Namespace,
+        name: &str,
+        fingerprint: &str,
+    ) -> Result<Option<Arc<Model>>, ServiceError> {
+        self.state.lock().check(self.limit, namespace, name, fingerprint)
     }
 
-    fn next_id(&self) -> ModelId {
+    /// Adds what `make` makes under a new id, unless the name was taken or the limit reached
+    /// meanwhile; answers the one that is registered, which is another when the same content came
+    /// first.
+    pub(super) fn insert(
+        &self,
+        namespace: &Namespace,
+        name: &str,
+        fingerprint: &str,
+        make: impl FnOnce(ModelId) -> Model,
+    ) -> Result<Arc<Model>, ServiceError> {
         let mut state = self.state.lock();
+        if let Some(model) = state.check(self.limit, namespace, name, fingerprint)? {
+            return Ok(model);
+        }
         state.last_id += 1;
-        ModelId(state.last_id)
-    }
-
-    /// Adds a model unless its name was taken or the limit reached meanwhile; answers the one that
-    /// is registered, which is another when the same content came first.
-    fn insert(&self, model: Arc<Model>) -> Result<Arc<Model>, ServiceError> {
-        let mut state = self.state.lock();
-        let clash = |other: &&Arc<Model>| {
-            other.shape.namespace == model.shape.namespace && other.name == model.name
-        };
-        if let Some(other) = state.by_id.values().find(clash) {
-            return same_content(other, &model.fingerprint);
-        }
-        if state.by_id.len() >= self.limit {
-            let message = format!("{} models are registered (limits.models_max)", self.limit);
-            return Err(ServiceError::new(ErrorCode::LimitExceeded, message));
-        }
-        state.by_id.insert(model.shape.id, model.clone());
+        let id = ModelId(state.last_id);
+        let model = Arc::new(make(id));
+        state.by_id.insert(id, model.clone());
         Ok(model)
     }
 
@@ -120,7 +124,7 @@ impl Models {
     }
 
     /// Takes a model out, unless it has sequences.
-    fn remove(
+    pub(super) fn remove(
         &self,
         namespace: &Namespace,
         id: ModelId,
@@ -139,6 +143,24 @@ impl Models {
 }
 
 impl State {
+    fn check(
+        &self,
+        limit: usize,
+        namespace: &Namespace,
+        name: &str,
+        fingerprint: &str,
+    ) -> Result<Option<Arc<Model>>, ServiceError> {
+        let same = |model: &&Arc<Model>| model.shape.namespace == *namespace && model.name == name;
+        if let Some(model) = self.by_id.values().find(same) {
+            return same_content(model, fingerprint).map(Some);
+        }
+        if self.by_id.len() >= limit {
+            let message = format!("{limit} models are registered (limits.models_max)");
+            return Err(ServiceError::new(ErrorCode::LimitExceeded, message));
+        }
+        Ok(None)
+    }
+
     fn find(&self, namespace: &Namespace, id: ModelId) -> Result<&Arc<Model>, ServiceError> {
         let found = self.by_id.get(&id).filter(|model| model.shape.namespace == *namespace);
         found.ok_or_else(|| {
@@ -164,117 +186,4 @@ fn name_taken(name: &str) -> ServiceError {
              unregister it or choose another name"
         ),
     )
-}
-
-/// What makes two registrations the same.
-fn fingerprint(geometry: &Geometry, spec: &CodecSpec, calibration: &[u8]) -> String {
-    let mut hash = xxhash_rust::xxh3::Xxh3::new();
-    hash.update(format!("{geometry:?}\n{spec}\n").as_bytes());
-    hash.update(calibration);
-    format!("{:032x}", hash.digest128())
-}
-
-impl Service {
-    /// Registers a model, or finds it when the same was registered before.
-    ///
-    /// # Errors
-    /// A codec or calibration that does not fit, a name in use, or a limit.
-    pub async fn register_model(
-        &self,
-        call: &Call,
-        spec: ModelSpec,
-    ) -> Result<Arc<Model>, ServiceError> {
-        self.admit(call)?;
-        if spec.calibration.len() > self.config.calibration_bytes_max {
-            let (len, max) = (spec.calibration.len(), self.config.calibration_bytes_max);
-            let message =
-                format!("calibration: {len} bytes are over limits.calibration_bytes_max = {max}");
-            return Err(ServiceError::new(ErrorCode::LimitExceeded, message));
-        }
-        let codec = kvd_codec::resolve(&spec.codec)?;
-        let fingerprint = fingerprint(&spec.geometry, &codec, &spec.calibration);
-        if let Some(model) = self.models.by_name(&call.namespace, &spec.name) {
-            return same_content(&model, &fingerprint);
-        }
-        let calibration = match &spec.calibration[..] {
-            [] => None,
-            bytes => Some(Calibration::from_bytes(bytes)?),
-        };
-        let runtime = ModelCodec::new(spec.geometry.clone(), codec.clone(), calibration.as_ref())?;
-        let model = Arc::new(Model {
-            shape: Arc::new(ModelShape {
-                id: self.models.next_id(),
-                namespace: call.namespace.clone(),
-                geometry: spec.geometry,
-                sink: codec.sink,
-                recent: codec.recent,
-            }),
-            metrics: self.model_metrics(&call.namespace, &spec.name, &spec.codec),
-            name: spec.name,
-            spec: codec,
-            codec: spec.codec,
-            fingerprint,
-            sampled: Mutex::default(),
-            fallback_pages: AtomicU64::new(0),
-        });
-        // The device must know the model before anybody can find it.
-        let id = model.shape.id;
-        let register = move |backend: &mut dyn kvd_compute::Backend| {
-            backend.register(id, runtime);
-            Ok(())
-        };
-        self.lane.run(call, register).await?;
-        let registered = self.models.insert(model.clone());
-        if !registered.as_ref().is_ok_and(|registered| registered.shape.id == id) {
-            self.forget_on_device(call, id).await?;
-            return registered;
-        }
-        self.metrics.gauge(Metric::Models, &[]).set(self.models.list(None).len() as f64);
-        tracing::info!(%id, name = model.name, codec = %model.spec, "model registered");
-        Ok(model)
-    }
-
-    fn model_metrics(&self, namespace: &Namespace, name: &str, codec: &str) -> ModelMetrics {
-        let metrics: &Metrics = &self.metrics;
-        ModelMetrics::new(metrics, namespace.as_str(), name, codec)
-    }
-
-    async fn forget_on_device(&self, call: &Call, id: ModelId) -> Result<(), ServiceError> {
-        let forget = move |backend: &mut dyn kvd_compute::Backend| {
-            backend.unregister(id);
-            Ok(())
-        };
-        self.lane.run(call, forget).await
-    }
-
-    /// A model of the caller's namespace.
-    ///
-    /// # Errors
-    /// `UNKNOWN_MODEL`, also for models of other namespaces.
-    pub fn model(&self, call: &Call, id: ModelId) -> Result<Arc<Model>, ServiceError> {
-        self.admit(call)?;
-        self.models.find(&call.namespace, id)
-    }
-
-    /// All models of the caller's namespace.
-    ///
-    /// # Errors
-    /// When the call is not admitted.
-    pub fn list_models(&self, call: &Call) -> Result<Vec<Arc<Model>>, ServiceError> {
-        self.admit(call)?;
-        Ok(self.models.list(Some(&call.namespace)))
-    }
-
-    /// Forgets a model without sequences.
-    ///
-    /// # Errors
-    /// `UNKNOWN_MODEL` or `MODEL_IN_USE`.
-    pub async fn unregister_model(&self, call: &Call, id: ModelId) -> Result<(), ServiceError> {
-        self.admit(call)?;
-        let model = self.models.remove(&call.namespace, id, &self.store)?;
-        self.forget_on_device(call, id).await?;
-        model.metrics.clear();
-        self.metrics.gauge(Metric::Models, &[]).set(self.models.list(None).len() as f64);
-        Ok(())
-    }
 }

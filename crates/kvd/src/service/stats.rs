@@ -5,6 +5,7 @@ use crate::metrics::Metric;
 use kvd_compute::ModelBytes;
 use kvd_store::{ModelUsage, PoolUsage, StoredBytes};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 /// Use of one tier's pool.
 pub type PoolStats = PoolUsage;
@@ -26,21 +27,21 @@ impl Service {
         self.pool.usage()
     }
 
-    /// One model's totals.
+    /// One model's totals. The device is not asked: it may be busy for long.
     ///
     /// # Errors
-    /// When the device has failed or its queue is full.
+    /// When the deadline has passed.
     pub async fn model_stats(
         &self,
         call: &Call,
         model: Arc<Model>,
     ) -> Result<ModelStats, ServiceError> {
-        let id = model.shape.id;
-        let once = self.lane.run(call, move |backend| Ok(backend.model_bytes(id)?)).await?;
-        Ok(ModelStats { usage: self.store.usage(id), model, once })
+        call.check_deadline()?;
+        let once = once(&model);
+        Ok(ModelStats { usage: self.store.usage(model.shape.id), model, once })
     }
 
-    /// Sets the gauges. What a model takes once is left as it was when the device does not answer.
+    /// Sets the gauges, without asking the device.
     pub async fn refresh_gauges(&self) {
         let metrics = &self.metrics;
         metrics.gauge(Metric::Ready, &[]).set(if self.ready() { 1.0 } else { 0.0 });
@@ -58,17 +59,22 @@ impl Service {
         metrics.gauge(Metric::Models, &[]).set(models.len() as f64);
         for model in models {
             refresh_model(&model, &self.store.usage(model.shape.id));
-            let call = Call { namespace: model.shape.namespace.clone(), deadline: None };
-            if let Ok(stats) = self.model_stats(&call, model.clone()).await {
-                model.metrics.once_bytes[0].set(stats.once.calibration as f64);
-                model.metrics.once_bytes[1].set(stats.once.tables as f64);
-            }
         }
+    }
+}
+
+fn once(model: &Model) -> ModelBytes {
+    ModelBytes {
+        calibration: model.calibration_bytes,
+        tables: model.table_bytes.load(Ordering::Relaxed),
     }
 }
 
 fn refresh_model(model: &Model, usage: &ModelUsage) {
     let (metrics, stored) = (&model.metrics, &usage.stored);
+    let once = once(model);
+    metrics.once_bytes[0].set(once.calibration as f64);
+    metrics.once_bytes[1].set(once.tables as f64);
     metrics.sequences.set(usage.sequences as f64);
     metrics.packed_values.set(stored.packed_values as f64);
     metrics.packed_bytes[0].set(stored.packed_key_bytes as f64);

@@ -1,0 +1,131 @@
+//! Packing: the lane's part of a store that turns blocks which leave the window into pages.
+
+use super::{Model, ServiceError, plan};
+use kvd_compute::{Backend, EncodedPages};
+use kvd_core::{Geometry, Side};
+use kvd_store::{AppendTicket, PackTask, PackedBytes, Pages, Pool};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+/// Rows in the stored precision that are encoded at once: enough for many cores, and a bound on
+/// what lies beside the pool meanwhile.
+const ENCODE_BATCH_BYTES: u64 = 64 << 20;
+
+/// What a store packs with.
+pub(super) struct Packer<'a> {
+    pub(super) backend: &'a mut dyn Backend,
+    pub(super) pool: &'a Arc<Pool>,
+    pub(super) model: &'a Model,
+    pub(super) ticket: &'a AppendTicket,
+}
+
+impl Packer<'_> {
+    /// Encodes the blocks that leave the window. A block that finds no room stays raw and is
+    /// offered again by the next append: giving up the append would not free anything. One that
+    /// cannot be encoded stays raw for good.
+    pub(super) fn pack(&mut self) -> Result<Vec<Option<Pages>>, ServiceError> {
+        let tasks = self.ticket.packs();
+        if tasks.is_empty() {
+            return Ok(Vec::new());
+        }
+        let began = Instant::now();
+        let batch_max = batch_blocks_of(&self.model.shape.geometry);
+        // Where the pool was full, one block finds out at little cost whether it still is.
+        let mut batch = if tasks.iter().any(|task| task.retried) { 1 } else { batch_max };
+        let mut packed = Vec::with_capacity(tasks.len());
+        while packed.len() < tasks.len() && self.batch(batch, &mut packed)? {
+            batch = batch.saturating_mul(2).min(batch_max);
+        }
+        // Those after the first without room were not tried, or found none either.
+        let news = |(task, pages): &(&PackTask, Option<&Option<Pages>>)| {
+            !task.retried && pages.is_none_or(Option::is_none)
+        };
+        let answers = (0..tasks.len()).map(|index| packed.get(index));
+        let deferred = tasks.iter().zip(answers).filter(news).count();
+        let model = self.model;
+        model.metrics.pack_deferred.increment(deferred as u64);
+        model.metrics.encode_seconds.record(began.elapsed().as_secs_f64());
+        if let Ok(once) = self.backend.model_bytes(model.shape.id) {
+            model.table_bytes.store(once.tables, Ordering::Relaxed);
+        }
+        Ok(packed)
+    }
+
+    /// Encodes the next tasks, `count` at most, and adds their answers to `packed`. False when
+    /// the rest need not be tried.
+    fn batch(
+        &mut self,
+        count: usize,
+        packed: &mut Vec<Option<Pages>>,
+    ) -> Result<bool, ServiceError> {
+        let (id, layer, first) = (self.model.shape.id, self.ticket.layer(), packed.len());
+        let tasks = &self.ticket.packs()[first..];
+        let tasks = &tasks[..tasks.len().min(count)];
+        for keep in tasks.iter().filter_map(|task| task.keep.as_ref()) {
+            let count = keep.from.rows.end - keep.from.rows.start;
+            let (from, to) = (plan::source(&keep.from), plan::target(&keep.to, keep.to_row));
+            self.backend.copy(id, layer, &from, count, to)?;
+        }
+        let sources: Vec<_> = tasks.iter().map(plan::encode_source).collect();
+        let sequence = self.ticket.sequence();
+        let encoded = match self.backend.encode(id, layer, &sources) {
+            Ok(encoded) => encoded,
+            Err(error) => {
+                tracing::warn!(%sequence, %layer, %error, "blocks stay raw");
+                return Ok(false);
+            }
+        };
+        for (offset, encoded) in encoded.iter().enumerate() {
+            match encoded {
+                Ok(pages) => match self.place(pages) {
+                    Some(pages) => packed.push(Some(pages)),
+                    // A pool without room for one block has none for the rest.
+                    None => return Ok(false),
+                },
+                Err(error) => {
+                    let block = tasks[offset].block;
+                    tracing::warn!(%sequence, %layer, block, %error, "a block stays raw for good");
+                    self.ticket.give_up(first + offset);
+                    packed.push(None);
+                }
+            }
+        }
+        Ok(true)
+    }
+
+    fn place(&mut self, pages: &EncodedPages) -> Option<Pages> {
+        let (model, metrics) = (self.model, &self.model.metrics);
+        let reserved = self.pool.reserve(pages.bytes.len() as u64).ok()?;
+        self.backend.place(pages, reserved.extent());
+        metrics.encoded_blocks.increment(1);
+        metrics.fallback_pages.increment(u64::from(pages.fallback_pages));
+        model.fallback_pages.fetch_add(u64::from(pages.fallback_pages), Ordering::Relaxed);
+        let value_bytes = model.shape.geometry.dtype.size_bytes() as u64;
+        metrics.encoded_logical_bytes.increment(pages.values * value_bytes);
+        metrics.encoded_page_bytes.increment(pages.bytes.len() as u64);
+        if let Some(sums) = pages.sampled {
+            let mut total = model.sampled.lock();
+            for (total, sum) in total.iter_mut().zip(sums) {
+                total.0 += sum.0;
+                total.1 += sum.1;
+            }
+        }
+        let accounting = PackedBytes {
+            codes: pages.parts.codes,
+            scales: pages.parts.scales,
+            offsets: pages.parts.offsets,
+            header: pages.parts.header,
+            key: pages.side_bytes[Side::Key.index()],
+            value: pages.side_bytes[Side::Value.index()],
+            values: pages.values,
+        };
+        Some(Pages::new(reserved.seal(), pages.page_ends.clone(), accounting))
+    }
+}
+
+/// Blocks of that shape that make up one batch; one at least.
+pub(super) fn batch_blocks_of(geometry: &Geometry) -> usize {
+    let block_bytes = u64::from(geometry.block_tokens) * geometry.token_bytes();
+    usize::try_from(ENCODE_BATCH_BYTES / block_bytes).unwrap_or(usize::MAX).max(1)
+}

@@ -1,0 +1,185 @@
+//! Registering and unregistering models: what both the device and the daemon must know.
+//!
+//! Both change in one lane job. It runs whole or not at all, whatever becomes of the caller: a
+//! model that is registered can be found, and one that cannot be found is not on the device.
+
+use super::{Call, Model, Service, ServiceError};
+use crate::metrics::ModelMetrics;
+use kvd_codec::{Calibration, CodecSpec, ModelCodec};
+use kvd_compute::Backend;
+use kvd_core::{ErrorCode, Geometry, ModelId};
+use kvd_proto::domain::ModelSpec;
+use kvd_store::ModelShape;
+use parking_lot::Mutex;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+use tokio::sync::OwnedSemaphorePermit;
+
+/// What makes two registrations the same.
+fn fingerprint(geometry: &Geometry, spec: &CodecSpec, calibration: &[u8]) -> String {
+    let mut hash = xxhash_rust::xxh3::Xxh3::new();
+    hash.update(format!("{geometry:?}\n{spec}\n").as_bytes());
+    hash.update(calibration);
+    format!("{:032x}", hash.digest128())
+}
+
+/// A model's `codec` label. A spec text can be of any length and number: those that are no
+/// preset's name are told apart by the fingerprint.
+fn codec_label(codec: &str, fingerprint: &str) -> String {
+    let codec = codec.trim();
+    if kvd_codec::preset(codec).is_some() {
+        return codec.to_owned();
+    }
+    format!("custom-{}", &fingerprint[..8])
+}
+
+impl Service {
+    /// Registers a model, or finds it when the same was registered before.
+    ///
+    /// # Errors
+    /// A codec or calibration that does not fit, a name in use, or a limit.
+    pub async fn register_model(
+        &self,
+        call: &Call,
+        spec: ModelSpec,
+    ) -> Result<Arc<Model>, ServiceError> {
+        self.admit(call)?;
+        if spec.calibration.len() > self.config.calibration_bytes_max {
+            let (len, max) = (spec.calibration.len(), self.config.calibration_bytes_max);
+            let message =
+                format!("calibration: {len} bytes are over limits.calibration_bytes_max = {max}");
+            return Err(ServiceError::new(ErrorCode::LimitExceeded, message));
+        }
+        let inflight = self.inflight.take(spec.calibration.len() as u64)?;
+        let codec = kvd_codec::resolve(&spec.codec)?;
+        let fingerprint = fingerprint(&spec.geometry, &codec, &spec.calibration);
+        let check = || self.models.check(&call.namespace, &spec.name, &fingerprint);
+        if let Some(model) = check()? {
+            return Ok(model);
+        }
+        let turn = self.turn_to_build(call).await?;
+        // Whoever had the turn before may have registered the same.
+        if let Some(model) = check()? {
+            return Ok(model);
+        }
+        let (runtime, turn) = build(&spec, &codec, turn).await?;
+        let label = codec_label(&spec.codec, &fingerprint);
+        let (models, metrics, namespace) =
+            (self.models.clone(), self.metrics.clone(), call.namespace.clone());
+        let register = move |backend: &mut dyn Backend| {
+            let name = spec.name.clone();
+            let registered = models.insert(&namespace, &name, &fingerprint.clone(), |id| {
+                let calibration_bytes = runtime.calibration_bytes();
+                backend.register(id, runtime);
+                tracing::info!(%id, name, %codec, "model registered");
+                Model {
+                    metrics: ModelMetrics::new(&metrics, namespace.as_str(), &spec.name, &label),
+                    shape: Arc::new(ModelShape {
+                        id,
+                        namespace: namespace.clone(),
+                        geometry: spec.geometry,
+                        sink: codec.sink,
+                        recent: codec.recent,
+                    }),
+                    name: spec.name,
+                    spec: codec,
+                    codec: spec.codec,
+                    fingerprint,
+                    sampled: Mutex::default(),
+                    fallback_pages: AtomicU64::new(0),
+                    calibration_bytes,
+                    table_bytes: AtomicU64::new(0),
+                }
+            });
+            drop((turn, inflight));
+            registered
+        };
+        self.lane.run(call, register).await
+    }
+
+    /// Waits for the right to build a codec, as long as the caller does.
+    async fn turn_to_build(&self, call: &Call) -> Result<OwnedSemaphorePermit, ServiceError> {
+        let turn = self.building.clone().acquire_owned();
+        let turn = match call.deadline {
+            None => turn.await,
+            Some(deadline) => {
+                let Ok(turn) = tokio::time::timeout_at(deadline.into(), turn).await else {
+                    let message = "the deadline passed while other models were being registered";
+                    return Err(ServiceError::new(ErrorCode::DeadlineExceeded, message));
+                };
+                turn
+            }
+        };
+        turn.map_err(|_| ServiceError::new(ErrorCode::Internal, "no more models are built"))
+    }
+
+    /// A model of the caller's namespace.
+    ///
+    /// # Errors
+    /// `UNKNOWN_MODEL`, also for models of other namespaces.
+    pub fn model(&self, call: &Call, id: ModelId) -> Result<Arc<Model>, ServiceError> {
+        self.admit(call)?;
+        self.models.find(&call.namespace, id)
+    }
+
+    /// All models of the caller's namespace.
+    ///
+    /// # Errors
+    /// When the call is not admitted.
+    pub fn list_models(&self, call: &Call) -> Result<Vec<Arc<Model>>, ServiceError> {
+        self.admit(call)?;
+        Ok(self.models.list(Some(&call.namespace)))
+    }
+
+    /// Forgets a model without sequences.
+    ///
+    /// # Errors
+    /// `UNKNOWN_MODEL` or `MODEL_IN_USE`; the model is as it was after any error.
+    pub async fn unregister_model(&self, call: &Call, id: ModelId) -> Result<(), ServiceError> {
+        self.admit(call)?;
+        self.models.find(&call.namespace, id)?;
+        let (models, store, metrics, namespace) =
+            (self.models.clone(), self.store.clone(), self.metrics.clone(), call.namespace.clone());
+        let forget = move |backend: &mut dyn Backend| {
+            let model = models.remove(&namespace, id, &store)?;
+            backend.unregister(id);
+            metrics.forget(&model.metrics);
+            tracing::info!(%id, name = model.name, "model unregistered");
+            Ok(())
+        };
+        self.lane.run(call, forget).await
+    }
+}
+
+/// Reads the calibration and binds the codec, off the threads that answer requests. The turn
+/// stays with the work even when the caller leaves.
+async fn build(
+    spec: &ModelSpec,
+    codec: &CodecSpec,
+    turn: OwnedSemaphorePermit,
+) -> Result<(ModelCodec, OwnedSemaphorePermit), ServiceError> {
+    let (geometry, codec, bytes) = (spec.geometry.clone(), codec.clone(), spec.calibration.clone());
+    let work = move || {
+        let calibration = match &bytes[..] {
+            [] => None,
+            bytes => Some(Calibration::from_bytes(bytes)?),
+        };
+        Ok((ModelCodec::new(geometry, codec, calibration.as_ref())?, turn))
+    };
+    tokio::task::spawn_blocking(work).await.unwrap_or_else(|error| {
+        let message = format!("the codec could not be built: {error}");
+        Err(ServiceError::new(ErrorCode::Internal, message))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn labels_are_preset_names_or_short() {
+        let print = "0123456789abcdef0123456789abcdef";
+        assert_eq!(codec_label(" kivi-2 ", print), "kivi-2");
+        assert_eq!(codec_label("k=raw; v=raw", print), "custom-01234567");
+    }
+}

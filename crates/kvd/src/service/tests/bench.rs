@@ -1,0 +1,213 @@
+//! A service, and a device that tells what was asked of it.
+
+use crate::config::{Config, Overrides};
+use crate::lane::Lane;
+use crate::metrics::Metrics;
+use crate::service::{Call, Model, Service, ServiceError, StoreReply};
+use bytes::Bytes;
+use kvd_codec::ModelCodec;
+use kvd_compute::{
+    AttendPlan, Attended, Backend, BackendError, CpuBackend, CpuOptions, DeviceInfo, EncodeSource,
+    EncodedPages, IncomingRows, LoadPlan, LoadedRows, ModelBytes, RawTarget, Source,
+};
+use kvd_core::{DType, Extent, Geometry, LayerIndex, ModelId, Namespace, RopePairing, SequenceId};
+use kvd_proto::domain::{ModelSpec, StoreChunk};
+use parking_lot::Mutex;
+use std::collections::BTreeSet;
+use std::sync::{Arc, mpsc};
+
+/// What tests see and change of a device.
+#[derive(Default)]
+pub(super) struct Probe {
+    pub(super) models: Mutex<BTreeSet<ModelId>>,
+    /// Blocks of each call of `encode`.
+    pub(super) encoded: Mutex<Vec<usize>>,
+    /// The first block of the next `encode` has an error.
+    pub(super) fail_first: Mutex<bool>,
+    /// `register` waits for this.
+    pub(super) register_gate: Mutex<Option<mpsc::Receiver<()>>>,
+}
+
+struct Device {
+    inner: CpuBackend,
+    probe: Arc<Probe>,
+}
+
+impl Backend for Device {
+    fn info(&self) -> DeviceInfo {
+        self.inner.info()
+    }
+
+    fn register(&mut self, model: ModelId, codec: ModelCodec) {
+        // Not held while it waits: the test looks whether the gate was reached.
+        let gate = self.probe.register_gate.lock().take();
+        if let Some(gate) = gate {
+            gate.recv().unwrap();
+        }
+        self.probe.models.lock().insert(model);
+        self.inner.register(model, codec);
+    }
+
+    fn unregister(&mut self, model: ModelId) {
+        self.probe.models.lock().remove(&model);
+        self.inner.unregister(model);
+    }
+
+    fn model_bytes(&self, model: ModelId) -> Result<ModelBytes, BackendError> {
+        self.inner.model_bytes(model)
+    }
+
+    fn check(&self, model: ModelId, rows: &IncomingRows) -> Result<(), BackendError> {
+        self.inner.check(model, rows)
+    }
+
+    fn write(
+        &mut self,
+        model: ModelId,
+        rows: &IncomingRows,
+        source_row: u32,
+        count: u32,
+        to: RawTarget,
+    ) -> Result<(), BackendError> {
+        self.inner.write(model, rows, source_row, count, to)
+    }
+
+    fn copy(
+        &mut self,
+        model: ModelId,
+        layer: LayerIndex,
+        from: &Source,
+        count: u32,
+        to: RawTarget,
+    ) -> Result<(), BackendError> {
+        self.inner.copy(model, layer, from, count, to)
+    }
+
+    fn encode(
+        &mut self,
+        model: ModelId,
+        layer: LayerIndex,
+        blocks: &[EncodeSource],
+    ) -> Result<Vec<Result<EncodedPages, BackendError>>, BackendError> {
+        self.probe.encoded.lock().push(blocks.len());
+        let mut encoded = self.inner.encode(model, layer, blocks)?;
+        if std::mem::take(&mut *self.probe.fail_first.lock()) {
+            encoded[0] = Err(BackendError::NonFiniteQuery { index: 0, value: f32::NAN });
+        }
+        Ok(encoded)
+    }
+
+    fn place(&mut self, pages: &EncodedPages, to: Extent) {
+        self.inner.place(pages, to);
+    }
+
+    fn attend(&mut self, plan: &AttendPlan) -> Result<Attended, BackendError> {
+        self.inner.attend(plan)
+    }
+
+    fn load(&mut self, plan: &LoadPlan) -> Result<LoadedRows, BackendError> {
+        self.inner.load(plan)
+    }
+}
+
+/// One layer, one head: a block of 16 tokens takes 512 bytes.
+pub(super) fn geometry() -> Geometry {
+    Geometry {
+        layers: 1,
+        kv_heads: 1,
+        head_dim_k: 8,
+        head_dim_v: 8,
+        block_tokens: 16,
+        dtype: DType::F16,
+        rope_pairing: RopePairing::Half,
+    }
+}
+
+pub(super) fn spec(name: &str, codec: &str) -> ModelSpec {
+    let (name, codec) = (name.to_owned(), codec.to_owned());
+    ModelSpec { name, geometry: geometry(), codec, calibration: Bytes::new() }
+}
+
+pub(super) fn call() -> Call {
+    Call { namespace: Namespace::new("default").unwrap(), deadline: None }
+}
+
+/// `tokens` tokens for the layer; K and V the same, all finite.
+pub(super) fn chunk(sequence: SequenceId, start: u32, tokens: u32) -> StoreChunk {
+    let values: Vec<f32> = (0..tokens * 8).map(|i| ((i * 7 + start) % 61) as f32).collect();
+    let mut bytes = vec![0; values.len() * 2];
+    DType::F16.narrow(&values, &mut bytes);
+    let bytes = Bytes::from(bytes);
+    StoreChunk { sequence, layer: LayerIndex(0), start, tokens, k: bytes.clone(), v: bytes }
+}
+
+pub(super) struct Bench {
+    pub(super) service: Arc<Service>,
+    pub(super) probe: Arc<Probe>,
+}
+
+impl Bench {
+    pub(super) fn new(arena_bytes: u64, settings: &[(&str, &str)]) -> Self {
+        let flags = settings.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect();
+        let overrides = Overrides { flags, ..Overrides::default() };
+        let config = Arc::new(Config::load(&overrides).unwrap());
+        let options = CpuOptions { arena_bytes, prefault: false, threads: 1 };
+        let probe = Arc::<Probe>::default();
+        let inner = CpuBackend::new(options).unwrap();
+        let device = Box::new(Device { inner, probe: probe.clone() });
+        let metrics = Arc::new(Metrics::new());
+        // The thread ends with the last handle on the lane.
+        let (lane, _) = Lane::start(device, config.queue_jobs_max, &metrics, || {}).unwrap();
+        Self { service: Arc::new(Service::new(config, lane, metrics)), probe }
+    }
+
+    pub(super) async fn register(&self, name: &str, codec: &str) -> Arc<Model> {
+        self.service.register_model(&call(), spec(name, codec)).await.unwrap()
+    }
+
+    pub(super) async fn store(
+        &self,
+        sequence: SequenceId,
+        start: u32,
+        tokens: u32,
+    ) -> Result<StoreReply, ServiceError> {
+        self.service.store(&call(), chunk(sequence, start, tokens)).await
+    }
+
+    /// Keeps the device busy until the answer is dropped.
+    pub(super) async fn hold(&self) -> mpsc::Sender<()> {
+        let (release, released) = mpsc::channel::<()>();
+        let (begun, has_begun) = tokio::sync::oneshot::channel();
+        let lane = self.service.lane().clone();
+        tokio::spawn(async move {
+            let work = move |_: &mut dyn Backend| {
+                let _ = begun.send(());
+                let _ = released.recv();
+                Ok(())
+            };
+            lane.run(&call(), work).await
+        });
+        has_begun.await.unwrap();
+        release
+    }
+
+    /// Returns when `count` jobs wait.
+    pub(super) async fn queued(&self, count: usize) {
+        while self.service.lane().queued() < count {
+            tokio::task::yield_now().await;
+        }
+    }
+
+    /// Returns when the device has nothing left to do.
+    pub(super) async fn idle(&self) {
+        self.service.lane().run(&call(), |_| Ok(())).await.unwrap();
+    }
+
+    /// Ids that callers can find, and whether the device knows exactly those.
+    pub(super) fn models(&self) -> (BTreeSet<ModelId>, bool) {
+        let listed = self.service.list_models(&call()).unwrap();
+        let ids: BTreeSet<_> = listed.iter().map(|model| model.shape.id).collect();
+        let same = *self.probe.models.lock() == ids;
+        (ids, same)
+    }
+}

@@ -1,0 +1,6 @@
+//! The service over a small CPU device that can be held, watched and made to fail.
+
+mod bench;
+mod limits;
+mod models;
+mod packing;

@@ -1,0 +1,78 @@
+//! Packing under a full pool and with blocks that cannot be encoded.
+
+use super::bench::{Bench, call};
+use kvd_core::SequenceId;
+
+const RAW: &str = "k=raw; v=raw";
+
+fn take<T>(list: &parking_lot::Mutex<Vec<T>>) -> Vec<T> {
+    std::mem::take(&mut list.lock())
+}
+
+fn deferred(bench: &Bench) -> u64 {
+    let text = bench.service.metrics().render();
+    let line = text.lines().find(|line| line.starts_with("kvd_pack_deferred_total{")).unwrap();
+    line.rsplit(' ').next().unwrap().parse().unwrap()
+}
+
+async fn packed_blocks(bench: &Bench, sequence: SequenceId, start: u32, tokens: u32) -> u32 {
+    bench.store(sequence, start, tokens).await.unwrap().packed_blocks
+}
+
+#[tokio::test]
+async fn a_full_pool_costs_one_encoded_block_per_append_and_counts_each_block_once() {
+    // Sixteen raw blocks of 512 bytes, four more of other sequences, and room for one: pages of
+    // a block take 576.
+    let bench = Bench::new(21 * 512, &[]);
+    let model = bench.register("a", RAW).await.shape.id;
+    let open = || bench.service.open_sequence(&call(), model).unwrap();
+    let others = [open(), open(), open(), open()];
+    for other in others {
+        bench.store(other, 0, 15).await.unwrap();
+    }
+    let sequence = open();
+    assert_eq!(packed_blocks(&bench, sequence, 0, 256).await, 0);
+    assert_eq!(take(&bench.probe.encoded), [16]);
+    assert_eq!(deferred(&bench), 16);
+    for token in 256..259 {
+        assert_eq!(packed_blocks(&bench, sequence, token, 1).await, 0);
+        assert_eq!(take(&bench.probe.encoded), [1]);
+    }
+    assert_eq!(deferred(&bench), 16);
+    // With room again, batches grow until it is used up: 2048 bytes are pages of three blocks.
+    for other in others {
+        bench.service.close_sequence(&call(), other).unwrap();
+    }
+    assert_eq!(packed_blocks(&bench, sequence, 259, 1).await, 3);
+    assert_eq!(take(&bench.probe.encoded), [1, 2, 4]);
+    assert_eq!(deferred(&bench), 16);
+}
+
+#[tokio::test]
+async fn a_block_that_cannot_be_encoded_stays_raw_alone_and_for_good() {
+    let bench = Bench::new(1 << 16, &[]);
+    let model = bench.register("a", RAW).await.shape.id;
+    let sequence = bench.service.open_sequence(&call(), model).unwrap();
+    *bench.probe.fail_first.lock() = true;
+    assert_eq!(packed_blocks(&bench, sequence, 0, 64).await, 3);
+    assert_eq!(packed_blocks(&bench, sequence, 64, 16).await, 1);
+    assert_eq!(take(&bench.probe.encoded), [4, 1]);
+    let usage = bench.service.describe_sequence(&call(), sequence).unwrap();
+    assert_eq!((usage.packed_blocks, usage.raw_blocks), (4, 1));
+}
+
+#[tokio::test]
+async fn batches_are_bounded_by_bytes() {
+    use crate::service::pack::batch_blocks_of;
+    let geometry = super::bench::geometry();
+    assert_eq!(batch_blocks_of(&geometry), (64 << 20) / 512);
+    let largest = kvd_core::Geometry {
+        kv_heads: 128,
+        head_dim_k: 128,
+        head_dim_v: 128,
+        block_tokens: 1024,
+        ..geometry
+    };
+    largest.validate().unwrap();
+    assert_eq!(batch_blocks_of(&largest), 1);
+}
