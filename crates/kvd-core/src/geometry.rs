@@ -106,7 +106,7 @@ impl Geometry {
     /// The first field that is out of range.
     pub fn validate(&self) -> Result<(), GeometryError> {
         let check = |field, value: u64, min, max: u64, even: bool| {
-            if value < min || value > max || (even && value % 2 != 0) {
+            if value < min || value > max || (even && !value.is_multiple_of(2)) {
                 let also = if even { " and even" } else { "" };
                 return Err(GeometryError { field, value, min, max, also });
             }
