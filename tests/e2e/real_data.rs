@@ -2,10 +2,10 @@
 //!
 //! The protocol is that of the fixture's quality table (`quality.md`, model B): queries at
 //! positions 1536 to 2047, errors relative to attention over K and V as they came, mean over the
-//! three layers; each query reads the newest 128 to 191 tokens raw, in steps of 64. A sequence that
-//! grows by 64 tokens before it is asked shows a query that many under `recent=192`. There the table
-//! has an error of 0.048 for KVComp block .05/.15 and of 0.069 for VecInfer d4b8 with smoothing and
-//! Hadamard.
+//! three layers; each query reads the newest 128 to 191 tokens raw, in steps of 64. A sequence
+//! that grows by 64 tokens before it is asked shows a query that many under `recent=192`. There
+//! the table has an error of 0.048 for KVComp block .05/.15 and of 0.069 for VecInfer d4b8 with
+//! smoothing and Hadamard.
 //!
 //! A preset with a shorter window has no row. Where one token has all the weight, the error of its
 //! value passes to the output undiminished, and the error of the keys adds at most as much: no
