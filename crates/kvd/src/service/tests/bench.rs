@@ -175,8 +175,8 @@ impl Bench {
     }
 
     /// Keeps the device busy until the answer is dropped.
-    pub(super) async fn hold(&self) -> mpsc::Sender<()> {
-        let (release, released) = mpsc::channel::<()>();
+    pub(super) async fn hold(&self) -> mpsc::SyncSender<()> {
+        let (release, released) = mpsc::sync_channel::<()>(1);
         let (begun, has_begun) = tokio::sync::oneshot::channel();
         let lane = self.service.lane().clone();
         tokio::spawn(async move {

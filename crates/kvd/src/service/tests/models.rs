@@ -8,7 +8,7 @@ use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 /// A service whose device is busy and whose queue of one is full; dropping the sender frees it.
-async fn full(bench: &Bench) -> mpsc::Sender<()> {
+async fn full(bench: &Bench) -> mpsc::SyncSender<()> {
     let release = bench.hold().await;
     let lane = bench.service.lane().clone();
     tokio::spawn(async move { lane.run(&call(), |_| Ok(())).await });
@@ -50,7 +50,7 @@ async fn a_caller_that_leaves_leaves_daemon_and_device_agreed() {
     assert!(ids.is_empty() && same);
 
     // While the device is at it.
-    let (open, gate) = mpsc::channel();
+    let (open, gate) = mpsc::sync_channel(1);
     *bench.probe.register_gate.lock() = Some(gate);
     let service = bench.service.clone();
     let gone = tokio::spawn(async move { service.register_model(&call(), spec("b", "raw")).await });
