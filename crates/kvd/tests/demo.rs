@@ -1,6 +1,7 @@
 //! The demo's engine against the real daemon: what `kvd demo --serve` shows is what the metrics
 //! show, and raw storage changes nothing.
 #![cfg(feature = "demo")]
+#![expect(clippy::unwrap_used, reason = "a set-up that fails is a test that fails")]
 
 use kvd::config::{Config, Overrides};
 use kvd::{Daemon, Running};
