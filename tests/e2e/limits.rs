@@ -140,7 +140,7 @@ async fn a_full_queue_refuses_and_answers_who_got_in() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_message_over_the_limit_is_refused_in_both_directions() {
-    let daemon = daemon().with("server.message_bytes_max", "256 KiB").start().await;
+    let daemon = daemon().with_messages("256 KiB").start().await;
     let generous = ClientOptions::default().with_message_bytes_max(256 << 20);
     let client = daemon.client_with(generous).await;
     let mut rng = Rng::new(SEED);
@@ -168,7 +168,7 @@ async fn a_message_over_the_limit_is_refused_in_both_directions() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn rows_longer_than_a_message_are_loaded_in_pieces() {
-    let daemon = daemon().with("server.message_bytes_max", "2 MiB").start().await;
+    let daemon = daemon().with_messages("2 MiB").start().await;
     let mut rng = Rng::new(SEED);
     let engine = engine(&daemon).register(shape(), "raw").await;
     let mut conversation = engine.open().await;

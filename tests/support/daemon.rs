@@ -43,6 +43,12 @@ impl DaemonPlan {
         self.with("device.pool_bytes", size)
     }
 
+    /// With this much room in a message, and so in a calibration.
+    #[must_use]
+    pub fn with_messages(self, size: &str) -> Self {
+        self.with("server.message_bytes_max", size).with("limits.calibration_bytes_max", size)
+    }
+
     /// With a Unix socket besides.
     #[must_use]
     pub fn with_unix(self, path: &Path) -> Self {

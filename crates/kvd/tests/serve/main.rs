@@ -78,7 +78,7 @@ fn a_bad_configuration_exits_64_and_names_the_key_before_any_port_is_bound() {
         (&["--admin", "here"], &[], "admin.listen"),
         (&["--config", &file], &[], "device"),
         (&["--config", "/nowhere/kvd.toml"], &[], "/nowhere/kvd.toml"),
-        (&[], &[("KVD_DEVICE__THREADS", "many")], "device.threads"),
+        (&[], &[("KVD_DEVICE__THREADS", "many")], "KVD_DEVICE__THREADS"),
         (&["--sat", "x=y"], &[], "--sat"),
     ];
     for (flags, environment, key) in cases {
