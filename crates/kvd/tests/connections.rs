@@ -86,17 +86,21 @@ fn counted(running: &Running, rpc: &str, code: &str) -> bool {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn calls_given_up_while_they_wait_are_counted() {
     let running = start(&[]).await;
-    let gate = support::occupy(&running).await;
     let mut client = rpc(&running).await;
-    let mut timed = Request::new(support::spec());
+    let model_id = client.register_model(support::spec()).await.unwrap().into_inner().model_id;
+    let open = v1::OpenSequenceRequest { model_id };
+    let sequence_id = client.open_sequence(open).await.unwrap().into_inner().sequence_id;
+    let attend = support::attend_nothing(model_id, sequence_id);
+    let gate = support::occupy(&running).await;
+    let mut timed = Request::new(attend.clone());
     timed.set_timeout(Duration::from_millis(200));
-    client.register_model(timed).await.unwrap_err();
-    support::until(|| counted(&running, "RegisterModel", "DEADLINE_EXCEEDED")).await;
+    client.attend(timed).await.unwrap_err();
+    support::until(|| counted(&running, "Attend", "DEADLINE_EXCEEDED")).await;
     let mut leaving = client.clone();
-    let call = tokio::spawn(async move { leaving.register_model(support::spec()).await });
+    let call = tokio::spawn(async move { leaving.attend(attend).await });
     support::until(|| running.service().lane().queued() == 2).await;
     call.abort();
-    support::until(|| counted(&running, "RegisterModel", "CANCELLED")).await;
+    support::until(|| counted(&running, "Attend", "CANCELLED")).await;
     drop(gate);
 }
 

@@ -60,6 +60,20 @@ pub(crate) fn spec() -> v1::RegisterModelRequest {
     }
 }
 
+/// One query over the empty range of a sequence of [`spec`]: enough to wait for the device.
+pub(crate) fn attend_nothing(model_id: u64, sequence_id: u64) -> v1::AttendRequest {
+    let query = v1::Query { sequence_id, n_q: 1, position: Some(0), ..Default::default() };
+    let q = v1::payload::Source::Inline(vec![0; 64 * 4].into());
+    v1::AttendRequest {
+        model_id,
+        q_heads: 1,
+        dtype: v1::DType::DtypeF32.into(),
+        queries: vec![query],
+        q: Some(v1::Payload { source: Some(q) }),
+        ..Default::default()
+    }
+}
+
 /// Keeps the device busy until the answer is dropped.
 pub(crate) async fn occupy(running: &Running) -> mpsc::SyncSender<()> {
     let (gate, opened) = mpsc::sync_channel(1);
