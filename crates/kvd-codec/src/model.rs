@@ -156,7 +156,7 @@ impl ModelCodec {
     #[must_use]
     pub fn needs_tables(&self, layer: LayerIndex) -> bool {
         let missing = |side: Side| {
-            self.spec.side(side).entropy == Entropy::Huffman
+            self.spec.side(side).has_trained_tables()
                 && self.tables.get(table_index(layer, side)).is_some_and(Vec::is_empty)
         };
         Side::BOTH.into_iter().any(missing)
@@ -249,7 +249,7 @@ impl ModelCodec {
 
     /// The entropy stage of a side, with its newest table.
     fn stage(&self, layer: LayerIndex, side: Side) -> Result<Stage<'_>, CodecError> {
-        if self.spec.side(side).entropy == Entropy::None {
+        if !self.spec.side(side).has_trained_tables() {
             return Ok(Stage::Fixed);
         }
         let versions = &self.tables[table_index(layer, side)];

@@ -3,10 +3,10 @@
 //! ```text
 //! codec     = item *( ";" item )          item = "k=" side | "v=" side | "sink=" n | "recent=" n
 //! side      = [ transform *( "+" transform ) "/" ] quantizer [ "/huffman" ]
-//! transform = "smooth" | "hadamard"
+//! transform = "smooth" | "hadamard" | "mean" | "pca" | "qpca"
 //! quantizer = "raw" | "f32" | "f16" | "bf16" | "fp8"
 //!           | "uniform(" ( "b=" n | "rel=" x ) ",axis=" axis [ ",g=" n ] ")"
-//!           | "vq(d=" n ",b=" n ")"
+//!           | "vq(d=" n ",b=" n ")" | "grid(rate=" x ")"
 //! axis      = "channel" | "token" | "block"
 //! ```
 //! Arguments stand in any order; spaces are allowed between tokens.
@@ -127,6 +127,9 @@ impl<'a> Cursor<'a> {
             let transform = match word {
                 "smooth" => Transform::Smooth,
                 "hadamard" => Transform::Hadamard,
+                "mean" => Transform::Mean,
+                "pca" => Transform::Pca,
+                "qpca" => Transform::QueryPca,
                 _ if transforms.is_empty() => break self.quantizer(start, word)?,
                 _ => return self.fail(start, format!("{word:?} is no transform")),
             };
@@ -161,6 +164,7 @@ impl<'a> Cursor<'a> {
             "fp8" => FloatFormat::E4M3,
             "uniform" => return self.uniform(start),
             "vq" => return self.vq(start),
+            "grid" => return self.grid(start),
             _ => return self.fail(start, format!("{word:?} is no quantizer")),
         };
         Ok(Quantizer::Float(format))
@@ -211,6 +215,20 @@ impl<'a> Cursor<'a> {
         let Some(step) = step else { return self.fail(start, "uniform needs b= or rel=") };
         let Some(axis) = axis else { return self.fail(start, "uniform needs axis=") };
         Ok(Quantizer::Uniform { step, axis, group })
+    }
+
+    fn grid(&mut self, start: usize) -> Parsed<Quantizer> {
+        let mut rate = None;
+        for Argument { start, name, value_start, value } in self.arguments()? {
+            match name {
+                "rate" => rate = Some(self.parse_at(value_start, value, "bits per value")?),
+                _ => return self.fail(start, format!("grid has no argument {name:?}")),
+            }
+        }
+        match rate {
+            Some(rate) => Ok(Quantizer::Grid { rate }),
+            None => self.fail(start, "grid needs rate="),
+        }
     }
 
     fn vq(&mut self, start: usize) -> Parsed<Quantizer> {
