@@ -57,7 +57,8 @@ impl HuffmanTable {
     pub(crate) fn try_from_lengths(lengths: &[u8]) -> Option<Self> {
         let limit = if lengths.len() <= 128 { LIMIT_SMALL } else { LIMIT_LARGE };
         let valid = |length: &u8| (1..=limit).contains(&u32::from(*length));
-        let filled: u32 = lengths.iter().filter(|l| valid(l)).map(|l| 1 << (limit - u32::from(*l))).sum();
+        let filled: u32 =
+            lengths.iter().filter(|l| valid(l)).map(|l| 1 << (limit - u32::from(*l))).sum();
         let complete = lengths.iter().all(valid) && filled == 1 << limit;
         complete.then(|| Self::from_lengths(limit, lengths.to_vec()))
     }

@@ -11,9 +11,9 @@
 
 mod bits;
 mod calibration;
+mod covariance;
 mod encode;
 mod error;
-mod covariance;
 mod fit;
 mod fit_grid;
 mod huffman;

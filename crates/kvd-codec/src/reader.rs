@@ -2,8 +2,8 @@
 
 use crate::huffman::{HuffmanTable, Stream};
 use crate::page::{Page, PageHeader, id};
-use crate::side::grid::Grid;
 use crate::side::HeadQuantizer;
+use crate::side::grid::Grid;
 use crate::side::uniform::ScaleRow;
 use crate::{HeadSide, ModelCodec, PageError, ROWS_PER_STREAM, bits};
 use kvd_core::{DType, Geometry, LayerIndex, Side};
@@ -173,9 +173,10 @@ impl<'a> PageReader<'a> {
             Payload::Grid { grid, lengths, codes } => {
                 for stream in self.streams(lengths, codes, first..end) {
                     let skip = stream.wanted.start - stream.rows.start;
+                    let complete = stream.wanted.end == stream.rows.end;
                     let rows = stream.wanted.start - first..stream.wanted.end - first;
                     let out = &mut out[rows.start * dim..rows.end * dim];
-                    grid.decode(stream.bytes, skip, dim, out)?;
+                    grid.decode(stream.bytes, (skip, complete), dim, out)?;
                 }
                 Ok(())
             }

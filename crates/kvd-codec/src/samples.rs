@@ -17,7 +17,11 @@ impl Samples {
     #[must_use]
     pub fn new(geometry: &Geometry) -> Self {
         let lists = 2 * geometry.layers as usize * geometry.kv_heads as usize;
-        Self { geometry: geometry.clone(), rows: vec![Vec::new(); lists], queries: vec![Vec::new(); lists / 2] }
+        Self {
+            geometry: geometry.clone(),
+            rows: vec![Vec::new(); lists],
+            queries: vec![Vec::new(); lists / 2],
+        }
     }
 
     /// Appends `rows` (`[tokens, head_dim]`, row-major).

@@ -190,7 +190,12 @@ impl SideSpec {
     /// page); `grid` takes its tables from the calibration instead.
     #[must_use]
     pub fn has_trained_tables(&self) -> bool {
-        self.entropy == Entropy::Huffman && !matches!(self.quantizer, Quantizer::Grid { .. })
+        self.entropy == Entropy::Huffman && !self.has_grid_tables()
+    }
+
+    /// Whether the side's Huffman tables come with the calibration.
+    pub(crate) fn has_grid_tables(&self) -> bool {
+        matches!(self.quantizer, Quantizer::Grid { .. })
     }
 
     /// The transforms as in a spec text (`smooth+hadamard`), empty when there are none.
@@ -208,6 +213,10 @@ impl SideSpec {
             if self.transforms[..i].contains(transform) {
                 return Err(format!("transform {} appears twice", transform.name()));
             }
+        }
+        let is_matrix = |t: &&Transform| matches!(t, Transform::Pca | Transform::QueryPca);
+        if self.transforms.iter().filter(is_matrix).count() > 1 {
+            return Err("pca and qpca exclude each other".to_owned());
         }
         match self.quantizer {
             Quantizer::Uniform { step: UniformStep::Bits(bits), .. }
@@ -237,7 +246,9 @@ impl SideSpec {
         if let Quantizer::Grid { .. } = self.quantizer {
             return match self.entropy {
                 Entropy::Huffman => Ok(()),
-                Entropy::None => Err("grid needs /huffman: its codes have no fixed width".to_owned()),
+                Entropy::None => {
+                    Err("grid needs /huffman: its codes have no fixed width".to_owned())
+                }
             };
         }
         match (self.entropy, self.quantizer.alphabet()) {

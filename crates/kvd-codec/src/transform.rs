@@ -154,7 +154,7 @@ mod tests {
                 step.forward(&mut x);
                 let energy: f32 = x.iter().map(|v| v * v).sum();
                 assert!((energy - 1.0).abs() < 1e-5, "dim {dim}: energy {energy}");
-                step.inverse(&mut x);
+                step.inverse(&mut x, 1.0);
                 for (i, v) in x.iter().enumerate() {
                     assert!((v - f32::from(u8::from(i == hot))).abs() < 1e-5);
                 }

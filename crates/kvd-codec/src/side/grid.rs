@@ -62,7 +62,8 @@ impl Class {
         (2 * self.magnitude as usize + 1).pow(self.group as u32) + 1
     }
 
-    const fn escape(self) -> u16 {
+    /// The symbol of groups that have none.
+    pub(crate) const fn escape(self) -> u16 {
         (self.alphabet() - 1) as u16
     }
 
@@ -116,21 +117,23 @@ pub(crate) fn runs(classes: &[u8]) -> Vec<Run> {
     runs
 }
 
+/// The tables of one side of one layer, by class; the zero class has none.
+pub(crate) type GridTables = Arc<[Option<HuffmanTable>]>;
+
 /// A head's step and classes, and the tables it shares with the other heads of its layer.
 #[derive(Clone, Debug)]
 pub(crate) struct Grid {
     step: f32,
     runs: Vec<Run>,
-    /// By class; the zero class has a placeholder of none.
-    tables: Arc<[Option<HuffmanTable>]>,
+    tables: GridTables,
 }
 
 /// Codes of a row: `round(c / step)`.
 pub(crate) fn codes(row: &[f32], step: f32, codes: &mut [i32]) -> Result<(), Unquantizable> {
     for (code, c) in codes.iter_mut().zip(row) {
         let level = (c / step).round_ties_even();
-        // Written so that NaN fails too.
-        if !(level.abs() <= CODE_MAX) {
+        // NaN lies in no range.
+        if !(-CODE_MAX..=CODE_MAX).contains(&level) {
             return Err(Unquantizable);
         }
         *code = level as i32;
@@ -139,7 +142,7 @@ pub(crate) fn codes(row: &[f32], step: f32, codes: &mut [i32]) -> Result<(), Unq
 }
 
 impl Grid {
-    pub(crate) fn new(step: f32, classes: &[u8], tables: Arc<[Option<HuffmanTable>]>) -> Self {
+    pub(crate) fn new(step: f32, classes: &[u8], tables: GridTables) -> Self {
         Self { step, runs: runs(classes), tables }
     }
 
@@ -192,11 +195,12 @@ impl Grid {
         }
     }
 
-    /// Reads rows from one stream; `skip` of them first without keeping them.
+    /// Reads rows from one stream; `skip` of them first without keeping them. `complete` says that
+    /// the stream holds no more.
     pub(crate) fn decode(
         &self,
         bytes: &[u8],
-        skip: usize,
+        (skip, complete): (usize, bool),
         dim: usize,
         out: &mut [f32],
     ) -> Result<(), PageError> {
@@ -211,6 +215,9 @@ impl Grid {
             for (c, code) in row.iter_mut().zip(codes.iter()) {
                 *c = *code as f32 * self.step;
             }
+        }
+        if complete && !reader.is_spent() {
+            return Err(PageError::Payload("a stream does not end where its length says"));
         }
         Ok(())
     }
@@ -347,6 +354,11 @@ impl<'a> BitReader<'a> {
         Ok(bits)
     }
 
+    /// Whether less than a byte is left.
+    fn is_spent(&self) -> bool {
+        self.next == self.bytes.len() && self.filled < 8
+    }
+
     fn symbol(&mut self, table: &HuffmanTable) -> Result<u16, PageError> {
         if self.filled < table.limit() {
             self.refill();
@@ -362,7 +374,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn tables() -> Arc<[Option<HuffmanTable>]> {
+    fn tables() -> GridTables {
         let table = |class: &Class| {
             let zero = class.group == ZERO_GROUP;
             (!zero).then(|| HuffmanTable::new(&vec![1; class.alphabet()]))
@@ -407,12 +419,12 @@ mod tests {
             for (index, stream) in rows.chunks(dim * ROWS_PER_STREAM).enumerate() {
                 let length = u16::from_le_bytes([out[2 * index], out[2 * index + 1]]) as usize;
                 let mut back = vec![0f32; stream.len()];
-                grid.decode(&out[at..at + length], 0, dim, &mut back).unwrap();
+                grid.decode(&out[at..at + length], (0, true), dim, &mut back).unwrap();
                 for (a, b) in stream.iter().zip(&back) {
                     prop_assert!((a - b).abs() <= step * 0.5001 + 1e-4, "{a} became {b}");
                 }
                 let shorter = &out[at..at + length - 1];
-                prop_assert!(grid.decode(shorter, 0, dim, &mut back).is_err());
+                prop_assert!(grid.decode(shorter, (0, true), dim, &mut back).is_err());
                 at += length;
             }
             prop_assert_eq!(at, out.len());
@@ -425,7 +437,7 @@ mod tests {
         ) {
             let grid = Grid::new(1.0, &classes, tables());
             let mut out = vec![0f32; classes.len() * 8];
-            let _ = grid.decode(&bytes, 0, classes.len(), &mut out);
+            let _ = grid.decode(&bytes, (0, true), classes.len(), &mut out);
         }
     }
 

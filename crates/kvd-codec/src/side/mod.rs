@@ -8,8 +8,8 @@ pub(crate) mod vq;
 
 use crate::page::id;
 use crate::transform::Step;
-use kvd_core::{DType, Geometry};
 use grid::Grid;
+use kvd_core::{DType, Geometry};
 use uniform::{ScaleRow, Uniform};
 use vq::Codebook;
 

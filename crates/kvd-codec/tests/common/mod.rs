@@ -9,7 +9,7 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 
 /// The codecs that every shape must survive.
-pub(crate) const SPECS: [&str; 13] = [
+pub(crate) const SPECS: [&str; 15] = [
     "raw",
     "fp8",
     "kivi-4",
@@ -23,6 +23,8 @@ pub(crate) const SPECS: [&str; 13] = [
     "k=vq(d=2,b=3)/huffman; v=hadamard+smooth/vq(d=8,b=9)",
     "k=uniform(b=8,g=7,axis=channel)/huffman; v=uniform(b=2,axis=token)",
     "k=vq(d=1,b=2); v=vq(d=16,b=2)/huffman",
+    "k=mean+qpca/grid(rate=3)/huffman; v=mean+pca/grid(rate=2)/huffman",
+    "k=pca+mean/f16; v=smooth+hadamard/grid(rate=4)/huffman",
 ];
 
 /// One layer, two KV heads, blocks of 64.
@@ -101,6 +103,7 @@ pub(crate) fn calibrate(geometry: &Geometry, spec: &CodecSpec) -> Option<Calibra
                 let all = rows(geometry, 40, seed);
                 let rows = &all[..40 * geometry.head_dim(side)];
                 samples.push(LayerIndex(layer), side, head, rows).unwrap();
+                samples.push_queries(LayerIndex(layer), head, rows).unwrap();
             }
         }
     }
