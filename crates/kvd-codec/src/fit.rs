@@ -14,6 +14,9 @@ use kvd_core::{Geometry, LayerIndex, Side};
 /// Sub-vectors per head that k-means looks at.
 const POINTS_MAX: usize = 1 << 16;
 
+/// Under a grid, one of so many rows is held out of the transforms.
+const HELD_OUT: usize = 4;
+
 /// How far a fit has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FitProgress {
@@ -81,6 +84,9 @@ fn fit_side(
         for head in 0..geometry.kv_heads as usize {
             let place = Place { layer, side, head };
             let mut head = HeadFit::new(place, samples, geometry.head_dim(side))?;
+            if let Quantizer::Grid { .. } = side_spec.quantizer {
+                head.hold_out();
+            }
             for transform in &side_spec.transforms {
                 head.transform(*transform, &mut fitted)?;
             }
@@ -156,6 +162,8 @@ struct HeadFit<'a> {
     place: Place,
     dim: usize,
     rows: Vec<f32>,
+    /// Values of `rows` that transforms are fitted on: all but those held out, at the end.
+    fitted: usize,
     /// Queries as sampled; folded only where `qpca` looks at them.
     queries: &'a [f32],
     steps: Vec<Step>,
@@ -171,7 +179,15 @@ impl<'a> HeadFit<'a> {
             return Err(CalibrationError::NoSamples { layer, side, head });
         }
         let queries = samples.queries(LayerIndex(layer), head);
-        Ok(Self { place, dim, rows, queries, steps: Vec::new(), weight: None })
+        let (fitted, steps) = (rows.len(), Vec::new());
+        Ok(Self { place, dim, rows, fitted, queries, steps, weight: None })
+    }
+
+    /// Keeps the last rows from the transforms: the spreads and the rate that a grid is fitted to
+    /// must be those of rows to come, which axes fit less well than the rows they were made from.
+    fn hold_out(&mut self) {
+        let count = self.rows.len() / self.dim;
+        self.fitted -= count / HELD_OUT * self.dim;
     }
 
     /// Fits one transform, maps the rows through it and keeps what was learned.
@@ -180,22 +196,22 @@ impl<'a> HeadFit<'a> {
         transform: Transform,
         fitted: &mut SideCalibration,
     ) -> Result<(), CalibrationError> {
-        let dim = self.dim;
+        let (dim, rows) = (self.dim, &self.rows[..self.fitted]);
         let step = match transform {
             Transform::Hadamard => Step::hadamard(dim),
             Transform::Smooth => {
-                let factors = smooth_factors(&self.rows, dim);
+                let factors = smooth_factors(rows, dim);
                 fitted.smooth.extend_from_slice(&factors);
                 Step::scale(factors)
             }
             Transform::Mean => {
-                let mean = mean(&self.rows, dim);
+                let mean = mean(rows, dim);
                 fitted.mean.extend_from_slice(&mean);
                 Step::Offset { mean }
             }
-            Transform::Pca => self.matrix(&covariance::principal_axes(&self.rows, dim), fitted)?.0,
+            Transform::Pca => self.matrix(&covariance::principal_axes(rows, dim), fitted)?.0,
             Transform::QueryPca => {
-                let axes = covariance::query_axes(&self.rows, &self.folded_queries()?, dim);
+                let axes = covariance::query_axes(rows, &self.folded_queries()?, dim);
                 let (step, scale) = self.matrix(&axes, fitted)?;
                 // In the space of `axes` queries have the same spread along every axis and in
                 // every head: an equal step there gives scores of all heads equal noise.
@@ -248,7 +264,11 @@ impl<'a> HeadFit<'a> {
         Ok((step.ok_or_else(|| self.place.out_of_range())?, scale))
     }
 
-    fn into_grid_head(self) -> GridHead {
+    /// The rows that were held out, or all where none were.
+    fn into_grid_head(mut self) -> GridHead {
+        if self.fitted < self.rows.len() {
+            self.rows.drain(..self.fitted);
+        }
         GridHead { coefficients: self.rows, weight: self.weight }
     }
 }

@@ -96,14 +96,18 @@ pub(crate) fn calibrate(geometry: &Geometry, spec: &CodecSpec) -> Option<Calibra
         return None;
     }
     let mut samples = Samples::new(geometry);
+    // More than channels, and of like size in each: nothing is invisible to queries.
+    let queries: Vec<f32> = (0..320 * geometry.head_dim(Side::Key)).map(noise).collect();
     for layer in 0..geometry.layers {
+        for head in 0..geometry.kv_heads as usize {
+            samples.push_queries(LayerIndex(layer), head, &queries).unwrap();
+        }
         for side in Side::BOTH {
             for head in 0..geometry.kv_heads as usize {
                 let seed = 1000 + layer as usize * 4 + side.index() * 2 + head;
                 let all = rows(geometry, 40, seed);
                 let rows = &all[..40 * geometry.head_dim(side)];
                 samples.push(LayerIndex(layer), side, head, rows).unwrap();
-                samples.push_queries(LayerIndex(layer), head, rows).unwrap();
             }
         }
     }
