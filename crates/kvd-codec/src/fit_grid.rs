@@ -16,8 +16,8 @@ const FINEST: f64 = 1024.0;
 const COARSEST: f64 = 32.0;
 /// halving their ratio's logarithm so often.
 const HALVINGS: u32 = 14;
-/// A block and layer begins at a multiple of this many bytes in the store.
-const SLOT_ALIGN: usize = 32;
+/// Bytes lost at the end of a block's slot, on average: the store's granules are twice as long.
+const SLOT_WASTE: usize = 32;
 
 /// One head's samples in the space that is quantized.
 pub(crate) struct GridHead {
@@ -85,7 +85,7 @@ pub(crate) fn fit(
 /// the block, and per stream its length and half a byte of padding.
 fn overhead(geometry: &Geometry, side: Side) -> f64 {
     let dim = geometry.head_dim(side) as f64;
-    let slot_share = SLOT_ALIGN as f64 / f64::from(2 * geometry.kv_heads);
+    let slot_share = SLOT_WASTE as f64 / f64::from(2 * geometry.kv_heads);
     let page = 8.0 * (HEADER_BYTES as f64 + PAGE_ALIGN as f64 / 2.0 + slot_share);
     let stream = 16.0 + 4.0;
     page / (f64::from(geometry.block_tokens) * dim) + stream / (ROWS_PER_STREAM as f64 * dim)

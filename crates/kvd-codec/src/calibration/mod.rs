@@ -4,7 +4,7 @@
 //! |---|---|---|
 //! | `k.smooth`, `v.smooth` | f32 `[layers, kv_heads, head_dim]` | factors of `smooth` |
 //! | `k.mean`, `v.mean` | f32 `[layers, kv_heads, head_dim]` | what `mean` takes away |
-//! | `k.matrix`, `v.matrix` | f16 `[layers, kv_heads, head_dim, head_dim]` | rows of `pca`, `qpca` |
+//! | `k.matrix`, `v.matrix` | f16 `[layers, kv_heads, head_dim, head_dim]` | `pca`, `qpca` |
 //! | `k.codebook`, `v.codebook` | f16 `[layers, kv_heads, 2^b, d]` | VQ entries, most used first |
 //! | `k.step`, `v.step` | f32 `[layers, kv_heads]` | step of `grid` |
 //! | `k.class`, `v.class` | u8 `[layers, kv_heads, head_dim]` | class of each coefficient |
