@@ -58,6 +58,7 @@ fn main() {
             for seed in 0..4 {
                 let data = rows(10 + seed);
                 for (head, rows) in data.chunks(TOKENS * DIM).enumerate() {
+                    samples.push_queries(LAYER, head, rows).expect("queries fit");
                     for side in Side::BOTH {
                         samples.push(LAYER, side, head, rows).expect("rows fit");
                     }

@@ -84,6 +84,13 @@ fn payload(
         let codes = (rows.len() * dtype.size_bytes()) as u64;
         return Ok(PageBytes { codes, ..PageBytes::default() });
     }
+    if let HeadQuantizer::Grid(grid) = &side.quantizer {
+        let coefficients = forward(side, rows, &mut scratch.coefficients);
+        let start = out.len();
+        let offsets = grid.encode(coefficients, side.dim(), out)?;
+        let codes = (out.len() - start) as u64 - offsets;
+        return Ok(PageBytes { offsets, codes, ..PageBytes::default() });
+    }
     quantize(side, rows, scratch)?;
     let mut parts = PageBytes { scales: scratch.scales.len() as u64, ..PageBytes::default() };
     out.extend_from_slice(&scratch.scales);

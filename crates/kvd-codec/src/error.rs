@@ -48,14 +48,23 @@ pub enum CalibrationError {
         /// KV head without rows.
         head: usize,
     },
-    /// A fitted value does not fit the format in which it is kept (f16 codebooks).
-    #[error("calibration of layer {layer} {side} head {head} leaves the range of f16")]
-    OutOfRange {
-        /// Layer of the codebook.
+    /// `qpca` found no queries for a head.
+    #[error("no calibration queries for layer {layer} head {head}")]
+    NoQueries {
+        /// Layer without queries.
         layer: u32,
-        /// Side of the codebook.
+        /// KV head without queries.
+        head: usize,
+    },
+    /// A fitted value does not fit the format in which it is kept, or a fitted matrix has no
+    /// inverse there.
+    #[error("calibration of layer {layer} {side} head {head} leaves the range of its format")]
+    OutOfRange {
+        /// Layer of the value.
+        layer: u32,
+        /// Side of the value.
         side: Side,
-        /// KV head of the codebook.
+        /// KV head of the value.
         head: usize,
     },
     /// The codec cannot serve this geometry.

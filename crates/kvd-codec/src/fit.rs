@@ -1,14 +1,21 @@
 //! Fits what a codec needs to samples of a model's K and V.
 
 use crate::calibration::{Codebooks, SideCalibration};
+use crate::fit_grid::{self, GridHead};
 use crate::kmeans::{self, Rng};
 use crate::transform::Step;
-use crate::{Calibration, CalibrationError, CodecError, CodecSpec, Quantizer, Samples, Transform};
+use crate::{
+    Calibration, CalibrationError, CodecError, CodecSpec, Quantizer, Samples, SideSpec, Transform,
+    covariance,
+};
 use half::f16;
 use kvd_core::{Geometry, LayerIndex, Side};
 
 /// Sub-vectors per head that k-means looks at.
 const POINTS_MAX: usize = 1 << 16;
+
+/// Under a grid, one of so many rows is held out of the transforms.
+const HELD_OUT: usize = 4;
 
 /// How far a fit has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,13 +26,15 @@ pub struct FitProgress {
     pub total: usize,
 }
 
-/// Fits smoothing factors (VecInfer eq. 4: `sqrt(max |x_i|)`, 1 for a channel of zeros) and
-/// codebooks (k-means in the transformed space, one per layer, side and head) to `samples`.
-/// The same arguments give the same calibration.
+/// Fits, in the order of the transforms, what each side needs to `samples`: smoothing factors
+/// (VecInfer eq. 4: `sqrt(max |x_i|)`, 1 for a channel of zeros), means, principal axes, and in
+/// the space after them codebooks (k-means, one per layer, side and head) or grids (one step for
+/// the whole side, weighted per head, so that the samples take the rate asked for). The same
+/// arguments give the same calibration.
 ///
 /// # Errors
-/// When the codec does not fit the geometry, the samples belong to another one, a head has none,
-/// or an entry leaves the range of f16.
+/// When the codec does not fit the geometry, the samples belong to another one, a head has none
+/// (or no queries for `qpca`), or a value leaves the range in which it is kept.
 pub fn fit(
     geometry: &Geometry,
     spec: &CodecSpec,
@@ -59,62 +68,220 @@ fn fit_side(
     one_more: &mut dyn FnMut(),
 ) -> Result<SideCalibration, CalibrationError> {
     let side_spec = spec.side(side);
-    let dim = geometry.head_dim(side);
     let mut fitted =
         SideCalibration { transforms: side_spec.transforms_text(), ..SideCalibration::default() };
-    let invalid = |reason| Box::new(CodecError::InvalidCodec { side, reason });
-    side_spec.validate().map_err(invalid)?;
+    check_side(geometry, side_spec, side)
+        .map_err(|reason| Box::new(CodecError::InvalidCodec { side, reason }))?;
     if !side_spec.needs_calibration() {
         return Ok(fitted);
     }
-    if let Quantizer::Vq { dim: sub, bits } = side_spec.quantizer {
-        let sub = usize::from(sub);
-        if !dim.is_multiple_of(sub) {
-            let reason = format!("vq d={sub} does not divide the head size {dim}");
-            return Err(invalid(reason).into());
-        }
-        fitted.codebooks = Some(Codebooks { dim: sub, entries: 1 << bits, values: Vec::new() });
+    if let Quantizer::Vq { dim, bits } = side_spec.quantizer {
+        let (dim, entries) = (usize::from(dim), 1 << bits);
+        fitted.codebooks = Some(Codebooks { dim, entries, values: Vec::new() });
     }
+    let mut grid_heads = Vec::new();
     for layer in 0..geometry.layers {
         for head in 0..geometry.kv_heads as usize {
-            let mut rows = samples.rows(LayerIndex(layer), side, head).to_vec();
-            if rows.is_empty() {
-                return Err(CalibrationError::NoSamples { layer, side, head });
+            let place = Place { layer, side, head };
+            let mut head = HeadFit::new(place, samples, geometry.head_dim(side))?;
+            if let Quantizer::Grid { .. } = side_spec.quantizer {
+                head.hold_out();
             }
-            transform(&side_spec.transforms, dim, &mut rows, &mut fitted.smooth);
+            for transform in &side_spec.transforms {
+                head.transform(*transform, &mut fitted)?;
+            }
             if let Some(books) = &mut fitted.codebooks {
-                let place = u64::from(layer) << 32 | (head as u64) << 1 | side.index() as u64;
-                // Hashed through the generator, so that neighbouring heads do not share draws.
-                let mut rng = Rng(Rng(seed).next() ^ place.wrapping_mul(0xA24B_AED4_963E_E407));
-                let points = subsample(&rows, books.dim, &mut rng);
-                let entries = kmeans::fit(&points, books.dim, books.entries, &mut rng);
-                let limit = f16::MAX.to_f32();
-                if !entries.iter().all(|v| v.abs() <= limit) {
-                    return Err(CalibrationError::OutOfRange { layer, side, head });
-                }
-                books.values.extend(entries.iter().map(|v| f16::from_f32(*v)));
+                place.codebook(&head.rows, seed, books)?;
+            }
+            if let Quantizer::Grid { .. } = side_spec.quantizer {
+                grid_heads.push(head.into_grid_head());
             }
             one_more();
         }
     }
+    if let Quantizer::Grid { rate } = side_spec.quantizer {
+        fitted.grid = Some(fit_grid::fit(geometry, side, rate, &grid_heads)?);
+    }
     Ok(fitted)
 }
 
-/// Maps `rows` into coefficient space in place; appends the factors of a `smooth` on the way.
-fn transform(transforms: &[Transform], dim: usize, rows: &mut [f32], smooth: &mut Vec<f32>) {
-    for transform in transforms {
+/// What must hold of a side before anything is fitted.
+fn check_side(geometry: &Geometry, spec: &SideSpec, side: Side) -> Result<(), String> {
+    spec.validate()?;
+    let dim = geometry.head_dim(side);
+    match spec.quantizer {
+        Quantizer::Vq { dim: sub, .. } if !dim.is_multiple_of(usize::from(sub)) => {
+            return Err(format!("vq d={sub} does not divide the head size {dim}"));
+        }
+        _ => {}
+    }
+    if side == Side::Value && spec.transforms.contains(&Transform::QueryPca) {
+        return Err("qpca is for keys: queries meet no values".to_owned());
+    }
+    Ok(())
+}
+
+/// The head that is being fitted.
+#[derive(Clone, Copy)]
+struct Place {
+    layer: u32,
+    side: Side,
+    head: usize,
+}
+
+impl Place {
+    fn out_of_range(self) -> CalibrationError {
+        let Self { layer, side, head } = self;
+        CalibrationError::OutOfRange { layer, side, head }
+    }
+
+    /// Appends the head's codebook.
+    fn codebook(
+        self,
+        rows: &[f32],
+        seed: u64,
+        books: &mut Codebooks,
+    ) -> Result<(), CalibrationError> {
+        let place =
+            u64::from(self.layer) << 32 | (self.head as u64) << 1 | self.side.index() as u64;
+        // Hashed through the generator, so that neighbouring heads do not share draws.
+        let mut rng = Rng(Rng(seed).next() ^ place.wrapping_mul(0xA24B_AED4_963E_E407));
+        let points = subsample(rows, books.dim, &mut rng);
+        let entries = kmeans::fit(&points, books.dim, books.entries, &mut rng);
+        let limit = f16::MAX.to_f32();
+        if !entries.iter().all(|v| v.abs() <= limit) {
+            return Err(self.out_of_range());
+        }
+        books.values.extend(entries.iter().map(|v| f16::from_f32(*v)));
+        Ok(())
+    }
+}
+
+/// Samples of one head on their way through its transforms.
+struct HeadFit<'a> {
+    place: Place,
+    dim: usize,
+    rows: Vec<f32>,
+    /// Values of `rows` that transforms are fitted on: all but those held out, at the end.
+    fitted: usize,
+    /// Queries as sampled; folded only where `qpca` looks at them.
+    queries: &'a [f32],
+    steps: Vec<Step>,
+    /// Step of the head's grid in relation to other heads, when the transforms decide it.
+    weight: Option<f64>,
+}
+
+impl<'a> HeadFit<'a> {
+    fn new(place: Place, samples: &'a Samples, dim: usize) -> Result<Self, CalibrationError> {
+        let Place { layer, side, head } = place;
+        let rows = samples.rows(LayerIndex(layer), side, head).to_vec();
+        if rows.is_empty() {
+            return Err(CalibrationError::NoSamples { layer, side, head });
+        }
+        let queries = samples.queries(LayerIndex(layer), head);
+        let (fitted, steps) = (rows.len(), Vec::new());
+        Ok(Self { place, dim, rows, fitted, queries, steps, weight: None })
+    }
+
+    /// Keeps the last rows from the transforms: the spreads and the rate that a grid is fitted to
+    /// must be those of rows to come, which axes fit less well than the rows they were made from.
+    fn hold_out(&mut self) {
+        let count = self.rows.len() / self.dim;
+        self.fitted -= count / HELD_OUT * self.dim;
+    }
+
+    /// Fits one transform, maps the rows through it and keeps what was learned.
+    fn transform(
+        &mut self,
+        transform: Transform,
+        fitted: &mut SideCalibration,
+    ) -> Result<(), CalibrationError> {
+        let (dim, rows) = (self.dim, &self.rows[..self.fitted]);
         let step = match transform {
             Transform::Hadamard => Step::hadamard(dim),
             Transform::Smooth => {
                 let factors = smooth_factors(rows, dim);
-                smooth.extend_from_slice(&factors);
+                fitted.smooth.extend_from_slice(&factors);
                 Step::scale(factors)
             }
+            Transform::Mean => {
+                let mean = mean(rows, dim);
+                fitted.mean.extend_from_slice(&mean);
+                Step::Offset { mean }
+            }
+            Transform::Pca => self.matrix(&covariance::principal_axes(rows, dim), fitted)?.0,
+            Transform::QueryPca => {
+                let axes = covariance::query_axes(rows, &self.folded_queries()?, dim);
+                let (step, scale) = self.matrix(&axes, fitted)?;
+                // In the space of `axes` queries have the same spread along every axis and in
+                // every head: an equal step there gives scores of all heads equal noise.
+                self.weight = Some(scale);
+                step
+            }
         };
-        for row in rows.chunks_exact_mut(dim) {
+        for row in self.rows.chunks_exact_mut(dim) {
             step.forward(row);
         }
+        if !self.rows.iter().all(|x| x.is_finite()) {
+            return Err(self.place.out_of_range());
+        }
+        self.steps.push(step);
+        Ok(())
     }
+
+    /// The samples' queries as they meet the rows after the steps so far.
+    fn folded_queries(&self) -> Result<Vec<f32>, CalibrationError> {
+        let Place { layer, side, head } = self.place;
+        if self.queries.is_empty() {
+            return Err(CalibrationError::NoQueries { layer, head });
+        }
+        let mut queries = self.queries.to_vec();
+        for query in queries.chunks_exact_mut(self.dim) {
+            for step in &self.steps {
+                // What it adds to a score is the same for every key.
+                step.fold(query);
+            }
+        }
+        if queries.iter().all(|x| x.is_finite()) {
+            return Ok(queries);
+        }
+        Err(CalibrationError::OutOfRange { layer, side, head })
+    }
+
+    /// The map as it is kept, in f16, and the power of two by which it was brought into range.
+    fn matrix(
+        &self,
+        axes: &[f64],
+        fitted: &mut SideCalibration,
+    ) -> Result<(Step, f64), CalibrationError> {
+        let largest = axes.iter().fold(0f64, |largest, x| largest.max(x.abs()));
+        // From the exponent's bits: every platform's logarithm would round in its own way.
+        let exponent = (largest.to_bits() >> 52) as i32 - 1023;
+        let scale = 2f64.powi(-exponent);
+        let kept: Vec<f16> = axes.iter().map(|x| f16::from_f64(x * scale)).collect();
+        let step = Step::matrix(self.dim, kept.iter().map(|x| x.to_f32()).collect());
+        fitted.matrix.extend(kept);
+        Ok((step.ok_or_else(|| self.place.out_of_range())?, scale))
+    }
+
+    /// The rows that were held out, or all where none were.
+    fn into_grid_head(mut self) -> GridHead {
+        if self.fitted < self.rows.len() {
+            self.rows.drain(..self.fitted);
+        }
+        GridHead { coefficients: self.rows, weight: self.weight }
+    }
+}
+
+fn mean(rows: &[f32], dim: usize) -> Vec<f32> {
+    let mut sum = vec![0f64; dim];
+    for row in rows.chunks_exact(dim) {
+        for (sum, x) in sum.iter_mut().zip(row) {
+            *sum += f64::from(*x);
+        }
+    }
+    let count = (rows.len() / dim) as f64;
+    sum.into_iter().map(|sum| (sum / count) as f32).collect()
 }
 
 fn smooth_factors(rows: &[f32], dim: usize) -> Vec<f32> {

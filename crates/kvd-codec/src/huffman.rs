@@ -52,6 +52,23 @@ impl HuffmanTable {
         Self { limit, lengths, codes, decode }
     }
 
+    /// The table of given code lengths, when they are what [`HuffmanTable::new`] could have made:
+    /// within the limit and complete (Kraft's equality).
+    pub(crate) fn try_from_lengths(lengths: &[u8]) -> Option<Self> {
+        let limit = if lengths.len() <= 128 { LIMIT_SMALL } else { LIMIT_LARGE };
+        let valid = |length: &u8| (1..=limit).contains(&u32::from(*length));
+        let filled: u32 =
+            lengths.iter().filter(|l| valid(l)).map(|l| 1 << (limit - u32::from(*l))).sum();
+        let complete = lengths.iter().all(valid) && filled == 1 << limit;
+        complete.then(|| Self::from_lengths(limit, lengths.to_vec()))
+    }
+
+    /// Code and length of a symbol.
+    pub(crate) fn code(&self, symbol: u16) -> (u16, u32) {
+        let symbol = usize::from(symbol);
+        (self.codes[symbol], u32::from(self.lengths[symbol]))
+    }
+
     /// Code length of each symbol, in bits.
     #[must_use]
     pub fn lengths(&self) -> &[u8] {

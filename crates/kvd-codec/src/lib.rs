@@ -11,9 +11,11 @@
 
 mod bits;
 mod calibration;
+mod covariance;
 mod encode;
 mod error;
 mod fit;
+mod fit_grid;
 mod huffman;
 mod kmeans;
 mod model;

@@ -1,5 +1,6 @@
 //! A codec bound to a model: one [`HeadSide`] per layer, side and KV head.
 
+use crate::calibration::LAYER_TABLE_BYTES;
 use crate::encode::{self, Scratch, Stage};
 use crate::huffman::HuffmanTable;
 use crate::side::bind::HeadPlace;
@@ -105,13 +106,14 @@ impl ModelCodec {
         let mut heads = Vec::new();
         for layer in 0..geometry.layers {
             for side in Side::BOTH {
-                for head in 0..geometry.kv_heads as usize {
-                    let place = HeadPlace { layer: LayerIndex(layer), side, head };
-                    heads.push(HeadSide::bind(&geometry, &spec, calibration, place)?);
-                }
+                let place = (LayerIndex(layer), side);
+                heads.extend(HeadSide::bind(&geometry, &spec, calibration, place)?);
             }
         }
-        let calibration_bytes = heads.iter().map(HeadSide::calibration_bytes).sum();
+        let per_head: u64 = heads.iter().map(HeadSide::calibration_bytes).sum();
+        let grids = Side::BOTH.into_iter().filter(|side| spec.side(*side).has_grid_tables());
+        let tables = grids.count() * geometry.layers as usize * LAYER_TABLE_BYTES;
+        let calibration_bytes = per_head + tables as u64;
         let tables = vec![Vec::new(); 2 * geometry.layers as usize];
         Ok(Self { geometry, spec, heads, tables, calibration_bytes })
     }
@@ -139,7 +141,7 @@ impl ModelCodec {
         &self.heads[(layer.0 as usize * 2 + side.index()) * kv_heads + head]
     }
 
-    /// Bytes of smoothing factors (f32) and codebooks (f16) that this codec keeps.
+    /// Bytes that this codec keeps of its calibration.
     #[must_use]
     pub fn calibration_bytes(&self) -> u64 {
         self.calibration_bytes
@@ -156,7 +158,7 @@ impl ModelCodec {
     #[must_use]
     pub fn needs_tables(&self, layer: LayerIndex) -> bool {
         let missing = |side: Side| {
-            self.spec.side(side).entropy == Entropy::Huffman
+            self.spec.side(side).has_trained_tables()
                 && self.tables.get(table_index(layer, side)).is_some_and(Vec::is_empty)
         };
         Side::BOTH.into_iter().any(missing)
@@ -249,7 +251,7 @@ impl ModelCodec {
 
     /// The entropy stage of a side, with its newest table.
     fn stage(&self, layer: LayerIndex, side: Side) -> Result<Stage<'_>, CodecError> {
-        if self.spec.side(side).entropy == Entropy::None {
+        if !self.spec.side(side).has_trained_tables() {
             return Ok(Stage::Fixed);
         }
         let versions = &self.tables[table_index(layer, side)];

@@ -41,6 +41,7 @@ pub(crate) mod id {
     pub(crate) const E4M3: u8 = 3;
     pub(crate) const UNIFORM: u8 = 16;
     pub(crate) const VQ: u8 = 32;
+    pub(crate) const GRID: u8 = 48;
 
     pub(crate) const fn float(dtype: DType) -> u8 {
         match dtype {
@@ -56,7 +57,7 @@ pub(crate) mod id {
 pub struct PageHeader {
     /// Keys or values.
     pub side: Side,
-    /// What the codes are: 0 f32, 1 f16, 2 bf16, 3 fp8 e4m3, 16 uniform, 32 vq.
+    /// What the codes are: 0 f32, 1 f16, 2 bf16, 3 fp8 e4m3, 16 uniform, 32 vq, 48 grid.
     pub quantizer: u8,
     /// The codes are Huffman streams.
     pub huffman: bool,

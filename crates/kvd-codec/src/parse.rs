@@ -3,10 +3,10 @@
 //! ```text
 //! codec     = item *( ";" item )          item = "k=" side | "v=" side | "sink=" n | "recent=" n
 //! side      = [ transform *( "+" transform ) "/" ] quantizer [ "/huffman" ]
-//! transform = "smooth" | "hadamard"
+//! transform = "smooth" | "hadamard" | "mean" | "pca" | "qpca"
 //! quantizer = "raw" | "f32" | "f16" | "bf16" | "fp8"
 //!           | "uniform(" ( "b=" n | "rel=" x ) ",axis=" axis [ ",g=" n ] ")"
-//!           | "vq(d=" n ",b=" n ")"
+//!           | "vq(d=" n ",b=" n ")" | "grid(rate=" x ")"
 //! axis      = "channel" | "token" | "block"
 //! ```
 //! Arguments stand in any order; spaces are allowed between tokens.
@@ -127,6 +127,9 @@ impl<'a> Cursor<'a> {
             let transform = match word {
                 "smooth" => Transform::Smooth,
                 "hadamard" => Transform::Hadamard,
+                "mean" => Transform::Mean,
+                "pca" => Transform::Pca,
+                "qpca" => Transform::QueryPca,
                 _ if transforms.is_empty() => break self.quantizer(start, word)?,
                 _ => return self.fail(start, format!("{word:?} is no transform")),
             };
@@ -161,6 +164,7 @@ impl<'a> Cursor<'a> {
             "fp8" => FloatFormat::E4M3,
             "uniform" => return self.uniform(start),
             "vq" => return self.vq(start),
+            "grid" => return self.grid(start),
             _ => return self.fail(start, format!("{word:?} is no quantizer")),
         };
         Ok(Quantizer::Float(format))
@@ -213,6 +217,20 @@ impl<'a> Cursor<'a> {
         Ok(Quantizer::Uniform { step, axis, group })
     }
 
+    fn grid(&mut self, start: usize) -> Parsed<Quantizer> {
+        let mut rate = None;
+        for Argument { start, name, value_start, value } in self.arguments()? {
+            match name {
+                "rate" => rate = Some(self.parse_at(value_start, value, "bits per value")?),
+                _ => return self.fail(start, format!("grid has no argument {name:?}")),
+            }
+        }
+        match rate {
+            Some(rate) => Ok(Quantizer::Grid { rate }),
+            None => self.fail(start, "grid needs rate="),
+        }
+    }
+
     fn vq(&mut self, start: usize) -> Parsed<Quantizer> {
         let (mut dim, mut bits) = (None, None);
         for Argument { start, name, value_start, value } in self.arguments()? {
@@ -252,6 +270,12 @@ mod tests {
             ("k=uniform(b=4,axis=row); v=raw", 19, "axis is"),
             ("k=raw/huffman; v=raw", 2, "floats have none"),
             ("k=vq(d=4,b=9)/huffman; v=raw", 2, "at most 256"),
+            ("k=grid(b=2)/huffman; v=raw", 7, "no argument"),
+            ("k=grid(rate=x)/huffman; v=raw", 12, "no number"),
+            ("k=grid(rate=0.2)/huffman; v=raw", 2, "0.25 to 10"),
+            ("k=grid(rate=2); v=raw", 2, "needs /huffman"),
+            ("k=mean+mean/raw; v=raw", 2, "appears twice"),
+            ("k=pca+qpca/raw; v=raw", 2, "exclude each other"),
             ("k=rä; v=raw", 2, "no quantizer"),
             ("ä", 0, "expected k, v"),
             ("k=raw; v=fp8(", 12, "expected ';'"),

@@ -1,4 +1,4 @@
-//! Named codecs: each reproduces a paper's setting or a baseline.
+//! Named codecs: papers' settings, baselines, and kvd's own.
 
 use crate::{CodecSpec, SpecError};
 
@@ -15,7 +15,7 @@ pub struct Preset {
     pub summary: &'static str,
 }
 
-static PRESETS: [Preset; 7] = [
+static PRESETS: [Preset; 11] = [
     Preset {
         name: "raw",
         spec_text: "k=raw; v=raw",
@@ -58,6 +58,34 @@ static PRESETS: [Preset; 7] = [
         spec_text: "k=smooth+hadamard/vq(d=4,b=8); v=vq(d=4,b=8); recent=128",
         source: "VecInfer §3.2 and §4, 2 bit (d=4, b=8)",
         summary: "vector quantization of smoothed, rotated keys and plain values",
+    },
+    Preset {
+        name: "kvd-4",
+        spec_text: "k=mean+qpca/grid(rate=3.9)/huffman; v=mean+pca/grid(rate=3.9)/huffman; \
+                    sink=32; recent=96",
+        source: "kvd's own, docs/adr/0005-grid-codec.md",
+        summary: "query-aware transform coding, about 4 bits per value, everything counted",
+    },
+    Preset {
+        name: "kvd-3",
+        spec_text: "k=mean+qpca/grid(rate=2.9)/huffman; v=mean+pca/grid(rate=2.9)/huffman; \
+                    sink=32; recent=96",
+        source: "kvd's own, docs/adr/0005-grid-codec.md",
+        summary: "query-aware transform coding, about 3 bits per value, everything counted",
+    },
+    Preset {
+        name: "kvd-2",
+        spec_text: "k=mean+qpca/grid(rate=2)/huffman; v=mean+pca/grid(rate=2)/huffman; \
+                    sink=32; recent=96",
+        source: "kvd's own, docs/adr/0005-grid-codec.md",
+        summary: "query-aware transform coding, about 2 bits per value, everything counted",
+    },
+    Preset {
+        name: "kvd-1.5",
+        spec_text: "k=mean+qpca/grid(rate=1.5)/huffman; v=mean+pca/grid(rate=1.5)/huffman; \
+                    sink=32; recent=96",
+        source: "kvd's own, docs/adr/0005-grid-codec.md",
+        summary: "query-aware transform coding, about 1.5 bits per value, everything counted",
     },
 ];
 

@@ -3,8 +3,9 @@
 use crate::huffman::{HuffmanTable, Stream};
 use crate::page::{Page, PageHeader, id};
 use crate::side::HeadQuantizer;
+use crate::side::grid::Grid;
 use crate::side::uniform::ScaleRow;
-use crate::{Entropy, HeadSide, ModelCodec, PageError, ROWS_PER_STREAM, bits};
+use crate::{HeadSide, ModelCodec, PageError, ROWS_PER_STREAM, bits};
 use kvd_core::{DType, Geometry, LayerIndex, Side};
 use std::ops::Range;
 
@@ -33,6 +34,14 @@ enum Payload<'a> {
     Rows { dtype: DType, bytes: &'a [u8] },
     Fixed { scales: &'a [u8], bits: u32, codes: &'a [u8] },
     Huffman { scales: &'a [u8], table: &'a HuffmanTable, lengths: &'a [u8], codes: &'a [u8] },
+    Grid { grid: &'a Grid, lengths: &'a [u8], codes: &'a [u8] },
+}
+
+/// One stream of a page, its rows, and which of them are asked for.
+struct StreamPart<'a> {
+    bytes: &'a [u8],
+    rows: Range<usize>,
+    wanted: Range<usize>,
 }
 
 /// Codes of one row, and what dequantizing keeps between rows.
@@ -75,13 +84,17 @@ impl<'a> PageReader<'a> {
         let dtype = model.geometry().dtype;
         let id = if header.fallback { id::float(dtype) } else { head_side.quantizer_id() };
         check("quantizer", usize::from(header.quantizer), usize::from(id))?;
-        let entropy = model.spec().side(side).entropy;
-        let huffman = entropy == Entropy::Huffman && !header.fallback;
+        let tables = model.spec().side(side).has_trained_tables();
+        let huffman = tables && !header.fallback;
         check("huffman", usize::from(header.huffman), usize::from(huffman))?;
         let version = header.table_version;
         let payload = match head_side.quantizer {
             _ if header.fallback => rows(dtype, &page, dim)?,
             HeadQuantizer::Float(dtype) => rows(dtype, &page, dim)?,
+            HeadQuantizer::Grid(ref grid) => {
+                let (lengths, codes) = split_streams(page.payload(), &page)?;
+                Payload::Grid { grid, lengths, codes }
+            }
             _ if huffman => {
                 let table = model.table(layer, side, version).ok_or(PageError::Table(version))?;
                 streams(head_side, &page, table)?
@@ -157,43 +170,61 @@ impl<'a> PageReader<'a> {
                 }
                 Ok(())
             }
+            Payload::Grid { grid, lengths, codes } => {
+                for stream in self.streams(lengths, codes, first..end) {
+                    let skip = stream.wanted.start - stream.rows.start;
+                    let complete = stream.wanted.end == stream.rows.end;
+                    let rows = stream.wanted.start - first..stream.wanted.end - first;
+                    let out = &mut out[rows.start * dim..rows.end * dim];
+                    grid.decode(stream.bytes, (skip, complete), dim, out)?;
+                }
+                Ok(())
+            }
             Payload::Huffman { scales, table, lengths, codes } => {
                 self.decode_streams((scales, table, lengths, codes), first..end, out)
             }
         }
     }
 
+    /// The streams that hold rows of `wanted`. The lengths have been checked to add up.
+    fn streams(
+        &self,
+        lengths: &'a [u8],
+        codes: &'a [u8],
+        wanted: Range<usize>,
+    ) -> impl Iterator<Item = StreamPart<'a>> + use<'a> {
+        let (tokens, mut start) = (self.tokens(), 0);
+        let parts = lengths.as_chunks::<2>().0.iter().enumerate().map(move |(index, length)| {
+            let bytes = &codes[start..][..usize::from(u16::from_le_bytes(*length))];
+            start += bytes.len();
+            let first = index * ROWS_PER_STREAM;
+            let rows = first..tokens.min(first + ROWS_PER_STREAM);
+            let wanted = rows.start.max(wanted.start)..rows.end.min(wanted.end);
+            StreamPart { bytes, rows, wanted }
+        });
+        parts.filter(|part| !part.wanted.is_empty())
+    }
+
     /// Decodes the rows `wanted` of a Huffman page.
     fn decode_streams(
         &self,
-        (scales, table, lengths, codes): (&[u8], &HuffmanTable, &[u8], &[u8]),
+        (scales, table, lengths, codes): (&[u8], &HuffmanTable, &'a [u8], &'a [u8]),
         wanted: Range<usize>,
         out: &mut [f32],
     ) -> Result<(), PageError> {
         let (quantizer, dim) = (&self.side.quantizer, self.side.dim());
         let mut buffer = RowBuffer::new();
         let symbols = &mut buffer.symbols[..quantizer.symbols_per_row(dim)];
-        let mut start = 0;
-        for (index, length) in lengths.as_chunks::<2>().0.iter().enumerate() {
-            let bytes = &codes[start..][..usize::from(u16::from_le_bytes(*length))];
-            start += bytes.len();
-            let first = index * ROWS_PER_STREAM;
-            let rows = first..self.tokens().min(first + ROWS_PER_STREAM);
-            if rows.end <= wanted.start {
-                continue;
-            }
-            if rows.start >= wanted.end {
-                break;
-            }
-            let mut stream = Stream::new(table, bytes);
-            for row in rows.start..rows.end.min(wanted.end) {
+        for part in self.streams(lengths, codes, wanted.clone()) {
+            let mut stream = Stream::new(table, part.bytes);
+            for row in part.rows.start..part.wanted.end {
                 stream.read(symbols);
-                if row >= wanted.start {
+                if row >= part.wanted.start {
                     let out = &mut out[(row - wanted.start) * dim..][..dim];
                     quantizer.dequantize_row(scales, row, symbols, &mut buffer.scale, out);
                 }
             }
-            stream.check(wanted.end >= rows.end)?;
+            stream.check(part.wanted.end == part.rows.end)?;
         }
         Ok(())
     }
@@ -237,6 +268,13 @@ fn streams<'a>(
         .payload()
         .split_at_checked(side.quantizer.scale_bytes(tokens, side.dim()))
         .ok_or(PageError::Payload("it ends inside the scales"))?;
+    let (lengths, codes) = split_streams(rest, page)?;
+    Ok(Payload::Huffman { scales, table, lengths, codes })
+}
+
+/// Stream lengths and streams of what follows the scales; the lengths add up.
+fn split_streams<'a>(rest: &'a [u8], page: &Page<'_>) -> Result<(&'a [u8], &'a [u8]), PageError> {
+    let tokens = usize::from(page.header().tokens);
     let (lengths, codes) = rest
         .split_at_checked(2 * tokens.div_ceil(ROWS_PER_STREAM))
         .ok_or(PageError::Payload("it ends inside the stream lengths"))?;
@@ -245,5 +283,5 @@ fn streams<'a>(
     if total != codes.len() {
         return Err(PageError::Payload("stream lengths do not add up to its end"));
     }
-    Ok(Payload::Huffman { scales, table, lengths, codes })
+    Ok((lengths, codes))
 }

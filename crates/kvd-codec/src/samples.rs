@@ -8,6 +8,8 @@ use kvd_core::{Geometry, LayerIndex, Side};
 pub struct Samples {
     geometry: Geometry,
     rows: Vec<Vec<f32>>,
+    /// Per layer and KV head.
+    queries: Vec<Vec<f32>>,
 }
 
 impl Samples {
@@ -15,7 +17,11 @@ impl Samples {
     #[must_use]
     pub fn new(geometry: &Geometry) -> Self {
         let lists = 2 * geometry.layers as usize * geometry.kv_heads as usize;
-        Self { geometry: geometry.clone(), rows: vec![Vec::new(); lists] }
+        Self {
+            geometry: geometry.clone(),
+            rows: vec![Vec::new(); lists],
+            queries: vec![Vec::new(); lists / 2],
+        }
     }
 
     /// Appends `rows` (`[tokens, head_dim]`, row-major).
@@ -25,6 +31,61 @@ impl Samples {
     /// value is not finite.
     pub fn push(
         &mut self,
+        layer: LayerIndex,
+        side: Side,
+        head: usize,
+        rows: &[f32],
+    ) -> Result<(), CalibrationError> {
+        self.check(layer, side, head, rows)?;
+        let index = self.index(layer, side, head);
+        self.rows[index].extend_from_slice(rows);
+        Ok(())
+    }
+
+    /// Appends queries (`[tokens, head_dim_k]`, after RoPE) of any query head that shares the KV
+    /// head; only `qpca` looks at them.
+    ///
+    /// # Errors
+    /// As [`Samples::push`].
+    pub fn push_queries(
+        &mut self,
+        layer: LayerIndex,
+        head: usize,
+        rows: &[f32],
+    ) -> Result<(), CalibrationError> {
+        self.check(layer, Side::Key, head, rows)?;
+        let index = layer.0 as usize * self.geometry.kv_heads as usize + head;
+        self.queries[index].extend_from_slice(rows);
+        Ok(())
+    }
+
+    /// Queries pushed so far for one KV head; empty outside the geometry.
+    #[must_use]
+    pub fn queries(&self, layer: LayerIndex, head: usize) -> &[f32] {
+        if head >= self.geometry.kv_heads as usize {
+            return &[];
+        }
+        let index = layer.0 as usize * self.geometry.kv_heads as usize + head;
+        self.queries.get(index).map_or(&[], Vec::as_slice)
+    }
+
+    /// Rows pushed so far for one head, `[tokens, head_dim]`; empty outside the geometry.
+    #[must_use]
+    pub fn rows(&self, layer: LayerIndex, side: Side, head: usize) -> &[f32] {
+        if head >= self.geometry.kv_heads as usize {
+            return &[];
+        }
+        self.rows.get(self.index(layer, side, head)).map_or(&[], Vec::as_slice)
+    }
+
+    /// The geometry given to [`Samples::new`].
+    #[must_use]
+    pub fn geometry(&self) -> &Geometry {
+        &self.geometry
+    }
+
+    fn check(
+        &self,
         layer: LayerIndex,
         side: Side,
         head: usize,
@@ -42,24 +103,7 @@ impl Samples {
         if !rows.iter().all(|x| x.is_finite()) {
             return Err(CalibrationError::NonFinite { layer: layer.0, side, head });
         }
-        let index = self.index(layer, side, head);
-        self.rows[index].extend_from_slice(rows);
         Ok(())
-    }
-
-    /// Rows pushed so far for one head, `[tokens, head_dim]`; empty outside the geometry.
-    #[must_use]
-    pub fn rows(&self, layer: LayerIndex, side: Side, head: usize) -> &[f32] {
-        if head >= self.geometry.kv_heads as usize {
-            return &[];
-        }
-        self.rows.get(self.index(layer, side, head)).map_or(&[], Vec::as_slice)
-    }
-
-    /// The geometry given to [`Samples::new`].
-    #[must_use]
-    pub fn geometry(&self) -> &Geometry {
-        &self.geometry
     }
 
     fn index(&self, layer: LayerIndex, side: Side, head: usize) -> usize {

@@ -75,6 +75,13 @@ pub enum Quantizer {
         /// The codebook has `2^bits` entries.
         bits: u8,
     },
+    /// One uniform step for all coefficients of a head (reverse water-filling), codes of
+    /// coefficients of like spread sharing a Huffman table; step, classes and tables come from
+    /// the calibration. Best after `mean+qpca` (keys) and `mean+pca` (values).
+    Grid {
+        /// Bits per value that pages should take on the calibration text, everything counted.
+        rate: f32,
+    },
 }
 
 impl Quantizer {
@@ -87,6 +94,7 @@ impl Quantizer {
             Self::Uniform { step: UniformStep::Bits(bits), .. } => Some(1 << bits.min(16)),
             Self::Uniform { step: UniformStep::Relative(rel), .. } => Some(relative_levels(rel)),
             Self::Vq { bits, .. } => Some(1 << bits.min(16)),
+            Self::Grid { .. } => None,
         }
     }
 
@@ -95,7 +103,7 @@ impl Quantizer {
     pub fn channels_per_code(&self) -> usize {
         match self {
             Self::Vq { dim, .. } => usize::from(*dim),
-            Self::Float(_) | Self::Uniform { .. } => 1,
+            Self::Float(_) | Self::Uniform { .. } | Self::Grid { .. } => 1,
         }
     }
 }
@@ -113,6 +121,14 @@ pub enum Transform {
     /// Orthonormal Walsh-Hadamard rotation, block-diagonal where the head size is no power of two
     /// (VecInfer eq. 6).
     Hadamard,
+    /// Removes the mean of the calibration samples. On keys it costs nothing: `q·mean` is the same
+    /// for every key of the page.
+    Mean,
+    /// Rotation onto the principal axes of the calibration samples.
+    Pca,
+    /// Principal axes in the metric of the queries: `Uᵀ S` with `S = (E[q qᵀ])^½` and `U` the
+    /// eigenvectors of the covariance of `S x`. What counts of a key is its product with queries.
+    QueryPca,
 }
 
 impl Transform {
@@ -122,6 +138,9 @@ impl Transform {
         match self {
             Self::Smooth => "smooth",
             Self::Hadamard => "hadamard",
+            Self::Mean => "mean",
+            Self::Pca => "pca",
+            Self::QueryPca => "qpca",
         }
     }
 }
@@ -163,8 +182,20 @@ impl SideSpec {
     /// Whether this side takes anything from a calibration.
     #[must_use]
     pub fn needs_calibration(&self) -> bool {
-        self.transforms.contains(&Transform::Smooth)
-            || matches!(self.quantizer, Quantizer::Vq { .. })
+        self.transforms.iter().any(|transform| *transform != Transform::Hadamard)
+            || matches!(self.quantizer, Quantizer::Vq { .. } | Quantizer::Grid { .. })
+    }
+
+    /// Whether Huffman tables are built from the blocks themselves (and named by version in each
+    /// page); `grid` takes its tables from the calibration instead.
+    #[must_use]
+    pub fn has_trained_tables(&self) -> bool {
+        self.entropy == Entropy::Huffman && !self.has_grid_tables()
+    }
+
+    /// Whether the side's Huffman tables come with the calibration.
+    pub(crate) fn has_grid_tables(&self) -> bool {
+        matches!(self.quantizer, Quantizer::Grid { .. })
     }
 
     /// The transforms as in a spec text (`smooth+hadamard`), empty when there are none.
@@ -182,6 +213,10 @@ impl SideSpec {
             if self.transforms[..i].contains(transform) {
                 return Err(format!("transform {} appears twice", transform.name()));
             }
+        }
+        let is_matrix = |t: &&Transform| matches!(t, Transform::Pca | Transform::QueryPca);
+        if self.transforms.iter().filter(is_matrix).count() > 1 {
+            return Err("pca and qpca exclude each other".to_owned());
         }
         match self.quantizer {
             Quantizer::Uniform { step: UniformStep::Bits(bits), .. }
@@ -203,7 +238,18 @@ impl SideSpec {
             Quantizer::Vq { dim, bits } if !matches!(dim, 1..=16) || !(1..=12).contains(&bits) => {
                 return Err(format!("vq(d={dim},b={bits}): d must be 1 to 16 and b 1 to 12"));
             }
+            Quantizer::Grid { rate } if !(0.25..=10.0).contains(&rate) => {
+                return Err(format!("grid rate={rate}: must be 0.25 to 10 bits per value"));
+            }
             _ => {}
+        }
+        if let Quantizer::Grid { .. } = self.quantizer {
+            return match self.entropy {
+                Entropy::Huffman => Ok(()),
+                Entropy::None => {
+                    Err("grid needs /huffman: its codes have no fixed width".to_owned())
+                }
+            };
         }
         match (self.entropy, self.quantizer.alphabet()) {
             (Entropy::Huffman, None) => Err("huffman needs codes; raw floats have none".to_owned()),
@@ -258,6 +304,7 @@ impl fmt::Display for Quantizer {
                 write!(f, ",axis={axis})")
             }
             Self::Vq { dim, bits } => write!(f, "vq(d={dim},b={bits})"),
+            Self::Grid { rate } => write!(f, "grid(rate={rate})"),
         }
     }
 }

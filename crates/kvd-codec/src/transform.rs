@@ -3,6 +3,9 @@
 //! A key `k` becomes `c = T k`; the query becomes `q' = T⁻ᵀ q`, so `q'·c = q·k` (VecInfer eq. 7).
 //! A value `v` becomes `c = T v`; the weighted sum of coefficients is mapped back once by `T⁻¹`.
 
+use kvd_core::Geometry;
+use nalgebra::DMatrix;
+
 /// One step of a side's transform, bound to a head.
 #[derive(Clone, Debug)]
 pub(crate) enum Step {
@@ -10,6 +13,19 @@ pub(crate) enum Step {
     Scale { factors: Vec<f32>, inverse: Vec<f32> },
     /// Orthonormal Hadamard rotation of consecutive blocks: its own inverse and transpose.
     Hadamard { block: usize },
+    /// `c = x - mean`.
+    Offset { mean: Vec<f32> },
+    /// Any invertible map.
+    Matrix(Box<Matrix>),
+}
+
+/// A dense map and what it folds into, all row-major `[dim, dim]`.
+#[derive(Clone, Debug)]
+pub(crate) struct Matrix {
+    forward: Vec<f32>,
+    inverse: Vec<f32>,
+    /// `T⁻ᵀ`.
+    fold: Vec<f32>,
 }
 
 impl Step {
@@ -23,11 +39,24 @@ impl Step {
         Self::Hadamard { block: 1 << dim.trailing_zeros() }
     }
 
-    /// Bytes kept from a calibration: one f32 factor per channel.
+    /// The map `forward`, row-major; `None` when it cannot be inverted.
+    pub(crate) fn matrix(dim: usize, forward: Vec<f32>) -> Option<Self> {
+        let wide = DMatrix::from_row_iterator(dim, dim, forward.iter().map(|x| f64::from(*x)));
+        let inverted = wide.try_inverse()?;
+        // Column-major storage of the inverse is row-major storage of its transpose.
+        let fold: Vec<f32> = inverted.iter().map(|x| *x as f32).collect();
+        let inverse: Vec<f32> = inverted.transpose().iter().map(|x| *x as f32).collect();
+        let finite = inverse.iter().chain(&forward).all(|x| x.is_finite());
+        finite.then(|| Self::Matrix(Box::new(Matrix { forward, inverse, fold })))
+    }
+
+    /// Bytes kept from a calibration: an f32 per factor or mean, an f16 per matrix entry.
     pub(crate) fn calibration_bytes(&self) -> u64 {
         match self {
             Self::Scale { factors, .. } => 4 * factors.len() as u64,
             Self::Hadamard { .. } => 0,
+            Self::Offset { mean } => 4 * mean.len() as u64,
+            Self::Matrix(matrix) => 2 * matrix.forward.len() as u64,
         }
     }
 
@@ -36,21 +65,53 @@ impl Step {
         match self {
             Self::Scale { inverse, .. } => multiply(x, inverse),
             Self::Hadamard { block } => hadamard(x, *block),
+            Self::Offset { mean } => x.iter_mut().zip(mean).for_each(|(x, m)| *x -= m),
+            Self::Matrix(matrix) => product(&matrix.forward, x),
         }
     }
 
-    /// `T⁻¹ c`.
-    pub(crate) fn inverse(&self, c: &mut [f32]) {
+    /// `T⁻¹ c` of a sum of rows whose weights sum to `weight_sum`: offsets come back as often.
+    pub(crate) fn inverse(&self, c: &mut [f32], weight_sum: f32) {
         match self {
             Self::Scale { factors, .. } => multiply(c, factors),
             Self::Hadamard { block } => hadamard(c, *block),
+            Self::Offset { mean } => {
+                c.iter_mut().zip(mean).for_each(|(c, m)| *c += weight_sum * m);
+            }
+            Self::Matrix(matrix) => product(&matrix.inverse, c),
         }
     }
 
-    /// `T⁻ᵀ q`. For both steps the transpose changes nothing.
-    pub(crate) fn fold(&self, q: &mut [f32]) {
-        self.inverse(q);
+    /// `T⁻ᵀ q`, and what the step adds to every score.
+    pub(crate) fn fold(&self, q: &mut [f32]) -> f32 {
+        match self {
+            // Both equal their transpose.
+            Self::Scale { .. } | Self::Hadamard { .. } => self.inverse(q, 0.0),
+            Self::Offset { mean } => return q.iter().zip(mean).map(|(q, m)| q * m).sum(),
+            Self::Matrix(matrix) => product(&matrix.fold, q),
+        }
+        0.0
     }
+}
+
+/// `x = matrix · x`.
+fn product(matrix: &[f32], x: &mut [f32]) {
+    let mut y = [0f32; Geometry::HEAD_DIM_MAX as usize];
+    let y = &mut y[..x.len()];
+    for (y, row) in y.iter_mut().zip(matrix.chunks_exact(x.len())) {
+        // Sixteen partial sums let the loop vectorise.
+        let mut lanes = [0f32; 16];
+        let (rows, row_rest) = row.as_chunks::<16>();
+        let (xs, x_rest) = x.as_chunks::<16>();
+        for (row, x) in rows.iter().zip(xs) {
+            for i in 0..16 {
+                lanes[i] += row[i] * x[i];
+            }
+        }
+        let rest: f32 = row_rest.iter().zip(x_rest).map(|(a, b)| a * b).sum();
+        *y = lanes.iter().sum::<f32>() + rest;
+    }
+    x.copy_from_slice(y);
 }
 
 fn multiply(x: &mut [f32], by: &[f32]) {
@@ -93,7 +154,7 @@ mod tests {
                 step.forward(&mut x);
                 let energy: f32 = x.iter().map(|v| v * v).sum();
                 assert!((energy - 1.0).abs() < 1e-5, "dim {dim}: energy {energy}");
-                step.inverse(&mut x);
+                step.inverse(&mut x, 1.0);
                 for (i, v) in x.iter().enumerate() {
                     assert!((v - f32::from(u8::from(i == hot))).abs() < 1e-5);
                 }

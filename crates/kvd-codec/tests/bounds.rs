@@ -128,11 +128,17 @@ fn coefficients(codec: &ModelCodec, bytes: &[u8], side: Side, row: &[f32]) -> [V
 #[test]
 fn folded_queries_and_unfolded_values_are_exact() {
     for dim in [32usize, 80, 96, 128, 256] {
-        for transforms in ["smooth", "hadamard", "smooth+hadamard", "hadamard+smooth"] {
+        for (key, value) in [
+            ("smooth", "smooth"),
+            ("hadamard", "hadamard"),
+            ("smooth+hadamard", "hadamard+smooth"),
+            ("mean+qpca", "mean+pca"),
+            ("smooth+mean+qpca", "pca+mean+hadamard"),
+        ] {
             let geometry = geometry(dim as u32, DType::F32);
             let k = rows(&geometry, 3, 6);
             let block = BlockRows { tokens: 3, k: &k, v: &k };
-            let text = format!("k={transforms}/f32; v={transforms}/f32");
+            let text = format!("k={key}/f32; v={value}/f32");
             let codec = codec(&geometry, &text, &block);
             let mut bytes = Vec::new();
             let encoded = codec.encode_block(LAYER, &block, &mut bytes).unwrap();
@@ -141,12 +147,13 @@ fn folded_queries_and_unfolded_values_are_exact() {
             assert_eq!(stored, c);
             let q: Vec<f32> = (0..dim).map(|i| noise(i + 99)).collect();
             let mut folded = vec![0f32; dim];
-            assert_eq!(codec.head(LAYER, Side::Key, 0).fold_query(&q, &mut folded), 0.0);
+            let offset = codec.head(LAYER, Side::Key, 0).fold_query(&q, &mut folded);
+            assert!(key.contains("mean") || offset == 0.0);
             let dot = |a: &[f32], b: &[f32]| -> f64 {
                 a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum()
             };
             let norm = dot(&q, &q).sqrt() * dot(&k[..dim], &k[..dim]).sqrt();
-            let error = (dot(&folded, &c) - dot(&q, &k[..dim])).abs();
+            let error = (dot(&folded, &c) + f64::from(offset) - dot(&q, &k[..dim])).abs();
             assert!(error <= 1e-4 * norm, "{text} dim {dim}: {error} of {norm}");
 
             let [_, c] = coefficients(&codec, page(&bytes, &encoded, 2), Side::Value, &k[..dim]);
@@ -154,6 +161,14 @@ fn folded_queries_and_unfolded_values_are_exact() {
             codec.head(LAYER, Side::Value, 0).unfold_value(&c, 1.0, &mut out);
             for (o, x) in out.iter().zip(&k) {
                 assert!((o - 2.0 - x).abs() <= 1e-4 * (1.0 + x.abs()), "{text} dim {dim}");
+            }
+
+            // Two and a half times the row: offsets come back as often as the weights say.
+            let c: Vec<f32> = c.iter().map(|c| 2.5 * c).collect();
+            out.fill(0.0);
+            codec.head(LAYER, Side::Value, 0).unfold_value(&c, 2.5, &mut out);
+            for (o, x) in out.iter().zip(&k) {
+                assert!((o - 2.5 * x).abs() <= 3e-4 * (1.0 + x.abs()), "{text} dim {dim}");
             }
         }
     }

@@ -21,21 +21,26 @@ fn quantizer() -> impl Strategy<Value = Quantizer> {
         Quantizer::Uniform { step, axis, group }
     });
     let vq = (1u8..=16, 1u8..=12).prop_map(|(dim, bits)| Quantizer::Vq { dim, bits });
-    prop_oneof![float, uniform, vq]
+    let grid = (0.25f32..=10.0).prop_map(|rate| Quantizer::Grid { rate });
+    prop_oneof![float, uniform, vq, grid]
 }
 
 fn side() -> impl Strategy<Value = SideSpec> {
-    use Transform::{Hadamard, Smooth};
+    use Transform::{Hadamard, Mean, Pca, QueryPca, Smooth};
     let transforms = prop::sample::select(vec![
         vec![],
         vec![Smooth],
         vec![Hadamard],
         vec![Smooth, Hadamard],
         vec![Hadamard, Smooth],
+        vec![Mean, Pca],
+        vec![Mean, QueryPca],
+        vec![Smooth, Mean, Hadamard],
     ]);
     (transforms, quantizer(), any::<bool>()).prop_map(|(transforms, quantizer, huffman)| {
         let small = quantizer.alphabet().is_some_and(|n| n <= 256);
-        let entropy = if huffman && small { Entropy::Huffman } else { Entropy::None };
+        let grid = matches!(quantizer, Quantizer::Grid { .. });
+        let entropy = if grid || huffman && small { Entropy::Huffman } else { Entropy::None };
         SideSpec { transforms, quantizer, entropy }
     })
 }

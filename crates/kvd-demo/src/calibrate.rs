@@ -1,4 +1,4 @@
-//! Calibration of the codecs that need it, from K and V of held-out text.
+//! Calibration of the codecs that need it, from queries, keys and values of held-out text.
 
 use crate::assets::Window;
 use crate::attention::{Recorder, Recording};
@@ -9,7 +9,8 @@ use anyhow::{Context, Result};
 use kvd_codec::{CodecSpec, Samples};
 use kvd_core::{Geometry, LayerIndex, Side};
 
-/// Runs `windows` without kvd and collects K and V as a cache keeps them.
+/// Runs `windows` without kvd and collects queries, and keys and values as a cache keeps
+/// them.
 pub(crate) async fn samples(
     model: &Model,
     windows: &[Window],
@@ -47,18 +48,24 @@ async fn record(
 fn push(samples: &mut Samples, config: &ModelConfig, layers: &[Recording]) -> Result<()> {
     let heads = config.heads();
     for (layer, recording) in layers.iter().enumerate() {
+        let index = LayerIndex(u32::try_from(layer)?);
+        for query_head in 0..heads.query {
+            let rows = head_rows(&recording.q, query_head, heads.query, heads.dim);
+            samples.push_queries(index, query_head / heads.group(), &rows)?;
+        }
         for (side, values) in [(Side::Key, &recording.k), (Side::Value, &recording.v)] {
             for head in 0..heads.kv {
-                let tokens = values.chunks(heads.kv_width());
-                let rows: Vec<f32> = tokens
-                    .flat_map(|token| &token[head * heads.dim..(head + 1) * heads.dim])
-                    .copied()
-                    .collect();
-                samples.push(LayerIndex(u32::try_from(layer)?), side, head, &rows)?;
+                let rows = head_rows(values, head, heads.kv, heads.dim);
+                samples.push(index, side, head, &rows)?;
             }
         }
     }
     Ok(())
+}
+
+/// The rows of one of `heads` heads of `[tokens, heads, dim]`.
+fn head_rows(values: &[f32], head: usize, heads: usize, dim: usize) -> Vec<f32> {
+    values.chunks(dim).skip(head).step_by(heads).flatten().copied().collect()
 }
 
 /// Fits `spec` to the samples.

@@ -16,6 +16,9 @@ use kvd_codec::{CodecSpec, Samples};
 use kvd_core::{Geometry, ModelId, SequenceId};
 use std::time::Instant;
 
+/// Tokens per step of a calibration window.
+const CALIBRATION_CHUNK: usize = 256;
+
 /// What the runs of all codecs share.
 pub(crate) struct Evaluation<'a> {
     pub(crate) client: &'a Client,
@@ -93,7 +96,8 @@ impl Evaluation<'_> {
         let samples = match self.samples.take() {
             Some(samples) => samples,
             None => {
-                let (subject, chunk) = (self.subject, self.options.chunk_tokens);
+                // Without kvd the step changes nothing but the time it takes.
+                let (subject, chunk) = (self.subject, CALIBRATION_CHUNK);
                 let (model, windows) = (&subject.model, &subject.calibration);
                 let tick = |tokens| self.progress.add(tokens);
                 calibrate::samples(model, windows, &self.geometry, chunk, tick).await?

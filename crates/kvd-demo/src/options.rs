@@ -26,7 +26,8 @@ pub struct DemoOptions {
     pub prompt_tokens: usize,
     /// Tokens to write after the prompt, one per step.
     pub new_tokens: usize,
-    /// Held-out windows from the end of the text that calibrations are fitted on.
+    /// Held-out windows from the end of the text that calibrations are fitted on; fewer where the
+    /// text is short.
     pub calibration_windows: usize,
     /// Seed of the calibrations.
     pub seed: u64,
@@ -55,7 +56,7 @@ impl DemoOptions {
             chunk_tokens: 8,
             prompt_tokens: 384,
             new_tokens: 64,
-            calibration_windows: 2,
+            calibration_windows: 22,
             seed: 1,
             keep_open: false,
             metrics: None,

@@ -41,15 +41,18 @@ impl Subject {
         );
         let (ids, bos) = (&assets.held_out, config.bos_token_id);
         let windows = Window::count(ids, tokens);
-        let used = options.passages + options.calibration_windows;
+        // A short text calibrates on what the passages and the prompt leave of it.
+        let left = windows.saturating_sub(options.passages + written.div_ceil(tokens));
+        let calibration_windows = options.calibration_windows.min(left.max(1));
+        let used = options.passages + calibration_windows;
         ensure!(
             used <= windows,
             "held-out text of {windows} windows has no {} passages and {} calibration windows",
             options.passages,
-            options.calibration_windows
+            calibration_windows
         );
         let window = |index| Window::new(ids, bos, tokens, index);
-        let first_calibration = windows - options.calibration_windows;
+        let first_calibration = windows - calibration_windows;
         let between = options.passages * tokens..first_calibration * tokens;
         let preferred = assets.embedded.then_some(FIXTURE_PROMPT);
         let start = prompt_start(ids, bos, between, written, preferred)

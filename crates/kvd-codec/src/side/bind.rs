@@ -1,12 +1,14 @@
 //! From a spec, a geometry and a calibration to a [`HeadSide`].
 
+use super::grid::{Grid, GridTables};
 use super::uniform::Uniform;
 use super::vq::Codebook;
 use super::{HeadQuantizer, HeadSide};
 use crate::calibration::SideCalibration;
 use crate::transform::Step;
-use crate::{Calibration, CodecError, CodecSpec, FloatFormat, Quantizer, Transform};
+use crate::{Calibration, CodecError, CodecSpec, FloatFormat, Quantizer, SideSpec, Transform};
 use kvd_core::{Geometry, LayerIndex, Side};
+use std::sync::Arc;
 use xxhash_rust::xxh3::Xxh3;
 
 /// Which head is bound.
@@ -17,46 +19,103 @@ pub(crate) struct HeadPlace {
     pub(crate) head: usize,
 }
 
+/// One side of one layer on its way to its heads.
+struct Binder<'a> {
+    geometry: &'a Geometry,
+    spec: &'a SideSpec,
+    side: Side,
+    layer: LayerIndex,
+    /// The side's part of the calibration, where the side takes anything from it.
+    part: Option<&'a SideCalibration>,
+    /// Tables of a grid.
+    tables: Option<GridTables>,
+}
+
 impl HeadSide {
-    /// Binds one head of a validated spec.
+    /// Binds the heads of one side of one layer; the side's spec is valid.
     pub(crate) fn bind(
         geometry: &Geometry,
         spec: &CodecSpec,
         calibration: Option<&Calibration>,
-        place: HeadPlace,
-    ) -> Result<Self, CodecError> {
-        let (side, dim) = (place.side, geometry.head_dim(place.side));
+        (layer, side): (LayerIndex, Side),
+    ) -> Result<Vec<Self>, CodecError> {
         let side_spec = spec.side(side);
         let part = match calibration {
             _ if !side_spec.needs_calibration() => None,
             None => return Err(CodecError::CalibrationMissing { spec: spec.to_string() }),
             Some(calibration) => {
                 check_shape(geometry, calibration.geometry())?;
-                Some(calibration.side(side))
+                Some(fitted(calibration, side_spec, side)?)
             }
         };
-        let index = place.layer.0 as usize * geometry.kv_heads as usize + place.head;
+        let tables = match part.and_then(|part| part.grid.as_ref()) {
+            Some(grid) if matches!(side_spec.quantizer, Quantizer::Grid { .. }) => {
+                let tables = grid.layer_tables(layer.0 as usize);
+                Some(tables.ok_or_else(|| mismatch(format!("{side} has no tables")))?.into())
+            }
+            _ => None,
+        };
+        let binder = Binder { geometry, spec: side_spec, side, layer, part, tables };
+        (0..geometry.kv_heads as usize).map(|head| binder.head(head)).collect()
+    }
+}
+
+impl Binder<'_> {
+    fn head(&self, head: usize) -> Result<HeadSide, CodecError> {
+        let dim = self.geometry.head_dim(self.side);
+        let index = self.layer.0 as usize * self.geometry.kv_heads as usize + head;
         let mut hash = Xxh3::new();
-        hash.update(side_spec.to_string().as_bytes());
-        let mut steps = Vec::new();
-        for transform in &side_spec.transforms {
-            steps.push(match transform {
-                Transform::Smooth => {
-                    let factors = smooth(part, side_spec.transforms_text(), side, index, dim)?;
-                    factors.iter().for_each(|f| hash.update(&f.to_le_bytes()));
-                    Step::scale(factors)
-                }
-                Transform::Hadamard => Step::hadamard(dim),
-            });
+        hash.update(self.spec.to_string().as_bytes());
+        let steps = self.spec.transforms.iter();
+        let steps = steps.map(|transform| self.step(*transform, index, dim, &mut hash));
+        let steps = steps.collect::<Result<_, _>>()?;
+        let quantizer = self.quantizer(index, dim, &mut hash)?;
+        Ok(HeadSide { dim, steps, quantizer, tag: hash.digest() as u16 })
+    }
+
+    fn step(
+        &self,
+        transform: Transform,
+        index: usize,
+        dim: usize,
+        hash: &mut Xxh3,
+    ) -> Result<Step, CodecError> {
+        match transform {
+            Transform::Smooth => {
+                let factors = self.row(|part| &part.smooth, index, dim, "smoothing factors")?;
+                factors.iter().for_each(|f| hash.update(&f.to_le_bytes()));
+                Ok(Step::scale(factors.to_vec()))
+            }
+            Transform::Hadamard => Ok(Step::hadamard(dim)),
+            Transform::Mean => {
+                let mean = self.row(|part| &part.mean, index, dim, "means")?;
+                mean.iter().for_each(|m| hash.update(&m.to_le_bytes()));
+                Ok(Step::Offset { mean: mean.to_vec() })
+            }
+            Transform::Pca | Transform::QueryPca => {
+                let matrix = self.row(|part| &part.matrix, index, dim * dim, "matrices")?;
+                matrix.iter().for_each(|m| hash.update(&m.to_le_bytes()));
+                let step = Step::matrix(dim, matrix.iter().map(|m| m.to_f32()).collect());
+                step.ok_or_else(|| mismatch(format!("a matrix of {} has no inverse", self.side)))
+            }
         }
-        let quantizer = match side_spec.quantizer {
+    }
+
+    fn quantizer(
+        &self,
+        index: usize,
+        dim: usize,
+        hash: &mut Xxh3,
+    ) -> Result<HeadQuantizer, CodecError> {
+        let side = self.side;
+        Ok(match self.spec.quantizer {
             Quantizer::Float(FloatFormat::E4M3) => HeadQuantizer::E4m3,
             Quantizer::Float(format) => {
-                let dtype = format.dtype(geometry.dtype);
+                let dtype = format.dtype(self.geometry.dtype);
                 HeadQuantizer::Float(dtype.expect("only fp8 has no dtype"))
             }
             Quantizer::Uniform { step, axis, group } => {
-                let levels = side_spec.quantizer.alphabet().expect("uniform has codes");
+                let levels = self.spec.quantizer.alphabet().expect("uniform has codes");
                 HeadQuantizer::Uniform(Uniform::new(step, axis, group, (levels - 1) as u16))
             }
             Quantizer::Vq { dim: sub, bits } => {
@@ -65,13 +124,34 @@ impl HeadSide {
                     let reason = format!("vq d={sub} does not divide the head size {dim}");
                     return Err(CodecError::InvalidCodec { side, reason });
                 }
-                let text = side_spec.transforms_text();
-                let entries = codebook(part, text, side, index, (1 << bits, sub))?;
+                let entries = codebook(self.part, side, index, (1 << bits, sub))?;
                 entries.iter().for_each(|v| hash.update(&v.to_le_bytes()));
                 HeadQuantizer::Vq(Codebook::new(sub, entries))
             }
-        };
-        Ok(Self { dim, steps, quantizer, tag: hash.digest() as u16 })
+            Quantizer::Grid { .. } => {
+                let grid = self.part.and_then(|part| part.grid.as_ref());
+                let (Some(grid), Some(tables)) = (grid, &self.tables) else {
+                    return Err(mismatch(format!("{side} has no grid")));
+                };
+                let (step, classes) = (grid.steps[index], &grid.classes[index * dim..][..dim]);
+                hash.update(&step.to_le_bytes());
+                hash.update(classes);
+                tables.iter().flatten().for_each(|table| hash.update(table.lengths()));
+                HeadQuantizer::Grid(Box::new(Grid::new(step, classes, Arc::clone(tables))))
+            }
+        })
+    }
+
+    /// The head's part of a tensor, `len` values.
+    fn row<T>(
+        &self,
+        tensor: impl Fn(&SideCalibration) -> &Vec<T>,
+        index: usize,
+        len: usize,
+        what: &str,
+    ) -> Result<&[T], CodecError> {
+        let part = self.part.and_then(|part| tensor(part).get(index * len..(index + 1) * len));
+        part.ok_or_else(|| mismatch(format!("{} has no {what}", self.side)))
     }
 }
 
@@ -92,42 +172,35 @@ fn check_shape(geometry: &Geometry, fitted: &Geometry) -> Result<(), CodecError>
     )))
 }
 
-/// The side's part, if it was fitted in the space of the same transforms.
+/// The side's part, if it was fitted in the space of the same transforms, and a grid for the same
+/// rate.
 fn fitted<'a>(
-    part: Option<&'a SideCalibration>,
-    transforms: &str,
+    calibration: &'a Calibration,
+    spec: &SideSpec,
     side: Side,
 ) -> Result<&'a SideCalibration, CodecError> {
-    let part = part.expect("the caller checked that a calibration is there");
+    let part = calibration.side(side);
+    let transforms = spec.transforms_text();
     if part.transforms != transforms {
         let text = format!("{side} was fitted after {:?}, not {transforms:?}", part.transforms);
         return Err(mismatch(text));
     }
-    Ok(part)
-}
-
-fn smooth(
-    part: Option<&SideCalibration>,
-    transforms: String,
-    side: Side,
-    index: usize,
-    dim: usize,
-) -> Result<Vec<f32>, CodecError> {
-    let factors = &fitted(part, &transforms, side)?.smooth;
-    match factors.get(index * dim..(index + 1) * dim) {
-        Some(factors) => Ok(factors.to_vec()),
-        None => Err(mismatch(format!("{side} has no smoothing factors"))),
+    if let Quantizer::Grid { .. } = spec.quantizer {
+        let fitted = calibration.spec_text().parse::<CodecSpec>();
+        if !fitted.is_ok_and(|fitted| fitted.side(side).quantizer == spec.quantizer) {
+            return Err(mismatch(format!("{side} was not fitted for {}", spec.quantizer)));
+        }
     }
+    Ok(part)
 }
 
 fn codebook(
     part: Option<&SideCalibration>,
-    transforms: String,
     side: Side,
     index: usize,
     (entries, dim): (usize, usize),
 ) -> Result<Vec<f32>, CodecError> {
-    let Some(books) = &fitted(part, &transforms, side)?.codebooks else {
+    let Some(books) = part.and_then(|part| part.codebooks.as_ref()) else {
         return Err(mismatch(format!("{side} has no codebooks")));
     };
     if (books.entries, books.dim) != (entries, dim) {

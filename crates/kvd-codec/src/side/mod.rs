@@ -2,11 +2,13 @@
 
 pub(crate) mod bind;
 pub(crate) mod float;
+pub(crate) mod grid;
 pub(crate) mod uniform;
 pub(crate) mod vq;
 
 use crate::page::id;
 use crate::transform::Step;
+use grid::Grid;
 use kvd_core::{DType, Geometry};
 use uniform::{ScaleRow, Uniform};
 use vq::Codebook;
@@ -26,13 +28,15 @@ pub(crate) enum HeadQuantizer {
     Uniform(Uniform),
     /// Codebook indices.
     Vq(Codebook),
+    /// One step per head, codes by class.
+    Grid(Box<Grid>),
 }
 
 impl HeadQuantizer {
     /// Bits of a fixed-width code; 0 when rows are stored as floats.
     pub(crate) fn code_bits(&self) -> u32 {
         match self {
-            Self::Float(_) => 0,
+            Self::Float(_) | Self::Grid(_) => 0,
             Self::E4m3 => 8,
             Self::Uniform(uniform) => uniform.code_bits(),
             Self::Vq(book) => book.code_bits(),
@@ -42,7 +46,7 @@ impl HeadQuantizer {
     /// Codes of one row.
     pub(crate) fn symbols_per_row(&self, dim: usize) -> usize {
         match self {
-            Self::Float(_) => 0,
+            Self::Float(_) | Self::Grid(_) => 0,
             Self::E4m3 | Self::Uniform(_) => dim,
             Self::Vq(book) => dim / book.dim(),
         }
@@ -51,7 +55,7 @@ impl HeadQuantizer {
     /// Bytes of scales in a page.
     pub(crate) fn scale_bytes(&self, tokens: usize, dim: usize) -> usize {
         match self {
-            Self::Float(_) | Self::Vq(_) => 0,
+            Self::Float(_) | Self::Vq(_) | Self::Grid(_) => 0,
             Self::E4m3 => float::E4M3_SCALE_BYTES,
             Self::Uniform(uniform) => uniform.scale_bytes(tokens, dim),
         }
@@ -66,7 +70,8 @@ impl HeadQuantizer {
         scales: &mut Vec<u8>,
     ) -> Result<(), Unquantizable> {
         match self {
-            Self::Float(_) => Ok(()),
+            // These write their pages themselves.
+            Self::Float(_) | Self::Grid(_) => Ok(()),
             Self::E4m3 => float::encode_e4m3(rows, symbols, scales),
             Self::Uniform(uniform) => uniform.quantize(rows, dim, symbols, scales),
             Self::Vq(book) => book.quantize(rows, symbols),
@@ -83,7 +88,7 @@ impl HeadQuantizer {
         out: &mut [f32],
     ) {
         match self {
-            Self::Float(_) => {}
+            Self::Float(_) | Self::Grid(_) => {}
             Self::E4m3 => float::decode_e4m3(scales, symbols, out),
             Self::Uniform(uniform) => uniform.dequantize_row(scales, row, symbols, loaded, out),
             Self::Vq(book) => book.dequantize_row(symbols, out),
@@ -115,6 +120,7 @@ impl HeadSide {
             HeadQuantizer::E4m3 => id::E4M3,
             HeadQuantizer::Uniform(_) => id::UNIFORM,
             HeadQuantizer::Vq(_) => id::VQ,
+            HeadQuantizer::Grid(_) => id::GRID,
         }
     }
 
@@ -130,7 +136,12 @@ impl HeadSide {
     /// Bytes kept from the calibration: f32 factors and f16 codebook entries.
     pub(crate) fn calibration_bytes(&self) -> u64 {
         let factors: u64 = self.steps.iter().map(Step::calibration_bytes).sum();
-        factors + self.codebook().map_or(0, |book| 2 * book.entries().len() as u64)
+        let grid = match &self.quantizer {
+            // A step and a class per coefficient.
+            HeadQuantizer::Grid(_) => 4 + self.dim as u64,
+            _ => 0,
+        };
+        factors + grid + self.codebook().map_or(0, |book| 2 * book.entries().len() as u64)
     }
 
     /// Whether coefficients are the rows themselves.
@@ -147,10 +158,7 @@ impl HeadSide {
     pub fn fold_query(&self, q: &[f32], out: &mut [f32]) -> f32 {
         assert_eq!(q.len(), self.dim, "fold_query: query length");
         out.copy_from_slice(q);
-        for step in &self.steps {
-            step.fold(out);
-        }
-        0.0
+        self.steps.iter().map(|step| step.fold(out)).sum()
     }
 
     /// Value side: adds to `out` the rows' weighted sum, given the coefficients' weighted sum
@@ -160,10 +168,9 @@ impl HeadSide {
     /// When a length is not `dim`.
     pub fn unfold_value(&self, acc: &[f32], weight_sum: f32, out: &mut [f32]) {
         assert_eq!(out.len(), self.dim, "unfold_value: output length");
-        let _ = weight_sum; // No transform has an additive part.
         let mut row = [0f32; Geometry::HEAD_DIM_MAX as usize];
         let row = &mut row[..self.dim];
-        self.inverse(acc, row);
+        self.inverse_sum(acc, weight_sum, row);
         for (o, r) in out.iter_mut().zip(row) {
             *o += *r;
         }
@@ -186,10 +193,14 @@ impl HeadSide {
     /// # Panics
     /// When a length is not `dim`.
     pub fn inverse(&self, coeff: &[f32], out: &mut [f32]) {
+        self.inverse_sum(coeff, 1.0, out);
+    }
+
+    fn inverse_sum(&self, coeff: &[f32], weight_sum: f32, out: &mut [f32]) {
         assert_eq!(coeff.len(), self.dim, "inverse: coefficient length");
         out.copy_from_slice(coeff);
         for step in self.steps.iter().rev() {
-            step.inverse(out);
+            step.inverse(out, weight_sum);
         }
     }
 }

@@ -9,7 +9,7 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 
 /// The codecs that every shape must survive.
-pub(crate) const SPECS: [&str; 13] = [
+pub(crate) const SPECS: [&str; 15] = [
     "raw",
     "fp8",
     "kivi-4",
@@ -23,6 +23,8 @@ pub(crate) const SPECS: [&str; 13] = [
     "k=vq(d=2,b=3)/huffman; v=hadamard+smooth/vq(d=8,b=9)",
     "k=uniform(b=8,g=7,axis=channel)/huffman; v=uniform(b=2,axis=token)",
     "k=vq(d=1,b=2); v=vq(d=16,b=2)/huffman",
+    "k=mean+qpca/grid(rate=3)/huffman; v=mean+pca/grid(rate=2)/huffman",
+    "k=pca+mean/f16; v=smooth+hadamard/grid(rate=4)/huffman",
 ];
 
 /// One layer, two KV heads, blocks of 64.
@@ -94,7 +96,12 @@ pub(crate) fn calibrate(geometry: &Geometry, spec: &CodecSpec) -> Option<Calibra
         return None;
     }
     let mut samples = Samples::new(geometry);
+    // More than channels, and of like size in each: nothing is invisible to queries.
+    let queries: Vec<f32> = (0..320 * geometry.head_dim(Side::Key)).map(noise).collect();
     for layer in 0..geometry.layers {
+        for head in 0..geometry.kv_heads as usize {
+            samples.push_queries(LayerIndex(layer), head, &queries).unwrap();
+        }
         for side in Side::BOTH {
             for head in 0..geometry.kv_heads as usize {
                 let seed = 1000 + layer as usize * 4 + side.index() * 2 + head;

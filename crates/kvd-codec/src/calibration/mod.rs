@@ -3,41 +3,31 @@
 //! | tensor | shape | kind |
 //! |---|---|---|
 //! | `k.smooth`, `v.smooth` | f32 `[layers, kv_heads, head_dim]` | factors of `smooth` |
+//! | `k.mean`, `v.mean` | f32 `[layers, kv_heads, head_dim]` | what `mean` takes away |
+//! | `k.matrix`, `v.matrix` | f16 `[layers, kv_heads, head_dim, head_dim]` | `pca`, `qpca` |
 //! | `k.codebook`, `v.codebook` | f16 `[layers, kv_heads, 2^b, d]` | VQ entries, most used first |
+//! | `k.step`, `v.step` | f32 `[layers, kv_heads]` | step of `grid` |
+//! | `k.class`, `v.class` | u8 `[layers, kv_heads, head_dim]` | class of each coefficient |
+//! | `k.table`, `v.table` | u8 `[layers, classes, 128]` | Huffman code lengths, zeros after them |
 //!
 //! The metadata key `kvd.calibration` holds one JSON object: version, geometry, seed, codec and
 //! the transforms in whose space each side's tensors live. One key, because several would be
 //! written in an arbitrary order.
 
+mod tensors;
+
+pub(crate) use tensors::{Codebooks, GridTensors, LAYER_TABLE_BYTES, SideCalibration, TABLE_WIDTH};
+
 use crate::CalibrationError;
-use half::f16;
-use kvd_core::{DType, Geometry, RopePairing, Side};
-use safetensors::tensor::{Dtype, SafeTensors, TensorView};
+use kvd_core::{Geometry, RopePairing, Side};
+use safetensors::tensor::{SafeTensors, TensorView};
 use serde_json::{Value, json};
 use std::collections::HashMap;
 
 const VERSION: u64 = 1;
 const METADATA_KEY: &str = "kvd.calibration";
 
-/// What one side learned; tensors are row-major over `[layers, kv_heads, ..]`.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub(crate) struct SideCalibration {
-    /// The side's transforms as in a spec text: the space the tensors live in.
-    pub(crate) transforms: String,
-    /// `[layers, kv_heads, head_dim]`, empty without `smooth`.
-    pub(crate) smooth: Vec<f32>,
-    /// `[layers, kv_heads, entries, dim]`.
-    pub(crate) codebooks: Option<Codebooks>,
-}
-
-#[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Codebooks {
-    pub(crate) dim: usize,
-    pub(crate) entries: usize,
-    pub(crate) values: Vec<f16>,
-}
-
-/// A versioned artefact of one model: smoothing factors and codebooks.
+/// A versioned artefact of one model: factors, means, matrices, codebooks, grids.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Calibration {
     pub(crate) geometry: Geometry,
@@ -69,37 +59,21 @@ impl Calibration {
         &self.sides[side.index()]
     }
 
-    /// Bytes that a codec keeps of it: f32 factors and f16 codebook entries.
+    /// Bytes that a codec keeps of it: every tensor.
     #[must_use]
     pub fn size_bytes(&self) -> u64 {
-        let side_bytes = |side: &SideCalibration| {
-            let entries = side.codebooks.as_ref().map_or(0, |books| books.values.len());
-            (side.smooth.len() * 4 + entries * 2) as u64
-        };
-        self.sides.iter().map(side_bytes).sum()
+        self.sides.iter().map(SideCalibration::size_bytes).sum()
     }
 
     /// Serializes to safetensors; equal calibrations give equal bytes.
     #[must_use]
     pub fn to_bytes(&self) -> Vec<u8> {
-        let heads = [self.geometry.layers as usize, self.geometry.kv_heads as usize];
-        let mut buffers = Vec::new();
-        for side in Side::BOTH {
-            let part = self.side(side);
-            if !part.smooth.is_empty() {
-                let bytes: Vec<u8> = part.smooth.iter().flat_map(|x| x.to_le_bytes()).collect();
-                let shape = vec![heads[0], heads[1], self.geometry.head_dim(side)];
-                buffers.push((format!("{side}.smooth"), Dtype::F32, shape, bytes));
-            }
-            if let Some(books) = &part.codebooks {
-                let bytes: Vec<u8> = books.values.iter().flat_map(|x| x.to_le_bytes()).collect();
-                let shape = vec![heads[0], heads[1], books.entries, books.dim];
-                buffers.push((format!("{side}.codebook"), Dtype::F16, shape, bytes));
-            }
-        }
-        let views = buffers.iter().map(|(name, dtype, shape, bytes)| {
-            let view = TensorView::new(*dtype, shape.clone(), bytes);
-            (name.as_str(), view.expect("the shape was made for these bytes"))
+        let sides = Side::BOTH.into_iter();
+        let buffers: Vec<_> =
+            sides.flat_map(|side| self.side(side).buffers(&self.geometry, side)).collect();
+        let views = buffers.iter().map(|buffer| {
+            let view = TensorView::new(buffer.dtype, buffer.shape.clone(), &buffer.bytes);
+            (buffer.name.as_str(), view.expect("the shape was made for these bytes"))
         });
         let metadata = HashMap::from([(METADATA_KEY.to_owned(), self.metadata().to_string())]);
         safetensors::serialize(views, Some(metadata)).expect("names, shapes and metadata are plain")
@@ -146,11 +120,8 @@ impl Calibration {
         let geometry = geometry(&meta["geometry"])?;
         let tensors = SafeTensors::deserialize(bytes).map_err(|e| malformed(e.to_string()))?;
         let side = |side: Side| -> Result<SideCalibration, CalibrationError> {
-            Ok(SideCalibration {
-                transforms: string(&meta["transforms"], side.name())?,
-                smooth: smooth(&tensors, side, &geometry)?,
-                codebooks: codebooks(&tensors, side, &geometry)?,
-            })
+            let transforms = string(&meta["transforms"], side.name())?;
+            SideCalibration::read(&tensors, side, &geometry, transforms)
         };
         let sides = [side(Side::Key)?, side(Side::Value)?];
         let seed = string(&meta, "seed")?.parse().map_err(|_| malformed("seed"))?;
@@ -188,47 +159,4 @@ fn geometry(object: &Value) -> Result<Geometry, CalibrationError> {
     };
     geometry.validate().map_err(|e| malformed(e.to_string()))?;
     Ok(geometry)
-}
-
-fn smooth(
-    tensors: &SafeTensors<'_>,
-    side: Side,
-    geometry: &Geometry,
-) -> Result<Vec<f32>, CalibrationError> {
-    let name = format!("{side}.smooth");
-    let Ok(tensor) = tensors.tensor(&name) else { return Ok(Vec::new()) };
-    let want = [geometry.layers as usize, geometry.kv_heads as usize, geometry.head_dim(side)];
-    if tensor.dtype() != Dtype::F32 || tensor.shape() != want {
-        return Err(malformed(format!("{name} is no f32 {want:?}")));
-    }
-    let mut factors = vec![0f32; want.iter().product()];
-    DType::F32.widen(tensor.data(), &mut factors);
-    // A factor and its reciprocal both multiply: neither may be zero or infinite.
-    if !factors.iter().all(|f| *f > 0.0 && f.is_finite() && f.recip().is_finite()) {
-        return Err(malformed(format!("{name} holds a factor that is not positive and finite")));
-    }
-    Ok(factors)
-}
-
-fn codebooks(
-    tensors: &SafeTensors<'_>,
-    side: Side,
-    geometry: &Geometry,
-) -> Result<Option<Codebooks>, CalibrationError> {
-    let name = format!("{side}.codebook");
-    let Ok(tensor) = tensors.tensor(&name) else { return Ok(None) };
-    let heads = [geometry.layers as usize, geometry.kv_heads as usize];
-    let (entries, dim) = match tensor.shape() {
-        [l, h, entries, dim] if [*l, *h] == heads && *dim > 0 && *entries > 0 => (*entries, *dim),
-        shape => return Err(malformed(format!("{name} has shape {shape:?}"))),
-    };
-    if tensor.dtype() != Dtype::F16 {
-        return Err(malformed(format!("{name} is not f16")));
-    }
-    let chunks = tensor.data().as_chunks::<2>().0;
-    let values: Vec<f16> = chunks.iter().map(|b| f16::from_le_bytes(*b)).collect();
-    if !values.iter().all(|v| v.is_finite()) {
-        return Err(malformed(format!("{name} holds NaN or infinity")));
-    }
-    Ok(Some(Codebooks { dim, entries, values }))
 }

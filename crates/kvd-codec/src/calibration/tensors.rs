@@ -1,0 +1,239 @@
+//! The tensors of one side of a calibration.
+
+use super::malformed;
+use crate::CalibrationError;
+use crate::huffman::HuffmanTable;
+use crate::side::grid::CLASSES;
+use half::f16;
+use kvd_core::{DType, Geometry, Side};
+use safetensors::tensor::{Dtype, SafeTensors};
+
+/// Code lengths kept per class: no alphabet is larger.
+pub(crate) const TABLE_WIDTH: usize = 128;
+
+/// Bytes of the tables of one layer and side.
+pub(crate) const LAYER_TABLE_BYTES: usize = CLASSES.len() * TABLE_WIDTH;
+
+/// What one side learned; tensors are row-major over `[layers, kv_heads, ..]`.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct SideCalibration {
+    /// The side's transforms as in a spec text: the space the tensors live in.
+    pub(crate) transforms: String,
+    /// `[layers, kv_heads, head_dim]`, empty without `smooth`.
+    pub(crate) smooth: Vec<f32>,
+    /// `[layers, kv_heads, head_dim]`, empty without `mean`.
+    pub(crate) mean: Vec<f32>,
+    /// `[layers, kv_heads, head_dim, head_dim]`, empty without `pca` and `qpca`.
+    pub(crate) matrix: Vec<f16>,
+    /// `[layers, kv_heads, entries, dim]`.
+    pub(crate) codebooks: Option<Codebooks>,
+    /// Steps, classes and tables of a grid.
+    pub(crate) grid: Option<GridTensors>,
+}
+
+/// Codebooks of vector quantization.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Codebooks {
+    pub(crate) dim: usize,
+    pub(crate) entries: usize,
+    pub(crate) values: Vec<f16>,
+}
+
+/// What the grid quantizer takes from samples.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct GridTensors {
+    /// `[layers, kv_heads]`.
+    pub(crate) steps: Vec<f32>,
+    /// `[layers, kv_heads, head_dim]`, indices into [`CLASSES`].
+    pub(crate) classes: Vec<u8>,
+    /// `[layers, classes, TABLE_WIDTH]`: code lengths of each class's alphabet, zeros after them.
+    pub(crate) tables: Vec<u8>,
+}
+
+impl GridTensors {
+    /// The tables of a layer, by class; none for the zero class. `None` when a row of lengths is
+    /// no complete code of its class's alphabet.
+    pub(crate) fn layer_tables(&self, layer: usize) -> Option<Vec<Option<HuffmanTable>>> {
+        let tables = layer * LAYER_TABLE_BYTES..(layer + 1) * LAYER_TABLE_BYTES;
+        let rows = self.tables.get(tables)?.chunks_exact(TABLE_WIDTH);
+        let table = |(class, row): (usize, &[u8])| {
+            let used = if class == 0 { 0 } else { CLASSES[class].alphabet() };
+            let (lengths, rest) = row.split_at(used);
+            if rest.iter().any(|length| *length != 0) {
+                return None;
+            }
+            if class == 0 { Some(None) } else { HuffmanTable::try_from_lengths(lengths).map(Some) }
+        };
+        rows.enumerate().map(table).collect()
+    }
+}
+
+/// A tensor on its way into a file.
+pub(super) struct Buffer {
+    pub(super) name: String,
+    pub(super) dtype: Dtype,
+    pub(super) shape: Vec<usize>,
+    pub(super) bytes: Vec<u8>,
+}
+
+impl SideCalibration {
+    /// Bytes of all tensors.
+    pub(super) fn size_bytes(&self) -> u64 {
+        let halves = self.codebooks.as_ref().map_or(0, |books| books.values.len());
+        let grid = self.grid.as_ref();
+        let grid = grid.map_or(0, |g| 4 * g.steps.len() + g.classes.len() + g.tables.len());
+        let floats = self.smooth.len() + self.mean.len();
+        (4 * floats + 2 * (self.matrix.len() + halves) + grid) as u64
+    }
+
+    /// What goes into the file.
+    pub(super) fn buffers(&self, geometry: &Geometry, side: Side) -> Vec<Buffer> {
+        let (layers, heads) = (geometry.layers as usize, geometry.kv_heads as usize);
+        let dim = geometry.head_dim(side);
+        let mut buffers = Vec::new();
+        let mut add = |kind: &str, dtype, shape: &[usize], bytes: Vec<u8>| {
+            if !bytes.is_empty() {
+                let name = format!("{side}.{kind}");
+                buffers.push(Buffer { name, dtype, shape: shape.to_vec(), bytes });
+            }
+        };
+        add("smooth", Dtype::F32, &[layers, heads, dim], singles(&self.smooth));
+        add("mean", Dtype::F32, &[layers, heads, dim], singles(&self.mean));
+        add("matrix", Dtype::F16, &[layers, heads, dim, dim], halves(&self.matrix));
+        if let Some(books) = &self.codebooks {
+            let shape = [layers, heads, books.entries, books.dim];
+            add("codebook", Dtype::F16, &shape, halves(&books.values));
+        }
+        if let Some(grid) = &self.grid {
+            add("step", Dtype::F32, &[layers, heads], singles(&grid.steps));
+            add("class", Dtype::U8, &[layers, heads, dim], grid.classes.clone());
+            let shape = [layers, CLASSES.len(), TABLE_WIDTH];
+            add("table", Dtype::U8, &shape, grid.tables.clone());
+        }
+        buffers
+    }
+
+    /// Reads and checks the side's tensors.
+    pub(super) fn read(
+        tensors: &SafeTensors<'_>,
+        side: Side,
+        geometry: &Geometry,
+        transforms: String,
+    ) -> Result<Self, CalibrationError> {
+        let file = File { tensors, side, geometry };
+        let dim = geometry.head_dim(side);
+        Ok(Self {
+            transforms,
+            smooth: file.smooth()?,
+            mean: file.singles("mean", &[dim], |_| true)?,
+            matrix: file.halves("matrix", &[dim, dim])?,
+            codebooks: file.codebooks()?,
+            grid: file.grid()?,
+        })
+    }
+}
+
+fn singles(values: &[f32]) -> Vec<u8> {
+    values.iter().flat_map(|x| x.to_le_bytes()).collect()
+}
+
+fn halves(values: &[f16]) -> Vec<u8> {
+    values.iter().flat_map(|x| x.to_le_bytes()).collect()
+}
+
+/// One side of a file that is being read.
+struct File<'a> {
+    tensors: &'a SafeTensors<'a>,
+    side: Side,
+    geometry: &'a Geometry,
+}
+
+impl<'a> File<'a> {
+    fn heads(&self) -> [usize; 2] {
+        [self.geometry.layers as usize, self.geometry.kv_heads as usize]
+    }
+
+    /// Bytes of a tensor of exactly this type and shape; none when it is absent.
+    fn bytes(
+        &self,
+        kind: &str,
+        dtype: Dtype,
+        want: &[usize],
+    ) -> Result<Option<&'a [u8]>, CalibrationError> {
+        let name = format!("{}.{kind}", self.side);
+        let Ok(tensor) = self.tensors.tensor(&name) else { return Ok(None) };
+        if tensor.dtype() != dtype || tensor.shape() != want {
+            return Err(malformed(format!("{name} is no {dtype:?} {want:?}")));
+        }
+        Ok(Some(tensor.data()))
+    }
+
+    /// An f32 tensor `[layers, kv_heads, ..rest]` of finite values that are all `valid`; empty
+    /// when it is absent.
+    fn singles(
+        &self,
+        kind: &str,
+        rest: &[usize],
+        valid: impl Fn(f32) -> bool,
+    ) -> Result<Vec<f32>, CalibrationError> {
+        let want = [&self.heads(), rest].concat();
+        let Some(bytes) = self.bytes(kind, Dtype::F32, &want)? else { return Ok(Vec::new()) };
+        let mut values = vec![0f32; bytes.len() / 4];
+        DType::F32.widen(bytes, &mut values);
+        if values.iter().all(|x| x.is_finite() && valid(*x)) {
+            return Ok(values);
+        }
+        Err(malformed(format!("{}.{kind} holds a value outside its range", self.side)))
+    }
+
+    /// An f16 tensor `[layers, kv_heads, ..rest]` of finite values; empty when it is absent.
+    fn halves(&self, kind: &str, rest: &[usize]) -> Result<Vec<f16>, CalibrationError> {
+        let want = [&self.heads(), rest].concat();
+        let Some(bytes) = self.bytes(kind, Dtype::F16, &want)? else { return Ok(Vec::new()) };
+        let values: Vec<f16> =
+            bytes.as_chunks::<2>().0.iter().map(|b| f16::from_le_bytes(*b)).collect();
+        if values.iter().all(|x| x.is_finite()) {
+            return Ok(values);
+        }
+        Err(malformed(format!("{}.{kind} holds NaN or infinity", self.side)))
+    }
+
+    fn smooth(&self) -> Result<Vec<f32>, CalibrationError> {
+        // A factor and its reciprocal both multiply: neither may be zero or infinite.
+        let valid = |factor: f32| factor > 0.0 && factor.recip().is_finite();
+        self.singles("smooth", &[self.geometry.head_dim(self.side)], valid)
+    }
+
+    fn codebooks(&self) -> Result<Option<Codebooks>, CalibrationError> {
+        let name = format!("{}.codebook", self.side);
+        let Ok(tensor) = self.tensors.tensor(&name) else { return Ok(None) };
+        let (entries, dim) = match tensor.shape() {
+            [_, _, entries, dim] if *dim > 0 && *entries > 0 => (*entries, *dim),
+            shape => return Err(malformed(format!("{name} has shape {shape:?}"))),
+        };
+        let values = self.halves("codebook", &[entries, dim])?;
+        Ok(Some(Codebooks { dim, entries, values }))
+    }
+
+    /// All three tensors or none.
+    fn grid(&self) -> Result<Option<GridTensors>, CalibrationError> {
+        let steps = self.singles("step", &[], |step| step > 0.0)?;
+        let [layers, heads] = self.heads();
+        let dim = self.geometry.head_dim(self.side);
+        let classes = self.bytes("class", Dtype::U8, &[layers, heads, dim])?;
+        let tables = self.bytes("table", Dtype::U8, &[layers, CLASSES.len(), TABLE_WIDTH])?;
+        let (classes, tables) = match (steps.is_empty(), classes, tables) {
+            (true, None, None) => return Ok(None),
+            (false, Some(classes), Some(tables)) => (classes.to_vec(), tables.to_vec()),
+            _ => return Err(malformed(format!("{} has a part of a grid only", self.side))),
+        };
+        if !classes.iter().all(|class| usize::from(*class) < CLASSES.len()) {
+            return Err(malformed(format!("{}.class names a class that is not", self.side)));
+        }
+        let grid = GridTensors { steps, classes, tables };
+        if (0..layers).all(|layer| grid.layer_tables(layer).is_some()) {
+            return Ok(Some(grid));
+        }
+        Err(malformed(format!("{}.table holds lengths that are no complete code", self.side)))
+    }
+}

@@ -1,0 +1,111 @@
+//! Second moments of samples and the principal-axis transforms made from them
+//! (`docs/adr/0005-grid-codec.md`).
+
+use nalgebra::{DMatrix, SymmetricEigen};
+
+/// Share of the mean variance added to every axis: keeps a map invertible where samples span
+/// fewer axes than the head has.
+const RIDGE: f64 = 1e-4;
+
+/// `E[x xᵀ]` of `rows` (`[n, dim]`, `n >= 1`).
+fn second_moment(rows: &[f32], dim: usize) -> DMatrix<f64> {
+    let mut sum = DMatrix::zeros(dim, dim);
+    for row in rows.chunks_exact(dim) {
+        for (j, b) in row.iter().enumerate() {
+            let b = f64::from(*b);
+            for (sum, a) in sum.column_mut(j).iter_mut().zip(row) {
+                *sum += f64::from(*a) * b;
+            }
+        }
+    }
+    sum / (rows.len() / dim) as f64
+}
+
+fn with_ridge(mut moment: DMatrix<f64>) -> DMatrix<f64> {
+    let dim = moment.nrows();
+    let mean = moment.trace() / dim as f64;
+    let ridge = if mean > 0.0 { mean * RIDGE } else { 1.0 };
+    for i in 0..dim {
+        moment[(i, i)] += ridge;
+    }
+    moment
+}
+
+/// Eigenvectors as rows, largest eigenvalue first.
+fn axes(moment: DMatrix<f64>) -> DMatrix<f64> {
+    let dim = moment.nrows();
+    let eigen = SymmetricEigen::new(moment);
+    let mut order: Vec<usize> = (0..dim).collect();
+    order.sort_by(|a, b| eigen.eigenvalues[*b].total_cmp(&eigen.eigenvalues[*a]));
+    DMatrix::from_fn(dim, dim, |i, j| eigen.eigenvectors[(j, order[i])])
+}
+
+/// `a · b` for square matrices. Plain loops: a library's kernels differ between processors, and a
+/// calibration must not.
+fn product(a: &DMatrix<f64>, b: &DMatrix<f64>) -> DMatrix<f64> {
+    let mut out = DMatrix::zeros(a.nrows(), b.ncols());
+    for (mut out, b) in out.column_iter_mut().zip(b.column_iter()) {
+        for (a, b) in a.column_iter().zip(b.iter()) {
+            for (out, a) in out.iter_mut().zip(a.iter()) {
+                *out += a * b;
+            }
+        }
+    }
+    out
+}
+
+fn row_major(matrix: &DMatrix<f64>) -> Vec<f64> {
+    matrix.transpose().iter().copied().collect()
+}
+
+/// `Uᵀ`: the rotation onto the principal axes of `rows`, row-major.
+pub(crate) fn principal_axes(rows: &[f32], dim: usize) -> Vec<f64> {
+    row_major(&axes(second_moment(rows, dim)))
+}
+
+/// `Uᵀ S` with `S = (E[q qᵀ])^½` and `U` the principal axes of `S x`, row-major.
+pub(crate) fn query_axes(rows: &[f32], queries: &[f32], dim: usize) -> Vec<f64> {
+    let eigen = SymmetricEigen::new(with_ridge(second_moment(queries, dim)));
+    let roots = eigen.eigenvalues.map(|value| value.max(0.0).sqrt());
+    let vectors = &eigen.eigenvectors;
+    let scaled = DMatrix::from_fn(dim, dim, |i, j| vectors[(i, j)] * roots[j]);
+    let root = product(&scaled, &vectors.transpose());
+    let moment = product(&product(&root, &second_moment(rows, dim)), &root);
+    row_major(&product(&axes(moment), &root))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Two axes with spreads 4 and 1, turned by 30 degrees.
+    fn rows() -> Vec<f32> {
+        let (sin, cos) = (0.5f32, 0.75f32.sqrt());
+        let grid =
+            (-10..=10).flat_map(|a| (-10..=10).map(move |b| (a as f32 * 0.4, b as f32 * 0.1)));
+        grid.flat_map(|(a, b)| [cos * a - sin * b, sin * a + cos * b]).collect()
+    }
+
+    #[test]
+    fn principal_axes_are_the_axes() {
+        let axes = principal_axes(&rows(), 2);
+        assert!((axes[0].abs() - 0.75f64.sqrt()).abs() < 1e-5, "{axes:?}");
+        assert!((axes[1].abs() - 0.5).abs() < 1e-5, "{axes:?}");
+    }
+
+    #[test]
+    fn queries_along_one_axis_bring_it_first() {
+        // Queries see almost only the narrow axis of the rows.
+        let (sin, cos) = (0.5f32, 0.75f32.sqrt());
+        let queries: Vec<f32> = (0..50)
+            .flat_map(|i| {
+                let s = if i % 2 == 0 { 9.0 } else { -9.0 };
+                [-sin * s + cos * 0.01, cos * s + sin * 0.01]
+            })
+            .collect();
+        let map = query_axes(&rows(), &queries, 2);
+        // The first coefficient is (up to sign) nine times the narrow coordinate.
+        let narrow = map[0] * -f64::from(sin) + map[1] * f64::from(cos);
+        assert!((narrow.abs() - 9.0).abs() < 0.1, "{map:?}");
+    }
+}

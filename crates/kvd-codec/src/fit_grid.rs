@@ -1,0 +1,191 @@
+//! Fits a side's grid: steps, classes and tables (`docs/adr/0005-grid-codec.md`).
+
+use crate::calibration::{GridTensors, TABLE_WIDTH};
+use crate::huffman::HuffmanTable;
+use crate::page::{HEADER_BYTES, PAGE_ALIGN};
+use crate::side::grid::{self, CLASSES, Run};
+use crate::{CalibrationError, ROWS_PER_STREAM};
+use kvd_core::{Geometry, Side};
+
+/// Rows per head that are coded to find the step.
+const ROWS_MAX: usize = 4096;
+/// The step is searched between the largest spread over this, which leaves codes room for values
+/// of 32 times that spread,
+const FINEST: f64 = 1024.0;
+/// and the largest spread times this,
+const COARSEST: f64 = 32.0;
+/// halving their ratio's logarithm so often.
+const HALVINGS: u32 = 14;
+/// Bytes lost at the end of a block's slot, on average: the store's granules are twice as long.
+const SLOT_WASTE: usize = 32;
+
+/// One head's samples in the space that is quantized.
+pub(crate) struct GridHead {
+    /// `[rows, dim]`.
+    pub(crate) coefficients: Vec<f32>,
+    /// Step in relation to other heads; none asks for the layer's root mean square.
+    pub(crate) weight: Option<f64>,
+}
+
+/// What coding needs to know of a head.
+struct Head<'a> {
+    rows: Vec<&'a [f32]>,
+    /// Root mean square of each coefficient.
+    spreads: Vec<f64>,
+    weight: f64,
+}
+
+/// A side coded with one relative step.
+struct Trial {
+    tensors: GridTensors,
+    /// Bits of all codes of the samples.
+    bits: f64,
+}
+
+/// Finds the finest step at which the samples take at most `rate` bits per value, pages and
+/// stream lengths counted. `heads` are those of layer 0, then those of layer 1 and so on.
+pub(crate) fn fit(
+    geometry: &Geometry,
+    side: Side,
+    rate: f32,
+    heads: &[GridHead],
+) -> Result<GridTensors, CalibrationError> {
+    let (dim, kv_heads) = (geometry.head_dim(side), geometry.kv_heads as usize);
+    let heads: Vec<Head<'_>> =
+        heads.chunks(kv_heads).flat_map(|layer| layer_heads(layer, dim)).collect();
+    let values: usize = heads.iter().map(|head| head.rows.len() * dim).sum();
+    let target = (f64::from(rate) - overhead(geometry, side)) * values as f64;
+    let spread = |head: &Head<'_>| head.spreads.iter().fold(0f64, |a, b| a.max(*b)) / head.weight;
+    let largest = heads.iter().map(spread).fold(0f64, f64::max);
+    let largest = if largest > 0.0 { largest } else { 1.0 };
+    let (mut fine, mut coarse) = (largest / FINEST, largest * COARSEST);
+    let mut best = None;
+    for _ in 0..HALVINGS {
+        let middle = (fine * coarse).sqrt();
+        let trial = code(&heads, kv_heads, dim, middle);
+        if trial.bits <= target {
+            coarse = middle;
+            best = Some(trial);
+        } else {
+            fine = middle;
+        }
+    }
+    let best = best.unwrap_or_else(|| code(&heads, kv_heads, dim, coarse));
+    let usable = |step: &f32| step.is_normal() && *step > 0.0;
+    match best.tensors.steps.iter().position(|step| !usable(step)) {
+        None => Ok(best.tensors),
+        Some(index) => {
+            let (layer, head) = ((index / kv_heads) as u32, index % kv_heads);
+            Err(CalibrationError::OutOfRange { layer, side, head })
+        }
+    }
+}
+
+/// Bits per value of everything but codes: page headers, half the padding of pages, the slot of
+/// the block, and per stream its length and half a byte of padding.
+fn overhead(geometry: &Geometry, side: Side) -> f64 {
+    let dim = geometry.head_dim(side) as f64;
+    let slot_share = SLOT_WASTE as f64 / f64::from(2 * geometry.kv_heads);
+    let page = 8.0 * (HEADER_BYTES as f64 + PAGE_ALIGN as f64 / 2.0 + slot_share);
+    let stream = 16.0 + 4.0;
+    page / (f64::from(geometry.block_tokens) * dim) + stream / (ROWS_PER_STREAM as f64 * dim)
+}
+
+fn layer_heads(heads: &[GridHead], dim: usize) -> Vec<Head<'_>> {
+    let spreads: Vec<Vec<f64>> = heads.iter().map(|head| spreads(head, dim)).collect();
+    let energy: f64 = spreads.iter().flatten().map(|spread| spread * spread).sum();
+    let rms = (energy / (dim * heads.len()) as f64).sqrt();
+    let of_layer = if rms > 0.0 { rms } else { 1.0 };
+    let mut bound = Vec::new();
+    for (head, spreads) in heads.iter().zip(spreads) {
+        let stride = (head.coefficients.len() / dim).div_ceil(ROWS_MAX).max(1);
+        let rows = head.coefficients.chunks_exact(dim).step_by(stride).collect();
+        bound.push(Head { rows, spreads, weight: head.weight.unwrap_or(of_layer) });
+    }
+    bound
+}
+
+/// Root mean square of each coefficient.
+fn spreads(head: &GridHead, dim: usize) -> Vec<f64> {
+    let mut sums = vec![0f64; dim];
+    for row in head.coefficients.chunks_exact(dim) {
+        for (sum, c) in sums.iter_mut().zip(row) {
+            *sum += f64::from(*c) * f64::from(*c);
+        }
+    }
+    let count = (head.coefficients.len() / dim) as f64;
+    sums.into_iter().map(|sum| (sum / count).sqrt()).collect()
+}
+
+/// Codes all samples with the steps `step * weight` and tables made for them.
+fn code(heads: &[Head<'_>], kv_heads: usize, dim: usize, step: f64) -> Trial {
+    let mut tensors = GridTensors { steps: Vec::new(), classes: Vec::new(), tables: Vec::new() };
+    let mut bits = 0.0;
+    for layer in heads.chunks(kv_heads) {
+        let mut tally = Tally::new();
+        for head in layer {
+            let step = (step * head.weight) as f32;
+            let class = |spread: &f64| grid::class_of((*spread / f64::from(step)) as f32);
+            let classes: Vec<u8> = head.spreads.iter().map(class).collect();
+            tally.add(&head.rows, step, &grid::runs(&classes), dim);
+            tensors.steps.push(step);
+            tensors.classes.extend(classes);
+        }
+        bits += tally.finish(&mut tensors.tables);
+    }
+    Trial { tensors, bits }
+}
+
+/// Symbol counts of a layer, and the bits that no symbol stands for.
+struct Tally {
+    counts: Vec<Vec<u64>>,
+    other_bits: u64,
+}
+
+impl Tally {
+    fn new() -> Self {
+        let counts = CLASSES.iter().map(|class| vec![0; class.alphabet()]).collect();
+        Self { counts, other_bits: 0 }
+    }
+
+    fn add(&mut self, rows: &[&[f32]], step: f32, runs: &[Run], dim: usize) {
+        let mut codes = vec![0i32; dim];
+        for row in rows {
+            if grid::codes(row, step, &mut codes).is_err() {
+                // Its page would hold raw floats.
+                self.other_bits += 16 * dim as u64;
+                continue;
+            }
+            for run in runs {
+                let class = CLASSES[run.class];
+                for group in codes[run.first..run.first + run.len].chunks(class.group) {
+                    if run.class == 0 {
+                        self.other_bits += grid::zero_group_bits(group);
+                        continue;
+                    }
+                    let symbol = class.symbol(group);
+                    self.counts[run.class][usize::from(symbol)] += 1;
+                    if symbol == class.escape() {
+                        self.other_bits += grid::escape_bits(group);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Appends the code lengths of every class; returns all bits.
+    fn finish(self, tables: &mut Vec<u8>) -> f64 {
+        let mut bits = self.other_bits;
+        for (class, counts) in self.counts.iter().enumerate() {
+            let start = tables.len();
+            if class != 0 {
+                let table = HuffmanTable::new(counts);
+                let lengths = table.lengths();
+                bits += counts.iter().zip(lengths).map(|(n, l)| n * u64::from(*l)).sum::<u64>();
+                tables.extend_from_slice(lengths);
+            }
+            tables.resize(start + TABLE_WIDTH, 0);
+        }
+        bits as f64
+    }
+}

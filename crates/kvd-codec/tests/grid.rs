@@ -1,0 +1,214 @@
+//! The grid quantizer: its error bound, its rate, and its part of the calibration artefact.
+#![allow(clippy::unwrap_used, reason = "a test may fail")]
+
+mod common;
+
+use common::{calibrate, decode, geometry, noise, page, rows};
+use kvd_codec::{
+    BlockRows, Calibration, CalibrationError, CodecError, ModelCodec, PageReader, Samples, Space,
+    fit, resolve,
+};
+use kvd_core::{Coded, DType, ErrorCode, LayerIndex, Side};
+use proptest::prelude::*;
+use safetensors::SafeTensors;
+use safetensors::tensor::TensorView;
+use std::collections::HashMap;
+
+const LAYER: LayerIndex = LayerIndex(0);
+const SPEC: &str = "kvd-2";
+
+fn calibration() -> Calibration {
+    calibrate(&geometry(32, DType::F32), &resolve(SPEC).unwrap()).unwrap()
+}
+
+/// The step of head 0 of layer 0.
+fn step(calibration: &Calibration, side: Side) -> f32 {
+    let bytes = calibration.to_bytes();
+    let tensors = SafeTensors::deserialize(&bytes).unwrap();
+    let tensor = tensors.tensor(&format!("{side}.step")).unwrap();
+    f32::from_le_bytes(*tensor.data().first_chunk().unwrap())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn any_finite_row_errs_by_half_a_step_or_falls_back(
+        seed in 0usize..1000,
+        tokens in 1usize..=64,
+        scale in prop_oneof![Just(0f32), Just(1e-3), Just(1.0), Just(30.0), Just(1e5), Just(1e38)],
+    ) {
+        let geometry = geometry(32, DType::F32);
+        let calibration = calibration();
+        let spec = resolve(SPEC).unwrap();
+        let codec = ModelCodec::new(geometry, spec, Some(&calibration)).unwrap();
+        let k: Vec<f32> = (0..2 * tokens * 32).map(|i| noise(seed * 131 + i) * scale).collect();
+        let mut bytes = Vec::new();
+        let block = BlockRows { tokens, k: &k, v: &k };
+        let encoded = codec.encode_block(LAYER, &block, &mut bytes).unwrap();
+        for side in Side::BOTH {
+            let page = page(&bytes, &encoded, 2 * side.index());
+            let reader = PageReader::open(&codec, LAYER, side, 0, page).unwrap();
+            let mut stored = vec![0f32; tokens * 32];
+            reader.decode_rows(0, tokens, &mut stored).unwrap();
+            if reader.space() == Space::Raw {
+                prop_assert!(scale > 100.0, "{side} fell back at {scale}");
+                prop_assert_eq!(&stored[..], &k[..tokens * 32]);
+                continue;
+            }
+            let bound = step(&calibration, side) * 0.5001;
+            let mut forward = vec![0f32; 32];
+            for (row, stored) in k.chunks(32).zip(stored.chunks(32)) {
+                codec.head(LAYER, side, 0).forward(row, &mut forward);
+                for (c, s) in forward.iter().zip(stored) {
+                    prop_assert!((c - s).abs() <= bound + c.abs() * 1e-6, "{c} became {s}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn pages_of_like_rows_take_the_rate() {
+    let geometry = geometry(64, DType::F16);
+    let row = |seed: usize| {
+        (0..64).map(move |i| noise(seed * 64 + i) * 0.9f32.powi(i as i32)).collect::<Vec<f32>>()
+    };
+    let mut samples = Samples::new(&geometry);
+    for place in 0..4 {
+        let (layer, head) = (LayerIndex(place as u32 / 2), place % 2);
+        let rows: Vec<f32> = (0..1500).flat_map(|i| row(place * 7000 + i)).collect();
+        samples.push_queries(layer, head, &rows).unwrap();
+        for side in Side::BOTH {
+            samples.push(layer, side, head, &rows).unwrap();
+        }
+    }
+    let k: Vec<f32> = (0..128).flat_map(|i| row(99_000 + i)).collect();
+    let mut finer = f32::INFINITY;
+    for rate in [1.5f32, 2.0, 3.0, 4.0] {
+        let text =
+            format!("k=mean+qpca/grid(rate={rate})/huffman; v=mean+pca/grid(rate={rate})/huffman");
+        let spec = resolve(&text).unwrap();
+        let fitted = fit(&geometry, &spec, &samples, 1, &mut |_| {}).unwrap();
+        let codec = ModelCodec::new(geometry.clone(), spec, Some(&fitted)).unwrap();
+        let mut bytes = Vec::new();
+        let block = BlockRows { tokens: 64, k: &k, v: &k };
+        let encoded = codec.encode_block(LAYER, &block, &mut bytes).unwrap();
+        let bits = bytes.len() as f32 * 8.0 / (4 * 64 * 64) as f32;
+        assert!((rate - 0.15..rate + 0.05).contains(&bits), "rate {rate} took {bits}");
+        let decoded = decode(&codec, Side::Value, 1, page(&bytes, &encoded, 3));
+        let original = &k[64 * 64..];
+        let error: f32 = original.iter().zip(&decoded).map(|(a, b)| (a - b) * (a - b)).sum();
+        assert!(error < 0.6 * finer, "rate {rate}: {error} after {finer}");
+        finer = error;
+    }
+}
+
+#[test]
+fn fits_are_deterministic_and_round_trip() {
+    let geometry = geometry(32, DType::F32);
+    let (first, second) = (calibration(), calibration());
+    assert_eq!(first.to_bytes(), second.to_bytes());
+    let read = Calibration::from_bytes(&first.to_bytes()).unwrap();
+    assert_eq!(read, first);
+    let codec = ModelCodec::new(geometry, resolve(SPEC).unwrap(), Some(&read)).unwrap();
+    // Per side: 4 heads with means, a matrix, a step and classes; tables of 2 layers.
+    let heads = 4 * (32 * 4 + 32 * 32 * 2 + 4 + 32);
+    assert_eq!(first.size_bytes(), 2 * (heads + 2 * 12 * 128));
+    assert_eq!(codec.calibration_bytes(), first.size_bytes());
+    assert!(!codec.needs_tables(LAYER));
+}
+
+/// The artefact with the bytes of one tensor changed.
+fn altered(name: &str, change: impl Fn(&mut Vec<u8>)) -> Result<Calibration, CalibrationError> {
+    let bytes = calibration().to_bytes();
+    let (_, header) = SafeTensors::read_metadata(&bytes).unwrap();
+    let tensors = SafeTensors::deserialize(&bytes).unwrap();
+    let parts: Vec<_> = tensors
+        .tensors()
+        .into_iter()
+        .map(|(found, view)| {
+            let mut data = view.data().to_vec();
+            if found == name {
+                change(&mut data);
+            }
+            (found, view.dtype(), view.shape().to_vec(), data)
+        })
+        .filter(|(.., data)| !data.is_empty())
+        .collect();
+    let views = parts.iter().map(|(name, dtype, shape, data)| {
+        (name.as_str(), TensorView::new(*dtype, shape.clone(), data).unwrap())
+    });
+    let metadata: HashMap<String, String> = header.metadata().clone().unwrap();
+    Calibration::from_bytes(&safetensors::serialize(views, Some(metadata)).unwrap())
+}
+
+#[test]
+fn damaged_grids_are_refused() {
+    assert_eq!(altered("k.step", |_| {}).unwrap(), calibration());
+    let floats =
+        |value: f32| move |data: &mut Vec<u8>| data[..4].copy_from_slice(&value.to_le_bytes());
+    for (name, value) in
+        [("k.step", 0.0), ("v.step", -1.0), ("k.step", f32::NAN), ("v.mean", f32::INFINITY)]
+    {
+        assert!(altered(name, floats(value)).is_err(), "{name} {value}");
+    }
+    // An f16 infinity.
+    assert!(altered("k.matrix", |data| data[..2].copy_from_slice(&[0, 0x7C])).is_err());
+    assert!(altered("k.class", |data| data[5] = 12).is_err());
+    // The zero class has no table, others are complete and have nothing after their alphabet.
+    for (at, value) in [(0, 1), (128, 0), (128, 9), (128 + 82, 1)] {
+        assert!(altered("v.table", |data| data[at] = value).is_err(), "table {at} {value}");
+    }
+}
+
+#[test]
+fn a_matrix_without_an_inverse_is_refused() {
+    let damaged = altered("k.matrix", |data| data.fill(0)).unwrap();
+    let codec = ModelCodec::new(geometry(32, DType::F32), resolve(SPEC).unwrap(), Some(&damaged));
+    assert!(matches!(codec.unwrap_err(), CodecError::CalibrationMismatch { .. }));
+}
+
+#[test]
+fn what_does_not_fit_is_refused() {
+    let geometry = geometry(32, DType::F32);
+    let calibration = calibration();
+    for text in ["kvd-3", "k=mean+pca/grid(rate=2)/huffman; v=raw", "k=mean/raw; v=raw"] {
+        let codec = ModelCodec::new(geometry.clone(), resolve(text).unwrap(), Some(&calibration));
+        let error = codec.unwrap_err();
+        assert!(matches!(error, CodecError::CalibrationMismatch { .. }), "{text}: {error}");
+    }
+    let mut samples = Samples::new(&geometry);
+    let rows = rows(&geometry, 40, 3);
+    for (layer, head) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
+        for side in Side::BOTH {
+            samples.push(LayerIndex(layer), side, head, &rows).unwrap();
+        }
+    }
+    let fit = |text: &str| fit(&geometry, &resolve(text).unwrap(), &samples, 0, &mut |_| {});
+    let error = fit(SPEC).unwrap_err();
+    assert_eq!(error, CalibrationError::NoQueries { layer: 0, head: 0 });
+    assert_eq!(error.code(), ErrorCode::InvalidCalibration);
+    assert_eq!(fit("k=raw; v=qpca/f16").unwrap_err().code(), ErrorCode::InvalidCodec);
+    assert!(fit("k=mean+pca/grid(rate=2)/huffman; v=raw").is_ok());
+}
+
+#[test]
+fn heads_without_spread_can_be_fitted() {
+    let geometry = geometry(32, DType::F32);
+    let mut samples = Samples::new(&geometry);
+    for (layer, head) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
+        samples.push_queries(LayerIndex(layer), head, &[0.0; 32]).unwrap();
+        for side in Side::BOTH {
+            samples.push(LayerIndex(layer), side, head, &[3.0; 64]).unwrap();
+        }
+    }
+    let spec = resolve(SPEC).unwrap();
+    let fitted = fit(&geometry, &spec, &samples, 0, &mut |_| {}).unwrap();
+    let codec = ModelCodec::new(geometry, spec, Some(&fitted)).unwrap();
+    let k = [3.0f32; 64];
+    let mut bytes = Vec::new();
+    let encoded = codec.encode_block(LAYER, &BlockRows { tokens: 1, k: &k, v: &k }, &mut bytes);
+    let decoded = decode(&codec, Side::Key, 0, page(&bytes, &encoded.unwrap(), 0));
+    assert!(decoded.iter().all(|x| (x - 3.0).abs() < 1e-3), "{decoded:?}");
+}
