@@ -1,0 +1,19 @@
+//! `kvd eval`: any list of codecs on a model and held-out text, as tables, JSON and a plot.
+
+mod calibrations;
+mod codec;
+mod markdown;
+mod options;
+mod plot;
+mod report;
+mod run;
+mod tables;
+mod text;
+
+pub use codec::{EvalCodec, Windows};
+pub use markdown::page;
+pub use options::EvalOptions;
+pub use plot::svg;
+pub use report::{Block, ContextBits, EvalReport, EvalRow, EvalSetup};
+pub use run::run;
+pub use tables::print;

@@ -1,0 +1,186 @@
+//! The whole evaluation.
+
+use super::calibrations::Calibrations;
+use super::text::{Material, Text};
+use super::{Block, ContextBits, EvalCodec, EvalOptions, EvalReport, EvalRow, EvalSetup, Windows};
+use crate::measure::{CodecRun, PassageReference, Registration, Rig};
+use crate::progress::Progress;
+use crate::{ModelReport, samples};
+use anyhow::{Context, Result};
+use kvd_client::{Client, ServerInfo};
+use kvd_codec::CodecSpec;
+use std::time::Instant;
+
+/// Runs every codec on every text under all windows.
+///
+/// The model computes on the calling thread between calls to the daemon: run it where blocking
+/// for milliseconds is allowed, as in the future given to `block_on`.
+///
+/// # Errors
+/// When a file cannot be read or is too short, or a call to the daemon fails.
+pub async fn run(options: &EvalOptions) -> Result<EvalReport> {
+    let begin = Instant::now();
+    options.check()?;
+    let connected = Client::connect(options.endpoint.clone()).await;
+    let client = connected.with_context(|| format!("no daemon at {}", options.endpoint))?;
+    let info = client.server_info().await?;
+    let material = Material::load(options)?;
+    let progress = Progress::new(0);
+    let rig = Rig {
+        client: &client,
+        model: &material.model,
+        geometry: material.model.config().geometry(info.block_tokens_default)?,
+        chunk: options.chunk_tokens,
+        metrics: options.metrics.clone(),
+        progress: &progress,
+    };
+    let calibrations = calibrations(options, &material, &rig).await?;
+    let mut evaluation = Evaluation { rig, options, material: &material, calibrations, runs: 0 };
+    let mut blocks = Vec::new();
+    for text in &material.texts {
+        blocks.extend(evaluation.text(text).await?);
+    }
+    Ok(EvalReport {
+        version: EvalReport::VERSION,
+        model: ModelReport::new(&material.assets, &material.model),
+        setup: setup(options, &info, &material),
+        blocks,
+        seconds: begin.elapsed().as_secs_f64(),
+    })
+}
+
+/// One artefact per codec that needs one: read, or fitted to the model's own text.
+async fn calibrations(
+    options: &EvalOptions,
+    material: &Material,
+    rig: &Rig<'_>,
+) -> Result<Calibrations> {
+    let specs = options.codecs.iter().map(|codec| &codec.spec);
+    let specs = specs.filter(|spec| spec.needs_calibration());
+    if let Some(path) = &options.calibration {
+        return Calibrations::read(path, specs);
+    }
+    // The rows of codecs that need none would be thrown away.
+    let windows = if specs.clone().next().is_some() { &material.calibration[..] } else { &[] };
+    let Rig { model, geometry, progress, .. } = rig;
+    progress.begin("calibration text", windows.len() * options.passage_tokens);
+    let tick = |tokens| progress.add(tokens);
+    let samples = samples::collect(model, windows, geometry, tick).await?;
+    Calibrations::fit(geometry, specs, &samples, options.seed, progress)
+}
+
+fn setup(options: &EvalOptions, info: &ServerInfo, material: &Material) -> EvalSetup {
+    let fitted = options.calibration.is_none();
+    EvalSetup {
+        command: options.command.clone(),
+        daemon_version: info.version.clone(),
+        device: info.device.clone(),
+        block_tokens: info.block_tokens_default,
+        passages: options.passages,
+        passage_tokens: options.passage_tokens,
+        scored_from: options.scored_from(),
+        chunk_tokens: options.chunk_tokens,
+        calibration_windows: if fitted { material.calibration.len() } else { 0 },
+        seed: options.seed,
+        context_tokens: options.context_tokens,
+    }
+}
+
+/// What the runs of all codecs share.
+struct Evaluation<'a> {
+    rig: Rig<'a>,
+    options: &'a EvalOptions,
+    material: &'a Material,
+    calibrations: Calibrations,
+    /// Codecs run so far.
+    runs: usize,
+}
+
+impl Evaluation<'_> {
+    /// One block per choice of windows.
+    async fn text(&mut self, text: &Text) -> Result<Vec<Block>> {
+        let (options, rig) = (self.options, &self.rig);
+        let passage_tokens = options.passages * options.passage_tokens;
+        rig.progress.begin("without kvd", passage_tokens);
+        let (passages, from) = (text.passages.clone(), options.scored_from());
+        let reference =
+            PassageReference::run(rig.model, passages, from, rig.chunk, rig.progress).await?;
+        let runs = options.codecs.len() * options.windows.len();
+        let each = passage_tokens + reference.clean.measured_tokens();
+        rig.progress.begin("codecs", runs * each);
+        let mut blocks: Vec<Block> = Vec::new();
+        for windows in &options.windows {
+            let mut rows = Vec::new();
+            for codec in &options.codecs {
+                let spec = windows.apply(codec.spec.clone());
+                // Windows that are the codec's own make no second run.
+                let known = blocks.iter().flat_map(|block| &block.rows);
+                let known = known.chain(&rows).find(|row: &&EvalRow| {
+                    row.codec == codec.label && row.codec_spec == spec.to_string()
+                });
+                let row = match known.cloned() {
+                    Some(row) => row,
+                    None => self.codec(codec, *windows, &reference).await?,
+                };
+                rows.push(row);
+            }
+            blocks.push(Block {
+                text: text.name.clone(),
+                windows: windows.to_string(),
+                without_kvd: reference.quality,
+                rows,
+            });
+        }
+        self.rig.progress.finish();
+        Ok(blocks)
+    }
+
+    async fn codec(
+        &mut self,
+        codec: &EvalCodec,
+        windows: Windows,
+        reference: &PassageReference,
+    ) -> Result<EvalRow> {
+        let spec = windows.apply(codec.spec.clone());
+        let row = self.measure(&codec.label, &spec, reference).await;
+        row.with_context(|| format!("codec {}", codec.label))
+    }
+
+    async fn measure(
+        &mut self,
+        label: &str,
+        spec: &CodecSpec,
+        reference: &PassageReference,
+    ) -> Result<EvalRow> {
+        let fitted = self.calibrations.of(spec);
+        self.runs += 1;
+        let name = format!("{}.{}", crate::model_name(&self.material.assets.name), self.runs);
+        let codec = spec.to_string();
+        let calibration = fitted.bytes;
+        let registration = Registration { name, label, codec: &codec, calibration };
+        let mut run = CodecRun::open(&self.rig, registration).await?;
+        let attention_error = run.attention_error(&reference.clean).await?;
+        let (quality, stored) = run.passages(reference).await?;
+        let speed = run.speed(&reference.clean).await?;
+        let storage = run.storage(&stored).await?;
+        let row = EvalRow {
+            codec: label.to_owned(),
+            codec_spec: run.codec_spec().to_owned(),
+            context: self.context_bits(&storage),
+            storage,
+            attention_error,
+            quality,
+            speed,
+            calibration_seconds: fitted.seconds,
+        };
+        run.leave().await?;
+        Ok(row)
+    }
+
+    fn context_bits(&self, storage: &crate::measure::Storage) -> ContextBits {
+        let heads = self.rig.model.config().heads();
+        let values_per_token = 2 * self.rig.geometry.layers as usize * heads.kv_width();
+        let (sequences, tokens) = (self.options.passages, self.options.context_tokens);
+        ContextBits::new(storage, sequences, tokens, values_per_token)
+    }
+}

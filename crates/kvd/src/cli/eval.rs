@@ -1,0 +1,138 @@
+//! `kvd eval`: a daemon in this process and the evaluation as its client.
+
+use super::CliError;
+use super::local::{self, Local};
+use crate::daemon::Running;
+use anyhow::Context;
+use clap::Args;
+use kvd_eval::eval::{self, EvalCodec, EvalOptions, EvalReport, Windows};
+use std::path::{Path, PathBuf};
+
+/// What to evaluate.
+#[derive(Args)]
+pub(super) struct EvalArgs {
+    /// Model folder (config.json, model.safetensors, tokenizer.json, eval_ids.u16 or eval.txt);
+    /// the built-in tiny model when absent.
+    #[arg(long, value_name = "DIR")]
+    model: Option<PathBuf>,
+    /// Held-out text in UTF-8, instead of the model folder's; may be repeated, one block of rows
+    /// each. Calibrations stay those of the model folder's text.
+    #[arg(long, value_name = "FILE")]
+    text: Vec<PathBuf>,
+    /// Codec to evaluate: a preset, a spec, or @FILE for a policy file; may be repeated.
+    #[arg(long, value_name = "CODEC", required_unless_present = "all_presets", value_parser = codec)]
+    codec: Vec<EvalCodec>,
+    /// Evaluate every preset of `kvd codecs`, before those of --codec.
+    #[arg(long)]
+    all_presets: bool,
+    /// Windows of every codec: own, or sink=N,recent=N; may be repeated, one block of rows each.
+    #[arg(long, value_name = "WINDOWS", default_value = "own", value_parser = windows)]
+    windows: Vec<Windows>,
+    /// Passages to score.
+    #[arg(long, value_name = "N", default_value_t = 2)]
+    passages: usize,
+    /// Tokens of a passage.
+    #[arg(long, value_name = "N", default_value_t = 2048)]
+    tokens: usize,
+    /// Tokens per step of a passage.
+    #[arg(long, value_name = "N", default_value_t = 8)]
+    chunk: usize,
+    /// Windows of text that calibrations are fitted on.
+    #[arg(long, value_name = "N", default_value_t = 22)]
+    calibration_windows: usize,
+    /// Calibration artefact to use for every codec that needs one, instead of fitting.
+    #[arg(long, value_name = "FILE")]
+    calibration: Option<PathBuf>,
+    /// Tokens of context over which windows and tables are spread.
+    #[arg(long, value_name = "N", default_value_t = 32_768)]
+    context: usize,
+    /// Seed of the calibrations.
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    seed: u64,
+    /// Write the report as one JSON object; - is standard output, instead of the tables.
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+    /// Write the report as a Markdown page.
+    #[arg(long, value_name = "FILE")]
+    markdown: Option<PathBuf>,
+    /// Plot bits against KL as SVG.
+    #[arg(long, value_name = "FILE")]
+    svg: Option<PathBuf>,
+    /// Page memory of the daemon.
+    #[arg(long, value_name = "SIZE", default_value = "1 GiB")]
+    pool: String,
+}
+
+fn codec(text: &str) -> Result<EvalCodec, String> {
+    text.parse().map_err(|error: anyhow::Error| format!("{error:#}"))
+}
+
+fn windows(text: &str) -> Result<Windows, String> {
+    text.parse().map_err(|error: anyhow::Error| format!("{error:#}"))
+}
+
+pub(super) async fn eval(args: EvalArgs) -> Result<(), CliError> {
+    let local = Local { admin: "", pool: &args.pool };
+    local.run(async |running| report(&args, running).await.map_err(CliError::from)).await
+}
+
+async fn report(args: &EvalArgs, running: &Running) -> anyhow::Result<()> {
+    let mut codecs = if args.all_presets { EvalCodec::all_presets() } else { Vec::new() };
+    codecs.extend(args.codec.iter().cloned());
+    let options = EvalOptions {
+        metrics: Some(local::metrics(running)),
+        model_dir: args.model.clone(),
+        texts: args.text.clone(),
+        windows: args.windows.clone(),
+        passages: args.passages,
+        passage_tokens: args.tokens,
+        chunk_tokens: args.chunk,
+        calibration_windows: args.calibration_windows,
+        calibration: args.calibration.clone(),
+        context_tokens: args.context,
+        seed: args.seed,
+        command: command(),
+        ..EvalOptions::new(local::endpoint(running)?, codecs)
+    };
+    write(args, &eval::run(&options).await?)
+}
+
+/// Files first, so that a table on the terminal says that everything is written.
+fn write(args: &EvalArgs, report: &EvalReport) -> anyhow::Result<()> {
+    if let Some(path) = &args.svg {
+        put(path, &eval::svg(report))?;
+    }
+    if let Some(path) = &args.markdown {
+        let plot = args.svg.as_deref().map(|svg| seen_from(path, svg));
+        put(path, &eval::page(report, plot.as_deref()))?;
+    }
+    let json = |report| Ok::<_, anyhow::Error>(serde_json::to_string_pretty(report)? + "\n");
+    match &args.json {
+        Some(path) if path.as_os_str() == "-" => Ok(super::print(&json(report)?)?),
+        Some(path) => {
+            put(path, &json(report)?)?;
+            Ok(eval::print(report, &mut std::io::stdout())?)
+        }
+        None => Ok(eval::print(report, &mut std::io::stdout())?),
+    }
+}
+
+fn put(path: &Path, text: &str) -> anyhow::Result<()> {
+    std::fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))
+}
+
+/// The plot as a link of the page: its name where both lie in one folder.
+fn seen_from(page: &Path, svg: &Path) -> String {
+    let near = svg.file_name().filter(|_| page.parent() == svg.parent());
+    near.map_or_else(|| svg.display().to_string(), |name| name.to_string_lossy().into_owned())
+}
+
+/// This command line, as it can be typed again.
+fn command() -> String {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "-_=.,/@:+".contains(c);
+    let quoted = |argument: String| {
+        if argument.chars().all(plain) { argument } else { format!("'{argument}'") }
+    };
+    let arguments = std::env::args().skip(1).map(quoted);
+    std::iter::once("kvd".to_owned()).chain(arguments).collect::<Vec<_>>().join(" ")
+}
