@@ -28,6 +28,7 @@ mod side;
 mod spec;
 mod transform;
 
+pub use bits::CodeLayout;
 pub use calibration::Calibration;
 pub use error::{CalibrationError, CodecError, PageError, SpecError};
 pub use fit::{FitProgress, fit};
