@@ -112,6 +112,43 @@ impl CodeLayout {
     }
 }
 
+impl CodeLayout {
+    /// Writes the codes of a full tile, in the order in which they lie, as one byte each; `codes`
+    /// are the tile's bytes, `out` has `32 * per_row` bytes. Inlined, so that it is compiled for
+    /// the caller's instruction set.
+    ///
+    /// # Panics
+    /// When codes have more than 8 bits or a length is not the layout's.
+    #[inline(always)]
+    pub fn unpack_tile(&self, codes: &[u8], out: &mut [u8]) {
+        assert!(self.bits <= 8, "unpack_tile: {} bits", self.bits);
+        assert_eq!(out.len(), TILE_TOKENS * self.per_row, "unpack_tile: output length");
+        let mut start = 0;
+        let mut low = 0;
+        for width in [8u32, 4, 2, 1] {
+            if self.bits & width == 0 {
+                continue;
+            }
+            let bytes = &codes[start..start + out.len() * width as usize / 8];
+            start += bytes.len();
+            let mask = ((1u32 << width) - 1) as u8;
+            for (index, out) in out.chunks_exact_mut(bytes.len()).enumerate() {
+                let shift = index as u32 * width;
+                if low == 0 {
+                    for (out, byte) in out.iter_mut().zip(bytes) {
+                        *out = byte >> shift & mask;
+                    }
+                    continue;
+                }
+                for (out, byte) in out.iter_mut().zip(bytes) {
+                    *out |= (byte >> shift & mask) << low;
+                }
+            }
+            low += width;
+        }
+    }
+}
+
 /// Appends the codes `symbols` (`[tokens, per_row]`), each below `2^bits`.
 pub(crate) fn pack(layout: &CodeLayout, symbols: &[u16], out: &mut Vec<u8>) {
     if layout.per_row == 0 {
@@ -220,6 +257,24 @@ mod tests {
                 assert_eq!(size(64) * 8, 64 * per_row * bits as usize);
                 let planes = CodeLayout::new(Side::Key, 1, per_row, bits).planes(1).count();
                 assert!(size(9) < (9 * per_row * bits as usize).div_ceil(8) + planes);
+            }
+        }
+    }
+
+    #[test]
+    fn unpacked_tile_is_the_codes_in_their_order() {
+        for side in Side::BOTH {
+            for bits in 1..=8u32 {
+                let layout = CodeLayout::new(side, 70, 12, bits);
+                let symbols = codes(70 * 12, bits);
+                let mut bytes = Vec::new();
+                pack(&layout, &symbols, &mut bytes);
+                let mut out = vec![0xEE; 32 * 12];
+                layout.unpack_tile(&bytes[layout.tile(1)], &mut out);
+                let mut wanted = Vec::new();
+                gather(&layout, &symbols[32 * 12..64 * 12], 32, &mut wanted);
+                let out: Vec<u16> = out.into_iter().map(u16::from).collect();
+                assert_eq!(out, wanted, "{side} {bits} bits");
             }
         }
     }

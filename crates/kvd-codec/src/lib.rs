@@ -38,7 +38,7 @@ pub use model::{BlockRows, EncodedBlock, ModelCodec, PageBytes};
 pub use page::{HEADER_BYTES, PAGE_ALIGN, Page, PageHeader};
 pub use policy::Override;
 pub use preset::{Preset, preset, presets, resolve};
-pub use reader::{PageReader, Space};
+pub use reader::{FixedCodes, PageReader, Space};
 pub use samples::Samples;
 pub use side::HeadSide;
 pub use side::vq::Codebook;

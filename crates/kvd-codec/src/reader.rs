@@ -38,6 +38,17 @@ enum Payload<'a> {
     Grid { grid: &'a Grid, lengths: &'a [u8], codes: &'a [u8] },
 }
 
+/// The fixed-width codes of a page as they lie, for kernels that need no rows.
+#[derive(Clone, Copy, Debug)]
+pub struct FixedCodes<'a> {
+    /// Where each code lies in `codes`.
+    pub layout: CodeLayout,
+    /// What the quantizer keeps per group.
+    pub scales: &'a [u8],
+    /// The codes.
+    pub codes: &'a [u8],
+}
+
 /// One stream of a page, its rows, and which of them are asked for.
 struct StreamPart<'a> {
     bytes: &'a [u8],
@@ -127,6 +138,24 @@ impl<'a> PageReader<'a> {
             Space::Raw
         } else {
             Space::Coefficient
+        }
+    }
+
+    /// The page's codes, when they have a fixed width.
+    #[must_use]
+    pub fn fixed_codes(&self) -> Option<FixedCodes<'a>> {
+        match self.payload {
+            Payload::Fixed { scales, layout, codes } => Some(FixedCodes { layout, scales, codes }),
+            _ => None,
+        }
+    }
+
+    /// The page's rows, when they are stored in a dtype.
+    #[must_use]
+    pub fn float_rows(&self) -> Option<(DType, &'a [u8])> {
+        match self.payload {
+            Payload::Rows { dtype, bytes } => Some((dtype, bytes)),
+            _ => None,
         }
     }
 

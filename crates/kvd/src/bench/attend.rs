@@ -1,7 +1,7 @@
 //! Decode attention over pages of each codec, in turns.
 
 use super::data::{Fill, Filled, LAYER, MODEL, Normal};
-use super::measure::{Figure, Machine, pin, timed};
+use super::measure::{Figure, Machine, timed};
 use super::{BenchError, Shape};
 use bytes::Bytes;
 use kvd_compute::{
@@ -82,7 +82,7 @@ impl AttendBench {
     /// # Errors
     /// When a codec does not fit the shape, or the memory is not there.
     pub fn run(&self) -> Result<(Machine, Vec<AttendRow>), BenchError> {
-        let machine = Machine::look(pin(self.threads));
+        let machine = Machine::look(self.threads);
         let mut rows = Vec::new();
         for context in &self.contexts {
             let mut cases = Vec::new();

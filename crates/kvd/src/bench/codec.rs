@@ -1,7 +1,7 @@
 //! Encoding and decoding of one side at a time, on one thread.
 
 use super::data::{LAYER, Normal, bind};
-use super::measure::{Figure, Machine, pin, timed};
+use super::measure::{Figure, Machine, timed};
 use super::{BenchError, Shape};
 use kvd_codec::{BlockRows, CodecSpec, ModelCodec, PageReader};
 use kvd_core::{DType, Geometry, Side};
@@ -57,7 +57,7 @@ impl CodecBench {
     /// # Errors
     /// When a codec does not fit the shape.
     pub fn run(&self) -> Result<(Machine, Vec<CodecRow>), BenchError> {
-        let machine = Machine::look(pin(1));
+        let machine = Machine::look(1);
         let mut cases = Vec::new();
         for name in &self.codecs {
             let spec = kvd_codec::resolve(name).map_err(BenchError::of(name))?;

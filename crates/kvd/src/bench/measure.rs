@@ -41,7 +41,7 @@ fn nanoseconds(clock: ClockId) -> f64 {
 
 /// Keeps this thread, and those it starts from now on, on the last `threads` cores it may use.
 /// A machine that refuses is measured unpinned.
-pub(super) fn pin(threads: usize) -> bool {
+fn pin(threads: usize) -> bool {
     let Ok(allowed) = sched_getaffinity(None) else { return false };
     let cores: Vec<usize> = (0..CpuSet::MAX_CPU).filter(|core| allowed.is_set(*core)).collect();
     let mut chosen = CpuSet::new();
@@ -65,11 +65,12 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// Looks at the machine; takes about half a second.
-    pub(super) fn look(pinned: bool) -> Self {
+    /// Pins this process to `threads` cores and looks at the machine; takes about half a second.
+    pub(super) fn look(threads: usize) -> Self {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let pinned = pin(threads);
         let text = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
         let model = text.lines().find_map(|line| line.strip_prefix("model name")?.split_once(':'));
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
         Self {
             processor: model.map_or("unknown", |(_, name)| name.trim()).to_owned(),
             cores,

@@ -1,7 +1,7 @@
 //! Storing a prefill: check, write into raw slots, encode, place, as the lane does it.
 
 use super::data::{LAYER, MODEL, codec, rows};
-use super::measure::{Figure, Machine, pin, timed};
+use super::measure::{Figure, Machine, timed};
 use super::{BenchError, Shape};
 use kvd_compute::{Backend, BackendError, CpuBackend, CpuOptions, EncodeSource, RawTarget};
 use kvd_core::{Extent, Geometry};
@@ -50,7 +50,7 @@ impl StoreBench {
     /// # Errors
     /// When a codec does not fit the shape, or the memory is not there.
     pub fn run(&self) -> Result<(Machine, Vec<StoreRow>), BenchError> {
-        let machine = Machine::look(pin(self.threads));
+        let machine = Machine::look(self.threads);
         let geometry = self.shape.geometry(self.block_tokens);
         let mut cases = Vec::new();
         for name in &self.codecs {
