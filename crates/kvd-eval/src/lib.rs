@@ -11,6 +11,7 @@
 pub mod calibrate;
 pub mod demo;
 pub mod eval;
+mod fits;
 pub mod measure;
 mod model_report;
 mod progress;

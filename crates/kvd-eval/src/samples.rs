@@ -1,8 +1,7 @@
-//! Calibration of the codecs that need it, from queries, keys and values of held-out text.
+//! Rows for calibrations: queries, keys and values of held-out text.
 
-use crate::progress::Progress;
-use anyhow::{Context, Result};
-use kvd_codec::{Calibration, CodecSpec, FitProgress, Samples};
+use anyhow::Result;
+use kvd_codec::Samples;
 use kvd_core::{Geometry, LayerIndex, Side};
 use kvd_engine::{Heads, LocalAttention, Model, Recorder, Recording, Window};
 
@@ -65,29 +64,4 @@ pub(crate) fn push(samples: &mut Samples, heads: Heads, layers: &[Recording]) ->
 /// The rows of one of `heads` heads of `[tokens, heads, dim]`.
 pub(crate) fn head_rows(values: &[f32], head: usize, heads: usize, dim: usize) -> Vec<f32> {
     values.chunks(dim).skip(head).step_by(heads).flatten().copied().collect()
-}
-
-/// One artefact that serves every codec; none without codecs.
-pub(crate) fn fit_all(
-    geometry: &Geometry,
-    specs: &[&CodecSpec],
-    samples: &Samples,
-    seed: u64,
-    progress: &Progress,
-) -> Result<Option<Calibration>> {
-    let Some(spec) = specs.first() else { return Ok(None) };
-    let heads = 2 * (geometry.layers * geometry.kv_heads) as usize;
-    progress.begin("fit", heads * specs.len());
-    fit(geometry, spec, samples, seed, &mut |_| progress.add(1)).map(Some)
-}
-
-/// Fits `spec` to the samples.
-pub(crate) fn fit(
-    geometry: &Geometry,
-    spec: &CodecSpec,
-    samples: &Samples,
-    seed: u64,
-    progress: &mut dyn FnMut(FitProgress),
-) -> Result<Calibration> {
-    kvd_codec::fit(geometry, spec, samples, seed, progress).context("calibration")
 }

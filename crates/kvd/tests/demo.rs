@@ -43,7 +43,7 @@ fn gauge(text: &str, name: &str, model: &str) -> f64 {
 async fn raw_changes_nothing_and_metrics_show_the_table() {
     let running = daemon().await;
     let report = run(&running, &["raw", "kivi-2", "k=fp8; v=raw"]).await;
-    running.service().refresh_gauges().await;
+    running.service().refresh_gauges();
     let text = running.service().metrics().render();
 
     let [raw, kivi, _] = &report.codecs[..] else { panic!("three codecs were run") };

@@ -4,7 +4,7 @@
 //! |---|---|
 //! | `layer.N.k` | `[tokens, kv_heads, head_dim_k]`, after RoPE |
 //! | `layer.N.v` | `[tokens, kv_heads, head_dim_v]` |
-//! | `layer.N.q` | `[queries, query heads, head_dim_k]`, after RoPE; optional, in all layers or none |
+//! | `layer.N.q` | `[queries, query heads, head_dim_k]`, after RoPE; in all layers or none |
 //!
 //! N counts from 0 without gaps; each tensor is f16, bf16 or f32. The metadata key `rope` says
 //! `rotate_half` or `interleaved`; absent means the former. Other tensors and keys are passed over,

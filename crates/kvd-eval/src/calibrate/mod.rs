@@ -11,6 +11,7 @@ pub use error::CalibrateError;
 pub use model::ModelSource;
 
 use crate::eval::EvalCodec;
+use crate::fits::Fits;
 use crate::progress::Progress;
 use crate::samples;
 use anyhow::{Context, Result};
@@ -88,12 +89,13 @@ fn fit(
         if !codec.spec.needs_calibration() {
             return Err(CalibrateError::NothingToFit { codec: codec.label.clone() }.into());
         }
-        if codec.spec.key.transforms.contains(&Transform::QueryPca) && !queries {
+        let keys = codec.spec.variants(Side::Key);
+        if !queries && keys.iter().any(|key| key.transforms.contains(&Transform::QueryPca)) {
             return Err(CalibrateError::NoQueries { codec: codec.label.clone() }.into());
         }
     }
-    let specs: Vec<_> = options.codecs.iter().map(|codec| &codec.spec).collect();
-    samples::fit_all(samples.geometry(), &specs, samples, options.seed, progress)
+    let specs = options.codecs.iter().map(|codec| &codec.spec);
+    Fits::new(specs, samples, options.seed, progress)?.all()
 }
 
 impl KvDump {

@@ -5,7 +5,7 @@ use super::report::CodecReport;
 use super::subject::{Reference, Subject};
 use crate::measure::{CodecRun, Registration, Rig};
 use crate::samples;
-use anyhow::Result;
+use anyhow::{Context, Result};
 use bytes::Bytes;
 use kvd_codec::{CodecSpec, Samples};
 use std::time::Instant;
@@ -76,8 +76,8 @@ impl Evaluation<'_> {
             }
         };
         let samples = self.samples.insert(samples);
-        let fitted = samples::fit(geometry, spec, samples, self.options.seed, &mut |_| {})?;
-        Ok(fitted.to_bytes().into())
+        let fitted = kvd_codec::fit(geometry, spec, samples, self.options.seed, &mut |_| {});
+        Ok(fitted.context("calibration")?.to_bytes().into())
     }
 
     /// A name of its own for every run, because a name stands for one codec: the model's and the

@@ -102,14 +102,14 @@ fn write_plot(
 ) -> std::fmt::Result {
     writeln!(
         text,
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=\"img\">\
-         <title>Bits per value against KL divergence</title><style>{STYLE}</style>"
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" \
+         role=\"img\"><title>Bits per value against KL divergence</title><style>{STYLE}</style>"
     )?;
     let windows = if block.windows == "own" { "own windows" } else { &block.windows };
     writeln!(
         text,
-        "<text class=\"title\" x=\"{LEFT}\" y=\"28\">{}: bits per stored value against KL, {}, text \
-         {}</text>",
+        "<text class=\"title\" x=\"{LEFT}\" y=\"28\">{}: bits per stored value against KL, {}, \
+         text {}</text>",
         escaped(&report.model.name),
         escaped(windows),
         escaped(&block.text)

@@ -3,6 +3,7 @@
 use super::calibrations::Calibrations;
 use super::text::{Material, Text};
 use super::{Block, ContextBits, EvalCodec, EvalOptions, EvalReport, EvalRow, EvalSetup, Windows};
+use crate::fits::Fits;
 use crate::measure::{CodecRun, PassageReference, Registration, Rig};
 use crate::progress::Progress;
 use crate::{ModelReport, samples};
@@ -58,7 +59,7 @@ async fn calibrations(
     let specs = options.codecs.iter().map(|codec| &codec.spec);
     let specs = specs.filter(|spec| spec.needs_calibration());
     if let Some(path) = &options.calibration {
-        return Calibrations::read(path, specs);
+        return Calibrations::read(path);
     }
     // The rows of codecs that need none would be thrown away.
     let windows = if specs.clone().next().is_some() { &material.calibration[..] } else { &[] };
@@ -66,7 +67,9 @@ async fn calibrations(
     progress.begin("calibration text", windows.len() * options.passage_tokens);
     let tick = |tokens| progress.add(tokens);
     let samples = samples::collect(model, windows, geometry, tick).await?;
-    Calibrations::fit(geometry, specs, &samples, options.seed, progress)
+    let fits = Fits::new(specs, &samples, options.seed, progress)?;
+    progress.finish();
+    Ok(Calibrations::Fitted(fits))
 }
 
 fn setup(options: &EvalOptions, info: &ServerInfo, material: &Material) -> EvalSetup {
@@ -152,11 +155,10 @@ impl Evaluation<'_> {
         spec: &CodecSpec,
         reference: &PassageReference,
     ) -> Result<EvalRow> {
-        let fitted = self.calibrations.of(spec);
+        let (calibration, calibration_seconds) = self.calibrations.of(spec)?;
         self.runs += 1;
         let name = format!("{}.{}", crate::model_name(&self.material.assets.name), self.runs);
         let codec = spec.to_string();
-        let calibration = fitted.bytes;
         let registration = Registration { name, label, codec: &codec, calibration };
         let mut run = CodecRun::open(&self.rig, registration).await?;
         let attention_error = run.attention_error(&reference.clean).await?;
@@ -171,7 +173,7 @@ impl Evaluation<'_> {
             attention_error,
             quality,
             speed,
-            calibration_seconds: fitted.seconds,
+            calibration_seconds,
         };
         run.leave().await?;
         Ok(row)

@@ -153,8 +153,8 @@ fn speed(block: &Block) -> Option<Sheet> {
     let rows: Vec<_> = block.rows.iter().filter_map(row).collect();
     let tokens = block.rows.iter().find_map(|row| row.speed)?.tokens;
     let note = format!(
-        "Device time from the daemon's histograms, best of three rounds: encode and load of {tokens} \
-         tokens in GB of f16 per second, attention of one token over them, one layer. What else \
+        "Device time from the daemon's histograms, best of three rounds: encode and load of \
+         {tokens} tokens in GB of f16 per second, attention of one token over them, one layer. What else \
          the machine does shows here and nowhere else."
     );
     Some(sheet("Speed", &header, rows, note))

@@ -20,7 +20,8 @@ pub(super) struct EvalArgs {
     #[arg(long, value_name = "FILE")]
     text: Vec<PathBuf>,
     /// Codec to evaluate: a preset, a spec, or @FILE for a policy file; may be repeated.
-    #[arg(long, value_name = "CODEC", required_unless_present = "all_presets", value_parser = codec)]
+    #[arg(long, value_name = "CODEC", value_parser = codec)]
+    #[arg(required_unless_present = "all_presets")]
     codec: Vec<EvalCodec>,
     /// Evaluate every preset of `kvd codecs`, before those of --codec.
     #[arg(long)]
