@@ -11,6 +11,7 @@
 
 mod bits;
 mod calibration;
+mod contract;
 mod covariance;
 mod encode;
 mod error;
@@ -30,6 +31,7 @@ mod spec;
 mod transform;
 
 pub use calibration::Calibration;
+pub use contract::CheckedBlock;
 pub use error::{CalibrationError, CodecError, PageError, SpecError};
 pub use fit::{FitProgress, fit};
 pub use huffman::HuffmanTable;
