@@ -17,6 +17,7 @@ mod error;
 mod fit;
 mod fit_grid;
 mod huffman;
+mod implied;
 mod kmeans;
 mod model;
 mod page;
@@ -24,6 +25,7 @@ mod parse;
 mod policy;
 mod preset;
 mod reader;
+mod rotation;
 mod samples;
 mod side;
 mod spec;
@@ -34,6 +36,7 @@ pub use calibration::Calibration;
 pub use error::{CalibrationError, CodecError, PageError, SpecError};
 pub use fit::{FitProgress, fit};
 pub use huffman::HuffmanTable;
+pub use implied::ImpliedBits;
 pub use model::{BlockRows, EncodedBlock, ModelCodec, PageBytes};
 pub use page::{HEADER_BYTES, PAGE_ALIGN, Page, PageHeader};
 pub use policy::Override;
@@ -43,7 +46,8 @@ pub use samples::Samples;
 pub use side::HeadSide;
 pub use side::vq::Codebook;
 pub use spec::{
-    CodecSpec, Entropy, FloatFormat, GroupAxis, Quantizer, SideSpec, Transform, UniformStep,
+    CodecSpec, Entropy, FloatFormat, GroupAxis, Quantizer, SideSpec, Transform, UniformMode,
+    UniformStep,
 };
 
 /// Rows that share one entropy-coded stream: the unit of random access inside a page.
