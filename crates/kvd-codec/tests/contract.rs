@@ -87,7 +87,8 @@ proptest! {
         ]),
     ) {
         let mut codec = codec(&format!("{text}; k.bound={bound}; v.bound={bound}"));
-        let value = |i: usize| noise(seed * 977 + i) * scale * if i % 32 == 3 { outlier } else { 1.0 };
+        let spread = |i: usize| if i % 32 == 3 { scale * outlier } else { scale };
+        let value = |i: usize| noise(seed * 977 + i) * spread(i);
         let k: Vec<f32> =
             (0..2 * tokens * 32).map(|i| common::round(value(i).clamp(-6e4, 6e4))).collect();
         let block = BlockRows { tokens, k: &k, v: &k };
