@@ -31,7 +31,7 @@ impl Fits {
         let fit = |(part, side): (Part, SideSpec)| {
             let begin = Instant::now();
             let text = side.to_string();
-            let spec = alone(part.0, side);
+            let spec = alone(Side::BOTH[part.0], side);
             let fitted = kvd_codec::fit(geometry, &spec, samples, seed, &mut |_| progress.add(1));
             let fitted = fitted.with_context(|| format!("calibration of {text}"))?;
             Ok((part, (fitted, begin.elapsed().as_secs_f64())))
@@ -80,10 +80,14 @@ fn parts(spec: &CodecSpec) -> impl Iterator<Item = (Part, &SideSpec)> {
 }
 
 /// The codec that has `spec` on one side and keeps the other as it arrives.
-fn alone(side: usize, spec: SideSpec) -> CodecSpec {
+pub(crate) fn alone(side: Side, spec: SideSpec) -> CodecSpec {
     let raw = raw_side();
-    let (key, value) = if side == Side::Key.index() { (spec, raw) } else { (raw, spec) };
-    CodecSpec { key, value, sink: 0, recent: 0, overrides: Vec::new() }
+    if side == Side::Key { codec(spec, raw) } else { codec(raw, spec) }
+}
+
+/// The codec of two sides and nothing else.
+pub(crate) fn codec(key: SideSpec, value: SideSpec) -> CodecSpec {
+    CodecSpec { key, value, sink: 0, recent: 0, overrides: Vec::new(), bounds: [None; 2] }
 }
 
 /// The side that keeps values as they arrive.

@@ -2,7 +2,8 @@
 //! daemon.
 //!
 //! [`measure`] takes one codec through a daemon; [`eval::run`] does so for a list of codecs,
-//! texts and windows, and [`demo::run`] for a few codecs and with text to read. Everything but
+//! texts and windows, [`search::run`] finds a policy for a budget of bits, and [`demo::run`]
+//! shows a few codecs with text to read. Everything but
 //! the attention is the same code in every run (`kvd-engine`).
 //!
 //! The crate talks to a daemon only through `kvd-client`; whoever calls it starts one.
@@ -16,6 +17,7 @@ pub mod measure;
 mod model_report;
 mod progress;
 mod samples;
+pub mod search;
 mod table;
 mod text;
 

@@ -4,26 +4,34 @@
 
 mod support;
 
+use kvd::Running;
 use kvd_eval::eval::{self, EvalCodec, EvalOptions, EvalReport, Windows};
 use kvd_eval::measure::MetricsSource;
+use kvd_eval::search::{self, SearchOptions};
 use std::process::{Command, Output};
 
+fn parsed(codecs: &[&str]) -> Vec<EvalCodec> {
+    codecs.iter().map(|codec| codec.parse().unwrap()).collect()
+}
+
 /// Codecs on one passage of 256 tokens, positions from 32 on scored.
-async fn short(codecs: &[&str], windows: Vec<Windows>) -> EvalReport {
-    let running = support::start(&[]).await;
+fn options(running: &Running, codecs: &[&str], windows: Vec<Windows>) -> EvalOptions {
     let tcp = running.addresses().tcp.unwrap();
-    let codecs: Vec<EvalCodec> = codecs.iter().map(|codec| codec.parse().unwrap()).collect();
     let metrics = running.service().metrics().clone();
-    let options = EvalOptions {
+    EvalOptions {
         metrics: Some(MetricsSource::new(move || metrics.render())),
         windows,
         passages: 1,
         passage_tokens: 256,
         chunk_tokens: 32,
         calibration_windows: 2,
-        ..EvalOptions::new(format!("http://{tcp}").parse().unwrap(), codecs)
-    };
-    let report = eval::run(&options).await.unwrap();
+        ..EvalOptions::new(format!("http://{tcp}").parse().unwrap(), parsed(codecs))
+    }
+}
+
+async fn short(codecs: &[&str], windows: Vec<Windows>) -> EvalReport {
+    let running = support::start(&[]).await;
+    let report = eval::run(&options(&running, codecs, windows)).await.unwrap();
     running.drain().await;
     report
 }
@@ -91,6 +99,28 @@ async fn codecs_of_one_fit_differ_by_windows_alone_and_the_pages_say_so() {
     assert!(String::from_utf8(text).unwrap().contains("Attention error by layer"));
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn a_search_keeps_its_budget_and_its_policy_is_evaluated_last() {
+    let running = support::start(&[]).await;
+    let windows = Windows::Same { sink: 0, recent: 64 };
+    let candidates = parsed(&["k=uniform(b=4,axis=token); v=uniform(b=4,axis=token)", "fp8"]);
+    let search = SearchOptions { budget_bits: 6.5, candidates, windows };
+    let options = options(&running, &["fp8"], vec![windows]);
+    let (found, report) = search::run(&options, &search).await.unwrap();
+    running.drain().await;
+    let [fp8, policy] = &report.blocks[0].rows[..] else { panic!("two rows") };
+    assert_eq!(
+        (policy.codec.as_str(), &policy.codec_spec),
+        ("policy 6.5", &found.spec.to_string())
+    );
+    let mixed: Vec<f64> = found.report.slots.iter().map(|slot| slot.bits).collect();
+    assert!(mixed.iter().any(|b| *b < 5.0) && mixed.iter().any(|b| *b > 8.0), "{mixed:?}");
+    let bits = policy.storage.bits_per_value;
+    assert!((bits - found.report.bits).abs() < 0.02 && bits <= 6.5, "{bits} {:?}", found.report);
+    assert!(policy.quality.kl_nats > fp8.quality.kl_nats && policy.quality.kl_nats < 0.1);
+    assert!(found.policy.contains("\nk=") && found.artefact.is_none());
+}
+
 /// Names of an object's members, those of objects inside with dots.
 fn names(value: &serde_json::Value, prefix: &str, found: &mut Vec<String>) {
     let serde_json::Value::Object(object) = value else { return };
@@ -130,6 +160,8 @@ fn what_cannot_be_evaluated_is_refused_with_its_exit_code() {
         (&["eval", "--codec", "k=raw"], 64, "character 5"),
         (&["eval", "--codec", "@/no/such/file"], 64, "/no/such/file"),
         (&["eval", "--codec", "raw", "--windows", "tail=3"], 64, "sink=N"),
+        (&["eval", "--search"], 64, "--budget-bits"),
+        (&["eval", "--codec", "raw", "--policy", "x"], 64, "--search"),
         (&["eval", "--codec", "raw", "--text", "/no/such/text"], 1, "/no/such/text"),
         (&["eval", "--codec", "raw", "--model", "/no/such/model"], 1, "/no/such/model"),
         (&["eval", "--codec", "raw", "--passages", "0"], 1, "passages"),

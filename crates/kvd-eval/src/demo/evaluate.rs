@@ -31,7 +31,8 @@ impl Evaluation<'_> {
         let calibration_seconds = if calibration.is_empty() { 0.0 } else { calibrated };
         self.runs += 1;
         let name = self.model_name(codec);
-        let registration = Registration { name, label: codec, codec, calibration };
+        let registration =
+            Registration { name, label: codec, codec: codec.to_owned(), calibration };
         let mut run = CodecRun::open(&self.rig, registration).await?;
         let attention_error = run.attention_error(&self.reference.passages.clean).await?;
         run.take_latencies();

@@ -1,6 +1,6 @@
 //! The report as a Markdown page.
 
-use super::tables::{Sheet, legend, sheets};
+use super::tables::{Sheet, legend, searched, sheets};
 use super::{Block, EvalReport};
 use std::fmt::Write;
 
@@ -53,7 +53,12 @@ fn write_page(text: &mut String, report: &EvalReport, plot: Option<&str>) -> std
     if let Some(plot) = plot {
         writeln!(text, "![Bits per value against KL, with the Pareto front]({plot})\n")?;
     }
-    report.blocks.iter().try_for_each(|block| write_block(text, report, block))
+    report.blocks.iter().try_for_each(|block| write_block(text, report, block))?;
+    let Some(search) = &report.search else { return Ok(()) };
+    let sheet = searched(search);
+    writeln!(text, "## {}\n", sheet.title)?;
+    write_table(text, &sheet)?;
+    writeln!(text, "\n{}", sheet.note)
 }
 
 fn write_block(text: &mut String, report: &EvalReport, block: &Block) -> std::fmt::Result {

@@ -10,10 +10,12 @@ mod run;
 mod tables;
 mod text;
 
+pub(crate) use calibrations::Calibrations;
 pub use codec::{EvalCodec, Windows};
 pub use markdown::page;
 pub use options::EvalOptions;
 pub use plot::svg;
 pub use report::{Block, ContextBits, EvalReport, EvalRow, EvalSetup};
 pub use run::run;
+pub(crate) use run::{Session, evaluate};
 pub use tables::print;

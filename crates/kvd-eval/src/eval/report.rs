@@ -2,6 +2,7 @@
 
 use crate::ModelReport;
 use crate::measure::{AttentionError, Speed, Storage};
+use crate::search::SearchReport;
 use kvd_engine::Quality;
 use serde::Serialize;
 
@@ -16,6 +17,9 @@ pub struct EvalReport {
     pub setup: EvalSetup,
     /// One per text and windows, in the order asked, windows innermost.
     pub blocks: Vec<Block>,
+    /// How the policy among the rows was found, after a search.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub search: Option<SearchReport>,
     /// Wall time of all of it.
     pub seconds: f64,
 }

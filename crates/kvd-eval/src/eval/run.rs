@@ -10,7 +10,48 @@ use crate::{ModelReport, samples};
 use anyhow::{Context, Result};
 use kvd_client::{Client, ServerInfo};
 use kvd_codec::CodecSpec;
+use kvd_engine::Window;
 use std::time::Instant;
+
+/// What an evaluation and a search begin with.
+pub(crate) struct Session {
+    client: Client,
+    info: ServerInfo,
+    material: Material,
+    progress: Progress,
+    begin: Instant,
+}
+
+impl Session {
+    /// Connects and reads model and texts.
+    pub(crate) async fn open(options: &EvalOptions) -> Result<Self> {
+        let begin = Instant::now();
+        options.check()?;
+        let connected = Client::connect(options.endpoint.clone()).await;
+        let client = connected.with_context(|| format!("no daemon at {}", options.endpoint))?;
+        let info = client.server_info().await?;
+        let material = Material::load(options)?;
+        Ok(Self { client, info, material, progress: Progress::new(0), begin })
+    }
+
+    /// What the runs of all codecs share.
+    pub(crate) fn rig(&self, options: &EvalOptions) -> Result<Rig<'_>> {
+        let model = &self.material.model;
+        Ok(Rig {
+            client: &self.client,
+            model,
+            geometry: model.config().geometry(self.info.block_tokens_default)?,
+            chunk: options.chunk_tokens,
+            metrics: options.metrics.clone(),
+            progress: &self.progress,
+        })
+    }
+
+    /// Windows that calibrations are fitted on.
+    pub(crate) fn calibration(&self) -> &[Window] {
+        &self.material.calibration
+    }
+}
 
 /// Runs every codec on every text under all windows.
 ///
@@ -20,23 +61,19 @@ use std::time::Instant;
 /// # Errors
 /// When a file cannot be read or is too short, or a call to the daemon fails.
 pub async fn run(options: &EvalOptions) -> Result<EvalReport> {
-    let begin = Instant::now();
-    options.check()?;
-    let connected = Client::connect(options.endpoint.clone()).await;
-    let client = connected.with_context(|| format!("no daemon at {}", options.endpoint))?;
-    let info = client.server_info().await?;
-    let material = Material::load(options)?;
-    let progress = Progress::new(0);
-    let rig = Rig {
-        client: &client,
-        model: &material.model,
-        geometry: material.model.config().geometry(info.block_tokens_default)?,
-        chunk: options.chunk_tokens,
-        metrics: options.metrics.clone(),
-        progress: &progress,
-    };
-    let calibrations = calibrations(options, &material, &rig).await?;
-    let mut evaluation = Evaluation { rig, options, material: &material, calibrations, runs: 0 };
+    let session = Session::open(options).await?;
+    let calibrations = calibrations(options, &session).await?;
+    evaluate(&session, options, calibrations).await
+}
+
+/// The runs of [`run`], with artefacts that are there already.
+pub(crate) async fn evaluate(
+    session: &Session,
+    options: &EvalOptions,
+    calibrations: Calibrations,
+) -> Result<EvalReport> {
+    let (material, rig) = (&session.material, session.rig(options)?);
+    let mut evaluation = Evaluation { rig, options, material, calibrations, runs: 0 };
     let mut blocks = Vec::new();
     for text in &material.texts {
         blocks.extend(evaluation.text(text).await?);
@@ -44,29 +81,26 @@ pub async fn run(options: &EvalOptions) -> Result<EvalReport> {
     Ok(EvalReport {
         version: EvalReport::VERSION,
         model: ModelReport::new(&material.assets, &material.model),
-        setup: setup(options, &info, &material),
+        setup: setup(options, &session.info, material),
         blocks,
-        seconds: begin.elapsed().as_secs_f64(),
+        search: None,
+        seconds: session.begin.elapsed().as_secs_f64(),
     })
 }
 
 /// One artefact per codec that needs one: read, or fitted to the model's own text.
-async fn calibrations(
-    options: &EvalOptions,
-    material: &Material,
-    rig: &Rig<'_>,
-) -> Result<Calibrations> {
-    let specs = options.codecs.iter().map(|codec| &codec.spec);
-    let specs = specs.filter(|spec| spec.needs_calibration());
+async fn calibrations(options: &EvalOptions, session: &Session) -> Result<Calibrations> {
     if let Some(path) = &options.calibration {
         return Calibrations::read(path);
     }
+    let specs = options.codecs.iter().map(|codec| &codec.spec);
+    let specs = specs.filter(|spec| spec.needs_calibration());
     // The rows of codecs that need none would be thrown away.
-    let windows = if specs.clone().next().is_some() { &material.calibration[..] } else { &[] };
-    let Rig { model, geometry, progress, .. } = rig;
+    let windows = if specs.clone().next().is_some() { session.calibration() } else { &[] };
+    let Rig { model, geometry, progress, .. } = session.rig(options)?;
     progress.begin("calibration text", windows.len() * options.passage_tokens);
     let tick = |tokens| progress.add(tokens);
-    let samples = samples::collect(model, windows, geometry, tick).await?;
+    let samples = samples::collect(model, windows, &geometry, tick).await?;
     let fits = Fits::new(specs, &samples, options.seed, progress)?;
     progress.finish();
     Ok(Calibrations::Fitted(fits))
@@ -159,7 +193,7 @@ impl Evaluation<'_> {
         self.runs += 1;
         let name = format!("{}.{}", crate::model_name(&self.material.assets.name), self.runs);
         let codec = spec.to_string();
-        let registration = Registration { name, label, codec: &codec, calibration };
+        let registration = Registration { name, label, codec, calibration };
         let mut run = CodecRun::open(&self.rig, registration).await?;
         let attention_error = run.attention_error(&reference.clean).await?;
         let (quality, stored) = run.passages(reference).await?;

@@ -1,6 +1,7 @@
 //! The report as tables, for the terminal and for the page.
 
 use super::{Block, EvalReport, EvalRow};
+use crate::search::SearchReport;
 use crate::table::{number, table};
 use std::io::{self, Write};
 
@@ -160,6 +161,27 @@ fn speed(block: &Block) -> Option<Sheet> {
     Some(sheet("Speed", &header, rows, note))
 }
 
+/// What a search gave each layer and side.
+pub(super) fn searched(search: &SearchReport) -> Sheet {
+    let header = ["layer", "side", "bits/value", "attn error", "KL expected", "spec"];
+    let row = |slot: &crate::search::Slot| {
+        vec![
+            slot.layer.to_string(),
+            slot.side.clone(),
+            number(slot.bits, 2),
+            number(slot.attention_error, 4),
+            number(slot.expected_kl_nats, 5),
+            slot.spec.clone(),
+        ]
+    };
+    let note = format!(
+        "{:.3} bits per value of a budget of {}, {:.5} nats expected in all, both on a window of \
+         the calibration text that no fit saw.",
+        search.bits, search.budget_bits, search.expected_kl_nats
+    );
+    sheet("Policy found", &header, search.slots.iter().map(row).collect(), note)
+}
+
 /// Writes the report as text.
 ///
 /// # Errors
@@ -196,6 +218,12 @@ pub fn print(report: &EvalReport, out: &mut dyn Write) -> io::Result<()> {
             writeln!(out, "\n{}:\n\n{}", sheet.title, table(&header, &sheet.rows))?;
             write!(out, "{}", wrapped(&sheet.note))?;
         }
+    }
+    if let Some(search) = &report.search {
+        let sheet = searched(search);
+        let header: Vec<&str> = sheet.header.iter().map(String::as_str).collect();
+        writeln!(out, "\n{}:\n\n{}", sheet.title, table(&header, &sheet.rows))?;
+        write!(out, "{}", wrapped(&sheet.note))?;
     }
     writeln!(out, "\n{:.0} s in all.", report.seconds)
 }

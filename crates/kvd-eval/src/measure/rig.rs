@@ -30,7 +30,7 @@ pub(crate) struct Registration<'a> {
     /// For the progress bar.
     pub(crate) label: &'a str,
     /// Preset or spec text.
-    pub(crate) codec: &'a str,
+    pub(crate) codec: String,
     /// The artefact, empty when the codec needs none.
     pub(crate) calibration: Bytes,
 }
@@ -52,7 +52,7 @@ impl<'a> CodecRun<'a> {
         let spec = ModelSpec {
             name: name.clone(),
             geometry: rig.geometry.clone(),
-            codec: codec.to_owned(),
+            codec: codec.clone(),
             calibration,
         };
         let registered = rig.client.register_model(spec).await;

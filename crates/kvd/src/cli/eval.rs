@@ -6,6 +6,7 @@ use crate::daemon::Running;
 use anyhow::Context;
 use clap::Args;
 use kvd_eval::eval::{self, EvalCodec, EvalOptions, EvalReport, Windows};
+use kvd_eval::search::{self, SearchOptions};
 use std::path::{Path, PathBuf};
 
 /// What to evaluate.
@@ -21,7 +22,7 @@ pub(super) struct EvalArgs {
     text: Vec<PathBuf>,
     /// Codec to evaluate: a preset, a spec, or @FILE for a policy file; may be repeated.
     #[arg(long, value_name = "CODEC", value_parser = codec)]
-    #[arg(required_unless_present = "all_presets")]
+    #[arg(required_unless_present_any = ["all_presets", "search"])]
     codec: Vec<EvalCodec>,
     /// Evaluate every preset of `kvd codecs`, before those of --codec.
     #[arg(long)]
@@ -59,6 +60,23 @@ pub(super) struct EvalArgs {
     /// Plot bits against KL as SVG.
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
+    /// Find the best side for every layer within --budget-bits, by measured sensitivity, and
+    /// evaluate that policy beside the codecs (the kvd presets when none is named).
+    #[arg(long, requires = "budget_bits", conflicts_with = "calibration")]
+    search: bool,
+    /// Bits per value of packed blocks that a policy may take, mean over layers and sides.
+    #[arg(long, value_name = "BITS", requires = "search")]
+    budget_bits: Option<f64>,
+    /// Codec whose sides a layer may get; may be repeated. Eight rates of the kvd presets' family
+    /// when absent.
+    #[arg(long, value_name = "CODEC", requires = "search", value_parser = codec)]
+    candidates: Vec<EvalCodec>,
+    /// Write the policy found, as --codec @FILE reads it.
+    #[arg(long, value_name = "FILE", requires = "search")]
+    policy: Option<PathBuf>,
+    /// Write the calibration artefact of the policy found.
+    #[arg(long, value_name = "FILE", requires = "search")]
+    artefact: Option<PathBuf>,
     /// Page memory of the daemon.
     #[arg(long, value_name = "SIZE", default_value = "1 GiB")]
     pool: String,
@@ -95,31 +113,63 @@ async fn report(args: &EvalArgs, running: &Running) -> anyhow::Result<()> {
         command: command(),
         ..EvalOptions::new(local::endpoint(running)?, codecs)
     };
-    write(args, &eval::run(&options).await?)
+    let Some(budget) = args.budget_bits else {
+        return write(args, &eval::run(&options).await?);
+    };
+    write(args, &search(args, options, budget).await?)
+}
+
+/// Writes the policy and its artefact too.
+async fn search(
+    args: &EvalArgs,
+    mut options: EvalOptions,
+    budget: f64,
+) -> anyhow::Result<EvalReport> {
+    let mut search = SearchOptions::new(budget);
+    if !args.candidates.is_empty() {
+        search.candidates.clone_from(&args.candidates);
+    }
+    // Rows compare under the policy's own windows only.
+    match options.windows.iter().find(|windows| **windows != Windows::Own) {
+        Some(windows) => search.windows = *windows,
+        None => options.windows = vec![search.windows],
+    }
+    if options.codecs.is_empty() {
+        let ours = |codec: &EvalCodec| codec.label.starts_with("kvd-");
+        options.codecs = EvalCodec::all_presets().into_iter().filter(ours).collect();
+    }
+    let (found, report) = search::run(&options, &search).await?;
+    if let Some(path) = &args.policy {
+        put(path, found.policy.as_bytes())?;
+    }
+    if let (Some(path), Some(artefact)) = (&args.artefact, &found.artefact) {
+        put(path, &artefact.to_bytes())?;
+    }
+    Ok(report)
 }
 
 /// Files first, so that a table on the terminal says that everything is written.
 fn write(args: &EvalArgs, report: &EvalReport) -> anyhow::Result<()> {
     if let Some(path) = &args.svg {
-        put(path, &eval::svg(report))?;
+        put(path, eval::svg(report).as_bytes())?;
     }
     if let Some(path) = &args.markdown {
         let plot = args.svg.as_deref().map(|svg| seen_from(path, svg));
-        put(path, &eval::page(report, plot.as_deref()))?;
+        put(path, eval::page(report, plot.as_deref()).as_bytes())?;
     }
     let json = |report| Ok::<_, anyhow::Error>(serde_json::to_string_pretty(report)? + "\n");
     match &args.json {
         Some(path) if path.as_os_str() == "-" => Ok(super::print(&json(report)?)?),
         Some(path) => {
-            put(path, &json(report)?)?;
+            put(path, json(report)?.as_bytes())?;
             Ok(eval::print(report, &mut std::io::stdout())?)
         }
         None => Ok(eval::print(report, &mut std::io::stdout())?),
     }
 }
 
-fn put(path: &Path, text: &str) -> anyhow::Result<()> {
-    std::fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))
+fn put(path: &Path, bytes: &[u8]) -> anyhow::Result<()> {
+    std::fs::write(path, bytes).with_context(|| format!("cannot write {}", path.display()))
 }
 
 /// The plot as a link of the page: its name where both lie in one folder.
