@@ -39,7 +39,7 @@ pub(crate) fn page(
 ) -> EncodedPage {
     let start = out.len();
     out.resize(start + HEADER_BYTES, 0);
-    let (mut parts, fallback) = match payload(side, rows, stage, scratch, out) {
+    let (mut parts, fallback) = match payload((side, dtype), rows, stage, scratch, out) {
         Ok(parts) => (parts, false),
         Err(Unquantizable) => {
             out.truncate(start + HEADER_BYTES);
@@ -72,7 +72,7 @@ pub(crate) fn page(
 }
 
 fn payload(
-    side: &HeadSide,
+    (side, dtype): (&HeadSide, DType),
     rows: &[f32],
     stage: Stage<'_>,
     scratch: &mut Scratch,
@@ -90,6 +90,14 @@ fn payload(
         let offsets = grid.encode(coefficients, side.dim(), out)?;
         let codes = (out.len() - start) as u64 - offsets;
         return Ok(PageBytes { offsets, codes, ..PageBytes::default() });
+    }
+    if let HeadQuantizer::BitAlloc(bitalloc) = &side.quantizer {
+        let coefficients = forward(side, rows, &mut scratch.coefficients);
+        let start = out.len();
+        let raw = rows.len() * dtype.size_bytes();
+        let scales = bitalloc.encode(coefficients, raw, out)?;
+        let codes = (out.len() - start) as u64 - scales;
+        return Ok(PageBytes { scales, codes, ..PageBytes::default() });
     }
     quantize(side, rows, scratch)?;
     let mut parts = PageBytes { scales: scratch.scales.len() as u64, ..PageBytes::default() };

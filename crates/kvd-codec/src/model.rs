@@ -4,6 +4,7 @@ use crate::calibration::LAYER_TABLE_BYTES;
 use crate::encode::{self, Scratch, Stage};
 use crate::huffman::HuffmanTable;
 use crate::side::bind::HeadPlace;
+use crate::side::bitalloc::LEVELS;
 use crate::side::float::largest;
 use crate::{Calibration, CodecError, CodecSpec, Entropy, HeadSide};
 use kvd_core::{Geometry, LayerIndex, Side};
@@ -49,7 +50,7 @@ pub struct PageBytes {
     pub header: u64,
     /// Codes, or raw floats.
     pub codes: u64,
-    /// Scales and minima.
+    /// Scales and minima, and outliers kept apart.
     pub scales: u64,
     /// Lengths of entropy-coded streams.
     pub offsets: u64,
@@ -112,7 +113,9 @@ impl ModelCodec {
         }
         let per_head: u64 = heads.iter().map(HeadSide::calibration_bytes).sum();
         let grids = Side::BOTH.into_iter().filter(|side| spec.side(*side).has_grid_tables());
-        let tables = grids.count() * geometry.layers as usize * LAYER_TABLE_BYTES;
+        let bitallocs = Side::BOTH.into_iter().filter(|side| spec.side(*side).has_levels());
+        let levels = 2 * LEVELS * bitallocs.count() * geometry.layers as usize;
+        let tables = grids.count() * geometry.layers as usize * LAYER_TABLE_BYTES + levels;
         let calibration_bytes = per_head + tables as u64;
         let tables = vec![Vec::new(); 2 * geometry.layers as usize];
         Ok(Self { geometry, spec, heads, tables, calibration_bytes })

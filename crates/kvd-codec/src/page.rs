@@ -42,6 +42,7 @@ pub(crate) mod id {
     pub(crate) const UNIFORM: u8 = 16;
     pub(crate) const VQ: u8 = 32;
     pub(crate) const GRID: u8 = 48;
+    pub(crate) const BITALLOC: u8 = 49;
 
     pub(crate) const fn float(dtype: DType) -> u8 {
         match dtype {
@@ -57,7 +58,8 @@ pub(crate) mod id {
 pub struct PageHeader {
     /// Keys or values.
     pub side: Side,
-    /// What the codes are: 0 f32, 1 f16, 2 bf16, 3 fp8 e4m3, 16 uniform, 32 vq, 48 grid.
+    /// What the codes are: 0 f32, 1 f16, 2 bf16, 3 fp8 e4m3, 16 uniform, 32 vq, 48 grid,
+    /// 49 bitalloc.
     pub quantizer: u8,
     /// The codes are Huffman streams.
     pub huffman: bool,

@@ -6,7 +6,7 @@
 //! transform = "smooth" | "hadamard" | "mean" | "pca" | "qpca"
 //! quantizer = "raw" | "f32" | "f16" | "bf16" | "fp8"
 //!           | "uniform(" ( "b=" n | "rel=" x ) ",axis=" axis [ ",g=" n ] ")"
-//!           | "vq(d=" n ",b=" n ")" | "grid(rate=" x ")"
+//!           | "vq(d=" n ",b=" n ")" | "grid(rate=" x ")" | "bitalloc(b=" x ")"
 //! axis      = "channel" | "token" | "block"
 //! ```
 //! Arguments stand in any order; spaces are allowed between tokens.
@@ -164,7 +164,16 @@ impl<'a> Cursor<'a> {
             "fp8" => FloatFormat::E4M3,
             "uniform" => return self.uniform(start),
             "vq" => return self.vq(start),
-            "grid" => return self.grid(start),
+            "grid" => {
+                return self.one(start, ("grid", "rate", "bits per value"), |rate| {
+                    Quantizer::Grid { rate }
+                });
+            }
+            "bitalloc" => {
+                return self.one(start, ("bitalloc", "b", "bits per coefficient"), |bits| {
+                    Quantizer::BitAlloc { bits }
+                });
+            }
             _ => return self.fail(start, format!("{word:?} is no quantizer")),
         };
         Ok(Quantizer::Float(format))
@@ -217,17 +226,23 @@ impl<'a> Cursor<'a> {
         Ok(Quantizer::Uniform { step, axis, group })
     }
 
-    fn grid(&mut self, start: usize) -> Parsed<Quantizer> {
-        let mut rate = None;
+    /// A quantizer with a single number: its name, that of the argument, and what it counts.
+    fn one(
+        &mut self,
+        start: usize,
+        (quantizer, argument, what): (&str, &str, &str),
+        make: fn(f32) -> Quantizer,
+    ) -> Parsed<Quantizer> {
+        let mut number = None;
         for Argument { start, name, value_start, value } in self.arguments()? {
-            match name {
-                "rate" => rate = Some(self.parse_at(value_start, value, "bits per value")?),
-                _ => return self.fail(start, format!("grid has no argument {name:?}")),
+            if name != argument {
+                return self.fail(start, format!("{quantizer} has no argument {name:?}"));
             }
+            number = Some(self.parse_at(value_start, value, what)?);
         }
-        match rate {
-            Some(rate) => Ok(Quantizer::Grid { rate }),
-            None => self.fail(start, "grid needs rate="),
+        match number {
+            Some(number) => Ok(make(number)),
+            None => self.fail(start, format!("{quantizer} needs {argument}=")),
         }
     }
 
@@ -274,6 +289,9 @@ mod tests {
             ("k=grid(rate=x)/huffman; v=raw", 12, "no number"),
             ("k=grid(rate=0.2)/huffman; v=raw", 2, "0.25 to 10"),
             ("k=grid(rate=2); v=raw", 2, "needs /huffman"),
+            ("k=bitalloc(rate=2); v=raw", 11, "no argument"),
+            ("k=bitalloc(b=9); v=raw", 2, "0.25 to 8"),
+            ("k=bitalloc(b=2)/huffman; v=raw", 2, "no /huffman"),
             ("k=mean+mean/raw; v=raw", 2, "appears twice"),
             ("k=pca+qpca/raw; v=raw", 2, "exclude each other"),
             ("k=rä; v=raw", 2, "no quantizer"),

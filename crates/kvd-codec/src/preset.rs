@@ -15,7 +15,7 @@ pub struct Preset {
     pub summary: &'static str,
 }
 
-static PRESETS: [Preset; 11] = [
+static PRESETS: [Preset; 12] = [
     Preset {
         name: "raw",
         spec_text: "k=raw; v=raw",
@@ -86,6 +86,12 @@ static PRESETS: [Preset; 11] = [
                     sink=32; recent=96",
         source: "kvd's own, docs/adr/0005-grid-codec.md",
         summary: "query-aware transform coding, about 1.5 bits per value, everything counted",
+    },
+    Preset {
+        name: "kvd-2-fast",
+        spec_text: "k=mean+qpca/bitalloc(b=2); v=mean+pca/bitalloc(b=2); sink=32; recent=96",
+        source: "kvd's own, docs/adr/0006-bit-allocation.md",
+        summary: "query-aware transform coding at fixed widths, 2 bits per value, no entropy stage",
     },
 ];
 

@@ -3,6 +3,7 @@
 use crate::huffman::{HuffmanTable, Stream};
 use crate::page::{Page, PageHeader, id};
 use crate::side::HeadQuantizer;
+use crate::side::bitalloc::{BitAlloc, OUTLIER_BYTES};
 use crate::side::grid::Grid;
 use crate::side::uniform::ScaleRow;
 use crate::{HeadSide, ModelCodec, PageError, ROWS_PER_STREAM, bits};
@@ -35,6 +36,7 @@ enum Payload<'a> {
     Fixed { scales: &'a [u8], bits: u32, codes: &'a [u8] },
     Huffman { scales: &'a [u8], table: &'a HuffmanTable, lengths: &'a [u8], codes: &'a [u8] },
     Grid { grid: &'a Grid, lengths: &'a [u8], codes: &'a [u8] },
+    BitAlloc { bitalloc: &'a BitAlloc, codes: &'a [u8], outliers: &'a [u8] },
 }
 
 /// One stream of a page, its rows, and which of them are asked for.
@@ -95,6 +97,7 @@ impl<'a> PageReader<'a> {
                 let (lengths, codes) = split_streams(page.payload(), &page)?;
                 Payload::Grid { grid, lengths, codes }
             }
+            HeadQuantizer::BitAlloc(ref bitalloc) => allocated(bitalloc, &page)?,
             _ if huffman => {
                 let table = model.table(layer, side, version).ok_or(PageError::Table(version))?;
                 streams(head_side, &page, table)?
@@ -180,6 +183,9 @@ impl<'a> PageReader<'a> {
                 }
                 Ok(())
             }
+            Payload::BitAlloc { bitalloc, codes, outliers } => {
+                bitalloc.decode((codes, outliers), (tokens, first), out)
+            }
             Payload::Huffman { scales, table, lengths, codes } => {
                 self.decode_streams((scales, table, lengths, codes), first..end, out)
             }
@@ -255,6 +261,19 @@ fn codes<'a>(side: &HeadSide, page: &Page<'a>) -> Result<Payload<'a>, PageError>
     check("payload_len", payload.len(), scale_bytes + tokens * row_bytes)?;
     let (scales, codes) = payload.split_at(scale_bytes);
     Ok(Payload::Fixed { scales, bits, codes })
+}
+
+/// A payload of codes of allocated widths and outliers.
+fn allocated<'a>(bitalloc: &'a BitAlloc, page: &Page<'a>) -> Result<Payload<'a>, PageError> {
+    let codes = usize::from(page.header().tokens) * bitalloc.row_bytes();
+    let (codes, outliers) = page
+        .payload()
+        .split_at_checked(codes)
+        .ok_or(PageError::Payload("it ends inside the codes"))?;
+    if !outliers.len().is_multiple_of(OUTLIER_BYTES) {
+        return Err(PageError::Payload("it ends inside an outlier"));
+    }
+    Ok(Payload::BitAlloc { bitalloc, codes, outliers })
 }
 
 /// A payload of scales and Huffman streams.

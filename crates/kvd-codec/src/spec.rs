@@ -82,6 +82,13 @@ pub enum Quantizer {
         /// Bits per value that pages should take on the calibration text, everything counted.
         rate: f32,
     },
+    /// A fixed width for every coefficient, 0 to 8 bits by greedy reduction of the distortion, and
+    /// levels trained by width (Lloyd-Max); all from the calibration. No entropy stage. Best after
+    /// `mean+qpca` (keys) and `mean+pca` (values).
+    BitAlloc {
+        /// Mean bits per coefficient over the side's layers and heads.
+        bits: f32,
+    },
 }
 
 impl Quantizer {
@@ -94,8 +101,13 @@ impl Quantizer {
             Self::Uniform { step: UniformStep::Bits(bits), .. } => Some(1 << bits.min(16)),
             Self::Uniform { step: UniformStep::Relative(rel), .. } => Some(relative_levels(rel)),
             Self::Vq { bits, .. } => Some(1 << bits.min(16)),
-            Self::Grid { .. } => None,
+            Self::Grid { .. } | Self::BitAlloc { .. } => None,
         }
+    }
+
+    /// Whether the quantizer is fitted to the coefficients of all heads of a side at once.
+    pub(crate) fn fits_coefficients(&self) -> bool {
+        matches!(self, Self::Grid { .. } | Self::BitAlloc { .. })
     }
 
     /// Channels that one code stands for.
@@ -103,7 +115,7 @@ impl Quantizer {
     pub fn channels_per_code(&self) -> usize {
         match self {
             Self::Vq { dim, .. } => usize::from(*dim),
-            Self::Float(_) | Self::Uniform { .. } | Self::Grid { .. } => 1,
+            Self::Float(_) | Self::Uniform { .. } | Self::Grid { .. } | Self::BitAlloc { .. } => 1,
         }
     }
 }
@@ -183,7 +195,8 @@ impl SideSpec {
     #[must_use]
     pub fn needs_calibration(&self) -> bool {
         self.transforms.iter().any(|transform| *transform != Transform::Hadamard)
-            || matches!(self.quantizer, Quantizer::Vq { .. } | Quantizer::Grid { .. })
+            || matches!(self.quantizer, Quantizer::Vq { .. })
+            || self.quantizer.fits_coefficients()
     }
 
     /// Whether Huffman tables are built from the blocks themselves (and named by version in each
@@ -196,6 +209,11 @@ impl SideSpec {
     /// Whether the side's Huffman tables come with the calibration.
     pub(crate) fn has_grid_tables(&self) -> bool {
         matches!(self.quantizer, Quantizer::Grid { .. })
+    }
+
+    /// Whether the side's levels come with the calibration.
+    pub(crate) fn has_levels(&self) -> bool {
+        matches!(self.quantizer, Quantizer::BitAlloc { .. })
     }
 
     /// The transforms as in a spec text (`smooth+hadamard`), empty when there are none.
@@ -241,6 +259,9 @@ impl SideSpec {
             Quantizer::Grid { rate } if !(0.25..=10.0).contains(&rate) => {
                 return Err(format!("grid rate={rate}: must be 0.25 to 10 bits per value"));
             }
+            Quantizer::BitAlloc { bits } if !(0.25..=8.0).contains(&bits) => {
+                return Err(format!("bitalloc b={bits}: must be 0.25 to 8 bits per coefficient"));
+            }
             _ => {}
         }
         if let Quantizer::Grid { .. } = self.quantizer {
@@ -252,6 +273,9 @@ impl SideSpec {
             };
         }
         match (self.entropy, self.quantizer.alphabet()) {
+            (Entropy::Huffman, None) if self.quantizer.fits_coefficients() => {
+                Err("bitalloc takes no /huffman: its codes have fixed widths".to_owned())
+            }
             (Entropy::Huffman, None) => Err("huffman needs codes; raw floats have none".to_owned()),
             (Entropy::Huffman, Some(n)) if n > 256 => {
                 Err(format!("huffman takes at most 256 codes, this quantizer has {n}"))
@@ -305,6 +329,7 @@ impl fmt::Display for Quantizer {
             }
             Self::Vq { dim, bits } => write!(f, "vq(d={dim},b={bits})"),
             Self::Grid { rate } => write!(f, "grid(rate={rate})"),
+            Self::BitAlloc { bits } => write!(f, "bitalloc(b={bits})"),
         }
     }
 }

@@ -9,13 +9,19 @@
 //! | `k.step`, `v.step` | f32 `[layers, kv_heads]` | step of `grid` |
 //! | `k.class`, `v.class` | u8 `[layers, kv_heads, head_dim]` | class of each coefficient |
 //! | `k.table`, `v.table` | u8 `[layers, classes, 128]` | Huffman code lengths, zeros after them |
+//! | `k.scale`, `v.scale` | f32 `[layers, kv_heads, head_dim]` | scales of `bitalloc` |
+//! | `k.width`, `v.width` | u8 `[layers, kv_heads, head_dim]` | bits of each coefficient |
+//! | `k.levels`, `v.levels` | f16 `[layers, 510]` | levels of widths 1 to 8 |
+//! | `k.bound`, `v.bound` | f32 `[layers, kv_heads]` | largest error that is no outlier |
 //!
 //! The metadata key `kvd.calibration` holds one JSON object: version, geometry, seed, codec and
 //! the transforms in whose space each side's tensors live. One key, because several would be
 //! written in an arbitrary order.
 
+mod bitalloc;
 mod tensors;
 
+pub(crate) use bitalloc::BitAllocTensors;
 pub(crate) use tensors::{Codebooks, GridTensors, LAYER_TABLE_BYTES, SideCalibration, TABLE_WIDTH};
 
 use crate::CalibrationError;

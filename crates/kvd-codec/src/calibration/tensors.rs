@@ -1,5 +1,6 @@
 //! The tensors of one side of a calibration.
 
+use super::bitalloc::BitAllocTensors;
 use super::malformed;
 use crate::CalibrationError;
 use crate::huffman::HuffmanTable;
@@ -29,6 +30,8 @@ pub(crate) struct SideCalibration {
     pub(crate) codebooks: Option<Codebooks>,
     /// Steps, classes and tables of a grid.
     pub(crate) grid: Option<GridTensors>,
+    /// Widths, levels, scales and bounds of a bit allocation.
+    pub(crate) bitalloc: Option<BitAllocTensors>,
 }
 
 /// Codebooks of vector quantization.
@@ -83,7 +86,8 @@ impl SideCalibration {
         let grid = self.grid.as_ref();
         let grid = grid.map_or(0, |g| 4 * g.steps.len() + g.classes.len() + g.tables.len());
         let floats = self.smooth.len() + self.mean.len();
-        (4 * floats + 2 * (self.matrix.len() + halves) + grid) as u64
+        let bitalloc = self.bitalloc.as_ref().map_or(0, BitAllocTensors::size_bytes);
+        (4 * floats + 2 * (self.matrix.len() + halves) + grid + bitalloc) as u64
     }
 
     /// What goes into the file.
@@ -110,6 +114,9 @@ impl SideCalibration {
             let shape = [layers, CLASSES.len(), TABLE_WIDTH];
             add("table", Dtype::U8, &shape, grid.tables.clone());
         }
+        if let Some(bitalloc) = &self.bitalloc {
+            buffers.extend(bitalloc.buffers(side.name(), [layers, heads, dim]));
+        }
         buffers
     }
 
@@ -129,22 +136,23 @@ impl SideCalibration {
             matrix: file.halves("matrix", &[dim, dim])?,
             codebooks: file.codebooks()?,
             grid: file.grid()?,
+            bitalloc: BitAllocTensors::read(&file, [file.heads()[0], file.heads()[1], dim])?,
         })
     }
 }
 
-fn singles(values: &[f32]) -> Vec<u8> {
+pub(super) fn singles(values: &[f32]) -> Vec<u8> {
     values.iter().flat_map(|x| x.to_le_bytes()).collect()
 }
 
-fn halves(values: &[f16]) -> Vec<u8> {
+pub(super) fn halves(values: &[f16]) -> Vec<u8> {
     values.iter().flat_map(|x| x.to_le_bytes()).collect()
 }
 
 /// One side of a file that is being read.
-struct File<'a> {
+pub(super) struct File<'a> {
     tensors: &'a SafeTensors<'a>,
-    side: Side,
+    pub(super) side: Side,
     geometry: &'a Geometry,
 }
 
@@ -154,7 +162,7 @@ impl<'a> File<'a> {
     }
 
     /// Bytes of a tensor of exactly this type and shape; none when it is absent.
-    fn bytes(
+    pub(super) fn bytes(
         &self,
         kind: &str,
         dtype: Dtype,
@@ -170,7 +178,7 @@ impl<'a> File<'a> {
 
     /// An f32 tensor `[layers, kv_heads, ..rest]` of finite values that are all `valid`; empty
     /// when it is absent.
-    fn singles(
+    pub(super) fn singles(
         &self,
         kind: &str,
         rest: &[usize],

@@ -1,5 +1,6 @@
 //! From a spec, a geometry and a calibration to a [`HeadSide`].
 
+use super::bitalloc::{BitAlloc, Levels};
 use super::grid::{Grid, GridTables};
 use super::uniform::Uniform;
 use super::vq::Codebook;
@@ -29,6 +30,8 @@ struct Binder<'a> {
     part: Option<&'a SideCalibration>,
     /// Tables of a grid.
     tables: Option<GridTables>,
+    /// Levels of a bit allocation.
+    levels: Option<Arc<Levels>>,
 }
 
 impl HeadSide {
@@ -55,7 +58,9 @@ impl HeadSide {
             }
             _ => None,
         };
-        let binder = Binder { geometry, spec: side_spec, side, layer, part, tables };
+        let bitalloc = part.and_then(|part| part.bitalloc.as_ref());
+        let levels = bitalloc.and_then(|part| part.layer_levels(layer.0 as usize)).map(Arc::new);
+        let binder = Binder { geometry, spec: side_spec, side, layer, part, tables, levels };
         (0..geometry.kv_heads as usize).map(|head| binder.head(head)).collect()
     }
 }
@@ -139,7 +144,27 @@ impl Binder<'_> {
                 tables.iter().flatten().for_each(|table| hash.update(table.lengths()));
                 HeadQuantizer::Grid(Box::new(Grid::new(step, classes, Arc::clone(tables))))
             }
+            Quantizer::BitAlloc { .. } => self.bitalloc(index, dim, hash)?,
         })
+    }
+
+    fn bitalloc(
+        &self,
+        index: usize,
+        dim: usize,
+        hash: &mut Xxh3,
+    ) -> Result<HeadQuantizer, CodecError> {
+        let part = self.part.and_then(|part| part.bitalloc.as_ref());
+        let (Some(part), Some(levels)) = (part, &self.levels) else {
+            return Err(mismatch(format!("{} has no bit allocation", self.side)));
+        };
+        let (widths, bound) = (&part.widths[index * dim..][..dim], part.bounds[index]);
+        let scales = &part.scales[index * dim..][..dim];
+        hash.update(widths);
+        scales.iter().chain([&bound]).for_each(|x| hash.update(&x.to_le_bytes()));
+        levels.values().iter().for_each(|x| hash.update(&x.to_le_bytes()));
+        let bitalloc = BitAlloc::new(widths, scales, bound, Arc::clone(levels));
+        Ok(HeadQuantizer::BitAlloc(Box::new(bitalloc)))
     }
 
     /// The head's part of a tensor, `len` values.
@@ -172,8 +197,8 @@ fn check_shape(geometry: &Geometry, fitted: &Geometry) -> Result<(), CodecError>
     )))
 }
 
-/// The side's part, if it was fitted in the space of the same transforms, and a grid for the same
-/// rate.
+/// The side's part, if it was fitted in the space of the same transforms, and what is fitted to
+/// all coefficients of the side for the same quantizer.
 fn fitted<'a>(
     calibration: &'a Calibration,
     spec: &SideSpec,
@@ -185,7 +210,7 @@ fn fitted<'a>(
         let text = format!("{side} was fitted after {:?}, not {transforms:?}", part.transforms);
         return Err(mismatch(text));
     }
-    if let Quantizer::Grid { .. } = spec.quantizer {
+    if spec.quantizer.fits_coefficients() {
         let fitted = calibration.spec_text().parse::<CodecSpec>();
         if !fitted.is_ok_and(|fitted| fitted.side(side).quantizer == spec.quantizer) {
             return Err(mismatch(format!("{side} was not fitted for {}", spec.quantizer)));

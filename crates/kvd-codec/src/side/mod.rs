@@ -1,6 +1,7 @@
 //! One head's side of a codec: its transforms and its quantizer with what calibration gave them.
 
 pub(crate) mod bind;
+pub(crate) mod bitalloc;
 pub(crate) mod float;
 pub(crate) mod grid;
 pub(crate) mod uniform;
@@ -8,6 +9,7 @@ pub(crate) mod vq;
 
 use crate::page::id;
 use crate::transform::Step;
+use bitalloc::BitAlloc;
 use grid::Grid;
 use kvd_core::{DType, Geometry};
 use uniform::{ScaleRow, Uniform};
@@ -30,13 +32,15 @@ pub(crate) enum HeadQuantizer {
     Vq(Codebook),
     /// One step per head, codes by class.
     Grid(Box<Grid>),
+    /// Fixed widths and levels per coefficient.
+    BitAlloc(Box<BitAlloc>),
 }
 
 impl HeadQuantizer {
     /// Bits of a fixed-width code; 0 when rows are stored as floats.
     pub(crate) fn code_bits(&self) -> u32 {
         match self {
-            Self::Float(_) | Self::Grid(_) => 0,
+            Self::Float(_) | Self::Grid(_) | Self::BitAlloc(_) => 0,
             Self::E4m3 => 8,
             Self::Uniform(uniform) => uniform.code_bits(),
             Self::Vq(book) => book.code_bits(),
@@ -46,7 +50,7 @@ impl HeadQuantizer {
     /// Codes of one row.
     pub(crate) fn symbols_per_row(&self, dim: usize) -> usize {
         match self {
-            Self::Float(_) | Self::Grid(_) => 0,
+            Self::Float(_) | Self::Grid(_) | Self::BitAlloc(_) => 0,
             Self::E4m3 | Self::Uniform(_) => dim,
             Self::Vq(book) => dim / book.dim(),
         }
@@ -55,7 +59,7 @@ impl HeadQuantizer {
     /// Bytes of scales in a page.
     pub(crate) fn scale_bytes(&self, tokens: usize, dim: usize) -> usize {
         match self {
-            Self::Float(_) | Self::Vq(_) | Self::Grid(_) => 0,
+            Self::Float(_) | Self::Vq(_) | Self::Grid(_) | Self::BitAlloc(_) => 0,
             Self::E4m3 => float::E4M3_SCALE_BYTES,
             Self::Uniform(uniform) => uniform.scale_bytes(tokens, dim),
         }
@@ -71,7 +75,7 @@ impl HeadQuantizer {
     ) -> Result<(), Unquantizable> {
         match self {
             // These write their pages themselves.
-            Self::Float(_) | Self::Grid(_) => Ok(()),
+            Self::Float(_) | Self::Grid(_) | Self::BitAlloc(_) => Ok(()),
             Self::E4m3 => float::encode_e4m3(rows, symbols, scales),
             Self::Uniform(uniform) => uniform.quantize(rows, dim, symbols, scales),
             Self::Vq(book) => book.quantize(rows, symbols),
@@ -88,7 +92,7 @@ impl HeadQuantizer {
         out: &mut [f32],
     ) {
         match self {
-            Self::Float(_) | Self::Grid(_) => {}
+            Self::Float(_) | Self::Grid(_) | Self::BitAlloc(_) => {}
             Self::E4m3 => float::decode_e4m3(scales, symbols, out),
             Self::Uniform(uniform) => uniform.dequantize_row(scales, row, symbols, loaded, out),
             Self::Vq(book) => book.dequantize_row(symbols, out),
@@ -121,6 +125,7 @@ impl HeadSide {
             HeadQuantizer::Uniform(_) => id::UNIFORM,
             HeadQuantizer::Vq(_) => id::VQ,
             HeadQuantizer::Grid(_) => id::GRID,
+            HeadQuantizer::BitAlloc(_) => id::BITALLOC,
         }
     }
 
@@ -136,12 +141,13 @@ impl HeadSide {
     /// Bytes kept from the calibration: f32 factors and f16 codebook entries.
     pub(crate) fn calibration_bytes(&self) -> u64 {
         let factors: u64 = self.steps.iter().map(Step::calibration_bytes).sum();
-        let grid = match &self.quantizer {
+        let scalar = match &self.quantizer {
             // A step and a class per coefficient.
             HeadQuantizer::Grid(_) => 4 + self.dim as u64,
+            HeadQuantizer::BitAlloc(bitalloc) => bitalloc.calibration_bytes(),
             _ => 0,
         };
-        factors + grid + self.codebook().map_or(0, |book| 2 * book.entries().len() as u64)
+        factors + scalar + self.codebook().map_or(0, |book| 2 * book.entries().len() as u64)
     }
 
     /// Whether coefficients are the rows themselves.

@@ -9,7 +9,7 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 
 /// The codecs that every shape must survive.
-pub(crate) const SPECS: [&str; 15] = [
+pub(crate) const SPECS: [&str; 17] = [
     "raw",
     "fp8",
     "kivi-4",
@@ -25,6 +25,8 @@ pub(crate) const SPECS: [&str; 15] = [
     "k=vq(d=1,b=2); v=vq(d=16,b=2)/huffman",
     "k=mean+qpca/grid(rate=3)/huffman; v=mean+pca/grid(rate=2)/huffman",
     "k=pca+mean/f16; v=smooth+hadamard/grid(rate=4)/huffman",
+    "kvd-2-fast",
+    "k=hadamard/bitalloc(b=3.3); v=mean/bitalloc(b=1)",
 ];
 
 /// One layer, two KV heads, blocks of 64.
