@@ -27,11 +27,12 @@ pub struct FitProgress {
     pub total: usize,
 }
 
-/// Fits, in the order of the transforms, what each side needs to `samples`: smoothing factors
-/// (VecInfer eq. 4: `sqrt(max |x_i|)`, 1 for a channel of zeros), means, principal axes, and in
-/// the space after them codebooks (k-means, one per layer, side and head) or grids (one step for
-/// the whole side, weighted per head, so that the samples take the rate asked for). The same
-/// arguments give the same calibration.
+/// Fits, in the order of the transforms, what each side (and each override) needs to `samples`:
+/// smoothing factors (VecInfer eq. 4: `sqrt(max |x_i|)`, 1 for a channel of zeros), means,
+/// principal axes, and in the space after them codebooks (k-means, one per layer, side and head)
+/// or grids (one step for the whole side, weighted per head, so that the samples take the rate
+/// asked for). The side of an override is fitted over all layers and heads too. The same arguments
+/// give the same calibration.
 ///
 /// # Errors
 /// When the codec does not fit the geometry, the samples belong to another one, a head has none
@@ -44,38 +45,43 @@ pub fn fit(
     progress: &mut dyn FnMut(FitProgress),
 ) -> Result<Calibration, CalibrationError> {
     geometry.validate().map_err(|error| Box::new(CodecError::Geometry(error)))?;
-    let shape = |g: &Geometry| [g.layers, g.kv_heads, g.head_dim_k, g.head_dim_v];
-    if shape(samples.geometry()) != shape(geometry) {
+    if !geometry.same_rows(samples.geometry()) {
         return Err(CalibrationError::Shape("the samples have another geometry".to_owned()));
     }
     let heads = geometry.layers as usize * geometry.kv_heads as usize;
-    let sides = Side::BOTH.into_iter().filter(|side| spec.side(*side).needs_calibration());
-    let mut state = FitProgress { done: 0, total: sides.count() * heads };
+    let mut parts: Vec<(Side, &SideSpec)> = Vec::new();
+    for side in Side::BOTH {
+        for variant in spec.variants(side) {
+            variant
+                .check(geometry, side)
+                .map_err(|reason| Box::new(CodecError::InvalidCodec { side, reason }))?;
+            let known = |(other, spec): &(Side, &SideSpec)| {
+                *other == side && spec.fitted_text() == variant.fitted_text()
+            };
+            if variant.needs_calibration() && !parts.iter().any(known) {
+                parts.push((side, variant));
+            }
+        }
+    }
+    let mut state = FitProgress { done: 0, total: parts.len() * heads };
     let mut one_more = || {
         state.done += 1;
         progress(state);
     };
-    let mut fit_side = |side| fit_side(geometry, spec, samples, seed, side, &mut one_more);
-    let sides = [fit_side(Side::Key)?, fit_side(Side::Value)?];
-    Ok(Calibration { geometry: geometry.clone(), spec: spec.to_string(), seed, sides })
+    let parts = parts.into_iter();
+    let parts = parts.map(|part| fit_side(geometry, part, samples, seed, &mut one_more));
+    let parts = parts.collect::<Result<_, _>>()?;
+    Ok(Calibration { geometry: geometry.clone(), seed, parts })
 }
 
 fn fit_side(
     geometry: &Geometry,
-    spec: &CodecSpec,
+    (side, side_spec): (Side, &SideSpec),
     samples: &Samples,
     seed: u64,
-    side: Side,
     one_more: &mut dyn FnMut(),
 ) -> Result<SideCalibration, CalibrationError> {
-    let side_spec = spec.side(side);
-    let mut fitted =
-        SideCalibration { transforms: side_spec.transforms_text(), ..SideCalibration::default() };
-    check_side(geometry, side_spec, side)
-        .map_err(|reason| Box::new(CodecError::InvalidCodec { side, reason }))?;
-    if !side_spec.needs_calibration() {
-        return Ok(fitted);
-    }
+    let mut fitted = SideCalibration::new(side, side_spec.fitted_text());
     if let Quantizer::Vq { dim, bits } = side_spec.quantizer {
         let (dim, entries) = (usize::from(dim), 1 << bits);
         fitted.codebooks = Some(Codebooks { dim, entries, values: Vec::new() });
@@ -105,10 +111,8 @@ fn fit_side(
             fitted.grid = Some(fit_grid::fit(geometry, side, rate, &grid_heads)?);
         }
         Quantizer::BitAlloc { bits } => {
-            let matrix_is_last = matches!(
-                side_spec.transforms.last(),
-                Some(Transform::Pca | Transform::QueryPca)
-            );
+            let matrix_is_last =
+                matches!(side_spec.transforms.last(), Some(Transform::Pca | Transform::QueryPca));
             let asked = (bits, matrix_is_last);
             let allocated = fit_bitalloc::fit(geometry, side, asked, &grid_heads)?;
             permute_rows(&mut fitted.matrix, geometry.head_dim(side), &allocated.orders);
@@ -127,22 +131,6 @@ fn permute_rows(matrices: &mut [f16], dim: usize, orders: &[Vec<usize>]) {
             row.copy_from_slice(&rows[from * dim..][..dim]);
         }
     }
-}
-
-/// What must hold of a side before anything is fitted.
-fn check_side(geometry: &Geometry, spec: &SideSpec, side: Side) -> Result<(), String> {
-    spec.validate()?;
-    let dim = geometry.head_dim(side);
-    match spec.quantizer {
-        Quantizer::Vq { dim: sub, .. } if !dim.is_multiple_of(usize::from(sub)) => {
-            return Err(format!("vq d={sub} does not divide the head size {dim}"));
-        }
-        _ => {}
-    }
-    if side == Side::Value && spec.transforms.contains(&Transform::QueryPca) {
-        return Err("qpca is for keys: queries meet no values".to_owned());
-    }
-    Ok(())
 }
 
 /// The head that is being fitted.

@@ -18,8 +18,8 @@ const POINTS_MIN: usize = 1 << 12;
 const ROUNDS: usize = 3;
 /// Coefficients of a side whose errors are looked at for the bound.
 const BOUND_POINTS_MAX: usize = 1 << 23;
-/// Share of coefficients that may be outliers on the samples: 48 bits each, 0.012 bits per value.
-const OUTLIERS: f64 = 1.0 / 4096.0;
+/// Share of coefficients that may be outliers on the samples: 48 bits each, 0.003 bits per value.
+const OUTLIERS: f64 = 1.0 / 16384.0;
 
 /// What a fit gives: the tensors, and per head the order of its coefficients.
 pub(crate) struct Fitted {
@@ -247,8 +247,7 @@ fn bound(
     let stride = coefficients.div_ceil(BOUND_POINTS_MAX).max(1);
     let mut errors = Vec::new();
     for (layer, levels) in levels.iter().enumerate() {
-        let stored: Vec<f32> =
-            levels.values.iter().map(|x| f16::from_f32(*x).to_f32()).collect();
+        let stored: Vec<f32> = levels.values.iter().map(|x| f16::from_f32(*x).to_f32()).collect();
         let levels = Levels::new(&stored);
         for head in layer * kv_heads..(layer + 1) * kv_heads {
             for row in heads[head].rows.iter().step_by(stride) {

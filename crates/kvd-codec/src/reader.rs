@@ -86,8 +86,7 @@ impl<'a> PageReader<'a> {
         let dtype = model.geometry().dtype;
         let id = if header.fallback { id::float(dtype) } else { head_side.quantizer_id() };
         check("quantizer", usize::from(header.quantizer), usize::from(id))?;
-        let tables = model.spec().side(side).has_trained_tables();
-        let huffman = tables && !header.fallback;
+        let huffman = head_side.trained_tables && !header.fallback;
         check("huffman", usize::from(header.huffman), usize::from(huffman))?;
         let version = header.table_version;
         let payload = match head_side.quantizer {
@@ -99,7 +98,8 @@ impl<'a> PageReader<'a> {
             }
             HeadQuantizer::BitAlloc(ref bitalloc) => allocated(bitalloc, &page)?,
             _ if huffman => {
-                let table = model.table(layer, side, version).ok_or(PageError::Table(version))?;
+                let table = model.table((layer, side), head_side, version);
+                let table = table.ok_or(PageError::Table(version))?;
                 streams(head_side, &page, table)?
             }
             _ => codes(head_side, &page)?,

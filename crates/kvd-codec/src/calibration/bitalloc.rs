@@ -32,9 +32,9 @@ impl BitAllocTensors {
     }
 
     /// What goes into the file.
-    pub(super) fn buffers(&self, side: &str, [layers, heads, dim]: [usize; 3]) -> Vec<Buffer> {
+    pub(super) fn buffers(&self, index: usize, [layers, heads, dim]: [usize; 3]) -> Vec<Buffer> {
         let buffer = |kind: &str, dtype, shape: &[usize], bytes| {
-            let name = format!("{side}.{kind}");
+            let name = format!("{index}.{kind}");
             Buffer { name, dtype, shape: shape.to_vec(), bytes }
         };
         vec![

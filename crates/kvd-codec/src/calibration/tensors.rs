@@ -16,10 +16,12 @@ pub(crate) const TABLE_WIDTH: usize = 128;
 pub(crate) const LAYER_TABLE_BYTES: usize = CLASSES.len() * TABLE_WIDTH;
 
 /// What one side learned; tensors are row-major over `[layers, kv_heads, ..]`.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub(crate) struct SideCalibration {
-    /// The side's transforms as in a spec text: the space the tensors live in.
-    pub(crate) transforms: String,
+    /// Keys or values.
+    pub(crate) side: Side,
+    /// What it was fitted for: [`crate::SideSpec::fitted_text`].
+    pub(crate) fitted: String,
     /// `[layers, kv_heads, head_dim]`, empty without `smooth`.
     pub(crate) smooth: Vec<f32>,
     /// `[layers, kv_heads, head_dim]`, empty without `mean`.
@@ -80,6 +82,12 @@ pub(super) struct Buffer {
 }
 
 impl SideCalibration {
+    /// Nothing learned yet.
+    pub(crate) fn new(side: Side, fitted: String) -> Self {
+        let (smooth, mean, matrix) = (Vec::new(), Vec::new(), Vec::new());
+        Self { side, fitted, smooth, mean, matrix, codebooks: None, grid: None, bitalloc: None }
+    }
+
     /// Bytes of all tensors.
     pub(super) fn size_bytes(&self) -> u64 {
         let halves = self.codebooks.as_ref().map_or(0, |books| books.values.len());
@@ -91,13 +99,13 @@ impl SideCalibration {
     }
 
     /// What goes into the file.
-    pub(super) fn buffers(&self, geometry: &Geometry, side: Side) -> Vec<Buffer> {
+    pub(super) fn buffers(&self, geometry: &Geometry, index: usize) -> Vec<Buffer> {
         let (layers, heads) = (geometry.layers as usize, geometry.kv_heads as usize);
-        let dim = geometry.head_dim(side);
+        let dim = geometry.head_dim(self.side);
         let mut buffers = Vec::new();
         let mut add = |kind: &str, dtype, shape: &[usize], bytes: Vec<u8>| {
             if !bytes.is_empty() {
-                let name = format!("{side}.{kind}");
+                let name = format!("{index}.{kind}");
                 buffers.push(Buffer { name, dtype, shape: shape.to_vec(), bytes });
             }
         };
@@ -115,22 +123,23 @@ impl SideCalibration {
             add("table", Dtype::U8, &shape, grid.tables.clone());
         }
         if let Some(bitalloc) = &self.bitalloc {
-            buffers.extend(bitalloc.buffers(side.name(), [layers, heads, dim]));
+            buffers.extend(bitalloc.buffers(index, [layers, heads, dim]));
         }
         buffers
     }
 
-    /// Reads and checks the side's tensors.
+    /// Reads and checks the tensors of part `index`.
     pub(super) fn read(
         tensors: &SafeTensors<'_>,
-        side: Side,
+        index: usize,
+        (side, fitted): (Side, String),
         geometry: &Geometry,
-        transforms: String,
     ) -> Result<Self, CalibrationError> {
-        let file = File { tensors, side, geometry };
+        let file = File { tensors, index, side, geometry };
         let dim = geometry.head_dim(side);
         Ok(Self {
-            transforms,
+            side,
+            fitted,
             smooth: file.smooth()?,
             mean: file.singles("mean", &[dim], |_| true)?,
             matrix: file.halves("matrix", &[dim, dim])?,
@@ -149,9 +158,10 @@ pub(super) fn halves(values: &[f16]) -> Vec<u8> {
     values.iter().flat_map(|x| x.to_le_bytes()).collect()
 }
 
-/// One side of a file that is being read.
+/// One part of a file that is being read.
 pub(super) struct File<'a> {
     tensors: &'a SafeTensors<'a>,
+    index: usize,
     pub(super) side: Side,
     geometry: &'a Geometry,
 }
@@ -168,7 +178,7 @@ impl<'a> File<'a> {
         dtype: Dtype,
         want: &[usize],
     ) -> Result<Option<&'a [u8]>, CalibrationError> {
-        let name = format!("{}.{kind}", self.side);
+        let name = format!("{}.{kind}", self.index);
         let Ok(tensor) = self.tensors.tensor(&name) else { return Ok(None) };
         if tensor.dtype() != dtype || tensor.shape() != want {
             return Err(malformed(format!("{name} is no {dtype:?} {want:?}")));
@@ -191,7 +201,7 @@ impl<'a> File<'a> {
         if values.iter().all(|x| x.is_finite() && valid(*x)) {
             return Ok(values);
         }
-        Err(malformed(format!("{}.{kind} holds a value outside its range", self.side)))
+        Err(malformed(format!("{}.{kind} holds a value outside its range", self.index)))
     }
 
     /// An f16 tensor `[layers, kv_heads, ..rest]` of finite values; empty when it is absent.
@@ -203,7 +213,7 @@ impl<'a> File<'a> {
         if values.iter().all(|x| x.is_finite()) {
             return Ok(values);
         }
-        Err(malformed(format!("{}.{kind} holds NaN or infinity", self.side)))
+        Err(malformed(format!("{}.{kind} holds NaN or infinity", self.index)))
     }
 
     fn smooth(&self) -> Result<Vec<f32>, CalibrationError> {
@@ -213,7 +223,7 @@ impl<'a> File<'a> {
     }
 
     fn codebooks(&self) -> Result<Option<Codebooks>, CalibrationError> {
-        let name = format!("{}.codebook", self.side);
+        let name = format!("{}.codebook", self.index);
         let Ok(tensor) = self.tensors.tensor(&name) else { return Ok(None) };
         let (entries, dim) = match tensor.shape() {
             [_, _, entries, dim] if *dim > 0 && *entries > 0 => (*entries, *dim),
@@ -233,15 +243,15 @@ impl<'a> File<'a> {
         let (classes, tables) = match (steps.is_empty(), classes, tables) {
             (true, None, None) => return Ok(None),
             (false, Some(classes), Some(tables)) => (classes.to_vec(), tables.to_vec()),
-            _ => return Err(malformed(format!("{} has a part of a grid only", self.side))),
+            _ => return Err(malformed(format!("part {} has a part of a grid only", self.index))),
         };
         if !classes.iter().all(|class| usize::from(*class) < CLASSES.len()) {
-            return Err(malformed(format!("{}.class names a class that is not", self.side)));
+            return Err(malformed(format!("{}.class names a class that is not", self.index)));
         }
         let grid = GridTensors { steps, classes, tables };
         if (0..layers).all(|layer| grid.layer_tables(layer).is_some()) {
             return Ok(Some(grid));
         }
-        Err(malformed(format!("{}.table holds lengths that are no complete code", self.side)))
+        Err(malformed(format!("{}.table holds lengths that are no complete code", self.index)))
     }
 }

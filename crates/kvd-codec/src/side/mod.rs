@@ -7,9 +7,10 @@ pub(crate) mod grid;
 pub(crate) mod uniform;
 pub(crate) mod vq;
 
+use crate::calibration::LAYER_TABLE_BYTES;
 use crate::page::id;
 use crate::transform::Step;
-use bitalloc::BitAlloc;
+use bitalloc::{BitAlloc, LEVELS};
 use grid::Grid;
 use kvd_core::{DType, Geometry};
 use uniform::{ScaleRow, Uniform};
@@ -106,6 +107,10 @@ pub struct HeadSide {
     pub(crate) dim: usize,
     pub(crate) steps: Vec<Step>,
     pub(crate) quantizer: HeadQuantizer,
+    /// Index of the head's spec in [`crate::CodecSpec::variants`].
+    pub(crate) variant: usize,
+    /// Whether Huffman tables are built from the blocks themselves.
+    pub(crate) trained_tables: bool,
     /// Hash of spec and calibration, stored in each page.
     pub(crate) tag: u16,
 }
@@ -135,6 +140,15 @@ impl HeadSide {
         match &self.quantizer {
             HeadQuantizer::Vq(book) => Some(book),
             _ => None,
+        }
+    }
+
+    /// Bytes of the calibration that the heads of a layer share.
+    pub(crate) fn shared_bytes(&self) -> u64 {
+        match self.quantizer {
+            HeadQuantizer::Grid(_) => LAYER_TABLE_BYTES as u64,
+            HeadQuantizer::BitAlloc(_) => 2 * LEVELS as u64,
+            _ => 0,
         }
     }
 
