@@ -21,6 +21,7 @@ mod huffman;
 mod kmeans;
 mod lloyd;
 mod model;
+mod multi_symbol;
 mod page;
 mod parse;
 mod policy;

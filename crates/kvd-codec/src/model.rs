@@ -2,6 +2,7 @@
 
 use crate::encode::{self, Scratch, Stage};
 use crate::huffman::HuffmanTable;
+use crate::multi_symbol::TrainedTable;
 use crate::side::bind::HeadPlace;
 use crate::side::float::largest;
 use crate::{Calibration, CodecError, CodecSpec, HeadSide, SideSpec};
@@ -16,7 +17,7 @@ pub struct ModelCodec {
     spec: CodecSpec,
     heads: Vec<HeadSide>,
     /// Per layer, side and variant: every Huffman table so far; version `n` is at index `n - 1`.
-    tables: Vec<Vec<HuffmanTable>>,
+    tables: Vec<Vec<TrainedTable>>,
     /// Variants that `tables` has room for, per side.
     variants: usize,
     calibration_bytes: u64,
@@ -158,7 +159,7 @@ impl ModelCodec {
     /// Bytes of all Huffman tables: one code length per symbol.
     #[must_use]
     pub fn table_bytes(&self) -> u64 {
-        self.tables.iter().flatten().map(HuffmanTable::size_bytes).sum()
+        self.tables.iter().flatten().map(|table| table.code.size_bytes()).sum()
     }
 
     /// Whether a side of that layer uses Huffman and has no table yet. False outside the
@@ -179,7 +180,7 @@ impl ModelCodec {
         (layer, side): (LayerIndex, Side),
         head: &HeadSide,
         version: u16,
-    ) -> Option<&HuffmanTable> {
+    ) -> Option<&TrainedTable> {
         let index = usize::from(version).checked_sub(1)?;
         self.tables.get(self.table_index(layer, side, head))?.get(index)
     }
@@ -239,7 +240,7 @@ impl ModelCodec {
         if versions.len() == usize::from(u16::MAX) {
             return Err(CodecError::TableVersions { layer: layer.0 });
         }
-        versions.push(HuffmanTable::new(&counts));
+        versions.push(TrainedTable::new(HuffmanTable::new(&counts)));
         Ok(())
     }
 
@@ -286,7 +287,7 @@ impl ModelCodec {
         let versions = &self.tables[self.table_index(layer, side, head)];
         match versions.last() {
             Some(table) if head.trained_tables => {
-                Stage::Huffman { table, version: versions.len() as u16 }
+                Stage::Huffman { table: &table.code, version: versions.len() as u16 }
             }
             _ => Stage::Fixed,
         }

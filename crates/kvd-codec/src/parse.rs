@@ -339,7 +339,7 @@ mod tests {
             ("k=uniform(rel=0,axis=token); v=raw", 2, "1/255"),
             ("k=uniform(b=4,axis=row); v=raw", 19, "axis is"),
             ("k=raw/huffman; v=raw", 2, "floats have none"),
-            ("k=vq(d=4,b=9)/huffman; v=raw", 2, "at most 256"),
+            ("k=uniform(rel=0,axis=token)/huffman; v=raw", 2, "1/255"),
             ("k=grid(b=2)/huffman; v=raw", 7, "no argument"),
             ("k=grid(rate=x)/huffman; v=raw", 12, "no number"),
             ("k=grid(rate=0.2)/huffman; v=raw", 2, "0.25 to 10"),

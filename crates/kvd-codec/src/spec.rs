@@ -1,6 +1,7 @@
 //! The codec algebra as plain data, and its canonical text.
 
 use crate::Override;
+use crate::huffman::ALPHABET_MAX;
 use kvd_core::{DType, Geometry, Side};
 use std::fmt;
 
@@ -286,8 +287,8 @@ impl SideSpec {
                 Err("bitalloc takes no /huffman: its codes have fixed widths".to_owned())
             }
             (Entropy::Huffman, None) => Err("huffman needs codes; raw floats have none".to_owned()),
-            (Entropy::Huffman, Some(n)) if n > 256 => {
-                Err(format!("huffman takes at most 256 codes, this quantizer has {n}"))
+            (Entropy::Huffman, Some(n)) if n > ALPHABET_MAX => {
+                Err(format!("huffman takes at most {ALPHABET_MAX} codes, this quantizer has {n}"))
             }
             _ => Ok(()),
         }

@@ -2,6 +2,7 @@
 
 use super::bitalloc::{BitAlloc, Levels};
 use super::grid::{Grid, GridTables};
+use super::grid_decode;
 use super::uniform::Uniform;
 use super::vq::Codebook;
 use super::{HeadQuantizer, HeadSide};
@@ -60,7 +61,8 @@ impl HeadSide {
             let tables = match part.and_then(|part| part.grid.as_ref()) {
                 Some(grid) => {
                     let tables = grid.layer_tables(layer.0 as usize);
-                    Some(tables.ok_or_else(|| mismatch(format!("{side} has no tables")))?.into())
+                    let tables = tables.ok_or_else(|| mismatch(format!("{side} has no tables")))?;
+                    Some(grid_decode::bind(tables))
                 }
                 None => None,
             };
@@ -153,7 +155,7 @@ impl Binder<'_> {
                 let (step, classes) = (grid.steps[index], &grid.classes[index * dim..][..dim]);
                 hash.update(&step.to_le_bytes());
                 hash.update(classes);
-                tables.iter().flatten().for_each(|table| hash.update(table.lengths()));
+                tables.iter().flatten().for_each(|table| hash.update(table.code.lengths()));
                 HeadQuantizer::Grid(Box::new(Grid::new(step, classes, Arc::clone(tables))))
             }
             Quantizer::BitAlloc { .. } => self.bitalloc(index, dim, hash)?,

@@ -4,6 +4,9 @@ pub(crate) mod bind;
 pub(crate) mod bitalloc;
 pub(crate) mod float;
 pub(crate) mod grid;
+pub(crate) mod grid_decode;
+#[cfg(test)]
+mod grid_single;
 pub(crate) mod uniform;
 pub(crate) mod vq;
 
