@@ -162,7 +162,7 @@ impl Ord for Gain {
     }
 }
 
-/// Widths by greedy reduction of the distortion; rows take whole bytes.
+/// Widths by greedy reduction of the distortion.
 fn allocate(
     heads: &[Head<'_>],
     spreads: &[Vec<f64>],
@@ -193,45 +193,7 @@ fn allocate(
             heap.push(gain(head, coefficient, *width));
         }
     }
-    whole_bytes(&mut widths, &gain);
     widths
-}
-
-/// Takes from every head the bits over a whole byte, those that save least first, and gives them
-/// back in whole bytes to the heads where they save most.
-fn whole_bytes(widths: &mut [Vec<u8>], gain: &dyn Fn(usize, usize, u8) -> Gain) {
-    let taken = |head: usize, widths: &[u8]| {
-        let open = (0..widths.len()).filter(|i| widths[*i] > 0);
-        open.map(|i| gain(head, i, widths[i] - 1)).min()
-    };
-    let given = |head: usize, widths: &[u8]| {
-        let open = (0..widths.len()).filter(|i| usize::from(widths[*i]) < WIDTH_MAX);
-        open.map(|i| gain(head, i, widths[i])).max()
-    };
-    let mut spare = 0;
-    for (head, widths) in widths.iter_mut().enumerate() {
-        let bits: usize = widths.iter().map(|width| usize::from(*width)).sum();
-        for _ in 0..bits % 8 {
-            let Some(gain) = taken(head, widths) else { break };
-            widths[gain.coefficient] -= 1;
-            spare += 1;
-        }
-    }
-    for _ in 0..spare / 8 {
-        let candidates = widths.iter().enumerate().map(|(head, widths)| {
-            let (mut widths, mut saved) = (widths.clone(), 0.0);
-            for _ in 0..8 {
-                let Some(gain) = given(head, &widths) else { return (f64::MIN, widths) };
-                widths[gain.coefficient] += 1;
-                saved += gain.saved;
-            }
-            (saved, widths)
-        });
-        let best = candidates.enumerate().max_by(|(_, a), (_, b)| a.0.total_cmp(&b.0));
-        if let Some((head, (_, better))) = best {
-            widths[head] = better;
-        }
-    }
 }
 
 /// The error that at most [`OUTLIERS`] of the samples' coefficients exceed, in units of a head's

@@ -18,6 +18,7 @@ mod fit;
 mod fit_bitalloc;
 mod fit_grid;
 mod huffman;
+mod implied;
 mod kmeans;
 mod lloyd;
 mod model;
@@ -27,25 +28,29 @@ mod parse;
 mod policy;
 mod preset;
 mod reader;
+mod rotation;
 mod samples;
 mod side;
 mod spec;
 mod transform;
 
+pub use bits::CodeLayout;
 pub use calibration::Calibration;
 pub use error::{CalibrationError, CodecError, PageError, SpecError};
 pub use fit::{FitProgress, fit};
 pub use huffman::HuffmanTable;
+pub use implied::ImpliedBits;
 pub use model::{BlockRows, EncodedBlock, ModelCodec, PageBytes};
 pub use page::{HEADER_BYTES, PAGE_ALIGN, Page, PageHeader};
 pub use policy::Override;
 pub use preset::{Preset, preset, presets, resolve};
-pub use reader::{PageReader, Space};
+pub use reader::{FixedCodes, PageReader, Space};
 pub use samples::Samples;
 pub use side::HeadSide;
 pub use side::vq::Codebook;
 pub use spec::{
-    CodecSpec, Entropy, FloatFormat, GroupAxis, Quantizer, SideSpec, Transform, UniformStep,
+    CodecSpec, Entropy, FloatFormat, GroupAxis, Quantizer, SideSpec, Transform, UniformMode,
+    UniformStep,
 };
 
 /// Rows that share one entropy-coded stream: the unit of random access inside a page.

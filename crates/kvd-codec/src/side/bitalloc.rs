@@ -2,17 +2,19 @@
 //! levels of its width (block quantization after Huang and Schultheiss, 1963).
 //!
 //! Widths, levels and scales come from the calibration, so a page holds codes only and every row
-//! takes the same bytes. Coefficients of one width stand together, widest first: the fit permutes
-//! the rows of the side's matrix, so a row is a few runs of equal width.
+//! takes the same bits. Coefficients of one width stand together, widest first: the fit permutes
+//! the rows of the side's matrix, so a page is a few runs of equal width.
 //!
-//! Payload: rows of codes, each starting on a byte; then the outliers, each a row (u16), a
-//! coefficient (u16) and what its level lacks (f16). A coefficient whose level is off by more than
+//! Payload: the codes of each run, laid out as any codes of fixed width; then the outliers, each a
+//! row (u16), a coefficient (u16) and what its level lacks (f16). A coefficient whose level is off by more than
 //! the head's bound is an outlier: other data costs bits, never accuracy.
 
 use super::Unquantizable;
 use super::grid::{Run, runs};
 use crate::PageError;
+use crate::bits::{self, CodeLayout};
 use half::f16;
+use kvd_core::{Geometry, Side};
 use std::sync::Arc;
 
 /// Widest code.
@@ -21,6 +23,8 @@ pub(crate) const WIDTH_MAX: usize = 8;
 pub(crate) const LEVELS: usize = (2 << WIDTH_MAX) - 2;
 /// Bytes of one outlier.
 pub(crate) const OUTLIER_BYTES: usize = 6;
+
+const DIM_MAX: usize = Geometry::HEAD_DIM_MAX as usize;
 
 /// Where the levels of a width begin; there are `2^width`.
 pub(crate) const fn levels_at(width: usize) -> usize {
@@ -79,29 +83,37 @@ impl Levels {
 /// A head's widths, scales and bound, and the levels it shares with the heads of its layer.
 #[derive(Clone, Debug)]
 pub(crate) struct BitAlloc {
+    side: Side,
     /// Runs of equal width.
     runs: Vec<Run>,
     scales: Vec<f32>,
     levels: Arc<Levels>,
     bound: f32,
-    row_bytes: usize,
 }
 
 impl BitAlloc {
-    pub(crate) fn new(widths: &[u8], scales: &[f32], bound: f32, levels: Arc<Levels>) -> Self {
-        let bits: usize = widths.iter().map(|width| usize::from(*width)).sum();
-        let (runs, scales) = (runs(widths), scales.to_vec());
-        Self { runs, scales, levels, bound, row_bytes: bits.div_ceil(8) }
+    pub(crate) fn new(
+        side: Side,
+        widths: &[u8],
+        (scales, bound): (&[f32], f32),
+        levels: Arc<Levels>,
+    ) -> Self {
+        Self { side, runs: runs(widths), scales: scales.to_vec(), levels, bound }
     }
 
-    /// Bytes of the codes of a row.
-    pub(crate) fn row_bytes(&self) -> usize {
-        self.row_bytes
+    /// Bytes of the codes of a page.
+    pub(crate) fn code_bytes(&self, tokens: usize) -> usize {
+        self.runs.iter().map(|run| self.layout(run, tokens).size_bytes()).sum()
     }
 
     /// Bytes kept from the calibration: a scale and a width per coefficient, and the bound.
     pub(crate) fn calibration_bytes(&self) -> u64 {
         5 * self.scales.len() as u64 + 4
+    }
+
+    /// Where the codes of a run lie.
+    fn layout(&self, run: &Run, tokens: usize) -> CodeLayout {
+        CodeLayout::new(self.side, tokens, run.len, run.class as u32)
     }
 
     /// Appends codes and outliers of `rows` (`[tokens, dim]`) and returns the bytes of the
@@ -113,53 +125,40 @@ impl BitAlloc {
         out: &mut Vec<u8>,
     ) -> Result<u64, Unquantizable> {
         let dim = self.scales.len();
-        let codes = rows.len() / dim * self.row_bytes;
-        let room = limit.saturating_sub(codes) / OUTLIER_BYTES;
-        let mut outliers: Vec<(u16, u16, f32)> = Vec::new();
-        for (row, values) in rows.chunks_exact(dim).enumerate() {
-            let start = out.len();
-            self.encode_row(values, out, |coefficient, residual| {
-                outliers.push((row as u16, coefficient as u16, residual));
-            });
-            debug_assert_eq!(out.len() - start, self.row_bytes);
+        let tokens = rows.len() / dim;
+        let room = limit.saturating_sub(self.code_bytes(tokens)) / OUTLIER_BYTES;
+        let (mut symbols, mut outliers) = (Vec::new(), Vec::new());
+        for run in &self.runs {
+            symbols.clear();
+            for (row, values) in rows.chunks_exact(dim).enumerate() {
+                let places = run.first..run.first + run.len;
+                for (index, (x, scale)) in
+                    places.clone().zip(values[places.clone()].iter().zip(&self.scales[places]))
+                {
+                    let code = self.levels.code(run.class, x / scale);
+                    let residual = x - self.levels.value(run.class, code) * scale;
+                    // NaN is an outlier as well, and then without a value.
+                    if residual.is_nan() || residual.abs() > self.bound {
+                        outliers.push((row as u16, index as u16, f16::from_f32(residual)));
+                    }
+                    symbols.push(code as u16);
+                }
+            }
             if outliers.len() > room {
                 return Err(Unquantizable);
             }
+            bits::pack(&self.layout(run, tokens), &symbols, out);
         }
-        for (row, coefficient, residual) in &outliers {
-            let residual = f16::from_f32(*residual);
+        outliers.sort_unstable_by_key(|(row, index, _)| (*row, *index));
+        for (row, index, residual) in &outliers {
             if !residual.is_finite() {
                 return Err(Unquantizable);
             }
             out.extend_from_slice(&row.to_le_bytes());
-            out.extend_from_slice(&coefficient.to_le_bytes());
+            out.extend_from_slice(&index.to_le_bytes());
             out.extend_from_slice(&residual.to_le_bytes());
         }
         Ok((outliers.len() * OUTLIER_BYTES) as u64)
-    }
-
-    fn encode_row(&self, row: &[f32], out: &mut Vec<u8>, mut outlier: impl FnMut(usize, f32)) {
-        let (mut held, mut filled) = (0u64, 0u32);
-        for run in &self.runs {
-            let width = run.class;
-            for index in run.first..run.first + run.len {
-                let (x, scale) = (row[index], self.scales[index]);
-                let code = self.levels.code(width, x / scale);
-                let residual = x - self.levels.value(width, code) * scale;
-                // Not below the bound: NaN is an outlier as well, and then without a value.
-                if !(residual.abs() <= self.bound) {
-                    outlier(index, residual);
-                }
-                held |= (code as u64) << filled;
-                filled += width as u32;
-                if filled >= 32 {
-                    out.extend_from_slice(&(held as u32).to_le_bytes());
-                    held >>= 32;
-                    filled -= 32;
-                }
-            }
-        }
-        out.extend_from_slice(&held.to_le_bytes()[..filled.div_ceil(8) as usize]);
     }
 
     /// Writes rows from `first` on into `out` (`[count, dim]`). `codes` are those of the page's
@@ -171,8 +170,20 @@ impl BitAlloc {
         out: &mut [f32],
     ) -> Result<(), PageError> {
         let dim = self.scales.len();
-        for (index, row) in out.chunks_exact_mut(dim).enumerate() {
-            self.decode_row(&codes[(first + index) * self.row_bytes..][..self.row_bytes], row);
+        let (mut start, mut symbols) = (0, [0u16; DIM_MAX]);
+        for run in &self.runs {
+            let layout = self.layout(run, tokens);
+            let codes = &codes[start..start + layout.size_bytes()];
+            start += codes.len();
+            let (levels, symbols) = (self.levels.of(run.class), &mut symbols[..run.len]);
+            for (index, row) in out.chunks_exact_mut(dim).enumerate() {
+                bits::unpack_row(&layout, codes, first + index, symbols);
+                let places = run.first..run.first + run.len;
+                let values = row[places.clone()].iter_mut().zip(&self.scales[places]);
+                for ((value, scale), symbol) in values.zip(&*symbols) {
+                    *value = levels[usize::from(*symbol)] * scale;
+                }
+            }
         }
         for entry in outliers.as_chunks::<OUTLIER_BYTES>().0 {
             let [r0, r1, c0, c1, x0, x1] = *entry;
@@ -188,40 +199,6 @@ impl BitAlloc {
         }
         Ok(())
     }
-
-    fn decode_row(&self, mut bytes: &[u8], row: &mut [f32]) {
-        let (mut held, mut filled) = (0u64, 0u32);
-        for run in &self.runs {
-            let row = &mut row[run.first..run.first + run.len];
-            if run.class == 0 {
-                row.fill(0.0);
-                continue;
-            }
-            let levels = self.levels.of(run.class);
-            let (mask, width) = (levels.len() - 1, run.class as u32);
-            for (x, scale) in row.iter_mut().zip(&self.scales[run.first..]) {
-                if filled < width {
-                    let (word, rest) = next_word(bytes);
-                    bytes = rest;
-                    held |= u64::from(word) << filled;
-                    filled += 32;
-                }
-                *x = levels[held as usize & mask] * scale;
-                held >>= width;
-                filled -= width;
-            }
-        }
-    }
-}
-
-/// The next four bytes, zeros where they are missing, and what follows.
-fn next_word(bytes: &[u8]) -> (u32, &[u8]) {
-    if let Some((word, rest)) = bytes.split_first_chunk::<4>() {
-        return (u32::from_le_bytes(*word), rest);
-    }
-    let mut word = [0; 4];
-    word[..bytes.len()].copy_from_slice(bytes);
-    (u32::from_le_bytes(word), &[])
 }
 
 #[cfg(test)]
@@ -258,17 +235,18 @@ mod tests {
                 prop_oneof![9 => -3f32..3.0, 1 => -300f32..300.0], 80 * 5),
             bound in 0.01f32..2.0,
             first in 0usize..5,
+            side in prop_oneof![Just(Side::Key), Just(Side::Value)],
         ) {
             let dim = widths.len();
             let rows = &values[..dim * 5];
             let scales: Vec<f32> = (0..dim).map(|i| 0.2 + i as f32 * 0.01).collect();
-            let side = BitAlloc::new(&widths, &scales, bound, levels());
+            let bitalloc = BitAlloc::new(side, &widths, (&scales, bound), levels());
             let mut out = Vec::new();
-            let outliers = side.encode(rows, usize::MAX, &mut out).unwrap() as usize;
-            prop_assert_eq!(out.len(), 5 * side.row_bytes() + outliers);
-            let parts = out.split_at(5 * side.row_bytes());
+            let outliers = bitalloc.encode(rows, usize::MAX, &mut out).unwrap() as usize;
+            prop_assert_eq!(out.len(), bitalloc.code_bytes(5) + outliers);
+            let parts = out.split_at(bitalloc.code_bytes(5));
             let mut back = vec![0f32; dim * (5 - first)];
-            side.decode(parts, (5, first), &mut back).unwrap();
+            bitalloc.decode(parts, (5, first), &mut back).unwrap();
             for (a, b) in rows[first * dim..].iter().zip(&back) {
                 prop_assert!((a - b).abs() <= bound.max(a.abs() / 1024.0) * 1.001, "{a} {b}");
             }
@@ -277,11 +255,12 @@ mod tests {
         #[test]
         fn any_bytes_decode_or_fail_but_never_panic(
             widths in proptest::collection::vec(0u8..=8, 1..80),
-            bytes in proptest::collection::vec(any::<u8>(), 600),
+            bytes in proptest::collection::vec(any::<u8>(), 800),
             count in 0usize..8,
         ) {
-            let side = BitAlloc::new(&widths, &vec![1.0; widths.len()], 1.0, levels());
-            let (codes, outliers) = bytes.split_at(4 * side.row_bytes());
+            let scales = vec![1.0; widths.len()];
+            let side = BitAlloc::new(Side::Key, &widths, (&scales, 1.0), levels());
+            let (codes, outliers) = bytes.split_at(side.code_bytes(4));
             let mut out = vec![0f32; widths.len() * 4];
             let _ = side.decode((codes, &outliers[..count * OUTLIER_BYTES]), (4, 0), &mut out);
         }
@@ -289,7 +268,7 @@ mod tests {
 
     #[test]
     fn what_no_outlier_can_hold_is_unquantizable() {
-        let side = BitAlloc::new(&[4, 0], &[1.0, 1.0], 1.0, levels());
+        let side = BitAlloc::new(Side::Key, &[4, 0], (&[1.0, 1.0], 1.0), levels());
         for bad in [f32::NAN, f32::INFINITY, 1e6] {
             assert!(side.encode(&[bad, 0.0], usize::MAX, &mut Vec::new()).is_err(), "{bad}");
             assert!(side.encode(&[0.0, bad], usize::MAX, &mut Vec::new()).is_err(), "{bad}");
