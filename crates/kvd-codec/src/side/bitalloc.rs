@@ -6,8 +6,8 @@
 //! the rows of the side's matrix, so a page is a few runs of equal width.
 //!
 //! Payload: the codes of each run, laid out as any codes of fixed width; then the outliers, each a
-//! row (u16), a coefficient (u16) and what its level lacks (f16). A coefficient whose level is off by more than
-//! the head's bound is an outlier: other data costs bits, never accuracy.
+//! row (u16), a coefficient (u16) and what its level lacks (f16). A coefficient whose level is off
+//! by more than the head's bound is an outlier: other data costs bits, never accuracy.
 
 use super::Unquantizable;
 use super::grid::{Run, runs};
