@@ -76,7 +76,10 @@ fn write_block(text: &mut String, report: &EvalReport, block: &Block) -> std::fm
     for sheet in sheets(report, block) {
         writeln!(text, "### {}\n", sheet.title)?;
         write_table(text, &sheet)?;
-        writeln!(text, "\n{}\n", sheet.note)?;
+        writeln!(text)?;
+        if !sheet.note.is_empty() {
+            writeln!(text, "{}\n", sheet.note)?;
+        }
     }
     Ok(())
 }

@@ -26,16 +26,18 @@ pub(super) fn label(block: &Block, row: &EvalRow) -> String {
     format!("codec {}", index.unwrap_or_default() + 1)
 }
 
-/// Numbered codecs and what they are.
+/// Codecs that are no presets and what they are.
 pub(super) fn legend(block: &Block) -> Vec<(String, &str)> {
-    let named = block.rows.iter().map(|row| (label(block, row), row.codec.as_str()));
-    named.filter(|(label, codec)| label != codec).collect()
+    let rows = block.rows.iter().filter(|row| kvd_codec::preset(&row.codec).is_none());
+    let named = rows.map(|row| (label(block, row), row.codec_spec.as_str()));
+    named.filter(|(label, spec)| label != spec).collect()
 }
 
 /// All tables of a block.
 pub(super) fn sheets(report: &EvalReport, block: &Block) -> Vec<Sheet> {
     let mut sheets = vec![quality(block), parts(report, block), layers(block)];
     sheets.extend(speed(block));
+    sheets.extend(super::orderings::sheet(block));
     sheets
 }
 
@@ -155,8 +157,8 @@ fn speed(block: &Block) -> Option<Sheet> {
     let tokens = block.rows.iter().find_map(|row| row.speed)?.tokens;
     let note = format!(
         "Device time from the daemon's histograms, best of three rounds: encode and load of \
-         {tokens} tokens in GB of f16 per second, attention of one token over them, one layer. What else \
-         the machine does shows here and nowhere else."
+         {tokens} tokens in GB of f16 per second, attention of one token over them, one layer. \
+         What else the machine does shows here and nowhere else."
     );
     Some(sheet("Speed", &header, rows, note))
 }
@@ -216,7 +218,9 @@ pub fn print(report: &EvalReport, out: &mut dyn Write) -> io::Result<()> {
         for sheet in sheets(report, block) {
             let header: Vec<&str> = sheet.header.iter().map(String::as_str).collect();
             writeln!(out, "\n{}:\n\n{}", sheet.title, table(&header, &sheet.rows))?;
-            write!(out, "{}", wrapped(&sheet.note))?;
+            if !sheet.note.is_empty() {
+                write!(out, "{}", wrapped(&sheet.note))?;
+            }
         }
     }
     if let Some(search) = &report.search {

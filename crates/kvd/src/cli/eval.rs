@@ -22,11 +22,14 @@ pub(super) struct EvalArgs {
     text: Vec<PathBuf>,
     /// Codec to evaluate: a preset, a spec, or @FILE for a policy file; may be repeated.
     #[arg(long, value_name = "CODEC", value_parser = codec)]
-    #[arg(required_unless_present_any = ["all_presets", "search"])]
+    #[arg(required_unless_present_any = ["all_presets", "orderings", "search"])]
     codec: Vec<EvalCodec>,
     /// Evaluate every preset of `kvd codecs`, before those of --codec.
     #[arg(long)]
     all_presets: bool,
+    /// Evaluate the codecs that papers order, and check their claims where windows are equal.
+    #[arg(long)]
+    orderings: bool,
     /// Windows of every codec: own, or sink=N,recent=N; may be repeated, one block of rows each.
     #[arg(long, value_name = "WINDOWS", default_value = "own", value_parser = windows)]
     windows: Vec<Windows>,
@@ -97,7 +100,12 @@ pub(super) async fn eval(args: EvalArgs) -> Result<(), CliError> {
 
 async fn report(args: &EvalArgs, running: &Running) -> anyhow::Result<()> {
     let mut codecs = if args.all_presets { EvalCodec::all_presets() } else { Vec::new() };
-    codecs.extend(args.codec.iter().cloned());
+    let ordered = if args.orderings { EvalCodec::orderings() } else { Vec::new() };
+    for codec in ordered.into_iter().chain(args.codec.iter().cloned()) {
+        if !codecs.contains(&codec) {
+            codecs.push(codec);
+        }
+    }
     let options = EvalOptions {
         metrics: Some(local::metrics(running)),
         model_dir: args.model.clone(),
