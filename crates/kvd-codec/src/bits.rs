@@ -57,7 +57,7 @@ mod tests {
 
     #[test]
     fn every_width_round_trips() {
-        for bits in 1..=12u32 {
+        for bits in 1..=16u32 {
             for per_row in [1usize, 7, 32, 33] {
                 let mask = (1u32 << bits) - 1;
                 let symbols: Vec<u16> = (0..3 * per_row as u32)

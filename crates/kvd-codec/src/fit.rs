@@ -1,18 +1,15 @@
 //! Fits what a codec needs to samples of a model's K and V.
 
-use crate::calibration::{Codebooks, SideCalibration};
+use crate::calibration::SideCalibration;
 use crate::fit_grid::{self, GridHead};
-use crate::kmeans::{self, Rng};
+use crate::fit_vq::VqFit;
 use crate::transform::Step;
 use crate::{
     Calibration, CalibrationError, CodecError, CodecSpec, Quantizer, Samples, SideSpec, Transform,
-    covariance,
+    VqSpec, covariance,
 };
 use half::f16;
 use kvd_core::{Geometry, LayerIndex, Side};
-
-/// Sub-vectors per head that k-means looks at.
-const POINTS_MAX: usize = 1 << 16;
 
 /// Under a grid, one of so many rows is held out of the transforms.
 const HELD_OUT: usize = 4;
@@ -28,7 +25,7 @@ pub struct FitProgress {
 
 /// Fits, in the order of the transforms, what each side needs to `samples`: smoothing factors
 /// (VecInfer eq. 4: `sqrt(max |x_i|)`, 1 for a channel of zeros), means, principal axes, and in
-/// the space after them codebooks (k-means, one per layer, side and head) or grids (one step for
+/// the space after them codebooks (k-means, one per scope and stage) or grids (one step for
 /// the whole side, weighted per head, so that the samples take the rate asked for). The same
 /// arguments give the same calibration.
 ///
@@ -75,10 +72,10 @@ fn fit_side(
     if !side_spec.needs_calibration() {
         return Ok(fitted);
     }
-    if let Quantizer::Vq { dim, bits } = side_spec.quantizer {
-        let (dim, entries) = (usize::from(dim), 1 << bits);
-        fitted.codebooks = Some(Codebooks { dim, entries, values: Vec::new() });
-    }
+    let mut vq = match side_spec.quantizer {
+        Quantizer::Vq(spec) => Some(VqFit::new(spec, geometry, side, seed)),
+        _ => None,
+    };
     let mut grid_heads = Vec::new();
     for layer in 0..geometry.layers {
         for head in 0..geometry.kv_heads as usize {
@@ -90,8 +87,8 @@ fn fit_side(
             for transform in &side_spec.transforms {
                 head.transform(*transform, &mut fitted)?;
             }
-            if let Some(books) = &mut fitted.codebooks {
-                place.codebook(&head.rows, seed, books)?;
+            if let Some(vq) = &mut vq {
+                vq.add(place, &head.rows)?;
             }
             if let Quantizer::Grid { .. } = side_spec.quantizer {
                 grid_heads.push(head.into_grid_head());
@@ -99,6 +96,7 @@ fn fit_side(
             one_more();
         }
     }
+    fitted.codebooks = vq.map(VqFit::finish);
     if let Quantizer::Grid { rate } = side_spec.quantizer {
         fitted.grid = Some(fit_grid::fit(geometry, side, rate, &grid_heads)?);
     }
@@ -109,11 +107,8 @@ fn fit_side(
 fn check_side(geometry: &Geometry, spec: &SideSpec, side: Side) -> Result<(), String> {
     spec.validate()?;
     let dim = geometry.head_dim(side);
-    match spec.quantizer {
-        Quantizer::Vq { dim: sub, .. } if !dim.is_multiple_of(usize::from(sub)) => {
-            return Err(format!("vq d={sub} does not divide the head size {dim}"));
-        }
-        _ => {}
+    if let Quantizer::Vq(vq) = spec.quantizer {
+        vq.check_head_dim(dim)?;
     }
     if side == Side::Value && spec.transforms.contains(&Transform::QueryPca) {
         return Err("qpca is for keys: queries meet no values".to_owned());
@@ -123,37 +118,23 @@ fn check_side(geometry: &Geometry, spec: &SideSpec, side: Side) -> Result<(), St
 
 /// The head that is being fitted.
 #[derive(Clone, Copy)]
-struct Place {
-    layer: u32,
-    side: Side,
-    head: usize,
+pub(crate) struct Place {
+    pub(crate) layer: u32,
+    pub(crate) side: Side,
+    pub(crate) head: usize,
 }
 
 impl Place {
-    fn out_of_range(self) -> CalibrationError {
+    pub(crate) fn out_of_range(self) -> CalibrationError {
         let Self { layer, side, head } = self;
         CalibrationError::OutOfRange { layer, side, head }
     }
 
-    /// Appends the head's codebook.
-    fn codebook(
-        self,
-        rows: &[f32],
-        seed: u64,
-        books: &mut Codebooks,
-    ) -> Result<(), CalibrationError> {
-        let place =
-            u64::from(self.layer) << 32 | (self.head as u64) << 1 | self.side.index() as u64;
-        // Hashed through the generator, so that neighbouring heads do not share draws.
-        let mut rng = Rng(Rng(seed).next() ^ place.wrapping_mul(0xA24B_AED4_963E_E407));
-        let points = subsample(rows, books.dim, &mut rng);
-        let entries = kmeans::fit(&points, books.dim, books.entries, &mut rng);
-        let limit = f16::MAX.to_f32();
-        if !entries.iter().all(|v| v.abs() <= limit) {
-            return Err(self.out_of_range());
-        }
-        books.values.extend(entries.iter().map(|v| f16::from_f32(*v)));
-        Ok(())
+    /// `found` sub-vectors are fewer than the entries that they should give.
+    pub(crate) fn too_few_samples(self, vq: &VqSpec, found: usize) -> CalibrationError {
+        let Self { layer, side, head } = self;
+        let (vq, entries) = (vq.to_string(), vq.entries());
+        CalibrationError::TooFewSamples { layer, side, head, vq, entries, found }
     }
 }
 
@@ -292,16 +273,4 @@ fn smooth_factors(rows: &[f32], dim: usize) -> Vec<f32> {
         }
     }
     largest.into_iter().map(|x| if x > 0.0 { x.sqrt() } else { 1.0 }).collect()
-}
-
-/// At most [`POINTS_MAX`] sub-vectors, one drawn from each of as many equal stretches.
-fn subsample(rows: &[f32], dim: usize, rng: &mut Rng) -> Vec<f32> {
-    let n = rows.len() / dim;
-    if n <= POINTS_MAX {
-        return rows.to_vec();
-    }
-    let stretch = n as f64 / POINTS_MAX as f64;
-    let pick = |i: usize| (((i as f64 + rng.unit()) * stretch) as usize).min(n - 1);
-    let picks = (0..POINTS_MAX).map(pick);
-    picks.flat_map(|i| &rows[i * dim..][..dim]).copied().collect()
 }

@@ -16,8 +16,10 @@ mod encode;
 mod error;
 mod fit;
 mod fit_grid;
+mod fit_vq;
 mod huffman;
 mod kmeans;
+mod kmeans_cells;
 mod model;
 mod page;
 mod parse;
@@ -27,6 +29,7 @@ mod samples;
 mod side;
 mod spec;
 mod transform;
+mod vq_spec;
 
 pub use calibration::Calibration;
 pub use error::{CalibrationError, CodecError, PageError, SpecError};
@@ -38,10 +41,11 @@ pub use preset::{Preset, preset, presets, resolve};
 pub use reader::{PageReader, Space};
 pub use samples::Samples;
 pub use side::HeadSide;
-pub use side::vq::Codebook;
+pub use side::vq::{Codebook, Vq};
 pub use spec::{
     CodecSpec, Entropy, FloatFormat, GroupAxis, Quantizer, SideSpec, Transform, UniformStep,
 };
+pub use vq_spec::{CodebookScope, VqSpec};
 
 /// Rows that share one entropy-coded stream: the unit of random access inside a page.
 pub const ROWS_PER_STREAM: usize = 8;

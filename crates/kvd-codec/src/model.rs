@@ -5,6 +5,7 @@ use crate::encode::{self, Scratch, Stage};
 use crate::huffman::HuffmanTable;
 use crate::side::bind::HeadPlace;
 use crate::side::float::largest;
+use crate::side::vq::codebook_bytes;
 use crate::{Calibration, CodecError, CodecSpec, Entropy, HeadSide};
 use kvd_core::{Geometry, LayerIndex, Side};
 use std::ops::AddAssign;
@@ -113,7 +114,7 @@ impl ModelCodec {
         let per_head: u64 = heads.iter().map(HeadSide::calibration_bytes).sum();
         let grids = Side::BOTH.into_iter().filter(|side| spec.side(*side).has_grid_tables());
         let tables = grids.count() * geometry.layers as usize * LAYER_TABLE_BYTES;
-        let calibration_bytes = per_head + tables as u64;
+        let calibration_bytes = per_head + codebook_bytes(&heads) + tables as u64;
         let tables = vec![Vec::new(); 2 * geometry.layers as usize];
         Ok(Self { geometry, spec, heads, tables, calibration_bytes })
     }

@@ -1,5 +1,6 @@
 //! The codec algebra as plain data, and its canonical text.
 
+use crate::VqSpec;
 use kvd_core::{DType, Side};
 use std::fmt;
 
@@ -67,14 +68,9 @@ pub enum Quantizer {
         /// Values per group; `None` is the whole extent of the axis in the page.
         group: Option<u16>,
     },
-    /// Vector quantization: one codebook per head and side, shared by all sub-vector positions
-    /// (VecInfer §2.2, eq. 2).
-    Vq {
-        /// Channels per sub-vector.
-        dim: u8,
-        /// The codebook has `2^bits` entries.
-        bits: u8,
-    },
+    /// Vector quantization: sub-vectors become indices of codebook entries (VecInfer §2.2, eq. 2),
+    /// in one or more residual stages.
+    Vq(VqSpec),
     /// One uniform step for all coefficients of a head (reverse water-filling), codes of
     /// coefficients of like spread sharing a Huffman table; step, classes and tables come from
     /// the calibration. Best after `mean+qpca` (keys) and `mean+pca` (values).
@@ -93,17 +89,8 @@ impl Quantizer {
             Self::Float(_) => None,
             Self::Uniform { step: UniformStep::Bits(bits), .. } => Some(1 << bits.min(16)),
             Self::Uniform { step: UniformStep::Relative(rel), .. } => Some(relative_levels(rel)),
-            Self::Vq { bits, .. } => Some(1 << bits.min(16)),
+            Self::Vq(vq) => Some(1 << vq.bits.min(16)),
             Self::Grid { .. } => None,
-        }
-    }
-
-    /// Channels that one code stands for.
-    #[must_use]
-    pub fn channels_per_code(&self) -> usize {
-        match self {
-            Self::Vq { dim, .. } => usize::from(*dim),
-            Self::Float(_) | Self::Uniform { .. } | Self::Grid { .. } => 1,
         }
     }
 }
@@ -183,7 +170,7 @@ impl SideSpec {
     #[must_use]
     pub fn needs_calibration(&self) -> bool {
         self.transforms.iter().any(|transform| *transform != Transform::Hadamard)
-            || matches!(self.quantizer, Quantizer::Vq { .. } | Quantizer::Grid { .. })
+            || matches!(self.quantizer, Quantizer::Vq(_) | Quantizer::Grid { .. })
     }
 
     /// Whether Huffman tables are built from the blocks themselves (and named by version in each
@@ -235,9 +222,7 @@ impl SideSpec {
             Quantizer::Uniform { axis: GroupAxis::Block, group: Some(_), .. } => {
                 return Err("uniform axis=block takes no g: the group is the page".to_owned());
             }
-            Quantizer::Vq { dim, bits } if !matches!(dim, 1..=16) || !(1..=12).contains(&bits) => {
-                return Err(format!("vq(d={dim},b={bits}): d must be 1 to 16 and b 1 to 12"));
-            }
+            Quantizer::Vq(vq) => vq.validate()?,
             Quantizer::Grid { rate } if !(0.25..=10.0).contains(&rate) => {
                 return Err(format!("grid rate={rate}: must be 0.25 to 10 bits per value"));
             }
@@ -303,7 +288,7 @@ impl fmt::Display for Quantizer {
                 };
                 write!(f, ",axis={axis})")
             }
-            Self::Vq { dim, bits } => write!(f, "vq(d={dim},b={bits})"),
+            Self::Vq(vq) => vq.fmt(f),
             Self::Grid { rate } => write!(f, "grid(rate={rate})"),
         }
     }

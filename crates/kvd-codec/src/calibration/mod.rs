@@ -5,7 +5,8 @@
 //! | `k.smooth`, `v.smooth` | f32 `[layers, kv_heads, head_dim]` | factors of `smooth` |
 //! | `k.mean`, `v.mean` | f32 `[layers, kv_heads, head_dim]` | what `mean` takes away |
 //! | `k.matrix`, `v.matrix` | f16 `[layers, kv_heads, head_dim, head_dim]` | `pca`, `qpca` |
-//! | `k.codebook`, `v.codebook` | f16 `[layers, kv_heads, 2^b, d]` | VQ entries, most used first |
+//! | `k.codebook`, `v.codebook` | f16 `[layers, kv_heads, positions, stages, 2^b, d]` | VQ entries, \
+//! most used first; 1 for an axis along which codebooks are shared |
 //! | `k.step`, `v.step` | f32 `[layers, kv_heads]` | step of `grid` |
 //! | `k.class`, `v.class` | u8 `[layers, kv_heads, head_dim]` | class of each coefficient |
 //! | `k.table`, `v.table` | u8 `[layers, classes, 128]` | Huffman code lengths, zeros after them |
@@ -14,9 +15,11 @@
 //! the transforms in whose space each side's tensors live. One key, because several would be
 //! written in an arbitrary order.
 
+mod codebooks;
 mod tensors;
 
-pub(crate) use tensors::{Codebooks, GridTensors, LAYER_TABLE_BYTES, SideCalibration, TABLE_WIDTH};
+pub(crate) use codebooks::Codebooks;
+pub(crate) use tensors::{GridTensors, LAYER_TABLE_BYTES, SideCalibration, TABLE_WIDTH};
 
 use crate::CalibrationError;
 use kvd_core::{Geometry, RopePairing, Side};

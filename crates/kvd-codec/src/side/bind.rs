@@ -2,11 +2,13 @@
 
 use super::grid::{Grid, GridTables};
 use super::uniform::Uniform;
-use super::vq::Codebook;
+use super::vq::Vq;
 use super::{HeadQuantizer, HeadSide};
 use crate::calibration::SideCalibration;
 use crate::transform::Step;
-use crate::{Calibration, CodecError, CodecSpec, FloatFormat, Quantizer, SideSpec, Transform};
+use crate::{
+    Calibration, CodecError, CodecSpec, FloatFormat, Quantizer, SideSpec, Transform, VqSpec,
+};
 use kvd_core::{Geometry, LayerIndex, Side};
 use std::sync::Arc;
 use xxhash_rust::xxh3::Xxh3;
@@ -118,15 +120,12 @@ impl Binder<'_> {
                 let levels = self.spec.quantizer.alphabet().expect("uniform has codes");
                 HeadQuantizer::Uniform(Uniform::new(step, axis, group, (levels - 1) as u16))
             }
-            Quantizer::Vq { dim: sub, bits } => {
-                let sub = usize::from(sub);
-                if !dim.is_multiple_of(sub) {
-                    let reason = format!("vq d={sub} does not divide the head size {dim}");
-                    return Err(CodecError::InvalidCodec { side, reason });
-                }
-                let entries = codebook(self.part, side, index, (1 << bits, sub))?;
-                entries.iter().for_each(|v| hash.update(&v.to_le_bytes()));
-                HeadQuantizer::Vq(Codebook::new(sub, entries))
+            Quantizer::Vq(spec) => {
+                let checked = spec.check_head_dim(dim);
+                checked.map_err(|reason| CodecError::InvalidCodec { side, reason })?;
+                let vq = self.codebooks(spec, index)?;
+                vq.books().for_each(|book| book.update(hash));
+                HeadQuantizer::Vq(vq)
             }
             Quantizer::Grid { .. } => {
                 let grid = self.part.and_then(|part| part.grid.as_ref());
@@ -140,6 +139,25 @@ impl Binder<'_> {
                 HeadQuantizer::Grid(Box::new(Grid::new(step, classes, Arc::clone(tables))))
             }
         })
+    }
+
+    /// The codebooks of a head.
+    fn codebooks(&self, spec: VqSpec, index: usize) -> Result<Vq, CodecError> {
+        let side = self.side;
+        let Some(books) = self.part.and_then(|part| part.codebooks.as_ref()) else {
+            return Err(mismatch(format!("{side} has no codebooks")));
+        };
+        let want = spec.tensor_shape(self.geometry, side);
+        if books.shape() != want {
+            let text = format!(
+                "{side} has codebooks of shape [layers, kv_heads, positions, stages, entries, \
+                 channels] = {:?}, {spec} wants {want:?}",
+                books.shape()
+            );
+            return Err(mismatch(text));
+        }
+        let (layer, head) = (self.layer.0 as usize, index % self.geometry.kv_heads as usize);
+        Ok(Vq::new(self.geometry.head_dim(side), &spec, books.of_head(layer, head)))
     }
 
     /// The head's part of a tensor, `len` values.
@@ -192,24 +210,4 @@ fn fitted<'a>(
         }
     }
     Ok(part)
-}
-
-fn codebook(
-    part: Option<&SideCalibration>,
-    side: Side,
-    index: usize,
-    (entries, dim): (usize, usize),
-) -> Result<Vec<f32>, CodecError> {
-    let Some(books) = part.and_then(|part| part.codebooks.as_ref()) else {
-        return Err(mismatch(format!("{side} has no codebooks")));
-    };
-    if (books.entries, books.dim) != (entries, dim) {
-        let text = format!(
-            "{side} has codebooks of {} entries of {} channels, the codec wants {entries} of {dim}",
-            books.entries, books.dim
-        );
-        return Err(mismatch(text));
-    }
-    let values = &books.values[index * entries * dim..][..entries * dim];
-    Ok(values.iter().map(|v| v.to_f32()).collect())
 }

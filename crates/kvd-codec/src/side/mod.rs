@@ -3,6 +3,7 @@
 pub(crate) mod bind;
 pub(crate) mod float;
 pub(crate) mod grid;
+pub(crate) mod nearest;
 pub(crate) mod uniform;
 pub(crate) mod vq;
 
@@ -11,7 +12,7 @@ use crate::transform::Step;
 use grid::Grid;
 use kvd_core::{DType, Geometry};
 use uniform::{ScaleRow, Uniform};
-use vq::Codebook;
+use vq::Vq;
 
 /// The page's values do not fit the quantizer; the page falls back to raw floats.
 #[derive(Debug)]
@@ -27,7 +28,7 @@ pub(crate) enum HeadQuantizer {
     /// Uniform levels, f16 pairs per group.
     Uniform(Uniform),
     /// Codebook indices.
-    Vq(Codebook),
+    Vq(Vq),
     /// One step per head, codes by class.
     Grid(Box<Grid>),
 }
@@ -39,7 +40,7 @@ impl HeadQuantizer {
             Self::Float(_) | Self::Grid(_) => 0,
             Self::E4m3 => 8,
             Self::Uniform(uniform) => uniform.code_bits(),
-            Self::Vq(book) => book.code_bits(),
+            Self::Vq(vq) => vq.code_bits(),
         }
     }
 
@@ -48,7 +49,7 @@ impl HeadQuantizer {
         match self {
             Self::Float(_) | Self::Grid(_) => 0,
             Self::E4m3 | Self::Uniform(_) => dim,
-            Self::Vq(book) => dim / book.dim(),
+            Self::Vq(vq) => vq.codes_per_row(),
         }
     }
 
@@ -74,7 +75,7 @@ impl HeadQuantizer {
             Self::Float(_) | Self::Grid(_) => Ok(()),
             Self::E4m3 => float::encode_e4m3(rows, symbols, scales),
             Self::Uniform(uniform) => uniform.quantize(rows, dim, symbols, scales),
-            Self::Vq(book) => book.quantize(rows, symbols),
+            Self::Vq(vq) => vq.quantize(rows, symbols),
         }
     }
 
@@ -91,7 +92,7 @@ impl HeadQuantizer {
             Self::Float(_) | Self::Grid(_) => {}
             Self::E4m3 => float::decode_e4m3(scales, symbols, out),
             Self::Uniform(uniform) => uniform.dequantize_row(scales, row, symbols, loaded, out),
-            Self::Vq(book) => book.dequantize_row(symbols, out),
+            Self::Vq(vq) => vq.dequantize_row(symbols, out),
         }
     }
 }
@@ -124,16 +125,17 @@ impl HeadSide {
         }
     }
 
-    /// The head's codebook, when its quantizer is VQ.
+    /// The head's codebooks, when its quantizer is VQ.
     #[must_use]
-    pub fn codebook(&self) -> Option<&Codebook> {
+    pub fn vq(&self) -> Option<&Vq> {
         match &self.quantizer {
-            HeadQuantizer::Vq(book) => Some(book),
+            HeadQuantizer::Vq(vq) => Some(vq),
             _ => None,
         }
     }
 
-    /// Bytes kept from the calibration: f32 factors and f16 codebook entries.
+    /// Bytes kept from the calibration for this head alone; codebooks, which heads may share, are
+    /// counted by [`vq::codebook_bytes`].
     pub(crate) fn calibration_bytes(&self) -> u64 {
         let factors: u64 = self.steps.iter().map(Step::calibration_bytes).sum();
         let grid = match &self.quantizer {
@@ -141,7 +143,7 @@ impl HeadSide {
             HeadQuantizer::Grid(_) => 4 + self.dim as u64,
             _ => 0,
         };
-        factors + grid + self.codebook().map_or(0, |book| 2 * book.entries().len() as u64)
+        factors + grid
     }
 
     /// Whether coefficients are the rows themselves.
