@@ -160,12 +160,10 @@ pub enum CodecError {
     #[error("block: {0}")]
     Shape(String),
     /// A Huffman side was asked to encode before `train_tables`.
-    #[error("layer {layer} {side} has no Huffman table yet")]
+    #[error("layer {layer} lacks a Huffman table: train_tables comes first")]
     TablesMissing {
         /// Layer without a table.
         layer: u32,
-        /// Side without a table.
-        side: Side,
     },
     /// More table versions than the page header can name.
     #[error("layer {layer} already has the most Huffman table versions a page can name")]

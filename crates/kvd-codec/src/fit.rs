@@ -23,11 +23,12 @@ pub struct FitProgress {
     pub total: usize,
 }
 
-/// Fits, in the order of the transforms, what each side needs to `samples`: smoothing factors
-/// (VecInfer eq. 4: `sqrt(max |x_i|)`, 1 for a channel of zeros), means, principal axes, and in
-/// the space after them codebooks (k-means, one per scope and stage) or grids (one step for
-/// the whole side, weighted per head, so that the samples take the rate asked for). The same
-/// arguments give the same calibration.
+/// Fits, in the order of the transforms, what each side (and each override) needs to `samples`:
+/// smoothing factors (VecInfer eq. 4: `sqrt(max |x_i|)`, 1 for a channel of zeros), means,
+/// principal axes, and in the space after them codebooks (k-means, one per scope and stage) or
+/// grids (one step for the whole side, weighted per head, so that the samples take the rate asked
+/// for). The side of an override is fitted over all layers and heads too. The same arguments give
+/// the same calibration.
 ///
 /// # Errors
 /// When the codec does not fit the geometry, the samples belong to another one, a head has none
@@ -40,38 +41,43 @@ pub fn fit(
     progress: &mut dyn FnMut(FitProgress),
 ) -> Result<Calibration, CalibrationError> {
     geometry.validate().map_err(|error| Box::new(CodecError::Geometry(error)))?;
-    let shape = |g: &Geometry| [g.layers, g.kv_heads, g.head_dim_k, g.head_dim_v];
-    if shape(samples.geometry()) != shape(geometry) {
+    if !geometry.same_rows(samples.geometry()) {
         return Err(CalibrationError::Shape("the samples have another geometry".to_owned()));
     }
     let heads = geometry.layers as usize * geometry.kv_heads as usize;
-    let sides = Side::BOTH.into_iter().filter(|side| spec.side(*side).needs_calibration());
-    let mut state = FitProgress { done: 0, total: sides.count() * heads };
+    let mut parts: Vec<(Side, &SideSpec)> = Vec::new();
+    for side in Side::BOTH {
+        for variant in spec.variants(side) {
+            variant
+                .check(geometry, side)
+                .map_err(|reason| Box::new(CodecError::InvalidCodec { side, reason }))?;
+            let known = |(other, spec): &(Side, &SideSpec)| {
+                *other == side && spec.fitted_text() == variant.fitted_text()
+            };
+            if variant.needs_calibration() && !parts.iter().any(known) {
+                parts.push((side, variant));
+            }
+        }
+    }
+    let mut state = FitProgress { done: 0, total: parts.len() * heads };
     let mut one_more = || {
         state.done += 1;
         progress(state);
     };
-    let mut fit_side = |side| fit_side(geometry, spec, samples, seed, side, &mut one_more);
-    let sides = [fit_side(Side::Key)?, fit_side(Side::Value)?];
-    Ok(Calibration { geometry: geometry.clone(), spec: spec.to_string(), seed, sides })
+    let parts = parts.into_iter();
+    let parts = parts.map(|part| fit_side(geometry, part, samples, seed, &mut one_more));
+    let parts = parts.collect::<Result<_, _>>()?;
+    Ok(Calibration { geometry: geometry.clone(), seed, parts })
 }
 
 fn fit_side(
     geometry: &Geometry,
-    spec: &CodecSpec,
+    (side, side_spec): (Side, &SideSpec),
     samples: &Samples,
     seed: u64,
-    side: Side,
     one_more: &mut dyn FnMut(),
 ) -> Result<SideCalibration, CalibrationError> {
-    let side_spec = spec.side(side);
-    let mut fitted =
-        SideCalibration { transforms: side_spec.transforms_text(), ..SideCalibration::default() };
-    check_side(geometry, side_spec, side)
-        .map_err(|reason| Box::new(CodecError::InvalidCodec { side, reason }))?;
-    if !side_spec.needs_calibration() {
-        return Ok(fitted);
-    }
+    let mut fitted = SideCalibration::new(side, side_spec.fitted_text());
     let mut vq = match side_spec.quantizer {
         Quantizer::Vq(spec) => Some(VqFit::new(spec, geometry, side, seed)),
         _ => None,
@@ -101,19 +107,6 @@ fn fit_side(
         fitted.grid = Some(fit_grid::fit(geometry, side, rate, &grid_heads)?);
     }
     Ok(fitted)
-}
-
-/// What must hold of a side before anything is fitted.
-fn check_side(geometry: &Geometry, spec: &SideSpec, side: Side) -> Result<(), String> {
-    spec.validate()?;
-    let dim = geometry.head_dim(side);
-    if let Quantizer::Vq(vq) = spec.quantizer {
-        vq.check_head_dim(dim)?;
-    }
-    if side == Side::Value && spec.transforms.contains(&Transform::QueryPca) {
-        return Err("qpca is for keys: queries meet no values".to_owned());
-    }
-    Ok(())
 }
 
 /// The head that is being fitted.

@@ -6,8 +6,9 @@ use crate::huffman::HuffmanTable;
 use crate::side::bind::HeadPlace;
 use crate::side::float::largest;
 use crate::side::vq::codebook_bytes;
-use crate::{Calibration, CodecError, CodecSpec, Entropy, HeadSide};
+use crate::{Calibration, CodecError, CodecSpec, HeadSide, SideSpec};
 use kvd_core::{Geometry, LayerIndex, Side};
+use std::collections::BTreeSet;
 use std::ops::AddAssign;
 
 /// A codec, a geometry and what calibration gave it: encodes blocks, and serves readers.
@@ -16,8 +17,10 @@ pub struct ModelCodec {
     geometry: Geometry,
     spec: CodecSpec,
     heads: Vec<HeadSide>,
-    /// Per layer and side: every Huffman table so far; version `n` is at index `n - 1`.
+    /// Per layer, side and variant: every Huffman table so far; version `n` is at index `n - 1`.
     tables: Vec<Vec<HuffmanTable>>,
+    /// Variants that `tables` has room for, per side.
+    variants: usize,
     calibration_bytes: u64,
 }
 
@@ -101,7 +104,13 @@ impl ModelCodec {
     ) -> Result<Self, CodecError> {
         geometry.validate()?;
         for side in Side::BOTH {
-            let checked = spec.side(side).validate();
+            let mut variants = spec.variants(side).into_iter();
+            let checked = variants.try_for_each(|variant| variant.check(&geometry, side));
+            checked.map_err(|reason| CodecError::InvalidCodec { side, reason })?;
+        }
+        for exception in &spec.overrides {
+            let side = exception.side;
+            let checked = exception.check(&geometry);
             checked.map_err(|reason| CodecError::InvalidCodec { side, reason })?;
         }
         let mut heads = Vec::new();
@@ -112,11 +121,12 @@ impl ModelCodec {
             }
         }
         let per_head: u64 = heads.iter().map(HeadSide::calibration_bytes).sum();
-        let grids = Side::BOTH.into_iter().filter(|side| spec.side(*side).has_grid_tables());
-        let tables = grids.count() * geometry.layers as usize * LAYER_TABLE_BYTES;
-        let calibration_bytes = per_head + codebook_bytes(&heads) + tables as u64;
-        let tables = vec![Vec::new(); 2 * geometry.layers as usize];
-        Ok(Self { geometry, spec, heads, tables, calibration_bytes })
+        let tables = grid_table_bytes(&heads, geometry.kv_heads as usize);
+        let calibration_bytes = per_head + codebook_bytes(&heads) + tables;
+        let variants = Side::BOTH.map(|side| spec.variants(side).len()).into_iter().max();
+        let variants = variants.expect("there are two sides");
+        let tables = vec![Vec::new(); 2 * geometry.layers as usize * variants];
+        Ok(Self { geometry, spec, heads, tables, variants, calibration_bytes })
     }
 
     /// The model's geometry.
@@ -158,18 +168,27 @@ impl ModelCodec {
     /// geometry.
     #[must_use]
     pub fn needs_tables(&self, layer: LayerIndex) -> bool {
-        let missing = |side: Side| {
-            self.spec.side(side).has_trained_tables()
-                && self.tables.get(table_index(layer, side)).is_some_and(Vec::is_empty)
-        };
-        Side::BOTH.into_iter().any(missing)
+        let per_layer = 2 * self.geometry.kv_heads as usize;
+        let heads = self.heads.chunks(per_layer).nth(layer.0 as usize).unwrap_or_default();
+        heads.iter().enumerate().any(|(index, head)| {
+            let side = Side::BOTH[index / self.geometry.kv_heads as usize];
+            head.trained_tables && self.tables[self.table_index(layer, side, head)].is_empty()
+        })
     }
 
-    /// The Huffman table of that version, as a page header names it (from 1).
-    #[must_use]
-    pub fn table(&self, layer: LayerIndex, side: Side, version: u16) -> Option<&HuffmanTable> {
+    /// The Huffman table of that version, as a page header of that head names it (from 1).
+    pub(crate) fn table(
+        &self,
+        (layer, side): (LayerIndex, Side),
+        head: &HeadSide,
+        version: u16,
+    ) -> Option<&HuffmanTable> {
         let index = usize::from(version).checked_sub(1)?;
-        self.tables.get(table_index(layer, side))?.get(index)
+        self.tables.get(self.table_index(layer, side, head))?.get(index)
+    }
+
+    fn table_index(&self, layer: LayerIndex, side: Side, head: &HeadSide) -> usize {
+        (layer.0 as usize * 2 + side.index()) * self.variants + head.variant
     }
 
     /// Builds the Huffman tables of a layer from blocks that are about to be encoded (KVComp
@@ -187,29 +206,43 @@ impl ModelCodec {
         for block in blocks {
             self.check_block(layer, block)?;
         }
-        let mut scratch = Scratch::default();
         for side in Side::BOTH {
-            let side_spec = self.spec.side(side);
-            let (Entropy::Huffman, Some(alphabet)) =
-                (side_spec.entropy, side_spec.quantizer.alphabet())
-            else {
-                continue;
-            };
-            let mut counts = vec![0u64; alphabet as usize];
-            for block in blocks {
-                for head in 0..self.geometry.kv_heads as usize {
-                    let head_side = self.head(layer, side, head);
-                    let rows = block.head(side, head, head_side.dim());
-                    encode::count(head_side, rows, &mut scratch, &mut counts);
-                }
+            let specs: Vec<SideSpec> = self.spec.variants(side).into_iter().cloned().collect();
+            for (variant, spec) in specs.iter().enumerate().filter(|(_, s)| s.has_trained_tables())
+            {
+                self.train_table(layer, side, (variant, spec), blocks)?;
             }
-            let versions = self.tables.get_mut(table_index(layer, side));
-            let versions = versions.ok_or_else(|| CodecError::Shape(format!("layer {layer}")))?;
-            if versions.len() == usize::from(u16::MAX) {
-                return Err(CodecError::TableVersions { layer: layer.0 });
-            }
-            versions.push(HuffmanTable::new(&counts));
         }
+        Ok(())
+    }
+
+    /// A table from the heads of one variant; a variant without heads in the layer has none.
+    fn train_table(
+        &mut self,
+        layer: LayerIndex,
+        side: Side,
+        (variant, spec): (usize, &SideSpec),
+        blocks: &[BlockRows<'_>],
+    ) -> Result<(), CodecError> {
+        let alphabet = spec.quantizer.alphabet().expect("validated: Huffman needs codes");
+        let mut counts = vec![0u64; alphabet as usize];
+        let mut scratch = Scratch::default();
+        let heads = 0..self.geometry.kv_heads as usize;
+        let heads = heads.filter(|head| self.head(layer, side, *head).variant == variant);
+        let Some(first) = heads.clone().next() else { return Ok(()) };
+        for head in heads {
+            let head_side = self.head(layer, side, head);
+            for block in blocks {
+                let rows = block.head(side, head, head_side.dim());
+                encode::count(head_side, rows, &mut scratch, &mut counts);
+            }
+        }
+        let index = self.table_index(layer, side, self.head(layer, side, first));
+        let versions = &mut self.tables[index];
+        if versions.len() == usize::from(u16::MAX) {
+            return Err(CodecError::TableVersions { layer: layer.0 });
+        }
+        versions.push(HuffmanTable::new(&counts));
         Ok(())
     }
 
@@ -225,7 +258,7 @@ impl ModelCodec {
         out: &mut Vec<u8>,
     ) -> Result<EncodedBlock, CodecError> {
         self.check_block(layer, block)?;
-        let stages = [self.stage(layer, Side::Key)?, self.stage(layer, Side::Value)?];
+        self.check_tables(layer)?;
         let start = out.len();
         let mut encoded = EncodedBlock::default();
         let mut scratch = Scratch::default();
@@ -235,7 +268,8 @@ impl ModelCodec {
                 let head_side = self.head(layer, side, head);
                 let rows = block.head(side, head, head_side.dim());
                 let place = (head_side, HeadPlace { layer, side, head }, self.geometry.dtype);
-                let page = encode::page(place, rows, stages[side.index()], &mut scratch, out);
+                let stage = self.stage(layer, side, head_side);
+                let page = encode::page(place, rows, stage, &mut scratch, out);
                 encoded.parts += page.parts;
                 encoded.fallback_pages += u32::from(page.fallback);
                 let end = u32::try_from(out.len() - start).expect("a block is below 4 GiB");
@@ -250,16 +284,22 @@ impl ModelCodec {
         Ok(encoded)
     }
 
-    /// The entropy stage of a side, with its newest table.
-    fn stage(&self, layer: LayerIndex, side: Side) -> Result<Stage<'_>, CodecError> {
-        if !self.spec.side(side).has_trained_tables() {
-            return Ok(Stage::Fixed);
-        }
-        let versions = &self.tables[table_index(layer, side)];
+    /// The entropy stage of a head, with its newest table; fixed width where it has none.
+    fn stage(&self, layer: LayerIndex, side: Side, head: &HeadSide) -> Stage<'_> {
+        let versions = &self.tables[self.table_index(layer, side, head)];
         match versions.last() {
-            Some(table) => Ok(Stage::Huffman { table, version: versions.len() as u16 }),
-            None => Err(CodecError::TablesMissing { layer: layer.0, side }),
+            Some(table) if head.trained_tables => {
+                Stage::Huffman { table, version: versions.len() as u16 }
+            }
+            _ => Stage::Fixed,
         }
+    }
+
+    fn check_tables(&self, layer: LayerIndex) -> Result<(), CodecError> {
+        if self.needs_tables(layer) {
+            return Err(CodecError::TablesMissing { layer: layer.0 });
+        }
+        Ok(())
     }
 
     fn check_block(&self, layer: LayerIndex, block: &BlockRows<'_>) -> Result<(), CodecError> {
@@ -300,6 +340,11 @@ impl ModelCodec {
     }
 }
 
-fn table_index(layer: LayerIndex, side: Side) -> usize {
-    layer.0 as usize * 2 + side.index()
+/// Grid tables are per layer, side and variant, shared by the heads.
+fn grid_table_bytes(heads: &[HeadSide], kv_heads: usize) -> u64 {
+    let tables = |side: &[HeadSide]| {
+        let grids = side.iter().filter(|head| head.is_grid()).map(|head| head.variant);
+        (grids.collect::<BTreeSet<_>>().len() * LAYER_TABLE_BYTES) as u64
+    };
+    heads.chunks(kv_heads).map(tables).sum()
 }

@@ -1,7 +1,10 @@
 //! The text form of a codec: `k=smooth+hadamard/vq(d=4,b=8); v=vq(d=4,b=8); recent=128`.
 //!
 //! ```text
-//! codec     = item *( ";" item )          item = "k=" side | "v=" side | "sink=" n | "recent=" n
+//! codec     = item *( ";" item )
+//! item      = "k=" side | "v=" side | "sink=" n | "recent=" n | override
+//! override  = ( "k" | "v" ) "[" where *( "," where ) "]=" side
+//! where     = ( "layer=" | "head=" ) n [ "-" n ]
 //! side      = [ transform *( "+" transform ) "/" ] quantizer [ "/huffman" ]
 //! transform = "smooth" | "hadamard" | "mean" | "pca" | "qpca"
 //! quantizer = "raw" | "f32" | "f16" | "bf16" | "fp8"
@@ -10,12 +13,15 @@
 //! axis      = "channel" | "token" | "block"
 //! scope     = "model" | "layer" | "head" | "group"
 //! ```
-//! Arguments stand in any order; spaces are allowed between tokens.
+//! Arguments stand in any order; spaces, line ends and comments from `#` to the end of a line are
+//! allowed between tokens.
 
 use crate::{
-    CodebookScope, CodecSpec, Entropy, FloatFormat, GroupAxis, Quantizer, SideSpec, SpecError,
-    Transform, UniformStep, VqSpec,
+    CodebookScope, CodecSpec, Entropy, FloatFormat, GroupAxis, Override, Quantizer, SideSpec,
+    SpecError, Transform, UniformStep, VqSpec,
 };
+use kvd_core::Side;
+use std::ops::RangeInclusive;
 use std::str::FromStr;
 
 type Parsed<T> = Result<T, SpecError>;
@@ -26,8 +32,17 @@ impl FromStr for CodecSpec {
     fn from_str(text: &str) -> Result<Self, SpecError> {
         let mut cursor = Cursor { text, at: 0 };
         let (mut key, mut value, mut sink, mut recent) = (None, None, None, None);
+        let mut overrides = Vec::new();
         loop {
             let (start, name) = cursor.word("k, v, sink or recent")?;
+            let side = [Side::Key, Side::Value].into_iter().find(|side| side.name() == name);
+            if let (Some(side), true) = (side, cursor.take('[')) {
+                overrides.push(cursor.exception(side)?);
+                if !cursor.take(';') || cursor.peek().is_none() {
+                    break;
+                }
+                continue;
+            }
             cursor.expect('=')?;
             let fresh = match name {
                 "k" => key.replace(cursor.side()?).is_none(),
@@ -39,10 +54,7 @@ impl FromStr for CodecSpec {
             if !fresh {
                 return cursor.fail(start, format!("{name} is given twice"));
             }
-            if !cursor.take(';') {
-                break;
-            }
-            if cursor.peek().is_none() {
+            if !cursor.take(';') || cursor.peek().is_none() {
                 break;
             }
         }
@@ -53,7 +65,8 @@ impl FromStr for CodecSpec {
         let Some(value) = value else {
             return cursor.fail(cursor.at, "the value side v= is missing");
         };
-        Ok(Self { key, value, sink: sink.unwrap_or(0), recent: recent.unwrap_or(0) })
+        let (sink, recent) = (sink.unwrap_or(0), recent.unwrap_or(0));
+        Ok(Self { key, value, sink, recent, overrides })
     }
 }
 
@@ -77,11 +90,18 @@ impl<'a> Cursor<'a> {
         Err(SpecError { position, message: message.into() })
     }
 
-    /// The next character after spaces, which are skipped.
+    /// The next character after spaces and comments, which are skipped.
     fn peek(&mut self) -> Option<char> {
-        let rest = &self.text[self.at..];
-        self.at += rest.len() - rest.trim_start().len();
-        self.text[self.at..].chars().next()
+        loop {
+            let rest = &self.text[self.at..];
+            self.at += rest.len() - rest.trim_start().len();
+            let next = self.text[self.at..].chars().next();
+            if next != Some('#') {
+                return next;
+            }
+            let line = &self.text[self.at..];
+            self.at += line.find('\n').unwrap_or(line.len());
+        }
     }
 
     fn take(&mut self, wanted: char) -> bool {
@@ -117,6 +137,41 @@ impl<'a> Cursor<'a> {
 
     fn parse_at<N: FromStr>(&self, start: usize, word: &str, what: &str) -> Parsed<N> {
         word.parse().or_else(|_| self.fail(start, format!("{word:?} is no number of {what}")))
+    }
+
+    /// What follows `k[` or `v[`.
+    fn exception(&mut self, side: Side) -> Parsed<Override> {
+        let (mut layers, mut heads) = (None, None);
+        loop {
+            let (start, name) = self.word("layer or head")?;
+            let range = match name {
+                "layer" => &mut layers,
+                "head" => &mut heads,
+                _ => return self.fail(start, format!("{name:?} is not layer or head")),
+            };
+            self.expect('=')?;
+            if range.replace(self.range()?).is_some() {
+                return self.fail(start, format!("{name} is given twice"));
+            }
+            if !self.take(',') {
+                break;
+            }
+        }
+        self.expect(']')?;
+        self.expect('=')?;
+        Ok(Override { side, layers, heads, spec: self.side()? })
+    }
+
+    /// `n` or `n-n`.
+    fn range(&mut self) -> Parsed<RangeInclusive<u32>> {
+        self.peek();
+        let start = self.at;
+        let first = self.number("an index")?;
+        let last = if self.take('-') { self.number("an index")? } else { first };
+        if last < first {
+            return self.fail(start, format!("{first}-{last} ends before it starts"));
+        }
+        Ok(first..=last)
     }
 
     fn side(&mut self) -> Parsed<SideSpec> {

@@ -83,8 +83,7 @@ impl<'a> PageReader<'a> {
         let dtype = model.geometry().dtype;
         let id = if header.fallback { id::float(dtype) } else { head_side.quantizer_id() };
         check("quantizer", usize::from(header.quantizer), usize::from(id))?;
-        let tables = model.spec().side(side).has_trained_tables();
-        let huffman = tables && !header.fallback;
+        let huffman = head_side.trained_tables && !header.fallback;
         check("huffman", usize::from(header.huffman), usize::from(huffman))?;
         let version = header.table_version;
         let payload = match head_side.quantizer {
@@ -95,7 +94,8 @@ impl<'a> PageReader<'a> {
                 Payload::Grid { grid, lengths, codes }
             }
             _ if huffman => {
-                let table = model.table(layer, side, version).ok_or(PageError::Table(version))?;
+                let table = model.table((layer, side), head_side, version);
+                let table = table.ok_or(PageError::Table(version))?;
                 streams(head_side, &page, table)?
             }
             _ => codes(head_side, &page)?,

@@ -1,7 +1,7 @@
 //! The codec algebra as plain data, and its canonical text.
 
-use crate::VqSpec;
-use kvd_core::{DType, Side};
+use crate::{Override, VqSpec};
+use kvd_core::{DType, Geometry, Side};
 use std::fmt;
 
 /// Number format of the `float` quantizer.
@@ -93,6 +93,12 @@ impl Quantizer {
             Self::Grid { .. } => None,
         }
     }
+
+    /// Whether it takes anything from a calibration.
+    #[must_use]
+    pub fn is_trained(&self) -> bool {
+        matches!(self, Self::Vq(_) | Self::Grid { .. })
+    }
 }
 
 /// Codes `0..=ceil(1/rel)`. The small slack keeps 1/0.02f32 (just above 50) at 50.
@@ -152,7 +158,7 @@ pub struct SideSpec {
     pub entropy: Entropy,
 }
 
-/// A codec: two sides and the windows that stay in the stored precision.
+/// A codec: two sides, the windows that stay in the stored precision, and exceptions.
 #[derive(Clone, Debug, PartialEq)]
 pub struct CodecSpec {
     /// How keys are kept.
@@ -163,6 +169,8 @@ pub struct CodecSpec {
     pub sink: u32,
     /// Last tokens of a sequence that stay raw.
     pub recent: u32,
+    /// Exceptions for layers and heads; where several name a head, the last one holds.
+    pub overrides: Vec<Override>,
 }
 
 impl SideSpec {
@@ -170,25 +178,31 @@ impl SideSpec {
     #[must_use]
     pub fn needs_calibration(&self) -> bool {
         self.transforms.iter().any(|transform| *transform != Transform::Hadamard)
-            || matches!(self.quantizer, Quantizer::Vq(_) | Quantizer::Grid { .. })
+            || self.quantizer.is_trained()
     }
 
     /// Whether Huffman tables are built from the blocks themselves (and named by version in each
     /// page); `grid` takes its tables from the calibration instead.
     #[must_use]
     pub fn has_trained_tables(&self) -> bool {
-        self.entropy == Entropy::Huffman && !self.has_grid_tables()
-    }
-
-    /// Whether the side's Huffman tables come with the calibration.
-    pub(crate) fn has_grid_tables(&self) -> bool {
-        matches!(self.quantizer, Quantizer::Grid { .. })
+        self.entropy == Entropy::Huffman && !matches!(self.quantizer, Quantizer::Grid { .. })
     }
 
     /// The transforms as in a spec text (`smooth+hadamard`), empty when there are none.
-    #[must_use]
-    pub fn transforms_text(&self) -> String {
+    fn transforms_text(&self) -> String {
         self.transforms.iter().map(|t| t.name()).collect::<Vec<_>>().join("+")
+    }
+
+    /// What a calibration fits for this side, as text: the transforms, and the quantizer where
+    /// it is trained. Sides of equal text share what was fitted.
+    #[must_use]
+    pub fn fitted_text(&self) -> String {
+        let transforms = self.transforms_text();
+        if self.quantizer.is_trained() {
+            format!("{transforms}/{}", self.quantizer)
+        } else {
+            transforms
+        }
     }
 
     /// Checks parameters that no geometry could make valid.
@@ -246,8 +260,22 @@ impl SideSpec {
     }
 }
 
+impl SideSpec {
+    /// [`SideSpec::validate`], and what a geometry asks for.
+    pub(crate) fn check(&self, geometry: &Geometry, side: Side) -> Result<(), String> {
+        self.validate()?;
+        if let Quantizer::Vq(vq) = self.quantizer {
+            vq.check_head_dim(geometry.head_dim(side))?;
+        }
+        if side == Side::Value && self.transforms.contains(&Transform::QueryPca) {
+            return Err("qpca is for keys: queries meet no values".to_owned());
+        }
+        Ok(())
+    }
+}
+
 impl CodecSpec {
-    /// The spec of one side.
+    /// The spec of one side, where no override names the head.
     #[must_use]
     pub fn side(&self, side: Side) -> &SideSpec {
         match side {
@@ -256,10 +284,11 @@ impl CodecSpec {
         }
     }
 
-    /// Whether either side takes anything from a calibration.
+    /// Whether any side takes anything from a calibration.
     #[must_use]
     pub fn needs_calibration(&self) -> bool {
-        self.key.needs_calibration() || self.value.needs_calibration()
+        let overrides = self.overrides.iter().map(|o| &o.spec);
+        [&self.key, &self.value].into_iter().chain(overrides).any(SideSpec::needs_calibration)
     }
 }
 
@@ -316,6 +345,6 @@ impl fmt::Display for CodecSpec {
         if self.recent != 0 {
             write!(f, "; recent={}", self.recent)?;
         }
-        Ok(())
+        self.overrides.iter().try_for_each(|o| write!(f, "; {o}"))
     }
 }

@@ -2,9 +2,10 @@
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
 use kvd_codec::{
-    CodebookScope, CodecSpec, Entropy, FloatFormat, GroupAxis, Quantizer, SideSpec, Transform,
-    UniformStep, VqSpec, resolve,
+    CodebookScope, CodecSpec, Entropy, FloatFormat, GroupAxis, Override, Quantizer, SideSpec,
+    Transform, UniformStep, VqSpec, resolve,
 };
+use kvd_core::Side;
 use proptest::prelude::*;
 
 fn quantizer() -> impl Strategy<Value = Quantizer> {
@@ -54,10 +55,25 @@ fn side() -> impl Strategy<Value = SideSpec> {
     })
 }
 
+fn exception() -> impl Strategy<Value = Override> {
+    let range = || (0u32..99, 0u32..99).prop_map(|(first, more)| first..=first + more);
+    let places = prop_oneof![
+        range().prop_map(|layers| (Some(layers), None)),
+        range().prop_map(|heads| (None, Some(heads))),
+        (range(), range()).prop_map(|(layers, heads)| (Some(layers), Some(heads))),
+    ];
+    (prop::sample::select(Side::BOTH.to_vec()), places, side())
+        .prop_map(|(side, (layers, heads), spec)| Override { side, layers, heads, spec })
+}
+
 proptest! {
     #[test]
-    fn specs_round_trip(key in side(), value in side(), sink in 0u32..99, recent in any::<u32>()) {
-        let spec = CodecSpec { key, value, sink, recent };
+    fn specs_round_trip(
+        (key, value) in (side(), side()),
+        (sink, recent) in (0u32..99, any::<u32>()),
+        overrides in proptest::collection::vec(exception(), 0..3),
+    ) {
+        let spec = CodecSpec { key, value, sink, recent, overrides };
         prop_assert_eq!(spec.key.validate(), Ok(()));
         let text = spec.to_string();
         prop_assert_eq!(text.parse::<CodecSpec>(), Ok(spec), "{}", text);

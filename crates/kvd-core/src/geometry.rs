@@ -136,6 +136,14 @@ impl Geometry {
         }
     }
 
+    /// Whether both have the same layers, heads and head sizes: what was learned of rows of one
+    /// holds for the other, whatever its blocks and dtype.
+    #[must_use]
+    pub fn same_rows(&self, other: &Self) -> bool {
+        let shape = |g: &Self| [g.layers, g.kv_heads, g.head_dim_k, g.head_dim_v];
+        shape(self) == shape(other)
+    }
+
     /// Values of K and V together, of one token in one layer.
     #[must_use]
     pub fn values_per_token(&self) -> u64 {

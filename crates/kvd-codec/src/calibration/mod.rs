@@ -1,19 +1,24 @@
 //! The calibration artefact: what a codec learned from samples, as one safetensors file.
 //!
+//! It is a list of **parts**. A part is one side fitted for one [`SideSpec::fitted_text`], over
+//! all layers and heads; codecs and policies pick the parts that they name. The tensors of part
+//! `n` have names that begin with `n.`:
+//!
 //! | tensor | shape | kind |
 //! |---|---|---|
-//! | `k.smooth`, `v.smooth` | f32 `[layers, kv_heads, head_dim]` | factors of `smooth` |
-//! | `k.mean`, `v.mean` | f32 `[layers, kv_heads, head_dim]` | what `mean` takes away |
-//! | `k.matrix`, `v.matrix` | f16 `[layers, kv_heads, head_dim, head_dim]` | `pca`, `qpca` |
-//! | `k.codebook`, `v.codebook` | f16 `[layers, kv_heads, positions, stages, 2^b, d]` | VQ entries, \
-//! most used first; 1 for an axis along which codebooks are shared |
-//! | `k.step`, `v.step` | f32 `[layers, kv_heads]` | step of `grid` |
-//! | `k.class`, `v.class` | u8 `[layers, kv_heads, head_dim]` | class of each coefficient |
-//! | `k.table`, `v.table` | u8 `[layers, classes, 128]` | Huffman code lengths, zeros after them |
+//! | `n.smooth` | f32 `[layers, kv_heads, head_dim]` | factors of `smooth` |
+//! | `n.mean` | f32 `[layers, kv_heads, head_dim]` | what `mean` takes away |
+//! | `n.matrix` | f16 `[layers, kv_heads, head_dim, head_dim]` | `pca`, `qpca` |
+//! | `n.codebook` | f16 `[layers, kv_heads, positions, stages, 2^b, d]` | VQ entries, see below |
+//! | `n.step` | f32 `[layers, kv_heads]` | step of `grid` |
+//! | `n.class` | u8 `[layers, kv_heads, head_dim]` | class of each coefficient |
+//! | `n.table` | u8 `[layers, classes, 128]` | Huffman code lengths, zeros after them |
 //!
-//! The metadata key `kvd.calibration` holds one JSON object: version, geometry, seed, codec and
-//! the transforms in whose space each side's tensors live. One key, because several would be
-//! written in an arbitrary order.
+//! VQ entries stand in the order of their use; the shape has 1 for an axis along which codebooks
+//! are shared.
+//!
+//! The metadata key `kvd.calibration` holds one JSON object: version, geometry, seed, and side and
+//! fitted text of each part. One key, because several would be written in an arbitrary order.
 
 mod codebooks;
 mod tensors;
@@ -27,16 +32,17 @@ use safetensors::tensor::{SafeTensors, TensorView};
 use serde_json::{Value, json};
 use std::collections::HashMap;
 
-const VERSION: u64 = 1;
+const VERSION: u64 = 2;
+/// More parts than any search tries.
+const PARTS_MAX: usize = 256;
 const METADATA_KEY: &str = "kvd.calibration";
 
 /// A versioned artefact of one model: factors, means, matrices, codebooks, grids.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Calibration {
     pub(crate) geometry: Geometry,
-    pub(crate) spec: String,
     pub(crate) seed: u64,
-    pub(crate) sides: [SideCalibration; 2],
+    pub(crate) parts: Vec<SideCalibration>,
 }
 
 impl Calibration {
@@ -46,10 +52,26 @@ impl Calibration {
         &self.geometry
     }
 
-    /// Canonical text of the codec it was fitted for.
-    #[must_use]
-    pub fn spec_text(&self) -> &str {
-        &self.spec
+    /// Side and [`SideSpec::fitted_text`] of each part.
+    pub fn parts(&self) -> impl Iterator<Item = (Side, &str)> {
+        self.parts.iter().map(|part| (part.side, part.fitted.as_str()))
+    }
+
+    /// Adds the parts of `other` that this one has not, so that one artefact serves several
+    /// codecs, or a policy that mixes them.
+    ///
+    /// # Errors
+    /// When `other` was fitted for another geometry.
+    pub fn merge(&mut self, other: Self) -> Result<(), CalibrationError> {
+        if !self.geometry.same_rows(&other.geometry) {
+            return Err(CalibrationError::Shape("the other part has another geometry".to_owned()));
+        }
+        for part in other.parts {
+            if self.part(part.side, &part.fitted).is_none() {
+                self.parts.push(part);
+            }
+        }
+        Ok(())
     }
 
     /// Seed of the fit.
@@ -58,22 +80,23 @@ impl Calibration {
         self.seed
     }
 
-    pub(crate) fn side(&self, side: Side) -> &SideCalibration {
-        &self.sides[side.index()]
+    /// The part fitted for that side and text.
+    pub(crate) fn part(&self, side: Side, fitted: &str) -> Option<&SideCalibration> {
+        self.parts.iter().find(|part| part.side == side && part.fitted == fitted)
     }
 
-    /// Bytes that a codec keeps of it: every tensor.
+    /// Bytes of every tensor.
     #[must_use]
     pub fn size_bytes(&self) -> u64 {
-        self.sides.iter().map(SideCalibration::size_bytes).sum()
+        self.parts.iter().map(SideCalibration::size_bytes).sum()
     }
 
     /// Serializes to safetensors; equal calibrations give equal bytes.
     #[must_use]
     pub fn to_bytes(&self) -> Vec<u8> {
-        let sides = Side::BOTH.into_iter();
+        let parts = self.parts.iter().enumerate();
         let buffers: Vec<_> =
-            sides.flat_map(|side| self.side(side).buffers(&self.geometry, side)).collect();
+            parts.flat_map(|(index, part)| part.buffers(&self.geometry, index)).collect();
         let views = buffers.iter().map(|buffer| {
             let view = TensorView::new(buffer.dtype, buffer.shape.clone(), &buffer.bytes);
             (buffer.name.as_str(), view.expect("the shape was made for these bytes"))
@@ -84,12 +107,13 @@ impl Calibration {
 
     fn metadata(&self) -> Value {
         let g = &self.geometry;
+        let part =
+            |part: &SideCalibration| json!({ "side": part.side.name(), "fitted": part.fitted });
         json!({
             "version": VERSION,
             "kvd": env!("CARGO_PKG_VERSION"),
-            "spec": self.spec,
             "seed": self.seed.to_string(),
-            "transforms": { "k": self.sides[0].transforms, "v": self.sides[1].transforms },
+            "parts": self.parts.iter().map(part).collect::<Vec<_>>(),
             "geometry": {
                 "layers": g.layers,
                 "kv_heads": g.kv_heads,
@@ -122,13 +146,18 @@ impl Calibration {
         }
         let geometry = geometry(&meta["geometry"])?;
         let tensors = SafeTensors::deserialize(bytes).map_err(|e| malformed(e.to_string()))?;
-        let side = |side: Side| -> Result<SideCalibration, CalibrationError> {
-            let transforms = string(&meta["transforms"], side.name())?;
-            SideCalibration::read(&tensors, side, &geometry, transforms)
+        let parts = meta["parts"].as_array().filter(|parts| parts.len() <= PARTS_MAX);
+        let parts = parts.ok_or_else(|| malformed(format!("no list of 0 to {PARTS_MAX} parts")))?;
+        let part = |(index, part): (usize, &Value)| {
+            let (name, fitted) = (string(part, "side")?, string(part, "fitted")?);
+            let side = Side::BOTH.into_iter().find(|side| side.name() == name);
+            let side =
+                side.ok_or_else(|| malformed(format!("part {index} is of side {name:?}")))?;
+            SideCalibration::read(&tensors, index, (side, fitted), &geometry)
         };
-        let sides = [side(Side::Key)?, side(Side::Value)?];
+        let parts = parts.iter().enumerate().map(part).collect::<Result<_, _>>()?;
         let seed = string(&meta, "seed")?.parse().map_err(|_| malformed("seed"))?;
-        Ok(Self { spec: string(&meta, "spec")?, seed, sides, geometry })
+        Ok(Self { geometry, seed, parts })
     }
 }
 

@@ -16,10 +16,12 @@ pub(crate) const TABLE_WIDTH: usize = 128;
 pub(crate) const LAYER_TABLE_BYTES: usize = CLASSES.len() * TABLE_WIDTH;
 
 /// What one side learned; tensors are row-major over `[layers, kv_heads, ..]`.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub(crate) struct SideCalibration {
-    /// The side's transforms as in a spec text: the space the tensors live in.
-    pub(crate) transforms: String,
+    /// Keys or values.
+    pub(crate) side: Side,
+    /// What it was fitted for: [`crate::SideSpec::fitted_text`].
+    pub(crate) fitted: String,
     /// `[layers, kv_heads, head_dim]`, empty without `smooth`.
     pub(crate) smooth: Vec<f32>,
     /// `[layers, kv_heads, head_dim]`, empty without `mean`.
@@ -70,6 +72,12 @@ pub(super) struct Buffer {
 }
 
 impl SideCalibration {
+    /// Nothing learned yet.
+    pub(crate) fn new(side: Side, fitted: String) -> Self {
+        let (smooth, mean, matrix) = (Vec::new(), Vec::new(), Vec::new());
+        Self { side, fitted, smooth, mean, matrix, codebooks: None, grid: None }
+    }
+
     /// Bytes of all tensors.
     pub(super) fn size_bytes(&self) -> u64 {
         let halves = self.codebooks.as_ref().map_or(0, Codebooks::values);
@@ -80,13 +88,13 @@ impl SideCalibration {
     }
 
     /// What goes into the file.
-    pub(super) fn buffers(&self, geometry: &Geometry, side: Side) -> Vec<Buffer> {
+    pub(super) fn buffers(&self, geometry: &Geometry, index: usize) -> Vec<Buffer> {
         let (layers, heads) = (geometry.layers as usize, geometry.kv_heads as usize);
-        let dim = geometry.head_dim(side);
+        let dim = geometry.head_dim(self.side);
         let mut buffers = Vec::new();
         let mut add = |kind: &str, dtype, shape: &[usize], bytes: Vec<u8>| {
             if !bytes.is_empty() {
-                let name = format!("{side}.{kind}");
+                let name = format!("{index}.{kind}");
                 buffers.push(Buffer { name, dtype, shape: shape.to_vec(), bytes });
             }
         };
@@ -105,17 +113,18 @@ impl SideCalibration {
         buffers
     }
 
-    /// Reads and checks the side's tensors.
+    /// Reads and checks the tensors of part `index`.
     pub(super) fn read(
         tensors: &SafeTensors<'_>,
-        side: Side,
+        index: usize,
+        (side, fitted): (Side, String),
         geometry: &Geometry,
-        transforms: String,
     ) -> Result<Self, CalibrationError> {
-        let file = File { tensors, side, geometry };
+        let file = File { tensors, index, side, geometry };
         let dim = geometry.head_dim(side);
         Ok(Self {
-            transforms,
+            side,
+            fitted,
             smooth: file.smooth()?,
             mean: file.singles("mean", &[dim], |_| true)?,
             matrix: file.halves("matrix", &[dim, dim])?,
@@ -133,9 +142,10 @@ fn halves(values: &[f16]) -> Vec<u8> {
     values.iter().flat_map(|x| x.to_le_bytes()).collect()
 }
 
-/// One side of a file that is being read.
+/// One part of a file that is being read.
 struct File<'a> {
     tensors: &'a SafeTensors<'a>,
+    index: usize,
     side: Side,
     geometry: &'a Geometry,
 }
@@ -152,7 +162,7 @@ impl<'a> File<'a> {
         dtype: Dtype,
         want: &[usize],
     ) -> Result<Option<&'a [u8]>, CalibrationError> {
-        let name = format!("{}.{kind}", self.side);
+        let name = format!("{}.{kind}", self.index);
         let Ok(tensor) = self.tensors.tensor(&name) else { return Ok(None) };
         if tensor.dtype() != dtype || tensor.shape() != want {
             return Err(malformed(format!("{name} is no {dtype:?} {want:?}")));
@@ -175,7 +185,7 @@ impl<'a> File<'a> {
         if values.iter().all(|x| x.is_finite() && valid(*x)) {
             return Ok(values);
         }
-        Err(malformed(format!("{}.{kind} holds a value outside its range", self.side)))
+        Err(malformed(format!("{}.{kind} holds a value outside its range", self.index)))
     }
 
     /// An f16 tensor `[layers, kv_heads, ..rest]` of finite values; empty when it is absent.
@@ -187,7 +197,7 @@ impl<'a> File<'a> {
         if values.iter().all(|x| x.is_finite()) {
             return Ok(values);
         }
-        Err(malformed(format!("{}.{kind} holds NaN or infinity", self.side)))
+        Err(malformed(format!("{}.{kind} holds NaN or infinity", self.index)))
     }
 
     fn smooth(&self) -> Result<Vec<f32>, CalibrationError> {
@@ -197,7 +207,7 @@ impl<'a> File<'a> {
     }
 
     fn codebooks(&self) -> Result<Option<Codebooks>, CalibrationError> {
-        let name = format!("{}.codebook", self.side);
+        let name = format!("{}.codebook", self.index);
         let Ok(tensor) = self.tensors.tensor(&name) else { return Ok(None) };
         let is_f16 = tensor.dtype() == Dtype::F16;
         let shape = Codebooks::check_shape(tensor.shape(), self.geometry, self.side);
@@ -219,15 +229,15 @@ impl<'a> File<'a> {
         let (classes, tables) = match (steps.is_empty(), classes, tables) {
             (true, None, None) => return Ok(None),
             (false, Some(classes), Some(tables)) => (classes.to_vec(), tables.to_vec()),
-            _ => return Err(malformed(format!("{} has a part of a grid only", self.side))),
+            _ => return Err(malformed(format!("part {} has a part of a grid only", self.index))),
         };
         if !classes.iter().all(|class| usize::from(*class) < CLASSES.len()) {
-            return Err(malformed(format!("{}.class names a class that is not", self.side)));
+            return Err(malformed(format!("{}.class names a class that is not", self.index)));
         }
         let grid = GridTensors { steps, classes, tables };
         if (0..layers).all(|layer| grid.layer_tables(layer).is_some()) {
             return Ok(Some(grid));
         }
-        Err(malformed(format!("{}.table holds lengths that are no complete code", self.side)))
+        Err(malformed(format!("{}.table holds lengths that are no complete code", self.index)))
     }
 }

@@ -21,44 +21,57 @@ pub(crate) struct HeadPlace {
     pub(crate) head: usize,
 }
 
-/// One side of one layer on its way to its heads.
+/// One variant of a side of one layer on its way to its heads.
 struct Binder<'a> {
     geometry: &'a Geometry,
     spec: &'a SideSpec,
+    variant: usize,
     side: Side,
     layer: LayerIndex,
-    /// The side's part of the calibration, where the side takes anything from it.
+    /// The calibration's part, where the side takes anything from it.
     part: Option<&'a SideCalibration>,
     /// Tables of a grid.
     tables: Option<GridTables>,
 }
 
 impl HeadSide {
-    /// Binds the heads of one side of one layer; the side's spec is valid.
+    /// Binds the heads of one side of one layer; every side's spec is valid.
     pub(crate) fn bind(
         geometry: &Geometry,
         spec: &CodecSpec,
         calibration: Option<&Calibration>,
         (layer, side): (LayerIndex, Side),
     ) -> Result<Vec<Self>, CodecError> {
-        let side_spec = spec.side(side);
-        let part = match calibration {
-            _ if !side_spec.needs_calibration() => None,
-            None => return Err(CodecError::CalibrationMissing { spec: spec.to_string() }),
-            Some(calibration) => {
-                check_shape(geometry, calibration.geometry())?;
-                Some(fitted(calibration, side_spec, side)?)
+        let variants = spec.variants(side);
+        let binders = variants.iter().enumerate().map(|(variant, side_spec)| {
+            let of_head = |head| spec.side_at(side, layer, head) == *side_spec;
+            if !(0..geometry.kv_heads as usize).any(of_head) {
+                return Ok(None);
             }
+            let part = match calibration {
+                _ if !side_spec.needs_calibration() => None,
+                None => return Err(CodecError::CalibrationMissing { spec: spec.to_string() }),
+                Some(calibration) => {
+                    check_shape(geometry, calibration.geometry())?;
+                    Some(fitted(calibration, side_spec, side)?)
+                }
+            };
+            let tables = match part.and_then(|part| part.grid.as_ref()) {
+                Some(grid) => {
+                    let tables = grid.layer_tables(layer.0 as usize);
+                    Some(tables.ok_or_else(|| mismatch(format!("{side} has no tables")))?.into())
+                }
+                None => None,
+            };
+            Ok(Some(Binder { geometry, spec: side_spec, variant, side, layer, part, tables }))
+        });
+        let binders: Vec<Option<Binder<'_>>> = binders.collect::<Result<_, _>>()?;
+        let bind = |head: usize| {
+            let wanted = spec.side_at(side, layer, head);
+            let binder = binders.iter().flatten().find(|binder| binder.spec == wanted);
+            binder.expect("every variant of the layer has a binder").head(head)
         };
-        let tables = match part.and_then(|part| part.grid.as_ref()) {
-            Some(grid) if matches!(side_spec.quantizer, Quantizer::Grid { .. }) => {
-                let tables = grid.layer_tables(layer.0 as usize);
-                Some(tables.ok_or_else(|| mismatch(format!("{side} has no tables")))?.into())
-            }
-            _ => None,
-        };
-        let binder = Binder { geometry, spec: side_spec, side, layer, part, tables };
-        (0..geometry.kv_heads as usize).map(|head| binder.head(head)).collect()
+        (0..geometry.kv_heads as usize).map(bind).collect()
     }
 }
 
@@ -72,7 +85,8 @@ impl Binder<'_> {
         let steps = steps.map(|transform| self.step(*transform, index, dim, &mut hash));
         let steps = steps.collect::<Result<_, _>>()?;
         let quantizer = self.quantizer(index, dim, &mut hash)?;
-        Ok(HeadSide { dim, steps, quantizer, tag: hash.digest() as u16 })
+        let (variant, trained_tables) = (self.variant, self.spec.has_trained_tables());
+        Ok(HeadSide { dim, steps, quantizer, variant, trained_tables, tag: hash.digest() as u16 })
     }
 
     fn step(
@@ -121,8 +135,6 @@ impl Binder<'_> {
                 HeadQuantizer::Uniform(Uniform::new(step, axis, group, (levels - 1) as u16))
             }
             Quantizer::Vq(spec) => {
-                let checked = spec.check_head_dim(dim);
-                checked.map_err(|reason| CodecError::InvalidCodec { side, reason })?;
                 let vq = self.codebooks(spec, index)?;
                 vq.books().for_each(|book| book.update(hash));
                 HeadQuantizer::Vq(vq)
@@ -179,10 +191,10 @@ fn mismatch(reason: String) -> CodecError {
 
 /// Layers, heads and head sizes must agree; block size and dtype may differ.
 fn check_shape(geometry: &Geometry, fitted: &Geometry) -> Result<(), CodecError> {
-    let shape = |g: &Geometry| [g.layers, g.kv_heads, g.head_dim_k, g.head_dim_v];
-    if shape(geometry) == shape(fitted) {
+    if geometry.same_rows(fitted) {
         return Ok(());
     }
+    let shape = |g: &Geometry| [g.layers, g.kv_heads, g.head_dim_k, g.head_dim_v];
     Err(mismatch(format!(
         "it was fitted for [layers, kv_heads, head_dim_k, head_dim_v] = {:?}, the model has {:?}",
         shape(fitted),
@@ -190,24 +202,16 @@ fn check_shape(geometry: &Geometry, fitted: &Geometry) -> Result<(), CodecError>
     )))
 }
 
-/// The side's part, if it was fitted in the space of the same transforms, and a grid for the same
-/// rate.
+/// The part that was fitted for this side.
 fn fitted<'a>(
     calibration: &'a Calibration,
     spec: &SideSpec,
     side: Side,
 ) -> Result<&'a SideCalibration, CodecError> {
-    let part = calibration.side(side);
-    let transforms = spec.transforms_text();
-    if part.transforms != transforms {
-        let text = format!("{side} was fitted after {:?}, not {transforms:?}", part.transforms);
-        return Err(mismatch(text));
-    }
-    if let Quantizer::Grid { .. } = spec.quantizer {
-        let fitted = calibration.spec_text().parse::<CodecSpec>();
-        if !fitted.is_ok_and(|fitted| fitted.side(side).quantizer == spec.quantizer) {
-            return Err(mismatch(format!("{side} was not fitted for {}", spec.quantizer)));
-        }
-    }
-    Ok(part)
+    let wanted = spec.fitted_text();
+    calibration.part(side, &wanted).ok_or_else(|| {
+        let held: Vec<String> =
+            calibration.parts().map(|(side, fitted)| format!("{side}={fitted}")).collect();
+        mismatch(format!("it was fitted for {}, not for {side}={wanted}", held.join("; ")))
+    })
 }

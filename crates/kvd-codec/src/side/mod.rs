@@ -103,6 +103,10 @@ pub struct HeadSide {
     pub(crate) dim: usize,
     pub(crate) steps: Vec<Step>,
     pub(crate) quantizer: HeadQuantizer,
+    /// Index of the head's spec in [`crate::CodecSpec::variants`].
+    pub(crate) variant: usize,
+    /// Whether Huffman tables are built from the blocks themselves.
+    pub(crate) trained_tables: bool,
     /// Hash of spec and calibration, stored in each page.
     pub(crate) tag: u16,
 }
@@ -132,6 +136,11 @@ impl HeadSide {
             HeadQuantizer::Vq(vq) => Some(vq),
             _ => None,
         }
+    }
+
+    /// Whether its codes come with tables of the calibration.
+    pub(crate) fn is_grid(&self) -> bool {
+        matches!(self.quantizer, HeadQuantizer::Grid(_))
     }
 
     /// Bytes kept from the calibration for this head alone; codebooks, which heads may share, are
