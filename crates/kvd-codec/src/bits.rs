@@ -1,53 +1,220 @@
-//! Fixed-width codes: little-endian bit fields, each row starting on a byte.
+//! Where fixed-width codes lie in a page: tiles of tokens, cut into bit planes whose bytes an
+//! attention kernel uses as they come.
+//!
+//! Attention over keys sums products over the positions of a row, attention over values over
+//! tokens. Inside a tile, four codes that follow one another along the *summed* axis are
+//! neighbours, and such groups lie side by side along the other axis, which becomes the lanes of
+//! a register: a byte dot product of four (`vpdpbusd`, `sdot`) then needs no shuffle, and nothing
+//! is added across lanes. A code of `b` bits is split into planes of 8, 4, 2 and 1 bits, largest
+//! first, the plane of the low bits first; a plane of `w` bits and `n` codes takes
+//! `s = ceil(n·w/8)` bytes and puts code `e` into bits `w·(e / s)..` of byte `e % s`: neighbours
+//! stay neighbours, and one mask or shift brings a whole register of them out.
 
-/// Bytes of one row of `count` codes of `bits` bits.
-pub(crate) fn row_bytes(count: usize, bits: u32) -> usize {
-    (count * bits as usize).div_ceil(8)
+use kvd_core::Side;
+use std::ops::Range;
+
+/// Tokens of a tile; the last tile of a page may have fewer.
+pub(crate) const TILE_TOKENS: usize = 32;
+
+/// Codes along the summed axis that lie side by side.
+const GROUP: usize = 4;
+
+/// Where the fixed-width codes of one page lie.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CodeLayout {
+    side: Side,
+    tokens: usize,
+    per_row: usize,
+    bits: u32,
 }
 
-/// Appends rows of `per_row` codes.
-pub(crate) fn pack_rows(symbols: &[u16], per_row: usize, bits: u32, out: &mut Vec<u8>) {
-    if bits == 8 {
-        out.extend(symbols.iter().map(|symbol| *symbol as u8));
+/// A plane of a tile: which bits of a code it holds, and where.
+struct Plane {
+    /// Lowest bit of the code.
+    low: u32,
+    width: u32,
+    bytes: Range<usize>,
+}
+
+impl CodeLayout {
+    /// Tokens of a full tile.
+    pub const TILE_TOKENS: usize = TILE_TOKENS;
+
+    /// The layout of `tokens` rows of `per_row` codes of `bits` bits, at most 16.
+    pub(crate) fn new(side: Side, tokens: usize, per_row: usize, bits: u32) -> Self {
+        debug_assert!(bits <= 16, "{bits} bits per code");
+        Self { side, tokens, per_row, bits }
+    }
+
+    /// Bits of a code.
+    #[must_use]
+    pub fn bits(&self) -> u32 {
+        self.bits
+    }
+
+    /// Codes of a row.
+    #[must_use]
+    pub fn per_row(&self) -> usize {
+        self.per_row
+    }
+
+    /// Bytes of all codes of the page.
+    pub(crate) fn size_bytes(&self) -> usize {
+        let full = self.tokens / TILE_TOKENS;
+        full * self.tile_bytes(TILE_TOKENS) + self.tile_bytes(self.tokens % TILE_TOKENS)
+    }
+
+    /// Bytes of the codes of tile `tile`, which need not be full.
+    #[must_use]
+    pub fn tile(&self, tile: usize) -> Range<usize> {
+        let start = tile * self.tile_bytes(TILE_TOKENS);
+        start..start + self.tile_bytes(self.tile_tokens(tile))
+    }
+
+    /// Tokens of tile `tile`.
+    #[must_use]
+    pub fn tile_tokens(&self, tile: usize) -> usize {
+        self.tokens.saturating_sub(tile * TILE_TOKENS).min(TILE_TOKENS)
+    }
+
+    fn tile_bytes(&self, tokens: usize) -> usize {
+        self.planes(tokens).map(|plane| plane.bytes.len()).sum()
+    }
+
+    /// The planes of a tile of `tokens` tokens.
+    fn planes(&self, tokens: usize) -> impl Iterator<Item = Plane> + use<> {
+        let (codes, mut low, mut start) = (tokens * self.per_row, 0, 0);
+        let bits = self.bits;
+        // Two planes of eight bits at most, then one of each smaller width that `bits` has.
+        let widths = [8, 8, 4, 2, 1];
+        widths.into_iter().filter_map(move |width: u32| {
+            let left = bits - low;
+            if left < width {
+                return None;
+            }
+            let end = start + (codes * width as usize).div_ceil(8);
+            let plane = Plane { low, width, bytes: start..end };
+            (low, start) = (low + width, end);
+            Some(plane)
+        })
+    }
+
+    /// Place of position `position` of row `row` among the codes of its tile.
+    fn element(&self, tokens: usize, row: usize, position: usize) -> usize {
+        let (summed, lane, summed_len, lanes) = match self.side {
+            Side::Key => (position, row, self.per_row, tokens),
+            Side::Value => (row, position, tokens, self.per_row),
+        };
+        let first = summed / GROUP * GROUP;
+        // The last group has what is left.
+        let width = GROUP.min(summed_len - first);
+        first * lanes + lane * width + (summed - first)
+    }
+}
+
+impl CodeLayout {
+    /// Writes the codes of a full tile, in the order in which they lie, as one byte each; `codes`
+    /// are the tile's bytes, `out` has `32 * per_row` bytes. Inlined, so that it is compiled for
+    /// the caller's instruction set.
+    ///
+    /// # Panics
+    /// When codes have more than 8 bits or a length is not the layout's.
+    #[inline(always)]
+    pub fn unpack_tile(&self, codes: &[u8], out: &mut [u8]) {
+        assert!(self.bits <= 8, "unpack_tile: {} bits", self.bits);
+        assert_eq!(out.len(), TILE_TOKENS * self.per_row, "unpack_tile: output length");
+        let mut start = 0;
+        let mut low = 0;
+        for width in [8u32, 4, 2, 1] {
+            if self.bits & width == 0 {
+                continue;
+            }
+            let bytes = &codes[start..start + out.len() * width as usize / 8];
+            start += bytes.len();
+            let mask = ((1u32 << width) - 1) as u8;
+            for (index, out) in out.chunks_exact_mut(bytes.len()).enumerate() {
+                let shift = index as u32 * width;
+                if low == 0 {
+                    for (out, byte) in out.iter_mut().zip(bytes) {
+                        *out = byte >> shift & mask;
+                    }
+                    continue;
+                }
+                for (out, byte) in out.iter_mut().zip(bytes) {
+                    *out |= (byte >> shift & mask) << low;
+                }
+            }
+            low += width;
+        }
+    }
+}
+
+/// Appends the codes `symbols` (`[tokens, per_row]`), each below `2^bits`.
+pub(crate) fn pack(layout: &CodeLayout, symbols: &[u16], out: &mut Vec<u8>) {
+    if layout.per_row == 0 {
         return;
     }
-    for row in symbols.chunks_exact(per_row) {
-        let (mut held, mut filled) = (0u64, 0u32);
-        for symbol in row {
-            held |= u64::from(*symbol) << filled;
-            filled += bits;
-            while filled >= 8 {
-                out.push(held as u8);
-                held >>= 8;
-                filled -= 8;
+    let mut elements = Vec::new();
+    for rows in symbols.chunks(TILE_TOKENS * layout.per_row) {
+        let tokens = rows.len() / layout.per_row;
+        gather(layout, rows, tokens, &mut elements);
+        let start = out.len();
+        out.resize(start + layout.tile_bytes(tokens), 0);
+        for plane in layout.planes(tokens) {
+            let mask = ((1u32 << plane.width) - 1) as u16;
+            let bytes = &mut out[start..][plane.bytes.clone()];
+            for (shift, part) in elements.chunks(bytes.len()).enumerate() {
+                let shift = shift as u32 * plane.width;
+                for (byte, element) in bytes.iter_mut().zip(part) {
+                    *byte |= ((element >> plane.low & mask) as u8) << shift;
+                }
             }
         }
-        if filled > 0 {
-            out.push(held as u8);
+    }
+}
+
+/// Brings the codes of a tile into the order in which they lie.
+fn gather(layout: &CodeLayout, rows: &[u16], tokens: usize, elements: &mut Vec<u16>) {
+    elements.clear();
+    elements.reserve(rows.len());
+    let per_row = layout.per_row;
+    match layout.side {
+        Side::Key => {
+            for first in (0..per_row).step_by(GROUP) {
+                let end = per_row.min(first + GROUP);
+                let rows = rows.chunks_exact(per_row);
+                rows.for_each(|row| elements.extend_from_slice(&row[first..end]));
+            }
+        }
+        Side::Value => {
+            for first in (0..tokens).step_by(GROUP) {
+                let rows = &rows[first * per_row..tokens.min(first + GROUP) * per_row];
+                for position in 0..per_row {
+                    elements.extend(rows[position..].iter().step_by(per_row));
+                }
+            }
         }
     }
 }
 
-/// Reads `symbols.len()` codes of `bits` bits (at most 16) from one row's bytes; bytes that are
-/// missing read as zero.
-pub(crate) fn unpack_row(row: &[u8], bits: u32, symbols: &mut [u16]) {
-    if bits == 8 {
-        for (symbol, byte) in symbols.iter_mut().zip(row) {
-            *symbol = u16::from(*byte);
+/// Reads the codes of row `row` of the page; any bytes of the layout's length give codes.
+pub(crate) fn unpack_row(layout: &CodeLayout, codes: &[u8], row: usize, symbols: &mut [u16]) {
+    let (tile, row) = (row / TILE_TOKENS, row % TILE_TOKENS);
+    let (codes, tokens) = (&codes[layout.tile(tile)], layout.tile_tokens(tile));
+    symbols.fill(0);
+    for plane in layout.planes(tokens) {
+        let mask = (1u16 << plane.width) - 1;
+        let bytes = &codes[plane.bytes];
+        // Places grow along a row, so the byte and shift of one follow from those of the last.
+        let (mut start, mut shift) = (0, 0);
+        for (position, symbol) in symbols.iter_mut().enumerate() {
+            let element = layout.element(tokens, row, position);
+            while element - start >= bytes.len() {
+                start += bytes.len();
+                shift += plane.width;
+            }
+            *symbol |= (u16::from(bytes[element - start] >> shift) & mask) << plane.low;
         }
-        return;
-    }
-    let mask = (1u64 << bits) - 1;
-    let mut bytes = row.iter();
-    let (mut held, mut filled) = (0u64, 0u32);
-    for symbol in symbols {
-        while filled < bits {
-            held |= u64::from(bytes.next().copied().unwrap_or(0)) << filled;
-            filled += 8;
-        }
-        *symbol = (held & mask) as u16;
-        held >>= bits;
-        filled -= bits;
     }
 }
 
@@ -55,24 +222,76 @@ pub(crate) fn unpack_row(row: &[u8], bits: u32, symbols: &mut [u16]) {
 mod tests {
     use super::*;
 
+    fn codes(count: usize, bits: u32) -> Vec<u16> {
+        let mask = (1u32 << bits) - 1;
+        (0..count as u32).map(|i| ((i.wrapping_mul(2_654_435_761) >> 11) & mask) as u16).collect()
+    }
+
     #[test]
-    fn every_width_round_trips() {
-        for bits in 1..=16u32 {
-            for per_row in [1usize, 7, 32, 33] {
-                let mask = (1u32 << bits) - 1;
-                let symbols: Vec<u16> = (0..3 * per_row as u32)
-                    .map(|i| (((i * 2_654_435) >> 7) & mask) as u16)
-                    .collect();
-                let mut bytes = Vec::new();
-                pack_rows(&symbols, per_row, bits, &mut bytes);
-                let row = row_bytes(per_row, bits);
-                assert_eq!(bytes.len(), 3 * row);
-                let mut back = vec![0; per_row];
-                for (i, wanted) in symbols.chunks(per_row).enumerate() {
-                    unpack_row(&bytes[i * row..][..row], bits, &mut back);
-                    assert_eq!(back, wanted, "{bits} bits");
+    fn every_width_and_shape_round_trips() {
+        for side in Side::BOTH {
+            for bits in 1..=16u32 {
+                for per_row in [1usize, 5, 7, 32, 33] {
+                    for tokens in [1usize, 3, 4, 31, 32, 33, 64, 75] {
+                        let layout = CodeLayout::new(side, tokens, per_row, bits);
+                        let symbols = codes(tokens * per_row, bits);
+                        let mut bytes = vec![0xEE];
+                        pack(&layout, &symbols, &mut bytes);
+                        assert_eq!(bytes.len() - 1, layout.size_bytes());
+                        let mut back = vec![9; per_row];
+                        for (row, wanted) in symbols.chunks(per_row).enumerate() {
+                            unpack_row(&layout, &bytes[1..], row, &mut back);
+                            assert_eq!(back, wanted, "{side} {bits} bits, {tokens} x {per_row}");
+                        }
+                    }
                 }
             }
+        }
+    }
+
+    #[test]
+    fn full_tiles_waste_no_bit_and_others_less_than_a_byte_per_plane() {
+        for bits in 1..=16u32 {
+            for per_row in [3usize, 64, 80] {
+                let size = |tokens| CodeLayout::new(Side::Key, tokens, per_row, bits).size_bytes();
+                assert_eq!(size(64) * 8, 64 * per_row * bits as usize);
+                let planes = CodeLayout::new(Side::Key, 1, per_row, bits).planes(1).count();
+                assert!(size(9) < (9 * per_row * bits as usize).div_ceil(8) + planes);
+            }
+        }
+    }
+
+    #[test]
+    fn unpacked_tile_is_the_codes_in_their_order() {
+        for side in Side::BOTH {
+            for bits in 1..=8u32 {
+                let layout = CodeLayout::new(side, 70, 12, bits);
+                let symbols = codes(70 * 12, bits);
+                let mut bytes = Vec::new();
+                pack(&layout, &symbols, &mut bytes);
+                let mut out = vec![0xEE; 32 * 12];
+                layout.unpack_tile(&bytes[layout.tile(1)], &mut out);
+                let mut wanted = Vec::new();
+                gather(&layout, &symbols[32 * 12..64 * 12], 32, &mut wanted);
+                let out: Vec<u16> = out.into_iter().map(u16::from).collect();
+                assert_eq!(out, wanted, "{side} {bits} bits");
+            }
+        }
+    }
+
+    #[test]
+    fn four_summed_codes_are_neighbours() {
+        // Keys: positions of a token; values: tokens of a position. Nibbles: the second half of a
+        // plane's codes lies in the high halves of its bytes.
+        let symbols = codes(32 * 16, 4);
+        for (side, at) in [(Side::Key, [0, 1, 2, 3]), (Side::Value, [0, 16, 32, 48])] {
+            let mut bytes = Vec::new();
+            pack(&CodeLayout::new(side, 32, 16, 4), &symbols, &mut bytes);
+            assert_eq!(bytes.len(), 256);
+            let low: Vec<u16> = bytes[..4].iter().map(|byte| u16::from(byte & 15)).collect();
+            assert_eq!(low, at.map(|at| symbols[at]), "{side}");
+            let half = if side == Side::Key { 8 } else { 16 * 16 };
+            assert_eq!(u16::from(bytes[0] >> 4), symbols[half], "{side}");
         }
     }
 }

@@ -1,12 +1,13 @@
 //! One page: transform, quantize, pack, seal; raw floats when the quantizer cannot.
 
+use crate::bits::{self, CodeLayout};
 use crate::huffman::HuffmanTable;
 use crate::page::{self, HEADER_BYTES, PageHeader, id};
 use crate::side::bind::HeadPlace;
 use crate::side::float;
 use crate::side::{HeadQuantizer, HeadSide, Unquantizable};
-use crate::{PageBytes, ROWS_PER_STREAM, bits};
-use kvd_core::DType;
+use crate::{PageBytes, ROWS_PER_STREAM};
+use kvd_core::{DType, Side};
 
 /// Buffers that the pages of a block share.
 #[derive(Default)]
@@ -39,7 +40,7 @@ pub(crate) fn page(
 ) -> EncodedPage {
     let start = out.len();
     out.resize(start + HEADER_BYTES, 0);
-    let (mut parts, fallback) = match payload(side, rows, stage, scratch, out) {
+    let (mut parts, fallback) = match payload((side, place.side), rows, stage, scratch, out) {
         Ok(parts) => (parts, false),
         Err(Unquantizable) => {
             out.truncate(start + HEADER_BYTES);
@@ -72,7 +73,7 @@ pub(crate) fn page(
 }
 
 fn payload(
-    side: &HeadSide,
+    (side, of): (&HeadSide, Side),
     rows: &[f32],
     stage: Stage<'_>,
     scratch: &mut Scratch,
@@ -98,7 +99,8 @@ fn payload(
     let mut codes_at = out.len();
     match stage {
         Stage::Fixed => {
-            bits::pack_rows(&scratch.symbols, per_row, side.quantizer.code_bits(), out);
+            let (tokens, bits) = (rows.len() / side.dim(), side.quantizer.code_bits());
+            bits::pack(&CodeLayout::new(of, tokens, per_row, bits), &scratch.symbols, out);
         }
         Stage::Huffman { table, .. } => {
             let streams = scratch.symbols.chunks(per_row * ROWS_PER_STREAM);

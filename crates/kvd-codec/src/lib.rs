@@ -32,6 +32,7 @@ mod spec;
 mod transform;
 mod vq_spec;
 
+pub use bits::CodeLayout;
 pub use calibration::Calibration;
 pub use error::{CalibrationError, CodecError, PageError, SpecError};
 pub use fit::{FitProgress, fit};
@@ -40,7 +41,7 @@ pub use model::{BlockRows, EncodedBlock, ModelCodec, PageBytes};
 pub use page::{HEADER_BYTES, PAGE_ALIGN, Page, PageHeader};
 pub use policy::Override;
 pub use preset::{Preset, preset, presets, resolve};
-pub use reader::{PageReader, Space};
+pub use reader::{FixedCodes, PageReader, Space};
 pub use samples::Samples;
 pub use side::HeadSide;
 pub use side::vq::{Codebook, Vq};

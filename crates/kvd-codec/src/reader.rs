@@ -1,12 +1,13 @@
 //! Pages back to rows.
 
+use crate::bits::{self, CodeLayout};
 use crate::huffman::{HuffmanTable, Stream};
 use crate::page::{Page, PageHeader, id};
 use crate::side::HeadQuantizer;
 use crate::side::grid::Grid;
 use crate::side::uniform::ScaleRow;
 use crate::side::vq::CODES_PER_ROW_MAX;
-use crate::{HeadSide, ModelCodec, PageError, ROWS_PER_STREAM, bits};
+use crate::{HeadSide, ModelCodec, PageError, ROWS_PER_STREAM};
 use kvd_core::{DType, LayerIndex, Side};
 use std::ops::Range;
 
@@ -31,9 +32,20 @@ pub struct PageReader<'a> {
 #[derive(Clone, Copy, Debug)]
 enum Payload<'a> {
     Rows { dtype: DType, bytes: &'a [u8] },
-    Fixed { scales: &'a [u8], bits: u32, codes: &'a [u8] },
+    Fixed { scales: &'a [u8], layout: CodeLayout, codes: &'a [u8] },
     Huffman { scales: &'a [u8], table: &'a HuffmanTable, lengths: &'a [u8], codes: &'a [u8] },
     Grid { grid: &'a Grid, lengths: &'a [u8], codes: &'a [u8] },
+}
+
+/// The fixed-width codes of a page as they lie, for kernels that need no rows.
+#[derive(Clone, Copy, Debug)]
+pub struct FixedCodes<'a> {
+    /// Where each code lies in `codes`.
+    pub layout: CodeLayout,
+    /// What the quantizer keeps per group.
+    pub scales: &'a [u8],
+    /// The codes.
+    pub codes: &'a [u8],
 }
 
 /// One stream of a page, its rows, and which of them are asked for.
@@ -128,6 +140,24 @@ impl<'a> PageReader<'a> {
         }
     }
 
+    /// The page's codes, when they have a fixed width.
+    #[must_use]
+    pub fn fixed_codes(&self) -> Option<FixedCodes<'a>> {
+        match self.payload {
+            Payload::Fixed { scales, layout, codes } => Some(FixedCodes { layout, scales, codes }),
+            _ => None,
+        }
+    }
+
+    /// The page's rows, when they are stored in a dtype.
+    #[must_use]
+    pub fn float_rows(&self) -> Option<(DType, &'a [u8])> {
+        match self.payload {
+            Payload::Rows { dtype, bytes } => Some((dtype, bytes)),
+            _ => None,
+        }
+    }
+
     /// Tests the checksum.
     ///
     /// # Errors
@@ -158,13 +188,12 @@ impl<'a> PageReader<'a> {
                 dtype.widen(&bytes[first * row..end * row], out);
                 Ok(())
             }
-            Payload::Fixed { scales, bits, codes } => {
+            Payload::Fixed { scales, layout, codes } => {
                 let quantizer = &self.side.quantizer;
                 let mut buffer = RowBuffer::new();
-                let symbols = &mut buffer.symbols[..quantizer.symbols_per_row(dim)];
-                let row_bytes = bits::row_bytes(symbols.len(), bits);
+                let symbols = &mut buffer.symbols[..layout.per_row()];
                 for (row, out) in (first..end).zip(out.chunks_exact_mut(dim)) {
-                    bits::unpack_row(&codes[row * row_bytes..][..row_bytes], bits, symbols);
+                    bits::unpack_row(&layout, codes, row, symbols);
                     quantizer.dequantize_row(scales, row, symbols, &mut buffer.scale, out);
                 }
                 Ok(())
@@ -249,11 +278,11 @@ fn codes<'a>(side: &HeadSide, page: &Page<'a>) -> Result<Payload<'a>, PageError>
     let tokens = usize::from(page.header().tokens);
     let payload = page.payload();
     let scale_bytes = side.quantizer.scale_bytes(tokens, side.dim());
-    let bits = side.quantizer.code_bits();
-    let row_bytes = bits::row_bytes(side.quantizer.symbols_per_row(side.dim()), bits);
-    check("payload_len", payload.len(), scale_bytes + tokens * row_bytes)?;
+    let per_row = side.quantizer.symbols_per_row(side.dim());
+    let layout = CodeLayout::new(page.header().side, tokens, per_row, side.quantizer.code_bits());
+    check("payload_len", payload.len(), scale_bytes + layout.size_bytes())?;
     let (scales, codes) = payload.split_at(scale_bytes);
-    Ok(Payload::Fixed { scales, bits, codes })
+    Ok(Payload::Fixed { scales, layout, codes })
 }
 
 /// A payload of scales and Huffman streams.

@@ -6,8 +6,8 @@ mod common;
 
 use common::{decode, noise, page, round};
 use kvd_codec::{
-    BlockRows, Calibration, CalibrationError, CodebookScope, EncodedBlock, HEADER_BYTES,
-    ModelCodec, Quantizer, Samples, VqSpec, fit, resolve,
+    BlockRows, Calibration, CalibrationError, CodebookScope, EncodedBlock, ModelCodec, Quantizer,
+    Samples, VqSpec, fit, resolve,
 };
 use kvd_core::{Coded, DType, ErrorCode, Geometry, LayerIndex, RopePairing, Side};
 use proptest::prelude::*;
@@ -127,38 +127,28 @@ fn codebooks_count_once_however_many_heads_share_them() {
 #[test]
 fn entries_stand_in_the_order_of_their_use() {
     let geometry = geometry(1, 2, 16);
-    for arguments in ["", ",stages=2", ",scope=model", ",scope=group"] {
+    for (arguments, heads) in [("", 1), (",scope=model", 2), (",scope=group", 1)] {
         let (_, codec) = fitted(&geometry, &format!("k=vq(d=2,b=4{arguments}); v=raw"), 512);
         let vq = codec.head(LAYER, Side::Key, 0).vq().unwrap();
-        for stage in 0..vq.stages() {
-            let book = vq.codebook(stage, 0);
-            let mut uses = vec![0usize; 16];
-            for head in 0..2 {
-                let all = rows(512, 16, 200_000 * head);
-                for block in all.chunks(64 * 16) {
-                    let both = block.repeat(2);
-                    let (bytes, encoded) = encode(&codec, 64, &both, &both);
-                    // Four bits per code, low first; rows of this stage at this position.
-                    let page = &page(&bytes, &encoded, head)[HEADER_BYTES..];
-                    let per_row = vq.positions() * vq.stages();
-                    for row in page.chunks(per_row / 2).take(64) {
-                        let codes = row.iter().flat_map(|byte| [byte & 15, byte >> 4]);
-                        let codes: Vec<u8> = codes.collect();
-                        let stage = &codes[stage * vq.positions()..][..vq.positions()];
-                        let counted = if vq.is_grouped() { &stage[..1] } else { stage };
-                        counted.iter().for_each(|code| uses[usize::from(*code)] += 1);
+        let entries = vq.codebook(0, 0).entries();
+        let positions = if vq.is_grouped() { 1 } else { vq.positions() };
+        let mut uses = vec![0usize; 16];
+        for head in 0..heads {
+            for block in rows(512, 16, 200_000 * head).chunks(64 * 16) {
+                let both = block.repeat(2);
+                let (bytes, encoded) = encode(&codec, 64, &both, &both);
+                let decoded = decode(&codec, Side::Key, head, page(&bytes, &encoded, head));
+                for row in decoded.chunks(16) {
+                    for sub in row.chunks(2).take(positions) {
+                        let entry = entries.chunks(2).position(|entry| entry == sub);
+                        uses[entry.unwrap()] += 1;
                     }
                 }
-                if arguments != ",scope=model" {
-                    break;
-                }
             }
-            // The fit counted before entries were rounded to f16: neighbours may have swapped.
-            let halves = uses.chunks(4).map(|part| part.iter().sum::<usize>());
-            let halves: Vec<usize> = halves.collect();
-            assert!(halves.is_sorted_by(|a, b| a >= b), "{arguments} {stage}: {uses:?}");
-            assert_eq!(book.entries().len(), 32);
         }
+        // The fit counted before entries were rounded to f16: neighbours may have swapped.
+        let fours: Vec<usize> = uses.chunks(4).map(|part| part.iter().sum()).collect();
+        assert!(fours.is_sorted_by(|a, b| a > b), "{arguments}: {uses:?}");
     }
 }
 
@@ -196,8 +186,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
     /// A decoded row is made of entries; the nearest to an entry is that entry (or its twin), so
-    /// the decoded rows stay as they are when they are encoded again. Codes take
-    /// `ceil(codes * b / 8)` bytes a row.
+    /// the decoded rows stay as they are when they are encoded again.
     #[test]
     fn decoded_rows_are_fixed_points(
         (dim, row) in prop::sample::select(vec![
@@ -218,9 +207,11 @@ proptest! {
         let k = rows(tokens, row, 77);
         let (bytes, encoded) = encode(&codec, tokens, &k, &k);
         prop_assert_eq!(encoded.fallback_pages, 0);
+        // Less than a byte of each of four bit planes is lost, in a last tile that is not full.
         let codes = row / usize::from(dim) * usize::from(stages);
-        let key_codes = tokens * (codes * usize::from(bits)).div_ceil(8);
-        prop_assert_eq!(encoded.parts.codes as usize, key_codes + tokens * row * 4);
+        let bits = tokens * codes * usize::from(bits) + 8 * tokens * row * 32 / 8;
+        let lost = 8 * encoded.parts.codes as usize - bits;
+        prop_assert!(lost < 4 * 8 && (lost == 0 || !tokens.is_multiple_of(32)), "{} bits", lost);
         let decoded = decode(&codec, Side::Key, 0, page(&bytes, &encoded, 0));
         let (again, layout) = encode(&codec, tokens, &decoded, &decoded);
         let twice = decode(&codec, Side::Key, 0, page(&again, &layout, 0));

@@ -14,7 +14,7 @@ pub use backend::{
     Attended, Backend, DeviceInfo, EncodeSource, EncodedPages, IncomingRows, LoadedRows,
     ModelBytes, RawTarget,
 };
-pub use cpu::{ArenaError, CpuBackend, CpuOptions, OpenError};
+pub use cpu::{ArenaError, CpuBackend, CpuOptions, InstructionSet, OpenError};
 pub use error::BackendError;
 pub use plan::{AttendPlan, LoadPlan, PlanPart, PlanQuery, Source};
 pub use state::PartialState;

@@ -7,6 +7,7 @@
 #![forbid(unsafe_code)]
 
 pub mod admin;
+pub mod bench;
 pub mod cli;
 pub mod config;
 pub mod daemon;

@@ -10,7 +10,7 @@ use kvd_codec::{
 use kvd_core::{DType, Geometry, LayerIndex, RopePairing, Side};
 
 /// Every quantizer, with and without Huffman, and every way of finding a codebook.
-pub const SPECS: [&str; 8] = [
+pub(crate) const SPECS: [&str; 8] = [
     "k=raw; v=fp8/huffman",
     "k=uniform(b=3,g=4,axis=channel); v=uniform(b=2,g=8,axis=token)",
     "k=hadamard/uniform(rel=0.05,axis=block)/huffman; v=uniform(rel=0.2,axis=token)/huffman",
@@ -31,8 +31,7 @@ const REPAIR: u8 = 1 << 7;
 const VALUE: u8 = 1 << 6;
 
 /// One layer with one KV head of 16 channels.
-#[must_use]
-pub fn geometry() -> Geometry {
+pub(crate) fn geometry() -> Geometry {
     Geometry {
         layers: 1,
         kv_heads: 1,
@@ -56,10 +55,10 @@ fn rows(count: usize, seed: u64) -> Vec<f32> {
 }
 
 /// A codec, one sound page of each side, and the calibration it came with.
-pub struct Subject {
-    pub codec: ModelCodec,
-    pub pages: [Vec<u8>; 2],
-    pub calibration: Option<Calibration>,
+pub(crate) struct Subject {
+    pub(crate) codec: ModelCodec,
+    pub(crate) pages: [Vec<u8>; 2],
+    pub(crate) calibration: Option<Calibration>,
 }
 
 impl Subject {
@@ -87,20 +86,18 @@ impl Subject {
 }
 
 /// All of [`SPECS`].
-#[must_use]
-pub fn subjects() -> Vec<Subject> {
+pub(crate) fn subjects() -> Vec<Subject> {
     SPECS.into_iter().map(Subject::new).collect()
 }
 
 /// The input that makes [`page_decode`] read a page of that subject as it is.
-#[must_use]
-pub fn page_input(subject: usize, side: Side, page: &[u8]) -> Vec<u8> {
+pub(crate) fn page_input(subject: usize, side: Side, page: &[u8]) -> Vec<u8> {
     let side = if side == Side::Value { VALUE } else { 0 };
     [&[subject as u8 | side], page].concat()
 }
 
 /// Reads bytes as a page: the first byte names codec and side. Whether they opened as one.
-pub fn page_decode(subjects: &[Subject], data: &[u8]) -> bool {
+pub(crate) fn page_decode(subjects: &[Subject], data: &[u8]) -> bool {
     let Some((&first, page)) = data.split_first() else { return false };
     let subject = &subjects[usize::from(first & 0x3F) % subjects.len()];
     let side = if first & VALUE == 0 { Side::Key } else { Side::Value };
@@ -144,7 +141,7 @@ fn repair(page: &mut Vec<u8>, sound: &[u8]) {
 }
 
 /// Parses a text as a codec; what parses is canonical after one round.
-pub fn spec_parse(data: &[u8]) -> bool {
+pub(crate) fn spec_parse(data: &[u8]) -> bool {
     let text = String::from_utf8_lossy(data);
     let Ok(spec) = resolve(&text) else { return false };
     let canonical = spec.to_string();
@@ -155,7 +152,7 @@ pub fn spec_parse(data: &[u8]) -> bool {
 }
 
 /// Reads bytes as a calibration; what reads is written back the same, and binds or is refused.
-pub fn calibration_read(data: &[u8]) -> bool {
+pub(crate) fn calibration_read(data: &[u8]) -> bool {
     let Ok(calibration) = Calibration::from_bytes(data) else { return false };
     let again = Calibration::from_bytes(&calibration.to_bytes());
     assert_eq!(again.as_ref(), Ok(&calibration));

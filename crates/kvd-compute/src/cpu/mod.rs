@@ -17,6 +17,7 @@ pub use arena::ArenaError;
 use arena::HostArena;
 use kvd_codec::ModelCodec;
 use kvd_core::{Extent, LayerIndex, ModelId};
+pub use simd::InstructionSet;
 use simd::Simd;
 use std::collections::HashMap;
 use tile::Reader;
@@ -58,6 +59,9 @@ pub enum OpenError {
         /// Why not.
         source: rayon::ThreadPoolBuildError,
     },
+    /// The processor cannot do what was asked for.
+    #[error("this processor does not have {0}")]
+    InstructionSet(&'static str),
     /// Page memory could not be had.
     #[error(transparent)]
     Arena(#[from] ArenaError),
@@ -82,6 +86,21 @@ impl CpuBackend {
         })
     }
 
+    /// The instruction set in use.
+    #[must_use]
+    pub fn instruction_set(&self) -> InstructionSet {
+        self.simd.set()
+    }
+
+    /// Uses `set` instead of the best there is, to compare or to test.
+    ///
+    /// # Errors
+    /// When this machine does not have it.
+    pub fn limit(&mut self, set: InstructionSet) -> Result<(), OpenError> {
+        self.simd = Simd::of(set).ok_or(OpenError::InstructionSet(set.name()))?;
+        Ok(())
+    }
+
     fn codec(&self, model: ModelId) -> Result<&ModelCodec, BackendError> {
         Ok(&self.models.get(&model).ok_or(BackendError::UnknownModel(model))?.codec)
     }
@@ -89,7 +108,7 @@ impl CpuBackend {
 
 impl Backend for CpuBackend {
     fn info(&self) -> DeviceInfo {
-        let (simd, threads) = (self.simd.name(), self.threads.current_num_threads());
+        let (simd, threads) = (self.simd.set().name(), self.threads.current_num_threads());
         DeviceInfo {
             description: format!("cpu ({simd}, {threads} threads)"),
             arena_bytes: self.arena.capacity_bytes(),

@@ -4,84 +4,110 @@
 //! registers and fused multiply-add for the same loop.
 #![allow(unsafe_code)] // Only to call a wrapper after its feature was detected.
 
-/// Instruction set in use.
+/// Instruction sets that the CPU backend has code for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Simd {
+pub enum InstructionSet {
+    /// What every processor of the target has.
     Portable,
-    #[cfg(target_arch = "x86_64")]
+    /// AVX2, FMA and F16C.
     Avx2,
-    #[cfg(target_arch = "x86_64")]
+    /// AVX-512 F, BW, DQ, VL, VNNI and VBMI, as on Ice Lake and Zen 4.
     Avx512,
 }
+
+impl InstructionSet {
+    /// All of them, the widest last.
+    pub const ALL: [Self; 3] = [Self::Portable, Self::Avx2, Self::Avx512];
+
+    /// Name in logs and on the command line.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Portable => "portable",
+            Self::Avx2 => "avx2",
+            Self::Avx512 => "avx512",
+        }
+    }
+}
+
+/// An instruction set that this machine was found to have: only then does one exist.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Simd(InstructionSet);
 
 impl Simd {
     /// The widest this machine has.
     pub(crate) fn detect() -> Self {
-        #[cfg(target_arch = "x86_64")]
-        {
-            if is_x86_feature_detected!("avx512f") {
-                return Self::Avx512;
-            }
-            if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
-                return Self::Avx2;
-            }
-        }
-        Self::Portable
+        Self::available().pop().expect("portable at least")
     }
 
-    /// Every level this machine can run, for tests.
-    #[cfg(test)]
+    /// Every level this machine can run, the widest last.
     pub(crate) fn available() -> Vec<Self> {
-        let mut levels = vec![Self::Portable];
-        #[cfg(target_arch = "x86_64")]
-        {
-            if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
-                levels.push(Self::Avx2);
-            }
-            if is_x86_feature_detected!("avx512f") {
-                levels.push(Self::Avx512);
-            }
-        }
-        levels
+        InstructionSet::ALL.into_iter().filter_map(Self::of).collect()
     }
 
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Self::Portable => "portable",
+    /// That instruction set, if the machine has it.
+    pub(crate) fn of(set: InstructionSet) -> Option<Self> {
+        let has = match set {
+            InstructionSet::Portable => true,
             #[cfg(target_arch = "x86_64")]
-            Self::Avx2 => "avx2",
+            InstructionSet::Avx2 => has_avx2(),
             #[cfg(target_arch = "x86_64")]
-            Self::Avx512 => "avx512",
-        }
+            InstructionSet::Avx512 => has_avx2() && has_avx512(),
+            #[cfg(not(target_arch = "x86_64"))]
+            _ => false,
+        };
+        has.then_some(Self(set))
+    }
+
+    /// Which one it is.
+    pub(crate) fn set(self) -> InstructionSet {
+        self.0
     }
 
     /// `scores[t] = q · rows[t]` for row-major `rows` of `q.len()` channels.
     pub(crate) fn scores(self, q: &[f32], rows: &[f32], scores: &mut [f32]) {
         assert_eq!(rows.len(), q.len() * scores.len(), "scores: rows");
-        match self {
-            Self::Portable => scores_body::<false>(q, rows, scores),
-            // SAFETY: `detect` and `available` return this level only where the CPU has it.
+        match self.0 {
+            // SAFETY: `of` gave this level only where the CPU has it.
             #[cfg(target_arch = "x86_64")]
-            Self::Avx2 => unsafe { scores_avx2(q, rows, scores) },
+            InstructionSet::Avx2 => unsafe { scores_avx2(q, rows, scores) },
             // SAFETY: as above.
             #[cfg(target_arch = "x86_64")]
-            Self::Avx512 => unsafe { scores_avx512(q, rows, scores) },
+            InstructionSet::Avx512 => unsafe { scores_avx512(q, rows, scores) },
+            _ => scores_body::<false>(q, rows, scores),
         }
     }
 
     /// `acc += Σ weights[t] · rows[t]` for row-major `rows` of `acc.len()` channels.
     pub(crate) fn accumulate(self, weights: &[f32], rows: &[f32], acc: &mut [f32]) {
         assert_eq!(rows.len(), acc.len() * weights.len(), "accumulate: rows");
-        match self {
-            Self::Portable => accumulate_body::<false>(weights, rows, acc),
-            // SAFETY: `detect` and `available` return this level only where the CPU has it.
+        match self.0 {
+            // SAFETY: `of` gave this level only where the CPU has it.
             #[cfg(target_arch = "x86_64")]
-            Self::Avx2 => unsafe { accumulate_avx2(weights, rows, acc) },
+            InstructionSet::Avx2 => unsafe { accumulate_avx2(weights, rows, acc) },
             // SAFETY: as above.
             #[cfg(target_arch = "x86_64")]
-            Self::Avx512 => unsafe { accumulate_avx512(weights, rows, acc) },
+            InstructionSet::Avx512 => unsafe { accumulate_avx512(weights, rows, acc) },
+            _ => accumulate_body::<false>(weights, rows, acc),
         }
     }
+}
+
+#[cfg(target_arch = "x86_64")]
+fn has_avx2() -> bool {
+    is_x86_feature_detected!("avx2")
+        && is_x86_feature_detected!("fma")
+        && is_x86_feature_detected!("f16c")
+}
+
+#[cfg(target_arch = "x86_64")]
+fn has_avx512() -> bool {
+    is_x86_feature_detected!("avx512f")
+        && is_x86_feature_detected!("avx512bw")
+        && is_x86_feature_detected!("avx512dq")
+        && is_x86_feature_detected!("avx512vl")
+        && is_x86_feature_detected!("avx512vnni")
+        && is_x86_feature_detected!("avx512vbmi")
 }
 
 #[cfg(target_arch = "x86_64")]

@@ -3,6 +3,7 @@
 //! Exit codes: 0 done, 1 failed, 64 wrong usage or configuration, 69 a socket or device could
 //! not be had, 70 the device failed while serving.
 
+mod bench;
 mod codecs;
 #[cfg(feature = "demo")]
 mod demo;
@@ -38,6 +39,9 @@ enum Command {
     },
     /// List the codec presets with their spec and source.
     Codecs,
+    /// Measure attention, encoding and storing on this machine.
+    #[command(subcommand)]
+    Bench(bench::BenchCommand),
     /// Print the Grafana dashboard (deploy/grafana/kvd.json).
     Dashboard,
     /// Start a daemon, run a small real model whose every attention goes through it, and compare
@@ -143,6 +147,7 @@ fn run(command: Command) -> Result<(), CliError> {
         Command::Config { print_default: true, .. } => print(DEFAULT_TOML),
         Command::Config { config, .. } => print(&format!("{:#?}\n", config.load()?)),
         Command::Codecs => print(&codecs::table()),
+        Command::Bench(command) => print(&bench::bench(command)?),
         Command::Dashboard => print(&dashboard::text()),
         #[cfg(feature = "demo")]
         Command::Demo(args) => runtime()?.block_on(demo::demo(args)),

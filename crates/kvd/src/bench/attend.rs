@@ -1,0 +1,269 @@
+//! Decode attention over pages of each codec, in turns.
+
+use super::data::{Fill, Filled, LAYER, MODEL, Normal};
+use super::measure::{Figure, Machine, timed};
+use super::{BenchError, Shape};
+use bytes::Bytes;
+use kvd_compute::{
+    AttendPlan, Attended, Backend, InstructionSet, LoadPlan, PlanPart, PlanQuery, Source,
+};
+use kvd_core::DType;
+use serde::Serialize;
+use std::hint::black_box;
+
+/// Deviation of a score: a softmax that is neither flat nor a single token.
+const SCORE_DEVIATION: f32 = 1.3;
+/// Tokens that the error is measured on.
+const ERROR_TOKENS: usize = 2048;
+
+/// What `kvd bench attend` measures.
+#[derive(Clone, Debug)]
+pub struct AttendBench {
+    /// Heads.
+    pub shape: Shape,
+    /// Codecs, as presets or specs.
+    pub codecs: Vec<String>,
+    /// Cached tokens of a sequence.
+    pub contexts: Vec<u32>,
+    /// Sequences per call.
+    pub batch: usize,
+    /// Query tokens per sequence.
+    pub query_tokens: u32,
+    /// Compute threads.
+    pub threads: usize,
+    /// Tokens per block.
+    pub block_tokens: u32,
+    /// Turns of each codec.
+    pub rounds: usize,
+    /// Bytes of pages that calls rotate over.
+    pub buffer_bytes: u64,
+    /// Instruction sets to compare; empty is the machine's best.
+    pub instruction_sets: Vec<InstructionSet>,
+}
+
+/// One line of the answer.
+#[derive(Clone, Debug, Serialize)]
+pub struct AttendRow {
+    /// The codec.
+    pub codec: String,
+    /// Instruction set in use.
+    pub instruction_set: &'static str,
+    /// Cached tokens of a sequence.
+    pub context: u32,
+    /// Stored bits per value, headers and scales included.
+    pub bits_per_value: f64,
+    /// Processor time per token and KV head, K and V and all query heads, in nanoseconds.
+    pub cpu_ns: Figure,
+    /// Wall time per token and KV head, in nanoseconds.
+    pub wall_ns: Figure,
+    /// Pages read, in GB per second of processor time (median).
+    pub stored_gb_per_s: f64,
+    /// What the pages stand for in f16, in GB per second of processor time (median).
+    pub logical_gb_per_s: f64,
+    /// `stored_gb_per_s` as part of what one thread reads from memory.
+    pub of_read_speed: f64,
+    /// Relative error of the output against the same decoded K and V in f64.
+    pub kernel_error: f64,
+}
+
+/// One codec at one context and instruction set.
+struct Case {
+    row: AttendRow,
+    filled: Filled,
+    plans: Vec<AttendPlan>,
+    tokens: f64,
+    cpu: Vec<f64>,
+    wall: Vec<f64>,
+}
+
+impl AttendBench {
+    /// Measures everything.
+    ///
+    /// # Errors
+    /// When a codec does not fit the shape, or the memory is not there.
+    pub fn run(&self) -> Result<(Machine, Vec<AttendRow>), BenchError> {
+        let machine = Machine::look(self.threads);
+        let mut rows = Vec::new();
+        for context in &self.contexts {
+            let mut cases = Vec::new();
+            for codec in &self.codecs {
+                for set in self.sets() {
+                    cases.push(self.case(codec, *context, set)?);
+                }
+            }
+            for round in 0..=self.rounds {
+                for case in &mut cases {
+                    // The first round warms up.
+                    case.turn(round, round > 0)?;
+                }
+            }
+            rows.extend(cases.into_iter().map(|case| case.finish(&machine)));
+        }
+        Ok((machine, rows))
+    }
+
+    fn sets(&self) -> Vec<Option<InstructionSet>> {
+        if self.instruction_sets.is_empty() {
+            return vec![None];
+        }
+        self.instruction_sets.iter().copied().map(Some).collect()
+    }
+
+    fn case(
+        &self,
+        codec: &str,
+        context: u32,
+        set: Option<InstructionSet>,
+    ) -> Result<Case, BenchError> {
+        let per_sequence = context.div_ceil(self.block_tokens) as usize;
+        let fill = Fill {
+            shape: self.shape,
+            block_tokens: self.block_tokens,
+            threads: self.threads,
+            instruction_set: set,
+            buffer_bytes: self.buffer_bytes,
+            blocks: per_sequence * self.batch,
+        };
+        let filled = Filled::new(codec, fill)?;
+        let calls = filled.blocks.chunks_exact(per_sequence * self.batch);
+        let plans: Vec<_> = calls.map(|blocks| self.plan(blocks, per_sequence, context)).collect();
+        let geometry = &filled.geometry;
+        let values = geometry.values_per_token() as f64 * f64::from(self.block_tokens);
+        let row = AttendRow {
+            codec: codec.to_owned(),
+            instruction_set: filled.backend.instruction_set().name(),
+            context,
+            bits_per_value: filled.block_bytes * 8.0 / values,
+            cpu_ns: Figure::of(vec![0.0]),
+            wall_ns: Figure::of(vec![0.0]),
+            stored_gb_per_s: 0.0,
+            logical_gb_per_s: 0.0,
+            of_read_speed: 0.0,
+            kernel_error: 0.0,
+        };
+        let tokens = f64::from(context) * self.batch as f64 * f64::from(self.shape.kv_heads);
+        let mut case = Case { row, filled, plans, tokens, cpu: Vec::new(), wall: Vec::new() };
+        case.row.kernel_error = self.error(&mut case.filled).map_err(BenchError::of(codec))?;
+        Ok(case)
+    }
+
+    fn plan(&self, blocks: &[Source], per_sequence: usize, context: u32) -> AttendPlan {
+        let q_heads = self.shape.kv_heads * self.shape.group;
+        let rows = self.batch * self.query_tokens as usize * q_heads as usize;
+        let mut normal = Normal::new(42);
+        let query = |blocks: &[Source]| PlanQuery {
+            n_q: self.query_tokens,
+            position: context,
+            sliding_window: None,
+            parts: parts(blocks, self.block_tokens, context).into(),
+        };
+        AttendPlan {
+            model: MODEL,
+            layer: LAYER,
+            q_heads,
+            dtype: DType::F16,
+            scale: None,
+            soft_cap: None,
+            queries: blocks.chunks(per_sequence).map(query).collect(),
+            q: normal.bytes(rows * self.shape.head_dim_k as usize, SCORE_DEVIATION),
+        }
+    }
+
+    /// Relative error of attention over a few blocks against f64 over the same decoded rows.
+    fn error(&self, filled: &mut Filled) -> Result<f64, String> {
+        let blocks = (ERROR_TOKENS / self.block_tokens as usize).clamp(1, filled.blocks.len());
+        let context = blocks as u32 * self.block_tokens;
+        let one = Self { batch: 1, query_tokens: 1, ..self.clone() };
+        let mut plan = one.plan(&filled.blocks[..blocks], blocks, context);
+        plan.dtype = DType::F32;
+        plan.q = widened(&plan.q);
+        let answer = filled.backend.attend(&plan).map_err(|error| error.to_string())?;
+        let parts = parts(&filled.blocks[..blocks], self.block_tokens, context);
+        let load = LoadPlan { model: MODEL, layer: LAYER, dtype: DType::F32, parts };
+        let rows = filled.backend.load(&load).map_err(|error| error.to_string())?;
+        let [q, k, v, out] = [&plan.q[..], &rows.k, &rows.v, &answer.out].map(values);
+        let exact = reference(&self.shape, &q, &k, &v);
+        let (mut difference, mut norm) = (0f64, 0f64);
+        for (got, want) in out.iter().zip(&exact) {
+            difference += (got - want).powi(2);
+            norm += want.powi(2);
+        }
+        Ok((difference / norm).sqrt())
+    }
+}
+
+fn widened(bytes: &Bytes) -> Bytes {
+    let mut wide = vec![0f32; bytes.len() / 2];
+    DType::F16.widen(bytes, &mut wide);
+    let mut out = vec![0; wide.len() * 4];
+    DType::F32.narrow(&wide, &mut out);
+    out.into()
+}
+
+fn values(bytes: &[u8]) -> Vec<f64> {
+    let chunks = bytes.as_chunks::<4>().0.iter();
+    chunks.map(|bytes| f64::from(f32::from_le_bytes(*bytes))).collect()
+}
+
+/// Attention of one query token over `[tokens, heads, dim]` rows, in f64.
+fn reference(shape: &Shape, q: &[f64], k: &[f64], v: &[f64]) -> Vec<f64> {
+    let (heads, group) = (shape.kv_heads as usize, shape.group as usize);
+    let (dim_k, dim_v) = (shape.head_dim_k as usize, shape.head_dim_v as usize);
+    let scale = 1.0 / (dim_k as f64).sqrt();
+    let mut out = vec![0f64; heads * group * dim_v];
+    for (row, out) in out.chunks_exact_mut(dim_v).enumerate() {
+        let (q, head) = (&q[row * dim_k..][..dim_k], row / group);
+        let key = |t: usize| &k[(t * heads + head) * dim_k..][..dim_k];
+        let dot = |key: &[f64]| q.iter().zip(key).map(|(a, b)| a * b).sum::<f64>() * scale;
+        let scores: Vec<f64> = (0..k.len() / (heads * dim_k)).map(|t| dot(key(t))).collect();
+        let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let sum: f64 = scores.iter().map(|score| (score - max).exp()).sum();
+        for (t, score) in scores.iter().enumerate() {
+            let weight = (score - max).exp() / sum;
+            let value = &v[(t * heads + head) * dim_v..][..dim_v];
+            out.iter_mut().zip(value).for_each(|(out, value)| *out += weight * value);
+        }
+    }
+    out
+}
+
+fn parts(blocks: &[Source], block_tokens: u32, context: u32) -> Vec<PlanPart> {
+    let part = |(first_token, source): (u32, &Source)| PlanPart {
+        first_token,
+        rows: block_tokens.min(context - first_token),
+        source: source.clone(),
+    };
+    (0..).step_by(block_tokens as usize).zip(blocks).map(part).collect()
+}
+
+impl Case {
+    /// Attends to the next part of the buffer.
+    fn turn(&mut self, round: usize, counts: bool) -> Result<(), BenchError> {
+        // Enough calls that a turn takes milliseconds.
+        let calls = ((4e5 / self.tokens) as usize).clamp(1, self.plans.len());
+        for call in 0..calls {
+            let plan = &self.plans[(round * calls + call) % self.plans.len()];
+            let attend = || self.filled.backend.attend(plan);
+            let (answer, cpu, wall) = timed(attend);
+            let answer: Attended = answer.map_err(BenchError::of(&self.row.codec))?;
+            black_box(answer);
+            if counts {
+                self.cpu.push(cpu / self.tokens);
+                self.wall.push(wall / self.tokens);
+            }
+        }
+        Ok(())
+    }
+
+    fn finish(mut self, machine: &Machine) -> AttendRow {
+        let heads = f64::from(self.filled.geometry.kv_heads);
+        let values = self.filled.geometry.values_per_token() as f64 / heads;
+        self.row.cpu_ns = Figure::of(self.cpu);
+        self.row.wall_ns = Figure::of(self.wall);
+        let median = self.row.cpu_ns.median;
+        self.row.stored_gb_per_s = values * self.row.bits_per_value / 8.0 / median;
+        self.row.logical_gb_per_s = values * 2.0 / median;
+        self.row.of_read_speed = self.row.stored_gb_per_s / machine.read_gb_per_s.median;
+        self.row
+    }
+}

@@ -1,0 +1,171 @@
+//! Encoding and decoding of one side at a time, on one thread.
+
+use super::data::{LAYER, Normal, bind};
+use super::measure::{Figure, Machine, timed};
+use super::{BenchError, Shape};
+use kvd_codec::{BlockRows, CodecSpec, ModelCodec, PageReader};
+use kvd_core::{DType, Geometry, Side};
+use serde::Serialize;
+use std::hint::black_box;
+
+/// Blocks that a turn encodes, all different.
+const BLOCKS: usize = 4;
+
+/// What `kvd bench codec` measures.
+#[derive(Clone, Debug)]
+pub struct CodecBench {
+    /// Heads.
+    pub shape: Shape,
+    /// Codecs, as presets or specs.
+    pub codecs: Vec<String>,
+    /// Tokens per block.
+    pub block_tokens: u32,
+    /// Turns of each side.
+    pub rounds: usize,
+}
+
+/// One line of the answer.
+#[derive(Clone, Debug, Serialize)]
+pub struct CodecRow {
+    /// The side's spec.
+    pub side_spec: String,
+    /// `k` or `v`.
+    pub side: &'static str,
+    /// Stored bits per value, headers and scales included.
+    pub bits_per_value: f64,
+    /// Processor time to encode a value, in nanoseconds.
+    pub encode_ns: Figure,
+    /// Encoded f16 input, in GB per second (median).
+    pub encode_gb_per_s: f64,
+    /// Processor time of the reference decoder for a value, in nanoseconds.
+    pub decode_ns: Figure,
+}
+
+struct Case {
+    row: CodecRow,
+    side: Side,
+    codec: ModelCodec,
+    blocks: Vec<[Vec<f32>; 2]>,
+    values: f64,
+    encode: Vec<f64>,
+    decode: Vec<f64>,
+}
+
+impl CodecBench {
+    /// Measures both sides of every codec.
+    ///
+    /// # Errors
+    /// When a codec does not fit the shape.
+    pub fn run(&self) -> Result<(Machine, Vec<CodecRow>), BenchError> {
+        let machine = Machine::look(1);
+        let mut cases = Vec::new();
+        for name in &self.codecs {
+            let spec = kvd_codec::resolve(name).map_err(BenchError::of(name))?;
+            for side in Side::BOTH {
+                cases.push(self.case(&spec, side, name)?);
+            }
+        }
+        for round in 0..=self.rounds {
+            for case in &mut cases {
+                case.turn(round > 0)?;
+            }
+        }
+        Ok((machine, cases.into_iter().map(Case::finish).collect()))
+    }
+
+    /// The other side has the fewest channels there can be, stored as they are.
+    fn case(&self, spec: &CodecSpec, side: Side, name: &str) -> Result<Case, BenchError> {
+        let raw = kvd_codec::preset("raw").expect("a preset of that name");
+        let mut geometry = self.shape.geometry(self.block_tokens);
+        let mut spec = spec.clone();
+        match side {
+            Side::Key => (geometry.head_dim_v, spec.value) = (2, raw.value),
+            Side::Value => (geometry.head_dim_k, spec.key) = (2, raw.key),
+        }
+        let mut codec = bind(&geometry, spec.clone(), name)?;
+        let blocks: Vec<_> = (0..BLOCKS as u64).map(|seed| rows(&geometry, 200 + seed)).collect();
+        if codec.needs_tables(LAYER) {
+            let blocks: Vec<_> = blocks.iter().map(|block| view(&geometry, block)).collect();
+            codec.train_tables(LAYER, &blocks).map_err(BenchError::of(name))?;
+        }
+        let row = CodecRow {
+            side_spec: spec.side(side).to_string(),
+            side: side.name(),
+            bits_per_value: 0.0,
+            encode_ns: Figure::of(vec![0.0]),
+            encode_gb_per_s: 0.0,
+            decode_ns: Figure::of(vec![0.0]),
+        };
+        let per_row = geometry.head_dim(side) * geometry.kv_heads as usize;
+        let values = (per_row * geometry.block_tokens as usize * BLOCKS) as f64;
+        Ok(Case { row, side, codec, blocks, values, encode: Vec::new(), decode: Vec::new() })
+    }
+}
+
+fn rows(geometry: &Geometry, seed: u64) -> [Vec<f32>; 2] {
+    let mut normal = Normal::new(seed);
+    Side::BOTH.map(|side| {
+        let dim = geometry.head_dim(side);
+        let count = geometry.block_tokens as usize * geometry.kv_heads as usize * dim;
+        let mut values = vec![0f32; count];
+        DType::F16.widen(&normal.bytes(count, 1.0), &mut values);
+        values
+    })
+}
+
+fn view<'a>(geometry: &Geometry, block: &'a [Vec<f32>; 2]) -> BlockRows<'a> {
+    BlockRows { tokens: geometry.block_tokens as usize, k: &block[0], v: &block[1] }
+}
+
+impl Case {
+    fn turn(&mut self, counts: bool) -> Result<(), BenchError> {
+        let geometry = self.codec.geometry();
+        let encode = || {
+            let mut pages = Vec::new();
+            for block in &self.blocks {
+                let mut bytes = Vec::new();
+                let encoded = self.codec.encode_block(LAYER, &view(geometry, block), &mut bytes)?;
+                pages.push((bytes, encoded));
+            }
+            Ok::<_, kvd_codec::CodecError>(pages)
+        };
+        let (pages, encode_ns, _) = timed(encode);
+        let pages = pages.map_err(BenchError::of(&self.row.side_spec))?;
+        let heads = geometry.kv_heads as usize;
+        let tokens = geometry.block_tokens as usize;
+        let mut out = vec![0f32; tokens * geometry.head_dim(self.side)];
+        let mut decode = || {
+            for (bytes, encoded) in &pages {
+                for head in 0..heads {
+                    let index = self.side.index() * heads + head;
+                    let start = if index == 0 { 0 } else { encoded.page_ends[index - 1] };
+                    let page = &bytes[start as usize..encoded.page_ends[index] as usize];
+                    let page = PageReader::open(&self.codec, LAYER, self.side, head, page)?;
+                    page.decode_rows(0, tokens, &mut out)?;
+                    black_box(&mut out);
+                }
+            }
+            Ok::<_, kvd_codec::PageError>(())
+        };
+        let (decoded, decode_ns, _) = timed(&mut decode);
+        decoded.map_err(BenchError::of(&self.row.side_spec))?;
+        let bytes = |e: &kvd_codec::EncodedBlock| match self.side {
+            Side::Key => e.key_bytes,
+            Side::Value => e.value_bytes,
+        };
+        let stored: u64 = pages.iter().map(|(_, encoded)| bytes(encoded)).sum();
+        self.row.bits_per_value = stored as f64 * 8.0 / self.values;
+        if counts {
+            self.encode.push(encode_ns / self.values);
+            self.decode.push(decode_ns / self.values);
+        }
+        Ok(())
+    }
+
+    fn finish(mut self) -> CodecRow {
+        self.row.encode_ns = Figure::of(self.encode);
+        self.row.decode_ns = Figure::of(self.decode);
+        self.row.encode_gb_per_s = 2.0 / self.row.encode_ns.median;
+        self.row
+    }
+}

@@ -1,0 +1,189 @@
+//! Synthetic keys, values and queries, and a backend filled with their pages.
+
+use super::{BenchError, Shape};
+use bytes::Bytes;
+use kvd_codec::{Calibration, CodecSpec, ModelCodec, Samples, fit};
+use kvd_compute::{
+    Backend, CpuBackend, CpuOptions, EncodeSource, EncodedPages, IncomingRows, InstructionSet,
+    RawTarget, Source,
+};
+use kvd_core::{DType, Extent, Geometry, LayerIndex, ModelId, Side};
+use std::sync::Arc;
+
+pub(super) const MODEL: ModelId = ModelId(1);
+pub(super) const LAYER: LayerIndex = LayerIndex(0);
+/// Blocks that are encoded; their pages are then repeated.
+const DISTINCT_BLOCKS: usize = 4;
+/// Rows per head that a calibration is fitted on.
+const FIT_ROWS: usize = 2048;
+
+/// Roughly normal values of unit deviation, the same in every run.
+pub(super) struct Normal(u64);
+
+impl Normal {
+    pub(super) fn new(seed: u64) -> Self {
+        Self(seed)
+    }
+
+    pub(super) fn draw(&mut self) -> f32 {
+        let mut sum = 0.0;
+        for _ in 0..4 {
+            self.0 = self
+                .0
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1_442_695_040_888_963_407);
+            sum += (self.0 >> 40) as f32 / (1 << 24) as f32 - 0.5;
+        }
+        // Four uniform values have a variance of one third.
+        sum * 3f32.sqrt()
+    }
+
+    pub(super) fn bytes(&mut self, count: usize, gain: f32) -> Bytes {
+        let values: Vec<f32> = (0..count).map(|_| self.draw() * gain).collect();
+        let mut bytes = vec![0; count * DType::F16.size_bytes()];
+        DType::F16.narrow(&values, &mut bytes);
+        bytes.into()
+    }
+}
+
+/// K and V of `tokens` tokens.
+pub(super) fn rows(geometry: &Geometry, tokens: u32, seed: u64) -> IncomingRows {
+    let mut normal = Normal::new(seed);
+    let count = |side| tokens as usize * geometry.kv_heads as usize * geometry.head_dim(side);
+    let k = normal.bytes(count(Side::Key), 1.0);
+    let v = normal.bytes(count(Side::Value), 1.0);
+    IncomingRows { tokens, k, v }
+}
+
+/// A codec bound to a geometry, fitted on normal rows where it needs that.
+pub(super) fn codec(geometry: &Geometry, name: &str) -> Result<ModelCodec, BenchError> {
+    let spec = kvd_codec::resolve(name).map_err(BenchError::of(name))?;
+    bind(geometry, spec, name)
+}
+
+pub(super) fn bind(
+    geometry: &Geometry,
+    spec: CodecSpec,
+    name: &str,
+) -> Result<ModelCodec, BenchError> {
+    let calibration = if spec.needs_calibration() {
+        Some(calibrate(geometry, &spec).map_err(BenchError::of(name))?)
+    } else {
+        None
+    };
+    ModelCodec::new(geometry.clone(), spec, calibration.as_ref()).map_err(BenchError::of(name))
+}
+
+fn calibrate(
+    geometry: &Geometry,
+    spec: &CodecSpec,
+) -> Result<Calibration, kvd_codec::CalibrationError> {
+    let mut samples = Samples::new(geometry);
+    let mut normal = Normal::new(7);
+    let mut draw = |dim| (0..FIT_ROWS * dim).map(|_| normal.draw()).collect::<Vec<_>>();
+    for head in 0..geometry.kv_heads as usize {
+        for side in Side::BOTH {
+            samples.push(LAYER, side, head, &draw(geometry.head_dim(side)))?;
+        }
+        samples.push_queries(LAYER, head, &draw(geometry.head_dim(Side::Key)))?;
+    }
+    fit(geometry, spec, &samples, 1, &mut |_| {})
+}
+
+/// How a backend is to be filled.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Fill {
+    pub(super) shape: Shape,
+    pub(super) block_tokens: u32,
+    pub(super) threads: usize,
+    pub(super) instruction_set: Option<InstructionSet>,
+    /// Fewest bytes of pages.
+    pub(super) buffer_bytes: u64,
+    /// Fewest blocks.
+    pub(super) blocks: usize,
+}
+
+/// A backend whose arena is full of one codec's pages.
+pub(super) struct Filled {
+    pub(super) backend: CpuBackend,
+    pub(super) geometry: Geometry,
+    /// The blocks, in the order of the arena.
+    pub(super) blocks: Vec<Source>,
+    pub(super) block_bytes: f64,
+}
+
+impl Filled {
+    /// Encodes a few blocks and repeats them over the arena.
+    pub(super) fn new(name: &str, fill: Fill) -> Result<Self, BenchError> {
+        let geometry = fill.shape.geometry(fill.block_tokens);
+        let codec = codec(&geometry, name)?;
+        let pages = encode(&geometry, codec.clone(), name)?;
+        let mean = pages.iter().map(|page| page.bytes.len()).sum::<usize>() / pages.len();
+        let count = fill.blocks.max(fill.buffer_bytes.div_ceil(mean as u64) as usize);
+        // A block begins on a granule of the pool.
+        let stride = |page: &EncodedPages| page.bytes.len().next_multiple_of(64) as u64;
+        let bytes = (0..count).map(|i| stride(&pages[i % pages.len()])).sum();
+        let mut backend = open(bytes, fill, name)?;
+        backend.register(MODEL, codec);
+        // Tables are trained on what is encoded: let this backend have the same ones.
+        retrain(&mut backend, &geometry, name)?;
+        let (mut blocks, mut offset) = (Vec::with_capacity(count), 0);
+        for i in 0..count {
+            let page = &pages[i % pages.len()];
+            let extent = Extent { offset, len: page.bytes.len() as u64 };
+            backend.place(page, extent);
+            blocks.push(Source::Pages { extent, ends: Arc::clone(&page.page_ends), first_row: 0 });
+            offset += stride(page);
+        }
+        Ok(Self { backend, geometry, blocks, block_bytes: mean as f64 })
+    }
+}
+
+fn open(bytes: u64, fill: Fill, name: &str) -> Result<CpuBackend, BenchError> {
+    let geometry = fill.shape.geometry(fill.block_tokens);
+    // Room for the raw slots that tables are trained from.
+    let slots = DISTINCT_BLOCKS as u64 * geometry.raw_layout(fill.block_tokens).size_bytes();
+    let options =
+        CpuOptions { arena_bytes: bytes.max(slots), prefault: true, threads: fill.threads };
+    let mut backend = CpuBackend::new(options).map_err(BenchError::of(name))?;
+    if let Some(set) = fill.instruction_set {
+        backend.limit(set).map_err(BenchError::of(name))?;
+    }
+    Ok(backend)
+}
+
+/// Writes the distinct blocks into raw slots at the start of the arena.
+fn write(backend: &mut CpuBackend, geometry: &Geometry) -> Result<Vec<EncodeSource>, String> {
+    let tokens = geometry.block_tokens;
+    let len = geometry.raw_layout(tokens).size_bytes();
+    let mut sources = Vec::new();
+    for block in 0..DISTINCT_BLOCKS as u64 {
+        let extent = Extent { offset: block * len, len };
+        let to = RawTarget { extent, capacity_rows: tokens, first_row: 0 };
+        let rows = rows(geometry, tokens, 100 + block);
+        backend.write(MODEL, &rows, 0, tokens, to).map_err(|error| error.to_string())?;
+        sources.push(EncodeSource { extent, capacity_rows: tokens, first_row: 0, rows: tokens });
+    }
+    Ok(sources)
+}
+
+fn encode(
+    geometry: &Geometry,
+    codec: ModelCodec,
+    name: &str,
+) -> Result<Vec<EncodedPages>, BenchError> {
+    let arena_bytes =
+        DISTINCT_BLOCKS as u64 * geometry.raw_layout(geometry.block_tokens).size_bytes();
+    let options = CpuOptions { arena_bytes, prefault: false, threads: 1 };
+    let mut backend = CpuBackend::new(options).map_err(BenchError::of(name))?;
+    backend.register(MODEL, codec);
+    let sources = write(&mut backend, geometry).map_err(BenchError::of(name))?;
+    let pages = backend.encode(MODEL, LAYER, &sources).map_err(BenchError::of(name))?;
+    pages.into_iter().collect::<Result<_, _>>().map_err(BenchError::of(name))
+}
+
+fn retrain(backend: &mut CpuBackend, geometry: &Geometry, name: &str) -> Result<(), BenchError> {
+    let sources = write(backend, geometry).map_err(BenchError::of(name))?;
+    backend.encode(MODEL, LAYER, &sources).map_err(BenchError::of(name))?;
+    Ok(())
+}

@@ -1,0 +1,85 @@
+//! `kvd bench`: how fast this machine attends, encodes and stores, without a daemon around it.
+//!
+//! Every figure is processor time of this process, because machines are shared: runs of different
+//! codecs take turns, and each figure is the median of its turns, with the best beside it. Pages
+//! rotate over a buffer larger than the last-level cache, so that codes come from memory.
+
+mod attend;
+mod codec;
+mod data;
+mod measure;
+mod store;
+
+pub use attend::{AttendBench, AttendRow};
+pub use codec::{CodecBench, CodecRow};
+pub use measure::{Figure, Machine};
+pub use store::{StoreBench, StoreRow};
+
+use kvd_core::{DType, Geometry, RopePairing};
+
+/// The heads of a model's attention.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Shape {
+    /// Name on the command line.
+    pub name: &'static str,
+    /// KV heads.
+    pub kv_heads: u32,
+    /// Query heads that share one.
+    pub group: u32,
+    /// Channels of a key.
+    pub head_dim_k: u32,
+    /// Channels of a value.
+    pub head_dim_v: u32,
+}
+
+/// Shapes that `--shape` names.
+pub const SHAPES: &[Shape] = &[
+    Shape { name: "llama-3.1-8b", kv_heads: 8, group: 4, head_dim_k: 128, head_dim_v: 128 },
+    Shape { name: "mistral-7b", kv_heads: 8, group: 4, head_dim_k: 128, head_dim_v: 128 },
+    Shape { name: "qwen3-8b", kv_heads: 8, group: 4, head_dim_k: 128, head_dim_v: 128 },
+    Shape { name: "qwen3-32b", kv_heads: 8, group: 8, head_dim_k: 128, head_dim_v: 128 },
+    Shape { name: "llama-3.2-1b", kv_heads: 8, group: 4, head_dim_k: 64, head_dim_v: 64 },
+    Shape { name: "phi-3-mini", kv_heads: 32, group: 1, head_dim_k: 96, head_dim_v: 96 },
+    Shape { name: "stablelm-3b", kv_heads: 32, group: 1, head_dim_k: 80, head_dim_v: 80 },
+    Shape { name: "gemma-2-9b", kv_heads: 8, group: 2, head_dim_k: 256, head_dim_v: 256 },
+    // Multi-head latent attention as one KV head: 512 latent and 64 rotary channels.
+    Shape { name: "mla", kv_heads: 1, group: 128, head_dim_k: 576, head_dim_v: 512 },
+];
+
+/// The shape of that name.
+#[must_use]
+pub fn shape(name: &str) -> Option<Shape> {
+    SHAPES.iter().find(|shape| shape.name == name).copied()
+}
+
+/// Why a benchmark could not run.
+#[derive(Debug, thiserror::Error)]
+#[error("{what}: {reason}")]
+pub struct BenchError {
+    /// Which codec or step.
+    pub what: String,
+    /// What went wrong.
+    pub reason: String,
+}
+
+impl BenchError {
+    /// An error of `what`, for `map_err`.
+    fn of<E: std::fmt::Display>(what: &str) -> impl FnOnce(E) -> Self + '_ {
+        move |error| Self { what: what.to_owned(), reason: error.to_string() }
+    }
+}
+
+impl Shape {
+    /// One layer of this shape.
+    fn geometry(&self, block_tokens: u32) -> Geometry {
+        Geometry {
+            layers: 1,
+            kv_heads: self.kv_heads,
+            head_dim_k: self.head_dim_k,
+            head_dim_v: self.head_dim_v,
+            block_tokens,
+            dtype: DType::F16,
+            rope_pairing: RopePairing::Half,
+        }
+    }
+}

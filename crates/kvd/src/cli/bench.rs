@@ -1,0 +1,254 @@
+//! `kvd bench`: arguments in, a table or JSON out.
+
+use super::CliError;
+use crate::bench::{
+    AttendBench, AttendRow, BenchError, CodecBench, CodecRow, Figure, Machine, SHAPES, Shape,
+    StoreBench, StoreRow, shape,
+};
+use bytesize::ByteSize;
+use clap::{Args, Subcommand};
+use kvd_compute::InstructionSet;
+use serde::Serialize;
+use std::fmt::Write;
+
+#[derive(Subcommand)]
+pub(super) enum BenchCommand {
+    /// Decode attention over pages, per token and KV head.
+    Attend(AttendArgs),
+    /// Encoding and reference decoding, per side.
+    Codec(CommonArgs),
+    /// Storing a prefill through the backend.
+    Store(StoreArgs),
+}
+
+/// What every benchmark takes.
+#[derive(Args)]
+pub(super) struct CommonArgs {
+    /// Codec, as a preset or spec; may be repeated.
+    #[arg(long = "codec", value_name = "CODEC")]
+    codecs: Vec<String>,
+    /// Heads of a model.
+    #[arg(long, default_value = "llama-3.1-8b", value_parser = parse_shape)]
+    shape: Shape,
+    /// Tokens per block.
+    #[arg(long, default_value_t = 64)]
+    block_tokens: u32,
+    /// Turns of each codec.
+    #[arg(long, default_value_t = 9)]
+    rounds: usize,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Args)]
+pub(super) struct AttendArgs {
+    #[command(flatten)]
+    common: CommonArgs,
+    /// Cached tokens of a sequence; several, with commas.
+    #[arg(long, value_delimiter = ',', default_value = "8192")]
+    context: Vec<u32>,
+    /// Sequences per call.
+    #[arg(long, default_value_t = 1)]
+    batch: usize,
+    /// Query tokens per sequence.
+    #[arg(long, default_value_t = 1)]
+    query_tokens: u32,
+    /// Compute threads.
+    #[arg(long, default_value_t = 1)]
+    threads: usize,
+    /// Pages that calls rotate over, more than the last-level cache holds.
+    #[arg(long, default_value = "128MiB")]
+    buffer: ByteSize,
+    /// Instruction sets to compare; several, with commas. The machine's best when absent.
+    #[arg(long, value_delimiter = ',', value_parser = parse_instruction_set)]
+    instruction_set: Vec<InstructionSet>,
+}
+
+#[derive(Args)]
+pub(super) struct StoreArgs {
+    #[command(flatten)]
+    common: CommonArgs,
+    /// Tokens of the prefill.
+    #[arg(long, default_value_t = 1024)]
+    tokens: u32,
+    /// Compute threads.
+    #[arg(long, default_value_t = 1)]
+    threads: usize,
+}
+
+fn parse_shape(name: &str) -> Result<Shape, String> {
+    shape(name).ok_or_else(|| {
+        let names: Vec<_> = SHAPES.iter().map(|shape| shape.name).collect();
+        format!("shapes are {}", names.join(", "))
+    })
+}
+
+fn parse_instruction_set(name: &str) -> Result<InstructionSet, String> {
+    InstructionSet::ALL.into_iter().find(|set| set.name() == name).ok_or_else(|| {
+        format!("instruction sets are {}", InstructionSet::ALL.map(InstructionSet::name).join(", "))
+    })
+}
+
+/// What is printed as JSON.
+#[derive(Serialize)]
+struct Report<T> {
+    shape: &'static str,
+    machine: Machine,
+    rows: Vec<T>,
+}
+
+/// Runs a benchmark and says what it measured.
+pub(super) fn bench(command: BenchCommand) -> Result<String, CliError> {
+    let failed = |error: BenchError| CliError::Other(error.into());
+    match command {
+        BenchCommand::Attend(args) => {
+            let bench = attend(&args);
+            let (machine, rows) = bench.run().map_err(failed)?;
+            report(&args.common, machine, rows, attend_table)
+        }
+        BenchCommand::Codec(common) => {
+            let bench = CodecBench {
+                shape: common.shape,
+                codecs: codecs(&common, &["fp8", "kivi-4", "kivi-2", "kvcomp", "vecinfer-2"]),
+                block_tokens: common.block_tokens,
+                rounds: common.rounds,
+            };
+            let (machine, rows) = bench.run().map_err(failed)?;
+            report(&common, machine, rows, codec_table)
+        }
+        BenchCommand::Store(args) => {
+            let bench = StoreBench {
+                shape: args.common.shape,
+                codecs: codecs(&args.common, &["raw", "fp8", "kivi-4", "kvcomp", "vecinfer-2"]),
+                tokens: args.tokens,
+                threads: args.threads.max(1),
+                block_tokens: args.common.block_tokens,
+                rounds: args.common.rounds,
+            };
+            let (machine, rows) = bench.run().map_err(failed)?;
+            report(&args.common, machine, rows, store_table)
+        }
+    }
+}
+
+fn attend(args: &AttendArgs) -> AttendBench {
+    AttendBench {
+        shape: args.common.shape,
+        codecs: codecs(&args.common, &["raw", "fp8", "kivi-4", "kivi-2", "vecinfer-2"]),
+        contexts: args.context.clone(),
+        batch: args.batch.max(1),
+        query_tokens: args.query_tokens.max(1),
+        threads: args.threads.max(1),
+        block_tokens: args.common.block_tokens.max(1),
+        rounds: args.common.rounds.max(1),
+        buffer_bytes: args.buffer.as_u64(),
+        instruction_sets: args.instruction_set.clone(),
+    }
+}
+
+fn codecs(common: &CommonArgs, otherwise: &[&str]) -> Vec<String> {
+    if common.codecs.is_empty() {
+        return otherwise.iter().map(|name| (*name).to_owned()).collect();
+    }
+    common.codecs.clone()
+}
+
+fn report<T: Serialize>(
+    common: &CommonArgs,
+    machine: Machine,
+    rows: Vec<T>,
+    table: impl Fn(&[T]) -> String,
+) -> Result<String, CliError> {
+    if common.json {
+        let report = Report { shape: common.shape.name, machine, rows };
+        let text = serde_json::to_string_pretty(&report).map_err(anyhow::Error::from)?;
+        return Ok(text + "\n");
+    }
+    let read = machine.read_gb_per_s;
+    Ok(format!(
+        "kvd {} on {} ({} cores{}), shape {}\none thread reads {:.1} [{:.1}] GB/s from memory\n\n{}",
+        machine.version,
+        machine.processor,
+        machine.cores,
+        if machine.pinned { ", pinned" } else { "" },
+        common.shape.name,
+        read.median,
+        read.best,
+        table(&rows)
+    ))
+}
+
+/// `median [best]`.
+fn pair(figure: Figure) -> String {
+    format!("{:.2} [{:.2}]", figure.median, figure.best)
+}
+
+fn attend_table(rows: &[AttendRow]) -> String {
+    let mut text = format!(
+        "{:>16} {:>16} {:>9} {:>8} {:>8} {:>8} {:>8} {:>9} {:>8}  codec\n",
+        "cpu ns [best]",
+        "wall ns [best]",
+        "set",
+        "context",
+        "bits",
+        "GB/s",
+        "f16 GB/s",
+        "of read",
+        "error"
+    );
+    for row in rows {
+        writeln!(
+            text,
+            "{:>16} {:>16} {:>9} {:>8} {:>8.3} {:>8.2} {:>8.2} {:>8.0}% {:>8.1e}  {}",
+            pair(row.cpu_ns),
+            pair(row.wall_ns),
+            row.instruction_set,
+            row.context,
+            row.bits_per_value,
+            row.stored_gb_per_s,
+            row.logical_gb_per_s,
+            100.0 * row.of_read_speed,
+            row.kernel_error,
+            row.codec
+        )
+        .expect("write to a string");
+    }
+    text + "\nns per token and KV head: K and V, all query heads of the group\n"
+}
+
+fn codec_table(rows: &[CodecRow]) -> String {
+    let head = ["encode ns [best]", "GB/s f16", "decode ns [best]", "bits"];
+    let mut text = format!("{:>18} {:>9} {:>18} {:>8}  side\n", head[0], head[1], head[2], head[3]);
+    for row in rows {
+        writeln!(
+            text,
+            "{:>18} {:>9.3} {:>18} {:>8.3}  {}={}",
+            pair(row.encode_ns),
+            row.encode_gb_per_s,
+            pair(row.decode_ns),
+            row.bits_per_value,
+            row.side,
+            row.side_spec
+        )
+        .expect("write to a string");
+    }
+    text + "\nns per value on one thread; decode is the reference decoder\n"
+}
+
+fn store_table(rows: &[StoreRow]) -> String {
+    let head = ["cpu us/token [best]", "cpu GB/s", "wall GB/s"];
+    let mut text = format!("{:>20} {:>9} {:>9}  codec\n", head[0], head[1], head[2]);
+    for row in rows {
+        writeln!(
+            text,
+            "{:>20} {:>9.3} {:>9.3}  {}",
+            pair(row.cpu_us),
+            row.cpu_gb_per_s,
+            row.wall_gb_per_s,
+            row.codec
+        )
+        .expect("write to a string");
+    }
+    text + "\nf16 input of K and V, one layer\n"
+}
