@@ -18,6 +18,7 @@ mod fit;
 mod fit_grid;
 mod fit_vq;
 mod huffman;
+mod implied;
 mod kmeans;
 mod kmeans_cells;
 mod model;
@@ -26,6 +27,7 @@ mod parse;
 mod policy;
 mod preset;
 mod reader;
+mod rotation;
 mod samples;
 mod side;
 mod spec;
@@ -37,6 +39,7 @@ pub use calibration::Calibration;
 pub use error::{CalibrationError, CodecError, PageError, SpecError};
 pub use fit::{FitProgress, fit};
 pub use huffman::HuffmanTable;
+pub use implied::ImpliedBits;
 pub use model::{BlockRows, EncodedBlock, ModelCodec, PageBytes};
 pub use page::{HEADER_BYTES, PAGE_ALIGN, Page, PageHeader};
 pub use policy::Override;
@@ -46,7 +49,8 @@ pub use samples::Samples;
 pub use side::HeadSide;
 pub use side::vq::{Codebook, Vq};
 pub use spec::{
-    CodecSpec, Entropy, FloatFormat, GroupAxis, Quantizer, SideSpec, Transform, UniformStep,
+    CodecSpec, Entropy, FloatFormat, GroupAxis, Quantizer, SideSpec, Transform, UniformMode,
+    UniformStep,
 };
 pub use vq_spec::{CodebookScope, VqSpec};
 

@@ -3,10 +3,10 @@
 use crate::bits::{self, CodeLayout};
 use crate::huffman::{HuffmanTable, Stream};
 use crate::page::{Page, PageHeader, id};
-use crate::side::HeadQuantizer;
 use crate::side::grid::Grid;
 use crate::side::uniform::ScaleRow;
 use crate::side::vq::CODES_PER_ROW_MAX;
+use crate::side::{HeadQuantizer, Scales};
 use crate::{HeadSide, ModelCodec, PageError, ROWS_PER_STREAM};
 use kvd_core::{DType, LayerIndex, Side};
 use std::ops::Range;
@@ -192,6 +192,7 @@ impl<'a> PageReader<'a> {
                 let quantizer = &self.side.quantizer;
                 let mut buffer = RowBuffer::new();
                 let symbols = &mut buffer.symbols[..layout.per_row()];
+                let scales = Scales { bytes: scales, tokens };
                 for (row, out) in (first..end).zip(out.chunks_exact_mut(dim)) {
                     bits::unpack_row(&layout, codes, row, symbols);
                     quantizer.dequantize_row(scales, row, symbols, &mut buffer.scale, out);
@@ -241,6 +242,7 @@ impl<'a> PageReader<'a> {
         out: &mut [f32],
     ) -> Result<(), PageError> {
         let (quantizer, dim) = (&self.side.quantizer, self.side.dim());
+        let scales = Scales { bytes: scales, tokens: self.tokens() };
         let mut buffer = RowBuffer::new();
         let symbols = &mut buffer.symbols[..quantizer.symbols_per_row(dim)];
         for part in self.streams(lengths, codes, wanted.clone()) {

@@ -3,7 +3,7 @@
 
 use kvd_codec::{
     CodebookScope, CodecSpec, Entropy, FloatFormat, GroupAxis, Override, Quantizer, SideSpec,
-    Transform, UniformStep, VqSpec, resolve,
+    Transform, UniformMode, UniformStep, VqSpec, resolve,
 };
 use kvd_core::Side;
 use proptest::prelude::*;
@@ -17,9 +17,10 @@ fn quantizer() -> impl Strategy<Value = Quantizer> {
     ];
     let axis = prop::sample::select(vec![GroupAxis::Channel, GroupAxis::Token, GroupAxis::Block]);
     let group = proptest::option::of(1u16..);
-    let uniform = (step, axis, group).prop_map(|(step, axis, group)| {
+    let mode = prop::sample::select(vec![UniformMode::Asym, UniformMode::Sym, UniformMode::Hybrid]);
+    let uniform = (step, axis, group, mode).prop_map(|(step, axis, group, mode)| {
         let group = group.filter(|_| axis != GroupAxis::Block);
-        Quantizer::Uniform { step, axis, group }
+        Quantizer::Uniform { step, axis, group, mode }
     });
     use CodebookScope::{Group, Head, Layer, Model};
     let scope = prop::sample::select(vec![Model, Layer, Head, Group]);
@@ -32,11 +33,14 @@ fn quantizer() -> impl Strategy<Value = Quantizer> {
     let vq = prop_oneof![vq, (1u8..=16).prop_map(|bits| VqSpec::new(1, bits))];
     let vq = vq.prop_map(Quantizer::Vq);
     let grid = (0.25f32..=10.0).prop_map(|rate| Quantizer::Grid { rate });
-    prop_oneof![float, uniform, vq, grid]
+    let polar = (1u8..=8, 1u8..=8, proptest::option::of(1u16..))
+        .prop_map(|(angle, radius, group)| Quantizer::Polar { angle, radius, group });
+    let lloyd = (1u8..=8).prop_map(|bits| Quantizer::Lloyd { bits });
+    prop_oneof![float, uniform, vq, grid, polar, lloyd]
 }
 
 fn side() -> impl Strategy<Value = SideSpec> {
-    use Transform::{Hadamard, Mean, Pca, QueryPca, Smooth};
+    use Transform::{Hadamard, Mean, Norm, Pca, QueryPca, Rotate, Smooth};
     let transforms = prop::sample::select(vec![
         vec![],
         vec![Smooth],
@@ -46,6 +50,8 @@ fn side() -> impl Strategy<Value = SideSpec> {
         vec![Mean, Pca],
         vec![Mean, QueryPca],
         vec![Smooth, Mean, Hadamard],
+        vec![Norm, Rotate { seed: 0 }],
+        vec![Rotate { seed: u64::MAX }],
     ]);
     (transforms, quantizer(), any::<bool>()).prop_map(|(transforms, quantizer, huffman)| {
         let small = quantizer.alphabet().is_some_and(|n| n <= 256);

@@ -3,20 +3,38 @@
 pub(crate) mod bind;
 pub(crate) mod float;
 pub(crate) mod grid;
+pub(crate) mod hybrid;
+pub(crate) mod lloyd;
 pub(crate) mod nearest;
+pub(crate) mod polar;
+pub(crate) mod symmetric;
 pub(crate) mod uniform;
 pub(crate) mod vq;
 
 use crate::page::id;
 use crate::transform::Step;
 use grid::Grid;
+use hybrid::Hybrid;
 use kvd_core::{DType, Geometry};
+use lloyd::Lloyd;
+use polar::Polar;
+use std::sync::Arc;
+use symmetric::Symmetric;
 use uniform::{ScaleRow, Uniform};
 use vq::Vq;
 
 /// The page's values do not fit the quantizer; the page falls back to raw floats.
 #[derive(Debug)]
 pub(crate) struct Unquantizable;
+
+/// The scales of a page.
+#[derive(Clone, Copy)]
+pub(crate) struct Scales<'a> {
+    /// As many as [`HeadQuantizer::scale_bytes`] says.
+    pub(crate) bytes: &'a [u8],
+    /// Rows of the page: what lies where depends on it.
+    pub(crate) tokens: usize,
+}
 
 /// A quantizer bound to a head.
 #[derive(Clone, Debug)]
@@ -27,6 +45,14 @@ pub(crate) enum HeadQuantizer {
     E4m3,
     /// Uniform levels, f16 pairs per group.
     Uniform(Uniform),
+    /// Uniform levels around zero, an f16 per group.
+    Symmetric(Symmetric),
+    /// Either of them, group by group.
+    Hybrid(Hybrid),
+    /// Angle and radius of channel pairs.
+    Polar(Box<Polar>),
+    /// The best levels for turned rows, an f16 per row; shared by the heads of a side.
+    Lloyd(Arc<Lloyd>),
     /// Codebook indices.
     Vq(Vq),
     /// One step per head, codes by class.
@@ -40,6 +66,10 @@ impl HeadQuantizer {
             Self::Float(_) | Self::Grid(_) => 0,
             Self::E4m3 => 8,
             Self::Uniform(uniform) => uniform.code_bits(),
+            Self::Symmetric(symmetric) => symmetric.code_bits(),
+            Self::Hybrid(hybrid) => hybrid.base.code_bits(),
+            Self::Polar(polar) => polar.code_bits(),
+            Self::Lloyd(lloyd) => lloyd.code_bits(),
             Self::Vq(vq) => vq.code_bits(),
         }
     }
@@ -48,7 +78,9 @@ impl HeadQuantizer {
     pub(crate) fn symbols_per_row(&self, dim: usize) -> usize {
         match self {
             Self::Float(_) | Self::Grid(_) => 0,
-            Self::E4m3 | Self::Uniform(_) => dim,
+            Self::E4m3 | Self::Uniform(_) | Self::Symmetric(_) | Self::Hybrid(_) => dim,
+            Self::Lloyd(_) => dim,
+            Self::Polar(_) => dim / 2,
             Self::Vq(vq) => vq.codes_per_row(),
         }
     }
@@ -59,6 +91,10 @@ impl HeadQuantizer {
             Self::Float(_) | Self::Vq(_) | Self::Grid(_) => 0,
             Self::E4m3 => float::E4M3_SCALE_BYTES,
             Self::Uniform(uniform) => uniform.scale_bytes(tokens, dim),
+            Self::Symmetric(symmetric) => symmetric.scale_bytes(tokens, dim),
+            Self::Hybrid(hybrid) => hybrid.scale_bytes(tokens, dim),
+            Self::Polar(polar) => Polar::scale_bytes(polar.group(), tokens, dim),
+            Self::Lloyd(_) => Lloyd::scale_bytes(tokens),
         }
     }
 
@@ -75,6 +111,10 @@ impl HeadQuantizer {
             Self::Float(_) | Self::Grid(_) => Ok(()),
             Self::E4m3 => float::encode_e4m3(rows, symbols, scales),
             Self::Uniform(uniform) => uniform.quantize(rows, dim, symbols, scales),
+            Self::Symmetric(symmetric) => symmetric.quantize(rows, dim, symbols, scales),
+            Self::Hybrid(hybrid) => hybrid.quantize(rows, dim, symbols, scales),
+            Self::Polar(polar) => polar.quantize(rows, dim, symbols, scales),
+            Self::Lloyd(lloyd) => lloyd.quantize(rows, dim, symbols, scales),
             Self::Vq(vq) => vq.quantize(rows, symbols),
         }
     }
@@ -82,16 +122,21 @@ impl HeadQuantizer {
     /// Writes row `row` of a page with those scales and codes. Any code gives a value.
     pub(crate) fn dequantize_row(
         &self,
-        scales: &[u8],
+        scales: Scales<'_>,
         row: usize,
         symbols: &[u16],
         loaded: &mut ScaleRow,
         out: &mut [f32],
     ) {
+        let bytes = scales.bytes;
         match self {
             Self::Float(_) | Self::Grid(_) => {}
-            Self::E4m3 => float::decode_e4m3(scales, symbols, out),
-            Self::Uniform(uniform) => uniform.dequantize_row(scales, row, symbols, loaded, out),
+            Self::E4m3 => float::decode_e4m3(bytes, symbols, out),
+            Self::Uniform(uniform) => uniform.dequantize_row(bytes, row, symbols, loaded, out),
+            Self::Symmetric(sym) => sym.dequantize_row(bytes, row, symbols, loaded, out),
+            Self::Hybrid(hybrid) => hybrid.dequantize_row(scales, row, symbols, loaded, out),
+            Self::Polar(polar) => polar.dequantize_row(bytes, row, symbols, loaded, out),
+            Self::Lloyd(lloyd) => lloyd.dequantize_row(bytes, row, symbols, out),
             Self::Vq(vq) => vq.dequantize_row(symbols, out),
         }
     }
@@ -124,6 +169,10 @@ impl HeadSide {
             HeadQuantizer::Float(dtype) => id::float(dtype),
             HeadQuantizer::E4m3 => id::E4M3,
             HeadQuantizer::Uniform(_) => id::UNIFORM,
+            HeadQuantizer::Symmetric(_) => id::SYMMETRIC,
+            HeadQuantizer::Hybrid(_) => id::HYBRID,
+            HeadQuantizer::Polar(_) => id::POLAR,
+            HeadQuantizer::Lloyd(_) => id::LLOYD,
             HeadQuantizer::Vq(_) => id::VQ,
             HeadQuantizer::Grid(_) => id::GRID,
         }
@@ -147,12 +196,13 @@ impl HeadSide {
     /// counted by [`vq::codebook_bytes`].
     pub(crate) fn calibration_bytes(&self) -> u64 {
         let factors: u64 = self.steps.iter().map(Step::calibration_bytes).sum();
-        let grid = match &self.quantizer {
+        let quantizer = match &self.quantizer {
             // A step and a class per coefficient.
             HeadQuantizer::Grid(_) => 4 + self.dim as u64,
+            HeadQuantizer::Polar(polar) => polar.calibration_bytes(),
             _ => 0,
         };
-        factors + grid
+        factors + quantizer
     }
 
     /// Whether coefficients are the rows themselves.
