@@ -11,6 +11,7 @@
 
 mod bits;
 mod calibration;
+mod contract;
 mod covariance;
 mod encode;
 mod error;
@@ -36,6 +37,7 @@ mod vq_spec;
 
 pub use bits::CodeLayout;
 pub use calibration::Calibration;
+pub use contract::CheckedBlock;
 pub use error::{CalibrationError, CodecError, PageError, SpecError};
 pub use fit::{FitProgress, fit};
 pub use huffman::HuffmanTable;

@@ -2,7 +2,8 @@
 //!
 //! ```text
 //! codec     = item *( ";" item )
-//! item      = "k=" side | "v=" side | "sink=" n | "recent=" n | override
+//! item      = "k=" side | "v=" side | "sink=" n | "recent=" n | bound | override
+//! bound     = ( "k" | "v" ) ".bound=" x
 //! override  = ( "k" | "v" ) "[" where *( "," where ) "]=" side
 //! where     = ( "layer=" | "head=" ) n [ "-" n ]
 //! side      = [ transform *( "+" transform ) "/" ] quantizer [ "/huffman" ]
@@ -35,7 +36,7 @@ impl FromStr for CodecSpec {
     fn from_str(text: &str) -> Result<Self, SpecError> {
         let mut cursor = Cursor { text, at: 0 };
         let (mut key, mut value, mut sink, mut recent) = (None, None, None, None);
-        let mut overrides = Vec::new();
+        let (mut overrides, mut bounds) = (Vec::new(), [None; 2]);
         loop {
             let (start, name) = cursor.word("k, v, sink or recent")?;
             let side = [Side::Key, Side::Value].into_iter().find(|side| side.name() == name);
@@ -52,7 +53,12 @@ impl FromStr for CodecSpec {
                 "v" => value.replace(cursor.side()?).is_none(),
                 "sink" => sink.replace(cursor.number("tokens")?).is_none(),
                 "recent" => recent.replace(cursor.number("tokens")?).is_none(),
-                _ => return cursor.fail(start, format!("{name:?} is not k, v, sink or recent")),
+                "k.bound" => bounds[0].replace(cursor.bound()?).is_none(),
+                "v.bound" => bounds[1].replace(cursor.bound()?).is_none(),
+                _ => {
+                    let known = "k, v, sink, recent, k.bound or v.bound";
+                    return cursor.fail(start, format!("{name:?} is not {known}"));
+                }
             };
             if !fresh {
                 return cursor.fail(start, format!("{name} is given twice"));
@@ -69,7 +75,7 @@ impl FromStr for CodecSpec {
             return cursor.fail(cursor.at, "the value side v= is missing");
         };
         let (sink, recent) = (sink.unwrap_or(0), recent.unwrap_or(0));
-        Ok(Self { key, value, sink, recent, overrides })
+        Ok(Self { key, value, sink, recent, overrides, bounds })
     }
 }
 
@@ -140,6 +146,16 @@ impl<'a> Cursor<'a> {
 
     fn parse_at<N: FromStr>(&self, start: usize, word: &str, what: &str) -> Parsed<N> {
         word.parse().or_else(|_| self.fail(start, format!("{word:?} is no number of {what}")))
+    }
+
+    fn bound(&mut self) -> Parsed<f32> {
+        self.peek();
+        let start = self.at;
+        let bound: f32 = self.number("a relative error")?;
+        if bound > 0.0 && bound <= 1.0 {
+            return Ok(bound);
+        }
+        self.fail(start, format!("bound {bound}: must be above 0 and at most 1"))
     }
 
     /// What follows `k[` or `v[`.

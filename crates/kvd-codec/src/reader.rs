@@ -93,13 +93,17 @@ impl<'a> PageReader<'a> {
         check("dim", usize::from(header.dim), dim)?;
         check("codec_tag", usize::from(header.codec_tag), usize::from(head_side.tag))?;
         let dtype = model.geometry().dtype;
-        let id = if header.fallback { id::float(dtype) } else { head_side.quantizer_id() };
+        // A page that fell back says with which side.
+        let rung = model.ladder.rung(side, header.quantizer).filter(|_| header.fallback);
+        let raw = header.fallback && rung.is_none();
+        let head_side = rung.unwrap_or(head_side);
+        let id = if raw { id::float(dtype) } else { head_side.quantizer_id() };
         check("quantizer", usize::from(header.quantizer), usize::from(id))?;
         let huffman = head_side.trained_tables && !header.fallback;
         check("huffman", usize::from(header.huffman), usize::from(huffman))?;
         let version = header.table_version;
         let payload = match head_side.quantizer {
-            _ if header.fallback => rows(dtype, &page, dim)?,
+            _ if raw => rows(dtype, &page, dim)?,
             HeadQuantizer::Float(dtype) => rows(dtype, &page, dim)?,
             HeadQuantizer::Grid(ref grid) => {
                 let (lengths, codes) = split_streams(page.payload(), &page)?;

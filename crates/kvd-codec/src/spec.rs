@@ -269,6 +269,9 @@ pub struct CodecSpec {
     pub recent: u32,
     /// Exceptions for layers and heads; where several name a head, the last one holds.
     pub overrides: Vec<Override>,
+    /// Largest relative root-mean-square error that a page's rows may have, by side; a page over
+    /// it that is checked falls back to a safer side. Above 0, at most 1.
+    pub bounds: [Option<f32>; 2],
 }
 
 impl SideSpec {
@@ -438,6 +441,11 @@ impl fmt::Display for CodecSpec {
         }
         if self.recent != 0 {
             write!(f, "; recent={}", self.recent)?;
+        }
+        for (side, bound) in Side::BOTH.into_iter().zip(self.bounds) {
+            if let Some(bound) = bound {
+                write!(f, "; {side}.bound={bound}")?;
+            }
         }
         self.overrides.iter().try_for_each(|o| write!(f, "; {o}"))
     }

@@ -79,7 +79,8 @@ proptest! {
         (sink, recent) in (0u32..99, any::<u32>()),
         overrides in proptest::collection::vec(exception(), 0..3),
     ) {
-        let spec = CodecSpec { key, value, sink, recent, overrides };
+        let bounds = [None, Some(0.25)];
+        let spec = CodecSpec { key, value, sink, recent, overrides, bounds };
         prop_assert_eq!(spec.key.validate(), Ok(()));
         let text = spec.to_string();
         prop_assert_eq!(text.parse::<CodecSpec>(), Ok(spec), "{}", text);

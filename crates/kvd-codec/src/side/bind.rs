@@ -102,7 +102,8 @@ impl Binder<'_> {
         let steps = steps.collect::<Result<_, _>>()?;
         let quantizer = self.quantizer(index, dim, &mut hash)?;
         let (variant, trained_tables) = (self.variant, self.spec.has_trained_tables());
-        Ok(HeadSide { dim, steps, quantizer, variant, trained_tables, tag: hash.digest() as u16 })
+        let tag = hash.digest() as u16;
+        Ok(HeadSide { dim, steps, quantizer, variant, trained_tables, rung: false, tag })
     }
 
     fn step(

@@ -152,6 +152,8 @@ pub struct HeadSide {
     pub(crate) variant: usize,
     /// Whether Huffman tables are built from the blocks themselves.
     pub(crate) trained_tables: bool,
+    /// Whether its pages stand in for another side's, and say so.
+    pub(crate) rung: bool,
     /// Hash of spec and calibration, stored in each page.
     pub(crate) tag: u16,
 }
