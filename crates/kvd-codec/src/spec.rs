@@ -1,5 +1,6 @@
 //! The codec algebra as plain data, and its canonical text.
 
+use crate::huffman::ALPHABET_MAX;
 use crate::{Override, VqSpec};
 use kvd_core::{DType, Geometry, Side};
 use std::fmt;
@@ -107,6 +108,13 @@ pub enum Quantizer {
         /// Bits per value that pages should take on the calibration text, everything counted.
         rate: f32,
     },
+    /// A fixed width for every coefficient, 0 to 8 bits by greedy reduction of the distortion, and
+    /// levels trained by width (Lloyd-Max); all from the calibration. No entropy stage. Best after
+    /// `mean+qpca` (keys) and `mean+pca` (values).
+    BitAlloc {
+        /// Mean bits per coefficient over the side's layers and heads.
+        bits: f32,
+    },
 }
 
 impl Quantizer {
@@ -121,7 +129,7 @@ impl Quantizer {
             Self::Vq(vq) => Some(1 << vq.bits.min(16)),
             Self::Lloyd { bits } => Some(1 << bits.min(16)),
             Self::Polar { angle, radius, .. } => Some(1 << (angle.min(8) + radius.min(8))),
-            Self::Grid { .. } => None,
+            Self::Grid { .. } | Self::BitAlloc { .. } => None,
         }
     }
 
@@ -154,8 +162,16 @@ impl Quantizer {
             Self::Grid { rate } if !(0.25..=10.0).contains(&rate) => {
                 Err(format!("grid rate={rate}: must be 0.25 to 10 bits per value"))
             }
+            Self::BitAlloc { bits } if !(0.25..=8.0).contains(&bits) => {
+                Err(format!("bitalloc b={bits}: must be 0.25 to 8 bits per coefficient"))
+            }
             _ => Ok(()),
         }
+    }
+
+    /// Whether the quantizer is fitted to the coefficients of all heads of a side at once.
+    pub(crate) fn fits_coefficients(&self) -> bool {
+        matches!(self, Self::Grid { .. } | Self::BitAlloc { .. })
     }
 
     /// Codes of a row of `dim` channels.
@@ -163,14 +179,15 @@ impl Quantizer {
         match self {
             Self::Vq(vq) => dim / usize::from(vq.dim) * usize::from(vq.stages),
             Self::Polar { .. } => dim / 2,
-            Self::Float(_) | Self::Uniform { .. } | Self::Lloyd { .. } | Self::Grid { .. } => dim,
+            Self::Float(_) | Self::Uniform { .. } | Self::Lloyd { .. } => dim,
+            Self::Grid { .. } | Self::BitAlloc { .. } => dim,
         }
     }
 
     /// Whether it takes anything from a calibration.
     #[must_use]
     pub fn is_trained(&self) -> bool {
-        matches!(self, Self::Vq(_) | Self::Grid { .. } | Self::Polar { group: None, .. })
+        self.fits_coefficients() || matches!(self, Self::Vq(_) | Self::Polar { group: None, .. })
     }
 }
 
@@ -329,9 +346,12 @@ impl SideSpec {
             };
         }
         match (self.entropy, self.quantizer.alphabet()) {
+            (Entropy::Huffman, None) if self.quantizer.fits_coefficients() => {
+                Err("bitalloc takes no /huffman: its codes have fixed widths".to_owned())
+            }
             (Entropy::Huffman, None) => Err("huffman needs codes; raw floats have none".to_owned()),
-            (Entropy::Huffman, Some(n)) if n > 256 => {
-                Err(format!("huffman takes at most 256 codes, this quantizer has {n}"))
+            (Entropy::Huffman, Some(n)) if n > ALPHABET_MAX => {
+                Err(format!("huffman takes at most {ALPHABET_MAX} codes, this quantizer has {n}"))
             }
             _ => Ok(()),
         }
@@ -407,6 +427,7 @@ impl fmt::Display for Quantizer {
             Self::Lloyd { bits } => write!(f, "lloyd(b={bits})"),
             Self::Vq(vq) => vq.fmt(f),
             Self::Grid { rate } => write!(f, "grid(rate={rate})"),
+            Self::BitAlloc { bits } => write!(f, "bitalloc(b={bits})"),
         }
     }
 }

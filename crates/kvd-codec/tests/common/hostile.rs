@@ -10,7 +10,7 @@ use kvd_codec::{
 use kvd_core::{DType, Geometry, LayerIndex, RopePairing, Side};
 
 /// Every quantizer, with and without Huffman, and every way of finding a codebook.
-pub(crate) const SPECS: [&str; 11] = [
+pub(crate) const SPECS: [&str; 12] = [
     "k=raw; v=fp8/huffman",
     "k=uniform(b=3,g=4,axis=channel); v=uniform(b=2,g=8,axis=token)",
     "k=hadamard/uniform(rel=0.05,axis=block)/huffman; v=uniform(rel=0.2,axis=token)/huffman",
@@ -19,6 +19,7 @@ pub(crate) const SPECS: [&str; 11] = [
     "k=vq(d=2,b=9); v=mean/vq(d=16,b=2,scope=layer)",
     "k=mean+qpca/grid(rate=3)/huffman; v=mean+pca/grid(rate=1)/huffman",
     "k=f32; v=bf16",
+    "k=mean+qpca/bitalloc(b=2); v=hadamard/bitalloc(b=3.3)",
     "k=polar(a=4,r=4); v=polar(a=3,r=2,g=5)/huffman",
     "k=rotate/lloyd(b=3); v=hadamard/lloyd(b=5)/huffman",
     "k=norm/uniform(b=2,g=8,axis=token,mode=hybrid); v=uniform(b=3,g=4,axis=channel,mode=sym)/huffman",

@@ -10,7 +10,7 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 
 /// The codecs that every shape must survive.
-pub(crate) const SPECS: [&str; 25] = [
+pub(crate) const SPECS: [&str; 27] = [
     "raw",
     "fp8",
     "kivi-4",
@@ -37,6 +37,8 @@ pub(crate) const SPECS: [&str; 25] = [
     "k=hadamard/lloyd(b=1); v=norm/uniform(b=8,axis=block,mode=sym)",
     "k=smooth+hadamard/vq(d=4,b=4,stages=2); v=vq(d=2,b=3,stages=3,scope=layer)/huffman",
     "k=vq(d=4,b=4,scope=group); v=hadamard/vq(d=8,b=5,stages=2,scope=model)",
+    "kvd-2-fast",
+    "k=hadamard/bitalloc(b=3.3); v=mean/bitalloc(b=1)",
 ];
 
 /// One layer, two KV heads, blocks of 64.
