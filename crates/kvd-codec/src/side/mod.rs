@@ -10,6 +10,7 @@ mod grid_single;
 pub(crate) mod hybrid;
 pub(crate) mod lloyd;
 pub(crate) mod polar;
+pub(crate) mod stored;
 pub(crate) mod symmetric;
 pub(crate) mod uniform;
 pub(crate) mod vq;
