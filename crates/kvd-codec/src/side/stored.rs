@@ -22,7 +22,7 @@ pub enum Stored<'a> {
         /// Tokens (channel axis) or channels (token axis) that share a pair; all when absent.
         group: Option<usize>,
     },
-    /// Fixed-width indices of codebook entries.
+    /// Fixed-width indices of entries of one codebook, which serves every sub-vector.
     Codebook(&'a Codebook),
     /// Anything else, entropy-coded pages included.
     Other,
@@ -43,7 +43,9 @@ impl HeadSide {
                 axis: uniform.axis,
                 group: uniform.group,
             },
-            HeadQuantizer::Vq(book) => Stored::Codebook(book),
+            HeadQuantizer::Vq(vq) if vq.stages() == 1 && !vq.is_grouped() => {
+                Stored::Codebook(vq.codebook(0, 0))
+            }
             _ => Stored::Other,
         }
     }
