@@ -1,5 +1,5 @@
-//! The kernels of `kernels/` as CPU code: each CUDA thread is a fiber. For tests; no other crate may
-//! use it. `kernels/README.md` says what this lane notices and what it cannot.
+//! The kernels of `kernels/` as CPU code: each CUDA thread is a fiber. For tests; no other crate
+//! may use it. `kernels/README.md` says what this lane notices and what it cannot.
 //!
 //! Unsafe code: a kernel reads and writes through the addresses in its parameters.
 
@@ -131,8 +131,8 @@ pub unsafe fn launch(grid: Grid<'_>, _: &[u8]) -> Result<(), String> {
     Err(format!("{}: built without the kernels' CPU lane", grid.kernel))
 }
 
-/// Device memory: exactly as many bytes as asked for, so that a sanitizer sees an overrun, aligned as
-/// CUDA's, and full of 0xFF (NaN, -1) at first.
+/// Device memory: exactly as many bytes as asked for, so that a sanitizer sees an overrun, aligned
+/// as CUDA's, and full of 0xFF (NaN, -1) at first.
 #[derive(Debug)]
 pub struct Memory {
     start: *mut u8,

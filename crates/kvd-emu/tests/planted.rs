@@ -1,5 +1,5 @@
-//! The lane notices what it is for: each planted bug is reported or changes the result, and the same
-//! kernel without one is clean in every order.
+//! The lane notices what it is for: each planted bug is reported or changes the result, and the
+//! same kernel without one is clean in every order.
 #![expect(clippy::unwrap_used, reason = "a test may fail")]
 
 use kvd_emu::{Grid, Memory, Order, available, launch, sanitized};
