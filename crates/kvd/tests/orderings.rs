@@ -2,7 +2,6 @@
 //! `cargo nextest run --release -p kvd --test orderings --run-ignored all`. The page with every
 //! claim, those that do not hold too, is `docs/orderings.md`.
 #![cfg(feature = "eval")]
-#![expect(clippy::unwrap_used, reason = "a set-up that fails is a test that fails")]
 
 mod support;
 
