@@ -1,6 +1,7 @@
-//! Compiles the CUDA kernels for each target with a pinned compiler from Python wheels, on machines
-//! without a GPU or CUDA. Warnings and register spills are errors. Needs g++, python3 and, the first
-//! time, the network; owns `target/kernels` and nothing else. The wheels are NVIDIA's and stay there.
+//! Compiles the CUDA kernels for each target with a pinned compiler from Python wheels, on
+//! machines without a GPU or CUDA. Warnings and register spills are errors. Needs g++, python3
+//! and, the first time, the network; owns `target/kernels` and nothing else. The wheels are
+//! NVIDIA's and stay there.
 
 use crate::report::Report;
 use anyhow::{Context, Result, bail, ensure};
