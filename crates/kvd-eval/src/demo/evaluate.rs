@@ -87,7 +87,7 @@ impl Evaluation<'_> {
         let model = crate::model_name(&self.subject.assets.name);
         let twice = self.options.codecs.iter().filter(|other| *other == codec).count() > 1;
         match kvd_codec::preset(codec) {
-            Some(_) if !twice => format!("{model}.{codec}"),
+            Some(_) if !twice => format!("{model}.{}", crate::plain(codec)),
             _ => format!("{model}.codec-{}", self.runs),
         }
     }
