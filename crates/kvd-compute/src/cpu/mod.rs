@@ -2,12 +2,19 @@
 
 mod arena;
 mod attend;
+mod dots;
+#[cfg(target_arch = "x86_64")]
+mod dots_x86;
 mod encode;
 mod rows;
+mod scores;
 mod simd;
+mod softmax;
 #[cfg(test)]
 mod tests;
 mod tile;
+mod unit;
+mod vq;
 
 use crate::{
     AttendPlan, Attended, Backend, BackendError, DeviceInfo, EncodeSource, EncodedPages,

@@ -1,8 +1,48 @@
-//! The two inner products of attention, compiled once per instruction set and chosen at start.
-//!
-//! The bodies are plain Rust; a `#[target_feature]` wrapper lets the compiler use wider
-//! registers and fused multiply-add for the same loop.
+//! Instruction sets, and loops compiled once for each: the bodies are plain Rust; a
+//! `#[target_feature]` wrapper lets the compiler use wider registers for the same loop.
 #![allow(unsafe_code)] // Only to call a wrapper after its feature was detected.
+
+/// Makes `$name(simd, ..)` from an `#[inline(always)]` body: the same code, compiled for each
+/// instruction set.
+macro_rules! per_level {
+    ($vis:vis fn $name:ident($($arg:ident: $ty:ty),* $(,)?) $(-> $out:ty)? = $body:expr) => {
+        $vis fn $name(simd: $crate::cpu::simd::Simd, $($arg: $ty),*) $(-> $out)? {
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx2,fma,f16c")]
+            fn avx2($($arg: $ty),*) $(-> $out)? {
+                $body($($arg),*)
+            }
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,fma,f16c")]
+            fn avx512($($arg: $ty),*) $(-> $out)? {
+                $body($($arg),*)
+            }
+            #[cfg_attr(target_arch = "x86_64", expect(unsafe_code, reason = "after detection"))]
+            match simd.set() {
+                // SAFETY: a `Simd` of this set exists only where the CPU has it.
+                #[cfg(target_arch = "x86_64")]
+                $crate::cpu::simd::InstructionSet::Avx2 => unsafe { avx2($($arg),*) },
+                // SAFETY: as above.
+                #[cfg(target_arch = "x86_64")]
+                $crate::cpu::simd::InstructionSet::Avx512 => unsafe { avx512($($arg),*) },
+                _ => $body($($arg),*),
+            }
+        }
+    };
+}
+pub(super) use per_level;
+
+/// Asks for the cache lines of `bytes`, to be read soon.
+pub(super) fn prefetch(bytes: &[u8]) {
+    #[cfg(target_arch = "x86_64")]
+    for line in bytes.chunks(64) {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        // SAFETY: SSE is part of the target, and a prefetch reads nothing.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = bytes;
+}
 
 /// Instruction sets that the CPU backend has code for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
