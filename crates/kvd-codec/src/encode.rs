@@ -29,15 +29,23 @@ pub(crate) struct EncodedPage {
     pub(crate) fallback: bool,
 }
 
-/// Appends the page of `rows` (`[tokens, dim]`, every value within `dtype`, which a fallback
-/// page uses).
-pub(crate) fn page(
-    (side, place, dtype): (&HeadSide, HeadPlace, DType),
-    rows: &[f32],
-    stage: Stage<'_>,
-    scratch: &mut Scratch,
-    out: &mut Vec<u8>,
-) -> EncodedPage {
+/// A page that is to be written.
+#[derive(Clone, Copy)]
+pub(crate) struct PagePlan<'a> {
+    /// How its rows are kept.
+    pub(crate) side: &'a HeadSide,
+    pub(crate) place: HeadPlace,
+    /// What a page that cannot be quantized holds; every value lies within it.
+    pub(crate) dtype: DType,
+    /// `[tokens, dim]`.
+    pub(crate) rows: &'a [f32],
+    pub(crate) stage: Stage<'a>,
+}
+
+/// Appends the page.
+pub(crate) fn page(plan: &PagePlan<'_>, scratch: &mut Scratch, out: &mut Vec<u8>) -> EncodedPage {
+    let PagePlan { side, place, dtype, rows, stage } = *plan;
+    let stage = if side.rung { Stage::Fixed } else { stage };
     let start = out.len();
     out.resize(start + HEADER_BYTES, 0);
     let (mut parts, fallback) = match payload((side, place.side), rows, stage, scratch, out) {
@@ -57,7 +65,7 @@ pub(crate) fn page(
         side: place.side,
         quantizer: if fallback { id::float(dtype) } else { side.quantizer_id() },
         huffman: table_version != 0,
-        fallback,
+        fallback: fallback || side.rung,
         tokens: (rows.len() / side.dim()) as u16,
         dim: side.dim() as u16,
         layer: place.layer.0 as u16,

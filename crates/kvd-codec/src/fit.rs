@@ -3,6 +3,8 @@
 use crate::calibration::{Codebooks, SideCalibration};
 use crate::fit_grid::{self, GridHead};
 use crate::kmeans::{self, Rng};
+use crate::rotation::Rotation;
+use crate::side::polar::Pairs;
 use crate::transform::Step;
 use crate::{
     Calibration, CalibrationError, CodecError, CodecSpec, Quantizer, Samples, SideSpec, Transform,
@@ -27,11 +29,11 @@ pub struct FitProgress {
 }
 
 /// Fits, in the order of the transforms, what each side (and each override) needs to `samples`:
-/// smoothing factors (VecInfer eq. 4: `sqrt(max |x_i|)`, 1 for a channel of zeros), means,
-/// principal axes, and in the space after them codebooks (k-means, one per layer, side and head)
-/// or grids (one step for the whole side, weighted per head, so that the samples take the rate
-/// asked for). The side of an override is fitted over all layers and heads too. The same arguments
-/// give the same calibration.
+/// smoothing factors (VecInfer eq. 4, InnerQ §4.3: `sqrt(max |x_i|)`, 1 for a channel of zeros),
+/// means, principal axes, and in the space after them codebooks (k-means, one per layer, side and
+/// head), largest radii (PolarQuant §3.2) or grids (one step for the whole side, weighted per
+/// head, so that the samples take the rate asked for). The side of an override is fitted over all
+/// layers and heads too. The same arguments give the same calibration.
 ///
 /// # Errors
 /// When the codec does not fit the geometry, the samples belong to another one, a head has none
@@ -95,6 +97,10 @@ fn fit_side(
             }
             for transform in &side_spec.transforms {
                 head.transform(*transform, &mut fitted)?;
+            }
+            if let Quantizer::Polar { group: None, .. } = side_spec.quantizer {
+                let radii = Pairs::new(geometry.rope_pairing).largest_radii(&head.rows, head.dim);
+                fitted.radius.extend(radii.ok_or_else(|| place.out_of_range())?);
             }
             if let Some(books) = &mut fitted.codebooks {
                 place.codebook(&head.rows, seed, books)?;
@@ -189,9 +195,15 @@ impl<'a> HeadFit<'a> {
         let (dim, rows) = (self.dim, &self.rows[..self.fitted]);
         let step = match transform {
             Transform::Hadamard => Step::hadamard(dim),
+            Transform::Rotate { seed } => Step::Rotation(Rotation::new(dim, seed)),
             Transform::Smooth => {
                 let factors = smooth_factors(rows, dim);
                 fitted.smooth.extend_from_slice(&factors);
+                Step::scale(factors)
+            }
+            Transform::Norm => {
+                let factors = smooth_factors(rows, dim);
+                fitted.norm.extend_from_slice(&factors);
                 Step::scale(factors)
             }
             Transform::Mean => {

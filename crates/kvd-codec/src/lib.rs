@@ -11,12 +11,14 @@
 
 mod bits;
 mod calibration;
+mod contract;
 mod covariance;
 mod encode;
 mod error;
 mod fit;
 mod fit_grid;
 mod huffman;
+mod implied;
 mod kmeans;
 mod model;
 mod page;
@@ -24,6 +26,7 @@ mod parse;
 mod policy;
 mod preset;
 mod reader;
+mod rotation;
 mod samples;
 mod side;
 mod spec;
@@ -31,9 +34,11 @@ mod transform;
 
 pub use bits::CodeLayout;
 pub use calibration::Calibration;
+pub use contract::CheckedBlock;
 pub use error::{CalibrationError, CodecError, PageError, SpecError};
 pub use fit::{FitProgress, fit};
 pub use huffman::HuffmanTable;
+pub use implied::ImpliedBits;
 pub use model::{BlockRows, EncodedBlock, ModelCodec, PageBytes};
 pub use page::{HEADER_BYTES, PAGE_ALIGN, Page, PageHeader};
 pub use policy::Override;
@@ -43,7 +48,8 @@ pub use samples::Samples;
 pub use side::HeadSide;
 pub use side::vq::Codebook;
 pub use spec::{
-    CodecSpec, Entropy, FloatFormat, GroupAxis, Quantizer, SideSpec, Transform, UniformStep,
+    CodecSpec, Entropy, FloatFormat, GroupAxis, Quantizer, SideSpec, Transform, UniformMode,
+    UniformStep,
 };
 
 /// Rows that share one entropy-coded stream: the unit of random access inside a page.

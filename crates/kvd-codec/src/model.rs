@@ -1,7 +1,8 @@
 //! A codec bound to a model: one [`HeadSide`] per layer, side and KV head.
 
 use crate::calibration::LAYER_TABLE_BYTES;
-use crate::encode::{self, Scratch, Stage};
+use crate::contract::Ladder;
+use crate::encode::{self, EncodedPage, PagePlan, Scratch, Stage};
 use crate::huffman::HuffmanTable;
 use crate::side::bind::HeadPlace;
 use crate::side::float::largest;
@@ -20,6 +21,7 @@ pub struct ModelCodec {
     tables: Vec<Vec<HuffmanTable>>,
     /// Variants that `tables` has room for, per side.
     variants: usize,
+    pub(crate) ladder: Ladder,
     calibration_bytes: u64,
 }
 
@@ -124,7 +126,8 @@ impl ModelCodec {
         let variants = Side::BOTH.map(|side| spec.variants(side).len()).into_iter().max();
         let variants = variants.expect("there are two sides");
         let tables = vec![Vec::new(); 2 * geometry.layers as usize * variants];
-        Ok(Self { geometry, spec, heads, tables, variants, calibration_bytes })
+        let ladder = Ladder::new(&geometry)?;
+        Ok(Self { geometry, spec, heads, tables, variants, ladder, calibration_bytes })
     }
 
     /// The model's geometry.
@@ -255,6 +258,19 @@ impl ModelCodec {
         block: &BlockRows<'_>,
         out: &mut Vec<u8>,
     ) -> Result<EncodedBlock, CodecError> {
+        self.encode_pages(layer, block, out, &mut |plan, scratch, out| {
+            encode::page(plan, scratch, out)
+        })
+    }
+
+    /// Encodes a block, each page by `encode_page`.
+    pub(crate) fn encode_pages(
+        &self,
+        layer: LayerIndex,
+        block: &BlockRows<'_>,
+        out: &mut Vec<u8>,
+        encode_page: &mut dyn FnMut(&PagePlan<'_>, &mut Scratch, &mut Vec<u8>) -> EncodedPage,
+    ) -> Result<EncodedBlock, CodecError> {
         self.check_block(layer, block)?;
         self.check_tables(layer)?;
         let start = out.len();
@@ -265,9 +281,14 @@ impl ModelCodec {
             for head in 0..self.geometry.kv_heads as usize {
                 let head_side = self.head(layer, side, head);
                 let rows = block.head(side, head, head_side.dim());
-                let place = (head_side, HeadPlace { layer, side, head }, self.geometry.dtype);
-                let stage = self.stage(layer, side, head_side);
-                let page = encode::page(place, rows, stage, &mut scratch, out);
+                let plan = PagePlan {
+                    side: head_side,
+                    place: HeadPlace { layer, side, head },
+                    dtype: self.geometry.dtype,
+                    rows,
+                    stage: self.stage(layer, side, head_side),
+                };
+                let page = encode_page(&plan, &mut scratch, out);
                 encoded.parts += page.parts;
                 encoded.fallback_pages += u32::from(page.fallback);
                 let end = u32::try_from(out.len() - start).expect("a block is below 4 GiB");

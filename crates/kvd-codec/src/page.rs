@@ -40,8 +40,12 @@ pub(crate) mod id {
 
     pub(crate) const E4M3: u8 = 3;
     pub(crate) const UNIFORM: u8 = 16;
+    pub(crate) const SYMMETRIC: u8 = 17;
+    pub(crate) const HYBRID: u8 = 18;
     pub(crate) const VQ: u8 = 32;
     pub(crate) const GRID: u8 = 48;
+    pub(crate) const POLAR: u8 = 64;
+    pub(crate) const LLOYD: u8 = 80;
 
     pub(crate) const fn float(dtype: DType) -> u8 {
         match dtype {
@@ -57,7 +61,8 @@ pub(crate) mod id {
 pub struct PageHeader {
     /// Keys or values.
     pub side: Side,
-    /// What the codes are: 0 f32, 1 f16, 2 bf16, 3 fp8 e4m3, 16 uniform, 32 vq, 48 grid.
+    /// What the codes are: 0 f32, 1 f16, 2 bf16, 3 fp8 e4m3, 16 uniform, 17 symmetric, 18 hybrid,
+    /// 32 vq, 48 grid, 64 polar, 80 lloyd.
     pub quantizer: u8,
     /// The codes are Huffman streams.
     pub huffman: bool,

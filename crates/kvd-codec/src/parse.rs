@@ -2,22 +2,26 @@
 //!
 //! ```text
 //! codec     = item *( ";" item )
-//! item      = "k=" side | "v=" side | "sink=" n | "recent=" n | override
+//! item      = "k=" side | "v=" side | "sink=" n | "recent=" n | bound | override
+//! bound     = ( "k" | "v" ) ".bound=" x
 //! override  = ( "k" | "v" ) "[" where *( "," where ) "]=" side
 //! where     = ( "layer=" | "head=" ) n [ "-" n ]
 //! side      = [ transform *( "+" transform ) "/" ] quantizer [ "/huffman" ]
-//! transform = "smooth" | "hadamard" | "mean" | "pca" | "qpca"
+//! transform = "smooth" | "norm" | "hadamard" | "mean" | "pca" | "qpca"
+//!           | "rotate" [ "(seed=" n ")" ]
 //! quantizer = "raw" | "f32" | "f16" | "bf16" | "fp8"
-//!           | "uniform(" ( "b=" n | "rel=" x ) ",axis=" axis [ ",g=" n ] ")"
+//!           | "uniform(" ( "b=" n | "rel=" x ) ",axis=" axis [ ",g=" n ] [ ",mode=" mode ] ")"
+//!           | "polar(a=" n ",r=" n [ ",g=" n ] ")" | "lloyd(b=" n ")"
 //!           | "vq(d=" n ",b=" n ")" | "grid(rate=" x ")"
 //! axis      = "channel" | "token" | "block"
+//! mode      = "asym" | "sym" | "hybrid"
 //! ```
 //! Arguments stand in any order; spaces, line ends and comments from `#` to the end of a line are
 //! allowed between tokens.
 
 use crate::{
     CodecSpec, Entropy, FloatFormat, GroupAxis, Override, Quantizer, SideSpec, SpecError,
-    Transform, UniformStep,
+    Transform, UniformMode, UniformStep,
 };
 use kvd_core::Side;
 use std::ops::RangeInclusive;
@@ -31,7 +35,7 @@ impl FromStr for CodecSpec {
     fn from_str(text: &str) -> Result<Self, SpecError> {
         let mut cursor = Cursor { text, at: 0 };
         let (mut key, mut value, mut sink, mut recent) = (None, None, None, None);
-        let mut overrides = Vec::new();
+        let (mut overrides, mut bounds) = (Vec::new(), [None; 2]);
         loop {
             let (start, name) = cursor.word("k, v, sink or recent")?;
             let side = [Side::Key, Side::Value].into_iter().find(|side| side.name() == name);
@@ -48,7 +52,12 @@ impl FromStr for CodecSpec {
                 "v" => value.replace(cursor.side()?).is_none(),
                 "sink" => sink.replace(cursor.number("tokens")?).is_none(),
                 "recent" => recent.replace(cursor.number("tokens")?).is_none(),
-                _ => return cursor.fail(start, format!("{name:?} is not k, v, sink or recent")),
+                "k.bound" => bounds[0].replace(cursor.bound()?).is_none(),
+                "v.bound" => bounds[1].replace(cursor.bound()?).is_none(),
+                _ => {
+                    let known = "k, v, sink, recent, k.bound or v.bound";
+                    return cursor.fail(start, format!("{name:?} is not {known}"));
+                }
             };
             if !fresh {
                 return cursor.fail(start, format!("{name} is given twice"));
@@ -65,7 +74,7 @@ impl FromStr for CodecSpec {
             return cursor.fail(cursor.at, "the value side v= is missing");
         };
         let (sink, recent) = (sink.unwrap_or(0), recent.unwrap_or(0));
-        Ok(Self { key, value, sink, recent, overrides })
+        Ok(Self { key, value, sink, recent, overrides, bounds })
     }
 }
 
@@ -138,6 +147,16 @@ impl<'a> Cursor<'a> {
         word.parse().or_else(|_| self.fail(start, format!("{word:?} is no number of {what}")))
     }
 
+    fn bound(&mut self) -> Parsed<f32> {
+        self.peek();
+        let start = self.at;
+        let bound: f32 = self.number("a relative error")?;
+        if bound > 0.0 && bound <= 1.0 {
+            return Ok(bound);
+        }
+        self.fail(start, format!("bound {bound}: must be above 0 and at most 1"))
+    }
+
     /// What follows `k[` or `v[`.
     fn exception(&mut self, side: Side) -> Parsed<Override> {
         let (mut layers, mut heads) = (None, None);
@@ -185,6 +204,8 @@ impl<'a> Cursor<'a> {
                 "mean" => Transform::Mean,
                 "pca" => Transform::Pca,
                 "qpca" => Transform::QueryPca,
+                "norm" => Transform::Norm,
+                "rotate" => self.rotate()?,
                 _ if transforms.is_empty() => break self.quantizer(start, word)?,
                 _ => return self.fail(start, format!("{word:?} is no transform")),
             };
@@ -220,6 +241,8 @@ impl<'a> Cursor<'a> {
             "uniform" => return self.uniform(start),
             "vq" => return self.vq(start),
             "grid" => return self.grid(start),
+            "polar" => return self.polar(start),
+            "lloyd" => return self.lloyd(start),
             _ => return self.fail(start, format!("{word:?} is no quantizer")),
         };
         Ok(Quantizer::Float(format))
@@ -244,7 +267,7 @@ impl<'a> Cursor<'a> {
     }
 
     fn uniform(&mut self, start: usize) -> Parsed<Quantizer> {
-        let (mut step, mut axis, mut group) = (None, None, None);
+        let (mut step, mut axis, mut group, mut mode) = (None, None, None, UniformMode::Asym);
         for Argument { start, name, value_start, value } in self.arguments()? {
             match name {
                 "b" | "rel" if step.is_some() => {
@@ -264,12 +287,64 @@ impl<'a> Cursor<'a> {
                         _ => return self.fail(value_start, "axis is channel, token or block"),
                     });
                 }
+                "mode" => {
+                    mode = match value {
+                        "asym" => UniformMode::Asym,
+                        "sym" => UniformMode::Sym,
+                        "hybrid" => UniformMode::Hybrid,
+                        _ => return self.fail(value_start, "mode is asym, sym or hybrid"),
+                    };
+                }
                 _ => return self.fail(start, format!("uniform has no argument {name:?}")),
             }
         }
         let Some(step) = step else { return self.fail(start, "uniform needs b= or rel=") };
         let Some(axis) = axis else { return self.fail(start, "uniform needs axis=") };
-        Ok(Quantizer::Uniform { step, axis, group })
+        Ok(Quantizer::Uniform { step, axis, group, mode })
+    }
+
+    fn polar(&mut self, start: usize) -> Parsed<Quantizer> {
+        let (mut angle, mut radius, mut group) = (None, None, None);
+        for Argument { start, name, value_start, value } in self.arguments()? {
+            match name {
+                "a" => angle = Some(self.parse_at(value_start, value, "angle bits")?),
+                "r" => radius = Some(self.parse_at(value_start, value, "radius bits")?),
+                "g" => group = Some(self.parse_at(value_start, value, "tokens per group")?),
+                _ => return self.fail(start, format!("polar has no argument {name:?}")),
+            }
+        }
+        match (angle, radius) {
+            (Some(angle), Some(radius)) => Ok(Quantizer::Polar { angle, radius, group }),
+            _ => self.fail(start, "polar needs a= and r="),
+        }
+    }
+
+    fn lloyd(&mut self, start: usize) -> Parsed<Quantizer> {
+        let mut bits = None;
+        for Argument { start, name, value_start, value } in self.arguments()? {
+            match name {
+                "b" => bits = Some(self.parse_at(value_start, value, "bits")?),
+                _ => return self.fail(start, format!("lloyd has no argument {name:?}")),
+            }
+        }
+        match bits {
+            Some(bits) => Ok(Quantizer::Lloyd { bits }),
+            None => self.fail(start, "lloyd needs b="),
+        }
+    }
+
+    /// What may follow the word `rotate`.
+    fn rotate(&mut self) -> Parsed<Transform> {
+        let mut seed = 0;
+        if self.peek() == Some('(') {
+            for Argument { start, name, value_start, value } in self.arguments()? {
+                match name {
+                    "seed" => seed = self.parse_at(value_start, value, "a seed")?,
+                    _ => return self.fail(start, format!("rotate has no argument {name:?}")),
+                }
+            }
+        }
+        Ok(Transform::Rotate { seed })
     }
 
     fn grid(&mut self, start: usize) -> Parsed<Quantizer> {
@@ -323,6 +398,19 @@ mod tests {
             ("k=uniform(b=4,rel=0.1,axis=token); v=raw", 14, "exclude"),
             ("k=uniform(rel=0,axis=token); v=raw", 2, "1/255"),
             ("k=uniform(b=4,axis=row); v=raw", 19, "axis is"),
+            ("k=uniform(b=4,axis=token,mode=mixed); v=raw", 30, "asym, sym or hybrid"),
+            ("k=uniform(b=8,axis=token,mode=sym)/huffman; v=raw", 2, "has 511"),
+            ("k=polar(a=4); v=raw", 2, "needs a= and r="),
+            ("k=polar(a=4,r=9); v=raw", 2, "must be 1 to 8"),
+            ("k=polar(a=0,r=4); v=raw", 2, "must be 1 to 8"),
+            ("k=polar(a=4,r=4,g=0); v=raw", 2, "at least 1"),
+            ("k=polar(a=4,r=4,h=1); v=raw", 16, "no argument"),
+            ("k=polar(a=5,r=4)/huffman; v=raw", 2, "at most 256"),
+            ("k=lloyd(b=9); v=raw", 2, "must be 1 to 8"),
+            ("k=lloyd(c=4); v=raw", 8, "no argument"),
+            ("k=rotate(seed=x)/raw; v=raw", 14, "no number of a seed"),
+            ("k=rotate(angle=1)/raw; v=raw", 9, "no argument"),
+            ("k=rotate/raw; v=rotate+rotate(seed=1)/raw", 16, "appears twice"),
             ("k=raw/huffman; v=raw", 2, "floats have none"),
             ("k=vq(d=4,b=9)/huffman; v=raw", 2, "at most 256"),
             ("k=grid(b=2)/huffman; v=raw", 7, "no argument"),
@@ -350,5 +438,11 @@ mod tests {
         let canonical = "k=hadamard/uniform(b=3,axis=token)/huffman; v=bf16; recent=7";
         assert_eq!(spec.to_string(), canonical);
         assert_eq!(canonical.parse(), Ok(spec));
+        let spec: CodecSpec = "k=rotate ( seed=0 )+norm/polar(r=2,a=4,g=64); \
+            v=uniform(mode=asym,b=3,axis=token)"
+            .parse()
+            .unwrap();
+        let canonical = "k=rotate+norm/polar(a=4,r=2,g=64); v=uniform(b=3,axis=token)";
+        assert_eq!(spec.to_string(), canonical);
     }
 }

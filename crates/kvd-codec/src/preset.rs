@@ -15,7 +15,7 @@ pub struct Preset {
     pub summary: &'static str,
 }
 
-static PRESETS: [Preset; 11] = [
+static PRESETS: [Preset; 16] = [
     Preset {
         name: "raw",
         spec_text: "k=raw; v=raw",
@@ -58,6 +58,37 @@ static PRESETS: [Preset; 11] = [
         spec_text: "k=smooth+hadamard/vq(d=4,b=8); v=vq(d=4,b=8); recent=128",
         source: "VecInfer §3.2 and §4, 2 bit (d=4, b=8)",
         summary: "vector quantization of smoothed, rotated keys and plain values",
+    },
+    Preset {
+        name: "innerq-2",
+        spec_text: "k=norm/uniform(b=2,g=32,axis=token,mode=hybrid); \
+                    v=uniform(b=2,g=32,axis=channel,mode=hybrid); sink=32; recent=96",
+        source: "InnerQ §5.1, 2 bit, groups of 32 along the inner dimension",
+        summary: "2 bit, the better of symmetric and asymmetric levels in every group",
+    },
+    Preset {
+        name: "polar-4+4",
+        spec_text: "k=polar(a=4,r=4); v=uniform(b=4,g=32,axis=token); recent=128",
+        source: "PolarQuant §4.1 and Table 3, m4n4; the paper leaves values alone: here KIVI's",
+        summary: "keys as angles and radii of rotary pairs, one calibrated scale per pair",
+    },
+    Preset {
+        name: "polar-4+2",
+        spec_text: "k=polar(a=4,r=2,g=64); v=uniform(b=2,g=32,axis=token); recent=64",
+        source: "PolarQuant §4.2 and Table 5, m4n2; the paper leaves values alone: here KIVI's",
+        summary: "keys as angles and radii of rotary pairs, a scale per pair and 64 tokens",
+    },
+    Preset {
+        name: "turbo-4",
+        spec_text: "k=hadamard/lloyd(b=4); v=uniform(b=4,axis=token)",
+        source: "vLLM's turboquant_4bit_nc (vllm pull request 38479)",
+        summary: "rotated keys at 16 Gaussian levels and their norms, 4 bit values per token",
+    },
+    Preset {
+        name: "turbo-3",
+        spec_text: "k=hadamard/lloyd(b=3); v=uniform(b=3,axis=token)",
+        source: "vLLM's turboquant_3bit_nc (vllm pull request 38479)",
+        summary: "rotated keys at 8 Gaussian levels and their norms, 3 bit values per token",
     },
     Preset {
         name: "kvd-4",

@@ -3,9 +3,9 @@
 use crate::bits::{self, CodeLayout};
 use crate::huffman::{HuffmanTable, Stream};
 use crate::page::{Page, PageHeader, id};
-use crate::side::HeadQuantizer;
 use crate::side::grid::Grid;
 use crate::side::uniform::ScaleRow;
+use crate::side::{HeadQuantizer, Scales};
 use crate::{HeadSide, ModelCodec, PageError, ROWS_PER_STREAM};
 use kvd_core::{DType, Geometry, LayerIndex, Side};
 use std::ops::Range;
@@ -94,13 +94,17 @@ impl<'a> PageReader<'a> {
         check("dim", usize::from(header.dim), dim)?;
         check("codec_tag", usize::from(header.codec_tag), usize::from(head_side.tag))?;
         let dtype = model.geometry().dtype;
-        let id = if header.fallback { id::float(dtype) } else { head_side.quantizer_id() };
+        // A page that fell back says with which side.
+        let rung = model.ladder.rung(side, header.quantizer).filter(|_| header.fallback);
+        let raw = header.fallback && rung.is_none();
+        let head_side = rung.unwrap_or(head_side);
+        let id = if raw { id::float(dtype) } else { head_side.quantizer_id() };
         check("quantizer", usize::from(header.quantizer), usize::from(id))?;
         let huffman = head_side.trained_tables && !header.fallback;
         check("huffman", usize::from(header.huffman), usize::from(huffman))?;
         let version = header.table_version;
         let payload = match head_side.quantizer {
-            _ if header.fallback => rows(dtype, &page, dim)?,
+            _ if raw => rows(dtype, &page, dim)?,
             HeadQuantizer::Float(dtype) => rows(dtype, &page, dim)?,
             HeadQuantizer::Grid(ref grid) => {
                 let (lengths, codes) = split_streams(page.payload(), &page)?;
@@ -193,6 +197,7 @@ impl<'a> PageReader<'a> {
                 let quantizer = &self.side.quantizer;
                 let mut buffer = RowBuffer::new();
                 let symbols = &mut buffer.symbols[..layout.per_row()];
+                let scales = Scales { bytes: scales, tokens };
                 for (row, out) in (first..end).zip(out.chunks_exact_mut(dim)) {
                     bits::unpack_row(&layout, codes, row, symbols);
                     quantizer.dequantize_row(scales, row, symbols, &mut buffer.scale, out);
@@ -242,6 +247,7 @@ impl<'a> PageReader<'a> {
         out: &mut [f32],
     ) -> Result<(), PageError> {
         let (quantizer, dim) = (&self.side.quantizer, self.side.dim());
+        let scales = Scales { bytes: scales, tokens: self.tokens() };
         let mut buffer = RowBuffer::new();
         let symbols = &mut buffer.symbols[..quantizer.symbols_per_row(dim)];
         for part in self.streams(lengths, codes, wanted.clone()) {

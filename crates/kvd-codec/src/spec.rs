@@ -54,6 +54,17 @@ pub enum UniformStep {
     Relative(f32),
 }
 
+/// Where a group's levels stand (InnerQ §4.1).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum UniformMode {
+    /// From the group's minimum to its maximum (eq. 10 to 12).
+    Asym,
+    /// Around zero, a sign and a magnitude each (eq. 13): one level less than twice as many.
+    Sym,
+    /// Per group whichever of the two has the smaller squared error (§4.1.2).
+    Hybrid,
+}
+
 /// What turns coefficients into codes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Quantizer {
@@ -67,6 +78,24 @@ pub enum Quantizer {
         axis: GroupAxis,
         /// Values per group; `None` is the whole extent of the axis in the page.
         group: Option<u16>,
+        /// Where the levels stand.
+        mode: UniformMode,
+    },
+    /// Pairs of channels that RoPE turns together, as angle and radius (PolarQuant §3.2).
+    Polar {
+        /// Bits of the angle, 1 to 8.
+        angle: u8,
+        /// Bits of the radius, 1 to 8.
+        radius: u8,
+        /// Tokens that share a pair's scale; `None` takes one scale per pair for all tokens from
+        /// the calibration, as the paper does at 4+4 bits.
+        group: Option<u16>,
+    },
+    /// The best `2^bits` levels for a coordinate of a randomly turned row, and the row's norm
+    /// (TurboQuant without its residual stage). Meant to follow `rotate` or `hadamard`.
+    Lloyd {
+        /// Bits per coefficient, 1 to 8.
+        bits: u8,
     },
     /// Vector quantization: one codebook per head and side, shared by all sub-vector positions
     /// (VecInfer §2.2, eq. 2).
@@ -92,17 +121,53 @@ impl Quantizer {
         match *self {
             Self::Float(FloatFormat::E4M3) => Some(256),
             Self::Float(_) => None,
-            Self::Uniform { step: UniformStep::Bits(bits), .. } => Some(1 << bits.min(16)),
-            Self::Uniform { step: UniformStep::Relative(rel), .. } => Some(relative_levels(rel)),
-            Self::Vq { bits, .. } => Some(1 << bits.min(16)),
+            Self::Uniform { step, mode: UniformMode::Sym, .. } => Some(2 * step.levels() - 1),
+            Self::Uniform { step, .. } => Some(step.levels()),
+            Self::Vq { bits, .. } | Self::Lloyd { bits } => Some(1 << bits.min(16)),
+            Self::Polar { angle, radius, .. } => Some(1 << (angle.min(8) + radius.min(8))),
             Self::Grid { .. } => None,
+        }
+    }
+
+    /// Checks parameters that no geometry could make valid.
+    fn validate(&self) -> Result<(), String> {
+        let bits = 1..=8u8;
+        match *self {
+            Self::Uniform { step: UniformStep::Bits(b), .. } if !bits.contains(&b) => {
+                Err(format!("uniform b={b}: must be 1 to 8"))
+            }
+            Self::Uniform { step: UniformStep::Relative(rel), .. }
+                if !(1.0 / 255.0..=1.0).contains(&rel) =>
+            {
+                Err(format!("uniform rel={rel}: must be 1/255 to 1"))
+            }
+            Self::Uniform { group: Some(0), .. } => {
+                Err("uniform g=0: must be at least 1".to_owned())
+            }
+            Self::Uniform { axis: GroupAxis::Block, group: Some(_), .. } => {
+                Err("uniform axis=block takes no g: the group is the page".to_owned())
+            }
+            Self::Vq { dim, bits } if !matches!(dim, 1..=16) || !(1..=12).contains(&bits) => {
+                Err(format!("vq(d={dim},b={bits}): d must be 1 to 16 and b 1 to 12"))
+            }
+            Self::Polar { angle: a, radius: r, .. } if !bits.contains(&a) || !bits.contains(&r) => {
+                Err(format!("polar(a={a},r={r}): a and r must be 1 to 8"))
+            }
+            Self::Polar { group: Some(0), .. } => Err("polar g=0: must be at least 1".to_owned()),
+            Self::Lloyd { bits: b } if !bits.contains(&b) => {
+                Err(format!("lloyd b={b}: must be 1 to 8"))
+            }
+            Self::Grid { rate } if !(0.25..=10.0).contains(&rate) => {
+                Err(format!("grid rate={rate}: must be 0.25 to 10 bits per value"))
+            }
+            _ => Ok(()),
         }
     }
 
     /// Whether it takes anything from a calibration.
     #[must_use]
     pub fn is_trained(&self) -> bool {
-        matches!(self, Self::Vq { .. } | Self::Grid { .. })
+        matches!(self, Self::Vq { .. } | Self::Grid { .. } | Self::Polar { group: None, .. })
     }
 
     /// Channels that one code stands for.
@@ -110,7 +175,18 @@ impl Quantizer {
     pub fn channels_per_code(&self) -> usize {
         match self {
             Self::Vq { dim, .. } => usize::from(*dim),
-            Self::Float(_) | Self::Uniform { .. } | Self::Grid { .. } => 1,
+            Self::Polar { .. } => 2,
+            Self::Float(_) | Self::Uniform { .. } | Self::Lloyd { .. } | Self::Grid { .. } => 1,
+        }
+    }
+}
+
+impl UniformStep {
+    /// Levels of a group, or of its magnitudes where signs are apart.
+    pub(crate) fn levels(self) -> u32 {
+        match self {
+            Self::Bits(bits) => 1 << bits.min(16),
+            Self::Relative(rel) => relative_levels(rel),
         }
     }
 }
@@ -136,6 +212,14 @@ pub enum Transform {
     /// Principal axes in the metric of the queries: `Uᵀ S` with `S = (E[q qᵀ])^½` and `U` the
     /// eigenvectors of the covariance of `S x`. What counts of a key is its product with queries.
     QueryPca,
+    /// Divides channel `i` by `sqrt(max |x_i|)` of the calibration samples (InnerQ §4.3). The
+    /// formula is that of `smooth`; InnerQ uses it alone, for groups that span channels.
+    Norm,
+    /// A random orthogonal map, the same for every head and on every machine.
+    Rotate {
+        /// Which map.
+        seed: u64,
+    },
 }
 
 impl Transform {
@@ -148,7 +232,14 @@ impl Transform {
             Self::Mean => "mean",
             Self::Pca => "pca",
             Self::QueryPca => "qpca",
+            Self::Norm => "norm",
+            Self::Rotate { .. } => "rotate",
         }
+    }
+
+    /// Whether it comes from a calibration.
+    fn is_fitted(self) -> bool {
+        !matches!(self, Self::Hadamard | Self::Rotate { .. })
     }
 }
 
@@ -185,14 +276,16 @@ pub struct CodecSpec {
     pub recent: u32,
     /// Exceptions for layers and heads; where several name a head, the last one holds.
     pub overrides: Vec<Override>,
+    /// Largest relative root-mean-square error that a page's rows may have, by side; a page over
+    /// it that is checked falls back to a safer side. Above 0, at most 1.
+    pub bounds: [Option<f32>; 2],
 }
 
 impl SideSpec {
     /// Whether this side takes anything from a calibration.
     #[must_use]
     pub fn needs_calibration(&self) -> bool {
-        self.transforms.iter().any(|transform| *transform != Transform::Hadamard)
-            || self.quantizer.is_trained()
+        self.transforms.iter().any(|transform| transform.is_fitted()) || self.quantizer.is_trained()
     }
 
     /// Whether Huffman tables are built from the blocks themselves (and named by version in each
@@ -204,7 +297,7 @@ impl SideSpec {
 
     /// The transforms as in a spec text (`smooth+hadamard`), empty when there are none.
     fn transforms_text(&self) -> String {
-        self.transforms.iter().map(|t| t.name()).collect::<Vec<_>>().join("+")
+        self.transforms.iter().map(Transform::to_string).collect::<Vec<_>>().join("+")
     }
 
     /// What a calibration fits for this side, as text: the transforms, and the quantizer where
@@ -225,7 +318,7 @@ impl SideSpec {
     /// A sentence that names the parameter and its range.
     pub fn validate(&self) -> Result<(), String> {
         for (i, transform) in self.transforms.iter().enumerate() {
-            if self.transforms[..i].contains(transform) {
+            if self.transforms[..i].iter().any(|other| other.name() == transform.name()) {
                 return Err(format!("transform {} appears twice", transform.name()));
             }
         }
@@ -233,31 +326,7 @@ impl SideSpec {
         if self.transforms.iter().filter(is_matrix).count() > 1 {
             return Err("pca and qpca exclude each other".to_owned());
         }
-        match self.quantizer {
-            Quantizer::Uniform { step: UniformStep::Bits(bits), .. }
-                if !(1..=8).contains(&bits) =>
-            {
-                return Err(format!("uniform b={bits}: must be 1 to 8"));
-            }
-            Quantizer::Uniform { step: UniformStep::Relative(rel), .. }
-                if !(1.0 / 255.0..=1.0).contains(&rel) =>
-            {
-                return Err(format!("uniform rel={rel}: must be 1/255 to 1"));
-            }
-            Quantizer::Uniform { group: Some(0), .. } => {
-                return Err("uniform g=0: must be at least 1".to_owned());
-            }
-            Quantizer::Uniform { axis: GroupAxis::Block, group: Some(_), .. } => {
-                return Err("uniform axis=block takes no g: the group is the page".to_owned());
-            }
-            Quantizer::Vq { dim, bits } if !matches!(dim, 1..=16) || !(1..=12).contains(&bits) => {
-                return Err(format!("vq(d={dim},b={bits}): d must be 1 to 16 and b 1 to 12"));
-            }
-            Quantizer::Grid { rate } if !(0.25..=10.0).contains(&rate) => {
-                return Err(format!("grid rate={rate}: must be 0.25 to 10 bits per value"));
-            }
-            _ => {}
-        }
+        self.quantizer.validate()?;
         if let Quantizer::Grid { .. } = self.quantizer {
             return match self.entropy {
                 Entropy::Huffman => Ok(()),
@@ -322,7 +391,7 @@ impl fmt::Display for Quantizer {
                 FloatFormat::BF16 => "bf16",
                 FloatFormat::E4M3 => "fp8",
             }),
-            Self::Uniform { step, axis, group } => {
+            Self::Uniform { step, axis, group, mode } => {
                 match step {
                     UniformStep::Bits(bits) => write!(f, "uniform(b={bits}")?,
                     UniformStep::Relative(rel) => write!(f, "uniform(rel={rel}")?,
@@ -335,10 +404,29 @@ impl fmt::Display for Quantizer {
                     GroupAxis::Token => "token",
                     GroupAxis::Block => "block",
                 };
-                write!(f, ",axis={axis})")
+                let mode = match mode {
+                    UniformMode::Asym => "",
+                    UniformMode::Sym => ",mode=sym",
+                    UniformMode::Hybrid => ",mode=hybrid",
+                };
+                write!(f, ",axis={axis}{mode})")
             }
+            Self::Polar { angle, radius, group: None } => write!(f, "polar(a={angle},r={radius})"),
+            Self::Polar { angle, radius, group: Some(group) } => {
+                write!(f, "polar(a={angle},r={radius},g={group})")
+            }
+            Self::Lloyd { bits } => write!(f, "lloyd(b={bits})"),
             Self::Vq { dim, bits } => write!(f, "vq(d={dim},b={bits})"),
             Self::Grid { rate } => write!(f, "grid(rate={rate})"),
+        }
+    }
+}
+
+impl fmt::Display for Transform {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Rotate { seed } if *seed != 0 => write!(f, "rotate(seed={seed})"),
+            _ => f.write_str(self.name()),
         }
     }
 }
@@ -364,6 +452,11 @@ impl fmt::Display for CodecSpec {
         }
         if self.recent != 0 {
             write!(f, "; recent={}", self.recent)?;
+        }
+        for (side, bound) in Side::BOTH.into_iter().zip(self.bounds) {
+            if let Some(bound) = bound {
+                write!(f, "; {side}.bound={bound}")?;
+            }
         }
         self.overrides.iter().try_for_each(|o| write!(f, "; {o}"))
     }

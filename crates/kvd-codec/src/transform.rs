@@ -3,6 +3,7 @@
 //! A key `k` becomes `c = T k`; the query becomes `q' = T⁻ᵀ q`, so `q'·c = q·k` (VecInfer eq. 7).
 //! A value `v` becomes `c = T v`; the weighted sum of coefficients is mapped back once by `T⁻¹`.
 
+use crate::rotation::Rotation;
 use kvd_core::Geometry;
 use nalgebra::DMatrix;
 
@@ -13,6 +14,8 @@ pub(crate) enum Step {
     Scale { factors: Vec<f32>, inverse: Vec<f32> },
     /// Orthonormal Hadamard rotation of consecutive blocks: its own inverse and transpose.
     Hadamard { block: usize },
+    /// A seeded orthogonal map.
+    Rotation(Rotation),
     /// `c = x - mean`.
     Offset { mean: Vec<f32> },
     /// Any invertible map.
@@ -54,7 +57,7 @@ impl Step {
     pub(crate) fn calibration_bytes(&self) -> u64 {
         match self {
             Self::Scale { factors, .. } => 4 * factors.len() as u64,
-            Self::Hadamard { .. } => 0,
+            Self::Hadamard { .. } | Self::Rotation(_) => 0,
             Self::Offset { mean } => 4 * mean.len() as u64,
             Self::Matrix(matrix) => 2 * matrix.forward.len() as u64,
         }
@@ -65,6 +68,7 @@ impl Step {
         match self {
             Self::Scale { inverse, .. } => multiply(x, inverse),
             Self::Hadamard { block } => hadamard(x, *block),
+            Self::Rotation(rotation) => rotation.forward(x),
             Self::Offset { mean } => x.iter_mut().zip(mean).for_each(|(x, m)| *x -= m),
             Self::Matrix(matrix) => product(&matrix.forward, x),
         }
@@ -75,6 +79,7 @@ impl Step {
         match self {
             Self::Scale { factors, .. } => multiply(c, factors),
             Self::Hadamard { block } => hadamard(c, *block),
+            Self::Rotation(rotation) => rotation.inverse(c),
             Self::Offset { mean } => {
                 c.iter_mut().zip(mean).for_each(|(c, m)| *c += weight_sum * m);
             }
@@ -87,6 +92,8 @@ impl Step {
         match self {
             // Both equal their transpose.
             Self::Scale { .. } | Self::Hadamard { .. } => self.inverse(q, 0.0),
+            // The inverse of an orthogonal map is its transpose.
+            Self::Rotation(rotation) => rotation.forward(q),
             Self::Offset { mean } => return q.iter().zip(mean).map(|(q, m)| q * m).sum(),
             Self::Matrix(matrix) => product(&matrix.fold, q),
         }
@@ -121,7 +128,7 @@ fn multiply(x: &mut [f32], by: &[f32]) {
 }
 
 /// Fast Walsh-Hadamard transform of each `block` of `x`, scaled to be orthonormal.
-fn hadamard(x: &mut [f32], block: usize) {
+pub(crate) fn hadamard(x: &mut [f32], block: usize) {
     let norm = (block as f32).sqrt().recip();
     for block in x.chunks_exact_mut(block) {
         let mut half = 1;

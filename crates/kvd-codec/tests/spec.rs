@@ -3,7 +3,7 @@
 
 use kvd_codec::{
     CodecSpec, Entropy, FloatFormat, GroupAxis, Override, Quantizer, SideSpec, Transform,
-    UniformStep, resolve,
+    UniformMode, UniformStep, resolve,
 };
 use kvd_core::Side;
 use proptest::prelude::*;
@@ -17,17 +17,21 @@ fn quantizer() -> impl Strategy<Value = Quantizer> {
     ];
     let axis = prop::sample::select(vec![GroupAxis::Channel, GroupAxis::Token, GroupAxis::Block]);
     let group = proptest::option::of(1u16..);
-    let uniform = (step, axis, group).prop_map(|(step, axis, group)| {
+    let mode = prop::sample::select(vec![UniformMode::Asym, UniformMode::Sym, UniformMode::Hybrid]);
+    let uniform = (step, axis, group, mode).prop_map(|(step, axis, group, mode)| {
         let group = group.filter(|_| axis != GroupAxis::Block);
-        Quantizer::Uniform { step, axis, group }
+        Quantizer::Uniform { step, axis, group, mode }
     });
     let vq = (1u8..=16, 1u8..=12).prop_map(|(dim, bits)| Quantizer::Vq { dim, bits });
     let grid = (0.25f32..=10.0).prop_map(|rate| Quantizer::Grid { rate });
-    prop_oneof![float, uniform, vq, grid]
+    let polar = (1u8..=8, 1u8..=8, proptest::option::of(1u16..))
+        .prop_map(|(angle, radius, group)| Quantizer::Polar { angle, radius, group });
+    let lloyd = (1u8..=8).prop_map(|bits| Quantizer::Lloyd { bits });
+    prop_oneof![float, uniform, vq, grid, polar, lloyd]
 }
 
 fn side() -> impl Strategy<Value = SideSpec> {
-    use Transform::{Hadamard, Mean, Pca, QueryPca, Smooth};
+    use Transform::{Hadamard, Mean, Norm, Pca, QueryPca, Rotate, Smooth};
     let transforms = prop::sample::select(vec![
         vec![],
         vec![Smooth],
@@ -37,6 +41,8 @@ fn side() -> impl Strategy<Value = SideSpec> {
         vec![Mean, Pca],
         vec![Mean, QueryPca],
         vec![Smooth, Mean, Hadamard],
+        vec![Norm, Rotate { seed: 0 }],
+        vec![Rotate { seed: u64::MAX }],
     ]);
     (transforms, quantizer(), any::<bool>()).prop_map(|(transforms, quantizer, huffman)| {
         let small = quantizer.alphabet().is_some_and(|n| n <= 256);
@@ -64,7 +70,8 @@ proptest! {
         (sink, recent) in (0u32..99, any::<u32>()),
         overrides in proptest::collection::vec(exception(), 0..3),
     ) {
-        let spec = CodecSpec { key, value, sink, recent, overrides };
+        let bounds = [None, Some(0.25)];
+        let spec = CodecSpec { key, value, sink, recent, overrides, bounds };
         prop_assert_eq!(spec.key.validate(), Ok(()));
         let text = spec.to_string();
         prop_assert_eq!(text.parse::<CodecSpec>(), Ok(spec), "{}", text);

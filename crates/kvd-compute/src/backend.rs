@@ -72,6 +72,9 @@ pub struct EncodedPages {
     pub fallback_pages: u32,
     /// Squared error and squared norm by side, when this block was sampled.
     pub sampled: Option<[(f64, f64); 2]>,
+    /// Pages over the bound that the codec declares, by side, kept with a safer one; known of
+    /// sampled blocks only.
+    pub over_bound: [u32; 2],
 }
 
 /// Output of attention.

@@ -7,6 +7,8 @@
 //! | tensor | shape | kind |
 //! |---|---|---|
 //! | `n.smooth` | f32 `[layers, kv_heads, head_dim]` | factors of `smooth` |
+//! | `n.norm` | f32 `[layers, kv_heads, head_dim]` | factors of `norm` |
+//! | `n.radius` | f16 `[layers, kv_heads, head_dim / 2]` | largest radii of `polar` |
 //! | `n.mean` | f32 `[layers, kv_heads, head_dim]` | what `mean` takes away |
 //! | `n.matrix` | f16 `[layers, kv_heads, head_dim, head_dim]` | `pca`, `qpca` |
 //! | `n.codebook` | f16 `[layers, kv_heads, 2^b, d]` | VQ entries, most used first |

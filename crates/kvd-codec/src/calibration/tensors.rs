@@ -23,6 +23,10 @@ pub(crate) struct SideCalibration {
     pub(crate) fitted: String,
     /// `[layers, kv_heads, head_dim]`, empty without `smooth`.
     pub(crate) smooth: Vec<f32>,
+    /// `[layers, kv_heads, head_dim]`, empty without `norm`.
+    pub(crate) norm: Vec<f32>,
+    /// `[layers, kv_heads, head_dim / 2]`: largest radius of each pair, empty without `polar`.
+    pub(crate) radius: Vec<f16>,
     /// `[layers, kv_heads, head_dim]`, empty without `mean`.
     pub(crate) mean: Vec<f32>,
     /// `[layers, kv_heads, head_dim, head_dim]`, empty without `pca` and `qpca`.
@@ -81,8 +85,17 @@ pub(super) struct Buffer {
 impl SideCalibration {
     /// Nothing learned yet.
     pub(crate) fn new(side: Side, fitted: String) -> Self {
-        let (smooth, mean, matrix) = (Vec::new(), Vec::new(), Vec::new());
-        Self { side, fitted, smooth, mean, matrix, codebooks: None, grid: None }
+        Self {
+            side,
+            fitted,
+            smooth: Vec::new(),
+            norm: Vec::new(),
+            radius: Vec::new(),
+            mean: Vec::new(),
+            matrix: Vec::new(),
+            codebooks: None,
+            grid: None,
+        }
     }
 
     /// Bytes of all tensors.
@@ -90,8 +103,9 @@ impl SideCalibration {
         let halves = self.codebooks.as_ref().map_or(0, |books| books.values.len());
         let grid = self.grid.as_ref();
         let grid = grid.map_or(0, |g| 4 * g.steps.len() + g.classes.len() + g.tables.len());
-        let floats = self.smooth.len() + self.mean.len();
-        (4 * floats + 2 * (self.matrix.len() + halves) + grid) as u64
+        let floats = self.smooth.len() + self.norm.len() + self.mean.len();
+        let halves = self.matrix.len() + self.radius.len() + halves;
+        (4 * floats + 2 * halves + grid) as u64
     }
 
     /// What goes into the file.
@@ -106,6 +120,8 @@ impl SideCalibration {
             }
         };
         add("smooth", Dtype::F32, &[layers, heads, dim], singles(&self.smooth));
+        add("norm", Dtype::F32, &[layers, heads, dim], singles(&self.norm));
+        add("radius", Dtype::F16, &[layers, heads, dim / 2], halves(&self.radius));
         add("mean", Dtype::F32, &[layers, heads, dim], singles(&self.mean));
         add("matrix", Dtype::F16, &[layers, heads, dim, dim], halves(&self.matrix));
         if let Some(books) = &self.codebooks {
@@ -133,7 +149,9 @@ impl SideCalibration {
         Ok(Self {
             side,
             fitted,
-            smooth: file.smooth()?,
+            smooth: file.factors("smooth")?,
+            norm: file.factors("norm")?,
+            radius: file.halves("radius", &[dim / 2])?,
             mean: file.singles("mean", &[dim], |_| true)?,
             matrix: file.halves("matrix", &[dim, dim])?,
             codebooks: file.codebooks()?,
@@ -208,10 +226,10 @@ impl<'a> File<'a> {
         Err(malformed(format!("{}.{kind} holds NaN or infinity", self.index)))
     }
 
-    fn smooth(&self) -> Result<Vec<f32>, CalibrationError> {
+    fn factors(&self, kind: &str) -> Result<Vec<f32>, CalibrationError> {
         // A factor and its reciprocal both multiply: neither may be zero or infinite.
         let valid = |factor: f32| factor > 0.0 && factor.recip().is_finite();
-        self.singles("smooth", &[self.geometry.head_dim(self.side)], valid)
+        self.singles(kind, &[self.geometry.head_dim(self.side)], valid)
     }
 
     fn codebooks(&self) -> Result<Option<Codebooks>, CalibrationError> {

@@ -1,13 +1,20 @@
 //! From a spec, a geometry and a calibration to a [`HeadSide`].
 
 use super::grid::{Grid, GridTables};
+use super::hybrid::Hybrid;
+use super::lloyd::Lloyd;
+use super::polar::Polar;
+use super::symmetric::Symmetric;
 use super::uniform::Uniform;
 use super::vq::Codebook;
 use super::{HeadQuantizer, HeadSide};
 use crate::calibration::SideCalibration;
+use crate::rotation::Rotation;
 use crate::transform::Step;
-use crate::{Calibration, CodecError, CodecSpec, FloatFormat, Quantizer, SideSpec, Transform};
-use kvd_core::{Geometry, LayerIndex, Side};
+use crate::{
+    Calibration, CodecError, CodecSpec, FloatFormat, Quantizer, SideSpec, Transform, UniformMode,
+};
+use kvd_core::{Geometry, LayerIndex, RopePairing, Side};
 use std::sync::Arc;
 use xxhash_rust::xxh3::Xxh3;
 
@@ -30,6 +37,8 @@ struct Binder<'a> {
     part: Option<&'a SideCalibration>,
     /// Tables of a grid.
     tables: Option<GridTables>,
+    /// Levels of `lloyd`.
+    levels: Option<Arc<Lloyd>>,
 }
 
 impl HeadSide {
@@ -51,6 +60,7 @@ impl HeadSide {
                 None => return Err(CodecError::CalibrationMissing { spec: spec.to_string() }),
                 Some(calibration) => {
                     check_shape(geometry, calibration.geometry())?;
+                    check_pairing(geometry, calibration.geometry(), side_spec)?;
                     Some(fitted(calibration, side_spec, side)?)
                 }
             };
@@ -61,7 +71,14 @@ impl HeadSide {
                 }
                 None => None,
             };
-            Ok(Some(Binder { geometry, spec: side_spec, variant, side, layer, part, tables }))
+            let levels = match side_spec.quantizer {
+                Quantizer::Lloyd { bits } => {
+                    Some(Arc::new(Lloyd::new(bits, geometry.head_dim(side))))
+                }
+                _ => None,
+            };
+            let spec = side_spec;
+            Ok(Some(Binder { geometry, spec, variant, side, layer, part, tables, levels }))
         });
         let binders: Vec<Option<Binder<'_>>> = binders.collect::<Result<_, _>>()?;
         let bind = |head: usize| {
@@ -84,7 +101,8 @@ impl Binder<'_> {
         let steps = steps.collect::<Result<_, _>>()?;
         let quantizer = self.quantizer(index, dim, &mut hash)?;
         let (variant, trained_tables) = (self.variant, self.spec.has_trained_tables());
-        Ok(HeadSide { dim, steps, quantizer, variant, trained_tables, tag: hash.digest() as u16 })
+        let tag = hash.digest() as u16;
+        Ok(HeadSide { dim, steps, quantizer, variant, trained_tables, rung: false, tag })
     }
 
     fn step(
@@ -100,7 +118,13 @@ impl Binder<'_> {
                 factors.iter().for_each(|f| hash.update(&f.to_le_bytes()));
                 Ok(Step::scale(factors.to_vec()))
             }
+            Transform::Norm => {
+                let factors = self.row(|part| &part.norm, index, dim, "norms")?;
+                factors.iter().for_each(|f| hash.update(&f.to_le_bytes()));
+                Ok(Step::scale(factors.to_vec()))
+            }
             Transform::Hadamard => Ok(Step::hadamard(dim)),
+            Transform::Rotate { seed } => Ok(Step::Rotation(Rotation::new(dim, seed))),
             Transform::Mean => {
                 let mean = self.row(|part| &part.mean, index, dim, "means")?;
                 mean.iter().for_each(|m| hash.update(&m.to_le_bytes()));
@@ -128,9 +152,29 @@ impl Binder<'_> {
                 let dtype = format.dtype(self.geometry.dtype);
                 HeadQuantizer::Float(dtype.expect("only fp8 has no dtype"))
             }
-            Quantizer::Uniform { step, axis, group } => {
-                let levels = self.spec.quantizer.alphabet().expect("uniform has codes");
-                HeadQuantizer::Uniform(Uniform::new(step, axis, group, (levels - 1) as u16))
+            Quantizer::Uniform { step, axis, group, mode } => {
+                let base = Uniform::new(step, axis, group, (step.levels() - 1) as u16);
+                match mode {
+                    UniformMode::Asym => HeadQuantizer::Uniform(base),
+                    UniformMode::Sym => HeadQuantizer::Symmetric(Symmetric { base }),
+                    UniformMode::Hybrid => HeadQuantizer::Hybrid(Hybrid { base }),
+                }
+            }
+            Quantizer::Polar { angle, radius, group } => {
+                let (pairing, bits) = (self.geometry.rope_pairing, [angle, radius]);
+                hash.update(&[u8::from(pairing == RopePairing::Interleaved)]);
+                HeadQuantizer::Polar(Box::new(match group {
+                    Some(group) => Polar::with_groups(pairing, bits, group),
+                    None => {
+                        let radii = self.row(|part| &part.radius, index, dim / 2, "radii")?;
+                        radii.iter().for_each(|r| hash.update(&r.to_le_bytes()));
+                        let polar = Polar::with_radii(pairing, bits, radii);
+                        polar.ok_or_else(|| mismatch(format!("a radius of {side} is negative")))?
+                    }
+                }))
+            }
+            Quantizer::Lloyd { .. } => {
+                HeadQuantizer::Lloyd(Arc::clone(self.levels.as_ref().expect("made for the side")))
             }
             Quantizer::Vq { dim: sub, bits } => {
                 let sub = usize::from(sub);
@@ -180,6 +224,20 @@ fn check_shape(geometry: &Geometry, fitted: &Geometry) -> Result<(), CodecError>
         shape(fitted),
         shape(geometry)
     )))
+}
+
+/// Radii belong to pairs of channels.
+fn check_pairing(
+    geometry: &Geometry,
+    fitted: &Geometry,
+    spec: &SideSpec,
+) -> Result<(), CodecError> {
+    let by_pairs = matches!(spec.quantizer, Quantizer::Polar { .. });
+    if !by_pairs || geometry.rope_pairing == fitted.rope_pairing {
+        return Ok(());
+    }
+    let (was, is) = (fitted.rope_pairing, geometry.rope_pairing);
+    Err(mismatch(format!("its radii are of {was:?} rope pairs, the model's are {is:?}")))
 }
 
 /// The part that was fitted for this side.

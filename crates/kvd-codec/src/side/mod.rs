@@ -3,19 +3,37 @@
 pub(crate) mod bind;
 pub(crate) mod float;
 pub(crate) mod grid;
+pub(crate) mod hybrid;
+pub(crate) mod lloyd;
+pub(crate) mod polar;
+pub(crate) mod symmetric;
 pub(crate) mod uniform;
 pub(crate) mod vq;
 
 use crate::page::id;
 use crate::transform::Step;
 use grid::Grid;
+use hybrid::Hybrid;
 use kvd_core::{DType, Geometry};
+use lloyd::Lloyd;
+use polar::Polar;
+use std::sync::Arc;
+use symmetric::Symmetric;
 use uniform::{ScaleRow, Uniform};
 use vq::Codebook;
 
 /// The page's values do not fit the quantizer; the page falls back to raw floats.
 #[derive(Debug)]
 pub(crate) struct Unquantizable;
+
+/// The scales of a page.
+#[derive(Clone, Copy)]
+pub(crate) struct Scales<'a> {
+    /// As many as [`HeadQuantizer::scale_bytes`] says.
+    pub(crate) bytes: &'a [u8],
+    /// Rows of the page: what lies where depends on it.
+    pub(crate) tokens: usize,
+}
 
 /// A quantizer bound to a head.
 #[derive(Clone, Debug)]
@@ -26,6 +44,14 @@ pub(crate) enum HeadQuantizer {
     E4m3,
     /// Uniform levels, f16 pairs per group.
     Uniform(Uniform),
+    /// Uniform levels around zero, an f16 per group.
+    Symmetric(Symmetric),
+    /// Either of them, group by group.
+    Hybrid(Hybrid),
+    /// Angle and radius of channel pairs.
+    Polar(Box<Polar>),
+    /// The best levels for turned rows, an f16 per row; shared by the heads of a side.
+    Lloyd(Arc<Lloyd>),
     /// Codebook indices.
     Vq(Codebook),
     /// One step per head, codes by class.
@@ -39,6 +65,10 @@ impl HeadQuantizer {
             Self::Float(_) | Self::Grid(_) => 0,
             Self::E4m3 => 8,
             Self::Uniform(uniform) => uniform.code_bits(),
+            Self::Symmetric(symmetric) => symmetric.code_bits(),
+            Self::Hybrid(hybrid) => hybrid.base.code_bits(),
+            Self::Polar(polar) => polar.code_bits(),
+            Self::Lloyd(lloyd) => lloyd.code_bits(),
             Self::Vq(book) => book.code_bits(),
         }
     }
@@ -47,7 +77,9 @@ impl HeadQuantizer {
     pub(crate) fn symbols_per_row(&self, dim: usize) -> usize {
         match self {
             Self::Float(_) | Self::Grid(_) => 0,
-            Self::E4m3 | Self::Uniform(_) => dim,
+            Self::E4m3 | Self::Uniform(_) | Self::Symmetric(_) | Self::Hybrid(_) => dim,
+            Self::Lloyd(_) => dim,
+            Self::Polar(_) => dim / 2,
             Self::Vq(book) => dim / book.dim(),
         }
     }
@@ -58,6 +90,10 @@ impl HeadQuantizer {
             Self::Float(_) | Self::Vq(_) | Self::Grid(_) => 0,
             Self::E4m3 => float::E4M3_SCALE_BYTES,
             Self::Uniform(uniform) => uniform.scale_bytes(tokens, dim),
+            Self::Symmetric(symmetric) => symmetric.scale_bytes(tokens, dim),
+            Self::Hybrid(hybrid) => hybrid.scale_bytes(tokens, dim),
+            Self::Polar(polar) => Polar::scale_bytes(polar.group(), tokens, dim),
+            Self::Lloyd(_) => Lloyd::scale_bytes(tokens),
         }
     }
 
@@ -74,6 +110,10 @@ impl HeadQuantizer {
             Self::Float(_) | Self::Grid(_) => Ok(()),
             Self::E4m3 => float::encode_e4m3(rows, symbols, scales),
             Self::Uniform(uniform) => uniform.quantize(rows, dim, symbols, scales),
+            Self::Symmetric(symmetric) => symmetric.quantize(rows, dim, symbols, scales),
+            Self::Hybrid(hybrid) => hybrid.quantize(rows, dim, symbols, scales),
+            Self::Polar(polar) => polar.quantize(rows, dim, symbols, scales),
+            Self::Lloyd(lloyd) => lloyd.quantize(rows, dim, symbols, scales),
             Self::Vq(book) => book.quantize(rows, symbols),
         }
     }
@@ -81,16 +121,21 @@ impl HeadQuantizer {
     /// Writes row `row` of a page with those scales and codes. Any code gives a value.
     pub(crate) fn dequantize_row(
         &self,
-        scales: &[u8],
+        scales: Scales<'_>,
         row: usize,
         symbols: &[u16],
         loaded: &mut ScaleRow,
         out: &mut [f32],
     ) {
+        let bytes = scales.bytes;
         match self {
             Self::Float(_) | Self::Grid(_) => {}
-            Self::E4m3 => float::decode_e4m3(scales, symbols, out),
-            Self::Uniform(uniform) => uniform.dequantize_row(scales, row, symbols, loaded, out),
+            Self::E4m3 => float::decode_e4m3(bytes, symbols, out),
+            Self::Uniform(uniform) => uniform.dequantize_row(bytes, row, symbols, loaded, out),
+            Self::Symmetric(sym) => sym.dequantize_row(bytes, row, symbols, loaded, out),
+            Self::Hybrid(hybrid) => hybrid.dequantize_row(scales, row, symbols, loaded, out),
+            Self::Polar(polar) => polar.dequantize_row(bytes, row, symbols, loaded, out),
+            Self::Lloyd(lloyd) => lloyd.dequantize_row(bytes, row, symbols, out),
             Self::Vq(book) => book.dequantize_row(symbols, out),
         }
     }
@@ -106,6 +151,8 @@ pub struct HeadSide {
     pub(crate) variant: usize,
     /// Whether Huffman tables are built from the blocks themselves.
     pub(crate) trained_tables: bool,
+    /// Whether its pages stand in for another side's, and say so.
+    pub(crate) rung: bool,
     /// Hash of spec and calibration, stored in each page.
     pub(crate) tag: u16,
 }
@@ -123,6 +170,10 @@ impl HeadSide {
             HeadQuantizer::Float(dtype) => id::float(dtype),
             HeadQuantizer::E4m3 => id::E4M3,
             HeadQuantizer::Uniform(_) => id::UNIFORM,
+            HeadQuantizer::Symmetric(_) => id::SYMMETRIC,
+            HeadQuantizer::Hybrid(_) => id::HYBRID,
+            HeadQuantizer::Polar(_) => id::POLAR,
+            HeadQuantizer::Lloyd(_) => id::LLOYD,
             HeadQuantizer::Vq(_) => id::VQ,
             HeadQuantizer::Grid(_) => id::GRID,
         }
@@ -145,12 +196,13 @@ impl HeadSide {
     /// Bytes kept from the calibration: f32 factors and f16 codebook entries.
     pub(crate) fn calibration_bytes(&self) -> u64 {
         let factors: u64 = self.steps.iter().map(Step::calibration_bytes).sum();
-        let grid = match &self.quantizer {
+        let quantizer = match &self.quantizer {
             // A step and a class per coefficient.
             HeadQuantizer::Grid(_) => 4 + self.dim as u64,
+            HeadQuantizer::Polar(polar) => polar.calibration_bytes(),
             _ => 0,
         };
-        factors + grid + self.codebook().map_or(0, |book| 2 * book.entries().len() as u64)
+        factors + quantizer + self.codebook().map_or(0, |book| 2 * book.entries().len() as u64)
     }
 
     /// Whether coefficients are the rows themselves.

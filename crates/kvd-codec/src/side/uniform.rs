@@ -15,7 +15,7 @@ use kvd_core::{DType, Geometry};
 const DIM_MAX: usize = Geometry::HEAD_DIM_MAX as usize;
 
 /// Adding this to `0 <= x < 2^22` rounds to an integer (ties to even) in the low mantissa bits.
-const ROUND: f32 = 8_388_608.0;
+pub(super) const ROUND: f32 = 8_388_608.0;
 
 /// A uniform quantizer.
 #[derive(Clone, Debug)]
@@ -23,21 +23,24 @@ pub(crate) struct Uniform {
     step: UniformStep,
     axis: GroupAxis,
     group: Option<usize>,
-    /// Largest code.
-    top: u16,
+    /// Largest code, or magnitude of one.
+    pub(super) top: u16,
 }
 
 /// One scale row as f32, for the rows that share it.
 pub(crate) struct ScaleRow {
     /// Which scale row is loaded.
-    row: Option<usize>,
-    minima: [f32; DIM_MAX],
-    steps: [f32; DIM_MAX],
+    pub(super) row: Option<usize>,
+    pub(super) minima: [f32; DIM_MAX],
+    pub(super) steps: [f32; DIM_MAX],
+    /// Ones where a channel's codes are magnitudes with a sign apart.
+    pub(super) signed: [u8; DIM_MAX],
 }
 
 impl Default for ScaleRow {
     fn default() -> Self {
-        Self { row: None, minima: [0.0; DIM_MAX], steps: [0.0; DIM_MAX] }
+        let zeros = [0.0; DIM_MAX];
+        Self { row: None, minima: zeros, steps: zeros, signed: [0; DIM_MAX] }
     }
 }
 
@@ -47,7 +50,7 @@ impl Uniform {
     }
 
     /// Pairs in one scale row.
-    fn pairs(&self, dim: usize) -> usize {
+    pub(super) fn pairs(&self, dim: usize) -> usize {
         match self.axis {
             GroupAxis::Channel => dim,
             GroupAxis::Token => dim.div_ceil(self.group.unwrap_or(dim)),
@@ -56,7 +59,7 @@ impl Uniform {
     }
 
     /// Tokens that share a scale row.
-    fn rows_per_scale(&self, tokens: usize) -> usize {
+    pub(super) fn rows_per_scale(&self, tokens: usize) -> usize {
         match self.axis {
             GroupAxis::Channel => self.group.unwrap_or(tokens),
             GroupAxis::Token => 1,
@@ -64,8 +67,22 @@ impl Uniform {
         }
     }
 
+    /// Groups in a page.
+    pub(super) fn groups(&self, tokens: usize, dim: usize) -> usize {
+        tokens.div_ceil(self.rows_per_scale(tokens)) * self.pairs(dim)
+    }
+
     pub(crate) fn scale_bytes(&self, tokens: usize, dim: usize) -> usize {
-        tokens.div_ceil(self.rows_per_scale(tokens)) * self.pairs(dim) * 4
+        self.groups(tokens, dim) * 4
+    }
+
+    /// The scale row of a row of the page.
+    pub(super) fn scale_row(&self, row: usize) -> usize {
+        match (self.axis, self.group) {
+            (GroupAxis::Channel, Some(group)) => row / group,
+            (GroupAxis::Token, _) => row,
+            (GroupAxis::Channel, None) | (GroupAxis::Block, _) => 0,
+        }
     }
 
     pub(crate) fn code_bits(&self) -> u32 {
@@ -73,7 +90,7 @@ impl Uniform {
     }
 
     /// Channels that share a pair inside a row.
-    fn channels_per_pair(&self, dim: usize) -> usize {
+    pub(super) fn channels_per_pair(&self, dim: usize) -> usize {
         match self.axis {
             GroupAxis::Channel => 1,
             GroupAxis::Token => self.group.unwrap_or(dim).min(dim),
@@ -116,20 +133,26 @@ impl Uniform {
     /// Minimum and step, exactly representable in f16, that cover `low..=high`.
     fn fit(&self, low: f32, high: f32, absmax: f32) -> Result<(f32, f32), Unquantizable> {
         let minimum = f16_at_most(low);
-        let part = match self.step {
+        let part = self.part();
+        let step = f16_at_least((high - minimum) * part);
+        if !minimum.is_finite() {
+            return Err(Unquantizable);
+        }
+        Ok((minimum, checked(step, (high - low) * part, absmax)?))
+    }
+
+    /// A level's part of what a group spans.
+    fn part(&self) -> f32 {
+        match self.step {
             UniformStep::Bits(_) => f32::from(self.top).recip(),
             UniformStep::Relative(rel) => rel,
-        };
-        let step = f16_at_least((high - minimum) * part);
-        if !minimum.is_finite() || !step.is_finite() {
-            return Err(Unquantizable);
         }
-        // Below f16's range the stored step is coarser than asked for. That is fine for a group
-        // that hardly contributes, and no quantization at all if the whole page is that small.
-        if step > 2.0 * (high - low) * part && step > absmax / 1024.0 {
-            return Err(Unquantizable);
-        }
-        Ok((minimum, step))
+    }
+
+    /// The step, exactly representable in f16, for a group that spans `range`.
+    pub(super) fn step_for(&self, range: f32, absmax: f32) -> Result<f32, Unquantizable> {
+        let wanted = range * self.part();
+        checked(f16_at_least(wanted), wanted, absmax)
     }
 
     /// Appends the codes of one row; `scale.steps` holds reciprocals.
@@ -159,11 +182,7 @@ impl Uniform {
         out: &mut [f32],
     ) {
         let pairs = self.pairs(out.len());
-        let scale_row = match (self.axis, self.group) {
-            (GroupAxis::Channel, Some(group)) => row / group,
-            (GroupAxis::Token, _) => row,
-            (GroupAxis::Channel, None) | (GroupAxis::Block, _) => 0,
-        };
+        let scale_row = self.scale_row(row);
         if loaded.row != Some(scale_row) {
             let bytes = &scales[scale_row * pairs * 4..][..pairs * 4];
             DType::F16.widen(&bytes[..pairs * 2], &mut loaded.minima[..pairs]);
@@ -187,8 +206,27 @@ impl Uniform {
     }
 }
 
+/// A stored step, if it serves. Below f16's range it is coarser than wanted. That is fine for a
+/// group that hardly contributes, and no quantization at all if the whole page is that small.
+pub(super) fn checked(step: f32, wanted: f32, absmax: f32) -> Result<f32, Unquantizable> {
+    if !step.is_finite() || (step > 2.0 * wanted && step > absmax / 1024.0) {
+        return Err(Unquantizable);
+    }
+    Ok(step)
+}
+
+/// Gives each channel the step of its group of `span` channels.
+pub(super) fn spread_steps(bytes: &[u8], span: usize, steps: &mut [f32]) {
+    if span == 1 {
+        return DType::F16.widen(bytes, steps);
+    }
+    for (part, step) in steps.chunks_mut(span).zip(bytes.as_chunks::<2>().0) {
+        part.fill(f16::from_le_bytes(*step).to_f32());
+    }
+}
+
 /// Minimum and maximum of each pair's values over `rows`.
-fn extremes(rows: &[f32], dim: usize, span: usize, low: &mut [f32], high: &mut [f32]) {
+pub(super) fn extremes(rows: &[f32], dim: usize, span: usize, low: &mut [f32], high: &mut [f32]) {
     low.fill(f32::INFINITY);
     high.fill(f32::NEG_INFINITY);
     for row in rows.chunks_exact(dim) {
@@ -224,7 +262,7 @@ fn f16_at_most(x: f32) -> f32 {
 }
 
 /// The smallest f16 that is not below `x`.
-fn f16_at_least(x: f32) -> f32 {
+pub(super) fn f16_at_least(x: f32) -> f32 {
     // Adding zero turns -0 into 0.
     -f16_at_most(-x) + 0.0
 }

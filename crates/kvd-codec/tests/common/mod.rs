@@ -9,7 +9,7 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 
 /// The codecs that every shape must survive.
-pub(crate) const SPECS: [&str; 15] = [
+pub(crate) const SPECS: [&str; 23] = [
     "raw",
     "fp8",
     "kivi-4",
@@ -25,6 +25,15 @@ pub(crate) const SPECS: [&str; 15] = [
     "k=vq(d=1,b=2); v=vq(d=16,b=2)/huffman",
     "k=mean+qpca/grid(rate=3)/huffman; v=mean+pca/grid(rate=2)/huffman",
     "k=pca+mean/f16; v=smooth+hadamard/grid(rate=4)/huffman",
+    "innerq-2",
+    "polar-4+4",
+    "polar-4+2",
+    "turbo-3",
+    "k=rotate/uniform(b=3,g=20,axis=token,mode=sym)/huffman; \
+     v=uniform(b=4,axis=channel,mode=hybrid)/huffman",
+    "k=polar(a=3,r=2)/huffman; v=rotate(seed=9)/lloyd(b=6)/huffman",
+    "k=polar(a=8,r=8,g=5); v=uniform(rel=0.1,axis=block,mode=hybrid)",
+    "k=hadamard/lloyd(b=1); v=norm/uniform(b=8,axis=block,mode=sym)",
 ];
 
 /// One layer, two KV heads, blocks of 64.

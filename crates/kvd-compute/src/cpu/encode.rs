@@ -3,12 +3,21 @@
 use super::arena::HostArena;
 use super::rows::read_block;
 use crate::{BackendError, EncodeSource, EncodedPages};
-use kvd_codec::{BlockRows, ModelCodec, PageReader, Space};
+use kvd_codec::{BlockRows, ModelCodec};
 use kvd_core::{LayerIndex, Side};
 use rayon::prelude::*;
+use std::collections::BTreeSet;
 
 /// One block in this many is decoded again to measure the codec's error.
-pub(crate) const SAMPLE_INTERVAL: u64 = 16;
+const SAMPLE_INTERVAL: u64 = 16;
+
+/// Which blocks of a model are measured: one in [`SAMPLE_INTERVAL`], and, from the moment that a
+/// page was over its declared bound, every block of that layer until one keeps it.
+#[derive(Debug, Default)]
+pub(crate) struct Sampling {
+    encoded_blocks: u64,
+    alarmed: BTreeSet<LayerIndex>,
+}
 
 /// A block's rows, widened.
 struct Block {
@@ -26,13 +35,13 @@ impl Block {
     }
 }
 
-/// Encodes blocks of one layer; `first_index` is how many blocks this model encoded before.
+/// Encodes blocks of one layer.
 pub(crate) fn encode(
     arena: &HostArena,
     codec: &mut ModelCodec,
     layer: LayerIndex,
     blocks: &[EncodeSource],
-    first_index: u64,
+    sampling: &mut Sampling,
 ) -> Result<Vec<Result<EncodedPages, BackendError>>, BackendError> {
     let geometry = codec.geometry().clone();
     let blocks: Vec<Block> = blocks
@@ -50,15 +59,41 @@ pub(crate) fn encode(
             codec.train_tables(layer, &rows)?;
         }
     }
-    let codec = &*codec;
-    let one = |(i, block): (usize, &Block)| {
-        let sample = (first_index + i as u64).is_multiple_of(SAMPLE_INTERVAL);
-        encode_one(codec, layer, block, sample)
+    Ok(encode_sampled(codec, layer, &blocks, sampling))
+}
+
+/// Encodes all blocks. When a sampled one is over its bound, the others are measured too.
+fn encode_sampled(
+    codec: &ModelCodec,
+    layer: LayerIndex,
+    blocks: &[Block],
+    sampling: &mut Sampling,
+) -> Vec<Result<EncodedPages, BackendError>> {
+    let first = sampling.encoded_blocks;
+    sampling.encoded_blocks += blocks.len() as u64;
+    let alarmed = sampling.alarmed.contains(&layer);
+    let due = |i: usize| alarmed || (first + i as u64).is_multiple_of(SAMPLE_INTERVAL);
+    let mut encoded: Vec<_> = if let [block] = blocks {
+        vec![encode_one(codec, layer, block, due(0))]
+    } else {
+        let all = blocks.par_iter().enumerate();
+        all.map(|(i, block)| encode_one(codec, layer, block, due(i))).collect()
     };
-    if blocks.len() == 1 {
-        return Ok(vec![one((0, &blocks[0]))]);
+    if !alarmed && encoded.iter().any(is_over_bound) {
+        let unmeasured = encoded.par_iter_mut().zip(blocks).enumerate().filter(|(i, _)| !due(*i));
+        unmeasured.for_each(|(_, (pages, block))| *pages = encode_one(codec, layer, block, true));
     }
-    Ok(blocks.par_iter().enumerate().map(one).collect())
+    let mut measured = encoded.iter().flatten().filter(|pages| pages.sampled.is_some());
+    match measured.next_back().map(|last| last.over_bound) {
+        Some([0, 0]) => sampling.alarmed.remove(&layer),
+        Some(_) => sampling.alarmed.insert(layer),
+        None => false,
+    };
+    encoded
+}
+
+fn is_over_bound(pages: &Result<EncodedPages, BackendError>) -> bool {
+    pages.as_ref().is_ok_and(|pages| pages.over_bound != [0, 0])
 }
 
 fn encode_one(
@@ -68,9 +103,12 @@ fn encode_one(
     sample: bool,
 ) -> Result<EncodedPages, BackendError> {
     let mut bytes = Vec::new();
-    let encoded = codec.encode_block(layer, &block.rows(), &mut bytes)?;
-    let sampled =
-        if sample { Some(measure(codec, layer, block, &bytes, &encoded.page_ends)?) } else { None };
+    let (encoded, checked) = if sample {
+        let (encoded, checked) = codec.encode_block_checked(layer, &block.rows(), &mut bytes)?;
+        (encoded, Some(checked))
+    } else {
+        (codec.encode_block(layer, &block.rows(), &mut bytes)?, None)
+    };
     Ok(EncodedPages {
         bytes,
         page_ends: encoded.page_ends.into(),
@@ -78,43 +116,60 @@ fn encode_one(
         side_bytes: [encoded.key_bytes, encoded.value_bytes],
         values: block.tokens as u64 * codec.geometry().values_per_token(),
         fallback_pages: encoded.fallback_pages,
-        sampled,
+        sampled: checked.map(|checked| checked.sums),
+        over_bound: checked.map_or([0; 2], |checked| checked.over_bound),
     })
 }
 
-/// Squared error and squared norm of a block's pages, by side.
-fn measure(
-    codec: &ModelCodec,
-    layer: LayerIndex,
-    block: &Block,
-    bytes: &[u8],
-    ends: &[u32],
-) -> Result<[(f64, f64); 2], BackendError> {
-    let heads = codec.geometry().kv_heads as usize;
-    let mut sums = [(0f64, 0f64); 2];
-    for side in Side::BOTH {
-        let dim = codec.geometry().head_dim(side);
-        let mut coefficients = vec![0f32; block.tokens * dim];
-        let mut value = vec![0f32; dim];
-        for head in 0..heads {
-            let index = side.index() * heads + head;
-            let start = if index == 0 { 0 } else { ends[index - 1] as usize };
-            let page = &bytes[start..ends[index] as usize];
-            let page = PageReader::open(codec, layer, side, head, page)?;
-            page.decode_rows(0, block.tokens, &mut coefficients)?;
-            let originals = &block.sides[side.index()][head * block.tokens * dim..];
-            let transform = codec.head(layer, side, head);
-            for (row, original) in coefficients.chunks_exact(dim).zip(originals.chunks_exact(dim)) {
-                match page.space() {
-                    Space::Raw => value.copy_from_slice(row),
-                    Space::Coefficient => transform.inverse(row, &mut value),
-                }
-                for (a, b) in value.iter().zip(original) {
-                    sums[side.index()].0 += f64::from(a - b).powi(2);
-                    sums[side.index()].1 += f64::from(*b).powi(2);
-                }
-            }
-        }
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kvd_codec::resolve;
+    use kvd_core::{DType, Geometry, RopePairing};
+
+    const LAYER: LayerIndex = LayerIndex(0);
+
+    fn codec() -> ModelCodec {
+        let geometry = Geometry {
+            layers: 1,
+            kv_heads: 1,
+            head_dim_k: 32,
+            head_dim_v: 32,
+            block_tokens: 16,
+            dtype: DType::F16,
+            rope_pairing: RopePairing::Half,
+        };
+        let spec = "k=uniform(b=4,axis=block); v=raw; k.bound=0.1";
+        ModelCodec::new(geometry, resolve(spec).unwrap(), None).unwrap()
     }
-    Ok(sums)
+
+    /// One range for a page of even values is fine; one spike in it takes all other levels.
+    fn block(spike: bool) -> Block {
+        let mut k: Vec<f32> = (0..16 * 32).map(|i| 1.0 + (i * 37 % 64) as f32 / 64.0).collect();
+        if spike {
+            k[9] = 100.0;
+            k[200] = -100.0;
+        }
+        Block { tokens: 16, sides: [k.clone(), k] }
+    }
+
+    #[test]
+    fn an_alarm_measures_every_block_until_one_keeps_the_bound() {
+        let (codec, mut sampling) = (codec(), Sampling::default());
+        let mut run = |spikes: &[bool]| -> Vec<(bool, u32)> {
+            let blocks: Vec<Block> = spikes.iter().map(|spike| block(*spike)).collect();
+            let encoded = encode_sampled(&codec, LAYER, &blocks, &mut sampling);
+            let seen = encoded.into_iter().map(Result::unwrap);
+            seen.map(|pages| (pages.sampled.is_some(), pages.over_bound[0])).collect()
+        };
+        // Block 0 is due; 1 to 15 are not, spike or no spike.
+        assert_eq!(run(&[false, true]), [(true, 0), (false, 0)]);
+        let later = run(&[true; 14]);
+        assert!(later.iter().all(|seen| *seen == (false, 0)));
+        // Block 16 is due and over its bound: its neighbours are measured as well.
+        assert_eq!(run(&[true, false, true]), [(true, 1), (true, 0), (true, 1)]);
+        assert_eq!(run(&[true]), [(true, 1)]);
+        assert_eq!(run(&[false]), [(true, 0)]);
+        assert_eq!(run(&[true]), [(false, 0)]);
+    }
 }

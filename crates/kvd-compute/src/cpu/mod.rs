@@ -22,6 +22,7 @@ use crate::{
 };
 pub use arena::ArenaError;
 use arena::HostArena;
+use encode::Sampling;
 use kvd_codec::ModelCodec;
 use kvd_core::{Extent, LayerIndex, ModelId};
 pub use simd::InstructionSet;
@@ -40,10 +41,10 @@ pub struct CpuOptions {
     pub threads: usize,
 }
 
-/// A model and how many of its blocks were encoded (error sampling counts them).
+/// A model, and which of its blocks are measured.
 struct Model {
     codec: ModelCodec,
-    encoded_blocks: u64,
+    sampling: Sampling,
 }
 
 /// [`Backend`] on the host's processor.
@@ -123,7 +124,7 @@ impl Backend for CpuBackend {
     }
 
     fn register(&mut self, model: ModelId, codec: ModelCodec) {
-        self.models.insert(model, Model { codec, encoded_blocks: 0 });
+        self.models.insert(model, Model { codec, sampling: Sampling::default() });
     }
 
     fn unregister(&mut self, model: ModelId) {
@@ -172,10 +173,8 @@ impl Backend for CpuBackend {
         blocks: &[EncodeSource],
     ) -> Result<Vec<Result<EncodedPages, BackendError>>, BackendError> {
         let state = self.models.get_mut(&model).ok_or(BackendError::UnknownModel(model))?;
-        let first_index = state.encoded_blocks;
-        state.encoded_blocks += blocks.len() as u64;
-        let (arena, codec) = (&self.arena, &mut state.codec);
-        self.threads.install(|| encode::encode(arena, codec, layer, blocks, first_index))
+        let (arena, codec, sampling) = (&self.arena, &mut state.codec, &mut state.sampling);
+        self.threads.install(|| encode::encode(arena, codec, layer, blocks, sampling))
     }
 
     fn place(&mut self, pages: &EncodedPages, to: Extent) {

@@ -19,8 +19,8 @@ pub struct ModelSpec {
 }
 
 impl ModelSpec {
-    /// Longest codec text, in bytes; the longest spec that says something has some hundred.
-    pub const CODEC_LENGTH_MAX: u64 = 4096;
+    /// Longest codec text, in bytes: a policy that names both sides of each of a thousand layers.
+    pub const CODEC_LENGTH_MAX: u64 = 1 << 17;
 
     /// Reads a request; `block_tokens_default` stands in where the caller leaves the choice.
     ///
@@ -211,7 +211,7 @@ mod tests {
         assert!(refusal(|r| r.name = "a b".into()).starts_with("name: must be 1 to 64"));
         assert_eq!(refusal(|r| r.geometry = None), "geometry is missing");
         assert_eq!(refusal(|r| r.codec.clear()), "codec is missing");
-        assert!(refusal(|r| r.codec = "x".repeat(4097)).contains("maximum is 4096"));
+        assert!(refusal(|r| r.codec = "x".repeat(131_073)).contains("maximum is 131072"));
         let geometry =
             |change: fn(&mut v1::Geometry)| refusal(|r| change(r.geometry.as_mut().unwrap()));
         assert_eq!(geometry(|g| g.dtype = 0), "geometry.dtype is missing");

@@ -339,6 +339,11 @@ pub struct ModelStats {
     /// Pages that could not be quantized and were kept raw.
     #[prost(uint64, tag = "10")]
     pub fallback_pages: u64,
+    /// Sampled pages over the codec's error bound (`k.bound`, `v.bound`), kept with a safer side.
+    #[prost(uint64, tag = "11")]
+    pub over_bound_pages_k: u64,
+    #[prost(uint64, tag = "12")]
+    pub over_bound_pages_v: u64,
 }
 /// What is held right now, by part.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]

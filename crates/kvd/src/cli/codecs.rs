@@ -1,17 +1,40 @@
 //! `kvd codecs`: the presets, as a table.
 
-use kvd_codec::presets;
+use kvd_codec::{presets, resolve};
+use kvd_core::{DType, Geometry, RopePairing, Side};
 use std::fmt::Write;
 
-/// Name, spec, source and summary of every preset.
+/// The shape for which bits per value are given; they hardly depend on it.
+const GEOMETRY: Geometry = Geometry {
+    layers: 1,
+    kv_heads: 1,
+    head_dim_k: 128,
+    head_dim_v: 128,
+    block_tokens: 64,
+    dtype: DType::F16,
+    rope_pairing: RopePairing::Half,
+};
+
+/// Name, spec, stored bits, source and summary of every preset.
 pub(super) fn table() -> String {
     let width = presets().iter().map(|preset| preset.name.len()).max().unwrap_or(0);
     let mut text = String::new();
     for preset in presets() {
-        let (name, summary) = (preset.name, preset.summary);
-        writeln!(text, "{name:width$}  {summary}").expect("write to a string");
-        writeln!(text, "{:width$}  {}", "", preset.spec_text).expect("write to a string");
-        writeln!(text, "{:width$}  source: {}\n", "", preset.source).expect("write to a string");
+        let spec = resolve(preset.name).expect("a test parses every preset");
+        let mut lines = vec![preset.summary.to_owned(), preset.spec_text.to_owned()];
+        for side in Side::BOTH {
+            let bits = spec.side(side).implied_bits(&GEOMETRY, side);
+            lines.push(format!("bits/value of {side}: {bits}"));
+        }
+        lines.push(format!("source: {}", preset.source));
+        for (index, line) in lines.iter().enumerate() {
+            let name = if index == 0 { preset.name } else { "" };
+            writeln!(text, "{name:width$}  {line}").expect("write to a string");
+        }
+        text.push('\n');
     }
+    let Geometry { head_dim_k: dim, block_tokens: tokens, .. } = GEOMETRY;
+    writeln!(text, "Bits of full pages of {tokens} tokens and head size {dim}, without windows.")
+        .expect("write to a string");
     text
 }

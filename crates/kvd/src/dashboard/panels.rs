@@ -258,7 +258,7 @@ fn held() -> Vec<Panel> {
 fn encoding() -> Vec<Panel> {
     use Metric::{
         EncodeSeconds, EncodedBlocksTotal, EncodedLogicalBytesTotal, EncodedPageBytesTotal,
-        FallbackPagesTotal, PackDeferredTotal,
+        FallbackPagesTotal, OverBoundPagesTotal, PackDeferredTotal, SampledBlocksTotal,
     };
     let encoded = [
         Query::rate(EncodedLogicalBytesTotal, MODEL).named("logical"),
@@ -273,6 +273,10 @@ fn encoding() -> Vec<Panel> {
         Query::rate(PackDeferredTotal, MODEL).named("blocks deferred"),
         Query::rate(FallbackPagesTotal, MODEL).named("pages kept raw"),
     ];
+    let contract = [
+        Query::rate(SampledBlocksTotal, MODEL).named("blocks measured"),
+        Query::rate(OverBoundPagesTotal, MODEL_SIDE).named("pages over their bound"),
+    ];
     vec![
         lines("Encoded bytes", "Bps", encoded)
             .described("K and V that went into encoding, and the pages that came out."),
@@ -280,6 +284,9 @@ fn encoding() -> Vec<Panel> {
             .described("Bytes encoded over the device seconds spent on it."),
         lines("Blocks encoded, deferred, and pages kept raw", "ops", outcomes)
             .described("Deferred: no room in the pool. Kept raw: values the codec cannot take."),
+        lines("Blocks measured, and pages over their bound", "ops", contract).described(
+            "A page over the error bound that its codec declares is kept with a safer side.",
+        ),
     ]
 }
 

@@ -17,6 +17,8 @@ pub struct ModelMetrics {
     pub(crate) encoded_blocks: Counter,
     pub(crate) pack_deferred: Counter,
     pub(crate) fallback_pages: Counter,
+    pub(crate) sampled_blocks: Counter,
+    pub(crate) over_bound_pages: [Counter; 2],
     pub(crate) attended_query_tokens: Counter,
     pub(crate) attended_stored_bytes: Counter,
     pub(crate) attended_logical_bytes: Counter,
@@ -29,6 +31,7 @@ pub struct ModelMetrics {
     pub(crate) once_bytes: [Gauge; 2],
     pub(crate) bits_per_value: Gauge,
     pub(crate) compression_ratio: Gauge,
+    pub(crate) error_bound: [Gauge; 2],
     pub(crate) codec_error: [Gauge; 2],
 }
 
@@ -61,6 +64,9 @@ impl ModelMetrics {
             encoded_blocks: counter(Metric::EncodedBlocksTotal),
             pack_deferred: counter(Metric::PackDeferredTotal),
             fallback_pages: counter(Metric::FallbackPagesTotal),
+            sampled_blocks: counter(Metric::SampledBlocksTotal),
+            over_bound_pages: ["k", "v"]
+                .map(|side| exporter.counter(Metric::OverBoundPagesTotal, &with(("side", side)))),
             attended_query_tokens: counter(Metric::AttendedQueryTokensTotal),
             attended_stored_bytes: counter(Metric::AttendedStoredBytesTotal),
             attended_logical_bytes: counter(Metric::AttendedLogicalBytesTotal),
@@ -74,6 +80,7 @@ impl ModelMetrics {
                 .map(|part| by(Metric::ModelOnceBytes, "part", part)),
             bits_per_value: gauge(Metric::BitsPerValue),
             compression_ratio: gauge(Metric::CompressionRatio),
+            error_bound: ["k", "v"].map(|side| by(Metric::ErrorBound, "side", side)),
             codec_error: ["k", "v"].map(|side| by(Metric::CodecError, "side", side)),
             exporter: exporter.clone(),
         }

@@ -65,6 +65,8 @@ metrics! {
     EncodedBlocksTotal = "kvd_encoded_blocks_total", Counter, "Blocks encoded, counted once per layer.";
     PackDeferredTotal = "kvd_pack_deferred_total", Counter, "Blocks that stayed raw for now because the pool had no room for their pages.";
     FallbackPagesTotal = "kvd_fallback_pages_total", Counter, "Pages that could not be quantized and were kept raw.";
+    SampledBlocksTotal = "kvd_sampled_blocks_total", Counter, "Blocks decoded again after encoding to measure their error.";
+    OverBoundPagesTotal = "kvd_over_bound_pages_total", Counter, "Sampled pages over the codec's error bound, kept with a safer side, by side.";
     AttendedQueryTokensTotal = "kvd_attended_query_tokens_total", Counter, "Query tokens answered, counted once per layer.";
     AttendedStoredBytesTotal = "kvd_attended_stored_bytes_total", Counter, "Bytes of pages and raw rows named by attend batches.";
     AttendedLogicalBytesTotal = "kvd_attended_logical_bytes_total", Counter, "The same tokens' bytes in the stored precision.";
@@ -80,6 +82,7 @@ metrics! {
     BitsPerValue = "kvd_packed_bits_per_value", Gauge, "Bits of packed blocks per K or V value, everything counted.";
     CompressionRatio = "kvd_compression_ratio", Gauge, "Bytes in the stored precision over bytes held, windows included.";
     CodecError = "kvd_codec_error_ratio", Gauge, "Relative root-mean-square error of sampled blocks, by side.";
+    ErrorBound = "kvd_error_bound_ratio", Gauge, "Error bound that the codec declares, by side; 0 without one.";
 
     PoolCapacityBytes = "kvd_pool_capacity_bytes", Gauge, "Page memory of a tier.";
     PoolUsedBytes = "kvd_pool_used_bytes", Gauge, "Page memory in use.";

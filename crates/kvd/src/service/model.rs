@@ -28,6 +28,8 @@ pub struct Model {
     pub(super) sampled: Mutex<[(f64, f64); 2]>,
     /// Pages kept raw because they could not be quantized.
     pub(super) fallback_pages: AtomicU64,
+    /// Pages over the codec's bound, by side.
+    pub(super) over_bound_pages: [AtomicU64; 2],
     /// Bytes of smoothing factors, codebooks and matrices.
     pub(super) calibration_bytes: u64,
     /// Bytes of entropy tables, as the device last said.
@@ -39,6 +41,12 @@ impl Model {
     #[must_use]
     pub fn fallback_pages(&self) -> u64 {
         self.fallback_pages.load(Ordering::Relaxed)
+    }
+
+    /// Pages over the codec's bound that were kept with a safer side, by side, since registration.
+    #[must_use]
+    pub fn over_bound_pages(&self) -> [u64; 2] {
+        [0, 1].map(|side: usize| self.over_bound_pages[side].load(Ordering::Relaxed))
     }
 
     /// Relative root-mean-square error of sampled blocks, by side; 0 while none was sampled.

@@ -104,7 +104,12 @@ impl Packer<'_> {
         let value_bytes = model.shape.geometry.dtype.size_bytes() as u64;
         metrics.encoded_logical_bytes.increment(pages.values * value_bytes);
         metrics.encoded_page_bytes.increment(pages.bytes.len() as u64);
+        for (side, pages) in pages.over_bound.into_iter().enumerate() {
+            metrics.over_bound_pages[side].increment(u64::from(pages));
+            model.over_bound_pages[side].fetch_add(u64::from(pages), Ordering::Relaxed);
+        }
         if let Some(sums) = pages.sampled {
+            metrics.sampled_blocks.increment(1);
             let mut total = model.sampled.lock();
             for (total, sum) in total.iter_mut().zip(sums) {
                 total.0 += sum.0;

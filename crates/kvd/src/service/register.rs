@@ -87,6 +87,7 @@ impl Service {
                     fingerprint,
                     sampled: Mutex::default(),
                     fallback_pages: AtomicU64::new(0),
+                    over_bound_pages: Default::default(),
                     calibration_bytes,
                     table_bytes: AtomicU64::new(0),
                 }

@@ -91,6 +91,9 @@ fn refresh_model(model: &Model, usage: &ModelUsage) {
     for (gauge, error) in metrics.codec_error.iter().zip(model.sampled_error()) {
         gauge.set(error);
     }
+    for (gauge, bound) in metrics.error_bound.iter().zip(model.spec.bounds) {
+        gauge.set(bound.map_or(0.0, f64::from));
+    }
 }
 
 /// Bits of packed blocks per value, everything counted; 0 while nothing is packed.

@@ -25,6 +25,7 @@ pub(super) fn model_description(stats: &ModelStats) -> v1::DescribeModelResponse
 
 pub(super) fn model_stats(stats: &ModelStats) -> v1::ModelStats {
     let [sampled_error_k, sampled_error_v] = stats.model.sampled_error();
+    let [over_bound_pages_k, over_bound_pages_v] = stats.model.over_bound_pages();
     v1::ModelStats {
         model_id: stats.model.shape.id.0,
         name: stats.model.name.clone(),
@@ -36,6 +37,8 @@ pub(super) fn model_stats(stats: &ModelStats) -> v1::ModelStats {
         sampled_error_k,
         sampled_error_v,
         fallback_pages: stats.model.fallback_pages(),
+        over_bound_pages_k,
+        over_bound_pages_v,
     }
 }
 

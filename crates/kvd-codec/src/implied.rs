@@ -1,0 +1,110 @@
+//! What a side must store, as far as its spec alone says: nothing is encoded for it.
+
+use crate::bits::CodeLayout;
+use crate::page::{HEADER_BYTES, page_bytes};
+use crate::side::float::E4M3_SCALE_BYTES;
+use crate::side::hybrid::Hybrid;
+use crate::side::lloyd::Lloyd;
+use crate::side::polar::Polar;
+use crate::side::symmetric::Symmetric;
+use crate::side::uniform::Uniform;
+use crate::{Entropy, FloatFormat, Quantizer, ROWS_PER_STREAM, SideSpec, UniformMode};
+use kvd_core::{Geometry, Side};
+use std::fmt;
+
+/// Stored bits per value of a page that holds a full block, by part; pages that fall back and
+/// what belongs to the model (calibration, Huffman tables) are not in it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct ImpliedBits {
+    /// Codes or floats; `None` where an entropy stage makes them depend on the data.
+    pub codes: Option<f64>,
+    /// Steps, minima, signs, masks, norms.
+    pub scales: f64,
+    /// Lengths of entropy-coded streams.
+    pub offsets: f64,
+    /// The page header, and the padding where the length of the codes is known.
+    pub header: f64,
+}
+
+impl ImpliedBits {
+    /// All parts; `None` where the codes depend on the data.
+    #[must_use]
+    pub fn total(&self) -> Option<f64> {
+        Some(self.codes? + self.scales + self.offsets + self.header)
+    }
+}
+
+impl fmt::Display for ImpliedBits {
+    /// `2.000 codes + 1.531 scales + 0.031 header = 3.562`; parts of zero are left out.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.codes {
+            Some(bits) => write!(f, "{bits:.3} codes")?,
+            None => f.write_str("codes depend on the data")?,
+        }
+        let parts = [("scales", self.scales), ("offsets", self.offsets), ("header", self.header)];
+        for (name, bits) in parts.into_iter().filter(|(_, bits)| *bits > 0.0) {
+            write!(f, " + {bits:.3} {name}")?;
+        }
+        match self.total() {
+            Some(total) => write!(f, " = {total:.3}"),
+            None => Ok(()),
+        }
+    }
+}
+
+impl SideSpec {
+    /// Bits per value that the side stores for full blocks of `geometry`.
+    #[must_use]
+    pub fn implied_bits(&self, geometry: &Geometry, side: Side) -> ImpliedBits {
+        let (tokens, dim) = (geometry.block_tokens as usize, geometry.head_dim(side));
+        let scales = self.quantizer.scale_bytes(tokens, dim);
+        let (codes, offsets, header) = match self.entropy {
+            Entropy::Huffman => (None, 2 * tokens.div_ceil(ROWS_PER_STREAM), HEADER_BYTES),
+            Entropy::None => {
+                let codes = self.code_bytes(geometry, side);
+                (Some(codes), 0, page_bytes(scales + codes) - scales - codes)
+            }
+        };
+        let per_value = |bytes: usize| bytes as f64 * 8.0 / (tokens * dim) as f64;
+        ImpliedBits {
+            codes: codes.map(per_value),
+            scales: per_value(scales),
+            offsets: per_value(offsets),
+            header: per_value(header),
+        }
+    }
+
+    /// Bytes of the fixed-width codes, or of the floats, of a full block.
+    fn code_bytes(&self, geometry: &Geometry, side: Side) -> usize {
+        let (tokens, dim) = (geometry.block_tokens as usize, geometry.head_dim(side));
+        if let Quantizer::Float(format) = self.quantizer
+            && let Some(dtype) = format.dtype(geometry.dtype)
+        {
+            return tokens * dim * dtype.size_bytes();
+        }
+        let codes = self.quantizer.alphabet().expect("only floats and grids have no alphabet");
+        let per_row = dim / self.quantizer.channels_per_code();
+        let bits = u32::BITS - (codes - 1).leading_zeros();
+        CodeLayout::new(side, tokens, per_row, bits).size_bytes()
+    }
+}
+
+impl Quantizer {
+    /// Bytes of scales in a page.
+    fn scale_bytes(&self, tokens: usize, dim: usize) -> usize {
+        match *self {
+            Self::Float(FloatFormat::E4M3) => E4M3_SCALE_BYTES,
+            Self::Float(_) | Self::Vq { .. } | Self::Grid { .. } => 0,
+            Self::Uniform { step, axis, group, mode } => {
+                let base = Uniform::new(step, axis, group, (step.levels() - 1) as u16);
+                match mode {
+                    UniformMode::Asym => base.scale_bytes(tokens, dim),
+                    UniformMode::Sym => Symmetric { base }.scale_bytes(tokens, dim),
+                    UniformMode::Hybrid => Hybrid { base }.scale_bytes(tokens, dim),
+                }
+            }
+            Self::Polar { group, .. } => Polar::scale_bytes(group, tokens, dim),
+            Self::Lloyd { .. } => Lloyd::scale_bytes(tokens),
+        }
+    }
+}

@@ -1,0 +1,320 @@
+//! `uniform(..,mode=hybrid)`: per group the asymmetric or the symmetric levels, whichever has the
+//! smaller squared error (InnerQ §4.1.2).
+//!
+//! Codes have the same width in both modes, because the signs of a symmetric group are kept apart:
+//! a group owns a *word* that holds the f32 zero point of an asymmetric group, or one bit per
+//! value of a symmetric one, set for negative values. With groups of 32 the word is 32 bits either
+//! way. Scales of a page: the mask (a bit per group, set for symmetric ones, in the order of the
+//! scale rows), then scale rows of all words and all f16 steps.
+
+use super::symmetric::largest;
+use super::uniform::{ROUND, ScaleRow, Uniform, extremes, spread_steps};
+use super::{Scales, Unquantizable, float::largest_magnitude};
+use half::f16;
+use kvd_core::Geometry;
+use std::ops::Range;
+
+const DIM_MAX: usize = Geometry::HEAD_DIM_MAX as usize;
+/// A word holds at least a zero point.
+const WORD_BYTES_MIN: usize = 4;
+
+/// A uniform quantizer that chooses its mode group by group.
+#[derive(Clone, Debug)]
+pub(crate) struct Hybrid {
+    /// Groups and the width of a level.
+    pub(crate) base: Uniform,
+}
+
+/// Levels of the groups of one scale row in one mode, spread over the channels, so that loops over
+/// values run channel by channel whatever a group is.
+#[derive(Clone)]
+struct Levels {
+    /// Zero point; 0 in the symmetric mode.
+    zeros: [f32; DIM_MAX],
+    /// Infinite where the mode cannot serve.
+    steps: [f32; DIM_MAX],
+    inverse: [f32; DIM_MAX],
+    errors: [f32; DIM_MAX],
+}
+
+/// Where the parts of a page's scales lie.
+struct Layout {
+    mask_bytes: usize,
+    word_bytes: usize,
+    /// Bytes of a scale row.
+    row_bytes: usize,
+}
+
+impl Hybrid {
+    fn layout(&self, tokens: usize, dim: usize) -> Layout {
+        let pairs = self.base.pairs(dim);
+        let values =
+            self.base.rows_per_scale(tokens).min(tokens) * self.base.channels_per_pair(dim);
+        let word_bytes = values.div_ceil(8).max(WORD_BYTES_MIN);
+        let mask_bytes = self.base.groups(tokens, dim).div_ceil(8);
+        Layout { mask_bytes, word_bytes, row_bytes: pairs * (word_bytes + 2) }
+    }
+
+    pub(crate) fn scale_bytes(&self, tokens: usize, dim: usize) -> usize {
+        let layout = self.layout(tokens, dim);
+        let rows = self.base.groups(tokens, dim) / self.base.pairs(dim);
+        layout.mask_bytes + rows * layout.row_bytes
+    }
+
+    pub(crate) fn quantize(
+        &self,
+        rows: &[f32],
+        dim: usize,
+        symbols: &mut Vec<u16>,
+        scales: &mut Vec<u8>,
+    ) -> Result<(), Unquantizable> {
+        let absmax = largest_magnitude(rows)?;
+        let tokens = rows.len() / dim;
+        let layout = self.layout(tokens, dim);
+        let share = self.base.rows_per_scale(tokens) * dim;
+        let mask_at = scales.len();
+        scales.resize(mask_at + layout.mask_bytes, 0);
+        let (pairs, span) = (self.base.pairs(dim), self.base.channels_per_pair(dim));
+        let [mut wide, mut even] = [Levels::new(), Levels::new()];
+        let mut symmetric = [0u8; DIM_MAX];
+        symbols.reserve(rows.len());
+        for (index, rows) in rows.chunks(share).enumerate() {
+            self.fit(rows, dim, absmax, [&mut wide, &mut even]);
+            for pair in 0..pairs {
+                let channels = pair * span..dim.min((pair + 1) * span);
+                let error = |levels: &Levels| levels.errors[channels.clone()].iter().sum::<f32>();
+                let is_even = error(&even) < error(&wide);
+                if is_even {
+                    wide.copy_channels(&even, channels.clone());
+                } else if !wide.steps[channels.start].is_finite() {
+                    return Err(Unquantizable);
+                }
+                symmetric[channels].fill(u8::from(is_even));
+                let group = index * pairs + pair;
+                scales[mask_at + group / 8] |= u8::from(is_even) << (group % 8);
+            }
+            self.write(rows, dim, &layout, (&wide, &symmetric), (symbols, scales));
+        }
+        Ok(())
+    }
+
+    /// Levels and errors of both modes for the groups of `rows`.
+    fn fit(&self, rows: &[f32], dim: usize, absmax: f32, [wide, even]: [&mut Levels; 2]) {
+        let (pairs, span) = (self.base.pairs(dim), self.base.channels_per_pair(dim));
+        let [mut low, mut high, mut most] = [[0f32; DIM_MAX]; 3];
+        extremes(rows, dim, span, &mut low[..pairs], &mut high[..pairs]);
+        largest(rows, dim, span, &mut most[..pairs]);
+        for pair in 0..pairs {
+            let channels = pair * span..dim.min((pair + 1) * span);
+            let step = |range| self.base.step_for(range, absmax).unwrap_or(f32::INFINITY);
+            wide.set(channels.clone(), low[pair], step(high[pair] - low[pair]));
+            even.set(channels, 0.0, step(most[pair]));
+        }
+        let top = f32::from(self.base.top);
+        for levels in [wide, even] {
+            levels.add_errors(rows, dim, top);
+        }
+    }
+
+    /// Appends the scale row of `rows` and their codes.
+    fn write(
+        &self,
+        rows: &[f32],
+        dim: usize,
+        layout: &Layout,
+        (levels, symmetric): (&Levels, &[u8]),
+        (symbols, scales): (&mut Vec<u16>, &mut Vec<u8>),
+    ) {
+        let span = self.base.channels_per_pair(dim);
+        let words_at = scales.len();
+        scales.resize(words_at + self.base.pairs(dim) * layout.word_bytes, 0);
+        let steps = levels.steps[..dim].iter().step_by(span);
+        scales.extend(steps.flat_map(|step| f16::from_f32(*step).to_le_bytes()));
+        let words = &mut scales[words_at..][..self.base.pairs(dim) * layout.word_bytes];
+        let groups = || (0..dim).step_by(span);
+        for (word, channel) in words.chunks_exact_mut(layout.word_bytes).zip(groups()) {
+            if symmetric[channel] == 0 {
+                word[..4].copy_from_slice(&levels.zeros[channel].to_le_bytes());
+            }
+        }
+        let top = f32::from(self.base.top);
+        for (index, row) in rows.chunks_exact(dim).enumerate() {
+            let channels = row.iter().zip(&levels.zeros).zip(&levels.inverse);
+            symbols.extend(channels.map(|((x, zero), inverse)| {
+                let level = ((x - zero).abs() * inverse).min(top);
+                (level + ROUND).to_bits() as u16
+            }));
+            let words = words.chunks_exact_mut(layout.word_bytes);
+            for ((word, part), channel) in words.zip(row.chunks(span)).zip(groups()) {
+                for (bit, x) in (index * span..).zip(part) {
+                    word[bit / 8] |= (u8::from(*x < 0.0) & symmetric[channel]) << (bit % 8);
+                }
+            }
+        }
+    }
+
+    /// Writes row `row` from its codes; `loaded` keeps the scale row from call to call.
+    pub(crate) fn dequantize_row(
+        &self,
+        scales: Scales<'_>,
+        row: usize,
+        symbols: &[u16],
+        loaded: &mut ScaleRow,
+        out: &mut [f32],
+    ) {
+        let dim = out.len();
+        let (pairs, span) = (self.base.pairs(dim), self.base.channels_per_pair(dim));
+        let layout = self.layout(scales.tokens, dim);
+        let scale_row = self.base.scale_row(row);
+        let start = layout.mask_bytes + scale_row * layout.row_bytes;
+        let scale_bytes = &scales.bytes[start..][..layout.row_bytes];
+        let (words, steps) = scale_bytes.split_at(pairs * layout.word_bytes);
+        if loaded.row != Some(scale_row) {
+            spread_steps(steps, span, &mut loaded.steps[..dim]);
+            for (pair, word) in words.chunks_exact(layout.word_bytes).enumerate() {
+                let group = scale_row * pairs + pair;
+                let symmetric = scales.bytes[group / 8] >> (group % 8) & 1;
+                let zero = f32::from_le_bytes([word[0], word[1], word[2], word[3]]);
+                let channels = pair * span..dim.min((pair + 1) * span);
+                loaded.signed[channels.clone()].fill(symmetric);
+                loaded.minima[channels].fill(if symmetric == 1 { 0.0 } else { zero });
+            }
+            loaded.row = Some(scale_row);
+        }
+        let first_bit = (row - scale_row * self.base.rows_per_scale(scales.tokens)) * span;
+        let values = out.iter_mut().zip(symbols).zip(&loaded.steps);
+        for ((out, symbol), step) in values {
+            *out = f32::from(*symbol) * step;
+        }
+        // Signs and zero points; adding zero to a negative magnitude leaves it alone.
+        let words = words.chunks_exact(layout.word_bytes);
+        for ((out, word), first) in out.chunks_mut(span).zip(words).zip((0..dim).step_by(span)) {
+            let (zero, symmetric) = (loaded.minima[first], loaded.signed[first]);
+            for (bit, out) in (first_bit..).zip(out) {
+                let negative = u32::from(word[bit / 8] >> (bit % 8) & symmetric) << 31;
+                *out = f32::from_bits(out.to_bits() | negative) + zero;
+            }
+        }
+    }
+}
+
+impl Levels {
+    fn new() -> Self {
+        let zeros = [0.0; DIM_MAX];
+        Self { zeros, steps: zeros, inverse: zeros, errors: zeros }
+    }
+
+    fn set(&mut self, channels: Range<usize>, zero: f32, step: f32) {
+        self.zeros[channels.clone()].fill(zero);
+        self.steps[channels.clone()].fill(step);
+        // A step of zero has a single code.
+        self.inverse[channels].fill(if step > 0.0 { step.recip() } else { 0.0 });
+    }
+
+    fn copy_channels(&mut self, other: &Self, channels: Range<usize>) {
+        self.zeros[channels.clone()].copy_from_slice(&other.zeros[channels.clone()]);
+        self.steps[channels.clone()].copy_from_slice(&other.steps[channels.clone()]);
+        self.inverse[channels.clone()].copy_from_slice(&other.inverse[channels]);
+    }
+
+    /// Squared errors of each channel over `rows`.
+    fn add_errors(&mut self, rows: &[f32], dim: usize, top: f32) {
+        let Self { zeros, steps, inverse, errors } = self;
+        errors[..dim].fill(0.0);
+        for row in rows.chunks_exact(dim) {
+            let levels = zeros.iter().zip(steps.iter()).zip(inverse.iter());
+            for ((x, sum), ((zero, step), inverse)) in row.iter().zip(errors.iter_mut()).zip(levels)
+            {
+                let distance = (x - zero).abs();
+                let level = ((distance * inverse).min(top) + ROUND) - ROUND;
+                let off = distance - level * step;
+                *sum += off * off;
+            }
+        }
+        for (error, step) in errors[..dim].iter_mut().zip(steps.iter()) {
+            // Of an infinite step it is no number.
+            *error = if step.is_finite() { *error } else { f32::INFINITY };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{GroupAxis, UniformStep};
+
+    fn hybrid(axis: GroupAxis, group: Option<u16>) -> Hybrid {
+        Hybrid { base: Uniform::new(UniformStep::Bits(2), axis, group, 3) }
+    }
+
+    /// Codes, scales and values of one page.
+    fn round_trip(hybrid: &Hybrid, rows: &[f32], dim: usize) -> (Vec<u8>, Vec<f32>) {
+        let (mut symbols, mut scales) = (Vec::new(), Vec::new());
+        hybrid.quantize(rows, dim, &mut symbols, &mut scales).unwrap();
+        let tokens = rows.len() / dim;
+        assert_eq!(scales.len(), hybrid.scale_bytes(tokens, dim));
+        let mut out = vec![0f32; rows.len()];
+        let mut loaded = ScaleRow::default();
+        for (row, (out, symbols)) in
+            out.chunks_exact_mut(dim).zip(symbols.chunks_exact(dim)).enumerate()
+        {
+            let scales = Scales { bytes: &scales, tokens };
+            hybrid.dequantize_row(scales, row, symbols, &mut loaded, out);
+        }
+        (scales, out)
+    }
+
+    #[test]
+    fn a_group_on_one_side_of_zero_is_asymmetric_and_one_around_it_is_symmetric() {
+        // Two groups of one row: what four levels from 10 to 13 hold exactly, and what seven
+        // levels around zero do.
+        let row = [10.0, 11.0, 12.0, 13.0, -3.0, -1.0, 2.0, 0.0];
+        let (scales, out) = round_trip(&hybrid(GroupAxis::Token, Some(4)), &row, 8);
+        assert_eq!(out, row);
+        assert_eq!(scales[0], 0b10);
+        assert_eq!(scales[1..5], 10f32.to_le_bytes());
+        assert_eq!(scales[5..9], [0b0011, 0, 0, 0]);
+        assert_eq!(scales[9..13], [0x00, 0x3C, 0x00, 0x3C]);
+    }
+
+    #[test]
+    fn words_have_a_bit_per_value_and_hold_a_zero_point() {
+        let bytes = |axis, group, tokens| hybrid(axis, group).scale_bytes(tokens, 128);
+        // Mask, words and steps of 256 groups of 32, as InnerQ counts them.
+        assert_eq!(bytes(GroupAxis::Token, Some(32), 64), 256 / 8 + 256 * (4 + 2));
+        assert_eq!(bytes(GroupAxis::Channel, Some(32), 64), 256 / 8 + 256 * (4 + 2));
+        assert_eq!(bytes(GroupAxis::Channel, None, 64), 128 / 8 + 128 * (8 + 2));
+        assert_eq!(bytes(GroupAxis::Channel, Some(32), 3), 128 / 8 + 128 * (4 + 2));
+        assert_eq!(bytes(GroupAxis::Block, None, 64), 1 + 64 * 128 / 8 + 2);
+    }
+
+    #[test]
+    fn the_better_mode_is_taken_for_every_group() {
+        let value = |i: usize| ((i * 7919 % 1009) as f32 / 1009.0 - 0.4) * (1 + i % 3) as f32;
+        let rows: Vec<f32> = (0..40 * 32).map(value).collect();
+        for (axis, group) in [(GroupAxis::Token, Some(8)), (GroupAxis::Channel, Some(16))] {
+            let mixed = hybrid(axis, group);
+            let (_, out) = round_trip(&mixed, &rows, 32);
+            let squared = |index: &[usize]| -> f32 {
+                index.iter().map(|i| (out[*i] - rows[*i]).powi(2)).sum()
+            };
+            let [mut wide, mut even] = [Levels::new(), Levels::new()];
+            let share = mixed.base.rows_per_scale(40);
+            for (scale_row, part) in rows.chunks(share * 32).enumerate() {
+                mixed.fit(part, 32, 2.0, [&mut wide, &mut even]);
+                let span = mixed.base.channels_per_pair(32);
+                for pair in 0..mixed.base.pairs(32) {
+                    let members: Vec<usize> = (0..part.len())
+                        .filter(|i| i % 32 / span == pair)
+                        .map(|i| scale_row * share * 32 + i)
+                        .collect();
+                    let sum = |levels: &Levels| -> f32 {
+                        levels.errors[pair * span..(pair + 1) * span].iter().sum()
+                    };
+                    let least = sum(&wide).min(sum(&even));
+                    assert!((squared(&members) - least).abs() <= 1e-4 * (1e-3 + least));
+                }
+            }
+        }
+    }
+}

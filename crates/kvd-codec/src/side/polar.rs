@@ -1,0 +1,387 @@
+//! `polar(a=..,r=..)`: the two channels that RoPE turns together, as angle and radius (PolarQuant
+//! §3.2). Code `radius << a | angle`.
+//!
+//! The radius takes `2^r` levels from 0 to the pair's largest radius, without a zero point. The
+//! angle takes `2^a` directions; code 0 is the direction of the negative first axis, because the
+//! paper shifts `atan2` by π. Its decode (§3.3) lacks the shift back, which would negate every
+//! key; here the angle of a code is `π code / 2^(a-1) - π`.
+//!
+//! Scales: with `g=` one f16 step per pair for each `g` tokens, in rows of one step per pair.
+//! Without, none: the step follows from the pair's largest radius in the calibration, and what
+//! lies beyond is cut to it (the paper's clamp).
+
+use super::Unquantizable;
+use super::float::largest_magnitude;
+use super::uniform::{ROUND, ScaleRow, checked, f16_at_least};
+use half::f16;
+use kvd_core::{DType, Geometry, RopePairing};
+
+const PAIRS_MAX: usize = Geometry::HEAD_DIM_MAX as usize / 2;
+/// A radius this many times the calibration's largest means that it was fitted on something else.
+const REACH: f32 = 4.0;
+
+/// Which channels form a pair.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Pairs(RopePairing);
+
+impl Pairs {
+    pub(crate) fn new(pairing: RopePairing) -> Self {
+        Self(pairing)
+    }
+
+    /// Writes first and second channels of all pairs.
+    fn split(self, row: &[f32], x: &mut [f32], y: &mut [f32]) {
+        match self.0 {
+            RopePairing::Half => {
+                x.copy_from_slice(&row[..x.len()]);
+                y.copy_from_slice(&row[x.len()..]);
+            }
+            RopePairing::Interleaved => {
+                for ((x, y), [a, b]) in x.iter_mut().zip(y).zip(row.as_chunks::<2>().0) {
+                    (*x, *y) = (*a, *b);
+                }
+            }
+        }
+    }
+
+    /// Channels of a pair.
+    fn channels(self, pair: usize, pairs: usize) -> [usize; 2] {
+        match self.0 {
+            RopePairing::Half => [pair, pair + pairs],
+            RopePairing::Interleaved => [2 * pair, 2 * pair + 1],
+        }
+    }
+
+    /// Each pair's largest radius over `rows`, rounded up; `None` when one is beyond f16.
+    pub(crate) fn largest_radii(self, rows: &[f32], dim: usize) -> Option<Vec<f16>> {
+        let mut row = Polar2::new(dim / 2);
+        let mut largest = vec![0f32; dim / 2];
+        for values in rows.chunks_exact(dim) {
+            row.load(self, values);
+            row.raise(&mut largest);
+        }
+        let radii: Vec<f16> = largest.iter().map(|r| f16::from_f32(f16_at_least(*r))).collect();
+        radii.iter().all(|r| r.is_finite()).then_some(radii)
+    }
+}
+
+/// The pairs of one row.
+struct Polar2 {
+    x: [f32; PAIRS_MAX],
+    y: [f32; PAIRS_MAX],
+    radius: [f32; PAIRS_MAX],
+    pairs: usize,
+}
+
+impl Polar2 {
+    fn new(pairs: usize) -> Self {
+        let zeros = [0.0; PAIRS_MAX];
+        Self { x: zeros, y: zeros, radius: zeros, pairs }
+    }
+
+    fn load(&mut self, by: Pairs, row: &[f32]) {
+        let Self { x, y, radius, pairs } = self;
+        by.split(row, &mut x[..*pairs], &mut y[..*pairs]);
+        for ((radius, x), y) in radius[..*pairs].iter_mut().zip(x).zip(y) {
+            *radius = (*x * *x + *y * *y).sqrt();
+        }
+    }
+
+    fn raise(&self, largest: &mut [f32]) {
+        for (largest, radius) in largest.iter_mut().zip(&self.radius) {
+            *largest = if *radius > *largest { *radius } else { *largest };
+        }
+    }
+}
+
+/// A polar quantizer bound to a head.
+#[derive(Clone, Debug)]
+pub(crate) struct Polar {
+    pairs: Pairs,
+    angle_bits: u32,
+    radius_bits: u32,
+    scale: Scale,
+    /// Cosine and sine of each code's angle.
+    directions: Vec<[f32; 2]>,
+    /// Cosine and sine of the angles halfway between two codes, from 0 to 45 degrees.
+    halfway: Vec<[f32; 2]>,
+}
+
+/// Where the radius steps come from.
+#[derive(Clone, Debug)]
+enum Scale {
+    /// In the page, for so many tokens each.
+    Page(u16),
+    /// Steps of the calibration, and the largest radii that they are for.
+    Model { steps: Vec<f32>, reach: Vec<f32> },
+}
+
+impl Polar {
+    /// A quantizer whose pages hold a step per pair and `group` tokens.
+    pub(crate) fn with_groups(pairing: RopePairing, bits: [u8; 2], group: u16) -> Self {
+        Self::new(pairing, bits, Scale::Page(group))
+    }
+
+    /// A quantizer for pairs of at most `radii`; `None` when one of them is negative.
+    pub(crate) fn with_radii(pairing: RopePairing, bits: [u8; 2], radii: &[f16]) -> Option<Self> {
+        if radii.iter().any(|radius| !(*radius >= f16::ZERO && radius.is_finite())) {
+            return None;
+        }
+        let top = f32::from((1u16 << bits[1]) - 1);
+        let steps = radii.iter().map(|radius| radius.to_f32() / top).collect();
+        let reach = radii.iter().map(|radius| radius.to_f32() * REACH).collect();
+        Some(Self::new(pairing, bits, Scale::Model { steps, reach }))
+    }
+
+    fn new(pairing: RopePairing, [angle, radius]: [u8; 2], scale: Scale) -> Self {
+        let angle_bits = u32::from(angle);
+        // Of 2^(a+1) directions around the circle the even ones are codes.
+        let fine = circle(angle_bits + 1);
+        // Code 0 points to the negative first axis.
+        let directions = fine.iter().step_by(2).map(|[cos, sin]| [-cos, -sin]);
+        let directions = directions.map(|[cos, sin]| [cos as f32, sin as f32]).collect();
+        let octant = fine.len() / 8;
+        let halfway = fine.iter().take(octant + 1).skip(1).step_by(2);
+        let halfway = halfway.map(|[cos, sin]| [*cos as f32, *sin as f32]).collect();
+        let pairs = Pairs::new(pairing);
+        Self { pairs, angle_bits, radius_bits: radius.into(), scale, directions, halfway }
+    }
+
+    pub(crate) fn code_bits(&self) -> u32 {
+        self.angle_bits + self.radius_bits
+    }
+
+    /// Tokens that share a pair's step, where the page holds it.
+    pub(crate) fn group(&self) -> Option<u16> {
+        match self.scale {
+            Scale::Page(group) => Some(group),
+            Scale::Model { .. } => None,
+        }
+    }
+
+    /// Bytes of the steps of a page: an f16 per pair and group.
+    pub(crate) fn scale_bytes(group: Option<u16>, tokens: usize, dim: usize) -> usize {
+        group.map_or(0, |group| tokens.div_ceil(usize::from(group)) * dim)
+    }
+
+    /// Bytes kept from the calibration: an f16 per pair.
+    pub(crate) fn calibration_bytes(&self) -> u64 {
+        match &self.scale {
+            Scale::Page(_) => 0,
+            Scale::Model { steps, .. } => 2 * steps.len() as u64,
+        }
+    }
+
+    pub(crate) fn quantize(
+        &self,
+        rows: &[f32],
+        dim: usize,
+        symbols: &mut Vec<u16>,
+        scales: &mut Vec<u8>,
+    ) -> Result<(), Unquantizable> {
+        let absmax = largest_magnitude(rows)?;
+        let mut row = Polar2::new(dim / 2);
+        let mut buffer = [0f32; PAIRS_MAX];
+        let inverse = &mut buffer[..dim / 2];
+        symbols.reserve(rows.len() / 2);
+        let share = match &self.scale {
+            Scale::Page(group) => usize::from(*group) * dim,
+            Scale::Model { steps, reach } => {
+                self.check_reach(rows, dim, reach)?;
+                inverse.iter_mut().zip(steps).for_each(|(to, step)| *to = reciprocal(*step));
+                rows.len()
+            }
+        };
+        let top = f32::from((1u16 << self.radius_bits) - 1);
+        for rows in rows.chunks(share) {
+            if let Scale::Page(_) = self.scale {
+                inverse.fill(0.0);
+                for values in rows.chunks_exact(dim) {
+                    row.load(self.pairs, values);
+                    row.raise(inverse);
+                }
+                for largest in inverse.iter_mut() {
+                    let wanted = *largest / top;
+                    let step = checked(f16_at_least(wanted), wanted, absmax)?;
+                    scales.extend(f16::from_f32(step).to_le_bytes());
+                    *largest = reciprocal(step);
+                }
+            }
+            for values in rows.chunks_exact(dim) {
+                row.load(self.pairs, values);
+                self.codes(&row, inverse, top, symbols);
+            }
+        }
+        Ok(())
+    }
+
+    /// Refuses radii far beyond those of the calibration.
+    fn check_reach(&self, rows: &[f32], dim: usize, reach: &[f32]) -> Result<(), Unquantizable> {
+        let mut row = Polar2::new(dim / 2);
+        let mut largest = [0f32; PAIRS_MAX];
+        for values in rows.chunks_exact(dim) {
+            row.load(self.pairs, values);
+            row.raise(&mut largest[..dim / 2]);
+        }
+        let within = largest.iter().zip(reach).all(|(radius, reach)| radius <= reach);
+        if within { Ok(()) } else { Err(Unquantizable) }
+    }
+
+    /// Appends the codes of one row; `inverse` holds the steps' reciprocals.
+    fn codes(&self, row: &Polar2, inverse: &[f32], top: f32, symbols: &mut Vec<u16>) {
+        let bits = self.angle_bits;
+        let mask = (1u32 << bits) - 1;
+        let pairs = row.x[..row.pairs].iter().zip(&row.y).zip(&row.radius).zip(inverse);
+        symbols.extend(pairs.map(|(((x, y), radius), inverse)| {
+            let radius = ((radius * inverse).min(top) + ROUND).to_bits() as u16;
+            radius << bits | (self.angle(*x, *y) & mask) as u16
+        }));
+    }
+
+    /// The nearest direction of `(x, y)`, before it is brought into range. Counts the halfway
+    /// directions below it within the first octant, then unfolds the octants.
+    #[inline]
+    fn angle(&self, x: f32, y: f32) -> u32 {
+        let (across, along) = (x.abs().min(y.abs()), x.abs().max(y.abs()));
+        let passed = |[cos, sin]: &[f32; 2]| u32::from(across * cos > along * sin);
+        let mut code: u32 = self.halfway.iter().map(passed).sum();
+        let turn = 1u32 << self.angle_bits;
+        if self.angle_bits >= 2 && y.abs() > x.abs() {
+            code = turn / 4 - code;
+        }
+        if x < 0.0 {
+            code = turn / 2 - code;
+        }
+        if y < 0.0 {
+            code = turn - code;
+        }
+        // Half a turn, as in the paper.
+        code + turn / 2
+    }
+
+    /// Writes row `row` from its codes; `loaded` keeps the scale row from call to call.
+    pub(crate) fn dequantize_row(
+        &self,
+        scales: &[u8],
+        row: usize,
+        symbols: &[u16],
+        loaded: &mut ScaleRow,
+        out: &mut [f32],
+    ) {
+        let pairs = out.len() / 2;
+        let scale_row = match self.scale {
+            Scale::Page(group) => row / usize::from(group),
+            Scale::Model { .. } => 0,
+        };
+        if loaded.row != Some(scale_row) {
+            let steps = &mut loaded.steps[..pairs];
+            match &self.scale {
+                Scale::Page(_) => {
+                    DType::F16.widen(&scales[scale_row * pairs * 2..][..pairs * 2], steps);
+                }
+                Scale::Model { steps: fitted, .. } => steps.copy_from_slice(fitted),
+            }
+            loaded.row = Some(scale_row);
+        }
+        let mask = self.directions.len() - 1;
+        for (pair, (symbol, step)) in symbols.iter().zip(&loaded.steps).enumerate() {
+            let [cos, sin] = self.directions[usize::from(*symbol) & mask];
+            let radius = f32::from(symbol >> self.angle_bits) * step;
+            let [x, y] = self.pairs.channels(pair, pairs);
+            (out[x], out[y]) = (radius * cos, radius * sin);
+        }
+    }
+}
+
+fn reciprocal(step: f32) -> f32 {
+    if step > 0.0 { step.recip() } else { 0.0 }
+}
+
+/// Cosines and sines of `2^bits` angles around the circle, from 0. Made from square roots and
+/// products alone, which every machine rounds alike; a library's cosine is not.
+fn circle(bits: u32) -> Vec<[f64; 2]> {
+    // A half turn, then its halves.
+    let mut turns = vec![[-1f64, 0.0]];
+    for _ in 1..bits {
+        let [cos, sin] = turns[turns.len() - 1];
+        let half_cos = ((1.0 + cos) / 2.0).max(0.0).sqrt();
+        // Of a half turn by its cosine alone; then sin / (2 cos) loses nothing.
+        let half_sin = if cos < 0.0 { ((1.0 - cos) / 2.0).sqrt() } else { sin / (2.0 * half_cos) };
+        turns.push([half_cos, half_sin]);
+    }
+    let direction = |code: usize| {
+        let chosen =
+            turns.iter().enumerate().filter(|(i, _)| code >> (bits as usize - 1 - i) & 1 == 1);
+        chosen.fold([1f64, 0.0], |[c, s], (_, [cos, sin])| [c * cos - s * sin, s * cos + c * sin])
+    };
+    (0..1usize << bits).map(direction).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::f64::consts::PI;
+
+    #[test]
+    fn the_circle_is_the_circle() {
+        for bits in 1..=9 {
+            for (code, [cos, sin]) in circle(bits).into_iter().enumerate() {
+                let angle = 2.0 * PI * code as f64 / f64::from(1u32 << bits);
+                assert!((cos - angle.cos()).abs() < 1e-14, "{bits}: {code}");
+                assert!((sin - angle.sin()).abs() < 1e-14, "{bits}: {code}");
+            }
+        }
+    }
+
+    #[test]
+    fn angles_are_the_papers_rounded() {
+        for bits in 1..=8u8 {
+            let polar = Polar::with_groups(RopePairing::Half, [bits, 4], 64);
+            let turn = 1u32 << bits;
+            for step in 0..3600 {
+                // Off the ties.
+                let angle = (f64::from(step) + 0.37) * 2.0 * PI / 3600.0 - PI;
+                let (x, y) = ((3.0 * angle.cos()) as f32, (3.0 * angle.sin()) as f32);
+                let paper = f64::from(turn / 2) * (angle + PI) / PI;
+                let want = paper.round_ties_even() as u32 % turn;
+                assert_eq!(polar.angle(x, y) % turn, want, "{bits} bits, {angle}");
+                let [cos, sin] = polar.directions[want as usize];
+                let off = (f64::from(cos) - angle.cos()).hypot(f64::from(sin) - angle.sin());
+                assert!(off <= 1.001 * PI / f64::from(turn), "{bits} bits: {off}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_vector_keeps_its_direction_under_either_pairing() {
+        let row = [3.0, 0.0, -1.0, 0.5, 0.0, -2.0, -1.0, 0.5];
+        for pairing in [RopePairing::Half, RopePairing::Interleaved] {
+            let polar = Polar::with_groups(pairing, [8, 8], 64);
+            let (mut symbols, mut scales) = (Vec::new(), Vec::new());
+            polar.quantize(&row, 8, &mut symbols, &mut scales).unwrap();
+            assert_eq!((symbols.len(), scales.len()), (4, Polar::scale_bytes(polar.group(), 1, 8)));
+            let mut out = [0f32; 8];
+            polar.dequantize_row(&scales, 0, &symbols, &mut ScaleRow::default(), &mut out);
+            for (x, y) in row.iter().zip(&out) {
+                assert!((x - y).abs() < 0.05, "{pairing:?}: {row:?} became {out:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn radii_beyond_the_calibration_are_cut_and_far_beyond_refused() {
+        let radii = [f16::from_f32(5.0), f16::from_f32(1.0)];
+        let polar = Polar::with_radii(RopePairing::Half, [4, 4], &radii).unwrap();
+        let encode = |row: &[f32; 4]| {
+            let (mut symbols, mut scales) = (Vec::new(), Vec::new());
+            polar.quantize(row, 4, &mut symbols, &mut scales)?;
+            assert!(scales.is_empty());
+            let mut out = [0f32; 4];
+            polar.dequantize_row(&scales, 0, &symbols, &mut ScaleRow::default(), &mut out);
+            Ok::<_, Unquantizable>(out)
+        };
+        assert_eq!(encode(&[10.0, 0.0, 0.0, 2.0]).unwrap(), [5.0, 0.0, 0.0, 1.0]);
+        assert!(encode(&[20.1, 0.0, 0.0, 1.0]).is_err());
+        assert!(Polar::with_radii(RopePairing::Half, [4, 4], &[f16::from_f32(-1.0)]).is_none());
+    }
+}

@@ -1,0 +1,124 @@
+//! The accuracy contract: no checked page is over its bound, whatever the data.
+#![allow(clippy::unwrap_used, reason = "a test may fail")]
+
+mod common;
+
+use common::{calibrate, geometry, noise, rows};
+use kvd_codec::{BlockRows, EncodedBlock, ModelCodec, PageReader, Space, resolve};
+use kvd_core::{DType, LayerIndex, Side};
+use proptest::prelude::*;
+
+const LAYER: LayerIndex = LayerIndex(1);
+
+fn codec(text: &str) -> ModelCodec {
+    let geometry = geometry(32, DType::F16);
+    let spec = resolve(text).unwrap();
+    let calibration = calibrate(&geometry, &spec);
+    ModelCodec::new(geometry, spec, calibration.as_ref()).unwrap()
+}
+
+fn pages<'a>(bytes: &'a [u8], encoded: &'a EncodedBlock) -> impl Iterator<Item = &'a [u8]> {
+    let starts = std::iter::once(&0).chain(&encoded.page_ends);
+    starts.zip(&encoded.page_ends).map(|(start, end)| &bytes[*start as usize..*end as usize])
+}
+
+/// Relative error of a page against its rows.
+fn error(codec: &ModelCodec, reader: &PageReader<'_>, originals: &[f32], side: Side) -> f32 {
+    let mut coefficients = vec![0f32; originals.len()];
+    reader.decode_rows(0, originals.len() / 32, &mut coefficients).unwrap();
+    let head = codec.head(LAYER, side, usize::from(reader.header().head));
+    let (mut error, mut norm, mut value) = (0f32, 0f32, vec![0f32; 32]);
+    for (row, original) in coefficients.chunks_exact(32).zip(originals.chunks_exact(32)) {
+        match reader.space() {
+            Space::Raw => value.copy_from_slice(row),
+            Space::Coefficient => head.inverse(row, &mut value),
+        }
+        error += value.iter().zip(original).map(|(a, b)| (a - b).powi(2)).sum::<f32>();
+        norm += original.iter().map(|x| x * x).sum::<f32>();
+    }
+    if error == 0.0 { 0.0 } else { (error / norm).sqrt() }
+}
+
+#[test]
+fn data_unlike_the_calibration_falls_back_and_is_counted() {
+    let codec = codec("k=vq(d=4,b=8); v=vq(d=4,b=8); k.bound=0.4");
+    let mut k = rows(&codec.geometry().clone(), 64, 0);
+    // Head 1 is five times what the codebook was fitted on.
+    k[64 * 32..].iter_mut().for_each(|x| *x *= 5.0);
+    let block = BlockRows { tokens: 64, k: &k, v: &k };
+    let mut bytes = Vec::new();
+    let (encoded, checked) = codec.encode_block_checked(LAYER, &block, &mut bytes).unwrap();
+    assert_eq!(checked.over_bound, [1, 0]);
+    assert_eq!(encoded.fallback_pages, 0);
+    let kinds: Vec<(u8, bool)> = pages(&bytes, &encoded)
+        .enumerate()
+        .map(|(index, page)| {
+            let (side, head) = (Side::BOTH[index / 2], index % 2);
+            let reader = PageReader::open(&codec, LAYER, side, head, page).unwrap();
+            reader.verify().unwrap();
+            (reader.header().quantizer, reader.header().fallback)
+        })
+        .collect();
+    // The first rung, 4-bit codes, keeps the bound; values declare none.
+    assert_eq!(kinds, [(32, false), (16, true), (32, false), (32, false)]);
+    let stored = (checked.sums[0].0 / checked.sums[0].1).sqrt();
+    assert!(stored < 0.4, "{stored}");
+
+    let mut unchecked = Vec::new();
+    let plain = codec.encode_block(LAYER, &block, &mut unchecked).unwrap();
+    assert!(plain.key_bytes < encoded.key_bytes && plain.value_bytes == encoded.value_bytes);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    #[test]
+    fn no_checked_page_is_over_its_bound(
+        seed in 0usize..1000,
+        tokens in 1usize..=64,
+        scale in prop_oneof![Just(0f32), Just(1e-6), Just(0.01), Just(1.0), Just(9.0), Just(3e4)],
+        outlier in prop_oneof![Just(1f32), Just(300.0)],
+        bound in prop_oneof![Just(0.5f32), Just(0.1), Just(0.03), Just(0.0005)],
+        text in prop::sample::select(vec![
+            "k=vq(d=4,b=4); v=vq(d=4,b=4)",
+            "k=mean+pca/grid(rate=2)/huffman; v=mean+pca/grid(rate=2)/huffman",
+            "k=uniform(b=2,axis=channel)/huffman; v=uniform(b=2,axis=token)",
+            "k=fp8; v=raw",
+        ]),
+    ) {
+        let mut codec = codec(&format!("{text}; k.bound={bound}; v.bound={bound}"));
+        let spread = |i: usize| if i % 32 == 3 { scale * outlier } else { scale };
+        let value = |i: usize| noise(seed * 977 + i) * spread(i);
+        let k: Vec<f32> =
+            (0..2 * tokens * 32).map(|i| common::round(value(i).clamp(-6e4, 6e4))).collect();
+        let block = BlockRows { tokens, k: &k, v: &k };
+        codec.train_tables(LAYER, &[block]).unwrap();
+        let mut bytes = Vec::new();
+        let (encoded, _) = codec.encode_block_checked(LAYER, &block, &mut bytes).unwrap();
+        for (index, page) in pages(&bytes, &encoded).enumerate() {
+            let (side, head) = (Side::BOTH[index / 2], index % 2);
+            let reader = PageReader::open(&codec, LAYER, side, head, page).unwrap();
+            let originals = &k[head * tokens * 32..][..tokens * 32];
+            let error = error(&codec, &reader, originals, side);
+            prop_assert!(error <= bound * 1.001, "{side} head {head}: {error}");
+        }
+    }
+}
+
+#[test]
+fn bounds_are_part_of_the_text() {
+    let spec = resolve("k=raw; v=raw; v.bound=0.25; k.bound=1").unwrap();
+    assert_eq!(spec.bounds, [Some(1.0), Some(0.25)]);
+    assert_eq!(spec.to_string(), "k=raw; v=raw; k.bound=1; v.bound=0.25");
+    for (text, position, part) in [
+        ("k=raw; v=raw; k.bound=0", 22, "above 0"),
+        ("k=raw; v=raw; k.bound=1.5", 22, "at most 1"),
+        ("k=raw; v=raw; k.bound=NaN", 22, "at most 1"),
+        ("k=raw; v=raw; k.bound=x", 22, "no number"),
+        ("k=raw; v=raw; bound=1", 14, "is not k, v"),
+        ("k=raw; v=raw; k.bound=1; k.bound=1", 25, "twice"),
+    ] {
+        let error = resolve(text).unwrap_err();
+        assert!(error.message.contains(part) && error.position == position, "{text}: {error}");
+    }
+}

@@ -1,0 +1,51 @@
+//! What a spec says a page takes is what the page takes.
+#![allow(clippy::unwrap_used, reason = "a test may fail")]
+
+mod common;
+
+use common::{SPECS, codec, geometry, rows};
+use kvd_codec::{BlockRows, resolve};
+use kvd_core::{DType, LayerIndex, Side};
+
+#[test]
+fn implied_bits_are_those_of_stored_pages() {
+    for text in SPECS {
+        for dim in [32, 80, 128] {
+            let geometry = geometry(dim, DType::F16);
+            let k = rows(&geometry, 64, 1);
+            let block = BlockRows { tokens: 64, k: &k, v: &k };
+            let codec = codec(&geometry, text, &block);
+            let encoded = codec.encode_block(LayerIndex(0), &block, &mut Vec::new()).unwrap();
+            assert_eq!(encoded.fallback_pages, 0, "{text}");
+            let spec = resolve(text).unwrap();
+            let implied = Side::BOTH.map(|side| spec.side(side).implied_bits(&geometry, side));
+            // Two heads of each side.
+            let bytes = |bits: f64| (bits * f64::from(64 * dim) * 2.0 / 8.0).round() as u64;
+            let [k, v] = implied;
+            assert_eq!(encoded.parts.scales, bytes(k.scales + v.scales), "{text} dim {dim}");
+            assert_eq!(encoded.parts.offsets, bytes(k.offsets + v.offsets), "{text} dim {dim}");
+            match (k.codes, v.codes) {
+                (Some(k_codes), Some(v_codes)) => {
+                    assert_eq!(encoded.parts.codes, bytes(k_codes + v_codes), "{text} dim {dim}");
+                    assert_eq!(encoded.parts.header, bytes(k.header + v.header), "{text}");
+                    let total = bytes(k.total().unwrap() + v.total().unwrap());
+                    assert_eq!(encoded.parts.total(), total, "{text} dim {dim}");
+                }
+                // Padding is not known before the codes are.
+                _ => assert!(encoded.parts.header >= bytes(k.header + v.header), "{text}"),
+            }
+        }
+    }
+}
+
+#[test]
+fn they_read_as_a_sum() {
+    let geometry = geometry(128, DType::F16);
+    let text = |spec: &str| {
+        resolve(spec).unwrap().side(Side::Key).implied_bits(&geometry, Side::Key).to_string()
+    };
+    assert_eq!(text("innerq-2"), "2.000 codes + 1.531 scales + 0.031 header = 3.562");
+    assert_eq!(text("raw"), "16.000 codes + 0.031 header = 16.031");
+    let kvcomp = "codes depend on the data + 0.004 scales + 0.016 offsets + 0.031 header";
+    assert_eq!(text("kvcomp"), kvcomp);
+}
