@@ -8,7 +8,7 @@ use crate::side::polar::Pairs;
 use crate::transform::Step;
 use crate::{
     Calibration, CalibrationError, CodecError, CodecSpec, Quantizer, Samples, SideSpec, Transform,
-    covariance,
+    covariance, levels,
 };
 use half::f16;
 use kvd_core::{Geometry, LayerIndex, Side};
@@ -143,7 +143,8 @@ impl Place {
         // Hashed through the generator, so that neighbouring heads do not share draws.
         let mut rng = Rng(Rng(seed).next() ^ place.wrapping_mul(0xA24B_AED4_963E_E407));
         let points = subsample(rows, books.dim, &mut rng);
-        let entries = kmeans::fit(&points, books.dim, books.entries, &mut rng);
+        let mut entries = kmeans::fit(&points, books.dim, books.entries, &mut rng);
+        levels::snap(&mut entries);
         let limit = f16::MAX.to_f32();
         if !entries.iter().all(|v| v.abs() <= limit) {
             return Err(self.out_of_range());

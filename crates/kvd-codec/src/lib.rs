@@ -20,6 +20,7 @@ mod fit_grid;
 mod huffman;
 mod implied;
 mod kmeans;
+mod levels;
 mod model;
 mod page;
 mod parse;
@@ -45,8 +46,8 @@ pub use policy::Override;
 pub use preset::{Preset, preset, presets, resolve};
 pub use reader::{FixedCodes, PageReader, Space};
 pub use samples::Samples;
-pub use side::HeadSide;
 pub use side::vq::Codebook;
+pub use side::{HeadSide, UniformGroups};
 pub use spec::{
     CodecSpec, Entropy, FloatFormat, GroupAxis, Quantizer, SideSpec, Transform, UniformMode,
     UniformStep,

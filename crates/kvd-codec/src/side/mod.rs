@@ -19,6 +19,7 @@ use lloyd::Lloyd;
 use polar::Polar;
 use std::sync::Arc;
 use symmetric::Symmetric;
+pub use uniform::UniformGroups;
 use uniform::{ScaleRow, Uniform};
 use vq::Codebook;
 
@@ -176,6 +177,15 @@ impl HeadSide {
             HeadQuantizer::Lloyd(_) => id::LLOYD,
             HeadQuantizer::Vq(_) => id::VQ,
             HeadQuantizer::Grid(_) => id::GRID,
+        }
+    }
+
+    /// How the head's values are grouped, when its levels are uniform from a minimum on.
+    #[must_use]
+    pub fn uniform(&self) -> Option<UniformGroups> {
+        match &self.quantizer {
+            HeadQuantizer::Uniform(uniform) => Some(uniform.groups_of_side()),
+            _ => None,
         }
     }
 

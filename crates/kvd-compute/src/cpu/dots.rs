@@ -34,17 +34,26 @@ impl Lookup {
         Self { dims: 1, bits: 8, tables: Vec::new(), scale: 1.0 }
     }
 
-    /// Codes name entries (`[2^bits, dims]`, finite), rounded to 255 levels of the largest.
-    pub(crate) fn table(dims: usize, bits: u32, entries: &[f32]) -> Self {
+    /// Codes name entries (`[2^bits, dims]`, finite) whose values lie on 255 levels, as fitted
+    /// codebooks do; `None` for others, which bytes would change.
+    pub(crate) fn table(dims: usize, bits: u32, entries: &[f32]) -> Option<Self> {
         let largest = entries.iter().fold(0f32, |m, value| m.max(value.abs()));
-        let scale = if largest > 0.0 { largest / 127.0 } else { 1.0 };
+        let scale = largest / 127.0;
+        if !scale.is_normal() {
+            return None;
+        }
+        // A level that was rounded to f16 is off by 2^-11 of itself: 127 by 0.062.
+        let level = |value: f32| (value / scale, (value / scale).round());
+        let off = |(exact, rounded): (f32, f32)| (exact - rounded).abs() > 0.07;
+        if entries.iter().any(|value| off(level(*value))) {
+            return None;
+        }
         let count = entries.len() / dims;
         let value = |code: usize, dim: usize| {
-            let value = entries[code % count * dims + dim] / scale;
-            (value.round() as i32 + BIAS) as u8
+            (level(entries[code % count * dims + dim]).1 as i32 + BIAS) as u8
         };
         let table = |dim| std::array::from_fn(|code| value(code, dim));
-        Self { dims, bits, tables: (0..dims).map(table).collect(), scale }
+        Some(Self { dims, bits, tables: (0..dims).map(table).collect(), scale })
     }
 
     /// Value of channel `dim` of `code`.
@@ -299,7 +308,9 @@ mod tests {
     fn lookups() -> Vec<Lookup> {
         let mut lookups = vec![Lookup::identity()];
         for (dims, bits) in [(2, 4), (4, 5), (4, 6), (2, 7), (4, 8), (8, 8), (1, 4)] {
-            lookups.push(Lookup::table(dims, bits, &waves(dims << bits, 3)));
+            let levels = (0..dims << bits).map(|i| (i * 89 % 255) as f32 - 127.0);
+            let levels: Vec<f32> = levels.collect();
+            lookups.push(Lookup::table(dims, bits, &levels).unwrap());
         }
         lookups
     }
@@ -383,6 +394,13 @@ mod tests {
                 assert_eq!(out[..TILE], [sign * (255.0 * 16383.0 * 512.0); 32], "{simd:?}");
             }
         }
+    }
+
+    #[test]
+    fn entries_off_their_levels_have_no_table() {
+        assert!(Lookup::table(1, 1, &[1.27, -0.33]).is_some());
+        assert!(Lookup::table(1, 1, &[1.27, -0.335]).is_none());
+        assert!(Lookup::table(1, 1, &[0.0, 0.0]).is_none());
     }
 
     #[test]

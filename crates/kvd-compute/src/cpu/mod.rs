@@ -2,10 +2,13 @@
 
 mod arena;
 mod attend;
+#[cfg(test)]
+mod conformance;
 mod dots;
 #[cfg(target_arch = "x86_64")]
 mod dots_x86;
 mod encode;
+mod fused;
 mod rows;
 mod scores;
 mod simd;
@@ -13,6 +16,7 @@ mod softmax;
 #[cfg(test)]
 mod tests;
 mod tile;
+mod uniform;
 mod unit;
 mod vq;
 

@@ -3,13 +3,13 @@
 //! kernel where it has one, else over rows decoded to f32.
 
 use super::attend::{Job, Unit, group, payload_row};
-use super::dots::TileCodes;
+use super::fused::{Keys, Place, Values};
 use super::scores::{SPAN, Scores, TILE};
-use super::simd::{self, Simd, per_level};
+use super::simd;
+use super::softmax;
 use super::tile::{Rows, Span, spans};
-use super::{softmax, vq};
 use crate::{BackendError, PartialState, PlanPart};
-use kvd_codec::{CodeLayout, FixedCodes, HeadSide, Space};
+use kvd_codec::{HeadSide, Space};
 use kvd_core::Side;
 
 /// The queries of a unit, once as given and once folded into coefficient space.
@@ -46,8 +46,8 @@ struct Walk<'a> {
     queries: Queries,
     states: Vec<PartialState>,
     scores: Scores,
-    keys: Option<vq::Keys>,
-    values: Option<vq::Values>,
+    keys: Option<Keys>,
+    values: Option<Values>,
     /// Sums of the fused value side, `[rows, dim]` in its order.
     sums: Vec<f32>,
     /// Codes of a span, a byte each.
@@ -64,8 +64,8 @@ pub(super) fn run(job: &Job<'_>, unit: &Unit<'_>) -> Result<Vec<PartialState>, B
     let queries = Queries::new(job, unit, key_side);
     let rows = queries.offsets.len();
     let dim_v = value_side.dim();
-    let keys = vq::Keys::new(job.simd, key_side, &queries.folded);
-    let values = vq::Values::new(job.simd, value_side);
+    let keys = Keys::new(job.simd, key_side, &queries.folded);
+    let values = Values::new(job.simd, value_side);
     let mut walk = Walk {
         job,
         unit,
@@ -127,10 +127,9 @@ impl<'a> Walk<'a> {
     fn score(&mut self, rows: &Rows<'_>, span: &Span) -> Result<(), BackendError> {
         for tile in span.tiles() {
             self.prefetch();
-            if let (Some(keys), Some(page)) = (&self.keys, rows.full_tile(span, tile)) {
-                let place = (span.tile(tile), 1);
-                let codes = plane(self.job.simd, &page, Side::Key, place, &mut self.codes);
-                keys.tile(self.job.simd, codes, tile, &mut self.scores);
+            if let (Some(keys), Some(page)) = (&mut self.keys, rows.full_tile(span, tile)) {
+                let place = Place { page, in_page: span.tile(tile), in_span: tile };
+                keys.tile(self.job.simd, place, &mut self.codes, &mut self.scores);
                 continue;
             }
             let wanted = span.wanted_of(tile);
@@ -189,10 +188,9 @@ impl<'a> Walk<'a> {
             let full = tiles.clone().take_while(|tile| rows.full_tile(span, *tile).is_some());
             let count = full.count();
             if let Some(page) = rows.full_tile(span, tiles.start).filter(|_| count > 0) {
-                let place = (span.tile(tiles.start), count);
-                let codes = plane(self.job.simd, &page, Side::Value, place, &mut self.codes);
-                let fused = tiles.start..tiles.start + count;
-                values.tiles(self.job.simd, codes, fused, &self.scores, &mut self.sums);
+                let place = Place { page, in_page: span.tile(tiles.start), in_span: tiles.start };
+                let (codes, sums) = (&mut self.codes, &mut self.sums);
+                values.tiles(self.job.simd, (place, count), codes, &self.scores, sums);
                 tiles.start += count;
             }
         }
@@ -242,33 +240,4 @@ impl<'a> Walk<'a> {
         }
         self.states
     }
-}
-
-/// The codes of `count` tiles from `first` on, in one plane: as they lie, or else a byte each.
-fn plane<'a>(
-    simd: Simd,
-    page: &FixedCodes<'a>,
-    side: Side,
-    (first, count): (usize, usize),
-    buffer: &'a mut [u8],
-) -> TileCodes<'a> {
-    let (layout, per_row, width) = (page.layout, page.layout.per_row(), page.layout.bits());
-    // Groups of keys share bytes only if their number allows it.
-    let whole = side == Side::Value || (per_row * width as usize).is_multiple_of(32);
-    if width.is_power_of_two() && whole {
-        let bytes = layout.tile(first).start..layout.tile(first + count - 1).end;
-        return TileCodes { bytes: &page.codes[bytes], width, per_row };
-    }
-    let buffer = &mut buffer[..count * TILE * per_row];
-    for (tile, out) in (first..).zip(buffer.chunks_exact_mut(TILE * per_row)) {
-        unpack_tile(simd, layout, &page.codes[layout.tile(tile)], out);
-    }
-    TileCodes { bytes: buffer, width: 8, per_row }
-}
-
-per_level!(fn unpack_tile(layout: CodeLayout, codes: &[u8], out: &mut [u8]) = unpack_tile_body);
-
-#[inline(always)]
-fn unpack_tile_body(layout: CodeLayout, codes: &[u8], out: &mut [u8]) {
-    layout.unpack_tile(codes, out);
 }

@@ -1,9 +1,8 @@
 //! Vector-quantized sides, straight from their codes: an entry's channels are looked up as bytes
 //! in registers and multiplied there; rows of K or V never exist.
 //!
-//! Entries are rounded to 255 levels of the codebook's largest magnitude; `fit` puts entries on
-//! such levels, so for its codebooks that is exact to f16. A score is an exact integer times the
-//! product of both units.
+//! Entries are held as bytes; `fit` puts them on 255 levels, so nothing is lost but their rounding
+//! to f16. Other codebooks take the generic path. A score is an exact integer times a unit.
 
 use super::dots::{Lookup, Parts, ROWS, Target, TileCodes, key_dots, value_dots};
 use super::scores::{Scores, TILE};
@@ -19,7 +18,7 @@ fn lookup(simd: Simd, side: &HeadSide) -> Option<(Lookup, usize)> {
     if !count.is_power_of_two() || count > 256 || !per_row.is_multiple_of(4) {
         return None;
     }
-    let lookup = Lookup::table(book.dim(), count.ilog2(), book.entries());
+    let lookup = Lookup::table(book.dim(), count.ilog2(), book.entries())?;
     lookup.is_fast(simd).then_some((lookup, per_row))
 }
 
