@@ -48,7 +48,8 @@ pub(crate) fn page(plan: &PagePlan<'_>, scratch: &mut Scratch, out: &mut Vec<u8>
     let stage = if side.rung { Stage::Fixed } else { stage };
     let start = out.len();
     out.resize(start + HEADER_BYTES, 0);
-    let (mut parts, fallback) = match payload((side, place.side), rows, stage, scratch, out) {
+    let part = (side, place.side, dtype);
+    let (mut parts, fallback) = match payload(part, rows, stage, scratch, out) {
         Ok(parts) => (parts, false),
         Err(Unquantizable) => {
             out.truncate(start + HEADER_BYTES);
@@ -81,7 +82,7 @@ pub(crate) fn page(plan: &PagePlan<'_>, scratch: &mut Scratch, out: &mut Vec<u8>
 }
 
 fn payload(
-    (side, of): (&HeadSide, Side),
+    (side, of, dtype): (&HeadSide, Side, DType),
     rows: &[f32],
     stage: Stage<'_>,
     scratch: &mut Scratch,
@@ -99,6 +100,14 @@ fn payload(
         let offsets = grid.encode(coefficients, side.dim(), out)?;
         let codes = (out.len() - start) as u64 - offsets;
         return Ok(PageBytes { offsets, codes, ..PageBytes::default() });
+    }
+    if let HeadQuantizer::BitAlloc(bitalloc) = &side.quantizer {
+        let coefficients = forward(side, rows, &mut scratch.coefficients);
+        let start = out.len();
+        let raw = rows.len() * dtype.size_bytes();
+        let scales = bitalloc.encode(coefficients, raw, out)?;
+        let codes = (out.len() - start) as u64 - scales;
+        return Ok(PageBytes { scales, codes, ..PageBytes::default() });
     }
     quantize(side, rows, scratch)?;
     let mut parts = PageBytes { scales: scratch.scales.len() as u64, ..PageBytes::default() };

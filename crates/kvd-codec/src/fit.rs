@@ -1,6 +1,7 @@
 //! Fits what a codec needs to samples of a model's K and V.
 
 use crate::calibration::{Codebooks, SideCalibration};
+use crate::fit_bitalloc;
 use crate::fit_grid::{self, GridHead};
 use crate::kmeans::{self, Rng};
 use crate::rotation::Rotation;
@@ -16,7 +17,7 @@ use kvd_core::{Geometry, LayerIndex, Side};
 /// Sub-vectors per head that k-means looks at.
 const POINTS_MAX: usize = 1 << 16;
 
-/// Under a grid, one of so many rows is held out of the transforms.
+/// Under a grid or a bit allocation, one of so many rows is held out of the transforms.
 const HELD_OUT: usize = 4;
 
 /// How far a fit has come.
@@ -92,7 +93,7 @@ fn fit_side(
         for head in 0..geometry.kv_heads as usize {
             let place = Place { layer, side, head };
             let mut head = HeadFit::new(place, samples, geometry.head_dim(side))?;
-            if let Quantizer::Grid { .. } = side_spec.quantizer {
+            if side_spec.quantizer.fits_coefficients() {
                 head.hold_out();
             }
             for transform in &side_spec.transforms {
@@ -105,16 +106,37 @@ fn fit_side(
             if let Some(books) = &mut fitted.codebooks {
                 place.codebook(&head.rows, seed, books)?;
             }
-            if let Quantizer::Grid { .. } = side_spec.quantizer {
+            if side_spec.quantizer.fits_coefficients() {
                 grid_heads.push(head.into_grid_head());
             }
             one_more();
         }
     }
-    if let Quantizer::Grid { rate } = side_spec.quantizer {
-        fitted.grid = Some(fit_grid::fit(geometry, side, rate, &grid_heads)?);
+    match side_spec.quantizer {
+        Quantizer::Grid { rate } => {
+            fitted.grid = Some(fit_grid::fit(geometry, side, rate, &grid_heads)?);
+        }
+        Quantizer::BitAlloc { bits } => {
+            let matrix_is_last =
+                matches!(side_spec.transforms.last(), Some(Transform::Pca | Transform::QueryPca));
+            let asked = (bits, matrix_is_last);
+            let allocated = fit_bitalloc::fit(geometry, side, asked, &grid_heads)?;
+            permute_rows(&mut fitted.matrix, geometry.head_dim(side), &allocated.orders);
+            fitted.bitalloc = Some(allocated.tensors);
+        }
+        _ => {}
     }
     Ok(fitted)
+}
+
+/// Brings the rows of every head's matrix into its order; without matrices there is nothing to do.
+fn permute_rows(matrices: &mut [f16], dim: usize, orders: &[Vec<usize>]) {
+    for (matrix, order) in matrices.chunks_exact_mut(dim * dim).zip(orders) {
+        let rows = matrix.to_vec();
+        for (row, from) in matrix.chunks_exact_mut(dim).zip(order) {
+            row.copy_from_slice(&rows[from * dim..][..dim]);
+        }
+    }
 }
 
 /// The head that is being fitted.

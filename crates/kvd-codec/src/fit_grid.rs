@@ -27,12 +27,13 @@ pub(crate) struct GridHead {
     pub(crate) weight: Option<f64>,
 }
 
-/// What coding needs to know of a head.
-struct Head<'a> {
-    rows: Vec<&'a [f32]>,
+/// What coding needs to know of a head's samples.
+pub(crate) struct Head<'a> {
+    pub(crate) rows: Vec<&'a [f32]>,
     /// Root mean square of each coefficient.
-    spreads: Vec<f64>,
-    weight: f64,
+    pub(crate) spreads: Vec<f64>,
+    /// Error of the head's coefficients in relation to other heads.
+    pub(crate) weight: f64,
 }
 
 /// A side coded with one relative step.
@@ -91,7 +92,7 @@ fn overhead(geometry: &Geometry, side: Side) -> f64 {
     page / (f64::from(geometry.block_tokens) * dim) + stream / (ROWS_PER_STREAM as f64 * dim)
 }
 
-fn layer_heads(heads: &[GridHead], dim: usize) -> Vec<Head<'_>> {
+pub(crate) fn layer_heads(heads: &[GridHead], dim: usize) -> Vec<Head<'_>> {
     let spreads: Vec<Vec<f64>> = heads.iter().map(|head| spreads(head, dim)).collect();
     let energy: f64 = spreads.iter().flatten().map(|spread| spread * spread).sum();
     let rms = (energy / (dim * heads.len()) as f64).sqrt();

@@ -82,6 +82,10 @@ impl SideSpec {
         {
             return tokens * dim * dtype.size_bytes();
         }
+        if let Quantizer::BitAlloc { bits } = self.quantizer {
+            // The mean over the side's heads, outliers apart.
+            return (f64::from(bits) * (tokens * dim) as f64 / 8.0) as usize;
+        }
         let codes = self.quantizer.alphabet().expect("only floats and grids have no alphabet");
         let per_row = dim / self.quantizer.channels_per_code();
         let bits = u32::BITS - (codes - 1).leading_zeros();
@@ -94,7 +98,7 @@ impl Quantizer {
     fn scale_bytes(&self, tokens: usize, dim: usize) -> usize {
         match *self {
             Self::Float(FloatFormat::E4M3) => E4M3_SCALE_BYTES,
-            Self::Float(_) | Self::Vq { .. } | Self::Grid { .. } => 0,
+            Self::Float(_) | Self::Vq { .. } | Self::Grid { .. } | Self::BitAlloc { .. } => 0,
             Self::Uniform { step, axis, group, mode } => {
                 let base = Uniform::new(step, axis, group, (step.levels() - 1) as u16);
                 match mode {

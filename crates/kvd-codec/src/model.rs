@@ -1,14 +1,14 @@
 //! A codec bound to a model: one [`HeadSide`] per layer, side and KV head.
 
-use crate::calibration::LAYER_TABLE_BYTES;
 use crate::contract::Ladder;
 use crate::encode::{self, EncodedPage, PagePlan, Scratch, Stage};
 use crate::huffman::HuffmanTable;
+use crate::multi_symbol::TrainedTable;
 use crate::side::bind::HeadPlace;
 use crate::side::float::largest;
 use crate::{Calibration, CodecError, CodecSpec, HeadSide, SideSpec};
 use kvd_core::{Geometry, LayerIndex, Side};
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::ops::AddAssign;
 
 /// A codec, a geometry and what calibration gave it: encodes blocks, and serves readers.
@@ -18,7 +18,7 @@ pub struct ModelCodec {
     spec: CodecSpec,
     heads: Vec<HeadSide>,
     /// Per layer, side and variant: every Huffman table so far; version `n` is at index `n - 1`.
-    tables: Vec<Vec<HuffmanTable>>,
+    tables: Vec<Vec<TrainedTable>>,
     /// Variants that `tables` has room for, per side.
     variants: usize,
     pub(crate) ladder: Ladder,
@@ -54,7 +54,7 @@ pub struct PageBytes {
     pub header: u64,
     /// Codes, or raw floats.
     pub codes: u64,
-    /// Scales and minima.
+    /// Scales and minima, and outliers kept apart.
     pub scales: u64,
     /// Lengths of entropy-coded streams.
     pub offsets: u64,
@@ -122,7 +122,7 @@ impl ModelCodec {
             }
         }
         let per_head: u64 = heads.iter().map(HeadSide::calibration_bytes).sum();
-        let calibration_bytes = per_head + grid_table_bytes(&heads, geometry.kv_heads as usize);
+        let calibration_bytes = per_head + shared_bytes(&heads, geometry.kv_heads as usize);
         let variants = Side::BOTH.map(|side| spec.variants(side).len()).into_iter().max();
         let variants = variants.expect("there are two sides");
         let tables = vec![Vec::new(); 2 * geometry.layers as usize * variants];
@@ -162,7 +162,7 @@ impl ModelCodec {
     /// Bytes of all Huffman tables: one code length per symbol.
     #[must_use]
     pub fn table_bytes(&self) -> u64 {
-        self.tables.iter().flatten().map(HuffmanTable::size_bytes).sum()
+        self.tables.iter().flatten().map(|table| table.code.size_bytes()).sum()
     }
 
     /// Whether a side of that layer uses Huffman and has no table yet. False outside the
@@ -183,7 +183,7 @@ impl ModelCodec {
         (layer, side): (LayerIndex, Side),
         head: &HeadSide,
         version: u16,
-    ) -> Option<&HuffmanTable> {
+    ) -> Option<&TrainedTable> {
         let index = usize::from(version).checked_sub(1)?;
         self.tables.get(self.table_index(layer, side, head))?.get(index)
     }
@@ -243,7 +243,7 @@ impl ModelCodec {
         if versions.len() == usize::from(u16::MAX) {
             return Err(CodecError::TableVersions { layer: layer.0 });
         }
-        versions.push(HuffmanTable::new(&counts));
+        versions.push(TrainedTable::new(HuffmanTable::new(&counts)));
         Ok(())
     }
 
@@ -308,7 +308,7 @@ impl ModelCodec {
         let versions = &self.tables[self.table_index(layer, side, head)];
         match versions.last() {
             Some(table) if head.trained_tables => {
-                Stage::Huffman { table, version: versions.len() as u16 }
+                Stage::Huffman { table: &table.code, version: versions.len() as u16 }
             }
             _ => Stage::Fixed,
         }
@@ -359,11 +359,13 @@ impl ModelCodec {
     }
 }
 
-/// Grid tables are per layer, side and variant, shared by the heads.
-fn grid_table_bytes(heads: &[HeadSide], kv_heads: usize) -> u64 {
-    let tables = |side: &[HeadSide]| {
-        let grids = side.iter().filter(|head| head.is_grid()).map(|head| head.variant);
-        (grids.collect::<BTreeSet<_>>().len() * LAYER_TABLE_BYTES) as u64
+/// Bytes of what heads share: per layer and side, once for each variant, the tables of a grid or
+/// the levels of a bit allocation.
+fn shared_bytes(heads: &[HeadSide], kv_heads: usize) -> u64 {
+    let of_side = |side: &[HeadSide]| -> u64 {
+        let variants: BTreeMap<usize, u64> =
+            side.iter().map(|head| (head.variant, head.shared_bytes())).collect();
+        variants.values().sum()
     };
-    heads.chunks(kv_heads).map(tables).sum()
+    heads.chunks(kv_heads).map(of_side).sum()
 }

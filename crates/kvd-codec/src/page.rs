@@ -44,6 +44,7 @@ pub(crate) mod id {
     pub(crate) const HYBRID: u8 = 18;
     pub(crate) const VQ: u8 = 32;
     pub(crate) const GRID: u8 = 48;
+    pub(crate) const BITALLOC: u8 = 49;
     pub(crate) const POLAR: u8 = 64;
     pub(crate) const LLOYD: u8 = 80;
 
@@ -62,7 +63,7 @@ pub struct PageHeader {
     /// Keys or values.
     pub side: Side,
     /// What the codes are: 0 f32, 1 f16, 2 bf16, 3 fp8 e4m3, 16 uniform, 17 symmetric, 18 hybrid,
-    /// 32 vq, 48 grid, 64 polar, 80 lloyd.
+    /// 32 vq, 48 grid, 49 bitalloc, 64 polar, 80 lloyd.
     pub quantizer: u8,
     /// The codes are Huffman streams.
     pub huffman: bool,

@@ -12,7 +12,7 @@
 //! quantizer = "raw" | "f32" | "f16" | "bf16" | "fp8"
 //!           | "uniform(" ( "b=" n | "rel=" x ) ",axis=" axis [ ",g=" n ] [ ",mode=" mode ] ")"
 //!           | "polar(a=" n ",r=" n [ ",g=" n ] ")" | "lloyd(b=" n ")"
-//!           | "vq(d=" n ",b=" n ")" | "grid(rate=" x ")"
+//!           | "vq(d=" n ",b=" n ")" | "grid(rate=" x ")" | "bitalloc(b=" x ")"
 //! axis      = "channel" | "token" | "block"
 //! mode      = "asym" | "sym" | "hybrid"
 //! ```
@@ -240,7 +240,16 @@ impl<'a> Cursor<'a> {
             "fp8" => FloatFormat::E4M3,
             "uniform" => return self.uniform(start),
             "vq" => return self.vq(start),
-            "grid" => return self.grid(start),
+            "grid" => {
+                return self.one(start, ("grid", "rate", "bits per value"), |rate| {
+                    Quantizer::Grid { rate }
+                });
+            }
+            "bitalloc" => {
+                return self.one(start, ("bitalloc", "b", "bits per coefficient"), |bits| {
+                    Quantizer::BitAlloc { bits }
+                });
+            }
             "polar" => return self.polar(start),
             "lloyd" => return self.lloyd(start),
             _ => return self.fail(start, format!("{word:?} is no quantizer")),
@@ -347,17 +356,23 @@ impl<'a> Cursor<'a> {
         Ok(Transform::Rotate { seed })
     }
 
-    fn grid(&mut self, start: usize) -> Parsed<Quantizer> {
-        let mut rate = None;
+    /// A quantizer with a single number: its name, that of the argument, and what it counts.
+    fn one(
+        &mut self,
+        start: usize,
+        (quantizer, argument, what): (&str, &str, &str),
+        make: fn(f32) -> Quantizer,
+    ) -> Parsed<Quantizer> {
+        let mut number = None;
         for Argument { start, name, value_start, value } in self.arguments()? {
-            match name {
-                "rate" => rate = Some(self.parse_at(value_start, value, "bits per value")?),
-                _ => return self.fail(start, format!("grid has no argument {name:?}")),
+            if name != argument {
+                return self.fail(start, format!("{quantizer} has no argument {name:?}"));
             }
+            number = Some(self.parse_at(value_start, value, what)?);
         }
-        match rate {
-            Some(rate) => Ok(Quantizer::Grid { rate }),
-            None => self.fail(start, "grid needs rate="),
+        match number {
+            Some(number) => Ok(make(number)),
+            None => self.fail(start, format!("{quantizer} needs {argument}=")),
         }
     }
 
@@ -399,24 +414,26 @@ mod tests {
             ("k=uniform(rel=0,axis=token); v=raw", 2, "1/255"),
             ("k=uniform(b=4,axis=row); v=raw", 19, "axis is"),
             ("k=uniform(b=4,axis=token,mode=mixed); v=raw", 30, "asym, sym or hybrid"),
-            ("k=uniform(b=8,axis=token,mode=sym)/huffman; v=raw", 2, "has 511"),
             ("k=polar(a=4); v=raw", 2, "needs a= and r="),
             ("k=polar(a=4,r=9); v=raw", 2, "must be 1 to 8"),
             ("k=polar(a=0,r=4); v=raw", 2, "must be 1 to 8"),
             ("k=polar(a=4,r=4,g=0); v=raw", 2, "at least 1"),
             ("k=polar(a=4,r=4,h=1); v=raw", 16, "no argument"),
-            ("k=polar(a=5,r=4)/huffman; v=raw", 2, "at most 256"),
+            ("k=polar(a=7,r=6)/huffman; v=raw", 2, "at most 4096"),
             ("k=lloyd(b=9); v=raw", 2, "must be 1 to 8"),
             ("k=lloyd(c=4); v=raw", 8, "no argument"),
             ("k=rotate(seed=x)/raw; v=raw", 14, "no number of a seed"),
             ("k=rotate(angle=1)/raw; v=raw", 9, "no argument"),
             ("k=rotate/raw; v=rotate+rotate(seed=1)/raw", 16, "appears twice"),
             ("k=raw/huffman; v=raw", 2, "floats have none"),
-            ("k=vq(d=4,b=9)/huffman; v=raw", 2, "at most 256"),
+            ("k=uniform(rel=0,axis=token)/huffman; v=raw", 2, "1/255"),
             ("k=grid(b=2)/huffman; v=raw", 7, "no argument"),
             ("k=grid(rate=x)/huffman; v=raw", 12, "no number"),
             ("k=grid(rate=0.2)/huffman; v=raw", 2, "0.25 to 10"),
             ("k=grid(rate=2); v=raw", 2, "needs /huffman"),
+            ("k=bitalloc(rate=2); v=raw", 11, "no argument"),
+            ("k=bitalloc(b=9); v=raw", 2, "0.25 to 8"),
+            ("k=bitalloc(b=2)/huffman; v=raw", 2, "no /huffman"),
             ("k=mean+mean/raw; v=raw", 2, "appears twice"),
             ("k=pca+qpca/raw; v=raw", 2, "exclude each other"),
             ("k=rä; v=raw", 2, "no quantizer"),

@@ -15,7 +15,7 @@ pub struct Preset {
     pub summary: &'static str,
 }
 
-static PRESETS: [Preset; 16] = [
+static PRESETS: [Preset; 17] = [
     Preset {
         name: "raw",
         spec_text: "k=raw; v=raw",
@@ -92,31 +92,37 @@ static PRESETS: [Preset; 16] = [
     },
     Preset {
         name: "kvd-4",
-        spec_text: "k=mean+qpca/grid(rate=3.9)/huffman; v=mean+pca/grid(rate=3.9)/huffman; \
+        spec_text: "k=mean+qpca/grid(rate=4.3)/huffman; v=mean+pca/grid(rate=3.45)/huffman; \
                     sink=32; recent=96",
         source: "kvd's own, docs/adr/0005-grid-codec.md",
         summary: "query-aware transform coding, about 4 bits per value, everything counted",
     },
     Preset {
         name: "kvd-3",
-        spec_text: "k=mean+qpca/grid(rate=2.9)/huffman; v=mean+pca/grid(rate=2.9)/huffman; \
+        spec_text: "k=mean+qpca/grid(rate=3.3)/huffman; v=mean+pca/grid(rate=2.4)/huffman; \
                     sink=32; recent=96",
         source: "kvd's own, docs/adr/0005-grid-codec.md",
         summary: "query-aware transform coding, about 3 bits per value, everything counted",
     },
     Preset {
         name: "kvd-2",
-        spec_text: "k=mean+qpca/grid(rate=2)/huffman; v=mean+pca/grid(rate=2)/huffman; \
+        spec_text: "k=mean+qpca/grid(rate=2.5)/huffman; v=mean+pca/grid(rate=1.6)/huffman; \
                     sink=32; recent=96",
         source: "kvd's own, docs/adr/0005-grid-codec.md",
         summary: "query-aware transform coding, about 2 bits per value, everything counted",
     },
     Preset {
         name: "kvd-1.5",
-        spec_text: "k=mean+qpca/grid(rate=1.5)/huffman; v=mean+pca/grid(rate=1.5)/huffman; \
+        spec_text: "k=mean+qpca/grid(rate=2)/huffman; v=mean+pca/grid(rate=1.1)/huffman; \
                     sink=32; recent=96",
         source: "kvd's own, docs/adr/0005-grid-codec.md",
         summary: "query-aware transform coding, about 1.5 bits per value, everything counted",
+    },
+    Preset {
+        name: "kvd-2-fast",
+        spec_text: "k=mean+qpca/bitalloc(b=2.3); v=mean+pca/bitalloc(b=1.7); sink=32; recent=96",
+        source: "kvd's own, docs/adr/0006-bit-allocation.md",
+        summary: "query-aware transform coding at fixed widths, 2 bits per value, no entropy stage",
     },
 ];
 

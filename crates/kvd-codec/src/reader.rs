@@ -1,9 +1,11 @@
 //! Pages back to rows.
 
 use crate::bits::{self, CodeLayout};
-use crate::huffman::{HuffmanTable, Stream};
+use crate::multi_symbol::{self, TrainedTable};
 use crate::page::{Page, PageHeader, id};
+use crate::side::bitalloc::{BitAlloc, OUTLIER_BYTES};
 use crate::side::grid::Grid;
+use crate::side::grid_decode;
 use crate::side::uniform::ScaleRow;
 use crate::side::{HeadQuantizer, Scales};
 use crate::{HeadSide, ModelCodec, PageError, ROWS_PER_STREAM};
@@ -34,8 +36,9 @@ pub struct PageReader<'a> {
 enum Payload<'a> {
     Rows { dtype: DType, bytes: &'a [u8] },
     Fixed { scales: &'a [u8], layout: CodeLayout, codes: &'a [u8] },
-    Huffman { scales: &'a [u8], table: &'a HuffmanTable, lengths: &'a [u8], codes: &'a [u8] },
+    Huffman { scales: &'a [u8], table: &'a TrainedTable, lengths: &'a [u8], codes: &'a [u8] },
     Grid { grid: &'a Grid, lengths: &'a [u8], codes: &'a [u8] },
+    BitAlloc { bitalloc: &'a BitAlloc, codes: &'a [u8], outliers: &'a [u8] },
 }
 
 /// The fixed-width codes of a page as they lie, for kernels that need no rows.
@@ -54,6 +57,13 @@ struct StreamPart<'a> {
     bytes: &'a [u8],
     rows: Range<usize>,
     wanted: Range<usize>,
+}
+
+impl StreamPart<'_> {
+    /// Whether its last row is asked for.
+    fn is_complete(&self) -> bool {
+        self.wanted.end == self.rows.end
+    }
 }
 
 /// Codes of one row, and what dequantizing keeps between rows.
@@ -110,6 +120,7 @@ impl<'a> PageReader<'a> {
                 let (lengths, codes) = split_streams(page.payload(), &page)?;
                 Payload::Grid { grid, lengths, codes }
             }
+            HeadQuantizer::BitAlloc(ref bitalloc) => allocated(bitalloc, &page)?,
             _ if huffman => {
                 let table = model.table((layer, side), head_side, version);
                 let table = table.ok_or(PageError::Table(version))?;
@@ -205,14 +216,10 @@ impl<'a> PageReader<'a> {
                 Ok(())
             }
             Payload::Grid { grid, lengths, codes } => {
-                for stream in self.streams(lengths, codes, first..end) {
-                    let skip = stream.wanted.start - stream.rows.start;
-                    let complete = stream.wanted.end == stream.rows.end;
-                    let rows = stream.wanted.start - first..stream.wanted.end - first;
-                    let out = &mut out[rows.start * dim..rows.end * dim];
-                    grid.decode(stream.bytes, (skip, complete), dim, out)?;
-                }
-                Ok(())
+                self.decode_grid(grid, (lengths, codes), first..end, out)
+            }
+            Payload::BitAlloc { bitalloc, codes, outliers } => {
+                bitalloc.decode((codes, outliers), (tokens, first), out)
             }
             Payload::Huffman { scales, table, lengths, codes } => {
                 self.decode_streams((scales, table, lengths, codes), first..end, out)
@@ -239,27 +246,60 @@ impl<'a> PageReader<'a> {
         parts.filter(|part| !part.wanted.is_empty())
     }
 
+    /// Decodes the rows `wanted` of a grid page.
+    fn decode_grid(
+        &self,
+        grid: &Grid,
+        (lengths, codes): (&'a [u8], &'a [u8]),
+        wanted: Range<usize>,
+        out: &mut [f32],
+    ) -> Result<(), PageError> {
+        let (dim, mut out) = (self.side.dim(), out);
+        let mut parts = self.streams(lengths, codes, wanted).peekable();
+        while parts.peek().is_some() {
+            let lanes = parts.by_ref().take(grid_decode::LANES).map(|part| {
+                let rows = std::mem::take(&mut out);
+                let (rows, rest) = rows.split_at_mut(part.wanted.len() * dim);
+                out = rest;
+                let skip = part.wanted.start - part.rows.start;
+                grid_decode::Lane::new(part.bytes, (skip, part.is_complete()), rows)
+            });
+            grid.decode(&mut lanes.collect::<Vec<_>>())?;
+        }
+        Ok(())
+    }
+
     /// Decodes the rows `wanted` of a Huffman page.
     fn decode_streams(
         &self,
-        (scales, table, lengths, codes): (&[u8], &HuffmanTable, &'a [u8], &'a [u8]),
+        (scales, table, lengths, codes): (&[u8], &TrainedTable, &'a [u8], &'a [u8]),
         wanted: Range<usize>,
         out: &mut [f32],
     ) -> Result<(), PageError> {
         let (quantizer, dim) = (&self.side.quantizer, self.side.dim());
+        let per_row = quantizer.symbols_per_row(dim);
         let scales = Scales { bytes: scales, tokens: self.tokens() };
-        let mut buffer = RowBuffer::new();
-        let symbols = &mut buffer.symbols[..quantizer.symbols_per_row(dim)];
-        for part in self.streams(lengths, codes, wanted.clone()) {
-            let mut stream = Stream::new(table, part.bytes);
-            for row in part.rows.start..part.wanted.end {
-                stream.read(symbols);
-                if row >= part.wanted.start {
-                    let out = &mut out[(row - wanted.start) * dim..][..dim];
-                    quantizer.dequantize_row(scales, row, symbols, &mut buffer.scale, out);
+        let (mut scale, mut symbols) = (ScaleRow::default(), Vec::new());
+        let parts: Vec<_> = self.streams(lengths, codes, wanted.clone()).collect();
+        let rows = |part: &StreamPart<'_>| part.wanted.end - part.rows.start;
+        // Streams are read in turns; only the last may have another number of rows.
+        for parts in parts.chunk_by(|a, b| rows(a) == rows(b)) {
+            for parts in parts.chunks(multi_symbol::LANES) {
+                let each = rows(&parts[0]) * per_row;
+                symbols.resize(each * parts.len(), 0);
+                let lanes = parts.iter().map(|part| multi_symbol::Lane::new(part.bytes));
+                let mut lanes: Vec<_> = lanes.collect();
+                table.read(&mut lanes, &mut symbols);
+                for ((part, lane), symbols) in parts.iter().zip(lanes).zip(symbols.chunks(each)) {
+                    lane.check(part.is_complete())?;
+                    let passed_over = part.wanted.start - part.rows.start;
+                    let rows = symbols.chunks_exact(per_row).skip(passed_over);
+                    for (row, symbols) in part.wanted.clone().zip(rows) {
+                        let out = &mut out[(row - wanted.start) * dim..][..dim];
+                        quantizer.dequantize_row(scales, row, symbols, &mut scale, out);
+                    }
                 }
             }
-            stream.check(part.wanted.end == part.rows.end)?;
         }
         Ok(())
     }
@@ -292,11 +332,24 @@ fn codes<'a>(side: &HeadSide, page: &Page<'a>) -> Result<Payload<'a>, PageError>
     Ok(Payload::Fixed { scales, layout, codes })
 }
 
+/// A payload of codes of allocated widths and outliers.
+fn allocated<'a>(bitalloc: &'a BitAlloc, page: &Page<'a>) -> Result<Payload<'a>, PageError> {
+    let codes = bitalloc.code_bytes(page.header().tokens.into());
+    let (codes, outliers) = page
+        .payload()
+        .split_at_checked(codes)
+        .ok_or(PageError::Payload("it ends inside the codes"))?;
+    if !outliers.len().is_multiple_of(OUTLIER_BYTES) {
+        return Err(PageError::Payload("it ends inside an outlier"));
+    }
+    Ok(Payload::BitAlloc { bitalloc, codes, outliers })
+}
+
 /// A payload of scales and Huffman streams.
 fn streams<'a>(
     side: &HeadSide,
     page: &Page<'a>,
-    table: &'a HuffmanTable,
+    table: &'a TrainedTable,
 ) -> Result<Payload<'a>, PageError> {
     let tokens = usize::from(page.header().tokens);
     let (scales, rest) = page

@@ -1,6 +1,7 @@
 //! The codec algebra as plain data, and its canonical text.
 
 use crate::Override;
+use crate::huffman::ALPHABET_MAX;
 use kvd_core::{DType, Geometry, Side};
 use std::fmt;
 
@@ -112,6 +113,13 @@ pub enum Quantizer {
         /// Bits per value that pages should take on the calibration text, everything counted.
         rate: f32,
     },
+    /// A fixed width for every coefficient, 0 to 8 bits by greedy reduction of the distortion, and
+    /// levels trained by width (Lloyd-Max); all from the calibration. No entropy stage. Best after
+    /// `mean+qpca` (keys) and `mean+pca` (values).
+    BitAlloc {
+        /// Mean bits per coefficient over the side's layers and heads.
+        bits: f32,
+    },
 }
 
 impl Quantizer {
@@ -125,7 +133,7 @@ impl Quantizer {
             Self::Uniform { step, .. } => Some(step.levels()),
             Self::Vq { bits, .. } | Self::Lloyd { bits } => Some(1 << bits.min(16)),
             Self::Polar { angle, radius, .. } => Some(1 << (angle.min(8) + radius.min(8))),
-            Self::Grid { .. } => None,
+            Self::Grid { .. } | Self::BitAlloc { .. } => None,
         }
     }
 
@@ -160,14 +168,23 @@ impl Quantizer {
             Self::Grid { rate } if !(0.25..=10.0).contains(&rate) => {
                 Err(format!("grid rate={rate}: must be 0.25 to 10 bits per value"))
             }
+            Self::BitAlloc { bits } if !(0.25..=8.0).contains(&bits) => {
+                Err(format!("bitalloc b={bits}: must be 0.25 to 8 bits per coefficient"))
+            }
             _ => Ok(()),
         }
+    }
+
+    /// Whether the quantizer is fitted to the coefficients of all heads of a side at once.
+    pub(crate) fn fits_coefficients(&self) -> bool {
+        matches!(self, Self::Grid { .. } | Self::BitAlloc { .. })
     }
 
     /// Whether it takes anything from a calibration.
     #[must_use]
     pub fn is_trained(&self) -> bool {
-        matches!(self, Self::Vq { .. } | Self::Grid { .. } | Self::Polar { group: None, .. })
+        self.fits_coefficients()
+            || matches!(self, Self::Vq { .. } | Self::Polar { group: None, .. })
     }
 
     /// Channels that one code stands for.
@@ -176,7 +193,8 @@ impl Quantizer {
         match self {
             Self::Vq { dim, .. } => usize::from(*dim),
             Self::Polar { .. } => 2,
-            Self::Float(_) | Self::Uniform { .. } | Self::Lloyd { .. } | Self::Grid { .. } => 1,
+            Self::Float(_) | Self::Uniform { .. } | Self::Lloyd { .. } => 1,
+            Self::Grid { .. } | Self::BitAlloc { .. } => 1,
         }
     }
 }
@@ -336,9 +354,12 @@ impl SideSpec {
             };
         }
         match (self.entropy, self.quantizer.alphabet()) {
+            (Entropy::Huffman, None) if self.quantizer.fits_coefficients() => {
+                Err("bitalloc takes no /huffman: its codes have fixed widths".to_owned())
+            }
             (Entropy::Huffman, None) => Err("huffman needs codes; raw floats have none".to_owned()),
-            (Entropy::Huffman, Some(n)) if n > 256 => {
-                Err(format!("huffman takes at most 256 codes, this quantizer has {n}"))
+            (Entropy::Huffman, Some(n)) if n > ALPHABET_MAX => {
+                Err(format!("huffman takes at most {ALPHABET_MAX} codes, this quantizer has {n}"))
             }
             _ => Ok(()),
         }
@@ -418,6 +439,7 @@ impl fmt::Display for Quantizer {
             Self::Lloyd { bits } => write!(f, "lloyd(b={bits})"),
             Self::Vq { dim, bits } => write!(f, "vq(d={dim},b={bits})"),
             Self::Grid { rate } => write!(f, "grid(rate={rate})"),
+            Self::BitAlloc { bits } => write!(f, "bitalloc(b={bits})"),
         }
     }
 }

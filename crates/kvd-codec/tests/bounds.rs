@@ -106,6 +106,102 @@ proptest! {
     }
 }
 
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(32))]
+
+    #[test]
+    fn symmetric_levels_err_by_half_a_step_and_hybrid_ones_no_more_than_either(
+        seed in 0usize..1000,
+        tokens in 1usize..=64,
+        scale in prop_oneof![Just(0.001f32), Just(1.0), Just(500.0)],
+        offset in prop_oneof![Just(0f32), Just(-1.5), Just(3.0)],
+        (axis, size) in prop_oneof![
+            Just(("channel", 32usize)), Just(("channel", usize::MAX)), Just(("token", 32)),
+            Just(("token", 5)), Just(("token", usize::MAX)), Just(("block", usize::MAX))],
+        (arguments, top) in prop_oneof![
+            Just(("b=4", 15f32)), Just(("b=2", 3.0)), Just(("b=1", 1.0)),
+            Just(("rel=0.15", 1.0 / 0.15))],
+        huffman in any::<bool>(),
+    ) {
+        let k: Vec<f32> = (0..2 * tokens * 32)
+            .map(|i| common::round((noise(seed * 7919 + i) + offset * noise(i % 32)) * scale))
+            .collect();
+        let group = if size == usize::MAX { String::new() } else { format!(",g={size}") };
+        let stage = if huffman { "/huffman" } else { "" };
+        let decoded = |mode: &str| {
+            let arguments = format!("{arguments}{group},axis={axis},mode={mode}");
+            keys(&format!("k=uniform({arguments}){stage}; v=raw"), 32, DType::F16, tokens, &k)
+        };
+        let [asym, sym, hybrid] = ["asym", "sym", "hybrid"].map(decoded);
+        for group in groups(axis, size.min(1024), tokens, 32) {
+            let most = group.iter().map(|i| k[*i].abs()).fold(0f32, f32::max);
+            let step = most / top * (1.0 + 1.0 / 1024.0) + 6.0e-8;
+            for index in &group {
+                let error = (sym[*index] - k[*index]).abs();
+                prop_assert!(error <= step / 2.0 + 1e-6 * most, "{error}, step {step}");
+            }
+            let squares = |rows: &[f32]| -> f32 {
+                group.iter().map(|i| (rows[*i] - k[*i]) * (rows[*i] - k[*i])).sum()
+            };
+            // Asymmetric pages round their minima to f16, hybrid ones do not.
+            let low = group.iter().map(|i| k[*i].abs()).fold(0f32, f32::max) / 1024.0;
+            let slack = group.len() as f32 * (low * low + 2.0 * low * step);
+            prop_assert!(squares(&hybrid) <= squares(&sym) * 1.0001 + 1e-12);
+            prop_assert!(squares(&hybrid) <= squares(&asym) + slack + 1e-12);
+        }
+    }
+
+    #[test]
+    fn polar_errs_by_half_a_step_of_angle_and_of_radius(
+        seed in 0usize..1000,
+        tokens in 1usize..=64,
+        (angle, radius) in (1u32..=8, 1u32..=8),
+        group in prop_oneof![Just(7usize), Just(64)],
+        scale in prop_oneof![Just(0.001f32), Just(1.0), Just(500.0)],
+        interleaved in any::<bool>(),
+    ) {
+        let dim = 32usize;
+        let k: Vec<f32> = (0..2 * tokens * dim)
+            .map(|i| common::round(noise(seed * 104_729 + i) * scale))
+            .collect();
+        let mut geometry = geometry(32, DType::F16);
+        if interleaved {
+            geometry.rope_pairing = kvd_core::RopePairing::Interleaved;
+        }
+        let spec = resolve(&format!("k=polar(a={angle},r={radius},g={group}); v=raw")).unwrap();
+        let codec = ModelCodec::new(geometry, spec, None).unwrap();
+        let mut bytes = Vec::new();
+        let block = BlockRows { tokens, k: &k, v: &k };
+        let encoded = codec.encode_block(LAYER, &block, &mut bytes).unwrap();
+        prop_assert_eq!(encoded.fallback_pages, 0);
+        for head in 0..2 {
+            let decoded = decode(&codec, Side::Key, head, page(&bytes, &encoded, head));
+            let rows = &k[head * tokens * dim..][..tokens * dim];
+            for pair in 0..dim / 2 {
+                let [x, y] = if interleaved { [2 * pair, 2 * pair + 1] } else { [pair, pair + 16] };
+                let length = |row: &[f32]| row[x].hypot(row[y]);
+                for part in 0..tokens.div_ceil(group) {
+                    let part = part * group..tokens.min((part + 1) * group);
+                    let row = |rows: &'_ [f32], token: usize| -> Vec<f32> {
+                        rows[token * dim..][..dim].to_vec()
+                    };
+                    let most = part.clone().map(|t| length(&row(rows, t))).fold(0f32, f32::max);
+                    let top = (2f32.powi(radius as i32) - 1.0).max(1.0);
+                    let step = most / top * (1.0 + 1.0 / 1024.0) + 6.0e-8;
+                    for token in part {
+                        let (a, b) = (row(rows, token), row(&decoded, token));
+                        let off = (a[x] - b[x]).hypot(a[y] - b[y]);
+                        // Along the arc at the decoded radius, then along the radius.
+                        let arc = length(&b) * std::f32::consts::PI / 2f32.powi(angle as i32);
+                        let bound = arc + step / 2.0;
+                        prop_assert!(off <= bound * 1.001, "{off} over {bound}: {a:?} {b:?}");
+                    }
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn raw_is_exact_in_each_dtype() {
     for (dtype, text) in [(DType::F16, "raw"), (DType::F32, "raw"), (DType::F16, "k=f32; v=f16")] {
@@ -134,6 +230,8 @@ fn folded_queries_and_unfolded_values_are_exact() {
             ("smooth+hadamard", "hadamard+smooth"),
             ("mean+qpca", "mean+pca"),
             ("smooth+mean+qpca", "pca+mean+hadamard"),
+            ("norm", "rotate"),
+            ("rotate(seed=5)+norm", "norm+mean+rotate"),
         ] {
             let geometry = geometry(dim as u32, DType::F32);
             let k = rows(&geometry, 3, 6);
@@ -221,7 +319,15 @@ fn huffman_tables_are_versioned_and_old_pages_still_decode() {
 #[test]
 fn rows_whose_rotation_overflows_fall_back_to_raw() {
     // Sums of these are infinite, differences of the sums NaN; each value alone is in range.
-    let specs = ["uniform(b=4,g=32,axis=channel)", "uniform(b=4,g=32,axis=token)", "fp8"];
+    let specs = [
+        "uniform(b=4,g=32,axis=channel)",
+        "uniform(b=4,g=32,axis=token)",
+        "uniform(b=4,g=32,axis=token,mode=sym)",
+        "uniform(b=4,g=32,axis=channel,mode=hybrid)",
+        "polar(a=4,r=4,g=8)",
+        "lloyd(b=4)",
+        "fp8",
+    ];
     for dtype in [DType::F32, DType::BF16] {
         for quantizer in specs {
             let text = format!("k=hadamard/{quantizer}; v=raw");

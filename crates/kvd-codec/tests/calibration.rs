@@ -54,6 +54,33 @@ fn smoothing_factors_are_the_roots_of_the_maxima() {
 }
 
 #[test]
+fn radii_are_of_the_models_pairs() {
+    let mut geometry = geometry(32, DType::F32);
+    (geometry.layers, geometry.kv_heads) = (1, 1);
+    let mut samples = Samples::new(&geometry);
+    let mut row = vec![0f32; 32];
+    // Channels 1 and 17 turn together.
+    (row[1], row[17]) = (3.0, -4.0);
+    samples.push(LayerIndex(0), Side::Key, 0, &row).unwrap();
+    let spec = resolve("k=polar(a=4,r=4); v=raw").unwrap();
+    let fitted = fit(&geometry, &spec, &samples, 0, &mut |_| {}).unwrap();
+    assert_eq!(fitted.size_bytes(), 2 * 16);
+    let read = Calibration::from_bytes(&fitted.to_bytes()).unwrap();
+    assert_eq!(read, fitted);
+    let bytes = fitted.to_bytes();
+    let tensors = SafeTensors::deserialize(&bytes).unwrap();
+    let radii = tensors.tensor("0.radius").unwrap();
+    assert_eq!(radii.shape(), [1, 1, 16]);
+    // 5 and 0 as f16.
+    assert_eq!(radii.data()[..4], [0, 0, 0x00, 0x45]);
+    let codec = ModelCodec::new(geometry.clone(), spec.clone(), Some(&read)).unwrap();
+    assert_eq!(codec.calibration_bytes(), 2 * 16);
+    geometry.rope_pairing = kvd_core::RopePairing::Interleaved;
+    let error = ModelCodec::new(geometry, spec, Some(&read)).unwrap_err();
+    assert!(error.to_string().contains("rope pairs"), "{error}");
+}
+
+#[test]
 fn what_does_not_fit_is_refused() {
     let geometry = geometry(32, DType::F16);
     let spec = resolve("vecinfer-2").unwrap();

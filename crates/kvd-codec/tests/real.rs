@@ -153,6 +153,35 @@ fn kivi_and_vecinfer_are_as_measured_apart() {
 }
 
 #[test]
+fn innerq_and_polarquant_are_as_measured_apart() {
+    // The reference takes norms from the window that it measures; here they are another passage's.
+    let innerq = measure("innerq-2");
+    assert_eq!(innerq.bits, [3.53125 + 1.0 / 32.0; 2], "{innerq:?}");
+    assert!(near(&innerq, [0.203, 0.222]), "{innerq:?}");
+    // As the reference: one scale per pair, from the largest radius.
+    for (text, error) in [("polar(a=4,r=4)", 0.119), ("polar(a=4,r=2)", 0.240)] {
+        let measured = measure(&format!("k={text}; v=raw"));
+        assert!((measured.error[0] / error - 1.0).abs() < 0.18, "{text}: {measured:?}");
+    }
+}
+
+#[test]
+fn turned_rows_err_as_a_gaussian_does() {
+    // Max's least errors are 0.009497 and 0.03454; a row that keeps its length errs by
+    // 2 - 2 sqrt(1 - D). Hadamard and random rotations alike make rows Gaussian enough.
+    for (bits, least) in [(4, 0.009_497f64), (3, 0.034_54)] {
+        let want = (2.0 - 2.0 * (1.0 - least).sqrt()).sqrt();
+        for transform in ["hadamard", "rotate"] {
+            let measured = measure(&format!("k={transform}/lloyd(b={bits}); v=lloyd(b={bits})"));
+            for error in measured.error {
+                assert!((error / want - 1.0).abs() < 0.06, "{transform} {bits}: {measured:?}");
+            }
+            assert_eq!(measured.bits[0], f64::from(bits) + 16.0 / 128.0 + 1.0 / 32.0);
+        }
+    }
+}
+
+#[test]
 fn raw_is_exact_and_fp8_halves_it() {
     assert_eq!(measure("raw").error, [0.0, 0.0]);
     let fp8 = measure("fp8");

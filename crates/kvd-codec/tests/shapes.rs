@@ -108,14 +108,30 @@ fn every_finite_input_is_stored() {
 #[test]
 fn what_a_quantizer_cannot_hold_falls_back_to_raw_exactly() {
     let k = vec![1e30; 2 * 4 * 32];
-    for text in ["kivi-4", "kvcomp", "vecinfer-2", "k=f16; v=hadamard/f16"] {
+    for text in [
+        "kivi-4",
+        "kvcomp",
+        "vecinfer-2",
+        "k=f16; v=hadamard/f16",
+        "polar-4+4",
+        "polar-4+2",
+        "turbo-4",
+        "k=lloyd(b=8); v=uniform(b=2,axis=token,mode=sym)",
+    ] {
         let (pages, fallback) = round_trip(text, 32, DType::F32, 4, &k);
         assert_eq!(fallback, 4, "{text}");
         assert!(pages.iter().flatten().all(|x| *x == 1e30), "{text}");
     }
+    // A hybrid group has an f32 zero point: what is constant along it is stored as it is.
+    let constant = "k=uniform(b=2,axis=token,mode=hybrid); v=uniform(b=2,axis=channel,mode=hybrid)";
+    let (pages, fallback) = round_trip(constant, 32, DType::F32, 4, &k);
+    assert_eq!(fallback, 0);
+    assert!(pages.iter().flatten().all(|x| *x == 1e30));
     let tiny = vec![3e-9; 2 * 4 * 32];
-    let (pages, fallback) = round_trip("kivi-2", 32, DType::F32, 4, &tiny);
-    assert_eq!((fallback, pages[0][0]), (4, 3e-9));
+    for text in ["kivi-2", "turbo-3", "k=polar(a=4,r=4,g=64); v=uniform(b=2,axis=token,mode=sym)"] {
+        let (pages, fallback) = round_trip(text, 32, DType::F32, 4, &tiny);
+        assert_eq!((fallback, pages[0][0]), (4, 3e-9), "{text}");
+    }
 }
 
 #[test]

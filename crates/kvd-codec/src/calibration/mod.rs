@@ -15,12 +15,18 @@
 //! | `n.step` | f32 `[layers, kv_heads]` | step of `grid` |
 //! | `n.class` | u8 `[layers, kv_heads, head_dim]` | class of each coefficient |
 //! | `n.table` | u8 `[layers, classes, 128]` | Huffman code lengths, zeros after them |
+//! | `n.scale` | f32 `[layers, kv_heads, head_dim]` | scales of `bitalloc` |
+//! | `n.width` | u8 `[layers, kv_heads, head_dim]` | bits of each coefficient |
+//! | `n.levels` | f16 `[layers, 510]` | levels of widths 1 to 8 |
+//! | `n.bound` | f32 `[layers, kv_heads]` | largest error that is no outlier |
 //!
 //! The metadata key `kvd.calibration` holds one JSON object: version, geometry, seed, and side and
 //! fitted text of each part. One key, because several would be written in an arbitrary order.
 
+mod bitalloc;
 mod tensors;
 
+pub(crate) use bitalloc::BitAllocTensors;
 pub(crate) use tensors::{Codebooks, GridTensors, LAYER_TABLE_BYTES, SideCalibration, TABLE_WIDTH};
 
 use crate::CalibrationError;

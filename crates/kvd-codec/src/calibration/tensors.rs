@@ -1,5 +1,6 @@
 //! The tensors of one side of a calibration.
 
+use super::bitalloc::BitAllocTensors;
 use super::malformed;
 use crate::CalibrationError;
 use crate::huffman::HuffmanTable;
@@ -35,6 +36,8 @@ pub(crate) struct SideCalibration {
     pub(crate) codebooks: Option<Codebooks>,
     /// Steps, classes and tables of a grid.
     pub(crate) grid: Option<GridTensors>,
+    /// Widths, levels, scales and bounds of a bit allocation.
+    pub(crate) bitalloc: Option<BitAllocTensors>,
 }
 
 /// Codebooks of vector quantization.
@@ -95,6 +98,7 @@ impl SideCalibration {
             matrix: Vec::new(),
             codebooks: None,
             grid: None,
+            bitalloc: None,
         }
     }
 
@@ -105,7 +109,8 @@ impl SideCalibration {
         let grid = grid.map_or(0, |g| 4 * g.steps.len() + g.classes.len() + g.tables.len());
         let floats = self.smooth.len() + self.norm.len() + self.mean.len();
         let halves = self.matrix.len() + self.radius.len() + halves;
-        (4 * floats + 2 * halves + grid) as u64
+        let bitalloc = self.bitalloc.as_ref().map_or(0, BitAllocTensors::size_bytes);
+        (4 * floats + 2 * halves + grid + bitalloc) as u64
     }
 
     /// What goes into the file.
@@ -134,6 +139,9 @@ impl SideCalibration {
             let shape = [layers, CLASSES.len(), TABLE_WIDTH];
             add("table", Dtype::U8, &shape, grid.tables.clone());
         }
+        if let Some(bitalloc) = &self.bitalloc {
+            buffers.extend(bitalloc.buffers(index, [layers, heads, dim]));
+        }
         buffers
     }
 
@@ -156,23 +164,24 @@ impl SideCalibration {
             matrix: file.halves("matrix", &[dim, dim])?,
             codebooks: file.codebooks()?,
             grid: file.grid()?,
+            bitalloc: BitAllocTensors::read(&file, [file.heads()[0], file.heads()[1], dim])?,
         })
     }
 }
 
-fn singles(values: &[f32]) -> Vec<u8> {
+pub(super) fn singles(values: &[f32]) -> Vec<u8> {
     values.iter().flat_map(|x| x.to_le_bytes()).collect()
 }
 
-fn halves(values: &[f16]) -> Vec<u8> {
+pub(super) fn halves(values: &[f16]) -> Vec<u8> {
     values.iter().flat_map(|x| x.to_le_bytes()).collect()
 }
 
 /// One part of a file that is being read.
-struct File<'a> {
+pub(super) struct File<'a> {
     tensors: &'a SafeTensors<'a>,
     index: usize,
-    side: Side,
+    pub(super) side: Side,
     geometry: &'a Geometry,
 }
 
@@ -182,7 +191,7 @@ impl<'a> File<'a> {
     }
 
     /// Bytes of a tensor of exactly this type and shape; none when it is absent.
-    fn bytes(
+    pub(super) fn bytes(
         &self,
         kind: &str,
         dtype: Dtype,
@@ -198,7 +207,7 @@ impl<'a> File<'a> {
 
     /// An f32 tensor `[layers, kv_heads, ..rest]` of finite values that are all `valid`; empty
     /// when it is absent.
-    fn singles(
+    pub(super) fn singles(
         &self,
         kind: &str,
         rest: &[usize],

@@ -1,6 +1,8 @@
 //! From a spec, a geometry and a calibration to a [`HeadSide`].
 
+use super::bitalloc::{BitAlloc, Levels};
 use super::grid::{Grid, GridTables};
+use super::grid_decode;
 use super::hybrid::Hybrid;
 use super::lloyd::Lloyd;
 use super::polar::Polar;
@@ -39,6 +41,8 @@ struct Binder<'a> {
     tables: Option<GridTables>,
     /// Levels of `lloyd`.
     levels: Option<Arc<Lloyd>>,
+    /// Levels of a bit allocation.
+    allocated: Option<Arc<Levels>>,
 }
 
 impl HeadSide {
@@ -67,10 +71,14 @@ impl HeadSide {
             let tables = match part.and_then(|part| part.grid.as_ref()) {
                 Some(grid) => {
                     let tables = grid.layer_tables(layer.0 as usize);
-                    Some(tables.ok_or_else(|| mismatch(format!("{side} has no tables")))?.into())
+                    let tables = tables.ok_or_else(|| mismatch(format!("{side} has no tables")))?;
+                    Some(grid_decode::bind(tables))
                 }
                 None => None,
             };
+            let bitalloc = part.and_then(|part| part.bitalloc.as_ref());
+            let allocated = bitalloc.and_then(|part| part.layer_levels(layer.0 as usize));
+            let allocated = allocated.map(Arc::new);
             let levels = match side_spec.quantizer {
                 Quantizer::Lloyd { bits } => {
                     Some(Arc::new(Lloyd::new(bits, geometry.head_dim(side))))
@@ -78,7 +86,17 @@ impl HeadSide {
                 _ => None,
             };
             let spec = side_spec;
-            Ok(Some(Binder { geometry, spec, variant, side, layer, part, tables, levels }))
+            Ok(Some(Binder {
+                geometry,
+                spec,
+                variant,
+                side,
+                layer,
+                part,
+                tables,
+                levels,
+                allocated,
+            }))
         });
         let binders: Vec<Option<Binder<'_>>> = binders.collect::<Result<_, _>>()?;
         let bind = |head: usize| {
@@ -190,10 +208,30 @@ impl Binder<'_> {
                 let (step, classes) = (grid.steps[index], &grid.classes[index * dim..][..dim]);
                 hash.update(&step.to_le_bytes());
                 hash.update(classes);
-                tables.iter().flatten().for_each(|table| hash.update(table.lengths()));
+                tables.iter().flatten().for_each(|table| hash.update(table.code.lengths()));
                 HeadQuantizer::Grid(Box::new(Grid::new(step, classes, Arc::clone(tables))))
             }
+            Quantizer::BitAlloc { .. } => self.bitalloc(index, dim, hash)?,
         })
+    }
+
+    fn bitalloc(
+        &self,
+        index: usize,
+        dim: usize,
+        hash: &mut Xxh3,
+    ) -> Result<HeadQuantizer, CodecError> {
+        let part = self.part.and_then(|part| part.bitalloc.as_ref());
+        let (Some(part), Some(levels)) = (part, &self.allocated) else {
+            return Err(mismatch(format!("{} has no bit allocation", self.side)));
+        };
+        let (widths, bound) = (&part.widths[index * dim..][..dim], part.bounds[index]);
+        let scales = &part.scales[index * dim..][..dim];
+        hash.update(widths);
+        scales.iter().chain([&bound]).for_each(|x| hash.update(&x.to_le_bytes()));
+        levels.values().iter().for_each(|x| hash.update(&x.to_le_bytes()));
+        let bitalloc = BitAlloc::new(self.side, widths, (scales, bound), Arc::clone(levels));
+        Ok(HeadQuantizer::BitAlloc(Box::new(bitalloc)))
     }
 
     /// The head's part of a tensor, `len` values.

@@ -10,20 +10,20 @@
 //! Classes and tables come from the calibration, so a page holds codes only.
 
 use super::Unquantizable;
-use crate::huffman::HuffmanTable;
-use crate::{PageError, ROWS_PER_STREAM};
+use super::grid_decode::{ClassTable, Places};
+use crate::ROWS_PER_STREAM;
 use kvd_core::Geometry;
 use std::sync::Arc;
 
 const DIM_MAX: usize = Geometry::HEAD_DIM_MAX as usize;
 /// Bits of a code outside its class's alphabet.
-const ESCAPE_BITS: u32 = 16;
+pub(super) const ESCAPE_BITS: u32 = 16;
 /// Largest code: what an escape can hold.
 const CODE_MAX: f32 = 32767.0;
 /// Coefficients under one flag of the zero class.
-const ZERO_GROUP: usize = 32;
+pub(super) const ZERO_GROUP: usize = 32;
 /// Bits of a position in a zero group, and of the count of its non-zero codes less one.
-const ZERO_INDEX_BITS: u32 = 5;
+pub(super) const ZERO_INDEX_BITS: u32 = 5;
 
 /// How the coefficients of one class are coded.
 #[derive(Clone, Copy, Debug)]
@@ -81,7 +81,7 @@ impl Class {
         symbol as u16
     }
 
-    fn codes(self, symbol: u16, codes: &mut [i32]) {
+    pub(super) fn codes(self, symbol: u16, codes: &mut [i32]) {
         let base = 2 * self.magnitude + 1;
         let mut rest = i32::from(symbol);
         for code in codes {
@@ -118,14 +118,15 @@ pub(crate) fn runs(classes: &[u8]) -> Vec<Run> {
 }
 
 /// The tables of one side of one layer, by class; the zero class has none.
-pub(crate) type GridTables = Arc<[Option<HuffmanTable>]>;
+pub(crate) type GridTables = Arc<[Option<ClassTable>]>;
 
 /// A head's step and classes, and the tables it shares with the other heads of its layer.
 #[derive(Clone, Debug)]
 pub(crate) struct Grid {
-    step: f32,
-    runs: Vec<Run>,
-    tables: GridTables,
+    pub(super) step: f32,
+    pub(super) runs: Vec<Run>,
+    pub(super) places: Places,
+    pub(super) tables: GridTables,
 }
 
 /// Codes of a row: `round(c / step)`.
@@ -143,7 +144,8 @@ pub(crate) fn codes(row: &[f32], step: f32, codes: &mut [i32]) -> Result<(), Unq
 
 impl Grid {
     pub(crate) fn new(step: f32, classes: &[u8], tables: GridTables) -> Self {
-        Self { step, runs: runs(classes), tables }
+        let runs = runs(classes);
+        Self { step, places: Places::new(&runs), runs, tables }
     }
 
     /// Appends the stream lengths and streams of `rows` (`[tokens, dim]`); returns the bytes of
@@ -184,7 +186,7 @@ impl Grid {
                     continue;
                 };
                 let symbol = class.symbol(group);
-                let (code, length) = table.code(symbol);
+                let (code, length) = table.code.code(symbol);
                 writer.push(code.into(), length);
                 if symbol == class.escape() {
                     for code in group {
@@ -193,54 +195,6 @@ impl Grid {
                 }
             }
         }
-    }
-
-    /// Reads rows from one stream; `skip` of them first without keeping them. `complete` says that
-    /// the stream holds no more.
-    pub(crate) fn decode(
-        &self,
-        bytes: &[u8],
-        (skip, complete): (usize, bool),
-        dim: usize,
-        out: &mut [f32],
-    ) -> Result<(), PageError> {
-        let mut reader = BitReader::new(bytes);
-        let mut buffer = [0i32; DIM_MAX];
-        let codes = &mut buffer[..dim];
-        for _ in 0..skip {
-            self.decode_row(&mut reader, codes)?;
-        }
-        for row in out.chunks_exact_mut(dim) {
-            self.decode_row(&mut reader, codes)?;
-            for (c, code) in row.iter_mut().zip(codes.iter()) {
-                *c = *code as f32 * self.step;
-            }
-        }
-        if complete && !reader.is_spent() {
-            return Err(PageError::Payload("a stream does not end where its length says"));
-        }
-        Ok(())
-    }
-
-    fn decode_row(&self, reader: &mut BitReader<'_>, codes: &mut [i32]) -> Result<(), PageError> {
-        for run in &self.runs {
-            let class = CLASSES[run.class];
-            for group in codes[run.first..run.first + run.len].chunks_mut(class.group) {
-                let Some(table) = &self.tables[run.class] else {
-                    decode_zeros(reader, group)?;
-                    continue;
-                };
-                let symbol = reader.symbol(table)?;
-                if symbol == class.escape() {
-                    for code in group {
-                        *code = i32::from(reader.bits(ESCAPE_BITS)? as u16 as i16);
-                    }
-                } else {
-                    class.codes(symbol, group);
-                }
-            }
-        }
-        Ok(())
     }
 }
 
@@ -267,20 +221,6 @@ fn encode_zeros(group: &[i32], writer: &mut BitWriter<'_>) {
         writer.push(index as u64, ZERO_INDEX_BITS);
         writer.push(u64::from(*code as u16), ESCAPE_BITS);
     }
-}
-
-fn decode_zeros(reader: &mut BitReader<'_>, group: &mut [i32]) -> Result<(), PageError> {
-    group.fill(0);
-    if reader.bits(1)? == 0 {
-        return Ok(());
-    }
-    for _ in 0..=reader.bits(ZERO_INDEX_BITS)? {
-        let index = reader.bits(ZERO_INDEX_BITS)? as usize;
-        let code = i32::from(reader.bits(ESCAPE_BITS)? as u16 as i16);
-        let place = group.get_mut(index);
-        *place.ok_or(PageError::Payload("a code lies outside its group"))? = code;
-    }
-    Ok(())
 }
 
 /// Appends bits, lowest first.
@@ -313,73 +253,32 @@ impl<'a> BitWriter<'a> {
     }
 }
 
-/// Reads bits, lowest first; past the end it is an error.
-struct BitReader<'a> {
-    bytes: &'a [u8],
-    next: usize,
-    held: u64,
-    filled: u32,
-}
-
-impl<'a> BitReader<'a> {
-    fn new(bytes: &'a [u8]) -> Self {
-        Self { bytes, next: 0, held: 0, filled: 0 }
-    }
-
-    /// Tops up to at least 32 bits, or to the end.
-    fn refill(&mut self) {
-        while self.filled <= 56 {
-            let Some(byte) = self.bytes.get(self.next) else { return };
-            self.held |= u64::from(*byte) << self.filled;
-            self.next += 1;
-            self.filled += 8;
-        }
-    }
-
-    fn take(&mut self, count: u32) -> Result<(), PageError> {
-        if count > self.filled {
-            return Err(PageError::Payload("a stream ends within a code"));
-        }
-        self.held >>= count;
-        self.filled -= count;
-        Ok(())
-    }
-
-    fn bits(&mut self, count: u32) -> Result<u64, PageError> {
-        if self.filled < count {
-            self.refill();
-        }
-        let bits = self.held & ((1 << count) - 1);
-        self.take(count)?;
-        Ok(bits)
-    }
-
-    /// Whether less than a byte is left.
-    fn is_spent(&self) -> bool {
-        self.next == self.bytes.len() && self.filled < 8
-    }
-
-    fn symbol(&mut self, table: &HuffmanTable) -> Result<u16, PageError> {
-        if self.filled < table.limit() {
-            self.refill();
-        }
-        let entry = table.decode_table()[(self.held & ((1 << table.limit()) - 1)) as usize];
-        self.take(u32::from(entry >> 8))?;
-        Ok(entry & 0xFF)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::PageError;
+    use crate::huffman::HuffmanTable;
+    use crate::side::grid_decode::{LANES, Lane, bind};
     use proptest::prelude::*;
 
-    fn tables() -> GridTables {
+    /// Tables in which the middle of an alphabet is likely, the more so the larger `skew`.
+    fn tables(skew: f64) -> GridTables {
         let table = |class: &Class| {
-            let zero = class.group == ZERO_GROUP;
-            (!zero).then(|| HuffmanTable::new(&vec![1; class.alphabet()]))
+            let middle = (class.alphabet() / 2) as f64;
+            let count = |symbol| (1e6 * skew.powf(-f64::abs(symbol as f64 - middle))) as u64;
+            let counts: Vec<u64> = (0..class.alphabet()).map(count).collect();
+            (class.group != ZERO_GROUP).then(|| HuffmanTable::new(&counts))
         };
-        CLASSES.iter().map(table).collect()
+        bind(CLASSES.iter().map(table).collect())
+    }
+
+    fn decode(
+        grid: &Grid,
+        bytes: &[u8],
+        part: (usize, bool),
+        out: &mut [f32],
+    ) -> Result<(), PageError> {
+        grid.decode(&mut [Lane::new(bytes, part, out)])
     }
 
     #[test]
@@ -411,7 +310,7 @@ mod tests {
             let dim = classes.len();
             let rows = &values[..dim * tokens.min(11)];
             let tokens = rows.len() / dim;
-            let grid = Grid::new(step, &classes, tables());
+            let grid = Grid::new(step, &classes, tables(1.5));
             let mut out = Vec::new();
             let lengths = grid.encode(rows, dim, &mut out).unwrap() as usize;
             prop_assert_eq!(lengths, 2 * tokens.div_ceil(ROWS_PER_STREAM));
@@ -419,31 +318,82 @@ mod tests {
             for (index, stream) in rows.chunks(dim * ROWS_PER_STREAM).enumerate() {
                 let length = u16::from_le_bytes([out[2 * index], out[2 * index + 1]]) as usize;
                 let mut back = vec![0f32; stream.len()];
-                grid.decode(&out[at..at + length], (0, true), dim, &mut back).unwrap();
+                decode(&grid, &out[at..at + length], (0, true), &mut back).unwrap();
                 for (a, b) in stream.iter().zip(&back) {
                     prop_assert!((a - b).abs() <= step * 0.5001 + 1e-4, "{a} became {b}");
                 }
                 let shorter = &out[at..at + length - 1];
-                prop_assert!(grid.decode(shorter, (0, true), dim, &mut back).is_err());
+                prop_assert!(decode(&grid, shorter, (0, true), &mut back).is_err());
                 at += length;
             }
             prop_assert_eq!(at, out.len());
         }
 
+        /// Against the decoder that reads one symbol at a time.
         #[test]
-        fn any_bytes_decode_or_fail_but_never_panic(
+        fn lanes_give_what_single_symbols_give(
+            classes in proptest::collection::vec((0u8..12, 1usize..40), 1..8),
+            values in proptest::collection::vec(
+                prop_oneof![8 => -2f32..2.0, 2 => -20f32..20.0, 1 => -300f32..300.0], 300 * 9),
+            skew in 1f64..3.0,
+            skip in 0usize..8,
+        ) {
+            let run = |(class, len)| std::iter::repeat_n(class, len);
+            let classes: Vec<u8> = classes.into_iter().flat_map(run).collect();
+            let dim = classes.len();
+            let rows = &values[..values.len() / dim.max(9) / 9 * 9 * dim];
+            prop_assume!(!rows.is_empty());
+            let grid = Grid::new(0.7, &classes, tables(skew));
+            let mut out = Vec::new();
+            let mut at = grid.encode(rows, dim, &mut out).unwrap() as usize;
+            let (mut expected, mut streams) = (Vec::new(), Vec::new());
+            for (index, stream) in rows.chunks(dim * ROWS_PER_STREAM).enumerate() {
+                let length = u16::from_le_bytes([out[2 * index], out[2 * index + 1]]) as usize;
+                let skip = if index == 0 { skip } else { 0 };
+                let bytes = &out[at..at + length];
+                let count = (stream.len() / dim).saturating_sub(skip) * dim;
+                let mut one = vec![0f32; count];
+                grid.decode_single(bytes, (skip, true), dim, &mut one).unwrap();
+                expected.extend(one);
+                streams.push((bytes, (skip, true), count));
+                at += length;
+            }
+            let mut back = vec![0f32; expected.len()];
+            let mut rest = &mut back[..];
+            let lanes = streams.into_iter().filter(|(.., count)| *count > 0).map(|part| {
+                let (rows, after) = std::mem::take(&mut rest).split_at_mut(part.2);
+                rest = after;
+                Lane::new(part.0, part.1, rows)
+            });
+            let mut lanes: Vec<_> = lanes.collect();
+            for lanes in lanes.chunks_mut(LANES) {
+                grid.decode(lanes).unwrap();
+            }
+            prop_assert_eq!(back, expected);
+        }
+
+        #[test]
+        fn any_bytes_end_as_single_symbols_end(
             classes in proptest::collection::vec(0u8..12, 2..80),
             bytes in proptest::collection::vec(any::<u8>(), 0..300),
+            skew in 1f64..3.0,
+            complete in any::<bool>(),
         ) {
-            let grid = Grid::new(1.0, &classes, tables());
+            let grid = Grid::new(1.0, &classes, tables(skew));
             let mut out = vec![0f32; classes.len() * 8];
-            let _ = grid.decode(&bytes, (0, true), classes.len(), &mut out);
+            let fast = decode(&grid, &bytes, (0, complete), &mut out);
+            let mut expected = vec![0f32; out.len()];
+            let single = grid.decode_single(&bytes, (0, complete), classes.len(), &mut expected);
+            prop_assert_eq!(fast.is_ok(), single.is_ok());
+            if single.is_ok() {
+                prop_assert_eq!(out, expected);
+            }
         }
     }
 
     #[test]
     fn values_beyond_the_escape_are_unquantizable() {
-        let grid = Grid::new(0.001, &[5, 5], tables());
+        let grid = Grid::new(0.001, &[5, 5], tables(1.0));
         assert!(grid.encode(&[1.0, 40.0], 2, &mut Vec::new()).is_err());
         assert!(grid.encode(&[f32::MAX, 0.0], 2, &mut Vec::new()).is_err());
     }

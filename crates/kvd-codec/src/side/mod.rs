@@ -1,8 +1,12 @@
 //! One head's side of a codec: its transforms and its quantizer with what calibration gave them.
 
 pub(crate) mod bind;
+pub(crate) mod bitalloc;
 pub(crate) mod float;
 pub(crate) mod grid;
+pub(crate) mod grid_decode;
+#[cfg(test)]
+mod grid_single;
 pub(crate) mod hybrid;
 pub(crate) mod lloyd;
 pub(crate) mod polar;
@@ -10,8 +14,10 @@ pub(crate) mod symmetric;
 pub(crate) mod uniform;
 pub(crate) mod vq;
 
+use crate::calibration::LAYER_TABLE_BYTES;
 use crate::page::id;
 use crate::transform::Step;
+use bitalloc::{BitAlloc, LEVELS};
 use grid::Grid;
 use hybrid::Hybrid;
 use kvd_core::{DType, Geometry};
@@ -57,13 +63,15 @@ pub(crate) enum HeadQuantizer {
     Vq(Codebook),
     /// One step per head, codes by class.
     Grid(Box<Grid>),
+    /// Fixed widths and levels per coefficient.
+    BitAlloc(Box<BitAlloc>),
 }
 
 impl HeadQuantizer {
     /// Bits of a fixed-width code; 0 when rows are stored as floats.
     pub(crate) fn code_bits(&self) -> u32 {
         match self {
-            Self::Float(_) | Self::Grid(_) => 0,
+            Self::Float(_) | Self::Grid(_) | Self::BitAlloc(_) => 0,
             Self::E4m3 => 8,
             Self::Uniform(uniform) => uniform.code_bits(),
             Self::Symmetric(symmetric) => symmetric.code_bits(),
@@ -77,7 +85,7 @@ impl HeadQuantizer {
     /// Codes of one row.
     pub(crate) fn symbols_per_row(&self, dim: usize) -> usize {
         match self {
-            Self::Float(_) | Self::Grid(_) => 0,
+            Self::Float(_) | Self::Grid(_) | Self::BitAlloc(_) => 0,
             Self::E4m3 | Self::Uniform(_) | Self::Symmetric(_) | Self::Hybrid(_) => dim,
             Self::Lloyd(_) => dim,
             Self::Polar(_) => dim / 2,
@@ -88,7 +96,7 @@ impl HeadQuantizer {
     /// Bytes of scales in a page.
     pub(crate) fn scale_bytes(&self, tokens: usize, dim: usize) -> usize {
         match self {
-            Self::Float(_) | Self::Vq(_) | Self::Grid(_) => 0,
+            Self::Float(_) | Self::Vq(_) | Self::Grid(_) | Self::BitAlloc(_) => 0,
             Self::E4m3 => float::E4M3_SCALE_BYTES,
             Self::Uniform(uniform) => uniform.scale_bytes(tokens, dim),
             Self::Symmetric(symmetric) => symmetric.scale_bytes(tokens, dim),
@@ -108,7 +116,7 @@ impl HeadQuantizer {
     ) -> Result<(), Unquantizable> {
         match self {
             // These write their pages themselves.
-            Self::Float(_) | Self::Grid(_) => Ok(()),
+            Self::Float(_) | Self::Grid(_) | Self::BitAlloc(_) => Ok(()),
             Self::E4m3 => float::encode_e4m3(rows, symbols, scales),
             Self::Uniform(uniform) => uniform.quantize(rows, dim, symbols, scales),
             Self::Symmetric(symmetric) => symmetric.quantize(rows, dim, symbols, scales),
@@ -130,7 +138,7 @@ impl HeadQuantizer {
     ) {
         let bytes = scales.bytes;
         match self {
-            Self::Float(_) | Self::Grid(_) => {}
+            Self::Float(_) | Self::Grid(_) | Self::BitAlloc(_) => {}
             Self::E4m3 => float::decode_e4m3(bytes, symbols, out),
             Self::Uniform(uniform) => uniform.dequantize_row(bytes, row, symbols, loaded, out),
             Self::Symmetric(sym) => sym.dequantize_row(bytes, row, symbols, loaded, out),
@@ -177,6 +185,7 @@ impl HeadSide {
             HeadQuantizer::Lloyd(_) => id::LLOYD,
             HeadQuantizer::Vq(_) => id::VQ,
             HeadQuantizer::Grid(_) => id::GRID,
+            HeadQuantizer::BitAlloc(_) => id::BITALLOC,
         }
     }
 
@@ -198,9 +207,13 @@ impl HeadSide {
         }
     }
 
-    /// Whether its codes come with tables of the calibration.
-    pub(crate) fn is_grid(&self) -> bool {
-        matches!(self.quantizer, HeadQuantizer::Grid(_))
+    /// Bytes of the calibration that the heads of a layer share.
+    pub(crate) fn shared_bytes(&self) -> u64 {
+        match self.quantizer {
+            HeadQuantizer::Grid(_) => LAYER_TABLE_BYTES as u64,
+            HeadQuantizer::BitAlloc(_) => 2 * LEVELS as u64,
+            _ => 0,
+        }
     }
 
     /// Bytes kept from the calibration: f32 factors and f16 codebook entries.
@@ -210,6 +223,7 @@ impl HeadSide {
             // A step and a class per coefficient.
             HeadQuantizer::Grid(_) => 4 + self.dim as u64,
             HeadQuantizer::Polar(polar) => polar.calibration_bytes(),
+            HeadQuantizer::BitAlloc(bitalloc) => bitalloc.calibration_bytes(),
             _ => 0,
         };
         factors + quantizer + self.codebook().map_or(0, |book| 2 * book.entries().len() as u64)

@@ -9,7 +9,7 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 
 /// The codecs that every shape must survive.
-pub(crate) const SPECS: [&str; 23] = [
+pub(crate) const SPECS: [&str; 25] = [
     "raw",
     "fp8",
     "kivi-4",
@@ -34,6 +34,8 @@ pub(crate) const SPECS: [&str; 23] = [
     "k=polar(a=3,r=2)/huffman; v=rotate(seed=9)/lloyd(b=6)/huffman",
     "k=polar(a=8,r=8,g=5); v=uniform(rel=0.1,axis=block,mode=hybrid)",
     "k=hadamard/lloyd(b=1); v=norm/uniform(b=8,axis=block,mode=sym)",
+    "kvd-2-fast",
+    "k=hadamard/bitalloc(b=3.3); v=mean/bitalloc(b=1)",
 ];
 
 /// One layer, two KV heads, blocks of 64.

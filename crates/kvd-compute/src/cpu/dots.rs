@@ -42,9 +42,10 @@ impl Lookup {
         if !scale.is_normal() {
             return None;
         }
-        // A level that was rounded to f16 is off by 2^-11 of itself: 127 by 0.062.
+        // A level that was rounded to f16 is off by 2^-11 of itself, 127 by 0.062; so is the
+        // largest, and with it the scale.
         let level = |value: f32| (value / scale, (value / scale).round());
-        let off = |(exact, rounded): (f32, f32)| (exact - rounded).abs() > 0.07;
+        let off = |(exact, rounded): (f32, f32)| (exact - rounded).abs() > 0.13;
         if entries.iter().any(|value| off(level(*value))) {
             return None;
         }
@@ -271,7 +272,7 @@ pub(crate) fn value_dots(
     }
     for (row, out) in out.chunks_exact_mut(lookup.dims * per_row).enumerate() {
         for (dim, out) in out.chunks_exact_mut(per_row).enumerate() {
-            for position in first..first + count {
+            for (position, out) in (first..).zip(&mut out[first..first + count]) {
                 let mut sum = 0;
                 for token in 0..weights.len {
                     let (tile, token_in) = (token / TILE, token % TILE);
@@ -280,7 +281,7 @@ pub(crate) fn value_dots(
                     sum += lookup.value(dim, code) * weights.word(row, token);
                 }
                 let factor = factors.get(position).map_or(units[row], |f| f * units[row]);
-                out[position] += sum as f32 * factor;
+                *out += sum as f32 * factor;
             }
         }
     }

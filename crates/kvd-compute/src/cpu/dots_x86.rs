@@ -5,6 +5,7 @@
 //! has the instructions (a [`Simd`] exists only then) and whose callers in `dots.rs` have checked
 //! all lengths; pointers stay inside those.
 #![allow(unsafe_code)] // Register loads and stores, and calls after detection.
+#![expect(clippy::needless_range_loop, reason = "indices name registers")]
 
 use super::dots::{BIAS, Lookup, PartRows, Target, TileCodes};
 use super::scores::SPAN;

@@ -5,7 +5,7 @@ use super::simd::per_level;
 /// Scores are kept finite, so that huge keys saturate instead of turning into NaN.
 const SCORE_MAX: f32 = 1.0e38;
 /// Partial sums: one register of AVX-512.
-const LANES: usize = 16;
+pub(super) const LANES: usize = 16;
 
 /// `exp(x)` for `x <= 0`, to 2 units in the last place; below -87 it stays at `exp(-87)`.
 ///
@@ -90,7 +90,7 @@ fn weigh_body(scores: &mut [f32], max: f32) -> (f32, f32) {
 
 /// Combines lanes in halves: a fixed order, and no chain of sixteen.
 #[inline(always)]
-fn halve(lanes: [f32; LANES], combine: impl Fn(f32, f32) -> f32) -> f32 {
+pub(super) fn halve(lanes: [f32; LANES], combine: impl Fn(f32, f32) -> f32) -> f32 {
     let eight: [f32; 8] = std::array::from_fn(|i| combine(lanes[i], lanes[i + 8]));
     let four: [f32; 4] = std::array::from_fn(|i| combine(eight[i], eight[i + 4]));
     combine(combine(four[0], four[2]), combine(four[1], four[3]))

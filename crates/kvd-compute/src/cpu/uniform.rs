@@ -8,6 +8,7 @@
 use super::dots::{Lookup, Parts, ROWS, Target, TileCodes, key_dots, value_dots};
 use super::scores::{SPAN, Scores, TILE};
 use super::simd::{Simd, per_level};
+use super::softmax::{LANES, halve};
 use kvd_codec::{FixedCodes, GroupAxis, HeadSide, UniformGroups};
 use kvd_core::DType;
 use std::ops::Range;
@@ -148,7 +149,6 @@ per_level!(fn fold(
 /// Writes `values · steps`; returns its largest magnitude, and the sum of `values · minima`.
 #[inline(always)]
 fn fold_body(values: &[f32], steps: &[f32], minima: &[f32], out: &mut [f32]) -> (f32, f32) {
-    const LANES: usize = 16;
     let (mut largest, mut sums) = ([0f32; LANES], [0f32; LANES]);
     let chunks = values.as_chunks::<LANES>().0.iter().zip(out.as_chunks_mut::<LANES>().0);
     let scales = steps.as_chunks::<LANES>().0.iter().zip(minima.as_chunks::<LANES>().0);
@@ -165,14 +165,7 @@ fn fold_body(values: &[f32], steps: &[f32], minima: &[f32], out: &mut [f32]) -> 
         sums[lane] += values[i] * minima[i];
         largest[lane] = largest[lane].max(out[i].abs());
     }
-    for width in [8, 4, 2, 1] {
-        for i in 0..width {
-            sums[i] += sums[i + width];
-            largest[i] =
-                if largest[i] > largest[i + width] { largest[i] } else { largest[i + width] };
-        }
-    }
-    (largest[0], sums[0])
+    (halve(largest, |a, b| if a > b { a } else { b }), halve(sums, |a, b| a + b))
 }
 
 /// Weighted sums of a unit over one head's value codes.

@@ -38,3 +38,18 @@ pub(super) fn table() -> String {
         .expect("write to a string");
     text
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_preset_is_listed_with_its_bits_and_source() {
+        let table = table();
+        for preset in presets() {
+            assert!(table.contains(preset.name) && table.contains(preset.source));
+        }
+        assert!(table.contains("bits/value of k: 4.000 codes + 1.000 scales + 0.031 header"));
+        assert!(table.contains("bits/value of v: codes depend on the data"));
+    }
+}

@@ -1,0 +1,78 @@
+//! The tensors of a bit allocation.
+
+use super::malformed;
+use super::tensors::{Buffer, File, halves, singles};
+use crate::CalibrationError;
+use crate::side::bitalloc::{LEVELS, Levels, WIDTH_MAX, levels_at};
+use half::f16;
+use safetensors::tensor::Dtype;
+
+/// What `bitalloc` takes from samples.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct BitAllocTensors {
+    /// `[layers, kv_heads, head_dim]`: root mean square of each coefficient.
+    pub(crate) scales: Vec<f32>,
+    /// `[layers, kv_heads, head_dim]`: bits of each coefficient.
+    pub(crate) widths: Vec<u8>,
+    /// `[layers, LEVELS]`: levels of all widths from 1, ascending within a width.
+    pub(crate) levels: Vec<f16>,
+    /// `[layers, kv_heads]`: largest error of a coefficient that is no outlier.
+    pub(crate) bounds: Vec<f32>,
+}
+
+impl BitAllocTensors {
+    /// The levels of a layer.
+    pub(crate) fn layer_levels(&self, layer: usize) -> Option<Levels> {
+        let values = self.levels.get(layer * LEVELS..(layer + 1) * LEVELS)?;
+        Some(Levels::new(&values.iter().map(|x| x.to_f32()).collect::<Vec<_>>()))
+    }
+
+    pub(super) fn size_bytes(&self) -> usize {
+        4 * (self.scales.len() + self.bounds.len()) + self.widths.len() + 2 * self.levels.len()
+    }
+
+    /// What goes into the file.
+    pub(super) fn buffers(&self, index: usize, [layers, heads, dim]: [usize; 3]) -> Vec<Buffer> {
+        let buffer = |kind: &str, dtype, shape: &[usize], bytes| {
+            let name = format!("{index}.{kind}");
+            Buffer { name, dtype, shape: shape.to_vec(), bytes }
+        };
+        vec![
+            buffer("scale", Dtype::F32, &[layers, heads, dim], singles(&self.scales)),
+            buffer("width", Dtype::U8, &[layers, heads, dim], self.widths.clone()),
+            buffer("levels", Dtype::F16, &[layers, LEVELS], halves(&self.levels)),
+            buffer("bound", Dtype::F32, &[layers, heads], singles(&self.bounds)),
+        ]
+    }
+
+    /// All four tensors or none.
+    pub(super) fn read(
+        file: &File<'_>,
+        [layers, heads, dim]: [usize; 3],
+    ) -> Result<Option<Self>, CalibrationError> {
+        let positive = |x: f32| x > 0.0 && x.recip().is_finite();
+        let scales = file.singles("scale", &[dim], positive)?;
+        let bounds = file.singles("bound", &[], |x| x > 0.0)?;
+        let widths = file.bytes("width", Dtype::U8, &[layers, heads, dim])?;
+        let levels = file.bytes("levels", Dtype::F16, &[layers, LEVELS])?;
+        let (widths, levels) = match (scales.is_empty(), bounds.is_empty(), widths, levels) {
+            (true, true, None, None) => return Ok(None),
+            (false, false, Some(widths), Some(levels)) => (widths.to_vec(), levels),
+            _ => return Err(malformed(format!("{} has a part of a bitalloc only", file.side))),
+        };
+        if widths.iter().any(|width| usize::from(*width) > WIDTH_MAX) {
+            return Err(malformed(format!("{}.width holds more than 8 bits", file.side)));
+        }
+        let levels: Vec<f16> =
+            levels.as_chunks::<2>().0.iter().map(|b| f16::from_le_bytes(*b)).collect();
+        let ascending = |table: &[f16]| table.windows(2).all(|pair| pair[0] <= pair[1]);
+        let valid = levels.iter().all(|x| x.is_finite())
+            && levels.chunks(LEVELS).all(|layer| {
+                (1..=WIDTH_MAX).all(|width| ascending(&layer[levels_at(width)..][..1 << width]))
+            });
+        if !valid {
+            return Err(malformed(format!("{}.levels do not ascend", file.side)));
+        }
+        Ok(Some(Self { scales, widths, levels, bounds }))
+    }
+}

@@ -1,0 +1,229 @@
+//! Fits a side's bit allocation: widths, levels, scales and bounds
+//! (`docs/adr/0006-bit-allocation.md`).
+
+use crate::CalibrationError;
+use crate::calibration::BitAllocTensors;
+use crate::fit_grid::{GridHead, Head, layer_heads};
+use crate::lloyd;
+use crate::side::bitalloc::{LEVELS, Levels, WIDTH_MAX, levels_at};
+use half::f16;
+use kvd_core::{Geometry, Side};
+use std::collections::BinaryHeap;
+
+/// Coefficients of a layer that levels are trained on.
+const POINTS_MAX: usize = 1 << 16;
+/// Fewest coefficients of a width that make levels of their own.
+const POINTS_MIN: usize = 1 << 12;
+/// Rounds of allocating widths and training levels on what has them.
+const ROUNDS: usize = 3;
+/// Coefficients of a side whose errors are looked at for the bound.
+const BOUND_POINTS_MAX: usize = 1 << 23;
+/// Share of coefficients that may be outliers on the samples: 48 bits each, 0.003 bits per value.
+const OUTLIERS: f64 = 1.0 / 16384.0;
+
+/// What a fit gives: the tensors, and per head the order of its coefficients.
+pub(crate) struct Fitted {
+    pub(crate) tensors: BitAllocTensors,
+    /// Per head, the coefficient of the samples that becomes coefficient `i`.
+    pub(crate) orders: Vec<Vec<usize>>,
+}
+
+/// A layer's levels and what they leave of a unit variance, by width.
+struct LayerLevels {
+    values: Vec<f32>,
+    distortions: [f64; WIDTH_MAX + 1],
+}
+
+/// Allocates `bits` bits per coefficient over all heads of a side. `heads` are those of layer 0,
+/// then those of layer 1 and so on; where `permute`, a head's widest coefficients come first.
+pub(crate) fn fit(
+    geometry: &Geometry,
+    side: Side,
+    (bits, permute): (f32, bool),
+    heads: &[GridHead],
+) -> Result<Fitted, CalibrationError> {
+    let (dim, kv_heads) = (geometry.head_dim(side), geometry.kv_heads as usize);
+    let heads: Vec<Head<'_>> =
+        heads.chunks(kv_heads).flat_map(|layer| layer_heads(layer, dim)).collect();
+    let spreads: Vec<Vec<f64>> = heads.iter().map(usable_spreads).collect();
+    let mut levels: Vec<LayerLevels> = heads
+        .chunks(kv_heads)
+        .zip(spreads.chunks(kv_heads))
+        .map(|(heads, spreads)| train(heads, spreads, None))
+        .collect();
+    let mut widths = Vec::new();
+    for _ in 0..ROUNDS {
+        widths = allocate(&heads, &spreads, &levels, bits);
+        let layers = heads.chunks(kv_heads).zip(spreads.chunks(kv_heads));
+        let layers = layers.zip(widths.chunks(kv_heads)).zip(&mut levels);
+        for (((heads, spreads), widths), levels) in layers {
+            *levels = train(heads, spreads, Some((widths, &*levels)));
+        }
+    }
+    let mut tensors = BitAllocTensors::default();
+    let mut orders = Vec::new();
+    for (index, widths) in widths.iter().enumerate() {
+        let mut order: Vec<usize> = (0..dim).collect();
+        if permute {
+            order.sort_by_key(|i| std::cmp::Reverse(widths[*i]));
+        }
+        tensors.widths.extend(order.iter().map(|i| widths[*i]));
+        tensors.scales.extend(order.iter().map(|i| spreads[index][*i] as f32));
+        orders.push(order);
+    }
+    for layer in &levels {
+        tensors.levels.extend(layer.values.iter().map(|x| f16::from_f32(*x)));
+    }
+    let bound = bound(&heads, &spreads, &widths, &levels);
+    tensors.bounds = heads.iter().map(|head| (bound * head.weight) as f32).collect();
+    let usable = |x: &f32| x.is_normal() && *x > 0.0 && x.recip().is_normal();
+    let dims = tensors.scales.chunks(dim).zip(&tensors.bounds);
+    match dims.into_iter().position(|(s, b)| !s.iter().chain([b]).all(usable)) {
+        None => Ok(Fitted { tensors, orders }),
+        Some(index) => {
+            let (layer, head) = ((index / kv_heads) as u32, index % kv_heads);
+            Err(CalibrationError::OutOfRange { layer, side, head })
+        }
+    }
+}
+
+/// A head's spreads, those far below its largest raised: a scale must have a reciprocal.
+fn usable_spreads(head: &Head<'_>) -> Vec<f64> {
+    let largest = head.spreads.iter().fold(0f64, |a, b| a.max(*b));
+    let floor = if largest > 0.0 { largest * 1e-6 } else { head.weight };
+    head.spreads.iter().map(|spread| spread.max(floor)).collect()
+}
+
+/// Trains a layer's levels on its coefficients over their spreads: those of the width, or all of
+/// them where too few have it. The distortion of a width without coefficients of its own is that
+/// of the levels before.
+fn train(
+    heads: &[Head<'_>],
+    spreads: &[Vec<f64>],
+    before: Option<(&[Vec<u8>], &LayerLevels)>,
+) -> LayerLevels {
+    let all = points(heads, spreads, |_, _| true);
+    let mut values = vec![0f32; LEVELS];
+    let mut distortions = [1.0; WIDTH_MAX + 1];
+    for width in 1..=WIDTH_MAX {
+        let own = before.map(|(widths, _)| {
+            points(heads, spreads, |head, i| usize::from(widths[head][i]) == width)
+        });
+        let table = &mut values[levels_at(width)..][..1 << width];
+        let points = own.as_ref().filter(|own| own.len() >= POINTS_MIN).unwrap_or(&all);
+        distortions[width] = lloyd::train(points, table);
+    }
+    LayerLevels { values, distortions }
+}
+
+/// At most [`POINTS_MAX`] coefficients over their spread, in ascending order.
+fn points(
+    heads: &[Head<'_>],
+    spreads: &[Vec<f64>],
+    takes: impl Fn(usize, usize) -> bool,
+) -> Vec<f32> {
+    let dim = spreads[0].len();
+    let taken: Vec<(usize, usize)> = (0..heads.len())
+        .flat_map(|head| (0..dim).map(move |i| (head, i)))
+        .filter(|(head, i)| takes(*head, *i))
+        .collect();
+    let rows: usize = taken.iter().map(|(head, _)| heads[*head].rows.len()).sum();
+    let stride = rows.div_ceil(POINTS_MAX).max(1);
+    let mut points = Vec::new();
+    for (nth, (head, i)) in taken.into_iter().enumerate() {
+        // Another phase per coefficient, so that all rows have their turn.
+        let rows = heads[head].rows.iter().skip(nth % stride).step_by(stride);
+        points.extend(rows.map(|row| (f64::from(row[i]) / spreads[head][i]) as f32));
+    }
+    points.sort_by(f32::total_cmp);
+    points
+}
+
+/// One more bit for a coefficient: how much distortion it saves. Ties go to the lower place.
+#[derive(Clone, Copy, PartialEq)]
+struct Gain {
+    saved: f64,
+    head: usize,
+    coefficient: usize,
+}
+
+impl Eq for Gain {}
+
+impl PartialOrd for Gain {
+    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl Ord for Gain {
+    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
+        let place = |gain: &Self| std::cmp::Reverse((gain.head, gain.coefficient));
+        self.saved.total_cmp(&other.saved).then(place(self).cmp(&place(other)))
+    }
+}
+
+/// Widths by greedy reduction of the distortion.
+fn allocate(
+    heads: &[Head<'_>],
+    spreads: &[Vec<f64>],
+    levels: &[LayerLevels],
+    bits: f32,
+) -> Vec<Vec<u8>> {
+    let dim = spreads[0].len();
+    let kv_heads = heads.len() / levels.len();
+    let gain = |head: usize, coefficient: usize, width: u8| {
+        let distortions = &levels[head / kv_heads].distortions;
+        let unit = spreads[head][coefficient] / heads[head].weight;
+        let width = usize::from(width);
+        let saved = unit * unit * (distortions[width] - distortions[width + 1]);
+        Gain { saved, head, coefficient }
+    };
+    let mut widths = vec![vec![0u8; dim]; heads.len()];
+    let mut budget = (f64::from(bits) * (dim * heads.len()) as f64) as usize;
+    let mut heap: BinaryHeap<Gain> = (0..heads.len())
+        .flat_map(|head| (0..dim).map(move |i| (head, i)))
+        .map(|(head, i)| gain(head, i, 0))
+        .collect();
+    while budget > 0 {
+        let Some(Gain { head, coefficient, .. }) = heap.pop() else { break };
+        let width = &mut widths[head][coefficient];
+        *width += 1;
+        budget -= 1;
+        if usize::from(*width) < WIDTH_MAX {
+            heap.push(gain(head, coefficient, *width));
+        }
+    }
+    widths
+}
+
+/// The error that at most [`OUTLIERS`] of the samples' coefficients exceed, in units of a head's
+/// weight.
+fn bound(
+    heads: &[Head<'_>],
+    spreads: &[Vec<f64>],
+    widths: &[Vec<u8>],
+    levels: &[LayerLevels],
+) -> f64 {
+    let kv_heads = heads.len() / levels.len();
+    let coefficients: usize = heads.iter().map(|head| head.rows.len() * widths[0].len()).sum();
+    let stride = coefficients.div_ceil(BOUND_POINTS_MAX).max(1);
+    let mut errors = Vec::new();
+    for (layer, levels) in levels.iter().enumerate() {
+        let stored: Vec<f32> = levels.values.iter().map(|x| f16::from_f32(*x).to_f32()).collect();
+        let levels = Levels::new(&stored);
+        for head in layer * kv_heads..(layer + 1) * kv_heads {
+            for row in heads[head].rows.iter().step_by(stride) {
+                for (i, x) in row.iter().enumerate() {
+                    let (width, scale) = (usize::from(widths[head][i]), spreads[head][i] as f32);
+                    let level = levels.value(width, levels.code(width, x / scale));
+                    errors.push((x - level * scale).abs() / heads[head].weight as f32);
+                }
+            }
+        }
+    }
+    let exceeding = (errors.len() as f64 * OUTLIERS) as usize;
+    let place = errors.len() - 1 - exceeding;
+    let (_, bound, _) = errors.select_nth_unstable_by(place, f32::total_cmp);
+    // Heads without spread have no error to go by.
+    if *bound > 0.0 { f64::from(*bound) } else { 1e-3 }
+}

@@ -1,0 +1,280 @@
+//! Bit-allocation pages: every coefficient has a fixed width of its own, 0 to 8 bits, and the
+//! levels of its width (block quantization after Huang and Schultheiss, 1963).
+//!
+//! Widths, levels and scales come from the calibration, so a page holds codes only and every row
+//! takes the same bits. Coefficients of one width stand together, widest first: the fit permutes
+//! the rows of the side's matrix, so a page is a few runs of equal width.
+//!
+//! Payload: the codes of each run, laid out as any codes of fixed width; then the outliers, each a
+//! row (u16), a coefficient (u16) and what its level lacks (f16). A coefficient whose level is off
+//! by more than the head's bound is an outlier: other data costs bits, never accuracy.
+
+use super::Unquantizable;
+use super::grid::{Run, runs};
+use crate::PageError;
+use crate::bits::{self, CodeLayout};
+use half::f16;
+use kvd_core::{Geometry, Side};
+use std::sync::Arc;
+
+/// Widest code.
+pub(crate) const WIDTH_MAX: usize = 8;
+/// Levels of all widths from 1 to [`WIDTH_MAX`].
+pub(crate) const LEVELS: usize = (2 << WIDTH_MAX) - 2;
+/// Bytes of one outlier.
+pub(crate) const OUTLIER_BYTES: usize = 6;
+
+const DIM_MAX: usize = Geometry::HEAD_DIM_MAX as usize;
+
+/// Where the levels of a width begin; there are `2^width`.
+pub(crate) const fn levels_at(width: usize) -> usize {
+    (1 << width) - 2
+}
+
+/// Levels for coefficients of unit spread, ascending, and the bounds between them.
+#[derive(Clone, Debug)]
+pub(crate) struct Levels {
+    values: Vec<f32>,
+    /// Per width, `2^width - 1` midpoints and an infinity.
+    midpoints: Vec<f32>,
+}
+
+impl Levels {
+    /// From [`LEVELS`] values, width 1 first.
+    pub(crate) fn new(values: &[f32]) -> Self {
+        let mut midpoints = Vec::with_capacity(values.len());
+        for width in 1..=WIDTH_MAX {
+            let table = &values[levels_at(width)..][..1 << width];
+            midpoints.extend(table.windows(2).map(|pair| pair[0].midpoint(pair[1])));
+            midpoints.push(f32::INFINITY);
+        }
+        Self { values: values.to_vec(), midpoints }
+    }
+
+    /// All values, width 1 first.
+    pub(crate) fn values(&self) -> &[f32] {
+        &self.values
+    }
+
+    /// The levels of a width; one zero for width 0.
+    fn of(&self, width: usize) -> &[f32] {
+        if width == 0 { &[0.0] } else { &self.values[levels_at(width)..][..1 << width] }
+    }
+
+    /// The nearest level of `width`, the lower of two.
+    pub(crate) fn code(&self, width: usize, x: f32) -> usize {
+        if width == 0 {
+            return 0;
+        }
+        let midpoints = &self.midpoints[levels_at(width)..][..1 << width];
+        let mut code = 0;
+        for bit in (0..width).rev() {
+            code += usize::from(midpoints[code + (1 << bit) - 1] < x) << bit;
+        }
+        code
+    }
+
+    /// A level by width and code.
+    pub(crate) fn value(&self, width: usize, code: usize) -> f32 {
+        self.of(width)[code]
+    }
+}
+
+/// A head's widths, scales and bound, and the levels it shares with the heads of its layer.
+#[derive(Clone, Debug)]
+pub(crate) struct BitAlloc {
+    side: Side,
+    /// Runs of equal width.
+    runs: Vec<Run>,
+    scales: Vec<f32>,
+    levels: Arc<Levels>,
+    bound: f32,
+}
+
+impl BitAlloc {
+    pub(crate) fn new(
+        side: Side,
+        widths: &[u8],
+        (scales, bound): (&[f32], f32),
+        levels: Arc<Levels>,
+    ) -> Self {
+        Self { side, runs: runs(widths), scales: scales.to_vec(), levels, bound }
+    }
+
+    /// Bytes of the codes of a page.
+    pub(crate) fn code_bytes(&self, tokens: usize) -> usize {
+        self.runs.iter().map(|run| self.layout(run, tokens).size_bytes()).sum()
+    }
+
+    /// Bytes kept from the calibration: a scale and a width per coefficient, and the bound.
+    pub(crate) fn calibration_bytes(&self) -> u64 {
+        5 * self.scales.len() as u64 + 4
+    }
+
+    /// Where the codes of a run lie.
+    fn layout(&self, run: &Run, tokens: usize) -> CodeLayout {
+        CodeLayout::new(self.side, tokens, run.len, run.class as u32)
+    }
+
+    /// Appends codes and outliers of `rows` (`[tokens, dim]`) and returns the bytes of the
+    /// outliers. A page that outliers make larger than `limit` bytes is unquantizable.
+    pub(crate) fn encode(
+        &self,
+        rows: &[f32],
+        limit: usize,
+        out: &mut Vec<u8>,
+    ) -> Result<u64, Unquantizable> {
+        let dim = self.scales.len();
+        let tokens = rows.len() / dim;
+        let room = limit.saturating_sub(self.code_bytes(tokens)) / OUTLIER_BYTES;
+        let (mut symbols, mut outliers) = (Vec::new(), Vec::new());
+        for run in &self.runs {
+            symbols.clear();
+            for (row, values) in rows.chunks_exact(dim).enumerate() {
+                let places = run.first..run.first + run.len;
+                for (index, (x, scale)) in
+                    places.clone().zip(values[places.clone()].iter().zip(&self.scales[places]))
+                {
+                    let code = self.levels.code(run.class, x / scale);
+                    let residual = x - self.levels.value(run.class, code) * scale;
+                    // NaN is an outlier as well, and then without a value.
+                    if residual.is_nan() || residual.abs() > self.bound {
+                        outliers.push((row as u16, index as u16, f16::from_f32(residual)));
+                    }
+                    symbols.push(code as u16);
+                }
+            }
+            if outliers.len() > room {
+                return Err(Unquantizable);
+            }
+            bits::pack(&self.layout(run, tokens), &symbols, out);
+        }
+        outliers.sort_unstable_by_key(|(row, index, _)| (*row, *index));
+        for (row, index, residual) in &outliers {
+            if !residual.is_finite() {
+                return Err(Unquantizable);
+            }
+            out.extend_from_slice(&row.to_le_bytes());
+            out.extend_from_slice(&index.to_le_bytes());
+            out.extend_from_slice(&residual.to_le_bytes());
+        }
+        Ok((outliers.len() * OUTLIER_BYTES) as u64)
+    }
+
+    /// Writes rows from `first` on into `out` (`[count, dim]`). `codes` are those of the page's
+    /// `tokens` rows, `outliers` a whole number of them.
+    pub(crate) fn decode(
+        &self,
+        (codes, outliers): (&[u8], &[u8]),
+        (tokens, first): (usize, usize),
+        out: &mut [f32],
+    ) -> Result<(), PageError> {
+        let dim = self.scales.len();
+        let (mut start, mut symbols) = (0, [0u16; DIM_MAX]);
+        for run in &self.runs {
+            let layout = self.layout(run, tokens);
+            let codes = &codes[start..start + layout.size_bytes()];
+            start += codes.len();
+            let (levels, symbols) = (self.levels.of(run.class), &mut symbols[..run.len]);
+            for (index, row) in out.chunks_exact_mut(dim).enumerate() {
+                bits::unpack_row(&layout, codes, first + index, symbols);
+                let places = run.first..run.first + run.len;
+                let values = row[places.clone()].iter_mut().zip(&self.scales[places]);
+                for ((value, scale), symbol) in values.zip(&*symbols) {
+                    *value = levels[usize::from(*symbol)] * scale;
+                }
+            }
+        }
+        for entry in outliers.as_chunks::<OUTLIER_BYTES>().0 {
+            let [r0, r1, c0, c1, x0, x1] = *entry;
+            let row = usize::from(u16::from_le_bytes([r0, r1]));
+            let coefficient = usize::from(u16::from_le_bytes([c0, c1]));
+            if row >= tokens || coefficient >= dim {
+                return Err(PageError::Payload("an outlier lies outside the page"));
+            }
+            let at = row.checked_sub(first).map(|row| row * dim + coefficient);
+            if let Some(value) = at.and_then(|at| out.get_mut(at)) {
+                *value += f16::from_le_bytes([x0, x1]).to_f32();
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn levels() -> Arc<Levels> {
+        let table = |width: usize| {
+            let count = 1usize << width;
+            (0..count).map(move |i| (i as f32 + 0.5) * 6.0 / count as f32 - 3.0)
+        };
+        Arc::new(Levels::new(&(1..=WIDTH_MAX).flat_map(table).collect::<Vec<_>>()))
+    }
+
+    #[test]
+    fn a_code_names_the_nearest_level() {
+        let levels = levels();
+        for width in 0..=WIDTH_MAX {
+            for step in -80..=80 {
+                let x = step as f32 * 0.0613;
+                let error = |code: usize| (levels.value(width, code) - x).abs();
+                let nearest = (0..1 << width).map(error).fold(f32::INFINITY, f32::min);
+                assert_eq!(error(levels.code(width, x)), nearest, "width {width}, {x}");
+            }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn any_values_come_back_within_the_bound(
+            widths in proptest::collection::vec(0u8..=8, 1..80),
+            values in proptest::collection::vec(
+                prop_oneof![9 => -3f32..3.0, 1 => -300f32..300.0], 80 * 5),
+            bound in 0.01f32..2.0,
+            first in 0usize..5,
+            side in prop_oneof![Just(Side::Key), Just(Side::Value)],
+        ) {
+            let dim = widths.len();
+            let rows = &values[..dim * 5];
+            let scales: Vec<f32> = (0..dim).map(|i| 0.2 + i as f32 * 0.01).collect();
+            let bitalloc = BitAlloc::new(side, &widths, (&scales, bound), levels());
+            let mut out = Vec::new();
+            let outliers = bitalloc.encode(rows, usize::MAX, &mut out).unwrap() as usize;
+            prop_assert_eq!(out.len(), bitalloc.code_bytes(5) + outliers);
+            let parts = out.split_at(bitalloc.code_bytes(5));
+            let mut back = vec![0f32; dim * (5 - first)];
+            bitalloc.decode(parts, (5, first), &mut back).unwrap();
+            for (a, b) in rows[first * dim..].iter().zip(&back) {
+                prop_assert!((a - b).abs() <= bound.max(a.abs() / 1024.0) * 1.001, "{a} {b}");
+            }
+        }
+
+        #[test]
+        fn any_bytes_decode_or_fail_but_never_panic(
+            widths in proptest::collection::vec(0u8..=8, 1..80),
+            bytes in proptest::collection::vec(any::<u8>(), 800),
+            count in 0usize..8,
+        ) {
+            let scales = vec![1.0; widths.len()];
+            let side = BitAlloc::new(Side::Key, &widths, (&scales, 1.0), levels());
+            let (codes, outliers) = bytes.split_at(side.code_bytes(4));
+            let mut out = vec![0f32; widths.len() * 4];
+            let _ = side.decode((codes, &outliers[..count * OUTLIER_BYTES]), (4, 0), &mut out);
+        }
+    }
+
+    #[test]
+    fn what_no_outlier_can_hold_is_unquantizable() {
+        let side = BitAlloc::new(Side::Key, &[4, 0], (&[1.0, 1.0], 1.0), levels());
+        for bad in [f32::NAN, f32::INFINITY, 1e6] {
+            assert!(side.encode(&[bad, 0.0], usize::MAX, &mut Vec::new()).is_err(), "{bad}");
+            assert!(side.encode(&[0.0, bad], usize::MAX, &mut Vec::new()).is_err(), "{bad}");
+        }
+        // Two outliers take 12 bytes, the codes one.
+        assert!(side.encode(&[50.0, 50.0], 13, &mut Vec::new()).is_ok());
+        assert!(side.encode(&[50.0, 50.0], 12, &mut Vec::new()).is_err());
+    }
+}
