@@ -1,7 +1,7 @@
 //! Attention over raw rows and pages: one loop for every codec, FlashDecoding-style split over
 //! the stored range, and a merge of the partial states.
 
-use super::simd::Simd;
+use super::simd::{Precision, Simd};
 use super::tile::Reader;
 use super::unit;
 use crate::{AttendPlan, Attended, BackendError, PartialState, PlanPart, PlanQuery};
@@ -29,6 +29,7 @@ pub(crate) struct Job<'a> {
     pub(crate) plan: &'a AttendPlan,
     pub(crate) reader: Reader<'a>,
     pub(crate) simd: Simd,
+    pub(crate) precision: Precision,
     /// The whole payload, widened.
     pub(crate) q: &'a [f32],
     pub(crate) threads: usize,

@@ -174,7 +174,7 @@ fn reference(geometry: &Geometry, plan: &AttendPlan, rows: &LoadedRows) -> (Vec<
 /// Queries and weights have 15 bits: a weight is off by at most `2^-15` of the largest of its
 /// span, a score by `2^-15` of the largest product for each of 128 channels. f16 rounding of a
 /// codebook's levels adds `2^-11`. All together stay below this part of the output's norm.
-const ERROR_MAX: f64 = 1e-3;
+const FAST_ERROR_MAX: f64 = 1e-3;
 
 fn check(dim: u32, name: &str, asks: &[Ask]) {
     let geometry = geometry(dim);
@@ -184,17 +184,24 @@ fn check(dim: u32, name: &str, asks: &[Ask]) {
     for ask in asks {
         let plan = plan(&geometry, &parts, *ask);
         let (out, lse) = reference(&geometry, &plan, &rows);
-        for simd in Simd::available() {
+        let levels = Simd::available();
+        for (simd, precision) in levels.iter().flat_map(|s| Precision::ALL.map(|p| (*s, p))) {
             backend.limit(simd.set()).unwrap();
+            backend.set_precision(precision);
+            let error_max = match precision {
+                Precision::Single => 1e-5,
+                Precision::Fast => FAST_ERROR_MAX,
+            };
             let answer = backend.attend(&plan).unwrap();
             let got = floats(&answer.out);
             let error: f64 = got.iter().zip(&out).map(|(a, b)| (a - b).powi(2)).sum();
             let norm: f64 = out.iter().map(|b| b.powi(2)).sum();
             let error = (error / norm).sqrt();
-            assert!(error < ERROR_MAX, "{name}, {dim}, {simd:?}, {ask:?}: {error:e}");
+            let context = format!("{name}, {dim}, {simd:?}, {precision:?}, {ask:?}");
+            assert!(error < error_max, "{context}: {error:e}");
             for (got, want) in answer.lse.iter().zip(&lse) {
                 let error = (f64::from(*got) - want).abs();
-                assert!(error < ERROR_MAX, "{name}, {simd:?}: lse {got} instead of {want}");
+                assert!(error < error_max, "{context}: lse {got} instead of {want}");
             }
         }
     }
@@ -217,7 +224,7 @@ fn every_level_answers_as_f64_does() {
 #[test]
 fn head_sizes_that_fill_no_register_are_right_too() {
     let ask = Ask { n_q: 1, position: 175, window: None, cap: None };
-    for dim in [80, 96, 128, 136, 256] {
+    for dim in [80, 136, 256] {
         for name in ["kivi-4", "k=smooth+hadamard/vq(d=2,b=4); v=vq(d=2,b=4)", "vecinfer-2"] {
             // Groups of 32 channels do not divide 80 and 136: the values are decoded then.
             check(dim, name, &[ask]);

@@ -29,8 +29,8 @@ use arena::HostArena;
 use encode::Sampling;
 use kvd_codec::ModelCodec;
 use kvd_core::{Extent, LayerIndex, ModelId};
-pub use simd::InstructionSet;
 use simd::Simd;
+pub use simd::{InstructionSet, Precision};
 use std::collections::HashMap;
 use tile::Reader;
 
@@ -57,6 +57,7 @@ pub struct CpuBackend {
     models: HashMap<ModelId, Model>,
     threads: rayon::ThreadPool,
     simd: Simd,
+    precision: Precision,
 }
 
 /// Why the CPU backend could not be opened.
@@ -95,6 +96,7 @@ impl CpuBackend {
             models: HashMap::new(),
             threads,
             simd: Simd::detect(),
+            precision: Precision::default(),
         })
     }
 
@@ -102,6 +104,11 @@ impl CpuBackend {
     #[must_use]
     pub fn instruction_set(&self) -> InstructionSet {
         self.simd.set()
+    }
+
+    /// Chooses between exactness and speed; [`Precision::Single`] unless told otherwise.
+    pub fn set_precision(&mut self, precision: Precision) {
+        self.precision = precision;
     }
 
     /// Uses `set` instead of the best there is, to compare or to test.
@@ -196,6 +203,7 @@ impl Backend for CpuBackend {
             plan,
             reader: Reader { arena: &self.arena, codec, layer: plan.layer },
             simd: self.simd,
+            precision: self.precision,
             q: &q,
             threads: self.threads.current_num_threads(),
         };

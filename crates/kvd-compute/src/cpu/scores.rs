@@ -49,6 +49,11 @@ impl Scores {
         &self.values.as_chunks::<SPAN>().0[row]
     }
 
+    /// All rows, each [`SPAN`] after the one before, from token `first` on.
+    pub(crate) fn tail_mut(&mut self, first: usize) -> &mut [f32] {
+        &mut self.values[first..]
+    }
+
     /// Rows from `first` on, each [`SPAN`] after the one before, from a tile's first token on.
     pub(crate) fn rows_mut(&mut self, first: usize, tile: usize) -> &mut [f32] {
         &mut self.values[first * SPAN + tile * TILE..]

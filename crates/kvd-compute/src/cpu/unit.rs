@@ -5,12 +5,13 @@
 use super::attend::{Job, Unit, group, payload_row};
 use super::fused::{Keys, Place, Values};
 use super::scores::{SPAN, Scores, TILE};
-use super::simd;
+use super::simd::{self, BLOCK_ROWS, Precision};
 use super::softmax;
 use super::tile::{Rows, Span, spans};
 use crate::{BackendError, PartialState, PlanPart};
 use kvd_codec::{HeadSide, Space};
 use kvd_core::Side;
+use std::ops::Range;
 
 /// The queries of a unit, once as given and once folded into coefficient space.
 struct Queries {
@@ -64,8 +65,9 @@ pub(super) fn run(job: &Job<'_>, unit: &Unit<'_>) -> Result<Vec<PartialState>, B
     let queries = Queries::new(job, unit, key_side);
     let rows = queries.offsets.len();
     let dim_v = value_side.dim();
-    let keys = Keys::new(job.simd, key_side, &queries.folded);
-    let values = Values::new(job.simd, value_side);
+    let fast = job.precision == Precision::Fast;
+    let keys = fast.then(|| Keys::new(job.simd, key_side, &queries.folded)).flatten();
+    let values = fast.then(|| Values::new(job.simd, value_side)).flatten();
     let mut walk = Walk {
         job,
         unit,
@@ -140,10 +142,8 @@ impl<'a> Walk<'a> {
             let dim = queries.len() / self.states.len();
             let decoded = &mut self.tile[..wanted.len() * dim];
             rows.decode_at(span.first + wanted.start, wanted.len(), decoded)?;
-            for (row, query) in queries.chunks_exact(dim).enumerate() {
-                let scores = &mut self.scores.row_mut(row)[wanted.clone()];
-                self.job.simd.scores(query, decoded, scores);
-            }
+            let scores = (self.scores.tail_mut(wanted.start), SPAN);
+            self.job.simd.scores(dim, queries, decoded, scores);
         }
         Ok(())
     }
@@ -212,19 +212,32 @@ impl<'a> Walk<'a> {
         let decoded = &mut self.tile[..wanted.len() * dim];
         rows.decode_at(span.first + wanted.start, wanted.len(), decoded)?;
         let space = rows.space();
-        for (row, state) in self.states.iter_mut().enumerate() {
-            let seen = self.scores.seen(row);
+        let part = |seen: &Range<usize>| {
+            (seen.start - wanted.start) * dim..(seen.end - wanted.start) * dim
+        };
+        let seen = |scores: &Scores, row: usize| {
+            let seen = scores.seen(row);
             let seen = seen.start.max(wanted.start)..seen.end.min(wanted.end);
-            if seen.is_empty() {
+            if seen.is_empty() { wanted.start..wanted.start } else { seen }
+        };
+        for (index, states) in self.states.chunks_mut(BLOCK_ROWS).enumerate() {
+            let first = index * BLOCK_ROWS;
+            let of = |row: usize| seen(&self.scores, first + row);
+            let same = of(0);
+            if let [a, b, c, d] = states
+                && (1..BLOCK_ROWS).all(|row| of(row) == same)
+            {
+                let weights: [&[f32]; BLOCK_ROWS] =
+                    std::array::from_fn(|row| &self.scores.row(first + row)[same.clone()]);
+                let acc = [a, b, c, d].map(|state| accumulator(state, space));
+                self.job.simd.accumulate_block(weights, &decoded[part(&same)], acc);
                 continue;
             }
-            let acc = match space {
-                Space::Raw => &mut state.raw,
-                Space::Coefficient => &mut state.coefficients,
-            };
-            let decoded =
-                &decoded[(seen.start - wanted.start) * dim..(seen.end - wanted.start) * dim];
-            self.job.simd.accumulate(&self.scores.row(row)[seen], decoded, acc);
+            for (row, state) in states.iter_mut().enumerate() {
+                let (seen, acc) = (of(row), accumulator(state, space));
+                let weights = &self.scores.row(first + row)[seen.clone()];
+                self.job.simd.accumulate(weights, &decoded[part(&seen)], acc);
+            }
         }
         Ok(())
     }
@@ -239,5 +252,13 @@ impl<'a> Walk<'a> {
             }
         }
         self.states
+    }
+}
+
+/// Where a state keeps weighted sums of rows of that kind.
+fn accumulator(state: &mut PartialState, space: Space) -> &mut [f32] {
+    match space {
+        Space::Raw => &mut state.raw,
+        Space::Coefficient => &mut state.coefficients,
     }
 }
