@@ -12,7 +12,8 @@ use std::ops::Range;
 
 /// The codebook as bytes; `None` where the generic path is as good.
 fn lookup(simd: Simd, side: &HeadSide) -> Option<(Lookup, usize)> {
-    let book: &Codebook = side.codebook()?;
+    let vq = side.vq().filter(|vq| vq.stages() == 1 && !vq.is_grouped())?;
+    let book: &Codebook = vq.codebook(0, 0);
     let count = book.entries().len() / book.dim();
     let per_row = side.dim() / book.dim();
     if !count.is_power_of_two() || count > 256 || !per_row.is_multiple_of(4) {
