@@ -52,6 +52,7 @@ pub use policy::Override;
 pub use preset::{Preset, preset, presets, resolve};
 pub use reader::{FixedCodes, PageReader, Space};
 pub use samples::Samples;
+pub use side::stored::Stored;
 pub use side::vq::{Codebook, Vq};
 pub use side::{HeadSide, UniformGroups};
 pub use spec::{
