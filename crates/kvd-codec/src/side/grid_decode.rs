@@ -4,9 +4,7 @@
 //! into codes. One entry leads to the next, so a single stream would leave the processor waiting:
 //! up to [`LANES`] streams are decoded in turns.
 
-use super::grid::{
-    CLASSES, Class, ESCAPE_BITS, Grid, GridTables, Run, ZERO_GROUP, ZERO_INDEX_BITS,
-};
+use super::grid::{CLASSES, Class, ESCAPE_BITS, Grid, Run, ZERO_GROUP, ZERO_INDEX_BITS};
 use crate::PageError;
 use crate::huffman::HuffmanTable;
 use kvd_core::Geometry;
@@ -22,9 +20,10 @@ const DIM_MAX: usize = Geometry::HEAD_DIM_MAX as usize;
 
 /// What the next bits hold.
 #[derive(Clone, Copy, Debug, Default)]
+#[repr(align(16))]
 struct Entry {
     codes: [i8; ENTRY_CODES],
-    /// Codes in `codes`; none when the first symbol is the escape.
+    /// Codes in `codes`; none when the first symbol is the escape, or in the zero class.
     count: u8,
     /// Bits of their symbols.
     bits: u8,
@@ -33,70 +32,72 @@ struct Entry {
     first_bits: u8,
 }
 
-/// The Huffman table of a class, and its entries.
+/// The Huffman tables of one side of one layer, by class, and their entries.
 #[derive(Clone, Debug)]
-pub(crate) struct ClassTable {
-    pub(crate) code: HuffmanTable,
+pub(crate) struct ClassTables {
+    /// None for the zero class.
+    pub(crate) codes: Vec<Option<HuffmanTable>>,
+    /// `[classes, 2^INDEX_BITS]`.
     entries: Box<[Entry]>,
 }
 
-impl ClassTable {
-    pub(crate) fn new(class: Class, code: HuffmanTable) -> Self {
-        let entries = (0..1u32 << INDEX_BITS).map(|index| Self::entry(class, &code, index));
-        Self { entries: entries.collect(), code }
+impl ClassTables {
+    pub(crate) fn new(codes: Vec<Option<HuffmanTable>>) -> Self {
+        let entries = codes.iter().zip(CLASSES).flat_map(|(code, class)| {
+            (0..1u32 << INDEX_BITS).map(move |index| match code {
+                Some(code) => entry(class, code, index),
+                None => Entry::default(),
+            })
+        });
+        Self { entries: entries.collect(), codes }
     }
+}
 
-    /// Every whole symbol of `index`, up to the first escape.
-    fn entry(class: Class, code: &HuffmanTable, mut index: u32) -> Entry {
-        let mut entry = Entry::default();
-        let mut left = INDEX_BITS;
-        loop {
-            let (symbol, length) = code.first(index);
-            let at = usize::from(entry.count);
-            if entry.first_bits == 0 {
-                entry.first_bits = length as u8;
-                entry.first_count = class.group as u8;
-            }
-            let fits = length <= left && at + class.group <= ENTRY_CODES;
-            if !fits || symbol == class.escape() {
-                return entry;
-            }
-            let mut codes = [0i32; ENTRY_CODES];
-            class.codes(symbol, &mut codes[..class.group]);
-            for (to, code) in entry.codes[at..].iter_mut().zip(&codes[..class.group]) {
-                *to = *code as i8;
-            }
-            entry.count += class.group as u8;
-            entry.bits += length as u8;
-            index >>= length;
-            left -= length;
+/// Every whole symbol of `index`, up to the first escape.
+fn entry(class: Class, code: &HuffmanTable, mut index: u32) -> Entry {
+    let mut entry = Entry::default();
+    let mut left = INDEX_BITS;
+    loop {
+        let (symbol, length) = code.first(index);
+        let at = usize::from(entry.count);
+        if entry.first_bits == 0 {
+            entry.first_bits = length as u8;
+            entry.first_count = class.group as u8;
         }
+        let fits = length <= left && at + class.group <= ENTRY_CODES;
+        if !fits || symbol == class.escape() {
+            return entry;
+        }
+        let mut codes = [0i32; ENTRY_CODES];
+        class.codes(symbol, &mut codes[..class.group]);
+        for (to, code) in entry.codes[at..].iter_mut().zip(&codes[..class.group]) {
+            *to = *code as i8;
+        }
+        entry.count += class.group as u8;
+        entry.bits += length as u8;
+        index >>= length;
+        left -= length;
     }
 }
 
-/// The tables of one side of one layer, by class.
-pub(crate) fn bind(tables: Vec<Option<HuffmanTable>>) -> GridTables {
-    let bound = tables.into_iter().zip(CLASSES);
-    bound.map(|(code, class)| code.map(|code| ClassTable::new(class, code))).collect()
-}
-
-/// Where a row's codes are and what follows them: indexed by coefficient.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Places {
-    /// Class of the coefficient.
-    class: Vec<u8>,
+/// What follows a coefficient of a row.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Place {
+    /// Where the entries of its class begin.
+    base: u32,
     /// Coefficients from it to the end of its run.
-    left: Vec<u16>,
+    left: u16,
+    class: u8,
 }
 
-impl Places {
-    pub(crate) fn new(runs: &[Run]) -> Self {
-        let mut places = Self::default();
-        for run in runs {
-            places.class.extend(std::iter::repeat_n(run.class as u8, run.len));
-            places.left.extend((1..=run.len as u16).rev());
-        }
-        places
+impl Place {
+    /// One per coefficient.
+    pub(crate) fn of(runs: &[Run]) -> Vec<Self> {
+        let place = |run: &Run, index: usize| {
+            let (base, left) = ((run.class << INDEX_BITS) as u32, (run.len - index) as u16);
+            Self { base, left, class: run.class as u8 }
+        };
+        runs.iter().flat_map(|run| (0..run.len).map(move |index| place(run, index))).collect()
     }
 }
 
@@ -115,6 +116,26 @@ pub(crate) struct Lane<'a> {
     complete: bool,
 }
 
+/// The bits of a stream from bit `read` on, at least 57 of them.
+#[inline(always)]
+fn peek(bytes: &[u8], read: usize) -> u64 {
+    let at = read >> 3;
+    let word = match bytes.get(at..at + 8).and_then(|word| word.first_chunk()) {
+        Some(word) => u64::from_le_bytes(*word),
+        None => last_word(bytes, at),
+    };
+    word >> (read & 7)
+}
+
+/// Eight bytes of which some lie past the end.
+#[cold]
+fn last_word(bytes: &[u8], at: usize) -> u64 {
+    let rest = bytes.get(at..).unwrap_or(&[]);
+    let mut word = [0; 8];
+    word[..rest.len()].copy_from_slice(rest);
+    u64::from_le_bytes(word)
+}
+
 impl<'a> Lane<'a> {
     /// A stream whose rows, but for the first `skip`, go to `out`; `complete` says that it holds
     /// no more.
@@ -127,50 +148,24 @@ impl<'a> Lane<'a> {
         Self { bytes, read: 0, at: 0, codes, skip, out, complete }
     }
 
-    /// The next bits, at least 57 of them.
-    #[inline]
-    fn peek(&self) -> u64 {
-        let rest = self.bytes.get(self.read >> 3..).unwrap_or(&[]);
-        let word = match rest.first_chunk::<8>() {
-            Some(word) => u64::from_le_bytes(*word),
-            None => {
-                let mut word = [0; 8];
-                word[..rest.len()].copy_from_slice(rest);
-                u64::from_le_bytes(word)
+    /// What no entry holds: a group of the zero class, or an escaped one.
+    #[inline(never)]
+    fn exception(&mut self, grid: &Grid) -> Result<(), PageError> {
+        let Place { left, class, .. } = grid.places[self.at];
+        let class = usize::from(class);
+        match &grid.tables.codes[class] {
+            None => self.zeros(left.into()),
+            Some(code) => {
+                let (_, length) = code.first(peek(self.bytes, self.read) as u32);
+                self.read += length as usize;
+                self.escape(CLASSES[class].group.min(left.into()));
+                Ok(())
             }
-        };
-        word >> (self.read & 7)
-    }
-
-    /// The codes that the next entry holds.
-    #[inline]
-    fn step(&mut self, grid: &Grid) -> Result<(), PageError> {
-        let class = usize::from(grid.places.class[self.at]);
-        let left = grid.places.left[self.at];
-        let Some(table) = &grid.tables[class] else {
-            return self.zeros(left.into());
-        };
-        let entry = &table.entries[(self.peek() as usize) & ((1 << INDEX_BITS) - 1)];
-        if entry.count == 0 {
-            return self.escape(table, CLASSES[class].group.min(left.into()));
         }
-        for (to, code) in self.codes[self.at..][..ENTRY_CODES].iter_mut().zip(entry.codes) {
-            *to = code.into();
-        }
-        // At the end of a run an entry may hold symbols of the next one, read with a wrong table.
-        let over = u16::from(entry.count) > left;
-        let (count, bits) = if over {
-            (u16::from(entry.first_count).min(left), entry.first_bits)
-        } else {
-            (u16::from(entry.count), entry.bits)
-        };
-        self.at += usize::from(count);
-        self.read += usize::from(bits);
-        Ok(())
     }
 
     fn bits(&mut self, count: u32) -> u64 {
-        let bits = self.peek() & ((1 << count) - 1);
+        let bits = peek(self.bytes, self.read) & ((1 << count) - 1);
         self.read += count as usize;
         bits
     }
@@ -196,15 +191,11 @@ impl<'a> Lane<'a> {
     }
 
     /// A group of escaped codes.
-    #[cold]
-    fn escape(&mut self, table: &ClassTable, len: usize) -> Result<(), PageError> {
-        let (_, length) = table.code.first(self.peek() as u32);
-        self.read += length as usize;
+    fn escape(&mut self, len: usize) {
         for _ in 0..len {
             self.codes[self.at] = self.bits(ESCAPE_BITS) as u16 as i16;
             self.at += 1;
         }
-        Ok(())
     }
 
     /// The row that was decoded, to `out` unless it is passed over.
@@ -238,24 +229,57 @@ impl<'a> Lane<'a> {
 }
 
 impl Grid {
-    /// Decodes streams, each into its rows.
+    /// Decodes at most [`LANES`] streams, each into its rows.
     pub(crate) fn decode(&self, lanes: &mut [Lane<'_>]) -> Result<(), PageError> {
-        let dim = self.places.class.len();
+        let dim = self.places.len();
         let mut lanes: &mut [Lane<'_>] = lanes;
         while let Some(last) = lanes.iter().rposition(|lane| !lane.is_done()) {
             lanes = &mut lanes[..=last];
-            // In turns while all of them have codes to come, then one after another.
-            while lanes.iter().all(|lane| lane.at < dim) {
-                for lane in lanes.iter_mut() {
-                    lane.step(self)?;
-                }
+            if let [a, b, c, d] = lanes {
+                self.turns([a, b, c, d])?;
             }
             for lane in lanes.iter_mut() {
                 while lane.at < dim {
-                    lane.step(self)?;
+                    self.turns([&mut *lane])?;
                 }
                 lane.finish_row(self.step)?;
             }
+        }
+        Ok(())
+    }
+
+    /// One entry of each lane after another until one of them has its row.
+    fn turns<const N: usize>(&self, mut lanes: [&mut Lane<'_>; N]) -> Result<(), PageError> {
+        let (places, entries) = (&self.places[..], &self.tables.entries[..]);
+        // Copies, which the compiler can keep in registers.
+        let mut at = lanes.each_ref().map(|lane| lane.at);
+        let mut read = lanes.each_ref().map(|lane| lane.read);
+        while at.iter().all(|at| *at < places.len()) {
+            for i in 0..N {
+                let place = places[at[i]];
+                let index = peek(lanes[i].bytes, read[i]) as usize & ((1 << INDEX_BITS) - 1);
+                let entry = &entries[place.base as usize + index];
+                if entry.count == 0 {
+                    (lanes[i].at, lanes[i].read) = (at[i], read[i]);
+                    lanes[i].exception(self)?;
+                    (at[i], read[i]) = (lanes[i].at, lanes[i].read);
+                    continue;
+                }
+                for (to, code) in lanes[i].codes[at[i]..][..ENTRY_CODES].iter_mut().zip(entry.codes)
+                {
+                    *to = code.into();
+                }
+                // At the end of a run an entry may hold symbols of the next one, read with a
+                // wrong table: then only its first counts.
+                let over = u16::from(entry.count) > place.left;
+                let count = if over { entry.first_count } else { entry.count };
+                let bits = if over { entry.first_bits } else { entry.bits };
+                at[i] += usize::from(u16::from(count).min(place.left));
+                read[i] += usize::from(bits);
+            }
+        }
+        for (lane, (at, read)) in lanes.iter_mut().zip(at.into_iter().zip(read)) {
+            (lane.at, lane.read) = (at, read);
         }
         Ok(())
     }
