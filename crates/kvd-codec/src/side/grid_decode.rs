@@ -13,23 +13,67 @@ use kvd_core::Geometry;
 pub(crate) const LANES: usize = 4;
 /// Bits that name an entry; no code of a class is longer than 8.
 const INDEX_BITS: u32 = 10;
-/// Most codes in an entry.
-const ENTRY_CODES: usize = 8;
+/// Codes that an entry writes, whatever its count: later ones are written over the rest.
+const ENTRY_WRITES: usize = 8;
 
 const DIM_MAX: usize = Geometry::HEAD_DIM_MAX as usize;
 
-/// What the next bits hold.
+/// What the next bits hold, in the eight bytes of a word: codes; their count and, in the high half,
+/// that of the first symbol alone; the bits of their symbols and those of the first. Small, so
+/// that the entries of a head's classes stay in the innermost cache. Without codes when the first
+/// symbol is the escape, and in the zero class.
 #[derive(Clone, Copy, Debug, Default)]
-#[repr(align(16))]
-struct Entry {
-    codes: [i8; ENTRY_CODES],
-    /// Codes in `codes`; none when the first symbol is the escape, or in the zero class.
-    count: u8,
-    /// Bits of their symbols.
-    bits: u8,
-    /// Codes and bits of the first symbol alone.
-    first_count: u8,
-    first_bits: u8,
+struct Entry(u64);
+
+impl Entry {
+    /// Codes that it can hold.
+    const CODES: usize = 6;
+
+    /// Codes, then two bytes that are none.
+    #[inline(always)]
+    fn bytes(self) -> [u8; ENTRY_WRITES] {
+        self.0.to_le_bytes()
+    }
+
+    #[inline(always)]
+    fn count(self) -> u64 {
+        self.0 >> 48 & 15
+    }
+
+    /// Codes and bits, of the first symbol alone where `left` is less than all of them.
+    #[inline(always)]
+    fn taken(self, left: u16) -> (usize, usize) {
+        let over = self.count() > u64::from(left);
+        let word = if over { self.0 >> 4 } else { self.0 };
+        (((word >> 48 & 15) as usize).min(left.into()), (word >> 56 & 15) as usize)
+    }
+
+    /// Every whole symbol of `index`, up to the first escape.
+    fn new(class: Class, code: &HuffmanTable, mut index: u32) -> Self {
+        let (mut bytes, mut left) = ([0u8; ENTRY_WRITES], INDEX_BITS);
+        let (mut count, mut first) = (0, true);
+        loop {
+            let (symbol, length) = code.first(index);
+            if std::mem::take(&mut first) {
+                bytes[6] |= (class.group as u8) << 4;
+                bytes[7] |= (length as u8) << 4;
+            }
+            let fits = length <= left && count + class.group <= Self::CODES;
+            if !fits || symbol == class.escape() {
+                bytes[6] |= count as u8;
+                bytes[7] |= (INDEX_BITS - left) as u8;
+                return Self(u64::from_le_bytes(bytes));
+            }
+            let mut codes = [0i32; Self::CODES];
+            class.codes(symbol, &mut codes[..class.group]);
+            for (to, code) in bytes[count..].iter_mut().zip(&codes[..class.group]) {
+                *to = *code as u8;
+            }
+            count += class.group;
+            index >>= length;
+            left -= length;
+        }
+    }
 }
 
 /// The Huffman tables of one side of one layer, by class, and their entries.
@@ -45,38 +89,11 @@ impl ClassTables {
     pub(crate) fn new(codes: Vec<Option<HuffmanTable>>) -> Self {
         let entries = codes.iter().zip(CLASSES).flat_map(|(code, class)| {
             (0..1u32 << INDEX_BITS).map(move |index| match code {
-                Some(code) => entry(class, code, index),
+                Some(code) => Entry::new(class, code, index),
                 None => Entry::default(),
             })
         });
         Self { entries: entries.collect(), codes }
-    }
-}
-
-/// Every whole symbol of `index`, up to the first escape.
-fn entry(class: Class, code: &HuffmanTable, mut index: u32) -> Entry {
-    let mut entry = Entry::default();
-    let mut left = INDEX_BITS;
-    loop {
-        let (symbol, length) = code.first(index);
-        let at = usize::from(entry.count);
-        if entry.first_bits == 0 {
-            entry.first_bits = length as u8;
-            entry.first_count = class.group as u8;
-        }
-        let fits = length <= left && at + class.group <= ENTRY_CODES;
-        if !fits || symbol == class.escape() {
-            return entry;
-        }
-        let mut codes = [0i32; ENTRY_CODES];
-        class.codes(symbol, &mut codes[..class.group]);
-        for (to, code) in entry.codes[at..].iter_mut().zip(&codes[..class.group]) {
-            *to = *code as i8;
-        }
-        entry.count += class.group as u8;
-        entry.bits += length as u8;
-        index >>= length;
-        left -= length;
     }
 }
 
@@ -108,7 +125,7 @@ pub(crate) struct Lane<'a> {
     read: usize,
     /// Coefficients of the current row that are decoded.
     at: usize,
-    codes: [i16; DIM_MAX + ENTRY_CODES],
+    codes: [i16; DIM_MAX + ENTRY_WRITES],
     /// Rows to pass over before those of `out`.
     skip: usize,
     out: &'a mut [f32],
@@ -144,7 +161,7 @@ impl<'a> Lane<'a> {
         (skip, complete): (usize, bool),
         out: &'a mut [f32],
     ) -> Self {
-        let codes = [0; DIM_MAX + ENTRY_CODES];
+        let codes = [0; DIM_MAX + ENTRY_WRITES];
         Self { bytes, read: 0, at: 0, codes, skip, out, complete }
     }
 
@@ -258,24 +275,22 @@ impl Grid {
             for i in 0..N {
                 let place = places[at[i]];
                 let index = peek(lanes[i].bytes, read[i]) as usize & ((1 << INDEX_BITS) - 1);
-                let entry = &entries[place.base as usize + index];
-                if entry.count == 0 {
+                let entry = entries[place.base as usize + index];
+                if entry.count() == 0 {
                     (lanes[i].at, lanes[i].read) = (at[i], read[i]);
                     lanes[i].exception(self)?;
                     (at[i], read[i]) = (lanes[i].at, lanes[i].read);
                     continue;
                 }
-                for (to, code) in lanes[i].codes[at[i]..][..ENTRY_CODES].iter_mut().zip(entry.codes)
-                {
-                    *to = code.into();
+                let codes = lanes[i].codes[at[i]..][..ENTRY_WRITES].iter_mut();
+                for (to, code) in codes.zip(entry.bytes()) {
+                    *to = i16::from(code as i8);
                 }
                 // At the end of a run an entry may hold symbols of the next one, read with a
                 // wrong table: then only its first counts.
-                let over = u16::from(entry.count) > place.left;
-                let count = if over { entry.first_count } else { entry.count };
-                let bits = if over { entry.first_bits } else { entry.bits };
-                at[i] += usize::from(u16::from(count).min(place.left));
-                read[i] += usize::from(bits);
+                let (count, bits) = entry.taken(place.left);
+                at[i] += count;
+                read[i] += bits;
             }
         }
         for (lane, (at, read)) in lanes.iter_mut().zip(at.into_iter().zip(read)) {
