@@ -128,7 +128,7 @@ fn payload(
             for (index, stream) in streams.enumerate() {
                 let start = out.len();
                 table.encode(stream, out);
-                // At most 8 rows x 1024 channels x 12 bits = 12 KiB.
+                // At most 8 rows x 1536 codes x 12 bits = 18 KiB.
                 let length = ((out.len() - start) as u16).to_le_bytes();
                 out[lengths_at + 2 * index..][..2].copy_from_slice(&length);
             }

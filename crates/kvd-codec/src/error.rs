@@ -48,6 +48,27 @@ pub enum CalibrationError {
         /// KV head without rows.
         head: usize,
     },
+    /// Fewer sub-vectors than codebook entries: every entry needs one at least, and a useful
+    /// codebook ten or more.
+    #[error(
+        "{vq} of layer {layer} {side} head {head} needs at least {entries} sub-vectors, one per \
+         entry, and the samples hold {found}: sample more tokens, ask for a smaller b, or share \
+         codebooks (scope=layer, scope=model)"
+    )]
+    TooFewSamples {
+        /// Layer of the codebook (the last, where layers share it).
+        layer: u32,
+        /// Side of the codebook.
+        side: Side,
+        /// KV head of the codebook (the last, where heads share it).
+        head: usize,
+        /// The quantizer as a spec text.
+        vq: String,
+        /// Entries of the codebook.
+        entries: usize,
+        /// Sub-vectors in the samples.
+        found: usize,
+    },
     /// `qpca` found no queries for a head.
     #[error("no calibration queries for layer {layer} head {head}")]
     NoQueries {

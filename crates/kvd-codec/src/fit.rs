@@ -1,21 +1,18 @@
 //! Fits what a codec needs to samples of a model's K and V.
 
-use crate::calibration::{Codebooks, SideCalibration};
+use crate::calibration::SideCalibration;
 use crate::fit_bitalloc;
 use crate::fit_grid::{self, GridHead};
-use crate::kmeans::{self, Rng};
+use crate::fit_vq::VqFit;
 use crate::rotation::Rotation;
 use crate::side::polar::Pairs;
 use crate::transform::Step;
 use crate::{
     Calibration, CalibrationError, CodecError, CodecSpec, Quantizer, Samples, SideSpec, Transform,
-    covariance,
+    VqSpec, covariance,
 };
 use half::f16;
 use kvd_core::{Geometry, LayerIndex, Side};
-
-/// Sub-vectors per head that k-means looks at.
-const POINTS_MAX: usize = 1 << 16;
 
 /// Under a grid or a bit allocation, one of so many rows is held out of the transforms.
 const HELD_OUT: usize = 4;
@@ -31,8 +28,8 @@ pub struct FitProgress {
 
 /// Fits, in the order of the transforms, what each side (and each override) needs to `samples`:
 /// smoothing factors (VecInfer eq. 4, InnerQ §4.3: `sqrt(max |x_i|)`, 1 for a channel of zeros),
-/// means, principal axes, and in the space after them codebooks (k-means, one per layer, side and
-/// head), largest radii (PolarQuant §3.2) or grids (one step for the whole side, weighted per
+/// means, principal axes, and in the space after them codebooks (k-means, one per scope and
+/// stage), largest radii (PolarQuant §3.2) or grids (one step for the whole side, weighted per
 /// head, so that the samples take the rate asked for). The side of an override is fitted over all
 /// layers and heads too. The same arguments give the same calibration.
 ///
@@ -84,10 +81,10 @@ fn fit_side(
     one_more: &mut dyn FnMut(),
 ) -> Result<SideCalibration, CalibrationError> {
     let mut fitted = SideCalibration::new(side, side_spec.fitted_text());
-    if let Quantizer::Vq { dim, bits } = side_spec.quantizer {
-        let (dim, entries) = (usize::from(dim), 1 << bits);
-        fitted.codebooks = Some(Codebooks { dim, entries, values: Vec::new() });
-    }
+    let mut vq = match side_spec.quantizer {
+        Quantizer::Vq(spec) => Some(VqFit::new(spec, geometry, side, seed)),
+        _ => None,
+    };
     let mut grid_heads = Vec::new();
     for layer in 0..geometry.layers {
         for head in 0..geometry.kv_heads as usize {
@@ -103,8 +100,8 @@ fn fit_side(
                 let radii = Pairs::new(geometry.rope_pairing).largest_radii(&head.rows, head.dim);
                 fitted.radius.extend(radii.ok_or_else(|| place.out_of_range())?);
             }
-            if let Some(books) = &mut fitted.codebooks {
-                place.codebook(&head.rows, seed, books)?;
+            if let Some(vq) = &mut vq {
+                vq.add(place, &head.rows)?;
             }
             if side_spec.quantizer.fits_coefficients() {
                 grid_heads.push(head.into_grid_head());
@@ -112,6 +109,7 @@ fn fit_side(
             one_more();
         }
     }
+    fitted.codebooks = vq.map(VqFit::finish);
     match side_spec.quantizer {
         Quantizer::Grid { rate } => {
             fitted.grid = Some(fit_grid::fit(geometry, side, rate, &grid_heads)?);
@@ -141,37 +139,23 @@ fn permute_rows(matrices: &mut [f16], dim: usize, orders: &[Vec<usize>]) {
 
 /// The head that is being fitted.
 #[derive(Clone, Copy)]
-struct Place {
-    layer: u32,
-    side: Side,
-    head: usize,
+pub(crate) struct Place {
+    pub(crate) layer: u32,
+    pub(crate) side: Side,
+    pub(crate) head: usize,
 }
 
 impl Place {
-    fn out_of_range(self) -> CalibrationError {
+    pub(crate) fn out_of_range(self) -> CalibrationError {
         let Self { layer, side, head } = self;
         CalibrationError::OutOfRange { layer, side, head }
     }
 
-    /// Appends the head's codebook.
-    fn codebook(
-        self,
-        rows: &[f32],
-        seed: u64,
-        books: &mut Codebooks,
-    ) -> Result<(), CalibrationError> {
-        let place =
-            u64::from(self.layer) << 32 | (self.head as u64) << 1 | self.side.index() as u64;
-        // Hashed through the generator, so that neighbouring heads do not share draws.
-        let mut rng = Rng(Rng(seed).next() ^ place.wrapping_mul(0xA24B_AED4_963E_E407));
-        let points = subsample(rows, books.dim, &mut rng);
-        let entries = kmeans::fit(&points, books.dim, books.entries, &mut rng);
-        let limit = f16::MAX.to_f32();
-        if !entries.iter().all(|v| v.abs() <= limit) {
-            return Err(self.out_of_range());
-        }
-        books.values.extend(entries.iter().map(|v| f16::from_f32(*v)));
-        Ok(())
+    /// `found` sub-vectors are fewer than the entries that they should give.
+    pub(crate) fn too_few_samples(self, vq: &VqSpec, found: usize) -> CalibrationError {
+        let Self { layer, side, head } = self;
+        let (vq, entries) = (vq.to_string(), vq.entries());
+        CalibrationError::TooFewSamples { layer, side, head, vq, entries, found }
     }
 }
 
@@ -316,16 +300,4 @@ fn smooth_factors(rows: &[f32], dim: usize) -> Vec<f32> {
         }
     }
     largest.into_iter().map(|x| if x > 0.0 { x.sqrt() } else { 1.0 }).collect()
-}
-
-/// At most [`POINTS_MAX`] sub-vectors, one drawn from each of as many equal stretches.
-fn subsample(rows: &[f32], dim: usize, rng: &mut Rng) -> Vec<f32> {
-    let n = rows.len() / dim;
-    if n <= POINTS_MAX {
-        return rows.to_vec();
-    }
-    let stretch = n as f64 / POINTS_MAX as f64;
-    let pick = |i: usize| (((i as f64 + rng.unit()) * stretch) as usize).min(n - 1);
-    let picks = (0..POINTS_MAX).map(pick);
-    picks.flat_map(|i| &rows[i * dim..][..dim]).copied().collect()
 }

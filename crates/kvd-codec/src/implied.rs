@@ -87,7 +87,7 @@ impl SideSpec {
             return (f64::from(bits) * (tokens * dim) as f64 / 8.0) as usize;
         }
         let codes = self.quantizer.alphabet().expect("only floats and grids have no alphabet");
-        let per_row = dim / self.quantizer.channels_per_code();
+        let per_row = self.quantizer.codes_per_row(dim);
         let bits = u32::BITS - (codes - 1).leading_zeros();
         CodeLayout::new(side, tokens, per_row, bits).size_bytes()
     }

@@ -1,12 +1,18 @@
 //! Seeded k-means: k-means++ start, Lloyd iterations, empty clusters moved to the worst points.
+//! Tables of more than [`EXACT_MAX`] entries are fitted by cells (`kmeans_cells.rs`).
 //!
 //! Deterministic: the same points and seed give the same entries on every machine that rounds
 //! f32 arithmetic as IEEE 754 says.
 
+use crate::kmeans_cells;
+use crate::side::nearest::Points;
 use crate::side::vq::Codebook;
 
 /// Lloyd iterations at most; assignments have usually settled before.
 const ITERATIONS: usize = 25;
+
+/// Entries up to which every point is compared with every entry in every iteration.
+pub(crate) const EXACT_MAX: usize = 512;
 
 /// SplitMix64 (Steele, Lea, Flood 2014).
 pub(crate) struct Rng(pub(crate) u64);
@@ -26,29 +32,55 @@ impl Rng {
     }
 }
 
-/// `count` entries of `dim` channels for `points` (`[n, dim]`, `n >= 1`), most used first.
-pub(crate) fn fit(points: &[f32], dim: usize, count: usize, rng: &mut Rng) -> Vec<f32> {
-    let n = points.len() / dim;
-    let mut entries = plus_plus(points, dim, count, rng);
-    let mut assigned = vec![usize::MAX; n];
+/// Entries, and which of them each point belongs to.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Clusters {
+    /// `[count, dim]`, most used first.
+    pub(crate) entries: Vec<f32>,
+    /// Per point.
+    pub(crate) assigned: Vec<u32>,
+}
+
+/// `count` entries of `dim` channels for `points` (`[n, dim]`, `n >= 1`).
+pub(crate) fn fit(points: &[f32], dim: usize, count: usize, rng: &mut Rng) -> Clusters {
+    if count > EXACT_MAX {
+        return kmeans_cells::fit(points, dim, count, rng);
+    }
+    let entries = plus_plus(points, dim, count, rng);
+    lloyd(points, dim, entries, ITERATIONS, |entries, found| {
+        let book = Codebook::new(dim, entries.to_vec());
+        book.nearest(Points::consecutive(points, dim), found);
+    })
+}
+
+/// Lloyd iterations from `entries` until nothing moves. `assign` reports for every point its
+/// entry and `|entry|²/2 - x·entry`.
+pub(crate) fn lloyd(
+    points: &[f32],
+    dim: usize,
+    mut entries: Vec<f32>,
+    iterations: usize,
+    mut assign: impl FnMut(&[f32], &mut dyn FnMut(usize, usize, f32)),
+) -> Clusters {
+    let (n, count) = (points.len() / dim, entries.len() / dim);
+    let mut assigned = vec![u32::MAX; n];
     let mut uses = vec![0u64; count];
-    for iteration in 0..=ITERATIONS {
-        let book = Codebook::new(dim, entries.clone());
+    for iteration in 0..=iterations {
         let mut sums = vec![0f64; count * dim];
         let mut errors = vec![0f32; n];
         let mut moved = false;
         uses.fill(0);
-        for (index, point) in points.chunks_exact(dim).enumerate() {
-            let (nearest, score) = book.nearest(point);
-            moved |= assigned[index] != nearest;
-            assigned[index] = nearest;
+        assign(&entries, &mut |index, nearest, score| {
+            let point = &points[index * dim..][..dim];
+            moved |= assigned[index] != nearest as u32;
+            assigned[index] = nearest as u32;
             uses[nearest] += 1;
-            errors[index] = score + point.iter().map(|x| x * x).sum::<f32>();
+            errors[index] = 2.0 * score + point.iter().map(|x| x * x).sum::<f32>();
             for (sum, x) in sums[nearest * dim..][..dim].iter_mut().zip(point) {
                 *sum += f64::from(*x);
             }
-        }
-        if !moved || iteration == ITERATIONS {
+        });
+        if !moved || iteration == iterations {
             break;
         }
         for (index, entry) in entries.chunks_exact_mut(dim).enumerate() {
@@ -60,14 +92,25 @@ pub(crate) fn fit(points: &[f32], dim: usize, count: usize, rng: &mut Rng) -> Ve
         }
         reseed(points, dim, &uses, &errors, &mut entries);
     }
-    let mut order: Vec<usize> = (0..count).collect();
+    by_use(&entries, dim, assigned, &uses)
+}
+
+/// Brings the entries into the order of their use.
+fn by_use(entries: &[f32], dim: usize, mut assigned: Vec<u32>, uses: &[u64]) -> Clusters {
+    let mut order: Vec<usize> = (0..uses.len()).collect();
     order.sort_by_key(|index| (std::cmp::Reverse(uses[*index]), *index));
-    order.iter().flat_map(|index| &entries[index * dim..][..dim]).copied().collect()
+    let mut place = vec![0u32; uses.len()];
+    for (new, old) in (0u32..).zip(&order) {
+        place[*old] = new;
+    }
+    assigned.iter_mut().for_each(|index| *index = place[*index as usize]);
+    let entries = order.iter().flat_map(|index| &entries[index * dim..][..dim]).copied().collect();
+    Clusters { entries, assigned }
 }
 
 /// Starting entries, each drawn with a probability proportional to the squared distance from
 /// those before it (Arthur and Vassilvitskii 2007).
-fn plus_plus(points: &[f32], dim: usize, count: usize, rng: &mut Rng) -> Vec<f32> {
+pub(crate) fn plus_plus(points: &[f32], dim: usize, count: usize, rng: &mut Rng) -> Vec<f32> {
     let n = points.len() / dim;
     // One array per channel, so that the distance loop runs over points in lanes.
     let channels: Vec<Vec<f32>> =
@@ -148,16 +191,19 @@ mod tests {
                 points.extend([centre + rng.unit() as f32, -centre + rng.unit() as f32]);
             }
         }
-        let entries = fit(&points, 2, 3, &mut Rng(5));
+        let fitted = fit(&points, 2, 3, &mut Rng(5));
+        let Clusters { entries, assigned } = &fitted;
         for (entry, centre) in entries.chunks(2).zip([-10.0f32, 10.0, 0.0]) {
             assert!((entry[0] - centre - 0.5).abs() < 0.2, "{entries:?}");
         }
-        assert_eq!(entries, fit(&points, 2, 3, &mut Rng(5)));
+        let uses = |entry| assigned.iter().filter(|a| **a == entry).count();
+        assert_eq!([uses(0), uses(1), uses(2)], [300, 200, 100]);
+        assert_eq!(fitted, fit(&points, 2, 3, &mut Rng(5)));
     }
 
     #[test]
     fn fewer_distinct_points_than_entries_is_fine() {
-        let entries = fit(&[1.0, 1.0, 1.0, 2.0], 1, 16, &mut Rng(0));
+        let entries = fit(&[1.0, 1.0, 1.0, 2.0], 1, 16, &mut Rng(0)).entries;
         assert_eq!(entries.len(), 16);
         assert!(entries.contains(&1.0) && entries.contains(&2.0));
     }

@@ -18,9 +18,11 @@ mod error;
 mod fit;
 mod fit_bitalloc;
 mod fit_grid;
+mod fit_vq;
 mod huffman;
 mod implied;
 mod kmeans;
+mod kmeans_cells;
 mod lloyd;
 mod model;
 mod multi_symbol;
@@ -34,6 +36,7 @@ mod samples;
 mod side;
 mod spec;
 mod transform;
+mod vq_spec;
 
 pub use bits::CodeLayout;
 pub use calibration::Calibration;
@@ -49,11 +52,12 @@ pub use preset::{Preset, preset, presets, resolve};
 pub use reader::{FixedCodes, PageReader, Space};
 pub use samples::Samples;
 pub use side::HeadSide;
-pub use side::vq::Codebook;
+pub use side::vq::{Codebook, Vq};
 pub use spec::{
     CodecSpec, Entropy, FloatFormat, GroupAxis, Quantizer, SideSpec, Transform, UniformMode,
     UniformStep,
 };
+pub use vq_spec::{CodebookScope, VqSpec};
 
 /// Rows that share one entropy-coded stream: the unit of random access inside a page.
 pub const ROWS_PER_STREAM: usize = 8;

@@ -6,6 +6,7 @@ use crate::huffman::HuffmanTable;
 use crate::multi_symbol::TrainedTable;
 use crate::side::bind::HeadPlace;
 use crate::side::float::largest;
+use crate::side::vq::codebook_bytes;
 use crate::{Calibration, CodecError, CodecSpec, HeadSide, SideSpec};
 use kvd_core::{Geometry, LayerIndex, Side};
 use std::collections::BTreeMap;
@@ -122,7 +123,8 @@ impl ModelCodec {
             }
         }
         let per_head: u64 = heads.iter().map(HeadSide::calibration_bytes).sum();
-        let calibration_bytes = per_head + shared_bytes(&heads, geometry.kv_heads as usize);
+        let shared = shared_bytes(&heads, geometry.kv_heads as usize);
+        let calibration_bytes = per_head + codebook_bytes(&heads) + shared;
         let variants = Side::BOTH.map(|side| spec.variants(side).len()).into_iter().max();
         let variants = variants.expect("there are two sides");
         let tables = vec![Vec::new(); 2 * geometry.layers as usize * variants];

@@ -12,16 +12,18 @@
 //! quantizer = "raw" | "f32" | "f16" | "bf16" | "fp8"
 //!           | "uniform(" ( "b=" n | "rel=" x ) ",axis=" axis [ ",g=" n ] [ ",mode=" mode ] ")"
 //!           | "polar(a=" n ",r=" n [ ",g=" n ] ")" | "lloyd(b=" n ")"
-//!           | "vq(d=" n ",b=" n ")" | "grid(rate=" x ")" | "bitalloc(b=" x ")"
+//!           | "vq(d=" n ",b=" n [ ",stages=" n ] [ ",scope=" scope ] ")"
+//!           | "grid(rate=" x ")" | "bitalloc(b=" x ")"
 //! axis      = "channel" | "token" | "block"
 //! mode      = "asym" | "sym" | "hybrid"
+//! scope     = "model" | "layer" | "head" | "group"
 //! ```
 //! Arguments stand in any order; spaces, line ends and comments from `#` to the end of a line are
 //! allowed between tokens.
 
 use crate::{
-    CodecSpec, Entropy, FloatFormat, GroupAxis, Override, Quantizer, SideSpec, SpecError,
-    Transform, UniformMode, UniformStep,
+    CodebookScope, CodecSpec, Entropy, FloatFormat, GroupAxis, Override, Quantizer, SideSpec,
+    SpecError, Transform, UniformMode, UniformStep, VqSpec,
 };
 use kvd_core::Side;
 use std::ops::RangeInclusive;
@@ -378,15 +380,21 @@ impl<'a> Cursor<'a> {
 
     fn vq(&mut self, start: usize) -> Parsed<Quantizer> {
         let (mut dim, mut bits) = (None, None);
+        let (mut stages, mut scope) = (1, CodebookScope::Head);
         for Argument { start, name, value_start, value } in self.arguments()? {
             match name {
                 "d" => dim = Some(self.parse_at(value_start, value, "channels")?),
                 "b" => bits = Some(self.parse_at(value_start, value, "bits")?),
+                "stages" => stages = self.parse_at(value_start, value, "stages")?,
+                "scope" => match CodebookScope::from_name(value) {
+                    Some(known) => scope = known,
+                    None => return self.fail(value_start, "scope is model, layer, head or group"),
+                },
                 _ => return self.fail(start, format!("vq has no argument {name:?}")),
             }
         }
         match (dim, bits) {
-            (Some(dim), Some(bits)) => Ok(Quantizer::Vq { dim, bits }),
+            (Some(dim), Some(bits)) => Ok(Quantizer::Vq(VqSpec { dim, bits, stages, scope })),
             _ => self.fail(start, "vq needs d= and b="),
         }
     }
@@ -408,7 +416,10 @@ mod tests {
             ("k=smooth; v=raw", 8, "expected '/'"),
             ("k=smooth+smooth/raw; v=raw", 2, "appears twice"),
             ("k=vq(d=4); v=raw", 2, "needs d= and b="),
-            ("k=vq(d=4,b=13); v=raw", 2, "b 1 to 12"),
+            ("k=vq(d=4,b=17); v=raw", 2, "b 1 to 16"),
+            ("k=vq(d=4,b=8,stages=4); v=raw", 2, "stages must be 1 to 3"),
+            ("k=vq(d=1,b=8,stages=2); v=raw", 2, "at least 2"),
+            ("k=vq(d=4,b=8,scope=block); v=raw", 19, "scope is model"),
             ("k=vq(d=4,q=1); v=raw", 9, "no argument"),
             ("k=uniform(b=4,rel=0.1,axis=token); v=raw", 14, "exclude"),
             ("k=uniform(rel=0,axis=token); v=raw", 2, "1/255"),

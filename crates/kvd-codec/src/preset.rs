@@ -15,7 +15,7 @@ pub struct Preset {
     pub summary: &'static str,
 }
 
-static PRESETS: [Preset; 17] = [
+static PRESETS: [Preset; 25] = [
     Preset {
         name: "raw",
         spec_text: "k=raw; v=raw",
@@ -54,10 +54,59 @@ static PRESETS: [Preset; 17] = [
         summary: "relative-step uniform codes, one range per key channel and page, Huffman",
     },
     Preset {
+        name: "vecinfer-4",
+        spec_text: "k=smooth+hadamard/vq(d=2,b=8); v=vq(d=2,b=8); recent=128",
+        source: "VecInfer Tables 3 and 8, 4 bit (d2b8)",
+        summary: "smoothed, rotated keys and plain values in pairs of channels",
+    },
+    Preset {
+        name: "vecinfer-3",
+        spec_text: "k=smooth+hadamard/vq(d=4,b=12); v=vq(d=4,b=12); recent=128",
+        source: "VecInfer Table 2, 3 bit (d4b12)",
+        summary: "as vecinfer-2 with tables of 4096 entries",
+    },
+    Preset {
         name: "vecinfer-2",
         spec_text: "k=smooth+hadamard/vq(d=4,b=8); v=vq(d=4,b=8); recent=128",
         source: "VecInfer §3.2 and §4, 2 bit (d=4, b=8)",
         summary: "vector quantization of smoothed, rotated keys and plain values",
+    },
+    Preset {
+        name: "vecinfer-2-reg",
+        spec_text: "k=smooth+hadamard/vq(d=2,b=4); v=vq(d=2,b=4); recent=128",
+        source: "VecInfer Table 5, 2 bit (d2b4)",
+        summary: "as vecinfer-2 with tables of 16 entries, which fit registers",
+    },
+    Preset {
+        name: "vecinfer-1.5",
+        spec_text: "k=smooth+hadamard/vq(d=8,b=12); v=vq(d=8,b=12); recent=128",
+        source: "VecInfer Table 2 and §4.4, 1.5 bit (d8b12)",
+        summary: "as vecinfer-2 with 4096 entries of 8 channels",
+    },
+    Preset {
+        name: "vecinfer-1.25",
+        spec_text: "k=smooth+hadamard/vq(d=8,b=12); v=vq(d=8,b=8); recent=128",
+        source: "VecInfer Table 2, 1.25 bit (K-d8b12/V-d8b8)",
+        summary: "1.5 bit keys, 1 bit values",
+    },
+    Preset {
+        name: "cq-4",
+        spec_text: "k=vq(d=2,b=8,scope=group); v=vq(d=2,b=8,scope=group)",
+        source: "VQ-LLM Table II, CQ-4: VQ<2,8,1> per channel group",
+        summary: "a codebook for each pair of channels, no transform",
+    },
+    Preset {
+        name: "cq-2",
+        spec_text: "k=vq(d=4,b=8,scope=group); v=vq(d=4,b=8,scope=group)",
+        source: "VQ-LLM Table II, CQ-2: VQ<4,8,1> per channel group",
+        summary: "a codebook for each four channels, no transform",
+    },
+    Preset {
+        name: "vq-residual-4",
+        spec_text: "k=smooth+hadamard/vq(d=4,b=8,stages=2); \
+                    v=vq(d=4,b=8,stages=2); recent=128",
+        source: "VQ-LLM §II-A, 4 bit in two stages as QuiP#-4 of Table II",
+        summary: "a second codebook for what the first leaves over",
     },
     Preset {
         name: "innerq-2",

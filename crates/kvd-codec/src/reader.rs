@@ -7,12 +7,11 @@ use crate::side::bitalloc::{BitAlloc, OUTLIER_BYTES};
 use crate::side::grid::Grid;
 use crate::side::grid_decode;
 use crate::side::uniform::ScaleRow;
+use crate::side::vq::CODES_PER_ROW_MAX;
 use crate::side::{HeadQuantizer, Scales};
 use crate::{HeadSide, ModelCodec, PageError, ROWS_PER_STREAM};
-use kvd_core::{DType, Geometry, LayerIndex, Side};
+use kvd_core::{DType, LayerIndex, Side};
 use std::ops::Range;
-
-const DIM_MAX: usize = Geometry::HEAD_DIM_MAX as usize;
 
 /// What the rows of a page are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -68,13 +67,13 @@ impl StreamPart<'_> {
 
 /// Codes of one row, and what dequantizing keeps between rows.
 struct RowBuffer {
-    symbols: [u16; DIM_MAX],
+    symbols: [u16; CODES_PER_ROW_MAX],
     scale: ScaleRow,
 }
 
 impl RowBuffer {
     fn new() -> Self {
-        Self { symbols: [0; DIM_MAX], scale: ScaleRow::default() }
+        Self { symbols: [0; CODES_PER_ROW_MAX], scale: ScaleRow::default() }
     }
 }
 

@@ -1,7 +1,7 @@
 //! The codec algebra as plain data, and its canonical text.
 
-use crate::Override;
 use crate::huffman::ALPHABET_MAX;
+use crate::{Override, VqSpec};
 use kvd_core::{DType, Geometry, Side};
 use std::fmt;
 
@@ -98,14 +98,9 @@ pub enum Quantizer {
         /// Bits per coefficient, 1 to 8.
         bits: u8,
     },
-    /// Vector quantization: one codebook per head and side, shared by all sub-vector positions
-    /// (VecInfer §2.2, eq. 2).
-    Vq {
-        /// Channels per sub-vector.
-        dim: u8,
-        /// The codebook has `2^bits` entries.
-        bits: u8,
-    },
+    /// Vector quantization: sub-vectors become indices of codebook entries (VecInfer §2.2, eq. 2),
+    /// in one or more residual stages.
+    Vq(VqSpec),
     /// One uniform step for all coefficients of a head (reverse water-filling), codes of
     /// coefficients of like spread sharing a Huffman table; step, classes and tables come from
     /// the calibration. Best after `mean+qpca` (keys) and `mean+pca` (values).
@@ -131,7 +126,8 @@ impl Quantizer {
             Self::Float(_) => None,
             Self::Uniform { step, mode: UniformMode::Sym, .. } => Some(2 * step.levels() - 1),
             Self::Uniform { step, .. } => Some(step.levels()),
-            Self::Vq { bits, .. } | Self::Lloyd { bits } => Some(1 << bits.min(16)),
+            Self::Vq(vq) => Some(1 << vq.bits.min(16)),
+            Self::Lloyd { bits } => Some(1 << bits.min(16)),
             Self::Polar { angle, radius, .. } => Some(1 << (angle.min(8) + radius.min(8))),
             Self::Grid { .. } | Self::BitAlloc { .. } => None,
         }
@@ -155,9 +151,7 @@ impl Quantizer {
             Self::Uniform { axis: GroupAxis::Block, group: Some(_), .. } => {
                 Err("uniform axis=block takes no g: the group is the page".to_owned())
             }
-            Self::Vq { dim, bits } if !matches!(dim, 1..=16) || !(1..=12).contains(&bits) => {
-                Err(format!("vq(d={dim},b={bits}): d must be 1 to 16 and b 1 to 12"))
-            }
+            Self::Vq(vq) => vq.validate(),
             Self::Polar { angle: a, radius: r, .. } if !bits.contains(&a) || !bits.contains(&r) => {
                 Err(format!("polar(a={a},r={r}): a and r must be 1 to 8"))
             }
@@ -180,22 +174,20 @@ impl Quantizer {
         matches!(self, Self::Grid { .. } | Self::BitAlloc { .. })
     }
 
+    /// Codes of a row of `dim` channels.
+    pub(crate) fn codes_per_row(&self, dim: usize) -> usize {
+        match self {
+            Self::Vq(vq) => dim / usize::from(vq.dim) * usize::from(vq.stages),
+            Self::Polar { .. } => dim / 2,
+            Self::Float(_) | Self::Uniform { .. } | Self::Lloyd { .. } => dim,
+            Self::Grid { .. } | Self::BitAlloc { .. } => dim,
+        }
+    }
+
     /// Whether it takes anything from a calibration.
     #[must_use]
     pub fn is_trained(&self) -> bool {
-        self.fits_coefficients()
-            || matches!(self, Self::Vq { .. } | Self::Polar { group: None, .. })
-    }
-
-    /// Channels that one code stands for.
-    #[must_use]
-    pub fn channels_per_code(&self) -> usize {
-        match self {
-            Self::Vq { dim, .. } => usize::from(*dim),
-            Self::Polar { .. } => 2,
-            Self::Float(_) | Self::Uniform { .. } | Self::Lloyd { .. } => 1,
-            Self::Grid { .. } | Self::BitAlloc { .. } => 1,
-        }
+        self.fits_coefficients() || matches!(self, Self::Vq(_) | Self::Polar { group: None, .. })
     }
 }
 
@@ -370,12 +362,8 @@ impl SideSpec {
     /// [`SideSpec::validate`], and what a geometry asks for.
     pub(crate) fn check(&self, geometry: &Geometry, side: Side) -> Result<(), String> {
         self.validate()?;
-        let dim = geometry.head_dim(side);
-        match self.quantizer {
-            Quantizer::Vq { dim: sub, .. } if !dim.is_multiple_of(usize::from(sub)) => {
-                return Err(format!("vq d={sub} does not divide the head size {dim}"));
-            }
-            _ => {}
+        if let Quantizer::Vq(vq) = self.quantizer {
+            vq.check_head_dim(geometry.head_dim(side))?;
         }
         if side == Side::Value && self.transforms.contains(&Transform::QueryPca) {
             return Err("qpca is for keys: queries meet no values".to_owned());
@@ -437,7 +425,7 @@ impl fmt::Display for Quantizer {
                 write!(f, "polar(a={angle},r={radius},g={group})")
             }
             Self::Lloyd { bits } => write!(f, "lloyd(b={bits})"),
-            Self::Vq { dim, bits } => write!(f, "vq(d={dim},b={bits})"),
+            Self::Vq(vq) => vq.fmt(f),
             Self::Grid { rate } => write!(f, "grid(rate={rate})"),
             Self::BitAlloc { bits } => write!(f, "bitalloc(b={bits})"),
         }

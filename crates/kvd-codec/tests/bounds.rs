@@ -282,7 +282,7 @@ fn vq_stores_the_nearest_entry() {
     let encoded = codec.encode_block(LAYER, &block, &mut bytes).unwrap();
     assert_eq!(encoded.parts.codes, 2 * 5 * 4 + 2 * 5 * 32 * 2);
     let decoded = decode(&codec, Side::Key, 0, page(&bytes, &encoded, 0));
-    let book = codec.head(LAYER, Side::Key, 0).codebook().unwrap();
+    let book = codec.head(LAYER, Side::Key, 0).vq().unwrap().codebook(0, 0);
     assert_eq!((book.dim(), book.entries().len()), (4, 64));
     assert!(book.entries().iter().all(|v| f16::from_f32(*v).to_f32() == *v));
     for (x, y) in k.chunks(4).zip(decoded.chunks(4)) {

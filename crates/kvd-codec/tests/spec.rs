@@ -2,8 +2,8 @@
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
 use kvd_codec::{
-    CodecSpec, Entropy, FloatFormat, GroupAxis, Override, Quantizer, SideSpec, Transform,
-    UniformMode, UniformStep, resolve,
+    CodebookScope, CodecSpec, Entropy, FloatFormat, GroupAxis, Override, Quantizer, SideSpec,
+    Transform, UniformMode, UniformStep, VqSpec, resolve,
 };
 use kvd_core::Side;
 use proptest::prelude::*;
@@ -22,7 +22,16 @@ fn quantizer() -> impl Strategy<Value = Quantizer> {
         let group = group.filter(|_| axis != GroupAxis::Block);
         Quantizer::Uniform { step, axis, group, mode }
     });
-    let vq = (1u8..=16, 1u8..=12).prop_map(|(dim, bits)| Quantizer::Vq { dim, bits });
+    use CodebookScope::{Group, Head, Layer, Model};
+    let scope = prop::sample::select(vec![Model, Layer, Head, Group]);
+    let vq = (2u8..=16, 1u8..=16, 1u8..=3, scope).prop_map(|(dim, bits, stages, scope)| VqSpec {
+        dim,
+        bits,
+        stages,
+        scope,
+    });
+    let vq = prop_oneof![vq, (1u8..=16).prop_map(|bits| VqSpec::new(1, bits))];
+    let vq = vq.prop_map(Quantizer::Vq);
     let grid = (0.25f32..=10.0).prop_map(|rate| Quantizer::Grid { rate });
     let polar = (1u8..=8, 1u8..=8, proptest::option::of(1u16..))
         .prop_map(|(angle, radius, group)| Quantizer::Polar { angle, radius, group });

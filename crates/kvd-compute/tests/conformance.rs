@@ -50,11 +50,13 @@ fn calibrate(geometry: &Geometry, spec: &CodecSpec) -> Option<Calibration> {
     if !spec.needs_calibration() {
         return None;
     }
+    // A sub-vector for every entry of the largest codebook among the presets.
+    let count = if spec.to_string().contains("vq(") { 512 } else { 200 };
     let mut samples = Samples::new(geometry);
     for head in 0..KV_HEADS {
         samples.push_queries(LAYER, head, &values(7, 200 * DIM)).unwrap();
         for side in Side::BOTH {
-            samples.push(LAYER, side, head, &values(11 + head as u64, 200 * DIM)).unwrap();
+            samples.push(LAYER, side, head, &values(11 + head as u64, count * DIM)).unwrap();
         }
     }
     Some(fit(geometry, spec, &samples, 1, &mut |_| {}).unwrap())

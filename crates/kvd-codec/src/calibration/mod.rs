@@ -11,7 +11,7 @@
 //! | `n.radius` | f16 `[layers, kv_heads, head_dim / 2]` | largest radii of `polar` |
 //! | `n.mean` | f32 `[layers, kv_heads, head_dim]` | what `mean` takes away |
 //! | `n.matrix` | f16 `[layers, kv_heads, head_dim, head_dim]` | `pca`, `qpca` |
-//! | `n.codebook` | f16 `[layers, kv_heads, 2^b, d]` | VQ entries, most used first |
+//! | `n.codebook` | f16 `[layers, kv_heads, positions, stages, 2^b, d]` | VQ entries, see below |
 //! | `n.step` | f32 `[layers, kv_heads]` | step of `grid` |
 //! | `n.class` | u8 `[layers, kv_heads, head_dim]` | class of each coefficient |
 //! | `n.table` | u8 `[layers, classes, 128]` | Huffman code lengths, zeros after them |
@@ -20,14 +20,19 @@
 //! | `n.levels` | f16 `[layers, 510]` | levels of widths 1 to 8 |
 //! | `n.bound` | f32 `[layers, kv_heads]` | largest error that is no outlier |
 //!
+//! VQ entries stand in the order of their use; the shape has 1 for an axis along which codebooks
+//! are shared.
+//!
 //! The metadata key `kvd.calibration` holds one JSON object: version, geometry, seed, and side and
 //! fitted text of each part. One key, because several would be written in an arbitrary order.
 
 mod bitalloc;
+mod codebooks;
 mod tensors;
 
 pub(crate) use bitalloc::BitAllocTensors;
-pub(crate) use tensors::{Codebooks, GridTensors, LAYER_TABLE_BYTES, SideCalibration, TABLE_WIDTH};
+pub(crate) use codebooks::Codebooks;
+pub(crate) use tensors::{GridTensors, LAYER_TABLE_BYTES, SideCalibration, TABLE_WIDTH};
 
 use crate::CalibrationError;
 use kvd_core::{Geometry, RopePairing, Side};

@@ -1,6 +1,7 @@
 //! The tensors of one side of a calibration.
 
 use super::bitalloc::BitAllocTensors;
+use super::codebooks::Codebooks;
 use super::malformed;
 use crate::CalibrationError;
 use crate::huffman::HuffmanTable;
@@ -32,20 +33,12 @@ pub(crate) struct SideCalibration {
     pub(crate) mean: Vec<f32>,
     /// `[layers, kv_heads, head_dim, head_dim]`, empty without `pca` and `qpca`.
     pub(crate) matrix: Vec<f16>,
-    /// `[layers, kv_heads, entries, dim]`.
+    /// Codebooks of `vq`.
     pub(crate) codebooks: Option<Codebooks>,
     /// Steps, classes and tables of a grid.
     pub(crate) grid: Option<GridTensors>,
     /// Widths, levels, scales and bounds of a bit allocation.
     pub(crate) bitalloc: Option<BitAllocTensors>,
-}
-
-/// Codebooks of vector quantization.
-#[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Codebooks {
-    pub(crate) dim: usize,
-    pub(crate) entries: usize,
-    pub(crate) values: Vec<f16>,
 }
 
 /// What the grid quantizer takes from samples.
@@ -104,7 +97,7 @@ impl SideCalibration {
 
     /// Bytes of all tensors.
     pub(super) fn size_bytes(&self) -> u64 {
-        let halves = self.codebooks.as_ref().map_or(0, |books| books.values.len());
+        let halves = self.codebooks.as_ref().map_or(0, Codebooks::values);
         let grid = self.grid.as_ref();
         let grid = grid.map_or(0, |g| 4 * g.steps.len() + g.classes.len() + g.tables.len());
         let floats = self.smooth.len() + self.norm.len() + self.mean.len();
@@ -130,8 +123,7 @@ impl SideCalibration {
         add("mean", Dtype::F32, &[layers, heads, dim], singles(&self.mean));
         add("matrix", Dtype::F16, &[layers, heads, dim, dim], halves(&self.matrix));
         if let Some(books) = &self.codebooks {
-            let shape = [layers, heads, books.entries, books.dim];
-            add("codebook", Dtype::F16, &shape, halves(&books.values));
+            add("codebook", Dtype::F16, &books.shape(), books.to_bytes());
         }
         if let Some(grid) = &self.grid {
             add("step", Dtype::F32, &[layers, heads], singles(&grid.steps));
@@ -244,12 +236,14 @@ impl<'a> File<'a> {
     fn codebooks(&self) -> Result<Option<Codebooks>, CalibrationError> {
         let name = format!("{}.codebook", self.index);
         let Ok(tensor) = self.tensors.tensor(&name) else { return Ok(None) };
-        let (entries, dim) = match tensor.shape() {
-            [_, _, entries, dim] if *dim > 0 && *entries > 0 => (*entries, *dim),
-            shape => return Err(malformed(format!("{name} has shape {shape:?}"))),
+        let is_f16 = tensor.dtype() == Dtype::F16;
+        let shape = Codebooks::check_shape(tensor.shape(), self.geometry, self.side);
+        let Some(shape) = shape.filter(|_| is_f16) else {
+            let (dtype, shape) = (tensor.dtype(), tensor.shape());
+            return Err(malformed(format!("{name} is {dtype:?} {shape:?}: no codebooks")));
         };
-        let values = self.halves("codebook", &[entries, dim])?;
-        Ok(Some(Codebooks { dim, entries, values }))
+        let books = Codebooks::from_bytes(shape, tensor.data());
+        books.map(Some).ok_or_else(|| malformed(format!("{name} holds NaN or infinity")))
     }
 
     /// All three tensors or none.

@@ -8,13 +8,14 @@ use super::lloyd::Lloyd;
 use super::polar::Polar;
 use super::symmetric::Symmetric;
 use super::uniform::Uniform;
-use super::vq::Codebook;
+use super::vq::Vq;
 use super::{HeadQuantizer, HeadSide};
 use crate::calibration::SideCalibration;
 use crate::rotation::Rotation;
 use crate::transform::Step;
 use crate::{
     Calibration, CodecError, CodecSpec, FloatFormat, Quantizer, SideSpec, Transform, UniformMode,
+    VqSpec,
 };
 use kvd_core::{Geometry, LayerIndex, RopePairing, Side};
 use std::sync::Arc;
@@ -194,11 +195,10 @@ impl Binder<'_> {
             Quantizer::Lloyd { .. } => {
                 HeadQuantizer::Lloyd(Arc::clone(self.levels.as_ref().expect("made for the side")))
             }
-            Quantizer::Vq { dim: sub, bits } => {
-                let sub = usize::from(sub);
-                let entries = codebook(self.part, side, index, (1 << bits, sub))?;
-                entries.iter().for_each(|v| hash.update(&v.to_le_bytes()));
-                HeadQuantizer::Vq(Codebook::new(sub, entries))
+            Quantizer::Vq(spec) => {
+                let vq = self.codebooks(spec, index)?;
+                vq.books().for_each(|book| book.update(hash));
+                HeadQuantizer::Vq(vq)
             }
             Quantizer::Grid { .. } => {
                 let grid = self.part.and_then(|part| part.grid.as_ref());
@@ -213,6 +213,25 @@ impl Binder<'_> {
             }
             Quantizer::BitAlloc { .. } => self.bitalloc(index, dim, hash)?,
         })
+    }
+
+    /// The codebooks of a head.
+    fn codebooks(&self, spec: VqSpec, index: usize) -> Result<Vq, CodecError> {
+        let side = self.side;
+        let Some(books) = self.part.and_then(|part| part.codebooks.as_ref()) else {
+            return Err(mismatch(format!("{side} has no codebooks")));
+        };
+        let want = spec.tensor_shape(self.geometry, side);
+        if books.shape() != want {
+            let text = format!(
+                "{side} has codebooks of shape [layers, kv_heads, positions, stages, entries, \
+                 channels] = {:?}, {spec} wants {want:?}",
+                books.shape()
+            );
+            return Err(mismatch(text));
+        }
+        let (layer, head) = (self.layer.0 as usize, index % self.geometry.kv_heads as usize);
+        Ok(Vq::new(self.geometry.head_dim(side), &spec, books.of_head(layer, head)))
     }
 
     fn bitalloc(
@@ -290,24 +309,4 @@ fn fitted<'a>(
             calibration.parts().map(|(side, fitted)| format!("{side}={fitted}")).collect();
         mismatch(format!("it was fitted for {}, not for {side}={wanted}", held.join("; ")))
     })
-}
-
-fn codebook(
-    part: Option<&SideCalibration>,
-    side: Side,
-    index: usize,
-    (entries, dim): (usize, usize),
-) -> Result<Vec<f32>, CodecError> {
-    let Some(books) = part.and_then(|part| part.codebooks.as_ref()) else {
-        return Err(mismatch(format!("{side} has no codebooks")));
-    };
-    if (books.entries, books.dim) != (entries, dim) {
-        let text = format!(
-            "{side} has codebooks of {} entries of {} channels, the codec wants {entries} of {dim}",
-            books.entries, books.dim
-        );
-        return Err(mismatch(text));
-    }
-    let values = &books.values[index * entries * dim..][..entries * dim];
-    Ok(values.iter().map(|v| v.to_f32()).collect())
 }

@@ -9,6 +9,7 @@ pub(crate) mod grid_decode;
 mod grid_single;
 pub(crate) mod hybrid;
 pub(crate) mod lloyd;
+pub(crate) mod nearest;
 pub(crate) mod polar;
 pub(crate) mod symmetric;
 pub(crate) mod uniform;
@@ -26,7 +27,7 @@ use polar::Polar;
 use std::sync::Arc;
 use symmetric::Symmetric;
 use uniform::{ScaleRow, Uniform};
-use vq::Codebook;
+use vq::Vq;
 
 /// The page's values do not fit the quantizer; the page falls back to raw floats.
 #[derive(Debug)]
@@ -59,7 +60,7 @@ pub(crate) enum HeadQuantizer {
     /// The best levels for turned rows, an f16 per row; shared by the heads of a side.
     Lloyd(Arc<Lloyd>),
     /// Codebook indices.
-    Vq(Codebook),
+    Vq(Vq),
     /// One step per head, codes by class.
     Grid(Box<Grid>),
     /// Fixed widths and levels per coefficient.
@@ -77,7 +78,7 @@ impl HeadQuantizer {
             Self::Hybrid(hybrid) => hybrid.base.code_bits(),
             Self::Polar(polar) => polar.code_bits(),
             Self::Lloyd(lloyd) => lloyd.code_bits(),
-            Self::Vq(book) => book.code_bits(),
+            Self::Vq(vq) => vq.code_bits(),
         }
     }
 
@@ -88,7 +89,7 @@ impl HeadQuantizer {
             Self::E4m3 | Self::Uniform(_) | Self::Symmetric(_) | Self::Hybrid(_) => dim,
             Self::Lloyd(_) => dim,
             Self::Polar(_) => dim / 2,
-            Self::Vq(book) => dim / book.dim(),
+            Self::Vq(vq) => vq.codes_per_row(),
         }
     }
 
@@ -122,7 +123,7 @@ impl HeadQuantizer {
             Self::Hybrid(hybrid) => hybrid.quantize(rows, dim, symbols, scales),
             Self::Polar(polar) => polar.quantize(rows, dim, symbols, scales),
             Self::Lloyd(lloyd) => lloyd.quantize(rows, dim, symbols, scales),
-            Self::Vq(book) => book.quantize(rows, symbols),
+            Self::Vq(vq) => vq.quantize(rows, symbols),
         }
     }
 
@@ -144,7 +145,7 @@ impl HeadQuantizer {
             Self::Hybrid(hybrid) => hybrid.dequantize_row(scales, row, symbols, loaded, out),
             Self::Polar(polar) => polar.dequantize_row(bytes, row, symbols, loaded, out),
             Self::Lloyd(lloyd) => lloyd.dequantize_row(bytes, row, symbols, out),
-            Self::Vq(book) => book.dequantize_row(symbols, out),
+            Self::Vq(vq) => vq.dequantize_row(symbols, out),
         }
     }
 }
@@ -188,11 +189,11 @@ impl HeadSide {
         }
     }
 
-    /// The head's codebook, when its quantizer is VQ.
+    /// The head's codebooks, when its quantizer is VQ.
     #[must_use]
-    pub fn codebook(&self) -> Option<&Codebook> {
+    pub fn vq(&self) -> Option<&Vq> {
         match &self.quantizer {
-            HeadQuantizer::Vq(book) => Some(book),
+            HeadQuantizer::Vq(vq) => Some(vq),
             _ => None,
         }
     }
@@ -206,7 +207,8 @@ impl HeadSide {
         }
     }
 
-    /// Bytes kept from the calibration: f32 factors and f16 codebook entries.
+    /// Bytes kept from the calibration for this head alone; codebooks, which heads may share, are
+    /// counted by [`vq::codebook_bytes`].
     pub(crate) fn calibration_bytes(&self) -> u64 {
         let factors: u64 = self.steps.iter().map(Step::calibration_bytes).sum();
         let quantizer = match &self.quantizer {
@@ -216,7 +218,7 @@ impl HeadSide {
             HeadQuantizer::BitAlloc(bitalloc) => bitalloc.calibration_bytes(),
             _ => 0,
         };
-        factors + quantizer + self.codebook().map_or(0, |book| 2 * book.entries().len() as u64)
+        factors + quantizer
     }
 
     /// Whether coefficients are the rows themselves.

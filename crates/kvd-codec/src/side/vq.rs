@@ -1,44 +1,40 @@
 //! Vector quantization: a row is cut into sub-vectors, each replaced by the index of its nearest
-//! codebook entry (VecInfer §2.2, eq. 2). One codebook per head and side serves all positions.
+//! codebook entry (VecInfer §2.2, eq. 2); further stages do the same to what is left over
+//! (VQ-LLM §II-A). The search is in `nearest.rs`.
 //!
 //! Entries are f16; distances and decoded rows use the rounded values.
 
 use super::Unquantizable;
+use super::nearest::Points;
+use crate::{CodebookScope, HeadSide, VqSpec};
+use kvd_core::Geometry;
+use std::collections::HashSet;
+use std::sync::Arc;
+use xxhash_rust::xxh3::Xxh3;
 
-/// Entries examined together: scores, best scores and their places of eight fit SSE registers.
-const LANES: usize = 8;
+/// Codes of one row at most: residual stages come with sub-vectors of two channels or more.
+pub(crate) const CODES_PER_ROW_MAX: usize =
+    Geometry::HEAD_DIM_MAX as usize / 2 * VqSpec::STAGES_MAX as usize;
 
 /// Coefficients this many times larger than any entry mean that the codebook was fitted on
 /// something else.
 const REACH: f32 = 16.0;
 
-/// Codebook entries, laid out for decoding and for the nearest-entry search.
-#[derive(Clone, Debug)]
+/// Codebook entries, and what the nearest-entry search wants to know of them.
+#[derive(Clone, Debug, PartialEq)]
 pub struct Codebook {
-    dim: usize,
-    entries: Vec<f32>,
-    /// `[entries / LANES][dim][LANES]`.
-    lanes: Vec<f32>,
-    /// `|entry|^2`, infinite for the lanes past the last entry.
-    norms: Vec<f32>,
-    reach: f32,
+    pub(super) dim: usize,
+    pub(super) entries: Vec<f32>,
+    /// `|entry|^2 / 2`.
+    pub(super) half_norms: Vec<f32>,
 }
 
 impl Codebook {
-    /// Takes `[entries, dim]`, row-major, every value finite.
+    /// Takes `[entries, dim]`, row-major, at least one entry, every value finite.
     pub(crate) fn new(dim: usize, entries: Vec<f32>) -> Self {
-        let count = entries.len() / dim;
-        let blocks = count.div_ceil(LANES);
-        let mut lanes = vec![0f32; blocks * dim * LANES];
-        let mut norms = vec![f32::INFINITY; blocks * LANES];
-        for (index, entry) in entries.chunks_exact(dim).enumerate() {
-            for (channel, value) in entry.iter().enumerate() {
-                lanes[((index / LANES) * dim + channel) * LANES + index % LANES] = *value;
-            }
-            norms[index] = entry.iter().map(|v| v * v).sum();
-        }
-        let reach = entries.iter().fold(0f32, |m, v| m.max(v.abs())) * REACH;
-        Self { dim, entries, lanes, norms, reach }
+        let half_norm = |entry: &[f32]| 0.5 * entry.iter().map(|v| v * v).sum::<f32>();
+        let half_norms = entries.chunks_exact(dim).map(half_norm).collect();
+        Self { dim, entries, half_norms }
     }
 
     /// Channels of an entry.
@@ -47,67 +43,100 @@ impl Codebook {
         self.dim
     }
 
-    /// `[2^b, dim]`, row-major, most used first; every value is an f16.
+    /// `[2^b, dim]`, row-major, most used first (on the calibration samples); every value is an
+    /// f16.
     #[must_use]
     pub fn entries(&self) -> &[f32] {
         &self.entries
     }
 
-    /// Number of entries.
-    pub(crate) fn len(&self) -> usize {
-        self.entries.len() / self.dim
+    fn largest(&self) -> f32 {
+        self.entries.iter().fold(0f32, |m, v| m.max(v.abs()))
+    }
+
+    /// Adds the entries to a hash.
+    pub(crate) fn update(&self, hash: &mut Xxh3) {
+        self.entries.iter().for_each(|v| hash.update(&v.to_le_bytes()));
+    }
+}
+
+/// The quantizer of one head: its sub-vectors and the codebooks that serve them.
+///
+/// The codes of a row are those of the first stage for all sub-vectors, then those of the second.
+#[derive(Clone, Debug)]
+pub struct Vq {
+    dim: usize,
+    positions: usize,
+    stages: usize,
+    code_bits: u32,
+    /// `[positions or 1, stages]`.
+    books: Vec<Arc<Codebook>>,
+    reach: f32,
+}
+
+impl Vq {
+    /// Binds the books of one head, `[positions or 1, stages]`, for rows of `row_dim` channels.
+    pub(crate) fn new(row_dim: usize, spec: &VqSpec, books: &[Arc<Codebook>]) -> Self {
+        let (dim, stages) = (usize::from(spec.dim), usize::from(spec.stages));
+        let positions = row_dim / dim;
+        let sets = if spec.scope == CodebookScope::Group { positions } else { 1 };
+        assert_eq!(books.len(), sets * stages, "codebooks of a head");
+        let first = books.iter().step_by(stages);
+        let reach = first.fold(0f32, |m, book| m.max(book.largest())) * REACH;
+        let code_bits = u32::from(spec.bits);
+        Self { dim, positions, stages, code_bits, books: books.to_vec(), reach }
+    }
+
+    /// Channels of a sub-vector.
+    #[must_use]
+    pub fn dim(&self) -> usize {
+        self.dim
+    }
+
+    /// Sub-vectors of a row.
+    #[must_use]
+    pub fn positions(&self) -> usize {
+        self.positions
+    }
+
+    /// Codes per sub-vector; the entries they name are added up.
+    #[must_use]
+    pub fn stages(&self) -> usize {
+        self.stages
+    }
+
+    /// Whether every position has codebooks of its own.
+    #[must_use]
+    pub fn is_grouped(&self) -> bool {
+        self.books.len() > self.stages
+    }
+
+    /// The codebook of a stage (from 0) at a position.
+    ///
+    /// # Panics
+    /// When there is no such stage or position.
+    #[must_use]
+    pub fn codebook(&self, stage: usize, position: usize) -> &Codebook {
+        assert!(stage < self.stages && position < self.positions, "stage {stage}, {position}");
+        let set = if self.is_grouped() { position } else { 0 };
+        &self.books[set * self.stages + stage]
+    }
+
+    /// All of the head's codebooks, `[positions or 1, stages]`.
+    pub(crate) fn books(&self) -> impl Iterator<Item = &Arc<Codebook>> {
+        self.books.iter()
     }
 
     pub(crate) fn code_bits(&self) -> u32 {
-        self.len().ilog2()
+        self.code_bits
     }
 
-    /// Index of the entry nearest to `x` and `|entry|^2 - 2 x·entry`; ties go to the lower index.
-    pub(crate) fn nearest(&self, x: &[f32]) -> (usize, f32) {
-        match *x {
-            [a, b] => self.nearest_of([a, b]),
-            [a, b, c, d] => self.nearest_of([a, b, c, d]),
-            [a, b, c, d, e, f, g, h] => self.nearest_of([a, b, c, d, e, f, g, h]),
-            _ => self.search(x.iter().copied()),
-        }
+    pub(crate) fn codes_per_row(&self) -> usize {
+        self.positions * self.stages
     }
 
-    /// As `search`, with a length that the compiler knows.
-    fn nearest_of<const D: usize>(&self, x: [f32; D]) -> (usize, f32) {
-        self.search(x.into_iter())
-    }
-
-    #[inline(always)]
-    fn search(&self, x: impl Iterator<Item = f32> + Clone) -> (usize, f32) {
-        let mut best = [f32::INFINITY; LANES];
-        let mut at = [0u32; LANES];
-        let blocks = self.lanes.chunks_exact(self.dim * LANES);
-        let norms = self.norms.as_chunks::<LANES>().0;
-        for (index, (block, norms)) in (0u32..).zip(blocks.zip(norms)) {
-            let mut score = *norms;
-            for (x, entry) in x.clone().zip(block.as_chunks::<LANES>().0) {
-                let twice = -2.0 * x;
-                for (score, value) in score.iter_mut().zip(entry) {
-                    *score += twice * value;
-                }
-            }
-            for lane in 0..LANES {
-                let closer = score[lane] < best[lane];
-                best[lane] = if closer { score[lane] } else { best[lane] };
-                at[lane] = if closer { index } else { at[lane] };
-            }
-        }
-        let mut winner = (0, f32::INFINITY);
-        for lane in 0..LANES {
-            let index = at[lane] as usize * LANES + lane;
-            let closer = best[lane] < winner.1 || (best[lane] == winner.1 && index < winner.0);
-            if closer && index < self.len() {
-                winner = (index, best[lane]);
-            }
-        }
-        winner
-    }
-
+    /// Appends the codes of `rows` (`[tokens, positions * dim]`): each stage takes the entry
+    /// nearest to what the stages before it left.
     pub(crate) fn quantize(
         &self,
         rows: &[f32],
@@ -117,20 +146,82 @@ impl Codebook {
         if !rows.iter().all(|x| x.abs() <= self.reach) {
             return Err(Unquantizable);
         }
-        symbols.extend(rows.chunks_exact(self.dim).map(|x| self.nearest(x).0 as u16));
+        let tokens = rows.len() / (self.positions * self.dim);
+        let start = symbols.len();
+        symbols.resize(start + tokens * self.codes_per_row(), 0);
+        let codes = &mut symbols[start..];
+        self.stage(0, rows, codes);
+        if self.stages > 1 {
+            let mut left = rows.to_vec();
+            for stage in 1..self.stages {
+                self.subtract(stage - 1, codes, &mut left);
+                self.stage(stage, &left, codes);
+            }
+        }
         Ok(())
+    }
+
+    /// Fills in the codes of one stage.
+    fn stage(&self, stage: usize, rows: &[f32], codes: &mut [u16]) {
+        let (positions, per_row) = (self.positions, self.codes_per_row());
+        let first = stage * positions;
+        if !self.is_grouped() {
+            let book = &self.books[stage];
+            book.nearest(Points::consecutive(rows, self.dim), |index, entry, _| {
+                codes[index / positions * per_row + first + index % positions] = entry as u16;
+            });
+            return;
+        }
+        for position in 0..positions {
+            let points = Points::column(rows, self.dim, position, positions);
+            self.codebook(stage, position).nearest(points, |token, entry, _| {
+                codes[token * per_row + first + position] = entry as u16;
+            });
+        }
+    }
+
+    /// Takes the entries of one stage away from `rows`.
+    fn subtract(&self, stage: usize, codes: &[u16], rows: &mut [f32]) {
+        let row_dim = self.positions * self.dim;
+        let codes = codes.chunks_exact(self.codes_per_row());
+        for (row, codes) in rows.chunks_exact_mut(row_dim).zip(codes) {
+            let codes = &codes[stage * self.positions..][..self.positions];
+            let subs = row.chunks_exact_mut(self.dim).zip(codes);
+            for (position, (sub, code)) in subs.enumerate() {
+                let entry = self.entry(stage, position, *code);
+                sub.iter_mut().zip(entry).for_each(|(x, e)| *x -= e);
+            }
+        }
+    }
+
+    fn entry(&self, stage: usize, position: usize, code: u16) -> &[f32] {
+        &self.codebook(stage, position).entries[usize::from(code) * self.dim..][..self.dim]
     }
 
     /// Writes the entries of one row's codes; a code has `b` bits, so each names an entry.
     pub(crate) fn dequantize_row(&self, symbols: &[u16], out: &mut [f32]) {
-        match self.dim {
-            2 => copy_entries::<2>(&self.entries, symbols, out),
-            4 => copy_entries::<4>(&self.entries, symbols, out),
-            8 => copy_entries::<8>(&self.entries, symbols, out),
-            dim => {
-                for (out, symbol) in out.chunks_exact_mut(dim).zip(symbols) {
-                    out.copy_from_slice(&self.entries[usize::from(*symbol) * dim..][..dim]);
+        let (first, rest) = symbols.split_at(self.positions);
+        if self.is_grouped() {
+            for (position, (out, code)) in out.chunks_exact_mut(self.dim).zip(first).enumerate() {
+                out.copy_from_slice(self.entry(0, position, *code));
+            }
+        } else {
+            let entries = &self.books[0].entries;
+            match self.dim {
+                2 => copy_entries::<2>(entries, first, out),
+                4 => copy_entries::<4>(entries, first, out),
+                8 => copy_entries::<8>(entries, first, out),
+                dim => {
+                    for (out, symbol) in out.chunks_exact_mut(dim).zip(first) {
+                        out.copy_from_slice(&entries[usize::from(*symbol) * dim..][..dim]);
+                    }
                 }
+            }
+        }
+        for (stage, codes) in rest.chunks_exact(self.positions).enumerate() {
+            for (position, (out, code)) in out.chunks_exact_mut(self.dim).zip(codes).enumerate() {
+                let entry = self.entry(stage + 1, position, *code);
+                out.iter_mut().zip(entry).for_each(|(x, e)| *x += e);
             }
         }
     }
@@ -143,33 +234,58 @@ fn copy_entries<const D: usize>(entries: &[f32], symbols: &[u16], out: &mut [f32
     }
 }
 
+/// Bytes of the codebooks of `heads` as f16; a codebook that heads share counts once.
+pub(crate) fn codebook_bytes(heads: &[HeadSide]) -> u64 {
+    let books = heads.iter().filter_map(HeadSide::vq).flat_map(Vq::books);
+    let mut seen = HashSet::new();
+    let fresh = books.filter(|book| seen.insert(Arc::as_ptr(book)));
+    fresh.map(|book| 2 * book.entries.len() as u64).sum()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    #[test]
-    fn nearest_matches_a_plain_search() {
-        for (dim, count) in [(1usize, 2usize), (2, 16), (3, 32), (4, 256), (8, 64)] {
-            let wave = |i: usize| ((i * 7919 % 1009) as f32 / 1009.0 - 0.5) * 4.0;
-            let entries: Vec<f32> = (0..count * dim).map(wave).collect();
-            let book = Codebook::new(dim, entries.clone());
-            for i in 0..200 {
-                let x: Vec<f32> = (0..dim).map(|c| wave(31 * i + 17 * c + 5)).collect();
-                let distance = |entry: &[f32]| -> f32 {
-                    entry.iter().zip(&x).map(|(e, x)| (e - x).powi(2)).sum()
-                };
-                let found = distance(&entries[book.nearest(&x).0 * dim..][..dim]);
-                let least = entries.chunks(dim).map(distance).fold(f32::INFINITY, f32::min);
-                assert!(found <= least + 1e-4, "dim {dim}: {found} against {least}");
-            }
-        }
+    fn spec(scope: CodebookScope, stages: u8) -> VqSpec {
+        VqSpec { dim: 2, bits: 1, stages, scope }
+    }
+
+    fn book(entries: [f32; 4]) -> Arc<Codebook> {
+        Arc::new(Codebook::new(2, entries.to_vec()))
     }
 
     #[test]
     fn data_far_outside_the_codebook_is_refused() {
-        let book = Codebook::new(2, vec![1.0, 0.0, -1.0, 0.5]);
-        assert!(book.quantize(&[16.0, -16.0], &mut Vec::new()).is_ok());
-        assert!(book.quantize(&[16.1, 0.0], &mut Vec::new()).is_err());
-        assert_eq!(book.nearest(&[f32::NAN, f32::MAX]).0, 0);
+        let books = [book([1.0, 0.0, -1.0, 0.5])];
+        let vq = Vq::new(2, &spec(CodebookScope::Head, 1), &books);
+        assert!(vq.quantize(&[16.0, -16.0], &mut Vec::new()).is_ok());
+        assert!(vq.quantize(&[16.1, 0.0], &mut Vec::new()).is_err());
+        assert!(vq.quantize(&[f32::NAN, 0.0], &mut Vec::new()).is_err());
+    }
+
+    #[test]
+    fn stages_come_one_after_another_and_add_up() {
+        let books = [book([4.0, 0.0, -4.0, 0.0]), book([0.0, 1.0, 0.0, -1.0])];
+        let vq = Vq::new(4, &spec(CodebookScope::Head, 2), &books);
+        let mut codes = vec![9];
+        vq.quantize(&[4.5, -1.0, -4.0, 0.9], &mut codes).unwrap();
+        assert_eq!(codes, [9, 0, 1, 1, 0]);
+        let mut out = [0f32; 4];
+        vq.dequantize_row(&codes[1..], &mut out);
+        assert_eq!(out, [4.0, -1.0, -4.0, 1.0]);
+        assert_eq!(vq.codebook(1, 1).entries(), [0.0, 1.0, 0.0, -1.0]);
+    }
+
+    #[test]
+    fn groups_have_codebooks_of_their_own_and_one_reach() {
+        let books = [book([1.0, 1.0, 2.0, 2.0]), book([2.0, 2.0, 1.0, 1.0])];
+        let vq = Vq::new(4, &spec(CodebookScope::Group, 1), &books);
+        assert!(vq.is_grouped());
+        let mut codes = Vec::new();
+        vq.quantize(&[1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 32.0, 2.0], &mut codes).unwrap();
+        assert_eq!(codes, [0, 1, 1, 0]);
+        let mut out = [0f32; 4];
+        vq.dequantize_row(&codes[2..], &mut out);
+        assert_eq!(out, [2.0; 4]);
     }
 }

@@ -2,14 +2,15 @@
 #![allow(dead_code, reason = "each test file uses its own part")]
 
 use kvd_codec::{
-    BlockRows, Calibration, CodecSpec, EncodedBlock, ModelCodec, PageReader, Samples, fit, resolve,
+    BlockRows, Calibration, CodecSpec, EncodedBlock, ModelCodec, PageReader, Quantizer, Samples,
+    fit, resolve,
 };
 use kvd_core::{DType, Geometry, LayerIndex, RopePairing, Side};
 use std::cell::RefCell;
 use std::collections::HashMap;
 
 /// The codecs that every shape must survive.
-pub(crate) const SPECS: [&str; 25] = [
+pub(crate) const SPECS: [&str; 27] = [
     "raw",
     "fp8",
     "kivi-4",
@@ -34,6 +35,8 @@ pub(crate) const SPECS: [&str; 25] = [
     "k=polar(a=3,r=2)/huffman; v=rotate(seed=9)/lloyd(b=6)/huffman",
     "k=polar(a=8,r=8,g=5); v=uniform(rel=0.1,axis=block,mode=hybrid)",
     "k=hadamard/lloyd(b=1); v=norm/uniform(b=8,axis=block,mode=sym)",
+    "k=smooth+hadamard/vq(d=4,b=4,stages=2); v=vq(d=2,b=3,stages=3,scope=layer)/huffman",
+    "k=vq(d=4,b=4,scope=group); v=hadamard/vq(d=8,b=5,stages=2,scope=model)",
     "kvd-2-fast",
     "k=hadamard/bitalloc(b=3.3); v=mean/bitalloc(b=1)",
 ];
@@ -114,15 +117,27 @@ pub(crate) fn calibrate(geometry: &Geometry, spec: &CodecSpec) -> Option<Calibra
             samples.push_queries(LayerIndex(layer), head, &queries).unwrap();
         }
         for side in Side::BOTH {
+            let count = sample_rows(geometry, spec, side);
             for head in 0..geometry.kv_heads as usize {
                 let seed = 1000 + layer as usize * 4 + side.index() * 2 + head;
-                let all = rows(geometry, 40, seed);
-                let rows = &all[..40 * geometry.head_dim(side)];
+                let all = rows(geometry, count, seed);
+                let rows = &all[..count * geometry.head_dim(side)];
                 samples.push(LayerIndex(layer), side, head, rows).unwrap();
             }
         }
     }
     Some(fit(geometry, spec, &samples, 7, &mut |_| {}).unwrap())
+}
+
+/// Rows per head: a few, but a sub-vector for every entry of a head's codebook.
+fn sample_rows(geometry: &Geometry, spec: &CodecSpec, side: Side) -> usize {
+    match spec.side(side).quantizer {
+        Quantizer::Vq(vq) => {
+            let per_row = geometry.head_dim(side) / usize::from(vq.dim);
+            vq.entries().div_ceil(per_row).max(40)
+        }
+        _ => 40,
+    }
 }
 
 /// The codec, with Huffman tables of layer 0 trained on `block`.

@@ -1,0 +1,134 @@
+//! Fits a side's codebooks: which sub-vectors each is made from, and its residual stages.
+
+use crate::calibration::Codebooks;
+use crate::fit::Place;
+use crate::kmeans::{self, Rng};
+use crate::side::vq::Codebook;
+use crate::{CalibrationError, CodebookScope, VqSpec};
+use half::f16;
+use kvd_core::{Geometry, Side};
+use std::sync::Arc;
+
+/// Sub-vectors that k-means looks at for a codebook,
+const POINTS_MAX: usize = 1 << 16;
+/// or this many per entry where that is more.
+const POINTS_PER_ENTRY: usize = 8;
+
+/// The codebooks of one side on their way.
+pub(crate) struct VqFit {
+    spec: VqSpec,
+    seed: u64,
+    layers: u32,
+    kv_heads: usize,
+    shape: [usize; 6],
+    books: Vec<Arc<Codebook>>,
+    /// Sub-vectors of heads that share a codebook, so far.
+    pool: Vec<f32>,
+}
+
+impl VqFit {
+    pub(crate) fn new(spec: VqSpec, geometry: &Geometry, side: Side, seed: u64) -> Self {
+        let (layers, kv_heads) = (geometry.layers, geometry.kv_heads as usize);
+        let shape = spec.tensor_shape(geometry, side);
+        Self { spec, seed, layers, kv_heads, shape, books: Vec::new(), pool: Vec::new() }
+    }
+
+    /// Takes the rows of the next head, `[n, head_dim]`: heads of layer 0, then of layer 1 and
+    /// so on. Fits the codebooks whose last head this is.
+    pub(crate) fn add(&mut self, place: Place, rows: &[f32]) -> Result<(), CalibrationError> {
+        let dim = usize::from(self.spec.dim);
+        let last_head = place.head + 1 == self.kv_heads;
+        let sharers = match self.spec.scope {
+            CodebookScope::Head => {
+                let mut rng = rng(self.seed, place, 0);
+                let points = subsample(rows, dim, self.points_max(), &mut rng);
+                return self.fit(place, points, &mut rng);
+            }
+            CodebookScope::Group => return self.groups(place, rows),
+            CodebookScope::Layer => self.kv_heads,
+            CodebookScope::Model => self.layers as usize * self.kv_heads,
+        };
+        let mut rng = rng(self.seed, place, 0);
+        let quota = self.points_max().div_ceil(sharers);
+        self.pool.extend(subsample(rows, dim, quota, &mut rng));
+        let complete = match self.spec.scope {
+            CodebookScope::Model => last_head && place.layer + 1 == self.layers,
+            _ => last_head,
+        };
+        if complete {
+            let pool = std::mem::take(&mut self.pool);
+            self.fit(place, pool, &mut rng)?;
+        }
+        Ok(())
+    }
+
+    /// The side's codebooks, once every head was added.
+    pub(crate) fn finish(self) -> Codebooks {
+        Codebooks::new(self.shape, self.books)
+    }
+
+    fn points_max(&self) -> usize {
+        POINTS_MAX.max(POINTS_PER_ENTRY * self.spec.entries())
+    }
+
+    /// One codebook per position.
+    fn groups(&mut self, place: Place, rows: &[f32]) -> Result<(), CalibrationError> {
+        let (dim, positions) = (usize::from(self.spec.dim), self.shape[2]);
+        for position in 0..positions {
+            let mut rng = rng(self.seed, place, position as u64 + 1);
+            let column = rows.chunks_exact(dim).skip(position).step_by(positions);
+            let column: Vec<f32> = column.flatten().copied().collect();
+            let points = subsample(&column, dim, self.points_max(), &mut rng);
+            self.fit(place, points, &mut rng)?;
+        }
+        Ok(())
+    }
+
+    /// Appends the stages of one codebook, fitted to `points` and what stages leave of them.
+    fn fit(
+        &mut self,
+        place: Place,
+        mut points: Vec<f32>,
+        rng: &mut Rng,
+    ) -> Result<(), CalibrationError> {
+        let (dim, entries) = (usize::from(self.spec.dim), self.spec.entries());
+        let found = points.len() / dim;
+        if found < entries {
+            return Err(place.too_few_samples(&self.spec, found));
+        }
+        let limit = f16::MAX.to_f32();
+        for _ in 0..self.spec.stages {
+            let fitted = kmeans::fit(&points, dim, entries, rng);
+            if !fitted.entries.iter().all(|v| v.abs() <= limit) {
+                return Err(place.out_of_range());
+            }
+            let entries = fitted.entries.iter().map(|v| f16::from_f32(*v).to_f32()).collect();
+            let book = Codebook::new(dim, entries);
+            for (point, entry) in points.chunks_exact_mut(dim).zip(&fitted.assigned) {
+                let entry = &book.entries()[*entry as usize * dim..][..dim];
+                point.iter_mut().zip(entry).for_each(|(x, e)| *x -= e);
+            }
+            self.books.push(Arc::new(book));
+        }
+        Ok(())
+    }
+}
+
+/// Hashed through the generator, so that neighbouring heads and positions do not share draws.
+fn rng(seed: u64, place: Place, position: u64) -> Rng {
+    let head = u64::from(place.layer) << 32 | (place.head as u64) << 1 | place.side.index() as u64;
+    let position = position.wrapping_mul(0xD1B5_4A32_D192_ED03);
+    Rng(Rng(seed).next() ^ head.wrapping_mul(0xA24B_AED4_963E_E407) ^ position)
+}
+
+/// At most `most` sub-vectors, one drawn from each of as many equal stretches.
+fn subsample(rows: &[f32], dim: usize, most: usize, rng: &mut Rng) -> Vec<f32> {
+    let n = rows.len() / dim;
+    if n <= most {
+        return rows.to_vec();
+    }
+    let stretch = n as f64 / most as f64;
+    let pick = |i: usize| (((i as f64 + rng.unit()) * stretch) as usize).min(n - 1);
+    let picks = (0..most).map(pick);
+    picks.flat_map(|i| &rows[i * dim..][..dim]).copied().collect()
+}
