@@ -76,7 +76,7 @@ impl Listener for AdminListener {
 }
 
 async fn metrics(State(service): State<Arc<Service>>) -> impl IntoResponse {
-    service.refresh_gauges().await;
+    service.refresh_gauges();
     (
         [(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")],
         service.metrics().render(),

@@ -1,11 +1,12 @@
 //! The demo's engine against the real daemon: what `kvd demo --serve` shows is what the metrics
 //! show, and raw storage changes nothing.
-#![cfg(feature = "demo")]
+#![cfg(feature = "eval")]
 #![expect(clippy::unwrap_used, reason = "a set-up that fails is a test that fails")]
 
 use kvd::config::{Config, Overrides};
 use kvd::{Daemon, Running};
-use kvd_demo::{DemoOptions, DemoReport, MetricsSource};
+use kvd_eval::demo::{DemoOptions, DemoReport};
+use kvd_eval::measure::MetricsSource;
 
 async fn daemon() -> Running {
     let flags = [
@@ -27,7 +28,7 @@ async fn run(running: &Running, codecs: &[&str]) -> DemoReport {
     options.keep_open = true;
     let metrics = running.service().metrics().clone();
     options.metrics = Some(MetricsSource::new(move || metrics.render()));
-    kvd_demo::run(options, &mut Vec::new()).await.unwrap()
+    kvd_eval::demo::run(options, &mut Vec::new()).await.unwrap()
 }
 
 /// The value of the gauge `name` of `model`.
@@ -42,7 +43,7 @@ fn gauge(text: &str, name: &str, model: &str) -> f64 {
 async fn raw_changes_nothing_and_metrics_show_the_table() {
     let running = daemon().await;
     let report = run(&running, &["raw", "kivi-2", "k=fp8; v=raw"]).await;
-    running.service().refresh_gauges().await;
+    running.service().refresh_gauges();
     let text = running.service().metrics().render();
 
     let [raw, kivi, _] = &report.codecs[..] else { panic!("three codecs were run") };

@@ -12,8 +12,9 @@ const MEMBERS: &[(&str, &[&str])] = &[
     ("kvd-store", &["kvd-core"]),
     ("kvd-proto", &["kvd-core"]),
     ("kvd-client", &["kvd-core", "kvd-proto"]),
-    // The demonstration is a client like any other.
-    ("kvd-demo", &["kvd-core", "kvd-codec", "kvd-client"]),
+    ("kvd-engine", &["kvd-core"]),
+    // Measurement and demonstration are clients like any other.
+    ("kvd-eval", &["kvd-core", "kvd-codec", "kvd-client", "kvd-engine"]),
     (
         "kvd",
         &[
@@ -23,18 +24,18 @@ const MEMBERS: &[(&str, &[&str])] = &[
             "kvd-store",
             "kvd-proto",
             "kvd-client",
-            "kvd-demo",
+            "kvd-eval",
         ],
     ),
     // Only tests use the daemon as a library.
-    ("kvd-tests", &["kvd-core", "kvd-codec", "kvd-proto", "kvd-client", "kvd-demo", "kvd"]),
+    ("kvd-tests", &["kvd-core", "kvd-codec", "kvd-proto", "kvd-client", "kvd-eval", "kvd"]),
     ("xtask", &[]),
 ];
 
 /// What a member may use in its own tests besides.
 const TESTS: &[(&str, &[&str])] = &[
-    // A fake daemon answers the demonstration's client; the real one would be an edge upwards.
-    ("kvd-demo", &["kvd-proto"]),
+    // A fake daemon answers the evaluation's client; the real one would be an edge upwards.
+    ("kvd-eval", &["kvd-proto"]),
 ];
 
 /// What a member must never reach, not even through others.
@@ -64,9 +65,9 @@ pub(super) fn check(metadata: &Value) -> Result<Vec<String>> {
             if names.contains(used) && !allowed.contains(&used) && !in_tests {
                 findings.push(format!("{user} must not depend on {used}"));
             }
-            // A production build leaves the demonstration's engine out.
-            if user == "kvd" && used == "kvd-demo" && dependency["optional"] != true {
-                findings.push("kvd: the dependency on kvd-demo must be optional".to_owned());
+            // A production build leaves the evaluation and its engine out.
+            if user == "kvd" && used == "kvd-eval" && dependency["optional"] != true {
+                findings.push("kvd: the dependency on kvd-eval must be optional".to_owned());
             }
         }
     }
@@ -179,9 +180,9 @@ mod tests {
 
     #[test]
     fn edge_of_tests_passes_in_tests_only() {
-        assert_eq!(findings(&[("kvd-demo", "kvd-proto", Some("dev"))]), Vec::<String>::new());
-        let found = findings(&[("kvd-demo", "kvd-proto", None)]);
-        assert_eq!(found, ["kvd-demo must not depend on kvd-proto"]);
+        assert_eq!(findings(&[("kvd-eval", "kvd-proto", Some("dev"))]), Vec::<String>::new());
+        let found = findings(&[("kvd-eval", "kvd-proto", None)]);
+        assert_eq!(found, ["kvd-eval must not depend on kvd-proto"]);
     }
 
     #[test]
@@ -190,15 +191,15 @@ mod tests {
             let found = findings(&[("kvd-store", "kvd-codec", kind)]);
             assert_eq!(found, ["kvd-store must not depend on kvd-codec"]);
         }
-        assert_eq!(findings(&[("kvd-demo", "kvd", None)]), ["kvd-demo must not depend on kvd"]);
+        assert_eq!(findings(&[("kvd-eval", "kvd", None)]), ["kvd-eval must not depend on kvd"]);
     }
 
     #[test]
     fn member_without_a_row_and_mandatory_demo_fail() {
         let found = findings(&[("kvd-new", "kvd-core", None)]);
         assert!(found[0].starts_with("kvd-new: not in the table"), "{found:?}");
-        let found = findings(&[("kvd", "kvd-demo", None)]);
-        assert_eq!(found, ["kvd: the dependency on kvd-demo must be optional"]);
+        let found = findings(&[("kvd", "kvd-eval", None)]);
+        assert_eq!(found, ["kvd: the dependency on kvd-eval must be optional"]);
     }
 
     #[test]

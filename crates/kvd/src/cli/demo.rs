@@ -1,12 +1,10 @@
-//! `kvd demo`: a daemon in this process and the demo's engine as its client, over loopback gRPC.
+//! `kvd demo`: a daemon in this process and the demo as its client, over loopback gRPC.
 
+use super::local::{self, Local};
 use super::{CliError, serve::stop_signal};
-use crate::config::{Config, Overrides};
-use crate::daemon::{Daemon, Running};
-use crate::telemetry;
-use anyhow::Context;
+use crate::daemon::Running;
 use clap::Args;
-use kvd_demo::{DemoOptions, MetricsSource};
+use kvd_eval::demo::{self, DemoOptions};
 use std::io::Write;
 use std::path::PathBuf;
 
@@ -41,28 +39,12 @@ pub(super) struct DemoArgs {
 }
 
 pub(super) async fn demo(args: DemoArgs) -> Result<(), CliError> {
-    let flags = [
-        ("server.listen_tcp", "127.0.0.1:0"),
-        ("admin.listen", args.admin.as_str()),
-        ("device.pool_bytes", args.pool.as_str()),
-        ("log.filter", "warn"),
-    ];
-    let flags = flags.map(|(key, value)| (key.to_owned(), value.to_owned())).to_vec();
-    let config = Config::load(&Overrides { file: None, environment: false, flags })?;
-    telemetry::init(&config)?;
-    let running = Daemon::build(config).await?.spawn();
-    let outcome = tokio::select! {
-        result = report(&args, &running) => result.map_err(CliError::from),
-        () = running.device_failed() => Err(CliError::DeviceFailed),
-        result = stop_signal() => result.map_err(|error| CliError::Other(error.into())),
-    };
-    running.drain().await;
-    outcome
+    let local = Local { admin: &args.admin, pool: &args.pool };
+    local.run(async |running| report(&args, running).await.map_err(CliError::from)).await
 }
 
 async fn report(args: &DemoArgs, running: &Running) -> anyhow::Result<()> {
-    let tcp = running.addresses().tcp.context("the demo's daemon listens on TCP")?;
-    let mut options = DemoOptions::new(format!("http://{tcp}").parse()?);
+    let mut options = DemoOptions::new(local::endpoint(running)?);
     if !args.codec.is_empty() {
         options.codecs.clone_from(&args.codec);
     }
@@ -71,10 +53,10 @@ async fn report(args: &DemoArgs, running: &Running) -> anyhow::Result<()> {
     options.new_tokens = args.tokens.unwrap_or(options.new_tokens);
     options.json = args.json;
     options.keep_open = args.serve;
-    let metrics = running.service().metrics().clone();
-    options.metrics = Some(MetricsSource::new(move || metrics.render()));
-    kvd_demo::run(options, &mut std::io::stdout()).await?;
+    options.metrics = Some(local::metrics(running));
+    demo::run(options, &mut std::io::stdout()).await?;
     if args.serve {
+        let tcp = local::endpoint(running)?;
         // On standard error, so that --json leaves a single object on standard output.
         let mut notes = std::io::stderr();
         writeln!(notes, "\nThe daemon stays up with everything stored; Ctrl-C ends it.")?;

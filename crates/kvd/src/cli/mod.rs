@@ -4,9 +4,15 @@
 //! not be had, 70 the device failed while serving.
 
 mod bench;
+#[cfg(feature = "eval")]
+mod calibrate;
 mod codecs;
-#[cfg(feature = "demo")]
+#[cfg(feature = "eval")]
 mod demo;
+#[cfg(feature = "eval")]
+mod eval;
+#[cfg(feature = "eval")]
+mod local;
 mod serve;
 
 use crate::config::{Config, ConfigError, DEFAULT_TOML, Overrides};
@@ -46,8 +52,15 @@ enum Command {
     Dashboard,
     /// Start a daemon, run a small real model whose every attention goes through it, and compare
     /// codecs.
-    #[cfg(feature = "demo")]
+    #[cfg(feature = "eval")]
     Demo(demo::DemoArgs),
+    /// Measure what codecs save and cost on a model and held-out text: bits, attention error, KL,
+    /// perplexity, speed.
+    #[cfg(feature = "eval")]
+    Eval(eval::EvalArgs),
+    /// Fit codecs to sampled K and V: means, axes, codebooks, Huffman tables as one artefact.
+    #[cfg(feature = "eval")]
+    Calibrate(calibrate::CalibrateArgs),
 }
 
 /// Settings that lie over file and environment.
@@ -149,8 +162,12 @@ fn run(command: Command) -> Result<(), CliError> {
         Command::Codecs => print(&codecs::table()),
         Command::Bench(command) => print(&bench::bench(command)?),
         Command::Dashboard => print(&dashboard::text()),
-        #[cfg(feature = "demo")]
+        #[cfg(feature = "eval")]
         Command::Demo(args) => runtime()?.block_on(demo::demo(args)),
+        #[cfg(feature = "eval")]
+        Command::Eval(args) => runtime()?.block_on(eval::eval(args)),
+        #[cfg(feature = "eval")]
+        Command::Calibrate(args) => runtime()?.block_on(calibrate::calibrate(args)),
     }
 }
 

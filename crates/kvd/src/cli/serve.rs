@@ -46,7 +46,7 @@ impl StopSignals {
 }
 
 /// The first of them from now on.
-#[cfg(feature = "demo")]
+#[cfg(feature = "eval")]
 pub(super) async fn stop_signal() -> std::io::Result<()> {
     StopSignals::new()?.next().await;
     Ok(())

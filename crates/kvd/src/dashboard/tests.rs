@@ -151,7 +151,7 @@ async fn exposition() -> String {
     let spec = ModelSpec { name, geometry, codec, calibration };
     service.register_model(&call, spec).await.unwrap();
     service.metrics().request("RegisterModel", None, Duration::from_millis(1));
-    service.refresh_gauges().await;
+    service.refresh_gauges();
     drop(service);
     thread.join();
     metrics.render()

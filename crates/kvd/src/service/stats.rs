@@ -31,18 +31,14 @@ impl Service {
     ///
     /// # Errors
     /// When the deadline has passed.
-    pub async fn model_stats(
-        &self,
-        call: &Call,
-        model: Arc<Model>,
-    ) -> Result<ModelStats, ServiceError> {
+    pub fn model_stats(&self, call: &Call, model: Arc<Model>) -> Result<ModelStats, ServiceError> {
         call.check_deadline()?;
         let once = once(&model);
         Ok(ModelStats { usage: self.store.usage(model.shape.id), model, once })
     }
 
     /// Sets the gauges, without asking the device.
-    pub async fn refresh_gauges(&self) {
+    pub fn refresh_gauges(&self) {
         let metrics = &self.metrics;
         metrics.gauge(Metric::Ready, &[]).set(if self.ready() { 1.0 } else { 0.0 });
         metrics.gauge(Metric::QueueDepth, &[]).set(self.lane.queued() as f64);

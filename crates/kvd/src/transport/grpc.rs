@@ -92,7 +92,7 @@ impl Kvd for Grpc {
         let id = ModelId(request.get_ref().model_id);
         self.rpc("DescribeModel", request.metadata(), async |call| {
             let model = self.service.model(call, id)?;
-            Ok(convert::model_description(&self.service.model_stats(call, model).await?))
+            Ok(convert::model_description(&self.service.model_stats(call, model)?))
         })
         .await
     }
@@ -104,7 +104,7 @@ impl Kvd for Grpc {
         self.rpc("ListModels", request.metadata(), async |call| {
             let mut models = Vec::new();
             for model in self.service.list_models(call)? {
-                let stats = self.service.model_stats(call, model).await?;
+                let stats = self.service.model_stats(call, model)?;
                 models.push(convert::model_description(&stats));
             }
             Ok(v1::ListModelsResponse { models })
@@ -276,7 +276,7 @@ impl Kvd for Grpc {
         self.rpc("GetStats", request.metadata(), async |call| {
             let mut models = Vec::new();
             for model in self.service.list_models(call)? {
-                models.push(convert::model_stats(&self.service.model_stats(call, model).await?));
+                models.push(convert::model_stats(&self.service.model_stats(call, model)?));
             }
             Ok(v1::GetStatsResponse {
                 boot_id: self.service.boot_id().to_owned(),

@@ -126,8 +126,8 @@ async fn statistics_do_not_wait_for_the_device() {
     bench.store(sequence, 0, 160).await.unwrap();
     let _held = bench.hold().await;
     let answer = async {
-        bench.service.refresh_gauges().await;
-        bench.service.model_stats(&call(), model.clone()).await.unwrap()
+        bench.service.refresh_gauges();
+        bench.service.model_stats(&call(), model.clone()).unwrap()
     };
     let stats = tokio::time::timeout(Duration::from_secs(10), answer).await.expect("an answer");
     assert!(stats.once.tables > 0);

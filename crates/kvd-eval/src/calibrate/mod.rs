@@ -1,0 +1,126 @@
+//! `kvd calibrate`: from sampled K, V and queries to a calibration artefact.
+
+mod daemon;
+mod dump;
+mod error;
+mod model;
+
+pub use daemon::DaemonSource;
+pub use dump::{DumpSource, KvDump, LayerRows};
+pub use error::CalibrateError;
+pub use model::ModelSource;
+
+use crate::eval::EvalCodec;
+use crate::fits::Fits;
+use crate::progress::Progress;
+use crate::samples;
+use anyhow::{Context, Result};
+use kvd_codec::{Calibration, Samples, Transform};
+use kvd_core::{LayerIndex, Side};
+use std::path::PathBuf;
+
+/// Where rows come from.
+#[derive(Clone, Debug)]
+pub enum Source {
+    /// Files of K, V and queries.
+    Dump(DumpSource),
+    /// A model and text.
+    Model(ModelSource),
+    /// Sequences that a daemon holds.
+    Daemon(DaemonSource),
+}
+
+/// A calibration to make.
+#[derive(Clone, Debug)]
+pub struct CalibrateOptions {
+    /// Where rows come from.
+    pub source: Source,
+    /// Codecs to fit; the artefact serves all of them.
+    pub codecs: Vec<EvalCodec>,
+    /// Seed of the fits: the same rows, codecs and seed give the same bytes.
+    pub seed: u64,
+    /// Also write the rows, as a later [`Source::Dump`].
+    pub dump: Option<PathBuf>,
+}
+
+/// What was made.
+#[derive(Clone, Debug)]
+pub struct Calibrated {
+    /// The artefact; none when no codec was asked for.
+    pub artefact: Option<Calibration>,
+    /// Tokens it was fitted on.
+    pub tokens: usize,
+    /// Whether queries were among the rows.
+    pub queries: bool,
+}
+
+/// Collects rows and fits every codec to them.
+///
+/// # Errors
+/// [`CalibrateError`] where the source does not have what is asked for; otherwise when a file
+/// cannot be read or written, the daemon refuses, or a fit fails.
+pub async fn run(options: &CalibrateOptions) -> Result<Calibrated> {
+    let progress = Progress::new(0);
+    let rows = match &options.source {
+        Source::Dump(source) => source.read()?,
+        Source::Model(source) => source.record(&progress).await?,
+        Source::Daemon(source) => source.load(&progress).await?,
+    };
+    if let Some(path) = &options.dump {
+        let written = std::fs::write(path, rows.to_bytes()?);
+        written.with_context(|| format!("cannot write {}", path.display()))?;
+    }
+    let queries = rows.layers.iter().all(|layer| !layer.q.is_empty());
+    let tokens = rows.tokens();
+    let samples = rows.samples()?;
+    drop(rows);
+    let artefact = fit(options, &samples, queries, &progress);
+    progress.finish();
+    Ok(Calibrated { artefact: artefact?, tokens, queries })
+}
+
+fn fit(
+    options: &CalibrateOptions,
+    samples: &Samples,
+    queries: bool,
+    progress: &Progress,
+) -> Result<Option<Calibration>> {
+    for codec in &options.codecs {
+        if !codec.spec.needs_calibration() {
+            return Err(CalibrateError::NothingToFit { codec: codec.label.clone() }.into());
+        }
+        let keys = codec.spec.variants(Side::Key);
+        if !queries && keys.iter().any(|key| key.transforms.contains(&Transform::QueryPca)) {
+            return Err(CalibrateError::NoQueries { codec: codec.label.clone() }.into());
+        }
+    }
+    let specs = options.codecs.iter().map(|codec| &codec.spec);
+    Fits::new(specs, samples, options.seed, progress)?.all()
+}
+
+impl KvDump {
+    /// The rows as fits take them.
+    ///
+    /// # Errors
+    /// When a value is NaN or infinite.
+    pub fn samples(&self) -> Result<Samples> {
+        let geometry = &self.geometry;
+        let mut samples = Samples::new(geometry);
+        let heads = geometry.kv_heads as usize;
+        for (layer, rows) in (0..).map(LayerIndex).zip(&self.layers) {
+            let group = self.query_heads / heads;
+            for query_head in 0..if rows.q.is_empty() { 0 } else { self.query_heads } {
+                let dim = geometry.head_dim(Side::Key);
+                let queries = samples::head_rows(&rows.q, query_head, self.query_heads, dim);
+                samples.push_queries(layer, query_head / group, &queries)?;
+            }
+            for (side, values) in [(Side::Key, &rows.k), (Side::Value, &rows.v)] {
+                for head in 0..heads {
+                    let rows = samples::head_rows(values, head, heads, geometry.head_dim(side));
+                    samples.push(layer, side, head, &rows)?;
+                }
+            }
+        }
+        Ok(samples)
+    }
+}

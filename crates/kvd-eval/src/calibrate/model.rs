@@ -1,0 +1,74 @@
+//! Rows that a model makes of text, computed without a daemon.
+
+use super::{KvDump, LayerRows};
+use crate::progress::Progress;
+use crate::{samples, text};
+use anyhow::{Result, ensure};
+use kvd_engine::{Assets, Model, ModelConfig, Window};
+use std::path::PathBuf;
+
+/// A model and text.
+#[derive(Clone, Debug)]
+pub struct ModelSource {
+    /// Model directory; the compiled-in fixture when absent.
+    pub dir: Option<PathBuf>,
+    /// Texts in UTF-8, `tokens` tokens from the front of each; when empty, the end of the model's
+    /// own, so that its front is left for evaluations.
+    pub texts: Vec<PathBuf>,
+    /// Tokens to take, in whole windows; fewer where a text is short.
+    pub tokens: usize,
+    /// Tokens of a window: the model begins anew with each.
+    pub window: usize,
+    /// Tokens per block of the model that will use the artefact.
+    pub block_tokens: u32,
+}
+
+impl ModelSource {
+    /// Queries, keys and values of every layer, keys and values rounded to f16 as a cache keeps
+    /// them.
+    pub(super) async fn record(&self, progress: &Progress) -> Result<KvDump> {
+        let assets = Assets::resolve(self.dir.as_deref())?;
+        let config = ModelConfig::parse(&assets.config)?;
+        let longest = config.max_position_embeddings;
+        let window = self.window;
+        ensure!(window > 0, "windows of 0 tokens");
+        ensure!(window <= longest, "windows of {window} tokens: the model has {longest} positions");
+        let windows = self.windows(&assets, config.bos_token_id)?;
+        ensure!(
+            !windows.is_empty(),
+            "the text has no whole window of {window} tokens; give --text or a smaller --window"
+        );
+        let model = Model::load(config, &assets.weights)?;
+        progress.begin("text", windows.len() * window);
+        let geometry = model.config().geometry(self.block_tokens)?;
+        let layers = vec![LayerRows::default(); model.config().num_hidden_layers];
+        let mut dump = KvDump { geometry, query_heads: model.config().heads().query, layers };
+        for window in &windows {
+            let recorded = samples::record(&model, window, &mut |n| progress.add(n)).await?;
+            for (layer, rows) in dump.layers.iter_mut().zip(recorded) {
+                layer.k.extend(rows.k);
+                layer.v.extend(rows.v);
+                layer.q.extend(rows.q);
+            }
+        }
+        Ok(dump)
+    }
+
+    fn windows(&self, assets: &Assets, bos: u32) -> Result<Vec<Window>> {
+        let wanted = (self.tokens / self.window).max(1);
+        let mut windows = Vec::new();
+        if self.texts.is_empty() {
+            let count = Window::count(&assets.held_out, self.window);
+            for index in count.saturating_sub(wanted)..count {
+                windows.push(Window::new(&assets.held_out, bos, self.window, index)?);
+            }
+        }
+        for path in &self.texts {
+            let ids = text::token_ids(assets, path, wanted * self.window)?;
+            for index in 0..Window::count(&ids, self.window).min(wanted) {
+                windows.push(Window::new(&ids, bos, self.window, index)?);
+            }
+        }
+        Ok(windows)
+    }
+}

@@ -1,0 +1,94 @@
+//! One run per codec: every attention of every layer goes through the daemon.
+
+use super::options::DemoOptions;
+use super::report::CodecReport;
+use super::subject::{Reference, Subject};
+use crate::measure::{CodecRun, Registration, Rig};
+use crate::samples;
+use anyhow::{Context, Result};
+use bytes::Bytes;
+use kvd_codec::{CodecSpec, Samples};
+use std::time::Instant;
+
+/// What the runs of all codecs share.
+pub(crate) struct Evaluation<'a> {
+    pub(crate) rig: Rig<'a>,
+    pub(crate) subject: &'a Subject,
+    pub(crate) reference: &'a Reference,
+    pub(crate) options: &'a DemoOptions,
+    /// Rows for calibrations, collected by the first codec that needs them.
+    pub(crate) samples: Option<Samples>,
+    /// Codecs run so far.
+    pub(crate) runs: usize,
+}
+
+impl Evaluation<'_> {
+    /// Runs one codec.
+    pub(crate) async fn run(&mut self, codec: &str, spec: &CodecSpec) -> Result<CodecReport> {
+        let begin = Instant::now();
+        let calibration = self.calibration(codec, spec).await?;
+        let calibrated = begin.elapsed().as_secs_f64();
+        let calibration_seconds = if calibration.is_empty() { 0.0 } else { calibrated };
+        self.runs += 1;
+        let name = self.model_name(codec);
+        let registration =
+            Registration { name, label: codec, codec: codec.to_owned(), calibration };
+        let mut run = CodecRun::open(&self.rig, registration).await?;
+        let attention_error = run.attention_error(&self.reference.passages.clean).await?;
+        run.take_latencies();
+        let (subject, options) = (self.subject, self.options);
+        let written = run.generate(&subject.prompt, options.new_tokens).await?;
+        let (quality, stored) = run.passages(&self.reference.passages).await?;
+        let latencies = run.take_latencies();
+        let reference = &self.reference.report.generation.tokens;
+        let report = CodecReport {
+            codec: codec.to_owned(),
+            codec_spec: run.codec_spec().to_owned(),
+            model: run.name().to_owned(),
+            storage: run.storage(&stored).await?,
+            attention_error,
+            quality,
+            generation: subject.generation(written, Some(reference))?,
+            decode: latencies.decode.summary(),
+            prefill: latencies.prefill.summary(),
+            daemon: run.daemon_calls(),
+            calibration_seconds,
+        };
+        if options.keep_open {
+            run.leave_open().await?
+        } else {
+            run.leave().await?
+        }
+        Ok(report)
+    }
+
+    /// The calibration of `spec`, serialized; empty when it needs none.
+    async fn calibration(&mut self, codec: &str, spec: &CodecSpec) -> Result<Bytes> {
+        if !spec.needs_calibration() {
+            return Ok(Bytes::new());
+        }
+        let Rig { model, geometry, progress, .. } = &self.rig;
+        progress.stage(codec, "calibration");
+        let samples = match self.samples.take() {
+            Some(samples) => samples,
+            None => {
+                let tick = |tokens| progress.add(tokens);
+                samples::collect(model, &self.subject.calibration, geometry, tick).await?
+            }
+        };
+        let samples = self.samples.insert(samples);
+        let fitted = kvd_codec::fit(geometry, spec, samples, self.options.seed, &mut |_| {});
+        Ok(fitted.context("calibration")?.to_bytes().into())
+    }
+
+    /// A name of its own for every run, because a name stands for one codec: the model's and the
+    /// preset's, or the number of the run for a spec text.
+    fn model_name(&self, codec: &str) -> String {
+        let model = crate::model_name(&self.subject.assets.name);
+        let twice = self.options.codecs.iter().filter(|other| *other == codec).count() > 1;
+        match kvd_codec::preset(codec) {
+            Some(_) if !twice => format!("{model}.{}", crate::plain(codec)),
+            _ => format!("{model}.codec-{}", self.runs),
+        }
+    }
+}

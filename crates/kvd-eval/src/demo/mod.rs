@@ -1,0 +1,116 @@
+//! `kvd demo`: text, quality, storage and speed of a few codecs, for people.
+
+mod evaluate;
+mod options;
+mod print;
+mod report;
+mod subject;
+
+pub use options::DemoOptions;
+pub use report::{CodecReport, DemoReport, Generation, ReferenceReport, Setup};
+
+use crate::measure::Rig;
+use crate::progress::Progress;
+use anyhow::{Context, Result};
+use evaluate::Evaluation;
+use kvd_client::{Client, ServerInfo};
+use kvd_codec::CodecSpec;
+use std::io::Write;
+use std::time::Instant;
+use subject::{Reference, Subject};
+
+/// Runs the model without kvd and then once per codec through the daemon, and writes the report
+/// to `out`.
+///
+/// The model computes on the calling thread between calls to the daemon: run it where blocking
+/// for milliseconds is allowed, as in the future given to `block_on`.
+///
+/// # Errors
+/// When the model or a codec cannot be read, or a call to the daemon fails.
+pub async fn run(options: DemoOptions, out: &mut (dyn Write + Send)) -> Result<DemoReport> {
+    let begin = Instant::now();
+    options.check()?;
+    let codecs = options.codecs.iter().map(|codec| {
+        let spec = kvd_codec::resolve(codec).with_context(|| format!("codec {codec:?}"))?;
+        Ok((codec.as_str(), spec))
+    });
+    let codecs: Vec<(&str, CodecSpec)> = codecs.collect::<Result<_>>()?;
+    let connected = Client::connect(options.endpoint.clone()).await;
+    let client = connected.with_context(|| format!("no daemon at {}", options.endpoint))?;
+    let info = client.server_info().await?;
+    let subject = Subject::load(&options)?;
+    let progress = Progress::new(expected_tokens(&options, &subject, &codecs));
+    let reference = Reference::run(&subject, &options, &progress).await?;
+    let rig = Rig {
+        client: &client,
+        model: &subject.model,
+        geometry: subject.model.config().geometry(info.block_tokens_default)?,
+        chunk: options.chunk_tokens,
+        metrics: options.metrics.clone(),
+        progress: &progress,
+    };
+    let mut evaluation = Evaluation {
+        rig,
+        subject: &subject,
+        reference: &reference,
+        options: &options,
+        samples: None,
+        runs: 0,
+    };
+    let mut reports = Vec::new();
+    for (codec, spec) in &codecs {
+        let run = evaluation.run(codec, spec).await;
+        reports.push(run.with_context(|| format!("codec {codec}"))?);
+    }
+    progress.finish();
+    let report = DemoReport {
+        model: subject.model_report(),
+        setup: setup(&options, &info, &subject)?,
+        without_kvd: reference.report,
+        codecs: reports,
+        seconds: begin.elapsed().as_secs_f64(),
+    };
+    if options.json {
+        serde_json::to_writer_pretty(&mut *out, &report)?;
+        writeln!(out)?;
+    } else {
+        print::print(&report, out)?;
+    }
+    out.flush()?;
+    Ok(report)
+}
+
+fn expected_tokens(
+    options: &DemoOptions,
+    subject: &Subject,
+    codecs: &[(&str, CodecSpec)],
+) -> usize {
+    let passages = options.passages * options.passage_tokens;
+    let written = options.prompt_tokens + options.new_tokens;
+    let clean_queries = options.passage_tokens - options.passage_tokens * 3 / 4;
+    let clean_queries = clean_queries * subject.model.config().num_hidden_layers;
+    let calibrated = codecs.iter().any(|(_, spec)| spec.needs_calibration());
+    let calibration = subject.calibration.len() * options.passage_tokens;
+    let every_run = passages + written;
+    every_run + usize::from(calibrated) * calibration + codecs.len() * (every_run + clean_queries)
+}
+
+fn setup(options: &DemoOptions, info: &ServerInfo, subject: &Subject) -> Result<Setup> {
+    // Enough of the prompt to see what the text goes on from.
+    const TAIL_TOKENS: usize = 80;
+    let tail = &subject.prompt[subject.prompt.len().saturating_sub(TAIL_TOKENS)..];
+    let tail = subject.assets.text(tail)?;
+    Ok(Setup {
+        endpoint: options.endpoint.to_string(),
+        daemon_version: info.version.clone(),
+        device: info.device.clone(),
+        block_tokens: info.block_tokens_default,
+        passages: options.passages,
+        passage_tokens: options.passage_tokens,
+        scored_from: options.scored_from(),
+        chunk_tokens: options.chunk_tokens,
+        prompt_tokens: options.prompt_tokens,
+        new_tokens: options.new_tokens,
+        prompt_tail: tail.split_once('\n').map_or(tail.clone(), |(_, lines)| lines.to_owned()),
+    })
+}

@@ -1,0 +1,88 @@
+//! What to run.
+
+use crate::measure::MetricsSource;
+use anyhow::{Result, ensure};
+use kvd_client::Endpoint;
+use std::path::PathBuf;
+
+/// A run of the demo.
+#[derive(Clone, Debug)]
+pub struct DemoOptions {
+    /// The daemon.
+    pub endpoint: Endpoint,
+    /// A model directory; the compiled-in fixture when absent.
+    pub model_dir: Option<PathBuf>,
+    /// Presets or codec specs, one run each, in this order.
+    pub codecs: Vec<String>,
+    /// Held-out passages to score.
+    pub passages: usize,
+    /// Tokens of a passage; positions from an eighth of it on are scored.
+    pub passage_tokens: usize,
+    /// Tokens per step of a passage and of the prompt. A step is stored before it attends, so that
+    /// its queries find a block they complete already packed: with few tokens per step, as in
+    /// decoding, most queries still see the open block in full precision.
+    pub chunk_tokens: usize,
+    /// Tokens of the held-out prompt.
+    pub prompt_tokens: usize,
+    /// Tokens to write after the prompt, one per step.
+    pub new_tokens: usize,
+    /// Held-out windows from the end of the text that calibrations are fitted on; fewer where the
+    /// text is short.
+    pub calibration_windows: usize,
+    /// Seed of the calibrations.
+    pub seed: u64,
+    /// Leaves the scored passages of every codec stored, so that the daemon's metrics go on to
+    /// show what the table says.
+    pub keep_open: bool,
+    /// The daemon's metrics, for latencies as it sees them.
+    pub metrics: Option<MetricsSource>,
+    /// Writes the report as one JSON object instead of text.
+    pub json: bool,
+}
+
+impl DemoOptions {
+    /// Codecs of a run that names none.
+    pub const CODECS: [&'static str; 4] = ["raw", "fp8", "kvcomp", "vecinfer-2"];
+
+    /// The demo as `kvd demo` runs it: the fixture, two passages of 2048 tokens.
+    #[must_use]
+    pub fn new(endpoint: Endpoint) -> Self {
+        Self {
+            endpoint,
+            model_dir: None,
+            codecs: Self::CODECS.map(str::to_owned).to_vec(),
+            passages: 2,
+            passage_tokens: 2048,
+            chunk_tokens: 8,
+            prompt_tokens: 384,
+            new_tokens: 64,
+            calibration_windows: 22,
+            seed: 1,
+            keep_open: false,
+            metrics: None,
+            json: false,
+        }
+    }
+
+    pub(crate) fn check(&self) -> Result<()> {
+        ensure!(!self.codecs.is_empty(), "no codec to run");
+        let counts = [
+            ("passages", self.passages),
+            ("passage_tokens", self.passage_tokens),
+            ("chunk_tokens", self.chunk_tokens),
+            ("prompt_tokens", self.prompt_tokens),
+            ("new_tokens", self.new_tokens),
+            ("calibration_windows", self.calibration_windows),
+        ];
+        for (name, count) in counts {
+            ensure!(count > 0, "{name} must be at least 1");
+        }
+        ensure!(self.passage_tokens >= 8, "passage_tokens must be at least 8");
+        Ok(())
+    }
+
+    /// First position of a passage that is scored.
+    pub(crate) fn scored_from(&self) -> usize {
+        self.passage_tokens / 8
+    }
+}

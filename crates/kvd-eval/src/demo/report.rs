@@ -1,0 +1,106 @@
+//! What a run found out, for programs: `--json` writes one [`DemoReport`].
+
+use crate::measure::{AttentionError, Calls, Storage};
+use crate::model_report::ModelReport;
+use kvd_engine::Quality;
+use serde::Serialize;
+
+/// The whole report.
+#[derive(Clone, Debug, Serialize)]
+pub struct DemoReport {
+    /// The model and what to make of its numbers.
+    pub model: ModelReport,
+    /// What was run.
+    pub setup: Setup,
+    /// The same model without kvd: an f16 cache and f32 attention in the engine's own process.
+    pub without_kvd: ReferenceReport,
+    /// One entry per codec, in the order asked.
+    pub codecs: Vec<CodecReport>,
+    /// Wall time of all of it.
+    pub seconds: f64,
+}
+
+/// What was run.
+#[derive(Clone, Debug, Serialize)]
+pub struct Setup {
+    /// The daemon's address.
+    pub endpoint: String,
+    /// The daemon's version.
+    pub daemon_version: String,
+    /// The daemon's device.
+    pub device: String,
+    /// Tokens per block.
+    pub block_tokens: u32,
+    /// Held-out passages.
+    pub passages: usize,
+    /// Tokens of each.
+    pub passage_tokens: usize,
+    /// First position that is scored.
+    pub scored_from: usize,
+    /// Tokens per step of passages and prompt.
+    pub chunk_tokens: usize,
+    /// Tokens of the prompt.
+    pub prompt_tokens: usize,
+    /// Tokens written after it.
+    pub new_tokens: usize,
+    /// The end of the prompt.
+    pub prompt_tail: String,
+}
+
+/// The run without kvd.
+#[derive(Clone, Debug, Serialize)]
+pub struct ReferenceReport {
+    /// On the passages.
+    pub quality: Quality,
+    /// After the prompt.
+    pub generation: Generation,
+}
+
+/// A run with one codec.
+#[derive(Clone, Debug, Serialize)]
+pub struct CodecReport {
+    /// As asked.
+    pub codec: String,
+    /// As the daemon understood it.
+    pub codec_spec: String,
+    /// Name of the model in the daemon, and in its metrics.
+    pub model: String,
+    /// What the passages take in the daemon.
+    pub storage: Storage,
+    /// On clean queries, keys and values of the first passage.
+    pub attention_error: AttentionError,
+    /// On the passages, against the run without kvd.
+    pub quality: Quality,
+    /// After the prompt.
+    pub generation: Generation,
+    /// Latencies of the one-token steps.
+    pub decode: Calls,
+    /// Latencies of the steps of `chunk_tokens` tokens of the prompt and the passages.
+    pub prefill: Calls,
+    /// Device time of all calls, from the daemon's own histograms; absent when nobody gave its
+    /// metrics.
+    pub daemon: Option<Calls>,
+    /// Time the calibration took; 0 for codecs without.
+    pub calibration_seconds: f64,
+}
+
+/// Text a run wrote.
+#[derive(Clone, Debug, Serialize)]
+pub struct Generation {
+    /// The tokens, as text.
+    pub text: String,
+    /// The tokens.
+    pub tokens: Vec<u32>,
+    /// How many of them, from the first, are those of the run without kvd.
+    pub same_tokens: usize,
+    /// Tokens per second of the one-token steps.
+    pub tokens_per_second: f64,
+}
+
+impl Generation {
+    /// Whether every token is that of the run without kvd.
+    #[must_use]
+    pub fn same(&self) -> bool {
+        self.same_tokens == self.tokens.len()
+    }
+}

@@ -1,0 +1,148 @@
+//! The model and the held-out text a run is made of, and the run without kvd.
+
+use super::options::DemoOptions;
+use super::report::{Generation, ReferenceReport};
+use crate::measure::PassageReference;
+use crate::model_report::ModelReport;
+use crate::progress::Progress;
+use anyhow::{Context, Result, ensure};
+use kvd_engine::{Assets, Continuation, LocalAttention, Model, ModelConfig, Window, generate};
+use std::ops::Range;
+
+/// Where the fixture's prompt begins: a source file whose continuation reads well.
+const FIXTURE_PROMPT: usize = 82_538;
+
+/// Everything that is the same in every run.
+pub(crate) struct Subject {
+    pub(crate) assets: Assets,
+    pub(crate) model: Model,
+    pub(crate) passages: Vec<Window>,
+    pub(crate) calibration: Vec<Window>,
+    pub(crate) prompt: Vec<u32>,
+}
+
+impl Subject {
+    /// Reads the model and takes passages from the front of the held-out text, calibration
+    /// windows from its end and the prompt from between them.
+    pub(crate) fn load(options: &DemoOptions) -> Result<Self> {
+        let assets = Assets::resolve(options.model_dir.as_deref())?;
+        let config = ModelConfig::parse(&assets.config)?;
+        let (tokens, longest) = (options.passage_tokens, config.max_position_embeddings);
+        let written = options.prompt_tokens + options.new_tokens;
+        ensure!(
+            tokens.max(written) <= longest,
+            "passages of {tokens} and {written} tokens of prompt and text do not fit the \
+             {longest} positions of the model"
+        );
+        let (ids, bos) = (&assets.held_out, config.bos_token_id);
+        let windows = Window::count(ids, tokens);
+        // A short text calibrates on what the passages and the prompt leave of it.
+        let left = windows.saturating_sub(options.passages + written.div_ceil(tokens));
+        let calibration_windows = options.calibration_windows.min(left.max(1));
+        let used = options.passages + calibration_windows;
+        ensure!(
+            used <= windows,
+            "held-out text of {windows} windows has no {} passages and {} calibration windows",
+            options.passages,
+            calibration_windows
+        );
+        let window = |index| Window::new(ids, bos, tokens, index);
+        let first_calibration = windows - calibration_windows;
+        let between = options.passages * tokens..first_calibration * tokens;
+        let preferred = assets.embedded.then_some(FIXTURE_PROMPT);
+        let start = prompt_start(ids, bos, between, written, preferred)
+            .context("held-out text has no room for a prompt between passages and calibration")?;
+        Ok(Self {
+            passages: (0..options.passages).map(window).collect::<Result<_>>()?,
+            calibration: (first_calibration..windows).map(window).collect::<Result<_>>()?,
+            prompt: ids[start..start + options.prompt_tokens].to_vec(),
+            model: Model::load(config, &assets.weights)?,
+            assets,
+        })
+    }
+
+    pub(crate) fn model_report(&self) -> ModelReport {
+        ModelReport::new(&self.assets, &self.model)
+    }
+
+    pub(crate) fn generation(
+        &self,
+        run: Continuation,
+        reference: Option<&[u32]>,
+    ) -> Result<Generation> {
+        let same = |reference: &[u32]| {
+            run.tokens.iter().zip(reference).take_while(|(a, b)| a == b).count()
+        };
+        Ok(Generation {
+            text: self.assets.text(&run.tokens)?,
+            same_tokens: same(reference.unwrap_or(&run.tokens)),
+            tokens: run.tokens,
+            tokens_per_second: run.tokens_per_second,
+        })
+    }
+}
+
+/// A place in `between` with `needed` tokens of one document after it: the preferred one, else
+/// the first document that is long enough, else the front.
+fn prompt_start(
+    ids: &[u32],
+    separator: u32,
+    between: Range<usize>,
+    needed: usize,
+    preferred: Option<usize>,
+) -> Option<usize> {
+    let fits = |start: usize| start >= between.start && start + needed <= between.end;
+    let documents = || between.clone().filter(|&i| ids[i] == separator);
+    let long = |&start: &usize| fits(start) && !ids[start + 1..start + needed].contains(&separator);
+    preferred
+        .filter(|&start| fits(start))
+        .or_else(|| documents().find(long))
+        .or_else(|| fits(between.start).then_some(between.start))
+}
+
+/// The run without kvd, and what the other runs are compared with.
+pub(crate) struct Reference {
+    pub(crate) passages: PassageReference,
+    pub(crate) report: ReferenceReport,
+}
+
+impl Reference {
+    pub(crate) async fn run(
+        subject: &Subject,
+        options: &DemoOptions,
+        progress: &Progress,
+    ) -> Result<Self> {
+        let (model, chunk) = (&subject.model, options.chunk_tokens);
+        let (windows, from) = (subject.passages.clone(), options.scored_from());
+        let passages = PassageReference::run(model, windows, from, chunk, progress).await?;
+        let config = model.config();
+        let mut local = LocalAttention::new(config.heads(), config.num_hidden_layers);
+        let tick = |tokens| progress.add(tokens);
+        progress.stage("without kvd", "text");
+        let (prompt, new) = (&subject.prompt, options.new_tokens);
+        let written = generate(model, prompt, new, chunk, &mut local, tick).await?;
+        let report = ReferenceReport {
+            quality: passages.quality,
+            generation: subject.generation(written, None)?,
+        };
+        Ok(Self { passages, report })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_prompt_stays_inside_one_document_when_one_is_long_enough() {
+        let mut ids = vec![7; 100];
+        for separator in [12, 20, 60] {
+            ids[separator] = 0;
+        }
+        assert_eq!(prompt_start(&ids, 0, 10..90, 30, None), Some(20));
+        assert_eq!(prompt_start(&ids, 0, 10..90, 30, Some(40)), Some(40));
+        assert_eq!(prompt_start(&ids, 0, 10..90, 30, Some(5)), Some(20));
+        assert_eq!(prompt_start(&ids, 0, 10..90, 70, None), Some(10));
+        assert_eq!(prompt_start(&ids, 0, 10..90, 81, None), None);
+    }
+}

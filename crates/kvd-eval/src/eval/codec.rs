@@ -1,0 +1,174 @@
+//! Codecs and windows as the command line names them.
+
+use anyhow::{Context, Result, ensure};
+use kvd_codec::CodecSpec;
+use std::fmt;
+use std::path::Path;
+use std::str::FromStr;
+
+/// A codec to evaluate.
+#[derive(Clone, Debug, PartialEq)]
+pub struct EvalCodec {
+    /// What tables call it: a preset's name, a policy file's stem, or the spec text.
+    pub label: String,
+    /// The codec.
+    pub spec: CodecSpec,
+}
+
+impl EvalCodec {
+    /// Every preset, in the order of `kvd codecs`.
+    #[must_use]
+    pub fn all_presets() -> Vec<Self> {
+        let named = |preset: &kvd_codec::Preset| {
+            Some(Self { label: preset.name.to_owned(), spec: kvd_codec::preset(preset.name)? })
+        };
+        kvd_codec::presets().iter().filter_map(named).collect()
+    }
+
+    /// A policy file: one spec text over any number of lines, `#` begins a comment.
+    ///
+    /// # Errors
+    /// When the file cannot be read or its text is no codec.
+    pub fn from_file(path: &Path) -> Result<Self> {
+        let text = std::fs::read_to_string(path);
+        let text = text.with_context(|| format!("cannot read {}", path.display()))?;
+        let spec = policy_text(&text).parse::<CodecSpec>();
+        let spec = spec.with_context(|| format!("policy file {}", path.display()))?;
+        let label = path.file_stem().map_or_else(String::new, |s| s.to_string_lossy().into_owned());
+        Ok(Self { label, spec })
+    }
+}
+
+/// The spec in a policy file. A comment becomes spaces, so that the place an error names is that
+/// in the file.
+fn policy_text(text: &str) -> String {
+    let mut comment = false;
+    let visible = |c: char| {
+        comment = c != '\n' && (comment || c == '#');
+        if comment { ' ' } else { c }
+    };
+    text.chars().map(visible).collect()
+}
+
+impl FromStr for EvalCodec {
+    type Err = anyhow::Error;
+
+    /// A preset's name, a spec text, or `@FILE` for a policy file.
+    fn from_str(text: &str) -> Result<Self> {
+        if let Some(path) = text.strip_prefix('@') {
+            return Self::from_file(Path::new(path));
+        }
+        Ok(Self { label: text.trim().to_owned(), spec: kvd_codec::resolve(text)? })
+    }
+}
+
+/// Which windows a table's codecs have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Windows {
+    /// Each its own.
+    Own,
+    /// All the same.
+    Same {
+        /// First tokens kept in the stored precision.
+        sink: u32,
+        /// Last tokens kept so.
+        recent: u32,
+    },
+}
+
+impl Windows {
+    /// `spec` under these windows.
+    #[must_use]
+    pub fn apply(self, mut spec: CodecSpec) -> CodecSpec {
+        if let Self::Same { sink, recent } = self {
+            (spec.sink, spec.recent) = (sink, recent);
+        }
+        spec
+    }
+}
+
+impl fmt::Display for Windows {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Own => f.write_str("own"),
+            Self::Same { sink, recent } => write!(f, "sink={sink},recent={recent}"),
+        }
+    }
+}
+
+impl FromStr for Windows {
+    type Err = anyhow::Error;
+
+    /// `own`, or `sink=N,recent=N` where what is left out is 0.
+    fn from_str(text: &str) -> Result<Self> {
+        if text.trim() == "own" {
+            return Ok(Self::Own);
+        }
+        let (mut sink, mut recent) = (None, None);
+        for item in text.split(',') {
+            let (name, count) = item.split_once('=').unwrap_or((item, ""));
+            let slot = match name.trim() {
+                "sink" => &mut sink,
+                "recent" => &mut recent,
+                _ => anyhow::bail!("{item:?}: expected own, or sink=N,recent=N"),
+            };
+            let tokens: u32 =
+                count.trim().parse().with_context(|| format!("{item:?} is no number of tokens"))?;
+            ensure!(slot.replace(tokens).is_none(), "{} is given twice", name.trim());
+        }
+        Ok(Self::Same { sink: sink.unwrap_or(0), recent: recent.unwrap_or(0) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn windows_parse_and_print_alike() {
+        for text in ["own", "sink=32,recent=96", "sink=0,recent=128"] {
+            assert_eq!(text.parse::<Windows>().unwrap().to_string(), text);
+        }
+        let alone: Windows = "recent=128".parse().unwrap();
+        assert_eq!(alone, Windows::Same { sink: 0, recent: 128 });
+        for (text, part) in [
+            ("", "expected"),
+            ("sink=x", "no number"),
+            ("sink=1,sink=2", "twice"),
+            ("tail=3", "sink=N"),
+        ] {
+            let error = format!("{:#}", text.parse::<Windows>().unwrap_err());
+            assert!(error.contains(part), "{text:?}: {error}");
+        }
+    }
+
+    #[test]
+    fn windows_replace_those_of_the_codec() {
+        let codec: EvalCodec = "kivi-2".parse().unwrap();
+        let same = Windows::Same { sink: 32, recent: 96 };
+        let spec = same.apply(codec.spec.clone());
+        assert_eq!((spec.sink, spec.recent), (32, 96));
+        assert_eq!(Windows::Own.apply(codec.spec.clone()), codec.spec);
+    }
+
+    #[test]
+    fn a_policy_file_holds_comments_and_lines() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("small.policy");
+        std::fs::write(&path, "# found by search\nk=fp8; # keys\nv=raw;\n sink=4\n").unwrap();
+        let codec: EvalCodec = format!("@{}", path.display()).parse().unwrap();
+        assert_eq!((codec.label.as_str(), codec.spec.sink), ("small", 4));
+        std::fs::write(&path, "# one\nk=fp9; v=raw").unwrap();
+        let error = format!("{:#}", EvalCodec::from_file(&path).unwrap_err());
+        assert!(error.contains("small.policy") && error.contains("character 8"), "{error}");
+        let error = format!("{:#}", "@/no/such".parse::<EvalCodec>().unwrap_err());
+        assert!(error.contains("/no/such"), "{error}");
+    }
+
+    #[test]
+    fn every_preset_is_listed_once() {
+        let labels: Vec<_> = EvalCodec::all_presets().into_iter().map(|c| c.label).collect();
+        let names: Vec<_> = kvd_codec::presets().iter().map(|p| p.name).collect();
+        assert_eq!(labels, names);
+    }
+}

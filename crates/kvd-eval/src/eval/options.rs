@@ -1,0 +1,86 @@
+//! What to evaluate.
+
+use super::{EvalCodec, Windows};
+use crate::measure::MetricsSource;
+use anyhow::{Result, ensure};
+use kvd_client::Endpoint;
+use std::path::PathBuf;
+
+/// An evaluation.
+#[derive(Clone, Debug)]
+pub struct EvalOptions {
+    /// The daemon.
+    pub endpoint: Endpoint,
+    /// The daemon's metrics, for speeds; without them there are none.
+    pub metrics: Option<MetricsSource>,
+    /// A model directory; the compiled-in fixture when absent.
+    pub model_dir: Option<PathBuf>,
+    /// Held-out texts (UTF-8), one block of rows each; the model's own when empty.
+    pub texts: Vec<PathBuf>,
+    /// Codecs, one row each.
+    pub codecs: Vec<EvalCodec>,
+    /// Windows, one block of rows each.
+    pub windows: Vec<Windows>,
+    /// Passages to score, from the front of a text.
+    pub passages: usize,
+    /// Tokens of a passage; positions from an eighth of it on are scored.
+    pub passage_tokens: usize,
+    /// Tokens per step: see `DemoOptions::chunk_tokens`.
+    pub chunk_tokens: usize,
+    /// Windows of the model's own text, from its end, that calibrations are fitted on; fewer
+    /// where the text is short.
+    pub calibration_windows: usize,
+    /// An artefact to use instead of fitting, for every codec that needs one.
+    pub calibration: Option<PathBuf>,
+    /// Context over which tables and windows are spread.
+    pub context_tokens: usize,
+    /// Seed of the calibrations.
+    pub seed: u64,
+    /// How this run was asked for, for the head of the page.
+    pub command: String,
+}
+
+impl EvalOptions {
+    /// Two passages of 2048 tokens of the model's own text in steps of 8, codecs under their own
+    /// windows.
+    #[must_use]
+    pub fn new(endpoint: Endpoint, codecs: Vec<EvalCodec>) -> Self {
+        Self {
+            endpoint,
+            metrics: None,
+            model_dir: None,
+            texts: Vec::new(),
+            codecs,
+            windows: vec![Windows::Own],
+            passages: 2,
+            passage_tokens: 2048,
+            chunk_tokens: 8,
+            calibration_windows: 22,
+            calibration: None,
+            context_tokens: 32_768,
+            seed: 1,
+            command: String::new(),
+        }
+    }
+
+    pub(super) fn check(&self) -> Result<()> {
+        ensure!(!self.codecs.is_empty(), "no codec to evaluate");
+        ensure!(!self.windows.is_empty(), "no windows to evaluate under");
+        let counts = [
+            ("passages", self.passages),
+            ("chunk", self.chunk_tokens),
+            ("calibration windows", self.calibration_windows),
+            ("context", self.context_tokens),
+        ];
+        for (name, count) in counts {
+            ensure!(count > 0, "{name} must be at least 1");
+        }
+        ensure!(self.passage_tokens >= 8, "tokens must be at least 8");
+        Ok(())
+    }
+
+    /// First position of a passage that is scored.
+    pub(super) fn scored_from(&self) -> usize {
+        self.passage_tokens / 8
+    }
+}

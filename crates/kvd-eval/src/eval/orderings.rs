@@ -1,0 +1,243 @@
+//! What papers say about the order of codecs, checked on a block of rows.
+
+use super::tables::Sheet;
+use super::{Block, EvalCodec, EvalRow};
+use crate::table::number;
+
+/// Codecs that the claims compare, besides presets.
+const CODECS: &[(&str, &str)] = &[
+    ("vq-2", "k=vq(d=4,b=8); v=vq(d=4,b=8)"),
+    ("vq-2 smooth", "k=smooth/vq(d=4,b=8); v=vq(d=4,b=8)"),
+    ("vq-2 hadamard", "k=hadamard/vq(d=4,b=8); v=vq(d=4,b=8)"),
+    ("vq-1.5", "k=vq(d=8,b=12); v=vq(d=8,b=12)"),
+    ("vq-1.5 smooth", "k=smooth/vq(d=8,b=12); v=vq(d=8,b=12)"),
+    ("vq-1.5 hadamard", "k=hadamard/vq(d=8,b=12); v=vq(d=8,b=12)"),
+    ("vq-1.5 both", "k=smooth+hadamard/vq(d=8,b=12); v=vq(d=8,b=12)"),
+    ("kivi-1", "k=uniform(b=1,g=32,axis=channel); v=uniform(b=1,g=32,axis=token)"),
+    ("kivi-3", "k=uniform(b=3,g=32,axis=channel); v=uniform(b=3,g=32,axis=token)"),
+    (
+        "innerq-2 sym",
+        "k=norm/uniform(b=2,g=32,axis=token,mode=sym); v=uniform(b=2,g=32,axis=channel,mode=sym)",
+    ),
+    ("innerq-2 asym", "k=norm/uniform(b=2,g=32,axis=token); v=uniform(b=2,g=32,axis=channel)"),
+    ("polar keys", "k=polar(a=4,r=4); v=raw"),
+    ("kivi-4 keys", "k=uniform(b=4,g=32,axis=channel); v=raw"),
+    ("kvcomp, no huffman", "k=uniform(rel=0.25,axis=channel); v=uniform(rel=0.15,axis=token)"),
+];
+
+/// Presets that the claims compare.
+const PRESETS: &[&str] =
+    &["kivi-4", "kivi-2", "kvcomp-channel", "vecinfer-2", "innerq-2", "kvd-4", "kvd-3", "kvd-2"];
+
+/// A relation between rows.
+enum Relation {
+    /// KL of the first is below that of each other.
+    Below(&'static [&'static str]),
+    /// KL does not fall from one to the next.
+    Ascending(&'static [&'static str]),
+    /// KL of the first is at most twice that of the second, at fewer bits.
+    NearAtFewerBits(&'static str, &'static str),
+    /// The first takes fewer bits than the second at the same KL.
+    SavesBits(&'static str, &'static str),
+    /// The first takes fewer bits than the line through the others, by bits, at its KL.
+    LeftOf(&'static str, &'static [&'static str]),
+}
+
+const CLAIMS: &[(&str, &str, Relation)] = &[
+    (
+        "smooth+hadamard beats either and neither at 2 bits",
+        "VecInfer, Table 4",
+        Relation::Below(&["vecinfer-2", "vq-2", "vq-2 smooth", "vq-2 hadamard"]),
+    ),
+    (
+        "smooth+hadamard beats either and neither at 1.5 bits",
+        "VecInfer, Table 4",
+        Relation::Below(&["vq-1.5 both", "vq-1.5", "vq-1.5 smooth", "vq-1.5 hadamard"]),
+    ),
+    (
+        "VecInfer beats KIVI at equal bits up to 2.25",
+        "VecInfer, Tables 2 and 3",
+        Relation::Below(&["vecinfer-2", "kivi-1"]),
+    ),
+    (
+        "hybrid is no worse than symmetric, symmetric no worse than asymmetric",
+        "InnerQ, ablation",
+        Relation::Ascending(&["innerq-2", "innerq-2 sym", "innerq-2 asym"]),
+    ),
+    (
+        "polar 4+4 keys are near 4-bit KIVI keys with fewer bits",
+        "PolarQuant, Tables 1 and 3",
+        Relation::NearAtFewerBits("polar keys", "kivi-4 keys"),
+    ),
+    (
+        "Huffman saves bits and changes nothing",
+        "KVComp §3.2",
+        Relation::SavesBits("kvcomp-channel", "kvcomp, no huffman"),
+    ),
+    (
+        "KVComp takes fewer bits than KIVI at equal KL",
+        "KVComp §4",
+        Relation::LeftOf("kvcomp-channel", &["kivi-1", "kivi-2", "kivi-3", "kivi-4"]),
+    ),
+];
+
+/// A claim on the rows of one block.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Ordering {
+    /// What is claimed.
+    pub claim: String,
+    /// Who says so.
+    pub source: &'static str,
+    /// The figures that decide it.
+    pub figures: String,
+    /// Whether the figures bear it out.
+    pub holds: bool,
+}
+
+impl EvalCodec {
+    /// The codecs that the orderings of papers compare.
+    #[must_use]
+    pub fn orderings() -> Vec<Self> {
+        let presets = PRESETS.iter().map(|name| (*name, *name));
+        let parse = |(label, text): (&str, &str)| {
+            Some(Self { label: label.to_owned(), spec: kvd_codec::resolve(text).ok()? })
+        };
+        presets.chain(CODECS.iter().copied()).filter_map(parse).collect()
+    }
+}
+
+/// Every claim whose rows the block has, and for each of our codecs whether another row of as few
+/// bits has less KL. Nothing for a block whose codecs have windows of their own: what a wider
+/// window gains is no merit of the codec.
+#[must_use]
+pub fn orderings(block: &Block) -> Vec<Ordering> {
+    if block.windows == "own" {
+        return Vec::new();
+    }
+    let claims = CLAIMS.iter().filter_map(|(claim, source, relation)| {
+        let (figures, holds) = check(block, relation)?;
+        Some(Ordering { claim: (*claim).to_owned(), source, figures, holds })
+    });
+    claims.chain(ours(block)).collect()
+}
+
+fn row<'a>(block: &'a Block, name: &str) -> Option<&'a EvalRow> {
+    block.rows.iter().find(|row| row.codec == name)
+}
+
+fn kl(row: &EvalRow) -> f64 {
+    row.quality.kl_nats
+}
+
+fn bits(row: &EvalRow) -> f64 {
+    row.storage.bits_per_value
+}
+
+fn figure(row: &EvalRow) -> String {
+    format!("{} {} at {}", row.codec, number(kl(row), 5), number(bits(row), 2))
+}
+
+fn check(block: &Block, relation: &Relation) -> Option<(String, bool)> {
+    let rows = |names: &[&str]| -> Option<Vec<&EvalRow>> {
+        names.iter().map(|name| row(block, name)).collect()
+    };
+    let joined =
+        |rows: &[&EvalRow]| rows.iter().map(|row| figure(row)).collect::<Vec<_>>().join(", ");
+    match relation {
+        Relation::Below(names) => {
+            let rows = rows(names)?;
+            let holds = rows[1..].iter().all(|other| kl(rows[0]) < kl(other));
+            Some((joined(&rows), holds))
+        }
+        Relation::Ascending(names) => {
+            let rows = rows(names)?;
+            Some((joined(&rows), rows.is_sorted_by(|a, b| kl(a) <= kl(b))))
+        }
+        Relation::NearAtFewerBits(first, second) => {
+            let rows = rows(&[first, second])?;
+            let near = kl(rows[0]) <= 2.0 * kl(rows[1]) && bits(rows[0]) < bits(rows[1]);
+            Some((joined(&rows), near))
+        }
+        Relation::SavesBits(first, second) => {
+            let rows = rows(&[first, second])?;
+            let same = (kl(rows[0]) - kl(rows[1])).abs() <= 0.01 * kl(rows[1]);
+            Some((joined(&rows), same && bits(rows[0]) < bits(rows[1])))
+        }
+        Relation::LeftOf(name, line) => {
+            let (one, line) = (row(block, name)?, rows(line)?);
+            let points: Vec<_> = line.iter().map(|row| (bits(row), kl(row))).collect();
+            let there = bits_at(&points, kl(one))?;
+            let figures = format!("{}; the line takes {there:.2} there", figure(one));
+            Some((figures, bits(one) < there))
+        }
+    }
+}
+
+/// Bits at which the line through points of growing bits has that KL, straight between the
+/// logarithms of KL.
+fn bits_at(points: &[(f64, f64)], kl: f64) -> Option<f64> {
+    let spans = points.windows(2).map(|pair| (pair[0], pair[1]));
+    let mut around = spans.filter(|((_, high), (_, low))| *low <= kl && kl <= *high);
+    let ((from, high), (to, low)) = around.next()?;
+    Some(from + (to - from) * (high.ln() - kl.ln()) / (high.ln() - low.ln()))
+}
+
+fn ours(block: &Block) -> impl Iterator<Item = Ordering> {
+    let is_ours = |row: &EvalRow| row.codec.starts_with("kvd-") || row.codec.starts_with("policy ");
+    block.rows.iter().filter(move |row| is_ours(row)).map(move |row| {
+        // A hundredth of a bit is less than the page headers of another block size.
+        let rivals = block.rows.iter().filter(|other| {
+            !is_ours(other) && bits(other) <= bits(row) + 0.01 && !other.codec.ends_with("keys")
+        });
+        let best = rivals.min_by(|a, b| kl(a).total_cmp(&kl(b)));
+        let rival = best.map_or_else(|| "none has as few bits".to_owned(), figure);
+        Ordering {
+            claim: format!("{} beats every other codec of as few bits", row.codec),
+            source: "ours",
+            figures: format!("{}; best of the others: {rival}", figure(row)),
+            holds: best.is_none_or(|best| kl(row) < kl(best)),
+        }
+    })
+}
+
+/// The claims as a table; none when the block decides none.
+pub(super) fn sheet(block: &Block) -> Option<Sheet> {
+    let row = |ordering: Ordering| {
+        let holds = if ordering.holds { "yes" } else { "no" };
+        vec![ordering.claim, ordering.source.to_owned(), ordering.figures, holds.to_owned()]
+    };
+    let rows: Vec<_> = orderings(block).into_iter().map(row).collect();
+    if rows.is_empty() {
+        return None;
+    }
+    let header = ["claim", "source", "KL in nats at bits per value", "holds"];
+    let header = header.iter().map(|&name| name.to_owned()).collect();
+    Some(Sheet { title: "Orderings", header, rows, note: String::new() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_codec_of_the_claims_is_known() {
+        let codecs = EvalCodec::orderings();
+        assert_eq!(codecs.len(), PRESETS.len() + CODECS.len());
+        let known = |name: &str| codecs.iter().any(|codec| codec.label == name);
+        for (claim, _, relation) in CLAIMS {
+            let names = match relation {
+                Relation::Below(names) | Relation::Ascending(names) => names.to_vec(),
+                Relation::NearAtFewerBits(a, b) | Relation::SavesBits(a, b) => vec![*a, *b],
+                Relation::LeftOf(name, line) => [&[*name][..], line].concat(),
+            };
+            assert!(names.iter().all(|name| known(name)), "{claim}: {names:?}");
+        }
+    }
+
+    #[test]
+    fn the_line_is_straight_between_logarithms() {
+        let points = [(2.0, 0.1), (3.0, 0.001)];
+        assert!((bits_at(&points, 0.01).unwrap() - 2.5).abs() < 1e-12);
+        assert_eq!(bits_at(&points, 0.5), None);
+    }
+}

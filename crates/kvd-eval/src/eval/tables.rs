@@ -1,0 +1,266 @@
+//! The report as tables, for the terminal and for the page.
+
+use super::{Block, EvalReport, EvalRow};
+use crate::search::SearchReport;
+use crate::table::{number, table};
+use std::io::{self, Write};
+
+/// Longest label that stands in a column; longer ones are numbered.
+const LABEL_MAX: usize = 24;
+
+/// A table on its way to a terminal or a page.
+pub(super) struct Sheet {
+    pub(super) title: &'static str,
+    pub(super) header: Vec<String>,
+    pub(super) rows: Vec<Vec<String>>,
+    /// What the columns are.
+    pub(super) note: String,
+}
+
+/// What a row is called in columns and plots.
+pub(super) fn label(block: &Block, row: &EvalRow) -> String {
+    if row.codec.chars().count() <= LABEL_MAX {
+        return row.codec.clone();
+    }
+    let index = block.rows.iter().position(|other| other.codec == row.codec);
+    format!("codec {}", index.unwrap_or_default() + 1)
+}
+
+/// Codecs that are no presets and what they are.
+pub(super) fn legend(block: &Block) -> Vec<(String, &str)> {
+    let rows = block.rows.iter().filter(|row| kvd_codec::preset(&row.codec).is_none());
+    let named = rows.map(|row| (label(block, row), row.codec_spec.as_str()));
+    named.filter(|(label, spec)| label != spec).collect()
+}
+
+/// All tables of a block.
+pub(super) fn sheets(report: &EvalReport, block: &Block) -> Vec<Sheet> {
+    let mut sheets = vec![quality(block), parts(report, block), layers(block)];
+    sheets.extend(speed(block));
+    sheets.extend(super::orderings::sheet(block));
+    sheets
+}
+
+fn sheet(title: &'static str, header: &[&str], rows: Vec<Vec<String>>, note: String) -> Sheet {
+    let header = header.iter().map(|&name| name.to_owned()).collect();
+    Sheet { title, header, rows, note }
+}
+
+fn quality(block: &Block) -> Sheet {
+    let header = [
+        "codec",
+        "bits/value",
+        "K",
+        "V",
+        "attn error",
+        "kernel error",
+        "ppl",
+        "ppl %",
+        "KL nats",
+        "top-1 %",
+    ];
+    let dash = || "-".to_owned();
+    let without = number(block.without_kvd.perplexity, 4);
+    let mut rows = vec![vec!["without kvd".to_owned(), "16.00".to_owned()]];
+    rows[0].extend([dash(), dash(), dash(), dash(), without, dash(), dash(), dash()]);
+    rows.extend(block.rows.iter().map(|row| {
+        vec![
+            label(block, row),
+            number(row.storage.bits_per_value, 2),
+            number(row.storage.bits_per_key_value, 2),
+            number(row.storage.bits_per_value_value, 2),
+            number(row.attention_error.codec, 4),
+            format!("{:.1e}", row.attention_error.kernel),
+            number(row.quality.perplexity, 4),
+            format!("{:+.2}", row.quality.perplexity_change_percent),
+            number(row.quality.kl_nats, 5),
+            number(row.quality.top1_agreement_percent, 2),
+        ]
+    }));
+    let note = "bits/value: packed blocks as stored, every byte counted, windows not; K and V: the \
+                same for keys and for values. attn error: what the codec changes in attention \
+                outputs, kernel error: what the daemon's arithmetic adds (both relative, against \
+                f64, on clean queries). KL: from the run without kvd to this one, mean over \
+                positions.";
+    sheet("Quality", &header, rows, note.to_owned())
+}
+
+fn parts(report: &EvalReport, block: &Block) -> Sheet {
+    let header = [
+        "codec",
+        "codes",
+        "scales",
+        "offsets",
+        "headers",
+        "stored",
+        "+ windows",
+        "+ tables",
+        "model KiB",
+    ];
+    let row = |row: &EvalRow| {
+        let (stored, context) = (&row.storage, &row.context);
+        let bits = [
+            stored.code_bits,
+            stored.scale_bits,
+            stored.offset_bits,
+            stored.header_bits,
+            stored.bits_per_value,
+            context.packed + context.windows,
+            context.total,
+        ];
+        let mut cells = vec![label(block, row)];
+        cells.extend(bits.map(|bits| number(bits, 3)));
+        cells.push(number(stored.model_bytes as f64 / 1024.0, 1));
+        cells
+    };
+    let note = format!(
+        "The first four make up stored. + windows: one sequence of {} tokens with its windows and \
+         open block in 16 bits; + tables: with the model's calibration and Huffman tables (model \
+         KiB) charged to that one sequence.",
+        report.setup.context_tokens
+    );
+    sheet("Bits per value by part", &header, block.rows.iter().map(row).collect(), note)
+}
+
+fn layers(block: &Block) -> Sheet {
+    let count = block.rows.first().map_or(0, |row| row.attention_error.layers.len());
+    let mut header = vec!["codec".to_owned()];
+    header.extend((0..count).map(|layer| format!("layer {layer}")));
+    header.extend(["mean", "kernel error"].map(str::to_owned));
+    let row = |row: &EvalRow| {
+        let mut cells = vec![label(block, row)];
+        cells.extend(row.attention_error.layers.iter().map(|layer| number(layer.codec, 4)));
+        cells.push(number(row.attention_error.codec, 4));
+        cells.push(format!("{:.1e}", row.attention_error.kernel));
+        cells
+    };
+    let rows = block.rows.iter().map(row).collect();
+    let note = "Relative to the exact output, queries of the last quarter of the first passage.";
+    Sheet { title: "Attention error by layer", header, rows, note: note.to_owned() }
+}
+
+fn speed(block: &Block) -> Option<Sheet> {
+    let header =
+        ["codec", "encode Mvalues/s", "encode GB/s", "load GB/s", "attend us", "calibration s"];
+    let row = |row: &EvalRow| {
+        let speed = row.speed?;
+        Some(vec![
+            label(block, row),
+            number(speed.encode_values_per_second / 1e6, 0),
+            number(speed.encode_gb_per_second, 3),
+            number(speed.load_gb_per_second, 3),
+            number(speed.attend_us, 0),
+            number(row.calibration_seconds, 1),
+        ])
+    };
+    let rows: Vec<_> = block.rows.iter().filter_map(row).collect();
+    let tokens = block.rows.iter().find_map(|row| row.speed)?.tokens;
+    let note = format!(
+        "Device time from the daemon's histograms, best of three rounds: encode and load of \
+         {tokens} tokens in GB of f16 per second, attention of one token over them, one layer. \
+         What else the machine does shows here and nowhere else."
+    );
+    Some(sheet("Speed", &header, rows, note))
+}
+
+/// What a search gave each layer and side.
+pub(super) fn searched(search: &SearchReport) -> Sheet {
+    let header = ["layer", "side", "bits/value", "attn error", "KL expected", "spec"];
+    let row = |slot: &crate::search::Slot| {
+        vec![
+            slot.layer.to_string(),
+            slot.side.clone(),
+            number(slot.bits, 2),
+            number(slot.attention_error, 4),
+            number(slot.expected_kl_nats, 5),
+            slot.spec.clone(),
+        ]
+    };
+    let note = format!(
+        "{:.3} bits per value of a budget of {}, {:.5} nats expected in all, both on a window of \
+         the calibration text that no fit saw.",
+        search.bits, search.budget_bits, search.expected_kl_nats
+    );
+    sheet("Policy found", &header, search.slots.iter().map(row).collect(), note)
+}
+
+/// Writes the report as text.
+///
+/// # Errors
+/// When `out` cannot be written to.
+pub fn print(report: &EvalReport, out: &mut dyn Write) -> io::Result<()> {
+    let (model, setup) = (&report.model, &report.setup);
+    writeln!(
+        out,
+        "Model {}: {:.1} M parameters, {} layers, {} query / {} KV heads of {} channels.",
+        model.name,
+        model.parameters as f64 / 1e6,
+        model.layers,
+        model.query_heads,
+        model.kv_heads,
+        model.head_dim
+    )?;
+    writeln!(out, "{}", model.note)?;
+    for block in &report.blocks {
+        writeln!(
+            out,
+            "\nText {}, windows {}: {} passages of {} tokens in steps of {}, {} tokens scored.",
+            block.text,
+            block.windows,
+            setup.passages,
+            setup.passage_tokens,
+            setup.chunk_tokens,
+            block.without_kvd.scored_tokens
+        )?;
+        for (label, codec) in legend(block) {
+            writeln!(out, "{label} is {codec}")?;
+        }
+        for sheet in sheets(report, block) {
+            let header: Vec<&str> = sheet.header.iter().map(String::as_str).collect();
+            writeln!(out, "\n{}:\n\n{}", sheet.title, table(&header, &sheet.rows))?;
+            if !sheet.note.is_empty() {
+                write!(out, "{}", wrapped(&sheet.note))?;
+            }
+        }
+    }
+    if let Some(search) = &report.search {
+        let sheet = searched(search);
+        let header: Vec<&str> = sheet.header.iter().map(String::as_str).collect();
+        writeln!(out, "\n{}:\n\n{}", sheet.title, table(&header, &sheet.rows))?;
+        write!(out, "{}", wrapped(&sheet.note))?;
+    }
+    writeln!(out, "\n{:.0} s in all.", report.seconds)
+}
+
+/// A note in lines of a terminal's width.
+fn wrapped(text: &str) -> String {
+    const WIDTH: usize = 96;
+    let mut lines = String::from(" ");
+    let mut length = 1;
+    for word in text.split(' ') {
+        if length + word.len() + 1 > WIDTH {
+            lines.push_str("\n ");
+            length = 1;
+        }
+        lines.push(' ');
+        lines.push_str(word);
+        length += word.len() + 1;
+    }
+    lines + "\n"
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn notes_break_between_words() {
+        let text = "word ".repeat(50);
+        let lines = wrapped(text.trim());
+        assert!(
+            lines.lines().all(|line| line.len() <= 96 && line.starts_with("  word")),
+            "{lines}"
+        );
+        assert_eq!(lines.split_whitespace().count(), 50);
+    }
+}

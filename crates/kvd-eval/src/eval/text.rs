@@ -1,0 +1,65 @@
+//! The model and the texts of an evaluation, as windows of tokens.
+
+use super::EvalOptions;
+use crate::text;
+use anyhow::{Context, Result, ensure};
+use kvd_engine::{Assets, Model, ModelConfig, Window};
+use std::path::PathBuf;
+
+/// A text to score.
+pub(super) struct Text {
+    /// The file's name, or the model's.
+    pub(super) name: String,
+    pub(super) passages: Vec<Window>,
+}
+
+/// Everything that is the same in every run.
+pub(super) struct Material {
+    pub(super) assets: Assets,
+    pub(super) model: Model,
+    pub(super) texts: Vec<Text>,
+    /// Windows that calibrations are fitted on.
+    pub(super) calibration: Vec<Window>,
+}
+
+impl Material {
+    pub(super) fn load(options: &EvalOptions) -> Result<Self> {
+        let assets = Assets::resolve(options.model_dir.as_deref())?;
+        let config = ModelConfig::parse(&assets.config)?;
+        let (tokens, longest) = (options.passage_tokens, config.max_position_embeddings);
+        ensure!(
+            tokens <= longest,
+            "passages of {tokens} tokens do not fit the {longest} positions of the model"
+        );
+        let bos = config.bos_token_id;
+        let windows = |ids: &[u32], from: usize, to: usize| -> Result<Vec<Window>> {
+            (from..to).map(|index| Window::new(ids, bos, tokens, index)).collect()
+        };
+        let own = Window::count(&assets.held_out, tokens);
+        // The model's own text gives passages from its front only where no other text is named.
+        let scored = if options.texts.is_empty() { options.passages } else { 0 };
+        let calibrated = options.calibration_windows.min(own.saturating_sub(scored));
+        let needs = options.codecs.iter().any(|codec| codec.spec.needs_calibration());
+        ensure!(
+            calibrated > 0 || !needs || options.calibration.is_some(),
+            "the model's held-out text has {own} windows of {tokens} tokens: none is left for \
+             calibration; give --calibration, fewer --passages or fewer --tokens"
+        );
+        let calibration = windows(&assets.held_out, own - calibrated, own)?;
+        let texts = if options.texts.is_empty() {
+            let passages = windows(&assets.held_out, 0, options.passages)?;
+            vec![Text { name: assets.name.clone(), passages }]
+        } else {
+            let read = |path: &PathBuf| {
+                let ids = text::token_ids(&assets, path, options.passages * tokens)?;
+                let passages = windows(&ids, 0, options.passages);
+                let passages = passages.with_context(|| path.display().to_string())?;
+                let name =
+                    path.file_name().map_or_else(String::new, |n| n.to_string_lossy().into());
+                Ok(Text { name, passages })
+            };
+            options.texts.iter().map(read).collect::<Result<_>>()?
+        };
+        Ok(Self { model: Model::load(config, &assets.weights)?, assets, texts, calibration })
+    }
+}

@@ -1,0 +1,22 @@
+//! What one codec does, measured through a daemon over gRPC: the parts that the demo, the
+//! evaluation and the search share.
+
+mod attention_error;
+mod daemon;
+mod latency;
+mod reference;
+mod rig;
+mod speed;
+mod storage;
+mod through_kvd;
+
+pub use attention_error::{AttentionError, LayerError};
+pub use daemon::MetricsSource;
+pub use latency::{Calls, LatencySummary};
+pub use speed::Speed;
+pub use storage::{Storage, StoredParts};
+
+pub(crate) use attention_error::CleanWindow;
+pub(crate) use reference::PassageReference;
+pub(crate) use rig::{CodecRun, Registration, Rig};
+pub(crate) use through_kvd::KvdAttention;

@@ -1,0 +1,188 @@
+//! One codec, registered with the daemon and taken through the measurements one by one.
+
+use super::storage::{Storage, StoredParts};
+use super::through_kvd::StepLatencies;
+use super::{AttentionError, Calls, CleanWindow, KvdAttention, MetricsSource, PassageReference};
+use super::{Speed, speed};
+use crate::progress::Progress;
+use anyhow::{Context, Result};
+use bytes::Bytes;
+use kvd_client::{Client, ModelSpec, RegisteredModel, StoredBytes};
+use kvd_core::{Geometry, SequenceId};
+use kvd_engine::{Continuation, Model, Quality, QualitySums, generate, teacher_forced};
+
+/// What the runs of all codecs share.
+pub(crate) struct Rig<'a> {
+    pub(crate) client: &'a Client,
+    pub(crate) model: &'a Model,
+    pub(crate) geometry: Geometry,
+    /// Tokens per step of passages and prompts.
+    pub(crate) chunk: usize,
+    /// The daemon's own metrics, when it runs in this process.
+    pub(crate) metrics: Option<MetricsSource>,
+    pub(crate) progress: &'a Progress,
+}
+
+/// A codec to register.
+pub(crate) struct Registration<'a> {
+    /// Name of the model in the daemon; one name stands for one codec.
+    pub(crate) name: String,
+    /// For the progress bar.
+    pub(crate) label: &'a str,
+    /// Preset or spec text.
+    pub(crate) codec: String,
+    /// The artefact, empty when the codec needs none.
+    pub(crate) calibration: Bytes,
+}
+
+/// A registered codec and the streams of one client to it.
+pub(crate) struct CodecRun<'a> {
+    rig: &'a Rig<'a>,
+    label: &'a str,
+    name: String,
+    registered: RegisteredModel,
+    kvd: KvdAttention,
+    passages: Vec<SequenceId>,
+}
+
+impl<'a> CodecRun<'a> {
+    /// Registers the codec and opens the streams.
+    pub(crate) async fn open(rig: &'a Rig<'a>, registration: Registration<'a>) -> Result<Self> {
+        let Registration { name, label, codec, calibration } = registration;
+        let spec = ModelSpec {
+            name: name.clone(),
+            geometry: rig.geometry.clone(),
+            codec: codec.clone(),
+            calibration,
+        };
+        let registered = rig.client.register_model(spec).await;
+        let registered =
+            registered.with_context(|| format!("the daemon refused codec {codec:?}"))?;
+        let heads = rig.model.config().heads();
+        let kvd = KvdAttention::open(rig.client, registered.model, heads).await?;
+        Ok(Self { rig, label, name, registered, kvd, passages: Vec::new() })
+    }
+
+    /// Name of the model in the daemon and in its metrics.
+    pub(crate) fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The codec as the daemon understood it.
+    pub(crate) fn codec_spec(&self) -> &str {
+        &self.registered.codec_spec
+    }
+
+    /// Attention error on clean queries, keys and values, layer by layer.
+    pub(crate) async fn attention_error(&mut self, clean: &CleanWindow) -> Result<AttentionError> {
+        let (rig, label) = (self.rig, self.label);
+        rig.progress.stage(label, "attention error");
+        let tick = |tokens| rig.progress.add(tokens);
+        let error = clean.measure(&mut self.kvd, rig.chunk, tick).await?;
+        self.close_sequence().await?;
+        Ok(error)
+    }
+
+    /// Reads `prompt` and goes on for `new_tokens` tokens.
+    pub(crate) async fn generate(
+        &mut self,
+        prompt: &[u32],
+        new_tokens: usize,
+    ) -> Result<Continuation> {
+        let (rig, label) = (self.rig, self.label);
+        rig.progress.stage(label, "text");
+        let tick = |tokens| rig.progress.add(tokens);
+        let kvd = &mut self.kvd;
+        let written = generate(rig.model, prompt, new_tokens, rig.chunk, kvd, tick).await?;
+        self.close_sequence().await?;
+        Ok(written)
+    }
+
+    /// Teacher-forced passes; each passage is left stored in a sequence of its own until
+    /// [`CodecRun::leave`]. Returns the quality against the run without kvd and what is stored.
+    pub(crate) async fn passages(
+        &mut self,
+        reference: &PassageReference,
+    ) -> Result<(Quality, StoredParts)> {
+        let (rig, label) = (self.rig, self.label);
+        rig.progress.stage(label, "held-out passages");
+        let mut sums = QualitySums::default();
+        let mut stored = StoredParts::default();
+        let tick = |tokens| rig.progress.add(tokens);
+        for (window, without) in reference.passages.iter().zip(&reference.predictions) {
+            let (from, kvd) = (reference.scored_from, &mut self.kvd);
+            let run = teacher_forced(rig.model, window, rig.chunk, from, kvd, tick).await?;
+            sums.add(&run, without);
+            stored.add(&self.kvd.stored().await?.into());
+            self.passages.push(self.kvd.next_sequence().await?);
+        }
+        Ok((sums.finish(), stored))
+    }
+
+    /// Device time of encoding, loading and attending; nothing without the daemon's metrics.
+    pub(crate) async fn speed(&mut self, clean: &CleanWindow) -> Result<Option<Speed>> {
+        let Some(metrics) = &self.rig.metrics else { return Ok(None) };
+        self.rig.progress.stage(self.label, "speed");
+        let mut speed: Option<Speed> = None;
+        for _ in 0..speed::ROUNDS {
+            let round = speed::round(metrics, &self.name, clean, &mut self.kvd).await?;
+            self.close_sequence().await?;
+            speed = Some(speed.map_or(round, |best| best.faster(round)));
+        }
+        Ok(speed)
+    }
+
+    /// Ratios of what is stored, with what the model takes once.
+    pub(crate) async fn storage(&self, stored: &StoredParts) -> Result<Storage> {
+        let description = self.rig.client.describe_model(self.registered.model).await?;
+        let model = description.model.context("the daemon's description of a model is empty")?;
+        Ok(stored.storage(model.calibration_bytes + model.table_bytes))
+    }
+
+    /// Client-side latencies since the last call of this.
+    pub(crate) fn take_latencies(&mut self) -> StepLatencies {
+        self.kvd.take_latencies()
+    }
+
+    /// Device time of all stores and attends so far, where the daemon's metrics are at hand.
+    pub(crate) fn daemon_calls(&self) -> Option<Calls> {
+        self.rig.metrics.as_ref().map(|metrics| metrics.calls(&self.name))
+    }
+
+    /// Ends the streams, and closes the passages and the model.
+    pub(crate) async fn leave(self) -> Result<()> {
+        let (client, model) = (self.rig.client, self.registered.model);
+        client.close_sequence(self.kvd.finish().await?).await?;
+        for &sequence in &self.passages {
+            client.close_sequence(sequence).await?;
+        }
+        Ok(client.unregister_model(model).await?)
+    }
+
+    /// Ends the streams and leaves the passages stored.
+    pub(crate) async fn leave_open(self) -> Result<()> {
+        Ok(self.rig.client.close_sequence(self.kvd.finish().await?).await?)
+    }
+
+    async fn close_sequence(&mut self) -> Result<()> {
+        let done = self.kvd.next_sequence().await?;
+        Ok(self.rig.client.close_sequence(done).await?)
+    }
+}
+
+impl From<StoredBytes> for StoredParts {
+    fn from(stored: StoredBytes) -> Self {
+        Self {
+            packed_values: stored.packed_values,
+            packed_bytes: stored.packed_bytes,
+            code_bytes: stored.code_bytes,
+            scale_bytes: stored.scale_bytes,
+            offset_bytes: stored.offset_bytes,
+            header_bytes: stored.header_bytes,
+            raw_values: stored.raw_values,
+            raw_bytes: stored.raw_bytes,
+            packed_key_bytes: stored.packed_key_bytes,
+            packed_value_bytes: stored.packed_value_bytes,
+        }
+    }
+}

@@ -1,0 +1,172 @@
+//! Attention through a kvd daemon, over gRPC.
+
+use super::latency::CallLatencies;
+use anyhow::{Context, Result};
+use bytes::Bytes;
+use kvd_client::{
+    AttendBatch, AttendQuery, AttendStream, Client, LoadRange, StoreChunk, StoreStream, StoredBytes,
+};
+use kvd_core::{DType, LayerIndex, ModelId, SequenceId};
+use kvd_engine::{Attention, AttentionInput, Heads};
+use std::time::Instant;
+
+/// The cache of one sequence at a time, kept by the daemon. The two streams outlive sequences, as
+/// those of an engine's worker do.
+pub(crate) struct KvdAttention {
+    client: Client,
+    model: ModelId,
+    heads: Heads,
+    sequence: SequenceId,
+    store: StoreStream,
+    attend: AttendStream,
+    latencies: StepLatencies,
+}
+
+/// Samples of steps of one token and of steps of several.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct StepLatencies {
+    pub(crate) decode: CallLatencies,
+    pub(crate) prefill: CallLatencies,
+}
+
+impl StepLatencies {
+    fn of(&mut self, tokens: u32) -> &mut CallLatencies {
+        if tokens == 1 { &mut self.decode } else { &mut self.prefill }
+    }
+}
+
+impl KvdAttention {
+    /// Opens the streams and a first sequence.
+    pub(crate) async fn open(client: &Client, model: ModelId, heads: Heads) -> Result<Self> {
+        Ok(Self {
+            client: client.clone(),
+            model,
+            heads,
+            sequence: client.open_sequence(model).await?,
+            store: client.store_stream(1).await?,
+            attend: client.attend_stream(1).await?,
+            latencies: StepLatencies::default(),
+        })
+    }
+
+    /// Goes on with a new, empty sequence and returns the old one, still open.
+    pub(crate) async fn next_sequence(&mut self) -> Result<SequenceId> {
+        let next = self.client.open_sequence(self.model).await?;
+        Ok(std::mem::replace(&mut self.sequence, next))
+    }
+
+    /// Ends the streams and returns the sequence, still open.
+    pub(crate) async fn finish(self) -> Result<SequenceId> {
+        self.store.finish().await?;
+        self.attend.finish().await?;
+        Ok(self.sequence)
+    }
+
+    /// The samples since the last call of this.
+    pub(crate) fn take_latencies(&mut self) -> StepLatencies {
+        std::mem::take(&mut self.latencies)
+    }
+
+    /// Appends K and V, rounded to f16, and waits until they can be read.
+    pub(crate) async fn store(
+        &mut self,
+        layer: usize,
+        start: usize,
+        k: &[f32],
+        v: &[f32],
+    ) -> Result<()> {
+        let tokens = u32::try_from(k.len() / self.heads.kv_width())?;
+        let chunk = StoreChunk {
+            sequence: self.sequence,
+            layer: layer_index(layer)?,
+            start: u32::try_from(start)?,
+            tokens,
+            k: packed(DType::F16, k),
+            v: packed(DType::F16, v),
+        };
+        let begin = Instant::now();
+        self.store.send(chunk).await?;
+        while self.store.receive().await?.is_some() {}
+        self.latencies.of(tokens).store.push(begin.elapsed());
+        Ok(())
+    }
+
+    /// Causal attention of queries `[n, query heads, dim]`, the first at `position`, over all
+    /// tokens up to the last query's.
+    pub(crate) async fn query(
+        &mut self,
+        layer: usize,
+        position: usize,
+        q: &[f32],
+    ) -> Result<Vec<f32>> {
+        let n_q = u32::try_from(q.len() / self.heads.query_width())?;
+        let position = u32::try_from(position)?;
+        let query = AttendQuery {
+            kv_length: Some(position + n_q),
+            position: Some(position),
+            ..AttendQuery::new(self.sequence, n_q)
+        };
+        let batch = AttendBatch {
+            model: self.model,
+            layer: layer_index(layer)?,
+            q_heads: u32::try_from(self.heads.query)?,
+            dtype: DType::F32,
+            scale: None,
+            soft_cap: None,
+            queries: vec![query],
+            q: packed(DType::F32, q),
+        };
+        let begin = Instant::now();
+        let attended = self.attend.attend(batch).await?;
+        self.latencies.of(n_q).attend.push(begin.elapsed());
+        unpacked(&attended.out, q.len())
+    }
+
+    /// K and V of the first `tokens` tokens as the daemon decodes them.
+    pub(crate) async fn load(&self, layer: usize, tokens: usize) -> Result<(Vec<f32>, Vec<f32>)> {
+        let range = LoadRange {
+            sequence: self.sequence,
+            layer: layer_index(layer)?,
+            start: 0,
+            end: u32::try_from(tokens)?,
+            dtype: Some(DType::F32),
+        };
+        let rows = self.client.load(range).await?;
+        let values = tokens * self.heads.kv_width();
+        Ok((unpacked(&rows.k, values)?, unpacked(&rows.v, values)?))
+    }
+
+    /// What the daemon holds of the sequence.
+    pub(crate) async fn stored(&self) -> Result<StoredBytes> {
+        let description = self.client.describe_sequence(self.sequence).await?;
+        description.stored.context("the daemon's description of a sequence has no stored bytes")
+    }
+}
+
+impl Attention for KvdAttention {
+    async fn attend(&mut self, layer: usize, step: AttentionInput<'_>) -> Result<Vec<f32>> {
+        self.store(layer, step.position, step.k, step.v).await?;
+        self.query(layer, step.position, step.q).await
+    }
+}
+
+fn layer_index(layer: usize) -> Result<LayerIndex> {
+    Ok(LayerIndex(u32::try_from(layer)?))
+}
+
+fn packed(dtype: DType, values: &[f32]) -> Bytes {
+    let mut bytes = vec![0; values.len() * dtype.size_bytes()];
+    dtype.narrow(values, &mut bytes);
+    bytes.into()
+}
+
+fn unpacked(bytes: &[u8], values: usize) -> Result<Vec<f32>> {
+    anyhow::ensure!(
+        bytes.len() == values * DType::F32.size_bytes(),
+        "the daemon answered {} bytes where {values} f32 were expected",
+        bytes.len()
+    );
+    let mut out = vec![0.0; values];
+    DType::F32.widen(bytes, &mut out);
+    Ok(out)
+}

@@ -1,0 +1,48 @@
+//! The model that was run, for reports.
+
+use kvd_engine::{Assets, Model};
+use serde::Serialize;
+
+/// The model that was run.
+#[derive(Clone, Debug, Serialize)]
+pub struct ModelReport {
+    /// Its name.
+    pub name: String,
+    /// Whether it is the fixture compiled into the program.
+    pub embedded: bool,
+    /// What its numbers do and do not say.
+    pub note: String,
+    /// Parameters.
+    pub parameters: u64,
+    /// Layers.
+    pub layers: usize,
+    /// Query heads.
+    pub query_heads: usize,
+    /// KV heads.
+    pub kv_heads: usize,
+    /// Channels per head.
+    pub head_dim: usize,
+}
+
+impl ModelReport {
+    /// Describes a model as it was read.
+    pub(crate) fn new(assets: &Assets, model: &Model) -> Self {
+        let heads = model.config().heads();
+        let note = if assets.embedded {
+            "It is a tiny model, a test fixture: it writes plausible Rust documentation for a few \
+             lines.\nIts numbers compare codecs; they do not say what a large model would lose."
+        } else {
+            "Its numbers hold for this model and this text."
+        };
+        Self {
+            name: assets.name.clone(),
+            embedded: assets.embedded,
+            note: note.to_owned(),
+            parameters: model.parameters(),
+            layers: model.config().num_hidden_layers,
+            query_heads: heads.query,
+            kv_heads: heads.kv,
+            head_dim: heads.dim,
+        }
+    }
+}

@@ -1,0 +1,67 @@
+//! Rows for calibrations: queries, keys and values of held-out text.
+
+use anyhow::Result;
+use kvd_codec::Samples;
+use kvd_core::{Geometry, LayerIndex, Side};
+use kvd_engine::{Heads, LocalAttention, Model, Recorder, Recording, Window};
+
+/// Tokens per step of a calibration window. Without kvd the step changes nothing but the time
+/// it takes.
+const CHUNK: usize = 256;
+
+/// Runs `windows` without kvd and collects queries, and keys and values as a cache keeps
+/// them.
+pub(crate) async fn collect(
+    model: &Model,
+    windows: &[Window],
+    geometry: &Geometry,
+    mut on_step: impl FnMut(usize),
+) -> Result<Samples> {
+    let mut samples = Samples::new(geometry);
+    for window in windows {
+        let layers = record(model, window, &mut on_step).await?;
+        push(&mut samples, model.config().heads(), &layers)?;
+    }
+    Ok(samples)
+}
+
+/// Queries, keys and values of every layer over `window`.
+pub(crate) async fn record(
+    model: &Model,
+    window: &Window,
+    on_step: &mut dyn FnMut(usize),
+) -> Result<Vec<Recording>> {
+    let layers = model.config().num_hidden_layers;
+    let local = LocalAttention::new(model.config().heads(), layers);
+    let mut recorder = Recorder::new(local, layers);
+    let mut position = 0;
+    for tokens in window.inputs.chunks(CHUNK) {
+        model.forward(tokens, position, &mut recorder).await?;
+        position += tokens.len();
+        on_step(tokens.len());
+    }
+    Ok(recorder.into_layers())
+}
+
+/// Appends recorded rows.
+pub(crate) fn push(samples: &mut Samples, heads: Heads, layers: &[Recording]) -> Result<()> {
+    for (layer, recording) in layers.iter().enumerate() {
+        let index = LayerIndex(u32::try_from(layer)?);
+        for query_head in 0..heads.query {
+            let rows = head_rows(&recording.q, query_head, heads.query, heads.dim);
+            samples.push_queries(index, query_head / heads.group(), &rows)?;
+        }
+        for (side, values) in [(Side::Key, &recording.k), (Side::Value, &recording.v)] {
+            for head in 0..heads.kv {
+                let rows = head_rows(values, head, heads.kv, heads.dim);
+                samples.push(index, side, head, &rows)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The rows of one of `heads` heads of `[tokens, heads, dim]`.
+pub(crate) fn head_rows(values: &[f32], head: usize, heads: usize, dim: usize) -> Vec<f32> {
+    values.chunks(dim).skip(head).step_by(heads).flatten().copied().collect()
+}

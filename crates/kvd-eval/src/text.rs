@@ -1,0 +1,45 @@
+//! Text files as tokens.
+
+use anyhow::{Context, Result};
+use kvd_engine::Assets;
+use std::path::Path;
+
+/// The first `wanted` tokens of a file, or what it has.
+pub(crate) fn token_ids(assets: &Assets, path: &Path, wanted: usize) -> Result<Vec<u32>> {
+    let bytes = std::fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
+    let text = String::from_utf8(bytes).map_err(|error| {
+        let at = error.utf8_error().valid_up_to();
+        anyhow::anyhow!("{} is not UTF-8 from byte {at} on", path.display())
+    })?;
+    // Tokens stand for about four characters; a book would take the tokenizer minutes.
+    let mut characters = wanted * 8;
+    loop {
+        let end = text.char_indices().nth(characters).map_or(text.len(), |(at, _)| at);
+        let ids = assets.tokens(&text[..end])?;
+        if ids.len() >= wanted || end == text.len() {
+            return Ok(ids);
+        }
+        characters *= 2;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn any_utf8_gives_tokens_and_what_is_not_is_named() {
+        let assets = Assets::embedded().unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("text");
+        std::fs::write(&path, "Grüße, 世界! 🦀 ".repeat(200)).unwrap();
+        let ids = token_ids(&assets, &path, 300).unwrap();
+        assert!(ids.len() >= 300 && ids.iter().all(|&id| id < 2048), "{}", ids.len());
+        assert!(token_ids(&assets, &path, 1 << 20).unwrap().len() < 1 << 20);
+        std::fs::write(&path, b"good\xff").unwrap();
+        let error = format!("{:#}", token_ids(&assets, &path, 3).unwrap_err());
+        assert!(error.contains("not UTF-8 from byte 4"), "{error}");
+        let error = format!("{:#}", token_ids(&assets, Path::new("/none"), 3).unwrap_err());
+        assert!(error.contains("/none"), "{error}");
+    }
+}

@@ -1,0 +1,143 @@
+//! `kvd calibrate`: a calibration artefact from a dump, a model, or a daemon.
+
+use super::CliError;
+use clap::{ArgGroup, Args};
+use kvd_client::Endpoint;
+use kvd_core::{Namespace, SequenceId};
+use kvd_eval::calibrate::{
+    self, CalibrateOptions, Calibrated, DaemonSource, DumpSource, ModelSource, Source,
+};
+use kvd_eval::eval::EvalCodec;
+use std::fmt::Write;
+use std::path::{Path, PathBuf};
+
+/// Default of --tokens for a model: 22 windows of 2048 tokens, as `kvd eval` fits on.
+const MODEL_TOKENS: usize = 45_056;
+
+/// Rows come from --samples, from --endpoint with --sequence, or else from a model.
+#[derive(Args)]
+#[command(group(ArgGroup::new("result").args(["out", "dump"]).multiple(true).required(true)))]
+pub(super) struct CalibrateArgs {
+    /// Codec to fit: a preset, a spec, or @FILE for a policy file; may be repeated, the artefact
+    /// then serves all of them.
+    #[arg(long, value_name = "CODEC", value_parser = codec, requires = "out")]
+    codec: Vec<EvalCodec>,
+    /// Where to write the artefact.
+    #[arg(long, value_name = "FILE", requires = "codec")]
+    out: Option<PathBuf>,
+    /// Also write the rows, as a file for --samples; without --codec nothing else.
+    #[arg(long, value_name = "FILE")]
+    dump: Option<PathBuf>,
+    /// Safetensors file of layer.N.k, .v [tokens, kv_heads, head_dim] and, for qpca, .q; may be
+    /// repeated.
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["model", "text", "endpoint"])]
+    samples: Vec<PathBuf>,
+    /// Model folder, as for `kvd eval`; the built-in tiny model when absent.
+    #[arg(long, value_name = "DIR", conflicts_with = "endpoint")]
+    model: Option<PathBuf>,
+    /// Text in UTF-8 for the model to read; may be repeated. The end of the model folder's own
+    /// when absent.
+    #[arg(long, value_name = "FILE", conflicts_with = "endpoint")]
+    text: Vec<PathBuf>,
+    /// A running daemon, as http://HOST:PORT or unix:PATH.
+    #[arg(long, value_name = "ENDPOINT", requires = "sequence", value_parser = endpoint)]
+    endpoint: Option<Endpoint>,
+    /// Id of a sequence that the daemon holds; may be repeated.
+    #[arg(long, value_name = "ID", requires = "endpoint")]
+    sequence: Vec<u64>,
+    /// Namespace of the sequences.
+    #[arg(long, value_name = "NAME", requires = "endpoint", value_parser = namespace)]
+    namespace: Option<Namespace>,
+    /// Tokens to take: of each text (45056 when absent), file or sequence (all when absent).
+    #[arg(long, value_name = "N", value_parser = count)]
+    tokens: Option<usize>,
+    /// Tokens after which the model begins anew.
+    #[arg(long, value_name = "N", default_value_t = 2048)]
+    window: usize,
+    /// Tokens per block of the model that will use the artefact.
+    #[arg(long, value_name = "N", default_value_t = 64)]
+    block_tokens: u32,
+    /// Seed of the fits: the same rows, codecs and seed give the same bytes.
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    seed: u64,
+}
+
+fn codec(text: &str) -> Result<EvalCodec, String> {
+    text.parse().map_err(|error: anyhow::Error| format!("{error:#}"))
+}
+
+fn endpoint(text: &str) -> Result<Endpoint, String> {
+    text.parse().map_err(|error| format!("{error}"))
+}
+
+fn namespace(text: &str) -> Result<Namespace, String> {
+    Namespace::new(text).map_err(|error| error.to_string())
+}
+
+fn count(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(0) | Err(_) => Err("expected a number from 1 on".to_owned()),
+        Ok(count) => Ok(count),
+    }
+}
+
+impl CalibrateArgs {
+    fn source(&self) -> Source {
+        let (block_tokens, tokens) = (self.block_tokens, self.tokens);
+        if let Some(endpoint) = &self.endpoint {
+            let sequences = self.sequence.iter().copied().map(SequenceId).collect();
+            let (endpoint, namespace) = (endpoint.clone(), self.namespace.clone());
+            return Source::Daemon(DaemonSource { endpoint, namespace, sequences, tokens });
+        }
+        if !self.samples.is_empty() {
+            let files = self.samples.clone();
+            return Source::Dump(DumpSource { files, block_tokens, tokens });
+        }
+        Source::Model(ModelSource {
+            dir: self.model.clone(),
+            texts: self.text.clone(),
+            tokens: tokens.unwrap_or(MODEL_TOKENS),
+            window: self.window,
+            block_tokens,
+        })
+    }
+}
+
+pub(super) async fn calibrate(args: CalibrateArgs) -> Result<(), CliError> {
+    let options = CalibrateOptions {
+        source: args.source(),
+        codecs: args.codec.clone(),
+        seed: args.seed,
+        dump: args.dump.clone(),
+    };
+    let made = calibrate::run(&options).await?;
+    super::print(&report(&args, &made)?)
+}
+
+/// Writes the artefact and says what was made.
+fn report(args: &CalibrateArgs, made: &Calibrated) -> Result<String, CliError> {
+    let mut text = String::new();
+    let queries = if made.queries { "with queries" } else { "without queries" };
+    let mut say = |what: &str, path: &Path| {
+        // Writing to a string cannot fail.
+        let _ = writeln!(text, "{}: {what}", path.display());
+    };
+    if let Some(path) = &args.dump {
+        say(&format!("{} tokens per layer, {queries}", made.tokens), path);
+    }
+    if let (Some(path), Some(artefact)) = (&args.out, &made.artefact) {
+        let bytes = artefact.to_bytes();
+        let written = std::fs::write(path, &bytes).map_err(anyhow::Error::from);
+        written.map_err(|error| error.context(format!("cannot write {}", path.display())))?;
+        let codecs: Vec<_> = args.codec.iter().map(|codec| codec.label.as_str()).collect();
+        let what = format!(
+            "{:.1} KiB for {}, fitted on {} tokens per layer, seed {}",
+            bytes.len() as f64 / 1024.0,
+            codecs.join(", "),
+            made.tokens,
+            args.seed
+        );
+        say(&what, path);
+    }
+    Ok(text)
+}

@@ -1,0 +1,197 @@
+//! `kvd eval`: a daemon in this process and the evaluation as its client.
+
+use super::CliError;
+use super::local::{self, Local};
+use crate::daemon::Running;
+use anyhow::Context;
+use clap::Args;
+use kvd_eval::eval::{self, EvalCodec, EvalOptions, EvalReport, Windows};
+use kvd_eval::search::{self, SearchOptions};
+use std::path::{Path, PathBuf};
+
+/// What to evaluate.
+#[derive(Args)]
+pub(super) struct EvalArgs {
+    /// Model folder (config.json, model.safetensors, tokenizer.json, eval_ids.u16 or eval.txt);
+    /// the built-in tiny model when absent.
+    #[arg(long, value_name = "DIR")]
+    model: Option<PathBuf>,
+    /// Held-out text in UTF-8, instead of the model folder's; may be repeated, one block of rows
+    /// each. Calibrations stay those of the model folder's text.
+    #[arg(long, value_name = "FILE")]
+    text: Vec<PathBuf>,
+    /// Codec to evaluate: a preset, a spec, or @FILE for a policy file; may be repeated.
+    #[arg(long, value_name = "CODEC", value_parser = codec)]
+    #[arg(required_unless_present_any = ["all_presets", "orderings", "search"])]
+    codec: Vec<EvalCodec>,
+    /// Evaluate every preset of `kvd codecs`, before those of --codec.
+    #[arg(long)]
+    all_presets: bool,
+    /// Evaluate the codecs that papers order, and check their claims where windows are equal.
+    #[arg(long)]
+    orderings: bool,
+    /// Windows of every codec: own, or sink=N,recent=N; may be repeated, one block of rows each.
+    #[arg(long, value_name = "WINDOWS", default_value = "own", value_parser = windows)]
+    windows: Vec<Windows>,
+    /// Passages to score.
+    #[arg(long, value_name = "N", default_value_t = 2)]
+    passages: usize,
+    /// Tokens of a passage.
+    #[arg(long, value_name = "N", default_value_t = 2048)]
+    tokens: usize,
+    /// Tokens per step of a passage.
+    #[arg(long, value_name = "N", default_value_t = 8)]
+    chunk: usize,
+    /// Windows of text that calibrations are fitted on.
+    #[arg(long, value_name = "N", default_value_t = 22)]
+    calibration_windows: usize,
+    /// Calibration artefact to use for every codec that needs one, instead of fitting.
+    #[arg(long, value_name = "FILE")]
+    calibration: Option<PathBuf>,
+    /// Tokens of context over which windows and tables are spread.
+    #[arg(long, value_name = "N", default_value_t = 32_768)]
+    context: usize,
+    /// Seed of the calibrations.
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    seed: u64,
+    /// Write the report as one JSON object; - is standard output, instead of the tables.
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+    /// Write the report as a Markdown page.
+    #[arg(long, value_name = "FILE")]
+    markdown: Option<PathBuf>,
+    /// Plot bits against KL as SVG.
+    #[arg(long, value_name = "FILE")]
+    svg: Option<PathBuf>,
+    /// Find the best side for every layer within --budget-bits, by measured sensitivity, and
+    /// evaluate that policy beside the codecs (the kvd presets when none is named).
+    #[arg(long, requires = "budget_bits", conflicts_with = "calibration")]
+    search: bool,
+    /// Bits per value of packed blocks that a policy may take, mean over layers and sides.
+    #[arg(long, value_name = "BITS", requires = "search")]
+    budget_bits: Option<f64>,
+    /// Codec whose sides a layer may get; may be repeated. Eight rates of the kvd presets' family
+    /// when absent.
+    #[arg(long, value_name = "CODEC", requires = "search", value_parser = codec)]
+    candidates: Vec<EvalCodec>,
+    /// Write the policy found, as --codec @FILE reads it.
+    #[arg(long, value_name = "FILE", requires = "search")]
+    policy: Option<PathBuf>,
+    /// Write the calibration artefact of the policy found.
+    #[arg(long, value_name = "FILE", requires = "search")]
+    artefact: Option<PathBuf>,
+    /// Page memory of the daemon.
+    #[arg(long, value_name = "SIZE", default_value = "1 GiB")]
+    pool: String,
+}
+
+fn codec(text: &str) -> Result<EvalCodec, String> {
+    text.parse().map_err(|error: anyhow::Error| format!("{error:#}"))
+}
+
+fn windows(text: &str) -> Result<Windows, String> {
+    text.parse().map_err(|error: anyhow::Error| format!("{error:#}"))
+}
+
+pub(super) async fn eval(args: EvalArgs) -> Result<(), CliError> {
+    let local = Local { admin: "", pool: &args.pool };
+    local.run(async |running| report(&args, running).await.map_err(CliError::from)).await
+}
+
+async fn report(args: &EvalArgs, running: &Running) -> anyhow::Result<()> {
+    let mut codecs = if args.all_presets { EvalCodec::all_presets() } else { Vec::new() };
+    let ordered = if args.orderings { EvalCodec::orderings() } else { Vec::new() };
+    for codec in ordered.into_iter().chain(args.codec.iter().cloned()) {
+        if !codecs.contains(&codec) {
+            codecs.push(codec);
+        }
+    }
+    let options = EvalOptions {
+        metrics: Some(local::metrics(running)),
+        model_dir: args.model.clone(),
+        texts: args.text.clone(),
+        windows: args.windows.clone(),
+        passages: args.passages,
+        passage_tokens: args.tokens,
+        chunk_tokens: args.chunk,
+        calibration_windows: args.calibration_windows,
+        calibration: args.calibration.clone(),
+        context_tokens: args.context,
+        seed: args.seed,
+        command: command(),
+        ..EvalOptions::new(local::endpoint(running)?, codecs)
+    };
+    let Some(budget) = args.budget_bits else {
+        return write(args, &eval::run(&options).await?);
+    };
+    write(args, &search(args, options, budget).await?)
+}
+
+/// Writes the policy and its artefact too.
+async fn search(
+    args: &EvalArgs,
+    mut options: EvalOptions,
+    budget: f64,
+) -> anyhow::Result<EvalReport> {
+    let mut search = SearchOptions::new(budget);
+    if !args.candidates.is_empty() {
+        search.candidates.clone_from(&args.candidates);
+    }
+    // Rows compare under the policy's own windows only.
+    match options.windows.iter().find(|windows| **windows != Windows::Own) {
+        Some(windows) => search.windows = *windows,
+        None => options.windows = vec![search.windows],
+    }
+    if options.codecs.is_empty() {
+        let ours = |codec: &EvalCodec| codec.label.starts_with("kvd-");
+        options.codecs = EvalCodec::all_presets().into_iter().filter(ours).collect();
+    }
+    let (found, report) = search::run(&options, &search).await?;
+    if let Some(path) = &args.policy {
+        put(path, found.policy.as_bytes())?;
+    }
+    if let (Some(path), Some(artefact)) = (&args.artefact, &found.artefact) {
+        put(path, &artefact.to_bytes())?;
+    }
+    Ok(report)
+}
+
+/// Files first, so that a table on the terminal says that everything is written.
+fn write(args: &EvalArgs, report: &EvalReport) -> anyhow::Result<()> {
+    if let Some(path) = &args.svg {
+        put(path, eval::svg(report).as_bytes())?;
+    }
+    if let Some(path) = &args.markdown {
+        let plot = args.svg.as_deref().map(|svg| seen_from(path, svg));
+        put(path, eval::page(report, plot.as_deref()).as_bytes())?;
+    }
+    let json = |report| Ok::<_, anyhow::Error>(serde_json::to_string_pretty(report)? + "\n");
+    match &args.json {
+        Some(path) if path.as_os_str() == "-" => Ok(super::print(&json(report)?)?),
+        Some(path) => {
+            put(path, json(report)?.as_bytes())?;
+            Ok(eval::print(report, &mut std::io::stdout())?)
+        }
+        None => Ok(eval::print(report, &mut std::io::stdout())?),
+    }
+}
+
+fn put(path: &Path, bytes: &[u8]) -> anyhow::Result<()> {
+    std::fs::write(path, bytes).with_context(|| format!("cannot write {}", path.display()))
+}
+
+/// The plot as a link of the page: its name where both lie in one folder.
+fn seen_from(page: &Path, svg: &Path) -> String {
+    let near = svg.file_name().filter(|_| page.parent() == svg.parent());
+    near.map_or_else(|| svg.display().to_string(), |name| name.to_string_lossy().into_owned())
+}
+
+/// This command line, as it can be typed again.
+fn command() -> String {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "-_=.,/@:+".contains(c);
+    let quoted = |argument: String| {
+        if argument.chars().all(plain) { argument } else { format!("'{argument}'") }
+    };
+    let arguments = std::env::args().skip(1).map(quoted);
+    std::iter::once("kvd".to_owned()).chain(arguments).collect::<Vec<_>>().join(" ")
+}

@@ -1,0 +1,55 @@
+//! A daemon in this process for the commands that are their own client, over loopback gRPC.
+
+use super::{CliError, serve::stop_signal};
+use crate::config::{Config, Overrides};
+use crate::daemon::{Daemon, Running};
+use crate::telemetry;
+use anyhow::Context;
+use kvd_client::Endpoint;
+use kvd_eval::measure::MetricsSource;
+
+/// Settings of that daemon that differ from the defaults.
+pub(super) struct Local<'a> {
+    /// Address of the metrics; empty for none.
+    pub(super) admin: &'a str,
+    /// Page memory.
+    pub(super) pool: &'a str,
+}
+
+impl Local<'_> {
+    /// Starts a daemon, does `work` with it and drains it, also after a signal.
+    pub(super) async fn run(
+        &self,
+        work: impl AsyncFnOnce(&Running) -> Result<(), CliError>,
+    ) -> Result<(), CliError> {
+        let flags = [
+            ("server.listen_tcp", "127.0.0.1:0"),
+            ("admin.listen", self.admin),
+            ("device.pool_bytes", self.pool),
+            ("log.filter", "warn"),
+        ];
+        let flags = flags.map(|(key, value)| (key.to_owned(), value.to_owned())).to_vec();
+        let config = Config::load(&Overrides { file: None, environment: false, flags })?;
+        telemetry::init(&config)?;
+        let running = Daemon::build(config).await?.spawn();
+        let outcome = tokio::select! {
+            result = work(&running) => result,
+            () = running.device_failed() => Err(CliError::DeviceFailed),
+            result = stop_signal() => result.map_err(|error| CliError::Other(error.into())),
+        };
+        running.drain().await;
+        outcome
+    }
+}
+
+/// Where that daemon listens.
+pub(super) fn endpoint(running: &Running) -> anyhow::Result<Endpoint> {
+    let tcp = running.addresses().tcp.context("the daemon in this process listens on TCP")?;
+    Ok(format!("http://{tcp}").parse()?)
+}
+
+/// Its metrics.
+pub(super) fn metrics(running: &Running) -> MetricsSource {
+    let metrics = running.service().metrics().clone();
+    MetricsSource::new(move || metrics.render())
+}

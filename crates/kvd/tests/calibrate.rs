@@ -1,0 +1,160 @@
+//! `kvd calibrate`: from a model, a dump and a daemon, and its command line.
+#![cfg(feature = "eval")]
+#![expect(clippy::unwrap_used, reason = "a set-up that fails is a test that fails")]
+
+mod support;
+
+use kvd_client::{Client, LayerIndex, ModelSpec, StoreChunk};
+use kvd_codec::{Calibration, ModelCodec};
+use kvd_core::DType;
+use kvd_eval::calibrate::{
+    self, CalibrateError, CalibrateOptions, DaemonSource, DumpSource, KvDump, LayerRows, Source,
+};
+use std::path::Path;
+use std::process::{Command, Output};
+
+const VQ: &str = "k=smooth/vq(d=4,b=4); v=vq(d=4,b=4)";
+
+fn kvd(arguments: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_kvd")).args(arguments).output().unwrap()
+}
+
+/// Runs `kvd calibrate` in `dir`; returns what it printed.
+fn calibrate(dir: &Path, arguments: &[&str]) -> String {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_kvd"));
+    let output = command.arg("calibrate").args(arguments).current_dir(dir).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+#[test]
+fn the_same_text_codecs_and_seed_give_the_same_bytes_also_by_way_of_a_dump() {
+    let dir = tempfile::tempdir().unwrap();
+    let read = |name: &str| std::fs::read(dir.path().join(name)).unwrap();
+    let text = ["--tokens", "128", "--window", "64"];
+    let codecs = ["--codec", VQ, "--codec", "k=raw; v=smooth/fp8"];
+    let run = |rows: &[&str], out: &str, seed: &str| {
+        calibrate(dir.path(), &[rows, &codecs, &["--out", out, "--seed", seed]].concat())
+    };
+    let said = run(&text, "a", "7");
+    assert!(
+        said.contains("a: ") && said.contains("128 tokens") && said.contains("seed 7"),
+        "{said}"
+    );
+    run(&text, "b", "7");
+    assert!(read("a") == read("b"), "equal runs wrote different artefacts");
+    run(&text, "c", "8");
+    assert!(read("a") != read("c"), "the seed changed nothing");
+    let said = calibrate(dir.path(), &[&text[..], &["--dump", "rows"]].concat());
+    assert!(said.contains("rows: 128 tokens per layer, with queries"), "{said}");
+    run(&["--samples", "rows"], "d", "7");
+    assert!(read("a") == read("d"), "the dump's artefact is not the model's");
+
+    let artefact = Calibration::from_bytes(&read("a")).unwrap();
+    let parts: Vec<_> = artefact.parts().map(|(side, text)| format!("{side} {text}")).collect();
+    assert_eq!(parts, ["k smooth/vq(d=4,b=4)", "v /vq(d=4,b=4)", "v smooth"]);
+    for codec in [codecs[1], codecs[3]] {
+        let spec = kvd_codec::resolve(codec).unwrap();
+        ModelCodec::new(artefact.geometry().clone(), spec, Some(&artefact)).unwrap();
+    }
+}
+
+/// Rows of one layer whose values f16 holds exactly.
+fn rows() -> KvDump {
+    let geometry = kvd_core::Geometry {
+        layers: 1,
+        kv_heads: 2,
+        head_dim_k: 32,
+        head_dim_v: 32,
+        block_tokens: 16,
+        dtype: DType::F16,
+        rope_pairing: kvd_core::RopePairing::Half,
+    };
+    let values =
+        |seed: usize| (0..700 * 64).map(|i| ((i * 37 + seed) % 101) as f32 / 8.0).collect();
+    let layers = vec![LayerRows { k: values(0), v: values(5), q: Vec::new() }];
+    KvDump { geometry, query_heads: 0, layers }
+}
+
+fn packed(values: &[f32]) -> bytes::Bytes {
+    let mut bytes = vec![0; values.len() * 2];
+    DType::F16.narrow(values, &mut bytes);
+    bytes.into()
+}
+
+fn options(source: Source, codec: &str) -> CalibrateOptions {
+    CalibrateOptions { source, codecs: vec![codec.parse().unwrap()], seed: 3, dump: None }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn rows_of_a_daemon_fit_like_the_same_rows_of_a_file_and_lack_queries() {
+    let running = support::start(&[]).await;
+    let endpoint: kvd_client::Endpoint =
+        format!("http://{}", running.addresses().tcp.unwrap()).parse().unwrap();
+    let client = Client::connect(endpoint.clone()).await.unwrap();
+    let rows = rows();
+    let spec = ModelSpec {
+        name: "m".to_owned(),
+        geometry: rows.geometry.clone(),
+        codec: "raw".to_owned(),
+        calibration: Default::default(),
+    };
+    let model = client.register_model(spec).await.unwrap().model;
+    let sequence = client.open_sequence(model).await.unwrap();
+    let source = |tokens| {
+        let endpoint = endpoint.clone();
+        Source::Daemon(DaemonSource {
+            endpoint,
+            namespace: None,
+            sequences: vec![sequence],
+            tokens,
+        })
+    };
+    let error = calibrate::run(&options(source(None), VQ)).await.unwrap_err();
+    let error = error.downcast::<CalibrateError>().unwrap();
+    assert_eq!(error, CalibrateError::Empty { sequence: sequence.0 });
+
+    let (k, v) = (packed(&rows.layers[0].k), packed(&rows.layers[0].v));
+    let chunk = StoreChunk { sequence, layer: LayerIndex(0), start: 0, tokens: 700, k, v };
+    client.store(chunk).await.unwrap();
+    let live = calibrate::run(&options(source(None), VQ)).await.unwrap();
+    assert_eq!((live.tokens, live.queries), (700, false));
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("rows");
+    std::fs::write(&path, rows.to_bytes().unwrap()).unwrap();
+    let file = DumpSource { files: vec![path], block_tokens: 16, tokens: None };
+    let dumped = calibrate::run(&options(Source::Dump(file), VQ)).await.unwrap();
+    assert_eq!(live.artefact, dumped.artefact);
+    assert_eq!(calibrate::run(&options(source(Some(40)), VQ)).await.unwrap().tokens, 40);
+
+    let error = calibrate::run(&options(source(None), "kvd-2")).await.unwrap_err();
+    let error = error.downcast::<CalibrateError>().unwrap();
+    assert_eq!(error, CalibrateError::NoQueries { codec: "kvd-2".to_owned() });
+    assert!(error.to_string().contains("--model"), "{error}");
+    running.drain().await;
+}
+
+#[test]
+fn what_cannot_be_calibrated_is_refused_with_its_exit_code() {
+    let fixture =
+        concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/fixtures/kv-tiny-b/model.safetensors");
+    let out = ["--out", "/no/such/folder/file"];
+    let vq = ["--codec", VQ];
+    for (arguments, code, part) in [
+        (vec![], 64, "--out"),
+        (vec!["--out", "x"], 64, "--codec"),
+        (vec!["--codec", "zip", "--out", "x"], 64, "no preset"),
+        (vec!["--endpoint", "http://127.0.0.1:9", "--out", "x", vq[0], vq[1]], 64, "--sequence"),
+        (vec!["--samples", "x", "--model", "y", "--dump", "z"], 64, "cannot be used with"),
+        (vec!["--samples", "/no/such", vq[0], vq[1], "--out", "x"], 1, "/no/such"),
+        (vec!["--samples", fixture, vq[0], vq[1], "--out", "x"], 1, "no tensor layer.0.k"),
+        (vec!["--tokens", "64", "--window", "64", "--codec", "fp8", "--out", "x"], 1, "fp8"),
+        (vec!["--tokens", "64", "--window", "64", vq[0], vq[1], out[0], out[1]], 1, out[1]),
+        (vec!["--window", "4096", vq[0], vq[1], "--out", "x"], 1, "2048 positions"),
+    ] {
+        let output = kvd(&[&["calibrate"], &arguments[..]].concat());
+        let error = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(code), "{arguments:?}: {error}");
+        assert!(error.contains(part), "{arguments:?}: {error}");
+    }
+}
