@@ -1,8 +1,9 @@
-//! Repository chores: `cargo xtask gen | tidy | ci`.
+//! Repository chores: `cargo xtask gen | tidy | ci | kernels`.
 #![forbid(unsafe_code)]
 
 mod ci;
 mod generate;
+mod kernels;
 mod report;
 mod tidy;
 
@@ -31,6 +32,9 @@ enum Chore {
     Tidy,
     /// What must pass before a commit: fmt, clippy, gen --check, tidy.
     Ci,
+    /// Compiles the CUDA kernels for each target, with a compiler from Python wheels; needs the
+    /// network the first time, no GPU.
+    Kernels,
 }
 
 fn main() -> ExitCode {
@@ -51,6 +55,7 @@ fn run(chore: Chore, root: &Path, report: &Report) -> Result<()> {
         Chore::Gen { check: true } => check_generated(root),
         Chore::Tidy => tidy::run(root, report),
         Chore::Ci => ci::run(root, report),
+        Chore::Kernels => kernels::run(root, report),
     }
 }
 

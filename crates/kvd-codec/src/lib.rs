@@ -53,6 +53,7 @@ pub use preset::{Preset, preset, presets, resolve};
 pub use reader::{FixedCodes, PageReader, Space};
 pub use samples::Samples;
 pub use side::HeadSide;
+pub use side::stored::Stored;
 pub use side::vq::{Codebook, Vq};
 pub use spec::{
     CodecSpec, Entropy, FloatFormat, GroupAxis, Quantizer, SideSpec, Transform, UniformMode,

@@ -9,6 +9,9 @@ const MEMBERS: &[(&str, &[&str])] = &[
     ("kvd-core", &[]),
     ("kvd-codec", &["kvd-core"]),
     ("kvd-compute", &["kvd-core", "kvd-codec"]),
+    ("kvd-cuda", &["kvd-core", "kvd-codec", "kvd-compute"]),
+    // Runs the kernels on the CPU, in its own tests alone.
+    ("kvd-emu", &[]),
     ("kvd-store", &["kvd-core"]),
     ("kvd-proto", &["kvd-core"]),
     ("kvd-client", &["kvd-core", "kvd-proto"]),
@@ -36,6 +39,7 @@ const MEMBERS: &[(&str, &[&str])] = &[
 const TESTS: &[(&str, &[&str])] = &[
     // A fake daemon answers the evaluation's client; the real one would be an edge upwards.
     ("kvd-eval", &["kvd-proto"]),
+    ("kvd-emu", &["kvd-core", "kvd-codec", "kvd-compute", "kvd-cuda"]),
 ];
 
 /// What a member must never reach, not even through others.
@@ -43,6 +47,7 @@ const NEVER: &[(&str, &[&str])] = &[
     ("kvd-core", &["tokio", "tonic", "cudarc"]),
     ("kvd-codec", &["tokio", "tonic", "cudarc"]),
     ("kvd-compute", &["tokio", "tonic", "cudarc"]),
+    ("kvd-cuda", &["tokio", "tonic"]),
     ("kvd-store", &["tonic", "cudarc"]),
     ("kvd-proto", &["cudarc"]),
 ];

@@ -11,6 +11,7 @@ pub(crate) mod hybrid;
 pub(crate) mod lloyd;
 pub(crate) mod nearest;
 pub(crate) mod polar;
+pub(crate) mod stored;
 pub(crate) mod symmetric;
 pub(crate) mod uniform;
 pub(crate) mod vq;

@@ -21,8 +21,8 @@ pub(super) const ROUND: f32 = 8_388_608.0;
 #[derive(Clone, Debug)]
 pub(crate) struct Uniform {
     step: UniformStep,
-    axis: GroupAxis,
-    group: Option<usize>,
+    pub(super) axis: GroupAxis,
+    pub(super) group: Option<usize>,
     /// Largest code, or magnitude of one.
     pub(super) top: u16,
 }

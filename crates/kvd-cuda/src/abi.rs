@@ -1,0 +1,131 @@
+//! What host and kernels agree on, field by field: `kernels/include/kvd/page.cuh` and `merge.cuh`.
+//! Addresses are device addresses as integers; a kernel is launched with the bytes of one struct.
+
+use bytemuck::{Pod, Zeroable};
+
+/// Marks a partial result that is in coefficients.
+pub(crate) const COEFFICIENTS: u32 = 1 << 31;
+
+/// How one head's keys or values are stored.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
+pub struct SideShape {
+    /// Offset of the codebook in the launch's codebooks, bytes.
+    pub book: u64,
+    /// Channels of a row.
+    pub dim: u32,
+    /// Bits of a code, 0 for floats.
+    pub bits: u32,
+    /// Tokens that share a scale, at least 1.
+    pub scale_tokens: u32,
+    /// Channels that share a scale, at least 1.
+    pub scale_channels: u32,
+    /// Channels of a codebook entry, at least 1.
+    pub book_dim: u32,
+    /// Zero.
+    pub unused: u32,
+}
+
+/// An entry of the block table: one page of one KV head, or rows as they came.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+pub struct PageEntry {
+    /// Offset of the keys' payload in the arena.
+    pub key: u64,
+    /// Offset of the values' payload in the arena.
+    pub value: u64,
+    /// Rows that the payload was laid out for.
+    pub tokens: u32,
+    /// First row to read.
+    pub first_row: u32,
+    /// Rows to read.
+    pub rows: u32,
+    /// Position of the first row's token.
+    pub first_token: u32,
+}
+
+/// What one thread block does: a few query rows over some pages of one KV head.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+pub struct Unit {
+    /// Keys.
+    pub key: SideShape,
+    /// Values.
+    pub value: SideShape,
+    /// First entry of the block table.
+    pub first_page: u32,
+    /// Entries.
+    pub pages: u32,
+    /// First row of the queries.
+    pub query: u32,
+    /// Query rows.
+    pub rows: u32,
+    /// Number of the first row among the query's `[tokens, heads]`.
+    pub first_row: u32,
+    /// Query heads of the KV head.
+    pub heads: u32,
+    /// Position of query token 0.
+    pub position: u32,
+    /// Sliding window in tokens, 0 for none.
+    pub window: u32,
+    /// First row of the partial results.
+    pub partial: u32,
+    /// Zero.
+    pub unused: u32,
+}
+
+/// The parameter of `kvd_attend_*`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Pod, Zeroable)]
+pub struct AttendParameters {
+    /// Page memory.
+    pub arena: u64,
+    /// Codebooks.
+    pub books: u64,
+    /// [`PageEntry`]s.
+    pub pages: u64,
+    /// [`Unit`]s, one per thread block.
+    pub units: u64,
+    /// Scaled queries, f32 `[rows, key channels]`.
+    pub queries: u64,
+    /// What to add to a row's scores, f32.
+    pub offsets: u64,
+    /// Partial sums, f32 `[partials, value channels]`; written.
+    pub out: u64,
+    /// Largest score and sum of weights, f32 `[partials, 2]`; written.
+    pub stats: u64,
+    /// Shared memory of a staged tile of keys, bytes.
+    pub key_stage: u32,
+    /// The same of values.
+    pub value_stage: u32,
+    /// Shared memory of a codebook of keys, bytes.
+    pub key_book: u32,
+    /// The same of values.
+    pub value_book: u32,
+    /// Soft cap of scores, 0 for none.
+    pub soft_cap: f32,
+    /// Zero.
+    pub unused: u32,
+}
+
+/// The parameter of `kvd_merge`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+pub struct MergeParameters {
+    /// As in [`AttendParameters`].
+    pub out: u64,
+    /// As in [`AttendParameters`].
+    pub stats: u64,
+    /// End of each row's list in `partials`, u32.
+    pub ends: u64,
+    /// Partial results by row; the top bit says that one is in coefficients.
+    pub partials: u64,
+    /// f32 `[rows, 2, value channels]`: weighted sums of raw rows, of coefficients; written.
+    pub sums: u64,
+    /// f32 `[rows, 3]`: log-sum-exp, sum of weights, the part of coefficients; written.
+    pub results: u64,
+    /// Value channels.
+    pub dim: u32,
+    /// Zero.
+    pub unused: u32,
+}

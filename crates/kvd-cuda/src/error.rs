@@ -1,0 +1,63 @@
+//! Why a plan has no launch.
+
+use kvd_core::{Coded, ErrorCode, Side};
+
+/// What the kernels cannot do, or were told wrongly.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum PlanError {
+    /// No kernel reads this side.
+    #[error(
+        "no CUDA kernel reads the {} of layer {layer}, head {head} ({what}); \
+         use raw, fp8, uniform or vq of up to 8 bits without huffman, or the cpu device",
+        if *side == Side::Key { "keys" } else { "values" }
+    )]
+    NoSide {
+        /// Keys or values.
+        side: Side,
+        /// Layer.
+        layer: u32,
+        /// KV head.
+        head: usize,
+        /// What it holds.
+        what: &'static str,
+    },
+    /// Each side has a kernel, the pair has not.
+    #[error("no CUDA kernel has {keys} keys with {values} values; use the cpu device")]
+    NoPair {
+        /// Keys.
+        keys: &'static str,
+        /// Values.
+        values: &'static str,
+    },
+    /// The head is too large.
+    #[error("values of {dim} channels; the CUDA kernels take at most {max}, use the cpu device")]
+    HeadDim {
+        /// Channels.
+        dim: usize,
+        /// Most.
+        max: usize,
+    },
+    /// The backend does not know a page that the plan names.
+    #[error("no page is known at offset {0} of the arena")]
+    UnknownPage(u64),
+    /// Keys and values of a page differ in length.
+    #[error("the page at offset {offset} has {keys} keys and {values} values")]
+    Lengths {
+        /// Offset of the keys' page.
+        offset: u64,
+        /// Rows of the keys.
+        keys: u16,
+        /// Rows of the values.
+        values: u16,
+    },
+}
+
+impl Coded for PlanError {
+    fn code(&self) -> ErrorCode {
+        match self {
+            Self::UnknownPage(_) | Self::Lengths { .. } => ErrorCode::CorruptPage,
+            _ => ErrorCode::InvalidCodec,
+        }
+    }
+}

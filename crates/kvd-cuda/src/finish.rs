@@ -1,0 +1,52 @@
+//! From merged partial results to a reply: the value side's transform is undone once per row.
+
+use kvd_codec::ModelCodec;
+use kvd_compute::{AttendPlan, Attended};
+use kvd_core::Side;
+
+/// What `kvd_merge` wrote.
+#[derive(Clone, Debug)]
+pub struct Merged {
+    /// `[rows, 2, value channels]`: weighted sums of raw rows, of coefficients.
+    pub sums: Vec<f32>,
+    /// `[rows, 3]`: log-sum-exp, sum of weights, the part of coefficients.
+    pub results: Vec<f32>,
+}
+
+impl Merged {
+    /// The plan's answer. Rows are `[tokens, query heads]`, as in the plan.
+    ///
+    /// # Panics
+    /// When the lengths are not the plan's.
+    #[must_use]
+    pub fn finish(&self, plan: &AttendPlan, codec: &ModelCodec) -> Attended {
+        let geometry = codec.geometry();
+        let dim = geometry.head_dim(Side::Value);
+        let group = (plan.q_heads / geometry.kv_heads) as usize;
+        let rows = self.results.len() / 3;
+        assert_eq!(self.sums.len(), rows * 2 * dim, "finish: sums");
+        let row_bytes = dim * plan.dtype.size_bytes();
+        let mut out = vec![0u8; rows * row_bytes];
+        let mut lse = Vec::with_capacity(rows);
+        let results = self.results.as_chunks::<3>().0.iter();
+        for (row, (result, sums)) in results.zip(self.sums.chunks_exact(2 * dim)).enumerate() {
+            let [row_lse, weights, coefficient_weights] = *result;
+            lse.push(row_lse);
+            if weights == 0.0 {
+                continue;
+            }
+            let head = row % plan.q_heads as usize / group;
+            let mut values = sums[..dim].to_vec();
+            if coefficient_weights > 0.0 {
+                let side = codec.head(plan.layer, Side::Value, head);
+                side.unfold_value(&sums[dim..], coefficient_weights, &mut values);
+            }
+            values.iter_mut().for_each(|value| *value /= weights);
+            plan.dtype.narrow(&values, &mut out[row * row_bytes..][..row_bytes]);
+        }
+        let token_bytes = geometry.token_bytes();
+        let parts = plan.queries.iter().flat_map(|query| query.parts.iter());
+        let stored_bytes_read = parts.map(|part| part.stored_bytes(token_bytes)).sum();
+        Attended { out, lse, stored_bytes_read }
+    }
+}

@@ -1,0 +1,349 @@
+//! A plan as block tables and launches. Pure: it reads no page memory; what a page is comes from
+//! the header that whoever placed it kept.
+
+use crate::PlanError;
+use crate::abi::{COEFFICIENTS, PageEntry, SideShape, Unit};
+use crate::side::{Kernel, TILE_TOKENS, book_bytes, page_shape, rows_shape, stage_bytes};
+use kvd_codec::{HEADER_BYTES, ModelCodec, PageHeader};
+use kvd_compute::{AttendPlan, PlanPart, PlanQuery, Source};
+use kvd_core::Side;
+use std::collections::BTreeMap;
+
+/// Threads of a block, in warps of 32.
+const THREADS: usize = 128;
+/// Value channels that a thread block sums.
+const DIM_MAX: usize = 2 * THREADS;
+/// Query rows that one thread block can take, by kernel.
+const ROWS: [u32; 3] = [1, 4, 8];
+
+/// Choices that do not change the result.
+#[derive(Clone, Copy, Debug)]
+pub struct Options {
+    /// Parts (blocks) of one unit at most: the split of the stored range.
+    pub parts_per_unit: usize,
+}
+
+/// One launch of `kvd_attend_*`.
+#[derive(Clone, Debug)]
+pub struct Launch {
+    /// The kernel.
+    pub kernel: String,
+    /// One per thread block.
+    pub units: Vec<Unit>,
+    /// As in [`crate::AttendParameters`].
+    pub key_stage: u32,
+    /// As in [`crate::AttendParameters`].
+    pub value_stage: u32,
+    /// As in [`crate::AttendParameters`].
+    pub key_book: u32,
+    /// As in [`crate::AttendParameters`].
+    pub value_book: u32,
+    /// Dynamic shared memory, bytes.
+    pub shared_bytes: usize,
+}
+
+/// What a device needs to answer a plan.
+#[derive(Clone, Debug, Default)]
+pub struct Tables {
+    /// The block table.
+    pub pages: Vec<PageEntry>,
+    /// Codebooks, f16.
+    pub books: Vec<u8>,
+    /// Scaled queries, `[rows, key channels]`: as given and folded into coefficient space.
+    pub queries: Vec<f32>,
+    /// What to add to a row's scores.
+    pub offsets: Vec<f32>,
+    /// Launches; they may run side by side.
+    pub launches: Vec<Launch>,
+    /// Rows of partial results.
+    pub partials: usize,
+    /// End of each output row's list in `order`.
+    pub ends: Vec<u32>,
+    /// Partial results by output row, with the mark of coefficients.
+    pub order: Vec<u32>,
+    /// Soft cap, 0 for none.
+    pub soft_cap: f32,
+}
+
+/// Both sides of a part: kernels, shapes, and which of them hold coefficients.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Sides {
+    kernels: [Kernel; 2],
+    shapes: [SideShape; 2],
+    folded: [bool; 2],
+}
+
+/// A kernel with a number of rows: what one launch runs.
+type LaunchKey = (Kernel, Kernel, u32);
+
+struct Builder<'a> {
+    plan: &'a AttendPlan,
+    codec: &'a ModelCodec,
+    /// Header of the page that begins at an offset of the arena.
+    header: &'a dyn Fn(u64) -> Option<PageHeader>,
+    q: Vec<f32>,
+    options: Options,
+    /// Shapes of pages by head.
+    coded: Vec<[Result<(Kernel, SideShape), &'static str>; 2]>,
+    tables: Tables,
+    units: BTreeMap<LaunchKey, (Vec<Unit>, [usize; 4])>,
+    /// Partial results of each output row.
+    rows: Vec<Vec<u32>>,
+}
+
+/// Query rows of one head of one query.
+struct HeadRows {
+    head: usize,
+    /// Query heads of the KV head.
+    group: usize,
+    /// Index of the first query token in the batch.
+    batch_row: usize,
+    /// First row of the queries as given; as many folded ones follow.
+    first: usize,
+    count: usize,
+}
+
+impl Tables {
+    /// Builds the tables of a plan whose shapes the caller has checked. `header` gives the header
+    /// of the page that begins at an offset of the arena.
+    ///
+    /// # Errors
+    /// When no kernel reads what the plan names, or a page is unknown.
+    pub fn new(
+        plan: &AttendPlan,
+        codec: &ModelCodec,
+        header: &dyn Fn(u64) -> Option<PageHeader>,
+        options: Options,
+    ) -> Result<Self, PlanError> {
+        let geometry = codec.geometry();
+        let dim = geometry.head_dim(Side::Value);
+        if dim > DIM_MAX {
+            return Err(PlanError::HeadDim { dim, max: DIM_MAX });
+        }
+        let mut q = vec![0f32; plan.q.len() / plan.dtype.size_bytes()];
+        plan.dtype.widen(&plan.q, &mut q);
+        let mut tables = Self { soft_cap: plan.soft_cap.unwrap_or(0.0), ..Self::default() };
+        let coded = (0..geometry.kv_heads as usize).map(|head| {
+            Side::BOTH.map(|side| page_shape(codec.head(plan.layer, side, head), &mut tables.books))
+        });
+        let coded = coded.collect();
+        let rows = plan.queries.iter().map(|query| query.n_q as usize).sum::<usize>();
+        let rows = vec![Vec::new(); rows * plan.q_heads as usize];
+        let units = BTreeMap::new();
+        let mut builder = Builder { plan, codec, header, q, options, coded, tables, units, rows };
+        let mut batch_row = 0;
+        for query in &plan.queries {
+            for head in 0..geometry.kv_heads as usize {
+                builder.head(query, head, batch_row)?;
+            }
+            batch_row += query.n_q as usize;
+        }
+        Ok(builder.finish())
+    }
+}
+
+impl Builder<'_> {
+    /// Everything of one query and KV head.
+    fn head(&mut self, query: &PlanQuery, head: usize, batch_row: usize) -> Result<(), PlanError> {
+        let rows = self.queries(query, head, batch_row);
+        let parts = query.parts.iter().map(|part| Ok((self.sides(part, head)?, part)));
+        let parts = parts.collect::<Result<Vec<_>, PlanError>>()?;
+        for run in parts.chunk_by(|a, b| a.0 == b.0) {
+            for run in run.chunks(self.options.parts_per_unit.max(1)) {
+                self.run(query, &rows, run)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Appends the queries of a head, scaled, as given and folded.
+    fn queries(&mut self, query: &PlanQuery, head: usize, batch_row: usize) -> HeadRows {
+        let dim = self.codec.geometry().head_dim(Side::Key);
+        let q_heads = self.plan.q_heads as usize;
+        let group = q_heads / self.codec.geometry().kv_heads as usize;
+        let count = query.n_q as usize * group;
+        let scale = self.plan.scale.unwrap_or_else(|| 1.0 / (dim as f32).sqrt());
+        let tables = &mut self.tables;
+        let first = tables.offsets.len();
+        for row in 0..count {
+            let row = (batch_row + row / group) * q_heads + head * group + row % group;
+            tables.queries.extend(self.q[row * dim..][..dim].iter().map(|x| x * scale));
+            tables.offsets.push(0.0);
+        }
+        let side = self.codec.head(self.plan.layer, Side::Key, head);
+        for row in 0..count {
+            let raw = tables.queries[(first + row) * dim..][..dim].to_vec();
+            let start = tables.queries.len();
+            tables.queries.resize(start + dim, 0.0);
+            tables.offsets.push(side.fold_query(&raw, &mut tables.queries[start..]));
+        }
+        HeadRows { head, group, batch_row, first, count }
+    }
+
+    /// How both sides of a part are stored.
+    fn sides(&self, part: &PlanPart, head: usize) -> Result<Sides, PlanError> {
+        let geometry = self.codec.geometry();
+        let rows = Kernel::of_rows(geometry.dtype);
+        let mut sides = Sides {
+            kernels: [rows; 2],
+            shapes: Side::BOTH.map(|side| rows_shape(geometry.head_dim(side))),
+            folded: [false; 2],
+        };
+        if let Source::Pages { .. } = part.source {
+            for side in Side::BOTH {
+                let header = self.page(part, side, head)?.1;
+                let index = side.index();
+                let layer = self.plan.layer;
+                let error = |what| PlanError::NoSide { side, layer: layer.0, head, what };
+                if !header.fallback {
+                    let coded = self.coded[head][index].map_err(error)?;
+                    (sides.kernels[index], sides.shapes[index]) = coded;
+                    sides.folded[index] = !self.codec.head(layer, side, head).is_identity();
+                } else if header.quantizer > 2 {
+                    return Err(error("a page kept with a safer side"));
+                }
+            }
+        }
+        let [keys, values] = sides.kernels;
+        if !keys.pairs_with(values) {
+            return Err(PlanError::NoPair { keys: keys.name(), values: values.name() });
+        }
+        Ok(sides)
+    }
+
+    /// Where the page of one side and head begins, and its header.
+    fn page(
+        &self,
+        part: &PlanPart,
+        side: Side,
+        head: usize,
+    ) -> Result<(u64, PageHeader), PlanError> {
+        let Source::Pages { extent, ends, .. } = &part.source else {
+            unreachable!("asked of pages only");
+        };
+        let index = side.index() * self.codec.geometry().kv_heads as usize + head;
+        let start = if index == 0 { 0 } else { ends[index - 1] };
+        let offset = extent.offset + u64::from(start);
+        Ok((offset, (self.header)(offset).ok_or(PlanError::UnknownPage(offset))?))
+    }
+
+    /// The entry of a part in the block table.
+    fn entry(&self, part: &PlanPart, head: usize) -> Result<PageEntry, PlanError> {
+        let (rows, first_token) = (part.rows, part.first_token);
+        match &part.source {
+            Source::Raw { extent, capacity_rows, first_row } => {
+                let layout = self.codec.geometry().raw_layout(*capacity_rows);
+                let [key, value] =
+                    Side::BOTH.map(|side| extent.offset + layout.row_offset(side, head as u64, 0));
+                let (tokens, first_row) = (*capacity_rows, *first_row);
+                Ok(PageEntry { key, value, tokens, first_row, rows, first_token })
+            }
+            Source::Pages { first_row, .. } => {
+                let (key, keys) = self.page(part, Side::Key, head)?;
+                let (value, values) = self.page(part, Side::Value, head)?;
+                if keys.tokens != values.tokens {
+                    let (keys, values) = (keys.tokens, values.tokens);
+                    return Err(PlanError::Lengths { offset: key, keys, values });
+                }
+                let header = HEADER_BYTES as u64;
+                let (key, value) = (key + header, value + header);
+                let (tokens, first_row) = (u32::from(keys.tokens), *first_row);
+                Ok(PageEntry { key, value, tokens, first_row, rows, first_token })
+            }
+        }
+    }
+
+    /// The units over parts that are stored alike.
+    fn run(
+        &mut self,
+        query: &PlanQuery,
+        rows: &HeadRows,
+        parts: &[(Sides, &PlanPart)],
+    ) -> Result<(), PlanError> {
+        let sides = parts[0].0;
+        let first_page = self.tables.pages.len() as u32;
+        let mut tokens = 0;
+        for (_, part) in parts {
+            let entry = self.entry(part, rows.head)?;
+            tokens = tokens.max(entry.tokens as usize);
+            self.tables.pages.push(entry);
+        }
+        let most = ROWS[ROWS.len() - 1] as usize;
+        for first_row in (0..rows.count).step_by(most) {
+            let count = (rows.count - first_row).min(most);
+            let partial = self.tables.partials;
+            let folded = if sides.folded[0] { rows.count } else { 0 };
+            let unit = Unit {
+                key: sides.shapes[0],
+                value: sides.shapes[1],
+                first_page,
+                pages: parts.len() as u32,
+                query: (rows.first + folded + first_row) as u32,
+                rows: count as u32,
+                first_row: first_row as u32,
+                heads: rows.group as u32,
+                position: query.position,
+                window: query.sliding_window.unwrap_or(0),
+                partial: partial as u32,
+                unused: 0,
+            };
+            let mark = if sides.folded[1] { COEFFICIENTS } else { 0 };
+            for row in first_row..first_row + count {
+                let token = rows.batch_row + row / rows.group;
+                let out =
+                    token * self.plan.q_heads as usize + rows.head * rows.group + row % rows.group;
+                self.rows[out].push((partial + row - first_row) as u32 | mark);
+            }
+            self.tables.partials += count;
+            self.push(&sides, unit, tokens);
+        }
+        Ok(())
+    }
+
+    fn push(&mut self, sides: &Sides, unit: Unit, tokens: usize) {
+        let [keys, values] = sides.kernels;
+        let rows = ROWS.into_iter().find(|rows| unit.rows <= *rows).unwrap_or(ROWS[2]);
+        let (units, sizes) = self.units.entry((keys, values, rows)).or_default();
+        let needed = [
+            stage_bytes(keys, &unit.key, tokens),
+            stage_bytes(values, &unit.value, tokens),
+            book_bytes(keys, &unit.key),
+            book_bytes(values, &unit.value),
+        ];
+        for (size, needed) in sizes.iter_mut().zip(needed) {
+            *size = (*size).max(needed);
+        }
+        units.push(unit);
+    }
+
+    fn finish(mut self) -> Tables {
+        for row in self.rows {
+            self.tables.order.extend(row);
+            self.tables.ends.push(self.tables.order.len() as u32);
+        }
+        let dim = self.codec.geometry().head_dim(Side::Key);
+        for ((keys, values, rows), (units, sizes)) in self.units {
+            let [key_stage, value_stage, key_book, value_book] = sizes.map(|size| size as u32);
+            self.tables.launches.push(Launch {
+                kernel: format!("kvd_attend_{}_{}_{rows}", keys.name(), values.name()),
+                units,
+                key_stage,
+                value_stage,
+                key_book,
+                value_book,
+                shared_bytes: shared_bytes(rows as usize, dim, sizes),
+            });
+        }
+        self.tables
+    }
+}
+
+/// Shared memory of a thread block: `AttendShared` of `attend.cuh`.
+fn shared_bytes(rows: usize, dim: usize, sizes: [usize; 4]) -> usize {
+    let floats = (rows * dim).next_multiple_of(4)
+        + rows * THREADS
+        + rows * TILE_TOKENS
+        + rows.next_multiple_of(4);
+    let [key_stage, value_stage, key_book, value_book] = sizes;
+    4 * floats + key_book + value_book + 2 * (key_stage + value_stage)
+}

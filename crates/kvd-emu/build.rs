@@ -1,0 +1,75 @@
+//! Compiles `kernels/` with g++ for the CPU lane. Without g++, or on a processor whose stack switch
+//! the lane does not have, the crate says so when it is used.
+
+use std::env;
+use std::path::Path;
+use std::process::Command;
+
+/// Names the sanitizers of the kernels, as in `-fsanitize=`: `address,undefined` or nothing.
+const SANITIZE: &str = "KVD_EMU_SANITIZE";
+
+fn main() {
+    println!("cargo:rerun-if-changed=../../kernels");
+    println!("cargo:rerun-if-env-changed={SANITIZE}");
+    println!("cargo:rustc-check-cfg=cfg(kvd_emu, kvd_emu_sanitize)");
+    let target = env::var("TARGET").unwrap_or_default();
+    let gxx = Command::new("g++").arg("--version").output();
+    if !target.starts_with("x86_64-unknown-linux") || !gxx.is_ok_and(|out| out.status.success()) {
+        return;
+    }
+    println!("cargo:rustc-cfg=kvd_emu");
+    // The scheduler switches stacks, which a sanitizer must be told of, not see.
+    let mut scheduler = build();
+    scheduler.file("../../kernels/emu/emu.cc").cargo_metadata(false);
+    let mut kernels = build();
+    kernels.flag("-x").flag("c++");
+    kernels.file("../../kernels/attend.cu").file("../../kernels/emu/planted.cu");
+    kernels.flag("-Wno-unknown-pragmas").flag("-Wno-unused-parameter");
+    // Kernels make themselves known before main: nothing names them, all are needed.
+    kernels.cargo_metadata(false);
+    let sanitize = env::var(SANITIZE).unwrap_or_default();
+    if !sanitize.is_empty() {
+        println!("cargo:rustc-cfg=kvd_emu_sanitize");
+        kernels.flag(format!("-fsanitize={sanitize}")).flag("-fno-omit-frame-pointer");
+        kernels.flag("-fno-sanitize-recover=all");
+    }
+    kernels.compile("kvd_emu_kernels");
+    scheduler.compile("kvd_emu_scheduler");
+    let out = env::var("OUT_DIR").unwrap_or_default();
+    println!("cargo:rustc-link-search=native={out}");
+    println!("cargo:rustc-link-lib=static:+whole-archive=kvd_emu_kernels");
+    println!("cargo:rustc-link-lib=static=kvd_emu_scheduler");
+    link_sanitizers(&sanitize);
+    println!("cargo:rustc-link-lib=stdc++");
+}
+
+/// What both libraries are built with: optimised, or the lane takes minutes.
+fn build() -> cc::Build {
+    let mut build = cc::Build::new();
+    build.cpp(true).compiler("g++").std("c++17").opt_level(2).debug(true).warnings(true);
+    build.extra_warnings(true).warnings_into_errors(true);
+    build.include("../../kernels/include").include("../../kernels/emu");
+    build
+}
+
+/// rustc links with `-nodefaultlibs`, where `-fsanitize=` adds nothing: name the runtimes.
+fn link_sanitizers(sanitize: &str) {
+    for (name, library) in [("address", "libasan.a"), ("undefined", "libubsan.a")] {
+        if !sanitize.split(',').any(|part| part == name) {
+            continue;
+        }
+        let printed = Command::new("g++").arg(format!("-print-file-name={library}")).output();
+        let Ok(printed) = printed else { continue };
+        let path = String::from_utf8_lossy(&printed.stdout).trim().to_owned();
+        if Path::new(&path).is_absolute() {
+            let whole = if name == "address" { "--whole-archive," } else { "" };
+            println!("cargo:rustc-link-arg=-Wl,--push-state,{whole}{path},--pop-state");
+        }
+    }
+    if !sanitize.is_empty() {
+        println!("cargo:rustc-link-arg=-Wl,--export-dynamic");
+        for library in ["stdc++", "m", "pthread", "dl", "rt"] {
+            println!("cargo:rustc-link-arg=-l{library}");
+        }
+    }
+}

@@ -1,0 +1,274 @@
+//! The kernels answer as f64 attention over the decoded pages does: every preset that has a kernel,
+//! head sizes, grouped queries, tails, ranges, and orders of threads.
+#![expect(clippy::unwrap_used, reason = "a test may fail")]
+
+mod common;
+
+use common::reference::{check, floats};
+use common::{Ask, Layout, Stored, expected, geometry, noise, run};
+use kvd_core::{DType, Geometry, Side};
+use kvd_emu::{Order, available};
+
+/// Roughly normal rows, one channel much larger than the others.
+fn value(side: Side, head: usize, token: usize, channel: usize) -> f32 {
+    let index = ((side.index() * 2 + head) * 4096 + token) * 512 + channel;
+    noise(index) * if channel == 3 { 8.0 } else { 1.0 }
+}
+
+fn layout(pages: &[usize], window: usize) -> Layout {
+    Layout { pages: pages.to_vec(), window }
+}
+
+fn stored(geometry: &Geometry, codec: &str, layout: &Layout) -> Stored {
+    Stored::new(geometry, codec, layout, value)
+}
+
+/// Asks in every order of threads, with every part a unit of its own and with all in one.
+fn agree(stored: &Stored, ask: &Ask, what: &str) {
+    let plan = ask.plan(stored, |i| 2.0 * noise(77_777 + i));
+    let wanted = expected(stored, &plan);
+    for (order, parts_per_unit) in Order::EACH.into_iter().zip([1, 100, 2]) {
+        let answer = run(stored, &plan, parts_per_unit, order).unwrap();
+        let what = format!("{what}, {ask:?}, {order:?}, {parts_per_unit} parts");
+        check(&answer, &wanted, &what);
+    }
+}
+
+/// A preset over head sizes, grouped queries and tails.
+fn preset(codec: &str) {
+    if !available() {
+        return;
+    }
+    for dim in [64, 128] {
+        let geometry = geometry(dim, dim, DType::F16);
+        for layout in
+            [layout(&[64, 64], 7), layout(&[96, 33], 0), layout(&[1], 1), layout(&[31], 0)]
+        {
+            let stored = stored(&geometry, codec, &layout);
+            for group in [1, 4, 8] {
+                let what = format!("{codec}, {dim} channels, {layout:?}");
+                agree(&stored, &Ask::last(group, stored.tokens), &what);
+            }
+        }
+    }
+}
+
+#[test]
+fn raw_answers_as_the_reference() {
+    preset("raw");
+}
+
+#[test]
+fn fp8_answers_as_the_reference() {
+    preset("fp8");
+}
+
+#[test]
+fn kivi_4_answers_as_the_reference() {
+    preset("kivi-4");
+}
+
+#[test]
+fn kivi_2_answers_as_the_reference() {
+    preset("kivi-2");
+}
+
+#[test]
+fn vecinfer_2_answers_as_the_reference() {
+    preset("vecinfer-2");
+}
+
+#[test]
+fn uniform_answers_as_the_reference_for_every_width_and_axis() {
+    if !available() {
+        return;
+    }
+    // Head sizes that are no powers of two, groups that do not divide, keys unlike values.
+    let geometry = geometry(80, 36, DType::F16);
+    for bits in 1..=8 {
+        for (key, value) in [
+            ("axis=channel,g=7", "axis=token,g=10"),
+            ("axis=token", "axis=channel,g=48"),
+            ("axis=block", "axis=channel"),
+        ] {
+            let codec = format!("k=uniform(b={bits},{key}); v=uniform(b={},{value})", 9 - bits);
+            let stored = stored(&geometry, &codec, &layout(&[64, 45], 3));
+            agree(&stored, &Ask::last(3, stored.tokens), &codec);
+        }
+    }
+}
+
+#[test]
+fn relative_steps_and_mixed_sides_answer_as_the_reference() {
+    if !available() {
+        return;
+    }
+    for codec in [
+        "k=hadamard/uniform(rel=0.05,axis=channel); v=uniform(rel=0.15,axis=token)",
+        "k=mean/fp8; v=hadamard/uniform(b=3,axis=token,g=16)",
+    ] {
+        let stored = stored(&geometry(32, 64, DType::F16), codec, &layout(&[64, 45], 3));
+        agree(&stored, &Ask::last(2, stored.tokens), codec);
+    }
+}
+
+#[test]
+fn vq_answers_as_the_reference_for_every_entry_length() {
+    if !available() {
+        return;
+    }
+    for (d, b) in [(2, 4), (4, 8), (8, 8), (3, 5)] {
+        let dim = 24 * d;
+        let codec = format!("k=vq(d={d},b={b}); v=vq(d={d},b={b})");
+        let stored = stored(&geometry(dim, dim, DType::F16), &codec, &layout(&[64, 37], 2));
+        agree(&stored, &Ask::last(4, stored.tokens), &codec);
+    }
+}
+
+#[test]
+fn floats_of_every_format_and_large_heads_answer_as_the_reference() {
+    if !available() {
+        return;
+    }
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        for dim in [256, 34] {
+            let stored = stored(&geometry(dim, dim, dtype), "raw", &layout(&[40], 9));
+            agree(&stored, &Ask::last(1, stored.tokens), &format!("raw {dtype:?}, {dim}"));
+        }
+    }
+}
+
+#[test]
+fn several_query_tokens_see_what_the_causal_rule_lets_them() {
+    if !available() {
+        return;
+    }
+    let stored = stored(&geometry(64, 64, DType::F16), "kivi-4", &layout(&[64, 64], 20));
+    // Two queries: one whose tokens end at the last stored, one in the middle; 15 rows each, so
+    // that a unit of eight rows holds several tokens and the last is not full.
+    for window in [None, Some(1), Some(40), Some(1000)] {
+        for soft_cap in [None, Some(3.0)] {
+            let queries = vec![(5, 143), (5, 62), (1, 0)];
+            agree(&stored, &Ask { group: 3, queries, window, soft_cap }, "causal");
+        }
+    }
+}
+
+#[test]
+fn parts_may_begin_inside_a_page_and_leave_gaps() {
+    if !available() {
+        return;
+    }
+    let mut stored = stored(&geometry(64, 64, DType::F16), "kivi-2", &layout(&[96, 64, 64], 9));
+    for (index, first, rows) in [(0, 40, 50), (1, 0, 1), (2, 33, 31), (3, 2, 7)] {
+        let part = &mut stored.parts[index];
+        part.first_token += first;
+        part.rows = rows;
+        match &mut part.source {
+            kvd_compute::Source::Raw { first_row, .. }
+            | kvd_compute::Source::Pages { first_row, .. } => *first_row += first,
+        }
+    }
+    agree(&stored, &Ask::last(4, stored.tokens), "gaps");
+}
+
+#[test]
+fn a_query_that_sees_nothing_has_no_weight() {
+    if !available() {
+        return;
+    }
+    let mut stored = stored(&geometry(64, 64, DType::F16), "fp8", &layout(&[32, 32], 0));
+    stored.parts.remove(0);
+    let plan = Ask { group: 2, queries: vec![(1, 5)], window: None, soft_cap: None }
+        .plan(&stored, |_| 1.0);
+    let answer = run(&stored, &plan, 1, Order::Ascending).unwrap();
+    assert_eq!(answer.lse, [f32::NEG_INFINITY; 4]);
+    assert!(answer.out.iter().all(|byte| *byte == 0));
+}
+
+#[test]
+fn a_page_that_fell_back_is_read_as_raw_rows() {
+    if !available() {
+        return;
+    }
+    // No f16 step reaches as far as the second page.
+    let value = |side: Side, head, token, channel| {
+        let far = side == Side::Key && (64..128).contains(&token);
+        value(side, head, token, channel) * if far { 1.0e-9 } else { 1.0 }
+    };
+    let geometry = geometry(64, 64, DType::F32);
+    let codec = "k=uniform(b=4,axis=channel); v=f32";
+    let codec_all = "k=uniform(b=4,axis=channel); v=uniform(b=4,axis=channel)";
+    let both = |side: Side, head, token, channel| {
+        let _ = side;
+        value(Side::Key, head, token, channel)
+    };
+    let stored = Stored::new(&geometry, codec_all, &layout(&[64, 64, 64], 0), both);
+    let fallbacks = stored.headers.values().filter(|header| header.fallback).count();
+    assert_eq!(fallbacks, 4, "the second block, both sides, both heads");
+    agree(&stored, &Ask::last(4, stored.tokens), "fallback");
+    // Quantized keys with raw values have no kernel: said, not guessed.
+    let mixed = Stored::new(&geometry, codec, &layout(&[64], 0), value);
+    let plan = Ask::last(1, mixed.tokens).plan(&mixed, |_| 1.0);
+    let error = run(&mixed, &plan, 1, Order::Ascending).unwrap_err();
+    assert!(error.contains("no CUDA kernel has uniform keys with f32 values"), "{error}");
+}
+
+#[test]
+fn codecs_without_a_kernel_are_refused_with_a_reason() {
+    if !available() {
+        return;
+    }
+    let codec = "k=hadamard/lloyd(b=3); v=fp8";
+    let stored = stored(&geometry(64, 64, DType::F16), codec, &layout(&[32], 0));
+    let plan = Ask::last(1, stored.tokens).plan(&stored, |_| 1.0);
+    let error = run(&stored, &plan, 1, Order::Ascending).unwrap_err();
+    assert!(error.contains("no CUDA kernel reads the keys of layer 0, head 0"), "{error}");
+}
+
+#[test]
+fn integers_are_exact() {
+    if !available() {
+        return;
+    }
+    // Small integers that every one of these codecs holds exactly: levels 0..=15 in steps of one.
+    let digit = |side: Side, head: usize, token: usize, channel: usize| {
+        let mixed = (token * 7 + channel * 3 + head * 5 + side.index()) % 16;
+        // Every group has both ends, so that minimum and step are 0 and 1.
+        if token % 32 == channel % 32 {
+            0.0
+        } else if token % 32 == (channel + 1) % 32 {
+            15.0
+        } else {
+            mixed as f32
+        }
+    };
+    for codec in ["raw", "fp8", "k=uniform(b=4,axis=channel,g=32); v=uniform(b=4,axis=channel)"] {
+        let geometry = geometry(64, 64, DType::F16);
+        let stored = Stored::new(&geometry, codec, &layout(&[64, 64], 0), digit);
+        assert!(stored.headers.values().all(|header| !header.fallback), "{codec}");
+        for order in Order::EACH {
+            // Queries of zeros: the mean of 128 integers, and ln 128.
+            let ask = Ask::last(4, 128);
+            let answer = run(&stored, &ask.plan(&stored, |_| 0.0), 1, order).unwrap();
+            let out = floats(&answer.out);
+            for (i, mean) in out.iter().enumerate() {
+                let (head, channel) = (i / 64 / 4, i % 64);
+                let sum: f32 = (0..128).map(|token| digit(Side::Value, head, token, channel)).sum();
+                assert_eq!(*mean, sum / 128.0, "{codec}, {order:?}, {i}");
+            }
+            // One visible token: its value, and its score as the log-sum-exp.
+            let ask = Ask { window: Some(1), ..Ask::last(4, 100) };
+            let q = |i: usize| (i % 5) as f32;
+            let answer = run(&stored, &ask.plan(&stored, q), 1, order).unwrap();
+            let out = floats(&answer.out);
+            for (row, lse) in answer.lse.iter().enumerate() {
+                let key = |channel| digit(Side::Key, row / 4, 99, channel);
+                let score: f32 = (0..64).map(|c| q(row * 64 + c) * key(c)).sum();
+                assert_eq!(*lse, score / 8.0, "{codec}, {order:?}, row {row}");
+                let values = (0..64).map(|channel| digit(Side::Value, row / 4, 99, channel));
+                assert!(values.eq(out[row * 64..][..64].iter().copied()), "{codec}, {order:?}");
+            }
+        }
+    }
+}

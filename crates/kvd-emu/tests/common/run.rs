@@ -1,0 +1,76 @@
+//! A plan through tables, launches and merge, as a device would.
+
+use super::Stored;
+use kvd_compute::{AttendPlan, Attended};
+use kvd_cuda::{AttendParameters, MergeParameters, Merged, Options, Tables};
+use kvd_emu::{Grid, Memory, Order, launch};
+
+/// Answers `plan` with the kernels.
+pub(crate) fn run(
+    stored: &Stored,
+    plan: &AttendPlan,
+    parts_per_unit: usize,
+    order: Order,
+) -> Result<Attended, String> {
+    let header = |offset: u64| stored.headers.get(&offset).copied();
+    let tables = Tables::new(plan, &stored.codec, &header, Options { parts_per_unit })
+        .map_err(|error| error.to_string())?;
+    let dim = stored.codec.geometry().head_dim_v as usize;
+    let rows = tables.ends.len();
+    let arena = Memory::of(&stored.arena);
+    let books = Memory::of(&tables.books);
+    let pages = Memory::of(bytemuck::cast_slice(&tables.pages));
+    let queries = Memory::of(bytemuck::cast_slice(&tables.queries));
+    let offsets = Memory::of(bytemuck::cast_slice(&tables.offsets));
+    let out = Memory::new(tables.partials * dim * 4);
+    let stats = Memory::new(tables.partials * 8);
+    for launched in &tables.launches {
+        let units = Memory::of(bytemuck::cast_slice(&launched.units));
+        let parameters = AttendParameters {
+            arena: arena.address(),
+            books: books.address(),
+            pages: pages.address(),
+            units: units.address(),
+            queries: queries.address(),
+            offsets: offsets.address(),
+            out: out.address(),
+            stats: stats.address(),
+            key_stage: launched.key_stage,
+            value_stage: launched.value_stage,
+            key_book: launched.key_book,
+            value_book: launched.value_book,
+            soft_cap: tables.soft_cap,
+            unused: 0,
+        };
+        let grid = Grid {
+            kernel: &launched.kernel,
+            blocks: launched.units.len() as u32,
+            shared_bytes: launched.shared_bytes,
+            order,
+        };
+        // SAFETY: every address is of memory that lives on, of the size the tables were made for.
+        unsafe { launch(grid, bytemuck::bytes_of(&parameters))? };
+    }
+    let ends = Memory::of(bytemuck::cast_slice(&tables.ends));
+    let partials = Memory::of(bytemuck::cast_slice(&tables.order));
+    let sums = Memory::new(rows * 2 * dim * 4);
+    let results = Memory::new(rows * 3 * 4);
+    let parameters = MergeParameters {
+        out: out.address(),
+        stats: stats.address(),
+        ends: ends.address(),
+        partials: partials.address(),
+        sums: sums.address(),
+        results: results.address(),
+        dim: dim as u32,
+        unused: 0,
+    };
+    let grid = Grid { kernel: "kvd_merge", blocks: rows as u32, shared_bytes: 0, order };
+    // SAFETY: as above.
+    unsafe { launch(grid, bytemuck::bytes_of(&parameters))? };
+    let merged = Merged {
+        sums: bytemuck::cast_slice(sums.bytes()).to_vec(),
+        results: bytemuck::cast_slice(results.bytes()).to_vec(),
+    };
+    Ok(merged.finish(plan, &stored.codec))
+}

@@ -1,0 +1,139 @@
+//! The lane notices what it is for: each planted bug is reported or changes the result, and the
+//! same kernel without one is clean in every order.
+#![expect(clippy::unwrap_used, reason = "a test may fail")]
+
+use kvd_emu::{Grid, Memory, Order, available, launch, sanitized};
+
+const WORDS: u32 = 64;
+const SHARED_BYTES: usize = 256;
+
+/// Runs a planted kernel on `0..64`; what it should leave is the same words reversed.
+fn run(kernel: &str, order: Order) -> Result<Vec<u32>, String> {
+    let words: Vec<u32> = (0..WORDS).collect();
+    let memory = Memory::of(bytemuck::cast_slice(&words));
+    let grid = Grid { kernel, blocks: 1, shared_bytes: SHARED_BYTES, order };
+    // SAFETY: planted kernels take one address, of 64 words.
+    unsafe { launch(grid, &memory.address().to_le_bytes())? };
+    Ok(bytemuck::cast_slice(memory.bytes()).to_vec())
+}
+
+fn reversed() -> Vec<u32> {
+    (0..WORDS).rev().collect()
+}
+
+/// What the lane says of a kernel, the same in every order.
+fn reported(kernel: &str, message: &str) {
+    if !available() {
+        return;
+    }
+    for order in Order::EACH {
+        let error = run(kernel, order).unwrap_err();
+        assert!(error.contains(message), "{kernel}, {order:?}: {error}");
+        assert!(error.starts_with(kernel), "{error}");
+    }
+}
+
+#[test]
+fn correct_kernel_is_clean_in_every_order() {
+    if !available() {
+        return;
+    }
+    let random = (0..20).map(Order::Random);
+    for order in Order::EACH.into_iter().chain(random) {
+        assert_eq!(run("planted_correct", order).unwrap(), reversed(), "{order:?}");
+    }
+}
+
+#[test]
+fn missing_barrier_changes_the_result_in_every_order() {
+    if !available() {
+        return;
+    }
+    for order in Order::EACH {
+        let words = run("planted_missing_barrier", order).unwrap();
+        assert_ne!(words, reversed(), "{order:?}");
+        // What was read too early is shared memory as it was at the start.
+        assert!(words.contains(&u32::MAX), "{order:?}");
+    }
+}
+
+#[test]
+fn divergent_barrier_is_reported() {
+    reported("planted_divergent_barrier", "divergent barrier: others wait at ");
+}
+
+#[test]
+fn barrier_that_a_thread_never_reaches_is_reported() {
+    reported("planted_skipped_barrier", "ended");
+}
+
+#[test]
+fn shuffle_of_half_a_warp_is_reported() {
+    reported("planted_half_shuffle", "is stuck");
+}
+
+#[test]
+fn unwritten_shared_memory_shows() {
+    if !available() {
+        return;
+    }
+    for order in Order::EACH {
+        let words = run("planted_unwritten", order).unwrap();
+        let mut wanted = reversed();
+        wanted[WORDS as usize - 1 - 5] = u32::MAX;
+        assert_eq!(words, wanted, "{order:?}");
+    }
+}
+
+#[test]
+fn copies_read_before_their_wait_show() {
+    if !available() {
+        return;
+    }
+    for order in Order::EACH {
+        assert_eq!(run("planted_early_read", order).unwrap(), [u32::MAX; 64], "{order:?}");
+    }
+}
+
+#[test]
+fn unknown_kernels_and_wrong_parameters_are_reported() {
+    if !available() {
+        return;
+    }
+    assert!(run("planted_nothing", Order::Ascending).unwrap_err().contains("no kernel"));
+    let grid = Grid {
+        kernel: "planted_correct",
+        blocks: 1,
+        shared_bytes: SHARED_BYTES,
+        order: Order::Ascending,
+    };
+    // SAFETY: refused before any address is used.
+    let error = unsafe { launch(grid, &[0; 4]) }.unwrap_err();
+    assert!(error.contains("takes 8 bytes of parameters, not 4"), "{error}");
+}
+
+/// A process of its own runs the overrun: the sanitizer ends it.
+#[test]
+fn shared_overrun_is_seen_by_the_sanitizer() {
+    const CHILD: &str = "KVD_PLANTED_OVERRUN";
+    if !available() {
+        return;
+    }
+    if std::env::var_os(CHILD).is_some() {
+        run("planted_shared_overrun", Order::Ascending).unwrap();
+        return;
+    }
+    if !sanitized() {
+        // Without a sanitizer the overrun would only write where it must not.
+        eprintln!("SKIP overrun: built without KVD_EMU_SANITIZE=address,undefined");
+        return;
+    }
+    let output = std::process::Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "shared_overrun_is_seen_by_the_sanitizer", "--nocapture"])
+        .env(CHILD, "1")
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success(), "{text}");
+    assert!(text.contains("heap-buffer-overflow") && text.contains("planted.cu"), "{text}");
+}

@@ -1,0 +1,381 @@
+// The CPU lane's scheduler: runs a launch block by block, each CUDA thread a fiber that runs until it
+// waits. Owns fibers, barriers, warp exchanges, late copies and shared memory; never built with a
+// sanitizer, so that it may switch stacks. One launch at a time.
+
+#include "emu.h"
+
+#include <sys/mman.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+extern "C" {
+// Of AddressSanitizer, where it is linked.
+__attribute__((weak)) void __sanitizer_start_switch_fiber(void**, const void*, size_t);
+__attribute__((weak)) void __sanitizer_finish_switch_fiber(void*, const void**, size_t*);
+__attribute__((weak)) void __asan_unpoison_memory_region(const volatile void*, size_t);
+void kvd_emu_switch(void** from, void* to);
+}
+
+// Saves what a callee must keep, and continues where `to` was left (System V ABI).
+asm(R"(
+.text
+.globl kvd_emu_switch
+.type kvd_emu_switch,@function
+kvd_emu_switch:
+    push %rbp
+    push %rbx
+    push %r12
+    push %r13
+    push %r14
+    push %r15
+    mov %rsp,(%rdi)
+    mov %rsi,%rsp
+    pop %r15
+    pop %r14
+    pop %r13
+    pop %r12
+    pop %rbx
+    pop %rbp
+    ret
+.size kvd_emu_switch,.-kvd_emu_switch
+.section .note.GNU-stack,"",@progbits
+)");
+
+namespace kvd {
+namespace emu {
+namespace {
+
+constexpr unsigned LANES = 32;
+constexpr size_t STACK_BYTES = 256 << 10;
+constexpr size_t GUARD_BYTES = 4096;
+constexpr size_t SHARED_BYTES_MAX = 227 << 10;
+
+enum class State { Ready, Barrier, Exchange, Done };
+
+struct Copy {
+    void* to;
+    const void* from;
+    size_t bytes;
+};
+
+struct Fiber {
+    unsigned index;
+    State state;
+    Source at;
+    void* stack_pointer;
+    char* stack;
+    void* sanitizer;
+    // Copies under way by group; the last group is still open.
+    std::vector<std::vector<Copy>> copies;
+};
+
+struct Warp {
+    unsigned arrived;
+    unsigned generation;
+    Source at;
+    // Two generations: a lane may be in the next exchange before a slow one has read this one.
+    uint32_t words[2][LANES];
+};
+
+struct Launch {
+    const Kernel* kernel;
+    const void* parameters;
+    unsigned block;
+    uint8_t* shared;
+    uint64_t order;
+    uint64_t random;
+    std::vector<std::unique_ptr<Fiber>> fibers;
+    std::vector<Fiber*> ready;
+    std::vector<Warp> warps;
+    unsigned waiting;
+    unsigned done;
+    Source barrier;
+    std::string error;
+    // The scheduler's own stack, while a fiber runs.
+    void* stack_pointer;
+    void* sanitizer;
+    const void* stack;
+    size_t stack_bytes;
+};
+
+const Kernel* kernels;
+Launch launch;
+Fiber* current;
+
+std::string text(Source at) { return std::string(at.file) + ":" + std::to_string(at.line); }
+
+uint64_t next_random() {
+    launch.random ^= launch.random << 13;
+    launch.random ^= launch.random >> 7;
+    launch.random ^= launch.random << 17;
+    return launch.random;
+}
+
+// Leaves the running fiber for the scheduler.
+void leave(bool forever) {
+    Fiber* fiber = current;
+    if (__sanitizer_start_switch_fiber) {
+        __sanitizer_start_switch_fiber(forever ? nullptr : &fiber->sanitizer, launch.stack,
+                                       launch.stack_bytes);
+    }
+    kvd_emu_switch(&fiber->stack_pointer, launch.stack_pointer);
+    if (__sanitizer_finish_switch_fiber) {
+        __sanitizer_finish_switch_fiber(fiber->sanitizer, nullptr, nullptr);
+    }
+}
+
+// Runs a fiber until it waits or ends.
+void enter(Fiber* fiber) {
+    current = fiber;
+    if (__sanitizer_start_switch_fiber) {
+        __sanitizer_start_switch_fiber(&launch.sanitizer, fiber->stack, STACK_BYTES);
+    }
+    kvd_emu_switch(&launch.stack_pointer, fiber->stack_pointer);
+    if (__sanitizer_finish_switch_fiber) {
+        __sanitizer_finish_switch_fiber(launch.sanitizer, nullptr, nullptr);
+    }
+}
+
+void wake(Fiber* fiber) {
+    fiber->state = State::Ready;
+    launch.ready.push_back(fiber);
+}
+
+// The next fiber to run: by number, by number from the last, or any, as the launch's order says.
+Fiber* take_ready() {
+    size_t best = 0;
+    std::vector<Fiber*>& ready = launch.ready;
+    if (launch.order >= 2) {
+        best = next_random() % ready.size();
+    } else {
+        for (size_t at = 1; at < ready.size(); at++) {
+            const bool lower = ready[at]->index < ready[best]->index;
+            best = lower == (launch.order == 0) ? at : best;
+        }
+    }
+    Fiber* fiber = ready[best];
+    ready[best] = ready.back();
+    ready.pop_back();
+    return fiber;
+}
+
+void run_fiber() {
+    if (__sanitizer_finish_switch_fiber) {
+        __sanitizer_finish_switch_fiber(nullptr, &launch.stack, &launch.stack_bytes);
+    }
+    launch.kernel->body(launch.parameters, launch.shared);
+    Fiber* fiber = current;
+    for (const std::vector<Copy>& group : fiber->copies) {
+        if (!group.empty()) {
+            fail(fiber->at, "a thread ends with copies that it never waited for");
+        }
+    }
+    fiber->state = State::Done;
+    launch.done++;
+    if (launch.waiting > 0) {
+        fail(launch.barrier, "a thread has ended while others wait at a barrier");
+    }
+    leave(true);
+}
+
+Fiber* new_fiber(unsigned index) {
+    Fiber* fiber = new Fiber();
+    void* memory = mmap(nullptr, STACK_BYTES + GUARD_BYTES, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED || mprotect(memory, GUARD_BYTES, PROT_NONE) != 0) {
+        abort();
+    }
+    fiber->index = index;
+    fiber->stack = static_cast<char*>(memory) + GUARD_BYTES;
+    return fiber;
+}
+
+void reset(Fiber* fiber) {
+    fiber->state = State::Ready;
+    fiber->at = {"the kernel's start", 0};
+    fiber->copies.assign(1, {});
+    fiber->sanitizer = nullptr;
+    if (__asan_unpoison_memory_region) {
+        // A launch that failed left its frames behind.
+        __asan_unpoison_memory_region(fiber->stack, STACK_BYTES);
+    }
+    // Six registers, the entry, and a return address that is never used; the entry is called with
+    // the stack as the ABI wants it.
+    void** top = reinterpret_cast<void**>(fiber->stack + STACK_BYTES) - 8;
+    memset(top, 0, 8 * sizeof *top);
+    top[6] = reinterpret_cast<void*>(run_fiber);
+    fiber->stack_pointer = top;
+}
+
+// Shared memory of exactly the asked size, so that a sanitizer sees an overrun, and full of NaN, so
+// that what is read before it is written shows.
+void run_block(size_t shared_bytes) {
+    void* memory = nullptr;
+    if (posix_memalign(&memory, 128, shared_bytes + (shared_bytes == 0)) != 0) {
+        abort();
+    }
+    memset(memory, 0xFF, shared_bytes);
+    launch.shared = static_cast<uint8_t*>(memory);
+    launch.waiting = launch.done = 0;
+    launch.warps.assign((launch.kernel->threads + LANES - 1) / LANES, Warp());
+    launch.ready.clear();
+    for (unsigned index = 0; index < launch.kernel->threads; index++) {
+        reset(launch.fibers[index].get());
+        launch.ready.push_back(launch.fibers[index].get());
+    }
+    while (!launch.ready.empty() && launch.error.empty()) {
+        enter(take_ready());
+    }
+    free(memory);
+    if (!launch.error.empty() || launch.done == launch.kernel->threads) {
+        return;
+    }
+    launch.error = std::string(launch.kernel->name) + ": block " + std::to_string(launch.block) +
+                   " is stuck:";
+    for (unsigned index = 0; index < launch.kernel->threads; index += LANES) {
+        const Fiber& fiber = *launch.fibers[index];
+        const char* what = fiber.state == State::Done ? " has ended" : " waits at ";
+        launch.error += " thread " + std::to_string(index) + what +
+                        (fiber.state == State::Done ? "" : text(fiber.at)) + ";";
+    }
+}
+
+}  // namespace
+
+Kernel::Kernel(const char* name, void (*body)(const void*, uint8_t*), size_t bytes,
+               unsigned threads)
+    : name(name), body(body), parameter_bytes(bytes), threads(threads), next(kernels) {
+    kernels = this;
+}
+
+unsigned thread() { return current->index; }
+unsigned block() { return launch.block; }
+
+void fail(Source at, const char* message) {
+    launch.error = std::string(launch.kernel->name) + ": block " + std::to_string(launch.block) +
+                   ", thread " + std::to_string(current->index) + ": " + message + " (" + text(at) +
+                   ")";
+    leave(true);
+    abort();
+}
+
+void barrier(Source at) {
+    Fiber* fiber = current;
+    fiber->at = at;
+    if (launch.done > 0) {
+        fail(at, "a barrier that threads which have ended never reach");
+    }
+    if (launch.waiting > 0 && (launch.barrier.line != at.line || launch.barrier.file != at.file)) {
+        const std::string other = "divergent barrier: others wait at " + text(launch.barrier);
+        fail(at, other.c_str());
+    }
+    launch.barrier = at;
+    if (++launch.waiting == launch.kernel->threads) {
+        launch.waiting = 0;
+        for (const std::unique_ptr<Fiber>& other : launch.fibers) {
+            if (other->state == State::Barrier) {
+                wake(other.get());
+            }
+        }
+        wake(fiber);
+    } else {
+        fiber->state = State::Barrier;
+    }
+    leave(false);
+}
+
+uint32_t exchange(uint32_t word, unsigned source, Source at) {
+    Fiber* fiber = current;
+    fiber->at = at;
+    const unsigned first = fiber->index / LANES * LANES;
+    Warp& warp = launch.warps[fiber->index / LANES];
+    const unsigned generation = warp.generation % 2;
+    if (warp.arrived > 0 && (warp.at.line != at.line || warp.at.file != at.file)) {
+        const std::string other = "divergent shuffle: other lanes wait at " + text(warp.at);
+        fail(at, other.c_str());
+    }
+    warp.at = at;
+    warp.words[generation][fiber->index - first] = word;
+    if (++warp.arrived == LANES) {
+        warp.arrived = 0;
+        warp.generation++;
+        for (unsigned lane = 0; lane < LANES; lane++) {
+            Fiber* other = launch.fibers[first + lane].get();
+            if (other->state == State::Exchange) {
+                wake(other);
+            }
+        }
+        wake(fiber);
+    } else {
+        fiber->state = State::Exchange;
+    }
+    leave(false);
+    return warp.words[generation][source];
+}
+
+void copy_async(void* to, const void* from, size_t bytes) {
+    const uintptr_t both = reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from);
+    if (both % bytes != 0) {
+        fail(current->at, "a copy whose ends are not aligned to its size");
+    }
+    // Until it is waited for, the target holds neither old nor new bytes.
+    memset(to, 0xFF, bytes);
+    current->copies.back().push_back({to, from, bytes});
+}
+
+void copy_async_commit() { current->copies.emplace_back(); }
+
+void copy_async_wait(unsigned keep) {
+    std::vector<std::vector<Copy>>& copies = current->copies;
+    while (copies.size() > keep + 1) {
+        for (const Copy& copy : copies.front()) {
+            memcpy(copy.to, copy.from, copy.bytes);
+        }
+        copies.erase(copies.begin());
+    }
+}
+
+}  // namespace emu
+}  // namespace kvd
+
+// Runs a kernel. `order`: 0 threads and blocks by number, 1 from the last, others a random order with
+// that seed. Returns 0, or 1 with a message in `error`.
+extern "C" int kvd_emu_launch(const char* name, unsigned blocks, size_t shared_bytes,
+                              const void* parameters, size_t parameter_bytes, uint64_t order,
+                              char* error, size_t error_bytes) {
+    using namespace kvd::emu;
+    static std::mutex one_at_a_time;
+    const std::lock_guard<std::mutex> guard(one_at_a_time);
+    const Kernel* kernel = kernels;
+    while (kernel && strcmp(kernel->name, name) != 0) {
+        kernel = kernel->next;
+    }
+    launch.error.clear();
+    if (!kernel) {
+        launch.error = std::string("no kernel is called ") + name;
+    } else if (kernel->parameter_bytes != parameter_bytes) {
+        launch.error = std::string(name) + " takes " + std::to_string(kernel->parameter_bytes) +
+                       " bytes of parameters, not " + std::to_string(parameter_bytes);
+    } else if (shared_bytes > SHARED_BYTES_MAX) {
+        launch.error = std::string(name) + ": no GPU has that much shared memory";
+    }
+    launch.kernel = kernel;
+    launch.parameters = parameters;
+    launch.order = order;
+    launch.random = order * 0x9E3779B97F4A7C15 + 1;
+    while (kernel && launch.fibers.size() < kernel->threads) {
+        launch.fibers.emplace_back(new_fiber(unsigned(launch.fibers.size())));
+    }
+    const unsigned turn = order < 2 ? 0 : unsigned(next_random() % (blocks + (blocks == 0)));
+    for (unsigned at = 0; at < blocks && launch.error.empty(); at++) {
+        launch.block = order == 1 ? blocks - 1 - at : (at + turn) % blocks;
+        run_block(shared_bytes);
+    }
+    snprintf(error, error_bytes, "%s", launch.error.c_str());
+    return launch.error.empty() ? 0 : 1;
+}

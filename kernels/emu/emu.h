@@ -1,0 +1,88 @@
+// The CPU lane's meaning of kvd/device.cuh: a CUDA thread is a fiber of one system thread. g++ only.
+// What it checks, and what it cannot, is in ../README.md.
+#pragma once
+
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#define KVD_DEVICE inline
+#define KVD_BARRIER() kvd::emu::barrier({__FILE__, __LINE__})
+#define KVD_SHUFFLE_XOR(value, mask) kvd::emu::shuffle_xor(value, mask, {__FILE__, __LINE__})
+#define KVD_EXPECT(condition) \
+    ((condition) ? (void)0 : kvd::emu::fail({__FILE__, __LINE__}, "expected " #condition))
+#define KVD_KERNEL(name, threads, Parameters, body)                                              \
+    static void name(const void* parameters, uint8_t* shared) {                                  \
+        body(*static_cast<const Parameters*>(parameters), shared);                               \
+    }                                                                                            \
+    static const kvd::emu::Kernel name##_kernel(#name, name, sizeof(Parameters), threads);
+
+namespace kvd {
+namespace emu {
+
+// Where in the kernels something stands.
+struct Source {
+    const char* file;
+    int line;
+};
+
+// A kernel makes itself known by name before main runs.
+struct Kernel {
+    const char* name;
+    void (*body)(const void*, uint8_t*);
+    size_t parameter_bytes;
+    unsigned threads;
+    const Kernel* next;
+
+    Kernel(const char* name, void (*body)(const void*, uint8_t*), size_t bytes, unsigned threads);
+};
+
+unsigned thread();
+unsigned block();
+// All threads of the block meet at one place in the source, or the launch fails.
+void barrier(Source at);
+// All lanes of the warp meet; gives the word of lane `source`.
+uint32_t exchange(uint32_t word, unsigned source, Source at);
+// A copy that is made as late as CUDA allows: when its group is waited for.
+void copy_async(void* to, const void* from, size_t bytes);
+void copy_async_commit();
+void copy_async_wait(unsigned keep);
+// Ends the launch with a message.
+[[noreturn]] void fail(Source at, const char* message);
+
+inline float shuffle_xor(float value, unsigned mask, Source at) {
+    uint32_t word;
+    memcpy(&word, &value, sizeof word);
+    word = exchange(word, (thread() % 32) ^ mask, at);
+    memcpy(&value, &word, sizeof word);
+    return value;
+}
+
+}  // namespace emu
+
+inline unsigned thread_index() { return emu::thread(); }
+inline unsigned block_index() { return emu::block(); }
+
+inline void copy_async16(void* shared, const void* global) { emu::copy_async(shared, global, 16); }
+inline void copy_async_commit() { emu::copy_async_commit(); }
+template <int KEEP>
+inline void copy_async_wait() {
+    emu::copy_async_wait(KEEP);
+}
+
+inline float f32_value(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+inline float bf16_value(uint16_t bits) { return f32_value(uint32_t(bits) << 16); }
+// Exponent and mantissa stand where an f32 has them, 112 too low; the product brings subnormals right.
+inline float f16_value(uint16_t bits) {
+    const uint32_t magnitude = bits & 0x7FFF;
+    const float value = magnitude < 0x7C00 ? f32_value(magnitude << 13) * 0x1p112f
+                                           : f32_value(0x7F800000 | (magnitude & 0x3FF) << 13);
+    return bits & 0x8000 ? -value : value;
+}
+
+}  // namespace kvd

@@ -1,0 +1,97 @@
+// Kernels with a bug each, and one without: the CPU lane's own tests run them to prove that it would
+// notice. Each reverses 64 words of `data` through shared memory.
+
+#include <kvd/device.cuh>
+
+namespace {
+
+struct Planted {
+    uint32_t* data;
+};
+
+constexpr unsigned THREADS = 64;
+
+void correct(const Planted& planted, uint8_t* memory) {
+    uint32_t* shared = reinterpret_cast<uint32_t*>(memory);
+    shared[kvd::thread_index()] = planted.data[kvd::thread_index()];
+    KVD_BARRIER();
+    planted.data[kvd::thread_index()] = shared[THREADS - 1 - kvd::thread_index()];
+}
+
+void missing_barrier(const Planted& planted, uint8_t* memory) {
+    uint32_t* shared = reinterpret_cast<uint32_t*>(memory);
+    shared[kvd::thread_index()] = planted.data[kvd::thread_index()];
+    planted.data[kvd::thread_index()] = shared[THREADS - 1 - kvd::thread_index()];
+}
+
+void divergent_barrier(const Planted& planted, uint8_t* memory) {
+    uint32_t* shared = reinterpret_cast<uint32_t*>(memory);
+    shared[kvd::thread_index()] = planted.data[kvd::thread_index()];
+    if (kvd::thread_index() < 32) {
+        KVD_BARRIER();
+    } else {
+        KVD_BARRIER();
+    }
+    planted.data[kvd::thread_index()] = shared[THREADS - 1 - kvd::thread_index()];
+}
+
+void skipped_barrier(const Planted& planted, uint8_t* memory) {
+    uint32_t* shared = reinterpret_cast<uint32_t*>(memory);
+    shared[kvd::thread_index()] = planted.data[kvd::thread_index()];
+    if (kvd::thread_index() == 7) {
+        return;
+    }
+    KVD_BARRIER();
+    planted.data[kvd::thread_index()] = shared[THREADS - 1 - kvd::thread_index()];
+}
+
+// One word is never written.
+void unwritten(const Planted& planted, uint8_t* memory) {
+    uint32_t* shared = reinterpret_cast<uint32_t*>(memory);
+    if (kvd::thread_index() != 5) {
+        shared[kvd::thread_index()] = planted.data[kvd::thread_index()];
+    }
+    KVD_BARRIER();
+    planted.data[kvd::thread_index()] = shared[THREADS - 1 - kvd::thread_index()];
+}
+
+// One word past the end of shared memory; a sanitizer sees it.
+void shared_overrun(const Planted& planted, uint8_t* memory) {
+    uint32_t* shared = reinterpret_cast<uint32_t*>(memory);
+    shared[kvd::thread_index() + 1] = planted.data[kvd::thread_index()];
+    KVD_BARRIER();
+    planted.data[kvd::thread_index()] = shared[THREADS - kvd::thread_index()];
+}
+
+// The copies are read before they are waited for.
+void early_read(const Planted& planted, uint8_t* memory) {
+    if (kvd::thread_index() < 16) {
+        kvd::copy_async16(memory + 16 * kvd::thread_index(), planted.data + 4 * kvd::thread_index());
+    }
+    kvd::copy_async_commit();
+    kvd::copy_async_wait<1>();
+    KVD_BARRIER();
+    const uint32_t* shared = reinterpret_cast<const uint32_t*>(memory);
+    const uint32_t word = shared[THREADS - 1 - kvd::thread_index()];
+    KVD_BARRIER();
+    planted.data[kvd::thread_index()] = word;
+    kvd::copy_async_wait<0>();
+}
+
+// Half of a warp's lanes take part in a shuffle.
+void half_shuffle(const Planted& planted, uint8_t*) {
+    if (kvd::lane_index() < 16) {
+        planted.data[kvd::thread_index()] = uint32_t(KVD_SHUFFLE_XOR(1.0f, 1));
+    }
+}
+
+}  // namespace
+
+KVD_KERNEL(planted_correct, THREADS, Planted, correct)
+KVD_KERNEL(planted_missing_barrier, THREADS, Planted, missing_barrier)
+KVD_KERNEL(planted_divergent_barrier, THREADS, Planted, divergent_barrier)
+KVD_KERNEL(planted_skipped_barrier, THREADS, Planted, skipped_barrier)
+KVD_KERNEL(planted_unwritten, THREADS, Planted, unwritten)
+KVD_KERNEL(planted_shared_overrun, THREADS, Planted, shared_overrun)
+KVD_KERNEL(planted_early_read, THREADS, Planted, early_read)
+KVD_KERNEL(planted_half_shuffle, THREADS, Planted, half_shuffle)

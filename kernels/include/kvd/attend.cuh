@@ -1,0 +1,330 @@
+// The attention loop: one for every codec. Reads pages through a block table of offsets, in tiles
+// of 32 tokens that are copied into shared memory while the tile before is worked on; a tile is read
+// once for all query rows of the unit (grouped queries, several query tokens). Online softmax
+// (Milakov and Gimelshein, 1805.02867) over a part of the stored range per unit (split-K,
+// FlashDecoding); merge.cuh adds the parts up. Meaning: design section 4, and the CPU's
+// kvd-compute/src/cpu/attend.rs. A codec side is a struct with three verbs: `prepare` once per
+// unit, `scores` (query rows times keys of a tile) and `accumulate` (weighted values of a tile);
+// `spans` says which bytes of a page a tile needs.
+#pragma once
+
+#include "page.cuh"
+
+namespace kvd {
+
+constexpr unsigned ATTEND_THREADS = 128;
+constexpr unsigned ATTEND_WARPS = ATTEND_THREADS / WARP_LANES;
+// Value channels that a thread sums: head sizes up to 256.
+constexpr unsigned CHANNELS_PER_THREAD = 2;
+// Scores are kept finite, as on the CPU: huge keys saturate instead of turning into NaN.
+constexpr float SCORE_MAX = 1.0e38f;
+constexpr unsigned COPY_BYTES = 16;
+
+// Tokens `from..to`.
+struct Range {
+    unsigned from;
+    unsigned to;
+};
+
+// What query row `row` of a unit sees: the causal rule and the sliding window.
+KVD_DEVICE Range visible(const Unit& unit, unsigned row) {
+    const unsigned token = (unit.first_row + row) / unit.heads;
+    const unsigned position = unit.position > ~0u - 1 - token ? ~0u - 1 : unit.position + token;
+    const unsigned to = position + 1;
+    return {unit.window && to > unit.window ? to - unit.window : 0, to};
+}
+
+// A tile that some row of the unit sees.
+struct Place {
+    const PageEntry* page;
+    unsigned tile;
+    // Rows of the tile that hold seen tokens.
+    unsigned from;
+    unsigned to;
+};
+
+// Finds the first tile at or after `index` (a page of the unit) and `tile` with a seen token.
+KVD_DEVICE bool seek(const AttendParameters& parameters, const Unit& unit, Range seen,
+                     unsigned& index, unsigned& tile, Place& place) {
+    for (; index < unit.pages; index++, tile = 0) {
+        const PageEntry& page = parameters.pages[unit.first_page + index];
+        const unsigned skipped = seen.from > page.first_token ? seen.from - page.first_token : 0;
+        const unsigned taken = seen.to > page.first_token ? seen.to - page.first_token : 0;
+        const unsigned from = page.first_row + least(skipped, page.rows);
+        const unsigned to = page.first_row + least(taken, page.rows);
+        tile = most(tile, from / TILE_TOKENS);
+        const unsigned start = tile * TILE_TOKENS;
+        if (from < to && start < to) {
+            place = {&page, tile, most(from, start) - start, least(to, start + TILE_TOKENS) - start};
+            return true;
+        }
+    }
+    return false;
+}
+
+KVD_DEVICE unsigned misaligned(const uint8_t* at) {
+    return unsigned(reinterpret_cast<uintptr_t>(at) % COPY_BYTES);
+}
+
+// Bytes that `len` bytes at `at` take when staged: whole aligned sixteens.
+KVD_DEVICE unsigned staged_bytes(const uint8_t* at, unsigned len) {
+    return len == 0 ? 0 : (misaligned(at) + len + COPY_BYTES - 1) / COPY_BYTES * COPY_BYTES;
+}
+
+// Starts copying the aligned sixteens around `len` bytes at `from`. Pages and slots begin on
+// sixteens and end with them, so nothing outside the slot is read.
+KVD_DEVICE void stage_bytes(uint8_t* to, const uint8_t* from, unsigned len) {
+    const unsigned bytes = staged_bytes(from, len);
+    const uint8_t* start = from - misaligned(from);
+    for (unsigned at = thread_index() * COPY_BYTES; at < bytes; at += ATTEND_THREADS * COPY_BYTES) {
+        copy_async16(to + at, start + at);
+    }
+}
+
+// Starts copying a side's bytes of a tile.
+template <class Side>
+KVD_DEVICE void stage(const SideShape& side, const uint8_t* payload, const Place& place,
+                      uint8_t* to, unsigned capacity) {
+    const TileSpans spans = Side::spans(side, place.page->tokens, place.tile);
+    const unsigned scales = staged_bytes(payload + spans.scales, spans.scales_len);
+    KVD_EXPECT(scales + staged_bytes(payload + spans.codes, spans.codes_len) <= capacity);
+    stage_bytes(to, payload + spans.scales, spans.scales_len);
+    stage_bytes(to + scales, payload + spans.codes, spans.codes_len);
+}
+
+// A side's tile where `stage` has put it.
+template <class Side>
+KVD_DEVICE Tile staged(const SideShape& side, const uint8_t* payload, const Place& place,
+                       const uint8_t* at, const uint16_t* book) {
+    const unsigned tokens = place.page->tokens;
+    const TileSpans spans = Side::spans(side, tokens, place.tile);
+    const uint8_t* scales = payload + spans.scales;
+    const uint8_t* codes = payload + spans.codes;
+    const unsigned first = place.tile * TILE_TOKENS;
+    return {at + misaligned(scales),
+            at + staged_bytes(scales, spans.scales_len) + misaligned(codes),
+            book,
+            first,
+            tokens,
+            least(TILE_TOKENS, tokens - first),
+            place.from,
+            place.to};
+}
+
+// How a unit uses its shared memory; `attend_shared_bytes` of kvd-cuda is its size.
+template <int ROWS>
+struct AttendShared {
+    float* query;
+    // Scores by warp, row and token; at the end, sums by row and thread.
+    float* sums;
+    float* weights;
+    float* factors;
+    uint16_t* key_book;
+    uint16_t* value_book;
+    uint8_t* stages;
+
+    KVD_DEVICE AttendShared(uint8_t* shared, const AttendParameters& parameters, unsigned dim) {
+        query = reinterpret_cast<float*>(shared);
+        sums = query + (ROWS * dim + 3) / 4 * 4;
+        weights = sums + ROWS * ATTEND_THREADS;
+        factors = weights + ROWS * TILE_TOKENS;
+        uint8_t* rest = reinterpret_cast<uint8_t*>(factors + (ROWS + 3) / 4 * 4);
+        key_book = reinterpret_cast<uint16_t*>(rest);
+        value_book = reinterpret_cast<uint16_t*>(rest + parameters.key_book);
+        stages = rest + parameters.key_book + parameters.value_book;
+    }
+};
+
+// The softmax of the rows that a warp owns: every `ATTEND_WARPS`th.
+template <int ROWS>
+struct Softmax {
+    static constexpr unsigned OWNED = (ROWS + ATTEND_WARPS - 1) / ATTEND_WARPS;
+    float max[OWNED];
+    float sum[OWNED];
+
+    KVD_DEVICE Softmax() {
+        for (unsigned own = 0; own < OWNED; own++) {
+            max[own] = -INFINITY;
+            sum[own] = 0;
+        }
+    }
+
+    // Turns a tile's scores into weights, and says by which factor what was summed so far shrinks.
+    KVD_DEVICE void absorb(const AttendParameters& parameters, const Unit& unit, const Place& place,
+                           const AttendShared<ROWS>& shared) {
+#pragma unroll
+        for (unsigned own = 0; own < OWNED; own++) {
+            const unsigned row = own * ATTEND_WARPS + warp_index();
+            if (row >= ROWS) {
+                break;
+            }
+            const float score = this->score(parameters, unit, place, shared, row);
+            const float high = fmaxf(max[own], warp_max(score));
+            const float weight = score == -INFINITY ? 0 : expf(score - high);
+            const float factor = max[own] == -INFINITY ? 0 : expf(max[own] - high);
+            max[own] = high;
+            sum[own] = sum[own] * factor + warp_sum(weight);
+            shared.weights[row * TILE_TOKENS + lane_index()] = weight;
+            if (lane_index() == 0) {
+                shared.factors[row] = factor;
+            }
+        }
+    }
+
+    // The score of this lane's token, `-INFINITY` when the row does not see it.
+    KVD_DEVICE float score(const AttendParameters& parameters, const Unit& unit, const Place& place,
+                           const AttendShared<ROWS>& shared, unsigned row) const {
+        const unsigned lane = lane_index();
+        if (row >= unit.rows || lane < place.from || lane >= place.to) {
+            return -INFINITY;
+        }
+        const PageEntry& page = *place.page;
+        const unsigned token = page.first_token + (place.tile * TILE_TOKENS + lane - page.first_row);
+        const Range seen = visible(unit, row);
+        if (token < seen.from || token >= seen.to) {
+            return -INFINITY;
+        }
+        float score = parameters.offsets[unit.query + row];
+        for (unsigned warp = 0; warp < ATTEND_WARPS; warp++) {
+            score += shared.sums[(warp * ROWS + row) * TILE_TOKENS + lane];
+        }
+        if (parameters.soft_cap > 0) {
+            score = parameters.soft_cap * tanhf(score / parameters.soft_cap);
+        }
+        return fminf(fmaxf(score, -SCORE_MAX), SCORE_MAX);
+    }
+};
+
+// The weighted values that a thread sums: a channel or two, over its slice of the tokens.
+template <int ROWS>
+struct Sums {
+    float out[CHANNELS_PER_THREAD][ROWS];
+    unsigned width;
+    unsigned slices;
+
+    KVD_DEVICE explicit Sums(unsigned dim) {
+        for (width = 1; width < dim && width < ATTEND_THREADS;) {
+            width *= 2;
+        }
+        slices = ATTEND_THREADS / width;
+        for (unsigned at = 0; at < CHANNELS_PER_THREAD; at++) {
+            for (int row = 0; row < ROWS; row++) {
+                out[at][row] = 0;
+            }
+        }
+    }
+
+    KVD_DEVICE unsigned channel(unsigned at) const {
+        return thread_index() % width + at * ATTEND_THREADS;
+    }
+
+    template <class Value>
+    KVD_DEVICE void absorb(const SideShape& side, const Tile& tile,
+                           const AttendShared<ROWS>& shared) {
+#pragma unroll
+        for (unsigned at = 0; at < CHANNELS_PER_THREAD; at++) {
+            if (channel(at) >= side.dim) {
+                break;
+            }
+#pragma unroll
+            for (int row = 0; row < ROWS; row++) {
+                out[at][row] *= shared.factors[row];
+            }
+            Value::template accumulate<ROWS>(side, tile, channel(at), thread_index() / width,
+                                             slices, shared.weights, out[at]);
+        }
+    }
+
+    // Adds the slices up and writes the unit's rows.
+    KVD_DEVICE void write(const AttendParameters& parameters, const Unit& unit, float* sums) const {
+        const unsigned dim = unit.value.dim;
+        for (unsigned at = 0; at < CHANNELS_PER_THREAD; at++) {
+            KVD_BARRIER();
+            for (int row = 0; row < ROWS; row++) {
+                sums[row * ATTEND_THREADS + thread_index()] = out[at][row];
+            }
+            KVD_BARRIER();
+            if (thread_index() >= width || channel(at) >= dim) {
+                continue;
+            }
+            for (unsigned row = 0; row < unit.rows; row++) {
+                float sum = 0;
+                for (unsigned slice = 0; slice < slices; slice++) {
+                    sum += sums[row * ATTEND_THREADS + slice * width + thread_index()];
+                }
+                parameters.out[uint64_t(unit.partial + row) * dim + channel(at)] = sum;
+            }
+        }
+    }
+};
+
+// One unit. Three barriers per tile: the staged bytes are complete, the scores, the weights; each
+// also keeps a buffer from being overwritten while a slower warp still reads it.
+template <class Key, class Value, int ROWS>
+KVD_DEVICE void attend(const AttendParameters& parameters, uint8_t* memory) {
+    const Unit& unit = parameters.units[block_index()];
+    const unsigned dim = unit.key.dim;
+    const AttendShared<ROWS> shared(memory, parameters, dim);
+    const unsigned stage_size = parameters.key_stage + parameters.value_stage;
+    KVD_EXPECT(unit.rows <= ROWS && unit.value.dim <= CHANNELS_PER_THREAD * ATTEND_THREADS);
+
+    for (unsigned at = thread_index(); at < ROWS * dim; at += ATTEND_THREADS) {
+        const float* query = parameters.queries + uint64_t(unit.query) * dim;
+        shared.query[at] = at < unit.rows * dim ? query[at] : 0;
+    }
+    Key::prepare(unit.key, parameters.books, shared.key_book, ATTEND_THREADS);
+    Value::prepare(unit.value, parameters.books, shared.value_book, ATTEND_THREADS);
+
+    // The union of what the rows see: the first row's start, the last row's end.
+    const Range seen = {visible(unit, 0).from, visible(unit, unit.rows - 1).to};
+    Softmax<ROWS> softmax;
+    Sums<ROWS> sums(unit.value.dim);
+    unsigned index = 0;
+    unsigned tile = 0;
+    Place next;
+    bool more = seek(parameters, unit, seen, index, tile, next);
+    const auto start = [&](unsigned buffer) {
+        uint8_t* to = shared.stages + buffer * stage_size;
+        stage<Key>(unit.key, parameters.arena + next.page->key, next, to, parameters.key_stage);
+        stage<Value>(unit.value, parameters.arena + next.page->value, next,
+                     to + parameters.key_stage, parameters.value_stage);
+        copy_async_commit();
+    };
+    if (more) {
+        start(0);
+    }
+    for (unsigned buffer = 0; more; buffer ^= 1) {
+        copy_async_wait<0>();
+        KVD_BARRIER();
+        const Place place = next;
+        tile++;
+        more = seek(parameters, unit, seen, index, tile, next);
+        if (more) {
+            start(buffer ^ 1);
+        }
+        const uint8_t* at = shared.stages + buffer * stage_size;
+        const Tile keys = staged<Key>(unit.key, parameters.arena + place.page->key, place, at,
+                                      shared.key_book);
+        float scores[ROWS] = {};
+        Key::template scores<ROWS>(unit.key, keys, ATTEND_WARPS, shared.query, scores);
+        for (int row = 0; row < ROWS; row++) {
+            shared.sums[(warp_index() * ROWS + row) * TILE_TOKENS + lane_index()] = scores[row];
+        }
+        KVD_BARRIER();
+        softmax.absorb(parameters, unit, place, shared);
+        KVD_BARRIER();
+        const Tile values = staged<Value>(unit.value, parameters.arena + place.page->value, place,
+                                          at + parameters.key_stage, shared.value_book);
+        sums.template absorb<Value>(unit.value, values, shared);
+    }
+    sums.write(parameters, unit, shared.sums);
+    for (unsigned own = 0; own < Softmax<ROWS>::OWNED; own++) {
+        const unsigned row = own * ATTEND_WARPS + warp_index();
+        if (row < unit.rows && lane_index() == 0) {
+            parameters.stats[2 * (unit.partial + row)] = softmax.max[own];
+            parameters.stats[2 * (unit.partial + row) + 1] = softmax.sum[own];
+        }
+    }
+}
+
+}  // namespace kvd

@@ -1,0 +1,78 @@
+// What the kernels need from a device, and nothing else: indices, barriers, shuffles, copies that
+// overlap arithmetic, narrow floats, and how a kernel is declared. Two meanings: CUDA's, and that of
+// the CPU lane (emu/emu.h). No other header spells a CUDA builtin, inline PTX or shared memory.
+#pragma once
+
+#include <stdint.h>
+
+#ifdef __CUDACC__
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#define KVD_DEVICE __device__ __forceinline__
+#define KVD_BARRIER() __syncthreads()
+#define KVD_SHUFFLE_XOR(value, mask) __shfl_xor_sync(0xFFFFFFFFu, value, mask)
+// Tested in the CPU lane only: sizes that the host promised.
+#define KVD_EXPECT(condition) ((void)0)
+// A kernel `name` of `threads` threads whose one parameter is a struct and whose shared memory is
+// all dynamic: `body(parameters, shared)`.
+#define KVD_KERNEL(name, threads, Parameters, body)                                              \
+    extern "C" __global__ void __launch_bounds__(threads, 4) name(const Parameters parameters) {    \
+        extern __shared__ __align__(16) unsigned char shared[];                                  \
+        body(parameters, shared);                                                                \
+    }
+
+namespace kvd {
+
+KVD_DEVICE unsigned thread_index() { return threadIdx.x; }
+KVD_DEVICE unsigned block_index() { return blockIdx.x; }
+
+// Copies 16 bytes, both ends aligned to 16, past the registers; they are there after the wait for
+// their group and a barrier.
+KVD_DEVICE void copy_async16(void* shared, const void* global) {
+    const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
+}
+KVD_DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until at most `KEEP` of this thread's youngest groups are under way.
+template <int KEEP>
+KVD_DEVICE void copy_async_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(KEEP) : "memory");
+}
+
+KVD_DEVICE float f16_value(uint16_t bits) { return __half2float(__ushort_as_half(bits)); }
+KVD_DEVICE float bf16_value(uint16_t bits) { return __uint_as_float(uint32_t(bits) << 16); }
+KVD_DEVICE float f32_value(uint32_t bits) { return __uint_as_float(bits); }
+
+}  // namespace kvd
+
+#else
+#include "emu.h"
+#endif
+
+namespace kvd {
+
+constexpr unsigned WARP_LANES = 32;
+
+KVD_DEVICE unsigned lane_index() { return thread_index() % WARP_LANES; }
+KVD_DEVICE unsigned warp_index() { return thread_index() / WARP_LANES; }
+
+KVD_DEVICE float warp_max(float value) {
+    for (int step = 16; step > 0; step /= 2) {
+        value = fmaxf(value, KVD_SHUFFLE_XOR(value, step));
+    }
+    return value;
+}
+
+KVD_DEVICE float warp_sum(float value) {
+    for (int step = 16; step > 0; step /= 2) {
+        value += KVD_SHUFFLE_XOR(value, step);
+    }
+    return value;
+}
+
+KVD_DEVICE unsigned least(unsigned a, unsigned b) { return a < b ? a : b; }
+KVD_DEVICE unsigned most(unsigned a, unsigned b) { return a > b ? a : b; }
+
+}  // namespace kvd

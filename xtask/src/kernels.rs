@@ -1,0 +1,186 @@
+//! Compiles the CUDA kernels for each target with a pinned compiler from Python wheels, on
+//! machines without a GPU or CUDA. Warnings and register spills are errors. Needs g++, python3
+//! and, the first time, the network; owns `target/kernels` and nothing else. The wheels are
+//! NVIDIA's and stay there.
+
+use crate::report::Report;
+use anyhow::{Context, Result, bail, ensure};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// Pins nvcc, its headers and what they need: the wheels' own dependencies carry no version.
+const WHEELS: &str = "cuda-toolkit[nvcc,cccl]==13.0.3.0";
+/// Where the wheels put the compiler, in a virtual environment's packages.
+const NVCC: &str = "nvidia/cu13/bin/nvcc";
+/// GPUs that are compiled for: Ampere, Ada, Hopper.
+const TARGETS: [u32; 3] = [80, 89, 90];
+/// Later GPUs compile this intermediate form themselves.
+const PTX: u32 = 90;
+
+/// What ptxas says of one kernel.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Usage {
+    kernel: String,
+    target: String,
+    registers: u32,
+    /// Static; the kernels' shared memory is dynamic and the host's choice.
+    shared_bytes: u32,
+    spill_bytes: u32,
+}
+
+/// Compiles all kernels and prints what each uses.
+pub(crate) fn run(root: &Path, report: &Report) -> Result<()> {
+    let out = root.join("target/kernels");
+    fs::create_dir_all(&out).with_context(|| format!("create {}", out.display()))?;
+    let nvcc = compiler(&out, report)?;
+    let mut count = 0;
+    report.line("kernel                              target  registers  shared  spilled");
+    for source in sources(&root.join("kernels"))? {
+        for usage in compile(&nvcc, root, &source, &out)? {
+            let Usage { kernel, target, registers, shared_bytes, spill_bytes } = usage;
+            let line = format!(
+                "{kernel:<34}  {target:>6}  {registers:>9}  {shared_bytes:>6}  {spill_bytes:>7}"
+            );
+            report.line(&line);
+            ensure!(spill_bytes == 0, "{kernel} spills {spill_bytes} bytes for {target}");
+            count += 1;
+        }
+    }
+    ensure!(count > 0, "nvcc named no kernel");
+    report.line(&format!("kernels: {count} compiled, into {}", out.display()));
+    Ok(())
+}
+
+/// The compiler, installed on first use.
+fn compiler(out: &Path, report: &Report) -> Result<PathBuf> {
+    let environment = out.join("nvcc-13.0.3");
+    if let Some(nvcc) = installed(&environment)? {
+        return Ok(nvcc);
+    }
+    report.step(&format!("pip install {WHEELS}"));
+    let mut venv = Command::new("python3");
+    output(venv.args(["-m", "venv"]).arg(&environment))?;
+    let mut pip = Command::new(environment.join("bin/pip"));
+    output(pip.args(["install", "--quiet", "--disable-pip-version-check", WHEELS]))?;
+    installed(&environment)?.with_context(|| format!("{WHEELS} holds no {NVCC}"))
+}
+
+/// The compiler in a virtual environment, whatever Python's version.
+fn installed(environment: &Path) -> Result<Option<PathBuf>> {
+    let Ok(versions) = fs::read_dir(environment.join("lib")) else {
+        return Ok(None);
+    };
+    for version in versions {
+        let nvcc = version?.path().join("site-packages").join(NVCC);
+        if nvcc.is_file() {
+            return Ok(Some(nvcc));
+        }
+    }
+    Ok(None)
+}
+
+/// The files that hold kernels.
+fn sources(kernels: &Path) -> Result<Vec<PathBuf>> {
+    let mut sources = Vec::new();
+    for entry in fs::read_dir(kernels).with_context(|| format!("read {}", kernels.display()))? {
+        let path = entry?.path();
+        if path.extension().is_some_and(|extension| extension == "cu") {
+            sources.push(path);
+        }
+    }
+    sources.sort();
+    Ok(sources)
+}
+
+/// Compiles one file for every target into one fat binary.
+fn compile(nvcc: &Path, root: &Path, source: &Path, out: &Path) -> Result<Vec<Usage>> {
+    let name = source.file_stem().context("a kernel file without a name")?;
+    let mut command = Command::new(nvcc);
+    command.args(["-std=c++17", "-O3", "-lineinfo", "-fatbin", "-Werror", "all-warnings"]);
+    command.args(["-Xptxas", "-v,--warn-on-spills,-Werror"]);
+    for target in TARGETS {
+        command.arg(format!("-gencode=arch=compute_{target},code=sm_{target}"));
+    }
+    command.arg(format!("-gencode=arch=compute_{PTX},code=compute_{PTX}"));
+    command.arg("-I").arg(root.join("kernels/include")).arg(source);
+    command.arg("-o").arg(out.join(name).with_extension("fatbin"));
+    Ok(usages(&output(&mut command)?))
+}
+
+/// Runs a command; gives what it printed.
+fn output(command: &mut Command) -> Result<String> {
+    let name = command.get_program().to_string_lossy().into_owned();
+    let output = command.output().with_context(|| format!("start {name}"))?;
+    let text = [output.stdout, output.stderr].concat();
+    let text = String::from_utf8_lossy(&text).into_owned();
+    if !output.status.success() {
+        bail!("{name} failed:\n{}", text.trim());
+    }
+    Ok(text)
+}
+
+/// Reads ptxas's verbose lines: a kernel's name, then its stack, then its registers.
+fn usages(text: &str) -> Vec<Usage> {
+    let mut usages: Vec<Usage> = Vec::new();
+    for line in text.lines() {
+        if line.contains("Compiling entry function") {
+            let mut quoted = line.split('\'').skip(1).step_by(2).map(str::to_owned);
+            let kernel = quoted.next().unwrap_or_default();
+            let target = quoted.next().unwrap_or_default();
+            usages.push(Usage { kernel, target, ..Usage::default() });
+        }
+        let Some(usage) = usages.last_mut() else { continue };
+        for part in line.split(',') {
+            let words: Vec<&str> = part.split_whitespace().collect();
+            let number = |at: usize| words.get(at).and_then(|word| word.parse().ok());
+            if part.ends_with("bytes spill stores") || part.ends_with("bytes spill loads") {
+                usage.spill_bytes += number(0).unwrap_or(0);
+            } else if part.ends_with("registers") {
+                usage.registers = number(words.len().saturating_sub(2)).unwrap_or(0);
+            } else if part.ends_with("bytes smem") {
+                usage.shared_bytes = number(0).unwrap_or(0);
+            }
+        }
+    }
+    usages
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn usage_is_read_from_what_ptxas_prints() {
+        let text = "\
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'kvd_a' for 'sm_80'
+ptxas info    : Function properties for kvd_a
+    16 bytes stack frame, 28 bytes spill stores, 16 bytes spill loads
+ptxas info    : Used 64 registers, used 1 barriers, 128 bytes smem, 400 bytes cmem[0]
+ptxas info    : Compiling entry function 'kvd_b' for 'sm_90'
+ptxas info    : Function properties for kvd_b
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 40 registers, used 0 barriers
+";
+        let usage = |kernel: &str, target: &str, registers, shared_bytes, spill_bytes| Usage {
+            kernel: kernel.to_owned(),
+            target: target.to_owned(),
+            registers,
+            shared_bytes,
+            spill_bytes,
+        };
+        let wanted = [usage("kvd_a", "sm_80", 64, 128, 44), usage("kvd_b", "sm_90", 40, 0, 0)];
+        assert_eq!(usages(text), wanted);
+    }
+
+    #[test]
+    fn a_compiler_that_is_not_there_is_not_found() {
+        let empty = tempfile::tempdir().unwrap();
+        assert_eq!(installed(empty.path()).unwrap(), None);
+        let nvcc = empty.path().join("lib/python3.99/site-packages").join(NVCC);
+        fs::create_dir_all(nvcc.parent().unwrap()).unwrap();
+        fs::write(&nvcc, "").unwrap();
+        assert_eq!(installed(empty.path()).unwrap(), Some(nvcc));
+    }
+}
