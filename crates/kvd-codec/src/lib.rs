@@ -13,6 +13,7 @@ mod bits;
 mod calibration;
 mod contract;
 mod covariance;
+mod drift;
 mod encode;
 mod error;
 mod fit;

@@ -1,6 +1,7 @@
 //! A codec bound to a model: one [`HeadSide`] per layer, side and KV head.
 
 use crate::contract::Ladder;
+use crate::drift::Drift;
 use crate::encode::{self, EncodedPage, PagePlan, Scratch, Stage};
 use crate::huffman::HuffmanTable;
 use crate::multi_symbol::TrainedTable;
@@ -19,7 +20,11 @@ pub struct ModelCodec {
     spec: CodecSpec,
     heads: Vec<HeadSide>,
     /// Per layer, side and variant: every Huffman table so far; version `n` is at index `n - 1`.
-    tables: Vec<Vec<TrainedTable>>,
+    pub(crate) tables: Vec<Vec<TrainedTable>>,
+    /// Per entry of `tables`.
+    pub(crate) drifts: Vec<Drift>,
+    /// Per layer, blocks seen by `watch_tables`; empty where nothing has trained tables.
+    pub(crate) watched: Vec<u64>,
     /// Variants that `tables` has room for, per side.
     variants: usize,
     pub(crate) ladder: Ladder,
@@ -128,8 +133,21 @@ impl ModelCodec {
         let variants = Side::BOTH.map(|side| spec.variants(side).len()).into_iter().max();
         let variants = variants.expect("there are two sides");
         let tables = vec![Vec::new(); 2 * geometry.layers as usize * variants];
+        let drifts = vec![Drift::default(); tables.len()];
+        let trained = heads.iter().any(|head| head.trained_tables);
+        let watched = if trained { vec![0; geometry.layers as usize] } else { Vec::new() };
         let ladder = Ladder::new(&geometry)?;
-        Ok(Self { geometry, spec, heads, tables, variants, ladder, calibration_bytes })
+        Ok(Self {
+            geometry,
+            spec,
+            heads,
+            tables,
+            drifts,
+            watched,
+            variants,
+            ladder,
+            calibration_bytes,
+        })
     }
 
     /// The model's geometry.
@@ -227,26 +245,40 @@ impl ModelCodec {
         (variant, spec): (usize, &SideSpec),
         blocks: &[BlockRows<'_>],
     ) -> Result<(), CodecError> {
-        let alphabet = spec.quantizer.alphabet().expect("validated: Huffman needs codes");
-        let mut counts = vec![0u64; alphabet as usize];
-        let mut scratch = Scratch::default();
-        let heads = 0..self.geometry.kv_heads as usize;
-        let heads = heads.filter(|head| self.head(layer, side, *head).variant == variant);
-        let Some(first) = heads.clone().next() else { return Ok(()) };
-        for head in heads {
-            let head_side = self.head(layer, side, head);
-            for block in blocks {
-                let rows = block.head(side, head, head_side.dim());
-                encode::count(head_side, rows, &mut scratch, &mut counts);
-            }
-        }
-        let index = self.table_index(layer, side, self.head(layer, side, first));
+        let counted =
+            self.count_codes(layer, side, (variant, spec), blocks, &mut Scratch::default());
+        let Some((index, counts)) = counted else { return Ok(()) };
         let versions = &mut self.tables[index];
         if versions.len() == usize::from(u16::MAX) {
             return Err(CodecError::TableVersions { layer: layer.0 });
         }
         versions.push(TrainedTable::new(HuffmanTable::new(&counts)));
         Ok(())
+    }
+
+    /// How often each code stands in the heads of one variant, and the index of their tables;
+    /// none for a variant without heads in the layer.
+    pub(crate) fn count_codes(
+        &self,
+        layer: LayerIndex,
+        side: Side,
+        (variant, spec): (usize, &SideSpec),
+        blocks: &[BlockRows<'_>],
+        scratch: &mut Scratch,
+    ) -> Option<(usize, Vec<u64>)> {
+        let alphabet = spec.quantizer.alphabet().expect("validated: Huffman needs codes");
+        let mut counts = vec![0u64; alphabet as usize];
+        let heads = 0..self.geometry.kv_heads as usize;
+        let heads = heads.filter(|head| self.head(layer, side, *head).variant == variant);
+        let first = heads.clone().next()?;
+        for head in heads {
+            let head_side = self.head(layer, side, head);
+            for block in blocks {
+                let rows = block.head(side, head, head_side.dim());
+                encode::count(head_side, rows, scratch, &mut counts);
+            }
+        }
+        Some((self.table_index(layer, side, self.head(layer, side, first)), counts))
     }
 
     /// Encodes one block of one layer: `2 * kv_heads` pages appended to `out`, K heads first.
@@ -323,7 +355,11 @@ impl ModelCodec {
         Ok(())
     }
 
-    fn check_block(&self, layer: LayerIndex, block: &BlockRows<'_>) -> Result<(), CodecError> {
+    pub(crate) fn check_block(
+        &self,
+        layer: LayerIndex,
+        block: &BlockRows<'_>,
+    ) -> Result<(), CodecError> {
         let g = &self.geometry;
         if layer.0 >= g.layers {
             return Err(CodecError::Shape(format!("layer {layer} of {}", g.layers)));

@@ -155,14 +155,14 @@ static PRESETS: [Preset; 25] = [
     },
     Preset {
         name: "kvd-2",
-        spec_text: "k=mean+qpca/grid(rate=2.5)/huffman; v=mean+pca/grid(rate=1.6)/huffman; \
+        spec_text: "k=mean+qpca/grid(rate=2.35)/huffman; v=mean+pca/grid(rate=1.75)/huffman; \
                     sink=32; recent=96",
         source: "kvd's own, docs/adr/0005-grid-codec.md",
         summary: "query-aware transform coding, about 2 bits per value, everything counted",
     },
     Preset {
         name: "kvd-1.5",
-        spec_text: "k=mean+qpca/grid(rate=2)/huffman; v=mean+pca/grid(rate=1.1)/huffman; \
+        spec_text: "k=mean+qpca/grid(rate=1.8)/huffman; v=mean+pca/grid(rate=1.35)/huffman; \
                     sink=32; recent=96",
         source: "kvd's own, docs/adr/0005-grid-codec.md",
         summary: "query-aware transform coding, about 1.5 bits per value, everything counted",

@@ -104,6 +104,8 @@ pub struct ModelBytes {
     pub calibration: u64,
     /// Huffman tables.
     pub tables: u64,
+    /// Versions of those that are built from blocks.
+    pub table_versions: u64,
 }
 
 /// A device that holds pages and answers attention over them.

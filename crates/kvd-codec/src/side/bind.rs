@@ -2,7 +2,7 @@
 
 use super::bitalloc::{BitAlloc, Levels};
 use super::grid::{Grid, GridTables};
-use super::grid_decode;
+use super::grid_decode::ClassTables;
 use super::hybrid::Hybrid;
 use super::lloyd::Lloyd;
 use super::polar::Polar;
@@ -73,7 +73,7 @@ impl HeadSide {
                 Some(grid) => {
                     let tables = grid.layer_tables(layer.0 as usize);
                     let tables = tables.ok_or_else(|| mismatch(format!("{side} has no tables")))?;
-                    Some(grid_decode::bind(tables))
+                    Some(Arc::new(ClassTables::new(tables)))
                 }
                 None => None,
             };
@@ -208,7 +208,7 @@ impl Binder<'_> {
                 let (step, classes) = (grid.steps[index], &grid.classes[index * dim..][..dim]);
                 hash.update(&step.to_le_bytes());
                 hash.update(classes);
-                tables.iter().flatten().for_each(|table| hash.update(table.code.lengths()));
+                tables.codes.iter().flatten().for_each(|table| hash.update(table.lengths()));
                 HeadQuantizer::Grid(Box::new(Grid::new(step, classes, Arc::clone(tables))))
             }
             Quantizer::BitAlloc { .. } => self.bitalloc(index, dim, hash)?,

@@ -12,7 +12,7 @@
 use super::Unquantizable;
 use super::grid::{Run, runs};
 use crate::PageError;
-use crate::bits::{self, CodeLayout};
+use crate::bits::{self, CodeLayout, TILE_TOKENS};
 use half::f16;
 use kvd_core::{Geometry, Side};
 use std::sync::Arc;
@@ -170,21 +170,83 @@ impl BitAlloc {
         out: &mut [f32],
     ) -> Result<(), PageError> {
         let dim = self.scales.len();
-        let (mut start, mut symbols) = (0, [0u16; DIM_MAX]);
+        let (mut start, mut symbols, mut tile) = (0, [0u16; DIM_MAX], Vec::new());
         for run in &self.runs {
             let layout = self.layout(run, tokens);
             let codes = &codes[start..start + layout.size_bytes()];
             start += codes.len();
             let (levels, symbols) = (self.levels.of(run.class), &mut symbols[..run.len]);
-            for (index, row) in out.chunks_exact_mut(dim).enumerate() {
-                bits::unpack_row(&layout, codes, first + index, symbols);
-                let places = run.first..run.first + run.len;
-                let values = row[places.clone()].iter_mut().zip(&self.scales[places]);
-                for ((value, scale), symbol) in values.zip(&*symbols) {
-                    *value = levels[usize::from(*symbol)] * scale;
+            if run.class == 0 {
+                for row in out.chunks_exact_mut(dim) {
+                    row[run.first..run.first + run.len].fill(0.0);
+                }
+                continue;
+            }
+            let places = run.first..run.first + run.len;
+            let mut row = first;
+            let mut rest = &mut *out;
+            while !rest.is_empty() {
+                let whole = row.is_multiple_of(TILE_TOKENS)
+                    && layout.tile_tokens(row / TILE_TOKENS) == TILE_TOKENS
+                    && rest.len() >= TILE_TOKENS * dim;
+                let count = if whole { TILE_TOKENS } else { 1 };
+                let (rows, after) = rest.split_at_mut(count * dim);
+                if whole {
+                    tile.resize(TILE_TOKENS * run.len, 0);
+                    layout.unpack_tile(&codes[layout.tile(row / TILE_TOKENS)], &mut tile);
+                    self.tile(run, &tile, rows);
+                } else {
+                    bits::unpack_row(&layout, codes, row, symbols);
+                    let values = rows[places.clone()].iter_mut().zip(&self.scales[run.first..]);
+                    for ((value, scale), symbol) in values.zip(&*symbols) {
+                        *value = levels[usize::from(*symbol)] * scale;
+                    }
+                }
+                (rest, row) = (after, row + count);
+            }
+        }
+        Self::add_outliers(outliers, (tokens, first, dim), out)
+    }
+
+    /// Writes the values of a run for the rows of a full tile, from codes in the order in which
+    /// they lie: four that are summed are neighbours, positions for keys, tokens for values.
+    fn tile(&self, run: &Run, codes: &[u8], rows: &mut [f32]) {
+        let (dim, levels) = (self.scales.len(), self.levels.of(run.class));
+        let scales = &self.scales[run.first..][..run.len];
+        // No code is beyond the levels; the mask says so.
+        let mask = levels.len() - 1;
+        match self.side {
+            Side::Key => {
+                let groups = codes.chunks(4 * TILE_TOKENS).zip(scales.chunks(4));
+                for (group, (codes, scales)) in groups.enumerate() {
+                    let at = run.first + 4 * group;
+                    let tokens = codes.chunks_exact(scales.len());
+                    for (row, codes) in rows.chunks_exact_mut(dim).zip(tokens) {
+                        let values = row[at..at + scales.len()].iter_mut();
+                        for ((value, code), scale) in values.zip(codes).zip(scales) {
+                            *value = levels[usize::from(*code) & mask] * scale;
+                        }
+                    }
+                }
+            }
+            Side::Value => {
+                let groups = codes.chunks_exact(4 * run.len).zip(rows.chunks_exact_mut(4 * dim));
+                for (codes, rows) in groups {
+                    for ((codes, scale), at) in codes.chunks_exact(4).zip(scales).zip(run.first..) {
+                        for (token, code) in codes.iter().enumerate() {
+                            rows[token * dim + at] = levels[usize::from(*code) & mask] * scale;
+                        }
+                    }
                 }
             }
         }
+    }
+
+    fn add_outliers(
+        outliers: &[u8],
+        (tokens, first, dim): (usize, usize, usize),
+        out: &mut [f32],
+    ) -> Result<(), PageError> {
         for entry in outliers.as_chunks::<OUTLIER_BYTES>().0 {
             let [r0, r1, c0, c1, x0, x1] = *entry;
             let row = usize::from(u16::from_le_bytes([r0, r1]));
@@ -230,23 +292,26 @@ mod tests {
     proptest! {
         #[test]
         fn any_values_come_back_within_the_bound(
-            widths in proptest::collection::vec(0u8..=8, 1..80),
+            widths in proptest::collection::vec((0u8..=8, 1usize..9), 1..8),
+            tokens in 1usize..=70,
             values in proptest::collection::vec(
-                prop_oneof![9 => -3f32..3.0, 1 => -300f32..300.0], 80 * 5),
+                prop_oneof![9 => -3f32..3.0, 1 => -300f32..300.0], 40 * 70),
             bound in 0.01f32..2.0,
-            first in 0usize..5,
+            first in prop_oneof![Just(0usize), Just(32), 0usize..70],
             side in prop_oneof![Just(Side::Key), Just(Side::Value)],
         ) {
-            let dim = widths.len();
-            let rows = &values[..dim * 5];
+            let run = |(width, len)| std::iter::repeat_n(width, len);
+            let widths: Vec<u8> = widths.into_iter().flat_map(run).take(40).collect();
+            let (dim, first) = (widths.len(), first.min(tokens - 1));
+            let rows = &values[..dim * tokens];
             let scales: Vec<f32> = (0..dim).map(|i| 0.2 + i as f32 * 0.01).collect();
             let bitalloc = BitAlloc::new(side, &widths, (&scales, bound), levels());
             let mut out = Vec::new();
             let outliers = bitalloc.encode(rows, usize::MAX, &mut out).unwrap() as usize;
-            prop_assert_eq!(out.len(), bitalloc.code_bytes(5) + outliers);
-            let parts = out.split_at(bitalloc.code_bytes(5));
-            let mut back = vec![0f32; dim * (5 - first)];
-            bitalloc.decode(parts, (5, first), &mut back).unwrap();
+            prop_assert_eq!(out.len(), bitalloc.code_bytes(tokens) + outliers);
+            let parts = out.split_at(bitalloc.code_bytes(tokens));
+            let mut back = vec![0f32; dim * (tokens - first)];
+            bitalloc.decode(parts, (tokens, first), &mut back).unwrap();
             for (a, b) in rows[first * dim..].iter().zip(&back) {
                 prop_assert!((a - b).abs() <= bound.max(a.abs() / 1024.0) * 1.001, "{a} {b}");
             }

@@ -10,7 +10,7 @@
 //! Classes and tables come from the calibration, so a page holds codes only.
 
 use super::Unquantizable;
-use super::grid_decode::{ClassTable, Places};
+use super::grid_decode::{ClassTables, Place};
 use crate::ROWS_PER_STREAM;
 use kvd_core::Geometry;
 use std::sync::Arc;
@@ -118,14 +118,14 @@ pub(crate) fn runs(classes: &[u8]) -> Vec<Run> {
 }
 
 /// The tables of one side of one layer, by class; the zero class has none.
-pub(crate) type GridTables = Arc<[Option<ClassTable>]>;
+pub(crate) type GridTables = Arc<ClassTables>;
 
 /// A head's step and classes, and the tables it shares with the other heads of its layer.
 #[derive(Clone, Debug)]
 pub(crate) struct Grid {
     pub(super) step: f32,
     pub(super) runs: Vec<Run>,
-    pub(super) places: Places,
+    pub(super) places: Vec<Place>,
     pub(super) tables: GridTables,
 }
 
@@ -145,7 +145,7 @@ pub(crate) fn codes(row: &[f32], step: f32, codes: &mut [i32]) -> Result<(), Unq
 impl Grid {
     pub(crate) fn new(step: f32, classes: &[u8], tables: GridTables) -> Self {
         let runs = runs(classes);
-        Self { step, places: Places::new(&runs), runs, tables }
+        Self { step, places: Place::of(&runs), runs, tables }
     }
 
     /// Appends the stream lengths and streams of `rows` (`[tokens, dim]`); returns the bytes of
@@ -181,12 +181,12 @@ impl Grid {
         for run in &self.runs {
             let class = CLASSES[run.class];
             for group in codes[run.first..run.first + run.len].chunks(class.group) {
-                let Some(table) = &self.tables[run.class] else {
+                let Some(table) = &self.tables.codes[run.class] else {
                     encode_zeros(group, writer);
                     continue;
                 };
                 let symbol = class.symbol(group);
-                let (code, length) = table.code.code(symbol);
+                let (code, length) = table.code(symbol);
                 writer.push(code.into(), length);
                 if symbol == class.escape() {
                     for code in group {
@@ -258,7 +258,7 @@ mod tests {
     use super::*;
     use crate::PageError;
     use crate::huffman::HuffmanTable;
-    use crate::side::grid_decode::{LANES, Lane, bind};
+    use crate::side::grid_decode::{LANES, Lane};
     use proptest::prelude::*;
 
     /// Tables in which the middle of an alphabet is likely, the more so the larger `skew`.
@@ -269,7 +269,7 @@ mod tests {
             let counts: Vec<u64> = (0..class.alphabet()).map(count).collect();
             (class.group != ZERO_GROUP).then(|| HuffmanTable::new(&counts))
         };
-        bind(CLASSES.iter().map(table).collect())
+        Arc::new(ClassTables::new(CLASSES.iter().map(table).collect()))
     }
 
     fn decode(

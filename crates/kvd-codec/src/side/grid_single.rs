@@ -39,11 +39,11 @@ impl Grid {
         for run in &self.runs {
             let class = CLASSES[run.class];
             for group in codes[run.first..run.first + run.len].chunks_mut(class.group) {
-                let Some(table) = &self.tables[run.class] else {
+                let Some(table) = &self.tables.codes[run.class] else {
                     decode_zeros(reader, group)?;
                     continue;
                 };
-                let symbol = reader.symbol(&table.code)?;
+                let symbol = reader.symbol(table)?;
                 if symbol == class.escape() {
                     for code in group {
                         *code = i32::from(reader.bits(ESCAPE_BITS)? as u16 as i16);

@@ -58,6 +58,8 @@ pub(crate) fn encode(
         if !rows.is_empty() {
             codec.train_tables(layer, &rows)?;
         }
+    } else {
+        blocks.iter().for_each(|block| codec.watch_tables(layer, &block.rows()));
     }
     Ok(encode_sampled(codec, layer, &blocks, sampling))
 }

@@ -144,7 +144,11 @@ impl Backend for CpuBackend {
 
     fn model_bytes(&self, model: ModelId) -> Result<ModelBytes, BackendError> {
         let codec = self.codec(model)?;
-        Ok(ModelBytes { calibration: codec.calibration_bytes(), tables: codec.table_bytes() })
+        Ok(ModelBytes {
+            calibration: codec.calibration_bytes(),
+            tables: codec.table_bytes(),
+            table_versions: codec.table_versions(),
+        })
     }
 
     fn check(&self, model: ModelId, rows: &IncomingRows) -> Result<(), BackendError> {

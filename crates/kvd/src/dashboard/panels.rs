@@ -225,7 +225,7 @@ fn device_speed() -> Vec<Panel> {
 fn held() -> Vec<Panel> {
     use Metric::{
         BitsPerValue, CodecError, CompressionRatio, ModelOnceBytes, PackedBytes, PackedPartBytes,
-        PackedValues, RawBytes, RawValues,
+        PackedValues, RawBytes, RawValues, TableVersions,
     };
     let values = [
         Query::level(PackedValues, MODEL).named("packed"),
@@ -252,6 +252,8 @@ fn held() -> Vec<Panel> {
             .described("Values in packed blocks over all values held.")
             .up_to(1.0),
         lines("Held once per model", "bytes", [once]).explained(ModelOnceBytes),
+        lines("Huffman table versions", "none", [Query::largest(TableVersions, MODEL)])
+            .explained(TableVersions),
     ]
 }
 

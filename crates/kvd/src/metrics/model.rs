@@ -29,6 +29,7 @@ pub struct ModelMetrics {
     pub(crate) raw_values: Gauge,
     pub(crate) raw_bytes: Gauge,
     pub(crate) once_bytes: [Gauge; 2],
+    pub(crate) table_versions: Gauge,
     pub(crate) bits_per_value: Gauge,
     pub(crate) compression_ratio: Gauge,
     pub(crate) error_bound: [Gauge; 2],
@@ -78,6 +79,7 @@ impl ModelMetrics {
             raw_bytes: gauge(Metric::RawBytes),
             once_bytes: ["calibration", "tables"]
                 .map(|part| by(Metric::ModelOnceBytes, "part", part)),
+            table_versions: gauge(Metric::TableVersions),
             bits_per_value: gauge(Metric::BitsPerValue),
             compression_ratio: gauge(Metric::CompressionRatio),
             error_bound: ["k", "v"].map(|side| by(Metric::ErrorBound, "side", side)),

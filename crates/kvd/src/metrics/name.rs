@@ -79,6 +79,7 @@ metrics! {
     RawValues = "kvd_raw_values", Gauge, "K and V values held in windows and open blocks.";
     RawBytes = "kvd_raw_bytes", Gauge, "Bytes reserved for windows and open blocks.";
     ModelOnceBytes = "kvd_model_once_bytes", Gauge, "Bytes a model takes once, by part: calibration, tables.";
+    TableVersions = "kvd_table_versions", Gauge, "Versions of the Huffman tables that a model builds from its blocks: one per layer and side, more where codes have drifted.";
     BitsPerValue = "kvd_packed_bits_per_value", Gauge, "Bits of packed blocks per K or V value, everything counted.";
     CompressionRatio = "kvd_compression_ratio", Gauge, "Bytes in the stored precision over bytes held, windows included.";
     CodecError = "kvd_codec_error_ratio", Gauge, "Relative root-mean-square error of sampled blocks, by side.";

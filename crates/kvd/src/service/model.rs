@@ -34,6 +34,7 @@ pub struct Model {
     pub(super) calibration_bytes: u64,
     /// Bytes of entropy tables, as the device last said.
     pub(super) table_bytes: AtomicU64,
+    pub(super) table_versions: AtomicU64,
 }
 
 impl Model {

@@ -48,6 +48,7 @@ impl Packer<'_> {
         model.metrics.encode_seconds.record(began.elapsed().as_secs_f64());
         if let Ok(once) = self.backend.model_bytes(model.shape.id) {
             model.table_bytes.store(once.tables, Ordering::Relaxed);
+            model.table_versions.store(once.table_versions, Ordering::Relaxed);
         }
         Ok(packed)
     }

@@ -90,6 +90,7 @@ impl Service {
                     over_bound_pages: Default::default(),
                     calibration_bytes,
                     table_bytes: AtomicU64::new(0),
+                    table_versions: AtomicU64::new(0),
                 }
             });
             drop((turn, inflight));

@@ -63,6 +63,7 @@ fn once(model: &Model) -> ModelBytes {
     ModelBytes {
         calibration: model.calibration_bytes,
         tables: model.table_bytes.load(Ordering::Relaxed),
+        table_versions: model.table_versions.load(Ordering::Relaxed),
     }
 }
 
@@ -71,6 +72,7 @@ fn refresh_model(model: &Model, usage: &ModelUsage) {
     let once = once(model);
     metrics.once_bytes[0].set(once.calibration as f64);
     metrics.once_bytes[1].set(once.tables as f64);
+    metrics.table_versions.set(once.table_versions as f64);
     metrics.sequences.set(usage.sequences as f64);
     metrics.packed_values.set(stored.packed_values as f64);
     metrics.packed_bytes[0].set(stored.packed_key_bytes as f64);
