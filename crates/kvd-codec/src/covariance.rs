@@ -87,6 +87,7 @@ mod tests {
     }
 
     #[test]
+    #[cfg_attr(miri, ignore = "too many numbers for an interpreter")]
     fn principal_axes_are_the_axes() {
         let axes = principal_axes(&rows(), 2);
         assert!((axes[0].abs() - 0.75f64.sqrt()).abs() < 1e-5, "{axes:?}");

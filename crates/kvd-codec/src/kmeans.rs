@@ -183,6 +183,7 @@ mod tests {
     use super::*;
 
     #[test]
+    #[cfg_attr(miri, ignore = "too many numbers for an interpreter")]
     fn separated_clusters_are_found_and_ordered_by_use() {
         let mut rng = Rng(1);
         let mut points = Vec::new();

@@ -210,6 +210,7 @@ mod tests {
     }
 
     #[test]
+    #[cfg_attr(miri, ignore = "too many numbers for an interpreter")]
     fn cells_do_nearly_as_well_as_comparing_everything() {
         let (dim, count) = (4, 1024);
         let points = noise(8192 * dim, 1);
@@ -228,6 +229,7 @@ mod tests {
     }
 
     #[test]
+    #[cfg_attr(miri, ignore = "too many numbers for an interpreter")]
     fn few_distinct_points_are_fine() {
         let points = [1.0f32, 2.0, 1.0, 2.0, 7.0];
         let entries = fit(&points, 1, 1024, &mut Rng(0)).entries;

@@ -176,6 +176,7 @@ mod tests {
     proptest! {
         /// Against the decoder that reads one symbol at a time.
         #[test]
+        #[cfg_attr(miri, ignore = "too many numbers for an interpreter")]
         fn lanes_give_what_single_look_ups_give(
             counts in proptest::collection::vec(
                 prop_oneof![Just(0u64), 1u64..50, 1000u64..10_000_000],
@@ -200,6 +201,7 @@ mod tests {
         }
 
         #[test]
+        #[cfg_attr(miri, ignore = "too many numbers for an interpreter")]
         fn any_bytes_end_as_single_look_ups_end(
             counts in proptest::collection::vec(0u64..1000, 2..=256),
             bytes in proptest::collection::vec(any::<u8>(), 0..200),

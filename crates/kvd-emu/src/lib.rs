@@ -3,9 +3,8 @@
 //!
 //! Unsafe code: a kernel reads and writes through the addresses in its parameters.
 
-use std::ffi::c_void;
 #[cfg(kvd_emu)]
-use std::ffi::{CStr, CString, c_char, c_int};
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
 
 /// Set to make a machine without g++ a failure instead of a skip.
 pub const REQUIRE: &str = "KVD_REQUIRE_EMU";

@@ -301,6 +301,7 @@ mod tests {
 
     proptest! {
         #[test]
+        #[cfg_attr(miri, ignore = "too many numbers for an interpreter")]
         fn any_values_come_back_within_half_a_step(
             classes in proptest::collection::vec(0u8..12, 2..80),
             values in proptest::collection::vec(-300f32..300.0, 80 * 11),
@@ -331,6 +332,7 @@ mod tests {
 
         /// Against the decoder that reads one symbol at a time.
         #[test]
+        #[cfg_attr(miri, ignore = "too many numbers for an interpreter")]
         fn lanes_give_what_single_symbols_give(
             classes in proptest::collection::vec((0u8..12, 1usize..40), 1..8),
             values in proptest::collection::vec(
@@ -373,6 +375,7 @@ mod tests {
         }
 
         #[test]
+        #[cfg_attr(miri, ignore = "too many numbers for an interpreter")]
         fn any_bytes_end_as_single_symbols_end(
             classes in proptest::collection::vec(0u8..12, 2..80),
             bytes in proptest::collection::vec(any::<u8>(), 0..300),

@@ -118,6 +118,7 @@ mod tests {
     }
 
     #[test]
+    #[cfg_attr(miri, ignore = "too many numbers for an interpreter")]
     fn nearest_is_the_first_least_score() {
         for (dim, count) in
             [(1usize, 2usize), (2, 16), (3, 32), (4, 256), (5, 8), (8, 64), (11, 32), (16, 4)]
