@@ -131,21 +131,48 @@ impl CodeLayout {
             }
             let bytes = &codes[start..start + out.len() * width as usize / 8];
             start += bytes.len();
-            let mask = ((1u32 << width) - 1) as u8;
-            for (index, out) in out.chunks_exact_mut(bytes.len()).enumerate() {
-                let shift = index as u32 * width;
-                if low == 0 {
-                    for (out, byte) in out.iter_mut().zip(bytes) {
-                        *out = byte >> shift & mask;
-                    }
-                    continue;
-                }
-                for (out, byte) in out.iter_mut().zip(bytes) {
-                    *out |= (byte >> shift & mask) << low;
-                }
+            match width {
+                8 => out.copy_from_slice(bytes),
+                4 => spread::<4>(bytes, low, out),
+                2 => spread::<2>(bytes, low, out),
+                _ => spread::<1>(bytes, low, out),
             }
             low += width;
         }
+    }
+}
+
+/// Brings a plane's bits to their place in each code; the first plane of a tile overwrites.
+#[inline(always)]
+fn spread<const WIDTH: u32>(bytes: &[u8], low: u32, out: &mut [u8]) {
+    let mut parts = out.chunks_exact_mut(bytes.len());
+    // Shifts that the compiler knows: bytes have no shift by a variable.
+    for shift in [0, 1, 2, 3, 4, 5, 6, 7] {
+        if shift % WIDTH != 0 {
+            continue;
+        }
+        let Some(part) = parts.next() else { return };
+        let mask = ((1u32 << WIDTH) - 1) as u8;
+        match (low, shift) {
+            (0, 0) => take::<0>(bytes, mask, part),
+            (0, 1) => take::<1>(bytes, mask, part),
+            (0, 2) => take::<2>(bytes, mask, part),
+            (0, 3) => take::<3>(bytes, mask, part),
+            (0, 4) => take::<4>(bytes, mask, part),
+            (0, 5) => take::<5>(bytes, mask, part),
+            (0, 6) => take::<6>(bytes, mask, part),
+            (0, _) => take::<7>(bytes, mask, part),
+            _ => part.iter_mut().zip(bytes).for_each(|(out, byte)| {
+                *out |= (byte >> shift & mask) << low;
+            }),
+        }
+    }
+}
+
+#[inline(always)]
+fn take<const SHIFT: u32>(bytes: &[u8], mask: u8, out: &mut [u8]) {
+    for (out, byte) in out.iter_mut().zip(bytes) {
+        *out = byte >> SHIFT & mask;
     }
 }
 

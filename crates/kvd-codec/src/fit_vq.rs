@@ -3,6 +3,7 @@
 use crate::calibration::Codebooks;
 use crate::fit::Place;
 use crate::kmeans::{self, Rng};
+use crate::levels;
 use crate::side::vq::Codebook;
 use crate::{CalibrationError, CodebookScope, VqSpec};
 use half::f16;
@@ -91,6 +92,8 @@ impl VqFit {
         mut points: Vec<f32>,
         rng: &mut Rng,
     ) -> Result<(), CalibrationError> {
+        /// Attention kernels hold so many entries in registers, as bytes.
+        const ENTRIES_AS_BYTES_MAX: usize = 256;
         let (dim, entries) = (usize::from(self.spec.dim), self.spec.entries());
         let found = points.len() / dim;
         if found < entries {
@@ -98,7 +101,10 @@ impl VqFit {
         }
         let limit = f16::MAX.to_f32();
         for _ in 0..self.spec.stages {
-            let fitted = kmeans::fit(&points, dim, entries, rng);
+            let mut fitted = kmeans::fit(&points, dim, entries, rng);
+            if self.spec.stages == 1 && entries <= ENTRIES_AS_BYTES_MAX {
+                levels::snap(&mut fitted.entries);
+            }
             if !fitted.entries.iter().all(|v| v.abs() <= limit) {
                 return Err(place.out_of_range());
             }

@@ -24,6 +24,7 @@ mod huffman;
 mod implied;
 mod kmeans;
 mod kmeans_cells;
+mod levels;
 mod lloyd;
 mod model;
 mod multi_symbol;
@@ -52,9 +53,9 @@ pub use policy::Override;
 pub use preset::{Preset, preset, presets, resolve};
 pub use reader::{FixedCodes, PageReader, Space};
 pub use samples::Samples;
-pub use side::HeadSide;
 pub use side::stored::Stored;
 pub use side::vq::{Codebook, Vq};
+pub use side::{HeadSide, UniformGroups};
 pub use spec::{
     CodecSpec, Entropy, FloatFormat, GroupAxis, Quantizer, SideSpec, Transform, UniformMode,
     UniformStep,

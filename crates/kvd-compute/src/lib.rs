@@ -1,7 +1,8 @@
 //! What a device does with KV blocks: take rows, encode them to pages, answer attention from
 //! the pages. [`Backend`] is the contract; [`CpuBackend`] the one that every machine has.
 //!
-//! Unsafe code is confined to `cpu/simd.rs` (run-time selected instruction sets).
+//! Unsafe code is confined to `cpu/simd.rs` (run-time selected instruction sets) and
+//! `cpu/dots_x86.rs` (register loads and stores).
 #![deny(unsafe_code)]
 
 mod backend;
@@ -14,7 +15,7 @@ pub use backend::{
     Attended, Backend, DeviceInfo, EncodeSource, EncodedPages, IncomingRows, LoadedRows,
     ModelBytes, RawTarget,
 };
-pub use cpu::{ArenaError, CpuBackend, CpuOptions, InstructionSet, OpenError};
+pub use cpu::{ArenaError, CpuBackend, CpuOptions, InstructionSet, OpenError, Precision};
 pub use error::BackendError;
 pub use plan::{AttendPlan, LoadPlan, PlanPart, PlanQuery, Source};
 pub use state::PartialState;

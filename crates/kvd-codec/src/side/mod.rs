@@ -27,6 +27,7 @@ use lloyd::Lloyd;
 use polar::Polar;
 use std::sync::Arc;
 use symmetric::Symmetric;
+pub use uniform::UniformGroups;
 use uniform::{ScaleRow, Uniform};
 use vq::Vq;
 
@@ -187,6 +188,15 @@ impl HeadSide {
             HeadQuantizer::Vq(_) => id::VQ,
             HeadQuantizer::Grid(_) => id::GRID,
             HeadQuantizer::BitAlloc(_) => id::BITALLOC,
+        }
+    }
+
+    /// How the head's values are grouped, when its levels are uniform from a minimum on.
+    #[must_use]
+    pub fn uniform(&self) -> Option<UniformGroups> {
+        match &self.quantizer {
+            HeadQuantizer::Uniform(uniform) => Some(uniform.groups_of_side()),
+            _ => None,
         }
     }
 

@@ -27,6 +27,20 @@ pub(crate) struct Uniform {
     pub(super) top: u16,
 }
 
+/// How a uniform side groups its values, for kernels that read its pages themselves.
+///
+/// A scale row is all its minima, then all its steps, f16; `docs/format.md` says which tokens and
+/// channels share one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct UniformGroups {
+    /// What values of a group have in common.
+    pub axis: GroupAxis,
+    /// Values of a group; `None` is the whole extent of the axis in the page.
+    pub group: Option<usize>,
+    /// Bits of a code.
+    pub bits: u32,
+}
+
 /// One scale row as f32, for the rows that share it.
 pub(crate) struct ScaleRow {
     /// Which scale row is loaded.
@@ -70,6 +84,10 @@ impl Uniform {
     /// Groups in a page.
     pub(super) fn groups(&self, tokens: usize, dim: usize) -> usize {
         tokens.div_ceil(self.rows_per_scale(tokens)) * self.pairs(dim)
+    }
+
+    pub(super) fn groups_of_side(&self) -> UniformGroups {
+        UniformGroups { axis: self.axis, group: self.group, bits: self.code_bits() }
     }
 
     pub(crate) fn scale_bytes(&self, tokens: usize, dim: usize) -> usize {

@@ -29,6 +29,10 @@ impl HostArena {
         let capacity = usize::try_from(capacity_bytes)
             .map_err(|_| failed(std::io::ErrorKind::OutOfMemory.into()))?;
         let mut bytes = MmapMut::map_anon(capacity).map_err(failed)?;
+        // Codes are read a few KiB here and there: with small pages most of those would cost a walk
+        // of the page table. Where the system has no huge pages, small ones do.
+        #[cfg(target_os = "linux")]
+        let _ = bytes.advise(memmap2::Advice::HugePage);
         if prefault {
             const PAGE_BYTES: usize = 4096;
             for byte in bytes.iter_mut().step_by(PAGE_BYTES) {

@@ -2,12 +2,23 @@
 
 mod arena;
 mod attend;
+#[cfg(test)]
+mod conformance;
+mod dots;
+#[cfg(target_arch = "x86_64")]
+mod dots_x86;
 mod encode;
+mod fused;
 mod rows;
+mod scores;
 mod simd;
+mod softmax;
 #[cfg(test)]
 mod tests;
 mod tile;
+mod uniform;
+mod unit;
+mod vq;
 
 use crate::{
     AttendPlan, Attended, Backend, BackendError, DeviceInfo, EncodeSource, EncodedPages,
@@ -18,8 +29,8 @@ use arena::HostArena;
 use encode::Sampling;
 use kvd_codec::ModelCodec;
 use kvd_core::{Extent, LayerIndex, ModelId};
-pub use simd::InstructionSet;
 use simd::Simd;
+pub use simd::{InstructionSet, Precision};
 use std::collections::HashMap;
 use tile::Reader;
 
@@ -46,6 +57,7 @@ pub struct CpuBackend {
     models: HashMap<ModelId, Model>,
     threads: rayon::ThreadPool,
     simd: Simd,
+    precision: Precision,
 }
 
 /// Why the CPU backend could not be opened.
@@ -84,6 +96,7 @@ impl CpuBackend {
             models: HashMap::new(),
             threads,
             simd: Simd::detect(),
+            precision: Precision::default(),
         })
     }
 
@@ -91,6 +104,11 @@ impl CpuBackend {
     #[must_use]
     pub fn instruction_set(&self) -> InstructionSet {
         self.simd.set()
+    }
+
+    /// Chooses between exactness and speed; [`Precision::Single`] unless told otherwise.
+    pub fn set_precision(&mut self, precision: Precision) {
+        self.precision = precision;
     }
 
     /// Uses `set` instead of the best there is, to compare or to test.
@@ -189,6 +207,7 @@ impl Backend for CpuBackend {
             plan,
             reader: Reader { arena: &self.arena, codec, layer: plan.layer },
             simd: self.simd,
+            precision: self.precision,
             q: &q,
             threads: self.threads.current_num_threads(),
         };

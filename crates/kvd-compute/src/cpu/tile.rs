@@ -2,9 +2,11 @@
 //! the first-level cache.
 
 use super::arena::HostArena;
+use super::scores::{SPAN, TILE};
 use crate::{BackendError, PlanPart, Source};
-use kvd_codec::{ModelCodec, PageReader, Space};
+use kvd_codec::{FixedCodes, ModelCodec, PageReader, Space};
 use kvd_core::{Extent, Geometry, LayerIndex, Side};
+use std::ops::Range;
 
 /// Tokens decoded at once: 32 rows of 128 channels of K and V are 32 KiB.
 pub(crate) const TILE_TOKENS: u32 = 32;
@@ -32,21 +34,27 @@ impl<'a> Reader<'a> {
         head: usize,
     ) -> Result<Rows<'a>, BackendError> {
         let geometry = self.codec.geometry();
+        let bytes = self.bytes(source, rows, side, head);
         match source {
-            Source::Raw { extent, capacity_rows, first_row } => {
-                let layout = geometry.raw_layout(*capacity_rows);
-                let row_bytes = layout.row_bytes(side);
-                let start = layout.row_offset(side, head as u64, u64::from(*first_row));
-                let bytes = extent.part(start, start + u64::from(rows) * row_bytes);
-                let dim = geometry.head_dim(side);
-                Ok(Rows::Raw { bytes: self.arena.read(bytes), geometry, dim })
-            }
-            Source::Pages { extent, ends, first_row } => {
-                let bytes = self.arena.read(page_extent(*extent, ends, geometry, side, head));
+            Source::Raw { .. } => Ok(Rows::Raw { bytes, geometry, dim: geometry.head_dim(side) }),
+            Source::Pages { first_row, .. } => {
                 let page = PageReader::open(self.codec, self.layer, side, head, bytes)?;
                 Ok(Rows::Page { page, first_row: *first_row as usize })
             }
         }
+    }
+
+    /// The bytes of a head's rows, or of its page.
+    pub(crate) fn bytes(&self, source: &Source, rows: u32, side: Side, head: usize) -> &'a [u8] {
+        let geometry = self.codec.geometry();
+        self.arena.read(match source {
+            Source::Raw { extent, capacity_rows, first_row } => {
+                let layout = geometry.raw_layout(*capacity_rows);
+                let start = layout.row_offset(side, head as u64, u64::from(*first_row));
+                extent.part(start, start + u64::from(rows) * layout.row_bytes(side))
+            }
+            Source::Pages { extent, ends, .. } => page_extent(*extent, ends, geometry, side, head),
+        })
     }
 }
 
@@ -63,7 +71,7 @@ pub(crate) fn page_extent(
     slot.part(u64::from(start), u64::from(ends[index]))
 }
 
-impl Rows<'_> {
+impl<'a> Rows<'a> {
     /// Whether rows come as stored values or as coefficients of the side's transform.
     pub(crate) fn space(&self) -> Space {
         match self {
@@ -80,6 +88,30 @@ impl Rows<'_> {
         }
     }
 
+    /// The page that holds a tile, when it has fixed-width codes and all tokens of the tile.
+    pub(crate) fn full_tile(&self, span: &Span, tile: usize) -> Option<FixedCodes<'a>> {
+        let Rows::Page { page, .. } = self else { return None };
+        let codes = page.fixed_codes()?;
+        (codes.layout.tile_tokens(span.tile(tile)) == TILE).then_some(codes)
+    }
+
+    /// Decodes `count` rows from `first` on (counted in the source) into `out[count * dim]`.
+    pub(crate) fn decode_at(
+        &self,
+        first: usize,
+        count: usize,
+        out: &mut [f32],
+    ) -> Result<(), BackendError> {
+        match self {
+            Rows::Raw { bytes, geometry, dim } => {
+                let row_bytes = dim * geometry.dtype.size_bytes();
+                geometry.dtype.widen(&bytes[first * row_bytes..][..count * row_bytes], out);
+                Ok(())
+            }
+            Rows::Page { page, .. } => Ok(page.decode_rows(first, count, out)?),
+        }
+    }
+
     /// Decodes `count` rows from `first` on (counted in the part) into `out[count * dim]`.
     pub(crate) fn decode(
         &self,
@@ -87,40 +119,67 @@ impl Rows<'_> {
         count: u32,
         out: &mut [f32],
     ) -> Result<(), BackendError> {
-        match self {
-            Rows::Raw { bytes, geometry, dim } => {
-                let row_bytes = dim * geometry.dtype.size_bytes();
-                let start = first as usize * row_bytes;
-                geometry.dtype.widen(&bytes[start..][..count as usize * row_bytes], out);
-                Ok(())
-            }
-            Rows::Page { page, first_row } => {
-                Ok(page.decode_rows(first_row + first as usize, count as usize, out)?)
-            }
-        }
+        let origin = match self {
+            Rows::Raw { .. } => 0,
+            Rows::Page { first_row, .. } => *first_row,
+        };
+        self.decode_at(origin + first as usize, count as usize, out)
     }
 }
 
-/// The tiles of a part that hold tokens of `[start, end)`, as `(first row in part, rows)`.
-///
-/// Tiles are aligned in the page, not in the part, because entropy-coded rows decode in streams.
-pub(crate) fn tiles(part: &PlanPart, start: u32, end: u32) -> impl Iterator<Item = (u32, u32)> {
+/// Consecutive tokens that attention takes in one step, counted in their source.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Span {
+    /// First row, on the bound of a tile.
+    pub(crate) first: usize,
+    /// The rows that are wanted, counted from `first`.
+    wanted: Range<usize>,
+    /// Position of row `first`; before the sequence where a fork does not own a page's first rows.
+    position: i64,
+}
+
+/// The spans of a part that hold tokens of `seen`. They begin on the bounds of tiles of the page,
+/// not of the part: that is how codes lie.
+pub(crate) fn spans(part: &PlanPart, seen: Range<u32>) -> impl Iterator<Item = Span> + use<> {
     let origin = match part.source {
         Source::Raw { .. } => 0,
-        Source::Pages { first_row, .. } => first_row,
+        Source::Pages { first_row, .. } => first_row as usize,
     };
-    let from = start.saturating_sub(part.first_token);
-    let to = end.min(part.end_token()).saturating_sub(part.first_token);
-    let mut next = from;
-    std::iter::from_fn(move || {
-        if next >= to {
-            return None;
-        }
-        let first = next;
-        let aligned_end = (origin + first) / TILE_TOKENS * TILE_TOKENS + TILE_TOKENS - origin;
-        next = aligned_end.min(to);
-        Some((first, next - first))
+    let position = i64::from(part.first_token) - origin as i64;
+    let row = |token: u32| (token.max(part.first_token) - part.first_token) as usize + origin;
+    let wanted = row(seen.start)..row(seen.end.min(part.end_token()));
+    let start = wanted.start / TILE * TILE;
+    let end = if wanted.is_empty() { start } else { wanted.end };
+    (start..end).step_by(SPAN).map(move |first| Span {
+        first,
+        wanted: wanted.start.max(first) - first..wanted.end.min(first + SPAN) - first,
+        position: position + first as i64,
     })
+}
+
+impl Span {
+    /// The tiles that hold wanted rows, counted from the span's start.
+    pub(crate) fn tiles(&self) -> Range<usize> {
+        self.wanted.start / TILE..self.wanted.end.div_ceil(TILE)
+    }
+
+    /// Index of a tile in its page.
+    pub(crate) fn tile(&self, tile: usize) -> usize {
+        self.first / TILE + tile
+    }
+
+    /// The wanted rows of a tile.
+    pub(crate) fn wanted_of(&self, tile: usize) -> Range<usize> {
+        self.wanted.start.max(tile * TILE)..self.wanted.end.min((tile + 1) * TILE)
+    }
+
+    /// The wanted rows whose position is in `visible`.
+    pub(crate) fn visible(&self, visible: &Range<u32>) -> Range<usize> {
+        let row = |token: u32| usize::try_from(i64::from(token) - self.position).unwrap_or(0);
+        let start = row(visible.start).max(self.wanted.start);
+        let end = row(visible.end).min(self.wanted.end);
+        if start < end { start..end } else { 0..0 }
+    }
 }
 
 #[cfg(test)]
@@ -128,17 +187,38 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tiles_cover_the_range_once_and_are_aligned_in_the_page() {
+    fn spans_cover_the_range_once_and_are_aligned_in_the_page() {
         let source = Source::Pages {
             extent: Extent { offset: 0, len: 0 },
             ends: Vec::new().into(),
             first_row: 5,
         };
-        let part = PlanPart { first_token: 100, rows: 59, source };
-        assert_eq!(tiles(&part, 0, 1000).collect::<Vec<_>>(), [(0, 27), (27, 32)]);
-        assert_eq!(tiles(&part, 130, 140).collect::<Vec<_>>(), [(30, 10)]);
-        assert_eq!(tiles(&part, 120, 130).collect::<Vec<_>>(), [(20, 7), (27, 3)]);
-        assert_eq!(tiles(&part, 0, 100).count(), 0);
-        assert_eq!(tiles(&part, 159, 500).count(), 0);
+        let part = PlanPart { first_token: 100, rows: 159, source };
+        let rows = |seen| {
+            let rows = |span: Span| {
+                assert_eq!(span.first % TILE, 0);
+                assert_eq!(span.position, 95 + span.first as i64);
+                span.first + span.wanted.start..span.first + span.wanted.end
+            };
+            spans(&part, seen).map(rows).map(|rows| (rows.start, rows.end)).collect::<Vec<_>>()
+        };
+        assert_eq!(rows(0..1000), [(5, 128), (128, 164)]);
+        assert_eq!(rows(130..140), [(35, 45)]);
+        assert_eq!(rows(120..130), [(25, 35)]);
+        assert_eq!(rows(0..100), []);
+        assert_eq!(rows(259..500), []);
+    }
+
+    #[test]
+    fn span_knows_its_tiles_and_who_sees_what() {
+        let span = Span { first: 64, wanted: 3..70, position: 159 };
+        assert_eq!(span.tiles(), 0..3);
+        assert_eq!(span.tile(1), 3);
+        assert_eq!(span.wanted_of(0), 3..32);
+        assert_eq!(span.wanted_of(2), 64..70);
+        assert_eq!(span.visible(&(0..1000)), 3..70);
+        assert_eq!(span.visible(&(170..172)), 11..13);
+        assert_eq!(span.visible(&(0..162)), 0..0);
+        assert_eq!(Span { position: -2, ..span }.visible(&(0..10)), 3..12);
     }
 }

@@ -5,7 +5,7 @@ use super::measure::{Figure, Machine, timed};
 use super::{BenchError, Shape};
 use bytes::Bytes;
 use kvd_compute::{
-    AttendPlan, Attended, Backend, InstructionSet, LoadPlan, PlanPart, PlanQuery, Source,
+    AttendPlan, Attended, Backend, InstructionSet, LoadPlan, PlanPart, PlanQuery, Precision, Source,
 };
 use kvd_core::DType;
 use serde::Serialize;
@@ -37,6 +37,8 @@ pub struct AttendBench {
     pub rounds: usize,
     /// Bytes of pages that calls rotate over.
     pub buffer_bytes: u64,
+    /// How far kernels may round.
+    pub precision: Precision,
     /// Instruction sets to compare; empty is the machine's best.
     pub instruction_sets: Vec<InstructionSet>,
 }
@@ -121,6 +123,7 @@ impl AttendBench {
             block_tokens: self.block_tokens,
             threads: self.threads,
             instruction_set: set,
+            precision: self.precision,
             buffer_bytes: self.buffer_bytes,
             blocks: per_sequence * self.batch,
         };

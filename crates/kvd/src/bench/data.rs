@@ -5,7 +5,7 @@ use bytes::Bytes;
 use kvd_codec::{Calibration, CodecSpec, ModelCodec, Samples, fit};
 use kvd_compute::{
     Backend, CpuBackend, CpuOptions, EncodeSource, EncodedPages, IncomingRows, InstructionSet,
-    RawTarget, Source,
+    Precision, RawTarget, Source,
 };
 use kvd_core::{DType, Extent, Geometry, LayerIndex, ModelId, Side};
 use std::sync::Arc;
@@ -97,6 +97,7 @@ pub(super) struct Fill {
     pub(super) block_tokens: u32,
     pub(super) threads: usize,
     pub(super) instruction_set: Option<InstructionSet>,
+    pub(super) precision: Precision,
     /// Fewest bytes of pages.
     pub(super) buffer_bytes: u64,
     /// Fewest blocks.
@@ -146,6 +147,7 @@ fn open(bytes: u64, fill: Fill, name: &str) -> Result<CpuBackend, BenchError> {
     let options =
         CpuOptions { arena_bytes: bytes.max(slots), prefault: true, threads: fill.threads };
     let mut backend = CpuBackend::new(options).map_err(BenchError::of(name))?;
+    backend.set_precision(fill.precision);
     if let Some(set) = fill.instruction_set {
         backend.limit(set).map_err(BenchError::of(name))?;
     }

@@ -7,7 +7,7 @@ use crate::bench::{
 };
 use bytesize::ByteSize;
 use clap::{Args, Subcommand};
-use kvd_compute::InstructionSet;
+use kvd_compute::{InstructionSet, Precision};
 use serde::Serialize;
 use std::fmt::Write;
 
@@ -60,6 +60,9 @@ pub(super) struct AttendArgs {
     /// Pages that calls rotate over, more than the last-level cache holds.
     #[arg(long, default_value = "128MiB")]
     buffer: ByteSize,
+    /// `single`, as the daemon answers, or `fast`: queries and weights of 15 bits.
+    #[arg(long, default_value = "single", value_parser = parse_precision)]
+    precision: Precision,
     /// Instruction sets to compare; several, with commas. The machine's best when absent.
     #[arg(long, value_delimiter = ',', value_parser = parse_instruction_set)]
     instruction_set: Vec<InstructionSet>,
@@ -82,6 +85,11 @@ fn parse_shape(name: &str) -> Result<Shape, String> {
         let names: Vec<_> = SHAPES.iter().map(|shape| shape.name).collect();
         format!("shapes are {}", names.join(", "))
     })
+}
+
+fn parse_precision(name: &str) -> Result<Precision, String> {
+    let known = Precision::ALL.into_iter().find(|precision| precision.name() == name);
+    known.ok_or_else(|| "precisions are single and fast".to_owned())
 }
 
 fn parse_instruction_set(name: &str) -> Result<InstructionSet, String> {
@@ -143,6 +151,7 @@ fn attend(args: &AttendArgs) -> AttendBench {
         block_tokens: args.common.block_tokens.max(1),
         rounds: args.common.rounds.max(1),
         buffer_bytes: args.buffer.as_u64(),
+        precision: args.precision,
         instruction_sets: args.instruction_set.clone(),
     }
 }

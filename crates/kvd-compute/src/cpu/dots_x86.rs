@@ -1,0 +1,430 @@
+//! `dots.rs` in AVX2 (`vpmaddwd` of sign-extended halves) and AVX-512 (`vpdpbusd` of the high and
+//! low parts, `vpshufb` and `vpermi2b` tables in registers).
+//!
+//! Everything here is reached through the two functions at the top, which know that the machine
+//! has the instructions (a [`Simd`] exists only then) and whose callers in `dots.rs` have checked
+//! all lengths; pointers stay inside those.
+#![allow(unsafe_code)] // Register loads and stores, and calls after detection.
+#![expect(clippy::needless_range_loop, reason = "indices name registers")]
+
+use super::dots::{BIAS, Lookup, PartRows, Target, TileCodes};
+use super::scores::SPAN;
+use super::simd::{InstructionSet, Simd};
+use std::arch::x86_64::*;
+
+/// Codes are values.
+const PLAIN: u8 = 0;
+/// A table of 16 bytes.
+const TABLE_16: u8 = 1;
+/// A table of 64 bytes.
+const TABLE_64: u8 = 2;
+/// A table of 256 bytes.
+const TABLE_256: u8 = 3;
+
+fn kind(lookup: &Lookup) -> u8 {
+    match (lookup.tables.is_empty(), lookup.bits) {
+        (true, _) => PLAIN,
+        (false, ..=4) => TABLE_16,
+        (false, ..=6) => TABLE_64,
+        _ => TABLE_256,
+    }
+}
+
+/// Calls `$f::<rows, channels per pass, kind>`.
+macro_rules! by_shape {
+    ($f:ident, $rows:expr, $kind:expr, [$($k:ident),*], $args:tt) => {
+        match ($rows, $kind) {
+            (1, PLAIN) => $f::<1, 1, PLAIN> $args,
+            (2, PLAIN) => $f::<2, 1, PLAIN> $args,
+            (3, PLAIN) => $f::<3, 1, PLAIN> $args,
+            (4, PLAIN) => $f::<4, 1, PLAIN> $args,
+            $((1, $k) => $f::<1, 2, $k> $args,
+            (2, $k) => $f::<2, 2, $k> $args,
+            (3, $k) => $f::<3, 2, $k> $args,
+            (4, $k) => $f::<4, 2, $k> $args,)*
+            (rows, kind) => unreachable!("{rows} rows of kind {kind}"),
+        }
+    };
+}
+
+pub(super) fn key_dots(
+    simd: Simd,
+    codes: TileCodes<'_>,
+    lookup: &Lookup,
+    q: (PartRows<'_>, &[f32]),
+    out: &mut [f32],
+) {
+    let (rows, kind) = (q.1.len(), kind(lookup));
+    // SAFETY: the instruction set was detected, and the caller has checked the lengths.
+    unsafe {
+        if simd.set() == InstructionSet::Avx512 {
+            by_shape!(
+                keys_512,
+                rows,
+                kind,
+                [TABLE_16, TABLE_64, TABLE_256],
+                (codes, lookup, q, out)
+            );
+        } else {
+            by_shape!(keys_256, rows, kind, [TABLE_16], (codes, lookup, q, out));
+        }
+    }
+}
+
+pub(super) fn value_dots(
+    simd: Simd,
+    codes: TileCodes<'_>,
+    lookup: &Lookup,
+    weights: (PartRows<'_>, Target<'_>),
+    out: &mut [f32],
+) {
+    let (rows, kind) = (weights.0.sums.len(), kind(lookup));
+    // SAFETY: as above.
+    unsafe {
+        if simd.set() == InstructionSet::Avx512 {
+            by_shape!(
+                values_512,
+                rows,
+                kind,
+                [TABLE_16, TABLE_64, TABLE_256],
+                (codes, lookup, weights, out)
+            );
+        } else {
+            by_shape!(values_256, rows, kind, [TABLE_16], (codes, lookup, weights, out));
+        }
+    }
+}
+
+/// How to get at group `group` of a plane: the group of bytes it lies in, and the shift.
+#[inline(always)]
+fn place(group: usize, groups_of_bytes: usize, width: u32) -> (usize, i64) {
+    (group % groups_of_bytes, (group / groups_of_bytes) as i64 * i64::from(width))
+}
+
+/// Four bytes of a row's parts.
+///
+/// # Safety
+/// `at + 4` must lie within `bytes`.
+#[inline(always)]
+unsafe fn four(bytes: *const u8, at: usize) -> i32 {
+    // SAFETY: the caller's.
+    unsafe { bytes.add(at).cast::<i32>().read_unaligned() }
+}
+
+/// The tables of channels `first..first + DP`.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn tables_512<const DP: usize>(lookup: &Lookup, first: usize) -> [[__m512i; 4]; DP] {
+    let mut tables = [[_mm512_setzero_si512(); 4]; DP];
+    for (tables, bytes) in tables.iter_mut().zip(lookup.tables.iter().skip(first)) {
+        for (register, bytes) in tables.iter_mut().zip(bytes.as_chunks::<64>().0) {
+            // SAFETY: 64 bytes.
+            *register = unsafe { _mm512_loadu_si512(bytes.as_ptr().cast()) };
+        }
+    }
+    tables
+}
+
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
+fn look_512<const KIND: u8>(codes: __m512i, table: &[__m512i; 4]) -> __m512i {
+    match KIND {
+        PLAIN => codes,
+        TABLE_16 => _mm512_shuffle_epi8(table[0], codes),
+        TABLE_64 => _mm512_permutexvar_epi8(codes, table[0]),
+        _ => {
+            let low = _mm512_permutex2var_epi8(table[0], codes, table[1]);
+            let high = _mm512_permutex2var_epi8(table[2], codes, table[3]);
+            _mm512_mask_blend_epi8(_mm512_movepi8_mask(codes), low, high)
+        }
+    }
+}
+
+/// What the sums are too large by, because looked-up values are.
+fn excess(lookup: &Lookup, sum: i32) -> i32 {
+    if lookup.tables.is_empty() { 0 } else { BIAS.wrapping_mul(sum) }
+}
+
+/// Codes of 64 bytes: `width` bits from `shift` on.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw")]
+fn cut_512(bytes: __m512i, shift: i64, mask: __m512i) -> __m512i {
+    _mm512_and_si512(_mm512_srl_epi16(bytes, _mm_cvtsi64_si128(shift)), mask)
+}
+
+/// Two accumulators of 16 tokens and both parts for each row: 16 registers of 32.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni,avx512vbmi")]
+fn keys_512<const R: usize, const DP: usize, const KIND: u8>(
+    codes: TileCodes<'_>,
+    lookup: &Lookup,
+    (q, units): (PartRows<'_>, &[f32]),
+    out: &mut [f32],
+) {
+    let TileCodes { bytes, width, per_row } = codes;
+    let mask = _mm512_set1_epi8((u8::MAX >> (8 - width)) as i8);
+    let groups_of_bytes = bytes.len() / 128;
+    let mut high = [[_mm512_setzero_si512(); 2]; R];
+    let mut low = high;
+    for pass in (0..lookup.dims).step_by(DP) {
+        let tables = tables_512::<DP>(lookup, pass);
+        for group in 0..per_row / 4 {
+            let (at, shift) = place(group, groups_of_bytes, width);
+            // SAFETY: two halves of 128 bytes, of which there are `groups_of_bytes`.
+            let halves = unsafe {
+                let at = bytes.as_ptr().add(128 * at);
+                [_mm512_loadu_si512(at.cast()), _mm512_loadu_si512(at.add(64).cast())]
+            };
+            let halves = halves.map(|half| cut_512(half, shift, mask));
+            for d in 0..DP {
+                let values = halves.map(|half| look_512::<KIND>(half, &tables[d]));
+                let at = (pass + d) * per_row + 4 * group;
+                for row in 0..R {
+                    let at = 2 * row * q.len + at;
+                    // SAFETY: a row has `2 * q.len` bytes and `at` is four bytes before the end
+                    // of a half of it at most.
+                    let parts =
+                        unsafe { [four(q.bytes.as_ptr(), at), four(q.bytes.as_ptr(), at + q.len)] };
+                    let parts = parts.map(|part| _mm512_set1_epi32(part));
+                    for half in 0..2 {
+                        high[row][half] =
+                            _mm512_dpbusd_epi32(high[row][half], values[half], parts[0]);
+                        low[row][half] =
+                            _mm512_dpbusd_epi32(low[row][half], values[half], parts[1]);
+                    }
+                }
+            }
+        }
+    }
+    for row in 0..R {
+        let excess = _mm512_set1_epi32(excess(lookup, q.sums[row]));
+        let unit = _mm512_set1_ps(units[row]);
+        for half in 0..2 {
+            let sum = _mm512_add_epi32(_mm512_slli_epi32::<7>(high[row][half]), low[row][half]);
+            let sum = _mm512_cvtepi32_ps(_mm512_sub_epi32(sum, excess));
+            let out = &mut out[row * SPAN + 16 * half..][..16];
+            // SAFETY: 16 scores.
+            unsafe { _mm512_storeu_ps(out.as_mut_ptr(), _mm512_mul_ps(sum, unit)) };
+        }
+    }
+}
+
+/// For 16 positions, an accumulator per row, channel and part: 16 registers of 32.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni,avx512vbmi")]
+fn values_512<const R: usize, const DP: usize, const KIND: u8>(
+    codes: TileCodes<'_>,
+    lookup: &Lookup,
+    (weights, target): (PartRows<'_>, Target<'_>),
+    out: &mut [f32],
+) {
+    let TileCodes { bytes, width, per_row } = codes;
+    let mask = _mm512_set1_epi8((u8::MAX >> (8 - width)) as i8);
+    for pass in (0..lookup.dims).step_by(DP) {
+        let tables = tables_512::<DP>(lookup, pass);
+        for block in (target.first..target.first + target.count).step_by(16) {
+            let lanes = (target.first + target.count - block).min(16);
+            let byte_mask = u64::MAX >> (64 - 4 * lanes);
+            let mut high = [[_mm512_setzero_si512(); DP]; R];
+            let mut low = high;
+            for group in 0..weights.len / 4 {
+                // A tile has eight groups of four tokens, in `width` groups of bytes.
+                let (at, shift) = place(group % 8, width as usize, width);
+                let at = group / 8 * codes.tile_bytes() + 4 * (at * per_row + block);
+                // SAFETY: `lanes` positions of four bytes, all of them codes.
+                let bytes =
+                    unsafe { _mm512_maskz_loadu_epi8(byte_mask, bytes.as_ptr().add(at).cast()) };
+                let codes = cut_512(bytes, shift, mask);
+                let values: [_; DP] = std::array::from_fn(|d| look_512::<KIND>(codes, &tables[d]));
+                for row in 0..R {
+                    let at = 2 * row * weights.len + 4 * group;
+                    let bytes = weights.bytes.as_ptr();
+                    // SAFETY: a row has `2 * weights.len` bytes.
+                    let parts = unsafe { [four(bytes, at), four(bytes, at + weights.len)] };
+                    let parts = parts.map(|part| _mm512_set1_epi32(part));
+                    for d in 0..DP {
+                        high[row][d] = _mm512_dpbusd_epi32(high[row][d], values[d], parts[0]);
+                        low[row][d] = _mm512_dpbusd_epi32(low[row][d], values[d], parts[1]);
+                    }
+                }
+            }
+            let lanes = u16::MAX >> (16 - lanes);
+            for row in 0..R {
+                let excess = _mm512_set1_epi32(excess(lookup, weights.sums[row]));
+                let mut factor = _mm512_set1_ps(target.units[row]);
+                if !target.factors.is_empty() {
+                    let factors = target.factors[block..].as_ptr();
+                    // SAFETY: there are as many factors as positions.
+                    let factors = unsafe { _mm512_maskz_loadu_ps(lanes, factors) };
+                    factor = _mm512_mul_ps(factors, factor);
+                }
+                for d in 0..DP {
+                    let sum = _mm512_add_epi32(_mm512_slli_epi32::<7>(high[row][d]), low[row][d]);
+                    let sum = _mm512_cvtepi32_ps(_mm512_sub_epi32(sum, excess));
+                    let at = (row * lookup.dims + pass + d) * per_row + block;
+                    let out = out[at..].as_mut_ptr();
+                    // SAFETY: the lanes of the mask are positions of the output.
+                    unsafe {
+                        let before = _mm512_maskz_loadu_ps(lanes, out);
+                        let after = _mm512_add_ps(before, _mm512_mul_ps(sum, factor));
+                        _mm512_mask_storeu_ps(out, lanes, after);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// A table as signed values.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn tables_256<const DP: usize>(lookup: &Lookup, first: usize) -> [__m256i; DP] {
+    let mut tables = [_mm256_setzero_si256(); DP];
+    for (register, bytes) in tables.iter_mut().zip(lookup.tables.iter().skip(first)) {
+        // SAFETY: 32 of 256 bytes.
+        let biased = unsafe { _mm256_loadu_si256(bytes.as_ptr().cast()) };
+        *register = _mm256_xor_si256(biased, _mm256_set1_epi8(BIAS as i8));
+    }
+    tables
+}
+
+/// Values 0 and 2, then 1 and 3, of each four, as words.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn look_256<const KIND: u8>(codes: __m256i, table: __m256i) -> [__m256i; 2] {
+    if KIND == PLAIN {
+        let even = _mm256_and_si256(codes, _mm256_set1_epi16(0xFF));
+        return [even, _mm256_srli_epi16::<8>(codes)];
+    }
+    let values = _mm256_shuffle_epi8(table, codes);
+    let even = _mm256_srai_epi16::<8>(_mm256_slli_epi16::<8>(values));
+    [even, _mm256_srai_epi16::<8>(values)]
+}
+
+/// `sum + even · parts[0] + odd · parts[1]`.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn add_256(sum: __m256i, values: [__m256i; 2], parts: [__m256i; 2]) -> __m256i {
+    let even = _mm256_madd_epi16(values[0], parts[0]);
+    let odd = _mm256_madd_epi16(values[1], parts[1]);
+    _mm256_add_epi32(sum, _mm256_add_epi32(even, odd))
+}
+
+/// Codes of 32 bytes: `width` bits from `shift` on.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn cut_256(bytes: __m256i, shift: i64, mask: __m256i) -> __m256i {
+    _mm256_and_si256(_mm256_srl_epi16(bytes, _mm_cvtsi64_si128(shift)), mask)
+}
+
+/// Two accumulators of 8 tokens per row: 8 registers of 16.
+#[target_feature(enable = "avx2")]
+fn keys_256<const R: usize, const DP: usize, const KIND: u8>(
+    codes: TileCodes<'_>,
+    lookup: &Lookup,
+    (q, units): (PartRows<'_>, &[f32]),
+    out: &mut [f32],
+) {
+    let TileCodes { bytes, width, per_row } = codes;
+    let mask = _mm256_set1_epi8((u8::MAX >> (8 - width)) as i8);
+    let groups_of_bytes = bytes.len() / 128;
+    for half in 0..2 {
+        let mut sums = [[_mm256_setzero_si256(); 2]; R];
+        for pass in (0..lookup.dims).step_by(DP) {
+            let tables = tables_256::<DP>(lookup, pass);
+            for group in 0..per_row / 4 {
+                let (at, shift) = place(group, groups_of_bytes, width);
+                // SAFETY: two quarters of 128 bytes, of which there are `groups_of_bytes`.
+                let quarters = unsafe {
+                    let at = bytes.as_ptr().add(128 * at + 64 * half);
+                    [_mm256_loadu_si256(at.cast()), _mm256_loadu_si256(at.add(32).cast())]
+                };
+                let quarters = quarters.map(|quarter| cut_256(quarter, shift, mask));
+                for d in 0..DP {
+                    let values = quarters.map(|codes| look_256::<KIND>(codes, tables[d]));
+                    let at = 2 * ((pass + d) * per_row + 4 * group);
+                    for row in 0..R {
+                        let (bytes, at) = (q.bytes.as_ptr(), 2 * row * q.len + at);
+                        // SAFETY: a row has `2 * q.len` bytes, eight for each group.
+                        let parts = unsafe { [four(bytes, at), four(bytes, at + 4)] };
+                        let parts = parts.map(|part| _mm256_set1_epi32(part));
+                        sums[row][0] = add_256(sums[row][0], values[0], parts);
+                        sums[row][1] = add_256(sums[row][1], values[1], parts);
+                    }
+                }
+            }
+        }
+        for row in 0..R {
+            let unit = _mm256_set1_ps(units[row]);
+            for (quarter, sum) in sums[row].into_iter().enumerate() {
+                let out = &mut out[row * SPAN + 16 * half + 8 * quarter..][..8];
+                let scores = _mm256_mul_ps(_mm256_cvtepi32_ps(sum), unit);
+                // SAFETY: eight scores.
+                unsafe { _mm256_storeu_ps(out.as_mut_ptr(), scores) };
+            }
+        }
+    }
+}
+
+/// For 8 positions, an accumulator per row and channel: 8 registers of 16.
+#[target_feature(enable = "avx2")]
+fn values_256<const R: usize, const DP: usize, const KIND: u8>(
+    codes: TileCodes<'_>,
+    lookup: &Lookup,
+    (weights, target): (PartRows<'_>, Target<'_>),
+    out: &mut [f32],
+) {
+    let TileCodes { bytes, width, per_row } = codes;
+    let mask = _mm256_set1_epi8((u8::MAX >> (8 - width)) as i8);
+    for pass in (0..lookup.dims).step_by(DP) {
+        let tables = tables_256::<DP>(lookup, pass);
+        for block in (target.first..target.first + target.count).step_by(8) {
+            let lanes = (target.first + target.count - block).min(8);
+            let mut sums = [[_mm256_setzero_si256(); DP]; R];
+            for group in 0..weights.len / 4 {
+                let (at, shift) = place(group % 8, width as usize, width);
+                let at = group / 8 * codes.tile_bytes() + 4 * (at * per_row + block);
+                let codes = cut_256(load_256(&bytes[at..][..4 * lanes]), shift, mask);
+                for d in 0..DP {
+                    let values = look_256::<KIND>(codes, tables[d]);
+                    for row in 0..R {
+                        let at = 2 * row * weights.len + 8 * group;
+                        let bytes = weights.bytes.as_ptr();
+                        // SAFETY: a row has `2 * weights.len` bytes, eight for each group.
+                        let parts = unsafe { [four(bytes, at), four(bytes, at + 4)] };
+                        let parts = parts.map(|part| _mm256_set1_epi32(part));
+                        sums[row][d] = add_256(sums[row][d], values, parts);
+                    }
+                }
+            }
+            for row in 0..R {
+                for d in 0..DP {
+                    let mut eight = [0f32; 8];
+                    let sum = _mm256_cvtepi32_ps(sums[row][d]);
+                    // SAFETY: eight values.
+                    unsafe { _mm256_storeu_ps(eight.as_mut_ptr(), sum) };
+                    let at = (row * lookup.dims + pass + d) * per_row + block;
+                    for (lane, out) in out[at..at + lanes].iter_mut().enumerate() {
+                        let unit = target.units[row];
+                        let factors = target.factors.get(block + lane);
+                        *out += eight[lane] * factors.map_or(unit, |factor| factor * unit);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Up to 32 bytes; the rest of the register is zero.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn load_256(bytes: &[u8]) -> __m256i {
+    let mut padded = [0u8; 32];
+    let full: &[u8; 32] = match bytes.first_chunk() {
+        Some(full) => full,
+        None => {
+            padded[..bytes.len()].copy_from_slice(bytes);
+            &padded
+        }
+    };
+    // SAFETY: 32 bytes.
+    unsafe { _mm256_loadu_si256(full.as_ptr().cast()) }
+}

@@ -1,0 +1,66 @@
+//! Scores, then weights, of a unit's rows over a span of tokens.
+
+use std::ops::Range;
+
+/// Tokens of a tile of codes.
+pub(crate) const TILE: usize = kvd_codec::CodeLayout::TILE_TOKENS;
+/// Most tokens of a span: longer ones amortise more, and scores should stay in cache.
+pub(crate) const SPAN: usize = 128;
+
+/// A row of [`SPAN`] values for each query row.
+pub(crate) struct Scores {
+    values: Vec<f32>,
+    /// Which tokens each row sees.
+    seen: Vec<Range<usize>>,
+    /// Largest weight of each row, 0 when it sees nothing of the span.
+    pub(crate) largest: Vec<f32>,
+}
+
+impl Scores {
+    pub(crate) fn new(rows: usize) -> Self {
+        Self { values: vec![0.0; rows * SPAN], seen: vec![0..0; rows], largest: vec![0.0; rows] }
+    }
+
+    pub(crate) fn rows(&self) -> usize {
+        self.largest.len()
+    }
+
+    /// Says which tokens `row` sees: the weight of others is 0.
+    pub(crate) fn see(&mut self, row: usize, seen: Range<usize>) {
+        let values = self.row_mut(row);
+        values[..seen.start].fill(0.0);
+        values[seen.end..].fill(0.0);
+        self.largest[row] = 0.0;
+        self.seen[row] = seen;
+    }
+
+    /// Which tokens `row` sees.
+    pub(crate) fn seen(&self, row: usize) -> Range<usize> {
+        self.seen[row].clone()
+    }
+
+    /// One row of the span.
+    pub(crate) fn row_mut(&mut self, row: usize) -> &mut [f32; SPAN] {
+        &mut self.values.as_chunks_mut::<SPAN>().0[row]
+    }
+
+    /// One row of the span.
+    pub(crate) fn row(&self, row: usize) -> &[f32; SPAN] {
+        &self.values.as_chunks::<SPAN>().0[row]
+    }
+
+    /// All rows, each [`SPAN`] after the one before, from token `first` on.
+    pub(crate) fn tail_mut(&mut self, first: usize) -> &mut [f32] {
+        &mut self.values[first..]
+    }
+
+    /// Rows from `first` on, each [`SPAN`] after the one before, from a tile's first token on.
+    pub(crate) fn rows_mut(&mut self, first: usize, tile: usize) -> &mut [f32] {
+        &mut self.values[first * SPAN + tile * TILE..]
+    }
+
+    /// Weights of a row in some tiles, and the largest of the row.
+    pub(crate) fn tiles(&self, row: usize, tiles: Range<usize>) -> (&[f32], f32) {
+        (&self.row(row)[tiles.start * TILE..tiles.end * TILE], self.largest[row])
+    }
+}
