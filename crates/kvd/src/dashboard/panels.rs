@@ -224,9 +224,13 @@ fn device_speed() -> Vec<Panel> {
 
 fn held() -> Vec<Panel> {
     use Metric::{
-        BitsPerValue, CodecError, CompressionRatio, ModelOnceBytes, PackedBytes, PackedPartBytes,
-        PackedValues, RawBytes, RawValues, TableVersions,
+        BitsPerValue, CodecError, CompressionRatio, ErrorBound, ModelOnceBytes, PackedBytes,
+        PackedPartBytes, PackedValues, RawBytes, RawValues, TableVersions,
     };
+    let errors = [
+        Query::largest(CodecError, MODEL_SIDE).named("error"),
+        Query::largest(ErrorBound, MODEL_SIDE).named("bound"),
+    ];
     let values = [
         Query::level(PackedValues, MODEL).named("packed"),
         Query::level(RawValues, MODEL).named("raw"),
@@ -239,8 +243,10 @@ fn held() -> Vec<Panel> {
             .explained(CompressionRatio),
         lines("Bits per packed value", "none", [Query::largest(BitsPerValue, MODEL)])
             .explained(BitsPerValue),
-        lines("Codec error", "percentunit", [Query::largest(CodecError, MODEL_SIDE)])
-            .explained(CodecError),
+        lines("Codec error and declared bound", "percentunit", errors).described(
+            "Relative root-mean-square error of sampled blocks, and the bound that the codec \
+             declares; 0 without one.",
+        ),
         lines("Packed bytes by side", "bytes", [Query::level(PackedBytes, MODEL_SIDE)])
             .explained(PackedBytes),
         lines("Packed bytes by part", "bytes", [Query::level(PackedPartBytes, &["part"])])
