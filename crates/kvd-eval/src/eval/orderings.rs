@@ -46,7 +46,7 @@ enum Relation {
 const CLAIMS: &[(&str, &str, Relation)] = &[
     (
         "smooth+hadamard beats either and neither at 2 bits",
-        "VecInfer, Table 4",
+        "VecInfer §4.4 (Table 4 is for 1.5)",
         Relation::Below(&["vecinfer-2", "vq-2", "vq-2 smooth", "vq-2 hadamard"]),
     ),
     (
@@ -61,7 +61,7 @@ const CLAIMS: &[(&str, &str, Relation)] = &[
     ),
     (
         "hybrid is no worse than symmetric, symmetric no worse than asymmetric",
-        "InnerQ, ablation",
+        "InnerQ §6.1, Table 2",
         Relation::Ascending(&["innerq-2", "innerq-2 sym", "innerq-2 asym"]),
     ),
     (
@@ -71,12 +71,12 @@ const CLAIMS: &[(&str, &str, Relation)] = &[
     ),
     (
         "Huffman saves bits and changes nothing",
-        "KVComp §3.2",
+        "KVComp §3.1.1",
         Relation::SavesBits("kvcomp-channel", "kvcomp, no huffman"),
     ),
     (
         "KVComp takes fewer bits than KIVI at equal KL",
-        "KVComp §4",
+        "KVComp, Figure 7",
         Relation::LeftOf("kvcomp-channel", &["kivi-1", "kivi-2", "kivi-3", "kivi-4"]),
     ),
 ];
