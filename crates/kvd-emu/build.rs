@@ -2,7 +2,7 @@
 //! the lane does not have, the crate says so when it is used.
 
 use std::env;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// Names the sanitizers of the kernels, as in `-fsanitize=`: `address,undefined` or nothing.
@@ -23,7 +23,7 @@ fn main() {
     scheduler.file("../../kernels/emu/emu.cc").cargo_metadata(false);
     let mut kernels = build();
     kernels.flag("-x").flag("c++");
-    kernels.file("../../kernels/attend.cu").file("../../kernels/emu/planted.cu");
+    kernels.files(attend_files()).file("../../kernels/emu/planted.cu");
     kernels.flag("-Wno-unknown-pragmas").flag("-Wno-unused-parameter");
     // Kernels make themselves known before main: nothing names them, all are needed.
     kernels.cargo_metadata(false);
@@ -41,6 +41,16 @@ fn main() {
     println!("cargo:rustc-link-lib=static=kvd_emu_scheduler");
     link_sanitizers(&sanitize);
     println!("cargo:rustc-link-lib=stdc++");
+}
+
+/// The files of attention kernels.
+fn attend_files() -> Vec<PathBuf> {
+    let entries = std::fs::read_dir("../../kernels").into_iter().flatten().flatten();
+    let files = entries.map(|entry| entry.path());
+    let mut files: Vec<_> =
+        files.filter(|path| path.extension().is_some_and(|extension| extension == "cu")).collect();
+    files.sort();
+    files
 }
 
 /// What both libraries are built with: optimised, or the lane takes minutes.

@@ -318,6 +318,9 @@ uint32_t exchange(uint32_t word, unsigned source, Source at) {
     return warp.words[generation][source];
 }
 
+// Bytes of all asynchronous copies that this thread's launches have started.
+static thread_local uint64_t copied_bytes = 0;
+
 void copy_async(void* to, const void* from, size_t bytes) {
     const uintptr_t both = reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from);
     if (both % bytes != 0) {
@@ -325,6 +328,7 @@ void copy_async(void* to, const void* from, size_t bytes) {
     }
     // Until it is waited for, the target holds neither old nor new bytes.
     memset(to, 0xFF, bytes);
+    copied_bytes += bytes;
     current->copies.back().push_back({to, from, bytes});
 }
 
@@ -342,6 +346,13 @@ void copy_async_wait(unsigned keep) {
 
 }  // namespace emu
 }  // namespace kvd
+
+// Bytes that asynchronous copies of this thread's launches have moved since it was last asked.
+extern "C" uint64_t kvd_emu_copied_bytes() {
+    const uint64_t bytes = kvd::emu::copied_bytes;
+    kvd::emu::copied_bytes = 0;
+    return bytes;
+}
 
 // Runs a kernel. `order`: 0 threads and blocks by number, 1 from the last, others a random order with
 // that seed. Returns 0, or 1 with a message in `error`.

@@ -6,22 +6,38 @@ use bytemuck::{Pod, Zeroable};
 /// Marks a partial result that is in coefficients.
 pub(crate) const COEFFICIENTS: u32 = 1 << 31;
 
-/// How one head's keys or values are stored.
+/// How one head's keys or values are stored; fields that a kernel does not name are not read.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
 pub struct SideShape {
-    /// Offset of the codebook in the launch's codebooks, bytes.
-    pub book: u64,
+    /// Offset of codebooks, levels or directions in the layer's tables, bytes.
+    pub table: u64,
+    /// [`crate::Kernel`] as a number.
+    pub kind: u32,
     /// Channels of a row.
     pub dim: u32,
-    /// Bits of a code, 0 for floats.
+    /// Bits of a code, 0 for floats; of a bit allocation those of a whole row.
     pub bits: u32,
     /// Tokens that share a scale, at least 1.
     pub scale_tokens: u32,
     /// Channels that share a scale, at least 1.
     pub scale_channels: u32,
-    /// Channels of a codebook entry, at least 1.
+    /// Symmetric uniform: the largest magnitude of a code.
+    pub top: u32,
+    /// VQ: channels of an entry, at least 1.
     pub book_dim: u32,
+    /// VQ: codes per sub-vector.
+    pub stages: u32,
+    /// VQ: codebook sets, 1 or one per sub-vector.
+    pub sets: u32,
+    /// VQ: entries of each codebook in shared memory.
+    pub cached: u32,
+    /// Polar: bits of the angle.
+    pub angle_bits: u32,
+    /// Polar: whether neighbouring channels are a pair, not those half a row apart.
+    pub interleaved: u32,
+    /// Bytes of the table in shared memory.
+    pub table_bytes: u32,
     /// Zero.
     pub unused: u32,
 }
@@ -42,6 +58,10 @@ pub struct PageEntry {
     pub rows: u32,
     /// Position of the first row's token.
     pub first_token: u32,
+    /// Bytes of the keys' payload, 0 for rows as they came.
+    pub key_bytes: u32,
+    /// Bytes of the values' payload, 0 for rows as they came.
+    pub value_bytes: u32,
 }
 
 /// What one thread block does: a few query rows over some pages of one KV head.
@@ -80,8 +100,8 @@ pub struct Unit {
 pub struct AttendParameters {
     /// Page memory.
     pub arena: u64,
-    /// Codebooks.
-    pub books: u64,
+    /// [`crate::Shapes::tables`].
+    pub tables: u64,
     /// [`PageEntry`]s.
     pub pages: u64,
     /// [`Unit`]s, one per thread block.
@@ -98,10 +118,10 @@ pub struct AttendParameters {
     pub key_stage: u32,
     /// The same of values.
     pub value_stage: u32,
-    /// Shared memory of a codebook of keys, bytes.
-    pub key_book: u32,
+    /// Shared memory of the keys' table, bytes.
+    pub key_table: u32,
     /// The same of values.
-    pub value_book: u32,
+    pub value_table: u32,
     /// Soft cap of scores, 0 for none.
     pub soft_cap: f32,
     /// Zero.

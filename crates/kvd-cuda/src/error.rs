@@ -9,7 +9,7 @@ pub enum PlanError {
     /// No kernel reads this side.
     #[error(
         "no CUDA kernel reads the {} of layer {layer}, head {head} ({what}); \
-         use raw, fp8, uniform or vq of up to 8 bits without huffman, or the cpu device",
+         use a codec without huffman, or the cpu device",
         if *side == Side::Key { "keys" } else { "values" }
     )]
     NoSide {
@@ -21,14 +21,6 @@ pub enum PlanError {
         head: usize,
         /// What it holds.
         what: &'static str,
-    },
-    /// Each side has a kernel, the pair has not.
-    #[error("no CUDA kernel has {keys} keys with {values} values; use the cpu device")]
-    NoPair {
-        /// Keys.
-        keys: &'static str,
-        /// Values.
-        values: &'static str,
     },
     /// The head is too large.
     #[error("values of {dim} channels; the CUDA kernels take at most {max}, use the cpu device")]

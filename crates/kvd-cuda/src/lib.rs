@@ -1,18 +1,33 @@
 //! The host side of the kernels in `kernels/`: an attention plan becomes block tables and launches
 //! ([`Tables`]), and merged partial results become a reply.
 //!
-//! Nothing here opens a device: the structs are what a device is given, and the CPU lane
-//! (`crates/kvd-emu`) gives the same to the same kernels. Not yet measured on a GPU.
+//! The structs are what a device is given, and the CPU lane (`crates/kvd-emu`) gives the same to
+//! the same kernels. [`devices`] finds the GPUs of a machine, [`CudaBackend`] serves from one.
+//! Not yet measured on a GPU.
+//!
+//! Unsafe code stands in `driver/` alone: calls of the driver's C functions.
 #![deny(unsafe_code)]
 
 mod abi;
+mod backend;
+mod driver;
 mod error;
 mod finish;
+mod plan;
 mod side;
+mod table;
 mod tables;
 
 pub use abi::{AttendParameters, MergeParameters, PageEntry, SideShape, Unit};
+pub use backend::{CudaBackend, CudaOpenError, CudaOptions};
+pub use driver::{
+    BadGpuName, CudaDriver, Driver, DriverError, Gpu, GpuName, KernelLaunch, ProbeError, devices,
+};
 pub use error::PlanError;
 pub use finish::Merged;
+pub use plan::{Block, CodebookPlan, Limits, Occupancy, Plan, Workload, plan};
 pub use side::Kernel;
-pub use tables::{Launch, Options, Tables};
+pub use tables::{Launch, Options, Shapes, Tables};
+
+/// The kernels for GPUs, fat binaries; none without the feature `embed-kernels`.
+pub static KERNELS: &[&[u8]] = include!(concat!(env!("OUT_DIR"), "/kernels.rs"));

@@ -1,43 +1,80 @@
 //! One head's side as a kernel sees it: which kernel, with which shape, in how much shared memory.
 
 use crate::abi::SideShape;
-use kvd_codec::{CodeLayout, GroupAxis, HeadSide, Stored};
-use kvd_core::{DType, Geometry};
+use crate::table::Table;
+use kvd_codec::{CodeLayout, GroupAxis, HeadSide, Stored, UniformMode};
+use kvd_core::{DType, Geometry, RopePairing};
 
 /// Tokens of a tile.
 pub(crate) const TILE_TOKENS: usize = CodeLayout::TILE_TOKENS;
 /// Copies are whole aligned pieces of this size.
-const COPY_BYTES: usize = 16;
+pub(crate) const COPY_BYTES: usize = 16;
 /// Bits of a code that the kernels read.
-const CODE_BITS_MAX: u32 = 8;
+const CODE_BITS_MAX: u32 = 16;
+/// Every plane of a tile that is not full may end inside a byte.
+const PLANES_MAX: usize = 8;
+/// Runs of a bit allocation: `BitAlloc::RUNS_MAX` of `bitalloc.cuh`.
+pub(crate) const RUNS_MAX: usize = 9;
+/// Smallest word of a hybrid group.
+const WORD_BYTES_MIN: usize = 4;
 
-/// The kernel of one side: a struct of `kernels/include/kvd`.
+/// The kernel of one side: a struct of `kernels/include/kvd`, numbered as `Kind` of `any.cuh`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[repr(u32)]
 pub enum Kernel {
     /// Rows in f32.
-    F32,
+    F32 = 0,
     /// Rows in f16.
-    F16,
+    F16 = 1,
     /// Rows in bf16.
-    Bf16,
+    Bf16 = 2,
     /// FP8 e4m3.
-    Fp8,
+    Fp8 = 3,
     /// Equidistant levels between minimum and maximum.
-    Uniform,
+    Uniform = 4,
+    /// Equidistant levels around zero.
+    Symmetric = 5,
+    /// Either of them, group by group.
+    Hybrid = 6,
     /// Vector quantization.
-    Vq,
+    Vq = 7,
+    /// Angle and radius of channel pairs.
+    Polar = 8,
+    /// The best levels for turned rows.
+    Lloyd = 9,
+    /// A width for every coefficient.
+    BitAlloc = 10,
 }
 
-/// The pairs that `kernels/attend.cu` has.
-const PAIRS: [(Kernel, Kernel); 7] = [
+/// The pairs that have kernels of their own (`kernels/attend_*.cu`).
+const PAIRS: [(Kernel, Kernel); 9] = [
     (Kernel::F32, Kernel::F32),
     (Kernel::F16, Kernel::F16),
     (Kernel::Bf16, Kernel::Bf16),
     (Kernel::Fp8, Kernel::Fp8),
     (Kernel::Uniform, Kernel::Uniform),
+    (Kernel::Hybrid, Kernel::Hybrid),
     (Kernel::Vq, Kernel::Vq),
-    (Kernel::Fp8, Kernel::Uniform),
+    (Kernel::Polar, Kernel::Uniform),
+    (Kernel::Lloyd, Kernel::Uniform),
 ];
+
+/// Query rows that one thread block can take, by kernel.
+pub(crate) const ROWS: [u32; 3] = [1, 4, 8];
+
+/// Name of the kernel for a pair and a number of query rows.
+pub(crate) fn attend_name(keys: Kernel, values: Kernel, rows: u32) -> String {
+    if keys.pairs_with(values) {
+        let (keys, values) = (keys.name(), values.name());
+        return format!("kvd_attend_{keys}_{values}_{}", rows_of(rows));
+    }
+    format!("kvd_attend_any_any_{}", ROWS[2])
+}
+
+/// The kernel's rows for a unit of `rows` rows.
+pub(crate) fn rows_of(rows: u32) -> u32 {
+    ROWS.into_iter().find(|most| rows <= *most).unwrap_or(ROWS[2])
+}
 
 impl Kernel {
     /// Its part of a kernel's name.
@@ -49,14 +86,20 @@ impl Kernel {
             Self::Bf16 => "bf16",
             Self::Fp8 => "fp8",
             Self::Uniform => "uniform",
+            Self::Symmetric => "symmetric",
+            Self::Hybrid => "hybrid",
             Self::Vq => "vq",
+            Self::Polar => "polar",
+            Self::Lloyd => "lloyd",
+            Self::BitAlloc => "bitalloc",
         }
     }
 
-    /// Whether keys of this kernel meet values of that one.
+    /// Whether keys of this kernel with values of that one have a kernel of their own; the others
+    /// share a slower one.
     #[must_use]
     pub fn pairs_with(self, values: Self) -> bool {
-        PAIRS.contains(&(self, values))
+        PAIRS.contains(&(self, values)) || (self, values) == (Self::BitAlloc, Self::BitAlloc)
     }
 
     pub(crate) fn of_rows(dtype: DType) -> Self {
@@ -77,82 +120,142 @@ impl Kernel {
     }
 }
 
-/// The shape of rows in a dtype.
-pub(crate) fn rows_shape(dim: usize) -> SideShape {
-    let dim = dim as u32;
-    SideShape { dim, scale_tokens: 1, scale_channels: 1, book_dim: 1, ..SideShape::default() }
+/// A shape with what every kernel reads.
+fn shape(kernel: Kernel, dim: usize, bits: u32) -> SideShape {
+    SideShape {
+        kind: kernel as u32,
+        dim: dim as u32,
+        bits,
+        scale_tokens: 1,
+        scale_channels: 1,
+        book_dim: 1,
+        stages: 1,
+        sets: 1,
+        ..SideShape::default()
+    }
 }
 
-/// The kernel and shape of a head's pages; a codebook is appended to `books`.
+/// The shape of rows in a dtype.
+pub(crate) fn rows_shape(dtype: DType, dim: usize) -> SideShape {
+    shape(Kernel::of_rows(dtype), dim, 0)
+}
+
+/// The shape of a page that stands in for another, by the quantizer of its header: rows in a
+/// dtype, FP8, or `uniform(b=4,g=32,axis=token)` (docs/format.md, "Fallback").
+pub(crate) fn fallback_shape(quantizer: u8, dim: usize) -> Option<(Kernel, SideShape)> {
+    Some(match quantizer {
+        0 => (Kernel::F32, rows_shape(DType::F32, dim)),
+        1 => (Kernel::F16, rows_shape(DType::F16, dim)),
+        2 => (Kernel::Bf16, rows_shape(DType::BF16, dim)),
+        3 => (Kernel::Fp8, shape(Kernel::Fp8, dim, 8)),
+        16 => {
+            let scale_channels = dim.min(32) as u32;
+            let shape = shape(Kernel::Uniform, dim, 4);
+            (Kernel::Uniform, SideShape { scale_channels, ..shape })
+        }
+        _ => return None,
+    })
+}
+
+/// The kernel and shape of a head's pages. What kernels look values up in goes to `tables`; of
+/// codebooks at most `table_bytes` are to stand in shared memory.
 pub(crate) fn page_shape(
     side: &HeadSide,
-    books: &mut Vec<u8>,
+    tables: &mut Vec<u8>,
+    table_bytes: usize,
 ) -> Result<(Kernel, SideShape), &'static str> {
-    let mut shape = rows_shape(side.dim());
-    let kernel = match side.stored() {
-        Stored::Float(dtype) => Kernel::of_rows(dtype),
-        Stored::E4m3 => {
-            shape.bits = 8;
-            Kernel::Fp8
-        }
-        Stored::Uniform { bits, axis, group } => {
-            shape.bits = bits;
-            let page = Geometry::BLOCK_TOKENS_MAX as usize;
+    let dim = side.dim();
+    let page = Geometry::BLOCK_TOKENS_MAX as usize;
+    let (kernel, shape) = match side.stored() {
+        Stored::Float(dtype) => (Kernel::of_rows(dtype), rows_shape(dtype, dim)),
+        Stored::E4m3 => (Kernel::Fp8, shape(Kernel::Fp8, dim, 8)),
+        Stored::Uniform { mode, bits, top, axis, group } => {
+            let kernel = match mode {
+                UniformMode::Asym => Kernel::Uniform,
+                UniformMode::Sym => Kernel::Symmetric,
+                UniformMode::Hybrid => Kernel::Hybrid,
+            };
             let (tokens, channels) = match axis {
                 GroupAxis::Channel => (group.unwrap_or(page), 1),
-                GroupAxis::Token => (1, group.unwrap_or(side.dim())),
-                GroupAxis::Block => (page, side.dim()),
+                GroupAxis::Token => (1, group.unwrap_or(dim).min(dim)),
+                GroupAxis::Block => (page, dim),
             };
+            let mut shape = shape(kernel, dim, bits);
             (shape.scale_tokens, shape.scale_channels) = (tokens as u32, channels as u32);
-            Kernel::Uniform
+            shape.top = top.into();
+            (kernel, shape)
         }
-        Stored::Codebook(book) => {
-            books.resize(books.len().next_multiple_of(COPY_BYTES), 0);
-            shape.book = books.len() as u64;
-            shape.book_dim = book.dim() as u32;
-            shape.bits = (book.entries().len() / book.dim()).ilog2();
-            let start = books.len();
-            books.resize(start + 2 * book.entries().len(), 0);
-            DType::F16.narrow(book.entries(), &mut books[start..]);
-            Kernel::Vq
+        Stored::Codebooks(vq) => {
+            let bits = (vq.codebook(0, 0).entries().len() / vq.dim()).ilog2();
+            let mut shape = shape(Kernel::Vq, dim, bits);
+            shape.book_dim = vq.dim() as u32;
+            shape.stages = vq.stages() as u32;
+            shape.sets = if vq.is_grouped() { vq.positions() as u32 } else { 1 };
+            Table::new(tables, &mut shape).codebooks(vq, table_bytes);
+            (Kernel::Vq, shape)
         }
-        _ => return Err("entropy-coded or of another quantizer"),
+        Stored::Polar { angle_bits, radius_bits, group, steps, directions, pairing } => {
+            let mut shape = shape(Kernel::Polar, dim, angle_bits + radius_bits);
+            shape.scale_tokens = group.unwrap_or(page) as u32;
+            shape.angle_bits = angle_bits;
+            shape.interleaved = u32::from(pairing == RopePairing::Interleaved);
+            Table::new(tables, &mut shape).floats(directions.as_flattened()).floats(steps);
+            (Kernel::Polar, shape)
+        }
+        Stored::Lloyd { bits, levels } => {
+            let mut shape = shape(Kernel::Lloyd, dim, bits);
+            Table::new(tables, &mut shape).floats(levels);
+            (Kernel::Lloyd, shape)
+        }
+        Stored::BitAlloc { runs, levels, scales } => {
+            if runs.len() > RUNS_MAX {
+                return Err("a bit allocation of more than nine runs");
+            }
+            let bits = runs.iter().map(|[_, len, width]| len * width).sum::<usize>();
+            let mut shape = shape(Kernel::BitAlloc, dim, bits as u32);
+            Table::new(tables, &mut shape).runs(&runs, levels.len()).floats(levels).floats(scales);
+            (Kernel::BitAlloc, shape)
+        }
+        _ => return Err("entropy-coded, or of another quantizer"),
     };
-    if shape.bits > CODE_BITS_MAX {
-        return Err("codes of more than 8 bits");
+    if kernel != Kernel::BitAlloc && shape.bits > CODE_BITS_MAX {
+        return Err("codes of more than 16 bits");
     }
     Ok((kernel, shape))
 }
 
-/// Shared memory for one tile of a page of `tokens` rows, bytes: `spans` of the kernel's struct at
-/// its largest, each part rounded out to whole copies.
+/// Shared memory for one tile of a page of `tokens` rows, bytes: the spans of the kernel's struct
+/// at their largest, each rounded out to whole copies.
 pub(crate) fn stage_bytes(kernel: Kernel, shape: &SideShape, tokens: usize) -> usize {
     let (dim, bits) = (shape.dim as usize, shape.bits as usize);
     let rows = tokens.min(TILE_TOKENS);
-    let per_row = dim / shape.book_dim as usize;
-    let codes = kernel.value_bytes().map_or_else(
-        // Every plane of a tile that is not full may end inside a byte.
-        || (rows * per_row * bits).div_ceil(8) + CODE_BITS_MAX as usize,
-        |bytes| rows * dim * bytes,
-    );
-    let scales = match kernel {
-        Kernel::Fp8 => 4,
-        Kernel::Uniform => {
-            let share = shape.scale_tokens as usize;
-            let scale_rows = tokens.div_ceil(share).min((TILE_TOKENS - 1) / share + 2);
-            scale_rows * dim.div_ceil(shape.scale_channels as usize) * 4
-        }
-        _ => 0,
-    };
     let copied = |bytes: usize| (bytes + 2 * (COPY_BYTES - 1)) / COPY_BYTES * COPY_BYTES;
-    copied(codes) + if scales > 0 { copied(scales) } else { 0 }
-}
-
-/// Shared memory for a side's codebook, bytes.
-pub(crate) fn book_bytes(kernel: Kernel, shape: &SideShape) -> usize {
+    if let Some(bytes) = kernel.value_bytes() {
+        return copied(rows * dim * bytes);
+    }
+    let codes = |per_row: usize| copied((rows * per_row * bits).div_ceil(8) + PLANES_MAX);
+    let share = shape.scale_tokens as usize;
+    let scale_rows = tokens.div_ceil(share).min((TILE_TOKENS - 1) / share + 2);
+    let pairs = dim.div_ceil(shape.scale_channels as usize);
     match kernel {
-        Kernel::Vq => (2 * ((shape.book_dim as usize) << shape.bits)).next_multiple_of(COPY_BYTES),
-        _ => 0,
+        Kernel::Uniform => copied(scale_rows * pairs * 4) + codes(dim),
+        Kernel::Symmetric => copied(scale_rows * pairs * 2) + codes(dim),
+        Kernel::Hybrid => {
+            let values = share.min(tokens) * shape.scale_channels as usize;
+            let word = values.div_ceil(8).max(WORD_BYTES_MIN);
+            let mask = copied(scale_rows * pairs / 8 + 2);
+            mask + copied(scale_rows * pairs * (word + 2)) + codes(dim)
+        }
+        Kernel::Vq => codes(dim / shape.book_dim as usize * shape.stages as usize),
+        Kernel::Polar => {
+            let has_steps = shape.table_bytes == 8 << shape.angle_bits;
+            let scales = if has_steps { copied(scale_rows * dim) } else { 0 };
+            scales + codes(dim / 2)
+        }
+        Kernel::Lloyd => copied(2 * rows) + codes(dim),
+        // Its bits are those of a row; every run ends in a copy of its own.
+        Kernel::BitAlloc => copied(rows * bits / 8 + RUNS_MAX * (PLANES_MAX + 2 * COPY_BYTES)),
+        _ => copied(4) + codes(dim),
     }
 }
 
@@ -163,18 +266,29 @@ mod tests {
     #[test]
     fn a_tile_fits_its_stage_wherever_it_begins() {
         // KIVI keys: 4 bits, 128 channels, one scale row of 512 bytes or two.
-        let shape = SideShape { bits: 4, scale_tokens: 32, ..rows_shape(128) };
-        let bytes = stage_bytes(Kernel::Uniform, &shape, 64);
+        let kivi = SideShape { scale_tokens: 32, ..shape(Kernel::Uniform, 128, 4) };
+        let bytes = stage_bytes(Kernel::Uniform, &kivi, 64);
         assert!(bytes >= 2048 + 512 + 4 * 15, "{bytes}");
         // A raw tile needs no more than its rows and what lies around them.
-        let bytes = stage_bytes(Kernel::F16, &rows_shape(128), 64);
+        let bytes = stage_bytes(Kernel::F16, &rows_shape(DType::F16, 128), 64);
         assert_eq!(bytes, 32 * 256 + 16);
     }
 
     #[test]
-    fn pairs_are_those_that_kernels_have() {
-        assert!(Kernel::Uniform.pairs_with(Kernel::Uniform));
-        assert!(Kernel::Fp8.pairs_with(Kernel::Uniform));
-        assert!(!Kernel::Uniform.pairs_with(Kernel::Fp8));
+    fn pairs_without_a_kernel_share_one() {
+        assert_eq!(attend_name(Kernel::Vq, Kernel::Vq, 3), "kvd_attend_vq_vq_4");
+        assert_eq!(attend_name(Kernel::Vq, Kernel::F16, 1), "kvd_attend_any_any_8");
+        assert_eq!(
+            attend_name(Kernel::Uniform, Kernel::Uniform, 9),
+            "kvd_attend_uniform_uniform_8"
+        );
+    }
+
+    #[test]
+    fn pages_that_stand_in_for_others_are_known_by_their_header() {
+        let (kernel, shape) = fallback_shape(16, 128).unwrap();
+        assert_eq!((kernel, shape.bits, shape.scale_channels), (Kernel::Uniform, 4, 32));
+        assert_eq!(fallback_shape(1, 64).unwrap().0, Kernel::F16);
+        assert_eq!(fallback_shape(48, 64), None);
     }
 }

@@ -3,24 +3,69 @@
 
 use crate::PlanError;
 use crate::abi::{COEFFICIENTS, PageEntry, SideShape, Unit};
-use crate::side::{Kernel, TILE_TOKENS, book_bytes, page_shape, rows_shape, stage_bytes};
+use crate::side::{
+    COPY_BYTES, Kernel, ROWS, TILE_TOKENS, attend_name, fallback_shape, page_shape, rows_of,
+    rows_shape, stage_bytes,
+};
 use kvd_codec::{HEADER_BYTES, ModelCodec, PageHeader};
 use kvd_compute::{AttendPlan, PlanPart, PlanQuery, Source};
-use kvd_core::Side;
+use kvd_core::{LayerIndex, Side};
 use std::collections::BTreeMap;
 
 /// Threads of a block, in warps of 32.
 const THREADS: usize = 128;
 /// Value channels that a thread block sums.
 const DIM_MAX: usize = 2 * THREADS;
-/// Query rows that one thread block can take, by kernel.
-const ROWS: [u32; 3] = [1, 4, 8];
 
 /// Choices that do not change the result.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
     /// Parts (blocks) of one unit at most: the split of the stored range.
     pub parts_per_unit: usize,
+}
+
+/// How the heads of one layer are stored, and what their kernels look values up in. Made once per
+/// model and layer.
+#[derive(Clone, Debug)]
+pub struct Shapes {
+    /// Codebooks, levels, directions: goes to the device as it is.
+    pub tables: Vec<u8>,
+    layer: LayerIndex,
+    heads: Vec<[Result<(Kernel, SideShape), &'static str>; 2]>,
+}
+
+impl Shapes {
+    /// Of a layer. Codebooks of keys and values take at most `table_bytes` of shared memory.
+    #[must_use]
+    pub fn new(codec: &ModelCodec, layer: LayerIndex, table_bytes: [usize; 2]) -> Self {
+        let mut tables = Vec::new();
+        let heads = (0..codec.geometry().kv_heads as usize).map(|head| {
+            Side::BOTH.map(|side| {
+                page_shape(codec.head(layer, side, head), &mut tables, table_bytes[side.index()])
+            })
+        });
+        let heads = heads.collect();
+        // An address that is given to a kernel is one of something.
+        tables.resize(tables.len().next_multiple_of(COPY_BYTES).max(COPY_BYTES), 0);
+        Self { tables, layer, heads }
+    }
+
+    /// Whether every head has kernels.
+    ///
+    /// # Errors
+    /// The first side that has none.
+    pub fn check(&self) -> Result<(), PlanError> {
+        for (head, sides) in self.heads.iter().enumerate() {
+            for side in Side::BOTH {
+                sides[side.index()].map_err(|what| self.no_side(side, head, what))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn no_side(&self, side: Side, head: usize, what: &'static str) -> PlanError {
+        PlanError::NoSide { side, layer: self.layer.0, head, what }
+    }
 }
 
 /// One launch of `kvd_attend_*`.
@@ -35,9 +80,9 @@ pub struct Launch {
     /// As in [`crate::AttendParameters`].
     pub value_stage: u32,
     /// As in [`crate::AttendParameters`].
-    pub key_book: u32,
+    pub key_table: u32,
     /// As in [`crate::AttendParameters`].
-    pub value_book: u32,
+    pub value_table: u32,
     /// Dynamic shared memory, bytes.
     pub shared_bytes: usize,
 }
@@ -47,8 +92,6 @@ pub struct Launch {
 pub struct Tables {
     /// The block table.
     pub pages: Vec<PageEntry>,
-    /// Codebooks, f16.
-    pub books: Vec<u8>,
     /// Scaled queries, `[rows, key channels]`: as given and folded into coefficient space.
     pub queries: Vec<f32>,
     /// What to add to a row's scores.
@@ -79,12 +122,11 @@ type LaunchKey = (Kernel, Kernel, u32);
 struct Builder<'a> {
     plan: &'a AttendPlan,
     codec: &'a ModelCodec,
+    shapes: &'a Shapes,
     /// Header of the page that begins at an offset of the arena.
     header: &'a dyn Fn(u64) -> Option<PageHeader>,
     q: Vec<f32>,
     options: Options,
-    /// Shapes of pages by head.
-    coded: Vec<[Result<(Kernel, SideShape), &'static str>; 2]>,
     tables: Tables,
     units: BTreeMap<LaunchKey, (Vec<Unit>, [usize; 4])>,
     /// Partial results of each output row.
@@ -112,6 +154,7 @@ impl Tables {
     pub fn new(
         plan: &AttendPlan,
         codec: &ModelCodec,
+        shapes: &Shapes,
         header: &dyn Fn(u64) -> Option<PageHeader>,
         options: Options,
     ) -> Result<Self, PlanError> {
@@ -122,15 +165,11 @@ impl Tables {
         }
         let mut q = vec![0f32; plan.q.len() / plan.dtype.size_bytes()];
         plan.dtype.widen(&plan.q, &mut q);
-        let mut tables = Self { soft_cap: plan.soft_cap.unwrap_or(0.0), ..Self::default() };
-        let coded = (0..geometry.kv_heads as usize).map(|head| {
-            Side::BOTH.map(|side| page_shape(codec.head(plan.layer, side, head), &mut tables.books))
-        });
-        let coded = coded.collect();
+        let tables = Self { soft_cap: plan.soft_cap.unwrap_or(0.0), ..Self::default() };
         let rows = plan.queries.iter().map(|query| query.n_q as usize).sum::<usize>();
         let rows = vec![Vec::new(); rows * plan.q_heads as usize];
         let units = BTreeMap::new();
-        let mut builder = Builder { plan, codec, header, q, options, coded, tables, units, rows };
+        let mut builder = Builder { plan, codec, shapes, header, q, options, tables, units, rows };
         let mut batch_row = 0;
         for query in &plan.queries {
             for head in 0..geometry.kv_heads as usize {
@@ -183,30 +222,27 @@ impl Builder<'_> {
     /// How both sides of a part are stored.
     fn sides(&self, part: &PlanPart, head: usize) -> Result<Sides, PlanError> {
         let geometry = self.codec.geometry();
-        let rows = Kernel::of_rows(geometry.dtype);
+        let dtype = geometry.dtype;
         let mut sides = Sides {
-            kernels: [rows; 2],
-            shapes: Side::BOTH.map(|side| rows_shape(geometry.head_dim(side))),
+            kernels: [Kernel::of_rows(dtype); 2],
+            shapes: Side::BOTH.map(|side| rows_shape(dtype, geometry.head_dim(side))),
             folded: [false; 2],
         };
         if let Source::Pages { .. } = part.source {
             for side in Side::BOTH {
                 let header = self.page(part, side, head)?.1;
                 let index = side.index();
-                let layer = self.plan.layer;
-                let error = |what| PlanError::NoSide { side, layer: layer.0, head, what };
-                if !header.fallback {
-                    let coded = self.coded[head][index].map_err(error)?;
-                    (sides.kernels[index], sides.shapes[index]) = coded;
-                    sides.folded[index] = !self.codec.head(layer, side, head).is_identity();
-                } else if header.quantizer > 2 {
-                    return Err(error("a page kept with a safer side"));
-                }
+                let error = |what| self.shapes.no_side(side, head, what);
+                let known = if header.fallback {
+                    let dim = geometry.head_dim(side);
+                    fallback_shape(header.quantizer, dim).ok_or("a page of an unknown fallback")
+                } else {
+                    sides.folded[index] =
+                        !self.codec.head(self.plan.layer, side, head).is_identity();
+                    self.shapes.heads[head][index]
+                };
+                (sides.kernels[index], sides.shapes[index]) = known.map_err(error)?;
             }
-        }
-        let [keys, values] = sides.kernels;
-        if !keys.pairs_with(values) {
-            return Err(PlanError::NoPair { keys: keys.name(), values: values.name() });
         }
         Ok(sides)
     }
@@ -236,7 +272,17 @@ impl Builder<'_> {
                 let [key, value] =
                     Side::BOTH.map(|side| extent.offset + layout.row_offset(side, head as u64, 0));
                 let (tokens, first_row) = (*capacity_rows, *first_row);
-                Ok(PageEntry { key, value, tokens, first_row, rows, first_token })
+                let (key_bytes, value_bytes) = (0, 0);
+                Ok(PageEntry {
+                    key,
+                    value,
+                    tokens,
+                    first_row,
+                    rows,
+                    first_token,
+                    key_bytes,
+                    value_bytes,
+                })
             }
             Source::Pages { first_row, .. } => {
                 let (key, keys) = self.page(part, Side::Key, head)?;
@@ -248,7 +294,17 @@ impl Builder<'_> {
                 let header = HEADER_BYTES as u64;
                 let (key, value) = (key + header, value + header);
                 let (tokens, first_row) = (u32::from(keys.tokens), *first_row);
-                Ok(PageEntry { key, value, tokens, first_row, rows, first_token })
+                let (key_bytes, value_bytes) = (keys.payload_len, values.payload_len);
+                Ok(PageEntry {
+                    key,
+                    value,
+                    tokens,
+                    first_row,
+                    rows,
+                    first_token,
+                    key_bytes,
+                    value_bytes,
+                })
             }
         }
     }
@@ -302,13 +358,13 @@ impl Builder<'_> {
 
     fn push(&mut self, sides: &Sides, unit: Unit, tokens: usize) {
         let [keys, values] = sides.kernels;
-        let rows = ROWS.into_iter().find(|rows| unit.rows <= *rows).unwrap_or(ROWS[2]);
+        let rows = if keys.pairs_with(values) { rows_of(unit.rows) } else { ROWS[2] };
         let (units, sizes) = self.units.entry((keys, values, rows)).or_default();
         let needed = [
             stage_bytes(keys, &unit.key, tokens),
             stage_bytes(values, &unit.value, tokens),
-            book_bytes(keys, &unit.key),
-            book_bytes(values, &unit.value),
+            (unit.key.table_bytes as usize).next_multiple_of(COPY_BYTES),
+            (unit.value.table_bytes as usize).next_multiple_of(COPY_BYTES),
         ];
         for (size, needed) in sizes.iter_mut().zip(needed) {
             *size = (*size).max(needed);
@@ -323,14 +379,14 @@ impl Builder<'_> {
         }
         let dim = self.codec.geometry().head_dim(Side::Key);
         for ((keys, values, rows), (units, sizes)) in self.units {
-            let [key_stage, value_stage, key_book, value_book] = sizes.map(|size| size as u32);
+            let [key_stage, value_stage, key_table, value_table] = sizes.map(|size| size as u32);
             self.tables.launches.push(Launch {
-                kernel: format!("kvd_attend_{}_{}_{rows}", keys.name(), values.name()),
+                kernel: attend_name(keys, values, rows),
                 units,
                 key_stage,
                 value_stage,
-                key_book,
-                value_book,
+                key_table,
+                value_table,
                 shared_bytes: shared_bytes(rows as usize, dim, sizes),
             });
         }
@@ -344,6 +400,6 @@ fn shared_bytes(rows: usize, dim: usize, sizes: [usize; 4]) -> usize {
         + rows * THREADS
         + rows * TILE_TOKENS
         + rows.next_multiple_of(4);
-    let [key_stage, value_stage, key_book, value_book] = sizes;
-    4 * floats + key_book + value_book + 2 * (key_stage + value_stage)
+    let [key_stage, value_stage, key_table, value_table] = sizes;
+    4 * floats + key_table + value_table + 2 * (key_stage + value_stage)
 }

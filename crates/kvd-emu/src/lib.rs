@@ -80,6 +80,7 @@ unsafe extern "C" {
         error: *mut c_char,
         error_bytes: usize,
     ) -> c_int;
+    fn kvd_emu_copied_bytes() -> u64;
 }
 
 /// Runs a kernel to its end; `parameters` are the bytes of its parameter.
@@ -130,6 +131,19 @@ pub unsafe fn launch(grid: Grid<'_>, _: &[u8]) -> Result<(), String> {
     Err(format!("{}: built without the kernels' CPU lane", grid.kernel))
 }
 
+/// Bytes that asynchronous copies have moved from device memory to shared memory, in this thread's
+/// launches since it last asked. 0 in a build without kernels.
+#[must_use]
+pub fn copied_bytes() -> u64 {
+    #[cfg(kvd_emu)]
+    // SAFETY: reads and clears a counter of this thread.
+    unsafe {
+        kvd_emu_copied_bytes()
+    }
+    #[cfg(not(kvd_emu))]
+    0
+}
+
 /// Device memory: exactly as many bytes as asked for, so that a sanitizer sees an overrun, aligned
 /// as CUDA's, and full of 0xFF (NaN, -1) at first.
 #[derive(Debug)]
@@ -137,6 +151,9 @@ pub struct Memory {
     start: *mut u8,
     len: usize,
 }
+
+// SAFETY: it owns its bytes, and whoever holds it may use them on any thread.
+unsafe impl Send for Memory {}
 
 impl Memory {
     const ALIGN: usize = 256;

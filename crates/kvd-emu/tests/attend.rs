@@ -1,12 +1,13 @@
-//! The kernels answer as f64 attention over the decoded pages does: every preset that has a kernel,
-//! head sizes, grouped queries, tails, ranges, and orders of threads.
+//! The kernels answer as f64 attention over the decoded pages does: codecs that no preset has, odd
+//! shapes, ranges, fallbacks, and orders of threads. Presets are in `presets.rs`.
 #![expect(clippy::unwrap_used, reason = "a test may fail")]
 
 mod common;
 
-use common::reference::{check, floats};
-use common::{Ask, Layout, Stored, expected, geometry, noise, run};
-use kvd_core::{DType, Geometry, Side};
+use common::reference::{check, expected, floats};
+use common::run::{run, run_with};
+use common::{Ask, Layout, Stored, geometry, noise};
+use kvd_core::{DType, Geometry, RopePairing, Side};
 use kvd_emu::{Order, available};
 
 /// Roughly normal rows, one channel much larger than the others.
@@ -32,50 +33,6 @@ fn agree(stored: &Stored, ask: &Ask, what: &str) {
         let what = format!("{what}, {ask:?}, {order:?}, {parts_per_unit} parts");
         check(&answer, &wanted, &what);
     }
-}
-
-/// A preset over head sizes, grouped queries and tails.
-fn preset(codec: &str) {
-    if !available() {
-        return;
-    }
-    for dim in [64, 128] {
-        let geometry = geometry(dim, dim, DType::F16);
-        for layout in
-            [layout(&[64, 64], 7), layout(&[96, 33], 0), layout(&[1], 1), layout(&[31], 0)]
-        {
-            let stored = stored(&geometry, codec, &layout);
-            for group in [1, 4, 8] {
-                let what = format!("{codec}, {dim} channels, {layout:?}");
-                agree(&stored, &Ask::last(group, stored.tokens), &what);
-            }
-        }
-    }
-}
-
-#[test]
-fn raw_answers_as_the_reference() {
-    preset("raw");
-}
-
-#[test]
-fn fp8_answers_as_the_reference() {
-    preset("fp8");
-}
-
-#[test]
-fn kivi_4_answers_as_the_reference() {
-    preset("kivi-4");
-}
-
-#[test]
-fn kivi_2_answers_as_the_reference() {
-    preset("kivi-2");
-}
-
-#[test]
-fn vecinfer_2_answers_as_the_reference() {
-    preset("vecinfer-2");
 }
 
 #[test]
@@ -207,11 +164,97 @@ fn a_page_that_fell_back_is_read_as_raw_rows() {
     let fallbacks = stored.headers.values().filter(|header| header.fallback).count();
     assert_eq!(fallbacks, 4, "the second block, both sides, both heads");
     agree(&stored, &Ask::last(4, stored.tokens), "fallback");
-    // Quantized keys with raw values have no kernel: said, not guessed.
-    let mixed = Stored::new(&geometry, codec, &layout(&[64], 0), value);
-    let plan = Ask::last(1, mixed.tokens).plan(&mixed, |_| 1.0);
-    let error = run(&mixed, &plan, 1, Order::Ascending).unwrap_err();
-    assert!(error.contains("no CUDA kernel has uniform keys with f32 values"), "{error}");
+    // Keys of the second page fell back, values are always raw.
+    let mixed = Stored::new(&geometry, codec, &layout(&[64, 64, 64], 5), value);
+    assert_eq!(mixed.headers.values().filter(|header| header.fallback).count(), 2);
+    agree(&mixed, &Ask::last(4, mixed.tokens), "fallback beside raw values");
+}
+
+#[test]
+fn a_page_over_its_bound_is_read_as_what_it_was_kept_with() {
+    if !available() {
+        return;
+    }
+    let codec = "k=uniform(b=1,axis=block); v=uniform(b=2,axis=token); k.bound=0.001; v.bound=0.3";
+    let stored = stored(&geometry(64, 64, DType::F16), codec, &layout(&[64, 33], 5));
+    let kept: Vec<u8> = stored.headers.values().map(|header| header.quantizer).collect();
+    assert!(stored.headers.values().any(|header| header.fallback), "{kept:?}");
+    agree(&stored, &Ask::last(4, stored.tokens), "safer side");
+}
+
+#[test]
+fn symmetric_and_hybrid_levels_answer_as_the_reference_for_every_axis() {
+    if !available() {
+        return;
+    }
+    let geometry = geometry(80, 36, DType::F16);
+    for (key, value) in [
+        ("b=2,axis=channel,g=7,mode=sym", "b=3,axis=token,g=10,mode=sym"),
+        ("b=8,axis=token,mode=sym", "rel=0.2,axis=block,mode=sym"),
+        ("b=2,axis=token,g=32,mode=hybrid", "b=2,axis=channel,g=32,mode=hybrid"),
+        ("b=5,axis=block,mode=hybrid", "b=3,axis=token,g=7,mode=hybrid"),
+        ("b=1,axis=channel,mode=hybrid", "rel=0.05,axis=channel,g=40,mode=hybrid"),
+    ] {
+        let codec = format!("k=uniform({key}); v=uniform({value})");
+        for pages in [&[64, 45][..], &[3], &[96, 96]] {
+            let stored = stored(&geometry, &codec, &layout(pages, 3));
+            agree(&stored, &Ask::last(3, stored.tokens), &codec);
+        }
+    }
+}
+
+#[test]
+fn polar_answers_as_the_reference_for_both_pairings() {
+    if !available() {
+        return;
+    }
+    for rope_pairing in [RopePairing::Half, RopePairing::Interleaved] {
+        let geometry = Geometry { rope_pairing, ..geometry(36, 36, DType::F16) };
+        for side in ["polar(a=3,r=2)", "polar(a=8,r=8,g=5)", "polar(a=1,r=1,g=40)"] {
+            let codec = format!("k={side}; v=uniform(b=4,axis=token)");
+            let stored = stored(&geometry, &codec, &layout(&[64, 45, 33], 3));
+            agree(&stored, &Ask::last(3, stored.tokens), &format!("{codec} {rope_pairing:?}"));
+        }
+    }
+}
+
+#[test]
+fn lloyd_and_vq_of_every_form_answer_as_the_reference() {
+    if !available() {
+        return;
+    }
+    for codec in [
+        "k=rotate/lloyd(b=1); v=rotate(seed=9)/lloyd(b=6)",
+        "k=hadamard/lloyd(b=8); v=vq(d=4,b=4,stages=3)",
+        "k=vq(d=2,b=5,stages=2,scope=group); v=vq(d=3,b=3,scope=layer)",
+        "k=vq(d=4,b=6,scope=model); v=vq(d=12,b=4,stages=2)",
+    ] {
+        let geometry = geometry(48, 48, DType::F16);
+        for pages in [&[64, 45][..], &[33, 1]] {
+            let stored = stored(&geometry, codec, &layout(pages, 3));
+            agree(&stored, &Ask::last(3, stored.tokens), codec);
+            let plan = Ask::last(8, stored.tokens).plan(&stored, |i| noise(99 + i));
+            let wanted = expected(&stored, &plan);
+            for table_bytes in [0, 100, 700] {
+                let answer = run_with(&stored, &plan, 1, table_bytes, Order::Random(5)).unwrap();
+                check(&answer, &wanted, &format!("{codec}, {table_bytes} bytes of codebooks"));
+            }
+        }
+    }
+}
+
+#[test]
+fn bit_allocations_and_their_outliers_answer_as_the_reference() {
+    if !available() {
+        return;
+    }
+    let codec = "k=mean+pca/bitalloc(b=3.1); v=mean+pca/bitalloc(b=1.3)";
+    for (dim_k, dim_v) in [(64, 64), (36, 80)] {
+        for pages in [&[64, 45][..], &[33], &[1]] {
+            let stored = stored(&geometry(dim_k, dim_v, DType::F16), codec, &layout(pages, 3));
+            agree(&stored, &Ask::last(3, stored.tokens), codec);
+        }
+    }
 }
 
 #[test]
@@ -219,7 +262,7 @@ fn codecs_without_a_kernel_are_refused_with_a_reason() {
     if !available() {
         return;
     }
-    let codec = "k=hadamard/lloyd(b=3); v=fp8";
+    let codec = "k=uniform(b=4,axis=channel)/huffman; v=fp8";
     let stored = stored(&geometry(64, 64, DType::F16), codec, &layout(&[32], 0));
     let plan = Ask::last(1, stored.tokens).plan(&stored, |_| 1.0);
     let error = run(&stored, &plan, 1, Order::Ascending).unwrap_err();
@@ -243,7 +286,14 @@ fn integers_are_exact() {
             mixed as f32
         }
     };
-    for codec in ["raw", "fp8", "k=uniform(b=4,axis=channel,g=32); v=uniform(b=4,axis=channel)"] {
+    for codec in [
+        "raw",
+        "fp8",
+        "k=uniform(b=4,axis=channel,g=32); v=uniform(b=4,axis=channel)",
+        "k=uniform(b=4,axis=channel,g=32,mode=sym); v=uniform(b=4,axis=channel,mode=sym)",
+        "k=uniform(b=4,axis=channel,g=32,mode=hybrid); v=uniform(b=4,axis=channel,mode=hybrid)",
+        "k=uniform(b=4,axis=block,mode=sym); v=fp8",
+    ] {
         let geometry = geometry(64, 64, DType::F16);
         let stored = Stored::new(&geometry, codec, &layout(&[64, 64], 0), digit);
         assert!(stored.headers.values().all(|header| !header.fallback), "{codec}");

@@ -5,7 +5,7 @@
 // FlashDecoding); merge.cuh adds the parts up. Meaning: design section 4, and the CPU's
 // kvd-compute/src/cpu/attend.rs. A codec side is a struct with three verbs: `prepare` once per
 // unit, `scores` (query rows times keys of a tile) and `accumulate` (weighted values of a tile);
-// `spans` says which bytes of a page a tile needs.
+// `span` says which bytes of a page a tile needs, one of `SPANS` pieces at a time.
 #pragma once
 
 #include "page.cuh"
@@ -18,13 +18,6 @@ constexpr unsigned ATTEND_WARPS = ATTEND_THREADS / WARP_LANES;
 constexpr unsigned CHANNELS_PER_THREAD = 2;
 // Scores are kept finite, as on the CPU: huge keys saturate instead of turning into NaN.
 constexpr float SCORE_MAX = 1.0e38f;
-constexpr unsigned COPY_BYTES = 16;
-
-// Tokens `from..to`.
-struct Range {
-    unsigned from;
-    unsigned to;
-};
 
 // What query row `row` of a unit sees: the causal rule and the sliding window.
 KVD_DEVICE Range visible(const Unit& unit, unsigned row) {
@@ -62,15 +55,6 @@ KVD_DEVICE bool seek(const AttendParameters& parameters, const Unit& unit, Range
     return false;
 }
 
-KVD_DEVICE unsigned misaligned(const uint8_t* at) {
-    return unsigned(reinterpret_cast<uintptr_t>(at) % COPY_BYTES);
-}
-
-// Bytes that `len` bytes at `at` take when staged: whole aligned sixteens.
-KVD_DEVICE unsigned staged_bytes(const uint8_t* at, unsigned len) {
-    return len == 0 ? 0 : (misaligned(at) + len + COPY_BYTES - 1) / COPY_BYTES * COPY_BYTES;
-}
-
 // Starts copying the aligned sixteens around `len` bytes at `from`. Pages and slots begin on
 // sixteens and end with them, so nothing outside the slot is read.
 KVD_DEVICE void stage_bytes(uint8_t* to, const uint8_t* from, unsigned len) {
@@ -81,34 +65,36 @@ KVD_DEVICE void stage_bytes(uint8_t* to, const uint8_t* from, unsigned len) {
     }
 }
 
-// Starts copying a side's bytes of a tile.
-template <class Side>
-KVD_DEVICE void stage(const SideShape& side, const uint8_t* payload, const Place& place,
-                      uint8_t* to, unsigned capacity) {
-    const TileSpans spans = Side::spans(side, place.page->tokens, place.tile);
-    const unsigned scales = staged_bytes(payload + spans.scales, spans.scales_len);
-    KVD_EXPECT(scales + staged_bytes(payload + spans.codes, spans.codes_len) <= capacity);
-    stage_bytes(to, payload + spans.scales, spans.scales_len);
-    stage_bytes(to + scales, payload + spans.codes, spans.codes_len);
-}
-
-// A side's tile where `stage` has put it.
-template <class Side>
-KVD_DEVICE Tile staged(const SideShape& side, const uint8_t* payload, const Place& place,
-                       const uint8_t* at, const uint16_t* book) {
-    const unsigned tokens = place.page->tokens;
-    const TileSpans spans = Side::spans(side, tokens, place.tile);
-    const uint8_t* scales = payload + spans.scales;
-    const uint8_t* codes = payload + spans.codes;
+// A side's tile; it is staged at `staged`, and the side's table at `table`.
+KVD_DEVICE Tile tile_of(const AttendParameters& parameters, const Place& place, bool is_key,
+                        const uint8_t* staged, const uint8_t* table) {
+    const PageEntry& page = *place.page;
     const unsigned first = place.tile * TILE_TOKENS;
-    return {at + misaligned(scales),
-            at + staged_bytes(scales, spans.scales_len) + misaligned(codes),
-            book,
+    return {parameters.arena + (is_key ? page.key : page.value),
+            is_key ? page.key_bytes : page.value_bytes,
+            staged,
+            table,
+            parameters.tables,
+            place.tile,
             first,
-            tokens,
-            least(TILE_TOKENS, tokens - first),
+            page.tokens,
+            least(TILE_TOKENS, page.tokens - first),
             place.from,
             place.to};
+}
+
+// Starts copying a side's bytes of a tile to `to`, span after span.
+template <class Side>
+KVD_DEVICE void stage(const SideShape& side, const Tile& tile, uint8_t* to, unsigned capacity) {
+    unsigned used = 0;
+    for (unsigned part = 0; part < Side::SPANS; part++) {
+        const Span span = Side::span(side, tile, part);
+        const uint8_t* from = tile.payload + span.offset;
+        const unsigned bytes = staged_bytes(from, span.len);
+        KVD_EXPECT(used + bytes <= capacity);
+        stage_bytes(to + used, from, span.len);
+        used += bytes;
+    }
 }
 
 // How a unit uses its shared memory; `attend_shared_bytes` of kvd-cuda is its size.
@@ -119,8 +105,8 @@ struct AttendShared {
     float* sums;
     float* weights;
     float* factors;
-    uint16_t* key_book;
-    uint16_t* value_book;
+    uint8_t* key_table;
+    uint8_t* value_table;
     uint8_t* stages;
 
     KVD_DEVICE AttendShared(uint8_t* shared, const AttendParameters& parameters, unsigned dim) {
@@ -128,10 +114,9 @@ struct AttendShared {
         sums = query + (ROWS * dim + 3) / 4 * 4;
         weights = sums + ROWS * ATTEND_THREADS;
         factors = weights + ROWS * TILE_TOKENS;
-        uint8_t* rest = reinterpret_cast<uint8_t*>(factors + (ROWS + 3) / 4 * 4);
-        key_book = reinterpret_cast<uint16_t*>(rest);
-        value_book = reinterpret_cast<uint16_t*>(rest + parameters.key_book);
-        stages = rest + parameters.key_book + parameters.value_book;
+        key_table = reinterpret_cast<uint8_t*>(factors + (ROWS + 3) / 4 * 4);
+        value_table = key_table + parameters.key_table;
+        stages = value_table + parameters.value_table;
     }
 };
 
@@ -272,8 +257,8 @@ KVD_DEVICE void attend(const AttendParameters& parameters, uint8_t* memory) {
         const float* query = parameters.queries + uint64_t(unit.query) * dim;
         shared.query[at] = at < unit.rows * dim ? query[at] : 0;
     }
-    Key::prepare(unit.key, parameters.books, shared.key_book, ATTEND_THREADS);
-    Value::prepare(unit.value, parameters.books, shared.value_book, ATTEND_THREADS);
+    Key::prepare(unit.key, parameters.tables, shared.key_table, ATTEND_THREADS);
+    Value::prepare(unit.value, parameters.tables, shared.value_table, ATTEND_THREADS);
 
     // The union of what the rows see: the first row's start, the last row's end.
     const Range seen = {visible(unit, 0).from, visible(unit, unit.rows - 1).to};
@@ -285,9 +270,11 @@ KVD_DEVICE void attend(const AttendParameters& parameters, uint8_t* memory) {
     bool more = seek(parameters, unit, seen, index, tile, next);
     const auto start = [&](unsigned buffer) {
         uint8_t* to = shared.stages + buffer * stage_size;
-        stage<Key>(unit.key, parameters.arena + next.page->key, next, to, parameters.key_stage);
-        stage<Value>(unit.value, parameters.arena + next.page->value, next,
-                     to + parameters.key_stage, parameters.value_stage);
+        const Tile keys = tile_of(parameters, next, true, to, shared.key_table);
+        stage<Key>(unit.key, keys, to, parameters.key_stage);
+        to += parameters.key_stage;
+        const Tile values = tile_of(parameters, next, false, to, shared.value_table);
+        stage<Value>(unit.value, values, to, parameters.value_stage);
         copy_async_commit();
     };
     if (more) {
@@ -303,8 +290,7 @@ KVD_DEVICE void attend(const AttendParameters& parameters, uint8_t* memory) {
             start(buffer ^ 1);
         }
         const uint8_t* at = shared.stages + buffer * stage_size;
-        const Tile keys = staged<Key>(unit.key, parameters.arena + place.page->key, place, at,
-                                      shared.key_book);
+        const Tile keys = tile_of(parameters, place, true, at, shared.key_table);
         float scores[ROWS] = {};
         Key::template scores<ROWS>(unit.key, keys, ATTEND_WARPS, shared.query, scores);
         for (int row = 0; row < ROWS; row++) {
@@ -313,8 +299,8 @@ KVD_DEVICE void attend(const AttendParameters& parameters, uint8_t* memory) {
         KVD_BARRIER();
         softmax.absorb(parameters, unit, place, shared);
         KVD_BARRIER();
-        const Tile values = staged<Value>(unit.value, parameters.arena + place.page->value, place,
-                                          at + parameters.key_stage, shared.value_book);
+        const Tile values =
+            tile_of(parameters, place, false, at + parameters.key_stage, shared.value_table);
         sums.template absorb<Value>(unit.value, values, shared);
     }
     sums.write(parameters, unit, shared.sums);

@@ -1,6 +1,6 @@
 // Fixed-width codes as kvd-codec lays them out (docs/format.md "Codes", kvd-codec/src/bits.rs):
 // tiles of 32 tokens, four neighbours along the summed axis, bit planes of 8, 4, 2 and 1 bits. Reads
-// staged tiles of codes of up to 8 bits; four codes come out of a plane with one load and one mask.
+// staged tiles of codes of up to 16 bits; four codes come out of a plane with one load and one mask.
 #pragma once
 
 #include "page.cuh"
@@ -9,16 +9,29 @@ namespace kvd {
 
 constexpr unsigned CODE_GROUP = 4;
 
+// Width of the first plane of codes of `left` bits.
+KVD_DEVICE unsigned plane_width(unsigned left) {
+    return left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+}
+
 // Bytes of the planes of a tile of `codes` codes: each plane is rounded up to a byte.
 KVD_DEVICE unsigned plane_bytes(unsigned codes, unsigned bits) {
     unsigned bytes = 0;
-    for (unsigned width = 8; width > 0; width /= 2) {
-        if (bits & width) {
-            bytes += (codes * width + 7) / 8;
-        }
+    for (unsigned left = bits; left > 0; left -= plane_width(left)) {
+        bytes += (codes * plane_width(left) + 7) / 8;
     }
     return bytes;
 }
+
+// Four codes: their low bytes, and what is above.
+struct Four {
+    uint32_t low;
+    uint32_t high;
+
+    KVD_DEVICE unsigned code(unsigned at) const {
+        return (low >> 8 * at & 255) | (high >> 8 * at & 255) << 8;
+    }
+};
 
 // Where the codes of one tile lie, and how to read them.
 struct Codes {
@@ -30,39 +43,43 @@ struct Codes {
     KVD_DEVICE unsigned count() const { return tokens * per_row; }
 
     // Four neighbours lie in one aligned word of each plane.
-    KVD_DEVICE bool words() const { return tokens == TILE_TOKENS && per_row % CODE_GROUP == 0; }
+    KVD_DEVICE bool words() const {
+        return tokens == TILE_TOKENS && per_row % CODE_GROUP == 0 && misaligned(bytes) % 4 == 0;
+    }
 
     // Code number `element` of the tile's order.
     KVD_DEVICE unsigned one(unsigned element) const {
         const uint8_t* plane = bytes;
         unsigned code = 0;
-        unsigned low = 0;
-        for (unsigned width = 8; width > 0; width /= 2) {
-            if (bits & width) {
-                const unsigned size = (count() * width + 7) / 8;
-                const unsigned byte = plane[element % size];
-                code |= (byte >> (width * (element / size)) & ((1u << width) - 1)) << low;
-                plane += size;
-                low += width;
-            }
+        for (unsigned left = bits; left > 0;) {
+            const unsigned width = plane_width(left);
+            const unsigned size = (count() * width + 7) / 8;
+            const unsigned byte = plane[element % size];
+            code |= (byte >> (width * (element / size)) & ((1u << width) - 1)) << (bits - left);
+            plane += size;
+            left -= width;
         }
         return code;
     }
 
-    // Codes `element..element + 4` as the bytes of a word; `element` is a multiple of four.
-    KVD_DEVICE uint32_t four(unsigned element) const {
+    // Codes `element..element + 4`; `element` is a multiple of four.
+    KVD_DEVICE Four four(unsigned element) const {
         const uint8_t* plane = bytes;
-        uint32_t codes = 0;
-        unsigned low = 0;
-        for (unsigned width = 8; width > 0; width /= 2) {
-            if (bits & width) {
-                const unsigned size = count() / 8 * width;
-                const unsigned shift = width * (element / size);
-                const uint32_t mask = 0x01010101u * ((1u << width) - 1);
-                codes |= (load32(plane + element % size) >> shift & mask) << low;
-                plane += size;
-                low += width;
+        Four codes = {0, 0};
+        for (unsigned left = bits; left > 0;) {
+            const unsigned width = plane_width(left);
+            const unsigned size = count() / 8 * width;
+            const unsigned shift = width * (element / size);
+            const uint32_t mask = 0x01010101u * ((1u << width) - 1);
+            const uint32_t word = load32(plane + element % size) >> shift & mask;
+            const unsigned low = bits - left;
+            if (low < 8) {
+                codes.low |= word << low;
+            } else {
+                codes.high |= word << (low - 8);
             }
+            plane += size;
+            left -= width;
         }
         return codes;
     }
@@ -83,61 +100,80 @@ struct Codes {
     }
 };
 
-// Bytes of the codes of tile `tile` of a page; tiles before it are full.
-KVD_DEVICE void code_span(TileSpans& spans, uint64_t start, unsigned tokens, unsigned tile,
-                          unsigned per_row, unsigned bits) {
+// Codes of a tile within a payload, from `start` on; tiles before it are full.
+KVD_DEVICE Span code_span(const Tile& tile, uint64_t start, unsigned per_row, unsigned bits) {
     const unsigned full = TILE_TOKENS / 8 * per_row * bits;
-    const unsigned left = least(TILE_TOKENS, tokens - tile * TILE_TOKENS);
-    spans.codes = start + uint64_t(tile) * full;
-    spans.codes_len = plane_bytes(left * per_row, bits);
+    return {start + uint64_t(tile.index) * full, plane_bytes(tile.tokens * per_row, bits)};
 }
 
-// Adds the scores of codes that stand for one coefficient each. `decode(position, code)` gives the
-// coefficient of this lane's token. Positions are dealt to the warps in fours.
-template <int ROWS, class Decode>
-KVD_DEVICE void score_codes(const Codes& codes, unsigned warps, const float* query,
-                            float (&scores)[ROWS], Decode decode) {
+// Calls `use(position, code)` for the codes of this lane's token; positions are dealt to the warps
+// in fours.
+template <class Use>
+KVD_DEVICE void each_key_code(const Codes& codes, unsigned warps, Use use) {
     const unsigned token = lane_index();
     if (token >= codes.tokens) {
         return;
     }
-    const unsigned dim = codes.per_row;
-    for (unsigned first = warp_index() * CODE_GROUP; first < dim; first += warps * CODE_GROUP) {
-        const bool words = codes.words();
-        const uint32_t four = words ? codes.four(codes.key_element(token, first)) : 0;
-        const unsigned end = least(dim, first + CODE_GROUP);
-        for (unsigned at = first; at < end; at++) {
-            const unsigned code =
-                words ? four >> 8 * (at - first) & 255 : codes.one(codes.key_element(token, at));
-            const float key = decode(at, code);
-#pragma unroll
-            for (int row = 0; row < ROWS; row++) {
-                scores[row] += query[row * dim + at] * key;
-            }
+    const bool words = codes.words();
+    const unsigned end = codes.per_row;
+    for (unsigned first = warp_index() * CODE_GROUP; first < end; first += warps * CODE_GROUP) {
+        const Four four = words ? codes.four(codes.key_element(token, first)) : Four{0, 0};
+        for (unsigned at = first; at < least(end, first + CODE_GROUP); at++) {
+            use(at, words ? four.code(at - first) : codes.one(codes.key_element(token, at)));
         }
     }
 }
 
-// Adds the weighted coefficients of one position. `decode(token, code)` gives the coefficient.
-// Tokens are dealt to the slices in fours.
+// Calls `use(token, code)` for the codes of one position; tokens are dealt to the slices in fours.
+template <class Use>
+KVD_DEVICE void each_value_code(const Codes& codes, unsigned position, unsigned slice,
+                                unsigned slices, Use use) {
+    const bool words = codes.words();
+    const unsigned end = codes.tokens;
+    for (unsigned first = slice * CODE_GROUP; first < end; first += slices * CODE_GROUP) {
+        const Four four = words ? codes.four(codes.value_element(first, position)) : Four{0, 0};
+        for (unsigned at = first; at < least(end, first + CODE_GROUP); at++) {
+            use(at, words ? four.code(at - first) : codes.one(codes.value_element(at, position)));
+        }
+    }
+}
+
+// Adds a coefficient of this lane's token to its scores. `query` is `[ROWS, dim]`.
+template <int ROWS>
+KVD_DEVICE void add_score(const float* query, unsigned dim, unsigned channel, float key,
+                          float (&scores)[ROWS]) {
+#pragma unroll
+    for (int row = 0; row < ROWS; row++) {
+        scores[row] += query[row * dim + channel] * key;
+    }
+}
+
+// Adds a token's coefficient to the sums of its channel.
+template <int ROWS>
+KVD_DEVICE void add_value(const float* weights, unsigned token, float value, float (&out)[ROWS]) {
+#pragma unroll
+    for (int row = 0; row < ROWS; row++) {
+        out[row] += weights[row * TILE_TOKENS + token] * value;
+    }
+}
+
+// Scores of codes that stand for one coefficient each, `decode(channel, code)`.
+template <int ROWS, class Decode>
+KVD_DEVICE void score_codes(const Codes& codes, unsigned warps, const float* query,
+                            float (&scores)[ROWS], Decode decode) {
+    each_key_code(codes, warps, [&](unsigned channel, unsigned code) {
+        add_score(query, codes.per_row, channel, decode(channel, code), scores);
+    });
+}
+
+// Weighted sums of codes that stand for one coefficient each, `decode(token, code)`.
 template <int ROWS, class Decode>
 KVD_DEVICE void accumulate_codes(const Codes& codes, unsigned position, unsigned slice,
                                  unsigned slices, const float* weights, float (&out)[ROWS],
                                  Decode decode) {
-    for (unsigned first = slice * CODE_GROUP; first < codes.tokens; first += slices * CODE_GROUP) {
-        const bool words = codes.words();
-        const uint32_t four = words ? codes.four(codes.value_element(first, position)) : 0;
-        const unsigned end = least(codes.tokens, first + CODE_GROUP);
-        for (unsigned token = first; token < end; token++) {
-            const unsigned code = words ? four >> 8 * (token - first) & 255
-                                        : codes.one(codes.value_element(token, position));
-            const float value = decode(token, code);
-#pragma unroll
-            for (int row = 0; row < ROWS; row++) {
-                out[row] += weights[row * TILE_TOKENS + token] * value;
-            }
-        }
-    }
+    each_value_code(codes, position, slice, slices, [&](unsigned token, unsigned code) {
+        add_value(weights, token, decode(token, code), out);
+    });
 }
 
 }  // namespace kvd

@@ -25,13 +25,14 @@ struct Bf16 {
 // Rows of a format, row-major.
 template <class Format>
 struct Float {
-    KVD_DEVICE static TileSpans spans(const SideShape& side, unsigned tokens, unsigned tile) {
+    static constexpr unsigned SPANS = 1;
+
+    KVD_DEVICE static Span span(const SideShape& side, const Tile& tile, unsigned) {
         const unsigned row = side.dim * Format::BYTES;
-        const unsigned rows = least(TILE_TOKENS, tokens - tile * TILE_TOKENS);
-        return {0, 0, uint64_t(tile) * TILE_TOKENS * row, rows * row};
+        return {uint64_t(tile.index) * TILE_TOKENS * row, tile.tokens * row};
     }
 
-    KVD_DEVICE static void prepare(const SideShape&, const uint8_t*, uint16_t*, unsigned) {}
+    KVD_DEVICE static void prepare(const SideShape&, const uint8_t*, uint8_t*, unsigned) {}
 
     // A lane per token. Lanes start at different channels, or their rows would meet in one bank.
     template <int ROWS>
@@ -44,14 +45,10 @@ struct Float {
         const unsigned share = (side.dim + warps - 1) / warps;
         const unsigned first = least(side.dim, warp_index() * share);
         const unsigned count = least(side.dim, first + share) - first;
-        const uint8_t* row = tile.codes + token * side.dim * Format::BYTES;
+        const uint8_t* row = staged_span<Float>(side, tile, 0) + token * side.dim * Format::BYTES;
         for (unsigned step = 0; step < count; step++) {
             const unsigned at = first + (step + token * (4 / Format::BYTES)) % count;
-            const float key = Format::load(row + at * Format::BYTES);
-#pragma unroll
-            for (int r = 0; r < ROWS; r++) {
-                scores[r] += query[r * side.dim + at] * key;
-            }
+            add_score(query, side.dim, at, Format::load(row + at * Format::BYTES), scores);
         }
     }
 
@@ -60,13 +57,10 @@ struct Float {
     KVD_DEVICE static void accumulate(const SideShape& side, const Tile& tile, unsigned position,
                                       unsigned slice, unsigned slices, const float* weights,
                                       float (&out)[ROWS]) {
+        const uint8_t* rows = staged_span<Float>(side, tile, 0) + position * Format::BYTES;
         for (unsigned token = tile.from + slice; token < tile.to; token += slices) {
-            const float value =
-                Format::load(tile.codes + (token * side.dim + position) * Format::BYTES);
-#pragma unroll
-            for (int r = 0; r < ROWS; r++) {
-                out[r] += weights[r * TILE_TOKENS + token] * value;
-            }
+            const float value = Format::load(rows + token * side.dim * Format::BYTES);
+            add_value(weights, token, value, out);
         }
     }
 };
@@ -79,21 +73,28 @@ KVD_DEVICE float e4m3_value(unsigned code) {
 }
 
 struct Fp8 {
+    static constexpr unsigned SPANS = 2;
     static constexpr unsigned SCALE_BYTES = 4;
 
-    KVD_DEVICE static TileSpans spans(const SideShape& side, unsigned tokens, unsigned tile) {
-        TileSpans spans = {0, SCALE_BYTES, 0, 0};
-        code_span(spans, SCALE_BYTES, tokens, tile, side.dim, 8);
-        return spans;
+    KVD_DEVICE static Span span(const SideShape& side, const Tile& tile, unsigned part) {
+        return part == 0 ? Span{0, SCALE_BYTES} : code_span(tile, SCALE_BYTES, side.dim, 8);
     }
 
-    KVD_DEVICE static void prepare(const SideShape&, const uint8_t*, uint16_t*, unsigned) {}
+    KVD_DEVICE static void prepare(const SideShape&, const uint8_t*, uint8_t*, unsigned) {}
+
+    KVD_DEVICE static float scale(const SideShape& side, const Tile& tile) {
+        return load_float(staged_span<Fp8>(side, tile, 0));
+    }
+
+    KVD_DEVICE static Codes codes(const SideShape& side, const Tile& tile) {
+        return {staged_span<Fp8>(side, tile, 1), 8, tile.tokens, side.dim};
+    }
 
     template <int ROWS>
     KVD_DEVICE static void scores(const SideShape& side, const Tile& tile, unsigned warps,
                                   const float* query, float (&scores)[ROWS]) {
-        const float scale = f32_value(load32(tile.scales));
-        score_codes(Codes{tile.codes, 8, tile.tokens, side.dim}, warps, query, scores,
+        const float scale = Fp8::scale(side, tile);
+        score_codes(codes(side, tile), warps, query, scores,
                     [&](unsigned, unsigned code) { return e4m3_value(code) * scale; });
     }
 
@@ -101,9 +102,8 @@ struct Fp8 {
     KVD_DEVICE static void accumulate(const SideShape& side, const Tile& tile, unsigned position,
                                       unsigned slice, unsigned slices, const float* weights,
                                       float (&out)[ROWS]) {
-        const float scale = f32_value(load32(tile.scales));
-        accumulate_codes(Codes{tile.codes, 8, tile.tokens, side.dim}, position, slice, slices,
-                         weights, out,
+        const float scale = Fp8::scale(side, tile);
+        accumulate_codes(codes(side, tile), position, slice, slices, weights, out,
                          [&](unsigned, unsigned code) { return e4m3_value(code) * scale; });
     }
 };

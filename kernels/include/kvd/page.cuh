@@ -10,18 +10,37 @@ namespace kvd {
 // Tokens of a tile, the unit in which pages are staged and codes are laid out.
 constexpr unsigned TILE_TOKENS = 32;
 
-// How one head's keys or values are stored.
+// Rows or tokens `from..to`.
+struct Range {
+    unsigned from;
+    unsigned to;
+};
+
+// How one head's keys or values are stored; fields that a kind does not name are not read.
 struct SideShape {
-    // Codebook entries, f16 `[2^bits, book_dim]`, as an offset from `AttendParameters::books`.
-    uint64_t book;
+    // Codebooks, levels or directions, as an offset from `AttendParameters::tables`.
+    uint64_t table;
+    // A side of any.cuh.
+    uint32_t kind;
     uint32_t dim;
     // Bits of a code; of fp8 8, of floats 0.
     uint32_t bits;
     // Tokens, and channels, that share a scale; never 0.
     uint32_t scale_tokens;
     uint32_t scale_channels;
-    // Channels of a codebook entry.
+    // Symmetric uniform: the largest magnitude of a code.
+    uint32_t top;
+    // VQ: channels of an entry, stages, codebook sets (1, or one per sub-vector), and the entries of
+    // each codebook, most used first, that stand in shared memory.
     uint32_t book_dim;
+    uint32_t stages;
+    uint32_t sets;
+    uint32_t cached;
+    // Polar: bits of the angle; whether channels `2i, 2i + 1` are a pair, and not `i, i + dim / 2`.
+    uint32_t angle_bits;
+    uint32_t interleaved;
+    // Bytes from `table` on that stand in shared memory; of VQ those of the cached entries.
+    uint32_t table_bytes;
     uint32_t unused;
 };
 
@@ -36,6 +55,9 @@ struct PageEntry {
     uint32_t first_row;
     uint32_t rows;
     uint32_t first_token;
+    // Bytes of the payloads; 0 for rows as they came.
+    uint32_t key_bytes;
+    uint32_t value_bytes;
 };
 
 // What one thread block does: up to `ROWS` query rows over some pages of one KV head.
@@ -61,7 +83,8 @@ struct Unit {
 
 struct AttendParameters {
     const uint8_t* arena;
-    const uint8_t* books;
+    // What `SideShape::table` counts from.
+    const uint8_t* tables;
     const PageEntry* pages;
     const Unit* units;
     // `[rows, key channels]`, scaled, in the space of the unit's keys; what to add to their scores.
@@ -70,30 +93,33 @@ struct AttendParameters {
     // Partial results, `[rows, value channels]`, and `{m, l}` of each.
     float* out;
     float* stats;
-    // Bytes of shared memory for one staged tile and one codebook.
+    // Bytes of shared memory for one staged tile and one table.
     uint32_t key_stage;
     uint32_t value_stage;
-    uint32_t key_book;
-    uint32_t value_book;
+    uint32_t key_table;
+    uint32_t value_table;
     // Scores `s` become `cap tanh(s / cap)`; 0 for none.
     float soft_cap;
     uint32_t unused;
 };
 
-// Bytes of a tile within a payload.
-struct TileSpans {
-    uint64_t scales;
-    uint32_t scales_len;
-    uint64_t codes;
-    uint32_t codes_len;
+// Bytes of a payload.
+struct Span {
+    uint64_t offset;
+    uint32_t len;
 };
 
-// A staged tile of keys or values.
+// A page and one of its tiles, before or after it is staged.
 struct Tile {
-    const uint8_t* scales;
-    const uint8_t* codes;
-    const uint16_t* book;
-    // Row of the page that is the tile's first, rows of the page, rows in the tile.
+    const uint8_t* payload;
+    uint32_t payload_bytes;
+    // Where `stage` of attend.cuh put the side's spans, and the side's table.
+    const uint8_t* staged;
+    const uint8_t* table;
+    // All tables, in global memory.
+    const uint8_t* tables;
+    // The tile, the page's row that is its first, rows of the page, rows in the tile.
+    unsigned index;
     unsigned first_row;
     unsigned page_tokens;
     unsigned tokens;
@@ -102,7 +128,43 @@ struct Tile {
     unsigned to;
 };
 
+// Copies are whole aligned pieces of this size.
+constexpr unsigned COPY_BYTES = 16;
+
+KVD_DEVICE unsigned misaligned(const uint8_t* at) {
+    return unsigned(reinterpret_cast<uintptr_t>(at) % COPY_BYTES);
+}
+
+// Bytes that `len` bytes at `at` take when staged: whole aligned sixteens.
+KVD_DEVICE unsigned staged_bytes(const uint8_t* at, unsigned len) {
+    return len == 0 ? 0 : (misaligned(at) + len + COPY_BYTES - 1) / COPY_BYTES * COPY_BYTES;
+}
+
+// Where span `part` of a side's tile stands in shared memory; spans follow one another.
+template <class Side>
+KVD_DEVICE const uint8_t* staged_span(const SideShape& side, const Tile& tile, unsigned part) {
+    const uint8_t* at = tile.staged;
+    for (unsigned before = 0; before < part; before++) {
+        const Span span = Side::span(side, tile, before);
+        at += staged_bytes(tile.payload + span.offset, span.len);
+    }
+    return at + misaligned(tile.payload + Side::span(side, tile, part).offset);
+}
+
+// Copies a side's table into shared memory: whole words, table and place aligned to sixteens.
+KVD_DEVICE void copy_table(uint8_t* to, const uint8_t* from, unsigned bytes, unsigned threads) {
+    for (unsigned at = 4 * thread_index(); at < bytes; at += 4 * threads) {
+        *reinterpret_cast<uint32_t*>(to + at) = *reinterpret_cast<const uint32_t*>(from + at);
+    }
+}
+
 KVD_DEVICE uint16_t load16(const uint8_t* at) { return *reinterpret_cast<const uint16_t*>(at); }
 KVD_DEVICE uint32_t load32(const uint8_t* at) { return *reinterpret_cast<const uint32_t*>(at); }
+// At any address.
+KVD_DEVICE uint16_t load16_any(const uint8_t* at) { return uint16_t(at[0] | at[1] << 8); }
+KVD_DEVICE uint32_t load32_any(const uint8_t* at) {
+    return uint32_t(load16_any(at)) | uint32_t(load16_any(at + 2)) << 16;
+}
+KVD_DEVICE float load_float(const uint8_t* at) { return f32_value(load32(at)); }
 
 }  // namespace kvd

@@ -1,7 +1,9 @@
-// Vector quantization: a code is the index of a codebook entry of `book_dim` channels, at most 256
-// entries, one codebook per head and side (VecInfer 2510.06175 §2.2). `prepare` brings the codebook
-// into shared memory once per thread block, as VQ-LLM's (2503.02236 §4) shared-memory level does;
-// entries are f16, most used first. CPU reference: kvd-codec/src/side/vq.rs.
+// Vector quantization: a code is the index of a codebook entry of `book_dim` channels; with stages
+// a sub-vector is the sum of one entry of each (VecInfer 2510.06175 section 2.2; VQ-LLM 2503.02236
+// section II-A). One set of codebooks per head, or one per sub-vector. Codebooks are f16, `[sets,
+// stages, entries, book_dim]`, entries most used first: the first `cached` of each stand in shared
+// memory, the others are read where they are (VQ-LLM's codebook cache). CPU reference:
+// kvd-codec/src/side/vq.rs.
 #pragma once
 
 #include "codes.cuh"
@@ -9,55 +11,71 @@
 namespace kvd {
 
 struct Vq {
-    KVD_DEVICE static TileSpans spans(const SideShape& side, unsigned tokens, unsigned tile) {
-        TileSpans spans = {0, 0, 0, 0};
-        code_span(spans, 0, tokens, tile, side.dim / side.book_dim, side.bits);
-        return spans;
+    static constexpr unsigned SPANS = 1;
+
+    KVD_DEVICE static unsigned subs(const SideShape& side) { return side.dim / side.book_dim; }
+
+    KVD_DEVICE static Span span(const SideShape& side, const Tile& tile, unsigned) {
+        return code_span(tile, 0, subs(side) * side.stages, side.bits);
     }
 
-    KVD_DEVICE static void prepare(const SideShape& side, const uint8_t* books, uint16_t* book,
+    KVD_DEVICE static void prepare(const SideShape& side, const uint8_t* tables, uint8_t* table,
                                    unsigned threads) {
-        const unsigned values = side.book_dim << side.bits;
-        const uint16_t* entries = reinterpret_cast<const uint16_t*>(books + side.book);
-        for (unsigned at = thread_index(); at < values; at += threads) {
-            book[at] = entries[at];
+        const unsigned cached = side.cached * side.book_dim;
+        const unsigned all = side.book_dim << side.bits;
+        const uint16_t* from = reinterpret_cast<const uint16_t*>(tables + side.table);
+        uint16_t* to = reinterpret_cast<uint16_t*>(table);
+        for (unsigned book = 0; book < side.sets * side.stages; book++) {
+            for (unsigned at = thread_index(); at < cached; at += threads) {
+                to[book * cached + at] = from[uint64_t(book) * all + at];
+            }
         }
+    }
+
+    // The entry of a code.
+    KVD_DEVICE static const uint16_t* entry(const SideShape& side, const Tile& tile, unsigned stage,
+                                            unsigned sub, unsigned code) {
+        const unsigned book = (side.sets > 1 ? sub * side.stages : 0) + stage;
+        if (code < side.cached) {
+            const uint16_t* entries = reinterpret_cast<const uint16_t*>(tile.table);
+            return entries + (book * side.cached + code) * side.book_dim;
+        }
+        const uint8_t* books = tile.tables + side.table;
+        const uint16_t* entries = reinterpret_cast<const uint16_t*>(books);
+        return entries + ((uint64_t(book) << side.bits) + code) * side.book_dim;
+    }
+
+    KVD_DEVICE static Codes codes(const SideShape& side, const Tile& tile) {
+        return {staged_span<Vq>(side, tile, 0), side.bits, tile.tokens, subs(side) * side.stages};
     }
 
     // A lane per token, sub-vectors dealt to the warps.
     template <int ROWS>
     KVD_DEVICE static void scores(const SideShape& side, const Tile& tile, unsigned warps,
                                   const float* query, float (&scores)[ROWS]) {
-        const unsigned per_row = side.dim / side.book_dim;
-        const Codes codes = {tile.codes, side.bits, tile.tokens, per_row};
-        const unsigned token = lane_index();
-        if (token >= tile.tokens) {
-            return;
-        }
-        for (unsigned sub = warp_index(); sub < per_row; sub += warps) {
-            const unsigned code = codes.one(codes.key_element(token, sub));
-            const uint16_t* entry = tile.book + code * side.book_dim;
+        const unsigned count = subs(side);
+        each_key_code(codes(side, tile), warps, [&](unsigned position, unsigned code) {
+            const unsigned sub = position % count;
+            const uint16_t* values = entry(side, tile, position / count, sub, code);
             for (unsigned at = 0; at < side.book_dim; at++) {
-                const float key = f16_value(entry[at]);
-                const float* column = query + sub * side.book_dim + at;
-#pragma unroll
-                for (int row = 0; row < ROWS; row++) {
-                    scores[row] += column[row * side.dim] * key;
-                }
+                add_score(query, side.dim, sub * side.book_dim + at, f16_value(values[at]), scores);
             }
-        }
+        });
     }
 
     template <int ROWS>
     KVD_DEVICE static void accumulate(const SideShape& side, const Tile& tile, unsigned position,
                                       unsigned slice, unsigned slices, const float* weights,
                                       float (&out)[ROWS]) {
-        const Codes codes = {tile.codes, side.bits, tile.tokens, side.dim / side.book_dim};
+        const Codes all = codes(side, tile);
+        const unsigned sub = position / side.book_dim;
         const unsigned channel = position % side.book_dim;
-        accumulate_codes(codes, position / side.book_dim, slice, slices, weights, out,
-                         [&](unsigned, unsigned code) {
-                             return f16_value(tile.book[code * side.book_dim + channel]);
-                         });
+        for (unsigned stage = 0; stage < side.stages; stage++) {
+            accumulate_codes(all, stage * subs(side) + sub, slice, slices, weights, out,
+                             [&](unsigned, unsigned code) {
+                                 return f16_value(entry(side, tile, stage, sub, code)[channel]);
+                             });
+        }
     }
 };
 

@@ -24,6 +24,7 @@ const MEMBERS: &[(&str, &[&str])] = &[
             "kvd-core",
             "kvd-codec",
             "kvd-compute",
+            "kvd-cuda",
             "kvd-store",
             "kvd-proto",
             "kvd-client",

@@ -5,8 +5,6 @@ pub(crate) mod reference;
 pub(crate) mod run;
 pub(crate) mod store;
 
-pub(crate) use reference::expected;
-pub(crate) use run::run;
 pub(crate) use store::{Layout, Stored, geometry, noise};
 
 use bytes::Bytes;

@@ -2,23 +2,35 @@
 
 use super::Stored;
 use kvd_compute::{AttendPlan, Attended};
-use kvd_cuda::{AttendParameters, MergeParameters, Merged, Options, Tables};
+use kvd_cuda::{AttendParameters, MergeParameters, Merged, Options, Shapes, Tables};
 use kvd_emu::{Grid, Memory, Order, launch};
 
-/// Answers `plan` with the kernels.
+/// Answers `plan` with the kernels, codebooks in shared memory.
 pub(crate) fn run(
     stored: &Stored,
     plan: &AttendPlan,
     parts_per_unit: usize,
     order: Order,
 ) -> Result<Attended, String> {
+    run_with(stored, plan, parts_per_unit, usize::MAX, order)
+}
+
+/// The same with so much shared memory for the codebooks of a side.
+pub(crate) fn run_with(
+    stored: &Stored,
+    plan: &AttendPlan,
+    parts_per_unit: usize,
+    table_bytes: usize,
+    order: Order,
+) -> Result<Attended, String> {
     let header = |offset: u64| stored.headers.get(&offset).copied();
-    let tables = Tables::new(plan, &stored.codec, &header, Options { parts_per_unit })
+    let shapes = Shapes::new(&stored.codec, plan.layer, [table_bytes; 2]);
+    let options = Options { parts_per_unit };
+    let tables = Tables::new(plan, &stored.codec, &shapes, &header, options)
         .map_err(|error| error.to_string())?;
     let dim = stored.codec.geometry().head_dim_v as usize;
-    let rows = tables.ends.len();
     let arena = Memory::of(&stored.arena);
-    let books = Memory::of(&tables.books);
+    let of_shapes = Memory::of(&shapes.tables);
     let pages = Memory::of(bytemuck::cast_slice(&tables.pages));
     let queries = Memory::of(bytemuck::cast_slice(&tables.queries));
     let offsets = Memory::of(bytemuck::cast_slice(&tables.offsets));
@@ -28,7 +40,7 @@ pub(crate) fn run(
         let units = Memory::of(bytemuck::cast_slice(&launched.units));
         let parameters = AttendParameters {
             arena: arena.address(),
-            books: books.address(),
+            tables: of_shapes.address(),
             pages: pages.address(),
             units: units.address(),
             queries: queries.address(),
@@ -37,8 +49,8 @@ pub(crate) fn run(
             stats: stats.address(),
             key_stage: launched.key_stage,
             value_stage: launched.value_stage,
-            key_book: launched.key_book,
-            value_book: launched.value_book,
+            key_table: launched.key_table,
+            value_table: launched.value_table,
             soft_cap: tables.soft_cap,
             unused: 0,
         };
@@ -51,6 +63,18 @@ pub(crate) fn run(
         // SAFETY: every address is of memory that lives on, of the size the tables were made for.
         unsafe { launch(grid, bytemuck::bytes_of(&parameters))? };
     }
+    let merged = merge(&tables, [&out, &stats], dim, order)?;
+    Ok(merged.finish(plan, &stored.codec))
+}
+
+/// Adds up the partial results of a plan's rows.
+fn merge(
+    tables: &Tables,
+    [out, stats]: [&Memory; 2],
+    dim: usize,
+    order: Order,
+) -> Result<Merged, String> {
+    let rows = tables.ends.len();
     let ends = Memory::of(bytemuck::cast_slice(&tables.ends));
     let partials = Memory::of(bytemuck::cast_slice(&tables.order));
     let sums = Memory::new(rows * 2 * dim * 4);
@@ -68,9 +92,8 @@ pub(crate) fn run(
     let grid = Grid { kernel: "kvd_merge", blocks: rows as u32, shared_bytes: 0, order };
     // SAFETY: as above.
     unsafe { launch(grid, bytemuck::bytes_of(&parameters))? };
-    let merged = Merged {
+    Ok(Merged {
         sums: bytemuck::cast_slice(sums.bytes()).to_vec(),
         results: bytemuck::cast_slice(results.bytes()).to_vec(),
-    };
-    Ok(merged.finish(plan, &stored.codec))
+    })
 }

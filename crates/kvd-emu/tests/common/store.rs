@@ -104,7 +104,11 @@ impl Stored {
         let [k, v] = Side::BOTH.map(|side| self.rows(side, tokens, value));
         let block = BlockRows { tokens, k: &k, v: &v };
         let offset = self.arena.len();
-        let encoded = self.codec.encode_block(LAYER, &block, &mut self.arena).unwrap();
+        if self.codec.needs_tables(LAYER) {
+            self.codec.train_tables(LAYER, &[block]).unwrap();
+        }
+        let checked = self.codec.encode_block_checked(LAYER, &block, &mut self.arena);
+        let (encoded, _) = checked.unwrap();
         let mut start = offset;
         for end in &encoded.page_ends {
             let end = offset + *end as usize;
@@ -142,7 +146,13 @@ impl Stored {
 
 thread_local! {
     /// Calibrations made so far: a fit takes longer than everything else that a test does.
-    static FITTED: RefCell<HashMap<(u32, String), Calibration>> = RefCell::default();
+    static FITTED: RefCell<HashMap<(Geometry, String), Calibration>> = RefCell::default();
+}
+
+/// Rows to fit to: large codebooks want a sub-vector for every entry.
+fn samples_of(spec: &CodecSpec) -> usize {
+    let text = spec.to_string();
+    if text.contains("b=12") || text.contains("scope=group") { 512 } else { 160 }
 }
 
 /// A calibration from rows like those of the tests, where the codec needs one.
@@ -153,17 +163,20 @@ fn calibration(geometry: &Geometry, spec: &CodecSpec) -> Option<Calibration> {
     let fitted = || {
         let mut samples = Samples::new(geometry);
         for head in 0..geometry.kv_heads as usize {
+            let queries = 80 * geometry.head_dim_k as usize;
+            let queries: Vec<f32> = (0..queries).map(|i| noise(5_000_011 + i)).collect();
+            samples.push_queries(LAYER, head, &queries).unwrap();
             for side in Side::BOTH {
                 let dim = geometry.head_dim(side);
                 let seed = 1_000_003 * (1 + side.index() + 2 * head);
-                let rows: Vec<f32> = (0..80 * dim).map(|i| noise(seed + i)).collect();
+                let rows: Vec<f32> = (0..samples_of(spec) * dim).map(|i| noise(seed + i)).collect();
                 samples.push(LAYER, side, head, &rows).unwrap();
             }
         }
         fit(geometry, spec, &samples, 7, &mut |_| {}).unwrap()
     };
     FITTED.with_borrow_mut(|known| {
-        let key = (geometry.head_dim_k, spec.to_string());
+        let key = (geometry.clone(), spec.to_string());
         Some(known.entry(key).or_insert_with(fitted).clone())
     })
 }

@@ -1,0 +1,301 @@
+//! [`Backend`] on a GPU: page memory and attention on the device, the codec's encoding and decoding
+//! on the host until kernels do it.
+//!
+//! Runs on the lane's thread. All memory but the tables of a layer is taken when it is opened.
+//! After an error that sticks nothing is called any more: every answer is `DEVICE_FAILED`, and
+//! [`Backend::failure`] tells the lane.
+
+mod attend;
+mod memory;
+
+use crate::driver::{Driver, DriverError};
+use crate::plan::{Workload, plan};
+use crate::{PlanError, Shapes};
+use kvd_codec::{ModelCodec, Page, PageHeader};
+use kvd_compute::{
+    AttendPlan, Attended, Backend, BackendError, CpuBackend, CpuOptions, DeviceInfo, EncodeSource,
+    EncodedPages, IncomingRows, LoadPlan, LoadedRows, ModelBytes, OpenError, PlanPart, RawTarget,
+    Source,
+};
+use kvd_core::{Coded, ErrorCode, Extent, LayerIndex, ModelId, Side};
+use memory::Device;
+use std::collections::{BTreeMap, HashMap};
+
+/// Host memory in which pages and rows are coded; it costs nothing before it is used.
+const HOST_BYTES: u64 = 256 << 20;
+
+/// How much of a GPU the backend takes.
+#[derive(Clone, Copy, Debug)]
+pub struct CudaOptions {
+    /// Page memory in bytes.
+    pub arena_bytes: u64,
+    /// Memory for block tables, queries and partial results of one attend, bytes.
+    pub scratch_bytes: u64,
+    /// Host threads for encoding; 0 means one per core.
+    pub threads: usize,
+}
+
+/// Why a GPU could not be opened.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum CudaOpenError {
+    /// The driver.
+    #[error(transparent)]
+    Driver(#[from] DriverError),
+    /// What encodes on the host.
+    #[error("host side: {0}")]
+    Host(#[from] OpenError),
+}
+
+/// A model, and its layers' tables on the device.
+struct Model {
+    codec: ModelCodec,
+    layers: BTreeMap<LayerIndex, (Shapes, u64)>,
+}
+
+/// A GPU as a backend.
+pub struct CudaBackend {
+    device: Device,
+    /// Encodes and decodes what is copied to it.
+    host: CpuBackend,
+    models: HashMap<ModelId, Model>,
+    /// Header of the page that begins at an offset of the arena.
+    headers: BTreeMap<u64, PageHeader>,
+}
+
+/// An error of the device with its code.
+fn error(code: ErrorCode, message: impl ToString) -> BackendError {
+    BackendError::Device { code, message: message.to_string() }
+}
+
+impl From<PlanError> for BackendError {
+    fn from(reason: PlanError) -> Self {
+        error(reason.code(), reason)
+    }
+}
+
+impl CudaBackend {
+    /// Takes the memory and loads the kernels, fat binaries.
+    ///
+    /// # Errors
+    /// When the GPU has not the memory or refuses the kernels.
+    pub fn open(
+        driver: Box<dyn Driver>,
+        kernels: &[&[u8]],
+        options: CudaOptions,
+    ) -> Result<Self, CudaOpenError> {
+        let mut device = Device::open(driver, options.arena_bytes, options.scratch_bytes)?;
+        for image in kernels {
+            device.load(image)?;
+        }
+        let host = CpuBackend::new(CpuOptions {
+            arena_bytes: HOST_BYTES,
+            prefault: false,
+            threads: options.threads,
+        })?;
+        Ok(Self { device, host, models: HashMap::new(), headers: BTreeMap::new() })
+    }
+
+    fn codec(&self, model: ModelId) -> Result<&ModelCodec, BackendError> {
+        Ok(&self.models.get(&model).ok_or(BackendError::UnknownModel(model))?.codec)
+    }
+
+    /// Shared memory for codebooks that leaves the occupancy as it is.
+    fn table_bytes(&self, codec: &ModelCodec) -> Result<[usize; 2], BackendError> {
+        let geometry = codec.geometry().clone();
+        let workload = Workload { tokens: geometry.block_tokens, geometry, group: 4, batch: 1 };
+        let limits = self.device.limits();
+        let plan = plan(codec.spec(), &workload, limits).ok_or_else(|| {
+            let message = format!("no thread block of this codec's kernels fits {}", limits.name);
+            error(ErrorCode::InvalidCodec, message)
+        })?;
+        Ok(plan.table_bytes.map(|bytes| bytes as usize))
+    }
+
+    /// Copies a part's slot to the host and says where it lies there.
+    fn fetch(&mut self, source: &Source) -> Result<Source, BackendError> {
+        let mut source = source.clone();
+        let (Source::Raw { extent, .. } | Source::Pages { extent, .. }) = &mut source;
+        *extent = self.fetch_extent(*extent, 0)?;
+        Ok(source)
+    }
+
+    /// Copies an extent to the host's memory at `offset`.
+    fn fetch_extent(&mut self, extent: Extent, offset: u64) -> Result<Extent, BackendError> {
+        let mut bytes = vec![0; extent.len as usize];
+        self.device.read(extent.offset, &mut bytes)?;
+        let to = Extent { offset, len: extent.len };
+        if to.end() > HOST_BYTES {
+            let message = format!("{} bytes are over the host's {HOST_BYTES}", to.end());
+            return Err(error(ErrorCode::LimitExceeded, message));
+        }
+        self.host.fill(to, &bytes);
+        Ok(to)
+    }
+}
+
+impl Backend for CudaBackend {
+    fn info(&self) -> DeviceInfo {
+        let arena_bytes = self.device.arena_bytes();
+        DeviceInfo { description: self.device.description(), arena_bytes }
+    }
+
+    fn supports(&self, codec: &ModelCodec) -> Result<(), BackendError> {
+        let table_bytes = self.table_bytes(codec)?;
+        for layer in 0..codec.geometry().layers {
+            Shapes::new(codec, LayerIndex(layer), table_bytes).check()?;
+        }
+        Ok(())
+    }
+
+    fn failure(&self) -> Option<&str> {
+        self.device.failure()
+    }
+
+    fn register(&mut self, model: ModelId, codec: ModelCodec) {
+        self.unregister(model);
+        self.host.register(model, codec.clone());
+        self.models.insert(model, Model { codec, layers: BTreeMap::new() });
+    }
+
+    fn unregister(&mut self, model: ModelId) {
+        self.host.unregister(model);
+        let model = self.models.remove(&model);
+        for (_, address) in model.into_iter().flat_map(|model| model.layers.into_values()) {
+            self.device.free(address);
+        }
+    }
+
+    fn model_bytes(&self, model: ModelId) -> Result<ModelBytes, BackendError> {
+        self.host.model_bytes(model)
+    }
+
+    fn check(&self, model: ModelId, rows: &IncomingRows) -> Result<(), BackendError> {
+        self.host.check(model, rows)
+    }
+
+    fn write(
+        &mut self,
+        model: ModelId,
+        rows: &IncomingRows,
+        source_row: u32,
+        count: u32,
+        to: RawTarget,
+    ) -> Result<(), BackendError> {
+        let geometry = self.codec(model)?.geometry().clone();
+        let layout = geometry.raw_layout(to.capacity_rows);
+        let heads = geometry.kv_heads as usize;
+        for (side, bytes) in [(Side::Key, &rows.k), (Side::Value, &rows.v)] {
+            let row_bytes = layout.row_bytes(side) as usize;
+            for head in 0..heads {
+                // From `[tokens, heads, channels]` to rows of one head.
+                let first = source_row as usize * heads + head;
+                let rows = bytes.chunks_exact(row_bytes).skip(first).step_by(heads);
+                let rows = rows.take(count as usize).collect::<Vec<_>>().concat();
+                let at = layout.row_offset(side, head as u64, u64::from(to.first_row));
+                self.device.write(to.extent.offset + at, &rows)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn copy(
+        &mut self,
+        model: ModelId,
+        layer: LayerIndex,
+        from: &Source,
+        count: u32,
+        to: RawTarget,
+    ) -> Result<(), BackendError> {
+        let geometry = self.codec(model)?.geometry().clone();
+        let Source::Raw { extent, capacity_rows, first_row } = *from else {
+            let part = PlanPart { first_token: 0, rows: count, source: from.clone() };
+            let dtype = geometry.dtype;
+            let plan = LoadPlan { model, layer, dtype, parts: vec![part] };
+            let LoadedRows { k, v } = self.load(&plan)?;
+            let rows = IncomingRows { tokens: count, k: k.into(), v: v.into() };
+            return self.write(model, &rows, 0, count, to);
+        };
+        let [source, target] =
+            [capacity_rows, to.capacity_rows].map(|rows| geometry.raw_layout(rows));
+        for side in Side::BOTH {
+            for head in 0..u64::from(geometry.kv_heads) {
+                let from = extent.offset + source.row_offset(side, head, first_row.into());
+                let to = to.extent.offset + target.row_offset(side, head, to.first_row.into());
+                self.device.copy(from, to, u64::from(count) * source.row_bytes(side))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn encode(
+        &mut self,
+        model: ModelId,
+        layer: LayerIndex,
+        blocks: &[EncodeSource],
+    ) -> Result<Vec<Result<EncodedPages, BackendError>>, BackendError> {
+        self.codec(model)?;
+        let (mut fetched, mut encoded, mut used) = (Vec::new(), Vec::new(), 0);
+        for block in blocks {
+            if used + block.extent.len > HOST_BYTES {
+                encoded.extend(self.host.encode(model, layer, &std::mem::take(&mut fetched))?);
+                used = 0;
+            }
+            let extent = self.fetch_extent(block.extent, used)?;
+            used = extent.end();
+            fetched.push(EncodeSource { extent, ..*block });
+        }
+        encoded.extend(self.host.encode(model, layer, &fetched)?);
+        Ok(encoded)
+    }
+
+    fn place(&mut self, pages: &EncodedPages, to: Extent) {
+        // What the slot held before is gone.
+        let stale: Vec<u64> =
+            self.headers.range(to.offset..to.end()).map(|(offset, _)| *offset).collect();
+        for offset in stale {
+            self.headers.remove(&offset);
+        }
+        // A failure is kept and told to the lane, which then answers no one with success.
+        if self.device.write(to.offset, &pages.bytes).is_err() {
+            return;
+        }
+        let mut start = 0;
+        for end in pages.page_ends.iter().map(|end| *end as usize) {
+            // A page that cannot be read is unknown, and reading it an error.
+            if let Ok(page) = Page::parse(&pages.bytes[start..end]) {
+                self.headers.insert(to.offset + start as u64, *page.header());
+            }
+            start = end;
+        }
+    }
+
+    fn attend(&mut self, plan: &AttendPlan) -> Result<Attended, BackendError> {
+        let mut q = vec![0f32; plan.q.len() / plan.dtype.size_bytes()];
+        plan.dtype.widen(&plan.q, &mut q);
+        if let Some(index) = q.iter().position(|value| !value.is_finite()) {
+            return Err(BackendError::NonFiniteQuery { index, value: q[index] });
+        }
+        self.attend_all(plan)
+    }
+
+    fn load(&mut self, plan: &LoadPlan) -> Result<LoadedRows, BackendError> {
+        let mut loaded = LoadedRows { k: Vec::new(), v: Vec::new() };
+        for part in &plan.parts {
+            let part = PlanPart { source: self.fetch(&part.source)?, ..part.clone() };
+            let rows = self.host.load(&LoadPlan { parts: vec![part], ..plan.clone() })?;
+            loaded.k.extend(rows.k);
+            loaded.v.extend(rows.v);
+        }
+        Ok(loaded)
+    }
+}
+
+impl Drop for CudaBackend {
+    fn drop(&mut self) {
+        let models: Vec<ModelId> = self.models.keys().copied().collect();
+        for model in models {
+            self.unregister(model);
+        }
+    }
+}

@@ -1,0 +1,211 @@
+//! The real driver: one context and one stream of one GPU, by the C functions that the probe has
+//! found. Not yet run on a GPU.
+//!
+//! Unsafe code: calls of the driver's C functions. Handles are those that it gave, used by one
+//! owner at a time, and given back once, in `drop`.
+#![expect(unsafe_code, reason = "calls of the driver's C functions")]
+
+use super::{Driver, DriverError, Gpu, KernelLaunch};
+use crate::plan::Limits;
+use cudarc::driver::sys::{self, CUfunction_attribute, CUresult};
+use std::collections::HashMap;
+use std::ffi::{CString, c_void};
+use std::ptr;
+
+/// Shared memory that a block has without asking, bytes.
+const SHARED_BYTES_DEFAULT: u32 = 48 << 10;
+
+/// A GPU, opened.
+pub struct CudaDriver {
+    gpu: Gpu,
+    device: sys::CUdevice,
+    context: sys::CUcontext,
+    stream: sys::CUstream,
+    modules: Vec<sys::CUmodule>,
+    functions: HashMap<String, sys::CUfunction>,
+}
+
+// SAFETY: a context may be used from any thread that has made it current, which every call does
+// first; the other handles belong to the context.
+unsafe impl Send for CudaDriver {}
+
+impl CudaDriver {
+    /// Opens a GPU that [`super::devices`] has found.
+    ///
+    /// # Errors
+    /// When the driver gives no context or stream.
+    pub fn open(gpu: Gpu) -> Result<Self, DriverError> {
+        let mut driver = Self {
+            gpu,
+            device: 0,
+            context: ptr::null_mut(),
+            stream: ptr::null_mut(),
+            modules: Vec::new(),
+            functions: HashMap::new(),
+        };
+        // SAFETY: each call writes the handle that its pointer is to; the probe has initialised the
+        // driver and counted the GPU. What was taken before an error is given back by `drop`.
+        unsafe {
+            check(
+                "cuDeviceGet",
+                sys::cuDeviceGet(&raw mut driver.device, driver.gpu.ordinal as i32),
+            )?;
+            let context = sys::cuDevicePrimaryCtxRetain(&raw mut driver.context, driver.device);
+            check("cuDevicePrimaryCtxRetain", context)?;
+            driver.bind()?;
+            // 1: does not wait for the stream that other code in the process may use.
+            check("cuStreamCreate", sys::cuStreamCreate(&raw mut driver.stream, 1))?;
+        }
+        Ok(driver)
+    }
+
+    /// Makes the context this thread's.
+    fn bind(&self) -> Result<(), DriverError> {
+        // SAFETY: the context was retained and is not yet released.
+        check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(self.context) })
+    }
+
+    fn function(&mut self, name: &str) -> Result<sys::CUfunction, DriverError> {
+        if let Some(function) = self.functions.get(name) {
+            return Ok(*function);
+        }
+        let unknown = || DriverError::NoKernel(name.to_owned());
+        let text = CString::new(name).map_err(|_| unknown())?;
+        for module in &self.modules {
+            let mut function = ptr::null_mut();
+            // SAFETY: a loaded module, a name that ends with a zero, a handle to write.
+            let found =
+                unsafe { sys::cuModuleGetFunction(&raw mut function, *module, text.as_ptr()) };
+            if found == CUresult::CUDA_ERROR_NOT_FOUND {
+                continue;
+            }
+            check("cuModuleGetFunction", found)?;
+            self.functions.insert(name.to_owned(), function);
+            return Ok(function);
+        }
+        Err(unknown())
+    }
+}
+
+fn check(call: &'static str, result: CUresult) -> Result<(), DriverError> {
+    if result == CUresult::CUDA_SUCCESS {
+        return Ok(());
+    }
+    Err(DriverError::Failed { call, reason: format!("{result:?} ({})", result as u32) })
+}
+
+impl Driver for CudaDriver {
+    fn description(&self) -> String {
+        format!("cuda:{} ({}, {})", self.gpu.ordinal, self.gpu.limits.name, self.gpu.uuid)
+    }
+
+    fn limits(&self) -> &Limits {
+        &self.gpu.limits
+    }
+
+    fn load(&mut self, image: &[u8]) -> Result<(), DriverError> {
+        self.bind()?;
+        // The driver reads words of the image in place.
+        let mut aligned = vec![0u64; image.len().div_ceil(8)];
+        bytemuck::cast_slice_mut(&mut aligned)[..image.len()].copy_from_slice(image);
+        let mut module = ptr::null_mut();
+        // SAFETY: a fat binary says its own length; the handle is written.
+        let result = unsafe { sys::cuModuleLoadData(&raw mut module, aligned.as_ptr().cast()) };
+        check("cuModuleLoadData", result)?;
+        self.modules.push(module);
+        Ok(())
+    }
+
+    fn alloc(&mut self, bytes: u64) -> Result<u64, DriverError> {
+        self.bind()?;
+        let mut address = 0;
+        // SAFETY: writes the address.
+        match unsafe { sys::cuMemAlloc_v2(&raw mut address, bytes.max(1) as usize) } {
+            CUresult::CUDA_ERROR_OUT_OF_MEMORY => Err(DriverError::OutOfMemory(bytes)),
+            result => check("cuMemAlloc", result).map(|()| address),
+        }
+    }
+
+    fn free(&mut self, address: u64) {
+        // SAFETY: an address that `alloc` gave. An error is one that stuck before; there is nobody
+        // to tell, and the context takes its memory with it.
+        let _ = self.bind().map(|()| unsafe { sys::cuMemFree_v2(address) });
+    }
+
+    fn write(&mut self, to: u64, bytes: &[u8]) -> Result<(), DriverError> {
+        self.bind()?;
+        let from = bytes.as_ptr().cast::<c_void>();
+        // SAFETY: pageable memory is read before the call returns; the caller owns the target.
+        let result = unsafe { sys::cuMemcpyHtoDAsync_v2(to, from, bytes.len(), self.stream) };
+        check("cuMemcpyHtoD", result)
+    }
+
+    fn read(&mut self, from: u64, bytes: &mut [u8]) -> Result<(), DriverError> {
+        self.bind()?;
+        let to = bytes.as_mut_ptr().cast::<c_void>();
+        // SAFETY: the target is written until the stream has been waited for, which is here.
+        unsafe {
+            let copied = sys::cuMemcpyDtoHAsync_v2(to, from, bytes.len(), self.stream);
+            let waited = sys::cuStreamSynchronize(self.stream);
+            check("cuMemcpyDtoH", copied)?;
+            check("cuStreamSynchronize", waited)
+        }
+    }
+
+    fn copy(&mut self, from: u64, to: u64, bytes: u64) -> Result<(), DriverError> {
+        self.bind()?;
+        // SAFETY: the caller owns both ranges.
+        let result = unsafe { sys::cuMemcpyDtoDAsync_v2(to, from, bytes as usize, self.stream) };
+        check("cuMemcpyDtoD", result)
+    }
+
+    fn launch(&mut self, launch: KernelLaunch<'_>) -> Result<(), DriverError> {
+        self.bind()?;
+        let function = self.function(launch.kernel)?;
+        if launch.shared_bytes > SHARED_BYTES_DEFAULT {
+            let most = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            // SAFETY: a function of a loaded module.
+            let result =
+                unsafe { sys::cuFuncSetAttribute(function, most, launch.shared_bytes as i32) };
+            check("cuFuncSetAttribute", result)?;
+        }
+        let mut parameters = [launch.parameters.as_ptr().cast_mut().cast::<c_void>()];
+        // SAFETY: the kernel's one parameter is copied before the call returns; what the kernel
+        // does with the addresses in it is the caller's promise.
+        let result = unsafe {
+            sys::cuLaunchKernel(
+                function,
+                launch.blocks,
+                1,
+                1,
+                launch.threads,
+                1,
+                1,
+                launch.shared_bytes,
+                self.stream,
+                parameters.as_mut_ptr(),
+                ptr::null_mut(),
+            )
+        };
+        check("cuLaunchKernel", result)
+    }
+}
+
+impl Drop for CudaDriver {
+    fn drop(&mut self) {
+        if self.context.is_null() || self.bind().is_err() {
+            return;
+        }
+        // SAFETY: every handle was given by the driver and is given back once. Errors that stuck
+        // come back here again, and nothing is left to do about them.
+        unsafe {
+            for module in &self.modules {
+                let _ = sys::cuModuleUnload(*module);
+            }
+            if !self.stream.is_null() {
+                let _ = sys::cuStreamDestroy_v2(self.stream);
+            }
+            let _ = sys::cuDevicePrimaryCtxRelease_v2(self.device);
+        }
+    }
+}

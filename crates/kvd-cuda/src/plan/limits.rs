@@ -1,0 +1,96 @@
+//! What a GPU has of everything that a plan weighs.
+
+/// Limits of one GPU. Per multiprocessor unless said otherwise.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// The vendor's name.
+    pub name: String,
+    /// Compute capability, major and minor.
+    pub compute: [u32; 2],
+    /// Multiprocessors.
+    pub multiprocessors: u32,
+    /// Shared memory, bytes.
+    pub shared_bytes: u32,
+    /// Shared memory that one thread block may ask for, bytes.
+    pub block_shared_bytes: u32,
+    /// 32-bit registers.
+    pub registers: u32,
+    /// Resident threads.
+    pub threads: u32,
+    /// Resident thread blocks.
+    pub blocks: u32,
+    /// Clock, MHz.
+    pub clock_mhz: u32,
+    /// Bandwidth of the device's memory, GB/s, on paper.
+    pub memory_gbps: u32,
+}
+
+impl Limits {
+    /// A100 80 GB (Ampere).
+    #[must_use]
+    pub fn a100() -> Self {
+        Self::known("A100 80GB", [8, 0], 108, (164, 163), (2048, 32), (1410, 2039))
+    }
+
+    /// RTX 4090 (Ada).
+    #[must_use]
+    pub fn rtx4090() -> Self {
+        Self::known("RTX 4090", [8, 9], 128, (100, 99), (1536, 24), (2520, 1008))
+    }
+
+    /// L40S (Ada).
+    #[must_use]
+    pub fn l40s() -> Self {
+        Self::known("L40S", [8, 9], 142, (100, 99), (1536, 24), (2520, 864))
+    }
+
+    /// H100 SXM (Hopper).
+    #[must_use]
+    pub fn h100() -> Self {
+        Self::known("H100 SXM", [9, 0], 132, (228, 227), (2048, 32), (1980, 3350))
+    }
+
+    /// H200 SXM (Hopper).
+    #[must_use]
+    pub fn h200() -> Self {
+        Self::known("H200 SXM", [9, 0], 132, (228, 227), (2048, 32), (1980, 4800))
+    }
+
+    /// The GPUs above, by the name that `kvd plan --device` takes.
+    #[must_use]
+    pub fn named(name: &str) -> Option<Self> {
+        Some(match name {
+            "a100" => Self::a100(),
+            "rtx4090" => Self::rtx4090(),
+            "l40s" => Self::l40s(),
+            "h100" => Self::h100(),
+            "h200" => Self::h200(),
+            _ => return None,
+        })
+    }
+
+    /// Names that [`Limits::named`] takes.
+    pub const NAMES: [&'static str; 5] = ["a100", "rtx4090", "l40s", "h100", "h200"];
+
+    fn known(
+        name: &str,
+        compute: [u32; 2],
+        multiprocessors: u32,
+        (shared_kib, block_shared_kib): (u32, u32),
+        (threads, blocks): (u32, u32),
+        (clock_mhz, memory_gbps): (u32, u32),
+    ) -> Self {
+        Self {
+            name: name.to_owned(),
+            compute,
+            multiprocessors,
+            shared_bytes: shared_kib << 10,
+            block_shared_bytes: block_shared_kib << 10,
+            registers: 65_536,
+            threads,
+            blocks,
+            clock_mhz,
+            memory_gbps,
+        }
+    }
+}

@@ -1,0 +1,250 @@
+//! What the kernels are launched with on a GPU: a pure function of codec, question and the GPU's
+//! limits, with its reasons. Nothing in it is measured on a GPU yet: times are what the memory's
+//! bandwidth on paper allows.
+//!
+//! The choices are VQ-LLM's (2503.02236 §V and §VI): entries of codebooks cached from the slack of
+//! occupancy, a split that balances reduction and codebook traffic, and exchange through registers
+//! or shared memory.
+
+mod limits;
+mod occupancy;
+mod report;
+
+pub use limits::Limits;
+pub use occupancy::{Block, Occupancy};
+
+use crate::side::TILE_TOKENS;
+use kvd_codec::{CodebookScope, CodecSpec, Quantizer, SideSpec};
+use kvd_core::{Geometry, Side};
+use occupancy::THREADS;
+
+/// Registers that every attention kernel keeps within: `__launch_bounds__(128, 4)`.
+const REGISTERS: u32 = 128;
+/// Query rows that a thread block takes at most.
+const ROWS_MAX: u32 = 8;
+/// Shuffles from which exchange through shared memory is cheaper (VQ-LLM §VI-B).
+const SHUFFLES_MAX: u32 = 5;
+/// Round trip of a memory access, seconds: what must be under way in the meantime hides it.
+const LATENCY_SECONDS: f64 = 700e-9;
+/// Instructions that a multiprocessor issues per clock, in lanes.
+const LANES_PER_CLOCK: f64 = 128.0;
+
+/// What is asked of the kernels: one layer, one decode step.
+#[derive(Clone, Debug)]
+pub struct Workload {
+    /// Shapes of the model.
+    pub geometry: Geometry,
+    /// Query heads that share a KV head.
+    pub group: u32,
+    /// Sequences.
+    pub batch: u32,
+    /// Stored tokens of each.
+    pub tokens: u32,
+}
+
+/// How one side's codebooks are kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CodebookPlan {
+    /// Bytes of all codebooks of a head.
+    pub bytes: u32,
+    /// Bytes of one entry in every codebook of the head.
+    pub entry_bytes: u32,
+    /// Entries of a codebook.
+    pub entries: u32,
+    /// Entries from the first on that stand in shared memory, VQ-LLM's `n_shared`.
+    pub shared: u32,
+    /// Entries that the register slack would hold, VQ-LLM's `n_reg`; the kernels keep none.
+    pub registers: u32,
+    /// Shuffles that bring a decoded entry into the layout of `mma.m16n8k16`.
+    pub shuffles: u32,
+    /// Splits of the channels at which reduction and codebook traffic are equal; the kernels use 1.
+    pub channel_split: u32,
+}
+
+/// The choices for one codec on one GPU.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    /// The GPU.
+    pub limits: Limits,
+    /// The question.
+    pub workload: Workload,
+    /// What a thread block takes, codebooks apart.
+    pub block: Block,
+    /// Bytes of one tile of keys and values, of which a thread block has one under way.
+    pub stage_bytes: u32,
+    /// How it fits, without codebooks.
+    pub occupancy: Occupancy,
+    /// Codebooks of keys and values.
+    pub codebooks: [Option<CodebookPlan>; 2],
+    /// Shared memory for the codebooks of each side, bytes: [`crate::Shapes::new`].
+    pub table_bytes: [u32; 2],
+    /// Units over the stored tokens of one head.
+    pub splits: u32,
+    /// [`crate::Options::parts_per_unit`].
+    pub parts_per_unit: u32,
+    /// Bytes of pages that one step reads.
+    pub page_bytes: f64,
+    /// Bytes beside pages: codebooks once per unit, partial results written and read.
+    pub other_bytes: f64,
+}
+
+/// What a side stores per value, in bits; an entropy-coded side what it aims at.
+fn bits(side: &SideSpec, geometry: &Geometry, which: Side) -> f64 {
+    let implied = side.implied_bits(geometry, which);
+    let rate = match side.quantizer {
+        Quantizer::Grid { rate } => f64::from(rate),
+        // Half the bits of a fixed width: about what KVComp reports for its steps.
+        _ => side.quantizer.alphabet().map_or(0.0, |codes| f64::from(codes).log2() / 2.0),
+    };
+    implied.total().unwrap_or(rate + implied.scales + implied.offsets + implied.header)
+}
+
+/// The plan, or `None` when not even one thread block fits a multiprocessor.
+#[must_use]
+pub fn plan(codec: &CodecSpec, workload: &Workload, limits: &Limits) -> Option<Plan> {
+    let geometry = &workload.geometry;
+    let [dim_k, dim_v] = Side::BOTH.map(|side| geometry.head_dim(side) as u32);
+    let bits = Side::BOTH.map(|side| bits(codec.side(side), geometry, side));
+    let stage =
+        |bits: f64, dim: u32| (bits / 8.0 * f64::from(dim) * TILE_TOKENS as f64) as u32 + 64;
+    let stages = stage(bits[0], dim_k) + stage(bits[1], dim_v);
+    let rows = workload.group.min(ROWS_MAX);
+    let floats = rows * (dim_k + THREADS + TILE_TOKENS as u32 + 1);
+    let block = Block { registers: REGISTERS, shared_bytes: 4 * floats + 2 * stages };
+    let occupancy = block.occupancy(limits)?;
+    let sizes = Side::BOTH.map(|side| Codebooks::of(codec.side(side), geometry.head_dim(side)));
+    let table_bytes = share(occupancy.shared_slack, sizes);
+    let resident = limits.multiprocessors * occupancy.blocks;
+    let parts = workload.tokens.div_ceil(geometry.block_tokens).max(1);
+    let heads = workload.batch * geometry.kv_heads * workload.group.div_ceil(ROWS_MAX);
+    let (splits, parts_per_unit) = splits(resident, heads, parts);
+    let codebooks = [0, 1].map(|side| {
+        let books = sizes[side]?;
+        let shared = (table_bytes[side] / books.entry_bytes()).min(books.entries);
+        let register_bytes = 4 * occupancy.register_slack;
+        Some(CodebookPlan {
+            bytes: books.bytes(),
+            entry_bytes: books.entry_bytes(),
+            entries: books.entries,
+            shared,
+            registers: register_bytes / (2 * books.dim),
+            shuffles: books.dim / 2 - books.dim.min(2) / 2,
+            channel_split: books.channel_split(splits, rows, workload.tokens),
+        })
+    });
+    let values =
+        f64::from(workload.batch) * f64::from(workload.tokens) * f64::from(geometry.kv_heads);
+    let page_bytes = values * (f64::from(dim_k) * bits[0] + f64::from(dim_v) * bits[1]) / 8.0;
+    let units = f64::from(heads * splits);
+    let partial = f64::from(rows * (dim_v + 2) * 4);
+    let tables: u32 =
+        codebooks.iter().flatten().map(|books| books.shared * books.entry_bytes).sum();
+    Some(Plan {
+        limits: limits.clone(),
+        workload: workload.clone(),
+        block,
+        stage_bytes: stages,
+        occupancy,
+        codebooks,
+        table_bytes,
+        splits,
+        parts_per_unit,
+        page_bytes,
+        other_bytes: units * (2.0 * partial + f64::from(tables)),
+    })
+}
+
+/// Units over the parts of one head, so that all heads fill the thread blocks that are resident at
+/// once, and the parts of each unit.
+pub(crate) fn splits(resident: u32, heads: u32, parts: u32) -> (u32, u32) {
+    let parts = parts.max(1);
+    let wanted = (resident / heads.max(1)).clamp(1, parts);
+    let parts_per_unit = parts.div_ceil(wanted);
+    (parts.div_ceil(parts_per_unit), parts_per_unit)
+}
+
+/// The codebooks of a head.
+#[derive(Clone, Copy)]
+struct Codebooks {
+    entries: u32,
+    dim: u32,
+    stages: u32,
+    sets: u32,
+}
+
+impl Codebooks {
+    fn of(side: &SideSpec, dim: usize) -> Option<Self> {
+        let Quantizer::Vq(vq) = side.quantizer else { return None };
+        let sets =
+            if vq.scope == CodebookScope::Group { dim as u32 / u32::from(vq.dim) } else { 1 };
+        let (entries, stages) = (1 << vq.bits, vq.stages.into());
+        Some(Self { entries, dim: vq.dim.into(), stages, sets })
+    }
+
+    /// Bytes of one entry of each codebook.
+    fn entry_bytes(self) -> u32 {
+        2 * self.dim * self.stages * self.sets
+    }
+
+    fn bytes(self) -> u32 {
+        self.entries * self.entry_bytes()
+    }
+
+    /// Splits of the channels at which both kinds of traffic are equal (VQ-LLM §VI-A): a unit of
+    /// one part of the channels loads that part of the codebooks, and the scores of all are added.
+    fn channel_split(self, splits: u32, rows: u32, tokens: u32) -> u32 {
+        let codebooks = f64::from(self.bytes()) * f64::from(splits);
+        let reduced = f64::from(rows) * f64::from(tokens) * 8.0;
+        ((codebooks / reduced).sqrt() as u32).clamp(1, self.sets.max(1))
+    }
+}
+
+/// Deals the slack to both sides: whole codebooks where they fit, else equal halves, and what one
+/// side leaves to the other.
+fn share(slack: u32, books: [Option<Codebooks>; 2]) -> [u32; 2] {
+    let wanted = books.map(|books| books.map_or(0, Codebooks::bytes));
+    let half = slack / 2;
+    let first = wanted[0].min(half.max(slack.saturating_sub(wanted[1])));
+    [first, wanted[1].min(slack - first)]
+}
+
+impl Plan {
+    /// Seconds that reading takes at the bandwidth on paper.
+    #[must_use]
+    pub fn roofline_seconds(&self) -> f64 {
+        (self.page_bytes + self.other_bytes) / (f64::from(self.limits.memory_gbps) * 1e9)
+    }
+
+    /// The same for rows in f16.
+    #[must_use]
+    pub fn raw_seconds(&self) -> f64 {
+        let geometry = &self.workload.geometry;
+        let tokens = f64::from(self.workload.batch) * f64::from(self.workload.tokens);
+        let row = f64::from(2 * (geometry.head_dim_k + geometry.head_dim_v));
+        let bytes = tokens * f64::from(geometry.kv_heads) * row;
+        bytes / (f64::from(self.limits.memory_gbps) * 1e9)
+    }
+
+    /// Lane instructions per stored value that the GPU issues while the value is read.
+    #[must_use]
+    pub fn instructions_per_value(&self) -> f64 {
+        let geometry = &self.workload.geometry;
+        let tokens = f64::from(self.workload.batch) * f64::from(self.workload.tokens);
+        let row = f64::from(geometry.head_dim_k + geometry.head_dim_v);
+        let values = tokens * f64::from(geometry.kv_heads) * row;
+        let lanes = f64::from(self.limits.multiprocessors) * LANES_PER_CLOCK;
+        lanes * f64::from(self.limits.clock_mhz) * 1e6 * self.roofline_seconds() / values
+    }
+
+    /// Bytes of pages under way on a multiprocessor, and those that hide the latency.
+    #[must_use]
+    pub fn bytes_under_way(&self) -> [f64; 2] {
+        let stage = f64::from(self.stage_bytes);
+        let needed = f64::from(self.limits.memory_gbps) * 1e9 * LATENCY_SECONDS;
+        let have = stage * f64::from(self.occupancy.blocks);
+        [have, needed / f64::from(self.limits.multiprocessors)]
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,85 @@
+//! A plan in words, for `kvd plan`.
+
+use super::{CodebookPlan, Plan, SHUFFLES_MAX};
+use kvd_core::Side;
+use std::fmt;
+
+impl fmt::Display for Plan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (limits, work) = (&self.limits, &self.workload);
+        writeln!(
+            f,
+            "{} ({}.{}): {} multiprocessors, {} KiB shared memory each, {} GB/s",
+            limits.name,
+            limits.compute[0],
+            limits.compute[1],
+            limits.multiprocessors,
+            limits.shared_bytes >> 10,
+            limits.memory_gbps
+        )?;
+        let Self { block, occupancy, .. } = self;
+        writeln!(
+            f,
+            "thread block: 128 threads, at most {} registers, {} bytes of shared memory without \
+             codebooks; a multiprocessor holds {} ({} limit), which leaves each {} bytes",
+            block.registers,
+            block.shared_bytes,
+            occupancy.blocks,
+            occupancy.limit,
+            occupancy.shared_slack
+        )?;
+        for (side, books) in Side::BOTH.into_iter().zip(&self.codebooks) {
+            if let Some(books) = books {
+                write_codebooks(f, side, books)?;
+            }
+        }
+        let [have, needed] = self.bytes_under_way();
+        writeln!(
+            f,
+            "page loads: double-buffered tiles of 32 tokens in pieces of 16 bytes; {have:.0} bytes \
+             under way on a multiprocessor, {needed:.0} hide the latency: {}",
+            if have >= needed { "enough" } else { "too few, the latency shows" }
+        )?;
+        writeln!(
+            f,
+            "split: {} units of {} blocks for each of {} heads, so that {} thread blocks are \
+             resident at once",
+            self.splits,
+            self.parts_per_unit,
+            work.batch * work.geometry.kv_heads,
+            limits.multiprocessors * occupancy.blocks
+        )?;
+        writeln!(
+            f,
+            "bytes: {:.3e} of pages, {:.3e} of codebooks and partial results",
+            self.page_bytes, self.other_bytes
+        )?;
+        writeln!(
+            f,
+            "prediction, not yet measured on a GPU: at least {:.1} us per layer and step on paper, \
+             {:.2}x f16's {:.1} us; {:.1} lane instructions per value fit in",
+            self.roofline_seconds() * 1e6,
+            self.raw_seconds() / self.roofline_seconds(),
+            self.raw_seconds() * 1e6,
+            self.instructions_per_value()
+        )
+    }
+}
+
+fn write_codebooks(f: &mut fmt::Formatter<'_>, side: Side, books: &CodebookPlan) -> fmt::Result {
+    let CodebookPlan { bytes, entries, shared, registers, shuffles, channel_split, .. } = books;
+    let held = match shared {
+        0 => "none fits the slack: all from global memory".to_owned(),
+        all if all == entries => "all fit the slack".to_owned(),
+        some => {
+            format!("the first {some}, most used, fit the slack; the others stay in global memory")
+        }
+    };
+    let through = if *shuffles < SHUFFLES_MAX { "registers" } else { "shared memory" };
+    writeln!(
+        f,
+        "codebooks of {side}: {bytes} bytes, {entries} entries each: {held}; the register slack \
+         would hold {registers}; {shuffles} shuffles to the tensor cores' layout: through \
+         {through}; traffic balances at {channel_split} splits of the channels"
+    )
+}

@@ -1,0 +1,107 @@
+//! Choices for GPUs of three generations.
+
+use super::*;
+use kvd_core::{DType, RopePairing};
+
+fn workload(batch: u32, tokens: u32) -> Workload {
+    let geometry = Geometry {
+        layers: 32,
+        kv_heads: 8,
+        head_dim_k: 128,
+        head_dim_v: 128,
+        block_tokens: 64,
+        dtype: DType::F16,
+        rope_pairing: RopePairing::Half,
+    };
+    Workload { geometry, group: 4, batch, tokens }
+}
+
+fn of(codec: &str, limits: &Limits) -> Plan {
+    plan(&kvd_codec::resolve(codec).unwrap(), &workload(1, 131_072), limits).unwrap()
+}
+
+#[test]
+fn raw_pages_take_the_bytes_of_their_rows() {
+    let plan = of("raw", &Limits::h200());
+    let rows = 131_072.0 * 8.0 * 2.0 * 128.0 * 2.0;
+    assert!((plan.page_bytes / rows - 1.0).abs() < 0.01, "{}", plan.page_bytes);
+    assert!(plan.other_bytes < 0.05 * plan.page_bytes);
+    // 537 MB at 4.8 TB/s.
+    assert!((plan.raw_seconds() * 1e6 - 111.8).abs() < 0.5, "{}", plan.raw_seconds());
+}
+
+#[test]
+fn small_codebooks_are_cached_whole_and_large_ones_as_far_as_the_slack_reaches() {
+    for limits in [Limits::a100(), Limits::rtx4090(), Limits::h100()] {
+        let [k, v] = of("vecinfer-2", &limits).codebooks.map(Option::unwrap);
+        assert_eq!((k.bytes, k.shared, v.shared), (2048, 256, 256), "{}", limits.name);
+    }
+    // 64 KiB per side: both need more than any slack at four blocks.
+    let shared = |limits: &Limits| {
+        let plan = of("vecinfer-1.5", limits);
+        let [k, v] = plan.codebooks.map(Option::unwrap);
+        assert_eq!((k.bytes, k.entries), (65_536, 4096));
+        let used = (k.shared * k.entry_bytes) + v.shared * v.entry_bytes;
+        assert!(used <= plan.occupancy.shared_slack, "{}", limits.name);
+        k.shared
+    };
+    let [ada, ampere, hopper] =
+        [Limits::rtx4090(), Limits::a100(), Limits::h100()].map(|l| shared(&l));
+    assert!(0 < ada && ada < ampere && ampere < hopper && hopper < 4096, "{ada} {ampere} {hopper}");
+}
+
+#[test]
+fn a_side_without_codebooks_leaves_its_share_to_the_other() {
+    let books = |entries| Some(Codebooks { entries, dim: 8, stages: 1, sets: 1 });
+    assert_eq!(share(10_000, [None, None]), [0, 0]);
+    assert_eq!(share(10_000, [books(4096), None]), [10_000, 0]);
+    assert_eq!(share(10_000, [books(4096), books(4096)]), [5000, 5000]);
+    assert_eq!(share(10_000, [books(256), books(4096)]), [4096, 5904]);
+    assert_eq!(share(10_000, [books(4096), books(256)]), [5904, 4096]);
+}
+
+#[test]
+fn long_sequences_fill_the_gpu_and_large_batches_do_it_without_a_split() {
+    let limits = Limits::h100();
+    let raw = kvd_codec::resolve("raw").unwrap();
+    let one = plan(&raw, &workload(1, 131_072), &limits).unwrap();
+    assert_eq!(one.splits, one.workload.tokens.div_ceil(64).div_ceil(one.parts_per_unit));
+    let units = one.splits * 8;
+    let resident = limits.multiprocessors * one.occupancy.blocks;
+    assert!(units <= resident && 10 * units >= 9 * resident, "{units} of {resident}");
+    let many = plan(&raw, &workload(256, 4096), &limits).unwrap();
+    assert_eq!((many.splits, many.parts_per_unit), (1, 64));
+    let short = plan(&raw, &workload(1, 10), &limits).unwrap();
+    assert_eq!((short.splits, short.parts_per_unit), (1, 1));
+}
+
+#[test]
+fn exchange_is_through_registers_below_five_shuffles() {
+    let shuffles = |codec| of(codec, &Limits::h100()).codebooks[0].unwrap().shuffles;
+    assert_eq!(shuffles("vecinfer-2-reg"), 0);
+    assert_eq!(shuffles("vecinfer-2"), 1);
+    assert_eq!(shuffles("vecinfer-1.5"), 3);
+    let text = of("k=vq(d=16,b=8); v=raw", &Limits::h100()).to_string();
+    assert!(text.contains("7 shuffles") && text.contains("through shared memory"), "{text}");
+}
+
+#[test]
+fn fewer_bits_are_faster_on_paper_and_leave_fewer_instructions() {
+    let limits = Limits::h200();
+    let [raw, four, two] = ["raw", "kivi-4", "vecinfer-2"].map(|codec| of(codec, &limits));
+    assert!(raw.roofline_seconds() > 3.0 * four.roofline_seconds());
+    assert!(four.roofline_seconds() > 1.5 * two.roofline_seconds());
+    assert!(raw.instructions_per_value() > 4.0 * two.instructions_per_value());
+    assert!(two.to_string().contains("not yet measured on a GPU"));
+}
+
+#[test]
+fn every_preset_has_a_plan_on_every_known_gpu() {
+    for preset in kvd_codec::presets() {
+        for name in Limits::NAMES {
+            let plan = of(preset.name, &Limits::named(name).unwrap());
+            assert!(plan.occupancy.blocks >= 1 && plan.splits >= 1, "{} {name}", preset.name);
+            assert!(plan.page_bytes > 0.0 && !plan.to_string().contains("NaN"));
+        }
+    }
+}

@@ -1,0 +1,154 @@
+//! The CUDA backend over the CPU lane: the conformance suite of every backend, and faults of the
+//! device.
+#![expect(clippy::unwrap_used, reason = "a test may fail")]
+
+#[path = "common/driver.rs"]
+mod driver;
+#[path = "../../kvd-compute/tests/suite/mod.rs"]
+mod suite;
+
+use driver::{EmuDriver, Fail, Watch};
+use kvd_compute::{Backend, IncomingRows, LoadPlan, PlanPart, RawTarget, Source};
+use kvd_core::{Coded, DType, ErrorCode, Extent, LayerIndex, ModelId, RopePairing};
+use kvd_cuda::{CudaBackend, CudaOpenError, CudaOptions, DriverError};
+use kvd_emu::{Order, available};
+use parking_lot::Mutex;
+use std::sync::Arc;
+
+const OPTIONS: CudaOptions =
+    CudaOptions { arena_bytes: 1 << 20, scratch_bytes: 1 << 20, threads: 1 };
+
+/// A backend over the CPU lane, and what its driver sees.
+fn open(order: Order, options: CudaOptions) -> (CudaBackend, Arc<Mutex<Watch>>) {
+    let (driver, watch) = EmuDriver::new(order);
+    (CudaBackend::open(Box::new(driver), &[b"kernels"], options).unwrap(), watch)
+}
+
+#[test]
+fn attention_over_pages_is_attention_over_what_they_decode_to() {
+    if !available() {
+        return;
+    }
+    let mut orders = Order::EACH.into_iter().cycle();
+    for text in suite::codecs() {
+        for pairing in [RopePairing::Half, RopePairing::Interleaved] {
+            let (backend, watch) = open(orders.next().unwrap(), OPTIONS);
+            let Some((off, lse)) = suite::errors(Box::new(backend), text, pairing) else {
+                let entropy_coded = text.contains("huffman") || text.starts_with("kv");
+                assert!(entropy_coded, "{text} is not served");
+                continue;
+            };
+            assert!(off < 1e-5 && lse < 1e-5, "{text}: outputs {off:.1e}, log-sum-exp {lse:.1e}");
+            let watch = watch.lock();
+            assert!(watch.launches >= 2 && watch.live == 0, "{text}: {watch:?}");
+        }
+    }
+}
+
+#[test]
+fn a_codec_without_kernels_is_refused_with_the_reason() {
+    let (backend, _) = open(Order::Ascending, OPTIONS);
+    let error = backend.supports(&suite::codec("kvcomp", RopePairing::Half)).unwrap_err();
+    assert_eq!(error.code(), ErrorCode::InvalidCodec);
+    assert!(error.to_string().contains("use a codec without huffman"), "{error}");
+    backend.supports(&suite::codec("kivi-2", RopePairing::Half)).unwrap();
+}
+
+/// A backend with a model and some rows in a raw slot, and a part that names them.
+fn with_rows(options: CudaOptions) -> (CudaBackend, Arc<Mutex<Watch>>, PlanPart) {
+    let (mut backend, watch) = open(Order::Ascending, options);
+    let codec = suite::codec("kivi-4", RopePairing::Half);
+    let layout = codec.geometry().raw_layout(8);
+    backend.register(ModelId(1), codec);
+    let extent = Extent { offset: 4096, len: layout.size_bytes() };
+    let bytes: Vec<u8> =
+        (0..8 * 2 * 64).flat_map(|i: u32| (i as f32 / 7.0).to_le_bytes()).collect();
+    let rows = IncomingRows { tokens: 8, k: bytes.clone().into(), v: bytes.into() };
+    let to = RawTarget { extent, capacity_rows: 8, first_row: 0 };
+    backend.write(ModelId(1), &rows, 0, 8, to).unwrap();
+    let source = Source::Raw { extent, capacity_rows: 8, first_row: 0 };
+    (backend, watch, PlanPart { first_token: 0, rows: 8, source })
+}
+
+fn load(backend: &mut CudaBackend, part: &PlanPart) -> Result<Vec<u8>, ErrorCode> {
+    let parts = vec![part.clone()];
+    let plan = LoadPlan { model: ModelId(1), layer: LayerIndex(0), dtype: DType::F32, parts };
+    backend.load(&plan).map(|rows| rows.k).map_err(|error| error.code())
+}
+
+#[test]
+fn rows_come_back_as_they_were_and_can_be_copied() {
+    if !available() {
+        return;
+    }
+    let (mut backend, _, part) = with_rows(OPTIONS);
+    let loaded = load(&mut backend, &part).unwrap();
+    assert_eq!(f32::from_le_bytes(*loaded[4 * 1023..].first_chunk().unwrap()), 1023.0 / 7.0);
+    let layout = suite::codec("kivi-4", RopePairing::Half).geometry().raw_layout(20);
+    let extent = Extent { offset: 65_536, len: layout.size_bytes() };
+    let to = RawTarget { extent, capacity_rows: 20, first_row: 3 };
+    backend.copy(ModelId(1), LayerIndex(0), &part.source, 8, to).unwrap();
+    let source = Source::Raw { extent, capacity_rows: 20, first_row: 3 };
+    assert_eq!(load(&mut backend, &PlanPart { source, ..part }).unwrap(), loaded);
+}
+
+#[test]
+fn a_gpu_without_the_memory_is_not_opened_and_nothing_leaks() {
+    let (driver, watch) = EmuDriver::new(Order::Ascending);
+    watch.lock().fail = Fail::Memory;
+    let error = CudaBackend::open(Box::new(driver), &[], OPTIONS).err().unwrap();
+    assert!(matches!(error, CudaOpenError::Driver(DriverError::OutOfMemory(1_048_576))), "{error}");
+    assert_eq!(watch.lock().live, 0);
+}
+
+#[test]
+fn memory_that_runs_out_later_is_an_answer_and_the_device_goes_on() {
+    if !available() {
+        return;
+    }
+    let (mut backend, watch, part) = with_rows(OPTIONS);
+    watch.lock().fail = Fail::Memory;
+    let plan = suite::attend_plan(vec![part.clone()], 1);
+    assert_eq!(backend.attend(&plan).unwrap_err().code(), ErrorCode::LimitExceeded);
+    assert_eq!(backend.failure(), None);
+    watch.lock().fail = Fail::Never;
+    backend.attend(&plan).unwrap();
+    drop(backend);
+    assert_eq!(watch.lock().live, 0);
+}
+
+#[test]
+fn a_batch_over_the_scratch_memory_is_answered_in_halves() {
+    if !available() {
+        return;
+    }
+    let (mut large, _, part) = with_rows(OPTIONS);
+    let plan = suite::attend_plan(vec![part.clone()], 6);
+    let whole = large.attend(&plan).unwrap();
+    let (mut small, watch, part) = with_rows(CudaOptions { scratch_bytes: 24 << 10, ..OPTIONS });
+    let halves = small.attend(&suite::attend_plan(vec![part], 6)).unwrap();
+    assert_eq!((halves.out, halves.lse), (whole.out, whole.lse));
+    assert!(watch.lock().launches > 2);
+    let (mut tiny, _, part) = with_rows(CudaOptions { scratch_bytes: 256, ..OPTIONS });
+    let error = tiny.attend(&suite::attend_plan(vec![part], 6)).unwrap_err();
+    assert_eq!(error.code(), ErrorCode::LimitExceeded);
+}
+
+#[test]
+fn an_error_that_sticks_ends_every_call_and_nothing_leaks() {
+    if !available() {
+        return;
+    }
+    for fail in [Fail::Launch, Fail::Write] {
+        let (mut backend, watch, part) = with_rows(OPTIONS);
+        watch.lock().fail = fail;
+        let error = backend.attend(&suite::attend_plan(vec![part.clone()], 1)).unwrap_err();
+        assert_eq!(error.code(), ErrorCode::DeviceFailed, "{error}");
+        let why = backend.failure().unwrap();
+        assert!(why.contains("CUDA_ERROR_ILLEGAL_ADDRESS"), "{why}");
+        assert_eq!(load(&mut backend, &part), Err(ErrorCode::DeviceFailed));
+        drop(backend);
+        let watch = watch.lock();
+        assert_eq!((watch.calls_after_failure, watch.live), (0, 0), "{fail:?}");
+    }
+}

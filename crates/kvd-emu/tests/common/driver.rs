@@ -1,0 +1,142 @@
+//! A [`Driver`] whose kernels run on the CPU, which counts what it gave, and fails on demand.
+
+use kvd_cuda::{Driver, DriverError, KernelLaunch, Limits};
+use kvd_emu::{Grid, Memory, Order, launch};
+use parking_lot::Mutex;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// What fails, and how often what happened.
+#[derive(Debug, Default)]
+pub(crate) struct Watch {
+    /// Allocations that were not given back.
+    pub(crate) live: usize,
+    /// Launches so far.
+    pub(crate) launches: usize,
+    /// Calls after the first error that sticks.
+    pub(crate) calls_after_failure: usize,
+    pub(crate) fail: Fail,
+    failed: bool,
+}
+
+/// Which call fails from now on.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Fail {
+    #[default]
+    Never,
+    /// The next launch, and everything after it.
+    Launch,
+    /// The next copy to the device, and everything after it.
+    Write,
+    /// Every allocation.
+    Memory,
+}
+
+pub(crate) struct EmuDriver {
+    memory: BTreeMap<u64, Memory>,
+    watch: Arc<Mutex<Watch>>,
+    order: Order,
+    limits: Limits,
+}
+
+impl EmuDriver {
+    pub(crate) fn new(order: Order) -> (Self, Arc<Mutex<Watch>>) {
+        let watch = Arc::new(Mutex::new(Watch::default()));
+        let memory = BTreeMap::new();
+        (Self { memory, watch: watch.clone(), order, limits: Limits::h100() }, watch)
+    }
+
+    /// Counts a call; an error when the device has failed, or fails here.
+    fn call(&self, call: &'static str, fail: Option<Fail>) -> Result<(), DriverError> {
+        let mut watch = self.watch.lock();
+        let failed =
+            DriverError::Failed { call, reason: "CUDA_ERROR_ILLEGAL_ADDRESS (700)".into() };
+        if watch.failed {
+            watch.calls_after_failure += 1;
+            return Err(failed);
+        }
+        if Some(watch.fail) == fail {
+            watch.failed = true;
+            return Err(failed);
+        }
+        Ok(())
+    }
+
+    /// Tests that a range was given.
+    fn check(&self, address: u64, len: u64) {
+        let (start, memory) = self.memory.range(..=address).next_back().expect("an address");
+        let end = start + memory.bytes().len() as u64;
+        assert!(address + len <= end, "{len} bytes at {address:#x} end after {end:#x}");
+    }
+}
+
+impl Driver for EmuDriver {
+    fn description(&self) -> String {
+        "cuda emulation".to_owned()
+    }
+
+    fn limits(&self) -> &Limits {
+        &self.limits
+    }
+
+    fn load(&mut self, _: &[u8]) -> Result<(), DriverError> {
+        self.call("load", None)
+    }
+
+    fn alloc(&mut self, bytes: u64) -> Result<u64, DriverError> {
+        if self.watch.lock().fail == Fail::Memory {
+            return Err(DriverError::OutOfMemory(bytes));
+        }
+        let memory = Memory::new(bytes as usize);
+        let address = memory.address();
+        self.memory.insert(address, memory);
+        self.watch.lock().live += 1;
+        Ok(address)
+    }
+
+    fn free(&mut self, address: u64) {
+        self.memory.remove(&address).expect("memory is given back once");
+        self.watch.lock().live -= 1;
+    }
+
+    fn write(&mut self, to: u64, bytes: &[u8]) -> Result<(), DriverError> {
+        self.call("write", Some(Fail::Write))?;
+        self.check(to, bytes.len() as u64);
+        // SAFETY: the range was given and not taken back.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to as *mut u8, bytes.len()) };
+        Ok(())
+    }
+
+    fn read(&mut self, from: u64, bytes: &mut [u8]) -> Result<(), DriverError> {
+        self.call("read", None)?;
+        self.check(from, bytes.len() as u64);
+        // SAFETY: the range was given and not taken back.
+        unsafe {
+            std::ptr::copy_nonoverlapping(from as *const u8, bytes.as_mut_ptr(), bytes.len());
+        }
+        Ok(())
+    }
+
+    fn copy(&mut self, from: u64, to: u64, bytes: u64) -> Result<(), DriverError> {
+        self.call("copy", None)?;
+        self.check(from, bytes);
+        self.check(to, bytes);
+        // SAFETY: both ranges were given and not taken back.
+        unsafe { std::ptr::copy(from as *const u8, to as *mut u8, bytes as usize) };
+        Ok(())
+    }
+
+    fn launch(&mut self, launched: KernelLaunch<'_>) -> Result<(), DriverError> {
+        self.call("launch", Some(Fail::Launch))?;
+        self.watch.lock().launches += 1;
+        let grid = Grid {
+            kernel: launched.kernel,
+            blocks: launched.blocks,
+            shared_bytes: launched.shared_bytes as usize,
+            order: self.order,
+        };
+        // SAFETY: the backend passes addresses of this driver's memory; sanitizers see overruns.
+        unsafe { launch(grid, launched.parameters) }
+            .map_err(|reason| DriverError::Failed { call: "launch", reason })
+    }
+}

@@ -1,0 +1,152 @@
+//! Which device serves. The processor always can; a GPU is asked for by name, or taken by `auto`
+//! where one can be used. A GPU asked for by name is never replaced in silence.
+
+use crate::config::{Config, DeviceChoice};
+use kvd_compute::{Backend, CpuBackend, CpuOptions, OpenError};
+use kvd_cuda::{
+    CudaBackend, CudaDriver, CudaOpenError, CudaOptions, Gpu, GpuName, KERNELS, ProbeError,
+};
+
+/// Block tables, queries and partial results of one attend on a GPU; a batch that needs more is
+/// answered in halves.
+const SCRATCH_BYTES: u64 = 256 << 20;
+
+/// Why no device serves.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum DeviceError {
+    /// The processor's memory or threads.
+    #[error("open device: {0}")]
+    Cpu(#[from] OpenError),
+    /// The GPU that was asked for.
+    #[error("open device {name} (device.device): {reason}")]
+    Gpu {
+        /// As configured.
+        name: GpuName,
+        /// Why it cannot be used.
+        reason: GpuUnusable,
+    },
+}
+
+/// Why a GPU does not serve.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum GpuUnusable {
+    /// Driver or GPU.
+    #[error(transparent)]
+    Probe(#[from] ProbeError),
+    /// There is a GPU, and this program has no kernels for it.
+    #[error(
+        "{0} is there, but this program was built without the feature gpu-kernels; \
+         build it with, or use device = \"cpu\""
+    )]
+    NoKernels(String),
+    /// Memory, kernels or host threads.
+    #[error(transparent)]
+    Open(#[from] CudaOpenError),
+}
+
+/// Opens what the configuration names.
+///
+/// # Errors
+/// When the processor has not the memory or threads, or the GPU asked for cannot be used.
+pub(crate) fn open(config: &Config) -> Result<Box<dyn Backend>, DeviceError> {
+    choose(&config.device, kvd_cuda::devices, |gpu| open_gpu(config, gpu), || open_cpu(config))
+}
+
+fn open_cpu(config: &Config) -> Result<Box<dyn Backend>, OpenError> {
+    let mut backend = CpuBackend::new(CpuOptions {
+        arena_bytes: config.pool_bytes,
+        prefault: config.prefault,
+        threads: config.threads,
+    })?;
+    backend.set_precision(config.precision);
+    Ok(Box::new(backend))
+}
+
+fn open_gpu(config: &Config, gpu: Gpu) -> Result<Box<dyn Backend>, GpuUnusable> {
+    if KERNELS.is_empty() {
+        return Err(GpuUnusable::NoKernels(gpu.limits.name));
+    }
+    let options = CudaOptions {
+        arena_bytes: config.pool_bytes,
+        scratch_bytes: SCRATCH_BYTES,
+        threads: config.threads,
+    };
+    let driver = CudaDriver::open(gpu).map_err(CudaOpenError::from)?;
+    Ok(Box::new(CudaBackend::open(Box::new(driver), KERNELS, options)?))
+}
+
+/// What `open` does, over any machine.
+fn choose<T>(
+    choice: &DeviceChoice,
+    probe: impl FnOnce() -> Result<Vec<Gpu>, ProbeError>,
+    gpu: impl FnOnce(Gpu) -> Result<T, GpuUnusable>,
+    cpu: impl FnOnce() -> Result<T, OpenError>,
+) -> Result<T, DeviceError> {
+    let open = |name: &GpuName| gpu(name.find(&probe()?)?);
+    match choice {
+        DeviceChoice::Cpu => Ok(cpu()?),
+        DeviceChoice::Cuda(name) => {
+            open(name).map_err(|reason| DeviceError::Gpu { name: name.clone(), reason })
+        }
+        DeviceChoice::Auto => match open(&GpuName::Ordinal(0)) {
+            Ok(backend) => Ok(backend),
+            Err(reason) => {
+                tracing::info!(%reason, "device = \"auto\": no GPU, so the CPU serves");
+                Ok(cpu()?)
+            }
+        },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kvd_cuda::Limits;
+
+    fn gpu(ordinal: u32) -> Gpu {
+        let uuid = format!("GPU-{ordinal}");
+        Gpu { ordinal, uuid, memory_bytes: 1 << 36, limits: Limits::h100() }
+    }
+
+    /// Which device a machine with these GPUs gives; GPU 1 does not open.
+    fn chosen(choice: &DeviceChoice, gpus: Result<u32, ProbeError>) -> Result<String, String> {
+        let probe = || gpus.map(|count| (0..count).map(gpu).collect());
+        let open = |gpu: Gpu| match gpu.ordinal {
+            1 => Err(GpuUnusable::NoKernels("H100".to_owned())),
+            ordinal => Ok(format!("gpu {ordinal}")),
+        };
+        choose(choice, probe, open, || Ok("cpu".to_owned())).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn the_processor_is_used_without_a_look_at_gpus() {
+        let never = || unreachable!("no probe was asked for");
+        let device = choose(&DeviceChoice::Cpu, never, |_| Ok("gpu"), || Ok("cpu")).unwrap();
+        assert_eq!(device, "cpu");
+    }
+
+    #[test]
+    fn auto_takes_a_gpu_where_there_is_one_and_else_the_processor() {
+        assert_eq!(chosen(&DeviceChoice::Auto, Ok(2)).unwrap(), "gpu 0");
+        assert_eq!(chosen(&DeviceChoice::Auto, Ok(0)).unwrap(), "cpu");
+        assert_eq!(chosen(&DeviceChoice::Auto, Err(ProbeError::NoLibrary)).unwrap(), "cpu");
+    }
+
+    #[test]
+    fn a_gpu_asked_for_by_name_is_used_or_refused_with_the_reason() {
+        let by = |name: GpuName| DeviceChoice::Cuda(name);
+        assert_eq!(chosen(&by(GpuName::Ordinal(2)), Ok(3)).unwrap(), "gpu 2");
+        assert_eq!(chosen(&by(GpuName::Uuid("GPU-0".to_owned())), Ok(1)).unwrap(), "gpu 0");
+        for (name, gpus, wanted) in [
+            (GpuName::Ordinal(0), Err(ProbeError::NoLibrary), "libcuda.so is not found"),
+            (GpuName::Ordinal(4), Ok(3), "there is no cuda:4: the driver finds 3 GPUs"),
+            (GpuName::Uuid("GPU-9".to_owned()), Ok(3), "there is no cuda:GPU-9"),
+            (GpuName::Ordinal(1), Ok(3), "without the feature gpu-kernels"),
+        ] {
+            let error = chosen(&by(name), gpus).unwrap_err();
+            assert!(error.contains(wanted) && error.contains("device.device"), "{error}");
+        }
+    }
+}

@@ -1,0 +1,11 @@
+// Sides with a table of levels or directions: polar, lloyd, bit allocation.
+
+#include <kvd/declare.cuh>
+#include <kvd/bitalloc.cuh>
+#include <kvd/lloyd.cuh>
+#include <kvd/polar.cuh>
+#include <kvd/uniform.cuh>
+
+KVD_ATTEND_ROWS(polar_uniform, kvd::Polar, kvd::Uniform<kvd::Asymmetric>)
+KVD_ATTEND_ROWS(lloyd_uniform, kvd::Lloyd, kvd::Uniform<kvd::Asymmetric>)
+KVD_ATTEND_ROWS(bitalloc_bitalloc, kvd::BitAlloc, kvd::BitAlloc)

@@ -1,0 +1,88 @@
+// Any side, chosen when the kernel runs: for the pairs that have no kernel of their own (a page that
+// fell back beside one that did not, keys of one paper with values of another). Slower, never wrong.
+// `Kind` is mirrored by `Kernel` of crates/kvd-cuda/src/side.rs.
+#pragma once
+
+#include "bitalloc.cuh"
+#include "float.cuh"
+#include "hybrid.cuh"
+#include "lloyd.cuh"
+#include "polar.cuh"
+#include "uniform.cuh"
+#include "vq.cuh"
+
+namespace kvd {
+
+enum class Kind : uint32_t {
+    F32 = 0,
+    F16 = 1,
+    Bf16 = 2,
+    Fp8 = 3,
+    Uniform = 4,
+    Symmetric = 5,
+    Hybrid = 6,
+    Vq = 7,
+    Polar = 8,
+    Lloyd = 9,
+    BitAlloc = 10,
+};
+
+struct Any {
+    static constexpr unsigned SPANS = BitAlloc::SPANS;
+
+    // Calls `use` with a value of the side's type.
+    template <class Use>
+    KVD_DEVICE static void with(const SideShape& side, Use use) {
+        switch (Kind(side.kind)) {
+            case Kind::F32: return use(Float<kvd::F32>());
+            case Kind::F16: return use(Float<kvd::F16>());
+            case Kind::Bf16: return use(Float<kvd::Bf16>());
+            case Kind::Fp8: return use(kvd::Fp8());
+            case Kind::Uniform: return use(kvd::Uniform<Asymmetric>());
+            case Kind::Symmetric: return use(kvd::Uniform<kvd::Symmetric>());
+            case Kind::Hybrid: return use(kvd::Hybrid());
+            case Kind::Vq: return use(kvd::Vq());
+            case Kind::Polar: return use(kvd::Polar());
+            case Kind::Lloyd: return use(kvd::Lloyd());
+            case Kind::BitAlloc: return use(kvd::BitAlloc());
+        }
+        KVD_EXPECT(false);
+    }
+
+    KVD_DEVICE static Span span(const SideShape& side, const Tile& tile, unsigned part) {
+        Span span = {0, 0};
+        with(side, [&](auto chosen) {
+            if (part < decltype(chosen)::SPANS) {
+                span = decltype(chosen)::span(side, tile, part);
+            }
+        });
+        return span;
+    }
+
+    KVD_DEVICE static void prepare(const SideShape& side, const uint8_t* tables, uint8_t* table,
+                                   unsigned threads) {
+        with(side, [&](auto chosen) {
+            decltype(chosen)::prepare(side, tables, table, threads);
+        });
+    }
+
+    template <int ROWS>
+    KVD_DEVICE static void scores(const SideShape& side, const Tile& tile, unsigned warps,
+                                  const float* query, float (&scores)[ROWS]) {
+        with(side, [&](auto chosen) {
+            decltype(chosen)::template scores<ROWS>(side, tile, warps, query, scores);
+        });
+    }
+
+    template <int ROWS>
+    KVD_DEVICE static void accumulate(const SideShape& side, const Tile& tile, unsigned position,
+                                      unsigned slice, unsigned slices, const float* weights,
+                                      float (&out)[ROWS]) {
+        with(side, [&](auto chosen) {
+            decltype(chosen)::template accumulate<ROWS>(side, tile, position, slice, slices,
+                                                        weights, out);
+        });
+    }
+};
+
+}  // namespace kvd

@@ -1,0 +1,60 @@
+// The best levels for a coordinate of a randomly turned row, and one f16 per row that gives the row
+// its length back: `scale * level[code]` (Lloyd 1982, Max 1960; the scalar stage of TurboQuant). The
+// table holds the levels, f32 (docs/format.md "Sides"). CPU reference: kvd-codec/src/side/lloyd.rs.
+#pragma once
+
+#include "codes.cuh"
+
+namespace kvd {
+
+struct Lloyd {
+    static constexpr unsigned SPANS = 2;
+    static constexpr unsigned SCALE_BYTES = 2;
+
+    KVD_DEVICE static Span span(const SideShape& side, const Tile& tile, unsigned part) {
+        if (part == 0) {
+            return {uint64_t(tile.first_row) * SCALE_BYTES, tile.tokens * SCALE_BYTES};
+        }
+        return code_span(tile, uint64_t(tile.page_tokens) * SCALE_BYTES, side.dim, side.bits);
+    }
+
+    KVD_DEVICE static void prepare(const SideShape& side, const uint8_t* tables, uint8_t* table,
+                                   unsigned threads) {
+        copy_table(table, tables + side.table, side.table_bytes, threads);
+    }
+
+    KVD_DEVICE static Codes codes(const SideShape& side, const Tile& tile) {
+        return {staged_span<Lloyd>(side, tile, 1), side.bits, tile.tokens, side.dim};
+    }
+
+    // The row's scale is a factor of its whole score.
+    template <int ROWS>
+    KVD_DEVICE static void scores(const SideShape& side, const Tile& tile, unsigned warps,
+                                  const float* query, float (&scores)[ROWS]) {
+        float sums[ROWS] = {};
+        score_codes(codes(side, tile), warps, query, sums, [&](unsigned, unsigned code) {
+            return load_float(tile.table + 4 * code);
+        });
+        const unsigned token = least(lane_index(), tile.tokens - 1);
+        const uint8_t* scales = staged_span<Lloyd>(side, tile, 0);
+        const float scale = f16_value(load16(scales + SCALE_BYTES * token));
+#pragma unroll
+        for (int row = 0; row < ROWS; row++) {
+            scores[row] += scale * sums[row];
+        }
+    }
+
+    template <int ROWS>
+    KVD_DEVICE static void accumulate(const SideShape& side, const Tile& tile, unsigned position,
+                                      unsigned slice, unsigned slices, const float* weights,
+                                      float (&out)[ROWS]) {
+        const uint8_t* scales = staged_span<Lloyd>(side, tile, 0);
+        accumulate_codes(codes(side, tile), position, slice, slices, weights, out,
+                         [&](unsigned token, unsigned code) {
+                             const float scale = f16_value(load16(scales + SCALE_BYTES * token));
+                             return scale * load_float(tile.table + 4 * code);
+                         });
+    }
+};
+
+}  // namespace kvd
