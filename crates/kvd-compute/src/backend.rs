@@ -13,7 +13,7 @@ use std::sync::Arc;
 /// What a device is, for logs and `GetServerInfo`.
 #[derive(Clone, Debug)]
 pub struct DeviceInfo {
-    /// For example `cpu (avx512, 2 threads)`.
+    /// For example `cpu (avx512, 2 threads, fast)`.
     pub description: String,
     /// Page memory in bytes.
     pub arena_bytes: u64,
@@ -112,6 +112,21 @@ pub struct ModelBytes {
 pub trait Backend: Send {
     /// What this device is.
     fn info(&self) -> DeviceInfo;
+
+    /// Whether the device serves a codec; asked before it is registered.
+    ///
+    /// # Errors
+    /// What it cannot do.
+    fn supports(&self, codec: &ModelCodec) -> Result<(), BackendError> {
+        let _ = codec;
+        Ok(())
+    }
+
+    /// Why the device must not be called any more; `None` while it works. The lane asks after
+    /// every job, and closes for good.
+    fn failure(&self) -> Option<&str> {
+        None
+    }
 
     /// Makes a model's codec known; an id that is known already is replaced.
     fn register(&mut self, model: ModelId, codec: ModelCodec);

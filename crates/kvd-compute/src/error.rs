@@ -38,6 +38,14 @@ pub enum BackendError {
     /// A block could not be encoded.
     #[error("encode block: {0}")]
     Codec(#[from] CodecError),
+    /// The device cannot do what is asked, or has failed.
+    #[error("{message}")]
+    Device {
+        /// What a client is told.
+        code: ErrorCode,
+        /// In words.
+        message: String,
+    },
     /// A page in the arena is not what its header says.
     #[error("read page: {0}")]
     Page(#[from] PageError),
@@ -48,6 +56,7 @@ impl Coded for BackendError {
         match self {
             Self::UnknownModel(_) => ErrorCode::UnknownModel,
             Self::NonFinite { .. } | Self::NonFiniteQuery { .. } => ErrorCode::NonFinite,
+            Self::Device { code, .. } => *code,
             Self::Codec(error) => error.code(),
             Self::Page(error) => error.code(),
         }

@@ -1,17 +1,19 @@
-//! Dot products of byte codes with 15-bit integers: the arithmetic that fused sides share.
+//! Dot products of byte codes with 16-bit integers: the arithmetic that fused sides share.
 //!
 //! Codes come as a tile holds them (`kvd_codec::CodeLayout`): four codes of the summed axis, then
 //! the lanes. A [`Lookup`] says what a code stands for, in at most 8 bits. Queries and weights are
-//! rounded to 15 bits and a sign: a step of `2^-14` of the row's largest, below what f16 rows are
-//! rounded to. Sums are exact integers, so every instruction set gives the same bits.
+//! rounded to 15 bits and a sign: a step of `2^-15` of the row's largest. Sums are exact integers,
+//! so every instruction set gives the same bits.
 
+use super::parts::PartRows;
 use super::scores::{SPAN, TILE};
-use super::simd::{InstructionSet, Simd, per_level};
+use super::simd::{InstructionSet, Simd};
+use kvd_codec::level_unit;
 
 /// Rows of queries or weights that one call handles.
 pub(crate) const ROWS: usize = 4;
-/// Largest magnitude of a quantized query or weight.
-const TOP: f32 = 16383.0;
+/// Most terms of a sum of products with bytes: more might not fit 32 bits.
+pub(crate) const TERMS_MAX: usize = 256;
 /// Added to looked-up values so that bytes are not negative.
 pub(super) const BIAS: i32 = 128;
 
@@ -24,6 +26,8 @@ pub(crate) struct Lookup {
     /// Per channel, each code's value plus [`BIAS`], repeated to fill; none when a code is its own
     /// value.
     pub(super) tables: Vec<[u8; 256]>,
+    /// What values without a table are too large by.
+    pub(super) bias: i32,
     /// What one unit of a value is.
     pub(crate) scale: f32,
 }
@@ -31,35 +35,30 @@ pub(crate) struct Lookup {
 impl Lookup {
     /// Codes are their own values, 0 to 255.
     pub(crate) fn identity() -> Self {
-        Self { dims: 1, bits: 8, tables: Vec::new(), scale: 1.0 }
+        Self { dims: 1, bits: 8, tables: Vec::new(), bias: 0, scale: 1.0 }
     }
 
-    /// Codes name entries (`[2^bits, dims]`, finite) whose values lie on 255 levels, as fitted
-    /// codebooks do; `None` for others, which bytes would change.
+    /// Codes name entries (`[2^bits, dims]`, finite) whose values are whole numbers of a unit up to
+    /// 127, as those of fitted codebooks are; `None` for others, which bytes would change.
     pub(crate) fn table(dims: usize, bits: u32, entries: &[f32]) -> Option<Self> {
-        let largest = entries.iter().fold(0f32, |m, value| m.max(value.abs()));
-        let scale = largest / 127.0;
-        if !scale.is_normal() {
-            return None;
-        }
-        // A level that was rounded to f16 is off by 2^-11 of itself, 127 by 0.062; so is the
-        // largest, and with it the scale.
-        let level = |value: f32| (value / scale, (value / scale).round());
-        let off = |(exact, rounded): (f32, f32)| (exact - rounded).abs() > 0.13;
-        if entries.iter().any(|value| off(level(*value))) {
-            return None;
-        }
+        let scale = level_unit(entries)?;
         let count = entries.len() / dims;
         let value = |code: usize, dim: usize| {
-            (level(entries[code % count * dims + dim]).1 as i32 + BIAS) as u8
+            ((entries[code % count * dims + dim] / scale).round() as i32 + BIAS) as u8
         };
         let table = |dim| std::array::from_fn(|code| value(code, dim));
-        Some(Self { dims, bits, tables: (0..dims).map(table).collect(), scale })
+        Some(Self { dims, bits, tables: (0..dims).map(table).collect(), bias: BIAS, scale })
+    }
+
+    /// The same values, looked up beforehand: bytes that are theirs plus [`BIAS`].
+    pub(crate) fn expanded(&self) -> Self {
+        Self { dims: 1, bits: 8, tables: Vec::new(), bias: BIAS, scale: self.scale }
     }
 
     /// Value of channel `dim` of `code`.
     fn value(&self, dim: usize, code: u8) -> i32 {
-        self.tables.get(dim).map_or(i32::from(code), |t| i32::from(t[usize::from(code)]) - BIAS)
+        let byte = self.tables.get(dim).map_or(code, |table| table[usize::from(code)]);
+        i32::from(byte) - self.bias
     }
 
     /// Whether there is a kernel for it; the portable one takes all.
@@ -71,108 +70,6 @@ impl Lookup {
             InstructionSet::Avx512 => pairs && self.bits <= 8,
         }
     }
-}
-
-/// Rows of 15-bit integers, cut the way the instruction set multiplies them: for AVX-512 all high
-/// bytes and then all low 7 bits, for the others words in the order 0, 2, 1, 3 of each four.
-#[derive(Default)]
-pub(crate) struct Parts {
-    bytes: Vec<u8>,
-    sums: Vec<i32>,
-    len: usize,
-}
-
-/// Some rows of [`Parts`].
-#[derive(Clone, Copy)]
-pub(crate) struct PartRows<'a> {
-    pub(super) bytes: &'a [u8],
-    /// Sum of each row.
-    pub(super) sums: &'a [i32],
-    /// Values of a row.
-    pub(super) len: usize,
-}
-
-impl Parts {
-    /// Forgets its rows; each new one has `len` values, a multiple of four.
-    pub(crate) fn reset(&mut self, len: usize) {
-        debug_assert!(len.is_multiple_of(4), "rows of {len}");
-        self.bytes.clear();
-        self.sums.clear();
-        self.len = len;
-    }
-
-    /// Appends a row whose largest magnitude is `largest`, and returns what one unit is.
-    pub(crate) fn push(&mut self, simd: Simd, values: &[f32], largest: f32) -> f32 {
-        assert_eq!(values.len(), self.len, "parts: row length");
-        let start = self.bytes.len();
-        self.bytes.resize(start + 2 * values.len(), 0);
-        // What is smaller than this is nothing beside any other row, and has no reciprocal.
-        let inverse = if largest > 1e-30 { TOP / largest } else { 0.0 };
-        let out = &mut self.bytes[start..];
-        let sum = match simd.set() {
-            InstructionSet::Avx512 => split_bytes(simd, values, inverse, out),
-            _ => split_words(simd, values, inverse, out),
-        };
-        self.sums.push(sum);
-        if inverse > 0.0 { largest / TOP } else { 0.0 }
-    }
-
-    /// Rows from `first` on, at most [`ROWS`].
-    pub(crate) fn rows(&self, first: usize) -> PartRows<'_> {
-        let end = self.sums.len().min(first + ROWS);
-        let bytes = &self.bytes[first * 2 * self.len..end * 2 * self.len];
-        PartRows { bytes, sums: &self.sums[first..end], len: self.len }
-    }
-}
-
-impl PartRows<'_> {
-    /// How many rows.
-    pub(crate) fn count(&self) -> usize {
-        self.sums.len()
-    }
-
-    /// Value `index` of row `row`, as words hold it.
-    fn word(&self, row: usize, index: usize) -> i32 {
-        let swapped = [0, 2, 1, 3][index % 4];
-        let at = 2 * (row * self.len + index / 4 * 4 + swapped);
-        i32::from(i16::from_le_bytes([self.bytes[at], self.bytes[at + 1]]))
-    }
-}
-
-/// Rounds to an integer, ties to even, for magnitudes below `2^22`.
-#[inline(always)]
-fn round(x: f32) -> i32 {
-    const MAGIC: f32 = 12_582_912.0;
-    (x + MAGIC).to_bits().wrapping_sub(MAGIC.to_bits()) as i32
-}
-
-per_level!(fn split_bytes(values: &[f32], inverse: f32, out: &mut [u8]) -> i32 = split_bytes_body);
-per_level!(fn split_words(values: &[f32], inverse: f32, out: &mut [u8]) -> i32 = split_words_body);
-
-#[inline(always)]
-fn split_bytes_body(values: &[f32], inverse: f32, out: &mut [u8]) -> i32 {
-    let (high, low) = out.split_at_mut(values.len());
-    let mut sum = 0;
-    for ((value, high), low) in values.iter().zip(high).zip(low) {
-        let value = round(value * inverse);
-        sum += value;
-        *high = (value >> 7) as u8;
-        *low = (value & 127) as u8;
-    }
-    sum
-}
-
-#[inline(always)]
-fn split_words_body(values: &[f32], inverse: f32, out: &mut [u8]) -> i32 {
-    let mut sum = 0;
-    for (values, out) in values.as_chunks::<4>().0.iter().zip(out.as_chunks_mut::<8>().0) {
-        let [a, b, c, d] = values.map(|value| round(value * inverse));
-        sum += a + b + c + d;
-        for (out, value) in out.as_chunks_mut::<2>().0.iter_mut().zip([a, c, b, d]) {
-            *out = (value as i16).to_le_bytes();
-        }
-    }
-    sum
 }
 
 /// Codes of whole tiles, in the order of `kvd_codec::CodeLayout`, one plane.
@@ -189,6 +86,17 @@ impl TileCodes<'_> {
     /// Bytes of a tile.
     pub(super) fn tile_bytes(&self) -> usize {
         4 * self.per_row * self.width as usize
+    }
+
+    /// The codes, a byte each; `buffer` holds them where they lie closer.
+    pub(super) fn as_bytes<'b>(&'b self, buffer: &'b mut Vec<u8>) -> &'b [u8] {
+        if self.width == 8 {
+            return self.bytes;
+        }
+        let (count, tile) = (self.bytes.len() * 8 / self.width as usize, TILE * self.per_row);
+        buffer.clear();
+        buffer.extend((0..count).map(|element| self.code(element / tile, element % tile)));
+        buffer
     }
 
     /// Code number `element` of tile `tile`.
@@ -289,6 +197,7 @@ pub(crate) fn value_dots(
 
 #[cfg(test)]
 mod tests {
+    use super::super::parts::{Parts, TOP};
     use super::*;
 
     /// The same values in every run, in `-1.0..1.0`.
@@ -307,7 +216,7 @@ mod tests {
     }
 
     fn lookups() -> Vec<Lookup> {
-        let mut lookups = vec![Lookup::identity()];
+        let mut lookups = vec![Lookup::identity(), Lookup { bias: BIAS, ..Lookup::identity() }];
         for (dims, bits) in [(2, 4), (4, 5), (4, 6), (2, 7), (4, 8), (8, 8), (1, 4)] {
             let levels = (0..dims << bits).map(|i| (i * 89 % 255) as f32 - 127.0);
             let levels: Vec<f32> = levels.collect();
@@ -320,8 +229,10 @@ mod tests {
         let mut parts = Parts::default();
         parts.reset(len);
         for row in 0..rows {
-            let unit = parts.push(simd, &waves(len, row), 1.0);
-            assert_eq!(unit, 1.0 / TOP);
+            let values = waves(len, row);
+            let pushed = parts.push(simd, &values, 1.0, Some(values.iter().sum()));
+            assert_eq!(pushed.unit, 1.0 / TOP);
+            assert!(pushed.lost.abs() < pushed.unit * len as f32 / 2.0);
         }
         parts
     }
@@ -386,32 +297,22 @@ mod tests {
         for simd in Simd::available() {
             for sign in [1.0, -1.0] {
                 let mut parts = Parts::default();
-                parts.reset(512);
-                parts.push(simd, &[sign; 512], 1.0);
+                parts.reset(TERMS_MAX);
+                parts.push(simd, &[sign; TERMS_MAX], 1.0, None);
                 let mut out = [0.0; SPAN];
-                let codes = TileCodes { bytes: &[255; 32 * 512], width: 8, per_row: 512 };
+                let codes =
+                    TileCodes { bytes: &[255; 32 * TERMS_MAX], width: 8, per_row: TERMS_MAX };
                 let q = (parts.rows(0), &[1.0][..]);
                 key_dots(simd, codes, &Lookup::identity(), q, &mut out);
-                assert_eq!(out[..TILE], [sign * (255.0 * 16383.0 * 512.0); 32], "{simd:?}");
+                assert_eq!(out[..TILE], [sign * (255.0 * TOP * TERMS_MAX as f32); 32], "{simd:?}");
             }
         }
     }
 
     #[test]
     fn entries_off_their_levels_have_no_table() {
-        assert!(Lookup::table(1, 1, &[1.27, -0.33]).is_some());
-        assert!(Lookup::table(1, 1, &[1.27, -0.335]).is_none());
+        assert!(Lookup::table(1, 1, &[127.0, -33.0]).is_some());
+        assert!(Lookup::table(1, 1, &[127.0, -33.5]).is_none());
         assert!(Lookup::table(1, 1, &[0.0, 0.0]).is_none());
-    }
-
-    #[test]
-    fn a_row_of_nothing_has_no_unit() {
-        for simd in Simd::available() {
-            let mut parts = Parts::default();
-            parts.reset(4);
-            assert_eq!(parts.push(simd, &[0.0; 4], 0.0), 0.0);
-            assert_eq!(parts.push(simd, &[1e-38; 4], 1e-38), 0.0);
-            assert_eq!(parts.rows(0).sums, [0, 0]);
-        }
     }
 }

@@ -7,7 +7,8 @@
 #![allow(unsafe_code)] // Register loads and stores, and calls after detection.
 #![expect(clippy::needless_range_loop, reason = "indices name registers")]
 
-use super::dots::{BIAS, Lookup, PartRows, Target, TileCodes};
+use super::dots::{BIAS, Lookup, Target, TileCodes};
+use super::parts::PartRows;
 use super::scores::SPAN;
 use super::simd::{InstructionSet, Simd};
 use std::arch::x86_64::*;
@@ -142,7 +143,7 @@ fn look_512<const KIND: u8>(codes: __m512i, table: &[__m512i; 4]) -> __m512i {
 
 /// What the sums are too large by, because looked-up values are.
 fn excess(lookup: &Lookup, sum: i32) -> i32 {
-    if lookup.tables.is_empty() { 0 } else { BIAS.wrapping_mul(sum) }
+    lookup.bias.wrapping_mul(sum)
 }
 
 /// Codes of 64 bytes: `width` bits from `shift` on.
@@ -199,7 +200,7 @@ fn keys_512<const R: usize, const DP: usize, const KIND: u8>(
         let excess = _mm512_set1_epi32(excess(lookup, q.sums[row]));
         let unit = _mm512_set1_ps(units[row]);
         for half in 0..2 {
-            let sum = _mm512_add_epi32(_mm512_slli_epi32::<7>(high[row][half]), low[row][half]);
+            let sum = _mm512_add_epi32(_mm512_slli_epi32::<8>(high[row][half]), low[row][half]);
             let sum = _mm512_cvtepi32_ps(_mm512_sub_epi32(sum, excess));
             let out = &mut out[row * SPAN + 16 * half..][..16];
             // SAFETY: 16 scores.
@@ -257,7 +258,7 @@ fn values_512<const R: usize, const DP: usize, const KIND: u8>(
                     factor = _mm512_mul_ps(factors, factor);
                 }
                 for d in 0..DP {
-                    let sum = _mm512_add_epi32(_mm512_slli_epi32::<7>(high[row][d]), low[row][d]);
+                    let sum = _mm512_add_epi32(_mm512_slli_epi32::<8>(high[row][d]), low[row][d]);
                     let sum = _mm512_cvtepi32_ps(_mm512_sub_epi32(sum, excess));
                     let at = (row * lookup.dims + pass + d) * per_row + block;
                     let out = out[at..].as_mut_ptr();
@@ -284,6 +285,11 @@ fn tables_256<const DP: usize>(lookup: &Lookup, first: usize) -> [__m256i; DP] {
         *register = _mm256_xor_si256(biased, _mm256_set1_epi8(BIAS as i8));
     }
     tables
+}
+
+/// As `excess`; tables hold signed values here.
+fn excess_256<const KIND: u8>(lookup: &Lookup, sum: i32) -> i32 {
+    if KIND == PLAIN { excess(lookup, sum) } else { 0 }
 }
 
 /// Values 0 and 2, then 1 and 3, of each four, as words.
@@ -354,7 +360,9 @@ fn keys_256<const R: usize, const DP: usize, const KIND: u8>(
         }
         for row in 0..R {
             let unit = _mm256_set1_ps(units[row]);
+            let excess = _mm256_set1_epi32(excess_256::<KIND>(lookup, q.sums[row]));
             for (quarter, sum) in sums[row].into_iter().enumerate() {
+                let sum = _mm256_sub_epi32(sum, excess);
                 let out = &mut out[row * SPAN + 16 * half + 8 * quarter..][..8];
                 let scores = _mm256_mul_ps(_mm256_cvtepi32_ps(sum), unit);
                 // SAFETY: eight scores.
@@ -396,9 +404,10 @@ fn values_256<const R: usize, const DP: usize, const KIND: u8>(
                 }
             }
             for row in 0..R {
+                let excess = _mm256_set1_epi32(excess_256::<KIND>(lookup, weights.sums[row]));
                 for d in 0..DP {
                     let mut eight = [0f32; 8];
-                    let sum = _mm256_cvtepi32_ps(sums[row][d]);
+                    let sum = _mm256_cvtepi32_ps(_mm256_sub_epi32(sums[row][d], excess));
                     // SAFETY: eight values.
                     unsafe { _mm256_storeu_ps(eight.as_mut_ptr(), sum) };
                     let at = (row * lookup.dims + pass + d) * per_row + block;

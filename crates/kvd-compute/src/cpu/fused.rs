@@ -1,9 +1,10 @@
 //! Which sides have kernels that need no decoded rows, and what those have in common.
 
 use super::dots::TileCodes;
-use super::scores::{Scores, TILE};
-use super::simd::{Simd, per_level};
-use super::{uniform, vq};
+use super::huffman::{LaneTiles, Rest};
+use super::scores::{SPAN, Scores, TILE};
+use super::simd::{Precision, Simd, per_level};
+use super::{fp8, grid, uniform, vq};
 use kvd_codec::{CodeLayout, FixedCodes, HeadSide};
 use kvd_core::Side;
 use std::ops::Range;
@@ -18,13 +19,27 @@ pub(super) struct Place<'a> {
 
 /// The key side of a unit.
 pub(super) enum Keys {
+    Fp8(fp8::Keys),
     Vq(vq::Keys),
     Uniform(uniform::Keys),
+    Grid(grid::Keys),
 }
 
 impl Keys {
     /// Takes queries `[rows, dim]` in the side's space; `None` where rows must be decoded.
-    pub(super) fn new(simd: Simd, side: &HeadSide, queries: &[f32]) -> Option<Self> {
+    pub(super) fn new(
+        (simd, precision): (Simd, Precision),
+        side: &HeadSide,
+        tiles: Option<&LaneTiles>,
+        queries: &[f32],
+    ) -> Option<Self> {
+        let exact = fp8::Keys::new(simd, side, queries).map(Self::Fp8);
+        if exact.is_some() || precision == Precision::Single {
+            return exact;
+        }
+        if let Some(tiles) = tiles.filter(|_| side.grid().is_some()) {
+            return grid::Keys::new(simd, side, tiles, queries).map(Self::Grid);
+        }
         let vq = vq::Keys::new(simd, side, queries).map(Self::Vq);
         vq.or_else(|| uniform::Keys::new(side, queries).map(Self::Uniform))
     }
@@ -38,25 +53,57 @@ impl Keys {
         scores: &mut Scores,
     ) {
         let Place { page, in_page, in_span } = place;
+        if let Self::Fp8(keys) = self {
+            return keys.tile(simd, (&page, in_page), in_span, scores);
+        }
         let codes = plane(simd, &page, Side::Key, (in_page, 1), buffer);
         match self {
+            Self::Fp8(_) => {}
             Self::Vq(keys) => keys.tile(simd, codes, in_span, scores),
             Self::Uniform(keys) => keys.tile(simd, (&page, in_page), codes, in_span, scores),
+            Self::Grid(keys) => keys.tile(simd, codes, in_span, scores),
+        }
+    }
+
+    /// Adds what tiles do not hold to the score of token `token` of the span.
+    pub(super) fn rest(&self, rest: &Rest, token: usize, scores: &mut Scores) {
+        if let Self::Grid(keys) = self {
+            keys.rest(rest, token, scores);
         }
     }
 }
 
 /// The value side of a unit.
 pub(super) enum Values {
+    Fp8(fp8::Values),
     Vq(vq::Values),
     Uniform(uniform::Values),
+    Grid(grid::Values),
 }
 
 impl Values {
     /// `None` where rows must be decoded.
-    pub(super) fn new(simd: Simd, side: &HeadSide) -> Option<Self> {
+    pub(super) fn new(
+        (simd, precision): (Simd, Precision),
+        side: &HeadSide,
+        tiles: Option<&LaneTiles>,
+        rows: usize,
+    ) -> Option<Self> {
+        let exact = fp8::Values::new(simd, side).map(Self::Fp8);
+        if exact.is_some() || precision == Precision::Single {
+            return exact;
+        }
+        if let Some(tiles) = tiles.filter(|_| side.grid().is_some()) {
+            return grid::Values::new(side, tiles, rows).map(Self::Grid);
+        }
         let vq = vq::Values::new(simd, side).map(Self::Vq);
         vq.or_else(|| uniform::Values::new(side).map(Self::Uniform))
+    }
+
+    /// Tiles that one call takes: many where they share work, few where bytes are many and the
+    /// next ones want to be asked for in between.
+    pub(super) fn tiles_at_once(&self) -> usize {
+        if matches!(self, Self::Fp8(_)) { 1 } else { SPAN / TILE }
     }
 
     /// Adds `count` full tiles, weighted, to `sums`.
@@ -69,21 +116,45 @@ impl Values {
         sums: &mut [f32],
     ) {
         let Place { page, in_page, in_span } = place;
-        let codes = plane(simd, &page, Side::Value, (in_page, count), buffer);
         let tiles: Range<usize> = in_span..in_span + count;
+        if let Self::Fp8(values) = self {
+            return values.tiles(simd, (&page, in_page), tiles, weights, sums);
+        }
+        let codes = plane(simd, &page, Side::Value, (in_page, count), buffer);
         match self {
+            Self::Fp8(_) => {}
             Self::Vq(values) => values.tiles(simd, codes, tiles, weights, sums),
             Self::Uniform(values) => {
                 values.tiles(simd, (&page, in_page), (codes, tiles), weights, sums);
             }
+            Self::Grid(values) => values.tiles(simd, codes, tiles, weights),
         }
     }
 
-    /// Adds what [`Values::tiles`] has summed to a row in the order of its channels.
-    pub(super) fn unfold(&self, sums: &[f32], row: &mut [f32]) {
+    /// Adds what tiles do not hold of token `token` of the span.
+    pub(super) fn rest(&mut self, rest: &Rest, token: usize, weights: &Scores) {
+        if let Self::Grid(values) = self {
+            values.rest(rest, token, weights);
+        }
+    }
+
+    /// Scales what was summed for row `row`, `sums` of it.
+    pub(super) fn scale(&mut self, row: usize, sums: &mut [f32], factor: f32) {
+        match self {
+            Self::Grid(values) => values.scale(row, factor),
+            _ => sums.iter_mut().for_each(|sum| *sum *= factor),
+        }
+    }
+
+    /// Adds what [`Values::tiles`] has summed for row `index`, `sums` of it, to a row in the order
+    /// of its channels.
+    pub(super) fn unfold(&self, index: usize, sums: &[f32], row: &mut [f32]) {
         match self {
             Self::Vq(values) => values.unfold(sums, row),
-            Self::Uniform(_) => row.iter_mut().zip(sums).for_each(|(to, from)| *to += from),
+            Self::Fp8(_) | Self::Uniform(_) => {
+                row.iter_mut().zip(sums).for_each(|(to, from)| *to += from)
+            }
+            Self::Grid(values) => values.unfold(index, row),
         }
     }
 }

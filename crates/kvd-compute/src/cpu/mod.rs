@@ -8,7 +8,29 @@ mod dots;
 #[cfg(target_arch = "x86_64")]
 mod dots_x86;
 mod encode;
+#[cfg_attr(not(target_arch = "x86_64"), allow(unused, reason = "kernels of x86 take it"))]
+mod expand;
+#[cfg(target_arch = "x86_64")]
+mod expand_x86;
+#[cfg_attr(not(target_arch = "x86_64"), allow(unused, reason = "kernels of x86 take it"))]
+mod float;
+#[cfg(target_arch = "x86_64")]
+mod float_x86;
+#[cfg_attr(not(target_arch = "x86_64"), allow(unused, reason = "kernels of x86 take it"))]
+mod fp8;
+#[cfg(target_arch = "x86_64")]
+mod fp8_x86;
 mod fused;
+mod grid;
+mod huffman;
+#[cfg(target_arch = "x86_64")]
+mod huffman_x86;
+#[cfg(target_arch = "x86_64")]
+mod lanes_x86;
+#[cfg_attr(not(target_arch = "x86_64"), allow(unused, reason = "kernels of x86 take it"))]
+mod parts;
+#[cfg(target_arch = "x86_64")]
+mod parts_x86;
 mod rows;
 mod scores;
 mod simd;
@@ -106,7 +128,7 @@ impl CpuBackend {
         self.simd.set()
     }
 
-    /// Chooses between exactness and speed; [`Precision::Single`] unless told otherwise.
+    /// Chooses between exactness and speed; [`Precision::Fast`] unless told otherwise.
     pub fn set_precision(&mut self, precision: Precision) {
         self.precision = precision;
     }
@@ -120,6 +142,14 @@ impl CpuBackend {
         Ok(())
     }
 
+    /// Writes bytes to page memory as they are: rows or pages that lie on another device.
+    ///
+    /// # Panics
+    /// When the lengths differ, or the extent is beyond the memory.
+    pub fn fill(&mut self, to: Extent, bytes: &[u8]) {
+        self.arena.write(to).copy_from_slice(bytes);
+    }
+
     fn codec(&self, model: ModelId) -> Result<&ModelCodec, BackendError> {
         Ok(&self.models.get(&model).ok_or(BackendError::UnknownModel(model))?.codec)
     }
@@ -129,7 +159,7 @@ impl Backend for CpuBackend {
     fn info(&self) -> DeviceInfo {
         let (simd, threads) = (self.simd.set().name(), self.threads.current_num_threads());
         DeviceInfo {
-            description: format!("cpu ({simd}, {threads} threads)"),
+            description: format!("cpu ({simd}, {threads} threads, {})", self.precision.name()),
             arena_bytes: self.arena.capacity_bytes(),
         }
     }

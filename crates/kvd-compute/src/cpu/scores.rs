@@ -59,6 +59,18 @@ impl Scores {
         &mut self.values[first * SPAN + tile * TILE..]
     }
 
+    /// Multiplies the weights of all rows for `tokens`, of which kernels see no others then.
+    pub(crate) fn multiply(&mut self, tokens: Range<usize>, factors: &[f32; SPAN]) {
+        let rows = self.values.as_chunks_mut::<SPAN>().0.iter_mut();
+        for (weights, largest) in rows.zip(&mut self.largest) {
+            let weights = weights[tokens.clone()].iter_mut();
+            *largest = weights.zip(&factors[tokens.clone()]).fold(0.0, |largest, (weight, f)| {
+                *weight *= f;
+                largest.max(*weight)
+            });
+        }
+    }
+
     /// Weights of a row in some tiles, and the largest of the row.
     pub(crate) fn tiles(&self, row: usize, tiles: Range<usize>) -> (&[f32], f32) {
         (&self.row(row)[tiles.start * TILE..tiles.end * TILE], self.largest[row])

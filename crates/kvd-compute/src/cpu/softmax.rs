@@ -38,24 +38,23 @@ per_level!(pub(super) fn weigh(scores: &mut [f32], max: f32) -> (f32, f32) = wei
 /// Adds `offset`, applies the soft cap, brings scores into range, and returns the largest.
 #[inline(always)]
 fn finish_body(scores: &mut [f32], offset: f32, cap: Option<f32>) -> f32 {
-    for score in scores.iter_mut() {
-        *score += offset;
-    }
+    let mut offset = offset;
     if let Some(cap) = cap {
         for score in scores.iter_mut() {
-            *score = cap * (*score / cap).tanh();
+            *score = cap * ((*score + offset) / cap).tanh();
         }
+        offset = 0.0;
     }
     let mut largest = [-SCORE_MAX; LANES];
     let (chunks, rest) = scores.as_chunks_mut::<LANES>();
     for chunk in chunks {
         for (score, largest) in chunk.iter_mut().zip(&mut largest) {
-            *score = bounded(*score);
+            *score = bounded(*score + offset);
             *largest = if *score > *largest { *score } else { *largest };
         }
     }
     for (score, largest) in rest.iter_mut().zip(&mut largest) {
-        *score = bounded(*score);
+        *score = bounded(*score + offset);
         *largest = if *score > *largest { *score } else { *largest };
     }
     halve(largest, |a, b| if a > b { a } else { b })

@@ -2,6 +2,8 @@
 //! the first-level cache.
 
 use super::arena::HostArena;
+use super::float::FloatRows;
+use super::huffman::LaneTiles;
 use super::scores::{SPAN, TILE};
 use crate::{BackendError, PlanPart, Source};
 use kvd_codec::{FixedCodes, ModelCodec, PageReader, Space};
@@ -88,20 +90,58 @@ impl<'a> Rows<'a> {
         }
     }
 
-    /// The page that holds a tile, when it has fixed-width codes and all tokens of the tile.
-    pub(crate) fn full_tile(&self, span: &Span, tile: usize) -> Option<FixedCodes<'a>> {
-        let Rows::Page { page, .. } = self else { return None };
-        let codes = page.fixed_codes()?;
+    /// The page, unless rows are raw.
+    pub(crate) fn page(&self) -> Option<&PageReader<'a>> {
+        match self {
+            Rows::Raw { .. } => None,
+            Rows::Page { page, .. } => Some(page),
+        }
+    }
+
+    /// The page that holds a tile, when it has codes of fixed width, or `lanes` has them, and all
+    /// tokens of the tile.
+    pub(crate) fn full_tile<'b>(
+        &self,
+        lanes: Option<&'b LaneTiles>,
+        span: &Span,
+        tile: usize,
+    ) -> Option<FixedCodes<'b>>
+    where
+        'a: 'b,
+    {
+        // A page that fell back is of another side than the kernel's.
+        let page = self.page().filter(|page| !page.header().fallback)?;
+        let codes = match (lanes, page.lane_codes()) {
+            (Some(lanes), Some((_, scales))) => lanes.fixed(scales),
+            _ => page.fixed_codes()?,
+        };
         (codes.layout.tile_tokens(span.tile(tile)) == TILE).then_some(codes)
     }
 
-    /// Decodes `count` rows from `first` on (counted in the source) into `out[count * dim]`.
-    pub(crate) fn decode_at(
+    /// Rows `first..first + count` (counted in the source) as they are multiplied: those in a dtype
+    /// as they lie, others decoded into `tile` (`[count * dim]`).
+    pub(crate) fn floats<'b>(
         &self,
-        first: usize,
-        count: usize,
-        out: &mut [f32],
-    ) -> Result<(), BackendError> {
+        (first, count): (usize, usize),
+        tile: &'b mut [f32],
+    ) -> Result<FloatRows<'b>, BackendError>
+    where
+        'a: 'b,
+    {
+        let (dim, stored) = match self {
+            Rows::Raw { bytes, geometry, dim } => (*dim, Some((geometry.dtype, *bytes))),
+            Rows::Page { page, .. } => (tile.len() / count, page.float_rows()),
+        };
+        if let Some((dtype, bytes)) = stored {
+            let row = dim * dtype.size_bytes();
+            return Ok(FloatRows::Stored(dtype, &bytes[first * row..(first + count) * row]));
+        }
+        self.decode_at(first, count, tile)?;
+        Ok(FloatRows::Wide(tile))
+    }
+
+    /// Decodes `count` rows from `first` on (counted in the source) into `out[count * dim]`.
+    fn decode_at(&self, first: usize, count: usize, out: &mut [f32]) -> Result<(), BackendError> {
         match self {
             Rows::Raw { bytes, geometry, dim } => {
                 let row_bytes = dim * geometry.dtype.size_bytes();
@@ -140,7 +180,10 @@ pub(crate) struct Span {
 
 /// The spans of a part that hold tokens of `seen`. They begin on the bounds of tiles of the page,
 /// not of the part: that is how codes lie.
-pub(crate) fn spans(part: &PlanPart, seen: Range<u32>) -> impl Iterator<Item = Span> + use<> {
+pub(crate) fn spans(
+    part: &PlanPart,
+    seen: Range<u32>,
+) -> impl Iterator<Item = Span> + Clone + use<> {
     let origin = match part.source {
         Source::Raw { .. } => 0,
         Source::Pages { first_row, .. } => first_row as usize,
@@ -166,6 +209,11 @@ impl Span {
     /// Index of a tile in its page.
     pub(crate) fn tile(&self, tile: usize) -> usize {
         self.first / TILE + tile
+    }
+
+    /// The wanted rows, counted in their source.
+    pub(crate) fn rows(&self) -> Range<usize> {
+        self.first + self.wanted.start..self.first + self.wanted.end
     }
 
     /// The wanted rows of a tile.

@@ -2,13 +2,13 @@
 //! or into the weight (values by token), its minimum into one product per group, and codes are
 //! multiplied as the small integers they are.
 //!
-//! Folded queries and weights are rounded to 15 bits of the largest in their group; everything
+//! Folded queries and weights are rounded to 16 bits of the largest in their group; everything
 //! else is exact to f32.
 
-use super::dots::{Lookup, Parts, ROWS, Target, TileCodes, key_dots, value_dots};
+use super::dots::{Lookup, ROWS, TERMS_MAX, Target, TileCodes, key_dots, value_dots};
+use super::parts::{Parts, Pushed};
 use super::scores::{SPAN, Scores, TILE};
-use super::simd::{Simd, per_level};
-use super::softmax::{LANES, halve};
+use super::simd::Simd;
 use kvd_codec::{FixedCodes, GroupAxis, HeadSide, UniformGroups};
 use kvd_core::DType;
 use std::ops::Range;
@@ -26,11 +26,11 @@ struct Scales {
 }
 
 impl Scales {
-    /// Loads a scale row of `pairs` groups; whether it was another one before.
-    fn load(&mut self, page: &FixedCodes<'_>, row: usize, pairs: usize) -> bool {
+    /// Loads a scale row of `pairs` groups.
+    fn load(&mut self, page: &FixedCodes<'_>, row: usize, pairs: usize) {
         let key = Some((page.scales.as_ptr().addr(), row));
         if self.loaded == key {
-            return false;
+            return;
         }
         self.loaded = key;
         let bytes = &page.scales[row * pairs * PAIR_BYTES..][..pairs * PAIR_BYTES];
@@ -39,7 +39,6 @@ impl Scales {
         self.steps.resize(pairs, 0.0);
         DType::F16.widen(minima, &mut self.minima);
         DType::F16.widen(steps, &mut self.steps);
-        true
     }
 }
 
@@ -57,18 +56,38 @@ fn by_tile(groups: UniformGroups) -> bool {
     }
 }
 
+/// Minima and steps of every value of a row or column, as f16.
+#[derive(Default)]
+struct Expanded {
+    minima: Vec<u8>,
+    steps: Vec<u8>,
+}
+
+impl Expanded {
+    /// Repeats one pair `count` times.
+    fn fill(&mut self, pair: &[u8], count: usize) {
+        let (minimum, step) = pair.split_at(PAIR_BYTES / 2);
+        for (bytes, value) in [(&mut self.minima, minimum), (&mut self.steps, step)] {
+            bytes.clear();
+            bytes.extend(std::iter::repeat_n(value, count).flatten());
+        }
+    }
+}
+
 /// Queries of a unit, folded again for every group of tokens.
 pub(crate) struct Keys {
     groups: UniformGroups,
     lookup: Lookup,
     dim: usize,
     queries: Vec<f32>,
-    scales: Scales,
+    /// Address and row of the scales that queries are folded with: tiles of one group share them.
+    folded: Option<(usize, usize)>,
+    /// The page's only pair for every channel, where there is but one.
+    pair: Expanded,
     parts: Parts,
     units: Vec<f32>,
     /// What the minima add to a score, by row.
     bases: Vec<f32>,
-    folded: Vec<f32>,
 }
 
 impl Keys {
@@ -76,8 +95,7 @@ impl Keys {
     pub(crate) fn new(side: &HeadSide, queries: &[f32]) -> Option<Self> {
         let groups = side.uniform()?;
         let dim = side.dim();
-        // Beyond this a sum of products might not fit.
-        let fits = groups.bits <= 8 && dim <= 512 && dim.is_multiple_of(4);
+        let fits = groups.bits <= 8 && dim <= TERMS_MAX && dim.is_multiple_of(4);
         if !fits || !by_tile(groups) || !queries.iter().all(|q| q.is_finite()) {
             return None;
         }
@@ -86,11 +104,11 @@ impl Keys {
             lookup: Lookup::identity(),
             dim,
             queries: queries.to_vec(),
-            scales: Scales::default(),
+            folded: None,
+            pair: Expanded::default(),
             parts: Parts::default(),
             units: Vec::new(),
             bases: Vec::new(),
-            folded: vec![0.0; dim],
         })
     }
 
@@ -103,9 +121,10 @@ impl Keys {
         tile: usize,
         scores: &mut Scores,
     ) {
-        let pairs = if self.groups.axis == GroupAxis::Block { 1 } else { self.dim };
-        if self.scales.load(page, scale_row(self.groups, in_page), pairs) {
-            self.fold(simd);
+        let key = (page.scales.as_ptr().addr(), scale_row(self.groups, in_page));
+        if self.folded != Some(key) {
+            self.folded = Some(key);
+            self.fold(simd, page.scales, key.1);
         }
         for first in (0..self.units.len()).step_by(ROWS) {
             let rows = self.parts.rows(first);
@@ -118,54 +137,38 @@ impl Keys {
         }
     }
 
-    /// Multiplies the queries with the steps that are loaded.
-    fn fold(&mut self, simd: Simd) {
+    /// Multiplies the queries with the steps of a scale row.
+    fn fold(&mut self, simd: Simd, scales: &[u8], row: usize) {
         self.parts.reset(self.dim);
         self.units.clear();
         self.bases.clear();
-        if self.scales.steps.len() == 1 {
-            let (minimum, step) = (self.scales.minima[0], self.scales.steps[0]);
-            self.scales.minima.resize(self.dim, minimum);
-            self.scales.steps.resize(self.dim, step);
-        }
-        for query in self.queries.chunks_exact(self.dim) {
-            let Scales { minima, steps, .. } = &self.scales;
-            let (largest, base) = fold(simd, query, steps, minima, &mut self.folded);
-            // An overflow of query times step has no unit; the score is then of no use anyway.
-            let largest = if largest.is_finite() { largest } else { 0.0 };
-            self.units.push(self.parts.push(simd, &self.folded, largest));
-            self.bases.push(base);
+        let (minima, steps) = if self.groups.axis == GroupAxis::Block {
+            self.pair.fill(scales, self.dim);
+            (&self.pair.minima[..], &self.pair.steps[..])
+        } else {
+            let bytes = self.dim * PAIR_BYTES;
+            scales[row * bytes..][..bytes].split_at(bytes / 2)
+        };
+        for block in self.queries.chunks(ROWS * self.dim) {
+            let mut queries: [&[f32]; ROWS] = [&[]; ROWS];
+            let rows = block.len() / self.dim;
+            for (to, query) in queries.iter_mut().zip(block.chunks_exact(self.dim)) {
+                *to = query;
+            }
+            let mut pushed = [Pushed::default(); ROWS];
+            self.parts.push_folded(simd, &queries[..rows], (steps, minima), &mut pushed);
+            for row in &pushed[..rows] {
+                self.units.push(row.unit);
+                self.bases.push(row.base + middle(self.groups) * row.lost);
+            }
         }
     }
 }
 
-per_level!(fn fold(
-    values: &[f32],
-    steps: &[f32],
-    minima: &[f32],
-    out: &mut [f32],
-) -> (f32, f32) = fold_body);
-
-/// Writes `values · steps`; returns its largest magnitude, and the sum of `values · minima`.
-#[inline(always)]
-fn fold_body(values: &[f32], steps: &[f32], minima: &[f32], out: &mut [f32]) -> (f32, f32) {
-    let (mut largest, mut sums) = ([0f32; LANES], [0f32; LANES]);
-    let chunks = values.as_chunks::<LANES>().0.iter().zip(out.as_chunks_mut::<LANES>().0);
-    let scales = steps.as_chunks::<LANES>().0.iter().zip(minima.as_chunks::<LANES>().0);
-    for ((values, out), (steps, minima)) in chunks.zip(scales) {
-        for i in 0..LANES {
-            out[i] = values[i] * steps[i];
-            sums[i] += values[i] * minima[i];
-            largest[i] = if out[i].abs() > largest[i] { out[i].abs() } else { largest[i] };
-        }
-    }
-    let rest = values.len() / LANES * LANES..values.len();
-    for (lane, i) in rest.enumerate() {
-        out[i] = values[i] * steps[i];
-        sums[lane] += values[i] * minima[i];
-        largest[lane] = largest[lane].max(out[i].abs());
-    }
-    (halve(largest, |a, b| if a > b { a } else { b }), halve(sums, |a, b| a + b))
+/// The code in the middle. What rounding takes from the factors is multiplied with codes; with
+/// this one it is put back, so that only the distance of codes from it counts.
+fn middle(groups: UniformGroups) -> f32 {
+    ((1u32 << groups.bits) - 1) as f32 / 2.0
 }
 
 /// Weighted sums of a unit over one head's value codes.
@@ -175,10 +178,8 @@ pub(crate) struct Values {
     dim: usize,
     scales: Scales,
     parts: Parts,
-    /// `[minima and steps, groups of channels, tokens]` of a span, for groups by token.
-    turned: Vec<f32>,
-    flat: Vec<f32>,
-    folded: Vec<f32>,
+    /// `[minima and steps, groups of channels, tokens]` of a span as f16, for groups by token.
+    turned: Vec<u8>,
 }
 
 impl Values {
@@ -197,8 +198,6 @@ impl Values {
             scales: Scales::default(),
             parts: Parts::default(),
             turned: Vec::new(),
-            flat: Vec::new(),
-            folded: vec![0.0; SPAN],
         })
     }
 
@@ -236,11 +235,14 @@ impl Values {
     fn turn(&mut self, page: &FixedCodes<'_>, first: usize, tokens: usize) {
         let columns = 2 * self.dim / self.groups.group.unwrap_or(self.dim);
         let bytes = &page.scales[first * columns * 2..][..tokens * columns * 2];
-        self.flat.resize(tokens * columns, 0.0);
-        self.turned.resize(tokens * columns, 0.0);
-        DType::F16.widen(bytes, &mut self.flat);
-        for (column, out) in self.turned.chunks_exact_mut(tokens).enumerate() {
-            let values = self.flat[column..].iter().step_by(columns);
+        self.turned.resize(bytes.len(), 0);
+        #[cfg(target_arch = "x86_64")]
+        if columns.is_multiple_of(8) {
+            return super::parts_x86::transpose(bytes, columns, &mut self.turned);
+        }
+        let (words, turned) = (bytes.as_chunks::<2>().0, self.turned.as_chunks_mut::<2>().0);
+        for (column, out) in turned.chunks_exact_mut(tokens).enumerate() {
+            let values = words[column..].iter().step_by(columns);
             out.iter_mut().zip(values).for_each(|(out, value)| *out = *value);
         }
     }
@@ -256,20 +258,22 @@ impl Values {
     ) {
         let (tokens, count) = (tiles.len() * TILE, self.groups.group.unwrap_or(self.dim));
         let sums = &mut sums[rows.start * self.dim..rows.end * self.dim];
+        let mut values: [&[f32]; ROWS] = [&[]; ROWS];
+        for (values, row) in values.iter_mut().zip(rows.clone()) {
+            *values = weights.tiles(row, tiles.clone()).0;
+        }
         let (minima, steps) = self.turned.split_at(self.turned.len() / 2);
-        let scales = minima.chunks_exact(tokens).zip(steps.chunks_exact(tokens));
+        let scales = minima.chunks_exact(2 * tokens).zip(steps.chunks_exact(2 * tokens));
         for (group, (minima, steps)) in scales.enumerate() {
             let first = group * count;
             self.parts.reset(tokens);
-            let mut units = [0f32; ROWS];
-            for (index, row) in rows.clone().enumerate() {
-                let (weights, _) = weights.tiles(row, tiles.clone());
-                let folded = &mut self.folded[..tokens];
-                let (largest, base) = fold(simd, weights, steps, minima, folded);
-                units[index] = self.parts.push(simd, folded, largest);
-                let sums = &mut sums[index * self.dim + first..][..count];
-                sums.iter_mut().for_each(|sum| *sum += base);
+            let mut pushed = [Pushed::default(); ROWS];
+            self.parts.push_folded(simd, &values[..rows.len()], (steps, minima), &mut pushed);
+            for (row, sums) in pushed.iter().zip(sums.chunks_exact_mut(self.dim)) {
+                let base = row.base + middle(self.groups) * row.lost;
+                sums[first..first + count].iter_mut().for_each(|sum| *sum += base);
             }
+            let units = pushed.map(|row| row.unit);
             let target = Target { units: &units[..rows.len()], factors: &[], first, count };
             value_dots(simd, codes, &self.lookup, (self.parts.rows(0), target), sums);
         }
@@ -290,12 +294,18 @@ impl Values {
         let Scales { minima, steps, .. } = &self.scales;
         for (index, row) in rows.clone().enumerate() {
             let (weights, largest) = weights.tiles(row, tile..tile + 1);
-            units[index] = self.parts.push(simd, weights, largest);
             let weight: f32 = weights.iter().sum();
+            let pushed = self.parts.push(simd, weights, largest, Some(weight));
+            units[index] = pushed.unit;
+            let lost = middle(self.groups) * pushed.lost;
             let sums = &mut sums[index * self.dim..][..self.dim];
-            match minima[..] {
-                [minimum] => sums.iter_mut().for_each(|sum| *sum += weight * minimum),
-                _ => sums.iter_mut().zip(minima).for_each(|(sum, m)| *sum += weight * m),
+            match (&minima[..], &steps[..]) {
+                ([minimum], [step]) => {
+                    sums.iter_mut().for_each(|sum| *sum += weight * minimum + lost * step);
+                }
+                _ => sums.iter_mut().zip(minima.iter().zip(steps)).for_each(|(sum, (m, s))| {
+                    *sum += weight * m + lost * s;
+                }),
             }
             if let [step] = steps[..] {
                 units[index] *= step;

@@ -3,13 +3,15 @@
 //! kernel where it has one, else over rows decoded to f32.
 
 use super::attend::{Job, Unit, group, payload_row};
+use super::float::ROWS;
 use super::fused::{Keys, Place, Values};
+use super::huffman::{self, LaneTiles, Wanted};
 use super::scores::{SPAN, Scores, TILE};
-use super::simd::{self, BLOCK_ROWS, Precision};
+use super::simd::{self, Precision};
 use super::softmax;
 use super::tile::{Rows, Span, spans};
 use crate::{BackendError, PartialState, PlanPart};
-use kvd_codec::{HeadSide, Space};
+use kvd_codec::{HeadSide, PageReader, Space};
 use kvd_core::Side;
 use std::ops::Range;
 
@@ -40,6 +42,37 @@ impl Queries {
 /// Bytes of each side of the next part that one step asks for.
 const PREFETCH_BYTES: usize = 1024;
 
+/// Parts whose entropy-coded pages are decoded together: two chains of look-ups each.
+const TOGETHER: usize = 2;
+
+/// Tiles of the entropy-coded pages of the parts at work.
+struct AtWork {
+    /// By part and side.
+    tiles: [[Option<LaneTiles>; 2]; TOGETHER],
+    /// Whether they hold that part's pages.
+    decoded: [[bool; 2]; TOGETHER],
+    /// Which of the parts is attended to.
+    slot: usize,
+}
+
+impl AtWork {
+    /// Those of one side of the part that is attended to, where its page was decoded.
+    fn of(&self, side: Side) -> Option<&LaneTiles> {
+        let tiles = self.tiles[self.slot][side.index()].as_ref();
+        tiles.filter(|_| self.decoded[self.slot][side.index()])
+    }
+}
+
+/// Tokens of float rows between two such steps, in scores and in sums.
+const SCORE_TOKENS: usize = 8;
+const SUM_TOKENS: usize = 16;
+
+/// A range in pieces of at most `len`.
+fn pieces(range: Range<usize>, len: usize) -> impl Iterator<Item = Range<usize>> {
+    let end = range.end;
+    range.step_by(len).map(move |start| start..end.min(start + len))
+}
+
 /// What a unit keeps from span to span.
 struct Walk<'a> {
     job: &'a Job<'a>,
@@ -49,6 +82,7 @@ struct Walk<'a> {
     scores: Scores,
     keys: Option<Keys>,
     values: Option<Values>,
+    lanes: AtWork,
     /// Sums of the fused value side, `[rows, dim]` in its order.
     sums: Vec<f32>,
     /// Codes of a span, a byte each.
@@ -65,9 +99,17 @@ pub(super) fn run(job: &Job<'_>, unit: &Unit<'_>) -> Result<Vec<PartialState>, B
     let queries = Queries::new(job, unit, key_side);
     let rows = queries.offsets.len();
     let dim_v = value_side.dim();
+    let how = (job.simd, job.precision);
     let fast = job.precision == Precision::Fast;
-    let keys = fast.then(|| Keys::new(job.simd, key_side, &queries.folded)).flatten();
-    let values = fast.then(|| Values::new(job.simd, value_side)).flatten();
+    let lanes = std::array::from_fn(|_| {
+        Side::BOTH.map(|side| {
+            let head = if side == Side::Key { key_side } else { value_side };
+            fast.then(|| LaneTiles::new(head, side)).flatten()
+        })
+    });
+    let [[key_tiles, value_tiles], _]: &[[Option<LaneTiles>; 2]; TOGETHER] = &lanes;
+    let keys = Keys::new(how, key_side, key_tiles.as_ref(), &queries.folded);
+    let values = Values::new(how, value_side, value_tiles.as_ref(), rows);
     let mut walk = Walk {
         job,
         unit,
@@ -75,6 +117,7 @@ pub(super) fn run(job: &Job<'_>, unit: &Unit<'_>) -> Result<Vec<PartialState>, B
         states: (0..rows).map(|_| PartialState::empty(dim_v)).collect(),
         scores: Scores::new(rows),
         keys,
+        lanes: AtWork { tiles: lanes, decoded: [[false; 2]; TOGETHER], slot: 0 },
         sums: if values.is_some() { vec![0.0; rows * dim_v] } else { Vec::new() },
         values,
         codes: vec![0; SPAN * key_side.dim().max(dim_v)],
@@ -85,51 +128,81 @@ pub(super) fn run(job: &Job<'_>, unit: &Unit<'_>) -> Result<Vec<PartialState>, B
     Ok(walk.finish(value_side))
 }
 
+/// Asks for a few more lines of the next part: many at once would wait for one another.
+fn prefetch(ahead: &mut [&[u8]; 2]) {
+    for bytes in ahead {
+        let (now, later) = bytes.split_at(bytes.len().min(PREFETCH_BYTES));
+        simd::prefetch(now);
+        *bytes = later;
+    }
+}
+
 impl<'a> Walk<'a> {
     fn parts(&mut self) -> Result<(), BackendError> {
         // The union of what the unit's query tokens see; spans outside are never decoded.
         let seen = self.unit.query.visible(self.unit.q.start).start
             ..self.unit.query.visible(self.unit.q.end - 1).end;
-        for (index, part) in self.unit.parts.iter().enumerate() {
-            let mut spans = spans(part, seen.clone()).peekable();
-            if spans.peek().is_none() {
-                continue;
-            }
-            let reader = self.job.reader;
-            let open = |side| reader.open(&part.source, part.rows, side, self.unit.head);
-            let (keys, values) = (open(Side::Key)?, open(Side::Value)?);
-            let next = self.unit.parts.get(index + 1);
-            let bytes = |side| {
-                let read = |part: &'a PlanPart| {
-                    reader.bytes(&part.source, part.rows, side, self.unit.head)
-                };
-                next.map_or(&[][..], read)
+        let parts =
+            self.unit.parts.iter().filter(|part| spans(part, seen.clone()).next().is_some());
+        let parts: Vec<&'a PlanPart> = parts.collect();
+        let (reader, head) = (self.job.reader, self.unit.head);
+        let together = if self.lanes.tiles[0].iter().any(Option::is_some) { TOGETHER } else { 1 };
+        for first in (0..parts.len()).step_by(together) {
+            let at_work = &parts[first..parts.len().min(first + together)];
+            let open = |part: &&'a PlanPart| {
+                let open = |side| reader.open(&part.source, part.rows, side, head);
+                Ok([open(Side::Key)?, open(Side::Value)?])
             };
-            self.ahead = Side::BOTH.map(bytes);
-            for span in spans {
-                self.score(&keys, &span)?;
-                self.prefetch();
-                self.weigh(&span, keys.space(), values.space());
-                self.accumulate(&values, &span)?;
+            let opened = at_work.iter().map(open).collect::<Result<Vec<_>, BackendError>>()?;
+            self.decode(at_work, &opened, &seen)?;
+            for (slot, (part, [keys, values])) in at_work.iter().zip(&opened).enumerate() {
+                self.lanes.slot = slot;
+                let next = parts.get(first + together + slot);
+                let read =
+                    |part: &&'a PlanPart, side| reader.bytes(&part.source, part.rows, side, head);
+                self.ahead = Side::BOTH.map(|side| next.map_or(&[][..], |part| read(part, side)));
+                for span in spans(part, seen.clone()) {
+                    self.score(keys, &span)?;
+                    prefetch(&mut self.ahead);
+                    self.weigh(&span, keys.space(), values.space());
+                    self.accumulate(values, &span)?;
+                }
             }
         }
         Ok(())
     }
 
-    /// Asks for a few more lines of the next part: many at once would wait for one another.
-    fn prefetch(&mut self) {
-        for bytes in &mut self.ahead {
-            let (now, later) = bytes.split_at(bytes.len().min(PREFETCH_BYTES));
-            simd::prefetch(now);
-            *bytes = later;
+    /// Decodes what is seen of entropy-coded pages of sides that have a kernel.
+    fn decode(
+        &mut self,
+        parts: &[&PlanPart],
+        opened: &[[Rows<'_>; 2]],
+        seen: &Range<u32>,
+    ) -> Result<(), BackendError> {
+        let has = [self.keys.is_some(), self.values.is_some()];
+        self.lanes.decoded = [[false; 2]; TOGETHER];
+        let mut wanted = Vec::with_capacity(2 * TOGETHER);
+        let AtWork { tiles, decoded, .. } = &mut self.lanes;
+        let slots = tiles.iter_mut().zip(decoded).zip(parts.iter().zip(opened));
+        for ((tiles, decoded), (part, rows)) in slots {
+            let seen = spans(part, seen.clone()).map(|span| span.rows());
+            let seen = seen.reduce(|a, b| a.start.min(b.start)..a.end.max(b.end)).unwrap_or(0..0);
+            for (side, (tiles, decoded)) in tiles.iter_mut().zip(decoded).enumerate() {
+                let tiles = tiles.as_mut().filter(|_| has[side]);
+                if let (Some(tiles), Some(page)) = (tiles, rows[side].page()) {
+                    wanted.push(Wanted { tiles, page, rows: seen.clone(), decoded });
+                }
+            }
         }
+        huffman::decode(self.job.simd, wanted)
     }
 
     /// Writes the scores of the span's tokens.
     fn score(&mut self, rows: &Rows<'_>, span: &Span) -> Result<(), BackendError> {
         for tile in span.tiles() {
-            self.prefetch();
-            if let (Some(keys), Some(page)) = (&mut self.keys, rows.full_tile(span, tile)) {
+            prefetch(&mut self.ahead);
+            let lanes = self.lanes.of(Side::Key);
+            if let (Some(keys), Some(page)) = (&mut self.keys, rows.full_tile(lanes, span, tile)) {
                 let place = Place { page, in_page: span.tile(tile), in_span: tile };
                 keys.tile(self.job.simd, place, &mut self.codes, &mut self.scores);
                 continue;
@@ -140,10 +213,19 @@ impl<'a> Walk<'a> {
                 Space::Coefficient => &self.queries.folded,
             };
             let dim = queries.len() / self.states.len();
-            let decoded = &mut self.tile[..wanted.len() * dim];
-            rows.decode_at(span.first + wanted.start, wanted.len(), decoded)?;
-            let scores = (self.scores.tail_mut(wanted.start), SPAN);
-            self.job.simd.scores(dim, queries, decoded, scores);
+            let at = (span.first + wanted.start, wanted.len());
+            let floats = rows.floats(at, &mut self.tile[..wanted.len() * dim])?;
+            for piece in pieces(0..wanted.len(), SCORE_TOKENS) {
+                prefetch(&mut self.ahead);
+                let scores = (self.scores.tail_mut(wanted.start + piece.start), SPAN);
+                self.job.simd.scores(dim, queries, floats.part(dim, piece), scores);
+            }
+        }
+        let lanes = self.lanes.of(Side::Key).into_iter();
+        if let Some(keys) = &self.keys {
+            for (rest, token) in lanes.flat_map(|lanes| lanes.rests_of(span)) {
+                keys.rest(rest, token, &mut self.scores);
+            }
         }
         Ok(())
     }
@@ -165,10 +247,13 @@ impl<'a> Walk<'a> {
                 Space::Coefficient => self.queries.offsets[row],
             };
             let max = softmax::finish(simd, scores, offset, cap);
-            if max > state.max && state.weight_sum > 0.0 && !self.sums.is_empty() {
+            if max > state.max
+                && state.weight_sum > 0.0
+                && let Some(values) = &mut self.values
+            {
                 let factor = (state.max - max).exp();
                 let dim = state.raw.len();
-                self.sums[row * dim..][..dim].iter_mut().for_each(|sum| *sum *= factor);
+                values.scale(row, &mut self.sums[row * dim..][..dim], factor);
             }
             state.raise_max(max);
             let (sum, largest) = softmax::weigh(simd, scores, state.max);
@@ -183,15 +268,24 @@ impl<'a> Walk<'a> {
     /// Adds the weighted values of the span's tokens.
     fn accumulate(&mut self, rows: &Rows<'_>, span: &Span) -> Result<(), BackendError> {
         let mut tiles = span.tiles();
-        self.prefetch();
         if let Some(values) = &mut self.values {
-            let full = tiles.clone().take_while(|tile| rows.full_tile(span, *tile).is_some());
+            let lanes = self.lanes.of(Side::Value);
+            let full =
+                tiles.clone().take_while(|tile| rows.full_tile(lanes, span, *tile).is_some());
             let count = full.count();
-            if let Some(page) = rows.full_tile(span, tiles.start).filter(|_| count > 0) {
-                let place = Place { page, in_page: span.tile(tiles.start), in_span: tiles.start };
-                let (codes, sums) = (&mut self.codes, &mut self.sums);
-                values.tiles(self.job.simd, (place, count), codes, &self.scores, sums);
+            if let Some(page) = rows.full_tile(lanes, span, tiles.start).filter(|_| count > 0) {
+                let full = tiles.start..tiles.start + count;
+                raise_weights(&mut self.scores, rows, span, full.clone());
+                for some in pieces(full, values.tiles_at_once()) {
+                    prefetch(&mut self.ahead);
+                    let place = Place { page, in_page: span.tile(some.start), in_span: some.start };
+                    let (codes, sums) = (&mut self.codes, &mut self.sums);
+                    values.tiles(self.job.simd, (place, some.len()), codes, &self.scores, sums);
+                }
                 tiles.start += count;
+            }
+            for (rest, token) in lanes.into_iter().flat_map(|lanes| lanes.rests_of(span)) {
+                values.rest(rest, token, &self.scores);
             }
         }
         for tile in tiles {
@@ -209,34 +303,36 @@ impl<'a> Walk<'a> {
     ) -> Result<(), BackendError> {
         let wanted = span.wanted_of(tile);
         let dim = self.states[0].raw.len();
-        let decoded = &mut self.tile[..wanted.len() * dim];
-        rows.decode_at(span.first + wanted.start, wanted.len(), decoded)?;
+        let at = (span.first + wanted.start, wanted.len());
+        let floats = rows.floats(at, &mut self.tile[..wanted.len() * dim])?;
         let space = rows.space();
-        let part = |seen: &Range<usize>| {
-            (seen.start - wanted.start) * dim..(seen.end - wanted.start) * dim
-        };
-        let seen = |scores: &Scores, row: usize| {
-            let seen = scores.seen(row);
+        let seen = |row: usize| {
+            let seen = self.scores.seen(row);
             let seen = seen.start.max(wanted.start)..seen.end.min(wanted.end);
             if seen.is_empty() { wanted.start..wanted.start } else { seen }
         };
-        for (index, states) in self.states.chunks_mut(BLOCK_ROWS).enumerate() {
-            let first = index * BLOCK_ROWS;
-            let of = |row: usize| seen(&self.scores, first + row);
-            let same = of(0);
-            if let [a, b, c, d] = states
-                && (1..BLOCK_ROWS).all(|row| of(row) == same)
-            {
-                let weights: [&[f32]; BLOCK_ROWS] =
-                    std::array::from_fn(|row| &self.scores.row(first + row)[same.clone()]);
-                let acc = [a, b, c, d].map(|state| accumulator(state, space));
-                self.job.simd.accumulate_block(weights, &decoded[part(&same)], acc);
-                continue;
-            }
-            for (row, state) in states.iter_mut().enumerate() {
-                let (seen, acc) = (of(row), accumulator(state, space));
-                let weights = &self.scores.row(first + row)[seen.clone()];
-                self.job.simd.accumulate(weights, &decoded[part(&seen)], acc);
+        let mut first = 0;
+        // Rows that see the same tokens go together.
+        for states in self.states.chunks_mut(ROWS) {
+            let mut rest = states;
+            while !rest.is_empty() {
+                let tokens = seen(first);
+                let same = (1..rest.len()).take_while(|row| seen(first + row) == tokens).count();
+                let (block, others) = rest.split_at_mut(same + 1);
+                let weights: [&[f32]; ROWS] = std::array::from_fn(|row| {
+                    &self.scores.row(first + row.min(same))[tokens.clone()]
+                });
+                let part = tokens.start - wanted.start..tokens.end - wanted.start;
+                let mut sums: Vec<_> =
+                    block.iter_mut().map(|state| accumulator(state, space)).collect();
+                for piece in pieces(part.clone(), SUM_TOKENS) {
+                    prefetch(&mut self.ahead);
+                    let at = piece.start - part.start..piece.end - part.start;
+                    let weights = weights.map(|weights| &weights[at.clone()]);
+                    let rows = floats.part(dim, piece);
+                    self.job.simd.accumulate(&weights[..=same], rows, &mut sums);
+                }
+                (rest, first) = (others, first + same + 1);
             }
         }
         Ok(())
@@ -245,10 +341,10 @@ impl<'a> Walk<'a> {
     fn finish(mut self, side: &HeadSide) -> Vec<PartialState> {
         if let Some(values) = &self.values {
             let sums = self.sums.chunks_exact(side.dim());
-            for (state, sums) in self.states.iter_mut().zip(sums) {
+            for (index, (state, sums)) in self.states.iter_mut().zip(sums).enumerate() {
                 let identity = side.is_identity();
                 let row = if identity { &mut state.raw } else { &mut state.coefficients };
-                values.unfold(sums, row);
+                values.unfold(index, sums, row);
             }
         }
         self.states
@@ -261,4 +357,15 @@ fn accumulator(state: &mut PartialState, space: Space) -> &mut [f32] {
         Space::Raw => &mut state.raw,
         Space::Coefficient => &mut state.coefficients,
     }
+}
+
+/// Multiplies weights by the gains of their rows, where kernels meet codes of raised rows.
+fn raise_weights(scores: &mut Scores, rows: &Rows<'_>, span: &Span, tiles: Range<usize>) {
+    let Some(gains) = rows.page().and_then(PageReader::gains) else { return };
+    let tokens = tiles.start * TILE..tiles.end * TILE;
+    let mut factors = [1f32; SPAN];
+    for token in tokens.clone() {
+        factors[token] = gains.factor(span.first + token);
+    }
+    scores.multiply(tokens, &factors);
 }

@@ -1,0 +1,179 @@
+//! Grid sides, straight from their codes: one step per head goes into the query or the weight,
+//! and what remains is an integer dot product of codes. Coefficients of the zero class are in no
+//! tile; what tiles do not hold is added outlier by outlier.
+
+use super::dots::{Lookup, ROWS, TERMS_MAX, Target, TileCodes, key_dots, value_dots};
+use super::huffman::{LaneTiles, Rest};
+use super::parts::Parts;
+use super::scores::{SPAN, Scores, TILE};
+use super::simd::Simd;
+use kvd_codec::{Grid, HeadSide};
+use std::ops::Range;
+
+/// What is taken from the stored codes of each position of a tile; and which coefficient it is.
+fn positions(grid: &Grid, tiles: &LaneTiles) -> Vec<(i32, usize)> {
+    let mut positions = vec![(0, usize::MAX); tiles.per_row];
+    for (run, first) in &tiles.runs {
+        for at in 0..run.len {
+            positions[first + at] = (grid.bias(run.first + at), run.first + at);
+        }
+    }
+    positions
+}
+
+/// Queries of a unit, without the coefficients that are in no tile.
+pub(crate) struct Keys {
+    lookup: Lookup,
+    parts: Parts,
+    units: Vec<f32>,
+    /// What the bias of all codes adds to a score, by row.
+    bases: Vec<f32>,
+    /// Queries `[rows, dim]`, times the step.
+    queries: Vec<f32>,
+    dim: usize,
+}
+
+impl Keys {
+    /// Takes folded queries `[rows, dim]`.
+    pub(crate) fn new(
+        simd: Simd,
+        side: &HeadSide,
+        tiles: &LaneTiles,
+        queries: &[f32],
+    ) -> Option<Self> {
+        let grid = side.grid()?;
+        let (dim, positions) = (side.dim(), positions(grid, tiles));
+        let queries: Vec<f32> = queries.iter().map(|q| q * grid.step()).collect();
+        // Beyond this a sum of products might not fit.
+        if positions.len() > TERMS_MAX || !queries.iter().all(|q| q.is_finite()) {
+            return None;
+        }
+        let (mut parts, mut units, mut bases) = (Parts::default(), Vec::new(), Vec::new());
+        parts.reset(positions.len());
+        let mut row = vec![0f32; positions.len()];
+        for (index, query) in queries.chunks_exact(dim).enumerate() {
+            for (value, (_, coefficient)) in row.iter_mut().zip(&positions) {
+                *value = query.get(*coefficient).copied().unwrap_or(0.0);
+            }
+            let largest = row.iter().fold(0f32, |m, q| m.max(q.abs()));
+            let unit = parts.push(simd, &row, largest, None).unit;
+            let part = parts.rows(index);
+            let bias = positions.iter().enumerate();
+            let bias = bias.map(|(at, (bias, _))| i64::from(part.value(simd, 0, at) * bias));
+            bases.push(-(bias.sum::<i64>() as f32) * unit);
+            units.push(unit);
+        }
+        Some(Self { lookup: Lookup::identity(), parts, units, bases, queries, dim })
+    }
+
+    /// Scores all rows against one tile.
+    pub(crate) fn tile(&self, simd: Simd, codes: TileCodes<'_>, tile: usize, scores: &mut Scores) {
+        for first in (0..self.units.len()).step_by(ROWS) {
+            let rows = self.parts.rows(first);
+            let units = &self.units[first..first + rows.count()];
+            let out = scores.rows_mut(first, tile);
+            if codes.per_row > 0 {
+                key_dots(simd, codes, &self.lookup, (rows, units), out);
+            }
+            for (row, base) in self.bases[first..first + rows.count()].iter().enumerate() {
+                let scores = out[row * SPAN..][..TILE].iter_mut();
+                match codes.per_row {
+                    0 => scores.for_each(|score| *score = 0.0),
+                    _ => scores.for_each(|score| *score += base),
+                }
+            }
+        }
+    }
+
+    /// Adds what tiles do not hold to the score of token `token` of the span.
+    pub(crate) fn rest(&self, rest: &Rest, token: usize, scores: &mut Scores) {
+        for (row, query) in self.queries.chunks_exact(self.dim).enumerate() {
+            scores.row_mut(row)[token] += query[rest.position] * rest.rest;
+        }
+    }
+}
+
+/// Weighted sums of a unit over one head's value codes.
+pub(crate) struct Values {
+    lookup: Lookup,
+    step: f32,
+    positions: Vec<(i32, usize)>,
+    parts: Parts,
+    /// `[rows, positions]`.
+    sums: Vec<f32>,
+    /// Of what tiles do not hold: `[rows, dim]`.
+    rests: Vec<f32>,
+    dim: usize,
+}
+
+impl Values {
+    pub(crate) fn new(side: &HeadSide, tiles: &LaneTiles, rows: usize) -> Option<Self> {
+        let grid = side.grid()?;
+        let positions = positions(grid, tiles);
+        Some(Self {
+            lookup: Lookup::identity(),
+            step: grid.step(),
+            sums: vec![0.0; rows * positions.len()],
+            rests: vec![0.0; rows * side.dim()],
+            positions,
+            parts: Parts::default(),
+            dim: side.dim(),
+        })
+    }
+
+    /// Adds the weighted codes of tiles.
+    pub(crate) fn tiles(
+        &mut self,
+        simd: Simd,
+        codes: TileCodes<'_>,
+        tiles: Range<usize>,
+        weights: &Scores,
+    ) {
+        let count = self.positions.len();
+        if count == 0 {
+            return;
+        }
+        for first in (0..weights.rows()).step_by(ROWS) {
+            let rows = first..weights.rows().min(first + ROWS);
+            self.parts.reset(tiles.len() * TILE);
+            let mut units = [0f32; ROWS];
+            let sums = &mut self.sums[rows.start * count..rows.end * count];
+            for (index, row) in rows.clone().enumerate() {
+                let (weights, largest) = weights.tiles(row, tiles.clone());
+                let unit = self.parts.push(simd, weights, largest, None).unit * self.step;
+                units[index] = unit;
+                let sum = self.parts.rows(index).sums[0] as f32 * unit;
+                let sums = sums[index * count..][..count].iter_mut();
+                sums.zip(&self.positions).for_each(|(s, (bias, _))| *s -= *bias as f32 * sum);
+            }
+            let units = &units[..rows.len()];
+            let target = Target { units, factors: &[], first: 0, count };
+            value_dots(simd, codes, &self.lookup, (self.parts.rows(0), target), sums);
+        }
+    }
+
+    /// Adds what tiles do not hold of token `token` of the span.
+    pub(crate) fn rest(&mut self, rest: &Rest, token: usize, weights: &Scores) {
+        let rests = self.rests.chunks_exact_mut(self.dim);
+        for (row, rests) in rests.enumerate() {
+            rests[rest.position] += weights.row(row)[token] * rest.rest * self.step;
+        }
+    }
+
+    /// Scales the sums of a row.
+    pub(crate) fn scale(&mut self, row: usize, factor: f32) {
+        let count = self.positions.len();
+        let sums = self.sums[row * count..][..count].iter_mut();
+        sums.chain(&mut self.rests[row * self.dim..][..self.dim]).for_each(|sum| *sum *= factor);
+    }
+
+    /// Adds the sums of row `row` to `out`, in the order of coefficients.
+    pub(crate) fn unfold(&self, row: usize, out: &mut [f32]) {
+        let sums = &self.sums[row * self.positions.len()..];
+        for ((_, coefficient), sum) in self.positions.iter().zip(sums) {
+            out[*coefficient] += sum;
+        }
+        let rests = &self.rests[row * self.dim..][..self.dim];
+        out.iter_mut().zip(rests).for_each(|(out, rest)| *out += rest);
+    }
+}

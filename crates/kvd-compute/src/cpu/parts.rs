@@ -1,0 +1,260 @@
+//! Factors as integers: queries and weights, as they are or times the steps of a page's groups,
+//! rounded to 16 bits of the largest in their row.
+
+use super::dots::ROWS;
+#[cfg(target_arch = "x86_64")]
+use super::parts_x86;
+use super::simd::{InstructionSet, Simd};
+use kvd_core::DType;
+
+/// Largest magnitude of a factor: the most that two signed bytes hold both ways.
+pub(super) const TOP: f32 = 32639.0;
+
+/// Rows of 16-bit integers, cut the way the instruction set multiplies them: for AVX-512 all high
+/// bytes and then all low ones, both signed, for the others words in the order 0, 2, 1, 3 of each
+/// four.
+#[derive(Default)]
+pub(crate) struct Parts {
+    bytes: Vec<u8>,
+    sums: Vec<i32>,
+    len: usize,
+    /// Values times steps.
+    folded: Vec<f32>,
+}
+
+/// What a row of factors came to.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct Pushed {
+    /// What one unit of its integers is.
+    pub(crate) unit: f32,
+    /// The sum of what rounding took away.
+    pub(crate) lost: f32,
+    /// The sum of the values times their minima.
+    pub(crate) base: f32,
+}
+
+/// Some rows of [`Parts`].
+#[derive(Clone, Copy)]
+pub(crate) struct PartRows<'a> {
+    pub(super) bytes: &'a [u8],
+    /// Sum of each row.
+    pub(super) sums: &'a [i32],
+    /// Values of a row.
+    pub(super) len: usize,
+}
+
+impl Parts {
+    /// Forgets its rows; each new one has `len` values, a multiple of four.
+    pub(crate) fn reset(&mut self, len: usize) {
+        debug_assert!(len.is_multiple_of(4), "rows of {len}");
+        self.sums.clear();
+        self.len = len;
+    }
+
+    /// Appends a row whose largest magnitude is `largest`. Who wants to know what rounding took
+    /// away says what the values add up to.
+    pub(crate) fn push(
+        &mut self,
+        simd: Simd,
+        values: &[f32],
+        largest: f32,
+        total: Option<f32>,
+    ) -> Pushed {
+        assert_eq!(values.len(), self.len, "parts: row length");
+        let pushed = self.split(simd, values, largest, total.unwrap_or_default());
+        if total.is_some() { pushed } else { Pushed { lost: 0.0, ..pushed } }
+    }
+
+    /// Appends at most [`ROWS`] rows of `values` times `steps`; steps and minima are f16.
+    pub(crate) fn push_folded(
+        &mut self,
+        simd: Simd,
+        values: &[&[f32]],
+        (steps, minima): (&[u8], &[u8]),
+        pushed: &mut [Pushed; ROWS],
+    ) {
+        let n = self.len;
+        assert!(values.len() <= ROWS && values.iter().all(|row| row.len() == n), "parts: rows");
+        assert!(steps.len() == 2 * n && minima.len() == 2 * n, "parts: scales");
+        let mut folded = std::mem::take(&mut self.folded);
+        folded.resize(ROWS * n, 0.0);
+        let folds = fold(simd, values, (steps, minima), &mut folded);
+        for (row, folded) in folded.chunks_exact(n).take(values.len()).enumerate() {
+            // An overflow of value times step has no unit; the sum is then of no use anyway.
+            let largest = folds.largest[row];
+            let largest = if largest.is_finite() { largest } else { 0.0 };
+            pushed[row] = self.split(simd, folded, largest, folds.totals[row]);
+            pushed[row].base = folds.bases[row];
+        }
+        self.folded = folded;
+    }
+
+    fn split(&mut self, simd: Simd, values: &[f32], largest: f32, total: f32) -> Pushed {
+        let start = 2 * self.len * self.sums.len();
+        let end = start + 2 * self.len;
+        if self.bytes.len() < end {
+            self.bytes.resize(end, 0);
+        }
+        // What is smaller than this is nothing beside any other row, and has no reciprocal.
+        let inverse = if largest > 1e-30 { TOP / largest } else { 0.0 };
+        let unit = if inverse > 0.0 { largest / TOP } else { 0.0 };
+        let sum = split(simd, values, inverse, &mut self.bytes[start..end]);
+        self.sums.push(sum);
+        let lost = if inverse > 0.0 { total - sum as f32 * unit } else { 0.0 };
+        Pushed { unit, lost, base: 0.0 }
+    }
+
+    /// Rows from `first` on, at most [`ROWS`].
+    pub(crate) fn rows(&self, first: usize) -> PartRows<'_> {
+        let end = self.sums.len().min(first + ROWS);
+        let bytes = &self.bytes[first * 2 * self.len..end * 2 * self.len];
+        PartRows { bytes, sums: &self.sums[first..end], len: self.len }
+    }
+}
+
+impl PartRows<'_> {
+    /// How many rows.
+    pub(crate) fn count(&self) -> usize {
+        self.sums.len()
+    }
+
+    /// Value `index` of row `row`.
+    pub(crate) fn value(&self, simd: Simd, row: usize, index: usize) -> i32 {
+        if simd.set() != InstructionSet::Avx512 {
+            return self.word(row, index);
+        }
+        let row = &self.bytes[2 * row * self.len..][..2 * self.len];
+        i32::from(row[index] as i8) * 256 + i32::from(row[self.len + index] as i8)
+    }
+
+    /// Value `index` of row `row`, as words hold it.
+    pub(super) fn word(&self, row: usize, index: usize) -> i32 {
+        let swapped = [0, 2, 1, 3][index % 4];
+        let at = 2 * (row * self.len + index / 4 * 4 + swapped);
+        i32::from(i16::from_le_bytes([self.bytes[at], self.bytes[at + 1]]))
+    }
+}
+
+/// Rounds to an integer, ties to even, for magnitudes below `2^22`.
+#[inline(always)]
+fn round(x: f32) -> i32 {
+    const MAGIC: f32 = 12_582_912.0;
+    (x + MAGIC).to_bits().wrapping_sub(MAGIC.to_bits()) as i32
+}
+
+/// Rounds `values · inverse`, cuts it as the set multiplies it, and returns the integers' sum.
+fn split(simd: Simd, values: &[f32], inverse: f32, out: &mut [u8]) -> i32 {
+    #[cfg(target_arch = "x86_64")]
+    if simd.set() != InstructionSet::Portable && values.len().is_multiple_of(parts_x86::STEP) {
+        return parts_x86::split(simd, values, inverse, out);
+    }
+    let (mut sum, n) = (0, values.len());
+    for (at, value) in values.iter().enumerate() {
+        let rounded = round(value * inverse);
+        sum += rounded;
+        if simd.set() == InstructionSet::Avx512 {
+            out[at] = ((rounded + 128) >> 8) as u8;
+            // What the high byte leaves has the same low eight bits.
+            out[n + at] = rounded as u8;
+        } else {
+            let swapped = [0, 2, 1, 3][at % 4];
+            let place = 2 * (at / 4 * 4 + swapped);
+            out[place..place + 2].copy_from_slice(&(rounded as i16).to_le_bytes());
+        }
+    }
+    sum
+}
+
+/// Of up to [`ROWS`] rows: the largest magnitudes, the sums with minima, and the sums of all.
+#[derive(Default)]
+pub(super) struct Folds {
+    pub(super) largest: [f32; ROWS],
+    pub(super) bases: [f32; ROWS],
+    pub(super) totals: [f32; ROWS],
+}
+
+/// Writes `values[r] · steps` of each row to `out` (`[rows, n]`).
+fn fold(simd: Simd, values: &[&[f32]], scales: (&[u8], &[u8]), out: &mut [f32]) -> Folds {
+    let n = values[0].len();
+    #[cfg(target_arch = "x86_64")]
+    if simd.set() != InstructionSet::Portable && n.is_multiple_of(parts_x86::STEP) {
+        return parts_x86::fold(simd, values, scales, out);
+    }
+    let (mut steps, mut minima) = (vec![0f32; n], vec![0f32; n]);
+    DType::F16.widen(scales.0, &mut steps);
+    DType::F16.widen(scales.1, &mut minima);
+    let mut folds = Folds::default();
+    for (row, (values, out)) in values.iter().zip(out.chunks_exact_mut(n)).enumerate() {
+        for (i, (value, out)) in values.iter().zip(out).enumerate() {
+            *out = value * steps[i];
+            folds.largest[row] = folds.largest[row].max(out.abs());
+            folds.bases[row] += value * minima[i];
+            folds.totals[row] += *out;
+        }
+    }
+    folds
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_row_of_nothing_has_no_unit() {
+        for simd in Simd::available() {
+            let mut parts = Parts::default();
+            parts.reset(4);
+            assert_eq!(parts.push(simd, &[0.0; 4], 0.0, None), Pushed::default());
+            assert_eq!(parts.push(simd, &[1e-38; 4], 1e-38, None), Pushed::default());
+            assert_eq!(parts.rows(0).sums, [0, 0]);
+        }
+    }
+
+    #[test]
+    fn every_level_folds_alike() {
+        let wave = |i: usize, gain: f32| (i as f32 * 0.7).sin() * gain;
+        for n in [16, 64, 80, 20] {
+            let values: Vec<Vec<f32>> =
+                (0..ROWS).map(|row| (0..n).map(|i| wave(i + 31 * row, 3.0)).collect()).collect();
+            let scales = |gain| {
+                let wide: Vec<f32> = (0..n).map(|i| wave(i * i, gain)).collect();
+                let mut bytes = vec![0; 2 * n];
+                DType::F16.narrow(&wide, &mut bytes);
+                bytes
+            };
+            let (steps, minima) = (scales(0.25), scales(40.0));
+            for rows in 1..=ROWS {
+                let run = |simd: Simd| {
+                    let mut parts = Parts::default();
+                    parts.reset(n);
+                    let mut pushed = [Pushed::default(); ROWS];
+                    let values: Vec<&[f32]> = values[..rows].iter().map(|row| &row[..]).collect();
+                    parts.push_folded(simd, &values, (&steps, &minima), &mut pushed);
+                    let rows = parts.rows(0);
+                    let words = (0..rows.count()).flat_map(|row| (0..n).map(move |i| (row, i)));
+                    let words: Vec<i32> = words
+                        .map(|(row, i)| match simd.set() {
+                            InstructionSet::Avx512 => {
+                                let at = 2 * row * n + i;
+                                let byte = |at: usize| i32::from(rows.bytes[at] as i8);
+                                256 * byte(at) + byte(at + n)
+                            }
+                            _ => rows.word(row, i),
+                        })
+                        .collect();
+                    (pushed, words, rows.sums.to_vec())
+                };
+                let portable = run(Simd::available()[0]);
+                for simd in Simd::available() {
+                    let (pushed, words, sums) = run(simd);
+                    assert_eq!((&words, &sums), (&portable.1, &portable.2), "{simd:?}, {n}");
+                    for (got, want) in pushed.iter().zip(&portable.0) {
+                        assert_eq!(got.unit, want.unit);
+                        assert!((got.base - want.base).abs() < 1e-3, "{got:?} {want:?}");
+                        assert!((got.lost - want.lost).abs() < 1e-4, "{got:?} {want:?}");
+                    }
+                }
+            }
+        }
+    }
+}
