@@ -41,7 +41,8 @@ impl CodeLayout {
     pub const TILE_TOKENS: usize = TILE_TOKENS;
 
     /// The layout of `tokens` rows of `per_row` codes of `bits` bits, at most 16.
-    pub(crate) fn new(side: Side, tokens: usize, per_row: usize, bits: u32) -> Self {
+    #[must_use]
+    pub fn new(side: Side, tokens: usize, per_row: usize, bits: u32) -> Self {
         debug_assert!(bits <= 16, "{bits} bits per code");
         Self { side, tokens, per_row, bits }
     }
@@ -59,7 +60,8 @@ impl CodeLayout {
     }
 
     /// Bytes of all codes of the page.
-    pub(crate) fn size_bytes(&self) -> usize {
+    #[must_use]
+    pub fn size_bytes(&self) -> usize {
         let full = self.tokens / TILE_TOKENS;
         full * self.tile_bytes(TILE_TOKENS) + self.tile_bytes(self.tokens % TILE_TOKENS)
     }

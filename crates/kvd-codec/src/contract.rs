@@ -99,9 +99,11 @@ impl ModelCodec {
         let raw = HeadSide {
             dim: head.dim,
             steps: Vec::new(),
+            gain: None,
             quantizer: HeadQuantizer::Float(self.geometry().dtype),
             variant: head.variant,
             trained_tables: false,
+            trained_run: head.trained_run,
             rung: true,
             tag,
         };

@@ -3,7 +3,7 @@
 
 use crate::encode::Scratch;
 use crate::huffman::HuffmanTable;
-use crate::multi_symbol::TrainedTable;
+use crate::lanes::LaneTable;
 use crate::{BlockRows, ModelCodec, SideSpec};
 use kvd_core::{LayerIndex, Side};
 
@@ -69,9 +69,10 @@ impl ModelCodec {
                 let Some((index, counts)) = counted else { continue };
                 let versions = self.tables[index].len();
                 let Some(current) = self.tables[index].last() else { continue };
-                let fresh = self.drifts[index].add(&counts, &current.code);
+                let fresh = self.drifts[index].add(&counts, &current.huffman);
                 if let Some(fresh) = fresh.filter(|_| versions < VERSIONS_MAX) {
-                    self.tables[index].push(TrainedTable::new(fresh));
+                    let grouping = current.grouping;
+                    self.tables[index].push(LaneTable::new(fresh, grouping));
                 }
             }
         }

@@ -1,12 +1,13 @@
 //! One page: transform, quantize, pack, seal; raw floats when the quantizer cannot.
 
+use crate::PageBytes;
 use crate::bits::{self, CodeLayout};
-use crate::huffman::HuffmanTable;
+use crate::gain;
+use crate::lanes::{self, CHUNK_TOKENS, LaneTable};
 use crate::page::{self, HEADER_BYTES, PageHeader, id};
 use crate::side::bind::HeadPlace;
 use crate::side::float;
 use crate::side::{HeadQuantizer, HeadSide, Unquantizable};
-use crate::{PageBytes, ROWS_PER_STREAM};
 use kvd_core::{DType, Side};
 
 /// Buffers that the pages of a block share.
@@ -15,13 +16,15 @@ pub(crate) struct Scratch {
     coefficients: Vec<f32>,
     symbols: Vec<u16>,
     scales: Vec<u8>,
+    /// Shift of each row.
+    gains: Vec<u8>,
 }
 
 /// How codes become bytes.
 #[derive(Clone, Copy)]
 pub(crate) enum Stage<'a> {
     Fixed,
-    Huffman { table: &'a HuffmanTable, version: u16 },
+    Huffman { table: &'a LaneTable, version: u16 },
 }
 
 pub(crate) struct EncodedPage {
@@ -49,8 +52,13 @@ pub(crate) fn page(plan: &PagePlan<'_>, scratch: &mut Scratch, out: &mut Vec<u8>
     let start = out.len();
     out.resize(start + HEADER_BYTES, 0);
     let part = (side, place.side, dtype);
+    let mut gains = 0;
     let (mut parts, fallback) = match payload(part, rows, stage, scratch, out) {
-        Ok(parts) => (parts, false),
+        Ok(mut parts) => {
+            gains = gain::append(&scratch.gains, out) as u64;
+            parts.scales += gains;
+            (parts, false)
+        }
         Err(Unquantizable) => {
             out.truncate(start + HEADER_BYTES);
             float::encode_rows(dtype, rows, out).expect("the block was checked");
@@ -67,6 +75,7 @@ pub(crate) fn page(plan: &PagePlan<'_>, scratch: &mut Scratch, out: &mut Vec<u8>
         quantizer: if fallback { id::float(dtype) } else { side.quantizer_id() },
         huffman: table_version != 0,
         fallback: fallback || side.rung,
+        gains: gains > 0,
         tokens: (rows.len() / side.dim()) as u16,
         dim: side.dim() as u16,
         layer: place.layer.0 as u16,
@@ -89,20 +98,21 @@ fn payload(
     out: &mut Vec<u8>,
 ) -> Result<PageBytes, Unquantizable> {
     if let HeadQuantizer::Float(dtype) = side.quantizer {
-        let coefficients = forward(side, rows, &mut scratch.coefficients);
+        let coefficients = forward(side, rows, &mut scratch.coefficients, &mut scratch.gains);
         float::encode_rows(dtype, coefficients, out)?;
         let codes = (rows.len() * dtype.size_bytes()) as u64;
         return Ok(PageBytes { codes, ..PageBytes::default() });
     }
     if let HeadQuantizer::Grid(grid) = &side.quantizer {
-        let coefficients = forward(side, rows, &mut scratch.coefficients);
+        let coefficients = forward(side, rows, &mut scratch.coefficients, &mut scratch.gains);
         let start = out.len();
-        let offsets = grid.encode(coefficients, side.dim(), out)?;
+        let raw = rows.len() * dtype.size_bytes();
+        let offsets = grid.encode(coefficients, raw, out)?;
         let codes = (out.len() - start) as u64 - offsets;
         return Ok(PageBytes { offsets, codes, ..PageBytes::default() });
     }
     if let HeadQuantizer::BitAlloc(bitalloc) = &side.quantizer {
-        let coefficients = forward(side, rows, &mut scratch.coefficients);
+        let coefficients = forward(side, rows, &mut scratch.coefficients, &mut scratch.gains);
         let start = out.len();
         let raw = rows.len() * dtype.size_bytes();
         let scales = bitalloc.encode(coefficients, raw, out)?;
@@ -120,16 +130,17 @@ fn payload(
             bits::pack(&CodeLayout::new(of, tokens, per_row, bits), &scratch.symbols, out);
         }
         Stage::Huffman { table, .. } => {
-            let streams = scratch.symbols.chunks(per_row * ROWS_PER_STREAM);
+            let chunks = scratch.symbols.chunks(per_row * CHUNK_TOKENS);
             let lengths_at = out.len();
-            parts.offsets = 2 * streams.len() as u64;
-            codes_at += 2 * streams.len();
+            parts.offsets = 2 * chunks.len() as u64;
+            codes_at += 2 * chunks.len();
             out.resize(codes_at, 0);
-            for (index, stream) in streams.enumerate() {
-                let start = out.len();
-                table.encode(stream, out);
-                // At most 8 rows x 1536 codes x 12 bits = 18 KiB.
-                let length = ((out.len() - start) as u16).to_le_bytes();
+            let runs = [side.trained_run];
+            for (index, chunk) in chunks.enumerate() {
+                let table = std::slice::from_ref(table);
+                let words = lanes::encode_chunk(of, (&runs, table), (chunk, per_row), out);
+                // 64 tokens of 1024 codes of 15 bits at most are fewer than 2^16 words.
+                let length = (words as u16).to_le_bytes();
                 out[lengths_at + 2 * index..][..2].copy_from_slice(&length);
             }
         }
@@ -142,7 +153,7 @@ fn payload(
 fn quantize(side: &HeadSide, rows: &[f32], scratch: &mut Scratch) -> Result<(), Unquantizable> {
     scratch.symbols.clear();
     scratch.scales.clear();
-    let coefficients = forward(side, rows, &mut scratch.coefficients);
+    let coefficients = forward(side, rows, &mut scratch.coefficients, &mut scratch.gains);
     side.quantizer.quantize(coefficients, side.dim(), &mut scratch.symbols, &mut scratch.scales)
 }
 
@@ -155,15 +166,23 @@ pub(crate) fn count(side: &HeadSide, rows: &[f32], scratch: &mut Scratch, counts
     }
 }
 
-/// The coefficients of `rows`, in `buffer` unless they are the rows themselves.
-fn forward<'a>(side: &HeadSide, rows: &'a [f32], buffer: &'a mut Vec<f32>) -> &'a [f32] {
-    if side.is_identity() {
+/// The coefficients of `rows`, in `buffer` unless they are the rows themselves, and the shift of
+/// each row under `gain`.
+fn forward<'a>(
+    side: &HeadSide,
+    rows: &'a [f32],
+    buffer: &'a mut Vec<f32>,
+    gains: &mut Vec<u8>,
+) -> &'a [f32] {
+    gains.clear();
+    if side.is_identity() && side.gain.is_none() {
         return rows;
     }
     buffer.clear();
-    buffer.resize(rows.len(), 0.0);
-    for (row, out) in rows.chunks_exact(side.dim()).zip(buffer.chunks_exact_mut(side.dim())) {
-        side.forward(row, out);
+    buffer.extend_from_slice(rows);
+    side.forward(buffer);
+    if let Some(median) = side.gain {
+        gain::raise(rows, side.dim(), median, buffer, gains);
     }
     buffer
 }

@@ -4,6 +4,7 @@ use crate::calibration::SideCalibration;
 use crate::fit_bitalloc;
 use crate::fit_grid::{self, GridHead};
 use crate::fit_vq::VqFit;
+use crate::gain;
 use crate::rotation::Rotation;
 use crate::side::polar::Pairs;
 use crate::transform::Step;
@@ -112,7 +113,7 @@ fn fit_side(
     fitted.codebooks = vq.map(VqFit::finish);
     match side_spec.quantizer {
         Quantizer::Grid { rate } => {
-            fitted.grid = Some(fit_grid::fit(geometry, side, rate, &grid_heads)?);
+            fitted.grid = Some(fit_grid::fit(geometry, (side, &fitted.gain), rate, &grid_heads)?);
         }
         Quantizer::BitAlloc { bits } => {
             let matrix_is_last =
@@ -163,6 +164,8 @@ impl Place {
 struct HeadFit<'a> {
     place: Place,
     dim: usize,
+    /// As sampled.
+    raw: &'a [f32],
     rows: Vec<f32>,
     /// Values of `rows` that transforms are fitted on: all but those held out, at the end.
     fitted: usize,
@@ -176,13 +179,13 @@ struct HeadFit<'a> {
 impl<'a> HeadFit<'a> {
     fn new(place: Place, samples: &'a Samples, dim: usize) -> Result<Self, CalibrationError> {
         let Place { layer, side, head } = place;
-        let rows = samples.rows(LayerIndex(layer), side, head).to_vec();
-        if rows.is_empty() {
+        let raw = samples.rows(LayerIndex(layer), side, head);
+        if raw.is_empty() {
             return Err(CalibrationError::NoSamples { layer, side, head });
         }
         let queries = samples.queries(LayerIndex(layer), head);
-        let (fitted, steps) = (rows.len(), Vec::new());
-        Ok(Self { place, dim, rows, fitted, queries, steps, weight: None })
+        let (rows, fitted, steps) = (raw.to_vec(), raw.len(), Vec::new());
+        Ok(Self { place, dim, raw, rows, fitted, queries, steps, weight: None })
     }
 
     /// Keeps the last rows from the transforms: the spreads and the rate that a grid is fitted to
@@ -212,6 +215,12 @@ impl<'a> HeadFit<'a> {
                 fitted.norm.extend_from_slice(&factors);
                 Step::scale(factors)
             }
+            Transform::Gain => {
+                let median = gain::median_length(self.raw, dim);
+                fitted.gain.push(median);
+                gain::raise(self.raw, dim, median, &mut self.rows, &mut Vec::new());
+                return Ok(());
+            }
             Transform::Mean => {
                 let mean = mean(rows, dim);
                 fitted.mean.extend_from_slice(&mean);
@@ -227,9 +236,7 @@ impl<'a> HeadFit<'a> {
                 step
             }
         };
-        for row in self.rows.chunks_exact_mut(dim) {
-            step.forward(row);
-        }
+        step.forward(&mut self.rows, dim);
         if !self.rows.iter().all(|x| x.is_finite()) {
             return Err(self.place.out_of_range());
         }

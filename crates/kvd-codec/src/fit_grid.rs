@@ -1,10 +1,11 @@
 //! Fits a side's grid: steps, classes and tables (`docs/adr/0005-grid-codec.md`).
 
+use crate::CalibrationError;
 use crate::calibration::{GridTensors, TABLE_WIDTH};
 use crate::huffman::HuffmanTable;
+use crate::lanes::{self, CHUNK_TOKENS, Grouping, LANES, LaneRun, QUAD};
 use crate::page::{HEADER_BYTES, PAGE_ALIGN};
-use crate::side::grid::{self, CLASSES, Run};
-use crate::{CalibrationError, ROWS_PER_STREAM};
+use crate::side::grid::{self, CLASSES, OUTLIER_BITS};
 use kvd_core::{Geometry, Side};
 
 /// Rows per head that are coded to find the step.
@@ -47,7 +48,7 @@ struct Trial {
 /// stream lengths counted. `heads` are those of layer 0, then those of layer 1 and so on.
 pub(crate) fn fit(
     geometry: &Geometry,
-    side: Side,
+    (side, gains): (Side, &[f32]),
     rate: f32,
     heads: &[GridHead],
 ) -> Result<GridTensors, CalibrationError> {
@@ -55,7 +56,7 @@ pub(crate) fn fit(
     let heads: Vec<Head<'_>> =
         heads.chunks(kv_heads).flat_map(|layer| layer_heads(layer, dim)).collect();
     let values: usize = heads.iter().map(|head| head.rows.len() * dim).sum();
-    let target = (f64::from(rate) - overhead(geometry, side)) * values as f64;
+    let target = (f64::from(rate) - overhead(geometry, side, !gains.is_empty())) * values as f64;
     let spread = |head: &Head<'_>| head.spreads.iter().fold(0f64, |a, b| a.max(*b)) / head.weight;
     let largest = heads.iter().map(spread).fold(0f64, f64::max);
     let largest = if largest > 0.0 { largest } else { 1.0 };
@@ -63,7 +64,7 @@ pub(crate) fn fit(
     let mut best = None;
     for _ in 0..HALVINGS {
         let middle = (fine * coarse).sqrt();
-        let trial = code(&heads, kv_heads, dim, middle);
+        let trial = code(side, &heads, kv_heads, middle);
         if trial.bits <= target {
             coarse = middle;
             best = Some(trial);
@@ -71,7 +72,7 @@ pub(crate) fn fit(
             fine = middle;
         }
     }
-    let best = best.unwrap_or_else(|| code(&heads, kv_heads, dim, coarse));
+    let best = best.unwrap_or_else(|| code(side, &heads, kv_heads, coarse));
     let usable = |step: &f32| step.is_normal() && *step > 0.0;
     match best.tensors.steps.iter().position(|step| !usable(step)) {
         None => Ok(best.tensors),
@@ -82,14 +83,24 @@ pub(crate) fn fit(
     }
 }
 
-/// Bits per value of everything but codes: page headers, half the padding of pages, the slot of
-/// the block, and per stream its length and half a byte of padding.
-fn overhead(geometry: &Geometry, side: Side) -> f64 {
+/// Bits that a lane has loaded and not used when a chunk ends, less the zeros that are left out.
+const LANE_WASTE: f64 = 12.0;
+
+/// Bits of a row's gain.
+const GAIN_BITS: f64 = 4.0;
+
+/// Bits per value of everything but codes and outliers: page headers, gains, half the padding of
+/// pages,
+/// the slot of the block, and per chunk its lengths and what its lanes leave over.
+fn overhead(geometry: &Geometry, side: Side, gains: bool) -> f64 {
     let dim = geometry.head_dim(side) as f64;
     let slot_share = SLOT_WASTE as f64 / f64::from(2 * geometry.kv_heads);
     let page = 8.0 * (HEADER_BYTES as f64 + PAGE_ALIGN as f64 / 2.0 + slot_share);
-    let stream = 16.0 + 4.0;
-    page / (f64::from(geometry.block_tokens) * dim) + stream / (ROWS_PER_STREAM as f64 * dim)
+    let tokens = f64::from(geometry.block_tokens);
+    let chunks = (tokens / CHUNK_TOKENS as f64).ceil();
+    let chunk = 32.0 + LANES as f64 * LANE_WASTE;
+    let gains = if gains { GAIN_BITS } else { 0.0 };
+    (page + chunks * chunk) / (tokens * dim) + gains / dim
 }
 
 pub(crate) fn layer_heads(heads: &[GridHead], dim: usize) -> Vec<Head<'_>> {
@@ -99,8 +110,10 @@ pub(crate) fn layer_heads(heads: &[GridHead], dim: usize) -> Vec<Head<'_>> {
     let of_layer = if rms > 0.0 { rms } else { 1.0 };
     let mut bound = Vec::new();
     for (head, spreads) in heads.iter().zip(spreads) {
+        // Whole quads: tokens that follow one another may share a symbol.
         let stride = (head.coefficients.len() / dim).div_ceil(ROWS_MAX).max(1);
-        let rows = head.coefficients.chunks_exact(dim).step_by(stride).collect();
+        let quads = head.coefficients.chunks(dim * QUAD).step_by(stride);
+        let rows = quads.flat_map(|quad| quad.chunks_exact(dim)).collect();
         bound.push(Head { rows, spreads, weight: head.weight.unwrap_or(of_layer) });
     }
     bound
@@ -119,16 +132,16 @@ fn spreads(head: &GridHead, dim: usize) -> Vec<f64> {
 }
 
 /// Codes all samples with the steps `step * weight` and tables made for them.
-fn code(heads: &[Head<'_>], kv_heads: usize, dim: usize, step: f64) -> Trial {
+fn code(side: Side, heads: &[Head<'_>], kv_heads: usize, step: f64) -> Trial {
     let mut tensors = GridTensors { steps: Vec::new(), classes: Vec::new(), tables: Vec::new() };
     let mut bits = 0.0;
     for layer in heads.chunks(kv_heads) {
-        let mut tally = Tally::new();
+        let mut tally = Tally::new(side);
         for head in layer {
             let step = (step * head.weight) as f32;
             let class = |spread: &f64| grid::class_of((*spread / f64::from(step)) as f32);
             let classes: Vec<u8> = head.spreads.iter().map(class).collect();
-            tally.add(&head.rows, step, &grid::runs(&classes), dim);
+            tally.add(&head.rows, step, &classes);
             tensors.steps.push(step);
             tensors.classes.extend(classes);
         }
@@ -139,52 +152,56 @@ fn code(heads: &[Head<'_>], kv_heads: usize, dim: usize, step: f64) -> Trial {
 
 /// Symbol counts of a layer, and the bits that no symbol stands for.
 struct Tally {
+    side: Side,
+    /// By class, without the zero class.
     counts: Vec<Vec<u64>>,
     other_bits: u64,
 }
 
 impl Tally {
-    fn new() -> Self {
-        let counts = CLASSES.iter().map(|class| vec![0; class.alphabet()]).collect();
-        Self { counts, other_bits: 0 }
+    fn new(side: Side) -> Self {
+        let counts = CLASSES[1..].iter().map(|class| vec![0; class.alphabet()]).collect();
+        Self { side, counts, other_bits: 0 }
     }
 
-    fn add(&mut self, rows: &[&[f32]], step: f32, runs: &[Run], dim: usize) {
-        let mut codes = vec![0i32; dim];
-        for row in rows {
-            if grid::codes(row, step, &mut codes).is_err() {
-                // Its page would hold raw floats.
-                self.other_bits += 16 * dim as u64;
-                continue;
-            }
-            for run in runs {
-                let class = CLASSES[run.class];
-                for group in codes[run.first..run.first + run.len].chunks(class.group) {
-                    if run.class == 0 {
-                        self.other_bits += grid::zero_group_bits(group);
-                        continue;
-                    }
-                    let symbol = class.symbol(group);
-                    self.counts[run.class][usize::from(symbol)] += 1;
-                    if symbol == class.escape() {
-                        self.other_bits += grid::escape_bits(group);
-                    }
+    fn add(&mut self, rows: &[&[f32]], step: f32, classes: &[u8]) {
+        let dim = classes.len();
+        let groupings: Vec<Grouping> = CLASSES[1..].iter().map(|class| class.grouping()).collect();
+        let runs: Vec<LaneRun> = grid::runs(classes);
+        let (mut codes, mut stored) = (vec![0i32; dim], Vec::new());
+        for rows in rows.chunks(CHUNK_TOKENS) {
+            stored.clear();
+            for row in rows {
+                if grid::codes(row, step, &mut codes).is_err() {
+                    // Its page would hold raw floats.
+                    self.other_bits += 16 * dim as u64;
+                    continue;
+                }
+                for (code, class) in codes.iter().zip(classes) {
+                    let (kept, rest) = CLASSES[usize::from(*class)].cut(*code);
+                    stored.push(kept);
+                    self.other_bits += grid::outliers(rest) * OUTLIER_BITS;
                 }
             }
+            let mut raw_bits = 0;
+            lanes::count(self.side, (&runs, &groupings), (&stored, dim), &mut |table, symbol| {
+                self.counts[table][usize::from(symbol)] += 1;
+                raw_bits += u64::from(groupings[table].raw_bits);
+            });
+            self.other_bits += raw_bits;
         }
     }
 
     /// Appends the code lengths of every class; returns all bits.
     fn finish(self, tables: &mut Vec<u8>) -> f64 {
         let mut bits = self.other_bits;
-        for (class, counts) in self.counts.iter().enumerate() {
+        tables.resize(tables.len() + TABLE_WIDTH, 0);
+        for counts in &self.counts {
             let start = tables.len();
-            if class != 0 {
-                let table = HuffmanTable::new(counts);
-                let lengths = table.lengths();
-                bits += counts.iter().zip(lengths).map(|(n, l)| n * u64::from(*l)).sum::<u64>();
-                tables.extend_from_slice(lengths);
-            }
+            let table = HuffmanTable::new(counts);
+            let lengths = table.lengths();
+            bits += counts.iter().zip(lengths).map(|(n, l)| n * u64::from(*l)).sum::<u64>();
+            tables.extend_from_slice(lengths);
             tables.resize(start + TABLE_WIDTH, 0);
         }
         bits as f64

@@ -1,6 +1,7 @@
 //! What a side must store, as far as its spec alone says: nothing is encoded for it.
 
 use crate::bits::CodeLayout;
+use crate::gain::gain_bytes;
 use crate::page::{HEADER_BYTES, page_bytes};
 use crate::side::float::E4M3_SCALE_BYTES;
 use crate::side::hybrid::Hybrid;
@@ -8,7 +9,7 @@ use crate::side::lloyd::Lloyd;
 use crate::side::polar::Polar;
 use crate::side::symmetric::Symmetric;
 use crate::side::uniform::Uniform;
-use crate::{Entropy, FloatFormat, Quantizer, ROWS_PER_STREAM, SideSpec, UniformMode};
+use crate::{CHUNK_TOKENS, Entropy, FloatFormat, Quantizer, SideSpec, Transform, UniformMode};
 use kvd_core::{Geometry, Side};
 use std::fmt;
 
@@ -18,7 +19,7 @@ use std::fmt;
 pub struct ImpliedBits {
     /// Codes or floats; `None` where an entropy stage makes them depend on the data.
     pub codes: Option<f64>,
-    /// Steps, minima, signs, masks, norms.
+    /// Steps, minima, signs, masks, norms, and gains, which pages without short rows leave out.
     pub scales: f64,
     /// Lengths of entropy-coded streams.
     pub offsets: f64,
@@ -57,9 +58,15 @@ impl SideSpec {
     #[must_use]
     pub fn implied_bits(&self, geometry: &Geometry, side: Side) -> ImpliedBits {
         let (tokens, dim) = (geometry.block_tokens as usize, geometry.head_dim(side));
-        let scales = self.quantizer.scale_bytes(tokens, dim);
+        let gains = if self.transforms.contains(&Transform::Gain) { gain_bytes(tokens) } else { 0 };
+        let scales = self.quantizer.scale_bytes(tokens, dim) + gains;
         let (codes, offsets, header) = match self.entropy {
-            Entropy::Huffman => (None, 2 * tokens.div_ceil(ROWS_PER_STREAM), HEADER_BYTES),
+            Entropy::Huffman => {
+                // A grid counts outliers as well as words.
+                let grid = matches!(self.quantizer, Quantizer::Grid { .. });
+                let lengths = if grid { 4 } else { 2 } * tokens.div_ceil(CHUNK_TOKENS);
+                (None, lengths, HEADER_BYTES)
+            }
             Entropy::None => {
                 let codes = self.code_bytes(geometry, side);
                 (Some(codes), 0, page_bytes(scales + codes) - scales - codes)

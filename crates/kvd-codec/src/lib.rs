@@ -20,14 +20,15 @@ mod fit;
 mod fit_bitalloc;
 mod fit_grid;
 mod fit_vq;
+mod gain;
 mod huffman;
 mod implied;
 mod kmeans;
 mod kmeans_cells;
+mod lanes;
 mod levels;
 mod lloyd;
 mod model;
-mod multi_symbol;
 mod page;
 mod parse;
 mod policy;
@@ -39,20 +40,25 @@ mod side;
 mod spec;
 mod transform;
 mod vq_spec;
+mod wide;
 
 pub use bits::CodeLayout;
 pub use calibration::Calibration;
 pub use contract::CheckedBlock;
 pub use error::{CalibrationError, CodecError, PageError, SpecError};
 pub use fit::{FitProgress, fit};
+pub use gain::Gains;
 pub use huffman::HuffmanTable;
 pub use implied::ImpliedBits;
+pub use lanes::{ByteTables, CHUNK_TOKENS, LaneChunk, LaneCodes, LaneRun, LaneTable, Outlier};
+pub use levels::level_unit;
 pub use model::{BlockRows, EncodedBlock, ModelCodec, PageBytes};
 pub use page::{HEADER_BYTES, PAGE_ALIGN, Page, PageHeader};
 pub use policy::Override;
 pub use preset::{Preset, preset, presets, resolve};
 pub use reader::{FixedCodes, PageReader, Space};
 pub use samples::Samples;
+pub use side::grid::Grid;
 pub use side::stored::Stored;
 pub use side::vq::{Codebook, Vq};
 pub use side::{HeadSide, UniformGroups};
@@ -61,6 +67,3 @@ pub use spec::{
     UniformStep,
 };
 pub use vq_spec::{CodebookScope, VqSpec};
-
-/// Rows that share one entropy-coded stream: the unit of random access inside a page.
-pub const ROWS_PER_STREAM: usize = 8;

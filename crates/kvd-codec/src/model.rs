@@ -4,9 +4,9 @@ use crate::contract::Ladder;
 use crate::drift::Drift;
 use crate::encode::{self, EncodedPage, PagePlan, Scratch, Stage};
 use crate::huffman::HuffmanTable;
-use crate::multi_symbol::TrainedTable;
+use crate::lanes::{Grouping, LaneTable};
 use crate::side::bind::HeadPlace;
-use crate::side::float::largest;
+use crate::side::float::{all_within, largest};
 use crate::side::vq::codebook_bytes;
 use crate::{Calibration, CodecError, CodecSpec, HeadSide, SideSpec};
 use kvd_core::{Geometry, LayerIndex, Side};
@@ -20,7 +20,7 @@ pub struct ModelCodec {
     spec: CodecSpec,
     heads: Vec<HeadSide>,
     /// Per layer, side and variant: every Huffman table so far; version `n` is at index `n - 1`.
-    pub(crate) tables: Vec<Vec<TrainedTable>>,
+    pub(crate) tables: Vec<Vec<LaneTable>>,
     /// Per entry of `tables`.
     pub(crate) drifts: Vec<Drift>,
     /// Per layer, blocks seen by `watch_tables`; empty where nothing has trained tables.
@@ -182,7 +182,7 @@ impl ModelCodec {
     /// Bytes of all Huffman tables: one code length per symbol.
     #[must_use]
     pub fn table_bytes(&self) -> u64 {
-        self.tables.iter().flatten().map(|table| table.code.size_bytes()).sum()
+        self.tables.iter().flatten().map(|table| table.size_bytes()).sum()
     }
 
     /// Whether a side of that layer uses Huffman and has no table yet. False outside the
@@ -203,7 +203,7 @@ impl ModelCodec {
         (layer, side): (LayerIndex, Side),
         head: &HeadSide,
         version: u16,
-    ) -> Option<&TrainedTable> {
+    ) -> Option<&LaneTable> {
         let index = usize::from(version).checked_sub(1)?;
         self.tables.get(self.table_index(layer, side, head))?.get(index)
     }
@@ -252,7 +252,10 @@ impl ModelCodec {
         if versions.len() == usize::from(u16::MAX) {
             return Err(CodecError::TableVersions { layer: layer.0 });
         }
-        versions.push(TrainedTable::new(HuffmanTable::new(&counts)));
+        versions.push(LaneTable::new(
+            HuffmanTable::new(&counts),
+            Grouping::single(counts.len() as u16),
+        ));
         Ok(())
     }
 
@@ -342,7 +345,7 @@ impl ModelCodec {
         let versions = &self.tables[self.table_index(layer, side, head)];
         match versions.last() {
             Some(table) if head.trained_tables => {
-                Stage::Huffman { table: &table.code, version: versions.len() as u16 }
+                Stage::Huffman { table, version: versions.len() as u16 }
             }
             _ => Stage::Fixed,
         }
@@ -376,9 +379,8 @@ impl ModelCodec {
                 return Err(CodecError::Shape(text));
             }
             let limit = largest(g.dtype);
-            // Written so that NaN does not fit.
-            let fits = |x: f32| x.abs() <= limit;
-            if let Some(at) = rows.iter().position(|x| !fits(*x)) {
+            if !all_within(rows, limit) {
+                let at = rows.iter().position(|x| !all_within(&[*x], limit)).unwrap_or(0);
                 return Err(self.bad_value(side, block.tokens, at, rows[at]));
             }
         }

@@ -6,7 +6,7 @@
 //! | 4 | format version |
 //! | 5 | side: 0 key, 1 value |
 //! | 6 | quantizer id ([`id`]) |
-//! | 7 | flags: bit 0 Huffman, bit 1 fallback to raw floats |
+//! | 7 | flags: bit 0 Huffman, bit 1 fallback to raw floats, bit 2 token gains |
 //! | 8..10 | tokens |
 //! | 10..12 | channels of the head |
 //! | 12..14 | layer |
@@ -20,6 +20,7 @@
 //! quantizer needs per group, then for Huffman pages one u16 per stream (its bytes), then codes.
 
 use crate::PageError;
+use crate::gain::{Gains, gain_bytes};
 use kvd_core::{Geometry, Side};
 use xxhash_rust::xxh3::Xxh3;
 
@@ -33,6 +34,7 @@ const FORMAT_VERSION: u8 = 1;
 const CHECKSUM_AT: usize = 24;
 const FLAG_HUFFMAN: u8 = 1;
 const FLAG_FALLBACK: u8 = 2;
+const FLAG_GAINS: u8 = 4;
 
 /// Quantizer ids in page headers.
 pub(crate) mod id {
@@ -69,6 +71,8 @@ pub struct PageHeader {
     pub huffman: bool,
     /// The codec could not represent this page: it holds raw floats in the geometry's dtype.
     pub fallback: bool,
+    /// The payload ends with gains, 4 bits per row.
+    pub gains: bool,
     /// Rows in the page.
     pub tokens: u16,
     /// Channels of a row.
@@ -91,7 +95,8 @@ impl PageHeader {
     fn to_bytes(self) -> [u8; HEADER_BYTES] {
         let mut bytes = [0; HEADER_BYTES];
         let flags = if self.huffman { FLAG_HUFFMAN } else { 0 }
-            | if self.fallback { FLAG_FALLBACK } else { 0 };
+            | if self.fallback { FLAG_FALLBACK } else { 0 }
+            | if self.gains { FLAG_GAINS } else { 0 };
         bytes[..4].copy_from_slice(&MAGIC);
         bytes[4..8].copy_from_slice(&[
             FORMAT_VERSION,
@@ -141,8 +146,8 @@ impl<'a> Page<'a> {
             other => return Err(field("side", u64::from(other), 1)),
         };
         let flags = head[7];
-        if flags & !(FLAG_HUFFMAN | FLAG_FALLBACK) != 0 {
-            return Err(field("flags", u64::from(flags), 3));
+        if flags & !(FLAG_HUFFMAN | FLAG_FALLBACK | FLAG_GAINS) != 0 {
+            return Err(field("flags", u64::from(flags), 7));
         }
         let u16_at = |at: usize| u16::from_le_bytes([head[at], head[at + 1]]);
         let header = PageHeader {
@@ -150,6 +155,7 @@ impl<'a> Page<'a> {
             quantizer: head[6],
             huffman: flags & FLAG_HUFFMAN != 0,
             fallback: flags & FLAG_FALLBACK != 0,
+            gains: flags & FLAG_GAINS != 0,
             tokens: u16_at(8),
             dim: u16_at(10),
             layer: u16_at(12),
@@ -169,7 +175,11 @@ impl<'a> Page<'a> {
         if bytes.len() != want {
             return Err(PageError::Length { got: bytes.len(), want });
         }
-        Ok(Self { header, bytes })
+        let page = Self { header, bytes };
+        if page.gains_len() > header.payload_len as usize {
+            return Err(PageError::Payload("it ends inside the gains"));
+        }
+        Ok(page)
     }
 
     /// The header.
@@ -178,10 +188,21 @@ impl<'a> Page<'a> {
         &self.header
     }
 
-    /// The payload without padding.
+    /// The payload without gains and padding.
     #[must_use]
     pub fn payload(&self) -> &'a [u8] {
-        &self.bytes[HEADER_BYTES..][..self.header.payload_len as usize]
+        &self.bytes[HEADER_BYTES..][..self.header.payload_len as usize - self.gains_len()]
+    }
+
+    /// The gains of its rows, where any has one.
+    #[must_use]
+    pub fn gains(&self) -> Option<Gains<'a>> {
+        let end = HEADER_BYTES + self.header.payload_len as usize;
+        self.header.gains.then(|| Gains(&self.bytes[end - self.gains_len()..end]))
+    }
+
+    fn gains_len(&self) -> usize {
+        if self.header.gains { gain_bytes(self.header.tokens.into()) } else { 0 }
     }
 
     /// Tests the checksum.
@@ -242,6 +263,7 @@ mod tests {
             quantizer: id::VQ,
             huffman: true,
             fallback: false,
+            gains: false,
             tokens: 0x0102,
             dim: 0x0304,
             layer: 0x0201,

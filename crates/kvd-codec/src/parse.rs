@@ -7,7 +7,7 @@
 //! override  = ( "k" | "v" ) "[" where *( "," where ) "]=" side
 //! where     = ( "layer=" | "head=" ) n [ "-" n ]
 //! side      = [ transform *( "+" transform ) "/" ] quantizer [ "/huffman" ]
-//! transform = "smooth" | "norm" | "hadamard" | "mean" | "pca" | "qpca"
+//! transform = "smooth" | "norm" | "hadamard" | "mean" | "gain" | "pca" | "qpca"
 //!           | "rotate" [ "(seed=" n ")" ]
 //! quantizer = "raw" | "f32" | "f16" | "bf16" | "fp8"
 //!           | "uniform(" ( "b=" n | "rel=" x ) ",axis=" axis [ ",g=" n ] [ ",mode=" mode ] ")"
@@ -207,6 +207,7 @@ impl<'a> Cursor<'a> {
                 "pca" => Transform::Pca,
                 "qpca" => Transform::QueryPca,
                 "norm" => Transform::Norm,
+                "gain" => Transform::Gain,
                 "rotate" => self.rotate()?,
                 _ if transforms.is_empty() => break self.quantizer(start, word)?,
                 _ => return self.fail(start, format!("{word:?} is no transform")),

@@ -141,35 +141,36 @@ static PRESETS: [Preset; 25] = [
     },
     Preset {
         name: "kvd-4",
-        spec_text: "k=mean+qpca/grid(rate=4.3)/huffman; v=mean+pca/grid(rate=3.45)/huffman; \
+        spec_text: "k=mean+qpca/grid(rate=4.3)/huffman; v=mean+gain+pca/grid(rate=3.45)/huffman; \
                     sink=32; recent=96",
         source: "kvd's own, docs/adr/0005-grid-codec.md",
         summary: "query-aware transform coding, about 4 bits per value, everything counted",
     },
     Preset {
         name: "kvd-3",
-        spec_text: "k=mean+qpca/grid(rate=3.3)/huffman; v=mean+pca/grid(rate=2.4)/huffman; \
+        spec_text: "k=mean+qpca/grid(rate=3.3)/huffman; v=mean+gain+pca/grid(rate=2.4)/huffman; \
                     sink=32; recent=96",
         source: "kvd's own, docs/adr/0005-grid-codec.md",
         summary: "query-aware transform coding, about 3 bits per value, everything counted",
     },
     Preset {
         name: "kvd-2",
-        spec_text: "k=mean+qpca/grid(rate=2.35)/huffman; v=mean+pca/grid(rate=1.75)/huffman; \
+        spec_text: "k=mean+qpca/grid(rate=2.35)/huffman; v=mean+gain+pca/grid(rate=1.75)/huffman; \
                     sink=32; recent=96",
         source: "kvd's own, docs/adr/0005-grid-codec.md",
         summary: "query-aware transform coding, about 2 bits per value, everything counted",
     },
     Preset {
         name: "kvd-1.5",
-        spec_text: "k=mean+qpca/grid(rate=1.8)/huffman; v=mean+pca/grid(rate=1.35)/huffman; \
+        spec_text: "k=mean+qpca/grid(rate=1.8)/huffman; v=mean+gain+pca/grid(rate=1.35)/huffman; \
                     sink=32; recent=96",
         source: "kvd's own, docs/adr/0005-grid-codec.md",
         summary: "query-aware transform coding, about 1.5 bits per value, everything counted",
     },
     Preset {
         name: "kvd-2-fast",
-        spec_text: "k=mean+qpca/bitalloc(b=2.3); v=mean+pca/bitalloc(b=1.7); sink=32; recent=96",
+        spec_text: "k=mean+qpca/bitalloc(b=2.3); v=mean+gain+pca/bitalloc(b=1.7); \
+                    sink=32; recent=96",
         source: "kvd's own, docs/adr/0006-bit-allocation.md",
         summary: "query-aware transform coding at fixed widths, 2 bits per value, no entropy stage",
     },

@@ -1,15 +1,15 @@
 //! Pages back to rows.
 
 use crate::bits::{self, CodeLayout};
-use crate::multi_symbol::{self, TrainedTable};
+use crate::gain::Gains;
+use crate::lanes::{self, CHUNK_TOKENS, LaneCodes, LaneRun, LaneTable, Layout};
 use crate::page::{Page, PageHeader, id};
 use crate::side::bitalloc::{BitAlloc, OUTLIER_BYTES};
 use crate::side::grid::Grid;
-use crate::side::grid_decode;
 use crate::side::uniform::ScaleRow;
 use crate::side::vq::CODES_PER_ROW_MAX;
 use crate::side::{HeadQuantizer, Scales};
-use crate::{HeadSide, ModelCodec, PageError, ROWS_PER_STREAM};
+use crate::{HeadSide, ModelCodec, PageError};
 use kvd_core::{DType, LayerIndex, Side};
 use std::ops::Range;
 
@@ -35,8 +35,8 @@ pub struct PageReader<'a> {
 enum Payload<'a> {
     Rows { dtype: DType, bytes: &'a [u8] },
     Fixed { scales: &'a [u8], layout: CodeLayout, codes: &'a [u8] },
-    Huffman { scales: &'a [u8], table: &'a TrainedTable, lengths: &'a [u8], codes: &'a [u8] },
-    Grid { grid: &'a Grid, lengths: &'a [u8], codes: &'a [u8] },
+    Huffman { scales: &'a [u8], lanes: LaneCodes<'a> },
+    Grid { grid: &'a Grid, lanes: LaneCodes<'a> },
     BitAlloc { bitalloc: &'a BitAlloc, codes: &'a [u8], outliers: &'a [u8] },
 }
 
@@ -49,20 +49,6 @@ pub struct FixedCodes<'a> {
     pub scales: &'a [u8],
     /// The codes.
     pub codes: &'a [u8],
-}
-
-/// One stream of a page, its rows, and which of them are asked for.
-struct StreamPart<'a> {
-    bytes: &'a [u8],
-    rows: Range<usize>,
-    wanted: Range<usize>,
-}
-
-impl StreamPart<'_> {
-    /// Whether its last row is asked for.
-    fn is_complete(&self) -> bool {
-        self.wanted.end == self.rows.end
-    }
 }
 
 /// Codes of one row, and what dequantizing keeps between rows.
@@ -111,13 +97,17 @@ impl<'a> PageReader<'a> {
         check("quantizer", usize::from(header.quantizer), usize::from(id))?;
         let huffman = head_side.trained_tables && !header.fallback;
         check("huffman", usize::from(header.huffman), usize::from(huffman))?;
+        if header.gains && (header.fallback || head_side.gain.is_none()) {
+            check("gains", 1, 0)?;
+        }
         let version = header.table_version;
         let payload = match head_side.quantizer {
             _ if raw => rows(dtype, &page, dim)?,
             HeadQuantizer::Float(dtype) => rows(dtype, &page, dim)?,
             HeadQuantizer::Grid(ref grid) => {
-                let (lengths, codes) = split_streams(page.payload(), &page)?;
-                Payload::Grid { grid, lengths, codes }
+                let (runs, tables) = (&grid.runs[..], &grid.tables[..]);
+                let layout = layout(&page, (dim, true), (runs, tables));
+                Payload::Grid { grid, lanes: lanes::split(layout, page.payload())? }
             }
             HeadQuantizer::BitAlloc(ref bitalloc) => allocated(bitalloc, &page)?,
             _ if huffman => {
@@ -164,11 +154,33 @@ impl<'a> PageReader<'a> {
         }
     }
 
-    /// The page's rows, when they are stored in a dtype.
+    /// The page's codes, when they are Huffman codes, and its scales.
+    #[must_use]
+    pub fn lane_codes(&self) -> Option<(LaneCodes<'a>, &'a [u8])> {
+        match self.payload {
+            Payload::Huffman { scales, lanes } => Some((lanes, scales)),
+            Payload::Grid { lanes, .. } => Some((lanes, &[])),
+            _ => None,
+        }
+    }
+
+    /// What kernels over its codes multiply a row's weight by, where rows have gains.
+    #[must_use]
+    pub fn gains(&self) -> Option<Gains<'a>> {
+        self.page.gains()
+    }
+
+    /// Rows that are decoded together: more than 1 where a single one costs as much.
+    #[must_use]
+    pub fn rows_together(&self) -> usize {
+        if self.lane_codes().is_some() { CHUNK_TOKENS } else { 1 }
+    }
+
+    /// The page's rows, when they are stored in a dtype as they are.
     #[must_use]
     pub fn float_rows(&self) -> Option<(DType, &'a [u8])> {
         match self.payload {
-            Payload::Rows { dtype, bytes } => Some((dtype, bytes)),
+            Payload::Rows { dtype, bytes } if self.gains().is_none() => Some((dtype, bytes)),
             _ => None,
         }
     }
@@ -182,7 +194,7 @@ impl<'a> PageReader<'a> {
     }
 
     /// Decodes rows `first..first + count` into `out` (`[count, dim]`, row-major). Cheapest when
-    /// `first` is a multiple of [`ROWS_PER_STREAM`].
+    /// `first` and `count` are multiples of [`PageReader::rows_together`].
     ///
     /// # Errors
     /// When the range or the buffer does not fit, or the codes are corrupt.
@@ -197,6 +209,16 @@ impl<'a> PageReader<'a> {
         if end > tokens || out.len() != count * dim {
             return Err(PageError::Range { first, end, tokens, buffer: out.len() });
         }
+        self.decode_coefficients(first..end, out)?;
+        if let Some(gains) = self.gains() {
+            gains.lower(first, dim, out);
+        }
+        Ok(())
+    }
+
+    /// Rows as the quantizer kept them, before gains.
+    fn decode_coefficients(&self, rows: Range<usize>, out: &mut [f32]) -> Result<(), PageError> {
+        let (tokens, dim, Range { start: first, end }) = (self.tokens(), self.side.dim(), rows);
         match self.payload {
             Payload::Rows { dtype, bytes } => {
                 let row = dim * dtype.size_bytes();
@@ -214,90 +236,34 @@ impl<'a> PageReader<'a> {
                 }
                 Ok(())
             }
-            Payload::Grid { grid, lengths, codes } => {
-                self.decode_grid(grid, (lengths, codes), first..end, out)
-            }
+            Payload::Grid { grid, lanes } => grid.decode(&lanes, first..end, out),
             Payload::BitAlloc { bitalloc, codes, outliers } => {
                 bitalloc.decode((codes, outliers), (tokens, first), out)
             }
-            Payload::Huffman { scales, table, lengths, codes } => {
-                self.decode_streams((scales, table, lengths, codes), first..end, out)
+            Payload::Huffman { scales, lanes } => {
+                self.decode_lanes((scales, &lanes), first..end, out)
             }
         }
     }
 
-    /// The streams that hold rows of `wanted`. The lengths have been checked to add up.
-    fn streams(
-        &self,
-        lengths: &'a [u8],
-        codes: &'a [u8],
-        wanted: Range<usize>,
-    ) -> impl Iterator<Item = StreamPart<'a>> + use<'a> {
-        let (tokens, mut start) = (self.tokens(), 0);
-        let parts = lengths.as_chunks::<2>().0.iter().enumerate().map(move |(index, length)| {
-            let bytes = &codes[start..][..usize::from(u16::from_le_bytes(*length))];
-            start += bytes.len();
-            let first = index * ROWS_PER_STREAM;
-            let rows = first..tokens.min(first + ROWS_PER_STREAM);
-            let wanted = rows.start.max(wanted.start)..rows.end.min(wanted.end);
-            StreamPart { bytes, rows, wanted }
-        });
-        parts.filter(|part| !part.wanted.is_empty())
-    }
-
-    /// Decodes the rows `wanted` of a grid page.
-    fn decode_grid(
-        &self,
-        grid: &Grid,
-        (lengths, codes): (&'a [u8], &'a [u8]),
-        wanted: Range<usize>,
-        out: &mut [f32],
-    ) -> Result<(), PageError> {
-        let (dim, mut out) = (self.side.dim(), out);
-        let mut parts = self.streams(lengths, codes, wanted).peekable();
-        while parts.peek().is_some() {
-            let lanes = parts.by_ref().take(grid_decode::LANES).map(|part| {
-                let rows = std::mem::take(&mut out);
-                let (rows, rest) = rows.split_at_mut(part.wanted.len() * dim);
-                out = rest;
-                let skip = part.wanted.start - part.rows.start;
-                grid_decode::Lane::new(part.bytes, (skip, part.is_complete()), rows)
-            });
-            grid.decode(&mut lanes.collect::<Vec<_>>())?;
-        }
-        Ok(())
-    }
-
     /// Decodes the rows `wanted` of a Huffman page.
-    fn decode_streams(
+    fn decode_lanes(
         &self,
-        (scales, table, lengths, codes): (&[u8], &TrainedTable, &'a [u8], &'a [u8]),
+        (scales, lanes): (&[u8], &LaneCodes<'_>),
         wanted: Range<usize>,
         out: &mut [f32],
     ) -> Result<(), PageError> {
-        let (quantizer, dim) = (&self.side.quantizer, self.side.dim());
-        let per_row = quantizer.symbols_per_row(dim);
+        let (dim, per_row) = (self.side.dim(), lanes.per_row());
         let scales = Scales { bytes: scales, tokens: self.tokens() };
-        let (mut scale, mut symbols) = (ScaleRow::default(), Vec::new());
-        let parts: Vec<_> = self.streams(lengths, codes, wanted.clone()).collect();
-        let rows = |part: &StreamPart<'_>| part.wanted.end - part.rows.start;
-        // Streams are read in turns; only the last may have another number of rows.
-        for parts in parts.chunk_by(|a, b| rows(a) == rows(b)) {
-            for parts in parts.chunks(multi_symbol::LANES) {
-                let each = rows(&parts[0]) * per_row;
-                symbols.resize(each * parts.len(), 0);
-                let lanes = parts.iter().map(|part| multi_symbol::Lane::new(part.bytes));
-                let mut lanes: Vec<_> = lanes.collect();
-                table.read(&mut lanes, &mut symbols);
-                for ((part, lane), symbols) in parts.iter().zip(lanes).zip(symbols.chunks(each)) {
-                    lane.check(part.is_complete())?;
-                    let passed_over = part.wanted.start - part.rows.start;
-                    let rows = symbols.chunks_exact(per_row).skip(passed_over);
-                    for (row, symbols) in part.wanted.clone().zip(rows) {
-                        let out = &mut out[(row - wanted.start) * dim..][..dim];
-                        quantizer.dequantize_row(scales, row, symbols, &mut scale, out);
-                    }
-                }
+        let (mut scale, mut symbols) = (ScaleRow::default(), vec![0; CHUNK_TOKENS * per_row]);
+        for index in wanted.start / CHUNK_TOKENS..wanted.end.div_ceil(CHUNK_TOKENS) {
+            let tokens = lanes.chunk(index).tokens;
+            lanes.decode(index, &mut symbols[..tokens * per_row])?;
+            let first = index * CHUNK_TOKENS;
+            for row in wanted.start.max(first)..wanted.end.min(first + tokens) {
+                let symbols = &symbols[(row - first) * per_row..][..per_row];
+                let out = &mut out[(row - wanted.start) * dim..][..dim];
+                self.side.quantizer.dequantize_row(scales, row, symbols, &mut scale, out);
             }
         }
         Ok(())
@@ -346,29 +312,26 @@ fn allocated<'a>(bitalloc: &'a BitAlloc, page: &Page<'a>) -> Result<Payload<'a>,
 
 /// A payload of scales and Huffman streams.
 fn streams<'a>(
-    side: &HeadSide,
+    side: &'a HeadSide,
     page: &Page<'a>,
-    table: &'a TrainedTable,
+    table: &'a LaneTable,
 ) -> Result<Payload<'a>, PageError> {
     let tokens = usize::from(page.header().tokens);
     let (scales, rest) = page
         .payload()
         .split_at_checked(side.quantizer.scale_bytes(tokens, side.dim()))
         .ok_or(PageError::Payload("it ends inside the scales"))?;
-    let (lengths, codes) = split_streams(rest, page)?;
-    Ok(Payload::Huffman { scales, table, lengths, codes })
+    let per_row = side.quantizer.symbols_per_row(side.dim());
+    let parts = (std::slice::from_ref(&side.trained_run), std::slice::from_ref(table));
+    let lanes = lanes::split(layout(page, (per_row, false), parts), rest)?;
+    Ok(Payload::Huffman { scales, lanes })
 }
 
-/// Stream lengths and streams of what follows the scales; the lengths add up.
-fn split_streams<'a>(rest: &'a [u8], page: &Page<'_>) -> Result<(&'a [u8], &'a [u8]), PageError> {
-    let tokens = usize::from(page.header().tokens);
-    let (lengths, codes) = rest
-        .split_at_checked(2 * tokens.div_ceil(ROWS_PER_STREAM))
-        .ok_or(PageError::Payload("it ends inside the stream lengths"))?;
-    let chunks = lengths.as_chunks::<2>().0;
-    let total: usize = chunks.iter().map(|b| usize::from(u16::from_le_bytes(*b))).sum();
-    if total != codes.len() {
-        return Err(PageError::Payload("stream lengths do not add up to its end"));
-    }
-    Ok((lengths, codes))
+fn layout<'a>(
+    page: &Page<'_>,
+    (per_row, outliers): (usize, bool),
+    (runs, tables): (&'a [LaneRun], &'a [LaneTable]),
+) -> Layout<'a> {
+    let (side, tokens) = (page.header().side, page.header().tokens.into());
+    Layout { side, tokens, per_row, runs, tables, outliers }
 }

@@ -39,6 +39,7 @@ impl Rotation {
         Self { block: 1 << mixed_per_round, rounds }
     }
 
+    #[inline(always)]
     pub(crate) fn forward(&self, x: &mut [f32]) {
         let mut buffer = [0f32; DIM_MAX];
         let from = &mut buffer[..x.len()];

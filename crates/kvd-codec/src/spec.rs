@@ -103,14 +103,14 @@ pub enum Quantizer {
     Vq(VqSpec),
     /// One uniform step for all coefficients of a head (reverse water-filling), codes of
     /// coefficients of like spread sharing a Huffman table; step, classes and tables come from
-    /// the calibration. Best after `mean+qpca` (keys) and `mean+pca` (values).
+    /// the calibration. Best after `mean+qpca` (keys) and `mean+gain+pca` (values).
     Grid {
         /// Bits per value that pages should take on the calibration text, everything counted.
         rate: f32,
     },
     /// A fixed width for every coefficient, 0 to 8 bits by greedy reduction of the distortion, and
     /// levels trained by width (Lloyd-Max); all from the calibration. No entropy stage. Best after
-    /// `mean+qpca` (keys) and `mean+pca` (values).
+    /// `mean+qpca` (keys) and `mean+gain+pca` (values).
     BitAlloc {
         /// Mean bits per coefficient over the side's layers and heads.
         bits: f32,
@@ -225,6 +225,9 @@ pub enum Transform {
     /// Divides channel `i` by `sqrt(max |x_i|)` of the calibration samples (InnerQ §4.3). The
     /// formula is that of `smooth`; InnerQ uses it alone, for groups that span channels.
     Norm,
+    /// Raises rows shorter than the median of the calibration samples by a power of two that is
+    /// stored per row (`gain.rs`). Values only.
+    Gain,
     /// A random orthogonal map, the same for every head and on every machine.
     Rotate {
         /// Which map.
@@ -243,6 +246,7 @@ impl Transform {
             Self::Pca => "pca",
             Self::QueryPca => "qpca",
             Self::Norm => "norm",
+            Self::Gain => "gain",
             Self::Rotate { .. } => "rotate",
         }
     }
@@ -336,6 +340,10 @@ impl SideSpec {
         if self.transforms.iter().filter(is_matrix).count() > 1 {
             return Err("pca and qpca exclude each other".to_owned());
         }
+        let place = |of: Transform| self.transforms.iter().position(|transform| *transform == of);
+        if place(Transform::Gain).is_some_and(|gain| place(Transform::Mean) > Some(gain)) {
+            return Err("gain stands after mean: rows are raised towards the mean".to_owned());
+        }
         self.quantizer.validate()?;
         if let Quantizer::Grid { .. } = self.quantizer {
             return match self.entropy {
@@ -367,6 +375,9 @@ impl SideSpec {
         }
         if side == Side::Value && self.transforms.contains(&Transform::QueryPca) {
             return Err("qpca is for keys: queries meet no values".to_owned());
+        }
+        if side == Side::Key && self.transforms.contains(&Transform::Gain) {
+            return Err("gain is for values: the length of a key is what scores are".to_owned());
         }
         Ok(())
     }

@@ -4,8 +4,9 @@
 //! A value `v` becomes `c = T v`; the weighted sum of coefficients is mapped back once by `T⁻¹`.
 
 use crate::rotation::Rotation;
-use kvd_core::Geometry;
+use crate::wide::{Product, wide};
 use nalgebra::DMatrix;
+use pulp::{Simd, WithSimd};
 
 /// One step of a side's transform, bound to a head.
 #[derive(Clone, Debug)]
@@ -22,7 +23,8 @@ pub(crate) enum Step {
     Matrix(Box<Matrix>),
 }
 
-/// A dense map and what it folds into, all row-major `[dim, dim]`.
+/// A dense map and what it folds into, each transposed, row-major `[dim, dim]`: products take
+/// columns.
 #[derive(Clone, Debug)]
 pub(crate) struct Matrix {
     forward: Vec<f32>,
@@ -44,12 +46,13 @@ impl Step {
 
     /// The map `forward`, row-major; `None` when it cannot be inverted.
     pub(crate) fn matrix(dim: usize, forward: Vec<f32>) -> Option<Self> {
-        let wide = DMatrix::from_row_iterator(dim, dim, forward.iter().map(|x| f64::from(*x)));
-        let inverted = wide.try_inverse()?;
-        // Column-major storage of the inverse is row-major storage of its transpose.
-        let fold: Vec<f32> = inverted.iter().map(|x| *x as f32).collect();
-        let inverse: Vec<f32> = inverted.transpose().iter().map(|x| *x as f32).collect();
+        let matrix = DMatrix::from_row_iterator(dim, dim, forward.iter().map(|x| f64::from(*x)));
+        let inverted = matrix.clone().try_inverse()?;
+        // Column-major storage of a matrix is row-major storage of its transpose.
+        let inverse: Vec<f32> = inverted.iter().map(|x| *x as f32).collect();
+        let fold: Vec<f32> = inverted.transpose().iter().map(|x| *x as f32).collect();
         let finite = inverse.iter().chain(&forward).all(|x| x.is_finite());
+        let forward = matrix.iter().map(|x| *x as f32).collect();
         finite.then(|| Self::Matrix(Box::new(Matrix { forward, inverse, fold })))
     }
 
@@ -63,15 +66,9 @@ impl Step {
         }
     }
 
-    /// `T x`.
-    pub(crate) fn forward(&self, x: &mut [f32]) {
-        match self {
-            Self::Scale { inverse, .. } => multiply(x, inverse),
-            Self::Hadamard { block } => hadamard(x, *block),
-            Self::Rotation(rotation) => rotation.forward(x),
-            Self::Offset { mean } => x.iter_mut().zip(mean).for_each(|(x, m)| *x -= m),
-            Self::Matrix(matrix) => product(&matrix.forward, x),
-        }
+    /// `T x` of every row `x` (`[n, dim]`).
+    pub(crate) fn forward(&self, rows: &mut [f32], dim: usize) {
+        wide(Forward { step: self, rows, dim });
     }
 
     /// `T⁻¹ c` of a sum of rows whose weights sum to `weight_sum`: offsets come back as often.
@@ -101,26 +98,41 @@ impl Step {
     }
 }
 
-/// `x = matrix · x`.
-fn product(matrix: &[f32], x: &mut [f32]) {
-    let mut y = [0f32; Geometry::HEAD_DIM_MAX as usize];
-    let y = &mut y[..x.len()];
-    for (y, row) in y.iter_mut().zip(matrix.chunks_exact(x.len())) {
-        // Sixteen partial sums let the loop vectorise.
-        let mut lanes = [0f32; 16];
-        let (rows, row_rest) = row.as_chunks::<16>();
-        let (xs, x_rest) = x.as_chunks::<16>();
-        for (row, x) in rows.iter().zip(xs) {
-            for i in 0..16 {
-                lanes[i] += row[i] * x[i];
-            }
-        }
-        let rest: f32 = row_rest.iter().zip(x_rest).map(|(a, b)| a * b).sum();
-        *y = lanes.iter().sum::<f32>() + rest;
-    }
-    x.copy_from_slice(y);
+/// A step over rows.
+struct Forward<'a> {
+    step: &'a Step,
+    rows: &'a mut [f32],
+    dim: usize,
 }
 
+impl WithSimd for Forward<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        let Self { step, rows, dim } = self;
+        if let Step::Matrix(matrix) = step {
+            return Product { columns: &matrix.forward, dim, rows }.with_simd(simd);
+        }
+        for x in rows.chunks_exact_mut(dim) {
+            match step {
+                Step::Scale { inverse, .. } => multiply(x, inverse),
+                Step::Hadamard { block } => hadamard(x, *block),
+                Step::Rotation(rotation) => rotation.forward(x),
+                Step::Offset { mean } => x.iter_mut().zip(mean).for_each(|(x, m)| *x -= m),
+                // Four rows at a time, above.
+                Step::Matrix(_) => {}
+            }
+        }
+    }
+}
+
+/// `x = M x` for `columns` = `Mᵀ`.
+fn product(columns: &[f32], x: &mut [f32]) {
+    wide(Product { columns, dim: x.len(), rows: x });
+}
+
+#[inline(always)]
 fn multiply(x: &mut [f32], by: &[f32]) {
     for (x, by) in x.iter_mut().zip(by) {
         *x *= by;
@@ -128,6 +140,7 @@ fn multiply(x: &mut [f32], by: &[f32]) {
 }
 
 /// Fast Walsh-Hadamard transform of each `block` of `x`, scaled to be orthonormal.
+#[inline(always)]
 pub(crate) fn hadamard(x: &mut [f32], block: usize) {
     let norm = (block as f32).sqrt().recip();
     for block in x.chunks_exact_mut(block) {
@@ -159,7 +172,7 @@ mod tests {
             for hot in 0..dim {
                 let mut x = vec![0.0; dim];
                 x[hot] = 1.0;
-                step.forward(&mut x);
+                step.forward(&mut x, dim);
                 let energy: f32 = x.iter().map(|v| v * v).sum();
                 assert!((energy - 1.0).abs() < 1e-5, "dim {dim}: energy {energy}");
                 step.inverse(&mut x, 1.0);
@@ -174,7 +187,7 @@ mod tests {
     fn hadamard_of_96_is_three_blocks_of_32() {
         let mut x = vec![0.0; 96];
         x[40] = 1.0;
-        Step::hadamard(96).forward(&mut x);
+        Step::hadamard(96).forward(&mut x, 96);
         assert!(x[..32].iter().chain(&x[64..]).all(|v| *v == 0.0));
         assert!(x[32..64].iter().all(|v| (v.abs() - 32f32.sqrt().recip()).abs() < 1e-6));
     }

@@ -216,8 +216,8 @@ fn coefficients(codec: &ModelCodec, bytes: &[u8], side: Side, row: &[f32]) -> [V
     assert_eq!(reader.space(), Space::Coefficient);
     let mut stored = vec![0f32; row.len()];
     reader.decode_rows(0, 1, &mut stored).unwrap();
-    let mut forward = vec![0f32; row.len()];
-    codec.head(LAYER, side, 0).forward(row, &mut forward);
+    let mut forward = row.to_vec();
+    codec.head(LAYER, side, 0).forward(&mut forward);
     [stored, forward]
 }
 

@@ -29,6 +29,43 @@ fn step(calibration: &Calibration, side: Side) -> f32 {
     f32::from_le_bytes(*tensor.data().first_chunk().unwrap())
 }
 
+/// A short row errs by a step of its own, and only pages with one store gains.
+#[test]
+fn errors_of_short_values_shrink_with_them() {
+    let geometry = geometry(32, DType::F32);
+    let calibration = calibration();
+    let codec = ModelCodec::new(geometry, resolve(SPEC).unwrap(), Some(&calibration)).unwrap();
+    let bytes = calibration.to_bytes();
+    let gain = SafeTensors::deserialize(&bytes).unwrap();
+    let median = f32::from_le_bytes(*gain.tensor("1.gain").unwrap().data().first_chunk().unwrap());
+    let mut k: Vec<f32> = (0..2 * 9 * 32).map(noise).collect();
+    for row in k.chunks_mut(32) {
+        let length = row.iter().map(|x| x * x).sum::<f32>().sqrt();
+        row.iter_mut().for_each(|x| *x *= median / length);
+    }
+    let mut sizes = Vec::new();
+    for length in [1.0, 2f32.powi(-4)] {
+        let lengths = |row: usize| if row % 9 == 4 { length } else { 1.0 };
+        let v: Vec<f32> = k.iter().enumerate().map(|(i, x)| x * lengths(i / 32)).collect();
+        let mut bytes = Vec::new();
+        let block = BlockRows { tokens: 9, k: &k, v: &v };
+        let encoded = codec.encode_block(LAYER, &block, &mut bytes).unwrap();
+        let page = page(&bytes, &encoded, 2);
+        let reader = PageReader::open(&codec, LAYER, Side::Value, 0, page).unwrap();
+        assert_eq!(reader.gains().is_some(), length < 1.0);
+        let mut stored = vec![0f32; 32];
+        reader.decode_rows(4, 1, &mut stored).unwrap();
+        let mut coefficients = v[4 * 32..5 * 32].to_vec();
+        codec.head(LAYER, Side::Value, 0).forward(&mut coefficients);
+        let errors = stored.iter().zip(&coefficients).map(|(a, b)| (a - b).abs());
+        let worst = errors.fold(0f32, f32::max);
+        assert!(worst <= 0.5001 * step(&calibration, Side::Value) * (2.0 * length).min(1.0));
+        sizes.push(encoded.parts.scales);
+    }
+    // Two heads, half a byte for each of nine rows.
+    assert_eq!(sizes, [0, 10]);
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
@@ -57,9 +94,9 @@ proptest! {
                 continue;
             }
             let bound = step(&calibration, side) * 0.5001;
-            let mut forward = vec![0f32; 32];
             for (row, stored) in k.chunks(32).zip(stored.chunks(32)) {
-                codec.head(LAYER, side, 0).forward(row, &mut forward);
+                let mut forward = row.to_vec();
+                codec.head(LAYER, side, 0).forward(&mut forward);
                 for (c, s) in forward.iter().zip(stored) {
                     prop_assert!((c - s).abs() <= bound + c.abs() * 1e-6, "{c} became {s}");
                 }
@@ -112,9 +149,10 @@ fn fits_are_deterministic_and_round_trip() {
     let read = Calibration::from_bytes(&first.to_bytes()).unwrap();
     assert_eq!(read, first);
     let codec = ModelCodec::new(geometry, resolve(SPEC).unwrap(), Some(&read)).unwrap();
-    // Per side: 4 heads with means, a matrix, a step and classes; tables of 2 layers.
+    // Per side: 4 heads with means, a matrix, a step and classes; tables of 2 layers; gains of
+    // value heads.
     let heads = 4 * (32 * 4 + 32 * 32 * 2 + 4 + 32);
-    assert_eq!(first.size_bytes(), 2 * (heads + 2 * 12 * 128));
+    assert_eq!(first.size_bytes(), 2 * (heads + 2 * 12 * 128) + 4 * 4);
     assert_eq!(codec.calibration_bytes(), first.size_bytes());
     assert!(!codec.needs_tables(LAYER));
 }
@@ -189,7 +227,10 @@ fn what_does_not_fit_is_refused() {
     let error = fit(SPEC).unwrap_err();
     assert_eq!(error, CalibrationError::NoQueries { layer: 0, head: 0 });
     assert_eq!(error.code(), ErrorCode::InvalidCalibration);
-    assert_eq!(fit("k=raw; v=qpca/f16").unwrap_err().code(), ErrorCode::InvalidCodec);
+    assert!(resolve("k=raw; v=gain+mean/f16").is_err());
+    for spec in ["k=raw; v=qpca/f16", "k=gain/f16; v=raw"] {
+        assert_eq!(fit(spec).unwrap_err().code(), ErrorCode::InvalidCodec, "{spec}");
+    }
     assert!(fit("k=mean+pca/grid(rate=2)/huffman; v=raw").is_ok());
 }
 

@@ -4,7 +4,7 @@
 mod common;
 
 use common::{calibrate, geometry};
-use kvd_codec::{CodecSpec, ImpliedBits, ModelCodec, ROWS_PER_STREAM, resolve};
+use kvd_codec::{CodecSpec, ImpliedBits, ModelCodec, resolve};
 use kvd_core::{DType, Geometry, Side};
 
 /// The head size of every table here but for Llama 3.2-1B.
@@ -152,12 +152,12 @@ fn kvcomp_3_2_2_metadata_overhead() {
     assert_eq!(16.0 / (dim * bits_per_code), 1.0 / 16.0);
     assert_eq!(16.0 / (dim * 16.0), 1.0 / 128.0);
     assert!(32.0 / (64.0 * dim * bits_per_code) < 1.0 / 16.0);
-    // Here a stream of eight rows has one u16: an eighth of that.
+    // Here a page of 64 rows has one u16: a sixty-fourth of that.
     let spec = resolve("kvcomp").unwrap();
     for side in Side::BOTH {
         let offsets = implied(&spec, side).offsets;
-        assert_eq!(offsets * ROWS_PER_STREAM as f64, 16.0 / dim);
-        assert_eq!(offsets / bits_per_code, 1.0 / 128.0);
+        assert_eq!(offsets * 64.0, 16.0 / dim);
+        assert_eq!(offsets / bits_per_code, 1.0 / 1024.0);
         assert_eq!(implied(&spec, side).codes, None);
     }
 }

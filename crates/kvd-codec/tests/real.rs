@@ -5,9 +5,12 @@
 mod common;
 
 use common::{decode_at, page};
-use kvd_codec::{BlockRows, Calibration, CodecSpec, ModelCodec, Page, Samples, fit, resolve};
+use kvd_codec::{
+    BlockRows, Calibration, CodecSpec, ModelCodec, Page, PageReader, Samples, fit, resolve,
+};
 use kvd_core::{DType, Geometry, LayerIndex, RopePairing, Side};
 use safetensors::SafeTensors;
+use std::collections::BTreeMap;
 
 const TOKENS: usize = 2048;
 const BLOCK: usize = 64;
@@ -43,6 +46,19 @@ fn geometry() -> Geometry {
     }
 }
 
+/// Queries of one KV head over the second half of a passage, `[queries, head_dim]`.
+fn queries(index: usize, layer: u32, head: usize) -> Vec<f32> {
+    let root = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/fixtures/kv-tiny-b");
+    let bytes = std::fs::read(format!("{root}/kv_passage{index}.safetensors")).unwrap();
+    let tensors = SafeTensors::deserialize(&bytes).unwrap();
+    let tensor = tensors.tensor(&format!("layer.{layer}.q")).unwrap();
+    let mut rows = vec![0f32; tensor.shape().iter().product()];
+    DType::F16.widen(tensor.data(), &mut rows);
+    let of_token = rows.chunks_exact(tensor.shape()[1] * DIM);
+    let group = tensor.shape()[1] / HEADS * DIM;
+    of_token.flat_map(|token| &token[head * group..(head + 1) * group]).copied().collect()
+}
+
 /// Fitted on the other passage: calibration never sees what is measured. A quarter of its rows
 /// keeps the unoptimised test short.
 fn calibrate(spec: &CodecSpec) -> Option<Calibration> {
@@ -56,6 +72,9 @@ fn calibrate(spec: &CodecSpec) -> Option<Calibration> {
                 let rows: Vec<f32> = rows.chunks(DIM).step_by(4).flatten().copied().collect();
                 samples.push(layer, side, head, &rows).unwrap();
             }
+        }
+        for head in 0..HEADS {
+            samples.push_queries(layer, head, &queries(1, layer.0, head)).unwrap();
         }
     }
     Some(fit(&geometry(), spec, &samples, 1, &mut |_| {}).unwrap())
@@ -220,4 +239,68 @@ fn raw_is_exact_and_fp8_halves_it() {
     let fp8 = measure("fp8");
     assert!(fp8.error.iter().all(|e| (0.02..0.03).contains(e)), "{fp8:?}");
     assert!(fp8.bits.iter().all(|b| (8.0..8.05).contains(b)), "{fp8:?}");
+}
+
+/// Bits that the codes of all pages take, and what Shannon asks for: the entropy of single codes
+/// under the shares that each table meets.
+fn bits_and_entropy(text: &str) -> [f64; 2] {
+    let spec = resolve(text).unwrap();
+    let calibration = calibrate(&spec);
+    let mut codec = ModelCodec::new(geometry(), spec, calibration.as_ref()).unwrap();
+    let (mut bits, mut entropy) = (0.0, 0.0);
+    for (layer, sides) in (0..).map(LayerIndex).zip(passage(0)) {
+        let blocks: Vec<_> =
+            (0..TOKENS / BLOCK).map(|i| [block(&sides[0], i), block(&sides[1], i)]).collect();
+        let rows: Vec<_> = blocks.iter().map(|[k, v]| BlockRows { tokens: BLOCK, k, v }).collect();
+        if codec.needs_tables(layer) {
+            codec.train_tables(layer, &rows).unwrap();
+        }
+        // By side and table.
+        let mut counts: BTreeMap<(usize, usize, u16), f64> = BTreeMap::new();
+        for rows in &rows {
+            let mut bytes = Vec::new();
+            let encoded = codec.encode_block(layer, rows, &mut bytes).unwrap();
+            bits += 8.0 * encoded.parts.codes as f64;
+            for (at, side) in [Side::Key, Side::Key, Side::Value, Side::Value].iter().enumerate() {
+                let page = page(&bytes, &encoded, at);
+                let reader = PageReader::open(&codec, layer, *side, at % HEADS, page).unwrap();
+                let (lanes, _) = reader.lane_codes().unwrap();
+                let mut codes = vec![0u16; BLOCK * lanes.per_row()];
+                lanes.decode(0, &mut codes).unwrap();
+                for row in codes.chunks_exact(lanes.per_row()) {
+                    for run in lanes.runs() {
+                        for code in &row[run.first..run.first + run.len] {
+                            *counts.entry((side.index(), run.table, *code)).or_default() += 1.0;
+                        }
+                    }
+                }
+            }
+        }
+        let mut totals: BTreeMap<(usize, usize), f64> = BTreeMap::new();
+        counts
+            .iter()
+            .for_each(|((side, table, _), n)| *totals.entry((*side, *table)).or_default() += n);
+        let share = |((side, table, _), n): (&(usize, usize, u16), &f64)| {
+            n * (totals[&(*side, *table)] / n).log2()
+        };
+        entropy += counts.iter().map(share).sum::<f64>();
+    }
+    [bits, entropy]
+}
+
+/// Everything that codes take, words, what lanes leave over, and outliers: tables of grids are
+/// another passage's, and their narrow codes are rounded up to whole bits by two or four.
+#[test]
+fn huffman_codes_of_real_rows_are_near_their_entropy() {
+    for (text, most) in [
+        ("kvcomp", 1.02),
+        ("kvcomp-channel", 1.035),
+        ("kvd-4", 1.065),
+        ("kvd-3", 1.095),
+        ("kvd-2", 1.135),
+        ("kvd-1.5", 1.18),
+    ] {
+        let [bits, entropy] = bits_and_entropy(text);
+        assert!((1.0..most).contains(&(bits / entropy)), "{text}: {}", bits / entropy);
+    }
 }

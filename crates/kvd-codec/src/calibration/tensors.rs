@@ -31,6 +31,8 @@ pub(crate) struct SideCalibration {
     pub(crate) radius: Vec<f16>,
     /// `[layers, kv_heads, head_dim]`, empty without `mean`.
     pub(crate) mean: Vec<f32>,
+    /// `[layers, kv_heads]`: median length of a row, empty without `gain`.
+    pub(crate) gain: Vec<f32>,
     /// `[layers, kv_heads, head_dim, head_dim]`, empty without `pca` and `qpca`.
     pub(crate) matrix: Vec<f16>,
     /// Codebooks of `vq`.
@@ -53,20 +55,21 @@ pub(crate) struct GridTensors {
 }
 
 impl GridTensors {
-    /// The tables of a layer, by class; none for the zero class. `None` when a row of lengths is
-    /// no complete code of its class's alphabet.
-    pub(crate) fn layer_tables(&self, layer: usize) -> Option<Vec<Option<HuffmanTable>>> {
+    /// The tables of a layer, by class from the first after the zero class, which has none. `None`
+    /// when a row of lengths is no complete code of its class's alphabet.
+    pub(crate) fn layer_tables(&self, layer: usize) -> Option<Vec<HuffmanTable>> {
         let tables = layer * LAYER_TABLE_BYTES..(layer + 1) * LAYER_TABLE_BYTES;
         let rows = self.tables.get(tables)?.chunks_exact(TABLE_WIDTH);
         let table = |(class, row): (usize, &[u8])| {
             let used = if class == 0 { 0 } else { CLASSES[class].alphabet() };
             let (lengths, rest) = row.split_at(used);
-            if rest.iter().any(|length| *length != 0) {
+            let clean = rest.iter().all(|length| *length == 0);
+            if class == 0 && clean {
                 return None;
             }
-            if class == 0 { Some(None) } else { HuffmanTable::try_from_lengths(lengths).map(Some) }
+            Some(HuffmanTable::try_from_lengths(lengths).filter(|_| class > 0 && clean))
         };
-        rows.enumerate().map(table).collect()
+        rows.enumerate().filter_map(table).collect()
     }
 }
 
@@ -88,6 +91,7 @@ impl SideCalibration {
             norm: Vec::new(),
             radius: Vec::new(),
             mean: Vec::new(),
+            gain: Vec::new(),
             matrix: Vec::new(),
             codebooks: None,
             grid: None,
@@ -100,7 +104,7 @@ impl SideCalibration {
         let halves = self.codebooks.as_ref().map_or(0, Codebooks::values);
         let grid = self.grid.as_ref();
         let grid = grid.map_or(0, |g| 4 * g.steps.len() + g.classes.len() + g.tables.len());
-        let floats = self.smooth.len() + self.norm.len() + self.mean.len();
+        let floats = self.smooth.len() + self.norm.len() + self.mean.len() + self.gain.len();
         let halves = self.matrix.len() + self.radius.len() + halves;
         let bitalloc = self.bitalloc.as_ref().map_or(0, BitAllocTensors::size_bytes);
         (4 * floats + 2 * halves + grid + bitalloc) as u64
@@ -121,6 +125,7 @@ impl SideCalibration {
         add("norm", Dtype::F32, &[layers, heads, dim], singles(&self.norm));
         add("radius", Dtype::F16, &[layers, heads, dim / 2], halves(&self.radius));
         add("mean", Dtype::F32, &[layers, heads, dim], singles(&self.mean));
+        add("gain", Dtype::F32, &[layers, heads], singles(&self.gain));
         add("matrix", Dtype::F16, &[layers, heads, dim, dim], halves(&self.matrix));
         if let Some(books) = &self.codebooks {
             add("codebook", Dtype::F16, &books.shape(), books.to_bytes());
@@ -153,6 +158,7 @@ impl SideCalibration {
             norm: file.factors("norm")?,
             radius: file.halves("radius", &[dim / 2])?,
             mean: file.singles("mean", &[dim], |_| true)?,
+            gain: file.singles("gain", &[], |median| median > 0.0)?,
             matrix: file.halves("matrix", &[dim, dim])?,
             codebooks: file.codebooks()?,
             grid: file.grid()?,

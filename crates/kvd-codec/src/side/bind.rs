@@ -1,8 +1,7 @@
 //! From a spec, a geometry and a calibration to a [`HeadSide`].
 
 use super::bitalloc::{BitAlloc, Levels};
-use super::grid::{Grid, GridTables};
-use super::grid_decode::ClassTables;
+use super::grid::{CLASSES, Class, Grid, GridTables};
 use super::hybrid::Hybrid;
 use super::lloyd::Lloyd;
 use super::polar::Polar;
@@ -11,6 +10,7 @@ use super::uniform::Uniform;
 use super::vq::Vq;
 use super::{HeadQuantizer, HeadSide};
 use crate::calibration::SideCalibration;
+use crate::lanes::{LaneRun, LaneTable};
 use crate::rotation::Rotation;
 use crate::transform::Step;
 use crate::{
@@ -73,7 +73,9 @@ impl HeadSide {
                 Some(grid) => {
                     let tables = grid.layer_tables(layer.0 as usize);
                     let tables = tables.ok_or_else(|| mismatch(format!("{side} has no tables")))?;
-                    Some(Arc::new(ClassTables::new(tables)))
+                    let table =
+                        |(table, class): (_, &Class)| LaneTable::new(table, class.grouping());
+                    Some(tables.into_iter().zip(&CLASSES[1..]).map(table).collect())
                 }
                 None => None,
             };
@@ -115,13 +117,35 @@ impl Binder<'_> {
         let index = self.layer.0 as usize * self.geometry.kv_heads as usize + head;
         let mut hash = Xxh3::new();
         hash.update(self.spec.to_string().as_bytes());
-        let steps = self.spec.transforms.iter();
+        let steps = self.spec.transforms.iter().filter(|transform| **transform != Transform::Gain);
         let steps = steps.map(|transform| self.step(*transform, index, dim, &mut hash));
         let steps = steps.collect::<Result<_, _>>()?;
+        let gain = self.gain(index, &mut hash)?;
         let quantizer = self.quantizer(index, dim, &mut hash)?;
         let (variant, trained_tables) = (self.variant, self.spec.has_trained_tables());
         let tag = hash.digest() as u16;
-        Ok(HeadSide { dim, steps, quantizer, variant, trained_tables, rung: false, tag })
+        let trained_run = LaneRun { table: 0, first: 0, len: quantizer.symbols_per_row(dim) };
+        Ok(HeadSide {
+            dim,
+            steps,
+            gain,
+            quantizer,
+            variant,
+            trained_tables,
+            trained_run,
+            rung: false,
+            tag,
+        })
+    }
+
+    /// The median length of the head's rows, under `gain`.
+    fn gain(&self, index: usize, hash: &mut Xxh3) -> Result<Option<f32>, CodecError> {
+        if !self.spec.transforms.contains(&Transform::Gain) {
+            return Ok(None);
+        }
+        let median = self.row(|part| &part.gain, index, 1, "median lengths")?[0];
+        hash.update(&median.to_le_bytes());
+        Ok(Some(median))
     }
 
     fn step(
@@ -142,6 +166,7 @@ impl Binder<'_> {
                 factors.iter().for_each(|f| hash.update(&f.to_le_bytes()));
                 Ok(Step::scale(factors.to_vec()))
             }
+            Transform::Gain => unreachable!("gain is no step"),
             Transform::Hadamard => Ok(Step::hadamard(dim)),
             Transform::Rotate { seed } => Ok(Step::Rotation(Rotation::new(dim, seed))),
             Transform::Mean => {
@@ -208,8 +233,8 @@ impl Binder<'_> {
                 let (step, classes) = (grid.steps[index], &grid.classes[index * dim..][..dim]);
                 hash.update(&step.to_le_bytes());
                 hash.update(classes);
-                tables.codes.iter().flatten().for_each(|table| hash.update(table.lengths()));
-                HeadQuantizer::Grid(Box::new(Grid::new(step, classes, Arc::clone(tables))))
+                tables.iter().for_each(|table| hash.update(table.huffman.lengths()));
+                HeadQuantizer::Grid(Box::new(Grid::new(side, step, classes, Arc::clone(tables))))
             }
             Quantizer::BitAlloc { .. } => self.bitalloc(index, dim, hash)?,
         })

@@ -10,7 +10,7 @@
 //! by more than the head's bound is an outlier: other data costs bits, never accuracy.
 
 use super::Unquantizable;
-use super::grid::{Run, runs};
+use super::stored::Stored;
 use crate::PageError;
 use crate::bits::{self, CodeLayout, TILE_TOKENS};
 use half::f16;
@@ -91,6 +91,24 @@ pub(crate) struct BitAlloc {
     bound: f32,
 }
 
+/// Consecutive coefficients of one width.
+#[derive(Clone, Copy, Debug)]
+struct Run {
+    width: usize,
+    first: usize,
+    len: usize,
+}
+
+/// The runs of a head's widths, one width per coefficient.
+fn runs(widths: &[u8]) -> Vec<Run> {
+    let mut runs: Vec<Run> = Vec::new();
+    for widths in widths.chunk_by(|a, b| a == b) {
+        let first = runs.last().map_or(0, |run| run.first + run.len);
+        runs.push(Run { width: widths[0].into(), first, len: widths.len() });
+    }
+    runs
+}
+
 impl BitAlloc {
     pub(crate) fn new(
         side: Side,
@@ -99,6 +117,12 @@ impl BitAlloc {
         levels: Arc<Levels>,
     ) -> Self {
         Self { side, runs: runs(widths), scales: scales.to_vec(), levels, bound }
+    }
+
+    /// What kernels need to read pages.
+    pub(super) fn stored(&self) -> Stored<'_> {
+        let runs = self.runs.iter().map(|run| [run.first, run.len, run.width]).collect();
+        Stored::BitAlloc { runs, levels: self.levels.values(), scales: &self.scales }
     }
 
     /// Bytes of the codes of a page.
@@ -113,7 +137,7 @@ impl BitAlloc {
 
     /// Where the codes of a run lie.
     fn layout(&self, run: &Run, tokens: usize) -> CodeLayout {
-        CodeLayout::new(self.side, tokens, run.len, run.class as u32)
+        CodeLayout::new(self.side, tokens, run.len, run.width as u32)
     }
 
     /// Appends codes and outliers of `rows` (`[tokens, dim]`) and returns the bytes of the
@@ -135,8 +159,8 @@ impl BitAlloc {
                 for (index, (x, scale)) in
                     places.clone().zip(values[places.clone()].iter().zip(&self.scales[places]))
                 {
-                    let code = self.levels.code(run.class, x / scale);
-                    let residual = x - self.levels.value(run.class, code) * scale;
+                    let code = self.levels.code(run.width, x / scale);
+                    let residual = x - self.levels.value(run.width, code) * scale;
                     // NaN is an outlier as well, and then without a value.
                     if residual.is_nan() || residual.abs() > self.bound {
                         outliers.push((row as u16, index as u16, f16::from_f32(residual)));
@@ -175,8 +199,8 @@ impl BitAlloc {
             let layout = self.layout(run, tokens);
             let codes = &codes[start..start + layout.size_bytes()];
             start += codes.len();
-            let (levels, symbols) = (self.levels.of(run.class), &mut symbols[..run.len]);
-            if run.class == 0 {
+            let (levels, symbols) = (self.levels.of(run.width), &mut symbols[..run.len]);
+            if run.width == 0 {
                 for row in out.chunks_exact_mut(dim) {
                     row[run.first..run.first + run.len].fill(0.0);
                 }
@@ -211,7 +235,7 @@ impl BitAlloc {
     /// Writes the values of a run for the rows of a full tile, from codes in the order in which
     /// they lie: four that are summed are neighbours, positions for keys, tokens for values.
     fn tile(&self, run: &Run, codes: &[u8], rows: &mut [f32]) {
-        let (dim, levels) = (self.scales.len(), self.levels.of(run.class));
+        let (dim, levels) = (self.scales.len(), self.levels.of(run.width));
         let scales = &self.scales[run.first..][..run.len];
         // No code is beyond the levels; the mask says so.
         let mask = levels.len() - 1;

@@ -20,15 +20,20 @@ pub(crate) fn largest(dtype: DType) -> f32 {
     }
 }
 
+/// Whether no magnitude is over `limit`, and no value NaN. Looks at all of them: a loop that may
+/// end early would be one value at a time.
+pub(crate) fn all_within(rows: &[f32], limit: f32) -> bool {
+    // Written so that NaN fails too.
+    rows.iter().fold(true, |all, x| all & (x.abs() <= limit))
+}
+
 /// Appends `rows` in `dtype`.
 pub(crate) fn encode_rows(
     dtype: DType,
     rows: &[f32],
     out: &mut Vec<u8>,
 ) -> Result<(), Unquantizable> {
-    let limit = largest(dtype);
-    // Written so that NaN fails too.
-    if !rows.iter().all(|x| x.abs() <= limit) {
+    if !all_within(rows, largest(dtype)) {
         return Err(Unquantizable);
     }
     let start = out.len();

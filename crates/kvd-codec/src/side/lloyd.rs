@@ -52,6 +52,10 @@ impl Lloyd {
         self.bits
     }
 
+    pub(super) fn levels(&self) -> &[f32] {
+        &self.levels
+    }
+
     pub(crate) fn scale_bytes(tokens: usize) -> usize {
         2 * tokens
     }

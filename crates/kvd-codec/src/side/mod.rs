@@ -4,9 +4,6 @@ pub(crate) mod bind;
 pub(crate) mod bitalloc;
 pub(crate) mod float;
 pub(crate) mod grid;
-pub(crate) mod grid_decode;
-#[cfg(test)]
-mod grid_single;
 pub(crate) mod hybrid;
 pub(crate) mod lloyd;
 pub(crate) mod nearest;
@@ -17,6 +14,7 @@ pub(crate) mod uniform;
 pub(crate) mod vq;
 
 use crate::calibration::LAYER_TABLE_BYTES;
+use crate::lanes::LaneRun;
 use crate::page::id;
 use crate::transform::Step;
 use bitalloc::{BitAlloc, LEVELS};
@@ -157,11 +155,15 @@ impl HeadQuantizer {
 pub struct HeadSide {
     pub(crate) dim: usize,
     pub(crate) steps: Vec<Step>,
+    /// Median length of its rows, where shorter ones are raised.
+    pub(crate) gain: Option<f32>,
     pub(crate) quantizer: HeadQuantizer,
     /// Index of the head's spec in [`crate::CodecSpec::variants`].
     pub(crate) variant: usize,
     /// Whether Huffman tables are built from the blocks themselves.
     pub(crate) trained_tables: bool,
+    /// Then its rows are one run of codes.
+    pub(crate) trained_run: LaneRun,
     /// Whether its pages stand in for another side's, and say so.
     pub(crate) rung: bool,
     /// Hash of spec and calibration, stored in each page.
@@ -200,6 +202,30 @@ impl HeadSide {
         }
     }
 
+    /// The head's grid, when that is its quantizer.
+    #[must_use]
+    pub fn grid(&self) -> Option<&Grid> {
+        match &self.quantizer {
+            HeadQuantizer::Grid(grid) => Some(grid),
+            _ => None,
+        }
+    }
+
+    /// The runs of its rows, when its pages hold Huffman codes.
+    #[must_use]
+    pub fn lane_runs(&self) -> Option<&[LaneRun]> {
+        match &self.quantizer {
+            HeadQuantizer::Grid(grid) => Some(&grid.runs),
+            _ => self.trained_tables.then_some(std::slice::from_ref(&self.trained_run)),
+        }
+    }
+
+    /// Whether its codes are e4m3 under one scale per page.
+    #[must_use]
+    pub fn is_e4m3(&self) -> bool {
+        matches!(self.quantizer, HeadQuantizer::E4m3)
+    }
+
     /// The head's codebooks, when its quantizer is VQ.
     #[must_use]
     pub fn vq(&self) -> Option<&Vq> {
@@ -229,7 +255,8 @@ impl HeadSide {
             HeadQuantizer::BitAlloc(bitalloc) => bitalloc.calibration_bytes(),
             _ => 0,
         };
-        factors + quantizer
+        let gain = if self.gain.is_some() { 4 } else { 0 };
+        factors + gain + quantizer
     }
 
     /// Whether coefficients are the rows themselves.
@@ -264,15 +291,14 @@ impl HeadSide {
         }
     }
 
-    /// Writes the coefficients of `row`. Both slices have `dim` values.
+    /// Turns rows into their coefficients (`[n, dim]`), before any gain.
     ///
     /// # Panics
-    /// When a length is not `dim`.
-    pub fn forward(&self, row: &[f32], out: &mut [f32]) {
-        assert_eq!(row.len(), self.dim, "forward: row length");
-        out.copy_from_slice(row);
+    /// When the length is no multiple of `dim`.
+    pub fn forward(&self, rows: &mut [f32]) {
+        assert!(rows.len().is_multiple_of(self.dim), "forward: length of rows");
         for step in &self.steps {
-            step.forward(out);
+            step.forward(rows, self.dim);
         }
     }
 

@@ -5,6 +5,8 @@
 //! once for sixteen points, which is what makes large codebooks bearable.
 
 use super::vq::Codebook;
+use crate::wide::wide;
+use pulp::{Simd, WithSimd};
 
 /// Points compared at once.
 const LANES: usize = 16;
@@ -34,6 +36,7 @@ impl<'a> Points<'a> {
     }
 
     /// Sub-vector `index`.
+    #[inline(always)]
     fn get(&self, index: usize) -> &'a [f32] {
         &self.values[index * self.stride..][..self.dim]
     }
@@ -43,24 +46,12 @@ impl Codebook {
     /// Calls `found` for each point, in order, with its index, the index of the nearest entry
     /// (ties go to the lower one) and `|entry|²/2 - x·entry` for that entry. A point with NaN
     /// gets entry 0.
-    pub(crate) fn nearest(&self, points: Points<'_>, mut found: impl FnMut(usize, usize, f32)) {
-        let mut lanes = [[0f32; LANES]; DIM_MAX];
-        for start in (0..points.count).step_by(LANES) {
-            let filled = LANES.min(points.count - start);
-            for lane in 0..filled {
-                let point = points.get(start + lane);
-                for (channel, x) in lanes.iter_mut().zip(point) {
-                    channel[lane] = *x;
-                }
-            }
-            let (at, score) = self.search(&lanes);
-            for lane in 0..filled {
-                found(start + lane, at[lane] as usize, score[lane]);
-            }
-        }
+    pub(crate) fn nearest(&self, points: Points<'_>, found: impl FnMut(usize, usize, f32)) {
+        wide(Search { book: self, points, found });
     }
 
     /// Lets the compiler know the number of channels.
+    #[inline(always)]
     fn search(&self, x: &[[f32; LANES]; DIM_MAX]) -> ([u32; LANES], [f32; LANES]) {
         match self.dim {
             1 => scan::<1>(&self.entries, &self.half_norms, x),
@@ -77,6 +68,37 @@ impl Codebook {
     }
 }
 
+/// [`Codebook::nearest`].
+struct Search<'a, F> {
+    book: &'a Codebook,
+    points: Points<'a>,
+    found: F,
+}
+
+impl<F: FnMut(usize, usize, f32)> WithSimd for Search<'_, F> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        let Self { book, points, mut found } = self;
+        let mut lanes = [[0f32; LANES]; DIM_MAX];
+        for start in (0..points.count).step_by(LANES) {
+            let filled = LANES.min(points.count - start);
+            for lane in 0..filled {
+                let point = points.get(start + lane);
+                for (channel, x) in lanes.iter_mut().zip(point) {
+                    channel[lane] = *x;
+                }
+            }
+            let (at, score) = book.search(&lanes);
+            for lane in 0..filled {
+                found(start + lane, at[lane] as usize, score[lane]);
+            }
+        }
+    }
+}
+
+#[inline(always)]
 fn scan<const D: usize>(
     entries: &[f32],
     half_norms: &[f32],

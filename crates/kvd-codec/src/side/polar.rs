@@ -12,6 +12,7 @@
 
 use super::Unquantizable;
 use super::float::largest_magnitude;
+use super::stored::Stored;
 use super::uniform::{ROUND, ScaleRow, checked, f16_at_least};
 use half::f16;
 use kvd_core::{DType, Geometry, RopePairing};
@@ -156,6 +157,22 @@ impl Polar {
         match self.scale {
             Scale::Page(group) => Some(group),
             Scale::Model { .. } => None,
+        }
+    }
+
+    /// What kernels need to read pages.
+    pub(super) fn stored(&self) -> Stored<'_> {
+        let steps = match &self.scale {
+            Scale::Page(_) => &[],
+            Scale::Model { steps, .. } => steps.as_slice(),
+        };
+        Stored::Polar {
+            angle_bits: self.angle_bits,
+            radius_bits: self.radius_bits,
+            group: self.group().map(usize::from),
+            steps,
+            directions: &self.directions,
+            pairing: self.pairs.0,
         }
     }
 

@@ -1,29 +1,64 @@
 //! How a head's pages hold their values, told to kernels that read pages by themselves.
 
-use super::vq::Codebook;
+use super::vq::Vq;
 use super::{HeadQuantizer, HeadSide};
-use crate::GroupAxis;
-use kvd_core::DType;
+use crate::{GroupAxis, UniformMode};
+use kvd_core::{DType, RopePairing};
 
 /// What the payload of a head's pages is (`docs/format.md`, "Sides"), fallbacks apart.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum Stored<'a> {
     /// Rows in a dtype.
     Float(DType),
     /// FP8 e4m3 codes under one f32 scale.
     E4m3,
-    /// Fixed-width codes `minimum + code * step` under scale rows of f16 pairs.
+    /// Fixed-width codes of equidistant levels.
     Uniform {
+        /// Where the levels stand.
+        mode: UniformMode,
         /// Bits of a code.
         bits: u32,
+        /// Largest code; in the symmetric mode the largest magnitude of one.
+        top: u16,
         /// What shares a pair.
         axis: GroupAxis,
         /// Tokens (channel axis) or channels (token axis) that share a pair; all when absent.
         group: Option<usize>,
     },
-    /// Fixed-width indices of entries of one codebook, which serves every sub-vector.
-    Codebook(&'a Codebook),
+    /// Fixed-width indices of codebook entries.
+    Codebooks(&'a Vq),
+    /// Fixed-width codes `radius << angle_bits | angle`.
+    Polar {
+        /// Bits of the angle.
+        angle_bits: u32,
+        /// Bits of the radius.
+        radius_bits: u32,
+        /// Tokens that share a pair's step; without it the steps are `steps`.
+        group: Option<usize>,
+        /// Radius step of each pair, where pages hold none.
+        steps: &'a [f32],
+        /// Cosine and sine of each angle.
+        directions: &'a [[f32; 2]],
+        /// Which channels are a pair.
+        pairing: RopePairing,
+    },
+    /// Fixed-width indices of levels under one f16 per row.
+    Lloyd {
+        /// Bits of a code.
+        bits: u32,
+        /// `2^bits` levels.
+        levels: &'a [f32],
+    },
+    /// Runs of fixed-width codes, and outliers.
+    BitAlloc {
+        /// First coefficient, length and width of each run.
+        runs: Vec<[usize; 3]>,
+        /// Levels, those of width 1 first, up to width 8.
+        levels: &'a [f32],
+        /// A factor per coefficient.
+        scales: &'a [f32],
+    },
     /// Anything else, entropy-coded pages included.
     Other,
 }
@@ -32,21 +67,33 @@ impl HeadSide {
     /// How this head's pages hold their values.
     #[must_use]
     pub fn stored(&self) -> Stored<'_> {
-        if self.trained_tables {
+        if self.trained_tables || self.gain.is_some() {
             return Stored::Other;
         }
+        let uniform = |mode, bits, base: &super::uniform::Uniform| Stored::Uniform {
+            mode,
+            bits,
+            top: base.top,
+            axis: base.axis,
+            group: base.group,
+        };
         match &self.quantizer {
             HeadQuantizer::Float(dtype) => Stored::Float(*dtype),
             HeadQuantizer::E4m3 => Stored::E4m3,
-            HeadQuantizer::Uniform(uniform) => Stored::Uniform {
-                bits: uniform.code_bits(),
-                axis: uniform.axis,
-                group: uniform.group,
-            },
-            HeadQuantizer::Vq(vq) if vq.stages() == 1 && !vq.is_grouped() => {
-                Stored::Codebook(vq.codebook(0, 0))
+            HeadQuantizer::Uniform(side) => uniform(UniformMode::Asym, side.code_bits(), side),
+            HeadQuantizer::Symmetric(side) => {
+                uniform(UniformMode::Sym, side.code_bits(), &side.base)
             }
-            _ => Stored::Other,
+            HeadQuantizer::Hybrid(side) => {
+                uniform(UniformMode::Hybrid, side.base.code_bits(), &side.base)
+            }
+            HeadQuantizer::Vq(vq) => Stored::Codebooks(vq),
+            HeadQuantizer::Polar(polar) => polar.stored(),
+            HeadQuantizer::Lloyd(lloyd) => {
+                Stored::Lloyd { bits: lloyd.code_bits(), levels: lloyd.levels() }
+            }
+            HeadQuantizer::BitAlloc(bitalloc) => bitalloc.stored(),
+            HeadQuantizer::Grid(_) => Stored::Other,
         }
     }
 }

@@ -24,7 +24,7 @@ pub(crate) const SPECS: [&str; 27] = [
     "k=vq(d=2,b=3)/huffman; v=hadamard+smooth/vq(d=8,b=9)",
     "k=uniform(b=8,g=7,axis=channel)/huffman; v=uniform(b=2,axis=token)",
     "k=vq(d=1,b=2); v=vq(d=16,b=2)/huffman",
-    "k=mean+qpca/grid(rate=3)/huffman; v=mean+pca/grid(rate=2)/huffman",
+    "k=mean+qpca/grid(rate=3)/huffman; v=mean+gain+pca/grid(rate=2)/huffman",
     "k=pca+mean/f16; v=smooth+hadamard/grid(rate=4)/huffman",
     "innerq-2",
     "polar-4+4",

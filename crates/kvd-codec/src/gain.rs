@@ -1,0 +1,142 @@
+//! Token gains: a power of two per row, by which the coefficients of quiet rows are raised before
+//! they are quantized (the `gain` transform of values).
+//!
+//! One step for all rows is right when all rows count alike. Values do not: in some heads a few
+//! tokens take most of the weight and have values far shorter than others. An error that is small
+//! beside an ordinary value is as large as those. So a row shorter than the head's median is
+//! brought near it, and its error shrinks with it; long rows keep the step
+//! (`docs/adr/0009-token-gains.md` has the figures). A gain commutes with every linear transform;
+//! attention multiplies the token's weight by it.
+//!
+//! Stored: 4 bits per row after the payload, low nibble first, where any row of the page has one.
+
+use std::f32::consts::SQRT_2;
+
+/// Largest shift: rows of 2^-7 of the median and shorter.
+const SHIFT_MAX: u8 = 7;
+
+/// Bytes of the gains of a page.
+pub(crate) const fn gain_bytes(tokens: usize) -> usize {
+    tokens.div_ceil(2)
+}
+
+/// The median length of rows (`[n, dim]`), 1 where that is nothing to divide by.
+pub(crate) fn median_length(rows: &[f32], dim: usize) -> f32 {
+    let mut lengths: Vec<f32> = rows.chunks_exact(dim).map(length).collect();
+    let middle = lengths.len() / 2;
+    let median = *lengths.select_nth_unstable_by(middle, f32::total_cmp).1;
+    if median.is_normal() { median } else { 1.0 }
+}
+
+fn length(row: &[f32]) -> f32 {
+    row.iter().map(|x| x * x).sum::<f32>().sqrt()
+}
+
+/// Raises `coefficients` of rows that are shorter than `median`, and returns the shift of each.
+pub(crate) fn raise(
+    rows: &[f32],
+    dim: usize,
+    median: f32,
+    coefficients: &mut [f32],
+    shifts: &mut Vec<u8>,
+) {
+    shifts.clear();
+    for (row, coefficients) in rows.chunks_exact(dim).zip(coefficients.chunks_exact_mut(dim)) {
+        let shift = shift(median / length(row));
+        shifts.push(shift);
+        if shift > 0 {
+            let gain = f32::from(1u16 << shift);
+            coefficients.iter_mut().for_each(|c| *c *= gain);
+        }
+    }
+}
+
+/// The shift nearest to the logarithm of `ratio`; none for NaN.
+fn shift(ratio: f32) -> u8 {
+    let mut shift = 0;
+    while shift < SHIFT_MAX && ratio >= SQRT_2 * f32::from(1u16 << shift) {
+        shift += 1;
+    }
+    shift
+}
+
+/// Appends the shifts of a page; none where no row has one.
+pub(crate) fn append(shifts: &[u8], out: &mut Vec<u8>) -> usize {
+    if shifts.iter().all(|shift| *shift == 0) {
+        return 0;
+    }
+    let nibbles = shifts.chunks(2).map(|pair| pair[0] | pair.get(1).map_or(0, |high| high << 4));
+    out.extend(nibbles);
+    gain_bytes(shifts.len())
+}
+
+/// The gains of a page.
+#[derive(Clone, Copy, Debug)]
+pub struct Gains<'a>(pub(crate) &'a [u8]);
+
+impl Gains<'_> {
+    /// What the stored coefficients of row `row` are multiplied by, at most 1.
+    #[must_use]
+    pub fn factor(&self, row: usize) -> f32 {
+        let shift = self.0[row / 2] >> (4 * (row % 2)) & 15;
+        f32::from(1u16 << shift).recip()
+    }
+
+    /// Brings rows (`[n, dim]`) from row `first` on back to their length.
+    pub(crate) fn lower(&self, first: usize, dim: usize, rows: &mut [f32]) {
+        for (row, values) in (first..).zip(rows.chunks_exact_mut(dim)) {
+            let factor = self.factor(row);
+            if factor < 1.0 {
+                values.iter_mut().for_each(|c| *c *= factor);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shifts_bring_short_rows_near_the_median_and_leave_long_ones() {
+        let of = |length: f32| shift(1.0 / length);
+        assert_eq!([2.0, 1.0, 0.72, 0.70, 0.5, 0.36, 0.25].map(of), [0, 0, 0, 1, 1, 1, 2]);
+        assert_eq!([1e-3, 0.0, f32::NAN].map(of), [SHIFT_MAX, SHIFT_MAX, 0]);
+    }
+
+    #[test]
+    fn raised_rows_come_back_exactly() {
+        let rows: Vec<f32> =
+            (0..5).flat_map(|i| [4f32.powi(-i), 0.0, 3.0 * 4f32.powi(-i)]).collect();
+        let (mut raised, mut shifts, mut bytes) = (rows.clone(), Vec::new(), vec![9]);
+        raise(&rows, 3, median_length(&rows, 3), &mut raised, &mut shifts);
+        assert_eq!(append(&shifts, &mut bytes), gain_bytes(5));
+        assert_ne!(raised, rows);
+        let gains = Gains(&bytes[1..]);
+        let mut back = raised[3..].to_vec();
+        gains.lower(1, 3, &mut back);
+        assert_eq!(back, rows[3..]);
+    }
+
+    #[test]
+    fn rows_of_any_size_are_compared_by_their_ratio() {
+        for size in [1e-12f32, 1.0, 1e12] {
+            let rows = [1.0, 1.0, 1.0, 0.25].map(|x| x * size);
+            let (mut raised, mut shifts) = (rows, Vec::new());
+            raise(&rows, 1, median_length(&rows, 1), &mut raised, &mut shifts);
+            assert_eq!(shifts, [0, 0, 0, 2], "{size}");
+        }
+    }
+
+    #[test]
+    fn pages_of_equal_rows_store_no_gains() {
+        let mut bytes = Vec::new();
+        assert_eq!(append(&[0, 0, 0], &mut bytes), 0);
+        assert!(bytes.is_empty());
+    }
+
+    #[test]
+    fn the_median_of_zeros_is_one() {
+        assert_eq!(median_length(&[0.0; 8], 4), 1.0);
+    }
+}

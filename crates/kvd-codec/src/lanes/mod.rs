@@ -1,0 +1,176 @@
+//! Huffman codes in lock step: sixteen lanes read the same place of sixteen rows at once.
+//!
+//! A *chunk* is up to 64 tokens. Its codes are taken four at a time along the axis that attention
+//! sums (four positions of a token of keys, four tokens of a position of values): a *quad*. A
+//! *step* is one quad in each lane, all at the same position, so that all lanes use the same
+//! table. Each lane has a reservoir of bits of its own and is *topped up* with the next 16-bit
+//! word of the chunk whenever it has too few for what comes; lanes take words in their order.
+//! Nothing says where a lane begins: encoder and decoder top up at the same places.
+//!
+//! Vector registers decode sixteen quads at a time this way, and a warp of a GPU thirty-two.
+
+mod decode;
+mod encode;
+mod grouping;
+#[cfg(test)]
+mod tests;
+
+pub use decode::{LaneChunk, LaneCodes, Outlier};
+pub(crate) use decode::{Layout, split};
+pub(crate) use encode::{chunk as encode_chunk, count};
+pub(crate) use grouping::Grouping;
+
+use crate::huffman::HuffmanTable;
+use kvd_core::Side;
+
+/// Lanes of a chunk.
+pub(crate) const LANES: usize = 16;
+/// Tokens of a chunk; the last of a page has what is left.
+pub const CHUNK_TOKENS: usize = 64;
+/// Codes of a quad.
+pub(crate) const QUAD: usize = 4;
+/// Bits of a word.
+pub(crate) const WORD_BITS: u32 = 16;
+
+/// Consecutive positions of a row that share a table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LaneRun {
+    /// Index of the table.
+    pub table: usize,
+    /// First position.
+    pub first: usize,
+    /// Positions.
+    pub len: usize,
+}
+
+/// A Huffman table, and what its symbols stand for.
+#[derive(Clone, Debug)]
+pub struct LaneTable {
+    pub(crate) huffman: HuffmanTable,
+    pub(crate) grouping: Grouping,
+    longest: u32,
+    batch: usize,
+    bytes: Option<Box<ByteTables>>,
+}
+
+/// A table of up to 8 bits, as vector registers look it up.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ByteTables {
+    /// By the next eight bits: one code, or two of four bits, or four of two bits, first lowest.
+    pub codes: [u8; 256],
+    /// By the next eight bits: bits of the symbol.
+    pub lengths: [u8; 256],
+}
+
+impl LaneTable {
+    pub(crate) fn new(huffman: HuffmanTable, grouping: Grouping) -> Self {
+        debug_assert_eq!(huffman.lengths().len(), grouping.alphabet());
+        let bytes = (huffman.limit() <= 8).then(|| {
+            let width = 8 / grouping.group as u32;
+            let mut tables = ByteTables { codes: [0; 256], lengths: [0; 256] };
+            for index in 0..256 {
+                let (symbol, length) = huffman.first(index as u32);
+                let codes = grouping.codes(symbol).into_iter().take(grouping.group);
+                let packed = codes.zip(0..).map(|(code, at)| u32::from(code) << (width * at));
+                tables.codes[index] = packed.sum::<u32>() as u8;
+                tables.lengths[index] = length as u8;
+            }
+            Box::new(tables)
+        });
+        let longest = huffman.lengths().iter().copied().max().unwrap_or(0).into();
+        let bits = longest + grouping.raw_bits;
+        let most = QUAD / grouping.group;
+        let fits = |batch: &usize| *batch <= most && *batch as u32 * bits <= WORD_BITS;
+        let batch = [4, 2].into_iter().find(fits).unwrap_or(1);
+        Self { huffman, grouping, longest, batch, bytes }
+    }
+
+    /// Codes of a symbol: 1, 2 or 4.
+    #[must_use]
+    pub fn group(&self) -> usize {
+        self.grouping.group
+    }
+
+    /// Low bits of a code that follow its symbol as they are.
+    #[must_use]
+    pub fn raw_bits(&self) -> u32 {
+        self.grouping.raw_bits
+    }
+
+    /// Bits of the longest symbol, its low bits not counted.
+    #[must_use]
+    pub fn longest(&self) -> u32 {
+        self.longest
+    }
+
+    /// Symbols under one top-up, and the bits that they may take together.
+    #[must_use]
+    pub fn batch(&self) -> (usize, u32) {
+        (self.batch, self.batch as u32 * (self.longest + self.raw_bits()))
+    }
+
+    /// The table as bytes; none where codes have more than 8 bits.
+    #[must_use]
+    pub fn bytes(&self) -> Option<&ByteTables> {
+        self.bytes.as_deref()
+    }
+
+    /// Bytes that a store must keep to rebuild the table.
+    pub(crate) fn size_bytes(&self) -> u64 {
+        self.huffman.size_bytes()
+    }
+}
+
+/// One quad in each lane.
+#[derive(Clone, Copy, Debug)]
+struct Step {
+    side: Side,
+    /// Tokens of the chunk.
+    tokens: usize,
+    table: usize,
+    /// First position of the quads.
+    position: usize,
+    /// First token of the quad of lane 0.
+    token: usize,
+    /// Positions of a quad of keys.
+    len: usize,
+}
+
+impl Step {
+    /// Codes of a lane's quad.
+    fn count(&self, lane: usize) -> usize {
+        match self.side {
+            Side::Key if self.token + lane < self.tokens => self.len,
+            Side::Key => 0,
+            Side::Value => self.tokens.saturating_sub(QUAD * lane).min(QUAD),
+        }
+    }
+
+    /// Where code `index` of a lane's quad lies among rows of `per_row` codes.
+    fn place(&self, lane: usize, index: usize, per_row: usize) -> usize {
+        match self.side {
+            Side::Key => (self.token + lane) * per_row + self.position + index,
+            Side::Value => (QUAD * lane + index) * per_row + self.position,
+        }
+    }
+}
+
+/// The steps of a chunk of `tokens` tokens, in their order.
+fn steps(side: Side, tokens: usize, runs: &[LaneRun]) -> impl Iterator<Item = Step> + use<'_> {
+    let (quad, blocks) = match side {
+        Side::Key => (QUAD, tokens.div_ceil(LANES)),
+        Side::Value => (1, 1),
+    };
+    runs.iter().flat_map(move |run| {
+        (0..run.len).step_by(quad).flat_map(move |at| {
+            (0..blocks).map(move |block| Step {
+                side,
+                tokens,
+                table: run.table,
+                position: run.first + at,
+                token: block * LANES,
+                len: quad.min(run.len - at),
+            })
+        })
+    })
+}

@@ -1,0 +1,154 @@
+//! Lanes against their own encoder, and on bytes that none wrote.
+
+use super::decode::{Layout, split};
+use super::*;
+use proptest::prelude::*;
+
+/// A table for `grouping` whose middle symbols are likely, the more so the larger `skew`.
+fn table(grouping: Grouping, skew: f64) -> LaneTable {
+    let middle = (grouping.alphabet() / 2) as f64;
+    let count = |symbol| (1e6 * skew.powf(-f64::abs(symbol as f64 - middle))) as u64;
+    let counts: Vec<u64> = (0..grouping.alphabet()).map(count).collect();
+    LaneTable::new(HuffmanTable::new(&counts), grouping)
+}
+
+fn grouping(group: usize, levels: u16, raw_bits: u32) -> Grouping {
+    Grouping { group, levels, raw_bits, missing: levels / 2 }
+}
+
+fn tables(skew: f64) -> Vec<LaneTable> {
+    let groupings = [
+        grouping(1, 2, 0),
+        grouping(4, 3, 0),
+        grouping(2, 7, 0),
+        grouping(1, 31, 3),
+        grouping(1, 128, 0),
+        grouping(1, 256, 0),
+        grouping(1, 2000, 0),
+    ];
+    groupings.into_iter().map(|grouping| table(grouping, skew)).collect()
+}
+
+/// Runs of those tables and lengths, with a gap after each.
+fn runs(parts: &[(usize, usize)]) -> (Vec<LaneRun>, usize) {
+    let mut next = 0;
+    let runs = parts.iter().map(|&(table, len)| {
+        let first = next;
+        next += len + 1;
+        LaneRun { table, first, len }
+    });
+    (runs.collect(), next)
+}
+
+/// Rows of codes that the tables have; the gaps are 7777.
+fn rows(runs: &[LaneRun], per_row: usize, tables: &[LaneTable], picks: &[u32]) -> Vec<u16> {
+    let mut rows = vec![7777; picks.len() / per_row * per_row];
+    for (row, picks) in rows.chunks_exact_mut(per_row).zip(picks.chunks_exact(per_row)) {
+        for run in runs {
+            let grouping = tables[run.table].grouping;
+            let span = u32::from(grouping.levels) << grouping.raw_bits;
+            let at = run.first..run.first + run.len;
+            // The middle half of the span, mostly.
+            let code = |pick: &u32| (span / 4 + pick % span.div_ceil(2) + pick / 97 % 2) % span;
+            row[at.clone()].iter_mut().zip(&picks[at]).for_each(|(c, p)| *c = code(p) as u16);
+        }
+    }
+    rows
+}
+
+fn encoded(side: Side, runs: &[LaneRun], tables: &[LaneTable], rows: (&[u16], usize)) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    let words = encode_chunk(side, (runs, tables), rows, &mut bytes);
+    assert_eq!(bytes.len(), 2 * words);
+    let mut page = (words as u16).to_le_bytes().to_vec();
+    page.extend(bytes);
+    page
+}
+
+fn sides() -> impl Strategy<Value = Side> {
+    prop_oneof![Just(Side::Key), Just(Side::Value)]
+}
+
+proptest! {
+    #[test]
+    #[cfg_attr(miri, ignore = "too many numbers for an interpreter")]
+    fn chunks_come_back_and_shorter_ones_do_not(
+        side in sides(),
+        parts in proptest::collection::vec((0usize..7, 1usize..12), 1..5),
+        tokens in 1usize..=CHUNK_TOKENS,
+        picks in proptest::collection::vec(any::<u32>(), 64 * 52),
+        skew in 1f64..3.0,
+    ) {
+        let tables = tables(skew);
+        let (runs, per_row) = runs(&parts);
+        let rows = rows(&runs, per_row, &tables, &picks[..tokens * per_row]);
+        let page = encoded(side, &runs, &tables, (&rows, per_row));
+        let layout =
+            Layout { side, tokens, per_row, runs: &runs, tables: &tables, outliers: false };
+        let codes = split(layout, &page).unwrap();
+        let mut back = vec![7777; rows.len()];
+        codes.decode(0, &mut back).unwrap();
+        prop_assert_eq!(back, rows);
+        prop_assert!(split(layout, &page[..page.len() - 1]).is_err());
+        let longer = [&page[..], &[1; 2 * 4096]].concat();
+        prop_assert!(split(layout, &longer).is_err());
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "too many numbers for an interpreter")]
+    fn any_bytes_give_codes_that_tables_have_or_an_error(
+        side in sides(),
+        parts in proptest::collection::vec((0usize..7, 1usize..12), 1..5),
+        tokens in 1usize..=CHUNK_TOKENS,
+        words in proptest::collection::vec(any::<u16>(), 0..600),
+        skew in 1f64..3.0,
+    ) {
+        let tables = tables(skew);
+        let (runs, per_row) = runs(&parts);
+        let mut page = (words.len() as u16).to_le_bytes().to_vec();
+        page.extend(words.iter().flat_map(|word| word.to_le_bytes()));
+        let layout =
+            Layout { side, tokens, per_row, runs: &runs, tables: &tables, outliers: false };
+        let codes = split(layout, &page).unwrap();
+        let mut rows = vec![7777; tokens * per_row];
+        if codes.decode(0, &mut rows).is_err() {
+            return Ok(());
+        }
+        for run in &runs {
+            let grouping = tables[run.table].grouping;
+            for row in rows.chunks_exact(per_row) {
+                let codes = &row[run.first..run.first + run.len];
+                prop_assert!(codes.iter().all(|c| c >> grouping.raw_bits < grouping.levels));
+                prop_assert_eq!(row[run.first + run.len], 7777);
+            }
+        }
+    }
+}
+
+#[test]
+fn entries_are_what_symbols_say() {
+    for table in tables(1.5) {
+        let Some(bytes) = table.bytes() else {
+            assert!(table.grouping.alphabet() > 128);
+            continue;
+        };
+        for index in 0..256u32 {
+            let (symbol, length) = table.huffman.first(index);
+            let codes = table.grouping.codes(symbol);
+            let width = 8 / table.group() as u32;
+            for (at, code) in codes[..table.group()].iter().enumerate() {
+                let entry = u32::from(bytes.codes[index as usize]) >> (width * at as u32);
+                assert_eq!(entry & ((1 << width) - 1), u32::from(*code));
+            }
+            assert_eq!(u32::from(bytes.lengths[index as usize]), length);
+        }
+    }
+}
+
+#[test]
+fn a_batch_never_takes_more_than_a_word() {
+    for table in tables(1.0).iter().chain(&tables(2.5)) {
+        let (batch, need) = table.batch();
+        assert!(need <= WORD_BITS && batch * table.group() <= QUAD, "{table:?}");
+    }
+}
