@@ -56,5 +56,5 @@ async fn a_declared_bound_holds_and_fallbacks_are_counted() {
 
     let question = engine.question(&conversation, 3, &mut rng);
     let answer = engine.ask(&question).await;
-    assert_within_budget("over what fell back", &engine.shape, &question, &answer, &[&loaded]);
+    assert_within_budget("over what fell back", &engine, &question, &answer, &[&loaded]);
 }

@@ -3,6 +3,7 @@
 
 use kvd_client::merge::{Partial, PartialView, merge};
 use kvd_client::{AttendQuery, DType, LayerIndex};
+use kvd_tests::budget::{Yardstick, assert_within};
 use kvd_tests::codec::PRESETS;
 use kvd_tests::{
     Conversation, Engine, Question, Rng, Rows, Shape, assert_within_budget, daemon, engine,
@@ -70,7 +71,7 @@ async fn check(engine: &Engine, context: &str, question: &Question, rows: &[&Row
         let question = question.in_dtype(dtype);
         let answer = engine.ask(&question).await;
         let context = format!("{context}, {dtype}, seed {SEED}");
-        assert_within_budget(&context, &engine.shape, &question, &answer, rows);
+        assert_within_budget(&context, engine, &question, &answer, rows);
     }
 }
 
@@ -125,6 +126,28 @@ async fn vecinfer_equals_the_reference_over_what_reads_back() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn kivi_equals_the_reference_over_what_reads_back() {
+    every_query_of("k=uniform(b=4,g=32,axis=channel); v=uniform(b=4,g=32,axis=token)").await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn single_precision_keeps_the_budget_of_f32() {
+    let daemon = daemon().with("device.precision", "\"single\"").start().await;
+    for codec in ["kivi-4", "vecinfer-2"] {
+        let mut rng = Rng::new(SEED);
+        let shape = Shape { block_tokens: 64, ..Shape::small() };
+        let engine = engine(&daemon).named(codec).register(shape, codec).await;
+        let mut conversation = engine.open().await;
+        engine.grow(&mut conversation, 400, &mut rng).await;
+        let read = engine.load(&conversation, 0).await;
+        let question = engine.question(&conversation, 4, &mut rng);
+        let answer = engine.ask(&question).await;
+        let by = (&engine.shape, Yardstick::Single);
+        assert_within(codec, by, &question, &answer, &[&read]);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_batch_reads_each_query_from_its_own_sequence() {
     let daemon = daemon().start().await;
     for codec in PRESETS {
@@ -175,7 +198,7 @@ async fn disjoint_ranges_merge_to_the_whole() {
                 PartialView { out: &rest.out, lse: &rest.lse },
             );
             let context = format!("{codec}, cut at {cut}");
-            assert_within_budget(&context, &engine.shape, &whole, &merged, &[&read]);
+            assert_within_budget(&context, &engine, &whole, &merged, &[&read]);
         }
     }
 }

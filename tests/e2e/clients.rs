@@ -101,7 +101,7 @@ async fn check(engine: &Engine, of: &Conversation, codec: &str, context: &str, r
     let question = engine.question(of, 1, rng);
     let answer = engine.ask(&question).await;
     let read = if codec == "raw" { of.layers[0].clone() } else { engine.load(of, 0).await };
-    assert_within_budget(context, &engine.shape, &question, &answer, &[&read]);
+    assert_within_budget(context, engine, &question, &answer, &[&read]);
 }
 
 /// Starts the processes, lets them go together, and waits until all have succeeded.

@@ -30,7 +30,7 @@ async fn assert_consistent(engine: &Engine, of: &Conversation, context: &str, ex
     let read = engine.load(of, 0).await;
     let question = engine.question(of, 3, &mut Rng::new(SEED));
     let answer = engine.ask(&question).await;
-    assert_within_budget(context, &engine.shape, &question, &answer, &[&read]);
+    assert_within_budget(context, engine, &question, &answer, &[&read]);
 }
 
 /// Relative distance of the keys of two sets of rows; that of unrelated rows is above 1.

@@ -35,7 +35,7 @@ async fn assert_answers(engine: &Engine, conversation: &Conversation, rng: &mut 
     let question = engine.question(conversation, 1, rng);
     let answer = engine.ask(&question).await;
     let rows = [&conversation.layers[0]];
-    assert_within_budget("answers", &engine.shape, &question, &answer, &rows);
+    assert_within_budget("answers", engine, &question, &answer, &rows);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -101,7 +101,7 @@ async fn without_room_to_pack_blocks_stay_raw_and_are_packed_later() {
     let read = engine.load(&conversation, 0).await;
     let question = engine.question(&conversation, 2, &mut rng);
     let answer = engine.ask(&question).await;
-    assert_within_budget("packed later", &engine.shape, &question, &answer, &[&read]);
+    assert_within_budget("packed later", &engine, &question, &answer, &[&read]);
     engine.close(conversation).await;
     assert!(daemon.is_empty().await);
 }
@@ -250,7 +250,7 @@ async fn a_client_that_vanishes_in_the_middle_of_a_stream_leaves_whole_chunks() 
         let read = engine.load(&conversation, 0).await;
         let question = engine.question(&conversation, 1, &mut rng);
         let answer = engine.ask(&question).await;
-        assert_within_budget("survivor", &engine.shape, &question, &answer, &[&read]);
+        assert_within_budget("survivor", &engine, &question, &answer, &[&read]);
         engine.close(conversation).await;
         eventually("page memory given back", async || daemon.is_empty().await).await;
     }

@@ -101,7 +101,7 @@ async fn run(engine: &Engine, passage: &Passage, truth: &mut Vec<Vec<Reference>>
         let read = engine.load(&conversation, layer).await;
         let question = question(engine, passage, &conversation, layer, END);
         let answer = engine.ask(&question).await;
-        assert_within_budget("real data", shape, &question, &answer, &[&read]);
+        assert_within_budget("real data", engine, &question, &answer, &[&read]);
     }
     let stats = engine.client.describe_model(engine.model).await.expect("describe");
     let stored = stats.model.and_then(|model| model.stored).expect("what is stored");

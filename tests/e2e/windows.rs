@@ -25,7 +25,7 @@ async fn step(engine: &Engine, conversation: &mut Conversation, context: &str, r
     let read = engine.load(conversation, 0).await;
     let question = engine.question(conversation, 1, rng);
     let answer = engine.ask(&question).await;
-    assert_within_budget(context, &engine.shape, &question, &answer, &[&read]);
+    assert_within_budget(context, engine, &question, &answer, &[&read]);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

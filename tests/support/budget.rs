@@ -1,19 +1,31 @@
-//! How far an answer may be from the truth.
+//! How far an answer may be from the truth (`docs/adr/0008-kernel-error-budget.md`).
 //!
-//! The yardstick is the plain f32 reference over the same rows: what single precision costs
-//! somebody who does nothing clever. Its largest error over a question is the unit; the daemon,
-//! which also sums in f32 but in another order, folds linear transforms into the query and splits
+//! The yardstick is a plain reference of the same precision over the same rows: what that
+//! precision costs somebody who does nothing clever. Its largest error over a question is the
+//! unit; the daemon, which sums in another order, folds linear transforms into the query and splits
 //! the range, may err [`SLACK`] times as far. The unit is at least one rounding of the largest
 //! value involved, so that a reference that was lucky does not shrink it. On top comes the
 //! rounding of the output to its dtype, which is exact.
+//!
+//! Which precision is a matter of the codec: f32, or f32 sums of products with f16 queries and
+//! weights where the daemon multiplies a codec's codes as integers ([`Yardstick`]).
 
-use crate::engine::{Answer, Question};
+use crate::engine::{Answer, Engine, Question};
 use crate::kv::{Rows, Shape};
-use crate::reference::{self, Reference};
+use crate::reference::{self, Half, Reference};
 use kvd_client::DType;
 
-/// Errors of the daemon over errors of the plain f32 reference.
+/// Errors of the daemon over errors of the plain reference.
 pub const SLACK: f64 = 4.0;
+
+/// The precision of the reference.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Yardstick {
+    /// f32 throughout.
+    Single,
+    /// f32 sums, but f16 queries and softmax weights.
+    Half,
+}
 
 /// How much of the budget was used, at the worst place: 1 is all of it.
 #[derive(Clone, Copy, Debug)]
@@ -25,34 +37,43 @@ pub struct Used {
 }
 
 /// Checks `answer` against the reference over `rows` (one set for each query): no output and no
-/// log-sum-exp is further from the truth than the budget.
+/// log-sum-exp is further from the truth than the budget of the engine's codec.
 ///
 /// # Panics
 /// When one is, naming the place.
 pub fn assert_within_budget(
     context: &str,
-    shape: &Shape,
+    engine: &Engine,
+    question: &Question,
+    answer: &Answer,
+    rows: &[&Rows],
+) -> Used {
+    assert_within(context, (&engine.shape, engine.yardstick), question, answer, rows)
+}
+
+/// As [`assert_within_budget`] by a yardstick of the caller's choice.
+///
+/// # Panics
+/// When a value is beyond the budget, naming the place.
+pub fn assert_within(
+    context: &str,
+    (shape, yardstick): (&Shape, Yardstick),
     question: &Question,
     answer: &Answer,
     rows: &[&Rows],
 ) -> Used {
     let exact = reference::attend::<f64>(shape, question, rows);
-    let single = reference::attend::<f32>(shape, question, rows);
     assert_eq!(answer.out.len(), exact.out.len(), "{context}: values in out");
     assert_eq!(answer.lse.len(), exact.lse.len(), "{context}: values in lse");
-    let epsilon = f64::from(f32::EPSILON);
-    let largest = rows.iter().flat_map(|rows| &rows.v).fold(0f32, |max, v| max.max(v.abs()));
-    let unit = largest_error(&single.out, &exact.out).max(epsilon * f64::from(largest));
+    let units = units(shape, question, rows, &exact, yardstick);
     let mut used = Used { out: 0.0, lse: 0.0 };
     for (at, (got, want)) in answer.out.iter().zip(&exact.out).enumerate() {
-        let allowed = SLACK * unit + rounding(question.dtype, *want);
+        let allowed = SLACK * units.out + rounding(question.dtype, *want);
         let error = (f64::from(*got) - want).abs();
         assert!(error <= allowed, "{context}: out[{at}] is {got}, not {want} ± {allowed:.3e}");
         used.out = used.out.max(error / allowed);
     }
-    let finite = |lse: &&f64| lse.is_finite();
-    let largest = exact.lse.iter().filter(finite).fold(1f64, |max, lse| max.max(lse.abs()));
-    let allowed = SLACK * largest_error(&single.lse, &exact.lse).max(epsilon * largest);
+    let allowed = SLACK * units.lse;
     for (at, (got, want)) in answer.lse.iter().zip(&exact.lse).enumerate() {
         if want.is_infinite() {
             assert_eq!(*got, f32::NEG_INFINITY, "{context}: lse[{at}] where nothing is visible");
@@ -64,6 +85,34 @@ pub fn assert_within_budget(
         used.lse = used.lse.max(error / allowed);
     }
     used
+}
+
+/// What counts as one error of the yardstick's precision.
+fn units(
+    shape: &Shape,
+    question: &Question,
+    rows: &[&Rows],
+    exact: &Reference,
+    yardstick: Yardstick,
+) -> Used {
+    let single = reference::attend::<f32>(shape, question, rows);
+    let epsilon = f64::from(f32::EPSILON);
+    let largest = rows.iter().flat_map(|rows| &rows.v).fold(0f32, |max, v| max.max(v.abs()));
+    let finite = |lse: &&f64| lse.is_finite();
+    let largest_lse = exact.lse.iter().filter(finite).fold(1f64, |max, lse| max.max(lse.abs()));
+    let mut unit = Used {
+        out: largest_error(&single.out, &exact.out).max(epsilon * f64::from(largest)),
+        lse: largest_error(&single.lse, &exact.lse).max(epsilon * largest_lse),
+    };
+    if yardstick == Yardstick::Half {
+        let half = reference::attend::<Half>(shape, question, rows);
+        // Of one product with one factor of eleven bits.
+        let rounding = 2f64.powi(-11);
+        let out = largest_error(&half.out, &exact.out).max(rounding * exact.largest_value);
+        let lse = largest_error(&half.lse, &exact.lse).max(rounding * exact.largest_term);
+        unit = Used { out: unit.out.max(out), lse: unit.lse.max(lse) };
+    }
+    unit
 }
 
 fn assert_zero(context: &str, shape: &Shape, answer: &Answer, row: usize) {

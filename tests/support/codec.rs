@@ -1,9 +1,10 @@
 //! The codecs under test, and their calibration.
 
 use crate::Rng;
+use crate::budget::Yardstick;
 use crate::kv::{Rows, Shape};
 use bytes::Bytes;
-use kvd_codec::Samples;
+use kvd_codec::{Quantizer, Samples, SideSpec};
 use kvd_core::{LayerIndex, Side};
 
 /// One preset of each kind: floats kept, floats narrowed, entropy-coded, vector-quantized.
@@ -15,6 +16,22 @@ pub fn windowed(preset: &str, sink: u32, recent: u32) -> String {
     let mut spec = kvd_codec::preset(preset).expect("a preset");
     (spec.sink, spec.recent) = (sink, recent);
     spec.to_string()
+}
+
+/// By what answers over `codec` are judged: where a side has codes that the daemon multiplies as
+/// integers, queries and weights are rounded.
+///
+/// # Panics
+/// When the codec is unknown.
+#[must_use]
+pub fn yardstick(codec: &str) -> Yardstick {
+    let spec = kvd_codec::resolve(codec).expect("a codec");
+    let integers = |side: &SideSpec| {
+        use Quantizer::{Grid, Uniform, Vq};
+        matches!(side.quantizer, Uniform { .. } | Vq(_) | Grid { .. })
+    };
+    let any = integers(&spec.key) || integers(&spec.value);
+    if any { Yardstick::Half } else { Yardstick::Single }
 }
 
 /// What `codec` learns from `rows` (one set for each layer); empty when it learns nothing.

@@ -162,7 +162,7 @@ impl Daemon {
         let question = engine.question(&conversation, 2, &mut rng);
         let answer = engine.ask(&question).await;
         let rows = [&conversation.layers[0]];
-        assert_within_budget("proof of health", &engine.shape, &question, &answer, &rows);
+        assert_within_budget("proof of health", &engine, &question, &answer, &rows);
         engine.close(conversation).await;
         engine.client.unregister_model(engine.model).await.expect("unregister");
     }

@@ -2,6 +2,7 @@
 //!
 //! A conversation remembers what it stored, so that answers can be checked against it.
 
+use crate::budget::Yardstick;
 use crate::codec;
 use crate::kv::{Rows, Shape, from_bytes, rounded, to_bytes};
 use crate::{Daemon, Rng};
@@ -68,7 +69,7 @@ impl EnginePlan {
         let geometry = shape.geometry();
         let spec = ModelSpec { name: self.name, geometry, codec: codec.to_owned(), calibration };
         let model = client.register_model(spec).await.expect("register").model;
-        Engine { client, model, shape }
+        Engine { client, model, shape, yardstick: codec::yardstick(codec) }
     }
 }
 
@@ -81,6 +82,8 @@ pub struct Engine {
     pub model: ModelId,
     /// The model's shape.
     pub shape: Shape,
+    /// By what its answers are judged.
+    pub yardstick: Yardstick,
 }
 
 /// A sequence and what was stored in it.

@@ -1,10 +1,11 @@
 //! Attention as the textbook writes it: two passes, no tiles, one query head after another.
 //!
-//! Written from the words of `kvd.proto` alone. It runs in f64, where it is the truth, and in f32,
-//! where its error says what that precision costs anybody.
+//! Written from the words of `kvd.proto` alone. It runs in f64, where it is the truth, and in f32
+//! and with f16 factors, where its error says what that precision costs anybody.
 
 use crate::engine::Question;
 use crate::kv::{Rows, Shape};
+use half::f16;
 use kvd_client::AttendQuery;
 
 /// A floating-point format in which to compute.
@@ -20,6 +21,10 @@ pub trait Real:
     const ZERO: Self;
     /// From what is stored.
     fn of(value: f32) -> Self;
+    /// As queries and softmax weights are multiplied.
+    fn factor(self) -> Self {
+        self
+    }
     /// For the comparison.
     fn wide(self) -> f64;
     /// `e^self`.
@@ -67,6 +72,57 @@ macro_rules! real {
 real!(f32);
 real!(f64);
 
+/// Sums of f32 whose factors, queries and softmax weights, are f16: the arithmetic of attention
+/// kernels on tensor cores.
+#[derive(Clone, Copy, PartialEq, PartialOrd)]
+pub struct Half(f32);
+
+macro_rules! half_operators {
+    ($($operator:ident, $method:ident);*) => {
+        $(impl std::ops::$operator for Half {
+            type Output = Self;
+
+            fn $method(self, other: Self) -> Self {
+                Self(std::ops::$operator::$method(self.0, other.0))
+            }
+        })*
+    };
+}
+
+half_operators!(Add, add; Sub, sub; Mul, mul; Div, div);
+
+impl Real for Half {
+    const ZERO: Self = Self(0.0);
+
+    fn of(value: f32) -> Self {
+        Self(value)
+    }
+
+    fn factor(self) -> Self {
+        Self(f16::from_f32(self.0).to_f32())
+    }
+
+    fn wide(self) -> f64 {
+        f64::from(self.0)
+    }
+
+    fn exp(self) -> Self {
+        Self(self.0.exp())
+    }
+
+    fn ln(self) -> Self {
+        Self(self.0.ln())
+    }
+
+    fn tanh(self) -> Self {
+        Self(self.0.tanh())
+    }
+
+    fn sqrt(self) -> Self {
+        Self(self.0.sqrt())
+    }
+}
+
 /// What a question's answer should be.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Reference {
@@ -74,6 +130,10 @@ pub struct Reference {
     pub out: Vec<f64>,
     /// `[sum of n_q, q_heads]`; `-inf` where nothing is visible.
     pub lse: Vec<f64>,
+    /// The largest product of a weight, as part of their sum, and a value.
+    pub largest_value: f64,
+    /// The largest product of a query's and a key's channel in a score.
+    pub largest_term: f64,
 }
 
 /// Answers `question` over `rows`: for each of its queries, the rows of its sequence.
@@ -95,9 +155,8 @@ pub fn attend<T: Real>(shape: &Shape, question: &Question, rows: &[&Rows]) -> Re
                 let dim = shape.head_dim_k as usize;
                 let at = (token * shape.q_heads() as usize + head as usize) * dim;
                 let one = Head { shape, question, head: (head / shape.group) as usize };
-                let (out, lse) = one.attend(&q[at..at + dim], &k, &v, &seen);
-                reference.out.extend(out.into_iter().map(T::wide));
-                reference.lse.push(lse);
+                let q: Vec<T> = q[at..at + dim].iter().map(|q| q.factor()).collect();
+                one.attend(&q, (&k, &v), &seen, &mut reference);
             }
             token += 1;
         }
@@ -128,26 +187,45 @@ struct Head<'a> {
 }
 
 impl Head<'_> {
-    fn attend<T: Real>(&self, q: &[T], k: &[T], v: &[T], seen: &[usize]) -> (Vec<T>, f64) {
+    fn attend<T: Real>(
+        &self,
+        q: &[T],
+        (k, v): (&[T], &[T]),
+        seen: &[usize],
+        reference: &mut Reference,
+    ) {
         let dim = self.shape.head_dim_v as usize;
         let mut out = vec![T::ZERO; dim];
         let scores: Vec<T> = seen.iter().map(|token| self.score(q, k, *token)).collect();
         let Some(max) = scores.iter().copied().reduce(|a, b| if a < b { b } else { a }) else {
-            return (out, f64::NEG_INFINITY);
+            reference.out.extend(out.into_iter().map(T::wide));
+            reference.lse.push(f64::NEG_INFINITY);
+            return;
         };
         let mut sum = T::ZERO;
+        let mut largest_value = 0f64;
         for (token, score) in seen.iter().zip(scores) {
             let weight = (score - max).exp();
             sum = sum + weight;
             let at = token * self.shape.v_width() + self.head * dim;
             for (out, value) in out.iter_mut().zip(&v[at..at + dim]) {
-                *out = *out + weight * *value;
+                *out = *out + weight.factor() * *value;
+                largest_value = largest_value.max((weight * *value).wide().abs());
             }
+            let term = self.largest_term(q, k, *token);
+            reference.largest_term = reference.largest_term.max(term);
         }
-        for out in &mut out {
-            *out = *out / sum;
-        }
-        (out, (max + sum.ln()).wide())
+        reference.largest_value = reference.largest_value.max(largest_value / sum.wide());
+        reference.out.extend(out.into_iter().map(|out| (out / sum).wide()));
+        reference.lse.push((max + sum.ln()).wide());
+    }
+
+    fn largest_term<T: Real>(&self, q: &[T], k: &[T], token: usize) -> f64 {
+        let dim = self.shape.head_dim_k as usize;
+        let at = token * self.shape.k_width() + self.head * dim;
+        let terms = q.iter().zip(&k[at..at + dim]).map(|(q, k)| (*q * *k).wide().abs());
+        let scale = self.question.scale.map_or(1.0 / (dim as f64).sqrt(), f64::from);
+        terms.fold(0.0, f64::max) * scale.abs()
     }
 
     fn score<T: Real>(&self, q: &[T], k: &[T], token: usize) -> T {

@@ -2,6 +2,7 @@
 //! results are judged against).
 
 use crate::config::Heads;
+use pulp::{Arch, Simd, WithSimd};
 use rayon::prelude::*;
 use std::ops::{Add, Div, Mul, Sub};
 
@@ -64,45 +65,58 @@ pub fn attend<A: Accumulator>(
         let (token, head) = (index / heads.query, index % heads.query);
         let first = head / heads.group() * dim;
         let end = (position + token + 1) * stride;
-        attend_row(q, &k[first..end], &v[first..end], stride, scores, out);
+        let (k, v) = (&k[first..end], &v[first..end]);
+        Arch::new().dispatch(Row { q, k, v, stride, scores, out });
     };
     let rows = q.par_chunks(dim).zip(out.par_chunks_mut(dim)).enumerate();
     rows.for_each_init(Vec::new, one);
     out
 }
 
-/// One query over rows that lie `stride` values apart, the first at the start of `k` and `v`.
-fn attend_row<A: Accumulator>(
-    q: &[f32],
-    k: &[f32],
-    v: &[f32],
+/// One query over rows that lie `stride` values apart, the first at the start of `k` and `v`;
+/// its loops are compiled for the widest registers at hand.
+struct Row<'a, A> {
+    q: &'a [f32],
+    k: &'a [f32],
+    v: &'a [f32],
     stride: usize,
-    scores: &mut Vec<A>,
-    out: &mut [A],
-) {
-    let dim = q.len();
-    let scale = A::from(1.0) / A::from(dim as f32).sqrt();
-    scores.clear();
-    scores.extend(k.chunks(stride).map(|row| dot::<A>(q, &row[..dim]) * scale));
-    let Some(&first) = scores.first() else { return };
-    let max = scores.iter().fold(first, |max, &score| if score > max { score } else { max });
-    let mut sum = A::default();
-    for (&score, row) in scores.iter().zip(v.chunks(stride)) {
-        let weight = (score - max).exp();
-        sum = sum + weight;
-        for (o, &value) in out.iter_mut().zip(&row[..dim]) {
-            *o = *o + weight * A::from(value);
+    scores: &'a mut Vec<A>,
+    out: &'a mut [A],
+}
+
+impl<A: Accumulator> WithSimd for Row<'_, A> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        let Self { q, k, v, stride, scores, out } = self;
+        let dim = q.len();
+        let scale = A::from(1.0) / A::from(dim as f32).sqrt();
+        scores.clear();
+        for row in k.chunks(stride) {
+            scores.push(dot::<A>(q, &row[..dim]) * scale);
         }
-    }
-    for o in out {
-        *o = *o / sum;
+        let Some(&first) = scores.first() else { return };
+        let max = scores.iter().fold(first, |max, &score| if score > max { score } else { max });
+        let mut sum = A::default();
+        for (&score, row) in scores.iter().zip(v.chunks(stride)) {
+            let weight = (score - max).exp();
+            sum = sum + weight;
+            for (o, &value) in out.iter_mut().zip(&row[..dim]) {
+                *o = *o + weight * A::from(value);
+            }
+        }
+        for o in out {
+            *o = *o / sum;
+        }
     }
 }
 
-/// The product of two rows, in eight partial sums so that the compiler can use vector registers.
+/// The product of two rows, in sixteen partial sums so that the compiler can use vector registers.
+#[inline(always)]
 fn dot<A: Accumulator>(a: &[f32], b: &[f32]) -> A {
-    let mut lanes = [A::default(); 8];
-    let ((a, a_rest), (b, b_rest)) = (a.as_chunks::<8>(), b.as_chunks::<8>());
+    let mut lanes = [A::default(); 16];
+    let ((a, a_rest), (b, b_rest)) = (a.as_chunks::<16>(), b.as_chunks::<16>());
     for (a, b) in a.iter().zip(b) {
         for (lane, (&a, &b)) in lanes.iter_mut().zip(a.iter().zip(b)) {
             *lane = *lane + A::from(a) * A::from(b);

@@ -46,7 +46,9 @@ async fn one_token_per_step_equals_the_chunked_pass() {
     }
     assert_eq!(chunked.len(), stepped.len());
     let largest = chunked.iter().zip(&stepped).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
-    assert!(largest < 1e-3, "logits differ by {largest}");
+    // Sums in another order may round a cached value to the other neighbour in f16, which moves
+    // logits by thousandths; a wrong position or row moves them by whole numbers.
+    assert!(largest < 1e-2, "logits differ by {largest}");
 }
 
 #[tokio::test]

@@ -2,11 +2,12 @@
 
 use crate::admin::AdminServer;
 use crate::config::Config;
+use crate::device::{self, DeviceError};
 use crate::lane::{Lane, LaneThread};
 use crate::metrics::Metrics;
 use crate::service::Service;
 use crate::transport::{BoundAddresses, GrpcServer, ListenError, Phase};
-use kvd_compute::{Backend, CpuBackend, CpuOptions, OpenError};
+use kvd_compute::Backend;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -21,8 +22,8 @@ pub enum BuildError {
     #[error(transparent)]
     Listen(#[from] ListenError),
     /// The device.
-    #[error("open device: {0}")]
-    Device(#[from] OpenError),
+    #[error(transparent)]
+    Device(#[from] DeviceError),
     /// A thread for the lane.
     #[error("start the lane: {0}")]
     Lane(std::io::Error),
@@ -84,12 +85,8 @@ impl Daemon {
     /// # Errors
     /// What could not be had.
     pub async fn build(config: Config) -> Result<Self, BuildError> {
-        let backend = CpuBackend::new(CpuOptions {
-            arena_bytes: config.pool_bytes,
-            prefault: config.prefault,
-            threads: config.threads,
-        })?;
-        Self::build_on(config, Box::new(backend)).await
+        let backend = device::open(&config)?;
+        Self::build_on(config, backend).await
     }
 
     /// The same over a given device.

@@ -41,12 +41,16 @@ impl State {
     fn closed(&self) -> ServiceError {
         // A thread that is gone without having been stopped is a failure as well.
         if self.failed.load(Ordering::Acquire) || !self.stopped.load(Ordering::Acquire) {
-            let message = "the device has failed; the daemon is going down";
-            return ServiceError::new(ErrorCode::DeviceFailed, message);
+            return device_failed();
         }
         let message = "the daemon has stopped its device; retry on its successor";
         ServiceError::new(ErrorCode::ShuttingDown, message)
     }
+}
+
+fn device_failed() -> ServiceError {
+    let message = "the device has failed; the daemon is going down";
+    ServiceError::new(ErrorCode::DeviceFailed, message)
 }
 
 /// The thread itself. It ends when it is joined, or by itself after the last [`Lane`] is gone.
@@ -140,7 +144,11 @@ impl Lane {
             }
             let result = match backend {
                 None => Err(state.closed()),
-                Some(backend) => call.check_deadline().and_then(|()| work(backend)),
+                Some(backend) => {
+                    let result = call.check_deadline().and_then(|()| work(backend));
+                    // What a failed device did in this job is not known to be done.
+                    if backend.failure().is_some() { Err(device_failed()) } else { result }
+                }
             };
             // The caller may have left meanwhile; the work stands all the same.
             let _ = reply.send(result);
@@ -179,13 +187,19 @@ fn run(
             job(None);
             continue;
         }
-        // After a panic the device's state is unknown: it is never called again.
-        if catch_unwind(AssertUnwindSafe(|| job(Some(backend.as_mut())))).is_err() {
-            state.failed.store(true, Ordering::Release);
-            tracing::error!("a device job panicked; the lane is closed");
-            if let Some(tell) = on_failure.take() {
-                tell();
+        // After a panic the device's state is unknown, as after an error that sticks: it is never
+        // called again.
+        let ran = catch_unwind(AssertUnwindSafe(|| job(Some(backend.as_mut()))));
+        match ran.map(|()| backend.failure()) {
+            Ok(None) => continue,
+            Ok(Some(reason)) => {
+                tracing::error!(reason, "the device has failed; the lane is closed");
             }
+            Err(_) => tracing::error!("a device job panicked; the lane is closed"),
+        }
+        state.failed.store(true, Ordering::Release);
+        if let Some(tell) = on_failure.take() {
+            tell();
         }
     }
 }

@@ -12,6 +12,7 @@ pub mod cli;
 pub mod config;
 pub mod daemon;
 pub mod dashboard;
+pub mod device;
 pub mod lane;
 pub mod metrics;
 pub mod service;

@@ -52,7 +52,9 @@ async fn raw_changes_nothing_and_fewer_bits_change_more() {
         assert!(error(fp8) > 1e-4 && error(two) > 2.0 * error(fp8), "{fp8:?} {two:?}");
         assert!(two.quality.kl_nats > fp8.quality.kl_nats);
         for row in &block.rows {
-            assert!(row.attention_error.kernel < 1e-6, "{:?}", row.attention_error);
+            // Codes multiplied as integers: at most one rounding of f16, else those of f32.
+            let most = if row.codec == codecs[2] { 2f64.powi(-11) } else { 1e-6 };
+            assert!(row.attention_error.kernel < most, "{:?}", row.attention_error);
             let layers = &row.attention_error.layers;
             let mean = layers.iter().map(|layer| layer.codec).sum::<f64>() / 3.0;
             assert!(layers.len() == 3 && (mean - error(row)).abs() < 1e-12, "{layers:?}");

@@ -42,7 +42,7 @@ pub struct DemoOptions {
 
 impl DemoOptions {
     /// Codecs of a run that names none.
-    pub const CODECS: [&'static str; 4] = ["raw", "fp8", "kvcomp", "vecinfer-2"];
+    pub const CODECS: [&'static str; 5] = ["raw", "kivi-4", "vecinfer-2", "kvd-4", "kvd-2"];
 
     /// The demo as `kvd demo` runs it: the fixture, two passages of 2048 tokens.
     #[must_use]

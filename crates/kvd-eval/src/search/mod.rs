@@ -33,7 +33,7 @@ impl SearchOptions {
         let rates = ["1", "1.5", "2", "2.5", "3", "3.5", "4", "5"];
         let candidate = |rate: &str| {
             let text = format!(
-                "k=mean+qpca/grid(rate={rate})/huffman; v=mean+pca/grid(rate={rate})/huffman"
+                "k=mean+qpca/grid(rate={rate})/huffman; v=mean+gain+pca/grid(rate={rate})/huffman"
             );
             text.parse().ok()
         };

@@ -77,6 +77,10 @@ fn threads_on_one_layer_take_turns() {
                             refused.fetch_add(1, Ordering::Relaxed);
                             thread::yield_now();
                         }
+                        // Later than the appends that are remembered.
+                        Err(StoreError::RangeOverlap { .. }) => {
+                            assert!(b.pin(id, 0).length > length + 1);
+                        }
                         Err(other) => panic!("{other}"),
                     }
                 }

@@ -60,8 +60,8 @@ pub(super) struct AttendArgs {
     /// Pages that calls rotate over, more than the last-level cache holds.
     #[arg(long, default_value = "128MiB")]
     buffer: ByteSize,
-    /// `single`, as the daemon answers, or `fast`: queries and weights of 15 bits.
-    #[arg(long, default_value = "single", value_parser = parse_precision)]
+    /// `fast`, as the daemon answers by default, or `single`: products of f32 everywhere.
+    #[arg(long, default_value = "fast", value_parser = parse_precision)]
     precision: Precision,
     /// Instruction sets to compare; several, with commas. The machine's best when absent.
     #[arg(long, value_delimiter = ',', value_parser = parse_instruction_set)]

@@ -1,7 +1,7 @@
 //! The command line.
 //!
 //! Exit codes: 0 done, 1 failed, 64 wrong usage or configuration, 69 a socket or device could
-//! not be had, 70 the device failed while serving.
+//! not be had, 70 the device failed while serving, or the GPU asked for cannot be used.
 
 mod bench;
 #[cfg(feature = "eval")]
@@ -13,11 +13,13 @@ mod demo;
 mod eval;
 #[cfg(feature = "eval")]
 mod local;
+mod plan;
 mod serve;
 
 use crate::config::{Config, ConfigError, DEFAULT_TOML, Overrides};
 use crate::daemon::BuildError;
 use crate::dashboard;
+use crate::device::DeviceError;
 use clap::{Args, Parser, Subcommand};
 use std::io::Write;
 use std::path::PathBuf;
@@ -48,6 +50,8 @@ enum Command {
     /// Measure attention, encoding and storing on this machine.
     #[command(subcommand)]
     Bench(bench::BenchCommand),
+    /// Print how the CUDA kernels would be launched on a GPU, and why: predictions.
+    Plan(plan::PlanArgs),
     /// Print the Grafana dashboard (deploy/grafana/kvd.json).
     Dashboard,
     /// Start a daemon, run a small real model whose every attention goes through it, and compare
@@ -127,8 +131,8 @@ impl CliError {
     fn exit_code(&self) -> u8 {
         match self {
             Self::Config(_) => 64,
+            Self::Build(BuildError::Device(DeviceError::Gpu { .. })) | Self::DeviceFailed => 70,
             Self::Build(_) => 69,
-            Self::DeviceFailed => 70,
             Self::Other(_) => 1,
         }
     }
@@ -161,6 +165,7 @@ fn run(command: Command) -> Result<(), CliError> {
         Command::Config { config, .. } => print(&format!("{:#?}\n", config.load()?)),
         Command::Codecs => print(&codecs::table()),
         Command::Bench(command) => print(&bench::bench(command)?),
+        Command::Plan(args) => print(&plan::text(&args)?),
         Command::Dashboard => print(&dashboard::text()),
         #[cfg(feature = "eval")]
         Command::Demo(args) => runtime()?.block_on(demo::demo(args)),

@@ -9,7 +9,9 @@ pub use raw::{ConfigError, Overrides, RawConfig};
 
 use crate::service::PART_BYTES;
 use bytesize::ByteSize;
+use kvd_compute::Precision;
 use kvd_core::Namespace;
+use kvd_cuda::GpuName;
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -43,12 +45,16 @@ pub struct Config {
     pub connections_max: usize,
     /// Time to drain.
     pub grace_period: Duration,
+    /// What computes.
+    pub device: DeviceChoice,
     /// Page memory.
     pub pool_bytes: u64,
     /// Touch it at start.
     pub prefault: bool,
     /// Compute threads; 0 means one per core.
     pub threads: usize,
+    /// How far attention kernels may round.
+    pub precision: Precision,
     /// Jobs waiting for the device.
     pub queue_jobs_max: usize,
     /// Registered models.
@@ -75,6 +81,17 @@ pub struct Config {
     pub log_json: bool,
     /// Log filter directives.
     pub log_filter: String,
+}
+
+/// What computes, and holds the pages.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum DeviceChoice {
+    /// The processor.
+    Cpu,
+    /// A GPU where one can be used, else the processor.
+    Auto,
+    /// This GPU or nothing.
+    Cuda(GpuName),
 }
 
 /// Tenants that may use the daemon.
@@ -136,9 +153,11 @@ impl Config {
             )?,
             connections_max: connections(raw.server.connections_max)?,
             grace_period: Duration::from_millis(raw.server.grace_period_ms),
+            device: device(&raw.device.device)?,
             pool_bytes: at_least("device.pool_bytes", raw.device.pool_bytes.as_u64(), 1 << 20)?,
             prefault: raw.device.prefault,
             threads: raw.device.threads,
+            precision: precision(&raw.device.precision)?,
             queue_jobs_max: queue_jobs(raw.device.queue_jobs_max)?,
             models_max: at_least("limits.models_max", raw.limits.models_max, 1)?,
             sequences_max: at_least("limits.sequences_max", raw.limits.sequences_max, 1)?,
@@ -170,7 +189,6 @@ impl Config {
                 "set this or server.listen_unix: nobody could reach the daemon",
             ));
         }
-        device(&raw.device.device)?;
         config.check_bytes()?;
         Ok(config)
     }
@@ -294,10 +312,25 @@ fn log_json(format: &str) -> Result<bool, ConfigError> {
     }
 }
 
-fn device(text: &str) -> Result<(), ConfigError> {
-    match text {
-        "cpu" | "auto" => Ok(()),
-        _ => Err(ConfigError::new("device.device", format!("{text:?} is not cpu or auto"))),
+fn precision(text: &str) -> Result<Precision, ConfigError> {
+    Precision::ALL.into_iter().find(|precision| precision.name() == text).ok_or_else(|| {
+        ConfigError::new("device.precision", format!("{text:?} is not fast or single"))
+    })
+}
+
+fn device(text: &str) -> Result<DeviceChoice, ConfigError> {
+    let gpu = text.strip_prefix("cuda:").map(str::parse);
+    match (text, gpu) {
+        ("cpu", _) => Ok(DeviceChoice::Cpu),
+        ("auto", _) => Ok(DeviceChoice::Auto),
+        (_, Some(Ok(gpu))) => Ok(DeviceChoice::Cuda(gpu)),
+        _ => {
+            let reason = format!(
+                "{text:?} is not cpu, auto, cuda:N (N from 0) or cuda:GPU-<uuid> as nvidia-smi -L \
+                 prints it"
+            );
+            Err(ConfigError::new("device.device", reason))
+        }
     }
 }
 

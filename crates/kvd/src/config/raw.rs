@@ -79,6 +79,7 @@ pub struct Device {
     pub pool_bytes: ByteSize,
     pub prefault: bool,
     pub threads: usize,
+    pub precision: String,
     pub queue_jobs_max: usize,
 }
 

@@ -27,6 +27,17 @@ fn flags_win_over_the_file_and_the_file_over_defaults() {
 }
 
 #[test]
+fn a_device_is_the_processor_or_a_gpu_by_number_or_uuid() {
+    let device = |text| load("", &[("device.device", text)]).unwrap().device;
+    assert_eq!(Config::load(&Overrides::default()).unwrap().device, DeviceChoice::Cpu);
+    assert_eq!(device("auto"), DeviceChoice::Auto);
+    assert_eq!(device("cuda:3"), DeviceChoice::Cuda(GpuName::Ordinal(3)));
+    let uuid = "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f";
+    let by_uuid = DeviceChoice::Cuda(GpuName::Uuid(uuid.to_owned()));
+    assert_eq!(device(&format!("cuda:{}", uuid.to_uppercase())), by_uuid);
+}
+
+#[test]
 fn errors_name_the_key() {
     let cases = [
         ("[server]\nlisten_tpc = \"x\"\n", "server.listen_tpc"),
@@ -35,6 +46,10 @@ fn errors_name_the_key() {
         ("[device]\npool_bytes = \"lots\"\n", "device.pool_bytes"),
         ("[device]\npool_bytes = 5\n", "device.pool_bytes"),
         ("[device]\ndevice = \"tpu\"\n", "device.device"),
+        ("[device]\ndevice = \"cuda\"\n", "device.device"),
+        ("[device]\ndevice = \"cuda:-1\"\n", "device.device"),
+        ("[device]\ndevice = \"cuda:GPU-12\"\n", "device.device"),
+        ("[device]\nprecision = \"half\"\n", "device.precision"),
         ("[limits]\nmodels_max = 0\n", "limits.models_max"),
         ("[limits]\nmodels_max = -1\n", "limits.models_max"),
         ("[server]\nlisten_tcp = \"nowhere\"\n", "server.listen_tcp"),

@@ -67,6 +67,7 @@ impl Service {
         let (models, metrics, namespace) =
             (self.models.clone(), self.metrics.clone(), call.namespace.clone());
         let register = move |backend: &mut dyn Backend| {
+            backend.supports(&runtime)?;
             let name = spec.name.clone();
             let registered = models.insert(&namespace, &name, &fingerprint.clone(), |id| {
                 let calibration_bytes = runtime.calibration_bytes();

@@ -3,6 +3,7 @@
 use super::pack::Packer;
 use super::{Call, Model, Service, ServiceError, plan};
 use kvd_compute::{Backend, IncomingRows};
+use kvd_core::ErrorCode;
 use kvd_proto::domain::StoreChunk;
 use kvd_store::{Append, AppendTicket, Pool};
 use std::sync::Arc;
@@ -88,6 +89,10 @@ fn execute(
     }
     let packed = Packer { backend, pool, model, ticket: &ticket }.pack()?;
     let packed_blocks = packed.iter().flatten().count() as u32;
+    // Placing pages has no answer of its own: what a failed device holds is never published.
+    if let Some(reason) = backend.failure() {
+        return Err(ServiceError::new(ErrorCode::DeviceFailed, reason));
+    }
     let length = ticket.commit(packed);
     model.metrics.stored_tokens.increment(u64::from(rows.tokens));
     model.metrics.store_seconds.record(began.elapsed().as_secs_f64());

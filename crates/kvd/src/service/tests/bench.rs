@@ -10,7 +10,9 @@ use kvd_compute::{
     AttendPlan, Attended, Backend, BackendError, CpuBackend, CpuOptions, DeviceInfo, EncodeSource,
     EncodedPages, IncomingRows, LoadPlan, LoadedRows, ModelBytes, RawTarget, Source,
 };
-use kvd_core::{DType, Extent, Geometry, LayerIndex, ModelId, Namespace, RopePairing, SequenceId};
+use kvd_core::{
+    DType, ErrorCode, Extent, Geometry, LayerIndex, ModelId, Namespace, RopePairing, SequenceId,
+};
 use kvd_proto::domain::{ModelSpec, StoreChunk};
 use parking_lot::Mutex;
 use std::collections::BTreeSet;
@@ -24,6 +26,8 @@ pub(super) struct Probe {
     pub(super) encoded: Mutex<Vec<usize>>,
     /// The first block of the next `encode` has an error.
     pub(super) fail_first: Mutex<bool>,
+    /// The next `write` finds the device lost.
+    pub(super) lose: Mutex<bool>,
     /// `register` waits for this.
     pub(super) register_gate: Mutex<Option<mpsc::Receiver<()>>>,
 }
@@ -31,11 +35,24 @@ pub(super) struct Probe {
 struct Device {
     inner: CpuBackend,
     probe: Arc<Probe>,
+    failure: Option<&'static str>,
 }
 
 impl Backend for Device {
     fn info(&self) -> DeviceInfo {
         self.inner.info()
+    }
+
+    fn supports(&self, codec: &ModelCodec) -> Result<(), BackendError> {
+        if codec.spec().to_string().contains("fp8") {
+            let message = "this device has no kernel for fp8".to_owned();
+            return Err(BackendError::Device { code: ErrorCode::InvalidCodec, message });
+        }
+        Ok(())
+    }
+
+    fn failure(&self) -> Option<&str> {
+        self.failure
     }
 
     fn register(&mut self, model: ModelId, codec: ModelCodec) {
@@ -69,6 +86,11 @@ impl Backend for Device {
         count: u32,
         to: RawTarget,
     ) -> Result<(), BackendError> {
+        if *self.probe.lose.lock() {
+            // As where a call cannot answer: only `failure` tells.
+            self.failure = Some("the GPU fell off the bus");
+            return Ok(());
+        }
         self.inner.write(model, rows, source_row, count, to)
     }
 
@@ -154,7 +176,7 @@ impl Bench {
         let options = CpuOptions { arena_bytes, prefault: false, threads: 1 };
         let probe = Arc::<Probe>::default();
         let inner = CpuBackend::new(options).unwrap();
-        let device = Box::new(Device { inner, probe: probe.clone() });
+        let device = Box::new(Device { inner, probe: probe.clone(), failure: None });
         let metrics = Arc::new(Metrics::new());
         // The thread ends with the last handle on the lane.
         let (lane, _) = Lane::start(device, config.queue_jobs_max, &metrics, || {}).unwrap();
