@@ -138,7 +138,11 @@ fn payload(
             let runs = [side.trained_run];
             for (index, chunk) in chunks.enumerate() {
                 let table = std::slice::from_ref(table);
-                let words = lanes::encode_chunk(of, (&runs, table), (chunk, per_row), out);
+                let words = {
+                    // Every symbol has a code.
+                    let mut rest = |_, _| debug_assert!(false, "a symbol without a code");
+                    lanes::encode_chunk(of, (&runs, table), (chunk, per_row), out, &mut rest)
+                };
                 // 64 tokens of 1024 codes of 15 bits at most are fewer than 2^16 words.
                 let length = (words as u16).to_le_bytes();
                 out[lengths_at + 2 * index..][..2].copy_from_slice(&length);

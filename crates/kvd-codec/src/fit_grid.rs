@@ -1,11 +1,11 @@
-//! Fits a side's grid: steps, classes and tables (`docs/adr/0005-grid-codec.md`).
+//! Fits a side's grid: the step, with the classes and tables that come of it
+//! (`docs/adr/0005-grid-codec.md`).
 
 use crate::CalibrationError;
-use crate::calibration::{GridTensors, TABLE_WIDTH};
-use crate::huffman::HuffmanTable;
-use crate::lanes::{self, CHUNK_TOKENS, Grouping, LANES, LaneRun, QUAD};
+use crate::calibration::GridTensors;
+use crate::fit_classes::Classes;
+use crate::lanes::{CHUNK_TOKENS, LANES, QUAD};
 use crate::page::{HEADER_BYTES, PAGE_ALIGN};
-use crate::side::grid::{self, CLASSES, OUTLIER_BITS};
 use kvd_core::{Geometry, Side};
 
 /// Rows per head that are coded to find the step.
@@ -136,74 +136,14 @@ fn code(side: Side, heads: &[Head<'_>], kv_heads: usize, step: f64) -> Trial {
     let mut tensors = GridTensors { steps: Vec::new(), classes: Vec::new(), tables: Vec::new() };
     let mut bits = 0.0;
     for layer in heads.chunks(kv_heads) {
-        let mut tally = Tally::new(side);
+        let mut coded = Classes::new(side);
         for head in layer {
             let step = (step * head.weight) as f32;
-            let class = |spread: &f64| grid::class_of((*spread / f64::from(step)) as f32);
-            let classes: Vec<u8> = head.spreads.iter().map(class).collect();
-            tally.add(&head.rows, step, &classes);
+            coded.add(&head.rows, step, &head.spreads);
             tensors.steps.push(step);
-            tensors.classes.extend(classes);
         }
-        bits += tally.finish(&mut tensors.tables);
+        bits += coded.fit() as f64;
+        coded.write(&mut tensors);
     }
     Trial { tensors, bits }
-}
-
-/// Symbol counts of a layer, and the bits that no symbol stands for.
-struct Tally {
-    side: Side,
-    /// By class, without the zero class.
-    counts: Vec<Vec<u64>>,
-    other_bits: u64,
-}
-
-impl Tally {
-    fn new(side: Side) -> Self {
-        let counts = CLASSES[1..].iter().map(|class| vec![0; class.alphabet()]).collect();
-        Self { side, counts, other_bits: 0 }
-    }
-
-    fn add(&mut self, rows: &[&[f32]], step: f32, classes: &[u8]) {
-        let dim = classes.len();
-        let groupings: Vec<Grouping> = CLASSES[1..].iter().map(|class| class.grouping()).collect();
-        let runs: Vec<LaneRun> = grid::runs(classes);
-        let (mut codes, mut stored) = (vec![0i32; dim], Vec::new());
-        for rows in rows.chunks(CHUNK_TOKENS) {
-            stored.clear();
-            for row in rows {
-                if grid::codes(row, step, &mut codes).is_err() {
-                    // Its page would hold raw floats.
-                    self.other_bits += 16 * dim as u64;
-                    continue;
-                }
-                for (code, class) in codes.iter().zip(classes) {
-                    let (kept, rest) = CLASSES[usize::from(*class)].cut(*code);
-                    stored.push(kept);
-                    self.other_bits += grid::outliers(rest) * OUTLIER_BITS;
-                }
-            }
-            let mut raw_bits = 0;
-            lanes::count(self.side, (&runs, &groupings), (&stored, dim), &mut |table, symbol| {
-                self.counts[table][usize::from(symbol)] += 1;
-                raw_bits += u64::from(groupings[table].raw_bits);
-            });
-            self.other_bits += raw_bits;
-        }
-    }
-
-    /// Appends the code lengths of every class; returns all bits.
-    fn finish(self, tables: &mut Vec<u8>) -> f64 {
-        let mut bits = self.other_bits;
-        tables.resize(tables.len() + TABLE_WIDTH, 0);
-        for counts in &self.counts {
-            let start = tables.len();
-            let table = HuffmanTable::new(counts);
-            let lengths = table.lengths();
-            bits += counts.iter().zip(lengths).map(|(n, l)| n * u64::from(*l)).sum::<u64>();
-            tables.extend_from_slice(lengths);
-            tables.resize(start + TABLE_WIDTH, 0);
-        }
-        bits as f64
-    }
 }

@@ -1,7 +1,8 @@
 //! Canonical, length-limited Huffman codes over at most 4096 symbols (KVComp §3.2).
 //!
 //! Every symbol of the alphabet has a code, so data that the table was not built from still
-//! encodes. Bits are packed least significant first, codes bit-reversed, so that the next code
+//! encodes; partial tables leave symbols out, and whoever encodes needs another way for those.
+//! Bits are packed least significant first, codes bit-reversed, so that the next code
 //! is always in the low bits of the reservoir.
 
 /// Longest code for alphabets of up to 128 symbols: one look-up in a table of 256.
@@ -42,9 +43,21 @@ impl HuffmanTable {
         Self::from_lengths(limit, package_merge(&counts, limit))
     }
 
+    /// A table of codes of at most 8 bits for the symbols that are `kept`, 2 to 256 of them; the
+    /// others have none.
+    pub(crate) fn partial(counts: &[u64], kept: &[bool]) -> Self {
+        let symbols: Vec<usize> = (0..counts.len()).filter(|symbol| kept[*symbol]).collect();
+        debug_assert!((2..=1 << LIMIT_SMALL).contains(&symbols.len()));
+        let counts_kept: Vec<u64> = symbols.iter().map(|symbol| counts[*symbol].max(1)).collect();
+        let mut lengths = vec![0u8; counts.len()];
+        let of_kept = package_merge(&counts_kept, LIMIT_SMALL);
+        symbols.into_iter().zip(of_kept).for_each(|(symbol, length)| lengths[symbol] = length);
+        Self::from_lengths(LIMIT_SMALL, lengths)
+    }
+
     /// Canonical codes: shorter first, then by symbol.
     fn from_lengths(limit: u32, lengths: Vec<u8>) -> Self {
-        let mut order: Vec<usize> = (0..lengths.len()).collect();
+        let mut order: Vec<usize> = (0..lengths.len()).filter(|s| lengths[*s] > 0).collect();
         order.sort_by_key(|symbol| (lengths[*symbol], *symbol));
         let mut codes = vec![0u16; lengths.len()];
         let mut decode = vec![0u16; 1 << limit];
@@ -64,24 +77,25 @@ impl HuffmanTable {
         Self { limit, lengths, codes, decode }
     }
 
-    /// The table of given code lengths, when they are what [`HuffmanTable::new`] could have made:
-    /// within the limit and complete (Kraft's equality).
-    pub(crate) fn try_from_lengths(lengths: &[u8]) -> Option<Self> {
-        let limit = limit(lengths.len());
-        let valid = |length: &u8| (1..=limit).contains(&u32::from(*length));
-        let filled: u32 =
-            lengths.iter().filter(|l| valid(l)).map(|l| 1 << (limit - u32::from(*l))).sum();
-        let complete = lengths.iter().all(valid) && filled == 1 << limit;
-        complete.then(|| Self::from_lengths(limit, lengths.to_vec()))
+    /// The table of given code lengths, 0 for none, when they are what [`HuffmanTable::partial`]
+    /// could have made: within the limit and complete (Kraft's equality).
+    pub(crate) fn try_partial(lengths: &[u8]) -> Option<Self> {
+        let filled = |length: &u8| match u32::from(*length) {
+            0 => Some(0u32),
+            length => (LIMIT_SMALL.checked_sub(length)).map(|rest| 1 << rest),
+        };
+        let filled: Option<u32> = lengths.iter().map(filled).sum();
+        let complete = filled == Some(1 << LIMIT_SMALL);
+        complete.then(|| Self::from_lengths(LIMIT_SMALL, lengths.to_vec()))
     }
 
-    /// Code and length of a symbol.
+    /// Code and length of a symbol; length 0 when it has none.
     pub(crate) fn code(&self, symbol: u16) -> (u16, u32) {
         let symbol = usize::from(symbol);
         (self.codes[symbol], u32::from(self.lengths[symbol]))
     }
 
-    /// Code length of each symbol, in bits.
+    /// Code length of each symbol, in bits; 0 for one without a code.
     #[must_use]
     pub fn lengths(&self) -> &[u8] {
         &self.lengths

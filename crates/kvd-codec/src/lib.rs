@@ -18,6 +18,7 @@ mod encode;
 mod error;
 mod fit;
 mod fit_bitalloc;
+mod fit_classes;
 mod fit_grid;
 mod fit_vq;
 mod gain;

@@ -152,7 +152,7 @@ fn fits_are_deterministic_and_round_trip() {
     // Per side: 4 heads with means, a matrix, a step and classes; tables of 2 layers; gains of
     // value heads.
     let heads = 4 * (32 * 4 + 32 * 32 * 2 + 4 + 32);
-    assert_eq!(first.size_bytes(), 2 * (heads + 2 * 12 * 128) + 4 * 4);
+    assert_eq!(first.size_bytes(), 2 * (heads + 2 * 15 * 225) + 4 * 4);
     assert_eq!(codec.calibration_bytes(), first.size_bytes());
     assert!(!codec.needs_tables(LAYER));
 }
@@ -193,9 +193,9 @@ fn damaged_grids_are_refused() {
     }
     // An f16 infinity.
     assert!(altered("0.matrix", |data| data[..2].copy_from_slice(&[0, 0x7C])).is_err());
-    assert!(altered("0.class", |data| data[5] = 12).is_err());
+    assert!(altered("0.class", |data| data[5] = 15).is_err());
     // The zero class has no table, others are complete and have nothing after their alphabet.
-    for (at, value) in [(0, 1), (128, 0), (128, 9), (128 + 82, 1)] {
+    for (at, value) in [(0, 1), (225, 255), (225, 9), (225 + 82, 1)] {
         assert!(altered("1.table", |data| data[at] = value).is_err(), "table {at} {value}");
     }
 }

@@ -241,11 +241,30 @@ fn raw_is_exact_and_fp8_halves_it() {
     assert!(fp8.bits.iter().all(|b| (8.0..8.05).contains(b)), "{fp8:?}");
 }
 
+/// Codes by place: what lanes hold, and what outliers add.
+fn codes(reader: &PageReader<'_>) -> Vec<i32> {
+    let (lanes, _) = reader.lane_codes().unwrap();
+    let width = lanes.per_row();
+    let mut held = vec![0u16; BLOCK * width];
+    lanes.decode(0, &mut held).unwrap();
+    let mut codes: Vec<i32> = held.into_iter().map(i32::from).collect();
+    for outlier in lanes.outliers(&lanes.chunk(0)) {
+        let outlier = outlier.unwrap();
+        codes[outlier.token * width + outlier.position] += outlier.rest;
+    }
+    codes
+}
+
 /// Bits that the codes of all pages take, and what Shannon asks for: the entropy of single codes
-/// under the shares that each table meets.
+/// under the shares that each table meets, codes that no table is for together.
 fn bits_and_entropy(text: &str) -> [f64; 2] {
     let spec = resolve(text).unwrap();
-    let calibration = calibrate(&spec);
+    let calibration = match std::env::var_os("KVD_CALIBRATION") {
+        Some(path) if spec.needs_calibration() => {
+            Some(Calibration::from_bytes(&std::fs::read(path).unwrap()).unwrap())
+        }
+        _ => calibrate(&spec),
+    };
     let mut codec = ModelCodec::new(geometry(), spec, calibration.as_ref()).unwrap();
     let (mut bits, mut entropy) = (0.0, 0.0);
     for (layer, sides) in (0..).map(LayerIndex).zip(passage(0)) {
@@ -256,7 +275,7 @@ fn bits_and_entropy(text: &str) -> [f64; 2] {
             codec.train_tables(layer, &rows).unwrap();
         }
         // By side and table.
-        let mut counts: BTreeMap<(usize, usize, u16), f64> = BTreeMap::new();
+        let mut counts: BTreeMap<(usize, Option<usize>, i32), f64> = BTreeMap::new();
         for rows in &rows {
             let mut bytes = Vec::new();
             let encoded = codec.encode_block(layer, rows, &mut bytes).unwrap();
@@ -265,22 +284,22 @@ fn bits_and_entropy(text: &str) -> [f64; 2] {
                 let page = page(&bytes, &encoded, at);
                 let reader = PageReader::open(&codec, layer, *side, at % HEADS, page).unwrap();
                 let (lanes, _) = reader.lane_codes().unwrap();
-                let mut codes = vec![0u16; BLOCK * lanes.per_row()];
-                lanes.decode(0, &mut codes).unwrap();
-                for row in codes.chunks_exact(lanes.per_row()) {
-                    for run in lanes.runs() {
-                        for code in &row[run.first..run.first + run.len] {
-                            *counts.entry((side.index(), run.table, *code)).or_default() += 1.0;
-                        }
+                let mut tables = vec![None; lanes.per_row()];
+                for run in lanes.runs() {
+                    tables[run.first..run.first + run.len].fill(Some(run.table));
+                }
+                for row in codes(&reader).chunks_exact(lanes.per_row()) {
+                    for (table, code) in tables.iter().zip(row) {
+                        *counts.entry((side.index(), *table, *code)).or_default() += 1.0;
                     }
                 }
             }
         }
-        let mut totals: BTreeMap<(usize, usize), f64> = BTreeMap::new();
+        let mut totals: BTreeMap<(usize, Option<usize>), f64> = BTreeMap::new();
         counts
             .iter()
             .for_each(|((side, table, _), n)| *totals.entry((*side, *table)).or_default() += n);
-        let share = |((side, table, _), n): (&(usize, usize, u16), &f64)| {
+        let share = |((side, table, _), n): (&(usize, Option<usize>, i32), &f64)| {
             n * (totals[&(*side, *table)] / n).log2()
         };
         entropy += counts.iter().map(share).sum::<f64>();
@@ -288,19 +307,23 @@ fn bits_and_entropy(text: &str) -> [f64; 2] {
     [bits, entropy]
 }
 
-/// Everything that codes take, words, what lanes leave over, and outliers: tables of grids are
-/// another passage's, and their narrow codes are rounded up to whole bits by two or four.
+/// Everything that codes take: words, what lanes leave over, and outliers. The grids' tables are
+/// of a quarter of another passage; `KVD_CALIBRATION` names an artefact of more text
+/// (`docs/papers/kvd-codec.md`, section 7).
 #[test]
 fn huffman_codes_of_real_rows_are_near_their_entropy() {
+    let mut ratios = Vec::new();
     for (text, most) in [
         ("kvcomp", 1.02),
         ("kvcomp-channel", 1.035),
         ("kvd-4", 1.065),
-        ("kvd-3", 1.095),
-        ("kvd-2", 1.135),
-        ("kvd-1.5", 1.18),
+        ("kvd-3", 1.08),
+        ("kvd-2", 1.1),
+        ("kvd-1.5", 1.12),
     ] {
         let [bits, entropy] = bits_and_entropy(text);
-        assert!((1.0..most).contains(&(bits / entropy)), "{text}: {}", bits / entropy);
+        println!("{text}: {:.3}", bits / entropy);
+        ratios.push((text, bits / entropy, most));
     }
+    assert!(ratios.iter().all(|(_, ratio, most)| (1.0..*most).contains(ratio)), "{ratios:?}");
 }

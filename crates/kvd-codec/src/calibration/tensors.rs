@@ -11,7 +11,7 @@ use kvd_core::{DType, Geometry, Side};
 use safetensors::tensor::{Dtype, SafeTensors};
 
 /// Code lengths kept per class: no alphabet is larger.
-pub(crate) const TABLE_WIDTH: usize = 128;
+pub(crate) const TABLE_WIDTH: usize = 225;
 
 /// Bytes of the tables of one layer and side.
 pub(crate) const LAYER_TABLE_BYTES: usize = CLASSES.len() * TABLE_WIDTH;
@@ -67,7 +67,7 @@ impl GridTensors {
             if class == 0 && clean {
                 return None;
             }
-            Some(HuffmanTable::try_from_lengths(lengths).filter(|_| class > 0 && clean))
+            Some(HuffmanTable::try_partial(lengths).filter(|_| class > 0 && clean))
         };
         rows.enumerate().filter_map(table).collect()
     }

@@ -1,11 +1,9 @@
 //! Words back to codes: the reference, one symbol after another.
 
+use super::outlier::{self, OUTLIER_BYTES, Outlier};
 use super::{CHUNK_TOKENS, LANES, LaneRun, LaneTable, QUAD, WORD_BITS, steps};
 use crate::PageError;
 use kvd_core::Side;
-
-/// Bytes of an outlier: its place and what it is off by.
-pub(crate) const OUTLIER_BYTES: usize = 3;
 
 /// What a page's codes look like.
 #[derive(Clone, Copy, Debug)]
@@ -25,7 +23,7 @@ pub(crate) struct Layout<'a> {
 #[derive(Clone, Copy, Debug)]
 pub struct LaneCodes<'a> {
     layout: Layout<'a>,
-    /// Per chunk its words, and with outliers their number: u16 each.
+    /// Per chunk its words, and with outliers the words of those: u16 each.
     lengths: &'a [u8],
     bytes: &'a [u8],
 }
@@ -38,17 +36,6 @@ pub struct LaneChunk<'a> {
     /// Words, lowest byte first; after the last come zeros.
     pub words: &'a [u8],
     outliers: &'a [u8],
-}
-
-/// A code that the lanes hold cut off, or not at all.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Outlier {
-    /// Row, counted in the chunk.
-    pub token: usize,
-    /// Position in the row.
-    pub position: usize,
-    /// What is missing.
-    pub rest: i32,
 }
 
 impl Layout<'_> {
@@ -182,22 +169,22 @@ impl<'a> LaneCodes<'a> {
         Ok(())
     }
 
-    /// The outliers of a chunk.
+    /// The outliers of a chunk, row after row.
     ///
     /// # Errors
-    /// When one lies outside the chunk.
+    /// When one lies outside the chunk or ends too early.
     pub fn outliers(
         &self,
         chunk: &LaneChunk<'a>,
     ) -> impl Iterator<Item = Result<Outlier, PageError>> + use<'a> {
         let (tokens, per_row) = (chunk.tokens, self.layout.per_row);
-        chunk.outliers.as_chunks::<OUTLIER_BYTES>().0.iter().map(move |[low, high, rest]| {
-            let place = usize::from(u16::from_le_bytes([*low, *high]));
-            let (position, token) = (place / CHUNK_TOKENS, place % CHUNK_TOKENS);
-            if token >= tokens || position >= per_row {
+        outlier::read(chunk.outliers).map(move |(place, rest)| {
+            let rest = rest.ok_or(PageError::Payload("it ends inside an outlier"))?;
+            let (token, position) = (place / per_row, place % per_row);
+            if token >= tokens {
                 return Err(PageError::Payload("an outlier lies outside its chunk"));
             }
-            Ok(Outlier { token, position, rest: i32::from(*rest as i8) })
+            Ok(Outlier { token, position, rest })
         })
     }
 }

@@ -1,6 +1,6 @@
 //! Codes to words.
 
-use super::{Grouping, LANES, LaneRun, LaneTable, QUAD, Step, WORD_BITS, steps};
+use super::{LANES, LaneRun, LaneTable, QUAD, Step, WORD_BITS, steps};
 use kvd_core::Side;
 
 /// The bits of one lane.
@@ -43,12 +43,14 @@ fn quad(step: &Step, lane: usize, rows: &[u16], per_row: usize) -> ([u16; QUAD],
     (codes, count)
 }
 
-/// Appends the words of a chunk of rows `[tokens, per_row]`; returns how many.
+/// Appends the words of a chunk of rows `[tokens, per_row]`; returns how many. `rest` is told the
+/// places of codes that have no symbol, and what is missing of them.
 pub(crate) fn chunk(
     side: Side,
     (runs, tables): (&[LaneRun], &[LaneTable]),
     (rows, per_row): (&[u16], usize),
     out: &mut Vec<u8>,
+    rest: &mut impl FnMut(usize, i32),
 ) -> usize {
     let mut lanes: [Lane; LANES] = Default::default();
     // Which lane takes each word.
@@ -67,8 +69,20 @@ pub(crate) fn chunk(
                     order.push(index as u8);
                     lane.ready += WORD_BITS;
                 }
-                for codes in codes[first..count.min(first + width)].chunks(table.group()) {
-                    let (bits, length) = table.huffman.code(table.grouping.symbol(codes));
+                let codes = &codes[first..count.min(first + width)];
+                for (at, codes) in codes.chunks(table.group()).enumerate() {
+                    let wanted = table.grouping.symbol(codes);
+                    let symbol = table.substitute(wanted);
+                    if symbol != wanted {
+                        let first = first + at * table.group();
+                        let coded = table.grouping.codes(symbol);
+                        for (at, code) in codes.iter().enumerate() {
+                            let code = code >> table.raw_bits() << table.raw_bits();
+                            let missing = i32::from(code) - i32::from(coded[at]);
+                            rest(step.place(index, first + at, per_row), missing);
+                        }
+                    }
+                    let (bits, length) = table.huffman.code(symbol);
                     lane.push(bits, length);
                     let raw = table.raw_bits();
                     if raw > 0 {
@@ -89,22 +103,4 @@ pub(crate) fn chunk(
     let used = words.iter().rposition(|word| *word != 0).map_or(0, |last| last + 1);
     out.extend(words[..used].iter().flat_map(|word| word.to_le_bytes()));
     used
-}
-
-/// Calls `add` with the table and symbol of everything in rows `[tokens, per_row]` of one chunk.
-pub(crate) fn count(
-    side: Side,
-    (runs, groupings): (&[LaneRun], &[Grouping]),
-    (rows, per_row): (&[u16], usize),
-    add: &mut impl FnMut(usize, u16),
-) {
-    for step in steps(side, rows.len() / per_row, runs) {
-        let grouping = groupings[step.table];
-        for lane in 0..LANES {
-            let (codes, count) = quad(&step, lane, rows, per_row);
-            for codes in codes[..count].chunks(grouping.group) {
-                add(step.table, grouping.symbol(codes));
-            }
-        }
-    }
 }

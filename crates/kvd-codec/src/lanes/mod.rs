@@ -12,13 +12,18 @@
 mod decode;
 mod encode;
 mod grouping;
+mod outlier;
+mod substitute;
 #[cfg(test)]
 mod tests;
 
-pub use decode::{LaneChunk, LaneCodes, Outlier};
+pub use decode::{LaneChunk, LaneCodes};
 pub(crate) use decode::{Layout, split};
-pub(crate) use encode::{chunk as encode_chunk, count};
+pub(crate) use encode::chunk as encode_chunk;
 pub(crate) use grouping::Grouping;
+pub use outlier::Outlier;
+pub(crate) use outlier::{bits as outlier_bits, write as write_outliers};
+pub(crate) use substitute::cheapest;
 
 use crate::huffman::HuffmanTable;
 use kvd_core::Side;
@@ -51,6 +56,8 @@ pub struct LaneTable {
     longest: u32,
     batch: usize,
     bytes: Option<Box<ByteTables>>,
+    /// By symbol, what is coded in its place; empty where every symbol has a code.
+    substitutes: Vec<u16>,
 }
 
 /// A table of up to 8 bits, as vector registers look it up.
@@ -82,7 +89,18 @@ impl LaneTable {
         let most = QUAD / grouping.group;
         let fits = |batch: &usize| *batch <= most && *batch as u32 * bits <= WORD_BITS;
         let batch = [4, 2].into_iter().find(fits).unwrap_or(1);
-        Self { huffman, grouping, longest, batch, bytes }
+        let substitutes = match huffman.lengths() {
+            lengths if lengths.contains(&0) => {
+                cheapest(grouping, lengths).into_iter().map(|(symbol, _)| symbol).collect()
+            }
+            _ => Vec::new(),
+        };
+        Self { huffman, grouping, longest, batch, bytes, substitutes }
+    }
+
+    /// The symbol that is coded for `symbol`.
+    fn substitute(&self, symbol: u16) -> u16 {
+        self.substitutes.get(usize::from(symbol)).copied().unwrap_or(symbol)
     }
 
     /// Codes of a symbol: 1, 2 or 4.

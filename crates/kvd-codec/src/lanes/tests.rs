@@ -58,7 +58,7 @@ fn rows(runs: &[LaneRun], per_row: usize, tables: &[LaneTable], picks: &[u32]) -
 
 fn encoded(side: Side, runs: &[LaneRun], tables: &[LaneTable], rows: (&[u16], usize)) -> Vec<u8> {
     let mut bytes = Vec::new();
-    let words = encode_chunk(side, (runs, tables), rows, &mut bytes);
+    let words = encode_chunk(side, (runs, tables), rows, &mut bytes, &mut |_, _| unreachable!());
     assert_eq!(bytes.len(), 2 * words);
     let mut page = (words as u16).to_le_bytes().to_vec();
     page.extend(bytes);
@@ -122,6 +122,44 @@ proptest! {
                 prop_assert_eq!(row[run.first + run.len], 7777);
             }
         }
+    }
+}
+
+/// A table of a grouping that leaves out every symbol with a bit of `absent`.
+fn partial(grouping: Grouping, absent: u64) -> LaneTable {
+    let counts: Vec<u64> = (1..=grouping.alphabet() as u64).collect();
+    let kept = |symbol: usize| symbol < 2 || absent >> (symbol % 64) & 1 == 0;
+    let kept: Vec<bool> = (0..counts.len()).map(kept).collect();
+    LaneTable::new(HuffmanTable::partial(&counts, &kept), grouping)
+}
+
+proptest! {
+    #[test]
+    #[cfg_attr(miri, ignore = "too many numbers for an interpreter")]
+    fn codes_without_a_symbol_come_back_with_their_rests(
+        side in sides(),
+        parts in proptest::collection::vec((0usize..4, 1usize..12), 1..5),
+        tokens in 1usize..=CHUNK_TOKENS,
+        picks in proptest::collection::vec(any::<u32>(), 64 * 52),
+        absent in any::<u64>(),
+    ) {
+        let groupings =
+            [grouping(4, 3, 0), grouping(2, 15, 0), grouping(1, 31, 0), grouping(1, 31, 3)];
+        let tables = groupings.map(|grouping| partial(grouping, absent));
+        let (runs, per_row) = runs(&parts);
+        let rows = rows(&runs, per_row, &tables, &picks[..tokens * per_row]);
+        let (mut bytes, mut rests) = (Vec::new(), vec![0; rows.len()]);
+        let mut rest = |place: usize, missing: i32| rests[place] += missing;
+        let words =
+            encode_chunk(side, (&runs, &tables), (&rows, per_row), &mut bytes, &mut rest) as u16;
+        let page = [&words.to_le_bytes()[..], &bytes].concat();
+        let layout =
+            Layout { side, tokens, per_row, runs: &runs, tables: &tables, outliers: false };
+        let mut back = vec![7777; rows.len()];
+        split(layout, &page).unwrap().decode(0, &mut back).unwrap();
+        let back: Vec<i32> = back.iter().zip(&rests).map(|(c, r)| i32::from(*c) + r).collect();
+        prop_assert_eq!(back, rows.iter().map(|c| i32::from(*c)).collect::<Vec<_>>());
+        prop_assert!(absent > 0 || rests.iter().all(|rest| *rest == 0));
     }
 }
 

@@ -3,9 +3,10 @@
 //!
 //! Coefficients of like spread form a class and share a Huffman table. A Huffman code cannot spend
 //! less than a bit, so narrow classes code several coefficients as one symbol, and the narrowest
-//! is not coded at all; the widest code their high bits and store the low ones as they are. What
-//! a class has no place for is cut off, and the rest becomes an outlier: whatever the data, every
-//! coefficient is off by at most half a step; drift costs bits, not accuracy.
+//! is not coded at all; the widest code their high bits and store the low ones as they are. Rare
+//! symbols have no code, which would take room from the others. What a class has no place or code
+//! for is cut off, and the rest becomes an outlier: whatever the data, every coefficient is off by
+//! at most half a step; drift costs bits, not accuracy.
 //!
 //! Payload: per chunk of 64 tokens its words and outliers (u16 each), then the chunks (`lanes`).
 //! Classes and tables come from the calibration, so a page holds codes only.
@@ -19,11 +20,6 @@ use std::sync::Arc;
 
 /// Largest code.
 const CODE_MAX: f32 = 32767.0;
-/// Bits of an outlier of one step; larger ones take several.
-pub(crate) const OUTLIER_BITS: u64 = 24;
-/// What one outlier can hold.
-const OUTLIER_MAX: i32 = 127;
-
 /// How the coefficients of one class are coded.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Class {
@@ -32,8 +28,8 @@ pub(crate) struct Class {
     /// Codes, without their low bits, go from minus this to this.
     pub(crate) magnitude: i32,
     /// Low bits that are stored as they are.
-    raw_bits: u32,
-    /// The class serves spreads (standard deviation over step) below this.
+    pub(crate) raw_bits: u32,
+    /// What the class is made for: spreads (standard deviation over step) below this.
     spread_max: f32,
 }
 
@@ -42,18 +38,21 @@ const fn class(group: usize, magnitude: i32, raw_bits: u32, spread_max: f32) -> 
 }
 
 /// All classes, narrowest first. The first is the zero class, which has no table.
-pub(crate) const CLASSES: [Class; 12] = [
+pub(crate) const CLASSES: [Class; 15] = [
     class(1, 0, 0, 0.15),
-    class(4, 1, 0, 0.27),
-    class(4, 1, 0, 0.45),
-    class(2, 3, 0, 0.7),
-    class(2, 3, 0, 1.0),
-    class(1, 7, 0, 1.5),
-    class(1, 10, 0, 2.2),
-    class(1, 15, 0, 3.3),
-    class(1, 12, 1, 5.0),
+    class(4, 1, 0, 0.22),
+    class(4, 1, 0, 0.30),
+    class(4, 1, 0, 0.38),
+    class(2, 7, 0, 0.52),
+    class(2, 7, 0, 0.72),
+    class(2, 7, 0, 1.0),
+    class(2, 7, 0, 1.4),
+    class(2, 7, 0, 1.9),
+    class(1, 15, 0, 2.7),
+    class(1, 15, 0, 3.8),
+    class(1, 15, 1, 5.3),
     class(1, 15, 1, 7.5),
-    class(1, 12, 2, 11.0),
+    class(1, 15, 2, 11.0),
     class(1, 15, 3, f32::INFINITY),
 ];
 
@@ -86,7 +85,7 @@ impl Class {
     }
 }
 
-/// The class of a coefficient whose standard deviation is `spread` steps.
+/// The class that is made for coefficients whose standard deviation is `spread` steps.
 pub(crate) fn class_of(spread: f32) -> u8 {
     CLASSES.iter().position(|class| spread < class.spread_max).unwrap_or(CLASSES.len() - 1) as u8
 }
@@ -132,11 +131,6 @@ pub(crate) fn codes(row: &[f32], step: f32, codes: &mut [i32]) -> Result<(), Unq
     if fits { Ok(()) } else { Err(Unquantizable) }
 }
 
-/// Outliers that a rest takes.
-pub(crate) fn outliers(rest: i32) -> u64 {
-    u64::from(rest.unsigned_abs().div_ceil(OUTLIER_MAX as u32))
-}
-
 impl Grid {
     pub(crate) fn new(side: Side, step: f32, classes: &[u8], tables: GridTables) -> Self {
         Self { step, side, runs: runs(classes), classes: classes.to_vec(), tables }
@@ -167,18 +161,18 @@ impl Grid {
         let lengths = 4 * (rows.len() / dim).div_ceil(CHUNK_TOKENS);
         out.resize(start + lengths, 0);
         let (mut stored, mut row_codes) = (Vec::new(), vec![0; dim]);
-        let mut outliers = Vec::new();
+        let mut rests = Vec::new();
         for (index, rows) in rows.chunks(dim * CHUNK_TOKENS).enumerate() {
             stored.clear();
-            outliers.clear();
-            for (token, row) in rows.chunks_exact(dim).enumerate() {
+            rests.clear();
+            for row in rows.chunks_exact(dim) {
                 codes(row, self.step, &mut row_codes)?;
-                self.store(token, &row_codes, &mut stored, &mut outliers);
+                self.store(&row_codes, &mut stored, &mut rests);
             }
             let tables = (&self.runs[..], &self.tables[..]);
-            let words = lanes::encode_chunk(self.side, tables, (&stored, dim), out);
-            out.extend_from_slice(&outliers);
-            let count = outliers.len() / (OUTLIER_BITS / 8) as usize;
+            let mut rest = |place: usize, missing: i32| rests[place] += missing;
+            let words = lanes::encode_chunk(self.side, tables, (&stored, dim), out, &mut rest);
+            let count = lanes::write_outliers(&rests, out);
             if out.len() - start > limit || count > usize::from(u16::MAX) {
                 return Err(Unquantizable);
             }
@@ -189,18 +183,12 @@ impl Grid {
         Ok(lengths as u64)
     }
 
-    /// Appends the stored codes of a row, and the outliers it has.
-    fn store(&self, token: usize, codes: &[i32], stored: &mut Vec<u16>, outliers: &mut Vec<u8>) {
-        for (position, (code, class)) in codes.iter().zip(&self.classes).enumerate() {
-            let (kept, mut rest) = CLASSES[usize::from(*class)].cut(*code);
+    /// Appends the stored codes of a row, and what they cut off.
+    fn store(&self, codes: &[i32], stored: &mut Vec<u16>, rests: &mut Vec<i32>) {
+        for (code, class) in codes.iter().zip(&self.classes) {
+            let (kept, rest) = CLASSES[usize::from(*class)].cut(*code);
             stored.push(kept);
-            while rest != 0 {
-                let part = rest.clamp(-OUTLIER_MAX, OUTLIER_MAX);
-                rest -= part;
-                let place = (position * CHUNK_TOKENS + token) as u16;
-                outliers.extend(place.to_le_bytes());
-                outliers.push(part as i8 as u8);
-            }
+            rests.push(rest);
         }
     }
 
@@ -246,11 +234,12 @@ impl Grid {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::calibration::TABLE_WIDTH;
 
     #[test]
     fn every_alphabet_fits_the_short_tables_and_every_code_a_byte() {
         for class in &CLASSES[1..] {
-            assert!(class.alphabet() <= 128, "{class:?}");
+            assert!(class.alphabet() <= TABLE_WIDTH, "{class:?}");
             assert!(2 * class.bias() + (1 << class.raw_bits) <= 256, "{class:?}");
             // Packed entries.
             assert!(class.group == 1 || class.grouping().levels < 1 << (8 / class.group));

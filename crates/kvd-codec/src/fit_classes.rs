@@ -1,0 +1,253 @@
+//! Deals the coefficients of a layer's side to classes by what they cost there, and makes the
+//! classes' tables (`docs/adr/0005-grid-codec.md`).
+//!
+//! As in k-means: with the tables as they are, every unit goes to the class that codes its samples
+//! in the fewest bits; then each class gets the table that is best for what it has. Neither step
+//! makes the samples longer.
+
+use crate::calibration::{GridTensors, TABLE_WIDTH};
+use crate::huffman::HuffmanTable;
+use crate::lanes::{QUAD, cheapest, outlier_bits};
+use crate::side::grid::{self, CLASSES, Class};
+use kvd_core::Side;
+use std::iter::repeat_n;
+
+/// Times that units choose their class.
+const ROUNDS: usize = 3;
+/// Larger codes are counted as this: outliers of one length in any class.
+const CODE_SPAN: i32 = 300;
+/// Tables are tried that leave symbols out which are rarer than one in two to the power of these.
+const RARE: [u32; 7] = [6, 7, 8, 9, 10, 11, 12];
+/// What a symbol without a code takes, about: an outlier and another symbol.
+const ABSENT_BITS: u64 = 22;
+/// Samples per symbol that are added.
+const PRIOR: f64 = 2.0;
+/// Codes of a symbol in the classes that join codes.
+const JOINT: [usize; 2] = [2, 4];
+
+/// Coefficients that take a class together, in the samples of a head: positions whose codes lie in
+/// one quad of keys, one position of values.
+struct Unit {
+    /// Positions.
+    len: usize,
+    class: u8,
+    /// By code, from `-CODE_SPAN` on.
+    codes: Vec<u32>,
+    /// Counts by symbol of the classes that join two codes, and four.
+    joint: [Vec<u32>; 2],
+    /// Bits of what those classes cut off.
+    cut: [u64; 2],
+}
+
+/// The symbols of a class and what they cost.
+struct Table {
+    lengths: Vec<u8>,
+    /// By symbol; its substitute and outliers where it has no code.
+    bits: Vec<u64>,
+}
+
+/// The classes of a layer's side.
+pub(crate) struct Classes {
+    side: Side,
+    units: Vec<Unit>,
+    tables: Vec<Table>,
+    /// Bits of rows whose page would hold raw floats.
+    raw_bits: u64,
+}
+
+/// The first class that joins so many codes.
+fn joining(group: usize) -> Class {
+    CLASSES.into_iter().find(|class| class.group == group).unwrap_or(CLASSES[0])
+}
+
+impl Unit {
+    fn new(len: usize, spread: f64) -> Self {
+        let alphabets = JOINT.map(|group| vec![0; joining(group).alphabet()]);
+        let codes = vec![0; 2 * CODE_SPAN as usize + 1];
+        Self { len, class: grid::class_of(spread as f32), codes, joint: alphabets, cut: [0; 2] }
+    }
+
+    /// Counts up to four codes that lie in one quad.
+    fn count(&mut self, quad: &[i32]) {
+        for code in quad {
+            self.codes[(code.clamp(&-CODE_SPAN, &CODE_SPAN) + CODE_SPAN) as usize] += 1;
+        }
+        for (index, group) in JOINT.into_iter().enumerate() {
+            let class = joining(group);
+            for codes in quad.chunks(group) {
+                let mut kept = [0; QUAD];
+                for (kept, code) in kept.iter_mut().zip(codes) {
+                    let rest;
+                    (*kept, rest) = class.cut(*code);
+                    self.cut[index] += outlier_bits(rest);
+                }
+                let symbol = class.grouping().symbol(&kept[..codes.len()]);
+                self.joint[index][usize::from(symbol)] += 1;
+            }
+        }
+    }
+
+    /// Counts by symbol of a class, and the bits of what no symbol stands for.
+    fn symbols(&self, class: Class) -> (Vec<u64>, u64) {
+        if let Some(index) = JOINT.iter().position(|group| *group == class.group) {
+            return (self.joint[index].iter().copied().map(u64::from).collect(), self.cut[index]);
+        }
+        let (mut counts, mut other) = (vec![0; class.alphabet()], 0);
+        for (code, count) in (-CODE_SPAN..).zip(&self.codes).filter(|(_, count)| **count > 0) {
+            let (kept, rest) = class.cut(code);
+            counts[usize::from(class.grouping().symbol(&[kept]))] += u64::from(*count);
+            other += u64::from(*count) * (outlier_bits(rest) + u64::from(class.raw_bits));
+        }
+        (counts, other)
+    }
+
+    /// Bits under a class's table; the zero class has none.
+    fn bits(&self, class: Class, table: &Table) -> u64 {
+        let (counts, other) = self.symbols(class);
+        counts.iter().zip(&table.bits).map(|(count, bits)| count * bits).sum::<u64>() + other
+    }
+}
+
+/// Counts of few samples, as if some more had been met that follow the codes alone: a symbol of
+/// likely codes is likely, also where no sample has it. In units of a sixteenth.
+fn smoothed(class: Class, counts: &[u64]) -> Vec<u64> {
+    let grouping = class.grouping();
+    let codes =
+        |symbol: usize| grouping.codes(symbol as u16).map(|c| usize::from(c >> class.raw_bits));
+    // Tails of both signs are alike.
+    let levels = usize::from(grouping.levels);
+    let mut shares = vec![0.5; levels];
+    for (symbol, count) in counts.iter().enumerate() {
+        for code in &codes(symbol)[..class.group] {
+            shares[*code] += 0.5 * *count as f64;
+            shares[levels - 1 - code] += 0.5 * *count as f64;
+        }
+    }
+    let total: f64 = shares.iter().sum();
+    let prior = |symbol: usize| -> f64 {
+        codes(symbol)[..class.group].iter().map(|code| shares[*code] / total).product()
+    };
+    let more = PRIOR * counts.len() as f64;
+    let smooth = |(symbol, count): (usize, &u64)| 16.0 * (*count as f64 + more * prior(symbol));
+    counts.iter().enumerate().map(smooth).map(|count| count as u64).collect()
+}
+
+impl Table {
+    /// The best of some tables, as far as can be told before substitutes are known, for symbols that are met so often.
+    fn best(class: Class, counts: &[u64]) -> Self {
+        let total: u64 = counts.iter().sum();
+        let mut order: Vec<usize> = (0..counts.len()).collect();
+        order.sort_by_key(|symbol| std::cmp::Reverse(counts[*symbol]));
+        let mut sizes: Vec<usize> = RARE
+            .iter()
+            .map(|rare| counts.iter().filter(|count| **count << rare > total).count().max(2))
+            .collect();
+        sizes.push(counts.len());
+        sizes.dedup();
+        let tables = sizes.into_iter().map(|size| {
+            let mut kept = vec![false; counts.len()];
+            order[..size].iter().for_each(|symbol| kept[*symbol] = true);
+            HuffmanTable::partial(counts, &kept).lengths().to_vec()
+        });
+        let guess = |lengths: &Vec<u8>| -> u64 {
+            let bits = |length: &u8| if *length == 0 { ABSENT_BITS } else { u64::from(*length) };
+            counts.iter().zip(lengths).map(|(count, length)| count * bits(length)).sum()
+        };
+        // There is at least the table of all symbols.
+        let lengths = tables.min_by_key(guess).unwrap_or_default();
+        let bits = cheapest(class.grouping(), &lengths).into_iter().map(|(_, bits)| bits).collect();
+        Self { lengths, bits }
+    }
+}
+
+impl Classes {
+    pub(crate) fn new(side: Side) -> Self {
+        Self { side, units: Vec::new(), tables: Vec::new(), raw_bits: 0 }
+    }
+
+    /// Counts a head's rows, whose coefficients have these spreads.
+    pub(crate) fn add(&mut self, rows: &[&[f32]], step: f32, spreads: &[f64]) {
+        let dim = spreads.len();
+        let first = self.units.len();
+        let width = if self.side == Side::Key { QUAD } else { 1 };
+        self.units.extend(spreads.chunks(width).map(|spreads| {
+            let square = spreads.iter().map(|s| s * s).sum::<f64>() / spreads.len() as f64;
+            Unit::new(spreads.len(), square.sqrt() / f64::from(step))
+        }));
+        let units = &mut self.units[first..];
+        let mut codes = vec![0i32; QUAD * dim];
+        for rows in rows.chunks(QUAD) {
+            let mut count = 0;
+            for row in rows {
+                let codes = &mut codes[count * dim..][..dim];
+                match grid::codes(row, step, codes) {
+                    Ok(()) => count += 1,
+                    Err(_) => self.raw_bits += 16 * dim as u64,
+                }
+            }
+            let codes = &codes[..count * dim];
+            for (index, unit) in units.iter_mut().enumerate() {
+                let mut quad = [0; QUAD];
+                if self.side == Side::Key {
+                    codes.chunks_exact(dim).for_each(|row| {
+                        unit.count(&row[index * QUAD..][..unit.len]);
+                    });
+                } else {
+                    let of_tokens = codes.iter().skip(index).step_by(dim);
+                    quad.iter_mut().zip(of_tokens).for_each(|(quad, code)| *quad = *code);
+                    unit.count(&quad[..count]);
+                }
+            }
+        }
+    }
+
+    /// Deals the units; returns the bits of all that was counted.
+    pub(crate) fn fit(&mut self) -> u64 {
+        self.make_tables();
+        for _ in 0..ROUNDS {
+            let mut moved = false;
+            for unit in &mut self.units {
+                let cost = |class: &usize| unit.bits(CLASSES[*class], &self.tables[*class]);
+                let best = (0..CLASSES.len()).min_by_key(cost).unwrap_or(0) as u8;
+                moved |= best != unit.class;
+                unit.class = best;
+            }
+            if !moved {
+                break;
+            }
+            self.make_tables();
+        }
+        let bits = |unit: &Unit| {
+            let class = usize::from(unit.class);
+            unit.bits(CLASSES[class], &self.tables[class])
+        };
+        self.units.iter().map(bits).sum::<u64>() + self.raw_bits
+    }
+
+    /// The best table of each class for the units that it has.
+    fn make_tables(&mut self) {
+        let table = |(index, class): (usize, &Class)| {
+            let mut counts = vec![0; class.alphabet()];
+            for unit in self.units.iter().filter(|unit| usize::from(unit.class) == index) {
+                let (of_unit, _) = unit.symbols(*class);
+                counts.iter_mut().zip(of_unit).for_each(|(sum, count)| *sum += count);
+            }
+            if index == 0 {
+                return Table { lengths: Vec::new(), bits: vec![0; counts.len()] };
+            }
+            Table::best(*class, &smoothed(*class, &counts))
+        };
+        self.tables = CLASSES.iter().enumerate().map(table).collect();
+    }
+
+    /// Appends the class of every coefficient, and the code lengths of every class.
+    pub(crate) fn write(&self, tensors: &mut GridTensors) {
+        for unit in &self.units {
+            tensors.classes.extend(repeat_n(unit.class, unit.len));
+        }
+        for table in &self.tables {
+            tensors.tables.extend(&table.lengths);
+            tensors.tables.extend(repeat_n(0, TABLE_WIDTH - table.lengths.len()));
+        }
+    }
+}
