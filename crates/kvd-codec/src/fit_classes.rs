@@ -2,10 +2,10 @@
 //! classes' tables (`docs/adr/0005-grid-codec.md`).
 //!
 //! As in k-means: with the tables as they are, every unit goes to the class that codes its samples
-//! in the fewest bits; then each class gets the table that is best for what it has. Neither step
-//! makes the samples longer.
+//! in the fewest bits; then each class gets the best table for what it has, as far as smoothed
+//! counts tell.
 
-use crate::calibration::{GridTensors, TABLE_WIDTH};
+use crate::calibration::GridTensors;
 use crate::huffman::HuffmanTable;
 use crate::lanes::{QUAD, cheapest, outlier_bits};
 use crate::side::grid::{self, CLASSES, Class};
@@ -133,7 +133,8 @@ fn smoothed(class: Class, counts: &[u64]) -> Vec<u64> {
 }
 
 impl Table {
-    /// The best of some tables, as far as can be told before substitutes are known, for symbols that are met so often.
+    /// The best of some tables for symbols that are met so often, as far as can be told before
+    /// substitutes are known.
     fn best(class: Class, counts: &[u64]) -> Self {
         let total: u64 = counts.iter().sum();
         let mut order: Vec<usize> = (0..counts.len()).collect();
@@ -247,7 +248,68 @@ impl Classes {
         }
         for table in &self.tables {
             tensors.tables.extend(&table.lengths);
-            tensors.tables.extend(repeat_n(0, TABLE_WIDTH - table.lengths.len()));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::lanes::LaneTable;
+
+    /// Rows of sums of noise, narrower from position to position.
+    fn rows(count: usize, dim: usize) -> Vec<f32> {
+        let mut state = 7u64;
+        let mut noise = || {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            (state >> 40) as f32 / (1 << 24) as f32 - 0.5
+        };
+        let mut value = |at: usize| (0..4).map(|_| noise()).sum::<f32>() * 0.6f32.powi(at as i32);
+        (0..count * dim).map(|index| value(index % dim)).collect()
+    }
+
+    fn fitted(side: Side, rows: &[f32], dim: usize) -> (GridTensors, u64) {
+        let spread = |at: usize| {
+            let squares = rows.iter().skip(at).step_by(dim).map(|c| f64::from(c * c));
+            (squares.sum::<f64>() / (rows.len() / dim) as f64).sqrt()
+        };
+        let spreads: Vec<f64> = (0..dim).map(spread).collect();
+        let mut classes = Classes::new(side);
+        classes.add(&rows.chunks_exact(dim).collect::<Vec<_>>(), 0.05, &spreads);
+        let bits = classes.fit();
+        let mut tensors = GridTensors { steps: vec![0.05], classes: vec![], tables: vec![] };
+        classes.write(&mut tensors);
+        (tensors, bits)
+    }
+
+    #[test]
+    fn counted_bits_are_those_that_pages_take() {
+        let dim = 14;
+        for side in Side::BOTH {
+            let rows = rows(64 * 20, dim);
+            let (tensors, bits) = fitted(side, &rows, dim);
+            if side == Side::Key {
+                // A quad of positions shares a class, also the last two.
+                let mut quads = tensors.classes.chunks(QUAD);
+                assert!(quads.all(|quad| quad.iter().all(|class| *class == quad[0])));
+            }
+            let tables = tensors.layer_tables(0).unwrap();
+            let tables = tables.into_iter().zip(&CLASSES[1..]);
+            let tables = tables.map(|(table, class)| LaneTable::new(table, class.grouping()));
+            let grid = grid::Grid::new(side, 0.05, &tensors.classes, tables.collect());
+            let mut bytes = Vec::new();
+            let lengths = grid.encode(&rows, usize::MAX, &mut bytes).unwrap();
+            let taken = 8.0 * (bytes.len() as u64 - lengths) as f64;
+            // Lanes leave 16 bits over at most, in 20 chunks.
+            let most = bits as f64 * 1.02 + 20.0 * 16.0 * 16.0;
+            assert!((bits as f64 * 0.98..most).contains(&taken), "{side}: {bits} and {taken}");
+        }
+    }
+
+    #[test]
+    fn rows_that_do_not_fit_count_as_floats_and_no_rows_give_tables() {
+        let (tensors, bits) = fitted(Side::Key, &[1e9; 8], 8);
+        assert_eq!(bits, 16 * 8);
+        assert!(tensors.layer_tables(0).is_some());
     }
 }

@@ -6,7 +6,7 @@
 //! bound     = ( "k" | "v" ) ".bound=" x
 //! override  = ( "k" | "v" ) "[" where *( "," where ) "]=" side
 //! where     = ( "layer=" | "head=" ) n [ "-" n ]
-//! side      = [ transform *( "+" transform ) "/" ] quantizer [ "/huffman" ]
+//! side      = [ transform *( "+" transform ) "/" ] quantizer [ ( "/" | "+" ) "huffman" ]
 //! transform = "smooth" | "norm" | "hadamard" | "mean" | "gain" | "pca" | "qpca"
 //!           | "rotate" [ "(seed=" n ")" ]
 //! quantizer = "raw" | "f32" | "f16" | "bf16" | "fp8"
@@ -220,7 +220,7 @@ impl<'a> Cursor<'a> {
             }
         };
         let mut entropy = Entropy::None;
-        if self.take('/') {
+        if self.take('/') || self.take('+') {
             let (start, word) = self.word("huffman")?;
             if word != "huffman" {
                 return self.fail(start, format!("{word:?} is no entropy stage; expected huffman"));
@@ -467,6 +467,8 @@ mod tests {
         let canonical = "k=hadamard/uniform(b=3,axis=token)/huffman; v=bf16; recent=7";
         assert_eq!(spec.to_string(), canonical);
         assert_eq!(canonical.parse(), Ok(spec));
+        let plus = "k=hadamard/uniform(b=3,axis=token)+huffman; v=bf16; recent=7";
+        assert_eq!(plus.parse::<CodecSpec>().unwrap().to_string(), canonical);
         let spec: CodecSpec = "k=rotate ( seed=0 )+norm/polar(r=2,a=4,g=64); \
             v=uniform(mode=asym,b=3,axis=token)"
             .parse()

@@ -141,14 +141,14 @@ static PRESETS: [Preset; 25] = [
     },
     Preset {
         name: "kvd-4",
-        spec_text: "k=mean+qpca/grid(rate=4.3)/huffman; v=mean+gain+pca/grid(rate=3.45)/huffman; \
+        spec_text: "k=mean+qpca/grid(rate=4.2)/huffman; v=mean+gain+pca/grid(rate=3.4)/huffman; \
                     sink=32; recent=96",
         source: "kvd's own, docs/adr/0005-grid-codec.md",
         summary: "query-aware transform coding, about 4 bits per value, everything counted",
     },
     Preset {
         name: "kvd-3",
-        spec_text: "k=mean+qpca/grid(rate=3.3)/huffman; v=mean+gain+pca/grid(rate=2.4)/huffman; \
+        spec_text: "k=mean+qpca/grid(rate=3.25)/huffman; v=mean+gain+pca/grid(rate=2.35)/huffman; \
                     sink=32; recent=96",
         source: "kvd's own, docs/adr/0005-grid-codec.md",
         summary: "query-aware transform coding, about 3 bits per value, everything counted",

@@ -15,7 +15,7 @@
 //! | `n.codebook` | f16 `[layers, kv_heads, positions, stages, 2^b, d]` | VQ entries, see below |
 //! | `n.step` | f32 `[layers, kv_heads]` | step of `grid` |
 //! | `n.class` | u8 `[layers, kv_heads, head_dim]` | class of each coefficient |
-//! | `n.table` | u8 `[layers, classes, 128]` | Huffman code lengths, zeros after them |
+//! | `n.table` | u8 `[layers, symbols]` | Huffman code lengths, class after class |
 //! | `n.scale` | f32 `[layers, kv_heads, head_dim]` | scales of `bitalloc` |
 //! | `n.width` | u8 `[layers, kv_heads, head_dim]` | bits of each coefficient |
 //! | `n.levels` | f16 `[layers, 510]` | levels of widths 1 to 8 |
@@ -33,7 +33,7 @@ mod tensors;
 
 pub(crate) use bitalloc::BitAllocTensors;
 pub(crate) use codebooks::Codebooks;
-pub(crate) use tensors::{GridTensors, LAYER_TABLE_BYTES, SideCalibration, TABLE_WIDTH};
+pub(crate) use tensors::{GridTensors, LAYER_TABLE_BYTES, SideCalibration};
 
 use crate::CalibrationError;
 use kvd_core::{Geometry, RopePairing, Side};
@@ -41,7 +41,7 @@ use safetensors::tensor::{SafeTensors, TensorView};
 use serde_json::{Value, json};
 use std::collections::HashMap;
 
-const VERSION: u64 = 2;
+const VERSION: u64 = 3;
 /// More parts than any search tries.
 const PARTS_MAX: usize = 256;
 const METADATA_KEY: &str = "kvd.calibration";

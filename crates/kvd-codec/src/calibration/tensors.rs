@@ -5,16 +5,20 @@ use super::codebooks::Codebooks;
 use super::malformed;
 use crate::CalibrationError;
 use crate::huffman::HuffmanTable;
-use crate::side::grid::CLASSES;
+use crate::side::grid::{CLASSES, Class};
 use half::f16;
 use kvd_core::{DType, Geometry, Side};
 use safetensors::tensor::{Dtype, SafeTensors};
 
-/// Code lengths kept per class: no alphabet is larger.
-pub(crate) const TABLE_WIDTH: usize = 225;
-
-/// Bytes of the tables of one layer and side.
-pub(crate) const LAYER_TABLE_BYTES: usize = CLASSES.len() * TABLE_WIDTH;
+/// Bytes of the tables of one layer and side: a code length per symbol of each class.
+pub(crate) const LAYER_TABLE_BYTES: usize = {
+    let (mut bytes, mut class) = (0, 1);
+    while class < CLASSES.len() {
+        bytes += CLASSES[class].alphabet();
+        class += 1;
+    }
+    bytes
+};
 
 /// What one side learned; tensors are row-major over `[layers, kv_heads, ..]`.
 #[derive(Clone, Debug, PartialEq)]
@@ -50,26 +54,22 @@ pub(crate) struct GridTensors {
     pub(crate) steps: Vec<f32>,
     /// `[layers, kv_heads, head_dim]`, indices into [`CLASSES`].
     pub(crate) classes: Vec<u8>,
-    /// `[layers, classes, TABLE_WIDTH]`: code lengths of each class's alphabet, zeros after them.
+    /// `[layers, LAYER_TABLE_BYTES]`: code lengths of the classes after the zero class.
     pub(crate) tables: Vec<u8>,
 }
 
 impl GridTensors {
     /// The tables of a layer, by class from the first after the zero class, which has none. `None`
-    /// when a row of lengths is no complete code of its class's alphabet.
+    /// when the lengths of a class are no complete code.
     pub(crate) fn layer_tables(&self, layer: usize) -> Option<Vec<HuffmanTable>> {
         let tables = layer * LAYER_TABLE_BYTES..(layer + 1) * LAYER_TABLE_BYTES;
-        let rows = self.tables.get(tables)?.chunks_exact(TABLE_WIDTH);
-        let table = |(class, row): (usize, &[u8])| {
-            let used = if class == 0 { 0 } else { CLASSES[class].alphabet() };
-            let (lengths, rest) = row.split_at(used);
-            let clean = rest.iter().all(|length| *length == 0);
-            if class == 0 && clean {
-                return None;
-            }
-            Some(HuffmanTable::try_partial(lengths).filter(|_| class > 0 && clean))
+        let mut lengths = self.tables.get(tables)?;
+        let table = |class: &Class| {
+            let (of_class, rest) = lengths.split_at_checked(class.alphabet())?;
+            lengths = rest;
+            HuffmanTable::try_partial(of_class)
         };
-        rows.enumerate().filter_map(table).collect()
+        CLASSES[1..].iter().map(table).collect()
     }
 }
 
@@ -133,8 +133,7 @@ impl SideCalibration {
         if let Some(grid) = &self.grid {
             add("step", Dtype::F32, &[layers, heads], singles(&grid.steps));
             add("class", Dtype::U8, &[layers, heads, dim], grid.classes.clone());
-            let shape = [layers, CLASSES.len(), TABLE_WIDTH];
-            add("table", Dtype::U8, &shape, grid.tables.clone());
+            add("table", Dtype::U8, &[layers, LAYER_TABLE_BYTES], grid.tables.clone());
         }
         if let Some(bitalloc) = &self.bitalloc {
             buffers.extend(bitalloc.buffers(index, [layers, heads, dim]));
@@ -258,7 +257,7 @@ impl<'a> File<'a> {
         let [layers, heads] = self.heads();
         let dim = self.geometry.head_dim(self.side);
         let classes = self.bytes("class", Dtype::U8, &[layers, heads, dim])?;
-        let tables = self.bytes("table", Dtype::U8, &[layers, CLASSES.len(), TABLE_WIDTH])?;
+        let tables = self.bytes("table", Dtype::U8, &[layers, LAYER_TABLE_BYTES])?;
         let (classes, tables) = match (steps.is_empty(), classes, tables) {
             (true, None, None) => return Ok(None),
             (false, Some(classes), Some(tables)) => (classes.to_vec(), tables.to_vec()),

@@ -14,6 +14,7 @@ const CODECS: &[(&str, &str)] = &[
     ("vq-1.5 hadamard", "k=hadamard/vq(d=8,b=12); v=vq(d=8,b=12)"),
     ("vq-1.5 both", "k=smooth+hadamard/vq(d=8,b=12); v=vq(d=8,b=12)"),
     ("kivi-1", "k=uniform(b=1,g=32,axis=channel); v=uniform(b=1,g=32,axis=token)"),
+    ("kivi-2 wide", "k=uniform(b=2,g=64,axis=channel); v=uniform(b=2,g=128,axis=token)"),
     ("kivi-3", "k=uniform(b=3,g=32,axis=channel); v=uniform(b=3,g=32,axis=token)"),
     (
         "innerq-2 sym",
@@ -28,6 +29,9 @@ const CODECS: &[(&str, &str)] = &[
 /// Presets that the claims compare.
 const PRESETS: &[&str] =
     &["kivi-4", "kivi-2", "kvcomp-channel", "vecinfer-2", "innerq-2", "kvd-4", "kvd-3", "kvd-2"];
+
+/// Bits by which a rival may be larger than one of our codecs.
+const NEAR: f64 = 0.15;
 
 /// A relation between rows.
 enum Relation {
@@ -55,9 +59,15 @@ const CLAIMS: &[(&str, &str, Relation)] = &[
         Relation::Below(&["vq-1.5 both", "vq-1.5", "vq-1.5 smooth", "vq-1.5 hadamard"]),
     ),
     (
-        "VecInfer beats KIVI at equal bits up to 2.25",
+        "VecInfer beats KIVI at equal bits",
         "VecInfer, Tables 2 and 3",
         Relation::Below(&["vecinfer-2", "kivi-1"]),
+    ),
+    (
+        // Groups as wide as pages of 64 tokens allow; the paper's 2.25 bits have groups of 128.
+        "VecInfer beats 2-bit KIVI of wide groups, with fewer bits",
+        "VecInfer, Tables 2 and 3",
+        Relation::Below(&["vecinfer-2", "kivi-2 wide"]),
     ),
     (
         "hybrid is no worse than symmetric, symmetric no worse than asymmetric",
@@ -106,8 +116,8 @@ impl EvalCodec {
     }
 }
 
-/// Every claim whose rows the block has, and for each of our codecs whether another row of as few
-/// bits has less KL. Nothing for a block whose codecs have windows of their own: what a wider
+/// Every claim whose rows the block has, and for each of our codecs whether another row of about as
+/// few bits has less KL. Nothing for a block whose codecs have windows of their own: what a wider
 /// window gains is no merit of the codec.
 #[must_use]
 pub fn orderings(block: &Block) -> Vec<Ordering> {
@@ -185,14 +195,13 @@ fn bits_at(points: &[(f64, f64)], kl: f64) -> Option<f64> {
 fn ours(block: &Block) -> impl Iterator<Item = Ordering> {
     let is_ours = |row: &EvalRow| row.codec.starts_with("kvd-") || row.codec.starts_with("policy ");
     block.rows.iter().filter(move |row| is_ours(row)).map(move |row| {
-        // A hundredth of a bit is less than the page headers of another block size.
         let rivals = block.rows.iter().filter(|other| {
-            !is_ours(other) && bits(other) <= bits(row) + 0.01 && !other.codec.ends_with("keys")
+            !is_ours(other) && bits(other) <= bits(row) + NEAR && !other.codec.ends_with("keys")
         });
         let best = rivals.min_by(|a, b| kl(a).total_cmp(&kl(b)));
         let rival = best.map_or_else(|| "none has as few bits".to_owned(), figure);
         Ordering {
-            claim: format!("{} beats every other codec of as few bits", row.codec),
+            claim: format!("{} beats every other codec of as few bits or 0.15 more", row.codec),
             source: "ours",
             figures: format!("{}; best of the others: {rival}", figure(row)),
             holds: best.is_none_or(|best| kl(row) < kl(best)),
