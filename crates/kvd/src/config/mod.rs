@@ -27,6 +27,8 @@ pub struct Config {
     pub listen_tcp: Option<SocketAddr>,
     /// gRPC over a Unix socket.
     pub listen_unix: Option<PathBuf>,
+    /// Regions.
+    pub listen_region: Option<PathBuf>,
     /// Metrics and health.
     pub admin_listen: Option<SocketAddr>,
     /// Largest gRPC message.
@@ -69,6 +71,10 @@ pub struct Config {
     pub calibration_bytes_max: usize,
     /// Bytes of requests and answers on their way through the device.
     pub inflight_bytes_max: usize,
+    /// Regions that workers share.
+    pub regions_max: usize,
+    /// Memory file of one region.
+    pub region_bytes_max: u64,
     /// Blocks that the queries of one attend read.
     pub attend_parts_max: u64,
     /// Scores that one attend computes.
@@ -126,8 +132,8 @@ impl Config {
     fn validate(raw: &RawConfig) -> Result<Self, ConfigError> {
         let config = Self {
             listen_tcp: address("server.listen_tcp", &raw.server.listen_tcp)?,
-            listen_unix: (!raw.server.listen_unix.is_empty())
-                .then(|| PathBuf::from(&raw.server.listen_unix)),
+            listen_unix: path(&raw.server.listen_unix),
+            listen_region: path(&raw.server.listen_region),
             admin_listen: address("admin.listen", &raw.admin.listen)?,
             message_bytes_max: size("server.message_bytes_max", raw.server.message_bytes_max)?,
             stream_window_bytes: window(
@@ -176,6 +182,9 @@ impl Config {
                 raw.limits.calibration_bytes_max,
             )?,
             inflight_bytes_max: size("limits.inflight_bytes_max", raw.limits.inflight_bytes_max)?,
+            regions_max: at_least("limits.regions_max", raw.limits.regions_max, 1)?
+                .min(tokio::sync::Semaphore::MAX_PERMITS),
+            region_bytes_max: size("limits.region_bytes_max", raw.limits.region_bytes_max)? as u64,
             attend_parts_max: at_least("limits.attend_parts_max", raw.limits.attend_parts_max, 1)?,
             attend_work_max: at_least("limits.attend_work_max", raw.limits.attend_work_max, 1)?,
             namespaces: namespaces(&raw.namespaces.allowed)?,
@@ -227,6 +236,11 @@ fn address(key: &'static str, text: &str) -> Result<Option<SocketAddr>, ConfigEr
         ConfigError::new(key, format!("{text:?} is not an address such as 127.0.0.1:7070"))
     })?;
     Ok(Some(parsed))
+}
+
+/// A socket's path; an empty text is none.
+fn path(text: &str) -> Option<PathBuf> {
+    (!text.is_empty()).then(|| PathBuf::from(text))
 }
 
 fn at_least<T: PartialOrd + std::fmt::Display>(
