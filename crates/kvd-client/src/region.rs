@@ -1,9 +1,9 @@
 //! Memory shared with a daemon on the same machine: queries are written there, outputs are found
 //! there, and no payload travels through a socket.
 //!
-//! Blocking, unlike [`Client`](crate::Client): a worker's thread sends a small message and sleeps on
-//! a word of the region until the answer is there. Several calls may be under way, each with places
-//! of its own.
+//! Blocking, unlike [`Client`](crate::Client): a worker's thread sends a small message and sleeps
+//! on a word of the region until the answer is there. Several calls may be under way, each with
+//! places of its own.
 
 use crate::error::ClientError;
 use kvd_core::{DType, ErrorCode, Namespace};

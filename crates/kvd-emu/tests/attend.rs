@@ -74,7 +74,7 @@ fn raised_rows_weigh_as_much_less_in_every_tile() {
     if !available() {
         return;
     }
-    // Tokens by sixteens, fives and ones are short, so tiles without a raised row stand beside others.
+    // Short tokens by sixteens and alone: tiles without a raised row stand beside others.
     let short = |side: Side, head: usize, token: usize, channel: usize| {
         let lengths = [(token / 16 % 3 == 1, 0.01), (token % 5 == 2, 0.3), (true, 1.0)];
         let length = lengths.into_iter().find(|(is, _)| *is).unwrap().1;

@@ -10,7 +10,7 @@ use common::{Ask, Layout, Stored, geometry, noise};
 use kvd_core::{DType, Side};
 use kvd_emu::{Order, available};
 
-/// Roughly normal rows, one channel much larger than the others, some values far shorter than others.
+/// Roughly normal rows, one channel much larger than the others, some values far shorter.
 fn value(side: Side, head: usize, token: usize, channel: usize) -> f32 {
     let index = ((side.index() * 2 + head) * 4096 + token) * 512 + channel;
     let length = if side == Side::Value {

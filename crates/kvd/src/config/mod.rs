@@ -157,7 +157,7 @@ impl Config {
                 raw.server.streams_per_connection_max,
                 1,
             )?,
-            connections_max: connections(raw.server.connections_max)?,
+            connections_max: permits("server.connections_max", raw.server.connections_max)?,
             grace_period: Duration::from_millis(raw.server.grace_period_ms),
             device: device(&raw.device.device)?,
             pool_bytes: at_least("device.pool_bytes", raw.device.pool_bytes.as_u64(), 1 << 20)?,
@@ -182,8 +182,7 @@ impl Config {
                 raw.limits.calibration_bytes_max,
             )?,
             inflight_bytes_max: size("limits.inflight_bytes_max", raw.limits.inflight_bytes_max)?,
-            regions_max: at_least("limits.regions_max", raw.limits.regions_max, 1)?
-                .min(tokio::sync::Semaphore::MAX_PERMITS),
+            regions_max: permits("limits.regions_max", raw.limits.regions_max)?,
             region_bytes_max: size("limits.region_bytes_max", raw.limits.region_bytes_max)? as u64,
             attend_parts_max: at_least("limits.attend_parts_max", raw.limits.attend_parts_max, 1)?,
             attend_work_max: at_least("limits.attend_work_max", raw.limits.attend_work_max, 1)?,
@@ -193,10 +192,8 @@ impl Config {
             log_filter: raw.log.filter.clone(),
         };
         if config.listen_tcp.is_none() && config.listen_unix.is_none() {
-            return Err(ConfigError::new(
-                "server.listen_tcp",
-                "set this or server.listen_unix: nobody could reach the daemon",
-            ));
+            let reason = "set this or server.listen_unix: nobody could reach the daemon";
+            return Err(ConfigError::new("server.listen_tcp", reason));
         }
         config.check_bytes()?;
         Ok(config)
@@ -259,8 +256,8 @@ fn millis(key: &'static str, value: u64) -> Result<Duration, ConfigError> {
     Ok(Duration::from_millis(at_least(key, value, 1)?))
 }
 
-fn connections(value: usize) -> Result<usize, ConfigError> {
-    let key = "server.connections_max";
+/// What one permit each is given for.
+fn permits(key: &'static str, value: usize) -> Result<usize, ConfigError> {
     let max = tokio::sync::Semaphore::MAX_PERMITS;
     if value > max {
         return Err(ConfigError::new(key, format!("{value} is above the maximum {max}")));

@@ -1,4 +1,5 @@
-//! Bytes in, bytes out: gRPC over TCP and Unix sockets, regions of shared memory. No logic of the daemon lives here.
+//! Bytes in, bytes out: gRPC over TCP and Unix sockets, regions of shared memory. No logic of the
+//! daemon lives here.
 
 mod call;
 mod connection;
