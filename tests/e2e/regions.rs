@@ -4,7 +4,7 @@
 
 use kvd_client::{
     AttendBatch, AttendPlaces, Attended, ClientError, DType, ErrorCode, Namespace, Region,
-    RegionOptions, RegionSlice, SequenceId,
+    RegionDevice, RegionKind, RegionOptions, RegionSlice, SequenceId,
 };
 use kvd_proto::v1;
 use kvd_shm::Memory;
@@ -18,6 +18,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::Arc;
 
 /// A daemon with a socket for regions, and the directory that it is in.
 async fn start(
@@ -352,6 +353,21 @@ async fn workers_with_many_calls_under_way_each_get_their_own_answers() {
             }
         });
     });
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn cuda_memory_offered_to_the_processor_is_declined_with_the_reason() {
+    let (daemon, _dir, path) = start(|plan| plan).await;
+    let (engine, conversation) = stored(&daemon, "raw", 40, 1).await;
+    let file = std::fs::File::open("/dev/null").expect("a descriptor");
+    for device in [RegionDevice::CudaIpc([1; 64]), RegionDevice::CudaFd(Arc::new(file.into()))] {
+        let options = RegionOptions::default().with_bytes(1 << 20).with_device(device, 1 << 21);
+        let region = blocking(|| Region::open(&path, &options)).expect("a region");
+        assert_eq!(region.kind(), RegionKind::Memfd);
+        assert_eq!(region.reason(), "the device is the processor: it opens no CUDA memory");
+        let batch = engine.batch(&engine.question(&conversation, 1, &mut Rng::new(5)));
+        attend(&region, &engine, batch).expect("its own memory serves");
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

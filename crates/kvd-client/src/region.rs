@@ -12,11 +12,13 @@ use kvd_proto::v1;
 use kvd_shm::{Completion, Memory, Outcome, receive, send};
 use prost::Message;
 use std::io::{self, ErrorKind};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-pub use kvd_proto::v1::RegionSlice;
+pub use kvd_proto::v1::{RegionKind, RegionSlice};
 
 /// How often a sleeper looks whether the daemon still lives.
 const LOOK_INTERVAL: Duration = Duration::from_millis(100);
@@ -29,6 +31,16 @@ const SEND_PAUSE: Duration = Duration::from_micros(100);
 /// Largest message that a daemon sends.
 const MESSAGE_BYTES_MAX: usize = 64 << 10;
 
+/// Device memory of this process for the payloads of a region.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub enum RegionDevice {
+    /// What `cudaIpcGetMemHandle` gave.
+    CudaIpc([u8; 64]),
+    /// What `cuMemExportToShareableHandle` gave as a POSIX descriptor.
+    CudaFd(Arc<OwnedFd>),
+}
+
 /// How a region is opened.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
@@ -39,11 +51,14 @@ pub struct RegionOptions {
     pub namespace: Option<Namespace>,
     /// Deadline of each call; none.
     pub timeout: Option<Duration>,
+    /// Device memory for the payloads, and its bytes; none. Where the daemon cannot open it, they
+    /// are in the region's own memory, and [`Region::reason`] says why.
+    pub device: Option<(RegionDevice, u64)>,
 }
 
 impl Default for RegionOptions {
     fn default() -> Self {
-        Self { bytes: 16 << 20, namespace: None, timeout: None }
+        Self { bytes: 16 << 20, namespace: None, timeout: None, device: None }
     }
 }
 
@@ -59,6 +74,13 @@ impl RegionOptions {
     #[must_use]
     pub fn with_namespace(mut self, namespace: &Namespace) -> Self {
         self.namespace = Some(namespace.clone());
+        self
+    }
+
+    /// With device memory for the payloads.
+    #[must_use]
+    pub fn with_device(mut self, device: RegionDevice, bytes: u64) -> Self {
+        self.device = Some((device, bytes));
         self
     }
 
@@ -114,7 +136,7 @@ impl AttendPlaces {
 pub struct Region {
     stream: UnixStream,
     memory: Memory,
-    boot_id: String,
+    opened: v1::OpenRegionResponse,
     timeout: Option<Duration>,
 }
 
@@ -129,15 +151,25 @@ impl Region {
         let stream = UnixStream::connect(path).map_err(|error| lost(&error))?;
         stream.set_nonblocking(true).map_err(|error| lost(&error))?;
         let name = options.namespace.as_ref().map_or("", Namespace::as_str);
+        use v1::open_region_request::Device;
+        let (device, file) = match &options.device {
+            None => (None, None),
+            Some((RegionDevice::CudaIpc(handle), _)) => {
+                (Some(Device::CudaIpc(handle.to_vec().into())), None)
+            }
+            Some((RegionDevice::CudaFd(file), _)) => (Some(Device::CudaFd(true)), Some(file)),
+        };
         let request = v1::OpenRegionRequest {
             namespace: name.to_owned(),
             bytes: options.bytes,
-            device_bytes: 0,
-            device: None,
+            device_bytes: options.device.as_ref().map_or(0, |(_, bytes)| *bytes),
+            device,
         };
         let timeout = options.timeout;
-        let mut region = Self { stream, memory, boot_id: String::new(), timeout };
-        region.send_message(&request, true)?;
+        let mut region =
+            Self { stream, memory, opened: v1::OpenRegionResponse::default(), timeout };
+        let files = [Some(region.memory.file()), file.map(|file| file.as_fd())];
+        region.send_message(&request, files.into_iter().flatten().collect())?;
         let end = Instant::now() + OPEN_TIME;
         let response = loop {
             match region.heard() {
@@ -147,7 +179,7 @@ impl Region {
                 Err(error) => return Err(error),
             }
         };
-        region.boot_id = response.boot_id;
+        region.opened = response;
         Ok(region)
     }
 
@@ -160,7 +192,30 @@ impl Region {
     /// The daemon's boot id when the region was opened.
     #[must_use]
     pub fn boot_id(&self) -> &str {
-        &self.boot_id
+        &self.opened.boot_id
+    }
+
+    /// Where the daemon reads and writes payloads.
+    #[must_use]
+    pub fn kind(&self) -> RegionKind {
+        self.opened.kind()
+    }
+
+    /// Why that is not the device memory that was offered; empty when it is.
+    #[must_use]
+    pub fn reason(&self) -> &str {
+        &self.opened.reason
+    }
+
+    /// Refuses to look for payloads in this memory when they are in a device's.
+    fn check_kind(&self) -> Result<(), ClientError> {
+        match self.kind() {
+            RegionKind::Memfd => Ok(()),
+            kind => {
+                let message = format!("payloads of this region are in device memory ({kind:?})");
+                Err(ClientError::new(ErrorCode::InvalidArgument, message))
+            }
+        }
     }
 
     /// Sends an attend whose queries are in the region; the batch's own are ignored.
@@ -226,6 +281,7 @@ impl Region {
     /// # Errors
     /// As [`Region::send_attend`] and [`Region::wait`].
     pub fn attend(&self, batch: AttendBatch, head_dims: [u32; 2]) -> Result<Attended, ClientError> {
+        self.check_kind()?;
         let at = AttendPlaces::packed(0, &batch, head_dims);
         self.memory.write(at.q.offset, &batch.q).map_err(|error| refused(&error))?;
         self.send_attend(batch, at)?;
@@ -243,6 +299,7 @@ impl Region {
     /// # Errors
     /// As [`Region::send_store`] and [`Region::wait`].
     pub fn store(&self, chunk: StoreChunk) -> Result<StoreAck, ClientError> {
+        self.check_kind()?;
         let mut end = Completion::BYTES;
         let mut places = [RegionSlice::default(); 2];
         for (place, rows) in places.iter_mut().zip([&chunk.k, &chunk.v]) {
@@ -261,13 +318,17 @@ impl Region {
         record.clear().map_err(|error| refused(&error))?;
         let timeout_us = self.timeout.map_or(0, |timeout| timeout.as_micros() as u64);
         let call = v1::RegionCall { done, timeout_us, call: Some(call) };
-        self.send_message(&call, false)
+        self.send_message(&call, Vec::new())
     }
 
-    fn send_message(&self, message: &impl Message, with_file: bool) -> Result<(), ClientError> {
+    /// Sends a message, and descriptors with its first byte.
+    fn send_message(
+        &self,
+        message: &impl Message,
+        mut files: Vec<BorrowedFd<'_>>,
+    ) -> Result<(), ClientError> {
         let mut bytes = (message.encoded_len() as u32).to_le_bytes().to_vec();
         bytes.extend(message.encode_to_vec());
-        let mut files = if with_file { vec![self.memory.file()] } else { Vec::new() };
         let mut rest = &bytes[..];
         while !rest.is_empty() {
             match send(&self.stream, rest, &files) {

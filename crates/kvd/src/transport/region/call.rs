@@ -8,7 +8,7 @@ use bytes::Bytes;
 use kvd_core::{DType, ErrorCode};
 use kvd_proto::domain::{AttendBatch, StoreChunk, inline};
 use kvd_proto::{RequestError, v1};
-use kvd_shm::{Completion, Memory, Outcome};
+use kvd_shm::{Completion, Outcome};
 use std::time::{Duration, Instant};
 
 /// Serves one call and ends its completion record, which the caller has tested.
@@ -45,12 +45,12 @@ async fn serve(
     match call {
         None => Err(RequestError::Missing { field: "call" }.into()),
         Some(v1::region_call::Call::Attend(call)) => {
-            attend(service, &region.memory, caller, call).await?;
+            attend(service, region, caller, call).await?;
             Ok([0; 3])
         }
         Some(v1::region_call::Call::Store(mut request)) => {
-            request.k = taken(&region.memory, request.k)?;
-            request.v = taken(&region.memory, request.v)?;
+            request.k = taken(service, region, caller, request.k).await?;
+            request.v = taken(service, region, caller, request.v).await?;
             let chunk = StoreChunk::try_from(request)?;
             let stored = service.store(caller, chunk).await?;
             Ok([stored.length, stored.replayed.into(), stored.packed_blocks])
@@ -60,44 +60,79 @@ async fn serve(
 
 async fn attend(
     service: &Service,
-    memory: &Memory,
+    region: &Region,
     caller: &Call,
     call: v1::RegionAttend,
 ) -> Result<(), ServiceError> {
     let mut request = call.request.ok_or(RequestError::Missing { field: "request" })?;
-    request.q = taken(memory, request.q)?;
+    request.q = taken(service, region, caller, request.q).await?;
     let batch = AttendBatch::try_from(request)?;
     let model = service.model(caller, batch.model)?;
     // Before any work: an answer must have its place.
     let heads = u64::from(batch.rows()) * u64::from(batch.q_heads);
     let shape = "[sum of n_q, q_heads, head_dim_v]";
     let values = heads * u64::from(model.shape.geometry.head_dim_v);
-    let out = place(memory, "out", shape, call.out, values, batch.dtype)?;
-    let lse = place(memory, "lse", "[sum of n_q, q_heads]", call.lse, heads, DType::F32)?;
+    let out = place(region, "out", shape, call.out, values, batch.dtype)?;
+    let lse = place(region, "lse", "[sum of n_q, q_heads]", call.lse, heads, DType::F32)?;
     let reply: AttendReply = service.attend(caller, batch).await?;
-    memory.write(out, &reply.out)?;
-    let bytes: Vec<u8> = reply.lse.iter().flat_map(|value| value.to_le_bytes()).collect();
-    memory.write(lse, &bytes)?;
-    Ok(())
+    let bytes = reply.lse.iter().flat_map(|value| value.to_le_bytes()).collect();
+    put(region, caller, out, reply.out).await?;
+    put(region, caller, lse, bytes).await
 }
 
 /// A payload with its bytes, copied out of the region if they are there.
-fn taken(
-    memory: &Memory,
+async fn taken(
+    service: &Service,
+    region: &Region,
+    caller: &Call,
     payload: Option<v1::Payload>,
 ) -> Result<Option<v1::Payload>, ServiceError> {
     let Some(v1::Payload { source: Some(v1::payload::Source::Region(slice)) }) = payload else {
         return Ok(payload);
     };
-    memory.check(slice.offset, slice.bytes)?;
-    let mut bytes = vec![0; slice.bytes as usize];
-    memory.read(slice.offset, &mut bytes)?;
+    check(region, slice.offset, slice.bytes)?;
+    // The copy is the daemon's memory, as a message is.
+    let max = service.config().message_bytes_max as u64;
+    if slice.bytes > max {
+        let bytes = slice.bytes;
+        let message = format!("a slice of {bytes} bytes is over server.message_bytes_max = {max}");
+        return Err(ServiceError::new(ErrorCode::MessageTooLarge, message));
+    }
+    let bytes = match &region.device {
+        Some(device) => device.read(caller, slice.offset, slice.bytes).await?,
+        None => {
+            let mut bytes = vec![0; slice.bytes as usize];
+            region.memory.read(slice.offset, &mut bytes)?;
+            bytes
+        }
+    };
     Ok(Some(inline(Bytes::from(bytes))))
+}
+
+/// Tests that payloads may be there.
+fn check(region: &Region, offset: u64, bytes: u64) -> Result<(), ServiceError> {
+    match &region.device {
+        Some(device) => device.check(offset, bytes),
+        None => Ok(region.memory.check(offset, bytes)?),
+    }
+}
+
+/// Copies an answer to its place.
+async fn put(
+    region: &Region,
+    caller: &Call,
+    offset: u64,
+    bytes: Vec<u8>,
+) -> Result<(), ServiceError> {
+    match &region.device {
+        Some(device) => device.write(caller, offset, bytes).await,
+        None => Ok(region.memory.write(offset, &bytes)?),
+    }
 }
 
 /// Where an answer of `values` goes; its slice must be exactly as long.
 fn place(
-    memory: &Memory,
+    region: &Region,
     field: &'static str,
     shape: &'static str,
     slice: Option<v1::RegionSlice>,
@@ -110,6 +145,6 @@ fn place(
         let given = slice.bytes;
         return Err(RequestError::PayloadLength { field, shape, given, expected }.into());
     }
-    memory.check(slice.offset, slice.bytes)?;
+    check(region, slice.offset, slice.bytes)?;
     Ok(slice.offset)
 }

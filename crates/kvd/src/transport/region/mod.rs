@@ -8,8 +8,9 @@ mod frames;
 use super::connection::Phase;
 use super::socket::SocketFile;
 use crate::metrics::{Metric, Metrics};
-use crate::service::{Service, ServiceError};
+use crate::service::{Call, OpenMemory, Service, ServiceError};
 use frames::Frames;
+use kvd_compute::RegionHandle;
 use kvd_core::{ErrorCode, Namespace};
 use kvd_proto::v1;
 use kvd_shm::Memory;
@@ -37,7 +38,10 @@ pub(super) struct RegionServer {
 /// A region that is open.
 struct Region {
     namespace: Namespace,
+    /// Completion records, and payloads where no device memory is open.
     memory: Memory,
+    /// Payloads.
+    device: Option<OpenMemory>,
     regions: Gauge,
     bytes: Gauge,
     _permit: OwnedSemaphorePermit,
@@ -54,7 +58,7 @@ impl Region {
         let bytes = metrics.gauge(Metric::RegionBytes, &[]);
         regions.increment(1.0);
         bytes.increment(memory.size_bytes() as f64);
-        Self { namespace, memory, regions, bytes, _permit: permit }
+        Self { namespace, memory, device: None, regions, bytes, _permit: permit }
     }
 }
 
@@ -111,13 +115,13 @@ async fn connection(
         Err(_) | Ok(Err(_)) => return,
         Ok(Ok(opened)) => opened,
     };
-    let region = match opened {
-        Ok(region) => Arc::new(region),
+    let (region, kind, reason) = match opened {
+        Ok((region, kind, reason)) => (Arc::new(region), kind, reason),
         Err(error) => return refuse(&frames, &error).await,
     };
     let response = v1::OpenRegionResponse {
-        kind: v1::RegionKind::Memfd.into(),
-        reason: String::new(),
+        kind: kind.into(),
+        reason,
         boot_id: service.boot_id().to_owned(),
         refused: String::new(),
     };
@@ -158,19 +162,68 @@ async fn connection(
 /// Reads the first message and maps what it carries. The outer error is the connection's.
 async fn open(
     frames: &mut Frames,
-    service: &Service,
+    service: &Arc<Service>,
     permit: Option<OwnedSemaphorePermit>,
-) -> io::Result<Result<Region, ServiceError>> {
-    let message = match frames.next::<v1::OpenRegionRequest>().await {
-        Ok(Some((request, files))) => Ok((request, files)),
+) -> io::Result<Result<Opened, ServiceError>> {
+    let (request, mut files) = match frames.next::<v1::OpenRegionRequest>().await {
+        Ok(Some(message)) => message,
         Ok(None) => return Err(io::ErrorKind::UnexpectedEof.into()),
-        Err(error) => Err(broken(&error)),
+        Err(error) => return Ok(Err(broken(&error))),
     };
-    Ok(message.and_then(|(request, files)| map(request, files, service, permit)))
+    let second = if files.len() > 1 { files.pop() } else { None };
+    match map(&request, files, service, permit) {
+        Ok(region) => Ok(Ok(with_device(region, request, second, service).await)),
+        Err(error) => Ok(Err(error)),
+    }
+}
+
+/// A region, how its payloads are reached, and why not as the worker asked.
+type Opened = (Region, v1::RegionKind, String);
+
+/// Opens the device memory that the worker offers. Without it, and with the reason, payloads are in
+/// the memory file.
+async fn with_device(
+    mut region: Region,
+    request: v1::OpenRegionRequest,
+    file: Option<OwnedFd>,
+    service: &Arc<Service>,
+) -> Opened {
+    use v1::open_region_request::Device;
+    let (kind, handle) = match request.device {
+        None => return (region, v1::RegionKind::Memfd, String::new()),
+        Some(Device::CudaIpc(bytes)) => {
+            let wanted = RegionHandle::IPC_BYTES;
+            let handle = bytes[..].try_into().map(RegionHandle::CudaIpc);
+            let reason = format!("cuda_ipc has {} bytes, not {wanted}", bytes.len());
+            (v1::RegionKind::CudaIpc, handle.map_err(|_| reason))
+        }
+        Some(Device::CudaFd(_)) => {
+            let handle = file.map(RegionHandle::CudaFd);
+            let reason = "the message carries no second descriptor".to_owned();
+            (v1::RegionKind::CudaFd, handle.ok_or(reason))
+        }
+    };
+    let caller = Call { namespace: region.namespace.clone(), deadline: None };
+    let opened = match handle {
+        Err(reason) => Err(reason),
+        Ok(handle) => OpenMemory::open(service, &caller, handle, request.device_bytes)
+            .await
+            .map_err(|error| error.to_string()),
+    };
+    match opened {
+        Ok(device) => {
+            region.device = Some(device);
+            (region, kind, String::new())
+        }
+        Err(reason) => {
+            tracing::info!(%reason, "a region's payloads are in its memory file");
+            (region, v1::RegionKind::Memfd, reason)
+        }
+    }
 }
 
 fn map(
-    request: v1::OpenRegionRequest,
+    request: &v1::OpenRegionRequest,
     files: Vec<OwnedFd>,
     service: &Service,
     permit: Option<OwnedSemaphorePermit>,
@@ -178,7 +231,7 @@ fn map(
     let name = if request.namespace.is_empty() { "default" } else { &request.namespace };
     let namespace = Namespace::new(name)
         .map_err(|error| ServiceError::new(ErrorCode::InvalidArgument, error.to_string()))?;
-    service.admit(&crate::service::Call { namespace: namespace.clone(), deadline: None })?;
+    service.admit(&Call { namespace: namespace.clone(), deadline: None })?;
     let limit = |message| Err(ServiceError::new(ErrorCode::LimitExceeded, message));
     let Some(permit) = permit else {
         let max = service.config().regions_max;
@@ -210,3 +263,6 @@ async fn refuse(frames: &Frames, error: &ServiceError) {
     // It may have left.
     let _ = frames.send(&response).await;
 }
+
+#[cfg(test)]
+mod tests;
