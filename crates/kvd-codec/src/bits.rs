@@ -53,6 +53,12 @@ impl CodeLayout {
         self.bits
     }
 
+    /// Rows of the page.
+    #[must_use]
+    pub fn tokens(&self) -> usize {
+        self.tokens
+    }
+
     /// Codes of a row.
     #[must_use]
     pub fn per_row(&self) -> usize {

@@ -58,10 +58,11 @@ pub use policy::Override;
 pub use preset::{Preset, preset, presets, resolve};
 pub use reader::{FixedCodes, PageReader, Space};
 pub use samples::Samples;
+pub use side::bitalloc::{BitAlloc, Residual, Run};
 pub use side::grid::Grid;
 pub use side::stored::Stored;
 pub use side::vq::{Codebook, Vq};
-pub use side::{HeadSide, UniformGroups};
+pub use side::{HeadSide, HybridLayout, UniformGroups};
 pub use spec::{
     CodecSpec, Entropy, FloatFormat, GroupAxis, Quantizer, SideSpec, Transform, UniformMode,
     UniformStep,

@@ -47,6 +47,19 @@ pub(crate) fn train(points: &[f32], levels: &mut [f32]) -> f64 {
     error.max(0.0) / n as f64
 }
 
+/// The mean squared error of `points`, in ascending order, at the nearest of `levels`.
+pub(crate) fn error(points: &[f32], levels: &[f32]) -> f64 {
+    let mut level = 0;
+    let mut error = 0f64;
+    for x in points {
+        while level + 1 < levels.len() && levels[level].midpoint(levels[level + 1]) < *x {
+            level += 1;
+        }
+        error += f64::from(x - levels[level]).powi(2);
+    }
+    if points.is_empty() { 1.0 } else { error / points.len() as f64 }
+}
+
 fn prefix(values: impl Iterator<Item = f64>) -> Vec<f64> {
     let mut sum = 0.0;
     let sums = values.map(|x| {
@@ -94,6 +107,10 @@ mod tests {
             let got = train(&points, &mut levels);
             assert!((got / error - 1.0).abs() < 0.01, "{width} bits: {got}, expected {error}");
             assert!(levels.windows(2).all(|pair| pair[0] < pair[1]), "{levels:?}");
+            assert!((super::error(&points, &levels) / got - 1.0).abs() < 1e-3);
+            // What bytes hold is hardly worse.
+            crate::levels::snap(&mut levels);
+            assert!(super::error(&points, &levels) < 1.01 * got);
         }
         let mut two = [0f32; 2];
         train(&points, &mut two);

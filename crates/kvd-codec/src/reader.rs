@@ -154,6 +154,16 @@ impl<'a> PageReader<'a> {
         }
     }
 
+    /// The codes of all runs one after another, when a bit allocation has made them; the layout
+    /// tells no more than how many rows there are, and outliers stand in place of scales.
+    #[must_use]
+    pub fn allocated_codes(&self) -> Option<FixedCodes<'a>> {
+        let Payload::BitAlloc { codes, outliers, .. } = self.payload else { return None };
+        let header = self.page.header();
+        let layout = CodeLayout::new(header.side, self.tokens(), self.side.dim(), 8);
+        Some(FixedCodes { layout, scales: outliers, codes })
+    }
+
     /// The page's codes, when they are Huffman codes, and its scales.
     #[must_use]
     pub fn lane_codes(&self) -> Option<(LaneCodes<'a>, &'a [u8])> {
@@ -238,7 +248,8 @@ impl<'a> PageReader<'a> {
             }
             Payload::Grid { grid, lanes } => grid.decode(&lanes, first..end, out),
             Payload::BitAlloc { bitalloc, codes, outliers } => {
-                bitalloc.decode((codes, outliers), (tokens, first), out)
+                bitalloc.decode((codes, outliers), (tokens, first), out);
+                Ok(())
             }
             Payload::Huffman { scales, lanes } => {
                 self.decode_lanes((scales, &lanes), first..end, out)
@@ -307,6 +318,7 @@ fn allocated<'a>(bitalloc: &'a BitAlloc, page: &Page<'a>) -> Result<Payload<'a>,
     if !outliers.len().is_multiple_of(OUTLIER_BYTES) {
         return Err(PageError::Payload("it ends inside an outlier"));
     }
+    bitalloc.check(outliers, page.header().tokens.into())?;
     Ok(Payload::BitAlloc { bitalloc, codes, outliers })
 }
 

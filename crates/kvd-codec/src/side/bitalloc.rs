@@ -15,6 +15,7 @@ use crate::PageError;
 use crate::bits::{self, CodeLayout, TILE_TOKENS};
 use half::f16;
 use kvd_core::{Geometry, Side};
+use std::ops::Range;
 use std::sync::Arc;
 
 /// Widest code.
@@ -82,7 +83,7 @@ impl Levels {
 
 /// A head's widths, scales and bound, and the levels it shares with the heads of its layer.
 #[derive(Clone, Debug)]
-pub(crate) struct BitAlloc {
+pub struct BitAlloc {
     side: Side,
     /// Runs of equal width.
     runs: Vec<Run>,
@@ -93,10 +94,32 @@ pub(crate) struct BitAlloc {
 
 /// Consecutive coefficients of one width.
 #[derive(Clone, Copy, Debug)]
-struct Run {
-    width: usize,
-    first: usize,
-    len: usize,
+pub struct Run {
+    /// Bits of a code.
+    pub width: usize,
+    /// First coefficient.
+    pub first: usize,
+    /// Coefficients.
+    pub len: usize,
+}
+
+/// What the level of a coefficient lacks.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Residual {
+    /// Row of the page.
+    pub row: usize,
+    /// Coefficient of the row.
+    pub coefficient: usize,
+    /// What to add.
+    pub residual: f32,
+}
+
+impl Residual {
+    fn of([r0, r1, c0, c1, x0, x1]: [u8; OUTLIER_BYTES]) -> Self {
+        let row = usize::from(u16::from_le_bytes([r0, r1]));
+        let coefficient = usize::from(u16::from_le_bytes([c0, c1]));
+        Self { row, coefficient, residual: f16::from_le_bytes([x0, x1]).to_f32() }
+    }
 }
 
 /// The runs of a head's widths, one width per coefficient.
@@ -125,6 +148,45 @@ impl BitAlloc {
         Stored::BitAlloc { runs, levels: self.levels.values(), scales: &self.scales }
     }
 
+    /// The runs of a row, in the order of coefficients and of their codes in a page.
+    #[must_use]
+    pub fn runs(&self) -> &[Run] {
+        &self.runs
+    }
+
+    /// The levels of a run's codes, for coefficients of unit scale.
+    #[must_use]
+    pub fn levels_of(&self, run: &Run) -> &[f32] {
+        self.levels.of(run.width)
+    }
+
+    /// A factor per coefficient.
+    #[must_use]
+    pub fn scales(&self) -> &[f32] {
+        &self.scales
+    }
+
+    /// The outliers of rows from `first` to before `end`; `bytes` are those of a page's outliers.
+    pub fn residuals(bytes: &[u8], rows: Range<usize>) -> impl Iterator<Item = Residual> + use<'_> {
+        let entries = bytes.as_chunks::<OUTLIER_BYTES>().0;
+        let first = entries.partition_point(|entry| Residual::of(*entry).row < rows.start);
+        let entries = entries[first..].iter().map(|entry| Residual::of(*entry));
+        entries.take_while(move |outlier| outlier.row < rows.end)
+    }
+
+    /// Whether outliers are of rows and coefficients that there are, and their rows in order.
+    pub(crate) fn check(&self, outliers: &[u8], tokens: usize) -> Result<(), PageError> {
+        let mut before = 0;
+        for entry in outliers.as_chunks::<OUTLIER_BYTES>().0 {
+            let Residual { row, coefficient, .. } = Residual::of(*entry);
+            if row < before || row >= tokens || coefficient >= self.scales.len() {
+                return Err(PageError::Payload("an outlier is out of place"));
+            }
+            before = row;
+        }
+        Ok(())
+    }
+
     /// Bytes of the codes of a page.
     pub(crate) fn code_bytes(&self, tokens: usize) -> usize {
         self.runs.iter().map(|run| self.layout(run, tokens).size_bytes()).sum()
@@ -136,7 +198,8 @@ impl BitAlloc {
     }
 
     /// Where the codes of a run lie.
-    fn layout(&self, run: &Run, tokens: usize) -> CodeLayout {
+    #[must_use]
+    pub fn layout(&self, run: &Run, tokens: usize) -> CodeLayout {
         CodeLayout::new(self.side, tokens, run.len, run.width as u32)
     }
 
@@ -186,13 +249,13 @@ impl BitAlloc {
     }
 
     /// Writes rows from `first` on into `out` (`[count, dim]`). `codes` are those of the page's
-    /// `tokens` rows, `outliers` a whole number of them.
+    /// `tokens` rows, `outliers` have been checked.
     pub(crate) fn decode(
         &self,
         (codes, outliers): (&[u8], &[u8]),
         (tokens, first): (usize, usize),
         out: &mut [f32],
-    ) -> Result<(), PageError> {
+    ) {
         let dim = self.scales.len();
         let (mut start, mut symbols, mut tile) = (0, [0u16; DIM_MAX], Vec::new());
         for run in &self.runs {
@@ -229,7 +292,7 @@ impl BitAlloc {
                 (rest, row) = (after, row + count);
             }
         }
-        Self::add_outliers(outliers, (tokens, first, dim), out)
+        Self::add_outliers(outliers, (first, dim), out);
     }
 
     /// Writes the values of a run for the rows of a full tile, from codes in the order in which
@@ -266,24 +329,11 @@ impl BitAlloc {
         }
     }
 
-    fn add_outliers(
-        outliers: &[u8],
-        (tokens, first, dim): (usize, usize, usize),
-        out: &mut [f32],
-    ) -> Result<(), PageError> {
-        for entry in outliers.as_chunks::<OUTLIER_BYTES>().0 {
-            let [r0, r1, c0, c1, x0, x1] = *entry;
-            let row = usize::from(u16::from_le_bytes([r0, r1]));
-            let coefficient = usize::from(u16::from_le_bytes([c0, c1]));
-            if row >= tokens || coefficient >= dim {
-                return Err(PageError::Payload("an outlier lies outside the page"));
-            }
-            let at = row.checked_sub(first).map(|row| row * dim + coefficient);
-            if let Some(value) = at.and_then(|at| out.get_mut(at)) {
-                *value += f16::from_le_bytes([x0, x1]).to_f32();
-            }
+    /// Adds those of rows from `first` on.
+    fn add_outliers(outliers: &[u8], (first, dim): (usize, usize), out: &mut [f32]) {
+        for outlier in Self::residuals(outliers, first..first + out.len() / dim) {
+            out[(outlier.row - first) * dim + outlier.coefficient] += outlier.residual;
         }
-        Ok(())
     }
 }
 
@@ -335,7 +385,7 @@ mod tests {
             prop_assert_eq!(out.len(), bitalloc.code_bytes(tokens) + outliers);
             let parts = out.split_at(bitalloc.code_bytes(tokens));
             let mut back = vec![0f32; dim * (tokens - first)];
-            bitalloc.decode(parts, (tokens, first), &mut back).unwrap();
+            bitalloc.decode(parts, (tokens, first), &mut back);
             for (a, b) in rows[first * dim..].iter().zip(&back) {
                 prop_assert!((a - b).abs() <= bound.max(a.abs() / 1024.0) * 1.001, "{a} {b}");
             }
@@ -351,7 +401,10 @@ mod tests {
             let side = BitAlloc::new(Side::Key, &widths, (&scales, 1.0), levels());
             let (codes, outliers) = bytes.split_at(side.code_bytes(4));
             let mut out = vec![0f32; widths.len() * 4];
-            let _ = side.decode((codes, &outliers[..count * OUTLIER_BYTES]), (4, 0), &mut out);
+            let outliers = &outliers[..count * OUTLIER_BYTES];
+            if side.check(outliers, 4).is_ok() {
+                side.decode((codes, outliers), (4, 0), &mut out);
+            }
         }
     }
 

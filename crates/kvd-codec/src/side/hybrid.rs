@@ -8,7 +8,7 @@
 //! scale rows), then scale rows of all words and all f16 steps.
 
 use super::symmetric::largest;
-use super::uniform::{ROUND, ScaleRow, Uniform, extremes, spread_steps};
+use super::uniform::{ROUND, ScaleRow, Uniform, UniformGroups, extremes, spread_steps};
 use super::{Scales, Unquantizable, float::largest_magnitude};
 use half::f16;
 use kvd_core::Geometry;
@@ -37,22 +37,34 @@ struct Levels {
     errors: [f32; DIM_MAX],
 }
 
-/// Where the parts of a page's scales lie.
-struct Layout {
-    mask_bytes: usize,
-    word_bytes: usize,
+/// Where the parts of a page's scales lie: the mask, then scale rows of words and steps.
+#[derive(Clone, Copy, Debug)]
+pub struct HybridLayout {
+    /// Bytes of the mask.
+    pub mask_bytes: usize,
+    /// Bytes of a word.
+    pub word_bytes: usize,
     /// Bytes of a scale row.
-    row_bytes: usize,
+    pub row_bytes: usize,
+}
+
+impl UniformGroups {
+    /// Where the scales of a page of `tokens` rows of `dim` channels lie, when groups choose their
+    /// mode.
+    #[must_use]
+    pub fn hybrid_layout(&self, tokens: usize, dim: usize) -> HybridLayout {
+        Hybrid { base: Uniform::of_groups(self) }.layout(tokens, dim)
+    }
 }
 
 impl Hybrid {
-    fn layout(&self, tokens: usize, dim: usize) -> Layout {
+    fn layout(&self, tokens: usize, dim: usize) -> HybridLayout {
         let pairs = self.base.pairs(dim);
         let values =
             self.base.rows_per_scale(tokens).min(tokens) * self.base.channels_per_pair(dim);
         let word_bytes = values.div_ceil(8).max(WORD_BYTES_MIN);
         let mask_bytes = self.base.groups(tokens, dim).div_ceil(8);
-        Layout { mask_bytes, word_bytes, row_bytes: pairs * (word_bytes + 2) }
+        HybridLayout { mask_bytes, word_bytes, row_bytes: pairs * (word_bytes + 2) }
     }
 
     pub(crate) fn scale_bytes(&self, tokens: usize, dim: usize) -> usize {
@@ -121,7 +133,7 @@ impl Hybrid {
         &self,
         rows: &[f32],
         dim: usize,
-        layout: &Layout,
+        layout: &HybridLayout,
         (levels, symmetric): (&Levels, &[u8]),
         (symbols, scales): (&mut Vec<u16>, &mut Vec<u8>),
     ) {

@@ -13,6 +13,7 @@ pub(crate) mod symmetric;
 pub(crate) mod uniform;
 pub(crate) mod vq;
 
+use crate::UniformMode;
 use crate::calibration::LAYER_TABLE_BYTES;
 use crate::lanes::LaneRun;
 use crate::page::id;
@@ -20,6 +21,7 @@ use crate::transform::Step;
 use bitalloc::{BitAlloc, LEVELS};
 use grid::Grid;
 use hybrid::Hybrid;
+pub use hybrid::HybridLayout;
 use kvd_core::{DType, Geometry};
 use lloyd::Lloyd;
 use polar::Polar;
@@ -193,11 +195,13 @@ impl HeadSide {
         }
     }
 
-    /// How the head's values are grouped, when its levels are uniform from a minimum on.
+    /// How the head's values are grouped, when its levels are uniform.
     #[must_use]
     pub fn uniform(&self) -> Option<UniformGroups> {
         match &self.quantizer {
-            HeadQuantizer::Uniform(uniform) => Some(uniform.groups_of_side()),
+            HeadQuantizer::Uniform(side) => Some(side.groups_of_side(UniformMode::Asym)),
+            HeadQuantizer::Symmetric(side) => Some(side.base.groups_of_side(UniformMode::Sym)),
+            HeadQuantizer::Hybrid(side) => Some(side.base.groups_of_side(UniformMode::Hybrid)),
             _ => None,
         }
     }
@@ -207,6 +211,24 @@ impl HeadSide {
     pub fn grid(&self) -> Option<&Grid> {
         match &self.quantizer {
             HeadQuantizer::Grid(grid) => Some(grid),
+            _ => None,
+        }
+    }
+
+    /// The levels of its codes, when each row has a scale.
+    #[must_use]
+    pub fn lloyd_levels(&self) -> Option<&[f32]> {
+        match &self.quantizer {
+            HeadQuantizer::Lloyd(lloyd) => Some(lloyd.levels()),
+            _ => None,
+        }
+    }
+
+    /// The head's bit allocation, when that is its quantizer.
+    #[must_use]
+    pub fn bitalloc(&self) -> Option<&BitAlloc> {
+        match &self.quantizer {
+            HeadQuantizer::BitAlloc(bitalloc) => Some(bitalloc),
             _ => None,
         }
     }

@@ -8,7 +8,7 @@
 
 use super::Unquantizable;
 use super::float::largest_magnitude;
-use crate::{GroupAxis, UniformStep};
+use crate::{GroupAxis, UniformMode, UniformStep};
 use half::f16;
 use kvd_core::{DType, Geometry};
 
@@ -29,8 +29,8 @@ pub(crate) struct Uniform {
 
 /// How a uniform side groups its values, for kernels that read its pages themselves.
 ///
-/// A scale row is all its minima, then all its steps, f16; `docs/format.md` says which tokens and
-/// channels share one.
+/// A scale row is all its minima, where the mode has them, then all its steps, f16;
+/// `docs/format.md` says which tokens and channels share one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct UniformGroups {
     /// What values of a group have in common.
@@ -39,6 +39,10 @@ pub struct UniformGroups {
     pub group: Option<usize>,
     /// Bits of a code.
     pub bits: u32,
+    /// Where the levels stand.
+    pub mode: UniformMode,
+    /// Largest code; in the symmetric mode the largest magnitude of one, half of the largest code.
+    pub top: u16,
 }
 
 /// One scale row as f32, for the rows that share it.
@@ -86,8 +90,18 @@ impl Uniform {
         tokens.div_ceil(self.rows_per_scale(tokens)) * self.pairs(dim)
     }
 
-    pub(super) fn groups_of_side(&self) -> UniformGroups {
-        UniformGroups { axis: self.axis, group: self.group, bits: self.code_bits() }
+    pub(super) fn of_groups(groups: &UniformGroups) -> Self {
+        let UniformGroups { axis, group, top, .. } = *groups;
+        Self { step: UniformStep::Bits(groups.bits as u8), axis, group, top }
+    }
+
+    pub(super) fn groups_of_side(&self, mode: UniformMode) -> UniformGroups {
+        let top = match mode {
+            UniformMode::Sym => 2 * self.top,
+            _ => self.top,
+        };
+        let bits = u16::BITS - top.leading_zeros();
+        UniformGroups { axis: self.axis, group: self.group, bits, mode, top: self.top }
     }
 
     pub(crate) fn scale_bytes(&self, tokens: usize, dim: usize) -> usize {

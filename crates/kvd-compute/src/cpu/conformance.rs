@@ -1,6 +1,7 @@
 //! Every instruction set and every side answers attention as f64 does over the same decoded rows,
 //! within the error budget of its arithmetic.
 
+use super::huffman::LaneTiles;
 use super::*;
 use crate::{PlanPart, PlanQuery};
 use bytes::Bytes;
@@ -28,10 +29,35 @@ const ROUNDED: &[&str] = &[
     "kvd-2",
     "k=mean+qpca/grid(rate=4)/huffman; v=hadamard/grid(rate=1)/huffman",
     "k=vq(d=2,b=4); v=gain/vq(d=2,b=4)",
+    "kvd-2-fast",
+    "k=mean+qpca/bitalloc(b=4.6); v=hadamard/bitalloc(b=5)",
+    "k=bitalloc(b=0.7); v=gain/bitalloc(b=7.4)",
+    "innerq-2",
+    "k=norm/uniform(b=3,g=16,axis=token); v=uniform(b=2,axis=channel,mode=sym)",
+    "k=uniform(b=3,axis=channel,mode=sym); v=uniform(b=4,g=32,axis=token,mode=sym)",
+    "k=uniform(b=2,axis=token,mode=sym); v=uniform(b=3,axis=block,mode=sym)",
+    "k=uniform(b=4,g=8,axis=token,mode=hybrid); v=uniform(b=5,g=32,axis=channel,mode=hybrid)",
+    "turbo-4",
+    "k=hadamard/lloyd(b=6); v=hadamard+gain/lloyd(b=3)",
+    "polar-4+4",
+    "polar-4+2",
     "k=uniform(b=7,axis=channel)/huffman; v=uniform(b=8,axis=token)/huffman",
 ];
 /// Codecs whose kernels multiply f32.
 const EXACT: &[&str] = &["raw", "k=bf16; v=hadamard/f32", "fp8", "k=hadamard/fp8; v=f16"];
+
+/// Codecs for head sizes that fill no register.
+const SHAPED: &[&str] = &[
+    "raw",
+    "fp8",
+    "kivi-4",
+    "k=smooth+hadamard/vq(d=2,b=4); v=vq(d=2,b=4)",
+    "vecinfer-2",
+    "kvd-2-fast",
+    "innerq-2",
+    "turbo-4",
+    "polar-4+4",
+];
 
 /// What keys and queries are like.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -367,11 +393,23 @@ fn rounding_stays_in_the_budget_on_data_that_is_bad_for_it() {
 fn head_sizes_that_fill_no_register_are_right_too() {
     let ask = Ask { n_q: 1, position: 175, window: None, cap: None };
     for dim in [80, 96, 136, 256] {
-        for name in
-            ["raw", "fp8", "kivi-4", "k=smooth+hadamard/vq(d=2,b=4); v=vq(d=2,b=4)", "vecinfer-2"]
-        {
+        for name in SHAPED {
             // Groups of 32 channels do not divide 80 and 136: the values are decoded then.
             check(dim, name, Data::Normal, &[ask]);
+        }
+    }
+}
+
+#[test]
+fn rounded_codecs_have_kernels() {
+    for name in ROUNDED {
+        let codec = codec(&geometry(64), name);
+        let [k, v] = Side::BOTH.map(|side| codec.head(LAYER, side, 0));
+        let tiles = [(k, Side::Key), (v, Side::Value)].map(|(h, side)| LaneTiles::new(h, side));
+        for simd in Simd::available() {
+            let how = (simd, Precision::Fast);
+            assert!(fused::Keys::new(how, k, tiles[0].as_ref(), &[1.0; 64]).is_some(), "{name}");
+            assert!(fused::Values::new(how, v, tiles[1].as_ref(), 1).is_some(), "{name}");
         }
     }
 }

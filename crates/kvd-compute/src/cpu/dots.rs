@@ -7,13 +7,15 @@
 
 use super::parts::PartRows;
 use super::scores::{SPAN, TILE};
-use super::simd::{InstructionSet, Simd};
+use super::simd::{InstructionSet, Simd, per_level};
 use kvd_codec::level_unit;
 
 /// Rows of queries or weights that one call handles.
 pub(crate) const ROWS: usize = 4;
 /// Most terms of a sum of products with bytes: more might not fit 32 bits.
 pub(crate) const TERMS_MAX: usize = 256;
+/// The same where bytes are values plus [`BIAS`]: sums may wrap before the bias is taken off.
+pub(crate) const BIASED_TERMS_MAX: usize = 512;
 /// Added to looked-up values so that bytes are not negative.
 pub(super) const BIAS: i32 = 128;
 
@@ -38,6 +40,21 @@ impl Lookup {
         Self { dims: 1, bits: 8, tables: Vec::new(), bias: 0, scale: 1.0 }
     }
 
+    /// Codes are values plus `bias`.
+    pub(crate) fn less(bias: i32) -> Self {
+        Self { bias, ..Self::identity() }
+    }
+
+    /// Codes are values plus [`BIAS`].
+    pub(crate) fn bytes() -> Self {
+        Self { bias: BIAS, ..Self::identity() }
+    }
+
+    /// Codes name bytes of a table per channel: values plus [`BIAS`].
+    pub(crate) fn of_tables(bits: u32, tables: Vec<[u8; 256]>) -> Self {
+        Self { dims: tables.len(), bits, tables, bias: BIAS, scale: 1.0 }
+    }
+
     /// Codes name entries (`[2^bits, dims]`, finite) whose values are whole numbers of a unit up to
     /// 127, as those of fitted codebooks are; `None` for others, which bytes would change.
     pub(crate) fn table(dims: usize, bits: u32, entries: &[f32]) -> Option<Self> {
@@ -52,7 +69,7 @@ impl Lookup {
 
     /// The same values, looked up beforehand: bytes that are theirs plus [`BIAS`].
     pub(crate) fn expanded(&self) -> Self {
-        Self { dims: 1, bits: 8, tables: Vec::new(), bias: BIAS, scale: self.scale }
+        Self { scale: self.scale, ..Self::bytes() }
     }
 
     /// Value of channel `dim` of `code`.
@@ -99,12 +116,29 @@ impl TileCodes<'_> {
         buffer
     }
 
+    /// Writes the codes of a tile, a byte each.
+    pub(super) fn spread(&self, simd: Simd, out: &mut [u8]) {
+        assert_eq!(out.len() * self.width as usize, 8 * self.bytes.len(), "spread: lengths");
+        spread(simd, self.bytes, self.width, out);
+    }
+
     /// Code number `element` of tile `tile`.
     fn code(&self, tile: usize, element: usize) -> u8 {
         let size = self.tile_bytes();
         let shift = element / size * self.width as usize;
         let mask = u8::MAX >> (8 - self.width);
         self.bytes[tile * size + element % size] >> shift & mask
+    }
+}
+
+per_level!(fn spread(bytes: &[u8], width: u32, out: &mut [u8]) = spread_body);
+
+#[inline(always)]
+fn spread_body(bytes: &[u8], width: u32, out: &mut [u8]) {
+    let mask = u8::MAX >> (8 - width);
+    let shifts = [0, 1, 2, 3, 4, 5, 6, 7].into_iter().filter(|shift| shift % width == 0);
+    for (shift, out) in shifts.zip(out.chunks_exact_mut(bytes.len())) {
+        out.iter_mut().zip(bytes).for_each(|(out, byte)| *out = byte >> shift & mask);
     }
 }
 
@@ -216,7 +250,7 @@ mod tests {
     }
 
     fn lookups() -> Vec<Lookup> {
-        let mut lookups = vec![Lookup::identity(), Lookup { bias: BIAS, ..Lookup::identity() }];
+        let mut lookups = vec![Lookup::identity(), Lookup::bytes()];
         for (dims, bits) in [(2, 4), (4, 5), (4, 6), (2, 7), (4, 8), (8, 8), (1, 4)] {
             let levels = (0..dims << bits).map(|i| (i * 89 % 255) as f32 - 127.0);
             let levels: Vec<f32> = levels.collect();

@@ -16,11 +16,11 @@ use std::arch::x86_64::*;
 /// Codes are values.
 const PLAIN: u8 = 0;
 /// A table of 16 bytes.
-const TABLE_16: u8 = 1;
+pub(super) const TABLE_16: u8 = 1;
 /// A table of 64 bytes.
-const TABLE_64: u8 = 2;
+pub(super) const TABLE_64: u8 = 2;
 /// A table of 256 bytes.
-const TABLE_256: u8 = 3;
+pub(super) const TABLE_256: u8 = 3;
 
 fn kind(lookup: &Lookup) -> u8 {
     match (lookup.tables.is_empty(), lookup.bits) {
@@ -128,7 +128,7 @@ fn tables_512<const DP: usize>(lookup: &Lookup, first: usize) -> [[__m512i; 4]; 
 
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
-fn look_512<const KIND: u8>(codes: __m512i, table: &[__m512i; 4]) -> __m512i {
+pub(super) fn look_512<const KIND: u8>(codes: __m512i, table: &[__m512i; 4]) -> __m512i {
     match KIND {
         PLAIN => codes,
         TABLE_16 => _mm512_shuffle_epi8(table[0], codes),

@@ -4,7 +4,7 @@ use super::dots::TileCodes;
 use super::huffman::{LaneTiles, Rest};
 use super::scores::{SPAN, Scores, TILE};
 use super::simd::{Precision, Simd, per_level};
-use super::{fp8, grid, uniform, vq};
+use super::{bitalloc, by_token, fp8, grid, lloyd, polar, uniform, vq};
 use kvd_codec::{CodeLayout, FixedCodes, HeadSide};
 use kvd_core::Side;
 use std::ops::Range;
@@ -22,7 +22,11 @@ pub(super) enum Keys {
     Fp8(fp8::Keys),
     Vq(vq::Keys),
     Uniform(uniform::Keys),
+    ByToken(by_token::Keys),
     Grid(grid::Keys),
+    BitAlloc(bitalloc::Keys),
+    Lloyd(lloyd::Keys),
+    Polar(polar::Keys),
 }
 
 impl Keys {
@@ -40,7 +44,13 @@ impl Keys {
         if let Some(tiles) = tiles.filter(|_| side.grid().is_some()) {
             return grid::Keys::new(simd, side, tiles, queries).map(Self::Grid);
         }
+        if side.bitalloc().is_some() {
+            return bitalloc::Keys::new(simd, side, queries).map(Self::BitAlloc);
+        }
         let vq = vq::Keys::new(simd, side, queries).map(Self::Vq);
+        let vq = vq.or_else(|| lloyd::Keys::new(simd, side, queries).map(Self::Lloyd));
+        let vq = vq.or_else(|| polar::Keys::new(simd, side, queries).map(Self::Polar));
+        let vq = vq.or_else(|| by_token::Keys::new(simd, side, queries).map(Self::ByToken));
         vq.or_else(|| uniform::Keys::new(side, queries).map(Self::Uniform))
     }
 
@@ -53,15 +63,20 @@ impl Keys {
         scores: &mut Scores,
     ) {
         let Place { page, in_page, in_span } = place;
-        if let Self::Fp8(keys) = self {
-            return keys.tile(simd, (&page, in_page), in_span, scores);
+        match self {
+            Self::Fp8(keys) => return keys.tile(simd, (&page, in_page), in_span, scores),
+            Self::BitAlloc(keys) => return keys.tile(simd, place, scores),
+            _ => {}
         }
         let codes = plane(simd, &page, Side::Key, (in_page, 1), buffer);
         match self {
-            Self::Fp8(_) => {}
+            Self::Fp8(_) | Self::BitAlloc(_) => {}
             Self::Vq(keys) => keys.tile(simd, codes, in_span, scores),
             Self::Uniform(keys) => keys.tile(simd, (&page, in_page), codes, in_span, scores),
             Self::Grid(keys) => keys.tile(simd, codes, in_span, scores),
+            Self::ByToken(keys) => keys.tile(simd, place, codes, scores),
+            Self::Lloyd(keys) => keys.tile(simd, (&page, in_page), codes, in_span, scores),
+            Self::Polar(keys) => keys.tile(simd, (&page, in_page), codes, in_span, scores),
         }
     }
 
@@ -79,6 +94,8 @@ pub(super) enum Values {
     Vq(vq::Values),
     Uniform(uniform::Values),
     Grid(grid::Values),
+    BitAlloc(bitalloc::Values),
+    Lloyd(lloyd::Values),
 }
 
 impl Values {
@@ -96,7 +113,11 @@ impl Values {
         if let Some(tiles) = tiles.filter(|_| side.grid().is_some()) {
             return grid::Values::new(side, tiles, rows).map(Self::Grid);
         }
+        if side.bitalloc().is_some() {
+            return bitalloc::Values::new(side, rows).map(Self::BitAlloc);
+        }
         let vq = vq::Values::new(simd, side).map(Self::Vq);
+        let vq = vq.or_else(|| lloyd::Values::new(simd, side, rows).map(Self::Lloyd));
         vq.or_else(|| uniform::Values::new(side).map(Self::Uniform))
     }
 
@@ -117,17 +138,22 @@ impl Values {
     ) {
         let Place { page, in_page, in_span } = place;
         let tiles: Range<usize> = in_span..in_span + count;
-        if let Self::Fp8(values) = self {
-            return values.tiles(simd, (&page, in_page), tiles, weights, sums);
+        match self {
+            Self::Fp8(values) => {
+                return values.tiles(simd, (&page, in_page), tiles, weights, sums);
+            }
+            Self::BitAlloc(values) => return values.tiles(simd, (place, count), weights),
+            _ => {}
         }
         let codes = plane(simd, &page, Side::Value, (in_page, count), buffer);
         match self {
-            Self::Fp8(_) => {}
+            Self::Fp8(_) | Self::BitAlloc(_) => {}
             Self::Vq(values) => values.tiles(simd, codes, tiles, weights, sums),
             Self::Uniform(values) => {
                 values.tiles(simd, (&page, in_page), (codes, tiles), weights, sums);
             }
             Self::Grid(values) => values.tiles(simd, codes, tiles, weights),
+            Self::Lloyd(values) => values.tiles(simd, (&page, in_page), (codes, tiles), weights),
         }
     }
 
@@ -142,6 +168,8 @@ impl Values {
     pub(super) fn scale(&mut self, row: usize, sums: &mut [f32], factor: f32) {
         match self {
             Self::Grid(values) => values.scale(row, factor),
+            Self::BitAlloc(values) => values.scale(row, factor),
+            Self::Lloyd(values) => values.scale(row, factor),
             _ => sums.iter_mut().for_each(|sum| *sum *= factor),
         }
     }
@@ -155,6 +183,8 @@ impl Values {
                 row.iter_mut().zip(sums).for_each(|(to, from)| *to += from)
             }
             Self::Grid(values) => values.unfold(index, row),
+            Self::BitAlloc(values) => values.unfold(index, row),
+            Self::Lloyd(values) => values.unfold(index, row),
         }
     }
 }

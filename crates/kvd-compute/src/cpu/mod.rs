@@ -2,6 +2,8 @@
 
 mod arena;
 mod attend;
+mod bitalloc;
+mod by_token;
 #[cfg(test)]
 mod conformance;
 mod dots;
@@ -25,12 +27,21 @@ mod grid;
 mod huffman;
 #[cfg(target_arch = "x86_64")]
 mod huffman_x86;
+mod hybrid;
+#[cfg(target_arch = "x86_64")]
+mod hybrid_x86;
 #[cfg(target_arch = "x86_64")]
 mod lanes_x86;
+#[cfg_attr(not(target_arch = "x86_64"), allow(unused, reason = "kernels of x86 take it"))]
+mod levels;
+#[cfg(target_arch = "x86_64")]
+mod levels_x86;
+mod lloyd;
 #[cfg_attr(not(target_arch = "x86_64"), allow(unused, reason = "kernels of x86 take it"))]
 mod parts;
 #[cfg(target_arch = "x86_64")]
 mod parts_x86;
+mod polar;
 mod rows;
 mod scores;
 mod simd;

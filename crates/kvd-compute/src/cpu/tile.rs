@@ -113,7 +113,7 @@ impl<'a> Rows<'a> {
         let page = self.page().filter(|page| !page.header().fallback)?;
         let codes = match (lanes, page.lane_codes()) {
             (Some(lanes), Some((_, scales))) => lanes.fixed(scales),
-            _ => page.fixed_codes()?,
+            _ => page.fixed_codes().or_else(|| page.allocated_codes())?,
         };
         (codes.layout.tile_tokens(span.tile(tile)) == TILE).then_some(codes)
     }

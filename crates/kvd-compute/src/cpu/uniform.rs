@@ -6,10 +6,11 @@
 //! else is exact to f32.
 
 use super::dots::{Lookup, ROWS, TERMS_MAX, Target, TileCodes, key_dots, value_dots};
+use super::hybrid;
 use super::parts::{Parts, Pushed};
 use super::scores::{SPAN, Scores, TILE};
-use super::simd::Simd;
-use kvd_codec::{FixedCodes, GroupAxis, HeadSide, UniformGroups};
+use super::simd::{Simd, per_level};
+use kvd_codec::{FixedCodes, GroupAxis, HeadSide, UniformGroups, UniformMode};
 use kvd_core::DType;
 use std::ops::Range;
 
@@ -21,23 +22,44 @@ const PAIR_BYTES: usize = 4;
 struct Scales {
     minima: Vec<f32>,
     steps: Vec<f32>,
+    /// Modes and signs, where groups choose.
+    hybrid: hybrid::Groups,
     /// Address and row of what is loaded, so that tiles of one group load it once.
     loaded: Option<(usize, usize)>,
 }
 
 impl Scales {
-    /// Loads a scale row of `pairs` groups.
-    fn load(&mut self, page: &FixedCodes<'_>, row: usize, pairs: usize) {
+    /// Loads scale row `row`; `pairs` groups of a head size.
+    fn load(
+        &mut self,
+        simd: Simd,
+        page: &FixedCodes<'_>,
+        groups: UniformGroups,
+        row: usize,
+        (pairs, dim): (usize, usize),
+    ) {
         let key = Some((page.scales.as_ptr().addr(), row));
         if self.loaded == key {
             return;
         }
         self.loaded = key;
-        let bytes = &page.scales[row * pairs * PAIR_BYTES..][..pairs * PAIR_BYTES];
-        let (minima, steps) = bytes.split_at(bytes.len() / 2);
         self.minima.resize(pairs, 0.0);
         self.steps.resize(pairs, 0.0);
-        DType::F16.widen(minima, &mut self.minima);
+        let pair_bytes = match groups.mode {
+            UniformMode::Asym => PAIR_BYTES,
+            UniformMode::Sym => PAIR_BYTES / 2,
+            UniformMode::Hybrid => {
+                let layout = groups.hybrid_layout(page.layout.tokens(), dim);
+                let (bytes, first, count) = (page.scales, row, 1);
+                let rows = hybrid::ScaleRows { bytes, layout, first, count, pairs };
+                return self.hybrid.load(simd, rows, false);
+            }
+        };
+        let bytes = &page.scales[row * pairs * pair_bytes..][..pairs * pair_bytes];
+        let (minima, steps) = bytes.split_at(bytes.len() - 2 * pairs);
+        if groups.mode == UniformMode::Asym {
+            DType::F16.widen(minima, &mut self.minima);
+        }
         DType::F16.widen(steps, &mut self.steps);
     }
 }
@@ -64,9 +86,10 @@ struct Expanded {
 }
 
 impl Expanded {
-    /// Repeats one pair `count` times.
+    /// Repeats one pair `count` times; a step alone has the minimum 0.
     fn fill(&mut self, pair: &[u8], count: usize) {
-        let (minimum, step) = pair.split_at(PAIR_BYTES / 2);
+        let (minimum, step) = pair.split_at(pair.len() - PAIR_BYTES / 2);
+        let minimum = if minimum.is_empty() { &[0; PAIR_BYTES / 2] } else { minimum };
         for (bytes, value) in [(&mut self.minima, minimum), (&mut self.steps, step)] {
             bytes.clear();
             bytes.extend(std::iter::repeat_n(value, count).flatten());
@@ -96,12 +119,13 @@ impl Keys {
         let groups = side.uniform()?;
         let dim = side.dim();
         let fits = groups.bits <= 8 && dim <= TERMS_MAX && dim.is_multiple_of(4);
+        let fits = fits && groups.mode != UniformMode::Hybrid;
         if !fits || !by_tile(groups) || !queries.iter().all(|q| q.is_finite()) {
             return None;
         }
         Some(Self {
             groups,
-            lookup: Lookup::identity(),
+            lookup: lookup(groups),
             dim,
             queries: queries.to_vec(),
             folded: None,
@@ -145,9 +169,13 @@ impl Keys {
         let (minima, steps) = if self.groups.axis == GroupAxis::Block {
             self.pair.fill(scales, self.dim);
             (&self.pair.minima[..], &self.pair.steps[..])
-        } else {
+        } else if self.groups.mode == UniformMode::Asym {
             let bytes = self.dim * PAIR_BYTES;
             scales[row * bytes..][..bytes].split_at(bytes / 2)
+        } else {
+            let bytes = self.dim * PAIR_BYTES / 2;
+            self.pair.minima.resize(bytes, 0);
+            (&self.pair.minima[..], &scales[row * bytes..][..bytes])
         };
         for block in self.queries.chunks(ROWS * self.dim) {
             let mut queries: [&[f32]; ROWS] = [&[]; ROWS];
@@ -167,8 +195,21 @@ impl Keys {
 
 /// The code in the middle. What rounding takes from the factors is multiplied with codes; with
 /// this one it is put back, so that only the distance of codes from it counts.
-fn middle(groups: UniformGroups) -> f32 {
-    ((1u32 << groups.bits) - 1) as f32 / 2.0
+pub(super) fn middle(groups: UniformGroups) -> f32 {
+    match groups.mode {
+        // Codes less the largest magnitude are around 0 already.
+        UniformMode::Sym => 0.0,
+        UniformMode::Asym | UniformMode::Hybrid => ((1u32 << groups.bits) - 1) as f32 / 2.0,
+    }
+}
+
+/// What products take codes for.
+pub(super) fn lookup(groups: UniformGroups) -> Lookup {
+    match groups.mode {
+        UniformMode::Asym => Lookup::identity(),
+        UniformMode::Sym => Lookup::less(groups.top.into()),
+        UniformMode::Hybrid => Lookup::bytes(),
+    }
 }
 
 /// Weighted sums of a unit over one head's value codes.
@@ -180,6 +221,10 @@ pub(crate) struct Values {
     parts: Parts,
     /// `[minima and steps, groups of channels, tokens]` of a span as f16, for groups by token.
     turned: Vec<u8>,
+    /// As many f16 as a span has tokens, for scales without minima.
+    zeros: Vec<u8>,
+    /// Codes with their signs.
+    signed: Vec<u8>,
 }
 
 impl Values {
@@ -191,13 +236,22 @@ impl Values {
             GroupAxis::Token => groups.group.is_none_or(whole),
             GroupAxis::Channel | GroupAxis::Block => by_tile(groups),
         };
-        (fits && groups.bits <= 8).then(|| Self {
+        let fits = match groups.mode {
+            UniformMode::Asym | UniformMode::Sym => fits && groups.bits <= 8,
+            // Signs of a group are one word, those of a tile.
+            UniformMode::Hybrid => {
+                groups.axis == GroupAxis::Channel && groups.group == Some(TILE) && groups.bits < 8
+            }
+        };
+        fits.then(|| Self {
             groups,
-            lookup: Lookup::identity(),
+            lookup: lookup(groups),
             dim,
             scales: Scales::default(),
             parts: Parts::default(),
             turned: Vec::new(),
+            zeros: Vec::new(),
+            signed: Vec::new(),
         })
     }
 
@@ -221,19 +275,30 @@ impl Values {
         }
         let bytes = codes.bytes.len() / tiles.len();
         for (index, bytes) in codes.bytes.chunks_exact(bytes).enumerate() {
-            let codes = TileCodes { bytes, ..codes };
+            let mut codes = TileCodes { bytes, ..codes };
             let pairs = if self.groups.axis == GroupAxis::Block { 1 } else { self.dim };
-            self.scales.load(page, scale_row(self.groups, in_page + index), pairs);
+            let row = scale_row(self.groups, in_page + index);
+            self.scales.load(simd, page, self.groups, row, (pairs, self.dim));
+            // Not borrowed while the sums are made.
+            let mut signed = std::mem::take(&mut self.signed);
+            if self.groups.mode == UniformMode::Hybrid {
+                signed.resize(TILE * self.dim, 0);
+                codes.spread(simd, &mut signed);
+                hybrid::sign(simd, &mut signed, &self.scales.hybrid.signs);
+                codes = TileCodes { bytes: &signed, width: 8, ..codes };
+            }
             for first in (0..weights.rows()).step_by(ROWS) {
                 let rows = first..weights.rows().min(first + ROWS);
                 self.by_tile(simd, codes, tiles.start + index, (rows, weights), sums);
             }
+            self.signed = signed;
         }
     }
 
     /// Scales of `tokens` tokens from `first` on, groups before tokens.
     fn turn(&mut self, page: &FixedCodes<'_>, first: usize, tokens: usize) {
-        let columns = 2 * self.dim / self.groups.group.unwrap_or(self.dim);
+        let pairs = self.dim / self.groups.group.unwrap_or(self.dim);
+        let columns = if self.groups.mode == UniformMode::Asym { 2 * pairs } else { pairs };
         let bytes = &page.scales[first * columns * 2..][..tokens * columns * 2];
         self.turned.resize(bytes.len(), 0);
         #[cfg(target_arch = "x86_64")]
@@ -262,7 +327,12 @@ impl Values {
         for (values, row) in values.iter_mut().zip(rows.clone()) {
             *values = weights.tiles(row, tiles.clone()).0;
         }
-        let (minima, steps) = self.turned.split_at(self.turned.len() / 2);
+        let pairs = self.dim / count;
+        let (mut minima, steps) = self.turned.split_at(self.turned.len() - 2 * tokens * pairs);
+        if minima.is_empty() {
+            self.zeros.resize(steps.len(), 0);
+            minima = &self.zeros;
+        }
         let scales = minima.chunks_exact(2 * tokens).zip(steps.chunks_exact(2 * tokens));
         for (group, (minima, steps)) in scales.enumerate() {
             let first = group * count;
@@ -291,7 +361,11 @@ impl Values {
         self.parts.reset(TILE);
         let mut units = [0f32; ROWS];
         let sums = &mut sums[rows.start * self.dim..rows.end * self.dim];
-        let Scales { minima, steps, .. } = &self.scales;
+        let Scales { minima, steps, hybrid, .. } = &self.scales;
+        let (minima, steps, centres) = match self.groups.mode {
+            UniformMode::Hybrid => (&hybrid.zeros, &hybrid.steps, &hybrid.centres),
+            UniformMode::Asym | UniformMode::Sym => (minima, steps, steps),
+        };
         for (index, row) in rows.clone().enumerate() {
             let (weights, largest) = weights.tiles(row, tile..tile + 1);
             let weight: f32 = weights.iter().sum();
@@ -303,9 +377,7 @@ impl Values {
                 ([minimum], [step]) => {
                     sums.iter_mut().for_each(|sum| *sum += weight * minimum + lost * step);
                 }
-                _ => sums.iter_mut().zip(minima.iter().zip(steps)).for_each(|(sum, (m, s))| {
-                    *sum += weight * m + lost * s;
-                }),
+                _ => add_bases(simd, sums, (minima, centres), [weight, lost]),
             }
             if let [step] = steps[..] {
                 units[index] *= step;
@@ -314,5 +386,17 @@ impl Values {
         let factors = if steps.len() == 1 { &[] } else { &steps[..] };
         let target = Target { units: &units[..rows.len()], factors, first: 0, count: self.dim };
         value_dots(simd, codes, &self.lookup, (self.parts.rows(0), target), sums);
+    }
+}
+
+per_level!(
+    fn add_bases(sums: &mut [f32], scales: (&[f32], &[f32]), of: [f32; 2]) = add_bases_body
+);
+
+/// Adds what minima and centres are worth for a weight, and for what rounding took of it.
+#[inline(always)]
+fn add_bases_body(sums: &mut [f32], (minima, centres): (&[f32], &[f32]), [weight, lost]: [f32; 2]) {
+    for (sum, (minimum, centre)) in sums.iter_mut().zip(minima.iter().zip(centres)) {
+        *sum += weight * minimum + lost * centre;
     }
 }

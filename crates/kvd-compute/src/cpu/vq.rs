@@ -14,7 +14,7 @@ use kvd_core::Side;
 use std::ops::Range;
 
 /// How the codes of a side are looked up.
-struct Book {
+pub(super) struct Book {
     lookup: Lookup,
     /// Where the tables do not fit registers.
     expand: Option<Expand>,
@@ -35,15 +35,21 @@ impl Book {
             return None;
         }
         let lookup = Lookup::table(dims, count.ilog2(), book.entries())?;
+        Some(Self::of(simd, lookup, per_row))
+    }
+
+    /// Takes `per_row` codes of a row to tables.
+    pub(super) fn of(simd: Simd, lookup: Lookup, per_row: usize) -> Self {
+        let dims = lookup.dims;
         if lookup.is_fast(simd) {
-            return Some(Self { lookup, expand: None, dims, per_row });
+            return Self { lookup, expand: None, dims, per_row };
         }
         let expand = Some(Expand::new(&lookup.tables));
-        Some(Self { lookup: lookup.expanded(), expand, dims, per_row })
+        Self { lookup: lookup.expanded(), expand, dims, per_row }
     }
 
     /// Codes of tiles, `group` of them at a time, as the products take them.
-    fn values<'a>(
+    pub(super) fn values<'a>(
         &'a mut self,
         simd: Simd,
         codes: TileCodes<'a>,
@@ -74,21 +80,52 @@ impl Keys {
     /// Takes folded queries `[rows, dim]`.
     pub(crate) fn new(simd: Simd, side: &HeadSide, queries: &[f32]) -> Option<Self> {
         let book = Book::new(simd, side)?;
-        let (mut parts, mut units) = (Parts::default(), Vec::new());
-        parts.reset(side.dim());
-        let mut planar = vec![0f32; side.dim()];
-        for query in queries.chunks_exact(side.dim()) {
-            for (dim, plane) in planar.chunks_exact_mut(book.per_row).enumerate() {
-                let channels = query[dim..].iter().step_by(book.dims);
+        let (dims, per_row) = (book.dims, book.per_row);
+        Self::planar(simd, book, queries.chunks_exact(side.dim()), |query, planar| {
+            for (dim, plane) in planar.chunks_exact_mut(per_row).enumerate() {
+                let channels = query[dim..].iter().step_by(dims);
                 plane.iter_mut().zip(channels).for_each(|(to, from)| *to = *from);
             }
-            let largest = query.iter().fold(0f32, |m, q| m.max(q.abs()));
-            if !largest.is_finite() {
-                return None;
-            }
+        })
+    }
+
+    /// Takes queries that `planes` writes as factors of the book's channels, `[channel of a code,
+    /// position]`; `None` when one is not finite.
+    pub(super) fn planar<'q>(
+        simd: Simd,
+        book: Book,
+        queries: impl Iterator<Item = &'q [f32]>,
+        planes: impl Fn(&[f32], &mut [f32]),
+    ) -> Option<Self> {
+        let mut keys = Self::empty(book);
+        keys.set(simd, queries, planes).then_some(keys)
+    }
+
+    /// Has no queries yet.
+    pub(super) fn empty(book: Book) -> Self {
+        Self { book, spread: Vec::new(), parts: Parts::default(), units: Vec::new() }
+    }
+
+    /// Takes other queries; whether all are finite.
+    pub(super) fn set<'q>(
+        &mut self,
+        simd: Simd,
+        queries: impl Iterator<Item = &'q [f32]>,
+        planes: impl Fn(&[f32], &mut [f32]),
+    ) -> bool {
+        let Self { book, parts, units, .. } = self;
+        let mut planar = vec![0f32; book.dims * book.per_row];
+        parts.reset(planar.len());
+        units.clear();
+        let mut finite = true;
+        for query in queries {
+            planes(query, &mut planar);
+            let largest = planar.iter().fold(0f32, |m, q| m.max(q.abs()));
+            finite &= largest.is_finite() && !planar.iter().any(|q| q.is_nan());
+            let largest = if largest.is_finite() { largest } else { 0.0 };
             units.push(parts.push(simd, &planar, largest, None).unit * book.lookup.scale);
         }
-        Some(Self { book, spread: Vec::new(), parts, units })
+        finite
     }
 
     /// Scores all rows against one tile of codes.

@@ -1,0 +1,267 @@
+//! Bit-allocation sides, straight from their codes: the levels of each run are bytes, its scales
+//! and units go into the query or out of the sum, and outliers are added one by one.
+//!
+//! Codes of a tile become bytes first, those of all runs side by side, so that one integer product
+//! serves widths of every kind. Fits put the levels of narrow codes on bytes; levels that are not
+//! take two positions, of high and of low bytes.
+
+use super::dots::{BIASED_TERMS_MAX, Lookup, ROWS, Target, TileCodes, key_dots, value_dots};
+use super::fused::Place;
+use super::levels::{LevelBytes, LevelTable, RunCodes, look_up};
+use super::parts::Parts;
+use super::scores::{SPAN, Scores, TILE};
+use super::simd::Simd;
+use kvd_codec::{BitAlloc, CodeLayout, FixedCodes, HeadSide, Run};
+use kvd_core::Side;
+use std::ops::Range;
+
+/// Positions that are summed together.
+const QUAD: usize = 4;
+
+/// The codes of one run.
+struct Codes {
+    run: Run,
+    /// Each table and the position of its first byte.
+    tables: Vec<(LevelTable, usize)>,
+    /// Where they lie in a page of [`Book::tokens`].
+    layout: CodeLayout,
+    start: usize,
+}
+
+/// A head's runs as bytes.
+struct Book {
+    side: Side,
+    codes: Vec<Codes>,
+    /// Coefficient and factor of every position; padding has none.
+    positions: Vec<Option<(usize, f32)>>,
+    /// Rows of the page that places are for.
+    tokens: usize,
+    bytes: Vec<u8>,
+}
+
+impl Book {
+    fn new(head: &HeadSide, side: Side) -> Option<Self> {
+        let bitalloc = head.bitalloc()?;
+        let (mut codes, mut positions) = (Vec::new(), Vec::new());
+        for run in bitalloc.runs() {
+            let levels = LevelBytes::new(bitalloc.levels_of(run));
+            let mut tables = Vec::new();
+            // Without bits there is but a zero.
+            for (table, unit) in levels.tables.into_iter().filter(|_| run.width > 0) {
+                tables.push((table, positions.len()));
+                let factor = |at| (at, bitalloc.scales()[at] * unit);
+                positions.extend((run.first..run.first + run.len).map(|at| Some(factor(at))));
+                if side == Side::Key {
+                    positions.resize(positions.len().next_multiple_of(QUAD), None);
+                }
+            }
+            let layout = CodeLayout::new(side, 0, run.len, run.width as u32);
+            codes.push(Codes { run: *run, tables, layout, start: 0 });
+        }
+        let book = Self { side, codes, positions, tokens: 0, bytes: Vec::new() };
+        (book.positions.len() <= BIASED_TERMS_MAX).then_some(book)
+    }
+
+    /// Finds where codes lie in a page of so many rows.
+    fn place(&mut self, tokens: usize) {
+        if self.tokens == tokens {
+            return;
+        }
+        let mut start = 0;
+        for codes in &mut self.codes {
+            let Run { width, len, .. } = codes.run;
+            (codes.layout, codes.start) =
+                (CodeLayout::new(self.side, tokens, len, width as u32), start);
+            start += codes.layout.size_bytes();
+        }
+        self.tokens = tokens;
+    }
+
+    /// The bytes of some tiles of a page.
+    fn bytes(&mut self, simd: Simd, page: &FixedCodes<'_>, tiles: Range<usize>) -> TileCodes<'_> {
+        self.place(page.layout.tokens());
+        let per_row = self.positions.len();
+        let size = TILE * per_row;
+        if self.bytes.len() < size * tiles.len() {
+            self.bytes.resize(size * tiles.len(), 0);
+        }
+        let Self { side, codes, bytes, .. } = self;
+        let bytes = &mut bytes[..size * tiles.len()];
+        if per_row > 0 {
+            for (tile, bytes) in tiles.zip(bytes.chunks_exact_mut(size)) {
+                for codes in codes.iter().filter(|codes| codes.run.width > 0) {
+                    let Codes { run: Run { width, len, .. }, layout, start, .. } = *codes;
+                    let plane = &page.codes[start..][layout.tile(tile)];
+                    let plane = RunCodes { bytes: plane, width: width as u32, len };
+                    match side {
+                        Side::Key => codes.keys(simd, plane, bytes),
+                        Side::Value => codes.values(simd, plane, per_row, bytes),
+                    }
+                }
+            }
+        }
+        TileCodes { bytes, width: 8, per_row }
+    }
+}
+
+impl Codes {
+    /// A run of a tile of keys: fours of positions, of each token in turn.
+    fn keys(&self, simd: Simd, codes: RunCodes<'_>, bytes: &mut [u8]) {
+        let (whole, rest) = (codes.len / QUAD * QUAD, codes.len % QUAD);
+        for (table, first) in &self.tables {
+            let out = &mut bytes[TILE * first..];
+            look_up(simd, codes, table, codes.chunk(), out);
+            if rest > 0 {
+                // The last positions are fewer than four.
+                let (mut last, out) = ([0; QUAD * TILE], &mut out[TILE * whole..]);
+                last[..TILE * rest].copy_from_slice(&out[..TILE * rest]);
+                let fours = out.chunks_exact_mut(QUAD).zip(last.chunks_exact(rest)).take(TILE);
+                fours.for_each(|(out, last)| out[..rest].copy_from_slice(last));
+            }
+        }
+    }
+
+    /// A run of a tile of values: fours of tokens, of each position in turn.
+    fn values(&self, simd: Simd, codes: RunCodes<'_>, per_row: usize, bytes: &mut [u8]) {
+        for (table, first) in &self.tables {
+            look_up(simd, codes, table, QUAD * per_row, &mut bytes[QUAD * first..]);
+        }
+    }
+}
+
+/// Queries of a unit, times scales and units.
+pub(crate) struct Keys {
+    book: Book,
+    lookup: Lookup,
+    parts: Parts,
+    units: Vec<f32>,
+    /// Queries `[rows, dim]`, for outliers.
+    queries: Vec<f32>,
+    dim: usize,
+}
+
+impl Keys {
+    /// Takes folded queries `[rows, dim]`.
+    pub(crate) fn new(simd: Simd, side: &HeadSide, queries: &[f32]) -> Option<Self> {
+        let book = Book::new(side, Side::Key)?;
+        let (mut parts, mut units) = (Parts::default(), Vec::new());
+        parts.reset(book.positions.len());
+        let mut row = vec![0f32; book.positions.len()];
+        for query in queries.chunks_exact(side.dim()) {
+            for (value, position) in row.iter_mut().zip(&book.positions) {
+                *value = position.map_or(0.0, |(coefficient, factor)| query[coefficient] * factor);
+            }
+            if !row.iter().chain(query).all(|value| value.is_finite()) {
+                return None;
+            }
+            let largest = row.iter().fold(0f32, |m, q| m.max(q.abs()));
+            units.push(parts.push(simd, &row, largest, None).unit);
+        }
+        let (lookup, queries) = (Lookup::bytes(), queries.to_vec());
+        Some(Self { book, lookup, parts, units, queries, dim: side.dim() })
+    }
+
+    /// Scores all rows against one tile.
+    pub(crate) fn tile(&mut self, simd: Simd, place: Place<'_>, scores: &mut Scores) {
+        let Place { page, in_page, in_span } = place;
+        let codes = self.book.bytes(simd, &page, in_page..in_page + 1);
+        for first in (0..self.units.len()).step_by(ROWS) {
+            let rows = self.parts.rows(first);
+            let units = &self.units[first..first + rows.count()];
+            let out = scores.rows_mut(first, in_span);
+            if codes.per_row > 0 {
+                key_dots(simd, codes, &self.lookup, (rows, units), out);
+            } else {
+                (0..units.len()).for_each(|row| out[row * SPAN..][..TILE].fill(0.0));
+            }
+        }
+        for outlier in BitAlloc::residuals(page.scales, rows_of(in_page, 1)) {
+            let token = outlier.row + in_span * TILE - in_page * TILE;
+            for (row, query) in self.queries.chunks_exact(self.dim).enumerate() {
+                scores.row_mut(row)[token] += query[outlier.coefficient] * outlier.residual;
+            }
+        }
+    }
+}
+
+/// Rows of a page in some of its tiles.
+fn rows_of(tile: usize, count: usize) -> Range<usize> {
+    tile * TILE..(tile + count) * TILE
+}
+
+/// Weighted sums of a unit over one head's value codes.
+pub(crate) struct Values {
+    book: Book,
+    lookup: Lookup,
+    parts: Parts,
+    /// `[rows, positions]`.
+    sums: Vec<f32>,
+    /// Of outliers: `[rows, dim]`.
+    outliers: Vec<f32>,
+    dim: usize,
+}
+
+impl Values {
+    pub(crate) fn new(side: &HeadSide, rows: usize) -> Option<Self> {
+        let book = Book::new(side, Side::Value)?;
+        Some(Self {
+            sums: vec![0.0; rows * book.positions.len()],
+            outliers: vec![0.0; rows * side.dim()],
+            book,
+            lookup: Lookup::bytes(),
+            parts: Parts::default(),
+            dim: side.dim(),
+        })
+    }
+
+    /// Adds `count` weighted tiles.
+    pub(crate) fn tiles(
+        &mut self,
+        simd: Simd,
+        (place, count): (Place<'_>, usize),
+        weights: &Scores,
+    ) {
+        let Place { page, in_page, in_span } = place;
+        let codes = self.book.bytes(simd, &page, in_page..in_page + count);
+        let per_row = codes.per_row;
+        for first in (0..weights.rows()).step_by(ROWS).filter(|_| per_row > 0) {
+            let rows = first..weights.rows().min(first + ROWS);
+            self.parts.reset(count * TILE);
+            let mut units = [0f32; ROWS];
+            for (row, unit) in rows.clone().zip(&mut units) {
+                let (weights, largest) = weights.tiles(row, in_span..in_span + count);
+                *unit = self.parts.push(simd, weights, largest, None).unit;
+            }
+            let units = &units[..rows.len()];
+            let target = Target { units, factors: &[], first: 0, count: per_row };
+            let sums = &mut self.sums[rows.start * per_row..rows.end * per_row];
+            value_dots(simd, codes, &self.lookup, (self.parts.rows(0), target), sums);
+        }
+        for outlier in BitAlloc::residuals(page.scales, rows_of(in_page, count)) {
+            let token = outlier.row + in_span * TILE - in_page * TILE;
+            for (row, sums) in self.outliers.chunks_exact_mut(self.dim).enumerate() {
+                sums[outlier.coefficient] += weights.row(row)[token] * outlier.residual;
+            }
+        }
+    }
+
+    /// Scales the sums of a row.
+    pub(crate) fn scale(&mut self, row: usize, factor: f32) {
+        let count = self.book.positions.len();
+        let sums = self.sums[row * count..][..count].iter_mut();
+        let outliers = &mut self.outliers[row * self.dim..][..self.dim];
+        sums.chain(outliers).for_each(|sum| *sum *= factor);
+    }
+
+    /// Adds the sums of row `row` to `out`, in the order of coefficients.
+    pub(crate) fn unfold(&self, row: usize, out: &mut [f32]) {
+        let sums = &self.sums[row * self.book.positions.len()..];
+        for (position, sum) in self.book.positions.iter().zip(sums) {
+            if let Some((coefficient, factor)) = position {
+                out[*coefficient] += factor * sum;
+            }
+        }
+        let outliers = &self.outliers[row * self.dim..][..self.dim];
+        out.iter_mut().zip(outliers).for_each(|(out, outlier)| *out += outlier);
+    }
+}

@@ -1,0 +1,193 @@
+//! Scales of pages whose groups choose their mode: zero points, steps and signs, apart; and codes
+//! with their signs as bytes.
+
+use super::dots::BIAS;
+use super::scores::TILE;
+use super::simd::{InstructionSet, Simd, per_level};
+use kvd_codec::HybridLayout;
+use kvd_core::DType;
+
+/// Codes along the summed axis that lie side by side.
+pub(super) const QUAD: usize = 4;
+
+/// Groups of a tile, `[scale rows, groups of a row]` or turned.
+#[derive(Default)]
+pub(super) struct Groups {
+    /// Zero points; 0 where levels stand around zero.
+    pub(super) zeros: Vec<f32>,
+    pub(super) steps: Vec<f32>,
+    /// The steps where codes are not negative, else 0: what the code in the middle is worth.
+    pub(super) centres: Vec<f32>,
+    /// A bit per value, set for negative ones.
+    pub(super) signs: Vec<u32>,
+    /// As they lie: f16 steps, zero points or signs, and all ones for groups around zero.
+    halves: Vec<u8>,
+    words: Vec<u32>,
+    modes: Vec<u32>,
+    turned: Vec<u32>,
+}
+
+/// Some scale rows of a page.
+#[derive(Clone, Copy)]
+pub(super) struct ScaleRows<'a> {
+    pub(super) bytes: &'a [u8],
+    /// Its words have four bytes.
+    pub(super) layout: HybridLayout,
+    pub(super) first: usize,
+    pub(super) count: usize,
+    /// Groups of a row.
+    pub(super) pairs: usize,
+}
+
+impl Groups {
+    /// Loads scale rows; turned, groups come before rows.
+    pub(super) fn load(&mut self, simd: Simd, rows: ScaleRows<'_>, turned: bool) {
+        let count = rows.count * rows.pairs;
+        self.halves.resize(2 * count, 0);
+        for words in [&mut self.words, &mut self.modes, &mut self.turned, &mut self.signs] {
+            words.resize(count, 0);
+        }
+        for values in [&mut self.zeros, &mut self.steps, &mut self.centres] {
+            values.resize(count, 0.0);
+        }
+        read(simd, self, rows);
+        DType::F16.widen(&self.halves, &mut self.steps);
+        select(simd, self, if turned { rows.pairs } else { 1 });
+    }
+}
+
+per_level!(fn read(groups: &mut Groups, rows: ScaleRows<'_>) = read_body);
+
+/// Copies words and steps, and spreads the mask.
+#[inline(always)]
+fn read_body(groups: &mut Groups, rows: ScaleRows<'_>) {
+    // With a number that the compiler knows a row is one register.
+    match rows.pairs {
+        4 => copy(groups, rows, 4),
+        pairs => copy(groups, rows, pairs),
+    }
+    let (first, modes) = (rows.first * rows.pairs, &mut groups.modes[..]);
+    if first.is_multiple_of(8) && modes.len().is_multiple_of(8) {
+        let bytes = &rows.bytes[first / 8..][..modes.len() / 8];
+        for (modes, byte) in modes.as_chunks_mut::<8>().0.iter_mut().zip(bytes) {
+            for (bit, mode) in modes.iter_mut().enumerate() {
+                *mode = 0u32.wrapping_sub(u32::from(*byte) >> bit & 1);
+            }
+        }
+        return;
+    }
+    for (group, mode) in (first..).zip(modes) {
+        *mode = 0u32.wrapping_sub(u32::from(rows.bytes[group / 8] >> (group % 8) & 1));
+    }
+}
+
+#[inline(always)]
+fn copy(groups: &mut Groups, rows: ScaleRows<'_>, pairs: usize) {
+    let ScaleRows { bytes, layout, first, .. } = rows;
+    let bytes = &bytes[layout.mask_bytes + first * layout.row_bytes..];
+    let outs = groups.words.chunks_exact_mut(pairs).zip(groups.halves.chunks_exact_mut(2 * pairs));
+    for ((words, halves), row) in outs.zip(bytes.chunks_exact(layout.row_bytes)) {
+        let (from, steps) = row.split_at(4 * pairs);
+        for (word, from) in words.iter_mut().zip(from.as_chunks::<4>().0) {
+            *word = u32::from_le_bytes(*from);
+        }
+        halves.copy_from_slice(&steps[..2 * pairs]);
+    }
+}
+
+per_level!(fn select(groups: &mut Groups, pairs: usize) = select_body);
+
+/// Makes zero points and signs of words; rows of several `pairs` are turned before.
+#[inline(always)]
+fn select_body(groups: &mut Groups, pairs: usize) {
+    let Groups { zeros, steps, centres, signs, words, modes, turned, .. } = groups;
+    if pairs > 1 {
+        turn(words, pairs, turned);
+        words.copy_from_slice(turned);
+        turn(modes, pairs, turned);
+        modes.copy_from_slice(turned);
+        steps.iter().zip(&mut signs[..]).for_each(|(step, bits)| *bits = step.to_bits());
+        turn(signs, pairs, turned);
+        steps.iter_mut().zip(&*turned).for_each(|(step, bits)| *step = f32::from_bits(*bits));
+    }
+    let levels = zeros.iter_mut().zip(centres.iter_mut()).zip(signs.iter_mut());
+    for (((zero, centre), sign), ((word, mode), step)) in
+        levels.zip(words.iter().zip(&*modes).zip(&*steps))
+    {
+        *zero = f32::from_bits(word & !mode);
+        *centre = f32::from_bits(step.to_bits() & !mode);
+        *sign = word & mode;
+    }
+}
+
+/// Turns `[rows, pairs]` into `[pairs, rows]`.
+#[inline(always)]
+fn turn(values: &[u32], pairs: usize, out: &mut [u32]) {
+    let rows = values.len() / pairs;
+    if pairs == 4 {
+        // Loads of whole registers and shuffles.
+        let (low, high) = out.split_at_mut(2 * rows);
+        let ((a, b), (c, d)) = (low.split_at_mut(rows), high.split_at_mut(rows));
+        let outs = a.iter_mut().zip(b).zip(c.iter_mut().zip(d));
+        for (((a, b), (c, d)), row) in outs.zip(values.as_chunks::<4>().0) {
+            [*a, *b, *c, *d] = *row;
+        }
+        return;
+    }
+    for (row, values) in values.chunks_exact(pairs).enumerate() {
+        for (pair, value) in values.iter().enumerate() {
+            out[pair * rows + row] = *value;
+        }
+    }
+}
+
+/// Makes codes (`[summed / 4, lanes, 4]`, at most [`TILE`] summed, below 128) bytes of signed
+/// values plus [`BIAS`]; each lane's signs are a word of a bit per summed code.
+pub(super) fn sign(simd: Simd, codes: &mut [u8], signs: &[u32]) {
+    assert!(codes.len() <= TILE * signs.len(), "sign: more codes than signs");
+    for (quad, codes) in codes.chunks_exact_mut(QUAD * signs.len()).enumerate() {
+        let (codes, first) = (codes.as_chunks_mut::<QUAD>().0, (QUAD * quad) as u32);
+        #[cfg(target_arch = "x86_64")]
+        if simd.set() != InstructionSet::Portable {
+            super::hybrid_x86::sign(simd, codes, signs, first);
+            continue;
+        }
+        for (codes, signs) in codes.iter_mut().zip(signs) {
+            sign_four(codes, signs >> first);
+        }
+    }
+}
+
+/// Four codes and their signs, the lowest bits of a word.
+pub(super) fn sign_four(codes: &mut [u8; QUAD], signs: u32) {
+    for (bit, code) in codes.iter_mut().enumerate() {
+        let value = if signs >> bit & 1 == 1 { -i32::from(*code) } else { i32::from(*code) };
+        *code = (value + BIAS) as u8;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn signs_reach_their_codes() {
+        for lanes in [1, 8, 32, 80, 128] {
+            for summed in [4, 20, 32] {
+                let codes: Vec<u8> = (0..lanes * summed).map(|i| (i * 37 % 128) as u8).collect();
+                let signs: Vec<u32> =
+                    (0..lanes as u32).map(|i| i.wrapping_mul(2_654_435_761)).collect();
+                for simd in Simd::available() {
+                    let mut bytes = codes.clone();
+                    sign(simd, &mut bytes, &signs);
+                    for (at, (byte, code)) in bytes.iter().zip(&codes).enumerate() {
+                        let (lane, bit) = (at / 4 % lanes, at / (4 * lanes) * 4 + at % 4);
+                        let negative = signs[lane] >> bit & 1 == 1;
+                        let value = if negative { -i32::from(*code) } else { i32::from(*code) };
+                        assert_eq!(i32::from(*byte) - BIAS, value, "{simd:?} {lanes} {at}");
+                    }
+                }
+            }
+        }
+    }
+}

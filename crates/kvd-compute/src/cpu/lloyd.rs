@@ -1,0 +1,130 @@
+//! Lloyd sides, straight from their codes: a level is two bytes, looked up like two channels of a
+//! codebook, and a row's scale goes into its score or its weight.
+
+use super::dots::{BIASED_TERMS_MAX, ROWS, Target, TileCodes, value_dots};
+use super::levels::LevelBytes;
+use super::parts::{Parts, Pushed};
+use super::scores::{Scores, TILE};
+use super::simd::Simd;
+use super::vq::{self, Book};
+use kvd_codec::{FixedCodes, HeadSide};
+use kvd_core::{DType, Side};
+use std::ops::Range;
+
+/// Bytes of a level.
+const BYTES: usize = 2;
+
+/// The levels as a codebook of two channels, and the factor of each.
+fn book(simd: Simd, side: &HeadSide) -> Option<(Book, [f32; BYTES])> {
+    let levels = side.lloyd_levels()?;
+    let fits = levels.len() <= 256 && BYTES * side.dim() <= BIASED_TERMS_MAX;
+    if !fits || !side.dim().is_multiple_of(4) {
+        return None;
+    }
+    let levels = LevelBytes::pair(levels);
+    let factors = std::array::from_fn(|byte| levels.tables[byte].1);
+    Some((Book::of(simd, levels.lookup(), side.dim()), factors))
+}
+
+/// Queries of a unit.
+pub(crate) struct Keys {
+    products: vq::Keys,
+}
+
+impl Keys {
+    /// Takes folded queries `[rows, dim]`.
+    pub(crate) fn new(simd: Simd, side: &HeadSide, queries: &[f32]) -> Option<Self> {
+        let (book, factors) = book(simd, side)?;
+        let planes = |query: &[f32], planar: &mut [f32]| {
+            for (plane, factor) in planar.chunks_exact_mut(query.len()).zip(factors) {
+                plane.iter_mut().zip(query).for_each(|(to, from)| *to = factor * from);
+            }
+        };
+        let queries = queries.chunks_exact(side.dim());
+        Some(Self { products: vq::Keys::planar(simd, book, queries, planes)? })
+    }
+
+    /// Scores all rows against tile `in_page` of a page.
+    pub(crate) fn tile(
+        &mut self,
+        simd: Simd,
+        (page, in_page): (&FixedCodes<'_>, usize),
+        codes: TileCodes<'_>,
+        tile: usize,
+        scores: &mut Scores,
+    ) {
+        self.products.tile(simd, codes, tile, scores);
+        let mut scales = [0f32; TILE];
+        DType::F16.widen(&page.scales[2 * TILE * in_page..][..2 * TILE], &mut scales);
+        for row in 0..scores.rows() {
+            let scores = &mut scores.row_mut(row)[tile * TILE..][..TILE];
+            scores.iter_mut().zip(&scales).for_each(|(score, scale)| *score *= scale);
+        }
+    }
+}
+
+/// Weighted sums of a unit over one head's value codes.
+pub(crate) struct Values {
+    book: Book,
+    spread: Vec<u8>,
+    factors: [f32; BYTES],
+    parts: Parts,
+    /// As many f16 as a span has tokens: scales have no minima.
+    zeros: Vec<u8>,
+    /// `[rows, bytes of a level, dim]`.
+    sums: Vec<f32>,
+    dim: usize,
+}
+
+impl Values {
+    pub(crate) fn new(simd: Simd, side: &HeadSide, rows: usize) -> Option<Self> {
+        let (book, factors) = book(simd, side)?;
+        let (parts, dim) = (Parts::default(), side.dim());
+        let sums = vec![0.0; rows * BYTES * dim];
+        Some(Self { book, spread: Vec::new(), factors, parts, zeros: Vec::new(), sums, dim })
+    }
+
+    /// Adds the weighted codes of tiles; the first is tile `in_page` of its page.
+    pub(crate) fn tiles(
+        &mut self,
+        simd: Simd,
+        (page, in_page): (&FixedCodes<'_>, usize),
+        (codes, tiles): (TileCodes<'_>, Range<usize>),
+        weights: &Scores,
+    ) {
+        let (codes, lookup) = self.book.values(simd, codes, (Side::Value, &mut self.spread));
+        let (tokens, width) = (tiles.len() * TILE, BYTES * self.dim);
+        let scales = &page.scales[2 * TILE * in_page..][..2 * tokens];
+        self.zeros.resize(2 * tokens, 0);
+        for first in (0..weights.rows()).step_by(ROWS) {
+            let rows = first..weights.rows().min(first + ROWS);
+            let mut values: [&[f32]; ROWS] = [&[]; ROWS];
+            for (values, row) in values.iter_mut().zip(rows.clone()) {
+                *values = weights.tiles(row, tiles.clone()).0;
+            }
+            self.parts.reset(tokens);
+            let mut pushed = [Pushed::default(); ROWS];
+            let scales = (scales, &self.zeros[..]);
+            self.parts.push_folded(simd, &values[..rows.len()], scales, &mut pushed);
+            let units = pushed.map(|row| row.unit);
+            let units = &units[..rows.len()];
+            let target = Target { units, factors: &[], first: 0, count: codes.per_row };
+            let sums = &mut self.sums[rows.start * width..rows.end * width];
+            value_dots(simd, codes, lookup, (self.parts.rows(0), target), sums);
+        }
+    }
+
+    /// Scales the sums of a row.
+    pub(crate) fn scale(&mut self, row: usize, factor: f32) {
+        let width = BYTES * self.dim;
+        self.sums[row * width..][..width].iter_mut().for_each(|sum| *sum *= factor);
+    }
+
+    /// Adds the sums of row `row` to `out`.
+    pub(crate) fn unfold(&self, row: usize, out: &mut [f32]) {
+        let planes = self.sums[row * BYTES * self.dim..].chunks_exact(self.dim);
+        for (plane, factor) in planes.zip(self.factors) {
+            out.iter_mut().zip(plane).for_each(|(out, sum)| *out += factor * sum);
+        }
+    }
+}

@@ -1,0 +1,105 @@
+//! Polar keys, straight from their codes: radius times cosine and sine are two bytes each, looked
+//! up like four channels of a codebook; a pair's step goes into its two channels of the query.
+
+use super::dots::{BIASED_TERMS_MAX, TileCodes};
+use super::levels::LevelBytes;
+use super::scores::{Scores, TILE};
+use super::simd::Simd;
+use super::vq::{self, Book};
+use kvd_codec::{FixedCodes, HeadSide, Stored};
+use kvd_core::{DType, RopePairing};
+
+/// Bytes of a pair: high and low ones of its first channel, then of its second.
+const BYTES: usize = 4;
+
+/// Queries of a unit, multiplied again with every row of steps.
+pub(crate) struct Keys {
+    /// Gives up its book when steps change.
+    products: vq::Keys,
+    factors: [f32; BYTES],
+    pairing: RopePairing,
+    /// Tokens that share steps, where pages hold them.
+    group: Option<usize>,
+    steps: Vec<f32>,
+    /// Address and row of the steps that queries are multiplied with.
+    folded: Option<(usize, usize)>,
+    queries: Vec<f32>,
+    dim: usize,
+}
+
+impl Keys {
+    /// Takes folded queries `[rows, dim]`.
+    pub(crate) fn new(simd: Simd, side: &HeadSide, queries: &[f32]) -> Option<Self> {
+        let Stored::Polar { angle_bits, radius_bits, group, steps, directions, pairing } =
+            side.stored()
+        else {
+            return None;
+        };
+        let (dim, bits) = (side.dim(), angle_bits + radius_bits);
+        let fits = bits <= 8 && (dim / 2).is_multiple_of(4) && 2 * dim <= BIASED_TERMS_MAX;
+        let by_tile = group.is_none_or(|group| group.is_multiple_of(TILE));
+        if !fits || !by_tile || !queries.iter().all(|q| q.is_finite()) {
+            return None;
+        }
+        let level = |code: usize, axis: usize| {
+            (code >> angle_bits) as f32 * directions[code & (directions.len() - 1)][axis]
+        };
+        let axis = |axis| -> Vec<f32> { (0..1 << bits).map(|code| level(code, axis)).collect() };
+        let mut levels = LevelBytes::pair(&axis(0));
+        levels.tables.extend(LevelBytes::pair(&axis(1)).tables);
+        let mut keys = Self {
+            factors: std::array::from_fn(|byte| levels.tables[byte].1),
+            products: vq::Keys::empty(Book::of(simd, levels.lookup(), dim / 2)),
+            pairing,
+            group,
+            steps: steps.to_vec(),
+            folded: None,
+            queries: queries.to_vec(),
+            dim,
+        };
+        if group.is_none() {
+            keys.fold(simd);
+        }
+        Some(keys)
+    }
+
+    /// Scores all rows against tile `in_page` of a page.
+    pub(crate) fn tile(
+        &mut self,
+        simd: Simd,
+        (page, in_page): (&FixedCodes<'_>, usize),
+        codes: TileCodes<'_>,
+        tile: usize,
+        scores: &mut Scores,
+    ) {
+        if let Some(group) = self.group {
+            let row = in_page * TILE / group;
+            let key = Some((page.scales.as_ptr().addr(), row));
+            if self.folded != key {
+                self.folded = key;
+                self.steps.resize(self.dim / 2, 0.0);
+                DType::F16.widen(&page.scales[row * self.dim..][..self.dim], &mut self.steps);
+                self.fold(simd);
+            }
+        }
+        self.products.tile(simd, codes, tile, scores);
+    }
+
+    /// Multiplies the queries with the steps. What overflows has no unit; its score is then of no
+    /// use anyway.
+    fn fold(&mut self, simd: Simd) {
+        let Self { products, factors, pairing, steps, queries, dim, .. } = self;
+        let pairs = *dim / 2;
+        products.set(simd, queries.chunks_exact(*dim), |query, planar| {
+            for (byte, plane) in planar.chunks_exact_mut(pairs).enumerate() {
+                for (pair, (to, step)) in plane.iter_mut().zip(&*steps).enumerate() {
+                    let channel = match pairing {
+                        RopePairing::Half => pair + byte / 2 * pairs,
+                        RopePairing::Interleaved => 2 * pair + byte / 2,
+                    };
+                    *to = query[channel] * step * factors[byte];
+                }
+            }
+        });
+    }
+}
