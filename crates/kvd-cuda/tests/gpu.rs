@@ -1,5 +1,5 @@
-//! Conformance on a GPU, with the kernels compiled for it: the suite of every backend. Without a GPU
-//! or kernels each test says `SKIP gpu:` and why; `KVD_REQUIRE_GPU=1` makes that a failure.
+//! Conformance on a GPU, with the kernels compiled for it: the suite of every backend. Without a
+//! GPU or kernels each test says `SKIP gpu:` and why; `KVD_REQUIRE_GPU=1` makes that a failure.
 //!
 //! ```text
 //! cargo xtask kernels
