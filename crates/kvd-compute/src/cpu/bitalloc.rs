@@ -111,12 +111,13 @@ impl Codes {
         for (table, first) in &self.tables {
             let out = &mut bytes[TILE * first..];
             look_up(simd, codes, table, codes.chunk(), out);
-            if rest > 0 {
-                // The last positions are fewer than four.
-                let (mut last, out) = ([0; QUAD * TILE], &mut out[TILE * whole..]);
-                last[..TILE * rest].copy_from_slice(&out[..TILE * rest]);
-                let fours = out.chunks_exact_mut(QUAD).zip(last.chunks_exact(rest)).take(TILE);
-                fours.for_each(|(out, last)| out[..rest].copy_from_slice(last));
+            let last = &mut out[TILE * whole..];
+            // The last positions are fewer than four.
+            match rest {
+                1 => spread::<1>(last),
+                2 => spread::<2>(last),
+                3 => spread::<3>(last),
+                _ => {}
             }
         }
     }
@@ -126,6 +127,15 @@ impl Codes {
         for (table, first) in &self.tables {
             look_up(simd, codes, table, QUAD * per_row, &mut bytes[QUAD * first..]);
         }
+    }
+}
+
+/// Puts the `N` bytes of each token of a tile [`QUAD`] apart.
+fn spread<const N: usize>(bytes: &mut [u8]) {
+    let mut packed = [[0u8; N]; TILE];
+    packed.copy_from_slice(&bytes.as_chunks::<N>().0[..TILE]);
+    for (out, packed) in bytes.as_chunks_mut::<QUAD>().0.iter_mut().zip(packed) {
+        out[..N].copy_from_slice(&packed);
     }
 }
 

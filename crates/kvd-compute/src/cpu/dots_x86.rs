@@ -372,7 +372,7 @@ fn keys_256<const R: usize, const DP: usize, const KIND: u8>(
     }
 }
 
-/// For 8 positions, an accumulator per row and channel: 8 registers of 16.
+/// For 8 positions two channels, or one channel of 16: two accumulators per row, 8 registers of 16.
 #[target_feature(enable = "avx2")]
 fn values_256<const R: usize, const DP: usize, const KIND: u8>(
     codes: TileCodes<'_>,
@@ -382,43 +382,75 @@ fn values_256<const R: usize, const DP: usize, const KIND: u8>(
 ) {
     let TileCodes { bytes, width, per_row } = codes;
     let mask = _mm256_set1_epi8((u8::MAX >> (8 - width)) as i8);
+    let end = target.first + target.count;
     for pass in (0..lookup.dims).step_by(DP) {
-        let tables = tables_256::<DP>(lookup, pass);
-        for block in (target.first..target.first + target.count).step_by(8) {
-            let lanes = (target.first + target.count - block).min(8);
-            let mut sums = [[_mm256_setzero_si256(); DP]; R];
+        let tables = tables_256::<2>(lookup, pass);
+        for block in (target.first..end).step_by(if KIND == PLAIN { 16 } else { 8 }) {
+            let lanes = [(end - block).min(8), (end - block).clamp(8, 16) - 8];
+            let mut sums = [[_mm256_setzero_si256(); 2]; R];
             for group in 0..weights.len / 4 {
                 let (at, shift) = place(group % 8, width as usize, width);
                 let at = group / 8 * codes.tile_bytes() + 4 * (at * per_row + block);
-                let codes = cut_256(load_256(&bytes[at..][..4 * lanes]), shift, mask);
-                for d in 0..DP {
-                    let values = look_256::<KIND>(codes, tables[d]);
-                    for row in 0..R {
-                        let at = 2 * row * weights.len + 8 * group;
-                        let bytes = weights.bytes.as_ptr();
-                        // SAFETY: a row has `2 * weights.len` bytes, eight for each group.
-                        let parts = unsafe { [four(bytes, at), four(bytes, at + 4)] };
-                        let parts = parts.map(|part| _mm256_set1_epi32(part));
-                        sums[row][d] = add_256(sums[row][d], values, parts);
-                    }
+                let cut =
+                    |at: usize, lanes| cut_256(load_256(&bytes[at..][..4 * lanes]), shift, mask);
+                let first = cut(at, lanes[0]);
+                let values = match KIND {
+                    PLAIN if lanes[1] == 0 => [look_256::<KIND>(first, tables[0]); 2],
+                    PLAIN => [first, cut(at + 32, lanes[1])].map(|c| look_256::<KIND>(c, c)),
+                    _ => tables.map(|table| look_256::<KIND>(first, table)),
+                };
+                for row in 0..R {
+                    let at = 2 * row * weights.len + 8 * group;
+                    let bytes = weights.bytes.as_ptr();
+                    // SAFETY: a row has `2 * weights.len` bytes, eight for each group.
+                    let parts = unsafe { [four(bytes, at), four(bytes, at + 4)] };
+                    let parts = parts.map(|part| _mm256_set1_epi32(part));
+                    sums[row][0] = add_256(sums[row][0], values[0], parts);
+                    sums[row][1] = add_256(sums[row][1], values[1], parts);
                 }
             }
             for row in 0..R {
                 let excess = _mm256_set1_epi32(excess_256::<KIND>(lookup, weights.sums[row]));
-                for d in 0..DP {
-                    let mut eight = [0f32; 8];
-                    let sum = _mm256_cvtepi32_ps(_mm256_sub_epi32(sums[row][d], excess));
-                    // SAFETY: eight values.
-                    unsafe { _mm256_storeu_ps(eight.as_mut_ptr(), sum) };
-                    let at = (row * lookup.dims + pass + d) * per_row + block;
-                    for (lane, out) in out[at..at + lanes].iter_mut().enumerate() {
-                        let unit = target.units[row];
-                        let factors = target.factors.get(block + lane);
-                        *out += eight[lane] * factors.map_or(unit, |factor| factor * unit);
+                for (half, sum) in sums[row].into_iter().enumerate() {
+                    let (channel, position, lanes) = match KIND {
+                        PLAIN => (pass, block + 8 * half, lanes[half]),
+                        _ => (pass + half, block, lanes[0]),
+                    };
+                    if lanes == 0 {
+                        continue;
                     }
+                    let sum = _mm256_cvtepi32_ps(_mm256_sub_epi32(sum, excess));
+                    let at = (row * lookup.dims + channel) * per_row + position;
+                    let factors = target.factors.get(position..position + lanes);
+                    add_sums(sum, (target.units[row], factors), &mut out[at..at + lanes]);
                 }
             }
         }
+    }
+}
+
+/// Adds up to eight sums, times the unit and their factors.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn add_sums(sums: __m256, (unit, factors): (f32, Option<&[f32]>), out: &mut [f32]) {
+    if let Some(out) = out.first_chunk_mut::<8>() {
+        let mut by = _mm256_set1_ps(unit);
+        // SAFETY: eight values each.
+        unsafe {
+            if let Some(factors) = factors.and_then(<[f32]>::first_chunk::<8>) {
+                by = _mm256_mul_ps(_mm256_loadu_ps(factors.as_ptr()), by);
+            }
+            let before = _mm256_loadu_ps(out.as_ptr());
+            let after = _mm256_add_ps(before, _mm256_mul_ps(sums, by));
+            _mm256_storeu_ps(out.as_mut_ptr(), after);
+        }
+        return;
+    }
+    let mut eight = [0f32; 8];
+    // SAFETY: eight values.
+    unsafe { _mm256_storeu_ps(eight.as_mut_ptr(), sums) };
+    for (lane, out) in out.iter_mut().enumerate() {
+        *out += eight[lane] * factors.map_or(unit, |factors| factors[lane] * unit);
     }
 }
 

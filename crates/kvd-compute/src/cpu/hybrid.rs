@@ -91,7 +91,9 @@ fn copy(groups: &mut Groups, rows: ScaleRows<'_>, pairs: usize) {
         for (word, from) in words.iter_mut().zip(from.as_chunks::<4>().0) {
             *word = u32::from_le_bytes(*from);
         }
-        halves.copy_from_slice(&steps[..2 * pairs]);
+        for (half, from) in halves.as_chunks_mut::<2>().0.iter_mut().zip(steps.as_chunks::<2>().0) {
+            *half = *from;
+        }
     }
 }
 

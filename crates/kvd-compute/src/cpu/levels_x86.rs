@@ -91,7 +91,7 @@ fn run_256<const TABLES: usize, const PARTS: usize>(
         let bytes = unsafe { _mm_loadu_si128(table.bytes.as_ptr().add(16 * index).cast()) };
         _mm256_broadcastsi128_si256(bytes)
     });
-    let (chunk, whole, planes) = (codes.chunk(), codes.chunk() / 32 * 32, codes.planes());
+    let (chunk, planes) = (codes.chunk(), codes.planes());
     let masks: [_; PARTS] = std::array::from_fn(|p| _mm256_set1_epi8(mask(&planes[p])));
     for index in 0..CHUNKS {
         let parts: [_; PARTS] = std::array::from_fn(|p| planes[p].part(index, chunk));
@@ -100,7 +100,14 @@ fn run_256<const TABLES: usize, const PARTS: usize>(
         let downs: [_; PARTS] = std::array::from_fn(|p| _mm_cvtsi32_si128(down(p) as i32));
         let ups: [_; PARTS] = std::array::from_fn(|p| _mm_cvtsi32_si128(up(p) as i32));
         let out = &mut out[index * stride..][..chunk];
-        for at in (0..whole).step_by(32) {
+        if chunk < 32 {
+            for (at, out) in out.iter_mut().enumerate() {
+                *out = table.bytes[usize::from(code(&planes, (index, chunk), at))];
+            }
+            continue;
+        }
+        // The last ones twice, where they fill no register.
+        for at in (0..chunk).step_by(32).map(|at| at.min(chunk - 32)) {
             let mut codes = _mm256_setzero_si256();
             for p in 0..PARTS {
                 // SAFETY: parts are as long as the chunk, of which 32 bytes begin at `at`.
@@ -115,9 +122,6 @@ fn run_256<const TABLES: usize, const PARTS: usize>(
             let bytes = look_256(codes, &tables);
             // SAFETY: as above.
             unsafe { _mm256_storeu_si256(out.as_mut_ptr().add(at).cast(), bytes) };
-        }
-        for (at, out) in out.iter_mut().enumerate().skip(whole) {
-            *out = table.bytes[usize::from(code(&planes, (index, chunk), at))];
         }
     }
 }
