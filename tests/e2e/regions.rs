@@ -199,6 +199,10 @@ async fn memory_that_cannot_be_a_region_is_refused_with_the_reason() {
     let two = [0, 1].map(|_| blocking(|| Region::open(&path, &mine)).expect("a region"));
     let third = blocking(|| Region::open(&path, &mine));
     assert_refused(third, ErrorCode::LimitExceeded, "limits.regions_max");
+    // Peers over the limit are refused before they say anything.
+    let mut silent = UnixStream::connect(&path).expect("connect");
+    let refused = blocking(|| answer(&mut silent)).refused;
+    assert!(refused.starts_with("LIMIT_EXCEEDED: 2 regions are open already"), "{refused}");
     drop(two);
     eventually("room again", async || blocking(|| Region::open(&path, &mine)).is_ok()).await;
     daemon.assert_serves().await;

@@ -81,9 +81,13 @@ impl RegionServer {
             tokio::select! {
                 accepted = self.listener.accept() => match accepted {
                     Ok((stream, _)) => {
-                        let permit = permits.clone().try_acquire_owned().ok();
                         let (service, phase) = (service.clone(), phase.clone());
-                        connections.spawn(connection(stream, service, phase, permit));
+                        match permits.clone().try_acquire_owned() {
+                            Ok(permit) => {
+                                connections.spawn(connection(stream, service, phase, permit));
+                            }
+                            Err(_) => full(stream, service.config().regions_max).await,
+                        }
                     }
                     Err(error) => {
                         tracing::warn!(%error, "a region's connection could not be accepted");
@@ -101,12 +105,19 @@ impl RegionServer {
     }
 }
 
+/// Refuses a connection without a wait for what it says: those over the limit hold nothing.
+async fn full(stream: UnixStream, max: usize) {
+    let message = format!("{max} regions are open already, limits.regions_max");
+    let error = ServiceError::new(ErrorCode::LimitExceeded, message);
+    refuse(&Frames::new(stream), &error).await;
+}
+
 /// One worker's connection, from its first message to its end.
 async fn connection(
     stream: UnixStream,
     service: Arc<Service>,
     mut phase: watch::Receiver<Phase>,
-    permit: Option<OwnedSemaphorePermit>,
+    permit: OwnedSemaphorePermit,
 ) {
     let mut frames = Frames::new(stream);
     let silence = service.config().keepalive_timeout;
@@ -163,7 +174,7 @@ async fn connection(
 async fn open(
     frames: &mut Frames,
     service: &Arc<Service>,
-    permit: Option<OwnedSemaphorePermit>,
+    permit: OwnedSemaphorePermit,
 ) -> io::Result<Result<Opened, ServiceError>> {
     let (request, mut files) = match frames.next::<v1::OpenRegionRequest>().await {
         Ok(Some(message)) => message,
@@ -226,21 +237,17 @@ fn map(
     request: &v1::OpenRegionRequest,
     files: Vec<OwnedFd>,
     service: &Service,
-    permit: Option<OwnedSemaphorePermit>,
+    permit: OwnedSemaphorePermit,
 ) -> Result<Region, ServiceError> {
     let name = if request.namespace.is_empty() { "default" } else { &request.namespace };
     let namespace = Namespace::new(name)
         .map_err(|error| ServiceError::new(ErrorCode::InvalidArgument, error.to_string()))?;
     service.admit(&Call { namespace: namespace.clone(), deadline: None })?;
-    let limit = |message| Err(ServiceError::new(ErrorCode::LimitExceeded, message));
-    let Some(permit) = permit else {
-        let max = service.config().regions_max;
-        return limit(format!("{max} regions are open already, limits.regions_max"));
-    };
     let max = service.config().region_bytes_max;
     if request.bytes > max {
         let bytes = request.bytes;
-        return limit(format!("a region of {bytes} bytes is over limits.region_bytes_max = {max}"));
+        let message = format!("a region of {bytes} bytes is over limits.region_bytes_max = {max}");
+        return Err(ServiceError::new(ErrorCode::LimitExceeded, message));
     }
     let Some(file) = files.into_iter().next() else {
         let message = "the first byte of the message carries no descriptor (SCM_RIGHTS)";
