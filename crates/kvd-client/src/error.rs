@@ -70,6 +70,11 @@ impl ClientError {
         Self { code: None, grpc: Code::Unavailable, message, retry_after: None }
     }
 
+    /// A connection that broke.
+    pub(crate) fn lost(message: String) -> Self {
+        Self { code: None, grpc: Code::Unavailable, message, retry_after: None }
+    }
+
     fn label(&self) -> String {
         match self.code {
             Some(code) => code.name().to_owned(),

@@ -3,7 +3,8 @@
 //! A [`Client`] is a handle on one connection: clone it freely and call it from many tasks. Every
 //! rpc of `kvd.v1` is one typed method; a failure is a [`ClientError`] that says whether the same
 //! call may succeed later. Engines that hold the newest tokens themselves merge the daemon's part
-//! with theirs through [`merge`].
+//! with theirs through [`merge`]. A worker on the daemon's machine may share a [`Region`] of memory
+//! with it.
 //!
 //! ```no_run
 //! use bytes::Bytes;
@@ -57,12 +58,14 @@ mod connect;
 mod endpoint;
 mod error;
 pub mod merge;
+mod region;
 mod stream;
 
 pub use client::{Client, LoadedRows};
 pub use connect::ClientOptions;
 pub use endpoint::{Endpoint, EndpointError};
 pub use error::ClientError;
+pub use region::{AttendPlaces, Region, RegionDevice, RegionKind, RegionOptions, RegionSlice};
 pub use stream::{AttendStream, LoadStream, PIPELINE_DEPTH_MAX, StoreStream};
 
 pub use kvd_core::{

@@ -92,6 +92,12 @@ pub struct PageHeader {
 }
 
 impl PageHeader {
+    /// Bytes of the gains at the payload's end.
+    #[must_use]
+    pub fn gain_bytes(&self) -> usize {
+        if self.gains { gain_bytes(self.tokens.into()) } else { 0 }
+    }
+
     fn to_bytes(self) -> [u8; HEADER_BYTES] {
         let mut bytes = [0; HEADER_BYTES];
         let flags = if self.huffman { FLAG_HUFFMAN } else { 0 }
@@ -176,7 +182,7 @@ impl<'a> Page<'a> {
             return Err(PageError::Length { got: bytes.len(), want });
         }
         let page = Self { header, bytes };
-        if page.gains_len() > header.payload_len as usize {
+        if header.gain_bytes() > header.payload_len as usize {
             return Err(PageError::Payload("it ends inside the gains"));
         }
         Ok(page)
@@ -191,18 +197,14 @@ impl<'a> Page<'a> {
     /// The payload without gains and padding.
     #[must_use]
     pub fn payload(&self) -> &'a [u8] {
-        &self.bytes[HEADER_BYTES..][..self.header.payload_len as usize - self.gains_len()]
+        &self.bytes[HEADER_BYTES..][..self.header.payload_len as usize - self.header.gain_bytes()]
     }
 
     /// The gains of its rows, where any has one.
     #[must_use]
     pub fn gains(&self) -> Option<Gains<'a>> {
         let end = HEADER_BYTES + self.header.payload_len as usize;
-        self.header.gains.then(|| Gains(&self.bytes[end - self.gains_len()..end]))
-    }
-
-    fn gains_len(&self) -> usize {
-        if self.header.gains { gain_bytes(self.header.tokens.into()) } else { 0 }
+        self.header.gains.then(|| Gains(&self.bytes[end - self.header.gain_bytes()..end]))
     }
 
     /// Tests the checksum.

@@ -4,7 +4,8 @@
 //! The lane promises that extents it passes are reserved (to write) or pinned (to read) for the
 //! length of the call.
 
-use crate::{AttendPlan, BackendError, LoadPlan, Source};
+use crate::region::none;
+use crate::{AttendPlan, BackendError, DeviceRegion, LoadPlan, RegionHandle, Source};
 use bytes::Bytes;
 use kvd_codec::{ModelCodec, PageBytes};
 use kvd_core::{Extent, LayerIndex, ModelId};
@@ -198,4 +199,50 @@ pub trait Backend: Send {
     /// # Errors
     /// When the model is unknown or a page is corrupt.
     fn load(&mut self, plan: &LoadPlan) -> Result<LoadedRows, BackendError>;
+
+    /// Opens device memory that a worker shares.
+    ///
+    /// # Errors
+    /// Why this device cannot.
+    fn open_region(
+        &mut self,
+        handle: RegionHandle,
+        bytes: u64,
+    ) -> Result<DeviceRegion, BackendError> {
+        let _ = (handle, bytes);
+        Err(none())
+    }
+
+    /// Gives it back; one that is not open is none.
+    fn close_region(&mut self, region: DeviceRegion) {
+        let _ = region;
+    }
+
+    /// Copies out of it.
+    ///
+    /// # Errors
+    /// When it is not open, the range is not inside it, or the device has failed.
+    fn read_region(
+        &mut self,
+        region: DeviceRegion,
+        offset: u64,
+        bytes: &mut [u8],
+    ) -> Result<(), BackendError> {
+        let _ = (region, offset, bytes);
+        Err(none())
+    }
+
+    /// Copies into it; what was written is there when this returns.
+    ///
+    /// # Errors
+    /// As [`Backend::read_region`].
+    fn write_region(
+        &mut self,
+        region: DeviceRegion,
+        offset: u64,
+        bytes: &[u8],
+    ) -> Result<(), BackendError> {
+        let _ = (region, offset, bytes);
+        Err(none())
+    }
 }

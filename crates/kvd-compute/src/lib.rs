@@ -9,6 +9,7 @@ mod backend;
 mod cpu;
 mod error;
 mod plan;
+mod region;
 mod state;
 
 pub use backend::{
@@ -18,4 +19,5 @@ pub use backend::{
 pub use cpu::{ArenaError, CpuBackend, CpuOptions, InstructionSet, OpenError, Precision};
 pub use error::BackendError;
 pub use plan::{AttendPlan, LoadPlan, PlanPart, PlanQuery, Source};
+pub use region::{DeviceRegion, RegionHandle};
 pub use state::PartialState;

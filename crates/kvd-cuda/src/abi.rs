@@ -60,8 +60,12 @@ pub struct PageEntry {
     pub first_token: u32,
     /// Bytes of the keys' payload, 0 for rows as they came.
     pub key_bytes: u32,
-    /// Bytes of the values' payload, 0 for rows as they came.
+    /// Bytes of the values' payload without gains, 0 for rows as they came.
     pub value_bytes: u32,
+    /// Bytes of the values' gains, which follow the payload: 4 bits per row, or none.
+    pub gain_bytes: u32,
+    /// Zero.
+    pub unused: u32,
 }
 
 /// What one thread block does: a few query rows over some pages of one KV head.

@@ -14,6 +14,8 @@ use std::collections::BTreeMap;
 
 /// Threads of a block, in warps of 32.
 const THREADS: usize = 128;
+/// Shared memory of one tile's gains, 4 bits per row wherever they begin: `attend.cuh`.
+pub(crate) const GAIN_STAGE: usize = 2 * COPY_BYTES;
 /// Value channels that a thread block sums.
 const DIM_MAX: usize = 2 * THREADS;
 
@@ -272,7 +274,7 @@ impl Builder<'_> {
                 let [key, value] =
                     Side::BOTH.map(|side| extent.offset + layout.row_offset(side, head as u64, 0));
                 let (tokens, first_row) = (*capacity_rows, *first_row);
-                let (key_bytes, value_bytes) = (0, 0);
+                let (key_bytes, value_bytes, gain_bytes) = (0, 0, 0);
                 Ok(PageEntry {
                     key,
                     value,
@@ -282,6 +284,8 @@ impl Builder<'_> {
                     first_token,
                     key_bytes,
                     value_bytes,
+                    gain_bytes,
+                    unused: 0,
                 })
             }
             Source::Pages { first_row, .. } => {
@@ -294,7 +298,8 @@ impl Builder<'_> {
                 let header = HEADER_BYTES as u64;
                 let (key, value) = (key + header, value + header);
                 let (tokens, first_row) = (u32::from(keys.tokens), *first_row);
-                let (key_bytes, value_bytes) = (keys.payload_len, values.payload_len);
+                let gain_bytes = values.gain_bytes() as u32;
+                let value_bytes = values.payload_len - gain_bytes;
                 Ok(PageEntry {
                     key,
                     value,
@@ -302,8 +307,10 @@ impl Builder<'_> {
                     first_row,
                     rows,
                     first_token,
-                    key_bytes,
+                    key_bytes: keys.payload_len,
                     value_bytes,
+                    gain_bytes,
+                    unused: 0,
                 })
             }
         }
@@ -401,5 +408,5 @@ fn shared_bytes(rows: usize, dim: usize, sizes: [usize; 4]) -> usize {
         + rows * TILE_TOKENS
         + rows.next_multiple_of(4);
     let [key_stage, value_stage, key_table, value_table] = sizes;
-    4 * floats + key_table + value_table + 2 * (key_stage + value_stage)
+    4 * floats + key_table + value_table + 2 * (key_stage + value_stage + GAIN_STAGE)
 }

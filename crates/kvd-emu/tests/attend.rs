@@ -70,6 +70,31 @@ fn relative_steps_and_mixed_sides_answer_as_the_reference() {
 }
 
 #[test]
+fn raised_rows_weigh_as_much_less_in_every_tile() {
+    if !available() {
+        return;
+    }
+    // Short tokens by sixteens and alone: tiles without a raised row stand beside others.
+    let short = |side: Side, head: usize, token: usize, channel: usize| {
+        let lengths = [(token / 16 % 3 == 1, 0.01), (token % 5 == 2, 0.3), (true, 1.0)];
+        let length = lengths.into_iter().find(|(is, _)| *is).unwrap().1;
+        value(side, head, token, channel) * if side == Side::Value { length } else { 1.0 }
+    };
+    for codec in [
+        "k=uniform(b=4,axis=token); v=mean+gain/uniform(b=4,axis=channel)",
+        "k=fp8; v=gain+hadamard/fp8",
+        "k=f16; v=gain/f16",
+        "k=hadamard/lloyd(b=3); v=mean+gain+pca/bitalloc(b=3)",
+    ] {
+        let geometry = geometry(64, 48, DType::F16);
+        let stored = Stored::new(&geometry, codec, &layout(&[64, 45, 96, 31, 1], 3), short);
+        let raised = stored.headers.values().filter(|header| header.gain_bytes() > 0).count();
+        assert!(raised >= 6, "{codec}: {raised} pages with gains");
+        agree(&stored, &Ask::last(3, stored.tokens), codec);
+    }
+}
+
+#[test]
 fn vq_answers_as_the_reference_for_every_entry_length() {
     if !available() {
         return;

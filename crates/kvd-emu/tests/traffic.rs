@@ -32,9 +32,8 @@ fn pages_are_read_once_for_all_query_heads() {
     }
     println!("| codec | bytes per token and KV head | copied | of the least |");
     println!("|---|---|---|---|");
-    // Entropy coded, or with gains.
-    let without_kernel =
-        ["kvcomp", "kvcomp-channel", "kvd-4", "kvd-3", "kvd-2", "kvd-1.5", "kvd-2-fast"];
+    // Entropy coded.
+    let without_kernel = ["kvcomp", "kvcomp-channel", "kvd-4", "kvd-3", "kvd-2", "kvd-1.5"];
     for preset in kvd_codec::presets() {
         if without_kernel.contains(&preset.name) {
             continue;
@@ -47,6 +46,7 @@ fn pages_are_read_once_for_all_query_heads() {
             payload as f64 / per_token,
             copied as f64 / per_token
         );
-        assert!((1.0..1.12).contains(&ratio), "{}: {copied} of {payload}", preset.name);
+        // Outliers are read where they are, and not counted.
+        assert!((0.999..1.12).contains(&ratio), "{}: {copied} of {payload}", preset.name);
     }
 }

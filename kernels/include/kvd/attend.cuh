@@ -97,7 +97,29 @@ KVD_DEVICE void stage(const SideShape& side, const Tile& tile, uint8_t* to, unsi
     }
 }
 
-// How a unit uses its shared memory; `attend_shared_bytes` of kvd-cuda is its size.
+// Gains: rows of values that were raised by a power of two before they were quantized. 4 bits per
+// row behind the payload; the weight of a row is multiplied by what brings it back.
+constexpr unsigned GAIN_STAGE = 2 * COPY_BYTES;
+
+KVD_DEVICE Span gain_span(const PageEntry& page, unsigned tile) {
+    const unsigned first = tile * (TILE_TOKENS / 2);
+    const unsigned left = page.gain_bytes > first ? page.gain_bytes - first : 0;
+    return {uint64_t(page.value_bytes) + first, least(left, TILE_TOKENS / 2)};
+}
+
+// What the weight of row `row` of a tile is multiplied by; its gains are staged at `staged`.
+KVD_DEVICE float gain_factor(const AttendParameters& parameters, const Place& place,
+                             const uint8_t* staged, unsigned row) {
+    const Span span = gain_span(*place.page, place.tile);
+    if (row / 2 >= span.len) {
+        return 1;
+    }
+    const uint8_t* at = parameters.arena + place.page->value + span.offset;
+    const unsigned shift = staged[misaligned(at) + row / 2] >> 4 * (row % 2) & 15;
+    return f32_value((127 - shift) << 23);
+}
+
+// How a unit uses its shared memory; `shared_bytes` of kvd-cuda/src/tables.rs is its size.
 template <int ROWS>
 struct AttendShared {
     float* query;
@@ -107,6 +129,7 @@ struct AttendShared {
     float* factors;
     uint8_t* key_table;
     uint8_t* value_table;
+    uint8_t* gains;
     uint8_t* stages;
 
     KVD_DEVICE AttendShared(uint8_t* shared, const AttendParameters& parameters, unsigned dim) {
@@ -116,7 +139,8 @@ struct AttendShared {
         factors = weights + ROWS * TILE_TOKENS;
         key_table = reinterpret_cast<uint8_t*>(factors + (ROWS + 3) / 4 * 4);
         value_table = key_table + parameters.key_table;
-        stages = value_table + parameters.value_table;
+        gains = value_table + parameters.value_table;
+        stages = gains + 2 * GAIN_STAGE;
     }
 };
 
@@ -135,8 +159,10 @@ struct Softmax {
     }
 
     // Turns a tile's scores into weights, and says by which factor what was summed so far shrinks.
+    // Gains scale the weight of a value, not its part of the sum.
     KVD_DEVICE void absorb(const AttendParameters& parameters, const Unit& unit, const Place& place,
-                           const AttendShared<ROWS>& shared) {
+                           const AttendShared<ROWS>& shared, const uint8_t* gains) {
+        const float gain = gain_factor(parameters, place, gains, lane_index());
 #pragma unroll
         for (unsigned own = 0; own < OWNED; own++) {
             const unsigned row = own * ATTEND_WARPS + warp_index();
@@ -149,7 +175,7 @@ struct Softmax {
             const float factor = max[own] == -INFINITY ? 0 : expf(max[own] - high);
             max[own] = high;
             sum[own] = sum[own] * factor + warp_sum(weight);
-            shared.weights[row * TILE_TOKENS + lane_index()] = weight;
+            shared.weights[row * TILE_TOKENS + lane_index()] = weight * gain;
             if (lane_index() == 0) {
                 shared.factors[row] = factor;
             }
@@ -275,6 +301,8 @@ KVD_DEVICE void attend(const AttendParameters& parameters, uint8_t* memory) {
         to += parameters.key_stage;
         const Tile values = tile_of(parameters, next, false, to, shared.value_table);
         stage<Value>(unit.value, values, to, parameters.value_stage);
+        const Span gains = gain_span(*next.page, next.tile);
+        stage_bytes(shared.gains + buffer * GAIN_STAGE, values.payload + gains.offset, gains.len);
         copy_async_commit();
     };
     if (more) {
@@ -297,7 +325,8 @@ KVD_DEVICE void attend(const AttendParameters& parameters, uint8_t* memory) {
             shared.sums[(warp_index() * ROWS + row) * TILE_TOKENS + lane_index()] = scores[row];
         }
         KVD_BARRIER();
-        softmax.absorb(parameters, unit, place, shared);
+        const uint8_t* gains = shared.gains + buffer * GAIN_STAGE;
+        softmax.absorb(parameters, unit, place, shared, gains);
         KVD_BARRIER();
         const Tile values =
             tile_of(parameters, place, false, at + parameters.key_stage, shared.value_table);

@@ -55,9 +55,12 @@ struct PageEntry {
     uint32_t first_row;
     uint32_t rows;
     uint32_t first_token;
-    // Bytes of the payloads; 0 for rows as they came.
+    // Bytes of the payloads, gains apart; 0 for rows as they came.
     uint32_t key_bytes;
     uint32_t value_bytes;
+    // Bytes of the values' gains behind their payload, 4 bits per row; 0 where no row has one.
+    uint32_t gain_bytes;
+    uint32_t unused;
 };
 
 // What one thread block does: up to `ROWS` query rows over some pages of one KV head.

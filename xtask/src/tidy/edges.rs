@@ -14,7 +14,8 @@ const MEMBERS: &[(&str, &[&str])] = &[
     ("kvd-emu", &[]),
     ("kvd-store", &["kvd-core"]),
     ("kvd-proto", &["kvd-core"]),
-    ("kvd-client", &["kvd-core", "kvd-proto"]),
+    ("kvd-shm", &["kvd-core"]),
+    ("kvd-client", &["kvd-core", "kvd-proto", "kvd-shm"]),
     ("kvd-engine", &["kvd-core"]),
     // Measurement and demonstration are clients like any other.
     ("kvd-eval", &["kvd-core", "kvd-codec", "kvd-client", "kvd-engine"]),
@@ -27,12 +28,16 @@ const MEMBERS: &[(&str, &[&str])] = &[
             "kvd-cuda",
             "kvd-store",
             "kvd-proto",
+            "kvd-shm",
             "kvd-client",
             "kvd-eval",
         ],
     ),
     // Only tests use the daemon as a library.
-    ("kvd-tests", &["kvd-core", "kvd-codec", "kvd-proto", "kvd-client", "kvd-eval", "kvd"]),
+    (
+        "kvd-tests",
+        &["kvd-core", "kvd-codec", "kvd-proto", "kvd-shm", "kvd-client", "kvd-eval", "kvd"],
+    ),
     ("xtask", &[]),
 ];
 

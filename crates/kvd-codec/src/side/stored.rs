@@ -5,7 +5,7 @@ use super::{HeadQuantizer, HeadSide};
 use crate::{GroupAxis, UniformMode};
 use kvd_core::{DType, RopePairing};
 
-/// What the payload of a head's pages is (`docs/format.md`, "Sides"), fallbacks apart.
+/// What the payload of a head's pages is (`docs/format.md`, "Sides"), fallbacks and gains apart.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum Stored<'a> {
@@ -67,7 +67,7 @@ impl HeadSide {
     /// How this head's pages hold their values.
     #[must_use]
     pub fn stored(&self) -> Stored<'_> {
-        if self.trained_tables || self.gain.is_some() {
+        if self.trained_tables {
             return Stored::Other;
         }
         let uniform = |mode, bits, base: &super::uniform::Uniform| Stored::Uniform {

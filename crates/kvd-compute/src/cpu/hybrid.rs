@@ -105,9 +105,9 @@ fn select_body(groups: &mut Groups, pairs: usize) {
     let Groups { zeros, steps, centres, signs, words, modes, turned, .. } = groups;
     if pairs > 1 {
         turn(words, pairs, turned);
-        words.copy_from_slice(turned);
+        std::mem::swap(words, turned);
         turn(modes, pairs, turned);
-        modes.copy_from_slice(turned);
+        std::mem::swap(modes, turned);
         steps.iter().zip(&mut signs[..]).for_each(|(step, bits)| *bits = step.to_bits());
         turn(signs, pairs, turned);
         steps.iter_mut().zip(&*turned).for_each(|(step, bits)| *step = f32::from_bits(*bits));

@@ -368,7 +368,7 @@ impl Values {
         };
         for (index, row) in rows.clone().enumerate() {
             let (weights, largest) = weights.tiles(row, tile..tile + 1);
-            let weight: f32 = weights.iter().sum();
+            let weight = sum(weights);
             let pushed = self.parts.push(simd, weights, largest, Some(weight));
             units[index] = pushed.unit;
             let lost = middle(self.groups) * pushed.lost;
@@ -387,6 +387,16 @@ impl Values {
         let target = Target { units: &units[..rows.len()], factors, first: 0, count: self.dim };
         value_dots(simd, codes, &self.lookup, (self.parts.rows(0), target), sums);
     }
+}
+
+/// In eight lanes: one would wait for each addition.
+fn sum(values: &[f32]) -> f32 {
+    let (chunks, rest) = values.as_chunks::<8>();
+    let mut lanes = [0f32; 8];
+    for chunk in chunks {
+        lanes.iter_mut().zip(chunk).for_each(|(lane, value)| *lane += value);
+    }
+    lanes.iter().sum::<f32>() + rest.iter().sum::<f32>()
 }
 
 per_level!(

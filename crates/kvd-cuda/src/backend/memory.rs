@@ -3,7 +3,7 @@
 use super::error;
 use crate::driver::{Driver, DriverError, KernelLaunch};
 use crate::plan::Limits;
-use kvd_compute::BackendError;
+use kvd_compute::{BackendError, RegionHandle};
 use kvd_core::ErrorCode;
 
 /// What a device address is aligned to.
@@ -73,6 +73,7 @@ impl Device {
         call(self.driver.as_mut()).map_err(|reason| match reason {
             DriverError::OutOfMemory(_) => error(ErrorCode::LimitExceeded, reason),
             DriverError::NoKernel(_) => error(ErrorCode::InvalidCodec, reason),
+            DriverError::Refused { .. } => error(ErrorCode::InvalidArgument, reason),
             DriverError::Failed { .. } => {
                 let failure = reason.to_string();
                 self.failure = Some(failure.clone());
@@ -111,6 +112,19 @@ impl Device {
 
     pub(super) fn free(&mut self, address: u64) {
         self.driver.free(address);
+    }
+
+    /// Opens memory of another process.
+    pub(super) fn open_shared(
+        &mut self,
+        handle: RegionHandle,
+        bytes: u64,
+    ) -> Result<u64, BackendError> {
+        self.call(|driver| driver.open_shared(handle, bytes))
+    }
+
+    pub(super) fn close_shared(&mut self, address: u64) {
+        self.driver.close_shared(address);
     }
 
     /// Gives all scratch memory back.

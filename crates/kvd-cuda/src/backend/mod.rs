@@ -7,18 +7,20 @@
 
 mod attend;
 mod memory;
+mod region;
 
 use crate::driver::{Driver, DriverError};
 use crate::plan::{Workload, plan};
 use crate::{PlanError, Shapes};
 use kvd_codec::{ModelCodec, Page, PageHeader};
 use kvd_compute::{
-    AttendPlan, Attended, Backend, BackendError, CpuBackend, CpuOptions, DeviceInfo, EncodeSource,
-    EncodedPages, IncomingRows, LoadPlan, LoadedRows, ModelBytes, OpenError, PlanPart, RawTarget,
-    Source,
+    AttendPlan, Attended, Backend, BackendError, CpuBackend, CpuOptions, DeviceInfo, DeviceRegion,
+    EncodeSource, EncodedPages, IncomingRows, LoadPlan, LoadedRows, ModelBytes, OpenError,
+    PlanPart, RawTarget, RegionHandle, Source,
 };
 use kvd_core::{Coded, ErrorCode, Extent, LayerIndex, ModelId, Side};
 use memory::Device;
+use region::Regions;
 use std::collections::{BTreeMap, HashMap};
 
 /// Host memory in which pages and rows are coded; it costs nothing before it is used.
@@ -61,6 +63,7 @@ pub struct CudaBackend {
     models: HashMap<ModelId, Model>,
     /// Header of the page that begins at an offset of the arena.
     headers: BTreeMap<u64, PageHeader>,
+    regions: Regions,
 }
 
 /// An error of the device with its code.
@@ -93,7 +96,8 @@ impl CudaBackend {
             prefault: false,
             threads: options.threads,
         })?;
-        Ok(Self { device, host, models: HashMap::new(), headers: BTreeMap::new() })
+        let (models, headers) = (HashMap::new(), BTreeMap::new());
+        Ok(Self { device, host, models, headers, regions: Regions::default() })
     }
 
     fn codec(&self, model: ModelId) -> Result<&ModelCodec, BackendError> {
@@ -289,6 +293,36 @@ impl Backend for CudaBackend {
         }
         Ok(loaded)
     }
+
+    fn open_region(
+        &mut self,
+        handle: RegionHandle,
+        bytes: u64,
+    ) -> Result<DeviceRegion, BackendError> {
+        self.open_memory(handle, bytes)
+    }
+
+    fn close_region(&mut self, region: DeviceRegion) {
+        self.close_memory(region);
+    }
+
+    fn read_region(
+        &mut self,
+        region: DeviceRegion,
+        offset: u64,
+        bytes: &mut [u8],
+    ) -> Result<(), BackendError> {
+        self.read_memory(region, offset, bytes)
+    }
+
+    fn write_region(
+        &mut self,
+        region: DeviceRegion,
+        offset: u64,
+        bytes: &[u8],
+    ) -> Result<(), BackendError> {
+        self.write_memory(region, offset, bytes)
+    }
 }
 
 impl Drop for CudaBackend {
@@ -297,5 +331,6 @@ impl Drop for CudaBackend {
         for model in models {
             self.unregister(model);
         }
+        self.regions.clear(&mut self.device);
     }
 }

@@ -5,9 +5,11 @@
 //! owner at a time, and given back once, in `drop`.
 #![expect(unsafe_code, reason = "calls of the driver's C functions")]
 
+use super::shared::Shared;
 use super::{Driver, DriverError, Gpu, KernelLaunch};
 use crate::plan::Limits;
 use cudarc::driver::sys::{self, CUfunction_attribute, CUresult};
+use kvd_compute::RegionHandle;
 use std::collections::HashMap;
 use std::ffi::{CString, c_void};
 use std::ptr;
@@ -23,6 +25,7 @@ pub struct CudaDriver {
     stream: sys::CUstream,
     modules: Vec<sys::CUmodule>,
     functions: HashMap<String, sys::CUfunction>,
+    shared: HashMap<u64, Shared>,
 }
 
 // SAFETY: a context may be used from any thread that has made it current, which every call does
@@ -42,6 +45,7 @@ impl CudaDriver {
             stream: ptr::null_mut(),
             modules: Vec::new(),
             functions: HashMap::new(),
+            shared: HashMap::new(),
         };
         // SAFETY: each call writes the handle that its pointer is to; the probe has initialised the
         // driver and counted the GPU. What was taken before an error is given back by `drop`.
@@ -189,12 +193,33 @@ impl Driver for CudaDriver {
         };
         check("cuLaunchKernel", result)
     }
+
+    fn open_shared(&mut self, handle: RegionHandle, bytes: u64) -> Result<u64, DriverError> {
+        self.bind()?;
+        let shared = Shared::open(&handle, bytes, self.device)?;
+        let address = shared.address();
+        self.shared.insert(address, shared);
+        Ok(address)
+    }
+
+    fn close_shared(&mut self, address: u64) {
+        let Some(shared) = self.shared.remove(&address) else { return };
+        // What is under way may still read or write it.
+        // SAFETY: the stream is this driver's.
+        let waited = self.bind().map(|()| unsafe { sys::cuStreamSynchronize(self.stream) });
+        if waited.is_ok() {
+            shared.close();
+        }
+    }
 }
 
 impl Drop for CudaDriver {
     fn drop(&mut self) {
         if self.context.is_null() || self.bind().is_err() {
             return;
+        }
+        for shared in self.shared.values() {
+            shared.close();
         }
         // SAFETY: every handle was given by the driver and is given back once. Errors that stuck
         // come back here again, and nothing is left to do about them.

@@ -5,12 +5,14 @@
 mod cuda;
 mod name;
 mod probe;
+mod shared;
 
 pub use cuda::CudaDriver;
 pub use name::{BadGpuName, GpuName};
 pub use probe::{Gpu, ProbeError, devices};
 
 use crate::plan::Limits;
+use kvd_compute::RegionHandle;
 
 /// Why a call of the driver failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -22,6 +24,14 @@ pub enum DriverError {
     /// No such kernel in what was loaded.
     #[error("no kernel {0} among those loaded; rebuild them with `cargo xtask kernels`")]
     NoKernel(String),
+    /// Memory of another process that cannot be opened; the device goes on.
+    #[error("{call} refuses the memory: {reason}")]
+    Refused {
+        /// What was called.
+        call: &'static str,
+        /// The driver's name for it, or what does not fit.
+        reason: String,
+    },
     /// Anything else: CUDA's errors stick to the context, so the device must not be called again.
     #[error("the GPU failed in {call}: {reason}")]
     Failed {
@@ -48,8 +58,8 @@ pub struct KernelLaunch<'a> {
 }
 
 /// A device: memory at addresses, and kernels. Calls take effect in their order; those that hand
-/// nothing back may return before they have. An error that is not [`DriverError::OutOfMemory`] or
-/// [`DriverError::NoKernel`] sticks.
+/// nothing back may return before they have. Only
+/// [`DriverError::Failed`] sticks.
 pub trait Driver: Send {
     /// What the device is, for logs.
     fn description(&self) -> String;
@@ -95,4 +105,13 @@ pub trait Driver: Send {
     /// # Errors
     /// When there is no such kernel, or the device has failed.
     fn launch(&mut self, launch: KernelLaunch<'_>) -> Result<(), DriverError>;
+
+    /// Opens `bytes` of memory that another process shares, and says where they are here.
+    ///
+    /// # Errors
+    /// Why they cannot be opened.
+    fn open_shared(&mut self, handle: RegionHandle, bytes: u64) -> Result<u64, DriverError>;
+
+    /// Closes it, by the address that [`Driver::open_shared`] gave.
+    fn close_shared(&mut self, address: u64);
 }

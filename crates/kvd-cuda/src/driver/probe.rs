@@ -13,7 +13,7 @@ use std::ffi::{CStr, c_char, c_int};
 const DRIVER_VERSION_MIN: i32 = 13_000;
 
 /// What the probe and the driver call.
-const SYMBOLS: [&CStr; 35] = [
+const SYMBOLS: [&CStr; 45] = [
     c"cuInit",
     c"cuDriverGetVersion",
     c"cuGetErrorName",
@@ -35,6 +35,16 @@ const SYMBOLS: [&CStr; 35] = [
     c"cuMemFree_v2",
     c"cuMemHostAlloc",
     c"cuMemFreeHost",
+    c"cuIpcOpenMemHandle_v2",
+    c"cuIpcCloseMemHandle",
+    c"cuMemGetAddressRange_v2",
+    c"cuMemImportFromShareableHandle",
+    c"cuMemRelease",
+    c"cuMemAddressReserve",
+    c"cuMemAddressFree",
+    c"cuMemMap",
+    c"cuMemUnmap",
+    c"cuMemSetAccess",
     c"cuMemcpyHtoDAsync_v2",
     c"cuMemcpyDtoHAsync_v2",
     c"cuMemcpyDtoDAsync_v2",

@@ -14,6 +14,7 @@ pub use limits::Limits;
 pub use occupancy::{Block, Occupancy};
 
 use crate::side::TILE_TOKENS;
+use crate::tables::GAIN_STAGE;
 use kvd_codec::{CodebookScope, CodecSpec, Quantizer, SideSpec};
 use kvd_core::{Geometry, Side};
 use occupancy::THREADS;
@@ -110,7 +111,8 @@ pub fn plan(codec: &CodecSpec, workload: &Workload, limits: &Limits) -> Option<P
     let stages = stage(bits[0], dim_k) + stage(bits[1], dim_v);
     let rows = workload.group.min(ROWS_MAX);
     let floats = rows * (dim_k + THREADS + TILE_TOKENS as u32 + 1);
-    let block = Block { registers: REGISTERS, shared_bytes: 4 * floats + 2 * stages };
+    let gains = GAIN_STAGE as u32;
+    let block = Block { registers: REGISTERS, shared_bytes: 4 * floats + 2 * (stages + gains) };
     let occupancy = block.occupancy(limits)?;
     let sizes = Side::BOTH.map(|side| Codebooks::of(codec.side(side), geometry.head_dim(side)));
     let table_bytes = share(occupancy.shared_slack, sizes);

@@ -1,5 +1,6 @@
 //! A [`Driver`] whose kernels run on the CPU, which counts what it gave, and fails on demand.
 
+use kvd_compute::RegionHandle;
 use kvd_cuda::{Driver, DriverError, KernelLaunch, Limits};
 use kvd_emu::{Grid, Memory, Order, launch};
 use parking_lot::Mutex;
@@ -34,6 +35,8 @@ pub(crate) enum Fail {
 
 pub(crate) struct EmuDriver {
     memory: BTreeMap<u64, Memory>,
+    /// Memory of a worker that is open, and its bytes.
+    shared: BTreeMap<u64, u64>,
     watch: Arc<Mutex<Watch>>,
     order: Order,
     limits: Limits,
@@ -43,7 +46,8 @@ impl EmuDriver {
     pub(crate) fn new(order: Order) -> (Self, Arc<Mutex<Watch>>) {
         let watch = Arc::new(Mutex::new(Watch::default()));
         let memory = BTreeMap::new();
-        (Self { memory, watch: watch.clone(), order, limits: Limits::h100() }, watch)
+        let (shared, limits) = (BTreeMap::new(), Limits::h100());
+        (Self { memory, shared, watch: watch.clone(), order, limits }, watch)
     }
 
     /// Counts a call; an error when the device has failed, or fails here.
@@ -64,8 +68,12 @@ impl EmuDriver {
 
     /// Tests that a range was given.
     fn check(&self, address: u64, len: u64) {
-        let (start, memory) = self.memory.range(..=address).next_back().expect("an address");
-        let end = start + memory.bytes().len() as u64;
+        let own = self.memory.range(..=address).next_back();
+        let own = own.map(|(start, memory)| start + memory.bytes().len() as u64);
+        let shared = self.shared.range(..=address).next_back();
+        let shared = shared.map(|(start, bytes)| start + bytes);
+        let end = [own, shared].into_iter().flatten().find(|end| address < *end);
+        let end = end.expect("an address");
         assert!(address + len <= end, "{len} bytes at {address:#x} end after {end:#x}");
     }
 }
@@ -138,5 +146,25 @@ impl Driver for EmuDriver {
         // SAFETY: the backend passes addresses of this driver's memory; sanitizers see overruns.
         unsafe { launch(grid, launched.parameters) }
             .map_err(|reason| DriverError::Failed { call: "launch", reason })
+    }
+
+    fn open_shared(&mut self, handle: RegionHandle, bytes: u64) -> Result<u64, DriverError> {
+        self.call("open_shared", None)?;
+        let address = match handle {
+            RegionHandle::CudaIpc(handle) => u64::from_le_bytes(*handle.first_chunk().expect("64")),
+            _ => 0,
+        };
+        if address == 0 {
+            let reason = "CUDA_ERROR_INVALID_VALUE (1)".to_owned();
+            return Err(DriverError::Refused { call: "open_shared", reason });
+        }
+        self.shared.insert(address, bytes);
+        self.watch.lock().live += 1;
+        Ok(address)
+    }
+
+    fn close_shared(&mut self, address: u64) {
+        self.shared.remove(&address).expect("memory is closed once");
+        self.watch.lock().live -= 1;
     }
 }

@@ -17,6 +17,10 @@ pub(super) fn bytes(
 ) -> Result<Bytes, RequestError> {
     match payload.and_then(|payload| payload.source) {
         Some(v1::payload::Source::Inline(bytes)) => Ok(bytes),
+        Some(v1::payload::Source::Region(_)) => {
+            let reason = "is in a region, which is used through its own connection";
+            Err(RequestError::invalid(field, reason))
+        }
         None => Err(RequestError::Missing { field }),
     }
 }

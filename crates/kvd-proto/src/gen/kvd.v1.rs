@@ -22,7 +22,7 @@ pub struct Geometry {
 /// Where a tensor's bytes are.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Payload {
-    #[prost(oneof = "payload::Source", tags = "1")]
+    #[prost(oneof = "payload::Source", tags = "1, 2")]
     pub source: ::core::option::Option<payload::Source>,
 }
 /// Nested message and enum types in `Payload`.
@@ -31,7 +31,18 @@ pub mod payload {
     pub enum Source {
         #[prost(bytes, tag = "1")]
         Inline(::prost::bytes::Bytes),
+        /// Only in calls through the region's own connection.
+        #[prost(message, tag = "2")]
+        Region(super::RegionSlice),
     }
+}
+/// Bytes of a region. One of a worker's device where that was opened, else of its memory file.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct RegionSlice {
+    #[prost(uint64, tag = "1")]
+    pub offset: u64,
+    #[prost(uint64, tag = "2")]
+    pub bytes: u64,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct GetServerInfoRequest {}
@@ -372,6 +383,84 @@ pub struct StoredBytes {
     #[prost(uint64, tag = "10")]
     pub packed_value_bytes: u64,
 }
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct OpenRegionRequest {
+    /// As the metadata key `kvd-namespace` of an rpc; empty means "default".
+    #[prost(string, tag = "1")]
+    pub namespace: ::prost::alloc::string::String,
+    /// Bytes of the memory file: completion records, and payloads where no device is opened.
+    #[prost(uint64, tag = "2")]
+    pub bytes: u64,
+    #[prost(uint64, tag = "5")]
+    pub device_bytes: u64,
+    /// Device memory for the payloads. When it cannot be opened they are in the memory file.
+    #[prost(oneof = "open_region_request::Device", tags = "3, 4")]
+    pub device: ::core::option::Option<open_region_request::Device>,
+}
+/// Nested message and enum types in `OpenRegionRequest`.
+pub mod open_region_request {
+    /// Device memory for the payloads. When it cannot be opened they are in the memory file.
+    #[derive(Clone, PartialEq, Eq, Hash, ::prost::Oneof)]
+    pub enum Device {
+        /// cudaIpcMemHandle_t, 64 bytes.
+        #[prost(bytes, tag = "3")]
+        CudaIpc(::prost::bytes::Bytes),
+        /// True: the message carries a second descriptor, exported from a CUDA allocation.
+        #[prost(bool, tag = "4")]
+        CudaFd(bool),
+    }
+}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct OpenRegionResponse {
+    #[prost(enumeration = "RegionKind", tag = "1")]
+    pub kind: i32,
+    /// Why it is not the kind that was asked for; empty when it is.
+    #[prost(string, tag = "2")]
+    pub reason: ::prost::alloc::string::String,
+    #[prost(string, tag = "3")]
+    pub boot_id: ::prost::alloc::string::String,
+    /// "CODE: message" of a refusal, after which the daemon closes the connection. Also sent, at any
+    /// time, for a message that breaks the protocol.
+    #[prost(string, tag = "4")]
+    pub refused: ::prost::alloc::string::String,
+}
+/// A call whose payloads are in the region. Calls are executed as they come; each ends with its
+/// completion record.
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct RegionCall {
+    /// Offset of the completion record, 256 bytes in the memory file aligned to 4: u32 state (0 under
+    /// way, which the worker writes before it sends; 1 answered; 2 refused), u32 bytes of the message,
+    /// three u32 (of a store: layer's length, replayed, packed blocks), an unused u32, and from byte 24
+    /// on "CODE: message" of a refusal. The daemon writes the state last and wakes its futex.
+    #[prost(uint64, tag = "1")]
+    pub done: u64,
+    /// Microseconds until nobody waits any more; 0 means no deadline.
+    #[prost(uint64, tag = "2")]
+    pub timeout_us: u64,
+    #[prost(oneof = "region_call::Call", tags = "3, 4")]
+    pub call: ::core::option::Option<region_call::Call>,
+}
+/// Nested message and enum types in `RegionCall`.
+pub mod region_call {
+    #[derive(Clone, PartialEq, ::prost::Oneof)]
+    pub enum Call {
+        #[prost(message, tag = "3")]
+        Attend(super::RegionAttend),
+        #[prost(message, tag = "4")]
+        Store(super::StoreBlocksRequest),
+    }
+}
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct RegionAttend {
+    #[prost(message, optional, tag = "1")]
+    pub request: ::core::option::Option<AttendRequest>,
+    /// Where AttendResponse.out goes, exactly as long.
+    #[prost(message, optional, tag = "2")]
+    pub out: ::core::option::Option<RegionSlice>,
+    /// Where AttendResponse.lse goes, exactly as long.
+    #[prost(message, optional, tag = "3")]
+    pub lse: ::core::option::Option<RegionSlice>,
+}
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
 #[repr(i32)]
 pub enum DType {
@@ -431,6 +520,42 @@ impl RopePairing {
             "ROPE_PAIRING_UNSPECIFIED" => Some(Self::Unspecified),
             "ROPE_PAIRING_HALF" => Some(Self::Half),
             "ROPE_PAIRING_INTERLEAVED" => Some(Self::Interleaved),
+            _ => None,
+        }
+    }
+}
+/// How the daemon reads and writes a region's payloads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
+#[repr(i32)]
+pub enum RegionKind {
+    Unspecified = 0,
+    /// The memory file, mapped.
+    Memfd = 1,
+    /// Device memory behind a legacy CUDA IPC handle.
+    CudaIpc = 2,
+    /// Device memory behind a POSIX descriptor of CUDA's virtual memory management.
+    CudaFd = 3,
+}
+impl RegionKind {
+    /// String value of the enum field names used in the ProtoBuf definition.
+    ///
+    /// The values are not transformed in any way and thus are considered stable
+    /// (if the ProtoBuf definition does not change) and safe for programmatic use.
+    pub fn as_str_name(&self) -> &'static str {
+        match self {
+            Self::Unspecified => "REGION_KIND_UNSPECIFIED",
+            Self::Memfd => "REGION_KIND_MEMFD",
+            Self::CudaIpc => "REGION_KIND_CUDA_IPC",
+            Self::CudaFd => "REGION_KIND_CUDA_FD",
+        }
+    }
+    /// Creates an enum from field names used in the ProtoBuf definition.
+    pub fn from_str_name(value: &str) -> ::core::option::Option<Self> {
+        match value {
+            "REGION_KIND_UNSPECIFIED" => Some(Self::Unspecified),
+            "REGION_KIND_MEMFD" => Some(Self::Memfd),
+            "REGION_KIND_CUDA_IPC" => Some(Self::CudaIpc),
+            "REGION_KIND_CUDA_FD" => Some(Self::CudaFd),
             _ => None,
         }
     }

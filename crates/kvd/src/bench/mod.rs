@@ -1,4 +1,5 @@
-//! `kvd bench`: how fast this machine attends, encodes and stores, without a daemon around it.
+//! `kvd bench`: how fast this machine attends, encodes and stores, without a daemon around it; and
+//! what each transport adds, with one.
 //!
 //! Every figure is processor time of this process, because machines are shared: runs of different
 //! codecs take turns, and each figure is the median of its turns, with the best beside it. Pages
@@ -9,11 +10,15 @@ mod codec;
 mod data;
 mod measure;
 mod store;
+#[cfg(feature = "eval")]
+mod transport;
 
 pub use attend::{AttendBench, AttendRow};
 pub use codec::{CodecBench, CodecRow};
 pub use measure::{Figure, Machine};
 pub use store::{StoreBench, StoreRow};
+#[cfg(feature = "eval")]
+pub use transport::{TransportBench, TransportRow};
 
 use kvd_core::{DType, Geometry, RopePairing};
 

@@ -5,6 +5,8 @@ use crate::bench::{
     AttendBench, AttendRow, BenchError, CodecBench, CodecRow, Figure, Machine, SHAPES, Shape,
     StoreBench, StoreRow, shape,
 };
+#[cfg(feature = "eval")]
+use crate::bench::{TransportBench, TransportRow};
 use bytesize::ByteSize;
 use clap::{Args, Subcommand};
 use kvd_compute::{InstructionSet, Precision};
@@ -19,6 +21,9 @@ pub(super) enum BenchCommand {
     Codec(CommonArgs),
     /// Storing a prefill through the backend.
     Store(StoreArgs),
+    /// One attend from a client to a daemon and back, by transport.
+    #[cfg(feature = "eval")]
+    Transport(TransportArgs),
 }
 
 /// What every benchmark takes.
@@ -80,6 +85,22 @@ pub(super) struct StoreArgs {
     threads: usize,
 }
 
+#[cfg(feature = "eval")]
+#[derive(Args)]
+pub(super) struct TransportArgs {
+    #[command(flatten)]
+    common: CommonArgs,
+    /// Stored tokens; several, with commas.
+    #[arg(long, value_delimiter = ',', default_value = "64,8192")]
+    context: Vec<u32>,
+    /// Query tokens; several, with commas.
+    #[arg(long, value_delimiter = ',', default_value = "1,16")]
+    query_tokens: Vec<u32>,
+    /// Calls of one turn.
+    #[arg(long, default_value_t = 100)]
+    calls: usize,
+}
+
 fn parse_shape(name: &str) -> Result<Shape, String> {
     shape(name).ok_or_else(|| {
         let names: Vec<_> = SHAPES.iter().map(|shape| shape.name).collect();
@@ -136,6 +157,20 @@ pub(super) fn bench(command: BenchCommand) -> Result<String, CliError> {
             };
             let (machine, rows) = bench.run().map_err(failed)?;
             report(&args.common, machine, rows, store_table)
+        }
+        #[cfg(feature = "eval")]
+        BenchCommand::Transport(args) => {
+            let bench = TransportBench {
+                shape: args.common.shape,
+                codecs: codecs(&args.common, &["kivi-4"]),
+                contexts: args.context.clone(),
+                query_tokens: args.query_tokens.clone(),
+                block_tokens: args.common.block_tokens.max(1),
+                rounds: args.common.rounds.max(1),
+                calls: args.calls.max(1),
+            };
+            let (machine, rows) = bench.run().map_err(failed)?;
+            report(&args.common, machine, rows, transport_table)
         }
     }
 }
@@ -260,4 +295,27 @@ fn store_table(rows: &[StoreRow]) -> String {
         .expect("write to a string");
     }
     text + "\nf16 input of K and V, one layer\n"
+}
+
+#[cfg(feature = "eval")]
+fn transport_table(rows: &[TransportRow]) -> String {
+    let head = ["wall us [best]", "cpu us [best]"];
+    let mut text = format!(
+        "{:>18} {:>18} {:>8} {:>7}  {:<14} codec\n",
+        head[0], head[1], "context", "queries", "transport"
+    );
+    for row in rows {
+        writeln!(
+            text,
+            "{:>18} {:>18} {:>8} {:>7}  {:<14} {}",
+            pair(row.wall_us),
+            pair(row.cpu_us),
+            row.context,
+            row.query_tokens,
+            row.transport,
+            row.codec
+        )
+        .expect("write to a string");
+    }
+    text + "\nus of one attend, one after another; cpu counts client and daemon\n"
 }

@@ -27,6 +27,8 @@ pub struct Config {
     pub listen_tcp: Option<SocketAddr>,
     /// gRPC over a Unix socket.
     pub listen_unix: Option<PathBuf>,
+    /// Regions.
+    pub listen_region: Option<PathBuf>,
     /// Metrics and health.
     pub admin_listen: Option<SocketAddr>,
     /// Largest gRPC message.
@@ -69,6 +71,10 @@ pub struct Config {
     pub calibration_bytes_max: usize,
     /// Bytes of requests and answers on their way through the device.
     pub inflight_bytes_max: usize,
+    /// Regions that workers share.
+    pub regions_max: usize,
+    /// Memory file of one region.
+    pub region_bytes_max: u64,
     /// Blocks that the queries of one attend read.
     pub attend_parts_max: u64,
     /// Scores that one attend computes.
@@ -126,8 +132,8 @@ impl Config {
     fn validate(raw: &RawConfig) -> Result<Self, ConfigError> {
         let config = Self {
             listen_tcp: address("server.listen_tcp", &raw.server.listen_tcp)?,
-            listen_unix: (!raw.server.listen_unix.is_empty())
-                .then(|| PathBuf::from(&raw.server.listen_unix)),
+            listen_unix: path(&raw.server.listen_unix),
+            listen_region: path(&raw.server.listen_region),
             admin_listen: address("admin.listen", &raw.admin.listen)?,
             message_bytes_max: size("server.message_bytes_max", raw.server.message_bytes_max)?,
             stream_window_bytes: window(
@@ -151,7 +157,7 @@ impl Config {
                 raw.server.streams_per_connection_max,
                 1,
             )?,
-            connections_max: connections(raw.server.connections_max)?,
+            connections_max: permits("server.connections_max", raw.server.connections_max)?,
             grace_period: Duration::from_millis(raw.server.grace_period_ms),
             device: device(&raw.device.device)?,
             pool_bytes: at_least("device.pool_bytes", raw.device.pool_bytes.as_u64(), 1 << 20)?,
@@ -176,6 +182,8 @@ impl Config {
                 raw.limits.calibration_bytes_max,
             )?,
             inflight_bytes_max: size("limits.inflight_bytes_max", raw.limits.inflight_bytes_max)?,
+            regions_max: permits("limits.regions_max", raw.limits.regions_max)?,
+            region_bytes_max: size("limits.region_bytes_max", raw.limits.region_bytes_max)? as u64,
             attend_parts_max: at_least("limits.attend_parts_max", raw.limits.attend_parts_max, 1)?,
             attend_work_max: at_least("limits.attend_work_max", raw.limits.attend_work_max, 1)?,
             namespaces: namespaces(&raw.namespaces.allowed)?,
@@ -184,10 +192,8 @@ impl Config {
             log_filter: raw.log.filter.clone(),
         };
         if config.listen_tcp.is_none() && config.listen_unix.is_none() {
-            return Err(ConfigError::new(
-                "server.listen_tcp",
-                "set this or server.listen_unix: nobody could reach the daemon",
-            ));
+            let reason = "set this or server.listen_unix: nobody could reach the daemon";
+            return Err(ConfigError::new("server.listen_tcp", reason));
         }
         config.check_bytes()?;
         Ok(config)
@@ -229,6 +235,11 @@ fn address(key: &'static str, text: &str) -> Result<Option<SocketAddr>, ConfigEr
     Ok(Some(parsed))
 }
 
+/// A socket's path; an empty text is none.
+fn path(text: &str) -> Option<PathBuf> {
+    (!text.is_empty()).then(|| PathBuf::from(text))
+}
+
 fn at_least<T: PartialOrd + std::fmt::Display>(
     key: &'static str,
     value: T,
@@ -245,8 +256,8 @@ fn millis(key: &'static str, value: u64) -> Result<Duration, ConfigError> {
     Ok(Duration::from_millis(at_least(key, value, 1)?))
 }
 
-fn connections(value: usize) -> Result<usize, ConfigError> {
-    let key = "server.connections_max";
+/// What one permit each is given for.
+fn permits(key: &'static str, value: usize) -> Result<usize, ConfigError> {
     let max = tokio::sync::Semaphore::MAX_PERMITS;
     if value > max {
         return Err(ConfigError::new(key, format!("{value} is above the maximum {max}")));

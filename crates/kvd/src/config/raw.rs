@@ -54,6 +54,7 @@ pub struct RawConfig {
 pub struct Server {
     pub listen_tcp: String,
     pub listen_unix: String,
+    pub listen_region: String,
     pub message_bytes_max: ByteSize,
     pub stream_window_bytes: ByteSize,
     pub connection_window_bytes: ByteSize,
@@ -93,6 +94,8 @@ pub struct Limits {
     pub sequence_layers_max: u64,
     pub calibration_bytes_max: ByteSize,
     pub inflight_bytes_max: ByteSize,
+    pub regions_max: usize,
+    pub region_bytes_max: ByteSize,
     pub attend_parts_max: u64,
     pub attend_work_max: u64,
 }

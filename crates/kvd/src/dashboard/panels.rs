@@ -149,7 +149,7 @@ fn health() -> Vec<Panel> {
 }
 
 fn requests() -> Vec<Panel> {
-    use Metric::{RequestSeconds, RequestsTotal};
+    use Metric::{RegionBytes, Regions, RequestSeconds, RequestsTotal};
     let refused = format!(
         r#"sum by (rpc, code) (rate({}{{instance=~"$instance",code!="OK"}}[$__rate_interval]))"#,
         RequestsTotal.name()
@@ -161,6 +161,12 @@ fn requests() -> Vec<Panel> {
             .described("docs/operating.md says what each code means and what to do."),
         lines("Latency by rpc", "s", quantiles(RequestSeconds, &["rpc"], ""))
             .explained(RequestSeconds),
+        lines("Regions", "none", [Query::level(Regions, &["instance"])])
+            .explained(Regions)
+            .wide(12),
+        lines("Memory of regions", "bytes", [Query::level(RegionBytes, &["instance"])])
+            .explained(RegionBytes)
+            .wide(12),
     ]
 }
 

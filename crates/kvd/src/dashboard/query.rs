@@ -116,6 +116,8 @@ pub(super) fn of_model(metric: Metric) -> bool {
             | Metric::ResidentBytes
             | Metric::RequestsTotal
             | Metric::RequestSeconds
+            | Metric::Regions
+            | Metric::RegionBytes
             | Metric::QueueDepth
             | Metric::QueueSeconds
             | Metric::Models

@@ -52,6 +52,9 @@ metrics! {
     RequestsTotal = "kvd_requests_total", Counter, "Finished calls, and messages of streams, by rpc and code.";
     RequestSeconds = "kvd_request_seconds", Histogram, "Time from receipt to answer, by rpc.";
 
+    Regions = "kvd_regions", Gauge, "Regions that workers share with the daemon.";
+    RegionBytes = "kvd_region_bytes", Gauge, "Bytes of their memory files.";
+
     QueueDepth = "kvd_queue_depth", Gauge, "Jobs waiting for the device.";
     QueueSeconds = "kvd_queue_seconds", Histogram, "Time a job waited for the device.";
     StoreSeconds = "kvd_store_seconds", Histogram, "Device time of one stored range, encoding included.";

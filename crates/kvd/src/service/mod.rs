@@ -9,6 +9,7 @@ mod load;
 mod model;
 mod pack;
 mod plan;
+mod region;
 mod register;
 mod sequence;
 mod stats;
@@ -22,6 +23,7 @@ pub use call::Call;
 pub use error::ServiceError;
 pub use load::LoadPiece;
 pub use model::Model;
+pub(crate) use region::OpenMemory;
 pub use stats::{ModelStats, PoolStats};
 pub use store::StoreReply;
 
@@ -70,6 +72,9 @@ impl Service {
             ("device", &lane.info().description),
         ];
         metrics.gauge(Metric::BuildInfo, &labels).set(1.0);
+        // Both then count up and down with the regions themselves.
+        metrics.gauge(Metric::Regions, &[]).set(0.0);
+        metrics.gauge(Metric::RegionBytes, &[]).set(0.0);
         Self {
             inflight: ByteBudget::new(config.inflight_bytes_max as u64),
             building: Arc::new(Semaphore::new(1)),

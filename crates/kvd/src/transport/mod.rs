@@ -1,4 +1,5 @@
-//! Bytes in, bytes out: gRPC over TCP and Unix sockets. No logic of the daemon lives here.
+//! Bytes in, bytes out: gRPC over TCP and Unix sockets, regions of shared memory. No logic of the
+//! daemon lives here.
 
 mod call;
 mod connection;
@@ -6,6 +7,7 @@ mod convert;
 mod grpc;
 mod health;
 mod measure;
+mod region;
 mod server;
 mod socket;
 mod stream;

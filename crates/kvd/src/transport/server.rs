@@ -3,12 +3,13 @@
 use super::connection::{Incoming, Limits, Phase};
 use super::grpc::Grpc;
 use super::health::HealthOf;
+use super::region::RegionServer;
 use super::socket::{self, SocketFile};
 use crate::config::Config;
 use crate::service::Service;
 use kvd_proto::v1::kvd_server::KvdServer;
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use tokio::net::{TcpListener, UnixListener};
 use tokio::sync::{Semaphore, watch};
@@ -38,12 +39,15 @@ pub struct BoundAddresses {
     pub tcp: Option<SocketAddr>,
     /// gRPC over a Unix socket.
     pub unix: Option<PathBuf>,
+    /// Regions.
+    pub region: Option<PathBuf>,
 }
 
 /// Bound sockets, not yet serving.
 pub struct GrpcServer {
     tcp: Option<TcpListener>,
     unix: Option<(UnixListener, SocketFile)>,
+    region: Option<RegionServer>,
     addresses: BoundAddresses,
 }
 
@@ -67,15 +71,16 @@ impl GrpcServer {
         }
         let mut unix = None;
         if let Some(path) = &config.listen_unix {
-            let bound = socket::bind(path).await.map_err(|source| ListenError {
-                address: path.display().to_string(),
-                key: "server.listen_unix",
-                source,
-            })?;
+            unix = Some(bind_unix(path, "server.listen_unix").await?);
             addresses.unix = Some(path.clone());
-            unix = Some(bound);
         }
-        Ok(Self { tcp, unix, addresses })
+        let mut region = None;
+        if let Some(path) = &config.listen_region {
+            let (listener, _file) = bind_unix(path, "server.listen_region").await?;
+            region = Some(RegionServer { listener, _file });
+            addresses.region = Some(path.clone());
+        }
+        Ok(Self { tcp, unix, region, addresses })
     }
 
     /// Where the sockets are.
@@ -101,6 +106,7 @@ impl GrpcServer {
             phase: phase.clone(),
         };
         let routes = routes(&service, &phase);
+        let of_regions = phase.clone();
         let mut serving = JoinSet::new();
         if let Some(listener) = self.tcp {
             // The builder's TCP settings do not reach sockets that were bound elsewhere.
@@ -120,6 +126,13 @@ impl GrpcServer {
             let incoming = Incoming::new(sockets, limits);
             serving.spawn(router.serve_with_incoming_shutdown(incoming, drain));
         }
+        if let Some(regions) = self.region {
+            let regions = regions.serve(service.clone(), of_regions);
+            serving.spawn(async {
+                regions.await;
+                Ok(())
+            });
+        }
         let mut result = Ok(());
         while let Some(ended) = serving.join_next().await {
             result = result
@@ -127,6 +140,14 @@ impl GrpcServer {
         }
         result
     }
+}
+
+async fn bind_unix(
+    path: &Path,
+    key: &'static str,
+) -> Result<(UnixListener, SocketFile), ListenError> {
+    let failed = |source| ListenError { address: path.display().to_string(), key, source };
+    socket::bind(path).await.map_err(failed)
 }
 
 fn builder(config: &Config) -> Server {

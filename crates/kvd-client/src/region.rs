@@ -1,0 +1,387 @@
+//! Memory shared with a daemon on the same machine: queries are written there, outputs are found
+//! there, and no payload travels through a socket.
+//!
+//! Blocking, unlike [`Client`](crate::Client): a worker's thread sends a small message and sleeps
+//! on a word of the region until the answer is there. Several calls may be under way, each with
+//! places of its own.
+
+use crate::error::ClientError;
+use kvd_core::{DType, ErrorCode, Namespace};
+use kvd_proto::domain::{AttendBatch, Attended, StoreAck, StoreChunk};
+use kvd_proto::v1;
+use kvd_shm::{Completion, Memory, Outcome, receive, send};
+use prost::Message;
+use std::io::{self, ErrorKind};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+pub use kvd_proto::v1::{RegionKind, RegionSlice};
+
+/// How often a sleeper looks whether the daemon still lives.
+const LOOK_INTERVAL: Duration = Duration::from_millis(100);
+/// Payloads begin on cache lines.
+const ALIGN: u64 = 64;
+/// Time for the daemon to answer the first message.
+const OPEN_TIME: Duration = Duration::from_secs(5);
+/// Time of the peer to read what fills its socket.
+const SEND_PAUSE: Duration = Duration::from_micros(100);
+/// Largest message that a daemon sends.
+const MESSAGE_BYTES_MAX: usize = 64 << 10;
+
+/// Device memory of this process for the payloads of a region.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub enum RegionDevice {
+    /// What `cudaIpcGetMemHandle` gave.
+    CudaIpc([u8; 64]),
+    /// What `cuMemExportToShareableHandle` gave as a POSIX descriptor.
+    CudaFd(Arc<OwnedFd>),
+}
+
+/// How a region is opened.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct RegionOptions {
+    /// Bytes of the memory; 16 MiB.
+    pub bytes: u64,
+    /// Whose calls go through it; `default` when absent.
+    pub namespace: Option<Namespace>,
+    /// Deadline of each call; none.
+    pub timeout: Option<Duration>,
+    /// Device memory for the payloads, and its bytes; none. Where the daemon cannot open it, they
+    /// are in the region's own memory, and [`Region::reason`] says why.
+    pub device: Option<(RegionDevice, u64)>,
+}
+
+impl Default for RegionOptions {
+    fn default() -> Self {
+        Self { bytes: 16 << 20, namespace: None, timeout: None, device: None }
+    }
+}
+
+impl RegionOptions {
+    /// With this much memory.
+    #[must_use]
+    pub fn with_bytes(mut self, bytes: u64) -> Self {
+        self.bytes = bytes;
+        self
+    }
+
+    /// For a tenant.
+    #[must_use]
+    pub fn with_namespace(mut self, namespace: &Namespace) -> Self {
+        self.namespace = Some(namespace.clone());
+        self
+    }
+
+    /// With device memory for the payloads.
+    #[must_use]
+    pub fn with_device(mut self, device: RegionDevice, bytes: u64) -> Self {
+        self.device = Some((device, bytes));
+        self
+    }
+
+    /// With a deadline for each call.
+    #[must_use]
+    pub fn with_timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = Some(timeout);
+        self
+    }
+}
+
+/// Where the parts of one attend are.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AttendPlaces {
+    /// The completion record, [`Completion::BYTES`] bytes.
+    pub done: u64,
+    /// `[sum of n_q, q_heads, head_dim_k]`, written by the caller.
+    pub q: RegionSlice,
+    /// `[sum of n_q, q_heads, head_dim_v]`, written by the daemon.
+    pub out: RegionSlice,
+    /// `[sum of n_q, q_heads]`, f32, written by the daemon.
+    pub lse: RegionSlice,
+}
+
+impl AttendPlaces {
+    /// Places one after another from `start` on, for heads of so many channels of keys and values.
+    #[must_use]
+    pub fn packed(start: u64, batch: &AttendBatch, head_dims: [u32; 2]) -> Self {
+        let heads = u64::from(batch.rows()) * u64::from(batch.q_heads);
+        let done = start.next_multiple_of(ALIGN);
+        let mut end = done + Completion::BYTES;
+        let mut take = |values: u64, dtype: DType| {
+            let (offset, bytes) = (end.next_multiple_of(ALIGN), values * dtype.size_bytes() as u64);
+            end = offset + bytes;
+            RegionSlice { offset, bytes }
+        };
+        let [dim_k, dim_v] = head_dims.map(u64::from);
+        let q = take(heads * dim_k, batch.dtype);
+        let out = take(heads * dim_v, batch.dtype);
+        let lse = take(heads, DType::F32);
+        Self { done, q, out, lse }
+    }
+
+    /// One past the last byte.
+    #[must_use]
+    pub fn end(&self) -> u64 {
+        self.lse.offset + self.lse.bytes
+    }
+}
+
+/// A region that a daemon has mapped. It ends when this is dropped.
+#[derive(Debug)]
+pub struct Region {
+    stream: UnixStream,
+    memory: Memory,
+    opened: v1::OpenRegionResponse,
+    timeout: Option<Duration>,
+}
+
+impl Region {
+    /// Makes memory and hands it over at the daemon's `server.listen_region`.
+    ///
+    /// # Errors
+    /// When the daemon cannot be reached or refuses it: `LIMIT_EXCEEDED`, `NAMESPACE_DENIED`,
+    /// `SHUTTING_DOWN`.
+    pub fn open(path: impl AsRef<Path>, options: &RegionOptions) -> Result<Self, ClientError> {
+        let memory = Memory::create(options.bytes).map_err(|error| refused(&error))?;
+        let stream = UnixStream::connect(path).map_err(|error| lost(&error))?;
+        stream.set_nonblocking(true).map_err(|error| lost(&error))?;
+        let name = options.namespace.as_ref().map_or("", Namespace::as_str);
+        use v1::open_region_request::Device;
+        let (device, file) = match &options.device {
+            None => (None, None),
+            Some((RegionDevice::CudaIpc(handle), _)) => {
+                (Some(Device::CudaIpc(handle.to_vec().into())), None)
+            }
+            Some((RegionDevice::CudaFd(file), _)) => (Some(Device::CudaFd(true)), Some(file)),
+        };
+        let request = v1::OpenRegionRequest {
+            namespace: name.to_owned(),
+            bytes: options.bytes,
+            device_bytes: options.device.as_ref().map_or(0, |(_, bytes)| *bytes),
+            device,
+        };
+        let timeout = options.timeout;
+        let mut region =
+            Self { stream, memory, opened: v1::OpenRegionResponse::default(), timeout };
+        let files = [Some(region.memory.file()), file.map(|file| file.as_fd())];
+        region.send_message(&request, files.into_iter().flatten().collect())?;
+        let end = Instant::now() + OPEN_TIME;
+        let response = loop {
+            match region.heard() {
+                Ok(Some(response)) => break response,
+                Ok(None) if Instant::now() < end => std::thread::sleep(SEND_PAUSE),
+                Ok(None) => return Err(ClientError::deadline(OPEN_TIME)),
+                Err(error) => return Err(error),
+            }
+        };
+        region.opened = response;
+        Ok(region)
+    }
+
+    /// The memory.
+    #[must_use]
+    pub fn memory(&self) -> &Memory {
+        &self.memory
+    }
+
+    /// The daemon's boot id when the region was opened.
+    #[must_use]
+    pub fn boot_id(&self) -> &str {
+        &self.opened.boot_id
+    }
+
+    /// Where the daemon reads and writes payloads.
+    #[must_use]
+    pub fn kind(&self) -> RegionKind {
+        self.opened.kind()
+    }
+
+    /// Why that is not the device memory that was offered; empty when it is.
+    #[must_use]
+    pub fn reason(&self) -> &str {
+        &self.opened.reason
+    }
+
+    /// Refuses to look for payloads in this memory when they are in a device's.
+    fn check_kind(&self) -> Result<(), ClientError> {
+        match self.kind() {
+            RegionKind::Memfd => Ok(()),
+            kind => {
+                let message = format!("payloads of this region are in device memory ({kind:?})");
+                Err(ClientError::new(ErrorCode::InvalidArgument, message))
+            }
+        }
+    }
+
+    /// Sends an attend whose queries are in the region; the batch's own are ignored.
+    /// [`Region::wait`] with its completion record tells when the answer is there.
+    ///
+    /// # Errors
+    /// When a place is not inside the region, or the daemon is gone.
+    pub fn send_attend(&self, batch: AttendBatch, at: AttendPlaces) -> Result<(), ClientError> {
+        let mut request = v1::AttendRequest::from(batch);
+        request.q = Some(in_region(at.q));
+        let (out, lse) = (Some(at.out), Some(at.lse));
+        let call = v1::RegionAttend { request: Some(request), out, lse };
+        self.send_call(at.done, v1::region_call::Call::Attend(call))
+    }
+
+    /// Sends K and V that are in the region; the chunk's own are ignored.
+    ///
+    /// # Errors
+    /// As [`Region::send_attend`].
+    pub fn send_store(
+        &self,
+        chunk: StoreChunk,
+        done: u64,
+        [k, v]: [RegionSlice; 2],
+    ) -> Result<(), ClientError> {
+        let mut request = v1::StoreBlocksRequest::from(chunk);
+        request.k = Some(in_region(k));
+        request.v = Some(in_region(v));
+        self.send_call(done, v1::region_call::Call::Store(request))
+    }
+
+    /// Sleeps until a call has ended.
+    ///
+    /// # Errors
+    /// The daemon's refusal; `DEADLINE_EXCEEDED`, after which the daemon may still write to the
+    /// call's places; a lost connection.
+    pub fn wait(&self, done: u64) -> Result<[u32; 3], ClientError> {
+        let record = Completion::at(&self.memory, done).map_err(|error| refused(&error))?;
+        let end = self.timeout.map(|timeout| Instant::now() + timeout);
+        loop {
+            let left = end.map(|end| end.saturating_duration_since(Instant::now()));
+            let time = left.map_or(LOOK_INTERVAL, |left| left.min(LOOK_INTERVAL));
+            match record.wait(time).map_err(|error| refused(&error))? {
+                Some(Outcome::Done(values)) => return Ok(values),
+                Some(Outcome::Refused(text)) => return Err(of_text(&text)),
+                None => {}
+            }
+            if let (Some(timeout), Some(Duration::ZERO)) = (self.timeout, left) {
+                return Err(ClientError::deadline(timeout));
+            }
+            // A daemon that is gone wakes no one. What it said before may be in the record by now.
+            if let Err(error) = self.heard() {
+                return match record.wait(Duration::ZERO).map_err(|error| refused(&error))? {
+                    Some(Outcome::Done(values)) => Ok(values),
+                    _ => Err(error),
+                };
+            }
+        }
+    }
+
+    /// One attend from end to end, at the region's begin.
+    ///
+    /// # Errors
+    /// As [`Region::send_attend`] and [`Region::wait`].
+    pub fn attend(&self, batch: AttendBatch, head_dims: [u32; 2]) -> Result<Attended, ClientError> {
+        self.check_kind()?;
+        let at = AttendPlaces::packed(0, &batch, head_dims);
+        self.memory.write(at.q.offset, &batch.q).map_err(|error| refused(&error))?;
+        self.send_attend(batch, at)?;
+        self.wait(at.done)?;
+        let mut out = vec![0; at.out.bytes as usize];
+        self.memory.read(at.out.offset, &mut out).map_err(|error| refused(&error))?;
+        let mut lse = vec![0; at.lse.bytes as usize];
+        self.memory.read(at.lse.offset, &mut lse).map_err(|error| refused(&error))?;
+        let lse = lse.as_chunks::<4>().0.iter().map(|value| f32::from_le_bytes(*value)).collect();
+        Ok(Attended { out: out.into(), lse })
+    }
+
+    /// One store from end to end, at the region's begin.
+    ///
+    /// # Errors
+    /// As [`Region::send_store`] and [`Region::wait`].
+    pub fn store(&self, chunk: StoreChunk) -> Result<StoreAck, ClientError> {
+        self.check_kind()?;
+        let mut end = Completion::BYTES;
+        let mut places = [RegionSlice::default(); 2];
+        for (place, rows) in places.iter_mut().zip([&chunk.k, &chunk.v]) {
+            self.memory.write(end, rows).map_err(|error| refused(&error))?;
+            *place = RegionSlice { offset: end, bytes: rows.len() as u64 };
+            end = (end + place.bytes).next_multiple_of(ALIGN);
+        }
+        let layer = chunk.layer;
+        self.send_store(chunk, 0, places)?;
+        let [length, replayed, packed_blocks] = self.wait(0)?;
+        Ok(StoreAck { layer, length, replayed: replayed != 0, packed_blocks })
+    }
+
+    fn send_call(&self, done: u64, call: v1::region_call::Call) -> Result<(), ClientError> {
+        let record = Completion::at(&self.memory, done).map_err(|error| refused(&error))?;
+        record.clear().map_err(|error| refused(&error))?;
+        let timeout_us = self.timeout.map_or(0, |timeout| timeout.as_micros() as u64);
+        let call = v1::RegionCall { done, timeout_us, call: Some(call) };
+        self.send_message(&call, Vec::new())
+    }
+
+    /// Sends a message, and descriptors with its first byte.
+    fn send_message(
+        &self,
+        message: &impl Message,
+        mut files: Vec<BorrowedFd<'_>>,
+    ) -> Result<(), ClientError> {
+        let mut bytes = (message.encoded_len() as u32).to_le_bytes().to_vec();
+        bytes.extend(message.encode_to_vec());
+        let mut rest = &bytes[..];
+        while !rest.is_empty() {
+            match send(&self.stream, rest, &files) {
+                Ok(sent) => {
+                    rest = &rest[sent..];
+                    files.clear();
+                }
+                Err(error) if error.kind() == ErrorKind::WouldBlock => {
+                    std::thread::sleep(SEND_PAUSE);
+                }
+                // Why it hung up may still be there to read.
+                Err(error) => return Err(self.heard().err().unwrap_or_else(|| lost(&error))),
+            }
+        }
+        Ok(())
+    }
+
+    /// What the daemon said on its own: nothing, or why it ends the connection. Its messages are
+    /// small, so each is there at once.
+    fn heard(&self) -> Result<Option<v1::OpenRegionResponse>, ClientError> {
+        let mut bytes = vec![0; MESSAGE_BYTES_MAX];
+        let got = match receive(&self.stream, &mut bytes) {
+            Ok((0, _)) => return Err(lost(&ErrorKind::UnexpectedEof.into())),
+            Ok((got, _)) => got,
+            Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(None),
+            Err(error) => return Err(lost(&error)),
+        };
+        let message = v1::OpenRegionResponse::decode(bytes[..got].get(4..).unwrap_or_default());
+        let message = message.map_err(|error| {
+            ClientError::new(ErrorCode::Internal, format!("malformed reply: {error}"))
+        })?;
+        if message.refused.is_empty() { Ok(Some(message)) } else { Err(of_text(&message.refused)) }
+    }
+}
+
+fn in_region(slice: RegionSlice) -> v1::Payload {
+    v1::Payload { source: Some(v1::payload::Source::Region(slice)) }
+}
+
+/// An error of the region on this side.
+fn refused(error: &kvd_shm::RegionError) -> ClientError {
+    ClientError::new(kvd_core::Coded::code(error), error.to_string())
+}
+
+/// `CODE: message`.
+fn of_text(text: &str) -> ClientError {
+    let (code, message) = text.split_once(": ").unwrap_or(("INTERNAL", text));
+    let code = ErrorCode::from_name(code).unwrap_or(ErrorCode::Internal);
+    let mut error = ClientError::new(code, message);
+    error.retry_after = code.retryable().then_some(kvd_proto::RETRY_AFTER_DEFAULT);
+    error
+}
+
+fn lost(error: &io::Error) -> ClientError {
+    ClientError::lost(format!("region: {error}"))
+}

@@ -1,0 +1,278 @@
+//! One attend from a client to a daemon in this process and back, by every transport: what the way
+//! costs beside the work. Calls follow one another, as layers of a decode step do.
+
+use super::data::Normal;
+use super::measure::{Figure, Machine, timed};
+use super::{BenchError, Shape};
+use crate::config::{Config, Overrides};
+use crate::daemon::{Daemon, Running};
+use kvd_client::{
+    AttendBatch, AttendQuery, AttendStream, Client, Endpoint, ModelSpec, Region, RegionOptions,
+    StoreChunk,
+};
+use kvd_core::{DType, LayerIndex, ModelId, SequenceId};
+use serde::Serialize;
+use std::path::{Path, PathBuf};
+use tokio::runtime::Runtime;
+
+/// Tokens of one store.
+const STORE_TOKENS: u32 = 1024;
+/// Memory of the region.
+const REGION_BYTES: u64 = 16 << 20;
+
+/// What `kvd bench transport` measures.
+#[derive(Clone, Debug)]
+pub struct TransportBench {
+    /// Heads.
+    pub shape: Shape,
+    /// Codecs, as presets or specs, that need no calibration.
+    pub codecs: Vec<String>,
+    /// Stored tokens.
+    pub contexts: Vec<u32>,
+    /// Query tokens of a call.
+    pub query_tokens: Vec<u32>,
+    /// Tokens per block.
+    pub block_tokens: u32,
+    /// Turns of each transport.
+    pub rounds: usize,
+    /// Calls of a turn.
+    pub calls: usize,
+}
+
+/// One line of the answer.
+#[derive(Clone, Debug, Serialize)]
+pub struct TransportRow {
+    /// The way.
+    pub transport: &'static str,
+    /// The codec.
+    pub codec: String,
+    /// Stored tokens.
+    pub context: u32,
+    /// Query tokens.
+    pub query_tokens: u32,
+    /// Wall time of a call, microseconds.
+    pub wall_us: Figure,
+    /// Processor time of a call, client and daemon, microseconds.
+    pub cpu_us: Figure,
+}
+
+/// A client's way to the daemon.
+enum Way {
+    Unary(&'static str, Client),
+    Stream(AttendStream),
+    Region(Region),
+}
+
+impl Way {
+    fn name(&self) -> &'static str {
+        match self {
+            Self::Unary(name, _) => name,
+            Self::Stream(_) => "unix stream",
+            Self::Region(_) => "region",
+        }
+    }
+
+    /// One call; what it answers.
+    fn attend(
+        &mut self,
+        runtime: &Runtime,
+        batch: &AttendBatch,
+        dims: [u32; 2],
+    ) -> Result<kvd_client::Attended, BenchError> {
+        let batch = batch.clone();
+        let failed = BenchError::of("attend");
+        match self {
+            Self::Unary(_, client) => runtime.block_on(client.attend(batch)).map_err(failed),
+            Self::Stream(stream) => runtime.block_on(stream.attend(batch)).map_err(failed),
+            Self::Region(region) => region.attend(batch, dims).map_err(failed),
+        }
+    }
+}
+
+/// A directory for the sockets, removed in the end.
+struct Sockets(PathBuf);
+
+impl Drop for Sockets {
+    fn drop(&mut self) {
+        // A directory of the system's temporary place that stays is no harm.
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+impl Sockets {
+    fn new() -> Result<Self, BenchError> {
+        let path = std::env::temp_dir().join(format!("kvd-bench-{}", std::process::id()));
+        std::fs::create_dir(&path).map_err(BenchError::of("sockets"))?;
+        Ok(Self(path))
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+}
+
+impl TransportBench {
+    /// Measures every transport.
+    ///
+    /// # Errors
+    /// When the daemon cannot start, or refuses a codec.
+    pub fn run(&self) -> Result<(Machine, Vec<TransportRow>), BenchError> {
+        let machine = Machine::look(2);
+        let failed = BenchError::of("runtime");
+        let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build();
+        let runtime = runtime.map_err(failed)?;
+        let sockets = Sockets::new()?;
+        let running = runtime.block_on(start(&sockets))?;
+        let mut rows = Vec::new();
+        for codec in &self.codecs {
+            rows.extend(self.codec(&runtime, &running, &sockets, codec)?);
+        }
+        runtime.block_on(running.drain());
+        Ok((machine, rows))
+    }
+
+    fn codec(
+        &self,
+        runtime: &Runtime,
+        running: &Running,
+        sockets: &Sockets,
+        codec: &str,
+    ) -> Result<Vec<TransportRow>, BenchError> {
+        let mut ways = runtime.block_on(ways(running, sockets))?;
+        let Some(Way::Unary(_, client)) = ways.first() else { return Ok(Vec::new()) };
+        let client = client.clone();
+        let spec = ModelSpec {
+            name: "bench".to_owned(),
+            geometry: self.shape.geometry(self.block_tokens),
+            codec: codec.to_owned(),
+            calibration: bytes::Bytes::new(),
+        };
+        let model = runtime.block_on(client.register_model(spec)).map_err(BenchError::of(codec))?;
+        let mut rows = Vec::new();
+        for context in &self.contexts {
+            let stored = self.store(&client, model.model, *context);
+            let sequence = runtime.block_on(stored)?;
+            for n_q in &self.query_tokens {
+                let batch = self.batch(model.model, sequence, *n_q);
+                rows.extend(self.measure(runtime, &mut ways, &batch, (codec, *context))?);
+            }
+            let closed = runtime.block_on(client.close_sequence(sequence));
+            closed.map_err(BenchError::of("close"))?;
+        }
+        let gone = runtime.block_on(client.unregister_model(model.model));
+        gone.map_err(BenchError::of("unregister"))?;
+        Ok(rows)
+    }
+
+    async fn store(
+        &self,
+        client: &Client,
+        model: ModelId,
+        context: u32,
+    ) -> Result<SequenceId, BenchError> {
+        let failed = || BenchError::of("store");
+        let sequence = client.open_sequence(model).await.map_err(failed())?;
+        let mut normal = Normal::new(3);
+        for start in (0..context).step_by(STORE_TOKENS as usize) {
+            let tokens = STORE_TOKENS.min(context - start);
+            let heads = (tokens * self.shape.kv_heads) as usize;
+            let k = normal.bytes(heads * self.shape.head_dim_k as usize, 1.0);
+            let v = normal.bytes(heads * self.shape.head_dim_v as usize, 1.0);
+            let layer = LayerIndex(0);
+            let chunk = StoreChunk { sequence, layer, start, tokens, k, v };
+            client.store(chunk).await.map_err(failed())?;
+        }
+        Ok(sequence)
+    }
+
+    fn batch(&self, model: ModelId, sequence: SequenceId, n_q: u32) -> AttendBatch {
+        let q_heads = self.shape.kv_heads * self.shape.group;
+        let values = (n_q * q_heads * self.shape.head_dim_k) as usize;
+        AttendBatch {
+            model,
+            layer: LayerIndex(0),
+            q_heads,
+            dtype: DType::F16,
+            scale: None,
+            soft_cap: None,
+            queries: vec![AttendQuery::new(sequence, n_q)],
+            q: Normal::new(5).bytes(values, 1.0),
+        }
+    }
+
+    /// Turns of every way, which must all answer the same.
+    fn measure(
+        &self,
+        runtime: &Runtime,
+        ways: &mut [Way],
+        batch: &AttendBatch,
+        (codec, context): (&str, u32),
+    ) -> Result<Vec<TransportRow>, BenchError> {
+        let dims = [self.shape.head_dim_k, self.shape.head_dim_v];
+        let mut times = vec![(Vec::new(), Vec::new()); ways.len()];
+        let right = ways[0].attend(runtime, batch, dims)?;
+        for round in 0..=self.rounds {
+            for (way, (wall, cpu)) in ways.iter_mut().zip(&mut times) {
+                let (answers, cpu_ns, wall_ns) = timed(|| {
+                    (0..self.calls)
+                        .map(|_| way.attend(runtime, batch, dims))
+                        .collect::<Result<Vec<_>, _>>()
+                });
+                if answers?.iter().any(|answer| *answer != right) {
+                    let reason = "does not answer as the others do".to_owned();
+                    return Err(BenchError { what: way.name().to_owned(), reason });
+                }
+                if round > 0 {
+                    let each = self.calls as f64 * 1e3;
+                    wall.push(wall_ns / each);
+                    cpu.push(cpu_ns / each);
+                }
+            }
+        }
+        let rows = ways.iter().zip(times).map(|(way, (wall, cpu))| TransportRow {
+            transport: way.name(),
+            codec: codec.to_owned(),
+            context,
+            query_tokens: batch.rows(),
+            wall_us: Figure::of(wall),
+            cpu_us: Figure::of(cpu),
+        });
+        Ok(rows.collect())
+    }
+}
+
+/// A daemon in this process, on sockets of its own.
+async fn start(sockets: &Sockets) -> Result<Running, BenchError> {
+    let text = |path: &Path| path.display().to_string();
+    let flags = [
+        ("server.listen_tcp", "127.0.0.1:0".to_owned()),
+        ("server.listen_unix", text(&sockets.path("grpc"))),
+        ("server.listen_region", text(&sockets.path("region"))),
+        ("admin.listen", String::new()),
+        ("device.threads", "1".to_owned()),
+    ];
+    let flags = flags.map(|(key, value)| (key.to_owned(), value)).to_vec();
+    let overrides = Overrides { file: None, environment: false, flags };
+    let config = Config::load(&overrides).map_err(BenchError::of("configuration"))?;
+    Ok(Daemon::build(config).await.map_err(BenchError::of("daemon"))?.spawn())
+}
+
+/// Every way to it.
+async fn ways(running: &Running, sockets: &Sockets) -> Result<Vec<Way>, BenchError> {
+    let failed = || BenchError::of("connect");
+    let connect = async |text: String| {
+        let endpoint = text.parse::<Endpoint>().map_err(BenchError::of("connect"))?;
+        Client::connect(endpoint).await.map_err(failed())
+    };
+    let mut ways = Vec::new();
+    if let Some(address) = running.addresses().tcp {
+        ways.push(Way::Unary("tcp", connect(format!("http://{address}")).await?));
+    }
+    let unix = connect(format!("unix:{}", sockets.path("grpc").display())).await?;
+    let stream = unix.attend_stream(1).await.map_err(failed())?;
+    ways.extend([Way::Unary("unix", unix), Way::Stream(stream)]);
+    let options = RegionOptions::default().with_bytes(REGION_BYTES);
+    let region = tokio::task::block_in_place(|| Region::open(sockets.path("region"), &options));
+    ways.push(Way::Region(region.map_err(failed())?));
+    Ok(ways)
+}

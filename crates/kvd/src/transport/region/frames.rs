@@ -1,0 +1,83 @@
+//! Messages on a region's socket: each behind its length, a little-endian u32.
+
+use kvd_shm::{receive, send};
+use prost::Message;
+use std::io::{self, ErrorKind};
+use std::os::fd::OwnedFd;
+use tokio::io::Interest;
+use tokio::net::UnixStream;
+
+/// Largest message: 4096 queries take less than half of it. Payloads are not in messages.
+const FRAME_BYTES_MAX: usize = 1 << 20;
+/// Bytes of the length.
+const LENGTH_BYTES: usize = 4;
+/// Bytes of one read.
+const READ_BYTES: usize = 16 << 10;
+
+/// A socket and what was read of the next message.
+pub(super) struct Frames {
+    stream: UnixStream,
+    bytes: Vec<u8>,
+    files: Vec<OwnedFd>,
+}
+
+impl Frames {
+    pub(super) fn new(stream: UnixStream) -> Self {
+        Self { stream, bytes: Vec::new(), files: Vec::new() }
+    }
+
+    /// The next message with the descriptors that came with it; `None` at the peer's end. May be
+    /// given up and asked again.
+    pub(super) async fn next<M: Message + Default>(
+        &mut self,
+    ) -> io::Result<Option<(M, Vec<OwnedFd>)>> {
+        loop {
+            if let Some(length) = self.bytes.first_chunk::<LENGTH_BYTES>() {
+                let end = LENGTH_BYTES + u32::from_le_bytes(*length) as usize;
+                if end > LENGTH_BYTES + FRAME_BYTES_MAX {
+                    let message = format!("{end} bytes are over the most of {FRAME_BYTES_MAX}");
+                    return Err(io::Error::new(ErrorKind::InvalidData, message));
+                }
+                if self.bytes.len() >= end {
+                    let message = M::decode(&self.bytes[LENGTH_BYTES..end]);
+                    self.bytes.drain(..end);
+                    let files = std::mem::take(&mut self.files);
+                    let message =
+                        message.map_err(|error| io::Error::new(ErrorKind::InvalidData, error))?;
+                    return Ok(Some((message, files)));
+                }
+            }
+            let mut piece = [0; READ_BYTES];
+            let stream = &self.stream;
+            let read = || receive(stream, &mut piece);
+            let (got, files) = stream.async_io(Interest::READABLE, read).await?;
+            if got == 0 {
+                return if self.bytes.is_empty() {
+                    Ok(None)
+                } else {
+                    Err(ErrorKind::UnexpectedEof.into())
+                };
+            }
+            self.bytes.extend_from_slice(&piece[..got]);
+            self.files.extend(files);
+            if self.files.len() > kvd_shm::DESCRIPTORS_MAX {
+                let message = "more descriptors than a message may carry";
+                return Err(io::Error::new(ErrorKind::InvalidData, message));
+            }
+        }
+    }
+
+    /// Sends a message.
+    pub(super) async fn send(&self, message: &impl Message) -> io::Result<()> {
+        let body = message.encode_to_vec();
+        let mut bytes = (body.len() as u32).to_le_bytes().to_vec();
+        bytes.extend(body);
+        let mut rest = &bytes[..];
+        while !rest.is_empty() {
+            let write = || send(&self.stream, rest, &[]);
+            let sent = self.stream.async_io(Interest::WRITABLE, write).await?;
+            rest = &rest[sent..];
+        }
+        Ok(())
+    }
+}

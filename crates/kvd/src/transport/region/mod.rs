@@ -1,0 +1,275 @@
+//! Regions: a worker hands memory over a Unix socket, writes queries there, and finds the outputs
+//! there (`docs/contract.md`, "Regions"). A connection is a region: when it ends, however it does,
+//! requests that have not begun are dropped and the memory is given back.
+
+mod call;
+mod frames;
+
+use super::connection::Phase;
+use super::socket::SocketFile;
+use crate::metrics::{Metric, Metrics};
+use crate::service::{Call, OpenMemory, Service, ServiceError};
+use frames::Frames;
+use kvd_compute::RegionHandle;
+use kvd_core::{ErrorCode, Namespace};
+use kvd_proto::v1;
+use kvd_shm::Memory;
+use metrics::Gauge;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::net::{UnixListener, UnixStream};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
+use tokio::task::JoinSet;
+
+/// Calls of one region that are under way; further ones wait in its socket.
+const CALLS_AHEAD_MAX: usize = 32;
+/// How long to wait when the system gives no socket.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
+
+/// The socket for regions.
+pub(super) struct RegionServer {
+    pub(super) listener: UnixListener,
+    /// Removed with it.
+    pub(super) _file: SocketFile,
+}
+
+/// A region that is open.
+struct Region {
+    namespace: Namespace,
+    /// Completion records, and payloads where no device memory is open.
+    memory: Memory,
+    /// Payloads.
+    device: Option<OpenMemory>,
+    regions: Gauge,
+    bytes: Gauge,
+    _permit: OwnedSemaphorePermit,
+}
+
+impl Region {
+    fn new(
+        namespace: Namespace,
+        memory: Memory,
+        metrics: &Metrics,
+        permit: OwnedSemaphorePermit,
+    ) -> Self {
+        let regions = metrics.gauge(Metric::Regions, &[]);
+        let bytes = metrics.gauge(Metric::RegionBytes, &[]);
+        regions.increment(1.0);
+        bytes.increment(memory.size_bytes() as f64);
+        Self { namespace, memory, device: None, regions, bytes, _permit: permit }
+    }
+}
+
+impl Drop for Region {
+    fn drop(&mut self) {
+        self.regions.decrement(1.0);
+        self.bytes.decrement(self.memory.size_bytes() as f64);
+    }
+}
+
+impl RegionServer {
+    /// Serves until the daemon drains: calls under way are answered, unless the cut comes first.
+    pub(super) async fn serve(self, service: Arc<Service>, phase: watch::Receiver<Phase>) {
+        let permits = Arc::new(Semaphore::new(service.config().regions_max));
+        let mut connections = JoinSet::new();
+        let drain = Phase::Draining.reached(phase.clone());
+        let cut = Phase::Cut.reached(phase.clone());
+        tokio::pin!(drain, cut);
+        loop {
+            tokio::select! {
+                accepted = self.listener.accept() => match accepted {
+                    Ok((stream, _)) => {
+                        let (service, phase) = (service.clone(), phase.clone());
+                        match permits.clone().try_acquire_owned() {
+                            Ok(permit) => {
+                                connections.spawn(connection(stream, service, phase, permit));
+                            }
+                            Err(_) => full(stream, service.config().regions_max).await,
+                        }
+                    }
+                    Err(error) => {
+                        tracing::warn!(%error, "a region's connection could not be accepted");
+                        tokio::time::sleep(ACCEPT_PAUSE).await;
+                    }
+                },
+                Some(_) = connections.join_next() => {}
+                () = &mut drain => break,
+            }
+        }
+        tokio::select! {
+            () = async { while connections.join_next().await.is_some() {} } => {}
+            () = &mut cut => {}
+        }
+    }
+}
+
+/// Refuses a connection without a wait for what it says: those over the limit hold nothing.
+async fn full(stream: UnixStream, max: usize) {
+    let message = format!("{max} regions are open already, limits.regions_max");
+    let error = ServiceError::new(ErrorCode::LimitExceeded, message);
+    refuse(&Frames::new(stream), &error).await;
+}
+
+/// One worker's connection, from its first message to its end.
+async fn connection(
+    stream: UnixStream,
+    service: Arc<Service>,
+    mut phase: watch::Receiver<Phase>,
+    permit: OwnedSemaphorePermit,
+) {
+    let mut frames = Frames::new(stream);
+    let silence = service.config().keepalive_timeout;
+    let opened = match tokio::time::timeout(silence, open(&mut frames, &service, permit)).await {
+        // A peer that stays silent, or leaves, has nothing to be told.
+        Err(_) | Ok(Err(_)) => return,
+        Ok(Ok(opened)) => opened,
+    };
+    let (region, kind, reason) = match opened {
+        Ok((region, kind, reason)) => (Arc::new(region), kind, reason),
+        Err(error) => return refuse(&frames, &error).await,
+    };
+    let response = v1::OpenRegionResponse {
+        kind: kind.into(),
+        reason,
+        boot_id: service.boot_id().to_owned(),
+        refused: String::new(),
+    };
+    if frames.send(&response).await.is_err() {
+        return;
+    }
+    tracing::debug!(namespace = %region.namespace, bytes = region.memory.size_bytes(), "region");
+    let ahead = Arc::new(Semaphore::new(CALLS_AHEAD_MAX));
+    let mut calls = JoinSet::new();
+    loop {
+        let Ok(permit) = ahead.clone().acquire_owned().await else { return };
+        let message = tokio::select! {
+            // Calls that have arrived are answered (if only with SHUTTING_DOWN).
+            biased;
+            message = frames.next::<v1::RegionCall>() => message,
+            _ = phase.wait_for(|now| *now >= Phase::Draining) => break,
+        };
+        let call = match message {
+            Ok(Some((call, _))) => call,
+            // Dropping `calls` drops what nobody waits for any more.
+            Ok(None) => return,
+            Err(error) => return refuse(&frames, &broken(&error)).await,
+        };
+        // Where a refusal goes must be known before anything can be refused.
+        if let Err(error) = kvd_shm::Completion::at(&region.memory, call.done) {
+            return refuse(&frames, &error.into()).await;
+        }
+        while calls.try_join_next().is_some() {}
+        let (service, region) = (service.clone(), region.clone());
+        calls.spawn(async move {
+            call::answer(&service, &region, call).await;
+            drop(permit);
+        });
+    }
+    while calls.join_next().await.is_some() {}
+}
+
+/// Reads the first message and maps what it carries. The outer error is the connection's.
+async fn open(
+    frames: &mut Frames,
+    service: &Arc<Service>,
+    permit: OwnedSemaphorePermit,
+) -> io::Result<Result<Opened, ServiceError>> {
+    let (request, mut files) = match frames.next::<v1::OpenRegionRequest>().await {
+        Ok(Some(message)) => message,
+        Ok(None) => return Err(io::ErrorKind::UnexpectedEof.into()),
+        Err(error) => return Ok(Err(broken(&error))),
+    };
+    let second = if files.len() > 1 { files.pop() } else { None };
+    match map(&request, files, service, permit) {
+        Ok(region) => Ok(Ok(with_device(region, request, second, service).await)),
+        Err(error) => Ok(Err(error)),
+    }
+}
+
+/// A region, how its payloads are reached, and why not as the worker asked.
+type Opened = (Region, v1::RegionKind, String);
+
+/// Opens the device memory that the worker offers. Without it, and with the reason, payloads are in
+/// the memory file.
+async fn with_device(
+    mut region: Region,
+    request: v1::OpenRegionRequest,
+    file: Option<OwnedFd>,
+    service: &Arc<Service>,
+) -> Opened {
+    use v1::open_region_request::Device;
+    let (kind, handle) = match request.device {
+        None => return (region, v1::RegionKind::Memfd, String::new()),
+        Some(Device::CudaIpc(bytes)) => {
+            let wanted = RegionHandle::IPC_BYTES;
+            let handle = bytes[..].try_into().map(RegionHandle::CudaIpc);
+            let reason = format!("cuda_ipc has {} bytes, not {wanted}", bytes.len());
+            (v1::RegionKind::CudaIpc, handle.map_err(|_| reason))
+        }
+        Some(Device::CudaFd(_)) => {
+            let handle = file.map(RegionHandle::CudaFd);
+            let reason = "the message carries no second descriptor".to_owned();
+            (v1::RegionKind::CudaFd, handle.ok_or(reason))
+        }
+    };
+    let caller = Call { namespace: region.namespace.clone(), deadline: None };
+    let opened = match handle {
+        Err(reason) => Err(reason),
+        Ok(handle) => OpenMemory::open(service, &caller, handle, request.device_bytes)
+            .await
+            .map_err(|error| error.to_string()),
+    };
+    match opened {
+        Ok(device) => {
+            region.device = Some(device);
+            (region, kind, String::new())
+        }
+        Err(reason) => {
+            tracing::info!(%reason, "a region's payloads are in its memory file");
+            (region, v1::RegionKind::Memfd, reason)
+        }
+    }
+}
+
+fn map(
+    request: &v1::OpenRegionRequest,
+    files: Vec<OwnedFd>,
+    service: &Service,
+    permit: OwnedSemaphorePermit,
+) -> Result<Region, ServiceError> {
+    let name = if request.namespace.is_empty() { "default" } else { &request.namespace };
+    let namespace = Namespace::new(name)
+        .map_err(|error| ServiceError::new(ErrorCode::InvalidArgument, error.to_string()))?;
+    service.admit(&Call { namespace: namespace.clone(), deadline: None })?;
+    let max = service.config().region_bytes_max;
+    if request.bytes > max {
+        let bytes = request.bytes;
+        let message = format!("a region of {bytes} bytes is over limits.region_bytes_max = {max}");
+        return Err(ServiceError::new(ErrorCode::LimitExceeded, message));
+    }
+    let Some(file) = files.into_iter().next() else {
+        let message = "the first byte of the message carries no descriptor (SCM_RIGHTS)";
+        return Err(ServiceError::new(ErrorCode::InvalidArgument, message));
+    };
+    let memory = Memory::map(file, request.bytes)?;
+    Ok(Region::new(namespace, memory, service.metrics(), permit))
+}
+
+/// A message that could not be read.
+fn broken(error: &io::Error) -> ServiceError {
+    ServiceError::new(ErrorCode::InvalidArgument, format!("region message: {error}"))
+}
+
+/// Tells the worker why its connection ends.
+async fn refuse(frames: &Frames, error: &ServiceError) {
+    tracing::debug!(code = %error.code(), %error, "region refused");
+    let refused = format!("{}: {error}", error.code().name());
+    let response = v1::OpenRegionResponse { refused, ..Default::default() };
+    // It may have left.
+    let _ = frames.send(&response).await;
+}
+
+#[cfg(test)]
+mod tests;

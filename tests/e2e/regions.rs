@@ -1,0 +1,391 @@
+//! Memory that workers share with the daemon: the same answers as through gRPC, refusals that name
+//! what is wrong, and workers that die. A worker that dies is this test binary again.
+#![cfg(target_os = "linux")]
+
+use kvd_client::{
+    AttendBatch, AttendPlaces, Attended, ClientError, DType, ErrorCode, Namespace, Region,
+    RegionDevice, RegionKind, RegionOptions, RegionSlice, SequenceId,
+};
+use kvd_proto::v1;
+use kvd_shm::Memory;
+use kvd_tests::daemon::DaemonPlan;
+use kvd_tests::metrics::Exposition;
+use kvd_tests::wait::eventually;
+use kvd_tests::{Conversation, Daemon, Engine, Rng, Rows, Shape, assert_refused, daemon, engine};
+use prost::Message;
+use std::io::{BufRead, BufReader, Read};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+
+/// A daemon with a socket for regions, and the directory that it is in.
+async fn start(
+    change: impl FnOnce(DaemonPlan) -> DaemonPlan,
+) -> (Daemon, tempfile::TempDir, PathBuf) {
+    let dir = tempfile::tempdir().expect("a directory");
+    let path = dir.path().join("kvd.region");
+    let plan = daemon().with("server.listen_region", &path.display().to_string());
+    (change(plan).start().await, dir, path)
+}
+
+/// An engine with a conversation of `tokens`.
+async fn stored(daemon: &Daemon, codec: &str, tokens: u32, seed: u64) -> (Engine, Conversation) {
+    let shape = Shape { group: 2, ..Shape::small() };
+    let engine = engine(daemon).named(&format!("m{seed}")).register(shape, codec).await;
+    let mut conversation = engine.open().await;
+    engine.grow(&mut conversation, tokens, &mut Rng::new(seed)).await;
+    (engine, conversation)
+}
+
+fn open(path: &Path) -> Region {
+    Region::open(path, &RegionOptions::default().with_bytes(1 << 20)).expect("a region")
+}
+
+/// Calls that block, beside a daemon in this process.
+fn blocking<T>(call: impl FnOnce() -> T) -> T {
+    tokio::task::block_in_place(call)
+}
+
+fn attend(region: &Region, engine: &Engine, batch: AttendBatch) -> Result<Attended, ClientError> {
+    let dims = [engine.shape.head_dim_k, engine.shape.head_dim_v];
+    blocking(|| region.attend(batch, dims))
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_region_answers_with_the_bytes_of_every_other_transport() {
+    let (daemon, _dir, path) = start(|plan| plan).await;
+    let region = blocking(|| open(&path));
+    for (seed, codec) in (1..).zip(["raw", "kivi-4", "vecinfer-2", "kvcomp", "fp8"]) {
+        let (engine, conversation) = stored(&daemon, codec, 300, seed).await;
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            for n_q in [1, 5] {
+                let mut rng = Rng::new(100 + seed);
+                let question = engine.question(&conversation, n_q, &mut rng).in_dtype(dtype);
+                let batch = engine.batch(&question);
+                let unary = engine.client.attend(batch.clone()).await.expect("attend");
+                let mut stream = engine.client.attend_stream(1).await.expect("a stream");
+                let streamed = stream.attend(batch.clone()).await.expect("attend");
+                let shared = attend(&region, &engine, batch).expect("attend");
+                assert_eq!(shared, unary, "{codec}, {dtype:?}, {n_q} tokens");
+                assert_eq!(streamed, unary);
+            }
+        }
+    }
+    assert_eq!(region.boot_id(), engine_boot(&daemon).await);
+}
+
+async fn engine_boot(daemon: &Daemon) -> String {
+    daemon.client().await.server_info().await.expect("server info").boot_id
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn rows_stored_through_a_region_are_the_rows_stored_through_grpc() {
+    let (daemon, _dir, path) = start(|plan| plan).await;
+    let region = blocking(|| open(&path));
+    let shape = Shape::small();
+    let engine = engine(&daemon).register(shape.clone(), "kivi-2").await;
+    let (one, mut other) = (engine.open().await, engine.open().await);
+    let mut rng = Rng::new(4);
+    for start in [0, 150] {
+        let rows = Rows::random(&shape, 150, &mut rng);
+        let chunk = engine.chunk(one.sequence, 0, start, &rows);
+        let ack = blocking(|| region.store(chunk.clone())).expect("store");
+        assert_eq!(ack, engine.store(&mut other, 0, &rows).await.expect("store"));
+        let again = blocking(|| region.store(chunk)).expect("a replay");
+        assert!(again.replayed && again.length == ack.length, "{again:?}");
+    }
+    let mine = Conversation { sequence: one.sequence, layers: other.layers.clone() };
+    assert_eq!(engine.load(&mine, 0).await, engine.load(&other, 0).await);
+    let gap = engine.chunk(one.sequence, 0, 999, &Rows::random(&shape, 1, &mut rng));
+    assert_refused(blocking(|| region.store(gap)), ErrorCode::RangeGap, "999");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn places_outside_the_region_are_refused_and_it_goes_on() {
+    let (daemon, _dir, path) = start(|plan| plan).await;
+    let (engine, conversation) = stored(&daemon, "raw", 40, 1).await;
+    let region = blocking(|| open(&path));
+    let size = region.memory().size_bytes();
+    let batch = engine.batch(&engine.question(&conversation, 2, &mut Rng::new(5)));
+    let right = attend(&region, &engine, batch.clone()).expect("attend");
+    let good = AttendPlaces::packed(0, &batch, [64, 64]);
+    let moved = |slice: RegionSlice, offset| RegionSlice { offset, ..slice };
+    let cases = [
+        ("inside", AttendPlaces { q: moved(good.q, size - good.q.bytes + 1), ..good }),
+        ("inside", AttendPlaces { q: moved(good.q, u64::MAX - 7), ..good }),
+        ("inside", AttendPlaces { out: moved(good.out, size), ..good }),
+        ("inside", AttendPlaces { lse: moved(good.lse, u64::MAX), ..good }),
+        ("inside", AttendPlaces { q: RegionSlice { offset: 0, bytes: u64::MAX }, ..good }),
+    ];
+    for (says, places) in cases {
+        let sent = region.send_attend(batch.clone(), places);
+        let answer = sent.and_then(|()| blocking(|| region.wait(places.done)));
+        assert_refused(answer, ErrorCode::InvalidArgument, says);
+    }
+    let lengths = [
+        ("q has", AttendPlaces { q: RegionSlice { bytes: 4, ..good.q }, ..good }),
+        ("out has", AttendPlaces { out: RegionSlice { bytes: 4, ..good.out }, ..good }),
+        (
+            "lse has",
+            AttendPlaces { lse: RegionSlice { bytes: good.lse.bytes + 4, ..good.lse }, ..good },
+        ),
+    ];
+    for (says, places) in lengths {
+        region.send_attend(batch.clone(), places).expect("send");
+        let answer = blocking(|| region.wait(places.done));
+        assert_refused(answer, ErrorCode::ShapeMismatch, says);
+    }
+    let mut unknown = batch.clone();
+    unknown.queries[0].sequence = SequenceId(999);
+    let answer = attend(&region, &engine, unknown);
+    assert_refused(answer, ErrorCode::UnknownSequence, "999");
+    assert_eq!(attend(&region, &engine, batch.clone()).expect("attend"), right);
+    // A region is its connection's: gRPC has no way into it.
+    let mut request = v1::AttendRequest::from(batch);
+    request.q = Some(v1::Payload { source: Some(v1::payload::Source::Region(good.q)) });
+    let refused = daemon.rpc().await.attend(request).await.map(|_| ());
+    assert_refused(refused.map_err(ClientError::from), ErrorCode::InvalidArgument, "q");
+}
+
+/// Sends a first message as a worker would that does not use the client.
+fn hand_over(
+    path: &Path,
+    request: &v1::OpenRegionRequest,
+    file: &[BorrowedFd<'_>],
+) -> v1::OpenRegionResponse {
+    let mut stream = UnixStream::connect(path).expect("connect");
+    let mut bytes = (request.encoded_len() as u32).to_le_bytes().to_vec();
+    bytes.extend(request.encode_to_vec());
+    kvd_shm::send(&stream, &bytes, file).expect("send");
+    answer(&mut stream)
+}
+
+/// The daemon's last word on a connection.
+fn answer(stream: &mut UnixStream) -> v1::OpenRegionResponse {
+    let mut bytes = Vec::new();
+    stream.set_read_timeout(Some(std::time::Duration::from_secs(20))).expect("a timeout");
+    stream.read_to_end(&mut bytes).expect("the daemon hangs up");
+    v1::OpenRegionResponse::decode(&bytes[4..]).expect("a response")
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn memory_that_cannot_be_a_region_is_refused_with_the_reason() {
+    let (daemon, dir, path) =
+        start(|plan| plan.with("limits.region_bytes_max", "1 MiB").with("limits.regions_max", "2"))
+            .await;
+    let ask = |bytes| v1::OpenRegionRequest { bytes, ..Default::default() };
+    let says = |request: &v1::OpenRegionRequest, file: &[BorrowedFd<'_>]| {
+        blocking(|| hand_over(&path, request, file)).refused
+    };
+    let memory = Memory::create(4096).expect("memory");
+    let file = std::fs::File::create_new(dir.path().join("file")).expect("a file");
+    file.set_len(4096).expect("a size");
+    for (refused, wanted) in [
+        (says(&ask(4096), &[]), "INVALID_ARGUMENT: the first byte of the message carries no"),
+        (says(&ask(4096), &[file.as_fd()]), "INVALID_ARGUMENT: the file can shrink"),
+        (says(&ask(4097), &[memory.file()]), "INVALID_ARGUMENT: the file has 4096 bytes"),
+        (says(&ask(0), &[memory.file()]), "LIMIT_EXCEEDED: mmap"),
+        (says(&ask(2 << 20), &[memory.file()]), "LIMIT_EXCEEDED: a region of 2097152 bytes"),
+    ] {
+        assert!(refused.starts_with(wanted), "{refused:?} is not {wanted:?}");
+    }
+    let other = Namespace::new("other").expect("a name");
+    let options = RegionOptions::default().with_bytes(4096).with_namespace(&other);
+    let denied = blocking(|| Region::open(&path, &options));
+    assert_refused(denied, ErrorCode::NamespaceDenied, "other");
+    let mine = RegionOptions::default().with_bytes(4096);
+    let two = [0, 1].map(|_| blocking(|| Region::open(&path, &mine)).expect("a region"));
+    let third = blocking(|| Region::open(&path, &mine));
+    assert_refused(third, ErrorCode::LimitExceeded, "limits.regions_max");
+    // Peers over the limit are refused before they say anything.
+    let mut silent = UnixStream::connect(&path).expect("connect");
+    let refused = blocking(|| answer(&mut silent)).refused;
+    assert!(refused.starts_with("LIMIT_EXCEEDED: 2 regions are open already"), "{refused}");
+    drop(two);
+    eventually("room again", async || blocking(|| Region::open(&path, &mine)).is_ok()).await;
+    daemon.assert_serves().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn messages_that_break_the_protocol_end_the_connection_alone() {
+    let (daemon, _dir, path) = start(|plan| plan).await;
+    let (engine, conversation) = stored(&daemon, "raw", 40, 1).await;
+    let neighbour = blocking(|| open(&path));
+    let memory = Memory::create(4096).expect("memory");
+    let request = v1::OpenRegionRequest { bytes: 4096, ..Default::default() };
+    let call = |done| v1::RegionCall { done, timeout_us: 0, call: None }.encode_to_vec();
+    let framed = |body: Vec<u8>| [(body.len() as u32).to_le_bytes().to_vec(), body].concat();
+    for (bytes, wanted) in [
+        (framed(call(4096 - 255)), "INVALID_ARGUMENT: bytes 3841..3841+256 are not inside"),
+        (framed(call(6)), "INVALID_ARGUMENT: the word at 6 is not aligned"),
+        (framed(vec![0xFF; 9]), "INVALID_ARGUMENT: region message"),
+        (u32::MAX.to_le_bytes().to_vec(), "INVALID_ARGUMENT: region message: "),
+    ] {
+        let refused = blocking(|| {
+            let mut stream = UnixStream::connect(&path).expect("connect");
+            let first = framed(request.encode_to_vec());
+            kvd_shm::send(&stream, &first, &[memory.file()]).expect("send");
+            let mut head = [0; 4];
+            stream.read_exact(&mut head).expect("a response");
+            let mut opened = vec![0; u32::from_le_bytes(head) as usize];
+            stream.read_exact(&mut opened).expect("a response");
+            kvd_shm::send(&stream, &bytes, &[]).expect("send");
+            answer(&mut stream).refused
+        });
+        assert!(refused.starts_with(wanted), "{refused:?} is not {wanted:?}");
+    }
+    let batch = engine.batch(&engine.question(&conversation, 1, &mut Rng::new(5)));
+    attend(&neighbour, &engine, batch).expect("others live");
+}
+
+/// Mappings and descriptors of regions in this process.
+fn held() -> [usize; 2] {
+    let maps = std::fs::read_to_string("/proc/self/maps").expect("maps");
+    let files = std::fs::read_dir("/proc/self/fd").expect("descriptors").flatten();
+    let links = files.filter_map(|file| std::fs::read_link(file.path()).ok());
+    let of_region = |text: &str| text.contains("kvd-region");
+    let mapped = maps.lines().filter(|line| of_region(line)).count();
+    [mapped, links.filter(|link| of_region(&link.to_string_lossy())).count()]
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_worker_that_is_killed_leaves_nothing_and_others_live() {
+    let (daemon, _dir, path) = start(|plan| plan).await;
+    let (engine, conversation) = stored(&daemon, "kivi-4", 3000, 1).await;
+    let survivor = blocking(|| open(&path));
+    let before = held();
+    assert_eq!(before, [2, 2], "the survivor's and the daemon's");
+    let batch = engine.batch(&engine.question(&conversation, 3, &mut Rng::new(5)));
+    let right = attend(&survivor, &engine, batch.clone()).expect("attend");
+    for _ in 0..3 {
+        let mut worker = Command::new(std::env::current_exe().expect("this test's own path"))
+            .args(["--exact", "a_worker_process", "--ignored", "--nocapture"])
+            .env("KVD_TEST_REGION", &path)
+            .env("KVD_TEST_MODEL", engine.model.to_string())
+            .env("KVD_TEST_SEQUENCE", conversation.sequence.to_string())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("start a worker");
+        let lines = BufReader::new(worker.stdout.take().expect("its output")).lines();
+        let busy = blocking(|| lines.map_while(Result::ok).any(|line| line.contains("busy")));
+        assert!(busy, "the worker has calls under way");
+        assert_eq!(held(), [3, 3]);
+        worker.kill().expect("SIGKILL");
+        worker.wait().expect("its end");
+        eventually("the region is given back", async || held() == before).await;
+        assert_eq!(attend(&survivor, &engine, batch.clone()).expect("attend"), right);
+    }
+    let page = Exposition::parse(&daemon.page("/metrics").await.1);
+    assert_eq!(page.sum("kvd_regions", &[]), 1.0);
+    assert_eq!(page.sum("kvd_region_bytes", &[]), f64::from(1 << 20));
+    assert!(page.sum("kvd_requests_total", &["rpc=\"AttendRegion\""]) > 3.0);
+    drop(survivor);
+    eventually("nothing is held", async || held() == [0, 0]).await;
+    engine.close(conversation).await;
+    assert!(daemon.is_empty().await);
+    daemon.assert_serves().await;
+}
+
+/// The worker of the test above: keeps calls under way until it is killed.
+#[test]
+#[ignore = "a role of another test"]
+fn a_worker_process() {
+    let get = |name| std::env::var(name).unwrap_or_else(|_| panic!("{name} is not set"));
+    let region = open(Path::new(&get("KVD_TEST_REGION")));
+    let sequence = SequenceId(get("KVD_TEST_SEQUENCE").parse().expect("an id"));
+    let batch = AttendBatch {
+        model: kvd_client::ModelId(get("KVD_TEST_MODEL").parse().expect("an id")),
+        layer: kvd_client::LayerIndex(0),
+        q_heads: 4,
+        dtype: DType::F32,
+        scale: None,
+        soft_cap: None,
+        queries: vec![kvd_client::AttendQuery::new(sequence, 8)],
+        q: vec![0; 8 * 4 * 64 * 4].into(),
+    };
+    let (mut places, mut start) = (Vec::new(), 0);
+    for _ in 0..40 {
+        let at = AttendPlaces::packed(start, &batch, [64, 64]);
+        start = at.end();
+        places.push(at);
+    }
+    loop {
+        for at in &places {
+            region.send_attend(batch.clone(), *at).expect("send");
+        }
+        println!("busy");
+        for at in &places {
+            region.wait(at.done).expect("an answer");
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn workers_with_many_calls_under_way_each_get_their_own_answers() {
+    let (daemon, _dir, path) = start(|plan| plan).await;
+    let (engine, conversation) = stored(&daemon, "kivi-4", 200, 1).await;
+    let mut rng = Rng::new(9);
+    let batches: Vec<_> =
+        (0..12).map(|_| engine.batch(&engine.question(&conversation, 1, &mut rng))).collect();
+    let mut right = Vec::new();
+    for batch in &batches {
+        right.push(engine.client.attend(batch.clone()).await.expect("attend"));
+    }
+    blocking(|| {
+        std::thread::scope(|scope| {
+            for worker in 0..4 {
+                let (path, batches, right) = (&path, &batches, &right);
+                scope.spawn(move || {
+                    let region = open(path);
+                    let mut places = Vec::new();
+                    for batch in batches.iter().cycle().skip(worker).take(48) {
+                        let start = places.last().map_or(0, AttendPlaces::end);
+                        let at = AttendPlaces::packed(start, batch, [64, 64]);
+                        region.memory().write(at.q.offset, &batch.q).expect("inside");
+                        region.send_attend(batch.clone(), at).expect("send");
+                        places.push(at);
+                    }
+                    for (at, right) in places.iter().zip(right.iter().cycle().skip(worker)) {
+                        region.wait(at.done).expect("an answer");
+                        let mut out = vec![0; at.out.bytes as usize];
+                        region.memory().read(at.out.offset, &mut out).expect("inside");
+                        assert_eq!(out, right.out);
+                    }
+                });
+            }
+        });
+    });
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn cuda_memory_offered_to_the_processor_is_declined_with_the_reason() {
+    let (daemon, _dir, path) = start(|plan| plan).await;
+    let (engine, conversation) = stored(&daemon, "raw", 40, 1).await;
+    let file = std::fs::File::open("/dev/null").expect("a descriptor");
+    for device in [RegionDevice::CudaIpc([1; 64]), RegionDevice::CudaFd(Arc::new(file.into()))] {
+        let options = RegionOptions::default().with_bytes(1 << 20).with_device(device, 1 << 21);
+        let region = blocking(|| Region::open(&path, &options)).expect("a region");
+        assert_eq!(region.kind(), RegionKind::Memfd);
+        assert_eq!(region.reason(), "the device is the processor: it opens no CUDA memory");
+        let batch = engine.batch(&engine.question(&conversation, 1, &mut Rng::new(5)));
+        attend(&region, &engine, batch).expect("its own memory serves");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_daemon_that_ends_is_told_to_its_workers() {
+    let (daemon, _dir, path) = start(|plan| plan).await;
+    let (engine, conversation) = stored(&daemon, "raw", 40, 1).await;
+    let region = blocking(|| open(&path));
+    let batch = engine.batch(&engine.question(&conversation, 1, &mut Rng::new(5)));
+    daemon.stop_admitting();
+    let late = attend(&region, &engine, batch.clone());
+    assert_refused(late, ErrorCode::ShuttingDown, "drains");
+    drop(engine);
+    daemon.stop().await;
+    let gone = blocking(|| region.attend(batch, [64, 64])).expect_err("nobody answers");
+    assert_eq!((gone.code, gone.retryable()), (None, true), "{gone}");
+    assert!(!path.exists(), "the socket's file is removed");
+}
