@@ -19,6 +19,10 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
+use tokio::sync::RwLock;
+
+/// Tests share a process under `cargo test`: whoever counts its regions must be alone.
+static REGIONS: RwLock<()> = RwLock::const_new(());
 
 /// A daemon with a socket for regions, and the directory that it is in.
 async fn start(
@@ -55,6 +59,7 @@ fn attend(region: &Region, engine: &Engine, batch: AttendBatch) -> Result<Attend
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_region_answers_with_the_bytes_of_every_other_transport() {
+    let _among_others = REGIONS.read().await;
     let (daemon, _dir, path) = start(|plan| plan).await;
     let region = blocking(|| open(&path));
     for (seed, codec) in (1..).zip(["raw", "kivi-4", "vecinfer-2", "kvcomp", "fp8"]) {
@@ -82,6 +87,7 @@ async fn engine_boot(daemon: &Daemon) -> String {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn rows_stored_through_a_region_are_the_rows_stored_through_grpc() {
+    let _among_others = REGIONS.read().await;
     let (daemon, _dir, path) = start(|plan| plan).await;
     let region = blocking(|| open(&path));
     let shape = Shape::small();
@@ -104,6 +110,7 @@ async fn rows_stored_through_a_region_are_the_rows_stored_through_grpc() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn places_outside_the_region_are_refused_and_it_goes_on() {
+    let _among_others = REGIONS.read().await;
     let (daemon, _dir, path) = start(|plan| plan).await;
     let (engine, conversation) = stored(&daemon, "raw", 40, 1).await;
     let region = blocking(|| open(&path));
@@ -172,6 +179,7 @@ fn answer(stream: &mut UnixStream) -> v1::OpenRegionResponse {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn memory_that_cannot_be_a_region_is_refused_with_the_reason() {
+    let _among_others = REGIONS.read().await;
     let (daemon, dir, path) =
         start(|plan| plan.with("limits.region_bytes_max", "1 MiB").with("limits.regions_max", "2"))
             .await;
@@ -210,6 +218,7 @@ async fn memory_that_cannot_be_a_region_is_refused_with_the_reason() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn messages_that_break_the_protocol_end_the_connection_alone() {
+    let _among_others = REGIONS.read().await;
     let (daemon, _dir, path) = start(|plan| plan).await;
     let (engine, conversation) = stored(&daemon, "raw", 40, 1).await;
     let neighbour = blocking(|| open(&path));
@@ -252,6 +261,8 @@ fn held() -> [usize; 2] {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_worker_that_is_killed_leaves_nothing_and_others_live() {
+    let _alone = REGIONS.write().await;
+    eventually("other tests' regions are given back", async || held() == [0, 0]).await;
     let (daemon, _dir, path) = start(|plan| plan).await;
     let (engine, conversation) = stored(&daemon, "kivi-4", 3000, 1).await;
     let survivor = blocking(|| open(&path));
@@ -324,6 +335,7 @@ fn a_worker_process() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn workers_with_many_calls_under_way_each_get_their_own_answers() {
+    let _among_others = REGIONS.read().await;
     let (daemon, _dir, path) = start(|plan| plan).await;
     let (engine, conversation) = stored(&daemon, "kivi-4", 200, 1).await;
     let mut rng = Rng::new(9);
@@ -361,6 +373,7 @@ async fn workers_with_many_calls_under_way_each_get_their_own_answers() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn cuda_memory_offered_to_the_processor_is_declined_with_the_reason() {
+    let _among_others = REGIONS.read().await;
     let (daemon, _dir, path) = start(|plan| plan).await;
     let (engine, conversation) = stored(&daemon, "raw", 40, 1).await;
     let file = std::fs::File::open("/dev/null").expect("a descriptor");
@@ -376,6 +389,7 @@ async fn cuda_memory_offered_to_the_processor_is_declined_with_the_reason() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_daemon_that_ends_is_told_to_its_workers() {
+    let _among_others = REGIONS.read().await;
     let (daemon, _dir, path) = start(|plan| plan).await;
     let (engine, conversation) = stored(&daemon, "raw", 40, 1).await;
     let region = blocking(|| open(&path));
