@@ -50,7 +50,7 @@ impl Entries {
                 bits >>= taken;
                 length += taken + table.raw_bits();
             }
-            (word < 1 << ENTRY_LENGTH).then(|| word as u32 | length << ENTRY_LENGTH)
+            (word < 1 << ENTRY_LENGTH).then_some(word as u32 | length << ENTRY_LENGTH)
         });
         Some(Self { index_bits, codes, words: words.collect::<Option<_>>()? })
     }

@@ -128,7 +128,7 @@ fn grids_of_data_that_has_drifted() {
     // Few outliers, more than a list holds, and rests that take a word of their own.
     for (channels, tokens, factor) in [(40, 1, 3.0), (5, 1, 4.0), (1, 11, 90.0)] {
         let far = |side: Side, head: usize, token: usize, channel: usize| {
-            let is_far = channel % channels == channels / 2 && token % tokens == 0;
+            let is_far = channel % channels == channels / 2 && token.is_multiple_of(tokens);
             value(side, head, token, channel) * if is_far { factor } else { 1.0 }
         };
         for pages in [&[64, 64, 45][..], &[96, 96], &[2]] {
