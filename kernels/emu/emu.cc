@@ -23,7 +23,7 @@ void kvd_emu_switch(void** from, void* to);
 
 // Saves what a callee must keep, and continues where `to` was left (System V ABI).
 asm(R"(
-.text
+.pushsection .text
 .globl kvd_emu_switch
 .type kvd_emu_switch,@function
 kvd_emu_switch:
@@ -43,7 +43,9 @@ kvd_emu_switch:
     pop %rbp
     ret
 .size kvd_emu_switch,.-kvd_emu_switch
-.section .note.GNU-stack,"",@progbits
+.popsection
+.pushsection .note.GNU-stack,"",@progbits
+.popsection
 )");
 
 namespace kvd {

@@ -1,8 +1,9 @@
-//! Repository chores: `cargo xtask gen | tidy | ci | kernels`.
+//! Repository chores: `cargo xtask gen | tidy | ci | kernels | gpu`.
 #![forbid(unsafe_code)]
 
 mod ci;
 mod generate;
+mod gpu;
 mod kernels;
 mod report;
 mod tidy;
@@ -35,6 +36,12 @@ enum Chore {
     /// Compiles the CUDA kernels for each target, with a compiler from Python wheels; needs the
     /// network the first time, no GPU.
     Kernels,
+    /// What a machine with a GPU runs, without Rust: conformance, sanitizer, shared memory,
+    /// benchmark.
+    Gpu {
+        #[command(subcommand)]
+        step: gpu::Step,
+    },
 }
 
 fn main() -> ExitCode {
@@ -56,6 +63,7 @@ fn run(chore: Chore, root: &Path, report: &Report) -> Result<()> {
         Chore::Tidy => tidy::run(root, report),
         Chore::Ci => ci::run(root, report),
         Chore::Kernels => kernels::run(root, report),
+        Chore::Gpu { step } => gpu::run(root, step, report),
     }
 }
 

@@ -13,6 +13,8 @@ mod suite;
 use kvd_compute::{Backend, RegionHandle};
 use kvd_core::RopePairing;
 use kvd_cuda::{CudaBackend, CudaDriver, CudaOptions, Gpu, KERNELS, devices};
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Command, Stdio};
 
 const OPTIONS: CudaOptions =
     CudaOptions { arena_bytes: 1 << 20, scratch_bytes: 1 << 20, threads: 1 };
@@ -64,4 +66,28 @@ fn a_handle_that_means_nothing_is_refused_and_the_gpu_goes_on() {
     assert_eq!(backend.failure(), None);
     let off = suite::errors(Box::new(backend), "raw", RopePairing::Half).unwrap().0;
     assert!(off < 1e-5, "{off:.1e}");
+}
+
+/// Memory of a real other process: `kernels/gpu/worker.py`, or what `KVD_GPU_WORKER` names.
+#[test]
+fn memory_of_a_worker_process_is_read_and_written() {
+    let Some(mut backend) = backend() else { return };
+    let beside = concat!(env!("CARGO_MANIFEST_DIR"), "/../../kernels/gpu/worker.py");
+    let script = std::env::var("KVD_GPU_WORKER").unwrap_or(beside.to_owned());
+    let mut command = Command::new("python3");
+    command.arg(script).stdin(Stdio::piped()).stdout(Stdio::piped());
+    let mut worker = command.spawn().unwrap();
+    let mut line = String::new();
+    BufReader::new(worker.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    let byte = |at: usize| u8::from_str_radix(&line[2 * at..2 * at + 2], 16).unwrap();
+    let handle: [u8; 64] = std::array::from_fn(byte);
+    let region = backend.open_region(RegionHandle::CudaIpc(handle), 256).unwrap();
+    let mut bytes = [0; 256];
+    backend.read_region(region, 0, &mut bytes).unwrap();
+    assert!(bytes.iter().copied().eq(0..=255));
+    bytes.reverse();
+    backend.write_region(region, 0, &bytes).unwrap();
+    backend.close_region(region);
+    writeln!(worker.stdin.take().unwrap(), "written").unwrap();
+    assert!(worker.wait().unwrap().success(), "the worker does not see what was written");
 }

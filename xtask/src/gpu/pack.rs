@@ -1,0 +1,103 @@
+//! Makes the folder that is carried to a machine with a GPU.
+
+use crate::kernels;
+use crate::report::Report;
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::Value;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+/// Of `kernels/gpu`.
+const SCRIPTS: [&str; 2] = ["bench.py", "worker.py"];
+
+pub(crate) fn pack(root: &Path, out: &Path, report: &Report) -> Result<()> {
+    let fatbins = root.join("target/kernels");
+    if fatbins_in(&fatbins)?.is_empty() {
+        kernels::run(root, report)?;
+    }
+    let fixtures = out.join("fixtures");
+    fs::create_dir_all(&fixtures).with_context(|| format!("create {}", fixtures.display()))?;
+    fs::create_dir_all(out.join("fatbins"))?;
+    for fatbin in fatbins_in(&fatbins)? {
+        let name = fatbin.file_name().context("a file without a name")?;
+        fs::copy(&fatbin, out.join("fatbins").join(name))?;
+    }
+    for script in SCRIPTS {
+        fs::copy(root.join("kernels/gpu").join(script), out.join(script))?;
+    }
+    report.step("cargo test -p kvd-cuda --features embed-kernels --test gpu --no-run");
+    fs::copy(conformance(root)?, out.join("conformance"))?;
+    report.step("cargo test -p kvd-emu --test fixtures");
+    let mut command = cargo(root);
+    command.args(["test", "--quiet", "-p", "kvd-emu", "--test", "fixtures"]);
+    let status = command.env("KVD_GPU_FIXTURES", &fixtures).env("KVD_REQUIRE_EMU", "1").status()?;
+    ensure!(status.success(), "the fixtures were not made");
+    fs::copy(std::env::current_exe()?, out.join("xtask"))?;
+    report.line(&format!("packed: {}; there: ./xtask gpu run", out.display()));
+    Ok(())
+}
+
+fn cargo(root: &Path) -> Command {
+    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    command.current_dir(root);
+    command
+}
+
+fn fatbins_in(folder: &Path) -> Result<Vec<PathBuf>> {
+    let Ok(entries) = fs::read_dir(folder) else {
+        return Ok(Vec::new());
+    };
+    let paths = entries.map(|entry| Ok(entry?.path())).collect::<Result<Vec<_>>>()?;
+    let is_fatbin = |path: &PathBuf| path.extension().is_some_and(|end| end == "fatbin");
+    Ok(paths.into_iter().filter(is_fatbin).collect())
+}
+
+/// Builds the tests of a GPU with the kernels in them, and says where they are.
+fn conformance(root: &Path) -> Result<PathBuf> {
+    let mut command = cargo(root);
+    command.args(["test", "-p", "kvd-cuda", "--features", "embed-kernels", "--test", "gpu"]);
+    command.args(["--no-run", "--message-format", "json"]).stderr(Stdio::inherit());
+    let output = command.output().context("start cargo")?;
+    ensure!(output.status.success(), "the tests of a GPU do not build");
+    executable(&String::from_utf8_lossy(&output.stdout), "gpu")
+}
+
+/// The program of a target among cargo's messages.
+fn executable(messages: &str, target: &str) -> Result<PathBuf> {
+    for line in messages.lines() {
+        let Ok(message) = serde_json::from_str::<Value>(line) else { continue };
+        if message["target"]["name"] == target
+            && let Some(path) = message["executable"].as_str()
+        {
+            return Ok(path.into());
+        }
+    }
+    bail!("cargo named no program of {target}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_program_is_found_among_the_messages() {
+        let messages = "\
+warning: not a message
+{\"reason\":\"compiler-artifact\",\"target\":{\"name\":\"kvd_cuda\"},\"executable\":null}
+{\"reason\":\"compiler-artifact\",\"target\":{\"name\":\"gpu\"},\"executable\":\"/t/gpu-1\"}
+{\"reason\":\"build-finished\",\"success\":true}
+";
+        assert_eq!(executable(messages, "gpu").unwrap(), PathBuf::from("/t/gpu-1"));
+        assert!(executable(messages, "other").is_err());
+    }
+
+    #[test]
+    fn only_fat_binaries_are_kernels() {
+        let folder = tempfile::tempdir().unwrap();
+        assert!(fatbins_in(&folder.path().join("none")).unwrap().is_empty());
+        fs::write(folder.path().join("a.fatbin"), "").unwrap();
+        fs::write(folder.path().join("a.txt"), "").unwrap();
+        assert_eq!(fatbins_in(folder.path()).unwrap(), [folder.path().join("a.fatbin")]);
+    }
+}
