@@ -51,6 +51,7 @@ namespace emu {
 namespace {
 
 constexpr unsigned LANES = 32;
+constexpr size_t COPY_BYTES = 16;
 constexpr size_t STACK_BYTES = 256 << 10;
 constexpr size_t GUARD_BYTES = 4096;
 constexpr size_t SHARED_BYTES_MAX = 227 << 10;
@@ -289,7 +290,8 @@ void barrier(Source at) {
     leave(false);
 }
 
-uint32_t exchange(uint32_t word, unsigned source, Source at) {
+// All lanes of the running fiber's warp meet, each with a word; gives the words.
+static const uint32_t* meet(uint32_t word, Source at) {
     Fiber* fiber = current;
     fiber->at = at;
     const unsigned first = fiber->index / LANES * LANES;
@@ -315,7 +317,18 @@ uint32_t exchange(uint32_t word, unsigned source, Source at) {
         fiber->state = State::Exchange;
     }
     leave(false);
-    return warp.words[generation][source];
+    return warp.words[generation];
+}
+
+uint32_t exchange(uint32_t word, unsigned source, Source at) { return meet(word, at)[source]; }
+
+uint32_t ballot(bool condition, Source at) {
+    const uint32_t* words = meet(condition, at);
+    uint32_t mask = 0;
+    for (unsigned lane = 0; lane < LANES; lane++) {
+        mask |= words[lane] << lane;
+    }
+    return mask;
 }
 
 // Bytes of all asynchronous copies that this thread's launches have started.
@@ -323,11 +336,11 @@ static thread_local uint64_t copied_bytes = 0;
 
 void copy_async(void* to, const void* from, size_t bytes) {
     const uintptr_t both = reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from);
-    if (both % bytes != 0) {
+    if (both % COPY_BYTES != 0 || bytes > COPY_BYTES) {
         fail(current->at, "a copy whose ends are not aligned to its size");
     }
     // Until it is waited for, the target holds neither old nor new bytes.
-    memset(to, 0xFF, bytes);
+    memset(to, 0xFF, COPY_BYTES);
     copied_bytes += bytes;
     current->copies.back().push_back({to, from, bytes});
 }
@@ -338,6 +351,7 @@ void copy_async_wait(unsigned keep) {
     std::vector<std::vector<Copy>>& copies = current->copies;
     while (copies.size() > keep + 1) {
         for (const Copy& copy : copies.front()) {
+            memset(copy.to, 0, COPY_BYTES);
             memcpy(copy.to, copy.from, copy.bytes);
         }
         copies.erase(copies.begin());

@@ -10,6 +10,9 @@
 #define KVD_DEVICE inline
 #define KVD_BARRIER() kvd::emu::barrier({__FILE__, __LINE__})
 #define KVD_SHUFFLE_XOR(value, mask) kvd::emu::shuffle_xor(value, mask, {__FILE__, __LINE__})
+#define KVD_SHUFFLE(word, lane) kvd::emu::exchange(word, lane, {__FILE__, __LINE__})
+#define KVD_BALLOT(condition) kvd::emu::ballot(condition, {__FILE__, __LINE__})
+#define KVD_WARP_BARRIER() ((void)kvd::emu::ballot(true, {__FILE__, __LINE__}))
 #define KVD_EXPECT(condition) \
     ((condition) ? (void)0 : kvd::emu::fail({__FILE__, __LINE__}, "expected " #condition))
 #define KVD_KERNEL(name, threads, Parameters, body)                                              \
@@ -44,7 +47,10 @@ unsigned block();
 void barrier(Source at);
 // All lanes of the warp meet; gives the word of lane `source`.
 uint32_t exchange(uint32_t word, unsigned source, Source at);
+// All lanes of the warp meet; gives which of them have the condition.
+uint32_t ballot(bool condition, Source at);
 // A copy that is made as late as CUDA allows: when its group is waited for.
+// Of 16 bytes the last stay zeros.
 void copy_async(void* to, const void* from, size_t bytes);
 void copy_async_commit();
 void copy_async_wait(unsigned keep);
@@ -65,12 +71,24 @@ inline unsigned thread_index() { return emu::thread(); }
 inline unsigned block_index() { return emu::block(); }
 
 inline void copy_async16(void* shared, const void* global) { emu::copy_async(shared, global, 16); }
+inline void copy_async16(void* shared, const void* global, unsigned bytes) {
+    emu::copy_async(shared, global, bytes);
+}
 inline void copy_async_commit() { emu::copy_async_commit(); }
 template <int KEEP>
 inline void copy_async_wait() {
     emu::copy_async_wait(KEEP);
 }
 
+inline uint32_t bytes_of(uint32_t low, uint32_t high, unsigned which) {
+    const uint64_t both = uint64_t(high) << 32 | low;
+    uint32_t bytes = 0;
+    for (unsigned at = 0; at < 4; at++) {
+        bytes |= uint32_t(both >> 8 * (which >> 4 * at & 7) & 255) << 8 * at;
+    }
+    return bytes;
+}
+inline unsigned ones(uint32_t word) { return unsigned(__builtin_popcount(word)); }
 inline float f32_value(uint32_t bits) {
     float value;
     memcpy(&value, &bits, sizeof value);

@@ -197,6 +197,16 @@ impl ModelCodec {
         })
     }
 
+    /// Every Huffman table of a head whose tables are built from blocks: version `n` of page
+    /// headers is at index `n - 1`.
+    ///
+    /// # Panics
+    /// When layer or head lie outside the model's geometry.
+    #[must_use]
+    pub fn trained_tables(&self, layer: LayerIndex, side: Side, head: usize) -> &[LaneTable] {
+        &self.tables[self.table_index(layer, side, self.head(layer, side, head))]
+    }
+
     /// The Huffman table of that version, as a page header of that head names it (from 1).
     pub(crate) fn table(
         &self,

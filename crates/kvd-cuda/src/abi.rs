@@ -38,8 +38,14 @@ pub struct SideShape {
     pub interleaved: u32,
     /// Bytes of the table in shared memory.
     pub table_bytes: u32,
-    /// Zero.
-    pub unused: u32,
+    /// Huffman codes: codes of a decoded row, padded; 0 where codes have a fixed width.
+    pub stride: u32,
+    /// Huffman codes: offset of runs and tables in the layer's tables.
+    pub lanes: u64,
+    /// Bytes of runs and tables in shared memory: all of them or none.
+    pub lane_bytes: u32,
+    /// Bytes of a decoded chunk.
+    pub chunk_bytes: u32,
 }
 
 /// An entry of the block table: one page of one KV head, or rows as they came.
@@ -128,8 +134,12 @@ pub struct AttendParameters {
     pub value_table: u32,
     /// Soft cap of scores, 0 for none.
     pub soft_cap: f32,
-    /// Zero.
-    pub unused: u32,
+    /// Huffman codes: chunks of a side that are decoded together.
+    pub chunks: u32,
+    /// Shared memory of a decoded chunk of keys, bytes.
+    pub key_chunk: u32,
+    /// The same of values.
+    pub value_chunk: u32,
 }
 
 /// The parameter of `kvd_merge`.

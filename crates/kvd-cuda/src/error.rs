@@ -9,7 +9,7 @@ pub enum PlanError {
     /// No kernel reads this side.
     #[error(
         "no CUDA kernel reads the {} of layer {layer}, head {head} ({what}); \
-         use a codec without huffman, or the cpu device",
+         use another codec, or the cpu device",
         if *side == Side::Key { "keys" } else { "values" }
     )]
     NoSide {

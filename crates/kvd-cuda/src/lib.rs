@@ -13,6 +13,7 @@ mod backend;
 mod driver;
 mod error;
 mod finish;
+mod lanes;
 mod plan;
 mod side;
 mod table;
@@ -25,6 +26,7 @@ pub use driver::{
 };
 pub use error::PlanError;
 pub use finish::Merged;
+pub use lanes::SharedMemory;
 pub use plan::{Block, CodebookPlan, Limits, Occupancy, Plan, Workload, plan};
 pub use side::Kernel;
 pub use tables::{Launch, Options, Shapes, Tables};

@@ -1,9 +1,10 @@
 //! One head's side as a kernel sees it: which kernel, with which shape, in how much shared memory.
 
 use crate::abi::SideShape;
+use crate::lanes::Lanes;
 use crate::table::Table;
-use kvd_codec::{CodeLayout, GroupAxis, HeadSide, Stored, UniformMode};
-use kvd_core::{DType, Geometry, RopePairing};
+use kvd_codec::{CodeLayout, GroupAxis, HeadSide, LaneTable, Stored, UniformMode};
+use kvd_core::{DType, Geometry, RopePairing, Side};
 
 /// Tokens of a tile.
 pub(crate) const TILE_TOKENS: usize = CodeLayout::TILE_TOKENS;
@@ -44,6 +45,8 @@ pub enum Kernel {
     Lloyd = 9,
     /// A width for every coefficient.
     BitAlloc = 10,
+    /// One step, codes by class of coefficient.
+    Grid = 11,
 }
 
 /// The pairs that have kernels of their own (`kernels/attend_*.cu`).
@@ -59,16 +62,39 @@ const PAIRS: [(Kernel, Kernel); 9] = [
     (Kernel::Lloyd, Kernel::Uniform),
 ];
 
+/// The same where one of them holds Huffman codes.
+const HUFFMAN_PAIRS: [(Kernel, Kernel); 2] =
+    [(Kernel::Uniform, Kernel::Uniform), (Kernel::Grid, Kernel::Grid)];
+
 /// Query rows that one thread block can take, by kernel.
 pub(crate) const ROWS: [u32; 3] = [1, 4, 8];
 
-/// Name of the kernel for a pair and a number of query rows.
-pub(crate) fn attend_name(keys: Kernel, values: Kernel, rows: u32) -> String {
-    if keys.pairs_with(values) {
-        let (keys, values) = (keys.name(), values.name());
-        return format!("kvd_attend_{keys}_{values}_{}", rows_of(rows));
+/// Both sides of a part, and whether one of them holds Huffman codes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Pair {
+    pub(crate) keys: Kernel,
+    pub(crate) values: Kernel,
+    pub(crate) huffman: bool,
+}
+
+impl Pair {
+    /// Whether it has a kernel of its own; the others share a slower one.
+    pub(crate) fn is_known(self) -> bool {
+        if self.huffman {
+            return HUFFMAN_PAIRS.contains(&(self.keys, self.values));
+        }
+        self.keys.pairs_with(self.values)
     }
-    format!("kvd_attend_any_any_{}", ROWS[2])
+
+    /// Name of the kernel for a number of query rows.
+    pub(crate) fn kernel(self, rows: u32) -> String {
+        let stage = if self.huffman { "huffman_" } else { "" };
+        if self.is_known() {
+            let (keys, values) = (self.keys.name(), self.values.name());
+            return format!("kvd_attend_{stage}{keys}_{values}_{}", rows_of(rows));
+        }
+        format!("kvd_attend_{stage}any_any_{}", ROWS[2])
+    }
 }
 
 /// The kernel's rows for a unit of `rows` rows.
@@ -92,11 +118,12 @@ impl Kernel {
             Self::Polar => "polar",
             Self::Lloyd => "lloyd",
             Self::BitAlloc => "bitalloc",
+            Self::Grid => "grid",
         }
     }
 
-    /// Whether keys of this kernel with values of that one have a kernel of their own; the others
-    /// share a slower one.
+    /// Whether keys of this kernel with values of that one have a kernel of their own, where codes
+    /// have a fixed width; the others share a slower one.
     #[must_use]
     pub fn pairs_with(self, values: Self) -> bool {
         PAIRS.contains(&(self, values)) || (self, values) == (Self::BitAlloc, Self::BitAlloc)
@@ -157,9 +184,58 @@ pub(crate) fn fallback_shape(quantizer: u8, dim: usize) -> Option<(Kernel, SideS
     })
 }
 
-/// The kernel and shape of a head's pages. What kernels look values up in goes to `tables`; of
-/// codebooks at most `table_bytes` are to stand in shared memory.
-pub(crate) fn page_shape(
+/// How a head's pages are read.
+#[derive(Clone, Debug)]
+pub(crate) struct HeadShapes {
+    pub(crate) kernel: Kernel,
+    /// By the version of their Huffman tables, from 1; else one.
+    versions: Vec<SideShape>,
+}
+
+impl HeadShapes {
+    /// Of pages with that version in their header, 0 for none.
+    pub(crate) fn version(&self, version: u16) -> Result<(Kernel, SideShape), &'static str> {
+        let shape = self.versions.get(usize::from(version).saturating_sub(1));
+        Ok((self.kernel, *shape.ok_or("a page of an unknown Huffman table")?))
+    }
+}
+
+/// What kernels look values up in, of one layer.
+#[derive(Default)]
+pub(crate) struct LayerTables {
+    pub(crate) bytes: Vec<u8>,
+    /// Runs and Huffman tables so far: heads share equal ones.
+    lanes: Vec<(u64, usize)>,
+}
+
+/// How a head's pages are read. What kernels look values up in goes to `tables`; of codebooks at
+/// most `table_bytes` are to stand in shared memory. `trained` are the Huffman tables so far.
+pub(crate) fn head_shapes(
+    (side, which): (&HeadSide, Side),
+    trained: &[LaneTable],
+    tables: &mut LayerTables,
+    table_bytes: usize,
+) -> Result<HeadShapes, &'static str> {
+    let (kernel, shape) = page_shape(side, &mut tables.bytes, table_bytes)?;
+    let Some(runs) = side.lane_runs() else {
+        return Ok(HeadShapes { kernel, versions: vec![shape] });
+    };
+    let grid = side.grid();
+    let versions: Vec<&[LaneTable]> = match grid {
+        Some(grid) => vec![grid.tables()],
+        None => trained.iter().map(std::slice::from_ref).collect(),
+    };
+    let shapes = versions.into_iter().map(|of_version| {
+        let lanes = Lanes { side: which, runs, tables: of_version, grid };
+        let mut shape = shape;
+        lanes.place(&mut tables.bytes, &mut tables.lanes, &mut shape);
+        shape
+    });
+    Ok(HeadShapes { kernel, versions: shapes.collect() })
+}
+
+/// The kernel and shape of a head's pages, as if its codes had a fixed width.
+fn page_shape(
     side: &HeadSide,
     tables: &mut Vec<u8>,
     table_bytes: usize,
@@ -216,7 +292,8 @@ pub(crate) fn page_shape(
             Table::new(tables, &mut shape).runs(&runs, levels.len()).floats(levels).floats(scales);
             (Kernel::BitAlloc, shape)
         }
-        _ => return Err("entropy-coded, or of another quantizer"),
+        Stored::Grid(_) => (Kernel::Grid, shape(Kernel::Grid, dim, 8)),
+        _ => return Err("of another quantizer"),
     };
     if kernel != Kernel::BitAlloc && shape.bits > CODE_BITS_MAX {
         return Err("codes of more than 16 bits");
@@ -233,7 +310,11 @@ pub(crate) fn stage_bytes(kernel: Kernel, shape: &SideShape, tokens: usize) -> u
     if let Some(bytes) = kernel.value_bytes() {
         return copied(rows * dim * bytes);
     }
-    let codes = |per_row: usize| copied((rows * per_row * bits).div_ceil(8) + PLANES_MAX);
+    let codes = |per_row: usize| match shape.stride {
+        0 => copied((rows * per_row * bits).div_ceil(8) + PLANES_MAX),
+        // Huffman codes are decoded, not staged.
+        _ => 0,
+    };
     let share = shape.scale_tokens as usize;
     let scale_rows = tokens.div_ceil(share).min((TILE_TOKENS - 1) / share + 2);
     let pairs = dim.div_ceil(shape.scale_channels as usize);
@@ -255,6 +336,7 @@ pub(crate) fn stage_bytes(kernel: Kernel, shape: &SideShape, tokens: usize) -> u
         Kernel::Lloyd => copied(2 * rows) + codes(dim),
         // Its bits are those of a row; every run ends in a copy of its own.
         Kernel::BitAlloc => copied(rows * bits / 8 + RUNS_MAX * (PLANES_MAX + 2 * COPY_BYTES)),
+        Kernel::Grid => 0,
         _ => copied(4) + codes(dim),
     }
 }
@@ -276,12 +358,13 @@ mod tests {
 
     #[test]
     fn pairs_without_a_kernel_share_one() {
-        assert_eq!(attend_name(Kernel::Vq, Kernel::Vq, 3), "kvd_attend_vq_vq_4");
-        assert_eq!(attend_name(Kernel::Vq, Kernel::F16, 1), "kvd_attend_any_any_8");
-        assert_eq!(
-            attend_name(Kernel::Uniform, Kernel::Uniform, 9),
-            "kvd_attend_uniform_uniform_8"
-        );
+        let name = |keys, values, huffman, rows| Pair { keys, values, huffman }.kernel(rows);
+        assert_eq!(name(Kernel::Vq, Kernel::Vq, false, 3), "kvd_attend_vq_vq_4");
+        assert_eq!(name(Kernel::Vq, Kernel::F16, false, 1), "kvd_attend_any_any_8");
+        let uniform = Kernel::Uniform;
+        assert_eq!(name(uniform, uniform, false, 9), "kvd_attend_uniform_uniform_8");
+        assert_eq!(name(uniform, uniform, true, 1), "kvd_attend_huffman_uniform_uniform_1");
+        assert_eq!(name(Kernel::Grid, Kernel::F16, true, 1), "kvd_attend_huffman_any_any_8");
     }
 
     #[test]

@@ -3,9 +3,10 @@
 
 use crate::PlanError;
 use crate::abi::{COEFFICIENTS, PageEntry, SideShape, Unit};
+use crate::lanes::{SharedMemory, decoding};
 use crate::side::{
-    COPY_BYTES, Kernel, ROWS, TILE_TOKENS, attend_name, fallback_shape, page_shape, rows_of,
-    rows_shape, stage_bytes,
+    COPY_BYTES, HeadShapes, Kernel, LayerTables, Pair, ROWS, TILE_TOKENS, fallback_shape,
+    head_shapes, rows_of, rows_shape, stage_bytes,
 };
 use kvd_codec::{HEADER_BYTES, ModelCodec, PageHeader};
 use kvd_compute::{AttendPlan, PlanPart, PlanQuery, Source};
@@ -24,6 +25,8 @@ const DIM_MAX: usize = 2 * THREADS;
 pub struct Options {
     /// Parts (blocks) of one unit at most: the split of the stored range.
     pub parts_per_unit: usize,
+    /// The GPU's shared memory: how many Huffman codes are decoded at once.
+    pub shared: SharedMemory,
 }
 
 /// How the heads of one layer are stored, and what their kernels look values up in. Made once per
@@ -33,23 +36,34 @@ pub struct Shapes {
     /// Codebooks, levels, directions: goes to the device as it is.
     pub tables: Vec<u8>,
     layer: LayerIndex,
-    heads: Vec<[Result<(Kernel, SideShape), &'static str>; 2]>,
+    heads: Vec<[Result<HeadShapes, &'static str>; 2]>,
+    /// Huffman tables that it was made with.
+    versions: usize,
 }
 
 impl Shapes {
     /// Of a layer. Codebooks of keys and values take at most `table_bytes` of shared memory.
     #[must_use]
     pub fn new(codec: &ModelCodec, layer: LayerIndex, table_bytes: [usize; 2]) -> Self {
-        let mut tables = Vec::new();
+        let mut tables = LayerTables::default();
         let heads = (0..codec.geometry().kv_heads as usize).map(|head| {
             Side::BOTH.map(|side| {
-                page_shape(codec.head(layer, side, head), &mut tables, table_bytes[side.index()])
+                let trained = codec.trained_tables(layer, side, head);
+                let of_head = (codec.head(layer, side, head), side);
+                head_shapes(of_head, trained, &mut tables, table_bytes[side.index()])
             })
         });
         let heads = heads.collect();
+        let mut tables = tables.bytes;
         // An address that is given to a kernel is one of something.
         tables.resize(tables.len().next_multiple_of(COPY_BYTES).max(COPY_BYTES), 0);
-        Self { tables, layer, heads }
+        Self { tables, layer, heads, versions: versions(codec, layer) }
+    }
+
+    /// Whether no Huffman table was built since it was made.
+    #[must_use]
+    pub fn is_current(&self, codec: &ModelCodec) -> bool {
+        self.versions == versions(codec, self.layer)
     }
 
     /// Whether every head has kernels.
@@ -59,7 +73,8 @@ impl Shapes {
     pub fn check(&self) -> Result<(), PlanError> {
         for (head, sides) in self.heads.iter().enumerate() {
             for side in Side::BOTH {
-                sides[side.index()].map_err(|what| self.no_side(side, head, what))?;
+                let of_side = sides[side.index()].as_ref();
+                of_side.map_err(|what| self.no_side(side, head, what))?;
             }
         }
         Ok(())
@@ -68,6 +83,14 @@ impl Shapes {
     fn no_side(&self, side: Side, head: usize, what: &'static str) -> PlanError {
         PlanError::NoSide { side, layer: self.layer.0, head, what }
     }
+}
+
+/// Huffman tables of a layer.
+fn versions(codec: &ModelCodec, layer: LayerIndex) -> usize {
+    let of_head = |head| {
+        Side::BOTH.map(|side| codec.trained_tables(layer, side, head).len()).iter().sum::<usize>()
+    };
+    (0..codec.geometry().kv_heads as usize).map(of_head).sum()
 }
 
 /// One launch of `kvd_attend_*`.
@@ -85,6 +108,12 @@ pub struct Launch {
     pub key_table: u32,
     /// As in [`crate::AttendParameters`].
     pub value_table: u32,
+    /// As in [`crate::AttendParameters`].
+    pub chunks: u32,
+    /// As in [`crate::AttendParameters`].
+    pub key_chunk: u32,
+    /// As in [`crate::AttendParameters`].
+    pub value_chunk: u32,
     /// Dynamic shared memory, bytes.
     pub shared_bytes: usize,
 }
@@ -119,7 +148,7 @@ struct Sides {
 }
 
 /// A kernel with a number of rows: what one launch runs.
-type LaunchKey = (Kernel, Kernel, u32);
+type LaunchKey = (Pair, u32);
 
 struct Builder<'a> {
     plan: &'a AttendPlan,
@@ -130,7 +159,7 @@ struct Builder<'a> {
     q: Vec<f32>,
     options: Options,
     tables: Tables,
-    units: BTreeMap<LaunchKey, (Vec<Unit>, [usize; 4])>,
+    units: BTreeMap<LaunchKey, (Vec<Unit>, [usize; 6])>,
     /// Partial results of each output row.
     rows: Vec<Vec<u32>>,
 }
@@ -235,13 +264,16 @@ impl Builder<'_> {
                 let header = self.page(part, side, head)?.1;
                 let index = side.index();
                 let error = |what| self.shapes.no_side(side, head, what);
+                let of_head = self.shapes.heads[head][index].as_ref();
                 let known = if header.fallback {
                     let dim = geometry.head_dim(side);
                     fallback_shape(header.quantizer, dim).ok_or("a page of an unknown fallback")
                 } else {
                     sides.folded[index] =
                         !self.codec.head(self.plan.layer, side, head).is_identity();
-                    self.shapes.heads[head][index]
+                    of_head
+                        .map_err(|what| *what)
+                        .and_then(|shapes| shapes.version(header.table_version))
                 };
                 (sides.kernels[index], sides.shapes[index]) = known.map_err(error)?;
             }
@@ -365,13 +397,24 @@ impl Builder<'_> {
 
     fn push(&mut self, sides: &Sides, unit: Unit, tokens: usize) {
         let [keys, values] = sides.kernels;
-        let rows = if keys.pairs_with(values) { rows_of(unit.rows) } else { ROWS[2] };
-        let (units, sizes) = self.units.entry((keys, values, rows)).or_default();
+        let huffman = unit.key.stride > 0 || unit.value.stride > 0;
+        let pair = Pair { keys, values, huffman };
+        let rows = if pair.is_known() { rows_of(unit.rows) } else { ROWS[2] };
+        let (units, sizes) = self.units.entry((pair, rows)).or_default();
+        // Runs and Huffman tables stand behind a side's own table.
+        let table = |shape: &SideShape| {
+            [shape.table_bytes, shape.lane_bytes]
+                .map(|bytes| (bytes as usize).next_multiple_of(COPY_BYTES))
+                .iter()
+                .sum()
+        };
         let needed = [
             stage_bytes(keys, &unit.key, tokens),
             stage_bytes(values, &unit.value, tokens),
-            (unit.key.table_bytes as usize).next_multiple_of(COPY_BYTES),
-            (unit.value.table_bytes as usize).next_multiple_of(COPY_BYTES),
+            table(&unit.key),
+            table(&unit.value),
+            unit.key.chunk_bytes as usize,
+            unit.value.chunk_bytes as usize,
         ];
         for (size, needed) in sizes.iter_mut().zip(needed) {
             *size = (*size).max(needed);
@@ -385,23 +428,30 @@ impl Builder<'_> {
             self.tables.ends.push(self.tables.order.len() as u32);
         }
         let dim = self.codec.geometry().head_dim(Side::Key);
-        for ((keys, values, rows), (units, sizes)) in self.units {
-            let [key_stage, value_stage, key_table, value_table] = sizes.map(|size| size as u32);
+        for ((pair, rows), (units, sizes)) in self.units {
+            let [key_stage, value_stage, key_table, value_table, key_chunk, value_chunk] = sizes;
+            let other =
+                shared_bytes(rows as usize, dim, [key_stage, value_stage, key_table, value_table]);
+            let shared = self.options.shared;
+            let (chunks, bytes) = decoding([key_chunk, value_chunk], other, shared);
             self.tables.launches.push(Launch {
-                kernel: attend_name(keys, values, rows),
+                kernel: pair.kernel(rows),
                 units,
-                key_stage,
-                value_stage,
-                key_table,
-                value_table,
-                shared_bytes: shared_bytes(rows as usize, dim, sizes),
+                key_stage: key_stage as u32,
+                value_stage: value_stage as u32,
+                key_table: key_table as u32,
+                value_table: value_table as u32,
+                chunks: chunks as u32,
+                key_chunk: key_chunk as u32,
+                value_chunk: value_chunk as u32,
+                shared_bytes: other + bytes,
             });
         }
         self.tables
     }
 }
 
-/// Shared memory of a thread block: `AttendShared` of `attend.cuh`.
+/// Shared memory of a thread block, decoding apart: `AttendShared` of `attend.cuh`.
 fn shared_bytes(rows: usize, dim: usize, sizes: [usize; 4]) -> usize {
     let floats = (rows * dim).next_multiple_of(4)
         + rows * THREADS

@@ -45,19 +45,15 @@ fn backend() -> Option<CudaBackend> {
 
 #[test]
 fn attention_over_pages_is_attention_over_what_they_decode_to() {
-    let mut served = 0;
     for text in suite::codecs() {
         for pairing in [RopePairing::Half, RopePairing::Interleaved] {
             let Some(backend) = backend() else { return };
-            let Some((off, lse)) = suite::errors(Box::new(backend), text, pairing) else {
-                continue;
-            };
+            let answer = suite::errors(Box::new(backend), text, pairing);
+            let (off, lse) = answer.unwrap_or_else(|| panic!("{text} is not served"));
             // As on the CPU: f32 sums of products whose roundings are below 1e-7 each.
             assert!(off < 1e-5 && lse < 1e-5, "{text}: outputs {off:.1e}, log-sum-exp {lse:.1e}");
-            served += 1;
         }
     }
-    assert!(served > 40, "{served} codecs are served");
 }
 
 #[test]

@@ -283,18 +283,6 @@ fn bit_allocations_and_their_outliers_answer_as_the_reference() {
 }
 
 #[test]
-fn codecs_without_a_kernel_are_refused_with_a_reason() {
-    if !available() {
-        return;
-    }
-    let codec = "k=uniform(b=4,axis=channel)/huffman; v=fp8";
-    let stored = stored(&geometry(64, 64, DType::F16), codec, &layout(&[32], 0));
-    let plan = Ask::last(1, stored.tokens).plan(&stored, |_| 1.0);
-    let error = run(&stored, &plan, 1, Order::Ascending).unwrap_err();
-    assert!(error.contains("no CUDA kernel reads the keys of layer 0, head 0"), "{error}");
-}
-
-#[test]
 fn integers_are_exact() {
     if !available() {
         return;

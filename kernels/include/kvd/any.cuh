@@ -5,6 +5,7 @@
 
 #include "bitalloc.cuh"
 #include "float.cuh"
+#include "grid.cuh"
 #include "hybrid.cuh"
 #include "lloyd.cuh"
 #include "polar.cuh"
@@ -25,10 +26,12 @@ enum class Kind : uint32_t {
     Polar = 8,
     Lloyd = 9,
     BitAlloc = 10,
+    Grid = 11,
 };
 
 struct Any {
     static constexpr unsigned SPANS = BitAlloc::SPANS;
+    static constexpr bool ODD_WORDS = true;
 
     // Calls `use` with a value of the side's type.
     template <class Use>
@@ -45,8 +48,15 @@ struct Any {
             case Kind::Polar: return use(kvd::Polar());
             case Kind::Lloyd: return use(kvd::Lloyd());
             case Kind::BitAlloc: return use(kvd::BitAlloc());
+            case Kind::Grid: return use(kvd::Grid());
         }
         KVD_EXPECT(false);
+    }
+
+    KVD_DEVICE static uint64_t codes_at(const SideShape& side, const Tile& tile) {
+        uint64_t at = 0;
+        with(side, [&](auto chosen) { at = decltype(chosen)::codes_at(side, tile); });
+        return at;
     }
 
     KVD_DEVICE static Span span(const SideShape& side, const Tile& tile, unsigned part) {

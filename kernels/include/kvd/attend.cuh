@@ -5,15 +5,14 @@
 // FlashDecoding); merge.cuh adds the parts up. Meaning: design section 4, and the CPU's
 // kvd-compute/src/cpu/attend.rs. A codec side is a struct with three verbs: `prepare` once per
 // unit, `scores` (query rows times keys of a tile) and `accumulate` (weighted values of a tile);
-// `span` says which bytes of a page a tile needs, one of `SPANS` pieces at a time.
+// `span` says which bytes of a page a tile needs, one of `SPANS` pieces at a time. Huffman codes are
+// decoded first, some chunks of 64 tokens at once, each by half a warp (coded.cuh).
 #pragma once
 
-#include "page.cuh"
+#include "coded.cuh"
 
 namespace kvd {
 
-constexpr unsigned ATTEND_THREADS = 128;
-constexpr unsigned ATTEND_WARPS = ATTEND_THREADS / WARP_LANES;
 // Value channels that a thread sums: head sizes up to 256.
 constexpr unsigned CHANNELS_PER_THREAD = 2;
 // Scores are kept finite, as on the CPU: huge keys saturate instead of turning into NaN.
@@ -27,34 +26,6 @@ KVD_DEVICE Range visible(const Unit& unit, unsigned row) {
     return {unit.window && to > unit.window ? to - unit.window : 0, to};
 }
 
-// A tile that some row of the unit sees.
-struct Place {
-    const PageEntry* page;
-    unsigned tile;
-    // Rows of the tile that hold seen tokens.
-    unsigned from;
-    unsigned to;
-};
-
-// Finds the first tile at or after `index` (a page of the unit) and `tile` with a seen token.
-KVD_DEVICE bool seek(const AttendParameters& parameters, const Unit& unit, Range seen,
-                     unsigned& index, unsigned& tile, Place& place) {
-    for (; index < unit.pages; index++, tile = 0) {
-        const PageEntry& page = parameters.pages[unit.first_page + index];
-        const unsigned skipped = seen.from > page.first_token ? seen.from - page.first_token : 0;
-        const unsigned taken = seen.to > page.first_token ? seen.to - page.first_token : 0;
-        const unsigned from = page.first_row + least(skipped, page.rows);
-        const unsigned to = page.first_row + least(taken, page.rows);
-        tile = most(tile, from / TILE_TOKENS);
-        const unsigned start = tile * TILE_TOKENS;
-        if (from < to && start < to) {
-            place = {&page, tile, most(from, start) - start, least(to, start + TILE_TOKENS) - start};
-            return true;
-        }
-    }
-    return false;
-}
-
 // Starts copying the aligned sixteens around `len` bytes at `from`. Pages and slots begin on
 // sixteens and end with them, so nothing outside the slot is read.
 KVD_DEVICE void stage_bytes(uint8_t* to, const uint8_t* from, unsigned len) {
@@ -63,24 +34,6 @@ KVD_DEVICE void stage_bytes(uint8_t* to, const uint8_t* from, unsigned len) {
     for (unsigned at = thread_index() * COPY_BYTES; at < bytes; at += ATTEND_THREADS * COPY_BYTES) {
         copy_async16(to + at, start + at);
     }
-}
-
-// A side's tile; it is staged at `staged`, and the side's table at `table`.
-KVD_DEVICE Tile tile_of(const AttendParameters& parameters, const Place& place, bool is_key,
-                        const uint8_t* staged, const uint8_t* table) {
-    const PageEntry& page = *place.page;
-    const unsigned first = place.tile * TILE_TOKENS;
-    return {parameters.arena + (is_key ? page.key : page.value),
-            is_key ? page.key_bytes : page.value_bytes,
-            staged,
-            table,
-            parameters.tables,
-            place.tile,
-            first,
-            page.tokens,
-            least(TILE_TOKENS, page.tokens - first),
-            place.from,
-            place.to};
 }
 
 // Starts copying a side's bytes of a tile to `to`, span after span.
@@ -131,6 +84,7 @@ struct AttendShared {
     uint8_t* value_table;
     uint8_t* gains;
     uint8_t* stages;
+    uint8_t* coded;
 
     KVD_DEVICE AttendShared(uint8_t* shared, const AttendParameters& parameters, unsigned dim) {
         query = reinterpret_cast<float*>(shared);
@@ -141,6 +95,7 @@ struct AttendShared {
         value_table = key_table + parameters.key_table;
         gains = value_table + parameters.value_table;
         stages = gains + 2 * GAIN_STAGE;
+        coded = stages + 2 * (parameters.key_stage + parameters.value_stage);
     }
 };
 
@@ -270,8 +225,9 @@ struct Sums {
 };
 
 // One unit. Three barriers per tile: the staged bytes are complete, the scores, the weights; each
-// also keeps a buffer from being overwritten while a slower warp still reads it.
-template <class Key, class Value, int ROWS>
+// also keeps a buffer from being overwritten while a slower warp still reads it. `CODED`: a side may
+// hold Huffman codes, and a fourth barrier follows where chunks are decoded.
+template <class Key, class Value, int ROWS, bool CODED>
 KVD_DEVICE void attend(const AttendParameters& parameters, uint8_t* memory) {
     const Unit& unit = parameters.units[block_index()];
     const unsigned dim = unit.key.dim;
@@ -285,6 +241,8 @@ KVD_DEVICE void attend(const AttendParameters& parameters, uint8_t* memory) {
     }
     Key::prepare(unit.key, parameters.tables, shared.key_table, ATTEND_THREADS);
     Value::prepare(unit.value, parameters.tables, shared.value_table, ATTEND_THREADS);
+    Decoder<Key, Value, CODED> decoder(parameters, unit, shared.coded, shared.key_table,
+                                             shared.value_table);
 
     // The union of what the rows see: the first row's start, the last row's end.
     const Range seen = {visible(unit, 0).from, visible(unit, unit.rows - 1).to};
@@ -296,10 +254,10 @@ KVD_DEVICE void attend(const AttendParameters& parameters, uint8_t* memory) {
     bool more = seek(parameters, unit, seen, index, tile, next);
     const auto start = [&](unsigned buffer) {
         uint8_t* to = shared.stages + buffer * stage_size;
-        const Tile keys = tile_of(parameters, next, true, to, shared.key_table);
+        const Tile keys = decoder.tile(next, true, to);
         stage<Key>(unit.key, keys, to, parameters.key_stage);
         to += parameters.key_stage;
-        const Tile values = tile_of(parameters, next, false, to, shared.value_table);
+        const Tile values = decoder.tile(next, false, to);
         stage<Value>(unit.value, values, to, parameters.value_stage);
         const Span gains = gain_span(*next.page, next.tile);
         stage_bytes(shared.gains + buffer * GAIN_STAGE, values.payload + gains.offset, gains.len);
@@ -312,13 +270,14 @@ KVD_DEVICE void attend(const AttendParameters& parameters, uint8_t* memory) {
         copy_async_wait<0>();
         KVD_BARRIER();
         const Place place = next;
+        decoder.advance(seen, index, place);
         tile++;
         more = seek(parameters, unit, seen, index, tile, next);
         if (more) {
             start(buffer ^ 1);
         }
         const uint8_t* at = shared.stages + buffer * stage_size;
-        const Tile keys = tile_of(parameters, place, true, at, shared.key_table);
+        const Tile keys = decoder.tile(place, true, at);
         float scores[ROWS] = {};
         Key::template scores<ROWS>(unit.key, keys, ATTEND_WARPS, shared.query, scores);
         for (int row = 0; row < ROWS; row++) {
@@ -328,8 +287,7 @@ KVD_DEVICE void attend(const AttendParameters& parameters, uint8_t* memory) {
         const uint8_t* gains = shared.gains + buffer * GAIN_STAGE;
         softmax.absorb(parameters, unit, place, shared, gains);
         KVD_BARRIER();
-        const Tile values =
-            tile_of(parameters, place, false, at + parameters.key_stage, shared.value_table);
+        const Tile values = decoder.tile(place, false, at + parameters.key_stage);
         sums.template absorb<Value>(unit.value, values, shared);
     }
     sums.write(parameters, unit, shared.sums);

@@ -8,10 +8,11 @@
 
 namespace kvd {
 
-struct BitAlloc {
+struct BitAlloc : NeverCoded {
     // Widths 8 to 0, widest first, after a matrix that orders them.
     static constexpr unsigned RUNS_MAX = 9;
     static constexpr unsigned SPANS = RUNS_MAX;
+    static constexpr bool ODD_WORDS = false;
     static constexpr unsigned OUTLIER_BYTES = 6;
 
     struct Run {
@@ -109,7 +110,7 @@ struct BitAlloc {
         for (unsigned index = 0; index < head.runs; index++) {
             const Run& run = head.run[index];
             const Codes codes = {staged_span<BitAlloc>(side, tile, index), run.width, tile.tokens,
-                                 run.len};
+                                 run.len, 0};
             if (run.width == 0) {
                 continue;
             }
@@ -143,7 +144,7 @@ struct BitAlloc {
                 continue;
             }
             const Codes codes = {staged_span<BitAlloc>(side, tile, index), run.width, tile.tokens,
-                                 run.len};
+                                 run.len, 0};
             const float scale = BitAlloc::scale(tile.table, position);
             accumulate_codes(codes, position - run.first, slice, slices, weights, out,
                              [&](unsigned, unsigned code) {

@@ -1,6 +1,8 @@
 // Fixed-width codes as kvd-codec lays them out (docs/format.md "Codes", kvd-codec/src/bits.rs):
 // tiles of 32 tokens, four neighbours along the summed axis, bit planes of 8, 4, 2 and 1 bits. Reads
 // staged tiles of codes of up to 16 bits; four codes come out of a plane with one load and one mask.
+// Tiles that huffman.cuh has decoded are whole, of bytes, in the same order; codes of more than 8 bits
+// have a second plane of bytes.
 #pragma once
 
 #include "page.cuh"
@@ -39,11 +41,16 @@ struct Codes {
     unsigned bits;
     unsigned tokens;
     unsigned per_row;
+    // Of a decoded tile the codes of a row, padded; 0 for one of fixed width.
+    unsigned stride;
 
     KVD_DEVICE unsigned count() const { return tokens * per_row; }
 
     // Four neighbours lie in one aligned word of each plane.
     KVD_DEVICE bool words() const {
+        if (stride != 0) {
+            return true;
+        }
         return tokens == TILE_TOKENS && per_row % CODE_GROUP == 0 && misaligned(bytes) % 4 == 0;
     }
 
@@ -65,6 +72,10 @@ struct Codes {
     // Codes `element..element + 4`; `element` is a multiple of four.
     KVD_DEVICE Four four(unsigned element) const {
         const uint8_t* plane = bytes;
+        if (stride != 0) {
+            const uint32_t high = bits > 8 ? load32(plane + TILE_TOKENS * stride + element) : 0;
+            return {load32(plane + element), high};
+        }
         Four codes = {0, 0};
         for (unsigned left = bits; left > 0;) {
             const unsigned width = plane_width(left);
@@ -86,11 +97,17 @@ struct Codes {
 
     // Place of a code of keys: positions / 4, tokens, positions % 4.
     KVD_DEVICE unsigned key_element(unsigned token, unsigned position) const {
+        if (stride != 0) {
+            return (position / CODE_GROUP * TILE_TOKENS + token) * CODE_GROUP + position % CODE_GROUP;
+        }
         return place(position, token, per_row, tokens);
     }
 
     // Place of a code of values: tokens / 4, positions, tokens % 4.
     KVD_DEVICE unsigned value_element(unsigned token, unsigned position) const {
+        if (stride != 0) {
+            return (token / CODE_GROUP * stride + position) * CODE_GROUP + token % CODE_GROUP;
+        }
         return place(token, position, tokens, per_row);
     }
 
@@ -100,10 +117,29 @@ struct Codes {
     }
 };
 
-// Codes of a tile within a payload, from `start` on; tiles before it are full.
+// A side whose codes are never Huffman codes: nothing asks where they begin.
+struct NeverCoded {
+    KVD_DEVICE static uint64_t codes_at(const SideShape&, const Tile&) { return 0; }
+};
+
+// Codes of a tile within a payload, from `start` on; tiles before it are full. Huffman codes are not
+// staged but decoded.
 KVD_DEVICE Span code_span(const Tile& tile, uint64_t start, unsigned per_row, unsigned bits) {
+    if (tile.coded) {
+        return {start, 0};
+    }
     const unsigned full = TILE_TOKENS / 8 * per_row * bits;
     return {start + uint64_t(tile.index) * full, plane_bytes(tile.tokens * per_row, bits)};
+}
+
+// The codes of a tile, `per_row` of `bits` in a row, which are span `part` of the side.
+template <class Side>
+KVD_DEVICE Codes tile_codes(const SideShape& side, const Tile& tile, unsigned part,
+                            unsigned per_row, unsigned bits) {
+    if (tile.coded) {
+        return {tile.decoded, bits, tile.tokens, per_row, side.stride};
+    }
+    return {staged_span<Side>(side, tile, part), bits, tile.tokens, per_row, 0};
 }
 
 // Calls `use(position, code)` for the codes of this lane's token; positions are dealt to the warps

@@ -1,13 +1,22 @@
 // How an attention kernel is declared: `kvd_attend_<keys>_<values>_<rows>`, for one, four and eight
-// query rows at a time. The host names them so (crates/kvd-cuda/src/side.rs).
+// query rows at a time, and `kvd_attend_huffman_...` where a side may hold Huffman codes. The host
+// names them so (crates/kvd-cuda/src/side.rs).
 #pragma once
 
 #include "attend.cuh"
 
 #define KVD_ATTEND(name, Key, Value, rows)                                                       \
     KVD_KERNEL(kvd_attend_##name##_##rows, kvd::ATTEND_THREADS, kvd::AttendParameters,           \
-               (kvd::attend<Key, Value, rows>))
+               (kvd::attend<Key, Value, rows, false>))
 #define KVD_ATTEND_ROWS(name, Key, Value)                                                        \
     KVD_ATTEND(name, Key, Value, 1)                                                              \
     KVD_ATTEND(name, Key, Value, 4)                                                              \
     KVD_ATTEND(name, Key, Value, 8)
+
+#define KVD_HUFFMAN(name, Key, Value, rows)                                                      \
+    KVD_KERNEL(kvd_attend_huffman_##name##_##rows, kvd::ATTEND_THREADS, kvd::AttendParameters,   \
+               (kvd::attend<Key, Value, rows, true>))
+#define KVD_HUFFMAN_ROWS(name, Key, Value)                                                       \
+    KVD_HUFFMAN(name, Key, Value, 1)                                                             \
+    KVD_HUFFMAN(name, Key, Value, 4)                                                             \
+    KVD_HUFFMAN(name, Key, Value, 8)

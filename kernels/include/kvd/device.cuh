@@ -13,6 +13,11 @@
 #define KVD_DEVICE __device__ __forceinline__
 #define KVD_BARRIER() __syncthreads()
 #define KVD_SHUFFLE_XOR(value, mask) __shfl_xor_sync(0xFFFFFFFFu, value, mask)
+// The word of another lane; which lanes have a condition; what a lane wrote to shared memory is there
+// for the others. Always all lanes of a warp.
+#define KVD_SHUFFLE(word, lane) __shfl_sync(0xFFFFFFFFu, word, lane)
+#define KVD_BALLOT(condition) __ballot_sync(0xFFFFFFFFu, condition)
+#define KVD_WARP_BARRIER() __syncwarp()
 // Tested in the CPU lane only: sizes that the host promised.
 #define KVD_EXPECT(condition) ((void)0)
 // A kernel `name` of `threads` threads whose one parameter is a struct and whose shared memory is
@@ -34,6 +39,12 @@ KVD_DEVICE void copy_async16(void* shared, const void* global) {
     const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
 }
+// The same of the first `bytes`, at most 16; zeros for the others.
+KVD_DEVICE void copy_async16(void* shared, const void* global, unsigned bytes) {
+    const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(bytes)
+                 : "memory");
+}
 KVD_DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until at most `KEEP` of this thread's youngest groups are under way.
 template <int KEEP>
@@ -41,6 +52,11 @@ KVD_DEVICE void copy_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(KEEP) : "memory");
 }
 
+// Bytes of two words, those of `low` numbered from 0, of `high` from 4, by the digits of `which`.
+KVD_DEVICE uint32_t bytes_of(uint32_t low, uint32_t high, unsigned which) {
+    return __byte_perm(low, high, which);
+}
+KVD_DEVICE unsigned ones(uint32_t word) { return unsigned(__popc(word)); }
 KVD_DEVICE float f16_value(uint16_t bits) { return __half2float(__ushort_as_half(bits)); }
 KVD_DEVICE float bf16_value(uint16_t bits) { return __uint_as_float(uint32_t(bits) << 16); }
 KVD_DEVICE float f32_value(uint32_t bits) { return __uint_as_float(bits); }

@@ -24,8 +24,9 @@ struct Bf16 {
 
 // Rows of a format, row-major.
 template <class Format>
-struct Float {
+struct Float : NeverCoded {
     static constexpr unsigned SPANS = 1;
+    static constexpr bool ODD_WORDS = false;
 
     KVD_DEVICE static Span span(const SideShape& side, const Tile& tile, unsigned) {
         const unsigned row = side.dim * Format::BYTES;
@@ -74,7 +75,10 @@ KVD_DEVICE float e4m3_value(unsigned code) {
 
 struct Fp8 {
     static constexpr unsigned SPANS = 2;
+    static constexpr bool ODD_WORDS = false;
     static constexpr unsigned SCALE_BYTES = 4;
+
+    KVD_DEVICE static uint64_t codes_at(const SideShape&, const Tile&) { return SCALE_BYTES; }
 
     KVD_DEVICE static Span span(const SideShape& side, const Tile& tile, unsigned part) {
         return part == 0 ? Span{0, SCALE_BYTES} : code_span(tile, SCALE_BYTES, side.dim, 8);
@@ -87,7 +91,7 @@ struct Fp8 {
     }
 
     KVD_DEVICE static Codes codes(const SideShape& side, const Tile& tile) {
-        return {staged_span<Fp8>(side, tile, 1), 8, tile.tokens, side.dim};
+        return tile_codes<Fp8>(side, tile, 1, side.dim, 8);
     }
 
     template <int ROWS>

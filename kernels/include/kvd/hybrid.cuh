@@ -11,6 +11,7 @@ namespace kvd {
 
 struct Hybrid {
     static constexpr unsigned SPANS = 3;
+    static constexpr bool ODD_WORDS = true;
     // A word holds at least a zero point.
     static constexpr unsigned WORD_BYTES_MIN = 4;
     static constexpr unsigned STEP_BYTES = 2;
@@ -24,20 +25,27 @@ struct Hybrid {
         return scale_pairs(side) * (word_bytes(side, tile) + STEP_BYTES);
     }
 
+    KVD_DEVICE static unsigned mask_bytes(const SideShape& side, const Tile& tile) {
+        return (all_scale_rows(side, tile) * scale_pairs(side) + 7) / 8;
+    }
+
+    KVD_DEVICE static uint64_t codes_at(const SideShape& side, const Tile& tile) {
+        const uint64_t rows = uint64_t(all_scale_rows(side, tile)) * row_bytes(side, tile);
+        return mask_bytes(side, tile) + rows;
+    }
+
     KVD_DEVICE static Span span(const SideShape& side, const Tile& tile, unsigned part) {
         const unsigned pairs = scale_pairs(side);
         const Range rows = scale_rows(side, tile);
-        const unsigned all = all_scale_rows(side, tile);
-        const unsigned mask = (all * pairs + 7) / 8;
         const unsigned bytes = row_bytes(side, tile);
         if (part == 0) {
             const unsigned first = rows.from * pairs / 8;
             return {first, (rows.to * pairs + 7) / 8 - first};
         }
         if (part == 1) {
-            return {mask + uint64_t(rows.from) * bytes, (rows.to - rows.from) * bytes};
+            return {mask_bytes(side, tile) + uint64_t(rows.from) * bytes, (rows.to - rows.from) * bytes};
         }
-        return code_span(tile, mask + uint64_t(all) * bytes, side.dim, side.bits);
+        return code_span(tile, codes_at(side, tile), side.dim, side.bits);
     }
 
     KVD_DEVICE static void prepare(const SideShape&, const uint8_t*, uint8_t*, unsigned) {}
@@ -83,7 +91,7 @@ struct Hybrid {
     };
 
     KVD_DEVICE static Codes codes(const SideShape& side, const Tile& tile) {
-        return {staged_span<Hybrid>(side, tile, 2), side.bits, tile.tokens, side.dim};
+        return tile_codes<Hybrid>(side, tile, 2, side.dim, side.bits);
     }
 
     template <int ROWS>

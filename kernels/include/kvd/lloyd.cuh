@@ -9,13 +9,18 @@ namespace kvd {
 
 struct Lloyd {
     static constexpr unsigned SPANS = 2;
+    static constexpr bool ODD_WORDS = false;
     static constexpr unsigned SCALE_BYTES = 2;
+
+    KVD_DEVICE static uint64_t codes_at(const SideShape&, const Tile& tile) {
+        return uint64_t(tile.page_tokens) * SCALE_BYTES;
+    }
 
     KVD_DEVICE static Span span(const SideShape& side, const Tile& tile, unsigned part) {
         if (part == 0) {
             return {uint64_t(tile.first_row) * SCALE_BYTES, tile.tokens * SCALE_BYTES};
         }
-        return code_span(tile, uint64_t(tile.page_tokens) * SCALE_BYTES, side.dim, side.bits);
+        return code_span(tile, codes_at(side, tile), side.dim, side.bits);
     }
 
     KVD_DEVICE static void prepare(const SideShape& side, const uint8_t* tables, uint8_t* table,
@@ -24,7 +29,7 @@ struct Lloyd {
     }
 
     KVD_DEVICE static Codes codes(const SideShape& side, const Tile& tile) {
-        return {staged_span<Lloyd>(side, tile, 1), side.bits, tile.tokens, side.dim};
+        return tile_codes<Lloyd>(side, tile, 1, side.dim, side.bits);
     }
 
     // The row's scale is a factor of its whole score.

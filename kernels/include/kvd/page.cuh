@@ -10,6 +10,10 @@ namespace kvd {
 // Tokens of a tile, the unit in which pages are staged and codes are laid out.
 constexpr unsigned TILE_TOKENS = 32;
 
+// Threads of an attention kernel.
+constexpr unsigned ATTEND_THREADS = 128;
+constexpr unsigned ATTEND_WARPS = ATTEND_THREADS / WARP_LANES;
+
 // Rows or tokens `from..to`.
 struct Range {
     unsigned from;
@@ -41,7 +45,14 @@ struct SideShape {
     uint32_t interleaved;
     // Bytes from `table` on that stand in shared memory; of VQ those of the cached entries.
     uint32_t table_bytes;
-    uint32_t unused;
+    // Huffman codes: codes of a decoded row, padded (huffman.cuh); 0 where codes have a fixed width.
+    uint32_t stride;
+    // Their runs and tables, from `AttendParameters::tables` on; of these bytes in shared memory, all
+    // or none.
+    uint64_t lanes;
+    uint32_t lane_bytes;
+    // Bytes of a decoded chunk.
+    uint32_t chunk_bytes;
 };
 
 // One page of one KV head, or rows as they came: an entry of the block table.
@@ -103,7 +114,10 @@ struct AttendParameters {
     uint32_t value_table;
     // Scores `s` become `cap tanh(s / cap)`; 0 for none.
     float soft_cap;
-    uint32_t unused;
+    // Huffman codes: chunks that are decoded together, bytes of shared memory for one of each side.
+    uint32_t chunks;
+    uint32_t key_chunk;
+    uint32_t value_chunk;
 };
 
 // Bytes of a payload.
@@ -111,6 +125,8 @@ struct Span {
     uint64_t offset;
     uint32_t len;
 };
+
+struct OutlierList;
 
 // A page and one of its tiles, before or after it is staged.
 struct Tile {
@@ -129,6 +145,12 @@ struct Tile {
     // Rows of the tile that may be read as numbers.
     unsigned from;
     unsigned to;
+    // Whether its codes are Huffman codes, and then: the decoded tile, runs and tables, and what the
+    // codes do not hold.
+    bool coded;
+    const uint8_t* decoded;
+    const uint8_t* lanes;
+    const OutlierList* outliers;
 };
 
 // Copies are whole aligned pieces of this size.

@@ -10,6 +10,7 @@ namespace kvd {
 
 struct Polar {
     static constexpr unsigned SPANS = 2;
+    static constexpr bool ODD_WORDS = false;
 
     KVD_DEVICE static unsigned pairs(const SideShape& side) { return side.dim / 2; }
     KVD_DEVICE static unsigned direction_bytes(const SideShape& side) {
@@ -23,6 +24,11 @@ struct Polar {
         return steps_in_page(side) ? 2 * pairs(side) : 0;
     }
 
+    KVD_DEVICE static uint64_t codes_at(const SideShape& side, const Tile& tile) {
+        const unsigned rows = (tile.page_tokens - 1) / side.scale_tokens + 1;
+        return uint64_t(rows) * row_bytes(side);
+    }
+
     KVD_DEVICE static Span span(const SideShape& side, const Tile& tile, unsigned part) {
         const unsigned bytes = row_bytes(side);
         if (part == 0) {
@@ -30,8 +36,7 @@ struct Polar {
             const unsigned to = (tile.first_row + tile.tokens - 1) / side.scale_tokens + 1;
             return {uint64_t(from) * bytes, (to - from) * bytes};
         }
-        const unsigned all = (tile.page_tokens - 1) / side.scale_tokens + 1;
-        return code_span(tile, uint64_t(all) * bytes, pairs(side), side.bits);
+        return code_span(tile, codes_at(side, tile), pairs(side), side.bits);
     }
 
     KVD_DEVICE static void prepare(const SideShape& side, const uint8_t* tables, uint8_t* table,
@@ -59,7 +64,7 @@ struct Polar {
     }
 
     KVD_DEVICE static Codes codes(const SideShape& side, const Tile& tile) {
-        return {staged_span<Polar>(side, tile, 1), side.bits, tile.tokens, pairs(side)};
+        return tile_codes<Polar>(side, tile, 1, pairs(side), side.bits);
     }
 
     template <int ROWS>

@@ -50,9 +50,15 @@ struct Symmetric {
 template <class Levels>
 struct Uniform {
     static constexpr unsigned SPANS = 2;
+    static constexpr bool ODD_WORDS = false;
 
     KVD_DEVICE static unsigned row_bytes(const SideShape& side) {
         return scale_pairs(side) * Levels::PAIR_BYTES;
+    }
+
+    // Where a page's codes begin.
+    KVD_DEVICE static uint64_t codes_at(const SideShape& side, const Tile& tile) {
+        return uint64_t(all_scale_rows(side, tile)) * row_bytes(side);
     }
 
     KVD_DEVICE static Span span(const SideShape& side, const Tile& tile, unsigned part) {
@@ -61,7 +67,7 @@ struct Uniform {
             const Range rows = scale_rows(side, tile);
             return {uint64_t(rows.from) * bytes, (rows.to - rows.from) * bytes};
         }
-        return code_span(tile, uint64_t(all_scale_rows(side, tile)) * bytes, side.dim, side.bits);
+        return code_span(tile, codes_at(side, tile), side.dim, side.bits);
     }
 
     KVD_DEVICE static void prepare(const SideShape&, const uint8_t*, uint8_t*, unsigned) {}
@@ -74,7 +80,7 @@ struct Uniform {
     }
 
     KVD_DEVICE static Codes codes(const SideShape& side, const Tile& tile) {
-        return {staged_span<Uniform>(side, tile, 1), side.bits, tile.tokens, side.dim};
+        return tile_codes<Uniform>(side, tile, 1, side.dim, side.bits);
     }
 
     template <int ROWS>

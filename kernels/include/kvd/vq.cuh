@@ -12,8 +12,11 @@ namespace kvd {
 
 struct Vq {
     static constexpr unsigned SPANS = 1;
+    static constexpr bool ODD_WORDS = false;
 
     KVD_DEVICE static unsigned subs(const SideShape& side) { return side.dim / side.book_dim; }
+
+    KVD_DEVICE static uint64_t codes_at(const SideShape&, const Tile&) { return 0; }
 
     KVD_DEVICE static Span span(const SideShape& side, const Tile& tile, unsigned) {
         return code_span(tile, 0, subs(side) * side.stages, side.bits);
@@ -46,7 +49,7 @@ struct Vq {
     }
 
     KVD_DEVICE static Codes codes(const SideShape& side, const Tile& tile) {
-        return {staged_span<Vq>(side, tile, 0), side.bits, tile.tokens, subs(side) * side.stages};
+        return tile_codes<Vq>(side, tile, 0, subs(side) * side.stages, side.bits);
     }
 
     // A lane per token, sub-vectors dealt to the warps.

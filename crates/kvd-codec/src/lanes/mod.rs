@@ -130,6 +130,13 @@ impl LaneTable {
         (self.batch, self.batch as u32 * (self.longest + self.raw_bits()))
     }
 
+    /// The codes of the symbol in the low bits, its low bits zero, and the symbol's length.
+    #[must_use]
+    pub fn lookup(&self, bits: u32) -> ([u16; QUAD], u32) {
+        let (symbol, length) = self.huffman.first(bits);
+        (self.grouping.codes(symbol), length)
+    }
+
     /// The table as bytes; none where codes have more than 8 bits.
     #[must_use]
     pub fn bytes(&self) -> Option<&ByteTables> {

@@ -142,6 +142,12 @@ impl Grid {
         self.step
     }
 
+    /// The tables that its runs name, shared by the heads of a layer.
+    #[must_use]
+    pub fn tables(&self) -> &[LaneTable] {
+        &self.tables
+    }
+
     /// What is taken from a stored code of that coefficient to get its code.
     #[must_use]
     pub fn bias(&self, coefficient: usize) -> i32 {

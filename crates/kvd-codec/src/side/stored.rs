@@ -1,5 +1,6 @@
 //! How a head's pages hold their values, told to kernels that read pages by themselves.
 
+use super::grid::Grid;
 use super::vq::Vq;
 use super::{HeadQuantizer, HeadSide};
 use crate::{GroupAxis, UniformMode};
@@ -59,17 +60,15 @@ pub enum Stored<'a> {
         /// A factor per coefficient.
         scales: &'a [f32],
     },
-    /// Anything else, entropy-coded pages included.
-    Other,
+    /// Codes under one step, by class; always Huffman codes.
+    Grid(&'a Grid),
 }
 
 impl HeadSide {
-    /// How this head's pages hold their values.
+    /// How this head's pages hold their values. Where [`HeadSide::lane_runs`] names runs, codes are
+    /// Huffman codes and not of a fixed width.
     #[must_use]
     pub fn stored(&self) -> Stored<'_> {
-        if self.trained_tables {
-            return Stored::Other;
-        }
         let uniform = |mode, bits, base: &super::uniform::Uniform| Stored::Uniform {
             mode,
             bits,
@@ -93,7 +92,7 @@ impl HeadSide {
                 Stored::Lloyd { bits: lloyd.code_bits(), levels: lloyd.levels() }
             }
             HeadQuantizer::BitAlloc(bitalloc) => bitalloc.stored(),
-            HeadQuantizer::Grid(_) => Stored::Other,
+            HeadQuantizer::Grid(grid) => Stored::Grid(grid),
         }
     }
 }

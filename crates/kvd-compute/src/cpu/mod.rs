@@ -165,7 +165,11 @@ impl CpuBackend {
         self.arena.write(to).copy_from_slice(bytes);
     }
 
-    fn codec(&self, model: ModelId) -> Result<&ModelCodec, BackendError> {
+    /// A model's codec, with the Huffman tables built so far.
+    ///
+    /// # Errors
+    /// When the model is not registered.
+    pub fn codec(&self, model: ModelId) -> Result<&ModelCodec, BackendError> {
         Ok(&self.models.get(&model).ok_or(BackendError::UnknownModel(model))?.codec)
     }
 }

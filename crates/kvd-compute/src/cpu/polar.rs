@@ -36,7 +36,10 @@ impl Keys {
             return None;
         };
         let (dim, bits) = (side.dim(), angle_bits + radius_bits);
-        let fits = bits <= 8 && (dim / 2).is_multiple_of(4) && 2 * dim <= BIASED_TERMS_MAX;
+        let fits = side.lane_runs().is_none()
+            && bits <= 8
+            && (dim / 2).is_multiple_of(4)
+            && 2 * dim <= BIASED_TERMS_MAX;
         let by_tile = group.is_none_or(|group| group.is_multiple_of(TILE));
         if !fits || !by_tile || !queries.iter().all(|q| q.is_finite()) {
             return None;

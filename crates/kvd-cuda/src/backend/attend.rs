@@ -61,22 +61,25 @@ impl CudaBackend {
     /// The plan's tables; the layer's own are brought to the device once.
     fn tables(&mut self, plan: &AttendPlan) -> Result<Tables, BackendError> {
         let codec = self.codec(plan.model)?;
-        let table_bytes = self.table_bytes(codec)?;
-        if !self.models[&plan.model].layers.contains_key(&plan.layer) {
-            let shapes = Shapes::new(codec, plan.layer, table_bytes);
+        let known = self.models.get(&plan.model).and_then(|model| model.layers.get(&plan.layer));
+        if known.is_none_or(|(shapes, _)| !shapes.is_current(codec)) {
+            let shapes = Shapes::new(codec, plan.layer, self.table_bytes(codec)?);
             let address = self.device.keep(&shapes.tables)?;
-            if let Some(model) = self.models.get_mut(&plan.model) {
-                model.layers.insert(plan.layer, (shapes, address));
+            let model = self.models.get_mut(&plan.model);
+            let stale = model.and_then(|model| model.layers.insert(plan.layer, (shapes, address)));
+            if let Some((_, address)) = stale {
+                self.device.free(address);
             }
         }
-        let model = &self.models[&plan.model];
+        let codec = self.codec(plan.model)?;
         let limits = self.device.limits();
-        let heads = plan.queries.len() as u32 * model.codec.geometry().kv_heads;
+        let heads = plan.queries.len() as u32 * codec.geometry().kv_heads;
         let parts = plan.queries.iter().map(|query| query.parts.len()).max().unwrap_or(0) as u32;
         let parts_per_unit = splits(limits.multiprocessors * 4, heads, parts).1 as usize;
         let header = |offset: u64| self.headers.get(&offset).copied();
-        let (shapes, _) = &model.layers[&plan.layer];
-        Ok(Tables::new(plan, &model.codec, shapes, &header, Options { parts_per_unit })?)
+        let (shapes, _) = &self.models[&plan.model].layers[&plan.layer];
+        let options = Options { parts_per_unit, shared: limits.shared() };
+        Ok(Tables::new(plan, codec, shapes, &header, options)?)
     }
 
     /// Finds scratch memory for everything; `None` when it is too little.
@@ -130,7 +133,9 @@ impl CudaBackend {
                 key_table: launch.key_table,
                 value_table: launch.value_table,
                 soft_cap: tables.soft_cap,
-                unused: 0,
+                chunks: launch.chunks,
+                key_chunk: launch.key_chunk,
+                value_chunk: launch.value_chunk,
             };
             device.launch(KernelLaunch {
                 kernel: &launch.kernel,

@@ -49,9 +49,10 @@ pub enum CudaOpenError {
     Host(#[from] OpenError),
 }
 
-/// A model, and its layers' tables on the device.
+/// A model's layers: their tables on the device. Its codec is the host's, which builds Huffman
+/// tables.
+#[derive(Default)]
 struct Model {
-    codec: ModelCodec,
     layers: BTreeMap<LayerIndex, (Shapes, u64)>,
 }
 
@@ -101,7 +102,7 @@ impl CudaBackend {
     }
 
     fn codec(&self, model: ModelId) -> Result<&ModelCodec, BackendError> {
-        Ok(&self.models.get(&model).ok_or(BackendError::UnknownModel(model))?.codec)
+        self.host.codec(model)
     }
 
     /// Shared memory for codebooks that leaves the occupancy as it is.
@@ -158,8 +159,8 @@ impl Backend for CudaBackend {
 
     fn register(&mut self, model: ModelId, codec: ModelCodec) {
         self.unregister(model);
-        self.host.register(model, codec.clone());
-        self.models.insert(model, Model { codec, layers: BTreeMap::new() });
+        self.host.register(model, codec);
+        self.models.insert(model, Model::default());
     }
 
     fn unregister(&mut self, model: ModelId) {

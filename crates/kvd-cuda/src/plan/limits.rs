@@ -1,5 +1,7 @@
 //! What a GPU has of everything that a plan weighs.
 
+use crate::SharedMemory;
+
 /// Limits of one GPU. Per multiprocessor unless said otherwise.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Limits {
@@ -54,6 +56,13 @@ impl Limits {
     #[must_use]
     pub fn h200() -> Self {
         Self::known("H200 SXM", [9, 0], 132, (228, 227), (2048, 32), (1980, 4800))
+    }
+
+    /// Its shared memory.
+    #[must_use]
+    pub fn shared(&self) -> SharedMemory {
+        let (block, multiprocessor) = (self.block_shared_bytes, self.shared_bytes);
+        SharedMemory { block: block as usize, multiprocessor: multiprocessor as usize }
     }
 
     /// The GPUs above, by the name that `kvd plan --device` takes.

@@ -11,11 +11,13 @@ mod occupancy;
 mod report;
 
 pub use limits::Limits;
+pub(crate) use occupancy::SHARED_RESERVED;
 pub use occupancy::{Block, Occupancy};
 
+use crate::lanes::{self, decoding};
 use crate::side::TILE_TOKENS;
 use crate::tables::GAIN_STAGE;
-use kvd_codec::{CodebookScope, CodecSpec, Quantizer, SideSpec};
+use kvd_codec::{CodebookScope, CodecSpec, Entropy, Quantizer, SideSpec};
 use kvd_core::{Geometry, Side};
 use occupancy::THREADS;
 
@@ -73,6 +75,8 @@ pub struct Plan {
     pub block: Block,
     /// Bytes of one tile of keys and values, of which a thread block has one under way.
     pub stage_bytes: u32,
+    /// Chunks of each side that a thread block decodes together; 0 without Huffman codes.
+    pub chunks: u32,
     /// How it fits, without codebooks.
     pub occupancy: Occupancy,
     /// Codebooks of keys and values.
@@ -106,13 +110,23 @@ pub fn plan(codec: &CodecSpec, workload: &Workload, limits: &Limits) -> Option<P
     let geometry = &workload.geometry;
     let [dim_k, dim_v] = Side::BOTH.map(|side| geometry.head_dim(side) as u32);
     let bits = Side::BOTH.map(|side| bits(codec.side(side), geometry, side));
-    let stage =
-        |bits: f64, dim: u32| (bits / 8.0 * f64::from(dim) * TILE_TOKENS as f64) as u32 + 64;
-    let stages = stage(bits[0], dim_k) + stage(bits[1], dim_v);
+    let stages = Side::BOTH.map(|side| {
+        // Huffman codes are decoded, not staged: of them only scales are.
+        let staged = match codec.side(side).entropy {
+            Entropy::Huffman => codec.side(side).implied_bits(geometry, side).scales,
+            Entropy::None => bits[side.index()],
+        };
+        (staged / 8.0 * geometry.head_dim(side) as f64 * TILE_TOKENS as f64) as u32 + 64
+    });
+    let stages = stages[0] + stages[1];
     let rows = workload.group.min(ROWS_MAX);
     let floats = rows * (dim_k + THREADS + TILE_TOKENS as u32 + 1);
     let gains = GAIN_STAGE as u32;
-    let block = Block { registers: REGISTERS, shared_bytes: 4 * floats + 2 * (stages + gains) };
+    let fixed = 4 * floats + 2 * (stages + gains);
+    let coded = Side::BOTH.map(|side| lanes::expected(codec.side(side), geometry.head_dim(side)));
+    let other = fixed as usize + coded[0][1] + coded[1][1];
+    let (chunks, decoded) = decoding([coded[0][0], coded[1][0]], other, limits.shared());
+    let block = Block { registers: REGISTERS, shared_bytes: (other + decoded) as u32 };
     let occupancy = block.occupancy(limits)?;
     let sizes = Side::BOTH.map(|side| Codebooks::of(codec.side(side), geometry.head_dim(side)));
     let table_bytes = share(occupancy.shared_slack, sizes);
@@ -146,6 +160,7 @@ pub fn plan(codec: &CodecSpec, workload: &Workload, limits: &Limits) -> Option<P
         workload: workload.clone(),
         block,
         stage_bytes: stages,
+        chunks: chunks as u32,
         occupancy,
         codebooks,
         table_bytes,

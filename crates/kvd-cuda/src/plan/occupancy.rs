@@ -7,7 +7,7 @@ pub(super) const THREADS: u32 = 128;
 /// Registers are given to warps in pieces of this many.
 const REGISTERS_STEP: u32 = 256;
 /// Shared memory that the system takes of every block, bytes.
-const SHARED_RESERVED: u32 = 1024;
+pub(crate) const SHARED_RESERVED: u32 = 1024;
 
 /// What one thread block takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -33,6 +33,14 @@ impl fmt::Display for Plan {
                 write_codebooks(f, side, books)?;
             }
         }
+        if self.chunks > 0 {
+            writeln!(
+                f,
+                "Huffman codes: {} chunks of 64 tokens of each side are decoded together, each by \
+                 sixteen lanes",
+                self.chunks
+            )?;
+        }
         let [have, needed] = self.bytes_under_way();
         writeln!(
             f,

@@ -96,6 +96,19 @@ fn fewer_bits_are_faster_on_paper_and_leave_fewer_instructions() {
 }
 
 #[test]
+fn decoded_chunks_count_among_the_shared_memory_and_are_fewer_where_it_is_small() {
+    let [kvcomp, kivi] = ["kvcomp", "kivi-4"].map(|codec| of(codec, &Limits::h100()));
+    assert_eq!((kvcomp.chunks, kivi.chunks), (4, 0));
+    // Four chunks of 64 times 128 bytes, of keys and of values.
+    let more = kvcomp.block.shared_bytes - kivi.block.shared_bytes;
+    assert!((64 << 10..96 << 10).contains(&more), "{more}");
+    assert!(kvcomp.occupancy.blocks < kivi.occupancy.blocks);
+    assert!(kvcomp.to_string().contains("4 chunks of 64 tokens"));
+    let small = of("kvd-2", &Limits::rtx4090());
+    assert!(small.chunks < 4 && small.block.shared_bytes <= 99 << 10, "{:?}", small.block);
+}
+
+#[test]
 fn every_preset_has_a_plan_on_every_known_gpu() {
     for preset in kvd_codec::presets() {
         for name in Limits::NAMES {

@@ -2,8 +2,12 @@
 
 use super::Stored;
 use kvd_compute::{AttendPlan, Attended};
-use kvd_cuda::{AttendParameters, MergeParameters, Merged, Options, Shapes, Tables};
+use kvd_cuda::{AttendParameters, MergeParameters, Merged, Options, Shapes, SharedMemory, Tables};
 use kvd_emu::{Grid, Memory, Order, launch};
+
+/// Shared memory of an H100.
+pub(crate) const SHARED: SharedMemory =
+    SharedMemory { block: 227 << 10, multiprocessor: 228 << 10 };
 
 /// Answers `plan` with the kernels, codebooks in shared memory.
 pub(crate) fn run(
@@ -23,9 +27,28 @@ pub(crate) fn run_with(
     table_bytes: usize,
     order: Order,
 ) -> Result<Attended, String> {
+    let options = Options { parts_per_unit, shared: SHARED };
+    run_as(stored, plan, (options, table_bytes), order).map(|(answer, _)| answer)
+}
+
+/// The same with so much shared memory for a thread block; says how much of it was taken.
+pub(crate) fn run_within(
+    stored: &Stored,
+    plan: &AttendPlan,
+    shared: SharedMemory,
+    order: Order,
+) -> Result<(Attended, usize), String> {
+    run_as(stored, plan, (Options { parts_per_unit: 4, shared }, 0), order)
+}
+
+fn run_as(
+    stored: &Stored,
+    plan: &AttendPlan,
+    (options, table_bytes): (Options, usize),
+    order: Order,
+) -> Result<(Attended, usize), String> {
     let header = |offset: u64| stored.headers.get(&offset).copied();
     let shapes = Shapes::new(&stored.codec, plan.layer, [table_bytes; 2]);
-    let options = Options { parts_per_unit };
     let tables = Tables::new(plan, &stored.codec, &shapes, &header, options)
         .map_err(|error| error.to_string())?;
     let dim = stored.codec.geometry().head_dim_v as usize;
@@ -52,7 +75,9 @@ pub(crate) fn run_with(
             key_table: launched.key_table,
             value_table: launched.value_table,
             soft_cap: tables.soft_cap,
-            unused: 0,
+            chunks: launched.chunks,
+            key_chunk: launched.key_chunk,
+            value_chunk: launched.value_chunk,
         };
         let grid = Grid {
             kernel: &launched.kernel,
@@ -64,7 +89,8 @@ pub(crate) fn run_with(
         unsafe { launch(grid, bytemuck::bytes_of(&parameters))? };
     }
     let merged = merge(&tables, [&out, &stats], dim, order)?;
-    Ok(merged.finish(plan, &stored.codec))
+    let taken = tables.launches.iter().map(|launched| launched.shared_bytes).max();
+    Ok((merged.finish(plan, &stored.codec), taken.unwrap_or(0)))
 }
 
 /// Adds up the partial results of a plan's rows.

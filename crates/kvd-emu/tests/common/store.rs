@@ -100,7 +100,22 @@ impl Stored {
         self.arena.resize(self.arena.len().next_multiple_of(GRANULE), 0xA5);
     }
 
-    fn push_pages(&mut self, tokens: usize, value: &impl Fn(Side, usize, usize, usize) -> f32) {
+    /// Builds Huffman tables from `tokens` tokens of other rows, which are not stored.
+    pub(crate) fn train(
+        &mut self,
+        tokens: usize,
+        value: impl Fn(Side, usize, usize, usize) -> f32,
+    ) {
+        let [k, v] = Side::BOTH.map(|side| self.rows(side, tokens, &value));
+        self.codec.train_tables(LAYER, &[BlockRows { tokens, k: &k, v: &v }]).unwrap();
+    }
+
+    /// Stores one page more of each side and head.
+    pub(crate) fn push_pages(
+        &mut self,
+        tokens: usize,
+        value: &impl Fn(Side, usize, usize, usize) -> f32,
+    ) {
         let [k, v] = Side::BOTH.map(|side| self.rows(side, tokens, value));
         let block = BlockRows { tokens, k: &k, v: &v };
         let offset = self.arena.len();

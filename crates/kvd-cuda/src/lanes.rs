@@ -1,0 +1,236 @@
+//! Runs and tables of a head's Huffman codes in the layout of `kernels/include/kvd/huffman.cuh`,
+//! and the shared memory that decoding takes.
+
+use crate::abi::SideShape;
+use crate::plan::SHARED_RESERVED;
+use crate::side::TILE_TOKENS;
+use kvd_codec::{CHUNK_TOKENS, Entropy, Grid, LaneRun, LaneTable, SideSpec};
+use kvd_core::Side;
+use std::collections::BTreeMap;
+
+/// Codes of a quad.
+const QUAD: usize = 4;
+/// Chunks of a side that are decoded together at most: `CHUNKS_MAX` of `coded.cuh`.
+const CHUNKS_MAX: usize = 4;
+/// Words on their way to the lanes of a chunk: `RING_BYTES` of `huffman.cuh`.
+const RING_BYTES: usize = 1024;
+/// Thread blocks that fit the registers of a multiprocessor.
+const BLOCKS: usize = 4;
+/// The outliers of a chunk: `OutlierList` of `outlier.cuh`.
+const OUTLIERS_BYTES: usize = 512;
+/// Bytes between decoded chunks: two that a warp writes at once begin at different banks.
+const CHUNK_PAD: usize = 64;
+/// High bits of an entry hold its length, the others codes.
+const ENTRY_LENGTH: u32 = 27;
+/// Bits that choose an entry of several symbols, at most.
+const JOINT_BITS: u32 = 10;
+/// The place of a channel without codes.
+const NOWHERE: u32 = 0xFFFF;
+
+/// A table by the bits that choose an entry: the next codes in its low bytes, above them the bits
+/// that they take.
+struct Entries {
+    index_bits: u32,
+    codes: usize,
+    words: Vec<u32>,
+}
+
+impl Entries {
+    /// With `symbols` symbols in an entry; none when an entry has no room for them.
+    fn new(table: &LaneTable, symbols: usize) -> Option<Self> {
+        let index_bits = symbols as u32 * table.longest();
+        let codes = symbols * table.group();
+        let words = (0..1u32 << index_bits).map(|index| {
+            let (mut bits, mut word, mut length) = (index, 0u64, 0);
+            for symbol in 0..symbols {
+                let (codes, taken) = table.lookup(bits);
+                for (at, code) in (symbol * table.group()..).zip(&codes[..table.group()]) {
+                    word |= u64::from(*code) << (8 * at);
+                }
+                bits >>= taken;
+                length += taken + table.raw_bits();
+            }
+            (word < 1 << ENTRY_LENGTH).then_some(word as u32 | length << ENTRY_LENGTH)
+        });
+        Some(Self { index_bits, codes, words: words.collect::<Option<_>>()? })
+    }
+
+    /// With as many symbols of one code each as a look-up may take before a top-up.
+    fn joint(table: &LaneTable) -> Option<Self> {
+        let alone = table.group() == 1 && table.raw_bits() == 0;
+        let fits = |symbols: &usize| {
+            *symbols <= table.batch().0 && *symbols as u32 * table.longest() <= JOINT_BITS
+        };
+        let joint = [4, 2].into_iter().filter(|symbols| alone && fits(symbols));
+        joint.into_iter().find_map(|symbols| Self::new(table, symbols))
+    }
+}
+
+/// The Huffman codes of one head of one side.
+pub(crate) struct Lanes<'a> {
+    pub(crate) side: Side,
+    pub(crate) runs: &'a [LaneRun],
+    pub(crate) tables: &'a [LaneTable],
+    pub(crate) grid: Option<&'a Grid>,
+}
+
+impl Lanes<'_> {
+    /// Appends runs and tables to `tables`, where no equal ones are known, and says in `shape`
+    /// where they are and what decoding takes.
+    pub(crate) fn place(
+        &self,
+        tables: &mut Vec<u8>,
+        known: &mut Vec<(u64, usize)>,
+        shape: &mut SideShape,
+    ) {
+        let places = self.places();
+        let wide = shape.bits > 8;
+        let bytes = self.bytes(&places, shape.dim as usize, wide);
+        shape.stride = self.stride(&places);
+        let planes = if wide { 2 } else { 1 };
+        let tiles = CHUNK_TOKENS / TILE_TOKENS;
+        let chunk = tiles * TILE_TOKENS * shape.stride as usize * planes;
+        shape.chunk_bytes = (chunk.next_multiple_of(128) + CHUNK_PAD) as u32;
+        // Tables of wide codes are read where they are.
+        shape.lane_bytes = if wide { 0 } else { bytes.len() as u32 };
+        let equal = |(start, len): &&(u64, usize)| tables[*start as usize..][..*len] == bytes[..];
+        shape.lanes = match known.iter().find(equal) {
+            Some((start, _)) => *start,
+            None => {
+                tables.resize(tables.len().next_multiple_of(16), 0);
+                let start = tables.len() as u64;
+                known.push((start, bytes.len()));
+                tables.extend(bytes);
+                start
+            }
+        };
+    }
+
+    /// Where each run begins in a decoded row, and at the end where the row ends.
+    fn places(&self) -> Vec<usize> {
+        let mut next = 0;
+        let mut places = vec![0];
+        for run in self.runs {
+            // Four positions of a key are summed together.
+            next += match self.side {
+                Side::Key => run.len.next_multiple_of(QUAD),
+                Side::Value => run.len,
+            };
+            places.push(next);
+        }
+        places
+    }
+
+    fn stride(&self, places: &[usize]) -> u32 {
+        let end = places.last().copied().unwrap_or(0);
+        match self.side {
+            Side::Key => end.max(QUAD) as u32,
+            // Odd, so that lanes that write four tokens of one position meet no bank twice.
+            Side::Value => end as u32 | 1,
+        }
+    }
+
+    fn bytes(&self, places: &[usize], dim: usize, wide: bool) -> Vec<u8> {
+        const HEAD_WORDS: usize = 4;
+        const RUN_WORDS: usize = 16;
+        let channels_at = HEAD_WORDS + RUN_WORDS * self.runs.len();
+        let mut next = channels_at + if self.grid.is_some() { dim } else { 0 };
+        let (mut entries, mut at) = (Vec::new(), BTreeMap::new());
+        for run in self.runs {
+            at.entry(run.table).or_insert_with(|| {
+                let table = &self.tables[run.table];
+                let single = Entries::new(table, 1).unwrap_or_else(|| unreachable!("codes fit"));
+                let joint = if wide { None } else { Entries::joint(table) };
+                let mut push = |entries_of: Entries| {
+                    let start = next;
+                    next += entries_of.words.len();
+                    entries.extend(entries_of.words);
+                    [4 * start as u32, entries_of.index_bits, entries_of.codes as u32]
+                };
+                let single = push(single);
+                (single, joint.map_or(single, push))
+            });
+        }
+        let lengths = if self.grid.is_some() { 4 } else { 2 };
+        let step = self.grid.map_or(0.0, Grid::step);
+        let mut words =
+            vec![self.runs.len() as u32, lengths, step.to_bits(), 4 * channels_at as u32];
+        for (run, place) in self.runs.iter().zip(places) {
+            let table = &self.tables[run.table];
+            let (batch, need) = table.batch();
+            let (single, joint) = at[&run.table];
+            let bias = self.grid.map_or(0, |grid| grid.bias(run.first)) as u32;
+            let per_word = (batch * table.group()) as u32;
+            words.extend([run.first, run.len, *place].map(|x| x as u32));
+            words.extend(joint);
+            words.extend(single);
+            words.extend([per_word, need, table.raw_bits(), bias, 0, 0, 0]);
+        }
+        if let Some(grid) = self.grid {
+            let mut channels = vec![NOWHERE; dim];
+            for (run, place) in self.runs.iter().zip(places) {
+                for (at, channel) in channels[run.first..run.first + run.len].iter_mut().enumerate()
+                {
+                    *channel = (grid.bias(run.first) as u32) << 16 | (place + at) as u32;
+                }
+            }
+            words.extend(channels);
+        }
+        words.extend(entries);
+        words.into_iter().flat_map(u32::to_le_bytes).collect()
+    }
+}
+
+/// What a side takes of shared memory at most, of rows of `dim` codes: a chunk, and runs and
+/// tables.
+pub(crate) fn expected(side: &SideSpec, dim: usize) -> [usize; 2] {
+    if side.entropy != Entropy::Huffman {
+        return [0, 0];
+    }
+    let codes = side.quantizer.alphabet();
+    let planes = if codes.is_some_and(|codes| codes > 256) { 2 } else { 1 };
+    let chunk = (CHUNK_TOKENS * (dim | 1) * planes).next_multiple_of(128) + CHUNK_PAD;
+    let tables = match codes {
+        // Every class of a grid in runs of its own, and a word per channel.
+        None => 14 * (1024 + 64) + 4 * dim,
+        Some(0..=128) => 1024 + (4 << JOINT_BITS),
+        Some(129..=256) => 4 << 12,
+        Some(_) => 0,
+    };
+    [chunk, tables]
+}
+
+/// Shared memory of a GPU, bytes.
+#[derive(Clone, Copy, Debug)]
+pub struct SharedMemory {
+    /// That one thread block may take.
+    pub block: usize,
+    /// Of a multiprocessor.
+    pub multiprocessor: usize,
+}
+
+/// Chunks of each side that a thread block decodes together, and the shared memory that it takes
+/// for them beside `other` bytes: so that a multiprocessor decodes as many as it can.
+/// `chunk_bytes` is of keys and values, 0 for sides of fixed width.
+pub(crate) fn decoding(
+    chunk_bytes: [usize; 2],
+    other: usize,
+    shared: SharedMemory,
+) -> (usize, usize) {
+    if chunk_bytes == [0; 2] {
+        return (0, 0);
+    }
+    let bytes = |chunks: usize| {
+        // Half a warp that has no chunk turns its ring nonetheless.
+        let rings = 2 * chunks.max(2) * RING_BYTES;
+        rings + chunks * (2 * OUTLIERS_BYTES + chunk_bytes.iter().sum::<usize>())
+    };
+    let decoded = |chunks: &usize| {
+        let block = other + bytes(*chunks);
+        let blocks = shared.multiprocessor / (block + SHARED_RESERVED as usize);
+        let fits = block <= shared.block && blocks > 0;
+        (if fits { blocks.min(BLOCKS) * chunks } else { 0 }, *chunks)
+    };
+    let chunks = [1, CHUNKS_MAX / 2, CHUNKS_MAX].into_iter().max_by_key(decoded).unwrap_or(1);
+    (chunks, bytes(chunks))
+}

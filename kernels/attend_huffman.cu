@@ -1,0 +1,8 @@
+// Huffman codes: KVComp, and kvd's own grids.
+
+#include <kvd/declare.cuh>
+#include <kvd/grid.cuh>
+#include <kvd/uniform.cuh>
+
+KVD_HUFFMAN_ROWS(uniform_uniform, kvd::Uniform<kvd::Asymmetric>, kvd::Uniform<kvd::Asymmetric>)
+KVD_HUFFMAN_ROWS(grid_grid, kvd::Grid, kvd::Grid)

@@ -1,0 +1,170 @@
+// Tiles of a unit's pages for its sides, and, where codes are Huffman codes, their decoding: the next
+// `chunks` chunks of keys by the first warps, of values by the others, each chunk by half a warp.
+// Shared memory: runs and tables behind a side's own table, decoded chunks, lists of outliers, rings.
+#pragma once
+
+#include "outlier.cuh"
+#include "place.cuh"
+
+namespace kvd {
+
+// Half a warp for each, of both sides.
+constexpr unsigned CHUNKS_MAX = ATTEND_WARPS;
+
+template <class Key, class Value, bool CODED>
+struct Decoder {
+    const AttendParameters& parameters;
+    const Unit& unit;
+    const uint8_t* key_table;
+    const uint8_t* value_table;
+    const uint8_t* key_lanes;
+    const uint8_t* value_lanes;
+    uint8_t* key_chunks;
+    uint8_t* value_chunks;
+    OutlierList* outliers;
+    uint8_t* rings;
+    // The page and chunk whose tiles are read, and its place among the decoded ones.
+    const PageEntry* page;
+    unsigned chunk;
+    unsigned slot;
+
+    KVD_DEVICE Decoder(const AttendParameters& parameters, const Unit& unit, uint8_t* shared,
+                       uint8_t* key_table, uint8_t* value_table)
+        : parameters(parameters),
+          unit(unit),
+          key_table(key_table),
+          value_table(value_table),
+          key_lanes(nullptr),
+          value_lanes(nullptr),
+          key_chunks(nullptr),
+          value_chunks(nullptr),
+          outliers(nullptr),
+          rings(nullptr),
+          page(nullptr),
+          chunk(0),
+          slot(0) {
+        if (!CODED) {
+            return;
+        }
+        key_lanes = runs(unit.key, key_table);
+        value_lanes = runs(unit.value, value_table);
+        key_chunks = shared;
+        value_chunks = shared + parameters.chunks * parameters.key_chunk;
+        uint8_t* end = value_chunks + parameters.chunks * parameters.value_chunk;
+        outliers = reinterpret_cast<OutlierList*>(end);
+        rings = end + 2 * parameters.chunks * sizeof(OutlierList);
+    }
+
+    // Runs and tables of a side in shared memory, behind its own table; those of wide codes, whose
+    // tables are too large, are read where they are.
+    KVD_DEVICE const uint8_t* runs(const SideShape& side, uint8_t* table) const {
+        uint8_t* to = table + (side.table_bytes + COPY_BYTES - 1) / COPY_BYTES * COPY_BYTES;
+        copy_table(to, parameters.tables + side.lanes, side.lane_bytes, ATTEND_THREADS);
+        return to;
+    }
+
+    KVD_DEVICE static bool coded(const SideShape& side) { return CODED && side.stride != 0; }
+
+    // A side's tile; it is staged at `staged`.
+    KVD_DEVICE Tile tile(const Place& place, bool is_key, const uint8_t* staged) const {
+        const PageEntry& page = *place.page;
+        const SideShape& side = is_key ? unit.key : unit.value;
+        const unsigned first = place.tile * TILE_TOKENS;
+        Tile tile = {parameters.arena + (is_key ? page.key : page.value),
+                     is_key ? page.key_bytes : page.value_bytes,
+                     staged,
+                     is_key ? key_table : value_table,
+                     parameters.tables,
+                     place.tile,
+                     first,
+                     page.tokens,
+                     least(TILE_TOKENS, page.tokens - first),
+                     place.from,
+                     place.to,
+                     coded(side),
+                     nullptr,
+                     nullptr,
+                     nullptr};
+        if (tile.coded) {
+            const unsigned bytes = TILE_TOKENS * side.stride * (side.bits > 8 ? 2 : 1);
+            tile.decoded = out(is_key, slot) + place.tile % CHUNK_TILES * bytes;
+            tile.lanes = is_key ? key_lanes : value_lanes;
+            tile.outliers = outliers + (is_key ? 0 : parameters.chunks) + slot;
+        }
+        return tile;
+    }
+
+    KVD_DEVICE uint8_t* out(bool is_key, unsigned slot) const {
+        return is_key ? key_chunks + slot * parameters.key_chunk
+                      : value_chunks + slot * parameters.value_chunk;
+    }
+
+    // Goes on to a tile of page `index` of the unit, all threads together: when its chunk is not
+    // decoded yet, it and the next ones are.
+    KVD_DEVICE void advance(Range seen, unsigned index, const Place& place) {
+        if (!CODED || (page == place.page && chunk == place.tile / CHUNK_TILES)) {
+            return;
+        }
+        const bool first = page == nullptr;
+        page = place.page;
+        chunk = place.tile / CHUNK_TILES;
+        slot = first ? parameters.chunks : slot + 1;
+        if (slot >= parameters.chunks) {
+            slot = 0;
+            decode(seen, index, place.tile);
+            KVD_BARRIER();
+        }
+    }
+
+    // Decodes the chunk of a tile and those after it.
+    KVD_DEVICE void decode(Range seen, unsigned index, unsigned tile) const {
+        const unsigned half = 2 * warp_index() + lane_index() / CODE_LANES;
+        const bool is_key = warp_index() < CHUNKS_MAX / 2;
+        const unsigned mine = half % CHUNKS_MAX;
+        if (!coded(is_key ? unit.key : unit.value) || mine / 2 * 2 >= parameters.chunks) {
+            return;
+        }
+        Place place = {nullptr, 0, 0, 0};
+        bool has = mine < parameters.chunks && seek(parameters, unit, seen, index, tile, place);
+        for (unsigned passed = 0; has && passed < mine; passed++) {
+            tile = (tile / CHUNK_TILES + 1) * CHUNK_TILES;
+            has = seek(parameters, unit, seen, index, tile, place);
+        }
+        const unsigned rings_of_side = most(parameters.chunks, 2);
+        uint8_t* ring = rings + ((is_key ? 0 : rings_of_side) + mine) * RING_BYTES;
+        if (is_key) {
+            decode_side<Key, true>(unit.key, has, place, mine, ring);
+        } else {
+            decode_side<Value, false>(unit.value, has, place, mine, ring);
+        }
+    }
+
+    // Where words never begin at odd addresses, nothing asks.
+    template <class Side, bool IS_KEY>
+    KVD_DEVICE void decode_side(const SideShape& side, bool has, const Place& place, unsigned mine,
+                                uint8_t* ring) const {
+        const uint8_t* shared = IS_KEY ? key_lanes : value_lanes;
+        const uint8_t* global = parameters.tables + side.lanes;
+        const LaneHead& head = lane_head(global);
+        Chunk chunk = {parameters.tables, 0, parameters.tables, 0, 0};
+        if (has) {
+            const Tile tile = this->tile(place, IS_KEY, nullptr);
+            const uint8_t* codes = tile.payload + Side::codes_at(side, tile);
+            chunk = chunk_of(head, codes, tile.page_tokens, place.tile / CHUNK_TILES);
+        }
+        uint8_t* to = out(IS_KEY, mine);
+        const bool odd = reinterpret_cast<uintptr_t>(chunk.words) % WORD_BYTES != 0;
+        if (side.bits > 8) {
+            decode_chunk<IS_KEY>(side, Source<false, true>{global}, chunk, ring, to);
+        } else if (Side::ODD_WORDS && KVD_BALLOT(odd) != 0) {
+            decode_chunk<IS_KEY>(side, Source<false, false>{shared}, chunk, ring, to);
+        } else {
+            decode_chunk<IS_KEY>(side, Source<true, false>{shared}, chunk, ring, to);
+        }
+        if (head.length_bytes == 2 * WORD_BYTES) {
+            read_outliers(chunk, side.dim, outliers + (IS_KEY ? 0 : parameters.chunks) + mine);
+        }
+    }
+};
+
+}  // namespace kvd
