@@ -67,6 +67,8 @@ pub struct ByteTables {
     pub codes: [u8; 256],
     /// By the next eight bits: bits of the symbol.
     pub lengths: [u8; 256],
+    /// By the next eight bits: both, the code in the highest byte and the length in the lowest.
+    pub entries: [u32; 256],
 }
 
 impl LaneTable {
@@ -74,13 +76,14 @@ impl LaneTable {
         debug_assert_eq!(huffman.lengths().len(), grouping.alphabet());
         let bytes = (huffman.limit() <= 8).then(|| {
             let width = 8 / grouping.group as u32;
-            let mut tables = ByteTables { codes: [0; 256], lengths: [0; 256] };
+            let mut tables = ByteTables { codes: [0; 256], lengths: [0; 256], entries: [0; 256] };
             for index in 0..256 {
                 let (symbol, length) = huffman.first(index as u32);
                 let codes = grouping.codes(symbol).into_iter().take(grouping.group);
                 let packed = codes.zip(0..).map(|(code, at)| u32::from(code) << (width * at));
                 tables.codes[index] = packed.sum::<u32>() as u8;
                 tables.lengths[index] = length as u8;
+                tables.entries[index] = u32::from(tables.codes[index]) << 24 | length;
             }
             Box::new(tables)
         });

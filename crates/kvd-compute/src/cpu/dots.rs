@@ -73,7 +73,7 @@ impl Lookup {
     }
 
     /// Value of channel `dim` of `code`.
-    fn value(&self, dim: usize, code: u8) -> i32 {
+    pub(super) fn value(&self, dim: usize, code: u8) -> i32 {
         let byte = self.tables.get(dim).map_or(code, |table| table[usize::from(code)]);
         i32::from(byte) - self.bias
     }
@@ -111,8 +111,11 @@ impl TileCodes<'_> {
             return self.bytes;
         }
         let (count, tile) = (self.bytes.len() * 8 / self.width as usize, TILE * self.per_row);
-        buffer.clear();
-        buffer.extend((0..count).map(|element| self.code(element / tile, element % tile)));
+        buffer.resize(count, 0);
+        let tiles = self.bytes.chunks_exact(self.tile_bytes());
+        for (bytes, out) in tiles.zip(buffer.chunks_exact_mut(tile)) {
+            spread_body(bytes, self.width, out);
+        }
         buffer
     }
 
@@ -120,14 +123,6 @@ impl TileCodes<'_> {
     pub(super) fn spread(&self, simd: Simd, out: &mut [u8]) {
         assert_eq!(out.len() * self.width as usize, 8 * self.bytes.len(), "spread: lengths");
         spread(simd, self.bytes, self.width, out);
-    }
-
-    /// Code number `element` of tile `tile`.
-    fn code(&self, tile: usize, element: usize) -> u8 {
-        let size = self.tile_bytes();
-        let shift = element / size * self.width as usize;
-        let mask = u8::MAX >> (8 - self.width);
-        self.bytes[tile * size + element % size] >> shift & mask
     }
 }
 
@@ -162,19 +157,7 @@ pub(crate) fn key_dots(
     if simd.set() != InstructionSet::Portable {
         return super::dots_x86::key_dots(simd, codes, lookup, (q, units), scores);
     }
-    for (row, unit) in units.iter().enumerate() {
-        let mut sums = [0i32; TILE];
-        for position in 0..per_row {
-            for (token, sum) in sums.iter_mut().enumerate() {
-                let code = codes.code(0, (position / 4 * TILE + token) * 4 + position % 4);
-                for dim in 0..lookup.dims {
-                    *sum += lookup.value(dim, code) * q.word(row, dim * per_row + position);
-                }
-            }
-        }
-        let scores = scores[row * SPAN..].iter_mut();
-        scores.zip(sums).for_each(|(score, sum)| *score = sum as f32 * unit);
-    }
+    super::dots_portable::key_dots(codes, lookup, (q, units), scores);
 }
 
 /// What to do with the sums of [`value_dots`].
@@ -212,21 +195,7 @@ pub(crate) fn value_dots(
     if simd.set() != InstructionSet::Portable {
         return super::dots_x86::value_dots(simd, codes, lookup, (weights, target), out);
     }
-    for (row, out) in out.chunks_exact_mut(lookup.dims * per_row).enumerate() {
-        for (dim, out) in out.chunks_exact_mut(per_row).enumerate() {
-            for (position, out) in (first..).zip(&mut out[first..first + count]) {
-                let mut sum = 0;
-                for token in 0..weights.len {
-                    let (tile, token_in) = (token / TILE, token % TILE);
-                    let element = (token_in / 4 * per_row + position) * 4 + token_in % 4;
-                    let code = codes.code(tile, element);
-                    sum += lookup.value(dim, code) * weights.word(row, token);
-                }
-                let factor = factors.get(position).map_or(units[row], |f| f * units[row]);
-                *out += sum as f32 * factor;
-            }
-        }
-    }
+    super::dots_portable::value_dots(codes, lookup, (weights, target), out);
 }
 
 #[cfg(test)]

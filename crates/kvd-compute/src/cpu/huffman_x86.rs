@@ -1,184 +1,126 @@
-//! `LaneCodes::decode` in AVX-512: a register holds the reservoirs of all sixteen lanes, a table
-//! of 128 or 256 bytes lies in two or four registers, and the words that lanes take are handed out
-//! by an expanding load.
+//! Chunks of Huffman codes in AVX-512: four of them together, each with the reservoirs of its
+//! sixteen lanes in a register.
 //!
-//! Chunks are whole (64 tokens), so every lane has every quad; words are copied to where sixteen
-//! more can be read after the last.
+//! The bits of a lane end at bit 31 of its reservoir, and what moves is the place of the next one.
+//! Places are bytes, those of the four chunks side by side in each lane, and so is all that comes
+//! of them: the next eight bits (cut out of each reservoir by `vpmultishiftqb`), the codes and
+//! lengths of four times sixteen symbols (looked up together in tables of two or four registers),
+//! and who is short of bits. Words come in at the same place always, handed out by an expansion.
 #![allow(unsafe_code)] // Register loads and stores, and calls after detection.
 
-use super::huffman::LaneTiles;
-use super::scores::TILE;
-use crate::BackendError;
-use kvd_codec::{CHUNK_TOKENS, LaneCodes, LaneTable, PageError};
-use kvd_core::Side;
+use super::huffman::{Chunk, LANES, QUAD, STEP_BYTES, Step};
+use super::simd::{InstructionSet, Simd};
+use kvd_codec::LaneTable;
 use std::arch::x86_64::*;
+use std::array::from_fn;
 
-/// Bytes of a register.
-const REGISTER: usize = 64;
-/// The lowest byte of each lane.
+/// Chunks whose places share a register.
+const CHUNKS: usize = 4;
+/// The bytes of chunk 0.
 const LOWEST: u64 = 0x1111_1111_1111_1111;
-/// Codes of a quad.
-const QUAD: usize = 4;
+/// A place counts from bit 0 of the even lane of two.
+const ODD: i64 = 0x2020_2020_0000_0000;
 
-/// One quad in each lane.
+/// Words of chunks that are not there: none, then zeros.
+static NONE: [u32; LANES] = [0; LANES];
+
+/// Up to four chunks of the same steps and tables.
+struct Group<'a, 'b> {
+    chunks: Vec<&'a mut Chunk<'b>>,
+    tables: &'b [LaneTable],
+    steps: &'b [Step],
+    words: [Words<'b>; CHUNKS],
+    lanes: Lanes,
+}
+
+/// What is left of a chunk's words.
 #[derive(Clone, Copy)]
-struct Step {
-    table: usize,
-    /// Codes of a quad that count.
-    count: usize,
-    /// Where the register of quads goes.
-    out: usize,
-}
-
-/// What a unit keeps from chunk to chunk.
-#[derive(Default)]
-pub(super) struct Scratch {
-    steps: Vec<Step>,
-    words: Vec<u8>,
-    /// Quads of values, `[positions, lanes]`.
-    quads: Vec<u8>,
-}
-
-/// One chunk on its way into tiles.
-struct Chain<'a> {
-    held: __m512i,
-    filled: __m512i,
-    /// Words, and as many zeros after them as a load may reach.
-    words: &'a [u8],
+struct Words<'b> {
+    words: &'b [u32],
     next: usize,
     end: usize,
-    tables: &'a [LaneTable],
-    steps: std::slice::Iter<'a, Step>,
-    out: &'a mut [u8],
 }
 
-/// The steps of a whole chunk.
-fn steps(tiles: &LaneTiles, side: Side) -> Vec<Step> {
-    let mut steps = Vec::new();
-    for (run, first) in &tiles.runs {
-        let table = run.table;
-        for at in 0..run.len {
-            let position = first + at;
-            if side == Side::Value {
-                steps.push(Step { table, count: QUAD, out: position * REGISTER });
-            } else if at % QUAD == 0 {
-                let count = QUAD.min(run.len - at);
-                for block in 0..CHUNK_TOKENS / 16 {
-                    let (tile, half) = (block / 2, block % 2);
-                    let out = tile * TILE * tiles.per_row + position * TILE + half * REGISTER;
-                    steps.push(Step { table, count, out });
-                }
-            }
-        }
-    }
-    steps
+/// Reservoirs of four chunks: in registers for the length of a step, since what a mask stores
+/// cannot be loaded again before it has left the store buffer.
+#[derive(Clone, Copy)]
+struct Lanes {
+    held: [__m512i; CHUNKS],
+    /// Place of the next bit in the reservoirs of two lanes.
+    at: __m512i,
 }
 
-/// Decodes whole chunks, each into the tiles of its page.
-pub(super) fn decode(
-    chunks: Vec<(&mut &mut LaneTiles, &mut LaneCodes<'_>, usize)>,
-) -> Result<(), BackendError> {
-    let mut scratches = Vec::new();
-    for (tiles, lanes, index) in &mut chunks.into_iter() {
-        let mut scratch = std::mem::take(&mut tiles.scratch);
-        if scratch.steps.is_empty() {
-            scratch.steps = steps(tiles, lanes.side());
+/// Gives each lane that has too few bits the next word of its chunk. No function: a call would
+/// take the reservoirs through memory.
+macro_rules! top_up {
+    ($lanes:ident, $words:expr, $table:expr) => {{
+        // No batch needs more than a word.
+        let most = _mm512_set1_epi8(32 - $table.batch().1 as i8);
+        let most = _mm512_add_epi8(most, _mm512_set1_epi64(ODD));
+        let short = _mm512_cmpgt_epu8_mask($lanes.at, most);
+        let word = _mm512_set1_epi8(16);
+        $lanes.at = _mm512_mask_sub_epi8($lanes.at, short, $lanes.at, word);
+        for index in 0..CHUNKS {
+            let words = &mut $words[index];
+            let some = &words.words[words.next.min(words.end)..][..LANES];
+            let mask = _pext_u64(short, LOWEST << index) as u16;
+            // SAFETY: sixteen words.
+            let some = unsafe { _mm512_loadu_si512(some.as_ptr().cast()) };
+            let some = _mm512_maskz_expand_epi32(mask, some);
+            let held = $lanes.held[index];
+            $lanes.held[index] = _mm512_mask_shrdi_epi32::<16>(held, mask, held, some);
+            words.next += mask.count_ones() as usize;
         }
-        let words = lanes.chunk(index).words;
-        scratch.words.clear();
-        scratch.words.extend_from_slice(words);
-        scratch.words.resize(words.len() + REGISTER / 2, 0);
-        scratch.quads.resize(tiles.per_row.next_multiple_of(16) * REGISTER, 0);
-        scratches.push((scratch, tiles, lanes, index));
-    }
-    let mut chains: Vec<Chain<'_>> = Vec::new();
-    for (scratch, tiles, lanes, index) in &mut scratches {
-        let size = CHUNK_TOKENS * tiles.per_row;
-        let out = match lanes.side() {
-            Side::Key => &mut tiles.bytes[*index * size..][..size],
-            Side::Value => &mut scratch.quads[..],
+    }};
+}
+
+/// Decodes whole chunks.
+pub(super) fn decode(simd: Simd, chunks: Vec<&mut Chunk<'_>>) {
+    assert_eq!(simd.set(), InstructionSet::Avx512, "huffman: instruction set");
+    let mut groups: [Vec<Vec<&mut Chunk<'_>>>; 2] = Default::default();
+    for chunk in chunks {
+        let of_side = &mut groups[chunk.side.index()];
+        // Pages of one head have the same steps, and the same tables unless those were retrained.
+        let fits = |group: &&mut Vec<&mut Chunk<'_>>| {
+            group.len() < CHUNKS && std::ptr::eq(group[0].tables, chunk.tables)
         };
-        // SAFETY: the caller has AVX-512.
-        chains.push(unsafe {
-            Chain {
-                held: zero(),
-                filled: zero(),
-                words: &scratch.words,
-                next: 0,
-                end: scratch.words.len() - REGISTER / 2,
-                tables: lanes.tables(),
-                steps: scratch.steps.iter(),
-                out,
+        match of_side.iter_mut().find(fits) {
+            Some(group) => group.push(chunk),
+            None => of_side.push(vec![chunk]),
+        }
+    }
+    let [keys, values] = groups;
+    // SAFETY: a `Simd` of this set exists only where the CPU has it.
+    unsafe { run(keys, values) }
+}
+
+/// Keys and values in turns, so that one works while the other waits for its look-ups.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,bmi2,popcnt")]
+fn run<'a, 'b>(keys: Vec<Vec<&'a mut Chunk<'b>>>, values: Vec<Vec<&'a mut Chunk<'b>>>) {
+    let (mut keys, mut values) = (keys.into_iter(), values.into_iter());
+    loop {
+        let mut groups: Vec<Group<'_, '_>> = Vec::with_capacity(2);
+        for chunks in [keys.next(), values.next()].into_iter().flatten() {
+            groups.push(Group::new(chunks));
+        }
+        match &mut groups[..] {
+            [] => return,
+            [one] => one.steps(0),
+            [a, b, ..] => {
+                let both = a.steps.len().min(b.steps.len());
+                for step in 0..both {
+                    a.step(&a.steps[step]);
+                    b.step(&b.steps[step]);
+                }
+                a.steps(both);
+                b.steps(both);
             }
-        });
-    }
-    // SAFETY: as above.
-    unsafe { run(&mut chains) };
-    let spent = chains.iter().all(|chain| chain.next == chain.end);
-    for (scratch, tiles, lanes, index) in scratches {
-        if lanes.side() == Side::Value {
-            // SAFETY: as above.
-            unsafe { turn(&scratch.quads, tiles, index) };
         }
-        tiles.scratch = scratch;
-    }
-    if spent {
-        return Ok(());
-    }
-    Err(PageError::Payload("a stream does not end where its length says").into())
-}
-
-#[target_feature(enable = "avx512f")]
-fn zero() -> __m512i {
-    _mm512_setzero_si512()
-}
-
-/// A step of each chain in turns, so that one works while the other waits for its look-up.
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2")]
-fn run(chains: &mut [Chain<'_>]) {
-    if let [a, b, c, d] = chains {
-        while [&*a, &*b, &*c, &*d].iter().all(|chain| chain.steps.len() > 0) {
-            step(a);
-            step(b);
-            step(c);
-            step(d);
+        for group in groups {
+            let words = group.words;
+            group.chunks.into_iter().zip(words).for_each(|(chunk, words)| chunk.next = words.next);
         }
     }
-    // What is left of four is the longer side of two parts.
-    let mut left: Vec<&mut Chain<'_>> =
-        chains.iter_mut().filter(|chain| chain.steps.len() > 0).collect();
-    if let [a, b] = &mut left[..] {
-        while a.steps.len() > 0 && b.steps.len() > 0 {
-            step(a);
-            step(b);
-        }
-    }
-    for chain in left {
-        while chain.steps.len() > 0 {
-            step(chain);
-        }
-    }
-}
-
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2")]
-fn step(chain: &mut Chain<'_>) {
-    let Some(step) = chain.steps.next() else { return };
-    let table = &chain.tables[step.table];
-    let wide = table.longest() > 7;
-    let quads = match (table.group(), wide, table.raw_bits() > 0) {
-        (1, false, false) => singles::<false, false>(chain, table, step.count),
-        (1, true, false) => singles::<true, false>(chain, table, step.count),
-        (1, false, true) => singles::<false, true>(chain, table, step.count),
-        (1, true, true) => singles::<true, true>(chain, table, step.count),
-        (2, false, _) => pairs::<false>(chain, table, step.count),
-        (2, true, _) => pairs::<true>(chain, table, step.count),
-        (_, false, _) => fours::<false>(chain, table),
-        (_, true, _) => fours::<true>(chain, table),
-    };
-    let out = &mut chain.out[step.out..][..REGISTER];
-    // SAFETY: 64 bytes.
-    unsafe { _mm512_storeu_si512(out.as_mut_ptr().cast(), quads) };
 }
 
 /// A table of bytes: registers 2 and 3 only where indices have eight bits.
@@ -188,10 +130,10 @@ type Bytes = [__m512i; 4];
 #[target_feature(enable = "avx512f")]
 fn load(bytes: &[u8; 256]) -> Bytes {
     // SAFETY: four times 64 bytes.
-    std::array::from_fn(|i| unsafe { _mm512_loadu_si512(bytes.as_ptr().add(64 * i).cast()) })
+    from_fn(|i| unsafe { _mm512_loadu_si512(bytes.as_ptr().add(64 * i).cast()) })
 }
 
-/// The bytes that the low bits of each byte name; only the lowest of each lane is of use.
+/// The bytes that the low bits of each byte name.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
 fn look<const WIDE: bool>(index: __m512i, table: &Bytes) -> __m512i {
@@ -203,145 +145,188 @@ fn look<const WIDE: bool>(index: __m512i, table: &Bytes) -> __m512i {
     _mm512_mask_blend_epi8(_mm512_movepi8_mask(index), low, high)
 }
 
-/// Reservoirs in registers, for the length of a step.
-struct Lanes {
-    held: __m512i,
-    filled: __m512i,
-    codes: Bytes,
-    lengths: Bytes,
-    need: __m512i,
-}
-
 impl Lanes {
-    #[inline]
-    #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-    fn of(chain: &Chain<'_>, table: &LaneTable) -> Self {
-        let bytes = table.bytes().expect("the caller has looked");
-        Self {
-            held: chain.held,
-            filled: chain.filled,
-            codes: load(&bytes.codes),
-            lengths: load(&bytes.lengths),
-            need: _mm512_set1_epi32(table.batch().1 as i32),
-        }
-    }
-
-    /// Gives each lane that has too few bits the next word.
-    #[inline]
-    #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-    fn top_up(&mut self, chain: &mut Chain<'_>) {
-        let short = _mm512_cmplt_epu32_mask(self.filled, self.need);
-        let words = &chain.words[chain.next..][..REGISTER / 2];
-        // SAFETY: 32 bytes.
-        let words = unsafe { _mm256_loadu_si256(words.as_ptr().cast()) };
-        let words = _mm512_maskz_expand_epi32(short, _mm512_cvtepu16_epi32(words));
-        self.held = _mm512_or_si512(self.held, _mm512_sllv_epi32(words, self.filled));
-        let more = _mm512_set1_epi32(16);
-        self.filled = _mm512_mask_add_epi32(self.filled, short, self.filled, more);
-        chain.next = (chain.next + 2 * short.count_ones() as usize).min(chain.end);
-    }
-
-    /// The next symbol of each lane, as its table packs it.
+    /// The next eight bits of each lane, a byte for each chunk.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
-    fn symbol<const WIDE: bool>(&mut self) -> __m512i {
-        let codes = look::<WIDE>(self.held, &self.codes);
-        let lengths = look::<WIDE>(self.held, &self.lengths);
-        let lengths = _mm512_maskz_mov_epi8(LOWEST, lengths);
-        self.held = _mm512_srlv_epi32(self.held, lengths);
-        self.filled = _mm512_sub_epi32(self.filled, lengths);
-        codes
+    fn bits(&self) -> __m512i {
+        let [a, b, c, d] = self.held;
+        let even = _mm512_maskz_multishift_epi64_epi8(LOWEST, self.at, a);
+        let odd = _mm512_maskz_multishift_epi64_epi8(LOWEST << 1, self.at, b);
+        let even = _mm512_mask_multishift_epi64_epi8(even, LOWEST << 2, self.at, c);
+        let odd = _mm512_mask_multishift_epi64_epi8(odd, LOWEST << 3, self.at, d);
+        _mm512_or_si512(even, odd)
+    }
+
+    /// The next symbol of each lane and chunk, as its table packs it.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
+    fn symbol<const WIDE: bool>(&mut self, codes: &Bytes, lengths: &Bytes) -> __m512i {
+        let bits = self.bits();
+        self.at = _mm512_add_epi8(self.at, look::<WIDE>(bits, lengths));
+        look::<WIDE>(bits, codes)
+    }
+}
+
+impl<'a, 'b> Group<'a, 'b> {
+    #[target_feature(enable = "avx512f,avx512bw")]
+    fn new(chunks: Vec<&'a mut Chunk<'b>>) -> Self {
+        let (tables, steps) = (chunks[0].tables, chunks[0].steps);
+        let mut words = [Words { words: &NONE, next: 0, end: 0 }; CHUNKS];
+        for (words, chunk) in words.iter_mut().zip(&chunks) {
+            *words = Words { words: chunk.words, next: 0, end: chunk.end() };
+        }
+        let empty = _mm512_add_epi8(_mm512_set1_epi8(32), _mm512_set1_epi64(ODD));
+        let lanes = Lanes { held: [_mm512_setzero_si512(); CHUNKS], at: empty };
+        Self { chunks, tables, steps, words, lanes }
+    }
+
+    /// The steps from `first` on.
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,bmi2,popcnt")]
+    fn steps(&mut self, first: usize) {
+        for step in &self.steps[first..] {
+            self.step(step);
+        }
     }
 
     #[inline]
-    #[target_feature(enable = "avx512f")]
-    fn back(self, chain: &mut Chain<'_>) {
-        chain.held = self.held;
-        chain.filled = self.filled;
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,bmi2,popcnt")]
+    fn step(&mut self, step: &Step) {
+        let table = &self.tables[step.table];
+        let wide = table.longest() > 7;
+        let quads = match (table.group(), wide, table.raw_bits() > 0) {
+            (1, false, false) => self.singles::<false, false>(table, step.count),
+            (1, true, false) => self.singles::<true, false>(table, step.count),
+            (1, false, true) => self.singles::<false, true>(table, step.count),
+            (1, true, true) => self.singles::<true, true>(table, step.count),
+            (2, false, _) => self.pairs::<false>(table, step.count),
+            (2, true, _) => self.pairs::<true>(table, step.count),
+            (_, false, _) => self.fours::<false>(table),
+            (_, true, _) => self.fours::<true>(table),
+        };
+        for (chunk, quads) in self.chunks.iter_mut().zip(quads) {
+            let out = &mut chunk.out[step.out..][..STEP_BYTES];
+            // SAFETY: 64 bytes.
+            unsafe { _mm512_storeu_si512(out.as_mut_ptr().cast(), quads) };
+        }
     }
-}
 
-/// Quads of codes with a symbol each.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2")]
-fn singles<const WIDE: bool, const RAW: bool>(
-    chain: &mut Chain<'_>,
-    table: &LaneTable,
-    count: usize,
-) -> __m512i {
-    let mut lanes = Lanes::of(chain, table);
-    let (batch, raw) = (table.batch().0, table.raw_bits());
-    let mask = _mm512_set1_epi32((1 << raw) - 1);
-    let shift = _mm_cvtsi32_si128(raw as i32);
-    let mut quads = _mm512_setzero_si512();
-    for at in 0..QUAD {
-        let mut code = _mm512_setzero_si512();
-        if at < count {
+    /// Quads of codes with a symbol each.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,bmi2,popcnt")]
+    fn singles<const WIDE: bool, const RAW: bool>(
+        &mut self,
+        table: &LaneTable,
+        count: usize,
+    ) -> [__m512i; CHUNKS] {
+        let bytes = table.bytes().expect("the caller has looked");
+        let (codes, lengths) = (load(&bytes.codes), load(&bytes.lengths));
+        let mut lanes = self.lanes;
+        let (batch, raw) = (table.batch().0, table.raw_bits());
+        let mask = _mm512_set1_epi8(((1u32 << raw) - 1) as i8);
+        let mut symbols = [_mm512_setzero_si512(); QUAD];
+        for (at, symbol) in symbols.iter_mut().enumerate() {
+            if at >= count {
+                break;
+            }
             if at % batch == 0 {
-                lanes.top_up(chain);
+                top_up!(lanes, self.words, table);
             }
-            code = lanes.symbol::<WIDE>();
+            *symbol = lanes.symbol::<WIDE>(&codes, &lengths);
             if RAW {
-                code = _mm512_or_si512(code, _mm512_and_si512(lanes.held, mask));
-                lanes.held = _mm512_srl_epi32(lanes.held, shift);
-                lanes.filled = _mm512_sub_epi32(lanes.filled, _mm512_set1_epi32(raw as i32));
+                let low = _mm512_and_si512(lanes.bits(), mask);
+                *symbol = _mm512_or_si512(*symbol, low);
+                lanes.at = _mm512_add_epi8(lanes.at, _mm512_set1_epi8(raw as i8));
             }
         }
-        quads = _mm512_shrdi_epi32::<8>(quads, code);
+        self.lanes = lanes;
+        by_chunk(symbols)
     }
-    lanes.back(chain);
-    quads
-}
 
-/// Quads of codes of which two share a symbol.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2")]
-fn pairs<const WIDE: bool>(chain: &mut Chain<'_>, table: &LaneTable, count: usize) -> __m512i {
-    let mut lanes = Lanes::of(chain, table);
-    let mut packed = _mm512_setzero_si512();
-    for at in [0, 2] {
-        let mut codes = _mm512_setzero_si512();
-        if at < count {
-            if at % (2 * table.batch().0) == 0 {
-                lanes.top_up(chain);
+    /// Quads of codes of which two share a symbol.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,bmi2,popcnt")]
+    fn pairs<const WIDE: bool>(&mut self, table: &LaneTable, count: usize) -> [__m512i; CHUNKS] {
+        let bytes = table.bytes().expect("the caller has looked");
+        let (codes, lengths) = (load(&bytes.codes), load(&bytes.lengths));
+        let mut lanes = self.lanes;
+        let mut symbols = [_mm512_setzero_si512(); 2];
+        for (index, symbol) in symbols.iter_mut().enumerate() {
+            if 2 * index >= count {
+                break;
             }
-            codes = lanes.symbol::<WIDE>();
+            if index % table.batch().0 == 0 {
+                top_up!(lanes, self.words, table);
+            }
+            *symbol = lanes.symbol::<WIDE>(&codes, &lengths);
         }
-        packed = _mm512_shrdi_epi32::<8>(packed, codes);
+        self.lanes = lanes;
+        let [even, odd] = merge(symbols[0], symbols[1]);
+        // Four codes of four bits each, from bit 0 or 16 of a lane on.
+        let low = _mm512_set1_epi64(0x2C28_2420_0C08_0400);
+        let high = _mm512_set1_epi64(0x3C38_3430_1C18_1410);
+        let mut quads = [even, odd, even, odd];
+        for (quads, fields) in quads.iter_mut().zip([low, low, high, high]) {
+            let codes = _mm512_multishift_epi64_epi8(fields, *quads);
+            *quads = _mm512_and_si512(codes, _mm512_set1_epi8(0x0F));
+        }
+        quads
     }
-    lanes.back(chain);
-    // Four bits each from bit 16 of a lane on.
-    let fields = _mm512_set1_epi64(0x3C38_3430_1C18_1410);
-    let codes = _mm512_multishift_epi64_epi8(fields, packed);
-    _mm512_and_si512(codes, _mm512_set1_epi8(0x0F))
+
+    /// Quads of codes that share a symbol.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,bmi2,popcnt")]
+    fn fours<const WIDE: bool>(&mut self, table: &LaneTable) -> [__m512i; CHUNKS] {
+        let bytes = table.bytes().expect("the caller has looked");
+        let (codes, lengths) = (load(&bytes.codes), load(&bytes.lengths));
+        let mut lanes = self.lanes;
+        top_up!(lanes, self.words, table);
+        let packed = lanes.symbol::<WIDE>(&codes, &lengths);
+        self.lanes = lanes;
+        // Four codes of two bits each, from bit 0, 8, 16 or 24 of a lane on.
+        let mut quads = [packed; CHUNKS];
+        for (quads, bit) in quads.iter_mut().zip([0, 8, 16, 24]) {
+            let fields = _mm512_set1_epi64(0x2624_2220_0604_0200 + 0x0101_0101_0101_0101 * bit);
+            let codes = _mm512_multishift_epi64_epi8(fields, *quads);
+            *quads = _mm512_and_si512(codes, _mm512_set1_epi8(3));
+        }
+        quads
+    }
 }
 
-/// Quads of codes that share a symbol.
+/// Bytes 0 and 2 of each lane of both registers side by side, and bytes 1 and 3.
 #[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2")]
-fn fours<const WIDE: bool>(chain: &mut Chain<'_>, table: &LaneTable) -> __m512i {
-    let mut lanes = Lanes::of(chain, table);
-    lanes.top_up(chain);
-    let packed = lanes.symbol::<WIDE>();
-    lanes.back(chain);
-    // Two bits each from bit 0 of a lane on.
-    let fields = _mm512_set1_epi64(0x2624_2220_0604_0200);
-    let codes = _mm512_multishift_epi64_epi8(fields, packed);
-    _mm512_and_si512(codes, _mm512_set1_epi8(3))
+#[target_feature(enable = "avx512f,avx512bw")]
+fn merge(a: __m512i, b: __m512i) -> [__m512i; 2] {
+    let even = _mm512_mask_blend_epi8(2 * 0x5555_5555_5555_5555, a, _mm512_slli_epi16::<8>(b));
+    let odd = _mm512_mask_blend_epi8(2 * 0x5555_5555_5555_5555, _mm512_srli_epi16::<8>(a), b);
+    [even, odd]
 }
 
-/// Brings quads from `[positions, lanes]` to `[lanes, positions]`: lane `l` holds tokens `4 l` and
-/// the three after it.
+/// From a register for each code of the quads to one for each chunk.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw")]
+fn by_chunk(codes: [__m512i; QUAD]) -> [__m512i; CHUNKS] {
+    let [a, b] = [merge(codes[0], codes[1]), merge(codes[2], codes[3])];
+    let low = |i: usize| _mm512_mask_blend_epi16(0xAAAA_AAAA, a[i], _mm512_slli_epi32::<16>(b[i]));
+    let high = |i: usize| _mm512_mask_blend_epi16(0xAAAA_AAAA, _mm512_srli_epi32::<16>(a[i]), b[i]);
+    [low(0), low(1), high(0), high(1)]
+}
+
+/// Brings quads of values from `[positions, lanes]` to `[lanes, positions]`.
+pub(super) fn turn(simd: Simd, quads: &[u8], per_row: usize, out: &mut [u8]) {
+    assert_eq!(simd.set(), InstructionSet::Avx512, "huffman: instruction set");
+    // SAFETY: a `Simd` of this set exists only where the CPU has it.
+    unsafe { turn_avx512(quads, per_row, out) }
+}
+
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-fn turn(quads: &[u8], tiles: &mut LaneTiles, index: usize) {
-    let (per_row, size) = (tiles.per_row, CHUNK_TOKENS * tiles.per_row);
-    let out = &mut tiles.bytes[index * size..][..size];
+fn turn_avx512(quads: &[u8], per_row: usize, out: &mut [u8]) {
     for first in (0..per_row).step_by(16) {
-        let block = &quads[first * REGISTER..][..16 * REGISTER];
+        let block = &quads[first * STEP_BYTES..][..16 * STEP_BYTES];
         // SAFETY: sixteen times 64 bytes.
-        let rows: [__m512i; 16] = std::array::from_fn(|i| unsafe {
-            _mm512_loadu_si512(block.as_ptr().add(i * REGISTER).cast())
-        });
+        let rows: [__m512i; 16] =
+            from_fn(|i| unsafe { _mm512_loadu_si512(block.as_ptr().add(i * STEP_BYTES).cast()) });
         let lanes = (per_row - first).min(16);
         let mask = u16::MAX >> (16 - lanes);
         for (lane, row) in transpose(rows).into_iter().enumerate() {

@@ -7,6 +7,7 @@ mod by_token;
 #[cfg(test)]
 mod conformance;
 mod dots;
+mod dots_portable;
 #[cfg(target_arch = "x86_64")]
 mod dots_x86;
 mod encode;
@@ -25,6 +26,9 @@ mod fp8_x86;
 mod fused;
 mod grid;
 mod huffman;
+#[cfg(target_arch = "x86_64")]
+mod huffman_avx2_x86;
+mod huffman_scalar;
 #[cfg(target_arch = "x86_64")]
 mod huffman_x86;
 mod hybrid;

@@ -49,9 +49,9 @@ pub(super) fn prefetch(bytes: &[u8]) {
 pub enum InstructionSet {
     /// What every processor of the target has.
     Portable,
-    /// AVX2, FMA and F16C.
+    /// AVX2, FMA, F16C and POPCNT.
     Avx2,
-    /// AVX-512 F, BW, DQ, VL, VNNI, VBMI and VBMI2, as on Ice Lake and Zen 4.
+    /// AVX-512 F, BW, DQ, VL, VNNI, VBMI and VBMI2, and BMI2, as on Ice Lake and Zen 4.
     Avx512,
 }
 
@@ -135,6 +135,7 @@ fn has_avx2() -> bool {
     is_x86_feature_detected!("avx2")
         && is_x86_feature_detected!("fma")
         && is_x86_feature_detected!("f16c")
+        && is_x86_feature_detected!("popcnt")
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -146,4 +147,5 @@ fn has_avx512() -> bool {
         && is_x86_feature_detected!("avx512vnni")
         && is_x86_feature_detected!("avx512vbmi")
         && is_x86_feature_detected!("avx512vbmi2")
+        && is_x86_feature_detected!("bmi2")
 }

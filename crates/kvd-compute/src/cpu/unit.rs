@@ -42,8 +42,8 @@ impl Queries {
 /// Bytes of each side of the next part that one step asks for.
 const PREFETCH_BYTES: usize = 1024;
 
-/// Parts whose entropy-coded pages are decoded together: two chains of look-ups each.
-const TOGETHER: usize = 2;
+/// Parts whose entropy-coded pages are decoded together: bytes of a lane of 32 bits.
+const TOGETHER: usize = 4;
 
 /// Tiles of the entropy-coded pages of the parts at work.
 struct AtWork {
@@ -107,7 +107,7 @@ pub(super) fn run(job: &Job<'_>, unit: &Unit<'_>) -> Result<Vec<PartialState>, B
             fast.then(|| LaneTiles::new(head, side)).flatten()
         })
     });
-    let [[key_tiles, value_tiles], _]: &[[Option<LaneTiles>; 2]; TOGETHER] = &lanes;
+    let [[key_tiles, value_tiles], ..]: &[[Option<LaneTiles>; 2]; TOGETHER] = &lanes;
     let keys = Keys::new(how, key_side, key_tiles.as_ref(), &queries.folded);
     let values = Values::new(how, value_side, value_tiles.as_ref(), rows);
     let mut walk = Walk {
