@@ -1,8 +1,8 @@
-//! What a machine with a GPU is given to measure: pages of each codec with tables, units and queries,
-//! and what the kernels answered here. `KVD_GPU_FIXTURES` names the folder they go to
-//! (`cargo xtask gpu pack`); without it they are made, launched by `kernels/gpu/bench.py` over the CPU
-//! lane, and dropped.
-#![expect(clippy::unwrap_used, clippy::print_stderr, reason = "a test may fail, and says a skip")]
+//! What a machine with a GPU is given to measure: pages of each codec with tables, units and
+//! queries, and what the kernels answered here. `KVD_GPU_FIXTURES` names the folder they go to
+//! (`cargo xtask gpu pack`); without it they are made and launched by `kernels/gpu/bench.py` over
+//! the CPU lane.
+#![expect(clippy::unwrap_used, reason = "a test may fail")]
 
 mod common;
 

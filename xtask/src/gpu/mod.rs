@@ -1,5 +1,5 @@
 //! The GPU lane: `pack` makes one folder here; `./xtask gpu run` in it, on a machine with a GPU and
-//! without Rust, tests and measures, and writes one report. The report is not yet written by any GPU.
+//! without Rust, tests and measures, and writes one report. No GPU has run it yet.
 
 mod measure;
 mod pack;

@@ -31,8 +31,8 @@ pub(super) fn markdown(device: &str, date: &str, steps: &[Done], bench: &Value) 
     let number = |name: &str| bench[name].as_u64().unwrap_or(0);
     let _ = writeln!(
         text,
-        "\nOne layer and decode step: {} tokens, {} KV heads of {} channels, {} query heads each; one \
-         process; medians of events.\n",
+        "\nOne layer and decode step: {} tokens, {} KV heads of {} channels, {} query heads each; \
+         one process; medians of events.\n",
         number("tokens"),
         number("heads"),
         number("dim"),
@@ -75,8 +75,8 @@ fn codec_table(text: &mut String, bench: &Value, copy: Option<f64>) {
     let median = |row: &Value| micros(&row["seconds"]).map(|[median, _]| median);
     let raw = codecs.into_iter().flatten().find(|row| row["codec"] == "raw").and_then(median);
     text.push_str(
-        "| codec | us, median | best | MB of pages | GB/s | of the copy | x PyTorch | x raw | registers \
-         | blocks per SM |\n|---|---|---|---|---|---|---|---|---|---|\n",
+        "| codec | us, median | best | MB of pages | GB/s | of the copy | x PyTorch | x raw | \
+         registers | blocks per SM |\n|---|---|---|---|---|---|---|---|---|---|\n",
     );
     let ratio = |over: Option<f64>, under: f64| {
         over.map_or("–".to_owned(), |over| format!("{:.2}", over / under))
