@@ -1,24 +1,55 @@
 //! Second moments of samples and the principal-axis transforms made from them
 //! (`docs/adr/0005-grid-codec.md`).
 
+use crate::wide::wide;
 use nalgebra::{DMatrix, SymmetricEigen};
+use pulp::{Simd, WithSimd};
 
 /// Share of the mean variance added to every axis: keeps a map invertible where samples span
 /// fewer axes than the head has.
 const RIDGE: f64 = 1e-4;
 
+/// Rows whose products are added to a sum while it is in a register.
+const ROWS: usize = 8;
+
 /// `E[x xᵀ]` of `rows` (`[n, dim]`, `n >= 1`).
 fn second_moment(rows: &[f32], dim: usize) -> DMatrix<f64> {
     let mut sum = DMatrix::zeros(dim, dim);
-    for row in rows.chunks_exact(dim) {
-        for (j, b) in row.iter().enumerate() {
-            let b = f64::from(*b);
-            for (sum, a) in sum.column_mut(j).iter_mut().zip(row) {
-                *sum += f64::from(*a) * b;
+    wide(Products { rows, dim, sum: sum.as_mut_slice() });
+    sum.fill_upper_triangle_with_lower_triangle();
+    sum / (rows.len() / dim) as f64
+}
+
+/// Adds `x xᵀ` of every row, row after row, to the lower triangle of `sum` (by columns).
+struct Products<'a> {
+    rows: &'a [f32],
+    dim: usize,
+    sum: &'a mut [f64],
+}
+
+impl WithSimd for Products<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        let Self { rows, dim, sum } = self;
+        let mut block = vec![0f64; ROWS * dim];
+        for rows in rows.chunks(ROWS * dim) {
+            // Rows that a last chunk lacks add zeros.
+            block.fill(0.0);
+            block.iter_mut().zip(rows).for_each(|(wide, x)| *wide = f64::from(*x));
+            for (j, column) in sum.chunks_exact_mut(dim).enumerate() {
+                let factors: [f64; ROWS] = std::array::from_fn(|r| block[r * dim + j]);
+                let rows: [&[f64]; ROWS] =
+                    std::array::from_fn(|r| &block[r * dim + j..][..dim - j]);
+                for (i, sum) in column[j..].iter_mut().enumerate() {
+                    for (row, factor) in rows.iter().zip(factors) {
+                        *sum += row[i] * factor;
+                    }
+                }
             }
         }
     }
-    sum / (rows.len() / dim) as f64
 }
 
 fn with_ridge(mut moment: DMatrix<f64>) -> DMatrix<f64> {
@@ -92,6 +123,21 @@ mod tests {
         let axes = principal_axes(&rows(), 2);
         assert!((axes[0].abs() - 0.75f64.sqrt()).abs() < 1e-5, "{axes:?}");
         assert!((axes[1].abs() - 0.5).abs() < 1e-5, "{axes:?}");
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "too many numbers for an interpreter")]
+    fn moments_are_sums_in_the_order_of_rows() {
+        for (dim, count) in [(2, 1), (6, 8), (14, 21), (64, 40)] {
+            let value = |i: usize| ((i * 7919 % 1009) as f32 - 504.0) / 97.0;
+            let rows: Vec<f32> = (0..count * dim).map(value).collect();
+            let moment = second_moment(&rows, dim);
+            for (i, j) in (0..dim).flat_map(|i| (0..dim).map(move |j| (i, j))) {
+                let of_row = |row: &[f32]| f64::from(row[i]) * f64::from(row[j]);
+                let sum: f64 = rows.chunks_exact(dim).map(of_row).sum();
+                assert_eq!(moment[(i, j)], sum / count as f64, "dim {dim}: {i}, {j}");
+            }
+        }
     }
 
     #[test]

@@ -136,13 +136,11 @@ fn payload(
             codes_at += 2 * chunks.len();
             out.resize(codes_at, 0);
             let runs = [side.trained_run];
+            let mut rest = |_, _| debug_assert!(false, "a symbol without a code");
             for (index, chunk) in chunks.enumerate() {
                 let table = std::slice::from_ref(table);
-                let words = {
-                    // Every symbol has a code.
-                    let mut rest = |_, _| debug_assert!(false, "a symbol without a code");
-                    lanes::encode_chunk(of, (&runs, table), (chunk, per_row), out, &mut rest)
-                };
+                let words =
+                    lanes::encode_chunk(of, (&runs, table), (chunk, per_row), out, &mut rest);
                 // 64 tokens of 1024 codes of 15 bits at most are fewer than 2^16 words.
                 let length = (words as u16).to_le_bytes();
                 out[lengths_at + 2 * index..][..2].copy_from_slice(&length);

@@ -14,9 +14,10 @@ use crate::{
 };
 use half::f16;
 use kvd_core::{Geometry, LayerIndex, Side};
+use std::borrow::Cow;
 
-/// Under a grid or a bit allocation, one of so many rows is held out of the transforms.
-const HELD_OUT: usize = 4;
+/// Under a grid or a bit allocation, rows are mapped by transforms of other rows, in so many parts.
+const FOLDS: usize = 4;
 
 /// How far a fit has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -90,13 +91,9 @@ fn fit_side(
     for layer in 0..geometry.layers {
         for head in 0..geometry.kv_heads as usize {
             let place = Place { layer, side, head };
-            let mut head = HeadFit::new(place, samples, geometry.head_dim(side))?;
-            if side_spec.quantizer.fits_coefficients() {
-                head.hold_out();
-            }
-            for transform in &side_spec.transforms {
-                head.transform(*transform, &mut fitted)?;
-            }
+            let dim = geometry.head_dim(side);
+            let head = HeadFit::new(place, samples, dim)?;
+            let head = head.transformed(&side_spec.transforms, &mut fitted)?;
             if let Quantizer::Polar { group: None, .. } = side_spec.quantizer {
                 let radii = Pairs::new(geometry.rope_pairing).largest_radii(&head.rows, head.dim);
                 fitted.radius.extend(radii.ok_or_else(|| place.out_of_range())?);
@@ -105,7 +102,7 @@ fn fit_side(
                 vq.add(place, &head.rows)?;
             }
             if side_spec.quantizer.fits_coefficients() {
-                grid_heads.push(head.into_grid_head());
+                grid_heads.push(head.cross_fitted(&side_spec.transforms)?);
             }
             one_more();
         }
@@ -165,7 +162,7 @@ struct HeadFit<'a> {
     place: Place,
     dim: usize,
     /// As sampled.
-    raw: &'a [f32],
+    raw: Cow<'a, [f32]>,
     rows: Vec<f32>,
     /// Values of `rows` that transforms are fitted on: all but those held out, at the end.
     fitted: usize,
@@ -184,15 +181,29 @@ impl<'a> HeadFit<'a> {
             return Err(CalibrationError::NoSamples { layer, side, head });
         }
         let queries = samples.queries(LayerIndex(layer), head);
-        let (rows, fitted, steps) = (raw.to_vec(), raw.len(), Vec::new());
-        Ok(Self { place, dim, raw, rows, fitted, queries, steps, weight: None })
+        Ok(Self::of_rows(place, dim, Cow::Borrowed(raw), raw.len(), queries))
     }
 
-    /// Keeps the last rows from the transforms: the spreads and the rate that a grid is fitted to
-    /// must be those of rows to come, which axes fit less well than the rows they were made from.
-    fn hold_out(&mut self) {
-        let count = self.rows.len() / self.dim;
-        self.fitted -= count / HELD_OUT * self.dim;
+    fn of_rows(
+        place: Place,
+        dim: usize,
+        raw: Cow<'a, [f32]>,
+        fitted: usize,
+        queries: &'a [f32],
+    ) -> Self {
+        let (rows, steps) = (raw.to_vec(), Vec::new());
+        Self { place, dim, raw, rows, fitted, queries, steps, weight: None }
+    }
+
+    fn transformed(
+        mut self,
+        transforms: &[Transform],
+        fitted: &mut SideCalibration,
+    ) -> Result<Self, CalibrationError> {
+        for transform in transforms {
+            self.transform(*transform, fitted)?;
+        }
+        Ok(self)
     }
 
     /// Fits one transform, maps the rows through it and keeps what was learned.
@@ -216,9 +227,9 @@ impl<'a> HeadFit<'a> {
                 Step::scale(factors)
             }
             Transform::Gain => {
-                let median = gain::median_length(self.raw, dim);
+                let median = gain::median_length(&self.raw, dim);
                 fitted.gain.push(median);
-                gain::raise(self.raw, dim, median, &mut self.rows, &mut Vec::new());
+                gain::raise(&self.raw, dim, median, &mut self.rows, &mut Vec::new());
                 return Ok(());
             }
             Transform::Mean => {
@@ -279,12 +290,30 @@ impl<'a> HeadFit<'a> {
         Ok((step.ok_or_else(|| self.place.out_of_range())?, scale))
     }
 
-    /// The rows that were held out, or all where none were.
-    fn into_grid_head(mut self) -> GridHead {
-        if self.fitted < self.rows.len() {
-            self.rows.drain(..self.fitted);
+    /// The head's rows as rows to come will be: each mapped by transforms that were fitted on the
+    /// other parts alone. The spreads and the rate that a grid is fitted to must be theirs; rows
+    /// that axes were made from fit them better.
+    fn cross_fitted(self, transforms: &[Transform]) -> Result<GridHead, CalibrationError> {
+        let (place, dim) = (self.place, self.dim);
+        let part = self.raw.len() / dim / FOLDS * dim;
+        if part == 0 {
+            return Ok(GridHead { coefficients: self.rows, weight: self.weight });
         }
-        GridHead { coefficients: self.rows, weight: self.weight }
+        let mut coefficients = Vec::with_capacity(self.raw.len());
+        for fold in 0..FOLDS {
+            let start = fold * part;
+            let end = if fold + 1 == FOLDS { self.raw.len() } else { start + part };
+            let raw = [&self.raw[..start], &self.raw[end..], &self.raw[start..end]].concat();
+            let fitted = self.raw.len() - (end - start);
+            let head = Self::of_rows(place, dim, Cow::Owned(raw), fitted, self.queries);
+            let mut unused = SideCalibration::new(place.side, String::new());
+            let head = head.transformed(transforms, &mut unused)?;
+            // Both are powers of two, brought to one.
+            let scale = self.weight.unwrap_or(1.0) / head.weight.unwrap_or(1.0);
+            let held_out = &head.rows[fitted..];
+            coefficients.extend(held_out.iter().map(|c| (f64::from(*c) * scale) as f32));
+        }
+        Ok(GridHead { coefficients, weight: self.weight })
     }
 }
 

@@ -22,8 +22,9 @@ const RARE: [u32; 7] = [6, 7, 8, 9, 10, 11, 12];
 const ABSENT_BITS: u64 = 22;
 /// Samples per symbol that are added.
 const PRIOR: f64 = 2.0;
-/// Codes of a symbol in the classes that join codes.
-const JOINT: [usize; 2] = [2, 4];
+/// One of the classes that join two codes, and one of those that join four: their like cut codes
+/// and make symbols in the same way.
+const JOINT: [Class; 2] = [CLASSES[4], CLASSES[1]];
 
 /// Coefficients that take a class together, in the samples of a head: positions whose codes lie in
 /// one quad of keys, one position of values.
@@ -55,14 +56,9 @@ pub(crate) struct Classes {
     raw_bits: u64,
 }
 
-/// The first class that joins so many codes.
-fn joining(group: usize) -> Class {
-    CLASSES.into_iter().find(|class| class.group == group).unwrap_or(CLASSES[0])
-}
-
 impl Unit {
     fn new(len: usize, spread: f64) -> Self {
-        let alphabets = JOINT.map(|group| vec![0; joining(group).alphabet()]);
+        let alphabets = JOINT.map(|class| vec![0; class.alphabet()]);
         let codes = vec![0; 2 * CODE_SPAN as usize + 1];
         Self { len, class: grid::class_of(spread as f32), codes, joint: alphabets, cut: [0; 2] }
     }
@@ -72,9 +68,8 @@ impl Unit {
         for code in quad {
             self.codes[(code.clamp(&-CODE_SPAN, &CODE_SPAN) + CODE_SPAN) as usize] += 1;
         }
-        for (index, group) in JOINT.into_iter().enumerate() {
-            let class = joining(group);
-            for codes in quad.chunks(group) {
+        for (index, class) in JOINT.into_iter().enumerate() {
+            for codes in quad.chunks(class.group) {
                 let mut kept = [0; QUAD];
                 for (kept, code) in kept.iter_mut().zip(codes) {
                     let rest;
@@ -87,24 +82,29 @@ impl Unit {
         }
     }
 
-    /// Counts by symbol of a class, and the bits of what no symbol stands for.
-    fn symbols(&self, class: Class) -> (Vec<u64>, u64) {
-        if let Some(index) = JOINT.iter().position(|group| *group == class.group) {
-            return (self.joint[index].iter().copied().map(u64::from).collect(), self.cut[index]);
+    /// Visits the symbols of a class with their counts; returns the bits of what no symbol stands
+    /// for.
+    fn symbols(&self, class: Class, mut visit: impl FnMut(usize, u64)) -> u64 {
+        if let Some(index) = JOINT.iter().position(|joint| joint.group == class.group) {
+            let counts = self.joint[index].iter().copied().map(u64::from);
+            counts.enumerate().for_each(|(symbol, count)| visit(symbol, count));
+            return self.cut[index];
         }
-        let (mut counts, mut other) = (vec![0; class.alphabet()], 0);
+        let mut other = 0;
         for (code, count) in (-CODE_SPAN..).zip(&self.codes).filter(|(_, count)| **count > 0) {
             let (kept, rest) = class.cut(code);
-            counts[usize::from(class.grouping().symbol(&[kept]))] += u64::from(*count);
-            other += u64::from(*count) * (outlier_bits(rest) + u64::from(class.raw_bits));
+            let count = u64::from(*count);
+            visit(usize::from(class.grouping().symbol(&[kept])), count);
+            other += count * (outlier_bits(rest) + u64::from(class.raw_bits));
         }
-        (counts, other)
+        other
     }
 
     /// Bits under a class's table; the zero class has none.
     fn bits(&self, class: Class, table: &Table) -> u64 {
-        let (counts, other) = self.symbols(class);
-        counts.iter().zip(&table.bits).map(|(count, bits)| count * bits).sum::<u64>() + other
+        let mut bits = 0;
+        let other = self.symbols(class, |symbol, count| bits += count * table.bits[symbol]);
+        bits + other
     }
 }
 
@@ -230,8 +230,7 @@ impl Classes {
         let table = |(index, class): (usize, &Class)| {
             let mut counts = vec![0; class.alphabet()];
             for unit in self.units.iter().filter(|unit| usize::from(unit.class) == index) {
-                let (of_unit, _) = unit.symbols(*class);
-                counts.iter_mut().zip(of_unit).for_each(|(sum, count)| *sum += count);
+                unit.symbols(*class, |symbol, count| counts[symbol] += count);
             }
             if index == 0 {
                 return Table { lengths: Vec::new(), bits: vec![0; counts.len()] };

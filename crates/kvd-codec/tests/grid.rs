@@ -107,6 +107,17 @@ proptest! {
 
 #[test]
 fn pages_of_like_rows_take_the_rate() {
+    take_the_rate(1500, 0.15);
+}
+
+#[test]
+fn pages_take_the_rate_when_samples_are_few() {
+    // Axes of so few rows fit those better than any others; a rate measured on them is too low.
+    take_the_rate(160, 0.4);
+}
+
+/// Fits grids to `count` rows per head; pages of other rows take the rate or up to `less` less.
+fn take_the_rate(count: usize, less: f32) {
     let geometry = geometry(64, DType::F16);
     let row = |seed: usize| {
         (0..64).map(move |i| noise(seed * 64 + i) * 0.9f32.powi(i as i32)).collect::<Vec<f32>>()
@@ -114,7 +125,7 @@ fn pages_of_like_rows_take_the_rate() {
     let mut samples = Samples::new(&geometry);
     for place in 0..4 {
         let (layer, head) = (LayerIndex(place as u32 / 2), place % 2);
-        let rows: Vec<f32> = (0..1500).flat_map(|i| row(place * 7000 + i)).collect();
+        let rows: Vec<f32> = (0..count).flat_map(|i| row(place * 7000 + i)).collect();
         samples.push_queries(layer, head, &rows).unwrap();
         for side in Side::BOTH {
             samples.push(layer, side, head, &rows).unwrap();
@@ -132,7 +143,7 @@ fn pages_of_like_rows_take_the_rate() {
         let block = BlockRows { tokens: 64, k: &k, v: &k };
         let encoded = codec.encode_block(LAYER, &block, &mut bytes).unwrap();
         let bits = bytes.len() as f32 * 8.0 / (4 * 64 * 64) as f32;
-        assert!((rate - 0.15..rate + 0.05).contains(&bits), "rate {rate} took {bits}");
+        assert!((rate - less..rate + 0.05).contains(&bits), "rate {rate} took {bits}");
         let decoded = decode(&codec, Side::Value, 1, page(&bytes, &encoded, 3));
         let original = &k[64 * 64..];
         let error: f32 = original.iter().zip(&decoded).map(|(a, b)| (a - b) * (a - b)).sum();

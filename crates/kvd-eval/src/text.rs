@@ -2,6 +2,7 @@
 
 use anyhow::{Context, Result};
 use kvd_engine::Assets;
+use std::ops::Range;
 use std::path::Path;
 
 /// The first `wanted` tokens of a file, or what it has.
@@ -23,6 +24,12 @@ pub(crate) fn token_ids(assets: &Assets, path: &Path, wanted: usize) -> Result<V
     }
 }
 
+/// `wanted` windows of `windows`, evenly apart: neighbours tell about the same things, and a
+/// calibration should have met more than one.
+pub(crate) fn spread(windows: Range<usize>, wanted: usize) -> impl Iterator<Item = usize> {
+    (0..wanted).map(move |i| windows.start + (2 * i + 1) * windows.len() / (2 * wanted))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -41,5 +48,14 @@ mod tests {
         assert!(error.contains("not UTF-8 from byte 4"), "{error}");
         let error = format!("{:#}", token_ids(&assets, Path::new("/none"), 3).unwrap_err());
         assert!(error.contains("/none"), "{error}");
+    }
+
+    #[test]
+    fn windows_are_spread_over_all_and_none_is_taken_twice() {
+        let spread = |range, wanted| spread(range, wanted).collect::<Vec<_>>();
+        assert_eq!(spread(2..24, 2), [7, 18]);
+        assert_eq!(spread(2..7, 5), [2, 3, 4, 5, 6]);
+        assert_eq!(spread(0..5, 4), [0, 1, 3, 4]);
+        assert!(spread(3..3, 0).is_empty());
     }
 }

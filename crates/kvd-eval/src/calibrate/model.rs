@@ -7,13 +7,16 @@ use anyhow::{Result, ensure};
 use kvd_engine::{Assets, Model, ModelConfig, Window};
 use std::path::PathBuf;
 
+/// One of so many windows of the model's own text is left for evaluations.
+const FRONT: usize = 8;
+
 /// A model and text.
 #[derive(Clone, Debug)]
 pub struct ModelSource {
     /// Model directory; the compiled-in fixture when absent.
     pub dir: Option<PathBuf>,
-    /// Texts in UTF-8, `tokens` tokens from the front of each; when empty, the end of the model's
-    /// own, so that its front is left for evaluations.
+    /// Texts in UTF-8, `tokens` tokens from the front of each; when empty, windows spread over the
+    /// model's own, whose front is left for evaluations as long as there is other text.
     pub texts: Vec<PathBuf>,
     /// Tokens to take, in whole windows; fewer where a text is short.
     pub tokens: usize,
@@ -59,7 +62,8 @@ impl ModelSource {
         let mut windows = Vec::new();
         if self.texts.is_empty() {
             let count = Window::count(&assets.held_out, self.window);
-            for index in count.saturating_sub(wanted)..count {
+            let first = (count / FRONT).min(count.saturating_sub(wanted));
+            for index in text::spread(first..count, wanted.min(count)) {
                 windows.push(Window::new(&assets.held_out, bos, self.window, index)?);
             }
         }

@@ -26,8 +26,8 @@ pub struct DemoOptions {
     pub prompt_tokens: usize,
     /// Tokens to write after the prompt, one per step.
     pub new_tokens: usize,
-    /// Held-out windows from the end of the text that calibrations are fitted on; fewer where the
-    /// text is short.
+    /// Windows that calibrations are fitted on, spread over the held-out text that is neither
+    /// scored nor prompt; fewer where the text is short.
     pub calibration_windows: usize,
     /// Seed of the calibrations.
     pub seed: u64,

@@ -5,6 +5,7 @@ use super::report::{Generation, ReferenceReport};
 use crate::measure::PassageReference;
 use crate::model_report::ModelReport;
 use crate::progress::Progress;
+use crate::text;
 use anyhow::{Context, Result, ensure};
 use kvd_engine::{Assets, Continuation, LocalAttention, Model, ModelConfig, Window, generate};
 use std::ops::Range;
@@ -22,8 +23,8 @@ pub(crate) struct Subject {
 }
 
 impl Subject {
-    /// Reads the model and takes passages from the front of the held-out text, calibration
-    /// windows from its end and the prompt from between them.
+    /// Reads the model and takes passages from the front of the held-out text, the prompt from
+    /// behind them, and calibration windows from all over the rest.
     pub(crate) fn load(options: &DemoOptions) -> Result<Self> {
         let assets = Assets::resolve(options.model_dir.as_deref())?;
         let config = ModelConfig::parse(&assets.config)?;
@@ -36,25 +37,24 @@ impl Subject {
         );
         let (ids, bos) = (&assets.held_out, config.bos_token_id);
         let windows = Window::count(ids, tokens);
-        // A short text calibrates on what the passages and the prompt leave of it.
-        let left = windows.saturating_sub(options.passages + written.div_ceil(tokens));
-        let calibration_windows = options.calibration_windows.min(left.max(1));
-        let used = options.passages + calibration_windows;
         ensure!(
-            used <= windows,
-            "held-out text of {windows} windows has no {} passages and {} calibration windows",
-            options.passages,
-            calibration_windows
+            windows > options.passages,
+            "held-out text of {windows} windows has no {} passages and a calibration window",
+            options.passages
         );
-        let window = |index| Window::new(ids, bos, tokens, index);
-        let first_calibration = windows - calibration_windows;
-        let between = options.passages * tokens..first_calibration * tokens;
+        // One window is left for the calibration where the text is short.
+        let between = options.passages * tokens..(windows - 1) * tokens;
         let preferred = assets.embedded.then_some(FIXTURE_PROMPT);
         let start = prompt_start(ids, bos, between, written, preferred)
             .context("held-out text has no room for a prompt between passages and calibration")?;
+        let prompt = start..start + written;
+        let apart = |w: &usize| (w + 1) * tokens <= prompt.start || w * tokens >= prompt.end;
+        let free: Vec<usize> = (options.passages..windows).filter(apart).collect();
+        let calibration = text::spread(0..free.len(), options.calibration_windows.min(free.len()));
+        let window = |index| Window::new(ids, bos, tokens, index);
         Ok(Self {
             passages: (0..options.passages).map(window).collect::<Result<_>>()?,
-            calibration: (first_calibration..windows).map(window).collect::<Result<_>>()?,
+            calibration: calibration.map(|i| window(free[i])).collect::<Result<_>>()?,
             prompt: ids[start..start + options.prompt_tokens].to_vec(),
             model: Model::load(config, &assets.weights)?,
             assets,

@@ -32,8 +32,8 @@ impl Material {
             "passages of {tokens} tokens do not fit the {longest} positions of the model"
         );
         let bos = config.bos_token_id;
-        let windows = |ids: &[u32], from: usize, to: usize| -> Result<Vec<Window>> {
-            (from..to).map(|index| Window::new(ids, bos, tokens, index)).collect()
+        let passages = |ids: &[u32]| -> Result<Vec<Window>> {
+            (0..options.passages).map(|index| Window::new(ids, bos, tokens, index)).collect()
         };
         let own = Window::count(&assets.held_out, tokens);
         // The model's own text gives passages from its front only where no other text is named.
@@ -45,15 +45,16 @@ impl Material {
             "the model's held-out text has {own} windows of {tokens} tokens: none is left for \
              calibration; give --calibration, fewer --passages or fewer --tokens"
         );
-        let calibration = windows(&assets.held_out, own - calibrated, own)?;
+        let calibration = text::spread(scored.min(own)..own, calibrated)
+            .map(|index| Window::new(&assets.held_out, bos, tokens, index))
+            .collect::<Result<_>>()?;
         let texts = if options.texts.is_empty() {
-            let passages = windows(&assets.held_out, 0, options.passages)?;
+            let passages = passages(&assets.held_out)?;
             vec![Text { name: assets.name.clone(), passages }]
         } else {
             let read = |path: &PathBuf| {
                 let ids = text::token_ids(&assets, path, options.passages * tokens)?;
-                let passages = windows(&ids, 0, options.passages);
-                let passages = passages.with_context(|| path.display().to_string())?;
+                let passages = passages(&ids).with_context(|| path.display().to_string())?;
                 let name =
                     path.file_name().map_or_else(String::new, |n| n.to_string_lossy().into());
                 Ok(Text { name, passages })

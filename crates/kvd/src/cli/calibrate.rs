@@ -35,8 +35,8 @@ pub(super) struct CalibrateArgs {
     /// Model folder, as for `kvd eval`; the built-in tiny model when absent.
     #[arg(long, value_name = "DIR", conflicts_with = "endpoint")]
     model: Option<PathBuf>,
-    /// Text in UTF-8 for the model to read; may be repeated. The end of the model folder's own
-    /// when absent.
+    /// Text in UTF-8 for the model to read; may be repeated. Windows all over the model
+    /// folder's own when absent.
     #[arg(long, value_name = "FILE", conflicts_with = "endpoint")]
     text: Vec<PathBuf>,
     /// A running daemon, as http://HOST:PORT or unix:PATH.
