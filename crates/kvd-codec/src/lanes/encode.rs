@@ -4,32 +4,43 @@ use super::{LANES, LaneRun, LaneTable, QUAD, Step, WORD_BITS, steps};
 use kvd_core::Side;
 
 /// The bits of one lane.
-#[derive(Default)]
+#[derive(Clone, Copy, Default)]
 struct Lane {
-    words: Vec<u16>,
     held: u64,
     filled: u32,
     /// Bits that a decoder has loaded and not used.
     ready: u32,
+    /// Words that it has loaded and that are not written yet: two at most, the earlier first.
+    open: [usize; 2],
+    open_count: usize,
 }
 
 impl Lane {
+    /// A decoder takes the next word of the chunk for this lane.
+    fn load(&mut self, words: &mut Vec<u16>) {
+        self.open[self.open_count] = words.len();
+        self.open_count += 1;
+        words.push(0);
+        self.ready += WORD_BITS;
+    }
+
     /// At most 16 bits.
-    fn push(&mut self, bits: u16, count: u32) {
+    fn push(&mut self, bits: u16, count: u32, words: &mut [u16]) {
         self.held |= u64::from(bits) << self.filled;
         self.filled += count;
         self.ready -= count;
         if self.filled >= WORD_BITS {
-            self.words.push(self.held as u16);
+            self.flush(words);
             self.held >>= WORD_BITS;
             self.filled -= WORD_BITS;
         }
     }
 
-    fn finish(&mut self) {
-        if self.filled > 0 {
-            self.words.push(self.held as u16);
-        }
+    /// Writes the lowest bits to the earlier open word.
+    fn flush(&mut self, words: &mut [u16]) {
+        words[self.open[0]] = self.held as u16;
+        self.open[0] = self.open[1];
+        self.open_count -= 1;
     }
 }
 
@@ -52,22 +63,22 @@ pub(crate) fn chunk(
     out: &mut Vec<u8>,
     rest: &mut impl FnMut(usize, i32),
 ) -> usize {
-    let mut lanes: [Lane; LANES] = Default::default();
-    // Which lane takes each word.
-    let mut order = Vec::new();
+    let mut lanes = [Lane::default(); LANES];
+    // Those of all lanes, in the order in which they are taken.
+    let mut words: Vec<u16> = Vec::with_capacity(rows.len() / 2);
     for step in steps(side, rows.len() / per_row, runs) {
         let table = &tables[step.table];
         let (batch, need) = table.batch();
         let width = batch * table.group();
+        let quads: [_; LANES] = std::array::from_fn(|lane| quad(&step, lane, rows, per_row));
         for first in (0..QUAD).step_by(width) {
             for (index, lane) in lanes.iter_mut().enumerate() {
-                let (codes, count) = quad(&step, index, rows, per_row);
+                let (codes, count) = quads[index];
                 if count <= first {
                     continue;
                 }
                 if lane.ready < need {
-                    order.push(index as u8);
-                    lane.ready += WORD_BITS;
+                    lane.load(&mut words);
                 }
                 let codes = &codes[first..count.min(first + width)];
                 for (at, codes) in codes.chunks(table.group()).enumerate() {
@@ -83,21 +94,17 @@ pub(crate) fn chunk(
                         }
                     }
                     let (bits, length) = table.huffman.code(symbol);
-                    lane.push(bits, length);
+                    lane.push(bits, length, &mut words);
                     let raw = table.raw_bits();
                     if raw > 0 {
-                        lane.push(codes[0] & ((1 << raw) - 1), raw);
+                        lane.push(codes[0] & ((1 << raw) - 1), raw, &mut words);
                     }
                 }
             }
         }
     }
-    lanes.iter_mut().for_each(Lane::finish);
-    let mut next = [0; LANES];
-    let mut words: Vec<u16> = Vec::with_capacity(order.len());
-    for lane in order.into_iter().map(usize::from) {
-        words.push(lanes[lane].words.get(next[lane]).copied().unwrap_or(0));
-        next[lane] += 1;
+    for lane in lanes.iter_mut().filter(|lane| lane.filled > 0) {
+        lane.flush(&mut words);
     }
     // Beyond the end a decoder reads zeros.
     let used = words.iter().rposition(|word| *word != 0).map_or(0, |last| last + 1);

@@ -123,9 +123,21 @@ impl CpuBackend {
     /// # Errors
     /// When the operating system gives no threads or not the memory.
     pub fn new(options: CpuOptions) -> Result<Self, OpenError> {
+        Self::starting(options, |_| {})
+    }
+
+    /// As [`CpuBackend::new`]; each thread calls `on_start` with its number before it works.
+    ///
+    /// # Errors
+    /// As [`CpuBackend::new`].
+    pub fn starting(
+        options: CpuOptions,
+        on_start: impl Fn(usize) + Send + Sync + 'static,
+    ) -> Result<Self, OpenError> {
         let threads = rayon::ThreadPoolBuilder::new()
             .num_threads(options.threads)
             .thread_name(|i| format!("kvd-cpu-{i}"))
+            .start_handler(on_start)
             .build()
             .map_err(|source| OpenError::Threads { threads: options.threads, source })?;
         Ok(Self {

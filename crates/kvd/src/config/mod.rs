@@ -55,6 +55,8 @@ pub struct Config {
     pub prefault: bool,
     /// Compute threads; 0 means one per core.
     pub threads: usize,
+    /// Keep each of them on one core.
+    pub pin_threads: bool,
     /// How far attention kernels may round.
     pub precision: Precision,
     /// Jobs waiting for the device.
@@ -163,6 +165,7 @@ impl Config {
             pool_bytes: at_least("device.pool_bytes", raw.device.pool_bytes.as_u64(), 1 << 20)?,
             prefault: raw.device.prefault,
             threads: raw.device.threads,
+            pin_threads: raw.device.pin_threads,
             precision: precision(&raw.device.precision)?,
             queue_jobs_max: queue_jobs(raw.device.queue_jobs_max)?,
             models_max: at_least("limits.models_max", raw.limits.models_max, 1)?,

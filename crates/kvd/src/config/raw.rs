@@ -80,6 +80,7 @@ pub struct Device {
     pub pool_bytes: ByteSize,
     pub prefault: bool,
     pub threads: usize,
+    pub pin_threads: bool,
     pub precision: String,
     pub queue_jobs_max: usize,
 }
