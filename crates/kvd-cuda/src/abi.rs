@@ -50,7 +50,7 @@ pub struct SideShape {
 
 /// An entry of the block table: one page of one KV head, or rows as they came.
 #[repr(C)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
 pub struct PageEntry {
     /// Offset of the keys' payload in the arena.
     pub key: u64,

@@ -300,25 +300,14 @@ impl Builder<'_> {
     /// The entry of a part in the block table.
     fn entry(&self, part: &PlanPart, head: usize) -> Result<PageEntry, PlanError> {
         let (rows, first_token) = (part.rows, part.first_token);
+        let of_part = PageEntry { rows, first_token, ..PageEntry::default() };
         match &part.source {
             Source::Raw { extent, capacity_rows, first_row } => {
                 let layout = self.codec.geometry().raw_layout(*capacity_rows);
                 let [key, value] =
                     Side::BOTH.map(|side| extent.offset + layout.row_offset(side, head as u64, 0));
                 let (tokens, first_row) = (*capacity_rows, *first_row);
-                let (key_bytes, value_bytes, gain_bytes) = (0, 0, 0);
-                Ok(PageEntry {
-                    key,
-                    value,
-                    tokens,
-                    first_row,
-                    rows,
-                    first_token,
-                    key_bytes,
-                    value_bytes,
-                    gain_bytes,
-                    unused: 0,
-                })
+                Ok(PageEntry { key, value, tokens, first_row, ..of_part })
             }
             Source::Pages { first_row, .. } => {
                 let (key, keys) = self.page(part, Side::Key, head)?;
@@ -328,21 +317,16 @@ impl Builder<'_> {
                     return Err(PlanError::Lengths { offset: key, keys, values });
                 }
                 let header = HEADER_BYTES as u64;
-                let (key, value) = (key + header, value + header);
-                let (tokens, first_row) = (u32::from(keys.tokens), *first_row);
                 let gain_bytes = values.gain_bytes() as u32;
-                let value_bytes = values.payload_len - gain_bytes;
                 Ok(PageEntry {
-                    key,
-                    value,
-                    tokens,
-                    first_row,
-                    rows,
-                    first_token,
+                    key: key + header,
+                    value: value + header,
+                    tokens: u32::from(keys.tokens),
+                    first_row: *first_row,
                     key_bytes: keys.payload_len,
-                    value_bytes,
+                    value_bytes: values.payload_len - gain_bytes,
                     gain_bytes,
-                    unused: 0,
+                    ..of_part
                 })
             }
         }

@@ -1,12 +1,12 @@
 //! Which device serves. The processor always can; a GPU is asked for by name, or taken by `auto`
 //! where one can be used. A GPU asked for by name is never replaced in silence.
 
+use crate::affinity;
 use crate::config::{Config, DeviceChoice};
 use kvd_compute::{Backend, CpuBackend, CpuOptions, OpenError};
 use kvd_cuda::{
     CudaBackend, CudaDriver, CudaOpenError, CudaOptions, Gpu, GpuName, KERNELS, ProbeError,
 };
-use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 /// Block tables, queries and partial results of one attend on a GPU; a batch that needs more is
 /// answered in halves.
@@ -61,26 +61,11 @@ fn open_cpu(config: &Config) -> Result<Box<dyn Backend>, OpenError> {
         prefault: config.prefault,
         threads: config.threads,
     };
-    let cores = if config.pin_threads { cores() } else { Vec::new() };
-    let mut backend = CpuBackend::starting(options, move |thread| pin(&cores, thread))?;
+    let cores = if config.pin_threads { affinity::cores() } else { Vec::new() };
+    let on_start = move |thread| affinity::keep_on_one(&cores, thread);
+    let mut backend = CpuBackend::starting(options, on_start)?;
     backend.set_precision(config.precision);
     Ok(Box::new(backend))
-}
-
-/// The cores that this process may use; none where the system does not say.
-fn cores() -> Vec<usize> {
-    let Ok(allowed) = sched_getaffinity(None) else { return Vec::new() };
-    (0..CpuSet::MAX_CPU).filter(|core| allowed.is_set(*core)).collect()
-}
-
-/// Keeps this compute thread on its core, in turns where there are more threads than cores.
-fn pin(cores: &[usize], thread: usize) {
-    let Some(core) = cores.get(thread % cores.len().max(1)) else { return };
-    let mut chosen = CpuSet::new();
-    chosen.set(*core);
-    if let Err(error) = sched_setaffinity(None, &chosen) {
-        tracing::warn!(thread, core, %error, "compute thread is not kept on a core");
-    }
 }
 
 fn open_gpu(config: &Config, gpu: Gpu) -> Result<Box<dyn Backend>, GpuUnusable> {
@@ -137,23 +122,6 @@ mod tests {
             ordinal => Ok(format!("gpu {ordinal}")),
         };
         choose(choice, probe, open, || Ok("cpu".to_owned())).map_err(|error| error.to_string())
-    }
-
-    #[test]
-    fn a_pinned_thread_is_on_the_core_of_its_number() {
-        let cores = cores();
-        for thread in 0..2 * cores.len() {
-            let pinned = std::thread::scope(|scope| {
-                let run = || {
-                    pin(&cores, thread);
-                    super::cores()
-                };
-                scope.spawn(run).join().unwrap()
-            });
-            assert_eq!(pinned, [cores[thread % cores.len()]]);
-        }
-        pin(&[], 3);
-        assert_eq!(super::cores(), cores);
     }
 
     #[test]

@@ -7,6 +7,7 @@
 #![forbid(unsafe_code)]
 
 pub mod admin;
+mod affinity;
 pub mod bench;
 pub mod cli;
 pub mod config;

@@ -1,6 +1,7 @@
 //! Synthetic keys, values and queries, and a backend filled with their pages.
 
-use super::{BenchError, Shape, measure};
+use super::{BenchError, Shape};
+use crate::affinity;
 use bytes::Bytes;
 use kvd_codec::{Calibration, CodecSpec, ModelCodec, Samples, fit};
 use kvd_compute::{
@@ -146,7 +147,7 @@ fn open(bytes: u64, fill: Fill, name: &str) -> Result<CpuBackend, BenchError> {
     let slots = DISTINCT_BLOCKS as u64 * geometry.raw_layout(fill.block_tokens).size_bytes();
     let options =
         CpuOptions { arena_bytes: bytes.max(slots), prefault: true, threads: fill.threads };
-    let backend = CpuBackend::starting(options, measure::pin_one);
+    let backend = CpuBackend::starting(options, |i| affinity::keep_on_one(&affinity::cores(), i));
     let mut backend = backend.map_err(BenchError::of(name))?;
     backend.set_precision(fill.precision);
     if let Some(set) = fill.instruction_set {

@@ -1,6 +1,6 @@
 //! Clocks, medians, and what the machine can read.
 
-use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+use crate::affinity;
 use rustix::time::{ClockId, clock_gettime};
 use serde::Serialize;
 use std::hint::black_box;
@@ -42,25 +42,7 @@ fn nanoseconds(clock: ClockId) -> f64 {
 /// Keeps this thread, and those it starts from now on, on the last `threads` cores it may use.
 /// A machine that refuses is measured unpinned.
 fn pin(threads: usize) -> bool {
-    keep_on(cores().into_iter().rev().take(threads))
-}
-
-/// Keeps compute thread number `thread` on one of the cores it may use: two that are woken together
-/// on one core would otherwise share it until the scheduler looks again, milliseconds later.
-pub(super) fn pin_one(thread: usize) {
-    let cores = cores();
-    keep_on(cores.get(thread % cores.len().max(1)).copied());
-}
-
-fn cores() -> Vec<usize> {
-    let Ok(allowed) = sched_getaffinity(None) else { return Vec::new() };
-    (0..CpuSet::MAX_CPU).filter(|core| allowed.is_set(*core)).collect()
-}
-
-fn keep_on(cores: impl IntoIterator<Item = usize>) -> bool {
-    let mut chosen = CpuSet::new();
-    cores.into_iter().for_each(|core| chosen.set(core));
-    chosen.count() > 0 && sched_setaffinity(None, &chosen).is_ok()
+    affinity::keep_on(affinity::cores().into_iter().rev().take(threads)).is_ok()
 }
 
 /// What was measured of the machine in the same run.

@@ -1,0 +1,57 @@
+//! Which cores a thread may use.
+
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+
+/// The cores of this thread; none where the system does not say.
+pub(crate) fn cores() -> Vec<usize> {
+    let Ok(allowed) = sched_getaffinity(None) else { return Vec::new() };
+    (0..CpuSet::MAX_CPU).filter(|core| allowed.is_set(*core)).collect()
+}
+
+/// Keeps this thread, and those it starts from now on, on these cores.
+///
+/// # Errors
+/// When the system refuses, as it does an empty list.
+pub(crate) fn keep_on(cores: impl IntoIterator<Item = usize>) -> rustix::io::Result<()> {
+    let mut chosen = CpuSet::new();
+    cores.into_iter().for_each(|core| chosen.set(core));
+    sched_setaffinity(None, &chosen)
+}
+
+/// Keeps compute thread number `thread` on one of `cores`, in turns where there are more threads.
+/// Two that are woken together on one core would otherwise share it until the scheduler looks again,
+/// milliseconds later.
+pub(crate) fn keep_on_one(cores: &[usize], thread: usize) {
+    let Some(core) = cores.get(thread % cores.len().max(1)) else { return };
+    if let Err(error) = keep_on([*core]) {
+        tracing::warn!(thread, core, %error, "compute thread is not kept on a core");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{cores, keep_on, keep_on_one};
+
+    #[test]
+    fn a_pinned_thread_is_on_the_core_of_its_number() {
+        let all = cores();
+        for thread in 0..2 * all.len() {
+            let pinned = std::thread::scope(|scope| {
+                let run = || {
+                    keep_on_one(&all, thread);
+                    cores()
+                };
+                scope.spawn(run).join().unwrap()
+            });
+            assert_eq!(pinned, [all[thread % all.len()]]);
+        }
+    }
+
+    #[test]
+    fn no_cores_leave_a_thread_where_it_is() {
+        let all = cores();
+        keep_on_one(&[], 3);
+        assert!(keep_on([]).is_err());
+        assert_eq!(cores(), all);
+    }
+}
