@@ -2,22 +2,10 @@
 
 use super::arena::HostArena;
 use super::rows::read_block;
-use crate::{BackendError, EncodeSource, EncodedPages};
+use crate::{BackendError, EncodeSource, EncodedPages, Sampling};
 use kvd_codec::{BlockRows, ModelCodec};
 use kvd_core::{LayerIndex, Side};
 use rayon::prelude::*;
-use std::collections::BTreeSet;
-
-/// One block in this many is decoded again to measure the codec's error.
-const SAMPLE_INTERVAL: u64 = 16;
-
-/// Which blocks of a model are measured: one in [`SAMPLE_INTERVAL`], and, from the moment that a
-/// page was over its declared bound, every block of that layer until one keeps it.
-#[derive(Debug, Default)]
-pub(crate) struct Sampling {
-    encoded_blocks: u64,
-    alarmed: BTreeSet<LayerIndex>,
-}
 
 /// A block's rows, widened.
 struct Block {
@@ -35,14 +23,13 @@ impl Block {
     }
 }
 
-/// Encodes blocks of one layer.
-pub(crate) fn encode(
+/// The rows of blocks of one layer; Huffman tables are built from them where there are none.
+fn read(
     arena: &HostArena,
     codec: &mut ModelCodec,
     layer: LayerIndex,
     blocks: &[EncodeSource],
-    sampling: &mut Sampling,
-) -> Result<Vec<Result<EncodedPages, BackendError>>, BackendError> {
+) -> Result<Vec<Block>, BackendError> {
     let geometry = codec.geometry().clone();
     let blocks: Vec<Block> = blocks
         .iter()
@@ -61,7 +48,31 @@ pub(crate) fn encode(
     } else {
         blocks.iter().for_each(|block| codec.watch_tables(layer, &block.rows()));
     }
+    Ok(blocks)
+}
+
+/// Encodes blocks of one layer.
+pub(crate) fn encode(
+    arena: &HostArena,
+    codec: &mut ModelCodec,
+    layer: LayerIndex,
+    blocks: &[EncodeSource],
+    sampling: &mut Sampling,
+) -> Result<Vec<Result<EncodedPages, BackendError>>, BackendError> {
+    let blocks = read(arena, codec, layer, blocks)?;
     Ok(encode_sampled(codec, layer, &blocks, sampling))
+}
+
+/// The same, all of them measured or none.
+pub(crate) fn encode_as(
+    arena: &HostArena,
+    codec: &mut ModelCodec,
+    layer: LayerIndex,
+    blocks: &[EncodeSource],
+    measured: bool,
+) -> Result<Vec<Result<EncodedPages, BackendError>>, BackendError> {
+    let blocks = read(arena, codec, layer, blocks)?;
+    Ok(encode_all(codec, layer, &blocks, &vec![measured; blocks.len()]))
 }
 
 /// Encodes all blocks. When a sampled one is over its bound, the others are measured too.
@@ -71,31 +82,29 @@ fn encode_sampled(
     blocks: &[Block],
     sampling: &mut Sampling,
 ) -> Vec<Result<EncodedPages, BackendError>> {
-    let first = sampling.encoded_blocks;
-    sampling.encoded_blocks += blocks.len() as u64;
-    let alarmed = sampling.alarmed.contains(&layer);
-    let due = |i: usize| alarmed || (first + i as u64).is_multiple_of(SAMPLE_INTERVAL);
-    let mut encoded: Vec<_> = if let [block] = blocks {
-        vec![encode_one(codec, layer, block, due(0))]
-    } else {
-        let all = blocks.par_iter().enumerate();
-        all.map(|(i, block)| encode_one(codec, layer, block, due(i))).collect()
-    };
-    if !alarmed && encoded.iter().any(is_over_bound) {
-        let unmeasured = encoded.par_iter_mut().zip(blocks).enumerate().filter(|(i, _)| !due(*i));
-        unmeasured.for_each(|(_, (pages, block))| *pages = encode_one(codec, layer, block, true));
+    let due = sampling.due(layer, blocks.len());
+    let mut encoded = encode_all(codec, layer, blocks, &due);
+    if Sampling::is_alarming(&encoded) {
+        let all = encoded.par_iter_mut().zip(blocks).zip(&due);
+        let unmeasured = all.filter(|(_, due)| !**due);
+        unmeasured.for_each(|((pages, block), _)| *pages = encode_one(codec, layer, block, true));
     }
-    let mut measured = encoded.iter().flatten().filter(|pages| pages.sampled.is_some());
-    match measured.next_back().map(|last| last.over_bound) {
-        Some([0, 0]) => sampling.alarmed.remove(&layer),
-        Some(_) => sampling.alarmed.insert(layer),
-        None => false,
-    };
+    sampling.saw(layer, &encoded);
     encoded
 }
 
-fn is_over_bound(pages: &Result<EncodedPages, BackendError>) -> bool {
-    pages.as_ref().is_ok_and(|pages| pages.over_bound != [0, 0])
+/// Encodes blocks, and measures those that are due.
+fn encode_all(
+    codec: &ModelCodec,
+    layer: LayerIndex,
+    blocks: &[Block],
+    due: &[bool],
+) -> Vec<Result<EncodedPages, BackendError>> {
+    if let ([block], [due]) = (blocks, due) {
+        return vec![encode_one(codec, layer, block, *due)];
+    }
+    let all = blocks.par_iter().zip(due);
+    all.map(|(block, due)| encode_one(codec, layer, block, *due)).collect()
 }
 
 fn encode_one(
@@ -113,6 +122,7 @@ fn encode_one(
     };
     Ok(EncodedPages {
         bytes,
+        held: None,
         page_ends: encoded.page_ends.into(),
         parts: encoded.parts,
         side_bytes: [encoded.key_bytes, encoded.value_bytes],
