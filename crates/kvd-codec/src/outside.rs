@@ -30,8 +30,8 @@ pub enum ForwardStep<'a> {
         /// One or minus one.
         signs: &'a [f32],
     },
-    /// A matrix, transposed, `[dim, dim]`: output `j` is the sum over inputs `i`, in their order, of
-    /// input times entry `[i, j]`.
+    /// A matrix, transposed, `[dim, dim]`: output `j` is the sum over inputs `i`, in their order,
+    /// of input times entry `[i, j]`.
     Matrix(&'a [f32]),
 }
 

@@ -2,25 +2,30 @@
 
 use crate::{BackendError, EncodedPages};
 use kvd_core::LayerIndex;
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 
-/// One block in this many is measured.
-const INTERVAL: u64 = 16;
+/// One block of a layer in this many is measured.
+pub(crate) const SAMPLE_INTERVAL: u64 = 16;
 
-/// Which blocks of a model are measured: one in sixteen, and, from the moment that a page was over
-/// its declared bound, every block of that layer until one keeps it.
+/// Which blocks of a model are measured: of every layer one in sixteen, and, from the moment that a
+/// page was over its declared bound, every block of that layer until one keeps it.
 #[derive(Debug, Default)]
-pub struct Sampling {
+pub struct Sampling(BTreeMap<LayerIndex, LayerSampling>);
+
+/// [`Sampling`] of one layer.
+#[derive(Debug, Default)]
+struct LayerSampling {
     encoded_blocks: u64,
-    alarmed: BTreeSet<LayerIndex>,
+    alarmed: bool,
 }
 
 impl Sampling {
-    /// Which of the next `count` blocks, all of one layer, are measured.
+    /// Which of the next `count` blocks of a layer are measured.
     pub fn due(&mut self, layer: LayerIndex, count: usize) -> Vec<bool> {
-        let (first, alarmed) = (self.encoded_blocks, self.alarmed.contains(&layer));
-        self.encoded_blocks += count as u64;
-        let due = |i: usize| alarmed || (first + i as u64).is_multiple_of(INTERVAL);
+        let of_layer = self.0.entry(layer).or_default();
+        let (first, alarmed) = (of_layer.encoded_blocks, of_layer.alarmed);
+        of_layer.encoded_blocks += count as u64;
+        let due = |i: usize| alarmed || (first + i as u64).is_multiple_of(SAMPLE_INTERVAL);
         (0..count).map(due).collect()
     }
 
@@ -33,10 +38,8 @@ impl Sampling {
     /// Takes note of what was found of a layer's blocks.
     pub fn saw(&mut self, layer: LayerIndex, encoded: &[Result<EncodedPages, BackendError>]) {
         let mut measured = encoded.iter().flatten().filter(|pages| pages.sampled.is_some());
-        match measured.next_back().map(|last| last.over_bound) {
-            Some([0, 0]) => self.alarmed.remove(&layer),
-            Some(_) => self.alarmed.insert(layer),
-            None => false,
-        };
+        if let Some(last) = measured.next_back() {
+            self.0.entry(layer).or_default().alarmed = last.over_bound != [0, 0];
+        }
     }
 }

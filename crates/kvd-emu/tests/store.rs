@@ -32,11 +32,11 @@ enum Rows {
 
 impl Rows {
     fn value(self, at: usize, dim: usize) -> f32 {
-        let sign = if at % 3 == 0 { -0.0 } else { 0.0 };
+        let sign = if at.is_multiple_of(3) { -0.0 } else { 0.0 };
         match self {
             Self::Noise => noise(at),
             Self::Zeros => 0.0,
-            Self::Signs if at % 7 == 0 => noise(at).abs(),
+            Self::Signs if at.is_multiple_of(7) => noise(at).abs(),
             Self::Signs => sign,
             Self::Tiny => noise(at) * 1e-7,
             Self::Huge => noise(at) * 40_000.0,
@@ -196,8 +196,8 @@ const TAILS: [(Rows, usize); 6] = [
     (Rows::Tiny, 6),
 ];
 
-/// Presets whose layers have store kernels throughout. Codebooks of 4096 entries take minutes to fit
-/// and to search here, and are read like those of 256.
+/// Presets whose layers have store kernels throughout. Codebooks of 4096 entries take minutes to
+/// fit and to search here, and are read like those of 256.
 fn stored_presets() -> impl Iterator<Item = &'static str> {
     let on_device = |text: &&str| {
         let spec = kvd_codec::resolve(text).unwrap();

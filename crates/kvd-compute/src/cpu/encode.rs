@@ -136,6 +136,7 @@ fn encode_one(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::sampling::SAMPLE_INTERVAL;
     use kvd_codec::resolve;
     use kvd_core::{DType, Geometry, RopePairing};
 
@@ -143,7 +144,7 @@ mod tests {
 
     fn codec() -> ModelCodec {
         let geometry = Geometry {
-            layers: 1,
+            layers: 16,
             kv_heads: 1,
             head_dim_k: 32,
             head_dim_v: 32,
@@ -163,6 +164,20 @@ mod tests {
             k[200] = -100.0;
         }
         Block { tokens: 16, sides: [k.clone(), k] }
+    }
+
+    #[test]
+    fn every_layer_has_its_turn_when_layers_come_one_after_another() {
+        let (codec, mut sampling) = (codec(), Sampling::default());
+        let mut measured = [0; 16];
+        for _ in 0..2 * SAMPLE_INTERVAL {
+            for (layer, measured) in (0..).map(LayerIndex).zip(&mut measured) {
+                // All layers of this codec are alike; which one is asked for is what counts.
+                let encoded = encode_sampled(&codec, layer, &[block(false)], &mut sampling);
+                *measured += usize::from(encoded[0].as_ref().unwrap().sampled.is_some());
+            }
+        }
+        assert_eq!(measured, [2; 16]);
     }
 
     #[test]

@@ -1,5 +1,5 @@
-//! [`Backend`] on a GPU: page memory, attention and, for the sides that have store kernels, encoding
-//! on the device; other encoding, and decoding, on the host.
+//! [`Backend`] on a GPU: page memory, attention and, for the sides that have store kernels,
+//! encoding on the device; other encoding, and decoding, on the host.
 //!
 //! Runs on the lane's thread. All memory but the tables of a layer is taken when it is opened.
 //! After an error that sticks nothing is called any more: every answer is `DEVICE_FAILED`, and
