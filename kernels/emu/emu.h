@@ -13,7 +13,7 @@
 #define KVD_SHUFFLE_XOR(value, mask) kvd::emu::shuffle_xor(value, mask, {__FILE__, __LINE__})
 #define KVD_SHUFFLE(word, lane) kvd::emu::exchange(word, lane, {__FILE__, __LINE__})
 #define KVD_BALLOT(condition) kvd::emu::ballot(condition, {__FILE__, __LINE__})
-#define KVD_WARP_BARRIER() ((void)kvd::emu::ballot(true, {__FILE__, __LINE__}))
+#define KVD_WARP_BARRIER() kvd::emu::warp_barrier({__FILE__, __LINE__})
 #define KVD_EXPECT(condition) \
     ((condition) ? (void)0 : kvd::emu::fail({__FILE__, __LINE__}, "expected " #condition))
 #define KVD_KERNEL(name, threads, Parameters, body)                                              \
@@ -48,6 +48,9 @@ unsigned block();
 void barrier(Source at);
 // All lanes of the warp meet; gives the word of lane `source`.
 uint32_t exchange(uint32_t word, unsigned source, Source at);
+// All lanes of the warp meet, and see what the others wrote. The two that exchange a word do not: CUDA
+// promises no order of memory for them.
+void warp_barrier(Source at);
 // All lanes of the warp meet; gives which of them have the condition.
 uint32_t ballot(bool condition, Source at);
 // A copy that is made as late as CUDA allows: when its group is waited for.

@@ -13,6 +13,10 @@ use kvd_core::{Extent, LayerIndex, ModelId};
 /// An encoded block, or why it is none.
 type Encoded = Result<EncodedPages, BackendError>;
 
+/// The pages of each block with their addresses; none of a block that has a page which cannot be
+/// written.
+type Written = Vec<Option<Vec<(u64, StoredPage)>>>;
+
 /// Pages that lie in scratch memory, by block.
 #[derive(Default)]
 pub(super) struct Held {
@@ -76,6 +80,9 @@ impl CudaBackend {
         measured: Option<bool>,
     ) -> Result<Vec<Encoded>, BackendError> {
         let (mut fetched, mut encoded, mut used) = (Vec::new(), Vec::new(), 0);
+        if blocks.is_empty() {
+            return Ok(encoded);
+        }
         let encode = |backend: &mut Self, fetched: &[EncodeSource]| match measured {
             None => backend.host.encode(model, layer, fetched),
             Some(measured) => backend.host.encode_as(model, layer, fetched, measured),
@@ -121,15 +128,13 @@ impl CudaBackend {
         Ok(encoded)
     }
 
-    /// The pages of each block, with their addresses; none of a block that has a page which cannot
-    /// be written. None at all when scratch memory has no room.
-    #[expect(clippy::type_complexity, reason = "pages of blocks, twice optional")]
+    /// Writes the pages of blocks; `None` when scratch memory has no room for them.
     fn store(
         &mut self,
         model: ModelId,
         layer: LayerIndex,
         blocks: &[EncodeSource],
-    ) -> Result<Option<Vec<Option<Vec<(u64, StoredPage)>>>>, BackendError> {
+    ) -> Result<Option<Written>, BackendError> {
         let shared = self.device.limits().shared();
         let plan = self.plan(model, layer, |shapes, codec| shapes.plan(codec, blocks, shared))?;
         let before = self.device.scratch_used();
