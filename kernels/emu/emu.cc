@@ -28,6 +28,8 @@ __attribute__((weak)) void __tsan_acquire(void*);
 __attribute__((weak)) void __tsan_release(void*);
 __attribute__((weak)) void __tsan_read_range(void*, unsigned long);
 __attribute__((weak)) void __tsan_write_range(void*, unsigned long);
+// Of what is not compiled with it, it sees the calls and not what orders them.
+const char* __tsan_default_options() { return "ignore_interceptors_accesses=1"; }
 }
 
 // Saves what a callee must keep, and continues where `to` was left (System V ABI).
