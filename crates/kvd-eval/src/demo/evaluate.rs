@@ -33,7 +33,7 @@ impl Evaluation<'_> {
         let calibration_seconds = if calibration.is_empty() { 0.0 } else { calibrated };
         self.runs += 1;
         let name = self.model_name(label);
-        let registration = Registration { name, label, codec: spec.to_string(), calibration };
+        let registration = Registration { name, label, codec: codec.text(), calibration };
         let mut run = CodecRun::open(&self.rig, registration).await?;
         let attention_error = run.attention_error(&self.reference.passages.clean).await?;
         run.take_latencies();

@@ -25,6 +25,19 @@ impl EvalCodec {
         kvd_codec::presets().iter().filter_map(named).collect()
     }
 
+    /// The codec as a registration: by its preset's name where it is one, so that metrics say it.
+    #[must_use]
+    pub fn text(&self) -> String {
+        let Some(preset) = kvd_codec::preset(&self.label) else { return self.spec.to_string() };
+        if preset == self.spec {
+            return self.label.clone();
+        }
+        let (sink, recent) = (self.spec.sink, self.spec.recent);
+        let same = CodecSpec { sink, recent, ..preset } == self.spec;
+        let short = || format!("{}; sink={sink}; recent={recent}", self.label);
+        if same { short() } else { self.spec.to_string() }
+    }
+
     /// A policy file: one text over any number of lines, `#` begins a comment.
     ///
     /// # Errors
@@ -128,6 +141,15 @@ mod tests {
         ] {
             let error = format!("{:#}", text.parse::<Windows>().unwrap_err());
             assert!(error.contains(part), "{text:?}: {error}");
+        }
+    }
+
+    #[test]
+    fn texts_are_short_where_a_preset_says_it() {
+        for text in ["kivi-2", "kivi-2; sink=1; recent=2", "k=raw; v=raw; recent=7"] {
+            let mut codec: EvalCodec = text.parse().unwrap();
+            codec.label = codec.label.split(';').next().unwrap_or_default().to_owned();
+            assert_eq!(codec.text(), text);
         }
     }
 

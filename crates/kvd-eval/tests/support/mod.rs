@@ -62,7 +62,7 @@ impl StandIn {
         for (kept, bytes) in layer.iter_mut().zip([&chunk.k, &chunk.v]) {
             let mut values = vec![0.0; bytes.len() / 2];
             DType::F16.widen(bytes, &mut values);
-            let lossy = spec.codec == "fp8";
+            let lossy = spec.codec.starts_with("fp8");
             kept.extend(values.iter().map(|&x| if lossy { leading_bits(x) } else { x }));
         }
         let length = chunk.end();

@@ -25,13 +25,14 @@ fn fingerprint(geometry: &Geometry, spec: &CodecSpec, calibration: &[u8]) -> Str
 }
 
 /// A model's `codec` label. A spec text can be of any length and number: those that are no
-/// preset's name are told apart by the fingerprint.
+/// preset's name are told apart by the fingerprint, after the preset that they change, if any.
 fn codec_label(codec: &str, fingerprint: &str) -> String {
-    let codec = codec.trim();
-    if kvd_codec::preset(codec).is_some() {
-        return codec.to_owned();
+    let (first, rest) = codec.split_once(';').unwrap_or((codec, ""));
+    let preset = kvd_codec::preset(first.trim()).map(|_| first.trim());
+    match preset {
+        Some(name) if rest.trim().is_empty() => name.to_owned(),
+        _ => format!("{}-{}", preset.unwrap_or("custom"), &fingerprint[..8]),
     }
-    format!("custom-{}", &fingerprint[..8])
 }
 
 impl Service {
