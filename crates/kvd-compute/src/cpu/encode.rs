@@ -6,6 +6,7 @@ use crate::{BackendError, EncodeSource, EncodedPages};
 use kvd_codec::{BlockRows, ModelCodec};
 use kvd_core::{LayerIndex, Side};
 use rayon::prelude::*;
+use std::cell::Cell;
 use std::collections::BTreeSet;
 
 /// One block in this many is decoded again to measure the codec's error.
@@ -20,6 +21,7 @@ pub(crate) struct Sampling {
 }
 
 /// A block's rows, widened.
+#[derive(Default)]
 struct Block {
     tokens: usize,
     sides: [Vec<f32>; 2],
@@ -35,6 +37,29 @@ impl Block {
     }
 }
 
+thread_local! {
+    /// Each thread's, so that rows stay close to it from their widening to their page: f32 of a whole
+    /// prefill would go to memory and come back.
+    static BLOCK: Cell<Block> = Cell::default();
+}
+
+/// Blocks by index.
+struct Blocks<R> {
+    count: usize,
+    read: R,
+}
+
+impl<R: Fn(usize, &mut Block) + Sync> Blocks<R> {
+    /// Runs with the rows of a block.
+    fn with<T>(&self, index: usize, run: impl FnOnce(&Block) -> T) -> T {
+        let mut block = BLOCK.take();
+        (self.read)(index, &mut block);
+        let value = run(&block);
+        BLOCK.set(block);
+        value
+    }
+}
+
 /// Encodes blocks of one layer.
 pub(crate) fn encode(
     arena: &HostArena,
@@ -44,46 +69,66 @@ pub(crate) fn encode(
     sampling: &mut Sampling,
 ) -> Result<Vec<Result<EncodedPages, BackendError>>, BackendError> {
     let geometry = codec.geometry().clone();
-    let blocks: Vec<Block> = blocks
-        .iter()
-        .map(|source| Block {
-            tokens: source.rows as usize,
-            sides: Side::BOTH.map(|side| read_block(arena, &geometry, *source, side)),
-        })
-        .collect();
-    if codec.needs_tables(layer) {
-        // A block that cannot be encoded must not keep the others from their tables.
-        let rows: Vec<_> =
-            blocks.iter().filter(|block| block.is_finite()).map(Block::rows).collect();
-        if !rows.is_empty() {
-            codec.train_tables(layer, &rows)?;
+    let read = |index: usize, block: &mut Block| {
+        let source = blocks[index];
+        block.tokens = source.rows as usize;
+        for (side, values) in Side::BOTH.into_iter().zip(&mut block.sides) {
+            read_block(arena, &geometry, source, side, values);
         }
+    };
+    let blocks = Blocks { count: blocks.len(), read };
+    if codec.needs_tables(layer) {
+        train(codec, layer, &blocks)?;
     } else {
-        blocks.iter().for_each(|block| codec.watch_tables(layer, &block.rows()));
+        for index in 0..blocks.count {
+            if codec.wants_block(layer) {
+                blocks.with(index, |block| codec.count_block(layer, &block.rows()));
+            }
+        }
     }
     Ok(encode_sampled(codec, layer, &blocks, sampling))
 }
 
+/// Makes the first tables of a layer.
+fn train<R: Fn(usize, &mut Block) + Sync>(
+    codec: &mut ModelCodec,
+    layer: LayerIndex,
+    blocks: &Blocks<R>,
+) -> Result<(), BackendError> {
+    let read = |index| {
+        let mut block = Block::default();
+        (blocks.read)(index, &mut block);
+        block
+    };
+    // A block that cannot be encoded must not keep the others from their tables.
+    let blocks: Vec<Block> = (0..blocks.count).map(read).filter(Block::is_finite).collect();
+    let rows: Vec<_> = blocks.iter().map(Block::rows).collect();
+    if !rows.is_empty() {
+        codec.train_tables(layer, &rows)?;
+    }
+    Ok(())
+}
+
 /// Encodes all blocks. When a sampled one is over its bound, the others are measured too.
-fn encode_sampled(
+fn encode_sampled<R: Fn(usize, &mut Block) + Sync>(
     codec: &ModelCodec,
     layer: LayerIndex,
-    blocks: &[Block],
+    blocks: &Blocks<R>,
     sampling: &mut Sampling,
 ) -> Vec<Result<EncodedPages, BackendError>> {
     let first = sampling.encoded_blocks;
-    sampling.encoded_blocks += blocks.len() as u64;
+    sampling.encoded_blocks += blocks.count as u64;
     let alarmed = sampling.alarmed.contains(&layer);
     let due = |i: usize| alarmed || (first + i as u64).is_multiple_of(SAMPLE_INTERVAL);
-    let mut encoded: Vec<_> = if let [block] = blocks {
-        vec![encode_one(codec, layer, block, due(0))]
+    let one = |i, sample| blocks.with(i, |block| encode_one(codec, layer, block, sample));
+    let mut encoded: Vec<_> = if blocks.count == 1 {
+        vec![one(0, due(0))]
     } else {
-        let all = blocks.par_iter().enumerate();
-        all.map(|(i, block)| encode_one(codec, layer, block, due(i))).collect()
+        (0..blocks.count).into_par_iter().map(|i| one(i, due(i))).collect()
     };
     if !alarmed && encoded.iter().any(is_over_bound) {
-        let unmeasured = encoded.par_iter_mut().zip(blocks).enumerate().filter(|(i, _)| !due(*i));
-        unmeasured.for_each(|(_, (pages, block))| *pages = encode_one(codec, layer, block, true));
+        let unmeasured = encoded.par_iter_mut().enumerate().filter(|(i, _)| !due(*i));
+        unmeasured.for_each(|(i, pages)| *pages = one(i, true));
     }
     let mut measured = encoded.iter().flatten().filter(|pages| pages.sampled.is_some());
     match measured.next_back().map(|last| last.over_bound) {
@@ -159,7 +204,8 @@ mod tests {
     fn an_alarm_measures_every_block_until_one_keeps_the_bound() {
         let (codec, mut sampling) = (codec(), Sampling::default());
         let mut run = |spikes: &[bool]| -> Vec<(bool, u32)> {
-            let blocks: Vec<Block> = spikes.iter().map(|spike| block(*spike)).collect();
+            let read = |index: usize, to: &mut Block| *to = block(spikes[index]);
+            let blocks = Blocks { count: spikes.len(), read };
             let encoded = encode_sampled(&codec, LAYER, &blocks, &mut sampling);
             let seen = encoded.into_iter().map(Result::unwrap);
             seen.map(|pages| (pages.sampled.is_some(), pages.over_bound[0])).collect()
