@@ -22,7 +22,7 @@ fn relative_error(stored: &[f32], original: &[f32]) -> f64 {
 async fn a_declared_bound_holds_and_fallbacks_are_counted() {
     let daemon = daemon().start().await;
     let mut rng = Rng::new(SEED);
-    let shape = Shape { dtype: DType::F16, ..Shape::small() };
+    let shape = Shape { dtype: DType::F16, layers: 3, ..Shape::small() };
     let engine = engine(&daemon).named("bounded").register(shape.clone(), CODEC).await;
     let mut conversation = engine.open().await;
     // One request a block, as in decoding, then many blocks at once.

@@ -6,10 +6,10 @@ use crate::error::ClientError;
 use crate::stream::{AttendStream, LoadStream, Requests, StoreStream};
 use crate::{ModelDescription, SequenceDescription, ServerInfo, Stats};
 use bytes::{Bytes, BytesMut};
-use kvd_core::{ErrorCode, ModelId, Namespace, SequenceId};
+use kvd_core::{ErrorCode, LayerIndex, ModelId, Namespace, SequenceId};
 use kvd_proto::domain::{
-    AttendBatch, Attended, ForkedSequence, LoadRange, ModelSpec, RegisteredModel, SequenceFork,
-    SequenceTruncation, StoreAck, StoreChunk,
+    AttendBatch, Attended, ForkedSequence, LoadRange, ModelSpec, RegisteredModel, SampledQueries,
+    SequenceFork, SequenceTruncation, StoreAck, StoreChunk,
 };
 use kvd_proto::{NAMESPACE_KEY, v1};
 use prost::Message;
@@ -270,6 +270,21 @@ impl Client {
         let request = self.request(v1::LoadBlocksRequest::from(range));
         let pieces = self.call(self.rpc.clone().load_blocks(request)).await?;
         Ok(LoadStream::new(pieces, range.start, range.end))
+    }
+
+    /// A sample of the queries that attends of a layer have asked; without rows where the model's
+    /// keys are not kept exactly.
+    ///
+    /// # Errors
+    /// `UNKNOWN_MODEL`, or as every call.
+    pub async fn sample_queries(
+        &self,
+        model: ModelId,
+        layer: LayerIndex,
+    ) -> Result<SampledQueries, ClientError> {
+        let request = self.unary(v1::SampleQueriesRequest { model_id: model.0, layer: layer.0 });
+        let response = self.call(self.rpc.clone().sample_queries(request)).await?;
+        SampledQueries::try_from(response).map_err(|error| ClientError::reply(&error))
     }
 
     /// What the daemon holds.

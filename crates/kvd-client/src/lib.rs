@@ -74,7 +74,7 @@ pub use kvd_core::{
 };
 pub use kvd_proto::domain::{
     AttendBatch, AttendQuery, Attended, ForkedSequence, LoadPiece, LoadRange, ModelSpec,
-    RegisteredModel, StoreAck, StoreChunk,
+    RegisteredModel, SampledQueries, StoreAck, StoreChunk,
 };
 pub use kvd_proto::v1::{
     DescribeModelResponse as ModelDescription, DescribeSequenceResponse as SequenceDescription,

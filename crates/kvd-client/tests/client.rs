@@ -196,6 +196,13 @@ async fn load_joins_its_pieces() {
 }
 
 #[tokio::test]
+async fn sampled_queries_come_with_their_shape() {
+    let sampled = client().await.sample_queries(ModelId(1), LayerIndex(3)).await.unwrap();
+    assert_eq!((sampled.q_heads, sampled.dtype), (3, DType::F16));
+    assert_eq!(sampled.q, [7; 6][..]);
+}
+
+#[tokio::test]
 async fn silent_daemon_is_a_deadline() {
     let client = client().await.with_timeout(Duration::from_millis(80));
     let error = client.attend(batch(SILENT, Bytes::new())).await.unwrap_err();

@@ -2,9 +2,12 @@
 //! breaks the promise falls back to.
 //!
 //! A codec text may declare a bound per side (`k.bound=0.2`): the largest relative
-//! root-mean-square error of a page's rows. [`ModelCodec::encode_block_checked`] decodes each page
-//! again; one that is over the bound is encoded with the next safer rung of a fixed ladder
-//! (4-bit codes, then FP8, then raw floats) that keeps it. Rungs have no transforms and no
+//! root-mean-square error of a page's rows. Keys with `qpca` are measured as coefficients, that is
+//! by what their errors do to the scores of queries like those of the calibration, against how
+//! scores differ: in the rows themselves large errors may lie where no query looks.
+//! [`ModelCodec::encode_block_checked`] decodes each page again; one that is over the bound is
+//! encoded with the next safer rung of a fixed ladder (4-bit codes, then FP8, then raw floats) that
+//! keeps it. Rungs have no transforms and no
 //! calibration, so that they hold whatever the data does.
 
 use crate::encode::{self, PagePlan};
@@ -100,6 +103,7 @@ impl ModelCodec {
             dim: head.dim,
             steps: Vec::new(),
             gain: None,
+            query_metric: false,
             quantizer: HeadQuantizer::Float(self.geometry().dtype),
             variant: head.variant,
             trained_tables: false,
@@ -116,23 +120,36 @@ impl ModelCodec {
         let HeadPlace { layer, side, head } = plan.place;
         let dim = plan.side.dim();
         let reader = PageReader::open(self, layer, side, head, page).expect("it was just written");
-        let mut coefficients = vec![0f32; plan.rows.len()];
-        let decoded = reader.decode_rows(0, plan.rows.len() / dim, &mut coefficients);
-        decoded.expect("it was just written");
-        let mut value = vec![0f32; dim];
-        let mut sums = (0f64, 0f64);
-        for (row, original) in coefficients.chunks_exact(dim).zip(plan.rows.chunks_exact(dim)) {
-            match reader.space() {
-                Space::Raw => value.copy_from_slice(row),
-                Space::Coefficient => self.head(layer, side, head).inverse(row, &mut value),
+        let mut decoded = vec![0f32; plan.rows.len()];
+        reader.decode_rows(0, plan.rows.len() / dim, &mut decoded).expect("it was just written");
+        let of_head = self.head(layer, side, head);
+        if of_head.query_metric {
+            let mut original = plan.rows.to_vec();
+            of_head.forward(&mut original);
+            if reader.space() == Space::Raw {
+                of_head.forward(&mut decoded);
             }
-            for (a, b) in value.iter().zip(original) {
-                sums.0 += (f64::from(*a) - f64::from(*b)).powi(2);
-                sums.1 += f64::from(*b).powi(2);
+            return row_error(&decoded, &original);
+        }
+        if reader.space() == Space::Coefficient {
+            let mut value = vec![0f32; dim];
+            for row in decoded.chunks_exact_mut(dim) {
+                of_head.inverse(row, &mut value);
+                row.copy_from_slice(&value);
             }
         }
-        sums
+        row_error(&decoded, plan.rows)
     }
+}
+
+fn row_error(decoded: &[f32], original: &[f32]) -> Sums {
+    let square = |x: f64| x * x;
+    let mut sums = (0.0, 0.0);
+    for (a, b) in decoded.iter().zip(original).map(|(a, b)| (f64::from(*a), f64::from(*b))) {
+        sums.0 += square(a - b);
+        sums.1 += square(b);
+    }
+    sums
 }
 
 /// Whether the error is over `bound` times the norm; an error on rows of zeros always is.

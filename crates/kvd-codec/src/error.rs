@@ -119,7 +119,10 @@ pub enum CodecError {
         reason: String,
     },
     /// The codec needs a calibration and none was given.
-    #[error("codec {spec} needs a calibration")]
+    #[error(
+        "codec {spec} needs a calibration: make one with `kvd calibrate --codec ... --out FILE` \
+         and pass its bytes as RegisterModel.calibration"
+    )]
     CalibrationMissing {
         /// The codec.
         spec: String,

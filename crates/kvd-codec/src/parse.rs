@@ -1,7 +1,7 @@
 //! The text form of a codec: `k=smooth+hadamard/vq(d=4,b=8); v=vq(d=4,b=8); recent=128`.
 //!
 //! ```text
-//! codec     = item *( ";" item )
+//! codec     = item *( ";" item )                 (`resolve` also takes a preset as the first)
 //! item      = "k=" side | "v=" side | "sink=" n | "recent=" n | bound | override
 //! bound     = ( "k" | "v" ) ".bound=" x
 //! override  = ( "k" | "v" ) "[" where *( "," where ) "]=" side
@@ -31,39 +31,63 @@ use std::str::FromStr;
 
 type Parsed<T> = Result<T, SpecError>;
 
+const TRANSFORMS: &str = "smooth, norm, hadamard, rotate, mean, gain, pca or qpca";
+const QUANTIZERS: &str =
+    "raw, f32, f16, bf16, fp8, uniform(), vq(), polar(), lloyd(), grid() or bitalloc()";
+
 impl FromStr for CodecSpec {
     type Err = SpecError;
 
     fn from_str(text: &str) -> Result<Self, SpecError> {
         let mut cursor = Cursor { text, at: 0 };
-        let (mut key, mut value, mut sink, mut recent) = (None, None, None, None);
-        let (mut overrides, mut bounds) = (Vec::new(), [None; 2]);
+        let items = Items::read(&mut cursor)?;
+        let Some(key) = items.key else {
+            return cursor.fail(cursor.at, "the key side k= is missing");
+        };
+        let Some(value) = items.value else {
+            return cursor.fail(cursor.at, "the value side v= is missing");
+        };
+        let (sink, recent) = (items.sink.unwrap_or(0), items.recent.unwrap_or(0));
+        let Items { overrides, bounds, .. } = items;
+        Ok(Self { key, value, sink, recent, overrides, bounds })
+    }
+}
+
+/// `base` with what the items of `text` from byte `at` on say in its place; overrides are added.
+pub(crate) fn over(base: CodecSpec, text: &str, at: usize) -> Parsed<CodecSpec> {
+    let mut cursor = Cursor { text, at };
+    if cursor.peek().is_none() {
+        return Ok(base);
+    }
+    let items = Items::read(&mut cursor)?;
+    let [k, v] = [0, 1].map(|side| items.bounds[side].or(base.bounds[side]));
+    Ok(CodecSpec {
+        key: items.key.unwrap_or(base.key),
+        value: items.value.unwrap_or(base.value),
+        sink: items.sink.unwrap_or(base.sink),
+        recent: items.recent.unwrap_or(base.recent),
+        overrides: [base.overrides, items.overrides].concat(),
+        bounds: [k, v],
+    })
+}
+
+/// What the items of a text say.
+#[derive(Default)]
+struct Items {
+    key: Option<SideSpec>,
+    value: Option<SideSpec>,
+    sink: Option<u32>,
+    recent: Option<u32>,
+    overrides: Vec<Override>,
+    bounds: [Option<f32>; 2],
+}
+
+impl Items {
+    /// All items up to the end of the text; one at least.
+    fn read(cursor: &mut Cursor<'_>) -> Parsed<Self> {
+        let mut items = Self::default();
         loop {
-            let (start, name) = cursor.word("k, v, sink or recent")?;
-            let side = [Side::Key, Side::Value].into_iter().find(|side| side.name() == name);
-            if let (Some(side), true) = (side, cursor.take('[')) {
-                overrides.push(cursor.exception(side)?);
-                if !cursor.take(';') || cursor.peek().is_none() {
-                    break;
-                }
-                continue;
-            }
-            cursor.expect('=')?;
-            let fresh = match name {
-                "k" => key.replace(cursor.side()?).is_none(),
-                "v" => value.replace(cursor.side()?).is_none(),
-                "sink" => sink.replace(cursor.number("tokens")?).is_none(),
-                "recent" => recent.replace(cursor.number("tokens")?).is_none(),
-                "k.bound" => bounds[0].replace(cursor.bound()?).is_none(),
-                "v.bound" => bounds[1].replace(cursor.bound()?).is_none(),
-                _ => {
-                    let known = "k, v, sink, recent, k.bound or v.bound";
-                    return cursor.fail(start, format!("{name:?} is not {known}"));
-                }
-            };
-            if !fresh {
-                return cursor.fail(start, format!("{name} is given twice"));
-            }
+            items.one(cursor)?;
             if !cursor.take(';') || cursor.peek().is_none() {
                 break;
             }
@@ -71,12 +95,30 @@ impl FromStr for CodecSpec {
         if cursor.peek().is_some() {
             return cursor.fail(cursor.at, "expected ';' or the end");
         }
-        let Some(key) = key else { return cursor.fail(cursor.at, "the key side k= is missing") };
-        let Some(value) = value else {
-            return cursor.fail(cursor.at, "the value side v= is missing");
+        Ok(items)
+    }
+
+    fn one(&mut self, cursor: &mut Cursor<'_>) -> Parsed<()> {
+        let (start, name) = cursor.word("k, v, sink or recent")?;
+        let side = [Side::Key, Side::Value].into_iter().find(|side| side.name() == name);
+        if let (Some(side), true) = (side, cursor.take('[')) {
+            self.overrides.push(cursor.exception(side)?);
+            return Ok(());
+        }
+        cursor.expect('=')?;
+        let fresh = match name {
+            "k" => self.key.replace(cursor.side()?).is_none(),
+            "v" => self.value.replace(cursor.side()?).is_none(),
+            "sink" => self.sink.replace(cursor.number("tokens")?).is_none(),
+            "recent" => self.recent.replace(cursor.number("tokens")?).is_none(),
+            "k.bound" => self.bounds[0].replace(cursor.bound()?).is_none(),
+            "v.bound" => self.bounds[1].replace(cursor.bound()?).is_none(),
+            _ => {
+                let known = "k, v, sink, recent, k.bound or v.bound";
+                return cursor.fail(start, format!("{name:?} is not {known}"));
+            }
         };
-        let (sink, recent) = (sink.unwrap_or(0), recent.unwrap_or(0));
-        Ok(Self { key, value, sink, recent, overrides, bounds })
+        if fresh { Ok(()) } else { cursor.fail(start, format!("{name} is given twice")) }
     }
 }
 
@@ -120,6 +162,10 @@ impl<'a> Cursor<'a> {
             self.at += wanted.len_utf8();
         }
         found
+    }
+
+    fn unknown<T>(&self, start: usize, word: &str, (what, known): (&str, &str)) -> Parsed<T> {
+        self.fail(start, format!("{word:?} is no {what}; expected {known}"))
     }
 
     fn expect(&mut self, wanted: char) -> Parsed<()> {
@@ -209,8 +255,10 @@ impl<'a> Cursor<'a> {
                 "norm" => Transform::Norm,
                 "gain" => Transform::Gain,
                 "rotate" => self.rotate()?,
-                _ if transforms.is_empty() => break self.quantizer(start, word)?,
-                _ => return self.fail(start, format!("{word:?} is no transform")),
+                _ if transforms.is_empty() && self.peek() != Some('+') => {
+                    break self.quantizer(start, word)?;
+                }
+                _ => return self.unknown(start, word, ("transform", TRANSFORMS)),
             };
             transforms.push(transform);
             if !self.take('+') {
@@ -255,7 +303,7 @@ impl<'a> Cursor<'a> {
             }
             "polar" => return self.polar(start),
             "lloyd" => return self.lloyd(start),
-            _ => return self.fail(start, format!("{word:?} is no quantizer")),
+            _ => return self.unknown(start, word, ("quantizer", QUANTIZERS)),
         };
         Ok(Quantizer::Float(format))
     }
@@ -398,82 +446,5 @@ impl<'a> Cursor<'a> {
             (Some(dim), Some(bits)) => Ok(Quantizer::Vq(VqSpec { dim, bits, stages, scope })),
             _ => self.fail(start, "vq needs d= and b="),
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn errors_point_at_the_character() {
-        for (text, position, part) in [
-            ("", 0, "expected k, v"),
-            ("k=raw", 5, "v= is missing"),
-            ("k=row; v=raw", 2, "no quantizer"),
-            ("k=raw; v=raw; recent=many", 21, "no number"),
-            ("k=raw; v=raw x", 13, "expected ';'"),
-            ("k=raw; k=raw; v=raw", 7, "twice"),
-            ("k=smooth; v=raw", 8, "expected '/'"),
-            ("k=smooth+smooth/raw; v=raw", 2, "appears twice"),
-            ("k=vq(d=4); v=raw", 2, "needs d= and b="),
-            ("k=vq(d=4,b=17); v=raw", 2, "b 1 to 16"),
-            ("k=vq(d=4,b=8,stages=4); v=raw", 2, "stages must be 1 to 3"),
-            ("k=vq(d=1,b=8,stages=2); v=raw", 2, "at least 2"),
-            ("k=vq(d=4,b=8,scope=block); v=raw", 19, "scope is model"),
-            ("k=vq(d=4,q=1); v=raw", 9, "no argument"),
-            ("k=uniform(b=4,rel=0.1,axis=token); v=raw", 14, "exclude"),
-            ("k=uniform(rel=0,axis=token); v=raw", 2, "1/255"),
-            ("k=uniform(b=4,axis=row); v=raw", 19, "axis is"),
-            ("k=uniform(b=4,axis=token,mode=mixed); v=raw", 30, "asym, sym or hybrid"),
-            ("k=polar(a=4); v=raw", 2, "needs a= and r="),
-            ("k=polar(a=4,r=9); v=raw", 2, "must be 1 to 8"),
-            ("k=polar(a=0,r=4); v=raw", 2, "must be 1 to 8"),
-            ("k=polar(a=4,r=4,g=0); v=raw", 2, "at least 1"),
-            ("k=polar(a=4,r=4,h=1); v=raw", 16, "no argument"),
-            ("k=polar(a=7,r=6)/huffman; v=raw", 2, "at most 4096"),
-            ("k=lloyd(b=9); v=raw", 2, "must be 1 to 8"),
-            ("k=lloyd(c=4); v=raw", 8, "no argument"),
-            ("k=rotate(seed=x)/raw; v=raw", 14, "no number of a seed"),
-            ("k=rotate(angle=1)/raw; v=raw", 9, "no argument"),
-            ("k=rotate/raw; v=rotate+rotate(seed=1)/raw", 16, "appears twice"),
-            ("k=raw/huffman; v=raw", 2, "floats have none"),
-            ("k=uniform(rel=0,axis=token)/huffman; v=raw", 2, "1/255"),
-            ("k=grid(b=2)/huffman; v=raw", 7, "no argument"),
-            ("k=grid(rate=x)/huffman; v=raw", 12, "no number"),
-            ("k=grid(rate=0.2)/huffman; v=raw", 2, "0.25 to 10"),
-            ("k=grid(rate=2); v=raw", 2, "needs /huffman"),
-            ("k=bitalloc(rate=2); v=raw", 11, "no argument"),
-            ("k=bitalloc(b=9); v=raw", 2, "0.25 to 8"),
-            ("k=bitalloc(b=2)/huffman; v=raw", 2, "no /huffman"),
-            ("k=mean+mean/raw; v=raw", 2, "appears twice"),
-            ("k=pca+qpca/raw; v=raw", 2, "exclude each other"),
-            ("k=rä; v=raw", 2, "no quantizer"),
-            ("ä", 0, "expected k, v"),
-            ("k=raw; v=fp8(", 12, "expected ';'"),
-        ] {
-            let error = text.parse::<CodecSpec>().unwrap_err();
-            assert!(error.message.contains(part), "{text:?}: {error}");
-            assert_eq!(error.position, position, "{text:?}: {error}");
-        }
-    }
-
-    #[test]
-    fn spaces_and_argument_order_do_not_matter() {
-        let spec: CodecSpec =
-            " recent = 7 ;v = bf16 ; k = hadamard / uniform ( axis=token , b=3 ) / huffman; "
-                .parse()
-                .unwrap();
-        let canonical = "k=hadamard/uniform(b=3,axis=token)/huffman; v=bf16; recent=7";
-        assert_eq!(spec.to_string(), canonical);
-        assert_eq!(canonical.parse(), Ok(spec));
-        let plus = "k=hadamard/uniform(b=3,axis=token)+huffman; v=bf16; recent=7";
-        assert_eq!(plus.parse::<CodecSpec>().unwrap().to_string(), canonical);
-        let spec: CodecSpec = "k=rotate ( seed=0 )+norm/polar(r=2,a=4,g=64); \
-            v=uniform(mode=asym,b=3,axis=token)"
-            .parse()
-            .unwrap();
-        let canonical = "k=rotate+norm/polar(a=4,r=2,g=64); v=uniform(b=3,axis=token)";
-        assert_eq!(spec.to_string(), canonical);
     }
 }

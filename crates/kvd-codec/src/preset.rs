@@ -1,6 +1,6 @@
 //! Named codecs: papers' settings, baselines, and kvd's own.
 
-use crate::{CodecSpec, SpecError};
+use crate::{CodecSpec, SpecError, parse};
 
 /// A named codec.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -189,20 +189,22 @@ pub fn preset(name: &str) -> Option<CodecSpec> {
     Some(preset.spec_text.parse().expect("a test parses every preset"))
 }
 
-/// A preset's name or a spec text.
+/// A preset's name, one with items that take the place of its own (`kvd-2; k.bound=0.3`), or a
+/// spec text.
 ///
 /// # Errors
-/// When the text is neither; an unknown name lists the known ones.
-pub fn resolve(name_or_spec: &str) -> Result<CodecSpec, SpecError> {
-    let text = name_or_spec.trim();
-    if let Some(spec) = preset(text) {
-        return Ok(spec);
+/// When the text is none of these; an unknown name lists the known ones.
+pub fn resolve(text: &str) -> Result<CodecSpec, SpecError> {
+    let (first, rest) = text.split_once(';').unwrap_or((text, ""));
+    let name = first.trim();
+    if let Some(spec) = preset(name) {
+        return parse::over(spec, text, text.len() - rest.len());
     }
-    if text.contains('=') {
-        return name_or_spec.parse();
+    if name.contains(|c: char| !c.is_ascii_alphanumeric() && !"-+.".contains(c)) {
+        return text.parse();
     }
     let names: Vec<_> = PRESETS.iter().map(|preset| preset.name).collect();
-    let message = format!("{text:?} is no preset ({}) and no spec", names.join(", "));
+    let message = format!("{name:?} is no preset ({}) and no spec", names.join(", "));
     Err(SpecError { position: 0, message })
 }
 

@@ -4,7 +4,7 @@
 mod common;
 
 use common::{calibrate, geometry, noise, rows};
-use kvd_codec::{BlockRows, EncodedBlock, ModelCodec, PageReader, Space, resolve};
+use kvd_codec::{BlockRows, EncodedBlock, ModelCodec, PageReader, Samples, Space, fit, resolve};
 use kvd_core::{DType, LayerIndex, Side};
 use proptest::prelude::*;
 
@@ -67,6 +67,54 @@ fn data_unlike_the_calibration_falls_back_and_is_counted() {
     let mut unchecked = Vec::new();
     let plain = codec.encode_block(LAYER, &block, &mut unchecked).unwrap();
     assert!(plain.key_bytes < encoded.key_bytes && plain.value_bytes == encoded.value_bytes);
+}
+
+/// Queries see the first half of the channels; a codec in their metric may lose the other half.
+#[test]
+fn keys_in_the_metric_of_queries_are_measured_by_their_scores() {
+    let geometry = geometry(32, DType::F16);
+    let spec = resolve("k=mean+qpca/grid(rate=2)/huffman; v=raw; k.bound=0.35").unwrap();
+    let mut samples = Samples::new(&geometry);
+    let seen = |i: usize| noise(i) * if i % 32 < 16 { 1.0 } else { 0.01 };
+    let queries: Vec<f32> = (0..400 * 32).map(seen).collect();
+    for layer in (0..geometry.layers).map(LayerIndex) {
+        for head in 0..2 {
+            samples.push_queries(layer, head, &queries).unwrap();
+            let seed = 1 + 2 * layer.0 as usize + head;
+            let keys = &rows(&geometry, 800, seed)[..800 * 32];
+            samples.push(layer, Side::Key, head, keys).unwrap();
+        }
+    }
+    let calibration = fit(&geometry, &spec, &samples, 1, &mut |_| {}).unwrap();
+    let codec = ModelCodec::new(geometry, spec, Some(&calibration)).unwrap();
+    let k = rows(&codec.geometry().clone(), 64, 0);
+    let block = BlockRows { tokens: 64, k: &k, v: &k };
+    let mut bytes = Vec::new();
+    let (encoded, checked) = codec.encode_block_checked(LAYER, &block, &mut bytes).unwrap();
+    assert_eq!(checked.over_bound, [0, 0]);
+    let page = pages(&bytes, &encoded).next().unwrap();
+    let reader = PageReader::open(&codec, LAYER, Side::Key, 0, page).unwrap();
+    let of_rows = error(&codec, &reader, &k[..64 * 32], Side::Key);
+    let of_scores = (checked.sums[0].0 / checked.sums[0].1).sqrt();
+    assert!(of_scores < 0.35 && of_rows > 0.4, "{of_scores} of scores, {of_rows} of rows");
+
+    // What scores lose, on queries that were not in the calibration.
+    let mut coefficients = vec![0f32; 64 * 32];
+    reader.decode_rows(0, 64, &mut coefficients).unwrap();
+    let (head, mut folded) = (codec.head(LAYER, Side::Key, 0), [0f32; 32]);
+    let (mut lost, mut spread) = (0.0, 0.0);
+    for query in 1000..1100 {
+        let q: Vec<f32> = (0..32).map(|i| seen(query * 32 + i)).collect();
+        let offset = head.fold_query(&q, &mut folded);
+        let dot = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f32>();
+        for (row, key) in coefficients.chunks(32).zip(k.chunks(32)) {
+            let exact = dot(&q, key) - offset;
+            lost += f64::from(dot(&folded, row) - exact).powi(2);
+            spread += f64::from(exact).powi(2);
+        }
+    }
+    let ratio = (lost / spread).sqrt() / of_scores;
+    assert!((0.8..1.25).contains(&ratio), "{ratio}");
 }
 
 proptest! {

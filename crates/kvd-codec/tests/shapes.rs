@@ -65,8 +65,10 @@ fn every_shape_round_trips() {
                     let energy: f32 = original.iter().map(|x| x * x).sum();
                     let error: f32 =
                         original.iter().zip(page).map(|(a, b)| (a - b) * (a - b)).sum();
-                    // Loose: the coarsest codebooks here hold four entries of 16 channels.
-                    assert!(error < 1.5 * energy, "{text} dim {dim}: {error} of {energy}");
+                    // Zeros would err as much as that; the coarsest codebooks hardly err less.
+                    let coarse = ["d=16,b=2", "d=8,b=5"].iter().any(|book| text.contains(book));
+                    let most = if coarse { 1.5 } else { 0.9 };
+                    assert!(error < most * energy, "{text} dim {dim}: {error} of {energy}");
                 }
             }
         }

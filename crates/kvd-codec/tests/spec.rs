@@ -107,3 +107,97 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn errors_point_at_the_character() {
+    for (text, position, part) in [
+        ("", 0, "expected k, v"),
+        ("k=raw", 5, "v= is missing"),
+        ("k=row; v=raw", 2, "no quantizer"),
+        ("k=raw; v=raw; recent=many", 21, "no number"),
+        ("k=raw; v=raw x", 13, "expected ';'"),
+        ("k=raw; k=raw; v=raw", 7, "twice"),
+        ("k=smooth; v=raw", 8, "expected '/'"),
+        ("k=smooth+smooth/raw; v=raw", 2, "appears twice"),
+        ("k=vq(d=4); v=raw", 2, "needs d= and b="),
+        ("k=vq(d=4,b=17); v=raw", 2, "b 1 to 16"),
+        ("k=vq(d=4,b=8,stages=4); v=raw", 2, "stages must be 1 to 3"),
+        ("k=vq(d=1,b=8,stages=2); v=raw", 2, "at least 2"),
+        ("k=vq(d=4,b=8,scope=block); v=raw", 19, "scope is model"),
+        ("k=vq(d=4,q=1); v=raw", 9, "no argument"),
+        ("k=uniform(b=4,rel=0.1,axis=token); v=raw", 14, "exclude"),
+        ("k=uniform(rel=0,axis=token); v=raw", 2, "1/255"),
+        ("k=uniform(b=4,axis=row); v=raw", 19, "axis is"),
+        ("k=uniform(b=4,axis=token,mode=mixed); v=raw", 30, "asym, sym or hybrid"),
+        ("k=polar(a=4); v=raw", 2, "needs a= and r="),
+        ("k=polar(a=4,r=9); v=raw", 2, "must be 1 to 8"),
+        ("k=polar(a=0,r=4); v=raw", 2, "must be 1 to 8"),
+        ("k=polar(a=4,r=4,g=0); v=raw", 2, "at least 1"),
+        ("k=polar(a=4,r=4,h=1); v=raw", 16, "no argument"),
+        ("k=polar(a=7,r=6)/huffman; v=raw", 2, "at most 4096"),
+        ("k=lloyd(b=9); v=raw", 2, "must be 1 to 8"),
+        ("k=lloyd(c=4); v=raw", 8, "no argument"),
+        ("k=rotate(seed=x)/raw; v=raw", 14, "no number of a seed"),
+        ("k=rotate(angle=1)/raw; v=raw", 9, "no argument"),
+        ("k=rotate/raw; v=rotate+rotate(seed=1)/raw", 16, "appears twice"),
+        ("k=raw/huffman; v=raw", 2, "floats have none"),
+        ("k=uniform(rel=0,axis=token)/huffman; v=raw", 2, "1/255"),
+        ("k=grid(b=2)/huffman; v=raw", 7, "no argument"),
+        ("k=grid(rate=x)/huffman; v=raw", 12, "no number"),
+        ("k=grid(rate=0.2)/huffman; v=raw", 2, "0.25 to 10"),
+        ("k=grid(rate=2); v=raw", 2, "needs /huffman"),
+        ("k=bitalloc(rate=2); v=raw", 11, "no argument"),
+        ("k=bitalloc(b=9); v=raw", 2, "0.25 to 8"),
+        ("k=bitalloc(b=2)/huffman; v=raw", 2, "no /huffman"),
+        ("k=mean+mean/raw; v=raw", 2, "appears twice"),
+        ("k=pca+qpca/raw; v=raw", 2, "exclude each other"),
+        ("k=rä; v=raw", 2, "no quantizer"),
+        ("k=smoth+hadamard/raw; v=raw", 2, "no transform; expected smooth"),
+        ("ä", 0, "expected k, v"),
+        ("k=raw; v=fp8(", 12, "expected ';'"),
+    ] {
+        let error = text.parse::<CodecSpec>().unwrap_err();
+        assert!(error.message.contains(part), "{text:?}: {error}");
+        assert_eq!(error.position, position, "{text:?}: {error}");
+    }
+}
+
+#[test]
+fn spaces_and_argument_order_do_not_matter() {
+    let spec: CodecSpec =
+        " recent = 7 ;v = bf16 ; k = hadamard / uniform ( axis=token , b=3 ) / huffman; "
+            .parse()
+            .unwrap();
+    let canonical = "k=hadamard/uniform(b=3,axis=token)/huffman; v=bf16; recent=7";
+    assert_eq!(spec.to_string(), canonical);
+    assert_eq!(canonical.parse(), Ok(spec));
+    let plus = "k=hadamard/uniform(b=3,axis=token)+huffman; v=bf16; recent=7";
+    assert_eq!(plus.parse::<CodecSpec>().unwrap().to_string(), canonical);
+    let spec: CodecSpec = "k=rotate ( seed=0 )+norm/polar(r=2,a=4,g=64); \
+        v=uniform(mode=asym,b=3,axis=token)"
+        .parse()
+        .unwrap();
+    let canonical = "k=rotate+norm/polar(a=4,r=2,g=64); v=uniform(b=3,axis=token)";
+    assert_eq!(spec.to_string(), canonical);
+}
+
+#[test]
+fn a_preset_may_be_given_other_windows_and_bounds() {
+    let spec = resolve("kvd-2; k.bound=0.3; recent=64").unwrap();
+    let plain = resolve("kvd-2").unwrap();
+    assert_eq!((spec.sink, spec.recent, spec.bounds), (plain.sink, 64, [Some(0.3), None]));
+    assert_eq!((&spec.key, &spec.value), (&plain.key, &plain.value));
+    assert_eq!(spec.to_string().parse(), Ok(spec));
+    assert_eq!(resolve("kvd-2;"), Ok(plain));
+    let spec = resolve("kivi-4; v=fp8; k[layer=0]=raw # the first layer").unwrap();
+    assert_eq!(spec.to_string().split("; ").nth(1), Some("v=fp8"));
+    assert_eq!(spec.overrides.len(), 1);
+    for (text, position, part) in [
+        ("kvd-2; recent=1; recent=2", 17, "twice"),
+        ("kvd-2; window=1", 7, "is not k, v"),
+        ("kvd-7; recent=1", 0, "no preset"),
+    ] {
+        let error = resolve(text).unwrap_err();
+        assert!(error.message.contains(part) && error.position == position, "{text}: {error}");
+    }
+}

@@ -134,7 +134,8 @@ impl Window {
     pub fn new(ids: &[u32], bos: u32, tokens: usize, index: usize) -> Result<Self> {
         let Some(targets) = ids.get(index * tokens..(index + 1) * tokens) else {
             bail!(
-                "held-out text has {} tokens: window {index} of {tokens} lies outside",
+                "held-out text has {} tokens: window {index} of {tokens} lies outside; \
+                 ask for fewer or shorter ones",
                 ids.len()
             );
         };

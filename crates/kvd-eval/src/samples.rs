@@ -3,11 +3,30 @@
 use anyhow::Result;
 use kvd_codec::Samples;
 use kvd_core::{Geometry, LayerIndex, Side};
-use kvd_engine::{Heads, LocalAttention, Model, Recorder, Recording, Window};
+use kvd_engine::{Heads, LocalAttention, Model, ModelConfig, Recorder, Recording, Window};
 
 /// Tokens per step of a calibration window. Without kvd the step changes nothing but the time
 /// it takes.
 const CHUNK: usize = 256;
+
+/// Memory that the rows of a calibration may take; a fit takes about as much again.
+const BYTES_MAX: usize = 4 << 30;
+
+/// How many of the `wanted` windows of `tokens` tokens have room for their rows, at least one. Says
+/// so where it is not all: large models have large rows, and need fewer of them.
+pub(crate) fn windows_with_room(config: &ModelConfig, tokens: usize, wanted: usize) -> usize {
+    let heads = config.heads();
+    let per_token = config.num_hidden_layers * (heads.query + 2 * heads.kv) * heads.dim;
+    let room = (BYTES_MAX / (per_token * tokens * size_of::<f32>())).max(1);
+    if room < wanted {
+        tracing::warn!(
+            "calibrating on {room} windows of {tokens} tokens instead of {wanted}: more rows of \
+             this model would take over {} GiB",
+            BYTES_MAX >> 30
+        );
+    }
+    wanted.min(room)
+}
 
 /// Runs `windows` without kvd and collects queries, and keys and values as a cache keeps
 /// them.

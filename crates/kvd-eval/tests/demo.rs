@@ -1,4 +1,5 @@
 //! A whole run, shortened, against a stand-in for the daemon.
+#![expect(clippy::unwrap_used, reason = "a test may fail")]
 
 mod support;
 
@@ -8,7 +9,7 @@ use support::StandIn;
 
 fn short(endpoint: Endpoint, codecs: &[&str]) -> DemoOptions {
     DemoOptions {
-        codecs: codecs.iter().map(|&codec| codec.to_owned()).collect(),
+        codecs: codecs.iter().map(|codec| codec.parse().unwrap()).collect(),
         passages: 2,
         passage_tokens: 160,
         chunk_tokens: 48,

@@ -19,8 +19,8 @@ pub(crate) fn keep_on(cores: impl IntoIterator<Item = usize>) -> rustix::io::Res
 }
 
 /// Keeps compute thread number `thread` on one of `cores`, in turns where there are more threads.
-/// Two that are woken together on one core would otherwise share it until the scheduler looks again,
-/// milliseconds later.
+/// Two that are woken together on one core would otherwise share it until the scheduler looks
+/// again, milliseconds later.
 pub(crate) fn keep_on_one(cores: &[usize], thread: usize) {
     let Some(core) = cores.get(thread % cores.len().max(1)) else { return };
     if let Err(error) = keep_on([*core]) {

@@ -4,9 +4,9 @@
 
 mod support;
 
-use kvd_client::{Client, LayerIndex, ModelSpec, StoreChunk};
+use kvd_client::{AttendBatch, AttendQuery, Client, ErrorCode, LayerIndex, ModelSpec, StoreChunk};
 use kvd_codec::{Calibration, ModelCodec};
-use kvd_core::DType;
+use kvd_core::{DType, ModelId, Namespace, SequenceId};
 use kvd_eval::calibrate::{
     self, CalibrateError, CalibrateOptions, DaemonSource, DumpSource, KvDump, LayerRows, Source,
 };
@@ -86,8 +86,29 @@ fn options(source: Source, codec: &str) -> CalibrateOptions {
     CalibrateOptions { source, codecs: vec![codec.parse().unwrap()], seed: 3, dump: None }
 }
 
+/// Attends layer 0 with 300 query tokens of four heads, one after another: fewer than a sample has
+/// room for.
+async fn attend(client: &Client, model: ModelId, sequence: SequenceId) -> Vec<f32> {
+    let q: Vec<f32> = (0..300 * 4 * 32).map(|i| ((i * 53 + 7) % 97) as f32 / 16.0 - 3.0).collect();
+    for q in q.chunks(4 * 32) {
+        let queries = vec![AttendQuery::new(sequence, 1)];
+        let batch = AttendBatch {
+            model,
+            layer: LayerIndex(0),
+            q_heads: 4,
+            dtype: DType::F16,
+            scale: None,
+            soft_cap: None,
+            queries,
+            q: packed(q),
+        };
+        client.attend(batch).await.unwrap();
+    }
+    q
+}
+
 #[tokio::test(flavor = "multi_thread")]
-async fn rows_of_a_daemon_fit_like_the_same_rows_of_a_file_and_lack_queries() {
+async fn rows_and_queries_of_a_daemon_fit_like_the_same_rows_of_a_file() {
     let running = support::start(&[]).await;
     let endpoint: kvd_client::Endpoint =
         format!("http://{}", running.addresses().tcp.unwrap()).parse().unwrap();
@@ -131,6 +152,24 @@ async fn rows_of_a_daemon_fit_like_the_same_rows_of_a_file_and_lack_queries() {
     let error = error.downcast::<CalibrateError>().unwrap();
     assert_eq!(error, CalibrateError::NoQueries { codec: "kvd-2".to_owned() });
     assert!(error.to_string().contains("--model"), "{error}");
+
+    let q = attend(&client, model, sequence).await;
+    let live = calibrate::run(&options(source(None), "kvd-2")).await.unwrap();
+    assert!(live.queries);
+    let mut rows = rows;
+    (rows.query_heads, rows.layers[0].q) = (4, q);
+    let path = dir.path().join("rows with queries");
+    std::fs::write(&path, rows.to_bytes().unwrap()).unwrap();
+    let file = DumpSource { files: vec![path], block_tokens: 16, tokens: None };
+    let dumped = calibrate::run(&options(Source::Dump(file), "kvd-2")).await.unwrap();
+    assert_eq!(live.artefact, dumped.artefact);
+
+    // Nobody else sees them, and another layer has its own.
+    let other = client.clone().with_namespace(&Namespace::new("other").unwrap());
+    let refused = other.sample_queries(model, LayerIndex(0)).await.unwrap_err();
+    assert_eq!(refused.code, Some(ErrorCode::NamespaceDenied));
+    let refused = client.sample_queries(model, LayerIndex(1)).await.unwrap_err();
+    assert_eq!(refused.code, Some(ErrorCode::InvalidArgument));
     running.drain().await;
 }
 

@@ -6,6 +6,7 @@
 use kvd::config::{Config, Overrides};
 use kvd::{Daemon, Running};
 use kvd_eval::demo::{DemoOptions, DemoReport};
+use kvd_eval::eval::Windows;
 use kvd_eval::measure::MetricsSource;
 
 async fn daemon() -> Running {
@@ -22,7 +23,8 @@ async fn daemon() -> Running {
 async fn run(running: &Running, codecs: &[&str]) -> DemoReport {
     let tcp = running.addresses().tcp.unwrap();
     let mut options = DemoOptions::new(format!("http://{tcp}").parse().unwrap());
-    options.codecs = codecs.iter().map(|codec| (*codec).to_owned()).collect();
+    options.codecs = codecs.iter().map(|codec| codec.parse().unwrap()).collect();
+    options.windows = Windows::Own;
     (options.passages, options.passage_tokens, options.chunk_tokens) = (1, 512, 32);
     (options.prompt_tokens, options.new_tokens) = (96, 24);
     options.keep_open = true;

@@ -1,8 +1,10 @@
 //! A daemon that stores nothing: it answers so that a test can see what arrived.
 
 use bytes::Bytes;
-use kvd_core::{ErrorCode, LayerIndex};
-use kvd_proto::domain::{AttendBatch, Attended, LoadPiece, LoadRange, StoreAck, StoreChunk};
+use kvd_core::{DType, ErrorCode, LayerIndex};
+use kvd_proto::domain::{
+    AttendBatch, Attended, LoadPiece, LoadRange, SampledQueries, StoreAck, StoreChunk,
+};
 use kvd_proto::{namespace_of, status, v1};
 use std::time::Duration;
 use tokio::sync::mpsc;
@@ -163,6 +165,16 @@ impl v1::kvd_server::Kvd for Fake {
             }
         });
         Ok(Response::new(ReceiverStream::new(receiver)))
+    }
+
+    /// As many query heads as the layer's number, of one value each.
+    async fn sample_queries(
+        &self,
+        request: Request<v1::SampleQueriesRequest>,
+    ) -> Result<Response<v1::SampleQueriesResponse>, Status> {
+        let q_heads = request.into_inner().layer;
+        let q = vec![7; 2 * q_heads as usize].into();
+        Ok(Response::new(SampledQueries { q_heads, dtype: DType::F16, q }.into()))
     }
 
     async fn describe_model(

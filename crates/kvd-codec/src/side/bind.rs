@@ -130,6 +130,7 @@ impl Binder<'_> {
             dim,
             steps,
             gain,
+            query_metric: self.spec.transforms.contains(&Transform::QueryPca),
             quantizer,
             variant,
             trained_tables,

@@ -163,6 +163,8 @@ pub struct HeadSide {
     pub(crate) steps: Vec<Step>,
     /// Median length of its rows, where shorter ones are raised.
     pub(crate) gain: Option<f32>,
+    /// Whether equal errors of coefficients are equal errors of scores (`qpca`).
+    pub(crate) query_metric: bool,
     pub(crate) quantizer: HeadQuantizer,
     /// Index of the head's spec in [`crate::CodecSpec::variants`].
     pub(crate) variant: usize,

@@ -7,17 +7,21 @@ use kvd_codec::{BlockRows, ModelCodec};
 use kvd_core::{LayerIndex, Side};
 use rayon::prelude::*;
 use std::cell::Cell;
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 
 /// One block in this many is decoded again to measure the codec's error.
 const SAMPLE_INTERVAL: u64 = 16;
 
-/// Which blocks of a model are measured: one in [`SAMPLE_INTERVAL`], and, from the moment that a
-/// page was over its declared bound, every block of that layer until one keeps it.
+/// Which blocks of a model are measured: of every layer one in [`SAMPLE_INTERVAL`], and, from the
+/// moment that a page was over its declared bound, every block of that layer until one keeps it.
 #[derive(Debug, Default)]
-pub(crate) struct Sampling {
+pub(crate) struct Sampling(BTreeMap<LayerIndex, LayerSampling>);
+
+/// [`Sampling`] of one layer.
+#[derive(Debug, Default)]
+struct LayerSampling {
     encoded_blocks: u64,
-    alarmed: BTreeSet<LayerIndex>,
+    alarmed: bool,
 }
 
 /// A block's rows, widened.
@@ -116,9 +120,9 @@ fn encode_sampled<R: Fn(usize, &mut Block) + Sync>(
     blocks: &Blocks<R>,
     sampling: &mut Sampling,
 ) -> Vec<Result<EncodedPages, BackendError>> {
-    let first = sampling.encoded_blocks;
-    sampling.encoded_blocks += blocks.count as u64;
-    let alarmed = sampling.alarmed.contains(&layer);
+    let of_layer = sampling.0.entry(layer).or_default();
+    let (first, alarmed) = (of_layer.encoded_blocks, of_layer.alarmed);
+    of_layer.encoded_blocks += blocks.count as u64;
     let due = |i: usize| alarmed || (first + i as u64).is_multiple_of(SAMPLE_INTERVAL);
     let one = |i, sample| blocks.with(i, |block| encode_one(codec, layer, block, sample));
     let mut encoded: Vec<_> = if blocks.count == 1 {
@@ -131,11 +135,9 @@ fn encode_sampled<R: Fn(usize, &mut Block) + Sync>(
         unmeasured.for_each(|(i, pages)| *pages = one(i, true));
     }
     let mut measured = encoded.iter().flatten().filter(|pages| pages.sampled.is_some());
-    match measured.next_back().map(|last| last.over_bound) {
-        Some([0, 0]) => sampling.alarmed.remove(&layer),
-        Some(_) => sampling.alarmed.insert(layer),
-        None => false,
-    };
+    if let Some(last) = measured.next_back() {
+        of_layer.alarmed = last.over_bound != [0, 0];
+    }
     encoded
 }
 
@@ -178,7 +180,7 @@ mod tests {
 
     fn codec() -> ModelCodec {
         let geometry = Geometry {
-            layers: 1,
+            layers: 16,
             kv_heads: 1,
             head_dim_k: 32,
             head_dim_v: 32,
@@ -198,6 +200,21 @@ mod tests {
             k[200] = -100.0;
         }
         Block { tokens: 16, sides: [k.clone(), k] }
+    }
+
+    #[test]
+    fn every_layer_has_its_turn_when_layers_come_one_after_another() {
+        let (codec, mut sampling) = (codec(), Sampling::default());
+        let mut measured = [0; 16];
+        for _ in 0..2 * SAMPLE_INTERVAL {
+            for (layer, measured) in (0..).map(LayerIndex).zip(&mut measured) {
+                // All layers of this codec are alike; which one is asked for is what counts.
+                let blocks = Blocks { count: 1, read: |_, to: &mut Block| *to = block(false) };
+                let encoded = encode_sampled(&codec, layer, &blocks, &mut sampling);
+                *measured += usize::from(encoded[0].as_ref().unwrap().sampled.is_some());
+            }
+        }
+        assert_eq!(measured, [2; 16]);
     }
 
     #[test]

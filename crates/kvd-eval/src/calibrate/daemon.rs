@@ -24,25 +24,27 @@ pub struct DaemonSource {
 }
 
 impl DaemonSource {
-    /// K and V of every layer; queries are not there.
+    /// K and V of every layer, and the daemon's sample of queries where it keeps one.
     pub(super) async fn load(&self, progress: &Progress) -> Result<KvDump> {
         let connected = Client::connect(self.endpoint.clone()).await;
         let mut client = connected.with_context(|| format!("no daemon at {}", self.endpoint))?;
         if let Some(namespace) = &self.namespace {
             client = client.with_namespace(namespace);
         }
-        let mut all: Option<KvDump> = None;
+        let mut all: Option<(ModelId, KvDump)> = None;
         for &sequence in &self.sequences {
-            let dump = self.sequence(&client, sequence, progress).await?;
+            let (model, dump) = self.sequence(&client, sequence, progress).await?;
             match &mut all {
-                None => all = Some(dump),
-                Some(all) => {
+                None => all = Some((model, dump)),
+                Some((_, all)) => {
                     let file = format!("sequence {}", sequence.0);
                     all.append(dump).map_err(|()| CalibrateError::Mixed { file })?;
                 }
             }
         }
-        all.context("no sequence")
+        let (model, mut dump) = all.context("no sequence")?;
+        add_queries(&client, model, &mut dump).await?;
+        Ok(dump)
     }
 
     async fn sequence(
@@ -50,15 +52,16 @@ impl DaemonSource {
         client: &Client,
         sequence: SequenceId,
         progress: &Progress,
-    ) -> Result<KvDump> {
+    ) -> Result<(ModelId, KvDump)> {
         let description = client.describe_sequence(sequence).await?;
         let most = self.tokens.and_then(|tokens| u32::try_from(tokens).ok()).unwrap_or(u32::MAX);
         let end = description.length.min(most);
         if end == 0 {
             return Err(CalibrateError::Empty { sequence: sequence.0 }.into());
         }
-        let model = client.describe_model(ModelId(description.model_id)).await?;
-        let geometry = model.geometry.context("the daemon's description has no geometry")?;
+        let model = ModelId(description.model_id);
+        let geometry = client.describe_model(model).await?.geometry;
+        let geometry = geometry.context("the daemon's description has no geometry")?;
         let geometry = Geometry::try_from(geometry)?;
         progress.begin("sequence", (geometry.layers * end) as usize);
         let mut layers = Vec::new();
@@ -68,18 +71,36 @@ impl DaemonSource {
                 let end = end.min(start + PIECE_TOKENS);
                 let range = LoadRange { sequence, layer, start, end, dtype: Some(DType::F32) };
                 let loaded = client.load(range).await?;
-                rows.k.extend(values(&loaded.k));
-                rows.v.extend(values(&loaded.v));
+                rows.k.extend(values(&loaded.k, DType::F32));
+                rows.v.extend(values(&loaded.v, DType::F32));
                 progress.add((end - start) as usize);
             }
             layers.push(rows);
         }
-        Ok(KvDump { geometry, query_heads: 0, layers })
+        Ok((model, KvDump { geometry, query_heads: 0, layers }))
     }
 }
 
-fn values(bytes: &Bytes) -> Vec<f32> {
-    let mut values = vec![0.0; bytes.len() / DType::F32.size_bytes()];
-    DType::F32.widen(bytes, &mut values);
+/// The sample is of the model, whatever sequences were named.
+async fn add_queries(client: &Client, model: ModelId, dump: &mut KvDump) -> Result<()> {
+    let mut sampled = Vec::new();
+    for layer in (0..dump.geometry.layers).map(LayerIndex) {
+        sampled.push(client.sample_queries(model, layer).await?);
+    }
+    let heads = sampled.first().map_or(0, |first| first.q_heads);
+    // Rows of all layers, or a fit could not weigh them all.
+    if heads == 0 || sampled.iter().any(|layer| layer.q_heads != heads) {
+        return Ok(());
+    }
+    dump.query_heads = heads as usize;
+    for (rows, sampled) in dump.layers.iter_mut().zip(sampled) {
+        rows.q = values(&sampled.q, sampled.dtype);
+    }
+    Ok(())
+}
+
+fn values(bytes: &Bytes, dtype: DType) -> Vec<f32> {
+    let mut values = vec![0.0; bytes.len() / dtype.size_bytes()];
+    dtype.widen(bytes, &mut values);
     values
 }

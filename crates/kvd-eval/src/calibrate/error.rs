@@ -6,8 +6,9 @@
 pub enum CalibrateError {
     /// `qpca` on rows without queries.
     #[error(
-        "codec {codec} looks at queries (qpca), and the samples have none: a daemon does not keep \
-         queries; use --model, or a --samples file with layer.N.q"
+        "codec {codec} looks at queries (qpca), and the samples have none: a daemon keeps those of \
+         models registered with k=raw once they were attended; or use --model, or a --samples file \
+         with layer.N.q"
     )]
     NoQueries {
         /// The codec.

@@ -36,7 +36,9 @@ impl ModelSource {
         let window = self.window;
         ensure!(window > 0, "windows of 0 tokens");
         ensure!(window <= longest, "windows of {window} tokens: the model has {longest} positions");
-        let windows = self.windows(&assets, config.bos_token_id)?;
+        let wanted = (self.tokens / window).max(1);
+        let wanted = samples::windows_with_room(&config, window, wanted);
+        let windows = self.windows(&assets, config.bos_token_id, wanted)?;
         ensure!(
             !windows.is_empty(),
             "the text has no whole window of {window} tokens; give --text or a smaller --window"
@@ -57,8 +59,7 @@ impl ModelSource {
         Ok(dump)
     }
 
-    fn windows(&self, assets: &Assets, bos: u32) -> Result<Vec<Window>> {
-        let wanted = (self.tokens / self.window).max(1);
+    fn windows(&self, assets: &Assets, bos: u32, wanted: usize) -> Result<Vec<Window>> {
         let mut windows = Vec::new();
         if self.texts.is_empty() {
             let count = Window::count(&assets.held_out, self.window);

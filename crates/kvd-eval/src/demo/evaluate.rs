@@ -3,6 +3,7 @@
 use super::options::DemoOptions;
 use super::report::CodecReport;
 use super::subject::{Reference, Subject};
+use crate::eval::EvalCodec;
 use crate::measure::{CodecRun, Registration, Rig};
 use crate::samples;
 use anyhow::{Context, Result};
@@ -24,15 +25,15 @@ pub(crate) struct Evaluation<'a> {
 
 impl Evaluation<'_> {
     /// Runs one codec.
-    pub(crate) async fn run(&mut self, codec: &str, spec: &CodecSpec) -> Result<CodecReport> {
+    pub(crate) async fn run(&mut self, codec: &EvalCodec) -> Result<CodecReport> {
         let begin = Instant::now();
-        let calibration = self.calibration(codec, spec).await?;
+        let EvalCodec { label, spec } = codec;
+        let calibration = self.calibration(label, spec).await?;
         let calibrated = begin.elapsed().as_secs_f64();
         let calibration_seconds = if calibration.is_empty() { 0.0 } else { calibrated };
         self.runs += 1;
-        let name = self.model_name(codec);
-        let registration =
-            Registration { name, label: codec, codec: codec.to_owned(), calibration };
+        let name = self.model_name(label);
+        let registration = Registration { name, label, codec: spec.to_string(), calibration };
         let mut run = CodecRun::open(&self.rig, registration).await?;
         let attention_error = run.attention_error(&self.reference.passages.clean).await?;
         run.take_latencies();
@@ -42,7 +43,7 @@ impl Evaluation<'_> {
         let latencies = run.take_latencies();
         let reference = &self.reference.report.generation.tokens;
         let report = CodecReport {
-            codec: codec.to_owned(),
+            codec: label.clone(),
             codec_spec: run.codec_spec().to_owned(),
             model: run.name().to_owned(),
             storage: run.storage(&stored).await?,
@@ -85,7 +86,7 @@ impl Evaluation<'_> {
     /// preset's, or the number of the run for a spec text.
     fn model_name(&self, codec: &str) -> String {
         let model = crate::model_name(&self.subject.assets.name);
-        let twice = self.options.codecs.iter().filter(|other| *other == codec).count() > 1;
+        let twice = self.options.codecs.iter().filter(|other| other.label == codec).count() > 1;
         match kvd_codec::preset(codec) {
             Some(_) if !twice => format!("{model}.{}", crate::plain(codec)),
             _ => format!("{model}.codec-{}", self.runs),

@@ -9,12 +9,12 @@ mod subject;
 pub use options::DemoOptions;
 pub use report::{CodecReport, DemoReport, Generation, ReferenceReport, Setup};
 
+use crate::eval::EvalCodec;
 use crate::measure::Rig;
 use crate::progress::Progress;
 use anyhow::{Context, Result};
 use evaluate::Evaluation;
 use kvd_client::{Client, ServerInfo};
-use kvd_codec::CodecSpec;
 use std::io::Write;
 use std::time::Instant;
 use subject::{Reference, Subject};
@@ -30,11 +30,11 @@ use subject::{Reference, Subject};
 pub async fn run(options: DemoOptions, out: &mut (dyn Write + Send)) -> Result<DemoReport> {
     let begin = Instant::now();
     options.check()?;
-    let codecs = options.codecs.iter().map(|codec| {
-        let spec = kvd_codec::resolve(codec).with_context(|| format!("codec {codec:?}"))?;
-        Ok((codec.as_str(), spec))
-    });
-    let codecs: Vec<(&str, CodecSpec)> = codecs.collect::<Result<_>>()?;
+    let under = |codec: &EvalCodec| EvalCodec {
+        label: codec.label.clone(),
+        spec: options.windows.apply(codec.spec.clone()),
+    };
+    let codecs: Vec<EvalCodec> = options.codecs.iter().map(under).collect();
     let connected = Client::connect(options.endpoint.clone()).await;
     let client = connected.with_context(|| format!("no daemon at {}", options.endpoint))?;
     let info = client.server_info().await?;
@@ -58,9 +58,9 @@ pub async fn run(options: DemoOptions, out: &mut (dyn Write + Send)) -> Result<D
         runs: 0,
     };
     let mut reports = Vec::new();
-    for (codec, spec) in &codecs {
-        let run = evaluation.run(codec, spec).await;
-        reports.push(run.with_context(|| format!("codec {codec}"))?);
+    for codec in &codecs {
+        let run = evaluation.run(codec).await;
+        reports.push(run.with_context(|| format!("codec {}", codec.label))?);
     }
     progress.finish();
     let report = DemoReport {
@@ -80,16 +80,12 @@ pub async fn run(options: DemoOptions, out: &mut (dyn Write + Send)) -> Result<D
     Ok(report)
 }
 
-fn expected_tokens(
-    options: &DemoOptions,
-    subject: &Subject,
-    codecs: &[(&str, CodecSpec)],
-) -> usize {
+fn expected_tokens(options: &DemoOptions, subject: &Subject, codecs: &[EvalCodec]) -> usize {
     let passages = options.passages * options.passage_tokens;
     let written = options.prompt_tokens + options.new_tokens;
     let clean_queries = options.passage_tokens - options.passage_tokens * 3 / 4;
     let clean_queries = clean_queries * subject.model.config().num_hidden_layers;
-    let calibrated = codecs.iter().any(|(_, spec)| spec.needs_calibration());
+    let calibrated = codecs.iter().any(|codec| codec.spec.needs_calibration());
     let calibration = subject.calibration.len() * options.passage_tokens;
     let every_run = passages + written;
     every_run + usize::from(calibrated) * calibration + codecs.len() * (every_run + clean_queries)
@@ -105,6 +101,7 @@ fn setup(options: &DemoOptions, info: &ServerInfo, subject: &Subject) -> Result<
         daemon_version: info.version.clone(),
         device: info.device.clone(),
         block_tokens: info.block_tokens_default,
+        windows: options.windows.to_string(),
         passages: options.passages,
         passage_tokens: options.passage_tokens,
         scored_from: options.scored_from(),

@@ -1,5 +1,6 @@
 //! What to run.
 
+use crate::eval::{EvalCodec, Windows};
 use crate::measure::MetricsSource;
 use anyhow::{Result, ensure};
 use kvd_client::Endpoint;
@@ -12,8 +13,10 @@ pub struct DemoOptions {
     pub endpoint: Endpoint,
     /// A model directory; the compiled-in fixture when absent.
     pub model_dir: Option<PathBuf>,
-    /// Presets or codec specs, one run each, in this order.
-    pub codecs: Vec<String>,
+    /// One run each, in this order.
+    pub codecs: Vec<EvalCodec>,
+    /// Windows that they all have, unless each keeps its own.
+    pub windows: Windows,
     /// Held-out passages to score.
     pub passages: usize,
     /// Tokens of a passage; positions from an eighth of it on are scored.
@@ -41,16 +44,20 @@ pub struct DemoOptions {
 }
 
 impl DemoOptions {
-    /// Codecs of a run that names none.
+    /// Presets of a run that names no codec.
     pub const CODECS: [&'static str; 5] = ["raw", "kivi-4", "vecinfer-2", "kvd-4", "kvd-2"];
+    /// Windows of such a run: wider ones would flatter a codec.
+    pub const WINDOWS: Windows = Windows::Same { sink: 32, recent: 96 };
 
     /// The demo as `kvd demo` runs it: the fixture, two passages of 2048 tokens.
     #[must_use]
     pub fn new(endpoint: Endpoint) -> Self {
+        let chosen = |codec: &EvalCodec| Self::CODECS.contains(&codec.label.as_str());
         Self {
             endpoint,
             model_dir: None,
-            codecs: Self::CODECS.map(str::to_owned).to_vec(),
+            codecs: EvalCodec::all_presets().into_iter().filter(chosen).collect(),
+            windows: Self::WINDOWS,
             passages: 2,
             passage_tokens: 2048,
             chunk_tokens: 8,

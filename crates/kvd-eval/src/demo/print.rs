@@ -121,13 +121,22 @@ fn quality(report: &DemoReport, out: &mut dyn Write) -> io::Result<()> {
         setup.passages, setup.passage_tokens, setup.chunk_tokens, quality.scored_tokens
     )?;
     write!(out, "{}", table(&header, &rows))?;
+    writeln!(out, "\n  {}", windows(&setup.windows))?;
     writeln!(
         out,
-        "\n  bits/value: packed blocks as stored, every byte counted. ratio: f16 bytes over bytes \
+        "  bits/value: packed blocks as stored, every byte counted. ratio: f16 bytes over bytes \
          held,\n  windows and open blocks included. attn error: what the codec changes in \
          attention outputs;\n  kernel error: what the daemon's arithmetic adds (both relative, \
          against f64)."
     )
+}
+
+fn windows(windows: &str) -> String {
+    if windows == "own" {
+        return "Every codec has windows of its own: what wider ones gain is no merit of a codec."
+            .to_owned();
+    }
+    format!("The same windows for every codec, in the stored precision: {windows}.")
 }
 
 fn storage(report: &DemoReport, out: &mut dyn Write) -> io::Result<()> {

@@ -31,6 +31,8 @@ pub struct Setup {
     pub device: String,
     /// Tokens per block.
     pub block_tokens: u32,
+    /// Windows of all codecs, or `own`.
+    pub windows: String,
     /// Held-out passages.
     pub passages: usize,
     /// Tokens of each.
@@ -59,7 +61,7 @@ pub struct ReferenceReport {
 /// A run with one codec.
 #[derive(Clone, Debug, Serialize)]
 pub struct CodecReport {
-    /// As asked.
+    /// A preset's name, a policy file's stem, or the spec as asked for.
     pub codec: String,
     /// As the daemon understood it.
     pub codec_spec: String,

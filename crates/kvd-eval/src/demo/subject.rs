@@ -5,7 +5,7 @@ use super::report::{Generation, ReferenceReport};
 use crate::measure::PassageReference;
 use crate::model_report::ModelReport;
 use crate::progress::Progress;
-use crate::text;
+use crate::{samples, text};
 use anyhow::{Context, Result, ensure};
 use kvd_engine::{Assets, Continuation, LocalAttention, Model, ModelConfig, Window, generate};
 use std::ops::Range;
@@ -50,7 +50,9 @@ impl Subject {
         let prompt = start..start + written;
         let apart = |w: &usize| (w + 1) * tokens <= prompt.start || w * tokens >= prompt.end;
         let free: Vec<usize> = (options.passages..windows).filter(apart).collect();
-        let calibration = text::spread(0..free.len(), options.calibration_windows.min(free.len()));
+        let calibrated = options.calibration_windows.min(free.len());
+        let calibrated = samples::windows_with_room(&config, tokens, calibrated);
+        let calibration = text::spread(0..free.len(), calibrated);
         let window = |index| Window::new(ids, bos, tokens, index);
         Ok(Self {
             passages: (0..options.passages).map(window).collect::<Result<_>>()?,

@@ -25,29 +25,18 @@ impl EvalCodec {
         kvd_codec::presets().iter().filter_map(named).collect()
     }
 
-    /// A policy file: one spec text over any number of lines, `#` begins a comment.
+    /// A policy file: one text over any number of lines, `#` begins a comment.
     ///
     /// # Errors
     /// When the file cannot be read or its text is no codec.
     pub fn from_file(path: &Path) -> Result<Self> {
         let text = std::fs::read_to_string(path);
         let text = text.with_context(|| format!("cannot read {}", path.display()))?;
-        let spec = policy_text(&text).parse::<CodecSpec>();
+        let spec = kvd_codec::resolve(&text);
         let spec = spec.with_context(|| format!("policy file {}", path.display()))?;
         let label = path.file_stem().map_or_else(String::new, |s| s.to_string_lossy().into_owned());
         Ok(Self { label, spec })
     }
-}
-
-/// The spec in a policy file. A comment becomes spaces, so that the place an error names is that
-/// in the file.
-fn policy_text(text: &str) -> String {
-    let mut comment = false;
-    let visible = |c: char| {
-        comment = c != '\n' && (comment || c == '#');
-        if comment { ' ' } else { c }
-    };
-    text.chars().map(visible).collect()
 }
 
 impl FromStr for EvalCodec {

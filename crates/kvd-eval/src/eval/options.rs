@@ -27,8 +27,8 @@ pub struct EvalOptions {
     pub passage_tokens: usize,
     /// Tokens per step: see `DemoOptions::chunk_tokens`.
     pub chunk_tokens: usize,
-    /// Windows of the model's own text, from its end, that calibrations are fitted on; fewer
-    /// where the text is short.
+    /// Windows that calibrations are fitted on, spread over what is not scored of the model's own
+    /// text; fewer where the text is short or the model's rows are large.
     pub calibration_windows: usize,
     /// An artefact to use instead of fitting, for every codec that needs one.
     pub calibration: Option<PathBuf>,

@@ -77,12 +77,28 @@ fn quality(block: &Block) -> Sheet {
             number(row.quality.top1_agreement_percent, 2),
         ]
     }));
-    let note = "bits/value: packed blocks as stored, every byte counted, windows not; K and V: the \
-                same for keys and for values. attn error: what the codec changes in attention \
-                outputs, kernel error: what the daemon's arithmetic adds (both relative, against \
-                f64, on clean queries). KL: from the run without kvd to this one, mean over \
-                positions.";
-    sheet("Quality", &header, rows, note.to_owned())
+    let mut note =
+        "bits/value: packed blocks as stored, every byte counted, windows not; K and V: the same \
+         for keys and for values. attn error: what the codec changes in attention outputs, kernel \
+         error: what the daemon's arithmetic adds (both relative, against f64, on clean queries). \
+         KL: from the run without kvd to this one, mean over positions."
+            .to_owned();
+    note.extend(block.rows.iter().filter_map(|row| fallbacks(block, row)));
+    sheet("Quality", &header, rows, note)
+}
+
+/// What was not stored as the codec says; its bits and its error are of a mixture then.
+fn fallbacks(block: &Block, row: &EvalRow) -> Option<String> {
+    let (raw, safer) = (row.storage.fallback_pages, row.storage.over_bound_pages);
+    let label = label(block, row);
+    match (raw, safer) {
+        (0, 0) => None,
+        (_, 0) => Some(format!(" {label}: {raw} pages could not be quantized and are raw.")),
+        _ => Some(format!(
+            " {label}: {safer} pages were over its bound and are stored with a safer side, {raw} \
+             could not be quantized and are raw."
+        )),
+    }
 }
 
 fn parts(report: &EvalReport, block: &Block) -> Sheet {
@@ -212,6 +228,12 @@ pub fn print(report: &EvalReport, out: &mut dyn Write) -> io::Result<()> {
             setup.chunk_tokens,
             block.without_kvd.scored_tokens
         )?;
+        if block.windows == "own" {
+            writeln!(
+                out,
+                "Each codec has its own windows: what wider ones gain is no merit of it."
+            )?;
+        }
         for (label, codec) in legend(block) {
             writeln!(out, "{label} is {codec}")?;
         }

@@ -1,7 +1,7 @@
 //! The model and the texts of an evaluation, as windows of tokens.
 
 use super::EvalOptions;
-use crate::text;
+use crate::{samples, text};
 use anyhow::{Context, Result, ensure};
 use kvd_engine::{Assets, Model, ModelConfig, Window};
 use std::path::PathBuf;
@@ -39,6 +39,7 @@ impl Material {
         // The model's own text gives passages from its front only where no other text is named.
         let scored = if options.texts.is_empty() { options.passages } else { 0 };
         let calibrated = options.calibration_windows.min(own.saturating_sub(scored));
+        let calibrated = samples::windows_with_room(&config, tokens, calibrated);
         let needs = options.codecs.iter().any(|codec| codec.spec.needs_calibration());
         ensure!(
             calibrated > 0 || !needs || options.calibration.is_some(),

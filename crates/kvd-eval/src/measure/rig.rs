@@ -136,7 +136,11 @@ impl<'a> CodecRun<'a> {
     pub(crate) async fn storage(&self, stored: &StoredParts) -> Result<Storage> {
         let description = self.rig.client.describe_model(self.registered.model).await?;
         let model = description.model.context("the daemon's description of a model is empty")?;
-        Ok(stored.storage(model.calibration_bytes + model.table_bytes))
+        Ok(Storage {
+            fallback_pages: model.fallback_pages,
+            over_bound_pages: model.over_bound_pages_k + model.over_bound_pages_v,
+            ..stored.storage(model.calibration_bytes + model.table_bytes)
+        })
     }
 
     /// Client-side latencies since the last call of this.

@@ -52,6 +52,10 @@ pub struct Storage {
     pub model_bytes: u64,
     /// `model_bytes` spread over the values stored here, in bits; not part of `bits_per_value`.
     pub model_bits_amortised: f64,
+    /// Pages that could not be quantized and were kept raw, of all that the model has stored.
+    pub fallback_pages: u64,
+    /// Measured pages over the bound that the codec declares, kept with a safer side.
+    pub over_bound_pages: u64,
     /// The counts behind these numbers.
     pub parts: StoredParts,
 }
@@ -98,6 +102,8 @@ impl StoredParts {
             ratio: 2.0 * values as f64 / (self.packed_bytes + self.raw_bytes).max(1) as f64,
             model_bytes,
             model_bits_amortised: bits(model_bytes, values),
+            fallback_pages: 0,
+            over_bound_pages: 0,
             parts: *self,
         }
     }

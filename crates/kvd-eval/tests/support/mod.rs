@@ -295,6 +295,13 @@ impl v1::kvd_server::Kvd for StandIn {
         Ok(Response::new(ReceiverStream::new(receiver)))
     }
 
+    async fn sample_queries(
+        &self,
+        _: Request<v1::SampleQueriesRequest>,
+    ) -> Result<Response<v1::SampleQueriesResponse>, Status> {
+        Err(Status::unimplemented("not part of the stand-in"))
+    }
+
     async fn list_models(
         &self,
         _: Request<v1::ListModelsRequest>,

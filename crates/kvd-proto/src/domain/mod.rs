@@ -8,6 +8,7 @@ mod attend;
 mod load;
 mod model;
 mod payload;
+mod queries;
 mod sequence;
 mod store;
 
@@ -15,5 +16,6 @@ pub use attend::{AttendBatch, AttendQuery, Attended};
 pub use load::{LoadPiece, LoadRange};
 pub use model::{ModelSpec, RegisteredModel};
 pub use payload::inline;
+pub use queries::SampledQueries;
 pub use sequence::{ForkedSequence, SequenceFork, SequenceTruncation};
 pub use store::{StoreAck, StoreChunk};

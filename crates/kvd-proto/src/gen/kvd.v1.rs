@@ -301,6 +301,25 @@ pub struct LoadBlocksResponse {
     pub v: ::core::option::Option<Payload>,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct SampleQueriesRequest {
+    #[prost(uint64, tag = "1")]
+    pub model_id: u64,
+    #[prost(uint32, tag = "2")]
+    pub layer: u32,
+}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct SampleQueriesResponse {
+    /// 0 without rows.
+    #[prost(uint32, tag = "1")]
+    pub q_heads: u32,
+    /// The model's.
+    #[prost(enumeration = "DType", tag = "2")]
+    pub dtype: i32,
+    /// \[tokens, q_heads, head_dim_k\]
+    #[prost(message, optional, tag = "3")]
+    pub q: ::core::option::Option<Payload>,
+}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct GetStatsRequest {}
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct GetStatsResponse {
@@ -342,7 +361,7 @@ pub struct ModelStats {
     pub calibration_bytes: u64,
     #[prost(uint64, tag = "7")]
     pub table_bytes: u64,
-    /// Relative root-mean-square error of sampled packed blocks; 0 while none was sampled.
+    /// Relative root-mean-square error of about the last 256 sampled blocks; 0 while none was sampled.
     #[prost(double, tag = "8")]
     pub sampled_error_k: f64,
     #[prost(double, tag = "9")]
@@ -955,6 +974,29 @@ pub mod kvd_client {
             req.extensions_mut().insert(GrpcMethod::new("kvd.v1.Kvd", "LoadBlocks"));
             self.inner.server_streaming(req, path, codec).await
         }
+        /// A sample of the queries that attends of a layer have asked, for calibrations. Only models whose
+        /// keys are kept exactly (`k=raw`) have one.
+        pub async fn sample_queries(
+            &mut self,
+            request: impl tonic::IntoRequest<super::SampleQueriesRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::SampleQueriesResponse>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static("/kvd.v1.Kvd/SampleQueries");
+            let mut req = request.into_request();
+            req.extensions_mut().insert(GrpcMethod::new("kvd.v1.Kvd", "SampleQueries"));
+            self.inner.unary(req, path, codec).await
+        }
         /// What the daemon holds: pool use and, by model, stored bytes by part.
         pub async fn get_stats(
             &mut self,
@@ -1115,6 +1157,15 @@ pub mod kvd_server {
             &self,
             request: tonic::Request<super::LoadBlocksRequest>,
         ) -> std::result::Result<tonic::Response<Self::LoadBlocksStream>, tonic::Status>;
+        /// A sample of the queries that attends of a layer have asked, for calibrations. Only models whose
+        /// keys are kept exactly (`k=raw`) have one.
+        async fn sample_queries(
+            &self,
+            request: tonic::Request<super::SampleQueriesRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::SampleQueriesResponse>,
+            tonic::Status,
+        >;
         /// What the daemon holds: pool use and, by model, stored bytes by part.
         async fn get_stats(
             &self,
@@ -1815,6 +1866,49 @@ pub mod kvd_server {
                                 max_encoding_message_size,
                             );
                         let res = grpc.server_streaming(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/kvd.v1.Kvd/SampleQueries" => {
+                    #[allow(non_camel_case_types)]
+                    struct SampleQueriesSvc<T: Kvd>(pub Arc<T>);
+                    impl<T: Kvd> tonic::server::UnaryService<super::SampleQueriesRequest>
+                    for SampleQueriesSvc<T> {
+                        type Response = super::SampleQueriesResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::SampleQueriesRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Kvd>::sample_queries(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = SampleQueriesSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
                         Ok(res)
                     };
                     Box::pin(fut)

@@ -1,6 +1,6 @@
 //! `kvd calibrate`: a calibration artefact from a dump, a model, or a daemon.
 
-use super::CliError;
+use super::{CliError, eval};
 use clap::{ArgGroup, Args};
 use kvd_client::Endpoint;
 use kvd_core::{Namespace, SequenceId};
@@ -20,7 +20,7 @@ const MODEL_TOKENS: usize = 45_056;
 pub(super) struct CalibrateArgs {
     /// Codec to fit: a preset, a spec, or @FILE for a policy file; may be repeated, the artefact
     /// then serves all of them.
-    #[arg(long, value_name = "CODEC", value_parser = codec, requires = "out")]
+    #[arg(long, value_name = "CODEC", value_parser = eval::codec, requires = "out")]
     codec: Vec<EvalCodec>,
     /// Where to write the artefact.
     #[arg(long, value_name = "FILE", requires = "codec")]
@@ -60,10 +60,6 @@ pub(super) struct CalibrateArgs {
     /// Seed of the fits: the same rows, codecs and seed give the same bytes.
     #[arg(long, value_name = "N", default_value_t = 1)]
     seed: u64,
-}
-
-fn codec(text: &str) -> Result<EvalCodec, String> {
-    text.parse().map_err(|error: anyhow::Error| format!("{error:#}"))
 }
 
 fn endpoint(text: &str) -> Result<Endpoint, String> {

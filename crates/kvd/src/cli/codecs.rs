@@ -1,6 +1,6 @@
 //! `kvd codecs`: the presets, as a table.
 
-use kvd_codec::{presets, resolve};
+use kvd_codec::{Quantizer, presets, resolve};
 use kvd_core::{DType, Geometry, RopePairing, Side};
 use std::fmt::Write;
 
@@ -23,7 +23,11 @@ pub(super) fn table() -> String {
         let spec = resolve(preset.name).expect("a test parses every preset");
         let mut lines = vec![preset.summary.to_owned(), preset.spec_text.to_owned()];
         for side in Side::BOTH {
-            let bits = spec.side(side).implied_bits(&GEOMETRY, side);
+            let of_side = spec.side(side);
+            let bits = match of_side.quantizer {
+                Quantizer::Grid { rate } => format!("about {rate}, everything counted, by its fit"),
+                _ => of_side.implied_bits(&GEOMETRY, side).to_string(),
+            };
             lines.push(format!("bits/value of {side}: {bits}"));
         }
         lines.push(format!("source: {}", preset.source));
@@ -51,5 +55,6 @@ mod tests {
         }
         assert!(table.contains("bits/value of k: 4.000 codes + 1.000 scales + 0.031 header"));
         assert!(table.contains("bits/value of v: codes depend on the data"));
+        assert!(table.contains("bits/value of k: about 2.35, everything counted"));
     }
 }

@@ -1,19 +1,25 @@
 //! `kvd demo`: a daemon in this process and the demo as its client, over loopback gRPC.
 
 use super::local::{self, Local};
-use super::{CliError, serve::stop_signal};
+use super::{CliError, eval, serve::stop_signal};
 use crate::daemon::Running;
 use clap::Args;
 use kvd_eval::demo::{self, DemoOptions};
+use kvd_eval::eval::{EvalCodec, Windows};
 use std::io::Write;
 use std::path::PathBuf;
 
 /// What to run; the defaults take under two minutes on two cores.
 #[derive(Args)]
 pub(super) struct DemoArgs {
-    /// Codec to run, as a preset or a spec; may be repeated. See `kvd codecs`.
-    #[arg(long, value_name = "CODEC")]
-    codec: Vec<String>,
+    /// Codec to run, as a preset, a spec or `@FILE` for a policy file; may be repeated. See `kvd
+    /// codecs`.
+    #[arg(long, value_name = "CODEC", value_parser = eval::codec)]
+    codec: Vec<EvalCodec>,
+    /// Windows of all codecs: `sink=N,recent=N`, or `own`. When absent, `sink=32,recent=96` for the
+    /// default codecs and `own` for those named.
+    #[arg(long, value_name = "WINDOWS", value_parser = eval::windows)]
+    windows: Option<Windows>,
     /// Model folder (config.json, model.safetensors, tokenizer.json, eval_ids.u16); the built-in
     /// tiny model when absent.
     #[arg(long, value_name = "DIR")]
@@ -39,7 +45,7 @@ pub(super) struct DemoArgs {
 }
 
 pub(super) async fn demo(args: DemoArgs) -> Result<(), CliError> {
-    let local = Local { admin: &args.admin, pool: &args.pool };
+    let local = Local { admin: &args.admin, pool: &args.pool, block_tokens: local::BLOCK_TOKENS };
     local.run(async |running| report(&args, running).await.map_err(CliError::from)).await
 }
 
@@ -47,7 +53,9 @@ async fn report(args: &DemoArgs, running: &Running) -> anyhow::Result<()> {
     let mut options = DemoOptions::new(local::endpoint(running)?);
     if !args.codec.is_empty() {
         options.codecs.clone_from(&args.codec);
+        options.windows = Windows::Own;
     }
+    options.windows = args.windows.unwrap_or(options.windows);
     options.model_dir.clone_from(&args.model);
     options.passages = args.passages.unwrap_or(options.passages);
     options.new_tokens = args.tokens.unwrap_or(options.new_tokens);

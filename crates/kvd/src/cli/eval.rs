@@ -83,18 +83,21 @@ pub(super) struct EvalArgs {
     /// Page memory of the daemon.
     #[arg(long, value_name = "SIZE", default_value = "1 GiB")]
     pool: String,
+    /// Tokens per block, which groups of tokens cannot exceed.
+    #[arg(long, value_name = "N", default_value_t = local::BLOCK_TOKENS)]
+    block_tokens: u32,
 }
 
-fn codec(text: &str) -> Result<EvalCodec, String> {
+pub(super) fn codec(text: &str) -> Result<EvalCodec, String> {
     text.parse().map_err(|error: anyhow::Error| format!("{error:#}"))
 }
 
-fn windows(text: &str) -> Result<Windows, String> {
+pub(super) fn windows(text: &str) -> Result<Windows, String> {
     text.parse().map_err(|error: anyhow::Error| format!("{error:#}"))
 }
 
 pub(super) async fn eval(args: EvalArgs) -> Result<(), CliError> {
-    let local = Local { admin: "", pool: &args.pool };
+    let local = Local { admin: "", pool: &args.pool, block_tokens: args.block_tokens };
     local.run(async |running| report(&args, running).await.map_err(CliError::from)).await
 }
 

@@ -14,7 +14,12 @@ pub(super) struct Local<'a> {
     pub(super) admin: &'a str,
     /// Page memory.
     pub(super) pool: &'a str,
+    /// Tokens per block.
+    pub(super) block_tokens: u32,
 }
+
+/// Tokens per block unless a command asks for others: what the daemon's default is.
+pub(super) const BLOCK_TOKENS: u32 = 64;
 
 impl Local<'_> {
     /// Starts a daemon, does `work` with it and drains it, also after a signal.
@@ -22,10 +27,12 @@ impl Local<'_> {
         &self,
         work: impl AsyncFnOnce(&Running) -> Result<(), CliError>,
     ) -> Result<(), CliError> {
+        let block_tokens = self.block_tokens.to_string();
         let flags = [
             ("server.listen_tcp", "127.0.0.1:0"),
             ("admin.listen", self.admin),
             ("device.pool_bytes", self.pool),
+            ("defaults.block_tokens", &block_tokens),
             ("log.filter", "warn"),
         ];
         let flags = flags.map(|(key, value)| (key.to_owned(), value.to_owned())).to_vec();

@@ -71,6 +71,8 @@ pub struct Config {
     pub sequence_layers_max: u64,
     /// Calibration artefact of one model.
     pub calibration_bytes_max: usize,
+    /// Queries that a model whose keys are kept exactly keeps a sample of, all layers; 0 for none.
+    pub query_sample_bytes_max: u64,
     /// Bytes of requests and answers on their way through the device.
     pub inflight_bytes_max: usize,
     /// Regions that workers share.
@@ -132,35 +134,30 @@ impl Config {
     }
 
     fn validate(raw: &RawConfig) -> Result<Self, ConfigError> {
+        let (server, limits) = (&raw.server, &raw.limits);
         let config = Self {
-            listen_tcp: address("server.listen_tcp", &raw.server.listen_tcp)?,
-            listen_unix: path(&raw.server.listen_unix),
-            listen_region: path(&raw.server.listen_region),
+            listen_tcp: address("server.listen_tcp", &server.listen_tcp)?,
+            listen_unix: path(&server.listen_unix),
+            listen_region: path(&server.listen_region),
             admin_listen: address("admin.listen", &raw.admin.listen)?,
-            message_bytes_max: size("server.message_bytes_max", raw.server.message_bytes_max)?,
-            stream_window_bytes: window(
-                "server.stream_window_bytes",
-                raw.server.stream_window_bytes,
-            )?,
+            message_bytes_max: size("server.message_bytes_max", server.message_bytes_max)?,
+            stream_window_bytes: window("server.stream_window_bytes", server.stream_window_bytes)?,
             connection_window_bytes: window(
                 "server.connection_window_bytes",
-                raw.server.connection_window_bytes,
+                server.connection_window_bytes,
             )?,
             keepalive_interval: millis(
                 "server.keepalive_interval_ms",
-                raw.server.keepalive_interval_ms,
+                server.keepalive_interval_ms,
             )?,
-            keepalive_timeout: millis(
-                "server.keepalive_timeout_ms",
-                raw.server.keepalive_timeout_ms,
-            )?,
+            keepalive_timeout: millis("server.keepalive_timeout_ms", server.keepalive_timeout_ms)?,
             streams_per_connection_max: at_least(
                 "server.streams_per_connection_max",
-                raw.server.streams_per_connection_max,
+                server.streams_per_connection_max,
                 1,
             )?,
-            connections_max: permits("server.connections_max", raw.server.connections_max)?,
-            grace_period: Duration::from_millis(raw.server.grace_period_ms),
+            connections_max: permits("server.connections_max", server.connections_max)?,
+            grace_period: Duration::from_millis(server.grace_period_ms),
             device: device(&raw.device.device)?,
             pool_bytes: at_least("device.pool_bytes", raw.device.pool_bytes.as_u64(), 1 << 20)?,
             prefault: raw.device.prefault,
@@ -168,27 +165,28 @@ impl Config {
             pin_threads: raw.device.pin_threads,
             precision: precision(&raw.device.precision)?,
             queue_jobs_max: queue_jobs(raw.device.queue_jobs_max)?,
-            models_max: at_least("limits.models_max", raw.limits.models_max, 1)?,
-            sequences_max: at_least("limits.sequences_max", raw.limits.sequences_max, 1)?,
+            models_max: at_least("limits.models_max", limits.models_max, 1)?,
+            sequences_max: at_least("limits.sequences_max", limits.sequences_max, 1)?,
             tokens_per_sequence_max: at_least(
                 "limits.tokens_per_sequence_max",
-                raw.limits.tokens_per_sequence_max,
+                limits.tokens_per_sequence_max,
                 1,
             )?,
             sequence_layers_max: at_least(
                 "limits.sequence_layers_max",
-                raw.limits.sequence_layers_max,
+                limits.sequence_layers_max,
                 1,
             )?,
             calibration_bytes_max: size(
                 "limits.calibration_bytes_max",
-                raw.limits.calibration_bytes_max,
+                limits.calibration_bytes_max,
             )?,
-            inflight_bytes_max: size("limits.inflight_bytes_max", raw.limits.inflight_bytes_max)?,
-            regions_max: permits("limits.regions_max", raw.limits.regions_max)?,
-            region_bytes_max: size("limits.region_bytes_max", raw.limits.region_bytes_max)? as u64,
-            attend_parts_max: at_least("limits.attend_parts_max", raw.limits.attend_parts_max, 1)?,
-            attend_work_max: at_least("limits.attend_work_max", raw.limits.attend_work_max, 1)?,
+            query_sample_bytes_max: limits.query_sample_bytes_max.as_u64(),
+            inflight_bytes_max: size("limits.inflight_bytes_max", limits.inflight_bytes_max)?,
+            regions_max: permits("limits.regions_max", limits.regions_max)?,
+            region_bytes_max: size("limits.region_bytes_max", limits.region_bytes_max)? as u64,
+            attend_parts_max: at_least("limits.attend_parts_max", limits.attend_parts_max, 1)?,
+            attend_work_max: at_least("limits.attend_work_max", limits.attend_work_max, 1)?,
             namespaces: namespaces(&raw.namespaces.allowed)?,
             block_tokens_default: block_tokens(raw.defaults.block_tokens)?,
             log_json: log_json(&raw.log.format)?,

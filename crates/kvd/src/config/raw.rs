@@ -94,6 +94,7 @@ pub struct Limits {
     pub tokens_per_sequence_max: u32,
     pub sequence_layers_max: u64,
     pub calibration_bytes_max: ByteSize,
+    pub query_sample_bytes_max: ByteSize,
     pub inflight_bytes_max: ByteSize,
     pub regions_max: usize,
     pub region_bytes_max: ByteSize,

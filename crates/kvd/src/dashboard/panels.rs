@@ -250,8 +250,8 @@ fn held() -> Vec<Panel> {
         lines("Bits per packed value", "none", [Query::largest(BitsPerValue, MODEL)])
             .explained(BitsPerValue),
         lines("Codec error and declared bound", "percentunit", errors).described(
-            "Relative root-mean-square error of sampled blocks, and the bound that the codec \
-             declares; 0 without one.",
+            "Relative root-mean-square error of recently sampled blocks, and the bound that the \
+             codec declares; 0 without one.",
         ),
         lines("Packed bytes by side", "bytes", [Query::level(PackedBytes, MODEL_SIDE)])
             .explained(PackedBytes),

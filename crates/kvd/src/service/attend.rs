@@ -55,6 +55,9 @@ impl Service {
         let parts = self.check_work(&batch, &reads, model.shape.geometry.block_tokens)?;
         let inflight =
             self.inflight.take(batch.q.len() as u64 + reply_bytes + parts * PART_BYTES)?;
+        if let Some(sample) = &model.queries {
+            sample.offer(&batch);
+        }
         // `pins` keeps what the plan names alive until the device has answered.
         let (queries, pins) = self.plan_queries(call, &batch, &reads)?;
         let query_tokens = batch.rows();

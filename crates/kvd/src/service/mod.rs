@@ -9,6 +9,7 @@ mod load;
 mod model;
 mod pack;
 mod plan;
+mod query_sample;
 mod region;
 mod register;
 mod sequence;

@@ -1,6 +1,7 @@
 //! Registered models: a name in a namespace, bound to one geometry, codec and calibration.
 
 use super::ServiceError;
+use super::query_sample::QuerySample;
 use crate::metrics::ModelMetrics;
 use kvd_codec::CodecSpec;
 use kvd_core::{ErrorCode, ModelId, Namespace, SequenceId};
@@ -24,8 +25,10 @@ pub struct Model {
     pub fingerprint: String,
     /// Handles with this model's labels.
     pub metrics: ModelMetrics,
-    /// Squared error and squared norm of sampled blocks, by side.
-    pub(super) sampled: Mutex<[(f64, f64); 2]>,
+    /// Of what it is asked, where keys are kept exactly.
+    pub(super) queries: Option<QuerySample>,
+    /// Of sampled blocks, by side.
+    pub(super) sampled: Mutex<[SampledError; 2]>,
     /// Pages kept raw because they could not be quantized.
     pub(super) fallback_pages: AtomicU64,
     /// Pages over the codec's bound, by side.
@@ -50,12 +53,35 @@ impl Model {
         [0, 1].map(|side: usize| self.over_bound_pages[side].load(Ordering::Relaxed))
     }
 
-    /// Relative root-mean-square error of sampled blocks, by side; 0 while none was sampled.
+    /// Relative root-mean-square error of recently sampled blocks, by side; none before the first.
     #[must_use]
-    pub fn sampled_error(&self) -> [f64; 2] {
-        self.sampled
-            .lock()
-            .map(|(error, norm)| if norm > 0.0 { (error / norm).sqrt() } else { 0.0 })
+    pub fn sampled_error(&self) -> [Option<f64>; 2] {
+        self.sampled.lock().map(|sampled| sampled.ratio())
+    }
+}
+
+/// Squared error and squared norm of sampled blocks. Older ones fade, so that data unlike the
+/// calibration shows however long a daemon has run.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct SampledError {
+    error: f64,
+    norm: f64,
+    any: bool,
+}
+
+impl SampledError {
+    /// What one more block leaves of those before it: their weights sum to about 256 blocks.
+    const KEPT: f64 = 1.0 - 1.0 / 256.0;
+
+    pub(super) fn add(&mut self, (error, norm): (f64, f64)) {
+        self.error = self.error * Self::KEPT + error;
+        self.norm = self.norm * Self::KEPT + norm;
+        self.any = true;
+    }
+
+    fn ratio(&self) -> Option<f64> {
+        let ratio = if self.norm > 0.0 { (self.error / self.norm).sqrt() } else { 0.0 };
+        self.any.then_some(ratio)
     }
 }
 
@@ -195,4 +221,22 @@ fn name_taken(name: &str) -> ServiceError {
              unregister it or choose another name"
         ),
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::SampledError;
+
+    #[test]
+    fn old_blocks_fade_and_none_is_not_zero() {
+        let mut sampled = SampledError::default();
+        assert_eq!(sampled.ratio(), None);
+        (0..100_000).for_each(|_| sampled.add((0.01, 1.0)));
+        assert!((sampled.ratio().unwrap() - 0.1).abs() < 1e-9);
+        (0..1024).for_each(|_| sampled.add((0.25, 1.0)));
+        assert!(sampled.ratio().unwrap() > 0.49);
+        let mut zeros = SampledError::default();
+        zeros.add((0.0, 0.0));
+        assert_eq!(zeros.ratio(), Some(0.0));
+    }
 }

@@ -112,10 +112,7 @@ impl Packer<'_> {
         if let Some(sums) = pages.sampled {
             metrics.sampled_blocks.increment(1);
             let mut total = model.sampled.lock();
-            for (total, sum) in total.iter_mut().zip(sums) {
-                total.0 += sum.0;
-                total.1 += sum.1;
-            }
+            total.iter_mut().zip(sums).for_each(|(total, sums)| total.add(sums));
         }
         let accounting = PackedBytes {
             codes: pages.parts.codes,

@@ -3,6 +3,7 @@
 //! Both change in one lane job. It runs whole or not at all, whatever becomes of the caller: a
 //! model that is registered can be found, and one that cannot be found is not on the device.
 
+use super::query_sample::QuerySample;
 use super::{Call, Model, Service, ServiceError};
 use crate::metrics::ModelMetrics;
 use kvd_codec::{Calibration, CodecSpec, ModelCodec};
@@ -66,6 +67,7 @@ impl Service {
         let label = codec_label(&spec.codec, &fingerprint);
         let (models, metrics, namespace) =
             (self.models.clone(), self.metrics.clone(), call.namespace.clone());
+        let queries = QuerySample::new(&spec.geometry, &codec, &self.config);
         let register = move |backend: &mut dyn Backend| {
             backend.supports(&runtime)?;
             let name = spec.name.clone();
@@ -86,6 +88,7 @@ impl Service {
                     spec: codec,
                     codec: spec.codec,
                     fingerprint,
+                    queries,
                     sampled: Mutex::default(),
                     fallback_pages: AtomicU64::new(0),
                     over_bound_pages: Default::default(),

@@ -87,7 +87,8 @@ fn refresh_model(model: &Model, usage: &ModelUsage) {
     let value_bytes = model.shape.geometry.dtype.size_bytes() as f64;
     metrics.compression_ratio.set(compression_ratio(stored, value_bytes));
     for (gauge, error) in metrics.codec_error.iter().zip(model.sampled_error()) {
-        gauge.set(error);
+        // No number: neither exact nor over any threshold of an alert.
+        gauge.set(error.unwrap_or(f64::NAN));
     }
     for (gauge, bound) in metrics.error_bound.iter().zip(model.spec.bounds) {
         gauge.set(bound.map_or(0.0, f64::from));

@@ -24,7 +24,8 @@ pub(super) fn model_description(stats: &ModelStats) -> v1::DescribeModelResponse
 }
 
 pub(super) fn model_stats(stats: &ModelStats) -> v1::ModelStats {
-    let [sampled_error_k, sampled_error_v] = stats.model.sampled_error();
+    let [sampled_error_k, sampled_error_v] =
+        stats.model.sampled_error().map(Option::unwrap_or_default);
     let [over_bound_pages_k, over_bound_pages_v] = stats.model.over_bound_pages();
     v1::ModelStats {
         model_id: stats.model.shape.id.0,

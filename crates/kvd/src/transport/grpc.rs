@@ -6,7 +6,7 @@ use super::convert;
 use super::measure::{answer, refuse};
 use super::stream::{self, ReplyStream};
 use crate::service::{Call, Service, ServiceError};
-use kvd_core::{Coded, ModelId, SequenceId};
+use kvd_core::{Coded, LayerIndex, ModelId, SequenceId};
 use kvd_proto::domain::{AttendBatch, LoadRange, ModelSpec, StoreChunk};
 use kvd_proto::v1::{self, kvd_server::Kvd};
 use std::sync::Arc;
@@ -267,6 +267,18 @@ impl Kvd for Grpc {
             }
         });
         Ok(Response::new(Box::pin(ReceiverStream::new(receiver))))
+    }
+
+    async fn sample_queries(
+        &self,
+        request: Request<v1::SampleQueriesRequest>,
+    ) -> Result<Response<v1::SampleQueriesResponse>, Status> {
+        let message = *request.get_ref();
+        let (model, layer) = (ModelId(message.model_id), LayerIndex(message.layer));
+        self.rpc("SampleQueries", request.metadata(), async |call| {
+            Ok(self.service.sampled_queries(call, model, layer)?.into())
+        })
+        .await
     }
 
     async fn get_stats(

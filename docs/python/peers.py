@@ -1,0 +1,261 @@
+"""kvd's attention and encoding beside peers that install as packages, in turns, on one core.
+
+    python3 -m venv venv && venv/bin/pip install numpy torch onnx onnxruntime faiss-cpu
+    cargo build --release
+    venv/bin/python docs/python/peers.py --kvd target/release/kvd
+
+Attention: decoding with the heads of Llama-3.1-8B (32 query and 8 KV heads of 128 channels), one
+sequence, one query token; nanoseconds of processor time per token and KV head, four query heads
+included. Keys and values rotate over more bytes than the last-level cache holds. Every peer in its
+best form known to us: torch with the query heads of a KV head folded into rows, onnxruntime with
+past and present in one buffer. Encoding: nanoseconds per value.
+
+A peer that is not installed is named and left out. Only ratios within one run mean anything.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+
+KV_HEADS, GROUP, DIM = 8, 4, 128
+ATTEND = (
+    "raw fp8 kivi-4 kivi-2 innerq-2 polar-4+4 turbo-4 vecinfer-2 vecinfer-2-reg "
+    "kvd-2-fast kvcomp kvd-4 kvd-2"
+).split()
+# A side of kvd and the sub-vectors and bits of the faiss quantizer that does the same.
+ENCODE = {"v=vq(d=4,b=8)": (32, 8), "v=vq(d=2,b=4)": (64, 4)}
+
+
+class Rows:
+    """Figures by name, in the order in which names came."""
+
+    def __init__(self):
+        self.runs = {}
+
+    def add(self, name, runs):
+        self.runs.setdefault(name, []).extend(runs)
+
+    def markdown(self, unit, peers):
+        """A table; one more column for each peer says how many times faster a row is."""
+        of = {name: statistics.median(runs) for name, runs in self.runs.items()}
+        print(f"| {unit} | median | best |" + "".join(f" {peer} / this |" for peer in peers))
+        print("|---|---:|---:|" + "---:|" * len(peers))
+        for name, runs in self.runs.items():
+            ratios = "".join(f" {of[peer] / of[name]:.2f} |" for peer in peers)
+            print(f"| {name} | {of[name]:.1f} | {min(runs):.1f} |{ratios}")
+
+
+def optional(name):
+    """A package, or None with a word about it."""
+    try:
+        module = importlib.import_module(name)
+    except ImportError as error:
+        print(f"{name} is left out: {error}", file=sys.stderr)
+        return None
+    print(f"{name} {module.__version__}", file=sys.stderr)
+    return module
+
+
+def turn(calls, per_call):
+    """Nanoseconds of processor time of each call, by `per_call`."""
+    runs = []
+    for call in calls:
+        start = time.process_time_ns()
+        call()
+        runs.append((time.process_time_ns() - start) / per_call)
+    return runs
+
+
+def copies(context, bytes_per_value, buffer):
+    """How many caches make up `buffer` bytes."""
+    return max(2, int(buffer / (2 * KV_HEADS * context * DIM * bytes_per_value)))
+
+
+def torch_peers(torch, context, buffer):
+    """Calls of `scaled_dot_product_attention`, by name."""
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    peers = {}
+    for name, dtype in [("f32", torch.float32), ("bf16", torch.bfloat16)]:
+        count = copies(context, dtype.itemsize, buffer)
+        cache = lambda: torch.randn(1, KV_HEADS, context, DIM).to(dtype)
+        caches = [(cache(), cache()) for _ in range(count)]
+        query = torch.randn(1, KV_HEADS, GROUP, DIM).to(dtype)
+        calls = [lambda kv=kv, q=query: attend(q, *kv) for kv in caches]
+        peers[f"torch {name}, heads folded"] = calls
+    return peers
+
+
+def gqa_session(onnxruntime, onnx, context, kind):
+    """A model of one GroupQueryAttention whose cache is f32, or int8 or int4 by channel."""
+    from onnx import helper
+
+    element = {"f32": "FLOAT", "int8": "INT8", "int4": "UINT8"}[kind]
+    element = getattr(onnx.TensorProto, element)
+    width = DIM // 2 if kind == "int4" else DIM
+    tensor = lambda name, type_, shape: helper.make_tensor_value_info(name, type_, shape)
+    single, whole = onnx.TensorProto.FLOAT, onnx.TensorProto.INT32
+    row, cache = [1, 1, KV_HEADS * DIM], [1, KV_HEADS, context, width]
+    inputs = [
+        tensor("q", single, [1, 1, KV_HEADS * GROUP * DIM]),
+        tensor("k", single, row),
+        tensor("v", single, row),
+        tensor("past_k", element, cache),
+        tensor("past_v", element, cache),
+        tensor("lengths", whole, [1]),
+        tensor("total", whole, []),
+    ]
+    names = [value.name for value in inputs]
+    options = {"num_heads": KV_HEADS * GROUP, "kv_num_heads": KV_HEADS}
+    if kind != "f32":
+        scales = [tensor(name, single, [1, KV_HEADS, 1, DIM]) for name in ("k_scale", "v_scale")]
+        # Rotary tables, position ids, bias and sink lie between, and are not given.
+        names += [""] * 5 + [value.name for value in scales]
+        inputs += scales
+        options["kv_cache_bit_width"] = 8 if kind == "int8" else 4
+        options |= {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL"}
+    outputs = [
+        tensor("out", single, [1, 1, KV_HEADS * GROUP * DIM]),
+        tensor("present_k", element, cache),
+        tensor("present_v", element, cache),
+    ]
+    domain = "com.microsoft"
+    node = helper.make_node(
+        "GroupQueryAttention", names, [o.name for o in outputs], domain=domain, **options
+    )
+    graph = helper.make_graph([node], "decode", inputs, outputs)
+    versions = [helper.make_opsetid("", 17), helper.make_opsetid(domain, 1)]
+    model = helper.make_model(graph, opset_imports=versions)
+    model.ir_version = 9
+    settings = onnxruntime.SessionOptions()
+    settings.intra_op_num_threads = settings.inter_op_num_threads = 1
+    providers = ["CPUExecutionProvider"]
+    return onnxruntime.InferenceSession(model.SerializeToString(), settings, providers)
+
+
+def gqa_calls(onnxruntime, np, session, context, kind, buffer):
+    """One call for each cache, everything bound beforehand."""
+    random = np.random.default_rng(1)
+    value = onnxruntime.OrtValue.ortvalue_from_numpy
+    shape = (1, KV_HEADS, context, DIM // 2 if kind == "int4" else DIM)
+
+    def cache():
+        if kind == "f32":
+            return value(random.standard_normal(shape, dtype=np.float32))
+        low, dtype = (-127, np.int8) if kind == "int8" else (0, np.uint8)
+        return value(random.integers(low, 127 if low else 255, shape, dtype=dtype))
+
+    normal = lambda *shape: value(random.standard_normal(shape, dtype=np.float32))
+    inputs = {"q": normal(1, 1, KV_HEADS * GROUP * DIM), "k": normal(1, 1, KV_HEADS * DIM)}
+    inputs |= {"v": inputs["k"], "lengths": value(np.array([context - 1], np.int32))}
+    inputs["total"] = value(np.array(context, np.int32))
+    if kind != "f32":
+        scale = value(np.full((1, KV_HEADS, 1, DIM), 0.02, np.float32))
+        inputs |= {"k_scale": scale, "v_scale": scale}
+    calls = []
+    for _ in range(copies(context, {"f32": 4, "int8": 1, "int4": 0.5}[kind], buffer)):
+        binding = session.io_binding()
+        for name, tensor in inputs.items():
+            binding.bind_ortvalue_input(name, tensor)
+        for side in "kv":
+            tensor = cache()
+            binding.bind_ortvalue_input(f"past_{side}", tensor)
+            binding.bind_ortvalue_output(f"present_{side}", tensor)
+        binding.bind_output("out")
+        calls.append(lambda binding=binding: session.run_with_iobinding(binding))
+    return calls
+
+
+def gqa_peers(onnxruntime, onnx, np, context, buffer):
+    """Calls of onnxruntime, by name; kinds that this version has not are named."""
+    peers = {}
+    for kind in ("f32", "int8", "int4"):
+        try:
+            session = gqa_session(onnxruntime, onnx, context, kind)
+            calls = gqa_calls(onnxruntime, np, session, context, kind, buffer)
+            calls[0]()
+        except Exception as error:  # its own types are not public
+            print(f"onnxruntime {kind} is left out: {str(error)[:200]}", file=sys.stderr)
+            continue
+        peers[f"onnxruntime {kind}"] = calls
+    return peers
+
+
+def faiss_peers(faiss, np):
+    """Calls that encode 4096 rows, by name, and what they share."""
+    faiss.omp_set_num_threads(1)
+    rows = np.random.default_rng(2).standard_normal((20000, DIM), dtype=np.float32)
+    peers = {}
+    for parts, bits in ENCODE.values():
+        quantizer = faiss.ProductQuantizer(DIM, parts, bits)
+        quantizer.train(rows)
+        calls = [lambda q=quantizer: q.compute_codes(rows[:4096])] * 3
+        peers[f"faiss ProductQuantizer({DIM}, {parts}, {bits})"] = calls
+    return peers
+
+
+def kvd(binary, what, codecs, *more):
+    """Rows of `kvd bench`, one thread, pinned by itself."""
+    command = [binary, "bench", what, "--json", "--rounds", "3", *more]
+    for codec in codecs:
+        command += ["--codec", codec]
+    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--kvd", default="target/release/kvd", help="a release build")
+    parser.add_argument("--context", type=int, default=8192, help="cached tokens")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--buffer", type=float, default=128e6, help="bytes of caches")
+    parser.add_argument("--codec", action="append", help="a preset or spec; may be repeated")
+    arguments = parser.parse_args()
+
+    # Threads of kvd's benchmark choose the last core; so do the peers.
+    everywhere = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {max(everywhere)})
+    np, torch, onnx, onnxruntime, faiss = map(
+        optional, ("numpy", "torch", "onnx", "onnxruntime", "faiss")
+    )
+    peers = {}
+    if torch:
+        peers |= torch_peers(torch, arguments.context, arguments.buffer)
+    if np and onnx and onnxruntime:
+        peers |= gqa_peers(onnxruntime, onnx, np, arguments.context, arguments.buffer)
+    encoders = faiss_peers(faiss, np) if faiss and np else {}
+
+    attend, encode, errors, machine = Rows(), Rows(), {}, None
+    for calls in [*peers.values(), *encoders.values()]:
+        turn(calls, 1)
+    for _ in range(arguments.turns):
+        for name, calls in peers.items():
+            attend.add(name, turn(calls, arguments.context * KV_HEADS))
+        for name, calls in encoders.items():
+            encode.add(name, turn(calls, 4096 * DIM))
+        os.sched_setaffinity(0, everywhere)
+        context = ["--context", str(arguments.context), "--buffer", str(int(arguments.buffer))]
+        answer = kvd(arguments.kvd, "attend", arguments.codec or ATTEND, *context)
+        machine = answer["machine"]
+        for row in answer["rows"]:
+            attend.add(f"kvd {row['codec']}", [row["cpu_ns"]["median"]])
+            errors[row["codec"]] = row["kernel_error"]
+        for row in kvd(arguments.kvd, "codec", ENCODE)["rows"]:
+            if row["side"] == "v":
+                encode.add(f"kvd v={row['side_spec']}", [row["encode_ns"]["median"]])
+        os.sched_setaffinity(0, {max(everywhere)})
+
+    print(f"{machine}\n")
+    attend.markdown(f"ns per token and KV head at {arguments.context}", list(peers))
+    print("\nkernel errors:", ", ".join(f"{codec} {error:.1e}" for codec, error in errors.items()))
+    print()
+    encode.markdown("ns per value", list(encoders))
+
+
+if __name__ == "__main__":
+    main()
