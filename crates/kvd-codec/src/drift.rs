@@ -56,8 +56,8 @@ impl ModelCodec {
         }
     }
 
-    /// The first half of [`ModelCodec::watch_tables`], for those who read rows only where they must:
-    /// counts a block of the layer, and whether it is one that [`ModelCodec::count_block`] wants.
+    /// The first half of [`ModelCodec::watch_tables`], for those who read rows only where they
+    /// must: counts a block of the layer, and says whether [`ModelCodec::count_block`] wants it.
     pub fn wants_block(&mut self, layer: LayerIndex) -> bool {
         let Some(seen) = self.watched.get_mut(layer.0 as usize) else { return false };
         *seen += 1;

@@ -42,8 +42,8 @@ impl Block {
 }
 
 thread_local! {
-    /// Each thread's, so that rows stay close to it from their widening to their page: f32 of a whole
-    /// prefill would go to memory and come back.
+    /// Each thread's, so that rows stay close to it from their widening to their page: f32 of a
+    /// whole prefill would go to memory and come back.
     static BLOCK: Cell<Block> = Cell::default();
 }
 
