@@ -5,13 +5,16 @@ use std::env;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Names the sanitizers of the kernels, as in `-fsanitize=`: `address,undefined` or nothing.
+/// Names the sanitizers of the kernels, as in `-fsanitize=`: `address,undefined`, `thread`, or
+/// nothing.
 const SANITIZE: &str = "KVD_EMU_SANITIZE";
 
 fn main() {
     println!("cargo:rerun-if-changed=../../kernels");
     println!("cargo:rerun-if-env-changed={SANITIZE}");
-    println!("cargo:rustc-check-cfg=cfg(kvd_emu, kvd_emu_sanitize)");
+    println!("cargo:rustc-check-cfg=cfg(kvd_emu)");
+    let sanitize = env::var(SANITIZE).unwrap_or_default();
+    println!("cargo:rustc-env=KVD_EMU_SANITIZERS={sanitize}");
     let target = env::var("TARGET").unwrap_or_default();
     let gxx = Command::new("g++").arg("--version").output();
     if !target.starts_with("x86_64-unknown-linux") || !gxx.is_ok_and(|out| out.status.success()) {
@@ -27,9 +30,7 @@ fn main() {
     kernels.flag("-Wno-unknown-pragmas").flag("-Wno-unused-parameter");
     // Kernels make themselves known before main: nothing names them, all are needed.
     kernels.cargo_metadata(false);
-    let sanitize = env::var(SANITIZE).unwrap_or_default();
     if !sanitize.is_empty() {
-        println!("cargo:rustc-cfg=kvd_emu_sanitize");
         kernels.flag(format!("-fsanitize={sanitize}")).flag("-fno-omit-frame-pointer");
         kernels.flag("-fno-sanitize-recover=all");
     }
@@ -64,15 +65,21 @@ fn build() -> cc::Build {
 
 /// rustc links with `-nodefaultlibs`, where `-fsanitize=` adds nothing: name the runtimes.
 fn link_sanitizers(sanitize: &str) {
-    for (name, library) in [("address", "libasan.a"), ("undefined", "libubsan.a")] {
+    let runtimes = [
+        ("address", "libasan.a", "--whole-archive,"),
+        ("undefined", "libubsan.a", ""),
+        // It must be there before the first call that it intercepts.
+        ("thread", "libtsan_preinit.o", ""),
+        ("thread", "libtsan.a", "--whole-archive,"),
+    ];
+    for (name, file, whole) in runtimes {
         if !sanitize.split(',').any(|part| part == name) {
             continue;
         }
-        let printed = Command::new("g++").arg(format!("-print-file-name={library}")).output();
+        let printed = Command::new("g++").arg(format!("-print-file-name={file}")).output();
         let Ok(printed) = printed else { continue };
         let path = String::from_utf8_lossy(&printed.stdout).trim().to_owned();
         if Path::new(&path).is_absolute() {
-            let whole = if name == "address" { "--whole-archive," } else { "" };
             println!("cargo:rustc-link-arg=-Wl,--push-state,{whole}{path},--pop-state");
         }
     }

@@ -19,6 +19,17 @@ __attribute__((weak)) void __sanitizer_start_switch_fiber(void**, const void*, s
 __attribute__((weak)) void __sanitizer_finish_switch_fiber(void*, const void**, size_t*);
 __attribute__((weak)) void __asan_unpoison_memory_region(const volatile void*, size_t);
 void kvd_emu_switch(void** from, void* to);
+// Of ThreadSanitizer, where it is linked. To it each fiber is a thread of its own.
+__attribute__((weak)) void* __tsan_get_current_fiber();
+__attribute__((weak)) void* __tsan_create_fiber(unsigned);
+__attribute__((weak)) void __tsan_destroy_fiber(void*);
+__attribute__((weak)) void __tsan_switch_to_fiber(void*, unsigned);
+__attribute__((weak)) void __tsan_acquire(void*);
+__attribute__((weak)) void __tsan_release(void*);
+__attribute__((weak)) void __tsan_read_range(void*, unsigned long);
+__attribute__((weak)) void __tsan_write_range(void*, unsigned long);
+// Of what is not compiled with it, it sees the calls and not what orders them.
+const char* __tsan_default_options() { return "ignore_interceptors_accesses=1"; }
 }
 
 // Saves what a callee must keep, and continues where `to` was left (System V ABI).
@@ -57,6 +68,8 @@ constexpr size_t COPY_BYTES = 16;
 constexpr size_t STACK_BYTES = 256 << 10;
 constexpr size_t GUARD_BYTES = 4096;
 constexpr size_t SHARED_BYTES_MAX = 227 << 10;
+// A switch of fibers orders nothing: what a thread may rely on are barriers, not who ran first.
+constexpr unsigned TSAN_NO_SYNC = 1;
 
 enum class State { Ready, Barrier, Exchange, Done };
 
@@ -73,6 +86,8 @@ struct Fiber {
     void* stack_pointer;
     char* stack;
     void* sanitizer;
+    // What ThreadSanitizer calls it, for one launch.
+    void* tsan;
     // Copies under way by group; the last group is still open.
     std::vector<std::vector<Copy>> copies;
 };
@@ -83,6 +98,8 @@ struct Warp {
     Source at;
     // Two generations: a lane may be in the next exchange before a slow one has read this one.
     uint32_t words[2][LANES];
+    // What is passed on at warp barriers, by generation.
+    char passed[2];
 };
 
 struct Launch {
@@ -98,10 +115,16 @@ struct Launch {
     unsigned waiting;
     unsigned done;
     Source barrier;
+    // Barriers that were passed; what is passed on at them by generation, at the start and at the end.
+    unsigned generation;
+    char passed[2];
+    char start;
+    char end;
     std::string error;
     // The scheduler's own stack, while a fiber runs.
     void* stack_pointer;
     void* sanitizer;
+    void* tsan;
     const void* stack;
     size_t stack_bytes;
 };
@@ -111,6 +134,18 @@ Launch launch;
 Fiber* current;
 
 std::string text(Source at) { return std::string(at.file) + ":" + std::to_string(at.line); }
+
+// What this thread did is done for whoever comes after `at`, and the other way round.
+void pass_on(char* at) {
+    if (__tsan_release) {
+        __tsan_release(at);
+    }
+}
+void take_over(char* at) {
+    if (__tsan_acquire) {
+        __tsan_acquire(at);
+    }
+}
 
 uint64_t next_random() {
     launch.random ^= launch.random << 13;
@@ -126,6 +161,11 @@ void leave(bool forever) {
         __sanitizer_start_switch_fiber(forever ? nullptr : &fiber->sanitizer, launch.stack,
                                        launch.stack_bytes);
     }
+    if (__tsan_switch_to_fiber) {
+        // The scheduler comes after everything, and frees what a launch that fails has used.
+        pass_on(&launch.end);
+        __tsan_switch_to_fiber(launch.tsan, TSAN_NO_SYNC);
+    }
     kvd_emu_switch(&fiber->stack_pointer, launch.stack_pointer);
     if (__sanitizer_finish_switch_fiber) {
         __sanitizer_finish_switch_fiber(fiber->sanitizer, nullptr, nullptr);
@@ -137,6 +177,9 @@ void enter(Fiber* fiber) {
     current = fiber;
     if (__sanitizer_start_switch_fiber) {
         __sanitizer_start_switch_fiber(&launch.sanitizer, fiber->stack, STACK_BYTES);
+    }
+    if (__tsan_switch_to_fiber) {
+        __tsan_switch_to_fiber(fiber->tsan, TSAN_NO_SYNC);
     }
     kvd_emu_switch(&launch.stack_pointer, fiber->stack_pointer);
     if (__sanitizer_finish_switch_fiber) {
@@ -171,6 +214,7 @@ void run_fiber() {
     if (__sanitizer_finish_switch_fiber) {
         __sanitizer_finish_switch_fiber(nullptr, &launch.stack, &launch.stack_bytes);
     }
+    take_over(&launch.start);
     launch.kernel->body(launch.parameters, launch.shared);
     Fiber* fiber = current;
     for (const std::vector<Copy>& group : fiber->copies) {
@@ -224,16 +268,18 @@ void run_block(size_t shared_bytes) {
     }
     memset(memory, 0xFF, shared_bytes);
     launch.shared = static_cast<uint8_t*>(memory);
-    launch.waiting = launch.done = 0;
+    launch.waiting = launch.done = launch.generation = 0;
     launch.warps.assign((launch.kernel->threads + LANES - 1) / LANES, Warp());
     launch.ready.clear();
     for (unsigned index = 0; index < launch.kernel->threads; index++) {
         reset(launch.fibers[index].get());
         launch.ready.push_back(launch.fibers[index].get());
     }
+    pass_on(&launch.start);
     while (!launch.ready.empty() && launch.error.empty()) {
         enter(take_ready());
     }
+    take_over(&launch.end);
     free(memory);
     if (!launch.error.empty() || launch.done == launch.kernel->threads) {
         return;
@@ -247,6 +293,23 @@ void run_block(size_t shared_bytes) {
                         (fiber.state == State::Done ? "" : text(fiber.at)) + ";";
     }
 }
+
+// The fibers of a launch to ThreadSanitizer; a launch that fails leaves their call stacks as they were.
+struct TsanFibers {
+    unsigned count;
+
+    explicit TsanFibers(unsigned threads) : count(__tsan_create_fiber ? threads : 0) {
+        launch.tsan = count > 0 ? __tsan_get_current_fiber() : nullptr;
+        for (unsigned index = 0; index < count; index++) {
+            launch.fibers[index]->tsan = __tsan_create_fiber(0);
+        }
+    }
+    ~TsanFibers() {
+        for (unsigned index = 0; index < count; index++) {
+            __tsan_destroy_fiber(launch.fibers[index]->tsan);
+        }
+    }
+};
 
 }  // namespace
 
@@ -278,8 +341,11 @@ void barrier(Source at) {
         fail(at, other.c_str());
     }
     launch.barrier = at;
+    char* passed = &launch.passed[launch.generation % 2];
+    pass_on(passed);
     if (++launch.waiting == launch.kernel->threads) {
         launch.waiting = 0;
+        launch.generation++;
         for (const std::unique_ptr<Fiber>& other : launch.fibers) {
             if (other->state == State::Barrier) {
                 wake(other.get());
@@ -290,6 +356,7 @@ void barrier(Source at) {
         fiber->state = State::Barrier;
     }
     leave(false);
+    take_over(passed);
 }
 
 // All lanes of the running fiber's warp meet, each with a word; gives the words.
@@ -333,6 +400,14 @@ uint32_t ballot(bool condition, Source at) {
     return mask;
 }
 
+void warp_barrier(Source at) {
+    Warp& warp = launch.warps[current->index / LANES];
+    char* passed = &warp.passed[warp.generation % 2];
+    pass_on(passed);
+    meet(0, at);
+    take_over(passed);
+}
+
 // Bytes of all asynchronous copies that this thread's launches have started.
 static thread_local uint64_t copied_bytes = 0;
 
@@ -342,6 +417,9 @@ void copy_async(void* to, const void* from, size_t bytes) {
         fail(current->at, "a copy whose ends are not aligned to its size");
     }
     // Until it is waited for, the target holds neither old nor new bytes.
+    if (__tsan_write_range) {
+        __tsan_write_range(to, COPY_BYTES);
+    }
     memset(to, 0xFF, COPY_BYTES);
     copied_bytes += bytes;
     current->copies.back().push_back({to, from, bytes});
@@ -353,6 +431,10 @@ void copy_async_wait(unsigned keep) {
     std::vector<std::vector<Copy>>& copies = current->copies;
     while (copies.size() > keep + 1) {
         for (const Copy& copy : copies.front()) {
+            if (__tsan_write_range) {
+                __tsan_write_range(copy.to, COPY_BYTES);
+                __tsan_read_range(const_cast<void*>(copy.from), copy.bytes);
+            }
             memset(copy.to, 0, COPY_BYTES);
             memcpy(copy.to, copy.from, copy.bytes);
         }
@@ -398,6 +480,7 @@ extern "C" int kvd_emu_launch(const char* name, unsigned blocks, size_t shared_b
     while (kernel && launch.fibers.size() < kernel->threads) {
         launch.fibers.emplace_back(new_fiber(unsigned(launch.fibers.size())));
     }
+    const TsanFibers tsan(kernel ? kernel->threads : 0);
     const unsigned turn = order < 2 ? 0 : unsigned(next_random() % (blocks + (blocks == 0)));
     for (unsigned at = 0; at < blocks && launch.error.empty(); at++) {
         launch.block = order == 1 ? blocks - 1 - at : (at + turn) % blocks;

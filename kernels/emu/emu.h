@@ -8,11 +8,12 @@
 #include <string.h>
 
 #define KVD_DEVICE inline
+#define KVD_CONSTANT static const
 #define KVD_BARRIER() kvd::emu::barrier({__FILE__, __LINE__})
 #define KVD_SHUFFLE_XOR(value, mask) kvd::emu::shuffle_xor(value, mask, {__FILE__, __LINE__})
 #define KVD_SHUFFLE(word, lane) kvd::emu::exchange(word, lane, {__FILE__, __LINE__})
 #define KVD_BALLOT(condition) kvd::emu::ballot(condition, {__FILE__, __LINE__})
-#define KVD_WARP_BARRIER() ((void)kvd::emu::ballot(true, {__FILE__, __LINE__}))
+#define KVD_WARP_BARRIER() kvd::emu::warp_barrier({__FILE__, __LINE__})
 #define KVD_EXPECT(condition) \
     ((condition) ? (void)0 : kvd::emu::fail({__FILE__, __LINE__}, "expected " #condition))
 #define KVD_KERNEL(name, threads, Parameters, body)                                              \
@@ -47,6 +48,9 @@ unsigned block();
 void barrier(Source at);
 // All lanes of the warp meet; gives the word of lane `source`.
 uint32_t exchange(uint32_t word, unsigned source, Source at);
+// All lanes of the warp meet, and see what the others wrote. The two that exchange a word do not: CUDA
+// promises no order of memory for them.
+void warp_barrier(Source at);
 // All lanes of the warp meet; gives which of them have the condition.
 uint32_t ballot(bool condition, Source at);
 // A copy that is made as late as CUDA allows: when its group is waited for.
@@ -101,6 +105,42 @@ inline float f16_value(uint16_t bits) {
     const float value = magnitude < 0x7C00 ? f32_value(magnitude << 13) * 0x1p112f
                                            : f32_value(0x7F800000 | (magnitude & 0x3FF) << 13);
     return bits & 0x8000 ? -value : value;
+}
+inline uint32_t f32_bits(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+// Rounded in place, ties to even; a carry moves into the exponent as it should. Subnormals are rounded
+// by an addition that leaves exactly them in the mantissa.
+inline uint16_t f16_bits(float value) {
+    const uint32_t sign = f32_bits(value) >> 16 & 0x8000;
+    const uint32_t magnitude = f32_bits(value) & 0x7FFFFFFF;
+    if (magnitude >= 0x477FF000) {
+        return uint16_t(sign | (magnitude > 0x7F800000 ? 0x7E00 : 0x7C00));
+    }
+    if (magnitude < 0x38800000) {
+        return uint16_t(sign | (f32_bits(f32_value(magnitude) + 0.5f) - f32_bits(0.5f)));
+    }
+    const uint32_t rounded = magnitude + 0xFFF + (magnitude >> 13 & 1);
+    return uint16_t(sign | (rounded - 0x38000000) >> 13);
+}
+inline uint16_t bf16_bits(float value) {
+    const uint32_t bits = f32_bits(value);
+    return uint16_t(isnan(value) ? 0x7FC0 : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+}
+// Built without instructions that fuse, so plain operators are what they say.
+inline float times(float a, float b) { return a * b; }
+inline float plus(float a, float b) { return a + b; }
+inline float minus(float a, float b) { return a - b; }
+inline float over(float a, float b) { return a / b; }
+inline float root(float a) { return sqrtf(a); }
+inline double times(double a, double b) { return a * b; }
+inline double plus(double a, double b) { return a + b; }
+inline double over(double a, double b) { return a / b; }
+inline double root(double a) { return sqrt(a); }
+inline uint64_t high_product(uint64_t a, uint64_t b) {
+    return uint64_t(static_cast<unsigned __int128>(a) * b >> 64);
 }
 
 }  // namespace kvd

@@ -24,6 +24,25 @@ void missing_barrier(const Planted& planted, uint8_t* memory) {
     planted.data[kvd::thread_index()] = shared[THREADS - 1 - kvd::thread_index()];
 }
 
+// Lanes meet in a shuffle, so that every order gives the right result here; on a GPU a shuffle says
+// nothing about memory.
+void racing_lanes(const Planted& planted, uint8_t* memory) {
+    uint32_t* shared = reinterpret_cast<uint32_t*>(memory);
+    shared[kvd::thread_index()] = planted.data[kvd::thread_index()];
+    KVD_SHUFFLE(0, 0);
+    const unsigned other = kvd::warp_index() * 32 + 31 - kvd::lane_index();
+    planted.data[kvd::thread_index()] = shared[other];
+}
+
+// The same with what it needs.
+void meeting_lanes(const Planted& planted, uint8_t* memory) {
+    uint32_t* shared = reinterpret_cast<uint32_t*>(memory);
+    shared[kvd::thread_index()] = planted.data[kvd::thread_index()];
+    KVD_WARP_BARRIER();
+    const unsigned other = kvd::warp_index() * 32 + 31 - kvd::lane_index();
+    planted.data[kvd::thread_index()] = shared[other];
+}
+
 void divergent_barrier(const Planted& planted, uint8_t* memory) {
     uint32_t* shared = reinterpret_cast<uint32_t*>(memory);
     shared[kvd::thread_index()] = planted.data[kvd::thread_index()];
@@ -89,6 +108,8 @@ void half_shuffle(const Planted& planted, uint8_t*) {
 
 KVD_KERNEL(planted_correct, THREADS, Planted, correct)
 KVD_KERNEL(planted_missing_barrier, THREADS, Planted, missing_barrier)
+KVD_KERNEL(planted_racing_lanes, THREADS, Planted, racing_lanes)
+KVD_KERNEL(planted_meeting_lanes, THREADS, Planted, meeting_lanes)
 KVD_KERNEL(planted_divergent_barrier, THREADS, Planted, divergent_barrier)
 KVD_KERNEL(planted_skipped_barrier, THREADS, Planted, skipped_barrier)
 KVD_KERNEL(planted_unwritten, THREADS, Planted, unwritten)

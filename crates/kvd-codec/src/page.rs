@@ -98,7 +98,61 @@ impl PageHeader {
         if self.gains { gain_bytes(self.tokens.into()) } else { 0 }
     }
 
-    fn to_bytes(self) -> [u8; HEADER_BYTES] {
+    /// Bytes of its page, padding included.
+    #[must_use]
+    pub fn page_bytes(&self) -> usize {
+        page_bytes(self.payload_len as usize)
+    }
+
+    /// Reads a header.
+    ///
+    /// # Errors
+    /// Magic, version, or a field outside its range.
+    pub fn from_bytes(head: &[u8; HEADER_BYTES]) -> Result<Self, PageError> {
+        let magic = [head[0], head[1], head[2], head[3]];
+        if magic != MAGIC {
+            return Err(PageError::Magic(magic));
+        }
+        if head[4] != FORMAT_VERSION {
+            return Err(PageError::Version(head[4]));
+        }
+        let side = match head[5] {
+            0 => Side::Key,
+            1 => Side::Value,
+            other => return Err(field("side", u64::from(other), 1)),
+        };
+        let flags = head[7];
+        if flags & !(FLAG_HUFFMAN | FLAG_FALLBACK | FLAG_GAINS) != 0 {
+            return Err(field("flags", u64::from(flags), 7));
+        }
+        let u16_at = |at: usize| u16::from_le_bytes([head[at], head[at + 1]]);
+        let header = Self {
+            side,
+            quantizer: head[6],
+            huffman: flags & FLAG_HUFFMAN != 0,
+            fallback: flags & FLAG_FALLBACK != 0,
+            gains: flags & FLAG_GAINS != 0,
+            tokens: u16_at(8),
+            dim: u16_at(10),
+            layer: u16_at(12),
+            head: u16_at(14),
+            table_version: u16_at(16),
+            codec_tag: u16_at(18),
+            payload_len: u32::from_le_bytes([head[20], head[21], head[22], head[23]]),
+            checksum: stored_checksum(head),
+        };
+        if !(1..=Geometry::BLOCK_TOKENS_MAX).contains(&u32::from(header.tokens)) {
+            return Err(field("tokens", u64::from(header.tokens), 1));
+        }
+        if !(2..=Geometry::HEAD_DIM_MAX).contains(&u32::from(header.dim)) {
+            return Err(field("dim", u64::from(header.dim), 2));
+        }
+        Ok(header)
+    }
+
+    /// The header as it stands in a page.
+    #[must_use]
+    pub fn to_bytes(self) -> [u8; HEADER_BYTES] {
         let mut bytes = [0; HEADER_BYTES];
         let flags = if self.huffman { FLAG_HUFFMAN } else { 0 }
             | if self.fallback { FLAG_FALLBACK } else { 0 }
@@ -139,45 +193,8 @@ impl<'a> Page<'a> {
         let Some(head) = bytes.first_chunk::<HEADER_BYTES>() else {
             return Err(PageError::Length { got: bytes.len(), want: HEADER_BYTES });
         };
-        let magic = [head[0], head[1], head[2], head[3]];
-        if magic != MAGIC {
-            return Err(PageError::Magic(magic));
-        }
-        if head[4] != FORMAT_VERSION {
-            return Err(PageError::Version(head[4]));
-        }
-        let side = match head[5] {
-            0 => Side::Key,
-            1 => Side::Value,
-            other => return Err(field("side", u64::from(other), 1)),
-        };
-        let flags = head[7];
-        if flags & !(FLAG_HUFFMAN | FLAG_FALLBACK | FLAG_GAINS) != 0 {
-            return Err(field("flags", u64::from(flags), 7));
-        }
-        let u16_at = |at: usize| u16::from_le_bytes([head[at], head[at + 1]]);
-        let header = PageHeader {
-            side,
-            quantizer: head[6],
-            huffman: flags & FLAG_HUFFMAN != 0,
-            fallback: flags & FLAG_FALLBACK != 0,
-            gains: flags & FLAG_GAINS != 0,
-            tokens: u16_at(8),
-            dim: u16_at(10),
-            layer: u16_at(12),
-            head: u16_at(14),
-            table_version: u16_at(16),
-            codec_tag: u16_at(18),
-            payload_len: u32::from_le_bytes([head[20], head[21], head[22], head[23]]),
-            checksum: stored_checksum(head),
-        };
-        if !(1..=Geometry::BLOCK_TOKENS_MAX).contains(&u32::from(header.tokens)) {
-            return Err(field("tokens", u64::from(header.tokens), 1));
-        }
-        if !(2..=Geometry::HEAD_DIM_MAX).contains(&u32::from(header.dim)) {
-            return Err(field("dim", u64::from(header.dim), 2));
-        }
-        let want = page_bytes(header.payload_len as usize);
+        let header = PageHeader::from_bytes(head)?;
+        let want = header.page_bytes();
         if bytes.len() != want {
             return Err(PageError::Length { got: bytes.len(), want });
         }
@@ -238,7 +255,8 @@ fn checksum(page: &[u8]) -> u64 {
 }
 
 /// Bytes of a page with that payload, padding included.
-pub(crate) fn page_bytes(payload: usize) -> usize {
+#[must_use]
+pub fn page_bytes(payload: usize) -> usize {
     (HEADER_BYTES + payload).next_multiple_of(PAGE_ALIGN)
 }
 

@@ -39,6 +39,16 @@ impl Rotation {
         Self { block: 1 << mixed_per_round, rounds }
     }
 
+    /// Channels of a Hadamard block.
+    pub(crate) fn block(&self) -> usize {
+        self.block
+    }
+
+    /// Order and signs of each round.
+    pub(crate) fn rounds(&self) -> impl Iterator<Item = (&[u16], &[f32])> {
+        self.rounds.iter().map(|round| (&round.order[..], &round.signs[..]))
+    }
+
     #[inline(always)]
     pub(crate) fn forward(&self, x: &mut [f32]) {
         let mut buffer = [0f32; DIM_MAX];

@@ -3,6 +3,7 @@
 //! A key `k` becomes `c = T k`; the query becomes `q' = T⁻ᵀ q`, so `q'·c = q·k` (VecInfer eq. 7).
 //! A value `v` becomes `c = T v`; the weighted sum of coefficients is mapped back once by `T⁻¹`.
 
+use crate::outside::ForwardStep;
 use crate::rotation::Rotation;
 use crate::wide::{Product, wide};
 use nalgebra::DMatrix;
@@ -63,6 +64,23 @@ impl Step {
             Self::Hadamard { .. } | Self::Rotation(_) => 0,
             Self::Offset { mean } => 4 * mean.len() as u64,
             Self::Matrix(matrix) => 2 * matrix.forward.len() as u64,
+        }
+    }
+
+    /// The step as loops over channels.
+    pub(crate) fn loops(&self) -> Vec<ForwardStep<'_>> {
+        match self {
+            Self::Scale { inverse, .. } => vec![ForwardStep::Scale(inverse)],
+            Self::Hadamard { block } => vec![ForwardStep::hadamard(*block)],
+            Self::Rotation(rotation) => {
+                let of_round = |(order, signs)| {
+                    let permute = ForwardStep::Permute { order, signs };
+                    [permute, ForwardStep::hadamard(rotation.block())]
+                };
+                rotation.rounds().flat_map(of_round).collect()
+            }
+            Self::Offset { mean } => vec![ForwardStep::Offset(mean)],
+            Self::Matrix(matrix) => vec![ForwardStep::Matrix(&matrix.forward)],
         }
     }
 
@@ -154,10 +172,15 @@ fn neighbours<const HALF: usize>(x: &mut [f32; TOGETHER]) {
     }
 }
 
+/// What makes a block's rotation orthonormal.
+pub(crate) fn hadamard_norm(block: usize) -> f32 {
+    (block as f32).sqrt().recip()
+}
+
 /// Fast Walsh-Hadamard transform of each `block` of `x`, scaled to be orthonormal.
 #[inline(always)]
 pub(crate) fn hadamard(x: &mut [f32], block: usize) {
-    let norm = (block as f32).sqrt().recip();
+    let norm = hadamard_norm(block);
     for block in x.chunks_exact_mut(block) {
         let mut half = 1;
         if block.len() >= TOGETHER {

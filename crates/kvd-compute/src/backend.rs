@@ -59,13 +59,15 @@ pub struct EncodeSource {
 /// One encoded block of one layer, waiting for a slot of exactly its size.
 #[derive(Clone, Debug)]
 pub struct EncodedPages {
-    /// The pages, `[K heads.., V heads..]`.
+    /// The pages, `[K heads.., V heads..]`; empty where the device holds them.
     pub bytes: Vec<u8>,
-    /// End of each page in `bytes`.
+    /// Then which they are.
+    pub held: Option<HeldPages>,
+    /// End of each page, in bytes from the first.
     pub page_ends: Arc<[u32]>,
-    /// `bytes.len()` by kind.
+    /// The bytes of the pages by kind.
     pub parts: PageBytes,
-    /// `bytes.len()` by side.
+    /// The same by side.
     pub side_bytes: [u64; 2],
     /// K and V values encoded.
     pub values: u64,
@@ -76,6 +78,24 @@ pub struct EncodedPages {
     /// Pages over the bound that the codec declares, by side, kept with a safer one; known of
     /// sampled blocks only.
     pub over_bound: [u32; 2],
+}
+
+/// Pages that lie on the device, beside its page memory, until they are placed or it is asked for
+/// anything else.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HeldPages {
+    /// Which call of [`Backend::encode`] made them.
+    pub call: u64,
+    /// Number of the block in that call.
+    pub block: u32,
+}
+
+impl EncodedPages {
+    /// Bytes of all pages: what a slot for them takes.
+    #[must_use]
+    pub fn size_bytes(&self) -> u64 {
+        self.page_ends.last().copied().map_or(0, u64::from)
+    }
 }
 
 /// Output of attention.
@@ -185,7 +205,7 @@ pub trait Backend: Send {
         blocks: &[EncodeSource],
     ) -> Result<Vec<Result<EncodedPages, BackendError>>, BackendError>;
 
-    /// Moves encoded pages into their slot.
+    /// Moves encoded pages into their slot, after the call that encoded them and before any other.
     fn place(&mut self, pages: &EncodedPages, to: Extent);
 
     /// Answers attention straight from raw rows and pages.

@@ -10,14 +10,16 @@ mod cpu;
 mod error;
 mod plan;
 mod region;
+mod sampling;
 mod state;
 
 pub use backend::{
-    Attended, Backend, DeviceInfo, EncodeSource, EncodedPages, IncomingRows, LoadedRows,
+    Attended, Backend, DeviceInfo, EncodeSource, EncodedPages, HeldPages, IncomingRows, LoadedRows,
     ModelBytes, RawTarget,
 };
 pub use cpu::{ArenaError, CpuBackend, CpuOptions, InstructionSet, OpenError, Precision};
 pub use error::BackendError;
 pub use plan::{AttendPlan, LoadPlan, PlanPart, PlanQuery, Source};
 pub use region::{DeviceRegion, RegionHandle};
+pub use sampling::Sampling;
 pub use state::PartialState;

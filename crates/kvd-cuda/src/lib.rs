@@ -16,6 +16,7 @@ mod finish;
 mod lanes;
 mod plan;
 mod side;
+mod store;
 mod table;
 mod tables;
 
@@ -29,6 +30,9 @@ pub use finish::Merged;
 pub use lanes::SharedMemory;
 pub use plan::{Block, CodebookPlan, Limits, Occupancy, Plan, Workload, plan};
 pub use side::Kernel;
+pub use store::{
+    StoreLaunch, StoreParameters, StorePlan, StoreShapes, StoreUnit, StoredPage, encoded_on_host,
+};
 pub use tables::{Launch, Options, Shapes, Tables};
 
 /// The kernels for GPUs, fat binaries; none without the feature `embed-kernels`.

@@ -80,6 +80,11 @@ impl Shapes {
         Ok(())
     }
 
+    /// The kernel and shape of a head's pages, where codes have a fixed width.
+    pub(crate) fn fixed_width(&self, head: usize, side: Side) -> Option<(Kernel, SideShape)> {
+        self.heads[head][side.index()].as_ref().ok()?.version(0).ok()
+    }
+
     fn no_side(&self, side: Side, head: usize, what: &'static str) -> PlanError {
         PlanError::NoSide { side, layer: self.layer.0, head, what }
     }

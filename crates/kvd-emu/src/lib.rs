@@ -62,10 +62,10 @@ pub fn available() -> bool {
     cfg!(kvd_emu)
 }
 
-/// Whether the kernels were built with sanitizers.
+/// Whether the kernels were built with a sanitizer: `address`, `undefined` or `thread`.
 #[must_use]
-pub const fn sanitized() -> bool {
-    cfg!(kvd_emu_sanitize)
+pub fn sanitized(by: &str) -> bool {
+    cfg!(kvd_emu) && env!("KVD_EMU_SANITIZERS").split(',').any(|sanitizer| sanitizer == by)
 }
 
 #[cfg(kvd_emu)]

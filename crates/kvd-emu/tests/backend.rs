@@ -8,7 +8,9 @@ mod driver;
 mod suite;
 
 use driver::{EmuDriver, Fail, Watch};
-use kvd_compute::{Backend, IncomingRows, LoadPlan, PlanPart, RawTarget, RegionHandle, Source};
+use kvd_compute::{
+    Backend, EncodeSource, IncomingRows, LoadPlan, PlanPart, RawTarget, RegionHandle, Source,
+};
 use kvd_core::{Coded, DType, ErrorCode, Extent, LayerIndex, ModelId, RopePairing};
 use kvd_cuda::{CudaBackend, CudaOpenError, CudaOptions, DriverError};
 use kvd_emu::{Memory, Order, available};
@@ -161,6 +163,70 @@ fn a_batch_over_the_scratch_memory_is_answered_in_halves() {
     let (mut tiny, _, part) = with_rows(CudaOptions { scratch_bytes: 256, ..OPTIONS });
     let error = tiny.attend(&suite::attend_plan(vec![part], 6)).unwrap_err();
     assert_eq!(error.code(), ErrorCode::LimitExceeded);
+}
+
+/// The rows of [`with_rows`] as blocks to encode.
+fn blocks(part: &PlanPart, count: usize) -> Vec<EncodeSource> {
+    let Source::Raw { extent, capacity_rows, first_row } = part.source else { unreachable!() };
+    vec![EncodeSource { extent, capacity_rows, first_row, rows: 8 }; count]
+}
+
+#[test]
+fn rows_that_kernels_encode_stay_on_the_device() {
+    if !available() {
+        return;
+    }
+    let (mut backend, watch, part) = with_rows(OPTIONS);
+    let blocks = blocks(&part, 20);
+    let encoded = backend.encode(ModelId(1), LayerIndex(0), &blocks).unwrap();
+    // Blocks 0 and 16 are measured, on the host; of the others it reads four headers.
+    let rows = 8 * 2 * (64 + 64) * 4;
+    assert_eq!(watch.lock().read_bytes, 2 * rows + 18 * 4 * 32);
+    let mut sizes = Vec::new();
+    for (index, pages) in encoded.into_iter().enumerate() {
+        let pages = pages.unwrap();
+        let measured = index % 16 == 0;
+        assert_eq!((pages.held.is_none(), pages.sampled.is_some()), (measured, measured));
+        assert_eq!(pages.parts.total(), pages.size_bytes());
+        assert_eq!(pages.side_bytes.iter().sum::<u64>(), pages.size_bytes());
+        let extent = Extent { offset: 65_536 + 8192 * index as u64, len: pages.size_bytes() };
+        backend.place(&pages, extent);
+        let source = Source::Pages { extent, ends: pages.page_ends.clone(), first_row: 0 };
+        let loaded = load(&mut backend, &PlanPart { source, ..part.clone() });
+        sizes.push((pages.parts, loaded.unwrap()));
+        if index == 18 {
+            break;
+        }
+    }
+    assert!(sizes.windows(2).all(|pair| pair[0] == pair[1]), "whoever encodes, pages are the same");
+    assert_eq!(backend.failure(), None);
+}
+
+#[test]
+fn pages_that_are_no_longer_held_cannot_be_placed() {
+    if !available() {
+        return;
+    }
+    let (mut backend, _, part) = with_rows(OPTIONS);
+    let encoded = backend.encode(ModelId(1), LayerIndex(0), &blocks(&part, 2)).unwrap();
+    let pages = encoded[1].as_ref().unwrap();
+    backend.attend(&suite::attend_plan(vec![part.clone()], 1)).unwrap();
+    assert_eq!(backend.failure(), None);
+    backend.place(pages, Extent { offset: 65_536, len: pages.size_bytes() });
+    assert!(backend.failure().unwrap().contains("no longer held"));
+    assert_eq!(load(&mut backend, &part), Err(ErrorCode::DeviceFailed));
+}
+
+#[test]
+fn blocks_that_scratch_memory_has_no_room_for_are_encoded_on_the_host() {
+    if !available() {
+        return;
+    }
+    let (mut backend, _, part) = with_rows(CudaOptions { scratch_bytes: 16 << 10, ..OPTIONS });
+    let encoded = backend.encode(ModelId(1), LayerIndex(0), &blocks(&part, 8)).unwrap();
+    let held: Vec<bool> =
+        encoded.iter().map(|pages| pages.as_ref().unwrap().held.is_some()).collect();
+    assert!(held.iter().any(|held| *held) && held.iter().skip(1).any(|held| !held), "{held:?}");
 }
 
 #[test]

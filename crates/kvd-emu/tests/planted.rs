@@ -44,9 +44,15 @@ fn correct_kernel_is_clean_in_every_order() {
     }
 }
 
+/// The same within each warp.
+fn reversed_by_warp() -> Vec<u32> {
+    (0..WORDS).map(|at| at / 32 * 32 + 31 - at % 32).collect()
+}
+
 #[test]
 fn missing_barrier_changes_the_result_in_every_order() {
-    if !available() {
+    if !available() || sanitized("thread") {
+        // A race ends the process of a test under ThreadSanitizer: below.
         return;
     }
     for order in Order::EACH {
@@ -86,8 +92,18 @@ fn unwritten_shared_memory_shows() {
 }
 
 #[test]
-fn copies_read_before_their_wait_show() {
+fn warp_barriers_order_the_memory_of_a_warp() {
     if !available() {
+        return;
+    }
+    for order in Order::EACH {
+        assert_eq!(run("planted_meeting_lanes", order).unwrap(), reversed_by_warp(), "{order:?}");
+    }
+}
+
+#[test]
+fn copies_read_before_their_wait_show() {
+    if !available() || sanitized("thread") {
         return;
     }
     for order in Order::EACH {
@@ -112,28 +128,57 @@ fn unknown_kernels_and_wrong_parameters_are_reported() {
     assert!(error.contains("takes 8 bytes of parameters, not 4"), "{error}");
 }
 
-/// A process of its own runs the overrun: the sanitizer ends it.
+/// Runs a planted kernel in a process of its own, this test again, which a sanitizer ends. Gives
+/// what it printed.
+fn ended_by_a_sanitizer(test: &str, kernel: &str) -> Option<String> {
+    const CHILD: &str = "KVD_PLANTED_KERNEL";
+    if let Some(kernel) = std::env::var_os(CHILD) {
+        run(kernel.to_str().unwrap(), Order::Ascending).unwrap();
+        return None;
+    }
+    let output = std::process::Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", test, "--nocapture"])
+        .env(CHILD, kernel)
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(!output.status.success(), "{kernel}: {text}");
+    assert!(text.contains("planted.cu"), "{kernel}: {text}");
+    Some(text)
+}
+
 #[test]
 fn shared_overrun_is_seen_by_the_sanitizer() {
-    const CHILD: &str = "KVD_PLANTED_OVERRUN";
     if !available() {
         return;
     }
-    if std::env::var_os(CHILD).is_some() {
-        run("planted_shared_overrun", Order::Ascending).unwrap();
-        return;
-    }
-    if !sanitized() {
+    if !sanitized("address") {
         // Without a sanitizer the overrun would only write where it must not.
         eprintln!("SKIP overrun: built without KVD_EMU_SANITIZE=address,undefined");
         return;
     }
-    let output = std::process::Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "shared_overrun_is_seen_by_the_sanitizer", "--nocapture"])
-        .env(CHILD, "1")
-        .output()
-        .unwrap();
-    let text = String::from_utf8_lossy(&output.stderr);
-    assert!(!output.status.success(), "{text}");
-    assert!(text.contains("heap-buffer-overflow") && text.contains("planted.cu"), "{text}");
+    let test = "shared_overrun_is_seen_by_the_sanitizer";
+    if let Some(text) = ended_by_a_sanitizer(test, "planted_shared_overrun") {
+        assert!(text.contains("heap-buffer-overflow"), "{text}");
+    }
+}
+
+/// Also those that give the right result in every order.
+#[test]
+fn races_are_seen_by_the_sanitizer() {
+    if !available() {
+        return;
+    }
+    if !sanitized("thread") {
+        // In one system thread, what the lanes did in turns was right.
+        let in_turns = run("planted_racing_lanes", Order::Random(1)).unwrap();
+        assert_eq!(in_turns, reversed_by_warp());
+        eprintln!("SKIP races: built without KVD_EMU_SANITIZE=thread");
+        return;
+    }
+    for kernel in ["planted_racing_lanes", "planted_missing_barrier", "planted_early_read"] {
+        let text = ended_by_a_sanitizer("races_are_seen_by_the_sanitizer", kernel);
+        let Some(text) = text else { return };
+        assert!(text.contains("ThreadSanitizer: data race"), "{kernel}: {text}");
+    }
 }

@@ -11,6 +11,8 @@
 #include <cuda_fp16.h>
 
 #define KVD_DEVICE __device__ __forceinline__
+// Of one file: numbers that every thread reads.
+#define KVD_CONSTANT static __constant__
 #define KVD_BARRIER() __syncthreads()
 #define KVD_SHUFFLE_XOR(value, mask) __shfl_xor_sync(0xFFFFFFFFu, value, mask)
 // The word of another lane; which lanes have a condition; what a lane wrote to shared memory is there
@@ -60,6 +62,24 @@ KVD_DEVICE unsigned ones(uint32_t word) { return unsigned(__popc(word)); }
 KVD_DEVICE float f16_value(uint16_t bits) { return __half2float(__ushort_as_half(bits)); }
 KVD_DEVICE float bf16_value(uint16_t bits) { return __uint_as_float(uint32_t(bits) << 16); }
 KVD_DEVICE float f32_value(uint32_t bits) { return __uint_as_float(bits); }
+KVD_DEVICE uint32_t f32_bits(float value) { return __float_as_uint(value); }
+// To the nearest, ties to even.
+KVD_DEVICE uint16_t f16_bits(float value) { return __half_as_ushort(__float2half_rn(value)); }
+KVD_DEVICE uint16_t bf16_bits(float value) {
+    return __bfloat16_as_ushort(__float2bfloat16_rn(value));
+}
+// Each rounded by itself, as on the host: pages are the same bytes whoever writes them. What the
+// compiler may fuse is not.
+KVD_DEVICE float times(float a, float b) { return __fmul_rn(a, b); }
+KVD_DEVICE float plus(float a, float b) { return __fadd_rn(a, b); }
+KVD_DEVICE float minus(float a, float b) { return __fsub_rn(a, b); }
+KVD_DEVICE float over(float a, float b) { return __fdiv_rn(a, b); }
+KVD_DEVICE float root(float a) { return __fsqrt_rn(a); }
+KVD_DEVICE double times(double a, double b) { return __dmul_rn(a, b); }
+KVD_DEVICE double plus(double a, double b) { return __dadd_rn(a, b); }
+KVD_DEVICE double over(double a, double b) { return __ddiv_rn(a, b); }
+KVD_DEVICE double root(double a) { return __dsqrt_rn(a); }
+KVD_DEVICE uint64_t high_product(uint64_t a, uint64_t b) { return __umul64hi(a, b); }
 
 }  // namespace kvd
 

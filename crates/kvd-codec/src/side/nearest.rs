@@ -107,7 +107,7 @@ impl<F: FnMut(usize, &[u32], &[f32])> Search<'_, F> {
         let mut best = Best::new();
         for start in (0..points.count).step_by(batch) {
             let filled = batch.min(points.count - start);
-            match points.values.get(start * D..(start + filled) * D) {
+            match points.values.get(start * D..(start + batch) * D) {
                 Some(values) if points.stride == D => turn(values.as_chunks::<D>().0, &mut x),
                 _ => {
                     for (lane, index) in (start..start + filled).enumerate() {

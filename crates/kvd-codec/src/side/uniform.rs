@@ -191,7 +191,7 @@ impl Uniform {
     }
 
     /// A level's part of what a group spans.
-    fn part(&self) -> f32 {
+    pub(crate) fn part(&self) -> f32 {
         match self.step {
             UniformStep::Bits(_) => f32::from(self.top).recip(),
             UniformStep::Relative(rel) => rel,

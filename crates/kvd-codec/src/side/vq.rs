@@ -73,6 +73,12 @@ impl Codebook {
         });
     }
 
+    /// Half the squared length of each entry: what the search for the nearest begins with.
+    #[must_use]
+    pub fn half_norms(&self) -> &[f32] {
+        &self.half_norms
+    }
+
     fn largest(&self) -> f32 {
         self.entries.iter().fold(0f32, |m, v| m.max(v.abs()))
     }
@@ -126,6 +132,12 @@ impl Vq {
     #[must_use]
     pub fn stages(&self) -> usize {
         self.stages
+    }
+
+    /// The largest magnitude of a coefficient that has a code.
+    #[must_use]
+    pub fn reach(&self) -> f32 {
+        self.reach
     }
 
     /// Whether every position has codebooks of its own.

@@ -2,27 +2,11 @@
 
 use super::arena::HostArena;
 use super::rows::read_block;
-use crate::{BackendError, EncodeSource, EncodedPages};
+use crate::{BackendError, EncodeSource, EncodedPages, Sampling};
 use kvd_codec::{BlockRows, ModelCodec};
-use kvd_core::{LayerIndex, Side};
+use kvd_core::{Geometry, LayerIndex, Side};
 use rayon::prelude::*;
 use std::cell::Cell;
-use std::collections::BTreeMap;
-
-/// One block in this many is decoded again to measure the codec's error.
-const SAMPLE_INTERVAL: u64 = 16;
-
-/// Which blocks of a model are measured: of every layer one in [`SAMPLE_INTERVAL`], and, from the
-/// moment that a page was over its declared bound, every block of that layer until one keeps it.
-#[derive(Debug, Default)]
-pub(crate) struct Sampling(BTreeMap<LayerIndex, LayerSampling>);
-
-/// [`Sampling`] of one layer.
-#[derive(Debug, Default)]
-struct LayerSampling {
-    encoded_blocks: u64,
-    alarmed: bool,
-}
 
 /// A block's rows, widened.
 #[derive(Default)]
@@ -64,41 +48,36 @@ impl<R: Fn(usize, &mut Block) + Sync> Blocks<R> {
     }
 }
 
-/// Encodes blocks of one layer.
-pub(crate) fn encode(
-    arena: &HostArena,
-    codec: &mut ModelCodec,
-    layer: LayerIndex,
-    blocks: &[EncodeSource],
-    sampling: &mut Sampling,
-) -> Result<Vec<Result<EncodedPages, BackendError>>, BackendError> {
-    let geometry = codec.geometry().clone();
-    let read = |index: usize, block: &mut Block| {
-        let source = blocks[index];
+/// Blocks of the arena.
+fn blocks<'a>(
+    arena: &'a HostArena,
+    geometry: &'a Geometry,
+    sources: &'a [EncodeSource],
+) -> Blocks<impl Fn(usize, &mut Block) + Sync + 'a> {
+    let read = move |index: usize, block: &mut Block| {
+        let source = sources[index];
         block.tokens = source.rows as usize;
         for (side, values) in Side::BOTH.into_iter().zip(&mut block.sides) {
-            read_block(arena, &geometry, source, side, values);
+            read_block(arena, geometry, source, side, values);
         }
     };
-    let blocks = Blocks { count: blocks.len(), read };
-    if codec.needs_tables(layer) {
-        train(codec, layer, &blocks)?;
-    } else {
+    Blocks { count: sources.len(), read }
+}
+
+/// Builds Huffman tables from blocks of a layer where there are none, or others that fit better.
+fn prepare<R: Fn(usize, &mut Block) + Sync>(
+    codec: &mut ModelCodec,
+    layer: LayerIndex,
+    blocks: &Blocks<R>,
+) -> Result<(), BackendError> {
+    if !codec.needs_tables(layer) {
         for index in 0..blocks.count {
             if codec.wants_block(layer) {
                 blocks.with(index, |block| codec.count_block(layer, &block.rows()));
             }
         }
+        return Ok(());
     }
-    Ok(encode_sampled(codec, layer, &blocks, sampling))
-}
-
-/// Makes the first tables of a layer.
-fn train<R: Fn(usize, &mut Block) + Sync>(
-    codec: &mut ModelCodec,
-    layer: LayerIndex,
-    blocks: &Blocks<R>,
-) -> Result<(), BackendError> {
     let read = |index| {
         let mut block = Block::default();
         (blocks.read)(index, &mut block);
@@ -113,6 +92,34 @@ fn train<R: Fn(usize, &mut Block) + Sync>(
     Ok(())
 }
 
+/// Encodes blocks of one layer.
+pub(crate) fn encode(
+    arena: &HostArena,
+    codec: &mut ModelCodec,
+    layer: LayerIndex,
+    sources: &[EncodeSource],
+    sampling: &mut Sampling,
+) -> Result<Vec<Result<EncodedPages, BackendError>>, BackendError> {
+    let geometry = codec.geometry().clone();
+    let blocks = blocks(arena, &geometry, sources);
+    prepare(codec, layer, &blocks)?;
+    Ok(encode_sampled(codec, layer, &blocks, sampling))
+}
+
+/// The same, all of them measured or none.
+pub(crate) fn encode_as(
+    arena: &HostArena,
+    codec: &mut ModelCodec,
+    layer: LayerIndex,
+    sources: &[EncodeSource],
+    measured: bool,
+) -> Result<Vec<Result<EncodedPages, BackendError>>, BackendError> {
+    let geometry = codec.geometry().clone();
+    let blocks = blocks(arena, &geometry, sources);
+    prepare(codec, layer, &blocks)?;
+    Ok(encode_all(codec, layer, &blocks, &vec![measured; blocks.count]))
+}
+
 /// Encodes all blocks. When a sampled one is over its bound, the others are measured too.
 fn encode_sampled<R: Fn(usize, &mut Block) + Sync>(
     codec: &ModelCodec,
@@ -120,29 +127,33 @@ fn encode_sampled<R: Fn(usize, &mut Block) + Sync>(
     blocks: &Blocks<R>,
     sampling: &mut Sampling,
 ) -> Vec<Result<EncodedPages, BackendError>> {
-    let of_layer = sampling.0.entry(layer).or_default();
-    let (first, alarmed) = (of_layer.encoded_blocks, of_layer.alarmed);
-    of_layer.encoded_blocks += blocks.count as u64;
-    let due = |i: usize| alarmed || (first + i as u64).is_multiple_of(SAMPLE_INTERVAL);
-    let one = |i, sample| blocks.with(i, |block| encode_one(codec, layer, block, sample));
-    let mut encoded: Vec<_> = if blocks.count == 1 {
-        vec![one(0, due(0))]
-    } else {
-        (0..blocks.count).into_par_iter().map(|i| one(i, due(i))).collect()
-    };
-    if !alarmed && encoded.iter().any(is_over_bound) {
-        let unmeasured = encoded.par_iter_mut().enumerate().filter(|(i, _)| !due(*i));
-        unmeasured.for_each(|(i, pages)| *pages = one(i, true));
+    let due = sampling.due(layer, blocks.count);
+    let mut encoded = encode_all(codec, layer, blocks, &due);
+    if Sampling::is_alarming(&encoded) {
+        let all = encoded.par_iter_mut().zip(&due).enumerate();
+        let unmeasured = all.filter(|(_, (_, due))| !**due);
+        unmeasured.for_each(|(index, (pages, _))| {
+            *pages = blocks.with(index, |block| encode_one(codec, layer, block, true));
+        });
     }
-    let mut measured = encoded.iter().flatten().filter(|pages| pages.sampled.is_some());
-    if let Some(last) = measured.next_back() {
-        of_layer.alarmed = last.over_bound != [0, 0];
-    }
+    sampling.saw(layer, &encoded);
     encoded
 }
 
-fn is_over_bound(pages: &Result<EncodedPages, BackendError>) -> bool {
-    pages.as_ref().is_ok_and(|pages| pages.over_bound != [0, 0])
+/// Encodes blocks, and measures those that are due.
+fn encode_all<R: Fn(usize, &mut Block) + Sync>(
+    codec: &ModelCodec,
+    layer: LayerIndex,
+    blocks: &Blocks<R>,
+    due: &[bool],
+) -> Vec<Result<EncodedPages, BackendError>> {
+    let one = |(index, due): (usize, &bool)| {
+        blocks.with(index, |block| encode_one(codec, layer, block, *due))
+    };
+    match due {
+        [due] => vec![one((0, due))],
+        _ => due.par_iter().enumerate().map(one).collect(),
+    }
 }
 
 fn encode_one(
@@ -160,6 +171,7 @@ fn encode_one(
     };
     Ok(EncodedPages {
         bytes,
+        held: None,
         page_ends: encoded.page_ends.into(),
         parts: encoded.parts,
         side_bytes: [encoded.key_bytes, encoded.value_bytes],
@@ -173,8 +185,9 @@ fn encode_one(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::sampling::SAMPLE_INTERVAL;
     use kvd_codec::resolve;
-    use kvd_core::{DType, Geometry, RopePairing};
+    use kvd_core::{DType, RopePairing};
 
     const LAYER: LayerIndex = LayerIndex(0);
 

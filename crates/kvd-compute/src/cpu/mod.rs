@@ -59,11 +59,10 @@ mod vq;
 
 use crate::{
     AttendPlan, Attended, Backend, BackendError, DeviceInfo, EncodeSource, EncodedPages,
-    IncomingRows, LoadPlan, LoadedRows, ModelBytes, RawTarget, Source,
+    IncomingRows, LoadPlan, LoadedRows, ModelBytes, RawTarget, Sampling, Source,
 };
 pub use arena::ArenaError;
 use arena::HostArena;
-use encode::Sampling;
 use kvd_codec::ModelCodec;
 use kvd_core::{Extent, LayerIndex, ModelId};
 use simd::Simd;
@@ -175,6 +174,23 @@ impl CpuBackend {
     /// When the lengths differ, or the extent is beyond the memory.
     pub fn fill(&mut self, to: Extent, bytes: &[u8]) {
         self.arena.write(to).copy_from_slice(bytes);
+    }
+
+    /// Encodes blocks as [`Backend::encode`] does, all of them measured or none: for a device that
+    /// has its own [`Sampling`].
+    ///
+    /// # Errors
+    /// As [`Backend::encode`].
+    pub fn encode_as(
+        &mut self,
+        model: ModelId,
+        layer: LayerIndex,
+        blocks: &[EncodeSource],
+        measured: bool,
+    ) -> Result<Vec<Result<EncodedPages, BackendError>>, BackendError> {
+        let state = self.models.get_mut(&model).ok_or(BackendError::UnknownModel(model))?;
+        let (arena, codec) = (&self.arena, &mut state.codec);
+        self.threads.install(|| encode::encode_as(arena, codec, layer, blocks, measured))
     }
 
     /// A model's codec, with the Huffman tables built so far.

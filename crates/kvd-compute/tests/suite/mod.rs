@@ -103,13 +103,21 @@ fn store(mut backend: Box<dyn Backend>, text: &str, rope_pairing: RopePairing) -
         let source = EncodeSource { extent, capacity_rows, first_row, rows };
         let encoded = backend.encode(MODEL, LAYER, &[source]).unwrap().remove(0).unwrap();
         assert_eq!(encoded.fallback_pages, 0, "{text}");
-        let slot = Extent { offset, len: encoded.bytes.len() as u64 };
+        // The backend's pages are those of the reference encoder, wherever they lie.
+        let (k, v) = (by_head(&k), by_head(&v));
+        let block = BlockRows { tokens: rows as usize, k: &k, v: &v };
+        let mut bytes = Vec::new();
+        let wanted = codec.encode_block(LAYER, &block, &mut bytes).unwrap();
+        assert_eq!(*encoded.page_ends, *wanted.page_ends, "{text}");
+        assert_eq!(encoded.parts, wanted.parts, "{text}");
+        assert!(encoded.held.is_some() || encoded.bytes == bytes, "{text}");
+        let slot = Extent { offset, len: encoded.size_bytes() };
         offset += slot.len.next_multiple_of(64);
         backend.place(&encoded, slot);
         let ends = encoded.page_ends.clone();
         let source = Source::Pages { extent: slot, ends, first_row: 0 };
         parts.push(PlanPart { first_token, rows, source });
-        pages.push((encoded.bytes, encoded.page_ends.to_vec()));
+        pages.push((bytes, encoded.page_ends.to_vec()));
         first_token += rows;
     }
     Some(Stored { backend, codec, parts, pages })

@@ -1,15 +1,12 @@
 //! Attention on the device: tables up, launches, merge, results down.
 
-use super::{CudaBackend, error};
+use super::{CudaBackend, THREADS, error};
 use crate::abi::{AttendParameters, MergeParameters};
 use crate::driver::KernelLaunch;
 use crate::plan::splits;
-use crate::{Merged, Options, Shapes, Tables};
+use crate::{Merged, Options, Tables};
 use kvd_compute::{AttendPlan, Attended, BackendError};
 use kvd_core::{ErrorCode, Side};
-
-/// Threads of a block, of attention and of the merge.
-const THREADS: u32 = 128;
 
 /// Where the tables of a plan lie on the device.
 struct Placed {
@@ -30,7 +27,7 @@ impl CudaBackend {
     pub(super) fn attend_all(&mut self, plan: &AttendPlan) -> Result<Attended, BackendError> {
         let tables = self.tables(plan)?;
         let dim = self.codec(plan.model)?.geometry().head_dim(Side::Value);
-        self.device.clear_scratch();
+        self.clear_scratch();
         if let Some(placed) = self.place_tables(&tables, dim) {
             return self.run(plan, &tables, &placed, dim);
         }
@@ -58,26 +55,16 @@ impl CudaBackend {
         Ok((half(first, plan.q.slice(..cut)), half(second, plan.q.slice(cut..))))
     }
 
-    /// The plan's tables; the layer's own are brought to the device once.
+    /// The plan's tables.
     fn tables(&mut self, plan: &AttendPlan) -> Result<Tables, BackendError> {
-        let codec = self.codec(plan.model)?;
-        let known = self.models.get(&plan.model).and_then(|model| model.layers.get(&plan.layer));
-        if known.is_none_or(|(shapes, _)| !shapes.is_current(codec)) {
-            let shapes = Shapes::new(codec, plan.layer, self.table_bytes(codec)?);
-            let address = self.device.keep(&shapes.tables)?;
-            let model = self.models.get_mut(&plan.model);
-            let stale = model.and_then(|model| model.layers.insert(plan.layer, (shapes, address)));
-            if let Some((_, address)) = stale {
-                self.device.free(address);
-            }
-        }
+        self.bring_layer(plan.model, plan.layer)?;
         let codec = self.codec(plan.model)?;
         let limits = self.device.limits();
         let heads = plan.queries.len() as u32 * codec.geometry().kv_heads;
         let parts = plan.queries.iter().map(|query| query.parts.len()).max().unwrap_or(0) as u32;
         let parts_per_unit = splits(limits.multiprocessors * 4, heads, parts).1 as usize;
         let header = |offset: u64| self.headers.get(&offset).copied();
-        let (shapes, _) = &self.models[&plan.model].layers[&plan.layer];
+        let shapes = &self.models[&plan.model].layers[&plan.layer].shapes;
         let options = Options { parts_per_unit, shared: limits.shared() };
         Ok(Tables::new(plan, codec, shapes, &header, options)?)
     }
@@ -110,7 +97,7 @@ impl CudaBackend {
         placed: &Placed,
         dim: usize,
     ) -> Result<Attended, BackendError> {
-        let layer_tables = self.models[&plan.model].layers[&plan.layer].1;
+        let layer_tables = self.models[&plan.model].layers[&plan.layer].tables;
         let device = &mut self.device;
         device.upload(placed.pages, bytemuck::cast_slice(&tables.pages))?;
         device.upload(placed.queries, bytemuck::cast_slice(&tables.queries))?;

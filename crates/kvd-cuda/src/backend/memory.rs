@@ -103,6 +103,18 @@ impl Device {
         self.call(|driver| driver.copy(from, to, bytes))
     }
 
+    /// Copies from any address of this device into the arena.
+    pub(super) fn copy_in(&mut self, from: u64, to: u64, bytes: u64) -> Result<(), BackendError> {
+        assert!(to + bytes <= self.arena_bytes, "copy past the arena");
+        let to = self.arena + to;
+        self.call(|driver| driver.copy(from, to, bytes))
+    }
+
+    /// Calls nothing any more, because of what was found.
+    pub(super) fn fail(&mut self, why: &str) {
+        self.failure.get_or_insert_with(|| why.to_owned());
+    }
+
     /// Takes memory beside the arena for what stays.
     pub(super) fn keep(&mut self, bytes: &[u8]) -> Result<u64, BackendError> {
         let address = self.call(|driver| driver.alloc(bytes.len() as u64))?;
@@ -130,6 +142,16 @@ impl Device {
     /// Gives all scratch memory back.
     pub(super) fn clear_scratch(&mut self) {
         self.scratch_used = 0;
+    }
+
+    /// Scratch memory that is taken.
+    pub(super) fn scratch_used(&self) -> u64 {
+        self.scratch_used
+    }
+
+    /// Gives scratch memory back but for the first `bytes`.
+    pub(super) fn keep_scratch(&mut self, bytes: u64) {
+        self.scratch_used = bytes;
     }
 
     /// Takes scratch memory; `None` when too little is left.

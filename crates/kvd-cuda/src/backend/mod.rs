@@ -1,22 +1,24 @@
-//! [`Backend`] on a GPU: page memory and attention on the device, the codec's encoding and decoding
-//! on the host until kernels do it.
+//! [`Backend`] on a GPU: page memory, attention and, for the sides that have store kernels,
+//! encoding on the device; other encoding, and decoding, on the host.
 //!
 //! Runs on the lane's thread. All memory but the tables of a layer is taken when it is opened.
 //! After an error that sticks nothing is called any more: every answer is `DEVICE_FAILED`, and
 //! [`Backend::failure`] tells the lane.
 
 mod attend;
+mod encode;
 mod memory;
 mod region;
 
 use crate::driver::{Driver, DriverError};
 use crate::plan::{Workload, plan};
-use crate::{PlanError, Shapes};
+use crate::{PlanError, Shapes, StoreShapes};
+use encode::Held;
 use kvd_codec::{ModelCodec, Page, PageHeader};
 use kvd_compute::{
     AttendPlan, Attended, Backend, BackendError, CpuBackend, CpuOptions, DeviceInfo, DeviceRegion,
     EncodeSource, EncodedPages, IncomingRows, LoadPlan, LoadedRows, ModelBytes, OpenError,
-    PlanPart, RawTarget, RegionHandle, Source,
+    PlanPart, RawTarget, RegionHandle, Sampling, Source,
 };
 use kvd_core::{Coded, ErrorCode, Extent, LayerIndex, ModelId, Side};
 use memory::Device;
@@ -25,6 +27,9 @@ use std::collections::{BTreeMap, HashMap};
 
 /// Host memory in which pages and rows are coded; it costs nothing before it is used.
 const HOST_BYTES: u64 = 256 << 20;
+
+/// Threads of a thread block, of every kernel.
+const THREADS: u32 = 128;
 
 /// How much of a GPU the backend takes.
 #[derive(Clone, Copy, Debug)]
@@ -49,11 +54,26 @@ pub enum CudaOpenError {
     Host(#[from] OpenError),
 }
 
-/// A model's layers: their tables on the device. Its codec is the host's, which builds Huffman
-/// tables.
+/// What a layer's kernels read, and where it lies on the device.
+struct Layer {
+    shapes: Shapes,
+    tables: u64,
+    /// Where kernels encode.
+    store: Option<(StoreShapes, u64)>,
+}
+
+impl Layer {
+    fn stores(&self) -> bool {
+        self.store.is_some()
+    }
+}
+
+/// A model's layers, and which of its blocks are measured. Its codec is the host's, which builds
+/// Huffman tables.
 #[derive(Default)]
 struct Model {
-    layers: BTreeMap<LayerIndex, (Shapes, u64)>,
+    layers: BTreeMap<LayerIndex, Layer>,
+    sampling: Sampling,
 }
 
 /// A GPU as a backend.
@@ -65,6 +85,7 @@ pub struct CudaBackend {
     /// Header of the page that begins at an offset of the arena.
     headers: BTreeMap<u64, PageHeader>,
     regions: Regions,
+    held: Held,
 }
 
 /// An error of the device with its code.
@@ -98,7 +119,8 @@ impl CudaBackend {
             threads: options.threads,
         })?;
         let (models, headers) = (HashMap::new(), BTreeMap::new());
-        Ok(Self { device, host, models, headers, regions: Regions::default() })
+        let (regions, held) = (Regions::default(), Held::default());
+        Ok(Self { device, host, models, headers, regions, held })
     }
 
     fn codec(&self, model: ModelId) -> Result<&ModelCodec, BackendError> {
@@ -115,6 +137,36 @@ impl CudaBackend {
             error(ErrorCode::InvalidCodec, message)
         })?;
         Ok(plan.table_bytes.map(|bytes| bytes as usize))
+    }
+
+    /// A layer with its tables on the device, brought there once.
+    fn bring_layer(&mut self, model: ModelId, layer: LayerIndex) -> Result<&Layer, BackendError> {
+        let codec = self.host.codec(model)?;
+        let layers = &self.models.entry(model).or_default().layers;
+        if layers.get(&layer).is_none_or(|known| !known.shapes.is_current(codec)) {
+            let shapes = Shapes::new(codec, layer, self.table_bytes(codec)?);
+            let store = StoreShapes::new(codec, layer, &shapes);
+            let tables = self.device.keep(&shapes.tables)?;
+            let steps = store.map(|store| Ok((self.device.keep(&store.steps)?, store)));
+            let store = match steps.transpose() {
+                Ok(store) => store.map(|(address, store)| (store, address)),
+                Err(error) => {
+                    self.device.free(tables);
+                    return Err(error);
+                }
+            };
+            let fresh = Layer { shapes, tables, store };
+            let stale = self.models.entry(model).or_default().layers.insert(layer, fresh);
+            stale.into_iter().for_each(|stale| self.free_layer(stale));
+        }
+        Ok(&self.models[&model].layers[&layer])
+    }
+
+    fn free_layer(&mut self, layer: Layer) {
+        self.device.free(layer.tables);
+        if let Some((_, address)) = layer.store {
+            self.device.free(address);
+        }
     }
 
     /// Copies a part's slot to the host and says where it lies there.
@@ -166,8 +218,8 @@ impl Backend for CudaBackend {
     fn unregister(&mut self, model: ModelId) {
         self.host.unregister(model);
         let model = self.models.remove(&model);
-        for (_, address) in model.into_iter().flat_map(|model| model.layers.into_values()) {
-            self.device.free(address);
+        for layer in model.into_iter().flat_map(|model| model.layers.into_values()) {
+            self.free_layer(layer);
         }
     }
 
@@ -239,19 +291,7 @@ impl Backend for CudaBackend {
         layer: LayerIndex,
         blocks: &[EncodeSource],
     ) -> Result<Vec<Result<EncodedPages, BackendError>>, BackendError> {
-        self.codec(model)?;
-        let (mut fetched, mut encoded, mut used) = (Vec::new(), Vec::new(), 0);
-        for block in blocks {
-            if used + block.extent.len > HOST_BYTES {
-                encoded.extend(self.host.encode(model, layer, &std::mem::take(&mut fetched))?);
-                used = 0;
-            }
-            let extent = self.fetch_extent(block.extent, used)?;
-            used = extent.end();
-            fetched.push(EncodeSource { extent, ..*block });
-        }
-        encoded.extend(self.host.encode(model, layer, &fetched)?);
-        Ok(encoded)
+        self.encode_blocks(model, layer, blocks)
     }
 
     fn place(&mut self, pages: &EncodedPages, to: Extent) {
@@ -260,6 +300,9 @@ impl Backend for CudaBackend {
             self.headers.range(to.offset..to.end()).map(|(offset, _)| *offset).collect();
         for offset in stale {
             self.headers.remove(&offset);
+        }
+        if let Some(held) = pages.held {
+            return self.place_held(held, to);
         }
         // A failure is kept and told to the lane, which then answers no one with success.
         if self.device.write(to.offset, &pages.bytes).is_err() {

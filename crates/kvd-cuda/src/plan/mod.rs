@@ -16,6 +16,7 @@ pub use occupancy::{Block, Occupancy};
 
 use crate::lanes::{self, decoding};
 use crate::side::TILE_TOKENS;
+use crate::store::encoded_on_host;
 use crate::tables::GAIN_STAGE;
 use kvd_codec::{CodebookScope, CodecSpec, Entropy, Quantizer, SideSpec};
 use kvd_core::{Geometry, Side};
@@ -91,6 +92,9 @@ pub struct Plan {
     pub page_bytes: f64,
     /// Bytes beside pages: codebooks once per unit, partial results written and read.
     pub other_bytes: f64,
+    /// Why the host encodes keys and values; none where store kernels do. They encode only layers
+    /// of which they can write both.
+    pub host_encoding: [Option<&'static str>; 2],
 }
 
 /// What a side stores per value, in bits; an entropy-coded side what it aims at.
@@ -168,7 +172,13 @@ pub fn plan(codec: &CodecSpec, workload: &Workload, limits: &Limits) -> Option<P
         parts_per_unit,
         page_bytes,
         other_bytes: units * (2.0 * partial + f64::from(tables)),
+        host_encoding: Side::BOTH.map(|side| host_encoding(codec, side)),
     })
+}
+
+/// Why the host encodes a side in some layer or head.
+fn host_encoding(codec: &CodecSpec, side: Side) -> Option<&'static str> {
+    codec.variants(side).into_iter().find_map(encoded_on_host)
 }
 
 /// Units over the parts of one head, so that all heads fill the thread blocks that are resident at

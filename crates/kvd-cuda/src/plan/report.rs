@@ -57,6 +57,7 @@ impl fmt::Display for Plan {
             work.batch * work.geometry.kv_heads,
             limits.multiprocessors * occupancy.blocks
         )?;
+        write_encoding(f, self.host_encoding)?;
         writeln!(
             f,
             "bytes: {:.3e} of pages, {:.3e} of codebooks and partial results",
@@ -72,6 +73,24 @@ impl fmt::Display for Plan {
             self.instructions_per_value()
         )
     }
+}
+
+fn write_encoding(f: &mut fmt::Formatter<'_>, host: [Option<&str>; 2]) -> fmt::Result {
+    let of_side = |(side, why): (&str, Option<&str>)| why.map(|why| format!("{side} are {why}"));
+    let reasons: Vec<String> =
+        ["keys", "values"].into_iter().zip(host).filter_map(of_side).collect();
+    if reasons.is_empty() {
+        return writeln!(
+            f,
+            "store: kernels write the pages; one block in sixteen is copied to the host and measured"
+        );
+    }
+    writeln!(
+        f,
+        "store: rows are copied to the host, which writes the pages: {}, for which there is no \
+         store kernel",
+        reasons.join(", ")
+    )
 }
 
 fn write_codebooks(f: &mut fmt::Formatter<'_>, side: Side, books: &CodebookPlan) -> fmt::Result {

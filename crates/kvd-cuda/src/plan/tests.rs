@@ -118,3 +118,18 @@ fn every_preset_has_a_plan_on_every_known_gpu() {
         }
     }
 }
+
+#[test]
+fn a_plan_says_who_encodes() {
+    let text = |codec: &str| of(codec, &Limits::h100()).to_string();
+    for codec in ["raw", "kivi-4", "vecinfer-2", "cq-2", "vq-residual-4", "innerq-2", "turbo-4"] {
+        assert!(text(codec).contains("store: kernels write the pages"), "{codec}");
+    }
+    let kvcomp = text("kvcomp");
+    assert!(kvcomp.contains("keys are Huffman codes, values are Huffman codes"), "{kvcomp}");
+    assert!(text("polar-4+4").contains("writes the pages: keys are polar, for which"));
+    assert!(text("k=vq(d=2,b=4,stages=3); v=raw").contains("keys are vq of more stages"));
+    // An override is enough: a layer that has it is the host's.
+    let policy = "k=raw; v=raw; v[layer=0]=grid(rate=2)/huffman";
+    assert!(text(policy).contains("values are a grid"), "{}", text(policy));
+}

@@ -14,6 +14,8 @@ pub(crate) struct Watch {
     pub(crate) live: usize,
     /// Launches so far.
     pub(crate) launches: usize,
+    /// Bytes copied to the host so far.
+    pub(crate) read_bytes: usize,
     /// Calls after the first error that sticks.
     pub(crate) calls_after_failure: usize,
     pub(crate) fail: Fail,
@@ -117,6 +119,7 @@ impl Driver for EmuDriver {
 
     fn read(&mut self, from: u64, bytes: &mut [u8]) -> Result<(), DriverError> {
         self.call("read", None)?;
+        self.watch.lock().read_bytes += bytes.len();
         self.check(from, bytes.len() as u64);
         // SAFETY: the range was given and not taken back.
         unsafe {

@@ -97,14 +97,14 @@ impl Packer<'_> {
 
     fn place(&mut self, pages: &EncodedPages) -> Option<Pages> {
         let (model, metrics) = (self.model, &self.model.metrics);
-        let reserved = self.pool.reserve(pages.bytes.len() as u64).ok()?;
+        let reserved = self.pool.reserve(pages.size_bytes()).ok()?;
         self.backend.place(pages, reserved.extent());
         metrics.encoded_blocks.increment(1);
         metrics.fallback_pages.increment(u64::from(pages.fallback_pages));
         model.fallback_pages.fetch_add(u64::from(pages.fallback_pages), Ordering::Relaxed);
         let value_bytes = model.shape.geometry.dtype.size_bytes() as u64;
         metrics.encoded_logical_bytes.increment(pages.values * value_bytes);
-        metrics.encoded_page_bytes.increment(pages.bytes.len() as u64);
+        metrics.encoded_page_bytes.increment(pages.size_bytes());
         for (side, pages) in pages.over_bound.into_iter().enumerate() {
             metrics.over_bound_pages[side].increment(u64::from(pages));
             model.over_bound_pages[side].fetch_add(u64::from(pages), Ordering::Relaxed);

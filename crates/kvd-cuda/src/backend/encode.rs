@@ -1,0 +1,289 @@
+//! Raw rows to pages: by store kernels, where a layer has them for all of its sides, so that rows
+//! stay on the device; else, and for the blocks that are measured, by the host's encoder, which
+//! makes the same bytes.
+
+use super::{CudaBackend, HOST_BYTES, THREADS};
+use crate::driver::KernelLaunch;
+use crate::store::{StorePlan, StoredPage};
+use crate::{StoreParameters, StoreShapes};
+use kvd_codec::{HEADER_BYTES, ModelCodec, PageBytes, PageHeader};
+use kvd_compute::{Backend, BackendError, EncodeSource, EncodedPages, HeldPages, Sampling};
+use kvd_core::{Extent, LayerIndex, ModelId};
+
+/// An encoded block, or why it is none.
+type Encoded = Result<EncodedPages, BackendError>;
+
+/// The pages of each block with their addresses; none of a block that has a page which cannot be
+/// written.
+type Written = Vec<Option<Vec<(u64, StoredPage)>>>;
+
+/// Pages that lie in scratch memory, by block.
+#[derive(Default)]
+pub(super) struct Held {
+    /// Counts calls that use scratch memory.
+    call: u64,
+    blocks: Vec<Vec<(u64, PageHeader)>>,
+}
+
+/// Where the parts of a plan lie on the device.
+struct Placed {
+    pages: u64,
+    headers: u64,
+    words: u64,
+    units: Vec<u64>,
+}
+
+impl CudaBackend {
+    /// Gives all scratch memory back, and what is held in it.
+    pub(super) fn clear_scratch(&mut self) {
+        self.device.clear_scratch();
+        self.held = Held { call: self.held.call + 1, blocks: Vec::new() };
+    }
+
+    /// Encodes blocks of one layer; one in sixteen is measured.
+    pub(super) fn encode_blocks(
+        &mut self,
+        model: ModelId,
+        layer: LayerIndex,
+        blocks: &[EncodeSource],
+    ) -> Result<Vec<Encoded>, BackendError> {
+        self.clear_scratch();
+        self.codec(model)?;
+        if !self.bring_layer(model, layer)?.stores() {
+            return self.encode_on_host(model, layer, blocks, None);
+        }
+        let state = self.models.entry(model).or_default();
+        let due = state.sampling.due(layer, blocks.len());
+        let pick = |wanted: bool| {
+            let of_kind = blocks.iter().zip(&due).filter(move |(_, due)| **due == wanted);
+            of_kind.map(|(block, _)| *block).collect::<Vec<_>>()
+        };
+        let measured = self.encode_on_host(model, layer, &pick(true), Some(true))?;
+        let others = if Sampling::is_alarming(&measured) {
+            self.encode_on_host(model, layer, &pick(false), Some(true))?
+        } else {
+            self.encode_on_device(model, layer, &pick(false))?
+        };
+        let [mut measured, mut others] = [measured.into_iter(), others.into_iter()];
+        let next = |due: &bool| if *due { measured.next() } else { others.next() };
+        let encoded: Vec<Encoded> = due.iter().filter_map(next).collect();
+        self.models.entry(model).or_default().sampling.saw(layer, &encoded);
+        Ok(encoded)
+    }
+
+    /// Copies rows to the host and encodes them there; measured as told, else as the host decides.
+    fn encode_on_host(
+        &mut self,
+        model: ModelId,
+        layer: LayerIndex,
+        blocks: &[EncodeSource],
+        measured: Option<bool>,
+    ) -> Result<Vec<Encoded>, BackendError> {
+        let (mut fetched, mut encoded, mut used) = (Vec::new(), Vec::new(), 0);
+        if blocks.is_empty() {
+            return Ok(encoded);
+        }
+        let encode = |backend: &mut Self, fetched: &[EncodeSource]| match measured {
+            None => backend.host.encode(model, layer, fetched),
+            Some(measured) => backend.host.encode_as(model, layer, fetched, measured),
+        };
+        for block in blocks {
+            if used + block.extent.len > HOST_BYTES {
+                encoded.extend(encode(self, &std::mem::take(&mut fetched))?);
+                used = 0;
+            }
+            let extent = self.fetch_extent(block.extent, used)?;
+            used = extent.end();
+            fetched.push(EncodeSource { extent, ..*block });
+        }
+        encoded.extend(encode(self, &fetched)?);
+        Ok(encoded)
+    }
+
+    /// Encodes with store kernels, as many blocks at once as scratch memory has room for. Blocks
+    /// for which it has none, and those that no page can hold, go to the host.
+    fn encode_on_device(
+        &mut self,
+        model: ModelId,
+        layer: LayerIndex,
+        blocks: &[EncodeSource],
+    ) -> Result<Vec<Encoded>, BackendError> {
+        let mut encoded = Vec::with_capacity(blocks.len());
+        let (mut rest, mut count) = (blocks, blocks.len());
+        while count > 0 {
+            let (now, later) = rest.split_at(count);
+            let Some(pages) = self.store(model, layer, now)? else {
+                count /= 2;
+                continue;
+            };
+            for (block, pages) in now.iter().zip(pages) {
+                encoded.push(match pages {
+                    Some(pages) => self.hold(model, block, pages),
+                    None => self.encode_on_host(model, layer, &[*block], Some(false))?.remove(0),
+                });
+            }
+            (rest, count) = (later, later.len());
+        }
+        encoded.extend(self.encode_on_host(model, layer, rest, Some(false))?);
+        Ok(encoded)
+    }
+
+    /// Writes the pages of blocks; `None` when scratch memory has no room for them.
+    fn store(
+        &mut self,
+        model: ModelId,
+        layer: LayerIndex,
+        blocks: &[EncodeSource],
+    ) -> Result<Option<Written>, BackendError> {
+        let shared = self.device.limits().shared();
+        let plan = self.plan(model, layer, |shapes, codec| shapes.plan(codec, blocks, shared))?;
+        let before = self.device.scratch_used();
+        let Some(placed) = self.place_store(&plan) else {
+            self.device.keep_scratch(before);
+            return Ok(None);
+        };
+        let mut pages = self.run_store(model, layer, &plan, &placed)?;
+        if pages.iter().any(Option::is_none) {
+            let missing = |index: usize| pages[index].is_none();
+            let as_rows = |shapes: &StoreShapes, codec: &ModelCodec| {
+                shapes.plan_fallback(codec, blocks, shared, missing)
+            };
+            let plan = self.plan(model, layer, as_rows)?;
+            if let Some(placed) = self.place_store(&plan) {
+                let as_rows = self.run_store(model, layer, &plan, &placed)?;
+                pages.iter_mut().zip(as_rows).for_each(|(page, row)| *page = page.or(row));
+            }
+        }
+        let per_block = pages.len() / blocks.len();
+        let of_blocks = pages.chunks_exact(per_block);
+        Ok(Some(of_blocks.map(|pages| pages.iter().copied().collect()).collect()))
+    }
+
+    fn plan(
+        &self,
+        model: ModelId,
+        layer: LayerIndex,
+        plan: impl FnOnce(&StoreShapes, &ModelCodec) -> StorePlan,
+    ) -> Result<StorePlan, BackendError> {
+        let codec = self.codec(model)?;
+        let of_layer = self.models.get(&model).and_then(|model| model.layers.get(&layer));
+        let store = of_layer.and_then(|layer| layer.store.as_ref());
+        Ok(store.map(|(shapes, _)| plan(shapes, codec)).unwrap_or_default())
+    }
+
+    fn place_store(&mut self, plan: &StorePlan) -> Option<Placed> {
+        let mut take = |bytes: usize| self.device.scratch(bytes as u64);
+        Some(Placed {
+            pages: take(plan.page_bytes as usize)?,
+            headers: take(plan.header_bytes())?,
+            words: take(plan.words as usize * 4)?,
+            units: {
+                let units = plan.launches.iter().map(|launch| size_of_val(&launch.units[..]));
+                units.map(&mut take).collect::<Option<_>>()?
+            },
+        })
+    }
+
+    /// Launches, and what the headers say.
+    fn run_store(
+        &mut self,
+        model: ModelId,
+        layer: LayerIndex,
+        plan: &StorePlan,
+        placed: &Placed,
+    ) -> Result<Vec<Option<(u64, StoredPage)>>, BackendError> {
+        let of_layer = &self.models[&model].layers[&layer];
+        let steps = of_layer.store.as_ref().map_or(0, |(_, address)| *address);
+        let (tables, device) = (of_layer.tables, &mut self.device);
+        let mut header = placed.headers;
+        for (launch, units) in plan.launches.iter().zip(&placed.units) {
+            device.upload(*units, bytemuck::cast_slice(&launch.units))?;
+            let parameters = StoreParameters {
+                arena: device.arena(),
+                tables,
+                steps,
+                units: *units,
+                pages: placed.pages,
+                headers: header,
+                words: placed.words,
+                row_bytes: launch.row_bytes,
+                gain_bytes: launch.gain_bytes,
+            };
+            device.launch(KernelLaunch {
+                kernel: &launch.kernel,
+                blocks: launch.units.len() as u32,
+                threads: THREADS,
+                shared_bytes: launch.shared_bytes as u32,
+                parameters: bytemuck::bytes_of(&parameters),
+            })?;
+            header += (launch.units.len() * HEADER_BYTES) as u64;
+        }
+        let mut headers = vec![0; plan.header_bytes()];
+        device.download(placed.headers, &mut headers)?;
+        let pages = plan.read(&headers).into_iter();
+        Ok(pages.map(|page| page.map(|page| (placed.pages + page.offset, page))).collect())
+    }
+
+    /// Keeps a block's pages in mind until they are placed.
+    fn hold(
+        &mut self,
+        model: ModelId,
+        block: &EncodeSource,
+        pages: Vec<(u64, StoredPage)>,
+    ) -> Encoded {
+        let geometry = self.codec(model)?.geometry();
+        let mut encoded = EncodedPages {
+            bytes: Vec::new(),
+            held: Some(HeldPages { call: self.held.call, block: self.held.blocks.len() as u32 }),
+            page_ends: [].into(),
+            parts: PageBytes::default(),
+            side_bytes: [0; 2],
+            values: u64::from(block.rows) * geometry.values_per_token(),
+            fallback_pages: 0,
+            sampled: None,
+            over_bound: [0; 2],
+        };
+        let (mut ends, mut end) = (Vec::with_capacity(pages.len()), 0);
+        for (_, StoredPage { header, scale_bytes, .. }) in &pages {
+            let (bytes, payload) = (header.page_bytes() as u64, u64::from(header.payload_len));
+            let scales = scale_bytes + header.gain_bytes() as u64;
+            let codes = payload - scales;
+            encoded.parts += PageBytes { header: bytes - payload, codes, scales, offsets: 0 };
+            encoded.side_bytes[header.side.index()] += bytes;
+            encoded.fallback_pages += u32::from(header.fallback);
+            end += bytes as u32;
+            ends.push(end);
+        }
+        encoded.page_ends = ends.into();
+        let pages = pages.into_iter().map(|(address, page)| (address, page.header));
+        self.held.blocks.push(pages.collect());
+        Ok(encoded)
+    }
+
+    /// Copies held pages into their slot, neighbours at once, and keeps their headers.
+    pub(super) fn place_held(&mut self, held: HeldPages, to: Extent) {
+        let known =
+            (held.call == self.held.call).then(|| self.held.blocks.get(held.block as usize));
+        let Some(pages) = known.flatten() else {
+            self.device.fail("pages are placed that are no longer held");
+            return;
+        };
+        let mut runs: Vec<(u64, u64, u64)> = Vec::new();
+        let mut at = to.offset;
+        for (address, header) in pages {
+            let bytes = header.page_bytes() as u64;
+            self.headers.insert(at, *header);
+            match runs.last_mut() {
+                Some((from, _, len)) if *from + *len == *address => *len += bytes,
+                _ => runs.push((*address, at, bytes)),
+            }
+            at += bytes;
+        }
+        for (from, to, bytes) in runs {
+            // A failure is kept and told to the lane, which then answers no one with success.
+            if self.device.copy_in(from, to, bytes).is_err() {
+                return;
+            }
+        }
+    }
+}

@@ -1,0 +1,60 @@
+//! What host and store kernels agree on, field by field: `kernels/include/kvd/store/work.cuh`.
+
+use crate::SideShape;
+use bytemuck::{Pod, Zeroable};
+
+/// A page to write.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Pod, Zeroable)]
+pub struct StoreUnit {
+    /// How it is stored.
+    pub side: SideShape,
+    /// Offset of the raw rows in the arena.
+    pub rows: u64,
+    /// Offset of the page in [`StoreParameters::pages`], aligned to 16.
+    pub page: u64,
+    /// Offset of the transform's steps in [`StoreParameters::steps`].
+    pub steps: u64,
+    /// VQ: offset of half the squared norms of its entries, in the same place.
+    pub norms: u64,
+    /// Offset of its coefficients in [`StoreParameters::words`], in words; all ones when they are
+    /// in shared memory.
+    pub words: u64,
+    /// Rows.
+    pub tokens: u32,
+    /// Format of the rows: 0 f32, 1 f16, 2 bf16.
+    pub dtype: u32,
+    /// 0 keys, 1 values.
+    pub is_value: u32,
+    /// The first 20 bytes of the page's header, without a flag for gains.
+    pub header: [u32; 5],
+    /// Uniform: a level's part of what a group spans. Floats and VQ: the largest magnitude that has
+    /// a code.
+    pub limit: f32,
+    /// Median length of rows; 0 where no row is raised.
+    pub median: f32,
+}
+
+/// The parameter of `kvd_store_*`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+pub struct StoreParameters {
+    /// Page memory.
+    pub arena: u64,
+    /// [`crate::Shapes::tables`].
+    pub tables: u64,
+    /// [`crate::StoreShapes::steps`].
+    pub steps: u64,
+    /// [`StoreUnit`]s, one per thread block.
+    pub units: u64,
+    /// Pages; written.
+    pub pages: u64,
+    /// Header of each unit's page, 32 bytes, zeros where it has no codes; written.
+    pub headers: u64,
+    /// Coefficients of pages that shared memory has no room for.
+    pub words: u64,
+    /// Shared memory of rows that a transform reads, bytes.
+    pub row_bytes: u32,
+    /// Shared memory of a page's gains, bytes.
+    pub gain_bytes: u32,
+}

@@ -1,0 +1,224 @@
+//! Blocks as launches of store kernels.
+
+use super::{HeadStore, StoreShapes, StoreUnit, dtype_number};
+use crate::lanes::SharedMemory;
+use crate::side::{COPY_BYTES, Kernel, rows_shape};
+use kvd_codec::{HEADER_BYTES, ModelCodec, PageHeader};
+use kvd_compute::EncodeSource;
+use kvd_core::Side;
+use std::collections::BTreeMap;
+
+/// Sums of the checksum, and a slot for each warp: `StoreShared` of `page.cuh`.
+const SHARED_BYTES: usize = 8 * 128 + 4 * 4;
+/// Rows that all warps hold of a step that reads whole rows.
+const ROWS: usize = 4 * 4;
+/// Marks coefficients in shared memory.
+const IN_SHARED: u64 = u64::MAX;
+
+/// One launch of `kvd_store_*`.
+#[derive(Clone, Debug)]
+pub struct StoreLaunch {
+    /// The kernel.
+    pub kernel: String,
+    /// One per thread block.
+    pub units: Vec<StoreUnit>,
+    /// The page of each: `[block, side, head]`.
+    pages: Vec<usize>,
+    /// As in [`super::StoreParameters`].
+    pub row_bytes: u32,
+    /// As in [`super::StoreParameters`].
+    pub gain_bytes: u32,
+    /// Dynamic shared memory, bytes.
+    pub shared_bytes: usize,
+}
+
+/// A page that a kernel has written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StoredPage {
+    /// Its header.
+    pub header: PageHeader,
+    /// Its offset in [`super::StoreParameters::pages`].
+    pub offset: u64,
+    /// Bytes of its scales, gains apart.
+    pub scale_bytes: u64,
+}
+
+/// Launches that write the pages of some blocks of a layer, each page behind the one before.
+#[derive(Clone, Debug, Default)]
+pub struct StorePlan {
+    /// They may run side by side.
+    pub launches: Vec<StoreLaunch>,
+    /// Bytes of [`super::StoreParameters::pages`].
+    pub page_bytes: u64,
+    /// Of [`super::StoreParameters::words`].
+    pub words: u64,
+    /// Place and bytes of scales of each page, `[block, side, head]`; none of a page that is not
+    /// asked for.
+    pages: Vec<Option<(u64, u64)>>,
+}
+
+/// What is still being planned.
+struct Builder<'a> {
+    shapes: &'a StoreShapes,
+    codec: &'a ModelCodec,
+    shared: SharedMemory,
+    plan: StorePlan,
+    launches: BTreeMap<Kernel, StoreLaunch>,
+}
+
+impl StoreShapes {
+    /// The pages of whole blocks.
+    #[must_use]
+    pub fn plan(
+        &self,
+        codec: &ModelCodec,
+        blocks: &[EncodeSource],
+        shared: SharedMemory,
+    ) -> StorePlan {
+        self.plan_of(codec, blocks, shared, |_| true, HeadStore::clone)
+    }
+
+    /// Those pages that have no codes, as rows.
+    #[must_use]
+    pub fn plan_fallback(
+        &self,
+        codec: &ModelCodec,
+        blocks: &[EncodeSource],
+        shared: SharedMemory,
+        missing: impl Fn(usize) -> bool,
+    ) -> StorePlan {
+        let dtype = codec.geometry().dtype;
+        let as_rows = |head: &HeadStore| HeadStore {
+            kernel: Kernel::of_rows(dtype),
+            side: rows_shape(dtype, head.side.dim as usize),
+            steps: 0,
+            norms: 0,
+            limit: dtype.largest(),
+            median: 0.0,
+            reads_rows: false,
+        };
+        self.plan_of(codec, blocks, shared, missing, as_rows)
+    }
+
+    fn plan_of(
+        &self,
+        codec: &ModelCodec,
+        blocks: &[EncodeSource],
+        shared: SharedMemory,
+        wanted: impl Fn(usize) -> bool,
+        store: impl Fn(&HeadStore) -> HeadStore,
+    ) -> StorePlan {
+        let (plan, launches) = (StorePlan::default(), BTreeMap::new());
+        let mut builder = Builder { shapes: self, codec, shared, plan, launches };
+        for block in blocks {
+            for side in Side::BOTH {
+                for (head, of_head) in self.heads.iter().enumerate() {
+                    let index = builder.plan.pages.len();
+                    let page = wanted(index).then(|| {
+                        builder.push((block, index), (side, head), &store(&of_head[side.index()]))
+                    });
+                    builder.plan.pages.push(page);
+                }
+            }
+        }
+        builder.plan.launches = builder.launches.into_values().collect();
+        builder.plan
+    }
+}
+
+impl Builder<'_> {
+    /// Adds a page; gives its place and the bytes of its scales.
+    fn push(
+        &mut self,
+        (block, index): (&EncodeSource, usize),
+        (side, head): (Side, usize),
+        store: &HeadStore,
+    ) -> (u64, u64) {
+        let geometry = self.codec.geometry();
+        let (tokens, dim) = (block.rows as usize, store.side.dim as usize);
+        let layout = geometry.raw_layout(block.capacity_rows);
+        let rows = layout.row_offset(side, head as u64, u64::from(block.first_row));
+        let place = (self.shapes.layer, side);
+        let header = if store.steps == 0 {
+            self.codec.fallback_header(place, head, tokens).0
+        } else {
+            self.codec.page_header(place, head, tokens)
+        };
+        let mut words = [0; 5];
+        for (word, bytes) in words.iter_mut().zip(header.to_bytes().as_chunks::<4>().0) {
+            *word = u32::from_le_bytes(*bytes);
+        }
+        let row_bytes = if store.reads_rows { ROWS * 4 * dim } else { 0 };
+        let gain_bytes = if store.median > 0.0 { tokens } else { 0 };
+        let [row_bytes, gain_bytes] =
+            [row_bytes, gain_bytes].map(|bytes| bytes.next_multiple_of(COPY_BYTES));
+        let needed = tokens * (dim.next_multiple_of(4) + 4);
+        let in_shared = SHARED_BYTES + row_bytes + gain_bytes + 4 * needed;
+        let fits = in_shared <= self.shared.block;
+        let (scales, bytes) = store.bytes(side, tokens);
+        let offset = self.plan.page_bytes;
+        let launch = self.launches.entry(store.kernel).or_insert_with(|| StoreLaunch {
+            kernel: format!("kvd_store_{}", store.kernel.name()),
+            units: Vec::new(),
+            pages: Vec::new(),
+            row_bytes: 0,
+            gain_bytes: 0,
+            shared_bytes: 0,
+        });
+        launch.pages.push(index);
+        launch.units.push(StoreUnit {
+            side: store.side,
+            rows: block.extent.offset + rows,
+            page: offset,
+            steps: store.steps,
+            norms: store.norms,
+            words: if fits { IN_SHARED } else { self.plan.words },
+            tokens: block.rows,
+            dtype: dtype_number(geometry.dtype),
+            is_value: u32::from(side == Side::Value),
+            header: words,
+            limit: store.limit,
+            median: store.median,
+        });
+        launch.grow(row_bytes, gain_bytes, if fits { 4 * needed } else { 0 });
+        self.plan.page_bytes += bytes as u64;
+        self.plan.words += if fits { 0 } else { needed as u64 };
+        (offset, scales as u64)
+    }
+}
+
+impl StoreLaunch {
+    /// Makes room for another unit.
+    fn grow(&mut self, row_bytes: usize, gain_bytes: usize, word_bytes: usize) {
+        let before = SHARED_BYTES + self.row_bytes as usize + self.gain_bytes as usize;
+        let words = self.shared_bytes.saturating_sub(before).max(word_bytes);
+        self.row_bytes = self.row_bytes.max(row_bytes as u32);
+        self.gain_bytes = self.gain_bytes.max(gain_bytes as u32);
+        let after = SHARED_BYTES + self.row_bytes as usize + self.gain_bytes as usize;
+        self.shared_bytes = after + words;
+    }
+}
+
+impl StorePlan {
+    /// Bytes of [`super::StoreParameters::headers`] of all launches, one after another.
+    #[must_use]
+    pub fn header_bytes(&self) -> usize {
+        self.launches.iter().map(|launch| launch.units.len() * HEADER_BYTES).sum()
+    }
+
+    /// What the launches wrote, by their headers: a page for each `[block, side, head]`, none where
+    /// it has no codes or was not asked for.
+    #[must_use]
+    pub fn read(&self, headers: &[u8]) -> Vec<Option<StoredPage>> {
+        let mut stored = vec![None; self.pages.len()];
+        let indices = self.launches.iter().flat_map(|launch| &launch.pages);
+        for (index, bytes) in indices.zip(headers.as_chunks::<HEADER_BYTES>().0) {
+            let page = self.pages[*index].zip(PageHeader::from_bytes(bytes).ok());
+            stored[*index] = page.map(|((offset, scale_bytes), header)| {
+                let scale_bytes = if header.fallback { 0 } else { scale_bytes };
+                StoredPage { header, offset, scale_bytes }
+            });
+        }
+        stored
+    }
+}

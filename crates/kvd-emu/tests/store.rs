@@ -1,0 +1,302 @@
+//! Pages that the store kernels write are those of the reference encoder, byte for byte: every side
+//! that has a kernel, transforms, tails, and rows that have no codes.
+#![expect(clippy::unwrap_used, reason = "a test may fail")]
+
+mod common;
+
+use common::{Layout, Stored, geometry, noise};
+use kvd_codec::{BlockRows, HEADER_BYTES, Page, presets};
+use kvd_compute::EncodeSource;
+use kvd_core::{DType, Extent, LayerIndex, Side};
+use kvd_cuda::{Shapes, SharedMemory, StoreParameters, StorePlan, StoreShapes, StoredPage};
+use kvd_emu::{Grid, Memory, Order, available, launch};
+
+const LAYER: LayerIndex = LayerIndex(0);
+/// Where a page's payload begins, behind the checksum.
+const CHECKSUM_END: usize = 32;
+const SHARED: SharedMemory = SharedMemory { block: 227 << 10, multiprocessor: 228 << 10 };
+
+/// What the rows of a block are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Rows {
+    Noise,
+    Zeros,
+    /// Zeros of both signs, few other values.
+    Signs,
+    Tiny,
+    /// Beyond what some quantizers can scale.
+    Huge,
+    /// Some rows far shorter than others.
+    Uneven,
+}
+
+impl Rows {
+    fn value(self, at: usize, dim: usize) -> f32 {
+        let sign = if at.is_multiple_of(3) { -0.0 } else { 0.0 };
+        match self {
+            Self::Noise => noise(at),
+            Self::Zeros => 0.0,
+            Self::Signs if at.is_multiple_of(7) => noise(at).abs(),
+            Self::Signs => sign,
+            Self::Tiny => noise(at) * 1e-7,
+            Self::Huge => noise(at) * 40_000.0,
+            Self::Uneven if at / dim % 3 == 1 => noise(at) / 40.0,
+            Self::Uneven => noise(at),
+        }
+    }
+}
+
+/// Blocks of raw rows in an arena, and the codec that encodes them.
+struct Blocks {
+    stored: Stored,
+    arena: Vec<u8>,
+    sources: Vec<EncodeSource>,
+    /// Keys and values of each as the arena holds them.
+    rows: Vec<[Vec<f32>; 2]>,
+}
+
+impl Blocks {
+    fn new(dims: [u32; 2], dtype: DType, codec: &str, blocks: &[(Rows, usize)]) -> Self {
+        let geometry = geometry(dims[0], dims[1], dtype);
+        let none = Layout { pages: Vec::new(), window: 0 };
+        let stored = Stored::new(&geometry, codec, &none, |_, _, _, _| 0.0);
+        let (mut arena, mut sources, mut rows) = (vec![0xFF; 320], Vec::new(), Vec::new());
+        for (index, (kind, tokens)) in blocks.iter().enumerate() {
+            let (first_row, capacity_rows) = (index as u32 % 3, *tokens as u32 + 3);
+            let layout = geometry.raw_layout(capacity_rows);
+            let offset = arena.len();
+            arena.resize((offset + layout.size_bytes() as usize).next_multiple_of(64), 0xFF);
+            rows.push(Side::BOTH.map(|side| {
+                let dim = geometry.head_dim(side);
+                let seed = 100_000 * (2 * index + side.index());
+                let mut all = Vec::new();
+                for head in 0..geometry.kv_heads as usize {
+                    let at = seed + 10_000 * head;
+                    let values: Vec<f32> =
+                        (0..tokens * dim).map(|i| kind.value(at + i, dim)).collect();
+                    let row = layout.row_offset(side, head as u64, first_row.into());
+                    let bytes =
+                        &mut arena[offset + row as usize..][..values.len() * dtype.size_bytes()];
+                    dtype.narrow(&values, bytes);
+                    let mut stored = vec![0f32; values.len()];
+                    dtype.widen(bytes, &mut stored);
+                    all.extend(stored);
+                }
+                all
+            }));
+            let extent = Extent { offset: offset as u64, len: layout.size_bytes() };
+            sources.push(EncodeSource { extent, capacity_rows, first_row, rows: *tokens as u32 });
+        }
+        Self { stored, arena, sources, rows }
+    }
+
+    /// The pages that the reference encoder makes of a block.
+    fn wanted(&self, index: usize) -> Vec<Vec<u8>> {
+        let [k, v] = &self.rows[index];
+        let tokens = self.sources[index].rows as usize;
+        let mut bytes = Vec::new();
+        let block = BlockRows { tokens, k, v };
+        let encoded = self.stored.codec.encode_block(LAYER, &block, &mut bytes).unwrap();
+        let mut start = 0;
+        let page = |end: &u32| {
+            let page = bytes[start..*end as usize].to_vec();
+            start = *end as usize;
+            page
+        };
+        encoded.page_ends.iter().map(page).collect()
+    }
+
+    /// Runs a plan; gives what it wrote and each page.
+    fn run(
+        &self,
+        (shapes, store): (&Shapes, &StoreShapes),
+        plan: &StorePlan,
+        order: Order,
+    ) -> (Memory, Vec<Option<StoredPage>>) {
+        let [arena, tables, steps] =
+            [&self.arena, &shapes.tables, &store.steps].map(|bytes| Memory::of(bytes));
+        let pages = Memory::new(plan.page_bytes as usize);
+        let headers = Memory::new(plan.header_bytes());
+        let words = Memory::new(4 * plan.words as usize);
+        let mut header = headers.address();
+        for launched in &plan.launches {
+            let units = Memory::of(bytemuck::cast_slice(&launched.units));
+            let parameters = StoreParameters {
+                arena: arena.address(),
+                tables: tables.address(),
+                steps: steps.address(),
+                units: units.address(),
+                pages: pages.address(),
+                headers: header,
+                words: words.address(),
+                row_bytes: launched.row_bytes,
+                gain_bytes: launched.gain_bytes,
+            };
+            let blocks = launched.units.len();
+            let shared_bytes = launched.shared_bytes;
+            let grid =
+                Grid { kernel: &launched.kernel, blocks: blocks as u32, shared_bytes, order };
+            // SAFETY: every address is of memory that lives on, of the size that the plan names.
+            unsafe { launch(grid, bytemuck::bytes_of(&parameters)) }.unwrap();
+            header += (blocks * HEADER_BYTES) as u64;
+        }
+        let read = plan.read(headers.bytes());
+        (pages, read)
+    }
+
+    /// Compares what kernels write with the reference. Gives the pages that had no codes.
+    fn check(&self, text: &str, shared: SharedMemory, order: Order) -> usize {
+        let codec = &self.stored.codec;
+        let shapes = Shapes::new(codec, LAYER, [0; 2]);
+        let store = StoreShapes::new(codec, LAYER, &shapes).expect("the codec has store kernels");
+        let plan = store.plan(codec, &self.sources, shared);
+        let (pages, read) = self.run((&shapes, &store), &plan, order);
+        let missing = |index: usize| read[index].is_none();
+        let plan = store.plan_fallback(codec, &self.sources, shared, missing);
+        let (as_rows, read_rows) = self.run((&shapes, &store), &plan, order);
+        let per_block = read.len() / self.sources.len();
+        let mut fallbacks = 0;
+        for index in 0..self.sources.len() {
+            for (at, wanted) in self.wanted(index).iter().enumerate() {
+                let at = index * per_block + at;
+                let (memory, page) = match read[at] {
+                    Some(page) => (&pages, page),
+                    None => (&as_rows, read_rows[at].expect("rows as they came have a page")),
+                };
+                let got = &memory.bytes()[page.offset as usize..][..page.header.page_bytes()];
+                // The checksum says only that something differs.
+                let differs = |at: &usize| got.get(*at) != wanted.get(*at);
+                let last = (CHECKSUM_END..wanted.len()).chain(0..CHECKSUM_END);
+                let off = last.into_iter().find(differs);
+                let tokens = self.sources[index].rows;
+                assert!(
+                    got.len() == wanted.len() && off.is_none(),
+                    "{text}, {order:?}: page {at} of {tokens} tokens has {} bytes, not {}; \
+                     byte {off:?} differs",
+                    got.len(),
+                    wanted.len()
+                );
+                let reference = Page::parse(wanted).unwrap();
+                assert_eq!(*reference.header(), page.header);
+                assert_eq!(reference.header().fallback, read[at].is_none(), "{text}: page {at}");
+                fallbacks += usize::from(read[at].is_none());
+            }
+        }
+        fallbacks
+    }
+}
+
+/// Full blocks, and blocks that end inside a tile, a group, four tokens.
+const TAILS: [(Rows, usize); 6] = [
+    (Rows::Noise, 64),
+    (Rows::Noise, 1),
+    (Rows::Uneven, 35),
+    (Rows::Signs, 33),
+    (Rows::Noise, 96),
+    (Rows::Tiny, 6),
+];
+
+/// Presets whose layers have store kernels throughout. Codebooks of 4096 entries take minutes to
+/// fit and to search here, and are read like those of 256.
+fn stored_presets() -> impl Iterator<Item = &'static str> {
+    let on_device = |text: &&str| {
+        let spec = kvd_codec::resolve(text).unwrap();
+        let mut sides = Side::BOTH.into_iter().flat_map(|side| spec.variants(side));
+        sides.all(|side| kvd_cuda::encoded_on_host(side).is_none())
+    };
+    let small = presets().iter().filter(|preset| !preset.spec_text.contains("b=12"));
+    small.map(|preset| preset.name).filter(on_device)
+}
+
+#[test]
+fn pages_of_every_preset_that_kernels_encode_are_the_reference_encoders() {
+    if !available() {
+        return;
+    }
+    let mut orders = Order::EACH.into_iter().cycle();
+    let mut dtypes = [DType::F16, DType::BF16, DType::F32].into_iter().cycle();
+    let mut count = 0;
+    for text in stored_presets() {
+        let order = orders.next().unwrap();
+        let blocks = Blocks::new([64, 128], dtypes.next().unwrap(), text, &TAILS);
+        blocks.check(text, SHARED, order);
+        count += 1;
+    }
+    assert!(count >= 12, "{count} presets");
+}
+
+#[test]
+fn sides_that_no_preset_has_are_the_reference_encoders_too() {
+    if !available() {
+        return;
+    }
+    let composed = [
+        "k=uniform(b=3,axis=channel); v=uniform(b=8,axis=block)",
+        "k=uniform(rel=0.13,axis=token,g=20); v=uniform(rel=0.01,axis=block)",
+        "k=uniform(b=1,g=5,axis=channel,mode=sym); v=uniform(b=4,axis=block,mode=sym)",
+        "k=rotate(seed=3)/uniform(b=5,g=16,axis=token,mode=sym); v=rotate/fp8",
+        "k=uniform(b=2,g=20,axis=channel,mode=hybrid); v=uniform(rel=0.2,axis=block,mode=hybrid)",
+        "k=mean+qpca/uniform(b=4,axis=channel); v=mean+gain+pca/uniform(b=4,g=32,axis=token)",
+        "k=mean+pca/lloyd(b=1); v=mean+gain/fp8",
+        "k=smooth+hadamard/lloyd(b=8); v=gain/vq(d=4,b=4)",
+        "k=f32; v=bf16",
+        "k=hadamard/f16; v=mean/f32",
+        "k=vq(d=1,b=3); v=vq(d=16,b=2,stages=3)",
+    ];
+    let mut orders = Order::EACH.into_iter().cycle();
+    for text in composed {
+        let order = orders.next().unwrap();
+        // 96 channels are three Hadamard blocks, 80 five.
+        let blocks = Blocks::new([96, 80], DType::F16, text, &TAILS);
+        blocks.check(text, SHARED, order);
+    }
+}
+
+#[test]
+fn pages_of_any_length_have_the_formats_checksum() {
+    if !available() {
+        return;
+    }
+    let blocks: Vec<_> = (1..=30).map(|tokens| (Rows::Noise, tokens)).collect();
+    // Of 48 bytes on, in steps of one row: each way in which short pages are hashed.
+    Blocks::new([2, 8], DType::F32, "k=fp8; v=f32", &blocks).check(
+        "short",
+        SHARED,
+        Order::Ascending,
+    );
+}
+
+#[test]
+fn rows_without_codes_become_pages_of_rows() {
+    if !available() {
+        return;
+    }
+    let blocks = [(Rows::Huge, 40), (Rows::Noise, 40), (Rows::Zeros, 64), (Rows::Tiny, 64)];
+    for (text, wanted) in [
+        ("k=uniform(b=4,axis=channel); v=uniform(b=4,axis=block,mode=sym)", 4..=8),
+        ("k=uniform(b=4,g=8,axis=token,mode=hybrid); v=f16", 2..=8),
+        ("k=hadamard/lloyd(b=4); v=fp8", 0..=4),
+        ("k=vq(d=4,b=4); v=vq(d=2,b=4,stages=2)", 4..=4),
+    ] {
+        let blocks = Blocks::new([64, 64], DType::F32, text, &blocks);
+        let fallbacks = blocks.check(text, SHARED, Order::Random(3));
+        assert!(wanted.contains(&fallbacks), "{text}: {fallbacks} pages without codes");
+    }
+}
+
+#[test]
+fn pages_over_the_shared_memory_are_encoded_beside_it() {
+    if !available() {
+        return;
+    }
+    let little = SharedMemory { block: 24 << 10, multiprocessor: 64 << 10 };
+    for text in ["kivi-4", "vecinfer-2", "k=mean+pca/lloyd(b=4); v=gain/fp8"] {
+        let blocks = Blocks::new([64, 128], DType::F16, text, &TAILS);
+        let codec = &blocks.stored.codec;
+        let shapes = Shapes::new(codec, LAYER, [0; 2]);
+        let store = StoreShapes::new(codec, LAYER, &shapes).unwrap();
+        assert!(store.plan(codec, &blocks.sources, little).words > 0);
+        assert_eq!(store.plan(codec, &blocks.sources, SHARED).words, 0);
+        blocks.check(text, little, Order::Descending);
+    }
+}

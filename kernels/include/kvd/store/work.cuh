@@ -1,0 +1,140 @@
+// One page that is being written by one thread block: what the host says of it, its coefficients as
+// words that become codes in place, and reductions over the block. Mirrored by
+// crates/kvd-cuda/src/abi.rs; kvd-codec/src/encode.rs is the same on the host, and pages are the same
+// bytes.
+#pragma once
+
+#include "../codes.cuh"
+
+namespace kvd {
+
+constexpr unsigned STORE_THREADS = 128;
+constexpr unsigned STORE_WARPS = STORE_THREADS / WARP_LANES;
+
+// Rows that a warp takes at a time.
+constexpr unsigned WARP_ROWS = 4;
+
+// `StoreUnit::words` of a page whose coefficients are in shared memory.
+constexpr uint64_t IN_SHARED = ~uint64_t(0);
+
+// A page to write.
+struct StoreUnit {
+    SideShape side;
+    // The raw rows, as an offset into the arena: `[tokens, dim]`.
+    uint64_t rows;
+    // Where the page goes, as an offset from `StoreParameters::pages`, aligned to 16.
+    uint64_t page;
+    // What transforms read, from `StoreParameters::steps` on.
+    uint64_t steps;
+    // VQ: half the squared norms of its entries, in the same place.
+    uint64_t norms;
+    // Coefficients, in words from `StoreParameters::words` on, or `IN_SHARED`.
+    uint64_t words;
+    uint32_t tokens;
+    // Of rows: 0 f32, 1 f16, 2 bf16.
+    uint32_t dtype;
+    uint32_t is_value;
+    // The first 20 bytes of the page's header, without a flag for gains.
+    uint32_t header[5];
+    // Uniform: a level's part of what a group spans. Floats and VQ: the largest magnitude that has a
+    // code.
+    float limit;
+    // Median length of rows; 0 where no row is raised.
+    float median;
+};
+
+struct StoreParameters {
+    const uint8_t* arena;
+    // What `SideShape::table` counts from.
+    const uint8_t* tables;
+    const uint8_t* steps;
+    const StoreUnit* units;
+    // Written: pages, and their headers once more, 32 bytes each; zeros where there are no codes.
+    uint8_t* pages;
+    uint8_t* headers;
+    // Coefficients of pages that shared memory has no room for.
+    uint32_t* words;
+    // Shared memory: bytes of rows that a transform reads, of a page's gains.
+    uint32_t row_bytes;
+    uint32_t gain_bytes;
+};
+
+// Words of a row: lanes that read one channel of neighbouring tokens should not meet in a bank.
+KVD_DEVICE unsigned word_stride(unsigned dim) { return (dim + 3) / 4 * 4 + 4; }
+
+struct Work {
+    const SideShape& side;
+    const StoreUnit& unit;
+    // The unit's `header`, where it lies: a copy that is indexed would be one in memory.
+    const uint32_t* header;
+    unsigned tokens;
+    unsigned dim;
+    // Coefficient or code `(token, channel)` is word `token * stride + channel`.
+    uint32_t* words;
+    unsigned stride;
+    // Behind the header.
+    uint8_t* payload;
+    const uint8_t* tables;
+    // The side's first step; half the squared norms of its entries.
+    const uint8_t* steps;
+    const float* norms;
+    // Shared: a word for each warp; `WARP_ROWS` rows for each; a shift per row.
+    uint32_t* slots;
+    uint32_t* rows;
+    uint8_t* shifts;
+
+    KVD_DEVICE float value(unsigned token, unsigned channel) const {
+        return f32_value(words[token * stride + channel]);
+    }
+
+    // What asks for the place of a page's parts.
+    KVD_DEVICE Tile page() const {
+        Tile tile = {};
+        tile.page_tokens = tokens;
+        tile.tokens = tokens;
+        return tile;
+    }
+};
+
+// The largest word of all threads. Every thread of the block calls it.
+KVD_DEVICE uint32_t block_most(uint32_t word, uint32_t* slots) {
+    for (unsigned step = WARP_LANES / 2; step > 0; step /= 2) {
+        word = most(word, KVD_SHUFFLE(word, lane_index() ^ step));
+    }
+    if (lane_index() == 0) {
+        slots[warp_index()] = word;
+    }
+    KVD_BARRIER();
+    for (unsigned warp = 0; warp < STORE_WARPS; warp++) {
+        word = most(word, slots[warp]);
+    }
+    KVD_BARRIER();
+    return word;
+}
+
+// Calls `use(token, channel)` for all values, a warp per row.
+template <class Use>
+KVD_DEVICE void each_value(unsigned tokens, unsigned dim, Use use) {
+    for (unsigned token = warp_index(); token < tokens; token += STORE_WARPS) {
+        for (unsigned channel = lane_index(); channel < dim; channel += WARP_LANES) {
+            use(token, channel);
+        }
+    }
+}
+
+KVD_DEVICE uint32_t magnitude_bits(float value) { return f32_bits(value) & 0x7FFFFFFF; }
+KVD_DEVICE bool is_finite(float value) { return magnitude_bits(value) < 0x7F800000; }
+
+KVD_DEVICE void store16(uint8_t* at, uint16_t word) { *reinterpret_cast<uint16_t*>(at) = word; }
+KVD_DEVICE void store32(uint8_t* at, uint32_t word) { *reinterpret_cast<uint32_t*>(at) = word; }
+// At any address.
+KVD_DEVICE void store16_any(uint8_t* at, uint16_t word) {
+    at[0] = uint8_t(word);
+    at[1] = uint8_t(word >> 8);
+}
+KVD_DEVICE void store32_any(uint8_t* at, uint32_t word) {
+    store16_any(at, uint16_t(word));
+    store16_any(at + 2, uint16_t(word >> 16));
+}
+
+}  // namespace kvd

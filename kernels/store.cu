@@ -1,0 +1,17 @@
+// Pages from rows, by quantizer.
+
+#include <kvd/store/hybrid.cuh>
+#include <kvd/store/lloyd.cuh>
+#include <kvd/store/page.cuh>
+#include <kvd/store/uniform.cuh>
+#include <kvd/store/vq.cuh>
+
+KVD_STORE(f32, kvd::StoreFloat<kvd::F32>)
+KVD_STORE(f16, kvd::StoreFloat<kvd::F16>)
+KVD_STORE(bf16, kvd::StoreFloat<kvd::Bf16>)
+KVD_STORE(fp8, kvd::StoreFp8)
+KVD_STORE(uniform, kvd::StoreUniform<kvd::StoreAsymmetric>)
+KVD_STORE(symmetric, kvd::StoreUniform<kvd::StoreSymmetric>)
+KVD_STORE(hybrid, kvd::StoreHybrid)
+KVD_STORE(vq, kvd::StoreVq)
+KVD_STORE(lloyd, kvd::StoreLloyd)
