@@ -51,12 +51,22 @@ impl ModelCodec {
     /// is replaced, at most 15 times. Pages of earlier versions still decode. A block that cannot
     /// be encoded is passed over.
     pub fn watch_tables(&mut self, layer: LayerIndex, block: &BlockRows<'_>) {
-        if self.check_block(layer, block).is_err() || self.watched.is_empty() {
-            return;
+        if self.check_shape(layer, block).is_ok() && self.wants_block(layer) {
+            self.count_block(layer, block);
         }
-        let seen = &mut self.watched[layer.0 as usize];
+    }
+
+    /// The first half of [`ModelCodec::watch_tables`], for those who read rows only where they
+    /// must: counts a block of the layer, and says whether [`ModelCodec::count_block`] wants it.
+    pub fn wants_block(&mut self, layer: LayerIndex) -> bool {
+        let Some(seen) = self.watched.get_mut(layer.0 as usize) else { return false };
         *seen += 1;
-        if !seen.is_multiple_of(INTERVAL) {
+        seen.is_multiple_of(INTERVAL)
+    }
+
+    /// The second half.
+    pub fn count_block(&mut self, layer: LayerIndex, block: &BlockRows<'_>) {
+        if self.check_shape(layer, block).is_err() || self.check_values(block).is_err() {
             return;
         }
         for side in Side::BOTH {

@@ -4,7 +4,7 @@
 use crate::CalibrationError;
 use crate::calibration::BitAllocTensors;
 use crate::fit_grid::{GridHead, Head, layer_heads};
-use crate::side::bitalloc::{LEVELS, Levels, WIDTH_MAX, levels_at};
+use crate::side::bit_levels::{LEVELS, Levels, WIDTH_MAX, levels_at};
 use crate::{levels, lloyd};
 use half::f16;
 use kvd_core::{Geometry, Side};

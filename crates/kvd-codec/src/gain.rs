@@ -15,6 +15,9 @@ use std::f32::consts::SQRT_2;
 /// Largest shift: rows of 2^-7 of the median and shorter.
 const SHIFT_MAX: u8 = 7;
 
+/// Rows whose lengths are summed at once.
+const LENGTHS: usize = 8;
+
 /// Bytes of the gains of a page.
 pub(crate) const fn gain_bytes(tokens: usize) -> usize {
     tokens.div_ceil(2)
@@ -41,14 +44,35 @@ pub(crate) fn raise(
     shifts: &mut Vec<u8>,
 ) {
     shifts.clear();
-    for (row, coefficients) in rows.chunks_exact(dim).zip(coefficients.chunks_exact_mut(dim)) {
-        let shift = shift(median / length(row));
-        shifts.push(shift);
-        if shift > 0 {
-            let gain = f32::from(1u16 << shift);
-            coefficients.iter_mut().for_each(|c| *c *= gain);
+    let parts = rows.chunks(LENGTHS * dim).zip(coefficients.chunks_mut(LENGTHS * dim));
+    for (rows, coefficients) in parts {
+        let lengths = lengths(rows, dim);
+        for (coefficients, length) in coefficients.chunks_exact_mut(dim).zip(lengths) {
+            let shift = shift(median / length);
+            shifts.push(shift);
+            if shift > 0 {
+                let gain = f32::from(1u16 << shift);
+                coefficients.iter_mut().for_each(|c| *c *= gain);
+            }
         }
     }
+}
+
+/// As [`length`], of some rows at once: a sum in order is a chain, and chains can take turns.
+fn lengths(rows: &[f32], dim: usize) -> [f32; LENGTHS] {
+    let mut sums = [0f32; LENGTHS];
+    if rows.len() == LENGTHS * dim {
+        for channel in 0..dim {
+            for (sum, x) in sums.iter_mut().zip(rows[channel..].iter().step_by(dim)) {
+                *sum += x * x;
+            }
+        }
+        return sums.map(f32::sqrt);
+    }
+    for (length_of, row) in sums.iter_mut().zip(rows.chunks_exact(dim)) {
+        *length_of = length(row);
+    }
+    sums
 }
 
 /// The shift nearest to the logarithm of `ratio`; none for NaN.

@@ -235,7 +235,8 @@ impl ModelCodec {
         blocks: &[BlockRows<'_>],
     ) -> Result<(), CodecError> {
         for block in blocks {
-            self.check_block(layer, block)?;
+            self.check_shape(layer, block)?;
+            self.check_values(block)?;
         }
         for side in Side::BOTH {
             let specs: Vec<SideSpec> = self.spec.variants(side).into_iter().cloned().collect();
@@ -318,8 +319,11 @@ impl ModelCodec {
         out: &mut Vec<u8>,
         encode_page: &mut dyn FnMut(&PagePlan<'_>, &mut Scratch, &mut Vec<u8>) -> EncodedPage,
     ) -> Result<EncodedBlock, CodecError> {
-        self.check_block(layer, block)?;
-        self.check_tables(layer)?;
+        self.check_shape(layer, block)?;
+        if self.needs_tables(layer) {
+            self.check_values(block)?;
+            return Err(CodecError::TablesMissing { layer: layer.0 });
+        }
         let start = out.len();
         let mut encoded = EncodedBlock::default();
         let mut scratch = Scratch::default();
@@ -335,7 +339,17 @@ impl ModelCodec {
                     rows,
                     stage: self.stage(layer, side, head_side),
                 };
+                if let Err(error) = self.check_head(side, head, (rows, block.tokens)) {
+                    out.truncate(start);
+                    return Err(error);
+                }
+                let page_start = out.len();
                 let page = encode_page(&plan, &mut scratch, out);
+                if head == 0 {
+                    // Pages of a side are of a size, or nearly.
+                    let page_bytes = out.len() - page_start;
+                    out.reserve(page_bytes * self.geometry.kv_heads as usize * 9 / 8);
+                }
                 encoded.parts += page.parts;
                 encoded.fallback_pages += u32::from(page.fallback);
                 let end = u32::try_from(out.len() - start).expect("a block is below 4 GiB");
@@ -361,14 +375,8 @@ impl ModelCodec {
         }
     }
 
-    fn check_tables(&self, layer: LayerIndex) -> Result<(), CodecError> {
-        if self.needs_tables(layer) {
-            return Err(CodecError::TablesMissing { layer: layer.0 });
-        }
-        Ok(())
-    }
-
-    pub(crate) fn check_block(
+    /// Whether a block has the shape of the model's.
+    pub(crate) fn check_shape(
         &self,
         layer: LayerIndex,
         block: &BlockRows<'_>,
@@ -388,13 +396,34 @@ impl ModelCodec {
                 let text = format!("{side} has {} values, expected {want}", rows.len());
                 return Err(CodecError::Shape(text));
             }
-            let limit = largest(g.dtype);
-            if !all_within(rows, limit) {
-                let at = rows.iter().position(|x| !all_within(&[*x], limit)).unwrap_or(0);
-                return Err(self.bad_value(side, block.tokens, at, rows[at]));
+        }
+        Ok(())
+    }
+
+    /// Whether the values of a shaped block can be stored.
+    pub(crate) fn check_values(&self, block: &BlockRows<'_>) -> Result<(), CodecError> {
+        for side in Side::BOTH {
+            for head in 0..self.geometry.kv_heads as usize {
+                let rows = block.head(side, head, self.geometry.head_dim(side));
+                self.check_head(side, head, (rows, block.tokens))?;
             }
         }
         Ok(())
+    }
+
+    /// Whether the values of a head's rows can be stored.
+    fn check_head(
+        &self,
+        side: Side,
+        head: usize,
+        (rows, tokens): (&[f32], usize),
+    ) -> Result<(), CodecError> {
+        let limit = largest(self.geometry.dtype);
+        if all_within(rows, limit) {
+            return Ok(());
+        }
+        let at = rows.iter().position(|x| !all_within(&[*x], limit)).unwrap_or(0);
+        Err(self.bad_value(side, tokens, head * rows.len() + at, rows[at]))
     }
 
     /// Names the place of a value that cannot be stored.

@@ -157,6 +157,21 @@ fn multiply(x: &mut [f32], by: &[f32]) {
     }
 }
 
+/// Channels whose first three rounds are made in a register.
+const TOGETHER: usize = 8;
+
+/// The round of a Hadamard transform between channels `HALF` apart.
+#[inline(always)]
+fn neighbours<const HALF: usize>(x: &mut [f32; TOGETHER]) {
+    let other: [f32; TOGETHER] = std::array::from_fn(|channel| x[channel ^ HALF]);
+    let sums: [f32; TOGETHER] = std::array::from_fn(|channel| x[channel] + other[channel]);
+    let differences: [f32; TOGETHER] = std::array::from_fn(|channel| other[channel] - x[channel]);
+    for channel in 0..TOGETHER {
+        let first = channel & HALF == 0;
+        x[channel] = if first { sums[channel] } else { differences[channel] };
+    }
+}
+
 /// What makes a block's rotation orthonormal.
 pub(crate) fn hadamard_norm(block: usize) -> f32 {
     (block as f32).sqrt().recip()
@@ -168,6 +183,14 @@ pub(crate) fn hadamard(x: &mut [f32], block: usize) {
     let norm = hadamard_norm(block);
     for block in x.chunks_exact_mut(block) {
         let mut half = 1;
+        if block.len() >= TOGETHER {
+            for part in block.as_chunks_mut::<TOGETHER>().0 {
+                neighbours::<1>(part);
+                neighbours::<2>(part);
+                neighbours::<4>(part);
+            }
+            half = TOGETHER;
+        }
         while half < block.len() {
             for pair in block.chunks_exact_mut(2 * half) {
                 let (low, high) = pair.split_at_mut(half);

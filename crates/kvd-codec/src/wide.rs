@@ -3,17 +3,50 @@
 //! Every number is made by the same operations in the same order at every width (no fused
 //! multiply-add, no sums over lanes), so that pages do not depend on who wrote them.
 
-use kvd_core::Geometry;
 use pulp::{Arch, Simd, WithSimd};
 
 /// Rows that share a load of the matrix.
 const ROWS: usize = 4;
+/// Inputs that are taken together: each strip of the matrix is brought close once for them, and a
+/// page of 64 rows of 128 goes at once.
+const INPUTS: usize = 8192;
 /// Registers of outputs per row; with four rows, eight sums hide the latency of an addition.
 const REGISTERS: usize = 2;
 
 /// Runs `loops` with the widest instruction set at hand. What it calls must be inlined.
 pub(crate) fn wide<T>(loops: impl WithSimd<Output = T>) -> T {
     Arch::new().dispatch(loops)
+}
+
+/// For each value the number of `bounds` below it; none for NaN.
+#[inline(always)]
+pub(crate) fn count_below<S: Simd>(simd: S, bounds: &[f32], x: &[f32], counts: &mut [u32]) {
+    let (x, x_rest) = S::as_simd_f32s(x);
+    let (counts, counts_rest) = S::as_mut_simd_u32s(counts);
+    let [none, one] = [0, 1].map(|number| simd.splat_u32s(number));
+    let (pairs, last) = x.as_chunks::<2>();
+    let (count_pairs, last_counts) = counts.as_chunks_mut::<2>();
+    for (x, counts) in pairs.iter().zip(count_pairs) {
+        let mut sums = [none; 2];
+        for bound in bounds {
+            let bound = simd.splat_f32s(*bound);
+            for (sum, x) in sums.iter_mut().zip(x) {
+                let below = simd.less_than_f32s(bound, *x);
+                *sum = simd.add_u32s(*sum, simd.select_u32s(below, one, none));
+            }
+        }
+        *counts = sums;
+    }
+    for (x, count) in last.iter().zip(last_counts) {
+        *count = none;
+        for bound in bounds {
+            let below = simd.less_than_f32s(simd.splat_f32s(*bound), *x);
+            *count = simd.add_u32s(*count, simd.select_u32s(below, one, none));
+        }
+    }
+    for (x, count) in x_rest.iter().zip(counts_rest) {
+        *count = bounds.iter().map(|bound| u32::from(bound < x)).sum();
+    }
 }
 
 /// Every row `x` of `rows` becomes `M x`, for `columns` = `Mᵀ` (`[dim, dim]`, row-major).
@@ -31,53 +64,107 @@ impl WithSimd for Product<'_> {
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
         let Self { columns, dim, rows } = self;
-        let mut inputs = [0f32; ROWS * Geometry::HEAD_DIM_MAX as usize];
-        for rows in rows.chunks_mut(ROWS * dim) {
+        let step = REGISTERS * S::F32_LANES;
+        let whole = dim - dim % step;
+        let block = (INPUTS / dim / ROWS).max(1) * ROWS;
+        let mut inputs = vec![0f32; (block * dim).min(rows.len())];
+        // For a few rows the matrix is read where it lies.
+        let close = rows.len() > ROWS * dim;
+        let mut strip = vec![0f32; if close { step * dim } else { 0 }];
+        for rows in rows.chunks_mut(block * dim) {
             let inputs = &mut inputs[..rows.len()];
-            inputs.copy_from_slice(rows);
-            if rows.len() == ROWS * dim {
-                product_of::<S, ROWS>(simd, columns, dim, inputs, rows);
-                continue;
+            turn_quads(rows, dim, inputs);
+            for first in (0..whole).step_by(step) {
+                let columns = columns.chunks_exact(dim).map(|column| &column[first..][..step]);
+                if !close {
+                    strip_of(simd, columns, inputs, (rows, dim), first);
+                    continue;
+                }
+                for (to, column) in strip.chunks_exact_mut(step).zip(columns) {
+                    to.copy_from_slice(column);
+                }
+                strip_of(simd, strip.chunks_exact(step), inputs, (rows, dim), first);
             }
-            for (input, row) in inputs.chunks_exact(dim).zip(rows.chunks_exact_mut(dim)) {
-                product_of::<S, 1>(simd, columns, dim, input, row);
+            for (row, out) in rows.chunks_exact_mut(dim).enumerate() {
+                let (start, stride) = place(row, inputs.len(), dim);
+                let input = inputs[start..].iter().step_by(stride).take(dim);
+                for (j, out) in out.iter_mut().enumerate().skip(whole) {
+                    let column = columns[j..].iter().step_by(dim);
+                    *out = input.clone().zip(column).fold(0.0, |sum, (x, m)| sum + x * m);
+                }
             }
         }
     }
 }
 
-/// The product of `R` rows.
+/// Outputs from `first` on, as many as the columns are long, of all rows.
 #[inline(always)]
-fn product_of<S: Simd, const R: usize>(
+fn strip_of<'a, S: Simd>(
     simd: S,
-    columns: &[f32],
-    dim: usize,
+    columns: impl Iterator<Item = &'a [f32]> + Clone,
     inputs: &[f32],
-    outputs: &mut [f32],
+    (rows, dim): (&mut [f32], usize),
+    first: usize,
 ) {
-    let step = REGISTERS * S::F32_LANES;
-    let whole = dim - dim % step;
-    for first in (0..whole).step_by(step) {
-        let mut sums = [[simd.splat_f32s(0.0); REGISTERS]; R];
-        for (i, column) in columns.chunks_exact(dim).enumerate() {
-            let (column, _) = S::as_simd_f32s(&column[first..first + step]);
-            for (r, sums) in sums.iter_mut().enumerate() {
-                let x = simd.splat_f32s(inputs[r * dim + i]);
-                for (sum, column) in sums.iter_mut().zip(column) {
-                    *sum = simd.add_f32s(*sum, simd.mul_f32s(x, *column));
-                }
-            }
-        }
-        for (r, sums) in sums.iter().enumerate() {
-            let (out, _) = S::as_mut_simd_f32s(&mut outputs[r * dim + first..][..step]);
-            out.copy_from_slice(sums);
+    let (quads, rest) = inputs.split_at(inputs.len() / (ROWS * dim) * ROWS * dim);
+    let (quad_rows, rest_rows) = rows.split_at_mut(quads.len());
+    let quads = quads.chunks_exact(ROWS * dim).zip(quad_rows.chunks_exact_mut(ROWS * dim));
+    for (inputs, rows) in quads {
+        product_of::<S, ROWS>(simd, columns.clone(), inputs, &mut rows[first..], dim);
+    }
+    for (input, row) in rest.chunks_exact(dim).zip(rest_rows.chunks_exact_mut(dim)) {
+        product_of::<S, 1>(simd, columns.clone(), input, &mut row[first..], dim);
+    }
+}
+
+/// Where the inputs of row `row` begin among those of all, and how far one is from the next.
+#[inline(always)]
+fn place(row: usize, len: usize, dim: usize) -> (usize, usize) {
+    let in_quads = row < len / (ROWS * dim) * ROWS;
+    if in_quads { (row / ROWS * ROWS * dim + row % ROWS, ROWS) } else { (row * dim, 1) }
+}
+
+/// Copies rows, those of four input by input, what is left over row by row.
+#[inline(always)]
+fn turn_quads(rows: &[f32], dim: usize, inputs: &mut [f32]) {
+    let quads = rows.chunks_exact(ROWS * dim);
+    let rest = quads.remainder();
+    for (rows, inputs) in quads.zip(inputs.chunks_exact_mut(ROWS * dim)) {
+        let (a, rows) = rows.split_at(dim);
+        let (b, rows) = rows.split_at(dim);
+        let (c, d) = rows.split_at(dim);
+        let inputs = inputs.as_chunks_mut::<ROWS>().0.iter_mut();
+        for ((((input, a), b), c), d) in inputs.zip(a).zip(b).zip(c).zip(d) {
+            *input = [*a, *b, *c, *d];
         }
     }
-    for (input, output) in inputs.chunks_exact(dim).zip(outputs.chunks_exact_mut(dim)) {
-        for (j, out) in output.iter_mut().enumerate().skip(whole) {
-            let column = columns[j..].iter().step_by(dim);
-            *out = input.iter().zip(column).fold(0.0, |sum, (x, m)| sum + x * m);
+    let start = rows.len() - rest.len();
+    inputs[start..].copy_from_slice(rest);
+}
+
+/// [`strip_of`] of `R` rows.
+#[inline(always)]
+fn product_of<'a, S: Simd, const R: usize>(
+    simd: S,
+    columns: impl Iterator<Item = &'a [f32]>,
+    inputs: &[f32],
+    outputs: &mut [f32],
+    dim: usize,
+) {
+    let step = REGISTERS * S::F32_LANES;
+    let mut sums = [[simd.splat_f32s(0.0); REGISTERS]; R];
+    for (column, inputs) in columns.zip(inputs.as_chunks::<R>().0) {
+        let (column, _) = S::as_simd_f32s(column);
+        for (sums, x) in sums.iter_mut().zip(inputs) {
+            let x = simd.splat_f32s(*x);
+            for (sum, column) in sums.iter_mut().zip(column) {
+                *sum = simd.add_f32s(*sum, simd.mul_f32s(x, *column));
+            }
         }
+    }
+    for (r, sums) in sums.iter().enumerate() {
+        let (out, _) = S::as_mut_simd_f32s(&mut outputs[r * dim..][..step]);
+        out.copy_from_slice(sums);
     }
 }
 
@@ -91,7 +178,7 @@ mod tests {
         let value = |i: usize| ((i * 7919 % 1009) as f32 - 504.0) / 97.0;
         for dim in [2, 6, 16, 40, 64, 80, 96, 126, 128, 256] {
             let columns: Vec<f32> = (0..dim * dim).map(value).collect();
-            for count in [1, 3, 4, 9] {
+            for count in [1, 3, 4, 9, 70] {
                 let rows: Vec<f32> = (0..count * dim).map(|i| value(i + 31)).collect();
                 let mut got = rows.clone();
                 wide(Product { columns: &columns, dim, rows: &mut got });

@@ -3,7 +3,7 @@
 use super::malformed;
 use super::tensors::{Buffer, File, halves, singles};
 use crate::CalibrationError;
-use crate::side::bitalloc::{LEVELS, Levels, WIDTH_MAX, levels_at};
+use crate::side::bit_levels::{LEVELS, Levels, WIDTH_MAX, levels_at};
 use half::f16;
 use safetensors::tensor::Dtype;
 

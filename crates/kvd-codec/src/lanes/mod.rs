@@ -58,6 +58,9 @@ pub struct LaneTable {
     bytes: Option<Box<ByteTables>>,
     /// By symbol, what is coded in its place; empty where every symbol has a code.
     substitutes: Vec<u16>,
+    /// By [`LaneTable::unit_of`]: the bits that code it, from [`LaneTable::LENGTH_AT`] on how many,
+    /// and [`LaneTable::SUBSTITUTED`] where they are those of another symbol.
+    units: Vec<u32>,
 }
 
 /// A table of up to 8 bits, as vector registers look it up.
@@ -98,7 +101,26 @@ impl LaneTable {
             }
             _ => Vec::new(),
         };
-        Self { huffman, grouping, longest, batch, bytes, substitutes }
+        let raw_bits = grouping.raw_bits;
+        let unit = |index: usize| {
+            let (symbol, low) = ((index >> raw_bits) as u16, index as u32 & ((1 << raw_bits) - 1));
+            let coded = substitutes.get(usize::from(symbol)).copied().unwrap_or(symbol);
+            let (bits, length) = huffman.code(coded);
+            let flag = if coded == symbol { 0 } else { Self::SUBSTITUTED };
+            (u32::from(bits) | low << length) | (length + raw_bits) << Self::LENGTH_AT | flag
+        };
+        let units = (0..grouping.alphabet() << raw_bits).map(unit).collect();
+        Self { huffman, grouping, longest, batch, bytes, substitutes, units }
+    }
+
+    /// Where the length of a unit begins.
+    const LENGTH_AT: u32 = 16;
+    const SUBSTITUTED: u32 = 1 << 31;
+
+    /// The unit of the first codes of a quad: that of a single code, with its low bits, or of the
+    /// symbol of several.
+    fn unit_of(&self, codes: &[u16]) -> usize {
+        if self.group() == 1 { codes[0].into() } else { self.grouping.symbol(codes).into() }
     }
 
     /// The symbol that is coded for `symbol`.

@@ -11,6 +11,8 @@ const GAP_MAX: usize = (1 << GAP_BITS) - 1;
 const GAP_BITS: u32 = 12;
 /// Largest rest that lies in the word itself.
 const SHORT_MAX: u32 = 7;
+/// Rests that are looked at together.
+const PASSED: usize = 32;
 /// The rest is in the next word.
 const LONG: i16 = -8;
 
@@ -42,7 +44,11 @@ pub(crate) fn write(rests: &[i32], out: &mut Vec<u8>) -> usize {
     let start = out.len();
     let mut last = 0;
     let mut word = |word: i16| out.extend(word.to_le_bytes());
-    for (place, rest) in rests.iter().enumerate().filter(|(_, rest)| **rest != 0) {
+    // Most rests are none: many are passed over together.
+    let parts = rests.chunks(PASSED).zip((0..).step_by(PASSED));
+    let parts = parts.filter(|(part, _)| part.iter().fold(0, |any, rest| any | rest) != 0);
+    let all = parts.flat_map(|(part, first)| (first..).zip(part));
+    for (place, rest) in all.filter(|(_, rest)| **rest != 0) {
         let mut gap = place - last;
         last = place;
         while gap > GAP_MAX {

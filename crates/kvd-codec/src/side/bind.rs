@@ -1,6 +1,7 @@
 //! From a spec, a geometry and a calibration to a [`HeadSide`].
 
-use super::bitalloc::{BitAlloc, Levels};
+use super::bit_levels::Levels;
+use super::bitalloc::BitAlloc;
 use super::grid::{CLASSES, Class, Grid, GridTables};
 use super::hybrid::Hybrid;
 use super::lloyd::Lloyd;

@@ -10,76 +10,24 @@
 //! by more than the head's bound is an outlier: other data costs bits, never accuracy.
 
 use super::Unquantizable;
+use super::bit_levels::Levels;
 use super::stored::Stored;
 use crate::PageError;
 use crate::bits::{self, CodeLayout, TILE_TOKENS};
+use crate::wide::wide;
 use half::f16;
 use kvd_core::{Geometry, Side};
+use pulp::{Simd, WithSimd};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Widest code.
-pub(crate) const WIDTH_MAX: usize = 8;
-/// Levels of all widths from 1 to [`WIDTH_MAX`].
-pub(crate) const LEVELS: usize = (2 << WIDTH_MAX) - 2;
 /// Bytes of one outlier.
 pub(crate) const OUTLIER_BYTES: usize = 6;
 
+/// Coefficients of a run are quantized as a multiple of so many, of whole registers.
+const PADDING: usize = 16;
+
 const DIM_MAX: usize = Geometry::HEAD_DIM_MAX as usize;
-
-/// Where the levels of a width begin; there are `2^width`.
-pub(crate) const fn levels_at(width: usize) -> usize {
-    (1 << width) - 2
-}
-
-/// Levels for coefficients of unit spread, ascending, and the bounds between them.
-#[derive(Clone, Debug)]
-pub(crate) struct Levels {
-    values: Vec<f32>,
-    /// Per width, `2^width - 1` midpoints and an infinity.
-    midpoints: Vec<f32>,
-}
-
-impl Levels {
-    /// From [`LEVELS`] values, width 1 first.
-    pub(crate) fn new(values: &[f32]) -> Self {
-        let mut midpoints = Vec::with_capacity(values.len());
-        for width in 1..=WIDTH_MAX {
-            let table = &values[levels_at(width)..][..1 << width];
-            midpoints.extend(table.windows(2).map(|pair| pair[0].midpoint(pair[1])));
-            midpoints.push(f32::INFINITY);
-        }
-        Self { values: values.to_vec(), midpoints }
-    }
-
-    /// All values, width 1 first.
-    pub(crate) fn values(&self) -> &[f32] {
-        &self.values
-    }
-
-    /// The levels of a width; one zero for width 0.
-    fn of(&self, width: usize) -> &[f32] {
-        if width == 0 { &[0.0] } else { &self.values[levels_at(width)..][..1 << width] }
-    }
-
-    /// The nearest level of `width`, the lower of two.
-    pub(crate) fn code(&self, width: usize, x: f32) -> usize {
-        if width == 0 {
-            return 0;
-        }
-        let midpoints = &self.midpoints[levels_at(width)..][..1 << width];
-        let mut code = 0;
-        for bit in (0..width).rev() {
-            code += usize::from(midpoints[code + (1 << bit) - 1] < x) << bit;
-        }
-        code
-    }
-
-    /// A level by width and code.
-    pub(crate) fn value(&self, width: usize, code: usize) -> f32 {
-        self.of(width)[code]
-    }
-}
 
 /// A head's widths, scales and bound, and the levels it shares with the heads of its layer.
 #[derive(Clone, Debug)]
@@ -216,21 +164,9 @@ impl BitAlloc {
         let room = limit.saturating_sub(self.code_bytes(tokens)) / OUTLIER_BYTES;
         let (mut symbols, mut outliers) = (Vec::new(), Vec::new());
         for run in &self.runs {
-            symbols.clear();
-            for (row, values) in rows.chunks_exact(dim).enumerate() {
-                let places = run.first..run.first + run.len;
-                for (index, (x, scale)) in
-                    places.clone().zip(values[places.clone()].iter().zip(&self.scales[places]))
-                {
-                    let code = self.levels.code(run.width, x / scale);
-                    let residual = x - self.levels.value(run.width, code) * scale;
-                    // NaN is an outlier as well, and then without a value.
-                    if residual.is_nan() || residual.abs() > self.bound {
-                        outliers.push((row as u16, index as u16, f16::from_f32(residual)));
-                    }
-                    symbols.push(code as u16);
-                }
-            }
+            symbols.resize(tokens * run.len, 0);
+            let (codes, far) = (&mut symbols[..], &mut outliers);
+            wide(Quantize { by: self, run: *run, rows, codes, far });
             if outliers.len() > room {
                 return Err(Unquantizable);
             }
@@ -337,6 +273,55 @@ impl BitAlloc {
     }
 }
 
+/// Codes of the coefficients of a run, and those whose level is too far off.
+struct Quantize<'a> {
+    by: &'a BitAlloc,
+    run: Run,
+    rows: &'a [f32],
+    codes: &'a mut [u16],
+    far: &'a mut Vec<(u16, u16, f16)>,
+}
+
+impl WithSimd for Quantize<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        let Self { by, run, rows, codes, far } = self;
+        let places = run.first..run.first + run.len;
+        let (scales, levels) = (&by.scales[places.clone()], by.levels.of(run.width));
+        // Whole registers, zeros at the end.
+        let room = run.len.next_multiple_of(PADDING);
+        let (mut quotients, mut found) = (vec![0f32; room], vec![0u32; room]);
+        let mut residuals = vec![0f32; run.len];
+        let rows = rows.chunks_exact(by.scales.len());
+        for (row, (values, codes)) in rows.zip(codes.chunks_exact_mut(run.len)).enumerate() {
+            let values = &values[places.clone()];
+            for ((quotient, x), scale) in quotients.iter_mut().zip(values).zip(scales) {
+                *quotient = x / scale;
+            }
+            by.levels.codes(simd, run.width, &quotients, &mut found);
+            for ((code, residual), found) in codes.iter_mut().zip(&mut residuals).zip(&found) {
+                *code = *found as u16;
+                *residual = levels[*found as usize];
+            }
+            let mut within = true;
+            for (residual, (x, scale)) in residuals.iter_mut().zip(values.iter().zip(scales)) {
+                *residual = x - *residual * scale;
+                within &= residual.abs() <= by.bound;
+            }
+            // NaN is an outlier as well, and then without a value.
+            if !within {
+                let beyond = |x: &f32| x.is_nan() || x.abs() > by.bound;
+                let beyond = residuals.iter().enumerate().filter(|(_, x)| beyond(x));
+                far.extend(beyond.map(|(index, residual)| {
+                    (row as u16, (run.first + index) as u16, f16::from_f32(*residual))
+                }));
+            }
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -347,20 +332,9 @@ mod tests {
             let count = 1usize << width;
             (0..count).map(move |i| (i as f32 + 0.5) * 6.0 / count as f32 - 3.0)
         };
-        Arc::new(Levels::new(&(1..=WIDTH_MAX).flat_map(table).collect::<Vec<_>>()))
-    }
-
-    #[test]
-    fn a_code_names_the_nearest_level() {
-        let levels = levels();
-        for width in 0..=WIDTH_MAX {
-            for step in -80..=80 {
-                let x = step as f32 * 0.0613;
-                let error = |code: usize| (levels.value(width, code) - x).abs();
-                let nearest = (0..1 << width).map(error).fold(f32::INFINITY, f32::min);
-                assert_eq!(error(levels.code(width, x)), nearest, "width {width}, {x}");
-            }
-        }
+        Arc::new(Levels::new(
+            &(1..=super::super::bit_levels::WIDTH_MAX).flat_map(table).collect::<Vec<_>>(),
+        ))
     }
 
     proptest! {

@@ -4,7 +4,9 @@
 //! one byte per coefficient.
 
 use super::Unquantizable;
+use crate::wide::wide;
 use kvd_core::DType;
+use pulp::{Simd, WithSimd};
 
 /// Largest finite e4m3 value.
 const E4M3_MAX: f32 = 448.0;
@@ -23,8 +25,36 @@ pub(crate) fn largest(dtype: DType) -> f32 {
 /// Whether no magnitude is over `limit`, and no value NaN. Looks at all of them: a loop that may
 /// end early would be one value at a time.
 pub(crate) fn all_within(rows: &[f32], limit: f32) -> bool {
-    // Written so that NaN fails too.
-    rows.iter().fold(true, |all, x| all & (x.abs() <= limit))
+    // On the bits of a magnitude, order is that of integers, with infinity and NaN at the top.
+    wide(Largest { rows }) <= limit.to_bits()
+}
+
+/// The bits of the largest magnitude.
+struct Largest<'a> {
+    rows: &'a [f32],
+}
+
+impl WithSimd for Largest<'_> {
+    type Output = u32;
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) -> u32 {
+        let (registers, rest) = S::as_simd_u32s(bytemuck::cast_slice(self.rows));
+        let (fours, few) = registers.as_chunks::<4>();
+        let magnitude = simd.splat_u32s(!(1 << 31));
+        let mut most = [simd.splat_u32s(0); 4];
+        for four in fours {
+            for (most, bits) in most.iter_mut().zip(four) {
+                *most = simd.max_u32s(*most, simd.and_u32s(*bits, magnitude));
+            }
+        }
+        for bits in few {
+            most[0] = simd.max_u32s(most[0], simd.and_u32s(*bits, magnitude));
+        }
+        let rest = rest.iter().map(|bits| bits & !(1 << 31));
+        let lanes: &[u32] = bytemuck::cast_slice(&most);
+        lanes.iter().copied().chain(rest).max().unwrap_or(0)
+    }
 }
 
 /// Appends `rows` in `dtype`.
@@ -45,9 +75,7 @@ pub(crate) fn encode_rows(
 /// The largest magnitude of `rows`. A transform's sum may have overflowed to infinity, and the
 /// difference of two infinities is NaN: neither has a code.
 pub(crate) fn largest_magnitude(rows: &[f32]) -> Result<f32, Unquantizable> {
-    // On the bits of a magnitude, order is that of integers, with infinity and NaN at the top.
-    let top = rows.iter().fold(0u32, |m, x| m.max(x.to_bits() & !(1 << 31)));
-    let top = f32::from_bits(top);
+    let top = f32::from_bits(wide(Largest { rows }));
     if top.is_finite() { Ok(top) } else { Err(Unquantizable) }
 }
 
@@ -63,10 +91,28 @@ pub(crate) fn encode_e4m3(
         return Err(Unquantizable);
     }
     let scale = power_of_two_scale(absmax);
-    let inverse = scale.recip();
-    symbols.extend(rows.iter().map(|x| u16::from(e4m3_from_f32(x * inverse))));
+    let first = symbols.len();
+    symbols.resize(first + rows.len(), 0);
+    wide(E4m3 { rows, inverse: scale.recip(), symbols: &mut symbols[first..] });
     scales.extend(scale.to_le_bytes());
     Ok(())
+}
+
+struct E4m3<'a> {
+    rows: &'a [f32],
+    inverse: f32,
+    symbols: &'a mut [u16],
+}
+
+impl WithSimd for E4m3<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        for (symbol, x) in self.symbols.iter_mut().zip(self.rows) {
+            *symbol = e4m3_from_f32(x * self.inverse).into();
+        }
+    }
 }
 
 /// Writes the values of FP8 codes under a page's scale.
@@ -115,21 +161,18 @@ static E4M3_VALUES: [f32; 256] = {
 };
 
 /// The nearest e4m3 code, ties to even; saturates at 448.
+#[inline(always)]
 pub(crate) fn e4m3_from_f32(x: f32) -> u8 {
-    let sign = if x.is_sign_negative() { 0x80 } else { 0 };
-    let magnitude = x.abs().min(E4M3_MAX);
+    let sign = x.to_bits() >> 24 & 0x80;
+    let magnitude = if x.abs() < E4M3_MAX { x.abs() } else { E4M3_MAX };
     let bits = magnitude.to_bits();
-    let exponent = (bits >> 23) as i32 - 127;
-    let code = if exponent < -6 {
-        // Subnormal: multiples of 2^-9. Adding 2^14 leaves exactly those in an f32 mantissa.
-        let shifted = magnitude + 16384.0;
-        shifted.to_bits() - 16384f32.to_bits()
-    } else {
-        // Round the mantissa to 3 bits in place; a carry moves into the exponent as it should.
-        let rounded = bits + 0x7_FFFF + (bits >> 20 & 1);
-        (rounded >> 20) - ((127 - 7) << 3)
-    };
-    sign | code as u8
+    // Subnormal: multiples of 2^-9. Adding 2^14 leaves exactly those in an f32 mantissa.
+    let small = (magnitude + 16384.0).to_bits() - 16384f32.to_bits();
+    // Round the mantissa to 3 bits in place; a carry moves into the exponent as it should.
+    let rounded = bits + 0x7_FFFF + (bits >> 20 & 1);
+    let normal = (rounded >> 20).wrapping_sub((127 - 7) << 3);
+    let code = if bits < (127 - 6) << 23 { small } else { normal };
+    (sign | code) as u8
 }
 
 #[cfg(test)]

@@ -14,9 +14,13 @@
 use super::Unquantizable;
 use crate::PageError;
 use crate::lanes::{self, CHUNK_TOKENS, Grouping, LaneCodes, LaneRun, LaneTable};
-use kvd_core::Side;
+use crate::wide::wide;
+use kvd_core::{Geometry, Side};
+use pulp::{Simd, WithSimd};
 use std::ops::Range;
 use std::sync::Arc;
+
+const DIM_MAX: usize = Geometry::HEAD_DIM_MAX as usize;
 
 /// Largest code.
 const CODE_MAX: f32 = 32767.0;
@@ -79,9 +83,50 @@ impl Class {
 
     /// The code to store for `code`, and what it cuts off.
     pub(crate) fn cut(self, code: i32) -> (u16, i32) {
-        let high = self.bias() + (1 << self.raw_bits) - 1;
-        let kept = code.clamp(-self.bias(), high);
-        ((kept + self.bias()) as u16, code - kept)
+        cut(code, self.bias(), self.largest())
+    }
+
+    /// Largest code that is stored.
+    const fn largest(self) -> i32 {
+        self.bias() + (1 << self.raw_bits) - 1
+    }
+}
+
+#[inline(always)]
+fn cut(code: i32, bias: i32, largest: i32) -> (u16, i32) {
+    let kept = code.max(-bias).min(largest);
+    ((kept + bias) as u16, code - kept)
+}
+
+/// Stored codes and what they cut off, of rows.
+struct Quantize<'a> {
+    step: f32,
+    /// Biases and largest codes, by coefficient.
+    cuts: &'a [Vec<i32>; 2],
+    rows: &'a [f32],
+    into: (&'a mut [u16], &'a mut [i32]),
+}
+
+impl WithSimd for Quantize<'_> {
+    type Output = Result<(), Unquantizable>;
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) -> Self::Output {
+        let Self { step, cuts, rows, into: (stored, rests) } = self;
+        let [biases, largest] = cuts;
+        let dim = biases.len();
+        let mut buffer = [0i32; DIM_MAX];
+        let row_codes = &mut buffer[..dim];
+        let into = stored.chunks_exact_mut(dim).zip(rests.chunks_exact_mut(dim));
+        for (row, (stored, rests)) in rows.chunks_exact(dim).zip(into) {
+            codes(row, step, row_codes)?;
+            let cuts = row_codes.iter().zip(biases).zip(largest);
+            for (((code, bias), largest), (stored, rest)) in cuts.zip(stored.iter_mut().zip(rests))
+            {
+                (*stored, *rest) = cut(*code, *bias, *largest);
+            }
+        }
+        Ok(())
     }
 }
 
@@ -120,6 +165,7 @@ pub struct Grid {
 }
 
 /// Codes of a row: `round(c / step)`, ties to even.
+#[inline(always)]
 pub(crate) fn codes(row: &[f32], step: f32, codes: &mut [i32]) -> Result<(), Unquantizable> {
     // A number of this size has no room for a fraction: adding it rounds, without a call of the
     // mathematics library for each coefficient.
@@ -169,15 +215,14 @@ impl Grid {
         let start = out.len();
         let lengths = 4 * (rows.len() / dim).div_ceil(CHUNK_TOKENS);
         out.resize(start + lengths, 0);
-        let (mut stored, mut row_codes) = (Vec::new(), vec![0; dim]);
-        let mut rests = Vec::new();
+        let cuts = [Class::bias, Class::largest]
+            .map(|of| self.classes.iter().map(|class| of(CLASSES[usize::from(*class)])).collect());
+        let (mut stored, mut rests) = (Vec::new(), Vec::new());
         for (index, rows) in rows.chunks(dim * CHUNK_TOKENS).enumerate() {
-            stored.clear();
-            rests.clear();
-            for row in rows.chunks_exact(dim) {
-                codes(row, self.step, &mut row_codes)?;
-                self.store(&row_codes, &mut stored, &mut rests);
-            }
+            stored.resize(rows.len(), 0);
+            rests.resize(rows.len(), 0);
+            let (step, into) = (self.step, (&mut stored[..], &mut rests[..]));
+            wide(Quantize { step, cuts: &cuts, rows, into })?;
             let tables = (&self.runs[..], &self.tables[..]);
             let mut rest = |place: usize, missing: i32| rests[place] += missing;
             let words = lanes::encode_chunk(self.side, tables, (&stored, dim), out, &mut rest);
@@ -190,15 +235,6 @@ impl Grid {
             out[start + 4 * index..][..4].copy_from_slice(sizes.as_flattened());
         }
         Ok(lengths as u64)
-    }
-
-    /// Appends the stored codes of a row, and what they cut off.
-    fn store(&self, codes: &[i32], stored: &mut Vec<u16>, rests: &mut Vec<i32>) {
-        for (code, class) in codes.iter().zip(&self.classes) {
-            let (kept, rest) = CLASSES[usize::from(*class)].cut(*code);
-            stored.push(kept);
-            rests.push(rest);
-        }
     }
 
     /// Decodes the rows `wanted` of a page.

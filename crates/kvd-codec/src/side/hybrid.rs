@@ -7,11 +7,13 @@
 //! way. Scales of a page: the mask (a bit per group, set for symmetric ones, in the order of the
 //! scale rows), then scale rows of all words and all f16 steps.
 
-use super::symmetric::largest;
-use super::uniform::{ROUND, ScaleRow, Uniform, UniformGroups, extremes, spread_steps};
+use super::ranges::{extremes, largest};
+use super::uniform::{ROUND, ScaleRow, Uniform, UniformGroups, spread_steps};
 use super::{Scales, Unquantizable, float::largest_magnitude};
+use crate::wide::wide;
 use half::f16;
 use kvd_core::Geometry;
+use pulp::{Simd, WithSimd};
 use std::ops::Range;
 
 const DIM_MAX: usize = Geometry::HEAD_DIM_MAX as usize;
@@ -35,6 +37,8 @@ struct Levels {
     steps: [f32; DIM_MAX],
     inverse: [f32; DIM_MAX],
     errors: [f32; DIM_MAX],
+    /// Of each group.
+    sums: [f32; DIM_MAX],
 }
 
 /// Where the parts of a page's scales lie: the mask, then scale rows of words and steps.
@@ -81,6 +85,19 @@ impl Hybrid {
         scales: &mut Vec<u8>,
     ) -> Result<(), Unquantizable> {
         let absmax = largest_magnitude(rows)?;
+        let first = symbols.len();
+        symbols.resize(first + rows.len(), 0);
+        let into = (&mut symbols[first..], scales);
+        wide(Quantize { by: self, absmax, rows: (rows, dim), into })
+    }
+
+    #[inline(always)]
+    fn quantize_within(
+        &self,
+        absmax: f32,
+        (rows, dim): (&[f32], usize),
+        (symbols, scales): (&mut [u16], &mut Vec<u8>),
+    ) -> Result<(), Unquantizable> {
         let tokens = rows.len() / dim;
         let layout = self.layout(tokens, dim);
         let share = self.base.rows_per_scale(tokens) * dim;
@@ -88,14 +105,16 @@ impl Hybrid {
         scales.resize(mask_at + layout.mask_bytes, 0);
         let (pairs, span) = (self.base.pairs(dim), self.base.channels_per_pair(dim));
         let [mut wide, mut even] = [Levels::new(), Levels::new()];
+        let mut ranges = [(); 3].map(|()| vec![0f32; pairs]);
         let mut symmetric = [0u8; DIM_MAX];
-        symbols.reserve(rows.len());
-        for (index, rows) in rows.chunks(share).enumerate() {
-            self.fit(rows, dim, absmax, [&mut wide, &mut even]);
+        let parts = rows.chunks(share).zip(symbols.chunks_mut(share));
+        for (index, (rows, symbols)) in parts.enumerate() {
+            self.fit((rows, dim), absmax, &mut ranges, [&mut wide, &mut even]);
+            wide.sum_errors(dim, span);
+            even.sum_errors(dim, span);
             for pair in 0..pairs {
                 let channels = pair * span..dim.min((pair + 1) * span);
-                let error = |levels: &Levels| levels.errors[channels.clone()].iter().sum::<f32>();
-                let is_even = error(&even) < error(&wide);
+                let is_even = even.sums[pair] < wide.sums[pair];
                 if is_even {
                     wide.copy_channels(&even, channels.clone());
                 } else if !wide.steps[channels.start].is_finite() {
@@ -105,17 +124,24 @@ impl Hybrid {
                 let group = index * pairs + pair;
                 scales[mask_at + group / 8] |= u8::from(is_even) << (group % 8);
             }
-            self.write(rows, dim, &layout, (&wide, &symmetric), (symbols, scales));
+            let into = (symbols, &mut *scales);
+            self.write((rows, dim), &layout, (&wide, &symmetric), into);
         }
         Ok(())
     }
 
     /// Levels and errors of both modes for the groups of `rows`.
-    fn fit(&self, rows: &[f32], dim: usize, absmax: f32, [wide, even]: [&mut Levels; 2]) {
+    #[inline(always)]
+    fn fit(
+        &self,
+        (rows, dim): (&[f32], usize),
+        absmax: f32,
+        [low, high, most]: &mut [Vec<f32>; 3],
+        [wide, even]: [&mut Levels; 2],
+    ) {
         let (pairs, span) = (self.base.pairs(dim), self.base.channels_per_pair(dim));
-        let [mut low, mut high, mut most] = [[0f32; DIM_MAX]; 3];
-        extremes(rows, dim, span, &mut low[..pairs], &mut high[..pairs]);
-        largest(rows, dim, span, &mut most[..pairs]);
+        extremes(rows, dim, span, low, high);
+        largest(rows, dim, span, most);
         for pair in 0..pairs {
             let channels = pair * span..dim.min((pair + 1) * span);
             let step = |range| self.base.step_for(range, absmax).unwrap_or(f32::INFINITY);
@@ -128,14 +154,14 @@ impl Hybrid {
         }
     }
 
-    /// Appends the scale row of `rows` and their codes.
+    /// Appends the scale row of `rows`, and fills in their codes.
+    #[inline(always)]
     fn write(
         &self,
-        rows: &[f32],
-        dim: usize,
+        (rows, dim): (&[f32], usize),
         layout: &HybridLayout,
         (levels, symmetric): (&Levels, &[u8]),
-        (symbols, scales): (&mut Vec<u16>, &mut Vec<u8>),
+        (symbols, scales): (&mut [u16], &mut Vec<u8>),
     ) {
         let span = self.base.channels_per_pair(dim);
         let words_at = scales.len();
@@ -143,24 +169,24 @@ impl Hybrid {
         let steps = levels.steps[..dim].iter().step_by(span);
         scales.extend(steps.flat_map(|step| f16::from_f32(*step).to_le_bytes()));
         let words = &mut scales[words_at..][..self.base.pairs(dim) * layout.word_bytes];
-        let groups = || (0..dim).step_by(span);
-        for (word, channel) in words.chunks_exact_mut(layout.word_bytes).zip(groups()) {
-            if symmetric[channel] == 0 {
-                word[..4].copy_from_slice(&levels.zeros[channel].to_le_bytes());
+        let top = f32::from(self.base.top);
+        for (row, symbols) in rows.chunks_exact(dim).zip(symbols.chunks_exact_mut(dim)) {
+            let channels = row.iter().zip(&levels.zeros).zip(&levels.inverse);
+            for (symbol, ((x, zero), inverse)) in symbols.iter_mut().zip(channels) {
+                let level = (x - zero).abs() * inverse;
+                let level = if level < top { level } else { top };
+                *symbol = (level + ROUND).to_bits() as u16;
             }
         }
-        let top = f32::from(self.base.top);
-        for (index, row) in rows.chunks_exact(dim).enumerate() {
-            let channels = row.iter().zip(&levels.zeros).zip(&levels.inverse);
-            symbols.extend(channels.map(|((x, zero), inverse)| {
-                let level = ((x - zero).abs() * inverse).min(top);
-                (level + ROUND).to_bits() as u16
-            }));
-            let words = words.chunks_exact_mut(layout.word_bytes);
-            for ((word, part), channel) in words.zip(row.chunks(span)).zip(groups()) {
-                for (bit, x) in (index * span..).zip(part) {
-                    word[bit / 8] |= (u8::from(*x < 0.0) & symmetric[channel]) << (bit % 8);
-                }
+        if span == 1 {
+            column_signs((rows, dim), layout.word_bytes, words);
+        } else {
+            row_signs((rows, dim), span, layout.word_bytes, words);
+        }
+        for (word, channel) in words.chunks_exact_mut(layout.word_bytes).zip((0..).step_by(span)) {
+            if symmetric[channel] == 0 {
+                word.fill(0);
+                word[..4].copy_from_slice(&levels.zeros[channel].to_le_bytes());
             }
         }
     }
@@ -210,12 +236,84 @@ impl Hybrid {
     }
 }
 
+/// [`Hybrid::quantize`].
+struct Quantize<'a> {
+    by: &'a Hybrid,
+    absmax: f32,
+    rows: (&'a [f32], usize),
+    into: (&'a mut [u16], &'a mut Vec<u8>),
+}
+
+impl WithSimd for Quantize<'_> {
+    type Output = Result<(), Unquantizable>;
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) -> Self::Output {
+        self.by.quantize_within(self.absmax, self.rows, self.into)
+    }
+}
+
+/// Sets a bit for each negative value in the word of its channel, rows in order.
+#[inline(always)]
+fn column_signs((rows, dim): (&[f32], usize), word_bytes: usize, words: &mut [u8]) {
+    let mut buffer = [0u32; DIM_MAX];
+    let signs = &mut buffer[..dim];
+    for (byte, rows) in rows.chunks(8 * dim).enumerate() {
+        signs.fill(0);
+        for (bit, row) in rows.chunks_exact(dim).enumerate() {
+            for (signs, x) in signs.iter_mut().zip(row) {
+                *signs |= u32::from(*x < 0.0) << bit;
+            }
+        }
+        for (word, signs) in words.chunks_exact_mut(word_bytes).zip(signs.iter()) {
+            word[byte] = *signs as u8;
+        }
+    }
+}
+
+/// Sets a bit for each negative value in the word of its group, row after row.
+#[inline(always)]
+fn row_signs((rows, dim): (&[f32], usize), span: usize, word_bytes: usize, words: &mut [u8]) {
+    for (index, row) in rows.chunks_exact(dim).enumerate() {
+        let first = index * span;
+        for (word, part) in words.chunks_exact_mut(word_bytes).zip(row.chunks(span)) {
+            if first.is_multiple_of(8) {
+                for (byte, values) in word[first / 8..].iter_mut().zip(part.chunks(8)) {
+                    let mut signs = 0;
+                    for (bit, x) in values.iter().enumerate() {
+                        signs |= u32::from(*x < 0.0) << bit;
+                    }
+                    *byte = signs as u8;
+                }
+                continue;
+            }
+            for (bit, x) in (first..).zip(part) {
+                word[bit / 8] |= u8::from(*x < 0.0) << (bit % 8);
+            }
+        }
+    }
+}
+
 impl Levels {
     fn new() -> Self {
         let zeros = [0.0; DIM_MAX];
-        Self { zeros, steps: zeros, inverse: zeros, errors: zeros }
+        Self { zeros, steps: zeros, inverse: zeros, errors: zeros, sums: zeros }
     }
 
+    /// Sums the errors of each group of `span` channels, in order; groups take turns.
+    #[inline(always)]
+    fn sum_errors(&mut self, dim: usize, span: usize) {
+        let pairs = dim.div_ceil(span);
+        self.sums[..pairs].fill(0.0);
+        for at in 0..span {
+            let errors = self.errors[..dim][at..].iter().step_by(span);
+            for (sum, error) in self.sums[..pairs].iter_mut().zip(errors) {
+                *sum += error;
+            }
+        }
+    }
+
+    #[inline(always)]
     fn set(&mut self, channels: Range<usize>, zero: f32, step: f32) {
         self.zeros[channels.clone()].fill(zero);
         self.steps[channels.clone()].fill(step);
@@ -223,6 +321,7 @@ impl Levels {
         self.inverse[channels].fill(if step > 0.0 { step.recip() } else { 0.0 });
     }
 
+    #[inline(always)]
     fn copy_channels(&mut self, other: &Self, channels: Range<usize>) {
         self.zeros[channels.clone()].copy_from_slice(&other.zeros[channels.clone()]);
         self.steps[channels.clone()].copy_from_slice(&other.steps[channels.clone()]);
@@ -230,15 +329,17 @@ impl Levels {
     }
 
     /// Squared errors of each channel over `rows`.
+    #[inline(always)]
     fn add_errors(&mut self, rows: &[f32], dim: usize, top: f32) {
-        let Self { zeros, steps, inverse, errors } = self;
+        let Self { zeros, steps, inverse, errors, .. } = self;
         errors[..dim].fill(0.0);
         for row in rows.chunks_exact(dim) {
             let levels = zeros.iter().zip(steps.iter()).zip(inverse.iter());
             for ((x, sum), ((zero, step), inverse)) in row.iter().zip(errors.iter_mut()).zip(levels)
             {
                 let distance = (x - zero).abs();
-                let level = ((distance * inverse).min(top) + ROUND) - ROUND;
+                let level = distance * inverse;
+                let level = (if level < top { level } else { top } + ROUND) - ROUND;
                 let off = distance - level * step;
                 *sum += off * off;
             }
@@ -313,7 +414,8 @@ mod tests {
             let [mut wide, mut even] = [Levels::new(), Levels::new()];
             let share = mixed.base.rows_per_scale(40);
             for (scale_row, part) in rows.chunks(share * 32).enumerate() {
-                mixed.fit(part, 32, 2.0, [&mut wide, &mut even]);
+                let mut ranges = [(); 3].map(|()| vec![0f32; mixed.base.pairs(32)]);
+                mixed.fit((part, 32), 2.0, &mut ranges, [&mut wide, &mut even]);
                 let span = mixed.base.channels_per_pair(32);
                 for pair in 0..mixed.base.pairs(32) {
                     let members: Vec<usize> = (0..part.len())

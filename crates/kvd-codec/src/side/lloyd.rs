@@ -10,7 +10,9 @@
 
 use super::Unquantizable;
 use super::float::largest_magnitude;
+use crate::wide::{count_below, wide};
 use half::f16;
+use pulp::{Simd, WithSimd};
 
 /// Intervals of Simpson's rule in a cell.
 const INTERVALS: usize = 128;
@@ -20,8 +22,8 @@ const NEWTON_STEPS: usize = 60;
 const FRACTION_MIN: f64 = 1e-9;
 /// Levels up to this many are found by counting, more by halving.
 const COUNTED_MAX: usize = 16;
-/// Values that are counted together.
-const COUNT_LANES: usize = 16;
+/// Rows whose codes are summed at once.
+const SUMS: usize = 8;
 /// Below this an f16 loses digits.
 const F16_NORMAL_MIN: f32 = 6.103_515_6e-5;
 
@@ -68,49 +70,63 @@ impl Lloyd {
         scales: &mut Vec<u8>,
     ) -> Result<(), Unquantizable> {
         let absmax = largest_magnitude(rows)?;
-        symbols.reserve(rows.len());
-        for row in rows.chunks_exact(dim) {
-            let energy = squares(row);
-            let inverse = if energy > 0.0 { (dim as f64 / energy).sqrt() as f32 } else { 0.0 };
-            let first = symbols.len();
-            if self.levels.len() <= COUNTED_MAX {
-                self.count(row, inverse, symbols);
-            } else {
-                symbols.extend(row.iter().map(|x| self.halved(x * inverse)));
+        let first = symbols.len();
+        symbols.resize(first + rows.len(), 0);
+        let into = (&mut symbols[first..], scales);
+        wide(Quantize { by: self, absmax, rows: (rows, dim), into })
+    }
+
+    #[inline(always)]
+    fn quantize_within<S: Simd>(
+        &self,
+        simd: S,
+        absmax: f32,
+        (rows, dim): (&[f32], usize),
+        (symbols, scales): (&mut [u16], &mut Vec<u8>),
+    ) -> Result<(), Unquantizable> {
+        let squared: Vec<f64> = self.levels.iter().map(|x| f64::from(*x) * f64::from(*x)).collect();
+        let (mut turned, mut counts) = (vec![0f32; dim], vec![0u32; dim]);
+        let parts = rows.chunks(SUMS * dim).zip(symbols.chunks_mut(SUMS * dim));
+        for (rows, symbols) in parts {
+            let [mut energies, mut decoded] = [[0f64; SUMS]; 2];
+            let rows = rows.chunks_exact(dim).zip(symbols.chunks_exact_mut(dim));
+            for ((row, symbols), energy) in rows.zip(&mut energies) {
+                *energy = squares(row);
+                let inverse =
+                    if *energy > 0.0 { (dim as f64 / *energy).sqrt() as f32 } else { 0.0 };
+                for (turned, x) in turned.iter_mut().zip(row) {
+                    *turned = x * inverse;
+                }
+                if self.levels.len() <= COUNTED_MAX {
+                    count_below(simd, &self.bounds, &turned, &mut counts);
+                    for (symbol, count) in symbols.iter_mut().zip(&counts) {
+                        *symbol = *count as u16;
+                    }
+                } else {
+                    for (symbol, x) in symbols.iter_mut().zip(&turned) {
+                        *symbol = self.halved(*x);
+                    }
+                }
             }
-            let level = |symbol: &u16| f64::from(self.levels[usize::from(*symbol)]);
-            let decoded: f64 = symbols[first..].iter().map(|s| level(s) * level(s)).sum();
-            let scale = (energy / decoded).sqrt() as f32;
-            let stored = f16::from_f32(scale);
-            // A coarse scale is fine for a row that hardly contributes, and no quantization at
-            // all if the whole page is that small.
-            let coarse = scale < F16_NORMAL_MIN && scale > absmax / 1024.0;
-            if !stored.is_finite() || coarse {
-                return Err(Unquantizable);
+            let count = symbols.len() / dim;
+            sum_in_order(&squared, (symbols, dim), &mut decoded[..count]);
+            for (energy, decoded) in energies[..count].iter().zip(&decoded) {
+                let scale = (energy / decoded).sqrt() as f32;
+                let stored = f16::from_f32(scale);
+                // A coarse scale is fine for a row that hardly contributes, and no quantization at
+                // all if the whole page is that small.
+                let coarse = scale < F16_NORMAL_MIN && scale > absmax / 1024.0;
+                if !stored.is_finite() || coarse {
+                    return Err(Unquantizable);
+                }
+                scales.extend(stored.to_le_bytes());
             }
-            scales.extend(stored.to_le_bytes());
         }
         Ok(())
     }
 
-    /// Appends for each value the number of bounds below it, many values at once.
-    fn count(&self, row: &[f32], inverse: f32, symbols: &mut Vec<u16>) {
-        for part in row.chunks(COUNT_LANES) {
-            let (mut x, mut below) = ([0f32; COUNT_LANES], [0u32; COUNT_LANES]);
-            for (x, value) in x.iter_mut().zip(part) {
-                *x = value * inverse;
-            }
-            for bound in &self.bounds {
-                for (below, x) in below.iter_mut().zip(&x) {
-                    *below += u32::from(*x > *bound);
-                }
-            }
-            symbols.extend(below[..part.len()].iter().map(|below| *below as u16));
-        }
-    }
-
     /// The number of bounds below `x` by halving; there are `2^bits - 1` bounds.
-    #[inline]
+    #[inline(always)]
     fn halved(&self, x: f32) -> u16 {
         let mut below = 0;
         for bit in (0..self.bits).rev() {
@@ -137,7 +153,44 @@ impl Lloyd {
     }
 }
 
+/// [`Lloyd::quantize`].
+struct Quantize<'a> {
+    by: &'a Lloyd,
+    absmax: f32,
+    rows: (&'a [f32], usize),
+    into: (&'a mut [u16], &'a mut Vec<u8>),
+}
+
+impl WithSimd for Quantize<'_> {
+    type Output = Result<(), Unquantizable>;
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) -> Self::Output {
+        self.by.quantize_within(simd, self.absmax, self.rows, self.into)
+    }
+}
+
+/// The sums of the squared levels of some rows' codes. A sum in order is a chain, and chains can
+/// take turns.
+#[inline(always)]
+fn sum_in_order(squared: &[f64], (symbols, dim): (&[u16], usize), sums: &mut [f64]) {
+    if sums.len() < SUMS {
+        for (sum, symbols) in sums.iter_mut().zip(symbols.chunks_exact(dim)) {
+            *sum = symbols.iter().fold(0.0, |sum, symbol| sum + squared[usize::from(*symbol)]);
+        }
+        return;
+    }
+    let mut of_all = [0f64; SUMS];
+    for channel in 0..dim {
+        for (row, sum) in of_all.iter_mut().enumerate() {
+            *sum += squared[usize::from(symbols[row * dim + channel])];
+        }
+    }
+    sums.copy_from_slice(&of_all);
+}
+
 /// The sum of squares. In f64: the square of a large f32 is none.
+#[inline(always)]
 fn squares(row: &[f32]) -> f64 {
     let mut lanes = [0f64; 8];
     let (chunks, rest) = row.as_chunks::<8>();
@@ -360,11 +413,14 @@ mod tests {
     #[test]
     #[cfg_attr(miri, ignore = "too many numbers for an interpreter")]
     fn counting_and_halving_agree() {
-        let lloyd = Lloyd::new(4, 128);
-        let row: Vec<f32> = (0..2001).map(|index| index as f32 * 0.005 - 5.0).collect();
-        let mut symbols = Vec::new();
-        lloyd.count(&row, 0.5, &mut symbols);
-        let halved: Vec<u16> = row.iter().map(|x| lloyd.halved(x * 0.5)).collect();
+        let dim = 2001;
+        let row: Vec<f32> = (0..dim).map(|index| index as f32 * 0.005 - 5.0).collect();
+        let lloyd = Lloyd::new(4, dim);
+        let (mut symbols, mut scales) = (Vec::new(), Vec::new());
+        lloyd.quantize(&row, dim, &mut symbols, &mut scales).unwrap();
+        assert_eq!((symbols.len(), scales.len()), (dim, 2));
+        let inverse = (dim as f64 / squares(&row)).sqrt() as f32;
+        let halved: Vec<u16> = row.iter().map(|x| lloyd.halved(x * inverse)).collect();
         assert_eq!(symbols, halved);
     }
 

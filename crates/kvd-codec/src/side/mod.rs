@@ -1,6 +1,7 @@
 //! One head's side of a codec: its transforms and its quantizer with what calibration gave them.
 
 pub(crate) mod bind;
+pub(crate) mod bit_levels;
 pub(crate) mod bitalloc;
 pub(crate) mod float;
 pub(crate) mod grid;
@@ -8,6 +9,8 @@ pub(crate) mod hybrid;
 pub(crate) mod lloyd;
 pub(crate) mod nearest;
 pub(crate) mod polar;
+pub(crate) mod ranges;
+mod regions;
 pub(crate) mod stored;
 pub(crate) mod symmetric;
 pub(crate) mod uniform;
@@ -18,7 +21,8 @@ use crate::calibration::LAYER_TABLE_BYTES;
 use crate::lanes::LaneRun;
 use crate::page::id;
 use crate::transform::Step;
-use bitalloc::{BitAlloc, LEVELS};
+use bit_levels::LEVELS;
+use bitalloc::BitAlloc;
 use grid::Grid;
 use hybrid::Hybrid;
 pub use hybrid::HybridLayout;

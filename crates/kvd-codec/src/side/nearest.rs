@@ -1,18 +1,22 @@
 //! The exact nearest-entry search: `argmin |c|²/2 - x·c` over all entries `c` of a codebook.
 //!
-//! Sixteen points are compared with an entry at a time, a channel of all of them per
-//! multiplication, so that the loops become vector instructions of any width. An entry is read
-//! once for sixteen points, which is what makes large codebooks bearable.
+//! Two registers of points are compared with an entry at a time, a channel of all of them per
+//! multiplication: an entry is read once for them.
 
 use super::vq::Codebook;
 use crate::wide::wide;
 use pulp::{Simd, WithSimd};
 
-/// Points compared at once.
-const LANES: usize = 16;
+/// Registers of points compared at once.
+const REGISTERS: usize = 2;
+/// Points compared at once, at most: registers of 512 bits.
+pub(super) const BATCH_MAX: usize = REGISTERS * 16;
 
-/// Channels of a sub-vector at most.
-const DIM_MAX: usize = 16;
+/// Points compared at once.
+#[inline(always)]
+pub(super) fn batch<S: Simd>() -> usize {
+    REGISTERS * S::F32_LANES
+}
 
 /// Sub-vectors to look up: point `i` is `values[i * stride..][..dim]`.
 #[derive(Clone, Copy)]
@@ -46,89 +50,145 @@ impl Codebook {
     /// Calls `found` for each point, in order, with its index, the index of the nearest entry
     /// (ties go to the lower one) and `|entry|²/2 - x·entry` for that entry. A point with NaN
     /// gets entry 0.
-    pub(crate) fn nearest(&self, points: Points<'_>, found: impl FnMut(usize, usize, f32)) {
-        wide(Search { book: self, points, found });
+    pub(crate) fn nearest(&self, points: Points<'_>, mut found: impl FnMut(usize, usize, f32)) {
+        self.nearest_batches(points, |start, at, scores| {
+            for ((index, at), score) in (start..).zip(at).zip(scores) {
+                found(index, *at as usize, *score);
+            }
+        });
     }
 
-    /// Lets the compiler know the number of channels.
-    #[inline(always)]
-    fn search(&self, x: &[[f32; LANES]; DIM_MAX]) -> ([u32; LANES], [f32; LANES]) {
-        match self.dim {
-            1 => scan::<1>(&self.entries, &self.half_norms, x),
-            2 => scan::<2>(&self.entries, &self.half_norms, x),
-            3 => scan::<3>(&self.entries, &self.half_norms, x),
-            4 => scan::<4>(&self.entries, &self.half_norms, x),
-            5 => scan::<5>(&self.entries, &self.half_norms, x),
-            6 => scan::<6>(&self.entries, &self.half_norms, x),
-            7 => scan::<7>(&self.entries, &self.half_norms, x),
-            8 => scan::<8>(&self.entries, &self.half_norms, x),
-            16 => scan::<16>(&self.entries, &self.half_norms, x),
-            dim => scan_entries(self.entries.chunks_exact(dim), &self.half_norms, x),
-        }
+    /// As [`Codebook::nearest`], some consecutive points at a time: the index of the first, then
+    /// entries and scores.
+    pub(super) fn nearest_batches(
+        &self,
+        points: Points<'_>,
+        found: impl FnMut(usize, &[u32], &[f32]),
+    ) {
+        wide(Search { book: self, points, found });
     }
 }
 
-/// [`Codebook::nearest`].
+/// [`Codebook::nearest_batches`].
 struct Search<'a, F> {
     book: &'a Codebook,
     points: Points<'a>,
     found: F,
 }
 
-impl<F: FnMut(usize, usize, f32)> WithSimd for Search<'_, F> {
+impl<F: FnMut(usize, &[u32], &[f32])> WithSimd for Search<'_, F> {
     type Output = ();
 
+    /// Lets the compiler know the number of channels.
     #[inline(always)]
-    fn with_simd<S: Simd>(self, _: S) {
+    fn with_simd<S: Simd>(self, simd: S) {
+        match self.book.dim {
+            1 => self.run::<S, 1>(simd),
+            2 => self.run::<S, 2>(simd),
+            3 => self.run::<S, 3>(simd),
+            4 => self.run::<S, 4>(simd),
+            5 => self.run::<S, 5>(simd),
+            6 => self.run::<S, 6>(simd),
+            7 => self.run::<S, 7>(simd),
+            8 => self.run::<S, 8>(simd),
+            16 => self.run::<S, 16>(simd),
+            _ => self.run_any(),
+        }
+    }
+}
+
+impl<F: FnMut(usize, &[u32], &[f32])> Search<'_, F> {
+    #[inline(always)]
+    fn run<S: Simd, const D: usize>(self, simd: S) {
         let Self { book, points, mut found } = self;
-        let mut lanes = [[0f32; LANES]; DIM_MAX];
-        for start in (0..points.count).step_by(LANES) {
-            let filled = LANES.min(points.count - start);
-            for lane in 0..filled {
-                let point = points.get(start + lane);
-                for (channel, x) in lanes.iter_mut().zip(point) {
-                    channel[lane] = *x;
+        let entries = book.entries.as_chunks::<D>().0.iter().zip(&book.half_norms);
+        let batch = batch::<S>();
+        let mut x = [[0f32; BATCH_MAX]; D];
+        let mut best = Best::new();
+        for start in (0..points.count).step_by(batch) {
+            let filled = batch.min(points.count - start);
+            match points.values.get(start * D..(start + batch) * D) {
+                Some(values) if points.stride == D => turn(values.as_chunks::<D>().0, &mut x),
+                _ => {
+                    for (lane, index) in (start..start + filled).enumerate() {
+                        let point = points.get(index);
+                        (0..D).for_each(|channel| x[channel][lane] = point[channel]);
+                    }
                 }
             }
-            let (at, score) = book.search(&lanes);
-            for lane in 0..filled {
-                found(start + lane, at[lane] as usize, score[lane]);
+            scan(simd, (0..).zip(entries.clone()), &x, &mut best);
+            found(start, &best.at[..filled], &best.scores[..filled]);
+        }
+    }
+
+    /// Point by point, for numbers of channels that are hardly used.
+    fn run_any(self) {
+        let Self { book, points, mut found } = self;
+        for index in 0..points.count {
+            let point = points.get(index);
+            let entries = book.entries.chunks_exact(book.dim).zip(&book.half_norms);
+            let (mut at, mut best) = (0, f32::INFINITY);
+            for (entry, (value, half_norm)) in (0..).zip(entries) {
+                let score = value.iter().zip(point).fold(*half_norm, |s, (c, x)| s - x * c);
+                (at, best) = if score < best { (entry, score) } else { (at, best) };
             }
+            found(index, &[at], &[best]);
         }
     }
 }
 
+/// Brings points into lanes, channel by channel.
 #[inline(always)]
-fn scan<const D: usize>(
-    entries: &[f32],
-    half_norms: &[f32],
-    x: &[[f32; LANES]; DIM_MAX],
-) -> ([u32; LANES], [f32; LANES]) {
-    let entries = entries.as_chunks::<D>().0;
-    scan_entries(entries.iter().map(|entry| entry.as_slice()), half_norms, x)
+pub(super) fn turn<const D: usize>(points: &[[f32; D]], x: &mut [[f32; BATCH_MAX]; D]) {
+    for (lane, point) in points.iter().enumerate().take(BATCH_MAX) {
+        (0..D).for_each(|channel| x[channel][lane] = point[channel]);
+    }
 }
 
+/// What [`scan`] found for each lane.
+pub(super) struct Best {
+    pub(super) at: [u32; BATCH_MAX],
+    pub(super) scores: [f32; BATCH_MAX],
+}
+
+impl Best {
+    pub(super) fn new() -> Self {
+        Self { at: [0; BATCH_MAX], scores: [0.0; BATCH_MAX] }
+    }
+}
+
+/// For each of [`batch`] points the first of `entries` (index, entry, half norm) with the least
+/// score; indices ascend.
 #[inline(always)]
-fn scan_entries<'a>(
-    entries: impl Iterator<Item = &'a [f32]>,
-    half_norms: &[f32],
-    x: &[[f32; LANES]; DIM_MAX],
-) -> ([u32; LANES], [f32; LANES]) {
-    let (mut best, mut at) = ([f32::INFINITY; LANES], [0u32; LANES]);
-    for (index, (entry, half_norm)) in (0u32..).zip(entries.zip(half_norms)) {
-        let mut score = [*half_norm; LANES];
+pub(super) fn scan<'a, S: Simd, const D: usize>(
+    simd: S,
+    entries: impl Iterator<Item = (u32, (&'a [f32; D], &'a f32))>,
+    x: &[[f32; BATCH_MAX]; D],
+    found: &mut Best,
+) {
+    let x: [[S::f32s; REGISTERS]; D] = std::array::from_fn(|channel| {
+        let (registers, _) = S::as_simd_f32s(&x[channel]);
+        std::array::from_fn(|register| registers[register])
+    });
+    let mut best = [simd.splat_f32s(f32::INFINITY); REGISTERS];
+    let mut at = [simd.splat_u32s(0); REGISTERS];
+    for (index, (entry, half_norm)) in entries {
+        let mut scores = [simd.splat_f32s(*half_norm); REGISTERS];
         for (x, value) in x.iter().zip(entry) {
-            for lane in 0..LANES {
-                score[lane] -= x[lane] * value;
+            let value = simd.splat_f32s(*value);
+            for (score, x) in scores.iter_mut().zip(x) {
+                *score = simd.sub_f32s(*score, simd.mul_f32s(*x, value));
             }
         }
-        for lane in 0..LANES {
-            let closer = score[lane] < best[lane];
-            best[lane] = if closer { score[lane] } else { best[lane] };
-            at[lane] = if closer { index } else { at[lane] };
+        let index = simd.splat_u32s(index);
+        for register in 0..REGISTERS {
+            let closer = simd.less_than_f32s(scores[register], best[register]);
+            best[register] = simd.select_f32s(closer, scores[register], best[register]);
+            at[register] = simd.select_u32s(closer, index, at[register]);
         }
     }
-    (at, best)
+    S::as_mut_simd_f32s(&mut found.scores).0[..REGISTERS].copy_from_slice(&best);
+    S::as_mut_simd_u32s(&mut found.at).0[..REGISTERS].copy_from_slice(&at);
 }
 
 #[cfg(test)]

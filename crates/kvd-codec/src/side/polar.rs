@@ -12,12 +12,17 @@
 
 use super::Unquantizable;
 use super::float::largest_magnitude;
+use super::ranges::{append, f16_at_least, reciprocal};
 use super::stored::Stored;
-use super::uniform::{ROUND, ScaleRow, checked, f16_at_least};
+use super::uniform::{ROUND, ScaleRow, checked};
+use crate::wide::wide;
 use half::f16;
 use kvd_core::{DType, Geometry, RopePairing};
+use pulp::{Simd, WithSimd};
 
 const PAIRS_MAX: usize = Geometry::HEAD_DIM_MAX as usize / 2;
+/// Pairs whose codes are made at once.
+const LANES: usize = 8;
 /// A radius this many times the calibration's largest means that it was fitted on something else.
 const REACH: f32 = 4.0;
 
@@ -31,6 +36,7 @@ impl Pairs {
     }
 
     /// Writes first and second channels of all pairs.
+    #[inline(always)]
     fn split(self, row: &[f32], x: &mut [f32], y: &mut [f32]) {
         match self.0 {
             RopePairing::Half => {
@@ -80,6 +86,7 @@ impl Polar2 {
         Self { x: zeros, y: zeros, radius: zeros, pairs }
     }
 
+    #[inline(always)]
     fn load(&mut self, by: Pairs, row: &[f32]) {
         let Self { x, y, radius, pairs } = self;
         by.split(row, &mut x[..*pairs], &mut y[..*pairs]);
@@ -88,9 +95,10 @@ impl Polar2 {
         }
     }
 
+    #[inline(always)]
     fn raise(&self, largest: &mut [f32]) {
         for (largest, radius) in largest.iter_mut().zip(&self.radius) {
-            *largest = if *radius > *largest { *radius } else { *largest };
+            *largest = largest.max(*radius);
         }
     }
 }
@@ -197,10 +205,22 @@ impl Polar {
         scales: &mut Vec<u8>,
     ) -> Result<(), Unquantizable> {
         let absmax = largest_magnitude(rows)?;
+        let first = symbols.len();
+        symbols.resize(first + rows.len() / 2, 0);
+        let into = (&mut symbols[first..], scales);
+        wide(Quantize { by: self, absmax, rows: (rows, dim), into })
+    }
+
+    #[inline(always)]
+    fn quantize_within(
+        &self,
+        absmax: f32,
+        (rows, dim): (&[f32], usize),
+        (symbols, scales): (&mut [u16], &mut Vec<u8>),
+    ) -> Result<(), Unquantizable> {
         let mut row = Polar2::new(dim / 2);
         let mut buffer = [0f32; PAIRS_MAX];
         let inverse = &mut buffer[..dim / 2];
-        symbols.reserve(rows.len() / 2);
         let share = match &self.scale {
             Scale::Page(group) => usize::from(*group) * dim,
             Scale::Model { steps, reach } => {
@@ -210,7 +230,7 @@ impl Polar {
             }
         };
         let top = f32::from((1u16 << self.radius_bits) - 1);
-        for rows in rows.chunks(share) {
+        for (rows, symbols) in rows.chunks(share).zip(symbols.chunks_mut(share / 2)) {
             if let Scale::Page(_) = self.scale {
                 inverse.fill(0.0);
                 for values in rows.chunks_exact(dim) {
@@ -219,12 +239,12 @@ impl Polar {
                 }
                 for largest in inverse.iter_mut() {
                     let wanted = *largest / top;
-                    let step = checked(f16_at_least(wanted), wanted, absmax)?;
-                    scales.extend(f16::from_f32(step).to_le_bytes());
-                    *largest = reciprocal(step);
+                    *largest = checked(f16_at_least(wanted), wanted, absmax)?;
                 }
+                append(inverse, scales);
+                inverse.iter_mut().for_each(|step| *step = reciprocal(*step));
             }
-            for values in rows.chunks_exact(dim) {
+            for (values, symbols) in rows.chunks_exact(dim).zip(symbols.chunks_mut(dim / 2)) {
                 row.load(self.pairs, values);
                 self.codes(&row, inverse, top, symbols);
             }
@@ -233,6 +253,7 @@ impl Polar {
     }
 
     /// Refuses radii far beyond those of the calibration.
+    #[inline(always)]
     fn check_reach(&self, rows: &[f32], dim: usize, reach: &[f32]) -> Result<(), Unquantizable> {
         let mut row = Polar2::new(dim / 2);
         let mut largest = [0f32; PAIRS_MAX];
@@ -244,36 +265,55 @@ impl Polar {
         if within { Ok(()) } else { Err(Unquantizable) }
     }
 
-    /// Appends the codes of one row; `inverse` holds the steps' reciprocals.
-    fn codes(&self, row: &Polar2, inverse: &[f32], top: f32, symbols: &mut Vec<u16>) {
+    /// The codes of one row; `inverse` holds the steps' reciprocals.
+    #[inline(always)]
+    fn codes(&self, row: &Polar2, inverse: &[f32], top: f32, symbols: &mut [u16]) {
         let bits = self.angle_bits;
         let mask = (1u32 << bits) - 1;
-        let pairs = row.x[..row.pairs].iter().zip(&row.y).zip(&row.radius).zip(inverse);
-        symbols.extend(pairs.map(|(((x, y), radius), inverse)| {
-            let radius = ((radius * inverse).min(top) + ROUND).to_bits() as u16;
-            radius << bits | (self.angle(*x, *y) & mask) as u16
-        }));
+        let places = (0..row.pairs).step_by(LANES);
+        for (first, symbols) in places.zip(symbols.chunks_mut(LANES)) {
+            let [mut x, mut y] = [[0f32; LANES]; 2];
+            x[..symbols.len()].copy_from_slice(&row.x[first..][..symbols.len()]);
+            y[..symbols.len()].copy_from_slice(&row.y[first..][..symbols.len()]);
+            let angles = self.angles(&x, &y);
+            let radii = row.radius[first..].iter().zip(&inverse[first..]);
+            for ((symbol, angle), (radius, inverse)) in symbols.iter_mut().zip(angles).zip(radii) {
+                let level = radius * inverse;
+                let level = if level < top { level } else { top };
+                let radius = (level + ROUND).to_bits() as u16;
+                *symbol = radius << bits | (angle & mask) as u16;
+            }
+        }
     }
 
-    /// The nearest direction of `(x, y)`, before it is brought into range. Counts the halfway
+    /// The nearest direction of each `(x, y)`, before it is brought into range. Counts the halfway
     /// directions below it within the first octant, then unfolds the octants.
-    #[inline]
-    fn angle(&self, x: f32, y: f32) -> u32 {
-        let (across, along) = (x.abs().min(y.abs()), x.abs().max(y.abs()));
-        let passed = |[cos, sin]: &[f32; 2]| u32::from(across * cos > along * sin);
-        let mut code: u32 = self.halfway.iter().map(passed).sum();
+    #[inline(always)]
+    fn angles(&self, x: &[f32; LANES], y: &[f32; LANES]) -> [u32; LANES] {
+        let [mut across, mut along] = [[0f32; LANES]; 2];
+        for lane in 0..LANES {
+            let (x, y) = (x[lane].abs(), y[lane].abs());
+            across[lane] = if x < y { x } else { y };
+            along[lane] = if x < y { y } else { x };
+        }
+        let mut codes = [0u32; LANES];
+        for [cos, sin] in &self.halfway {
+            for lane in 0..LANES {
+                codes[lane] += u32::from(across[lane] * cos > along[lane] * sin);
+            }
+        }
         let turn = 1u32 << self.angle_bits;
-        if self.angle_bits >= 2 && y.abs() > x.abs() {
-            code = turn / 4 - code;
+        let quarter = if self.angle_bits >= 2 { turn / 4 } else { 0 };
+        for lane in 0..LANES {
+            let code = codes[lane];
+            let turned = (self.angle_bits >= 2) & (y[lane].abs() > x[lane].abs());
+            let code = if turned { quarter.wrapping_sub(code) } else { code };
+            let code = if x[lane] < 0.0 { (turn / 2).wrapping_sub(code) } else { code };
+            let code = if y[lane] < 0.0 { turn.wrapping_sub(code) } else { code };
+            // Half a turn, as in the paper.
+            codes[lane] = code.wrapping_add(turn / 2);
         }
-        if x < 0.0 {
-            code = turn / 2 - code;
-        }
-        if y < 0.0 {
-            code = turn - code;
-        }
-        // Half a turn, as in the paper.
-        code + turn / 2
+        codes
     }
 
     /// Writes row `row` from its codes; `loaded` keeps the scale row from call to call.
@@ -310,8 +350,21 @@ impl Polar {
     }
 }
 
-fn reciprocal(step: f32) -> f32 {
-    if step > 0.0 { step.recip() } else { 0.0 }
+/// [`Polar::quantize`].
+struct Quantize<'a> {
+    by: &'a Polar,
+    absmax: f32,
+    rows: (&'a [f32], usize),
+    into: (&'a mut [u16], &'a mut Vec<u8>),
+}
+
+impl WithSimd for Quantize<'_> {
+    type Output = Result<(), Unquantizable>;
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) -> Self::Output {
+        self.by.quantize_within(self.absmax, self.rows, self.into)
+    }
 }
 
 /// Cosines and sines of `2^bits` angles around the circle, from 0. Made from square roots and
@@ -361,7 +414,8 @@ mod tests {
                 let (x, y) = ((3.0 * angle.cos()) as f32, (3.0 * angle.sin()) as f32);
                 let paper = f64::from(turn / 2) * (angle + PI) / PI;
                 let want = paper.round_ties_even() as u32 % turn;
-                assert_eq!(polar.angle(x, y) % turn, want, "{bits} bits, {angle}");
+                let [xs, ys] = [[x; LANES], [y; LANES]];
+                assert_eq!(polar.angles(&xs, &ys)[0] % turn, want, "{bits} bits, {angle}");
                 let [cos, sin] = polar.directions[want as usize];
                 let off = (f64::from(cos) - angle.cos()).hypot(f64::from(sin) - angle.sin());
                 assert!(off <= 1.001 * PI / f64::from(turn), "{bits} bits: {off}");

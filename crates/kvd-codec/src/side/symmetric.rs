@@ -5,9 +5,11 @@
 
 use super::Unquantizable;
 use super::float::largest_magnitude;
+use super::ranges::{append, largest, reciprocal};
 use super::uniform::{ROUND, ScaleRow, Uniform, spread_steps};
-use half::f16;
+use crate::wide::wide;
 use kvd_core::Geometry;
+use pulp::{Simd, WithSimd};
 
 /// A uniform quantizer without zero points.
 #[derive(Clone, Debug)]
@@ -33,28 +35,41 @@ impl Symmetric {
         scales: &mut Vec<u8>,
     ) -> Result<(), Unquantizable> {
         let absmax = largest_magnitude(rows)?;
+        let first = symbols.len();
+        symbols.resize(first + rows.len(), 0);
+        let into = (&mut symbols[first..], scales);
+        wide(Quantize { by: self, absmax, rows: (rows, dim), into })
+    }
+
+    #[inline(always)]
+    fn quantize_within(
+        &self,
+        absmax: f32,
+        (rows, dim): (&[f32], usize),
+        (symbols, scales): (&mut [u16], &mut Vec<u8>),
+    ) -> Result<(), Unquantizable> {
         let base = &self.base;
         let (pairs, span) = (base.pairs(dim), base.channels_per_pair(dim));
         let share = base.rows_per_scale(rows.len() / dim) * dim;
         let mut buffer = [0f32; Geometry::HEAD_DIM_MAX as usize];
-        let inverse = &mut buffer[..pairs];
-        symbols.reserve(rows.len());
-        for rows in rows.chunks(share) {
-            largest(rows, dim, span, inverse);
-            for magnitude in inverse.iter_mut() {
-                let step = base.step_for(*magnitude, absmax)?;
-                scales.extend(f16::from_f32(step).to_le_bytes());
-                // From here on the step's reciprocal; a step of zero has a single code.
-                *magnitude = if step > 0.0 { step.recip() } else { 0.0 };
+        let steps = &mut buffer[..pairs];
+        for (rows, symbols) in rows.chunks(share).zip(symbols.chunks_mut(share)) {
+            largest(rows, dim, span, steps);
+            for magnitude in steps.iter_mut() {
+                *magnitude = base.step_for(*magnitude, absmax)?;
             }
-            for row in rows.chunks_exact(dim) {
-                self.codes(row, span, inverse, symbols);
+            append(steps, scales);
+            // From here on the steps' reciprocals.
+            steps.iter_mut().for_each(|step| *step = reciprocal(*step));
+            for (row, symbols) in rows.chunks_exact(dim).zip(symbols.chunks_exact_mut(dim)) {
+                self.codes(row, span, steps, symbols);
             }
         }
         Ok(())
     }
 
-    fn codes(&self, row: &[f32], span: usize, inverse: &[f32], symbols: &mut Vec<u16>) {
+    #[inline(always)]
+    fn codes(&self, row: &[f32], span: usize, inverse: &[f32], symbols: &mut [u16]) {
         let top = f32::from(self.base.top);
         // Between 0 and 2 top before it is rounded.
         let code = |x: f32, inverse: f32| {
@@ -62,11 +77,16 @@ impl Symmetric {
             (level + ROUND).to_bits() as u16
         };
         if span == 1 {
-            symbols.extend(row.iter().zip(inverse).map(|(x, inverse)| code(*x, *inverse)));
+            for ((symbol, x), inverse) in symbols.iter_mut().zip(row).zip(inverse) {
+                *symbol = code(*x, *inverse);
+            }
             return;
         }
-        for (part, inverse) in row.chunks(span).zip(inverse) {
-            symbols.extend(part.iter().map(|x| code(*x, *inverse)));
+        let parts = symbols.chunks_mut(span).zip(row.chunks(span));
+        for ((symbols, part), inverse) in parts.zip(inverse) {
+            for (symbol, x) in symbols.iter_mut().zip(part) {
+                *symbol = code(*x, *inverse);
+            }
         }
     }
 
@@ -93,18 +113,19 @@ impl Symmetric {
     }
 }
 
-/// The largest magnitude of each group over `rows`.
-pub(super) fn largest(rows: &[f32], dim: usize, span: usize, largest: &mut [f32]) {
-    largest.fill(0.0);
-    for row in rows.chunks_exact(dim) {
-        if span == 1 {
-            for (x, largest) in row.iter().zip(largest.iter_mut()) {
-                *largest = if x.abs() > *largest { x.abs() } else { *largest };
-            }
-            continue;
-        }
-        for (part, largest) in row.chunks(span).zip(largest.iter_mut()) {
-            *largest = part.iter().fold(*largest, |m, x| if x.abs() > m { x.abs() } else { m });
-        }
+/// [`Symmetric::quantize`].
+struct Quantize<'a> {
+    by: &'a Symmetric,
+    absmax: f32,
+    rows: (&'a [f32], usize),
+    into: (&'a mut [u16], &'a mut Vec<u8>),
+}
+
+impl WithSimd for Quantize<'_> {
+    type Output = Result<(), Unquantizable>;
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) -> Self::Output {
+        self.by.quantize_within(self.absmax, self.rows, self.into)
     }
 }

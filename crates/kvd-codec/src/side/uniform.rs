@@ -8,9 +8,12 @@
 
 use super::Unquantizable;
 use super::float::largest_magnitude;
+use super::ranges::{append, extremes, f16_at_least, f16_at_most, reciprocal};
+use crate::wide::wide;
 use crate::{GroupAxis, UniformMode, UniformStep};
 use half::f16;
 use kvd_core::{DType, Geometry};
+use pulp::{Simd, WithSimd};
 
 const DIM_MAX: usize = Geometry::HEAD_DIM_MAX as usize;
 
@@ -138,39 +141,53 @@ impl Uniform {
         scales: &mut Vec<u8>,
     ) -> Result<(), Unquantizable> {
         let absmax = largest_magnitude(rows)?;
-        let share = self.rows_per_scale(rows.len() / dim) * dim;
+        let first = symbols.len();
+        symbols.resize(first + rows.len(), 0);
+        let into = (&mut symbols[first..], scales);
+        wide(Quantize { by: self, absmax, rows: (rows, dim), into })
+    }
+
+    #[inline(always)]
+    fn quantize_within(
+        &self,
+        absmax: f32,
+        (rows, dim): (&[f32], usize),
+        (symbols, scales): (&mut [u16], &mut Vec<u8>),
+    ) -> Result<(), Unquantizable> {
+        let tokens = rows.len() / dim;
+        let share = self.rows_per_scale(tokens) * dim;
         let (pairs, span) = (self.pairs(dim), self.channels_per_pair(dim));
-        let mut scale = ScaleRow::default();
-        symbols.reserve(rows.len());
-        for rows in rows.chunks(share) {
-            let (low, high) = (&mut scale.minima[..pairs], &mut scale.steps[..pairs]);
+        let [mut minima, mut steps] = [(); 2].map(|()| vec![0f32; self.groups(tokens, dim)]);
+        let groups = minima.chunks_exact_mut(pairs).zip(steps.chunks_exact_mut(pairs));
+        for (rows, (low, high)) in rows.chunks(share).zip(groups) {
             extremes(rows, dim, span, low, high);
-            for (low, high) in low.iter_mut().zip(high.iter_mut()) {
-                (*low, *high) = self.fit(*low, *high, absmax)?;
-            }
-            for pair in [&scale.minima, &scale.steps] {
-                scales.extend(pair[..pairs].iter().flat_map(|x| f16::from_f32(*x).to_le_bytes()));
-            }
-            // From here on the steps' reciprocals; a step of zero has a single code.
-            for step in &mut scale.steps[..pairs] {
-                *step = if *step > 0.0 { step.recip() } else { 0.0 };
-            }
-            for row in rows.chunks_exact(dim) {
-                self.codes(row, span, &scale, symbols);
+        }
+        self.fit(&mut minima, &mut steps, absmax)?;
+        let groups = minima.chunks_exact(pairs).zip(steps.chunks_exact_mut(pairs));
+        let rows = rows.chunks(share).zip(symbols.chunks_mut(share));
+        for ((rows, symbols), (minima, steps)) in rows.zip(groups) {
+            append(minima, scales);
+            append(steps, scales);
+            // From here on the steps' reciprocals.
+            steps.iter_mut().for_each(|step| *step = reciprocal(*step));
+            for (row, symbols) in rows.chunks_exact(dim).zip(symbols.chunks_exact_mut(dim)) {
+                self.codes(row, span, (minima, steps), symbols);
             }
         }
         Ok(())
     }
 
-    /// Minimum and step, exactly representable in f16, that cover `low..=high`.
-    fn fit(&self, low: f32, high: f32, absmax: f32) -> Result<(f32, f32), Unquantizable> {
-        let minimum = f16_at_most(low);
-        let part = self.part();
-        let step = f16_at_least((high - minimum) * part);
-        if !minimum.is_finite() {
-            return Err(Unquantizable);
+    /// From minima and maxima to minima and steps, exactly representable in f16, that cover them.
+    #[inline(always)]
+    fn fit(&self, low: &mut [f32], high: &mut [f32], absmax: f32) -> Result<(), Unquantizable> {
+        let (part, mut all) = (self.part(), true);
+        for (low, high) in low.iter_mut().zip(high) {
+            let minimum = f16_at_most(*low);
+            let step = f16_at_least((*high - minimum) * part);
+            all &= minimum.is_finite() & serves(step, (*high - *low) * part, absmax);
+            (*low, *high) = (minimum, step);
         }
-        Ok((minimum, checked(step, (high - low) * part, absmax)?))
+        if all { Ok(()) } else { Err(Unquantizable) }
     }
 
     /// A level's part of what a group spans.
@@ -182,25 +199,39 @@ impl Uniform {
     }
 
     /// The step, exactly representable in f16, for a group that spans `range`.
+    #[inline(always)]
     pub(super) fn step_for(&self, range: f32, absmax: f32) -> Result<f32, Unquantizable> {
         let wanted = range * self.part();
         checked(f16_at_least(wanted), wanted, absmax)
     }
 
-    /// Appends the codes of one row; `scale.steps` holds reciprocals.
-    fn codes(&self, row: &[f32], span: usize, scale: &ScaleRow, symbols: &mut Vec<u16>) {
+    /// The codes of one row, from minima and the reciprocals of steps.
+    #[inline(always)]
+    fn codes(
+        &self,
+        row: &[f32],
+        span: usize,
+        (minima, inverse): (&[f32], &[f32]),
+        symbols: &mut [u16],
+    ) {
         let top = f32::from(self.top);
         let code = |x: f32, minimum: f32, inverse: f32| {
-            let level = ((x - minimum) * inverse).min(top);
+            let level = (x - minimum) * inverse;
+            let level = if level < top { level } else { top };
             (level + ROUND).to_bits() as u16
         };
-        let pairs = scale.minima.iter().zip(&scale.steps);
+        let pairs = minima.iter().zip(inverse);
         if span == 1 {
-            symbols.extend(row.iter().zip(pairs).map(|(x, (m, i))| code(*x, *m, *i)));
+            for ((symbol, x), (minimum, inverse)) in symbols.iter_mut().zip(row).zip(pairs) {
+                *symbol = code(*x, *minimum, *inverse);
+            }
             return;
         }
-        for (part, (minimum, inverse)) in row.chunks(span).zip(pairs) {
-            symbols.extend(part.iter().map(|x| code(*x, *minimum, *inverse)));
+        let parts = symbols.chunks_mut(span).zip(row.chunks(span));
+        for ((symbols, part), (minimum, inverse)) in parts.zip(pairs) {
+            for (symbol, x) in symbols.iter_mut().zip(part) {
+                *symbol = code(*x, *minimum, *inverse);
+            }
         }
     }
 
@@ -238,13 +269,32 @@ impl Uniform {
     }
 }
 
+/// [`Uniform::quantize`].
+struct Quantize<'a> {
+    by: &'a Uniform,
+    absmax: f32,
+    rows: (&'a [f32], usize),
+    into: (&'a mut [u16], &'a mut Vec<u8>),
+}
+
+impl WithSimd for Quantize<'_> {
+    type Output = Result<(), Unquantizable>;
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) -> Self::Output {
+        self.by.quantize_within(self.absmax, self.rows, self.into)
+    }
+}
+
 /// A stored step, if it serves. Below f16's range it is coarser than wanted. That is fine for a
 /// group that hardly contributes, and no quantization at all if the whole page is that small.
 pub(super) fn checked(step: f32, wanted: f32, absmax: f32) -> Result<f32, Unquantizable> {
-    if !step.is_finite() || (step > 2.0 * wanted && step > absmax / 1024.0) {
-        return Err(Unquantizable);
-    }
-    Ok(step)
+    if serves(step, wanted, absmax) { Ok(step) } else { Err(Unquantizable) }
+}
+
+#[inline(always)]
+fn serves(step: f32, wanted: f32, absmax: f32) -> bool {
+    step.is_finite() & !((step > 2.0 * wanted) & (step > absmax / 1024.0))
 }
 
 /// Gives each channel the step of its group of `span` channels.
@@ -257,64 +307,9 @@ pub(super) fn spread_steps(bytes: &[u8], span: usize, steps: &mut [f32]) {
     }
 }
 
-/// Minimum and maximum of each pair's values over `rows`.
-pub(super) fn extremes(rows: &[f32], dim: usize, span: usize, low: &mut [f32], high: &mut [f32]) {
-    low.fill(f32::INFINITY);
-    high.fill(f32::NEG_INFINITY);
-    for row in rows.chunks_exact(dim) {
-        if span == 1 {
-            for ((x, low), high) in row.iter().zip(low.iter_mut()).zip(high.iter_mut()) {
-                *low = if *x < *low { *x } else { *low };
-                *high = if *x > *high { *x } else { *high };
-            }
-            continue;
-        }
-        for ((part, low), high) in row.chunks(span).zip(low.iter_mut()).zip(high.iter_mut()) {
-            *low = part.iter().fold(*low, |m, x| if *x < m { *x } else { m });
-            *high = part.iter().fold(*high, |m, x| if *x > m { *x } else { m });
-        }
-    }
-}
-
-/// The largest f16 that is not above `x` (finite).
-fn f16_at_most(x: f32) -> f32 {
-    let near = f16::from_f32(x);
-    let value = near.to_f32();
-    if value <= x {
-        return value;
-    }
-    // One step down; zero has two encodings.
-    let bits = near.to_bits();
-    let below = match bits {
-        0x0000 | 0x8000 => 0x8001,
-        _ if bits & 0x8000 == 0 => bits - 1,
-        _ => bits + 1,
-    };
-    f16::from_bits(below).to_f32()
-}
-
-/// The smallest f16 that is not below `x`.
-pub(super) fn f16_at_least(x: f32) -> f32 {
-    // Adding zero turns -0 into 0.
-    -f16_at_most(-x) + 0.0
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use proptest::prelude::*;
-
-    proptest! {
-        #[test]
-        fn directed_rounding_brackets(x in -70000f32..70000.0, tiny in -1e-6f32..1e-6) {
-            for x in [x, tiny] {
-                let (low, high) = (f16_at_most(x), f16_at_least(x));
-                prop_assert!(low <= x && x <= high);
-                let ulp = (x.abs() / 1024.0).max(6.0e-8);
-                prop_assert!(high - low <= ulp || high.is_infinite() || low.is_infinite());
-            }
-        }
-    }
 
     #[test]
     fn what_is_not_finite_has_no_code() {
@@ -330,14 +325,5 @@ mod tests {
                 }
             }
         }
-    }
-
-    #[test]
-    fn directed_rounding_at_the_edges() {
-        assert_eq!(f16_at_most(65504.0), 65504.0);
-        assert_eq!(f16_at_most(70000.0), 65504.0);
-        assert_eq!(f16_at_least(70000.0), f32::INFINITY);
-        assert_eq!(f16_at_most(-1e-12), -2f32.powi(-24));
-        assert_eq!(f16_at_least(0.0).to_bits(), 0);
     }
 }

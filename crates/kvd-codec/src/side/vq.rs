@@ -5,11 +5,13 @@
 //! Entries are f16; distances and decoded rows use the rounded values.
 
 use super::Unquantizable;
+use super::float::all_within;
 use super::nearest::Points;
+use super::regions::Regions;
 use crate::{CodebookScope, HeadSide, VqSpec};
 use kvd_core::Geometry;
 use std::collections::HashSet;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use xxhash_rust::xxh3::Xxh3;
 
 /// Codes of one row at most: residual stages come with sub-vectors of two channels or more.
@@ -21,12 +23,21 @@ pub(crate) const CODES_PER_ROW_MAX: usize =
 const REACH: f32 = 16.0;
 
 /// Codebook entries, and what the nearest-entry search wants to know of them.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug)]
 pub struct Codebook {
     pub(super) dim: usize,
     pub(super) entries: Vec<f32>,
     /// `|entry|^2 / 2`.
     pub(super) half_norms: Vec<f32>,
+    /// Made when first encoded with, where they help.
+    regions: OnceLock<Option<Regions>>,
+}
+
+impl PartialEq for Codebook {
+    /// All else follows from the entries.
+    fn eq(&self, other: &Self) -> bool {
+        self.dim == other.dim && self.entries == other.entries
+    }
 }
 
 impl Codebook {
@@ -34,7 +45,7 @@ impl Codebook {
     pub(crate) fn new(dim: usize, entries: Vec<f32>) -> Self {
         let half_norm = |entry: &[f32]| 0.5 * entry.iter().map(|v| v * v).sum::<f32>();
         let half_norms = entries.chunks_exact(dim).map(half_norm).collect();
-        Self { dim, entries, half_norms }
+        Self { dim, entries, half_norms, regions: OnceLock::new() }
     }
 
     /// Channels of an entry.
@@ -48,6 +59,18 @@ impl Codebook {
     #[must_use]
     pub fn entries(&self) -> &[f32] {
         &self.entries
+    }
+
+    /// The entries nearest to consecutive points.
+    fn encode(&self, points: &[f32], codes: &mut [u16]) {
+        if let Some(regions) = self.regions.get_or_init(|| Regions::new(self)) {
+            return regions.nearest(self, points, codes);
+        }
+        self.nearest_batches(Points::consecutive(points, self.dim), |start, found, _| {
+            for (code, entry) in codes[start..].iter_mut().zip(found) {
+                *code = *entry as u16;
+            }
+        });
     }
 
     /// Half the squared length of each entry: what the search for the nearest begins with.
@@ -154,8 +177,7 @@ impl Vq {
         rows: &[f32],
         symbols: &mut Vec<u16>,
     ) -> Result<(), Unquantizable> {
-        // Written so that NaN fails too.
-        if !rows.iter().all(|x| x.abs() <= self.reach) {
+        if !all_within(rows, self.reach) {
             return Err(Unquantizable);
         }
         let tokens = rows.len() / (self.positions * self.dim);
@@ -179,6 +201,9 @@ impl Vq {
         let first = stage * positions;
         if !self.is_grouped() {
             let book = &self.books[stage];
+            if per_row == positions {
+                return book.encode(rows, codes);
+            }
             book.nearest(Points::consecutive(rows, self.dim), |index, entry, _| {
                 codes[index / positions * per_row + first + index % positions] = entry as u16;
             });

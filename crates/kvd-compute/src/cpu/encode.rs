@@ -4,10 +4,12 @@ use super::arena::HostArena;
 use super::rows::read_block;
 use crate::{BackendError, EncodeSource, EncodedPages, Sampling};
 use kvd_codec::{BlockRows, ModelCodec};
-use kvd_core::{LayerIndex, Side};
+use kvd_core::{Geometry, LayerIndex, Side};
 use rayon::prelude::*;
+use std::cell::Cell;
 
 /// A block's rows, widened.
+#[derive(Default)]
 struct Block {
     tokens: usize,
     sides: [Vec<f32>; 2],
@@ -23,32 +25,71 @@ impl Block {
     }
 }
 
-/// The rows of blocks of one layer; Huffman tables are built from them where there are none.
-fn read(
-    arena: &HostArena,
+thread_local! {
+    /// Each thread's, so that rows stay close to it from their widening to their page: f32 of a
+    /// whole prefill would go to memory and come back.
+    static BLOCK: Cell<Block> = Cell::default();
+}
+
+/// Blocks by index.
+struct Blocks<R> {
+    count: usize,
+    read: R,
+}
+
+impl<R: Fn(usize, &mut Block) + Sync> Blocks<R> {
+    /// Runs with the rows of a block.
+    fn with<T>(&self, index: usize, run: impl FnOnce(&Block) -> T) -> T {
+        let mut block = BLOCK.take();
+        (self.read)(index, &mut block);
+        let value = run(&block);
+        BLOCK.set(block);
+        value
+    }
+}
+
+/// Blocks of the arena.
+fn blocks<'a>(
+    arena: &'a HostArena,
+    geometry: &'a Geometry,
+    sources: &'a [EncodeSource],
+) -> Blocks<impl Fn(usize, &mut Block) + Sync + 'a> {
+    let read = move |index: usize, block: &mut Block| {
+        let source = sources[index];
+        block.tokens = source.rows as usize;
+        for (side, values) in Side::BOTH.into_iter().zip(&mut block.sides) {
+            read_block(arena, geometry, source, side, values);
+        }
+    };
+    Blocks { count: sources.len(), read }
+}
+
+/// Builds Huffman tables from blocks of a layer where there are none, or others that fit better.
+fn prepare<R: Fn(usize, &mut Block) + Sync>(
     codec: &mut ModelCodec,
     layer: LayerIndex,
-    blocks: &[EncodeSource],
-) -> Result<Vec<Block>, BackendError> {
-    let geometry = codec.geometry().clone();
-    let blocks: Vec<Block> = blocks
-        .iter()
-        .map(|source| Block {
-            tokens: source.rows as usize,
-            sides: Side::BOTH.map(|side| read_block(arena, &geometry, *source, side)),
-        })
-        .collect();
-    if codec.needs_tables(layer) {
-        // A block that cannot be encoded must not keep the others from their tables.
-        let rows: Vec<_> =
-            blocks.iter().filter(|block| block.is_finite()).map(Block::rows).collect();
-        if !rows.is_empty() {
-            codec.train_tables(layer, &rows)?;
+    blocks: &Blocks<R>,
+) -> Result<(), BackendError> {
+    if !codec.needs_tables(layer) {
+        for index in 0..blocks.count {
+            if codec.wants_block(layer) {
+                blocks.with(index, |block| codec.count_block(layer, &block.rows()));
+            }
         }
-    } else {
-        blocks.iter().for_each(|block| codec.watch_tables(layer, &block.rows()));
+        return Ok(());
     }
-    Ok(blocks)
+    let read = |index| {
+        let mut block = Block::default();
+        (blocks.read)(index, &mut block);
+        block
+    };
+    // A block that cannot be encoded must not keep the others from their tables.
+    let blocks: Vec<Block> = (0..blocks.count).map(read).filter(Block::is_finite).collect();
+    let rows: Vec<_> = blocks.iter().map(Block::rows).collect();
+    if !rows.is_empty() {
+        codec.train_tables(layer, &rows)?;
+    }
+    Ok(())
 }
 
 /// Encodes blocks of one layer.
@@ -56,10 +97,12 @@ pub(crate) fn encode(
     arena: &HostArena,
     codec: &mut ModelCodec,
     layer: LayerIndex,
-    blocks: &[EncodeSource],
+    sources: &[EncodeSource],
     sampling: &mut Sampling,
 ) -> Result<Vec<Result<EncodedPages, BackendError>>, BackendError> {
-    let blocks = read(arena, codec, layer, blocks)?;
+    let geometry = codec.geometry().clone();
+    let blocks = blocks(arena, &geometry, sources);
+    prepare(codec, layer, &blocks)?;
     Ok(encode_sampled(codec, layer, &blocks, sampling))
 }
 
@@ -68,43 +111,49 @@ pub(crate) fn encode_as(
     arena: &HostArena,
     codec: &mut ModelCodec,
     layer: LayerIndex,
-    blocks: &[EncodeSource],
+    sources: &[EncodeSource],
     measured: bool,
 ) -> Result<Vec<Result<EncodedPages, BackendError>>, BackendError> {
-    let blocks = read(arena, codec, layer, blocks)?;
-    Ok(encode_all(codec, layer, &blocks, &vec![measured; blocks.len()]))
+    let geometry = codec.geometry().clone();
+    let blocks = blocks(arena, &geometry, sources);
+    prepare(codec, layer, &blocks)?;
+    Ok(encode_all(codec, layer, &blocks, &vec![measured; blocks.count]))
 }
 
 /// Encodes all blocks. When a sampled one is over its bound, the others are measured too.
-fn encode_sampled(
+fn encode_sampled<R: Fn(usize, &mut Block) + Sync>(
     codec: &ModelCodec,
     layer: LayerIndex,
-    blocks: &[Block],
+    blocks: &Blocks<R>,
     sampling: &mut Sampling,
 ) -> Vec<Result<EncodedPages, BackendError>> {
-    let due = sampling.due(layer, blocks.len());
+    let due = sampling.due(layer, blocks.count);
     let mut encoded = encode_all(codec, layer, blocks, &due);
     if Sampling::is_alarming(&encoded) {
-        let all = encoded.par_iter_mut().zip(blocks).zip(&due);
-        let unmeasured = all.filter(|(_, due)| !**due);
-        unmeasured.for_each(|((pages, block), _)| *pages = encode_one(codec, layer, block, true));
+        let all = encoded.par_iter_mut().zip(&due).enumerate();
+        let unmeasured = all.filter(|(_, (_, due))| !**due);
+        unmeasured.for_each(|(index, (pages, _))| {
+            *pages = blocks.with(index, |block| encode_one(codec, layer, block, true));
+        });
     }
     sampling.saw(layer, &encoded);
     encoded
 }
 
 /// Encodes blocks, and measures those that are due.
-fn encode_all(
+fn encode_all<R: Fn(usize, &mut Block) + Sync>(
     codec: &ModelCodec,
     layer: LayerIndex,
-    blocks: &[Block],
+    blocks: &Blocks<R>,
     due: &[bool],
 ) -> Vec<Result<EncodedPages, BackendError>> {
-    if let ([block], [due]) = (blocks, due) {
-        return vec![encode_one(codec, layer, block, *due)];
+    let one = |(index, due): (usize, &bool)| {
+        blocks.with(index, |block| encode_one(codec, layer, block, *due))
+    };
+    match due {
+        [due] => vec![one((0, due))],
+        _ => due.par_iter().enumerate().map(one).collect(),
     }
-    let all = blocks.par_iter().zip(due);
-    all.map(|(block, due)| encode_one(codec, layer, block, *due)).collect()
 }
 
 fn encode_one(
@@ -138,7 +187,7 @@ mod tests {
     use super::*;
     use crate::sampling::SAMPLE_INTERVAL;
     use kvd_codec::resolve;
-    use kvd_core::{DType, Geometry, RopePairing};
+    use kvd_core::{DType, RopePairing};
 
     const LAYER: LayerIndex = LayerIndex(0);
 
@@ -173,7 +222,8 @@ mod tests {
         for _ in 0..2 * SAMPLE_INTERVAL {
             for (layer, measured) in (0..).map(LayerIndex).zip(&mut measured) {
                 // All layers of this codec are alike; which one is asked for is what counts.
-                let encoded = encode_sampled(&codec, layer, &[block(false)], &mut sampling);
+                let blocks = Blocks { count: 1, read: |_, to: &mut Block| *to = block(false) };
+                let encoded = encode_sampled(&codec, layer, &blocks, &mut sampling);
                 *measured += usize::from(encoded[0].as_ref().unwrap().sampled.is_some());
             }
         }
@@ -184,7 +234,8 @@ mod tests {
     fn an_alarm_measures_every_block_until_one_keeps_the_bound() {
         let (codec, mut sampling) = (codec(), Sampling::default());
         let mut run = |spikes: &[bool]| -> Vec<(bool, u32)> {
-            let blocks: Vec<Block> = spikes.iter().map(|spike| block(*spike)).collect();
+            let read = |index: usize, to: &mut Block| *to = block(spikes[index]);
+            let blocks = Blocks { count: spikes.len(), read };
             let encoded = encode_sampled(&codec, LAYER, &blocks, &mut sampling);
             let seen = encoded.into_iter().map(Result::unwrap);
             seen.map(|pages| (pages.sampled.is_some(), pages.over_bound[0])).collect()

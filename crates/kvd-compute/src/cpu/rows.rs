@@ -156,16 +156,16 @@ pub(crate) fn read_block(
     geometry: &Geometry,
     block: EncodeSource,
     side: Side,
-) -> Vec<f32> {
+    values: &mut Vec<f32>,
+) {
     let layout = geometry.raw_layout(block.capacity_rows);
     let per_head = block.rows as usize * geometry.head_dim(side);
-    let mut values = vec![0f32; per_head * geometry.kv_heads as usize];
+    values.resize(per_head * geometry.kv_heads as usize, 0.0);
     for (head, values) in values.chunks_exact_mut(per_head).enumerate() {
         let start = layout.row_offset(side, head as u64, u64::from(block.first_row));
         let len = u64::from(block.rows) * layout.row_bytes(side);
         geometry.dtype.widen(arena.read(block.extent.part(start, start + len)), values);
     }
-    values
 }
 
 /// Decodes a range of a layer for `LoadBlocks`: `[tokens, heads, dim]`.

@@ -109,8 +109,9 @@ fn what_decodes_past_the_stored_precision_becomes_its_largest_value() {
     backend.copy(MODEL, LAYER, &source, TOKENS, slot(1)).unwrap();
     let RawTarget { extent, capacity_rows, first_row } = slot(1);
     let copied = EncodeSource { extent, capacity_rows, first_row, rows: TOKENS };
-    let copied = rows::read_block(&backend.arena, &geometry(), copied, Side::Value);
-    assert_eq!(copied[63], largest);
+    let mut values = Vec::new();
+    rows::read_block(&backend.arena, &geometry(), copied, Side::Value, &mut values);
+    assert_eq!(values[63], largest);
 }
 
 #[test]

@@ -1,0 +1,243 @@
+//! What groups of values span, and the f16 numbers that cover it.
+//!
+//! All of it is arithmetic and choices between two values, inlined, so that a loop over groups
+//! becomes vector instructions of whoever calls it.
+
+/// Values that are compared at once.
+const LANES: usize = 8;
+/// Channels whose extremes are kept at once.
+const COLUMNS: usize = 16;
+/// The smallest normal f16, as the bits of an f32.
+const NORMAL_BITS: u32 = 113 << 23;
+/// What is taken from an f32's exponent to get that of an f16.
+const BIAS_BITS: u32 = 112 << 23;
+const INFINITY_BITS: u32 = 0x7C00;
+const SIGN_BIT: u32 = 0x8000;
+
+/// Minimum and maximum of each pair's values over `rows`, of equal ones the first: zeros have
+/// signs. No value is NaN.
+#[inline(always)]
+pub(super) fn extremes(rows: &[f32], dim: usize, span: usize, low: &mut [f32], high: &mut [f32]) {
+    if span == 1 {
+        let places = (0..dim).step_by(COLUMNS);
+        let into = low.chunks_mut(COLUMNS).zip(high.chunks_mut(COLUMNS));
+        for (first, (low, high)) in places.zip(into) {
+            let [least, most] = column_extremes(rows, dim, first);
+            low.copy_from_slice(&least[..low.len()]);
+            high.copy_from_slice(&most[..high.len()]);
+        }
+        return;
+    }
+    low.fill(f32::INFINITY);
+    high.fill(f32::NEG_INFINITY);
+    for row in rows.chunks_exact(dim) {
+        for ((part, low), high) in row.chunks(span).zip(low.iter_mut()).zip(high.iter_mut()) {
+            let least = fold(part, |a, b| if a < b { a } else { b });
+            let most = fold(part, |a, b| if a > b { a } else { b });
+            *low = if least < *low { least } else { *low };
+            *high = if most > *high { most } else { *high };
+        }
+    }
+    for (pair, (low, high)) in low.iter_mut().zip(high).enumerate() {
+        if *low == 0.0 || *high == 0.0 {
+            let rows = rows.chunks_exact(dim).map(|row| &row[pair * span..]);
+            let mut values = rows.flat_map(|row| &row[..span.min(row.len())]);
+            let first = values.find(|x| **x == 0.0).copied().unwrap_or(0.0);
+            *low = if *low == 0.0 { first } else { *low };
+            *high = if *high == 0.0 { first } else { *high };
+        }
+    }
+}
+
+/// Minima and maxima of channels from `first` on.
+#[inline(always)]
+fn column_extremes(rows: &[f32], dim: usize, first: usize) -> [[f32; COLUMNS]; 2] {
+    let (mut low, mut high) = ([f32::INFINITY; COLUMNS], [f32::NEG_INFINITY; COLUMNS]);
+    for row in rows.chunks_exact(dim) {
+        let row = &row[first..];
+        let mut part = [0f32; COLUMNS];
+        match row.first_chunk() {
+            Some(whole) => part = *whole,
+            None => part[..row.len()].copy_from_slice(row),
+        }
+        for lane in 0..COLUMNS {
+            low[lane] = if part[lane] < low[lane] { part[lane] } else { low[lane] };
+            high[lane] = if part[lane] > high[lane] { part[lane] } else { high[lane] };
+        }
+    }
+    [low, high]
+}
+
+/// The largest magnitude of each group over `rows`.
+#[inline(always)]
+pub(super) fn largest(rows: &[f32], dim: usize, span: usize, largest: &mut [f32]) {
+    largest.fill(0.0);
+    for row in rows.chunks_exact(dim) {
+        if span == 1 {
+            for (x, largest) in row.iter().zip(largest.iter_mut()) {
+                *largest = largest.max(x.abs());
+            }
+            continue;
+        }
+        for (part, largest) in row.chunks(span).zip(largest.iter_mut()) {
+            let most = fold(part, |a, b| if a.abs() > b.abs() { a.abs() } else { b.abs() });
+            *largest = largest.max(most.abs());
+        }
+    }
+}
+
+/// One of all values, by a choice between two; which of equal ones is not said.
+#[inline(always)]
+fn fold(values: &[f32], choose: impl Fn(f32, f32) -> f32) -> f32 {
+    let (chunks, rest) = values.as_chunks::<LANES>();
+    let Some((first, chunks)) = chunks.split_first() else {
+        return rest.iter().copied().reduce(choose).unwrap_or(0.0);
+    };
+    let mut lanes = *first;
+    for chunk in chunks {
+        for (lane, x) in lanes.iter_mut().zip(chunk) {
+            *lane = choose(*x, *lane);
+        }
+    }
+    let mut half = LANES / 2;
+    while half > 0 {
+        for lane in 0..half {
+            lanes[lane] = choose(lanes[lane], lanes[lane + half]);
+        }
+        half /= 2;
+    }
+    let mut found = lanes[0];
+    for x in rest {
+        found = choose(*x, found);
+    }
+    found
+}
+
+/// The bits of the f16 nearest to `x`, ties to even; not for NaN.
+#[inline(always)]
+fn bits_of(x: f32) -> u32 {
+    let sign = x.to_bits() >> 16 & SIGN_BIT;
+    let magnitude = x.to_bits() & !(1 << 31);
+    // Where an f32 is half, its last bit is the smallest f16.
+    let half = 0.5f32.to_bits();
+    let small = (f32::from_bits(magnitude) + 0.5).to_bits().wrapping_sub(half);
+    let rounded = magnitude.wrapping_add(0xFFF + (magnitude >> 13 & 1));
+    let normal = (rounded.wrapping_sub(BIAS_BITS) >> 13).min(INFINITY_BITS);
+    sign | if magnitude < NORMAL_BITS { small } else { normal }
+}
+
+#[inline(always)]
+fn value_of(bits: u32) -> f32 {
+    const SMALLEST: f32 = 1.0 / (1u32 << 24) as f32;
+    let magnitude = bits & !SIGN_BIT;
+    let small = magnitude.cast_signed() as f32 * SMALLEST;
+    let normal = f32::from_bits((magnitude << 13).wrapping_add(BIAS_BITS));
+    let finite = if magnitude < 1 << 10 { small } else { normal };
+    let value = if magnitude < INFINITY_BITS { finite } else { f32::INFINITY };
+    f32::from_bits(value.to_bits() | (bits & SIGN_BIT) << 16)
+}
+
+/// The largest f16 that is not above `x` (finite).
+#[inline(always)]
+pub(super) fn f16_at_most(x: f32) -> f32 {
+    let near = bits_of(x);
+    // One step down; zero has two encodings.
+    let below = if near & SIGN_BIT == 0 { near.wrapping_sub(1) } else { near + 1 };
+    let below = if near & !SIGN_BIT == 0 { SIGN_BIT + 1 } else { below };
+    let value = value_of(near);
+    if value <= x { value } else { value_of(below) }
+}
+
+/// The smallest f16 that is not below `x`.
+#[inline(always)]
+pub(super) fn f16_at_least(x: f32) -> f32 {
+    // Adding zero turns -0 into 0.
+    -f16_at_most(-x) + 0.0
+}
+
+/// Appends values that f16 holds exactly.
+#[inline(always)]
+pub(super) fn append(values: &[f32], out: &mut Vec<u8>) {
+    let start = out.len();
+    out.resize(start + 2 * values.len(), 0);
+    for (to, value) in out[start..].as_chunks_mut::<2>().0.iter_mut().zip(values) {
+        *to = (bits_of(*value) as u16).to_le_bytes();
+    }
+}
+
+/// A step's reciprocal; a step of zero has a single code.
+#[inline(always)]
+pub(super) fn reciprocal(step: f32) -> f32 {
+    if step > 0.0 { step.recip() } else { 0.0 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use half::f16;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn directed_rounding_brackets(x in -70000f32..70000.0, tiny in -1e-6f32..1e-6) {
+            for x in [x, tiny] {
+                let (low, high) = (f16_at_most(x), f16_at_least(x));
+                prop_assert!(low <= x && x <= high);
+                let ulp = (x.abs() / 1024.0).max(6.0e-8);
+                prop_assert!(high - low <= ulp || high.is_infinite() || low.is_infinite());
+            }
+        }
+
+        #[test]
+        fn extremes_are_the_first_of_the_least_and_of_the_most(
+            values in proptest::collection::vec(
+                prop_oneof![Just(0.0f32), Just(-0.0), -1f32..1.0], 3 * 40),
+            span in prop_oneof![Just(1usize), Just(5), Just(8), Just(20), Just(40)],
+            sign in prop_oneof![Just(1f32), Just(-1.0)],
+            one_sided in any::<bool>(),
+        ) {
+            let turned = |x: &f32| if one_sided && *x != 0.0 { sign * x.abs() } else { *x };
+            let rows: Vec<f32> = values.iter().map(turned).collect();
+            let pairs = 40usize.div_ceil(span);
+            let [mut low, mut high, mut most] = [(); 3].map(|()| vec![0f32; pairs]);
+            extremes(&rows, 40, span, &mut low, &mut high);
+            largest(&rows, 40, span, &mut most);
+            for pair in 0..pairs {
+                let of_pair = || rows.iter().enumerate().filter(|(i, _)| i % 40 / span == pair);
+                let of_pair = || of_pair().map(|(_, x)| *x);
+                let least = of_pair().fold(f32::INFINITY, |m, x| if x < m { x } else { m });
+                let top = of_pair().fold(f32::NEG_INFINITY, |m, x| if x > m { x } else { m });
+                prop_assert_eq!(low[pair].to_bits(), least.to_bits());
+                prop_assert_eq!(high[pair].to_bits(), top.to_bits());
+                prop_assert_eq!(most[pair], least.abs().max(top.abs()));
+            }
+        }
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "too many numbers for an interpreter")]
+    fn every_f16_and_what_lies_between_is_rounded_as_the_library_does() {
+        for bits in 0..=u16::MAX {
+            let half = f16::from_bits(bits);
+            if half.is_nan() {
+                continue;
+            }
+            let value = half.to_f32();
+            assert_eq!(value_of(bits.into()).to_bits(), value.to_bits());
+            for near in [value, value.next_up(), value.next_down(), value * 1.000_3, value * 1.4] {
+                if !near.is_nan() {
+                    assert_eq!(bits_of(near) as u16, f16::from_f32(near).to_bits(), "{near}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn directed_rounding_at_the_edges() {
+        assert_eq!(f16_at_most(65504.0), 65504.0);
+        assert_eq!(f16_at_most(70000.0), 65504.0);
+        assert_eq!(f16_at_least(70000.0), f32::INFINITY);
+        assert_eq!(f16_at_most(-1e-12), -2f32.powi(-24));
+        assert_eq!(f16_at_least(0.0).to_bits(), 0);
+    }
+}
