@@ -9,7 +9,7 @@ use kvd_eval::eval::{EvalCodec, Windows};
 use std::io::Write;
 use std::path::PathBuf;
 
-/// What to run; the defaults take under two minutes on two cores.
+/// What to run; the defaults take two to three minutes on two cores.
 #[derive(Args)]
 pub(super) struct DemoArgs {
     /// Codec to run, as a preset, a spec or `@FILE` for a policy file; may be repeated. See `kvd
