@@ -27,8 +27,8 @@ ATTEND = (
     "raw fp8 kivi-4 kivi-2 innerq-2 polar-4+4 turbo-4 vecinfer-2 vecinfer-2-reg "
     "kvd-2-fast kvcomp kvd-4 kvd-2"
 ).split()
-# A side of kvd and the sub-vectors and bits of the faiss quantizer that does the same.
-ENCODE = {"v=vq(d=4,b=8)": (32, 8), "v=vq(d=2,b=4)": (64, 4)}
+# Codecs whose values are coded as a quantizer of faiss does, and its sub-vectors and bits.
+ENCODE = {"k=raw; v=vq(d=4,b=8)": (32, 8), "k=raw; v=vq(d=2,b=4)": (64, 4)}
 
 
 class Rows:
