@@ -1,7 +1,7 @@
 //! The driver's memory calls over a made-up `libcuda.so` whose memory is this process's: that they
 //! come with the right arguments and in the right order, not what a GPU makes of them. A process
 //! has one driver, so the work is done in a process of its own.
-#![expect(clippy::unwrap_used, reason = "a test may fail")]
+#![expect(clippy::unwrap_used, clippy::print_stderr, reason = "a test may fail, and says a skip")]
 #![cfg(target_os = "linux")]
 
 use kvd_codec::ModelCodec;
