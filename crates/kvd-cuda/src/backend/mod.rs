@@ -1,9 +1,9 @@
 //! [`Backend`] on a GPU: page memory, attention and, for the sides that have store kernels,
 //! encoding on the device; other encoding, and decoding, on the host.
 //!
-//! Runs on the lane's thread. All memory but the tables of a layer is taken when it is opened, pinned
-//! memory of the host too: bytes for the device are copied while kernels run, and results are waited
-//! for by an event.
+//! Runs on the lane's thread. All memory but the tables of a layer is taken when it is opened,
+//! pinned memory of the host too: bytes for the device are copied while kernels run, and results
+//! are waited for by an event.
 //! After an error that sticks nothing is called any more: every answer is `DEVICE_FAILED`, and
 //! [`Backend::failure`] tells the lane.
 

@@ -1,7 +1,7 @@
 //! Pinned memory between a caller's bytes and the device. Bytes for it are gathered in a slot of a
-//! ring and copied in few pieces; bytes from it come through two more slots, one of which is emptied
-//! while the other is filled. A slot is used again when the event behind its last copy was waited
-//! for. All of it is taken when the device is opened.
+//! ring and copied in few pieces; bytes from it come through two more slots, one of which is
+//! emptied while the other is filled. A slot is used again when the event behind its last copy was
+//! waited for. All of it is taken when the device is opened.
 
 use crate::driver::{Driver, DriverError, EventId, PinnedId, PinnedRange, Stream};
 

@@ -1,6 +1,6 @@
 //! The two streams of a made-up device. CUDA leaves open when work is done that nothing waits for;
-//! here a [`Pace`] decides, so that an order that is missing shows. What would be a race on a GPU is
-//! a complaint.
+//! here a [`Pace`] decides, so that an order that is missing shows. What would be a race on a GPU
+//! is a complaint.
 
 use kvd_cuda::{EventId, PinnedRange, Stream};
 use std::collections::BTreeMap;
