@@ -13,6 +13,7 @@ mod backend;
 mod driver;
 mod error;
 mod finish;
+mod jit;
 mod lanes;
 mod plan;
 mod side;
@@ -23,11 +24,15 @@ mod tables;
 pub use abi::{AttendParameters, MergeParameters, PageEntry, SideShape, Unit};
 pub use backend::{CudaBackend, CudaOpenError, CudaOptions};
 pub use driver::{
-    BadGpuName, CudaDriver, Driver, DriverError, EventId, Gpu, GpuName, KernelLaunch, PinnedId,
-    PinnedRange, ProbeError, Stream, devices,
+    BadGpuName, CudaDriver, Driver, DriverError, EventId, Gpu, GpuName, KernelLaunch, Nvrtc,
+    PinnedId, PinnedRange, ProbeError, Stream, devices,
 };
 pub use error::PlanError;
 pub use finish::Merged;
+pub use jit::{
+    CompileError, CompileEvent, CompileReport, KernelCompiler, KernelSource, kernel_headers,
+    kernel_source,
+};
 pub use lanes::SharedMemory;
 pub use plan::{Block, CodebookPlan, Limits, Occupancy, Plan, Workload, plan};
 pub use side::Kernel;

@@ -2,6 +2,8 @@
 //! device.
 #![expect(clippy::unwrap_used, reason = "a test may fail")]
 
+#[path = "common/compile.rs"]
+mod compile;
 #[path = "common/driver.rs"]
 mod driver;
 #[path = "common/streams.rs"]

@@ -5,8 +5,11 @@ use crate::affinity;
 use crate::config::{Config, DeviceChoice};
 use kvd_compute::{Backend, CpuBackend, CpuOptions, OpenError};
 use kvd_cuda::{
-    CudaBackend, CudaDriver, CudaOpenError, CudaOptions, Gpu, GpuName, KERNELS, ProbeError,
+    CompileEvent, CudaBackend, CudaDriver, CudaOpenError, CudaOptions, Gpu, GpuName, KERNELS,
+    Nvrtc, ProbeError,
 };
+use std::path::PathBuf;
+use std::sync::Arc;
 
 /// Block tables, queries and partial results of one attend on a GPU; a batch that needs more is
 /// answered in halves.
@@ -82,7 +85,41 @@ fn open_gpu(config: &Config, gpu: Gpu) -> Result<Box<dyn Backend>, GpuUnusable> 
         threads: config.threads,
     };
     let driver = CudaDriver::open(gpu).map_err(CudaOpenError::from)?;
-    Ok(Box::new(CudaBackend::open(Box::new(driver), KERNELS, options)?))
+    let mut backend = CudaBackend::open(Box::new(driver), KERNELS, options)?;
+    if let Some(folder) = &config.kernel_cache {
+        compile(&mut backend, folder.clone());
+    }
+    Ok(Box::new(backend))
+}
+
+/// Has kernels compiled for codecs without kernels of their own, where there is a compiler.
+fn compile(backend: &mut CudaBackend, folder: PathBuf) {
+    let started = Nvrtc::open().map_err(|error| error.to_string()).and_then(|compiler| {
+        let report = Arc::new(report);
+        let started = backend.compile_with(Box::new(compiler), folder, report);
+        started.map_err(|error| error.to_string())
+    });
+    if let Err(reason) = started {
+        tracing::info!(reason, "codecs without a GPU kernel of their own share one");
+    }
+}
+
+fn report(event: CompileEvent) {
+    match event {
+        CompileEvent::Ready { pair, from_cache, seconds } => {
+            tracing::info!(pair, from_cache, seconds, "a GPU kernel of its own is ready");
+        }
+        CompileEvent::Failed { pair, reason } => {
+            tracing::warn!(pair, reason, "no GPU kernel of its own; the shared one serves on");
+        }
+        CompileEvent::Damaged { path, reason } => {
+            tracing::warn!(path = %path.display(), reason, "a damaged file of kernels is replaced");
+        }
+        CompileEvent::NotKept { path, reason } => {
+            tracing::warn!(path = %path.display(), reason, "GPU kernels are not kept on disk");
+        }
+        other => tracing::info!(?other, "GPU kernels"),
+    }
 }
 
 /// What `open` does, over any machine.

@@ -97,6 +97,10 @@ impl CudaBackend {
         placed: &Placed,
         dim: usize,
     ) -> Result<Attended, BackendError> {
+        if let Some(jit) = &mut self.jit {
+            let device = &mut self.device;
+            jit.take(|image| device.load(image).map_err(|error| error.to_string()));
+        }
         let layer_tables = self.models[&plan.model].layers[&plan.layer].tables;
         let device = &mut self.device;
         // Neighbours in scratch memory, so that this is one copy.
@@ -127,8 +131,13 @@ impl CudaBackend {
                 key_chunk: launch.key_chunk,
                 value_chunk: launch.value_chunk,
             };
+            let own = self.jit.as_ref().and_then(|jit| {
+                let unit = launch.units.first()?;
+                let rows = launch.units.iter().map(|unit| unit.rows).max()?;
+                jit.own(&launch.kernel, [unit.key.kind, unit.value.kind], rows)
+            });
             device.launch(KernelLaunch {
-                kernel: &launch.kernel,
+                kernel: own.as_ref().unwrap_or(&launch.kernel),
                 blocks: launch.units.len() as u32,
                 threads: THREADS,
                 shared_bytes: launch.shared_bytes as u32,

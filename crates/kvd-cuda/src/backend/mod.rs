@@ -15,6 +15,7 @@ mod region;
 mod staging;
 
 use crate::driver::{Driver, DriverError};
+use crate::jit::{CompileReport, Jit, KernelCompiler};
 use crate::plan::{Workload, plan};
 use crate::{PlanError, Shapes, StoreShapes};
 use encode::Held;
@@ -28,6 +29,7 @@ use kvd_core::{Coded, ErrorCode, Extent, LayerIndex, ModelId, Side};
 use memory::Device;
 use region::Regions;
 use std::collections::{BTreeMap, HashMap};
+use std::path::PathBuf;
 
 /// Host memory in which pages and rows are coded; it costs nothing before it is used.
 const HOST_BYTES: u64 = 256 << 20;
@@ -92,6 +94,8 @@ pub struct CudaBackend {
     headers: BTreeMap<u64, PageHeader>,
     regions: Regions,
     held: Held,
+    /// Compiles kernels for pairs of sides that have none of their own.
+    jit: Option<Jit>,
 }
 
 /// An error of the device with its code.
@@ -126,7 +130,23 @@ impl CudaBackend {
         })?;
         let (models, headers) = (HashMap::new(), BTreeMap::new());
         let (regions, held) = (Regions::default(), Held::default());
-        Ok(Self { device, host, models, headers, regions, held })
+        Ok(Self { device, host, models, headers, regions, held, jit: None })
+    }
+
+    /// Compiles kernels for codecs that share one, from now on as they are registered, and keeps
+    /// them in the folder `cache`.
+    ///
+    /// # Errors
+    /// When the operating system gives no thread.
+    pub fn compile_with(
+        &mut self,
+        compiler: Box<dyn KernelCompiler>,
+        cache: PathBuf,
+        report: CompileReport,
+    ) -> std::io::Result<()> {
+        let compute = self.device.limits().compute;
+        self.jit = Some(Jit::start(compiler, cache, compute, report)?);
+        Ok(())
     }
 
     fn codec(&self, model: ModelId) -> Result<&ModelCodec, BackendError> {
@@ -217,6 +237,9 @@ impl Backend for CudaBackend {
 
     fn register(&mut self, model: ModelId, codec: ModelCodec) {
         self.unregister(model);
+        if let Some(jit) = &mut self.jit {
+            jit.want(&codec);
+        }
         self.host.register(model, codec);
         self.models.insert(model, Model::default());
     }

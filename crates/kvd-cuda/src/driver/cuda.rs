@@ -127,7 +127,10 @@ impl Driver for CudaDriver {
         let mut module = ptr::null_mut();
         // SAFETY: a fat binary says its own length; the handle is written.
         let result = unsafe { sys::cuModuleLoadData(&raw mut module, aligned.as_ptr().cast()) };
-        check("cuModuleLoadData", result)?;
+        if result != CUresult::CUDA_SUCCESS {
+            let reason = format!("{result:?} ({})", result as u32);
+            return Err(DriverError::Refused { call: "cuModuleLoadData", reason });
+        }
         self.modules.push(module);
         Ok(())
     }

@@ -4,12 +4,14 @@
 
 mod cuda;
 mod name;
+mod nvrtc;
 mod pinned;
 mod probe;
 mod shared;
 
 pub use cuda::CudaDriver;
 pub use name::{BadGpuName, GpuName};
+pub use nvrtc::Nvrtc;
 pub use probe::{Gpu, ProbeError, devices};
 
 use crate::plan::Limits;
@@ -28,8 +30,9 @@ pub enum DriverError {
     /// No such kernel in what was loaded.
     #[error("no kernel {0} among those loaded; rebuild them with `cargo xtask kernels`")]
     NoKernel(String),
-    /// Memory of another process that cannot be opened; the device goes on.
-    #[error("{call} refuses the memory: {reason}")]
+    /// Memory of another process that cannot be opened, or kernels that cannot be loaded; the
+    /// device goes on.
+    #[error("{call} refuses it: {reason}")]
     Refused {
         /// What was called.
         call: &'static str,
@@ -100,10 +103,10 @@ pub trait Driver: Send {
     /// What plans weigh.
     fn limits(&self) -> &Limits;
 
-    /// Loads kernels, a fat binary.
+    /// Loads kernels: a fat binary, or what a [`crate::KernelCompiler`] has made.
     ///
     /// # Errors
-    /// When the driver refuses it.
+    /// When the driver refuses it; the device goes on.
     fn load(&mut self, image: &[u8]) -> Result<(), DriverError>;
 
     /// Takes memory, aligned to 256 bytes; what it holds is not defined.

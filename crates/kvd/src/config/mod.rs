@@ -13,6 +13,7 @@ use kvd_compute::Precision;
 use kvd_core::Namespace;
 use kvd_cuda::GpuName;
 use std::collections::BTreeSet;
+use std::ffi::OsString;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -59,6 +60,8 @@ pub struct Config {
     pub pin_threads: bool,
     /// How far attention kernels may round.
     pub precision: Precision,
+    /// Where kernels are kept that are compiled while the daemon runs; none are without.
+    pub kernel_cache: Option<PathBuf>,
     /// Jobs waiting for the device.
     pub queue_jobs_max: usize,
     /// Registered models.
@@ -164,6 +167,7 @@ impl Config {
             threads: raw.device.threads,
             pin_threads: raw.device.pin_threads,
             precision: precision(&raw.device.precision)?,
+            kernel_cache: kernel_cache(&raw.device.kernel_cache, |name| std::env::var_os(name)),
             queue_jobs_max: queue_jobs(raw.device.queue_jobs_max)?,
             models_max: at_least("limits.models_max", limits.models_max, 1)?,
             sequences_max: at_least("limits.sequences_max", limits.sequences_max, 1)?,
@@ -321,6 +325,20 @@ fn log_json(format: &str) -> Result<bool, ConfigError> {
         "text" => Ok(false),
         "json" => Ok(true),
         _ => Err(ConfigError::new("log.format", format!("{format:?} is not text or json"))),
+    }
+}
+
+/// The folder of compiled kernels; none for "off", and where nothing says which.
+fn kernel_cache(text: &str, variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
+    let folder = |name| variable(name).filter(|path| !path.is_empty()).map(PathBuf::from);
+    match text {
+        "off" => None,
+        "" => {
+            let caches = folder("XDG_CACHE_HOME").filter(|path| path.is_absolute());
+            let caches = caches.or_else(|| folder("HOME").map(|home| home.join(".cache")));
+            caches.map(|caches| caches.join("kvd/kernels"))
+        }
+        path => Some(PathBuf::from(path)),
     }
 }
 

@@ -82,6 +82,7 @@ pub struct Device {
     pub threads: usize,
     pub pin_threads: bool,
     pub precision: String,
+    pub kernel_cache: String,
     pub queue_jobs_max: usize,
 }
 

@@ -27,6 +27,22 @@ fn flags_win_over_the_file_and_the_file_over_defaults() {
 }
 
 #[test]
+fn compiled_kernels_are_kept_where_the_system_keeps_caches_or_where_it_is_said() {
+    let of = |text, home: &'static str, caches: &'static str| {
+        let variable = |name: &str| match name {
+            "HOME" => Some(home.into()),
+            _ => Some(caches.into()),
+        };
+        kernel_cache(text, variable)
+    };
+    assert_eq!(of("off", "/home/k", ""), None);
+    assert_eq!(of("/var/k", "/home/k", "/c"), Some("/var/k".into()));
+    assert_eq!(of("", "/home/k", "/c"), Some("/c/kvd/kernels".into()));
+    assert_eq!(of("", "/home/k", "not/absolute"), Some("/home/k/.cache/kvd/kernels".into()));
+    assert_eq!(of("", "", ""), None);
+}
+
+#[test]
 fn a_device_is_the_processor_or_a_gpu_by_number_or_uuid() {
     let device = |text| load("", &[("device.device", text)]).unwrap().device;
     assert_eq!(Config::load(&Overrides::default()).unwrap().device, DeviceChoice::Cpu);

@@ -1,0 +1,176 @@
+//! NVRTC, opened when the program runs: no part of CUDA is needed to build or to start.
+//!
+//! Unsafe code: calls of the library's C functions, each looked for before it is called.
+#![expect(unsafe_code, reason = "calls of the compiler's C functions")]
+
+use crate::jit::{CompileError, KernelCompiler, KernelSource};
+use libloading::Library;
+use std::ffi::{CString, c_char, c_int, c_void};
+use std::ptr;
+
+/// By what names it is looked for, in the loader's paths.
+const NAMES: [&str; 2] = ["libnvrtc.so.13", "libnvrtc.so.12"];
+/// Of a compiler's log, what is kept.
+const LOG_BYTES_MAX: usize = 4096;
+
+type Program = *mut c_void;
+type Version = unsafe extern "C" fn(*mut c_int, *mut c_int) -> c_int;
+type Create = unsafe extern "C" fn(
+    *mut Program,
+    *const c_char,
+    *const c_char,
+    c_int,
+    *const *const c_char,
+    *const *const c_char,
+) -> c_int;
+type Compile = unsafe extern "C" fn(Program, c_int, *const *const c_char) -> c_int;
+type Size = unsafe extern "C" fn(Program, *mut usize) -> c_int;
+type Bytes = unsafe extern "C" fn(Program, *mut c_char) -> c_int;
+type Destroy = unsafe extern "C" fn(*mut Program) -> c_int;
+
+/// The compiler.
+pub struct Nvrtc {
+    calls: Calls,
+    version: String,
+    /// After the calls, which are addresses in it.
+    _library: Library,
+}
+
+#[derive(Clone, Copy)]
+struct Calls {
+    create: Create,
+    compile: Compile,
+    image_size: Size,
+    image: Bytes,
+    log_size: Size,
+    log: Bytes,
+    destroy: Destroy,
+}
+
+impl Nvrtc {
+    /// Opens the library.
+    ///
+    /// # Errors
+    /// When there is none, or it is not NVRTC.
+    pub fn open() -> Result<Self, CompileError> {
+        let mut why = String::new();
+        for name in NAMES {
+            // SAFETY: what the library runs when it is opened is the vendor's.
+            match unsafe { Library::new(name) } {
+                Ok(library) => return Self::of(library, name),
+                Err(error) if why.is_empty() => why = error.to_string(),
+                Err(_) => {}
+            }
+        }
+        Err(CompileError::NoLibrary(why))
+    }
+
+    fn of(library: Library, name: &'static str) -> Result<Self, CompileError> {
+        /// A function of the library.
+        fn find<T: Copy>(
+            library: &Library,
+            name: &'static str,
+            symbol: &'static str,
+        ) -> Result<T, CompileError> {
+            // SAFETY: the types above are those of NVRTC's header for these names, since CUDA 11.
+            let found = unsafe { library.get::<T>(symbol.as_bytes()) };
+            found.map(|found| *found).map_err(|_| CompileError::NoSymbol { library: name, symbol })
+        }
+        let version: Version = find(&library, name, "nvrtcVersion")?;
+        let calls = Calls {
+            create: find(&library, name, "nvrtcCreateProgram")?,
+            compile: find(&library, name, "nvrtcCompileProgram")?,
+            image_size: find(&library, name, "nvrtcGetCUBINSize")?,
+            image: find(&library, name, "nvrtcGetCUBIN")?,
+            log_size: find(&library, name, "nvrtcGetProgramLogSize")?,
+            log: find(&library, name, "nvrtcGetProgramLog")?,
+            destroy: find(&library, name, "nvrtcDestroyProgram")?,
+        };
+        let (mut major, mut minor) = (0, 0);
+        // SAFETY: writes two numbers.
+        let result = unsafe { version(&raw mut major, &raw mut minor) };
+        check("nvrtcVersion", result)?;
+        Ok(Self { calls, version: format!("nvrtc {major}.{minor}"), _library: library })
+    }
+}
+
+impl KernelCompiler for Nvrtc {
+    fn version(&self) -> String {
+        self.version.clone()
+    }
+
+    fn compile(&mut self, source: KernelSource<'_>) -> Result<Vec<u8>, CompileError> {
+        let text = c_text(source.text)?;
+        let names = source.headers.iter().map(|(name, _)| c_text(name));
+        let names = names.collect::<Result<Vec<_>, _>>()?;
+        let texts = source.headers.iter().map(|(_, text)| c_text(text));
+        let texts = texts.collect::<Result<Vec<_>, _>>()?;
+        let pointers =
+            |texts: &[CString]| texts.iter().map(|text| text.as_ptr()).collect::<Vec<_>>();
+        let mut program = Unit { program: ptr::null_mut(), calls: self.calls };
+        // SAFETY: all texts end with a zero and outlive the call, which copies them; as many names
+        // as texts; writes the handle.
+        let result = unsafe {
+            (self.calls.create)(
+                &raw mut program.program,
+                text.as_ptr(),
+                c"kvd.cu".as_ptr(),
+                names.len() as c_int,
+                pointers(&texts).as_ptr(),
+                pointers(&names).as_ptr(),
+            )
+        };
+        check("nvrtcCreateProgram", result)?;
+        let target = c_text(&format!("--gpu-architecture={}", source.target))?;
+        let options = [target.as_ptr(), c"--std=c++17".as_ptr(), c"-default-device".as_ptr()];
+        // SAFETY: a program that was created, and options that end with a zero.
+        let result = unsafe {
+            (self.calls.compile)(program.program, options.len() as c_int, options.as_ptr())
+        };
+        /// Of `nvrtcResult`: the text has errors, which the log tells.
+        const COMPILATION: c_int = 6;
+        if result == COMPILATION {
+            let log = program.read("nvrtcGetProgramLog", self.calls.log_size, self.calls.log)?;
+            let log = String::from_utf8_lossy(&log[..log.len().min(LOG_BYTES_MAX)]);
+            return Err(CompileError::Rejected(log.trim_end_matches('\0').trim().to_owned()));
+        }
+        check("nvrtcCompileProgram", result)?;
+        program.read("nvrtcGetCUBIN", self.calls.image_size, self.calls.image)
+    }
+}
+
+/// A program that is given back when it goes.
+struct Unit {
+    program: Program,
+    calls: Calls,
+}
+
+impl Unit {
+    /// What a pair of calls gives: how many bytes, and which.
+    fn read(&self, call: &'static str, size: Size, bytes: Bytes) -> Result<Vec<u8>, CompileError> {
+        let mut len = 0;
+        // SAFETY: writes a number.
+        check(call, unsafe { size(self.program, &raw mut len) })?;
+        let mut read = vec![0u8; len];
+        // SAFETY: writes as many bytes as it has said.
+        check(call, unsafe { bytes(self.program, read.as_mut_ptr().cast()) })?;
+        Ok(read)
+    }
+}
+
+impl Drop for Unit {
+    fn drop(&mut self) {
+        if !self.program.is_null() {
+            // SAFETY: created, and given back once.
+            let _ = unsafe { (self.calls.destroy)(&raw mut self.program) };
+        }
+    }
+}
+
+fn c_text(text: &str) -> Result<CString, CompileError> {
+    CString::new(text).map_err(|_| CompileError::Rejected("a text with a zero in it".to_owned()))
+}
+
+fn check(call: &'static str, code: c_int) -> Result<(), CompileError> {
+    if code == 0 { Ok(()) } else { Err(CompileError::Failed { call, code }) }
+}

@@ -1,0 +1,161 @@
+//! Compiled kernels on disk, one file each, named by the hash of all that went into them. A file
+//! says what it is of and has a checksum: one that is damaged is as good as none. May be deleted at
+//! any time.
+
+use std::fs::{self, File};
+use std::io::{self, Read, Write};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
+use xxhash_rust::xxh3::{Xxh3, xxh3_128};
+
+/// The first bytes of a file.
+const MAGIC: &[u8] = b"kvd kernels 1\n";
+/// A file that is larger is none of ours.
+const FILE_BYTES_MAX: u64 = 64 << 20;
+
+/// What the cache has.
+pub(super) enum Found {
+    Image(Vec<u8>),
+    Nothing,
+    /// A file that is not what it should be, and why.
+    Damaged(String),
+}
+
+pub(super) struct Cache {
+    folder: PathBuf,
+}
+
+impl Cache {
+    pub(super) fn new(folder: PathBuf) -> Self {
+        Self { folder }
+    }
+
+    /// The file of what `key` describes.
+    pub(super) fn path(&self, key: &str) -> PathBuf {
+        self.folder.join(format!("{:032x}.kernels", xxh3_128(key.as_bytes())))
+    }
+
+    pub(super) fn read(&self, key: &str) -> Found {
+        let mut bytes = Vec::new();
+        let read = File::open(self.path(key))
+            .and_then(|file| file.take(FILE_BYTES_MAX + 1).read_to_end(&mut bytes));
+        match read {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Found::Nothing,
+            Err(error) => Found::Damaged(error.to_string()),
+            Ok(_) => match parse(&bytes, key) {
+                Ok(image) => Found::Image(image.to_vec()),
+                Err(reason) => Found::Damaged(reason.to_owned()),
+            },
+        }
+    }
+
+    /// Writes a file beside its place and moves it there, so that nobody sees half of one.
+    pub(super) fn write(&self, key: &str, image: &[u8]) -> io::Result<()> {
+        static COUNT: AtomicU32 = AtomicU32::new(0);
+        create(&self.folder)?;
+        let path = self.path(key);
+        let number = COUNT.fetch_add(1, Ordering::Relaxed);
+        let beside = path.with_extension(format!("{}-{number}", std::process::id()));
+        let write = || {
+            let mut file = File::create(&beside)?;
+            let len = |bytes: &[u8]| (bytes.len() as u64).to_le_bytes();
+            let checksum = checksum(key.as_bytes(), image).to_le_bytes();
+            for part in [MAGIC, &len(key.as_bytes()), key.as_bytes(), &checksum, image] {
+                file.write_all(part)?;
+            }
+            file.sync_all()?;
+            fs::rename(&beside, &path)
+        };
+        write().inspect_err(|_| {
+            // It may not even be there.
+            let _ = fs::remove_file(&beside);
+        })
+    }
+}
+
+/// Whoever may write here chooses what the GPU runs: the folder is its owner's alone.
+fn create(folder: &Path) -> io::Result<()> {
+    let mut builder = fs::DirBuilder::new();
+    builder.recursive(true);
+    #[cfg(unix)]
+    std::os::unix::fs::DirBuilderExt::mode(&mut builder, 0o700);
+    builder.create(folder)
+}
+
+fn checksum(key: &[u8], image: &[u8]) -> u128 {
+    let mut hash = Xxh3::new();
+    hash.update(key);
+    hash.update(image);
+    hash.digest128()
+}
+
+/// The image of a file for `key`, or what is wrong with it.
+fn parse<'a>(bytes: &'a [u8], key: &str) -> Result<&'a [u8], &'static str> {
+    let rest = bytes.strip_prefix(MAGIC).ok_or("it does not begin as such a file does")?;
+    let (len, rest) = rest.split_first_chunk().ok_or("it is cut off")?;
+    let key_bytes = usize::try_from(u64::from_le_bytes(*len)).unwrap_or(usize::MAX);
+    let (of, rest) = rest.split_at_checked(key_bytes).ok_or("it is cut off")?;
+    let (sum, image) = rest.split_first_chunk().ok_or("it is cut off")?;
+    if u128::from_le_bytes(*sum) != checksum(of, image) {
+        return Err("its checksum is wrong");
+    }
+    if of != key.as_bytes() {
+        return Err("it is of something else");
+    }
+    Ok(image)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn image(found: Found) -> Result<Vec<u8>, String> {
+        match found {
+            Found::Image(image) => Ok(image),
+            Found::Nothing => Err("nothing".to_owned()),
+            Found::Damaged(reason) => Err(reason),
+        }
+    }
+
+    #[test]
+    fn what_was_written_is_read_and_nothing_else() {
+        let folder = tempfile::tempdir().unwrap();
+        let cache = Cache::new(folder.path().join("a/b"));
+        assert_eq!(image(cache.read("one")).unwrap_err(), "nothing");
+        cache.write("one", b"cubin").unwrap();
+        cache.write("one", b"cubin of one").unwrap();
+        cache.write("two", b"").unwrap();
+        assert_eq!(image(cache.read("one")).unwrap(), b"cubin of one");
+        assert_eq!(image(cache.read("two")).unwrap(), b"");
+        let files = fs::read_dir(folder.path().join("a/b")).unwrap().count();
+        assert_eq!(files, 2, "nothing is left beside them");
+        fs::rename(cache.path("one"), cache.path("two")).unwrap();
+        assert_eq!(image(cache.read("two")).unwrap_err(), "it is of something else");
+    }
+
+    #[test]
+    fn every_byte_that_changes_or_is_missing_is_noticed() {
+        let folder = tempfile::tempdir().unwrap();
+        let cache = Cache::new(folder.path().to_owned());
+        cache.write("key", b"image").unwrap();
+        let good = fs::read(cache.path("key")).unwrap();
+        for at in 0..good.len() {
+            let mut bad = good.clone();
+            bad[at] ^= 0x10;
+            parse(&bad, "key").unwrap_err();
+            parse(&good[..at], "key").unwrap_err();
+        }
+        assert_eq!(parse(&good, "key").unwrap(), b"image");
+    }
+
+    #[test]
+    #[cfg(unix)]
+    fn a_folder_that_is_made_is_its_owners_alone() {
+        use std::os::unix::fs::PermissionsExt;
+        let folder = tempfile::tempdir().unwrap();
+        let cache = Cache::new(folder.path().join("kernels"));
+        cache.write("key", b"image").unwrap();
+        let mode = fs::metadata(folder.path().join("kernels")).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o700);
+    }
+}

@@ -1,0 +1,314 @@
+//! Kernels for pairs of sides that have none ahead of time. The kernel that all such pairs share
+//! serves at once; a thread compiles the pair's own from the same headers, or finds it on disk, and
+//! from then on that one serves. Nothing waits for it, and nothing fails because of it.
+//!
+//! Owned by the lane's thread, but for the compiler and the cache, which its own thread owns.
+
+mod cache;
+mod source;
+
+use crate::side::{Kernel, Pair, rows_of};
+use cache::{Cache, Found};
+use kvd_codec::ModelCodec;
+use kvd_core::{LayerIndex, Side};
+use source::SIDES_MAX;
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::thread::JoinHandle;
+use std::time::Instant;
+
+/// The kernels that pairs without one of their own share, fixed width and Huffman codes.
+const SHARED: [&str; 2] = ["kvd_attend_any_any_8", "kvd_attend_huffman_any_any_8"];
+
+/// Why a kernel was not compiled.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum CompileError {
+    /// There is no compiler.
+    #[error("no libnvrtc.so.13 or libnvrtc.so.12 is found: {0}")]
+    NoLibrary(String),
+    /// A library that is not, or not wholly, NVRTC.
+    #[error("{library} lacks {symbol}")]
+    NoSymbol {
+        /// The library.
+        library: &'static str,
+        /// What it lacks.
+        symbol: &'static str,
+    },
+    /// The compiler refuses.
+    #[error("{call} answers {code}")]
+    Failed {
+        /// What was called.
+        call: &'static str,
+        /// As a number.
+        code: i32,
+    },
+    /// The compiler has found an error.
+    #[error("the compiler says: {0}")]
+    Rejected(String),
+}
+
+/// A file to compile.
+#[derive(Clone, Copy, Debug)]
+pub struct KernelSource<'a> {
+    /// The file.
+    pub text: &'a str,
+    /// What it includes: name and text.
+    pub headers: &'a [(&'a str, &'a str)],
+    /// For which GPUs, `sm_90`.
+    pub target: &'a str,
+}
+
+/// Compiles kernels while the program runs.
+pub trait KernelCompiler: Send {
+    /// Name and version: what another compiles is another kernel.
+    fn version(&self) -> String;
+
+    /// Compiles one file to an image that the driver loads.
+    ///
+    /// # Errors
+    /// Why there is none.
+    fn compile(&mut self, source: KernelSource<'_>) -> Result<Vec<u8>, CompileError>;
+}
+
+/// What happened to the kernel of a pair, for logs.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub enum CompileEvent {
+    /// It serves from the next launch on.
+    Ready {
+        /// Keys and values.
+        pair: String,
+        /// Whether it was on disk.
+        from_cache: bool,
+        /// Time that it took.
+        seconds: f64,
+    },
+    /// It is not to be had, and the shared one goes on.
+    Failed {
+        /// Keys and values.
+        pair: String,
+        /// Why.
+        reason: String,
+    },
+    /// A file of the cache is not used, and is replaced.
+    Damaged {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// It cannot be kept on disk.
+    NotKept {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        reason: String,
+    },
+}
+
+/// Tells of events; called on any thread.
+pub type CompileReport = Arc<dyn Fn(CompileEvent) + Send + Sync>;
+
+/// The sides of a pair.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Sides {
+    keys: Kernel,
+    values: Kernel,
+    huffman: bool,
+}
+
+impl Sides {
+    /// Its part of the kernels' names.
+    fn name(self) -> String {
+        format!("{}_{}", self.keys.name(), self.values.name())
+    }
+
+    /// Whether it is compiled ahead of time.
+    fn is_known(self) -> bool {
+        let Self { keys, values, huffman } = self;
+        Pair { keys, values, huffman }.is_known()
+    }
+}
+
+/// The file that is compiled for a pair, and all headers; for tests of a compiler.
+#[must_use]
+pub fn kernel_source(keys: Kernel, values: Kernel, huffman: bool) -> String {
+    source::text(Sides { keys, values, huffman })
+}
+
+/// What [`kernel_source`] includes.
+#[must_use]
+pub fn kernel_headers() -> &'static [(&'static str, &'static str)] {
+    source::headers()
+}
+
+/// What the thread answers.
+struct Made {
+    sides: Sides,
+    image: Result<Vec<u8>, String>,
+    from_cache: bool,
+    seconds: f64,
+}
+
+/// Which pairs were asked for, and which of them are ready.
+pub(crate) struct Jit {
+    /// Gone when it ends.
+    wanted: Option<SyncSender<Sides>>,
+    made: Receiver<Made>,
+    asked: BTreeSet<Sides>,
+    /// By the kernels' numbers, as in units.
+    ready: BTreeMap<[u32; 3], Sides>,
+    stop: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+    report: CompileReport,
+}
+
+impl Jit {
+    /// Starts the thread, for GPUs of a compute capability.
+    pub(crate) fn start(
+        compiler: Box<dyn KernelCompiler>,
+        cache: PathBuf,
+        compute: [u32; 2],
+        report: CompileReport,
+    ) -> std::io::Result<Self> {
+        // Each pair is asked for once, so neither is ever full.
+        let (wanted, requests) = sync_channel(SIDES_MAX);
+        let (replies, made) = sync_channel(SIDES_MAX);
+        let stop = Arc::new(AtomicBool::new(false));
+        let mut worker = Worker {
+            compiler,
+            cache: Cache::new(cache),
+            target: format!("sm_{}{}", compute[0], compute[1]),
+            report: report.clone(),
+        };
+        let on_thread = stop.clone();
+        let thread =
+            std::thread::Builder::new().name("kvd-kernels".to_owned()).spawn(move || {
+                for sides in requests {
+                    if on_thread.load(Ordering::Acquire) {
+                        return;
+                    }
+                    let begun = Instant::now();
+                    let (image, from_cache) = worker.make(sides);
+                    let seconds = begun.elapsed().as_secs_f64();
+                    if replies.send(Made { sides, image, from_cache, seconds }).is_err() {
+                        return;
+                    }
+                }
+            })?;
+        Ok(Self {
+            wanted: Some(wanted),
+            made,
+            asked: BTreeSet::new(),
+            ready: BTreeMap::new(),
+            stop,
+            thread: Some(thread),
+            report,
+        })
+    }
+
+    /// Asks for the pairs of a codec that have no kernels of their own.
+    pub(crate) fn want(&mut self, codec: &ModelCodec) {
+        let geometry = codec.geometry();
+        for layer in (0..geometry.layers).map(LayerIndex) {
+            for head in 0..geometry.kv_heads as usize {
+                let sides = Side::BOTH.map(|side| codec.head(layer, side, head));
+                let huffman = sides.iter().any(|side| side.lane_runs().is_some());
+                let [Some(keys), Some(values)] = sides.map(source::kernel_of) else { continue };
+                let sides = Sides { keys, values, huffman };
+                if !sides.is_known()
+                    && self.asked.insert(sides)
+                    && let Some(wanted) = &self.wanted
+                {
+                    // A thread that is gone compiles nothing; the shared kernel serves.
+                    let _ = wanted.try_send(sides);
+                }
+            }
+        }
+    }
+
+    /// Takes what was made since it was last asked to `load`.
+    pub(crate) fn take(&mut self, mut load: impl FnMut(&[u8]) -> Result<(), String>) {
+        while let Ok(Made { sides, image, from_cache, seconds }) = self.made.try_recv() {
+            let pair = sides.name();
+            (self.report)(match image.and_then(|image| load(&image)) {
+                Ok(()) => {
+                    let key = [sides.keys as u32, sides.values as u32, sides.huffman.into()];
+                    self.ready.insert(key, sides);
+                    CompileEvent::Ready { pair, from_cache, seconds }
+                }
+                Err(reason) => CompileEvent::Failed { pair, reason },
+            });
+        }
+    }
+
+    /// The kernel to launch in the place of `kernel`, for units of at most `rows` rows whose sides
+    /// have these numbers; none where that is the shared one still, or never was.
+    pub(crate) fn own(&self, kernel: &str, [keys, values]: [u32; 2], rows: u32) -> Option<String> {
+        let huffman = SHARED.iter().position(|shared| *shared == kernel)?;
+        let sides = self.ready.get(&[keys, values, huffman as u32])?;
+        let stage = if sides.huffman { "huffman_" } else { "" };
+        Some(format!("kvd_attend_{stage}{}_{}", sides.name(), rows_of(rows)))
+    }
+}
+
+impl Drop for Jit {
+    /// Waits for what is being compiled: seconds.
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Release);
+        self.wanted = None;
+        // Its panic, if it had one, was printed, and the shared kernel has served since.
+        let _ = self.thread.take().map(JoinHandle::join);
+    }
+}
+
+/// What the thread owns.
+struct Worker {
+    compiler: Box<dyn KernelCompiler>,
+    cache: Cache,
+    target: String,
+    report: CompileReport,
+}
+
+impl Worker {
+    /// The image of a pair, and whether it was on disk.
+    fn make(&mut self, sides: Sides) -> (Result<Vec<u8>, String>, bool) {
+        let text = source::text(sides);
+        let (version, hash) = (self.compiler.version(), source::headers_hash());
+        let key = format!("{version}\n{}\n{hash:032x}\n{text}", self.target);
+        match self.cache.read(&key) {
+            Found::Image(image) => return (Ok(image), true),
+            Found::Nothing => {}
+            Found::Damaged(reason) => {
+                let path = self.cache.path(&key);
+                (self.report)(CompileEvent::Damaged { path, reason });
+            }
+        }
+        let (headers, target) = (source::headers(), self.target.as_str());
+        let made = self.compiler.compile(KernelSource { text: &text, headers, target });
+        if let Ok(image) = &made
+            && let Err(error) = self.cache.write(&key, image)
+        {
+            let (path, reason) = (self.cache.path(&key), error.to_string());
+            (self.report)(CompileEvent::NotKept { path, reason });
+        }
+        (made.map_err(|error| error.to_string()), false)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shared_kernels_are_those_that_pairs_without_their_own_are_launched_with() {
+        for (huffman, shared) in [false, true].into_iter().zip(SHARED) {
+            let pair = Pair { keys: Kernel::Vq, values: Kernel::F16, huffman };
+            assert_eq!(pair.kernel(1), shared);
+        }
+    }
+}

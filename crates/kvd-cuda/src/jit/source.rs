@@ -1,0 +1,133 @@
+//! The text of a kernel for one pair of sides, and the headers that it includes: those that are
+//! compiled ahead of time, and the few names of CUDA's own headers that they use.
+
+use super::Sides;
+use crate::side::Kernel;
+use kvd_codec::{HeadSide, Stored, UniformMode};
+use kvd_core::DType;
+use std::sync::OnceLock;
+use xxhash_rust::xxh3::Xxh3;
+
+/// `kernels/include/kvd/*.cuh`, by name.
+const KVD: &[(&str, &str)] = include!(concat!(env!("OUT_DIR"), "/headers.rs"));
+
+/// What NVRTC does not bring along.
+const CUDA: &[(&str, &str)] = &[
+    ("cuda_bf16.h", include_str!("include/cuda_bf16.h")),
+    ("cuda_fp16.h", include_str!("include/cuda_fp16.h")),
+    ("stdint.h", include_str!("include/stdint.h")),
+];
+
+/// By number, as in page tables.
+const KERNELS: [Kernel; 12] = [
+    Kernel::F32,
+    Kernel::F16,
+    Kernel::Bf16,
+    Kernel::Fp8,
+    Kernel::Uniform,
+    Kernel::Symmetric,
+    Kernel::Hybrid,
+    Kernel::Vq,
+    Kernel::Polar,
+    Kernel::Lloyd,
+    Kernel::BitAlloc,
+    Kernel::Grid,
+];
+
+/// Pairs that there can be.
+pub(super) const SIDES_MAX: usize = 2 * KERNELS.len() * KERNELS.len();
+
+/// All headers, by the name in quotes that includes them.
+pub(super) fn headers() -> &'static [(&'static str, &'static str)] {
+    static HEADERS: OnceLock<Vec<(&str, &str)>> = OnceLock::new();
+    HEADERS.get_or_init(|| [KVD, CUDA].concat())
+}
+
+/// A hash of all headers.
+pub(super) fn headers_hash() -> u128 {
+    let mut hash = Xxh3::new();
+    for (name, text) in headers() {
+        hash.update(name.as_bytes());
+        hash.update(&(text.len() as u64).to_le_bytes());
+        hash.update(text.as_bytes());
+    }
+    hash.digest128()
+}
+
+/// The kernel that reads a head's side; none when there is none.
+pub(super) fn kernel_of(side: &HeadSide) -> Option<Kernel> {
+    Some(match side.stored() {
+        Stored::Float(DType::F32) => Kernel::F32,
+        Stored::Float(DType::F16) => Kernel::F16,
+        Stored::Float(DType::BF16) => Kernel::Bf16,
+        Stored::E4m3 => Kernel::Fp8,
+        Stored::Uniform { mode: UniformMode::Asym, .. } => Kernel::Uniform,
+        Stored::Uniform { mode: UniformMode::Sym, .. } => Kernel::Symmetric,
+        Stored::Uniform { mode: UniformMode::Hybrid, .. } => Kernel::Hybrid,
+        Stored::Codebooks(_) => Kernel::Vq,
+        Stored::Polar { .. } => Kernel::Polar,
+        Stored::Lloyd { .. } => Kernel::Lloyd,
+        Stored::BitAlloc { .. } => Kernel::BitAlloc,
+        Stored::Grid(_) => Kernel::Grid,
+        _ => return None,
+    })
+}
+
+/// The struct of a side, and its header: as `with` of `any.cuh` has them.
+fn side(kernel: Kernel) -> (&'static str, &'static str) {
+    match kernel {
+        Kernel::F32 => ("float.cuh", "kvd::Float<kvd::F32>"),
+        Kernel::F16 => ("float.cuh", "kvd::Float<kvd::F16>"),
+        Kernel::Bf16 => ("float.cuh", "kvd::Float<kvd::Bf16>"),
+        Kernel::Fp8 => ("float.cuh", "kvd::Fp8"),
+        Kernel::Uniform => ("uniform.cuh", "kvd::Uniform<kvd::Asymmetric>"),
+        Kernel::Symmetric => ("uniform.cuh", "kvd::Uniform<kvd::Symmetric>"),
+        Kernel::Hybrid => ("hybrid.cuh", "kvd::Hybrid"),
+        Kernel::Vq => ("vq.cuh", "kvd::Vq"),
+        Kernel::Polar => ("polar.cuh", "kvd::Polar"),
+        Kernel::Lloyd => ("lloyd.cuh", "kvd::Lloyd"),
+        Kernel::BitAlloc => ("bitalloc.cuh", "kvd::BitAlloc"),
+        Kernel::Grid => ("grid.cuh", "kvd::Grid"),
+    }
+}
+
+/// The file to compile.
+pub(super) fn text(sides: Sides) -> String {
+    let [(key_header, key), (value_header, value)] = [sides.keys, sides.values].map(side);
+    let declare = if sides.huffman { "KVD_HUFFMAN_ROWS" } else { "KVD_ATTEND_ROWS" };
+    let name = sides.name();
+    format!(
+        "#include \"declare.cuh\"\n#include \"{key_header}\"\n#include \"{value_header}\"\n\
+         {declare}({name}, {key}, {value})\n"
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kernels_stand_at_their_numbers() {
+        for (number, wanted) in KERNELS.into_iter().enumerate() {
+            assert_eq!(wanted as usize, number);
+        }
+    }
+
+    #[test]
+    fn every_include_is_among_the_headers_and_every_struct_is_in_its_header() {
+        let find = |name: &str| headers().iter().find(|header| header.0 == name);
+        for (name, text) in headers() {
+            for line in text.lines().filter_map(|line| line.strip_prefix("#include ")) {
+                let included = line.trim_matches(['"', '<', '>']);
+                // The CPU lane's own.
+                assert!(find(included).is_some() || included == "emu.h", "{name}: {line}");
+            }
+        }
+        let any = find("any.cuh").unwrap().1;
+        for of_kernel in KERNELS.map(side) {
+            let short = |text: &str| text.replace("kvd::", "");
+            assert!(short(any).contains(&format!("return use({}()", short(of_kernel.1))));
+            find(of_kernel.0).unwrap();
+        }
+    }
+}

@@ -1,0 +1,213 @@
+//! Kernels that are compiled while the backend runs: by a made-up compiler, whose images name the
+//! kernels in them, and which the driver runs as the kernel that all pairs share.
+
+use super::{OPTIONS, blocks, suite};
+use crate::driver::{EmuDriver, Fail, Watch};
+use crate::streams::Pace;
+use kvd_codec::ModelCodec;
+use kvd_compute::{Backend, IncomingRows, PlanPart, RawTarget, Source};
+use kvd_core::{Extent, LayerIndex, ModelId, RopePairing};
+use kvd_cuda::{
+    CompileError, CompileEvent, CompileReport, CudaBackend, KernelCompiler, KernelSource,
+};
+use kvd_emu::{Order, available};
+use parking_lot::Mutex;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+
+/// Keys of one kind, values of another: no kernel of its own.
+const CODEC: &str = "k=uniform(b=4,g=32,axis=channel); v=float(f16)";
+const OWN: &str = "kvd_attend_uniform_f16_8";
+
+struct MadeUp {
+    version: &'static str,
+    /// One message per file that may be compiled.
+    gate: Receiver<Result<(), CompileError>>,
+    compiled: Arc<Mutex<Vec<String>>>,
+}
+
+impl KernelCompiler for MadeUp {
+    fn version(&self) -> String {
+        self.version.to_owned()
+    }
+
+    fn compile(&mut self, source: KernelSource<'_>) -> Result<Vec<u8>, CompileError> {
+        let closed = || Err(CompileError::Rejected("nothing more is compiled".to_owned()));
+        self.gate.recv().unwrap_or_else(|_| closed())?;
+        assert!(source.headers.iter().any(|header| header.0 == "attend.cuh"));
+        self.compiled.lock().push(format!("{}: {}", source.target, source.text));
+        let name = source.text.split_once("ROWS(").unwrap().1.split_once(',').unwrap().0;
+        Ok(format!("compiled kvd_attend_{name}_").into_bytes())
+    }
+}
+
+/// A backend with a compiler, and what is seen of both.
+struct Seen {
+    backend: CudaBackend,
+    watch: Arc<Mutex<Watch>>,
+    go: SyncSender<Result<(), CompileError>>,
+    compiled: Arc<Mutex<Vec<String>>>,
+    events: Arc<Mutex<Vec<CompileEvent>>>,
+}
+
+impl Seen {
+    fn new(folder: &Path, version: &'static str) -> Self {
+        let (driver, watch) = EmuDriver::new(Order::Ascending, Pace::Late);
+        let mut backend = CudaBackend::open(Box::new(driver), &[b"kernels"], OPTIONS).unwrap();
+        let (go, gate) = sync_channel(8);
+        let compiled = Arc::new(Mutex::new(Vec::new()));
+        let events = Arc::new(Mutex::new(Vec::new()));
+        let compiler = MadeUp { version, gate, compiled: compiled.clone() };
+        let keep = events.clone();
+        let report: CompileReport = Arc::new(move |event| keep.lock().push(event));
+        backend.compile_with(Box::new(compiler), folder.to_owned(), report).unwrap();
+        Self { backend, watch, go, compiled, events }
+    }
+
+    /// The same, and one file may be compiled.
+    fn going(folder: &Path, version: &'static str) -> Self {
+        let seen = Self::new(folder, version);
+        seen.go.send(Ok(())).unwrap();
+        seen
+    }
+
+    /// Stores a block and attends to it; what is answered and which kernels were launched.
+    fn attend(&mut self) -> (Vec<u8>, Vec<String>) {
+        self.watch.lock().kernels.clear();
+        let part = store(&mut self.backend, suite::codec(CODEC, RopePairing::Half));
+        let answer = self.backend.attend(&suite::attend_plan(vec![part], 1)).unwrap();
+        let kernels = self.watch.lock().kernels.clone();
+        (answer.out, kernels.into_iter().filter(|name| name.contains("attend")).collect())
+    }
+
+    /// Attends until something was heard of a kernel.
+    fn attend_until(&mut self, is_meant: impl Fn(&CompileEvent) -> bool) -> Vec<u8> {
+        loop {
+            let answer = self.attend().0;
+            if self.events.lock().iter().any(&is_meant) {
+                return answer;
+            }
+            std::thread::yield_now();
+        }
+    }
+
+    fn is_ready(event: &CompileEvent) -> bool {
+        matches!(event, CompileEvent::Ready { .. })
+    }
+}
+
+/// A page of both sides.
+fn store(backend: &mut CudaBackend, codec: ModelCodec) -> PlanPart {
+    let layout = codec.geometry().raw_layout(8);
+    backend.register(ModelId(1), codec);
+    let extent = Extent { offset: 4096, len: layout.size_bytes() };
+    let bytes: Vec<u8> =
+        (0..8 * 2 * 64).flat_map(|i: u32| ((i % 97) as f32 / 7.0).to_le_bytes()).collect();
+    let rows = IncomingRows { tokens: 8, k: bytes.clone().into(), v: bytes.into() };
+    let to = RawTarget { extent, capacity_rows: 8, first_row: 0 };
+    backend.write(ModelId(1), &rows, 0, 8, to).unwrap();
+    let source = Source::Raw { extent, capacity_rows: 8, first_row: 0 };
+    let part = PlanPart { first_token: 0, rows: 8, source };
+    let encoded = backend.encode(ModelId(1), LayerIndex(0), &blocks(&part, 1)).unwrap();
+    let pages = encoded[0].as_ref().unwrap();
+    let extent = Extent { offset: 65_536, len: pages.size_bytes() };
+    backend.place(pages, extent);
+    let source = Source::Pages { extent, ends: pages.page_ends.clone(), first_row: 0 };
+    PlanPart { source, ..part }
+}
+
+#[test]
+fn the_shared_kernel_serves_until_the_pairs_own_is_there() {
+    if !available() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let mut seen = Seen::new(folder.path(), "one");
+    let (shared, kernels) = seen.attend();
+    assert_eq!(kernels, ["kvd_attend_any_any_8"]);
+    assert!(seen.compiled.lock().is_empty(), "nothing waits for the compiler");
+    seen.go.send(Ok(())).unwrap();
+    assert_eq!(seen.attend_until(Seen::is_ready), shared);
+    let (own, kernels) = seen.attend();
+    assert_eq!((own, &kernels[..]), (shared, &[OWN.to_owned()][..]));
+    let compiled = seen.compiled.lock().clone();
+    assert_eq!(compiled.len(), 1, "once, however often it is registered: {compiled:?}");
+    assert!(compiled[0].starts_with("sm_90: "), "{compiled:?}");
+    assert!(compiled[0].contains("kvd::Uniform<kvd::Asymmetric>, kvd::Float<kvd::F16>)"));
+}
+
+#[test]
+fn a_pair_with_a_kernel_of_its_own_is_not_compiled() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut seen = Seen::going(folder.path(), "one");
+    seen.backend.register(ModelId(1), suite::codec("kivi-4", RopePairing::Half));
+    drop(seen.backend);
+    assert_eq!((seen.compiled.lock().len(), seen.events.lock().len()), (0, 0));
+}
+
+#[test]
+fn kernels_are_found_on_disk_unless_they_are_of_another_compiler() {
+    if !available() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    for (version, compiles) in [("one", 1), ("one", 0), ("two", 1), ("one", 0)] {
+        let mut seen = Seen::going(folder.path(), version);
+        seen.attend_until(Seen::is_ready);
+        assert_eq!(seen.compiled.lock().len(), compiles, "{version}");
+        let events = seen.events.lock().clone();
+        let found = compiles == 0;
+        let [CompileEvent::Ready { from_cache, .. }] = &events[..] else { panic!("{events:?}") };
+        assert_eq!(*from_cache, found);
+    }
+}
+
+#[test]
+fn a_damaged_file_is_compiled_again_and_replaced() {
+    if !available() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    Seen::going(folder.path(), "one").attend_until(Seen::is_ready);
+    let file = std::fs::read_dir(folder.path()).unwrap().next().unwrap().unwrap().path();
+    let good = std::fs::read(&file).unwrap();
+    for bad in [&good[..good.len() - 1], &good[..3], b"", b"something else"] {
+        std::fs::write(&file, bad).unwrap();
+        let mut seen = Seen::going(folder.path(), "one");
+        seen.attend_until(Seen::is_ready);
+        let events = seen.events.lock().clone();
+        let CompileEvent::Damaged { path, .. } = &events[0] else { panic!("{events:?}") };
+        assert_eq!((path, seen.compiled.lock().len()), (&file, 1));
+        assert_eq!(std::fs::read(&file).unwrap(), good);
+    }
+}
+
+#[test]
+fn what_cannot_be_kept_compiled_or_loaded_stops_nothing() {
+    if !available() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("file");
+    std::fs::write(&file, b"not a folder").unwrap();
+    let mut seen = Seen::going(&file, "one");
+    let shared = seen.attend_until(Seen::is_ready);
+    let events = seen.events.lock().clone();
+    assert!(events.iter().any(|event| matches!(event, CompileEvent::NotKept { .. })), "{events:?}");
+    for (fail, answer, wanted) in [
+        (Fail::Never, Err(CompileError::Rejected("syntax".to_owned())), "says: syntax"),
+        (Fail::Image, Ok(()), "CUDA_ERROR_INVALID_IMAGE"),
+    ] {
+        let mut seen = Seen::new(folder.path(), "one");
+        seen.watch.lock().fail = fail;
+        seen.go.send(answer).unwrap();
+        let is_failed = |event: &CompileEvent| match event {
+            CompileEvent::Failed { reason, .. } => reason.contains(wanted),
+            _ => false,
+        };
+        assert_eq!(seen.attend_until(is_failed), shared);
+        assert_eq!(seen.attend().1, ["kvd_attend_any_any_8"]);
+        assert_eq!(seen.backend.failure(), None);
+    }
+}
