@@ -17,7 +17,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 
 /// Keys of one kind, values of another: no kernel of its own.
-const CODEC: &str = "k=uniform(b=4,g=32,axis=channel); v=float(f16)";
+const CODEC: &str = "k=uniform(b=4,g=32,axis=channel); v=f16";
 const OWN: &str = "kvd_attend_uniform_f16_8";
 
 struct MadeUp {
