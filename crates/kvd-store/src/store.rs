@@ -23,6 +23,7 @@ pub struct Store {
     pool: Arc<Pool>,
     limits: Limits,
     next_id: AtomicU64,
+    id_step: u64,
     open: AtomicU64,
     open_layers: AtomicU64,
     sequences: DashMap<SequenceId, Arc<SequenceEntry>>,
@@ -33,15 +34,29 @@ impl Store {
     /// A store without sequences.
     #[must_use]
     pub fn new(pool: Arc<Pool>, limits: Limits) -> Self {
+        Self::one_of(pool, limits, 0, 1)
+    }
+
+    /// The store number `index` of `count`, whose sequences have ids of their own, so that an id
+    /// says which store it is of: [`Store::index_of`].
+    #[must_use]
+    pub fn one_of(pool: Arc<Pool>, limits: Limits, index: u64, count: u64) -> Self {
         Self {
             pool,
             limits,
-            next_id: AtomicU64::new(1),
+            next_id: AtomicU64::new(1 + index),
+            id_step: count,
             open: AtomicU64::new(0),
             open_layers: AtomicU64::new(0),
             sequences: DashMap::new(),
             ledgers: DashMap::new(),
         }
+    }
+
+    /// Which of `count` stores a sequence is of, if any.
+    #[must_use]
+    pub fn index_of(id: SequenceId, count: u64) -> u64 {
+        id.0.wrapping_sub(1) % count
     }
 
     /// The pool that every slot comes from.
@@ -309,7 +324,7 @@ impl Store {
         ledger: Arc<Ledger>,
         layers: Vec<Layer>,
     ) -> SequenceId {
-        let id = SequenceId(self.next_id.fetch_add(1, Relaxed));
+        let id = SequenceId(self.next_id.fetch_add(self.id_step, Relaxed));
         ledger.sequence_opened();
         self.sequences.insert(id, Arc::new(SequenceEntry::new(id, model, ledger, layers)));
         id

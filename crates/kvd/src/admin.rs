@@ -83,10 +83,10 @@ async fn metrics(State(service): State<Arc<Service>>) -> impl IntoResponse {
     )
 }
 
-async fn readyz(State(service): State<Arc<Service>>) -> (StatusCode, &'static str) {
+async fn readyz(State(service): State<Arc<Service>>) -> (StatusCode, String) {
     if service.ready() {
-        (StatusCode::OK, "ready\n")
+        (StatusCode::OK, "ready\n".to_owned())
     } else {
-        (StatusCode::SERVICE_UNAVAILABLE, "draining or failed\n")
+        (StatusCode::SERVICE_UNAVAILABLE, service.why_unready())
     }
 }

@@ -32,17 +32,17 @@ pub enum BuildError {
 /// Everything bound and taken, nothing served yet.
 pub struct Daemon {
     service: Arc<Service>,
-    lane_thread: LaneThread,
+    lane_threads: Vec<LaneThread>,
     grpc: GrpcServer,
     admin: Option<AdminServer>,
-    /// Turns true when the device fails.
-    failed: watch::Receiver<bool>,
+    /// Devices that have failed.
+    failed: watch::Receiver<usize>,
 }
 
 /// A serving daemon.
 pub struct Running {
     service: Arc<Service>,
-    lane_thread: LaneThread,
+    lane_threads: Vec<LaneThread>,
     addresses: BoundAddresses,
     admin_address: Option<SocketAddr>,
     phase: watch::Sender<Phase>,
@@ -51,7 +51,7 @@ pub struct Running {
     grpc: JoinHandle<Result<(), tonic::transport::Error>>,
     admin: Option<JoinHandle<std::io::Result<()>>>,
     upkeep: JoinHandle<()>,
-    failed: watch::Receiver<bool>,
+    failed: watch::Receiver<usize>,
 }
 
 /// How a drain ended.
@@ -85,15 +85,18 @@ impl Daemon {
     /// # Errors
     /// What could not be had.
     pub async fn build(config: Config) -> Result<Self, BuildError> {
-        let backend = device::open(&config)?;
-        Self::build_on(config, backend).await
+        let backends = device::open(&config)?;
+        Self::build_on(config, backends).await
     }
 
-    /// The same over a given device.
+    /// The same over given devices, at least one.
     ///
     /// # Errors
     /// What could not be had.
-    pub async fn build_on(config: Config, backend: Box<dyn Backend>) -> Result<Self, BuildError> {
+    pub async fn build_on(
+        config: Config,
+        backends: Vec<Box<dyn Backend>>,
+    ) -> Result<Self, BuildError> {
         let grpc = GrpcServer::bind(&config).await?;
         let admin = match config.admin_listen {
             None => None,
@@ -102,14 +105,16 @@ impl Daemon {
             })?),
         };
         let metrics = Arc::new(Metrics::new());
-        let (device_failed, failed) = watch::channel(false);
-        let on_failure = move || {
-            let _ = device_failed.send(true);
+        let (failures, failed) = watch::channel(0);
+        let start = |backend| {
+            let failures = failures.clone();
+            let on_failure = move || failures.send_modify(|failed| *failed += 1);
+            Lane::start(backend, config.queue_jobs_max, &metrics, on_failure)
         };
-        let (lane, lane_thread) = Lane::start(backend, config.queue_jobs_max, &metrics, on_failure)
-            .map_err(BuildError::Lane)?;
-        let service = Arc::new(Service::new(Arc::new(config), lane, metrics));
-        Ok(Self { service, lane_thread, grpc, admin, failed })
+        let lanes = backends.into_iter().map(start).collect::<Result<Vec<_>, _>>();
+        let (lanes, lane_threads) = lanes.map_err(BuildError::Lane)?.into_iter().unzip();
+        let service = Arc::new(Service::new(Arc::new(config), lanes, metrics));
+        Ok(Self { service, lane_threads, grpc, admin, failed })
     }
 
     /// Begins to serve.
@@ -123,8 +128,8 @@ impl Daemon {
             tcp = ?addresses.tcp,
             unix = ?addresses.unix,
             admin = ?admin_address,
-            device = self.service.lane().info().description,
-            pool_bytes = self.service.lane().info().arena_bytes,
+            device = self.service.devices(),
+            pool_bytes = self.service.pool_stats().capacity_bytes,
             boot_id = self.service.boot_id(),
             "kvd serves"
         );
@@ -140,7 +145,7 @@ impl Daemon {
         });
         Running {
             service: self.service,
-            lane_thread: self.lane_thread,
+            lane_threads: self.lane_threads,
             addresses,
             admin_address,
             phase,
@@ -172,11 +177,11 @@ impl Running {
         &self.service
     }
 
-    /// Returns when the device has failed.
+    /// Returns when no device is left that works.
     pub async fn device_failed(&self) {
-        let mut failed = self.failed.clone();
-        if failed.wait_for(|failed| *failed).await.is_err() {
-            // The lane is gone without a failure: nothing to report, ever.
+        let (mut failed, count) = (self.failed.clone(), self.lane_threads.len());
+        if failed.wait_for(|failed| *failed == count).await.is_err() {
+            // A lane is gone without a failure: nothing to report, ever.
             std::future::pending::<()>().await;
         }
     }
@@ -214,7 +219,9 @@ impl Running {
         drop(self.service);
         // Off the runtime's workers: the lane may be in the middle of a job. Tasks that were cut
         // off may still hold the service; the lane ends all the same.
-        let _ = tokio::task::spawn_blocking(move || self.lane_thread.join()).await;
+        let threads = self.lane_threads;
+        let join = move || threads.into_iter().for_each(LaneThread::join);
+        let _ = tokio::task::spawn_blocking(join).await;
         tracing::info!(?drained, "stopped");
         drained
     }

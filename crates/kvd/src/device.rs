@@ -8,6 +8,7 @@ use kvd_cuda::{
     CompileEvent, CudaBackend, CudaDriver, CudaOpenError, CudaOptions, Gpu, GpuName, KERNELS,
     Nvrtc, ProbeError,
 };
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -48,6 +49,9 @@ pub enum GpuUnusable {
          build it with, or use device = \"cpu\""
     )]
     NoKernels(String),
+    /// It serves already.
+    #[error("{0} is named before, in another way")]
+    Taken(String),
     /// Memory, kernels or host threads.
     #[error(transparent)]
     Open(#[from] CudaOpenError),
@@ -57,8 +61,29 @@ pub enum GpuUnusable {
 ///
 /// # Errors
 /// When the processor has not the memory or threads, or the GPU asked for cannot be used.
-pub(crate) fn open(config: &Config) -> Result<Box<dyn Backend>, DeviceError> {
-    choose(&config.device, kvd_cuda::devices, |gpu| open_gpu(config, gpu), || open_cpu(config))
+pub(crate) fn open(config: &Config) -> Result<Vec<Box<dyn Backend>>, DeviceError> {
+    let open = |gpu| open_gpu(config, gpu);
+    choose_all(&config.devices, kvd_cuda::devices, open, || open_cpu(config))
+}
+
+/// Opens each, and no GPU twice, by whatever names.
+fn choose_all<T>(
+    choices: &[DeviceChoice],
+    probe: impl Fn() -> Result<Vec<Gpu>, ProbeError>,
+    gpu: impl Fn(Gpu) -> Result<T, GpuUnusable>,
+    cpu: impl Fn() -> Result<T, OpenError>,
+) -> Result<Vec<T>, DeviceError> {
+    let mut taken = BTreeSet::new();
+    let open = |choice| {
+        let once = |found: Gpu| {
+            if !taken.insert(found.uuid.clone()) {
+                return Err(GpuUnusable::Taken(found.uuid));
+            }
+            gpu(found)
+        };
+        choose(choice, &probe, once, &cpu)
+    };
+    choices.iter().map(open).collect()
 }
 
 fn open_cpu(config: &Config) -> Result<Box<dyn Backend>, OpenError> {
@@ -193,5 +218,22 @@ mod tests {
             let error = chosen(&by(name), gpus).unwrap_err();
             assert!(error.contains(wanted) && error.contains("device.device"), "{error}");
         }
+    }
+
+    #[test]
+    fn every_device_that_is_named_is_opened_and_no_gpu_twice() {
+        let probe = || Ok((0..4).map(gpu).collect());
+        let open = |gpu: Gpu| Ok(format!("gpu {}", gpu.ordinal));
+        let all = |choices: &[DeviceChoice]| {
+            choose_all(choices, probe, open, || Ok("cpu".to_owned()))
+        };
+        let cuda = |ordinal| DeviceChoice::Cuda(GpuName::Ordinal(ordinal));
+        let named = DeviceChoice::Cuda(GpuName::Uuid("GPU-2".to_owned()));
+        let opened = all(&[cuda(3), named.clone(), DeviceChoice::Cpu]).unwrap();
+        assert_eq!(opened, ["gpu 3", "gpu 2", "cpu"]);
+        let twice = all(&[cuda(2), named]).unwrap_err().to_string();
+        assert!(twice.contains("GPU-2 is named before"), "{twice}");
+        let gone = all(&[cuda(0), cuda(7)]).unwrap_err().to_string();
+        assert!(gone.contains("there is no cuda:7"), "{gone}");
     }
 }

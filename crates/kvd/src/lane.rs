@@ -49,7 +49,7 @@ impl State {
 }
 
 fn device_failed() -> ServiceError {
-    let message = "the device has failed; the daemon is going down";
+    let message = "the device of this model has failed; the daemon must be started again";
     ServiceError::new(ErrorCode::DeviceFailed, message)
 }
 
@@ -90,6 +90,7 @@ impl Lane {
         let (jobs, queue) = mpsc::channel(queue_jobs_max);
         let state = Arc::new(State::default());
         let info = backend.info();
+        let device = info.description.clone();
         let lane = Self {
             jobs,
             state: state.clone(),
@@ -100,7 +101,7 @@ impl Lane {
         let (jobs, on_thread) = (lane.jobs.downgrade(), state.clone());
         let thread = std::thread::Builder::new()
             .name("kvd-lane".to_owned())
-            .spawn(move || run(backend, queue, &on_thread, on_failure))?;
+            .spawn(move || run(backend, &device, queue, &on_thread, on_failure))?;
         Ok((lane, LaneThread { thread, jobs, state }))
     }
 
@@ -171,6 +172,7 @@ impl Lane {
 
 fn run(
     mut backend: Box<dyn Backend>,
+    device: &str,
     mut queue: mpsc::Receiver<Job>,
     state: &State,
     on_failure: impl FnOnce(),
@@ -193,9 +195,9 @@ fn run(
         match ran.map(|()| backend.failure()) {
             Ok(None) => continue,
             Ok(Some(reason)) => {
-                tracing::error!(reason, "the device has failed; the lane is closed");
+                tracing::error!(device, reason, "the device has failed; the lane is closed");
             }
-            Err(_) => tracing::error!("a device job panicked; the lane is closed"),
+            Err(_) => tracing::error!(device, "a device job panicked; the lane is closed"),
         }
         state.failed.store(true, Ordering::Release);
         if let Some(tell) = on_failure.take() {

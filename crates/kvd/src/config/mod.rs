@@ -48,8 +48,8 @@ pub struct Config {
     pub connections_max: usize,
     /// Time to drain.
     pub grace_period: Duration,
-    /// What computes.
-    pub device: DeviceChoice,
+    /// What computes, at least one.
+    pub devices: Vec<DeviceChoice>,
     /// Page memory.
     pub pool_bytes: u64,
     /// Touch it at start.
@@ -95,6 +95,9 @@ pub struct Config {
     /// Log filter directives.
     pub log_filter: String,
 }
+
+/// Devices of one daemon.
+const DEVICES_MAX: usize = 16;
 
 /// What computes, and holds the pages.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -161,7 +164,7 @@ impl Config {
             )?,
             connections_max: permits("server.connections_max", server.connections_max)?,
             grace_period: Duration::from_millis(server.grace_period_ms),
-            device: device(&raw.device.device)?,
+            devices: devices(&raw.device.device)?,
             pool_bytes: at_least("device.pool_bytes", raw.device.pool_bytes.as_u64(), 1 << 20)?,
             prefault: raw.device.prefault,
             threads: raw.device.threads,
@@ -346,6 +349,24 @@ fn precision(text: &str) -> Result<Precision, ConfigError> {
     Precision::ALL.into_iter().find(|precision| precision.name() == text).ok_or_else(|| {
         ConfigError::new("device.precision", format!("{text:?} is not fast or single"))
     })
+}
+
+/// Devices between commas.
+fn devices(text: &str) -> Result<Vec<DeviceChoice>, ConfigError> {
+    let devices: Vec<_> = text.split(',').map(|text| device(text.trim())).collect::<Result<_, _>>()?;
+    let is_named_twice = |(index, choice): (usize, &DeviceChoice)| {
+        matches!(choice, DeviceChoice::Cuda(_)) && devices[..index].contains(choice)
+    };
+    let reason = if devices.len() > 1 && devices.contains(&DeviceChoice::Auto) {
+        "auto stands alone"
+    } else if devices.len() > DEVICES_MAX {
+        "a daemon has at most 16 devices"
+    } else if devices.iter().enumerate().any(is_named_twice) {
+        "a GPU is named twice"
+    } else {
+        return Ok(devices);
+    };
+    Err(ConfigError::new("device.device", format!("{text:?}: {reason}")))
 }
 
 fn device(text: &str) -> Result<DeviceChoice, ConfigError> {

@@ -44,8 +44,12 @@ fn compiled_kernels_are_kept_where_the_system_keeps_caches_or_where_it_is_said()
 
 #[test]
 fn a_device_is_the_processor_or_a_gpu_by_number_or_uuid() {
-    let device = |text| load("", &[("device.device", text)]).unwrap().device;
-    assert_eq!(Config::load(&Overrides::default()).unwrap().device, DeviceChoice::Cpu);
+    let devices = |text| load("", &[("device.device", text)]).unwrap().devices;
+    let device = |text| devices(text).remove(0);
+    assert_eq!(Config::load(&Overrides::default()).unwrap().devices, [DeviceChoice::Cpu]);
+    let two = [DeviceChoice::Cuda(GpuName::Ordinal(0)), DeviceChoice::Cuda(GpuName::Ordinal(1))];
+    assert_eq!(devices("cuda:0, cuda:1"), two);
+    assert_eq!(devices("cpu,cpu").len(), 2);
     assert_eq!(device("auto"), DeviceChoice::Auto);
     assert_eq!(device("cuda:3"), DeviceChoice::Cuda(GpuName::Ordinal(3)));
     let uuid = "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f";
@@ -65,6 +69,9 @@ fn errors_name_the_key() {
         ("[device]\ndevice = \"cuda\"\n", "device.device"),
         ("[device]\ndevice = \"cuda:-1\"\n", "device.device"),
         ("[device]\ndevice = \"cuda:GPU-12\"\n", "device.device"),
+        ("[device]\ndevice = \"cpu,\"\n", "device.device"),
+        ("[device]\ndevice = \"cuda:1,cuda:0,cuda:1\"\n", "device.device"),
+        ("[device]\ndevice = \"cpu, auto\"\n", "device.device"),
         ("[device]\nprecision = \"half\"\n", "device.precision"),
         ("[limits]\nmodels_max = 0\n", "limits.models_max"),
         ("[limits]\nmodels_max = -1\n", "limits.models_max"),

@@ -136,7 +136,7 @@ async fn exposition() -> String {
     let backend = Box::new(CpuBackend::new(options).unwrap());
     let metrics = Arc::new(Metrics::new());
     let (lane, thread) = Lane::start(backend, config.queue_jobs_max, &metrics, || {}).unwrap();
-    let service = Service::new(config, lane, metrics.clone());
+    let service = Service::new(config, vec![lane], metrics.clone());
     let call = Call { namespace: Namespace::new("default").unwrap(), deadline: None };
     let geometry = Geometry {
         layers: 1,

@@ -60,7 +60,7 @@ impl Service {
         }
         // `pins` keeps what the plan names alive until the device has answered.
         let (queries, pins) = self.plan_queries(call, &batch, &reads)?;
-        let query_tokens = batch.rows();
+        let (seat, query_tokens) = (&self.seats[model.seat], batch.rows());
         let plan = AttendPlan {
             model: batch.model,
             layer: batch.layer,
@@ -82,7 +82,7 @@ impl Service {
             metrics.attended_logical_bytes.increment(logical_bytes(&plan, &model.shape.geometry));
             Ok(AttendReply { out: attended.out, lse: attended.lse })
         };
-        self.lane.run(call, work).await
+        seat.lane.run(call, work).await
     }
 
     /// Bytes of the answer. Refuses a batch whose answer the transport could not carry, before any
@@ -134,7 +134,8 @@ impl Service {
         batch: &AttendBatch,
         query: &AttendQuery,
     ) -> Result<Read, ServiceError> {
-        let of = self.store.model_of(&call.namespace, query.sequence)?;
+        let store = &self.seat_of(query.sequence).store;
+        let of = store.model_of(&call.namespace, query.sequence)?;
         if of.id != model.shape.id {
             let message =
                 format!("sequence {} is of model {}, not {}", query.sequence, of.id, batch.model);
@@ -142,7 +143,7 @@ impl Service {
         }
         // No token is pinned here: this tests and finds the length.
         let pinned =
-            self.store.pin(&call.namespace, query.sequence, batch.layer, 0..0, query.kv_length)?;
+            store.pin(&call.namespace, query.sequence, batch.layer, 0..0, query.kv_length)?;
         let length = pinned.length;
         // An end past the readable length reads up to it, as a causal bound would.
         let end = query.end.map_or(length, |end| end.min(length));
@@ -211,8 +212,8 @@ impl Service {
                 Entry::Occupied(known) => known.get().clone(),
                 Entry::Vacant(new) => {
                     let (sequence, length, start, end) = read.key;
-                    let pinned = self
-                        .store
+                    let store = &self.seat_of(sequence).store;
+                    let pinned = store
                         .pin(&call.namespace, sequence, batch.layer, start..end, Some(length))
                         .map_err(|error| ServiceError::from(error).in_query(index))?;
                     let parts = new.insert(plan::parts(&pinned).into()).clone();

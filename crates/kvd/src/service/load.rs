@@ -34,9 +34,10 @@ impl Service {
         range: &LoadRange,
     ) -> Result<Vec<LoadRange>, ServiceError> {
         self.admit(call)?;
-        let shape = self.store.model_of(&call.namespace, range.sequence)?;
+        let store = &self.seat_of(range.sequence).store;
+        let shape = store.model_of(&call.namespace, range.sequence)?;
         range.check_shape(&shape.geometry)?;
-        self.store.pin(
+        store.pin(
             &call.namespace,
             range.sequence,
             range.layer,
@@ -69,11 +70,12 @@ impl Service {
     ) -> Result<LoadPiece, ServiceError> {
         // The load as a whole was let in: a drain lets it finish.
         call.check_deadline()?;
-        let shape = self.store.model_of(&call.namespace, piece.sequence)?;
+        let seat = self.seat_of(piece.sequence);
+        let shape = seat.store.model_of(&call.namespace, piece.sequence)?;
         let model = self.models.find(&call.namespace, shape.id)?;
         let (start, end) = (piece.start, piece.end);
         let pinned =
-            self.store.pin(&call.namespace, piece.sequence, piece.layer, start..end, None)?;
+            seat.store.pin(&call.namespace, piece.sequence, piece.layer, start..end, None)?;
         let plan = LoadPlan {
             model: shape.id,
             layer: piece.layer,
@@ -87,7 +89,7 @@ impl Service {
             model.metrics.load_seconds.record(began.elapsed().as_secs_f64());
             Ok(LoadPiece { start, tokens: end - start, k: rows.k, v: rows.v })
         };
-        self.lane.run(call, work).await
+        seat.lane.run(call, work).await
     }
 }
 

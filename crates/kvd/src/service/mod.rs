@@ -32,20 +32,25 @@ use crate::config::Config;
 use crate::lane::Lane;
 use crate::metrics::{Metric, Metrics};
 use budget::ByteBudget;
-use kvd_core::{ErrorCode, Namespace};
+use kvd_core::{ErrorCode, Namespace, SequenceId};
 use kvd_store::{Limits, Pool, Store};
 use model::Models;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use tokio::sync::Semaphore;
 
+/// A device and what is stored on it. Whole models are on one: which, says [`Model::seat`].
+pub(crate) struct Seat {
+    lane: Lane,
+    store: Arc<Store>,
+}
+
 /// The daemon's state, shared by all transports.
 pub struct Service {
     config: Arc<Config>,
     boot_id: String,
-    lane: Lane,
-    pool: Arc<Pool>,
-    store: Arc<Store>,
+    /// At least one.
+    seats: Vec<Seat>,
     models: Arc<Models>,
     metrics: Arc<Metrics>,
     inflight: ByteBudget,
@@ -55,22 +60,27 @@ pub struct Service {
 }
 
 impl Service {
-    /// A service over one device.
+    /// A service over devices, at least one.
     #[must_use]
-    pub fn new(config: Arc<Config>, lane: Lane, metrics: Arc<Metrics>) -> Self {
-        let pool = Pool::new("host", lane.info().arena_bytes);
+    pub fn new(config: Arc<Config>, lanes: Vec<Lane>, metrics: Arc<Metrics>) -> Self {
         let limits = Limits {
             sequences_max: config.sequences_max as u64,
             sequence_layers_max: config.sequence_layers_max,
             tokens_per_sequence_max: config.tokens_per_sequence_max,
             ..Limits::default()
         };
-        let store = Arc::new(Store::new(pool.clone(), limits));
+        let count = lanes.len() as u64;
+        let seat = |(index, lane): (u64, Lane)| {
+            let pool = Pool::new("host", lane.info().arena_bytes);
+            Seat { lane, store: Arc::new(Store::one_of(pool, limits, index, count)) }
+        };
+        let seats: Vec<Seat> = (0..).zip(lanes).map(seat).collect();
+        assert!(!seats.is_empty(), "a service without a device");
         let boot_id = boot_id();
         let labels = [
             ("version", env!("CARGO_PKG_VERSION")),
             ("boot_id", &boot_id),
-            ("device", &lane.info().description),
+            ("device", &devices(&seats)),
         ];
         metrics.gauge(Metric::BuildInfo, &labels).set(1.0);
         // Both then count up and down with the regions themselves.
@@ -83,9 +93,7 @@ impl Service {
             draining: AtomicBool::new(false),
             config,
             boot_id,
-            lane,
-            pool,
-            store,
+            seats,
             metrics,
         }
     }
@@ -102,10 +110,34 @@ impl Service {
         &self.boot_id
     }
 
-    /// The device.
+    /// The devices, in words.
     #[must_use]
-    pub fn lane(&self) -> &Lane {
-        &self.lane
+    pub fn devices(&self) -> String {
+        devices(&self.seats)
+    }
+
+    /// Their lanes.
+    pub fn lanes(&self) -> impl Iterator<Item = &Lane> {
+        self.seats.iter().map(|seat| &seat.lane)
+    }
+
+    /// The first device.
+    #[cfg(test)]
+    pub(crate) fn lane(&self) -> &Lane {
+        &self.seats[0].lane
+    }
+
+    /// Where a sequence is, if it is anywhere.
+    fn seat_of(&self, sequence: SequenceId) -> &Seat {
+        &self.seats[Store::index_of(sequence, self.seats.len() as u64) as usize]
+    }
+
+    /// Where the next model goes: of the devices that work, the one with the fewest.
+    fn next_seat(&self) -> usize {
+        let models = self.models.list(None);
+        let count = |seat: usize| models.iter().filter(|model| model.seat == seat).count();
+        let by_use = |seat: &usize| (self.seats[*seat].lane.failed(), count(*seat));
+        (0..self.seats.len()).min_by_key(by_use).unwrap_or(0)
     }
 
     /// The recorder.
@@ -122,7 +154,16 @@ impl Service {
     /// Whether requests are served.
     #[must_use]
     pub fn ready(&self) -> bool {
-        !self.draining.load(Ordering::Acquire) && !self.lane.failed()
+        !self.draining.load(Ordering::Acquire) && !self.lanes().any(Lane::failed)
+    }
+
+    /// Why not, for people.
+    #[must_use]
+    pub fn why_unready(&self) -> String {
+        let failed = self.lanes().filter(|lane| lane.failed());
+        let failed = failed.map(|lane| format!("failed: {}\n", lane.info().description));
+        let draining = self.draining.load(Ordering::Acquire);
+        failed.chain(draining.then(|| "draining\n".to_owned())).collect()
     }
 
     /// Lets a request in, or says why not.
@@ -146,6 +187,11 @@ impl Service {
             format!("namespace {namespace} may not use this daemon (see namespaces.allowed)");
         Err(ServiceError::new(ErrorCode::NamespaceDenied, message))
     }
+}
+
+fn devices(seats: &[Seat]) -> String {
+    let names: Vec<_> = seats.iter().map(|seat| &seat.lane.info().description[..]).collect();
+    names.join(", ")
 }
 
 /// Distinct for every start on a machine: time, process and address-space layout.

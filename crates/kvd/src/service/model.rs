@@ -1,6 +1,6 @@
 //! Registered models: a name in a namespace, bound to one geometry, codec and calibration.
 
-use super::ServiceError;
+use super::{Seat, ServiceError};
 use super::query_sample::QuerySample;
 use crate::metrics::ModelMetrics;
 use kvd_codec::CodecSpec;
@@ -17,6 +17,8 @@ pub struct Model {
     pub shape: Arc<ModelShape>,
     /// Name, unique in its namespace.
     pub name: String,
+    /// Which of the daemon's devices has it.
+    pub seat: usize,
     /// The codec in full.
     pub spec: CodecSpec,
     /// The codec as the caller wrote it: a preset's name, or a spec.
@@ -152,10 +154,11 @@ impl Models {
         &self,
         namespace: &Namespace,
         id: ModelId,
-        store: &Store,
+        seats: &[Seat],
     ) -> Result<SequenceId, ServiceError> {
         let state = self.state.lock();
-        Ok(store.open(state.find(namespace, id)?.shape.clone())?)
+        let model = state.find(namespace, id)?;
+        Ok(seats[model.seat].store.open(model.shape.clone())?)
     }
 
     /// Takes a model out, unless it has sequences.

@@ -1,6 +1,7 @@
 //! Device memory that workers share: lane jobs, and a guard that gives it back.
 
 use super::{Call, Service, ServiceError};
+use crate::lane::Lane;
 use kvd_compute::{DeviceRegion, RegionHandle};
 use kvd_core::ErrorCode;
 use std::sync::Arc;
@@ -9,16 +10,28 @@ use std::time::Duration;
 /// How long a full queue is left alone before a region is closed again.
 const CLOSE_PAUSE: Duration = Duration::from_millis(20);
 
+/// The same handle once more.
+fn again(handle: &RegionHandle) -> Result<RegionHandle, ServiceError> {
+    match handle {
+        RegionHandle::CudaIpc(handle) => Ok(RegionHandle::CudaIpc(*handle)),
+        RegionHandle::CudaFd(file) => file.try_clone().map(RegionHandle::CudaFd).map_err(|error| {
+            ServiceError::new(ErrorCode::LimitExceeded, format!("another descriptor: {error}"))
+        }),
+    }
+}
+
 /// Device memory that is open until this is dropped.
 pub(crate) struct OpenMemory {
-    service: Arc<Service>,
+    /// Of the device that has opened it.
+    lane: Lane,
     call: Call,
     region: DeviceRegion,
     size_bytes: u64,
 }
 
 impl OpenMemory {
-    /// Opens it. Given up half-way, it is closed again.
+    /// Opens it, on the first device that can: a driver refuses what is another GPU's, unless it
+    /// reaches that one's memory. Given up half-way, it is closed again.
     ///
     /// # Errors
     /// Why the device cannot, or queue errors.
@@ -31,11 +44,20 @@ impl OpenMemory {
         let (service, call) = (service.clone(), call.clone());
         // On a task of its own, whose outcome is dropped, and so closed, when nobody waits for it.
         let opening = tokio::spawn(async move {
-            let work = move |backend: &mut dyn kvd_compute::Backend| {
-                Ok(backend.open_region(handle, size_bytes)?)
-            };
-            let region = service.lane.run(&call, work).await?;
-            Ok(Self { service, call, region, size_bytes })
+            let mut refused = None;
+            for lane in service.lanes().filter(|lane| !lane.failed()) {
+                let handle = again(&handle)?;
+                let work = move |backend: &mut dyn kvd_compute::Backend| {
+                    Ok(backend.open_region(handle, size_bytes)?)
+                };
+                match lane.run(&call, work).await {
+                    Ok(region) => return Ok(Self { lane: lane.clone(), call, region, size_bytes }),
+                    Err(error) => refused = Some(error),
+                }
+            }
+            Err(refused.unwrap_or_else(|| {
+                ServiceError::new(ErrorCode::DeviceFailed, "every device has failed")
+            }))
         });
         let ended = |_| ServiceError::new(ErrorCode::ShuttingDown, "the daemon has stopped");
         opening.await.unwrap_or_else(|error| Err(ended(error)))
@@ -72,7 +94,7 @@ impl OpenMemory {
             backend.read_region(region, offset, &mut to)?;
             Ok(to)
         };
-        self.service.lane.run(call, work).await
+        self.lane.run(call, work).await
     }
 
     /// Copies bytes in.
@@ -90,7 +112,7 @@ impl OpenMemory {
         let work = move |backend: &mut dyn kvd_compute::Backend| {
             Ok(backend.write_region(region, offset, &bytes)?)
         };
-        self.service.lane.run(call, work).await
+        self.lane.run(call, work).await
     }
 }
 
@@ -98,7 +120,7 @@ impl Drop for OpenMemory {
     fn drop(&mut self) {
         // Without a runtime the daemon is gone, and the backend closes what is open itself.
         let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
-        let (service, region) = (self.service.clone(), self.region);
+        let (lane, region) = (self.lane.clone(), self.region);
         let call = Call { deadline: None, ..self.call.clone() };
         runtime.spawn(async move {
             loop {
@@ -106,7 +128,7 @@ impl Drop for OpenMemory {
                     backend.close_region(region);
                     Ok(())
                 };
-                match service.lane.run(&call, work).await {
+                match lane.run(&call, work).await {
                     Err(error) if error.code() == ErrorCode::QueueFull => {
                         tokio::time::sleep(CLOSE_PAUSE).await;
                     }

@@ -68,6 +68,8 @@ impl Service {
         let label = codec_label(&spec.codec, &fingerprint);
         let (models, metrics, namespace) =
             (self.models.clone(), self.metrics.clone(), call.namespace.clone());
+        // The turn keeps others from counting at the same time.
+        let seat = self.next_seat();
         let queries = QuerySample::new(&spec.geometry, &codec, &self.config);
         let register = move |backend: &mut dyn Backend| {
             backend.supports(&runtime)?;
@@ -86,6 +88,7 @@ impl Service {
                         recent: codec.recent,
                     }),
                     name: spec.name,
+                    seat,
                     spec: codec,
                     codec: spec.codec,
                     fingerprint,
@@ -101,7 +104,7 @@ impl Service {
             drop((turn, inflight));
             registered
         };
-        self.lane.run(call, register).await
+        self.seats[seat].lane.run(call, register).await
     }
 
     /// Waits for the right to build a codec, as long as the caller does.
@@ -144,9 +147,9 @@ impl Service {
     /// `UNKNOWN_MODEL` or `MODEL_IN_USE`; the model is as it was after any error.
     pub async fn unregister_model(&self, call: &Call, id: ModelId) -> Result<(), ServiceError> {
         self.admit(call)?;
-        self.models.find(&call.namespace, id)?;
+        let seat = &self.seats[self.models.find(&call.namespace, id)?.seat];
         let (models, store, metrics, namespace) =
-            (self.models.clone(), self.store.clone(), self.metrics.clone(), call.namespace.clone());
+            (self.models.clone(), seat.store.clone(), self.metrics.clone(), call.namespace.clone());
         let forget = move |backend: &mut dyn Backend| {
             let model = models.remove(&namespace, id, &store)?;
             backend.unregister(id);
@@ -154,7 +157,7 @@ impl Service {
             tracing::info!(%id, name = model.name, "model unregistered");
             Ok(())
         };
-        self.lane.run(call, forget).await
+        seat.lane.run(call, forget).await
     }
 }
 

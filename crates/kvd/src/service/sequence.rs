@@ -11,7 +11,7 @@ impl Service {
     /// `UNKNOWN_MODEL` or `LIMIT_EXCEEDED`.
     pub fn open_sequence(&self, call: &Call, model: ModelId) -> Result<SequenceId, ServiceError> {
         self.admit(call)?;
-        self.models.open(&call.namespace, model, &self.store)
+        self.models.open(&call.namespace, model, &self.seats)
     }
 
     /// A new sequence that shares the parent's first tokens.
@@ -25,7 +25,7 @@ impl Service {
         length: Option<u32>,
     ) -> Result<(SequenceId, u32), ServiceError> {
         self.admit(call)?;
-        Ok(self.store.fork(&call.namespace, id, length)?)
+        Ok(self.seat_of(id).store.fork(&call.namespace, id, length)?)
     }
 
     /// Forgets the tokens from `length` on.
@@ -39,7 +39,7 @@ impl Service {
         length: u32,
     ) -> Result<(), ServiceError> {
         self.admit(call)?;
-        Ok(self.store.truncate(&call.namespace, id, length)?)
+        Ok(self.seat_of(id).store.truncate(&call.namespace, id, length)?)
     }
 
     /// Gives a sequence up; blocks that others share stay.
@@ -49,7 +49,7 @@ impl Service {
     pub fn close_sequence(&self, call: &Call, id: SequenceId) -> Result<(), ServiceError> {
         // Also while draining: giving back is never refused.
         self.allow(&call.namespace)?;
-        Ok(self.store.close(&call.namespace, id)?)
+        Ok(self.seat_of(id).store.close(&call.namespace, id)?)
     }
 
     /// What a sequence holds.
@@ -62,6 +62,6 @@ impl Service {
         id: SequenceId,
     ) -> Result<SequenceUsage, ServiceError> {
         self.admit(call)?;
-        Ok(self.store.describe(&call.namespace, id)?)
+        Ok(self.seat_of(id).store.describe(&call.namespace, id)?)
     }
 }

@@ -1,6 +1,7 @@
 //! What the daemon holds, for `GetStats` and for the gauges that are read at scrape.
 
 use super::{Call, Model, Service, ServiceError};
+use crate::lane::Lane;
 use crate::metrics::Metric;
 use kvd_compute::ModelBytes;
 use kvd_store::{ModelUsage, PoolUsage, StoredBytes};
@@ -21,10 +22,21 @@ pub struct ModelStats {
 }
 
 impl Service {
-    /// Use of the pool.
+    /// Use of the pools, all devices together; the largest free range is that of one of them.
     #[must_use]
     pub fn pool_stats(&self) -> PoolStats {
-        self.pool.usage()
+        let mut all = self.seats[0].store.pool().usage();
+        for usage in self.seats[1..].iter().map(|seat| seat.store.pool().usage()) {
+            all.capacity_bytes += usage.capacity_bytes;
+            all.used_bytes += usage.used_bytes;
+            all.slots += usage.slots;
+            all.largest_free_bytes = all.largest_free_bytes.max(usage.largest_free_bytes);
+        }
+        all
+    }
+
+    fn usage(&self, model: &Model) -> ModelUsage {
+        self.seats[model.seat].store.usage(model.shape.id)
     }
 
     /// One model's totals. The device is not asked: it may be busy for long.
@@ -34,18 +46,23 @@ impl Service {
     pub fn model_stats(&self, call: &Call, model: Arc<Model>) -> Result<ModelStats, ServiceError> {
         call.check_deadline()?;
         let once = once(&model);
-        Ok(ModelStats { usage: self.store.usage(model.shape.id), model, once })
+        Ok(ModelStats { usage: self.usage(&model), model, once })
+    }
+
+    /// Jobs that wait for a device.
+    fn queued(&self) -> usize {
+        self.lanes().map(Lane::queued).sum()
     }
 
     /// Sets the gauges, without asking the device.
     pub fn refresh_gauges(&self) {
         let metrics = &self.metrics;
         metrics.gauge(Metric::Ready, &[]).set(if self.ready() { 1.0 } else { 0.0 });
-        metrics.gauge(Metric::QueueDepth, &[]).set(self.lane.queued() as f64);
+        metrics.gauge(Metric::QueueDepth, &[]).set(self.queued() as f64);
         if let Some(bytes) = resident_bytes() {
             metrics.gauge(Metric::ResidentBytes, &[]).set(bytes as f64);
         }
-        let pool = self.pool.usage();
+        let pool = self.pool_stats();
         let tier = [("tier", pool.tier)];
         metrics.gauge(Metric::PoolCapacityBytes, &tier).set(pool.capacity_bytes as f64);
         metrics.gauge(Metric::PoolUsedBytes, &tier).set(pool.used_bytes as f64);
@@ -54,7 +71,7 @@ impl Service {
         let models = self.models.list(None);
         metrics.gauge(Metric::Models, &[]).set(models.len() as f64);
         for model in models {
-            refresh_model(&model, &self.store.usage(model.shape.id));
+            refresh_model(&model, &self.usage(&model));
         }
     }
 }

@@ -28,12 +28,13 @@ impl Service {
     /// Shape, range, finiteness, pool and queue errors; nothing is visible then.
     pub async fn store(&self, call: &Call, chunk: StoreChunk) -> Result<StoreReply, ServiceError> {
         self.admit(call)?;
-        let shape = self.store.model_of(&call.namespace, chunk.sequence)?;
+        let seat = self.seat_of(chunk.sequence);
+        let shape = seat.store.model_of(&call.namespace, chunk.sequence)?;
         chunk.check_shape(&shape.geometry)?;
         let model = self.models.find(&call.namespace, shape.id)?;
         let inflight = self.inflight.take((chunk.k.len() + chunk.v.len()) as u64)?;
         let hash = content_hash(&chunk);
-        let append = self.store.begin_append(
+        let append = seat.store.begin_append(
             &call.namespace,
             chunk.sequence,
             chunk.layer,
@@ -48,13 +49,13 @@ impl Service {
             Append::Ticket(ticket) => ticket,
         };
         let rows = IncomingRows { tokens: chunk.tokens, k: chunk.k, v: chunk.v };
-        let pool = self.pool.clone();
+        let pool = seat.store.pool().clone();
         let work = move |backend: &mut dyn Backend| {
             let reply = execute(backend, &pool, &model, ticket, &rows);
             drop((rows, inflight));
             reply
         };
-        self.lane.run(call, work).await
+        seat.lane.run(call, work).await
     }
 }
 

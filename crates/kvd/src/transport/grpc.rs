@@ -62,7 +62,7 @@ impl Kvd for Grpc {
             Ok(v1::GetServerInfoResponse {
                 version: env!("CARGO_PKG_VERSION").to_owned(),
                 boot_id: service.boot_id().to_owned(),
-                device: service.lane().info().description.clone(),
+                device: service.devices(),
                 pool_capacity_bytes: service.pool_stats().capacity_bytes,
                 message_bytes_max: service.config().message_bytes_max as u64,
                 block_tokens_default: service.config().block_tokens_default,

@@ -163,6 +163,28 @@ pub(super) fn chunk(sequence: SequenceId, start: u32, tokens: u32) -> StoreChunk
     StoreChunk { sequence, layer: LayerIndex(0), start, tokens, k: bytes.clone(), v: bytes }
 }
 
+/// A service over so many devices, and what is seen of each.
+pub(super) fn several(
+    count: usize,
+    arena_bytes: u64,
+    settings: &[(&str, &str)],
+) -> (Arc<Service>, Vec<Arc<Probe>>) {
+    let flags = settings.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect();
+    let overrides = Overrides { flags, ..Overrides::default() };
+    let config = Arc::new(Config::load(&overrides).unwrap());
+    let options = CpuOptions { arena_bytes, prefault: false, threads: 1 };
+    let metrics = Arc::new(Metrics::new());
+    let probes: Vec<_> = (0..count).map(|_| Arc::<Probe>::default()).collect();
+    let start = |probe: &Arc<Probe>| {
+        let inner = CpuBackend::new(options).unwrap();
+        let device = Box::new(Device { inner, probe: probe.clone(), failure: None });
+        // The thread ends with the last handle on the lane.
+        Lane::start(device, config.queue_jobs_max, &metrics, || {}).unwrap().0
+    };
+    let lanes = probes.iter().map(start).collect();
+    (Arc::new(Service::new(config.clone(), lanes, metrics)), probes)
+}
+
 pub(super) struct Bench {
     pub(super) service: Arc<Service>,
     pub(super) probe: Arc<Probe>,
@@ -170,19 +192,9 @@ pub(super) struct Bench {
 
 impl Bench {
     pub(super) fn new(arena_bytes: u64, settings: &[(&str, &str)]) -> Self {
-        let flags = settings.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect();
-        let overrides = Overrides { flags, ..Overrides::default() };
-        let config = Arc::new(Config::load(&overrides).unwrap());
-        let options = CpuOptions { arena_bytes, prefault: false, threads: 1 };
-        let probe = Arc::<Probe>::default();
-        let inner = CpuBackend::new(options).unwrap();
-        let device = Box::new(Device { inner, probe: probe.clone(), failure: None });
-        let metrics = Arc::new(Metrics::new());
-        // The thread ends with the last handle on the lane.
-        let (lane, _) = Lane::start(device, config.queue_jobs_max, &metrics, || {}).unwrap();
-        Self { service: Arc::new(Service::new(config, lane, metrics)), probe }
+        let (service, mut probes) = several(1, arena_bytes, settings);
+        Self { service, probe: probes.remove(0) }
     }
-
     pub(super) async fn register(&self, name: &str, codec: &str) -> Arc<Model> {
         self.service.register_model(&call(), spec(name, codec)).await.unwrap()
     }

@@ -157,8 +157,8 @@ impl Fixture {
         let options = CpuOptions { arena_bytes: 4 << 20, prefault: false, threads: 1 };
         let memories = Memories::default();
         let cpu = CpuBackend::new(options).unwrap();
-        let device = Box::new(Device { cpu, memories: memories.clone() });
-        let running = Daemon::build_on(config, device).await.unwrap().spawn();
+        let device: Box<dyn Backend> = Box::new(Device { cpu, memories: memories.clone() });
+        let running = Daemon::build_on(config, vec![device]).await.unwrap().spawn();
         let endpoint = format!("unix:{}", path("grpc")).parse().unwrap();
         let client = Client::connect(endpoint).await.unwrap();
         let batch = stored(&client).await;
