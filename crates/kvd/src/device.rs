@@ -224,9 +224,8 @@ mod tests {
     fn every_device_that_is_named_is_opened_and_no_gpu_twice() {
         let probe = || Ok((0..4).map(gpu).collect());
         let open = |gpu: Gpu| Ok(format!("gpu {}", gpu.ordinal));
-        let all = |choices: &[DeviceChoice]| {
-            choose_all(choices, probe, open, || Ok("cpu".to_owned()))
-        };
+        let all =
+            |choices: &[DeviceChoice]| choose_all(choices, probe, open, || Ok("cpu".to_owned()));
         let cuda = |ordinal| DeviceChoice::Cuda(GpuName::Ordinal(ordinal));
         let named = DeviceChoice::Cuda(GpuName::Uuid("GPU-2".to_owned()));
         let opened = all(&[cuda(3), named.clone(), DeviceChoice::Cpu]).unwrap();

@@ -353,7 +353,8 @@ fn precision(text: &str) -> Result<Precision, ConfigError> {
 
 /// Devices between commas.
 fn devices(text: &str) -> Result<Vec<DeviceChoice>, ConfigError> {
-    let devices: Vec<_> = text.split(',').map(|text| device(text.trim())).collect::<Result<_, _>>()?;
+    let devices: Vec<_> =
+        text.split(',').map(|text| device(text.trim())).collect::<Result<_, _>>()?;
     let is_named_twice = |(index, choice): (usize, &DeviceChoice)| {
         matches!(choice, DeviceChoice::Cuda(_)) && devices[..index].contains(choice)
     };

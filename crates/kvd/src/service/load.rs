@@ -37,13 +37,7 @@ impl Service {
         let store = &self.seat_of(range.sequence).store;
         let shape = store.model_of(&call.namespace, range.sequence)?;
         range.check_shape(&shape.geometry)?;
-        store.pin(
-            &call.namespace,
-            range.sequence,
-            range.layer,
-            range.start..range.end,
-            None,
-        )?;
+        store.pin(&call.namespace, range.sequence, range.layer, range.start..range.end, None)?;
         let dtype = range.dtype.unwrap_or(shape.geometry.dtype);
         let step = piece_tokens(&shape.geometry, dtype);
         let token_bytes = shape.geometry.values_per_token() * dtype.size_bytes() as u64;

@@ -72,7 +72,7 @@ impl Service {
         let count = lanes.len() as u64;
         let seat = |(index, lane): (u64, Lane)| {
             let pool = Pool::new("host", lane.info().arena_bytes);
-            Seat { lane, store: Arc::new(Store::one_of(pool, limits, index, count)) }
+            Seat { lane, store: Arc::new(Store::one_of(pool, limits.clone(), index, count)) }
         };
         let seats: Vec<Seat> = (0..).zip(lanes).map(seat).collect();
         assert!(!seats.is_empty(), "a service without a device");

@@ -1,7 +1,7 @@
 //! Registered models: a name in a namespace, bound to one geometry, codec and calibration.
 
-use super::{Seat, ServiceError};
 use super::query_sample::QuerySample;
+use super::{Seat, ServiceError};
 use crate::metrics::ModelMetrics;
 use kvd_codec::CodecSpec;
 use kvd_core::{ErrorCode, ModelId, Namespace, SequenceId};
