@@ -121,9 +121,9 @@ impl Service {
         self.seats.iter().map(|seat| &seat.lane)
     }
 
-    /// The first device.
-    #[cfg(test)]
-    pub(crate) fn lane(&self) -> &Lane {
+    /// The first of them; of a daemon with one device, that one's.
+    #[must_use]
+    pub fn lane(&self) -> &Lane {
         &self.seats[0].lane
     }
 
