@@ -5,7 +5,6 @@
 //! pointers stay inside those.
 #![allow(unsafe_code)] // Calls after detection, pointers into checked slices.
 #![allow(unsafe_op_in_unsafe_fn, reason = "the whole of each body needs what its caller upholds")]
-#![expect(clippy::needless_range_loop, reason = "indices name registers")]
 
 use super::dots::ROWS;
 use super::lanes::Lanes;
