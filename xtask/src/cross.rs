@@ -12,11 +12,16 @@ const EMULATOR: &str = "qemu-aarch64";
 /// Every instruction set that kernels exist for, and the C library of the target.
 const EMULATED: &str = "qemu-aarch64 -cpu max -L /usr/aarch64-linux-gnu";
 
+/// An emulator takes minutes for kernels that no compiler has optimised.
+const OPTIMISED: &str = "profile.dev.package.kvd-compute.opt-level=3";
+
 /// What is compiled, and what is run.
 const STEPS: &[&[&str]] = &[
     &["check", "--package", "kvd", "--target", TARGET],
     &[
         "test",
+        "--config",
+        OPTIMISED,
         "--package",
         "kvd-core",
         "--package",
