@@ -79,6 +79,7 @@ mod parts_lanes;
 mod parts_neon;
 #[cfg(target_arch = "x86_64")]
 mod parts_x86;
+mod peak;
 mod polar;
 #[cfg(target_arch = "aarch64")]
 mod products_neon;
@@ -104,6 +105,7 @@ use arena::HostArena;
 pub use codes::CodeDecoder;
 use kvd_codec::ModelCodec;
 use kvd_core::{Extent, LayerIndex, ModelId};
+pub use peak::multiply_adds;
 use simd::Simd;
 pub use simd::{InstructionSet, Precision};
 use std::collections::HashMap;
@@ -179,7 +181,7 @@ impl CpuBackend {
             .build()
             .map_err(|source| OpenError::Threads { threads: options.threads, source })?;
         Ok(Self {
-            arena: HostArena::new(options.arena_bytes, options.prefault)?,
+            arena: HostArena::new(options.arena_bytes, options.prefault.then_some(&threads))?,
             models: HashMap::new(),
             threads,
             simd: Simd::detect(),
