@@ -193,6 +193,16 @@ impl Look {
             _ => vqtbl4q_u8(*table, codes),
         }
     }
+
+    /// The values of codes, as products take them.
+    #[inline(always)]
+    unsafe fn values<P: Products, const KIND: u8>(
+        self,
+        [a, b]: [uint8x16_t; 2],
+        table: &Table,
+    ) -> P::Values {
+        P::values([self.look::<KIND>(a, table), self.look::<KIND>(b, table)])
+    }
 }
 
 /// Of a plane of codes: where the groups of four lie that are summed, one after the other.
@@ -279,10 +289,7 @@ unsafe fn keys_body<
                 for d in 0..DP {
                     let mut values = [P::values(cells[0]); C];
                     for c in 0..C {
-                        let [a, b] = cells[c];
-                        let a = look.look::<KIND>(a, &tables[d]);
-                        let b = look.look::<KIND>(b, &tables[d]);
-                        values[c] = P::values([a, b]);
+                        values[c] = look.values::<P, KIND>(cells[c], &tables[d]);
                     }
                     let at = ((pass + d) * per_row + position, per_row - position);
                     for row in 0..R {
@@ -343,10 +350,7 @@ unsafe fn values_body<
                 let mut values = [[P::values(cells[0]); C]; DP];
                 for d in 0..DP {
                     for c in 0..C {
-                        let [a, b] = cells[c];
-                        let a = look.look::<KIND>(a, &tables[d]);
-                        let b = look.look::<KIND>(b, &tables[d]);
-                        values[d][c] = P::values([a, b]);
+                        values[d][c] = look.values::<P, KIND>(cells[c], &tables[d]);
                     }
                 }
                 for row in 0..R {

@@ -1,5 +1,5 @@
-//! `float.rs` in AVX2, AVX-512 and NEON: rows are widened in registers, and each register of them is
-//! multiplied with four rows of queries or weights.
+//! `float.rs` in AVX2, AVX-512 and NEON: rows are widened in registers, and each register of them
+//! is multiplied with four rows of queries or weights.
 //!
 //! Everything here is reached through the two functions at the top, which know that the machine
 //! has the instructions (a [`Simd`] exists only then) and whose callers in `float.rs` have checked

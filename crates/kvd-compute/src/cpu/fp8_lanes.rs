@@ -1,5 +1,5 @@
-//! `fp8.rs` in AVX2, AVX-512 and NEON. Lanes are tokens (keys) or positions (values); the four bytes of
-//! a lane are what a sum adds.
+//! `fp8.rs` in AVX2, AVX-512 and NEON. Lanes are tokens (keys) or positions (values); the four
+//! bytes of a lane are what a sum adds.
 //!
 //! Everything here is reached through the two functions at the top, which know that the machine
 //! has the instructions (a [`Simd`] exists only then) and whose callers in `fp8.rs` have checked
