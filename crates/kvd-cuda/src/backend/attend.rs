@@ -1,5 +1,6 @@
 //! Attention on the device: tables up, launches, merge, results down.
 
+use super::memory::Device;
 use super::{CudaBackend, THREADS, error};
 use crate::abi::{AttendParameters, MergeParameters};
 use crate::driver::KernelLaunch;
@@ -103,15 +104,7 @@ impl CudaBackend {
         }
         let layer_tables = self.models[&plan.model].layers[&plan.layer].tables;
         let device = &mut self.device;
-        // Neighbours in scratch memory, so that this is one copy.
-        device.upload(placed.pages, bytemuck::cast_slice(&tables.pages))?;
-        device.upload(placed.queries, bytemuck::cast_slice(&tables.queries))?;
-        device.upload(placed.offsets, bytemuck::cast_slice(&tables.offsets))?;
-        device.upload(placed.ends, bytemuck::cast_slice(&tables.ends))?;
-        device.upload(placed.partials, bytemuck::cast_slice(&tables.order))?;
-        for (launch, units) in tables.launches.iter().zip(&placed.units) {
-            device.upload(*units, bytemuck::cast_slice(&launch.units))?;
-        }
+        upload(device, tables, placed)?;
         for (launch, units) in tables.launches.iter().zip(&placed.units) {
             let parameters = AttendParameters {
                 arena: device.arena(),
@@ -168,4 +161,18 @@ impl CudaBackend {
         let merged = Merged { sums, results };
         Ok(merged.finish(plan, self.codec(plan.model)?))
     }
+}
+
+/// Brings the tables to where they have a place.
+fn upload(device: &mut Device, tables: &Tables, placed: &Placed) -> Result<(), BackendError> {
+    // Neighbours in scratch memory, so that this is one copy.
+    device.upload(placed.pages, bytemuck::cast_slice(&tables.pages))?;
+    device.upload(placed.queries, bytemuck::cast_slice(&tables.queries))?;
+    device.upload(placed.offsets, bytemuck::cast_slice(&tables.offsets))?;
+    device.upload(placed.ends, bytemuck::cast_slice(&tables.ends))?;
+    device.upload(placed.partials, bytemuck::cast_slice(&tables.order))?;
+    for (launch, units) in tables.launches.iter().zip(&placed.units) {
+        device.upload(*units, bytemuck::cast_slice(&launch.units))?;
+    }
+    Ok(())
 }
