@@ -124,7 +124,8 @@ impl Lanes<'_> {
     fn stride(&self, places: &[usize]) -> u32 {
         let end = places.last().copied().unwrap_or(0);
         match self.side {
-            Side::Key => end.max(QUAD) as u32,
+            // Whole steps of the products on tensor cores.
+            Side::Key => end.max(1).next_multiple_of(TILE_TOKENS) as u32,
             // Odd, so that lanes that write four tokens of one position meet no bank twice.
             Side::Value => end as u32 | 1,
         }

@@ -15,6 +15,7 @@ mod error;
 mod finish;
 mod lanes;
 mod plan;
+mod products;
 mod side;
 mod store;
 mod table;

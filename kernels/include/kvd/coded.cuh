@@ -11,6 +11,12 @@ namespace kvd {
 // Half a warp for each, of both sides.
 constexpr unsigned CHUNKS_MAX = ATTEND_WARPS;
 
+// Shared memory of a decoder: chunks, lists and rings of both sides.
+KVD_DEVICE unsigned decoder_bytes(const AttendParameters& parameters) {
+    const unsigned chunks = parameters.key_chunk + parameters.value_chunk + 2 * sizeof(OutlierList);
+    return parameters.chunks * chunks + 2 * most(parameters.chunks, 2) * RING_BYTES;
+}
+
 template <class Key, class Value, bool CODED>
 struct Decoder {
     const AttendParameters& parameters;
@@ -100,8 +106,9 @@ struct Decoder {
     }
 
     // Goes on to a tile of page `index` of the unit, all threads together: when its chunk is not
-    // decoded yet, it and the next ones are.
-    KVD_DEVICE void advance(Range seen, unsigned index, const Place& place) {
+    // decoded yet, it and the next ones are. `before` is called first.
+    template <class Before>
+    KVD_DEVICE void advance(Range seen, unsigned index, const Place& place, Before before) {
         if (!CODED || (page == place.page && chunk == place.tile / CHUNK_TILES)) {
             return;
         }
@@ -111,6 +118,7 @@ struct Decoder {
         slot = first ? parameters.chunks : slot + 1;
         if (slot >= parameters.chunks) {
             slot = 0;
+            before();
             decode(seen, index, place.tile);
             KVD_BARRIER();
         }
