@@ -23,6 +23,8 @@
         body(*static_cast<const Parameters*>(parameters), shared);                               \
     }                                                                                            \
     static const kvd::emu::Kernel name##_kernel(#name, name, sizeof(Parameters), threads);
+#define KVD_KERNEL_OF(name, threads, blocks, Parameters, body) \
+    KVD_KERNEL(name, threads, Parameters, body)
 
 namespace kvd {
 namespace emu {

@@ -1,5 +1,5 @@
-//! Which sides have products on tensor cores, and the shared memory that these take: the sides that are
-//! `Tensor<Side>` in `kernels/attend_*.cu`, under the conditions that their headers name.
+//! Which sides have products on tensor cores, and the shared memory that these take: the sides that
+//! are `Tensor<Side>` in `kernels/attend_*.cu`, under the conditions that their headers name.
 
 use crate::abi::SideShape;
 use crate::side::{COPY_BYTES, Kernel, Pair, TILE_TOKENS};
@@ -27,8 +27,8 @@ pub(crate) fn on_tensor_cores(pair: Pair, side: Side) -> bool {
     }
 }
 
-/// Whether a pair's own kernel reads such pages: with products on tensor cores, codes are bytes, and
-/// what scales them can go into queries or weights.
+/// Whether a pair's own kernel reads such pages: with products on tensor cores, codes are bytes,
+/// and what scales them can go into queries or weights.
 pub(crate) fn fits(pair: Pair, key: &SideShape, value: &SideShape) -> bool {
     let of_side = |side, shape: &SideShape| {
         !on_tensor_cores(pair, side)
@@ -37,6 +37,12 @@ pub(crate) fn fits(pair: Pair, key: &SideShape, value: &SideShape) -> bool {
                 && (shape.kind != Kernel::Uniform as u32 || folds(side, shape)))
     };
     of_side(Side::Key, key) && of_side(Side::Value, value)
+}
+
+/// Thread blocks for which a multiprocessor's registers are enough, and registers of a thread:
+/// `declare.cuh`.
+pub(crate) fn resident(huffman: bool) -> (usize, u32) {
+    if huffman { (3, 168) } else { (4, 128) }
 }
 
 /// Whether steps of uniform codes go into queries or weights.
@@ -54,8 +60,8 @@ fn folds(side: Side, shape: &SideShape) -> bool {
     }
 }
 
-/// Shared memory of a side's products for `rows` query rows, bytes: `Scores` of `scores.cuh`, `Sums` of
-/// `sums.cuh`.
+/// Shared memory of a side's products for `rows` query rows, bytes: `Scores` of `scores.cuh`,
+/// `Sums` of `sums.cuh`.
 pub(crate) fn work_bytes(pair: Pair, side: Side, shape: &SideShape, rows: usize) -> usize {
     if !on_tensor_cores(pair, side) {
         return 0;

@@ -4,7 +4,7 @@
 use crate::PlanError;
 use crate::abi::{COEFFICIENTS, PageEntry, SideShape, Unit};
 use crate::lanes::{SharedMemory, decoding};
-use crate::products::{fits, work_bytes};
+use crate::products::{fits, resident, work_bytes};
 use crate::side::{
     COPY_BYTES, HeadShapes, Kernel, LayerTables, Pair, ROWS, TILE_TOKENS, fallback_shape,
     head_shapes, rows_of, rows_shape, stage_bytes,
@@ -428,8 +428,9 @@ impl Builder<'_> {
             let [.., key_chunk, value_chunk, key_work, value_work] = sizes;
             let sizes = [key_stage, value_stage, key_table, value_table];
             let other = shared_bytes(rows as usize, dim, sizes) + key_work + value_work;
-            let shared = self.options.shared;
-            let (chunks, bytes) = decoding([key_chunk, value_chunk], other, shared);
+            let (resident, _) = resident(pair.huffman);
+            let room = (self.options.shared, resident);
+            let (chunks, bytes) = decoding([key_chunk, value_chunk], other, room);
             self.tables.launches.push(Launch {
                 kernel: pair.kernel(own, rows),
                 units,

@@ -139,7 +139,7 @@ struct Softmax {
 // hold Huffman codes, and a fourth barrier follows where chunks are decoded.
 template <class Key, class Value, int ROWS, bool CODED>
 KVD_DEVICE void attend(const AttendParameters& parameters, uint8_t* memory) {
-    const Unit unit = parameters.units[block_index()];
+    const Unit& unit = parameters.units[block_index()];
     const unsigned dim = unit.key.dim;
     const unsigned value_work = Sums<Value, ROWS>::work_bytes(unit.value);
     const AttendShared<ROWS> shared(memory, parameters, unit, value_work, CODED);

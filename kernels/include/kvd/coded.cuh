@@ -8,6 +8,18 @@
 
 namespace kvd {
 
+// Whether codes of a side may have more than eight bits: not where they are multiplied as bytes.
+template <class Side>
+struct Tensor;
+template <class Side>
+struct MayBeWide {
+    static constexpr bool value = true;
+};
+template <class Side>
+struct MayBeWide<Tensor<Side>> {
+    static constexpr bool value = false;
+};
+
 // Half a warp for each, of both sides.
 constexpr unsigned CHUNKS_MAX = ATTEND_WARPS;
 
@@ -162,7 +174,7 @@ struct Decoder {
         }
         uint8_t* to = out(IS_KEY, mine);
         const bool odd = reinterpret_cast<uintptr_t>(chunk.words) % WORD_BYTES != 0;
-        if (side.bits > 8) {
+        if (MayBeWide<Side>::value && side.bits > 8) {
             decode_chunk<IS_KEY>(side, Source<false, true>{global}, chunk, ring, to);
         } else if (Side::ODD_WORDS && KVD_BALLOT(odd) != 0) {
             decode_chunk<IS_KEY>(side, Source<false, false>{shared}, chunk, ring, to);

@@ -27,12 +27,16 @@
 // Tested in the CPU lane only: sizes that the host promised.
 #define KVD_EXPECT(condition) ((void)0)
 // A kernel `name` of `threads` threads whose one parameter is a struct and whose shared memory is
-// all dynamic: `body(parameters, shared)`.
-#define KVD_KERNEL(name, threads, Parameters, body)                                              \
-    extern "C" __global__ void __launch_bounds__(threads, 4) name(const Parameters parameters) {    \
+// all dynamic: `body(parameters, shared)`. Its registers leave room for so many thread blocks on a
+// multiprocessor.
+#define KVD_KERNEL_OF(name, threads, blocks, Parameters, body)                                   \
+    extern "C" __global__ void __launch_bounds__(threads, blocks)                                \
+        name(const Parameters parameters) {                                                      \
         extern __shared__ __align__(16) unsigned char shared[];                                  \
         body(parameters, shared);                                                                \
     }
+#define KVD_KERNEL(name, threads, Parameters, body)                                              \
+    KVD_KERNEL_OF(name, threads, 4, Parameters, body)
 
 namespace kvd {
 

@@ -23,8 +23,6 @@ use kvd_codec::{CodebookScope, CodecSpec, Entropy, Quantizer, SideSpec};
 use kvd_core::{Geometry, Side};
 use occupancy::THREADS;
 
-/// Registers that every attention kernel keeps within: `__launch_bounds__(128, 4)`.
-const REGISTERS: u32 = 128;
 /// Query rows that a thread block takes at most.
 const ROWS_MAX: u32 = 8;
 /// Shuffles from which exchange through shared memory is cheaper (VQ-LLM §VI-B).
@@ -132,10 +130,12 @@ pub fn plan(codec: &CodecSpec, workload: &Workload, limits: &Limits) -> Option<P
     let fixed = 4 * floats + 2 * (stages + gains);
     let coded = Side::BOTH.map(|side| lanes::expected(codec.side(side), geometry.head_dim(side)));
     let products = products::expected(codec, geometry, rows_of(rows) as usize);
-    let work: usize = products.iter().map(|of_side| of_side.bytes).sum();
+    let work = products[0].bytes + products[1].bytes;
     let other = fixed as usize + coded[0][1] + coded[1][1] + work;
-    let (chunks, decoded) = decoding([coded[0][0], coded[1][0]], other, limits.shared());
-    let block = Block { registers: REGISTERS, shared_bytes: (other + decoded) as u32 };
+    let (resident, registers) = products::resident(coded[0][0] + coded[1][0] > 0);
+    let (chunks, decoded) =
+        decoding([coded[0][0], coded[1][0]], other, (limits.shared(), resident));
+    let block = Block { registers, shared_bytes: (other + decoded) as u32 };
     let occupancy = block.occupancy(limits)?;
     let sizes = Side::BOTH.map(|side| Codebooks::of(codec.side(side), geometry.head_dim(side)));
     let table_bytes = share(occupancy.shared_slack, sizes);
