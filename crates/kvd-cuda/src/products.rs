@@ -11,6 +11,8 @@ const STEP_TERMS: usize = 32;
 const STEP_COLUMNS: u32 = 8;
 /// Warps of a thread block.
 const WARPS: u32 = 4;
+/// Channels of values for whose sums a thread has registers: `BLOCKS` of `sums.cuh`.
+const VALUE_DIM_MAX: u32 = 192;
 /// Neighbours in a word.
 const QUAD: u32 = 4;
 /// Words of digits that four lanes hold of a row, for one step.
@@ -34,6 +36,7 @@ pub(crate) fn fits(pair: Pair, key: &SideShape, value: &SideShape) -> bool {
         !on_tensor_cores(pair, side)
             || (shape.bits <= 8
                 && shape.dim.is_multiple_of(QUAD)
+                && (side == Side::Key || shape.dim <= VALUE_DIM_MAX)
                 && (shape.kind != Kernel::Uniform as u32 || folds(side, shape)))
     };
     of_side(Side::Key, key) && of_side(Side::Value, value)
@@ -172,6 +175,7 @@ mod tests {
             (key, shape(32, 1, 4)),
             (shape(32, 1, 9), value),
             (SideShape { dim: 126, ..key }, value),
+            (key, SideShape { dim: 256, ..value }),
         ] {
             assert!(!fits(pair, &key, &value), "{key:?} {value:?}");
         }

@@ -87,8 +87,8 @@ struct Sums {
 template <class Side, int ROWS>
 struct Sums<Tensor<Side>, ROWS> {
     using Value = Tensor<Side>;
-    // Of eight channels, of a warp: head sizes up to 256.
-    static constexpr unsigned BLOCKS = 256 / STEP_COLUMNS / ATTEND_WARPS;
+    // Of eight channels, of a warp: head sizes up to 192, because each takes six registers.
+    static constexpr unsigned BLOCKS = 192 / STEP_COLUMNS / ATTEND_WARPS;
     // 32 products of two bytes a tile, in 31 bits.
     static constexpr unsigned TILES_MAX = 1024;
 
