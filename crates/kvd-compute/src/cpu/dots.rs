@@ -85,6 +85,9 @@ impl Lookup {
             InstructionSet::Portable => true,
             InstructionSet::Avx2 => pairs && (self.tables.is_empty() || self.bits <= 4),
             InstructionSet::Avx512 => pairs && self.bits <= 8,
+            InstructionSet::Neon | InstructionSet::NeonDotprod | InstructionSet::NeonI8mm => {
+                pairs && (self.tables.is_empty() || self.bits <= 6)
+            }
         }
     }
 }
@@ -157,6 +160,10 @@ pub(crate) fn key_dots(
     if simd.set() != InstructionSet::Portable {
         return super::dots_x86::key_dots(simd, codes, lookup, (q, units), scores);
     }
+    #[cfg(target_arch = "aarch64")]
+    if simd.set() != InstructionSet::Portable {
+        return super::dots_neon::key_dots(simd, codes, lookup, (q, units), scores);
+    }
     super::dots_portable::key_dots(codes, lookup, (q, units), scores);
 }
 
@@ -194,6 +201,10 @@ pub(crate) fn value_dots(
     #[cfg(target_arch = "x86_64")]
     if simd.set() != InstructionSet::Portable {
         return super::dots_x86::value_dots(simd, codes, lookup, (weights, target), out);
+    }
+    #[cfg(target_arch = "aarch64")]
+    if simd.set() != InstructionSet::Portable {
+        return super::dots_neon::value_dots(simd, codes, lookup, (weights, target), out);
     }
     super::dots_portable::value_dots(codes, lookup, (weights, target), out);
 }

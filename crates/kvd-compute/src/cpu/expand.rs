@@ -2,6 +2,8 @@
 //! code becomes one byte per channel, in a plane per channel, and planes lie like positions do.
 //! Products then take bytes as they are.
 
+#[cfg(target_arch = "aarch64")]
+use super::expand_neon;
 use super::simd::{InstructionSet, Simd};
 
 /// Entries of a codebook as bytes.
@@ -10,6 +12,7 @@ pub(crate) struct Expand {
     /// Per channel, each code's byte.
     tables: Vec<[u8; 256]>,
     /// Four channels of each code as one number, where there are four.
+    #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "for AVX2"))]
     fours: Vec<u32>,
     bytes: Vec<u8>,
 }
@@ -31,6 +34,11 @@ impl Expand {
             self.bytes.resize(len, 0);
         }
         let out = &mut self.bytes[..len];
+        #[cfg(target_arch = "aarch64")]
+        if simd.set() != InstructionSet::Portable && group.is_multiple_of(expand_neon::STEP) {
+            expand_neon::expand(codes, group, &self.tables, out);
+            return out;
+        }
         for (codes, out) in codes.chunks_exact(group).zip(out.chunks_exact_mut(group * self.dims)) {
             #[cfg(target_arch = "x86_64")]
             if simd.set() == InstructionSet::Avx2 && self.dims == 4 && group.is_multiple_of(16) {
