@@ -79,7 +79,11 @@ fn sums_of_integers_do_not_overflow_in_long_units() {
     }
     // More tiles than 31 bits hold, of codes that are nearly all as large as can be.
     let high = |_: Side, head: usize, token: usize, channel: usize| {
-        if (token + channel) % 16 == 0 { 0.0 } else { 255.0 - (head + token % 3) as f32 / 4.0 }
+        if (token + channel).is_multiple_of(16) {
+            0.0
+        } else {
+            255.0 - (head + token % 3) as f32 / 4.0
+        }
     };
     let geometry = geometry(16, 16, DType::F16);
     let layout = Layout { pages: vec![96; 352], window: 0 };
