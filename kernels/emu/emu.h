@@ -13,6 +13,8 @@
 #define KVD_SHUFFLE_XOR(value, mask) kvd::emu::shuffle_xor(value, mask, {__FILE__, __LINE__})
 #define KVD_SHUFFLE(word, lane) kvd::emu::exchange(word, lane, {__FILE__, __LINE__})
 #define KVD_BALLOT(condition) kvd::emu::ballot(condition, {__FILE__, __LINE__})
+#define KVD_MULTIPLY_BYTES(SIGNED_A, SIGNED_B, sums, a, b) \
+    kvd::emu::multiply_bytes(SIGNED_A, SIGNED_B, sums, a, b, {__FILE__, __LINE__})
 #define KVD_WARP_BARRIER() kvd::emu::warp_barrier({__FILE__, __LINE__})
 #define KVD_EXPECT(condition) \
     ((condition) ? (void)0 : kvd::emu::fail({__FILE__, __LINE__}, "expected " #condition))
@@ -21,6 +23,8 @@
         body(*static_cast<const Parameters*>(parameters), shared);                               \
     }                                                                                            \
     static const kvd::emu::Kernel name##_kernel(#name, name, sizeof(Parameters), threads);
+#define KVD_KERNEL_OF(name, threads, blocks, Parameters, body) \
+    KVD_KERNEL(name, threads, Parameters, body)
 
 namespace kvd {
 namespace emu {
@@ -53,6 +57,10 @@ uint32_t exchange(uint32_t word, unsigned source, Source at);
 void warp_barrier(Source at);
 // All lanes of the warp meet; gives which of them have the condition.
 uint32_t ballot(bool condition, Source at);
+// All lanes of the warp meet; adds the product of bytes of theirs, in the fragments of PTX's
+// `mma.m16n8k32`: four words of A, two of B, four sums.
+void multiply_bytes(bool signed_a, bool signed_b, int32_t* sums, const uint32_t* a,
+                    const uint32_t* b, Source at);
 // A copy that is made as late as CUDA allows: when its group is waited for.
 // Of 16 bytes the last stay zeros.
 void copy_async(void* to, const void* from, size_t bytes);
@@ -91,6 +99,12 @@ inline uint32_t bytes_of(uint32_t low, uint32_t high, unsigned which) {
         bytes |= uint32_t(both >> 8 * (which >> 4 * at & 7) & 255) << 8 * at;
     }
     return bytes;
+}
+inline uint32_t byte_sum(uint32_t word, uint32_t sum) {
+    for (unsigned at = 0; at < 4; at++) {
+        sum += word >> 8 * at & 255;
+    }
+    return sum;
 }
 inline unsigned ones(uint32_t word) { return unsigned(__builtin_popcount(word)); }
 inline float f32_value(uint32_t bits) {

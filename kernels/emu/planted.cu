@@ -104,8 +104,37 @@ void half_shuffle(const Planted& planted, uint8_t*) {
     }
 }
 
+// One product of tensor cores of each kind: words of A `[16, 8]`, of B by column `[8, 8]`, then for each
+// kind the sums `[16, 8]`. `SWAPPED`: two words of A in each other's place.
+template <bool SIGNED_A, bool SIGNED_B, bool SWAPPED>
+void multiply(const uint32_t* words, uint32_t* out) {
+    const unsigned group = kvd::lane_index() / 4;
+    const unsigned within = kvd::lane_index() % 4;
+    const unsigned low = SWAPPED ? 4 : 0;
+    const uint32_t a[4] = {words[group * 8 + low + within], words[(group + 8) * 8 + low + within],
+                           words[group * 8 + 4 - low + within],
+                           words[(group + 8) * 8 + 4 - low + within]};
+    const uint32_t b[2] = {words[128 + group * 8 + within], words[128 + group * 8 + 4 + within]};
+    int32_t sums[4] = {1, 2, 3, 4};
+    KVD_MULTIPLY_BYTES(SIGNED_A, SIGNED_B, sums, a, b);
+    for (unsigned i = 0; i < 4; i++) {
+        out[(group + i / 2 * 8) * 8 + 2 * within + i % 2] = uint32_t(sums[i]) - (i + 1);
+    }
+}
+
+template <bool SWAPPED>
+void products(const Planted& planted, uint8_t*) {
+    uint32_t* out = planted.data + 192;
+    multiply<false, false, SWAPPED>(planted.data, out);
+    multiply<false, true, SWAPPED>(planted.data, out + 128);
+    multiply<true, false, SWAPPED>(planted.data, out + 256);
+    multiply<true, true, SWAPPED>(planted.data, out + 384);
+}
+
 }  // namespace
 
+KVD_KERNEL(planted_products, 32, Planted, products<false>)
+KVD_KERNEL(planted_swapped_products, 32, Planted, products<true>)
 KVD_KERNEL(planted_correct, THREADS, Planted, correct)
 KVD_KERNEL(planted_missing_barrier, THREADS, Planted, missing_barrier)
 KVD_KERNEL(planted_racing_lanes, THREADS, Planted, racing_lanes)

@@ -14,8 +14,6 @@ const QUAD: usize = 4;
 const CHUNKS_MAX: usize = 4;
 /// Words on their way to the lanes of a chunk: `RING_BYTES` of `huffman.cuh`.
 const RING_BYTES: usize = 1024;
-/// Thread blocks that fit the registers of a multiprocessor.
-const BLOCKS: usize = 4;
 /// The outliers of a chunk: `OutlierList` of `outlier.cuh`.
 const OUTLIERS_BYTES: usize = 512;
 /// Bytes between decoded chunks: two that a warp writes at once begin at different banks.
@@ -124,7 +122,8 @@ impl Lanes<'_> {
     fn stride(&self, places: &[usize]) -> u32 {
         let end = places.last().copied().unwrap_or(0);
         match self.side {
-            Side::Key => end.max(QUAD) as u32,
+            // Whole steps of the products on tensor cores.
+            Side::Key => end.max(1).next_multiple_of(TILE_TOKENS) as u32,
             // Odd, so that lanes that write four tokens of one position meet no bank twice.
             Side::Value => end as u32 | 1,
         }
@@ -210,12 +209,13 @@ pub struct SharedMemory {
 }
 
 /// Chunks of each side that a thread block decodes together, and the shared memory that it takes
-/// for them beside `other` bytes: so that a multiprocessor decodes as many as it can.
-/// `chunk_bytes` is of keys and values, 0 for sides of fixed width.
+/// for them beside `other` bytes: so that a multiprocessor, whose registers are enough for
+/// `resident` thread blocks, decodes as many as it can. `chunk_bytes` is of keys and values, 0 for
+/// sides of fixed width.
 pub(crate) fn decoding(
     chunk_bytes: [usize; 2],
     other: usize,
-    shared: SharedMemory,
+    (shared, resident): (SharedMemory, usize),
 ) -> (usize, usize) {
     if chunk_bytes == [0; 2] {
         return (0, 0);
@@ -229,7 +229,7 @@ pub(crate) fn decoding(
         let block = other + bytes(*chunks);
         let blocks = shared.multiprocessor / (block + SHARED_RESERVED as usize);
         let fits = block <= shared.block && blocks > 0;
-        (if fits { blocks.min(BLOCKS) * chunks } else { 0 }, *chunks)
+        (if fits { blocks.min(resident) * chunks } else { 0 }, *chunks)
     };
     let chunks = [1, CHUNKS_MAX / 2, CHUNKS_MAX].into_iter().max_by_key(decoded).unwrap_or(1);
     (chunks, bytes(chunks))

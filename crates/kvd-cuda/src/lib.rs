@@ -16,6 +16,7 @@ mod finish;
 mod jit;
 mod lanes;
 mod plan;
+mod products;
 mod side;
 mod store;
 mod table;

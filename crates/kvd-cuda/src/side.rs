@@ -86,10 +86,10 @@ impl Pair {
         self.keys.pairs_with(self.values)
     }
 
-    /// Name of the kernel for a number of query rows.
-    pub(crate) fn kernel(self, rows: u32) -> String {
+    /// Name of the kernel for a number of query rows: of the pair's own, or of any.
+    pub(crate) fn kernel(self, own: bool, rows: u32) -> String {
         let stage = if self.huffman { "huffman_" } else { "" };
-        if self.is_known() {
+        if own {
             let (keys, values) = (self.keys.name(), self.values.name());
             return format!("kvd_attend_{stage}{keys}_{values}_{}", rows_of(rows));
         }
@@ -358,7 +358,10 @@ mod tests {
 
     #[test]
     fn pairs_without_a_kernel_share_one() {
-        let name = |keys, values, huffman, rows| Pair { keys, values, huffman }.kernel(rows);
+        let name = |keys, values, huffman, rows| {
+            let pair = Pair { keys, values, huffman };
+            pair.kernel(pair.is_known(), rows)
+        };
         assert_eq!(name(Kernel::Vq, Kernel::Vq, false, 3), "kvd_attend_vq_vq_4");
         assert_eq!(name(Kernel::Vq, Kernel::F16, false, 1), "kvd_attend_any_any_8");
         let uniform = Kernel::Uniform;

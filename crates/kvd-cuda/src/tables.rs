@@ -4,6 +4,7 @@
 use crate::PlanError;
 use crate::abi::{COEFFICIENTS, PageEntry, SideShape, Unit};
 use crate::lanes::{SharedMemory, decoding};
+use crate::products::{fits, resident, work_bytes};
 use crate::side::{
     COPY_BYTES, HeadShapes, Kernel, LayerTables, Pair, ROWS, TILE_TOKENS, fallback_shape,
     head_shapes, rows_of, rows_shape, stage_bytes,
@@ -152,8 +153,8 @@ struct Sides {
     folded: [bool; 2],
 }
 
-/// A kernel with a number of rows: what one launch runs.
-type LaunchKey = (Pair, u32);
+/// A kernel with a number of rows: what one launch runs; whether it is the pair's own.
+type LaunchKey = (Pair, bool, u32);
 
 struct Builder<'a> {
     plan: &'a AttendPlan,
@@ -164,7 +165,7 @@ struct Builder<'a> {
     q: Vec<f32>,
     options: Options,
     tables: Tables,
-    units: BTreeMap<LaunchKey, (Vec<Unit>, [usize; 6])>,
+    units: BTreeMap<LaunchKey, (Vec<Unit>, [usize; 8])>,
     /// Partial results of each output row.
     rows: Vec<Vec<u32>>,
 }
@@ -388,8 +389,11 @@ impl Builder<'_> {
         let [keys, values] = sides.kernels;
         let huffman = unit.key.stride > 0 || unit.value.stride > 0;
         let pair = Pair { keys, values, huffman };
-        let rows = if pair.is_known() { rows_of(unit.rows) } else { ROWS[2] };
-        let (units, sizes) = self.units.entry((pair, rows)).or_default();
+        let own = pair.is_known() && fits(pair, &unit.key, &unit.value);
+        let rows = if own { rows_of(unit.rows) } else { ROWS[2] };
+        let work = |side, shape| if own { work_bytes(pair, side, shape, rows as usize) } else { 0 };
+        let work = [work(Side::Key, &unit.key), work(Side::Value, &unit.value)];
+        let (units, sizes) = self.units.entry((pair, own, rows)).or_default();
         // Runs and Huffman tables stand behind a side's own table.
         let table = |shape: &SideShape| {
             [shape.table_bytes, shape.lane_bytes]
@@ -404,6 +408,8 @@ impl Builder<'_> {
             table(&unit.value),
             unit.key.chunk_bytes as usize,
             unit.value.chunk_bytes as usize,
+            work[0],
+            work[1],
         ];
         for (size, needed) in sizes.iter_mut().zip(needed) {
             *size = (*size).max(needed);
@@ -417,14 +423,16 @@ impl Builder<'_> {
             self.tables.ends.push(self.tables.order.len() as u32);
         }
         let dim = self.codec.geometry().head_dim(Side::Key);
-        for ((pair, rows), (units, sizes)) in self.units {
-            let [key_stage, value_stage, key_table, value_table, key_chunk, value_chunk] = sizes;
-            let other =
-                shared_bytes(rows as usize, dim, [key_stage, value_stage, key_table, value_table]);
-            let shared = self.options.shared;
-            let (chunks, bytes) = decoding([key_chunk, value_chunk], other, shared);
+        for ((pair, own, rows), (units, sizes)) in self.units {
+            let [key_stage, value_stage, key_table, value_table, ..] = sizes;
+            let [.., key_chunk, value_chunk, key_work, value_work] = sizes;
+            let sizes = [key_stage, value_stage, key_table, value_table];
+            let other = shared_bytes(rows as usize, dim, sizes) + key_work + value_work;
+            let (resident, _) = resident(pair.huffman);
+            let room = (self.options.shared, resident);
+            let (chunks, bytes) = decoding([key_chunk, value_chunk], other, room);
             self.tables.launches.push(Launch {
-                kernel: pair.kernel(rows),
+                kernel: pair.kernel(own, rows),
                 units,
                 key_stage: key_stage as u32,
                 value_stage: value_stage as u32,
@@ -440,7 +448,7 @@ impl Builder<'_> {
     }
 }
 
-/// Shared memory of a thread block, decoding apart: `AttendShared` of `attend.cuh`.
+/// Shared memory of a thread block, decoding and products apart: `AttendShared` of `shared.cuh`.
 fn shared_bytes(rows: usize, dim: usize, sizes: [usize; 4]) -> usize {
     let floats = (rows * dim).next_multiple_of(4)
         + rows * THREADS

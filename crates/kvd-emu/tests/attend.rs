@@ -56,6 +56,46 @@ fn uniform_answers_as_the_reference_for_every_width_and_axis() {
 }
 
 #[test]
+fn codes_of_large_heads_are_summed_by_all_warps() {
+    if !available() {
+        return;
+    }
+    for (bits, group) in [(1, 64), (2, 32), (3, 64), (4, 192), (8, 64)] {
+        let codec = format!(
+            "k=uniform(b={bits},g=32,axis=channel); v=uniform(b={},g={group},axis=token)",
+            9 - bits
+        );
+        for (dim_k, dim_v) in [(256, 192), (192, 256)] {
+            let stored = stored(&geometry(dim_k, dim_v, DType::F16), &codec, &layout(&[64], 0));
+            agree(&stored, &Ask::last(8, stored.tokens), &codec);
+        }
+    }
+}
+
+#[test]
+fn sums_of_integers_do_not_overflow_in_long_units() {
+    if !available() {
+        return;
+    }
+    // More tiles than 31 bits hold, of codes that are nearly all as large as can be.
+    let high = |_: Side, head: usize, token: usize, channel: usize| {
+        if (token + channel).is_multiple_of(16) {
+            0.0
+        } else {
+            255.0 - (head + token % 3) as f32 / 4.0
+        }
+    };
+    let geometry = geometry(16, 16, DType::F16);
+    let layout = Layout { pages: vec![96; 352], window: 0 };
+    for codec in ["uniform(b=8,axis=token)", "uniform(b=8,axis=token)/huffman"] {
+        let stored = Stored::new(&geometry, &format!("k={codec}; v={codec}"), &layout, high);
+        let plan = Ask::last(1, stored.tokens).plan(&stored, |_| 0.0);
+        let answer = run(&stored, &plan, 100, Order::Ascending).unwrap();
+        check(&answer, &expected(&stored, &plan), codec);
+    }
+}
+
+#[test]
 fn relative_steps_and_mixed_sides_answer_as_the_reference() {
     if !available() {
         return;
@@ -303,6 +343,8 @@ fn integers_are_exact() {
         "raw",
         "fp8",
         "k=uniform(b=4,axis=channel,g=32); v=uniform(b=4,axis=channel)",
+        "k=uniform(b=4,axis=channel,g=32); v=uniform(b=4,axis=token)",
+        "k=uniform(b=4,axis=block); v=uniform(b=4,axis=token,g=32)",
         "k=uniform(b=4,axis=channel,g=32,mode=sym); v=uniform(b=4,axis=channel,mode=sym)",
         "k=uniform(b=4,axis=channel,g=32,mode=hybrid); v=uniform(b=4,axis=channel,mode=hybrid)",
         "k=uniform(b=4,axis=block,mode=sym); v=fp8",

@@ -223,7 +223,14 @@ fn integers_are_exact() {
             _ => mixed as f32,
         }
     };
-    let codec = "k=uniform(b=4,axis=channel,g=32)/huffman; v=uniform(b=4,axis=channel)/huffman";
+    for axis in ["channel", "token"] {
+        let codec =
+            format!("k=uniform(b=4,axis=channel,g=32)/huffman; v=uniform(b=4,axis={axis})/huffman");
+        integers(&codec, digit);
+    }
+}
+
+fn integers(codec: &str, digit: fn(Side, usize, usize, usize) -> f32) {
     let stored = Stored::new(&geometry(64, 64, DType::F16), codec, &layout(&[64, 64], 0), digit);
     assert!(stored.headers.values().all(|header| header.huffman));
     for order in Order::EACH {

@@ -182,3 +182,34 @@ fn races_are_seen_by_the_sanitizer() {
         assert!(text.contains("ThreadSanitizer: data race"), "{kernel}: {text}");
     }
 }
+
+/// Sums of all products of bytes of `a` (`[16, 32]`) and `b` (`[8, 32]`, by column), `[16, 8]`.
+fn products(a: &[u8], b: &[u8], signed: [bool; 2]) -> Vec<i32> {
+    let number = |byte: u8, signed| if signed { i32::from(byte as i8) } else { i32::from(byte) };
+    let sum = |row: &[u8], column: &[u8]| {
+        let terms = row.iter().zip(column);
+        terms.map(|(a, b)| number(*a, signed[0]) * number(*b, signed[1])).sum::<i32>()
+    };
+    a.chunks(32).flat_map(|row| b.chunks(32).map(move |column| sum(row, column))).collect()
+}
+
+#[test]
+fn products_of_tensor_cores_have_the_layout_of_their_fragments() {
+    if !available() {
+        return;
+    }
+    let bytes: Vec<u8> =
+        (0..24 * 32).map(|i: u32| (i.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
+    let (a, b) = bytes.split_at(16 * 32);
+    let kinds = [[false, false], [false, true], [true, false], [true, true]];
+    let wanted: Vec<i32> = kinds.into_iter().flat_map(|signed| products(a, b, signed)).collect();
+    let run = |kernel| {
+        let memory = Memory::of(&[&bytes[..], &[0; 4 * 4 * 128]].concat());
+        let grid = Grid { kernel, blocks: 1, shared_bytes: 0, order: Order::Random(4) };
+        // SAFETY: these kernels take one address, of two factors and the sums of four products.
+        unsafe { launch(grid, &memory.address().to_le_bytes()).unwrap() };
+        bytemuck::cast_slice::<u8, i32>(&memory.bytes()[bytes.len()..]).to_vec()
+    };
+    assert_eq!(run("planted_products"), wanted);
+    assert_ne!(run("planted_swapped_products"), wanted);
+}

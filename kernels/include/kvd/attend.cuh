@@ -9,12 +9,11 @@
 // decoded first, some chunks of 64 tokens at once, each by half a warp (coded.cuh).
 #pragma once
 
-#include "coded.cuh"
+#include "scores.cuh"
+#include "sums.cuh"
 
 namespace kvd {
 
-// Value channels that a thread sums: head sizes up to 256.
-constexpr unsigned CHANNELS_PER_THREAD = 2;
 // Scores are kept finite, as on the CPU: huge keys saturate instead of turning into NaN.
 constexpr float SCORE_MAX = 1.0e38f;
 
@@ -52,8 +51,6 @@ KVD_DEVICE void stage(const SideShape& side, const Tile& tile, uint8_t* to, unsi
 
 // Gains: rows of values that were raised by a power of two before they were quantized. 4 bits per
 // row behind the payload; the weight of a row is multiplied by what brings it back.
-constexpr unsigned GAIN_STAGE = 2 * COPY_BYTES;
-
 KVD_DEVICE Span gain_span(const PageEntry& page, unsigned tile) {
     const unsigned first = tile * (TILE_TOKENS / 2);
     const unsigned left = page.gain_bytes > first ? page.gain_bytes - first : 0;
@@ -72,35 +69,8 @@ KVD_DEVICE float gain_factor(const AttendParameters& parameters, const Place& pl
     return f32_value((127 - shift) << 23);
 }
 
-// How a unit uses its shared memory; `shared_bytes` of kvd-cuda/src/tables.rs is its size.
-template <int ROWS>
-struct AttendShared {
-    float* query;
-    // Scores by warp, row and token; at the end, sums by row and thread.
-    float* sums;
-    float* weights;
-    float* factors;
-    uint8_t* key_table;
-    uint8_t* value_table;
-    uint8_t* gains;
-    uint8_t* stages;
-    uint8_t* coded;
-
-    KVD_DEVICE AttendShared(uint8_t* shared, const AttendParameters& parameters, unsigned dim) {
-        query = reinterpret_cast<float*>(shared);
-        sums = query + (ROWS * dim + 3) / 4 * 4;
-        weights = sums + ROWS * ATTEND_THREADS;
-        factors = weights + ROWS * TILE_TOKENS;
-        key_table = reinterpret_cast<uint8_t*>(factors + (ROWS + 3) / 4 * 4);
-        value_table = key_table + parameters.key_table;
-        gains = value_table + parameters.value_table;
-        stages = gains + 2 * GAIN_STAGE;
-        coded = stages + 2 * (parameters.key_stage + parameters.value_stage);
-    }
-};
-
 // The softmax of the rows that a warp owns: every `ATTEND_WARPS`th.
-template <int ROWS>
+template <int ROWS, unsigned PARTS>
 struct Softmax {
     static constexpr unsigned OWNED = (ROWS + ATTEND_WARPS - 1) / ATTEND_WARPS;
     float max[OWNED];
@@ -127,7 +97,10 @@ struct Softmax {
             const float score = this->score(parameters, unit, place, shared, row);
             const float high = fmaxf(max[own], warp_max(score));
             const float weight = score == -INFINITY ? 0 : expf(score - high);
-            const float factor = max[own] == -INFINITY ? 0 : expf(max[own] - high);
+            // Exactly 1 where nothing larger came.
+            const float factor = max[own] == high        ? 1
+                                 : max[own] == -INFINITY ? 0
+                                                         : expf(max[own] - high);
             max[own] = high;
             sum[own] = sum[own] * factor + warp_sum(weight);
             shared.weights[row * TILE_TOKENS + lane_index()] = weight * gain;
@@ -151,76 +124,13 @@ struct Softmax {
             return -INFINITY;
         }
         float score = parameters.offsets[unit.query + row];
-        for (unsigned warp = 0; warp < ATTEND_WARPS; warp++) {
-            score += shared.sums[(warp * ROWS + row) * TILE_TOKENS + lane];
+        for (unsigned part = 0; part < PARTS; part++) {
+            score += shared.sums[(part * ROWS + row) * TILE_TOKENS + lane];
         }
         if (parameters.soft_cap > 0) {
             score = parameters.soft_cap * tanhf(score / parameters.soft_cap);
         }
         return fminf(fmaxf(score, -SCORE_MAX), SCORE_MAX);
-    }
-};
-
-// The weighted values that a thread sums: a channel or two, over its slice of the tokens.
-template <int ROWS>
-struct Sums {
-    float out[CHANNELS_PER_THREAD][ROWS];
-    unsigned width;
-    unsigned slices;
-
-    KVD_DEVICE explicit Sums(unsigned dim) {
-        for (width = 1; width < dim && width < ATTEND_THREADS;) {
-            width *= 2;
-        }
-        slices = ATTEND_THREADS / width;
-        for (unsigned at = 0; at < CHANNELS_PER_THREAD; at++) {
-            for (int row = 0; row < ROWS; row++) {
-                out[at][row] = 0;
-            }
-        }
-    }
-
-    KVD_DEVICE unsigned channel(unsigned at) const {
-        return thread_index() % width + at * ATTEND_THREADS;
-    }
-
-    template <class Value>
-    KVD_DEVICE void absorb(const SideShape& side, const Tile& tile,
-                           const AttendShared<ROWS>& shared) {
-#pragma unroll
-        for (unsigned at = 0; at < CHANNELS_PER_THREAD; at++) {
-            if (channel(at) >= side.dim) {
-                break;
-            }
-#pragma unroll
-            for (int row = 0; row < ROWS; row++) {
-                out[at][row] *= shared.factors[row];
-            }
-            Value::template accumulate<ROWS>(side, tile, channel(at), thread_index() / width,
-                                             slices, shared.weights, out[at]);
-        }
-    }
-
-    // Adds the slices up and writes the unit's rows.
-    KVD_DEVICE void write(const AttendParameters& parameters, const Unit& unit, float* sums) const {
-        const unsigned dim = unit.value.dim;
-        for (unsigned at = 0; at < CHANNELS_PER_THREAD; at++) {
-            KVD_BARRIER();
-            for (int row = 0; row < ROWS; row++) {
-                sums[row * ATTEND_THREADS + thread_index()] = out[at][row];
-            }
-            KVD_BARRIER();
-            if (thread_index() >= width || channel(at) >= dim) {
-                continue;
-            }
-            for (unsigned row = 0; row < unit.rows; row++) {
-                float sum = 0;
-                for (unsigned slice = 0; slice < slices; slice++) {
-                    sum += sums[row * ATTEND_THREADS + slice * width + thread_index()];
-                }
-                parameters.out[uint64_t(unit.partial + row) * dim + channel(at)] = sum;
-            }
-        }
     }
 };
 
@@ -231,7 +141,8 @@ template <class Key, class Value, int ROWS, bool CODED>
 KVD_DEVICE void attend(const AttendParameters& parameters, uint8_t* memory) {
     const Unit& unit = parameters.units[block_index()];
     const unsigned dim = unit.key.dim;
-    const AttendShared<ROWS> shared(memory, parameters, dim);
+    const unsigned value_work = Sums<Value, ROWS>::work_bytes(unit.value);
+    const AttendShared<ROWS> shared(memory, parameters, unit, value_work, CODED);
     const unsigned stage_size = parameters.key_stage + parameters.value_stage;
     KVD_EXPECT(unit.rows <= ROWS && unit.value.dim <= CHANNELS_PER_THREAD * ATTEND_THREADS);
 
@@ -246,8 +157,9 @@ KVD_DEVICE void attend(const AttendParameters& parameters, uint8_t* memory) {
 
     // The union of what the rows see: the first row's start, the last row's end.
     const Range seen = {visible(unit, 0).from, visible(unit, unit.rows - 1).to};
-    Softmax<ROWS> softmax;
-    Sums<ROWS> sums(unit.value.dim);
+    Scores<Key, ROWS> scores(shared, unit.key);
+    Softmax<ROWS, Scores<Key, ROWS>::PARTS> softmax;
+    Sums<Value, ROWS> sums(shared, parameters, unit);
     unsigned index = 0;
     unsigned tile = 0;
     Place next;
@@ -270,7 +182,7 @@ KVD_DEVICE void attend(const AttendParameters& parameters, uint8_t* memory) {
         copy_async_wait<0>();
         KVD_BARRIER();
         const Place place = next;
-        decoder.advance(seen, index, place);
+        decoder.advance(seen, index, place, [&]() { sums.settle(parameters, unit); });
         tile++;
         more = seek(parameters, unit, seen, index, tile, next);
         if (more) {
@@ -278,20 +190,20 @@ KVD_DEVICE void attend(const AttendParameters& parameters, uint8_t* memory) {
         }
         const uint8_t* at = shared.stages + buffer * stage_size;
         const Tile keys = decoder.tile(place, true, at);
-        float scores[ROWS] = {};
-        Key::template scores<ROWS>(unit.key, keys, ATTEND_WARPS, shared.query, scores);
-        for (int row = 0; row < ROWS; row++) {
-            shared.sums[(warp_index() * ROWS + row) * TILE_TOKENS + lane_index()] = scores[row];
+        if (scores.folds(unit.key)) {
+            scores.fold(shared, unit.key, keys);
+            KVD_BARRIER();
         }
+        scores.tile(shared, unit.key, keys);
         KVD_BARRIER();
         const uint8_t* gains = shared.gains + buffer * GAIN_STAGE;
         softmax.absorb(parameters, unit, place, shared, gains);
         KVD_BARRIER();
         const Tile values = decoder.tile(place, false, at + parameters.key_stage);
-        sums.template absorb<Value>(unit.value, values, shared);
+        sums.absorb(unit.value, values, shared);
     }
-    sums.write(parameters, unit, shared.sums);
-    for (unsigned own = 0; own < Softmax<ROWS>::OWNED; own++) {
+    sums.write(shared, parameters, unit);
+    for (unsigned own = 0; own < softmax.OWNED; own++) {
         const unsigned row = own * ATTEND_WARPS + warp_index();
         if (row < unit.rows && lane_index() == 0) {
             parameters.stats[2 * (unit.partial + row)] = softmax.max[own];

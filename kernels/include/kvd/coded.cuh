@@ -8,8 +8,26 @@
 
 namespace kvd {
 
+// Whether codes of a side may have more than eight bits: not where they are multiplied as bytes.
+template <class Side>
+struct Tensor;
+template <class Side>
+struct MayBeWide {
+    static constexpr bool value = true;
+};
+template <class Side>
+struct MayBeWide<Tensor<Side>> {
+    static constexpr bool value = false;
+};
+
 // Half a warp for each, of both sides.
 constexpr unsigned CHUNKS_MAX = ATTEND_WARPS;
+
+// Shared memory of a decoder: chunks, lists and rings of both sides.
+KVD_DEVICE unsigned decoder_bytes(const AttendParameters& parameters) {
+    const unsigned chunks = parameters.key_chunk + parameters.value_chunk + 2 * sizeof(OutlierList);
+    return parameters.chunks * chunks + 2 * most(parameters.chunks, 2) * RING_BYTES;
+}
 
 template <class Key, class Value, bool CODED>
 struct Decoder {
@@ -100,8 +118,9 @@ struct Decoder {
     }
 
     // Goes on to a tile of page `index` of the unit, all threads together: when its chunk is not
-    // decoded yet, it and the next ones are.
-    KVD_DEVICE void advance(Range seen, unsigned index, const Place& place) {
+    // decoded yet, it and the next ones are. `before` is called first.
+    template <class Before>
+    KVD_DEVICE void advance(Range seen, unsigned index, const Place& place, Before before) {
         if (!CODED || (page == place.page && chunk == place.tile / CHUNK_TILES)) {
             return;
         }
@@ -111,6 +130,7 @@ struct Decoder {
         slot = first ? parameters.chunks : slot + 1;
         if (slot >= parameters.chunks) {
             slot = 0;
+            before();
             decode(seen, index, place.tile);
             KVD_BARRIER();
         }
@@ -154,7 +174,7 @@ struct Decoder {
         }
         uint8_t* to = out(IS_KEY, mine);
         const bool odd = reinterpret_cast<uintptr_t>(chunk.words) % WORD_BYTES != 0;
-        if (side.bits > 8) {
+        if (MayBeWide<Side>::value && side.bits > 8) {
             decode_chunk<IS_KEY>(side, Source<false, true>{global}, chunk, ring, to);
         } else if (Side::ODD_WORDS && KVD_BALLOT(odd) != 0) {
             decode_chunk<IS_KEY>(side, Source<false, false>{shared}, chunk, ring, to);

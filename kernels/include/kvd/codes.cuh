@@ -129,7 +129,9 @@ KVD_DEVICE Span code_span(const Tile& tile, uint64_t start, unsigned per_row, un
         return {start, 0};
     }
     const unsigned full = TILE_TOKENS / 8 * per_row * bits;
-    return {start + uint64_t(tile.index) * full, plane_bytes(tile.tokens * per_row, bits)};
+    const bool whole = tile.tokens == TILE_TOKENS;
+    return {start + uint64_t(tile.index) * full,
+            whole ? full : plane_bytes(tile.tokens * per_row, bits)};
 }
 
 // The codes of a tile, `per_row` of `bits` in a row, which are span `part` of the side.

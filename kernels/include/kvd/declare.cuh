@@ -13,9 +13,11 @@
     KVD_ATTEND(name, Key, Value, 4)                                                              \
     KVD_ATTEND(name, Key, Value, 8)
 
+// Decoded chunks leave room for three thread blocks on a multiprocessor at most, which may have more
+// registers each.
 #define KVD_HUFFMAN(name, Key, Value, rows)                                                      \
-    KVD_KERNEL(kvd_attend_huffman_##name##_##rows, kvd::ATTEND_THREADS, kvd::AttendParameters,   \
-               (kvd::attend<Key, Value, rows, true>))
+    KVD_KERNEL_OF(kvd_attend_huffman_##name##_##rows, kvd::ATTEND_THREADS, 3,                    \
+                  kvd::AttendParameters, (kvd::attend<Key, Value, rows, true>))
 #define KVD_HUFFMAN_ROWS(name, Key, Value)                                                       \
     KVD_HUFFMAN(name, Key, Value, 1)                                                             \
     KVD_HUFFMAN(name, Key, Value, 4)                                                             \

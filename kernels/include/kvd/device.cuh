@@ -20,15 +20,23 @@
 #define KVD_SHUFFLE(word, lane) __shfl_sync(0xFFFFFFFFu, word, lane)
 #define KVD_BALLOT(condition) __ballot_sync(0xFFFFFFFFu, condition)
 #define KVD_WARP_BARRIER() __syncwarp()
+// `sums` of 16 rows and 8 columns plus A (16 rows, 32 columns) times B, bytes with a sign or without,
+// all by fragment: see multiply_bytes.
+#define KVD_MULTIPLY_BYTES(SIGNED_A, SIGNED_B, sums, a, b) \
+    kvd::multiply_bytes<SIGNED_A, SIGNED_B>(sums, a, b)
 // Tested in the CPU lane only: sizes that the host promised.
 #define KVD_EXPECT(condition) ((void)0)
 // A kernel `name` of `threads` threads whose one parameter is a struct and whose shared memory is
-// all dynamic: `body(parameters, shared)`.
-#define KVD_KERNEL(name, threads, Parameters, body)                                              \
-    extern "C" __global__ void __launch_bounds__(threads, 4) name(const Parameters parameters) {    \
+// all dynamic: `body(parameters, shared)`. Its registers leave room for so many thread blocks on a
+// multiprocessor.
+#define KVD_KERNEL_OF(name, threads, blocks, Parameters, body)                                   \
+    extern "C" __global__ void __launch_bounds__(threads, blocks)                                \
+        name(const Parameters parameters) {                                                      \
         extern __shared__ __align__(16) unsigned char shared[];                                  \
         body(parameters, shared);                                                                \
     }
+#define KVD_KERNEL(name, threads, Parameters, body)                                              \
+    KVD_KERNEL_OF(name, threads, 4, Parameters, body)
 
 namespace kvd {
 
@@ -54,10 +62,35 @@ KVD_DEVICE void copy_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(KEEP) : "memory");
 }
 
+// One product of tensor cores, by all lanes of a warp (PTX ISA "Matrix Fragments for mma.m16n8k32").
+// Lane `4 g + t` holds of A rows `g` (words 0, 2) and `g + 8` (1, 3), columns `4 t..` (0, 1) and
+// `16 + 4 t..` (2, 3); of B column `g`, rows `4 t..` and `16 + 4 t..`; of the sums rows `g` (0, 1)
+// and `g + 8` (2, 3), columns `2 t` and `2 t + 1`.
+#define KVD_MMA(a_type, b_type)                                                                    \
+    asm volatile("mma.sync.aligned.m16n8k32.row.col.s32." a_type "." b_type                        \
+                 ".s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"            \
+                 : "+r"(sums[0]), "+r"(sums[1]), "+r"(sums[2]), "+r"(sums[3])                      \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
+template <bool SIGNED_A, bool SIGNED_B>
+KVD_DEVICE void multiply_bytes(int32_t (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+    if constexpr (SIGNED_A && SIGNED_B) {
+        KVD_MMA("s8", "s8");
+    } else if constexpr (SIGNED_A) {
+        KVD_MMA("s8", "u8");
+    } else if constexpr (SIGNED_B) {
+        KVD_MMA("u8", "s8");
+    } else {
+        KVD_MMA("u8", "u8");
+    }
+}
+#undef KVD_MMA
+
 // Bytes of two words, those of `low` numbered from 0, of `high` from 4, by the digits of `which`.
 KVD_DEVICE uint32_t bytes_of(uint32_t low, uint32_t high, unsigned which) {
     return __byte_perm(low, high, which);
 }
+// `sum` and the bytes of a word.
+KVD_DEVICE uint32_t byte_sum(uint32_t word, uint32_t sum) { return __dp4a(word, 0x01010101u, sum); }
 KVD_DEVICE unsigned ones(uint32_t word) { return unsigned(__popc(word)); }
 KVD_DEVICE float f16_value(uint16_t bits) { return __half2float(__ushort_as_half(bits)); }
 KVD_DEVICE float bf16_value(uint16_t bits) { return __uint_as_float(uint32_t(bits) << 16); }

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "outlier.cuh"
+#include "tensor.cuh"
 
 namespace kvd {
 
@@ -93,6 +94,132 @@ struct Grid {
         for (int row = 0; row < ROWS; row++) {
             out[row] += head.step * sums[row];
         }
+    }
+};
+
+// With products of codes: what is taken from the codes of a run is taken, as integers, from the sums.
+template <>
+struct Tensor<Grid> : Grid {
+    static constexpr bool SIGNED = false;
+    static constexpr bool BIASED = true;
+
+    KVD_DEVICE static bool scales_channels(const SideShape&) { return false; }
+
+    KVD_DEVICE static Codes codes(const SideShape& side, const Tile& tile) {
+        return {tile.decoded, 8, tile.tokens, side.stride, side.stride};
+    }
+    KVD_DEVICE static KeyOrder order(const SideShape& side, const Tile&) {
+        return KeyOrder(side.stride, 8, true);
+    }
+    KVD_DEVICE static float largest_step(const SideShape&, const Tile&) { return 1; }
+
+    // The run of a quad, or none.
+    KVD_DEVICE static const LaneRun* run_of(const Tile& tile, unsigned quad) {
+        const unsigned place = quad * CODE_GROUP;
+        for (unsigned index = 0; index < lane_head(tile.lanes).runs; index++) {
+            const LaneRun& run = lane_run(tile.lanes, index);
+            if (place >= run.place && place < end_of(run)) {
+                return &run;
+            }
+        }
+        return nullptr;
+    }
+
+    KVD_DEVICE static void fold(const SideShape&, const Tile& tile, const float* query,
+                                unsigned quad, float (&values)[CODE_GROUP], float&) {
+        const LaneRun* run = run_of(tile, quad);
+        if (run == nullptr) {
+            return;
+        }
+        const unsigned first = quad * CODE_GROUP - run->place;
+#pragma unroll
+        for (unsigned at = 0; at < CODE_GROUP; at++) {
+            values[at] = first + at < run->len ? query[run->first + first + at] : 0;
+        }
+    }
+
+    KVD_DEVICE static int32_t bias(const Tile& tile, unsigned quad) {
+        const LaneRun* run = run_of(tile, quad);
+        return run == nullptr ? 0 : run->bias;
+    }
+
+    KVD_DEVICE static float score(const SideShape&, const Tile& tile, unsigned, float sum, float) {
+        return lane_head(tile.lanes).step * sum;
+    }
+
+    // Adds what the codes of tokens `mine` and the next do not hold to their scores; the warp's eight
+    // tokens begin at `first`.
+    KVD_DEVICE static void add_rests(const SideShape& side, const Tile& tile, const float* query,
+                                     unsigned first, unsigned mine, float (&scores)[2]) {
+        const float step = lane_head(tile.lanes).step;
+        const unsigned row = tokens(tile).from;
+        each_outlier(*tile.outliers, side.dim, {row + first, row + first + STEP_COLUMNS}, 0, 1,
+                     [&](unsigned token, unsigned channel, float rest) {
+                         const float product = step * rest * query[channel];
+                         scores[0] += token - row == mine ? product : 0;
+                         scores[1] += token - row == mine + 1 ? product : 0;
+                     });
+    }
+
+    // Of values a decoded row has the coded channels, run after run; the others are numbered behind
+    // them. Channel, and above it what is taken from its codes, by place; places by channel; coded ones.
+    KVD_DEVICE static unsigned place_bytes(const SideShape& side) { return 4 * (2 * side.dim + 1); }
+
+    KVD_DEVICE static void prepare_places(const SideShape& side, const uint8_t* tables,
+                                          uint32_t* places) {
+        const uint8_t* lanes = tables + side.lanes;
+        const LaneHead& head = lane_head(lanes);
+        unsigned coded = 0;
+        for (unsigned index = 0; index < head.runs; index++) {
+            coded += lane_run(lanes, index).len;
+        }
+        if (warp_index() != 0) {
+            return;
+        }
+        unsigned others = coded;
+        for (unsigned first = 0; first < side.dim; first += WARP_LANES) {
+            const unsigned channel = first + lane_index();
+            const bool is_channel = channel < side.dim;
+            const uint32_t word = is_channel ? load32(lanes + head.channels + 4 * channel) : 0;
+            const bool is_other = is_channel && (word & 0xFFFF) == NOWHERE;
+            const uint32_t all = KVD_BALLOT(is_other);
+            const unsigned before = ones(all & ((1u << lane_index()) - 1));
+            const unsigned place = is_other ? others + before : word & 0xFFFF;
+            if (is_channel) {
+                places[place] = channel | (is_other ? 0 : word >> 16 << 16);
+                places[side.dim + channel] = place;
+            }
+            others += ones(all);
+        }
+        if (lane_index() == 0) {
+            places[2 * side.dim] = coded;
+        }
+    }
+    KVD_DEVICE static unsigned places_of(const SideShape& side, const uint32_t* places) {
+        return places[2 * side.dim];
+    }
+    KVD_DEVICE static uint32_t channel(const uint32_t* places, unsigned place) {
+        return places[place];
+    }
+
+    KVD_DEVICE static void fold(const SideShape&, const Tile&, unsigned,
+                                float (&)[2][CODE_GROUP], float&) {}
+    KVD_DEVICE static float step(const Tile& tile) { return lane_head(tile.lanes).step; }
+    KVD_DEVICE static float step_of(const SideShape& side, const uint8_t* tables) {
+        return lane_head(tables + side.lanes).step;
+    }
+
+    // Calls `add(place, channel, weights of the token, value)` for what the codes do not hold.
+    template <class Add>
+    KVD_DEVICE static void add_rests(const SideShape& side, const Tile& tile,
+                                     const uint32_t* places, const float* weights, Add add) {
+        const Range rows = tokens(tile);
+        const float step = lane_head(tile.lanes).step;
+        each_outlier(*tile.outliers, side.dim, rows, 0, 1,
+                     [&](unsigned token, unsigned channel, float rest) {
+                         add(places[side.dim + channel], channel, weights + token - rows.from,
+                             step * rest);
+                     });
     }
 };
 

@@ -67,15 +67,15 @@ struct Hybrid {
               pairs(scale_pairs(side)),
               word_bytes(Hybrid::word_bytes(side, tile)),
               row_bytes(Hybrid::row_bytes(side, tile)),
-              first_row(tile.first_row / side.scale_tokens) {
+              first_row(quotient(tile.first_row, side.scale_tokens)) {
             first_group = first_row * pairs / 8 * 8;
         }
 
         // The coefficient of a channel of a token of the tile.
         KVD_DEVICE float value(const SideShape& side, const Tile& tile, unsigned token,
                                unsigned channel, unsigned code) const {
-            const unsigned row = (tile.first_row + token) / side.scale_tokens;
-            const unsigned pair = channel / side.scale_channels;
+            const unsigned row = quotient(tile.first_row + token, side.scale_tokens);
+            const unsigned pair = quotient(channel, side.scale_channels);
             const uint8_t* at = rows + (row - first_row) * row_bytes;
             const uint8_t* word = at + pair * word_bytes;
             const float step = f16_value(load16_any(at + pairs * word_bytes + STEP_BYTES * pair));

@@ -25,15 +25,15 @@ struct Polar {
     }
 
     KVD_DEVICE static uint64_t codes_at(const SideShape& side, const Tile& tile) {
-        const unsigned rows = (tile.page_tokens - 1) / side.scale_tokens + 1;
+        const unsigned rows = quotient(tile.page_tokens - 1, side.scale_tokens) + 1;
         return uint64_t(rows) * row_bytes(side);
     }
 
     KVD_DEVICE static Span span(const SideShape& side, const Tile& tile, unsigned part) {
         const unsigned bytes = row_bytes(side);
         if (part == 0) {
-            const unsigned from = tile.first_row / side.scale_tokens;
-            const unsigned to = (tile.first_row + tile.tokens - 1) / side.scale_tokens + 1;
+            const unsigned from = quotient(tile.first_row, side.scale_tokens);
+            const unsigned to = quotient(tile.first_row + tile.tokens - 1, side.scale_tokens) + 1;
             return {uint64_t(from) * bytes, (to - from) * bytes};
         }
         return code_span(tile, codes_at(side, tile), pairs(side), side.bits);
@@ -51,8 +51,8 @@ struct Polar {
         if (!steps_in_page(side)) {
             return level * load_float(tile.table + direction_bytes(side) + 4 * pair);
         }
-        const unsigned first = tile.first_row / side.scale_tokens;
-        const unsigned row = (tile.first_row + token) / side.scale_tokens - first;
+        const unsigned first = quotient(tile.first_row, side.scale_tokens);
+        const unsigned row = quotient(tile.first_row + token, side.scale_tokens) - first;
         return level * f16_value(load16(scales + row * row_bytes(side) + 2 * pair));
     }
 

@@ -5,35 +5,49 @@
 // reference: kvd-codec/src/side/uniform.rs, symmetric.rs. hybrid.cuh mixes both.
 #pragma once
 
-#include "codes.cuh"
+#include "tensor.cuh"
 
 namespace kvd {
 
 // Pairs of a scale row.
 KVD_DEVICE unsigned scale_pairs(const SideShape& side) {
-    return (side.dim + side.scale_channels - 1) / side.scale_channels;
+    return quotient(side.dim + side.scale_channels - 1, side.scale_channels);
 }
 
 // Scale rows `from..to` that a tile needs.
 KVD_DEVICE Range scale_rows(const SideShape& side, const Tile& tile) {
     const unsigned last = tile.first_row + tile.tokens - 1;
-    return {tile.first_row / side.scale_tokens, last / side.scale_tokens + 1};
+    return {quotient(tile.first_row, side.scale_tokens), quotient(last, side.scale_tokens) + 1};
 }
 
 // Scale rows of a page.
 KVD_DEVICE unsigned all_scale_rows(const SideShape& side, const Tile& tile) {
-    return (tile.page_tokens - 1) / side.scale_tokens + 1;
+    return quotient(tile.page_tokens - 1, side.scale_tokens) + 1;
 }
+
+// What code 0 stands for, and how far one code is from the next.
+struct Scale {
+    float minimum;
+    float step;
+};
 
 // Minimum and step: four bytes of a pair.
 struct Asymmetric {
     static constexpr unsigned PAIR_BYTES = 4;
 
-    KVD_DEVICE static float value(const SideShape&, const uint8_t* row, unsigned pairs,
+    KVD_DEVICE static float step(const uint8_t* row, unsigned pairs, unsigned pair) {
+        return f16_value(load16(row + 2 * (pairs + pair)));
+    }
+
+    KVD_DEVICE static Scale scale(const SideShape&, const uint8_t* row, unsigned pairs,
+                                  unsigned pair) {
+        return {f16_value(load16(row + 2 * pair)), step(row, pairs, pair)};
+    }
+
+    KVD_DEVICE static float value(const SideShape& side, const uint8_t* row, unsigned pairs,
                                   unsigned pair, unsigned code) {
-        const float minimum = f16_value(load16(row + 2 * pair));
-        const float step = f16_value(load16(row + 2 * (pairs + pair)));
-        return minimum + float(code) * step;
+        const Scale scale = Asymmetric::scale(side, row, pairs, pair);
+        return scale.minimum + float(code) * scale.step;
     }
 };
 
@@ -75,8 +89,8 @@ struct Uniform {
     // The staged scale row of a token of the tile; `scales` is the first.
     KVD_DEVICE static const uint8_t* row(const SideShape& side, const Tile& tile,
                                          const uint8_t* scales, unsigned token) {
-        const unsigned first = tile.first_row / side.scale_tokens;
-        return scales + ((tile.first_row + token) / side.scale_tokens - first) * row_bytes(side);
+        const unsigned first = quotient(tile.first_row, side.scale_tokens);
+        return scales + (quotient(tile.first_row + token, side.scale_tokens) - first) * row_bytes(side);
     }
 
     KVD_DEVICE static Codes codes(const SideShape& side, const Tile& tile) {
@@ -90,7 +104,7 @@ struct Uniform {
         const unsigned token = least(lane_index(), tile.tokens - 1);
         const uint8_t* scales = row(side, tile, staged_span<Uniform>(side, tile, 0), token);
         score_codes(codes(side, tile), warps, query, scores, [&](unsigned channel, unsigned code) {
-            return Levels::value(side, scales, pairs, channel / side.scale_channels, code);
+            return Levels::value(side, scales, pairs, quotient(channel, side.scale_channels), code);
         });
     }
 
@@ -99,7 +113,7 @@ struct Uniform {
                                       unsigned slice, unsigned slices, const float* weights,
                                       float (&out)[ROWS]) {
         const unsigned pairs = scale_pairs(side);
-        const unsigned at = position / side.scale_channels;
+        const unsigned at = quotient(position, side.scale_channels);
         const uint8_t* scales = staged_span<Uniform>(side, tile, 0);
         accumulate_codes(codes(side, tile), position, slice, slices, weights, out,
                          [&](unsigned token, unsigned code) {
@@ -107,6 +121,103 @@ struct Uniform {
                                                   code);
                          });
     }
+};
+
+// With products of codes: steps go into what the codes are multiplied with, minima into a sum of their
+// own. Of keys either every channel has a scale, one for all tokens of a tile, or all channels of a token
+// share one; of values all channels of a warp share one (kvd-cuda/src/products.rs sees to it).
+template <class Levels>
+struct Tensor<Uniform<Levels>> : Uniform<Levels> {
+    using Side = Uniform<Levels>;
+    static constexpr bool SIGNED = false;
+    static constexpr bool BIASED = false;
+
+    KVD_DEVICE static bool scales_channels(const SideShape& side) {
+        return side.scale_channels == 1;
+    }
+
+    // The scale row of a token, `scales` being the first of the tile.
+    KVD_DEVICE static const uint8_t* row_of(const SideShape& side, const uint8_t* scales,
+                                            unsigned token) {
+        return scales + (side.scale_tokens == 1 ? token * Side::row_bytes(side) : 0);
+    }
+
+    KVD_DEVICE static KeyOrder order(const SideShape& side, const Tile& tile) {
+        return KeyOrder(side.dim, side.bits, tile.coded);
+    }
+
+    KVD_DEVICE static float largest_step(const SideShape& side, const Tile& tile) {
+        if (!scales_channels(side)) {
+            return 1;
+        }
+        const uint8_t* scales = staged_span<Side>(side, tile, 0);
+        float largest = 0;
+        for (unsigned channel = lane_index(); channel < side.dim; channel += WARP_LANES) {
+            largest = fmaxf(largest, Levels::step(scales, side.dim, channel));
+        }
+        return warp_max(largest);
+    }
+
+    // Four channels of a query, times their steps; and what the minima add.
+    KVD_DEVICE static void fold(const SideShape& side, const Tile& tile, const float* query,
+                                unsigned quad, float (&values)[CODE_GROUP], float& base) {
+        const uint8_t* scales = staged_span<Side>(side, tile, 0);
+#pragma unroll
+        for (unsigned at = 0; at < CODE_GROUP; at++) {
+            const unsigned channel = quad * CODE_GROUP + at;
+            Scale scale = {1, 1};
+            if (scales_channels(side)) {
+                scale = Levels::scale(side, scales, side.dim, channel);
+            }
+            values[at] = query[channel] * scale.step;
+            base += query[channel] * scale.minimum;
+        }
+    }
+
+    KVD_DEVICE static int32_t bias(const Tile&, unsigned) { return 0; }
+
+    KVD_DEVICE static float score(const SideShape& side, const Tile& tile, unsigned token,
+                                  float sum, float base) {
+        if (scales_channels(side)) {
+            return sum + base;
+        }
+        const uint8_t* scales = row_of(side, staged_span<Side>(side, tile, 0), token);
+        const Scale scale = Levels::scale(side, scales, 1, 0);
+        return scale.step * sum + scale.minimum * base;
+    }
+
+    KVD_DEVICE static void add_rests(const SideShape&, const Tile&, const float*, unsigned,
+                                     unsigned, float (&)[2]) {}
+
+    // Weights times the steps of their tokens, for the channels that share a scale with `channel`.
+    KVD_DEVICE static void fold(const SideShape& side, const Tile& tile, unsigned channel,
+                                float (&weights)[2][CODE_GROUP], float& base) {
+        const unsigned pairs = scale_pairs(side);
+        const unsigned pair = quotient(channel, side.scale_channels);
+        const uint8_t* scales = staged_span<Side>(side, tile, 0);
+#pragma unroll
+        for (unsigned at = 0; at < 2 * CODE_GROUP; at++) {
+            const unsigned word = at / CODE_GROUP;
+            const unsigned token = (word * CODE_GROUP + lane_word()) * CODE_GROUP + at % CODE_GROUP;
+            const uint8_t* row = row_of(side, scales, least(token, tile.tokens - 1));
+            const Scale scale = Levels::scale(side, row, pairs, pair);
+            float& weight = weights[word][at % CODE_GROUP];
+            base += weight * scale.minimum;
+            weight *= scale.step;
+        }
+    }
+
+    KVD_DEVICE static unsigned place_bytes(const SideShape&) { return 0; }
+    KVD_DEVICE static void prepare_places(const SideShape&, const uint8_t*, uint32_t*) {}
+    KVD_DEVICE static unsigned places_of(const SideShape& side, const uint32_t*) {
+        return side.dim;
+    }
+    KVD_DEVICE static uint32_t channel(const uint32_t*, unsigned place) { return place; }
+    KVD_DEVICE static float step(const Tile&) { return 1; }
+    KVD_DEVICE static float step_of(const SideShape&, const uint8_t*) { return 1; }
+    template <class Add>
+    KVD_DEVICE static void add_rests(const SideShape&, const Tile&, const uint32_t*, const float*,
+                                     Add) {}
 };
 
 }  // namespace kvd

@@ -14,7 +14,7 @@ struct Vq {
     static constexpr unsigned SPANS = 1;
     static constexpr bool ODD_WORDS = false;
 
-    KVD_DEVICE static unsigned subs(const SideShape& side) { return side.dim / side.book_dim; }
+    KVD_DEVICE static unsigned subs(const SideShape& side) { return quotient(side.dim, side.book_dim); }
 
     KVD_DEVICE static uint64_t codes_at(const SideShape&, const Tile&) { return 0; }
 
@@ -58,8 +58,9 @@ struct Vq {
                                   const float* query, float (&scores)[ROWS]) {
         const unsigned count = subs(side);
         each_key_code(codes(side, tile), warps, [&](unsigned position, unsigned code) {
-            const unsigned sub = position % count;
-            const uint16_t* values = entry(side, tile, position / count, sub, code);
+            const unsigned stage = quotient(position, count);
+            const unsigned sub = position - stage * count;
+            const uint16_t* values = entry(side, tile, stage, sub, code);
             for (unsigned at = 0; at < side.book_dim; at++) {
                 add_score(query, side.dim, sub * side.book_dim + at, f16_value(values[at]), scores);
             }
@@ -71,8 +72,8 @@ struct Vq {
                                       unsigned slice, unsigned slices, const float* weights,
                                       float (&out)[ROWS]) {
         const Codes all = codes(side, tile);
-        const unsigned sub = position / side.book_dim;
-        const unsigned channel = position % side.book_dim;
+        const unsigned sub = quotient(position, side.book_dim);
+        const unsigned channel = position - sub * side.book_dim;
         for (unsigned stage = 0; stage < side.stages; stage++) {
             accumulate_codes(all, stage * subs(side) + sub, slice, slices, weights, out,
                              [&](unsigned, unsigned code) {

@@ -15,15 +15,14 @@ pub(crate) use occupancy::SHARED_RESERVED;
 pub use occupancy::{Block, Occupancy};
 
 use crate::lanes::{self, decoding};
-use crate::side::TILE_TOKENS;
+use crate::products;
+use crate::side::{TILE_TOKENS, rows_of};
 use crate::store::encoded_on_host;
 use crate::tables::GAIN_STAGE;
 use kvd_codec::{CodebookScope, CodecSpec, Entropy, Quantizer, SideSpec};
 use kvd_core::{Geometry, Side};
 use occupancy::THREADS;
 
-/// Registers that every attention kernel keeps within: `__launch_bounds__(128, 4)`.
-const REGISTERS: u32 = 128;
 /// Query rows that a thread block takes at most.
 const ROWS_MAX: u32 = 8;
 /// Shuffles from which exchange through shared memory is cheaper (VQ-LLM §VI-B).
@@ -84,6 +83,8 @@ pub struct Plan {
     pub codebooks: [Option<CodebookPlan>; 2],
     /// Shared memory for the codebooks of each side, bytes: [`crate::Shapes::new`].
     pub table_bytes: [u32; 2],
+    /// Why products with keys and values are not on tensor cores; none where they are.
+    pub products: [Option<&'static str>; 2],
     /// Units over the stored tokens of one head.
     pub splits: u32,
     /// [`crate::Options::parts_per_unit`].
@@ -128,9 +129,13 @@ pub fn plan(codec: &CodecSpec, workload: &Workload, limits: &Limits) -> Option<P
     let gains = GAIN_STAGE as u32;
     let fixed = 4 * floats + 2 * (stages + gains);
     let coded = Side::BOTH.map(|side| lanes::expected(codec.side(side), geometry.head_dim(side)));
-    let other = fixed as usize + coded[0][1] + coded[1][1];
-    let (chunks, decoded) = decoding([coded[0][0], coded[1][0]], other, limits.shared());
-    let block = Block { registers: REGISTERS, shared_bytes: (other + decoded) as u32 };
+    let products = products::expected(codec, geometry, rows_of(rows) as usize);
+    let work = products[0].bytes + products[1].bytes;
+    let other = fixed as usize + coded[0][1] + coded[1][1] + work;
+    let (resident, registers) = products::resident(coded[0][0] + coded[1][0] > 0);
+    let (chunks, decoded) =
+        decoding([coded[0][0], coded[1][0]], other, (limits.shared(), resident));
+    let block = Block { registers, shared_bytes: (other + decoded) as u32 };
     let occupancy = block.occupancy(limits)?;
     let sizes = Side::BOTH.map(|side| Codebooks::of(codec.side(side), geometry.head_dim(side)));
     let table_bytes = share(occupancy.shared_slack, sizes);
@@ -168,6 +173,7 @@ pub fn plan(codec: &CodecSpec, workload: &Workload, limits: &Limits) -> Option<P
         occupancy,
         codebooks,
         table_bytes,
+        products: products.map(|of_side| of_side.not),
         splits,
         parts_per_unit,
         page_bytes,

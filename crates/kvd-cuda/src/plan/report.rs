@@ -41,6 +41,7 @@ impl fmt::Display for Plan {
                 self.chunks
             )?;
         }
+        write_products(f, self.products)?;
         let [have, needed] = self.bytes_under_way();
         writeln!(
             f,
@@ -73,6 +74,15 @@ impl fmt::Display for Plan {
             self.instructions_per_value()
         )
     }
+}
+
+fn write_products(f: &mut fmt::Formatter<'_>, not: [Option<&str>; 2]) -> fmt::Result {
+    let of_side = |(side, not): (&str, Option<&str>)| match not {
+        None => format!("of {side} on tensor cores, codes as bytes"),
+        Some(why) => format!("of {side} on CUDA cores: {why}"),
+    };
+    let [keys, values] = [("keys", not[0]), ("values", not[1])].map(of_side);
+    writeln!(f, "products: {keys}; {values}")
 }
 
 fn write_encoding(f: &mut fmt::Formatter<'_>, host: [Option<&str>; 2]) -> fmt::Result {

@@ -120,6 +120,21 @@ fn every_preset_has_a_plan_on_every_known_gpu() {
 }
 
 #[test]
+fn a_plan_says_where_products_are() {
+    let of = |codec| of(codec, &Limits::h100());
+    for codec in ["kivi-4", "kivi-2", "kvcomp", "kvcomp-channel", "kvd-4", "kvd-1.5"] {
+        assert_eq!(of(codec).products, [None, None], "{codec}");
+    }
+    for codec in ["turbo-3", "polar-4+2"] {
+        assert!(matches!(of(codec).products, [Some(_), None]), "{codec}");
+    }
+    let text = of("raw").to_string();
+    assert!(text.contains("of keys on CUDA cores: its values are not codes"), "{text}");
+    let [key, value] = of("k=uniform(b=4,g=48,axis=channel); v=uniform(b=4,axis=token)").products;
+    assert!(key.is_some() && value == key, "a tile has two scales of a channel");
+}
+
+#[test]
 fn a_plan_says_who_encodes() {
     let text = |codec: &str| of(codec, &Limits::h100()).to_string();
     for codec in ["raw", "kivi-4", "vecinfer-2", "cq-2", "vq-residual-4", "innerq-2", "turbo-4"] {

@@ -1,0 +1,194 @@
+// The scores of a tile's keys: on CUDA cores, a lane per token and channels dealt to the warps, or, of
+// sides with integer products, on tensor cores, eight tokens per warp and all channels.
+#pragma once
+
+#include "shared.cuh"
+#include "tensor.cuh"
+
+namespace kvd {
+
+template <class Key, int ROWS>
+struct Scores {
+    // Parts of a score, which the softmax adds up.
+    static constexpr unsigned PARTS = ATTEND_WARPS;
+
+    KVD_DEVICE Scores(const AttendShared<ROWS>&, const SideShape&) {}
+
+    KVD_DEVICE bool folds(const SideShape&) const { return false; }
+    KVD_DEVICE void fold(const AttendShared<ROWS>&, const SideShape&, const Tile&) {}
+
+    KVD_DEVICE void tile(const AttendShared<ROWS>& shared, const SideShape& side,
+                         const Tile& tile) const {
+        float scores[ROWS] = {};
+        Key::template scores<ROWS>(side, tile, ATTEND_WARPS, shared.query, scores);
+        for (int row = 0; row < ROWS; row++) {
+            shared.sums[(warp_index() * ROWS + row) * TILE_TOKENS + lane_index()] = scores[row];
+        }
+    }
+};
+
+// Shared memory of it, as the host counts it (`work_bytes` of kvd-cuda/src/products.rs): digits of the
+// queries `[steps, ROWS, 4 lanes, DIGIT_WORDS]`, behind units, bases and starts of the rows.
+template <class Side, int ROWS>
+struct Scores<Tensor<Side>, ROWS> {
+    static constexpr unsigned PARTS = 1;
+    static constexpr unsigned OWNED = (ROWS + ATTEND_WARPS - 1) / ATTEND_WARPS;
+    using Key = Tensor<Side>;
+
+    struct alignas(8) Words {
+        uint32_t word[2];
+    };
+
+    // What one of its whole numbers is worth, what goes into every score, and what sums begin with.
+    float* units;
+    float* bases;
+    int32_t* starts;
+    uint32_t* digits;
+    // Of the rows that this warp folds.
+    float largest[OWNED];
+    bool folded;
+
+    KVD_DEVICE Scores(const AttendShared<ROWS>& shared, const SideShape&)
+        : units(reinterpret_cast<float*>(shared.key_work)),
+          bases(units + ROWS),
+          starts(reinterpret_cast<int32_t*>(bases + ROWS)),
+          digits(reinterpret_cast<uint32_t*>(starts + (DIGITS * ROWS + 1) / 2 * 2)),
+          folded(false) {}
+
+    // Whether the queries' digits are not yet those for a tile; the same for all threads.
+    KVD_DEVICE bool folds(const SideShape& side) const {
+        return !folded || Key::scales_channels(side);
+    }
+
+    // Cuts the queries, times what their channels are scaled by, into digits: a row per warp, four
+    // positions per lane.
+    KVD_DEVICE void fold(const AttendShared<ROWS>& shared, const SideShape& side,
+                         const Tile& tile) {
+        const KeyOrder order = Key::order(side, tile);
+        const float step = Key::largest_step(side, tile);
+#pragma unroll
+        for (unsigned own = 0; own < OWNED; own++) {
+            const unsigned row = own * ATTEND_WARPS + warp_index();
+            if (row >= ROWS) {
+                break;
+            }
+            const float* query = shared.query + row * side.dim;
+            if (!folded) {
+                largest[own] = largest_of(query, side.dim);
+            }
+            fold_row(order, side, tile, query, row, unit_of(largest[own] * step, QUERY_BITS));
+        }
+        folded = true;
+    }
+
+    KVD_DEVICE static float largest_of(const float* query, unsigned dim) {
+        float largest = 0;
+        for (unsigned channel = lane_index(); channel < dim; channel += WARP_LANES) {
+            largest = fmaxf(largest, fabsf(query[channel]));
+        }
+        return warp_max(largest);
+    }
+
+    KVD_DEVICE void fold_row(const KeyOrder& order, const SideShape& side, const Tile& tile,
+                             const float* query, unsigned row, float unit) const {
+        const float inverse = per_unit(unit);
+        float base = 0;
+        int32_t start[DIGITS] = {};
+        for (unsigned quad = lane_index(); quad < order.steps() * STEP_QUADS; quad += WARP_LANES) {
+            float values[CODE_GROUP] = {};
+            if (quad < order.quads) {
+                Key::fold(side, tile, query, quad, values, base);
+            }
+            uint32_t cut[DIGITS];
+            signed_digits(values, inverse, cut);
+            const unsigned slot = order.slot(quad);
+            const unsigned lane = slot / STEP_QUADS * ROWS * CODE_GROUP + slot % CODE_GROUP;
+            uint32_t* to = digits + (lane + row * CODE_GROUP) * DIGIT_WORDS;
+            const unsigned word = slot / CODE_GROUP % 2;
+            to[2 * word] = cut[0];
+            to[2 * word + 1] = cut[1];
+            to[4 + word] = cut[2];
+            if (Key::BIASED && quad < order.quads) {
+                const int32_t bias = Key::bias(tile, quad);
+#pragma unroll
+                for (unsigned digit = 0; digit < DIGITS; digit++) {
+                    start[digit] -= bias * signed_byte_sum(cut[digit]);
+                }
+            }
+        }
+        base = warp_sum(base);
+        if (Key::BIASED) {
+            for (unsigned digit = 0; digit < DIGITS; digit++) {
+                for (unsigned step = 16; step > 0; step /= 2) {
+                    const unsigned other = lane_index() ^ step;
+                    start[digit] += int32_t(KVD_SHUFFLE(uint32_t(start[digit]), other));
+                }
+            }
+        }
+        if (lane_index() == 0) {
+            units[row] = unit;
+            bases[row] = base;
+            for (unsigned digit = 0; digit < DIGITS; digit++) {
+                starts[DIGITS * row + digit] = start[digit];
+            }
+        }
+    }
+
+    // Lanes whose row is none of the unit's have the digits of another: what they sum is not used.
+    KVD_DEVICE void multiply_step(Products& sums, unsigned step, const uint32_t (&words)[2]) const {
+        const unsigned lane = (step * ROWS + lane_row() % ROWS) * CODE_GROUP + lane_word();
+        const Words* at = reinterpret_cast<const Words*>(digits + lane * DIGIT_WORDS);
+        uint32_t of_query[DIGIT_WORDS];
+#pragma unroll
+        for (unsigned pair = 0; pair < DIGITS; pair++) {
+            of_query[2 * pair] = at[pair].word[0];
+            of_query[2 * pair + 1] = at[pair].word[1];
+        }
+        multiply<true, Key::SIGNED>(sums, of_query, words);
+    }
+
+    // Eight tokens of each warp; a lane has two of one row, and the codes of one token.
+    KVD_DEVICE void tile(const AttendShared<ROWS>& shared, const SideShape& side,
+                         const Tile& tile) const {
+        const KeyOrder order = Key::order(side, tile);
+        const Codes codes = Key::codes(side, tile);
+        const unsigned first = warp_index() * STEP_COLUMNS;
+        const unsigned row = lane_row();
+        const bool has_row = row < ROWS;
+        Products sums = {};
+        if (Key::BIASED && has_row) {
+            const int32_t* start = starts + DIGITS * row;
+            sums = {{start[0], start[0], start[1], start[1]}, {start[2], start[2]}};
+        }
+        const unsigned steps = order.steps();
+        if (order.is_plain(codes)) {
+            order.each_plain(codes, first + row, [&](unsigned step, const uint32_t(&words)[2]) {
+                multiply_step(sums, step, words);
+            });
+        } else {
+#pragma unroll 1
+            for (unsigned step = 0; step < steps; step++) {
+                uint32_t words[2];
+                order.any_words(codes, step, first + row, words);
+                multiply_step(sums, step, words);
+            }
+        }
+        if (!has_row) {
+            return;
+        }
+        float scores[2];
+#pragma unroll
+        for (unsigned at = 0; at < 2; at++) {
+            const unsigned token = least(first + 2 * lane_word() + at, tile.tokens - 1);
+            const float sum = whole(float(sums.upper[at]), sums.upper[2 + at], sums.low[at]);
+            scores[at] = Key::score(side, tile, token, sum * units[row], bases[row]);
+        }
+        const float* query = shared.query + row * side.dim;
+        Key::add_rests(side, tile, query, first, first + 2 * lane_word(), scores);
+        for (unsigned at = 0; at < 2; at++) {
+            shared.sums[row * TILE_TOKENS + first + 2 * lane_word() + at] = scores[at];
+        }
+    }
+};
+
+}  // namespace kvd

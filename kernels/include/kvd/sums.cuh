@@ -1,0 +1,295 @@
+// The weighted sum of a tile's values: on CUDA cores, a thread per channel, or, of sides with integer
+// products, on tensor cores, all tokens of the tile at once and channels dealt to the warps.
+#pragma once
+
+#include "shared.cuh"
+#include "tensor.cuh"
+
+namespace kvd {
+
+// Value channels that a thread sums: head sizes up to 256.
+constexpr unsigned CHANNELS_PER_THREAD = 2;
+
+// The weighted values that a thread sums: a channel or two, over its slice of the tokens.
+template <class Value, int ROWS>
+struct Sums {
+    float out[CHANNELS_PER_THREAD][ROWS];
+    unsigned width;
+    unsigned slices;
+
+    // Shared memory of it.
+    KVD_DEVICE static unsigned work_bytes(const SideShape&) { return 0; }
+
+    KVD_DEVICE Sums(const AttendShared<ROWS>&, const AttendParameters&, const Unit& unit) {
+        const unsigned dim = unit.value.dim;
+        for (width = 1; width < dim && width < ATTEND_THREADS;) {
+            width *= 2;
+        }
+        slices = ATTEND_THREADS / width;
+        for (unsigned at = 0; at < CHANNELS_PER_THREAD; at++) {
+            for (int row = 0; row < ROWS; row++) {
+                out[at][row] = 0;
+            }
+        }
+    }
+
+    KVD_DEVICE unsigned channel(unsigned at) const {
+        return thread_index() % width + at * ATTEND_THREADS;
+    }
+
+    KVD_DEVICE void settle(const AttendParameters&, const Unit&) {}
+
+    KVD_DEVICE void absorb(const SideShape& side, const Tile& tile,
+                           const AttendShared<ROWS>& shared) {
+#pragma unroll
+        for (unsigned at = 0; at < CHANNELS_PER_THREAD; at++) {
+            if (channel(at) >= side.dim) {
+                break;
+            }
+#pragma unroll
+            for (int row = 0; row < ROWS; row++) {
+                out[at][row] *= shared.factors[row];
+            }
+            Value::template accumulate<ROWS>(side, tile, channel(at), thread_index() / width,
+                                             slices, shared.weights, out[at]);
+        }
+    }
+
+    // Adds the slices up and writes the unit's rows.
+    KVD_DEVICE void write(const AttendShared<ROWS>& shared, const AttendParameters& parameters,
+                          const Unit& unit) const {
+        const unsigned dim = unit.value.dim;
+        float* sums = shared.sums;
+        for (unsigned at = 0; at < CHANNELS_PER_THREAD; at++) {
+            KVD_BARRIER();
+            for (int row = 0; row < ROWS; row++) {
+                sums[row * ATTEND_THREADS + thread_index()] = out[at][row];
+            }
+            KVD_BARRIER();
+            if (thread_index() >= width || channel(at) >= dim) {
+                continue;
+            }
+            for (unsigned row = 0; row < unit.rows; row++) {
+                float sum = 0;
+                for (unsigned slice = 0; slice < slices; slice++) {
+                    sum += sums[row * ATTEND_THREADS + slice * width + thread_index()];
+                }
+                parameters.out[uint64_t(unit.partial + row) * dim + channel(at)] = sum;
+            }
+        }
+    }
+};
+
+// Sums of integers go on from tile to tile. They are added to the sums in shared memory, and begin
+// anew, when the softmax has found a larger score, when a weight is larger than their unit can tell, or
+// before they could overflow. Shared memory, as the host counts it (`work_bytes` of
+// kvd-cuda/src/products.rs): sums `[ROWS, dim]`, then the side's own.
+template <class Side, int ROWS>
+struct Sums<Tensor<Side>, ROWS> {
+    using Value = Tensor<Side>;
+    // Of eight channels, of a warp: head sizes up to 192, because each takes six registers.
+    static constexpr unsigned BLOCKS = 192 / STEP_COLUMNS / ATTEND_WARPS;
+    // 32 products of two bytes a tile, in 31 bits.
+    static constexpr unsigned TILES_MAX = 1024;
+
+    Products sums[BLOCKS];
+    uint32_t digit_sums[DIGITS];
+    float unit;
+    float base;
+    unsigned tiles;
+    unsigned blocks;
+    float* out;
+    const uint32_t* places;
+
+    // Blocks of eight channels that a warp has.
+    KVD_DEVICE static unsigned blocks_of(const SideShape& side) {
+        return (side.dim + STEP_COLUMNS * ATTEND_WARPS - 1) / (STEP_COLUMNS * ATTEND_WARPS);
+    }
+    KVD_DEVICE static unsigned work_bytes(const SideShape& side) {
+        return (ROWS * side.dim * 4 + Value::place_bytes(side) + COPY_BYTES - 1) / COPY_BYTES *
+               COPY_BYTES;
+    }
+
+    KVD_DEVICE Sums(const AttendShared<ROWS>& shared, const AttendParameters& parameters,
+                    const Unit& unit)
+        : unit(unit_of(0, WEIGHT_BITS)),
+          base(0),
+          tiles(0),
+          blocks(blocks_of(unit.value)),
+          out(reinterpret_cast<float*>(shared.value_work)) {
+        uint32_t* to = reinterpret_cast<uint32_t*>(out + ROWS * unit.value.dim);
+        Value::prepare_places(unit.value, parameters.tables, to);
+        places = to;
+        for (unsigned at = thread_index(); at < ROWS * unit.value.dim; at += ATTEND_THREADS) {
+            out[at] = 0;
+        }
+        clear();
+    }
+
+    KVD_DEVICE void clear() {
+        tiles = 0;
+        base = 0;
+#pragma unroll
+        for (unsigned digit = 0; digit < DIGITS; digit++) {
+            digit_sums[digit] = 0;
+        }
+#pragma unroll
+        for (unsigned block = 0; block < BLOCKS; block++) {
+            sums[block] = {};
+        }
+    }
+
+    // The first channel, as the tile's codes are ordered, of a block of this warp.
+    KVD_DEVICE unsigned first(unsigned block) const {
+        return (warp_index() * blocks + block) * STEP_COLUMNS;
+    }
+
+    KVD_DEVICE void absorb(const SideShape& side, const Tile& tile,
+                           const AttendShared<ROWS>& shared) {
+        const unsigned row = lane_row();
+        const bool has_row = row < ROWS;
+        float weights[2][CODE_GROUP];
+#pragma unroll
+        for (unsigned word = 0; word < 2; word++) {
+            const unsigned token = (word * CODE_GROUP + lane_word()) * CODE_GROUP;
+#pragma unroll
+            for (unsigned at = 0; at < CODE_GROUP; at++) {
+                weights[word][at] = has_row ? shared.weights[row * TILE_TOKENS + token + at] : 0;
+            }
+        }
+        float of_tile = 0;
+        Value::fold(side, tile, least(first(0), side.dim - 1), weights, of_tile);
+        float largest = 0;
+#pragma unroll
+        for (unsigned at = 0; at < 2 * CODE_GROUP; at++) {
+            largest = fmaxf(largest, weights[at / CODE_GROUP][at % CODE_GROUP]);
+        }
+        largest = fmaxf(largest, KVD_SHUFFLE_XOR(largest, 1));
+        largest = fmaxf(largest, KVD_SHUFFLE_XOR(largest, 2));
+        const float factor = has_row ? shared.factors[row] : 1;
+        const bool beyond = largest > unit * float(1u << WEIGHT_BITS);
+        if (KVD_BALLOT(factor != 1 || beyond || tiles == TILES_MAX) != 0) {
+            flush(side, Value::step(tile), factor);
+            const float needed = unit_of(largest, WEIGHT_BITS);
+            unit = factor != 1 ? needed : fmaxf(unit, needed);
+        }
+        tiles++;
+        base += of_tile;
+        multiply_tile(side, tile, weights);
+        Value::add_rests(side, tile, places, shared.weights, [&](unsigned place, unsigned channel,
+                                                                const float* weight, float rest) {
+            // The thread that has the channel adds to its sum.
+            const bool here = place - first(0) < blocks * STEP_COLUMNS;
+            if (here && place % STEP_COLUMNS / 2 == lane_word() && has_row) {
+                out[row * side.dim + channel] += weight[row * TILE_TOKENS] * rest;
+            }
+        });
+    }
+
+    KVD_DEVICE void multiply_tile(const SideShape& side, const Tile& tile,
+                                  const float (&weights)[2][CODE_GROUP]) {
+        const float inverse = per_unit(unit);
+        uint32_t digits[DIGIT_WORDS];
+#pragma unroll
+        for (unsigned word = 0; word < 2; word++) {
+            uint32_t cut[DIGITS];
+            unsigned_digits(weights[word], inverse, cut);
+            digits[2 * word] = cut[0];
+            digits[2 * word + 1] = cut[1];
+            digits[4 + word] = cut[2];
+            if (Value::BIASED) {
+#pragma unroll
+                for (unsigned digit = 0; digit < DIGITS; digit++) {
+                    digit_sums[digit] = byte_sum(cut[digit], digit_sums[digit]);
+                }
+            }
+        }
+        const Codes codes = Value::codes(side, tile);
+        const unsigned count = Value::places_of(side, places);
+        if (count == 0) {
+            return;
+        }
+        const unsigned bits = plain_bits(codes);
+        uint32_t words[2];
+        // Behind the last channel of a decoded row is something that may be read, and is not used.
+        if (bits != 0 && (codes.stride != 0 || count % (STEP_COLUMNS * ATTEND_WARPS) == 0)) {
+            const ValueOrder order(codes, bits, first(0) + lane_row());
+#pragma unroll
+            for (unsigned block = 0; block < BLOCKS; block++) {
+                if (block >= blocks) {
+                    break;
+                }
+                order.words(block * STEP_COLUMNS, words);
+                multiply<false, Value::SIGNED>(sums[block], digits, words);
+            }
+            return;
+        }
+#pragma unroll 1
+        for (unsigned mine = 0; mine < blocks; mine++) {
+            any_value_words(codes, least(first(mine) + lane_row(), count - 1), words);
+#pragma unroll
+            for (unsigned block = 0; block < BLOCKS; block++) {
+                if (block == mine) {
+                    multiply<false, Value::SIGNED>(sums[block], digits, words);
+                }
+            }
+        }
+    }
+
+    // Adds what was summed up to the sums of the rows, which then shrink by their factor. `step`: what a
+    // code of 1 is worth.
+    KVD_DEVICE void flush(const SideShape& side, float step, float factor) {
+        base += KVD_SHUFFLE_XOR(base, 1);
+        base += KVD_SHUFFLE_XOR(base, 2);
+        if (Value::BIASED) {
+#pragma unroll
+            for (unsigned digit = 0; digit < DIGITS; digit++) {
+                digit_sums[digit] += KVD_SHUFFLE(digit_sums[digit], lane_index() ^ 1);
+                digit_sums[digit] += KVD_SHUFFLE(digit_sums[digit], lane_index() ^ 2);
+            }
+        }
+        const unsigned count = Value::places_of(side, places);
+#pragma unroll
+        for (unsigned at = 0; at < 2 * BLOCKS; at++) {
+            const unsigned place = first(at / 2) + 2 * lane_word() + at % 2;
+            if (lane_row() >= ROWS || at / 2 >= blocks || place >= side.dim) {
+                continue;
+            }
+            const uint32_t channel = Value::channel(places, place);
+            const Products& of_block = sums[at / 2];
+            const int32_t three[DIGITS] = {of_block.upper[at % 2], of_block.upper[2 + at % 2],
+                                           of_block.low[at % 2]};
+            float sum = 0;
+#pragma unroll
+            for (unsigned digit = 0; digit < DIGITS; digit++) {
+                const int32_t bias = Value::BIASED
+                                         ? int32_t(channel >> 16) * int32_t(digit_sums[digit])
+                                         : 0;
+                sum = sum * 256.0f + float(three[digit] - bias);
+            }
+            float& to = out[lane_row() * side.dim + (channel & 0xFFFF)];
+            to = (to + (place < count ? sum * unit * step : 0) + base) * factor;
+        }
+        clear();
+    }
+
+    // Leaves nothing in registers, of which decoding needs many.
+    KVD_DEVICE void settle(const AttendParameters& parameters, const Unit& unit) {
+        flush(unit.value, Value::step_of(unit.value, parameters.tables), 1);
+    }
+
+    // Writes the unit's rows.
+    KVD_DEVICE void write(const AttendShared<ROWS>& shared, const AttendParameters& parameters,
+                          const Unit& unit) {
+        // Where there was no tile, nothing else came between the places and who reads them.
+        KVD_BARRIER();
+        settle(parameters, unit);
+        KVD_BARRIER();
+        const unsigned dim = unit.value.dim;
+        for (unsigned at = thread_index(); at < unit.rows * dim; at += ATTEND_THREADS) {
+            parameters.out[uint64_t(unit.partial) * dim + at] = out[at];
+        }
+    }
+};
+
+}  // namespace kvd

@@ -1,0 +1,261 @@
+// Products of codes on tensor cores, of bytes and exact. What codes are multiplied with, queries and
+// softmax weights, are whole numbers of 24 bits of a power of two: three digits of a byte each, which
+// are rows of the first factor (ADR 8, with one digit more than the CPU, so that small integers stay
+// exact and the rest errs as f32 does). Codes are the second factor, four neighbours in a word as pages
+// hold them. A side that has such products is `Tensor<Side>`; its header says how.
+#pragma once
+
+#include "codes.cuh"
+
+namespace kvd {
+
+template <class Side>
+struct Tensor;
+
+// Rows, columns of the first factor (rows of the second), and columns of one product.
+constexpr unsigned STEP_TERMS = 32;
+constexpr unsigned STEP_COLUMNS = 8;
+// Neighbours that are one word.
+constexpr unsigned STEP_QUADS = STEP_TERMS / CODE_GROUP;
+constexpr unsigned DIGITS = 3;
+// Words of a lane of the first factor, for one step: high and middle digits of the first four terms,
+// of the other four, then the low digits of both.
+constexpr unsigned DIGIT_WORDS = 2 * DIGITS;
+// Bits of a whole number without its sign.
+constexpr unsigned QUERY_BITS = 22;
+constexpr unsigned WEIGHT_BITS = 23;
+
+// The row, or the column of codes, that a lane holds; and which words of it.
+KVD_DEVICE unsigned lane_row() { return lane_index() / CODE_GROUP; }
+KVD_DEVICE unsigned lane_word() { return lane_index() % CODE_GROUP; }
+
+// The power of two of which no value up to `largest` is more than `2^bits`.
+KVD_DEVICE float unit_of(float largest, unsigned bits) {
+    const unsigned exponent = f32_bits(fminf(largest, 3.0e38f)) >> 23;
+    return f32_value((most(exponent, bits + 1) + 1 - bits) << 23);
+}
+// Its reciprocal.
+KVD_DEVICE float per_unit(float unit) { return f32_value((254u << 23) - f32_bits(unit)); }
+
+// Sums of three digits as the number that they are.
+KVD_DEVICE float whole(float high, int32_t middle, int32_t low) {
+    return high * 65536.0f + float(middle * 256 + low);
+}
+
+// The sum of a word's bytes, which have a sign.
+KVD_DEVICE int32_t signed_byte_sum(uint32_t word) {
+    return int32_t(byte_sum(word ^ 0x80808080u, 0)) - 4 * 128;
+}
+
+// Bytes of four whole numbers as words: their high, middle and low digits.
+KVD_DEVICE void digits_of(const uint32_t (&wholes)[CODE_GROUP], uint32_t (&digits)[DIGITS]) {
+    const uint32_t first = bytes_of(wholes[0], wholes[1], 0x5140);
+    const uint32_t second = bytes_of(wholes[2], wholes[3], 0x5140);
+    digits[0] = bytes_of(bytes_of(wholes[0], wholes[1], 0x0062),
+                         bytes_of(wholes[2], wholes[3], 0x0062), 0x5410);
+    digits[1] = bytes_of(first, second, 0x7632);
+    digits[2] = bytes_of(first, second, 0x5410);
+}
+
+// Digits of values of at most `2^22`, from -128 to 127 each: rounding leaves the number in the low bits
+// of a float, to which what makes every digit positive is added.
+KVD_DEVICE void signed_digits(const float (&values)[CODE_GROUP], float inverse,
+                              uint32_t (&digits)[DIGITS]) {
+    uint32_t wholes[CODE_GROUP];
+#pragma unroll
+    for (unsigned at = 0; at < CODE_GROUP; at++) {
+        wholes[at] = f32_bits(fmaf(values[at], inverse, 12582912.0f)) + 0x408080;
+    }
+    digits_of(wholes, digits);
+#pragma unroll
+    for (unsigned digit = 0; digit < DIGITS; digit++) {
+        digits[digit] ^= 0x80808080u;
+    }
+}
+
+// Digits of values from 0 to `2^23`, 0 to 255 each.
+KVD_DEVICE void unsigned_digits(const float (&values)[CODE_GROUP], float inverse,
+                                uint32_t (&digits)[DIGITS]) {
+    uint32_t wholes[CODE_GROUP];
+#pragma unroll
+    for (unsigned at = 0; at < CODE_GROUP; at++) {
+        wholes[at] = f32_bits(fmaf(values[at], inverse, 8388608.0f));
+    }
+    digits_of(wholes, digits);
+}
+
+// Sums of a lane, of its row and two columns: of high digits, then middle ones; of low digits.
+struct Products {
+    int32_t upper[4];
+    int32_t low[2];
+};
+
+// Adds the products of a step: two of tensor cores, because three digits of eight rows are more than
+// the sixteen rows of one.
+template <bool SIGNED_A, bool SIGNED_B>
+KVD_DEVICE void multiply(Products& sums, const uint32_t (&digits)[DIGIT_WORDS],
+                         const uint32_t (&codes)[2]) {
+    const uint32_t upper[4] = {digits[0], digits[1], digits[2], digits[3]};
+    const uint32_t low[4] = {digits[4], 0, digits[5], 0};
+    int32_t of_low[4] = {sums.low[0], sums.low[1], 0, 0};
+    KVD_MULTIPLY_BYTES(SIGNED_A, SIGNED_B, sums.upper, upper, codes);
+    KVD_MULTIPLY_BYTES(SIGNED_A, SIGNED_B, of_low, low, codes);
+    sums.low[0] = of_low[0];
+    sums.low[1] = of_low[1];
+}
+
+// Whether the codes of a tile are of one plane whose words hold four neighbours each: what is quick to
+// read. Its bits, 8 for decoded codes.
+KVD_DEVICE unsigned plain_bits(const Codes& codes) {
+    if (codes.stride != 0) {
+        return 8;
+    }
+    return codes.words() && plane_width(codes.bits) == codes.bits ? codes.bits : 0;
+}
+
+// In which order the positions of a key are summed: in fours, of which a step takes eight, in the
+// order in which one word of a plane of few bits holds several.
+struct KeyOrder {
+    unsigned quads;
+    // A word holds the first quads of so many parts (a power of two), of so many quads.
+    unsigned parts_log2;
+    unsigned part;
+
+    KVD_DEVICE KeyOrder(unsigned positions, unsigned bits, bool decoded)
+        : quads((positions + CODE_GROUP - 1) / CODE_GROUP), parts_log2(0), part(quads) {
+        const bool one_plane = !decoded && (bits == 1 || bits == 2 || bits == 4);
+        if (one_plane && quads * bits % (8 * CODE_GROUP) == 0) {
+            parts_log2 = bits == 4 ? 1 : bits == 2 ? 2 : 3;
+            part = quads * bits / 8;
+        }
+    }
+
+    KVD_DEVICE unsigned steps() const { return (quads + STEP_QUADS - 1) / STEP_QUADS; }
+
+    // Where a quad is: its step, which of two words, and whose lane's.
+    KVD_DEVICE unsigned slot(unsigned quad) const {
+        unsigned of_part = 0;
+        while (parts_log2 > 0 && quad >= part) {
+            quad -= part;
+            of_part++;
+        }
+        return (((quad / CODE_GROUP) << parts_log2) + of_part) * CODE_GROUP + quad % CODE_GROUP;
+    }
+
+    // The part of this lane's quad `pair` (two a step), and its place there.
+    KVD_DEVICE unsigned part_of(unsigned pair) const { return pair & ((1u << parts_log2) - 1); }
+    KVD_DEVICE unsigned quad_of(unsigned pair) const {
+        return (pair >> parts_log2) * CODE_GROUP + lane_word();
+    }
+
+    // Whether codes can be read with each_plain.
+    KVD_DEVICE bool is_plain(const Codes& codes) const {
+        return plain_bits(codes) != 0 && quads % STEP_QUADS == 0 &&
+               (parts_log2 > 0 || plain_bits(codes) == 8);
+    }
+
+    // Calls `use(step, words)` with the codes of this lane's two quads of each step, of one token, where
+    // codes are plain.
+    template <class Use>
+    KVD_DEVICE void each_plain(const Codes& codes, unsigned token, Use use) const {
+        const uint8_t* mine = codes.bytes + (lane_word() * TILE_TOKENS + token) * CODE_GROUP;
+        switch (parts_log2) {
+            case 0: return each_plain_of<0>(mine, use);
+            case 1: return each_plain_of<1>(mine, use);
+            case 2: return each_plain_of<2>(mine, use);
+            default: return each_plain_of<3>(mine, use);
+        }
+    }
+
+    // Codes of fewer than eight bits: a word is of all parts.
+    template <unsigned PARTS_LOG2, class Use>
+    KVD_DEVICE void each_plain_of(const uint8_t* at, Use use) const {
+        constexpr unsigned QUADS_BYTES = CODE_GROUP * TILE_TOKENS * CODE_GROUP;
+        constexpr unsigned BITS = 8 >> PARTS_LOG2;
+        constexpr unsigned STEPS = PARTS_LOG2 == 0 ? 1 : (1 << PARTS_LOG2) / 2;
+        constexpr uint32_t MASK = 0x01010101u * ((1u << BITS) - 1);
+        const unsigned count = steps();
+#pragma unroll 2
+        for (unsigned step = 0; step < count; step += STEPS) {
+            const uint32_t all = load32(at);
+            if constexpr (PARTS_LOG2 == 0) {
+                const uint32_t words[2] = {all, load32(at + QUADS_BYTES)};
+                use(step, words);
+                at += 2 * QUADS_BYTES;
+            } else {
+#pragma unroll
+                for (unsigned of_word = 0; of_word < STEPS; of_word++) {
+                    const uint32_t words[2] = {all >> 2 * of_word * BITS & MASK,
+                                               all >> (2 * of_word + 1) * BITS & MASK};
+                    use(step + of_word, words);
+                }
+                at += QUADS_BYTES;
+            }
+        }
+    }
+
+    // The same of any codes.
+    KVD_DEVICE void any_words(const Codes& codes, unsigned step, unsigned token,
+                              uint32_t (&words)[2]) const {
+        for (unsigned word = 0; word < 2; word++) {
+            const unsigned quad = part_of(2 * step + word) * part + quad_of(2 * step + word);
+            words[word] = 0;
+            if (codes.words() && quad < quads) {
+                words[word] = codes.four(codes.key_element(token, quad * CODE_GROUP)).low;
+                continue;
+            }
+            for (unsigned at = 0; at < CODE_GROUP; at++) {
+                const unsigned position = quad * CODE_GROUP + at;
+                if (token < codes.tokens && position < codes.per_row) {
+                    words[word] |= codes.one(codes.key_element(token, position)) << 8 * at;
+                }
+            }
+        }
+    }
+};
+
+// Values where codes are plain: a plane of `w` bits has the first `w` quads of tokens in its low bits,
+// the next ones above them, so that of fewer than eight bits both words of a lane are in one.
+struct ValueOrder {
+    const uint8_t* at[2];
+    unsigned shift[2];
+    uint32_t mask;
+
+    // For positions from `first` on.
+    KVD_DEVICE ValueOrder(const Codes& codes, unsigned bits, unsigned first) {
+        const unsigned row = (codes.stride != 0 ? codes.stride : codes.per_row) * CODE_GROUP;
+        mask = bits == 8 ? ~0u : 0x01010101u * ((1u << bits) - 1);
+#pragma unroll
+        for (unsigned word = 0; word < 2; word++) {
+            const unsigned quad = word * CODE_GROUP + lane_word();
+            at[word] = codes.bytes + (quad & (bits - 1)) * row + first * CODE_GROUP;
+            shift[word] = quad & ~(bits - 1);
+        }
+    }
+
+    KVD_DEVICE void words(unsigned position, uint32_t (&words)[2]) const {
+#pragma unroll
+        for (unsigned word = 0; word < 2; word++) {
+            words[word] = load32(at[word] + position * CODE_GROUP) >> shift[word] & mask;
+        }
+    }
+};
+
+// The codes of this lane's tokens (four, and four sixteen further on) of one position, of any codes.
+KVD_DEVICE void any_value_words(const Codes& codes, unsigned position, uint32_t (&words)[2]) {
+    for (unsigned word = 0; word < 2; word++) {
+        const unsigned first = (word * CODE_GROUP + lane_word()) * CODE_GROUP;
+        words[word] = 0;
+        if (codes.words()) {
+            words[word] = codes.four(codes.value_element(first, position)).low;
+            continue;
+        }
+        for (unsigned at = 0; at < CODE_GROUP; at++) {
+            if (first + at < codes.tokens) {
+                words[word] |= codes.one(codes.value_element(first + at, position)) << 8 * at;
+            }
+        }
+    }
+}
+
+}  // namespace kvd
