@@ -7,9 +7,8 @@
 #![allow(unsafe_op_in_unsafe_fn, reason = "the whole of each body needs what its caller upholds")]
 #![expect(clippy::needless_range_loop, reason = "indices name registers")]
 
-use super::dots::ROWS;
 use super::lanes_x86::{A256, A512, Lanes};
-use super::parts::Folds;
+use super::parts::{FOLD_ROWS, Folds};
 use super::simd::{InstructionSet, Simd};
 use std::arch::x86_64::*;
 
@@ -25,7 +24,7 @@ pub(super) fn fold(
     out: &mut [f32],
 ) -> Folds {
     let n = values[0].len();
-    let mut from = [values[0].as_ptr(); ROWS];
+    let mut from = [values[0].as_ptr(); FOLD_ROWS];
     for (from, values) in from.iter_mut().zip(values) {
         *from = values.as_ptr();
     }
@@ -65,7 +64,7 @@ macro_rules! wrappers {
 
             #[target_feature(enable = $features)]
             pub(super) unsafe fn fold<const R: usize>(
-                values: [*const f32; ROWS],
+                values: [*const f32; FOLD_ROWS],
                 scales: (*const u8, *const u8),
                 n: usize,
                 out: *mut f32,
@@ -81,12 +80,12 @@ wrappers!(avx2, A256, "avx2,fma,f16c");
 
 #[inline(always)]
 unsafe fn fold_body<V: Lanes, const R: usize>(
-    values: [*const f32; ROWS],
+    values: [*const f32; FOLD_ROWS],
     (steps, minima): (*const u8, *const u8),
     n: usize,
     out: *mut f32,
 ) -> Folds {
-    let mut largest = [V::zero(); ROWS];
+    let mut largest = [V::zero(); FOLD_ROWS];
     let (mut bases, mut totals) = (largest, largest);
     let mut at = 0;
     while at < n {

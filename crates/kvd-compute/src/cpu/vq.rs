@@ -16,7 +16,7 @@ use std::ops::Range;
 /// How the codes of a side are looked up.
 pub(super) struct Book {
     lookup: Lookup,
-    /// Where the tables do not fit registers.
+    /// Where the tables do not fit registers, or products take bytes alone.
     expand: Option<Expand>,
     dims: usize,
     /// Codes of a row.
@@ -41,10 +41,10 @@ impl Book {
     /// Takes `per_row` codes of a row to tables.
     pub(super) fn of(simd: Simd, lookup: Lookup, per_row: usize) -> Self {
         let dims = lookup.dims;
-        if lookup.is_fast(simd) {
+        if lookup.is_fast(simd) && !simd.has_amx() {
             return Self { lookup, expand: None, dims, per_row };
         }
-        let expand = Some(Expand::new(&lookup.tables));
+        let expand = Some(Expand::new(&lookup));
         Self { lookup: lookup.expanded(), expand, dims, per_row }
     }
 
@@ -56,12 +56,7 @@ impl Book {
         (side, buffer): (Side, &'a mut Vec<u8>),
     ) -> (TileCodes<'a>, &'a Lookup) {
         let Some(expand) = &mut self.expand else { return (codes, &self.lookup) };
-        let group = match side {
-            Side::Key => TILE * self.per_row,
-            Side::Value => 4 * self.per_row,
-        };
-        let bytes = codes.as_bytes(buffer);
-        let bytes = expand.expand(simd, bytes, group);
+        let bytes = expand.expand(simd, codes, (side, buffer));
         let per_row = self.dims * self.per_row;
         (TileCodes { bytes, width: 8, per_row }, &self.lookup)
     }
