@@ -17,7 +17,9 @@ pub use backend::{
     Attended, Backend, DeviceInfo, EncodeSource, EncodedPages, HeldPages, IncomingRows, LoadedRows,
     ModelBytes, RawTarget,
 };
-pub use cpu::{ArenaError, CpuBackend, CpuOptions, InstructionSet, OpenError, Precision};
+pub use cpu::{
+    ArenaError, CodeDecoder, CpuBackend, CpuOptions, InstructionSet, OpenError, Precision,
+};
 pub use error::BackendError;
 pub use plan::{AttendPlan, LoadPlan, PlanPart, PlanQuery, Source};
 pub use region::{DeviceRegion, RegionHandle};

@@ -23,7 +23,8 @@ mod tables;
 pub use abi::{AttendParameters, MergeParameters, PageEntry, SideShape, Unit};
 pub use backend::{CudaBackend, CudaOpenError, CudaOptions};
 pub use driver::{
-    BadGpuName, CudaDriver, Driver, DriverError, Gpu, GpuName, KernelLaunch, ProbeError, devices,
+    BadGpuName, CudaDriver, Driver, DriverError, EventId, Gpu, GpuName, KernelLaunch, PinnedId,
+    PinnedRange, ProbeError, Stream, devices,
 };
 pub use error::PlanError;
 pub use finish::Merged;

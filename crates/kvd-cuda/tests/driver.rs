@@ -1,18 +1,23 @@
 //! The driver's memory calls over a made-up `libcuda.so` whose memory is this process's: that they
 //! come with the right arguments and in the right order, not what a GPU makes of them. A process
 //! has one driver, so the work is done in a process of its own.
-#![expect(clippy::unwrap_used, reason = "a test may fail")]
+#![expect(clippy::unwrap_used, clippy::print_stderr, reason = "a test may fail, and says a skip")]
 #![cfg(target_os = "linux")]
 
-use kvd_compute::RegionHandle;
-use kvd_cuda::{CudaDriver, Driver, DriverError, devices};
+use kvd_codec::ModelCodec;
+use kvd_compute::{Backend, IncomingRows, LoadPlan, PlanPart, RawTarget, RegionHandle, Source};
+use kvd_core::{Coded, DType, ErrorCode, Extent, Geometry, LayerIndex, ModelId, RopePairing};
+use kvd_cuda::{
+    CudaBackend, CudaDriver, CudaOpenError, CudaOptions, Driver, DriverError, PinnedRange, Stream,
+    devices,
+};
 use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::process::Command;
 
-#[test]
-fn memory_of_this_and_of_other_processes_is_opened_copied_and_given_back() {
+/// Runs an ignored test in a process with the made-up driver, of which one call may fail.
+fn with_driver(test: &str, fail: Option<&str>) {
     let dir = tempfile::tempdir().unwrap();
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fake_libcuda.c");
     let mut cc = Command::new("cc");
@@ -22,19 +27,118 @@ fn memory_of_this_and_of_other_processes_is_opened_copied_and_given_back() {
         Err(_) => return eprintln!("SKIP driver: no C compiler to make a driver with"),
     }
     let mut process = Command::new(std::env::current_exe().unwrap());
-    process.args(["--exact", "--ignored", "memory", "--nocapture"]);
+    process.args(["--exact", "--ignored", test, "--nocapture"]);
+    process.envs(fail.map(|call| ("FAKE_FAIL", call)));
     let output = process.env("LD_LIBRARY_PATH", dir.path()).output().unwrap();
     assert!(output.status.success(), "{output:?}");
     assert!(String::from_utf8_lossy(&output.stdout).contains("1 passed"), "{output:?}");
 }
 
 #[test]
-#[ignore = "what the other test starts as a process"]
+fn memory_of_this_and_of_other_processes_is_opened_copied_and_given_back() {
+    with_driver("memory", None);
+}
+
+#[test]
+fn rows_go_through_pinned_memory_and_come_back_in_order() {
+    with_driver("rows", None);
+}
+
+#[test]
+fn a_failed_event_sticks_and_no_pinned_memory_is_said_at_the_start() {
+    for call in ["cuMemHostAlloc", "cuEventRecord", "cuStreamWaitEvent", "cuEventSynchronize"] {
+        with_driver("failures", Some(call));
+    }
+}
+
+/// A backend without kernels, with pieces of 4 KiB.
+fn backend() -> Result<CudaBackend, CudaOpenError> {
+    let options = CudaOptions {
+        arena_bytes: 4 << 20,
+        scratch_bytes: 1 << 20,
+        staging_bytes: 4 << 10,
+        threads: 1,
+    };
+    let driver = CudaDriver::open(devices().unwrap().remove(0))?;
+    CudaBackend::open(Box::new(driver), &[], options)
+}
+
+fn geometry() -> Geometry {
+    Geometry {
+        layers: 1,
+        kv_heads: 2,
+        head_dim_k: 64,
+        head_dim_v: 64,
+        block_tokens: 64,
+        dtype: DType::F32,
+        rope_pairing: RopePairing::Half,
+    }
+}
+
+/// Writes 64 tokens to a slot, which differ by slot, and says where they are.
+fn write(backend: &mut CudaBackend, slot: u64) -> Result<PlanPart, ErrorCode> {
+    let len = geometry().raw_layout(64).size_bytes();
+    let extent = Extent { offset: slot * len, len };
+    let value = |i: u64| ((i + 1) * (slot + 3)) as f32;
+    let bytes: Vec<u8> = (0..64 * 2 * 64).flat_map(|i| value(i).to_le_bytes()).collect();
+    let rows = IncomingRows { tokens: 64, k: bytes.clone().into(), v: bytes.into() };
+    let to = RawTarget { extent, capacity_rows: 64, first_row: 0 };
+    backend.write(ModelId(1), &rows, 0, 64, to).map_err(|error| error.code())?;
+    let source = Source::Raw { extent, capacity_rows: 64, first_row: 0 };
+    Ok(PlanPart { first_token: 0, rows: 64, source })
+}
+
+fn load(backend: &mut CudaBackend, part: PlanPart) -> Result<Vec<u8>, ErrorCode> {
+    let (dtype, parts) = (DType::F32, vec![part]);
+    let plan = LoadPlan { model: ModelId(1), layer: LayerIndex(0), dtype, parts };
+    backend.load(&plan).map(|rows| rows.v).map_err(|error| error.code())
+}
+
+fn register(backend: &mut CudaBackend) {
+    let codec = ModelCodec::new(geometry(), kvd_codec::resolve("raw").unwrap(), None).unwrap();
+    backend.register(ModelId(1), codec);
+}
+
+#[test]
+#[ignore = "what another test starts as a process"]
+fn rows() {
+    let mut backend = backend().unwrap();
+    register(&mut backend);
+    // 16 slots of 128 KiB: every slot of pinned memory is used many times.
+    let parts: Vec<PlanPart> = (0..16).map(|slot| write(&mut backend, slot).unwrap()).collect();
+    for (slot, part) in parts.into_iter().enumerate().rev() {
+        let loaded = load(&mut backend, part).unwrap();
+        let values = loaded.as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes));
+        assert!(values.eq((0..64 * 2 * 64).map(|i| ((i + 1) * (slot + 3)) as f32)), "{slot}");
+    }
+    assert_eq!(backend.failure(), None);
+}
+
+#[test]
+#[ignore = "what another test starts as a process"]
+fn failures() {
+    let call = std::env::var("FAKE_FAIL").unwrap();
+    let mut backend = match backend() {
+        Ok(backend) => backend,
+        Err(error) => {
+            assert!(error.to_string().contains("no 4096 bytes of pinned memory"), "{error}");
+            return assert_eq!(call, "cuMemHostAlloc");
+        }
+    };
+    register(&mut backend);
+    let written = write(&mut backend, 0).and_then(|part| load(&mut backend, part));
+    assert_eq!(written, Err(ErrorCode::DeviceFailed), "{call}");
+    assert!(backend.failure().unwrap().contains(&call), "{:?}", backend.failure());
+    assert_eq!(write(&mut backend, 1).err(), Some(ErrorCode::DeviceFailed));
+}
+
+#[test]
+#[ignore = "what another test starts as a process"]
 fn memory() {
     let gpu = devices().unwrap().remove(0);
     let mut driver = CudaDriver::open(gpu).unwrap();
     let own = driver.alloc(512).unwrap();
-    driver.write(own, b"queries").unwrap();
+    put(&mut driver, own, b"queries");
     driver.copy(own, own + 256, 7).unwrap();
     assert_eq!(read(&mut driver, own + 256, 7), b"queries");
     ipc(&mut driver);
@@ -47,9 +151,31 @@ fn memory() {
     assert_eq!(memory[0], b'C');
 }
 
+/// Copies to the device, and has what comes after wait for it.
+fn put(driver: &mut CudaDriver, to: u64, bytes: &[u8]) {
+    let len = bytes.len() as u64;
+    let (memory, event) = (driver.pin(len).unwrap(), driver.create_event().unwrap());
+    driver.fill(memory, 0, bytes);
+    driver.write(to, PinnedRange { memory, start: 0, bytes: len }).unwrap();
+    driver.record(event, Stream::Copy).unwrap();
+    driver.wait(Stream::Compute, event).unwrap();
+    driver.synchronize(event).unwrap();
+    driver.destroy_event(event);
+    driver.unpin(memory);
+}
+
 fn read(driver: &mut CudaDriver, from: u64, bytes: usize) -> Vec<u8> {
+    let len = bytes as u64;
+    let (memory, event) = (driver.pin(len).unwrap(), driver.create_event().unwrap());
+    driver.read(from, PinnedRange { memory, start: 0, bytes: len }).unwrap();
+    driver.record(event, Stream::Compute).unwrap();
     let mut to = vec![0; bytes];
-    driver.read(from, &mut to).unwrap();
+    driver.take(memory, 0, &mut to);
+    assert!(to.iter().all(|byte| *byte == 0), "the made-up driver copies late");
+    driver.synchronize(event).unwrap();
+    driver.take(memory, 0, &mut to);
+    driver.destroy_event(event);
+    driver.unpin(memory);
     to
 }
 
@@ -70,7 +196,7 @@ fn refused(result: Result<u64, DriverError>) -> String {
 fn ipc(driver: &mut CudaDriver) {
     let mut peer = vec![0u8; 4096];
     let at = driver.open_shared(handle(&mut peer, 4096), 4096).unwrap();
-    driver.write(at + 100, b"out").unwrap();
+    put(driver, at + 100, b"out");
     assert_eq!(read(driver, at + 100, 3), b"out");
     driver.close_shared(at);
     assert_eq!((peer[0], &peer[100..103]), (b'C', &b"out"[..]));
@@ -95,7 +221,7 @@ fn descriptor(driver: &mut CudaDriver) {
     let before = held(&path);
     let open = || RegionHandle::CudaFd(OwnedFd::from(file.try_clone().unwrap()));
     let at = driver.open_shared(open(), 8192).unwrap();
-    driver.write(at + 8000, b"out").unwrap();
+    put(driver, at + 8000, b"out");
     assert_eq!(read(driver, at + 8000, 3), b"out");
     // The mapping keeps the allocation; neither descriptor nor handle stays.
     assert_eq!(held(&path), (1, before.1));

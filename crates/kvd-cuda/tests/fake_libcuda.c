@@ -1,5 +1,6 @@
-// A CUDA driver without a GPU: it answers what macros say, and its memory is this process's. What
-// neither the probe nor the driver's memory calls need exists, because the probe looks for it.
+// A CUDA driver without a GPU: it answers what macros say, and its memory is this process's. Copies are
+// made as late as CUDA allows, when something waits for them. What neither the probe nor the driver's
+// memory calls need exists, because the probe looks for it.
 #define _GNU_SOURCE
 #include <stdlib.h>
 #include <string.h>
@@ -57,25 +58,118 @@ typedef unsigned long address;
 int cuDevicePrimaryCtxRetain(void **context, int device) { *context = (void *)1; return device ? 101 : 0; }
 int cuDevicePrimaryCtxRelease_v2(int device) { return device ? 101 : 0; }
 int cuCtxSetCurrent(void *context) { return context ? 0 : 201; }
-int cuStreamCreate(void **stream, unsigned flags) { *stream = (void *)1; return flags == 1 ? 0 : 1; }
-int cuStreamDestroy_v2(void *stream) { return stream ? 0 : 400; }
-int cuStreamSynchronize(void *stream) { return stream ? 0 : 400; }
+// The call that the environment names fails, with an error that sticks but for want of memory.
+static int stuck;
+static int fails(const char *call) {
+    const char *named = getenv("FAKE_FAIL");
+    if (named && !strcmp(named, call)) stuck = 700;
+    return stuck;
+}
+
+// What the two streams were given: copies, and waits for what the other was given.
+#define WORK_MAX 100000
+static struct { char *to; const char *from; unsigned long bytes; int other, until; } work[2][WORK_MAX];
+static int streams, given[2], done[2];
+static void make(int stream, int until) {
+    for (; done[stream] < until; done[stream]++) {
+        int at = done[stream];
+        if (work[stream][at].until) make(work[stream][at].other, work[stream][at].until);
+        else memcpy(work[stream][at].to, work[stream][at].from, work[stream][at].bytes);
+    }
+}
+static void make_all(void) {
+    make(0, given[0]);
+    make(1, given[1]);
+}
+static int start(void *to, const void *from, unsigned long bytes, long stream) {
+    if (stream < 1 || stream > 2) return 400;
+    int at = given[stream - 1]++;
+    work[stream - 1][at].to = to;
+    work[stream - 1][at].from = from;
+    work[stream - 1][at].bytes = bytes;
+    return stuck;
+}
+int cuStreamCreate(long *stream, unsigned flags) {
+    *stream = ++streams;
+    return flags == 1 ? 0 : 1;
+}
+int cuStreamDestroy_v2(long stream) { return stream ? 0 : 400; }
+int cuStreamSynchronize(long stream) {
+    make(stream - 1, given[stream - 1]);
+    return stuck;
+}
+
+// Pinned memory; the driver copies from and to no other.
+static struct { char *at; unsigned long bytes; } pinned[64];
+static int is_pinned(const char *at, unsigned long bytes) {
+    for (int i = 0; i < 64; i++) {
+        if (pinned[i].at && at >= pinned[i].at && at + bytes <= pinned[i].at + pinned[i].bytes) return 1;
+    }
+    return 0;
+}
+int cuMemHostAlloc(char **at, unsigned long bytes, unsigned flags) {
+    const char *named = getenv("FAKE_FAIL");
+    if (named && !strcmp(named, "cuMemHostAlloc")) return 2;
+    for (int i = 0; i < 64; i++) {
+        if (pinned[i].at) continue;
+        *at = pinned[i].at = malloc(bytes);
+        pinned[i].bytes = bytes;
+        return flags ? 1 : 0;
+    }
+    return 2;
+}
+int cuMemFreeHost(char *at) {
+    make_all();
+    for (int i = 0; i < 64; i++) {
+        if (pinned[i].at != at) continue;
+        free(at);
+        pinned[i].at = 0;
+        return 0;
+    }
+    return 1;
+}
+
+struct event { int stream, until; };
+int cuEventCreate(struct event **event, unsigned flags) {
+    *event = calloc(1, sizeof **event);
+    return flags == 2 ? 0 : 1;
+}
+int cuEventDestroy_v2(struct event *event) { free(event); return 0; }
+int cuEventRecord(struct event *event, long stream) {
+    event->stream = stream - 1;
+    event->until = given[stream - 1];
+    return fails("cuEventRecord");
+}
+int cuStreamWaitEvent(long stream, struct event *event, unsigned flags) {
+    if (event->until) {
+        int at = given[stream - 1]++;
+        work[stream - 1][at].other = event->stream;
+        work[stream - 1][at].until = event->until;
+    }
+    return flags ? 1 : fails("cuStreamWaitEvent");
+}
+int cuEventSynchronize(struct event *event) {
+    make(event->stream, event->until);
+    return fails("cuEventSynchronize");
+}
+
 int cuMemAlloc_v2(address *at, unsigned long bytes) {
     *at = (address)aligned_alloc(256, (bytes + 255) / 256 * 256);
     return *at ? 0 : 2;
 }
-int cuMemFree_v2(address at) { free((void *)at); return 0; }
-int cuMemcpyHtoDAsync_v2(address to, const void *from, unsigned long bytes, void *stream) {
-    memcpy((void *)to, from, bytes);
-    return stream ? 0 : 400;
+int cuMemFree_v2(address at) {
+    make_all();
+    free((void *)at);
+    return 0;
 }
-int cuMemcpyDtoHAsync_v2(void *to, address from, unsigned long bytes, void *stream) {
-    memcpy(to, (void *)from, bytes);
-    return stream ? 0 : 400;
+int cuMemcpyHtoDAsync_v2(address to, const void *from, unsigned long bytes, long stream) {
+    return is_pinned(from, bytes) ? start((void *)to, from, bytes, stream) : 1;
 }
-int cuMemcpyDtoDAsync_v2(address to, address from, unsigned long bytes, void *stream) {
-    memcpy((void *)to, (void *)from, bytes);
-    return stream ? 0 : 400;
+int cuMemcpyDtoHAsync_v2(void *to, address from, unsigned long bytes, long stream) {
+    return is_pinned(to, bytes) ? start(to, (void *)from, bytes, stream) : 1;
+}
+int cuMemcpyDtoDAsync_v2(address to, address from, unsigned long bytes, long stream) {
+    return start((void *)to, (void *)from, bytes, stream);
 }
 
 // A handle is the address and size of memory of this process; it is marked when it is closed.
@@ -142,7 +236,5 @@ int cuMemSetAccess(address at, unsigned long bytes, const struct access *access,
 THERE(cuLaunchKernel)
 #endif
 THERE(cuGetErrorName) THERE(cuModuleLoadData) THERE(cuModuleUnload) THERE(cuModuleGetFunction)
-THERE(cuFuncSetAttribute) THERE(cuMemHostAlloc) THERE(cuMemFreeHost) THERE(cuMemsetD8Async)
-THERE(cuStreamWaitEvent) THERE(cuEventCreate) THERE(cuEventDestroy_v2) THERE(cuEventRecord)
-THERE(cuEventSynchronize) THERE(cuMemGetInfo_v2)
+THERE(cuFuncSetAttribute) THERE(cuMemsetD8Async) THERE(cuMemGetInfo_v2)
 THERE(cuOccupancyMaxActiveBlocksPerMultiprocessor)

@@ -16,8 +16,12 @@ use kvd_cuda::{CudaBackend, CudaDriver, CudaOptions, Gpu, KERNELS, devices};
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Command, Stdio};
 
-const OPTIONS: CudaOptions =
-    CudaOptions { arena_bytes: 1 << 20, scratch_bytes: 1 << 20, threads: 1 };
+const OPTIONS: CudaOptions = CudaOptions {
+    arena_bytes: 1 << 20,
+    scratch_bytes: 1 << 20,
+    staging_bytes: 64 << 10,
+    threads: 1,
+};
 
 /// The first GPU, or why there is none to test on.
 fn find() -> Result<Gpu, String> {

@@ -4,10 +4,12 @@
 
 #[path = "common/driver.rs"]
 mod driver;
+#[path = "common/streams.rs"]
+mod streams;
 #[path = "../../kvd-compute/tests/suite/mod.rs"]
 mod suite;
 
-use driver::{EmuDriver, Fail, Watch};
+use driver::{EmuDriver, Fail, Planted, Watch};
 use kvd_compute::{
     Backend, EncodeSource, IncomingRows, LoadPlan, PlanPart, RawTarget, RegionHandle, Source,
 };
@@ -16,13 +18,18 @@ use kvd_cuda::{CudaBackend, CudaOpenError, CudaOptions, DriverError};
 use kvd_emu::{Memory, Order, available};
 use parking_lot::Mutex;
 use std::sync::Arc;
+use streams::Pace;
 
-const OPTIONS: CudaOptions =
-    CudaOptions { arena_bytes: 1 << 20, scratch_bytes: 1 << 20, threads: 1 };
+const OPTIONS: CudaOptions = CudaOptions {
+    arena_bytes: 1 << 20,
+    scratch_bytes: 1 << 20,
+    staging_bytes: 64 << 10,
+    threads: 1,
+};
 
 /// A backend over the CPU lane, and what its driver sees.
-fn open(order: Order, options: CudaOptions) -> (CudaBackend, Arc<Mutex<Watch>>) {
-    let (driver, watch) = EmuDriver::new(order);
+fn open(order: Order, pace: Pace, options: CudaOptions) -> (CudaBackend, Arc<Mutex<Watch>>) {
+    let (driver, watch) = EmuDriver::new(order, pace);
     (CudaBackend::open(Box::new(driver), &[b"kernels"], options).unwrap(), watch)
 }
 
@@ -32,12 +39,14 @@ fn attention_over_pages_is_attention_over_what_they_decode_to() {
         return;
     }
     let mut orders = Order::EACH.into_iter().cycle();
+    let mut paces = Pace::EACH.into_iter().cycle();
     for text in suite::codecs() {
         for pairing in [RopePairing::Half, RopePairing::Interleaved] {
-            let (backend, watch) = open(orders.next().unwrap(), OPTIONS);
+            let (backend, watch) = open(orders.next().unwrap(), paces.next().unwrap(), OPTIONS);
             let answer = suite::errors(Box::new(backend), text, pairing);
             let (off, lse) = answer.unwrap_or_else(|| panic!("{text} is not served"));
             assert!(off < 1e-5 && lse < 1e-5, "{text}: outputs {off:.1e}, log-sum-exp {lse:.1e}");
+            paces.next();
             let watch = watch.lock();
             assert!(watch.launches >= 2 && watch.live == 0, "{text}: {watch:?}");
         }
@@ -46,7 +55,11 @@ fn attention_over_pages_is_attention_over_what_they_decode_to() {
 
 /// A backend with a model and some rows in a raw slot, and a part that names them.
 fn with_rows(options: CudaOptions) -> (CudaBackend, Arc<Mutex<Watch>>, PlanPart) {
-    let (mut backend, watch) = open(Order::Ascending, options);
+    with_rows_at(Pace::Late, options)
+}
+
+fn with_rows_at(pace: Pace, options: CudaOptions) -> (CudaBackend, Arc<Mutex<Watch>>, PlanPart) {
+    let (mut backend, watch) = open(Order::Ascending, pace, options);
     let codec = suite::codec("kivi-4", RopePairing::Half);
     let layout = codec.geometry().raw_layout(8);
     backend.register(ModelId(1), codec);
@@ -84,11 +97,17 @@ fn rows_come_back_as_they_were_and_can_be_copied() {
 
 #[test]
 fn a_gpu_without_the_memory_is_not_opened_and_nothing_leaks() {
-    let (driver, watch) = EmuDriver::new(Order::Ascending);
-    watch.lock().fail = Fail::Memory;
-    let error = CudaBackend::open(Box::new(driver), &[], OPTIONS).err().unwrap();
-    assert!(matches!(error, CudaOpenError::Driver(DriverError::OutOfMemory(1_048_576))), "{error}");
-    assert_eq!(watch.lock().live, 0);
+    for (fail, wanted) in [
+        (Fail::Memory, DriverError::OutOfMemory(1_048_576)),
+        (Fail::Pinned, DriverError::OutOfPinned(65_536)),
+    ] {
+        let (driver, watch) = EmuDriver::new(Order::Ascending, Pace::Late);
+        watch.lock().fail = fail;
+        let error = CudaBackend::open(Box::new(driver), &[], OPTIONS).err().unwrap();
+        assert!(error.to_string().contains(&wanted.to_string()), "{error}");
+        assert!(matches!(error, CudaOpenError::Driver(error) if error == wanted));
+        assert_eq!(watch.lock().live, 0);
+    }
 }
 
 #[test]
@@ -116,7 +135,7 @@ fn handle(memory: &Memory) -> RegionHandle {
 
 #[test]
 fn memory_of_a_worker_is_read_and_written_inside_its_bounds_alone() {
-    let (mut backend, watch) = open(Order::Ascending, OPTIONS);
+    let (mut backend, watch) = open(Order::Ascending, Pace::Late, OPTIONS);
     let before = watch.lock().live;
     let worker = [Memory::of(&[7; 256]), Memory::of(&[9; 256])];
     let regions = worker.each_ref().map(|memory| backend.open_region(handle(memory), 256).unwrap());
@@ -234,7 +253,7 @@ fn an_error_that_sticks_ends_every_call_and_nothing_leaks() {
     if !available() {
         return;
     }
-    for fail in [Fail::Launch, Fail::Write] {
+    for fail in [Fail::Launch, Fail::Write, Fail::Later] {
         let (mut backend, watch, part) = with_rows(OPTIONS);
         watch.lock().fail = fail;
         let error = backend.attend(&suite::attend_plan(vec![part.clone()], 1)).unwrap_err();
@@ -245,5 +264,83 @@ fn an_error_that_sticks_ends_every_call_and_nothing_leaks() {
         drop(backend);
         let watch = watch.lock();
         assert_eq!((watch.calls_after_failure, watch.live), (0, 0), "{fail:?}");
+    }
+}
+
+#[test]
+fn one_attend_is_one_copy_to_the_device_and_one_wait() {
+    if !available() {
+        return;
+    }
+    let (mut backend, watch, part) = with_rows(OPTIONS);
+    let plan = suite::attend_plan(vec![part], 3);
+    let first = backend.attend(&plan).unwrap();
+    let count = |watch: &Watch| (watch.writes, watch.launches, watch.waits, watch.read_bytes);
+    let before = count(&watch.lock());
+    let again = backend.attend(&plan).unwrap();
+    assert_eq!((again.out, again.lse), (first.out, first.lse));
+    let after = count(&watch.lock());
+    // Block table, queries and units at once; attention and the merge; sums and results at once.
+    assert_eq!((after.0 - before.0, after.1 - before.1, after.2 - before.2), (1, 2, 1));
+}
+
+/// Rows written, encoded, placed and read, with copies to the device where others read before.
+fn work(backend: &mut CudaBackend, part: &PlanPart) -> Result<Vec<u8>, ErrorCode> {
+    let encoded = backend.encode(ModelId(1), LayerIndex(0), &blocks(part, 3));
+    let encoded = encoded.map_err(|error| error.code())?;
+    let pages = encoded[1].as_ref().map_err(|error| error.code())?;
+    assert!(pages.held.is_some(), "the device encodes all but the first");
+    let extent = Extent { offset: 65_536, len: pages.size_bytes() };
+    backend.place(pages, extent);
+    let plan = suite::attend_plan(vec![part.clone()], 2);
+    backend.attend(&plan).map_err(|error| error.code())?;
+    let source = Source::Pages { extent, ends: pages.page_ends.clone(), first_row: 0 };
+    load(backend, &PlanPart { source, ..part.clone() })
+}
+
+#[test]
+fn whatever_the_device_does_first_and_however_small_its_slots_answers_are_the_same() {
+    if !available() {
+        return;
+    }
+    let mut answers = Vec::new();
+    for pace in Pace::EACH {
+        for staging_bytes in [64, 1 << 10, 1 << 20] {
+            let options = CudaOptions { staging_bytes, ..OPTIONS };
+            let (mut backend, watch, part) = with_rows_at(pace, options);
+            let rows = load(&mut backend, &part).unwrap();
+            answers.push((rows, work(&mut backend, &part).unwrap()));
+            drop(backend);
+            assert_eq!(watch.lock().live, 0);
+        }
+    }
+    assert!(answers.windows(2).all(|pair| pair[0] == pair[1]));
+}
+
+#[test]
+fn a_wait_that_is_missing_is_noticed() {
+    if !available() {
+        return;
+    }
+    let small = CudaOptions { staging_bytes: 64, ..OPTIONS };
+    for (planted, pace, options, wanted) in [
+        (Planted::KernelsDoNotWait, Pace::EagerKernels, OPTIONS, "before a copy that was asked"),
+        (Planted::KernelsDoNotWait, Pace::Late, OPTIONS, "before a copy that was asked"),
+        (Planted::CopiesDoNotWait, Pace::EagerCopies, OPTIONS, "overwrites what work before"),
+        (Planted::HostDoesNotWait, Pace::Late, OPTIONS, "read before their event"),
+        (Planted::HostDoesNotWait, Pace::Late, small, "filled before its last copy"),
+    ] {
+        let (mut backend, watch, part) = with_rows_at(pace, options);
+        watch.lock().planted = planted;
+        if planted == Planted::HostDoesNotWait && options.staging_bytes == 64 {
+            let rows = IncomingRows { tokens: 8, k: vec![0; 4096].into(), v: vec![0; 4096].into() };
+            let Source::Raw { extent, capacity_rows, first_row } = part.source else { return };
+            let to = RawTarget { extent, capacity_rows, first_row };
+            let _ = backend.write(ModelId(1), &rows, 0, 8, to);
+        } else {
+            assert_eq!(work(&mut backend, &part), Err(ErrorCode::DeviceFailed), "{planted:?}");
+        }
+        let complaints = watch.lock().complaints.clone();
+        assert!(complaints.iter().any(|text| text.contains(wanted)), "{planted:?}: {complaints:?}");
     }
 }

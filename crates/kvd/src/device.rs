@@ -12,6 +12,9 @@ use kvd_cuda::{
 /// answered in halves.
 const SCRATCH_BYTES: u64 = 256 << 20;
 
+/// Pinned memory of one piece of a copy to or from a GPU: enough for its full speed.
+const STAGING_BYTES: u64 = 4 << 20;
+
 /// Why no device serves.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -75,6 +78,7 @@ fn open_gpu(config: &Config, gpu: Gpu) -> Result<Box<dyn Backend>, GpuUnusable> 
     let options = CudaOptions {
         arena_bytes: config.pool_bytes,
         scratch_bytes: SCRATCH_BYTES,
+        staging_bytes: STAGING_BYTES,
         threads: config.threads,
     };
     let driver = CudaDriver::open(gpu).map_err(CudaOpenError::from)?;

@@ -6,6 +6,7 @@ mod arena;
 mod attend;
 mod bitalloc;
 mod by_token;
+mod codes;
 #[cfg(test)]
 mod conformance;
 mod dots;
@@ -65,6 +66,7 @@ use crate::{
 };
 pub use arena::ArenaError;
 use arena::HostArena;
+pub use codes::CodeDecoder;
 use kvd_codec::ModelCodec;
 use kvd_core::{Extent, LayerIndex, ModelId};
 use simd::Simd;

@@ -43,7 +43,7 @@ impl Queries {
 const PREFETCH_BYTES: usize = 1024;
 
 /// Parts whose entropy-coded pages are decoded together: bytes of a lane of 32 bits.
-const TOGETHER: usize = 4;
+pub(super) const TOGETHER: usize = 4;
 
 /// Tiles of the entropy-coded pages of the parts at work.
 struct AtWork {

@@ -13,13 +13,13 @@ struct Placed {
     pages: u64,
     queries: u64,
     offsets: u64,
+    ends: u64,
+    partials: u64,
     units: Vec<u64>,
     out: u64,
     stats: u64,
-    ends: u64,
-    partials: u64,
+    /// And results behind them.
     sums: u64,
-    results: u64,
 }
 
 impl CudaBackend {
@@ -77,16 +77,16 @@ impl CudaBackend {
             pages: take(size_of_val(&tables.pages[..]))?,
             queries: take(size_of_val(&tables.queries[..]))?,
             offsets: take(size_of_val(&tables.offsets[..]))?,
+            ends: take(size_of_val(&tables.ends[..]))?,
+            partials: take(size_of_val(&tables.order[..]))?,
             units: {
                 let units = tables.launches.iter().map(|launch| size_of_val(&launch.units[..]));
                 units.map(&mut take).collect::<Option<_>>()?
             },
             out: take(tables.partials * dim * 4)?,
             stats: take(tables.partials * 8)?,
-            ends: take(size_of_val(&tables.ends[..]))?,
-            partials: take(size_of_val(&tables.order[..]))?,
-            sums: take(rows * 2 * dim * 4)?,
-            results: take(rows * 3 * 4)?,
+            // One piece, so that it comes back by one copy.
+            sums: take(rows * (2 * dim + 3) * 4)?,
         })
     }
 
@@ -99,6 +99,7 @@ impl CudaBackend {
     ) -> Result<Attended, BackendError> {
         let layer_tables = self.models[&plan.model].layers[&plan.layer].tables;
         let device = &mut self.device;
+        // Neighbours in scratch memory, so that this is one copy.
         device.upload(placed.pages, bytemuck::cast_slice(&tables.pages))?;
         device.upload(placed.queries, bytemuck::cast_slice(&tables.queries))?;
         device.upload(placed.offsets, bytemuck::cast_slice(&tables.offsets))?;
@@ -106,6 +107,8 @@ impl CudaBackend {
         device.upload(placed.partials, bytemuck::cast_slice(&tables.order))?;
         for (launch, units) in tables.launches.iter().zip(&placed.units) {
             device.upload(*units, bytemuck::cast_slice(&launch.units))?;
+        }
+        for (launch, units) in tables.launches.iter().zip(&placed.units) {
             let parameters = AttendParameters {
                 arena: device.arena(),
                 tables: layer_tables,
@@ -139,7 +142,7 @@ impl CudaBackend {
             ends: placed.ends,
             partials: placed.partials,
             sums: placed.sums,
-            results: placed.results,
+            results: placed.sums + (rows * 2 * dim * 4) as u64,
             dim: dim as u32,
             unused: 0,
         };
@@ -150,9 +153,10 @@ impl CudaBackend {
             shared_bytes: 0,
             parameters: bytemuck::bytes_of(&parameters),
         })?;
-        let mut merged = Merged { sums: vec![0.0; rows * 2 * dim], results: vec![0.0; rows * 3] };
-        device.download(placed.sums, bytemuck::cast_slice_mut(&mut merged.sums))?;
-        device.download(placed.results, bytemuck::cast_slice_mut(&mut merged.results))?;
+        let mut sums = vec![0f32; rows * (2 * dim + 3)];
+        device.download(placed.sums, bytemuck::cast_slice_mut(&mut sums))?;
+        let results = sums.split_off(rows * 2 * dim);
+        let merged = Merged { sums, results };
         Ok(merged.finish(plan, self.codec(plan.model)?))
     }
 }

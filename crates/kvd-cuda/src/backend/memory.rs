@@ -1,6 +1,7 @@
-//! A driver, the memory taken from it, and whether it still works.
+//! The memory taken from a driver, and whether it still works.
 
-use super::error;
+use super::order::Ordered;
+use super::{CudaOptions, error};
 use crate::driver::{Driver, DriverError, KernelLaunch};
 use crate::plan::Limits;
 use kvd_compute::{BackendError, RegionHandle};
@@ -11,43 +12,46 @@ const ALIGN: u64 = 256;
 
 /// The device of a backend: an arena, scratch memory, and the first error that stuck.
 pub(super) struct Device {
-    driver: Box<dyn Driver>,
+    ordered: Ordered,
     arena: u64,
     arena_bytes: u64,
     scratch: u64,
     scratch_bytes: u64,
     scratch_used: u64,
+    /// Whether kernels may still use what scratch memory held.
+    scratch_stale: bool,
     failure: Option<String>,
 }
 
 impl Device {
-    pub(super) fn open(
-        mut driver: Box<dyn Driver>,
-        arena_bytes: u64,
-        scratch_bytes: u64,
-    ) -> Result<Self, DriverError> {
+    pub(super) fn open(driver: Box<dyn Driver>, options: CudaOptions) -> Result<Self, DriverError> {
+        let CudaOptions { arena_bytes, scratch_bytes, staging_bytes, .. } = options;
+        let mut ordered = Ordered::open(driver, staging_bytes)?;
+        let driver = ordered.driver_mut();
         let arena = driver.alloc(arena_bytes)?;
-        let scratch = match driver.alloc(scratch_bytes) {
-            Ok(scratch) => scratch,
-            Err(error) => {
-                driver.free(arena);
-                return Err(error);
-            }
-        };
-        let (scratch_used, failure) = (0, None);
-        Ok(Self { driver, arena, arena_bytes, scratch, scratch_bytes, scratch_used, failure })
+        let scratch = driver.alloc(scratch_bytes).inspect_err(|_| driver.free(arena))?;
+        Ok(Self {
+            ordered,
+            arena,
+            arena_bytes,
+            scratch,
+            scratch_bytes,
+            scratch_used: 0,
+            scratch_stale: false,
+            failure: None,
+        })
     }
 
     pub(super) fn load(&mut self, image: &[u8]) -> Result<(), DriverError> {
-        self.driver.load(image)
+        self.ordered.driver_mut().load(image)
     }
 
     pub(super) fn description(&self) -> String {
-        self.driver.description()
+        self.ordered.driver().description()
     }
 
     pub(super) fn limits(&self) -> &Limits {
-        self.driver.limits()
+        self.ordered.driver().limits()
     }
 
     pub(super) fn arena(&self) -> u64 {
@@ -65,13 +69,15 @@ impl Device {
     /// Calls the driver unless it has failed, and keeps an error that sticks.
     fn call<T>(
         &mut self,
-        call: impl FnOnce(&mut dyn Driver) -> Result<T, DriverError>,
+        call: impl FnOnce(&mut Ordered) -> Result<T, DriverError>,
     ) -> Result<T, BackendError> {
         if let Some(failure) = &self.failure {
             return Err(error(ErrorCode::DeviceFailed, failure));
         }
-        call(self.driver.as_mut()).map_err(|reason| match reason {
-            DriverError::OutOfMemory(_) => error(ErrorCode::LimitExceeded, reason),
+        call(&mut self.ordered).map_err(|reason| match reason {
+            DriverError::OutOfMemory(_) | DriverError::OutOfPinned(_) => {
+                error(ErrorCode::LimitExceeded, reason)
+            }
             DriverError::NoKernel(_) => error(ErrorCode::InvalidCodec, reason),
             DriverError::Refused { .. } => error(ErrorCode::InvalidArgument, reason),
             DriverError::Failed { .. } => {
@@ -86,28 +92,28 @@ impl Device {
     pub(super) fn write(&mut self, offset: u64, bytes: &[u8]) -> Result<(), BackendError> {
         assert!(offset + bytes.len() as u64 <= self.arena_bytes, "write past the arena");
         let to = self.arena + offset;
-        self.call(|driver| driver.write(to, bytes))
+        self.call(|ordered| ordered.write(to, bytes))
     }
 
     /// Reads from an offset of the arena.
     pub(super) fn read(&mut self, offset: u64, bytes: &mut [u8]) -> Result<(), BackendError> {
         assert!(offset + bytes.len() as u64 <= self.arena_bytes, "read past the arena");
         let from = self.arena + offset;
-        self.call(|driver| driver.read(from, bytes))
+        self.call(|ordered| ordered.read(from, bytes))
     }
 
     /// Copies within the arena.
     pub(super) fn copy(&mut self, from: u64, to: u64, bytes: u64) -> Result<(), BackendError> {
         assert!(from.max(to) + bytes <= self.arena_bytes, "copy past the arena");
         let (from, to) = (self.arena + from, self.arena + to);
-        self.call(|driver| driver.copy(from, to, bytes))
+        self.call(|ordered| ordered.copy(from, to, bytes))
     }
 
     /// Copies from any address of this device into the arena.
     pub(super) fn copy_in(&mut self, from: u64, to: u64, bytes: u64) -> Result<(), BackendError> {
         assert!(to + bytes <= self.arena_bytes, "copy past the arena");
         let to = self.arena + to;
-        self.call(|driver| driver.copy(from, to, bytes))
+        self.call(|ordered| ordered.copy(from, to, bytes))
     }
 
     /// Calls nothing any more, because of what was found.
@@ -117,13 +123,20 @@ impl Device {
 
     /// Takes memory beside the arena for what stays.
     pub(super) fn keep(&mut self, bytes: &[u8]) -> Result<u64, BackendError> {
-        let address = self.call(|driver| driver.alloc(bytes.len() as u64))?;
-        let written = self.call(|driver| driver.write(address, bytes));
-        written.map(|()| address).inspect_err(|_| self.driver.free(address))
+        let address = self.call(|ordered| ordered.driver_mut().alloc(bytes.len() as u64))?;
+        let written = self.call(|ordered| ordered.upload(address, bytes));
+        written.map(|()| address).inspect_err(|_| self.free(address))
     }
 
+    /// Gives back memory that [`Device::keep`] took.
     pub(super) fn free(&mut self, address: u64) {
-        self.driver.free(address);
+        self.settle();
+        self.ordered.driver_mut().free(address);
+    }
+
+    /// Waits until nothing is under way. Of a failure, old or new, the next call tells.
+    fn settle(&mut self) {
+        let _ = self.call(Ordered::settle);
     }
 
     /// Opens memory of another process.
@@ -132,16 +145,22 @@ impl Device {
         handle: RegionHandle,
         bytes: u64,
     ) -> Result<u64, BackendError> {
-        self.call(|driver| driver.open_shared(handle, bytes))
+        self.call(|ordered| ordered.driver_mut().open_shared(handle, bytes))
     }
 
     pub(super) fn close_shared(&mut self, address: u64) {
-        self.driver.close_shared(address);
+        self.settle();
+        self.ordered.driver_mut().close_shared(address);
+    }
+
+    /// Writes to memory of another process; the bytes are there when it returns.
+    pub(super) fn write_shared(&mut self, to: u64, bytes: &[u8]) -> Result<(), BackendError> {
+        self.call(|ordered| ordered.write(to, bytes).and_then(|()| ordered.settle()))
     }
 
     /// Gives all scratch memory back.
     pub(super) fn clear_scratch(&mut self) {
-        self.scratch_used = 0;
+        (self.scratch_used, self.scratch_stale) = (0, true);
     }
 
     /// Scratch memory that is taken.
@@ -165,30 +184,32 @@ impl Device {
         Some(self.scratch + start)
     }
 
-    /// Writes to scratch memory.
+    /// Writes to scratch memory, all of what [`Device::scratch`] gave at once.
     pub(super) fn upload(&mut self, to: u64, bytes: &[u8]) -> Result<(), BackendError> {
-        if bytes.is_empty() {
-            return Ok(());
+        if std::mem::take(&mut self.scratch_stale) {
+            self.call(Ordered::follow_kernels)?;
         }
-        self.call(|driver| driver.write(to, bytes))
+        self.call(|ordered| ordered.upload_aligned(to, bytes))
     }
 
     /// Reads scratch memory.
     pub(super) fn download(&mut self, from: u64, bytes: &mut [u8]) -> Result<(), BackendError> {
-        self.call(|driver| driver.read(from, bytes))
+        self.call(|ordered| ordered.read(from, bytes))
     }
 
     pub(super) fn launch(&mut self, launch: KernelLaunch<'_>) -> Result<(), BackendError> {
         if launch.blocks == 0 {
             return Ok(());
         }
-        self.call(|driver| driver.launch(launch))
+        self.call(|ordered| ordered.launch(launch))
     }
 }
 
 impl Drop for Device {
     fn drop(&mut self) {
-        self.driver.free(self.scratch);
-        self.driver.free(self.arena);
+        self.settle();
+        let driver = self.ordered.driver_mut();
+        driver.free(self.scratch);
+        driver.free(self.arena);
     }
 }

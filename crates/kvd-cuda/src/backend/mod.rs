@@ -1,14 +1,18 @@
 //! [`Backend`] on a GPU: page memory, attention and, for the sides that have store kernels,
 //! encoding on the device; other encoding, and decoding, on the host.
 //!
-//! Runs on the lane's thread. All memory but the tables of a layer is taken when it is opened.
+//! Runs on the lane's thread. All memory but the tables of a layer is taken when it is opened,
+//! pinned memory of the host too: bytes for the device are copied while kernels run, and results
+//! are waited for by an event.
 //! After an error that sticks nothing is called any more: every answer is `DEVICE_FAILED`, and
 //! [`Backend::failure`] tells the lane.
 
 mod attend;
 mod encode;
 mod memory;
+mod order;
 mod region;
+mod staging;
 
 use crate::driver::{Driver, DriverError};
 use crate::plan::{Workload, plan};
@@ -38,6 +42,8 @@ pub struct CudaOptions {
     pub arena_bytes: u64,
     /// Memory for block tables, queries and partial results of one attend, bytes.
     pub scratch_bytes: u64,
+    /// Pinned memory of the host that copies go through, bytes of one piece; six are taken.
+    pub staging_bytes: u64,
     /// Host threads for encoding; 0 means one per core.
     pub threads: usize,
 }
@@ -109,7 +115,7 @@ impl CudaBackend {
         kernels: &[&[u8]],
         options: CudaOptions,
     ) -> Result<Self, CudaOpenError> {
-        let mut device = Device::open(driver, options.arena_bytes, options.scratch_bytes)?;
+        let mut device = Device::open(driver, options)?;
         for image in kernels {
             device.load(image)?;
         }

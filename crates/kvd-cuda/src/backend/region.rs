@@ -74,10 +74,6 @@ impl CudaBackend {
         bytes: &[u8],
     ) -> Result<(), BackendError> {
         let to = self.regions.find(region, offset, bytes.len() as u64)?;
-        self.device.upload(to, bytes)?;
-        // Copies to the device may be under way when they return; a read comes after all of them.
-        let last = bytes.len().saturating_sub(1);
-        let mut read = [0; 1];
-        self.device.download(to + last as u64, &mut read[..bytes.len().min(1)])
+        self.device.write_shared(to, bytes)
     }
 }

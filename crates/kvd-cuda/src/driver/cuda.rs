@@ -1,12 +1,13 @@
-//! The real driver: one context and one stream of one GPU, by the C functions that the probe has
+//! The real driver: one context and two streams of one GPU, by the C functions that the probe has
 //! found. Not yet run on a GPU.
 //!
 //! Unsafe code: calls of the driver's C functions. Handles are those that it gave, used by one
 //! owner at a time, and given back once, in `drop`.
 #![expect(unsafe_code, reason = "calls of the driver's C functions")]
 
+use super::pinned::{Events, PinnedMemory};
 use super::shared::Shared;
-use super::{Driver, DriverError, Gpu, KernelLaunch};
+use super::{Driver, DriverError, EventId, Gpu, KernelLaunch, PinnedId, PinnedRange, Stream};
 use crate::plan::Limits;
 use cudarc::driver::sys::{self, CUfunction_attribute, CUresult};
 use kvd_compute::RegionHandle;
@@ -22,7 +23,10 @@ pub struct CudaDriver {
     gpu: Gpu,
     device: sys::CUdevice,
     context: sys::CUcontext,
-    stream: sys::CUstream,
+    /// By [`Stream`].
+    streams: [sys::CUstream; 2],
+    pinned: PinnedMemory,
+    events: Events,
     modules: Vec<sys::CUmodule>,
     functions: HashMap<String, sys::CUfunction>,
     shared: HashMap<u64, Shared>,
@@ -42,7 +46,9 @@ impl CudaDriver {
             gpu,
             device: 0,
             context: ptr::null_mut(),
-            stream: ptr::null_mut(),
+            streams: [ptr::null_mut(); 2],
+            pinned: PinnedMemory::default(),
+            events: Events::default(),
             modules: Vec::new(),
             functions: HashMap::new(),
             shared: HashMap::new(),
@@ -57,8 +63,10 @@ impl CudaDriver {
             let context = sys::cuDevicePrimaryCtxRetain(&raw mut driver.context, driver.device);
             check("cuDevicePrimaryCtxRetain", context)?;
             driver.bind()?;
-            // 1: does not wait for the stream that other code in the process may use.
-            check("cuStreamCreate", sys::cuStreamCreate(&raw mut driver.stream, 1))?;
+            for stream in &mut driver.streams {
+                // 1: does not wait for the stream that other code in the process may use.
+                check("cuStreamCreate", sys::cuStreamCreate(stream, 1))?;
+            }
         }
         Ok(driver)
     }
@@ -67,6 +75,10 @@ impl CudaDriver {
     fn bind(&self) -> Result<(), DriverError> {
         // SAFETY: the context was retained and is not yet released.
         check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(self.context) })
+    }
+
+    fn stream(&self, stream: Stream) -> sys::CUstream {
+        self.streams[stream as usize]
     }
 
     fn function(&mut self, name: &str) -> Result<sys::CUfunction, DriverError> {
@@ -91,7 +103,7 @@ impl CudaDriver {
     }
 }
 
-fn check(call: &'static str, result: CUresult) -> Result<(), DriverError> {
+pub(super) fn check(call: &'static str, result: CUresult) -> Result<(), DriverError> {
     if result == CUresult::CUDA_SUCCESS {
         return Ok(());
     }
@@ -136,30 +148,77 @@ impl Driver for CudaDriver {
         let _ = self.bind().map(|()| unsafe { sys::cuMemFree_v2(address) });
     }
 
-    fn write(&mut self, to: u64, bytes: &[u8]) -> Result<(), DriverError> {
+    fn pin(&mut self, bytes: u64) -> Result<PinnedId, DriverError> {
         self.bind()?;
-        let from = bytes.as_ptr().cast::<c_void>();
-        // SAFETY: pageable memory is read before the call returns; the caller owns the target.
-        let result = unsafe { sys::cuMemcpyHtoDAsync_v2(to, from, bytes.len(), self.stream) };
+        self.pinned.take(bytes)
+    }
+
+    fn unpin(&mut self, memory: PinnedId) {
+        let _ = self.bind().map(|()| self.pinned.give_back(memory));
+    }
+
+    fn fill(&mut self, memory: PinnedId, start: u64, bytes: &[u8]) {
+        self.pinned.fill(memory, start, bytes);
+    }
+
+    fn take(&mut self, memory: PinnedId, start: u64, bytes: &mut [u8]) {
+        self.pinned.read(memory, start, bytes);
+    }
+
+    fn create_event(&mut self) -> Result<EventId, DriverError> {
+        self.bind()?;
+        self.events.create()
+    }
+
+    fn destroy_event(&mut self, event: EventId) {
+        let _ = self.bind().map(|()| self.events.destroy(event));
+    }
+
+    fn record(&mut self, event: EventId, stream: Stream) -> Result<(), DriverError> {
+        self.bind()?;
+        let (event, stream) = (self.events.find(event), self.stream(stream));
+        // SAFETY: an event and a stream of this context.
+        check("cuEventRecord", unsafe { sys::cuEventRecord(event, stream) })
+    }
+
+    fn wait(&mut self, stream: Stream, event: EventId) -> Result<(), DriverError> {
+        self.bind()?;
+        let (event, stream) = (self.events.find(event), self.stream(stream));
+        // SAFETY: an event and a stream of this context; no flags.
+        check("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(stream, event, 0) })
+    }
+
+    fn synchronize(&mut self, event: EventId) -> Result<(), DriverError> {
+        self.bind()?;
+        let event = self.events.find(event);
+        // SAFETY: an event of this context.
+        check("cuEventSynchronize", unsafe { sys::cuEventSynchronize(event) })
+    }
+
+    fn write(&mut self, to: u64, from: PinnedRange) -> Result<(), DriverError> {
+        self.bind()?;
+        let (source, stream) = (self.pinned.find(from), self.stream(Stream::Copy));
+        // SAFETY: the source is in pinned memory that stays as it is until an event behind the copy
+        // was waited for, the caller's promise; so is it that the target is its own.
+        let result =
+            unsafe { sys::cuMemcpyHtoDAsync_v2(to, source.cast(), from.bytes as usize, stream) };
         check("cuMemcpyHtoD", result)
     }
 
-    fn read(&mut self, from: u64, bytes: &mut [u8]) -> Result<(), DriverError> {
+    fn read(&mut self, from: u64, to: PinnedRange) -> Result<(), DriverError> {
         self.bind()?;
-        let to = bytes.as_mut_ptr().cast::<c_void>();
-        // SAFETY: the target is written until the stream has been waited for, which is here.
-        unsafe {
-            let copied = sys::cuMemcpyDtoHAsync_v2(to, from, bytes.len(), self.stream);
-            let waited = sys::cuStreamSynchronize(self.stream);
-            check("cuMemcpyDtoH", copied)?;
-            check("cuStreamSynchronize", waited)
-        }
+        let (target, stream) = (self.pinned.find(to), self.stream(Stream::Compute));
+        // SAFETY: as for `write`, the other way.
+        let result =
+            unsafe { sys::cuMemcpyDtoHAsync_v2(target.cast(), from, to.bytes as usize, stream) };
+        check("cuMemcpyDtoH", result)
     }
 
     fn copy(&mut self, from: u64, to: u64, bytes: u64) -> Result<(), DriverError> {
         self.bind()?;
+        let stream = self.stream(Stream::Compute);
         // SAFETY: the caller owns both ranges.
-        let result = unsafe { sys::cuMemcpyDtoDAsync_v2(to, from, bytes as usize, self.stream) };
+        let result = unsafe { sys::cuMemcpyDtoDAsync_v2(to, from, bytes as usize, stream) };
         check("cuMemcpyDtoD", result)
     }
 
@@ -186,7 +245,7 @@ impl Driver for CudaDriver {
                 1,
                 1,
                 launch.shared_bytes,
-                self.stream,
+                self.stream(Stream::Compute),
                 parameters.as_mut_ptr(),
                 ptr::null_mut(),
             )
@@ -204,10 +263,7 @@ impl Driver for CudaDriver {
 
     fn close_shared(&mut self, address: u64) {
         let Some(shared) = self.shared.remove(&address) else { return };
-        // What is under way may still read or write it.
-        // SAFETY: the stream is this driver's.
-        let waited = self.bind().map(|()| unsafe { sys::cuStreamSynchronize(self.stream) });
-        if waited.is_ok() {
+        if self.bind().is_ok() {
             shared.close();
         }
     }
@@ -221,14 +277,16 @@ impl Drop for CudaDriver {
         for shared in self.shared.values() {
             shared.close();
         }
+        self.events.clear();
+        self.pinned.clear();
         // SAFETY: every handle was given by the driver and is given back once. Errors that stuck
         // come back here again, and nothing is left to do about them.
         unsafe {
             for module in &self.modules {
                 let _ = sys::cuModuleUnload(*module);
             }
-            if !self.stream.is_null() {
-                let _ = sys::cuStreamDestroy_v2(self.stream);
+            for stream in self.streams.into_iter().filter(|stream| !stream.is_null()) {
+                let _ = sys::cuStreamDestroy_v2(stream);
             }
             let _ = sys::cuDevicePrimaryCtxRelease_v2(self.device);
         }

@@ -4,6 +4,7 @@
 
 mod cuda;
 mod name;
+mod pinned;
 mod probe;
 mod shared;
 
@@ -21,6 +22,9 @@ pub enum DriverError {
     /// Too little memory; the device goes on.
     #[error("the GPU has no {0} bytes of memory left")]
     OutOfMemory(u64),
+    /// Too little memory of the host that may be pinned.
+    #[error("the host gives no {0} bytes of pinned memory for copies to and from the GPU")]
+    OutOfPinned(u64),
     /// No such kernel in what was loaded.
     #[error("no kernel {0} among those loaded; rebuild them with `cargo xtask kernels`")]
     NoKernel(String),
@@ -57,8 +61,37 @@ pub struct KernelLaunch<'a> {
     pub parameters: &'a [u8],
 }
 
-/// A device: memory at addresses, and kernels. Calls take effect in their order; those that hand
-/// nothing back may return before they have. Only
+/// One of the two streams of a device. Work of one stream is done in the order in which it was
+/// given; between the two there is no order but what an event makes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stream {
+    /// Copies to the device.
+    Copy,
+    /// Kernels, copies within the device, and copies from it.
+    Compute,
+}
+
+/// Pinned memory of the host, which the device copies from and to by itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct PinnedId(pub u32);
+
+/// Bytes of pinned memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PinnedRange {
+    /// Which memory.
+    pub memory: PinnedId,
+    /// The first byte.
+    pub start: u64,
+    /// How many.
+    pub bytes: u64,
+}
+
+/// A mark in a stream that can be waited for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct EventId(pub u32);
+
+/// A device: memory at addresses, kernels, and two streams of work. Calls that give work to a
+/// stream may return before it is done, and an error of it may come from any later call. Only
 /// [`DriverError::Failed`] sticks.
 pub trait Driver: Send {
     /// What the device is, for logs.
@@ -79,28 +112,70 @@ pub trait Driver: Send {
     /// When there is none left.
     fn alloc(&mut self, bytes: u64) -> Result<u64, DriverError>;
 
-    /// Gives memory back, by the address that [`Driver::alloc`] gave.
+    /// Gives memory back, by the address that [`Driver::alloc`] gave; no work may be using it.
     fn free(&mut self, address: u64);
 
-    /// Copies to the device; `bytes` may be reused at once.
+    /// Takes pinned memory of the host.
+    ///
+    /// # Errors
+    /// When the host gives none.
+    fn pin(&mut self, bytes: u64) -> Result<PinnedId, DriverError>;
+
+    /// Gives pinned memory back.
+    fn unpin(&mut self, memory: PinnedId);
+
+    /// Writes to pinned memory, of which no copy may be under way.
+    fn fill(&mut self, memory: PinnedId, start: u64, bytes: &[u8]);
+
+    /// Reads pinned memory, into which no copy may be under way.
+    fn take(&mut self, memory: PinnedId, start: u64, bytes: &mut [u8]);
+
+    /// Makes an event.
     ///
     /// # Errors
     /// When the device has failed.
-    fn write(&mut self, to: u64, bytes: &[u8]) -> Result<(), DriverError>;
+    fn create_event(&mut self) -> Result<EventId, DriverError>;
 
-    /// Copies from the device, after everything before.
+    /// Gives an event back.
+    fn destroy_event(&mut self, event: EventId);
+
+    /// Marks where a stream is now; where the event was before is forgotten.
     ///
     /// # Errors
-    /// When the device has failed, by any call before.
-    fn read(&mut self, from: u64, bytes: &mut [u8]) -> Result<(), DriverError>;
+    /// When the device has failed.
+    fn record(&mut self, event: EventId, stream: Stream) -> Result<(), DriverError>;
 
-    /// Copies within the device; the ranges do not overlap.
+    /// Has what is given to a stream from now on wait for an event as it was last recorded.
+    ///
+    /// # Errors
+    /// When the device has failed.
+    fn wait(&mut self, stream: Stream, event: EventId) -> Result<(), DriverError>;
+
+    /// Waits until an event has happened.
+    ///
+    /// # Errors
+    /// When the device has failed, in any work before.
+    fn synchronize(&mut self, event: EventId) -> Result<(), DriverError>;
+
+    /// [`Stream::Copy`]: copies to the device.
+    ///
+    /// # Errors
+    /// When the device has failed.
+    fn write(&mut self, to: u64, from: PinnedRange) -> Result<(), DriverError>;
+
+    /// [`Stream::Compute`]: copies from the device.
+    ///
+    /// # Errors
+    /// When the device has failed.
+    fn read(&mut self, from: u64, to: PinnedRange) -> Result<(), DriverError>;
+
+    /// [`Stream::Compute`]: copies within the device; the ranges do not overlap.
     ///
     /// # Errors
     /// When the device has failed.
     fn copy(&mut self, from: u64, to: u64, bytes: u64) -> Result<(), DriverError>;
 
-    /// Starts a kernel.
+    /// [`Stream::Compute`]: runs a kernel.
     ///
     /// # Errors
     /// When there is no such kernel, or the device has failed.
@@ -112,6 +187,6 @@ pub trait Driver: Send {
     /// Why they cannot be opened.
     fn open_shared(&mut self, handle: RegionHandle, bytes: u64) -> Result<u64, DriverError>;
 
-    /// Closes it, by the address that [`Driver::open_shared`] gave.
+    /// Closes it, by the address that [`Driver::open_shared`] gave; no work may be using it.
     fn close_shared(&mut self, address: u64);
 }

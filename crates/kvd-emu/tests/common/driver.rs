@@ -1,7 +1,9 @@
-//! A [`Driver`] whose kernels run on the CPU, which counts what it gave, and fails on demand.
+//! A [`Driver`] whose kernels run on the CPU, which counts what it gave, does its work in an order
+//! that shows what is missing, and fails on demand.
 
+use crate::streams::{Pace, Streams, Work};
 use kvd_compute::RegionHandle;
-use kvd_cuda::{Driver, DriverError, KernelLaunch, Limits};
+use kvd_cuda::{Driver, DriverError, EventId, KernelLaunch, Limits, PinnedId, PinnedRange, Stream};
 use kvd_emu::{Grid, Memory, Order, launch};
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
@@ -10,15 +12,22 @@ use std::sync::Arc;
 /// What fails, and how often what happened.
 #[derive(Debug, Default)]
 pub(crate) struct Watch {
-    /// Allocations that were not given back.
+    /// Memory, pinned memory and events that were not given back.
     pub(crate) live: usize,
     /// Launches so far.
     pub(crate) launches: usize,
+    /// Copies to the device so far.
+    pub(crate) writes: usize,
+    /// How often the host waited.
+    pub(crate) waits: usize,
     /// Bytes copied to the host so far.
     pub(crate) read_bytes: usize,
     /// Calls after the first error that sticks.
     pub(crate) calls_after_failure: usize,
     pub(crate) fail: Fail,
+    pub(crate) planted: Planted,
+    /// What would have been a race on a GPU.
+    pub(crate) complaints: Vec<String>,
     failed: bool,
 }
 
@@ -31,25 +40,53 @@ pub(crate) enum Fail {
     Launch,
     /// The next copy to the device, and everything after it.
     Write,
+    /// The next wait of the host, because of work before it, and everything after it.
+    Later,
     /// Every allocation.
     Memory,
+    /// Pinned memory, all but the first.
+    Pinned,
+}
+
+/// A call that does nothing, as if the backend had forgotten it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Planted {
+    #[default]
+    Nothing,
+    /// Kernels do not wait for copies.
+    KernelsDoNotWait,
+    /// Copies do not wait for kernels.
+    CopiesDoNotWait,
+    /// The host does not wait.
+    HostDoesNotWait,
 }
 
 pub(crate) struct EmuDriver {
     memory: BTreeMap<u64, Memory>,
+    pinned: Vec<Option<Vec<u8>>>,
     /// Memory of a worker that is open, and its bytes.
     shared: BTreeMap<u64, u64>,
+    streams: Streams,
     watch: Arc<Mutex<Watch>>,
     order: Order,
+    pace: Pace,
     limits: Limits,
 }
 
 impl EmuDriver {
-    pub(crate) fn new(order: Order) -> (Self, Arc<Mutex<Watch>>) {
+    pub(crate) fn new(order: Order, pace: Pace) -> (Self, Arc<Mutex<Watch>>) {
         let watch = Arc::new(Mutex::new(Watch::default()));
-        let memory = BTreeMap::new();
-        let (shared, limits) = (BTreeMap::new(), Limits::h100());
-        (Self { memory, shared, watch: watch.clone(), order, limits }, watch)
+        let driver = Self {
+            memory: BTreeMap::new(),
+            pinned: Vec::new(),
+            shared: BTreeMap::new(),
+            streams: Streams::default(),
+            watch: watch.clone(),
+            order,
+            pace,
+            limits: Limits::h100(),
+        };
+        (driver, watch)
     }
 
     /// Counts a call; an error when the device has failed, or fails here.
@@ -68,6 +105,17 @@ impl EmuDriver {
         Ok(())
     }
 
+    /// Keeps what is wrong; nothing works from then on.
+    fn complain(&self, what: String) {
+        let mut watch = self.watch.lock();
+        watch.failed = true;
+        watch.complaints.push(what);
+    }
+
+    fn planted(&self, planted: Planted) -> bool {
+        self.watch.lock().planted == planted
+    }
+
     /// Tests that a range was given.
     fn check(&self, address: u64, len: u64) {
         let own = self.memory.range(..=address).next_back();
@@ -77,6 +125,59 @@ impl EmuDriver {
         let end = [own, shared].into_iter().flatten().find(|end| address < *end);
         let end = end.expect("an address");
         assert!(address + len <= end, "{len} bytes at {address:#x} end after {end:#x}");
+    }
+
+    /// Tests that nothing uses memory that is given back; after a failure nothing runs any more.
+    fn check_free(&self, start: u64, bytes: u64) {
+        if !self.watch.lock().failed && self.streams.holds(&(start..start + bytes)) {
+            self.complain("memory is given back that work still uses".to_owned());
+        }
+    }
+
+    /// Gives a stream work and does what a device of this pace does at once.
+    fn give(&mut self, stream: Stream, work: Work) -> Result<(), DriverError> {
+        self.streams.give(stream, work);
+        while let Some(given) = self.streams.next_of(self.pace) {
+            self.work(given)?;
+        }
+        Ok(())
+    }
+
+    fn work(&mut self, given: (Work, u64)) -> Result<(), DriverError> {
+        if let Some(complaint) = self.streams.complaint(&given) {
+            self.complain(complaint.clone());
+            return Err(DriverError::Failed { call: "streams", reason: complaint });
+        }
+        let mut slot = |range: PinnedRange| {
+            let memory = self.pinned[range.memory.0 as usize].as_mut().expect("pinned memory");
+            memory[range.start as usize..][..range.bytes as usize].as_mut_ptr()
+        };
+        // SAFETY: the ranges were given by `alloc` or are open, as was tested when the work was
+        // given, and those of pinned memory are inside it. A kernel is passed addresses of this
+        // driver's memory; sanitizers see overruns.
+        unsafe {
+            match given.0 {
+                Work::Write { to, from } => {
+                    std::ptr::copy_nonoverlapping(slot(from), to as *mut u8, from.bytes as usize);
+                }
+                Work::Read { from, to } => {
+                    std::ptr::copy_nonoverlapping(from as *const u8, slot(to), to.bytes as usize);
+                }
+                Work::Copy { from, to, bytes } => {
+                    std::ptr::copy(from as *const u8, to as *mut u8, bytes as usize);
+                }
+                Work::Launch { kernel, blocks, shared_bytes, parameters } => {
+                    let (kernel, shared_bytes) = (kernel.as_str(), shared_bytes as usize);
+                    let grid = Grid { kernel, blocks, shared_bytes, order: self.order };
+                    launch(grid, &parameters).map_err(|reason| {
+                        self.watch.lock().failed = true;
+                        DriverError::Failed { call: "launch", reason }
+                    })?;
+                }
+                Work::Wait(..) => unreachable!("streams wait by themselves"),
+            }
+        }
+        Ok(())
     }
 }
 
@@ -105,50 +206,113 @@ impl Driver for EmuDriver {
     }
 
     fn free(&mut self, address: u64) {
-        self.memory.remove(&address).expect("memory is given back once");
+        let memory = self.memory.remove(&address).expect("memory is given back once");
+        self.check_free(address, memory.bytes().len() as u64);
         self.watch.lock().live -= 1;
     }
 
-    fn write(&mut self, to: u64, bytes: &[u8]) -> Result<(), DriverError> {
-        self.call("write", Some(Fail::Write))?;
-        self.check(to, bytes.len() as u64);
-        // SAFETY: the range was given and not taken back.
-        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to as *mut u8, bytes.len()) };
+    fn pin(&mut self, bytes: u64) -> Result<PinnedId, DriverError> {
+        if self.watch.lock().fail == Fail::Pinned && !self.pinned.is_empty() {
+            return Err(DriverError::OutOfPinned(bytes));
+        }
+        self.pinned.push(Some(vec![0xFF; bytes as usize]));
+        self.watch.lock().live += 1;
+        Ok(PinnedId(self.pinned.len() as u32 - 1))
+    }
+
+    fn unpin(&mut self, memory: PinnedId) {
+        let bytes = self.pinned[memory.0 as usize].take().expect("pinned memory").len() as u64;
+        let holds = self.streams.holds_pinned(PinnedRange { memory, start: 0, bytes });
+        if holds && !self.watch.lock().failed {
+            self.complain("pinned memory is given back that a copy still uses".to_owned());
+        }
+        self.watch.lock().live -= 1;
+    }
+
+    fn fill(&mut self, memory: PinnedId, start: u64, bytes: &[u8]) {
+        if self.streams.holds_pinned(PinnedRange { memory, start, bytes: bytes.len() as u64 }) {
+            self.complain("pinned memory is filled before its last copy has ended".to_owned());
+        }
+        let memory = self.pinned[memory.0 as usize].as_mut().expect("pinned memory");
+        memory[start as usize..][..bytes.len()].copy_from_slice(bytes);
+    }
+
+    fn take(&mut self, memory: PinnedId, start: u64, bytes: &mut [u8]) {
+        if self.streams.holds_pinned(PinnedRange { memory, start, bytes: bytes.len() as u64 }) {
+            self.complain("bytes from the device are read before their event".to_owned());
+        }
+        let memory = self.pinned[memory.0 as usize].as_ref().expect("pinned memory");
+        bytes.copy_from_slice(&memory[start as usize..][..bytes.len()]);
+    }
+
+    fn create_event(&mut self) -> Result<EventId, DriverError> {
+        self.call("create_event", None)?;
+        self.watch.lock().live += 1;
+        Ok(self.streams.create_event())
+    }
+
+    fn destroy_event(&mut self, _: EventId) {
+        self.watch.lock().live -= 1;
+    }
+
+    fn record(&mut self, event: EventId, stream: Stream) -> Result<(), DriverError> {
+        self.call("record", None)?;
+        self.streams.record(event, stream);
         Ok(())
     }
 
-    fn read(&mut self, from: u64, bytes: &mut [u8]) -> Result<(), DriverError> {
-        self.call("read", None)?;
-        self.watch.lock().read_bytes += bytes.len();
-        self.check(from, bytes.len() as u64);
-        // SAFETY: the range was given and not taken back.
-        unsafe {
-            std::ptr::copy_nonoverlapping(from as *const u8, bytes.as_mut_ptr(), bytes.len());
+    fn wait(&mut self, stream: Stream, event: EventId) -> Result<(), DriverError> {
+        self.call("wait", None)?;
+        let forgotten = match stream {
+            Stream::Copy => Planted::CopiesDoNotWait,
+            Stream::Compute => Planted::KernelsDoNotWait,
+        };
+        if !self.planted(forgotten) {
+            self.streams.wait(stream, event);
         }
         Ok(())
+    }
+
+    fn synchronize(&mut self, event: EventId) -> Result<(), DriverError> {
+        self.call("synchronize", Some(Fail::Later))?;
+        self.watch.lock().waits += 1;
+        if self.planted(Planted::HostDoesNotWait) {
+            return Ok(());
+        }
+        while let Some(given) = self.streams.next_before(event) {
+            self.work(given)?;
+        }
+        self.streams.see(event);
+        Ok(())
+    }
+
+    fn write(&mut self, to: u64, from: PinnedRange) -> Result<(), DriverError> {
+        self.call("write", Some(Fail::Write))?;
+        self.watch.lock().writes += 1;
+        self.check(to, from.bytes);
+        self.give(Stream::Copy, Work::Write { to, from })
+    }
+
+    fn read(&mut self, from: u64, to: PinnedRange) -> Result<(), DriverError> {
+        self.call("read", None)?;
+        self.watch.lock().read_bytes += to.bytes as usize;
+        self.check(from, to.bytes);
+        self.give(Stream::Compute, Work::Read { from, to })
     }
 
     fn copy(&mut self, from: u64, to: u64, bytes: u64) -> Result<(), DriverError> {
         self.call("copy", None)?;
         self.check(from, bytes);
         self.check(to, bytes);
-        // SAFETY: both ranges were given and not taken back.
-        unsafe { std::ptr::copy(from as *const u8, to as *mut u8, bytes as usize) };
-        Ok(())
+        self.give(Stream::Compute, Work::Copy { from, to, bytes })
     }
 
     fn launch(&mut self, launched: KernelLaunch<'_>) -> Result<(), DriverError> {
         self.call("launch", Some(Fail::Launch))?;
         self.watch.lock().launches += 1;
-        let grid = Grid {
-            kernel: launched.kernel,
-            blocks: launched.blocks,
-            shared_bytes: launched.shared_bytes as usize,
-            order: self.order,
-        };
-        // SAFETY: the backend passes addresses of this driver's memory; sanitizers see overruns.
-        unsafe { launch(grid, launched.parameters) }
-            .map_err(|reason| DriverError::Failed { call: "launch", reason })
+        let KernelLaunch { kernel, blocks, shared_bytes, parameters, .. } = launched;
+        let (kernel, parameters) = (kernel.to_owned(), parameters.to_vec());
+        self.give(Stream::Compute, Work::Launch { kernel, blocks, shared_bytes, parameters })
     }
 
     fn open_shared(&mut self, handle: RegionHandle, bytes: u64) -> Result<u64, DriverError> {
@@ -167,7 +331,16 @@ impl Driver for EmuDriver {
     }
 
     fn close_shared(&mut self, address: u64) {
-        self.shared.remove(&address).expect("memory is closed once");
+        let bytes = self.shared.remove(&address).expect("memory is closed once");
+        self.check_free(address, bytes);
         self.watch.lock().live -= 1;
+    }
+}
+
+impl Drop for EmuDriver {
+    fn drop(&mut self) {
+        let watch = self.watch.lock();
+        let expected = watch.planted != Planted::Nothing || std::thread::panicking();
+        assert!(expected || watch.complaints.is_empty(), "{:?}", watch.complaints);
     }
 }

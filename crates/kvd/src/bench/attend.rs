@@ -29,8 +29,8 @@ pub struct AttendBench {
     pub batch: usize,
     /// Query tokens per sequence.
     pub query_tokens: u32,
-    /// Compute threads.
-    pub threads: usize,
+    /// Compute threads; each number of them takes its turn.
+    pub threads: Vec<usize>,
     /// Tokens per block.
     pub block_tokens: u32,
     /// Turns of each codec.
@@ -50,6 +50,8 @@ pub struct AttendRow {
     pub codec: String,
     /// Instruction set in use.
     pub instruction_set: &'static str,
+    /// Compute threads.
+    pub threads: usize,
     /// Cached tokens of a sequence.
     pub context: u32,
     /// Stored bits per value, headers and scales included.
@@ -84,13 +86,15 @@ impl AttendBench {
     /// # Errors
     /// When a codec does not fit the shape, or the memory is not there.
     pub fn run(&self) -> Result<(Machine, Vec<AttendRow>), BenchError> {
-        let machine = Machine::look(self.threads);
+        let machine = Machine::look(self.threads.iter().copied().max().unwrap_or(1));
         let mut rows = Vec::new();
         for context in &self.contexts {
             let mut cases = Vec::new();
             for codec in &self.codecs {
                 for set in self.sets() {
-                    cases.push(self.case(codec, *context, set)?);
+                    for threads in &self.threads {
+                        cases.push(self.case(codec, *context, set, *threads)?);
+                    }
                 }
             }
             for round in 0..=self.rounds {
@@ -116,12 +120,13 @@ impl AttendBench {
         codec: &str,
         context: u32,
         set: Option<InstructionSet>,
+        threads: usize,
     ) -> Result<Case, BenchError> {
         let per_sequence = context.div_ceil(self.block_tokens) as usize;
         let fill = Fill {
             shape: self.shape,
             block_tokens: self.block_tokens,
-            threads: self.threads,
+            threads,
             instruction_set: set,
             precision: self.precision,
             buffer_bytes: self.buffer_bytes,
@@ -135,6 +140,7 @@ impl AttendBench {
         let row = AttendRow {
             codec: codec.to_owned(),
             instruction_set: filled.backend.instruction_set().name(),
+            threads,
             context,
             bits_per_value: filled.block_bytes * 8.0 / values,
             cpu_ns: Figure::of(vec![0.0]),

@@ -3,13 +3,16 @@
 use super::data::{LAYER, Normal, bind};
 use super::measure::{Figure, Machine, timed};
 use super::{BenchError, Shape};
-use kvd_codec::{BlockRows, CodecSpec, ModelCodec, PageReader};
+use kvd_codec::{
+    BlockRows, CodecError, CodecSpec, EncodedBlock, ModelCodec, PageError, PageReader,
+};
+use kvd_compute::{BackendError, CodeDecoder};
 use kvd_core::{DType, Geometry, Side};
 use serde::Serialize;
 use std::hint::black_box;
 
 /// Blocks that a turn encodes, all different.
-const BLOCKS: usize = 4;
+const BLOCKS: usize = CodeDecoder::PAGES;
 
 /// What `kvd bench codec` measures.
 #[derive(Clone, Debug)]
@@ -39,6 +42,9 @@ pub struct CodecRow {
     pub encode_gb_per_s: f64,
     /// Processor time of the reference decoder for a value, in nanoseconds.
     pub decode_ns: Figure,
+    /// Processor time of the attention kernels' Huffman decoder for a code, in nanoseconds; none
+    /// where codes are not entropy-coded.
+    pub codes_ns: Option<Figure>,
 }
 
 struct Case {
@@ -49,6 +55,7 @@ struct Case {
     values: f64,
     encode: Vec<f64>,
     decode: Vec<f64>,
+    codes: Vec<f64>,
 }
 
 impl CodecBench {
@@ -95,10 +102,12 @@ impl CodecBench {
             encode_ns: Figure::of(vec![0.0]),
             encode_gb_per_s: 0.0,
             decode_ns: Figure::of(vec![0.0]),
+            codes_ns: None,
         };
         let per_row = geometry.head_dim(side) * geometry.kv_heads as usize;
         let values = (per_row * geometry.block_tokens as usize * BLOCKS) as f64;
-        Ok(Case { row, side, codec, blocks, values, encode: Vec::new(), decode: Vec::new() })
+        let [encode, decode, codes] = [const { Vec::new() }; 3];
+        Ok(Case { row, side, codec, blocks, values, encode, decode, codes })
     }
 }
 
@@ -127,44 +136,76 @@ impl Case {
                 let encoded = self.codec.encode_block(LAYER, &view(geometry, block), &mut bytes)?;
                 pages.push((bytes, encoded));
             }
-            Ok::<_, kvd_codec::CodecError>(pages)
+            Ok::<_, CodecError>(pages)
         };
         let (pages, encode_ns, _) = timed(encode);
         let pages = pages.map_err(BenchError::of(&self.row.side_spec))?;
-        let heads = geometry.kv_heads as usize;
-        let tokens = geometry.block_tokens as usize;
-        let mut out = vec![0f32; tokens * geometry.head_dim(self.side)];
-        let mut decode = || {
-            for (bytes, encoded) in &pages {
-                for head in 0..heads {
-                    let index = self.side.index() * heads + head;
-                    let start = if index == 0 { 0 } else { encoded.page_ends[index - 1] };
-                    let page = &bytes[start as usize..encoded.page_ends[index] as usize];
-                    let page = PageReader::open(&self.codec, LAYER, self.side, head, page)?;
-                    page.decode_rows(0, tokens, &mut out)?;
-                    black_box(&mut out);
-                }
-            }
-            Ok::<_, kvd_codec::PageError>(())
-        };
-        let (decoded, decode_ns, _) = timed(&mut decode);
+        let pages = &pages[..];
+        let (decoded, decode_ns, _) = timed(|| self.decode_all(pages));
         decoded.map_err(BenchError::of(&self.row.side_spec))?;
-        let bytes = |e: &kvd_codec::EncodedBlock| match self.side {
+        let bytes = |e: &EncodedBlock| match self.side {
             Side::Key => e.key_bytes,
             Side::Value => e.value_bytes,
         };
         let stored: u64 = pages.iter().map(|(_, encoded)| bytes(encoded)).sum();
         self.row.bits_per_value = stored as f64 * 8.0 / self.values;
+        let codes_ns = self.codes_ns(pages).map_err(BenchError::of(&self.row.side_spec))?;
         if counts {
             self.encode.push(encode_ns / self.values);
             self.decode.push(decode_ns / self.values);
+            self.codes.extend(codes_ns);
         }
         Ok(())
+    }
+
+    /// One head's page of each block.
+    fn open<'a>(
+        &'a self,
+        blocks: &'a [(Vec<u8>, EncodedBlock)],
+        head: usize,
+    ) -> Result<Vec<PageReader<'a>>, PageError> {
+        let index = self.side.index() * self.codec.geometry().kv_heads as usize + head;
+        let page = |(bytes, encoded): &'a (Vec<u8>, EncodedBlock)| {
+            let start = if index == 0 { 0 } else { encoded.page_ends[index - 1] };
+            let page = &bytes[start as usize..encoded.page_ends[index] as usize];
+            PageReader::open(&self.codec, LAYER, self.side, head, page)
+        };
+        blocks.iter().map(page).collect()
+    }
+
+    fn decode_all(&self, blocks: &[(Vec<u8>, EncodedBlock)]) -> Result<(), PageError> {
+        let geometry = self.codec.geometry();
+        let tokens = geometry.block_tokens as usize;
+        let mut out = vec![0f32; tokens * geometry.head_dim(self.side)];
+        for head in 0..geometry.kv_heads as usize {
+            for page in self.open(blocks, head)? {
+                page.decode_rows(0, tokens, &mut out)?;
+                black_box(&mut out);
+            }
+        }
+        Ok(())
+    }
+
+    /// Time per code of the attention kernels' decoder, where there are codes for it.
+    fn codes_ns(&self, blocks: &[(Vec<u8>, EncodedBlock)]) -> Result<Option<f64>, BackendError> {
+        let (mut codes, mut ns) = (0, 0.0);
+        for head in 0..self.codec.geometry().kv_heads as usize {
+            let side = self.codec.head(LAYER, self.side, head);
+            let Some(mut decoder) = CodeDecoder::new(side, self.side, None) else { continue };
+            let pages = self.open(blocks, head)?;
+            // Its buffers grow once, as those of a worker do.
+            decoder.decode(&pages)?;
+            let (decoded, took, _) = timed(|| decoder.decode(&pages));
+            codes += decoded?;
+            ns += took;
+        }
+        Ok((codes > 0).then_some(ns / codes as f64))
     }
 
     fn finish(mut self) -> CodecRow {
         self.row.encode_ns = Figure::of(self.encode);
         self.row.decode_ns = Figure::of(self.decode);
+        self.row.codes_ns = (!self.codes.is_empty()).then(|| Figure::of(self.codes));
         self.row.encode_gb_per_s = 2.0 / self.row.encode_ns.median;
         self.row
     }

@@ -51,10 +51,29 @@ pub const SHAPES: &[Shape] = &[
     Shape { name: "mla", kv_heads: 1, group: 128, head_dim_k: 576, head_dim_v: 512 },
 ];
 
-/// The shape of that name.
+/// The shape of that name, or `8x4x128` and `8x4x128x64`: KV heads, query heads that share one,
+/// channels of a key, and of a value where they are others.
 #[must_use]
 pub fn shape(name: &str) -> Option<Shape> {
-    SHAPES.iter().find(|shape| shape.name == name).copied()
+    SHAPES.iter().find(|shape| shape.name == name).copied().or_else(|| own(name))
+}
+
+fn own(text: &str) -> Option<Shape> {
+    let number = |text: &str| text.parse().ok().filter(|number| (1..=1024).contains(number));
+    let numbers: Option<Vec<u32>> = text.split('x').map(number).collect();
+    let (kv_heads, group, head_dim_k, head_dim_v) = match numbers?[..] {
+        [kv_heads, group, dim] => (kv_heads, group, dim, dim),
+        [kv_heads, group, dim_k, dim_v] => (kv_heads, group, dim_k, dim_v),
+        _ => return None,
+    };
+    Some(Shape { name: "own", kv_heads, group, head_dim_k, head_dim_v })
+}
+
+impl std::fmt::Display for Shape {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { name, kv_heads, group, head_dim_k, head_dim_v } = self;
+        write!(f, "{name} ({kv_heads}x{group}x{head_dim_k}x{head_dim_v})")
+    }
 }
 
 /// Why a benchmark could not run.
@@ -85,6 +104,30 @@ impl Shape {
             block_tokens,
             dtype: DType::F16,
             rope_pairing: RopePairing::Half,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{SHAPES, shape};
+
+    #[test]
+    fn a_shape_is_a_name_or_its_numbers() {
+        assert_eq!(shape("mla").map(|shape| shape.to_string()), Some("mla (1x128x576x512)".into()));
+        assert_eq!(
+            shape("8x4x128").map(|shape| shape.to_string()),
+            Some("own (8x4x128x128)".into())
+        );
+        assert_eq!(
+            shape("2x1x96x64").map(|shape| shape.to_string()),
+            Some("own (2x1x96x64)".into())
+        );
+        for wrong in ["", "8", "8x4", "0x4x128", "8x4x128x8x1", "8x4xd", "8x4x4096"] {
+            assert_eq!(shape(wrong), None, "{wrong}");
+        }
+        for known in SHAPES {
+            assert_eq!(shape(known.name), Some(*known));
         }
     }
 }

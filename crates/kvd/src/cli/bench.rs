@@ -32,7 +32,8 @@ pub(super) struct CommonArgs {
     /// Codec, as a preset or spec; may be repeated.
     #[arg(long = "codec", value_name = "CODEC")]
     codecs: Vec<String>,
-    /// Heads of a model.
+    /// Heads of a model by its name, or as numbers: 8x4x128 are 8 KV heads of 128 channels, each
+    /// for 4 query heads; a fourth number are the channels of values.
     #[arg(long, default_value = "llama-3.1-8b", value_parser = parse_shape)]
     shape: Shape,
     /// Tokens per block.
@@ -59,9 +60,9 @@ pub(super) struct AttendArgs {
     /// Query tokens per sequence.
     #[arg(long, default_value_t = 1)]
     query_tokens: u32,
-    /// Compute threads.
-    #[arg(long, default_value_t = 1)]
-    threads: usize,
+    /// Compute threads; several, with commas.
+    #[arg(long, value_delimiter = ',', default_value = "1")]
+    threads: Vec<usize>,
     /// Pages that calls rotate over, more than the last-level cache holds.
     #[arg(long, default_value = "128MiB")]
     buffer: ByteSize,
@@ -104,7 +105,7 @@ pub(super) struct TransportArgs {
 fn parse_shape(name: &str) -> Result<Shape, String> {
     shape(name).ok_or_else(|| {
         let names: Vec<_> = SHAPES.iter().map(|shape| shape.name).collect();
-        format!("shapes are {}", names.join(", "))
+        format!("shapes are {}, or numbers as 8x4x128", names.join(", "))
     })
 }
 
@@ -122,7 +123,7 @@ fn parse_instruction_set(name: &str) -> Result<InstructionSet, String> {
 /// What is printed as JSON.
 #[derive(Serialize)]
 struct Report<T> {
-    shape: &'static str,
+    shape: String,
     machine: Machine,
     rows: Vec<T>,
 }
@@ -182,7 +183,7 @@ fn attend(args: &AttendArgs) -> AttendBench {
         contexts: args.context.clone(),
         batch: args.batch.max(1),
         query_tokens: args.query_tokens.max(1),
-        threads: args.threads.max(1),
+        threads: args.threads.iter().map(|threads| (*threads).max(1)).collect(),
         block_tokens: args.common.block_tokens.max(1),
         rounds: args.common.rounds.max(1),
         buffer_bytes: args.buffer.as_u64(),
@@ -205,7 +206,7 @@ fn report<T: Serialize>(
     table: impl Fn(&[T]) -> String,
 ) -> Result<String, CliError> {
     if common.json {
-        let report = Report { shape: common.shape.name, machine, rows };
+        let report = Report { shape: common.shape.to_string(), machine, rows };
         let text = serde_json::to_string_pretty(&report).map_err(anyhow::Error::from)?;
         return Ok(text + "\n");
     }
@@ -216,7 +217,7 @@ fn report<T: Serialize>(
         machine.processor,
         machine.cores,
         if machine.pinned { ", pinned" } else { "" },
-        common.shape.name,
+        common.shape,
         read.median,
         read.best,
         table(&rows)
@@ -230,10 +231,11 @@ fn pair(figure: Figure) -> String {
 
 fn attend_table(rows: &[AttendRow]) -> String {
     let mut text = format!(
-        "{:>16} {:>16} {:>9} {:>8} {:>8} {:>8} {:>8} {:>9} {:>8}  codec\n",
+        "{:>16} {:>16} {:>9} {:>7} {:>8} {:>8} {:>8} {:>8} {:>9} {:>8}  codec\n",
         "cpu ns [best]",
         "wall ns [best]",
         "set",
+        "threads",
         "context",
         "bits",
         "GB/s",
@@ -244,10 +246,11 @@ fn attend_table(rows: &[AttendRow]) -> String {
     for row in rows {
         writeln!(
             text,
-            "{:>16} {:>16} {:>9} {:>8} {:>8.3} {:>8.2} {:>8.2} {:>8.0}% {:>8.1e}  {}",
+            "{:>16} {:>16} {:>9} {:>7} {:>8} {:>8.3} {:>8.2} {:>8.2} {:>8.0}% {:>8.1e}  {}",
             pair(row.cpu_ns),
             pair(row.wall_ns),
             row.instruction_set,
+            row.threads,
             row.context,
             row.bits_per_value,
             row.stored_gb_per_s,
@@ -262,22 +265,27 @@ fn attend_table(rows: &[AttendRow]) -> String {
 }
 
 fn codec_table(rows: &[CodecRow]) -> String {
-    let head = ["encode ns [best]", "GB/s f16", "decode ns [best]", "bits"];
-    let mut text = format!("{:>18} {:>9} {:>18} {:>8}  side\n", head[0], head[1], head[2], head[3]);
+    let head = ["encode ns [best]", "GB/s f16", "decode ns [best]", "codes ns [best]", "bits"];
+    let mut text = format!(
+        "{:>18} {:>9} {:>18} {:>18} {:>8}  side\n",
+        head[0], head[1], head[2], head[3], head[4]
+    );
     for row in rows {
         writeln!(
             text,
-            "{:>18} {:>9.3} {:>18} {:>8.3}  {}={}",
+            "{:>18} {:>9.3} {:>18} {:>18} {:>8.3}  {}={}",
             pair(row.encode_ns),
             row.encode_gb_per_s,
             pair(row.decode_ns),
+            row.codes_ns.map_or_else(|| "-".to_owned(), pair),
             row.bits_per_value,
             row.side,
             row.side_spec
         )
         .expect("write to a string");
     }
-    text + "\nns per value on one thread; decode is the reference decoder\n"
+    text + "\nns per value on one thread; decode is the reference decoder, codes are those that \
+            attention's Huffman decoder reads\n"
 }
 
 fn store_table(rows: &[StoreRow]) -> String {

@@ -1,16 +1,19 @@
-"""kvd's attention and encoding beside peers that install as packages, in turns, on one core.
+"""kvd beside peers, in turns, on one core: attention, encoding, scores of keys, Huffman codes.
 
     python3 -m venv venv && venv/bin/pip install numpy torch onnx onnxruntime faiss-cpu
     cargo build --release
-    venv/bin/python docs/python/peers.py --kvd target/release/kvd
+    venv/bin/python docs/peers/peers.py --kvd target/release/kvd
 
 Attention: decoding with the heads of Llama-3.1-8B (32 query and 8 KV heads of 128 channels), one
 sequence, one query token; nanoseconds of processor time per token and KV head, four query heads
 included. Keys and values rotate over more bytes than the last-level cache holds. Every peer in its
 best form known to us: torch with the query heads of a KV head folded into rows, onnxruntime with
-past and present in one buffer. Encoding: nanoseconds per value.
+past and present in one buffer, ggml and ik_llama.cpp with a cache by head. Encoding: nanoseconds
+per value. Scores: keys of 2 bits against four queries; kvd's figure has the softmax and 8 channels
+of raw values in it. Codes: nanoseconds per Huffman code.
 
-A peer that is not installed is named and left out. Only ratios within one run mean anything.
+A peer that is not installed is named and left out; README.md says how to build those that do not
+install as packages. Only ratios within one run mean anything.
 """
 
 import argparse
@@ -29,6 +32,11 @@ ATTEND = (
 ).split()
 # Codecs whose values are coded as a quantizer of faiss does, and its sub-vectors and bits.
 ENCODE = {"k=raw; v=vq(d=4,b=8)": (32, 8), "k=raw; v=vq(d=2,b=4)": (64, 4)}
+# Keys of as many bits as faiss's 64 codes of 4 bits, and values that cost next to nothing.
+SCORES, SCORES_SHAPE = "k=vq(d=2,b=4); v=raw", f"{KV_HEADS}x{GROUP}x{DIM}x8"
+SCAN_ROWS = 1_000_000
+# Normal values at about 2.2 and 2.9 bits of entropy; pages of 64 tokens are 8192 codes.
+CODES = [f"k=uniform(rel={step},axis=block)/huffman; v=raw" for step in (0.134, 0.082)]
 
 
 class Rows:
@@ -200,6 +208,32 @@ def faiss_peers(faiss, np):
     return peers
 
 
+def scan_peers(faiss, np):
+    """A call that scores every row against four queries and keeps the best one."""
+    random = np.random.default_rng(3)
+    index = faiss.IndexPQFastScan(DIM, 64, 4, faiss.METRIC_INNER_PRODUCT)
+    index.train(random.standard_normal((20000, DIM), dtype=np.float32))
+    for _ in range(10):
+        index.add(random.standard_normal((SCAN_ROWS // 10, DIM), dtype=np.float32))
+    queries = random.standard_normal((GROUP, DIM), dtype=np.float32)
+    return {"faiss IndexPQFastScan(128, 64, 4)": [lambda: index.search(queries, 1)] * 3}
+
+
+def program(command):
+    """Rows of a peer that prints them as JSON."""
+    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+
+
+def ggml_peers(arguments):
+    """Commands by name, of libraries given as NAME=PROGRAM."""
+    peers = {}
+    for given in arguments.ggml or []:
+        name, path = given.split("=", 1)
+        size = [str(arguments.context), str(int(arguments.buffer))]
+        peers[name] = [path, name, *size, "1"]
+    return peers
+
+
 def kvd(binary, what, codecs, *more):
     """Rows of `kvd bench`, one thread, pinned by itself."""
     command = [binary, "bench", what, "--json", "--rounds", "3", *more]
@@ -215,6 +249,8 @@ def main():
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--buffer", type=float, default=128e6, help="bytes of caches")
     parser.add_argument("--codec", action="append", help="a preset or spec; may be repeated")
+    parser.add_argument("--ggml", action="append", help="NAME=PROGRAM of ggml.cpp; may be repeated")
+    parser.add_argument("--huff0", help="the program of huff0.c")
     arguments = parser.parse_args()
 
     # Threads of kvd's benchmark choose the last core; so do the peers.
@@ -229,32 +265,54 @@ def main():
     if np and onnx and onnxruntime:
         peers |= gqa_peers(onnxruntime, onnx, np, arguments.context, arguments.buffer)
     encoders = faiss_peers(faiss, np) if faiss and np else {}
-
-    attend, encode, errors, machine = Rows(), Rows(), {}, None
-    for calls in [*peers.values(), *encoders.values()]:
+    scans = scan_peers(faiss, np) if faiss and np else {}
+    for calls in [*peers.values(), *encoders.values(), *scans.values()]:
         turn(calls, 1)
+
+    attend, encode, scores, codes = Rows(), Rows(), Rows(), Rows()
+    errors, machine = {}, None
     for _ in range(arguments.turns):
         for name, calls in peers.items():
             attend.add(name, turn(calls, arguments.context * KV_HEADS))
+        for command in ggml_peers(arguments).values():
+            for row in program(command):
+                attend.add(row["name"], row["ns"])
+                errors[row["name"]] = row["error"]
         for name, calls in encoders.items():
             encode.add(name, turn(calls, 4096 * DIM))
+        for name, calls in scans.items():
+            scores.add(name, turn(calls, SCAN_ROWS))
+        for row in program([arguments.huff0, "3"]) if arguments.huff0 else []:
+            codes.add(f"{row['name']}, {row['bits']:.2f} stored", row["ns"])
         os.sched_setaffinity(0, everywhere)
-        context = ["--context", str(arguments.context), "--buffer", str(int(arguments.buffer))]
-        answer = kvd(arguments.kvd, "attend", arguments.codec or ATTEND, *context)
+        size = ["--context", str(arguments.context), "--buffer", str(int(arguments.buffer))]
+        answer = kvd(arguments.kvd, "attend", arguments.codec or ATTEND, *size)
         machine = answer["machine"]
         for row in answer["rows"]:
-            attend.add(f"kvd {row['codec']}", [row["cpu_ns"]["median"]])
-            errors[row["codec"]] = row["kernel_error"]
+            name = f"kvd {row['codec']}"
+            attend.add(name, [row["cpu_ns"]["median"]])
+            errors[name] = row["kernel_error"]
         for row in kvd(arguments.kvd, "codec", ENCODE)["rows"]:
             if row["side"] == "v":
                 encode.add(f"kvd v={row['side_spec']}", [row["encode_ns"]["median"]])
+        for row in kvd(arguments.kvd, "attend", [SCORES], *size, "--shape", SCORES_SHAPE)["rows"]:
+            scores.add(f"kvd {row['codec']}", [row["cpu_ns"]["median"]])
+        for row in kvd(arguments.kvd, "codec", CODES)["rows"]:
+            if row["codes_ns"]:
+                name = f"kvd decode {row['side_spec']}, {row['bits_per_value']:.2f} stored"
+                codes.add(name, [row["codes_ns"]["median"]])
         os.sched_setaffinity(0, {max(everywhere)})
 
     print(f"{machine}\n")
-    attend.markdown(f"ns per token and KV head at {arguments.context}", list(peers))
-    print("\nkernel errors:", ", ".join(f"{codec} {error:.1e}" for codec, error in errors.items()))
+    peers = [name for name in attend.runs if not name.startswith("kvd ")]
+    attend.markdown(f"ns per token and KV head at {arguments.context}", peers)
+    print("\nkernel errors:", ", ".join(f"{name} {error:.1e}" for name, error in errors.items()))
     print()
-    encode.markdown("ns per value", list(encoders))
+    encode.markdown("encoding, ns per value", list(encoders))
+    print()
+    scores.markdown("scores, ns per key", list(scans))
+    print()
+    codes.markdown("Huffman, ns per code", [])
 
 
 if __name__ == "__main__":

@@ -1,0 +1,88 @@
+//! The Huffman decoder of the attention kernels by itself, to be measured.
+
+use super::huffman::{LaneTiles, Wanted, decode};
+use super::simd::{InstructionSet, Simd};
+use super::unit::TOGETHER;
+use crate::BackendError;
+use kvd_codec::{HeadSide, PageReader};
+use kvd_core::Side;
+
+/// Decodes codes of one head's pages into tiles of bytes, as attention does before its products.
+pub struct CodeDecoder {
+    simd: Simd,
+    tiles: [LaneTiles; TOGETHER],
+    per_row: usize,
+}
+
+impl CodeDecoder {
+    /// Pages that are decoded together.
+    pub const PAGES: usize = TOGETHER;
+
+    /// For pages of `head` on the machine's best instruction set, or on one that it has; `None`
+    /// where it has not, and for pages without Huffman codes.
+    #[must_use]
+    pub fn new(head: &HeadSide, side: Side, set: Option<InstructionSet>) -> Option<Self> {
+        let simd = set.map_or_else(|| Some(Simd::detect()), Simd::of)?;
+        let per_row = head.lane_runs()?.iter().map(|run| run.len).sum();
+        let mut tiles = Vec::new();
+        for _ in 0..TOGETHER {
+            tiles.push(LaneTiles::new(head, side)?);
+        }
+        Some(Self { simd, tiles: tiles.try_into().ok()?, per_row })
+    }
+
+    /// Decodes up to [`CodeDecoder::PAGES`] pages and says how many codes they held: none where
+    /// codes do not fit a byte.
+    ///
+    /// # Errors
+    /// When a page is damaged.
+    pub fn decode(&mut self, pages: &[PageReader<'_>]) -> Result<usize, BackendError> {
+        let mut decoded = [false; TOGETHER];
+        let buffers = self.tiles.iter_mut().zip(&mut decoded);
+        let wanted = pages.iter().zip(buffers).map(|(page, (tiles, decoded))| {
+            let rows = 0..page.tokens();
+            Wanted { tiles, page, rows, decoded }
+        });
+        decode(self.simd, wanted.collect())?;
+        let rows = pages.iter().zip(decoded).filter(|(_, decoded)| *decoded);
+        Ok(rows.map(|(page, _)| page.tokens() * self.per_row).sum())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a failed step fails the test")]
+
+    use super::super::conformance::{codec, geometry, values};
+    use super::*;
+    use kvd_codec::{BlockRows, ModelCodec};
+    use kvd_core::LayerIndex;
+
+    const LAYER: LayerIndex = LayerIndex(0);
+
+    /// Both sides of head 0, as kvd-compute's own tests fill them, and whether codes were counted.
+    fn counted(codec: &mut ModelCodec, dim: usize, tokens: usize) -> Vec<Option<usize>> {
+        let [k, v] = [3, 4].map(|seed| values(2 * tokens * dim, seed));
+        let block = BlockRows { tokens, k: &k, v: &v };
+        codec.train_tables(LAYER, &[block]).unwrap();
+        let mut bytes = Vec::new();
+        let encoded = codec.encode_block(LAYER, &block, &mut bytes).unwrap();
+        let side = |side: Side| {
+            let first = 2 * side.index();
+            let start = if first == 0 { 0 } else { encoded.page_ends[first - 1] };
+            let page = &bytes[start as usize..encoded.page_ends[first] as usize];
+            let page = || PageReader::open(codec, LAYER, side, 0, page).unwrap();
+            let mut decoder = CodeDecoder::new(codec.head(LAYER, side, 0), side, None)?;
+            Some(decoder.decode(&[page(), page()]).unwrap())
+        };
+        Side::BOTH.map(side).into()
+    }
+
+    #[test]
+    fn codes_of_every_page_are_counted_where_there_are_any() {
+        let geometry = geometry(64);
+        let mut huffman = codec(&geometry, "k=uniform(rel=0.1,axis=block)/huffman; v=raw");
+        assert_eq!(counted(&mut huffman, 64, 64), [Some(2 * 64 * 64), None]);
+        assert_eq!(counted(&mut huffman, 64, 47), [Some(2 * 47 * 64), None]);
+    }
+}

@@ -1,0 +1,150 @@
+//! A driver with its staging, and the order between its two streams: kernels start after the copies
+//! that were asked for before them, and a copy to where kernels may still be reading comes after
+//! them. The host waits for events alone, and only for bytes that it wants.
+
+use super::staging::Staging;
+use crate::driver::{Driver, DriverError, EventId, KernelLaunch, Stream};
+
+/// Zeros for the bytes between two ranges that are copied as one.
+const GAP: [u8; 256] = [0; 256];
+
+/// A driver whose calls take effect in their order.
+pub(super) struct Ordered {
+    driver: Box<dyn Driver>,
+    staging: Staging,
+    /// The last copy to the device that kernels wait for.
+    copied: Option<EventId>,
+    /// The last work of kernels that copies or the host wait for.
+    computed: Option<EventId>,
+    /// Whether there are copies that kernels do not wait for yet.
+    copies_ahead: bool,
+    /// Whether there is work of kernels that copies do not wait for yet.
+    kernels_ahead: bool,
+    /// Whether there is work that the host has not seen end.
+    busy: bool,
+}
+
+impl Ordered {
+    /// Takes pinned memory, `staging_bytes` per slot, and events.
+    pub(super) fn open(driver: Box<dyn Driver>, staging_bytes: u64) -> Result<Self, DriverError> {
+        let mut ordered = Self {
+            driver,
+            staging: Staging::new(staging_bytes),
+            copied: None,
+            computed: None,
+            copies_ahead: false,
+            kernels_ahead: false,
+            busy: false,
+        };
+        // What was taken before an error is given back by `drop`.
+        ordered.staging.open(ordered.driver.as_mut())?;
+        ordered.copied = Some(ordered.driver.create_event()?);
+        ordered.computed = Some(ordered.driver.create_event()?);
+        Ok(ordered)
+    }
+
+    /// For what has no place in the streams.
+    pub(super) fn driver(&self) -> &dyn Driver {
+        self.driver.as_ref()
+    }
+
+    /// The same; memory that is given back must have been [settled](Self::settle).
+    pub(super) fn driver_mut(&mut self) -> &mut dyn Driver {
+        self.driver.as_mut()
+    }
+
+    /// Copies to the device, after all kernels before; `bytes` may be reused at once.
+    pub(super) fn write(&mut self, to: u64, bytes: &[u8]) -> Result<(), DriverError> {
+        self.follow_kernels()?;
+        self.upload(to, bytes)
+    }
+
+    /// Copies to memory of the device that no kernel is using.
+    pub(super) fn upload(&mut self, to: u64, bytes: &[u8]) -> Result<(), DriverError> {
+        self.copies_ahead |= !bytes.is_empty();
+        self.busy |= !bytes.is_empty();
+        self.staging.gather(self.driver.as_mut(), to, bytes)
+    }
+
+    /// The same for memory that ends on a multiple of the alignment: what lies between it and the
+    /// memory that was written before, if that is less, is no one's, and both are one copy.
+    pub(super) fn upload_aligned(&mut self, to: u64, bytes: &[u8]) -> Result<(), DriverError> {
+        let gap = self.staging.gathered_end().and_then(|end| to.checked_sub(end).zip(Some(end)));
+        if let Some((gap, end)) = gap.filter(|(gap, _)| (1..GAP.len() as u64).contains(gap)) {
+            self.upload(end, &GAP[..gap as usize])?;
+        }
+        self.upload(to, bytes)
+    }
+
+    /// Has copies from now on wait for all kernels so far.
+    pub(super) fn follow_kernels(&mut self) -> Result<(), DriverError> {
+        if let Some(computed) = self.computed.filter(|_| self.kernels_ahead) {
+            // What is gathered was asked for before.
+            self.staging.start(self.driver.as_mut())?;
+            self.driver.record(computed, Stream::Compute)?;
+            self.driver.wait(Stream::Copy, computed)?;
+            self.kernels_ahead = false;
+        }
+        Ok(())
+    }
+
+    /// Has kernels from now on wait for all copies so far.
+    fn follow_copies(&mut self) -> Result<(), DriverError> {
+        self.staging.start(self.driver.as_mut())?;
+        if let Some(copied) = self.copied.filter(|_| self.copies_ahead) {
+            self.driver.record(copied, Stream::Copy)?;
+            self.driver.wait(Stream::Compute, copied)?;
+            self.copies_ahead = false;
+        }
+        Ok(())
+    }
+
+    /// Copies from the device, after everything before; the bytes are there when it returns.
+    pub(super) fn read(&mut self, from: u64, bytes: &mut [u8]) -> Result<(), DriverError> {
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        self.follow_copies()?;
+        self.staging.read(self.driver.as_mut(), from, bytes)?;
+        // The bytes came after all kernels, and those after all copies.
+        self.rest();
+        Ok(())
+    }
+
+    pub(super) fn copy(&mut self, from: u64, to: u64, bytes: u64) -> Result<(), DriverError> {
+        self.follow_copies()?;
+        (self.kernels_ahead, self.busy) = (true, true);
+        self.driver.copy(from, to, bytes)
+    }
+
+    pub(super) fn launch(&mut self, launch: KernelLaunch<'_>) -> Result<(), DriverError> {
+        self.follow_copies()?;
+        (self.kernels_ahead, self.busy) = (true, true);
+        self.driver.launch(launch)
+    }
+
+    /// Waits for everything.
+    pub(super) fn settle(&mut self) -> Result<(), DriverError> {
+        let Some(computed) = self.computed.filter(|_| self.busy) else { return Ok(()) };
+        self.follow_copies()?;
+        self.driver.record(computed, Stream::Compute)?;
+        self.driver.synchronize(computed)?;
+        self.rest();
+        Ok(())
+    }
+
+    /// Everything that was asked for has happened.
+    fn rest(&mut self) {
+        (self.kernels_ahead, self.busy) = (false, false);
+        self.staging.rest();
+    }
+}
+
+impl Drop for Ordered {
+    fn drop(&mut self) {
+        self.staging.close(self.driver.as_mut());
+        for event in [self.copied, self.computed].into_iter().flatten() {
+            self.driver.destroy_event(event);
+        }
+    }
+}

@@ -1,0 +1,163 @@
+//! Pinned memory between a caller's bytes and the device. Bytes for it are gathered in a slot of a
+//! ring and copied in few pieces; bytes from it come through two more slots, one of which is
+//! emptied while the other is filled. A slot is used again when the event behind its last copy was
+//! waited for. All of it is taken when the device is opened.
+
+use crate::driver::{Driver, DriverError, EventId, PinnedId, PinnedRange, Stream};
+
+/// Slots of the ring: one is gathered in while others are on their way.
+const SLOTS: usize = 4;
+/// Slots for bytes from the device.
+const BACK_SLOTS: usize = 2;
+/// What the host's end of a copy is aligned to.
+const ALIGN: u64 = 64;
+
+/// Pinned memory, and the event that frees it.
+struct Slot {
+    memory: PinnedId,
+    event: EventId,
+    /// Bytes in use from the start.
+    filled: u64,
+    /// Whether a copy before its event may be under way.
+    busy: bool,
+}
+
+/// Gathered bytes of the current slot for one range of the device.
+struct Run {
+    start: u64,
+    to: u64,
+    bytes: u64,
+}
+
+/// The slots of one device.
+pub(super) struct Staging {
+    slots: Vec<Slot>,
+    back: Vec<Slot>,
+    slot_bytes: u64,
+    at: usize,
+    run: Option<Run>,
+}
+
+impl Staging {
+    /// Nothing is taken yet.
+    pub(super) fn new(slot_bytes: u64) -> Self {
+        let slot_bytes = slot_bytes.next_multiple_of(ALIGN).max(ALIGN);
+        Self { slots: Vec::new(), back: Vec::new(), slot_bytes, at: 0, run: None }
+    }
+
+    /// Takes the memory. What was taken before an error is given back by [`Staging::close`].
+    pub(super) fn open(&mut self, driver: &mut dyn Driver) -> Result<(), DriverError> {
+        for index in 0..SLOTS + BACK_SLOTS {
+            let memory = driver.pin(self.slot_bytes)?;
+            let event = driver.create_event().inspect_err(|_| driver.unpin(memory))?;
+            let slot = Slot { memory, event, filled: 0, busy: false };
+            if index < SLOTS { &mut self.slots } else { &mut self.back }.push(slot);
+        }
+        Ok(())
+    }
+
+    /// Gives the memory back; no copy is under way.
+    pub(super) fn close(&mut self, driver: &mut dyn Driver) {
+        for slot in self.slots.drain(..).chain(self.back.drain(..)) {
+            driver.destroy_event(slot.event);
+            driver.unpin(slot.memory);
+        }
+    }
+
+    /// Where the gathered bytes end on the device.
+    pub(super) fn gathered_end(&self) -> Option<u64> {
+        self.run.as_ref().map(|run| run.to + run.bytes)
+    }
+
+    /// Gathers bytes for the device; those of neighbouring ranges are one copy.
+    pub(super) fn gather(
+        &mut self,
+        driver: &mut dyn Driver,
+        mut to: u64,
+        mut bytes: &[u8],
+    ) -> Result<(), DriverError> {
+        while !bytes.is_empty() {
+            if self.gathered_end() != Some(to) {
+                self.start(driver)?;
+                let slot = &mut self.slots[self.at];
+                slot.filled = slot.filled.next_multiple_of(ALIGN);
+            }
+            if self.slots[self.at].filled == self.slot_bytes {
+                self.turn(driver)?;
+            }
+            let slot = &mut self.slots[self.at];
+            let room = (self.slot_bytes - slot.filled) as usize;
+            let (now, later) = bytes.split_at(bytes.len().min(room));
+            driver.fill(slot.memory, slot.filled, now);
+            let fresh = Run { start: slot.filled, to, bytes: 0 };
+            self.run.get_or_insert(fresh).bytes += now.len() as u64;
+            slot.filled += now.len() as u64;
+            to += now.len() as u64;
+            bytes = later;
+        }
+        Ok(())
+    }
+
+    /// Starts the copy of what is gathered.
+    pub(super) fn start(&mut self, driver: &mut dyn Driver) -> Result<(), DriverError> {
+        let Some(Run { start, to, bytes }) = self.run.take() else { return Ok(()) };
+        let memory = self.slots[self.at].memory;
+        driver.write(to, PinnedRange { memory, start, bytes })
+    }
+
+    /// Goes on to the next slot, when it is free.
+    fn turn(&mut self, driver: &mut dyn Driver) -> Result<(), DriverError> {
+        self.start(driver)?;
+        let full = &mut self.slots[self.at];
+        driver.record(full.event, Stream::Copy)?;
+        full.busy = true;
+        self.at = (self.at + 1) % self.slots.len();
+        let next = &mut self.slots[self.at];
+        if next.busy {
+            driver.synchronize(next.event)?;
+        }
+        (next.busy, next.filled) = (false, 0);
+        Ok(())
+    }
+
+    /// Copies from the device, after everything that [`Stream::Compute`] was given; returns when
+    /// the bytes are there.
+    pub(super) fn read(
+        &mut self,
+        driver: &mut dyn Driver,
+        mut from: u64,
+        bytes: &mut [u8],
+    ) -> Result<(), DriverError> {
+        let mut before: Option<(usize, &mut [u8])> = None;
+        for (index, piece) in bytes.chunks_mut(self.slot_bytes as usize).enumerate() {
+            let slot = &self.back[index % BACK_SLOTS];
+            let len = piece.len() as u64;
+            driver.read(from, PinnedRange { memory: slot.memory, start: 0, bytes: len })?;
+            driver.record(slot.event, Stream::Compute)?;
+            from += len;
+            if let Some((index, piece)) = before.replace((index, piece)) {
+                self.empty(driver, index, piece)?;
+            }
+        }
+        before.map_or(Ok(()), |(index, piece)| self.empty(driver, index, piece))
+    }
+
+    /// Waits for a slot of bytes from the device and copies what it holds.
+    fn empty(
+        &self,
+        driver: &mut dyn Driver,
+        index: usize,
+        piece: &mut [u8],
+    ) -> Result<(), DriverError> {
+        let slot = &self.back[index % BACK_SLOTS];
+        driver.synchronize(slot.event)?;
+        driver.take(slot.memory, 0, piece);
+        Ok(())
+    }
+
+    /// Every copy to the device has ended, as the host has seen: all slots are free.
+    pub(super) fn rest(&mut self) {
+        debug_assert!(self.run.is_none(), "gathered bytes are not on their way");
+        self.slots.iter_mut().for_each(|slot| (slot.filled, slot.busy) = (0, false));
+    }
+}
