@@ -21,6 +21,13 @@ pub(crate) const BIASED_TERMS_MAX: usize = 512;
 /// Added to looked-up values so that bytes are not negative.
 pub(super) const BIAS: i32 = 128;
 
+/// Whether products with so many rows of a unit are better of bytes, looked up once for all of them:
+/// AMX takes nothing else. It multiplies eight rows in the time of one, so that few are no faster
+/// than in vector registers (`docs/perf/cpu.md`).
+pub(crate) fn wants_bytes(simd: Simd, rows: usize) -> bool {
+    simd.has_amx() && rows > VECTOR_ROWS
+}
+
 /// What codes stand for.
 pub(crate) struct Lookup {
     /// Channels of a code.
@@ -156,7 +163,7 @@ pub(crate) fn key_dots(
     assert!((1..=ROWS).contains(&rows) && units.len() == rows, "key_dots: rows");
     assert!(scores.len() >= (rows - 1) * SPAN + TILE, "key_dots: scores");
     #[cfg(target_arch = "x86_64")]
-    if simd.has_amx() && lookup.tables.is_empty() && codes.width == 8 {
+    if wants_bytes(simd, rows) && lookup.tables.is_empty() && codes.width == 8 {
         return super::amx_x86::key_dots(simd, codes, lookup, (q, units), scores);
     }
     for (index, units) in units.chunks(VECTOR_ROWS).enumerate() {
@@ -205,7 +212,7 @@ pub(crate) fn value_dots(
     #[cfg_attr(not(target_arch = "x86_64"), allow(unused_mut, reason = "AMX takes a part"))]
     let mut target = target;
     #[cfg(target_arch = "x86_64")]
-    if simd.has_amx() && lookup.tables.is_empty() && codes.width == 8 {
+    if wants_bytes(simd, rows) && lookup.tables.is_empty() && codes.width == 8 {
         let done = super::amx_x86::value_dots(simd, codes, lookup, (weights, target), out);
         (target.first, target.count) = (first + done, count - done);
         if target.count == 0 {

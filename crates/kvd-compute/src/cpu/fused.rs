@@ -1,6 +1,6 @@
 //! Which sides have kernels that need no decoded rows, and what those have in common.
 
-use super::dots::TileCodes;
+use super::dots::{TileCodes, wants_bytes};
 use super::huffman::{LaneTiles, Rest};
 use super::scores::{SPAN, Scores, TILE};
 use super::simd::{Precision, Simd, per_level};
@@ -68,7 +68,7 @@ impl Keys {
             Self::BitAlloc(keys) => return keys.tile(simd, place, scores),
             _ => {}
         }
-        let bytes = simd.has_amx() && matches!(self, Self::Uniform(_));
+        let bytes = wants_bytes(simd, scores.rows()) && matches!(self, Self::Uniform(_));
         let codes = plane(simd, &page, (Side::Key, bytes), (in_page, 1), buffer);
         match self {
             Self::Fp8(_) | Self::BitAlloc(_) => {}
@@ -117,7 +117,7 @@ impl Values {
         if side.bitalloc().is_some() {
             return bitalloc::Values::new(side, rows).map(Self::BitAlloc);
         }
-        let vq = vq::Values::new(simd, side).map(Self::Vq);
+        let vq = vq::Values::new(simd, side, rows).map(Self::Vq);
         let vq = vq.or_else(|| lloyd::Values::new(simd, side, rows).map(Self::Lloyd));
         vq.or_else(|| uniform::Values::new(side).map(Self::Uniform))
     }
@@ -146,7 +146,7 @@ impl Values {
             Self::BitAlloc(values) => return values.tiles(simd, (place, count), weights),
             _ => {}
         }
-        let bytes = simd.has_amx() && matches!(self, Self::Uniform(_));
+        let bytes = wants_bytes(simd, weights.rows()) && matches!(self, Self::Uniform(_));
         let codes = plane(simd, &page, (Side::Value, bytes), (in_page, count), buffer);
         match self {
             Self::Fp8(_) | Self::BitAlloc(_) => {}
