@@ -19,6 +19,7 @@ pub use backend::{
 };
 pub use cpu::{
     ArenaError, CodeDecoder, CpuBackend, CpuOptions, InstructionSet, OpenError, Precision,
+    multiply_adds,
 };
 pub use error::BackendError;
 pub use plan::{AttendPlan, LoadPlan, PlanPart, PlanQuery, Source};

@@ -2,6 +2,7 @@
 
 use kvd_core::Extent;
 use memmap2::MmapMut;
+use parking_lot::Mutex;
 
 /// Page memory that the operating system does not give.
 #[derive(Debug, thiserror::Error)]
@@ -21,10 +22,14 @@ pub(crate) struct HostArena {
 
 impl HostArena {
     /// Takes `capacity_bytes`, zeroed. They are mapped rather than allocated: a refusal is then
-    /// an answer instead of an abort, and a page costs nothing before its first use. With
-    /// `prefault` every page is touched now, so that missing memory shows at start and not under
-    /// load.
-    pub(crate) fn new(capacity_bytes: u64, prefault: bool) -> Result<Self, ArenaError> {
+    /// an answer instead of an abort, and a page costs nothing before its first use. Threads given
+    /// in `prefault` touch every page now, so that missing memory shows at start and not under
+    /// load. They do in turns: memory comes from the node of who touches it first, so threads that
+    /// are kept on cores of several nodes spread the arena evenly over those nodes.
+    pub(crate) fn new(
+        capacity_bytes: u64,
+        prefault: Option<&rayon::ThreadPool>,
+    ) -> Result<Self, ArenaError> {
         let failed = |source| ArenaError { bytes: capacity_bytes, source };
         let capacity = usize::try_from(capacity_bytes)
             .map_err(|_| failed(std::io::ErrorKind::OutOfMemory.into()))?;
@@ -33,12 +38,12 @@ impl HostArena {
         // of the page table. Where the system has no huge pages, small ones do.
         #[cfg(target_os = "linux")]
         let _ = bytes.advise(memmap2::Advice::HugePage);
-        if prefault {
-            const PAGE_BYTES: usize = 4096;
-            for byte in bytes.iter_mut().step_by(PAGE_BYTES) {
-                // A plain store of the value that is there already would be optimised away.
-                *std::hint::black_box(byte) = 0;
-            }
+        if let Some(threads) = prefault {
+            let shares: Vec<_> = deal(&mut bytes, threads.current_num_threads());
+            let shares: Vec<_> = shares.into_iter().map(Mutex::new).collect();
+            threads.broadcast(|thread| {
+                shares[thread.index()].lock().iter_mut().for_each(|piece| touch(piece));
+            });
         }
         Ok(Self { bytes })
     }
@@ -64,6 +69,26 @@ impl HostArena {
     }
 }
 
+/// Bytes that one thread touches before it is another's turn: a huge page.
+const TURN_BYTES: usize = 2 << 20;
+
+/// Pieces of the arena for each thread, in turns.
+fn deal(bytes: &mut [u8], threads: usize) -> Vec<Vec<&mut [u8]>> {
+    let mut shares: Vec<_> = (0..threads).map(|_| Vec::new()).collect();
+    for (turn, piece) in bytes.chunks_mut(TURN_BYTES).enumerate() {
+        shares[turn % threads].push(piece);
+    }
+    shares
+}
+
+fn touch(piece: &mut [u8]) {
+    const PAGE_BYTES: usize = 4096;
+    for byte in piece.iter_mut().step_by(PAGE_BYTES) {
+        // A plain store of the value that is there already would be optimised away.
+        *std::hint::black_box(byte) = 0;
+    }
+}
+
 /// Extents come from the pool of this arena, so they fit `usize` whenever the arena does.
 fn range(extent: Extent) -> std::ops::Range<usize> {
     let to_usize = |value| usize::try_from(value).expect("extent fits the address space");
@@ -76,16 +101,26 @@ mod tests {
 
     #[test]
     fn memory_is_zeroed_and_what_cannot_be_had_is_an_error() {
-        let mut arena = HostArena::new(1 << 16, true).unwrap();
+        let threads = rayon::ThreadPoolBuilder::new().num_threads(3).build().unwrap();
+        let mut arena = HostArena::new(1 << 16, Some(&threads)).unwrap();
         let extent = Extent { offset: 100, len: 3 };
         assert_eq!(arena.read(extent), [0; 3]);
         arena.write(extent).copy_from_slice(&[1, 2, 3]);
         arena.copy(extent, Extent { offset: 200, len: 3 });
         assert_eq!(arena.read(Extent { offset: 199, len: 5 }), [0, 1, 2, 3, 0]);
         for too_much in [1 << 60, u64::MAX] {
-            let error = HostArena::new(too_much, false).err().unwrap().to_string();
+            let error = HostArena::new(too_much, None).err().unwrap().to_string();
             assert!(error.contains("device.pool_bytes"), "{error}");
             assert!(error.contains(&too_much.to_string()), "{error}");
         }
+    }
+
+    #[test]
+    fn threads_touch_all_of_an_arena_in_turns() {
+        let mut bytes = vec![0u8; 7 * TURN_BYTES / 2];
+        let shares = deal(&mut bytes, 3);
+        let lengths = |share: &Vec<&mut [u8]>| share.iter().map(|piece| piece.len()).collect();
+        let lengths: Vec<Vec<_>> = shares.iter().map(lengths).collect();
+        assert_eq!(lengths, [vec![TURN_BYTES, TURN_BYTES / 2], vec![TURN_BYTES], vec![TURN_BYTES]]);
     }
 }

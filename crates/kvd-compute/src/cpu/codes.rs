@@ -51,8 +51,6 @@ impl CodeDecoder {
 
 #[cfg(test)]
 mod tests {
-    #![expect(clippy::unwrap_used, reason = "a failed step fails the test")]
-
     use super::super::conformance::{codec, geometry, values};
     use super::*;
     use kvd_codec::{BlockRows, ModelCodec};

@@ -48,6 +48,7 @@ mod lloyd;
 mod parts;
 #[cfg(target_arch = "x86_64")]
 mod parts_x86;
+mod peak;
 mod polar;
 mod rows;
 mod scores;
@@ -69,6 +70,7 @@ use arena::HostArena;
 pub use codes::CodeDecoder;
 use kvd_codec::ModelCodec;
 use kvd_core::{Extent, LayerIndex, ModelId};
+pub use peak::multiply_adds;
 use simd::Simd;
 pub use simd::{InstructionSet, Precision};
 use std::collections::HashMap;
@@ -144,7 +146,7 @@ impl CpuBackend {
             .build()
             .map_err(|source| OpenError::Threads { threads: options.threads, source })?;
         Ok(Self {
-            arena: HostArena::new(options.arena_bytes, options.prefault)?,
+            arena: HostArena::new(options.arena_bytes, options.prefault.then_some(&threads))?,
             models: HashMap::new(),
             threads,
             simd: Simd::detect(),

@@ -66,6 +66,9 @@ pub struct AttendRow {
     pub logical_gb_per_s: f64,
     /// `stored_gb_per_s` as part of what one thread reads from memory.
     pub of_read_speed: f64,
+    /// Multiplications that attention makes, as part of what one thread makes in f32. Kernels of
+    /// integers may be beyond it.
+    pub of_multiply_speed: f64,
     /// Relative error of the output against the same decoded K and V in f64.
     pub kernel_error: f64,
 }
@@ -76,6 +79,8 @@ struct Case {
     filled: Filled,
     plans: Vec<AttendPlan>,
     tokens: f64,
+    /// Query rows that read a KV head.
+    rows_per_head: f64,
     cpu: Vec<f64>,
     wall: Vec<f64>,
 }
@@ -148,10 +153,13 @@ impl AttendBench {
             stored_gb_per_s: 0.0,
             logical_gb_per_s: 0.0,
             of_read_speed: 0.0,
+            of_multiply_speed: 0.0,
             kernel_error: 0.0,
         };
         let tokens = f64::from(context) * self.batch as f64 * f64::from(self.shape.kv_heads);
-        let mut case = Case { row, filled, plans, tokens, cpu: Vec::new(), wall: Vec::new() };
+        let rows_per_head = f64::from(self.shape.group * self.query_tokens);
+        let [cpu, wall] = [const { Vec::new() }; 2];
+        let mut case = Case { row, filled, plans, tokens, rows_per_head, cpu, wall };
         case.row.kernel_error = self.error(&mut case.filled).map_err(BenchError::of(codec))?;
         Ok(case)
     }
@@ -273,6 +281,8 @@ impl Case {
         self.row.stored_gb_per_s = values * self.row.bits_per_value / 8.0 / median;
         self.row.logical_gb_per_s = values * 2.0 / median;
         self.row.of_read_speed = self.row.stored_gb_per_s / machine.read_gb_per_s.median;
+        let multiply_adds = values * self.rows_per_head / median;
+        self.row.of_multiply_speed = multiply_adds / machine.multiply_adds_per_ns.median;
         self.row
     }
 }

@@ -1,6 +1,7 @@
 //! Clocks, medians, and what the machine can read.
 
 use crate::affinity;
+use kvd_compute::multiply_adds;
 use rustix::time::{ClockId, clock_gettime};
 use serde::Serialize;
 use std::hint::black_box;
@@ -22,6 +23,12 @@ impl Figure {
         runs.sort_by(f64::total_cmp);
         let at = |part: f64| runs[((runs.len() - 1) as f64 * part).round() as usize];
         Self { median: at(0.5), best: at(0.0), upper_quartile: at(0.75) }
+    }
+
+    /// Of what one nanosecond does, from nanoseconds for one.
+    fn inverse(self) -> Self {
+        let Self { median, best, upper_quartile } = self;
+        Self { median: 1.0 / median, best: 1.0 / best, upper_quartile: 1.0 / upper_quartile }
     }
 }
 
@@ -56,6 +63,8 @@ pub struct Machine {
     pub version: &'static str,
     /// Bytes per nanosecond that one thread reads from memory.
     pub read_gb_per_s: Figure,
+    /// f32 multiplications with additions that one thread makes in a nanosecond, from registers.
+    pub multiply_adds_per_ns: Figure,
     /// Whether the threads could be kept on their cores.
     pub pinned: bool,
 }
@@ -72,6 +81,7 @@ impl Machine {
             cores,
             version: env!("CARGO_PKG_VERSION"),
             read_gb_per_s: read_speed(),
+            multiply_adds_per_ns: multiply_speed(),
             pinned,
         }
     }
@@ -87,13 +97,16 @@ fn read_speed() -> Figure {
         black_box(sum);
         cpu / (WORDS * 8) as f64
     };
-    let figure = Figure::of((0..9).map(run).collect());
-    let inverse = |x: f64| 1.0 / x;
-    Figure {
-        median: inverse(figure.median),
-        best: inverse(figure.best),
-        upper_quartile: inverse(figure.upper_quartile),
-    }
+    Figure::of((0..9).map(run).collect()).inverse()
+}
+
+/// On the instruction set that the backend chooses, whatever a row is limited to.
+fn multiply_speed() -> Figure {
+    let run = |_| {
+        let (count, cpu, _) = timed(|| multiply_adds(None, 4 << 20));
+        cpu / count.map_or(f64::NAN, |count| count as f64)
+    };
+    Figure::of((0..9).map(run).collect()).inverse()
 }
 
 fn sum_line(line: &[u64]) -> u64 {

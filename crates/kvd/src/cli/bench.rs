@@ -211,8 +211,10 @@ fn report<T: Serialize>(
         return Ok(text + "\n");
     }
     let read = machine.read_gb_per_s;
+    let multiply = machine.multiply_adds_per_ns;
     Ok(format!(
-        "kvd {} on {} ({} cores{}), shape {}\none thread reads {:.1} [{:.1}] GB/s from memory\n\n{}",
+        "kvd {} on {} ({} cores{}), shape {}\none thread reads {:.1} [{:.1}] GB/s from memory and \
+         makes {:.0} [{:.0}] G f32 multiplications a second\n\n{}",
         machine.version,
         machine.processor,
         machine.cores,
@@ -220,6 +222,8 @@ fn report<T: Serialize>(
         common.shape,
         read.median,
         read.best,
+        multiply.median,
+        multiply.best,
         table(&rows)
     ))
 }
@@ -231,7 +235,7 @@ fn pair(figure: Figure) -> String {
 
 fn attend_table(rows: &[AttendRow]) -> String {
     let mut text = format!(
-        "{:>16} {:>16} {:>9} {:>7} {:>8} {:>8} {:>8} {:>8} {:>9} {:>8}  codec\n",
+        "{:>16} {:>16} {:>9} {:>7} {:>8} {:>8} {:>8} {:>8} {:>8} {:>7} {:>8}  codec\n",
         "cpu ns [best]",
         "wall ns [best]",
         "set",
@@ -241,12 +245,13 @@ fn attend_table(rows: &[AttendRow]) -> String {
         "GB/s",
         "f16 GB/s",
         "of read",
+        "of fma",
         "error"
     );
     for row in rows {
         writeln!(
             text,
-            "{:>16} {:>16} {:>9} {:>7} {:>8} {:>8.3} {:>8.2} {:>8.2} {:>8.0}% {:>8.1e}  {}",
+            "{:>16} {:>16} {:>9} {:>7} {:>8} {:>8.3} {:>8.2} {:>8.2} {:>7.0}% {:>6.0}% {:>8.1e}  {}",
             pair(row.cpu_ns),
             pair(row.wall_ns),
             row.instruction_set,
@@ -256,6 +261,7 @@ fn attend_table(rows: &[AttendRow]) -> String {
             row.stored_gb_per_s,
             row.logical_gb_per_s,
             100.0 * row.of_read_speed,
+            100.0 * row.of_multiply_speed,
             row.kernel_error,
             row.codec
         )

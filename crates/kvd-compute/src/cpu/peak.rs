@@ -1,0 +1,57 @@
+//! Multiplications and additions from registers alone: what a benchmark sets its figures against.
+
+use super::simd::{InstructionSet, Simd, per_level};
+use std::hint::black_box;
+
+/// f32 of a sum; more than any register holds.
+const LANES: usize = 16;
+/// Sums side by side: more than a fused operation takes cycles, times the units that do it.
+const SUMS: usize = 12;
+
+/// Multiplies and adds f32 about `count` times in registers, on the machine's best instruction set
+/// or on one that it has, and says how often; `None` where it has not.
+#[must_use]
+pub fn multiply_adds(set: Option<InstructionSet>, count: usize) -> Option<usize> {
+    let simd = set.map_or_else(|| Some(Simd::detect()), Simd::of)?;
+    let (turns, factor) = (count / (LANES * SUMS), black_box([0.5, 1.0]));
+    black_box(match simd.set() {
+        InstructionSet::Portable => separate(turns, factor),
+        _ => fused(simd, turns, factor),
+    });
+    Some(turns * LANES * SUMS)
+}
+
+type Sums = [[f32; LANES]; SUMS];
+
+per_level!(fn fused(turns: usize, factor: [f32; 2]) -> Sums = fused_body);
+
+#[inline(always)]
+fn fused_body(turns: usize, [a, b]: [f32; 2]) -> Sums {
+    let mut sums = [[1.0; LANES]; SUMS];
+    for _ in 0..turns {
+        sums = sums.map(|sum| sum.map(|x: f32| x.mul_add(a, b)));
+    }
+    sums
+}
+
+/// Where the target has no fused operation, it would be a call.
+fn separate(turns: usize, [a, b]: [f32; 2]) -> Sums {
+    let mut sums = [[1.0; LANES]; SUMS];
+    for _ in 0..turns {
+        sums = sums.map(|sum| sum.map(|x: f32| x * a + b));
+    }
+    sums
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_level_says_how_much_it_did() {
+        for simd in Simd::available() {
+            let did = multiply_adds(Some(simd.set()), 100_000);
+            assert!(did.is_some_and(|did| (99_000..=100_000).contains(&did)), "{did:?}");
+        }
+    }
+}
