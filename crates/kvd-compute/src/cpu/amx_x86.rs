@@ -1,7 +1,7 @@
 //! `dots.rs` in AMX: products of bytes, 16 lanes times 64 summed codes in one instruction.
 //!
 //! Codes of a byte lie as its right operand wants them: a row is four summed codes of 16 lanes. The
-//! left one is rows of factors, the high bytes of each and then its low ones, as `Parts` holds them.
+//! left one is rows of factors, the high bytes of each and then its low ones, as `Parts` has them.
 //! Rust has no stable names for the instructions, so they stand here as assembly. Registers are
 //! rows of a thread's state: shaped when the shape changes, given back when a unit ends.
 #![allow(unsafe_code)] // Assembly, and pointers into what callers in `dots.rs` have checked.
@@ -206,7 +206,7 @@ unsafe fn multiply(operands: Operands, sums: &mut Sums) {
     }
 }
 
-/// The sum of products of a row of factors, of 16 lanes: those of its high bytes and of its low ones.
+/// The sum of products of a row of factors, of 16 lanes: of its high bytes and of its low ones.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn sum_of(sums: &[i32; SUMS], row: usize, excess: i32) -> __m512 {

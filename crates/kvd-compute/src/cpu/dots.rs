@@ -21,7 +21,7 @@ pub(crate) const BIASED_TERMS_MAX: usize = 512;
 /// Added to looked-up values so that bytes are not negative.
 pub(super) const BIAS: i32 = 128;
 
-/// Whether products with so many rows of a unit are better of bytes, looked up once for all of them:
+/// Whether products with so many rows of a unit are better of bytes, looked up once for all rows:
 /// AMX takes nothing else. It multiplies eight rows in the time of one, so that few are no faster
 /// than in vector registers (`docs/perf/cpu.md`).
 pub(crate) fn wants_bytes(simd: Simd, rows: usize) -> bool {

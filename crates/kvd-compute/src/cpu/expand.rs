@@ -30,7 +30,7 @@ impl Expand {
         Self { dims: tables.len(), tables: tables.to_vec(), bits, fours, bytes: Vec::new() }
     }
 
-    /// Takes the codes of tiles, a group at a time: a tile of keys, four tokens of values. The bytes
+    /// Takes codes of tiles, a group at a time: a tile of keys, four tokens of values. The bytes
     /// of a group's first channel come before those of its second.
     pub(crate) fn expand(
         &mut self,
