@@ -1,7 +1,8 @@
-//! Repository chores: `cargo xtask gen | tidy | ci | kernels | gpu`.
+//! Repository chores: `cargo xtask gen | tidy | ci | cross | kernels | gpu`.
 #![forbid(unsafe_code)]
 
 mod ci;
+mod cross;
 mod generate;
 mod gpu;
 mod kernels;
@@ -33,6 +34,8 @@ enum Chore {
     Tidy,
     /// What must pass before a commit: fmt, clippy, gen --check, tidy.
     Ci,
+    /// Runs the tests of codecs and kernels as aarch64 code, with qemu.
+    Cross,
     /// Compiles the CUDA kernels for each target, with a compiler from Python wheels; needs the
     /// network the first time, no GPU.
     Kernels,
@@ -62,6 +65,7 @@ fn run(chore: Chore, root: &Path, report: &Report) -> Result<()> {
         Chore::Gen { check: true } => check_generated(root),
         Chore::Tidy => tidy::run(root, report),
         Chore::Ci => ci::run(root, report),
+        Chore::Cross => cross::run(root, report),
         Chore::Kernels => kernels::run(root, report),
         Chore::Gpu { step } => gpu::run(root, step, report),
     }

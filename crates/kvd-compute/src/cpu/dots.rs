@@ -94,6 +94,9 @@ impl Lookup {
             InstructionSet::Portable => true,
             InstructionSet::Avx2 => pairs && (self.tables.is_empty() || self.bits <= 4),
             InstructionSet::Avx512 | InstructionSet::Amx => pairs && self.bits <= 8,
+            InstructionSet::Neon | InstructionSet::NeonDotprod | InstructionSet::NeonI8mm => {
+                pairs && (self.tables.is_empty() || self.bits <= 6)
+            }
         }
     }
 }
@@ -174,6 +177,11 @@ pub(crate) fn key_dots(
             super::dots_x86::key_dots(simd, codes, lookup, (q, units), scores);
             continue;
         }
+        #[cfg(target_arch = "aarch64")]
+        if simd.set() != InstructionSet::Portable {
+            super::dots_neon::key_dots(simd, codes, lookup, (q, units), scores);
+            continue;
+        }
         super::dots_portable::key_dots(codes, lookup, (q, units), scores);
     }
 }
@@ -226,6 +234,11 @@ pub(crate) fn value_dots(
         #[cfg(target_arch = "x86_64")]
         if simd.set() != InstructionSet::Portable {
             super::dots_x86::value_dots(simd, codes, lookup, weights, out);
+            continue;
+        }
+        #[cfg(target_arch = "aarch64")]
+        if simd.set() != InstructionSet::Portable {
+            super::dots_neon::value_dots(simd, codes, lookup, weights, out);
             continue;
         }
         super::dots_portable::value_dots(codes, lookup, weights, out);

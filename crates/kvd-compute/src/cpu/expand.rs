@@ -4,6 +4,8 @@
 //! there, many codes at a time.
 
 use super::dots::{Lookup, TileCodes};
+#[cfg(target_arch = "aarch64")]
+use super::expand_neon;
 use super::scores::TILE;
 use super::simd::{InstructionSet, Simd};
 use kvd_core::Side;
@@ -16,6 +18,7 @@ pub(crate) struct Expand {
     /// Bits of a code.
     pub(super) bits: u32,
     /// Four channels of each code as one number, where there are four.
+    #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "for AVX2"))]
     fours: Vec<u32>,
     bytes: Vec<u8>,
 }
@@ -67,6 +70,11 @@ impl Expand {
             self.bytes.resize(len, 0);
         }
         let out = &mut self.bytes[..len];
+        #[cfg(target_arch = "aarch64")]
+        if simd.set() != InstructionSet::Portable && group.is_multiple_of(expand_neon::STEP) {
+            expand_neon::expand(codes, group, &self.tables, out);
+            return out;
+        }
         for (codes, out) in codes.chunks_exact(group).zip(out.chunks_exact_mut(group * self.dims)) {
             #[cfg(target_arch = "x86_64")]
             if simd.set() == InstructionSet::Avx2 && self.dims == 4 && group.is_multiple_of(16) {

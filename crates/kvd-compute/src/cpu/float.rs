@@ -42,7 +42,7 @@ impl<'a> FloatRows<'a> {
     }
 
     /// Where a little-endian machine finds the values.
-    #[cfg(target_arch = "x86_64")]
+    #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
     pub(super) fn bytes(self) -> (DType, *const u8) {
         match self {
             Self::Wide(values) => (DType::F32, values.as_ptr().cast()),
@@ -82,11 +82,11 @@ impl Simd {
         assert!(q.len() == queries * dim && queries > 0, "scores: queries");
         assert!(rows.values() == tokens * dim && tokens > 0, "scores: rows");
         assert!(tokens <= stride && (queries - 1) * stride + tokens <= scores.len(), "scores");
-        #[cfg(target_arch = "x86_64")]
+        #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
         if self.set() != InstructionSet::Portable {
             let blocks = q.chunks(ROWS * dim).zip(scores.chunks_mut(ROWS * stride));
             for (q, scores) in blocks {
-                super::float_x86::scores(self, (dim, q), rows, (scores, stride));
+                super::float_lanes::scores(self, (dim, q), rows, (scores, stride));
             }
             return;
         }
@@ -111,9 +111,9 @@ impl Simd {
         assert!(sums.iter().all(|sums| sums.len() == dim), "accumulate: channels");
         assert!(weights.iter().all(|weights| weights.len() == tokens), "accumulate: weights");
         assert_eq!(rows.values(), dim * tokens, "accumulate: rows");
-        #[cfg(target_arch = "x86_64")]
+        #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
         if self.set() != InstructionSet::Portable {
-            return super::float_x86::accumulate(self, weights, rows, sums);
+            return super::float_lanes::accumulate(self, weights, rows, sums);
         }
         let mut buffer = Vec::new();
         let rows = rows.widened(&mut buffer);

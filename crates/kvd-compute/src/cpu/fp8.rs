@@ -53,9 +53,9 @@ impl Keys {
             let out = scores.rows_mut(index * ROWS, tile);
             let rows = queries.len() / self.dim;
             assert!(out.len() >= (rows - 1) * SPAN + TILE, "fp8: scores");
-            #[cfg(target_arch = "x86_64")]
-            super::fp8_x86::keys(simd, codes, (self.dim, queries), (GAIN, scale(page)), out);
-            #[cfg(not(target_arch = "x86_64"))]
+            #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+            super::fp8_lanes::keys(simd, codes, (self.dim, queries), (GAIN, scale(page)), out);
+            #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
             unreachable!("{simd:?} has no kernel, {codes:?}, {queries:?}, {out:?}");
         }
     }
@@ -92,15 +92,15 @@ impl Values {
                 let (weights, _) = weights.tiles(index * ROWS + row, tiles.clone());
                 self.weights.extend(weights.iter().map(|weight| weight * GAIN));
             }
-            #[cfg(target_arch = "x86_64")]
-            super::fp8_x86::values(
+            #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+            super::fp8_lanes::values(
                 simd,
                 codes,
                 &self.weights,
                 (GAIN, scale(page)),
                 (self.dim, sums),
             );
-            #[cfg(not(target_arch = "x86_64"))]
+            #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
             unreachable!("{simd:?} has no kernel, {codes:?}, {sums:?}");
         }
     }

@@ -2,6 +2,8 @@
 //! buffer of the unit. Pages of several parts are decoded together, so that one look-up of a
 //! register serves as many chunks as it has bytes for a lane, and keys and values take turns.
 
+#[cfg(target_arch = "aarch64")]
+use super::huffman_neon;
 use super::huffman_scalar;
 use super::scores::TILE;
 use super::simd::{InstructionSet, Simd, per_level};
@@ -211,6 +213,10 @@ impl LaneTiles {
         if simd.set() == InstructionSet::Avx512 {
             return huffman_x86::turn(simd, &self.quads, per_row, out);
         }
+        #[cfg(target_arch = "aarch64")]
+        if simd.set() != InstructionSet::Portable {
+            return huffman_neon::turn(&self.quads, per_row, out);
+        }
         turn(simd, &self.quads, per_row, out);
     }
 }
@@ -292,6 +298,10 @@ fn run(simd: Simd, chunks: &mut [Chunk<'_>]) {
         InstructionSet::Avx512 => huffman_x86::decode(simd, fast),
         #[cfg(target_arch = "x86_64")]
         InstructionSet::Avx2 => huffman_avx2_x86::decode(simd, fast),
+        #[cfg(target_arch = "aarch64")]
+        InstructionSet::Neon | InstructionSet::NeonDotprod | InstructionSet::NeonI8mm => {
+            huffman_neon::decode(fast);
+        }
         _ => fast.into_iter().for_each(huffman_scalar::decode),
     }
 }

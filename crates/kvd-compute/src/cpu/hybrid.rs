@@ -154,6 +154,11 @@ pub(super) fn sign(simd: Simd, codes: &mut [u8], signs: &[u32]) {
             super::hybrid_x86::sign(simd, codes, signs, first);
             continue;
         }
+        #[cfg(target_arch = "aarch64")]
+        if simd.set() != InstructionSet::Portable {
+            super::hybrid_neon::sign(codes, signs, first);
+            continue;
+        }
         for (codes, signs) in codes.iter_mut().zip(signs) {
             sign_four(codes, signs >> first);
         }

@@ -1,43 +1,9 @@
-//! Registers of AVX2 and AVX-512 under one name, so that a kernel of f32 products is written once.
-//!
-//! Every method is one or two instructions and unsafe for one reason: the machine must have them.
-//! A kernel is generic over [`Lanes`] and inlined into a wrapper that enables the features; the
-//! [`Simd`](super::simd::Simd) in its caller's hand says that the machine has those.
+//! `lanes.rs` for AVX2 and AVX-512.
 #![allow(unsafe_code)] // Register loads and stores, and intrinsics.
 #![allow(unsafe_op_in_unsafe_fn, reason = "every body is what its method's name says")]
 
+use super::lanes::{E4M3_MASK, Lanes};
 use std::arch::x86_64::*;
-
-/// Eight or sixteen f32.
-pub(super) trait Lanes: Copy {
-    type F: Copy;
-    type I: Copy;
-    const COUNT: usize;
-
-    unsafe fn zero() -> Self::F;
-    unsafe fn splat(x: f32) -> Self::F;
-    /// The first `count` lanes (at most [`Lanes::COUNT`]); others are zero.
-    unsafe fn load(from: *const f32, count: usize) -> Self::F;
-    unsafe fn store(to: *mut f32, count: usize, x: Self::F);
-    /// As `load`, from f16.
-    unsafe fn load_f16(from: *const u8, count: usize) -> Self::F;
-    /// As `load`, from bf16.
-    unsafe fn load_bf16(from: *const u8, count: usize) -> Self::F;
-    /// Four bytes per lane.
-    unsafe fn load_bytes(from: *const u8, count: usize) -> Self::I;
-    unsafe fn add(a: Self::F, b: Self::F) -> Self::F;
-    unsafe fn mul(a: Self::F, b: Self::F) -> Self::F;
-    /// The larger of `most` and the magnitude of `x`.
-    unsafe fn max_magnitude(most: Self::F, x: Self::F) -> Self::F;
-    /// `a * b + c`.
-    unsafe fn fma(a: Self::F, b: Self::F, c: Self::F) -> Self::F;
-    /// The e4m3 value in byte `BYTE` of each lane, times `2^-120`.
-    unsafe fn e4m3<const BYTE: u32>(x: Self::I) -> Self::F;
-    /// Sums of the lanes of four registers.
-    unsafe fn sums(x: [Self::F; 4]) -> [f32; 4];
-    /// The largest lane of each of four registers.
-    unsafe fn maxima(x: [Self::F; 4]) -> [f32; 4];
-}
 
 #[derive(Clone, Copy)]
 pub(super) struct A512;
@@ -185,10 +151,6 @@ impl Lanes for A512 {
         reduce_512!(x, _mm512_max_ps, _mm256_max_ps, _mm_max_ps)
     }
 }
-
-/// Sign, exponent and mantissa of an e4m3 that was shifted to the top and then, arithmetically,
-/// four down.
-const E4M3_MASK: i32 = 0x87F0_0000_u32 as i32;
 
 /// Lanes below `count` are all ones.
 #[inline(always)]

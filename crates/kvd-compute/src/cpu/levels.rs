@@ -132,6 +132,10 @@ pub(crate) fn look_up(
     if simd.set() != InstructionSet::Portable {
         return super::levels_x86::look_up(simd, codes, table, stride, out);
     }
+    #[cfg(target_arch = "aarch64")]
+    if simd.set() != InstructionSet::Portable {
+        return super::levels_neon::look_up(codes, table, stride, out);
+    }
     let planes = codes.planes();
     for index in 0..CHUNKS {
         for (at, out) in out[index * stride..][..chunk].iter_mut().enumerate() {

@@ -10,50 +10,87 @@ mod codes;
 #[cfg(test)]
 mod conformance;
 mod dots;
+#[cfg(target_arch = "aarch64")]
+mod dots_neon;
 mod dots_portable;
 #[cfg(target_arch = "x86_64")]
 mod dots_x86;
 mod encode;
-#[cfg_attr(not(target_arch = "x86_64"), allow(unused, reason = "kernels of x86 take it"))]
+#[cfg_attr(
+    not(any(target_arch = "x86_64", target_arch = "aarch64")),
+    allow(unused, reason = "kernels of instruction sets take it")
+)]
 mod expand;
+#[cfg(target_arch = "aarch64")]
+mod expand_neon;
 #[cfg(target_arch = "x86_64")]
 mod expand_x86;
-#[cfg_attr(not(target_arch = "x86_64"), allow(unused, reason = "kernels of x86 take it"))]
+#[cfg_attr(
+    not(any(target_arch = "x86_64", target_arch = "aarch64")),
+    allow(unused, reason = "kernels of instruction sets take it")
+)]
 mod float;
-#[cfg(target_arch = "x86_64")]
-mod float_x86;
-#[cfg_attr(not(target_arch = "x86_64"), allow(unused, reason = "kernels of x86 take it"))]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+mod float_lanes;
+#[cfg_attr(
+    not(any(target_arch = "x86_64", target_arch = "aarch64")),
+    allow(unused, reason = "kernels of instruction sets take it")
+)]
 mod fp8;
-#[cfg(target_arch = "x86_64")]
-mod fp8_x86;
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+mod fp8_lanes;
 mod fused;
 mod grid;
 mod huffman;
 #[cfg(target_arch = "x86_64")]
 mod huffman_avx2_x86;
+#[cfg(target_arch = "aarch64")]
+mod huffman_neon;
 mod huffman_scalar;
 #[cfg(target_arch = "x86_64")]
 mod huffman_x86;
 mod hybrid;
+#[cfg(target_arch = "aarch64")]
+mod hybrid_neon;
 #[cfg(target_arch = "x86_64")]
 mod hybrid_x86;
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+mod lanes;
+#[cfg(target_arch = "aarch64")]
+mod lanes_neon;
 #[cfg(target_arch = "x86_64")]
 mod lanes_x86;
-#[cfg_attr(not(target_arch = "x86_64"), allow(unused, reason = "kernels of x86 take it"))]
+#[cfg_attr(
+    not(any(target_arch = "x86_64", target_arch = "aarch64")),
+    allow(unused, reason = "kernels of instruction sets take it")
+)]
 mod levels;
+#[cfg(target_arch = "aarch64")]
+mod levels_neon;
 #[cfg(target_arch = "x86_64")]
 mod levels_x86;
 mod lloyd;
-#[cfg_attr(not(target_arch = "x86_64"), allow(unused, reason = "kernels of x86 take it"))]
+#[cfg_attr(
+    not(any(target_arch = "x86_64", target_arch = "aarch64")),
+    allow(unused, reason = "kernels of instruction sets take it")
+)]
 mod parts;
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+mod parts_lanes;
+#[cfg(target_arch = "aarch64")]
+mod parts_neon;
 #[cfg(target_arch = "x86_64")]
 mod parts_x86;
 mod peak;
 mod polar;
+#[cfg(target_arch = "aarch64")]
+mod products_neon;
 mod rows;
 mod scores;
 mod simd;
 mod softmax;
+#[cfg(target_arch = "aarch64")]
+mod tables_neon;
 #[cfg(test)]
 mod tests;
 mod tile;

@@ -2,6 +2,10 @@
 //! rounded to 16 bits of the largest in their row.
 
 use super::dots::ROWS;
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+use super::parts_lanes;
+#[cfg(target_arch = "aarch64")]
+use super::parts_neon;
 #[cfg(target_arch = "x86_64")]
 use super::parts_x86;
 use super::simd::{InstructionSet, Simd};
@@ -12,9 +16,52 @@ pub(super) const FOLD_ROWS: usize = 4;
 /// Largest magnitude of a factor: the most that two signed bytes hold both ways.
 pub(super) const TOP: f32 = 32639.0;
 
-/// Rows of 16-bit integers, cut the way the instruction set multiplies them: for AVX-512 all high
-/// bytes and then all low ones, both signed, for the others words in the order 0, 2, 1, 3 of each
-/// four.
+/// How rows of 16-bit integers lie, which is how an instruction set multiplies them.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Cut {
+    /// Words in the order 0, 2, 1, 3 of each four.
+    Swapped,
+    /// Words as they come.
+    Words,
+    /// All high bytes and then all low ones, both signed.
+    Halves,
+    /// The same of each eight values, and of the four that may be left.
+    Eights,
+}
+
+impl Cut {
+    fn of(simd: Simd) -> Self {
+        match simd.set() {
+            InstructionSet::Portable | InstructionSet::Avx2 => Self::Swapped,
+            InstructionSet::Avx512 | InstructionSet::Amx => Self::Halves,
+            InstructionSet::Neon => Self::Words,
+            InstructionSet::NeonDotprod | InstructionSet::NeonI8mm => Self::Eights,
+        }
+    }
+
+    /// Where the high and the low byte of value `at` of `len` lie.
+    #[inline]
+    fn places(self, at: usize, len: usize) -> [usize; 2] {
+        match self {
+            Self::Swapped => {
+                let swapped = 2 * (at / 4 * 4 + [0, 2, 1, 3][at % 4]);
+                [swapped + 1, swapped]
+            }
+            Self::Words => [2 * at + 1, 2 * at],
+            Self::Halves => [at, len + at],
+            Self::Eights => {
+                let first = at / EIGHT * EIGHT;
+                let high = 2 * first + at % EIGHT;
+                [high, high + EIGHT.min(len - first)]
+            }
+        }
+    }
+}
+
+/// Values whose parts [`Cut::Eights`] keeps together.
+pub(super) const EIGHT: usize = 8;
+
+/// Rows of 16-bit integers, cut the way the instruction set multiplies them.
 #[derive(Default)]
 pub(crate) struct Parts {
     bytes: Vec<u8>,
@@ -130,14 +177,16 @@ impl PartRows<'_> {
 
     /// Value `index` of row `row`.
     pub(crate) fn value(&self, simd: Simd, row: usize, index: usize) -> i32 {
-        if simd.set() != InstructionSet::Avx512 {
-            return self.word(row, index);
-        }
         let row = &self.bytes[2 * row * self.len..][..2 * self.len];
-        i32::from(row[index] as i8) * 256 + i32::from(row[self.len + index] as i8)
+        let cut = Cut::of(simd);
+        let [high, low] = cut.places(index, self.len).map(|at| row[at]);
+        match cut {
+            Cut::Swapped | Cut::Words => i32::from(i16::from_le_bytes([low, high])),
+            Cut::Halves | Cut::Eights => i32::from(high as i8) * 256 + i32::from(low as i8),
+        }
     }
 
-    /// Value `index` of row `row`, as words hold it.
+    /// Value `index` of row `row`, as the portable path has it.
     pub(super) fn word(&self, row: usize, index: usize) -> i32 {
         let swapped = [0, 2, 1, 3][index % 4];
         let at = 2 * (row * self.len + index / 4 * 4 + swapped);
@@ -158,19 +207,21 @@ fn split(simd: Simd, values: &[f32], inverse: f32, out: &mut [u8]) -> i32 {
     if simd.set() != InstructionSet::Portable && values.len().is_multiple_of(parts_x86::STEP) {
         return parts_x86::split(simd, values, inverse, out);
     }
-    let (mut sum, n) = (0, values.len());
+    #[cfg(target_arch = "aarch64")]
+    if simd.set() != InstructionSet::Portable && values.len().is_multiple_of(EIGHT) {
+        return parts_neon::split(simd, values, inverse, out);
+    }
+    let (mut sum, cut) = (0, Cut::of(simd));
     for (at, value) in values.iter().enumerate() {
         let rounded = round(value * inverse);
         sum += rounded;
-        if simd.set() == InstructionSet::Avx512 {
-            out[at] = ((rounded + 128) >> 8) as u8;
+        let high = match cut {
+            Cut::Swapped | Cut::Words => rounded >> 8,
             // What the high byte leaves has the same low eight bits.
-            out[n + at] = rounded as u8;
-        } else {
-            let swapped = [0, 2, 1, 3][at % 4];
-            let place = 2 * (at / 4 * 4 + swapped);
-            out[place..place + 2].copy_from_slice(&(rounded as i16).to_le_bytes());
-        }
+            Cut::Halves | Cut::Eights => (rounded + 128) >> 8,
+        };
+        let [high_at, low_at] = cut.places(at, values.len());
+        (out[high_at], out[low_at]) = (high as u8, rounded as u8);
     }
     sum
 }
@@ -186,9 +237,9 @@ pub(super) struct Folds {
 /// Writes `values[r] · steps` of each row to `out` (`[rows, n]`).
 fn fold(simd: Simd, values: &[&[f32]], scales: (&[u8], &[u8]), out: &mut [f32]) -> Folds {
     let n = values[0].len();
-    #[cfg(target_arch = "x86_64")]
-    if simd.set() != InstructionSet::Portable && n.is_multiple_of(parts_x86::STEP) {
-        return parts_x86::fold(simd, values, scales, out);
+    #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+    if simd.set() != InstructionSet::Portable && n.is_multiple_of(parts_lanes::STEP) {
+        return parts_lanes::fold(simd, values, scales, out);
     }
     let (mut steps, mut minima) = (vec![0f32; n], vec![0f32; n]);
     DType::F16.widen(scales.0, &mut steps);
@@ -242,16 +293,7 @@ mod tests {
                     parts.push_folded(simd, &values, (&steps, &minima), &mut pushed);
                     let rows = parts.rows(0);
                     let words = (0..rows.count()).flat_map(|row| (0..n).map(move |i| (row, i)));
-                    let words: Vec<i32> = words
-                        .map(|(row, i)| match simd.set() {
-                            InstructionSet::Avx512 => {
-                                let at = 2 * row * n + i;
-                                let byte = |at: usize| i32::from(rows.bytes[at] as i8);
-                                256 * byte(at) + byte(at + n)
-                            }
-                            _ => rows.word(row, i),
-                        })
-                        .collect();
+                    let words: Vec<i32> = words.map(|(row, i)| rows.value(simd, row, i)).collect();
                     (pushed, words, rows.sums.to_vec())
                 };
                 let portable = run(Simd::available()[0]);

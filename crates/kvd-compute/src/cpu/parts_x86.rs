@@ -1,4 +1,4 @@
-//! `parts.rs` in AVX2 and AVX-512: factors times steps, four rows at once, and their bytes.
+//! `parts.rs` in AVX2 and AVX-512: factors as bytes or words, and scales turned.
 //!
 //! Everything here is reached through the functions at the top, which know that the machine has
 //! the instructions (a [`Simd`] exists only then) and whose callers have checked all lengths;
@@ -7,42 +7,11 @@
 #![allow(unsafe_op_in_unsafe_fn, reason = "the whole of each body needs what its caller upholds")]
 #![expect(clippy::needless_range_loop, reason = "indices name registers")]
 
-use super::lanes_x86::{A256, A512, Lanes};
-use super::parts::{FOLD_ROWS, Folds};
 use super::simd::{InstructionSet, Simd};
 use std::arch::x86_64::*;
 
 /// Values that one step of a loop takes.
 pub(super) const STEP: usize = 16;
-
-/// Writes `values[r] · steps` of each row to `out` (`[rows, n]`, `n` a multiple of [`STEP`]);
-/// steps and minima are f16.
-pub(super) fn fold(
-    simd: Simd,
-    values: &[&[f32]],
-    (steps, minima): (&[u8], &[u8]),
-    out: &mut [f32],
-) -> Folds {
-    let n = values[0].len();
-    let mut from = [values[0].as_ptr(); FOLD_ROWS];
-    for (from, values) in from.iter_mut().zip(values) {
-        *from = values.as_ptr();
-    }
-    let (scales, out) = ((steps.as_ptr(), minima.as_ptr()), out.as_mut_ptr());
-    // SAFETY: the instruction set was detected, and the caller has checked the lengths.
-    unsafe {
-        match (simd.set(), values.len()) {
-            (InstructionSet::Avx512, 1) => avx512::fold::<1>(from, scales, n, out),
-            (InstructionSet::Avx512, 2) => avx512::fold::<2>(from, scales, n, out),
-            (InstructionSet::Avx512, 3) => avx512::fold::<3>(from, scales, n, out),
-            (InstructionSet::Avx512, _) => avx512::fold::<4>(from, scales, n, out),
-            (_, 1) => avx2::fold::<1>(from, scales, n, out),
-            (_, 2) => avx2::fold::<2>(from, scales, n, out),
-            (_, 3) => avx2::fold::<3>(from, scales, n, out),
-            (_, _) => avx2::fold::<4>(from, scales, n, out),
-        }
-    }
-}
 
 /// Rounds `values · inverse` and cuts it as the set multiplies it; returns the sum of the integers.
 /// There are a multiple of [`STEP`] values and twice as many bytes.
@@ -55,54 +24,6 @@ pub(super) fn split(simd: Simd, values: &[f32], inverse: f32, out: &mut [u8]) ->
             _ => split_words(values, n, inverse, out),
         }
     }
-}
-
-macro_rules! wrappers {
-    ($name:ident, $lanes:ident, $features:literal) => {
-        mod $name {
-            use super::*;
-
-            #[target_feature(enable = $features)]
-            pub(super) unsafe fn fold<const R: usize>(
-                values: [*const f32; FOLD_ROWS],
-                scales: (*const u8, *const u8),
-                n: usize,
-                out: *mut f32,
-            ) -> Folds {
-                super::fold_body::<$lanes, R>(values, scales, n, out)
-            }
-        }
-    };
-}
-
-wrappers!(avx512, A512, "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c");
-wrappers!(avx2, A256, "avx2,fma,f16c");
-
-#[inline(always)]
-unsafe fn fold_body<V: Lanes, const R: usize>(
-    values: [*const f32; FOLD_ROWS],
-    (steps, minima): (*const u8, *const u8),
-    n: usize,
-    out: *mut f32,
-) -> Folds {
-    let mut largest = [V::zero(); FOLD_ROWS];
-    let (mut bases, mut totals) = (largest, largest);
-    let mut at = 0;
-    while at < n {
-        let step = V::load_f16(steps.add(2 * at), V::COUNT);
-        let minimum = V::load_f16(minima.add(2 * at), V::COUNT);
-        for row in 0..R {
-            let value = V::load(values[row].add(at), V::COUNT);
-            let folded = V::mul(value, step);
-            V::store(out.add(row * n + at), V::COUNT, folded);
-            largest[row] = V::max_magnitude(largest[row], folded);
-            bases[row] = V::fma(value, minimum, bases[row]);
-            totals[row] = V::add(totals[row], folded);
-        }
-        at += V::COUNT;
-    }
-    let largest = V::maxima(largest);
-    Folds { largest, bases: V::sums(bases), totals: V::sums(totals) }
 }
 
 /// All high bytes, then all low ones, both signed.

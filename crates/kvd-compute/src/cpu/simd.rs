@@ -1,6 +1,10 @@
 //! Instruction sets, and loops compiled once for each: the bodies are plain Rust; a
-//! `#[target_feature]` wrapper lets the compiler use wider registers for the same loop.
+//! `#[target_feature]` wrapper lets the compiler use wider registers for the same loop. On aarch64
+//! NEON is part of the target: such a loop is the same on every level.
 #![allow(unsafe_code)] // Only to call a wrapper after its feature was detected.
+
+#[cfg(target_arch = "aarch64")]
+use std::arch::is_aarch64_feature_detected;
 
 /// Makes `$name(simd, ..)` from an `#[inline(always)]` body: the same code, compiled for each
 /// instruction set.
@@ -34,13 +38,24 @@ pub(super) use per_level;
 
 /// Asks for the cache lines of `bytes`, to be read soon.
 pub(super) fn prefetch(bytes: &[u8]) {
+    #[cfg(target_arch = "aarch64")]
+    for line in bytes.chunks(64) {
+        // SAFETY: a prefetch reads nothing.
+        unsafe {
+            std::arch::asm!(
+                "prfm pldl1keep, [{0}]",
+                in(reg) line.as_ptr(),
+                options(nomem, nostack, preserves_flags)
+            );
+        }
+    }
     #[cfg(target_arch = "x86_64")]
     for line in bytes.chunks(64) {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
         // SAFETY: SSE is part of the target, and a prefetch reads nothing.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) };
     }
-    #[cfg(not(target_arch = "x86_64"))]
+    #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
     let _ = bytes;
 }
 
@@ -55,11 +70,25 @@ pub enum InstructionSet {
     Avx512,
     /// The same, with AMX for products of bytes, as on Sapphire Rapids.
     Amx,
+    /// NEON, which every aarch64 processor has.
+    Neon,
+    /// NEON with products of four bytes (`sdot`), as on Neoverse N1 and Apple M1.
+    NeonDotprod,
+    /// The same with products of eight (`usmmla`), as on Neoverse V1 and Apple M2.
+    NeonI8mm,
 }
 
 impl InstructionSet {
-    /// All of them, the widest last.
-    pub const ALL: [Self; 4] = [Self::Portable, Self::Avx2, Self::Avx512, Self::Amx];
+    /// All of them, of each machine the widest last.
+    pub const ALL: [Self; 7] = [
+        Self::Portable,
+        Self::Avx2,
+        Self::Avx512,
+        Self::Amx,
+        Self::Neon,
+        Self::NeonDotprod,
+        Self::NeonI8mm,
+    ];
 
     /// Name in logs and on the command line.
     #[must_use]
@@ -69,6 +98,9 @@ impl InstructionSet {
             Self::Avx2 => "avx2",
             Self::Avx512 => "avx512",
             Self::Amx => "amx",
+            Self::Neon => "neon",
+            Self::NeonDotprod => "neon-dotprod",
+            Self::NeonI8mm => "neon-i8mm",
         }
     }
 }
@@ -123,7 +155,14 @@ impl Simd {
             InstructionSet::Avx512 => has_avx2() && has_avx512(),
             #[cfg(target_arch = "x86_64")]
             InstructionSet::Amx => has_avx2() && has_avx512() && super::amx_x86::is_available(),
-            #[cfg(not(target_arch = "x86_64"))]
+            #[cfg(target_arch = "aarch64")]
+            InstructionSet::Neon => true,
+            #[cfg(target_arch = "aarch64")]
+            InstructionSet::NeonDotprod => is_aarch64_feature_detected!("dotprod"),
+            #[cfg(target_arch = "aarch64")]
+            InstructionSet::NeonI8mm => {
+                is_aarch64_feature_detected!("dotprod") && is_aarch64_feature_detected!("i8mm")
+            }
             _ => false,
         };
         has.then_some(Self(set))

@@ -305,6 +305,10 @@ impl Values {
         if columns.is_multiple_of(8) {
             return super::parts_x86::transpose(bytes, columns, &mut self.turned);
         }
+        #[cfg(target_arch = "aarch64")]
+        if columns.is_multiple_of(8) {
+            return super::parts_neon::transpose(bytes, columns, &mut self.turned);
+        }
         let (words, turned) = (bytes.as_chunks::<2>().0, self.turned.as_chunks_mut::<2>().0);
         for (column, out) in turned.chunks_exact_mut(tokens).enumerate() {
             let values = words[column..].iter().step_by(columns);

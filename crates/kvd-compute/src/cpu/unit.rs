@@ -124,7 +124,6 @@ pub(super) fn run(job: &Job<'_>, unit: &Unit<'_>) -> Result<Vec<PartialState>, B
         tile: vec![0.0; TILE * key_side.dim().max(dim_v)],
         ahead: [&[]; 2],
     };
-    let _registers = job.simd.in_use();
     walk.parts()?;
     Ok(walk.finish(value_side))
 }

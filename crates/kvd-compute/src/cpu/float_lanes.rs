@@ -1,5 +1,5 @@
-//! `float.rs` in AVX2 and AVX-512: rows are widened in registers, and each register of them is
-//! multiplied with four rows of queries or weights.
+//! `float.rs` in AVX2, AVX-512 and NEON: rows are widened in registers, and each register of them
+//! is multiplied with four rows of queries or weights.
 //!
 //! Everything here is reached through the two functions at the top, which know that the machine
 //! has the instructions (a [`Simd`] exists only then) and whose callers in `float.rs` have checked
@@ -9,8 +9,14 @@
 #![expect(clippy::needless_range_loop, reason = "indices name registers")]
 
 use super::float::{FloatRows, ROWS};
-use super::lanes_x86::{A256, A512, Lanes};
-use super::simd::{InstructionSet, Simd};
+use super::lanes::Lanes;
+#[cfg(target_arch = "aarch64")]
+use super::lanes_neon::N128;
+#[cfg(target_arch = "x86_64")]
+use super::lanes_x86::{A256, A512};
+#[cfg(target_arch = "x86_64")]
+use super::simd::InstructionSet;
+use super::simd::Simd;
 use kvd_core::DType;
 
 const F32: u8 = 0;
@@ -49,8 +55,12 @@ pub(super) fn scores(
     // SAFETY: the instruction set was detected, and the caller has checked the lengths.
     unsafe {
         match simd.set() {
+            #[cfg(target_arch = "x86_64")]
             InstructionSet::Avx512 => by_shape!(avx512, scores, count, dtype, (dim, from, to)),
+            #[cfg(target_arch = "x86_64")]
             _ => by_shape!(avx2, scores, count, dtype, (dim, from, to)),
+            #[cfg(target_arch = "aarch64")]
+            _ => by_shape!(neon, scores, count, dtype, (dim, from, to)),
         }
     }
 }
@@ -72,10 +82,14 @@ pub(super) fn accumulate(
     // SAFETY: as above.
     unsafe {
         match simd.set() {
+            #[cfg(target_arch = "x86_64")]
             InstructionSet::Avx512 => {
                 by_shape!(avx512, accumulate, weights.len(), dtype, (shape, from, bytes, to));
             }
+            #[cfg(target_arch = "x86_64")]
             _ => by_shape!(avx2, accumulate, weights.len(), dtype, (shape, from, bytes, to)),
+            #[cfg(target_arch = "aarch64")]
+            _ => by_shape!(neon, accumulate, weights.len(), dtype, (shape, from, bytes, to)),
         }
     }
 }
@@ -119,8 +133,12 @@ macro_rules! wrappers {
     };
 }
 
+#[cfg(target_arch = "x86_64")]
 wrappers!(avx512, A512, "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c", 4, 4);
+#[cfg(target_arch = "x86_64")]
 wrappers!(avx2, A256, "avx2,fma,f16c", 2, 2);
+#[cfg(target_arch = "aarch64")]
+wrappers!(neon, N128, "neon", 4, 4);
 
 /// Bytes of a value.
 const fn size(dtype: u8) -> usize {

@@ -1,5 +1,5 @@
-//! `fp8.rs` in AVX2 and AVX-512. Lanes are tokens (keys) or positions (values); the four bytes of
-//! a lane are what a sum adds.
+//! `fp8.rs` in AVX2, AVX-512 and NEON. Lanes are tokens (keys) or positions (values); the four
+//! bytes of a lane are what a sum adds.
 //!
 //! Everything here is reached through the two functions at the top, which know that the machine
 //! has the instructions (a [`Simd`] exists only then) and whose callers in `fp8.rs` have checked
@@ -8,9 +8,15 @@
 #![allow(unsafe_op_in_unsafe_fn, reason = "the whole of each body needs what its caller upholds")]
 #![expect(clippy::needless_range_loop, reason = "indices name registers")]
 
-use super::lanes_x86::{A256, A512, Lanes};
+use super::lanes::Lanes;
+#[cfg(target_arch = "aarch64")]
+use super::lanes_neon::N128;
+#[cfg(target_arch = "x86_64")]
+use super::lanes_x86::{A256, A512};
 use super::scores::{SPAN, TILE};
-use super::simd::{InstructionSet, Simd};
+#[cfg(target_arch = "x86_64")]
+use super::simd::InstructionSet;
+use super::simd::Simd;
 
 /// Calls `$f::<rows>` of the wrapper module `$set`.
 macro_rules! by_rows {
@@ -36,10 +42,14 @@ pub(super) fn keys(
     // SAFETY: the instruction set was detected, and the caller has checked the lengths.
     unsafe {
         match simd.set() {
+            #[cfg(target_arch = "x86_64")]
             InstructionSet::Avx512 => {
                 by_rows!(avx512, keys, rows, (from, factors, out.as_mut_ptr()));
             }
+            #[cfg(target_arch = "x86_64")]
             _ => by_rows!(avx2, keys, rows, (from, factors, out.as_mut_ptr())),
+            #[cfg(target_arch = "aarch64")]
+            _ => by_rows!(neon, keys, rows, (from, factors, out.as_mut_ptr())),
         }
     }
 }
@@ -57,16 +67,22 @@ pub(super) fn values(
     // SAFETY: as above.
     unsafe {
         match simd.set() {
+            #[cfg(target_arch = "x86_64")]
             InstructionSet::Avx512 => {
                 by_rows!(avx512, values, rows, (from, factors, sums.as_mut_ptr()));
             }
+            #[cfg(target_arch = "x86_64")]
             _ => by_rows!(avx2, values, rows, (from, factors, sums.as_mut_ptr())),
+            #[cfg(target_arch = "aarch64")]
+            _ => by_rows!(neon, values, rows, (from, factors, sums.as_mut_ptr())),
         }
     }
 }
 
+/// What the kernels become with one set's registers: so many of them are summed at once, such that
+/// four rows of sums fit.
 macro_rules! wrappers {
-    ($name:ident, $lanes:ident, $features:literal) => {
+    ($name:ident, $lanes:ident, $features:literal, $blocks:literal) => {
         mod $name {
             use super::*;
 
@@ -76,7 +92,7 @@ macro_rules! wrappers {
                 factors: (f32, f32),
                 out: *mut f32,
             ) {
-                super::keys_body::<$lanes, R>(from, factors, out);
+                super::keys_body::<$lanes, R, $blocks>(from, factors, out);
             }
 
             #[target_feature(enable = $features)]
@@ -87,10 +103,10 @@ macro_rules! wrappers {
             ) {
                 let dim = from.2.0;
                 let mut first = 0;
-                while dim - first >= 2 * $lanes::COUNT {
+                while dim - first >= $blocks * $lanes::COUNT {
                     let at = (first, $lanes::COUNT);
-                    super::values_body::<$lanes, R, 2>(from, factors, at, sums);
-                    first += 2 * $lanes::COUNT;
+                    super::values_body::<$lanes, R, $blocks>(from, factors, at, sums);
+                    first += $blocks * $lanes::COUNT;
                 }
                 while first < dim {
                     let at = (first, $lanes::COUNT.min(dim - first));
@@ -102,8 +118,12 @@ macro_rules! wrappers {
     };
 }
 
-wrappers!(avx512, A512, "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c");
-wrappers!(avx2, A256, "avx2,fma,f16c");
+#[cfg(target_arch = "x86_64")]
+wrappers!(avx512, A512, "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c", 2);
+#[cfg(target_arch = "x86_64")]
+wrappers!(avx2, A256, "avx2,fma,f16c", 2);
+#[cfg(target_arch = "aarch64")]
+wrappers!(neon, N128, "neon", 4);
 
 /// Adds byte `BYTE` of each lane, weighted with value `at + BYTE` of each row of factors.
 #[inline(always)]
@@ -125,34 +145,36 @@ unsafe fn add<V: Lanes, const R: usize, const B: usize, const BYTE: u32>(
 }
 
 #[inline(always)]
-unsafe fn keys_body<V: Lanes, const R: usize>(
+unsafe fn keys_body<V: Lanes, const R: usize, const B: usize>(
     (codes, queries, dim): (*const u8, *const f32, usize),
     (gain, scale): (f32, f32),
     out: *mut f32,
 ) {
     let mut token = 0;
     while token < TILE {
-        let mut sums = [[V::zero(); 2]; R];
+        let mut sums = [[V::zero(); B]; R];
         let mut channel = 0;
         while channel < dim {
             let from = codes.add(channel * TILE + 4 * token);
-            let lanes =
-                [V::load_bytes(from, V::COUNT), V::load_bytes(from.add(4 * V::COUNT), V::COUNT)];
+            let mut lanes = [V::load_bytes(from, V::COUNT); B];
+            for b in 1..B {
+                lanes[b] = V::load_bytes(from.add(4 * b * V::COUNT), V::COUNT);
+            }
             let factors = (queries, dim, channel);
-            add::<V, R, 2, 0>(lanes, factors, &mut sums);
-            add::<V, R, 2, 1>(lanes, factors, &mut sums);
-            add::<V, R, 2, 2>(lanes, factors, &mut sums);
-            add::<V, R, 2, 3>(lanes, factors, &mut sums);
+            add::<V, R, B, 0>(lanes, factors, &mut sums);
+            add::<V, R, B, 1>(lanes, factors, &mut sums);
+            add::<V, R, B, 2>(lanes, factors, &mut sums);
+            add::<V, R, B, 3>(lanes, factors, &mut sums);
             channel += 4;
         }
         let (gain, scale) = (V::splat(gain), V::splat(scale));
         for row in 0..R {
-            for b in 0..2 {
+            for b in 0..B {
                 let scores = V::mul(V::mul(sums[row][b], gain), scale);
                 V::store(out.add(row * SPAN + token + b * V::COUNT), V::COUNT, scores);
             }
         }
-        token += 2 * V::COUNT;
+        token += B * V::COUNT;
     }
 }
 

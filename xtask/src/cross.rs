@@ -1,0 +1,64 @@
+//! Runs the tests of the crates that hold arithmetic as aarch64 code, with qemu's user mode, and
+//! checks that the daemon compiles for it. Says what is right there, never how fast.
+
+use crate::report::Report;
+use anyhow::{Context, Result, bail, ensure};
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+const TARGET: &str = "aarch64-unknown-linux-gnu";
+const LINKER: &str = "aarch64-linux-gnu-gcc";
+const EMULATOR: &str = "qemu-aarch64";
+/// Every instruction set that kernels exist for, and the C library of the target.
+const EMULATED: &str = "qemu-aarch64 -cpu max -L /usr/aarch64-linux-gnu";
+
+/// An emulator takes minutes for kernels that no compiler has optimised.
+const OPTIMISED: &str = "profile.dev.package.kvd-compute.opt-level=3";
+
+/// What is compiled, and what is run.
+const STEPS: &[&[&str]] = &[
+    &["check", "--package", "kvd", "--target", TARGET],
+    &[
+        "test",
+        "--config",
+        OPTIMISED,
+        "--package",
+        "kvd-core",
+        "--package",
+        "kvd-codec",
+        "--package",
+        "kvd-compute",
+        "--target",
+        TARGET,
+    ],
+];
+
+/// Runs every step; the first failure ends the run.
+pub(crate) fn run(root: &Path, report: &Report) -> Result<()> {
+    for tool in [LINKER, EMULATOR] {
+        ensure!(starts(tool), "{tool} is missing: CONTRIBUTING.md says what to install");
+    }
+    for arguments in STEPS {
+        report.step(&format!("cargo {}", arguments.join(" ")));
+        let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+        let variable = |name: &str| format!("CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_{name}");
+        let status = Command::new(cargo)
+            .args(*arguments)
+            .env(variable("LINKER"), LINKER)
+            .env(variable("RUNNER"), EMULATED)
+            .current_dir(root)
+            .status();
+        let status = status.with_context(|| format!("start cargo {}", arguments.join(" ")))?;
+        if !status.success() {
+            bail!("cargo {} failed", arguments.join(" "));
+        }
+    }
+    Ok(())
+}
+
+/// Whether a program can be started.
+fn starts(tool: &str) -> bool {
+    let mut command = Command::new(tool);
+    command.arg("--version").stdout(Stdio::null()).stderr(Stdio::null());
+    command.status().is_ok_and(|status| status.success())
+}
