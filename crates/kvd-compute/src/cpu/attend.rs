@@ -39,11 +39,17 @@ pub(crate) struct Job<'a> {
 pub(crate) fn attend(job: &Job<'_>) -> Result<Attended, BackendError> {
     let units = units(job);
     let states: Vec<Vec<PartialState>> = if units.len() == 1 {
-        vec![unit::run(job, &units[0])?]
+        vec![run(job, &units[0])?]
     } else {
-        units.par_iter().map(|unit| unit::run(job, unit)).collect::<Result<_, _>>()?
+        units.par_iter().map(|unit| run(job, unit)).collect::<Result<_, _>>()?
     };
     Ok(finish(job, &units, states))
+}
+
+/// Runs a unit, and gives back what its products have kept of the thread's registers.
+fn run(job: &Job<'_>, unit: &Unit<'_>) -> Result<Vec<PartialState>, BackendError> {
+    let _registers = job.simd.in_use();
+    unit::run(job, unit)
 }
 
 /// Splits the batch; units of the same query tokens and head follow one another.

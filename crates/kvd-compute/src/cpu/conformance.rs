@@ -10,7 +10,6 @@ use kvd_core::{DType, Geometry, RopePairing, Side};
 
 const MODEL: ModelId = ModelId(1);
 const LAYER: LayerIndex = LayerIndex(0);
-const GROUP: usize = 3;
 const HEADS: usize = 2;
 /// Blocks, the last one short.
 const BLOCKS: [u32; 3] = [64, 64, 41];
@@ -207,6 +206,8 @@ fn filled(geometry: &Geometry, name: &str, data: Data) -> (CpuBackend, Vec<PlanP
 /// What a query asks for.
 #[derive(Clone, Copy, Debug)]
 struct Ask {
+    /// Query heads of a KV head.
+    group: usize,
     n_q: u32,
     position: u32,
     window: Option<u32>,
@@ -214,13 +215,13 @@ struct Ask {
 }
 
 fn plan(geometry: &Geometry, parts: &[PlanPart], data: Data, ask: Ask) -> AttendPlan {
-    let rows = ask.n_q as usize * HEADS * GROUP;
+    let rows = ask.n_q as usize * HEADS * ask.group;
     let mut q = values(rows * geometry.head_dim(Side::Key), 5);
     q.iter_mut().for_each(|q| *q *= data.query_gain());
     AttendPlan {
         model: MODEL,
         layer: LAYER,
-        q_heads: (HEADS * GROUP) as u32,
+        q_heads: (HEADS * ask.group) as u32,
         dtype: DType::F32,
         scale: None,
         soft_cap: ask.cap,
@@ -258,10 +259,10 @@ fn reference(
 ) -> Vec<Truth> {
     let dim = geometry.head_dim(Side::Key);
     let (q, k, v) = (floats(&plan.q), floats(&rows.k), floats(&rows.v));
-    let tokens = k.len() / (HEADS * dim);
+    let (tokens, heads) = (k.len() / (HEADS * dim), plan.q_heads as usize);
     let one = |(row, q): (usize, &[f64])| {
-        let head = row % (HEADS * GROUP) / GROUP;
-        let visible = plan.queries[0].visible((row / (HEADS * GROUP)) as u32);
+        let head = row % heads / (heads / HEADS);
+        let visible = plan.queries[0].visible((row / heads) as u32);
         let visible = visible.start as usize..tokens.min(visible.end as usize);
         fn of(t: usize, head: usize, rows: &[f64], dim: usize) -> &[f64] {
             &rows[(t * HEADS + head) * dim..][..dim]
@@ -345,7 +346,7 @@ fn check(dim: u32, name: &str, data: Data, asks: &[Ask]) {
         let half = budget(&geometry, &plan, &rows, &truth);
         let levels = Simd::available();
         for (simd, precision) in levels.iter().flat_map(|s| Precision::ALL.map(|p| (*s, p))) {
-            backend.limit(simd.set()).unwrap();
+            backend.limit(simd.level()).unwrap();
             backend.set_precision(precision);
             let rounds = precision == Precision::Fast && ROUNDED.contains(&name);
             let allowed = if rounds { half } else { single };
@@ -362,13 +363,14 @@ fn check(dim: u32, name: &str, data: Data, asks: &[Ask]) {
 
 #[test]
 fn every_level_answers_as_f64_does() {
-    let plain = Ask { n_q: 1, position: 175, window: None, cap: None };
+    let plain = Ask { group: 4, n_q: 1, position: 175, window: None, cap: None };
     let asks = [
         plain,
-        Ask { n_q: 5, position: 100, ..plain },
-        Ask { n_q: 2, position: 170, window: Some(45), ..plain },
+        Ask { group: 8, ..plain },
+        Ask { group: 3, n_q: 5, position: 100, ..plain },
+        Ask { group: 1, n_q: 2, position: 170, window: Some(45), ..plain },
         Ask { n_q: 1, position: 100, window: Some(1), ..plain },
-        Ask { cap: Some(3.0), ..plain },
+        Ask { group: 1, cap: Some(3.0), ..plain },
     ];
     for name in ROUNDED.iter().chain(EXACT) {
         check(64, name, Data::Normal, &asks);
@@ -377,13 +379,13 @@ fn every_level_answers_as_f64_does() {
 
 #[test]
 fn rounding_stays_in_the_budget_on_data_that_is_bad_for_it() {
-    let ask = Ask { n_q: 2, position: 174, window: None, cap: None };
+    let ask = Ask { group: 3, n_q: 2, position: 174, window: None, cap: None };
     for data in [Data::Peaked, Data::Outlier, Data::Huge, Data::Quiet] {
         for name in ROUNDED {
             check(64, name, data, &[ask]);
         }
     }
-    let ask = Ask { n_q: 1, position: 8192, window: None, cap: None };
+    let ask = Ask { group: 3, n_q: 1, position: 8192, window: None, cap: None };
     for name in ["kivi-4", "vecinfer-2"] {
         check(64, name, Data::Flat, &[ask]);
     }
@@ -391,7 +393,7 @@ fn rounding_stays_in_the_budget_on_data_that_is_bad_for_it() {
 
 #[test]
 fn head_sizes_that_fill_no_register_are_right_too() {
-    let ask = Ask { n_q: 1, position: 175, window: None, cap: None };
+    let ask = Ask { group: 3, n_q: 1, position: 175, window: None, cap: None };
     for dim in [80, 96, 136, 256] {
         for name in SHAPED {
             // Groups of 32 channels do not divide 80 and 136: the values are decoded then.

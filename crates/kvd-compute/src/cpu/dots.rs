@@ -10,14 +10,23 @@ use super::scores::{SPAN, TILE};
 use super::simd::{InstructionSet, Simd, per_level};
 use kvd_codec::level_unit;
 
-/// Rows of queries or weights that one call handles.
-pub(crate) const ROWS: usize = 4;
+/// Rows of queries or weights that one call handles: as many as AMX multiplies at once.
+pub(crate) const ROWS: usize = 8;
+/// How many of them vector registers have sums for.
+const VECTOR_ROWS: usize = 4;
 /// Most terms of a sum of products with bytes: more might not fit 32 bits.
 pub(crate) const TERMS_MAX: usize = 256;
 /// The same where bytes are values plus [`BIAS`]: sums may wrap before the bias is taken off.
 pub(crate) const BIASED_TERMS_MAX: usize = 512;
 /// Added to looked-up values so that bytes are not negative.
 pub(super) const BIAS: i32 = 128;
+
+/// Whether products with so many rows of a unit are better of bytes, looked up once for all rows:
+/// AMX takes nothing else. It multiplies eight rows in the time of one, so that few are no faster
+/// than in vector registers (`docs/perf/cpu.md`).
+pub(crate) fn wants_bytes(simd: Simd, rows: usize) -> bool {
+    simd.has_amx() && rows > VECTOR_ROWS
+}
 
 /// What codes stand for.
 pub(crate) struct Lookup {
@@ -84,7 +93,7 @@ impl Lookup {
         match simd.set() {
             InstructionSet::Portable => true,
             InstructionSet::Avx2 => pairs && (self.tables.is_empty() || self.bits <= 4),
-            InstructionSet::Avx512 => pairs && self.bits <= 8,
+            InstructionSet::Avx512 | InstructionSet::Amx => pairs && self.bits <= 8,
             InstructionSet::Neon | InstructionSet::NeonDotprod | InstructionSet::NeonI8mm => {
                 pairs && (self.tables.is_empty() || self.bits <= 6)
             }
@@ -157,14 +166,24 @@ pub(crate) fn key_dots(
     assert!((1..=ROWS).contains(&rows) && units.len() == rows, "key_dots: rows");
     assert!(scores.len() >= (rows - 1) * SPAN + TILE, "key_dots: scores");
     #[cfg(target_arch = "x86_64")]
-    if simd.set() != InstructionSet::Portable {
-        return super::dots_x86::key_dots(simd, codes, lookup, (q, units), scores);
+    if wants_bytes(simd, rows) && lookup.tables.is_empty() && codes.width == 8 {
+        return super::amx_x86::key_dots(simd, codes, lookup, (q, units), scores);
     }
-    #[cfg(target_arch = "aarch64")]
-    if simd.set() != InstructionSet::Portable {
-        return super::dots_neon::key_dots(simd, codes, lookup, (q, units), scores);
+    for (index, units) in units.chunks(VECTOR_ROWS).enumerate() {
+        let first = index * VECTOR_ROWS;
+        let (q, scores) = (q.part(first, units.len()), &mut scores[first * SPAN..]);
+        #[cfg(target_arch = "x86_64")]
+        if simd.set() != InstructionSet::Portable {
+            super::dots_x86::key_dots(simd, codes, lookup, (q, units), scores);
+            continue;
+        }
+        #[cfg(target_arch = "aarch64")]
+        if simd.set() != InstructionSet::Portable {
+            super::dots_neon::key_dots(simd, codes, lookup, (q, units), scores);
+            continue;
+        }
+        super::dots_portable::key_dots(codes, lookup, (q, units), scores);
     }
-    super::dots_portable::key_dots(codes, lookup, (q, units), scores);
 }
 
 /// What to do with the sums of [`value_dots`].
@@ -198,21 +217,40 @@ pub(crate) fn value_dots(
     assert!((1..=ROWS).contains(&rows) && units.len() == rows, "value_dots: rows");
     assert!(factors.is_empty() || factors.len() == per_row, "value_dots: factors");
     assert_eq!(out.len(), rows * lookup.dims * per_row, "value_dots: output");
+    #[cfg_attr(not(target_arch = "x86_64"), allow(unused_mut, reason = "AMX takes a part"))]
+    let mut target = target;
     #[cfg(target_arch = "x86_64")]
-    if simd.set() != InstructionSet::Portable {
-        return super::dots_x86::value_dots(simd, codes, lookup, (weights, target), out);
+    if wants_bytes(simd, rows) && lookup.tables.is_empty() && codes.width == 8 {
+        let done = super::amx_x86::value_dots(simd, codes, lookup, (weights, target), out);
+        (target.first, target.count) = (first + done, count - done);
+        if target.count == 0 {
+            return;
+        }
     }
-    #[cfg(target_arch = "aarch64")]
-    if simd.set() != InstructionSet::Portable {
-        return super::dots_neon::value_dots(simd, codes, lookup, (weights, target), out);
+    let size = VECTOR_ROWS * lookup.dims * per_row;
+    for (index, (units, out)) in units.chunks(VECTOR_ROWS).zip(out.chunks_mut(size)).enumerate() {
+        let target = Target { units, ..target };
+        let weights = (weights.part(index * VECTOR_ROWS, units.len()), target);
+        #[cfg(target_arch = "x86_64")]
+        if simd.set() != InstructionSet::Portable {
+            super::dots_x86::value_dots(simd, codes, lookup, weights, out);
+            continue;
+        }
+        #[cfg(target_arch = "aarch64")]
+        if simd.set() != InstructionSet::Portable {
+            super::dots_neon::value_dots(simd, codes, lookup, weights, out);
+            continue;
+        }
+        super::dots_portable::value_dots(codes, lookup, weights, out);
     }
-    super::dots_portable::value_dots(codes, lookup, (weights, target), out);
 }
 
 #[cfg(test)]
 mod tests {
     use super::super::parts::{Parts, TOP};
     use super::*;
+
+    const UNITS: [f32; ROWS] = [0.5, 0.1, 3.0, 1.0, 0.7, 2.0, 0.3, 1.5];
 
     /// The same values in every run, in `-1.0..1.0`.
     fn waves(count: usize, seed: usize) -> Vec<f32> {
@@ -262,7 +300,7 @@ mod tests {
                         let parts = parts(simd, rows, per_row * lookup.dims);
                         let mut out = vec![0.0; rows * SPAN];
                         let codes = TileCodes { bytes, width, per_row };
-                        let q = (parts.rows(0), &[0.5, 0.1, 3.0, 1.0][..rows]);
+                        let q = (parts.rows(0), &UNITS[..rows]);
                         key_dots(simd, codes, &lookup, q, &mut out);
                         out
                     };
@@ -281,7 +319,7 @@ mod tests {
     fn value_dots_are_the_same_on_every_level() {
         for lookup in lookups() {
             for (per_row, first, count) in [(4, 0, 4), (20, 0, 20), (40, 0, 40), (80, 32, 32)] {
-                for (rows, tiles) in [(1, 1), (2, 4), (3, 1), (4, 2)] {
+                for (rows, tiles) in [(1, 1), (2, 4), (3, 1), (4, 2), (7, 3), (8, 4)] {
                     let width = width(&lookup);
                     let bytes = &codes(tiles * 4 * per_row * width as usize);
                     let factors = waves(per_row, 5);
@@ -290,7 +328,7 @@ mod tests {
                         let parts = parts(simd, rows, tiles * 32);
                         let mut out = vec![0.25; rows * lookup.dims * per_row];
                         let codes = TileCodes { bytes, width, per_row };
-                        let units = &[0.5, 0.1, 3.0, 1.0][..rows];
+                        let units = &UNITS[..rows];
                         let target = Target { units, factors, first, count };
                         value_dots(simd, codes, &lookup, (parts.rows(0), target), &mut out);
                         out

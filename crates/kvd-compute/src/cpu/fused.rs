@@ -1,6 +1,6 @@
 //! Which sides have kernels that need no decoded rows, and what those have in common.
 
-use super::dots::TileCodes;
+use super::dots::{TileCodes, wants_bytes};
 use super::huffman::{LaneTiles, Rest};
 use super::scores::{SPAN, Scores, TILE};
 use super::simd::{Precision, Simd, per_level};
@@ -68,7 +68,8 @@ impl Keys {
             Self::BitAlloc(keys) => return keys.tile(simd, place, scores),
             _ => {}
         }
-        let codes = plane(simd, &page, Side::Key, (in_page, 1), buffer);
+        let bytes = wants_bytes(simd, scores.rows()) && matches!(self, Self::Uniform(_));
+        let codes = plane(simd, &page, (Side::Key, bytes), (in_page, 1), buffer);
         match self {
             Self::Fp8(_) | Self::BitAlloc(_) => {}
             Self::Vq(keys) => keys.tile(simd, codes, in_span, scores),
@@ -116,7 +117,7 @@ impl Values {
         if side.bitalloc().is_some() {
             return bitalloc::Values::new(side, rows).map(Self::BitAlloc);
         }
-        let vq = vq::Values::new(simd, side).map(Self::Vq);
+        let vq = vq::Values::new(simd, side, rows).map(Self::Vq);
         let vq = vq.or_else(|| lloyd::Values::new(simd, side, rows).map(Self::Lloyd));
         vq.or_else(|| uniform::Values::new(side).map(Self::Uniform))
     }
@@ -145,7 +146,8 @@ impl Values {
             Self::BitAlloc(values) => return values.tiles(simd, (place, count), weights),
             _ => {}
         }
-        let codes = plane(simd, &page, Side::Value, (in_page, count), buffer);
+        let bytes = wants_bytes(simd, weights.rows()) && matches!(self, Self::Uniform(_));
+        let codes = plane(simd, &page, (Side::Value, bytes), (in_page, count), buffer);
         match self {
             Self::Fp8(_) | Self::BitAlloc(_) => {}
             Self::Vq(values) => values.tiles(simd, codes, tiles, weights, sums),
@@ -189,18 +191,19 @@ impl Values {
     }
 }
 
-/// The codes of `count` tiles from `first` on, in one plane: as they lie, or else a byte each.
+/// The codes of `count` tiles from `first` on, in one plane: as they lie, or else a byte each, as
+/// products may want them.
 fn plane<'a>(
     simd: Simd,
     page: &FixedCodes<'a>,
-    side: Side,
+    (side, bytes): (Side, bool),
     (first, count): (usize, usize),
     buffer: &'a mut [u8],
 ) -> TileCodes<'a> {
     let (layout, per_row, width) = (page.layout, page.layout.per_row(), page.layout.bits());
     // Groups of keys share bytes only if their number allows it.
     let whole = side == Side::Value || (per_row * width as usize).is_multiple_of(32);
-    if width.is_power_of_two() && whole {
+    if width == 8 || width.is_power_of_two() && whole && !bytes {
         let bytes = layout.tile(first).start..layout.tile(first + count - 1).end;
         return TileCodes { bytes: &page.codes[bytes], width, per_row };
     }

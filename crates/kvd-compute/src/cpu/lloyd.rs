@@ -15,7 +15,7 @@ use std::ops::Range;
 const BYTES: usize = 2;
 
 /// The levels as a codebook of two channels, and the factor of each.
-fn book(simd: Simd, side: &HeadSide) -> Option<(Book, [f32; BYTES])> {
+fn book(simd: Simd, side: &HeadSide, rows: usize) -> Option<(Book, [f32; BYTES])> {
     let levels = side.lloyd_levels()?;
     let fits = levels.len() <= 256 && BYTES * side.dim() <= BIASED_TERMS_MAX;
     if !fits || !side.dim().is_multiple_of(4) {
@@ -23,7 +23,7 @@ fn book(simd: Simd, side: &HeadSide) -> Option<(Book, [f32; BYTES])> {
     }
     let levels = LevelBytes::pair(levels);
     let factors = std::array::from_fn(|byte| levels.tables[byte].1);
-    Some((Book::of(simd, levels.lookup(), side.dim()), factors))
+    Some((Book::of(simd, levels.lookup(), side.dim(), rows), factors))
 }
 
 /// Queries of a unit.
@@ -34,7 +34,7 @@ pub(crate) struct Keys {
 impl Keys {
     /// Takes folded queries `[rows, dim]`.
     pub(crate) fn new(simd: Simd, side: &HeadSide, queries: &[f32]) -> Option<Self> {
-        let (book, factors) = book(simd, side)?;
+        let (book, factors) = book(simd, side, queries.len() / side.dim())?;
         let planes = |query: &[f32], planar: &mut [f32]| {
             for (plane, factor) in planar.chunks_exact_mut(query.len()).zip(factors) {
                 plane.iter_mut().zip(query).for_each(|(to, from)| *to = factor * from);
@@ -78,7 +78,7 @@ pub(crate) struct Values {
 
 impl Values {
     pub(crate) fn new(simd: Simd, side: &HeadSide, rows: usize) -> Option<Self> {
-        let (book, factors) = book(simd, side)?;
+        let (book, factors) = book(simd, side, rows)?;
         let (parts, dim) = (Parts::default(), side.dim());
         let sums = vec![0.0; rows * BYTES * dim];
         Some(Self { book, spread: Vec::new(), factors, parts, zeros: Vec::new(), sums, dim })

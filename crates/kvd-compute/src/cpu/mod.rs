@@ -1,5 +1,7 @@
 //! The CPU backend: an arena, the models' codecs, and a fixed pool of threads.
 
+#[cfg(target_arch = "x86_64")]
+mod amx_x86;
 mod arena;
 mod attend;
 mod bitalloc;
@@ -192,7 +194,7 @@ impl CpuBackend {
     /// The instruction set in use.
     #[must_use]
     pub fn instruction_set(&self) -> InstructionSet {
-        self.simd.set()
+        self.simd.level()
     }
 
     /// Chooses between exactness and speed; [`Precision::Fast`] unless told otherwise.
@@ -245,7 +247,7 @@ impl CpuBackend {
 
 impl Backend for CpuBackend {
     fn info(&self) -> DeviceInfo {
-        let (simd, threads) = (self.simd.set().name(), self.threads.current_num_threads());
+        let (simd, threads) = (self.simd.level().name(), self.threads.current_num_threads());
         DeviceInfo {
             description: format!("cpu ({simd}, {threads} threads, {})", self.precision.name()),
             arena_bytes: self.arena.capacity_bytes(),

@@ -11,6 +11,8 @@ use super::parts_x86;
 use super::simd::{InstructionSet, Simd};
 use kvd_core::DType;
 
+/// Rows that are multiplied with steps at once.
+pub(super) const FOLD_ROWS: usize = 4;
 /// Largest magnitude of a factor: the most that two signed bytes hold both ways.
 pub(super) const TOP: f32 = 32639.0;
 
@@ -31,7 +33,7 @@ impl Cut {
     fn of(simd: Simd) -> Self {
         match simd.set() {
             InstructionSet::Portable | InstructionSet::Avx2 => Self::Swapped,
-            InstructionSet::Avx512 => Self::Halves,
+            InstructionSet::Avx512 | InstructionSet::Amx => Self::Halves,
             InstructionSet::Neon => Self::Words,
             InstructionSet::NeonDotprod | InstructionSet::NeonI8mm => Self::Eights,
         }
@@ -124,14 +126,16 @@ impl Parts {
         assert!(values.len() <= ROWS && values.iter().all(|row| row.len() == n), "parts: rows");
         assert!(steps.len() == 2 * n && minima.len() == 2 * n, "parts: scales");
         let mut folded = std::mem::take(&mut self.folded);
-        folded.resize(ROWS * n, 0.0);
-        let folds = fold(simd, values, (steps, minima), &mut folded);
-        for (row, folded) in folded.chunks_exact(n).take(values.len()).enumerate() {
-            // An overflow of value times step has no unit; the sum is then of no use anyway.
-            let largest = folds.largest[row];
-            let largest = if largest.is_finite() { largest } else { 0.0 };
-            pushed[row] = self.split(simd, folded, largest, folds.totals[row]);
-            pushed[row].base = folds.bases[row];
+        folded.resize(FOLD_ROWS * n, 0.0);
+        for (values, pushed) in values.chunks(FOLD_ROWS).zip(pushed.chunks_mut(FOLD_ROWS)) {
+            let folds = fold(simd, values, (steps, minima), &mut folded);
+            for (row, folded) in folded.chunks_exact(n).take(values.len()).enumerate() {
+                // An overflow of value times step has no unit; the sum is then of no use anyway.
+                let largest = folds.largest[row];
+                let largest = if largest.is_finite() { largest } else { 0.0 };
+                pushed[row] = self.split(simd, folded, largest, folds.totals[row]);
+                pushed[row].base = folds.bases[row];
+            }
         }
         self.folded = folded;
     }
@@ -163,6 +167,12 @@ impl PartRows<'_> {
     /// How many rows.
     pub(crate) fn count(&self) -> usize {
         self.sums.len()
+    }
+
+    /// Rows `first..first + count`.
+    pub(super) fn part(&self, first: usize, count: usize) -> Self {
+        let bytes = &self.bytes[first * 2 * self.len..(first + count) * 2 * self.len];
+        Self { bytes, sums: &self.sums[first..first + count], len: self.len }
     }
 
     /// Value `index` of row `row`.
@@ -216,12 +226,12 @@ fn split(simd: Simd, values: &[f32], inverse: f32, out: &mut [u8]) -> i32 {
     sum
 }
 
-/// Of up to [`ROWS`] rows: the largest magnitudes, the sums with minima, and the sums of all.
+/// Of up to [`FOLD_ROWS`] rows: the largest magnitudes, the sums with minima, and the sums of all.
 #[derive(Default)]
 pub(super) struct Folds {
-    pub(super) largest: [f32; ROWS],
-    pub(super) bases: [f32; ROWS],
-    pub(super) totals: [f32; ROWS],
+    pub(super) largest: [f32; FOLD_ROWS],
+    pub(super) bases: [f32; FOLD_ROWS],
+    pub(super) totals: [f32; FOLD_ROWS],
 }
 
 /// Writes `values[r] · steps` of each row to `out` (`[rows, n]`).

@@ -6,13 +6,12 @@
 #![allow(unsafe_code)] // Calls after detection, pointers into checked slices.
 #![allow(unsafe_op_in_unsafe_fn, reason = "the whole of each body needs what its caller upholds")]
 
-use super::dots::ROWS;
 use super::lanes::Lanes;
 #[cfg(target_arch = "aarch64")]
 use super::lanes_neon::N128;
 #[cfg(target_arch = "x86_64")]
 use super::lanes_x86::{A256, A512};
-use super::parts::Folds;
+use super::parts::{FOLD_ROWS, Folds};
 #[cfg(target_arch = "x86_64")]
 use super::simd::InstructionSet;
 use super::simd::Simd;
@@ -41,7 +40,7 @@ pub(super) fn fold(
     out: &mut [f32],
 ) -> Folds {
     let n = values[0].len();
-    let mut from = [values[0].as_ptr(); ROWS];
+    let mut from = [values[0].as_ptr(); FOLD_ROWS];
     for (from, values) in from.iter_mut().zip(values) {
         *from = values.as_ptr();
     }
@@ -66,7 +65,7 @@ macro_rules! wrappers {
 
             #[target_feature(enable = $features)]
             pub(super) unsafe fn fold<const R: usize>(
-                values: [*const f32; ROWS],
+                values: [*const f32; FOLD_ROWS],
                 scales: (*const u8, *const u8),
                 n: usize,
                 out: *mut f32,
@@ -86,12 +85,12 @@ wrappers!(neon, N128, "neon");
 
 #[inline(always)]
 unsafe fn fold_body<V: Lanes, const R: usize>(
-    values: [*const f32; ROWS],
+    values: [*const f32; FOLD_ROWS],
     (steps, minima): (*const u8, *const u8),
     n: usize,
     out: *mut f32,
 ) -> Folds {
-    let mut largest = [V::zero(); ROWS];
+    let mut largest = [V::zero(); FOLD_ROWS];
     let (mut bases, mut totals) = (largest, largest);
     let mut at = 0;
     while at < n {

@@ -50,9 +50,10 @@ impl Keys {
         let axis = |axis| -> Vec<f32> { (0..1 << bits).map(|code| level(code, axis)).collect() };
         let mut levels = LevelBytes::pair(&axis(0));
         levels.tables.extend(LevelBytes::pair(&axis(1)).tables);
+        let rows = queries.len() / dim;
         let mut keys = Self {
             factors: std::array::from_fn(|byte| levels.tables[byte].1),
-            products: vq::Keys::empty(Book::of(simd, levels.lookup(), dim / 2)),
+            products: vq::Keys::empty(Book::of(simd, levels.lookup(), dim / 2, rows)),
             pairing,
             group,
             steps: steps.to_vec(),

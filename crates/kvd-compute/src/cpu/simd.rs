@@ -68,6 +68,8 @@ pub enum InstructionSet {
     Avx2,
     /// AVX-512 F, BW, DQ, VL, VNNI, VBMI and VBMI2, and BMI2, as on Ice Lake and Zen 4.
     Avx512,
+    /// The same, with AMX for products of bytes, as on Sapphire Rapids.
+    Amx,
     /// NEON, which every aarch64 processor has.
     Neon,
     /// NEON with products of four bytes (`sdot`), as on Neoverse N1 and Apple M1.
@@ -78,8 +80,15 @@ pub enum InstructionSet {
 
 impl InstructionSet {
     /// All of them, of each machine the widest last.
-    pub const ALL: [Self; 6] =
-        [Self::Portable, Self::Avx2, Self::Avx512, Self::Neon, Self::NeonDotprod, Self::NeonI8mm];
+    pub const ALL: [Self; 7] = [
+        Self::Portable,
+        Self::Avx2,
+        Self::Avx512,
+        Self::Amx,
+        Self::Neon,
+        Self::NeonDotprod,
+        Self::NeonI8mm,
+    ];
 
     /// Name in logs and on the command line.
     #[must_use]
@@ -88,6 +97,7 @@ impl InstructionSet {
             Self::Portable => "portable",
             Self::Avx2 => "avx2",
             Self::Avx512 => "avx512",
+            Self::Amx => "amx",
             Self::Neon => "neon",
             Self::NeonDotprod => "neon-dotprod",
             Self::NeonI8mm => "neon-i8mm",
@@ -143,6 +153,8 @@ impl Simd {
             InstructionSet::Avx2 => has_avx2(),
             #[cfg(target_arch = "x86_64")]
             InstructionSet::Avx512 => has_avx2() && has_avx512(),
+            #[cfg(target_arch = "x86_64")]
+            InstructionSet::Amx => has_avx2() && has_avx512() && super::amx_x86::is_available(),
             #[cfg(target_arch = "aarch64")]
             InstructionSet::Neon => true,
             #[cfg(target_arch = "aarch64")]
@@ -157,8 +169,37 @@ impl Simd {
     }
 
     /// Which one it is.
-    pub(crate) fn set(self) -> InstructionSet {
+    pub(crate) fn level(self) -> InstructionSet {
         self.0
+    }
+
+    /// The one whose vector registers it has: AMX adds products to AVX-512.
+    pub(crate) fn set(self) -> InstructionSet {
+        if self.has_amx() { InstructionSet::Avx512 } else { self.0 }
+    }
+
+    /// Whether products of bytes are those of AMX.
+    pub(crate) fn has_amx(self) -> bool {
+        self.0 == InstructionSet::Amx
+    }
+
+    /// Gives back what a thread keeps of the processor's state, when dropped.
+    pub(super) fn in_use(self) -> Option<InUse> {
+        self.has_amx().then(InUse::new)
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+pub(super) use super::amx_x86::InUse;
+
+/// No other instruction set has such state.
+#[cfg(not(target_arch = "x86_64"))]
+pub(super) struct InUse;
+
+#[cfg(not(target_arch = "x86_64"))]
+impl InUse {
+    fn new() -> Self {
+        Self
     }
 }
 

@@ -4,7 +4,7 @@
 //! Entries are held as bytes; `fit` puts them on 255 levels that f16 holds exactly, so nothing is
 //! lost. Other codebooks take the generic path. A score is an exact integer times a unit.
 
-use super::dots::{Lookup, ROWS, TERMS_MAX, Target, TileCodes, key_dots, value_dots};
+use super::dots::{Lookup, ROWS, TERMS_MAX, Target, TileCodes, key_dots, value_dots, wants_bytes};
 use super::expand::Expand;
 use super::parts::Parts;
 use super::scores::{Scores, TILE};
@@ -16,7 +16,7 @@ use std::ops::Range;
 /// How the codes of a side are looked up.
 pub(super) struct Book {
     lookup: Lookup,
-    /// Where the tables do not fit registers.
+    /// Where the tables do not fit registers, or products take bytes alone.
     expand: Option<Expand>,
     dims: usize,
     /// Codes of a row.
@@ -24,8 +24,8 @@ pub(super) struct Book {
 }
 
 impl Book {
-    /// The codebook as bytes; `None` where the generic path must do.
-    fn new(simd: Simd, side: &HeadSide) -> Option<Self> {
+    /// The codebook as bytes, for so many rows; `None` where the generic path must do.
+    fn new(simd: Simd, side: &HeadSide, rows: usize) -> Option<Self> {
         let vq = side.vq().filter(|vq| vq.stages() == 1 && !vq.is_grouped())?;
         let book: &Codebook = vq.codebook(0, 0);
         let count = book.entries().len() / book.dim();
@@ -35,16 +35,16 @@ impl Book {
             return None;
         }
         let lookup = Lookup::table(dims, count.ilog2(), book.entries())?;
-        Some(Self::of(simd, lookup, per_row))
+        Some(Self::of(simd, lookup, per_row, rows))
     }
 
-    /// Takes `per_row` codes of a row to tables.
-    pub(super) fn of(simd: Simd, lookup: Lookup, per_row: usize) -> Self {
+    /// Takes `per_row` codes of a row to tables, for products with so many rows of factors.
+    pub(super) fn of(simd: Simd, lookup: Lookup, per_row: usize, rows: usize) -> Self {
         let dims = lookup.dims;
-        if lookup.is_fast(simd) {
+        if lookup.is_fast(simd) && !wants_bytes(simd, rows) {
             return Self { lookup, expand: None, dims, per_row };
         }
-        let expand = Some(Expand::new(&lookup.tables));
+        let expand = Some(Expand::new(&lookup));
         Self { lookup: lookup.expanded(), expand, dims, per_row }
     }
 
@@ -56,12 +56,7 @@ impl Book {
         (side, buffer): (Side, &'a mut Vec<u8>),
     ) -> (TileCodes<'a>, &'a Lookup) {
         let Some(expand) = &mut self.expand else { return (codes, &self.lookup) };
-        let group = match side {
-            Side::Key => TILE * self.per_row,
-            Side::Value => 4 * self.per_row,
-        };
-        let bytes = codes.as_bytes(buffer);
-        let bytes = expand.expand(simd, bytes, group);
+        let bytes = expand.expand(simd, codes, (side, buffer));
         let per_row = self.dims * self.per_row;
         (TileCodes { bytes, width: 8, per_row }, &self.lookup)
     }
@@ -79,7 +74,7 @@ pub(crate) struct Keys {
 impl Keys {
     /// Takes folded queries `[rows, dim]`.
     pub(crate) fn new(simd: Simd, side: &HeadSide, queries: &[f32]) -> Option<Self> {
-        let book = Book::new(simd, side)?;
+        let book = Book::new(simd, side, queries.len() / side.dim())?;
         let (dims, per_row) = (book.dims, book.per_row);
         Self::planar(simd, book, queries.chunks_exact(side.dim()), |query, planar| {
             for (dim, plane) in planar.chunks_exact_mut(per_row).enumerate() {
@@ -154,8 +149,8 @@ pub(crate) struct Values {
 }
 
 impl Values {
-    pub(crate) fn new(simd: Simd, side: &HeadSide) -> Option<Self> {
-        let book = Book::new(simd, side)?;
+    pub(crate) fn new(simd: Simd, side: &HeadSide, rows: usize) -> Option<Self> {
+        let book = Book::new(simd, side, rows)?;
         Some(Self { book, spread: Vec::new(), parts: Parts::default() })
     }
 
