@@ -88,6 +88,10 @@ impl CodeLayout {
     }
 
     fn tile_bytes(&self, tokens: usize) -> usize {
+        // Planes of whole bytes, asked for with every page that is opened.
+        if tokens.is_multiple_of(8) {
+            return tokens / 8 * self.per_row * self.bits as usize;
+        }
         self.planes(tokens).map(|plane| plane.bytes.len()).sum()
     }
 

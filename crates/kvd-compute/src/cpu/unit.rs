@@ -146,15 +146,19 @@ impl<'a> Walk<'a> {
             self.unit.parts.iter().filter(|part| spans(part, seen.clone()).next().is_some());
         let parts: Vec<&'a PlanPart> = parts.collect();
         let (reader, head) = (self.job.reader, self.unit.head);
-        let together = if self.lanes.tiles[0].iter().any(Option::is_some) { TOGETHER } else { 1 };
+        let coded = self.lanes.tiles[0].iter().any(Option::is_some);
+        let together = if coded { TOGETHER } else { 1 };
+        let mut opened = Vec::with_capacity(together);
         for first in (0..parts.len()).step_by(together) {
             let at_work = &parts[first..parts.len().min(first + together)];
-            let open = |part: &&'a PlanPart| {
+            opened.clear();
+            for part in at_work {
                 let open = |side| reader.open(&part.source, part.rows, side, head);
-                Ok([open(Side::Key)?, open(Side::Value)?])
-            };
-            let opened = at_work.iter().map(open).collect::<Result<Vec<_>, BackendError>>()?;
-            self.decode(at_work, &opened, &seen)?;
+                opened.push([open(Side::Key)?, open(Side::Value)?]);
+            }
+            if coded {
+                self.decode(at_work, &opened, &seen)?;
+            }
             for (slot, (part, [keys, values])) in at_work.iter().zip(&opened).enumerate() {
                 self.lanes.slot = slot;
                 let next = parts.get(first + together + slot);
