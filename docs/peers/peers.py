@@ -55,7 +55,7 @@ class Rows:
         print("|---|---:|---:|" + "---:|" * len(peers))
         for name, runs in self.runs.items():
             ratios = "".join(f" {of[peer] / of[name]:.2f} |" for peer in peers)
-            print(f"| {name} | {of[name]:.1f} | {min(runs):.1f} |{ratios}")
+            print(f"| {name} | {of[name]:.2f} | {min(runs):.2f} |{ratios}")
 
 
 def optional(name):
