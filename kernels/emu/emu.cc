@@ -3,6 +3,7 @@
 // sanitizer, so that it may switch stacks. One launch at a time.
 
 #include "emu.h"
+#include "products.h"
 
 #include <sys/mman.h>
 
@@ -63,9 +64,6 @@ namespace kvd {
 namespace emu {
 namespace {
 
-constexpr unsigned LANES = 32;
-// Words that a lane brings to a meeting, at most: its parts of A and B.
-constexpr unsigned WORDS_MAX = 6;
 constexpr size_t COPY_BYTES = 16;
 constexpr size_t STACK_BYTES = 256 << 10;
 constexpr size_t GUARD_BYTES = 4096;
@@ -362,7 +360,6 @@ void barrier(Source at) {
 }
 
 // All lanes of the running fiber's warp meet, each with some words; gives those of all.
-using LaneWords = const uint32_t (*)[WORDS_MAX];
 static LaneWords meet(const uint32_t* words, unsigned count, Source at) {
     Fiber* fiber = current;
     fiber->at = at;
@@ -406,35 +403,10 @@ uint32_t ballot(bool condition, Source at) {
     return mask;
 }
 
-// A byte of a word as a number.
-static int32_t byte(uint32_t word, unsigned at, bool is_signed) {
-    const uint8_t bits = uint8_t(word >> 8 * at);
-    return is_signed ? int8_t(bits) : bits;
-}
-
-// The fragments are the PTX ISA's ("Matrix Fragments for mma.m16n8k32"), by its own numbers: lane
-// `4 group + within` holds of A rows `group` (registers 0 and 2) and `group + 8` (1 and 3), columns
-// `4 within..` (0 and 1) and `16 + 4 within..` (2 and 3); of B column `group`, rows as A's columns;
-// of the sums rows `group` and `group + 8`, columns `2 within` and the next.
 void multiply_bytes(bool signed_a, bool signed_b, int32_t* sums, const uint32_t* a,
                     const uint32_t* b, Source at) {
     const uint32_t mine[WORDS_MAX] = {a[0], a[1], a[2], a[3], b[0], b[1]};
-    const LaneWords lanes = meet(mine, WORDS_MAX, at);
-    const unsigned group = current->index % LANES / 4;
-    const unsigned within = current->index % 4;
-    for (unsigned i = 0; i < 4; i++) {
-        const unsigned column = 2 * within + i % 2;
-        // As the hardware, without saturation.
-        uint32_t sum = uint32_t(sums[i]);
-        for (unsigned k = 0; k < 8; k++) {
-            const uint32_t of_a = lanes[4 * group + k % 4][i / 2 + k / 4 * 2];
-            const uint32_t of_b = lanes[4 * column + k % 4][4 + k / 4];
-            for (unsigned at = 0; at < 4; at++) {
-                sum += uint32_t(byte(of_a, at, signed_a) * byte(of_b, at, signed_b));
-            }
-        }
-        sums[i] = int32_t(sum);
-    }
+    add_products(meet(mine, WORDS_MAX, at), current->index % LANES, signed_a, signed_b, sums);
 }
 
 void warp_barrier(Source at) {

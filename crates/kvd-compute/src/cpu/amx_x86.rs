@@ -162,39 +162,33 @@ struct Sums([[i32; SUMS]; 2]);
 #[inline]
 unsafe fn multiply(operands: Operands, sums: &mut Sums) {
     let Operands { mut left, left_stride, right: [mut a, mut b], stride, len } = operands;
+    /// Both products, of the registers of that shape.
+    macro_rules! products {
+        ($left:literal, $a:literal, $b:literal) => {
+            asm!(
+                concat!("tileloadd ", $left, ", [{left} + {left_stride}]"),
+                concat!("tileloadd ", $a, ", [{a} + {stride}]"),
+                concat!("tdpbsud tmm0, ", $left, ", ", $a),
+                concat!("tileloadd ", $b, ", [{b} + {stride}]"),
+                concat!("tdpbsud tmm1, ", $left, ", ", $b),
+                left = in(reg) left,
+                left_stride = in(reg) left_stride,
+                a = in(reg) a,
+                b = in(reg) b,
+                stride = in(reg) stride,
+                options(nostack, readonly),
+            )
+        };
+    }
     // SAFETY: the caller's.
     unsafe {
         asm!("tilezero tmm0", "tilezero tmm1", options(nostack, nomem));
         for _ in 0..len / ROW {
-            asm!(
-                "tileloadd tmm2, [{left} + {left_stride}]",
-                "tileloadd tmm3, [{a} + {stride}]",
-                "tdpbsud tmm0, tmm2, tmm3",
-                "tileloadd tmm4, [{b} + {stride}]",
-                "tdpbsud tmm1, tmm2, tmm4",
-                left = in(reg) left,
-                left_stride = in(reg) left_stride,
-                a = in(reg) a,
-                b = in(reg) b,
-                stride = in(reg) stride,
-                options(nostack, readonly),
-            );
+            products!("tmm2", "tmm3", "tmm4");
             (left, a, b) = (left.add(ROW), a.add(16 * stride), b.add(16 * stride));
         }
         if !len.is_multiple_of(ROW) {
-            asm!(
-                "tileloadd tmm5, [{left} + {left_stride}]",
-                "tileloadd tmm6, [{a} + {stride}]",
-                "tdpbsud tmm0, tmm5, tmm6",
-                "tileloadd tmm7, [{b} + {stride}]",
-                "tdpbsud tmm1, tmm5, tmm7",
-                left = in(reg) left,
-                left_stride = in(reg) left_stride,
-                a = in(reg) a,
-                b = in(reg) b,
-                stride = in(reg) stride,
-                options(nostack, readonly),
-            );
+            products!("tmm5", "tmm6", "tmm7");
         }
         asm!(
             "tilestored [{sums} + {stride}], tmm0",

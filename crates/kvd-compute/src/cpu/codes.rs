@@ -1,7 +1,7 @@
 //! The Huffman decoder of the attention kernels by itself, to be measured.
 
 use super::huffman::{LaneTiles, Wanted, decode};
-use super::simd::{InstructionSet, Simd};
+use super::simd::Simd;
 use super::unit::TOGETHER;
 use crate::BackendError;
 use kvd_codec::{HeadSide, PageReader};
@@ -18,17 +18,16 @@ impl CodeDecoder {
     /// Pages that are decoded together.
     pub const PAGES: usize = TOGETHER;
 
-    /// For pages of `head` on the machine's best instruction set, or on one that it has; `None`
-    /// where it has not, and for pages without Huffman codes.
+    /// For pages of `head` on the machine's best instruction set; `None` for pages without Huffman
+    /// codes.
     #[must_use]
-    pub fn new(head: &HeadSide, side: Side, set: Option<InstructionSet>) -> Option<Self> {
-        let simd = set.map_or_else(|| Some(Simd::detect()), Simd::of)?;
+    pub fn new(head: &HeadSide, side: Side) -> Option<Self> {
         let per_row = head.lane_runs()?.iter().map(|run| run.len).sum();
         let mut tiles = Vec::new();
         for _ in 0..TOGETHER {
             tiles.push(LaneTiles::new(head, side)?);
         }
-        Some(Self { simd, tiles: tiles.try_into().ok()?, per_row })
+        Some(Self { simd: Simd::detect(), tiles: tiles.try_into().ok()?, per_row })
     }
 
     /// Decodes up to [`CodeDecoder::PAGES`] pages and says how many codes they held: none where
@@ -70,7 +69,7 @@ mod tests {
             let start = if first == 0 { 0 } else { encoded.page_ends[first - 1] };
             let page = &bytes[start as usize..encoded.page_ends[first] as usize];
             let page = || PageReader::open(codec, LAYER, side, 0, page).unwrap();
-            let mut decoder = CodeDecoder::new(codec.head(LAYER, side, 0), side, None)?;
+            let mut decoder = CodeDecoder::new(codec.head(LAYER, side, 0), side)?;
             Some(decoder.decode(&[page(), page()]).unwrap())
         };
         Side::BOTH.map(side).into()

@@ -1,6 +1,6 @@
-//! `parts.rs` in registers: factors times steps, four rows at once.
+//! `parts.rs` in registers: factors times steps, four rows at once, and scales turned.
 //!
-//! Everything here is reached through the function at the top, which knows that the machine has
+//! Everything here is reached through functions that know that the machine has
 //! the instructions (a [`Simd`] exists only then) and whose callers have checked all lengths;
 //! pointers stay inside those.
 #![allow(unsafe_code)] // Calls after detection, pointers into checked slices.
@@ -12,6 +12,10 @@ use super::lanes_neon::N128;
 #[cfg(target_arch = "x86_64")]
 use super::lanes_x86::{A256, A512};
 use super::parts::{FOLD_ROWS, Folds};
+#[cfg(target_arch = "aarch64")]
+use super::parts_neon::transpose_8;
+#[cfg(target_arch = "x86_64")]
+use super::parts_x86::transpose_8;
 #[cfg(target_arch = "x86_64")]
 use super::simd::InstructionSet;
 use super::simd::Simd;
@@ -108,4 +112,21 @@ unsafe fn fold_body<V: Lanes, const R: usize>(
     }
     let largest = V::maxima(largest);
     Folds { largest, bases: V::sums(bases), totals: V::sums(totals) }
+}
+
+/// Turns `[rows, columns]` words into `[columns, rows]`: both a multiple of eight.
+pub(super) fn transpose(words: &[u8], columns: usize, out: &mut [u8]) {
+    let rows = words.len() / (2 * columns);
+    assert!(rows.is_multiple_of(8) && columns.is_multiple_of(8), "transpose: eights");
+    assert!(words.len() == 2 * rows * columns && out.len() == words.len(), "transpose: lengths");
+    for row in (0..rows).step_by(8) {
+        for column in (0..columns).step_by(8) {
+            // SAFETY: SSE2 and NEON are part of their targets; eight words of eight rows, and of eight columns.
+            unsafe {
+                let from = words.as_ptr().add(2 * (row * columns + column));
+                let to = out.as_mut_ptr().add(2 * (column * rows + row));
+                transpose_8((from, 2 * columns), (to, 2 * rows));
+            }
+        }
+    }
 }

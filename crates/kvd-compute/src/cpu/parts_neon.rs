@@ -52,29 +52,15 @@ fn cut<const BYTES: bool>(
     vaddvq_s32(sum)
 }
 
-/// Turns `[rows, columns]` words into `[columns, rows]`: both a multiple of eight.
-pub(super) fn transpose(words: &[u8], columns: usize, out: &mut [u8]) {
-    let rows = words.len() / (2 * columns);
-    assert!(rows.is_multiple_of(8) && columns.is_multiple_of(8), "transpose: eights");
-    assert!(words.len() == 2 * rows * columns && out.len() == words.len(), "transpose: lengths");
-    for row in (0..rows).step_by(8) {
-        for column in (0..columns).step_by(8) {
-            // SAFETY: NEON is part of the target; eight words of eight rows, and of eight columns.
-            unsafe {
-                let from = words.as_ptr().add(2 * (row * columns + column));
-                let to = out.as_mut_ptr().add(2 * (column * rows + row));
-                transpose_8((from, 2 * columns), (to, 2 * rows));
-            }
-        }
-    }
-}
-
-/// Eight rows of eight words, rows so many bytes apart.
+/// Turns eight rows of eight words, rows so many bytes apart.
 ///
 /// # Safety
 /// They lie within slices.
 #[target_feature(enable = "neon")]
-unsafe fn transpose_8((from, stride): (*const u8, usize), (to, to_stride): (*mut u8, usize)) {
+pub(super) unsafe fn transpose_8(
+    (from, stride): (*const u8, usize),
+    (to, to_stride): (*mut u8, usize),
+) {
     let row = |index: usize| {
         // SAFETY: the caller's.
         vreinterpretq_u16_u8(unsafe { vld1q_u8(from.add(index * stride)) })

@@ -66,26 +66,15 @@ unsafe fn split_words(values: *const f32, n: usize, inverse: f32, out: *mut u8) 
     _mm_cvtsi128_si32(_mm_add_epi32(sum, _mm_shuffle_epi32::<0b00_00_00_01>(sum)))
 }
 
-/// Turns `[rows, columns]` words into `[columns, rows]`: both a multiple of eight.
-pub(super) fn transpose(words: &[u8], columns: usize, out: &mut [u8]) {
-    let rows = words.len() / (2 * columns);
-    assert!(rows.is_multiple_of(8) && columns.is_multiple_of(8), "transpose: eights");
-    assert!(words.len() == 2 * rows * columns && out.len() == words.len(), "transpose: lengths");
-    for row in (0..rows).step_by(8) {
-        for column in (0..columns).step_by(8) {
-            // SAFETY: SSE2 is part of the target; eight words of eight rows, and of eight columns.
-            unsafe {
-                let from = words.as_ptr().add(2 * (row * columns + column));
-                let to = out.as_mut_ptr().add(2 * (column * rows + row));
-                transpose_8(from, 2 * columns, to, 2 * rows);
-            }
-        }
-    }
-}
-
-/// Eight rows of eight words, rows `stride` bytes apart.
+/// Turns eight rows of eight words, rows so many bytes apart.
+///
+/// # Safety
+/// They lie within slices.
 #[inline(always)]
-unsafe fn transpose_8(from: *const u8, stride: usize, to: *mut u8, to_stride: usize) {
+pub(super) unsafe fn transpose_8(
+    (from, stride): (*const u8, usize),
+    (to, to_stride): (*mut u8, usize),
+) {
     let mut rows = [_mm_setzero_si128(); 8];
     for row in 0..8 {
         rows[row] = _mm_loadu_si128(from.add(row * stride).cast());

@@ -301,13 +301,9 @@ impl Values {
         let columns = if self.groups.mode == UniformMode::Asym { 2 * pairs } else { pairs };
         let bytes = &page.scales[first * columns * 2..][..tokens * columns * 2];
         self.turned.resize(bytes.len(), 0);
-        #[cfg(target_arch = "x86_64")]
+        #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
         if columns.is_multiple_of(8) {
-            return super::parts_x86::transpose(bytes, columns, &mut self.turned);
-        }
-        #[cfg(target_arch = "aarch64")]
-        if columns.is_multiple_of(8) {
-            return super::parts_neon::transpose(bytes, columns, &mut self.turned);
+            return super::parts_lanes::transpose(bytes, columns, &mut self.turned);
         }
         let (words, turned) = (bytes.as_chunks::<2>().0, self.turned.as_chunks_mut::<2>().0);
         for (column, out) in turned.chunks_exact_mut(tokens).enumerate() {

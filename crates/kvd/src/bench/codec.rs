@@ -191,7 +191,7 @@ impl Case {
         let (mut codes, mut ns) = (0, 0.0);
         for head in 0..self.codec.geometry().kv_heads as usize {
             let side = self.codec.head(LAYER, self.side, head);
-            let Some(mut decoder) = CodeDecoder::new(side, self.side, None) else { continue };
+            let Some(mut decoder) = CodeDecoder::new(side, self.side) else { continue };
             let pages = self.open(blocks, head)?;
             // Its buffers grow once, as those of a worker do.
             decoder.decode(&pages)?;
