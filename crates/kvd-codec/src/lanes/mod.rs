@@ -72,6 +72,9 @@ pub struct ByteTables {
     pub lengths: [u8; 256],
     /// By the next eight bits: both, the code in the highest byte and the length in the lowest.
     pub entries: [u32; 256],
+    /// By the next eight bits: both in a byte, the code in five bits and the length less one above it.
+    /// Only where a symbol is one code, and none is above 31.
+    pub small: Option<[u8; 256]>,
 }
 
 impl LaneTable {
@@ -79,7 +82,8 @@ impl LaneTable {
         debug_assert_eq!(huffman.lengths().len(), grouping.alphabet());
         let bytes = (huffman.limit() <= 8).then(|| {
             let width = 8 / grouping.group as u32;
-            let mut tables = ByteTables { codes: [0; 256], lengths: [0; 256], entries: [0; 256] };
+            let (codes, lengths, entries) = ([0; 256], [0; 256], [0; 256]);
+            let mut tables = ByteTables { codes, lengths, entries, small: None };
             for index in 0..256 {
                 let (symbol, length) = huffman.first(index as u32);
                 let codes = grouping.codes(symbol).into_iter().take(grouping.group);
@@ -87,6 +91,11 @@ impl LaneTable {
                 tables.codes[index] = packed.sum::<u32>() as u8;
                 tables.lengths[index] = length as u8;
                 tables.entries[index] = u32::from(tables.codes[index]) << 24 | length;
+            }
+            let small = |index: usize| (tables.lengths[index] - 1) << 5 | tables.codes[index];
+            let fits = |index: usize| tables.codes[index] < 32 && tables.lengths[index] > 0;
+            if grouping.group == 1 && (0..256).all(fits) {
+                tables.small = Some(std::array::from_fn(small));
             }
             Box::new(tables)
         });

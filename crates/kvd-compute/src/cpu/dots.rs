@@ -258,18 +258,27 @@ mod tests {
         (0..count).map(wave).collect()
     }
 
-    fn codes(count: usize) -> Vec<u8> {
-        (0..count).map(|i| (i.wrapping_mul(2_654_435_761) >> 9) as u8).collect()
+    /// Bytes of a plane; those that are a code each hold no larger one than the lookup has.
+    fn codes(lookup: &Lookup, width: u32, count: usize) -> Vec<u8> {
+        let mask = if width == 8 { u8::MAX >> (8 - lookup.bits) } else { u8::MAX };
+        (0..count).map(|i| (i.wrapping_mul(2_654_435_761) >> 9) as u8 & mask).collect()
     }
 
-    /// The widths of a plane that can hold a lookup's codes.
-    fn width(lookup: &Lookup) -> u32 {
-        if lookup.bits <= 4 { lookup.bits.next_power_of_two() } else { 8 }
+    /// The widths of planes that can hold a lookup's codes: any that holds a code for itself.
+    fn widths(lookup: &Lookup) -> &'static [u32] {
+        match (lookup.tables.is_empty(), lookup.bits) {
+            (true, _) => &[1, 2, 4, 8],
+            (_, 1) => &[1, 8],
+            (_, 2) => &[2],
+            (_, 3 | 4) => &[4, 8],
+            _ => &[8],
+        }
     }
 
     fn lookups() -> Vec<Lookup> {
         let mut lookups = vec![Lookup::identity(), Lookup::bytes()];
-        for (dims, bits) in [(2, 4), (4, 5), (4, 6), (2, 7), (4, 8), (8, 8), (1, 4)] {
+        for (dims, bits) in [(2, 1), (2, 2), (2, 4), (4, 5), (4, 6), (2, 7), (4, 8), (8, 8), (1, 4)]
+        {
             let levels = (0..dims << bits).map(|i| (i * 89 % 255) as f32 - 127.0);
             let levels: Vec<f32> = levels.collect();
             lookups.push(Lookup::table(dims, bits, &levels).unwrap());
@@ -293,9 +302,10 @@ mod tests {
     fn key_dots_are_the_same_on_every_level() {
         for lookup in lookups() {
             for per_row in [8, 16, 32, 80] {
-                for rows in 1..=ROWS {
-                    let width = width(&lookup);
-                    let bytes = &codes(4 * per_row * width as usize);
+                let widths = widths(&lookup).iter();
+                let widths = widths.filter(|width| (per_row as u32 * **width).is_multiple_of(32));
+                for (width, rows) in widths.flat_map(|w| (1..=ROWS).map(move |rows| (*w, rows))) {
+                    let bytes = &codes(&lookup, width, 4 * per_row * width as usize);
                     let run = |simd| {
                         let parts = parts(simd, rows, per_row * lookup.dims);
                         let mut out = vec![0.0; rows * SPAN];
@@ -319,9 +329,10 @@ mod tests {
     fn value_dots_are_the_same_on_every_level() {
         for lookup in lookups() {
             for (per_row, first, count) in [(4, 0, 4), (20, 0, 20), (40, 0, 40), (80, 32, 32)] {
-                for (rows, tiles) in [(1, 1), (2, 4), (3, 1), (4, 2), (7, 3), (8, 4)] {
-                    let width = width(&lookup);
-                    let bytes = &codes(tiles * 4 * per_row * width as usize);
+                let shapes = [(1, 1), (2, 4), (3, 1), (4, 2), (7, 3), (8, 4)];
+                let shapes = widths(&lookup).iter().flat_map(|width| shapes.map(|s| (*width, s)));
+                for (width, (rows, tiles)) in shapes {
+                    let bytes = &codes(&lookup, width, tiles * 4 * per_row * width as usize);
                     let factors = waves(per_row, 5);
                     let factors = if tiles == 1 { &factors[..] } else { &[] };
                     let run = |simd| {

@@ -1,5 +1,5 @@
-//! `dots.rs` in AVX2 (`vpmaddwd` of sign-extended halves) and AVX-512 (`vpdpbusd` of the high and
-//! low parts, `vpshufb` and `vpermi2b` tables in registers).
+//! `dots.rs` in AVX2: `vpmaddwd` of sign-extended halves, `vpshufb` tables in registers. AVX-512 is
+//! beside it (`dots_512_x86.rs`).
 //!
 //! Everything here is reached through the two functions at the top, which know that the machine
 //! has the instructions (a [`Simd`] exists only then) and whose callers in `dots.rs` have checked
@@ -8,6 +8,7 @@
 #![expect(clippy::needless_range_loop, reason = "indices name registers")]
 
 use super::dots::{BIAS, Lookup, Target, TileCodes};
+use super::dots_512_x86;
 use super::parts::PartRows;
 use super::scores::SPAN;
 use super::simd::{InstructionSet, Simd};
@@ -16,33 +17,24 @@ use std::arch::x86_64::*;
 /// Codes are values.
 const PLAIN: u8 = 0;
 /// A table of 16 bytes.
-pub(super) const TABLE_16: u8 = 1;
-/// A table of 64 bytes.
-pub(super) const TABLE_64: u8 = 2;
-/// A table of 256 bytes.
-pub(super) const TABLE_256: u8 = 3;
+const TABLE_16: u8 = 1;
 
 fn kind(lookup: &Lookup) -> u8 {
-    match (lookup.tables.is_empty(), lookup.bits) {
-        (true, _) => PLAIN,
-        (false, ..=4) => TABLE_16,
-        (false, ..=6) => TABLE_64,
-        _ => TABLE_256,
-    }
+    if lookup.tables.is_empty() { PLAIN } else { TABLE_16 }
 }
 
 /// Calls `$f::<rows, channels per pass, kind>`.
 macro_rules! by_shape {
-    ($f:ident, $rows:expr, $kind:expr, [$($k:ident),*], $args:tt) => {
+    ($f:ident, $rows:expr, $kind:expr, $args:tt) => {
         match ($rows, $kind) {
             (1, PLAIN) => $f::<1, 1, PLAIN> $args,
             (2, PLAIN) => $f::<2, 1, PLAIN> $args,
             (3, PLAIN) => $f::<3, 1, PLAIN> $args,
             (4, PLAIN) => $f::<4, 1, PLAIN> $args,
-            $((1, $k) => $f::<1, 2, $k> $args,
-            (2, $k) => $f::<2, 2, $k> $args,
-            (3, $k) => $f::<3, 2, $k> $args,
-            (4, $k) => $f::<4, 2, $k> $args,)*
+            (1, _) => $f::<1, 2, TABLE_16> $args,
+            (2, _) => $f::<2, 2, TABLE_16> $args,
+            (3, _) => $f::<3, 2, TABLE_16> $args,
+            (4, _) => $f::<4, 2, TABLE_16> $args,
             (rows, kind) => unreachable!("{rows} rows of kind {kind}"),
         }
     };
@@ -59,15 +51,9 @@ pub(super) fn key_dots(
     // SAFETY: the instruction set was detected, and the caller has checked the lengths.
     unsafe {
         if simd.set() == InstructionSet::Avx512 {
-            by_shape!(
-                keys_512,
-                rows,
-                kind,
-                [TABLE_16, TABLE_64, TABLE_256],
-                (codes, lookup, q, out)
-            );
+            dots_512_x86::key_dots(codes, lookup, q, out);
         } else {
-            by_shape!(keys_256, rows, kind, [TABLE_16], (codes, lookup, q, out));
+            by_shape!(keys_256, rows, kind, (codes, lookup, q, out));
         }
     }
 }
@@ -83,23 +69,11 @@ pub(super) fn value_dots(
     // SAFETY: as above.
     unsafe {
         if simd.set() == InstructionSet::Avx512 {
-            by_shape!(
-                values_512,
-                rows,
-                kind,
-                [TABLE_16, TABLE_64, TABLE_256],
-                (codes, lookup, weights, out)
-            );
+            dots_512_x86::value_dots(codes, lookup, weights, out);
         } else {
-            by_shape!(values_256, rows, kind, [TABLE_16], (codes, lookup, weights, out));
+            by_shape!(values_256, rows, kind, (codes, lookup, weights, out));
         }
     }
-}
-
-/// How to get at group `group` of a plane: the group of bytes it lies in, and the shift.
-#[inline(always)]
-fn place(group: usize, groups_of_bytes: usize, width: u32) -> (usize, i64) {
-    (group % groups_of_bytes, (group / groups_of_bytes) as i64 * i64::from(width))
 }
 
 /// Four bytes of a row's parts.
@@ -107,171 +81,14 @@ fn place(group: usize, groups_of_bytes: usize, width: u32) -> (usize, i64) {
 /// # Safety
 /// `at + 4` must lie within `bytes`.
 #[inline(always)]
-unsafe fn four(bytes: *const u8, at: usize) -> i32 {
+pub(super) unsafe fn four(bytes: *const u8, at: usize) -> i32 {
     // SAFETY: the caller's.
     unsafe { bytes.add(at).cast::<i32>().read_unaligned() }
 }
 
-/// The tables of channels `first..first + DP`.
-#[inline]
-#[target_feature(enable = "avx512f")]
-fn tables_512<const DP: usize>(lookup: &Lookup, first: usize) -> [[__m512i; 4]; DP] {
-    let mut tables = [[_mm512_setzero_si512(); 4]; DP];
-    for (tables, bytes) in tables.iter_mut().zip(lookup.tables.iter().skip(first)) {
-        for (register, bytes) in tables.iter_mut().zip(bytes.as_chunks::<64>().0) {
-            // SAFETY: 64 bytes.
-            *register = unsafe { _mm512_loadu_si512(bytes.as_ptr().cast()) };
-        }
-    }
-    tables
-}
-
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
-pub(super) fn look_512<const KIND: u8>(codes: __m512i, table: &[__m512i; 4]) -> __m512i {
-    match KIND {
-        PLAIN => codes,
-        TABLE_16 => _mm512_shuffle_epi8(table[0], codes),
-        TABLE_64 => _mm512_permutexvar_epi8(codes, table[0]),
-        _ => {
-            let low = _mm512_permutex2var_epi8(table[0], codes, table[1]);
-            let high = _mm512_permutex2var_epi8(table[2], codes, table[3]);
-            _mm512_mask_blend_epi8(_mm512_movepi8_mask(codes), low, high)
-        }
-    }
-}
-
 /// What the sums are too large by, because looked-up values are.
-fn excess(lookup: &Lookup, sum: i32) -> i32 {
+pub(super) fn excess(lookup: &Lookup, sum: i32) -> i32 {
     lookup.bias.wrapping_mul(sum)
-}
-
-/// Codes of 64 bytes: `width` bits from `shift` on.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw")]
-fn cut_512(bytes: __m512i, shift: i64, mask: __m512i) -> __m512i {
-    _mm512_and_si512(_mm512_srl_epi16(bytes, _mm_cvtsi64_si128(shift)), mask)
-}
-
-/// Two accumulators of 16 tokens and both parts for each row: 16 registers of 32.
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni,avx512vbmi")]
-fn keys_512<const R: usize, const DP: usize, const KIND: u8>(
-    codes: TileCodes<'_>,
-    lookup: &Lookup,
-    (q, units): (PartRows<'_>, &[f32]),
-    out: &mut [f32],
-) {
-    let TileCodes { bytes, width, per_row } = codes;
-    let mask = _mm512_set1_epi8((u8::MAX >> (8 - width)) as i8);
-    let groups_of_bytes = bytes.len() / 128;
-    let mut high = [[_mm512_setzero_si512(); 2]; R];
-    let mut low = high;
-    for pass in (0..lookup.dims).step_by(DP) {
-        let tables = tables_512::<DP>(lookup, pass);
-        for group in 0..per_row / 4 {
-            let (at, shift) = place(group, groups_of_bytes, width);
-            // SAFETY: two halves of 128 bytes, of which there are `groups_of_bytes`.
-            let halves = unsafe {
-                let at = bytes.as_ptr().add(128 * at);
-                [_mm512_loadu_si512(at.cast()), _mm512_loadu_si512(at.add(64).cast())]
-            };
-            let halves = halves.map(|half| cut_512(half, shift, mask));
-            for d in 0..DP {
-                let values = halves.map(|half| look_512::<KIND>(half, &tables[d]));
-                let at = (pass + d) * per_row + 4 * group;
-                for row in 0..R {
-                    let at = 2 * row * q.len + at;
-                    // SAFETY: a row has `2 * q.len` bytes and `at` is four bytes before the end
-                    // of a half of it at most.
-                    let parts =
-                        unsafe { [four(q.bytes.as_ptr(), at), four(q.bytes.as_ptr(), at + q.len)] };
-                    let parts = parts.map(|part| _mm512_set1_epi32(part));
-                    for half in 0..2 {
-                        high[row][half] =
-                            _mm512_dpbusd_epi32(high[row][half], values[half], parts[0]);
-                        low[row][half] =
-                            _mm512_dpbusd_epi32(low[row][half], values[half], parts[1]);
-                    }
-                }
-            }
-        }
-    }
-    for row in 0..R {
-        let excess = _mm512_set1_epi32(excess(lookup, q.sums[row]));
-        let unit = _mm512_set1_ps(units[row]);
-        for half in 0..2 {
-            let sum = _mm512_add_epi32(_mm512_slli_epi32::<8>(high[row][half]), low[row][half]);
-            let sum = _mm512_cvtepi32_ps(_mm512_sub_epi32(sum, excess));
-            let out = &mut out[row * SPAN + 16 * half..][..16];
-            // SAFETY: 16 scores.
-            unsafe { _mm512_storeu_ps(out.as_mut_ptr(), _mm512_mul_ps(sum, unit)) };
-        }
-    }
-}
-
-/// For 16 positions, an accumulator per row, channel and part: 16 registers of 32.
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni,avx512vbmi")]
-fn values_512<const R: usize, const DP: usize, const KIND: u8>(
-    codes: TileCodes<'_>,
-    lookup: &Lookup,
-    (weights, target): (PartRows<'_>, Target<'_>),
-    out: &mut [f32],
-) {
-    let TileCodes { bytes, width, per_row } = codes;
-    let mask = _mm512_set1_epi8((u8::MAX >> (8 - width)) as i8);
-    for pass in (0..lookup.dims).step_by(DP) {
-        let tables = tables_512::<DP>(lookup, pass);
-        for block in (target.first..target.first + target.count).step_by(16) {
-            let lanes = (target.first + target.count - block).min(16);
-            let byte_mask = u64::MAX >> (64 - 4 * lanes);
-            let mut high = [[_mm512_setzero_si512(); DP]; R];
-            let mut low = high;
-            for group in 0..weights.len / 4 {
-                // A tile has eight groups of four tokens, in `width` groups of bytes.
-                let (at, shift) = place(group % 8, width as usize, width);
-                let at = group / 8 * codes.tile_bytes() + 4 * (at * per_row + block);
-                // SAFETY: `lanes` positions of four bytes, all of them codes.
-                let bytes =
-                    unsafe { _mm512_maskz_loadu_epi8(byte_mask, bytes.as_ptr().add(at).cast()) };
-                let codes = cut_512(bytes, shift, mask);
-                let values: [_; DP] = std::array::from_fn(|d| look_512::<KIND>(codes, &tables[d]));
-                for row in 0..R {
-                    let at = 2 * row * weights.len + 4 * group;
-                    let bytes = weights.bytes.as_ptr();
-                    // SAFETY: a row has `2 * weights.len` bytes.
-                    let parts = unsafe { [four(bytes, at), four(bytes, at + weights.len)] };
-                    let parts = parts.map(|part| _mm512_set1_epi32(part));
-                    for d in 0..DP {
-                        high[row][d] = _mm512_dpbusd_epi32(high[row][d], values[d], parts[0]);
-                        low[row][d] = _mm512_dpbusd_epi32(low[row][d], values[d], parts[1]);
-                    }
-                }
-            }
-            let lanes = u16::MAX >> (16 - lanes);
-            for row in 0..R {
-                let excess = _mm512_set1_epi32(excess(lookup, weights.sums[row]));
-                let mut factor = _mm512_set1_ps(target.units[row]);
-                if !target.factors.is_empty() {
-                    let factors = target.factors[block..].as_ptr();
-                    // SAFETY: there are as many factors as positions.
-                    let factors = unsafe { _mm512_maskz_loadu_ps(lanes, factors) };
-                    factor = _mm512_mul_ps(factors, factor);
-                }
-                for d in 0..DP {
-                    let sum = _mm512_add_epi32(_mm512_slli_epi32::<8>(high[row][d]), low[row][d]);
-                    let sum = _mm512_cvtepi32_ps(_mm512_sub_epi32(sum, excess));
-                    let at = (row * lookup.dims + pass + d) * per_row + block;
-                    let out = out[at..].as_mut_ptr();
-                    // SAFETY: the lanes of the mask are positions of the output.
-                    unsafe {
-                        let before = _mm512_maskz_loadu_ps(lanes, out);
-                        let after = _mm512_add_ps(before, _mm512_mul_ps(sum, factor));
-                        _mm512_mask_storeu_ps(out, lanes, after);
-                    }
-                }
-            }
-        }
-    }
 }
 
 /// A table as signed values.
@@ -336,13 +153,18 @@ fn keys_256<const R: usize, const DP: usize, const KIND: u8>(
         let mut sums = [[_mm256_setzero_si256(); 2]; R];
         for pass in (0..lookup.dims).step_by(DP) {
             let tables = tables_256::<DP>(lookup, pass);
+            // The group of bytes that a group of codes lies in, and where in it.
+            let (mut at, mut shift) = (0, 0);
             for group in 0..per_row / 4 {
-                let (at, shift) = place(group, groups_of_bytes, width);
+                if at == groups_of_bytes {
+                    (at, shift) = (0, shift + i64::from(width));
+                }
                 // SAFETY: two quarters of 128 bytes, of which there are `groups_of_bytes`.
                 let quarters = unsafe {
                     let at = bytes.as_ptr().add(128 * at + 64 * half);
                     [_mm256_loadu_si256(at.cast()), _mm256_loadu_si256(at.add(32).cast())]
                 };
+                at += 1;
                 let quarters = quarters.map(|quarter| cut_256(quarter, shift, mask));
                 for d in 0..DP {
                     let values = quarters.map(|codes| look_256::<KIND>(codes, tables[d]));
@@ -389,8 +211,10 @@ fn values_256<const R: usize, const DP: usize, const KIND: u8>(
             let lanes = [(end - block).min(8), (end - block).clamp(8, 16) - 8];
             let mut sums = [[_mm256_setzero_si256(); 2]; R];
             for group in 0..weights.len / 4 {
-                let (at, shift) = place(group % 8, width as usize, width);
-                let at = group / 8 * codes.tile_bytes() + 4 * (at * per_row + block);
+                // A tile has eight groups of four tokens, in `width` groups of bytes.
+                let within = group % 8 & (width as usize - 1);
+                let shift = (group % 8 - within) as i64;
+                let at = group / 8 * codes.tile_bytes() + 4 * (within * per_row + block);
                 let cut =
                     |at: usize, lanes| cut_256(load_256(&bytes[at..][..4 * lanes]), shift, mask);
                 let first = cut(at, lanes[0]);

@@ -3,7 +3,7 @@
 #![allow(unsafe_code)] // Calls after detection, register loads and stores.
 
 use super::dots::TileCodes;
-use super::dots_x86::{TABLE_16, TABLE_64, TABLE_256, look_512};
+use super::dots_512_x86::{TABLE_64, TABLE_256, look_up};
 use super::expand::Expand;
 use super::levels::CHUNKS;
 use super::scores::TILE;
@@ -70,10 +70,8 @@ pub(super) fn tile(
         // SAFETY: a `Simd` of this set exists only where the CPU has it; lengths are checked.
         unsafe {
             match (step, expand.bits) {
-                (1, ..=4) => tile_512::<1, TABLE_16>(expand, codes, at, out),
                 (1, ..=6) => tile_512::<1, TABLE_64>(expand, codes, at, out),
                 (1, _) => tile_512::<1, TABLE_256>(expand, codes, at, out),
-                (_, ..=4) => tile_512::<2, TABLE_16>(expand, codes, at, out),
                 (_, ..=6) => tile_512::<2, TABLE_64>(expand, codes, at, out),
                 (_, _) => tile_512::<2, TABLE_256>(expand, codes, at, out),
             }
@@ -111,7 +109,7 @@ fn tile_512<const N: usize, const KIND: u8>(
             let codes = unsafe { _mm512_maskz_loadu_epi8(lanes, from.as_ptr().add(at).cast()) };
             let codes = _mm512_and_si512(_mm512_srlv_epi16(codes, shift), mask);
             for (channel, table) in tables.iter().enumerate() {
-                let values = look_512::<KIND>(codes, table);
+                let values = look_up::<KIND>(codes, table);
                 // SAFETY: as above, in the output of that channel.
                 unsafe {
                     let to = to.as_mut_ptr().add(channel * channel_stride + at);

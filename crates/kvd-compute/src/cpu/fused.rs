@@ -119,7 +119,7 @@ impl Values {
         }
         let vq = vq::Values::new(simd, side, rows).map(Self::Vq);
         let vq = vq.or_else(|| lloyd::Values::new(simd, side, rows).map(Self::Lloyd));
-        vq.or_else(|| uniform::Values::new(side).map(Self::Uniform))
+        vq.or_else(|| uniform::Values::new(side, rows).map(Self::Uniform))
     }
 
     /// Tiles that one call takes: many where they share work, few where bytes are many and the
@@ -172,7 +172,8 @@ impl Values {
             Self::Grid(values) => values.scale(row, factor),
             Self::BitAlloc(values) => values.scale(row, factor),
             Self::Lloyd(values) => values.scale(row, factor),
-            _ => sums.iter_mut().for_each(|sum| *sum *= factor),
+            Self::Uniform(values) => values.scale(row, sums, factor),
+            Self::Fp8(_) | Self::Vq(_) => sums.iter_mut().for_each(|sum| *sum *= factor),
         }
     }
 
@@ -181,9 +182,8 @@ impl Values {
     pub(super) fn unfold(&self, index: usize, sums: &[f32], row: &mut [f32]) {
         match self {
             Self::Vq(values) => values.unfold(sums, row),
-            Self::Fp8(_) | Self::Uniform(_) => {
-                row.iter_mut().zip(sums).for_each(|(to, from)| *to += from)
-            }
+            Self::Fp8(_) => row.iter_mut().zip(sums).for_each(|(to, from)| *to += from),
+            Self::Uniform(values) => values.unfold(index, sums, row),
             Self::Grid(values) => values.unfold(index, row),
             Self::BitAlloc(values) => values.unfold(index, row),
             Self::Lloyd(values) => values.unfold(index, row),

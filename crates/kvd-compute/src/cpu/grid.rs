@@ -101,6 +101,8 @@ pub(crate) struct Values {
     parts: Parts,
     /// `[rows, positions]`.
     sums: Vec<f32>,
+    /// Of the weights, by row, in steps: what codes are too large by counts as often.
+    weights: Vec<f32>,
     /// Of what tiles do not hold: `[rows, dim]`.
     rests: Vec<f32>,
     dim: usize,
@@ -114,6 +116,7 @@ impl Values {
             lookup: Lookup::identity(),
             step: grid.step(),
             sums: vec![0.0; rows * positions.len()],
+            weights: vec![0.0; rows],
             rests: vec![0.0; rows * side.dim()],
             positions,
             parts: Parts::default(),
@@ -142,9 +145,7 @@ impl Values {
                 let (weights, largest) = weights.tiles(row, tiles.clone());
                 let unit = self.parts.push(simd, weights, largest, None).unit * self.step;
                 units[index] = unit;
-                let sum = self.parts.rows(index).sums[0] as f32 * unit;
-                let sums = sums[index * count..][..count].iter_mut();
-                sums.zip(&self.positions).for_each(|(s, (bias, _))| *s -= *bias as f32 * sum);
+                self.weights[row] += self.parts.rows(index).sums[0] as f32 * unit;
             }
             let units = &units[..rows.len()];
             let target = Target { units, factors: &[], first: 0, count };
@@ -163,6 +164,7 @@ impl Values {
     /// Scales the sums of a row.
     pub(crate) fn scale(&mut self, row: usize, factor: f32) {
         let count = self.positions.len();
+        self.weights[row] *= factor;
         let sums = self.sums[row * count..][..count].iter_mut();
         sums.chain(&mut self.rests[row * self.dim..][..self.dim]).for_each(|sum| *sum *= factor);
     }
@@ -170,8 +172,8 @@ impl Values {
     /// Adds the sums of row `row` to `out`, in the order of coefficients.
     pub(crate) fn unfold(&self, row: usize, out: &mut [f32]) {
         let sums = &self.sums[row * self.positions.len()..];
-        for ((_, coefficient), sum) in self.positions.iter().zip(sums) {
-            out[*coefficient] += sum;
+        for ((bias, coefficient), sum) in self.positions.iter().zip(sums) {
+            out[*coefficient] += sum - *bias as f32 * self.weights[row];
         }
         let rests = &self.rests[row * self.dim..][..self.dim];
         out.iter_mut().zip(rests).for_each(|(out, rest)| *out += rest);

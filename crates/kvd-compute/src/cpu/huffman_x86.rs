@@ -6,6 +6,7 @@
 //! of them: the next eight bits (cut out of each reservoir by `vpmultishiftqb`), the codes and
 //! lengths of four times sixteen symbols (looked up together in tables of two or four registers),
 //! and who is short of bits. Words come in at the same place always, handed out by an expansion.
+#![expect(clippy::needless_range_loop, reason = "indices name registers")]
 #![allow(unsafe_code)] // Register loads and stores, and calls after detection.
 
 use super::huffman::{Chunk, LANES, QUAD, STEP_BYTES, Step};
@@ -133,6 +134,11 @@ fn load(bytes: &[u8; 256]) -> Bytes {
     from_fn(|i| unsafe { _mm512_loadu_si512(bytes.as_ptr().add(64 * i).cast()) })
 }
 
+/// Whether indices have eight bits.
+fn is_wide(table: &LaneTable) -> bool {
+    table.longest() > 7
+}
+
 /// The bytes that the low bits of each byte name.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
@@ -166,6 +172,47 @@ impl Lanes {
         self.at = _mm512_add_epi8(self.at, look::<WIDE>(bits, lengths));
         look::<WIDE>(bits, codes)
     }
+
+    /// The low bits of a code, as they are.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
+    fn raw(&mut self, bits: u32) -> __m512i {
+        let mask = _mm512_set1_epi8(((1u32 << bits) - 1) as i8);
+        let low = _mm512_and_si512(self.bits(), mask);
+        self.at = _mm512_add_epi8(self.at, _mm512_set1_epi8(bits as i8));
+        low
+    }
+
+    /// The same as `symbol`, with length and code in one byte of a table.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
+    fn small<const WIDE: bool>(&mut self, table: &Bytes) -> __m512i {
+        let entry = look::<WIDE>(self.bits(), table);
+        let more = _mm512_and_si512(_mm512_srli_epi16::<5>(entry), _mm512_set1_epi8(7));
+        let next = _mm512_add_epi8(self.at, _mm512_set1_epi8(1));
+        self.at = _mm512_add_epi8(next, more);
+        _mm512_and_si512(entry, _mm512_set1_epi8(31))
+    }
+}
+
+/// Some symbols of each lane and chunk, as `$symbol` reads one; a top-up before each batch. No
+/// function, for what `top_up` says.
+macro_rules! symbols {
+    ($quad:expr, $batch:expr, ($held:expr, $words:ident, $at:ident), |$lanes:ident| $symbol:expr) => {{
+        let ((table, count), mut $lanes) = ($at, $held);
+        let mut symbols = [_mm512_setzero_si512(); $quad];
+        for at in 0..$quad {
+            if at >= count {
+                break;
+            }
+            if at % $batch == 0 {
+                top_up!($lanes, $words, table);
+            }
+            symbols[at] = $symbol;
+        }
+        $held = $lanes;
+        symbols
+    }};
 }
 
 impl<'a, 'b> Group<'a, 'b> {
@@ -193,16 +240,13 @@ impl<'a, 'b> Group<'a, 'b> {
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,bmi2,popcnt")]
     fn step(&mut self, step: &Step) {
         let table = &self.tables[step.table];
-        let wide = table.longest() > 7;
-        let quads = match (table.group(), wide, table.raw_bits() > 0) {
-            (1, false, false) => self.singles::<false, false>(table, step.count),
-            (1, true, false) => self.singles::<true, false>(table, step.count),
-            (1, false, true) => self.singles::<false, true>(table, step.count),
-            (1, true, true) => self.singles::<true, true>(table, step.count),
-            (2, false, _) => self.pairs::<false>(table, step.count),
-            (2, true, _) => self.pairs::<true>(table, step.count),
-            (_, false, _) => self.fours::<false>(table),
-            (_, true, _) => self.fours::<true>(table),
+        let quads = match (table.group(), table.batch().0) {
+            (1, 4) => self.singles::<4>(table, step.count),
+            (1, 2) => self.singles::<2>(table, step.count),
+            (1, _) => self.singles::<1>(table, step.count),
+            (2, 2) => self.pairs::<2>(table, step.count),
+            (2, _) => self.pairs::<1>(table, step.count),
+            _ => self.fours(table),
         };
         for (chunk, quads) in self.chunks.iter_mut().zip(quads) {
             let out = &mut chunk.out[step.out..][..STEP_BYTES];
@@ -214,53 +258,59 @@ impl<'a, 'b> Group<'a, 'b> {
     /// Quads of codes with a symbol each.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,bmi2,popcnt")]
-    fn singles<const WIDE: bool, const RAW: bool>(
+    fn singles<const BATCH: usize>(
         &mut self,
         table: &LaneTable,
         count: usize,
     ) -> [__m512i; CHUNKS] {
         let bytes = table.bytes().expect("the caller has looked");
-        let (codes, lengths) = (load(&bytes.codes), load(&bytes.lengths));
-        let mut lanes = self.lanes;
-        let (batch, raw) = (table.batch().0, table.raw_bits());
-        let mask = _mm512_set1_epi8(((1u32 << raw) - 1) as i8);
-        let mut symbols = [_mm512_setzero_si512(); QUAD];
-        for (at, symbol) in symbols.iter_mut().enumerate() {
-            if at >= count {
-                break;
+        let (words, at) = (&mut self.words, (table, count));
+        let symbols = match (is_wide(table), table.raw_bits(), &bytes.small) {
+            (false, 0, Some(small)) => {
+                let small = load(small);
+                symbols!(QUAD, BATCH, (self.lanes, words, at), |lanes| lanes.small::<false>(&small))
             }
-            if at % batch == 0 {
-                top_up!(lanes, self.words, table);
+            (true, 0, Some(small)) => {
+                let small = load(small);
+                symbols!(QUAD, BATCH, (self.lanes, words, at), |lanes| lanes.small::<true>(&small))
             }
-            *symbol = lanes.symbol::<WIDE>(&codes, &lengths);
-            if RAW {
-                let low = _mm512_and_si512(lanes.bits(), mask);
-                *symbol = _mm512_or_si512(*symbol, low);
-                lanes.at = _mm512_add_epi8(lanes.at, _mm512_set1_epi8(raw as i8));
+            (wide, raw, _) => {
+                let (codes, lengths) = (load(&bytes.codes), load(&bytes.lengths));
+                match (wide, raw) {
+                    (false, 0) => {
+                        symbols!(QUAD, BATCH, (self.lanes, words, at), |lanes| lanes
+                            .symbol::<false>(&codes, &lengths))
+                    }
+                    (true, 0) => symbols!(QUAD, BATCH, (self.lanes, words, at), |lanes| lanes
+                        .symbol::<true>(&codes, &lengths)),
+                    (false, raw) => symbols!(QUAD, BATCH, (self.lanes, words, at), |lanes| {
+                        let symbol = lanes.symbol::<false>(&codes, &lengths);
+                        _mm512_or_si512(symbol, lanes.raw(raw))
+                    }),
+                    (true, raw) => symbols!(QUAD, BATCH, (self.lanes, words, at), |lanes| {
+                        let symbol = lanes.symbol::<true>(&codes, &lengths);
+                        _mm512_or_si512(symbol, lanes.raw(raw))
+                    }),
+                }
             }
-        }
-        self.lanes = lanes;
+        };
         by_chunk(symbols)
     }
 
     /// Quads of codes of which two share a symbol.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,bmi2,popcnt")]
-    fn pairs<const WIDE: bool>(&mut self, table: &LaneTable, count: usize) -> [__m512i; CHUNKS] {
+    fn pairs<const BATCH: usize>(&mut self, table: &LaneTable, count: usize) -> [__m512i; CHUNKS] {
         let bytes = table.bytes().expect("the caller has looked");
         let (codes, lengths) = (load(&bytes.codes), load(&bytes.lengths));
-        let mut lanes = self.lanes;
-        let mut symbols = [_mm512_setzero_si512(); 2];
-        for (index, symbol) in symbols.iter_mut().enumerate() {
-            if 2 * index >= count {
-                break;
-            }
-            if index % table.batch().0 == 0 {
-                top_up!(lanes, self.words, table);
-            }
-            *symbol = lanes.symbol::<WIDE>(&codes, &lengths);
-        }
-        self.lanes = lanes;
+        let (words, at) = (&mut self.words, (table, count.div_ceil(2)));
+        let symbols = if is_wide(table) {
+            symbols!(2, BATCH, (self.lanes, words, at), |lanes| lanes
+                .symbol::<true>(&codes, &lengths))
+        } else {
+            symbols!(2, BATCH, (self.lanes, words, at), |lanes| lanes
+                .symbol::<false>(&codes, &lengths))
+        };
         let [even, odd] = merge(symbols[0], symbols[1]);
         // Four codes of four bits each, from bit 0 or 16 of a lane on.
         let low = _mm512_set1_epi64(0x2C28_2420_0C08_0400);
@@ -276,13 +326,15 @@ impl<'a, 'b> Group<'a, 'b> {
     /// Quads of codes that share a symbol.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,bmi2,popcnt")]
-    fn fours<const WIDE: bool>(&mut self, table: &LaneTable) -> [__m512i; CHUNKS] {
+    fn fours(&mut self, table: &LaneTable) -> [__m512i; CHUNKS] {
         let bytes = table.bytes().expect("the caller has looked");
         let (codes, lengths) = (load(&bytes.codes), load(&bytes.lengths));
-        let mut lanes = self.lanes;
-        top_up!(lanes, self.words, table);
-        let packed = lanes.symbol::<WIDE>(&codes, &lengths);
-        self.lanes = lanes;
+        let (words, at) = (&mut self.words, (table, 1));
+        let [packed] = if is_wide(table) {
+            symbols!(1, 1, (self.lanes, words, at), |lanes| lanes.symbol::<true>(&codes, &lengths))
+        } else {
+            symbols!(1, 1, (self.lanes, words, at), |lanes| lanes.symbol::<false>(&codes, &lengths))
+        };
         // Four codes of two bits each, from bit 0, 8, 16 or 24 of a lane on.
         let mut quads = [packed; CHUNKS];
         for (quads, bit) in quads.iter_mut().zip([0, 8, 16, 24]) {

@@ -2,7 +2,7 @@
 //! for each 16 levels).
 #![allow(unsafe_code)] // Calls after detection, register loads and stores.
 
-use super::dots_x86::{TABLE_16, TABLE_64, TABLE_256, look_512};
+use super::dots_512_x86::{TABLE_64, TABLE_256, look_up as look};
 use super::levels::{CHUNKS, LevelTable, Plane, RunCodes, code};
 use super::simd::{InstructionSet, Simd};
 use std::arch::x86_64::*;
@@ -24,8 +24,8 @@ pub(super) fn look_up(
             (InstructionSet::Avx2, 6) => run_256::<4, 2>(codes, table, stride, out),
             (InstructionSet::Avx2, 7) => run_256::<8, 3>(codes, table, stride, out),
             (InstructionSet::Avx2, _) => run_256::<16, 1>(codes, table, stride, out),
-            (_, 1 | 2 | 4) => run_512::<TABLE_16, 1>(codes, table, stride, out),
-            (_, 3) => run_512::<TABLE_16, 2>(codes, table, stride, out),
+            (_, 1 | 2 | 4) => run_512::<TABLE_64, 1>(codes, table, stride, out),
+            (_, 3) => run_512::<TABLE_64, 2>(codes, table, stride, out),
             (_, 5 | 6) => run_512::<TABLE_64, 2>(codes, table, stride, out),
             (_, 7) => run_512::<TABLE_256, 3>(codes, table, stride, out),
             _ => run_512::<TABLE_256, 1>(codes, table, stride, out),
@@ -70,7 +70,7 @@ fn run_512<const KIND: u8, const PARTS: usize>(
                 // The bits under the mask, to those of other planes.
                 codes = _mm512_ternarylogic_epi64::<0xF8>(codes, turned, masks[p]);
             }
-            let bytes = look_512::<KIND>(codes, &tables);
+            let bytes = look::<KIND>(codes, &tables);
             // SAFETY: as above.
             unsafe { _mm512_mask_storeu_epi8(out.as_mut_ptr().add(at).cast(), lanes, bytes) };
         }

@@ -10,6 +10,8 @@ mod codes;
 #[cfg(test)]
 mod conformance;
 mod dots;
+#[cfg(target_arch = "x86_64")]
+mod dots_512_x86;
 #[cfg(target_arch = "aarch64")]
 mod dots_neon;
 mod dots_portable;

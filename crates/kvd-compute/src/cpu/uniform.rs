@@ -69,31 +69,20 @@ fn scale_row(groups: UniformGroups, tile: usize) -> usize {
     groups.group.map_or(0, |group| tile * TILE / group)
 }
 
+/// Channels of a value that a token has one pair for; all of them where pairs are of channels.
+fn channels(groups: UniformGroups, dim: usize) -> usize {
+    match groups.axis {
+        GroupAxis::Token => groups.group.unwrap_or(dim),
+        GroupAxis::Channel | GroupAxis::Block => dim,
+    }
+}
+
 /// Whether every tile lies in one scale row.
 fn by_tile(groups: UniformGroups) -> bool {
     match groups.axis {
         GroupAxis::Channel => groups.group.is_none_or(|group| group.is_multiple_of(TILE)),
         GroupAxis::Block => true,
         GroupAxis::Token => false,
-    }
-}
-
-/// Minima and steps of every value of a row or column, as f16.
-#[derive(Default)]
-struct Expanded {
-    minima: Vec<u8>,
-    steps: Vec<u8>,
-}
-
-impl Expanded {
-    /// Repeats one pair `count` times; a step alone has the minimum 0.
-    fn fill(&mut self, pair: &[u8], count: usize) {
-        let (minimum, step) = pair.split_at(pair.len() - PAIR_BYTES / 2);
-        let minimum = if minimum.is_empty() { &[0; PAIR_BYTES / 2] } else { minimum };
-        for (bytes, value) in [(&mut self.minima, minimum), (&mut self.steps, step)] {
-            bytes.clear();
-            bytes.extend(std::iter::repeat_n(value, count).flatten());
-        }
     }
 }
 
@@ -105,9 +94,12 @@ pub(crate) struct Keys {
     queries: Vec<f32>,
     /// Address and row of the scales that queries are folded with: tiles of one group share them.
     folded: Option<(usize, usize)>,
-    /// The page's only pair for every channel, where there is but one.
-    pair: Expanded,
+    /// As many f16 as there are channels, for scales without minima.
+    zeros: Vec<u8>,
     parts: Parts,
+    /// What cutting the queries as they are came to, where one pair is every channel's; its base
+    /// is that of a minimum of 1.
+    whole: Vec<Pushed>,
     units: Vec<f32>,
     /// What the minima add to a score, by row.
     bases: Vec<f32>,
@@ -129,8 +121,9 @@ impl Keys {
             dim,
             queries: queries.to_vec(),
             folded: None,
-            pair: Expanded::default(),
+            zeros: Vec::new(),
             parts: Parts::default(),
+            whole: Vec::new(),
             units: Vec::new(),
             bases: Vec::new(),
         })
@@ -163,19 +156,19 @@ impl Keys {
 
     /// Multiplies the queries with the steps of a scale row.
     fn fold(&mut self, simd: Simd, scales: &[u8], row: usize) {
-        self.parts.reset(self.dim);
         self.units.clear();
         self.bases.clear();
-        let (minima, steps) = if self.groups.axis == GroupAxis::Block {
-            self.pair.fill(scales, self.dim);
-            (&self.pair.minima[..], &self.pair.steps[..])
-        } else if self.groups.mode == UniformMode::Asym {
+        if self.groups.axis == GroupAxis::Block {
+            return self.scale(simd, scales);
+        }
+        self.parts.reset(self.dim);
+        let (minima, steps) = if self.groups.mode == UniformMode::Asym {
             let bytes = self.dim * PAIR_BYTES;
             scales[row * bytes..][..bytes].split_at(bytes / 2)
         } else {
             let bytes = self.dim * PAIR_BYTES / 2;
-            self.pair.minima.resize(bytes, 0);
-            (&self.pair.minima[..], &scales[row * bytes..][..bytes])
+            self.zeros.resize(bytes, 0);
+            (&self.zeros[..], &scales[row * bytes..][..bytes])
         };
         for block in self.queries.chunks(ROWS * self.dim) {
             let mut queries: [&[f32]; ROWS] = [&[]; ROWS];
@@ -189,6 +182,33 @@ impl Keys {
                 self.units.push(row.unit);
                 self.bases.push(row.base + middle(self.groups) * row.lost);
             }
+        }
+    }
+
+    /// Takes the page's only pair into units and bases: the queries are cut once for all pages.
+    fn scale(&mut self, simd: Simd, pair: &[u8]) {
+        if self.whole.is_empty() {
+            self.parts.reset(self.dim);
+            for query in self.queries.chunks_exact(self.dim) {
+                let (largest, total) = (query.iter().fold(0f32, |m, q| m.max(q.abs())), sum(query));
+                let pushed = self.parts.push(simd, query, largest, Some(total));
+                self.whole.push(Pushed { base: total, ..pushed });
+            }
+        }
+        let mut values = [0f32; 2];
+        let [minimum, step] = match self.groups.mode {
+            UniformMode::Asym => {
+                DType::F16.widen(&pair[..PAIR_BYTES], &mut values);
+                values
+            }
+            UniformMode::Sym | UniformMode::Hybrid => {
+                DType::F16.widen(&pair[..PAIR_BYTES / 2], &mut values[1..]);
+                values
+            }
+        };
+        for row in &self.whole {
+            self.units.push(row.unit * step);
+            self.bases.push(row.base * minimum + middle(self.groups) * row.lost * step);
         }
     }
 }
@@ -223,12 +243,15 @@ pub(crate) struct Values {
     turned: Vec<u8>,
     /// As many f16 as a span has tokens, for scales without minima.
     zeros: Vec<u8>,
+    /// What is to be added to all channels of a group, `[rows, groups of channels]`: minima of
+    /// tokens, and what rounding took.
+    bases: Vec<f32>,
     /// Codes with their signs.
     signed: Vec<u8>,
 }
 
 impl Values {
-    pub(crate) fn new(side: &HeadSide) -> Option<Self> {
+    pub(crate) fn new(side: &HeadSide, rows: usize) -> Option<Self> {
         let groups = side.uniform()?;
         let dim = side.dim();
         let whole = |group: usize| group.is_multiple_of(16) && dim.is_multiple_of(group);
@@ -243,6 +266,7 @@ impl Values {
                 groups.axis == GroupAxis::Channel && groups.group == Some(TILE) && groups.bits < 8
             }
         };
+        let pairs = dim / channels(groups, dim);
         fits.then(|| Self {
             groups,
             lookup: lookup(groups),
@@ -251,6 +275,7 @@ impl Values {
             parts: Parts::default(),
             turned: Vec::new(),
             zeros: Vec::new(),
+            bases: vec![0.0; rows * pairs],
             signed: Vec::new(),
         })
     }
@@ -297,7 +322,7 @@ impl Values {
 
     /// Scales of `tokens` tokens from `first` on, groups before tokens.
     fn turn(&mut self, page: &FixedCodes<'_>, first: usize, tokens: usize) {
-        let pairs = self.dim / self.groups.group.unwrap_or(self.dim);
+        let pairs = self.dim / channels(self.groups, self.dim);
         let columns = if self.groups.mode == UniformMode::Asym { 2 * pairs } else { pairs };
         let bytes = &page.scales[first * columns * 2..][..tokens * columns * 2];
         self.turned.resize(bytes.len(), 0);
@@ -321,7 +346,7 @@ impl Values {
         (rows, weights): (Range<usize>, &Scores),
         sums: &mut [f32],
     ) {
-        let (tokens, count) = (tiles.len() * TILE, self.groups.group.unwrap_or(self.dim));
+        let (tokens, count) = (tiles.len() * TILE, channels(self.groups, self.dim));
         let sums = &mut sums[rows.start * self.dim..rows.end * self.dim];
         let mut values: [&[f32]; ROWS] = [&[]; ROWS];
         for (values, row) in values.iter_mut().zip(rows.clone()) {
@@ -339,9 +364,9 @@ impl Values {
             self.parts.reset(tokens);
             let mut pushed = [Pushed::default(); ROWS];
             self.parts.push_folded(simd, &values[..rows.len()], (steps, minima), &mut pushed);
-            for (row, sums) in pushed.iter().zip(sums.chunks_exact_mut(self.dim)) {
-                let base = row.base + middle(self.groups) * row.lost;
-                sums[first..first + count].iter_mut().for_each(|sum| *sum += base);
+            for (row, pushed) in rows.clone().zip(&pushed) {
+                let base = pushed.base + middle(self.groups) * pushed.lost;
+                self.bases[row * pairs + group] += base;
             }
             let units = pushed.map(|row| row.unit);
             let target = Target { units: &units[..rows.len()], factors: &[], first, count };
@@ -374,9 +399,7 @@ impl Values {
             let lost = middle(self.groups) * pushed.lost;
             let sums = &mut sums[index * self.dim..][..self.dim];
             match (&minima[..], &steps[..]) {
-                ([minimum], [step]) => {
-                    sums.iter_mut().for_each(|sum| *sum += weight * minimum + lost * step);
-                }
+                ([minimum], [step]) => self.bases[row] += weight * minimum + lost * step,
                 _ => add_bases(simd, sums, (minima, centres), [weight, lost]),
             }
             if let [step] = steps[..] {
@@ -386,6 +409,23 @@ impl Values {
         let factors = if steps.len() == 1 { &[] } else { &steps[..] };
         let target = Target { units: &units[..rows.len()], factors, first: 0, count: self.dim };
         value_dots(simd, codes, &self.lookup, (self.parts.rows(0), target), sums);
+    }
+
+    /// Scales what was summed for row `row`, `sums` of it.
+    pub(crate) fn scale(&mut self, row: usize, sums: &mut [f32], factor: f32) {
+        let pairs = self.dim / channels(self.groups, self.dim);
+        let bases = &mut self.bases[row * pairs..][..pairs];
+        sums.iter_mut().chain(bases).for_each(|sum| *sum *= factor);
+    }
+
+    /// Adds what was summed for row `row`, `sums` of it, to `out`.
+    pub(crate) fn unfold(&self, row: usize, sums: &[f32], out: &mut [f32]) {
+        let count = channels(self.groups, self.dim);
+        let pairs = self.dim / count;
+        let groups = out.chunks_exact_mut(count).zip(sums.chunks_exact(count));
+        for ((out, sums), base) in groups.zip(&self.bases[row * pairs..]) {
+            out.iter_mut().zip(sums).for_each(|(out, sum)| *out += sum + base);
+        }
     }
 }
 

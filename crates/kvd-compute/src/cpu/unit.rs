@@ -40,7 +40,7 @@ impl Queries {
 }
 
 /// Bytes of each side of the next part that one step asks for.
-const PREFETCH_BYTES: usize = 1024;
+const PREFETCH_BYTES: usize = 512;
 
 /// Parts whose entropy-coded pages are decoded together: bytes of a lane of 32 bits.
 pub(super) const TOGETHER: usize = 4;
@@ -239,6 +239,7 @@ impl<'a> Walk<'a> {
     fn weigh(&mut self, span: &Span, key_space: Space, value_space: Space) {
         let (simd, cap, group) = (self.job.simd, self.job.plan.soft_cap, group(self.job));
         for (row, state) in self.states.iter_mut().enumerate() {
+            prefetch(&mut self.ahead);
             let visible = self.unit.query.visible(self.unit.q.start + (row / group) as u32);
             let seen = span.visible(&visible);
             self.scores.see(row, seen.clone());

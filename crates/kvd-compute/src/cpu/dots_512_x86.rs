@@ -1,0 +1,312 @@
+//! `dots.rs` in AVX-512: `vpdpbusd` of the high and the low parts, tables in registers.
+//!
+//! Everything here is reached through the two functions at the top, whose callers in `dots.rs`
+//! know that the machine has the instructions and have checked all lengths; pointers stay inside
+//! those.
+#![allow(unsafe_code)] // Register loads and stores, and calls after detection.
+#![expect(clippy::needless_range_loop, reason = "indices name registers")]
+
+use super::dots::{Lookup, Target, TileCodes};
+use super::dots_x86::{excess, four};
+use super::parts::PartRows;
+use super::scores::{SPAN, TILE};
+use std::arch::x86_64::*;
+
+/// Codes are values.
+const PLAIN: u8 = 0;
+/// A table of at most 64 bytes.
+pub(super) const TABLE_64: u8 = 1;
+/// A table of 256 bytes.
+pub(super) const TABLE_256: u8 = 2;
+
+fn kind(lookup: &Lookup) -> u8 {
+    match (lookup.tables.is_empty(), lookup.bits) {
+        (true, _) => PLAIN,
+        (false, ..=6) => TABLE_64,
+        _ => TABLE_256,
+    }
+}
+
+/// Calls `$f::<rows, channels per pass, kind, width>`.
+macro_rules! by_rows {
+    ($f:ident, $rows:expr, ($($shape:tt)*), $args:tt) => {
+        match $rows {
+            1 => $f::<1, $($shape)*> $args,
+            2 => $f::<2, $($shape)*> $args,
+            3 => $f::<3, $($shape)*> $args,
+            4 => $f::<4, $($shape)*> $args,
+            rows => unreachable!("{rows} rows"),
+        }
+    };
+}
+
+/// As `by_rows`, whatever the kind and the width.
+macro_rules! by_shape {
+    ($f:ident, $rows:expr, $kind:expr, $width:expr, $args:tt) => {
+        match ($kind, $width) {
+            (PLAIN, 1) => by_rows!($f, $rows, (1, PLAIN, 1), $args),
+            (PLAIN, 2) => by_rows!($f, $rows, (1, PLAIN, 2), $args),
+            (PLAIN, 4) => by_rows!($f, $rows, (1, PLAIN, 4), $args),
+            (PLAIN, _) => by_rows!($f, $rows, (1, PLAIN, 8), $args),
+            (TABLE_64, 1) => by_rows!($f, $rows, (2, TABLE_64, 1), $args),
+            (TABLE_64, 2) => by_rows!($f, $rows, (2, TABLE_64, 2), $args),
+            (TABLE_64, 4) => by_rows!($f, $rows, (2, TABLE_64, 4), $args),
+            (TABLE_64, _) => by_rows!($f, $rows, (2, TABLE_64, 8), $args),
+            _ => by_rows!($f, $rows, (2, TABLE_256, 8), $args),
+        }
+    };
+}
+
+/// # Safety
+/// The machine has AVX-512 with VNNI and VBMI, and lengths are as `dots::key_dots` wants them.
+pub(super) unsafe fn key_dots(
+    codes: TileCodes<'_>,
+    lookup: &Lookup,
+    q: (PartRows<'_>, &[f32]),
+    out: &mut [f32],
+) {
+    let (rows, kind) = (q.1.len(), kind(lookup));
+    assert!(kind != TABLE_256 || codes.width == 8, "key_dots: wide codes are bytes");
+    // SAFETY: the caller's.
+    unsafe { by_shape!(keys, rows, kind, codes.width, (codes, lookup, q, out)) }
+}
+
+/// # Safety
+/// The machine has AVX-512 with VNNI and VBMI, and lengths are as `dots::value_dots` wants them.
+pub(super) unsafe fn value_dots(
+    codes: TileCodes<'_>,
+    lookup: &Lookup,
+    weights: (PartRows<'_>, Target<'_>),
+    out: &mut [f32],
+) {
+    let (rows, kind) = (weights.0.sums.len(), kind(lookup));
+    assert!(kind != TABLE_256 || codes.width == 8, "value_dots: wide codes are bytes");
+    // SAFETY: the caller's.
+    unsafe { by_shape!(values, rows, kind, codes.width, (codes, lookup, weights, out)) }
+}
+
+/// The tables of channels `first..first + DP`.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn tables<const DP: usize>(lookup: &Lookup, first: usize) -> [[__m512i; 4]; DP] {
+    let mut tables = [[_mm512_setzero_si512(); 4]; DP];
+    for (tables, bytes) in tables.iter_mut().zip(lookup.tables.iter().skip(first)) {
+        for (register, bytes) in tables.iter_mut().zip(bytes.as_chunks::<64>().0) {
+            // SAFETY: 64 bytes.
+            *register = unsafe { _mm512_loadu_si512(bytes.as_ptr().cast()) };
+        }
+    }
+    tables
+}
+
+/// A table of fewer than 64 entries is repeated, so that bits above a code do not matter.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
+pub(super) fn look_up<const KIND: u8>(codes: __m512i, table: &[__m512i; 4]) -> __m512i {
+    match KIND {
+        PLAIN => codes,
+        TABLE_64 => _mm512_permutexvar_epi8(codes, table[0]),
+        _ => {
+            let low = _mm512_permutex2var_epi8(table[0], codes, table[1]);
+            let high = _mm512_permutex2var_epi8(table[2], codes, table[3]);
+            _mm512_mask_blend_epi8(_mm512_movepi8_mask(codes), low, high)
+        }
+    }
+}
+
+/// Codes of a plane, from bit `shift` of each byte on; bits above them remain where look-ups do
+/// not mind.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw")]
+fn cut<const KIND: u8, const WIDTH: usize>(bytes: __m512i, shift: usize) -> __m512i {
+    let down = match shift {
+        0 => bytes,
+        // A constant where this is called: one instruction.
+        _ => _mm512_srl_epi16(bytes, _mm_cvtsi64_si128(shift as i64)),
+    };
+    if KIND == PLAIN && WIDTH < 8 {
+        return _mm512_and_si512(down, _mm512_set1_epi8((u8::MAX >> (8 - WIDTH)) as i8));
+    }
+    down
+}
+
+/// Calls `$step!(plane)` for each plane of codes of `$width` bits: written out, since shifts
+/// are to be constants.
+macro_rules! for_planes {
+    ($width:ident, $step:ident) => {
+        $step!(0);
+        if $width <= 4 {
+            $step!(1);
+        }
+        if $width <= 2 {
+            $step!(2);
+            $step!(3);
+        }
+        if $width == 1 {
+            $step!(4);
+            $step!(5);
+            $step!(6);
+            $step!(7);
+        }
+    };
+}
+
+/// Two accumulators of 16 tokens and both parts for each row: 16 registers of 32.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni,avx512vbmi")]
+fn keys<const R: usize, const DP: usize, const KIND: u8, const WIDTH: usize>(
+    codes: TileCodes<'_>,
+    lookup: &Lookup,
+    (q, units): (PartRows<'_>, &[f32]),
+    out: &mut [f32],
+) {
+    let TileCodes { bytes, per_row, .. } = codes;
+    // Groups of four codes that begin a byte, those of one plane.
+    let groups = bytes.len() / 128;
+    let mut high = [[_mm512_setzero_si512(); 2]; R];
+    let mut low = high;
+    for pass in (0..lookup.dims).step_by(DP) {
+        let tables = tables::<DP>(lookup, pass);
+        for group in 0..groups {
+            // SAFETY: two halves of 128 bytes, of which there are `groups`.
+            let halves = unsafe {
+                let at = bytes.as_ptr().add(128 * group);
+                [_mm512_loadu_si512(at.cast()), _mm512_loadu_si512(at.add(64).cast())]
+            };
+            macro_rules! plane {
+                ($plane:literal) => {
+                    let codes = halves.map(|half| cut::<KIND, WIDTH>(half, $plane * WIDTH));
+                    for d in 0..DP {
+                        let values = codes.map(|codes| look_up::<KIND>(codes, &tables[d]));
+                        let at = (pass + d) * per_row + 4 * ($plane * groups + group);
+                        for row in 0..R {
+                            let (bytes, at) = (q.bytes.as_ptr(), 2 * row * q.len + at);
+                            // SAFETY: a row has `2 * q.len` bytes and `at` is four bytes before
+                            // the end of a half of it at most.
+                            let parts = unsafe { [four(bytes, at), four(bytes, at + q.len)] };
+                            let parts = parts.map(|part| _mm512_set1_epi32(part));
+                            for half in 0..2 {
+                                high[row][half] =
+                                    _mm512_dpbusd_epi32(high[row][half], values[half], parts[0]);
+                                low[row][half] =
+                                    _mm512_dpbusd_epi32(low[row][half], values[half], parts[1]);
+                            }
+                        }
+                    }
+                };
+            }
+            for_planes!(WIDTH, plane);
+        }
+    }
+    for row in 0..R {
+        let excess = _mm512_set1_epi32(excess(lookup, q.sums[row]));
+        let unit = _mm512_set1_ps(units[row]);
+        for half in 0..2 {
+            let sum = _mm512_add_epi32(_mm512_slli_epi32::<8>(high[row][half]), low[row][half]);
+            let sum = _mm512_cvtepi32_ps(_mm512_sub_epi32(sum, excess));
+            let out = &mut out[row * SPAN + 16 * half..][..16];
+            // SAFETY: 16 scores.
+            unsafe { _mm512_storeu_ps(out.as_mut_ptr(), _mm512_mul_ps(sum, unit)) };
+        }
+    }
+}
+
+/// Registers of positions that are worked on at once: 16 of one channel twice, or of two channels.
+const COLUMNS: usize = 2;
+
+/// Positions of a step: `DP` channels of each share what is read of the weights.
+const fn positions<const DP: usize>() -> usize {
+    16 * COLUMNS / DP
+}
+
+/// An accumulator per row, register and part: 16 registers of 32.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni,avx512vbmi")]
+fn values<const R: usize, const DP: usize, const KIND: u8, const WIDTH: usize>(
+    codes: TileCodes<'_>,
+    lookup: &Lookup,
+    (weights, target): (PartRows<'_>, Target<'_>),
+    out: &mut [f32],
+) {
+    let TileCodes { bytes, per_row, .. } = codes;
+    let end = target.first + target.count;
+    for pass in (0..lookup.dims).step_by(DP) {
+        let tables = tables::<DP>(lookup, pass);
+        for block in (target.first..end).step_by(positions::<DP>()) {
+            // Of the second register too, where it holds other positions.
+            let lanes = [(end - block).min(16), (end - block).clamp(16, 32) - 16];
+            let masks = lanes.map(|lanes| u64::MAX.checked_shr(64 - 4 * lanes as u32).unwrap_or(0));
+            let mut high = [[_mm512_setzero_si512(); COLUMNS]; R];
+            let mut low = high;
+            for (tile, bytes) in bytes.chunks_exact(codes.tile_bytes()).enumerate() {
+                for group in 0..WIDTH {
+                    let at = 4 * (group * per_row + block);
+                    // SAFETY: as many positions of four bytes as there are lanes, all of them codes.
+                    let load = |column: usize| unsafe {
+                        let at = bytes.as_ptr().wrapping_add(at + 64 * column);
+                        _mm512_maskz_loadu_epi8(masks[column], at.cast())
+                    };
+                    let loaded = [load(0), if DP == 1 { load(1) } else { load(0) }];
+                    macro_rules! plane {
+                        ($plane:literal) => {
+                            let values: [_; COLUMNS] = std::array::from_fn(|column| {
+                                let codes = cut::<KIND, WIDTH>(loaded[column], $plane * WIDTH);
+                                look_up::<KIND>(codes, &tables[column % DP])
+                            });
+                            let at = tile * TILE + 4 * ($plane * WIDTH + group);
+                            for row in 0..R {
+                                let at = 2 * row * weights.len + at;
+                                let bytes = weights.bytes.as_ptr();
+                                // SAFETY: a row has `2 * weights.len` bytes.
+                                let parts =
+                                    unsafe { [four(bytes, at), four(bytes, at + weights.len)] };
+                                let parts = parts.map(|part| _mm512_set1_epi32(part));
+                                for c in 0..COLUMNS {
+                                    high[row][c] =
+                                        _mm512_dpbusd_epi32(high[row][c], values[c], parts[0]);
+                                    low[row][c] =
+                                        _mm512_dpbusd_epi32(low[row][c], values[c], parts[1]);
+                                }
+                            }
+                        };
+                    }
+                    for_planes!(WIDTH, plane);
+                }
+            }
+            for row in 0..R {
+                let excess = _mm512_set1_epi32(excess(lookup, weights.sums[row]));
+                for c in 0..COLUMNS {
+                    let sum = _mm512_add_epi32(_mm512_slli_epi32::<8>(high[row][c]), low[row][c]);
+                    let sum = _mm512_cvtepi32_ps(_mm512_sub_epi32(sum, excess));
+                    let (channel, column) = if DP == 1 { (pass, c) } else { (pass + c, 0) };
+                    let position = block + 16 * column;
+                    let at = (row * lookup.dims + channel) * per_row + position;
+                    add(sum, lanes[column], (position, target, target.units[row]), (at, out));
+                }
+            }
+        }
+    }
+}
+
+/// Adds up to 16 sums, times the unit and their factors, to `out` from `at` on.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+fn add(
+    sums: __m512,
+    lanes: usize,
+    (position, target, unit): (usize, Target<'_>, f32),
+    (at, out): (usize, &mut [f32]),
+) {
+    let lanes = (u32::from(u16::MAX) >> (16 - lanes)) as u16;
+    let mut factor = _mm512_set1_ps(unit);
+    if !target.factors.is_empty() {
+        let factors = target.factors.as_ptr().wrapping_add(position);
+        // SAFETY: there are as many factors as positions.
+        factor = _mm512_mul_ps(unsafe { _mm512_maskz_loadu_ps(lanes, factors) }, factor);
+    }
+    let out = out.as_mut_ptr().wrapping_add(at);
+    // SAFETY: the lanes of the mask are positions of the output.
+    unsafe {
+        let before = _mm512_maskz_loadu_ps(lanes, out);
+        let after = _mm512_add_ps(before, _mm512_mul_ps(sums, factor));
+        _mm512_mask_storeu_ps(out, lanes, after);
+    }
+}
