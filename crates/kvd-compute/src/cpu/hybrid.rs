@@ -147,13 +147,12 @@ fn turn(values: &[u32], pairs: usize, out: &mut [u32]) {
 /// values plus [`BIAS`]; each lane's signs are a word of a bit per summed code.
 pub(super) fn sign(simd: Simd, codes: &mut [u8], signs: &[u32]) {
     assert!(codes.len() <= TILE * signs.len(), "sign: more codes than signs");
+    #[cfg(target_arch = "x86_64")]
+    if simd.set() != InstructionSet::Portable {
+        return super::hybrid_x86::sign(simd, codes.as_chunks_mut::<QUAD>().0, signs);
+    }
     for (quad, codes) in codes.chunks_exact_mut(QUAD * signs.len()).enumerate() {
         let (codes, first) = (codes.as_chunks_mut::<QUAD>().0, (QUAD * quad) as u32);
-        #[cfg(target_arch = "x86_64")]
-        if simd.set() != InstructionSet::Portable {
-            super::hybrid_x86::sign(simd, codes, signs, first);
-            continue;
-        }
         #[cfg(target_arch = "aarch64")]
         if simd.set() != InstructionSet::Portable {
             super::hybrid_neon::sign(codes, signs, first);

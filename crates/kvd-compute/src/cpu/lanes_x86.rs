@@ -116,7 +116,8 @@ impl Lanes for A512 {
 
     #[inline(always)]
     unsafe fn max_magnitude(most: __m512, x: __m512) -> __m512 {
-        _mm512_max_ps(most, _mm512_abs_ps(x))
+        // The larger magnitude, without a sign.
+        _mm512_range_ps::<0b1011>(most, x)
     }
 
     #[inline(always)]

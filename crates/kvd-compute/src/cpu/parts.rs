@@ -15,6 +15,8 @@ use kvd_core::DType;
 pub(super) const FOLD_ROWS: usize = 4;
 /// Largest magnitude of a factor: the most that two signed bytes hold both ways.
 pub(super) const TOP: f32 = 32639.0;
+/// A row whose largest is no more than this is nothing beside any other, and has no reciprocal.
+pub(super) const NOTHING: f32 = 1e-30;
 
 /// How rows of 16-bit integers lie, which is how an instruction set multiplies them.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -125,6 +127,10 @@ impl Parts {
         let n = self.len;
         assert!(values.len() <= ROWS && values.iter().all(|row| row.len() == n), "parts: rows");
         assert!(steps.len() == 2 * n && minima.len() == 2 * n, "parts: scales");
+        #[cfg(target_arch = "x86_64")]
+        if simd.set() == InstructionSet::Avx512 && n.is_multiple_of(parts_x86::STEP) {
+            return self.push_folded_at_once(simd, values, (steps, minima), pushed);
+        }
         let mut folded = std::mem::take(&mut self.folded);
         folded.resize(FOLD_ROWS * n, 0.0);
         for (values, pushed) in values.chunks(FOLD_ROWS).zip(pushed.chunks_mut(FOLD_ROWS)) {
@@ -140,16 +146,41 @@ impl Parts {
         self.folded = folded;
     }
 
-    fn split(&mut self, simd: Simd, values: &[f32], largest: f32, total: f32) -> Pushed {
+    /// The same where one kernel does both steps.
+    #[cfg(target_arch = "x86_64")]
+    fn push_folded_at_once(
+        &mut self,
+        simd: Simd,
+        values: &[&[f32]],
+        scales: (&[u8], &[u8]),
+        pushed: &mut [Pushed; ROWS],
+    ) {
+        for (values, pushed) in values.chunks(FOLD_ROWS).zip(pushed.chunks_mut(FOLD_ROWS)) {
+            let range = self.room(values.len());
+            let cut = parts_x86::fold_and_split(simd, values, scales, &mut self.bytes[range]);
+            for (row, pushed) in pushed.iter_mut().enumerate().take(values.len()) {
+                let (unit, lost, base) = (cut.units[row], cut.losts[row], cut.bases[row]);
+                *pushed = Pushed { unit, lost, base };
+                self.sums.push(cut.sums[row]);
+            }
+        }
+    }
+
+    /// Where the next rows go.
+    fn room(&mut self, rows: usize) -> std::ops::Range<usize> {
         let start = 2 * self.len * self.sums.len();
-        let end = start + 2 * self.len;
+        let end = start + 2 * self.len * rows;
         if self.bytes.len() < end {
             self.bytes.resize(end, 0);
         }
-        // What is smaller than this is nothing beside any other row, and has no reciprocal.
-        let inverse = if largest > 1e-30 { TOP / largest } else { 0.0 };
+        start..end
+    }
+
+    fn split(&mut self, simd: Simd, values: &[f32], largest: f32, total: f32) -> Pushed {
+        let range = self.room(1);
+        let inverse = if largest > NOTHING { TOP / largest } else { 0.0 };
         let unit = if inverse > 0.0 { largest / TOP } else { 0.0 };
-        let sum = split(simd, values, inverse, &mut self.bytes[start..end]);
+        let sum = split(simd, values, inverse, &mut self.bytes[range]);
         self.sums.push(sum);
         let lost = if inverse > 0.0 { total - sum as f32 * unit } else { 0.0 };
         Pushed { unit, lost, base: 0.0 }

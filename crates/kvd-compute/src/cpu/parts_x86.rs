@@ -7,6 +7,9 @@
 #![allow(unsafe_op_in_unsafe_fn, reason = "the whole of each body needs what its caller upholds")]
 #![expect(clippy::needless_range_loop, reason = "indices name registers")]
 
+use super::lanes::Lanes;
+use super::lanes_x86::A512;
+use super::parts::{FOLD_ROWS, NOTHING, TOP};
 use super::simd::{InstructionSet, Simd};
 use std::arch::x86_64::*;
 
@@ -26,20 +29,154 @@ pub(super) fn split(simd: Simd, values: &[f32], inverse: f32, out: &mut [u8]) ->
     }
 }
 
-/// All high bytes, then all low ones, both signed.
+/// What folding and cutting a few rows came to.
+#[derive(Default)]
+pub(super) struct Cuts {
+    pub(super) units: [f32; FOLD_ROWS],
+    pub(super) losts: [f32; FOLD_ROWS],
+    pub(super) bases: [f32; FOLD_ROWS],
+    pub(super) sums: [i32; FOLD_ROWS],
+}
+
+/// Multiplies up to [`FOLD_ROWS`] rows with steps, of f16 as minima are, and cuts the products for
+/// AVX-512: as `parts_lanes::fold` and `split` do. Rows are a multiple of [`STEP`].
+pub(super) fn fold_and_split(
+    simd: Simd,
+    values: &[&[f32]],
+    (steps, minima): (&[u8], &[u8]),
+    out: &mut [u8],
+) -> Cuts {
+    let (n, rows) = (values[0].len(), values.len());
+    assert_eq!(simd.set(), InstructionSet::Avx512, "fold: instruction set");
+    assert!(n.is_multiple_of(STEP) && values.iter().all(|row| row.len() == n), "fold: rows");
+    assert!(steps.len() == 2 * n && minima.len() == 2 * n, "fold: scales");
+    assert_eq!(out.len(), 2 * n * rows, "fold: output");
+    let from = std::array::from_fn(|row| values[row.min(rows - 1)].as_ptr());
+    let (scales, out) = ((steps.as_ptr(), minima.as_ptr()), out.as_mut_ptr());
+    // SAFETY: the set was detected, lengths are as asserted.
+    unsafe {
+        match rows {
+            1 => fold_512::<1>(from, scales, n, out),
+            2 => fold_512::<2>(from, scales, n, out),
+            3 => fold_512::<3>(from, scales, n, out),
+            _ => fold_512::<4>(from, scales, n, out),
+        }
+    }
+}
+
+/// Products are made twice, once for their largest: that is less than to keep them.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+unsafe fn fold_512<const R: usize>(
+    values: [*const f32; FOLD_ROWS],
+    (steps, minima): (*const u8, *const u8),
+    n: usize,
+    out: *mut u8,
+) -> Cuts {
+    let mut largest = [_mm512_setzero_ps(); FOLD_ROWS];
+    let (mut bases, mut totals) = (largest, largest);
+    for at in (0..n).step_by(STEP) {
+        let step = A512::load_f16(steps.add(2 * at), STEP);
+        let minimum = A512::load_f16(minima.add(2 * at), STEP);
+        for row in 0..R {
+            let value = _mm512_loadu_ps(values[row].add(at));
+            let folded = _mm512_mul_ps(value, step);
+            largest[row] = A512::max_magnitude(largest[row], folded);
+            bases[row] = _mm512_fmadd_ps(value, minimum, bases[row]);
+            totals[row] = _mm512_add_ps(totals[row], folded);
+        }
+    }
+    let (bases, totals) = (A512::sums(bases), _mm_loadu_ps(A512::sums(totals).as_ptr()));
+    let largest = _mm_loadu_ps(A512::maxima(largest).as_ptr());
+    // An overflow of value times step has no unit; the sum is then of no use anyway.
+    let some = _mm_cmp_ps_mask::<_CMP_GT_OQ>(largest, _mm_set1_ps(NOTHING))
+        & _mm_cmp_ps_mask::<_CMP_LT_OQ>(largest, _mm_set1_ps(f32::INFINITY));
+    let top = _mm_set1_ps(TOP);
+    let units = _mm_maskz_div_ps(some, largest, top);
+    let mut inverses = [0f32; FOLD_ROWS];
+    _mm_storeu_ps(inverses.as_mut_ptr(), _mm_maskz_div_ps(some, top, largest));
+    let inverses: [__m512; R] = std::array::from_fn(|row| _mm512_set1_ps(inverses[row]));
+    let mut sums = [_mm512_setzero_si512(); FOLD_ROWS];
+    for at in (0..n).step_by(2 * STEP) {
+        let whole = n - at >= 2 * STEP;
+        let first = A512::load_f16(steps.add(2 * at), STEP);
+        for row in 0..R {
+            let scaled = |at: usize, step: __m512| {
+                let folded = _mm512_mul_ps(_mm512_loadu_ps(values[row].add(at)), step);
+                _mm512_mul_ps(folded, inverses[row])
+            };
+            let out = out.add(2 * row * n + at);
+            let sum = if whole {
+                let second = A512::load_f16(steps.add(2 * (at + STEP)), STEP);
+                cut_two_512([scaled(at, first), scaled(at + STEP, second)], out, n)
+            } else {
+                cut_512(scaled(at, first), out, n)
+            };
+            sums[row] = _mm512_add_epi32(sums[row], sum);
+        }
+    }
+    let mut cuts = Cuts { bases, ..Cuts::default() };
+    let sums = sum_rows(sums);
+    let lost = _mm_sub_ps(totals, _mm_mul_ps(_mm_cvtepi32_ps(sums), units));
+    _mm_storeu_ps(cuts.units.as_mut_ptr(), units);
+    _mm_storeu_ps(cuts.losts.as_mut_ptr(), _mm_maskz_mov_ps(some, lost));
+    _mm_storeu_si128(cuts.sums.as_mut_ptr().cast(), sums);
+    cuts
+}
+
+/// Sums of the lanes of four registers.
+#[inline]
+#[target_feature(enable = "avx512f,avx2")]
+fn sum_rows([a, b, c, d]: [__m512i; FOLD_ROWS]) -> __m128i {
+    let ab = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+    let cd = _mm512_add_epi32(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
+    let four = _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
+    let two = _mm512_castsi512_si256(four);
+    let two = _mm256_add_epi32(two, _mm512_extracti64x4_epi64::<1>(four));
+    _mm_add_epi32(_mm256_castsi256_si128(two), _mm256_extracti128_si256::<1>(two))
+}
+
+/// As `cut_512` for 32 values; what comes back has their sums two by two.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
+unsafe fn cut_two_512(scaled: [__m512; 2], out: *mut u8, n: usize) -> __m512i {
+    let [a, b] = scaled.map(|scaled| _mm512_cvtps_epi32(scaled));
+    // In each 128 bits four words of one and four of the other.
+    let words = _mm512_packs_epi32(a, b);
+    let high = _mm512_srli_epi16::<8>(_mm512_add_epi16(words, _mm512_set1_epi16(128)));
+    let low = _mm512_and_si512(words, _mm512_set1_epi16(0xFF));
+    let bytes = _mm512_packus_epi16(high, low);
+    let order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    let bytes = _mm512_permutexvar_epi32(order, bytes);
+    _mm256_storeu_si256(out.cast(), _mm512_castsi512_si256(bytes));
+    _mm256_storeu_si256(out.add(n).cast(), _mm512_extracti64x4_epi64::<1>(bytes));
+    _mm512_dpwssd_epi32(_mm512_setzero_si512(), words, _mm512_set1_epi16(1))
+}
+
+/// Rounds, and writes the high byte to `out`, what it leaves `n` further.
+#[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+unsafe fn cut_512(scaled: __m512, out: *mut u8, n: usize) -> __m512i {
+    let rounded = _mm512_cvtps_epi32(scaled);
+    let high = _mm512_srai_epi32::<8>(_mm512_add_epi32(rounded, _mm512_set1_epi32(128)));
+    _mm_storeu_si128(out.cast(), _mm512_cvtepi32_epi8(high));
+    // What the high byte leaves has the same low eight bits.
+    _mm_storeu_si128(out.add(n).cast(), _mm512_cvtepi32_epi8(rounded));
+    rounded
+}
+
+/// All high bytes, then all low ones, both signed.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 unsafe fn split_bytes(values: *const f32, n: usize, inverse: f32, out: *mut u8) -> i32 {
+    let inverse = _mm512_set1_ps(inverse);
+    let scaled = |at: usize| _mm512_mul_ps(_mm512_loadu_ps(values.add(at)), inverse);
     let mut sum = _mm512_setzero_si512();
-    let mut at = 0;
-    while at < n {
-        let scaled = _mm512_mul_ps(_mm512_loadu_ps(values.add(at)), _mm512_set1_ps(inverse));
-        let rounded = _mm512_cvtps_epi32(scaled);
-        sum = _mm512_add_epi32(sum, rounded);
-        let high = _mm512_srai_epi32::<8>(_mm512_add_epi32(rounded, _mm512_set1_epi32(128)));
-        _mm_storeu_si128(out.add(at).cast(), _mm512_cvtepi32_epi8(high));
-        // What the high byte leaves has the same low eight bits.
-        _mm_storeu_si128(out.add(n + at).cast(), _mm512_cvtepi32_epi8(rounded));
-        at += STEP;
+    for at in (0..n).step_by(2 * STEP) {
+        let some = if n - at >= 2 * STEP {
+            cut_two_512([scaled(at), scaled(at + STEP)], out.add(at), n)
+        } else {
+            cut_512(scaled(at), out.add(at), n)
+        };
+        sum = _mm512_add_epi32(sum, some);
     }
     _mm512_reduce_add_epi32(sum)
 }

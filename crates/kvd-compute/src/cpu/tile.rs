@@ -98,24 +98,17 @@ impl<'a> Rows<'a> {
         }
     }
 
-    /// The page that holds a tile, when it has codes of fixed width, or `lanes` has them, and all
-    /// tokens of the tile.
-    pub(crate) fn full_tile<'b>(
-        &self,
-        lanes: Option<&'b LaneTiles>,
-        span: &Span,
-        tile: usize,
-    ) -> Option<FixedCodes<'b>>
+    /// The page's codes, when they have a fixed width, or `lanes` has them.
+    pub(crate) fn fixed<'b>(&self, lanes: Option<&'b LaneTiles>) -> Option<FixedCodes<'b>>
     where
         'a: 'b,
     {
         // A page that fell back is of another side than the kernel's.
         let page = self.page().filter(|page| !page.header().fallback)?;
-        let codes = match (lanes, page.lane_codes()) {
-            (Some(lanes), Some((_, scales))) => lanes.fixed(scales),
-            _ => page.fixed_codes().or_else(|| page.allocated_codes())?,
-        };
-        (codes.layout.tile_tokens(span.tile(tile)) == TILE).then_some(codes)
+        match (lanes, page.lane_codes()) {
+            (Some(lanes), Some((_, scales))) => Some(lanes.fixed(scales)),
+            _ => page.fixed_codes().or_else(|| page.allocated_codes()),
+        }
     }
 
     /// Rows `first..first + count` (counted in the source) as they are multiplied: those in a dtype
@@ -214,6 +207,12 @@ impl Span {
     /// The wanted rows, counted in their source.
     pub(crate) fn rows(&self) -> Range<usize> {
         self.first + self.wanted.start..self.first + self.wanted.end
+    }
+
+    /// How many tiles, from the first wanted one on, have all their tokens in the page.
+    pub(crate) fn full_tiles(&self, codes: &FixedCodes<'_>) -> usize {
+        let full = |tile: &usize| codes.layout.tile_tokens(self.tile(*tile)) == TILE;
+        self.tiles().take_while(full).count()
     }
 
     /// The wanted rows of a tile.

@@ -39,8 +39,10 @@ impl Queries {
     }
 }
 
-/// Bytes of each side of the next part that one step asks for.
+/// Bytes of each side of the next part that one step asks for, at least.
 const PREFETCH_BYTES: usize = 512;
+/// Steps that a part has time for, where its bytes are many.
+const PREFETCH_STEPS: usize = 16;
 
 /// Parts whose entropy-coded pages are decoded together: bytes of a lane of 32 bits.
 pub(super) const TOGETHER: usize = 4;
@@ -89,8 +91,7 @@ struct Walk<'a> {
     codes: Vec<u8>,
     /// Rows of a tile, decoded.
     tile: Vec<f32>,
-    /// What of the next part was not asked for yet, by side.
-    ahead: [&'a [u8]; 2],
+    ahead: Ahead<'a>,
 }
 
 pub(super) fn run(job: &Job<'_>, unit: &Unit<'_>) -> Result<Vec<PartialState>, BackendError> {
@@ -122,18 +123,33 @@ pub(super) fn run(job: &Job<'_>, unit: &Unit<'_>) -> Result<Vec<PartialState>, B
         values,
         codes: vec![0; SPAN * key_side.dim().max(dim_v)],
         tile: vec![0.0; TILE * key_side.dim().max(dim_v)],
-        ahead: [&[]; 2],
+        ahead: Ahead::default(),
     };
     walk.parts()?;
     Ok(walk.finish(value_side))
 }
 
-/// Asks for a few more lines of the next part: many at once would wait for one another.
-fn prefetch(ahead: &mut [&[u8]; 2]) {
-    for bytes in ahead {
-        let (now, later) = bytes.split_at(bytes.len().min(PREFETCH_BYTES));
-        simd::prefetch(now);
-        *bytes = later;
+/// What of the next part was not asked for yet, by side.
+#[derive(Default)]
+struct Ahead<'a> {
+    bytes: [&'a [u8]; 2],
+    /// How many of each one step asks for.
+    step: usize,
+}
+
+impl<'a> Ahead<'a> {
+    fn new(bytes: [&'a [u8]; 2]) -> Self {
+        let longest = bytes[0].len().max(bytes[1].len());
+        Self { bytes, step: longest.div_ceil(PREFETCH_STEPS).max(PREFETCH_BYTES) }
+    }
+
+    /// Asks for a few more lines: many at once would wait for one another.
+    fn some(&mut self) {
+        for bytes in &mut self.bytes {
+            let (now, later) = bytes.split_at(bytes.len().min(self.step));
+            simd::prefetch(now);
+            *bytes = later;
+        }
     }
 }
 
@@ -164,10 +180,11 @@ impl<'a> Walk<'a> {
                 let next = parts.get(first + together + slot);
                 let read =
                     |part: &&'a PlanPart, side| reader.bytes(&part.source, part.rows, side, head);
-                self.ahead = Side::BOTH.map(|side| next.map_or(&[][..], |part| read(part, side)));
+                let bytes = Side::BOTH.map(|side| next.map_or(&[][..], |part| read(part, side)));
+                self.ahead = Ahead::new(bytes);
                 for span in spans(part, seen.clone()) {
                     self.score(keys, &span)?;
-                    prefetch(&mut self.ahead);
+                    self.ahead.some();
                     self.weigh(&span, keys.space(), values.space());
                     self.accumulate(values, &span)?;
                 }
@@ -203,10 +220,12 @@ impl<'a> Walk<'a> {
 
     /// Writes the scores of the span's tokens.
     fn score(&mut self, rows: &Rows<'_>, span: &Span) -> Result<(), BackendError> {
-        for tile in span.tiles() {
-            prefetch(&mut self.ahead);
-            let lanes = self.lanes.of(Side::Key);
-            if let (Some(keys), Some(page)) = (&mut self.keys, rows.full_tile(lanes, span, tile)) {
+        let page = rows.fixed(self.lanes.of(Side::Key)).filter(|_| self.keys.is_some());
+        let tiles = span.tiles();
+        let full = tiles.start + page.as_ref().map_or(0, |page| span.full_tiles(page));
+        for tile in tiles {
+            self.ahead.some();
+            if let (Some(keys), Some(page)) = (&mut self.keys, page.filter(|_| tile < full)) {
                 let place = Place { page, in_page: span.tile(tile), in_span: tile };
                 keys.tile(self.job.simd, place, &mut self.codes, &mut self.scores);
                 continue;
@@ -220,7 +239,7 @@ impl<'a> Walk<'a> {
             let at = (span.first + wanted.start, wanted.len());
             let floats = rows.floats(at, &mut self.tile[..wanted.len() * dim])?;
             for piece in pieces(0..wanted.len(), SCORE_TOKENS) {
-                prefetch(&mut self.ahead);
+                self.ahead.some();
                 let scores = (self.scores.tail_mut(wanted.start + piece.start), SPAN);
                 self.job.simd.scores(dim, queries, floats.part(dim, piece), scores);
             }
@@ -239,7 +258,7 @@ impl<'a> Walk<'a> {
     fn weigh(&mut self, span: &Span, key_space: Space, value_space: Space) {
         let (simd, cap, group) = (self.job.simd, self.job.plan.soft_cap, group(self.job));
         for (row, state) in self.states.iter_mut().enumerate() {
-            prefetch(&mut self.ahead);
+            self.ahead.some();
             let visible = self.unit.query.visible(self.unit.q.start + (row / group) as u32);
             let seen = span.visible(&visible);
             self.scores.see(row, seen.clone());
@@ -275,14 +294,13 @@ impl<'a> Walk<'a> {
         let mut tiles = span.tiles();
         if let Some(values) = &mut self.values {
             let lanes = self.lanes.of(Side::Value);
-            let full =
-                tiles.clone().take_while(|tile| rows.full_tile(lanes, span, *tile).is_some());
-            let count = full.count();
-            if let Some(page) = rows.full_tile(lanes, span, tiles.start).filter(|_| count > 0) {
+            let page = rows.fixed(lanes);
+            let count = page.as_ref().map_or(0, |page| span.full_tiles(page));
+            if let Some(page) = page.filter(|_| count > 0) {
                 let full = tiles.start..tiles.start + count;
                 raise_weights(&mut self.scores, rows, span, full.clone());
                 for some in pieces(full, values.tiles_at_once()) {
-                    prefetch(&mut self.ahead);
+                    self.ahead.some();
                     let place = Place { page, in_page: span.tile(some.start), in_span: some.start };
                     let (codes, sums) = (&mut self.codes, &mut self.sums);
                     values.tiles(self.job.simd, (place, some.len()), codes, &self.scores, sums);
@@ -331,7 +349,7 @@ impl<'a> Walk<'a> {
                 let mut sums: Vec<_> =
                     block.iter_mut().map(|state| accumulator(state, space)).collect();
                 for piece in pieces(part.clone(), SUM_TOKENS) {
-                    prefetch(&mut self.ahead);
+                    self.ahead.some();
                     let at = piece.start - part.start..piece.end - part.start;
                     let weights = weights.map(|weights| &weights[at.clone()]);
                     let rows = floats.part(dim, piece);
