@@ -1,8 +1,10 @@
 // Pages from rows, by quantizer.
 
+#include <kvd/store/bitalloc.cuh>
 #include <kvd/store/hybrid.cuh>
 #include <kvd/store/lloyd.cuh>
 #include <kvd/store/page.cuh>
+#include <kvd/store/polar.cuh>
 #include <kvd/store/uniform.cuh>
 #include <kvd/store/vq.cuh>
 
@@ -15,3 +17,5 @@ KVD_STORE(symmetric, kvd::StoreUniform<kvd::StoreSymmetric>)
 KVD_STORE(hybrid, kvd::StoreHybrid)
 KVD_STORE(vq, kvd::StoreVq)
 KVD_STORE(lloyd, kvd::StoreLloyd)
+KVD_STORE(bitalloc, kvd::StoreBitAlloc)
+KVD_STORE(polar, kvd::StorePolar)

@@ -7,7 +7,7 @@ mod common;
 use common::{Layout, Stored, geometry, noise};
 use kvd_codec::{BlockRows, HEADER_BYTES, Page, presets};
 use kvd_compute::EncodeSource;
-use kvd_core::{DType, Extent, LayerIndex, Side};
+use kvd_core::{DType, Extent, Geometry, LayerIndex, RopePairing, Side};
 use kvd_cuda::{Shapes, SharedMemory, StoreParameters, StorePlan, StoreShapes, StoredPage};
 use kvd_emu::{Grid, Memory, Order, available, launch};
 
@@ -28,6 +28,8 @@ enum Rows {
     Huge,
     /// Some rows far shorter than others.
     Uneven,
+    /// Some values far larger than others.
+    Spikes,
 }
 
 impl Rows {
@@ -41,7 +43,8 @@ impl Rows {
             Self::Tiny => noise(at) * 1e-7,
             Self::Huge => noise(at) * 40_000.0,
             Self::Uneven if at / dim % 3 == 1 => noise(at) / 40.0,
-            Self::Uneven => noise(at),
+            Self::Spikes if at.is_multiple_of(29) => noise(at) * 30.0,
+            Self::Uneven | Self::Spikes => noise(at),
         }
     }
 }
@@ -57,7 +60,11 @@ struct Blocks {
 
 impl Blocks {
     fn new(dims: [u32; 2], dtype: DType, codec: &str, blocks: &[(Rows, usize)]) -> Self {
-        let geometry = geometry(dims[0], dims[1], dtype);
+        Self::of(geometry(dims[0], dims[1], dtype), codec, blocks)
+    }
+
+    fn of(geometry: Geometry, codec: &str, blocks: &[(Rows, usize)]) -> Self {
+        let dtype = geometry.dtype;
         let none = Layout { pages: Vec::new(), window: 0 };
         let stored = Stored::new(&geometry, codec, &none, |_, _, _, _| 0.0);
         let (mut arena, mut sources, mut rows) = (vec![0xFF; 320], Vec::new(), Vec::new());
@@ -178,6 +185,7 @@ impl Blocks {
                 );
                 let reference = Page::parse(wanted).unwrap();
                 assert_eq!(*reference.header(), page.header);
+                assert_eq!(page.parts.total(), got.len() as u64);
                 assert_eq!(reference.header().fallback, read[at].is_none(), "{text}: page {at}");
                 fallbacks += usize::from(read[at].is_none());
             }
@@ -187,13 +195,14 @@ impl Blocks {
 }
 
 /// Full blocks, and blocks that end inside a tile, a group, four tokens.
-const TAILS: [(Rows, usize); 6] = [
+const TAILS: [(Rows, usize); 7] = [
     (Rows::Noise, 64),
     (Rows::Noise, 1),
     (Rows::Uneven, 35),
     (Rows::Signs, 33),
     (Rows::Noise, 96),
     (Rows::Tiny, 6),
+    (Rows::Spikes, 37),
 ];
 
 /// Presets whose layers have store kernels throughout. Codebooks of 4096 entries take minutes to
@@ -242,6 +251,10 @@ fn sides_that_no_preset_has_are_the_reference_encoders_too() {
         "k=f32; v=bf16",
         "k=hadamard/f16; v=mean/f32",
         "k=vq(d=1,b=3); v=vq(d=16,b=2,stages=3)",
+        "k=mean+qpca/bitalloc(b=3.5); v=mean+gain+pca/bitalloc(b=1)",
+        "k=hadamard/bitalloc(b=2); v=bitalloc(b=5)",
+        "k=polar(a=3,r=2,g=20); v=polar(a=8,r=8,g=5)",
+        "k=polar(a=1,r=5); v=gain/polar(a=4,r=4)",
     ];
     let mut orders = Order::EACH.into_iter().cycle();
     for text in composed {
@@ -249,6 +262,18 @@ fn sides_that_no_preset_has_are_the_reference_encoders_too() {
         // 96 channels are three Hadamard blocks, 80 five.
         let blocks = Blocks::new([96, 80], DType::F16, text, &TAILS);
         blocks.check(text, SHARED, order);
+    }
+}
+
+#[test]
+fn neighbouring_channels_are_a_pair_as_well() {
+    if !available() {
+        return;
+    }
+    for text in ["polar-4+4", "k=polar(a=2,r=3); v=raw"] {
+        let geometry = geometry(64, 64, DType::F32);
+        let geometry = Geometry { rope_pairing: RopePairing::Interleaved, ..geometry };
+        Blocks::of(geometry, text, &TAILS).check(text, SHARED, Order::Random(5));
     }
 }
 
@@ -277,6 +302,8 @@ fn rows_without_codes_become_pages_of_rows() {
         ("k=uniform(b=4,g=8,axis=token,mode=hybrid); v=f16", 2..=8),
         ("k=hadamard/lloyd(b=4); v=fp8", 0..=4),
         ("k=vq(d=4,b=4); v=vq(d=2,b=4,stages=2)", 4..=4),
+        ("k=polar(a=4,r=4,g=16); v=polar(a=4,r=4)", 4..=4),
+        ("k=mean+pca/bitalloc(b=2); v=bitalloc(b=2)", 4..=4),
     ] {
         let blocks = Blocks::new([64, 64], DType::F32, text, &blocks);
         let fallbacks = blocks.check(text, SHARED, Order::Random(3));
@@ -290,7 +317,7 @@ fn pages_over_the_shared_memory_are_encoded_beside_it() {
         return;
     }
     let little = SharedMemory { block: 24 << 10, multiprocessor: 64 << 10 };
-    for text in ["kivi-4", "vecinfer-2", "k=mean+pca/lloyd(b=4); v=gain/fp8"] {
+    for text in ["kivi-4", "vecinfer-2", "k=mean+pca/lloyd(b=4); v=gain/fp8", "kvd-2-fast"] {
         let blocks = Blocks::new([64, 128], DType::F16, text, &TAILS);
         let codec = &blocks.stored.codec;
         let shapes = Shapes::new(codec, LAYER, [0; 2]);

@@ -3,6 +3,7 @@
 
 mod abi;
 mod plan;
+mod sizes;
 mod steps;
 
 pub use abi::{StoreParameters, StoreUnit};
@@ -10,7 +11,7 @@ pub use plan::{StoreLaunch, StorePlan, StoredPage};
 
 use crate::side::Kernel;
 use crate::{Shapes, SideShape};
-use kvd_codec::{CodeLayout, HeadSide, ModelCodec, Quantizer, SideSpec, Stored, page_bytes};
+use kvd_codec::{HeadSide, ModelCodec, Quantizer, Run, SideSpec, Stored};
 use kvd_core::{DType, LayerIndex, Side};
 
 /// Codes that a sub-vector's own words hold until all are found: `VQ_STAGES_MAX` of `vq.cuh`.
@@ -27,6 +28,8 @@ struct HeadStore {
     median: f32,
     /// Whether a step reads whole rows.
     reads_rows: bool,
+    /// Of a bit allocation.
+    runs: Vec<Run>,
 }
 
 /// How the pages of one layer are written, where kernels do it. Made once per model and layer.
@@ -46,8 +49,6 @@ pub fn encoded_on_host(side: &SideSpec) -> Option<&'static str> {
     }
     match &side.quantizer {
         Quantizer::Grid { .. } => Some("a grid"),
-        Quantizer::BitAlloc { .. } => Some("a bit allocation"),
-        Quantizer::Polar { .. } => Some("polar"),
         Quantizer::Vq(vq) if vq.stages > vq.dim.min(VQ_STAGES_MAX) => {
             Some("vq of more stages than channels")
         }
@@ -80,26 +81,9 @@ impl HeadStore {
         if side.lane_runs().is_some() {
             return None;
         }
-        let mut norms = 0;
-        let limit = match side.stored() {
-            Stored::Float(dtype) => dtype.largest(),
-            Stored::E4m3 | Stored::Lloyd { .. } => 0.0,
-            Stored::Uniform { .. } => side.level_part()?,
-            Stored::Codebooks(vq) => {
-                if vq.stages() > vq.dim().min(VQ_STAGES_MAX.into()) {
-                    return None;
-                }
-                steps::align(steps);
-                norms = steps.len() as u64;
-                for set in 0..shape.sets as usize {
-                    for stage in 0..vq.stages() {
-                        steps::floats(steps, vq.codebook(stage, set).half_norms(), 0);
-                    }
-                }
-                vq.reach()
-            }
-            _ => return None,
-        };
+        steps::align(steps);
+        let norms = steps.len() as u64;
+        let limit = Self::constants(side, &shape, steps)?;
         let reads_rows = side.forward_steps().iter().any(|step| {
             use kvd_codec::ForwardStep::{Matrix, Permute};
             matches!(step, Matrix(_) | Permute { .. })
@@ -112,32 +96,41 @@ impl HeadStore {
             limit,
             median: side.gain_median().unwrap_or(0.0),
             reads_rows,
+            runs: side.bitalloc().map_or_else(Vec::new, |bitalloc| bitalloc.runs().to_vec()),
         })
     }
-
-    /// Bytes of a page of so many tokens: scales, and all of it, each row with a gain where rows
-    /// may have one.
-    fn bytes(&self, side: Side, tokens: usize) -> (usize, usize) {
-        let (dim, shape) = (self.side.dim as usize, &self.side);
-        let codes = |per_row| CodeLayout::new(side, tokens, per_row, shape.bits).size_bytes();
-        let rows = tokens.div_ceil(shape.scale_tokens as usize);
-        let groups = rows * dim.div_ceil(shape.scale_channels as usize);
-        let (scales, codes) = match self.kernel {
-            Kernel::F32 => (0, 4 * tokens * dim),
-            Kernel::F16 | Kernel::Bf16 => (0, 2 * tokens * dim),
-            Kernel::Fp8 => (4, codes(dim)),
-            Kernel::Uniform => (4 * groups, codes(dim)),
-            Kernel::Symmetric => (2 * groups, codes(dim)),
-            Kernel::Hybrid => {
-                let share = (shape.scale_tokens as usize).min(tokens);
-                let word = (share * shape.scale_channels as usize).div_ceil(8).max(4);
-                (groups.div_ceil(8) + groups * (word + 2), codes(dim))
+    /// Appends what the quantizer reads beside its table; gives its limit. None where it has no
+    /// kernel.
+    fn constants(side: &HeadSide, shape: &SideShape, steps: &mut Vec<u8>) -> Option<f32> {
+        let mut push = |values: &[f32]| steps::floats(steps, values, 0);
+        Some(match side.stored() {
+            Stored::Float(dtype) => dtype.largest(),
+            Stored::E4m3 | Stored::Lloyd { .. } => 0.0,
+            Stored::Uniform { .. } => side.level_part()?,
+            Stored::Codebooks(vq) => {
+                if vq.stages() > vq.dim().min(VQ_STAGES_MAX.into()) {
+                    return None;
+                }
+                for set in 0..shape.sets as usize {
+                    for stage in 0..vq.stages() {
+                        push(vq.codebook(stage, set).half_norms());
+                    }
+                }
+                vq.reach()
             }
-            Kernel::Lloyd => (2 * tokens, codes(dim)),
-            _ => (0, codes(dim / shape.book_dim as usize * shape.stages as usize)),
-        };
-        let gains = if self.median > 0.0 { tokens.div_ceil(2) } else { 0 };
-        (scales, page_bytes(scales + codes + gains))
+            Stored::Polar { .. } => {
+                let (halfway, reach) = side.polar_bounds()?;
+                push(halfway.as_flattened());
+                push(reach);
+                0.0
+            }
+            Stored::BitAlloc { .. } => {
+                let bitalloc = side.bitalloc()?;
+                push(bitalloc.midpoints());
+                bitalloc.bound()
+            }
+            _ => return None,
+        })
     }
 }
 

@@ -26,7 +26,8 @@ struct StoreUnit {
     uint64_t page;
     // What transforms read, from `StoreParameters::steps` on.
     uint64_t steps;
-    // VQ: half the squared norms of its entries, in the same place.
+    // What the quantizer reads beside its table, in the same place: of VQ half the squared norms of its
+    // entries, of a bit allocation the bounds between its levels, of polar directions and reach.
     uint64_t norms;
     // Coefficients, in words from `StoreParameters::words` on, or `IN_SHARED`.
     uint64_t words;
@@ -37,7 +38,7 @@ struct StoreUnit {
     // The first 20 bytes of the page's header, without a flag for gains.
     uint32_t header[5];
     // Uniform: a level's part of what a group spans. Floats and VQ: the largest magnitude that has a
-    // code.
+    // code. Bit allocation: what a level may lack.
     float limit;
     // Median length of rows; 0 where no row is raised.
     float median;
@@ -59,6 +60,9 @@ struct StoreParameters {
     uint32_t gain_bytes;
 };
 
+// Bytes of a value of the rows as they came.
+KVD_DEVICE unsigned row_value_bytes(const StoreUnit& unit) { return unit.dtype == 0 ? 4 : 2; }
+
 // Words of a row: lanes that read one channel of neighbouring tokens should not meet in a bank.
 KVD_DEVICE unsigned word_stride(unsigned dim) { return (dim + 3) / 4 * 4 + 4; }
 
@@ -75,7 +79,7 @@ struct Work {
     // Behind the header.
     uint8_t* payload;
     const uint8_t* tables;
-    // The side's first step; half the squared norms of its entries.
+    // The side's first step; what its quantizer reads beside its table.
     const uint8_t* steps;
     const float* norms;
     // Shared: a word for each warp; `WARP_ROWS` rows for each; a shift per row.
@@ -110,6 +114,35 @@ KVD_DEVICE uint32_t block_most(uint32_t word, uint32_t* slots) {
     }
     KVD_BARRIER();
     return word;
+}
+
+// Sums over the lanes of each warp: of all warps, and of those before this one. Every thread of the block
+// makes one.
+struct WarpSums {
+    uint32_t all;
+    uint32_t before;
+
+    KVD_DEVICE WarpSums(uint32_t mine, uint32_t* slots) : all(0), before(0) {
+        for (unsigned step = WARP_LANES / 2; step > 0; step /= 2) {
+            mine += KVD_SHUFFLE(mine, lane_index() ^ step);
+        }
+        if (lane_index() == 0) {
+            slots[warp_index()] = mine;
+        }
+        KVD_BARRIER();
+        for (unsigned warp = 0; warp < STORE_WARPS; warp++) {
+            before += warp < warp_index() ? slots[warp] : 0;
+            all += slots[warp];
+        }
+        KVD_BARRIER();
+    }
+};
+
+// Neighbours of `count` that this warp has to itself.
+KVD_DEVICE Range part_of_warp(unsigned count) {
+    const unsigned part = (count + STORE_WARPS - 1) / STORE_WARPS;
+    const unsigned from = least(count, warp_index() * part);
+    return {from, least(count, from + part)};
 }
 
 // Calls `use(token, channel)` for all values, a warp per row.

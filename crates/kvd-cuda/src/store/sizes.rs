@@ -1,0 +1,77 @@
+//! Bytes of the parts of a page, before it is written and after.
+
+use super::HeadStore;
+use crate::side::Kernel;
+use kvd_codec::{CodeLayout, PageBytes, PageHeader, page_bytes};
+use kvd_core::{DType, Side};
+
+/// What is known of a page's parts before it is written.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct PageSizes {
+    known: Known,
+    /// Bytes of the page at most.
+    pub(super) most: usize,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Known {
+    /// Bytes of scales; the rest are codes.
+    Scales(usize),
+    /// Bytes of codes; the rest are outliers, which count as scales.
+    Codes(usize),
+}
+
+impl PageSizes {
+    /// The parts of the page that a header says was written.
+    pub(super) fn parts(&self, header: &PageHeader) -> PageBytes {
+        let (page, payload) = (header.page_bytes() as u64, u64::from(header.payload_len));
+        let gains = header.gain_bytes() as u64;
+        let scales = match self.known {
+            _ if header.fallback => 0,
+            Known::Scales(bytes) => bytes as u64,
+            Known::Codes(bytes) => payload - gains - bytes as u64,
+        };
+        let codes = payload - gains - scales;
+        PageBytes { header: page - payload, codes, scales: scales + gains, offsets: 0 }
+    }
+}
+
+impl HeadStore {
+    /// Of a page of so many tokens, each row with a gain where rows may have one. No page of
+    /// outliers is larger than its rows in `dtype`.
+    pub(super) fn sizes(&self, side: Side, tokens: usize, dtype: DType) -> PageSizes {
+        let (dim, shape) = (self.side.dim as usize, &self.side);
+        let layout = |per_row, bits| CodeLayout::new(side, tokens, per_row, bits).size_bytes();
+        let codes = |per_row| layout(per_row, shape.bits);
+        let rows = tokens.div_ceil(shape.scale_tokens as usize);
+        let groups = rows * dim.div_ceil(shape.scale_channels as usize);
+        let (scales, codes) = match self.kernel {
+            Kernel::F32 => (0, 4 * tokens * dim),
+            Kernel::F16 | Kernel::Bf16 => (0, 2 * tokens * dim),
+            Kernel::Fp8 => (4, codes(dim)),
+            Kernel::Uniform => (4 * groups, codes(dim)),
+            Kernel::Symmetric => (2 * groups, codes(dim)),
+            Kernel::Hybrid => {
+                let share = (shape.scale_tokens as usize).min(tokens);
+                let word = (share * shape.scale_channels as usize).div_ceil(8).max(4);
+                (groups.div_ceil(8) + groups * (word + 2), codes(dim))
+            }
+            Kernel::Polar => {
+                let has_steps = shape.table_bytes == 8 << shape.angle_bits;
+                (if has_steps { rows * dim } else { 0 }, codes(dim / 2))
+            }
+            Kernel::Lloyd => (2 * tokens, codes(dim)),
+            Kernel::BitAlloc => {
+                let runs = self.runs.iter().map(|run| layout(run.len, run.width as u32));
+                (0, runs.sum())
+            }
+            _ => (0, codes(dim / shape.book_dim as usize * shape.stages as usize)),
+        };
+        let gains = if self.median > 0.0 { tokens.div_ceil(2) } else { 0 };
+        let (known, most) = match self.kernel {
+            Kernel::BitAlloc => (Known::Codes(codes), codes.max(tokens * dim * dtype.size_bytes())),
+            _ => (Known::Scales(scales), scales + codes),
+        };
+        PageSizes { known, most: page_bytes(most + gains) }
+    }
+}
