@@ -77,7 +77,8 @@ impl HeadSide {
 }
 
 impl ModelCodec {
-    /// The header of a page of codes of fixed width: without gains, length and checksum.
+    /// The header of a page whose codes have a fixed width or are a grid's: without gains, length
+    /// and checksum.
     ///
     /// # Panics
     /// When layer or head lie outside the geometry.

@@ -1,6 +1,6 @@
 //! Raw rows to pages: by store kernels, where a layer has them for all of its sides, so that rows
-//! stay on the device; else, and for the blocks that are measured, by the host's encoder, which
-//! makes the same bytes.
+//! stay on the device; else, for the blocks that are measured, and for those from which Huffman
+//! tables are built, by the host's encoder, which makes the same bytes.
 
 use super::{CudaBackend, HOST_BYTES, THREADS};
 use crate::driver::KernelLaunch;

@@ -19,6 +19,8 @@ pub struct StoreUnit {
     /// squared norms of its entries, of a bit allocation the bounds between its levels, of polar
     /// directions and reach.
     pub norms: u64,
+    /// Offset of runs and tables of Huffman codes, in the same place.
+    pub codes: u64,
     /// Offset of its coefficients in [`StoreParameters::words`], in words; all ones when they are
     /// in shared memory.
     pub words: u64,
@@ -35,6 +37,10 @@ pub struct StoreUnit {
     pub limit: f32,
     /// Median length of rows; 0 where no row is raised.
     pub median: f32,
+    /// Huffman codes: bytes that scales and codes may take.
+    pub room: u32,
+    /// Not read.
+    pub unused: u32,
 }
 
 /// The parameter of `kvd_store_*`.

@@ -2,6 +2,7 @@
 //! reads no page memory.
 
 mod abi;
+mod lanes;
 mod plan;
 mod sizes;
 mod steps;
@@ -11,8 +12,9 @@ pub use plan::{StoreLaunch, StorePlan, StoredPage};
 
 use crate::side::Kernel;
 use crate::{Shapes, SideShape};
-use kvd_codec::{HeadSide, ModelCodec, Quantizer, Run, SideSpec, Stored};
+use kvd_codec::{HeadSide, LaneTable, ModelCodec, Quantizer, Run, SideSpec, Stored};
 use kvd_core::{DType, LayerIndex, Side};
+use lanes::{Constants, LaneSizes, Lanes};
 
 /// Codes that a sub-vector's own words hold until all are found: `VQ_STAGES_MAX` of `vq.cuh`.
 const VQ_STAGES_MAX: u8 = 3;
@@ -24,6 +26,8 @@ struct HeadStore {
     side: SideShape,
     steps: u64,
     norms: u64,
+    /// Where they are Huffman codes.
+    lanes: Option<LaneSizes>,
     limit: f32,
     median: f32,
     /// Whether a step reads whole rows.
@@ -44,11 +48,7 @@ pub struct StoreShapes {
 /// Why a side is encoded on the host; `None` where a kernel does it.
 #[must_use]
 pub fn encoded_on_host(side: &SideSpec) -> Option<&'static str> {
-    if side.has_trained_tables() {
-        return Some("Huffman codes");
-    }
     match &side.quantizer {
-        Quantizer::Grid { .. } => Some("a grid"),
         Quantizer::Vq(vq) if vq.stages > vq.dim.min(VQ_STAGES_MAX) => {
             Some("vq of more stages than channels")
         }
@@ -61,26 +61,38 @@ impl StoreShapes {
     #[must_use]
     pub fn new(codec: &ModelCodec, layer: LayerIndex, shapes: &Shapes) -> Option<Self> {
         // Rows as they came have no steps: those at the start.
-        let mut steps = vec![0; steps::STEP_BYTES];
+        let mut constants = Constants::default();
+        constants.bytes.resize(steps::STEP_BYTES, 0);
         let heads = (0..codec.geometry().kv_heads as usize).map(|head| {
             let [keys, values] = Side::BOTH.map(|side| {
-                let of_head = codec.head(layer, side, head);
-                let (kernel, shape) = shapes.fixed_width(head, side)?;
-                HeadStore::new(of_head, kernel, shape, &mut steps)
+                let of_head = (codec.head(layer, side, head), side);
+                let trained = codec.trained_tables(layer, side, head);
+                HeadStore::new(of_head, shapes.newest(head, side)?, trained, &mut constants)
             });
             Some([keys?, values?])
         });
         let heads = heads.collect::<Option<Vec<_>>>()?;
+        let mut steps = constants.bytes;
         steps::align(&mut steps);
         Some(Self { steps, layer, heads })
     }
 }
 
 impl HeadStore {
-    fn new(side: &HeadSide, kernel: Kernel, shape: SideShape, steps: &mut Vec<u8>) -> Option<Self> {
-        if side.lane_runs().is_some() {
-            return None;
-        }
+    fn new(
+        (side, which): (&HeadSide, Side),
+        (kernel, shape): (Kernel, SideShape),
+        trained: &[LaneTable],
+        constants: &mut Constants,
+    ) -> Option<Self> {
+        let grid = side.grid();
+        let lanes = side.lane_runs().map(|runs| {
+            // The newest table is the version that is the number of all.
+            let newest = (&trained[trained.len().saturating_sub(1)..], trained.len() as u16);
+            let (tables, version) = grid.map_or(newest, |grid| (grid.tables(), 0));
+            Lanes { side: which, dim: side.dim(), runs, tables, version, grid }.place(constants)
+        });
+        let steps = &mut constants.bytes;
         steps::align(steps);
         let norms = steps.len() as u64;
         let limit = Self::constants(side, &shape, steps)?;
@@ -93,6 +105,7 @@ impl HeadStore {
             side: shape,
             steps: steps::push(steps, side),
             norms,
+            lanes,
             limit,
             median: side.gain_median().unwrap_or(0.0),
             reads_rows,
@@ -129,6 +142,7 @@ impl HeadStore {
                 push(bitalloc.midpoints());
                 bitalloc.bound()
             }
+            Stored::Grid(_) => 0.0,
             _ => return None,
         })
     }

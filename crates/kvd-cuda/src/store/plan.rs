@@ -63,7 +63,8 @@ struct Builder<'a> {
     codec: &'a ModelCodec,
     shared: SharedMemory,
     plan: StorePlan,
-    launches: BTreeMap<Kernel, StoreLaunch>,
+    /// By kernel, and whether codes are Huffman codes.
+    launches: BTreeMap<(Kernel, bool), StoreLaunch>,
 }
 
 impl StoreShapes {
@@ -93,6 +94,7 @@ impl StoreShapes {
             side: rows_shape(dtype, head.side.dim as usize),
             steps: 0,
             norms: 0,
+            lanes: None,
             limit: dtype.largest(),
             median: 0.0,
             reads_rows: false,
@@ -127,6 +129,13 @@ impl StoreShapes {
     }
 }
 
+impl HeadStore {
+    fn kernel_name(&self) -> String {
+        let stage = if self.lanes.is_some() { "huffman_" } else { "" };
+        format!("kvd_store_{stage}{}", self.kernel.name())
+    }
+}
+
 impl Builder<'_> {
     /// Adds a page; gives its place and sizes.
     fn push(
@@ -143,7 +152,9 @@ impl Builder<'_> {
         let header = if store.steps == 0 {
             self.codec.fallback_header(place, head, tokens).0
         } else {
-            self.codec.page_header(place, head, tokens)
+            let version = store.lanes.map_or(0, |lanes| lanes.version);
+            let header = self.codec.page_header(place, head, tokens);
+            PageHeader { huffman: version > 0, table_version: version, ..header }
         };
         let mut words = [0; 5];
         for (word, bytes) in words.iter_mut().zip(header.to_bytes().as_chunks::<4>().0) {
@@ -158,8 +169,9 @@ impl Builder<'_> {
         let fits = in_shared <= self.shared.block;
         let sizes = store.sizes(side, tokens, geometry.dtype);
         let offset = self.plan.page_bytes;
-        let launch = self.launches.entry(store.kernel).or_insert_with(|| StoreLaunch {
-            kernel: format!("kvd_store_{}", store.kernel.name()),
+        let huffman = store.lanes.is_some();
+        let launch = self.launches.entry((store.kernel, huffman)).or_insert_with(|| StoreLaunch {
+            kernel: store.kernel_name(),
             units: Vec::new(),
             pages: Vec::new(),
             row_bytes: 0,
@@ -173,6 +185,7 @@ impl Builder<'_> {
             page: offset,
             steps: store.steps,
             norms: store.norms,
+            codes: store.lanes.map_or(0, |lanes| lanes.codes),
             words: if fits { IN_SHARED } else { self.plan.words },
             tokens: block.rows,
             dtype: dtype_number(geometry.dtype),
@@ -180,6 +193,8 @@ impl Builder<'_> {
             header: words,
             limit: store.limit,
             median: store.median,
+            room: sizes.room as u32,
+            unused: 0,
         });
         launch.grow(row_bytes, gain_bytes, if fits { 4 * needed } else { 0 });
         self.plan.page_bytes += sizes.most as u64;

@@ -9,14 +9,16 @@ use kvd_core::{DType, Side};
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PageSizes {
     known: Known,
+    /// Bytes of the payload at most, gains apart.
+    pub(super) room: usize,
     /// Bytes of the page at most.
     pub(super) most: usize,
 }
 
 #[derive(Clone, Copy, Debug)]
 enum Known {
-    /// Bytes of scales; the rest are codes.
-    Scales(usize),
+    /// Bytes of scales, and of lengths of Huffman codes; the rest are codes.
+    Scales(usize, usize),
     /// Bytes of codes; the rest are outliers, which count as scales.
     Codes(usize),
 }
@@ -26,13 +28,13 @@ impl PageSizes {
     pub(super) fn parts(&self, header: &PageHeader) -> PageBytes {
         let (page, payload) = (header.page_bytes() as u64, u64::from(header.payload_len));
         let gains = header.gain_bytes() as u64;
-        let scales = match self.known {
-            _ if header.fallback => 0,
-            Known::Scales(bytes) => bytes as u64,
-            Known::Codes(bytes) => payload - gains - bytes as u64,
+        let (scales, offsets) = match self.known {
+            _ if header.fallback => (0, 0),
+            Known::Scales(scales, offsets) => (scales as u64, offsets as u64),
+            Known::Codes(bytes) => (payload - gains - bytes as u64, 0),
         };
-        let codes = payload - gains - scales;
-        PageBytes { header: page - payload, codes, scales: scales + gains, offsets: 0 }
+        let codes = payload - gains - scales - offsets;
+        PageBytes { header: page - payload, codes, scales: scales + gains, offsets }
     }
 }
 
@@ -65,13 +67,20 @@ impl HeadStore {
                 let runs = self.runs.iter().map(|run| layout(run.len, run.width as u32));
                 (0, runs.sum())
             }
+            Kernel::Grid => (0, 0),
             _ => (0, codes(dim / shape.book_dim as usize * shape.stages as usize)),
         };
         let gains = if self.median > 0.0 { tokens.div_ceil(2) } else { 0 };
-        let (known, most) = match self.kernel {
-            Kernel::BitAlloc => (Known::Codes(codes), codes.max(tokens * dim * dtype.size_bytes())),
-            _ => (Known::Scales(scales), scales + codes),
+        let as_rows = tokens * dim * dtype.size_bytes();
+        let (known, room) = match (self.kernel, &self.lanes) {
+            (Kernel::BitAlloc, _) => (Known::Codes(codes), codes.max(as_rows)),
+            (Kernel::Grid, Some(lanes)) => (Known::Scales(0, lanes.length_bytes(tokens)), as_rows),
+            (_, Some(lanes)) => {
+                let lengths = lanes.length_bytes(tokens);
+                (Known::Scales(scales, lengths), scales + lengths + lanes.word_bytes(tokens))
+            }
+            _ => (Known::Scales(scales, 0), scales + codes),
         };
-        PageSizes { known, most: page_bytes(most + gains) }
+        PageSizes { known, room, most: page_bytes(room + gains) }
     }
 }

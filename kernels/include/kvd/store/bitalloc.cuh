@@ -66,6 +66,7 @@ struct StoreBitAlloc {
         }
     }
 
+    template <class Stage>
     KVD_DEVICE static unsigned store(const Work& work, uint32_t) {
         const uint8_t* table = work.tables + work.side.table;
         const BitAlloc::Head& head = BitAlloc::head(table);

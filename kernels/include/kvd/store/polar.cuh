@@ -103,6 +103,7 @@ struct StorePolar {
         return fits;
     }
 
+    template <class Stage>
     KVD_DEVICE static unsigned store(const Work& work, uint32_t absmax) {
         if (!is_finite(f32_value(absmax))) {
             return 0;
@@ -113,11 +114,11 @@ struct StorePolar {
             return 0;
         }
         const unsigned scales = unsigned(Polar::codes_at(work.side, work.page()));
-        return scales + pack_codes(work, work.payload + scales, Polar::pairs(work.side),
-                                   work.side.bits, [&](unsigned token, unsigned pair) {
-                                       const unsigned at = first_channel(work.side, pair);
-                                       return unsigned(work.words[token * work.stride + at]);
-                                   });
+        return scales + Stage::write(work, work.payload + scales, Polar::pairs(work.side),
+                                     work.side.bits, [&](unsigned token, unsigned pair) {
+                                         const unsigned at = first_channel(work.side, pair);
+                                         return unsigned(work.words[token * work.stride + at]);
+                                     });
     }
 };
 

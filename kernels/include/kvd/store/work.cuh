@@ -17,6 +17,9 @@ constexpr unsigned WARP_ROWS = 4;
 // `StoreUnit::words` of a page whose coefficients are in shared memory.
 constexpr uint64_t IN_SHARED = ~uint64_t(0);
 
+// Of huffman.cuh.
+struct CodeHead;
+
 // A page to write.
 struct StoreUnit {
     SideShape side;
@@ -29,6 +32,8 @@ struct StoreUnit {
     // What the quantizer reads beside its table, in the same place: of VQ half the squared norms of its
     // entries, of a bit allocation the bounds between its levels, of polar directions and reach.
     uint64_t norms;
+    // Runs and tables of Huffman codes (huffman.cuh), in the same place.
+    uint64_t codes;
     // Coefficients, in words from `StoreParameters::words` on, or `IN_SHARED`.
     uint64_t words;
     uint32_t tokens;
@@ -42,6 +47,9 @@ struct StoreUnit {
     float limit;
     // Median length of rows; 0 where no row is raised.
     float median;
+    // Huffman codes: bytes that scales and codes may take.
+    uint32_t room;
+    uint32_t unused;
 };
 
 struct StoreParameters {
@@ -79,10 +87,15 @@ struct Work {
     // Behind the header.
     uint8_t* payload;
     const uint8_t* tables;
-    // The side's first step; what its quantizer reads beside its table.
+    // The side's first step; what its quantizer reads beside its table; how its
+    // Huffman codes are made.
     const uint8_t* steps;
     const float* norms;
-    // Shared: a word for each warp; `WARP_ROWS` rows for each; a shift per row.
+    const CodeHead* codes;
+    // What offsets of tables of Huffman codes count from.
+    const uint8_t* constants;
+    // Shared: a number for each thread; a word for each warp; `WARP_ROWS` rows for each; a shift per row.
+    uint64_t* sums;
     uint32_t* slots;
     uint32_t* rows;
     uint8_t* shifts;
