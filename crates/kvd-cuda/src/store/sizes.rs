@@ -28,12 +28,13 @@ impl PageSizes {
     pub(super) fn parts(&self, header: &PageHeader) -> PageBytes {
         let (page, payload) = (header.page_bytes() as u64, u64::from(header.payload_len));
         let gains = header.gain_bytes() as u64;
+        let rest = payload.saturating_sub(gains);
         let (scales, offsets) = match self.known {
             _ if header.fallback => (0, 0),
             Known::Scales(scales, offsets) => (scales as u64, offsets as u64),
-            Known::Codes(bytes) => (payload - gains - bytes as u64, 0),
+            Known::Codes(bytes) => (rest.saturating_sub(bytes as u64), 0),
         };
-        let codes = payload - gains - scales - offsets;
+        let codes = rest.saturating_sub(scales + offsets);
         PageBytes { header: page - payload, codes, scales: scales + gains, offsets }
     }
 }
