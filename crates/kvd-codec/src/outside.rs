@@ -54,6 +54,16 @@ impl HeadSide {
         self.gain
     }
 
+    /// Polar codes: cosine and sine of the directions halfway between two codes of the first
+    /// octant, then the reach of each pair, where its step is the calibration's.
+    #[must_use]
+    pub fn polar_bounds(&self) -> Option<(&[[f32; 2]], &[f32])> {
+        match &self.quantizer {
+            HeadQuantizer::Polar(polar) => Some(polar.bounds()),
+            _ => None,
+        }
+    }
+
     /// Uniform levels: a step's part of what a group spans.
     #[must_use]
     pub fn level_part(&self) -> Option<f32> {
@@ -67,7 +77,8 @@ impl HeadSide {
 }
 
 impl ModelCodec {
-    /// The header of a page of codes of fixed width: without gains, length and checksum.
+    /// The header of a page whose codes have a fixed width or are a grid's: without gains, length
+    /// and checksum.
     ///
     /// # Panics
     /// When layer or head lie outside the geometry.

@@ -193,6 +193,11 @@ pub(crate) struct HeadShapes {
 }
 
 impl HeadShapes {
+    /// Of pages that are written now; none before their first Huffman table is built.
+    pub(crate) fn newest(&self) -> Option<(Kernel, SideShape)> {
+        self.versions.last().map(|shape| (self.kernel, *shape))
+    }
+
     /// Of pages with that version in their header, 0 for none.
     pub(crate) fn version(&self, version: u16) -> Result<(Kernel, SideShape), &'static str> {
         let shape = self.versions.get(usize::from(version).saturating_sub(1));

@@ -81,9 +81,9 @@ impl Shapes {
         Ok(())
     }
 
-    /// The kernel and shape of a head's pages, where codes have a fixed width.
-    pub(crate) fn fixed_width(&self, head: usize, side: Side) -> Option<(Kernel, SideShape)> {
-        self.heads[head][side.index()].as_ref().ok()?.version(0).ok()
+    /// The kernel and shape of a head's pages that are written now.
+    pub(crate) fn newest(&self, head: usize, side: Side) -> Option<(Kernel, SideShape)> {
+        self.heads[head][side.index()].as_ref().ok()?.newest()
     }
 
     fn no_side(&self, side: Side, head: usize, what: &'static str) -> PlanError {

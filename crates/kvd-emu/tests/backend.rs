@@ -61,13 +61,21 @@ fn with_rows(options: CudaOptions) -> (CudaBackend, Arc<Mutex<Watch>>, PlanPart)
 }
 
 fn with_rows_at(pace: Pace, options: CudaOptions) -> (CudaBackend, Arc<Mutex<Watch>>, PlanPart) {
+    with_codec("kivi-4", |i| i as f32 / 7.0, pace, options)
+}
+
+fn with_codec(
+    text: &str,
+    value: impl Fn(u32) -> f32,
+    pace: Pace,
+    options: CudaOptions,
+) -> (CudaBackend, Arc<Mutex<Watch>>, PlanPart) {
     let (mut backend, watch) = open(Order::Ascending, pace, options);
-    let codec = suite::codec("kivi-4", RopePairing::Half);
+    let codec = suite::codec(text, RopePairing::Half);
     let layout = codec.geometry().raw_layout(8);
     backend.register(ModelId(1), codec);
     let extent = Extent { offset: 4096, len: layout.size_bytes() };
-    let bytes: Vec<u8> =
-        (0..8 * 2 * 64).flat_map(|i: u32| (i as f32 / 7.0).to_le_bytes()).collect();
+    let bytes: Vec<u8> = (0..8 * 2 * 64).flat_map(|i| value(i).to_le_bytes()).collect();
     let rows = IncomingRows { tokens: 8, k: bytes.clone().into(), v: bytes.into() };
     let to = RawTarget { extent, capacity_rows: 8, first_row: 0 };
     backend.write(ModelId(1), &rows, 0, 8, to).unwrap();
@@ -221,6 +229,44 @@ fn rows_that_kernels_encode_stay_on_the_device() {
     }
     assert!(sizes.windows(2).all(|pair| pair[0] == pair[1]), "whoever encodes, pages are the same");
     assert_eq!(backend.failure(), None);
+}
+
+#[test]
+fn pages_whose_size_the_kernel_finds_stay_on_the_device() {
+    if !available() {
+        return;
+    }
+    for text in
+        ["kvcomp", "kvd-2", "kvd-2-fast", "k=polar(a=4,r=4,g=8)/huffman; v=grid(rate=3)/huffman"]
+    {
+        let value = |i: u32| (i.wrapping_mul(2_654_435_761) >> 8) as f32 / 8_388_608.0 - 1.0;
+        let (mut backend, watch, part) = with_codec(text, value, Pace::Late, OPTIONS);
+        let trains = suite::codec(text, RopePairing::Half).needs_tables(LayerIndex(0));
+        if trains {
+            // Tables are built by the host, from the blocks that come first.
+            let first = backend.encode(ModelId(1), LayerIndex(0), &blocks(&part, 1)).unwrap();
+            assert!(first[0].as_ref().unwrap().held.is_none());
+        }
+        let before = watch.lock().read_bytes;
+        let encoded = backend.encode(ModelId(1), LayerIndex(0), &blocks(&part, 3)).unwrap();
+        assert_eq!(watch.lock().read_bytes - before, 8 * 2 * (64 + 64) * 4 + 2 * 4 * 32, "{text}");
+        let mut sizes = Vec::new();
+        for (index, pages) in encoded.into_iter().enumerate() {
+            let pages = pages.unwrap();
+            assert_eq!(pages.held.is_none(), index == 0, "{text}");
+            assert_eq!((pages.fallback_pages, pages.parts.total()), (0, pages.size_bytes()));
+            let extent = Extent { offset: 65_536 + 8192 * index as u64, len: pages.size_bytes() };
+            backend.place(&pages, extent);
+            let source = Source::Pages { extent, ends: pages.page_ends.clone(), first_row: 0 };
+            let loaded = load(&mut backend, &PlanPart { source, ..part.clone() });
+            sizes.push((pages.parts, pages.page_ends, loaded.unwrap()));
+            if index == 1 {
+                break;
+            }
+        }
+        assert_eq!(sizes[0], sizes[1], "{text}: whoever encodes, pages are the same");
+        assert_eq!(backend.failure(), None);
+    }
 }
 
 #[test]

@@ -7,7 +7,7 @@ mod common;
 use common::{Layout, Stored, geometry, noise};
 use kvd_codec::{BlockRows, HEADER_BYTES, Page, presets};
 use kvd_compute::EncodeSource;
-use kvd_core::{DType, Extent, LayerIndex, Side};
+use kvd_core::{DType, Extent, Geometry, LayerIndex, RopePairing, Side};
 use kvd_cuda::{Shapes, SharedMemory, StoreParameters, StorePlan, StoreShapes, StoredPage};
 use kvd_emu::{Grid, Memory, Order, available, launch};
 
@@ -15,6 +15,9 @@ const LAYER: LayerIndex = LayerIndex(0);
 /// Where a page's payload begins, behind the checksum.
 const CHECKSUM_END: usize = 32;
 const SHARED: SharedMemory = SharedMemory { block: 227 << 10, multiprocessor: 228 << 10 };
+
+/// Numbers from head to head: none has more values.
+const HEAD_VALUES: usize = 10_000;
 
 /// What the rows of a block are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,6 +31,12 @@ enum Rows {
     Huge,
     /// Some rows far shorter than others.
     Uneven,
+    /// Some values far larger than others.
+    Spikes,
+    /// One value among zeros, far from the first.
+    Lone,
+    /// Nearly half of the values of the first 64 rows far larger than the others.
+    Dense,
 }
 
 impl Rows {
@@ -35,13 +44,16 @@ impl Rows {
         let sign = if at.is_multiple_of(3) { -0.0 } else { 0.0 };
         match self {
             Self::Noise => noise(at),
-            Self::Zeros => 0.0,
+            Self::Lone if at % HEAD_VALUES == 5000 => 300.0,
+            Self::Zeros | Self::Lone => 0.0,
             Self::Signs if at.is_multiple_of(7) => noise(at).abs(),
             Self::Signs => sign,
             Self::Tiny => noise(at) * 1e-7,
             Self::Huge => noise(at) * 40_000.0,
             Self::Uneven if at / dim % 3 == 1 => noise(at) / 40.0,
-            Self::Uneven => noise(at),
+            Self::Spikes if at.is_multiple_of(29) => noise(at) * 30.0,
+            Self::Dense if at % HEAD_VALUES / dim < 64 && at % 20 < 9 => noise(at) * 60.0,
+            Self::Uneven | Self::Spikes | Self::Dense => noise(at),
         }
     }
 }
@@ -57,9 +69,19 @@ struct Blocks {
 
 impl Blocks {
     fn new(dims: [u32; 2], dtype: DType, codec: &str, blocks: &[(Rows, usize)]) -> Self {
-        let geometry = geometry(dims[0], dims[1], dtype);
+        Self::of(geometry(dims[0], dims[1], dtype), codec, blocks)
+    }
+
+    fn of(geometry: Geometry, codec: &str, blocks: &[(Rows, usize)]) -> Self {
+        let dtype = geometry.dtype;
         let none = Layout { pages: Vec::new(), window: 0 };
-        let stored = Stored::new(&geometry, codec, &none, |_, _, _, _| 0.0);
+        let mut stored = Stored::new(&geometry, codec, &none, |_, _, _, _| 0.0);
+        // Pages are written with the newest of several tables.
+        for version in 1..=if stored.codec.needs_tables(LAYER) { 2 } else { 0 } {
+            stored.train(48, |side, head, token, channel| {
+                noise(side.index() + 2 * (head + 2 * (token + 48 * (channel + 1024 * version))))
+            });
+        }
         let (mut arena, mut sources, mut rows) = (vec![0xFF; 320], Vec::new(), Vec::new());
         for (index, (kind, tokens)) in blocks.iter().enumerate() {
             let (first_row, capacity_rows) = (index as u32 % 3, *tokens as u32 + 3);
@@ -71,7 +93,7 @@ impl Blocks {
                 let seed = 100_000 * (2 * index + side.index());
                 let mut all = Vec::new();
                 for head in 0..geometry.kv_heads as usize {
-                    let at = seed + 10_000 * head;
+                    let at = seed + HEAD_VALUES * head;
                     let values: Vec<f32> =
                         (0..tokens * dim).map(|i| kind.value(at + i, dim)).collect();
                     let row = layout.row_offset(side, head as u64, first_row.into());
@@ -178,6 +200,7 @@ impl Blocks {
                 );
                 let reference = Page::parse(wanted).unwrap();
                 assert_eq!(*reference.header(), page.header);
+                assert_eq!(page.parts.total(), got.len() as u64);
                 assert_eq!(reference.header().fallback, read[at].is_none(), "{text}: page {at}");
                 fallbacks += usize::from(read[at].is_none());
             }
@@ -187,13 +210,16 @@ impl Blocks {
 }
 
 /// Full blocks, and blocks that end inside a tile, a group, four tokens.
-const TAILS: [(Rows, usize); 6] = [
+const TAILS: [(Rows, usize); 9] = [
     (Rows::Noise, 64),
     (Rows::Noise, 1),
     (Rows::Uneven, 35),
     (Rows::Signs, 33),
     (Rows::Noise, 96),
     (Rows::Tiny, 6),
+    (Rows::Spikes, 37),
+    (Rows::Lone, 78),
+    (Rows::Dense, 96),
 ];
 
 /// Presets whose layers have store kernels throughout. Codebooks of 4096 entries take minutes to
@@ -222,7 +248,7 @@ fn pages_of_every_preset_that_kernels_encode_are_the_reference_encoders() {
         blocks.check(text, SHARED, order);
         count += 1;
     }
-    assert!(count >= 12, "{count} presets");
+    assert!(count >= 20, "{count} presets");
 }
 
 #[test]
@@ -242,6 +268,18 @@ fn sides_that_no_preset_has_are_the_reference_encoders_too() {
         "k=f32; v=bf16",
         "k=hadamard/f16; v=mean/f32",
         "k=vq(d=1,b=3); v=vq(d=16,b=2,stages=3)",
+        "k=mean+qpca/bitalloc(b=3.5); v=mean+gain+pca/bitalloc(b=1)",
+        "k=hadamard/bitalloc(b=2); v=bitalloc(b=8)",
+        "k=polar(a=3,r=2,g=20); v=polar(a=8,r=8,g=5)",
+        "k=polar(a=1,r=5); v=gain/polar(a=4,r=4)",
+        "k=rotate/uniform(b=3,g=20,axis=token,mode=sym)/huffman; \
+         v=uniform(b=4,axis=channel,mode=hybrid)/huffman",
+        "k=polar(a=3,r=2)/huffman; v=rotate(seed=9)/lloyd(b=6)/huffman",
+        "k=uniform(b=3,axis=block,mode=hybrid)/huffman; v=fp8/huffman",
+        "k=fp8/huffman; v=gain/vq(d=4,b=4,stages=2)/huffman",
+        "k=uniform(b=8,axis=block)/huffman; v=polar(a=6,r=6,g=9)/huffman",
+        "k=grid(rate=7)/huffman; v=mean+gain+pca/grid(rate=0.4)/huffman",
+        "k=uniform(b=1,axis=channel)/huffman; v=hadamard/grid(rate=1.7)/huffman",
     ];
     let mut orders = Order::EACH.into_iter().cycle();
     for text in composed {
@@ -249,6 +287,18 @@ fn sides_that_no_preset_has_are_the_reference_encoders_too() {
         // 96 channels are three Hadamard blocks, 80 five.
         let blocks = Blocks::new([96, 80], DType::F16, text, &TAILS);
         blocks.check(text, SHARED, order);
+    }
+}
+
+#[test]
+fn neighbouring_channels_are_a_pair_as_well() {
+    if !available() {
+        return;
+    }
+    for text in ["polar-4+4", "k=polar(a=2,r=3); v=raw"] {
+        let geometry = geometry(64, 64, DType::F32);
+        let geometry = Geometry { rope_pairing: RopePairing::Interleaved, ..geometry };
+        Blocks::of(geometry, text, &TAILS).check(text, SHARED, Order::Random(5));
     }
 }
 
@@ -277,6 +327,9 @@ fn rows_without_codes_become_pages_of_rows() {
         ("k=uniform(b=4,g=8,axis=token,mode=hybrid); v=f16", 2..=8),
         ("k=hadamard/lloyd(b=4); v=fp8", 0..=4),
         ("k=vq(d=4,b=4); v=vq(d=2,b=4,stages=2)", 4..=4),
+        ("k=polar(a=4,r=4,g=16); v=polar(a=4,r=4)", 4..=4),
+        ("k=mean+pca/bitalloc(b=2); v=bitalloc(b=2)", 4..=4),
+        ("k=mean+pca/grid(rate=2)/huffman; v=vq(d=4,b=4)/huffman", 4..=4),
     ] {
         let blocks = Blocks::new([64, 64], DType::F32, text, &blocks);
         let fallbacks = blocks.check(text, SHARED, Order::Random(3));
@@ -290,7 +343,8 @@ fn pages_over_the_shared_memory_are_encoded_beside_it() {
         return;
     }
     let little = SharedMemory { block: 24 << 10, multiprocessor: 64 << 10 };
-    for text in ["kivi-4", "vecinfer-2", "k=mean+pca/lloyd(b=4); v=gain/fp8"] {
+    for text in ["kivi-4", "vecinfer-2", "k=mean+pca/lloyd(b=4); v=gain/fp8", "kvd-2-fast", "kvd-3"]
+    {
         let blocks = Blocks::new([64, 128], DType::F16, text, &TAILS);
         let codec = &blocks.stored.codec;
         let shapes = Shapes::new(codec, LAYER, [0; 2]);

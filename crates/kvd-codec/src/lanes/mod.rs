@@ -161,6 +161,31 @@ impl LaneTable {
         (self.batch, self.batch as u32 * (self.longest + self.raw_bits()))
     }
 
+    /// What its codes are below, without their low bits.
+    #[must_use]
+    pub fn levels(&self) -> u16 {
+        self.grouping.levels
+    }
+
+    /// What a missing code of a symbol of several counts as.
+    #[must_use]
+    pub fn missing(&self) -> u16 {
+        self.grouping.missing
+    }
+
+    /// By symbol and, below it, its low bits: the bits that code them, from bit 16 on how many, and
+    /// bit 31 where they are those of another symbol.
+    #[must_use]
+    pub fn units(&self) -> &[u32] {
+        &self.units
+    }
+
+    /// The symbol that is coded for each; empty where all have a code.
+    #[must_use]
+    pub fn substitutes(&self) -> &[u16] {
+        &self.substitutes
+    }
+
     /// The codes of the symbol in the low bits, its low bits zero, and the symbol's length.
     #[must_use]
     pub fn lookup(&self, bits: u32) -> ([u16; QUAD], u32) {

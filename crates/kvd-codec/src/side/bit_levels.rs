@@ -40,6 +40,11 @@ impl Levels {
         &self.values
     }
 
+    /// The bounds between the levels of each width, width 1 first, an infinity after each.
+    pub(super) fn midpoints(&self) -> &[f32] {
+        &self.midpoints
+    }
+
     /// The levels of a width; one zero for width 0.
     #[inline(always)]
     pub(super) fn of(&self, width: usize) -> &[f32] {

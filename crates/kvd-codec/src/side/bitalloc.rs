@@ -108,6 +108,19 @@ impl BitAlloc {
         self.levels.of(run.width)
     }
 
+    /// What a level may lack before its coefficient is an outlier.
+    #[must_use]
+    pub fn bound(&self) -> f32 {
+        self.bound
+    }
+
+    /// Where the levels of a width meet, width 1 first: one bound less than there are levels, then
+    /// an infinity.
+    #[must_use]
+    pub fn midpoints(&self) -> &[f32] {
+        self.levels.midpoints()
+    }
+
     /// A factor per coefficient.
     #[must_use]
     pub fn scales(&self) -> &[f32] {

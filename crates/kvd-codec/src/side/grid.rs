@@ -203,6 +203,13 @@ impl Grid {
         CLASSES[usize::from(self.classes[coefficient])].bias()
     }
 
+    /// The largest code of that coefficient that is stored whole; the smallest is minus
+    /// [`Grid::bias`].
+    #[must_use]
+    pub fn largest(&self, coefficient: usize) -> i32 {
+        CLASSES[usize::from(self.classes[coefficient])].largest()
+    }
+
     /// Appends lengths and chunks of `rows` (`[tokens, dim]`), at most `limit` bytes; returns the
     /// bytes of the lengths.
     pub(crate) fn encode(

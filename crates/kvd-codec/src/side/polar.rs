@@ -168,6 +168,15 @@ impl Polar {
         }
     }
 
+    /// Cosine and sine of the directions halfway between two codes of the first octant, and the
+    /// largest radius that the calibration's step of each pair is for: none where pages hold steps.
+    pub(crate) fn bounds(&self) -> (&[[f32; 2]], &[f32]) {
+        match &self.scale {
+            Scale::Page(_) => (&self.halfway, &[]),
+            Scale::Model { reach, .. } => (&self.halfway, reach),
+        }
+    }
+
     /// What kernels need to read pages.
     pub(super) fn stored(&self) -> Stored<'_> {
         let steps = match &self.scale {

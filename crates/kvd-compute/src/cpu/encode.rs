@@ -64,15 +64,17 @@ fn blocks<'a>(
     Blocks { count: sources.len(), read }
 }
 
-/// Builds Huffman tables from blocks of a layer where there are none, or others that fit better.
+/// Builds Huffman tables from blocks of a layer where there are none, or others that fit better:
+/// some of the blocks are looked at for that, or all.
 fn prepare<R: Fn(usize, &mut Block) + Sync>(
     codec: &mut ModelCodec,
     layer: LayerIndex,
     blocks: &Blocks<R>,
+    all: bool,
 ) -> Result<(), BackendError> {
     if !codec.needs_tables(layer) {
         for index in 0..blocks.count {
-            if codec.wants_block(layer) {
+            if codec.wants_block(layer) || all {
                 blocks.with(index, |block| codec.count_block(layer, &block.rows()));
             }
         }
@@ -102,11 +104,12 @@ pub(crate) fn encode(
 ) -> Result<Vec<Result<EncodedPages, BackendError>>, BackendError> {
     let geometry = codec.geometry().clone();
     let blocks = blocks(arena, &geometry, sources);
-    prepare(codec, layer, &blocks)?;
+    prepare(codec, layer, &blocks, false)?;
     Ok(encode_sampled(codec, layer, &blocks, sampling))
 }
 
-/// The same, all of them measured or none.
+/// The same, all of them measured or none. Those that are measured are all that the host sees of a
+/// layer that a device encodes, so each has a say in whether its Huffman tables still fit.
 pub(crate) fn encode_as(
     arena: &HostArena,
     codec: &mut ModelCodec,
@@ -116,7 +119,7 @@ pub(crate) fn encode_as(
 ) -> Result<Vec<Result<EncodedPages, BackendError>>, BackendError> {
     let geometry = codec.geometry().clone();
     let blocks = blocks(arena, &geometry, sources);
-    prepare(codec, layer, &blocks)?;
+    prepare(codec, layer, &blocks, measured)?;
     Ok(encode_all(codec, layer, &blocks, &vec![measured; blocks.count]))
 }
 

@@ -1,6 +1,6 @@
 //! Raw rows to pages: by store kernels, where a layer has them for all of its sides, so that rows
-//! stay on the device; else, and for the blocks that are measured, by the host's encoder, which
-//! makes the same bytes.
+//! stay on the device; else, for the blocks that are measured, and for those from which Huffman
+//! tables are built, by the host's encoder, which makes the same bytes.
 
 use super::{CudaBackend, HOST_BYTES, THREADS};
 use crate::driver::KernelLaunch;
@@ -244,11 +244,9 @@ impl CudaBackend {
             over_bound: [0; 2],
         };
         let (mut ends, mut end) = (Vec::with_capacity(pages.len()), 0);
-        for (_, StoredPage { header, scale_bytes, .. }) in &pages {
-            let (bytes, payload) = (header.page_bytes() as u64, u64::from(header.payload_len));
-            let scales = scale_bytes + header.gain_bytes() as u64;
-            let codes = payload - scales;
-            encoded.parts += PageBytes { header: bytes - payload, codes, scales, offsets: 0 };
+        for (_, StoredPage { header, parts, .. }) in &pages {
+            let bytes = header.page_bytes() as u64;
+            encoded.parts += *parts;
             encoded.side_bytes[header.side.index()] += bytes;
             encoded.fallback_pages += u32::from(header.fallback);
             end += bytes as u32;

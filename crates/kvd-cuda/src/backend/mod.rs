@@ -1,5 +1,5 @@
-//! [`Backend`] on a GPU: page memory, attention and, for the sides that have store kernels,
-//! encoding on the device; other encoding, and decoding, on the host.
+//! [`Backend`] on a GPU: page memory, attention and encoding on the device; what is measured or has
+//! no store kernel is encoded on the host, which also builds Huffman tables and decodes.
 //!
 //! Runs on the lane's thread. All memory but the tables of a layer is taken when it is opened,
 //! pinned memory of the host too: bytes for the device are copied while kernels run, and results

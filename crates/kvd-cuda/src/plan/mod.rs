@@ -96,6 +96,8 @@ pub struct Plan {
     /// Why the host encodes keys and values; none where store kernels do. They encode only layers
     /// of which they can write both.
     pub host_encoding: [Option<&'static str>; 2],
+    /// Whether the host builds Huffman tables from the blocks that come first.
+    pub host_tables: bool,
 }
 
 /// What a side stores per value, in bits; an entropy-coded side what it aims at.
@@ -126,8 +128,7 @@ pub fn plan(codec: &CodecSpec, workload: &Workload, limits: &Limits) -> Option<P
     let stages = stages[0] + stages[1];
     let rows = workload.group.min(ROWS_MAX);
     let floats = rows * (dim_k + THREADS + TILE_TOKENS as u32 + 1);
-    let gains = GAIN_STAGE as u32;
-    let fixed = 4 * floats + 2 * (stages + gains);
+    let fixed = 4 * floats + 2 * (stages + GAIN_STAGE as u32);
     let coded = Side::BOTH.map(|side| lanes::expected(codec.side(side), geometry.head_dim(side)));
     let products = products::expected(codec, geometry, rows_of(rows) as usize);
     let work = products[0].bytes + products[1].bytes;
@@ -179,12 +180,18 @@ pub fn plan(codec: &CodecSpec, workload: &Workload, limits: &Limits) -> Option<P
         page_bytes,
         other_bytes: units * (2.0 * partial + f64::from(tables)),
         host_encoding: Side::BOTH.map(|side| host_encoding(codec, side)),
+        host_tables: Side::BOTH.into_iter().any(|side| host_tables(codec, side)),
     })
 }
 
 /// Why the host encodes a side in some layer or head.
 fn host_encoding(codec: &CodecSpec, side: Side) -> Option<&'static str> {
     codec.variants(side).into_iter().find_map(encoded_on_host)
+}
+
+/// Whether a side has Huffman tables that are built from blocks.
+fn host_tables(codec: &CodecSpec, side: Side) -> bool {
+    codec.variants(side).into_iter().any(SideSpec::has_trained_tables)
 }
 
 /// Units over the parts of one head, so that all heads fill the thread blocks that are resident at

@@ -58,7 +58,7 @@ impl fmt::Display for Plan {
             work.batch * work.geometry.kv_heads,
             limits.multiprocessors * occupancy.blocks
         )?;
-        write_encoding(f, self.host_encoding)?;
+        write_encoding(f, self.host_encoding, self.host_tables)?;
         writeln!(
             f,
             "bytes: {:.3e} of pages, {:.3e} of codebooks and partial results",
@@ -85,14 +85,23 @@ fn write_products(f: &mut fmt::Formatter<'_>, not: [Option<&str>; 2]) -> fmt::Re
     writeln!(f, "products: {keys}; {values}")
 }
 
-fn write_encoding(f: &mut fmt::Formatter<'_>, host: [Option<&str>; 2]) -> fmt::Result {
+fn write_encoding(
+    f: &mut fmt::Formatter<'_>,
+    host: [Option<&str>; 2],
+    host_tables: bool,
+) -> fmt::Result {
     let of_side = |(side, why): (&str, Option<&str>)| why.map(|why| format!("{side} are {why}"));
     let reasons: Vec<String> =
         ["keys", "values"].into_iter().zip(host).filter_map(of_side).collect();
     if reasons.is_empty() {
+        let tables = match host_tables {
+            true => "; a layer's first blocks as well, for its Huffman tables",
+            false => "",
+        };
         return writeln!(
             f,
-            "store: kernels write the pages; one block in sixteen is copied to the host and measured"
+            "store: kernels write the pages; one block in sixteen is copied to the host and \
+             measured{tables}"
         );
     }
     writeln!(

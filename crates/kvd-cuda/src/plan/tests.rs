@@ -137,14 +137,14 @@ fn a_plan_says_where_products_are() {
 #[test]
 fn a_plan_says_who_encodes() {
     let text = |codec: &str| of(codec, &Limits::h100()).to_string();
-    for codec in ["raw", "kivi-4", "vecinfer-2", "cq-2", "vq-residual-4", "innerq-2", "turbo-4"] {
-        assert!(text(codec).contains("store: kernels write the pages"), "{codec}");
+    for preset in kvd_codec::presets() {
+        let text = text(preset.name);
+        assert!(text.contains("store: kernels write the pages"), "{}: {text}", preset.name);
     }
-    let kvcomp = text("kvcomp");
-    assert!(kvcomp.contains("keys are Huffman codes, values are Huffman codes"), "{kvcomp}");
-    assert!(text("polar-4+4").contains("writes the pages: keys are polar, for which"));
+    assert!(text("kvcomp").contains("first blocks as well, for its Huffman tables"));
+    assert!(!text("kvd-2").contains("first blocks"), "its tables are the calibration's");
     assert!(text("k=vq(d=2,b=4,stages=3); v=raw").contains("keys are vq of more stages"));
     // An override is enough: a layer that has it is the host's.
-    let policy = "k=raw; v=raw; v[layer=0]=grid(rate=2)/huffman";
-    assert!(text(policy).contains("values are a grid"), "{}", text(policy));
+    let policy = "k=raw; v=raw; v[layer=0]=vq(d=2,b=4,stages=3)";
+    assert!(text(policy).contains("values are vq of more stages"), "{}", text(policy));
 }

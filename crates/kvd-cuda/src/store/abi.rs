@@ -15,8 +15,12 @@ pub struct StoreUnit {
     pub page: u64,
     /// Offset of the transform's steps in [`StoreParameters::steps`].
     pub steps: u64,
-    /// VQ: offset of half the squared norms of its entries, in the same place.
+    /// Offset of what the quantizer reads beside its table, in the same place: of VQ half the
+    /// squared norms of its entries, of a bit allocation the bounds between its levels, of polar
+    /// directions and reach.
     pub norms: u64,
+    /// Offset of runs and tables of Huffman codes, in the same place.
+    pub codes: u64,
     /// Offset of its coefficients in [`StoreParameters::words`], in words; all ones when they are
     /// in shared memory.
     pub words: u64,
@@ -29,10 +33,14 @@ pub struct StoreUnit {
     /// The first 20 bytes of the page's header, without a flag for gains.
     pub header: [u32; 5],
     /// Uniform: a level's part of what a group spans. Floats and VQ: the largest magnitude that has
-    /// a code.
+    /// a code. Bit allocation: what a level may lack.
     pub limit: f32,
     /// Median length of rows; 0 where no row is raised.
     pub median: f32,
+    /// Huffman codes: bytes that scales and codes may take.
+    pub room: u32,
+    /// Not read.
+    pub unused: u32,
 }
 
 /// The parameter of `kvd_store_*`.

@@ -2,7 +2,9 @@
 //! reads no page memory.
 
 mod abi;
+mod lanes;
 mod plan;
+mod sizes;
 mod steps;
 
 pub use abi::{StoreParameters, StoreUnit};
@@ -10,8 +12,9 @@ pub use plan::{StoreLaunch, StorePlan, StoredPage};
 
 use crate::side::Kernel;
 use crate::{Shapes, SideShape};
-use kvd_codec::{CodeLayout, HeadSide, ModelCodec, Quantizer, SideSpec, Stored, page_bytes};
+use kvd_codec::{HeadSide, LaneTable, ModelCodec, Quantizer, Run, SideSpec, Stored};
 use kvd_core::{DType, LayerIndex, Side};
+use lanes::{Constants, LaneSizes, Lanes};
 
 /// Codes that a sub-vector's own words hold until all are found: `VQ_STAGES_MAX` of `vq.cuh`.
 const VQ_STAGES_MAX: u8 = 3;
@@ -23,10 +26,14 @@ struct HeadStore {
     side: SideShape,
     steps: u64,
     norms: u64,
+    /// Where they are Huffman codes.
+    lanes: Option<LaneSizes>,
     limit: f32,
     median: f32,
     /// Whether a step reads whole rows.
     reads_rows: bool,
+    /// Of a bit allocation.
+    runs: Vec<Run>,
 }
 
 /// How the pages of one layer are written, where kernels do it. Made once per model and layer.
@@ -41,13 +48,7 @@ pub struct StoreShapes {
 /// Why a side is encoded on the host; `None` where a kernel does it.
 #[must_use]
 pub fn encoded_on_host(side: &SideSpec) -> Option<&'static str> {
-    if side.has_trained_tables() {
-        return Some("Huffman codes");
-    }
     match &side.quantizer {
-        Quantizer::Grid { .. } => Some("a grid"),
-        Quantizer::BitAlloc { .. } => Some("a bit allocation"),
-        Quantizer::Polar { .. } => Some("polar"),
         Quantizer::Vq(vq) if vq.stages > vq.dim.min(VQ_STAGES_MAX) => {
             Some("vq of more stages than channels")
         }
@@ -60,46 +61,41 @@ impl StoreShapes {
     #[must_use]
     pub fn new(codec: &ModelCodec, layer: LayerIndex, shapes: &Shapes) -> Option<Self> {
         // Rows as they came have no steps: those at the start.
-        let mut steps = vec![0; steps::STEP_BYTES];
+        let mut constants = Constants::default();
+        constants.bytes.resize(steps::STEP_BYTES, 0);
         let heads = (0..codec.geometry().kv_heads as usize).map(|head| {
             let [keys, values] = Side::BOTH.map(|side| {
-                let of_head = codec.head(layer, side, head);
-                let (kernel, shape) = shapes.fixed_width(head, side)?;
-                HeadStore::new(of_head, kernel, shape, &mut steps)
+                let of_head = (codec.head(layer, side, head), side);
+                let trained = codec.trained_tables(layer, side, head);
+                HeadStore::new(of_head, shapes.newest(head, side)?, trained, &mut constants)
             });
             Some([keys?, values?])
         });
         let heads = heads.collect::<Option<Vec<_>>>()?;
+        let mut steps = constants.bytes;
         steps::align(&mut steps);
         Some(Self { steps, layer, heads })
     }
 }
 
 impl HeadStore {
-    fn new(side: &HeadSide, kernel: Kernel, shape: SideShape, steps: &mut Vec<u8>) -> Option<Self> {
-        if side.lane_runs().is_some() {
-            return None;
-        }
-        let mut norms = 0;
-        let limit = match side.stored() {
-            Stored::Float(dtype) => dtype.largest(),
-            Stored::E4m3 | Stored::Lloyd { .. } => 0.0,
-            Stored::Uniform { .. } => side.level_part()?,
-            Stored::Codebooks(vq) => {
-                if vq.stages() > vq.dim().min(VQ_STAGES_MAX.into()) {
-                    return None;
-                }
-                steps::align(steps);
-                norms = steps.len() as u64;
-                for set in 0..shape.sets as usize {
-                    for stage in 0..vq.stages() {
-                        steps::floats(steps, vq.codebook(stage, set).half_norms(), 0);
-                    }
-                }
-                vq.reach()
-            }
-            _ => return None,
-        };
+    fn new(
+        (side, which): (&HeadSide, Side),
+        (kernel, shape): (Kernel, SideShape),
+        trained: &[LaneTable],
+        constants: &mut Constants,
+    ) -> Option<Self> {
+        let grid = side.grid();
+        let lanes = side.lane_runs().map(|runs| {
+            // The newest table is the version that is the number of all.
+            let newest = (&trained[trained.len().saturating_sub(1)..], trained.len() as u16);
+            let (tables, version) = grid.map_or(newest, |grid| (grid.tables(), 0));
+            Lanes { side: which, dim: side.dim(), runs, tables, version, grid }.place(constants)
+        });
+        let steps = &mut constants.bytes;
+        steps::align(steps);
+        let norms = steps.len() as u64;
+        let limit = Self::constants(side, &shape, steps)?;
         let reads_rows = side.forward_steps().iter().any(|step| {
             use kvd_codec::ForwardStep::{Matrix, Permute};
             matches!(step, Matrix(_) | Permute { .. })
@@ -109,35 +105,46 @@ impl HeadStore {
             side: shape,
             steps: steps::push(steps, side),
             norms,
+            lanes,
             limit,
             median: side.gain_median().unwrap_or(0.0),
             reads_rows,
+            runs: side.bitalloc().map_or_else(Vec::new, |bitalloc| bitalloc.runs().to_vec()),
         })
     }
-
-    /// Bytes of a page of so many tokens: scales, and all of it, each row with a gain where rows
-    /// may have one.
-    fn bytes(&self, side: Side, tokens: usize) -> (usize, usize) {
-        let (dim, shape) = (self.side.dim as usize, &self.side);
-        let codes = |per_row| CodeLayout::new(side, tokens, per_row, shape.bits).size_bytes();
-        let rows = tokens.div_ceil(shape.scale_tokens as usize);
-        let groups = rows * dim.div_ceil(shape.scale_channels as usize);
-        let (scales, codes) = match self.kernel {
-            Kernel::F32 => (0, 4 * tokens * dim),
-            Kernel::F16 | Kernel::Bf16 => (0, 2 * tokens * dim),
-            Kernel::Fp8 => (4, codes(dim)),
-            Kernel::Uniform => (4 * groups, codes(dim)),
-            Kernel::Symmetric => (2 * groups, codes(dim)),
-            Kernel::Hybrid => {
-                let share = (shape.scale_tokens as usize).min(tokens);
-                let word = (share * shape.scale_channels as usize).div_ceil(8).max(4);
-                (groups.div_ceil(8) + groups * (word + 2), codes(dim))
+    /// Appends what the quantizer reads beside its table; gives its limit. None where it has no
+    /// kernel.
+    fn constants(side: &HeadSide, shape: &SideShape, steps: &mut Vec<u8>) -> Option<f32> {
+        let mut push = |values: &[f32]| steps::floats(steps, values, 0);
+        Some(match side.stored() {
+            Stored::Float(dtype) => dtype.largest(),
+            Stored::E4m3 | Stored::Lloyd { .. } => 0.0,
+            Stored::Uniform { .. } => side.level_part()?,
+            Stored::Codebooks(vq) => {
+                if vq.stages() > vq.dim().min(VQ_STAGES_MAX.into()) {
+                    return None;
+                }
+                for set in 0..shape.sets as usize {
+                    for stage in 0..vq.stages() {
+                        push(vq.codebook(stage, set).half_norms());
+                    }
+                }
+                vq.reach()
             }
-            Kernel::Lloyd => (2 * tokens, codes(dim)),
-            _ => (0, codes(dim / shape.book_dim as usize * shape.stages as usize)),
-        };
-        let gains = if self.median > 0.0 { tokens.div_ceil(2) } else { 0 };
-        (scales, page_bytes(scales + codes + gains))
+            Stored::Polar { .. } => {
+                let (halfway, reach) = side.polar_bounds()?;
+                push(halfway.as_flattened());
+                push(reach);
+                0.0
+            }
+            Stored::BitAlloc { .. } => {
+                let bitalloc = side.bitalloc()?;
+                push(bitalloc.midpoints());
+                bitalloc.bound()
+            }
+            Stored::Grid(_) => 0.0,
+            _ => return None,
+        })
     }
 }
 

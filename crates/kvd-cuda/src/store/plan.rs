@@ -1,9 +1,10 @@
 //! Blocks as launches of store kernels.
 
+use super::sizes::PageSizes;
 use super::{HeadStore, StoreShapes, StoreUnit, dtype_number};
 use crate::lanes::SharedMemory;
 use crate::side::{COPY_BYTES, Kernel, rows_shape};
-use kvd_codec::{HEADER_BYTES, ModelCodec, PageHeader};
+use kvd_codec::{HEADER_BYTES, ModelCodec, PageBytes, PageHeader};
 use kvd_compute::EncodeSource;
 use kvd_core::Side;
 use std::collections::BTreeMap;
@@ -39,8 +40,8 @@ pub struct StoredPage {
     pub header: PageHeader,
     /// Its offset in [`super::StoreParameters::pages`].
     pub offset: u64,
-    /// Bytes of its scales, gains apart.
-    pub scale_bytes: u64,
+    /// Bytes of its parts.
+    pub parts: PageBytes,
 }
 
 /// Launches that write the pages of some blocks of a layer, each page behind the one before.
@@ -52,9 +53,8 @@ pub struct StorePlan {
     pub page_bytes: u64,
     /// Of [`super::StoreParameters::words`].
     pub words: u64,
-    /// Place and bytes of scales of each page, `[block, side, head]`; none of a page that is not
-    /// asked for.
-    pages: Vec<Option<(u64, u64)>>,
+    /// Place and sizes of each page, `[block, side, head]`; none of a page that is not asked for.
+    pages: Vec<Option<(u64, PageSizes)>>,
 }
 
 /// What is still being planned.
@@ -63,7 +63,8 @@ struct Builder<'a> {
     codec: &'a ModelCodec,
     shared: SharedMemory,
     plan: StorePlan,
-    launches: BTreeMap<Kernel, StoreLaunch>,
+    /// By kernel, and whether codes are Huffman codes.
+    launches: BTreeMap<(Kernel, bool), StoreLaunch>,
 }
 
 impl StoreShapes {
@@ -93,9 +94,11 @@ impl StoreShapes {
             side: rows_shape(dtype, head.side.dim as usize),
             steps: 0,
             norms: 0,
+            lanes: None,
             limit: dtype.largest(),
             median: 0.0,
             reads_rows: false,
+            runs: Vec::new(),
         };
         self.plan_of(codec, blocks, shared, missing, as_rows)
     }
@@ -126,14 +129,21 @@ impl StoreShapes {
     }
 }
 
+impl HeadStore {
+    fn kernel_name(&self) -> String {
+        let stage = if self.lanes.is_some() { "huffman_" } else { "" };
+        format!("kvd_store_{stage}{}", self.kernel.name())
+    }
+}
+
 impl Builder<'_> {
-    /// Adds a page; gives its place and the bytes of its scales.
+    /// Adds a page; gives its place and sizes.
     fn push(
         &mut self,
         (block, index): (&EncodeSource, usize),
         (side, head): (Side, usize),
         store: &HeadStore,
-    ) -> (u64, u64) {
+    ) -> (u64, PageSizes) {
         let geometry = self.codec.geometry();
         let (tokens, dim) = (block.rows as usize, store.side.dim as usize);
         let layout = geometry.raw_layout(block.capacity_rows);
@@ -142,7 +152,9 @@ impl Builder<'_> {
         let header = if store.steps == 0 {
             self.codec.fallback_header(place, head, tokens).0
         } else {
-            self.codec.page_header(place, head, tokens)
+            let version = store.lanes.map_or(0, |lanes| lanes.version);
+            let header = self.codec.page_header(place, head, tokens);
+            PageHeader { huffman: version > 0, table_version: version, ..header }
         };
         let mut words = [0; 5];
         for (word, bytes) in words.iter_mut().zip(header.to_bytes().as_chunks::<4>().0) {
@@ -155,10 +167,11 @@ impl Builder<'_> {
         let needed = tokens * (dim.next_multiple_of(4) + 4);
         let in_shared = SHARED_BYTES + row_bytes + gain_bytes + 4 * needed;
         let fits = in_shared <= self.shared.block;
-        let (scales, bytes) = store.bytes(side, tokens);
+        let sizes = store.sizes(side, tokens, geometry.dtype);
         let offset = self.plan.page_bytes;
-        let launch = self.launches.entry(store.kernel).or_insert_with(|| StoreLaunch {
-            kernel: format!("kvd_store_{}", store.kernel.name()),
+        let huffman = store.lanes.is_some();
+        let launch = self.launches.entry((store.kernel, huffman)).or_insert_with(|| StoreLaunch {
+            kernel: store.kernel_name(),
             units: Vec::new(),
             pages: Vec::new(),
             row_bytes: 0,
@@ -172,6 +185,7 @@ impl Builder<'_> {
             page: offset,
             steps: store.steps,
             norms: store.norms,
+            codes: store.lanes.map_or(0, |lanes| lanes.codes),
             words: if fits { IN_SHARED } else { self.plan.words },
             tokens: block.rows,
             dtype: dtype_number(geometry.dtype),
@@ -179,11 +193,13 @@ impl Builder<'_> {
             header: words,
             limit: store.limit,
             median: store.median,
+            room: sizes.room as u32,
+            unused: 0,
         });
         launch.grow(row_bytes, gain_bytes, if fits { 4 * needed } else { 0 });
-        self.plan.page_bytes += bytes as u64;
+        self.plan.page_bytes += sizes.most as u64;
         self.plan.words += if fits { 0 } else { needed as u64 };
-        (offset, scales as u64)
+        (offset, sizes)
     }
 }
 
@@ -214,9 +230,10 @@ impl StorePlan {
         let indices = self.launches.iter().flat_map(|launch| &launch.pages);
         for (index, bytes) in indices.zip(headers.as_chunks::<HEADER_BYTES>().0) {
             let page = self.pages[*index].zip(PageHeader::from_bytes(bytes).ok());
-            stored[*index] = page.map(|((offset, scale_bytes), header)| {
-                let scale_bytes = if header.fallback { 0 } else { scale_bytes };
-                StoredPage { header, offset, scale_bytes }
+            stored[*index] = page.map(|((offset, sizes), header)| StoredPage {
+                header,
+                offset,
+                parts: sizes.parts(&header),
             });
         }
         stored

@@ -16,6 +16,7 @@ template <class Format>
 struct StoreFloat {
     // `absmax` are the bits of the page's largest magnitude, the format's stand in `limit`. Gives the
     // payload's bytes; 0 where the page has no codes.
+    template <class Stage>
     KVD_DEVICE static unsigned store(const Work& work, uint32_t absmax) {
         if (absmax > f32_bits(work.unit.limit)) {
             return 0;
@@ -42,6 +43,7 @@ KVD_DEVICE unsigned e4m3_code(float x) {
 }
 
 struct StoreFp8 {
+    template <class Stage>
     KVD_DEVICE static unsigned store(const Work& work, uint32_t absmax) {
         const float largest = f32_value(absmax);
         // Rounding to 3 mantissa bits adds up to 1/16, which must stay finite.
@@ -62,7 +64,7 @@ struct StoreFp8 {
             store32(work.payload, f32_bits(scale));
         }
         KVD_BARRIER();
-        return Fp8::SCALE_BYTES + pack_words(work, work.payload + Fp8::SCALE_BYTES, 8);
+        return Fp8::SCALE_BYTES + write_in_place<Stage>(work, work.payload + Fp8::SCALE_BYTES, 8);
     }
 };
 

@@ -91,6 +91,7 @@ struct StoreHybrid {
         return symmetric;
     }
 
+    template <class Stage>
     KVD_DEVICE static unsigned store(const Work& work, uint32_t absmax) {
         if (!is_finite(f32_value(absmax))) {
             return 0;
@@ -116,7 +117,7 @@ struct StoreHybrid {
             return 0;
         }
         const unsigned scales = unsigned(Hybrid::codes_at(work.side, work.page()));
-        return scales + pack_words(work, work.payload + scales, work.side.bits);
+        return scales + write_in_place<Stage>(work, work.payload + scales, work.side.bits);
     }
 };
 

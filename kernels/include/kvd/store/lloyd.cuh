@@ -64,6 +64,7 @@ struct StoreLloyd {
         return (stored & 0x7C00) != 0x7C00 && !coarse;
     }
 
+    template <class Stage>
     KVD_DEVICE static unsigned store(const Work& work, uint32_t absmax) {
         if (!is_finite(f32_value(absmax))) {
             return 0;
@@ -76,7 +77,7 @@ struct StoreLloyd {
             return 0;
         }
         const unsigned scales = Lloyd::SCALE_BYTES * work.tokens;
-        return scales + pack_words(work, work.payload + scales, work.side.bits);
+        return scales + write_in_place<Stage>(work, work.payload + scales, work.side.bits);
     }
 };
 

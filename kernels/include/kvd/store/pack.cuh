@@ -81,9 +81,19 @@ KVD_DEVICE unsigned pack_codes(const Work& work, uint8_t* codes, unsigned per_ro
     return unsigned(at - codes);
 }
 
-// The same of codes that stand where their coefficients stood.
-KVD_DEVICE unsigned pack_words(const Work& work, uint8_t* codes, unsigned bits) {
-    return pack_codes(work, codes, work.dim, bits, [&](unsigned token, unsigned channel) {
+// How codes become bytes: of fixed width. HuffmanCodes of huffman.cuh is the other way.
+struct FixedCodes {
+    template <class Code>
+    KVD_DEVICE static unsigned write(const Work& work, uint8_t* codes, unsigned per_row,
+                                     unsigned bits, Code code) {
+        return pack_codes(work, codes, per_row, bits, code);
+    }
+};
+
+// Writes codes that stand where their coefficients stood.
+template <class Stage>
+KVD_DEVICE unsigned write_in_place(const Work& work, uint8_t* codes, unsigned bits) {
+    return Stage::write(work, codes, work.dim, bits, [&](unsigned token, unsigned channel) {
         return unsigned(work.words[token * work.stride + channel]);
     });
 }

@@ -1,6 +1,6 @@
 // The store path: a thread block takes one page of one KV head and side from raw rows in the arena to a
-// sealed page (KVComp 2509.00579 section 3.2, its store pipeline up to the codes): rows in, transforms,
-// quantize in place, codes to planes, header and checksum. Of a page that its quantizer has no codes for
+// sealed page (KVComp 2509.00579 section 3.2, its store pipeline): rows in, transforms, quantize in place,
+// codes to planes or to Huffman codes, header and checksum. Of a page that its quantizer has no codes for
 // it says so, and the host asks for the rows as they came. Reference: kvd-codec/src/encode.rs.
 #pragma once
 
@@ -29,7 +29,8 @@ struct StoreShared {
     }
 };
 
-template <class Quantizer>
+// `Stage` makes codes bytes.
+template <class Quantizer, class Stage>
 KVD_DEVICE void store_page(const StoreParameters& parameters, unsigned char* shared) {
     const StoreUnit unit = parameters.units[block_index()];
     const StoreShared part(parameters, shared);
@@ -46,6 +47,9 @@ KVD_DEVICE void store_page(const StoreParameters& parameters, unsigned char* sha
                        parameters.tables,
                        parameters.steps + unit.steps,
                        reinterpret_cast<const float*>(parameters.steps + unit.norms),
+                       reinterpret_cast<const CodeHead*>(parameters.steps + unit.codes),
+                       parameters.steps,
+                       part.sums,
                        part.slots,
                        part.rows,
                        part.shifts};
@@ -64,7 +68,7 @@ KVD_DEVICE void store_page(const StoreParameters& parameters, unsigned char* sha
         largest = most(largest, magnitude_bits(work.value(token, channel)));
     });
     largest = block_most(largest, part.slots);
-    const unsigned payload = Quantizer::store(work, largest);
+    const unsigned payload = Quantizer::template store<Stage>(work, largest);
     if (payload == 0) {
         if (thread_index() < HEADER_BYTES / 4) {
             store32(header + 4 * thread_index(), 0);
@@ -77,5 +81,9 @@ KVD_DEVICE void store_page(const StoreParameters& parameters, unsigned char* sha
 
 }  // namespace kvd
 
-#define KVD_STORE(name, Quantizer) \
-    KVD_KERNEL(kvd_store_##name, kvd::STORE_THREADS, kvd::StoreParameters, (kvd::store_page<Quantizer>))
+#define KVD_STORE(name, Quantizer)                                           \
+    KVD_KERNEL(kvd_store_##name, kvd::STORE_THREADS, kvd::StoreParameters, \
+               (kvd::store_page<Quantizer, kvd::FixedCodes>))
+#define KVD_STORE_HUFFMAN(name, Quantizer)                                           \
+    KVD_KERNEL(kvd_store_huffman_##name, kvd::STORE_THREADS, kvd::StoreParameters, \
+               (kvd::store_page<Quantizer, kvd::HuffmanCodes>))

@@ -179,6 +179,7 @@ struct StoreSymmetric {
 
 template <class Levels>
 struct StoreUniform {
+    template <class Stage>
     KVD_DEVICE static unsigned store(const Work& work, uint32_t absmax) {
         if (!is_finite(f32_value(absmax))) {
             return 0;
@@ -209,7 +210,7 @@ struct StoreUniform {
             return 0;
         }
         const unsigned scales = groups * Levels::PAIR_BYTES;
-        return scales + pack_words(work, work.payload + scales, work.side.bits);
+        return scales + write_in_place<Stage>(work, work.payload + scales, work.side.bits);
     }
 };
 

@@ -85,6 +85,7 @@ struct StoreVq {
         }
     }
 
+    template <class Stage>
     KVD_DEVICE static unsigned store(const Work& work, uint32_t absmax) {
         if (absmax > f32_bits(work.unit.limit)) {
             return 0;
@@ -94,12 +95,12 @@ struct StoreVq {
             find(work, at % work.tokens, at / work.tokens);
         }
         KVD_BARRIER();
-        return pack_codes(work, work.payload, subs * work.side.stages, work.side.bits,
-                          [&](unsigned token, unsigned position) {
-                              const unsigned sub = position % subs;
-                              const unsigned first = sub * work.side.book_dim + position / subs;
-                              return unsigned(work.words[token * work.stride + first]);
-                          });
+        return Stage::write(work, work.payload, subs * work.side.stages, work.side.bits,
+                            [&](unsigned token, unsigned position) {
+                                const unsigned sub = position % subs;
+                                const unsigned first = sub * work.side.book_dim + position / subs;
+                                return unsigned(work.words[token * work.stride + first]);
+                            });
     }
 };
 

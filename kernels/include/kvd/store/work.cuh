@@ -17,6 +17,9 @@ constexpr unsigned WARP_ROWS = 4;
 // `StoreUnit::words` of a page whose coefficients are in shared memory.
 constexpr uint64_t IN_SHARED = ~uint64_t(0);
 
+// Of huffman.cuh.
+struct CodeHead;
+
 // A page to write.
 struct StoreUnit {
     SideShape side;
@@ -26,8 +29,11 @@ struct StoreUnit {
     uint64_t page;
     // What transforms read, from `StoreParameters::steps` on.
     uint64_t steps;
-    // VQ: half the squared norms of its entries, in the same place.
+    // What the quantizer reads beside its table, in the same place: of VQ half the squared norms of its
+    // entries, of a bit allocation the bounds between its levels, of polar directions and reach.
     uint64_t norms;
+    // Runs and tables of Huffman codes (huffman.cuh), in the same place.
+    uint64_t codes;
     // Coefficients, in words from `StoreParameters::words` on, or `IN_SHARED`.
     uint64_t words;
     uint32_t tokens;
@@ -37,10 +43,13 @@ struct StoreUnit {
     // The first 20 bytes of the page's header, without a flag for gains.
     uint32_t header[5];
     // Uniform: a level's part of what a group spans. Floats and VQ: the largest magnitude that has a
-    // code.
+    // code. Bit allocation: what a level may lack.
     float limit;
     // Median length of rows; 0 where no row is raised.
     float median;
+    // Huffman codes: bytes that scales and codes may take.
+    uint32_t room;
+    uint32_t unused;
 };
 
 struct StoreParameters {
@@ -59,6 +68,9 @@ struct StoreParameters {
     uint32_t gain_bytes;
 };
 
+// Bytes of a value of the rows as they came.
+KVD_DEVICE unsigned row_value_bytes(const StoreUnit& unit) { return unit.dtype == 0 ? 4 : 2; }
+
 // Words of a row: lanes that read one channel of neighbouring tokens should not meet in a bank.
 KVD_DEVICE unsigned word_stride(unsigned dim) { return (dim + 3) / 4 * 4 + 4; }
 
@@ -75,10 +87,15 @@ struct Work {
     // Behind the header.
     uint8_t* payload;
     const uint8_t* tables;
-    // The side's first step; half the squared norms of its entries.
+    // The side's first step; what its quantizer reads beside its table; how its
+    // Huffman codes are made.
     const uint8_t* steps;
     const float* norms;
-    // Shared: a word for each warp; `WARP_ROWS` rows for each; a shift per row.
+    const CodeHead* codes;
+    // What offsets of tables of Huffman codes count from.
+    const uint8_t* constants;
+    // Shared: a number for each thread; a word for each warp; `WARP_ROWS` rows for each; a shift per row.
+    uint64_t* sums;
     uint32_t* slots;
     uint32_t* rows;
     uint8_t* shifts;
@@ -110,6 +127,35 @@ KVD_DEVICE uint32_t block_most(uint32_t word, uint32_t* slots) {
     }
     KVD_BARRIER();
     return word;
+}
+
+// Sums over the lanes of each warp: of all warps, and of those before this one. Every thread of the block
+// makes one.
+struct WarpSums {
+    uint32_t all;
+    uint32_t before;
+
+    KVD_DEVICE WarpSums(uint32_t mine, uint32_t* slots) : all(0), before(0) {
+        for (unsigned step = WARP_LANES / 2; step > 0; step /= 2) {
+            mine += KVD_SHUFFLE(mine, lane_index() ^ step);
+        }
+        if (lane_index() == 0) {
+            slots[warp_index()] = mine;
+        }
+        KVD_BARRIER();
+        for (unsigned warp = 0; warp < STORE_WARPS; warp++) {
+            before += warp < warp_index() ? slots[warp] : 0;
+            all += slots[warp];
+        }
+        KVD_BARRIER();
+    }
+};
+
+// Neighbours of `count` that this warp has to itself.
+KVD_DEVICE Range part_of_warp(unsigned count) {
+    const unsigned part = (count + STORE_WARPS - 1) / STORE_WARPS;
+    const unsigned from = least(count, warp_index() * part);
+    return {from, least(count, from + part)};
 }
 
 // Calls `use(token, channel)` for all values, a warp per row.

@@ -1,0 +1,115 @@
+//! Runs and tables of a head's Huffman codes in the layout of
+//! `kernels/include/kvd/store/huffman.cuh`, and the room that its codes may take.
+
+use super::steps;
+use kvd_codec::{CHUNK_TOKENS, Grid, LaneRun, LaneTable};
+use kvd_core::Side;
+
+/// Codes of a quad.
+const QUAD: usize = 4;
+/// Lanes of a chunk.
+const LANES: usize = 16;
+/// Bits and bytes of a word.
+const WORD_BITS: usize = 16;
+const WORD_BYTES: usize = 2;
+
+/// What store kernels read of one layer, and which parts of it heads may share.
+#[derive(Default)]
+pub(super) struct Constants {
+    pub(super) bytes: Vec<u8>,
+    shared: Vec<(usize, usize)>,
+}
+
+impl Constants {
+    /// The offset of words, appended where no equal ones are known.
+    fn share(&mut self, words: &[u32]) -> u32 {
+        let words: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+        let equal = |(start, len): &&(usize, usize)| self.bytes[*start..][..*len] == words[..];
+        if let Some((start, _)) = self.shared.iter().find(equal) {
+            return *start as u32;
+        }
+        steps::align(&mut self.bytes);
+        let start = self.bytes.len();
+        self.shared.push((start, words.len()));
+        self.bytes.extend(words);
+        start as u32
+    }
+}
+
+/// The Huffman codes of one head of one side.
+pub(super) struct Lanes<'a> {
+    pub(super) side: Side,
+    pub(super) dim: usize,
+    pub(super) runs: &'a [LaneRun],
+    pub(super) tables: &'a [LaneTable],
+    /// Of the table in page headers; 0 for a grid.
+    pub(super) version: u16,
+    pub(super) grid: Option<&'a Grid>,
+}
+
+/// What is known of a head's Huffman codes before they are made.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct LaneSizes {
+    side: Side,
+    /// Offset of runs and tables.
+    pub(super) codes: u64,
+    /// As in [`Lanes`].
+    pub(super) version: u16,
+    /// Bits of a lane at most, of one token of keys, or four of values.
+    lane_bits: usize,
+}
+
+impl Lanes<'_> {
+    /// Appends runs and tables.
+    pub(super) fn place(&self, constants: &mut Constants) -> LaneSizes {
+        let (mut quads, mut lane_bits, mut words) = (0, 0, Vec::new());
+        for run in self.runs {
+            let table = &self.tables[run.table];
+            let (batch, need) = table.batch();
+            let of_run = match self.side {
+                Side::Key => run.len.div_ceil(QUAD),
+                Side::Value => run.len,
+            };
+            quads += of_run;
+            lane_bits += of_run * QUAD / (batch * table.group()) * need as usize;
+            let substitutes: Vec<u32> = table.substitutes().iter().map(|s| (*s).into()).collect();
+            let substitutes =
+                if substitutes.is_empty() { 0 } else { constants.share(&substitutes) };
+            words.extend([run.first, run.len, quads].map(|x| x as u32));
+            words.extend([constants.share(table.units()), substitutes, table.group() as u32]);
+            words.extend([table.levels(), table.missing()].map(u32::from));
+            words.extend([table.raw_bits(), (batch * table.group()) as u32, need, 0]);
+        }
+        let step = self.grid.map_or(0.0, Grid::step);
+        let cuts = self.grid.map_or(0, |grid| {
+            let cut = |channel| (grid.bias(channel) | grid.largest(channel) << 16).cast_unsigned();
+            constants.share(&(0..self.dim).map(cut).collect::<Vec<_>>())
+        });
+        steps::align(&mut constants.bytes);
+        let codes = constants.bytes.len() as u64;
+        let head = [self.runs.len() as u32, step.to_bits(), cuts, 0];
+        constants.bytes.extend(head.into_iter().chain(words).flat_map(u32::to_le_bytes));
+        LaneSizes { side: self.side, codes, version: self.version, lane_bits }
+    }
+}
+
+impl LaneSizes {
+    /// Bytes of the lengths of a page's chunks.
+    pub(super) fn length_bytes(&self, tokens: usize) -> usize {
+        let words = if self.version == 0 { 2 } else { 1 };
+        words * WORD_BYTES * tokens.div_ceil(CHUNK_TOKENS)
+    }
+
+    /// Bytes of a page's words at most, outliers apart.
+    pub(super) fn word_bytes(&self, tokens: usize) -> usize {
+        let words = |tokens: usize| {
+            let blocks = match self.side {
+                Side::Key => tokens.div_ceil(LANES),
+                Side::Value => 1,
+            };
+            LANES * (blocks * self.lane_bits).div_ceil(WORD_BITS)
+        };
+        let chunks = (0..tokens).step_by(CHUNK_TOKENS);
+        WORD_BYTES * chunks.map(|first| words((tokens - first).min(CHUNK_TOKENS))).sum::<usize>()
+    }
+}
