@@ -396,9 +396,19 @@ fn head_sizes_that_fill_no_register_are_right_too() {
     let ask = Ask { group: 3, n_q: 1, position: 175, window: None, cap: None };
     for dim in [80, 96, 136, 256] {
         for name in SHAPED {
-            // Groups of 32 channels do not divide 80 and 136: the values are decoded then.
+            // Of 80 channels the last group has 16; of 136 it has 8, and values are decoded.
             check(dim, name, Data::Normal, &[ask]);
         }
+    }
+}
+
+#[test]
+fn a_last_group_may_be_shorter() {
+    let codec = codec(&geometry(80), "kivi-4");
+    let values = codec.head(LAYER, Side::Value, 0);
+    for simd in Simd::available() {
+        let fused = fused::Values::new((simd, Precision::Fast), values, None, 1);
+        assert!(fused.is_some(), "{simd:?}");
     }
 }
 

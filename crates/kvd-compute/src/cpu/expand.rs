@@ -16,6 +16,7 @@ pub(crate) struct Expand {
     /// Per channel, each code's byte.
     pub(super) tables: Vec<[u8; 256]>,
     /// Bits of a code.
+    #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "for AVX-512"))]
     pub(super) bits: u32,
     /// Four channels of each code as one number, where there are four.
     #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "for AVX2"))]

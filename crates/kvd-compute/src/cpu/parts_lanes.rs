@@ -121,7 +121,8 @@ pub(super) fn transpose(words: &[u8], columns: usize, out: &mut [u8]) {
     assert!(words.len() == 2 * rows * columns && out.len() == words.len(), "transpose: lengths");
     for row in (0..rows).step_by(8) {
         for column in (0..columns).step_by(8) {
-            // SAFETY: SSE2 and NEON are part of their targets; eight words of eight rows, and of eight columns.
+            // SAFETY: SSE2 and NEON are part of their targets; eight words of eight rows lie in
+            // `words`, and of eight columns in `out`.
             unsafe {
                 let from = words.as_ptr().add(2 * (row * columns + column));
                 let to = out.as_mut_ptr().add(2 * (column * rows + row));

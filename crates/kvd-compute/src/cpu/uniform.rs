@@ -254,7 +254,8 @@ impl Values {
     pub(crate) fn new(side: &HeadSide, rows: usize) -> Option<Self> {
         let groups = side.uniform()?;
         let dim = side.dim();
-        let whole = |group: usize| group.is_multiple_of(16) && dim.is_multiple_of(group);
+        // The last group may be shorter.
+        let whole = |group: usize| group.is_multiple_of(16) && dim.is_multiple_of(16);
         let fits = match groups.axis {
             GroupAxis::Token => groups.group.is_none_or(whole),
             GroupAxis::Channel | GroupAxis::Block => by_tile(groups),
@@ -266,7 +267,7 @@ impl Values {
                 groups.axis == GroupAxis::Channel && groups.group == Some(TILE) && groups.bits < 8
             }
         };
-        let pairs = dim / channels(groups, dim);
+        let pairs = dim.div_ceil(channels(groups, dim));
         fits.then(|| Self {
             groups,
             lookup: lookup(groups),
@@ -322,7 +323,7 @@ impl Values {
 
     /// Scales of `tokens` tokens from `first` on, groups before tokens.
     fn turn(&mut self, page: &FixedCodes<'_>, first: usize, tokens: usize) {
-        let pairs = self.dim / channels(self.groups, self.dim);
+        let pairs = self.dim.div_ceil(channels(self.groups, self.dim));
         let columns = if self.groups.mode == UniformMode::Asym { 2 * pairs } else { pairs };
         let bytes = &page.scales[first * columns * 2..][..tokens * columns * 2];
         self.turned.resize(bytes.len(), 0);
@@ -346,13 +347,13 @@ impl Values {
         (rows, weights): (Range<usize>, &Scores),
         sums: &mut [f32],
     ) {
-        let (tokens, count) = (tiles.len() * TILE, channels(self.groups, self.dim));
+        let (tokens, channels) = (tiles.len() * TILE, channels(self.groups, self.dim));
         let sums = &mut sums[rows.start * self.dim..rows.end * self.dim];
         let mut values: [&[f32]; ROWS] = [&[]; ROWS];
         for (values, row) in values.iter_mut().zip(rows.clone()) {
             *values = weights.tiles(row, tiles.clone()).0;
         }
-        let pairs = self.dim / count;
+        let pairs = self.dim.div_ceil(channels);
         let (mut minima, steps) = self.turned.split_at(self.turned.len() - 2 * tokens * pairs);
         if minima.is_empty() {
             self.zeros.resize(steps.len(), 0);
@@ -360,7 +361,7 @@ impl Values {
         }
         let scales = minima.chunks_exact(2 * tokens).zip(steps.chunks_exact(2 * tokens));
         for (group, (minima, steps)) in scales.enumerate() {
-            let first = group * count;
+            let first = group * channels;
             self.parts.reset(tokens);
             let mut pushed = [Pushed::default(); ROWS];
             self.parts.push_folded(simd, &values[..rows.len()], (steps, minima), &mut pushed);
@@ -369,6 +370,7 @@ impl Values {
                 self.bases[row * pairs + group] += base;
             }
             let units = pushed.map(|row| row.unit);
+            let count = channels.min(self.dim - first);
             let target = Target { units: &units[..rows.len()], factors: &[], first, count };
             value_dots(simd, codes, &self.lookup, (self.parts.rows(0), target), sums);
         }
@@ -413,7 +415,7 @@ impl Values {
 
     /// Scales what was summed for row `row`, `sums` of it.
     pub(crate) fn scale(&mut self, row: usize, sums: &mut [f32], factor: f32) {
-        let pairs = self.dim / channels(self.groups, self.dim);
+        let pairs = self.dim.div_ceil(channels(self.groups, self.dim));
         let bases = &mut self.bases[row * pairs..][..pairs];
         sums.iter_mut().chain(bases).for_each(|sum| *sum *= factor);
     }
@@ -421,8 +423,8 @@ impl Values {
     /// Adds what was summed for row `row`, `sums` of it, to `out`.
     pub(crate) fn unfold(&self, row: usize, sums: &[f32], out: &mut [f32]) {
         let count = channels(self.groups, self.dim);
-        let pairs = self.dim / count;
-        let groups = out.chunks_exact_mut(count).zip(sums.chunks_exact(count));
+        let pairs = self.dim.div_ceil(count);
+        let groups = out.chunks_mut(count).zip(sums.chunks(count));
         for ((out, sums), base) in groups.zip(&self.bases[row * pairs..]) {
             out.iter_mut().zip(sums).for_each(|(out, sum)| *out += sum + base);
         }
