@@ -142,7 +142,10 @@ KVD_DEVICE void attend(const AttendParameters& parameters, uint8_t* memory) {
     const Unit& unit = parameters.units[block_index()];
     const unsigned dim = unit.key.dim;
     const unsigned value_work = Sums<Value, ROWS>::work_bytes(unit.value);
-    const AttendShared<ROWS> shared(memory, parameters, unit, value_work, CODED);
+    constexpr unsigned SUMS = Scores<Key, ROWS>::PARTS * TILE_TOKENS;
+    constexpr unsigned SUMS_OF_ROW =
+        SUMS < Sums<Value, ROWS>::SUMS_OF_ROW ? Sums<Value, ROWS>::SUMS_OF_ROW : SUMS;
+    const AttendShared<ROWS> shared(memory, parameters, unit, SUMS_OF_ROW, value_work, CODED);
     const unsigned stage_size = parameters.key_stage + parameters.value_stage;
     KVD_EXPECT(unit.rows <= ROWS && unit.value.dim <= CHANNELS_PER_THREAD * ATTEND_THREADS);
 

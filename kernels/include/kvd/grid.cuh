@@ -102,6 +102,7 @@ template <>
 struct Tensor<Grid> : Grid {
     static constexpr bool SIGNED = false;
     static constexpr bool BIASED = true;
+    static constexpr bool LOOKS_UP = false;
 
     KVD_DEVICE static bool scales_channels(const SideShape&) { return false; }
 
@@ -198,16 +199,19 @@ struct Tensor<Grid> : Grid {
     KVD_DEVICE static unsigned places_of(const SideShape& side, const uint32_t* places) {
         return places[2 * side.dim];
     }
-    KVD_DEVICE static uint32_t channel(const uint32_t* places, unsigned place) {
-        return places[place];
+    KVD_DEVICE static uint32_t channel(const SideShape& side, const uint32_t* places,
+                                       unsigned place) {
+        return place < side.dim ? places[place] : NOWHERE;
     }
 
     KVD_DEVICE static void fold(const SideShape&, const Tile&, unsigned,
                                 float (&)[2][CODE_GROUP], float&) {}
-    KVD_DEVICE static float step(const Tile& tile) { return lane_head(tile.lanes).step; }
+    KVD_DEVICE static float step(const SideShape&, const Tile& tile) { return lane_head(tile.lanes).step; }
     KVD_DEVICE static float step_of(const SideShape& side, const uint8_t* tables) {
         return lane_head(tables + side.lanes).step;
     }
+
+    KVD_DEVICE static float channel_step(const SideShape&, const uint32_t*, unsigned) { return 1; }
 
     // Calls `add(place, channel, weights of the token, value)` for what the codes do not hold.
     template <class Add>

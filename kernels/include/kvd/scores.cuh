@@ -64,7 +64,7 @@ struct Scores<Tensor<Side>, ROWS> {
     // positions per lane.
     KVD_DEVICE void fold(const AttendShared<ROWS>& shared, const SideShape& side,
                          const Tile& tile) {
-        const KeyOrder order = Key::order(side, tile);
+        const auto order = Key::order(side, tile);
         const float step = Key::largest_step(side, tile);
 #pragma unroll
         for (unsigned own = 0; own < OWNED; own++) {
@@ -89,7 +89,8 @@ struct Scores<Tensor<Side>, ROWS> {
         return warp_max(largest);
     }
 
-    KVD_DEVICE void fold_row(const KeyOrder& order, const SideShape& side, const Tile& tile,
+    template <class Order>
+    KVD_DEVICE void fold_row(const Order& order, const SideShape& side, const Tile& tile,
                              const float* query, unsigned row, float unit) const {
         const float inverse = per_unit(unit);
         float base = 0;
@@ -150,7 +151,7 @@ struct Scores<Tensor<Side>, ROWS> {
     // Eight tokens of each warp; a lane has two of one row, and the codes of one token.
     KVD_DEVICE void tile(const AttendShared<ROWS>& shared, const SideShape& side,
                          const Tile& tile) const {
-        const KeyOrder order = Key::order(side, tile);
+        const auto order = Key::order(side, tile);
         const Codes codes = Key::codes(side, tile);
         const unsigned first = warp_index() * STEP_COLUMNS;
         const unsigned row = lane_row();
@@ -160,19 +161,9 @@ struct Scores<Tensor<Side>, ROWS> {
             const int32_t* start = starts + DIGITS * row;
             sums = {{start[0], start[0], start[1], start[1]}, {start[2], start[2]}};
         }
-        const unsigned steps = order.steps();
-        if (order.is_plain(codes)) {
-            order.each_plain(codes, first + row, [&](unsigned step, const uint32_t(&words)[2]) {
-                multiply_step(sums, step, words);
-            });
-        } else {
-#pragma unroll 1
-            for (unsigned step = 0; step < steps; step++) {
-                uint32_t words[2];
-                order.any_words(codes, step, first + row, words);
-                multiply_step(sums, step, words);
-            }
-        }
+        order.each(codes, first + row, [&](unsigned step, const uint32_t(&words)[2]) {
+            multiply_step(sums, step, words);
+        });
         if (!has_row) {
             return;
         }

@@ -12,7 +12,7 @@ constexpr unsigned GAIN_STAGE = 2 * COPY_BYTES;
 template <int ROWS>
 struct AttendShared {
     float* query;
-    // Scores by part, row and token; at the end, sums by row and thread.
+    // Scores by part, row and token; at the end, on CUDA cores, sums by row and thread.
     float* sums;
     float* weights;
     float* factors;
@@ -26,10 +26,10 @@ struct AttendShared {
     uint8_t* key_work;
 
     KVD_DEVICE AttendShared(uint8_t* shared, const AttendParameters& parameters, const Unit& unit,
-                            unsigned value_work_bytes, bool is_coded) {
+                            unsigned sums_of_row, unsigned value_work_bytes, bool is_coded) {
         query = reinterpret_cast<float*>(shared);
         sums = query + (ROWS * unit.key.dim + 3) / 4 * 4;
-        weights = sums + ROWS * ATTEND_THREADS;
+        weights = sums + ROWS * sums_of_row;
         factors = weights + ROWS * TILE_TOKENS;
         key_table = reinterpret_cast<uint8_t*>(factors + (ROWS + 3) / 4 * 4);
         value_table = key_table + parameters.key_table;

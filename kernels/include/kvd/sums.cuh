@@ -13,6 +13,9 @@ constexpr unsigned CHANNELS_PER_THREAD = 2;
 // The weighted values that a thread sums: a channel or two, over its slice of the tokens.
 template <class Value, int ROWS>
 struct Sums {
+    // Floats of a row that are added up at the end.
+    static constexpr unsigned SUMS_OF_ROW = ATTEND_THREADS;
+
     float out[CHANNELS_PER_THREAD][ROWS];
     unsigned width;
     unsigned slices;
@@ -87,8 +90,11 @@ struct Sums {
 template <class Side, int ROWS>
 struct Sums<Tensor<Side>, ROWS> {
     using Value = Tensor<Side>;
-    // Of eight channels, of a warp: head sizes up to 192, because each takes six registers.
-    static constexpr unsigned BLOCKS = 192 / STEP_COLUMNS / ATTEND_WARPS;
+    static constexpr unsigned SUMS_OF_ROW = 0;
+    // Of eight channels, of a warp: head sizes up to 192, because each takes six registers, or 128, where
+    // codes are looked up and that gives four blocks at once.
+    static constexpr unsigned BLOCKS =
+        (Value::LOOKS_UP ? 128 : 192) / STEP_COLUMNS / ATTEND_WARPS;
     // 32 products of two bytes a tile, in 31 bits.
     static constexpr unsigned TILES_MAX = 1024;
 
@@ -103,6 +109,9 @@ struct Sums<Tensor<Side>, ROWS> {
 
     // Blocks of eight channels that a warp has.
     KVD_DEVICE static unsigned blocks_of(const SideShape& side) {
+        if (Value::LOOKS_UP) {
+            return BLOCKS;
+        }
         return (side.dim + STEP_COLUMNS * ATTEND_WARPS - 1) / (STEP_COLUMNS * ATTEND_WARPS);
     }
     KVD_DEVICE static unsigned work_bytes(const SideShape& side) {
@@ -169,7 +178,7 @@ struct Sums<Tensor<Side>, ROWS> {
         const float factor = has_row ? shared.factors[row] : 1;
         const bool beyond = largest > unit * float(1u << WEIGHT_BITS);
         if (KVD_BALLOT(factor != 1 || beyond || tiles == TILES_MAX) != 0) {
-            flush(side, Value::step(tile), factor);
+            flush(side, Value::step(side, tile), factor);
             const float needed = unit_of(largest, WEIGHT_BITS);
             unit = factor != 1 ? needed : fmaxf(unit, needed);
         }
@@ -205,6 +214,17 @@ struct Sums<Tensor<Side>, ROWS> {
             }
         }
         const Codes codes = Value::codes(side, tile);
+        if constexpr (Value::LOOKS_UP) {
+            // Four channels of each of eight quads.
+            const unsigned quad = first(0) / CODE_GROUP + lane_row();
+            uint32_t words[BLOCKS][2];
+            Value::value_words(side, tile, codes, least(quad, side.dim / CODE_GROUP - 1), words);
+#pragma unroll
+            for (unsigned block = 0; block < BLOCKS; block++) {
+                multiply<false, Value::SIGNED>(sums[block], digits, words[block]);
+            }
+            return;
+        }
         const unsigned count = Value::places_of(side, places);
         if (count == 0) {
             return;
@@ -252,10 +272,10 @@ struct Sums<Tensor<Side>, ROWS> {
 #pragma unroll
         for (unsigned at = 0; at < 2 * BLOCKS; at++) {
             const unsigned place = first(at / 2) + 2 * lane_word() + at % 2;
-            if (lane_row() >= ROWS || at / 2 >= blocks || place >= side.dim) {
+            const uint32_t channel = Value::channel(side, places, place);
+            if (lane_row() >= ROWS || at / 2 >= blocks || (channel & 0xFFFF) >= side.dim) {
                 continue;
             }
-            const uint32_t channel = Value::channel(places, place);
             const Products& of_block = sums[at / 2];
             const int32_t three[DIGITS] = {of_block.upper[at % 2], of_block.upper[2 + at % 2],
                                            of_block.low[at % 2]};
@@ -268,7 +288,8 @@ struct Sums<Tensor<Side>, ROWS> {
                 sum = sum * 256.0f + float(three[digit] - bias);
             }
             float& to = out[lane_row() * side.dim + (channel & 0xFFFF)];
-            to = (to + (place < count ? sum * unit * step : 0) + base) * factor;
+            const float of_channel = step * Value::channel_step(side, places, channel & 0xFFFF);
+            to = (to + (place < count ? sum * unit * of_channel : 0) + base) * factor;
         }
         clear();
     }

@@ -195,6 +195,19 @@ struct KeyOrder {
     }
 
     // The same of any codes.
+    template <class Use>
+    KVD_DEVICE void each(const Codes& codes, unsigned token, Use use) const {
+        if (is_plain(codes)) {
+            return each_plain(codes, token, use);
+        }
+#pragma unroll 1
+        for (unsigned step = 0; step < steps(); step++) {
+            uint32_t words[2];
+            any_words(codes, step, token, words);
+            use(step, words);
+        }
+    }
+
     KVD_DEVICE void any_words(const Codes& codes, unsigned step, unsigned token,
                               uint32_t (&words)[2]) const {
         for (unsigned word = 0; word < 2; word++) {
