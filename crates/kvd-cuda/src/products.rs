@@ -18,10 +18,10 @@ const VALUE_DIM_MAX: u32 = 192;
 const LOOKED_UP_DIM_MAX: u32 = 128;
 /// Neighbours in a word.
 const QUAD: u32 = 4;
-/// Words of digits that four lanes hold of a row, for one step.
-const DIGIT_WORDS: usize = 4 * 6;
-/// Words beside them for each row: unit, base, and what three sums begin with.
+/// Words beside digits for each row: unit, base, and what three sums begin with.
 const ROW_WORDS: usize = 5;
+/// Rows whose digits one product takes: `FEW_ROWS` of `tensor.cuh`.
+const FEW_ROWS: usize = 4;
 
 /// Whether a kernel of a pair multiplies codes on tensor cores.
 pub(crate) fn on_tensor_cores((pair, variant): (Pair, Variant)) -> bool {
@@ -125,13 +125,18 @@ pub(crate) fn work_bytes(
                 true => lookup::key_steps(shape, codes_of(shape)),
                 false => positions.div_ceil(STEP_TERMS),
             };
-            rows * ROW_WORDS + 1 + steps * rows * DIGIT_WORDS
+            (rows * ROW_WORDS).next_multiple_of(4) + steps * digit_words(rows)
         }
         Side::Value if grid => rows * dim + 2 * dim + 1,
         // A part of the unit for each of several codebooks.
         Side::Value => rows * dim + if shape.sets > 1 { shape.sets as usize } else { 0 },
     };
     (4 * words).next_multiple_of(COPY_BYTES)
+}
+
+/// Words of digits of the queries for one step, of four lanes each.
+fn digit_words(rows: usize) -> usize {
+    if rows <= FEW_ROWS { 4 * 4 * (rows + rows.min(2)) } else { 4 * 6 * rows }
 }
 
 /// What a plan expects of one side's products.
@@ -279,7 +284,7 @@ mod tests {
         assert_eq!(variant(huffman, &bytes, &bytes), Variant::Any);
         // Sixteen channels of eight codes: lanes without a code have steps nonetheless.
         let work = |shape| work_bytes((pair, Variant::Own), Side::Key, &shape, 4);
-        assert_eq!(work(bytes), 4 * (4 * 5 + 1 + 4 * 4 * 24) / 16 * 16 + 16);
+        assert_eq!(work(bytes), 4 * (4 * 5 + 4 * 4 * 24));
         assert_eq!(work_bytes((pair, Variant::Own), Side::Value, &bytes, 4), 4 * 4 * 128);
     }
 }

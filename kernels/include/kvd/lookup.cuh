@@ -124,6 +124,10 @@ struct Lookup {
                 to[at] = word<WHOLE, true>(0, four.code(at), 1, 0);
                 continue;
             }
+            if (BYTES == 8) {
+                to[at] = word<WHOLE, true>(0, four.code(2 * part + at / 2), 2, at % 2);
+                continue;
+            }
             const unsigned number = part * LOOKED_UP + at;
             const unsigned of_code = number & (words - 1);
             const unsigned code = number >> words_log2;
@@ -311,21 +315,30 @@ struct LookupOrder {
                        : each_of_registers<false>(codes, token, use);
         }
         if constexpr (BYTES != 0) {
-            return codes.bits == 8 ? each_of<true, true, BYTES>(codes, token, use)
-                                   : each_of<false, true, BYTES>(codes, token, use);
+            return codes.bits == 8 ? each_of<8, true, BYTES>(codes, token, use)
+                                   : each_of<0, true, BYTES>(codes, token, use);
+        }
+        if (codes.bits == 12 && per_row % (2 * CODE_GROUP) == 0 && lookup.next == 0) {
+            if (lookup.bytes == 4) {
+                return lookup.whole ? each_of<12, true, 4>(codes, token, use)
+                                    : each_of<12, false, 4>(codes, token, use);
+            }
+            if (lookup.bytes == 8) {
+                return lookup.whole ? each_of<12, true, 8>(codes, token, use)
+                                    : each_of<12, false, 8>(codes, token, use);
+            }
         }
         if (codes.bits != 8) {
-            return lookup.whole ? each_of<false, true, 0>(codes, token, use)
-                                : each_of<false, false, 0>(codes, token, use);
+            return each_of<0, false, 0>(codes, token, use);
         }
         if (!lookup.whole) {
-            return each_of<true, false, 0>(codes, token, use);
+            return each_of<8, false, 0>(codes, token, use);
         }
         if (lookup.next == 0 && lookup.bytes == 2) {
-            return each_of<true, true, 2>(codes, token, use);
+            return each_of<8, true, 2>(codes, token, use);
         }
-        return lookup.next == 0 && lookup.bytes == 4 ? each_of<true, true, 4>(codes, token, use)
-                                                     : each_of<true, true, 0>(codes, token, use);
+        return lookup.next == 0 && lookup.bytes == 4 ? each_of<8, true, 4>(codes, token, use)
+                                                     : each_of<8, true, 0>(codes, token, use);
     }
 
     template <class Use>
@@ -341,15 +354,27 @@ struct LookupOrder {
         return least(fours * CODE_GROUP + lane_word(), per_row / CODE_GROUP - 1);
     }
 
-    template <bool EIGHT>
+    // `BITS` of a code: 8, 12 in two planes, 0 for any.
+    template <unsigned BITS>
     KVD_DEVICE Four key_four(const Codes& codes, unsigned token, unsigned quad) const {
         const unsigned element = (quad * TILE_TOKENS + token) * CODE_GROUP;
-        return EIGHT ? Four{load32(codes.bytes + element), 0} : codes.four(element);
+        if (BITS == 8) {
+            return {load32(codes.bytes + element), 0};
+        }
+        if (BITS == 12) {
+            // The second plane has the first half of the codes in its low bits.
+            const unsigned size = TILE_TOKENS / 2 * per_row;
+            const bool upper = element >= size;
+            const uint8_t* plane = codes.bytes + 2 * size;
+            const uint32_t high = load32(plane + (upper ? element - size : element));
+            return {load32(codes.bytes + element), high >> (upper ? 4 : 0) & 0x0F0F0F0F};
+        }
+        return codes.four(element);
     }
 
-    // `EIGHT`: codes of eight bits. `WHOLE`: shared memory has all entries. `OF_ENTRY`: its bytes, 0
+    // `WHOLE`: shared memory has all entries. `OF_ENTRY`: its bytes, 0
     // for any number.
-    template <bool EIGHT, bool WHOLE, unsigned OF_ENTRY, class Use>
+    template <unsigned BITS, bool WHOLE, unsigned OF_ENTRY, class Use>
     KVD_DEVICE void each_of(const Codes& codes, unsigned token, Use use) const {
 #pragma unroll 1
         for (unsigned chunk = 0; chunk < chunks; chunk++) {
@@ -357,15 +382,16 @@ struct LookupOrder {
             if ((OF_ENTRY == 0 ? lookup.bytes : OF_ENTRY) == 2) {
                 const unsigned one = quad_of(2 * chunk);
                 const unsigned other = quad_of(2 * chunk + 1);
-                const Four both[2] = {key_four<EIGHT>(codes, token, one),
-                                      key_four<EIGHT>(codes, token, other)};
+                const Four both[2] = {key_four<BITS>(codes, token, one),
+                                      key_four<BITS>(codes, token, other)};
                 const unsigned first[2] = {one * CODE_GROUP, other * CODE_GROUP};
                 lookup.template of_pairs<WHOLE, OF_ENTRY == 2>(both, first, words);
             } else {
-                const unsigned quad = quad_of(OF_ENTRY == 4 ? chunk : chunk >> lookup.words_log2);
-                lookup.template of_codes<WHOLE, OF_ENTRY>(key_four<EIGHT>(codes, token, quad),
-                                                          quad * CODE_GROUP,
-                                                          chunk & (lookup.words - 1), words);
+                const unsigned log2 = OF_ENTRY == 0 ? lookup.words_log2 : OF_ENTRY / 8;
+                const unsigned quad = quad_of(chunk >> log2);
+                const unsigned part = chunk & ((1u << log2) - 1);
+                lookup.template of_codes<WHOLE, OF_ENTRY>(key_four<BITS>(codes, token, quad),
+                                                          quad * CODE_GROUP, part, words);
             }
             use_both(use, chunk, words);
         }
@@ -381,8 +407,8 @@ struct LookupOrder {
             const unsigned element = (quad * TILE_TOKENS + token) * CODE_GROUP;
             const uint32_t nibbles =
                 PLANE ? load32(codes.bytes + element)
-                      : key_four<false>(codes, token, quad).low |
-                            key_four<false>(codes, token, least(quad + half, per_row / CODE_GROUP - 1)).low << 4;
+                      : key_four<0>(codes, token, quad).low |
+                            key_four<0>(codes, token, least(quad + half, per_row / CODE_GROUP - 1)).low << 4;
             uint32_t words[LOOKED_UP];
             Lookup::of_registers(channels, nibbles, words);
             use_both(use, chunk, words);

@@ -98,7 +98,9 @@ struct Sums<Tensor<Side>, ROWS> {
     // 32 products of two bytes a tile, in 31 bits.
     static constexpr unsigned TILES_MAX = 1024;
 
-    Products sums[BLOCKS];
+    static constexpr bool FEW = ROWS <= FEW_ROWS;
+
+    Products<FEW> sums[BLOCKS];
     uint32_t digit_sums[DIGITS];
     float unit;
     float base;
@@ -195,17 +197,31 @@ struct Sums<Tensor<Side>, ROWS> {
         });
     }
 
+    // Digits of this lane's row, four tokens, to the words that it has of the first factor.
+    KVD_DEVICE static void to_lanes(const uint32_t (&cut)[DIGITS], unsigned word,
+                                    uint32_t (&digits)[DIGIT_WORDS<FEW>]) {
+        if constexpr (FEW) {
+            const unsigned lane = lane_row() % MIDDLE_ROWS * CODE_GROUP + lane_word();
+            const uint32_t first = KVD_SHUFFLE(cut[1], lane);
+            const uint32_t second = KVD_SHUFFLE(cut[1], lane + MIDDLE_ROWS * CODE_GROUP);
+            digits[2 * word] = lane_row() < FEW_ROWS ? cut[0] : first;
+            digits[2 * word + 1] = lane_row() < FEW_ROWS ? cut[2] : second;
+        } else {
+            digits[2 * word] = cut[0];
+            digits[2 * word + 1] = cut[1];
+            digits[4 + word] = cut[2];
+        }
+    }
+
     KVD_DEVICE void multiply_tile(const SideShape& side, const Tile& tile,
                                   const float (&weights)[2][CODE_GROUP]) {
         const float inverse = per_unit(unit);
-        uint32_t digits[DIGIT_WORDS];
+        uint32_t digits[DIGIT_WORDS<FEW>];
 #pragma unroll
         for (unsigned word = 0; word < 2; word++) {
             uint32_t cut[DIGITS];
             unsigned_digits(weights[word], inverse, cut);
-            digits[2 * word] = cut[0];
-            digits[2 * word + 1] = cut[1];
-            digits[4 + word] = cut[2];
+            to_lanes(cut, word, digits);
             if (Value::BIASED) {
 #pragma unroll
                 for (unsigned digit = 0; digit < DIGITS; digit++) {
@@ -272,13 +288,15 @@ struct Sums<Tensor<Side>, ROWS> {
 #pragma unroll
         for (unsigned at = 0; at < 2 * BLOCKS; at++) {
             const unsigned place = first(at / 2) + 2 * lane_word() + at % 2;
+            if (at / 2 >= blocks) {
+                break;
+            }
+            int32_t three[DIGITS];
+            sums[at / 2].digits(at % 2, three);
             const uint32_t channel = Value::channel(side, places, place);
-            if (lane_row() >= ROWS || at / 2 >= blocks || (channel & 0xFFFF) >= side.dim) {
+            if (lane_row() >= ROWS || (channel & 0xFFFF) >= side.dim) {
                 continue;
             }
-            const Products& of_block = sums[at / 2];
-            const int32_t three[DIGITS] = {of_block.upper[at % 2], of_block.upper[2 + at % 2],
-                                           of_block.low[at % 2]};
             float sum = 0;
 #pragma unroll
             for (unsigned digit = 0; digit < DIGITS; digit++) {
