@@ -118,20 +118,21 @@ pub(crate) fn work_bytes(
         return 0;
     }
     let (dim, grid) = (shape.dim as usize, shape.kind == Kernel::Grid as u32);
-    let words = match side {
+    let bytes = match side {
         Side::Key => {
             let positions = if grid { shape.stride as usize } else { dim };
             let steps = match looks_up(kernel, side) {
                 true => lookup::key_steps(shape, codes_of(shape)),
                 false => positions.div_ceil(STEP_TERMS),
             };
-            (rows * ROW_WORDS).next_multiple_of(4) + steps * digit_words(rows)
+            4 * ((rows * ROW_WORDS).next_multiple_of(4) + steps * digit_words(rows))
         }
-        Side::Value if grid => rows * dim + 2 * dim + 1,
+        // Where each channel is, and what is taken from its codes.
+        Side::Value if grid => 4 * rows * dim + 3 * dim + 4,
         // A part of the unit for each of several codebooks.
-        Side::Value => rows * dim + if shape.sets > 1 { shape.sets as usize } else { 0 },
+        Side::Value => 4 * (rows * dim + if shape.sets > 1 { shape.sets as usize } else { 0 }),
     };
-    (4 * words).next_multiple_of(COPY_BYTES)
+    bytes.next_multiple_of(COPY_BYTES)
 }
 
 /// Words of digits of the queries for one step, of four lanes each.

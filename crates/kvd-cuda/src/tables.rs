@@ -454,10 +454,11 @@ impl Builder<'_> {
 }
 
 /// Queries, scores, weights and factors of a thread block: `AttendShared` of `shared.cuh`. On CUDA
-/// cores every warp has a part of a score, and at the end every thread a sum of values.
+/// cores all warps read the queries and have a part of every score, and at the end every thread has
+/// a sum of values.
 pub(crate) fn fixed_floats(rows: usize, dim: usize, tensor: bool) -> usize {
-    let sums = if tensor { TILE_TOKENS } else { THREADS };
-    (rows * dim).next_multiple_of(4) + rows * sums + rows * TILE_TOKENS + rows.next_multiple_of(4)
+    let (query, sums) = if tensor { (0, TILE_TOKENS) } else { (rows * dim, THREADS) };
+    query.next_multiple_of(4) + rows * (sums + TILE_TOKENS) + rows.next_multiple_of(4)
 }
 
 /// Shared memory of a thread block, decoding and products apart.

@@ -11,6 +11,7 @@ template <class Key, int ROWS>
 struct Scores {
     // Parts of a score, which the softmax adds up.
     static constexpr unsigned PARTS = ATTEND_WARPS;
+    static constexpr bool COPIES_QUERY = true;
 
     KVD_DEVICE Scores(const AttendShared<ROWS>&, const SideShape&) {}
 
@@ -33,6 +34,7 @@ struct Scores {
 template <class Side, int ROWS>
 struct Scores<Tensor<Side>, ROWS> {
     static constexpr unsigned PARTS = 1;
+    static constexpr bool COPIES_QUERY = false;
     static constexpr unsigned OWNED = (ROWS + ATTEND_WARPS - 1) / ATTEND_WARPS;
     using Key = Tensor<Side>;
     static constexpr bool FEW = ROWS <= FEW_ROWS;
@@ -82,7 +84,7 @@ struct Scores<Tensor<Side>, ROWS> {
             if (row >= ROWS) {
                 break;
             }
-            const float* query = shared.query + row * side.dim;
+            const float* query = shared.query_of(row, side.dim);
             if (!folded) {
                 largest[own] = largest_of(query, side.dim);
             }
@@ -233,7 +235,7 @@ struct Scores<Tensor<Side>, ROWS> {
             const float sum = whole(float(three[at][0]), three[at][1], three[at][2]);
             scores[at] = Key::score(side, tile, token, sum * units[row], bases[row]);
         }
-        const float* query = shared.query + row * side.dim;
+        const float* query = shared.query_of(row, side.dim);
         Key::add_rests(side, tile, query, first, first + 2 * lane_word(), scores);
         for (unsigned at = 0; at < 2; at++) {
             shared.sums[row * TILE_TOKENS + first + 2 * lane_word() + at] = scores[at];
