@@ -117,6 +117,18 @@ impl Entries {
     }
 }
 
+/// Appends what is looked up, if it is, to the layer's tables: [`Entries::place`].
+pub(crate) fn place(
+    entries: Option<Entries>,
+    tables: &mut Vec<u8>,
+    shape: &mut SideShape,
+    shared_bytes: usize,
+) {
+    if let Some(entries) = entries {
+        entries.place(tables, shape, shared_bytes);
+    }
+}
+
 /// Whether entries of so many bytes are looked up.
 pub(crate) fn fits(bytes: usize) -> bool {
     bytes >= 2 && bytes.is_power_of_two()

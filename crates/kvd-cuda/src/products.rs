@@ -28,12 +28,12 @@ pub(crate) fn on_tensor_cores((pair, variant): (Pair, Variant)) -> bool {
     if variant != Variant::Own {
         return false;
     }
-    match (pair.keys, pair.values) {
+    matches!(
+        (pair.keys, pair.values),
         (Kernel::Uniform | Kernel::Polar | Kernel::Lloyd, Kernel::Uniform)
-        | (Kernel::Grid, Kernel::Grid)
-        | (Kernel::Vq, Kernel::Vq) => true,
-        _ => false,
-    }
+            | (Kernel::Grid, Kernel::Grid)
+            | (Kernel::Vq, Kernel::Vq)
+    )
 }
 
 /// Whether it looks codes of that side up as bytes.

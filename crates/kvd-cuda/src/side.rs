@@ -2,7 +2,7 @@
 
 use crate::abi::SideShape;
 use crate::lanes::Lanes;
-use crate::lookup::{ALL_ENTRIES, Entries};
+use crate::lookup::{self, ALL_ENTRIES, Entries};
 use crate::table::Table;
 use kvd_codec::{CodeLayout, GroupAxis, HeadSide, LaneTable, Stored, UniformMode};
 use kvd_core::{DType, Geometry, RopePairing, Side};
@@ -281,9 +281,7 @@ fn page_shape(
             shape.stages = vq.stages() as u32;
             shape.sets = if vq.is_grouped() { vq.positions() as u32 } else { 1 };
             Table::new(tables, &mut shape).codebooks(vq, table_bytes);
-            if let Some(entries) = Entries::codebooks(vq) {
-                entries.place(tables, &mut shape, table_bytes);
-            }
+            lookup::place(Entries::codebooks(vq), tables, &mut shape, table_bytes);
             (Kernel::Vq, shape)
         }
         Stored::Polar { angle_bits, radius_bits, group, steps, directions, pairing } => {
@@ -292,17 +290,14 @@ fn page_shape(
             shape.angle_bits = angle_bits;
             shape.interleaved = u32::from(pairing == RopePairing::Interleaved);
             Table::new(tables, &mut shape).floats(directions.as_flattened()).floats(steps);
-            if let Some(entries) = Entries::polar(shape.bits, directions) {
-                entries.place(tables, &mut shape, ALL_ENTRIES);
-            }
+            let entries = Entries::polar(shape.bits, directions);
+            lookup::place(entries, tables, &mut shape, ALL_ENTRIES);
             (Kernel::Polar, shape)
         }
         Stored::Lloyd { bits, levels } => {
             let mut shape = shape(Kernel::Lloyd, dim, bits);
             Table::new(tables, &mut shape).floats(levels);
-            if let Some(entries) = Entries::levels(levels) {
-                entries.place(tables, &mut shape, ALL_ENTRIES);
-            }
+            lookup::place(Entries::levels(levels), tables, &mut shape, ALL_ENTRIES);
             (Kernel::Lloyd, shape)
         }
         Stored::BitAlloc { runs, levels, scales } => {

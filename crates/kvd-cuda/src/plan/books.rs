@@ -1,5 +1,6 @@
 //! Codebooks in shared memory: how many entries, how often.
 
+use super::CodebookPlan;
 use crate::lookup::{COPIES_BYTES, COPIES_MAX, in_registers, stored_bytes};
 use kvd_codec::{CodebookScope, Quantizer, SideSpec};
 
@@ -50,6 +51,23 @@ impl Codebooks {
         }
         let copies = bytes.min(COPIES_BYTES as u32) / self.bytes();
         1 << copies.clamp(1, COPIES_MAX as u32).ilog2()
+    }
+
+    /// How they are kept in so much shared memory, beside so many bytes of registers; the channel
+    /// split apart.
+    pub(super) fn plan(self, shared_bytes: u32, register_bytes: u32) -> CodebookPlan {
+        CodebookPlan {
+            bytes: self.bytes(),
+            entry_bytes: self.entry_bytes(),
+            entries: self.entries,
+            shared: (shared_bytes / self.entry_bytes()).min(self.entries),
+            copies: self.copies(shared_bytes),
+            as_bytes: self.as_bytes,
+            in_registers: self.in_registers(),
+            registers: register_bytes / (2 * self.dim),
+            shuffles: self.dim / 2 - self.dim.min(2) / 2,
+            channel_split: 1,
+        }
     }
 
     /// Splits of the channels at which both kinds of traffic are equal (VQ-LLM §VI-A): a unit of

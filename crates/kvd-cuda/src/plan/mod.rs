@@ -156,19 +156,10 @@ pub fn plan(codec: &CodecSpec, workload: &Workload, limits: &Limits) -> Option<P
     let (splits, parts_per_unit) = splits(resident, heads, parts);
     let codebooks = [0, 1].map(|side| {
         let books = sizes[side]?;
-        let shared = (table_bytes[side] / books.entry_bytes()).min(books.entries);
-        let register_bytes = 4 * occupancy.register_slack;
+        let channel_split = books.channel_split(splits, rows, workload.tokens);
         Some(CodebookPlan {
-            bytes: books.bytes(),
-            entry_bytes: books.entry_bytes(),
-            entries: books.entries,
-            shared,
-            copies: books.copies(table_bytes[side]),
-            as_bytes: books.as_bytes,
-            in_registers: books.in_registers(),
-            registers: register_bytes / (2 * books.dim),
-            shuffles: books.dim / 2 - books.dim.min(2) / 2,
-            channel_split: books.channel_split(splits, rows, workload.tokens),
+            channel_split,
+            ..books.plan(table_bytes[side], 4 * occupancy.register_slack)
         })
     });
     let values =

@@ -95,6 +95,8 @@ fn decoded_chunks_count_among_the_shared_memory_and_are_fewer_where_it_is_small(
     assert!((64 << 10..96 << 10).contains(&more), "{more}");
     assert!(kvcomp.occupancy.blocks < kivi.occupancy.blocks);
     assert!(kvcomp.to_string().contains("4 chunks of 64 tokens"));
+    let large = of("kvd-2", &Limits::h100());
+    assert_eq!((large.chunks, large.occupancy.blocks), (2, 3));
     let small = of("kvd-2", &Limits::rtx4090());
     assert!(small.chunks < 4 && small.block.shared_bytes <= 99 << 10, "{:?}", small.block);
 }
