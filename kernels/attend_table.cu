@@ -6,6 +6,8 @@
 #include <kvd/polar.cuh>
 #include <kvd/uniform.cuh>
 
-KVD_ATTEND_ROWS(polar_uniform, kvd::Polar, kvd::Tensor<kvd::Uniform<kvd::Asymmetric>>)
-KVD_ATTEND_ROWS(lloyd_uniform, kvd::Lloyd, kvd::Tensor<kvd::Uniform<kvd::Asymmetric>>)
+KVD_ATTEND_ROWS(polar_uniform, kvd::Tensor<kvd::Polar>,
+                kvd::Tensor<kvd::Uniform<kvd::Asymmetric>>)
+KVD_ATTEND_ROWS(lloyd_uniform, kvd::Tensor<kvd::Lloyd>,
+                kvd::Tensor<kvd::Uniform<kvd::Asymmetric>>)
 KVD_ATTEND_ROWS(bitalloc_bitalloc, kvd::BitAlloc, kvd::BitAlloc)

@@ -3,4 +3,6 @@
 #include <kvd/declare.cuh>
 #include <kvd/vq.cuh>
 
-KVD_ATTEND_ROWS(vq_vq, kvd::Vq, kvd::Vq)
+KVD_ATTEND_ROWS(vq_vq, kvd::Tensor<kvd::Vq>, kvd::Tensor<kvd::Vq>)
+// Codebooks for every sub-vector, stages, and values that are not whole numbers of a unit.
+KVD_ATTEND_ROWS(vqfloat_vqfloat, kvd::Vq, kvd::Vq)

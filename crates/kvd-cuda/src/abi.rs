@@ -8,7 +8,7 @@ pub(crate) const COEFFICIENTS: u32 = 1 << 31;
 
 /// How one head's keys or values are stored; fields that a kernel does not name are not read.
 #[repr(C)]
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Pod, Zeroable)]
 pub struct SideShape {
     /// Offset of codebooks, levels or directions in the layer's tables, bytes.
     pub table: u64,
@@ -46,6 +46,16 @@ pub struct SideShape {
     pub lane_bytes: u32,
     /// Bytes of a decoded chunk.
     pub chunk_bytes: u32,
+    /// Codes looked up as bytes: offset of all entries in the layer's tables.
+    pub entries: u64,
+    /// Entries in shared memory.
+    pub entry_count: u32,
+    /// How often each stands there, as a logarithm.
+    pub entry_copies: u32,
+    /// Bytes of an entry, 0 where codes are not looked up so.
+    pub entry_bytes: u32,
+    /// What a byte of 1 is worth.
+    pub entry_unit: f32,
 }
 
 /// An entry of the block table: one page of one KV head, or rows as they came.
@@ -76,7 +86,7 @@ pub struct PageEntry {
 
 /// What one thread block does: a few query rows over some pages of one KV head.
 #[repr(C)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+#[derive(Clone, Copy, Debug, PartialEq, Pod, Zeroable)]
 pub struct Unit {
     /// Keys.
     pub key: SideShape,

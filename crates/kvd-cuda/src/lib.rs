@@ -15,6 +15,7 @@ mod error;
 mod finish;
 mod jit;
 mod lanes;
+mod lookup;
 mod plan;
 mod products;
 mod side;

@@ -2,8 +2,9 @@
 //! are `Tensor<Side>` in `kernels/attend_*.cu`, under the conditions that their headers name.
 
 use crate::abi::SideShape;
-use crate::side::{COPY_BYTES, Kernel, Pair, TILE_TOKENS};
-use kvd_codec::{CodecSpec, Entropy, GroupAxis, Quantizer, SideSpec, UniformMode};
+use crate::lookup;
+use crate::side::{COPY_BYTES, Kernel, Pair, TILE_TOKENS, Variant};
+use kvd_codec::{CodebookScope, CodecSpec, Entropy, GroupAxis, Quantizer, SideSpec, UniformMode};
 use kvd_core::{Geometry, Side};
 
 /// Terms of one product, and its columns.
@@ -11,33 +12,64 @@ const STEP_TERMS: usize = 32;
 const STEP_COLUMNS: u32 = 8;
 /// Warps of a thread block.
 const WARPS: u32 = 4;
-/// Channels of values for whose sums a thread has registers: `BLOCKS` of `sums.cuh`.
+/// Channels of values for whose sums a thread has registers, and the same where codes are looked
+/// up: `BLOCKS` of `sums.cuh`.
 const VALUE_DIM_MAX: u32 = 192;
+const LOOKED_UP_DIM_MAX: u32 = 128;
 /// Neighbours in a word.
 const QUAD: u32 = 4;
-/// Words of digits that four lanes hold of a row, for one step.
-const DIGIT_WORDS: usize = 4 * 6;
-/// Words beside them for each row: unit, base, and what three sums begin with.
+/// Words beside digits for each row: unit, base, and what three sums begin with.
 const ROW_WORDS: usize = 5;
+/// Rows whose digits one product takes: `FEW_ROWS` of `tensor.cuh`.
+const FEW_ROWS: usize = 4;
 
-/// Whether the kernel of a pair multiplies codes of that side on tensor cores.
-pub(crate) fn on_tensor_cores(pair: Pair, side: Side) -> bool {
-    match (pair.keys, pair.values) {
-        (Kernel::Uniform, Kernel::Uniform) | (Kernel::Grid, Kernel::Grid) => true,
-        (Kernel::Polar | Kernel::Lloyd, Kernel::Uniform) => side == Side::Value,
-        _ => false,
+/// Whether a kernel of a pair multiplies codes on tensor cores.
+pub(crate) fn on_tensor_cores((pair, variant): (Pair, Variant)) -> bool {
+    if variant != Variant::Own {
+        return false;
     }
+    matches!(
+        (pair.keys, pair.values),
+        (Kernel::Uniform | Kernel::Polar | Kernel::Lloyd, Kernel::Uniform)
+            | (Kernel::Grid, Kernel::Grid)
+            | (Kernel::Vq, Kernel::Vq)
+    )
+}
+
+/// Whether it looks codes of that side up as bytes.
+pub(crate) fn looks_up((pair, variant): (Pair, Variant), side: Side) -> bool {
+    let kernel = if side == Side::Key { pair.keys } else { pair.values };
+    let looked_up = matches!(kernel, Kernel::Vq | Kernel::Polar | Kernel::Lloyd);
+    looked_up && on_tensor_cores((pair, variant))
+}
+
+/// The kernel that reads such pages of a pair.
+pub(crate) fn variant(pair: Pair, key: &SideShape, value: &SideShape) -> Variant {
+    if !pair.is_known() {
+        return Variant::Any;
+    }
+    if fits(pair, key, value) {
+        return Variant::Own;
+    }
+    let floats = !pair.huffman && (pair.keys, pair.values) == (Kernel::Vq, Kernel::Vq);
+    if floats { Variant::Floats } else { Variant::Any }
 }
 
 /// Whether a pair's own kernel reads such pages: with products on tensor cores, codes are bytes,
 /// and what scales them can go into queries or weights.
-pub(crate) fn fits(pair: Pair, key: &SideShape, value: &SideShape) -> bool {
+fn fits(pair: Pair, key: &SideShape, value: &SideShape) -> bool {
     let of_side = |side, shape: &SideShape| {
-        !on_tensor_cores(pair, side)
-            || (shape.bits <= 8
-                && shape.dim.is_multiple_of(QUAD)
-                && (side == Side::Key || shape.dim <= VALUE_DIM_MAX)
-                && (shape.kind != Kernel::Uniform as u32 || folds(side, shape)))
+        if !on_tensor_cores((pair, Variant::Own)) {
+            return true;
+        }
+        let looks_up = looks_up((pair, Variant::Own), side);
+        let dim_max = if looks_up { LOOKED_UP_DIM_MAX } else { VALUE_DIM_MAX };
+        let codes = if looks_up { shape.entry_bytes > 0 } else { shape.bits <= 8 };
+        codes
+            && shape.dim.is_multiple_of(QUAD)
+            && (side == Side::Key || shape.dim <= dim_max)
+            && (shape.kind != Kernel::Uniform as u32 || folds(side, shape))
+            && (shape.kind != Kernel::Polar as u32 || has_one_row(shape))
     };
     of_side(Side::Key, key) && of_side(Side::Value, value)
 }
@@ -48,10 +80,21 @@ pub(crate) fn resident(huffman: bool) -> (usize, u32) {
     if huffman { (3, 168) } else { (4, 128) }
 }
 
+/// Codes of a row that are looked up.
+fn codes_of(shape: &SideShape) -> usize {
+    let dim = shape.dim as usize;
+    if shape.kind == Kernel::Polar as u32 { dim / 2 } else { dim / shape.book_dim.max(1) as usize }
+}
+
+/// Whether all tokens of a tile share their scales.
+fn has_one_row(shape: &SideShape) -> bool {
+    shape.scale_tokens.is_multiple_of(TILE_TOKENS as u32)
+        || shape.scale_tokens >= Geometry::BLOCK_TOKENS_MAX
+}
+
 /// Whether steps of uniform codes go into queries or weights.
 fn folds(side: Side, shape: &SideShape) -> bool {
-    let one_row = shape.scale_tokens.is_multiple_of(TILE_TOKENS as u32)
-        || shape.scale_tokens >= Geometry::BLOCK_TOKENS_MAX;
+    let one_row = has_one_row(shape);
     let by_token = one_row || shape.scale_tokens == 1;
     let whole = shape.scale_channels >= shape.dim;
     match side {
@@ -65,19 +108,36 @@ fn folds(side: Side, shape: &SideShape) -> bool {
 
 /// Shared memory of a side's products for `rows` query rows, bytes: `Scores` of `scores.cuh`,
 /// `Sums` of `sums.cuh`.
-pub(crate) fn work_bytes(pair: Pair, side: Side, shape: &SideShape, rows: usize) -> usize {
-    if !on_tensor_cores(pair, side) {
+pub(crate) fn work_bytes(
+    kernel: (Pair, Variant),
+    side: Side,
+    shape: &SideShape,
+    rows: usize,
+) -> usize {
+    if !on_tensor_cores(kernel) {
         return 0;
     }
     let (dim, grid) = (shape.dim as usize, shape.kind == Kernel::Grid as u32);
-    let words = match side {
+    let bytes = match side {
         Side::Key => {
             let positions = if grid { shape.stride as usize } else { dim };
-            rows * ROW_WORDS + 1 + positions.div_ceil(STEP_TERMS) * rows * DIGIT_WORDS
+            let steps = match looks_up(kernel, side) {
+                true => lookup::key_steps(shape, codes_of(shape)),
+                false => positions.div_ceil(STEP_TERMS),
+            };
+            4 * ((rows * ROW_WORDS).next_multiple_of(4) + steps * digit_words(rows))
         }
-        Side::Value => rows * dim + if grid { 2 * dim + 1 } else { 0 },
+        // Where each channel is, and what is taken from its codes.
+        Side::Value if grid => 4 * rows * dim + 3 * dim + 4,
+        // A part of the unit for each of several codebooks.
+        Side::Value => 4 * (rows * dim + if shape.sets > 1 { shape.sets as usize } else { 0 }),
     };
-    (4 * words).next_multiple_of(COPY_BYTES)
+    bytes.next_multiple_of(COPY_BYTES)
+}
+
+/// Words of digits of the queries for one step, of four lanes each.
+fn digit_words(rows: usize) -> usize {
+    if rows <= FEW_ROWS { 4 * 4 * (rows + rows.min(2)) } else { 4 * 6 * rows }
 }
 
 /// What a plan expects of one side's products.
@@ -103,14 +163,15 @@ pub(crate) fn expected(codec: &CodecSpec, geometry: &Geometry, rows: usize) -> [
     };
     let huffman = sides.iter().any(|(side, _)| side.entropy == Entropy::Huffman);
     let pair = Pair { keys, values, huffman };
-    let own = pair.is_known() && fits(pair, &shapes[0], &shapes[1]);
+    let variant = variant(pair, &shapes[0], &shapes[1]);
+    let not = match variant {
+        Variant::Own if on_tensor_cores((pair, variant)) => None,
+        Variant::Own => Some("its kernel multiplies floats"),
+        Variant::Floats => Some("a side has several stages, or entries of other lengths"),
+        Variant::Any => Some("the pair or its groups have no such kernel"),
+    };
     Side::BOTH.map(|side| {
-        let index = side.index();
-        if !own {
-            return Expected { not: Some("the pair or its groups have no such kernel"), bytes: 0 };
-        }
-        let bytes = work_bytes(pair, side, &shapes[index], rows);
-        let not = (bytes == 0).then_some("its kernel multiplies floats");
+        let bytes = work_bytes((pair, variant), side, &shapes[side.index()], rows);
         Expected { not, bytes }
     })
 }
@@ -122,13 +183,14 @@ fn kernel_of(side: &SideSpec) -> Option<Kernel> {
         Quantizer::Grid { .. } => Kernel::Grid,
         Quantizer::Polar { .. } => Kernel::Polar,
         Quantizer::Lloyd { .. } => Kernel::Lloyd,
+        Quantizer::Vq(_) => Kernel::Vq,
         _ => return None,
     })
 }
 
 /// What a side's shape will have of what decides.
 fn expected_shape(side: &SideSpec, dim: usize) -> SideShape {
-    let mut shape = SideShape { dim: dim as u32, scale_tokens: 1, ..SideShape::default() };
+    let mut shape = SideShape { dim: dim as u32, scale_tokens: 1, sets: 1, ..SideShape::default() };
     let page = Geometry::BLOCK_TOKENS_MAX;
     shape.bits = side.quantizer.alphabet().map_or(8, |codes| codes.next_power_of_two().ilog2());
     match side.quantizer {
@@ -140,6 +202,26 @@ fn expected_shape(side: &SideSpec, dim: usize) -> SideShape {
                 GroupAxis::Token => (1, group.unwrap_or(shape.dim).min(shape.dim)),
                 GroupAxis::Block => (page, shape.dim),
             };
+        }
+        // Codebooks that are fitted have values on whole levels.
+        Quantizer::Vq(vq) => {
+            shape.bits = vq.bits.into();
+            shape.book_dim = vq.dim.into();
+            let grouped = vq.scope == CodebookScope::Group;
+            shape.sets = if grouped { dim as u32 / u32::from(vq.dim) } else { 1 };
+            let fits = vq.stages == 1 && lookup::fits(vq.dim.into());
+            shape.entry_bytes = if fits { vq.dim.into() } else { 0 };
+        }
+        Quantizer::Polar { angle, radius, group } => {
+            shape.kind = Kernel::Polar as u32;
+            shape.scale_tokens = group.map_or(page, u32::from);
+            shape.bits = u32::from(angle) + u32::from(radius);
+            shape.entry_bytes = if shape.bits <= 8 { 4 } else { 0 };
+        }
+        Quantizer::Lloyd { bits } => {
+            shape.kind = Kernel::Lloyd as u32;
+            shape.bits = bits.into();
+            shape.entry_bytes = if shape.bits <= 8 { 2 } else { 0 };
         }
         Quantizer::Grid { .. } => {
             shape.kind = Kernel::Grid as u32;
@@ -182,6 +264,28 @@ mod tests {
         // Pairs that multiply floats take every shape.
         let hybrid = Pair { keys: Kernel::Hybrid, values: Kernel::Hybrid, huffman: false };
         assert!(fits(hybrid, &shape(48, 1, 9), &shape(1, 48, 9)));
-        assert_eq!(work_bytes(hybrid, Side::Key, &key, 4), 0);
+        assert_eq!(work_bytes((hybrid, Variant::Own), Side::Key, &key, 4), 0);
+    }
+
+    #[test]
+    fn codebooks_off_whole_levels_have_a_kernel_that_multiplies_floats() {
+        let pair = Pair { keys: Kernel::Vq, values: Kernel::Vq, huffman: false };
+        let bytes =
+            SideShape { dim: 128, bits: 8, sets: 1, entry_bytes: 4, ..SideShape::default() };
+        let bytes = SideShape { kind: Kernel::Vq as u32, book_dim: 4, ..bytes };
+        assert_eq!(variant(pair, &bytes, &bytes), Variant::Own);
+        assert!(Side::BOTH.iter().all(|side| looks_up((pair, Variant::Own), *side)));
+        let floats = SideShape { entry_bytes: 0, ..bytes };
+        assert_eq!(variant(pair, &bytes, &floats), Variant::Floats);
+        assert!(!Side::BOTH.iter().any(|side| looks_up((pair, Variant::Floats), *side)));
+        let wide = SideShape { dim: 192, ..bytes };
+        assert_eq!(variant(pair, &wide, &bytes), Variant::Own);
+        assert_eq!(variant(pair, &bytes, &wide), Variant::Floats, "too many sums");
+        let huffman = Pair { huffman: true, ..pair };
+        assert_eq!(variant(huffman, &bytes, &bytes), Variant::Any);
+        // Sixteen channels of eight codes: lanes without a code have steps nonetheless.
+        let work = |shape| work_bytes((pair, Variant::Own), Side::Key, &shape, 4);
+        assert_eq!(work(bytes), 4 * (4 * 5 + 4 * 4 * 24));
+        assert_eq!(work_bytes((pair, Variant::Own), Side::Value, &bytes, 4), 4 * 4 * 128);
     }
 }

@@ -2,6 +2,7 @@
 
 use crate::abi::SideShape;
 use crate::lanes::Lanes;
+use crate::lookup::{self, ALL_ENTRIES, Entries};
 use crate::table::Table;
 use kvd_codec::{CodeLayout, GroupAxis, HeadSide, LaneTable, Stored, UniformMode};
 use kvd_core::{DType, Geometry, RopePairing, Side};
@@ -77,6 +78,17 @@ pub(crate) struct Pair {
     pub(crate) huffman: bool,
 }
 
+/// Which kernel reads a pair.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Variant {
+    /// Its own, with products on tensor cores where it has such.
+    Own,
+    /// Its own for what tensor cores do not take.
+    Floats,
+    /// The one for all pairs.
+    Any,
+}
+
 impl Pair {
     /// Whether it has a kernel of its own; the others share a slower one.
     pub(crate) fn is_known(self) -> bool {
@@ -86,14 +98,15 @@ impl Pair {
         self.keys.pairs_with(self.values)
     }
 
-    /// Name of the kernel for a number of query rows: of the pair's own, or of any.
-    pub(crate) fn kernel(self, own: bool, rows: u32) -> String {
+    /// Name of the kernel for a number of query rows.
+    pub(crate) fn kernel(self, variant: Variant, rows: u32) -> String {
         let stage = if self.huffman { "huffman_" } else { "" };
-        if own {
-            let (keys, values) = (self.keys.name(), self.values.name());
-            return format!("kvd_attend_{stage}{keys}_{values}_{}", rows_of(rows));
+        let (keys, values, rows) = (self.keys.name(), self.values.name(), rows_of(rows));
+        match variant {
+            Variant::Own => format!("kvd_attend_{stage}{keys}_{values}_{rows}"),
+            Variant::Floats => format!("kvd_attend_{stage}{keys}float_{values}float_{rows}"),
+            Variant::Any => format!("kvd_attend_{stage}any_any_{}", ROWS[2]),
         }
-        format!("kvd_attend_{stage}any_any_{}", ROWS[2])
     }
 }
 
@@ -273,6 +286,7 @@ fn page_shape(
             shape.stages = vq.stages() as u32;
             shape.sets = if vq.is_grouped() { vq.positions() as u32 } else { 1 };
             Table::new(tables, &mut shape).codebooks(vq, table_bytes);
+            lookup::place(Entries::codebooks(vq), tables, &mut shape, table_bytes);
             (Kernel::Vq, shape)
         }
         Stored::Polar { angle_bits, radius_bits, group, steps, directions, pairing } => {
@@ -281,11 +295,14 @@ fn page_shape(
             shape.angle_bits = angle_bits;
             shape.interleaved = u32::from(pairing == RopePairing::Interleaved);
             Table::new(tables, &mut shape).floats(directions.as_flattened()).floats(steps);
+            let entries = Entries::polar(shape.bits, directions);
+            lookup::place(entries, tables, &mut shape, ALL_ENTRIES);
             (Kernel::Polar, shape)
         }
         Stored::Lloyd { bits, levels } => {
             let mut shape = shape(Kernel::Lloyd, dim, bits);
             Table::new(tables, &mut shape).floats(levels);
+            lookup::place(Entries::levels(levels), tables, &mut shape, ALL_ENTRIES);
             (Kernel::Lloyd, shape)
         }
         Stored::BitAlloc { runs, levels, scales } => {
@@ -365,7 +382,7 @@ mod tests {
     fn pairs_without_a_kernel_share_one() {
         let name = |keys, values, huffman, rows| {
             let pair = Pair { keys, values, huffman };
-            pair.kernel(pair.is_known(), rows)
+            pair.kernel(if pair.is_known() { Variant::Own } else { Variant::Any }, rows)
         };
         assert_eq!(name(Kernel::Vq, Kernel::Vq, false, 3), "kvd_attend_vq_vq_4");
         assert_eq!(name(Kernel::Vq, Kernel::F16, false, 1), "kvd_attend_any_any_8");

@@ -4,9 +4,10 @@
 use crate::PlanError;
 use crate::abi::{COEFFICIENTS, PageEntry, SideShape, Unit};
 use crate::lanes::{SharedMemory, decoding};
-use crate::products::{fits, resident, work_bytes};
+use crate::lookup;
+use crate::products::{looks_up, on_tensor_cores, resident, variant, work_bytes};
 use crate::side::{
-    COPY_BYTES, HeadShapes, Kernel, LayerTables, Pair, ROWS, TILE_TOKENS, fallback_shape,
+    COPY_BYTES, HeadShapes, Kernel, LayerTables, Pair, ROWS, TILE_TOKENS, Variant, fallback_shape,
     head_shapes, rows_of, rows_shape, stage_bytes,
 };
 use kvd_codec::{HEADER_BYTES, ModelCodec, PageHeader};
@@ -146,15 +147,15 @@ pub struct Tables {
 }
 
 /// Both sides of a part: kernels, shapes, and which of them hold coefficients.
-#[derive(Clone, Copy, PartialEq, Eq)]
+#[derive(Clone, Copy, PartialEq)]
 struct Sides {
     kernels: [Kernel; 2],
     shapes: [SideShape; 2],
     folded: [bool; 2],
 }
 
-/// A kernel with a number of rows: what one launch runs; whether it is the pair's own.
-type LaunchKey = (Pair, bool, u32);
+/// A kernel with a number of rows: what one launch runs.
+type LaunchKey = (Pair, Variant, u32);
 
 struct Builder<'a> {
     plan: &'a AttendPlan,
@@ -389,23 +390,25 @@ impl Builder<'_> {
         let [keys, values] = sides.kernels;
         let huffman = unit.key.stride > 0 || unit.value.stride > 0;
         let pair = Pair { keys, values, huffman };
-        let own = pair.is_known() && fits(pair, &unit.key, &unit.value);
-        let rows = if own { rows_of(unit.rows) } else { ROWS[2] };
-        let work = |side, shape| if own { work_bytes(pair, side, shape, rows as usize) } else { 0 };
+        let variant = variant(pair, &unit.key, &unit.value);
+        let rows = if variant == Variant::Any { ROWS[2] } else { rows_of(unit.rows) };
+        let work = |side, shape| work_bytes((pair, variant), side, shape, rows as usize);
         let work = [work(Side::Key, &unit.key), work(Side::Value, &unit.value)];
-        let (units, sizes) = self.units.entry((pair, own, rows)).or_default();
+        let (units, sizes) = self.units.entry((pair, variant, rows)).or_default();
         // Runs and Huffman tables stand behind a side's own table.
-        let table = |shape: &SideShape| {
-            [shape.table_bytes, shape.lane_bytes]
-                .map(|bytes| (bytes as usize).next_multiple_of(COPY_BYTES))
-                .iter()
-                .sum()
+        let table = |side, shape: &SideShape| {
+            let own = match looks_up((pair, variant), side) {
+                true => lookup::table_bytes(shape),
+                false => shape.table_bytes as usize,
+            };
+            let lanes = shape.lane_bytes as usize;
+            own.next_multiple_of(COPY_BYTES) + lanes.next_multiple_of(COPY_BYTES)
         };
         let needed = [
             stage_bytes(keys, &unit.key, tokens),
             stage_bytes(values, &unit.value, tokens),
-            table(&unit.key),
-            table(&unit.value),
+            table(Side::Key, &unit.key),
+            table(Side::Value, &unit.value),
             unit.key.chunk_bytes as usize,
             unit.value.chunk_bytes as usize,
             work[0],
@@ -423,16 +426,18 @@ impl Builder<'_> {
             self.tables.ends.push(self.tables.order.len() as u32);
         }
         let dim = self.codec.geometry().head_dim(Side::Key);
-        for ((pair, own, rows), (units, sizes)) in self.units {
+        for ((pair, variant, rows), (units, sizes)) in self.units {
             let [key_stage, value_stage, key_table, value_table, ..] = sizes;
             let [.., key_chunk, value_chunk, key_work, value_work] = sizes;
             let sizes = [key_stage, value_stage, key_table, value_table];
-            let other = shared_bytes(rows as usize, dim, sizes) + key_work + value_work;
+            let tensor = on_tensor_cores((pair, variant));
+            let floats = fixed_floats(rows as usize, dim, tensor);
+            let other = shared_bytes(floats, sizes) + key_work + value_work;
             let (resident, _) = resident(pair.huffman);
             let room = (self.options.shared, resident);
             let (chunks, bytes) = decoding([key_chunk, value_chunk], other, room);
             self.tables.launches.push(Launch {
-                kernel: pair.kernel(own, rows),
+                kernel: pair.kernel(variant, rows),
                 units,
                 key_stage: key_stage as u32,
                 value_stage: value_stage as u32,
@@ -448,12 +453,16 @@ impl Builder<'_> {
     }
 }
 
-/// Shared memory of a thread block, decoding and products apart: `AttendShared` of `shared.cuh`.
-fn shared_bytes(rows: usize, dim: usize, sizes: [usize; 4]) -> usize {
-    let floats = (rows * dim).next_multiple_of(4)
-        + rows * THREADS
-        + rows * TILE_TOKENS
-        + rows.next_multiple_of(4);
+/// Queries, scores, weights and factors of a thread block: `AttendShared` of `shared.cuh`. On CUDA
+/// cores all warps read the queries and have a part of every score, and at the end every thread has
+/// a sum of values.
+pub(crate) fn fixed_floats(rows: usize, dim: usize, tensor: bool) -> usize {
+    let (query, sums) = if tensor { (0, TILE_TOKENS) } else { (rows * dim, THREADS) };
+    query.next_multiple_of(4) + rows * (sums + TILE_TOKENS) + rows.next_multiple_of(4)
+}
+
+/// Shared memory of a thread block, decoding and products apart.
+fn shared_bytes(floats: usize, sizes: [usize; 4]) -> usize {
     let [key_stage, value_stage, key_table, value_table] = sizes;
     4 * floats + key_table + value_table + 2 * (key_stage + value_stage + GAIN_STAGE)
 }

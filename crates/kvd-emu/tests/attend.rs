@@ -139,8 +139,8 @@ fn vq_answers_as_the_reference_for_every_entry_length() {
     if !available() {
         return;
     }
-    for (d, b) in [(2, 4), (4, 8), (8, 8), (3, 5)] {
-        let dim = 24 * d;
+    for (d, b) in [(2, 4), (2, 3), (2, 6), (4, 8), (8, 8), (8, 10), (16, 5), (3, 5)] {
+        let dim = if d < 5 { 24 * d } else { 96 };
         let codec = format!("k=vq(d={d},b={b}); v=vq(d={d},b={b})");
         let stored = stored(&geometry(dim, dim, DType::F16), &codec, &layout(&[64, 37], 2));
         agree(&stored, &Ask::last(4, stored.tokens), &codec);
@@ -349,31 +349,65 @@ fn integers_are_exact() {
         "k=uniform(b=4,axis=channel,g=32,mode=hybrid); v=uniform(b=4,axis=channel,mode=hybrid)",
         "k=uniform(b=4,axis=block,mode=sym); v=fp8",
     ] {
-        let geometry = geometry(64, 64, DType::F16);
-        let stored = Stored::new(&geometry, codec, &layout(&[64, 64], 0), digit);
-        assert!(stored.headers.values().all(|header| !header.fallback), "{codec}");
-        for order in Order::EACH {
-            // Queries of zeros: the mean of 128 integers, and ln 128.
-            let ask = Ask::last(4, 128);
-            let answer = run(&stored, &ask.plan(&stored, |_| 0.0), 1, order).unwrap();
-            let out = floats(&answer.out);
-            for (i, mean) in out.iter().enumerate() {
-                let (head, channel) = (i / 64 / 4, i % 64);
-                let sum: f32 = (0..128).map(|token| digit(Side::Value, head, token, channel)).sum();
-                assert_eq!(*mean, sum / 128.0, "{codec}, {order:?}, {i}");
-            }
-            // One visible token: its value, and its score as the log-sum-exp.
-            let ask = Ask { window: Some(1), ..Ask::last(4, 100) };
-            let q = |i: usize| (i % 5) as f32;
-            let answer = run(&stored, &ask.plan(&stored, q), 1, order).unwrap();
-            let out = floats(&answer.out);
-            for (row, lse) in answer.lse.iter().enumerate() {
-                let key = |channel| digit(Side::Key, row / 4, 99, channel);
-                let score: f32 = (0..64).map(|c| q(row * 64 + c) * key(c)).sum();
-                assert_eq!(*lse, score / 8.0, "{codec}, {order:?}, row {row}");
-                let values = (0..64).map(|channel| digit(Side::Value, row / 4, 99, channel));
-                assert!(values.eq(out[row * 64..][..64].iter().copied()), "{codec}, {order:?}");
-            }
+        exact(codec, digit);
+    }
+}
+
+/// Answers to queries of small integers are exact, where pages hold `digit` as it is.
+fn exact(codec: &str, digit: fn(Side, usize, usize, usize) -> f32) {
+    let geometry = geometry(64, 64, DType::F16);
+    let stored = Stored::new(&geometry, codec, &layout(&[64, 64], 0), digit);
+    assert!(stored.headers.values().all(|header| !header.fallback), "{codec}");
+    for order in Order::EACH {
+        // Queries of zeros: the mean of 128 integers, and ln 128.
+        let ask = Ask::last(4, 128);
+        let answer = run(&stored, &ask.plan(&stored, |_| 0.0), 1, order).unwrap();
+        let out = floats(&answer.out);
+        for (i, mean) in out.iter().enumerate() {
+            let (head, channel) = (i / 64 / 4, i % 64);
+            let sum: f32 = (0..128).map(|token| digit(Side::Value, head, token, channel)).sum();
+            assert_eq!(*mean, sum / 128.0, "{codec}, {order:?}, {i}");
+        }
+        // One visible token: its value, and its score as the log-sum-exp.
+        let ask = Ask { window: Some(1), ..Ask::last(4, 100) };
+        let q = |i: usize| (i % 5) as f32;
+        let answer = run(&stored, &ask.plan(&stored, q), 1, order).unwrap();
+        let out = floats(&answer.out);
+        for (row, lse) in answer.lse.iter().enumerate() {
+            let key = |channel| digit(Side::Key, row / 4, 99, channel);
+            let score: f32 = (0..64).map(|c| q(row * 64 + c) * key(c)).sum();
+            assert_eq!(*lse, score / 8.0, "{codec}, {order:?}, row {row}");
+            let values = (0..64).map(|channel| digit(Side::Value, row / 4, 99, channel));
+            assert!(values.eq(out[row * 64..][..64].iter().copied()), "{codec}, {order:?}");
+        }
+    }
+}
+
+#[test]
+fn whole_levels_are_exact() {
+    if !available() {
+        return;
+    }
+    // Entries are whole numbers of a unit of four bits: sums of them that f32 holds.
+    let geometry = geometry(64, 64, DType::F16);
+    for side in ["vq(d=2,b=4)", "vq(d=2,b=8)", "vq(d=4,b=8)", "vq(d=8,b=5)", "vq(d=16,b=4)"] {
+        let codec = format!("k={side}; v={side}");
+        let stored = stored(&geometry, &codec, &layout(&[64, 64], 0));
+        for (table_bytes, order) in [usize::MAX, 300, 0].into_iter().zip(Order::EACH) {
+            let ask = |ask: Ask, q: fn(usize) -> f32| {
+                let plan = ask.plan(&stored, q);
+                let wanted = expected(&stored, &plan);
+                (run_with(&stored, &plan, 1, table_bytes, order).unwrap(), wanted)
+            };
+            // Queries of zeros: the mean of 128 values.
+            let (answer, wanted) = ask(Ask::last(4, 128), |_| 0.0);
+            let means = wanted.iter().flat_map(|row| row.out.iter().map(|mean| *mean as f32));
+            assert!(means.eq(floats(&answer.out)), "{codec}, {order:?}");
+            // One visible token, and its score as the log-sum-exp.
+            let last = Ask { window: Some(1), ..Ask::last(4, 100) };
+            let (answer, wanted) = ask(last, |i| (i % 5) as f32);
+            let scores = wanted.iter().map(|row| row.lse as f32);
+            assert!(scores.eq(answer.lse.iter().copied()), "{codec}, {order:?}");
         }
     }
 }

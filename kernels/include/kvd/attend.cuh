@@ -142,13 +142,18 @@ KVD_DEVICE void attend(const AttendParameters& parameters, uint8_t* memory) {
     const Unit& unit = parameters.units[block_index()];
     const unsigned dim = unit.key.dim;
     const unsigned value_work = Sums<Value, ROWS>::work_bytes(unit.value);
-    const AttendShared<ROWS> shared(memory, parameters, unit, value_work, CODED);
+    constexpr unsigned SUMS = Scores<Key, ROWS>::PARTS * TILE_TOKENS;
+    constexpr unsigned SUMS_OF_ROW =
+        SUMS < Sums<Value, ROWS>::SUMS_OF_ROW ? Sums<Value, ROWS>::SUMS_OF_ROW : SUMS;
+    constexpr bool COPIES = Scores<Key, ROWS>::COPIES_QUERY;
+    const AttendShared<ROWS> shared(memory, parameters, unit, COPIES, SUMS_OF_ROW, value_work,
+                                    CODED);
     const unsigned stage_size = parameters.key_stage + parameters.value_stage;
     KVD_EXPECT(unit.rows <= ROWS && unit.value.dim <= CHANNELS_PER_THREAD * ATTEND_THREADS);
 
-    for (unsigned at = thread_index(); at < ROWS * dim; at += ATTEND_THREADS) {
+    for (unsigned at = thread_index(); COPIES && at < ROWS * dim; at += ATTEND_THREADS) {
         const float* query = parameters.queries + uint64_t(unit.query) * dim;
-        shared.query[at] = at < unit.rows * dim ? query[at] : 0;
+        reinterpret_cast<float*>(memory)[at] = at < unit.rows * dim ? query[at] : 0;
     }
     Key::prepare(unit.key, parameters.tables, shared.key_table, ATTEND_THREADS);
     Value::prepare(unit.value, parameters.tables, shared.value_table, ATTEND_THREADS);

@@ -31,7 +31,7 @@ struct Four {
     uint32_t high;
 
     KVD_DEVICE unsigned code(unsigned at) const {
-        return (low >> 8 * at & 255) | (high >> 8 * at & 255) << 8;
+        return bytes_of(low, 0, 0x4440 + at) | bytes_of(high, 0, 0x4404 + (at << 4));
     }
 };
 
@@ -77,20 +77,41 @@ struct Codes {
             return {load32(plane + element), high};
         }
         Four codes = {0, 0};
-        for (unsigned left = bits; left > 0;) {
-            const unsigned width = plane_width(left);
+        unsigned done = 0;
+        if (bits >= 8) {
+            codes.low = load32(plane + element);
+            plane += count();
+            done = 8;
+            if (bits == 16) {
+                codes.high = load32(plane + element);
+                return codes;
+            }
+        }
+#pragma unroll
+        for (unsigned width = 4; width > 0; width /= 2) {
+            if ((bits & width) == 0) {
+                continue;
+            }
             const unsigned size = count() / 8 * width;
-            const unsigned shift = width * (element / size);
+            // Which of a byte's parts: less than a division takes.
+            unsigned place = element;
+            unsigned shift = 0;
+#pragma unroll
+            for (unsigned parts = 4 / width; parts > 0; parts /= 2) {
+                if (place >= parts * size) {
+                    place -= parts * size;
+                    shift += parts * width;
+                }
+            }
             const uint32_t mask = 0x01010101u * ((1u << width) - 1);
-            const uint32_t word = load32(plane + element % size) >> shift & mask;
-            const unsigned low = bits - left;
-            if (low < 8) {
-                codes.low |= word << low;
+            const uint32_t word = load32(plane + place) >> shift & mask;
+            if (bits < 8) {
+                codes.low |= word << done;
             } else {
-                codes.high |= word << (low - 8);
+                codes.high |= word << (done - 8);
             }
             plane += size;
-            left -= width;
+            done += width;
         }
         return codes;
     }

@@ -102,6 +102,7 @@ template <>
 struct Tensor<Grid> : Grid {
     static constexpr bool SIGNED = false;
     static constexpr bool BIASED = true;
+    static constexpr bool LOOKS_UP = false;
 
     KVD_DEVICE static bool scales_channels(const SideShape&) { return false; }
 
@@ -162,8 +163,15 @@ struct Tensor<Grid> : Grid {
     }
 
     // Of values a decoded row has the coded channels, run after run; the others are numbered behind
-    // them. Channel, and above it what is taken from its codes, by place; places by channel; coded ones.
-    KVD_DEVICE static unsigned place_bytes(const SideShape& side) { return 4 * (2 * side.dim + 1); }
+    // them. By place its channel, and above it what is taken from its codes, a byte each; places by channel,
+    // a byte each; coded ones.
+    KVD_DEVICE static unsigned place_bytes(const SideShape& side) { return 3 * side.dim + 4; }
+    KVD_DEVICE static uint16_t* by_place(uint32_t* places) {
+        return reinterpret_cast<uint16_t*>(places);
+    }
+    KVD_DEVICE static uint8_t* by_channel(const SideShape& side, uint32_t* places) {
+        return reinterpret_cast<uint8_t*>(places) + 2 * side.dim;
+    }
 
     KVD_DEVICE static void prepare_places(const SideShape& side, const uint8_t* tables,
                                           uint32_t* places) {
@@ -186,28 +194,35 @@ struct Tensor<Grid> : Grid {
             const unsigned before = ones(all & ((1u << lane_index()) - 1));
             const unsigned place = is_other ? others + before : word & 0xFFFF;
             if (is_channel) {
-                places[place] = channel | (is_other ? 0 : word >> 16 << 16);
-                places[side.dim + channel] = place;
+                by_place(places)[place] = uint16_t(channel | (is_other ? 0 : word >> 16 << 8));
+                by_channel(side, places)[channel] = uint8_t(place);
             }
             others += ones(all);
         }
         if (lane_index() == 0) {
-            places[2 * side.dim] = coded;
+            places[3 * side.dim / 4] = coded;
         }
     }
     KVD_DEVICE static unsigned places_of(const SideShape& side, const uint32_t* places) {
-        return places[2 * side.dim];
+        return places[3 * side.dim / 4];
     }
-    KVD_DEVICE static uint32_t channel(const uint32_t* places, unsigned place) {
-        return places[place];
+    KVD_DEVICE static uint32_t channel(const SideShape& side, const uint32_t* places,
+                                       unsigned place) {
+        if (place >= side.dim) {
+            return NOWHERE;
+        }
+        const unsigned word = reinterpret_cast<const uint16_t*>(places)[place];
+        return (word & 255) | word >> 8 << 16;
     }
 
     KVD_DEVICE static void fold(const SideShape&, const Tile&, unsigned,
                                 float (&)[2][CODE_GROUP], float&) {}
-    KVD_DEVICE static float step(const Tile& tile) { return lane_head(tile.lanes).step; }
+    KVD_DEVICE static float step(const SideShape&, const Tile& tile) { return lane_head(tile.lanes).step; }
     KVD_DEVICE static float step_of(const SideShape& side, const uint8_t* tables) {
         return lane_head(tables + side.lanes).step;
     }
+
+    KVD_DEVICE static float channel_step(const SideShape&, const uint32_t*, unsigned) { return 1; }
 
     // Calls `add(place, channel, weights of the token, value)` for what the codes do not hold.
     template <class Add>
@@ -215,9 +230,10 @@ struct Tensor<Grid> : Grid {
                                      const uint32_t* places, const float* weights, Add add) {
         const Range rows = tokens(tile);
         const float step = lane_head(tile.lanes).step;
+        const uint8_t* of_channel = reinterpret_cast<const uint8_t*>(places) + 2 * side.dim;
         each_outlier(*tile.outliers, side.dim, rows, 0, 1,
                      [&](unsigned token, unsigned channel, float rest) {
-                         add(places[side.dim + channel], channel, weights + token - rows.from,
+                         add(of_channel[channel], channel, weights + token - rows.from,
                              step * rest);
                      });
     }

@@ -3,7 +3,7 @@
 // table holds the levels, f32 (docs/format.md "Sides"). CPU reference: kvd-codec/src/side/lloyd.rs.
 #pragma once
 
-#include "codes.cuh"
+#include "lookup.cuh"
 
 namespace kvd {
 
@@ -59,6 +59,35 @@ struct Lloyd {
                              const float scale = f16_value(load16(scales + SCALE_BYTES * token));
                              return scale * load_float(tile.table + 4 * code);
                          });
+    }
+};
+
+// Keys with products of bytes: levels are two each, on steps of 2^-16 of the largest.
+template <>
+struct Tensor<Lloyd> : LookedUp<Lloyd> {
+    using Order = LookupOrder<2>;
+
+    KVD_DEVICE static Order order(const SideShape& side, const Tile& tile) {
+        return Order(side, tile, side.dim);
+    }
+    KVD_DEVICE static bool scales_channels(const SideShape&) { return false; }
+    KVD_DEVICE static float largest_step(const SideShape&, const Tile&) { return 1; }
+
+    KVD_DEVICE static void fold(const SideShape& side, const Tile& tile, const float* query,
+                                unsigned slot, float (&values)[CODE_GROUP], float&) {
+        const Order order = Tensor::order(side, tile);
+#pragma unroll
+        for (unsigned at = 0; at < CODE_GROUP; at++) {
+            const Order::Term term = order.term(slot, at);
+            const bool is_code = term.code < order.per_row;
+            values[at] = is_code ? query[term.code] * byte_worth(term.byte) : 0;
+        }
+    }
+
+    KVD_DEVICE static float score(const SideShape& side, const Tile& tile, unsigned token,
+                                  float sum, float) {
+        const uint8_t* scales = staged_span<Lloyd>(side, tile, 0);
+        return f16_value(load16(scales + SCALE_BYTES * token)) * (side.entry_unit * sum);
     }
 };
 

@@ -62,6 +62,14 @@ struct SideShape {
     uint32_t lane_bytes;
     // Bytes of a decoded chunk.
     uint32_t chunk_bytes;
+    // Codes looked up as bytes (lookup.cuh): all entries, from `AttendParameters::tables` on; those in
+    // shared memory, how often each stands there (a power of two, as its logarithm), the bytes of one
+    // (0 where codes are not looked up so), and what a byte of 1 is worth.
+    uint64_t entries;
+    uint32_t entry_count;
+    uint32_t entry_copies;
+    uint32_t entry_bytes;
+    float entry_unit;
 };
 
 // One page of one KV head, or rows as they came: an entry of the block table.

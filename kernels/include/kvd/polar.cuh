@@ -4,7 +4,7 @@
 // rows of one per pair (docs/format.md "Sides"). CPU reference: kvd-codec/src/side/polar.rs.
 #pragma once
 
-#include "codes.cuh"
+#include "lookup.cuh"
 
 namespace kvd {
 
@@ -56,6 +56,11 @@ struct Polar {
         return level * f16_value(load16(scales + row * row_bytes(side) + 2 * pair));
     }
 
+    // The channel of a pair's cosines (`axis` 0) or sines (1).
+    KVD_DEVICE static unsigned channel(const SideShape& side, unsigned pair, unsigned axis) {
+        return side.interleaved ? 2 * pair + axis : pair + axis * pairs(side);
+    }
+
     // Cosine (`axis` 0) or sine (1) of a code's angle.
     KVD_DEVICE static float direction(const SideShape& side, const Tile& tile, unsigned code,
                                       unsigned axis) {
@@ -74,10 +79,10 @@ struct Polar {
         const unsigned token = least(lane_index(), tile.tokens - 1);
         each_key_code(codes(side, tile), warps, [&](unsigned pair, unsigned code) {
             const float radius = Polar::radius(side, tile, scales, token, pair, code);
-            const unsigned first = side.interleaved ? 2 * pair : pair;
-            const unsigned second = side.interleaved ? first + 1 : pair + pairs(side);
-            add_score(query, side.dim, first, radius * direction(side, tile, code, 0), scores);
-            add_score(query, side.dim, second, radius * direction(side, tile, code, 1), scores);
+            for (unsigned axis = 0; axis < 2; axis++) {
+                add_score(query, side.dim, channel(side, pair, axis),
+                          radius * direction(side, tile, code, axis), scores);
+            }
         });
     }
 
@@ -93,6 +98,55 @@ struct Polar {
                              return radius(side, tile, scales, token, pair, code) *
                                     direction(side, tile, code, axis);
                          });
+    }
+};
+
+// Keys with products of bytes: radius times cosine and sine are two each, on steps of 2^-16 of the
+// largest; the steps of the pairs, one row for all tokens of a tile, go into the queries.
+template <>
+struct Tensor<Polar> : LookedUp<Polar> {
+    using Order = LookupOrder<4>;
+
+    KVD_DEVICE static Order order(const SideShape& side, const Tile& tile) {
+        return Order(side, tile, pairs(side));
+    }
+    KVD_DEVICE static bool scales_channels(const SideShape& side) { return steps_in_page(side); }
+
+    KVD_DEVICE static float step_of_pair(const SideShape& side, const Tile& tile,
+                                         const uint8_t* scales, unsigned pair) {
+        if (steps_in_page(side)) {
+            return f16_value(load16(scales + 2 * pair));
+        }
+        return load_float(tile.tables + side.table + direction_bytes(side) + 4 * pair);
+    }
+
+    KVD_DEVICE static float largest_step(const SideShape& side, const Tile& tile) {
+        const uint8_t* scales = staged_span<Polar>(side, tile, 0);
+        float largest = 0;
+        for (unsigned pair = lane_index(); pair < pairs(side); pair += WARP_LANES) {
+            largest = fmaxf(largest, fabsf(step_of_pair(side, tile, scales, pair)));
+        }
+        return warp_max(largest);
+    }
+
+    KVD_DEVICE static void fold(const SideShape& side, const Tile& tile, const float* query,
+                                unsigned slot, float (&values)[CODE_GROUP], float&) {
+        const Order order = Tensor::order(side, tile);
+        const uint8_t* scales = staged_span<Polar>(side, tile, 0);
+#pragma unroll
+        for (unsigned at = 0; at < CODE_GROUP; at++) {
+            const Order::Term term = order.term(slot, at);
+            if (term.code >= order.per_row) {
+                continue;
+            }
+            const float step = step_of_pair(side, tile, scales, term.code);
+            const unsigned of_pair = Polar::channel(side, term.code, term.byte / 2);
+            values[at] = query[of_pair] * step * byte_worth(term.byte);
+        }
+    }
+
+    KVD_DEVICE static float score(const SideShape& side, const Tile&, unsigned, float sum, float) {
+        return side.entry_unit * sum;
     }
 };
 

@@ -11,6 +11,7 @@ template <class Key, int ROWS>
 struct Scores {
     // Parts of a score, which the softmax adds up.
     static constexpr unsigned PARTS = ATTEND_WARPS;
+    static constexpr bool COPIES_QUERY = true;
 
     KVD_DEVICE Scores(const AttendShared<ROWS>&, const SideShape&) {}
 
@@ -27,16 +28,27 @@ struct Scores {
     }
 };
 
-// Shared memory of it, as the host counts it (`work_bytes` of kvd-cuda/src/products.rs): digits of the
-// queries `[steps, ROWS, 4 lanes, DIGIT_WORDS]`, behind units, bases and starts of the rows.
+// Shared memory of it, as the host counts it (`work_bytes` of kvd-cuda/src/products.rs): units, bases and
+// starts of the rows, in whole sixteens, then the digits of the queries `[steps, LANES, 4 lanes,
+// DIGIT_WORDS]`.
 template <class Side, int ROWS>
 struct Scores<Tensor<Side>, ROWS> {
     static constexpr unsigned PARTS = 1;
+    static constexpr bool COPIES_QUERY = false;
     static constexpr unsigned OWNED = (ROWS + ATTEND_WARPS - 1) / ATTEND_WARPS;
     using Key = Tensor<Side>;
+    static constexpr bool FEW = ROWS <= FEW_ROWS;
+    static constexpr unsigned MIDDLES = ROWS < int(MIDDLE_ROWS) ? ROWS : MIDDLE_ROWS;
+    // Lanes with words of their own, of those that have the same terms: of few rows, first those with
+    // high and low digits, then those with middle ones.
+    static constexpr unsigned LANES = FEW ? ROWS + MIDDLES : ROWS;
+    static constexpr unsigned WORDS = DIGIT_WORDS<FEW>;
 
-    struct alignas(8) Words {
+    struct alignas(8) Pair {
         uint32_t word[2];
+    };
+    struct alignas(16) Four {
+        uint32_t word[4];
     };
 
     // What one of its whole numbers is worth, what goes into every score, and what sums begin with.
@@ -52,7 +64,7 @@ struct Scores<Tensor<Side>, ROWS> {
         : units(reinterpret_cast<float*>(shared.key_work)),
           bases(units + ROWS),
           starts(reinterpret_cast<int32_t*>(bases + ROWS)),
-          digits(reinterpret_cast<uint32_t*>(starts + (DIGITS * ROWS + 1) / 2 * 2)),
+          digits(reinterpret_cast<uint32_t*>(shared.key_work) + (5 * ROWS + 3) / 4 * 4),
           folded(false) {}
 
     // Whether the queries' digits are not yet those for a tile; the same for all threads.
@@ -64,7 +76,7 @@ struct Scores<Tensor<Side>, ROWS> {
     // positions per lane.
     KVD_DEVICE void fold(const AttendShared<ROWS>& shared, const SideShape& side,
                          const Tile& tile) {
-        const KeyOrder order = Key::order(side, tile);
+        const auto order = Key::order(side, tile);
         const float step = Key::largest_step(side, tile);
 #pragma unroll
         for (unsigned own = 0; own < OWNED; own++) {
@@ -72,7 +84,7 @@ struct Scores<Tensor<Side>, ROWS> {
             if (row >= ROWS) {
                 break;
             }
-            const float* query = shared.query + row * side.dim;
+            const float* query = shared.query_of(row, side.dim);
             if (!folded) {
                 largest[own] = largest_of(query, side.dim);
             }
@@ -89,7 +101,8 @@ struct Scores<Tensor<Side>, ROWS> {
         return warp_max(largest);
     }
 
-    KVD_DEVICE void fold_row(const KeyOrder& order, const SideShape& side, const Tile& tile,
+    template <class Order>
+    KVD_DEVICE void fold_row(const Order& order, const SideShape& side, const Tile& tile,
                              const float* query, unsigned row, float unit) const {
         const float inverse = per_unit(unit);
         float base = 0;
@@ -101,13 +114,7 @@ struct Scores<Tensor<Side>, ROWS> {
             }
             uint32_t cut[DIGITS];
             signed_digits(values, inverse, cut);
-            const unsigned slot = order.slot(quad);
-            const unsigned lane = slot / STEP_QUADS * ROWS * CODE_GROUP + slot % CODE_GROUP;
-            uint32_t* to = digits + (lane + row * CODE_GROUP) * DIGIT_WORDS;
-            const unsigned word = slot / CODE_GROUP % 2;
-            to[2 * word] = cut[0];
-            to[2 * word + 1] = cut[1];
-            to[4 + word] = cut[2];
+            write(order.slot(quad), row, cut);
             if (Key::BIASED && quad < order.quads) {
                 const int32_t bias = Key::bias(tile, quad);
 #pragma unroll
@@ -134,45 +141,90 @@ struct Scores<Tensor<Side>, ROWS> {
         }
     }
 
-    // Lanes whose row is none of the unit's have the digits of another: what they sum is not used.
-    KVD_DEVICE void multiply_step(Products& sums, unsigned step, const uint32_t (&words)[2]) const {
-        const unsigned lane = (step * ROWS + lane_row() % ROWS) * CODE_GROUP + lane_word();
-        const Words* at = reinterpret_cast<const Words*>(digits + lane * DIGIT_WORDS);
-        uint32_t of_query[DIGIT_WORDS];
+    // Writes the digits of a row's four terms.
+    KVD_DEVICE void write(unsigned slot, unsigned row, const uint32_t (&cut)[DIGITS]) const {
+        const unsigned word = slot / CODE_GROUP % 2;
+        uint32_t* step = digits + slot / STEP_QUADS * LANES * CODE_GROUP * WORDS;
+        uint32_t* to = step + (row * CODE_GROUP + slot % CODE_GROUP) * WORDS;
+        to[2 * word] = cut[0];
+        if (FEW) {
+            const unsigned lane = ROWS + row % MIDDLE_ROWS;
+            uint32_t* middle = step + (lane * CODE_GROUP + slot % CODE_GROUP) * WORDS;
+            middle[2 * word + row / MIDDLE_ROWS] = cut[1];
+            to[2 * word + 1] = cut[2];
+        } else {
+            to[2 * word + 1] = cut[1];
+            to[4 + word] = cut[2];
+        }
+    }
+
+    // Which lane's words this one has. Those whose row is none of the unit's have another's: what they
+    // sum is not used.
+    KVD_DEVICE static unsigned lane_of_words() {
+        if (FEW && lane_row() >= FEW_ROWS) {
+            return ROWS + lane_row() % MIDDLES;
+        }
+        return lane_row() % ROWS;
+    }
+
+    KVD_DEVICE void multiply_step(Products<FEW>& sums, unsigned step,
+                                  const uint32_t (&words)[2]) const {
+        const unsigned lane = (step * LANES + lane_of_words()) * CODE_GROUP + lane_word();
+        const uint32_t* at = digits + lane * WORDS;
+        uint32_t of_query[WORDS];
+        if constexpr (FEW) {
+            const Four four = *reinterpret_cast<const Four*>(at);
 #pragma unroll
-        for (unsigned pair = 0; pair < DIGITS; pair++) {
-            of_query[2 * pair] = at[pair].word[0];
-            of_query[2 * pair + 1] = at[pair].word[1];
+            for (unsigned word = 0; word < WORDS; word++) {
+                of_query[word] = four.word[word];
+            }
+        } else {
+            const Pair* pairs = reinterpret_cast<const Pair*>(at);
+#pragma unroll
+            for (unsigned word = 0; word < WORDS; word++) {
+                of_query[word] = pairs[word / 2].word[word % 2];
+            }
         }
         multiply<true, Key::SIGNED>(sums, of_query, words);
+    }
+
+    // What the sums begin with: what is taken from the codes.
+    KVD_DEVICE Products<FEW> first_sums() const {
+        Products<FEW> sums = {};
+        if (!Key::BIASED) {
+            return sums;
+        }
+        const unsigned row = lane_row();
+        const auto start = [&](unsigned of, unsigned digit) {
+            return of < ROWS ? starts[DIGITS * of + digit] : 0;
+        };
+        if constexpr (FEW) {
+            const unsigned first = row % MIDDLE_ROWS;
+            const bool middle = row >= FEW_ROWS;
+            const int32_t upper = middle ? start(first, 1) : start(row, 0);
+            const int32_t lower = middle ? start(MIDDLE_ROWS + first, 1) : start(row, 2);
+            return {{upper, upper, lower, lower}};
+        } else {
+            return {{start(row, 0), start(row, 0), start(row, 1), start(row, 1)},
+                    {start(row, 2), start(row, 2)}};
+        }
     }
 
     // Eight tokens of each warp; a lane has two of one row, and the codes of one token.
     KVD_DEVICE void tile(const AttendShared<ROWS>& shared, const SideShape& side,
                          const Tile& tile) const {
-        const KeyOrder order = Key::order(side, tile);
+        const auto order = Key::order(side, tile);
         const Codes codes = Key::codes(side, tile);
         const unsigned first = warp_index() * STEP_COLUMNS;
         const unsigned row = lane_row();
         const bool has_row = row < ROWS;
-        Products sums = {};
-        if (Key::BIASED && has_row) {
-            const int32_t* start = starts + DIGITS * row;
-            sums = {{start[0], start[0], start[1], start[1]}, {start[2], start[2]}};
-        }
-        const unsigned steps = order.steps();
-        if (order.is_plain(codes)) {
-            order.each_plain(codes, first + row, [&](unsigned step, const uint32_t(&words)[2]) {
-                multiply_step(sums, step, words);
-            });
-        } else {
-#pragma unroll 1
-            for (unsigned step = 0; step < steps; step++) {
-                uint32_t words[2];
-                order.any_words(codes, step, first + row, words);
-                multiply_step(sums, step, words);
-            }
-        }
+        Products<FEW> sums = first_sums();
+        order.each(codes, first + row, [&](unsigned step, const uint32_t(&words)[2]) {
+            multiply_step(sums, step, words);
+        });
+        int32_t three[2][DIGITS];
+        sums.digits(0, three[0]);
+        sums.digits(1, three[1]);
         if (!has_row) {
             return;
         }
@@ -180,10 +232,10 @@ struct Scores<Tensor<Side>, ROWS> {
 #pragma unroll
         for (unsigned at = 0; at < 2; at++) {
             const unsigned token = least(first + 2 * lane_word() + at, tile.tokens - 1);
-            const float sum = whole(float(sums.upper[at]), sums.upper[2 + at], sums.low[at]);
+            const float sum = whole(float(three[at][0]), three[at][1], three[at][2]);
             scores[at] = Key::score(side, tile, token, sum * units[row], bases[row]);
         }
-        const float* query = shared.query + row * side.dim;
+        const float* query = shared.query_of(row, side.dim);
         Key::add_rests(side, tile, query, first, first + 2 * lane_word(), scores);
         for (unsigned at = 0; at < 2; at++) {
             shared.sums[row * TILE_TOKENS + first + 2 * lane_word() + at] = scores[at];

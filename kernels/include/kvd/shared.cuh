@@ -11,8 +11,11 @@ constexpr unsigned GAIN_STAGE = 2 * COPY_BYTES;
 // How a unit uses its shared memory; `shared_bytes` of kvd-cuda/src/tables.rs is its size.
 template <int ROWS>
 struct AttendShared {
-    float* query;
-    // Scores by part, row and token; at the end, sums by row and thread.
+    // The unit's queries: where products are on tensor cores, which take their digits, those of the launch,
+    // else a copy with zeros for rows that the unit has not.
+    const float* query;
+    unsigned query_rows;
+    // Scores by part, row and token; at the end, on CUDA cores, sums by row and thread.
     float* sums;
     float* weights;
     float* factors;
@@ -26,10 +29,13 @@ struct AttendShared {
     uint8_t* key_work;
 
     KVD_DEVICE AttendShared(uint8_t* shared, const AttendParameters& parameters, const Unit& unit,
-                            unsigned value_work_bytes, bool is_coded) {
-        query = reinterpret_cast<float*>(shared);
-        sums = query + (ROWS * unit.key.dim + 3) / 4 * 4;
-        weights = sums + ROWS * ATTEND_THREADS;
+                            bool has_copy, unsigned sums_of_row, unsigned value_work_bytes,
+                            bool is_coded) {
+        float* copy = reinterpret_cast<float*>(shared);
+        query = has_copy ? copy : parameters.queries + uint64_t(unit.query) * unit.key.dim;
+        query_rows = unit.rows;
+        sums = copy + (has_copy ? (ROWS * unit.key.dim + 3) / 4 * 4 : 0);
+        weights = sums + ROWS * sums_of_row;
         factors = weights + ROWS * TILE_TOKENS;
         key_table = reinterpret_cast<uint8_t*>(factors + (ROWS + 3) / 4 * 4);
         value_table = key_table + parameters.key_table;
@@ -38,6 +44,11 @@ struct AttendShared {
         coded = stages + 2 * (parameters.key_stage + parameters.value_stage);
         value_work = coded + (is_coded ? decoder_bytes(parameters) : 0);
         key_work = value_work + value_work_bytes;
+    }
+
+    // A row's query, of the launch's: rows that the unit has not have the last one's.
+    KVD_DEVICE const float* query_of(unsigned row, unsigned dim) const {
+        return query + least(row, query_rows - 1) * dim;
     }
 };
 

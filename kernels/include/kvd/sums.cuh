@@ -13,6 +13,9 @@ constexpr unsigned CHANNELS_PER_THREAD = 2;
 // The weighted values that a thread sums: a channel or two, over its slice of the tokens.
 template <class Value, int ROWS>
 struct Sums {
+    // Floats of a row that are added up at the end.
+    static constexpr unsigned SUMS_OF_ROW = ATTEND_THREADS;
+
     float out[CHANNELS_PER_THREAD][ROWS];
     unsigned width;
     unsigned slices;
@@ -87,12 +90,17 @@ struct Sums {
 template <class Side, int ROWS>
 struct Sums<Tensor<Side>, ROWS> {
     using Value = Tensor<Side>;
-    // Of eight channels, of a warp: head sizes up to 192, because each takes six registers.
-    static constexpr unsigned BLOCKS = 192 / STEP_COLUMNS / ATTEND_WARPS;
+    static constexpr unsigned SUMS_OF_ROW = 0;
+    // Of eight channels, of a warp: head sizes up to 192, because each takes six registers, or 128, where
+    // codes are looked up and that gives four blocks at once.
+    static constexpr unsigned BLOCKS =
+        (Value::LOOKS_UP ? 128 : 192) / STEP_COLUMNS / ATTEND_WARPS;
     // 32 products of two bytes a tile, in 31 bits.
     static constexpr unsigned TILES_MAX = 1024;
 
-    Products sums[BLOCKS];
+    static constexpr bool FEW = ROWS <= FEW_ROWS;
+
+    Products<FEW> sums[BLOCKS];
     uint32_t digit_sums[DIGITS];
     float unit;
     float base;
@@ -103,6 +111,9 @@ struct Sums<Tensor<Side>, ROWS> {
 
     // Blocks of eight channels that a warp has.
     KVD_DEVICE static unsigned blocks_of(const SideShape& side) {
+        if (Value::LOOKS_UP) {
+            return BLOCKS;
+        }
         return (side.dim + STEP_COLUMNS * ATTEND_WARPS - 1) / (STEP_COLUMNS * ATTEND_WARPS);
     }
     KVD_DEVICE static unsigned work_bytes(const SideShape& side) {
@@ -169,7 +180,7 @@ struct Sums<Tensor<Side>, ROWS> {
         const float factor = has_row ? shared.factors[row] : 1;
         const bool beyond = largest > unit * float(1u << WEIGHT_BITS);
         if (KVD_BALLOT(factor != 1 || beyond || tiles == TILES_MAX) != 0) {
-            flush(side, Value::step(tile), factor);
+            flush(side, Value::step(side, tile), factor);
             const float needed = unit_of(largest, WEIGHT_BITS);
             unit = factor != 1 ? needed : fmaxf(unit, needed);
         }
@@ -186,17 +197,31 @@ struct Sums<Tensor<Side>, ROWS> {
         });
     }
 
+    // Digits of this lane's row, four tokens, to the words that it has of the first factor.
+    KVD_DEVICE static void to_lanes(const uint32_t (&cut)[DIGITS], unsigned word,
+                                    uint32_t (&digits)[DIGIT_WORDS<FEW>]) {
+        if constexpr (FEW) {
+            const unsigned lane = lane_row() % MIDDLE_ROWS * CODE_GROUP + lane_word();
+            const uint32_t first = KVD_SHUFFLE(cut[1], lane);
+            const uint32_t second = KVD_SHUFFLE(cut[1], lane + MIDDLE_ROWS * CODE_GROUP);
+            digits[2 * word] = lane_row() < FEW_ROWS ? cut[0] : first;
+            digits[2 * word + 1] = lane_row() < FEW_ROWS ? cut[2] : second;
+        } else {
+            digits[2 * word] = cut[0];
+            digits[2 * word + 1] = cut[1];
+            digits[4 + word] = cut[2];
+        }
+    }
+
     KVD_DEVICE void multiply_tile(const SideShape& side, const Tile& tile,
                                   const float (&weights)[2][CODE_GROUP]) {
         const float inverse = per_unit(unit);
-        uint32_t digits[DIGIT_WORDS];
+        uint32_t digits[DIGIT_WORDS<FEW>];
 #pragma unroll
         for (unsigned word = 0; word < 2; word++) {
             uint32_t cut[DIGITS];
             unsigned_digits(weights[word], inverse, cut);
-            digits[2 * word] = cut[0];
-            digits[2 * word + 1] = cut[1];
-            digits[4 + word] = cut[2];
+            to_lanes(cut, word, digits);
             if (Value::BIASED) {
 #pragma unroll
                 for (unsigned digit = 0; digit < DIGITS; digit++) {
@@ -205,6 +230,17 @@ struct Sums<Tensor<Side>, ROWS> {
             }
         }
         const Codes codes = Value::codes(side, tile);
+        if constexpr (Value::LOOKS_UP) {
+            // Four channels of each of eight quads.
+            const unsigned quad = first(0) / CODE_GROUP + lane_row();
+            uint32_t words[BLOCKS][2];
+            Value::value_words(side, tile, codes, least(quad, side.dim / CODE_GROUP - 1), words);
+#pragma unroll
+            for (unsigned block = 0; block < BLOCKS; block++) {
+                multiply<false, Value::SIGNED>(sums[block], digits, words[block]);
+            }
+            return;
+        }
         const unsigned count = Value::places_of(side, places);
         if (count == 0) {
             return;
@@ -252,13 +288,15 @@ struct Sums<Tensor<Side>, ROWS> {
 #pragma unroll
         for (unsigned at = 0; at < 2 * BLOCKS; at++) {
             const unsigned place = first(at / 2) + 2 * lane_word() + at % 2;
-            if (lane_row() >= ROWS || at / 2 >= blocks || place >= side.dim) {
+            if (at / 2 >= blocks) {
+                break;
+            }
+            int32_t three[DIGITS];
+            sums[at / 2].digits(at % 2, three);
+            const uint32_t channel = Value::channel(side, places, place);
+            if (lane_row() >= ROWS || (channel & 0xFFFF) >= side.dim) {
                 continue;
             }
-            const uint32_t channel = Value::channel(places, place);
-            const Products& of_block = sums[at / 2];
-            const int32_t three[DIGITS] = {of_block.upper[at % 2], of_block.upper[2 + at % 2],
-                                           of_block.low[at % 2]};
             float sum = 0;
 #pragma unroll
             for (unsigned digit = 0; digit < DIGITS; digit++) {
@@ -268,7 +306,8 @@ struct Sums<Tensor<Side>, ROWS> {
                 sum = sum * 256.0f + float(three[digit] - bias);
             }
             float& to = out[lane_row() * side.dim + (channel & 0xFFFF)];
-            to = (to + (place < count ? sum * unit * step : 0) + base) * factor;
+            const float of_channel = step * Value::channel_step(side, places, channel & 0xFFFF);
+            to = (to + (place < count ? sum * unit * of_channel : 0) + base) * factor;
         }
         clear();
     }

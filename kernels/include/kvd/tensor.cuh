@@ -18,9 +18,16 @@ constexpr unsigned STEP_COLUMNS = 8;
 // Neighbours that are one word.
 constexpr unsigned STEP_QUADS = STEP_TERMS / CODE_GROUP;
 constexpr unsigned DIGITS = 3;
-// Words of a lane of the first factor, for one step: high and middle digits of the first four terms,
-// of the other four, then the low digits of both.
-constexpr unsigned DIGIT_WORDS = 2 * DIGITS;
+// Up to four query rows have three digits each in the sixteen rows of one product: high ones in the
+// first four, low ones in rows 8 to 11, and the middle ones of rows `i` and `2 + i` in rows `4 + i` and
+// `12 + i`. More rows take two products: high digits and middle ones, low digits.
+constexpr int FEW_ROWS = 4;
+// Rows of which a lane beyond the first four rows has the middle digits.
+constexpr unsigned MIDDLE_ROWS = 2;
+// Words of a lane of the first factor, for one step. Of few rows those of one product. Of more: high and
+// middle digits of the first four terms, of the other four, then the low digits of both.
+template <bool FEW>
+constexpr unsigned DIGIT_WORDS = FEW ? 4 : 2 * DIGITS;
 // Bits of a whole number without its sign.
 constexpr unsigned QUERY_BITS = 22;
 constexpr unsigned WEIGHT_BITS = 23;
@@ -85,15 +92,43 @@ KVD_DEVICE void unsigned_digits(const float (&values)[CODE_GROUP], float inverse
 }
 
 // Sums of a lane, of its row and two columns: of high digits, then middle ones; of low digits.
+template <bool FEW>
 struct Products {
     int32_t upper[4];
     int32_t low[2];
+
+    // The high, middle and low one of a column, for this lane's row.
+    KVD_DEVICE void digits(unsigned column, int32_t (&to)[DIGITS]) const {
+        to[0] = upper[column];
+        to[1] = upper[2 + column];
+        to[2] = low[column];
+    }
 };
 
-// Adds the products of a step: two of tensor cores, because three digits of eight rows are more than
-// the sixteen rows of one.
+// Sums of a product's rows.
+template <>
+struct Products<true> {
+    int32_t all[4];
+
+    // By all lanes of a warp: the middle ones are others'. Of the first four rows.
+    KVD_DEVICE void digits(unsigned column, int32_t (&to)[DIGITS]) const {
+        const unsigned lane = (FEW_ROWS + lane_row() % MIDDLE_ROWS) * CODE_GROUP + lane_word();
+        const uint32_t first = KVD_SHUFFLE(uint32_t(all[column]), lane);
+        const uint32_t second = KVD_SHUFFLE(uint32_t(all[2 + column]), lane);
+        to[0] = all[column];
+        to[1] = int32_t(lane_row() % FEW_ROWS < MIDDLE_ROWS ? first : second);
+        to[2] = all[2 + column];
+    }
+};
+
+// Adds the products of a step.
 template <bool SIGNED_A, bool SIGNED_B>
-KVD_DEVICE void multiply(Products& sums, const uint32_t (&digits)[DIGIT_WORDS],
+KVD_DEVICE void multiply(Products<true>& sums, const uint32_t (&digits)[DIGIT_WORDS<true>],
+                         const uint32_t (&codes)[2]) {
+    KVD_MULTIPLY_BYTES(SIGNED_A, SIGNED_B, sums.all, digits, codes);
+}
+template <bool SIGNED_A, bool SIGNED_B>
+KVD_DEVICE void multiply(Products<false>& sums, const uint32_t (&digits)[DIGIT_WORDS<false>],
                          const uint32_t (&codes)[2]) {
     const uint32_t upper[4] = {digits[0], digits[1], digits[2], digits[3]};
     const uint32_t low[4] = {digits[4], 0, digits[5], 0};
@@ -195,6 +230,19 @@ struct KeyOrder {
     }
 
     // The same of any codes.
+    template <class Use>
+    KVD_DEVICE void each(const Codes& codes, unsigned token, Use use) const {
+        if (is_plain(codes)) {
+            return each_plain(codes, token, use);
+        }
+#pragma unroll 1
+        for (unsigned step = 0; step < steps(); step++) {
+            uint32_t words[2];
+            any_words(codes, step, token, words);
+            use(step, words);
+        }
+    }
+
     KVD_DEVICE void any_words(const Codes& codes, unsigned step, unsigned token,
                               uint32_t (&words)[2]) const {
         for (unsigned word = 0; word < 2; word++) {

@@ -131,6 +131,7 @@ struct Tensor<Uniform<Levels>> : Uniform<Levels> {
     using Side = Uniform<Levels>;
     static constexpr bool SIGNED = false;
     static constexpr bool BIASED = false;
+    static constexpr bool LOOKS_UP = false;
 
     KVD_DEVICE static bool scales_channels(const SideShape& side) {
         return side.scale_channels == 1;
@@ -212,9 +213,12 @@ struct Tensor<Uniform<Levels>> : Uniform<Levels> {
     KVD_DEVICE static unsigned places_of(const SideShape& side, const uint32_t*) {
         return side.dim;
     }
-    KVD_DEVICE static uint32_t channel(const uint32_t*, unsigned place) { return place; }
-    KVD_DEVICE static float step(const Tile&) { return 1; }
+    KVD_DEVICE static uint32_t channel(const SideShape&, const uint32_t*, unsigned place) {
+        return place;
+    }
+    KVD_DEVICE static float step(const SideShape&, const Tile&) { return 1; }
     KVD_DEVICE static float step_of(const SideShape&, const uint8_t*) { return 1; }
+    KVD_DEVICE static float channel_step(const SideShape&, const uint32_t*, unsigned) { return 1; }
     template <class Add>
     KVD_DEVICE static void add_rests(const SideShape&, const Tile&, const uint32_t*, const float*,
                                      Add) {}

@@ -6,7 +6,7 @@
 // kvd-codec/src/side/vq.rs.
 #pragma once
 
-#include "codes.cuh"
+#include "lookup.cuh"
 
 namespace kvd {
 
@@ -80,6 +80,73 @@ struct Vq {
                                  return f16_value(entry(side, tile, stage, sub, code)[channel]);
                              });
         }
+    }
+};
+
+// Codebooks whose values are whole numbers of a unit, at most 127, as fitted ones are, one stage of them:
+// products of bytes, looked up.
+template <>
+struct Tensor<Vq> : LookedUp<Vq> {
+    using Order = LookupOrder<>;
+
+    KVD_DEVICE static Order order(const SideShape& side, const Tile& tile) {
+        return Order(side, tile, subs(side));
+    }
+    KVD_DEVICE static bool scales_channels(const SideShape&) { return false; }
+    KVD_DEVICE static float largest_step(const SideShape&, const Tile&) { return 1; }
+
+    KVD_DEVICE static void fold(const SideShape& side, const Tile& tile, const float* query,
+                                unsigned slot, float (&values)[CODE_GROUP], float&) {
+        const Order order = Tensor::order(side, tile);
+#pragma unroll
+        for (unsigned at = 0; at < CODE_GROUP; at++) {
+            const Order::Term term = order.term(slot, at);
+            const unsigned channel = term.code * side.book_dim + term.byte;
+            values[at] = term.code < order.per_row
+                             ? query[channel] * part_of(side, tile.tables, term.code)
+                             : 0;
+        }
+    }
+
+    // The part of the unit that entries for a sub-vector have, where each has a codebook of its own:
+    // behind the entries.
+    KVD_DEVICE static float part_of(const SideShape& side, const uint8_t* tables, unsigned sub) {
+        const uint64_t entries = uint64_t(side.sets) * Lookup::words_of(side) << side.bits;
+        return side.sets > 1 ? load_float(tables + side.entries + 4 * (entries + sub)) : 1;
+    }
+
+    KVD_DEVICE static float score(const SideShape& side, const Tile&, unsigned, float sum, float) {
+        return side.entry_unit * sum;
+    }
+
+    KVD_DEVICE static void fold(const SideShape&, const Tile&, unsigned,
+                                float (&)[2][CODE_GROUP], float&) {}
+    KVD_DEVICE static unsigned place_bytes(const SideShape& side) {
+        return side.sets > 1 ? 4 * side.sets : 0;
+    }
+    KVD_DEVICE static void prepare_places(const SideShape& side, const uint8_t* tables,
+                                          uint32_t* places) {
+        for (unsigned at = thread_index(); 4 * at < place_bytes(side); at += ATTEND_THREADS) {
+            places[at] = f32_bits(part_of(side, tables, at));
+        }
+    }
+    KVD_DEVICE static float channel_step(const SideShape& side, const uint32_t* places,
+                                         unsigned channel) {
+        return side.sets > 1 ? f32_value(places[quotient(channel, side.book_dim)]) : 1;
+    }
+    KVD_DEVICE static unsigned places_of(const SideShape&, const uint32_t*) { return ~0u; }
+    // A look-up gives a lane four neighbouring channels, which are columns of four blocks.
+    KVD_DEVICE static uint32_t channel(const SideShape&, const uint32_t*, unsigned place) {
+        const unsigned within = place % (LOOKED_UP * STEP_COLUMNS);
+        return place - within + within % STEP_COLUMNS * LOOKED_UP + within / STEP_COLUMNS;
+    }
+    KVD_DEVICE static float step(const SideShape& side, const Tile&) { return side.entry_unit; }
+    KVD_DEVICE static float step_of(const SideShape& side, const uint8_t*) {
+        return side.entry_unit;
+    }
+    KVD_DEVICE static void value_words(const SideShape& side, const Tile& tile, const Codes& codes,
+                                       unsigned quad, uint32_t (&to)[LOOKED_UP][2]) {
+        Lookup(side, tile).value_words(codes, quad, to);
     }
 };
 

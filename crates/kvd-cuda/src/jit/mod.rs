@@ -303,12 +303,13 @@ impl Worker {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::side::Variant;
 
     #[test]
     fn shared_kernels_are_those_that_pairs_without_their_own_are_launched_with() {
         for (huffman, shared) in [false, true].into_iter().zip(SHARED) {
             let pair = Pair { keys: Kernel::Vq, values: Kernel::F16, huffman };
-            assert_eq!(pair.kernel(false, 1), shared);
+            assert_eq!(pair.kernel(Variant::Any, 1), shared);
         }
     }
 }

@@ -6,6 +6,7 @@
 //! occupancy, a split that balances reduction and codebook traffic, and exchange through registers
 //! or shared memory.
 
+mod books;
 mod limits;
 mod occupancy;
 mod report;
@@ -18,10 +19,10 @@ use crate::lanes::{self, decoding};
 use crate::products;
 use crate::side::{TILE_TOKENS, rows_of};
 use crate::store::encoded_on_host;
-use crate::tables::GAIN_STAGE;
-use kvd_codec::{CodebookScope, CodecSpec, Entropy, Quantizer, SideSpec};
+use crate::tables::{GAIN_STAGE, fixed_floats};
+use books::{Codebooks, share};
+use kvd_codec::{CodecSpec, Entropy, Quantizer, SideSpec};
 use kvd_core::{Geometry, Side};
-use occupancy::THREADS;
 
 /// Query rows that a thread block takes at most.
 const ROWS_MAX: u32 = 8;
@@ -56,6 +57,12 @@ pub struct CodebookPlan {
     pub entries: u32,
     /// Entries from the first on that stand in shared memory, VQ-LLM's `n_shared`.
     pub shared: u32,
+    /// How often each of them does.
+    pub copies: u32,
+    /// Whether entries are bytes, looked up for tensor cores, and not f16.
+    pub as_bytes: bool,
+    /// Whether bytes are looked up in registers.
+    pub in_registers: bool,
     /// Entries that the register slack would hold, VQ-LLM's `n_reg`; the kernels keep none.
     pub registers: u32,
     /// Shuffles that bring a decoded entry into the layout of `mma.m16n8k16`.
@@ -127,10 +134,12 @@ pub fn plan(codec: &CodecSpec, workload: &Workload, limits: &Limits) -> Option<P
     });
     let stages = stages[0] + stages[1];
     let rows = workload.group.min(ROWS_MAX);
-    let floats = rows * (dim_k + THREADS + TILE_TOKENS as u32 + 1);
-    let fixed = 4 * floats + 2 * (stages + GAIN_STAGE as u32);
     let coded = Side::BOTH.map(|side| lanes::expected(codec.side(side), geometry.head_dim(side)));
     let products = products::expected(codec, geometry, rows_of(rows) as usize);
+    let tensor = products.iter().all(|of_side| of_side.not.is_none());
+    let floats = fixed_floats(rows_of(rows) as usize, dim_k as usize, tensor) as u32;
+    let gains = GAIN_STAGE as u32;
+    let fixed = 4 * floats + 2 * (stages + gains);
     let work = products[0].bytes + products[1].bytes;
     let other = fixed as usize + coded[0][1] + coded[1][1] + work;
     let (resident, registers) = products::resident(coded[0][0] + coded[1][0] > 0);
@@ -138,7 +147,10 @@ pub fn plan(codec: &CodecSpec, workload: &Workload, limits: &Limits) -> Option<P
         decoding([coded[0][0], coded[1][0]], other, (limits.shared(), resident));
     let block = Block { registers, shared_bytes: (other + decoded) as u32 };
     let occupancy = block.occupancy(limits)?;
-    let sizes = Side::BOTH.map(|side| Codebooks::of(codec.side(side), geometry.head_dim(side)));
+    let sizes = Side::BOTH.map(|side| {
+        let as_bytes = products[side.index()].not.is_none();
+        Codebooks::of(codec.side(side), geometry.head_dim(side), as_bytes)
+    });
     let table_bytes = share(occupancy.shared_slack, sizes);
     let resident = limits.multiprocessors * occupancy.blocks;
     let parts = workload.tokens.div_ceil(geometry.block_tokens).max(1);
@@ -146,16 +158,10 @@ pub fn plan(codec: &CodecSpec, workload: &Workload, limits: &Limits) -> Option<P
     let (splits, parts_per_unit) = splits(resident, heads, parts);
     let codebooks = [0, 1].map(|side| {
         let books = sizes[side]?;
-        let shared = (table_bytes[side] / books.entry_bytes()).min(books.entries);
-        let register_bytes = 4 * occupancy.register_slack;
+        let channel_split = books.channel_split(splits, rows, workload.tokens);
         Some(CodebookPlan {
-            bytes: books.bytes(),
-            entry_bytes: books.entry_bytes(),
-            entries: books.entries,
-            shared,
-            registers: register_bytes / (2 * books.dim),
-            shuffles: books.dim / 2 - books.dim.min(2) / 2,
-            channel_split: books.channel_split(splits, rows, workload.tokens),
+            channel_split,
+            ..books.plan(table_bytes[side], 4 * occupancy.register_slack)
         })
     });
     let values =
@@ -201,51 +207,6 @@ pub(crate) fn splits(resident: u32, heads: u32, parts: u32) -> (u32, u32) {
     let wanted = (resident / heads.max(1)).clamp(1, parts);
     let parts_per_unit = parts.div_ceil(wanted);
     (parts.div_ceil(parts_per_unit), parts_per_unit)
-}
-
-/// The codebooks of a head.
-#[derive(Clone, Copy)]
-struct Codebooks {
-    entries: u32,
-    dim: u32,
-    stages: u32,
-    sets: u32,
-}
-
-impl Codebooks {
-    fn of(side: &SideSpec, dim: usize) -> Option<Self> {
-        let Quantizer::Vq(vq) = side.quantizer else { return None };
-        let sets =
-            if vq.scope == CodebookScope::Group { dim as u32 / u32::from(vq.dim) } else { 1 };
-        let (entries, stages) = (1 << vq.bits, vq.stages.into());
-        Some(Self { entries, dim: vq.dim.into(), stages, sets })
-    }
-
-    /// Bytes of one entry of each codebook.
-    fn entry_bytes(self) -> u32 {
-        2 * self.dim * self.stages * self.sets
-    }
-
-    fn bytes(self) -> u32 {
-        self.entries * self.entry_bytes()
-    }
-
-    /// Splits of the channels at which both kinds of traffic are equal (VQ-LLM §VI-A): a unit of
-    /// one part of the channels loads that part of the codebooks, and the scores of all are added.
-    fn channel_split(self, splits: u32, rows: u32, tokens: u32) -> u32 {
-        let codebooks = f64::from(self.bytes()) * f64::from(splits);
-        let reduced = f64::from(rows) * f64::from(tokens) * 8.0;
-        ((codebooks / reduced).sqrt() as u32).clamp(1, self.sets.max(1))
-    }
-}
-
-/// Deals the slack to both sides: whole codebooks where they fit, else equal halves, and what one
-/// side leaves to the other.
-fn share(slack: u32, books: [Option<Codebooks>; 2]) -> [u32; 2] {
-    let wanted = books.map(|books| books.map_or(0, Codebooks::bytes));
-    let half = slack / 2;
-    let first = wanted[0].min(half.max(slack.saturating_sub(wanted[1])));
-    [first, wanted[1].min(slack - first)]
 }
 
 impl Plan {

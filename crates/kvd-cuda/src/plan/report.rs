@@ -114,13 +114,29 @@ fn write_encoding(
 
 fn write_codebooks(f: &mut fmt::Formatter<'_>, side: Side, books: &CodebookPlan) -> fmt::Result {
     let CodebookPlan { bytes, entries, shared, registers, shuffles, channel_split, .. } = books;
+    if books.in_registers {
+        return writeln!(
+            f,
+            "codebooks of {side}: {entries} entries of {bytes} bytes in all: registers hold them"
+        );
+    }
     let held = match shared {
         0 => "none fits the slack: all from global memory".to_owned(),
+        all if all == entries && books.copies > 1 => {
+            format!("all fit the slack, {} times for the lanes of a warp", books.copies)
+        }
         all if all == entries => "all fit the slack".to_owned(),
         some => {
             format!("the first {some}, most used, fit the slack; the others stay in global memory")
         }
     };
+    if books.as_bytes {
+        return writeln!(
+            f,
+            "codebooks of {side}: {bytes} bytes with a sign, {entries} entries: {held}; a look-up \
+             gives a lane the tensor cores' layout"
+        );
+    }
     let through = if *shuffles < SHUFFLES_MAX { "registers" } else { "shared memory" };
     writeln!(
         f,

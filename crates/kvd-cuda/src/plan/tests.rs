@@ -34,13 +34,14 @@ fn raw_pages_take_the_bytes_of_their_rows() {
 fn small_codebooks_are_cached_whole_and_large_ones_as_far_as_the_slack_reaches() {
     for limits in [Limits::a100(), Limits::rtx4090(), Limits::h100()] {
         let [k, v] = of("vecinfer-2", &limits).codebooks.map(Option::unwrap);
-        assert_eq!((k.bytes, k.shared, v.shared), (2048, 256, 256), "{}", limits.name);
+        assert_eq!((k.bytes, k.shared, v.shared), (1024, 256, 256), "{}", limits.name);
+        assert!(k.copies > 1 && k.copies == v.copies && k.as_bytes, "{}", limits.name);
     }
-    // 64 KiB per side: both need more than any slack at four blocks.
+    // 32 KiB per side: both need more than any slack at four blocks.
     let shared = |limits: &Limits| {
         let plan = of("vecinfer-1.5", limits);
         let [k, v] = plan.codebooks.map(Option::unwrap);
-        assert_eq!((k.bytes, k.entries), (65_536, 4096));
+        assert_eq!((k.bytes, k.entries, k.copies), (32_768, 4096, 1));
         let used = (k.shared * k.entry_bytes) + v.shared * v.entry_bytes;
         assert!(used <= plan.occupancy.shared_slack, "{}", limits.name);
         k.shared
@@ -48,16 +49,6 @@ fn small_codebooks_are_cached_whole_and_large_ones_as_far_as_the_slack_reaches()
     let [ada, ampere, hopper] =
         [Limits::rtx4090(), Limits::a100(), Limits::h100()].map(|l| shared(&l));
     assert!(0 < ada && ada < ampere && ampere < hopper && hopper < 4096, "{ada} {ampere} {hopper}");
-}
-
-#[test]
-fn a_side_without_codebooks_leaves_its_share_to_the_other() {
-    let books = |entries| Some(Codebooks { entries, dim: 8, stages: 1, sets: 1 });
-    assert_eq!(share(10_000, [None, None]), [0, 0]);
-    assert_eq!(share(10_000, [books(4096), None]), [10_000, 0]);
-    assert_eq!(share(10_000, [books(4096), books(4096)]), [5000, 5000]);
-    assert_eq!(share(10_000, [books(256), books(4096)]), [4096, 5904]);
-    assert_eq!(share(10_000, [books(4096), books(256)]), [5904, 4096]);
 }
 
 #[test]
@@ -104,6 +95,8 @@ fn decoded_chunks_count_among_the_shared_memory_and_are_fewer_where_it_is_small(
     assert!((64 << 10..96 << 10).contains(&more), "{more}");
     assert!(kvcomp.occupancy.blocks < kivi.occupancy.blocks);
     assert!(kvcomp.to_string().contains("4 chunks of 64 tokens"));
+    let large = of("kvd-2", &Limits::h100());
+    assert_eq!((large.chunks, large.occupancy.blocks), (2, 3));
     let small = of("kvd-2", &Limits::rtx4090());
     assert!(small.chunks < 4 && small.block.shared_bytes <= 99 << 10, "{:?}", small.block);
 }
@@ -122,11 +115,23 @@ fn every_preset_has_a_plan_on_every_known_gpu() {
 #[test]
 fn a_plan_says_where_products_are() {
     let of = |codec| of(codec, &Limits::h100());
-    for codec in ["kivi-4", "kivi-2", "kvcomp", "kvcomp-channel", "kvd-4", "kvd-1.5"] {
+    for codec in [
+        "kivi-4",
+        "kvcomp",
+        "kvcomp-channel",
+        "kvd-1.5",
+        "vecinfer-2",
+        "vecinfer-2-reg",
+        "vecinfer-1.25",
+        "cq-2",
+        "turbo-3",
+        "polar-4+2",
+    ] {
         assert_eq!(of(codec).products, [None, None], "{codec}");
     }
-    for codec in ["turbo-3", "polar-4+2"] {
-        assert!(matches!(of(codec).products, [Some(_), None]), "{codec}");
+    for codec in ["vq-residual-4", "k=vq(d=12,b=8); v=vq(d=4,b=8)"] {
+        let text = of(codec).to_string();
+        assert!(text.contains("CUDA cores: a side has several stages"), "{text}");
     }
     let text = of("raw").to_string();
     assert!(text.contains("of keys on CUDA cores: its values are not codes"), "{text}");

@@ -1,13 +1,15 @@
 //! Attention in f64 over what the pages decode to, with the bound that f32 arithmetic earns.
 
 use super::Stored;
-use kvd_codec::{PageReader, Space};
+use kvd_codec::{PageReader, Space, Stored as StoredSide};
 use kvd_compute::{AttendPlan, PlanPart, PlanQuery, Source};
 use kvd_core::{LayerIndex, Side};
 
 const LAYER: LayerIndex = LayerIndex(0);
 /// Half a unit in the last place of an f32, relative.
 const EPSILON: f64 = 1.0 / (1u64 << 24) as f64;
+/// Between levels that two bytes hold, of the largest: docs/adr/0008-kernel-error-budget.md.
+const LEVEL_STEP: f64 = 1.0 / 32_639.0;
 
 /// What one output row should be.
 pub(crate) struct Expected {
@@ -99,11 +101,17 @@ fn row(stored: &Stored, plan: &AttendPlan, head: usize, q: &[f32], seen: &[&Toke
     let mut folded = vec![0f32; q.len()];
     let side = stored.codec.head(LAYER, Side::Key, head);
     let offset = f64::from(side.fold_query(&q, &mut folded));
-    let (mut scores, mut size) = (Vec::new(), 0f64);
+    let by_levels = matches!(side.stored(), StoredSide::Lloyd { .. } | StoredSide::Polar { .. });
+    let (mut scores, mut size, mut rounded) = (Vec::new(), 0f64, 0f64);
     for token in seen {
         let (query, offset) = if token.key.1 { (&folded, offset) } else { (&q, 0.0) };
         let products = query.iter().zip(&token.key.0).map(|(q, k)| f64::from(*q) * f64::from(*k));
         size = size.max(products.clone().map(f64::abs).sum::<f64>() + offset.abs());
+        if by_levels {
+            let most = token.key.0.iter().fold(0f32, |most, k| most.max(k.abs()));
+            let query = query.iter().map(|q| f64::from(q.abs())).sum::<f64>();
+            rounded = rounded.max(LEVEL_STEP / 2.0 * f64::from(most) * query);
+        }
         let score = products.sum::<f64>() + offset;
         let cap = plan.soft_cap.map(f64::from);
         scores.push(cap.map_or(score, |cap| cap * (score / cap).tanh()));
@@ -134,7 +142,7 @@ fn row(stored: &Stored, plan: &AttendPlan, head: usize, q: &[f32], seen: &[&Toke
     // A sum of n products in f32 is off by at most (n + 2) epsilon of the sum of their sizes; an
     // exponential of a score that is off by e by a factor 1 ± (e + 4 epsilon); and a row's split,
     // merge and division are a few roundings more.
-    let score_error = (q.len() as f64 + 8.0) * EPSILON * size.max(1.0);
+    let score_error = (q.len() as f64 + 8.0) * EPSILON * size.max(1.0) + rounded;
     let sum_error = (seen.len() as f64 + 16.0) * EPSILON;
     Expected {
         out: out.iter().map(|x| f64::from(*x) / total.max(f64::MIN_POSITIVE)).collect(),

@@ -93,7 +93,11 @@ units per head | codebook entries in shared memory, k / v |
 
 fn write_row(text: &mut String, name: &str, plan: &Plan) -> std::fmt::Result {
     let entries = plan.codebooks.map(|books| {
-        books.map_or("–".to_owned(), |books| format!("{} of {}", books.shared, books.entries))
+        books.map_or("–".to_owned(), |books| match (books.in_registers, books.copies) {
+            (true, _) => format!("{} in registers", books.entries),
+            (_, 1) => format!("{} of {}", books.shared, books.entries),
+            (_, copies) => format!("{} of {}, {copies} times", books.shared, books.entries),
+        })
     });
     writeln!(
         text,

@@ -1,0 +1,218 @@
+//! Codes that stand for bytes, as `kernels/include/kvd/lookup.cuh` looks them up: entries of
+//! codebooks on whole levels, levels and directions as high and low bytes.
+
+use crate::abi::SideShape;
+use crate::side::COPY_BYTES;
+use kvd_codec::{Vq, level_unit};
+
+/// Codes whose bytes registers hold, where each has two.
+const REGISTER_CODES: usize = 16;
+/// Codes of a byte: of levels and directions all entries stand in shared memory.
+const BYTE_CODES: usize = 256;
+/// Shared memory for all of them, each once.
+pub(crate) const ALL_ENTRIES: usize = 4 * BYTE_CODES;
+/// Largest magnitude of a number of two signed bytes.
+const TOP: f32 = 32639.0;
+/// Lanes, of which each reads its own copy.
+pub(crate) const COPIES_MAX: usize = 32;
+/// Shared memory that copies take at most.
+pub(crate) const COPIES_BYTES: usize = 32 << 10;
+/// Codes in a word, and lanes that read the codes of one token: `CODE_GROUP`.
+const QUAD: usize = 4;
+
+/// What the codes of a side stand for: numbers of a unit.
+pub(crate) struct Entries {
+    /// Bytes of each code.
+    bytes: usize,
+    unit: f32,
+    /// `[sets, codes, bytes]`.
+    values: Vec<i8>,
+    /// Parts of the unit that numbers of each set are of, where there are several.
+    parts: Vec<f32>,
+}
+
+impl Entries {
+    /// Of codebooks whose values are whole numbers of a unit up to 127, as fitted ones are: one for
+    /// all sub-vectors, or one for each.
+    pub(crate) fn codebooks(vq: &Vq) -> Option<Self> {
+        if vq.stages() > 1 || !fits(vq.dim()) {
+            return None;
+        }
+        let sets = if vq.is_grouped() { vq.positions() } else { 1 };
+        let books: Vec<&[f32]> = (0..sets).map(|set| vq.codebook(0, set).entries()).collect();
+        let units = books.iter().map(|book| level_unit(book)).collect::<Option<Vec<f32>>>()?;
+        let largest = units.iter().fold(0f32, |most, unit| most.max(*unit));
+        let levels = books
+            .iter()
+            .zip(&units)
+            .flat_map(|(book, unit)| book.iter().map(move |value| (value / unit).round() as i8));
+        let values = levels.collect();
+        let parts =
+            if sets > 1 { units.iter().map(|unit| unit / largest).collect() } else { vec![] };
+        Some(Self { bytes: vq.dim(), unit: largest, values, parts })
+    }
+
+    /// Of levels, as two bytes on steps of `2^-16` of the largest: a unit is of the high one.
+    pub(crate) fn levels(levels: &[f32]) -> Option<Self> {
+        (levels.len() <= BYTE_CODES).then(|| Self::pairs(2, levels.iter().copied()))
+    }
+
+    /// Of radii times directions, cosine and sine with two bytes each.
+    pub(crate) fn polar(bits: u32, directions: &[[f32; 2]]) -> Option<Self> {
+        let codes = 1usize << bits;
+        let coordinates = (0..codes).flat_map(|code| {
+            let radius = (code / directions.len()) as f32;
+            directions[code % directions.len()].map(|part| radius * part)
+        });
+        (codes <= BYTE_CODES).then(|| Self::pairs(4, coordinates))
+    }
+
+    /// Of values as high and low bytes, `bytes` a code.
+    fn pairs(bytes: usize, values: impl Iterator<Item = f32> + Clone) -> Self {
+        let largest = values.clone().fold(0f32, |m, value| m.max(value.abs()));
+        let low_unit = largest / TOP;
+        let halves = |value: f32| {
+            // What is smaller than this is nothing beside any query.
+            let whole = if largest > 1e-30 { (value / low_unit).round() as i32 } else { 0 };
+            let high = (whole + 128) >> 8;
+            [high as i8, (whole - 256 * high) as i8]
+        };
+        let values = values.flat_map(halves).collect();
+        Self { bytes, unit: 256.0 * low_unit, values, parts: vec![] }
+    }
+
+    /// Appends them to the layer's tables. As many of the first entries as fit `shared_bytes` are
+    /// to stand in shared memory, and all of them several times where they do.
+    pub(crate) fn place(&self, tables: &mut Vec<u8>, shape: &mut SideShape, shared_bytes: usize) {
+        tables.resize(tables.len().next_multiple_of(COPY_BYTES), 0);
+        shape.entries = tables.len() as u64;
+        shape.entry_bytes = self.bytes as u32;
+        shape.entry_unit = self.unit;
+        let sets = self.parts.len().max(1);
+        let codes = self.values.len() / self.bytes / sets;
+        let bytes = |values: &mut dyn Iterator<Item = i8>| -> Vec<u8> {
+            values.map(|value| value as u8).collect()
+        };
+        if in_registers(self.bytes, codes, sets) {
+            for byte in 0..self.bytes {
+                let mut of_byte = self.values.iter().skip(byte).step_by(self.bytes).copied();
+                let mut row = bytes(&mut of_byte);
+                row.resize(REGISTER_CODES, 0);
+                tables.extend(row);
+            }
+            shape.entry_count = codes as u32;
+            return;
+        }
+        for entry in self.values.chunks_exact(self.bytes) {
+            tables.extend(bytes(&mut entry.iter().copied()));
+            tables.resize(tables.len().next_multiple_of(4), 0);
+        }
+        tables.extend(self.parts.iter().flat_map(|part| part.to_le_bytes()));
+        let words = stored_bytes(self.bytes) * sets;
+        let count = (shared_bytes / words).min(codes);
+        shape.entry_count = count as u32;
+        let room = shared_bytes.min(COPIES_BYTES) / (codes * words);
+        let copies = if count == codes { room.clamp(1, COPIES_MAX) } else { 1 };
+        shape.entry_copies = copies.ilog2();
+    }
+}
+
+/// Appends what is looked up, if it is, to the layer's tables: [`Entries::place`].
+pub(crate) fn place(
+    entries: Option<Entries>,
+    tables: &mut Vec<u8>,
+    shape: &mut SideShape,
+    shared_bytes: usize,
+) {
+    if let Some(entries) = entries {
+        entries.place(tables, shape, shared_bytes);
+    }
+}
+
+/// Whether entries of so many bytes are looked up.
+pub(crate) fn fits(bytes: usize) -> bool {
+    bytes >= 2 && bytes.is_power_of_two()
+}
+
+/// Whether registers hold so many codes of so many bytes.
+pub(crate) fn in_registers(bytes: usize, codes: usize, sets: usize) -> bool {
+    bytes == 2 && codes <= REGISTER_CODES && sets == 1
+}
+
+/// Bytes that an entry of so many takes: whole words.
+pub(crate) fn stored_bytes(bytes: usize) -> usize {
+    bytes.next_multiple_of(4)
+}
+
+/// Shared memory of a side's table.
+pub(crate) fn table_bytes(shape: &SideShape) -> usize {
+    let (bytes, sets) = (shape.entry_bytes as usize, shape.sets as usize);
+    if in_registers(bytes, 1 << shape.bits, sets) {
+        return bytes * REGISTER_CODES;
+    }
+    (shape.entry_count as usize * stored_bytes(bytes) * sets) << shape.entry_copies
+}
+
+/// Steps of the products with `codes` codes of keys: `LookupOrder` of `lookup.cuh`.
+pub(crate) fn key_steps(shape: &SideShape, codes: usize) -> usize {
+    let bytes = shape.entry_bytes as usize;
+    let quads = codes.div_ceil(QUAD);
+    let chunks = if in_registers(bytes, 1 << shape.bits, shape.sets as usize) {
+        quads.div_ceil(2).div_ceil(QUAD)
+    } else {
+        (quads.div_ceil(QUAD) * bytes).div_ceil(4)
+    };
+    2 * chunks
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Places `2^bits` entries of `bytes` bytes; gives the shape, and bytes in the table.
+    fn placed(bytes: usize, bits: u32, shared_bytes: usize) -> (SideShape, usize) {
+        let values = (0..bytes << bits).map(|i| (i % 255) as i8).collect();
+        let mut shape = SideShape { bits, sets: 1, ..SideShape::default() };
+        let mut tables = vec![9; 3];
+        Entries { bytes, unit: 0.5, values, parts: vec![] }.place(
+            &mut tables,
+            &mut shape,
+            shared_bytes,
+        );
+        assert_eq!(shape.entries, 16);
+        (shape, tables.len() - 16)
+    }
+
+    #[test]
+    fn entries_stand_as_often_as_there_is_room_and_not_all_where_there_is_not() {
+        let entry = |shape: SideShape| (shape.entry_count, 1 << shape.entry_copies);
+        // 256 words: 1 KiB.
+        for (room, copies) in [(1 << 10, 1), (5000, 4), (18 << 10, 16), (32 << 10, 32)] {
+            let (shape, bytes) = placed(4, 8, room);
+            assert_eq!((entry(shape), bytes), ((256, copies), 1024));
+            assert_eq!(table_bytes(&shape), 1024 * copies as usize);
+        }
+        assert_eq!(entry(placed(4, 8, usize::MAX).0), (256, 32));
+        assert_eq!(entry(placed(4, 8, 1000).0), (250, 1));
+        assert_eq!(entry(placed(8, 12, 18 << 10).0), (2304, 1));
+        assert_eq!(entry(placed(8, 12, 0).0), (0, 1));
+        // A word for two bytes, so that one load is one entry.
+        assert_eq!(placed(2, 8, 1024).1, 1024);
+    }
+
+    #[test]
+    fn two_bytes_of_sixteen_codes_stand_apart_for_registers() {
+        let (shape, bytes) = placed(2, 4, 0);
+        assert_eq!((shape.entry_count, bytes, table_bytes(&shape)), (16, 32, 32));
+        assert_eq!((placed(2, 3, 0).1, placed(2, 5, 0).1), (32, 128));
+    }
+
+    #[test]
+    fn steps_are_as_many_as_lanes_have_words() {
+        let steps = |bytes, bits, codes| key_steps(&placed(bytes, bits, 0).0, codes);
+        // 128 channels are four steps, unless four lanes have not as many codes.
+        assert_eq!((steps(4, 8, 32), steps(2, 4, 64), steps(2, 8, 64)), (4, 4, 4));
+        assert_eq!((steps(8, 12, 16), steps(16, 8, 8)), (4, 8));
+        assert_eq!((steps(4, 8, 24), steps(2, 4, 24), steps(2, 8, 24)), (4, 2, 2));
+    }
+}
