@@ -29,6 +29,8 @@ enum Rows {
     Tiny,
     /// Beyond what some quantizers can scale.
     Huge,
+    /// Beyond what an f16 holds, all of them.
+    Vast,
     /// Some rows far shorter than others.
     Uneven,
     /// Some values far larger than others.
@@ -50,6 +52,7 @@ impl Rows {
             Self::Signs => sign,
             Self::Tiny => noise(at) * 1e-7,
             Self::Huge => noise(at) * 40_000.0,
+            Self::Vast => (1.0 + noise(at).abs()) * 1e30,
             Self::Uneven if at / dim % 3 == 1 => noise(at) / 40.0,
             Self::Spikes if at.is_multiple_of(29) => noise(at) * 30.0,
             Self::Dense if at % HEAD_VALUES / dim < 64 && at % 20 < 9 => noise(at) * 60.0,
@@ -334,6 +337,20 @@ fn rows_without_codes_become_pages_of_rows() {
         let blocks = Blocks::new([64, 64], DType::F32, text, &blocks);
         let fallbacks = blocks.check(text, SHARED, Order::Random(3));
         assert!(wanted.contains(&fallbacks), "{text}: {fallbacks} pages without codes");
+    }
+}
+
+#[test]
+fn rows_that_lack_more_than_an_f16_everywhere_become_pages_of_rows() {
+    if !available() {
+        return;
+    }
+    // As many values as would bring a count that is too large back to none.
+    let blocks = [(Rows::Vast, 64)];
+    for text in ["k=bitalloc(b=2); v=mean+pca/bitalloc(b=2)", "k=bitalloc(b=2); v=polar(a=4,r=4)"] {
+        let blocks = Blocks::new([64, 64], DType::F32, text, &blocks);
+        let fallbacks = blocks.check(text, SHARED, Order::Random(4));
+        assert!(fallbacks > 0, "{text}: {fallbacks} pages without codes");
     }
 }
 

@@ -72,8 +72,8 @@ pub struct ByteTables {
     pub lengths: [u8; 256],
     /// By the next eight bits: both, the code in the highest byte and the length in the lowest.
     pub entries: [u32; 256],
-    /// By the next eight bits: both in a byte, the code in five bits and the length less one above it.
-    /// Only where a symbol is one code, and none is above 31.
+    /// By the next eight bits: both in a byte, the code in five bits and the length less one above
+    /// it. Only where a symbol is one code, and none is above 31.
     pub small: Option<[u8; 256]>,
 }
 

@@ -386,7 +386,7 @@ fn rounding_stays_in_the_budget_on_data_that_is_bad_for_it() {
         }
     }
     let ask = Ask { group: 3, n_q: 1, position: 8192, window: None, cap: None };
-    for name in ["kivi-4", "vecinfer-2"] {
+    for name in ["kivi-4", "vecinfer-2", "kvcomp", "kvd-4"] {
         check(64, name, Data::Flat, &[ask]);
     }
 }

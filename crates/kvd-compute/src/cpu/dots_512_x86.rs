@@ -4,7 +4,6 @@
 //! know that the machine has the instructions and have checked all lengths; pointers stay inside
 //! those.
 #![allow(unsafe_code)] // Register loads and stores, and calls after detection.
-#![expect(clippy::needless_range_loop, reason = "indices name registers")]
 
 use super::dots::{Lookup, Target, TileCodes};
 use super::dots_x86::{excess, four};
@@ -239,7 +238,7 @@ fn values<const R: usize, const DP: usize, const KIND: u8, const WIDTH: usize>(
             for (tile, bytes) in bytes.chunks_exact(codes.tile_bytes()).enumerate() {
                 for group in 0..WIDTH {
                     let at = 4 * (group * per_row + block);
-                    // SAFETY: as many positions of four bytes as there are lanes, all of them codes.
+                    // SAFETY: as many positions of four bytes as lanes, all of them codes.
                     let load = |column: usize| unsafe {
                         let at = bytes.as_ptr().wrapping_add(at + 64 * column);
                         _mm512_maskz_loadu_epi8(masks[column], at.cast())
@@ -255,9 +254,9 @@ fn values<const R: usize, const DP: usize, const KIND: u8, const WIDTH: usize>(
                             for row in 0..R {
                                 let at = 2 * row * weights.len + at;
                                 let bytes = weights.bytes.as_ptr();
+                                let low_at = at + weights.len;
                                 // SAFETY: a row has `2 * weights.len` bytes.
-                                let parts =
-                                    unsafe { [four(bytes, at), four(bytes, at + weights.len)] };
+                                let parts = unsafe { [four(bytes, at), four(bytes, low_at)] };
                                 let parts = parts.map(|part| _mm512_set1_epi32(part));
                                 for c in 0..COLUMNS {
                                     high[row][c] =

@@ -212,7 +212,7 @@ fn values_256<const R: usize, const DP: usize, const KIND: u8>(
             let mut sums = [[_mm256_setzero_si256(); 2]; R];
             for group in 0..weights.len / 4 {
                 // A tile has eight groups of four tokens, in `width` groups of bytes.
-                let within = group % 8 & (width as usize - 1);
+                let within = (group % 8) & (width as usize - 1);
                 let shift = (group % 8 - within) as i64;
                 let at = group / 8 * codes.tile_bytes() + 4 * (within * per_row + block);
                 let cut =

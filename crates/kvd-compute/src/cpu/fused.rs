@@ -93,7 +93,7 @@ impl Keys {
 pub(super) enum Values {
     Fp8(fp8::Values),
     Vq(vq::Values),
-    Uniform(uniform::Values),
+    Uniform(Box<uniform::Values>),
     Grid(grid::Values),
     BitAlloc(bitalloc::Values),
     Lloyd(lloyd::Values),
@@ -119,7 +119,9 @@ impl Values {
         }
         let vq = vq::Values::new(simd, side, rows).map(Self::Vq);
         let vq = vq.or_else(|| lloyd::Values::new(simd, side, rows).map(Self::Lloyd));
-        vq.or_else(|| uniform::Values::new(side, rows).map(Self::Uniform))
+        vq.or_else(|| {
+            uniform::Values::new(side, rows).map(|values| Self::Uniform(Box::new(values)))
+        })
     }
 
     /// Tiles that one call takes: many where they share work, few where bytes are many and the

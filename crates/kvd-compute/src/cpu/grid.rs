@@ -7,6 +7,7 @@ use super::huffman::{LaneTiles, Rest};
 use super::parts::Parts;
 use super::scores::{SPAN, Scores, TILE};
 use super::simd::Simd;
+use super::uniform::SETTLED_TILES;
 use kvd_codec::{Grid, HeadSide};
 use std::ops::Range;
 
@@ -103,6 +104,8 @@ pub(crate) struct Values {
     sums: Vec<f32>,
     /// Of the weights, by row, in steps: what codes are too large by counts as often.
     weights: Vec<f32>,
+    /// Tiles since that was taken off.
+    unsettled: usize,
     /// Of what tiles do not hold: `[rows, dim]`.
     rests: Vec<f32>,
     dim: usize,
@@ -117,6 +120,7 @@ impl Values {
             step: grid.step(),
             sums: vec![0.0; rows * positions.len()],
             weights: vec![0.0; rows],
+            unsettled: 0,
             rests: vec![0.0; rows * side.dim()],
             positions,
             parts: Parts::default(),
@@ -136,6 +140,11 @@ impl Values {
         if count == 0 {
             return;
         }
+        self.unsettled += tiles.len();
+        if self.unsettled > SETTLED_TILES {
+            self.unsettled = tiles.len();
+            self.settle();
+        }
         for first in (0..weights.rows()).step_by(ROWS) {
             let rows = first..weights.rows().min(first + ROWS);
             self.parts.reset(tiles.len() * TILE);
@@ -150,6 +159,16 @@ impl Values {
             let units = &units[..rows.len()];
             let target = Target { units, factors: &[], first: 0, count };
             value_dots(simd, codes, &self.lookup, (self.parts.rows(0), target), sums);
+        }
+    }
+
+    /// Takes from the sums what their codes were too large by, before that grows beyond them.
+    fn settle(&mut self) {
+        let rows = self.sums.chunks_exact_mut(self.positions.len()).zip(&mut self.weights);
+        for (sums, weight) in rows {
+            let sums = sums.iter_mut().zip(&self.positions);
+            sums.for_each(|(sum, (bias, _))| *sum -= *bias as f32 * *weight);
+            *weight = 0.0;
         }
     }
 

@@ -6,7 +6,6 @@
 //! of them: the next eight bits (cut out of each reservoir by `vpmultishiftqb`), the codes and
 //! lengths of four times sixteen symbols (looked up together in tables of two or four registers),
 //! and who is short of bits. Words come in at the same place always, handed out by an expansion.
-#![expect(clippy::needless_range_loop, reason = "indices name registers")]
 #![allow(unsafe_code)] // Register loads and stores, and calls after detection.
 
 use super::huffman::{Chunk, LANES, QUAD, STEP_BYTES, Step};
@@ -198,14 +197,16 @@ impl Lanes {
 /// Some symbols of each lane and chunk, as `$symbol` reads one; a top-up before each batch. No
 /// function, for what `top_up` says.
 macro_rules! symbols {
-    ($quad:expr, $batch:expr, ($held:expr, $words:ident, $at:ident), |$lanes:ident| $symbol:expr) => {{
-        let ((table, count), mut $lanes) = ($at, $held);
+    (
+        $quad:expr, $batch:expr, ($held:expr, $words:ident, $of:ident), |$lanes:ident| $symbol:expr
+    ) => {{
+        let ((table, count), mut $lanes) = ($of, $held);
         let mut symbols = [_mm512_setzero_si512(); $quad];
-        for at in 0..$quad {
+        for at in 0usize..$quad {
             if at >= count {
                 break;
             }
-            if at % $batch == 0 {
+            if at.is_multiple_of($batch) {
                 top_up!($lanes, $words, table);
             }
             symbols[at] = $symbol;
@@ -264,30 +265,30 @@ impl<'a, 'b> Group<'a, 'b> {
         count: usize,
     ) -> [__m512i; CHUNKS] {
         let bytes = table.bytes().expect("the caller has looked");
-        let (words, at) = (&mut self.words, (table, count));
+        let (words, of) = (&mut self.words, (table, count));
         let symbols = match (is_wide(table), table.raw_bits(), &bytes.small) {
             (false, 0, Some(small)) => {
                 let small = load(small);
-                symbols!(QUAD, BATCH, (self.lanes, words, at), |lanes| lanes.small::<false>(&small))
+                symbols!(QUAD, BATCH, (self.lanes, words, of), |lanes| lanes.small::<false>(&small))
             }
             (true, 0, Some(small)) => {
                 let small = load(small);
-                symbols!(QUAD, BATCH, (self.lanes, words, at), |lanes| lanes.small::<true>(&small))
+                symbols!(QUAD, BATCH, (self.lanes, words, of), |lanes| lanes.small::<true>(&small))
             }
             (wide, raw, _) => {
                 let (codes, lengths) = (load(&bytes.codes), load(&bytes.lengths));
                 match (wide, raw) {
                     (false, 0) => {
-                        symbols!(QUAD, BATCH, (self.lanes, words, at), |lanes| lanes
+                        symbols!(QUAD, BATCH, (self.lanes, words, of), |lanes| lanes
                             .symbol::<false>(&codes, &lengths))
                     }
-                    (true, 0) => symbols!(QUAD, BATCH, (self.lanes, words, at), |lanes| lanes
+                    (true, 0) => symbols!(QUAD, BATCH, (self.lanes, words, of), |lanes| lanes
                         .symbol::<true>(&codes, &lengths)),
-                    (false, raw) => symbols!(QUAD, BATCH, (self.lanes, words, at), |lanes| {
+                    (false, raw) => symbols!(QUAD, BATCH, (self.lanes, words, of), |lanes| {
                         let symbol = lanes.symbol::<false>(&codes, &lengths);
                         _mm512_or_si512(symbol, lanes.raw(raw))
                     }),
-                    (true, raw) => symbols!(QUAD, BATCH, (self.lanes, words, at), |lanes| {
+                    (true, raw) => symbols!(QUAD, BATCH, (self.lanes, words, of), |lanes| {
                         let symbol = lanes.symbol::<true>(&codes, &lengths);
                         _mm512_or_si512(symbol, lanes.raw(raw))
                     }),
@@ -303,12 +304,12 @@ impl<'a, 'b> Group<'a, 'b> {
     fn pairs<const BATCH: usize>(&mut self, table: &LaneTable, count: usize) -> [__m512i; CHUNKS] {
         let bytes = table.bytes().expect("the caller has looked");
         let (codes, lengths) = (load(&bytes.codes), load(&bytes.lengths));
-        let (words, at) = (&mut self.words, (table, count.div_ceil(2)));
+        let (words, of) = (&mut self.words, (table, count.div_ceil(2)));
         let symbols = if is_wide(table) {
-            symbols!(2, BATCH, (self.lanes, words, at), |lanes| lanes
+            symbols!(2, BATCH, (self.lanes, words, of), |lanes| lanes
                 .symbol::<true>(&codes, &lengths))
         } else {
-            symbols!(2, BATCH, (self.lanes, words, at), |lanes| lanes
+            symbols!(2, BATCH, (self.lanes, words, of), |lanes| lanes
                 .symbol::<false>(&codes, &lengths))
         };
         let [even, odd] = merge(symbols[0], symbols[1]);
@@ -329,11 +330,11 @@ impl<'a, 'b> Group<'a, 'b> {
     fn fours(&mut self, table: &LaneTable) -> [__m512i; CHUNKS] {
         let bytes = table.bytes().expect("the caller has looked");
         let (codes, lengths) = (load(&bytes.codes), load(&bytes.lengths));
-        let (words, at) = (&mut self.words, (table, 1));
+        let (words, of) = (&mut self.words, (table, 1));
         let [packed] = if is_wide(table) {
-            symbols!(1, 1, (self.lanes, words, at), |lanes| lanes.symbol::<true>(&codes, &lengths))
+            symbols!(1, 1, (self.lanes, words, of), |lanes| lanes.symbol::<true>(&codes, &lengths))
         } else {
-            symbols!(1, 1, (self.lanes, words, at), |lanes| lanes.symbol::<false>(&codes, &lengths))
+            symbols!(1, 1, (self.lanes, words, of), |lanes| lanes.symbol::<false>(&codes, &lengths))
         };
         // Four codes of two bits each, from bit 0, 8, 16 or 24 of a lane on.
         let mut quads = [packed; CHUNKS];

@@ -1,4 +1,4 @@
-//! `levels.rs` in AVX-512 (tables of 16, 64 and 256 bytes in registers) and AVX2 (`vpshufb`, one
+//! `levels.rs` in AVX-512 (tables of 64 and 256 bytes in registers) and AVX2 (`vpshufb`, one
 //! for each 16 levels).
 #![allow(unsafe_code)] // Calls after detection, register loads and stores.
 
@@ -25,8 +25,7 @@ pub(super) fn look_up(
             (InstructionSet::Avx2, 7) => run_256::<8, 3>(codes, table, stride, out),
             (InstructionSet::Avx2, _) => run_256::<16, 1>(codes, table, stride, out),
             (_, 1 | 2 | 4) => run_512::<TABLE_64, 1>(codes, table, stride, out),
-            (_, 3) => run_512::<TABLE_64, 2>(codes, table, stride, out),
-            (_, 5 | 6) => run_512::<TABLE_64, 2>(codes, table, stride, out),
+            (_, 3 | 5 | 6) => run_512::<TABLE_64, 2>(codes, table, stride, out),
             (_, 7) => run_512::<TABLE_256, 3>(codes, table, stride, out),
             _ => run_512::<TABLE_256, 1>(codes, table, stride, out),
         }

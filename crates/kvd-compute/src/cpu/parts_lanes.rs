@@ -10,7 +10,7 @@ use super::lanes::Lanes;
 #[cfg(target_arch = "aarch64")]
 use super::lanes_neon::N128;
 #[cfg(target_arch = "x86_64")]
-use super::lanes_x86::{A256, A512};
+use super::lanes_x86::A256;
 use super::parts::{FOLD_ROWS, Folds};
 #[cfg(target_arch = "aarch64")]
 use super::parts_neon::transpose_8;
@@ -53,7 +53,7 @@ pub(super) fn fold(
     unsafe {
         match simd.set() {
             #[cfg(target_arch = "x86_64")]
-            InstructionSet::Avx512 => by_rows!(avx512, values.len(), (from, scales, n, out)),
+            InstructionSet::Avx512 => unreachable!("AVX-512 folds and cuts at once"),
             #[cfg(target_arch = "x86_64")]
             _ => by_rows!(avx2, values.len(), (from, scales, n, out)),
             #[cfg(target_arch = "aarch64")]
@@ -80,8 +80,6 @@ macro_rules! wrappers {
     };
 }
 
-#[cfg(target_arch = "x86_64")]
-wrappers!(avx512, A512, "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c");
 #[cfg(target_arch = "x86_64")]
 wrappers!(avx2, A256, "avx2,fma,f16c");
 #[cfg(target_arch = "aarch64")]

@@ -10,11 +10,9 @@
 use super::lanes::Lanes;
 use super::lanes_x86::A512;
 use super::parts::{FOLD_ROWS, NOTHING, TOP};
+pub(super) use super::parts_lanes::STEP;
 use super::simd::{InstructionSet, Simd};
 use std::arch::x86_64::*;
-
-/// Values that one step of a loop takes.
-pub(super) const STEP: usize = 16;
 
 /// Rounds `values · inverse` and cuts it as the set multiplies it; returns the sum of the integers.
 /// There are a multiple of [`STEP`] values and twice as many bytes.

@@ -16,6 +16,8 @@ use std::ops::Range;
 
 /// Bytes of a minimum and a step.
 const PAIR_BYTES: usize = 4;
+/// Tiles after which what is summed apart joins the sums.
+pub(super) const SETTLED_TILES: usize = 16;
 
 /// Minima and steps of some groups.
 #[derive(Default)]
@@ -159,7 +161,7 @@ impl Keys {
         self.units.clear();
         self.bases.clear();
         if self.groups.axis == GroupAxis::Block {
-            return self.scale(simd, scales);
+            return self.take_pair(simd, scales);
         }
         self.parts.reset(self.dim);
         let (minima, steps) = if self.groups.mode == UniformMode::Asym {
@@ -186,7 +188,7 @@ impl Keys {
     }
 
     /// Takes the page's only pair into units and bases: the queries are cut once for all pages.
-    fn scale(&mut self, simd: Simd, pair: &[u8]) {
+    fn take_pair(&mut self, simd: Simd, pair: &[u8]) {
         if self.whole.is_empty() {
             self.parts.reset(self.dim);
             for query in self.queries.chunks_exact(self.dim) {
@@ -246,6 +248,8 @@ pub(crate) struct Values {
     /// What is to be added to all channels of a group, `[rows, groups of channels]`: minima of
     /// tokens, and what rounding took.
     bases: Vec<f32>,
+    /// Tiles since they were added.
+    unsettled: usize,
     /// Codes with their signs.
     signed: Vec<u8>,
 }
@@ -277,6 +281,7 @@ impl Values {
             turned: Vec::new(),
             zeros: Vec::new(),
             bases: vec![0.0; rows * pairs],
+            unsettled: 0,
             signed: Vec::new(),
         })
     }
@@ -291,6 +296,11 @@ impl Values {
         weights: &Scores,
         sums: &mut [f32],
     ) {
+        self.unsettled += tiles.len();
+        if self.unsettled > SETTLED_TILES {
+            self.unsettled = tiles.len();
+            self.settle(sums);
+        }
         if self.groups.axis == GroupAxis::Token {
             self.turn(page, in_page * TILE, tiles.len() * TILE);
             for first in (0..weights.rows()).step_by(ROWS) {
@@ -418,6 +428,17 @@ impl Values {
         let pairs = self.dim.div_ceil(channels(self.groups, self.dim));
         let bases = &mut self.bases[row * pairs..][..pairs];
         sums.iter_mut().chain(bases).for_each(|sum| *sum *= factor);
+    }
+
+    /// Adds bases to the sums of all rows: codes are never negative, so that sums without minima
+    /// grow and would lose what is small beside them.
+    fn settle(&mut self, sums: &mut [f32]) {
+        let count = channels(self.groups, self.dim);
+        let groups = sums.chunks_exact_mut(self.dim).flat_map(|row| row.chunks_mut(count));
+        for (sums, base) in groups.zip(&mut self.bases) {
+            sums.iter_mut().for_each(|sum| *sum += *base);
+            *base = 0.0;
+        }
     }
 
     /// Adds what was summed for row `row`, `sums` of it, to `out`.

@@ -144,7 +144,7 @@ impl<'a> Ahead<'a> {
     }
 
     /// Asks for a few more lines: many at once would wait for one another.
-    fn some(&mut self) {
+    fn ask(&mut self) {
         for bytes in &mut self.bytes {
             let (now, later) = bytes.split_at(bytes.len().min(self.step));
             simd::prefetch(now);
@@ -184,7 +184,7 @@ impl<'a> Walk<'a> {
                 self.ahead = Ahead::new(bytes);
                 for span in spans(part, seen.clone()) {
                     self.score(keys, &span)?;
-                    self.ahead.some();
+                    self.ahead.ask();
                     self.weigh(&span, keys.space(), values.space());
                     self.accumulate(values, &span)?;
                 }
@@ -224,7 +224,7 @@ impl<'a> Walk<'a> {
         let tiles = span.tiles();
         let full = tiles.start + page.as_ref().map_or(0, |page| span.full_tiles(page));
         for tile in tiles {
-            self.ahead.some();
+            self.ahead.ask();
             if let (Some(keys), Some(page)) = (&mut self.keys, page.filter(|_| tile < full)) {
                 let place = Place { page, in_page: span.tile(tile), in_span: tile };
                 keys.tile(self.job.simd, place, &mut self.codes, &mut self.scores);
@@ -239,7 +239,7 @@ impl<'a> Walk<'a> {
             let at = (span.first + wanted.start, wanted.len());
             let floats = rows.floats(at, &mut self.tile[..wanted.len() * dim])?;
             for piece in pieces(0..wanted.len(), SCORE_TOKENS) {
-                self.ahead.some();
+                self.ahead.ask();
                 let scores = (self.scores.tail_mut(wanted.start + piece.start), SPAN);
                 self.job.simd.scores(dim, queries, floats.part(dim, piece), scores);
             }
@@ -258,7 +258,7 @@ impl<'a> Walk<'a> {
     fn weigh(&mut self, span: &Span, key_space: Space, value_space: Space) {
         let (simd, cap, group) = (self.job.simd, self.job.plan.soft_cap, group(self.job));
         for (row, state) in self.states.iter_mut().enumerate() {
-            self.ahead.some();
+            self.ahead.ask();
             let visible = self.unit.query.visible(self.unit.q.start + (row / group) as u32);
             let seen = span.visible(&visible);
             self.scores.see(row, seen.clone());
@@ -300,7 +300,7 @@ impl<'a> Walk<'a> {
                 let full = tiles.start..tiles.start + count;
                 raise_weights(&mut self.scores, rows, span, full.clone());
                 for some in pieces(full, values.tiles_at_once()) {
-                    self.ahead.some();
+                    self.ahead.ask();
                     let place = Place { page, in_page: span.tile(some.start), in_span: some.start };
                     let (codes, sums) = (&mut self.codes, &mut self.sums);
                     values.tiles(self.job.simd, (place, some.len()), codes, &self.scores, sums);
@@ -349,7 +349,7 @@ impl<'a> Walk<'a> {
                 let mut sums: Vec<_> =
                     block.iter_mut().map(|state| accumulator(state, space)).collect();
                 for piece in pieces(part.clone(), SUM_TOKENS) {
-                    self.ahead.some();
+                    self.ahead.ask();
                     let at = piece.start - part.start..piece.end - part.start;
                     let weights = weights.map(|weights| &weights[at.clone()]);
                     let rows = floats.part(dim, piece);

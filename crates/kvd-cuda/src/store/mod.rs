@@ -112,6 +112,7 @@ impl HeadStore {
             runs: side.bitalloc().map_or_else(Vec::new, |bitalloc| bitalloc.runs().to_vec()),
         })
     }
+
     /// Appends what the quantizer reads beside its table; gives its limit. None where it has no
     /// kernel.
     fn constants(side: &HeadSide, shape: &SideShape, steps: &mut Vec<u8>) -> Option<f32> {

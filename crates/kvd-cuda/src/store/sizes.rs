@@ -69,7 +69,7 @@ impl HeadStore {
                 (0, runs.sum())
             }
             Kernel::Grid => (0, 0),
-            _ => (0, codes(dim / shape.book_dim as usize * shape.stages as usize)),
+            Kernel::Vq => (0, codes(dim / shape.book_dim as usize * shape.stages as usize)),
         };
         let gains = if self.median > 0.0 { tokens.div_ceil(2) } else { 0 };
         let as_rows = tokens * dim * dtype.size_bytes();

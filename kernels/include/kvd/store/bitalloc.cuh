@@ -13,8 +13,6 @@ struct StoreBitAlloc {
     // A quantized coefficient: its code, whether it is an outlier, and then what its level lacks.
     static constexpr uint32_t FAR = 1u << 15;
     static constexpr unsigned RESIDUAL_AT = 16;
-    // Counts for more outliers than any page has room for.
-    static constexpr uint32_t NO_CODES = 1u << 24;
 
     // How many of the bounds, halfway between the levels of a width, lie below `x`.
     KVD_DEVICE static unsigned code(const float* bounds, unsigned width, float x) {
@@ -25,9 +23,10 @@ struct StoreBitAlloc {
         return below;
     }
 
-    // Quantizes one coefficient in place. Gives what it adds to the outliers.
-    KVD_DEVICE static uint32_t quantize(const Work& work, const uint8_t* table, unsigned width,
-                                        unsigned at, uint32_t& word) {
+    // Quantizes one coefficient in place. Gives how many outliers that makes, none or one, and takes
+    // note where what is lacking has no f16.
+    KVD_DEVICE static unsigned quantize(const Work& work, const uint8_t* table, unsigned width,
+                                        unsigned at, uint32_t& word, bool& fits) {
         const float x = f32_value(word);
         const float scale = BitAlloc::scale(table, at);
         unsigned code = 0;
@@ -44,7 +43,8 @@ struct StoreBitAlloc {
         }
         const uint16_t lacks = f16_bits(residual);
         word = code | FAR | uint32_t(lacks) << RESIDUAL_AT;
-        return (lacks & 0x7C00) != 0x7C00 ? 1 : NO_CODES;
+        fits &= (lacks & 0x7C00) != 0x7C00;
+        return 1;
     }
 
     // Appends the outliers of a warp's rows, from number `next` on.
@@ -72,6 +72,7 @@ struct StoreBitAlloc {
         const BitAlloc::Head& head = BitAlloc::head(table);
         const Range rows = part_of_warp(work.tokens);
         uint32_t found = 0;
+        bool fits = true;
         unsigned bytes = 0;
         for (unsigned index = 0; index < head.runs; index++) {
             const BitAlloc::Run& run = head.run[index];
@@ -80,16 +81,19 @@ struct StoreBitAlloc {
                 uint32_t* row = work.words + token * work.stride;
                 for (unsigned at = run.first + lane_index(); at < run.first + run.len;
                      at += WARP_LANES) {
-                    found += quantize(work, table, run.width, at, row[at]);
+                    found += quantize(work, table, run.width, at, row[at], fits);
                 }
             }
+        }
+        if (block_most(fits ? 0 : 1, work.slots) != 0) {
+            return NO_CODES;
         }
         // Outliers take no more than rows as they came would.
         const unsigned limit = work.tokens * work.dim * row_value_bytes(work.unit);
         const unsigned room = limit > bytes ? (limit - bytes) / BitAlloc::OUTLIER_BYTES : 0;
         const WarpSums sums(found, work.slots);
         if (sums.all > room) {
-            return 0;
+            return NO_CODES;
         }
         uint8_t* codes = work.payload;
         for (unsigned index = 0; index < head.runs; index++) {

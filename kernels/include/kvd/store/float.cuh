@@ -19,7 +19,7 @@ struct StoreFloat {
     template <class Stage>
     KVD_DEVICE static unsigned store(const Work& work, uint32_t absmax) {
         if (absmax > f32_bits(work.unit.limit)) {
-            return 0;
+            return NO_CODES;
         }
         each_value(work.tokens, work.dim, [&](unsigned token, unsigned channel) {
             const unsigned at = token * work.dim + channel;
@@ -48,7 +48,7 @@ struct StoreFp8 {
         const float largest = f32_value(absmax);
         // Rounding to 3 mantissa bits adds up to 1/16, which must stay finite.
         if (!is_finite(largest) || !is_finite(times(largest, 1.0625f))) {
-            return 0;
+            return NO_CODES;
         }
         // The smallest power of two that serves; it and its reciprocal are normal.
         float scale = largest == 0 ? 1.0f : f32_value((127 - 120) << 23);  // 2^-120

@@ -41,7 +41,7 @@ struct StoreGrid {
     KVD_DEVICE static unsigned store(const Work& work, uint32_t) {
         const bool fits = quantize(work, *work.codes);
         if (block_most(fits ? 0 : 1, work.slots) != 0) {
-            return 0;
+            return NO_CODES;
         }
         const auto word_of = [&](unsigned token, unsigned channel) -> uint32_t& {
             return work.words[token * work.stride + channel];
@@ -52,7 +52,7 @@ struct StoreGrid {
         for (unsigned chunk = 0; chunk < chunks; chunk++) {
             const unsigned first = chunk * CHUNK_TOKENS;
             if (used > room) {
-                return 0;
+                return NO_CODES;
             }
             const unsigned words = encode_chunk(
                 work, first, work.payload + used, (room - used) / WORD_BYTES,
@@ -64,7 +64,7 @@ struct StoreGrid {
                 });
             used += WORD_BYTES * words;
             if (used > room) {
-                return 0;
+                return NO_CODES;
             }
             const unsigned tokens = least(CHUNK_TOKENS, work.tokens - first);
             const unsigned outliers = append_outliers(
@@ -76,7 +76,7 @@ struct StoreGrid {
                 });
             used += WORD_BYTES * outliers;
             if (used > room || outliers > 0xFFFF) {
-                return 0;
+                return NO_CODES;
             }
             if (thread_index() == 0) {
                 store16(work.payload + LENGTH_BYTES * chunk, uint16_t(words));

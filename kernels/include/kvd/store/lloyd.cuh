@@ -67,14 +67,14 @@ struct StoreLloyd {
     template <class Stage>
     KVD_DEVICE static unsigned store(const Work& work, uint32_t absmax) {
         if (!is_finite(f32_value(absmax))) {
-            return 0;
+            return NO_CODES;
         }
         bool fits = true;
         for (unsigned token = thread_index(); token < work.tokens; token += STORE_THREADS) {
             fits &= store_row(work, token, f32_value(absmax));
         }
         if (block_most(fits ? 0 : 1, work.slots) != 0) {
-            return 0;
+            return NO_CODES;
         }
         const unsigned scales = Lloyd::SCALE_BYTES * work.tokens;
         return scales + write_in_place<Stage>(work, work.payload + scales, work.side.bits);

@@ -10,9 +10,9 @@
 
 namespace kvd {
 
-// Shared memory of a thread block: `STORE_THREADS` sums of the checksum, a slot per warp, rows that
-// transforms read, a shift per row, and words where there is room. Mirrored by the host
-// (crates/kvd-cuda/src/store/mod.rs).
+// Shared memory of a thread block: `STORE_THREADS` sums of the checksum, in whose place outliers are
+// counted before it, a slot per warp, rows that transforms read, a shift per row, and words where there
+// is room. Mirrored by the host (`SHARED_BYTES` of crates/kvd-cuda/src/store/plan.rs).
 struct StoreShared {
     uint64_t* sums;
     uint32_t* slots;
@@ -69,7 +69,7 @@ KVD_DEVICE void store_page(const StoreParameters& parameters, unsigned char* sha
     });
     largest = block_most(largest, part.slots);
     const unsigned payload = Quantizer::template store<Stage>(work, largest);
-    if (payload == 0) {
+    if (payload == NO_CODES) {
         if (thread_index() < HEADER_BYTES / 4) {
             store32(header + 4 * thread_index(), 0);
         }

@@ -106,12 +106,12 @@ struct StorePolar {
     template <class Stage>
     KVD_DEVICE static unsigned store(const Work& work, uint32_t absmax) {
         if (!is_finite(f32_value(absmax))) {
-            return 0;
+            return NO_CODES;
         }
         const bool fits = Polar::steps_in_page(work.side) ? by_groups(work, f32_value(absmax))
                                                           : by_model(work);
         if (block_most(fits ? 0 : 1, work.slots) != 0) {
-            return 0;
+            return NO_CODES;
         }
         const unsigned scales = unsigned(Polar::codes_at(work.side, work.page()));
         return scales + Stage::write(work, work.payload + scales, Polar::pairs(work.side),

@@ -182,7 +182,7 @@ struct StoreUniform {
     template <class Stage>
     KVD_DEVICE static unsigned store(const Work& work, uint32_t absmax) {
         if (!is_finite(f32_value(absmax))) {
-            return 0;
+            return NO_CODES;
         }
         const unsigned pairs = scale_pairs(work.side);
         const unsigned groups = all_scale_rows(work.side, work.page()) * pairs;
@@ -207,7 +207,7 @@ struct StoreUniform {
                        });
         }
         if (block_most(fits ? 0 : 1, work.slots) != 0) {
-            return 0;
+            return NO_CODES;
         }
         const unsigned scales = groups * Levels::PAIR_BYTES;
         return scales + write_in_place<Stage>(work, work.payload + scales, work.side.bits);

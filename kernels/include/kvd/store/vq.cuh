@@ -88,7 +88,7 @@ struct StoreVq {
     template <class Stage>
     KVD_DEVICE static unsigned store(const Work& work, uint32_t absmax) {
         if (absmax > f32_bits(work.unit.limit)) {
-            return 0;
+            return NO_CODES;
         }
         const unsigned subs = Vq::subs(work.side);
         for (unsigned at = thread_index(); at < subs * work.tokens; at += STORE_THREADS) {

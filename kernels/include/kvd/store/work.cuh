@@ -113,6 +113,9 @@ struct Work {
     }
 };
 
+// What a quantizer says of a page that it has no codes for; its payload may well be empty.
+constexpr unsigned NO_CODES = ~0u;
+
 // The largest word of all threads. Every thread of the block calls it.
 KVD_DEVICE uint32_t block_most(uint32_t word, uint32_t* slots) {
     for (unsigned step = WARP_LANES / 2; step > 0; step /= 2) {
