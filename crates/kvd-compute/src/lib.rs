@@ -1,8 +1,8 @@
 //! What a device does with KV blocks: take rows, encode them to pages, answer attention from
 //! the pages. [`Backend`] is the contract; [`CpuBackend`] the one that every machine has.
 //!
-//! Unsafe code is confined to `cpu/simd.rs` (run-time selected instruction sets) and
-//! `cpu/dots_x86.rs` (register loads and stores).
+//! Unsafe code is confined to `cpu/simd.rs` (run-time selected instruction sets) and to files of
+//! `cpu/` whose names end in an instruction set's or in `lanes` (register loads and stores).
 #![deny(unsafe_code)]
 
 mod backend;

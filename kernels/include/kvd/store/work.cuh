@@ -1,6 +1,6 @@
 // One page that is being written by one thread block: what the host says of it, its coefficients as
 // words that become codes in place, and reductions over the block. Mirrored by
-// crates/kvd-cuda/src/abi.rs; kvd-codec/src/encode.rs is the same on the host, and pages are the same
+// crates/kvd-cuda/src/store/abi.rs; kvd-codec/src/encode.rs is the same on the host, and pages are the same
 // bytes.
 #pragma once
 
