@@ -3,7 +3,7 @@
 // They are looked up into the words of the products' second factor, four neighbours each. Entries of
 // two bytes of at most 16 codes are found in registers, eight codes of a plane's word at once; others
 // in shared memory, a word at a time, where each word stands several times so that lanes meet fewer
-// banks twice. The host lays the table out (kvd-cuda/src/table.rs).
+// banks twice. The host lays the table out (kvd-cuda/src/lookup.rs).
 #pragma once
 
 #include "tensor.cuh"

@@ -18,6 +18,9 @@ const VECTOR_ROWS: usize = 4;
 pub(crate) const TERMS_MAX: usize = 256;
 /// The same where bytes are values plus [`BIAS`]: sums may wrap before the bias is taken off.
 pub(crate) const BIASED_TERMS_MAX: usize = 512;
+/// Tiles after which what values sum apart, minima or biases, joins the sums of their codes: those
+/// are never negative, and grown they would lose what is small beside them.
+pub(crate) const SETTLED_TILES: usize = 16;
 /// Added to looked-up values so that bytes are not negative.
 pub(super) const BIAS: i32 = 128;
 

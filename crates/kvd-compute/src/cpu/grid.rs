@@ -2,12 +2,13 @@
 //! and what remains is an integer dot product of codes. Coefficients of the zero class are in no
 //! tile; what tiles do not hold is added outlier by outlier.
 
-use super::dots::{Lookup, ROWS, TERMS_MAX, Target, TileCodes, key_dots, value_dots};
+use super::dots::{
+    Lookup, ROWS, SETTLED_TILES, TERMS_MAX, Target, TileCodes, key_dots, value_dots,
+};
 use super::huffman::{LaneTiles, Rest};
 use super::parts::Parts;
 use super::scores::{SPAN, Scores, TILE};
 use super::simd::Simd;
-use super::uniform::SETTLED_TILES;
 use kvd_codec::{Grid, HeadSide};
 use std::ops::Range;
 

@@ -5,7 +5,9 @@
 //! Folded queries and weights are rounded to 16 bits of the largest in their group; everything
 //! else is exact to f32.
 
-use super::dots::{Lookup, ROWS, TERMS_MAX, Target, TileCodes, key_dots, value_dots};
+use super::dots::{
+    Lookup, ROWS, SETTLED_TILES, TERMS_MAX, Target, TileCodes, key_dots, value_dots,
+};
 use super::hybrid;
 use super::parts::{Parts, Pushed};
 use super::scores::{SPAN, Scores, TILE};
@@ -16,8 +18,6 @@ use std::ops::Range;
 
 /// Bytes of a minimum and a step.
 const PAIR_BYTES: usize = 4;
-/// Tiles after which what is summed apart joins the sums.
-pub(super) const SETTLED_TILES: usize = 16;
 
 /// Minima and steps of some groups.
 #[derive(Default)]

@@ -192,9 +192,10 @@ pub(crate) fn attend_plan(parts: Vec<PlanPart>, queries: usize) -> AttendPlan {
 }
 
 /// The largest that [`errors`] may be of a codec: f32 sums of products whose roundings are below
-/// 1e-7 each, and of levels that two bytes hold steps of `2^-16` of the largest.
+/// 1e-7 each, and of levels that two bytes hold steps of `2^-16` of the largest, with which 2.2e-5
+/// was the most that emulated kernels erred (`polar-4+4`).
 pub(crate) fn largest_error(text: &str) -> f64 {
-    if ["polar", "turbo", "lloyd"].iter().any(|side| text.contains(side)) { 1e-4 } else { 1e-5 }
+    if ["polar", "turbo", "lloyd"].iter().any(|side| text.contains(side)) { 4e-5 } else { 1e-5 }
 }
 
 /// Largest error of an output in units of the values' root mean square, and of a log-sum-exp;
