@@ -123,6 +123,27 @@ impl<'a> PageReader<'a> {
         Ok(Self { side: head_side, page, payload })
     }
 
+    /// Becomes the reader of another page of the same place, where that is cheap: rows or codes of
+    /// a fixed width, as many as here. Else `false`, and [`PageReader::open`] says what it is.
+    #[must_use]
+    pub fn turn_to(&mut self, bytes: &'a [u8]) -> bool {
+        if !matches!(self.payload, Payload::Rows { .. } | Payload::Fixed { .. })
+            || !self.page.turn_to(bytes)
+        {
+            return false;
+        }
+        let payload = self.page.payload();
+        match &mut self.payload {
+            Payload::Rows { bytes, .. } => *bytes = payload,
+            // The same header is one of as many bytes of each.
+            Payload::Fixed { scales, codes, .. } => {
+                (*scales, *codes) = payload.split_at(scales.len());
+            }
+            Payload::Huffman { .. } | Payload::Grid { .. } | Payload::BitAlloc { .. } => {}
+        }
+        true
+    }
+
     /// Rows in the page.
     #[must_use]
     pub fn tokens(&self) -> usize {

@@ -10,7 +10,7 @@ use super::fused::Place;
 use super::levels::{LevelBytes, LevelTable, RunCodes, look_up};
 use super::parts::Parts;
 use super::scores::{SPAN, Scores, TILE};
-use super::simd::Simd;
+use super::simd::{How, Simd};
 use kvd_codec::{BitAlloc, CodeLayout, FixedCodes, HeadSide, Run};
 use kvd_core::Side;
 use std::ops::Range;
@@ -152,9 +152,9 @@ pub(crate) struct Keys {
 
 impl Keys {
     /// Takes folded queries `[rows, dim]`.
-    pub(crate) fn new(simd: Simd, side: &HeadSide, queries: &[f32]) -> Option<Self> {
+    pub(crate) fn new(how: How, side: &HeadSide, queries: &[f32]) -> Option<Self> {
         let book = Book::new(side, Side::Key)?;
-        let (mut parts, mut units) = (Parts::default(), Vec::new());
+        let (mut parts, mut units) = (Parts::of_scaled_queries(how), Vec::new());
         parts.reset(book.positions.len());
         let mut row = vec![0f32; book.positions.len()];
         for query in queries.chunks_exact(side.dim()) {
@@ -165,16 +165,21 @@ impl Keys {
                 return None;
             }
             let largest = row.iter().fold(0f32, |m, q| m.max(q.abs()));
-            units.push(parts.push(simd, &row, largest, None).unit);
+            units.push(parts.push(how.0, &row, largest, None).unit);
         }
         let (lookup, queries) = (Lookup::bytes(), queries.to_vec());
         Some(Self { book, lookup, parts, units, queries, dim: side.dim() })
     }
 
-    /// Scores all rows against one tile.
-    pub(crate) fn tile(&mut self, simd: Simd, place: Place<'_>, scores: &mut Scores) {
+    /// Scores all rows against `count` tiles.
+    pub(crate) fn tiles(
+        &mut self,
+        simd: Simd,
+        (place, count): (Place<'_>, usize),
+        scores: &mut Scores,
+    ) {
         let Place { page, in_page, in_span } = place;
-        let codes = self.book.bytes(simd, &page, in_page..in_page + 1);
+        let codes = self.book.bytes(simd, &page, in_page..in_page + count);
         for first in (0..self.units.len()).step_by(ROWS) {
             let rows = self.parts.rows(first);
             let units = &self.units[first..first + rows.count()];
@@ -182,10 +187,10 @@ impl Keys {
             if codes.per_row > 0 {
                 key_dots(simd, codes, &self.lookup, (rows, units), out);
             } else {
-                (0..units.len()).for_each(|row| out[row * SPAN..][..TILE].fill(0.0));
+                (0..units.len()).for_each(|row| out[row * SPAN..][..count * TILE].fill(0.0));
             }
         }
-        for outlier in BitAlloc::residuals(page.scales, rows_of(in_page, 1)) {
+        for outlier in BitAlloc::residuals(page.scales, rows_of(in_page, count)) {
             let token = outlier.row + in_span * TILE - in_page * TILE;
             for (row, query) in self.queries.chunks_exact(self.dim).enumerate() {
                 scores.row_mut(row)[token] += query[outlier.coefficient] * outlier.residual;
@@ -212,14 +217,14 @@ pub(crate) struct Values {
 }
 
 impl Values {
-    pub(crate) fn new(side: &HeadSide, rows: usize) -> Option<Self> {
+    pub(crate) fn new(how: How, side: &HeadSide, rows: usize) -> Option<Self> {
         let book = Book::new(side, Side::Value)?;
         Some(Self {
             sums: vec![0.0; rows * book.positions.len()],
             outliers: vec![0.0; rows * side.dim()],
             book,
             lookup: Lookup::bytes(),
-            parts: Parts::default(),
+            parts: Parts::of_weights(how),
             dim: side.dim(),
         })
     }

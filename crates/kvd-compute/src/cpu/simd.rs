@@ -114,11 +114,15 @@ pub enum Precision {
     /// kernel for its codes: no further off than f16 queries and weights with f32 sums.
     #[default]
     Fast,
+    /// The same with 8 bits where the instruction set multiplies bytes and no scales of channels
+    /// are among the factors: half of the products, about as far off as other kernels that round
+    /// queries to 8 bits. Elsewhere it is [`Precision::Fast`].
+    Int8,
 }
 
 impl Precision {
-    /// Both of them.
-    pub const ALL: [Self; 2] = [Self::Single, Self::Fast];
+    /// All of them.
+    pub const ALL: [Self; 3] = [Self::Single, Self::Fast, Self::Int8];
 
     /// Name on the command line and in the configuration.
     #[must_use]
@@ -126,9 +130,13 @@ impl Precision {
         match self {
             Self::Single => "single",
             Self::Fast => "fast",
+            Self::Int8 => "int8",
         }
     }
 }
+
+/// With which instructions a kernel multiplies, and how far it rounds.
+pub(crate) type How = (Simd, Precision);
 
 /// An instruction set that this machine was found to have: only then does one exist.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -66,7 +66,8 @@ pub(super) struct AttendArgs {
     /// Pages that calls rotate over, more than the last-level cache holds.
     #[arg(long, default_value = "128MiB")]
     buffer: ByteSize,
-    /// `fast`, as the daemon answers by default, or `single`: products of f32 everywhere.
+    /// `fast`, as the daemon answers by default; `single`: products of f32 everywhere; `int8`:
+    /// queries and weights of 8 bits.
     #[arg(long, default_value = "fast", value_parser = parse_precision)]
     precision: Precision,
     /// Instruction sets to compare; several, with commas. The machine's best when absent.
