@@ -23,8 +23,7 @@ struct Codes {
     run: Run,
     /// Each table and the position of its first byte.
     tables: Vec<(LevelTable, usize)>,
-    /// Where they lie in a page of [`Book::tokens`].
-    layout: CodeLayout,
+    /// Where they begin in a page of [`Book::tokens`].
     start: usize,
 }
 
@@ -55,8 +54,7 @@ impl Book {
                     positions.resize(positions.len().next_multiple_of(QUAD), None);
                 }
             }
-            let layout = CodeLayout::new(side, 0, run.len, run.width as u32);
-            codes.push(Codes { run: *run, tables, layout, start: 0 });
+            codes.push(Codes { run: *run, tables, start: 0 });
         }
         let book = Self { side, codes, positions, tokens: 0, bytes: Vec::new() };
         (book.positions.len() <= BIASED_TERMS_MAX).then_some(book)
@@ -70,9 +68,8 @@ impl Book {
         let mut start = 0;
         for codes in &mut self.codes {
             let Run { width, len, .. } = codes.run;
-            (codes.layout, codes.start) =
-                (CodeLayout::new(self.side, tokens, len, width as u32), start);
-            start += codes.layout.size_bytes();
+            codes.start = start;
+            start += CodeLayout::new(self.side, tokens, len, width as u32).size_bytes();
         }
         self.tokens = tokens;
     }
@@ -90,9 +87,11 @@ impl Book {
         if per_row > 0 {
             for (tile, bytes) in tiles.zip(bytes.chunks_exact_mut(size)) {
                 for codes in codes.iter().filter(|codes| codes.run.width > 0) {
-                    let Codes { run: Run { width, len, .. }, layout, start, .. } = *codes;
-                    let plane = &page.codes[start..][layout.tile(tile)];
-                    let plane = RunCodes { bytes: plane, width: width as u32, len };
+                    let Run { width, len, .. } = codes.run;
+                    // Tiles are full ones.
+                    let tile_bytes = TILE / 8 * len * width as usize;
+                    let bytes_of = &page.codes[codes.start + tile * tile_bytes..][..tile_bytes];
+                    let plane = RunCodes { bytes: bytes_of, width: width as u32, len };
                     match side {
                         Side::Key => codes.keys(simd, plane, bytes),
                         Side::Value => codes.values(simd, plane, per_row, bytes),

@@ -295,8 +295,10 @@ fn values<const R: usize, const D: usize, const DP: usize, const KIND: u8, const
     let TileCodes { bytes, per_row, .. } = codes;
     let end = target.first + target.count;
     for pass in (0..lookup.dims).step_by(DP) {
-        let tables = tables::<DP, KIND>(lookup, pass);
-        let tables = tables.map(|table| table.map(|bytes| signed::<D, KIND, WIDTH>(bytes)));
+        let mut tables = tables::<DP, KIND>(lookup, pass);
+        for bytes in tables.as_flattened_mut() {
+            *bytes = signed::<D, KIND, WIDTH>(*bytes);
+        }
         for block in (target.first..end).step_by(positions::<DP>()) {
             // Of the second register too, where it holds other positions.
             let lanes = [(end - block).min(16), (end - block).clamp(16, 32) - 16];
