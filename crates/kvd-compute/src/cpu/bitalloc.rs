@@ -89,7 +89,7 @@ impl Book {
                 for codes in codes.iter().filter(|codes| codes.run.width > 0) {
                     let Run { width, len, .. } = codes.run;
                     // Tiles are full ones.
-                    let tile_bytes = TILE / 8 * len * width as usize;
+                    let tile_bytes = TILE / 8 * len * width;
                     let bytes_of = &page.codes[codes.start + tile * tile_bytes..][..tile_bytes];
                     let plane = RunCodes { bytes: bytes_of, width: width as u32, len };
                     match side {

@@ -268,6 +268,18 @@ fn signed<const D: usize, const KIND: u8, const WIDTH: usize>(values: __m512i) -
     values
 }
 
+/// Tables of such values.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw")]
+fn signed_tables<const D: usize, const DP: usize, const KIND: u8, const WIDTH: usize>(
+    mut tables: [[__m512i; 4]; DP],
+) -> [[__m512i; 4]; DP] {
+    for bytes in tables.as_flattened_mut() {
+        *bytes = signed::<D, KIND, WIDTH>(*bytes);
+    }
+    tables
+}
+
 /// Adds values times the digits of a weight.
 #[inline]
 #[target_feature(enable = "avx512f,avx512vnni")]
@@ -295,10 +307,7 @@ fn values<const R: usize, const D: usize, const DP: usize, const KIND: u8, const
     let TileCodes { bytes, per_row, .. } = codes;
     let end = target.first + target.count;
     for pass in (0..lookup.dims).step_by(DP) {
-        let mut tables = tables::<DP, KIND>(lookup, pass);
-        for bytes in tables.as_flattened_mut() {
-            *bytes = signed::<D, KIND, WIDTH>(*bytes);
-        }
+        let tables = signed_tables::<D, DP, KIND, WIDTH>(tables::<DP, KIND>(lookup, pass));
         for block in (target.first..end).step_by(positions::<DP>()) {
             // Of the second register too, where it holds other positions.
             let lanes = [(end - block).min(16), (end - block).clamp(16, 32) - 16];

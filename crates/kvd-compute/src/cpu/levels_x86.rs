@@ -42,8 +42,8 @@ fn mask(plane: &Plane<'_>) -> i8 {
     (u8::MAX >> (8 - plane.width) << plane.low) as i8
 }
 
-/// Codes of `WIDTH` bits. A tile has as many registers of bits, each of which serves several chunks:
-/// they are loaded once for all of those, and shifts are constants.
+/// Codes of `WIDTH` bits. A tile has as many registers of bits, each of which serves several
+/// chunks: they are loaded once for all of those, and shifts are constants.
 #[target_feature(enable = "avx512f,avx512bw,avx512vbmi,avx512vbmi2")]
 fn run_512<const KIND: u8, const WIDTH: usize>(
     codes: RunCodes<'_>,
@@ -89,8 +89,8 @@ fn chunk_of<const WIDTH: usize, const INDEX: usize>(parts: &[__m512i; WIDTH]) ->
     with_plane::<WIDTH, INDEX, 1>(codes, parts)
 }
 
-/// With the bits of the plane of `PLANE` bits, where codes have one. Of a code that is one plane bits
-/// above it remain: look-ups do not mind.
+/// With the bits of the plane of `PLANE` bits, where codes have one. Of a code that is one plane
+/// bits above it remain: look-ups do not mind.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vbmi2")]
 fn with_plane<const WIDTH: usize, const INDEX: usize, const PLANE: usize>(
