@@ -127,21 +127,18 @@ impl<'a> PageReader<'a> {
     /// a fixed width, as many as here. Else `false`, and [`PageReader::open`] says what it is.
     #[must_use]
     pub fn turn_to(&mut self, bytes: &'a [u8]) -> bool {
-        if !matches!(self.payload, Payload::Rows { .. } | Payload::Fixed { .. })
-            || !self.page.turn_to(bytes)
-        {
-            return false;
-        }
-        let payload = self.page.payload();
         match &mut self.payload {
-            Payload::Rows { bytes, .. } => *bytes = payload,
-            // The same header is one of as many bytes of each.
-            Payload::Fixed { scales, codes, .. } => {
-                (*scales, *codes) = payload.split_at(scales.len());
+            Payload::Rows { bytes: rows, .. } if self.page.turn_to(bytes) => {
+                *rows = self.page.payload();
+                true
             }
-            Payload::Huffman { .. } | Payload::Grid { .. } | Payload::BitAlloc { .. } => {}
+            // The same header is one of as many bytes of each.
+            Payload::Fixed { scales, codes, .. } if self.page.turn_to(bytes) => {
+                (*scales, *codes) = self.page.payload().split_at(scales.len());
+                true
+            }
+            _ => false,
         }
-        true
     }
 
     /// Rows in the page.

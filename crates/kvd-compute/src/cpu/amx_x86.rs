@@ -72,7 +72,7 @@ fn permitted() -> bool {
 /// What registers are shaped for.
 #[derive(Clone, Copy, Default, PartialEq)]
 struct Shape {
-    /// Rows of parts, one or two for each row of factors; 0 before the first product.
+    /// Rows of parts, two for each row of factors; 0 before the first product.
     rows: u8,
     /// Summed codes that fill no whole register.
     tail: u8,
@@ -154,23 +154,23 @@ struct Operands {
 #[repr(align(64))]
 struct Sums([[i32; SUMS]; 2]);
 
-/// Multiplies into `sums`; factors have signs or none.
+/// Multiplies into `sums`.
 ///
 /// # Safety
 /// AMX must be there, registers shaped for the rows and the tail of `len`, and all that the
 /// operands name be readable.
 #[inline]
-unsafe fn multiply<const SIGNED: bool>(operands: Operands, sums: &mut Sums) {
+unsafe fn multiply(operands: Operands, sums: &mut Sums) {
     let Operands { mut left, left_stride, right: [mut a, mut b], stride, len } = operands;
     /// Both products, of the registers of that shape.
     macro_rules! products {
-        ($product:literal, $left:literal, $a:literal, $b:literal) => {
+        ($left:literal, $a:literal, $b:literal) => {
             asm!(
                 concat!("tileloadd ", $left, ", [{left} + {left_stride}]"),
                 concat!("tileloadd ", $a, ", [{a} + {stride}]"),
-                concat!($product, " tmm0, ", $left, ", ", $a),
+                concat!("tdpbsud tmm0, ", $left, ", ", $a),
                 concat!("tileloadd ", $b, ", [{b} + {stride}]"),
-                concat!($product, " tmm1, ", $left, ", ", $b),
+                concat!("tdpbsud tmm1, ", $left, ", ", $b),
                 left = in(reg) left,
                 left_stride = in(reg) left_stride,
                 a = in(reg) a,
@@ -184,19 +184,11 @@ unsafe fn multiply<const SIGNED: bool>(operands: Operands, sums: &mut Sums) {
     unsafe {
         asm!("tilezero tmm0", "tilezero tmm1", options(nostack, nomem));
         for _ in 0..len / ROW {
-            if SIGNED {
-                products!("tdpbsud", "tmm2", "tmm3", "tmm4");
-            } else {
-                products!("tdpbuud", "tmm2", "tmm3", "tmm4");
-            }
+            products!("tmm2", "tmm3", "tmm4");
             (left, a, b) = (left.add(ROW), a.add(16 * stride), b.add(16 * stride));
         }
         if !len.is_multiple_of(ROW) {
-            if SIGNED {
-                products!("tdpbsud", "tmm5", "tmm6", "tmm7");
-            } else {
-                products!("tdpbuud", "tmm5", "tmm6", "tmm7");
-            }
+            products!("tmm5", "tmm6", "tmm7");
         }
         asm!(
             "tilestored [{sums} + {stride}], tmm0",
@@ -208,21 +200,19 @@ unsafe fn multiply<const SIGNED: bool>(operands: Operands, sums: &mut Sums) {
     }
 }
 
-/// The sum of products of a row of factors, of 16 lanes, from those of each of its digits.
+/// The sum of products of a row of factors, of 16 lanes: of its high bytes and of its low ones.
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn sum_of(sums: &[i32; SUMS], (row, digits): (usize, usize), excess: i32) -> __m512 {
-    let mut sum = _mm512_setzero_si512();
-    for digit in &sums.as_chunks::<LANES>().0[digits * row..][..digits] {
-        // SAFETY: 16 sums.
-        let digit = unsafe { _mm512_loadu_si512(digit.as_ptr().cast()) };
-        sum = _mm512_add_epi32(_mm512_slli_epi32::<8>(sum), digit);
-    }
+fn sum_of(sums: &[i32; SUMS], row: usize, excess: i32) -> __m512 {
+    let parts: &[[i32; LANES]; 2] = sums.as_chunks().0[2 * row..].first_chunk().expect("two rows");
+    // SAFETY: 16 sums each.
+    let [high, low] = parts.each_ref().map(|p| unsafe { _mm512_loadu_si512(p.as_ptr().cast()) });
+    let sum = _mm512_add_epi32(_mm512_slli_epi32::<8>(high), low);
     _mm512_cvtepi32_ps(_mm512_sub_epi32(sum, _mm512_set1_epi32(excess)))
 }
 
-fn shape(parts: PartRows<'_>) -> Shape {
-    Shape { rows: (parts.digits * parts.count()) as u8, tail: (parts.len % ROW) as u8 }
+fn shape(rows: usize, len: usize) -> Shape {
+    Shape { rows: 2 * rows as u8, tail: (len % ROW) as u8 }
 }
 
 /// As `dots::key_dots`, of codes of a byte without tables.
@@ -269,18 +259,16 @@ unsafe fn key_sums(
     // SAFETY: a group of four codes has two halves of 16 tokens, of which there are `q.len / 4`; a
     // row of parts has `q.len` bytes.
     unsafe {
-        shape(q).set();
+        shape(units.len(), q.len).set();
         let right = [codes, codes.add(ROW)];
         let (left, left_stride) = (q.bytes.as_ptr(), q.len);
-        let stride = 2 * ROW;
-        multiply::<true>(Operands { left, left_stride, right, stride, len: q.len }, &mut sums);
+        multiply(Operands { left, left_stride, right, stride: 2 * ROW, len: q.len }, &mut sums);
     }
     for (row, (unit, total)) in units.iter().zip(q.sums).enumerate() {
         let excess = lookup.bias.wrapping_mul(*total);
         for (half, sums) in sums.0.iter().enumerate() {
             let out = &mut out[row * SPAN + LANES * half..][..LANES];
-            let scores =
-                _mm512_mul_ps(sum_of(sums, (row, q.digits), excess), _mm512_set1_ps(*unit));
+            let scores = _mm512_mul_ps(sum_of(sums, row, excess), _mm512_set1_ps(*unit));
             // SAFETY: 16 scores.
             unsafe { _mm512_storeu_ps(out.as_mut_ptr(), scores) };
         }
@@ -305,17 +293,11 @@ unsafe fn value_sums(
         // SAFETY: a group of four tokens has `per_row` positions of four bytes, all of them codes,
         // and there are `weights.len / 4` groups; a row of parts has `weights.len` bytes.
         unsafe {
-            shape(weights).set();
+            shape(target.units.len(), weights.len).set();
             let right = blocks.map(|block| codes.bytes.as_ptr().add(4 * block));
             let (left, left_stride) = (weights.bytes.as_ptr(), weights.len);
             let (stride, len) = (4 * per_row, weights.len);
-            let operands = Operands { left, left_stride, right, stride, len };
-            // One byte of a weight has no sign.
-            if weights.digits == 1 {
-                multiply::<false>(operands, &mut sums);
-            } else {
-                multiply::<true>(operands, &mut sums);
-            }
+            multiply(Operands { left, left_stride, right, stride, len }, &mut sums);
         }
         let count = if blocks[0] == blocks[1] { 1 } else { 2 };
         for (row, (unit, total)) in target.units.iter().zip(weights.sums).enumerate() {
@@ -328,7 +310,7 @@ unsafe fn value_sums(
                     factor = _mm512_mul_ps(unsafe { _mm512_loadu_ps(factors.as_ptr()) }, factor);
                 }
                 let out = &mut out[row * per_row + block..][..LANES];
-                let sum = _mm512_mul_ps(sum_of(sums, (row, weights.digits), excess), factor);
+                let sum = _mm512_mul_ps(sum_of(sums, row, excess), factor);
                 // SAFETY: 16 sums.
                 unsafe {
                     let after = _mm512_add_ps(_mm512_loadu_ps(out.as_ptr()), sum);

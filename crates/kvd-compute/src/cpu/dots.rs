@@ -1,9 +1,10 @@
-//! Dot products of byte codes with 16-bit integers: the arithmetic that fused sides share.
+//! Dot products of byte codes with integers: the arithmetic that fused sides share.
 //!
 //! Codes come as a tile holds them (`kvd_codec::CodeLayout`): four codes of the summed axis, then
 //! the lanes. A [`Lookup`] says what a code stands for, in at most 8 bits. Queries and weights are
 //! rounded to 15 bits and a sign: a step of `2^-15` of the row's largest. Sums are exact integers,
-//! so every instruction set gives the same bits.
+//! so every instruction set gives the same bits. With `Precision::Int8` they are one byte where
+//! that is faster (`parts.rs`).
 
 use super::parts::PartRows;
 use super::scores::{SPAN, TILE};
@@ -29,6 +30,12 @@ pub(super) const BIAS: i32 = 128;
 /// than in vector registers (`docs/perf/cpu.md`).
 pub(crate) fn wants_bytes(simd: Simd, rows: usize) -> bool {
     simd.has_amx() && rows > VECTOR_ROWS
+}
+
+/// Whether a code is a byte and its own value.
+#[cfg(target_arch = "x86_64")]
+fn codes_are_bytes(codes: TileCodes<'_>, lookup: &Lookup) -> bool {
+    lookup.tables.is_empty() && codes.width == 8
 }
 
 /// What codes stand for.
@@ -179,7 +186,7 @@ pub(crate) fn key_dots(
     assert!(tiles * TILE <= SPAN, "key_dots: span");
     assert!(scores.len() >= (rows - 1) * SPAN + tiles * TILE, "key_dots: scores");
     #[cfg(target_arch = "x86_64")]
-    if wants_bytes(simd, rows) && lookup.tables.is_empty() && codes.width == 8 {
+    if wants_bytes(simd, rows) && codes_are_bytes(codes, lookup) && q.digits == 2 {
         for (codes, at) in codes.tiles() {
             super::amx_x86::key_dots(simd, codes, lookup, (q, units), &mut scores[at..]);
         }
@@ -239,7 +246,7 @@ pub(crate) fn value_dots(
     #[cfg_attr(not(target_arch = "x86_64"), allow(unused_mut, reason = "AMX takes a part"))]
     let mut target = target;
     #[cfg(target_arch = "x86_64")]
-    if wants_bytes(simd, rows) && lookup.tables.is_empty() && codes.width == 8 {
+    if wants_bytes(simd, rows) && codes_are_bytes(codes, lookup) && weights.digits == 2 {
         let done = super::amx_x86::value_dots(simd, codes, lookup, (weights, target), out);
         (target.first, target.count) = (first + done, count - done);
         if target.count == 0 {

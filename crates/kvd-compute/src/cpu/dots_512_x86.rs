@@ -258,26 +258,18 @@ const fn signs<const D: usize, const KIND: u8, const WIDTH: usize>() -> bool {
     D == 1 && (KIND != PLAIN || WIDTH == 8)
 }
 
-/// Values as they are multiplied with weights.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw")]
-fn signed<const D: usize, const KIND: u8, const WIDTH: usize>(values: __m512i) -> __m512i {
-    if signs::<D, KIND, WIDTH>() {
-        return _mm512_xor_si512(values, _mm512_set1_epi8(BIAS as i8));
-    }
-    values
+/// The bytes of the first lanes.
+fn lanes_mask(lanes: usize) -> u64 {
+    u64::MAX.checked_shr(64 - 4 * lanes as u32).unwrap_or(0)
 }
 
-/// Tables of such values.
+/// Takes [`BIAS`] off each byte.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
-fn signed_tables<const D: usize, const DP: usize, const KIND: u8, const WIDTH: usize>(
-    mut tables: [[__m512i; 4]; DP],
-) -> [[__m512i; 4]; DP] {
-    for bytes in tables.as_flattened_mut() {
-        *bytes = signed::<D, KIND, WIDTH>(*bytes);
+fn sign(registers: &mut [__m512i]) {
+    for bytes in registers {
+        *bytes = _mm512_xor_si512(*bytes, _mm512_set1_epi8(BIAS as i8));
     }
-    tables
 }
 
 /// Adds values times the digits of a weight.
@@ -307,11 +299,14 @@ fn values<const R: usize, const D: usize, const DP: usize, const KIND: u8, const
     let TileCodes { bytes, per_row, .. } = codes;
     let end = target.first + target.count;
     for pass in (0..lookup.dims).step_by(DP) {
-        let tables = signed_tables::<D, DP, KIND, WIDTH>(tables::<DP, KIND>(lookup, pass));
+        let mut tables = tables::<DP, KIND>(lookup, pass);
+        if signs::<D, KIND, WIDTH>() {
+            sign(tables.as_flattened_mut());
+        }
         for block in (target.first..end).step_by(positions::<DP>()) {
             // Of the second register too, where it holds other positions.
             let lanes = [(end - block).min(16), (end - block).clamp(16, 32) - 16];
-            let masks = lanes.map(|lanes| u64::MAX.checked_shr(64 - 4 * lanes as u32).unwrap_or(0));
+            let masks = [lanes_mask(lanes[0]), lanes_mask(lanes[1])];
             let mut high = [[_mm512_setzero_si512(); COLUMNS]; R];
             let mut low = high;
             for (tile, bytes) in bytes.chunks_exact(codes.tile_bytes()).enumerate() {
@@ -322,11 +317,10 @@ fn values<const R: usize, const D: usize, const DP: usize, const KIND: u8, const
                         let at = bytes.as_ptr().wrapping_add(at + 64 * column);
                         _mm512_maskz_loadu_epi8(masks[column], at.cast())
                     };
-                    let load = |column| match KIND {
-                        PLAIN => signed::<D, KIND, WIDTH>(load(column)),
-                        _ => load(column),
-                    };
-                    let loaded = [load(0), if DP == 1 { load(1) } else { load(0) }];
+                    let mut loaded = [load(0), if DP == 1 { load(1) } else { load(0) }];
+                    if signs::<D, KIND, WIDTH>() && KIND == PLAIN {
+                        sign(&mut loaded);
+                    }
                     macro_rules! plane {
                         ($plane:literal) => {
                             let values: [_; COLUMNS] = std::array::from_fn(|column| {

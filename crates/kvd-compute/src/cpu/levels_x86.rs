@@ -68,7 +68,7 @@ fn run_512<const KIND: u8, const WIDTH: usize>(
         macro_rules! chunks {
             ($($index:literal)*) => {$(
                 let bytes = look::<KIND>(chunk_of::<WIDTH, $index>(&parts), &tables);
-                // SAFETY: there are as many chunks of bytes, `stride` apart.
+                // SAFETY: `levels::look_up` has checked that [`CHUNKS`] of them, 8, fit `out`.
                 unsafe {
                     _mm512_mask_storeu_epi8(to.add($index * stride + at).cast(), lanes, bytes);
                 }

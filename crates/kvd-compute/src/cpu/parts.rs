@@ -21,14 +21,14 @@ const TOP_WEIGHT_8: f32 = 255.0;
 /// A row whose largest is no more than this is nothing beside any other, and has no reciprocal.
 pub(super) const NOTHING: f32 = 1e-30;
 
-/// How rows of 16-bit integers lie, which is how an instruction set multiplies them.
+/// How rows of integers lie, which is how an instruction set multiplies them.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Cut {
     /// Words in the order 0, 2, 1, 3 of each four.
     Swapped,
     /// Words as they come.
     Words,
-    /// All high bytes and then all low ones, both signed; of rounding to 8 bits no high ones.
+    /// All high bytes and then all low ones, both signed; with one byte each no low ones.
     Halves,
     /// The same of each eight values, and of the four that may be left.
     Eights,
@@ -115,7 +115,8 @@ impl Parts {
         Self::new((simd, Precision::Fast), TOP)
     }
 
-    /// No rows of weights yet: those are not negative, so that one byte has no sign.
+    /// No rows of weights yet: those are not negative, so that one byte has no sign. (A page whose
+    /// steps are negative, which no encoder writes, gives sums of no use.)
     pub(crate) fn of_weights(how: How) -> Self {
         Self::new(how, TOP_WEIGHT_8)
     }

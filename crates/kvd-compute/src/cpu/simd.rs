@@ -114,9 +114,10 @@ pub enum Precision {
     /// kernel for its codes: no further off than f16 queries and weights with f32 sums.
     #[default]
     Fast,
-    /// The same with 8 bits where the instruction set multiplies bytes and no scales of channels
-    /// are among the factors: half of the products, about as far off as other kernels that round
-    /// queries to 8 bits. Elsewhere it is [`Precision::Fast`].
+    /// The same with 8 bits in AVX-512, for half of the products: about as far off as other kernels
+    /// that round queries to 8 bits. Queries times scales of channels or levels of two bytes keep
+    /// 16 bits, and so do more rows than vectors take, where AMX multiplies. Elsewhere it is
+    /// [`Precision::Fast`].
     Int8,
 }
 

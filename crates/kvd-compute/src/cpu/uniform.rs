@@ -2,7 +2,8 @@
 //! or into the weight (values by token), its minimum into one product per group, and codes are
 //! multiplied as the small integers they are.
 //!
-//! Folded queries and weights are rounded to 16 bits of the largest in their group; everything
+//! Folded queries and weights are rounded to 16 bits of the largest in their group (weights to 8
+//! with `Precision::Int8`); everything
 //! else is exact to f32.
 
 use super::dots::{

@@ -3,6 +3,7 @@
 //! kernel where it has one, else over rows decoded to f32.
 
 use super::attend::{Job, Unit, group, payload_row};
+use super::dots::wants_bytes;
 use super::float::ROWS;
 use super::fused::{Keys, Place, Values};
 use super::huffman::{self, LaneTiles, Wanted};
@@ -43,8 +44,10 @@ impl Queries {
 
 /// Bytes of each side of the next part that one step asks for, at least.
 const PREFETCH_BYTES: usize = 512;
-/// Steps that a part has time for, where its bytes are many.
-const PREFETCH_STEPS: usize = 16;
+/// Steps that a part has at least, where its bytes are many: of rows that are multiplied as floats,
+/// and of codes.
+const FLOAT_STEPS: usize = 16;
+const CODE_STEPS: usize = 5;
 
 /// Parts whose entropy-coded pages are decoded together: bytes of a lane of 32 bits.
 pub(super) const TOGETHER: usize = 4;
@@ -102,8 +105,13 @@ pub(super) fn run(job: &Job<'_>, unit: &Unit<'_>) -> Result<Vec<PartialState>, B
     let queries = Queries::new(job, unit, key_side);
     let rows = queries.offsets.len();
     let dim_v = value_side.dim();
-    let how = (job.simd, job.precision);
-    let fast = job.precision != Precision::Single;
+    // AMX multiplies factors of two bytes in the time of one.
+    let precision = match job.precision {
+        Precision::Int8 if wants_bytes(job.simd, rows) => Precision::Fast,
+        precision => precision,
+    };
+    let how = (job.simd, precision);
+    let fast = precision != Precision::Single;
     let lanes = std::array::from_fn(|_| {
         Side::BOTH.map(|side| {
             let head = if side == Side::Key { key_side } else { value_side };
@@ -171,9 +179,9 @@ struct Ahead<'a> {
 }
 
 impl<'a> Ahead<'a> {
-    fn new(bytes: [&'a [u8]; 2]) -> Self {
+    fn new(bytes: [&'a [u8]; 2], steps: usize) -> Self {
         let longest = bytes[0].len().max(bytes[1].len());
-        Self { bytes, step: longest.div_ceil(PREFETCH_STEPS).max(PREFETCH_BYTES) }
+        Self { bytes, step: longest.div_ceil(steps).max(PREFETCH_BYTES) }
     }
 
     /// Asks for a few more lines: many at once would wait for one another.
@@ -197,6 +205,8 @@ impl<'a> Walk<'a> {
         let parts: Vec<Part<'a>> = parts.map(|part| Part::new(part, reader, head)).collect();
         let coded = self.lanes.tiles[0].iter().any(Option::is_some);
         let together = if coded { TOGETHER } else { 1 };
+        let codes = self.keys.is_some() && self.values.is_some();
+        let steps = if codes { CODE_STEPS } else { FLOAT_STEPS };
         let mut opened = Vec::with_capacity(together);
         for first in (0..parts.len()).step_by(together) {
             let at_work = &parts[first..parts.len().min(first + together)];
@@ -209,7 +219,7 @@ impl<'a> Walk<'a> {
             for (slot, (part, [keys, values])) in at_work.iter().zip(&opened).enumerate() {
                 self.lanes.slot = slot;
                 let next = parts.get(first + together + slot);
-                self.ahead = Ahead::new(next.map_or([&[][..]; 2], |part| part.bytes));
+                self.ahead = Ahead::new(next.map_or([&[][..]; 2], |part| part.bytes), steps);
                 for span in spans(part.plan, seen.clone()) {
                     self.score(keys, &span)?;
                     self.ahead.ask();

@@ -112,7 +112,7 @@ fn parse_shape(name: &str) -> Result<Shape, String> {
 
 fn parse_precision(name: &str) -> Result<Precision, String> {
     let known = Precision::ALL.into_iter().find(|precision| precision.name() == name);
-    known.ok_or_else(|| "precisions are single and fast".to_owned())
+    known.ok_or_else(|| "precisions are single, fast and int8".to_owned())
 }
 
 fn parse_instruction_set(name: &str) -> Result<InstructionSet, String> {
