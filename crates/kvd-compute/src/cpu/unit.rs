@@ -29,7 +29,7 @@ struct Queries {
 impl Queries {
     fn new(job: &Job<'_>, unit: &Unit<'_>, side: &HeadSide) -> Self {
         let dim = side.dim();
-        let scale = job.plan.scale.unwrap_or_else(|| 1.0 / (dim as f32).sqrt());
+        let scale = job.plan.score_scale(dim);
         let rows = unit.q.len() * group(job);
         let (mut raw, mut folded) = (Vec::with_capacity(rows * dim), vec![0.0; rows * dim]);
         let mut offsets = Vec::with_capacity(rows);

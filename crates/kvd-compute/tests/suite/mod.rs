@@ -2,6 +2,8 @@
 //! against plain f64 attention over the rows that those pages decode to.
 #![allow(clippy::unwrap_used, dead_code, reason = "a test may fail, and uses its own part")]
 
+pub(crate) mod region;
+
 use bytes::Bytes;
 use kvd_codec::{BlockRows, Calibration, CodecSpec, ModelCodec, PageReader, Samples, Space, fit};
 use kvd_compute::{
