@@ -4,6 +4,7 @@
 use crate::abi::SideShape;
 use crate::lookup;
 use crate::side::{COPY_BYTES, Kernel, Pair, TILE_TOKENS, Variant};
+use crate::spread;
 use kvd_codec::{CodebookScope, CodecSpec, Entropy, GroupAxis, Quantizer, SideSpec, UniformMode};
 use kvd_core::{Geometry, Side};
 
@@ -20,6 +21,8 @@ const LOOKED_UP_DIM_MAX: u32 = 128;
 const QUAD: u32 = 4;
 /// Words beside digits for each row: unit, base, and what three sums begin with.
 const ROW_WORDS: usize = 5;
+/// Bytes of a `SpreadPosition` of `spread.cuh`.
+const PLACE_BYTES: usize = 8;
 /// Rows whose digits one product takes: `FEW_ROWS` of `tensor.cuh`.
 const FEW_ROWS: usize = 4;
 
@@ -33,7 +36,15 @@ pub(crate) fn on_tensor_cores((pair, variant): (Pair, Variant)) -> bool {
         (Kernel::Uniform | Kernel::Polar | Kernel::Lloyd, Kernel::Uniform)
             | (Kernel::Grid, Kernel::Grid)
             | (Kernel::Vq, Kernel::Vq)
+            | (Kernel::BitAlloc, Kernel::BitAlloc)
     )
+}
+
+/// Whether it makes bytes of that side's codes first, and what of the table for it stands in shared
+/// memory.
+pub(crate) fn spread_table((pair, variant): (Pair, Variant), shape: &SideShape) -> Option<usize> {
+    let spreads = on_tensor_cores((pair, variant)) && shape.spread_bytes > 0;
+    spreads.then_some(shape.spread_table as usize)
 }
 
 /// Whether it looks codes of that side up as bytes.
@@ -61,6 +72,9 @@ fn fits(pair: Pair, key: &SideShape, value: &SideShape) -> bool {
     let of_side = |side, shape: &SideShape| {
         if !on_tensor_cores((pair, Variant::Own)) {
             return true;
+        }
+        if shape.kind == Kernel::BitAlloc as u32 {
+            return side == Side::Key || shape.spread_places <= VALUE_DIM_MAX;
         }
         let looks_up = looks_up((pair, Variant::Own), side);
         let dim_max = if looks_up { LOOKED_UP_DIM_MAX } else { VALUE_DIM_MAX };
@@ -118,9 +132,14 @@ pub(crate) fn work_bytes(
         return 0;
     }
     let (dim, grid) = (shape.dim as usize, shape.kind == Kernel::Grid as u32);
+    let spread = spread_table(kernel, shape).is_some();
     let bytes = match side {
         Side::Key => {
-            let positions = if grid { shape.stride as usize } else { dim };
+            let positions = match () {
+                () if grid => shape.stride as usize,
+                () if spread => shape.spread_row as usize,
+                () => dim,
+            };
             let steps = match looks_up(kernel, side) {
                 true => lookup::key_steps(shape, codes_of(shape)),
                 false => positions.div_ceil(STEP_TERMS),
@@ -129,10 +148,15 @@ pub(crate) fn work_bytes(
         }
         // Where each channel is, and what is taken from its codes.
         Side::Value if grid => 4 * rows * dim + 3 * dim + 4,
+        // What each place is worth, and places by channel.
+        Side::Value if spread => {
+            4 * rows * dim + PLACE_BYTES * shape.spread_places as usize + dim.next_multiple_of(4)
+        }
         // A part of the unit for each of several codebooks.
         Side::Value => 4 * (rows * dim + if shape.sets > 1 { shape.sets as usize } else { 0 }),
     };
-    bytes.next_multiple_of(COPY_BYTES)
+    let tile = if spread { shape.spread_bytes as usize } else { 0 };
+    bytes.next_multiple_of(COPY_BYTES) + tile
 }
 
 /// Words of digits of the queries for one step, of four lanes each.
@@ -153,7 +177,10 @@ pub(crate) struct Expected {
 pub(crate) fn expected(codec: &CodecSpec, geometry: &Geometry, rows: usize) -> [Expected; 2] {
     let sides = Side::BOTH.map(|side| (codec.side(side), geometry.head_dim(side)));
     let kernels = sides.map(|(side, _)| kernel_of(side));
-    let shapes = sides.map(|(side, dim)| expected_shape(side, dim));
+    let shapes = Side::BOTH.map(|side| {
+        let (spec, dim) = sides[side.index()];
+        expected_shape(spec, side, dim)
+    });
     let [Some(keys), Some(values)] = kernels else {
         let not = |kernel: Option<Kernel>| match kernel {
             None => "its values are not codes that stand for bytes",
@@ -184,12 +211,13 @@ fn kernel_of(side: &SideSpec) -> Option<Kernel> {
         Quantizer::Polar { .. } => Kernel::Polar,
         Quantizer::Lloyd { .. } => Kernel::Lloyd,
         Quantizer::Vq(_) => Kernel::Vq,
+        Quantizer::BitAlloc { .. } => Kernel::BitAlloc,
         _ => return None,
     })
 }
 
 /// What a side's shape will have of what decides.
-fn expected_shape(side: &SideSpec, dim: usize) -> SideShape {
+fn expected_shape(side: &SideSpec, which: Side, dim: usize) -> SideShape {
     let mut shape = SideShape { dim: dim as u32, scale_tokens: 1, sets: 1, ..SideShape::default() };
     let page = Geometry::BLOCK_TOKENS_MAX;
     shape.bits = side.quantizer.alphabet().map_or(8, |codes| codes.next_power_of_two().ilog2());
@@ -226,6 +254,10 @@ fn expected_shape(side: &SideSpec, dim: usize) -> SideShape {
         Quantizer::Grid { .. } => {
             shape.kind = Kernel::Grid as u32;
             shape.stride = shape.dim;
+        }
+        Quantizer::BitAlloc { .. } => {
+            let (kind, dim) = (Kernel::BitAlloc as u32, shape.dim);
+            shape = SideShape { kind, dim, ..spread::expected(which, dim as usize) };
         }
         _ => {}
     }
@@ -265,6 +297,26 @@ mod tests {
         let hybrid = Pair { keys: Kernel::Hybrid, values: Kernel::Hybrid, huffman: false };
         assert!(fits(hybrid, &shape(48, 1, 9), &shape(1, 48, 9)));
         assert_eq!(work_bytes((hybrid, Variant::Own), Side::Key, &key, 4), 0);
+    }
+
+    #[test]
+    fn bit_allocations_of_too_many_bytes_go_to_the_other_kernel() {
+        let pair = Pair { keys: Kernel::BitAlloc, values: Kernel::BitAlloc, huffman: false };
+        let kind = Kernel::BitAlloc as u32;
+        let [key, value] = Side::BOTH.map(|side| SideShape {
+            kind,
+            dim: 128,
+            bits: 256,
+            ..spread::expected(side, 128)
+        });
+        assert_eq!(variant(pair, &key, &value), Variant::Own);
+        let wide = SideShape { kind, dim: 192, ..spread::expected(Side::Value, 192) };
+        assert_eq!(variant(pair, &key, &wide), Variant::Any, "too many sums");
+        // Five steps of digits, and the tile of bytes.
+        let work = |side, shape| work_bytes((pair, Variant::Own), side, shape, 4);
+        assert_eq!(work(Side::Key, &key), 4 * (4 * 5 + 5 * 4 * 24) + 32 * 160);
+        assert_eq!(work(Side::Value, &value), 4 * 4 * 128 + 8 * 136 + 128 + 4 * (7 * 136 + 160));
+        assert_eq!(work_bytes((pair, Variant::Any), Side::Key, &key, 4), 0);
     }
 
     #[test]

@@ -313,11 +313,14 @@ fn bit_allocations_and_their_outliers_answer_as_the_reference() {
     if !available() {
         return;
     }
-    let codec = "k=mean+pca/bitalloc(b=3.1); v=mean+pca/bitalloc(b=1.3)";
-    for (dim_k, dim_v) in [(64, 64), (36, 80)] {
-        for pages in [&[64, 45][..], &[33], &[1]] {
-            let stored = stored(&geometry(dim_k, dim_v, DType::F16), codec, &layout(pages, 3));
-            agree(&stored, &Ask::last(3, stored.tokens), codec);
+    // Widths of all kinds, levels of one byte and of two, runs whose last four are not full.
+    for (key, value) in [(3.1, 1.3), (1.7, 2.5), (5.6, 4.4), (0.3, 7.2)] {
+        let codec = format!("k=mean+pca/bitalloc(b={key}); v=mean+pca/bitalloc(b={value})");
+        for (dim_k, dim_v) in [(64, 64), (36, 80)] {
+            for pages in [&[64, 45][..], &[33], &[1]] {
+                let stored = stored(&geometry(dim_k, dim_v, DType::F16), &codec, &layout(pages, 3));
+                agree(&stored, &Ask::last(3, stored.tokens), &codec);
+            }
         }
     }
 }

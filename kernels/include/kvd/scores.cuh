@@ -3,7 +3,7 @@
 #pragma once
 
 #include "shared.cuh"
-#include "tensor.cuh"
+#include "spread.cuh"
 
 namespace kvd {
 
@@ -86,7 +86,11 @@ struct Scores<Tensor<Side>, ROWS> {
             }
             const float* query = shared.query_of(row, side.dim);
             if (!folded) {
-                largest[own] = largest_of(query, side.dim);
+                if constexpr (Spreads<Key>::value) {
+                    largest[own] = Key::largest(side, tile, query);
+                } else {
+                    largest[own] = largest_of(query, side.dim);
+                }
             }
             fold_row(order, side, tile, query, row, unit_of(largest[own] * step, QUERY_BITS));
         }

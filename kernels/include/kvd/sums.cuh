@@ -3,7 +3,7 @@
 #pragma once
 
 #include "shared.cuh"
-#include "tensor.cuh"
+#include "spread.cuh"
 
 namespace kvd {
 
@@ -114,7 +114,8 @@ struct Sums<Tensor<Side>, ROWS> {
         if (Value::LOOKS_UP) {
             return BLOCKS;
         }
-        return (side.dim + STEP_COLUMNS * ATTEND_WARPS - 1) / (STEP_COLUMNS * ATTEND_WARPS);
+        const unsigned places = Spreads<Value>::value ? side.spread_places : side.dim;
+        return (places + STEP_COLUMNS * ATTEND_WARPS - 1) / (STEP_COLUMNS * ATTEND_WARPS);
     }
     KVD_DEVICE static unsigned work_bytes(const SideShape& side) {
         return (ROWS * side.dim * 4 + Value::place_bytes(side) + COPY_BYTES - 1) / COPY_BYTES *
@@ -285,6 +286,7 @@ struct Sums<Tensor<Side>, ROWS> {
             }
         }
         const unsigned count = Value::places_of(side, places);
+        float held = 0;
 #pragma unroll
         for (unsigned at = 0; at < 2 * BLOCKS; at++) {
             const unsigned place = first(at / 2) + 2 * lane_word() + at % 2;
@@ -306,8 +308,17 @@ struct Sums<Tensor<Side>, ROWS> {
                 sum = sum * 256.0f + float(three[digit] - bias);
             }
             float& to = out[lane_row() * side.dim + (channel & 0xFFFF)];
-            const float of_channel = step * Value::channel_step(side, places, channel & 0xFFFF);
-            to = (to + (place < count ? sum * unit * of_channel : 0) + base) * factor;
+            if constexpr (Spreads<Value>::value) {
+                // High bytes wait for the low ones.
+                held += sum * unit * Value::step_at(side, places, place);
+                if (at % 2 == 1 || channel >> 16 == 0) {
+                    to = (to + held) * factor;
+                    held = 0;
+                }
+            } else {
+                const float of_code = step * Value::channel_step(side, places, channel & 0xFFFF);
+                to = (to + (place < count ? sum * unit * of_code : 0) + base) * factor;
+            }
         }
         clear();
     }
