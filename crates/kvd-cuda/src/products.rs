@@ -37,6 +37,7 @@ pub(crate) fn on_tensor_cores((pair, variant): (Pair, Variant)) -> bool {
             | (Kernel::Grid, Kernel::Grid)
             | (Kernel::Vq, Kernel::Vq)
             | (Kernel::BitAlloc, Kernel::BitAlloc)
+            | (Kernel::Hybrid, Kernel::Hybrid)
     )
 }
 
@@ -73,8 +74,9 @@ fn fits(pair: Pair, key: &SideShape, value: &SideShape) -> bool {
         if !on_tensor_cores((pair, Variant::Own)) {
             return true;
         }
-        if shape.kind == Kernel::BitAlloc as u32 {
-            return side == Side::Key || shape.spread_places <= VALUE_DIM_MAX;
+        if [Kernel::BitAlloc as u32, Kernel::Hybrid as u32].contains(&shape.kind) {
+            let places = side == Side::Key || shape.spread_places <= VALUE_DIM_MAX;
+            return shape.spread_bytes > 0 && places;
         }
         let looks_up = looks_up((pair, Variant::Own), side);
         let dim_max = if looks_up { LOOKED_UP_DIM_MAX } else { VALUE_DIM_MAX };
@@ -133,6 +135,7 @@ pub(crate) fn work_bytes(
     }
     let (dim, grid) = (shape.dim as usize, shape.kind == Kernel::Grid as u32);
     let spread = spread_table(kernel, shape).is_some();
+    let is_hybrid = shape.kind == Kernel::Hybrid as u32;
     let bytes = match side {
         Side::Key => {
             let positions = match () {
@@ -144,12 +147,14 @@ pub(crate) fn work_bytes(
                 true => lookup::key_steps(shape, codes_of(shape)),
                 false => positions.div_ceil(STEP_TERMS),
             };
-            4 * ((rows * ROW_WORDS).next_multiple_of(4) + steps * digit_words(rows))
+            // Where the sums of a step are scaled, those of its queries too.
+            let sums = if is_hybrid { steps * rows } else { 0 };
+            4 * ((rows * ROW_WORDS).next_multiple_of(4) + steps * digit_words(rows) + sums)
         }
         // Where each channel is, and what is taken from its codes.
         Side::Value if grid => 4 * rows * dim + 3 * dim + 4,
         // What each place is worth, and places by channel.
-        Side::Value if spread => {
+        Side::Value if spread && !is_hybrid => {
             4 * rows * dim + PLACE_BYTES * shape.spread_places as usize + dim.next_multiple_of(4)
         }
         // A part of the unit for each of several codebooks.
@@ -207,6 +212,7 @@ pub(crate) fn expected(codec: &CodecSpec, geometry: &Geometry, rows: usize) -> [
 fn kernel_of(side: &SideSpec) -> Option<Kernel> {
     Some(match side.quantizer {
         Quantizer::Uniform { mode: UniformMode::Asym, .. } => Kernel::Uniform,
+        Quantizer::Uniform { mode: UniformMode::Hybrid, .. } => Kernel::Hybrid,
         Quantizer::Grid { .. } => Kernel::Grid,
         Quantizer::Polar { .. } => Kernel::Polar,
         Quantizer::Lloyd { .. } => Kernel::Lloyd,
@@ -222,14 +228,18 @@ fn expected_shape(side: &SideSpec, which: Side, dim: usize) -> SideShape {
     let page = Geometry::BLOCK_TOKENS_MAX;
     shape.bits = side.quantizer.alphabet().map_or(8, |codes| codes.next_power_of_two().ilog2());
     match side.quantizer {
-        Quantizer::Uniform { axis, group, .. } => {
-            shape.kind = Kernel::Uniform as u32;
+        Quantizer::Uniform { axis, group, mode, .. } => {
+            let is_hybrid = mode == UniformMode::Hybrid;
+            shape.kind = if is_hybrid { Kernel::Hybrid } else { Kernel::Uniform } as u32;
             let group = group.map(u32::from);
             (shape.scale_tokens, shape.scale_channels) = match axis {
                 GroupAxis::Channel => (group.unwrap_or(page), 1),
                 GroupAxis::Token => (1, group.unwrap_or(shape.dim).min(shape.dim)),
                 GroupAxis::Block => (page, shape.dim),
             };
+            if is_hybrid {
+                spread::place_hybrid(which, &mut shape);
+            }
         }
         // Codebooks that are fitted have values on whole levels.
         Quantizer::Vq(vq) => {
@@ -294,9 +304,37 @@ mod tests {
             assert!(!fits(pair, &key, &value), "{key:?} {value:?}");
         }
         // Pairs that multiply floats take every shape.
-        let hybrid = Pair { keys: Kernel::Hybrid, values: Kernel::Hybrid, huffman: false };
-        assert!(fits(hybrid, &shape(48, 1, 9), &shape(1, 48, 9)));
-        assert_eq!(work_bytes((hybrid, Variant::Own), Side::Key, &key, 4), 0);
+        let floats = Pair { keys: Kernel::Fp8, values: Kernel::Fp8, huffman: false };
+        assert!(fits(floats, &shape(48, 1, 9), &shape(1, 48, 9)));
+        assert_eq!(work_bytes((floats, Variant::Own), Side::Key, &key, 4), 0);
+    }
+
+    #[test]
+    fn groups_that_choose_their_mode_are_of_a_step_or_of_a_tile() {
+        let pair = Pair { keys: Kernel::Hybrid, values: Kernel::Hybrid, huffman: false };
+        let kind = Kernel::Hybrid as u32;
+        let shape = |side, scale_tokens, scale_channels, bits| {
+            let shape = SideShape { kind, dim: 128, bits, scale_tokens, ..SideShape::default() };
+            let mut shape = SideShape { scale_channels, ..shape };
+            spread::place_hybrid(side, &mut shape);
+            shape
+        };
+        let (key, value) = (shape(Side::Key, 1, 32, 2), shape(Side::Value, 32, 1, 7));
+        assert_eq!(variant(pair, &key, &value), Variant::Own);
+        for (key, value) in [
+            (shape(Side::Key, 1, 16, 2), value),
+            (shape(Side::Key, 32, 1, 2), value),
+            (shape(Side::Key, 1, 64, 8), value),
+            (key, shape(Side::Value, 16, 1, 2)),
+            (key, shape(Side::Value, 1, 32, 2)),
+        ] {
+            assert_eq!(variant(pair, &key, &value), Variant::Any, "{key:?} {value:?}");
+        }
+        // Four steps of digits and sums; bytes of a tile, four groups of a token.
+        let work = |side, shape| work_bytes((pair, Variant::Own), side, shape, 4);
+        let digits = 4 * (4 * 5 + 4 * 4 * 24 + 4 * 4);
+        assert_eq!(work(Side::Key, &key), digits + 32 * 128 + 8 * 4 * 32);
+        assert_eq!(work(Side::Value, &value), 4 * 4 * 128 + 4 * (7 * 136 + 136) + 8 * 128);
     }
 
     #[test]

@@ -254,6 +254,30 @@ pub(crate) fn head_shapes(
     Ok(HeadShapes { kernel, versions: shapes.collect() })
 }
 
+/// The kernel and shape of equidistant levels.
+fn uniform_shape(
+    (mode, bits, (axis, group)): (UniformMode, u32, (GroupAxis, Option<usize>)),
+    (dim, which): (usize, Side),
+) -> (Kernel, SideShape) {
+    let page = Geometry::BLOCK_TOKENS_MAX as usize;
+    let kernel = match mode {
+        UniformMode::Asym => Kernel::Uniform,
+        UniformMode::Sym => Kernel::Symmetric,
+        UniformMode::Hybrid => Kernel::Hybrid,
+    };
+    let (tokens, channels) = match axis {
+        GroupAxis::Channel => (group.unwrap_or(page), 1),
+        GroupAxis::Token => (1, group.unwrap_or(dim).min(dim)),
+        GroupAxis::Block => (page, dim),
+    };
+    let mut shape = shape(kernel, dim, bits);
+    (shape.scale_tokens, shape.scale_channels) = (tokens as u32, channels as u32);
+    if mode == UniformMode::Hybrid {
+        spread::place_hybrid(which, &mut shape);
+    }
+    (kernel, shape)
+}
+
 /// The kernel and shape of a head's pages, as if its codes had a fixed width.
 fn page_shape(
     (side, which): (&HeadSide, Side),
@@ -266,20 +290,9 @@ fn page_shape(
         Stored::Float(dtype) => (Kernel::of_rows(dtype), rows_shape(dtype, dim)),
         Stored::E4m3 => (Kernel::Fp8, shape(Kernel::Fp8, dim, 8)),
         Stored::Uniform { mode, bits, top, axis, group } => {
-            let kernel = match mode {
-                UniformMode::Asym => Kernel::Uniform,
-                UniformMode::Sym => Kernel::Symmetric,
-                UniformMode::Hybrid => Kernel::Hybrid,
-            };
-            let (tokens, channels) = match axis {
-                GroupAxis::Channel => (group.unwrap_or(page), 1),
-                GroupAxis::Token => (1, group.unwrap_or(dim).min(dim)),
-                GroupAxis::Block => (page, dim),
-            };
-            let mut shape = shape(kernel, dim, bits);
-            (shape.scale_tokens, shape.scale_channels) = (tokens as u32, channels as u32);
-            shape.top = top.into();
-            (kernel, shape)
+            let groups = (axis, group);
+            let (kernel, shape) = uniform_shape((mode, bits, groups), (dim, which));
+            (kernel, SideShape { top: top.into(), ..shape })
         }
         Stored::Codebooks(vq) => {
             let bits = (vq.codebook(0, 0).entries().len() / vq.dim()).ilog2();

@@ -1,13 +1,14 @@
-//! Bit allocations as `kernels/include/kvd/spread.cuh` makes bytes of them: the runs of a row, who
-//! spreads them, their levels as bytes, and what each byte of a row is worth.
+//! Codes as `kernels/include/kvd/spread.cuh` makes bytes of them. Of bit allocations: the runs of
+//! a row, who spreads them, their levels as bytes, and what each byte of a row is worth. Of groups
+//! that choose their mode: the shared memory.
 
 use crate::abi::SideShape;
 use crate::side::{COPY_BYTES, RUNS_MAX, TILE_TOKENS};
 use kvd_codec::level_unit;
-use kvd_core::Side;
+use kvd_core::{Geometry, Side};
 
-/// Codes of which a thread spreads two words at a time are a job of a warp.
-const JOB_ITEMS: usize = 32;
+/// Items of a warp's job, two for every code of a token: `SPREAD_JOB`.
+const JOB_ITEMS: usize = 64;
 /// Widths whose levels registers hold: `SPREAD_BITS_REGISTERS`.
 const REGISTER_BITS: usize = 4;
 const REGISTER_CODES: usize = 1 << REGISTER_BITS;
@@ -123,6 +124,34 @@ fn bytes_of_tile(side: Side, row: usize, places: usize) -> usize {
         Side::Value => row.max(places.next_multiple_of(BLOCK_PLACES)),
     };
     QUAD * ((TOKEN_QUADS - 1) * row + last)
+}
+
+/// Widest codes to whose bytes a sign can be added.
+const SIGNED_BITS_MAX: u32 = 7;
+
+/// Says in the shape of a side whose groups choose their mode what spreading its codes takes, if
+/// its kernel does: of keys a step of the products is of one group of each token, of values a tile
+/// is of one group of each channel.
+pub(crate) fn place_hybrid(side: Side, shape: &mut SideShape) {
+    let (dim, tile) = (shape.dim as usize, TILE_TOKENS as u32);
+    let page = Geometry::BLOCK_TOKENS_MAX;
+    let one_group = shape.scale_tokens.is_multiple_of(tile) || shape.scale_tokens >= page;
+    let fits = match side {
+        Side::Key => {
+            shape.scale_tokens == 1
+                && shape.scale_channels.is_multiple_of(tile)
+                && shape.dim.is_multiple_of(tile)
+        }
+        Side::Value => shape.scale_channels == 1 && one_group && dim.is_multiple_of(QUAD),
+    };
+    if !fits || shape.bits > SIGNED_BITS_MAX {
+        return;
+    }
+    let row = row_of(side, dim);
+    (shape.spread_row, shape.spread_places) = (row as u32, dim as u32);
+    // A step and a zero point, f32, behind the bytes: of keys for each token and 32 channels, of
+    // values for each channel.
+    shape.spread_bytes = (bytes_of_tile(side, row, dim) + 8 * dim) as u32;
 }
 
 /// The shape of what no calibration has said yet: as if all coefficients had codes, one in sixteen
@@ -287,7 +316,7 @@ mod tests {
     #[test]
     fn jobs_are_of_all_codes_and_slots_hold_what_is_staged() {
         let (spread, ..) = spread(Side::Value, &[[0, 40, 4], [40, 16, 2], [56, 8, 0]]);
-        assert_eq!(spread.jobs, [0, 32 << 8, 64 << 8, 1]);
+        assert_eq!(spread.jobs, [0, 64 << 8, 1]);
         let column = |at: usize| spread.runs.iter().map(|run| run[at]).collect::<Vec<_>>();
         assert_eq!((column(4), column(5)), (vec![640, 128, 0], vec![0, 640, 768]));
         assert_eq!(column(6), [0, 640 + 16, 640 + 16 + 128 + 16]);

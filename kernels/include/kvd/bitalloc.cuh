@@ -176,6 +176,7 @@ struct BitAlloc : NeverCoded {
 template <>
 struct Spreads<Tensor<BitAlloc>> {
     static constexpr bool value = true;
+    static constexpr bool of_runs = true;
 };
 
 // With products of bytes: levels of all widths side by side, of one byte or two; their units and the
