@@ -19,6 +19,7 @@ mod lookup;
 mod plan;
 mod products;
 mod side;
+mod spread;
 mod store;
 mod table;
 mod tables;

@@ -7,7 +7,7 @@ use crate::PlanError;
 use crate::abi::{COEFFICIENTS, PageEntry, SideShape, Unit};
 use crate::lanes::{SharedMemory, decoding};
 use crate::lookup;
-use crate::products::{looks_up, on_tensor_cores, resident, variant, work_bytes};
+use crate::products::{looks_up, on_tensor_cores, resident, spread_table, variant, work_bytes};
 use crate::side::{
     COPY_BYTES, HeadShapes, Kernel, LayerTables, Pair, ROWS, TILE_TOKENS, Variant, fallback_shape,
     head_shapes, rows_of, rows_shape, stage_bytes,
@@ -395,9 +395,10 @@ impl Builder<'_> {
         let (units, sizes) = self.units.entry((pair, variant, rows)).or_default();
         // Runs and Huffman tables stand behind a side's own table.
         let table = |side, shape: &SideShape| {
-            let own = match looks_up((pair, variant), side) {
-                true => lookup::table_bytes(shape),
-                false => shape.table_bytes as usize,
+            let own = match spread_table((pair, variant), shape) {
+                Some(bytes) => bytes,
+                None if looks_up((pair, variant), side) => lookup::table_bytes(shape),
+                None => shape.table_bytes as usize,
             };
             let lanes = shape.lane_bytes as usize;
             own.next_multiple_of(COPY_BYTES) + lanes.next_multiple_of(COPY_BYTES)
