@@ -18,7 +18,7 @@ const UNIT_PARTS_MIN: usize = 8;
 pub(super) struct Unit<'a> {
     pub(super) query: &'a PlanQuery,
     /// Index of the query's first token in the batch.
-    batch_row: usize,
+    pub(super) batch_row: usize,
     /// Query tokens within the query.
     pub(super) q: Range<u32>,
     pub(super) head: usize,

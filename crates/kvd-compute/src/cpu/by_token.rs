@@ -92,15 +92,18 @@ impl Keys {
         let Place { page, in_page, in_span } = place;
         self.load(simd, &page, in_page);
         let Self { groups, lookup, queries, scales, codes: bytes, dots, .. } = self;
-        codes.spread(simd, bytes);
         let pairs = queries.len();
+        if groups.mode == UniformMode::Hybrid {
+            let quads = queries[0].channels.len() / hybrid::QUAD;
+            let signs = hybrid::Signs { words: &scales.signs, lanes: TILE, quads };
+            hybrid::spread(simd, codes, signs, bytes);
+        } else {
+            codes.spread(simd, bytes);
+        }
         debug_assert_eq!(scales.steps.len(), pairs * TILE);
         for (index, group) in queries.iter().enumerate() {
             let (channels, tokens) = (group.channels.clone(), index * TILE..(index + 1) * TILE);
-            let bytes = &mut bytes[channels.start * TILE..channels.end * TILE];
-            if groups.mode == UniformMode::Hybrid {
-                hybrid::sign(simd, bytes, &scales.signs[tokens.clone()]);
-            }
+            let bytes = &bytes[channels.start * TILE..channels.end * TILE];
             let codes = TileCodes { bytes, width: 8, per_row: channels.len() };
             let scales = TokenScales {
                 steps: &scales.steps[tokens.clone()],

@@ -1,7 +1,7 @@
 //! Scales of pages whose groups choose their mode: zero points, steps and signs, apart; and codes
 //! with their signs as bytes.
 
-use super::dots::BIAS;
+use super::dots::{BIAS, TileCodes};
 use super::scores::TILE;
 use super::simd::{InstructionSet, Simd, per_level};
 use kvd_codec::HybridLayout;
@@ -49,6 +49,10 @@ impl Groups {
         }
         for values in [&mut self.zeros, &mut self.steps, &mut self.centres] {
             values.resize(count, 0.0);
+        }
+        #[cfg(target_arch = "x86_64")]
+        if super::hybrid_512_x86::load(simd, self, rows, turned) {
+            return;
         }
         read(simd, self, rows);
         DType::F16.widen(&self.halves, &mut self.steps);
@@ -143,13 +147,37 @@ fn turn(values: &[u32], pairs: usize, out: &mut [u32]) {
     }
 }
 
+/// Signs of a tile's codes, whose summed axis has groups.
+#[derive(Clone, Copy)]
+pub(super) struct Signs<'a> {
+    /// A bit per summed code of a group, `[groups, lanes]`.
+    pub(super) words: &'a [u32],
+    pub(super) lanes: usize,
+    /// Fours of summed codes of a group.
+    pub(super) quads: usize,
+}
+
+/// Writes a tile's codes (`[summed / 4, lanes, 4]`, below 128) as bytes of signed values plus
+/// [`BIAS`].
+pub(super) fn spread(simd: Simd, codes: TileCodes<'_>, signs: Signs<'_>, out: &mut [u8]) {
+    #[cfg(target_arch = "x86_64")]
+    if super::hybrid_512_x86::spread(simd, codes, signs, out) {
+        return;
+    }
+    codes.spread(simd, out);
+    let groups = out.chunks_mut(QUAD * signs.quads * signs.lanes);
+    groups.zip(signs.words.chunks_exact(signs.lanes)).for_each(|(codes, words)| {
+        sign(simd, codes, words);
+    });
+}
+
 /// Makes codes (`[summed / 4, lanes, 4]`, at most [`TILE`] summed, below 128) bytes of signed
 /// values plus [`BIAS`]; each lane's signs are a word of a bit per summed code.
-pub(super) fn sign(simd: Simd, codes: &mut [u8], signs: &[u32]) {
+fn sign(simd: Simd, codes: &mut [u8], signs: &[u32]) {
     assert!(codes.len() <= TILE * signs.len(), "sign: more codes than signs");
     #[cfg(target_arch = "x86_64")]
     if simd.set() != InstructionSet::Portable {
-        return super::hybrid_x86::sign(simd, codes.as_chunks_mut::<QUAD>().0, signs);
+        return super::hybrid_x86::sign(codes.as_chunks_mut::<QUAD>().0, signs);
     }
     for (quad, codes) in codes.chunks_exact_mut(QUAD * signs.len()).enumerate() {
         let (codes, first) = (codes.as_chunks_mut::<QUAD>().0, (QUAD * quad) as u32);
@@ -178,21 +206,72 @@ mod tests {
 
     #[test]
     fn signs_reach_their_codes() {
-        for lanes in [1, 8, 32, 80, 128] {
-            for summed in [4, 20, 32] {
-                let codes: Vec<u8> = (0..lanes * summed).map(|i| (i * 37 % 128) as u8).collect();
-                let signs: Vec<u32> =
-                    (0..lanes as u32).map(|i| i.wrapping_mul(2_654_435_761)).collect();
+        for (lanes, summed, of_group) in [
+            (1usize, 4usize, 4),
+            (8, 20, 20),
+            (32, 128, 32),
+            (80, 32, 32),
+            (128, 32, 32),
+            (32, 80, 32),
+        ] {
+            let signs: Vec<u32> = (0..(lanes * summed.div_ceil(of_group)) as u32)
+                .map(|i| i.wrapping_mul(2_654_435_761))
+                .collect();
+            for width in [1, 2, 4, 8] {
+                let bytes: Vec<u8> = (0..lanes * summed * width / 8)
+                    .map(|i| (i * 37 % 251) as u8 & if width == 8 { 127 } else { 255 })
+                    .collect();
+                let codes = TileCodes { bytes: &bytes, width: width as u32, per_row: 1 };
+                if !(lanes * summed).is_multiple_of(8 / width) {
+                    continue;
+                }
                 for simd in Simd::available() {
-                    let mut bytes = codes.clone();
-                    sign(simd, &mut bytes, &signs);
-                    for (at, (byte, code)) in bytes.iter().zip(&codes).enumerate() {
-                        let (lane, bit) = (at / 4 % lanes, at / (4 * lanes) * 4 + at % 4);
-                        let negative = signs[lane] >> bit & 1 == 1;
-                        let value = if negative { -i32::from(*code) } else { i32::from(*code) };
-                        assert_eq!(i32::from(*byte) - BIAS, value, "{simd:?} {lanes} {at}");
+                    let mut out = vec![0; lanes * summed];
+                    let quads = of_group / QUAD;
+                    spread(simd, codes, Signs { words: &signs, lanes, quads }, &mut out);
+                    for (at, byte) in out.iter().enumerate() {
+                        let (plane, from) = (at / bytes.len(), at % bytes.len());
+                        let mask = u8::MAX >> (8 - width);
+                        let code = i32::from(bytes[from] >> (plane * width) & mask);
+                        let (lane, index) = (at / 4 % lanes, at / (4 * lanes) * 4 + at % 4);
+                        let word = signs[index / of_group * lanes + lane];
+                        let value = if word >> (index % of_group) & 1 == 1 { -code } else { code };
+                        let context = format!("{simd:?} {lanes} {summed} {width} {at}");
+                        assert_eq!(i32::from(*byte) - BIAS, value, "{context}");
                     }
                 }
+            }
+        }
+    }
+
+    #[test]
+    fn scales_are_the_same_on_every_level() {
+        for (pairs, rows, first, turned) in [
+            (4, 32, 32, true),
+            (4, 16, 4, true),
+            (3, 32, 0, true),
+            (2, 32, 32, true),
+            (128, 1, 3, false),
+            (80, 2, 1, false),
+            (40, 1, 1, false),
+        ] {
+            let (mask_bytes, row_bytes) = ((rows + first) * pairs / 8 + 1, 6 * pairs);
+            let layout = HybridLayout { mask_bytes, word_bytes: 4, row_bytes };
+            let bytes: Vec<u8> = (0..mask_bytes + (rows + first) * row_bytes)
+                .map(|i| (i.wrapping_mul(2_654_435_761) >> 13) as u8 & 0x7B)
+                .collect();
+            let rows = ScaleRows { bytes: &bytes, layout, first, count: rows, pairs };
+            let load = |simd| {
+                let mut groups = Groups::default();
+                groups.load(simd, rows, turned);
+                let bits = [groups.zeros, groups.steps, groups.centres]
+                    .map(|values| values.into_iter().map(f32::to_bits).collect::<Vec<_>>());
+                (bits, groups.signs)
+            };
+            let levels = Simd::available();
+            let portable = load(Simd::of(InstructionSet::Portable).unwrap());
+            for simd in levels {
+                assert_eq!(load(simd), portable, "{simd:?} {pairs} {turned}");
             }
         }
     }

@@ -1,23 +1,17 @@
-//! `hybrid.rs` in AVX-512 and AVX2: a sign is a bit of its lane's word, tested where its code lies.
+//! `hybrid.rs` in AVX2: a sign is a bit of its lane's word, tested where its code lies.
 #![allow(unsafe_code)] // A call after detection, register loads and stores.
 
 use super::dots::BIAS;
 use super::hybrid::{QUAD, sign_four};
-use super::simd::{InstructionSet, Simd};
 use std::arch::x86_64::*;
 
 /// Makes fours of codes, `[summed / 4, lanes]`, bytes of signed values; the signs of a lane are the
 /// bits of its word.
-pub(super) fn sign(simd: Simd, codes: &mut [[u8; QUAD]], signs: &[u32]) {
+pub(super) fn sign(codes: &mut [[u8; QUAD]], signs: &[u32]) {
     assert!(codes.len().is_multiple_of(signs.len()), "sign: lanes");
     assert!(codes.len() <= 8 * signs.len(), "sign: more codes than signs");
     // SAFETY: the instruction set was detected.
-    let done = unsafe {
-        match simd.set() {
-            InstructionSet::Avx512 => sign_512(codes, signs),
-            _ => sign_256(codes, signs),
-        }
-    };
+    let done = unsafe { sign_256(codes, signs) };
     if done < signs.len() {
         for (quad, codes) in codes.chunks_exact_mut(signs.len()).enumerate() {
             let rest = codes[done..].iter_mut().zip(&signs[done..]);
@@ -30,30 +24,6 @@ pub(super) fn sign(simd: Simd, codes: &mut [[u8; QUAD]], signs: &[u32]) {
 const BITS: [i32; 2] = [0x0804_0201, 0x8040_2010_u32.cast_signed()];
 /// The first byte of each of four words, for each of its four bytes.
 const LANES: [i32; 4] = [0, 0x0404_0404, 0x0808_0808, 0x0C0C_0C0C];
-
-/// Takes 16 lanes at a time, and says how many of them it took.
-#[target_feature(enable = "avx512f,avx512bw")]
-fn sign_512(codes: &mut [[u8; QUAD]], signs: &[u32]) -> usize {
-    let bias = _mm512_set1_epi8(BIAS as i8);
-    let lanes = _mm512_set4_epi32(LANES[3], LANES[2], LANES[1], LANES[0]);
-    for (quad, codes) in codes.chunks_exact_mut(signs.len()).enumerate() {
-        let bits = _mm512_set1_epi32(BITS[quad % 2]);
-        let select = _mm512_add_epi8(lanes, _mm512_set1_epi8((quad / 2) as i8));
-        let codes = codes.as_chunks_mut::<16>().0;
-        for (codes, signs) in codes.iter_mut().zip(signs.as_chunks::<16>().0) {
-            let codes = codes.as_mut_ptr().cast();
-            // SAFETY: 64 bytes each.
-            let (four, words) =
-                unsafe { (_mm512_loadu_si512(codes), _mm512_loadu_si512(signs.as_ptr().cast())) };
-            let negative = _mm512_test_epi8_mask(_mm512_shuffle_epi8(words, select), bits);
-            let positive = _mm512_add_epi8(bias, four);
-            let biased = _mm512_mask_sub_epi8(positive, negative, bias, four);
-            // SAFETY: 64 bytes.
-            unsafe { _mm512_storeu_si512(codes, biased) };
-        }
-    }
-    signs.len() / 16 * 16
-}
 
 /// Takes eight lanes at a time, and says how many of them it took.
 #[target_feature(enable = "avx2")]

@@ -52,10 +52,13 @@ mod huffman_scalar;
 #[cfg(target_arch = "x86_64")]
 mod huffman_x86;
 mod hybrid;
+#[cfg(target_arch = "x86_64")]
+mod hybrid_512_x86;
 #[cfg(target_arch = "aarch64")]
 mod hybrid_neon;
 #[cfg(target_arch = "x86_64")]
 mod hybrid_x86;
+mod key_scores;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod lanes;
 #[cfg(target_arch = "aarch64")]
@@ -213,6 +216,45 @@ impl CpuBackend {
         Ok(())
     }
 
+    /// Scores of one query token against the keys that the plan names, all of them kept: what
+    /// softmax would take, `[q_heads, tokens]`, and -infinity where a token is not seen. Values are
+    /// not read.
+    ///
+    /// # Errors
+    /// As [`Backend::attend`].
+    ///
+    /// # Panics
+    /// When the plan has not one query of one token, or `out` another length.
+    pub fn key_scores(&self, plan: &AttendPlan, out: &mut [f32]) -> Result<(), BackendError> {
+        assert!(matches!(&plan.queries[..], [query] if query.n_q == 1), "one query token");
+        let scores = plan.queries[0].tokens() * u64::from(plan.q_heads);
+        assert_eq!(out.len() as u64, scores, "a score for each query head and token");
+        self.with_job(plan, |job| key_scores::run(job, out))
+    }
+
+    /// Runs a plan on the threads, if its queries are numbers.
+    fn with_job<T: Send>(
+        &self,
+        plan: &AttendPlan,
+        run: impl FnOnce(&attend::Job<'_>) -> Result<T, BackendError> + Send,
+    ) -> Result<T, BackendError> {
+        if let Some((index, value)) = rows::first_non_finite(plan.dtype, &plan.q) {
+            return Err(BackendError::NonFiniteQuery { index, value });
+        }
+        let codec = self.codec(plan.model)?;
+        let mut q = vec![0f32; plan.q.len() / plan.dtype.size_bytes()];
+        plan.dtype.widen(&plan.q, &mut q);
+        let job = attend::Job {
+            plan,
+            reader: Reader { arena: &self.arena, codec, layer: plan.layer },
+            simd: self.simd,
+            precision: self.precision,
+            q: &q,
+            threads: self.threads.current_num_threads(),
+        };
+        self.threads.install(|| run(&job))
+    }
+
     /// Writes bytes to page memory as they are: rows or pages that lie on another device.
     ///
     /// # Panics
@@ -320,21 +362,7 @@ impl Backend for CpuBackend {
     }
 
     fn attend(&mut self, plan: &AttendPlan) -> Result<Attended, BackendError> {
-        if let Some((index, value)) = rows::first_non_finite(plan.dtype, &plan.q) {
-            return Err(BackendError::NonFiniteQuery { index, value });
-        }
-        let codec = self.codec(plan.model)?;
-        let mut q = vec![0f32; plan.q.len() / plan.dtype.size_bytes()];
-        plan.dtype.widen(&plan.q, &mut q);
-        let job = attend::Job {
-            plan,
-            reader: Reader { arena: &self.arena, codec, layer: plan.layer },
-            simd: self.simd,
-            precision: self.precision,
-            q: &q,
-            threads: self.threads.current_num_threads(),
-        };
-        self.threads.install(|| attend::attend(&job))
+        self.with_job(plan, attend::attend)
     }
 
     fn load(&mut self, plan: &LoadPlan) -> Result<LoadedRows, BackendError> {

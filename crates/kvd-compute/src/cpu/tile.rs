@@ -249,6 +249,11 @@ impl Span {
         self.wanted.start.max(tile * TILE)..self.wanted.end.min((tile + 1) * TILE)
     }
 
+    /// Position of a row that is wanted, counted from the span's start.
+    pub(crate) fn token(&self, row: usize) -> usize {
+        (self.position + row as i64) as usize
+    }
+
     /// The wanted rows whose position is in `visible`.
     pub(crate) fn visible(&self, visible: &Range<u32>) -> Range<usize> {
         let row = |token: u32| usize::try_from(i64::from(token) - self.position).unwrap_or(0);

@@ -325,8 +325,9 @@ impl Values {
             let mut signed = std::mem::take(&mut self.signed);
             if self.groups.mode == UniformMode::Hybrid {
                 signed.resize(TILE * self.dim, 0);
-                codes.spread(simd, &mut signed);
-                hybrid::sign(simd, &mut signed, &self.scales.hybrid.signs);
+                let (words, lanes) = (&self.scales.hybrid.signs, self.dim);
+                let signs = hybrid::Signs { words, lanes, quads: TILE / hybrid::QUAD };
+                hybrid::spread(simd, codes, signs, &mut signed);
                 codes = TileCodes { bytes: &signed, width: 8, ..codes };
             }
             for first in (0..weights.rows()).step_by(ROWS) {

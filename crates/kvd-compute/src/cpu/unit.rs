@@ -17,7 +17,7 @@ use kvd_core::Side;
 use std::ops::Range;
 
 /// The queries of a unit, once as given and once folded into coefficient space.
-struct Queries {
+pub(super) struct Queries {
     raw: Vec<f32>,
     folded: Vec<f32>,
     /// What to add to scores of coefficient pages.
@@ -39,6 +39,14 @@ impl Queries {
             offsets.push(side.fold_query(&raw[row * dim..], folded));
         }
         Self { raw, folded, offsets, zeros: vec![0.0; rows] }
+    }
+
+    /// What to add to scores of keys of that space.
+    pub(super) fn offsets_of(&self, space: Space) -> &[f32] {
+        match space {
+            Space::Raw => &self.zeros,
+            Space::Coefficient => &self.offsets,
+        }
     }
 }
 
@@ -81,12 +89,12 @@ fn pieces(range: Range<usize>, len: usize) -> impl Iterator<Item = Range<usize>>
 }
 
 /// What a unit keeps from span to span.
-struct Walk<'a> {
-    job: &'a Job<'a>,
-    unit: &'a Unit<'a>,
-    queries: Queries,
+pub(super) struct Walk<'a> {
+    pub(super) job: &'a Job<'a>,
+    pub(super) unit: &'a Unit<'a>,
+    pub(super) queries: Queries,
     states: Vec<PartialState>,
-    scores: Scores,
+    pub(super) scores: Scores,
     keys: Option<Keys>,
     values: Option<Values>,
     lanes: AtWork,
@@ -100,43 +108,13 @@ struct Walk<'a> {
 }
 
 pub(super) fn run(job: &Job<'_>, unit: &Unit<'_>) -> Result<Vec<PartialState>, BackendError> {
-    let head = |side| job.reader.codec.head(job.reader.layer, side, unit.head);
-    let (key_side, value_side) = (head(Side::Key), head(Side::Value));
-    let queries = Queries::new(job, unit, key_side);
-    let rows = queries.offsets.len();
-    let dim_v = value_side.dim();
-    // AMX multiplies factors of two bytes in the time of one.
-    let precision = match job.precision {
-        Precision::Int8 if wants_bytes(job.simd, rows) => Precision::Fast,
-        precision => precision,
-    };
-    let how = (job.simd, precision);
-    let fast = precision != Precision::Single;
-    let lanes = std::array::from_fn(|_| {
-        Side::BOTH.map(|side| {
-            let head = if side == Side::Key { key_side } else { value_side };
-            fast.then(|| LaneTiles::new(head, side)).flatten()
-        })
-    });
-    let [[key_tiles, value_tiles], ..]: &[[Option<LaneTiles>; 2]; TOGETHER] = &lanes;
-    let keys = Keys::new(how, key_side, key_tiles.as_ref(), &queries.folded);
-    let values = Values::new(how, value_side, value_tiles.as_ref(), rows);
-    let mut walk = Walk {
-        job,
-        unit,
-        queries,
-        states: (0..rows).map(|_| PartialState::empty(dim_v)).collect(),
-        scores: Scores::new(rows),
-        keys,
-        lanes: AtWork { tiles: lanes, decoded: [[false; 2]; TOGETHER], slot: 0 },
-        sums: if values.is_some() { vec![0.0; rows * dim_v] } else { Vec::new() },
-        values,
-        codes: vec![0; SPAN * key_side.dim().max(dim_v)],
-        tile: vec![0.0; TILE * key_side.dim().max(dim_v)],
-        ahead: Ahead::default(),
-    };
-    walk.parts()?;
-    Ok(walk.finish(value_side))
+    let mut walk = Walk::new(job, unit);
+    walk.parts(|walk, [keys, values], span| {
+        walk.ahead.ask();
+        walk.weigh(span, keys.space(), values.space());
+        walk.accumulate(values, span)
+    })?;
+    Ok(walk.finish(job.reader.codec.head(job.reader.layer, Side::Value, unit.head)))
 }
 
 /// A part of the plan, and where its rows or pages lie, by side.
@@ -195,7 +173,49 @@ impl<'a> Ahead<'a> {
 }
 
 impl<'a> Walk<'a> {
-    fn parts(&mut self) -> Result<(), BackendError> {
+    pub(super) fn new(job: &'a Job<'a>, unit: &'a Unit<'a>) -> Self {
+        let head = |side| job.reader.codec.head(job.reader.layer, side, unit.head);
+        let (key_side, value_side) = (head(Side::Key), head(Side::Value));
+        let queries = Queries::new(job, unit, key_side);
+        let rows = queries.offsets.len();
+        let dim_v = value_side.dim();
+        // AMX multiplies factors of two bytes in the time of one.
+        let precision = match job.precision {
+            Precision::Int8 if wants_bytes(job.simd, rows) => Precision::Fast,
+            precision => precision,
+        };
+        let how = (job.simd, precision);
+        let fast = precision != Precision::Single;
+        let lanes = std::array::from_fn(|_| {
+            Side::BOTH.map(|side| {
+                let head = if side == Side::Key { key_side } else { value_side };
+                fast.then(|| LaneTiles::new(head, side)).flatten()
+            })
+        });
+        let [[key_tiles, value_tiles], ..]: &[[Option<LaneTiles>; 2]; TOGETHER] = &lanes;
+        let keys = Keys::new(how, key_side, key_tiles.as_ref(), &queries.folded);
+        let values = Values::new(how, value_side, value_tiles.as_ref(), rows);
+        Self {
+            job,
+            unit,
+            queries,
+            states: (0..rows).map(|_| PartialState::empty(dim_v)).collect(),
+            scores: Scores::new(rows),
+            keys,
+            lanes: AtWork { tiles: lanes, decoded: [[false; 2]; TOGETHER], slot: 0 },
+            sums: if values.is_some() { vec![0.0; rows * dim_v] } else { Vec::new() },
+            values,
+            codes: vec![0; SPAN * key_side.dim().max(dim_v)],
+            tile: vec![0.0; TILE * key_side.dim().max(dim_v)],
+            ahead: Ahead::default(),
+        }
+    }
+
+    /// Scores keys span by span and hands each on, with the rows of its part by side.
+    pub(super) fn parts(
+        &mut self,
+        mut scored: impl FnMut(&mut Self, &[Rows<'a>; 2], &Span) -> Result<(), BackendError>,
+    ) -> Result<(), BackendError> {
         // The union of what the unit's query tokens see; spans outside are never decoded.
         let seen = self.unit.query.visible(self.unit.q.start).start
             ..self.unit.query.visible(self.unit.q.end - 1).end;
@@ -216,15 +236,13 @@ impl<'a> Walk<'a> {
             if coded {
                 self.decode(at_work, &opened, &seen)?;
             }
-            for (slot, (part, [keys, values])) in at_work.iter().zip(&opened).enumerate() {
+            for (slot, (part, rows)) in at_work.iter().zip(&opened).enumerate() {
                 self.lanes.slot = slot;
                 let next = parts.get(first + together + slot);
                 self.ahead = Ahead::new(next.map_or([&[][..]; 2], |part| part.bytes), steps);
                 for span in spans(part.plan, seen.clone()) {
-                    self.score(keys, &span)?;
-                    self.ahead.ask();
-                    self.weigh(&span, keys.space(), values.space());
-                    self.accumulate(values, &span)?;
+                    self.score(&rows[0], &span)?;
+                    scored(self, rows, &span)?;
                 }
             }
         }
@@ -311,10 +329,7 @@ impl<'a> Walk<'a> {
             }
             for rows in pieces(first..first + group, softmax::ROWS) {
                 self.ahead.ask();
-                let offsets = match key_space {
-                    Space::Raw => &self.queries.zeros[rows.clone()],
-                    Space::Coefficient => &self.queries.offsets[rows.clone()],
-                };
+                let offsets = &self.queries.offsets_of(key_space)[rows.clone()];
                 let (mut maxima, mut sums) = ([0f32; softmax::ROWS], Sums::default());
                 let scores = self.scores.some_mut(rows.start, rows.len());
                 let some = Seen { rows: scores, tokens: seen.clone() };

@@ -1,0 +1,53 @@
+//! Scores of keys alone, all of them kept: what softmax would take.
+
+use super::attend::{Job, Unit, group};
+use super::softmax::{self, Seen};
+use super::tile::{Rows, Span};
+use super::unit::Walk;
+use crate::BackendError;
+use rayon::prelude::*;
+
+/// Writes the scores of the plan's one query token, `[q_heads, tokens]`; the caller has checked
+/// shapes and that `q` is finite. Tokens that it does not see are -infinity.
+pub(super) fn run(job: &Job<'_>, out: &mut [f32]) -> Result<(), BackendError> {
+    let query = &job.plan.queries[0];
+    let tokens = query.tokens() as usize;
+    if tokens == 0 {
+        return Ok(());
+    }
+    let heads = out.par_chunks_exact_mut(group(job) * tokens).enumerate();
+    heads.try_for_each(|(head, out)| {
+        let unit = Unit { query, batch_row: 0, q: 0..1, head, parts: &query.parts };
+        let _registers = job.simd.in_use();
+        out.fill(f32::NEG_INFINITY);
+        Walk::new(job, &unit).parts(|walk, [keys, _], span| {
+            walk.keep(keys, span, out);
+            Ok(())
+        })
+    })
+}
+
+impl Walk<'_> {
+    /// Writes the finished scores of a span into `[rows, tokens]` of the plan.
+    fn keep(&mut self, keys: &Rows<'_>, span: &Span, out: &mut [f32]) {
+        let query = self.unit.query;
+        let seen = span.visible(&query.visible(0));
+        if seen.is_empty() {
+            return;
+        }
+        let rows = self.scores.rows();
+        let tokens = out.len() / rows;
+        let at = span.token(seen.start) - query.parts[0].first_token as usize;
+        for first in (0..rows).step_by(softmax::ROWS) {
+            let count = softmax::ROWS.min(rows - first);
+            let offsets = &self.queries.offsets_of(keys.space())[first..first + count];
+            let mut maxima = [0f32; softmax::ROWS];
+            let some = Seen { rows: self.scores.some_mut(first, count), tokens: seen.clone() };
+            softmax::finish(self.job.simd, some, offsets, self.job.plan.soft_cap, &mut maxima);
+            for row in first..first + count {
+                let scores = &self.scores.row(row)[seen.clone()];
+                out[row * tokens + at..][..scores.len()].copy_from_slice(scores);
+            }
+        }
+    }
+}
