@@ -9,8 +9,7 @@ sequence, one query token; nanoseconds of processor time per token and KV head, 
 included. Keys and values rotate over more bytes than the last-level cache holds. Every peer in its
 best form known to us: torch with the query heads of a KV head folded into rows, onnxruntime with
 past and present in one buffer, ggml and ik_llama.cpp with a cache by head. Encoding: nanoseconds
-per value. Scores: keys of 2 bits against four queries; kvd's figure has the softmax and 8 channels
-of raw values in it. Codes: nanoseconds per Huffman code.
+per value. Scores: keys of 2 bits against four queries; faiss keeps the best, kvd all of them. Codes: nanoseconds per Huffman code.
 
 A peer that is not installed is named and left out; README.md says how to build those that do not
 install as packages. Only ratios within one run mean anything.
@@ -30,10 +29,12 @@ ATTEND = (
     "raw fp8 kivi-4 kivi-2 innerq-2 polar-4+4 turbo-4 vecinfer-2 vecinfer-2-reg "
     "kvd-2-fast kvcomp kvd-4 kvd-2"
 ).split()
+# Two bytes of queries and weights, and one as the peers' kernels of quantized rows.
+PRECISIONS = ("fast", "int8")
 # Codecs whose values are coded as a quantizer of faiss does, and its sub-vectors and bits.
 ENCODE = {"k=raw; v=vq(d=4,b=8)": (32, 8), "k=raw; v=vq(d=2,b=4)": (64, 4)}
-# Keys of as many bits as faiss's 64 codes of 4 bits, and values that cost next to nothing.
-SCORES, SCORES_SHAPE = "k=vq(d=2,b=4); v=raw", f"{KV_HEADS}x{GROUP}x{DIM}x8"
+# Keys of as many bits as faiss's 64 codes of 4 bits; values are not read.
+SCORES = "k=vq(d=2,b=4); v=vq(d=2,b=4)"
 SCAN_ROWS = 1_000_000
 # Normal values at about 2.2 and 2.9 bits of entropy; pages of 64 tokens are 8192 codes.
 CODES = [f"k=uniform(rel={step},axis=block)/huffman; v=raw" for step in (0.134, 0.082)]
@@ -286,17 +287,22 @@ def main():
             codes.add(f"{row['name']}, {row['bits']:.2f} stored", row["ns"])
         os.sched_setaffinity(0, everywhere)
         size = ["--context", str(arguments.context), "--buffer", str(int(arguments.buffer))]
-        answer = kvd(arguments.kvd, "attend", arguments.codec or ATTEND, *size)
-        machine = answer["machine"]
-        for row in answer["rows"]:
-            name = f"kvd {row['codec']}"
-            attend.add(name, [row["cpu_ns"]["median"]])
-            errors[name] = row["kernel_error"]
+        for precision in PRECISIONS:
+            more = [*size, "--precision", precision]
+            answer = kvd(arguments.kvd, "attend", arguments.codec or ATTEND, *more)
+            machine = answer["machine"]
+            for row in answer["rows"]:
+                name = f"kvd {row['codec']}" + (f" {precision}" if precision != "fast" else "")
+                attend.add(name, [row["cpu_ns"]["median"]])
+                errors[name] = row["kernel_error"]
         for row in kvd(arguments.kvd, "codec", ENCODE)["rows"]:
             if row["side"] == "v":
                 encode.add(f"kvd v={row['side_spec']}", [row["encode_ns"]["median"]])
-        for row in kvd(arguments.kvd, "attend", [SCORES], *size, "--shape", SCORES_SHAPE)["rows"]:
-            scores.add(f"kvd {row['codec']}", [row["cpu_ns"]["median"]])
+        for precision in PRECISIONS:
+            more = [*size, "--precision", precision]
+            for row in kvd(arguments.kvd, "scores", [SCORES], *more)["rows"]:
+                name = f"kvd {row['codec']} {precision}, error {row['kernel_error']:.1e}"
+                scores.add(name, [row["cpu_ns"]["median"]])
         for row in kvd(arguments.kvd, "codec", CODES)["rows"]:
             if row["codes_ns"]:
                 name = f"kvd decode {row['side_spec']}, {row['bits_per_value']:.2f} stored"

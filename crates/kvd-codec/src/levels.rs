@@ -8,6 +8,8 @@ const LEVELS: f32 = 127.0;
 const UNIT_BITS: u32 = 4;
 /// Units below this would need more digits than an f16 has there.
 const UNIT_MIN: f32 = 1.0 / (1u32 << 20) as f32;
+/// A small number added to it has no bits below one: adding and subtracting it rounds.
+const WHOLE: f32 = 12_582_912.0;
 
 /// The smallest number of [`UNIT_BITS`] significant bits that is not below `x`, which is normal.
 fn round_up(x: f32) -> f32 {
@@ -40,10 +42,11 @@ pub fn level_unit(values: &[f32]) -> Option<f32> {
         return None;
     }
     let first = round_up(least);
+    // No exit half-way and no call for each value: many at once.
     let fits = |unit: &f32| {
-        values.iter().all(|value| {
-            let level = (value / unit).round();
-            level.abs() <= LEVELS && level * unit == *value
+        values.iter().fold(true, |fit, value| {
+            let level = (value / unit + WHOLE) - WHOLE;
+            fit & (level.abs() <= LEVELS) & (level * unit == *value)
         })
     };
     let next = |unit: &f32| Some(round_up(unit * (1.0 + f32::EPSILON)));

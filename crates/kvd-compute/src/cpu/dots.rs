@@ -79,10 +79,15 @@ impl Lookup {
     pub(crate) fn table(dims: usize, bits: u32, entries: &[f32]) -> Option<Self> {
         let scale = level_unit(entries)?;
         let count = entries.len() / dims;
-        let value = |code: usize, dim: usize| {
-            ((entries[code % count * dims + dim] / scale).round() as i32 + BIAS) as u8
+        let table = |dim: usize| {
+            let mut table = [0; 256];
+            for (byte, entry) in table.iter_mut().zip(entries.chunks_exact(dims)) {
+                *byte = (whole(entry[dim] / scale) + BIAS) as u8;
+            }
+            // Bits above a code do not matter.
+            (count..256).for_each(|code| table[code] = table[code % count]);
+            table
         };
-        let table = |dim| std::array::from_fn(|code| value(code, dim));
         Some(Self { dims, bits, tables: (0..dims).map(table).collect(), bias: BIAS, scale })
     }
 
@@ -109,6 +114,14 @@ impl Lookup {
             }
         }
     }
+}
+
+/// The whole number that a value below `2^22` is next to; a call of `round` took longer than the
+/// rest of a table.
+fn whole(value: f32) -> i32 {
+    /// Values added to it have no bits below one.
+    const WHOLE: f32 = 12_582_912.0;
+    ((value + WHOLE) - WHOLE) as i32
 }
 
 /// Codes of whole tiles, in the order of `kvd_codec::CodeLayout`, one plane.

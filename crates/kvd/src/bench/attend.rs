@@ -165,25 +165,8 @@ impl AttendBench {
     }
 
     fn plan(&self, blocks: &[Source], per_sequence: usize, context: u32) -> AttendPlan {
-        let q_heads = self.shape.kv_heads * self.shape.group;
-        let rows = self.batch * self.query_tokens as usize * q_heads as usize;
-        let mut normal = Normal::new(42);
-        let query = |blocks: &[Source]| PlanQuery {
-            n_q: self.query_tokens,
-            position: context,
-            sliding_window: None,
-            parts: parts(blocks, self.block_tokens, context).into(),
-        };
-        AttendPlan {
-            model: MODEL,
-            layer: LAYER,
-            q_heads,
-            dtype: DType::F16,
-            scale: None,
-            soft_cap: None,
-            queries: blocks.chunks(per_sequence).map(query).collect(),
-            q: normal.bytes(rows * self.shape.head_dim_k as usize, SCORE_DEVIATION),
-        }
+        let tokens = (self.block_tokens, context);
+        plan_of(&self.shape, self.query_tokens, blocks.chunks(per_sequence), tokens)
     }
 
     /// Relative error of attention over a few blocks against f64 over the same decoded rows.
@@ -209,7 +192,35 @@ impl AttendBench {
     }
 }
 
-fn widened(bytes: &Bytes) -> Bytes {
+/// A plan over sequences of so many tokens, given by their blocks of so many.
+pub(super) fn plan_of<'a>(
+    shape: &Shape,
+    query_tokens: u32,
+    sequences: impl Iterator<Item = &'a [Source]>,
+    (block_tokens, context): (u32, u32),
+) -> AttendPlan {
+    let query = |blocks: &[Source]| PlanQuery {
+        n_q: query_tokens,
+        position: context,
+        sliding_window: None,
+        parts: parts(blocks, block_tokens, context).into(),
+    };
+    let queries: Vec<_> = sequences.map(query).collect();
+    let q_heads = shape.kv_heads * shape.group;
+    let rows = queries.len() * query_tokens as usize * q_heads as usize;
+    AttendPlan {
+        model: MODEL,
+        layer: LAYER,
+        q_heads,
+        dtype: DType::F16,
+        scale: None,
+        soft_cap: None,
+        queries,
+        q: Normal::new(42).bytes(rows * shape.head_dim_k as usize, SCORE_DEVIATION),
+    }
+}
+
+pub(super) fn widened(bytes: &Bytes) -> Bytes {
     let mut wide = vec![0f32; bytes.len() / 2];
     DType::F16.widen(bytes, &mut wide);
     let mut out = vec![0; wide.len() * 4];
@@ -217,7 +228,7 @@ fn widened(bytes: &Bytes) -> Bytes {
     out.into()
 }
 
-fn values(bytes: &[u8]) -> Vec<f64> {
+pub(super) fn values(bytes: &[u8]) -> Vec<f64> {
     let chunks = bytes.as_chunks::<4>().0.iter();
     chunks.map(|bytes| f64::from(f32::from_le_bytes(*bytes))).collect()
 }
@@ -244,7 +255,7 @@ fn reference(shape: &Shape, q: &[f64], k: &[f64], v: &[f64]) -> Vec<f64> {
     out
 }
 
-fn parts(blocks: &[Source], block_tokens: u32, context: u32) -> Vec<PlanPart> {
+pub(super) fn parts(blocks: &[Source], block_tokens: u32, context: u32) -> Vec<PlanPart> {
     let part = |(first_token, source): (u32, &Source)| PlanPart {
         first_token,
         rows: block_tokens.min(context - first_token),

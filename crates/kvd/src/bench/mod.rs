@@ -9,6 +9,7 @@ mod attend;
 mod codec;
 mod data;
 mod measure;
+mod scores;
 mod store;
 #[cfg(feature = "eval")]
 mod transport;
@@ -16,6 +17,7 @@ mod transport;
 pub use attend::{AttendBench, AttendRow};
 pub use codec::{CodecBench, CodecRow};
 pub use measure::{Figure, Machine};
+pub use scores::{ScoresBench, ScoresRow};
 pub use store::{StoreBench, StoreRow};
 #[cfg(feature = "eval")]
 pub use transport::{TransportBench, TransportRow};

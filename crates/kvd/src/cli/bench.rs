@@ -2,8 +2,8 @@
 
 use super::CliError;
 use crate::bench::{
-    AttendBench, AttendRow, BenchError, CodecBench, CodecRow, Figure, Machine, SHAPES, Shape,
-    StoreBench, StoreRow, shape,
+    AttendBench, AttendRow, BenchError, CodecBench, CodecRow, Figure, Machine, SHAPES, ScoresBench,
+    ScoresRow, Shape, StoreBench, StoreRow, shape,
 };
 #[cfg(feature = "eval")]
 use crate::bench::{TransportBench, TransportRow};
@@ -17,6 +17,8 @@ use std::fmt::Write;
 pub(super) enum BenchCommand {
     /// Decode attention over pages, per token and KV head.
     Attend(AttendArgs),
+    /// Scores of keys alone, all of them kept.
+    Scores(ScoresArgs),
     /// Encoding and reference decoding, per side.
     Codec(CommonArgs),
     /// Storing a prefill through the backend.
@@ -73,6 +75,21 @@ pub(super) struct AttendArgs {
     /// Instruction sets to compare; several, with commas. The machine's best when absent.
     #[arg(long, value_delimiter = ',', value_parser = parse_instruction_set)]
     instruction_set: Vec<InstructionSet>,
+}
+
+#[derive(Args)]
+pub(super) struct ScoresArgs {
+    #[command(flatten)]
+    common: CommonArgs,
+    /// Cached tokens.
+    #[arg(long, default_value_t = 8192)]
+    context: u32,
+    /// Pages that calls rotate over, those of values included.
+    #[arg(long, default_value = "128MiB")]
+    buffer: ByteSize,
+    /// As of `attend`.
+    #[arg(long, default_value = "fast", value_parser = parse_precision)]
+    precision: Precision,
 }
 
 #[derive(Args)]
@@ -137,6 +154,19 @@ pub(super) fn bench(command: BenchCommand) -> Result<String, CliError> {
             let bench = attend(&args);
             let (machine, rows) = bench.run().map_err(failed)?;
             report(&args.common, machine, rows, attend_table)
+        }
+        BenchCommand::Scores(args) => {
+            let bench = ScoresBench {
+                shape: args.common.shape,
+                codecs: codecs(&args.common, &["raw", "kivi-4", "kivi-2", "vecinfer-2-reg"]),
+                context: args.context.max(1),
+                block_tokens: args.common.block_tokens.max(1),
+                rounds: args.common.rounds.max(1),
+                buffer_bytes: args.buffer.as_u64(),
+                precision: args.precision,
+            };
+            let (machine, rows) = bench.run().map_err(failed)?;
+            report(&args.common, machine, rows, scores_table)
         }
         BenchCommand::Codec(common) => {
             let bench = CodecBench {
@@ -269,6 +299,28 @@ fn attend_table(rows: &[AttendRow]) -> String {
         .expect("write to a string");
     }
     text + "\nns per token and KV head: K and V, all query heads of the group\n"
+}
+
+fn scores_table(rows: &[ScoresRow]) -> String {
+    let head = ["cpu ns [best]", "set", "context", "bits", "error"];
+    let mut text = format!(
+        "{:>16} {:>9} {:>8} {:>8} {:>8}  codec\n",
+        head[0], head[1], head[2], head[3], head[4]
+    );
+    for row in rows {
+        writeln!(
+            text,
+            "{:>16} {:>9} {:>8} {:>8.3} {:>8.1e}  {}",
+            pair(row.cpu_ns),
+            row.instruction_set,
+            row.context,
+            row.bits_per_value,
+            row.kernel_error,
+            row.codec
+        )
+        .expect("write to a string");
+    }
+    text + "\nns per key: all query heads of the group, every score kept\n"
 }
 
 fn codec_table(rows: &[CodecRow]) -> String {

@@ -22,6 +22,9 @@ pub struct AttendReply {
 /// Bytes of book-keeping of one part in flight: the plan's and the pin's.
 pub(crate) const PART_BYTES: u64 = 128;
 
+/// Bytes of book-keeping of one query row in flight: its entries of the device's tables.
+const ROW_BYTES: u64 = 32;
+
 /// Sequence, readable length, first token and end: reads of the same key share their parts.
 pub(super) type ReadKey = (SequenceId, u32, u32, u32);
 
@@ -101,8 +104,11 @@ impl Service {
         self.admit(call)?;
         let model = self.models.find(&call.namespace, batch.model)?;
         batch.check_shape_of(&model.shape.geometry, q_bytes)?;
+        // The limit of an answer that is carried: one batch does not hold the device for longer.
+        self.check_reply_size(&batch, &model.shape.geometry)?;
+        let rows = u64::from(batch.rows()) * u64::from(batch.q_heads);
         let lane = self.seats[model.seat].lane.clone();
-        let prepared = self.prepare(call, model, batch, 0)?;
+        let prepared = self.prepare(call, model, batch, rows * ROW_BYTES)?;
         let work = move |backend: &mut dyn Backend| {
             let began = Instant::now();
             let read = backend.attend_in_place(&prepared.plan, &places, &mut launched)?;

@@ -14,6 +14,9 @@ use kvd_proto::{RequestError, v1};
 use kvd_shm::{Completion, Outcome};
 use std::time::{Duration, Instant};
 
+/// Bytes of one log-sum-exp.
+const LSE_BYTES: u64 = DType::F32.size_bytes() as u64;
+
 /// Serves one call and ends its completion record, which the caller has tested.
 pub(super) async fn answer(service: &Service, region: &Region, call: v1::RegionCall) {
     let timeout = Some(call.timeout_us).filter(|timeout| *timeout != 0);
@@ -92,9 +95,13 @@ async fn attend(
     let lse = place(region, "lse", "[sum of n_q, q_heads]", call.lse, heads, DType::F32)?;
     if let Some((device, q)) = elsewhere {
         check(region, q.offset, q.bytes)?;
+        // In place or copied, a call has the same limits.
+        check_size(service, q)?;
         batch.check_shape_of(&model.shape.geometry, q.bytes)?;
-        if aligned(batch.dtype, q.offset, out, lse) && device.reaches(&model, &batch) {
-            let places = RegionPlaces { region: device.region(), q: q.offset, out, lse };
+        let places = RegionPlaces { region: device.region(), q: q.offset, out, lse };
+        let sizes = [q.bytes, values * batch.dtype.size_bytes() as u64, heads * LSE_BYTES];
+        let fits = kernels_take(batch.dtype, &places, sizes);
+        if fits && device.reaches(&model, &batch) {
             count(service, "in_place");
             let at = (places, q.bytes);
             let memory = region.memory.clone();
@@ -114,10 +121,17 @@ async fn attend(
     put(region, caller, lse, bytes).await
 }
 
-/// Whether kernels can read and write values there.
-fn aligned(dtype: DType, q: u64, out: u64, lse: u64) -> bool {
+/// Whether kernels can read and write values there: aligned, and no two of the three meet, since a
+/// kernel writes answers while another block still reads queries. The slices lie in the region.
+fn kernels_take(dtype: DType, at: &RegionPlaces, [q, out, lse]: [u64; 3]) -> bool {
     let value = dtype.size_bytes() as u64;
-    q.is_multiple_of(value) && out.is_multiple_of(value) && lse.is_multiple_of(4)
+    let slices = [(at.q, q, value), (at.out, out, value), (at.lse, lse, LSE_BYTES)];
+    let aligned = slices.iter().all(|(offset, _, each)| offset.is_multiple_of(*each));
+    let apart = |a: usize, b: usize| {
+        let ((a, a_bytes, _), (b, b_bytes, _)) = (slices[a], slices[b]);
+        a + a_bytes <= b || b + b_bytes <= a
+    };
+    aligned && apart(0, 1) && apart(0, 2) && apart(1, 2)
 }
 
 /// Where in a region a payload is, if it is there.

@@ -207,7 +207,13 @@ async fn with_device(
 ) -> Result<Opened, ServiceError> {
     use v1::open_region_request::Device;
     let (kind, handle) = match request.device {
-        None => return Ok((region, v1::RegionKind::Memfd, String::new())),
+        None if request.device_uuid.is_empty() => {
+            return Ok((region, v1::RegionKind::Memfd, String::new()));
+        }
+        None => {
+            let message = "device_uuid names a GPU, but no device memory is offered; leave it out";
+            return Err(ServiceError::new(ErrorCode::InvalidArgument, message));
+        }
         Some(Device::CudaIpc(bytes)) => {
             let wanted = RegionHandle::IPC_BYTES;
             let handle = bytes[..].try_into().map(RegionHandle::CudaIpc);

@@ -18,6 +18,8 @@ const UUIDS: [&str; 2] =
     ["GPU-11111111-1111-1111-1111-111111111111", "GPU-22222222-2222-2222-2222-2222222222ab"];
 
 const DIM: u32 = 64;
+/// `server.message_bytes_max`: 512 query tokens of the batch fit, of answers 502.
+const MESSAGE_BYTES: u32 = 256 << 10;
 
 /// A daemon over such a device, its region socket, and a batch that it can answer.
 struct Fixture {
@@ -35,12 +37,19 @@ impl Fixture {
 
     /// Over as many devices; the first is looked into.
     async fn over(all: Vec<Memories>) -> Self {
+        Self::with_codec(all, "kivi-4", 1).await
+    }
+
+    /// The same of a codec, with a batch of so many query tokens.
+    async fn with_codec(all: Vec<Memories>, codec: &str, n_q: u32) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let path = |name: &str| dir.path().join(name).display().to_string();
         let flags = [
             ("server.listen_tcp", String::new()),
             ("server.listen_unix", path("grpc")),
             ("server.listen_region", path("region")),
+            ("server.message_bytes_max", MESSAGE_BYTES.to_string()),
+            ("limits.calibration_bytes_max", "4 KiB".to_owned()),
             ("admin.listen", String::new()),
             ("device.pool_bytes", "4 MiB".to_owned()),
         ];
@@ -59,7 +68,7 @@ impl Fixture {
         let running = Daemon::build_on(config, devices).await.unwrap().spawn();
         let endpoint = format!("unix:{}", path("grpc")).parse().unwrap();
         let client = Client::connect(endpoint).await.unwrap();
-        let batch = stored(&client).await;
+        let batch = stored(&client, codec, n_q).await;
         Self { running, memories, client, batch, dir }
     }
 
@@ -73,7 +82,7 @@ impl Fixture {
         name: u8,
         change: impl FnOnce(RegionOptions) -> RegionOptions,
     ) -> Result<Shared, ClientError> {
-        let memory = [&self.batch.q[..], &vec![0; 4096]].concat();
+        let memory = [&self.batch.q[..], &vec![0; 4096.max(2 * self.batch.q.len())]].concat();
         let bytes = memory.len() as u64;
         self.memories.all.lock().insert(name, memory);
         let mut handle = [0; 64];
@@ -103,7 +112,7 @@ impl Fixture {
     fn places(&self) -> AttendPlaces {
         let q = RegionSlice { offset: 0, bytes: self.batch.q.len() as u64 };
         let out = RegionSlice { offset: q.bytes, bytes: q.bytes };
-        let lse = RegionSlice { offset: 2 * q.bytes, bytes: 2 * 4 };
+        let lse = RegionSlice { offset: 2 * q.bytes, bytes: q.bytes / u64::from(DIM) };
         AttendPlaces { done: 256, q, out, lse }
     }
 
@@ -137,7 +146,7 @@ impl Fixture {
     }
 }
 
-async fn stored(client: &Client) -> AttendBatch {
+async fn stored(client: &Client, codec: &str, n_q: u32) -> AttendBatch {
     let geometry = Geometry {
         layers: 1,
         kv_heads: 2,
@@ -147,7 +156,7 @@ async fn stored(client: &Client) -> AttendBatch {
         dtype: DType::F32,
         rope_pairing: RopePairing::Half,
     };
-    let (name, codec) = ("m".to_owned(), "kivi-4".to_owned());
+    let (name, codec) = ("m".to_owned(), codec.to_owned());
     let spec = kvd_client::ModelSpec { name, geometry, codec, calibration: bytes::Bytes::new() };
     let model = client.register_model(spec).await.unwrap().model;
     let sequence = client.open_sequence(model).await.unwrap();
@@ -158,8 +167,8 @@ async fn stored(client: &Client) -> AttendBatch {
     let (layer, tokens, start) = (LayerIndex(0), 200, 0);
     let (k, v) = (rows(tokens, 0.7), rows(tokens, 1.3));
     client.store(StoreChunk { sequence, layer, start, tokens, k, v }).await.unwrap();
-    let queries = vec![AttendQuery::new(sequence, 1)];
-    let (scale, soft_cap, dtype, q) = (None, None, DType::F32, rows(1, 0.9));
+    let queries = vec![AttendQuery::new(sequence, n_q)];
+    let (scale, soft_cap, dtype, q) = (None, None, DType::F32, rows(n_q, 0.9));
     AttendBatch { model, layer, q_heads: 2, dtype, scale, soft_cap, queries, q }
 }
 
@@ -186,6 +195,58 @@ async fn payloads_in_device_memory_are_answered_there_with_the_same_bytes() {
     let refused = refused.unwrap_err();
     assert_eq!(refused.code, Some(ErrorCode::InvalidArgument), "{refused}");
     assert!(refused.message.contains("of the device"), "{refused}");
+    fixture.running.drain().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn calls_in_device_memory_have_the_limits_of_messages_and_large_ones_do_not_stop_a_sample() {
+    // Keys kept exactly: queries are drawn for a sample, and those that are, are copied.
+    let codec = "k=raw; v=fp8";
+    let mut fixture = Fixture::with_codec(vec![Memories::default()], codec, 126).await;
+    let region = fixture.open(1);
+    assert_eq!(fixture.attend(&region, 1).unwrap().lse.len(), 126 * 2);
+    let row = fixture.batch.q.len() / 126;
+    for (name, n_q) in [(2, 505), (3, 600)] {
+        fixture.batch.q = vec![0; row * n_q as usize].into();
+        fixture.batch.queries[0].n_q = n_q;
+        let large = fixture.open(name);
+        for _ in 0..3 {
+            let refused = fixture.attend(&large, name).unwrap_err();
+            assert_eq!(refused.code, Some(ErrorCode::MessageTooLarge), "{refused}");
+            assert!(refused.message.contains("server.message_bytes_max = 262144"), "{refused}");
+        }
+    }
+    fixture.batch.queries[0].n_q = 1;
+    fixture.batch.q.truncate(row);
+    let small = fixture.open(4);
+    let calls = || fixture.calls("in_place") + fixture.calls("copied");
+    let before = calls();
+    for _ in 0..1100 {
+        fixture.attend(&small, 4).unwrap();
+    }
+    assert!(fixture.calls("in_place") > 0, "the sample is full and draws seldom");
+    assert_eq!(calls() - before, 1100);
+    fixture.running.drain().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn places_that_meet_are_copied_so_that_an_answer_over_its_queries_is_right() {
+    let fixture = Fixture::new().await;
+    let right = fixture.client.attend(fixture.batch.clone()).await.unwrap();
+    let at = fixture.places();
+    let over_queries = AttendPlaces { out: RegionSlice { offset: 0, ..at.out }, ..at };
+    let lse_inside = RegionSlice { offset: at.q.bytes - 4, ..at.lse };
+    let over_one =
+        AttendPlaces { out: RegionSlice { offset: 1024, ..at.out }, lse: lse_inside, ..at };
+    for (name, at) in [(1, over_queries), (2, over_one)] {
+        let region = fixture.open(name);
+        tokio::task::block_in_place(|| {
+            region.send_attend(fixture.batch.clone(), at).unwrap();
+            region.wait(at.done).unwrap();
+        });
+        assert_eq!(fixture.answer(at, name), right);
+    }
+    assert_eq!(["in_place", "copied"].map(|payloads| fixture.calls(payloads)), [0, 2]);
     fixture.running.drain().await;
 }
 
@@ -272,6 +333,12 @@ async fn memory_is_opened_by_the_device_of_its_uuid_and_one_of_no_device_is_refu
         let named = [wrong, UUIDS[0], UUIDS[1]].iter().all(|name| refused.message.contains(name));
         assert!(named, "{refused}");
     }
+    // Of memory that is not offered.
+    let options = RegionOptions::default().with_bytes(4096).with_device_uuid(UUIDS[0]);
+    let path = fixture.dir.path().join("region");
+    let refused = tokio::task::block_in_place(|| Shared::open(path, &options)).unwrap_err();
+    assert_eq!(refused.code, Some(ErrorCode::InvalidArgument), "{refused}");
+    assert!(refused.message.contains("no device memory is offered"), "{refused}");
     // Its device refuses the handle: the others are not asked.
     other.all.lock().clear();
     let region = by(UUIDS[1]).unwrap();

@@ -1,0 +1,172 @@
+//! Scores of keys alone, all of them kept, in turns: what a search over keys would compare.
+
+use super::attend::{parts, plan_of, values, widened};
+use super::data::{Fill, Filled, LAYER, MODEL};
+use super::measure::{Figure, Machine, timed};
+use super::{BenchError, Shape};
+use kvd_compute::{AttendPlan, Backend, LoadPlan, Precision, Source};
+use kvd_core::DType;
+use serde::Serialize;
+use std::hint::black_box;
+
+/// Tokens that the error is measured on.
+const ERROR_TOKENS: usize = 2048;
+
+/// What `kvd bench scores` measures: one query token of one sequence, on one thread.
+#[derive(Clone, Debug)]
+pub struct ScoresBench {
+    /// Heads.
+    pub shape: Shape,
+    /// Codecs, as presets or specs.
+    pub codecs: Vec<String>,
+    /// Cached tokens.
+    pub context: u32,
+    /// Tokens per block.
+    pub block_tokens: u32,
+    /// Turns of each codec.
+    pub rounds: usize,
+    /// Bytes of pages that calls rotate over, those of values included.
+    pub buffer_bytes: u64,
+    /// How far kernels may round.
+    pub precision: Precision,
+}
+
+/// One line of the answer.
+#[derive(Clone, Debug, Serialize)]
+pub struct ScoresRow {
+    /// The codec.
+    pub codec: String,
+    /// Instruction set in use.
+    pub instruction_set: &'static str,
+    /// Cached tokens.
+    pub context: u32,
+    /// Stored bits per value of keys, headers included.
+    pub bits_per_value: f64,
+    /// Processor time per key, all query heads of its KV head, in nanoseconds.
+    pub cpu_ns: Figure,
+    /// Relative error of the scores against the same decoded keys in f64.
+    pub kernel_error: f64,
+}
+
+/// One codec.
+struct Case {
+    row: ScoresRow,
+    filled: Filled,
+    plans: Vec<AttendPlan>,
+    scores: Vec<f32>,
+    keys: f64,
+    cpu: Vec<f64>,
+}
+
+impl ScoresBench {
+    /// Measures everything.
+    ///
+    /// # Errors
+    /// When a codec does not fit the shape, or the memory is not there.
+    pub fn run(&self) -> Result<(Machine, Vec<ScoresRow>), BenchError> {
+        let machine = Machine::look(1);
+        let cases = self.codecs.iter().map(|codec| self.case(codec));
+        let mut cases = cases.collect::<Result<Vec<_>, _>>()?;
+        for round in 0..=self.rounds {
+            for case in &mut cases {
+                // The first round warms up.
+                case.turn(round, round > 0)?;
+            }
+        }
+        let finish = |case: Case| ScoresRow { cpu_ns: Figure::of(case.cpu), ..case.row };
+        Ok((machine, cases.into_iter().map(finish).collect()))
+    }
+
+    fn case(&self, codec: &str) -> Result<Case, BenchError> {
+        let blocks = self.context.div_ceil(self.block_tokens) as usize;
+        let fill = Fill {
+            shape: self.shape,
+            block_tokens: self.block_tokens,
+            threads: 1,
+            instruction_set: None,
+            precision: self.precision,
+            buffer_bytes: self.buffer_bytes,
+            blocks,
+        };
+        let mut filled = Filled::new(codec, fill)?;
+        let kernel_error = self.error(&mut filled).map_err(BenchError::of(codec))?;
+        let calls = filled.blocks.chunks_exact(blocks);
+        let plans = calls.map(|blocks| self.plan(blocks, self.context)).collect();
+        let row = ScoresRow {
+            codec: codec.to_owned(),
+            instruction_set: filled.backend.instruction_set().name(),
+            context: self.context,
+            bits_per_value: self.key_bits(&filled.blocks),
+            cpu_ns: Figure::of(vec![0.0]),
+            kernel_error,
+        };
+        let keys = f64::from(self.context) * f64::from(self.shape.kv_heads);
+        let scores = vec![0.0; self.context as usize * self.q_heads()];
+        Ok(Case { row, filled, plans, scores, keys, cpu: Vec::new() })
+    }
+
+    fn q_heads(&self) -> usize {
+        (self.shape.kv_heads * self.shape.group) as usize
+    }
+
+    /// Pages are `[K heads.., V heads..]`.
+    fn key_bits(&self, blocks: &[Source]) -> f64 {
+        let heads = self.shape.kv_heads as usize;
+        let bytes = |source: &Source| match source {
+            Source::Pages { ends, .. } => f64::from(ends[heads - 1]),
+            Source::Raw { .. } => 0.0,
+        };
+        let bytes: f64 = blocks.iter().map(bytes).sum();
+        let rows = blocks.len() * self.block_tokens as usize * heads;
+        bytes * 8.0 / (rows * self.shape.head_dim_k as usize) as f64
+    }
+
+    fn plan(&self, blocks: &[Source], context: u32) -> AttendPlan {
+        plan_of(&self.shape, 1, std::iter::once(blocks), (self.block_tokens, context))
+    }
+
+    /// Relative error of the scores of a few blocks.
+    fn error(&self, filled: &mut Filled) -> Result<f64, String> {
+        let blocks = (ERROR_TOKENS / self.block_tokens as usize).clamp(1, filled.blocks.len());
+        let context = blocks as u32 * self.block_tokens;
+        let mut plan = self.plan(&filled.blocks[..blocks], context);
+        (plan.dtype, plan.q) = (DType::F32, widened(&plan.q));
+        let mut scores = vec![0f32; context as usize * self.q_heads()];
+        filled.backend.key_scores(&plan, &mut scores).map_err(|error| error.to_string())?;
+        let parts = parts(&filled.blocks[..blocks], self.block_tokens, context);
+        let load = LoadPlan { model: MODEL, layer: LAYER, dtype: DType::F32, parts };
+        let rows = filled.backend.load(&load).map_err(|error| error.to_string())?;
+        let (q, k) = (values(&plan.q), values(&rows.k));
+        let (dim, heads) = (self.shape.head_dim_k as usize, self.shape.kv_heads as usize);
+        let (mut difference, mut norm) = (0f64, 0f64);
+        for (row, scores) in scores.chunks_exact(context as usize).enumerate() {
+            let (q, head) = (&q[row * dim..][..dim], row / self.shape.group as usize);
+            for (score, keys) in scores.iter().zip(k.chunks_exact(heads * dim)) {
+                let products = q.iter().zip(&keys[head * dim..]).map(|(a, b)| a * b);
+                let exact = products.sum::<f64>() / (dim as f64).sqrt();
+                difference += (f64::from(*score) - exact).powi(2);
+                norm += exact.powi(2);
+            }
+        }
+        Ok((difference / norm).sqrt())
+    }
+}
+
+impl Case {
+    /// Scores the next part of the buffer.
+    fn turn(&mut self, round: usize, counts: bool) -> Result<(), BenchError> {
+        // Enough calls that a turn takes milliseconds.
+        let calls = ((4e5 / self.keys) as usize).clamp(1, self.plans.len());
+        for call in 0..calls {
+            let plan = &self.plans[(round * calls + call) % self.plans.len()];
+            let (backend, scores) = (&self.filled.backend, &mut self.scores);
+            let (done, cpu, _) = timed(|| backend.key_scores(plan, scores));
+            done.map_err(BenchError::of(&self.row.codec))?;
+            black_box(&mut self.scores);
+            if counts {
+                self.cpu.push(cpu / self.keys);
+            }
+        }
+        Ok(())
+    }
+}
