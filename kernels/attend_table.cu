@@ -10,4 +10,4 @@ KVD_ATTEND_ROWS(polar_uniform, kvd::Tensor<kvd::Polar>,
                 kvd::Tensor<kvd::Uniform<kvd::Asymmetric>>)
 KVD_ATTEND_ROWS(lloyd_uniform, kvd::Tensor<kvd::Lloyd>,
                 kvd::Tensor<kvd::Uniform<kvd::Asymmetric>>)
-KVD_ATTEND_ROWS(bitalloc_bitalloc, kvd::BitAlloc, kvd::BitAlloc)
+KVD_ATTEND_ROWS(bitalloc_bitalloc, kvd::Tensor<kvd::BitAlloc>, kvd::Tensor<kvd::BitAlloc>)

@@ -6,4 +6,4 @@
 
 KVD_ATTEND_ROWS(uniform_uniform, kvd::Tensor<kvd::Uniform<kvd::Asymmetric>>,
                 kvd::Tensor<kvd::Uniform<kvd::Asymmetric>>)
-KVD_ATTEND_ROWS(hybrid_hybrid, kvd::Hybrid, kvd::Hybrid)
+KVD_ATTEND_ROWS(hybrid_hybrid, kvd::Tensor<kvd::Hybrid>, kvd::Tensor<kvd::Hybrid>)

@@ -224,7 +224,7 @@ async fn messages_that_break_the_protocol_end_the_connection_alone() {
     let neighbour = blocking(|| open(&path));
     let memory = Memory::create(4096).expect("memory");
     let request = v1::OpenRegionRequest { bytes: 4096, ..Default::default() };
-    let call = |done| v1::RegionCall { done, timeout_us: 0, call: None }.encode_to_vec();
+    let call = |done| v1::RegionCall { done, ..Default::default() }.encode_to_vec();
     let framed = |body: Vec<u8>| [(body.len() as u32).to_le_bytes().to_vec(), body].concat();
     for (bytes, wanted) in [
         (framed(call(4096 - 255)), "INVALID_ARGUMENT: bytes 3841..3841+256 are not inside"),
@@ -385,6 +385,14 @@ async fn cuda_memory_offered_to_the_processor_is_declined_with_the_reason() {
         let batch = engine.batch(&engine.question(&conversation, 1, &mut Rng::new(5)));
         attend(&region, &engine, batch).expect("its own memory serves");
     }
+    let page = Exposition::parse(&daemon.page("/metrics").await.1);
+    assert_eq!(page.sum("kvd_region_calls_total", &["payloads=\"file\""]), 2.0);
+    // A GPU by name is another matter: the worker counts on it.
+    let device = RegionDevice::CudaIpc([1; 64]);
+    let uuid = "GPU-11111111-1111-1111-1111-111111111111";
+    let options = RegionOptions::default().with_bytes(4096).with_device(device, 4096);
+    let refused = blocking(|| Region::open(&path, &options.with_device_uuid(uuid)));
+    assert_refused(refused, ErrorCode::InvalidArgument, "serves from no GPU");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -65,7 +65,9 @@ pub use client::{Client, LoadedRows};
 pub use connect::ClientOptions;
 pub use endpoint::{Endpoint, EndpointError};
 pub use error::ClientError;
-pub use region::{AttendPlaces, Region, RegionDevice, RegionKind, RegionOptions, RegionSlice};
+pub use region::{
+    AttendPlaces, Launch, Region, RegionDevice, RegionKind, RegionOptions, RegionSlice,
+};
 pub use stream::{AttendStream, LoadStream, PIPELINE_DEPTH_MAX, StoreStream};
 
 pub use kvd_core::{

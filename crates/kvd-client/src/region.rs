@@ -54,11 +54,23 @@ pub struct RegionOptions {
     /// Device memory for the payloads, and its bytes; none. Where the daemon cannot open it, they
     /// are in the region's own memory, and [`Region::reason`] says why.
     pub device: Option<(RegionDevice, u64)>,
+    /// UUID of the GPU that the device memory is of (`nvidia-smi -L`); the daemon refuses one that
+    /// is not its own. Numbers of GPUs differ between processes, UUIDs do not.
+    pub device_uuid: Option<String>,
+    /// Whether [`Region::wait_launched`] is to work: one wake more per call.
+    pub say_launched: bool,
 }
 
 impl Default for RegionOptions {
     fn default() -> Self {
-        Self { bytes: 16 << 20, namespace: None, timeout: None, device: None }
+        Self {
+            bytes: 16 << 20,
+            namespace: None,
+            timeout: None,
+            device: None,
+            device_uuid: None,
+            say_launched: false,
+        }
     }
 }
 
@@ -81,6 +93,20 @@ impl RegionOptions {
     #[must_use]
     pub fn with_device(mut self, device: RegionDevice, bytes: u64) -> Self {
         self.device = Some((device, bytes));
+        self
+    }
+
+    /// With the UUID of the GPU that the device memory is of.
+    #[must_use]
+    pub fn with_device_uuid(mut self, uuid: impl Into<String>) -> Self {
+        self.device_uuid = Some(uuid.into());
+        self
+    }
+
+    /// With calls that say when the device has all of them.
+    #[must_use]
+    pub fn with_launches(mut self) -> Self {
+        self.say_launched = true;
         self
     }
 
@@ -138,6 +164,17 @@ pub struct Region {
     memory: Memory,
     opened: v1::OpenRegionResponse,
     timeout: Option<Duration>,
+    say_launched: bool,
+}
+
+/// How far a call is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Launch {
+    /// The device has all of it: once [`Region::event`] has happened the answer is there, unless
+    /// [`Region::wait`] says that it was refused.
+    Launched,
+    /// It has ended; [`Region::wait`] says how.
+    Ended,
 }
 
 impl Region {
@@ -164,10 +201,11 @@ impl Region {
             bytes: options.bytes,
             device_bytes: options.device.as_ref().map_or(0, |(_, bytes)| *bytes),
             device,
+            device_uuid: options.device_uuid.clone().unwrap_or_default(),
         };
-        let timeout = options.timeout;
-        let mut region =
-            Self { stream, memory, opened: v1::OpenRegionResponse::default(), timeout };
+        let (timeout, say_launched) = (options.timeout, options.say_launched);
+        let opened = v1::OpenRegionResponse::default();
+        let mut region = Self { stream, memory, opened, timeout, say_launched };
         let files = [Some(region.memory.file()), file.map(|file| file.as_fd())];
         region.send_message(&request, files.into_iter().flatten().collect())?;
         let end = Instant::now() + OPEN_TIME;
@@ -205,6 +243,20 @@ impl Region {
     #[must_use]
     pub fn reason(&self) -> &str {
         &self.opened.reason
+    }
+
+    /// A `cudaIpcEventHandle_t` of the event that the daemon records behind each answer that its
+    /// kernels write in place; none where there is none. Not to be used once the region is dropped.
+    #[must_use]
+    pub fn event(&self) -> Option<[u8; 64]> {
+        self.opened.cuda_event[..].try_into().ok()
+    }
+
+    /// Why payloads in device memory are copied through the host; empty where kernels read queries
+    /// and write outputs where they are.
+    #[must_use]
+    pub fn copied(&self) -> &str {
+        &self.opened.copied
     }
 
     /// Refuses to look for payloads in this memory when they are in a device's.
@@ -245,6 +297,28 @@ impl Region {
         request.k = Some(in_region(k));
         request.v = Some(in_region(v));
         self.send_call(done, v1::region_call::Call::Store(request))
+    }
+
+    /// Sleeps until the device has all of a call, or its end; for workers that order their own work
+    /// behind [`Region::event`]. Without [`RegionOptions::with_launches`], and where answers are
+    /// not written in place, that is the call's end.
+    ///
+    /// # Errors
+    /// `DEADLINE_EXCEEDED`; a lost connection.
+    pub fn wait_launched(&self, done: u64) -> Result<Launch, ClientError> {
+        let record = Completion::at(&self.memory, done).map_err(|error| refused(&error))?;
+        let end = self.timeout.map(|timeout| Instant::now() + timeout);
+        loop {
+            let left = end.map(|end| end.saturating_duration_since(Instant::now()));
+            let time = left.map_or(LOOK_INTERVAL, |left| left.min(LOOK_INTERVAL));
+            if let Some(launch) = record.wait_launched(time).map_err(|error| refused(&error))? {
+                return Ok(if launch { Launch::Launched } else { Launch::Ended });
+            }
+            if let (Some(timeout), Some(Duration::ZERO)) = (self.timeout, left) {
+                return Err(ClientError::deadline(timeout));
+            }
+            self.heard()?;
+        }
     }
 
     /// Sleeps until a call has ended.
@@ -317,7 +391,8 @@ impl Region {
         let record = Completion::at(&self.memory, done).map_err(|error| refused(&error))?;
         record.clear().map_err(|error| refused(&error))?;
         let timeout_us = self.timeout.map_or(0, |timeout| timeout.as_micros() as u64);
-        let call = v1::RegionCall { done, timeout_us, call: Some(call) };
+        let say_launched = self.say_launched;
+        let call = v1::RegionCall { done, timeout_us, call: Some(call), say_launched };
         self.send_message(&call, Vec::new())
     }
 

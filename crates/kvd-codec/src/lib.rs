@@ -57,7 +57,7 @@ pub use implied::ImpliedBits;
 pub use lanes::{ByteTables, CHUNK_TOKENS, LaneChunk, LaneCodes, LaneRun, LaneTable, Outlier};
 pub use levels::level_unit;
 pub use model::{BlockRows, EncodedBlock, ModelCodec, PageBytes};
-pub use outside::ForwardStep;
+pub use outside::{ForwardStep, TurnStep};
 pub use page::{HEADER_BYTES, PAGE_ALIGN, Page, PageHeader, page_bytes};
 pub use policy::Override;
 pub use preset::{Preset, preset, presets, resolve};

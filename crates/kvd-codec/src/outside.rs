@@ -35,7 +35,41 @@ pub enum ForwardStep<'a> {
     Matrix(&'a [f32]),
 }
 
+/// One step of a query into coefficient space, or of a weighted sum of coefficients out of it, in
+/// place.
+#[derive(Clone, Debug, PartialEq)]
+pub enum TurnStep<'a> {
+    /// Times a factor per channel.
+    Scale(&'a [f32]),
+    /// A mean per channel: what a query meets is added to its scores; a sum gets it back as often
+    /// as its weights add up to.
+    Mean(&'a [f32]),
+    /// Walsh-Hadamard of consecutive blocks, then times `norm`.
+    Hadamard {
+        /// Channels of a block, a power of two.
+        block: usize,
+        /// What makes it orthonormal.
+        norm: f32,
+    },
+    /// Channel `i` becomes `signs[i]` times channel `order[i]`.
+    Permute {
+        /// Where each channel comes from.
+        order: Vec<u16>,
+        /// One or minus one.
+        signs: Vec<f32>,
+    },
+    /// A matrix, transposed, `[dim, dim]`: output `j` is the sum over inputs `i` of input times
+    /// entry `[i, j]`.
+    Matrix(&'a [f32]),
+}
+
 impl ForwardStep<'_> {
+    pub(crate) fn hadamard(block: usize) -> Self {
+        Self::Hadamard { block, norm: hadamard_norm(block) }
+    }
+}
+
+impl TurnStep<'_> {
     pub(crate) fn hadamard(block: usize) -> Self {
         Self::Hadamard { block, norm: hadamard_norm(block) }
     }
@@ -46,6 +80,18 @@ impl HeadSide {
     #[must_use]
     pub fn forward_steps(&self) -> Vec<ForwardStep<'_>> {
         self.steps.iter().flat_map(Step::loops).collect()
+    }
+
+    /// The steps of [`HeadSide::fold_query`]; none where coefficients are the rows.
+    #[must_use]
+    pub fn fold_steps(&self) -> Vec<TurnStep<'_>> {
+        self.steps.iter().flat_map(Step::fold_loops).collect()
+    }
+
+    /// The steps of [`HeadSide::unfold_value`]; none where coefficients are the rows.
+    #[must_use]
+    pub fn unfold_steps(&self) -> Vec<TurnStep<'_>> {
+        self.steps.iter().rev().flat_map(Step::unfold_loops).collect()
     }
 
     /// Median length of its rows, where shorter ones are raised after the transform.

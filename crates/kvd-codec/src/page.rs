@@ -211,6 +211,20 @@ impl<'a> Page<'a> {
         &self.header
     }
 
+    /// Becomes the page of `bytes` where that has the same header, but for its checksum; whether
+    /// it has.
+    pub(crate) fn turn_to(&mut self, bytes: &'a [u8]) -> bool {
+        let said = |page: &'a [u8]| page.first_chunk::<CHECKSUM_AT>();
+        if bytes.len() != self.bytes.len() || said(bytes) != said(self.bytes) {
+            return false;
+        }
+        if let Some(head) = bytes.first_chunk() {
+            self.header.checksum = stored_checksum(head);
+        }
+        self.bytes = bytes;
+        true
+    }
+
     /// The payload without gains and padding.
     #[must_use]
     pub fn payload(&self) -> &'a [u8] {

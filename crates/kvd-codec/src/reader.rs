@@ -123,6 +123,24 @@ impl<'a> PageReader<'a> {
         Ok(Self { side: head_side, page, payload })
     }
 
+    /// Becomes the reader of another page of the same place, where that is cheap: rows or codes of
+    /// a fixed width, as many as here. Else `false`, and [`PageReader::open`] says what it is.
+    #[must_use]
+    pub fn turn_to(&mut self, bytes: &'a [u8]) -> bool {
+        match &mut self.payload {
+            Payload::Rows { bytes: rows, .. } if self.page.turn_to(bytes) => {
+                *rows = self.page.payload();
+                true
+            }
+            // The same header is one of as many bytes of each.
+            Payload::Fixed { scales, codes, .. } if self.page.turn_to(bytes) => {
+                (*scales, *codes) = self.page.payload().split_at(scales.len());
+                true
+            }
+            _ => false,
+        }
+    }
+
     /// Rows in the page.
     #[must_use]
     pub fn tokens(&self) -> usize {

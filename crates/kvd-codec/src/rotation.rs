@@ -45,7 +45,7 @@ impl Rotation {
     }
 
     /// Order and signs of each round.
-    pub(crate) fn rounds(&self) -> impl Iterator<Item = (&[u16], &[f32])> {
+    pub(crate) fn rounds(&self) -> impl DoubleEndedIterator<Item = (&[u16], &[f32])> {
         self.rounds.iter().map(|round| (&round.order[..], &round.signs[..]))
     }
 

@@ -3,7 +3,7 @@
 //! A key `k` becomes `c = T k`; the query becomes `q' = T⁻ᵀ q`, so `q'·c = q·k` (VecInfer eq. 7).
 //! A value `v` becomes `c = T v`; the weighted sum of coefficients is mapped back once by `T⁻¹`.
 
-use crate::outside::ForwardStep;
+use crate::outside::{ForwardStep, TurnStep};
 use crate::rotation::Rotation;
 use crate::wide::{Product, wide};
 use nalgebra::DMatrix;
@@ -81,6 +81,43 @@ impl Step {
             }
             Self::Offset { mean } => vec![ForwardStep::Offset(mean)],
             Self::Matrix(matrix) => vec![ForwardStep::Matrix(&matrix.forward)],
+        }
+    }
+
+    /// [`Step::fold`] as loops over channels.
+    pub(crate) fn fold_loops(&self) -> Vec<TurnStep<'_>> {
+        match self {
+            Self::Scale { factors, .. } => vec![TurnStep::Scale(factors)],
+            Self::Hadamard { block } => vec![TurnStep::hadamard(*block)],
+            Self::Rotation(rotation) => {
+                let of_round = |(order, signs): (&[u16], &[f32])| {
+                    let (order, signs) = (order.to_vec(), signs.to_vec());
+                    [TurnStep::Permute { order, signs }, TurnStep::hadamard(rotation.block())]
+                };
+                rotation.rounds().flat_map(of_round).collect()
+            }
+            Self::Offset { mean } => vec![TurnStep::Mean(mean)],
+            Self::Matrix(matrix) => vec![TurnStep::Matrix(&matrix.fold)],
+        }
+    }
+
+    /// [`Step::inverse`] as loops over channels.
+    pub(crate) fn unfold_loops(&self) -> Vec<TurnStep<'_>> {
+        match self {
+            Self::Scale { .. } | Self::Hadamard { .. } | Self::Offset { .. } => self.fold_loops(),
+            Self::Rotation(rotation) => {
+                let of_round = |(order, signs): (&[u16], &[f32])| {
+                    let mut back = (vec![0; order.len()], vec![0.0; order.len()]);
+                    for (place, (from, sign)) in (0..).zip(order.iter().zip(signs)) {
+                        back.0[usize::from(*from)] = place;
+                        back.1[usize::from(*from)] = *sign;
+                    }
+                    let (order, signs) = back;
+                    [TurnStep::hadamard(rotation.block()), TurnStep::Permute { order, signs }]
+                };
+                rotation.rounds().rev().flat_map(of_round).collect()
+            }
+            Self::Matrix(matrix) => vec![TurnStep::Matrix(&matrix.inverse)],
         }
     }
 

@@ -176,3 +176,41 @@ fn blocks_that_do_not_fit_are_refused() {
     assert_eq!(encode(0, 4, &k, &k[1..]), ErrorCode::ShapeMismatch);
     assert_eq!(encode(0, 65, &k, &k), ErrorCode::ShapeMismatch);
 }
+
+#[test]
+fn a_reader_turns_to_pages_like_its_own_and_to_no_others() {
+    let geometry = geometry(64, DType::F16);
+    let mut turned = 0;
+    for text in SPECS {
+        let k = [1, 2].map(|seed| rows(&geometry, 40, seed));
+        let codec = codec(&geometry, text, &BlockRows { tokens: 40, k: &k[0], v: &k[0] });
+        let encode = |k: &[f32], tokens: usize| {
+            let (k, mut bytes) = (&k[..k.len() / 40 * tokens], Vec::new());
+            let block = BlockRows { tokens, k, v: k };
+            let encoded = codec.encode_block(LAYER, &block, &mut bytes).unwrap();
+            (0..4).map(|index| page(&bytes, &encoded, index).to_vec()).collect::<Vec<_>>()
+        };
+        let (one, other, short) = (encode(&k[0], 40), encode(&k[1], 40), encode(&k[1], 39));
+        for (index, side) in [(0, Side::Key), (2, Side::Value)] {
+            let mut reader = PageReader::open(&codec, LAYER, side, 0, &one[index]).unwrap();
+            // Another head, another side, other rows, half a page.
+            let others = [&one[index + 1], &one[2 - index], &short[index]];
+            for page in others.into_iter().map(|page| &page[..]).chain([&one[index][..40]]) {
+                assert!(!reader.turn_to(page), "{text}");
+            }
+            if !reader.turn_to(&other[index]) {
+                continue;
+            }
+            turned += 1;
+            reader.verify().unwrap();
+            let fresh = PageReader::open(&codec, LAYER, side, 0, &other[index]).unwrap();
+            let decode = |reader: &PageReader<'_>| {
+                let mut out = vec![0f32; 40 * 64];
+                reader.decode_rows(0, 40, &mut out).unwrap();
+                out.into_iter().map(f32::to_bits).collect::<Vec<_>>()
+            };
+            assert_eq!((reader.header(), decode(&reader)), (fresh.header(), decode(&fresh)));
+        }
+    }
+    assert!(turned >= SPECS.len() / 2, "{turned} of {}", 2 * SPECS.len());
+}

@@ -5,7 +5,10 @@
 //! length of the call.
 
 use crate::region::none;
-use crate::{AttendPlan, BackendError, DeviceRegion, LoadPlan, RegionHandle, Source};
+use crate::{
+    AttendPlan, BackendError, DeviceRegion, LoadPlan, OpenedRegion, RegionHandle, RegionPlaces,
+    Source,
+};
 use bytes::Bytes;
 use kvd_codec::{ModelCodec, PageBytes};
 use kvd_core::{Extent, LayerIndex, ModelId};
@@ -18,6 +21,8 @@ pub struct DeviceInfo {
     pub description: String,
     /// Page memory in bytes.
     pub arena_bytes: u64,
+    /// UUID of a GPU, by which workers name the memory that they share with it.
+    pub uuid: Option<String>,
 }
 
 /// K and V as they arrived: `[tokens, kv_heads, head_dim]` in the model's dtype. Lengths have
@@ -228,8 +233,25 @@ pub trait Backend: Send {
         &mut self,
         handle: RegionHandle,
         bytes: u64,
-    ) -> Result<DeviceRegion, BackendError> {
+    ) -> Result<OpenedRegion, BackendError> {
         let _ = (handle, bytes);
+        Err(none())
+    }
+
+    /// [`Backend::attend`] with queries and answer in a region; the plan's own queries are ignored.
+    /// Gives the bytes of pages and raw rows that lay in the plan's parts. `launched` is called
+    /// once all of it is the device's and the region's event is recorded behind it, and before it
+    /// is known to be done. What is refused later has written something to the answer's places.
+    ///
+    /// # Errors
+    /// As [`Backend::attend`]; when the region is not open or a place not inside it or not aligned.
+    fn attend_in_place(
+        &mut self,
+        plan: &AttendPlan,
+        places: &RegionPlaces,
+        launched: &mut dyn FnMut(),
+    ) -> Result<u64, BackendError> {
+        let _ = (plan, places, launched);
         Err(none())
     }
 

@@ -23,6 +23,6 @@ pub use cpu::{
 };
 pub use error::BackendError;
 pub use plan::{AttendPlan, LoadPlan, PlanPart, PlanQuery, Source};
-pub use region::{DeviceRegion, RegionHandle};
+pub use region::{DeviceRegion, OpenedRegion, RegionHandle, RegionPlaces};
 pub use sampling::Sampling;
 pub use state::PartialState;

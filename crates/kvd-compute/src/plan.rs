@@ -111,6 +111,21 @@ pub struct AttendPlan {
     pub q: Bytes,
 }
 
+impl AttendPlan {
+    /// Factor on every score, of keys of `dim` channels.
+    #[must_use]
+    pub fn score_scale(&self, dim: usize) -> f32 {
+        self.scale.unwrap_or_else(|| 1.0 / (dim as f32).sqrt())
+    }
+
+    /// Query rows: tokens times query heads.
+    #[must_use]
+    pub fn rows(&self) -> u64 {
+        let tokens: u64 = self.queries.iter().map(|query| u64::from(query.n_q)).sum();
+        tokens * u64::from(self.q_heads)
+    }
+}
+
 /// Rows to decode back.
 #[derive(Clone, Debug)]
 pub struct LoadPlan {

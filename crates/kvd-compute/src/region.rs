@@ -22,6 +22,32 @@ impl RegionHandle {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct DeviceRegion(pub u64);
 
+/// What a device says of memory that it has opened.
+#[derive(Clone, Debug)]
+pub struct OpenedRegion {
+    /// Its name from now on.
+    pub region: DeviceRegion,
+    /// A `cudaIpcEventHandle_t` of the event that marks when outputs are there; none where the
+    /// driver gives none.
+    pub event: Option<[u8; RegionHandle::IPC_BYTES]>,
+    /// Why payloads are copied through the host; none where kernels read and write them where they
+    /// are.
+    pub copied: Option<String>,
+}
+
+/// Where a batch's queries are and its answer goes: offsets in one region, each aligned to a value.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RegionPlaces {
+    /// The region.
+    pub region: DeviceRegion,
+    /// `[sum of n_q, q_heads, head_dim_k]` in the plan's dtype.
+    pub q: u64,
+    /// `[sum of n_q, q_heads, head_dim_v]` in the plan's dtype.
+    pub out: u64,
+    /// `[sum of n_q, q_heads]`, f32.
+    pub lse: u64,
+}
+
 /// The answer of a device that no memory can be shared through.
 pub(crate) fn none() -> BackendError {
     let message = "the device is the processor: it opens no CUDA memory";

@@ -41,8 +41,9 @@ impl PartialState {
             let factor = (self.max - max).exp();
             self.weight_sum *= factor;
             self.coefficient_weight *= factor;
-            for value in self.raw.iter_mut().chain(&mut self.coefficients) {
-                *value *= factor;
+            // Not one loop over a chain, which would go value by value.
+            for values in [&mut self.raw, &mut self.coefficients] {
+                values.iter_mut().for_each(|value| *value *= factor);
             }
         }
         self.max = max;

@@ -56,6 +56,15 @@ pub struct SideShape {
     pub entry_bytes: u32,
     /// What a byte of 1 is worth.
     pub entry_unit: f32,
+    /// Codes made bytes before they are multiplied: shared memory for a tile of them, 0 where they
+    /// are not. Their table stands at `entries`.
+    pub spread_bytes: u32,
+    /// Positions of a row of bytes.
+    pub spread_row: u32,
+    /// Values: places in the sums.
+    pub spread_places: u32,
+    /// Bytes of their table in shared memory.
+    pub spread_table: u32,
 }
 
 /// An entry of the block table: one page of one KV head, or rows as they came.

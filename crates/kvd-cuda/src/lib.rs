@@ -19,15 +19,17 @@ mod lookup;
 mod plan;
 mod products;
 mod side;
+mod spread;
 mod store;
 mod table;
 mod tables;
+mod turn;
 
 pub use abi::{AttendParameters, MergeParameters, PageEntry, SideShape, Unit};
 pub use backend::{CudaBackend, CudaOpenError, CudaOptions};
 pub use driver::{
-    BadGpuName, CudaDriver, Driver, DriverError, EventId, Gpu, GpuName, KernelLaunch, Nvrtc,
-    PinnedId, PinnedRange, ProbeError, Stream, devices,
+    BadGpuName, CudaDriver, DeviceCopy, Driver, DriverError, EventId, Gpu, GpuName, KernelLaunch,
+    Nvrtc, PinnedId, PinnedRange, ProbeError, Stream, devices,
 };
 pub use error::PlanError;
 pub use finish::Merged;
@@ -42,6 +44,7 @@ pub use store::{
     StoreLaunch, StoreParameters, StorePlan, StoreShapes, StoreUnit, StoredPage, encoded_on_host,
 };
 pub use tables::{Launch, Options, Shapes, Tables};
+pub use turn::{AnswerParameters, QueryParameters, TurnUnit, Turns};
 
 /// The kernels for GPUs, fat binaries; none without the feature `embed-kernels`.
 pub static KERNELS: &[&[u8]] = include!(concat!(env!("OUT_DIR"), "/kernels.rs"));

@@ -68,17 +68,9 @@ impl Entries {
     }
 
     /// Of values as high and low bytes, `bytes` a code.
-    fn pairs(bytes: usize, values: impl Iterator<Item = f32> + Clone) -> Self {
-        let largest = values.clone().fold(0f32, |m, value| m.max(value.abs()));
-        let low_unit = largest / TOP;
-        let halves = |value: f32| {
-            // What is smaller than this is nothing beside any query.
-            let whole = if largest > 1e-30 { (value / low_unit).round() as i32 } else { 0 };
-            let high = (whole + 128) >> 8;
-            [high as i8, (whole - 256 * high) as i8]
-        };
-        let values = values.flat_map(halves).collect();
-        Self { bytes, unit: 256.0 * low_unit, values, parts: vec![] }
+    fn pairs(bytes: usize, values: impl Iterator<Item = f32>) -> Self {
+        let (low_unit, halves) = halves(&values.collect::<Vec<f32>>());
+        Self { bytes, unit: 256.0 * low_unit, values: halves.into_flattened(), parts: vec![] }
     }
 
     /// Appends them to the layer's tables. As many of the first entries as fit `shared_bytes` are
@@ -115,6 +107,19 @@ impl Entries {
         let copies = if count == codes { room.clamp(1, COPIES_MAX) } else { 1 };
         shape.entry_copies = copies.ilog2();
     }
+}
+
+/// High and low bytes of values, and what a low one is worth.
+pub(crate) fn halves(values: &[f32]) -> (f32, Vec<[i8; 2]>) {
+    let largest = values.iter().fold(0f32, |m, value| m.max(value.abs()));
+    let unit = largest / TOP;
+    let of_value = |value: &f32| {
+        // What is smaller than this is nothing beside any query.
+        let whole = if largest > 1e-30 { (value / unit).round() as i32 } else { 0 };
+        let high = (whole + 128) >> 8;
+        [high as i8, (whole - 256 * high) as i8]
+    };
+    (unit, values.iter().map(of_value).collect())
 }
 
 /// Appends what is looked up, if it is, to the layer's tables: [`Entries::place`].

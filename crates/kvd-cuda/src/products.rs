@@ -4,6 +4,7 @@
 use crate::abi::SideShape;
 use crate::lookup;
 use crate::side::{COPY_BYTES, Kernel, Pair, TILE_TOKENS, Variant};
+use crate::spread;
 use kvd_codec::{CodebookScope, CodecSpec, Entropy, GroupAxis, Quantizer, SideSpec, UniformMode};
 use kvd_core::{Geometry, Side};
 
@@ -20,6 +21,8 @@ const LOOKED_UP_DIM_MAX: u32 = 128;
 const QUAD: u32 = 4;
 /// Words beside digits for each row: unit, base, and what three sums begin with.
 const ROW_WORDS: usize = 5;
+/// Bytes of a `SpreadPosition` of `spread.cuh`.
+const PLACE_BYTES: usize = 8;
 /// Rows whose digits one product takes: `FEW_ROWS` of `tensor.cuh`.
 const FEW_ROWS: usize = 4;
 
@@ -33,7 +36,16 @@ pub(crate) fn on_tensor_cores((pair, variant): (Pair, Variant)) -> bool {
         (Kernel::Uniform | Kernel::Polar | Kernel::Lloyd, Kernel::Uniform)
             | (Kernel::Grid, Kernel::Grid)
             | (Kernel::Vq, Kernel::Vq)
+            | (Kernel::BitAlloc, Kernel::BitAlloc)
+            | (Kernel::Hybrid, Kernel::Hybrid)
     )
+}
+
+/// Whether it makes bytes of that side's codes first, and what of the table for it stands in shared
+/// memory.
+pub(crate) fn spread_table((pair, variant): (Pair, Variant), shape: &SideShape) -> Option<usize> {
+    let spreads = on_tensor_cores((pair, variant)) && shape.spread_bytes > 0;
+    spreads.then_some(shape.spread_table as usize)
 }
 
 /// Whether it looks codes of that side up as bytes.
@@ -61,6 +73,10 @@ fn fits(pair: Pair, key: &SideShape, value: &SideShape) -> bool {
     let of_side = |side, shape: &SideShape| {
         if !on_tensor_cores((pair, Variant::Own)) {
             return true;
+        }
+        if [Kernel::BitAlloc as u32, Kernel::Hybrid as u32].contains(&shape.kind) {
+            let places = side == Side::Key || shape.spread_places <= VALUE_DIM_MAX;
+            return shape.spread_bytes > 0 && places;
         }
         let looks_up = looks_up((pair, Variant::Own), side);
         let dim_max = if looks_up { LOOKED_UP_DIM_MAX } else { VALUE_DIM_MAX };
@@ -118,21 +134,34 @@ pub(crate) fn work_bytes(
         return 0;
     }
     let (dim, grid) = (shape.dim as usize, shape.kind == Kernel::Grid as u32);
+    let spread = spread_table(kernel, shape).is_some();
+    let is_hybrid = shape.kind == Kernel::Hybrid as u32;
     let bytes = match side {
         Side::Key => {
-            let positions = if grid { shape.stride as usize } else { dim };
+            let positions = match () {
+                () if grid => shape.stride as usize,
+                () if spread => shape.spread_row as usize,
+                () => dim,
+            };
             let steps = match looks_up(kernel, side) {
                 true => lookup::key_steps(shape, codes_of(shape)),
                 false => positions.div_ceil(STEP_TERMS),
             };
-            4 * ((rows * ROW_WORDS).next_multiple_of(4) + steps * digit_words(rows))
+            // Where the sums of a step are scaled, those of its queries too.
+            let sums = if is_hybrid { steps * rows } else { 0 };
+            4 * ((rows * ROW_WORDS).next_multiple_of(4) + steps * digit_words(rows) + sums)
         }
         // Where each channel is, and what is taken from its codes.
         Side::Value if grid => 4 * rows * dim + 3 * dim + 4,
+        // What each place is worth, and places by channel.
+        Side::Value if spread && !is_hybrid => {
+            4 * rows * dim + PLACE_BYTES * shape.spread_places as usize + dim.next_multiple_of(4)
+        }
         // A part of the unit for each of several codebooks.
         Side::Value => 4 * (rows * dim + if shape.sets > 1 { shape.sets as usize } else { 0 }),
     };
-    bytes.next_multiple_of(COPY_BYTES)
+    let tile = if spread { shape.spread_bytes as usize } else { 0 };
+    bytes.next_multiple_of(COPY_BYTES) + tile
 }
 
 /// Words of digits of the queries for one step, of four lanes each.
@@ -153,7 +182,10 @@ pub(crate) struct Expected {
 pub(crate) fn expected(codec: &CodecSpec, geometry: &Geometry, rows: usize) -> [Expected; 2] {
     let sides = Side::BOTH.map(|side| (codec.side(side), geometry.head_dim(side)));
     let kernels = sides.map(|(side, _)| kernel_of(side));
-    let shapes = sides.map(|(side, dim)| expected_shape(side, dim));
+    let shapes = Side::BOTH.map(|side| {
+        let (spec, dim) = sides[side.index()];
+        expected_shape(spec, side, dim)
+    });
     let [Some(keys), Some(values)] = kernels else {
         let not = |kernel: Option<Kernel>| match kernel {
             None => "its values are not codes that stand for bytes",
@@ -180,28 +212,34 @@ pub(crate) fn expected(codec: &CodecSpec, geometry: &Geometry, rows: usize) -> [
 fn kernel_of(side: &SideSpec) -> Option<Kernel> {
     Some(match side.quantizer {
         Quantizer::Uniform { mode: UniformMode::Asym, .. } => Kernel::Uniform,
+        Quantizer::Uniform { mode: UniformMode::Hybrid, .. } => Kernel::Hybrid,
         Quantizer::Grid { .. } => Kernel::Grid,
         Quantizer::Polar { .. } => Kernel::Polar,
         Quantizer::Lloyd { .. } => Kernel::Lloyd,
         Quantizer::Vq(_) => Kernel::Vq,
+        Quantizer::BitAlloc { .. } => Kernel::BitAlloc,
         _ => return None,
     })
 }
 
 /// What a side's shape will have of what decides.
-fn expected_shape(side: &SideSpec, dim: usize) -> SideShape {
+fn expected_shape(side: &SideSpec, which: Side, dim: usize) -> SideShape {
     let mut shape = SideShape { dim: dim as u32, scale_tokens: 1, sets: 1, ..SideShape::default() };
     let page = Geometry::BLOCK_TOKENS_MAX;
     shape.bits = side.quantizer.alphabet().map_or(8, |codes| codes.next_power_of_two().ilog2());
     match side.quantizer {
-        Quantizer::Uniform { axis, group, .. } => {
-            shape.kind = Kernel::Uniform as u32;
+        Quantizer::Uniform { axis, group, mode, .. } => {
+            let is_hybrid = mode == UniformMode::Hybrid;
+            shape.kind = if is_hybrid { Kernel::Hybrid } else { Kernel::Uniform } as u32;
             let group = group.map(u32::from);
             (shape.scale_tokens, shape.scale_channels) = match axis {
                 GroupAxis::Channel => (group.unwrap_or(page), 1),
                 GroupAxis::Token => (1, group.unwrap_or(shape.dim).min(shape.dim)),
                 GroupAxis::Block => (page, shape.dim),
             };
+            if is_hybrid {
+                spread::place_hybrid(which, &mut shape);
+            }
         }
         // Codebooks that are fitted have values on whole levels.
         Quantizer::Vq(vq) => {
@@ -226,6 +264,10 @@ fn expected_shape(side: &SideSpec, dim: usize) -> SideShape {
         Quantizer::Grid { .. } => {
             shape.kind = Kernel::Grid as u32;
             shape.stride = shape.dim;
+        }
+        Quantizer::BitAlloc { .. } => {
+            let (kind, dim) = (Kernel::BitAlloc as u32, shape.dim);
+            shape = SideShape { kind, dim, ..spread::expected(which, dim as usize) };
         }
         _ => {}
     }
@@ -262,9 +304,57 @@ mod tests {
             assert!(!fits(pair, &key, &value), "{key:?} {value:?}");
         }
         // Pairs that multiply floats take every shape.
-        let hybrid = Pair { keys: Kernel::Hybrid, values: Kernel::Hybrid, huffman: false };
-        assert!(fits(hybrid, &shape(48, 1, 9), &shape(1, 48, 9)));
-        assert_eq!(work_bytes((hybrid, Variant::Own), Side::Key, &key, 4), 0);
+        let floats = Pair { keys: Kernel::Fp8, values: Kernel::Fp8, huffman: false };
+        assert!(fits(floats, &shape(48, 1, 9), &shape(1, 48, 9)));
+        assert_eq!(work_bytes((floats, Variant::Own), Side::Key, &key, 4), 0);
+    }
+
+    #[test]
+    fn groups_that_choose_their_mode_are_of_a_step_or_of_a_tile() {
+        let pair = Pair { keys: Kernel::Hybrid, values: Kernel::Hybrid, huffman: false };
+        let kind = Kernel::Hybrid as u32;
+        let shape = |side, scale_tokens, scale_channels, bits| {
+            let shape = SideShape { kind, dim: 128, bits, scale_tokens, ..SideShape::default() };
+            let mut shape = SideShape { scale_channels, ..shape };
+            spread::place_hybrid(side, &mut shape);
+            shape
+        };
+        let (key, value) = (shape(Side::Key, 1, 32, 2), shape(Side::Value, 32, 1, 7));
+        assert_eq!(variant(pair, &key, &value), Variant::Own);
+        for (key, value) in [
+            (shape(Side::Key, 1, 16, 2), value),
+            (shape(Side::Key, 32, 1, 2), value),
+            (shape(Side::Key, 1, 64, 8), value),
+            (key, shape(Side::Value, 16, 1, 2)),
+            (key, shape(Side::Value, 1, 32, 2)),
+        ] {
+            assert_eq!(variant(pair, &key, &value), Variant::Any, "{key:?} {value:?}");
+        }
+        // Four steps of digits and sums; bytes of a tile, four groups of a token.
+        let work = |side, shape| work_bytes((pair, Variant::Own), side, shape, 4);
+        let digits = 4 * (4 * 5 + 4 * 4 * 24 + 4 * 4);
+        assert_eq!(work(Side::Key, &key), digits + 32 * 128 + 8 * 4 * 32);
+        assert_eq!(work(Side::Value, &value), 4 * 4 * 128 + 4 * (7 * 136 + 136) + 8 * 128);
+    }
+
+    #[test]
+    fn bit_allocations_of_too_many_bytes_go_to_the_other_kernel() {
+        let pair = Pair { keys: Kernel::BitAlloc, values: Kernel::BitAlloc, huffman: false };
+        let kind = Kernel::BitAlloc as u32;
+        let [key, value] = Side::BOTH.map(|side| SideShape {
+            kind,
+            dim: 128,
+            bits: 256,
+            ..spread::expected(side, 128)
+        });
+        assert_eq!(variant(pair, &key, &value), Variant::Own);
+        let wide = SideShape { kind, dim: 192, ..spread::expected(Side::Value, 192) };
+        assert_eq!(variant(pair, &key, &wide), Variant::Any, "too many sums");
+        // Five steps of digits, and the tile of bytes.
+        let work = |side, shape| work_bytes((pair, Variant::Own), side, shape, 4);
+        assert_eq!(work(Side::Key, &key), 4 * (4 * 5 + 5 * 4 * 24) + 32 * 160);
+        assert_eq!(work(Side::Value, &value), 4 * 4 * 128 + 8 * 136 + 128 + 4 * (7 * 136 + 160));
+        assert_eq!(work_bytes((pair, Variant::Any), Side::Key, &key, 4), 0);
     }
 
     #[test]

@@ -3,6 +3,7 @@
 use crate::abi::SideShape;
 use crate::lanes::Lanes;
 use crate::lookup::{self, ALL_ENTRIES, Entries};
+use crate::spread::{self, Allocation};
 use crate::table::Table;
 use kvd_codec::{CodeLayout, GroupAxis, HeadSide, LaneTable, Stored, UniformMode};
 use kvd_core::{DType, Geometry, RopePairing, Side};
@@ -51,7 +52,7 @@ pub enum Kernel {
 }
 
 /// The pairs that have kernels of their own (`kernels/attend_*.cu`).
-const PAIRS: [(Kernel, Kernel); 9] = [
+const PAIRS: [(Kernel, Kernel); 10] = [
     (Kernel::F32, Kernel::F32),
     (Kernel::F16, Kernel::F16),
     (Kernel::Bf16, Kernel::Bf16),
@@ -61,6 +62,7 @@ const PAIRS: [(Kernel, Kernel); 9] = [
     (Kernel::Vq, Kernel::Vq),
     (Kernel::Polar, Kernel::Uniform),
     (Kernel::Lloyd, Kernel::Uniform),
+    (Kernel::BitAlloc, Kernel::BitAlloc),
 ];
 
 /// The same where one of them holds Huffman codes.
@@ -139,7 +141,7 @@ impl Kernel {
     /// have a fixed width; the others share a slower one.
     #[must_use]
     pub fn pairs_with(self, values: Self) -> bool {
-        PAIRS.contains(&(self, values)) || (self, values) == (Self::BitAlloc, Self::BitAlloc)
+        PAIRS.contains(&(self, values))
     }
 
     pub(crate) fn of_rows(dtype: DType) -> Self {
@@ -234,7 +236,7 @@ pub(crate) fn head_shapes(
     tables: &mut LayerTables,
     table_bytes: usize,
 ) -> Result<HeadShapes, &'static str> {
-    let (kernel, shape) = page_shape(side, &mut tables.bytes, table_bytes)?;
+    let (kernel, shape) = page_shape((side, which), &mut tables.bytes, table_bytes)?;
     let Some(runs) = side.lane_runs() else {
         return Ok(HeadShapes { kernel, versions: vec![shape] });
     };
@@ -252,9 +254,33 @@ pub(crate) fn head_shapes(
     Ok(HeadShapes { kernel, versions: shapes.collect() })
 }
 
+/// The kernel and shape of equidistant levels.
+fn uniform_shape(
+    (mode, bits, (axis, group)): (UniformMode, u32, (GroupAxis, Option<usize>)),
+    (dim, which): (usize, Side),
+) -> (Kernel, SideShape) {
+    let page = Geometry::BLOCK_TOKENS_MAX as usize;
+    let kernel = match mode {
+        UniformMode::Asym => Kernel::Uniform,
+        UniformMode::Sym => Kernel::Symmetric,
+        UniformMode::Hybrid => Kernel::Hybrid,
+    };
+    let (tokens, channels) = match axis {
+        GroupAxis::Channel => (group.unwrap_or(page), 1),
+        GroupAxis::Token => (1, group.unwrap_or(dim).min(dim)),
+        GroupAxis::Block => (page, dim),
+    };
+    let mut shape = shape(kernel, dim, bits);
+    (shape.scale_tokens, shape.scale_channels) = (tokens as u32, channels as u32);
+    if mode == UniformMode::Hybrid {
+        spread::place_hybrid(which, &mut shape);
+    }
+    (kernel, shape)
+}
+
 /// The kernel and shape of a head's pages, as if its codes had a fixed width.
 fn page_shape(
-    side: &HeadSide,
+    (side, which): (&HeadSide, Side),
     tables: &mut Vec<u8>,
     table_bytes: usize,
 ) -> Result<(Kernel, SideShape), &'static str> {
@@ -264,20 +290,9 @@ fn page_shape(
         Stored::Float(dtype) => (Kernel::of_rows(dtype), rows_shape(dtype, dim)),
         Stored::E4m3 => (Kernel::Fp8, shape(Kernel::Fp8, dim, 8)),
         Stored::Uniform { mode, bits, top, axis, group } => {
-            let kernel = match mode {
-                UniformMode::Asym => Kernel::Uniform,
-                UniformMode::Sym => Kernel::Symmetric,
-                UniformMode::Hybrid => Kernel::Hybrid,
-            };
-            let (tokens, channels) = match axis {
-                GroupAxis::Channel => (group.unwrap_or(page), 1),
-                GroupAxis::Token => (1, group.unwrap_or(dim).min(dim)),
-                GroupAxis::Block => (page, dim),
-            };
-            let mut shape = shape(kernel, dim, bits);
-            (shape.scale_tokens, shape.scale_channels) = (tokens as u32, channels as u32);
-            shape.top = top.into();
-            (kernel, shape)
+            let groups = (axis, group);
+            let (kernel, shape) = uniform_shape((mode, bits, groups), (dim, which));
+            (kernel, SideShape { top: top.into(), ..shape })
         }
         Stored::Codebooks(vq) => {
             let bits = (vq.codebook(0, 0).entries().len() / vq.dim()).ilog2();
@@ -312,6 +327,7 @@ fn page_shape(
             let bits = runs.iter().map(|[_, len, width]| len * width).sum::<usize>();
             let mut shape = shape(Kernel::BitAlloc, dim, bits as u32);
             Table::new(tables, &mut shape).runs(&runs, levels.len()).floats(levels).floats(scales);
+            spread::place(which, Allocation { runs: &runs, levels, scales }, tables, &mut shape);
             (Kernel::BitAlloc, shape)
         }
         Stored::Grid(_) => (Kernel::Grid, shape(Kernel::Grid, dim, 8)),
@@ -356,8 +372,10 @@ pub(crate) fn stage_bytes(kernel: Kernel, shape: &SideShape, tokens: usize) -> u
             scales + codes(dim / 2)
         }
         Kernel::Lloyd => copied(2 * rows) + codes(dim),
-        // Its bits are those of a row; every run ends in a copy of its own.
-        Kernel::BitAlloc => copied(rows * bits / 8 + RUNS_MAX * (PLANES_MAX + 2 * COPY_BYTES)),
+        // Its bits are those of a row; every run has a place of its own, that of a full tile.
+        Kernel::BitAlloc => {
+            copied(TILE_TOKENS * bits / 8 + RUNS_MAX * (PLANES_MAX + 2 * COPY_BYTES))
+        }
         Kernel::Grid => 0,
         _ => copied(4) + codes(dim),
     }

@@ -1,18 +1,22 @@
 //! A plan as block tables and launches. Pure: it reads no page memory; what a page is comes from
 //! the header that whoever placed it kept.
 
+mod queries;
+
 use crate::PlanError;
 use crate::abi::{COEFFICIENTS, PageEntry, SideShape, Unit};
 use crate::lanes::{SharedMemory, decoding};
 use crate::lookup;
-use crate::products::{looks_up, on_tensor_cores, resident, variant, work_bytes};
+use crate::products::{looks_up, on_tensor_cores, resident, spread_table, variant, work_bytes};
 use crate::side::{
     COPY_BYTES, HeadShapes, Kernel, LayerTables, Pair, ROWS, TILE_TOKENS, Variant, fallback_shape,
     head_shapes, rows_of, rows_shape, stage_bytes,
 };
+use crate::turn::TurnUnit;
 use kvd_codec::{HEADER_BYTES, ModelCodec, PageHeader};
 use kvd_compute::{AttendPlan, PlanPart, PlanQuery, Source};
 use kvd_core::{LayerIndex, Side};
+use queries::HeadRows;
 use std::collections::BTreeMap;
 
 /// Threads of a block, in warps of 32.
@@ -130,10 +134,15 @@ pub struct Launch {
 pub struct Tables {
     /// The block table.
     pub pages: Vec<PageEntry>,
-    /// Scaled queries, `[rows, key channels]`: as given and folded into coefficient space.
+    /// Scaled queries, `[rows, key channels]`: as given and folded into coefficient space. None
+    /// where a kernel takes them from a worker's memory.
     pub queries: Vec<f32>,
-    /// What to add to a row's scores.
+    /// What to add to a row's scores; none in the same case.
     pub offsets: Vec<f32>,
+    /// Rows of both.
+    pub query_rows: usize,
+    /// What takes queries from a worker's memory and answers into it.
+    pub turns: Vec<TurnUnit>,
     /// Launches; they may run side by side.
     pub launches: Vec<Launch>,
     /// Rows of partial results.
@@ -163,24 +172,13 @@ struct Builder<'a> {
     shapes: &'a Shapes,
     /// Header of the page that begins at an offset of the arena.
     header: &'a dyn Fn(u64) -> Option<PageHeader>,
-    q: Vec<f32>,
+    /// The queries, where the host has them.
+    q: Option<Vec<f32>>,
     options: Options,
     tables: Tables,
     units: BTreeMap<LaunchKey, (Vec<Unit>, [usize; 8])>,
     /// Partial results of each output row.
     rows: Vec<Vec<u32>>,
-}
-
-/// Query rows of one head of one query.
-struct HeadRows {
-    head: usize,
-    /// Query heads of the KV head.
-    group: usize,
-    /// Index of the first query token in the batch.
-    batch_row: usize,
-    /// First row of the queries as given; as many folded ones follow.
-    first: usize,
-    count: usize,
 }
 
 impl Tables {
@@ -196,13 +194,37 @@ impl Tables {
         header: &dyn Fn(u64) -> Option<PageHeader>,
         options: Options,
     ) -> Result<Self, PlanError> {
+        let mut q = vec![0f32; plan.q.len() / plan.dtype.size_bytes()];
+        plan.dtype.widen(&plan.q, &mut q);
+        Self::build(plan, codec, shapes, header, (options, Some(q)))
+    }
+
+    /// The same where kernels read the queries from a worker's memory: the plan's own are ignored.
+    ///
+    /// # Errors
+    /// As [`Tables::new`].
+    pub fn in_place(
+        plan: &AttendPlan,
+        codec: &ModelCodec,
+        shapes: &Shapes,
+        header: &dyn Fn(u64) -> Option<PageHeader>,
+        options: Options,
+    ) -> Result<Self, PlanError> {
+        Self::build(plan, codec, shapes, header, (options, None))
+    }
+
+    fn build(
+        plan: &AttendPlan,
+        codec: &ModelCodec,
+        shapes: &Shapes,
+        header: &dyn Fn(u64) -> Option<PageHeader>,
+        (options, q): (Options, Option<Vec<f32>>),
+    ) -> Result<Self, PlanError> {
         let geometry = codec.geometry();
         let dim = geometry.head_dim(Side::Value);
         if dim > DIM_MAX {
             return Err(PlanError::HeadDim { dim, max: DIM_MAX });
         }
-        let mut q = vec![0f32; plan.q.len() / plan.dtype.size_bytes()];
-        plan.dtype.widen(&plan.q, &mut q);
         let tables = Self { soft_cap: plan.soft_cap.unwrap_or(0.0), ..Self::default() };
         let rows = plan.queries.iter().map(|query| query.n_q as usize).sum::<usize>();
         let rows = vec![Vec::new(); rows * plan.q_heads as usize];
@@ -231,30 +253,6 @@ impl Builder<'_> {
             }
         }
         Ok(())
-    }
-
-    /// Appends the queries of a head, scaled, as given and folded.
-    fn queries(&mut self, query: &PlanQuery, head: usize, batch_row: usize) -> HeadRows {
-        let dim = self.codec.geometry().head_dim(Side::Key);
-        let q_heads = self.plan.q_heads as usize;
-        let group = q_heads / self.codec.geometry().kv_heads as usize;
-        let count = query.n_q as usize * group;
-        let scale = self.plan.scale.unwrap_or_else(|| 1.0 / (dim as f32).sqrt());
-        let tables = &mut self.tables;
-        let first = tables.offsets.len();
-        for row in 0..count {
-            let row = (batch_row + row / group) * q_heads + head * group + row % group;
-            tables.queries.extend(self.q[row * dim..][..dim].iter().map(|x| x * scale));
-            tables.offsets.push(0.0);
-        }
-        let side = self.codec.head(self.plan.layer, Side::Key, head);
-        for row in 0..count {
-            let raw = tables.queries[(first + row) * dim..][..dim].to_vec();
-            let start = tables.queries.len();
-            tables.queries.resize(start + dim, 0.0);
-            tables.offsets.push(side.fold_query(&raw, &mut tables.queries[start..]));
-        }
-        HeadRows { head, group, batch_row, first, count }
     }
 
     /// How both sides of a part are stored.
@@ -397,9 +395,10 @@ impl Builder<'_> {
         let (units, sizes) = self.units.entry((pair, variant, rows)).or_default();
         // Runs and Huffman tables stand behind a side's own table.
         let table = |side, shape: &SideShape| {
-            let own = match looks_up((pair, variant), side) {
-                true => lookup::table_bytes(shape),
-                false => shape.table_bytes as usize,
+            let own = match spread_table((pair, variant), shape) {
+                Some(bytes) => bytes,
+                None if looks_up((pair, variant), side) => lookup::table_bytes(shape),
+                None => shape.table_bytes as usize,
             };
             let lanes = shape.lane_bytes as usize;
             own.next_multiple_of(COPY_BYTES) + lanes.next_multiple_of(COPY_BYTES)

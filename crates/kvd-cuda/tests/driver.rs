@@ -8,8 +8,8 @@ use kvd_codec::ModelCodec;
 use kvd_compute::{Backend, IncomingRows, LoadPlan, PlanPart, RawTarget, RegionHandle, Source};
 use kvd_core::{Coded, DType, ErrorCode, Extent, Geometry, LayerIndex, ModelId, RopePairing};
 use kvd_cuda::{
-    CudaBackend, CudaDriver, CudaOpenError, CudaOptions, Driver, DriverError, PinnedRange, Stream,
-    devices,
+    CudaBackend, CudaDriver, CudaOpenError, CudaOptions, DeviceCopy, Driver, DriverError,
+    PinnedRange, Stream, devices,
 };
 use std::fs::File;
 use std::os::fd::OwnedFd;
@@ -139,9 +139,17 @@ fn memory() {
     let mut driver = CudaDriver::open(gpu).unwrap();
     let own = driver.alloc(512).unwrap();
     put(&mut driver, own, b"queries");
-    driver.copy(own, own + 256, 7).unwrap();
+    let copy = |from, to, bytes| DeviceCopy { from: own + from, to: own + to, bytes };
+    driver.copy(&[copy(0, 256, 7)]).unwrap();
     assert_eq!(read(&mut driver, own + 256, 7), b"queries");
+    driver.copy(&[copy(0, 300, 4), copy(9, 9, 0), copy(257, 280, 3)]).unwrap();
+    assert_eq!(
+        [read(&mut driver, own + 300, 4), read(&mut driver, own + 280, 3)].concat(),
+        b"queruer"
+    );
+    driver.copy(&[copy(0, 1, 0), copy(3, 3, 0)]).unwrap();
     ipc(&mut driver);
+    event(&mut driver);
     descriptor(&mut driver);
     driver.free(own);
     // What is still open is closed with the driver.
@@ -204,6 +212,16 @@ fn ipc(driver: &mut CudaDriver) {
     assert!(short.contains("it has 4095 bytes, not 4096"), "{short}");
     let unknown = refused(driver.open_shared(RegionHandle::CudaIpc([0; 64]), 64));
     assert!(unknown.contains("CUDA_ERROR_INVALID_VALUE (1)"), "{unknown}");
+}
+
+fn event(driver: &mut CudaDriver) {
+    let (event, handle) = driver.share_event().unwrap();
+    assert_eq!(handle[8..], [0xE7; 56]);
+    driver.record(event, Stream::Compute).unwrap();
+    driver.synchronize(event).unwrap();
+    driver.destroy_event(event);
+    let missing = driver.find("kvd_queries").unwrap_err();
+    assert!(matches!(missing, DriverError::NoKernel(_)), "{missing}");
 }
 
 /// Mappings of the file, and descriptors of this process.

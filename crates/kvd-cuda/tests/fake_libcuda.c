@@ -129,10 +129,19 @@ int cuMemFreeHost(char *at) {
     return 1;
 }
 
-struct event { int stream, until; };
+struct event { int stream, until, shared; };
 int cuEventCreate(struct event **event, unsigned flags) {
     *event = calloc(1, sizeof **event);
-    return flags == 2 ? 0 : 1;
+    (*event)->shared = flags == 6;
+    return flags == 2 || flags == 6 ? 0 : 1;
+}
+// A handle is the address of an event that may be shared, under a mark.
+int cuIpcGetEventHandle(unsigned char *handle, struct event *event) {
+    const char *named = getenv("FAKE_FAIL");
+    if (!event->shared || (named && !strcmp(named, "cuIpcGetEventHandle"))) return 801;
+    memset(handle, 0xE7, 64);
+    memcpy(handle, &event, sizeof event);
+    return 0;
 }
 int cuEventDestroy_v2(struct event *event) { free(event); return 0; }
 int cuEventRecord(struct event *event, long stream) {
@@ -170,6 +179,22 @@ int cuMemcpyDtoHAsync_v2(void *to, address from, unsigned long bytes, long strea
 }
 int cuMemcpyDtoDAsync_v2(address to, address from, unsigned long bytes, long stream) {
     return start((void *)to, (void *)from, bytes, stream);
+}
+
+struct attributes {
+    int order;
+    char hints[16];
+    unsigned flags;
+};
+int cuMemcpyBatchAsync_v2(address *to, address *from, unsigned long *bytes, unsigned long count,
+                          struct attributes *attributes, unsigned long *first, unsigned long kinds, long stream) {
+    if (!count || kinds != 1 || *first || attributes->order != 1 || attributes->flags) return 1;
+    // In no order that was given.
+    for (unsigned long i = count; i-- > 0;) {
+        int result = bytes[i] ? start((void *)to[i], (void *)from[i], bytes[i], stream) : 1;
+        if (result) return result;
+    }
+    return stuck;
 }
 
 // A handle is the address and size of memory of this process; it is marked when it is closed.

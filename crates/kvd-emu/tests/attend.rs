@@ -269,6 +269,28 @@ fn symmetric_and_hybrid_levels_answer_as_the_reference_for_every_axis() {
 }
 
 #[test]
+fn groups_that_choose_their_mode_answer_as_the_reference_for_every_width() {
+    if !available() {
+        return;
+    }
+    // Groups of a step or of several, of a tile or of a page; tiles that are no whole words.
+    for bits in 1..=8 {
+        let [key, value] = [["g=32", "g=32"], ["g=64", "g=64"], ["g=96", "g=32"]][bits % 3];
+        let codec = format!(
+            "k=uniform(b={bits},axis=token,{key},mode=hybrid); \
+             v=uniform(b={},axis=channel,{value},mode=hybrid)",
+            9 - bits
+        );
+        for (dim_k, dim_v) in [(192, 44), (96, 160)] {
+            for pages in [&[64, 45][..], &[3]] {
+                let stored = stored(&geometry(dim_k, dim_v, DType::F16), &codec, &layout(pages, 3));
+                agree(&stored, &Ask::last(5, stored.tokens), &codec);
+            }
+        }
+    }
+}
+
+#[test]
 fn polar_answers_as_the_reference_for_both_pairings() {
     if !available() {
         return;
@@ -313,11 +335,14 @@ fn bit_allocations_and_their_outliers_answer_as_the_reference() {
     if !available() {
         return;
     }
-    let codec = "k=mean+pca/bitalloc(b=3.1); v=mean+pca/bitalloc(b=1.3)";
-    for (dim_k, dim_v) in [(64, 64), (36, 80)] {
-        for pages in [&[64, 45][..], &[33], &[1]] {
-            let stored = stored(&geometry(dim_k, dim_v, DType::F16), codec, &layout(pages, 3));
-            agree(&stored, &Ask::last(3, stored.tokens), codec);
+    // Widths of all kinds, levels of one byte and of two, runs whose last four are not full.
+    for (key, value) in [(3.1, 1.3), (1.7, 2.5), (5.6, 4.4), (0.3, 7.2)] {
+        let codec = format!("k=mean+pca/bitalloc(b={key}); v=mean+pca/bitalloc(b={value})");
+        for (dim_k, dim_v) in [(64, 64), (36, 80)] {
+            for pages in [&[64, 45][..], &[33], &[1]] {
+                let stored = stored(&geometry(dim_k, dim_v, DType::F16), &codec, &layout(pages, 3));
+                agree(&stored, &Ask::last(3, stored.tokens), &codec);
+            }
         }
     }
 }
@@ -347,6 +372,7 @@ fn integers_are_exact() {
         "k=uniform(b=4,axis=block); v=uniform(b=4,axis=token,g=32)",
         "k=uniform(b=4,axis=channel,g=32,mode=sym); v=uniform(b=4,axis=channel,mode=sym)",
         "k=uniform(b=4,axis=channel,g=32,mode=hybrid); v=uniform(b=4,axis=channel,mode=hybrid)",
+        "k=uniform(b=4,axis=token,g=32,mode=hybrid); v=uniform(b=4,axis=channel,g=32,mode=hybrid)",
         "k=uniform(b=4,axis=block,mode=sym); v=fp8",
     ] {
         exact(codec, digit);

@@ -149,7 +149,8 @@ fn memory_of_a_worker_is_read_and_written_inside_its_bounds_alone() {
     let (mut backend, watch) = open(Order::Ascending, Pace::Late, OPTIONS);
     let before = watch.lock().live;
     let worker = [Memory::of(&[7; 256]), Memory::of(&[9; 256])];
-    let regions = worker.each_ref().map(|memory| backend.open_region(handle(memory), 256).unwrap());
+    let regions =
+        worker.each_ref().map(|memory| backend.open_region(handle(memory), 256).unwrap().region);
     backend.write_region(regions[0], 250, b"answer").unwrap();
     let mut bytes = [0; 8];
     backend.read_region(regions[0], 248, &mut bytes).unwrap();
@@ -167,7 +168,8 @@ fn memory_of_a_worker_is_read_and_written_inside_its_bounds_alone() {
     backend.close_region(regions[0]);
     let closed = backend.read_region(regions[0], 0, &mut bytes).unwrap_err();
     assert!(closed.to_string().contains("no device memory 0 is open"), "{closed}");
-    assert_eq!(watch.lock().live, before + 1);
+    // The other one, and its event.
+    assert_eq!(watch.lock().live, before + 2);
     // A worker whose handle means nothing is refused, and the device goes on.
     let error = backend.open_region(RegionHandle::CudaIpc([0; 64]), 256).unwrap_err();
     assert_eq!(error.code(), ErrorCode::InvalidArgument);
@@ -257,7 +259,10 @@ fn pages_whose_size_the_kernel_finds_stay_on_the_device() {
             assert_eq!(pages.held.is_none(), index == 0, "{text}");
             assert_eq!((pages.fallback_pages, pages.parts.total()), (0, pages.size_bytes()));
             let extent = Extent { offset: 65_536 + 8192 * index as u64, len: pages.size_bytes() };
+            let copies = watch.lock().copies;
             backend.place(&pages, extent);
+            // Four pages with room between them go at once.
+            assert_eq!(watch.lock().copies - copies, usize::from(index > 0), "{text}");
             let source = Source::Pages { extent, ends: pages.page_ends.clone(), first_row: 0 };
             let loaded = load(&mut backend, &PlanPart { source, ..part.clone() });
             sizes.push((pages.parts, pages.page_ends, loaded.unwrap()));

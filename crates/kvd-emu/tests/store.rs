@@ -355,6 +355,30 @@ fn rows_that_lack_more_than_an_f16_everywhere_become_pages_of_rows() {
 }
 
 #[test]
+fn codes_that_find_no_room_are_none() {
+    if !available() {
+        return;
+    }
+    for text in ["kvcomp", "kvcomp-channel", "kvd-2"] {
+        let blocks = Blocks::new([64, 64], DType::F16, text, &[(Rows::Noise, 96)]);
+        let codec = &blocks.stored.codec;
+        let shapes = Shapes::new(codec, LAYER, [0; 2]);
+        let store = StoreShapes::new(codec, LAYER, &shapes).unwrap();
+        let mut plan = store.plan(codec, &blocks.sources, SHARED);
+        let (_, read) = blocks.run((&shapes, &store), &plan, Order::Ascending);
+        assert!(read.iter().all(Option::is_some), "{text}");
+        // None at all, and too little for the second chunk.
+        let sizes: Vec<u32> = read.iter().flatten().map(|page| page.header.payload_len).collect();
+        for cut in [|_: u32| 0, |size: u32| size / 4 * 3] {
+            let units = plan.launches.iter_mut().flat_map(|launch| &mut launch.units);
+            units.zip(&sizes).for_each(|(unit, size)| unit.room = cut(*size));
+            let (_, read) = blocks.run((&shapes, &store), &plan, Order::Descending);
+            assert!(read.iter().all(Option::is_none), "{text}");
+        }
+    }
+}
+
+#[test]
 fn pages_over_the_shared_memory_are_encoded_beside_it() {
     if !available() {
         return;

@@ -2,17 +2,18 @@
 //!
 //! | bytes | field |
 //! |---|---|
-//! | 0..4 | state: 0 under way, 1 answered, 2 refused |
+//! | 0..4 | state: 0 under way, 1 answered, 2 refused, 3 given to a device |
 //! | 4..8 | bytes of the message |
 //! | 8..24 | three u32 of the answer and one unused: what `StoreAck` says |
 //! | 24..256 | `CODE: message` of a refusal, cut where it is too long |
 
 use crate::{Memory, RegionError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 const PENDING: u32 = 0;
 const DONE: u32 = 1;
 const REFUSED: u32 = 2;
+const LAUNCHED: u32 = 3;
 const VALUES_AT: u64 = 8;
 const TEXT_AT: u64 = 24;
 
@@ -54,6 +55,23 @@ impl<'a> Completion<'a> {
         self.memory.store(self.offset, PENDING)
     }
 
+    /// Says that a device has all of the call, whose end is still to come.
+    ///
+    /// # Errors
+    /// None after [`Completion::at`].
+    pub fn launched(&self) -> Result<(), RegionError> {
+        self.memory.store(self.offset, LAUNCHED)
+    }
+
+    /// Waits at most `time` until a device has all of the call (true), or its end (false).
+    ///
+    /// # Errors
+    /// None after [`Completion::at`].
+    pub fn wait_launched(&self, time: Duration) -> Result<Option<bool>, RegionError> {
+        let state = self.memory.wait(self.offset, PENDING, time)?;
+        Ok((state != PENDING).then_some(state == LAUNCHED))
+    }
+
     /// Ends the call.
     ///
     /// # Errors
@@ -83,8 +101,14 @@ impl<'a> Completion<'a> {
     /// # Errors
     /// None after [`Completion::at`].
     pub fn wait(&self, time: Duration) -> Result<Option<Outcome>, RegionError> {
-        match self.memory.wait(self.offset, PENDING, time)? {
-            PENDING => Ok(None),
+        let began = Instant::now();
+        let mut state = self.memory.wait(self.offset, PENDING, time)?;
+        if state == LAUNCHED {
+            let rest = time.saturating_sub(began.elapsed());
+            state = self.memory.wait(self.offset, LAUNCHED, rest)?;
+        }
+        match state {
+            PENDING | LAUNCHED => Ok(None),
             DONE => {
                 let value = |at: u64| self.u32(VALUES_AT + 4 * at);
                 Ok(Some(Outcome::Done([value(0)?, value(1)?, value(2)?])))

@@ -38,6 +38,9 @@ KVD_DEVICE void stage_bytes(uint8_t* to, const uint8_t* from, unsigned len) {
 // Starts copying a side's bytes of a tile to `to`, span after span.
 template <class Side>
 KVD_DEVICE void stage(const SideShape& side, const Tile& tile, uint8_t* to, unsigned capacity) {
+    if constexpr (Spreads<Side>::of_runs) {
+        return Side::stage(side, tile, to, capacity);
+    }
     unsigned used = 0;
     for (unsigned part = 0; part < Side::SPANS; part++) {
         const Span span = Side::span(side, tile, part);
@@ -136,7 +139,7 @@ struct Softmax {
 
 // One unit. Three barriers per tile: the staged bytes are complete, the scores, the weights; each
 // also keeps a buffer from being overwritten while a slower warp still reads it. `CODED`: a side may
-// hold Huffman codes, and a fourth barrier follows where chunks are decoded.
+// hold Huffman codes, and a fourth barrier follows where chunks are decoded, or tiles are spread.
 template <class Key, class Value, int ROWS, bool CODED>
 KVD_DEVICE void attend(const AttendParameters& parameters, uint8_t* memory) {
     const Unit& unit = parameters.units[block_index()];
@@ -194,9 +197,20 @@ KVD_DEVICE void attend(const AttendParameters& parameters, uint8_t* memory) {
             start(buffer ^ 1);
         }
         const uint8_t* at = shared.stages + buffer * stage_size;
-        const Tile keys = decoder.tile(place, true, at);
-        if (scores.folds(unit.key)) {
+        Tile keys = decoder.tile(place, true, at);
+        const bool folds = scores.folds(unit.key);
+        if (folds) {
             scores.fold(shared, unit.key, keys);
+        }
+        if constexpr (Spreads<Key>::value) {
+            Key::template spread<true>(unit.key, keys, shared.key_spread);
+            keys.decoded = shared.key_spread;
+        }
+        if constexpr (Spreads<Value>::value) {
+            const Tile staged = decoder.tile(place, false, at + parameters.key_stage);
+            Value::template spread<false>(unit.value, staged, shared.value_spread);
+        }
+        if (folds || Spreads<Key>::value || Spreads<Value>::value) {
             KVD_BARRIER();
         }
         scores.tile(shared, unit.key, keys);
@@ -204,7 +218,10 @@ KVD_DEVICE void attend(const AttendParameters& parameters, uint8_t* memory) {
         const uint8_t* gains = shared.gains + buffer * GAIN_STAGE;
         softmax.absorb(parameters, unit, place, shared, gains);
         KVD_BARRIER();
-        const Tile values = decoder.tile(place, false, at + parameters.key_stage);
+        Tile values = decoder.tile(place, false, at + parameters.key_stage);
+        if constexpr (Spreads<Value>::value) {
+            values.decoded = shared.value_spread;
+        }
         sums.absorb(unit.value, values, shared);
     }
     sums.write(shared, parameters, unit);

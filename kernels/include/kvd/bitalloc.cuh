@@ -4,7 +4,7 @@
 // by row: few, so they are read where they are. CPU reference: kvd-codec/src/side/bitalloc.rs.
 #pragma once
 
-#include "codes.cuh"
+#include "spread.cuh"
 
 namespace kvd {
 
@@ -71,14 +71,19 @@ struct BitAlloc : NeverCoded {
         const uint8_t* first;
         unsigned count;
 
-        KVD_DEVICE explicit Outliers(const Tile& tile) {
+        // Behind so many bytes of codes.
+        KVD_DEVICE Outliers(const Tile& tile, unsigned codes)
+            : first(tile.payload + codes),
+              count(tile.payload_bytes > codes ? (tile.payload_bytes - codes) / OUTLIER_BYTES : 0) {}
+        KVD_DEVICE explicit Outliers(const Tile& tile) : Outliers(tile, code_bytes(tile)) {}
+
+        KVD_DEVICE static unsigned code_bytes(const Tile& tile) {
             const Head& head = BitAlloc::head(tile.table);
             unsigned codes = 0;
             for (unsigned run = 0; run < head.runs; run++) {
                 codes += run_bytes(tile, head.run[run]);
             }
-            first = tile.payload + codes;
-            count = tile.payload_bytes > codes ? (tile.payload_bytes - codes) / OUTLIER_BYTES : 0;
+            return codes;
         }
 
         KVD_DEVICE unsigned row(unsigned at) const { return load16_any(first + OUTLIER_BYTES * at); }
@@ -163,6 +168,164 @@ struct BitAlloc : NeverCoded {
             }
             if (outliers.coefficient(at) == position) {
                 add_value(weights, row - tile.first_row, outliers.value(at), out);
+            }
+        }
+    }
+};
+
+template <>
+struct Spreads<Tensor<BitAlloc>> {
+    static constexpr bool value = true;
+    static constexpr bool of_runs = true;
+};
+
+// With products of bytes: levels of all widths side by side, of one byte or two; their units and the
+// scales go into the queries, or into the sums when they are added up.
+template <>
+struct Tensor<BitAlloc> : BitAlloc {
+    static constexpr bool SIGNED = true;
+    static constexpr bool BIASED = false;
+    static constexpr bool LOOKS_UP = false;
+
+    KVD_DEVICE static void prepare(const SideShape& side, const uint8_t* tables, uint8_t* table,
+                                   unsigned threads) {
+        copy_table(table, tables + side.entries, side.spread_table, threads);
+    }
+    KVD_DEVICE static const SpreadTable& all(const SideShape& side, const uint8_t* tables) {
+        return spread_table(tables + side.entries);
+    }
+    KVD_DEVICE static const SpreadPosition& position(const SideShape& side, const uint8_t* tables,
+                                                     unsigned at) {
+        const uint8_t* table = tables + side.entries;
+        const uint8_t* positions = table + spread_table(table).positions;
+        return reinterpret_cast<const SpreadPosition*>(positions)[at];
+    }
+
+    // Codes are staged before the table is in shared memory.
+    KVD_DEVICE static void stage(const SideShape& side, const Tile& tile, uint8_t* to,
+                                 unsigned capacity) {
+        spread_stage(all(side, tile.tables), tile, to, capacity);
+    }
+    template <bool IS_KEY>
+    KVD_DEVICE static void spread(const SideShape& side, const Tile& tile, uint8_t* to) {
+        kvd::spread<IS_KEY>(side, tile, to);
+    }
+
+    KVD_DEVICE static Codes codes(const SideShape& side, const Tile& tile) {
+        return {tile.decoded, 8, tile.tokens, side.spread_row, side.spread_row};
+    }
+    KVD_DEVICE static SpreadOrder order(const SideShape& side, const Tile&) {
+        return {side.spread_row / CODE_GROUP};
+    }
+    KVD_DEVICE static bool scales_channels(const SideShape&) { return false; }
+    KVD_DEVICE static float largest_step(const SideShape&, const Tile&) { return 1; }
+
+    KVD_DEVICE static float largest(const SideShape& side, const Tile& tile, const float* query) {
+        float largest = 0;
+        for (unsigned at = lane_index(); at < side.spread_row; at += WARP_LANES) {
+            const SpreadPosition& of = position(side, tile.tables, at);
+            largest = fmaxf(largest, fabsf(query[of.channel] * of.factor));
+        }
+        return warp_max(largest);
+    }
+
+    KVD_DEVICE static void fold(const SideShape& side, const Tile& tile, const float* query,
+                                unsigned quad, float (&values)[CODE_GROUP], float&) {
+#pragma unroll
+        for (unsigned at = 0; at < CODE_GROUP; at++) {
+            const SpreadPosition& of = position(side, tile.tables, quad * CODE_GROUP + at);
+            values[at] = query[of.channel] * of.factor;
+        }
+    }
+
+    KVD_DEVICE static int32_t bias(const Tile&, unsigned) { return 0; }
+    KVD_DEVICE static float score(const SideShape&, const Tile&, unsigned, float sum, float) {
+        return sum;
+    }
+
+    // The outliers of a page.
+    KVD_DEVICE static Outliers outliers(const SpreadTable& table, const Tile& tile) {
+        unsigned codes = tile.page_tokens / TILE_TOKENS * table.tile_bytes;
+        const unsigned left = tile.page_tokens % TILE_TOKENS;
+        for (unsigned run = 0; left > 0 && run < table.runs; run++) {
+            codes += plane_bytes(left * table.run[run].len, table.run[run].width);
+        }
+        return Outliers(tile, codes);
+    }
+
+    // Adds the outliers of tokens `mine` and the next to their scores; the warp's eight tokens begin at
+    // `first`.
+    KVD_DEVICE static void add_rests(const SideShape& side, const Tile& tile, const float* query,
+                                     unsigned first, unsigned mine, float (&scores)[2]) {
+        const Outliers all = outliers(spread_table(tile.table), tile);
+        const unsigned row = tile.first_row;
+        for (unsigned at = all.from(row + first); at < all.count; at++) {
+            const unsigned token = all.row(at) - row;
+            if (token >= first + STEP_COLUMNS) {
+                break;
+            }
+            const unsigned channel = all.coefficient(at);
+            const float product = channel < side.dim ? all.value(at) * query[channel] : 0;
+            scores[0] += token == mine ? product : 0;
+            scores[1] += token == mine + 1 ? product : 0;
+        }
+    }
+
+    // Of values the places are the positions, and behind them a place for every coefficient without
+    // codes. By place what SpreadPosition says; places by channel, a byte each.
+    KVD_DEVICE static unsigned place_bytes(const SideShape& side) {
+        return sizeof(SpreadPosition) * side.spread_places + (side.dim + 3) / 4 * 4;
+    }
+    KVD_DEVICE static const SpreadPosition& place(const uint32_t* places, unsigned at) {
+        return reinterpret_cast<const SpreadPosition*>(places)[at];
+    }
+    KVD_DEVICE static void prepare_places(const SideShape& side, const uint8_t* tables,
+                                          uint32_t* places) {
+        SpreadPosition* to = reinterpret_cast<SpreadPosition*>(places);
+        uint8_t* by_channel = reinterpret_cast<uint8_t*>(to + side.spread_places);
+        for (unsigned at = thread_index(); at < side.spread_places; at += ATTEND_THREADS) {
+            const SpreadPosition of = position(side, tables, at);
+            const bool is_low = at > 0 && position(side, tables, at - 1).is_split != 0;
+            to[at] = of;
+            if (!is_low) {
+                by_channel[of.channel] = uint8_t(at);
+            }
+        }
+    }
+    KVD_DEVICE static unsigned places_of(const SideShape& side, const uint32_t*) {
+        return side.spread_places;
+    }
+    // Above the channel whether the next place has its low byte.
+    KVD_DEVICE static uint32_t channel(const SideShape& side, const uint32_t* places, unsigned at) {
+        if (at >= side.spread_places) {
+            return ~0u;
+        }
+        return place(places, at).channel | uint32_t(place(places, at).is_split) << 16;
+    }
+    KVD_DEVICE static float step_at(const SideShape& side, const uint32_t* places, unsigned at) {
+        return at < side.spread_places ? place(places, at).factor : 0;
+    }
+
+    KVD_DEVICE static void fold(const SideShape&, const Tile&, unsigned,
+                                float (&)[2][CODE_GROUP], float&) {}
+    KVD_DEVICE static float step(const SideShape&, const Tile&) { return 1; }
+    KVD_DEVICE static float step_of(const SideShape&, const uint8_t*) { return 1; }
+
+    // Calls `add(place, channel, weights of the token, value)` for the outliers.
+    template <class Add>
+    KVD_DEVICE static void add_rests(const SideShape& side, const Tile& tile,
+                                     const uint32_t* places, const float* weights, Add add) {
+        const uint8_t* by_channel =
+            reinterpret_cast<const uint8_t*>(&place(places, side.spread_places));
+        const Outliers all = outliers(spread_table(tile.table), tile);
+        for (unsigned at = all.from(tile.first_row); at < all.count; at++) {
+            const unsigned token = all.row(at) - tile.first_row;
+            if (token >= tile.tokens) {
+                break;
+            }
+            const unsigned channel = all.coefficient(at);
+            if (channel < side.dim) {
+                add(by_channel[channel], channel, weights + token, all.value(at));
             }
         }
     }

@@ -75,13 +75,9 @@ struct Tensor<Lloyd> : LookedUp<Lloyd> {
 
     KVD_DEVICE static void fold(const SideShape& side, const Tile& tile, const float* query,
                                 unsigned slot, float (&values)[CODE_GROUP], float&) {
-        const Order order = Tensor::order(side, tile);
-#pragma unroll
-        for (unsigned at = 0; at < CODE_GROUP; at++) {
-            const Order::Term term = order.term(slot, at);
-            const bool is_code = term.code < order.per_row;
-            values[at] = is_code ? query[term.code] * byte_worth(term.byte) : 0;
-        }
+        order(side, tile).fold(slot, values, [&](const Order::Term& term) {
+            return query[term.code] * byte_worth(term.byte);
+        });
     }
 
     KVD_DEVICE static float score(const SideShape& side, const Tile& tile, unsigned token,

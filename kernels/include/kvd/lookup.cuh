@@ -303,6 +303,16 @@ struct LookupOrder {
         return {(fours * CODE_GROUP + lane) * CODE_GROUP + code, byte - code * bytes()};
     }
 
+    // What queries are for the word at `slot`: `value(term)`, nothing where no row has a code.
+    template <class Value>
+    KVD_DEVICE void fold(unsigned slot, float (&values)[CODE_GROUP], Value value) const {
+#pragma unroll
+        for (unsigned at = 0; at < CODE_GROUP; at++) {
+            const Term of = term(slot, at);
+            values[at] = of.code < per_row ? value(of) : 0;
+        }
+    }
+
     // Calls `use(step, words)` with this lane's words of each step, of one token.
     template <class Use>
     KVD_DEVICE void each(const Codes& codes, unsigned token, Use use) const {

@@ -70,6 +70,13 @@ struct SideShape {
     uint32_t entry_copies;
     uint32_t entry_bytes;
     float entry_unit;
+    // Codes made bytes before they are multiplied (spread.cuh): shared memory for a tile of them, 0 where
+    // they are not; positions of a row; of values places in the sums; bytes of `entries` that stand in
+    // shared memory.
+    uint32_t spread_bytes;
+    uint32_t spread_row;
+    uint32_t spread_places;
+    uint32_t spread_table;
 };
 
 // One page of one KV head, or rows as they came: an entry of the block table.

@@ -131,18 +131,12 @@ struct Tensor<Polar> : LookedUp<Polar> {
 
     KVD_DEVICE static void fold(const SideShape& side, const Tile& tile, const float* query,
                                 unsigned slot, float (&values)[CODE_GROUP], float&) {
-        const Order order = Tensor::order(side, tile);
         const uint8_t* scales = staged_span<Polar>(side, tile, 0);
-#pragma unroll
-        for (unsigned at = 0; at < CODE_GROUP; at++) {
-            const Order::Term term = order.term(slot, at);
-            if (term.code >= order.per_row) {
-                continue;
-            }
+        order(side, tile).fold(slot, values, [&](const Order::Term& term) {
             const float step = step_of_pair(side, tile, scales, term.code);
             const unsigned of_pair = Polar::channel(side, term.code, term.byte / 2);
-            values[at] = query[of_pair] * step * byte_worth(term.byte);
-        }
+            return query[of_pair] * step * byte_worth(term.byte);
+        });
     }
 
     KVD_DEVICE static float score(const SideShape& side, const Tile&, unsigned, float sum, float) {

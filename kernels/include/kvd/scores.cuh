@@ -3,7 +3,7 @@
 #pragma once
 
 #include "shared.cuh"
-#include "tensor.cuh"
+#include "spread.cuh"
 
 namespace kvd {
 
@@ -30,7 +30,7 @@ struct Scores {
 
 // Shared memory of it, as the host counts it (`work_bytes` of kvd-cuda/src/products.rs): units, bases and
 // starts of the rows, in whole sixteens, then the digits of the queries `[steps, LANES, 4 lanes,
-// DIGIT_WORDS]`.
+// DIGIT_WORDS]`, and where the sums of a step are scaled, the sums of its channels `[ROWS, steps]`.
 template <class Side, int ROWS>
 struct Scores<Tensor<Side>, ROWS> {
     static constexpr unsigned PARTS = 1;
@@ -43,6 +43,7 @@ struct Scores<Tensor<Side>, ROWS> {
     // high and low digits, then those with middle ones.
     static constexpr unsigned LANES = FEW ? ROWS + MIDDLES : ROWS;
     static constexpr unsigned WORDS = DIGIT_WORDS<FEW>;
+    static constexpr bool SCALES_STEPS = Spreads<Key>::value && !Spreads<Key>::of_runs;
 
     struct alignas(8) Pair {
         uint32_t word[2];
@@ -86,7 +87,11 @@ struct Scores<Tensor<Side>, ROWS> {
             }
             const float* query = shared.query_of(row, side.dim);
             if (!folded) {
-                largest[own] = largest_of(query, side.dim);
+                if constexpr (Spreads<Key>::value) {
+                    largest[own] = Key::largest(side, tile, query);
+                } else {
+                    largest[own] = largest_of(query, side.dim);
+                }
             }
             fold_row(order, side, tile, query, row, unit_of(largest[own] * step, QUERY_BITS));
         }
@@ -104,6 +109,9 @@ struct Scores<Tensor<Side>, ROWS> {
     template <class Order>
     KVD_DEVICE void fold_row(const Order& order, const SideShape& side, const Tile& tile,
                              const float* query, unsigned row, float unit) const {
+        if constexpr (SCALES_STEPS) {
+            sum_steps(order, query, row);
+        }
         const float inverse = per_unit(unit);
         float base = 0;
         int32_t start[DIGITS] = {};
@@ -137,6 +145,28 @@ struct Scores<Tensor<Side>, ROWS> {
             bases[row] = base;
             for (unsigned digit = 0; digit < DIGITS; digit++) {
                 starts[DIGITS * row + digit] = start[digit];
+            }
+        }
+    }
+
+    // The sums of a row's channels of each step.
+    KVD_DEVICE float* step_sums(unsigned steps, unsigned row) const {
+        uint32_t* end = digits + steps * LANES * CODE_GROUP * WORDS;
+        return reinterpret_cast<float*>(end) + row * steps;
+    }
+    template <class Order>
+    KVD_DEVICE void sum_steps(const Order& order, const float* query, unsigned row) const {
+        for (unsigned first = 0; first < order.quads; first += WARP_LANES) {
+            const unsigned quad = first + lane_index();
+            float sum = 0;
+            for (unsigned at = 0; quad < order.quads && at < CODE_GROUP; at++) {
+                sum += query[quad * CODE_GROUP + at];
+            }
+            for (unsigned other = 1; other < STEP_QUADS; other *= 2) {
+                sum += KVD_SHUFFLE_XOR(sum, other);
+            }
+            if (quad < order.quads && quad % STEP_QUADS == 0) {
+                step_sums(order.steps(), row)[quad / STEP_QUADS] = sum;
             }
         }
     }
@@ -218,6 +248,9 @@ struct Scores<Tensor<Side>, ROWS> {
         const unsigned first = warp_index() * STEP_COLUMNS;
         const unsigned row = lane_row();
         const bool has_row = row < ROWS;
+        if constexpr (SCALES_STEPS) {
+            return scale_steps(shared, side, tile, order, codes);
+        }
         Products<FEW> sums = first_sums();
         order.each(codes, first + row, [&](unsigned step, const uint32_t(&words)[2]) {
             multiply_step(sums, step, words);
@@ -238,6 +271,33 @@ struct Scores<Tensor<Side>, ROWS> {
         const float* query = shared.query_of(row, side.dim);
         Key::add_rests(side, tile, query, first, first + 2 * lane_word(), scores);
         for (unsigned at = 0; at < 2; at++) {
+            shared.sums[row * TILE_TOKENS + first + 2 * lane_word() + at] = scores[at];
+        }
+    }
+
+    // The same where the sums of every step are scaled.
+    template <class Order>
+    KVD_DEVICE void scale_steps(const AttendShared<ROWS>& shared, const SideShape& side,
+                                const Tile& tile, const Order& order, const Codes& codes) const {
+        const unsigned first = warp_index() * STEP_COLUMNS;
+        const unsigned row = lane_row();
+        const bool has_row = row < ROWS;
+        const float unit = has_row ? units[row] : 0;
+        const float* bases = step_sums(order.steps(), has_row ? row : 0);
+        float scores[2] = {};
+        order.each(codes, first + row, [&](unsigned step, const uint32_t(&words)[2]) {
+            Products<FEW> sums = {};
+            multiply_step(sums, step, words);
+            float of_step[2];
+#pragma unroll
+            for (unsigned at = 0; at < 2; at++) {
+                int32_t three[DIGITS];
+                sums.digits(at, three);
+                of_step[at] = unit * whole(float(three[0]), three[1], three[2]);
+            }
+            Key::add_step(side, tile, step, first + 2 * lane_word(), of_step, bases[step], scores);
+        });
+        for (unsigned at = 0; has_row && at < 2; at++) {
             shared.sums[row * TILE_TOKENS + first + 2 * lane_word() + at] = scores[at];
         }
     }

@@ -24,8 +24,11 @@ struct AttendShared {
     uint8_t* gains;
     uint8_t* stages;
     uint8_t* coded;
-    // What products on tensor cores need: of values, of keys, which end the shared memory.
+    // What products on tensor cores need, tiles that are spread before it: of values, of keys, which end
+    // the shared memory.
+    uint8_t* value_spread;
     uint8_t* value_work;
+    uint8_t* key_spread;
     uint8_t* key_work;
 
     KVD_DEVICE AttendShared(uint8_t* shared, const AttendParameters& parameters, const Unit& unit,
@@ -42,8 +45,10 @@ struct AttendShared {
         gains = value_table + parameters.value_table;
         stages = gains + 2 * GAIN_STAGE;
         coded = stages + 2 * (parameters.key_stage + parameters.value_stage);
-        value_work = coded + (is_coded ? decoder_bytes(parameters) : 0);
-        key_work = value_work + value_work_bytes;
+        value_spread = coded + (is_coded ? decoder_bytes(parameters) : 0);
+        value_work = value_spread + unit.value.spread_bytes;
+        key_spread = value_work + value_work_bytes;
+        key_work = key_spread + unit.key.spread_bytes;
     }
 
     // A row's query, of the launch's: rows that the unit has not have the last one's.

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "shared.cuh"
-#include "tensor.cuh"
+#include "spread.cuh"
 
 namespace kvd {
 
@@ -99,6 +99,8 @@ struct Sums<Tensor<Side>, ROWS> {
     static constexpr unsigned TILES_MAX = 1024;
 
     static constexpr bool FEW = ROWS <= FEW_ROWS;
+    // Sums are scaled, and added, tile by tile.
+    static constexpr bool SCALES_TILES = Spreads<Value>::value && !Spreads<Value>::of_runs;
 
     Products<FEW> sums[BLOCKS];
     uint32_t digit_sums[DIGITS];
@@ -114,7 +116,8 @@ struct Sums<Tensor<Side>, ROWS> {
         if (Value::LOOKS_UP) {
             return BLOCKS;
         }
-        return (side.dim + STEP_COLUMNS * ATTEND_WARPS - 1) / (STEP_COLUMNS * ATTEND_WARPS);
+        const unsigned places = Spreads<Value>::of_runs ? side.spread_places : side.dim;
+        return (places + STEP_COLUMNS * ATTEND_WARPS - 1) / (STEP_COLUMNS * ATTEND_WARPS);
     }
     KVD_DEVICE static unsigned work_bytes(const SideShape& side) {
         return (ROWS * side.dim * 4 + Value::place_bytes(side) + COPY_BYTES - 1) / COPY_BYTES *
@@ -178,6 +181,20 @@ struct Sums<Tensor<Side>, ROWS> {
         largest = fmaxf(largest, KVD_SHUFFLE_XOR(largest, 1));
         largest = fmaxf(largest, KVD_SHUFFLE_XOR(largest, 2));
         const float factor = has_row ? shared.factors[row] : 1;
+        if constexpr (SCALES_TILES) {
+            unit = unit_of(largest, WEIGHT_BITS);
+            multiply_tile(side, tile, weights);
+            add_tile(side, tile, weights, factor);
+        } else {
+            carry(side, tile, largest, factor);
+            base += of_tile;
+            multiply_tile(side, tile, weights);
+            add_rests(side, tile, shared);
+        }
+    }
+
+    // Adds what was summed up before, where the next tile's cannot be added to it.
+    KVD_DEVICE void carry(const SideShape& side, const Tile& tile, float largest, float factor) {
         const bool beyond = largest > unit * float(1u << WEIGHT_BITS);
         if (KVD_BALLOT(factor != 1 || beyond || tiles == TILES_MAX) != 0) {
             flush(side, Value::step(side, tile), factor);
@@ -185,13 +202,16 @@ struct Sums<Tensor<Side>, ROWS> {
             unit = factor != 1 ? needed : fmaxf(unit, needed);
         }
         tiles++;
-        base += of_tile;
-        multiply_tile(side, tile, weights);
+    }
+
+    KVD_DEVICE void add_rests(const SideShape& side, const Tile& tile,
+                              const AttendShared<ROWS>& shared) {
+        const unsigned row = lane_row();
         Value::add_rests(side, tile, places, shared.weights, [&](unsigned place, unsigned channel,
                                                                 const float* weight, float rest) {
             // The thread that has the channel adds to its sum.
             const bool here = place - first(0) < blocks * STEP_COLUMNS;
-            if (here && place % STEP_COLUMNS / 2 == lane_word() && has_row) {
+            if (here && place % STEP_COLUMNS / 2 == lane_word() && row < ROWS) {
                 out[row * side.dim + channel] += weight[row * TILE_TOKENS] * rest;
             }
         });
@@ -272,6 +292,38 @@ struct Sums<Tensor<Side>, ROWS> {
         }
     }
 
+    // Adds a tile's products to the sums of the rows, after these shrink by their factor.
+    KVD_DEVICE void add_tile(const SideShape& side, const Tile& tile,
+                             const float (&weights)[2][CODE_GROUP], float factor) {
+        float all = 0;
+#pragma unroll
+        for (unsigned at = 0; at < 2 * CODE_GROUP; at++) {
+            all += weights[at / CODE_GROUP][at % CODE_GROUP];
+        }
+        all += KVD_SHUFFLE_XOR(all, 1);
+        all += KVD_SHUFFLE_XOR(all, 2);
+#pragma unroll
+        for (unsigned at = 0; at < 2 * BLOCKS; at++) {
+            const unsigned channel = first(at / 2) + 2 * lane_word() + at % 2;
+            if (at / 2 >= blocks) {
+                break;
+            }
+            const float sum = unit * whole_of(at);
+            if (lane_row() < ROWS && channel < side.dim) {
+                float& to = out[lane_row() * side.dim + channel];
+                to = to * factor + Value::of_tile(side, tile, channel, sum, all);
+            }
+        }
+        clear();
+    }
+
+    // A sum, by all lanes of a warp.
+    KVD_DEVICE float whole_of(unsigned at) const {
+        int32_t three[DIGITS];
+        sums[at / 2].digits(at % 2, three);
+        return (float(three[0]) * 256.0f + float(three[1])) * 256.0f + float(three[2]);
+    }
+
     // Adds what was summed up to the sums of the rows, which then shrink by their factor. `step`: what a
     // code of 1 is worth.
     KVD_DEVICE void flush(const SideShape& side, float step, float factor) {
@@ -285,6 +337,7 @@ struct Sums<Tensor<Side>, ROWS> {
             }
         }
         const unsigned count = Value::places_of(side, places);
+        float held = 0;
 #pragma unroll
         for (unsigned at = 0; at < 2 * BLOCKS; at++) {
             const unsigned place = first(at / 2) + 2 * lane_word() + at % 2;
@@ -306,15 +359,26 @@ struct Sums<Tensor<Side>, ROWS> {
                 sum = sum * 256.0f + float(three[digit] - bias);
             }
             float& to = out[lane_row() * side.dim + (channel & 0xFFFF)];
-            const float of_channel = step * Value::channel_step(side, places, channel & 0xFFFF);
-            to = (to + (place < count ? sum * unit * of_channel : 0) + base) * factor;
+            if constexpr (Spreads<Value>::of_runs) {
+                // High bytes wait for the low ones.
+                held += sum * unit * Value::step_at(side, places, place);
+                if (at % 2 == 1 || channel >> 16 == 0) {
+                    to = (to + held) * factor;
+                    held = 0;
+                }
+            } else {
+                const float of_code = step * Value::channel_step(side, places, channel & 0xFFFF);
+                to = (to + (place < count ? sum * unit * of_code : 0) + base) * factor;
+            }
         }
         clear();
     }
 
     // Leaves nothing in registers, of which decoding needs many.
     KVD_DEVICE void settle(const AttendParameters& parameters, const Unit& unit) {
-        flush(unit.value, Value::step_of(unit.value, parameters.tables), 1);
+        if constexpr (!SCALES_TILES) {
+            flush(unit.value, Value::step_of(unit.value, parameters.tables), 1);
+        }
     }
 
     // Writes the unit's rows.

@@ -97,15 +97,10 @@ struct Tensor<Vq> : LookedUp<Vq> {
 
     KVD_DEVICE static void fold(const SideShape& side, const Tile& tile, const float* query,
                                 unsigned slot, float (&values)[CODE_GROUP], float&) {
-        const Order order = Tensor::order(side, tile);
-#pragma unroll
-        for (unsigned at = 0; at < CODE_GROUP; at++) {
-            const Order::Term term = order.term(slot, at);
-            const unsigned channel = term.code * side.book_dim + term.byte;
-            values[at] = term.code < order.per_row
-                             ? query[channel] * part_of(side, tile.tables, term.code)
-                             : 0;
-        }
+        order(side, tile).fold(slot, values, [&](const Order::Term& term) {
+            const float value = query[term.code * side.book_dim + term.byte];
+            return value * part_of(side, tile.tables, term.code);
+        });
     }
 
     // The part of the unit that entries for a sub-vector have, where each has a codebook of its own:

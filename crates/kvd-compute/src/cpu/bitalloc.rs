@@ -10,7 +10,7 @@ use super::fused::Place;
 use super::levels::{LevelBytes, LevelTable, RunCodes, look_up};
 use super::parts::Parts;
 use super::scores::{SPAN, Scores, TILE};
-use super::simd::Simd;
+use super::simd::{How, Simd};
 use kvd_codec::{BitAlloc, CodeLayout, FixedCodes, HeadSide, Run};
 use kvd_core::Side;
 use std::ops::Range;
@@ -23,8 +23,7 @@ struct Codes {
     run: Run,
     /// Each table and the position of its first byte.
     tables: Vec<(LevelTable, usize)>,
-    /// Where they lie in a page of [`Book::tokens`].
-    layout: CodeLayout,
+    /// Where they begin in a page of [`Book::tokens`].
     start: usize,
 }
 
@@ -55,8 +54,7 @@ impl Book {
                     positions.resize(positions.len().next_multiple_of(QUAD), None);
                 }
             }
-            let layout = CodeLayout::new(side, 0, run.len, run.width as u32);
-            codes.push(Codes { run: *run, tables, layout, start: 0 });
+            codes.push(Codes { run: *run, tables, start: 0 });
         }
         let book = Self { side, codes, positions, tokens: 0, bytes: Vec::new() };
         (book.positions.len() <= BIASED_TERMS_MAX).then_some(book)
@@ -70,9 +68,8 @@ impl Book {
         let mut start = 0;
         for codes in &mut self.codes {
             let Run { width, len, .. } = codes.run;
-            (codes.layout, codes.start) =
-                (CodeLayout::new(self.side, tokens, len, width as u32), start);
-            start += codes.layout.size_bytes();
+            codes.start = start;
+            start += CodeLayout::new(self.side, tokens, len, width as u32).size_bytes();
         }
         self.tokens = tokens;
     }
@@ -90,9 +87,11 @@ impl Book {
         if per_row > 0 {
             for (tile, bytes) in tiles.zip(bytes.chunks_exact_mut(size)) {
                 for codes in codes.iter().filter(|codes| codes.run.width > 0) {
-                    let Codes { run: Run { width, len, .. }, layout, start, .. } = *codes;
-                    let plane = &page.codes[start..][layout.tile(tile)];
-                    let plane = RunCodes { bytes: plane, width: width as u32, len };
+                    let Run { width, len, .. } = codes.run;
+                    // Tiles are full ones.
+                    let tile_bytes = TILE / 8 * len * width;
+                    let bytes_of = &page.codes[codes.start + tile * tile_bytes..][..tile_bytes];
+                    let plane = RunCodes { bytes: bytes_of, width: width as u32, len };
                     match side {
                         Side::Key => codes.keys(simd, plane, bytes),
                         Side::Value => codes.values(simd, plane, per_row, bytes),
@@ -152,9 +151,9 @@ pub(crate) struct Keys {
 
 impl Keys {
     /// Takes folded queries `[rows, dim]`.
-    pub(crate) fn new(simd: Simd, side: &HeadSide, queries: &[f32]) -> Option<Self> {
+    pub(crate) fn new(how: How, side: &HeadSide, queries: &[f32]) -> Option<Self> {
         let book = Book::new(side, Side::Key)?;
-        let (mut parts, mut units) = (Parts::default(), Vec::new());
+        let (mut parts, mut units) = (Parts::of_scaled_queries(how), Vec::new());
         parts.reset(book.positions.len());
         let mut row = vec![0f32; book.positions.len()];
         for query in queries.chunks_exact(side.dim()) {
@@ -165,16 +164,21 @@ impl Keys {
                 return None;
             }
             let largest = row.iter().fold(0f32, |m, q| m.max(q.abs()));
-            units.push(parts.push(simd, &row, largest, None).unit);
+            units.push(parts.push(how.0, &row, largest, None).unit);
         }
         let (lookup, queries) = (Lookup::bytes(), queries.to_vec());
         Some(Self { book, lookup, parts, units, queries, dim: side.dim() })
     }
 
-    /// Scores all rows against one tile.
-    pub(crate) fn tile(&mut self, simd: Simd, place: Place<'_>, scores: &mut Scores) {
+    /// Scores all rows against `count` tiles.
+    pub(crate) fn tiles(
+        &mut self,
+        simd: Simd,
+        (place, count): (Place<'_>, usize),
+        scores: &mut Scores,
+    ) {
         let Place { page, in_page, in_span } = place;
-        let codes = self.book.bytes(simd, &page, in_page..in_page + 1);
+        let codes = self.book.bytes(simd, &page, in_page..in_page + count);
         for first in (0..self.units.len()).step_by(ROWS) {
             let rows = self.parts.rows(first);
             let units = &self.units[first..first + rows.count()];
@@ -182,10 +186,10 @@ impl Keys {
             if codes.per_row > 0 {
                 key_dots(simd, codes, &self.lookup, (rows, units), out);
             } else {
-                (0..units.len()).for_each(|row| out[row * SPAN..][..TILE].fill(0.0));
+                (0..units.len()).for_each(|row| out[row * SPAN..][..count * TILE].fill(0.0));
             }
         }
-        for outlier in BitAlloc::residuals(page.scales, rows_of(in_page, 1)) {
+        for outlier in BitAlloc::residuals(page.scales, rows_of(in_page, count)) {
             let token = outlier.row + in_span * TILE - in_page * TILE;
             for (row, query) in self.queries.chunks_exact(self.dim).enumerate() {
                 scores.row_mut(row)[token] += query[outlier.coefficient] * outlier.residual;
@@ -212,14 +216,14 @@ pub(crate) struct Values {
 }
 
 impl Values {
-    pub(crate) fn new(side: &HeadSide, rows: usize) -> Option<Self> {
+    pub(crate) fn new(how: How, side: &HeadSide, rows: usize) -> Option<Self> {
         let book = Book::new(side, Side::Value)?;
         Some(Self {
             sums: vec![0.0; rows * book.positions.len()],
             outliers: vec![0.0; rows * side.dim()],
             book,
             lookup: Lookup::bytes(),
-            parts: Parts::default(),
+            parts: Parts::of_weights(how),
             dim: side.dim(),
         })
     }

@@ -6,7 +6,7 @@ use super::fused::Place;
 use super::hybrid::{self, Groups, ScaleRows};
 use super::parts::{Parts, Pushed};
 use super::scores::{SPAN, Scores, TILE};
-use super::simd::{Simd, per_level};
+use super::simd::{How, Simd, per_level};
 use super::uniform::{lookup, middle};
 use kvd_codec::{FixedCodes, GroupAxis, HeadSide, HybridLayout, UniformGroups, UniformMode};
 use kvd_core::DType;
@@ -39,7 +39,7 @@ pub(crate) struct Keys {
 
 impl Keys {
     /// Takes folded queries `[rows, dim]`.
-    pub(crate) fn new(simd: Simd, side: &HeadSide, queries: &[f32]) -> Option<Self> {
+    pub(crate) fn new(how: How, side: &HeadSide, queries: &[f32]) -> Option<Self> {
         let (groups, dim) = (side.uniform()?, side.dim());
         let span = groups.group.unwrap_or(dim).min(dim);
         let hybrid = groups.mode == UniformMode::Hybrid;
@@ -54,14 +54,14 @@ impl Keys {
         }
         let group = |first: usize| {
             let channels = first..dim.min(first + span);
-            let (mut parts, mut units) = (Parts::default(), Vec::new());
+            let (mut parts, mut units) = (Parts::of_queries(how), Vec::new());
             let (mut losts, mut totals) = (Vec::new(), Vec::new());
             parts.reset(channels.len());
             for query in queries.chunks_exact(dim) {
                 let query = &query[channels.clone()];
                 let largest = query.iter().fold(0f32, |m, q| m.max(q.abs()));
                 let total: f32 = query.iter().sum();
-                let Pushed { unit, lost, .. } = parts.push(simd, query, largest, Some(total));
+                let Pushed { unit, lost, .. } = parts.push(how.0, query, largest, Some(total));
                 units.push(unit);
                 losts.push(lost * middle(groups));
                 totals.push(total);

@@ -26,6 +26,7 @@ const ROUNDED: &[&str] = &[
     "kvcomp",
     "kvcomp-channel",
     "kvd-2",
+    "kvd-4",
     "k=mean+qpca/grid(rate=4)/huffman; v=hadamard/grid(rate=1)/huffman",
     "k=vq(d=2,b=4); v=gain/vq(d=2,b=4)",
     "kvd-2-fast",
@@ -250,17 +251,19 @@ struct Truth {
     largest_term: f64,
 }
 
-/// Answers by query row over decoded rows, in f64; `factor` rounds queries and weights.
+/// Answers by query row over decoded rows, in f64; `round` rounds a row of queries or weights.
 fn reference(
     geometry: &Geometry,
     plan: &AttendPlan,
     rows: &LoadedRows,
-    factor: fn(f64) -> f64,
+    round: fn(&mut [f64]),
 ) -> Vec<Truth> {
     let dim = geometry.head_dim(Side::Key);
     let (q, k, v) = (floats(&plan.q), floats(&rows.k), floats(&rows.v));
     let (tokens, heads) = (k.len() / (HEADS * dim), plan.q_heads as usize);
     let one = |(row, q): (usize, &[f64])| {
+        let mut q = q.to_vec();
+        round(&mut q);
         let head = row % heads / (heads / HEADS);
         let visible = plan.queries[0].visible((row / heads) as u32);
         let visible = visible.start as usize..tokens.min(visible.end as usize);
@@ -269,17 +272,19 @@ fn reference(
         }
         let mut largest_term = 0f64;
         let mut score = |t: usize| {
-            let terms = of(t, head, &k, dim).iter().zip(q).map(|(a, b)| a * factor(*b));
+            let terms = of(t, head, &k, dim).iter().zip(&q).map(|(a, b)| a * b);
             let dot: f64 = terms.inspect(|x| largest_term = largest_term.max(x.abs())).sum();
             let score = dot / (dim as f64).sqrt();
             plan.soft_cap.map_or(score, |cap| f64::from(cap) * (score / f64::from(cap)).tanh())
         };
         let scores: Vec<f64> = visible.clone().map(&mut score).collect();
         let most = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-        let sum: f64 = scores.iter().map(|score| (score - most).exp()).sum();
+        let mut weights: Vec<f64> = scores.iter().map(|score| (score - most).exp()).collect();
+        let sum: f64 = weights.iter().sum();
+        round(&mut weights);
         let (mut out, mut largest_value) = (vec![0f64; dim], 0f64);
-        for (t, score) in visible.zip(&scores) {
-            let weight = factor((score - most).exp()) / sum;
+        for (t, weight) in visible.zip(&weights) {
+            let weight = weight / sum;
             for (out, v) in out.iter_mut().zip(of(t, head, &v, dim)) {
                 *out += weight * v;
                 largest_value = largest_value.max((weight * v).abs());
@@ -292,13 +297,21 @@ fn reference(
 }
 
 /// Rounded to the eleven bits of an f16 (that has as many exponents as it likes).
-fn to_half(x: f64) -> f64 {
-    let mut bytes = [0; 2];
-    let exponent = if x == 0.0 { 0 } else { x.abs().log2().floor() as i32 };
-    DType::F16.narrow(&[(x * 2f64.powi(-exponent)) as f32], &mut bytes);
-    let mut value = [0f32];
-    DType::F16.widen(&bytes, &mut value);
-    f64::from(value[0]) * 2f64.powi(exponent)
+fn to_half(row: &mut [f64]) {
+    for x in row {
+        let mut bytes = [0; 2];
+        let exponent = if *x == 0.0 { 0 } else { x.abs().log2().floor() as i32 };
+        DType::F16.narrow(&[(*x * 2f64.powi(-exponent)) as f32], &mut bytes);
+        let mut value = [0f32];
+        DType::F16.widen(&bytes, &mut value);
+        *x = f64::from(value[0]) * 2f64.powi(exponent);
+    }
+}
+
+/// Rounded to seven bits and a sign of the largest.
+fn to_byte(row: &mut [f64]) {
+    let step = row.iter().fold(0f64, |max, x| max.max(x.abs())) / 127.0;
+    row.iter_mut().filter(|_| step > 0.0).for_each(|x| *x = (*x / step).round() * step);
 }
 
 /// Largest errors of outputs and of log-sum-exps.
@@ -312,19 +325,21 @@ fn worst<'a>(truth: &[Truth], rows: impl Iterator<Item = (&'a [f64], f64)>) -> (
     (out, lse)
 }
 
-/// How far outputs and log-sum-exps may be off: four times what f16 queries and weights cost, and
-/// at least one rounding of the largest product (`docs/adr/0008-kernel-error-budget.md`).
+/// How far outputs and log-sum-exps may be off: four times what rounded queries and weights cost,
+/// and at least one rounding, to so many bits, of the largest product
+/// (`docs/adr/0008-kernel-error-budget.md`).
 fn budget(
     geometry: &Geometry,
     plan: &AttendPlan,
     rows: &LoadedRows,
     truth: &[Truth],
+    (round, bits): (fn(&mut [f64]), i32),
 ) -> (f64, f64) {
     const SLACK: f64 = 4.0;
-    let half = reference(geometry, plan, rows, to_half);
-    let (out, lse) = worst(truth, half.iter().map(|row| (&row.out[..], row.lse)));
+    let rounded = reference(geometry, plan, rows, round);
+    let (out, lse) = worst(truth, rounded.iter().map(|row| (&row.out[..], row.lse)));
     let largest = |of: fn(&Truth) -> f64| truth.iter().map(of).fold(0.0, f64::max);
-    let rounding = 2f64.powi(-11);
+    let rounding = 2f64.powi(-bits);
     let out = out.max(rounding * largest(|row| row.largest_value));
     let lse = lse.max(rounding * largest(|row| row.largest_term));
     (SLACK * out, SLACK * lse)
@@ -340,16 +355,22 @@ fn check(dim: u32, name: &str, data: Data, asks: &[Ask]) {
     let rows = backend.load(&load).unwrap();
     for ask in asks {
         let plan = plan(&geometry, &parts, data, *ask);
-        let truth = reference(&geometry, &plan, &rows, |x| x);
+        let truth = reference(&geometry, &plan, &rows, |_| {});
         let norm = truth.iter().flat_map(|row| &row.out).fold(0f64, |max, x| max.max(x.abs()));
         let single = (SINGLE_ERROR_MAX * norm, SINGLE_ERROR_MAX);
-        let half = budget(&geometry, &plan, &rows, &truth);
+        let half = budget(&geometry, &plan, &rows, &truth, (to_half, 11));
+        let byte = budget(&geometry, &plan, &rows, &truth, (to_byte, 8));
         let levels = Simd::available();
         for (simd, precision) in levels.iter().flat_map(|s| Precision::ALL.map(|p| (*s, p))) {
             backend.limit(simd.level()).unwrap();
             backend.set_precision(precision);
-            let rounds = precision == Precision::Fast && ROUNDED.contains(&name);
-            let allowed = if rounds { half } else { single };
+            let allowed = match precision {
+                Precision::Single => single,
+                _ if !ROUNDED.contains(&name) => single,
+                // The one set that multiplies single bytes.
+                Precision::Int8 if simd.set() == InstructionSet::Avx512 => byte,
+                Precision::Int8 | Precision::Fast => half,
+            };
             let answer = backend.attend(&plan).unwrap();
             let got = floats(&answer.out);
             let got = got.chunks_exact(dim as usize).zip(answer.lse.iter().map(|x| f64::from(*x)));

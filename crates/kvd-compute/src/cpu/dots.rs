@@ -1,9 +1,10 @@
-//! Dot products of byte codes with 16-bit integers: the arithmetic that fused sides share.
+//! Dot products of byte codes with integers: the arithmetic that fused sides share.
 //!
 //! Codes come as a tile holds them (`kvd_codec::CodeLayout`): four codes of the summed axis, then
 //! the lanes. A [`Lookup`] says what a code stands for, in at most 8 bits. Queries and weights are
 //! rounded to 15 bits and a sign: a step of `2^-15` of the row's largest. Sums are exact integers,
-//! so every instruction set gives the same bits.
+//! so every instruction set gives the same bits. With `Precision::Int8` they are one byte where
+//! that is faster (`parts.rs`).
 
 use super::parts::PartRows;
 use super::scores::{SPAN, TILE};
@@ -29,6 +30,12 @@ pub(super) const BIAS: i32 = 128;
 /// than in vector registers (`docs/perf/cpu.md`).
 pub(crate) fn wants_bytes(simd: Simd, rows: usize) -> bool {
     simd.has_amx() && rows > VECTOR_ROWS
+}
+
+/// Whether a code is a byte and its own value.
+#[cfg(target_arch = "x86_64")]
+fn codes_are_bytes(codes: TileCodes<'_>, lookup: &Lookup) -> bool {
+    lookup.tables.is_empty() && codes.width == 8
 }
 
 /// What codes stand for.
@@ -120,6 +127,13 @@ impl TileCodes<'_> {
         4 * self.per_row * self.width as usize
     }
 
+    /// Each tile, and its first token.
+    pub(super) fn tiles(&self) -> impl Iterator<Item = (Self, usize)> {
+        let of = *self;
+        let tiles = self.bytes.chunks_exact(self.tile_bytes());
+        tiles.zip((0..).step_by(TILE)).map(move |(bytes, at)| (Self { bytes, ..of }, at))
+    }
+
     /// The codes, a byte each; `buffer` holds them where they lie closer.
     pub(super) fn as_bytes<'b>(&'b self, buffer: &'b mut Vec<u8>) -> &'b [u8] {
         if self.width == 8 {
@@ -153,7 +167,7 @@ fn spread_body(bytes: &[u8], width: u32, out: &mut [u8]) {
 }
 
 /// Writes `scores[row][token]`, rows [`SPAN`] apart: what one unit is in `units` times the sums
-/// over positions and channels of one tile of keys. A row of `q` holds channel 0 of every
+/// over positions and channels of a few tiles of keys. A row of `q` holds channel 0 of every
 /// position, then channel 1, and so on.
 pub(crate) fn key_dots(
     simd: Simd,
@@ -164,13 +178,19 @@ pub(crate) fn key_dots(
 ) {
     let (per_row, rows) = (codes.per_row, q.sums.len());
     assert!(lookup.is_fast(simd), "key_dots: no kernel");
-    assert!(q.len == per_row * lookup.dims && codes.bytes.len() == codes.tile_bytes(), "key_dots");
+    assert!(q.len == per_row * lookup.dims && per_row > 0, "key_dots: positions");
+    assert!(codes.bytes.len().is_multiple_of(codes.tile_bytes()), "key_dots: tiles");
     assert!((per_row * codes.width as usize).is_multiple_of(32), "key_dots: planes");
     assert!((1..=ROWS).contains(&rows) && units.len() == rows, "key_dots: rows");
-    assert!(scores.len() >= (rows - 1) * SPAN + TILE, "key_dots: scores");
+    let tiles = codes.bytes.len() / codes.tile_bytes();
+    assert!(tiles * TILE <= SPAN, "key_dots: span");
+    assert!(scores.len() >= (rows - 1) * SPAN + tiles * TILE, "key_dots: scores");
     #[cfg(target_arch = "x86_64")]
-    if wants_bytes(simd, rows) && lookup.tables.is_empty() && codes.width == 8 {
-        return super::amx_x86::key_dots(simd, codes, lookup, (q, units), scores);
+    if wants_bytes(simd, rows) && codes_are_bytes(codes, lookup) && q.digits == 2 {
+        for (codes, at) in codes.tiles() {
+            super::amx_x86::key_dots(simd, codes, lookup, (q, units), &mut scores[at..]);
+        }
+        return;
     }
     for (index, units) in units.chunks(VECTOR_ROWS).enumerate() {
         let first = index * VECTOR_ROWS;
@@ -180,12 +200,15 @@ pub(crate) fn key_dots(
             super::dots_x86::key_dots(simd, codes, lookup, (q, units), scores);
             continue;
         }
-        #[cfg(target_arch = "aarch64")]
-        if simd.set() != InstructionSet::Portable {
-            super::dots_neon::key_dots(simd, codes, lookup, (q, units), scores);
-            continue;
+        for (codes, at) in codes.tiles() {
+            let (q, scores) = ((q, units), &mut scores[at..]);
+            #[cfg(target_arch = "aarch64")]
+            if simd.set() != InstructionSet::Portable {
+                super::dots_neon::key_dots(simd, codes, lookup, q, scores);
+                continue;
+            }
+            super::dots_portable::key_dots(codes, lookup, q, scores);
         }
-        super::dots_portable::key_dots(codes, lookup, (q, units), scores);
     }
 }
 
@@ -223,7 +246,7 @@ pub(crate) fn value_dots(
     #[cfg_attr(not(target_arch = "x86_64"), allow(unused_mut, reason = "AMX takes a part"))]
     let mut target = target;
     #[cfg(target_arch = "x86_64")]
-    if wants_bytes(simd, rows) && lookup.tables.is_empty() && codes.width == 8 {
+    if wants_bytes(simd, rows) && codes_are_bytes(codes, lookup) && weights.digits == 2 {
         let done = super::amx_x86::value_dots(simd, codes, lookup, (weights, target), out);
         (target.first, target.count) = (first + done, count - done);
         if target.count == 0 {
@@ -251,6 +274,7 @@ pub(crate) fn value_dots(
 #[cfg(test)]
 mod tests {
     use super::super::parts::{Parts, TOP};
+    use super::super::simd::Precision;
     use super::*;
 
     const UNITS: [f32; ROWS] = [0.5, 0.1, 3.0, 1.0, 0.7, 2.0, 0.3, 1.5];
@@ -290,7 +314,7 @@ mod tests {
     }
 
     fn parts(simd: Simd, rows: usize, len: usize) -> Parts {
-        let mut parts = Parts::default();
+        let mut parts = Parts::of_queries((simd, Precision::Fast));
         parts.reset(len);
         for row in 0..rows {
             let values = waves(len, row);
@@ -358,11 +382,105 @@ mod tests {
         }
     }
 
+    /// Rows of one byte each: queries with signs, weights without.
+    fn bytes(simd: Simd, (rows, len): (usize, usize), weights: bool) -> (Parts, Vec<Vec<i32>>) {
+        let how = (simd, Precision::Int8);
+        let mut parts = if weights { Parts::of_weights(how) } else { Parts::of_queries(how) };
+        let top = if weights { 255.0 } else { 127.0 };
+        parts.reset(len);
+        let rows = (0..rows).map(|row| {
+            let values = waves(len, row);
+            let values = values.into_iter().map(|x| if weights { x.abs() } else { x });
+            let values: Vec<f32> = values.collect();
+            assert_eq!(parts.push(simd, &values, 1.0, None).unit, 1.0 / top);
+            values.iter().map(|x| (x * top).round_ties_even() as i32).collect()
+        });
+        let rows = rows.collect();
+        (parts, rows)
+    }
+
+    /// Sets that multiply bytes.
+    fn with_bytes() -> impl Iterator<Item = Simd> {
+        Simd::available().into_iter().filter(|simd| simd.set() == InstructionSet::Avx512)
+    }
+
+    #[test]
+    fn queries_of_a_byte_are_multiplied_exactly() {
+        const PER_ROW: usize = 24;
+        for (simd, lookup) in
+            with_bytes().flat_map(|simd| lookups().into_iter().map(move |l| (simd, l)))
+        {
+            if !lookup.is_fast(simd) {
+                continue;
+            }
+            for (width, rows) in widths(&lookup).iter().flat_map(|w| [1, 4, 7].map(|r| (*w, r))) {
+                if !(PER_ROW as u32 * width).is_multiple_of(32) {
+                    continue;
+                }
+                let bytes = &codes(&lookup, width, 2 * 4 * PER_ROW * width as usize);
+                let codes = TileCodes { bytes, width, per_row: PER_ROW };
+                let (parts, q) = self::bytes(simd, (rows, PER_ROW * lookup.dims), false);
+                let mut out = vec![0.0; rows * SPAN];
+                key_dots(simd, codes, &lookup, (parts.rows(0), &UNITS[..rows]), &mut out);
+                for (tile, (codes, _)) in codes.tiles().enumerate() {
+                    let mut buffer = Vec::new();
+                    let plain = codes.as_bytes(&mut buffer);
+                    for (row, token) in (0..rows).flat_map(|row| (0..TILE).map(move |t| (row, t))) {
+                        let value = |at: usize, dim| {
+                            let code = plain[(at / 4 * TILE + token) * 4 + at % 4];
+                            lookup.value(dim, code) * q[row][dim * PER_ROW + at]
+                        };
+                        let sum =
+                            (0..PER_ROW).flat_map(|at| (0..lookup.dims).map(move |d| (at, d)));
+                        let sum: i32 = sum.map(|(at, dim)| value(at, dim)).sum();
+                        let got = out[row * SPAN + tile * TILE + token];
+                        assert_eq!(got, sum as f32 * UNITS[row], "{simd:?}, {width} bits");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn weights_of_a_byte_are_multiplied_exactly() {
+        const PER_ROW: usize = 40;
+        for (simd, lookup) in
+            with_bytes().flat_map(|simd| lookups().into_iter().map(move |l| (simd, l)))
+        {
+            if !lookup.is_fast(simd) {
+                continue;
+            }
+            for (width, rows) in widths(&lookup).iter().flat_map(|w| [1, 4, 7].map(|r| (*w, r))) {
+                let bytes = &codes(&lookup, width, 2 * 4 * PER_ROW * width as usize);
+                let codes = TileCodes { bytes, width, per_row: PER_ROW };
+                let (parts, weights) = self::bytes(simd, (rows, 2 * TILE), true);
+                let mut out = vec![0.0; rows * lookup.dims * PER_ROW];
+                let units = &UNITS[..rows];
+                let target = Target { units, factors: &[], first: 0, count: PER_ROW };
+                value_dots(simd, codes, &lookup, (parts.rows(0), target), &mut out);
+                let mut buffer = Vec::new();
+                let plain = codes.as_bytes(&mut buffer);
+                for (row, dim) in (0..rows).flat_map(|row| (0..lookup.dims).map(move |d| (row, d)))
+                {
+                    for at in 0..PER_ROW {
+                        let value = |token: usize| {
+                            let code = plain[(token / 4 * PER_ROW + at) * 4 + token % 4];
+                            lookup.value(dim, code) * weights[row][token]
+                        };
+                        let sum: i32 = (0..2 * TILE).map(value).sum();
+                        let got = out[(row * lookup.dims + dim) * PER_ROW + at];
+                        assert_eq!(got, sum as f32 * UNITS[row], "{simd:?}, {width} bits");
+                    }
+                }
+            }
+        }
+    }
+
     #[test]
     fn largest_queries_against_the_largest_codes_do_not_overflow() {
         for simd in Simd::available() {
             for sign in [1.0, -1.0] {
-                let mut parts = Parts::default();
+                let mut parts = Parts::of_queries((simd, Precision::Fast));
                 parts.reset(TERMS_MAX);
                 parts.push(simd, &[sign; TERMS_MAX], 1.0, None);
                 let mut out = [0.0; SPAN];

@@ -5,7 +5,7 @@
 //! those.
 #![allow(unsafe_code)] // Register loads and stores, and calls after detection.
 
-use super::dots::{Lookup, Target, TileCodes};
+use super::dots::{BIAS, Lookup, Target, TileCodes};
 use super::dots_x86::{excess, four};
 use super::parts::PartRows;
 use super::scores::{SPAN, TILE};
@@ -26,15 +26,19 @@ fn kind(lookup: &Lookup) -> u8 {
     }
 }
 
-/// Calls `$f::<rows, channels per pass, kind, width>`.
+/// Calls `$f::<rows, digits of a factor, channels per pass, kind, width>`.
 macro_rules! by_rows {
     ($f:ident, $rows:expr, ($($shape:tt)*), $args:tt) => {
         match $rows {
-            1 => $f::<1, $($shape)*> $args,
-            2 => $f::<2, $($shape)*> $args,
-            3 => $f::<3, $($shape)*> $args,
-            4 => $f::<4, $($shape)*> $args,
-            rows => unreachable!("{rows} rows"),
+            (1, 1) => $f::<1, 1, $($shape)*> $args,
+            (2, 1) => $f::<2, 1, $($shape)*> $args,
+            (3, 1) => $f::<3, 1, $($shape)*> $args,
+            (4, 1) => $f::<4, 1, $($shape)*> $args,
+            (1, 2) => $f::<1, 2, $($shape)*> $args,
+            (2, 2) => $f::<2, 2, $($shape)*> $args,
+            (3, 2) => $f::<3, 2, $($shape)*> $args,
+            (4, 2) => $f::<4, 2, $($shape)*> $args,
+            (rows, digits) => unreachable!("{rows} rows of {digits} digits"),
         }
     };
 }
@@ -64,7 +68,7 @@ pub(super) unsafe fn key_dots(
     q: (PartRows<'_>, &[f32]),
     out: &mut [f32],
 ) {
-    let (rows, kind) = (q.1.len(), kind(lookup));
+    let (rows, kind) = ((q.1.len(), q.0.digits), kind(lookup));
     assert!(kind != TABLE_256 || codes.width == 8, "key_dots: wide codes are bytes");
     // SAFETY: the caller's.
     unsafe { by_shape!(keys, rows, kind, codes.width, (codes, lookup, q, out)) }
@@ -78,19 +82,25 @@ pub(super) unsafe fn value_dots(
     weights: (PartRows<'_>, Target<'_>),
     out: &mut [f32],
 ) {
-    let (rows, kind) = (weights.0.sums.len(), kind(lookup));
+    let (rows, kind) = ((weights.0.sums.len(), weights.0.digits), kind(lookup));
     assert!(kind != TABLE_256 || codes.width == 8, "value_dots: wide codes are bytes");
     // SAFETY: the caller's.
     unsafe { by_shape!(values, rows, kind, codes.width, (codes, lookup, weights, out)) }
 }
 
-/// The tables of channels `first..first + DP`.
+/// The tables of channels `first..first + DP`, as many registers of each as its kind has.
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn tables<const DP: usize>(lookup: &Lookup, first: usize) -> [[__m512i; 4]; DP] {
+fn tables<const DP: usize, const KIND: u8>(lookup: &Lookup, first: usize) -> [[__m512i; 4]; DP] {
+    let registers = match KIND {
+        PLAIN => 0,
+        TABLE_64 => 1,
+        _ => 4,
+    };
     let mut tables = [[_mm512_setzero_si512(); 4]; DP];
-    for (tables, bytes) in tables.iter_mut().zip(lookup.tables.iter().skip(first)) {
-        for (register, bytes) in tables.iter_mut().zip(bytes.as_chunks::<64>().0) {
+    for (channel, table) in tables.iter_mut().enumerate() {
+        for (at, register) in table.iter_mut().enumerate().take(registers) {
+            let bytes = &lookup.tables[first + channel].as_chunks::<64>().0[at];
             // SAFETY: 64 bytes.
             *register = unsafe { _mm512_loadu_si512(bytes.as_ptr().cast()) };
         }
@@ -150,9 +160,30 @@ macro_rules! for_planes {
     };
 }
 
-/// Two accumulators of 16 tokens and both parts for each row: 16 registers of 32.
+/// The sum of both digits' sums, where there are two.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn whole<const D: usize>(high: __m512i, low: __m512i) -> __m512i {
+    if D == 1 { high } else { _mm512_add_epi32(_mm512_slli_epi32::<8>(high), low) }
+}
+
+/// Tile after tile.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni,avx512vbmi")]
-fn keys<const R: usize, const DP: usize, const KIND: u8, const WIDTH: usize>(
+fn keys<const R: usize, const D: usize, const DP: usize, const KIND: u8, const WIDTH: usize>(
+    codes: TileCodes<'_>,
+    lookup: &Lookup,
+    q: (PartRows<'_>, &[f32]),
+    out: &mut [f32],
+) {
+    for (codes, at) in codes.tiles() {
+        key_tile::<R, D, DP, KIND, WIDTH>(codes, lookup, q, &mut out[at..]);
+    }
+}
+
+/// Two accumulators of 16 tokens for each row and digit: at most 16 registers of 32.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni,avx512vbmi")]
+fn key_tile<const R: usize, const D: usize, const DP: usize, const KIND: u8, const WIDTH: usize>(
     codes: TileCodes<'_>,
     lookup: &Lookup,
     (q, units): (PartRows<'_>, &[f32]),
@@ -164,7 +195,7 @@ fn keys<const R: usize, const DP: usize, const KIND: u8, const WIDTH: usize>(
     let mut high = [[_mm512_setzero_si512(); 2]; R];
     let mut low = high;
     for pass in (0..lookup.dims).step_by(DP) {
-        let tables = tables::<DP>(lookup, pass);
+        let tables = tables::<DP, KIND>(lookup, pass);
         for group in 0..groups {
             // SAFETY: two halves of 128 bytes, of which there are `groups`.
             let halves = unsafe {
@@ -178,16 +209,20 @@ fn keys<const R: usize, const DP: usize, const KIND: u8, const WIDTH: usize>(
                         let values = codes.map(|codes| look_up::<KIND>(codes, &tables[d]));
                         let at = (pass + d) * per_row + 4 * ($plane * groups + group);
                         for row in 0..R {
-                            let (bytes, at) = (q.bytes.as_ptr(), 2 * row * q.len + at);
-                            // SAFETY: a row has `2 * q.len` bytes and `at` is four bytes before
-                            // the end of a half of it at most.
-                            let parts = unsafe { [four(bytes, at), four(bytes, at + q.len)] };
+                            let (bytes, at) = (q.bytes.as_ptr(), D * row * q.len + at);
+                            let low_at = at + (D - 1) * q.len;
+                            // SAFETY: a row has `D * q.len` bytes and `at` is four bytes before
+                            // the end of its first digits at most.
+                            let parts = unsafe { [four(bytes, at), four(bytes, low_at)] };
                             let parts = parts.map(|part| _mm512_set1_epi32(part));
                             for half in 0..2 {
                                 high[row][half] =
                                     _mm512_dpbusd_epi32(high[row][half], values[half], parts[0]);
-                                low[row][half] =
-                                    _mm512_dpbusd_epi32(low[row][half], values[half], parts[1]);
+                                if D == 2 {
+                                    let sum = low[row][half];
+                                    low[row][half] =
+                                        _mm512_dpbusd_epi32(sum, values[half], parts[1]);
+                                }
                             }
                         }
                     }
@@ -200,7 +235,7 @@ fn keys<const R: usize, const DP: usize, const KIND: u8, const WIDTH: usize>(
         let excess = _mm512_set1_epi32(excess(lookup, q.sums[row]));
         let unit = _mm512_set1_ps(units[row]);
         for half in 0..2 {
-            let sum = _mm512_add_epi32(_mm512_slli_epi32::<8>(high[row][half]), low[row][half]);
+            let sum = whole::<D>(high[row][half], low[row][half]);
             let sum = _mm512_cvtepi32_ps(_mm512_sub_epi32(sum, excess));
             let out = &mut out[row * SPAN + 16 * half..][..16];
             // SAFETY: 16 scores.
@@ -217,9 +252,45 @@ const fn positions<const DP: usize>() -> usize {
     16 * COLUMNS / DP
 }
 
-/// An accumulator per row, register and part: 16 registers of 32.
+/// Whether values are multiplied less [`BIAS`]: a weight of one byte has no sign, and then values
+/// need one.
+const fn signs<const D: usize, const KIND: u8, const WIDTH: usize>() -> bool {
+    D == 1 && (KIND != PLAIN || WIDTH == 8)
+}
+
+/// The bytes of the first lanes.
+fn lanes_mask(lanes: usize) -> u64 {
+    u64::MAX.checked_shr(64 - 4 * lanes as u32).unwrap_or(0)
+}
+
+/// Takes [`BIAS`] off each byte.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw")]
+fn sign(registers: &mut [__m512i]) {
+    for bytes in registers {
+        *bytes = _mm512_xor_si512(*bytes, _mm512_set1_epi8(BIAS as i8));
+    }
+}
+
+/// Adds values times the digits of a weight.
+#[inline]
+#[target_feature(enable = "avx512f,avx512vnni")]
+fn add_weighted<const D: usize>(
+    (high, low): (&mut __m512i, &mut __m512i),
+    values: __m512i,
+    weight: [__m512i; 2],
+) {
+    if D == 1 {
+        *high = _mm512_dpbusd_epi32(*high, weight[0], values);
+    } else {
+        *high = _mm512_dpbusd_epi32(*high, values, weight[0]);
+        *low = _mm512_dpbusd_epi32(*low, values, weight[1]);
+    }
+}
+
+/// An accumulator per row, register and digit: at most 16 registers of 32.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni,avx512vbmi")]
-fn values<const R: usize, const DP: usize, const KIND: u8, const WIDTH: usize>(
+fn values<const R: usize, const D: usize, const DP: usize, const KIND: u8, const WIDTH: usize>(
     codes: TileCodes<'_>,
     lookup: &Lookup,
     (weights, target): (PartRows<'_>, Target<'_>),
@@ -228,11 +299,14 @@ fn values<const R: usize, const DP: usize, const KIND: u8, const WIDTH: usize>(
     let TileCodes { bytes, per_row, .. } = codes;
     let end = target.first + target.count;
     for pass in (0..lookup.dims).step_by(DP) {
-        let tables = tables::<DP>(lookup, pass);
+        let mut tables = tables::<DP, KIND>(lookup, pass);
+        if signs::<D, KIND, WIDTH>() {
+            sign(tables.as_flattened_mut());
+        }
         for block in (target.first..end).step_by(positions::<DP>()) {
             // Of the second register too, where it holds other positions.
             let lanes = [(end - block).min(16), (end - block).clamp(16, 32) - 16];
-            let masks = lanes.map(|lanes| u64::MAX.checked_shr(64 - 4 * lanes as u32).unwrap_or(0));
+            let masks = [lanes_mask(lanes[0]), lanes_mask(lanes[1])];
             let mut high = [[_mm512_setzero_si512(); COLUMNS]; R];
             let mut low = high;
             for (tile, bytes) in bytes.chunks_exact(codes.tile_bytes()).enumerate() {
@@ -243,7 +317,10 @@ fn values<const R: usize, const DP: usize, const KIND: u8, const WIDTH: usize>(
                         let at = bytes.as_ptr().wrapping_add(at + 64 * column);
                         _mm512_maskz_loadu_epi8(masks[column], at.cast())
                     };
-                    let loaded = [load(0), if DP == 1 { load(1) } else { load(0) }];
+                    let mut loaded = [load(0), if DP == 1 { load(1) } else { load(0) }];
+                    if signs::<D, KIND, WIDTH>() && KIND == PLAIN {
+                        sign(&mut loaded);
+                    }
                     macro_rules! plane {
                         ($plane:literal) => {
                             let values: [_; COLUMNS] = std::array::from_fn(|column| {
@@ -252,17 +329,15 @@ fn values<const R: usize, const DP: usize, const KIND: u8, const WIDTH: usize>(
                             });
                             let at = tile * TILE + 4 * ($plane * WIDTH + group);
                             for row in 0..R {
-                                let at = 2 * row * weights.len + at;
+                                let at = D * row * weights.len + at;
                                 let bytes = weights.bytes.as_ptr();
-                                let low_at = at + weights.len;
-                                // SAFETY: a row has `2 * weights.len` bytes.
+                                let low_at = at + (D - 1) * weights.len;
+                                // SAFETY: a row has `D * weights.len` bytes.
                                 let parts = unsafe { [four(bytes, at), four(bytes, low_at)] };
                                 let parts = parts.map(|part| _mm512_set1_epi32(part));
                                 for c in 0..COLUMNS {
-                                    high[row][c] =
-                                        _mm512_dpbusd_epi32(high[row][c], values[c], parts[0]);
-                                    low[row][c] =
-                                        _mm512_dpbusd_epi32(low[row][c], values[c], parts[1]);
+                                    let sums = (&mut high[row][c], &mut low[row][c]);
+                                    add_weighted::<D>(sums, values[c], parts);
                                 }
                             }
                         };
@@ -271,9 +346,10 @@ fn values<const R: usize, const DP: usize, const KIND: u8, const WIDTH: usize>(
                 }
             }
             for row in 0..R {
-                let excess = _mm512_set1_epi32(excess(lookup, weights.sums[row]));
+                let bias = lookup.bias - if signs::<D, KIND, WIDTH>() { BIAS } else { 0 };
+                let excess = _mm512_set1_epi32(bias.wrapping_mul(weights.sums[row]));
                 for c in 0..COLUMNS {
-                    let sum = _mm512_add_epi32(_mm512_slli_epi32::<8>(high[row][c]), low[row][c]);
+                    let sum = whole::<D>(high[row][c], low[row][c]);
                     let sum = _mm512_cvtepi32_ps(_mm512_sub_epi32(sum, excess));
                     let (channel, column) = if DP == 1 { (pass, c) } else { (pass + c, 0) };
                     let position = block + 16 * column;

@@ -51,9 +51,10 @@ pub(super) fn key_dots(
     // SAFETY: the instruction set was detected, and the caller has checked the lengths.
     unsafe {
         if simd.set() == InstructionSet::Avx512 {
-            dots_512_x86::key_dots(codes, lookup, q, out);
-        } else {
-            by_shape!(keys_256, rows, kind, (codes, lookup, q, out));
+            return dots_512_x86::key_dots(codes, lookup, q, out);
+        }
+        for (codes, at) in codes.tiles() {
+            by_shape!(keys_256, rows, kind, (codes, lookup, q, &mut out[at..]));
         }
     }
 }

@@ -3,7 +3,7 @@
 use super::dots::{TileCodes, wants_bytes};
 use super::huffman::{LaneTiles, Rest};
 use super::scores::{SPAN, Scores, TILE};
-use super::simd::{Precision, Simd, per_level};
+use super::simd::{How, Precision, Simd, per_level};
 use super::{bitalloc, by_token, fp8, grid, lloyd, polar, uniform, vq};
 use kvd_codec::{CodeLayout, FixedCodes, HeadSide};
 use kvd_core::Side;
@@ -32,52 +32,65 @@ pub(super) enum Keys {
 impl Keys {
     /// Takes queries `[rows, dim]` in the side's space; `None` where rows must be decoded.
     pub(super) fn new(
-        (simd, precision): (Simd, Precision),
+        how: How,
         side: &HeadSide,
         tiles: Option<&LaneTiles>,
         queries: &[f32],
     ) -> Option<Self> {
-        let exact = fp8::Keys::new(simd, side, queries).map(Self::Fp8);
-        if exact.is_some() || precision == Precision::Single {
+        let exact = fp8::Keys::new(how.0, side, queries).map(Self::Fp8);
+        if exact.is_some() || how.1 == Precision::Single {
             return exact;
         }
         if let Some(tiles) = tiles.filter(|_| side.grid().is_some()) {
-            return grid::Keys::new(simd, side, tiles, queries).map(Self::Grid);
+            return grid::Keys::new(how, side, tiles, queries).map(Self::Grid);
         }
         if side.bitalloc().is_some() {
-            return bitalloc::Keys::new(simd, side, queries).map(Self::BitAlloc);
+            return bitalloc::Keys::new(how, side, queries).map(Self::BitAlloc);
         }
-        let vq = vq::Keys::new(simd, side, queries).map(Self::Vq);
-        let vq = vq.or_else(|| lloyd::Keys::new(simd, side, queries).map(Self::Lloyd));
-        let vq = vq.or_else(|| polar::Keys::new(simd, side, queries).map(Self::Polar));
-        let vq = vq.or_else(|| by_token::Keys::new(simd, side, queries).map(Self::ByToken));
-        vq.or_else(|| uniform::Keys::new(side, queries).map(Self::Uniform))
+        let vq = vq::Keys::new(how, side, queries).map(Self::Vq);
+        let vq = vq.or_else(|| lloyd::Keys::new(how, side, queries).map(Self::Lloyd));
+        let vq = vq.or_else(|| polar::Keys::new(how, side, queries).map(Self::Polar));
+        let vq = vq.or_else(|| by_token::Keys::new(how, side, queries).map(Self::ByToken));
+        vq.or_else(|| uniform::Keys::new(how, side, queries).map(Self::Uniform))
     }
 
-    /// Scores all rows against one full tile.
-    pub(super) fn tile(
+    /// Tiles that one call takes: one where they have scales of their own, or bytes are many and
+    /// the next ones want to be asked for in between.
+    pub(super) fn tiles_at_once(&self) -> usize {
+        match self {
+            Self::Fp8(_) | Self::Uniform(_) | Self::ByToken(_) => 1,
+            Self::Polar(keys) if !keys.is_by_page() => 1,
+            Self::Vq(_) | Self::Grid(_) | Self::BitAlloc(_) | Self::Lloyd(_) | Self::Polar(_) => {
+                SPAN / TILE
+            }
+        }
+    }
+
+    /// Scores all rows against `count` full tiles.
+    pub(super) fn tiles(
         &mut self,
         simd: Simd,
-        place: Place<'_>,
+        (place, count): (Place<'_>, usize),
         buffer: &mut [u8],
         scores: &mut Scores,
     ) {
         let Place { page, in_page, in_span } = place;
+        let tiles = in_span..in_span + count;
         match self {
             Self::Fp8(keys) => return keys.tile(simd, (&page, in_page), in_span, scores),
-            Self::BitAlloc(keys) => return keys.tile(simd, place, scores),
+            Self::BitAlloc(keys) => return keys.tiles(simd, (place, count), scores),
             _ => {}
         }
         let bytes = wants_bytes(simd, scores.rows()) && matches!(self, Self::Uniform(_));
-        let codes = plane(simd, &page, (Side::Key, bytes), (in_page, 1), buffer);
+        let codes = plane(simd, &page, (Side::Key, bytes), (in_page, count), buffer);
         match self {
             Self::Fp8(_) | Self::BitAlloc(_) => {}
-            Self::Vq(keys) => keys.tile(simd, codes, in_span, scores),
+            Self::Vq(keys) => keys.tiles(simd, codes, in_span, scores),
             Self::Uniform(keys) => keys.tile(simd, (&page, in_page), codes, in_span, scores),
-            Self::Grid(keys) => keys.tile(simd, codes, in_span, scores),
+            Self::Grid(keys) => keys.tiles(simd, (codes, tiles), scores),
             Self::ByToken(keys) => keys.tile(simd, place, codes, scores),
-            Self::Lloyd(keys) => keys.tile(simd, (&page, in_page), codes, in_span, scores),
-            Self::Polar(keys) => keys.tile(simd, (&page, in_page), codes, in_span, scores),
+            Self::Lloyd(keys) => keys.tiles(simd, (&page, in_page), (codes, tiles), scores),
+            Self::Polar(keys) => keys.tiles(simd, (&page, in_page), codes, in_span, scores),
         }
     }
 
@@ -102,25 +115,25 @@ pub(super) enum Values {
 impl Values {
     /// `None` where rows must be decoded.
     pub(super) fn new(
-        (simd, precision): (Simd, Precision),
+        how: How,
         side: &HeadSide,
         tiles: Option<&LaneTiles>,
         rows: usize,
     ) -> Option<Self> {
-        let exact = fp8::Values::new(simd, side).map(Self::Fp8);
-        if exact.is_some() || precision == Precision::Single {
+        let exact = fp8::Values::new(how.0, side).map(Self::Fp8);
+        if exact.is_some() || how.1 == Precision::Single {
             return exact;
         }
         if let Some(tiles) = tiles.filter(|_| side.grid().is_some()) {
-            return grid::Values::new(side, tiles, rows).map(Self::Grid);
+            return grid::Values::new(how, side, tiles, rows).map(Self::Grid);
         }
         if side.bitalloc().is_some() {
-            return bitalloc::Values::new(side, rows).map(Self::BitAlloc);
+            return bitalloc::Values::new(how, side, rows).map(Self::BitAlloc);
         }
-        let vq = vq::Values::new(simd, side, rows).map(Self::Vq);
-        let vq = vq.or_else(|| lloyd::Values::new(simd, side, rows).map(Self::Lloyd));
+        let vq = vq::Values::new(how, side, rows).map(Self::Vq);
+        let vq = vq.or_else(|| lloyd::Values::new(how, side, rows).map(Self::Lloyd));
         vq.or_else(|| {
-            uniform::Values::new(side, rows).map(|values| Self::Uniform(Box::new(values)))
+            uniform::Values::new(how, side, rows).map(|values| Self::Uniform(Box::new(values)))
         })
     }
 

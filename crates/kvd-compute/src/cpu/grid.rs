@@ -8,7 +8,7 @@ use super::dots::{
 use super::huffman::{LaneTiles, Rest};
 use super::parts::Parts;
 use super::scores::{SPAN, Scores, TILE};
-use super::simd::Simd;
+use super::simd::{How, Simd};
 use kvd_codec::{Grid, HeadSide};
 use std::ops::Range;
 
@@ -38,7 +38,7 @@ pub(crate) struct Keys {
 impl Keys {
     /// Takes folded queries `[rows, dim]`.
     pub(crate) fn new(
-        simd: Simd,
+        how: How,
         side: &HeadSide,
         tiles: &LaneTiles,
         queries: &[f32],
@@ -50,7 +50,7 @@ impl Keys {
         if positions.len() > TERMS_MAX || !queries.iter().all(|q| q.is_finite()) {
             return None;
         }
-        let (mut parts, mut units, mut bases) = (Parts::default(), Vec::new(), Vec::new());
+        let (mut parts, mut units, mut bases) = (Parts::of_queries(how), Vec::new(), Vec::new());
         parts.reset(positions.len());
         let mut row = vec![0f32; positions.len()];
         for (index, query) in queries.chunks_exact(dim).enumerate() {
@@ -58,27 +58,32 @@ impl Keys {
                 *value = query.get(*coefficient).copied().unwrap_or(0.0);
             }
             let largest = row.iter().fold(0f32, |m, q| m.max(q.abs()));
-            let unit = parts.push(simd, &row, largest, None).unit;
+            let unit = parts.push(how.0, &row, largest, None).unit;
             let part = parts.rows(index);
             let bias = positions.iter().enumerate();
-            let bias = bias.map(|(at, (bias, _))| i64::from(part.value(simd, 0, at) * bias));
+            let bias = bias.map(|(at, (bias, _))| i64::from(part.value(how.0, 0, at) * bias));
             bases.push(-(bias.sum::<i64>() as f32) * unit);
             units.push(unit);
         }
         Some(Self { lookup: Lookup::identity(), parts, units, bases, queries, dim })
     }
 
-    /// Scores all rows against one tile.
-    pub(crate) fn tile(&self, simd: Simd, codes: TileCodes<'_>, tile: usize, scores: &mut Scores) {
+    /// Scores all rows against a few tiles.
+    pub(crate) fn tiles(
+        &self,
+        simd: Simd,
+        (codes, tiles): (TileCodes<'_>, Range<usize>),
+        scores: &mut Scores,
+    ) {
         for first in (0..self.units.len()).step_by(ROWS) {
             let rows = self.parts.rows(first);
             let units = &self.units[first..first + rows.count()];
-            let out = scores.rows_mut(first, tile);
+            let out = scores.rows_mut(first, tiles.start);
             if codes.per_row > 0 {
                 key_dots(simd, codes, &self.lookup, (rows, units), out);
             }
             for (row, base) in self.bases[first..first + rows.count()].iter().enumerate() {
-                let scores = out[row * SPAN..][..TILE].iter_mut();
+                let scores = out[row * SPAN..][..tiles.len() * TILE].iter_mut();
                 match codes.per_row {
                     0 => scores.for_each(|score| *score = 0.0),
                     _ => scores.for_each(|score| *score += base),
@@ -113,7 +118,7 @@ pub(crate) struct Values {
 }
 
 impl Values {
-    pub(crate) fn new(side: &HeadSide, tiles: &LaneTiles, rows: usize) -> Option<Self> {
+    pub(crate) fn new(how: How, side: &HeadSide, tiles: &LaneTiles, rows: usize) -> Option<Self> {
         let grid = side.grid()?;
         let positions = positions(grid, tiles);
         Some(Self {
@@ -124,7 +129,7 @@ impl Values {
             unsettled: 0,
             rests: vec![0.0; rows * side.dim()],
             positions,
-            parts: Parts::default(),
+            parts: Parts::of_weights(how),
             dim: side.dim(),
         })
     }

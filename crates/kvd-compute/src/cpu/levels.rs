@@ -117,6 +117,7 @@ impl<'a> Plane<'a> {
 
 /// Writes the byte of each code to `out`: a chunk of them side by side, the next `stride` further
 /// on.
+#[inline]
 pub(crate) fn look_up(
     simd: Simd,
     codes: RunCodes<'_>,

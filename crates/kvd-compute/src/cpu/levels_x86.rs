@@ -8,6 +8,7 @@ use super::simd::{InstructionSet, Simd};
 use std::arch::x86_64::*;
 
 /// Writes the bytes of the codes of a tile to `out`, whose length the caller has checked.
+#[inline]
 pub(super) fn look_up(
     simd: Simd,
     codes: RunCodes<'_>,
@@ -24,10 +25,14 @@ pub(super) fn look_up(
             (InstructionSet::Avx2, 6) => run_256::<4, 2>(codes, table, stride, out),
             (InstructionSet::Avx2, 7) => run_256::<8, 3>(codes, table, stride, out),
             (InstructionSet::Avx2, _) => run_256::<16, 1>(codes, table, stride, out),
-            (_, 1 | 2 | 4) => run_512::<TABLE_64, 1>(codes, table, stride, out),
-            (_, 3 | 5 | 6) => run_512::<TABLE_64, 2>(codes, table, stride, out),
-            (_, 7) => run_512::<TABLE_256, 3>(codes, table, stride, out),
-            _ => run_512::<TABLE_256, 1>(codes, table, stride, out),
+            (_, 1) => run_512::<TABLE_64, 1>(codes, table, stride, out),
+            (_, 2) => run_512::<TABLE_64, 2>(codes, table, stride, out),
+            (_, 3) => run_512::<TABLE_64, 3>(codes, table, stride, out),
+            (_, 4) => run_512::<TABLE_64, 4>(codes, table, stride, out),
+            (_, 5) => run_512::<TABLE_64, 5>(codes, table, stride, out),
+            (_, 6) => run_512::<TABLE_64, 6>(codes, table, stride, out),
+            (_, 7) => run_512::<TABLE_256, 7>(codes, table, stride, out),
+            _ => run_512::<TABLE_256, 8>(codes, table, stride, out),
         }
     }
 }
@@ -37,43 +42,78 @@ fn mask(plane: &Plane<'_>) -> i8 {
     (u8::MAX >> (8 - plane.width) << plane.low) as i8
 }
 
-/// Codes of `PARTS` planes: a rotation brings the bits of each to their place.
+/// Codes of `WIDTH` bits. A tile has as many registers of bits, each of which serves several
+/// chunks: they are loaded once for all of those, and shifts are constants.
 #[target_feature(enable = "avx512f,avx512bw,avx512vbmi,avx512vbmi2")]
-fn run_512<const KIND: u8, const PARTS: usize>(
+fn run_512<const KIND: u8, const WIDTH: usize>(
     codes: RunCodes<'_>,
     table: &LevelTable,
     stride: usize,
     out: &mut [u8],
 ) {
-    let tables: [__m512i; 4] = std::array::from_fn(|index| {
-        // SAFETY: 64 of 256 bytes.
-        unsafe { _mm512_loadu_si512(table.bytes.as_ptr().add(64 * index).cast()) }
-    });
-    let (chunk, planes) = (codes.chunk(), codes.planes());
-    let masks: [_; PARTS] = std::array::from_fn(|p| _mm512_set1_epi8(mask(&planes[p])));
-    for index in 0..CHUNKS {
-        let parts: [_; PARTS] = std::array::from_fn(|p| planes[p].part(index, chunk));
-        let turns: [_; PARTS] = std::array::from_fn(|p| {
-            _mm512_set1_epi16(planes[p].low as i16 - parts[p].shift as i16)
-        });
-        let out = &mut out[index * stride..][..chunk];
-        for at in (0..chunk).step_by(64) {
-            let lanes = u64::MAX >> (64 - (chunk - at).min(64));
-            let mut codes = _mm512_setzero_si512();
-            for p in 0..PARTS {
-                // SAFETY: parts are as long as the chunk, and the lanes of the mask lie in it.
-                let bytes = unsafe {
-                    _mm512_maskz_loadu_epi8(lanes, parts[p].bytes.as_ptr().add(at).cast())
-                };
-                let turned = _mm512_shldv_epi16(bytes, bytes, turns[p]);
-                // The bits under the mask, to those of other planes.
-                codes = _mm512_ternarylogic_epi64::<0xF8>(codes, turned, masks[p]);
-            }
-            let bytes = look::<KIND>(codes, &tables);
-            // SAFETY: as above.
-            unsafe { _mm512_mask_storeu_epi8(out.as_mut_ptr().add(at).cast(), lanes, bytes) };
-        }
+    let mut tables = [_mm512_setzero_si512(); 4];
+    for (register, bytes) in tables.iter_mut().zip(table.bytes.as_chunks::<64>().0) {
+        // SAFETY: 64 bytes.
+        *register = unsafe { _mm512_loadu_si512(bytes.as_ptr().cast()) };
     }
+    let chunk = codes.chunk();
+    let (from, to) = (codes.bytes.as_ptr(), out.as_mut_ptr());
+    for at in (0..chunk).step_by(64) {
+        let lanes = u64::MAX >> (64 - (chunk - at).min(64));
+        let mut parts = [_mm512_setzero_si512(); WIDTH];
+        for (index, part) in parts.iter_mut().enumerate() {
+            // SAFETY: there are `WIDTH` chunks of bytes, and the lanes of the mask lie in one.
+            *part = unsafe { _mm512_maskz_loadu_epi8(lanes, from.add(index * chunk + at).cast()) };
+        }
+        macro_rules! chunks {
+            ($($index:literal)*) => {$(
+                let bytes = look::<KIND>(chunk_of::<WIDTH, $index>(&parts), &tables);
+                // SAFETY: `levels::look_up` has checked that [`CHUNKS`] of them, 8, fit `out`.
+                unsafe {
+                    _mm512_mask_storeu_epi8(to.add($index * stride + at).cast(), lanes, bytes);
+                }
+            )*};
+        }
+        chunks!(0 1 2 3 4 5 6 7);
+    }
+}
+
+/// The codes of chunk `INDEX` from the parts of all planes.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vbmi2")]
+fn chunk_of<const WIDTH: usize, const INDEX: usize>(parts: &[__m512i; WIDTH]) -> __m512i {
+    // Not a loop over planes: what is constant would be counted at run time.
+    let codes = with_plane::<WIDTH, INDEX, 8>(_mm512_setzero_si512(), parts);
+    let codes = with_plane::<WIDTH, INDEX, 4>(codes, parts);
+    let codes = with_plane::<WIDTH, INDEX, 2>(codes, parts);
+    with_plane::<WIDTH, INDEX, 1>(codes, parts)
+}
+
+/// With the bits of the plane of `PLANE` bits, where codes have one. Of a code that is one plane
+/// bits above it remain: look-ups do not mind.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vbmi2")]
+fn with_plane<const WIDTH: usize, const INDEX: usize, const PLANE: usize>(
+    codes: __m512i,
+    parts: &[__m512i; WIDTH],
+) -> __m512i {
+    if WIDTH & PLANE == 0 {
+        return codes;
+    }
+    // Planes of more bits come before, and hold lower bits.
+    let low = WIDTH & !(2 * PLANE - 1);
+    let part = parts[low + INDEX % PLANE];
+    let turn = low as i16 - (INDEX / PLANE * PLANE) as i16;
+    let turned = match turn {
+        0 => part,
+        _ => _mm512_shldv_epi16(part, part, _mm512_set1_epi16(turn)),
+    };
+    if WIDTH == PLANE {
+        return turned;
+    }
+    let mask = _mm512_set1_epi8((u8::MAX >> (8 - PLANE) << low) as i8);
+    // The bits under the mask, to those of other planes.
+    _mm512_ternarylogic_epi64::<0xF8>(codes, turned, mask)
 }
 
 /// `TABLES` tables of 16 bytes. Of a code that another table serves, the upper half of the byte

@@ -4,8 +4,8 @@
 use super::dots::{BIASED_TERMS_MAX, ROWS, Target, TileCodes, value_dots};
 use super::levels::LevelBytes;
 use super::parts::{Parts, Pushed};
-use super::scores::{Scores, TILE};
-use super::simd::Simd;
+use super::scores::{SPAN, Scores, TILE};
+use super::simd::{How, Simd};
 use super::vq::{self, Book};
 use kvd_codec::{FixedCodes, HeadSide};
 use kvd_core::{DType, Side};
@@ -15,7 +15,7 @@ use std::ops::Range;
 const BYTES: usize = 2;
 
 /// The levels as a codebook of two channels, and the factor of each.
-fn book(simd: Simd, side: &HeadSide, rows: usize) -> Option<(Book, [f32; BYTES])> {
+fn book((simd, _): How, side: &HeadSide, rows: usize) -> Option<(Book, [f32; BYTES])> {
     let levels = side.lloyd_levels()?;
     let fits = levels.len() <= 256 && BYTES * side.dim() <= BIASED_TERMS_MAX;
     if !fits || !side.dim().is_multiple_of(4) {
@@ -33,32 +33,33 @@ pub(crate) struct Keys {
 
 impl Keys {
     /// Takes folded queries `[rows, dim]`.
-    pub(crate) fn new(simd: Simd, side: &HeadSide, queries: &[f32]) -> Option<Self> {
-        let (book, factors) = book(simd, side, queries.len() / side.dim())?;
+    pub(crate) fn new(how: How, side: &HeadSide, queries: &[f32]) -> Option<Self> {
+        let (book, factors) = book(how, side, queries.len() / side.dim())?;
         let planes = |query: &[f32], planar: &mut [f32]| {
             for (plane, factor) in planar.chunks_exact_mut(query.len()).zip(factors) {
                 plane.iter_mut().zip(query).for_each(|(to, from)| *to = factor * from);
             }
         };
-        let queries = queries.chunks_exact(side.dim());
-        Some(Self { products: vq::Keys::planar(simd, book, queries, planes)? })
+        // The low byte of a level counts little: times one byte of a query it would be nothing.
+        let (parts, queries) = (Parts::of_scaled_queries(how), queries.chunks_exact(side.dim()));
+        Some(Self { products: vq::Keys::planar(how.0, (parts, book), queries, planes)? })
     }
 
-    /// Scores all rows against tile `in_page` of a page.
-    pub(crate) fn tile(
+    /// Scores all rows against tiles from `in_page` of a page on.
+    pub(crate) fn tiles(
         &mut self,
         simd: Simd,
         (page, in_page): (&FixedCodes<'_>, usize),
-        codes: TileCodes<'_>,
-        tile: usize,
+        (codes, tiles): (TileCodes<'_>, Range<usize>),
         scores: &mut Scores,
     ) {
-        self.products.tile(simd, codes, tile, scores);
-        let mut scales = [0f32; TILE];
-        DType::F16.widen(&page.scales[2 * TILE * in_page..][..2 * TILE], &mut scales);
+        self.products.tiles(simd, codes, tiles.start, scores);
+        let (mut scales, tokens) = ([0f32; SPAN], tiles.len() * TILE);
+        let scales = &mut scales[..tokens];
+        DType::F16.widen(&page.scales[2 * TILE * in_page..][..2 * tokens], scales);
         for row in 0..scores.rows() {
-            let scores = &mut scores.row_mut(row)[tile * TILE..][..TILE];
-            scores.iter_mut().zip(&scales).for_each(|(score, scale)| *score *= scale);
+            let scores = &mut scores.row_mut(row)[tiles.start * TILE..][..tokens];
+            scores.iter_mut().zip(&*scales).for_each(|(score, scale)| *score *= scale);
         }
     }
 }
@@ -77,9 +78,9 @@ pub(crate) struct Values {
 }
 
 impl Values {
-    pub(crate) fn new(simd: Simd, side: &HeadSide, rows: usize) -> Option<Self> {
-        let (book, factors) = book(simd, side, rows)?;
-        let (parts, dim) = (Parts::default(), side.dim());
+    pub(crate) fn new(how: How, side: &HeadSide, rows: usize) -> Option<Self> {
+        let (book, factors) = book(how, side, rows)?;
+        let (parts, dim) = (Parts::of_weights(how), side.dim());
         let sums = vec![0.0; rows * BYTES * dim];
         Some(Self { book, spread: Vec::new(), factors, parts, zeros: Vec::new(), sums, dim })
     }

@@ -253,6 +253,7 @@ impl Backend for CpuBackend {
         DeviceInfo {
             description: format!("cpu ({simd}, {threads} threads, {})", self.precision.name()),
             arena_bytes: self.arena.capacity_bytes(),
+            uuid: None,
         }
     }
 

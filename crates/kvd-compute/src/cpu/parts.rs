@@ -1,5 +1,5 @@
 //! Factors as integers: queries and weights, as they are or times the steps of a page's groups,
-//! rounded to 16 bits of the largest in their row.
+//! rounded to 16 bits of the largest in their row, or to 8.
 
 use super::dots::ROWS;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
@@ -8,24 +8,27 @@ use super::parts_lanes;
 use super::parts_neon;
 #[cfg(target_arch = "x86_64")]
 use super::parts_x86;
-use super::simd::{InstructionSet, Simd};
+use super::simd::{How, InstructionSet, Precision, Simd};
 use kvd_core::DType;
 
 /// Rows that are multiplied with steps at once.
 pub(super) const FOLD_ROWS: usize = 4;
 /// Largest magnitude of a factor: the most that two signed bytes hold both ways.
 pub(super) const TOP: f32 = 32639.0;
+/// The same of one signed byte, and of one that has no sign.
+const TOP_8: f32 = 127.0;
+const TOP_WEIGHT_8: f32 = 255.0;
 /// A row whose largest is no more than this is nothing beside any other, and has no reciprocal.
 pub(super) const NOTHING: f32 = 1e-30;
 
-/// How rows of 16-bit integers lie, which is how an instruction set multiplies them.
+/// How rows of integers lie, which is how an instruction set multiplies them.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Cut {
     /// Words in the order 0, 2, 1, 3 of each four.
     Swapped,
     /// Words as they come.
     Words,
-    /// All high bytes and then all low ones, both signed.
+    /// All high bytes and then all low ones, both signed; with one byte each no low ones.
     Halves,
     /// The same of each eight values, and of the four that may be left.
     Eights,
@@ -63,10 +66,13 @@ impl Cut {
 /// Values whose parts [`Cut::Eights`] keeps together.
 pub(super) const EIGHT: usize = 8;
 
-/// Rows of 16-bit integers, cut the way the instruction set multiplies them.
-#[derive(Default)]
+/// Rows of integers, cut the way the instruction set multiplies them.
 pub(crate) struct Parts {
     bytes: Vec<u8>,
+    /// Of an integer.
+    digits: usize,
+    /// The largest magnitude of an integer.
+    top: f32,
     sums: Vec<i32>,
     len: usize,
     /// Values times steps.
@@ -88,6 +94,9 @@ pub(crate) struct Pushed {
 #[derive(Clone, Copy)]
 pub(crate) struct PartRows<'a> {
     pub(super) bytes: &'a [u8],
+    /// Bytes of an integer: 2, or 1 where precision is [`Precision::Int8`] and the instruction set
+    /// multiplies bytes; one has a sign where it is a query's and none where it is a weight's.
+    pub(super) digits: usize,
     /// Sum of each row.
     pub(super) sums: &'a [i32],
     /// Values of a row.
@@ -95,6 +104,29 @@ pub(crate) struct PartRows<'a> {
 }
 
 impl Parts {
+    /// No rows of queries yet, to be rounded that far.
+    pub(crate) fn of_queries(how: How) -> Self {
+        Self::new(how, TOP_8)
+    }
+
+    /// The same of queries times scales of their channels, which keep two bytes: one large channel
+    /// would leave others next to nothing of one.
+    pub(crate) fn of_scaled_queries((simd, _): How) -> Self {
+        Self::new((simd, Precision::Fast), TOP)
+    }
+
+    /// No rows of weights yet: those are not negative, so that one byte has no sign. (A page whose
+    /// steps are negative, which no encoder writes, gives sums of no use.)
+    pub(crate) fn of_weights(how: How) -> Self {
+        Self::new(how, TOP_WEIGHT_8)
+    }
+
+    fn new((simd, precision): How, top: f32) -> Self {
+        let bytes = precision == Precision::Int8 && Cut::of(simd) == Cut::Halves;
+        let (digits, top) = if bytes { (1, top) } else { (2, TOP) };
+        Self { bytes: Vec::new(), digits, top, sums: Vec::new(), len: 0, folded: Vec::new() }
+    }
+
     /// Forgets its rows; each new one has `len` values, a multiple of four.
     pub(crate) fn reset(&mut self, len: usize) {
         debug_assert!(len.is_multiple_of(4), "rows of {len}");
@@ -157,7 +189,8 @@ impl Parts {
     ) {
         for (values, pushed) in values.chunks(FOLD_ROWS).zip(pushed.chunks_mut(FOLD_ROWS)) {
             let range = self.room(values.len());
-            let cut = parts_x86::fold_and_split(simd, values, scales, &mut self.bytes[range]);
+            let out = (&mut self.bytes[range], self.digits, self.top);
+            let cut = parts_x86::fold_and_split(simd, values, scales, out);
             for (row, pushed) in pushed.iter_mut().enumerate().take(values.len()) {
                 let (unit, lost, base) = (cut.units[row], cut.losts[row], cut.bases[row]);
                 *pushed = Pushed { unit, lost, base };
@@ -168,8 +201,9 @@ impl Parts {
 
     /// Where the next rows go.
     fn room(&mut self, rows: usize) -> std::ops::Range<usize> {
-        let start = 2 * self.len * self.sums.len();
-        let end = start + 2 * self.len * rows;
+        let size = self.digits * self.len;
+        let start = size * self.sums.len();
+        let end = start + size * rows;
         if self.bytes.len() < end {
             self.bytes.resize(end, 0);
         }
@@ -177,10 +211,10 @@ impl Parts {
     }
 
     fn split(&mut self, simd: Simd, values: &[f32], largest: f32, total: f32) -> Pushed {
-        let range = self.room(1);
-        let inverse = if largest > NOTHING { TOP / largest } else { 0.0 };
-        let unit = if inverse > 0.0 { largest / TOP } else { 0.0 };
-        let sum = split(simd, values, inverse, &mut self.bytes[range]);
+        let (range, top) = (self.room(1), self.top);
+        let inverse = if largest > NOTHING { top / largest } else { 0.0 };
+        let unit = if inverse > 0.0 { largest / top } else { 0.0 };
+        let sum = split(simd, values, inverse, (&mut self.bytes[range], self.digits));
         self.sums.push(sum);
         let lost = if inverse > 0.0 { total - sum as f32 * unit } else { 0.0 };
         Pushed { unit, lost, base: 0.0 }
@@ -189,8 +223,9 @@ impl Parts {
     /// Rows from `first` on, at most [`ROWS`].
     pub(crate) fn rows(&self, first: usize) -> PartRows<'_> {
         let end = self.sums.len().min(first + ROWS);
-        let bytes = &self.bytes[first * 2 * self.len..end * 2 * self.len];
-        PartRows { bytes, sums: &self.sums[first..end], len: self.len }
+        let (digits, size) = (self.digits, self.digits * self.len);
+        let bytes = &self.bytes[first * size..end * size];
+        PartRows { bytes, digits, sums: &self.sums[first..end], len: self.len }
     }
 }
 
@@ -202,13 +237,18 @@ impl PartRows<'_> {
 
     /// Rows `first..first + count`.
     pub(super) fn part(&self, first: usize, count: usize) -> Self {
-        let bytes = &self.bytes[first * 2 * self.len..(first + count) * 2 * self.len];
-        Self { bytes, sums: &self.sums[first..first + count], len: self.len }
+        let size = self.digits * self.len;
+        let bytes = &self.bytes[first * size..(first + count) * size];
+        Self { bytes, sums: &self.sums[first..first + count], ..*self }
     }
 
-    /// Value `index` of row `row`.
+    /// Value `index` of row `row`; as a query's where it is one byte.
     pub(crate) fn value(&self, simd: Simd, row: usize, index: usize) -> i32 {
-        let row = &self.bytes[2 * row * self.len..][..2 * self.len];
+        let size = self.digits * self.len;
+        let row = &self.bytes[row * size..][..size];
+        if self.digits == 1 {
+            return i32::from(row[index] as i8);
+        }
         let cut = Cut::of(simd);
         let [high, low] = cut.places(index, self.len).map(|at| row[at]);
         match cut {
@@ -232,11 +272,12 @@ fn round(x: f32) -> i32 {
     (x + MAGIC).to_bits().wrapping_sub(MAGIC.to_bits()) as i32
 }
 
-/// Rounds `values · inverse`, cuts it as the set multiplies it, and returns the integers' sum.
-fn split(simd: Simd, values: &[f32], inverse: f32, out: &mut [u8]) -> i32 {
+/// Rounds `values · inverse` to so many bytes, cuts it as the set multiplies it, and returns the
+/// integers' sum.
+fn split(simd: Simd, values: &[f32], inverse: f32, (out, digits): (&mut [u8], usize)) -> i32 {
     #[cfg(target_arch = "x86_64")]
     if simd.set() != InstructionSet::Portable && values.len().is_multiple_of(parts_x86::STEP) {
-        return parts_x86::split(simd, values, inverse, out);
+        return parts_x86::split(simd, values, inverse, (out, digits));
     }
     #[cfg(target_arch = "aarch64")]
     if simd.set() != InstructionSet::Portable && values.len().is_multiple_of(EIGHT) {
@@ -246,6 +287,10 @@ fn split(simd: Simd, values: &[f32], inverse: f32, out: &mut [u8]) -> i32 {
     for (at, value) in values.iter().enumerate() {
         let rounded = round(value * inverse);
         sum += rounded;
+        if digits == 1 {
+            out[at] = rounded as u8;
+            continue;
+        }
         let high = match cut {
             Cut::Swapped | Cut::Words => rounded >> 8,
             // What the high byte leaves has the same low eight bits.
@@ -294,7 +339,7 @@ mod tests {
     #[test]
     fn a_row_of_nothing_has_no_unit() {
         for simd in Simd::available() {
-            let mut parts = Parts::default();
+            let mut parts = Parts::of_queries((simd, Precision::Fast));
             parts.reset(4);
             assert_eq!(parts.push(simd, &[0.0; 4], 0.0, None), Pushed::default());
             assert_eq!(parts.push(simd, &[1e-38; 4], 1e-38, None), Pushed::default());
@@ -317,7 +362,7 @@ mod tests {
             let (steps, minima) = (scales(0.25), scales(40.0));
             for rows in 1..=ROWS {
                 let run = |simd: Simd| {
-                    let mut parts = Parts::default();
+                    let mut parts = Parts::of_queries((simd, Precision::Fast));
                     parts.reset(n);
                     let mut pushed = [Pushed::default(); ROWS];
                     let values: Vec<&[f32]> = values[..rows].iter().map(|row| &row[..]).collect();

@@ -9,19 +9,25 @@
 
 use super::lanes::Lanes;
 use super::lanes_x86::A512;
-use super::parts::{FOLD_ROWS, NOTHING, TOP};
+use super::parts::{FOLD_ROWS, NOTHING};
 pub(super) use super::parts_lanes::STEP;
 use super::simd::{InstructionSet, Simd};
 use std::arch::x86_64::*;
 
 /// Rounds `values · inverse` and cuts it as the set multiplies it; returns the sum of the integers.
-/// There are a multiple of [`STEP`] values and twice as many bytes.
-pub(super) fn split(simd: Simd, values: &[f32], inverse: f32, out: &mut [u8]) -> i32 {
+/// There are a multiple of [`STEP`] values and `digits` times as many bytes.
+pub(super) fn split(
+    simd: Simd,
+    values: &[f32],
+    inverse: f32,
+    (out, digits): (&mut [u8], usize),
+) -> i32 {
     let (n, values, out) = (values.len(), values.as_ptr(), out.as_mut_ptr());
     // SAFETY: as above.
     unsafe {
-        match simd.set() {
-            InstructionSet::Avx512 => split_bytes(values, n, inverse, out),
+        match (simd.set(), digits) {
+            (InstructionSet::Avx512, 1) => split_bytes::<1>(values, n, inverse, out),
+            (InstructionSet::Avx512, _) => split_bytes::<2>(values, n, inverse, out),
             _ => split_words(values, n, inverse, out),
         }
     }
@@ -42,33 +48,38 @@ pub(super) fn fold_and_split(
     simd: Simd,
     values: &[&[f32]],
     (steps, minima): (&[u8], &[u8]),
-    out: &mut [u8],
+    (out, digits, top): (&mut [u8], usize, f32),
 ) -> Cuts {
     let (n, rows) = (values[0].len(), values.len());
     assert_eq!(simd.set(), InstructionSet::Avx512, "fold: instruction set");
     assert!(n.is_multiple_of(STEP) && values.iter().all(|row| row.len() == n), "fold: rows");
     assert!(steps.len() == 2 * n && minima.len() == 2 * n, "fold: scales");
-    assert_eq!(out.len(), 2 * n * rows, "fold: output");
+    assert!(digits == 1 || digits == 2, "fold: digits");
+    assert_eq!(out.len(), digits * n * rows, "fold: output");
     let from = std::array::from_fn(|row| values[row.min(rows - 1)].as_ptr());
-    let (scales, out) = ((steps.as_ptr(), minima.as_ptr()), out.as_mut_ptr());
+    let (scales, out) = ((steps.as_ptr(), minima.as_ptr()), (out.as_mut_ptr(), top));
     // SAFETY: the set was detected, lengths are as asserted.
     unsafe {
-        match rows {
-            1 => fold_512::<1>(from, scales, n, out),
-            2 => fold_512::<2>(from, scales, n, out),
-            3 => fold_512::<3>(from, scales, n, out),
-            _ => fold_512::<4>(from, scales, n, out),
+        match (rows, digits) {
+            (1, 1) => fold_512::<1, 1>(from, scales, n, out),
+            (2, 1) => fold_512::<2, 1>(from, scales, n, out),
+            (3, 1) => fold_512::<3, 1>(from, scales, n, out),
+            (_, 1) => fold_512::<4, 1>(from, scales, n, out),
+            (1, _) => fold_512::<1, 2>(from, scales, n, out),
+            (2, _) => fold_512::<2, 2>(from, scales, n, out),
+            (3, _) => fold_512::<3, 2>(from, scales, n, out),
+            (_, _) => fold_512::<4, 2>(from, scales, n, out),
         }
     }
 }
 
 /// Products are made twice, once for their largest: that is less than to keep them.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
-unsafe fn fold_512<const R: usize>(
+unsafe fn fold_512<const R: usize, const D: usize>(
     values: [*const f32; FOLD_ROWS],
     (steps, minima): (*const u8, *const u8),
     n: usize,
-    out: *mut u8,
+    (out, top): (*mut u8, f32),
 ) -> Cuts {
     let mut largest = [_mm512_setzero_ps(); FOLD_ROWS];
     let (mut bases, mut totals) = (largest, largest);
@@ -88,7 +99,7 @@ unsafe fn fold_512<const R: usize>(
     // An overflow of value times step has no unit; the sum is then of no use anyway.
     let some = _mm_cmp_ps_mask::<_CMP_GT_OQ>(largest, _mm_set1_ps(NOTHING))
         & _mm_cmp_ps_mask::<_CMP_LT_OQ>(largest, _mm_set1_ps(f32::INFINITY));
-    let top = _mm_set1_ps(TOP);
+    let top = _mm_set1_ps(top);
     let units = _mm_maskz_div_ps(some, largest, top);
     let mut inverses = [0f32; FOLD_ROWS];
     _mm_storeu_ps(inverses.as_mut_ptr(), _mm_maskz_div_ps(some, top, largest));
@@ -102,12 +113,12 @@ unsafe fn fold_512<const R: usize>(
                 let folded = _mm512_mul_ps(_mm512_loadu_ps(values[row].add(at)), step);
                 _mm512_mul_ps(folded, inverses[row])
             };
-            let out = out.add(2 * row * n + at);
+            let out = out.add(D * row * n + at);
             let sum = if whole {
                 let second = A512::load_f16(steps.add(2 * (at + STEP)), STEP);
-                cut_two_512([scaled(at, first), scaled(at + STEP, second)], out, n)
+                cut_two_512::<D>([scaled(at, first), scaled(at + STEP, second)], out, n)
             } else {
-                cut_512(scaled(at, first), out, n)
+                cut_512::<D>(scaled(at, first), out, n)
             };
             sums[row] = _mm512_add_epi32(sums[row], sum);
         }
@@ -136,8 +147,13 @@ fn sum_rows([a, b, c, d]: [__m512i; FOLD_ROWS]) -> __m128i {
 /// As `cut_512` for 32 values; what comes back has their sums two by two.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-unsafe fn cut_two_512(scaled: [__m512; 2], out: *mut u8, n: usize) -> __m512i {
+unsafe fn cut_two_512<const D: usize>(scaled: [__m512; 2], out: *mut u8, n: usize) -> __m512i {
     let [a, b] = scaled.map(|scaled| _mm512_cvtps_epi32(scaled));
+    if D == 1 {
+        _mm_storeu_si128(out.cast(), _mm512_cvtepi32_epi8(a));
+        _mm_storeu_si128(out.add(STEP).cast(), _mm512_cvtepi32_epi8(b));
+        return _mm512_add_epi32(a, b);
+    }
     // In each 128 bits four words of one and four of the other.
     let words = _mm512_packs_epi32(a, b);
     let high = _mm512_srli_epi16::<8>(_mm512_add_epi16(words, _mm512_set1_epi16(128)));
@@ -150,11 +166,15 @@ unsafe fn cut_two_512(scaled: [__m512; 2], out: *mut u8, n: usize) -> __m512i {
     _mm512_dpwssd_epi32(_mm512_setzero_si512(), words, _mm512_set1_epi16(1))
 }
 
-/// Rounds, and writes the high byte to `out`, what it leaves `n` further.
+/// Rounds, and writes the high byte to `out`, what it leaves `n` further; the only byte of one.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-unsafe fn cut_512(scaled: __m512, out: *mut u8, n: usize) -> __m512i {
+unsafe fn cut_512<const D: usize>(scaled: __m512, out: *mut u8, n: usize) -> __m512i {
     let rounded = _mm512_cvtps_epi32(scaled);
+    if D == 1 {
+        _mm_storeu_si128(out.cast(), _mm512_cvtepi32_epi8(rounded));
+        return rounded;
+    }
     let high = _mm512_srai_epi32::<8>(_mm512_add_epi32(rounded, _mm512_set1_epi32(128)));
     _mm_storeu_si128(out.cast(), _mm512_cvtepi32_epi8(high));
     // What the high byte leaves has the same low eight bits.
@@ -162,17 +182,22 @@ unsafe fn cut_512(scaled: __m512, out: *mut u8, n: usize) -> __m512i {
     rounded
 }
 
-/// All high bytes, then all low ones, both signed.
+/// All high bytes, then all low ones, both signed; or one of each.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-unsafe fn split_bytes(values: *const f32, n: usize, inverse: f32, out: *mut u8) -> i32 {
+unsafe fn split_bytes<const D: usize>(
+    values: *const f32,
+    n: usize,
+    inverse: f32,
+    out: *mut u8,
+) -> i32 {
     let inverse = _mm512_set1_ps(inverse);
     let scaled = |at: usize| _mm512_mul_ps(_mm512_loadu_ps(values.add(at)), inverse);
     let mut sum = _mm512_setzero_si512();
     for at in (0..n).step_by(2 * STEP) {
         let some = if n - at >= 2 * STEP {
-            cut_two_512([scaled(at), scaled(at + STEP)], out.add(at), n)
+            cut_two_512::<D>([scaled(at), scaled(at + STEP)], out.add(at), n)
         } else {
-            cut_512(scaled(at), out.add(at), n)
+            cut_512::<D>(scaled(at), out.add(at), n)
         };
         sum = _mm512_add_epi32(sum, some);
     }

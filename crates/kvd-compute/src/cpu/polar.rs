@@ -3,8 +3,9 @@
 
 use super::dots::{BIASED_TERMS_MAX, TileCodes};
 use super::levels::LevelBytes;
+use super::parts::Parts;
 use super::scores::{Scores, TILE};
-use super::simd::Simd;
+use super::simd::{How, Simd};
 use super::vq::{self, Book};
 use kvd_codec::{FixedCodes, HeadSide, Stored};
 use kvd_core::{DType, RopePairing};
@@ -29,7 +30,7 @@ pub(crate) struct Keys {
 
 impl Keys {
     /// Takes folded queries `[rows, dim]`.
-    pub(crate) fn new(simd: Simd, side: &HeadSide, queries: &[f32]) -> Option<Self> {
+    pub(crate) fn new(how: How, side: &HeadSide, queries: &[f32]) -> Option<Self> {
         let Stored::Polar { angle_bits, radius_bits, group, steps, directions, pairing } =
             side.stored()
         else {
@@ -53,7 +54,10 @@ impl Keys {
         let rows = queries.len() / dim;
         let mut keys = Self {
             factors: std::array::from_fn(|byte| levels.tables[byte].1),
-            products: vq::Keys::empty(Book::of(simd, levels.lookup(), dim / 2, rows)),
+            products: vq::Keys::empty(
+                Parts::of_scaled_queries(how),
+                Book::of(how.0, levels.lookup(), dim / 2, rows),
+            ),
             pairing,
             group,
             steps: steps.to_vec(),
@@ -62,13 +66,18 @@ impl Keys {
             dim,
         };
         if group.is_none() {
-            keys.fold(simd);
+            keys.fold(how.0);
         }
         Some(keys)
     }
 
-    /// Scores all rows against tile `in_page` of a page.
-    pub(crate) fn tile(
+    /// Whether all tiles of a page share their steps.
+    pub(crate) fn is_by_page(&self) -> bool {
+        self.group.is_none()
+    }
+
+    /// Scores all rows against tiles from `in_page` of a page on, which share their steps.
+    pub(crate) fn tiles(
         &mut self,
         simd: Simd,
         (page, in_page): (&FixedCodes<'_>, usize),
@@ -86,7 +95,7 @@ impl Keys {
                 self.fold(simd);
             }
         }
-        self.products.tile(simd, codes, tile, scores);
+        self.products.tiles(simd, codes, tile, scores);
     }
 
     /// Multiplies the queries with the steps. What overflows has no unit; its score is then of no

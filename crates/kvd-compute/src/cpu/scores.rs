@@ -25,11 +25,11 @@ impl Scores {
         self.largest.len()
     }
 
-    /// Says which tokens `row` sees: the weight of others is 0.
-    pub(crate) fn see(&mut self, row: usize, seen: Range<usize>) {
+    /// Says which tokens of some tiles `row` sees: the weight of others in those is 0.
+    pub(crate) fn see(&mut self, row: usize, seen: Range<usize>, tiles: Range<usize>) {
         let values = self.row_mut(row);
-        values[..seen.start].fill(0.0);
-        values[seen.end..].fill(0.0);
+        values[tiles.start * TILE..seen.start.max(tiles.start * TILE)].fill(0.0);
+        values[seen.end..(tiles.end * TILE).max(seen.end)].fill(0.0);
         self.largest[row] = 0.0;
         self.seen[row] = seen;
     }
@@ -47,6 +47,11 @@ impl Scores {
     /// One row of the span.
     pub(crate) fn row(&self, row: usize) -> &[f32; SPAN] {
         &self.values.as_chunks::<SPAN>().0[row]
+    }
+
+    /// So many rows from `first` on.
+    pub(crate) fn some_mut(&mut self, first: usize, count: usize) -> &mut [f32] {
+        &mut self.values[first * SPAN..(first + count) * SPAN]
     }
 
     /// All rows, each [`SPAN`] after the one before, from token `first` on.

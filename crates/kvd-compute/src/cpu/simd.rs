@@ -114,11 +114,16 @@ pub enum Precision {
     /// kernel for its codes: no further off than f16 queries and weights with f32 sums.
     #[default]
     Fast,
+    /// The same with 8 bits in AVX-512, for half of the products: about as far off as other kernels
+    /// that round queries to 8 bits. Queries times scales of channels or levels of two bytes keep
+    /// 16 bits, and so do more rows than vectors take, where AMX multiplies. Elsewhere it is
+    /// [`Precision::Fast`].
+    Int8,
 }
 
 impl Precision {
-    /// Both of them.
-    pub const ALL: [Self; 2] = [Self::Single, Self::Fast];
+    /// All of them.
+    pub const ALL: [Self; 3] = [Self::Single, Self::Fast, Self::Int8];
 
     /// Name on the command line and in the configuration.
     #[must_use]
@@ -126,9 +131,13 @@ impl Precision {
         match self {
             Self::Single => "single",
             Self::Fast => "fast",
+            Self::Int8 => "int8",
         }
     }
 }
+
+/// With which instructions a kernel multiplies, and how far it rounds.
+pub(crate) type How = (Simd, Precision);
 
 /// An instruction set that this machine was found to have: only then does one exist.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -35,8 +35,17 @@ impl<'a> Reader<'a> {
         side: Side,
         head: usize,
     ) -> Result<Rows<'a>, BackendError> {
+        self.open_bytes((source, self.bytes(source, rows, side, head)), side, head)
+    }
+
+    /// As [`Reader::open`], where [`Reader::bytes`] was asked already.
+    pub(crate) fn open_bytes(
+        &self,
+        (source, bytes): (&Source, &'a [u8]),
+        side: Side,
+        head: usize,
+    ) -> Result<Rows<'a>, BackendError> {
         let geometry = self.codec.geometry();
-        let bytes = self.bytes(source, rows, side, head);
         match source {
             Source::Raw { .. } => Ok(Rows::Raw { bytes, geometry, dim: geometry.head_dim(side) }),
             Source::Pages { first_row, .. } => {
@@ -44,6 +53,26 @@ impl<'a> Reader<'a> {
                 Ok(Rows::Page { page, first_row: *first_row as usize })
             }
         }
+    }
+
+    /// Opens what lies in `bytes`, in the place of what was opened before on the same side and
+    /// head: pages of a sequence mostly differ in their codes alone.
+    pub(crate) fn turn_to(
+        &self,
+        rows: &mut Rows<'a>,
+        (source, bytes): (&Source, &'a [u8]),
+        side: Side,
+        head: usize,
+    ) -> Result<(), BackendError> {
+        if let (Rows::Page { page, first_row }, Source::Pages { first_row: first, .. }) =
+            (&mut *rows, source)
+            && page.turn_to(bytes)
+        {
+            *first_row = *first as usize;
+            return Ok(());
+        }
+        *rows = self.open_bytes((source, bytes), side, head)?;
+        Ok(())
     }
 
     /// The bytes of a head's rows, or of its page.

@@ -2,7 +2,8 @@
 //! or into the weight (values by token), its minimum into one product per group, and codes are
 //! multiplied as the small integers they are.
 //!
-//! Folded queries and weights are rounded to 16 bits of the largest in their group; everything
+//! Folded queries and weights are rounded to 16 bits of the largest in their group (weights to 8
+//! with `Precision::Int8`); everything
 //! else is exact to f32.
 
 use super::dots::{
@@ -11,7 +12,7 @@ use super::dots::{
 use super::hybrid;
 use super::parts::{Parts, Pushed};
 use super::scores::{SPAN, Scores, TILE};
-use super::simd::{Simd, per_level};
+use super::simd::{How, Simd, per_level};
 use kvd_codec::{FixedCodes, GroupAxis, HeadSide, UniformGroups, UniformMode};
 use kvd_core::DType;
 use std::ops::Range;
@@ -109,7 +110,7 @@ pub(crate) struct Keys {
 
 impl Keys {
     /// Takes folded queries `[rows, dim]`.
-    pub(crate) fn new(side: &HeadSide, queries: &[f32]) -> Option<Self> {
+    pub(crate) fn new(how: How, side: &HeadSide, queries: &[f32]) -> Option<Self> {
         let groups = side.uniform()?;
         let dim = side.dim();
         let fits = groups.bits <= 8 && dim <= TERMS_MAX && dim.is_multiple_of(4);
@@ -124,7 +125,11 @@ impl Keys {
             queries: queries.to_vec(),
             folded: None,
             zeros: Vec::new(),
-            parts: Parts::default(),
+            // Queries are cut as they are where a page has one pair.
+            parts: match groups.axis {
+                GroupAxis::Block => Parts::of_queries(how),
+                GroupAxis::Channel | GroupAxis::Token => Parts::of_scaled_queries(how),
+            },
             whole: Vec::new(),
             units: Vec::new(),
             bases: Vec::new(),
@@ -221,7 +226,8 @@ pub(super) fn middle(groups: UniformGroups) -> f32 {
     match groups.mode {
         // Codes less the largest magnitude are around 0 already.
         UniformMode::Sym => 0.0,
-        UniformMode::Asym | UniformMode::Hybrid => ((1u32 << groups.bits) - 1) as f32 / 2.0,
+        UniformMode::Asym => f32::from(groups.top) / 2.0,
+        UniformMode::Hybrid => ((1u32 << groups.bits) - 1) as f32 / 2.0,
     }
 }
 
@@ -255,7 +261,7 @@ pub(crate) struct Values {
 }
 
 impl Values {
-    pub(crate) fn new(side: &HeadSide, rows: usize) -> Option<Self> {
+    pub(crate) fn new(how: How, side: &HeadSide, rows: usize) -> Option<Self> {
         let groups = side.uniform()?;
         let dim = side.dim();
         // The last group may be shorter.
@@ -277,7 +283,7 @@ impl Values {
             lookup: lookup(groups),
             dim,
             scales: Scales::default(),
-            parts: Parts::default(),
+            parts: Parts::of_weights(how),
             turned: Vec::new(),
             zeros: Vec::new(),
             bases: vec![0.0; rows * pairs],

@@ -3,13 +3,14 @@
 //! kernel where it has one, else over rows decoded to f32.
 
 use super::attend::{Job, Unit, group, payload_row};
+use super::dots::wants_bytes;
 use super::float::ROWS;
 use super::fused::{Keys, Place, Values};
 use super::huffman::{self, LaneTiles, Wanted};
 use super::scores::{SPAN, Scores, TILE};
 use super::simd::{self, Precision};
-use super::softmax;
-use super::tile::{Rows, Span, spans};
+use super::softmax::{self, Seen, Sums};
+use super::tile::{Reader, Rows, Span, spans};
 use crate::{BackendError, PartialState, PlanPart};
 use kvd_codec::{HeadSide, PageReader, Space};
 use kvd_core::Side;
@@ -21,12 +22,14 @@ struct Queries {
     folded: Vec<f32>,
     /// What to add to scores of coefficient pages.
     offsets: Vec<f32>,
+    /// The same of raw ones.
+    zeros: Vec<f32>,
 }
 
 impl Queries {
     fn new(job: &Job<'_>, unit: &Unit<'_>, side: &HeadSide) -> Self {
         let dim = side.dim();
-        let scale = job.plan.scale.unwrap_or_else(|| 1.0 / (dim as f32).sqrt());
+        let scale = job.plan.score_scale(dim);
         let rows = unit.q.len() * group(job);
         let (mut raw, mut folded) = (Vec::with_capacity(rows * dim), vec![0.0; rows * dim]);
         let mut offsets = Vec::with_capacity(rows);
@@ -35,14 +38,16 @@ impl Queries {
             raw.extend(job.q[start..start + dim].iter().map(|value| value * scale));
             offsets.push(side.fold_query(&raw[row * dim..], folded));
         }
-        Self { raw, folded, offsets }
+        Self { raw, folded, offsets, zeros: vec![0.0; rows] }
     }
 }
 
 /// Bytes of each side of the next part that one step asks for, at least.
 const PREFETCH_BYTES: usize = 512;
-/// Steps that a part has time for, where its bytes are many.
-const PREFETCH_STEPS: usize = 16;
+/// Steps that a part has at least, where its bytes are many: of rows that are multiplied as floats,
+/// and of codes.
+const FLOAT_STEPS: usize = 16;
+const CODE_STEPS: usize = 5;
 
 /// Parts whose entropy-coded pages are decoded together: bytes of a lane of 32 bits.
 pub(super) const TOGETHER: usize = 4;
@@ -100,8 +105,13 @@ pub(super) fn run(job: &Job<'_>, unit: &Unit<'_>) -> Result<Vec<PartialState>, B
     let queries = Queries::new(job, unit, key_side);
     let rows = queries.offsets.len();
     let dim_v = value_side.dim();
-    let how = (job.simd, job.precision);
-    let fast = job.precision == Precision::Fast;
+    // AMX multiplies factors of two bytes in the time of one.
+    let precision = match job.precision {
+        Precision::Int8 if wants_bytes(job.simd, rows) => Precision::Fast,
+        precision => precision,
+    };
+    let how = (job.simd, precision);
+    let fast = precision != Precision::Single;
     let lanes = std::array::from_fn(|_| {
         Side::BOTH.map(|side| {
             let head = if side == Side::Key { key_side } else { value_side };
@@ -129,6 +139,37 @@ pub(super) fn run(job: &Job<'_>, unit: &Unit<'_>) -> Result<Vec<PartialState>, B
     Ok(walk.finish(value_side))
 }
 
+/// A part of the plan, and where its rows or pages lie, by side.
+struct Part<'a> {
+    plan: &'a PlanPart,
+    bytes: [&'a [u8]; 2],
+}
+
+impl<'a> Part<'a> {
+    fn new(plan: &'a PlanPart, reader: Reader<'a>, head: usize) -> Self {
+        let bytes = |side| reader.bytes(&plan.source, plan.rows, side, head);
+        Self { plan, bytes: Side::BOTH.map(bytes) }
+    }
+
+    /// Opens it in place of what was in `slot` before.
+    fn open(
+        &self,
+        reader: Reader<'a>,
+        head: usize,
+        slot: usize,
+        opened: &mut Vec<[Rows<'a>; 2]>,
+    ) -> Result<(), BackendError> {
+        let [keys, values] = self.bytes.map(|bytes| (&self.plan.source, bytes));
+        if let Some([old_keys, old_values]) = opened.get_mut(slot) {
+            reader.turn_to(old_keys, keys, Side::Key, head)?;
+            return reader.turn_to(old_values, values, Side::Value, head);
+        }
+        let open = |of, side| reader.open_bytes(of, side, head);
+        opened.push([open(keys, Side::Key)?, open(values, Side::Value)?]);
+        Ok(())
+    }
+}
+
 /// What of the next part was not asked for yet, by side.
 #[derive(Default)]
 struct Ahead<'a> {
@@ -138,9 +179,9 @@ struct Ahead<'a> {
 }
 
 impl<'a> Ahead<'a> {
-    fn new(bytes: [&'a [u8]; 2]) -> Self {
+    fn new(bytes: [&'a [u8]; 2], steps: usize) -> Self {
         let longest = bytes[0].len().max(bytes[1].len());
-        Self { bytes, step: longest.div_ceil(PREFETCH_STEPS).max(PREFETCH_BYTES) }
+        Self { bytes, step: longest.div_ceil(steps).max(PREFETCH_BYTES) }
     }
 
     /// Asks for a few more lines: many at once would wait for one another.
@@ -160,17 +201,17 @@ impl<'a> Walk<'a> {
             ..self.unit.query.visible(self.unit.q.end - 1).end;
         let parts =
             self.unit.parts.iter().filter(|part| spans(part, seen.clone()).next().is_some());
-        let parts: Vec<&'a PlanPart> = parts.collect();
         let (reader, head) = (self.job.reader, self.unit.head);
+        let parts: Vec<Part<'a>> = parts.map(|part| Part::new(part, reader, head)).collect();
         let coded = self.lanes.tiles[0].iter().any(Option::is_some);
         let together = if coded { TOGETHER } else { 1 };
+        let codes = self.keys.is_some() && self.values.is_some();
+        let steps = if codes { CODE_STEPS } else { FLOAT_STEPS };
         let mut opened = Vec::with_capacity(together);
         for first in (0..parts.len()).step_by(together) {
             let at_work = &parts[first..parts.len().min(first + together)];
-            opened.clear();
-            for part in at_work {
-                let open = |side| reader.open(&part.source, part.rows, side, head);
-                opened.push([open(Side::Key)?, open(Side::Value)?]);
+            for (slot, part) in at_work.iter().enumerate() {
+                part.open(reader, head, slot, &mut opened)?;
             }
             if coded {
                 self.decode(at_work, &opened, &seen)?;
@@ -178,11 +219,8 @@ impl<'a> Walk<'a> {
             for (slot, (part, [keys, values])) in at_work.iter().zip(&opened).enumerate() {
                 self.lanes.slot = slot;
                 let next = parts.get(first + together + slot);
-                let read =
-                    |part: &&'a PlanPart, side| reader.bytes(&part.source, part.rows, side, head);
-                let bytes = Side::BOTH.map(|side| next.map_or(&[][..], |part| read(part, side)));
-                self.ahead = Ahead::new(bytes);
-                for span in spans(part, seen.clone()) {
+                self.ahead = Ahead::new(next.map_or([&[][..]; 2], |part| part.bytes), steps);
+                for span in spans(part.plan, seen.clone()) {
                     self.score(keys, &span)?;
                     self.ahead.ask();
                     self.weigh(&span, keys.space(), values.space());
@@ -196,7 +234,7 @@ impl<'a> Walk<'a> {
     /// Decodes what is seen of entropy-coded pages of sides that have a kernel.
     fn decode(
         &mut self,
-        parts: &[&PlanPart],
+        parts: &[Part<'_>],
         opened: &[[Rows<'_>; 2]],
         seen: &Range<u32>,
     ) -> Result<(), BackendError> {
@@ -206,7 +244,7 @@ impl<'a> Walk<'a> {
         let AtWork { tiles, decoded, .. } = &mut self.lanes;
         let slots = tiles.iter_mut().zip(decoded).zip(parts.iter().zip(opened));
         for ((tiles, decoded), (part, rows)) in slots {
-            let seen = spans(part, seen.clone()).map(|span| span.rows());
+            let seen = spans(part.plan, seen.clone()).map(|span| span.rows());
             let seen = seen.reduce(|a, b| a.start.min(b.start)..a.end.max(b.end)).unwrap_or(0..0);
             for (side, (tiles, decoded)) in tiles.iter_mut().zip(decoded).enumerate() {
                 let tiles = tiles.as_mut().filter(|_| has[side]);
@@ -220,16 +258,21 @@ impl<'a> Walk<'a> {
 
     /// Writes the scores of the span's tokens.
     fn score(&mut self, rows: &Rows<'_>, span: &Span) -> Result<(), BackendError> {
-        let page = rows.fixed(self.lanes.of(Side::Key)).filter(|_| self.keys.is_some());
-        let tiles = span.tiles();
-        let full = tiles.start + page.as_ref().map_or(0, |page| span.full_tiles(page));
+        let mut tiles = span.tiles();
+        if let Some(keys) = &mut self.keys
+            && let Some(page) = rows.fixed(self.lanes.of(Side::Key))
+        {
+            let full = tiles.start + span.full_tiles(&page);
+            for some in pieces(tiles.start..full, keys.tiles_at_once()) {
+                self.ahead.ask();
+                let place = Place { page, in_page: span.tile(some.start), in_span: some.start };
+                let at = (place, some.len());
+                keys.tiles(self.job.simd, at, &mut self.codes, &mut self.scores);
+            }
+            tiles.start = full;
+        }
         for tile in tiles {
             self.ahead.ask();
-            if let (Some(keys), Some(page)) = (&mut self.keys, page.filter(|_| tile < full)) {
-                let place = Place { page, in_page: span.tile(tile), in_span: tile };
-                keys.tile(self.job.simd, place, &mut self.codes, &mut self.scores);
-                continue;
-            }
             let wanted = span.wanted_of(tile);
             let queries = match rows.space() {
                 Space::Raw => &self.queries.raw,
@@ -257,35 +300,62 @@ impl<'a> Walk<'a> {
     /// down when a larger score comes.
     fn weigh(&mut self, span: &Span, key_space: Space, value_space: Space) {
         let (simd, cap, group) = (self.job.simd, self.job.plan.soft_cap, group(self.job));
-        for (row, state) in self.states.iter_mut().enumerate() {
-            self.ahead.ask();
-            let visible = self.unit.query.visible(self.unit.q.start + (row / group) as u32);
-            let seen = span.visible(&visible);
-            self.scores.see(row, seen.clone());
+        let query = self.unit.query;
+        for (token, first) in (self.unit.q.start..).zip((0..self.states.len()).step_by(group)) {
+            let seen = span.visible(&query.visible(token));
+            (first..first + group).for_each(|row| {
+                self.scores.see(row, seen.clone(), span.tiles());
+            });
             if seen.is_empty() {
                 continue;
             }
-            let scores = &mut self.scores.row_mut(row)[seen];
-            let offset = match key_space {
-                Space::Raw => 0.0,
-                Space::Coefficient => self.queries.offsets[row],
-            };
-            let max = softmax::finish(simd, scores, offset, cap);
-            if max > state.max
+            for rows in pieces(first..first + group, softmax::ROWS) {
+                self.ahead.ask();
+                let offsets = match key_space {
+                    Space::Raw => &self.queries.zeros[rows.clone()],
+                    Space::Coefficient => &self.queries.offsets[rows.clone()],
+                };
+                let (mut maxima, mut sums) = ([0f32; softmax::ROWS], Sums::default());
+                let scores = self.scores.some_mut(rows.start, rows.len());
+                let some = Seen { rows: scores, tokens: seen.clone() };
+                softmax::finish(simd, some, offsets, cap, &mut maxima);
+                self.raise(rows.clone(), &mut maxima, &mut sums.largest);
+                self.ahead.ask();
+                let scores = self.scores.some_mut(rows.start, rows.len());
+                let some = Seen { rows: scores, tokens: seen.clone() };
+                softmax::weigh(simd, some, &maxima, &mut sums);
+                let Sums { weights, largest } = sums;
+                self.scores.largest[rows.clone()].copy_from_slice(&largest[..rows.len()]);
+                for (state, sum) in self.states[rows].iter_mut().zip(weights) {
+                    state.weight_sum += sum;
+                    if value_space == Space::Coefficient {
+                        state.coefficient_weight += sum;
+                    }
+                }
+            }
+        }
+    }
+
+    /// Takes the largest scores of a span; `maxima` become those of all spans so far, and `below`
+    /// how far the span's are from them.
+    fn raise(
+        &mut self,
+        rows: Range<usize>,
+        maxima: &mut [f32; softmax::ROWS],
+        below: &mut [f32; softmax::ROWS],
+    ) {
+        for ((row, max), below) in rows.zip(maxima).zip(below) {
+            let state = &mut self.states[row];
+            if *max > state.max
                 && state.weight_sum > 0.0
                 && let Some(values) = &mut self.values
             {
-                let factor = (state.max - max).exp();
+                let factor = (state.max - *max).exp();
                 let dim = state.raw.len();
                 values.scale(row, &mut self.sums[row * dim..][..dim], factor);
             }
-            state.raise_max(max);
-            let (sum, largest) = softmax::weigh(simd, scores, state.max);
-            self.scores.largest[row] = largest;
-            state.weight_sum += sum;
-            if value_space == Space::Coefficient {
-                state.coefficient_weight += sum;
-            }
+            state.raise_max(*max);
+            (*below, *max) = (*max - state.max, state.max);
         }
     }
 

@@ -8,7 +8,7 @@ use super::dots::{Lookup, ROWS, TERMS_MAX, Target, TileCodes, key_dots, value_do
 use super::expand::Expand;
 use super::parts::Parts;
 use super::scores::{Scores, TILE};
-use super::simd::Simd;
+use super::simd::{How, Simd};
 use kvd_codec::{Codebook, HeadSide};
 use kvd_core::Side;
 use std::ops::Range;
@@ -73,10 +73,11 @@ pub(crate) struct Keys {
 
 impl Keys {
     /// Takes folded queries `[rows, dim]`.
-    pub(crate) fn new(simd: Simd, side: &HeadSide, queries: &[f32]) -> Option<Self> {
-        let book = Book::new(simd, side, queries.len() / side.dim())?;
+    pub(crate) fn new(how: How, side: &HeadSide, queries: &[f32]) -> Option<Self> {
+        let book = Book::new(how.0, side, queries.len() / side.dim())?;
         let (dims, per_row) = (book.dims, book.per_row);
-        Self::planar(simd, book, queries.chunks_exact(side.dim()), |query, planar| {
+        let (parts, queries) = (Parts::of_queries(how), queries.chunks_exact(side.dim()));
+        Self::planar(how.0, (parts, book), queries, |query, planar| {
             for (dim, plane) in planar.chunks_exact_mut(per_row).enumerate() {
                 let channels = query[dim..].iter().step_by(dims);
                 plane.iter_mut().zip(channels).for_each(|(to, from)| *to = *from);
@@ -88,17 +89,17 @@ impl Keys {
     /// position]`; `None` when one is not finite.
     pub(super) fn planar<'q>(
         simd: Simd,
-        book: Book,
+        (parts, book): (Parts, Book),
         queries: impl Iterator<Item = &'q [f32]>,
         planes: impl Fn(&[f32], &mut [f32]),
     ) -> Option<Self> {
-        let mut keys = Self::empty(book);
+        let mut keys = Self::empty(parts, book);
         keys.set(simd, queries, planes).then_some(keys)
     }
 
     /// Has no queries yet.
-    pub(super) fn empty(book: Book) -> Self {
-        Self { book, spread: Vec::new(), parts: Parts::default(), units: Vec::new() }
+    pub(super) fn empty(parts: Parts, book: Book) -> Self {
+        Self { book, spread: Vec::new(), parts, units: Vec::new() }
     }
 
     /// Takes other queries; whether all are finite.
@@ -123,8 +124,8 @@ impl Keys {
         finite
     }
 
-    /// Scores all rows against one tile of codes.
-    pub(crate) fn tile(
+    /// Scores all rows against a few tiles of codes.
+    pub(crate) fn tiles(
         &mut self,
         simd: Simd,
         codes: TileCodes<'_>,
@@ -149,9 +150,9 @@ pub(crate) struct Values {
 }
 
 impl Values {
-    pub(crate) fn new(simd: Simd, side: &HeadSide, rows: usize) -> Option<Self> {
-        let book = Book::new(simd, side, rows)?;
-        Some(Self { book, spread: Vec::new(), parts: Parts::default() })
+    pub(crate) fn new(how: How, side: &HeadSide, rows: usize) -> Option<Self> {
+        let book = Book::new(how.0, side, rows)?;
+        Some(Self { book, spread: Vec::new(), parts: Parts::of_weights(how) })
     }
 
     /// Adds the weighted codes of tiles to `sums` (`[rows, channel of a code, position]`).

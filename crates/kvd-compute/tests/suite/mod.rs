@@ -2,6 +2,8 @@
 //! against plain f64 attention over the rows that those pages decode to.
 #![allow(clippy::unwrap_used, dead_code, reason = "a test may fail, and uses its own part")]
 
+pub(crate) mod region;
+
 use bytes::Bytes;
 use kvd_codec::{BlockRows, Calibration, CodecSpec, ModelCodec, PageReader, Samples, Space, fit};
 use kvd_compute::{
@@ -195,7 +197,8 @@ pub(crate) fn attend_plan(parts: Vec<PlanPart>, queries: usize) -> AttendPlan {
 /// 1e-7 each, and of levels that two bytes hold steps of `2^-16` of the largest, with which 2.2e-5
 /// was the most that emulated kernels erred (`polar-4+4`).
 pub(crate) fn largest_error(text: &str) -> f64 {
-    if ["polar", "turbo", "lloyd"].iter().any(|side| text.contains(side)) { 4e-5 } else { 1e-5 }
+    let two_bytes = ["polar", "turbo", "lloyd", "bitalloc", "kvd-2-fast"];
+    if two_bytes.iter().any(|side| text.contains(side)) { 4e-5 } else { 1e-5 }
 }
 
 /// Largest error of an output in units of the values' root mean square, and of a log-sum-exp;

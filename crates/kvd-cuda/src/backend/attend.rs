@@ -10,32 +10,39 @@ use kvd_compute::{AttendPlan, Attended, BackendError};
 use kvd_core::{ErrorCode, Side};
 
 /// Where the tables of a plan lie on the device.
-struct Placed {
+pub(super) struct Placed {
     pages: u64,
-    queries: u64,
-    offsets: u64,
     ends: u64,
     partials: u64,
+    /// Of [`Tables::turns`].
+    pub(super) turns: u64,
     units: Vec<u64>,
+    /// And offsets behind them.
+    pub(super) queries: u64,
+    pub(super) offsets: u64,
+    /// A word per turn.
+    pub(super) first_bad: u64,
     out: u64,
     stats: u64,
     /// And results behind them.
-    sums: u64,
+    pub(super) sums: u64,
+}
+
+impl Placed {
+    /// Where results are, behind the sums of so many rows.
+    pub(super) fn results(&self, rows: usize, dim: usize) -> u64 {
+        self.sums + (rows * 2 * dim * 4) as u64
+    }
 }
 
 impl CudaBackend {
     /// Answers a plan, in halves when the scratch memory is too small for it at once.
     pub(super) fn attend_all(&mut self, plan: &AttendPlan) -> Result<Attended, BackendError> {
-        let tables = self.tables(plan)?;
-        let dim = self.codec(plan.model)?.geometry().head_dim(Side::Value);
+        let tables = self.tables(plan, false)?;
+        let dims = self.dims(plan)?;
         self.clear_scratch();
-        if let Some(placed) = self.place_tables(&tables, dim) {
-            return self.run(plan, &tables, &placed, dim);
-        }
-        if plan.queries.len() < 2 {
-            let message = "one query's block table and partial results are over the scratch memory \
-                           of the GPU; ask for fewer query tokens at once";
-            return Err(error(ErrorCode::LimitExceeded, message));
+        if let Some(placed) = self.place_tables(&tables, dims) {
+            return self.run(plan, &tables, &placed, dims[1]);
         }
         let (first, second) = self.halves(plan)?;
         let mut answer = self.attend_all(&first)?;
@@ -46,18 +53,38 @@ impl CudaBackend {
         Ok(answer)
     }
 
-    fn halves(&self, plan: &AttendPlan) -> Result<(AttendPlan, AttendPlan), BackendError> {
-        let dim = self.codec(plan.model)?.geometry().head_dim(Side::Key);
+    /// Channels of keys and of values.
+    pub(super) fn dims(&self, plan: &AttendPlan) -> Result<[usize; 2], BackendError> {
+        let geometry = self.codec(plan.model)?.geometry();
+        Ok(Side::BOTH.map(|side| geometry.head_dim(side)))
+    }
+
+    /// Two plans for one that is over the scratch memory.
+    pub(super) fn halves(
+        &self,
+        plan: &AttendPlan,
+    ) -> Result<(AttendPlan, AttendPlan), BackendError> {
+        if plan.queries.len() < 2 {
+            let message = "one query's block table and partial results are over the scratch memory \
+                           of the GPU; ask for fewer query tokens at once";
+            return Err(error(ErrorCode::LimitExceeded, message));
+        }
+        let [dim, _] = self.dims(plan)?;
         let row_bytes = plan.q_heads as usize * dim * plan.dtype.size_bytes();
         let (first, second) = plan.queries.split_at(plan.queries.len() / 2);
         let rows: usize = first.iter().map(|query| query.n_q as usize).sum();
         let half = |queries: &[_], q| AttendPlan { queries: queries.to_vec(), q, ..plan.clone() };
-        let cut = rows * row_bytes;
+        // None where they are in a worker's memory.
+        let cut = (rows * row_bytes).min(plan.q.len());
         Ok((half(first, plan.q.slice(..cut)), half(second, plan.q.slice(cut..))))
     }
 
     /// The plan's tables.
-    fn tables(&mut self, plan: &AttendPlan) -> Result<Tables, BackendError> {
+    pub(super) fn tables(
+        &mut self,
+        plan: &AttendPlan,
+        in_place: bool,
+    ) -> Result<Tables, BackendError> {
         self.bring_layer(plan.model, plan.layer)?;
         let codec = self.codec(plan.model)?;
         let limits = self.device.limits();
@@ -67,23 +94,31 @@ impl CudaBackend {
         let header = |offset: u64| self.headers.get(&offset).copied();
         let shapes = &self.models[&plan.model].layers[&plan.layer].shapes;
         let options = Options { parts_per_unit, shared: limits.shared() };
-        Ok(Tables::new(plan, codec, shapes, &header, options)?)
+        let new = if in_place { Tables::in_place } else { Tables::new };
+        Ok(new(plan, codec, shapes, &header, options)?)
     }
 
     /// Finds scratch memory for everything; `None` when it is too little.
-    fn place_tables(&mut self, tables: &Tables, dim: usize) -> Option<Placed> {
+    pub(super) fn place_tables(
+        &mut self,
+        tables: &Tables,
+        [key_dim, dim]: [usize; 2],
+    ) -> Option<Placed> {
         let mut take = |bytes: usize| self.device.scratch(bytes as u64);
         let rows = tables.ends.len();
         Some(Placed {
             pages: take(size_of_val(&tables.pages[..]))?,
-            queries: take(size_of_val(&tables.queries[..]))?,
-            offsets: take(size_of_val(&tables.offsets[..]))?,
             ends: take(size_of_val(&tables.ends[..]))?,
             partials: take(size_of_val(&tables.order[..]))?,
+            turns: take(size_of_val(&tables.turns[..]))?,
             units: {
                 let units = tables.launches.iter().map(|launch| size_of_val(&launch.units[..]));
                 units.map(&mut take).collect::<Option<_>>()?
             },
+            // Last of what the host may bring: a kernel writes them otherwise.
+            queries: take(tables.query_rows * key_dim * 4)?,
+            offsets: take(tables.query_rows * 4)?,
+            first_bad: take(tables.turns.len() * 4)?,
             out: take(tables.partials * dim * 4)?,
             stats: take(tables.partials * 8)?,
             // One piece, so that it comes back by one copy.
@@ -98,13 +133,30 @@ impl CudaBackend {
         placed: &Placed,
         dim: usize,
     ) -> Result<Attended, BackendError> {
+        upload(&mut self.device, tables, placed)?;
+        self.launch_attention(plan, tables, placed, dim)?;
+        let rows = tables.ends.len();
+        let mut sums = vec![0f32; rows * (2 * dim + 3)];
+        self.device.download(placed.sums, bytemuck::cast_slice_mut(&mut sums))?;
+        let results = sums.split_off(rows * 2 * dim);
+        let merged = Merged { sums, results };
+        Ok(merged.finish(plan, self.codec(plan.model)?))
+    }
+
+    /// Starts attention and the merge.
+    pub(super) fn launch_attention(
+        &mut self,
+        plan: &AttendPlan,
+        tables: &Tables,
+        placed: &Placed,
+        dim: usize,
+    ) -> Result<(), BackendError> {
         if let Some(jit) = &mut self.jit {
             let device = &mut self.device;
             jit.take(|image| device.load(image).map_err(|error| error.to_string()));
         }
         let layer_tables = self.models[&plan.model].layers[&plan.layer].tables;
         let device = &mut self.device;
-        upload(device, tables, placed)?;
         for (launch, units) in tables.launches.iter().zip(&placed.units) {
             let parameters = AttendParameters {
                 arena: device.arena(),
@@ -144,7 +196,7 @@ impl CudaBackend {
             ends: placed.ends,
             partials: placed.partials,
             sums: placed.sums,
-            results: placed.sums + (rows * 2 * dim * 4) as u64,
+            results: placed.results(rows, dim),
             dim: dim as u32,
             unused: 0,
         };
@@ -154,25 +206,24 @@ impl CudaBackend {
             threads: THREADS,
             shared_bytes: 0,
             parameters: bytemuck::bytes_of(&parameters),
-        })?;
-        let mut sums = vec![0f32; rows * (2 * dim + 3)];
-        device.download(placed.sums, bytemuck::cast_slice_mut(&mut sums))?;
-        let results = sums.split_off(rows * 2 * dim);
-        let merged = Merged { sums, results };
-        Ok(merged.finish(plan, self.codec(plan.model)?))
+        })
     }
 }
 
 /// Brings the tables to where they have a place.
-fn upload(device: &mut Device, tables: &Tables, placed: &Placed) -> Result<(), BackendError> {
+pub(super) fn upload(
+    device: &mut Device,
+    tables: &Tables,
+    placed: &Placed,
+) -> Result<(), BackendError> {
     // Neighbours in scratch memory, so that this is one copy.
     device.upload(placed.pages, bytemuck::cast_slice(&tables.pages))?;
-    device.upload(placed.queries, bytemuck::cast_slice(&tables.queries))?;
-    device.upload(placed.offsets, bytemuck::cast_slice(&tables.offsets))?;
     device.upload(placed.ends, bytemuck::cast_slice(&tables.ends))?;
     device.upload(placed.partials, bytemuck::cast_slice(&tables.order))?;
+    device.upload(placed.turns, bytemuck::cast_slice(&tables.turns))?;
     for (launch, units) in tables.launches.iter().zip(&placed.units) {
         device.upload(*units, bytemuck::cast_slice(&launch.units))?;
     }
-    Ok(())
+    device.upload(placed.queries, bytemuck::cast_slice(&tables.queries))?;
+    device.upload(placed.offsets, bytemuck::cast_slice(&tables.offsets))
 }

@@ -3,7 +3,7 @@
 //! tables are built, by the host's encoder, which makes the same bytes.
 
 use super::{CudaBackend, HOST_BYTES, THREADS};
-use crate::driver::KernelLaunch;
+use crate::driver::{DeviceCopy, KernelLaunch};
 use crate::store::{StorePlan, StoredPage};
 use crate::{StoreParameters, StoreShapes};
 use kvd_codec::{HEADER_BYTES, ModelCodec, PageBytes, PageHeader};
@@ -258,7 +258,7 @@ impl CudaBackend {
         Ok(encoded)
     }
 
-    /// Copies held pages into their slot, neighbours at once, and keeps their headers.
+    /// Copies held pages into their slot, all at once, and keeps their headers.
     pub(super) fn place_held(&mut self, held: HeldPages, to: Extent) {
         let known =
             (held.call == self.held.call).then(|| self.held.blocks.get(held.block as usize));
@@ -266,22 +266,18 @@ impl CudaBackend {
             self.device.fail("pages are placed that are no longer held");
             return;
         };
-        let mut runs: Vec<(u64, u64, u64)> = Vec::new();
+        let mut runs: Vec<DeviceCopy> = Vec::new();
         let mut at = to.offset;
         for (address, header) in pages {
             let bytes = header.page_bytes() as u64;
             self.headers.insert(at, *header);
             match runs.last_mut() {
-                Some((from, _, len)) if *from + *len == *address => *len += bytes,
-                _ => runs.push((*address, at, bytes)),
+                Some(run) if run.from + run.bytes == *address => run.bytes += bytes,
+                _ => runs.push(DeviceCopy { from: *address, to: at, bytes }),
             }
             at += bytes;
         }
-        for (from, to, bytes) in runs {
-            // A failure is kept and told to the lane, which then answers no one with success.
-            if self.device.copy_in(from, to, bytes).is_err() {
-                return;
-            }
-        }
+        // A failure is kept and told to the lane, which then answers no one with success.
+        let _ = self.device.copy_in(runs);
     }
 }

@@ -2,7 +2,7 @@
 
 use super::order::Ordered;
 use super::{CudaOptions, error};
-use crate::driver::{Driver, DriverError, KernelLaunch};
+use crate::driver::{DeviceCopy, Driver, DriverError, EventId, KernelLaunch};
 use crate::plan::Limits;
 use kvd_compute::{BackendError, RegionHandle};
 use kvd_core::ErrorCode;
@@ -48,6 +48,10 @@ impl Device {
 
     pub(super) fn description(&self) -> String {
         self.ordered.driver().description()
+    }
+
+    pub(super) fn uuid(&self) -> Option<String> {
+        self.ordered.driver().uuid().map(str::to_owned)
     }
 
     pub(super) fn limits(&self) -> &Limits {
@@ -102,18 +106,22 @@ impl Device {
         self.call(|ordered| ordered.read(from, bytes))
     }
 
-    /// Copies within the arena.
-    pub(super) fn copy(&mut self, from: u64, to: u64, bytes: u64) -> Result<(), BackendError> {
-        assert!(from.max(to) + bytes <= self.arena_bytes, "copy past the arena");
-        let (from, to) = (self.arena + from, self.arena + to);
-        self.call(|ordered| ordered.copy(from, to, bytes))
+    /// Copies within the arena, between its offsets.
+    pub(super) fn copy(&mut self, mut copies: Vec<DeviceCopy>) -> Result<(), BackendError> {
+        for copy in &mut copies {
+            assert!(copy.from + copy.bytes <= self.arena_bytes, "copy past the arena");
+            copy.from += self.arena;
+        }
+        self.copy_in(copies)
     }
 
-    /// Copies from any address of this device into the arena.
-    pub(super) fn copy_in(&mut self, from: u64, to: u64, bytes: u64) -> Result<(), BackendError> {
-        assert!(to + bytes <= self.arena_bytes, "copy past the arena");
-        let to = self.arena + to;
-        self.call(|ordered| ordered.copy(from, to, bytes))
+    /// Copies from any address of this device to offsets of the arena.
+    pub(super) fn copy_in(&mut self, mut copies: Vec<DeviceCopy>) -> Result<(), BackendError> {
+        for copy in &mut copies {
+            assert!(copy.to + copy.bytes <= self.arena_bytes, "copy past the arena");
+            copy.to += self.arena;
+        }
+        self.call(|ordered| ordered.copy(&copies))
     }
 
     /// Calls nothing any more, because of what was found.
@@ -151,6 +159,26 @@ impl Device {
     pub(super) fn close_shared(&mut self, address: u64) {
         self.settle();
         self.ordered.driver_mut().close_shared(address);
+    }
+
+    /// Whether a kernel is there.
+    pub(super) fn find(&mut self, kernel: &str) -> Result<(), BackendError> {
+        self.call(|ordered| ordered.driver_mut().find(kernel))
+    }
+
+    /// Makes an event that other processes may wait for.
+    pub(super) fn share_event(
+        &mut self,
+    ) -> Result<(EventId, [u8; RegionHandle::IPC_BYTES]), BackendError> {
+        self.call(|ordered| ordered.driver_mut().share_event())
+    }
+
+    pub(super) fn record(&mut self, event: EventId) -> Result<(), BackendError> {
+        self.call(|ordered| ordered.record(event))
+    }
+
+    pub(super) fn destroy_event(&mut self, event: EventId) {
+        self.ordered.driver_mut().destroy_event(event);
     }
 
     /// Writes to memory of another process; the bytes are there when it returns.

@@ -9,21 +9,22 @@
 
 mod attend;
 mod encode;
+mod in_place;
 mod memory;
 mod order;
 mod region;
 mod staging;
 
-use crate::driver::{Driver, DriverError};
+use crate::driver::{DeviceCopy, Driver, DriverError};
 use crate::jit::{CompileReport, Jit, KernelCompiler};
 use crate::plan::{Workload, plan};
-use crate::{PlanError, Shapes, StoreShapes};
+use crate::{PlanError, Shapes, StoreShapes, Turns};
 use encode::Held;
 use kvd_codec::{ModelCodec, Page, PageHeader};
 use kvd_compute::{
     AttendPlan, Attended, Backend, BackendError, CpuBackend, CpuOptions, DeviceInfo, DeviceRegion,
     EncodeSource, EncodedPages, IncomingRows, LoadPlan, LoadedRows, ModelBytes, OpenError,
-    PlanPart, RawTarget, RegionHandle, Sampling, Source,
+    OpenedRegion, PlanPart, RawTarget, RegionHandle, RegionPlaces, Sampling, Source,
 };
 use kvd_core::{Coded, ErrorCode, Extent, LayerIndex, ModelId, Side};
 use memory::Device;
@@ -68,6 +69,8 @@ struct Layer {
     tables: u64,
     /// Where kernels encode.
     store: Option<(StoreShapes, u64)>,
+    /// What takes queries from a worker's memory; brought with the first of them.
+    turns: Option<(Turns, u64)>,
 }
 
 impl Layer {
@@ -181,7 +184,7 @@ impl CudaBackend {
                     return Err(error);
                 }
             };
-            let fresh = Layer { shapes, tables, store };
+            let fresh = Layer { shapes, tables, store, turns: None };
             let stale = self.models.entry(model).or_default().layers.insert(layer, fresh);
             stale.into_iter().for_each(|stale| self.free_layer(stale));
         }
@@ -190,9 +193,8 @@ impl CudaBackend {
 
     fn free_layer(&mut self, layer: Layer) {
         self.device.free(layer.tables);
-        if let Some((_, address)) = layer.store {
-            self.device.free(address);
-        }
+        let others = [layer.store.map(|(_, at)| at), layer.turns.map(|(_, at)| at)];
+        others.into_iter().flatten().for_each(|address| self.device.free(address));
     }
 
     /// Copies a part's slot to the host and says where it lies there.
@@ -220,7 +222,8 @@ impl CudaBackend {
 impl Backend for CudaBackend {
     fn info(&self) -> DeviceInfo {
         let arena_bytes = self.device.arena_bytes();
-        DeviceInfo { description: self.device.description(), arena_bytes }
+        let (description, uuid) = (self.device.description(), self.device.uuid());
+        DeviceInfo { description, arena_bytes, uuid }
     }
 
     fn supports(&self, codec: &ModelCodec) -> Result<(), BackendError> {
@@ -304,14 +307,14 @@ impl Backend for CudaBackend {
         };
         let [source, target] =
             [capacity_rows, to.capacity_rows].map(|rows| geometry.raw_layout(rows));
-        for side in Side::BOTH {
-            for head in 0..u64::from(geometry.kv_heads) {
-                let from = extent.offset + source.row_offset(side, head, first_row.into());
-                let to = to.extent.offset + target.row_offset(side, head, to.first_row.into());
-                self.device.copy(from, to, u64::from(count) * source.row_bytes(side))?;
-            }
-        }
-        Ok(())
+        let rows = Side::BOTH.into_iter().flat_map(|side| {
+            (0..u64::from(geometry.kv_heads)).map(move |head| DeviceCopy {
+                from: extent.offset + source.row_offset(side, head, first_row.into()),
+                to: to.extent.offset + target.row_offset(side, head, to.first_row.into()),
+                bytes: u64::from(count) * source.row_bytes(side),
+            })
+        });
+        self.device.copy(rows.collect())
     }
 
     fn encode(
@@ -371,8 +374,17 @@ impl Backend for CudaBackend {
         &mut self,
         handle: RegionHandle,
         bytes: u64,
-    ) -> Result<DeviceRegion, BackendError> {
+    ) -> Result<OpenedRegion, BackendError> {
         self.open_memory(handle, bytes)
+    }
+
+    fn attend_in_place(
+        &mut self,
+        plan: &AttendPlan,
+        places: &RegionPlaces,
+        launched: &mut dyn FnMut(),
+    ) -> Result<u64, BackendError> {
+        self.attend_at(plan, places, launched)
     }
 
     fn close_region(&mut self, region: DeviceRegion) {

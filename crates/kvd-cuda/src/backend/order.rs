@@ -3,7 +3,7 @@
 //! them. The host waits for events alone, and only for bytes that it wants.
 
 use super::staging::Staging;
-use crate::driver::{Driver, DriverError, EventId, KernelLaunch, Stream};
+use crate::driver::{DeviceCopy, Driver, DriverError, EventId, KernelLaunch, Stream};
 
 /// Zeros for the bytes between two ranges that are copied as one.
 const GAP: [u8; 256] = [0; 256];
@@ -111,16 +111,21 @@ impl Ordered {
         Ok(())
     }
 
-    pub(super) fn copy(&mut self, from: u64, to: u64, bytes: u64) -> Result<(), DriverError> {
+    pub(super) fn copy(&mut self, copies: &[DeviceCopy]) -> Result<(), DriverError> {
         self.follow_copies()?;
         (self.kernels_ahead, self.busy) = (true, true);
-        self.driver.copy(from, to, bytes)
+        self.driver.copy(copies)
     }
 
     pub(super) fn launch(&mut self, launch: KernelLaunch<'_>) -> Result<(), DriverError> {
         self.follow_copies()?;
         (self.kernels_ahead, self.busy) = (true, true);
         self.driver.launch(launch)
+    }
+
+    /// Marks where kernels are now.
+    pub(super) fn record(&mut self, event: EventId) -> Result<(), DriverError> {
+        self.driver.record(event, Stream::Compute)
     }
 
     /// Waits for everything.

@@ -2,36 +2,85 @@
 
 use super::memory::Device;
 use super::{CudaBackend, error};
-use kvd_compute::{BackendError, DeviceRegion, RegionHandle};
+use crate::driver::EventId;
+use kvd_compute::{BackendError, DeviceRegion, OpenedRegion, RegionHandle};
 use kvd_core::ErrorCode;
 use std::collections::BTreeMap;
 
-/// What is open: where, and how many bytes.
+/// Kernels that read and write a worker's memory where it is.
+const IN_PLACE: [&str; 2] = ["kvd_queries", "kvd_answer"];
+
+/// Memory that is open.
+struct Open {
+    address: u64,
+    bytes: u64,
+    /// Recorded behind each answer, for the worker to wait for.
+    event: Option<EventId>,
+}
+
+/// What is open.
 #[derive(Default)]
 pub(super) struct Regions {
-    open: BTreeMap<DeviceRegion, (u64, u64)>,
+    open: BTreeMap<DeviceRegion, Open>,
     next: u64,
 }
 
 impl Regions {
     /// Closes everything.
     pub(super) fn clear(&mut self, device: &mut Device) {
-        for (address, _) in std::mem::take(&mut self.open).into_values() {
-            device.close_shared(address);
-        }
+        std::mem::take(&mut self.open).into_values().for_each(|open| close(device, open));
+    }
+
+    fn get(&self, region: DeviceRegion) -> Result<&Open, BackendError> {
+        let unknown = || refuse(format!("no device memory {} is open", region.0));
+        self.open.get(&region).ok_or_else(unknown)
     }
 
     /// Where a range of a region is.
-    fn find(&self, region: DeviceRegion, offset: u64, len: u64) -> Result<u64, BackendError> {
-        let refuse = |message: String| error(ErrorCode::InvalidArgument, message);
-        let unknown = || refuse(format!("no device memory {} is open", region.0));
-        let (address, bytes) = self.open.get(&region).ok_or_else(unknown)?;
+    pub(super) fn find(
+        &self,
+        region: DeviceRegion,
+        offset: u64,
+        len: u64,
+    ) -> Result<u64, BackendError> {
+        let Open { address, bytes, .. } = self.get(region)?;
         if offset.checked_add(len).is_none_or(|end| end > *bytes) {
             let message =
                 format!("bytes {offset}..{offset}+{len} are not inside the {bytes} of the device");
             return Err(refuse(message));
         }
         Ok(address + offset)
+    }
+
+    /// The same of values, which must be aligned.
+    pub(super) fn find_values(
+        &self,
+        region: DeviceRegion,
+        offset: u64,
+        (values, bytes_each): (u64, usize),
+    ) -> Result<u64, BackendError> {
+        let address = self.find(region, offset, values.saturating_mul(bytes_each as u64))?;
+        if !address.is_multiple_of(bytes_each as u64) {
+            let message = format!("offset {offset} of a region is not aligned to {bytes_each}");
+            return Err(refuse(message));
+        }
+        Ok(address)
+    }
+
+    /// What is recorded behind an answer.
+    pub(super) fn event(&self, region: DeviceRegion) -> Option<EventId> {
+        self.open.get(&region).and_then(|open| open.event)
+    }
+}
+
+fn refuse(message: String) -> BackendError {
+    error(ErrorCode::InvalidArgument, message)
+}
+
+fn close(device: &mut Device, open: Open) {
+    device.close_shared(open.address);
+    if let Some(event) = open.event {
+        device.destroy_event(event);
     }
 }
 
@@ -40,20 +89,25 @@ impl CudaBackend {
         &mut self,
         handle: RegionHandle,
         bytes: u64,
-    ) -> Result<DeviceRegion, BackendError> {
+    ) -> Result<OpenedRegion, BackendError> {
         if bytes == 0 {
             return Err(error(ErrorCode::InvalidArgument, "a region of 0 bytes"));
         }
         let address = self.device.open_shared(handle, bytes)?;
+        let found = IN_PLACE.iter().try_for_each(|kernel| self.device.find(kernel));
+        let copied = found.err().map(|error| error.to_string());
+        // An answer that no event marks is there when the call has ended.
+        let shared = if copied.is_none() { self.device.share_event().ok() } else { None };
+        let (event, handle) = shared.unzip();
         let region = DeviceRegion(self.regions.next);
         self.regions.next += 1;
-        self.regions.open.insert(region, (address, bytes));
-        Ok(region)
+        self.regions.open.insert(region, Open { address, bytes, event });
+        Ok(OpenedRegion { region, event: handle, copied })
     }
 
     pub(super) fn close_memory(&mut self, region: DeviceRegion) {
-        if let Some((address, _)) = self.regions.open.remove(&region) {
-            self.device.close_shared(address);
+        if let Some(open) = self.regions.open.remove(&region) {
+            close(&mut self.device, open);
         }
     }
 

@@ -7,7 +7,9 @@
 
 use super::pinned::{Events, PinnedMemory};
 use super::shared::Shared;
-use super::{Driver, DriverError, EventId, Gpu, KernelLaunch, PinnedId, PinnedRange, Stream};
+use super::{
+    DeviceCopy, Driver, DriverError, EventId, Gpu, KernelLaunch, PinnedId, PinnedRange, Stream,
+};
 use crate::plan::Limits;
 use cudarc::driver::sys::{self, CUfunction_attribute, CUresult};
 use kvd_compute::RegionHandle;
@@ -115,6 +117,10 @@ impl Driver for CudaDriver {
         format!("cuda:{} ({}, {})", self.gpu.ordinal, self.gpu.limits.name, self.gpu.uuid)
     }
 
+    fn uuid(&self) -> Option<&str> {
+        Some(&self.gpu.uuid)
+    }
+
     fn limits(&self) -> &Limits {
         &self.gpu.limits
     }
@@ -133,6 +139,11 @@ impl Driver for CudaDriver {
         }
         self.modules.push(module);
         Ok(())
+    }
+
+    fn find(&mut self, kernel: &str) -> Result<(), DriverError> {
+        self.bind()?;
+        self.function(kernel).map(|_| ())
     }
 
     fn alloc(&mut self, bytes: u64) -> Result<u64, DriverError> {
@@ -171,6 +182,11 @@ impl Driver for CudaDriver {
     fn create_event(&mut self) -> Result<EventId, DriverError> {
         self.bind()?;
         self.events.create()
+    }
+
+    fn share_event(&mut self) -> Result<(EventId, [u8; RegionHandle::IPC_BYTES]), DriverError> {
+        self.bind()?;
+        self.events.share()
     }
 
     fn destroy_event(&mut self, event: EventId) {
@@ -217,12 +233,41 @@ impl Driver for CudaDriver {
         check("cuMemcpyDtoH", result)
     }
 
-    fn copy(&mut self, from: u64, to: u64, bytes: u64) -> Result<(), DriverError> {
+    fn copy(&mut self, copies: &[DeviceCopy]) -> Result<(), DriverError> {
         self.bind()?;
         let stream = self.stream(Stream::Compute);
-        // SAFETY: the caller owns both ranges.
-        let result = unsafe { sys::cuMemcpyDtoDAsync_v2(to, from, bytes as usize, stream) };
-        check("cuMemcpyDtoD", result)
+        if let [DeviceCopy { from, to, bytes }] = *copies {
+            // SAFETY: the caller owns both ranges.
+            let result = unsafe { sys::cuMemcpyDtoDAsync_v2(to, from, bytes as usize, stream) };
+            return check("cuMemcpyDtoD", result);
+        }
+        // The driver refuses a copy of nothing among others.
+        let copies = copies.iter().filter(|copy| copy.bytes > 0);
+        let mut to: Vec<_> = copies.clone().map(|copy| copy.to).collect();
+        let mut from: Vec<_> = copies.clone().map(|copy| copy.from).collect();
+        let mut bytes: Vec<_> = copies.map(|copy| copy.bytes as usize).collect();
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        // SAFETY: all zeros is a value of this plain struct: no hints, no flags.
+        let mut order: sys::CUmemcpyAttributes = unsafe { std::mem::zeroed() };
+        order.srcAccessOrder = sys::CUmemcpySrcAccessOrder_enum::CU_MEMCPY_SRC_ACCESS_ORDER_STREAM;
+        let mut first = 0;
+        // SAFETY: three lists of one length, and attributes from the first on; the driver has read
+        // them when it returns. The caller owns the ranges.
+        let result = unsafe {
+            sys::cuMemcpyBatchAsync_v2(
+                to.as_mut_ptr(),
+                from.as_mut_ptr(),
+                bytes.as_mut_ptr(),
+                bytes.len(),
+                &raw mut order,
+                &raw mut first,
+                1,
+                stream,
+            )
+        };
+        check("cuMemcpyBatchAsync", result)
     }
 
     fn launch(&mut self, launch: KernelLaunch<'_>) -> Result<(), DriverError> {

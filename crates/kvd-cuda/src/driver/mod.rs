@@ -64,6 +64,17 @@ pub struct KernelLaunch<'a> {
     pub parameters: &'a [u8],
 }
 
+/// A copy within a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeviceCopy {
+    /// Address of the first byte.
+    pub from: u64,
+    /// Where it goes.
+    pub to: u64,
+    /// Bytes.
+    pub bytes: u64,
+}
+
 /// One of the two streams of a device. Work of one stream is done in the order in which it was
 /// given; between the two there is no order but what an event makes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -100,6 +111,9 @@ pub trait Driver: Send {
     /// What the device is, for logs.
     fn description(&self) -> String;
 
+    /// The GPU's UUID, where it has one: `GPU-` and lower-case digits.
+    fn uuid(&self) -> Option<&str>;
+
     /// What plans weigh.
     fn limits(&self) -> &Limits;
 
@@ -108,6 +122,12 @@ pub trait Driver: Send {
     /// # Errors
     /// When the driver refuses it; the device goes on.
     fn load(&mut self, image: &[u8]) -> Result<(), DriverError>;
+
+    /// Whether a kernel is among those loaded.
+    ///
+    /// # Errors
+    /// When it is not, or the device has failed.
+    fn find(&mut self, kernel: &str) -> Result<(), DriverError>;
 
     /// Takes memory, aligned to 256 bytes; what it holds is not defined.
     ///
@@ -138,6 +158,12 @@ pub trait Driver: Send {
     /// # Errors
     /// When the device has failed.
     fn create_event(&mut self) -> Result<EventId, DriverError>;
+
+    /// Makes an event that other processes may open by the handle that comes with it, and wait for.
+    ///
+    /// # Errors
+    /// When the driver gives no such handle, or the device has failed.
+    fn share_event(&mut self) -> Result<(EventId, [u8; RegionHandle::IPC_BYTES]), DriverError>;
 
     /// Gives an event back.
     fn destroy_event(&mut self, event: EventId);
@@ -172,11 +198,12 @@ pub trait Driver: Send {
     /// When the device has failed.
     fn read(&mut self, from: u64, to: PinnedRange) -> Result<(), DriverError>;
 
-    /// [`Stream::Compute`]: copies within the device; the ranges do not overlap.
+    /// [`Stream::Compute`]: copies within the device, in any order and at once; no range overlaps
+    /// one that is written.
     ///
     /// # Errors
     /// When the device has failed.
-    fn copy(&mut self, from: u64, to: u64, bytes: u64) -> Result<(), DriverError>;
+    fn copy(&mut self, copies: &[DeviceCopy]) -> Result<(), DriverError>;
 
     /// [`Stream::Compute`]: runs a kernel.
     ///

@@ -5,12 +5,16 @@
 #![expect(unsafe_code, reason = "calls of the driver's C functions")]
 
 use super::cuda::check;
+use super::shared::check as refuse;
 use super::{DriverError, EventId, PinnedId, PinnedRange};
 use cudarc::driver::sys::{self, CUresult};
+use kvd_compute::RegionHandle;
 use std::ptr;
 
 /// An event that only says that it has happened.
 const WITHOUT_TIMING: u32 = 2;
+/// One that other processes may open.
+const INTERPROCESS: u32 = 4;
 
 /// Pinned memory that was taken: address and bytes. Given back, an address is null.
 #[derive(Default)]
@@ -79,6 +83,26 @@ impl Events {
         check("cuEventCreate", unsafe { sys::cuEventCreate(&raw mut event, WITHOUT_TIMING) })?;
         self.0.push(event);
         Ok(EventId(self.0.len() as u32 - 1))
+    }
+
+    /// An event of which other processes may have the handle.
+    pub(super) fn share(
+        &mut self,
+    ) -> Result<(EventId, [u8; RegionHandle::IPC_BYTES]), DriverError> {
+        let mut event = ptr::null_mut();
+        let flags = WITHOUT_TIMING | INTERPROCESS;
+        // SAFETY: writes the handle.
+        refuse("cuEventCreate", unsafe { sys::cuEventCreate(&raw mut event, flags) })?;
+        let mut handle = sys::CUipcEventHandle { reserved: [0; RegionHandle::IPC_BYTES] };
+        // SAFETY: writes the handle of an event that was just made.
+        let result = unsafe { sys::cuIpcGetEventHandle(&raw mut handle, event) };
+        refuse("cuIpcGetEventHandle", result).inspect_err(|_| {
+            // SAFETY: made above, and given back once.
+            let _ = unsafe { sys::cuEventDestroy_v2(event) };
+        })?;
+        self.0.push(event);
+        let id = EventId(self.0.len() as u32 - 1);
+        Ok((id, handle.reserved.map(|byte| byte as u8)))
     }
 
     pub(super) fn find(&self, event: EventId) -> sys::CUevent {

@@ -13,7 +13,7 @@ use std::ffi::{CStr, c_char, c_int};
 const DRIVER_VERSION_MIN: i32 = 13_000;
 
 /// What the probe and the driver call.
-const SYMBOLS: [&CStr; 45] = [
+const SYMBOLS: [&CStr; 47] = [
     c"cuInit",
     c"cuDriverGetVersion",
     c"cuGetErrorName",
@@ -37,6 +37,7 @@ const SYMBOLS: [&CStr; 45] = [
     c"cuMemFreeHost",
     c"cuIpcOpenMemHandle_v2",
     c"cuIpcCloseMemHandle",
+    c"cuIpcGetEventHandle",
     c"cuMemGetAddressRange_v2",
     c"cuMemImportFromShareableHandle",
     c"cuMemRelease",
@@ -48,6 +49,7 @@ const SYMBOLS: [&CStr; 45] = [
     c"cuMemcpyHtoDAsync_v2",
     c"cuMemcpyDtoHAsync_v2",
     c"cuMemcpyDtoDAsync_v2",
+    c"cuMemcpyBatchAsync_v2",
     c"cuMemsetD8Async",
     c"cuStreamCreate",
     c"cuStreamDestroy_v2",

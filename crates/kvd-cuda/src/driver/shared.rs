@@ -15,7 +15,8 @@ pub(super) enum Shared {
     Mapped { address: u64, bytes: usize },
 }
 
-fn check(call: &'static str, result: CUresult) -> Result<(), DriverError> {
+/// An answer that does not stick.
+pub(super) fn check(call: &'static str, result: CUresult) -> Result<(), DriverError> {
     if result == CUresult::CUDA_SUCCESS {
         return Ok(());
     }

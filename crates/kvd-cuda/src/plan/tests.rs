@@ -126,6 +126,8 @@ fn a_plan_says_where_products_are() {
         "cq-2",
         "turbo-3",
         "polar-4+2",
+        "kvd-2-fast",
+        "innerq-2",
     ] {
         assert_eq!(of(codec).products, [None, None], "{codec}");
     }

@@ -150,7 +150,7 @@ impl HeadStore {
 }
 
 /// Number of a dtype for the kernels.
-fn dtype_number(dtype: DType) -> u32 {
+pub(crate) fn dtype_number(dtype: DType) -> u32 {
     match dtype {
         DType::F32 => 0,
         DType::F16 => 1,

@@ -1,9 +1,12 @@
 //! A [`Driver`] whose kernels run on the CPU, which counts what it gave, does its work in an order
 //! that shows what is missing, and fails on demand.
+#![allow(dead_code, reason = "each test file uses its own part")]
 
 use crate::streams::{Pace, Streams, Work};
 use kvd_compute::RegionHandle;
-use kvd_cuda::{Driver, DriverError, EventId, KernelLaunch, Limits, PinnedId, PinnedRange, Stream};
+use kvd_cuda::{
+    DeviceCopy, Driver, DriverError, EventId, KernelLaunch, Limits, PinnedId, PinnedRange, Stream,
+};
 use kvd_emu::{Grid, Memory, Order, launch};
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
@@ -20,10 +23,14 @@ pub(crate) struct Watch {
     pub(crate) launches: usize,
     /// Copies to the device so far.
     pub(crate) writes: usize,
+    /// Calls that copied within the device so far.
+    pub(crate) copies: usize,
     /// How often the host waited.
     pub(crate) waits: usize,
     /// Bytes copied to the host so far.
     pub(crate) read_bytes: usize,
+    /// Shared events that were recorded, by handle, and the kernel before.
+    pub(crate) recorded: Vec<([u8; RegionHandle::IPC_BYTES], String)>,
     /// Calls after the first error that sticks.
     pub(crate) calls_after_failure: usize,
     pub(crate) fail: Fail,
@@ -50,6 +57,10 @@ pub(crate) enum Fail {
     Pinned,
     /// Images that were compiled are refused.
     Image,
+    /// None of the kernels that are looked for is there.
+    Kernels,
+    /// No event has a handle.
+    Events,
 }
 
 /// A call that does nothing, as if the backend had forgotten it.
@@ -73,6 +84,8 @@ pub(crate) struct EmuDriver {
     /// Beginnings of the names of kernels that a made-up compiler has made.
     compiled: Vec<String>,
     streams: Streams,
+    /// Events of which others have a handle.
+    events: BTreeMap<EventId, [u8; RegionHandle::IPC_BYTES]>,
     watch: Arc<Mutex<Watch>>,
     order: Order,
     pace: Pace,
@@ -88,6 +101,7 @@ impl EmuDriver {
             shared: BTreeMap::new(),
             compiled: Vec::new(),
             streams: Streams::default(),
+            events: BTreeMap::new(),
             watch: watch.clone(),
             order,
             pace,
@@ -193,6 +207,10 @@ impl Driver for EmuDriver {
         "cuda emulation".to_owned()
     }
 
+    fn uuid(&self) -> Option<&str> {
+        Some("GPU-00000000-0000-0000-0000-0000000000e7")
+    }
+
     fn limits(&self) -> &Limits {
         &self.limits
     }
@@ -206,6 +224,14 @@ impl Driver for EmuDriver {
         }
         self.compiled.push(String::from_utf8(name.to_vec()).expect("a name"));
         Ok(())
+    }
+
+    fn find(&mut self, kernel: &str) -> Result<(), DriverError> {
+        self.call("find", None)?;
+        match self.watch.lock().fail {
+            Fail::Kernels => Err(DriverError::NoKernel(kernel.to_owned())),
+            _ => Ok(()),
+        }
     }
 
     fn alloc(&mut self, bytes: u64) -> Result<u64, DriverError> {
@@ -265,12 +291,30 @@ impl Driver for EmuDriver {
         Ok(self.streams.create_event())
     }
 
+    fn share_event(&mut self) -> Result<(EventId, [u8; RegionHandle::IPC_BYTES]), DriverError> {
+        self.call("share_event", None)?;
+        if self.watch.lock().fail == Fail::Events {
+            let reason = "CUDA_ERROR_NOT_SUPPORTED (801)".to_owned();
+            return Err(DriverError::Refused { call: "share_event", reason });
+        }
+        let event = self.create_event()?;
+        let mut handle = [0xE7; RegionHandle::IPC_BYTES];
+        handle[0] = event.0 as u8;
+        self.events.insert(event, handle);
+        Ok((event, handle))
+    }
+
     fn destroy_event(&mut self, _: EventId) {
         self.watch.lock().live -= 1;
     }
 
     fn record(&mut self, event: EventId, stream: Stream) -> Result<(), DriverError> {
         self.call("record", None)?;
+        if let Some(handle) = self.events.get(&event) {
+            let mut watch = self.watch.lock();
+            let before = watch.kernels.last().cloned().unwrap_or_default();
+            watch.recorded.push((*handle, before));
+        }
         self.streams.record(event, stream);
         Ok(())
     }
@@ -314,11 +358,30 @@ impl Driver for EmuDriver {
         self.give(Stream::Compute, Work::Read { from, to })
     }
 
-    fn copy(&mut self, from: u64, to: u64, bytes: u64) -> Result<(), DriverError> {
+    fn copy(&mut self, copies: &[DeviceCopy]) -> Result<(), DriverError> {
         self.call("copy", None)?;
-        self.check(from, bytes);
-        self.check(to, bytes);
-        self.give(Stream::Compute, Work::Copy { from, to, bytes })
+        self.watch.lock().copies += 1;
+        for copy in copies {
+            self.check(copy.from, copy.bytes);
+            self.check(copy.to, copy.bytes);
+            let meets = |other: &DeviceCopy| {
+                let meets = |at: u64, bytes: u64| at < copy.to + copy.bytes && copy.to < at + bytes;
+                meets(other.from, other.bytes) || other != copy && meets(other.to, other.bytes)
+            };
+            if copies.iter().any(meets) {
+                self.complain(format!("{copy:x?} overlaps another of its copies"));
+            }
+        }
+        // In any order: the last first, where the threads' is not that of their numbers.
+        let last_first = self.order != Order::Ascending;
+        let mut given: Vec<DeviceCopy> = copies.to_vec();
+        if last_first {
+            given.reverse();
+        }
+        for DeviceCopy { from, to, bytes } in given {
+            self.give(Stream::Compute, Work::Copy { from, to, bytes })?;
+        }
+        Ok(())
     }
 
     fn launch(&mut self, launched: KernelLaunch<'_>) -> Result<(), DriverError> {

@@ -75,6 +75,14 @@ impl AttendBatch {
     /// When the layer is out of range, the query heads are no multiple of the KV heads, or `q`
     /// does not fill its shape.
     pub fn check_shape(&self, geometry: &Geometry) -> Result<(), RequestError> {
+        self.check_shape_of(geometry, self.q.len() as u64)
+    }
+
+    /// The same of queries that lie elsewhere and have so many bytes.
+    ///
+    /// # Errors
+    /// As [`AttendBatch::check_shape`].
+    pub fn check_shape_of(&self, geometry: &Geometry, q_bytes: u64) -> Result<(), RequestError> {
         check_layer(self.layer, geometry)?;
         let kv_heads = geometry.kv_heads;
         if !self.q_heads.is_multiple_of(kv_heads) {
@@ -86,7 +94,7 @@ impl AttendBatch {
         payload::check_length(
             "q",
             shape,
-            &self.q,
+            q_bytes,
             self.dtype,
             rows * u64::from(geometry.head_dim_k),
         )

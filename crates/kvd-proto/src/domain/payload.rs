@@ -29,11 +29,10 @@ pub(super) fn bytes(
 pub(super) fn check_length(
     field: &'static str,
     shape: &'static str,
-    bytes: &Bytes,
+    given: u64,
     dtype: DType,
     values: u64,
 ) -> Result<(), RequestError> {
-    let given = bytes.len() as u64;
     let expected = values.saturating_mul(dtype.size_bytes() as u64);
     if given == expected {
         return Ok(());

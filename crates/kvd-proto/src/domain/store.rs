@@ -39,9 +39,9 @@ impl StoreChunk {
         let values = |side| rows * geometry.head_dim(side) as u64;
         let dtype = geometry.dtype;
         let shape = "[tokens, kv_heads, head_dim_k]";
-        payload::check_length("k", shape, &self.k, dtype, values(Side::Key))?;
+        payload::check_length("k", shape, self.k.len() as u64, dtype, values(Side::Key))?;
         let shape = "[tokens, kv_heads, head_dim_v]";
-        payload::check_length("v", shape, &self.v, dtype, values(Side::Value))
+        payload::check_length("v", shape, self.v.len() as u64, dtype, values(Side::Value))
     }
 }
 

@@ -412,6 +412,10 @@ pub struct OpenRegionRequest {
     pub bytes: u64,
     #[prost(uint64, tag = "5")]
     pub device_bytes: u64,
+    /// UUID of the GPU that the device memory is of, as `nvidia-smi -L` prints it ("GPU-…"). One that no
+    /// device of the daemon has is refused. Empty: the first device that opens the memory.
+    #[prost(string, tag = "6")]
+    pub device_uuid: ::prost::alloc::string::String,
     /// Device memory for the payloads. When it cannot be opened they are in the memory file.
     #[prost(oneof = "open_region_request::Device", tags = "3, 4")]
     pub device: ::core::option::Option<open_region_request::Device>,
@@ -442,13 +446,22 @@ pub struct OpenRegionResponse {
     /// time, for a message that breaks the protocol.
     #[prost(string, tag = "4")]
     pub refused: ::prost::alloc::string::String,
+    /// cudaIpcEventHandle_t, 64 bytes, of an event that the daemon records behind each answer that its
+    /// kernels write in place; empty where there is none. Not to be used after the connection's end.
+    #[prost(bytes = "bytes", tag = "5")]
+    pub cuda_event: ::prost::bytes::Bytes,
+    /// Why payloads in device memory are copied through the host; empty where kernels read queries and
+    /// write outputs where they are.
+    #[prost(string, tag = "6")]
+    pub copied: ::prost::alloc::string::String,
 }
 /// A call whose payloads are in the region. Calls are executed as they come; each ends with its
 /// completion record.
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct RegionCall {
     /// Offset of the completion record, 256 bytes in the memory file aligned to 4: u32 state (0 under
-    /// way, which the worker writes before it sends; 1 answered; 2 refused), u32 bytes of the message,
+    /// way, which the worker writes before it sends; 1 answered; 2 refused; 3 given to the device, the
+    /// answer is there once the region's event has happened, but for a refusal), u32 bytes of the message,
     /// three u32 (of a store: layer's length, replayed, packed blocks), an unused u32, and from byte 24
     /// on "CODE: message" of a refusal. The daemon writes the state last and wakes its futex.
     #[prost(uint64, tag = "1")]
@@ -456,6 +469,9 @@ pub struct RegionCall {
     /// Microseconds until nobody waits any more; 0 means no deadline.
     #[prost(uint64, tag = "2")]
     pub timeout_us: u64,
+    /// Whether the record goes through state 3, where the answer is written in place.
+    #[prost(bool, tag = "5")]
+    pub say_launched: bool,
     #[prost(oneof = "region_call::Call", tags = "3, 4")]
     pub call: ::core::option::Option<region_call::Call>,
 }

@@ -66,7 +66,8 @@ pub(super) struct AttendArgs {
     /// Pages that calls rotate over, more than the last-level cache holds.
     #[arg(long, default_value = "128MiB")]
     buffer: ByteSize,
-    /// `fast`, as the daemon answers by default, or `single`: products of f32 everywhere.
+    /// `fast`, as the daemon answers by default; `single`: products of f32 everywhere; `int8`:
+    /// queries and weights of 8 bits.
     #[arg(long, default_value = "fast", value_parser = parse_precision)]
     precision: Precision,
     /// Instruction sets to compare; several, with commas. The machine's best when absent.
@@ -111,7 +112,7 @@ fn parse_shape(name: &str) -> Result<Shape, String> {
 
 fn parse_precision(name: &str) -> Result<Precision, String> {
     let known = Precision::ALL.into_iter().find(|precision| precision.name() == name);
-    known.ok_or_else(|| "precisions are single and fast".to_owned())
+    known.ok_or_else(|| "precisions are single, fast and int8".to_owned())
 }
 
 fn parse_instruction_set(name: &str) -> Result<InstructionSet, String> {

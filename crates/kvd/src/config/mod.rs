@@ -347,7 +347,7 @@ fn kernel_cache(text: &str, variable: impl Fn(&str) -> Option<OsString>) -> Opti
 
 fn precision(text: &str) -> Result<Precision, ConfigError> {
     Precision::ALL.into_iter().find(|precision| precision.name() == text).ok_or_else(|| {
-        ConfigError::new("device.precision", format!("{text:?} is not fast or single"))
+        ConfigError::new("device.precision", format!("{text:?} is not fast, single or int8"))
     })
 }
 

@@ -149,7 +149,7 @@ fn health() -> Vec<Panel> {
 }
 
 fn requests() -> Vec<Panel> {
-    use Metric::{RegionBytes, Regions, RequestSeconds, RequestsTotal};
+    use Metric::{RegionBytes, RegionCallsTotal, Regions, RequestSeconds, RequestsTotal};
     let refused = format!(
         r#"sum by (rpc, code) (rate({}{{instance=~"$instance",code!="OK"}}[$__rate_interval]))"#,
         RequestsTotal.name()
@@ -161,12 +161,13 @@ fn requests() -> Vec<Panel> {
             .described("docs/operating.md says what each code means and what to do."),
         lines("Latency by rpc", "s", quantiles(RequestSeconds, &["rpc"], ""))
             .explained(RequestSeconds),
-        lines("Regions", "none", [Query::level(Regions, &["instance"])])
-            .explained(Regions)
-            .wide(12),
+        lines("Regions", "none", [Query::level(Regions, &["instance"])]).explained(Regions).wide(8),
         lines("Memory of regions", "bytes", [Query::level(RegionBytes, &["instance"])])
             .explained(RegionBytes)
-            .wide(12),
+            .wide(8),
+        lines("Calls through regions", "reqps", [Query::rate(RegionCallsTotal, &["payloads"])])
+            .explained(RegionCallsTotal)
+            .wide(8),
     ]
 }
 

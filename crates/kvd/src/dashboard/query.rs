@@ -118,6 +118,7 @@ pub(super) fn of_model(metric: Metric) -> bool {
             | Metric::RequestSeconds
             | Metric::Regions
             | Metric::RegionBytes
+            | Metric::RegionCallsTotal
             | Metric::QueueDepth
             | Metric::QueueSeconds
             | Metric::Models

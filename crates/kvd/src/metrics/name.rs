@@ -55,6 +55,8 @@ metrics! {
     Regions = "kvd_regions", Gauge, "Regions that workers share with the daemon.";
     RegionBytes = "kvd_region_bytes", Gauge, "Bytes of their memory files.";
 
+    RegionCallsTotal = "kvd_region_calls_total", Counter, "Calls through regions, by where their payloads were: a memory file, device memory in place, or device memory copied through the host.";
+
     QueueDepth = "kvd_queue_depth", Gauge, "Jobs waiting for the device.";
     QueueSeconds = "kvd_queue_seconds", Histogram, "Time a job waited for the device.";
     StoreSeconds = "kvd_store_seconds", Histogram, "Device time of one stored range, encoding included.";

@@ -1,7 +1,8 @@
 //! `Attend`: from queries over sequences to one plan, and its answer.
 
+use super::budget::InFlight;
 use super::{Call, Model, Service, ServiceError, plan};
-use kvd_compute::{AttendPlan, PlanPart, PlanQuery};
+use kvd_compute::{AttendPlan, Backend, PlanPart, PlanQuery, RegionPlaces};
 use kvd_core::{DType, ErrorCode, Geometry, SequenceId};
 use kvd_proto::domain::{AttendBatch, AttendQuery};
 use kvd_store::Pinned;
@@ -37,6 +38,28 @@ impl Read {
     }
 }
 
+/// An attend that the device may begin.
+struct Prepared {
+    plan: AttendPlan,
+    model: Arc<Model>,
+    query_tokens: u32,
+    /// What the plan names stays as it is until the device has answered.
+    held: (Vec<Pinned>, InFlight),
+}
+
+impl Prepared {
+    /// Ends the attend that began at `began`.
+    fn end(self, began: Instant, stored_bytes_read: u64) {
+        drop(self.held);
+        let metrics = &self.model.metrics;
+        metrics.attend_seconds.record(began.elapsed().as_secs_f64());
+        metrics.attended_query_tokens.increment(u64::from(self.query_tokens));
+        metrics.attended_stored_bytes.increment(stored_bytes_read);
+        let logical = logical_bytes(&self.plan, &self.model.shape.geometry);
+        metrics.attended_logical_bytes.increment(logical);
+    }
+}
+
 impl Service {
     /// Attention of a batch of queries over stored tokens.
     ///
@@ -51,16 +74,60 @@ impl Service {
         let model = self.models.find(&call.namespace, batch.model)?;
         batch.check_shape(&model.shape.geometry)?;
         let reply_bytes = self.check_reply_size(&batch, &model.shape.geometry)?;
+        let lane = self.seats[model.seat].lane.clone();
+        let bytes = batch.q.len() as u64 + reply_bytes;
+        let prepared = self.prepare(call, model, batch, bytes)?;
+        let work = move |backend: &mut dyn Backend| {
+            let began = Instant::now();
+            let attended = backend.attend(&prepared.plan)?;
+            prepared.end(began, attended.stored_bytes_read);
+            Ok(AttendReply { out: attended.out, lse: attended.lse })
+        };
+        lane.run(call, work).await
+    }
+
+    /// The same where queries are in device memory and the answer goes there; the batch has none
+    /// itself. `launched` is called on the lane's thread once the device has all of it.
+    ///
+    /// # Errors
+    /// As [`Service::attend`].
+    pub(crate) async fn attend_in_place(
+        &self,
+        call: &Call,
+        batch: AttendBatch,
+        (places, q_bytes): (RegionPlaces, u64),
+        mut launched: impl FnMut() + Send + 'static,
+    ) -> Result<(), ServiceError> {
+        self.admit(call)?;
+        let model = self.models.find(&call.namespace, batch.model)?;
+        batch.check_shape_of(&model.shape.geometry, q_bytes)?;
+        let lane = self.seats[model.seat].lane.clone();
+        let prepared = self.prepare(call, model, batch, 0)?;
+        let work = move |backend: &mut dyn Backend| {
+            let began = Instant::now();
+            let read = backend.attend_in_place(&prepared.plan, &places, &mut launched)?;
+            prepared.end(began, read);
+            Ok(())
+        };
+        lane.run(call, work).await
+    }
+
+    /// Tests and plans a batch whose queries and answer take `bytes` of the daemon's memory.
+    fn prepare(
+        &self,
+        call: &Call,
+        model: Arc<Model>,
+        batch: AttendBatch,
+        bytes: u64,
+    ) -> Result<Prepared, ServiceError> {
         let reads = self.resolve(call, &model, &batch)?;
         let parts = self.check_work(&batch, &reads, model.shape.geometry.block_tokens)?;
-        let inflight =
-            self.inflight.take(batch.q.len() as u64 + reply_bytes + parts * PART_BYTES)?;
-        if let Some(sample) = &model.queries {
+        let inflight = self.inflight.take(bytes + parts * PART_BYTES)?;
+        if let Some(sample) = model.queries.as_ref().filter(|_| !batch.q.is_empty()) {
             sample.offer(&batch);
         }
-        // `pins` keeps what the plan names alive until the device has answered.
         let (queries, pins) = self.plan_queries(call, &batch, &reads)?;
-        let (seat, query_tokens) = (&self.seats[model.seat], batch.rows());
+        let query_tokens = batch.rows();
         let plan = AttendPlan {
             model: batch.model,
             layer: batch.layer,
@@ -71,18 +138,7 @@ impl Service {
             queries,
             q: batch.q,
         };
-        let work = move |backend: &mut dyn kvd_compute::Backend| {
-            let began = Instant::now();
-            let attended = backend.attend(&plan)?;
-            drop((pins, inflight));
-            let metrics = &model.metrics;
-            metrics.attend_seconds.record(began.elapsed().as_secs_f64());
-            metrics.attended_query_tokens.increment(u64::from(query_tokens));
-            metrics.attended_stored_bytes.increment(attended.stored_bytes_read);
-            metrics.attended_logical_bytes.increment(logical_bytes(&plan, &model.shape.geometry));
-            Ok(AttendReply { out: attended.out, lse: attended.lse })
-        };
-        seat.lane.run(call, work).await
+        Ok(Prepared { plan, model, query_tokens, held: (pins, inflight) })
     }
 
     /// Bytes of the answer. Refuses a batch whose answer the transport could not carry, before any

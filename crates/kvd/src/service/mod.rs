@@ -24,7 +24,7 @@ pub use call::Call;
 pub use error::ServiceError;
 pub use load::LoadPiece;
 pub use model::Model;
-pub(crate) use region::OpenMemory;
+pub(crate) use region::{Offer, OpenMemory};
 pub use stats::{ModelStats, PoolStats};
 pub use store::StoreReply;
 
@@ -86,6 +86,9 @@ impl Service {
         // Both then count up and down with the regions themselves.
         metrics.gauge(Metric::Regions, &[]).set(0.0);
         metrics.gauge(Metric::RegionBytes, &[]).set(0.0);
+        for payloads in ["file", "in_place", "copied"] {
+            metrics.counter(Metric::RegionCallsTotal, &[("payloads", payloads)]).increment(0);
+        }
         Self {
             inflight: ByteBudget::new(config.inflight_bytes_max as u64),
             building: Arc::new(Semaphore::new(1)),

@@ -30,6 +30,21 @@ struct Reservoir {
     rows: Vec<u8>,
 }
 
+impl Reservoir {
+    /// Whether batches like this one are sampled.
+    fn takes(&self, room: usize, batch: &AttendBatch) -> bool {
+        room > 0 && batch.rows() > 0 && (self.seen == 0 || self.q_heads == batch.q_heads)
+    }
+
+    /// Where a token of the next batch goes, and what decides which; none when none is kept.
+    fn draw(&self, (row_bytes, room): (usize, usize), batch: &AttendBatch) -> Option<(usize, u64)> {
+        let drawn = splitmix(self.seen);
+        let kept = self.rows.len().checked_div(row_bytes)?;
+        let place = if kept < room { kept } else { (drawn % (self.seen + 1)) as usize };
+        (self.takes(room, batch) && place < room).then_some((place, drawn))
+    }
+}
+
 impl QuerySample {
     /// For a model whose keys are kept exactly; `None` for others, and where the limit is 0.
     pub(super) fn new(geometry: &Geometry, spec: &CodecSpec, config: &Config) -> Option<Self> {
@@ -44,20 +59,33 @@ impl QuerySample {
         })
     }
 
+    /// Channels of all heads of a query token, and how many tokens there is room for.
+    fn room(&self, batch: &AttendBatch) -> (usize, usize) {
+        let values = batch.q_heads as usize * self.geometry.head_dim(Side::Key);
+        let row_bytes = values * self.geometry.dtype.size_bytes();
+        (values, (self.bytes_per_layer / row_bytes).min(TOKENS_MAX))
+    }
+
+    /// Counts a batch whose queries are not here, unless one of them is to be kept: then they must
+    /// be brought here and offered.
+    pub(super) fn passes(&self, batch: &AttendBatch) -> bool {
+        let (values, room) = self.room(batch);
+        let mut layer = self.layers[batch.layer.0 as usize].lock();
+        let passes = layer.draw((values * self.geometry.dtype.size_bytes(), room), batch).is_none();
+        layer.seen += u64::from(passes && layer.takes(room, batch));
+        passes
+    }
+
     /// Looks at one query token of a batch whose shape was checked.
     pub(super) fn offer(&self, batch: &AttendBatch) {
-        let values = batch.q_heads as usize * self.geometry.head_dim(Side::Key);
+        let (values, room) = self.room(batch);
         let (to, from) = (self.geometry.dtype, batch.dtype);
         let row_bytes = values * to.size_bytes();
-        let room = (self.bytes_per_layer / row_bytes).min(TOKENS_MAX);
         let mut layer = self.layers[batch.layer.0 as usize].lock();
-        if room == 0 || batch.rows() == 0 || (layer.seen > 0 && layer.q_heads != batch.q_heads) {
+        if !layer.takes(room, batch) {
             return;
         }
-        let drawn = splitmix(layer.seen);
-        let kept = layer.rows.len() / row_bytes;
-        let place = if kept < room { kept } else { (drawn % (layer.seen + 1)) as usize };
-        if place < room {
+        if let Some((place, drawn)) = layer.draw((row_bytes, room), batch) {
             let token = (drawn >> 32) as usize % batch.rows() as usize;
             let row = &batch.q[token * values * from.size_bytes()..][..values * from.size_bytes()];
             let Some(row) = converted(row, from, to) else { return };
@@ -173,6 +201,24 @@ mod tests {
         assert_eq!(rows.len(), 64 * 2);
         let mean = rows.iter().step_by(2).sum::<f32>() / 64.0;
         assert!((0.35..0.65).contains(&mean), "{mean}");
+    }
+
+    #[test]
+    fn queries_that_are_elsewhere_are_asked_for_when_one_is_kept() {
+        let (here, elsewhere) = (sample(2 * 64 * 2), sample(2 * 64 * 2));
+        let mut brought = 0;
+        for index in 0..2000u16 {
+            let batch = batch(1, &[f32::from(index), 0.5]);
+            here.offer(&batch);
+            if !elsewhere.passes(&batch) {
+                elsewhere.offer(&batch);
+                brought += 1;
+            }
+        }
+        assert_eq!(here.of(LayerIndex(1)).q, elsewhere.of(LayerIndex(1)).q);
+        assert!((64..500).contains(&brought), "{brought} of 2000 batches were copied");
+        // Without room none is.
+        assert!(sample(1).passes(&batch(1, &[1.0, 0.5])));
     }
 
     #[test]

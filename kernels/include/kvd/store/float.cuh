@@ -64,7 +64,8 @@ struct StoreFp8 {
             store32(work.payload, f32_bits(scale));
         }
         KVD_BARRIER();
-        return Fp8::SCALE_BYTES + write_in_place<Stage>(work, work.payload + Fp8::SCALE_BYTES, 8);
+        const unsigned scales = Fp8::SCALE_BYTES;
+        return behind(scales, write_in_place<Stage>(work, work.payload + scales, 8));
     }
 };
 

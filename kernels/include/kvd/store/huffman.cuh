@@ -376,17 +376,24 @@ KVD_DEVICE unsigned encode_chunk(const Work& work, unsigned first, uint8_t* out,
 }
 
 // How codes become bytes, of a quantizer whose symbols all have codes: lengths of chunks, then their
-// words.
+// words. The host leaves room for the longest; where that is not so there are no codes, and nothing is
+// written behind it.
 struct HuffmanCodes {
     template <class Code>
     KVD_DEVICE static unsigned write(const Work& work, uint8_t* to, unsigned, unsigned, Code code) {
         const unsigned chunks = (work.tokens + CHUNK_TOKENS - 1) / CHUNK_TOKENS;
         uint8_t* at = to + WORD_BYTES * chunks;
         for (unsigned chunk = 0; chunk < chunks; chunk++) {
-            const unsigned room = (work.unit.room - unsigned(at - work.payload)) / WORD_BYTES;
+            const unsigned used = unsigned(at - work.payload);
+            if (used > work.unit.room) {
+                return NO_CODES;
+            }
+            const unsigned room = (work.unit.room - used) / WORD_BYTES;
             const unsigned words = encode_chunk(work, chunk * CHUNK_TOKENS, at, room, code,
                                                 [](unsigned, unsigned, int) {});
-            KVD_EXPECT(words <= room);
+            if (words > room) {
+                return NO_CODES;
+            }
             if (thread_index() == 0) {
                 store16_any(to + WORD_BYTES * chunk, uint16_t(words));
             }

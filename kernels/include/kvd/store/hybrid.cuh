@@ -117,7 +117,8 @@ struct StoreHybrid {
             return NO_CODES;
         }
         const unsigned scales = unsigned(Hybrid::codes_at(work.side, work.page()));
-        return scales + write_in_place<Stage>(work, work.payload + scales, work.side.bits);
+        const unsigned bits = work.side.bits;
+        return behind(scales, write_in_place<Stage>(work, work.payload + scales, bits));
     }
 };
 

@@ -77,7 +77,8 @@ struct StoreLloyd {
             return NO_CODES;
         }
         const unsigned scales = Lloyd::SCALE_BYTES * work.tokens;
-        return scales + write_in_place<Stage>(work, work.payload + scales, work.side.bits);
+        const unsigned bits = work.side.bits;
+        return behind(scales, write_in_place<Stage>(work, work.payload + scales, bits));
     }
 };
 

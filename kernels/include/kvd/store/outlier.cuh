@@ -109,11 +109,9 @@ KVD_DEVICE unsigned append_outliers(const Work& work, unsigned count, uint8_t* o
     places = {least(count, places.from * WARP_LANES), least(count, places.to * WARP_LANES)};
     const unsigned none = OutlierWriter::NONE;
     const OutlierWriter found(places, none, rest, [](unsigned, unsigned, int) {});
-    uint32_t* slots = reinterpret_cast<uint32_t*>(work.sums);
     if (lane_index() == 0) {
-        slots[3 * warp_index()] = found.first;
-        slots[3 * warp_index() + 1] = found.last;
-        slots[3 * warp_index() + 2] = found.words;
+        work.sums[2 * warp_index()] = uint64_t(found.first) << 32 | found.last;
+        work.sums[2 * warp_index() + 1] = found.words;
     }
     KVD_BARRIER();
     // Places are counted from the first of the chunk.
@@ -124,9 +122,10 @@ KVD_DEVICE unsigned append_outliers(const Work& work, unsigned count, uint8_t* o
     for (unsigned warp = 0; warp < STORE_WARPS; warp++) {
         before = warp == warp_index() ? all : before;
         last_before = warp == warp_index() ? last : last_before;
-        if (slots[3 * warp] != none) {
-            all += OutlierWriter::words_across(slots[3 * warp] - last) + slots[3 * warp + 2];
-            last = slots[3 * warp + 1];
+        const unsigned first = unsigned(work.sums[2 * warp] >> 32);
+        if (first != none) {
+            all += OutlierWriter::words_across(first - last) + unsigned(work.sums[2 * warp + 1]);
+            last = unsigned(work.sums[2 * warp]);
         }
     }
     KVD_BARRIER();

@@ -90,6 +90,11 @@ struct FixedCodes {
     }
 };
 
+// Bytes of scales and of the codes behind them, for which there may be no room.
+KVD_DEVICE unsigned behind(unsigned scales, unsigned codes) {
+    return codes == NO_CODES ? NO_CODES : scales + codes;
+}
+
 // Writes codes that stand where their coefficients stood.
 template <class Stage>
 KVD_DEVICE unsigned write_in_place(const Work& work, uint8_t* codes, unsigned bits) {

@@ -114,11 +114,11 @@ struct StorePolar {
             return NO_CODES;
         }
         const unsigned scales = unsigned(Polar::codes_at(work.side, work.page()));
-        return scales + Stage::write(work, work.payload + scales, Polar::pairs(work.side),
-                                     work.side.bits, [&](unsigned token, unsigned pair) {
-                                         const unsigned at = first_channel(work.side, pair);
-                                         return unsigned(work.words[token * work.stride + at]);
-                                     });
+        const auto code = [&](unsigned token, unsigned pair) {
+            return unsigned(work.words[token * work.stride + first_channel(work.side, pair)]);
+        };
+        return behind(scales, Stage::write(work, work.payload + scales, Polar::pairs(work.side),
+                                           work.side.bits, code));
     }
 };
 

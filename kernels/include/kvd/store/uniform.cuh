@@ -210,7 +210,8 @@ struct StoreUniform {
             return NO_CODES;
         }
         const unsigned scales = groups * Levels::PAIR_BYTES;
-        return scales + write_in_place<Stage>(work, work.payload + scales, work.side.bits);
+        const unsigned bits = work.side.bits;
+        return behind(scales, write_in_place<Stage>(work, work.payload + scales, bits));
     }
 };
 

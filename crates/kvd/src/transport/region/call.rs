@@ -1,10 +1,13 @@
 //! Calls through a region: payloads are copied out of it before anything looks at them, because the
-//! worker may write at any time, and answers are copied into it.
+//! worker may write at any time, and answers are copied into it; but attention in device memory
+//! that kernels reach is answered where it is.
 
 use super::Region;
-use crate::service::{AttendReply, Call, Service, ServiceError};
+use crate::metrics::Metric;
+use crate::service::{AttendReply, Call, OpenMemory, Service, ServiceError};
 use crate::transport::measure::answer as measured;
 use bytes::Bytes;
+use kvd_compute::RegionPlaces;
 use kvd_core::{DType, ErrorCode};
 use kvd_proto::domain::{AttendBatch, StoreChunk, inline};
 use kvd_proto::{RequestError, v1};
@@ -17,7 +20,9 @@ pub(super) async fn answer(service: &Service, region: &Region, call: v1::RegionC
     let deadline = timeout.and_then(|us| Instant::now().checked_add(Duration::from_micros(us)));
     let caller = Call { namespace: region.namespace.clone(), deadline };
     let (name, metrics) = (name(&call), service.metrics());
-    let served = measured(metrics, name, &caller, serve(service, region, &caller, call.call));
+    let launched = call.say_launched.then_some(call.done);
+    let served = serve(service, region, &caller, (call.call, launched));
+    let served = measured(metrics, name, &caller, served);
     let outcome = match served.await {
         Ok(values) => Outcome::Done(values),
         Err(status) => {
@@ -40,17 +45,18 @@ async fn serve(
     service: &Service,
     region: &Region,
     caller: &Call,
-    call: Option<v1::region_call::Call>,
+    (call, launched): (Option<v1::region_call::Call>, Option<u64>),
 ) -> Result<[u32; 3], ServiceError> {
     match call {
         None => Err(RequestError::Missing { field: "call" }.into()),
         Some(v1::region_call::Call::Attend(call)) => {
-            attend(service, region, caller, call).await?;
+            attend(service, region, caller, (call, launched)).await?;
             Ok([0; 3])
         }
         Some(v1::region_call::Call::Store(mut request)) => {
             request.k = taken(service, region, caller, request.k).await?;
             request.v = taken(service, region, caller, request.v).await?;
+            count(service, if region.device.is_some() { "copied" } else { "file" });
             let chunk = StoreChunk::try_from(request)?;
             let stored = service.store(caller, chunk).await?;
             Ok([stored.length, stored.replayed.into(), stored.packed_blocks])
@@ -58,15 +64,25 @@ async fn serve(
     }
 }
 
+/// Counts a call by where its payloads were.
+fn count(service: &Service, payloads: &'static str) {
+    service.metrics().counter(Metric::RegionCallsTotal, &[("payloads", payloads)]).increment(1);
+}
+
 async fn attend(
     service: &Service,
     region: &Region,
     caller: &Call,
-    call: v1::RegionAttend,
+    (call, launched): (v1::RegionAttend, Option<u64>),
 ) -> Result<(), ServiceError> {
     let mut request = call.request.ok_or(RequestError::Missing { field: "request" })?;
-    request.q = taken(service, region, caller, request.q).await?;
-    let batch = AttendBatch::try_from(request)?;
+    let payload = request.q.take();
+    let elsewhere = region.device.as_ref().zip(slice_of(payload.as_ref()));
+    request.q = match elsewhere {
+        Some(_) => Some(inline(Bytes::new())),
+        None => taken(service, region, caller, payload).await?,
+    };
+    let mut batch = AttendBatch::try_from(request)?;
     let model = service.model(caller, batch.model)?;
     // Before any work: an answer must have its place.
     let heads = u64::from(batch.rows()) * u64::from(batch.q_heads);
@@ -74,10 +90,64 @@ async fn attend(
     let values = heads * u64::from(model.shape.geometry.head_dim_v);
     let out = place(region, "out", shape, call.out, values, batch.dtype)?;
     let lse = place(region, "lse", "[sum of n_q, q_heads]", call.lse, heads, DType::F32)?;
+    if let Some((device, q)) = elsewhere {
+        check(region, q.offset, q.bytes)?;
+        batch.check_shape_of(&model.shape.geometry, q.bytes)?;
+        if aligned(batch.dtype, q.offset, out, lse) && device.reaches(&model, &batch) {
+            let places = RegionPlaces { region: device.region(), q: q.offset, out, lse };
+            count(service, "in_place");
+            let at = (places, q.bytes);
+            let memory = region.memory.clone();
+            let tell = move || {
+                let record = launched.map(|done| Completion::at(&memory, done));
+                // The record was tested when the call came.
+                let _ = record.map(|record| record.and_then(|record| record.launched()));
+            };
+            return service.attend_in_place(caller, batch, at, tell).await;
+        }
+        batch.q = copied(service, device, caller, q).await?;
+    }
+    count(service, if region.device.is_some() { "copied" } else { "file" });
     let reply: AttendReply = service.attend(caller, batch).await?;
     let bytes = reply.lse.iter().flat_map(|value| value.to_le_bytes()).collect();
     put(region, caller, out, reply.out).await?;
     put(region, caller, lse, bytes).await
+}
+
+/// Whether kernels can read and write values there.
+fn aligned(dtype: DType, q: u64, out: u64, lse: u64) -> bool {
+    let value = dtype.size_bytes() as u64;
+    q.is_multiple_of(value) && out.is_multiple_of(value) && lse.is_multiple_of(4)
+}
+
+/// Where in a region a payload is, if it is there.
+fn slice_of(payload: Option<&v1::Payload>) -> Option<v1::RegionSlice> {
+    match payload?.source {
+        Some(v1::payload::Source::Region(slice)) => Some(slice),
+        _ => None,
+    }
+}
+
+/// A slice of device memory, copied; a copy is the daemon's memory, as a message is.
+async fn copied(
+    service: &Service,
+    device: &OpenMemory,
+    caller: &Call,
+    slice: v1::RegionSlice,
+) -> Result<Bytes, ServiceError> {
+    check_size(service, slice)?;
+    Ok(device.read(caller, slice.offset, slice.bytes).await?.into())
+}
+
+/// Refuses a copy larger than a message.
+fn check_size(service: &Service, slice: v1::RegionSlice) -> Result<(), ServiceError> {
+    let max = service.config().message_bytes_max as u64;
+    if slice.bytes <= max {
+        return Ok(());
+    }
+    let bytes = slice.bytes;
+    let message = format!("a slice of {bytes} bytes is over server.message_bytes_max = {max}");
+    Err(ServiceError::new(ErrorCode::MessageTooLarge, message))
 }
 
 /// A payload with its bytes, copied out of the region if they are there.
@@ -87,26 +157,18 @@ async fn taken(
     caller: &Call,
     payload: Option<v1::Payload>,
 ) -> Result<Option<v1::Payload>, ServiceError> {
-    let Some(v1::Payload { source: Some(v1::payload::Source::Region(slice)) }) = payload else {
-        return Ok(payload);
-    };
+    let Some(slice) = slice_of(payload.as_ref()) else { return Ok(payload) };
     check(region, slice.offset, slice.bytes)?;
-    // The copy is the daemon's memory, as a message is.
-    let max = service.config().message_bytes_max as u64;
-    if slice.bytes > max {
-        let bytes = slice.bytes;
-        let message = format!("a slice of {bytes} bytes is over server.message_bytes_max = {max}");
-        return Err(ServiceError::new(ErrorCode::MessageTooLarge, message));
-    }
     let bytes = match &region.device {
-        Some(device) => device.read(caller, slice.offset, slice.bytes).await?,
+        Some(device) => copied(service, device, caller, slice).await?,
         None => {
+            check_size(service, slice)?;
             let mut bytes = vec![0; slice.bytes as usize];
             region.memory.read(slice.offset, &mut bytes)?;
-            bytes
+            bytes.into()
         }
     };
-    Ok(Some(inline(Bytes::from(bytes))))
+    Ok(Some(inline(bytes)))
 }
 
 /// Tests that payloads may be there.

@@ -8,7 +8,7 @@ mod frames;
 use super::connection::Phase;
 use super::socket::SocketFile;
 use crate::metrics::{Metric, Metrics};
-use crate::service::{Call, OpenMemory, Service, ServiceError};
+use crate::service::{Call, Offer, OpenMemory, Service, ServiceError};
 use frames::Frames;
 use kvd_compute::RegionHandle;
 use kvd_core::{ErrorCode, Namespace};
@@ -38,8 +38,9 @@ pub(super) struct RegionServer {
 /// A region that is open.
 struct Region {
     namespace: Namespace,
-    /// Completion records, and payloads where no device memory is open.
-    memory: Memory,
+    /// Completion records, and payloads where no device memory is open. A lane may tell of a launch
+    /// there when the region is gone.
+    memory: Arc<Memory>,
     /// Payloads.
     device: Option<OpenMemory>,
     regions: Gauge,
@@ -58,6 +59,7 @@ impl Region {
         let bytes = metrics.gauge(Metric::RegionBytes, &[]);
         regions.increment(1.0);
         bytes.increment(memory.size_bytes() as f64);
+        let memory = Arc::new(memory);
         Self { namespace, memory, device: None, regions, bytes, _permit: permit }
     }
 }
@@ -130,11 +132,15 @@ async fn connection(
         Ok((region, kind, reason)) => (Arc::new(region), kind, reason),
         Err(error) => return refuse(&frames, &error).await,
     };
+    let opened = region.device.as_ref().map(OpenMemory::opened);
+    let event = opened.and_then(|opened| opened.event);
     let response = v1::OpenRegionResponse {
         kind: kind.into(),
         reason,
         boot_id: service.boot_id().to_owned(),
         refused: String::new(),
+        cuda_event: event.map(|event| event.to_vec().into()).unwrap_or_default(),
+        copied: opened.and_then(|opened| opened.copied.clone()).unwrap_or_default(),
     };
     if frames.send(&response).await.is_err() {
         return;
@@ -183,7 +189,7 @@ async fn open(
     };
     let second = if files.len() > 1 { files.pop() } else { None };
     match map(&request, files, service, permit) {
-        Ok(region) => Ok(Ok(with_device(region, request, second, service).await)),
+        Ok(region) => Ok(with_device(region, request, second, service).await),
         Err(error) => Ok(Err(error)),
     }
 }
@@ -192,16 +198,16 @@ async fn open(
 type Opened = (Region, v1::RegionKind, String);
 
 /// Opens the device memory that the worker offers. Without it, and with the reason, payloads are in
-/// the memory file.
+/// the memory file. A GPU that is not the daemon's is refused.
 async fn with_device(
     mut region: Region,
     request: v1::OpenRegionRequest,
     file: Option<OwnedFd>,
     service: &Arc<Service>,
-) -> Opened {
+) -> Result<Opened, ServiceError> {
     use v1::open_region_request::Device;
     let (kind, handle) = match request.device {
-        None => return (region, v1::RegionKind::Memfd, String::new()),
+        None => return Ok((region, v1::RegionKind::Memfd, String::new())),
         Some(Device::CudaIpc(bytes)) => {
             let wanted = RegionHandle::IPC_BYTES;
             let handle = bytes[..].try_into().map(RegionHandle::CudaIpc);
@@ -214,15 +220,20 @@ async fn with_device(
             (v1::RegionKind::CudaFd, handle.ok_or(reason))
         }
     };
+    let uuid = service.gpu(&request.device_uuid)?;
+    let size_bytes = request.device_bytes;
     let caller = Call { namespace: region.namespace.clone(), deadline: None };
     let opened = match handle {
         Err(reason) => Err(reason),
-        Ok(handle) => OpenMemory::open(service, &caller, handle, request.device_bytes)
+        Ok(handle) => OpenMemory::open(service, &caller, Offer { handle, size_bytes, uuid })
             .await
             .map_err(|error| error.to_string()),
     };
-    match opened {
+    Ok(match opened {
         Ok(device) => {
+            if let Some(reason) = &device.opened().copied {
+                tracing::info!(reason, "a region's device memory is copied through the host");
+            }
             region.device = Some(device);
             (region, kind, String::new())
         }
@@ -230,7 +241,7 @@ async fn with_device(
             tracing::info!(%reason, "a region's payloads are in its memory file");
             (region, v1::RegionKind::Memfd, reason)
         }
-    }
+    })
 }
 
 fn map(

@@ -1,134 +1,21 @@
 //! Regions whose payloads are in a device's memory, over a device that a test can look into.
 
+mod device;
+
 use super::*;
 use crate::config::{Config, Overrides};
 use crate::daemon::{Daemon, Running};
+use device::{Device, Memories};
 use kvd_client::{
-    AttendBatch, AttendPlaces, AttendQuery, Attended, Client, Region as Shared, RegionDevice,
-    RegionKind, RegionOptions, RegionSlice, StoreChunk,
+    AttendBatch, AttendPlaces, AttendQuery, Attended, Client, ClientError, Launch,
+    Region as Shared, RegionDevice, RegionKind, RegionOptions, RegionSlice, StoreChunk,
 };
-use kvd_compute::{
-    AttendPlan, Backend, BackendError, CpuBackend, CpuOptions, DeviceInfo, DeviceRegion,
-    EncodeSource, EncodedPages, IncomingRows, LoadPlan, LoadedRows, ModelBytes, RawTarget, Source,
-};
-use kvd_core::{DType, Extent, Geometry, LayerIndex, ModelId, RopePairing};
-use parking_lot::Mutex;
-use std::collections::BTreeMap;
+use kvd_compute::{Backend, CpuBackend, CpuOptions};
+use kvd_core::{DType, Geometry, LayerIndex, RopePairing};
 
-/// Memory of a worker, by the first byte of the handle that names it, and what is open of it.
-#[derive(Clone, Default)]
-struct Memories {
-    all: Arc<Mutex<BTreeMap<u8, Vec<u8>>>>,
-    open: Arc<Mutex<Vec<u8>>>,
-}
-
-/// The processor, as if it had memory of its own.
-struct Device {
-    cpu: CpuBackend,
-    memories: Memories,
-}
-
-impl Device {
-    fn with<T>(&self, region: DeviceRegion, look: impl FnOnce(&mut Vec<u8>) -> T) -> T {
-        look(self.memories.all.lock().get_mut(&(region.0 as u8)).expect("an open region"))
-    }
-}
-
-impl Backend for Device {
-    fn info(&self) -> DeviceInfo {
-        self.cpu.info()
-    }
-    fn register(&mut self, model: ModelId, codec: kvd_codec::ModelCodec) {
-        self.cpu.register(model, codec);
-    }
-    fn unregister(&mut self, model: ModelId) {
-        self.cpu.unregister(model);
-    }
-    fn model_bytes(&self, model: ModelId) -> Result<ModelBytes, BackendError> {
-        self.cpu.model_bytes(model)
-    }
-    fn check(&self, model: ModelId, rows: &IncomingRows) -> Result<(), BackendError> {
-        self.cpu.check(model, rows)
-    }
-    fn write(
-        &mut self,
-        model: ModelId,
-        rows: &IncomingRows,
-        source_row: u32,
-        count: u32,
-        to: RawTarget,
-    ) -> Result<(), BackendError> {
-        self.cpu.write(model, rows, source_row, count, to)
-    }
-    fn copy(
-        &mut self,
-        model: ModelId,
-        layer: LayerIndex,
-        from: &Source,
-        count: u32,
-        to: RawTarget,
-    ) -> Result<(), BackendError> {
-        self.cpu.copy(model, layer, from, count, to)
-    }
-    fn encode(
-        &mut self,
-        model: ModelId,
-        layer: LayerIndex,
-        blocks: &[EncodeSource],
-    ) -> Result<Vec<Result<EncodedPages, BackendError>>, BackendError> {
-        self.cpu.encode(model, layer, blocks)
-    }
-    fn place(&mut self, pages: &EncodedPages, to: Extent) {
-        self.cpu.place(pages, to);
-    }
-    fn attend(&mut self, plan: &AttendPlan) -> Result<kvd_compute::Attended, BackendError> {
-        self.cpu.attend(plan)
-    }
-    fn load(&mut self, plan: &LoadPlan) -> Result<LoadedRows, BackendError> {
-        self.cpu.load(plan)
-    }
-    fn open_region(
-        &mut self,
-        handle: RegionHandle,
-        bytes: u64,
-    ) -> Result<DeviceRegion, BackendError> {
-        let RegionHandle::CudaIpc([name, ..]) = handle else {
-            let message = "no descriptors here".to_owned();
-            return Err(BackendError::Device { code: ErrorCode::InvalidArgument, message });
-        };
-        let len = self.memories.all.lock().get(&name).map_or(0, |memory| memory.len() as u64);
-        if len < bytes || len == 0 {
-            let message = format!("no memory {name} of {bytes} bytes");
-            return Err(BackendError::Device { code: ErrorCode::InvalidArgument, message });
-        }
-        self.memories.open.lock().push(name);
-        Ok(DeviceRegion(name.into()))
-    }
-    fn close_region(&mut self, region: DeviceRegion) {
-        self.memories.open.lock().retain(|name| u64::from(*name) != region.0);
-    }
-    fn read_region(
-        &mut self,
-        region: DeviceRegion,
-        offset: u64,
-        bytes: &mut [u8],
-    ) -> Result<(), BackendError> {
-        let len = bytes.len();
-        self.with(region, |memory| bytes.copy_from_slice(&memory[offset as usize..][..len]));
-        Ok(())
-    }
-    fn write_region(
-        &mut self,
-        region: DeviceRegion,
-        offset: u64,
-        bytes: &[u8],
-    ) -> Result<(), BackendError> {
-        self.with(region, |memory| {
-            memory[offset as usize..][..bytes.len()].copy_from_slice(bytes);
-        });
-        Ok(())
-    }
-}
+/// UUIDs of the daemon's devices.
+const UUIDS: [&str; 2] =
+    ["GPU-11111111-1111-1111-1111-111111111111", "GPU-22222222-2222-2222-2222-2222222222ab"];
 
 const DIM: u32 = 64;
 
@@ -143,6 +30,11 @@ struct Fixture {
 
 impl Fixture {
     async fn new() -> Self {
+        Self::over(vec![Memories::default()]).await
+    }
+
+    /// Over as many devices; the first is looked into.
+    async fn over(all: Vec<Memories>) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let path = |name: &str| dir.path().join(name).display().to_string();
         let flags = [
@@ -153,12 +45,18 @@ impl Fixture {
             ("device.pool_bytes", "4 MiB".to_owned()),
         ];
         let flags = flags.map(|(key, value)| (key.to_owned(), value)).to_vec();
-        let config = Config::load(&Overrides { file: None, environment: false, flags }).unwrap();
+        let file = dir.path().join("kvd.toml");
+        std::fs::write(&file, "[namespaces]\nallowed = [\"default\", \"other\"]\n").unwrap();
+        let overrides = Overrides { file: Some(file), environment: false, flags };
+        let config = Config::load(&overrides).unwrap();
         let options = CpuOptions { arena_bytes: 4 << 20, prefault: false, threads: 1 };
-        let memories = Memories::default();
-        let cpu = CpuBackend::new(options).unwrap();
-        let device: Box<dyn Backend> = Box::new(Device { cpu, memories: memories.clone() });
-        let running = Daemon::build_on(config, vec![device]).await.unwrap().spawn();
+        let memories = all[0].clone();
+        let device = |(memories, uuid): (Memories, &str)| -> Box<dyn Backend> {
+            let cpu = CpuBackend::new(options).unwrap();
+            Box::new(Device { cpu, memories, uuid: uuid.to_owned() })
+        };
+        let devices = all.into_iter().zip(UUIDS).map(device).collect();
+        let running = Daemon::build_on(config, devices).await.unwrap().spawn();
         let endpoint = format!("unix:{}", path("grpc")).parse().unwrap();
         let client = Client::connect(endpoint).await.unwrap();
         let batch = stored(&client).await;
@@ -167,18 +65,38 @@ impl Fixture {
 
     /// A region with device memory of that name, which begins with the batch's queries.
     fn open(&self, name: u8) -> Shared {
+        self.open_with(name, |options| options).unwrap()
+    }
+
+    fn open_with(
+        &self,
+        name: u8,
+        change: impl FnOnce(RegionOptions) -> RegionOptions,
+    ) -> Result<Shared, ClientError> {
         let memory = [&self.batch.q[..], &vec![0; 4096]].concat();
         let bytes = memory.len() as u64;
         self.memories.all.lock().insert(name, memory);
         let mut handle = [0; 64];
         handle[0] = name;
-        self.region(RegionDevice::CudaIpc(handle), bytes)
+        self.region(RegionDevice::CudaIpc(handle), bytes, change)
     }
 
-    fn region(&self, device: RegionDevice, bytes: u64) -> Shared {
+    fn region(
+        &self,
+        device: RegionDevice,
+        bytes: u64,
+        change: impl FnOnce(RegionOptions) -> RegionOptions,
+    ) -> Result<Shared, ClientError> {
         let options = RegionOptions::default().with_bytes(4096).with_device(device, bytes);
         let path = self.dir.path().join("region");
-        tokio::task::block_in_place(|| Shared::open(path, &options).unwrap())
+        tokio::task::block_in_place(|| Shared::open(path, &change(options)))
+    }
+
+    /// Calls through regions by where their payloads were.
+    fn calls(&self, payloads: &str) -> u64 {
+        let text = self.running.service().metrics().render();
+        let series = format!("kvd_region_calls_total{{payloads=\"{payloads}\"}} ");
+        text.lines().find_map(|line| line.strip_prefix(&series)).unwrap().parse().unwrap()
     }
 
     /// Where the parts of the batch are in device memory; its record is in the memory file.
@@ -190,17 +108,22 @@ impl Fixture {
     }
 
     /// Attends through a region; the answer as it is in device memory.
-    fn attend(&self, region: &Shared, name: u8) -> Result<Attended, kvd_client::ClientError> {
+    fn attend(&self, region: &Shared, name: u8) -> Result<Attended, ClientError> {
         let at = self.places();
         tokio::task::block_in_place(|| {
             region.send_attend(self.batch.clone(), at)?;
             region.wait(at.done)
         })?;
+        Ok(self.answer(at, name))
+    }
+
+    /// What is in an answer's places.
+    fn answer(&self, at: AttendPlaces, name: u8) -> Attended {
         let memories = self.memories.all.lock();
         let slice = |at: RegionSlice| &memories[&name][at.offset as usize..][..at.bytes as usize];
         let lse = slice(at.lse).as_chunks::<4>().0.iter();
         let lse = lse.map(|value| f32::from_le_bytes(*value)).collect();
-        Ok(Attended { out: slice(at.out).to_vec().into(), lse })
+        Attended { out: slice(at.out).to_vec().into(), lse }
     }
 
     async fn eventually_open(&self, names: &[u8]) {
@@ -246,7 +169,10 @@ async fn payloads_in_device_memory_are_answered_there_with_the_same_bytes() {
     let right = fixture.client.attend(fixture.batch.clone()).await.unwrap();
     let region = fixture.open(7);
     assert_eq!((region.kind(), region.reason()), (RegionKind::CudaIpc, ""));
+    assert_eq!((region.copied(), region.event()), ("", Some([7; 64])));
     assert_eq!(fixture.attend(&region, 7).unwrap(), right);
+    assert_eq!(fixture.memories.copies(), 0, "no payload went through the host");
+    assert_eq!(["file", "in_place", "copied"].map(|payloads| fixture.calls(payloads)), [0, 1, 0]);
     let blocking = || region.attend(fixture.batch.clone(), [DIM, DIM]);
     let refused = tokio::task::block_in_place(blocking).unwrap_err();
     assert!(refused.message.contains("device memory (CudaIpc)"), "{refused}");
@@ -281,16 +207,130 @@ async fn memory_that_the_device_cannot_open_is_replaced_with_the_reason() {
     let fixture = Fixture::new().await;
     let mut handle = [0; 64];
     handle[0] = 99;
-    let region = fixture.region(RegionDevice::CudaIpc(handle), 4096);
+    let plain = |options| options;
+    let region = fixture.region(RegionDevice::CudaIpc(handle), 4096, plain).unwrap();
     assert_eq!(region.kind(), RegionKind::Memfd);
     assert_eq!(region.reason(), "no memory 99 of 4096 bytes");
     let file = std::fs::File::open("/dev/null").unwrap();
     let device = RegionDevice::CudaFd(Arc::new(OwnedFd::from(file)));
-    let region = fixture.region(device, 4096);
+    let region = fixture.region(device, 4096, plain).unwrap();
     assert_eq!((region.kind(), region.reason()), (RegionKind::Memfd, "no descriptors here"));
     let right = fixture.client.attend(fixture.batch.clone()).await.unwrap();
     let answer =
         tokio::task::block_in_place(|| region.attend(fixture.batch.clone(), [DIM, DIM])).unwrap();
     assert_eq!(answer, right);
+    fixture.running.drain().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn payloads_that_kernels_cannot_reach_are_copied_and_the_reason_is_named() {
+    let fixture = Fixture::new().await;
+    let right = fixture.client.attend(fixture.batch.clone()).await.unwrap();
+    // Values that are not aligned: this call alone.
+    let region = fixture.open(1);
+    let at = fixture.places();
+    let odd = AttendPlaces { out: RegionSlice { offset: at.out.offset + 1, ..at.out }, ..at };
+    let odd = AttendPlaces { lse: RegionSlice { offset: odd.lse.offset + 5, ..at.lse }, ..odd };
+    tokio::task::block_in_place(|| {
+        region.send_attend(fixture.batch.clone(), odd).unwrap();
+        region.wait(odd.done).unwrap();
+    });
+    assert_eq!(fixture.answer(odd, 1), right);
+    assert_eq!(["in_place", "copied"].map(|payloads| fixture.calls(payloads)), [0, 1]);
+    assert_eq!(fixture.attend(&region, 1).unwrap(), right);
+    // A device without the kernels: every call.
+    *fixture.memories.copied.lock() = Some("no kernel kvd_queries".to_owned());
+    let region = fixture.open(2);
+    assert_eq!((region.kind(), region.copied()), (RegionKind::CudaIpc, "no kernel kvd_queries"));
+    let before = fixture.memories.copies();
+    assert_eq!(fixture.attend(&region, 2).unwrap(), right);
+    assert_eq!(fixture.memories.copies() - before, 3, "queries, outputs, log-sum-exps");
+    assert_eq!(fixture.calls("copied"), 2);
+    fixture.running.drain().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn memory_is_opened_by_the_device_of_its_uuid_and_one_of_no_device_is_refused() {
+    let other = Memories::default();
+    let fixture = Fixture::over(vec![Memories::default(), other.clone()]).await;
+    other.all.lock().insert(5, vec![0; 8192]);
+    // As another tool may write it.
+    let uuid = UUIDS[1].to_uppercase();
+    let by = |uuid: &str| {
+        let uuid = uuid.to_owned();
+        fixture.open_with(5, |options| options.with_device_uuid(uuid))
+    };
+    let region = by(&uuid).unwrap();
+    assert_eq!((region.kind(), &other.open.lock()[..]), (RegionKind::CudaIpc, &[5][..]));
+    assert!(fixture.memories.open.lock().is_empty());
+    // Without one the first device that can.
+    let _first = fixture.open(5);
+    fixture.eventually_open(&[5]).await;
+    for wrong in ["GPU-33333333-3333-3333-3333-333333333333", "0", "cuda:1"] {
+        let refused = by(wrong).unwrap_err();
+        assert_eq!(refused.code, Some(ErrorCode::InvalidArgument), "{refused}");
+        let named = [wrong, UUIDS[0], UUIDS[1]].iter().all(|name| refused.message.contains(name));
+        assert!(named, "{refused}");
+    }
+    // Its device refuses the handle: the others are not asked.
+    other.all.lock().clear();
+    let region = by(UUIDS[1]).unwrap();
+    assert_eq!((region.kind(), region.reason()), (RegionKind::Memfd, "no memory 5 of 4608 bytes"));
+    fixture.running.drain().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_launch_is_told_before_the_answer_and_a_worker_that_leaves_then_keeps_its_memory_open() {
+    let fixture = Fixture::new().await;
+    let right = fixture.client.attend(fixture.batch.clone()).await.unwrap();
+    let region = fixture.open_with(3, RegionOptions::with_launches).unwrap();
+    let at = fixture.places();
+    let send = || {
+        tokio::task::block_in_place(|| {
+            region.send_attend(fixture.batch.clone(), at).unwrap();
+            region.wait_launched(at.done).unwrap()
+        })
+    };
+    let busy = fixture.memories.busy.lock();
+    assert_eq!(send(), Launch::Launched);
+    assert_ne!(fixture.answer(at, 3), right, "the device is not done yet");
+    drop(busy);
+    tokio::task::block_in_place(|| region.wait(at.done)).unwrap();
+    assert_eq!(fixture.answer(at, 3), right);
+    let ended = tokio::task::block_in_place(|| region.wait_launched(at.done)).unwrap();
+    assert_eq!(ended, Launch::Ended);
+    // The worker dies while kernels use its memory.
+    let busy = fixture.memories.busy.lock();
+    assert_eq!(send(), Launch::Launched);
+    drop(region);
+    tokio::task::block_in_place(|| std::thread::sleep(Duration::from_millis(50)));
+    assert_eq!(*fixture.memories.open.lock(), [3], "the device still uses it");
+    drop(busy);
+    fixture.eventually_open(&[]).await;
+    assert_eq!(fixture.memories.uses_after_close(), 0);
+    let next = fixture.open(4);
+    assert_eq!(fixture.attend(&next, 4).unwrap(), right);
+    fixture.running.drain().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_region_of_another_namespace_reaches_no_model_and_nothing_is_launched() {
+    let fixture = Fixture::new().await;
+    let other = Namespace::new("other").unwrap();
+    let region = fixture.open_with(9, |options| options.with_namespace(&other)).unwrap();
+    let refused = fixture.attend(&region, 9).unwrap_err();
+    assert_eq!(refused.code, Some(ErrorCode::UnknownModel), "{refused}");
+    // A length that is not the batch's, and a value that is none.
+    let region = fixture.open(8);
+    let at = fixture.places();
+    let short = AttendPlaces { q: RegionSlice { bytes: at.q.bytes - 4, ..at.q }, ..at };
+    let sent = region.send_attend(fixture.batch.clone(), short);
+    let refused = tokio::task::block_in_place(|| sent.and_then(|()| region.wait(at.done)));
+    let refused = refused.unwrap_err();
+    assert_eq!(refused.code, Some(ErrorCode::ShapeMismatch), "{refused}");
+    assert_eq!(fixture.calls("in_place"), 0);
+    fixture.memories.all.lock().get_mut(&8).unwrap()[4..8].copy_from_slice(&[0xFF; 4]);
+    let refused = fixture.attend(&region, 8).unwrap_err();
+    assert_eq!(refused.code, Some(ErrorCode::NonFinite), "{refused}");
     fixture.running.drain().await;
 }

@@ -1,0 +1,195 @@
+//! Attention on queries in a worker's memory, answered there: what comes to the host is one word
+//! per unit, whether its queries were numbers.
+
+use super::attend::{Placed, upload};
+use super::{CudaBackend, THREADS, error};
+use crate::driver::KernelLaunch;
+use crate::store::dtype_number;
+use crate::turn::{AnswerParameters, QueryParameters, TurnUnit};
+use crate::{Tables, Turns};
+use kvd_compute::{AttendPlan, BackendError, RegionPlaces};
+use kvd_core::{DType, ErrorCode};
+
+/// Of a unit whose queries are numbers: `ALL_FINITE` of `queries.cuh`.
+const ALL_FINITE: u32 = u32::MAX;
+
+/// Where queries are and answers go, as addresses.
+#[derive(Clone, Copy)]
+struct Reach {
+    q: u64,
+    out: u64,
+    lse: u64,
+}
+
+impl CudaBackend {
+    /// Answers a plan in a region, in halves when the scratch memory is too small for it at once.
+    pub(super) fn attend_at(
+        &mut self,
+        plan: &AttendPlan,
+        places: &RegionPlaces,
+        launched: &mut dyn FnMut(),
+    ) -> Result<u64, BackendError> {
+        let [key_dim, dim] = self.dims(plan)?;
+        let (rows, each) = (plan.rows(), plan.dtype.size_bytes());
+        // A kernel says by a word which of the values is none.
+        if rows * key_dim as u64 >= u64::from(ALL_FINITE) {
+            let message = format!("{rows} query rows; ask for fewer query tokens at once");
+            return Err(error(ErrorCode::LimitExceeded, message));
+        }
+        let RegionPlaces { region, q, out, lse } = *places;
+        let find = |offset, values| self.regions.find_values(region, offset, values);
+        let reach = Reach {
+            q: find(q, (rows * key_dim as u64, each))?,
+            out: find(out, (rows * dim as u64, each))?,
+            lse: find(lse, (rows, DType::F32.size_bytes()))?,
+        };
+        let event = self.regions.event(region);
+        self.attend_reaching(plan, reach, &mut |backend| {
+            event.map_or(Ok(()), |event| backend.device.record(event))?;
+            launched();
+            Ok(())
+        })
+    }
+
+    /// The same by addresses; `launched` is called behind the last launch.
+    fn attend_reaching(
+        &mut self,
+        plan: &AttendPlan,
+        reach: Reach,
+        launched: &mut dyn FnMut(&mut Self) -> Result<(), BackendError>,
+    ) -> Result<u64, BackendError> {
+        let tables = self.tables(plan, true)?;
+        let dims = self.dims(plan)?;
+        self.clear_scratch();
+        if let Some(placed) = self.place_tables(&tables, dims) {
+            return self.run_at(plan, tables, &placed, reach, launched);
+        }
+        let (first, second) = self.halves(plan)?;
+        let (rows, each) = (first.rows(), plan.dtype.size_bytes() as u64);
+        let values = dims.map(|dim| rows * dim as u64);
+        let rest = Reach {
+            q: reach.q + values[0] * each,
+            out: reach.out + values[1] * each,
+            lse: reach.lse + rows * DType::F32.size_bytes() as u64,
+        };
+        let read = self.attend_reaching(&first, reach, &mut |_| Ok(()))?;
+        let of_rest = self.attend_reaching(&second, rest, launched);
+        let of_rest = of_rest.map_err(|error| match error {
+            BackendError::NonFiniteQuery { index, value } => {
+                BackendError::NonFiniteQuery { index: index + values[0] as usize, value }
+            }
+            other => other,
+        });
+        Ok(read + of_rest?)
+    }
+
+    /// Tells units where their transforms are, which are brought to the device with the first of
+    /// them; gives the address that offsets count from.
+    fn bring_turns(
+        &mut self,
+        plan: &AttendPlan,
+        units: &mut [TurnUnit],
+    ) -> Result<u64, BackendError> {
+        let codec = self.codec(plan.model)?;
+        let group = plan.q_heads / codec.geometry().kv_heads;
+        let known = self.models[&plan.model].layers[&plan.layer].turns.as_ref();
+        if let Some((turns, address)) = known {
+            turns.place(units, group);
+            return Ok(*address);
+        }
+        let turns = Turns::new(codec, plan.layer);
+        turns.place(units, group);
+        let address = self.device.keep(&turns.steps)?;
+        let of_model = self.models.entry(plan.model).or_default();
+        if let Some(layer) = of_model.layers.get_mut(&plan.layer) {
+            layer.turns = Some((turns, address));
+        }
+        Ok(address)
+    }
+
+    fn run_at(
+        &mut self,
+        plan: &AttendPlan,
+        mut tables: Tables,
+        placed: &Placed,
+        reach: Reach,
+        launched: &mut dyn FnMut(&mut Self) -> Result<(), BackendError>,
+    ) -> Result<u64, BackendError> {
+        let geometry = self.codec(plan.model)?.geometry();
+        let token_bytes = geometry.token_bytes();
+        let group = plan.q_heads / geometry.kv_heads;
+        let [key_dim, dim] = self.dims(plan)?;
+        let steps = self.bring_turns(plan, &mut tables.turns)?;
+        let (dtype, heads, units) = (dtype_number(plan.dtype), plan.q_heads, placed.turns);
+        upload(&mut self.device, &tables, placed)?;
+        let queries = QueryParameters {
+            queries: reach.q,
+            units,
+            steps,
+            rows: placed.queries,
+            offsets: placed.offsets,
+            first_bad: placed.first_bad,
+            scale: plan.score_scale(key_dim),
+            dim: key_dim as u32,
+            dtype,
+            heads,
+            group,
+            unused: 0,
+        };
+        let count = tables.turns.len();
+        self.launch_turns(("kvd_queries", key_dim), count, bytemuck::bytes_of(&queries))?;
+        self.launch_attention(plan, &tables, placed, dim)?;
+        let answer = AnswerParameters {
+            sums: placed.sums,
+            results: placed.results(tables.ends.len(), dim),
+            units,
+            steps,
+            out: reach.out,
+            lse: reach.lse,
+            dim: dim as u32,
+            dtype,
+            heads,
+            group,
+        };
+        self.launch_turns(("kvd_answer", dim), count, bytemuck::bytes_of(&answer))?;
+        launched(self)?;
+        let mut first_bad = vec![0u32; count];
+        self.device.download(placed.first_bad, bytemuck::cast_slice_mut(&mut first_bad))?;
+        let bad = first_bad.into_iter().min().filter(|index| *index != ALL_FINITE);
+        if let Some(index) = bad {
+            return Err(self.bad_query(plan.dtype, reach.q, index)?);
+        }
+        let parts = plan.queries.iter().flat_map(|query| query.parts.iter());
+        Ok(parts.map(|part| part.stored_bytes(token_bytes)).sum())
+    }
+
+    fn launch_turns(
+        &mut self,
+        (kernel, dim): (&str, usize),
+        count: usize,
+        parameters: &[u8],
+    ) -> Result<(), BackendError> {
+        self.device.launch(KernelLaunch {
+            kernel,
+            blocks: count as u32,
+            threads: THREADS,
+            shared_bytes: Turns::shared_bytes(dim) as u32,
+            parameters,
+        })
+    }
+
+    /// What is said of a value of a worker's memory that is no number, as it is by now.
+    fn bad_query(
+        &mut self,
+        dtype: DType,
+        queries: u64,
+        index: u32,
+    ) -> Result<BackendError, BackendError> {
+        let mut bytes = [0; 4];
+        let bytes = &mut bytes[..dtype.size_bytes()];
+        self.device.download(queries + u64::from(index) * bytes.len() as u64, bytes)?;
+        let mut value = [0f32];
+        dtype.widen(bytes, &mut value);
+        Ok(BackendError::NonFiniteQuery { index: index as usize, value: value[0] })
+    }
+}

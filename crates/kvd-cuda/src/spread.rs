@@ -1,0 +1,325 @@
+//! Codes as `kernels/include/kvd/spread.cuh` makes bytes of them. Of bit allocations: the runs of
+//! a row, who spreads them, their levels as bytes, and what each byte of a row is worth. Of groups
+//! that choose their mode: the shared memory.
+
+use crate::abi::SideShape;
+use crate::side::{COPY_BYTES, RUNS_MAX, TILE_TOKENS};
+use kvd_codec::level_unit;
+use kvd_core::{Geometry, Side};
+
+/// Items of a warp's job, two for every code of a token: `SPREAD_JOB`.
+const JOB_ITEMS: usize = 64;
+/// Widths whose levels registers hold: `SPREAD_BITS_REGISTERS`.
+const REGISTER_BITS: usize = 4;
+const REGISTER_CODES: usize = 1 << REGISTER_BITS;
+/// Neighbours in a word.
+const QUAD: usize = 4;
+/// Words of the table's head, and of a run.
+const HEAD_WORDS: usize = 4;
+const RUN_WORDS: usize = 8;
+/// Words of values that begin at so many have four lanes at different banks.
+const ROW_STEP: usize = 16;
+/// Places of values that a product of all warps takes.
+const BLOCK_PLACES: usize = 32;
+/// Rows of fours of tokens in a tile.
+const TOKEN_QUADS: usize = TILE_TOKENS / QUAD;
+
+/// The runs of a row, `[first, len, width]`, levels of all widths, and a scale per coefficient.
+#[derive(Clone, Copy)]
+pub(crate) struct Allocation<'a> {
+    pub(crate) runs: &'a [[usize; 3]],
+    pub(crate) levels: &'a [f32],
+    pub(crate) scales: &'a [f32],
+}
+
+/// A position of a row of bytes: a coefficient's high byte, or its low one.
+#[derive(Clone, Copy, Default)]
+struct Position {
+    channel: u16,
+    /// Whether the next position has the low byte of the same.
+    is_split: bool,
+    factor: f32,
+}
+
+/// Levels of a width as bytes: what one of the last is worth, and all of them, `[parts, levels]`.
+struct LevelBytes {
+    unit: f32,
+    parts: Vec<Vec<i8>>,
+}
+
+impl LevelBytes {
+    /// Whole numbers of a unit are a byte, others two.
+    fn new(levels: &[f32]) -> Self {
+        if let Some(unit) = level_unit(levels) {
+            let whole = |level: &f32| (level / unit).round() as i8;
+            return Self { unit, parts: vec![levels.iter().map(whole).collect()] };
+        }
+        let (unit, halves) = crate::lookup::halves(levels);
+        let part = |at: usize| halves.iter().map(|bytes| bytes[at]).collect();
+        Self { unit, parts: vec![part(0), part(1)] }
+    }
+
+    /// What byte `part` of a level is worth.
+    fn worth(&self, part: usize) -> f32 {
+        if part + 1 == self.parts.len() { self.unit } else { 256.0 * self.unit }
+    }
+
+    /// Of few codes sixteen of each part, else all parts of each code.
+    fn table(&self, width: usize) -> Vec<u8> {
+        let byte =
+            |part: usize, code: usize| self.parts.get(part).map_or(0, |part| part[code] as u8);
+        if width > REGISTER_BITS {
+            return (0..1 << width).flat_map(|code| [byte(0, code), byte(1, code)]).collect();
+        }
+        let padded = |part| {
+            (0..REGISTER_CODES)
+                .map(move |code| if code < 1 << width { byte(part, code) } else { 0 })
+        };
+        (0..2).flat_map(padded).collect()
+    }
+}
+
+/// A table of one side of one head.
+#[derive(Default)]
+struct Spread {
+    /// As they lie in a page.
+    runs: Vec<[u32; RUN_WORDS]>,
+    jobs: Vec<u32>,
+    positions: Vec<Position>,
+    levels: Vec<u8>,
+    tile_bytes: usize,
+}
+
+/// Appends what spreads a side's codes to the layer's tables, and says in `shape` where it is.
+pub(crate) fn place(side: Side, of: Allocation<'_>, tables: &mut Vec<u8>, shape: &mut SideShape) {
+    let mut spread = Spread::new(side, of);
+    let coded = spread.positions.len();
+    let row = row_of(side, coded);
+    let channels = of.runs.iter().filter(|run| run[2] == 0).flat_map(|run| run[0]..run[0] + run[1]);
+    match side {
+        Side::Key => spread.positions.resize(row, Position::default()),
+        Side::Value => spread.positions.extend(channels.map(Position::nothing)),
+    }
+    let places = spread.positions.len();
+    tables.resize(tables.len().next_multiple_of(COPY_BYTES), 0);
+    shape.entries = tables.len() as u64;
+    shape.spread_table = spread.append(tables) as u32;
+    (shape.spread_row, shape.spread_places) = (row as u32, places as u32);
+    shape.spread_bytes = bytes_of_tile(side, row, places) as u32;
+}
+
+/// Positions of a row in shared memory: of keys whole steps of the products, of values so many that
+/// the words of four lanes are in different banks.
+fn row_of(side: Side, positions: usize) -> usize {
+    match side {
+        Side::Key => positions.next_multiple_of(TILE_TOKENS),
+        Side::Value => (positions + ROW_STEP / 2).next_multiple_of(ROW_STEP) - ROW_STEP / 2,
+    }
+}
+
+/// Shared memory of a tile of bytes. Of values the last row is read as far as the last places.
+fn bytes_of_tile(side: Side, row: usize, places: usize) -> usize {
+    let last = match side {
+        Side::Key => row,
+        Side::Value => row.max(places.next_multiple_of(BLOCK_PLACES)),
+    };
+    QUAD * ((TOKEN_QUADS - 1) * row + last)
+}
+
+/// Widest codes to whose bytes a sign can be added.
+const SIGNED_BITS_MAX: u32 = 7;
+
+/// Says in the shape of a side whose groups choose their mode what spreading its codes takes, if
+/// its kernel does: of keys a step of the products is of one group of each token, of values a tile
+/// is of one group of each channel.
+pub(crate) fn place_hybrid(side: Side, shape: &mut SideShape) {
+    let (dim, tile) = (shape.dim as usize, TILE_TOKENS as u32);
+    let page = Geometry::BLOCK_TOKENS_MAX;
+    let one_group = shape.scale_tokens.is_multiple_of(tile) || shape.scale_tokens >= page;
+    let fits = match side {
+        Side::Key => {
+            shape.scale_tokens == 1
+                && shape.scale_channels.is_multiple_of(tile)
+                && shape.dim.is_multiple_of(tile)
+        }
+        Side::Value => shape.scale_channels == 1 && one_group && dim.is_multiple_of(QUAD),
+    };
+    if !fits || shape.bits > SIGNED_BITS_MAX {
+        return;
+    }
+    let row = row_of(side, dim);
+    (shape.spread_row, shape.spread_places) = (row as u32, dim as u32);
+    // A step and a zero point, f32, behind the bytes: of keys for each token and 32 channels, of
+    // values for each channel.
+    shape.spread_bytes = (bytes_of_tile(side, row, dim) + 8 * dim) as u32;
+}
+
+/// The shape of what no calibration has said yet: as if all coefficients had codes, one in sixteen
+/// of them levels of two bytes, in runs whose last fours are not full.
+pub(crate) fn expected(side: Side, dim: usize) -> SideShape {
+    let positions = dim + dim / 16 + if side == Side::Key { 2 * QUAD } else { 0 };
+    let row = row_of(side, positions);
+    SideShape {
+        spread_bytes: bytes_of_tile(side, row, positions) as u32,
+        spread_row: row as u32,
+        spread_places: positions as u32,
+        ..SideShape::default()
+    }
+}
+
+impl Position {
+    /// A coefficient without codes.
+    fn nothing(channel: usize) -> Self {
+        Self { channel: channel as u16, ..Self::default() }
+    }
+}
+
+impl Spread {
+    fn new(side: Side, of: Allocation<'_>) -> Self {
+        let mut spread = Self::default();
+        let mut slot = 0;
+        for [_, len, width] in of.runs {
+            let bytes = TILE_TOKENS * len * width / 8;
+            let words = [*len, *width, 0, 1, bytes, spread.tile_bytes, slot, 0];
+            spread.runs.push(words.map(|word| word as u32));
+            spread.tile_bytes += bytes;
+            // Wherever it begins, its sixteens fit.
+            slot += (bytes + 2 * (COPY_BYTES - 1)) / COPY_BYTES * COPY_BYTES;
+        }
+        let coded = of.runs.iter().enumerate().filter(|(_, run)| run[1] > 0 && run[2] > 0);
+        let mut coded: Vec<(usize, LevelBytes)> = coded
+            .map(|(index, [.., width])| {
+                let first = (1 << width) - 2;
+                (index, LevelBytes::new(&of.levels[first..first + (1 << width)]))
+            })
+            .collect();
+        // Pairs of bytes first: both of a value are one lane's.
+        coded.sort_by_key(|(_, levels)| std::cmp::Reverse(levels.parts.len()));
+        for (index, levels) in coded {
+            let [_, len, width] = of.runs[index];
+            let run = &mut spread.runs[index];
+            run[2] = spread.positions.len() as u32;
+            run[3] = levels.parts.len() as u32;
+            run[7] = spread.levels.len() as u32;
+            spread.levels.extend(levels.table(width));
+            let items = (0..2 * len).step_by(JOB_ITEMS);
+            spread.jobs.extend(items.map(|item| (item << 8 | index) as u32));
+            spread.extend(side, (of.runs[index], of.scales), &levels);
+        }
+        spread
+    }
+
+    /// The positions of a run: of keys in fours of each part, of values parts in turn.
+    fn extend(
+        &mut self,
+        side: Side,
+        ([first, len, _], scales): ([usize; 3], &[f32]),
+        levels: &LevelBytes,
+    ) {
+        let parts = levels.parts.len();
+        let step = if side == Side::Key { QUAD } else { 1 };
+        for (start, scales) in (first..).step_by(step).zip(scales[first..first + len].chunks(step))
+        {
+            for part in 0..parts {
+                let quad = (start..).zip(scales).map(|(channel, scale)| Position {
+                    channel: channel as u16,
+                    is_split: part + 1 < parts,
+                    factor: scale * levels.worth(part),
+                });
+                self.positions.extend(quad);
+                let whole = self.positions.len().next_multiple_of(step);
+                self.positions.resize(whole, Position::default());
+            }
+        }
+    }
+
+    /// Appends the table; gives the bytes of it that are to stand in shared memory.
+    fn append(&self, tables: &mut Vec<u8>) -> usize {
+        let start = tables.len();
+        let levels_at = 4 * (HEAD_WORDS + RUN_WORDS * RUNS_MAX + self.jobs.len());
+        let levels_at = levels_at.next_multiple_of(COPY_BYTES);
+        let end = (levels_at + self.levels.len()).next_multiple_of(COPY_BYTES);
+        let counts = [self.runs.len(), self.jobs.len(), self.tile_bytes, end];
+        let missing = RUNS_MAX - self.runs.len();
+        let runs = self.runs.iter().copied().chain(std::iter::repeat_n([0; RUN_WORDS], missing));
+        let runs = runs.flat_map(|mut run| {
+            run[7] += levels_at as u32;
+            run
+        });
+        let words = counts.into_iter().map(|count| count as u32).chain(runs);
+        let words = words.chain(self.jobs.iter().copied());
+        tables.extend(words.flat_map(u32::to_le_bytes));
+        tables.resize(start + levels_at, 0);
+        tables.extend(&self.levels);
+        tables.resize(start + end, 0);
+        for position in &self.positions {
+            tables.extend(position.channel.to_le_bytes());
+            tables.extend(u16::from(position.is_split).to_le_bytes());
+            tables.extend(position.factor.to_le_bytes());
+        }
+        end
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Levels of all widths: those of few bits on whole levels, others not.
+    fn levels() -> Vec<f32> {
+        let width = |width: u32| {
+            let count = 1u32 << width;
+            (0..count).map(move |code| match width {
+                0..=4 => (254.0 * code as f32 / (count - 1) as f32).round() - 127.0,
+                _ => (code as f32 * 0.37).sin(),
+            })
+        };
+        (1..=8).flat_map(width).collect()
+    }
+
+    fn spread(side: Side, runs: &[[usize; 3]]) -> (Spread, SideShape, Vec<u8>) {
+        let (levels, scales) = (levels(), vec![0.5; 128]);
+        let of = Allocation { runs, levels: &levels, scales: &scales };
+        let (mut tables, mut shape) = (vec![1; 3], SideShape::default());
+        place(side, of, &mut tables, &mut shape);
+        assert_eq!(shape.entries, 16);
+        (Spread::new(side, of), shape, tables)
+    }
+
+    #[test]
+    fn positions_are_those_of_pairs_first_and_of_keys_in_fours() {
+        let runs = [[0, 5, 6], [5, 3, 3], [8, 30, 0], [38, 26, 1]];
+        let (keys, shape, tables) = spread(Side::Key, &runs);
+        // Two fours of high and of low bytes each, one four, seven.
+        assert_eq!(keys.runs.iter().map(|run| run[2]).collect::<Vec<_>>(), [0, 16, 0, 20]);
+        assert_eq!((shape.spread_row, shape.spread_places), (64, 64));
+        assert_eq!(shape.spread_bytes, 32 * 64);
+        assert_eq!(tables.len() as u32, 16 + shape.spread_table + 8 * 64);
+        let channels = |at: std::ops::Range<usize>| -> Vec<u16> {
+            keys.positions[at].iter().map(|position| position.channel).collect()
+        };
+        assert_eq!(channels(0..8), [0, 1, 2, 3, 0, 1, 2, 3]);
+        assert_eq!(channels(16..19), [5, 6, 7]);
+        let low = keys.positions[4].factor;
+        assert_eq!(keys.positions[0].factor, 256.0 * low);
+        // What no calibration has said yet is about as much.
+        let expected = expected(Side::Key, 128);
+        assert!((128..192).contains(&expected.spread_row));
+
+        let (values, shape, _) = spread(Side::Value, &runs);
+        assert_eq!(values.runs.iter().map(|run| run[2]).collect::<Vec<_>>(), [0, 10, 0, 13]);
+        assert!(values.positions[8].is_split && !values.positions[9].is_split);
+        assert_eq!((shape.spread_row, shape.spread_places), (40, 39 + 30));
+        assert_eq!(shape.spread_bytes, 4 * (7 * 40 + 96));
+    }
+
+    #[test]
+    fn jobs_are_of_all_codes_and_slots_hold_what_is_staged() {
+        let (spread, ..) = spread(Side::Value, &[[0, 40, 4], [40, 16, 2], [56, 8, 0]]);
+        assert_eq!(spread.jobs, [0, 64 << 8, 1]);
+        let column = |at: usize| spread.runs.iter().map(|run| run[at]).collect::<Vec<_>>();
+        assert_eq!((column(4), column(5)), (vec![640, 128, 0], vec![0, 640, 768]));
+        assert_eq!(column(6), [0, 640 + 16, 640 + 16 + 128 + 16]);
+        assert_eq!(spread.tile_bytes, 768);
+    }
+}

@@ -1,0 +1,125 @@
+//! Queries and answers that stay in a worker's device memory: what the kernels of
+//! `kernels/region.cu` are given. [`Turns`] are the transforms of a layer's heads, queries into
+//! coefficient space and sums of values out of it. Pure: reads no memory of a device.
+
+mod abi;
+
+pub use abi::{AnswerParameters, QueryParameters, TurnUnit};
+
+use kvd_codec::{ModelCodec, TurnStep};
+use kvd_core::{LayerIndex, Side};
+
+/// Rows of a unit at most: `TURN_ROWS` of `turn.cuh`.
+pub(crate) const TURN_ROWS: usize = 8;
+/// Threads of a thread block.
+const TURN_THREADS: usize = 128;
+/// Bytes of a step, what it reads apart.
+const STEP_BYTES: usize = 16;
+/// Marks a channel that is negated.
+const NEGATED: u32 = 1 << 31;
+
+/// How queries and answers of one layer are turned. Made once per model and layer.
+#[derive(Clone, Debug, Default)]
+pub struct Turns {
+    /// Steps and what they read: goes to the device as it is.
+    pub steps: Vec<u8>,
+    /// Of each KV head: where the keys' steps begin, and the values'.
+    heads: Vec<[u64; 2]>,
+}
+
+impl Turns {
+    /// Of a layer.
+    #[must_use]
+    pub fn new(codec: &ModelCodec, layer: LayerIndex) -> Self {
+        let mut turns = Self::default();
+        for head in 0..codec.geometry().kv_heads as usize {
+            let side = |side| codec.head(layer, side, head);
+            let fold = turns.push(&side(Side::Key).fold_steps());
+            let unfold = turns.push(&side(Side::Value).unfold_steps());
+            turns.heads.push([fold, unfold]);
+        }
+        turns
+    }
+
+    /// Tells units where the steps of their heads are; `group` query heads share a KV head.
+    ///
+    /// # Panics
+    /// When a head is not the layer's.
+    pub fn place(&self, units: &mut [TurnUnit], group: u32) {
+        for unit in units {
+            [unit.fold, unit.unfold] = self.heads[(unit.head / group) as usize];
+        }
+    }
+
+    /// Shared memory of a thread block for rows of so many channels: two copies of the rows, a
+    /// number per row, a word per thread.
+    #[must_use]
+    pub fn shared_bytes(dim: usize) -> usize {
+        4 * (2 * TURN_ROWS * dim + TURN_ROWS + TURN_THREADS)
+    }
+
+    /// Appends steps and their end; gives their offset.
+    fn push(&mut self, turns: &[TurnStep<'_>]) -> u64 {
+        let steps = &mut self.steps;
+        let start = steps.len();
+        steps.resize(start + STEP_BYTES * (turns.len() + 1), 0);
+        for (index, step) in turns.iter().enumerate() {
+            let offset = (steps.len() - start) as u32;
+            let words = match step {
+                TurnStep::Scale(factors) => [1, 0, floats(steps, factors, offset), 0],
+                TurnStep::Mean(mean) => [2, 0, floats(steps, mean, offset), 0],
+                TurnStep::Hadamard { block, norm } => [3, *block as u32, 0, norm.to_bits()],
+                TurnStep::Permute { order, signs } => {
+                    for (place, sign) in order.iter().zip(signs) {
+                        let word = u32::from(*place) | if *sign < 0.0 { NEGATED } else { 0 };
+                        steps.extend(word.to_le_bytes());
+                    }
+                    [4, 0, offset, 0]
+                }
+                TurnStep::Matrix(columns) => [5, 0, floats(steps, columns, offset), 0],
+            };
+            let at = start + STEP_BYTES * index;
+            steps[at..at + STEP_BYTES].copy_from_slice(bytemuck::cast_slice(&words));
+        }
+        start as u64
+    }
+}
+
+/// Appends floats and gives back where they begin.
+fn floats(steps: &mut Vec<u8>, values: &[f32], offset: u32) -> u32 {
+    steps.extend(values.iter().flat_map(|value| value.to_le_bytes()));
+    offset
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kvd_core::{DType, Geometry, RopePairing};
+
+    #[test]
+    fn steps_are_where_their_heads_say_and_end() {
+        let geometry = Geometry {
+            layers: 1,
+            kv_heads: 2,
+            head_dim_k: 64,
+            head_dim_v: 64,
+            block_tokens: 64,
+            dtype: DType::F16,
+            rope_pairing: RopePairing::Half,
+        };
+        let spec = kvd_codec::resolve("k=hadamard/lloyd(b=4); v=hadamard/uniform(b=4,axis=token)")
+            .unwrap();
+        let codec = ModelCodec::new(geometry, spec, None).unwrap();
+        let turns = Turns::new(&codec, LayerIndex(0));
+        let mut units = [TurnUnit { head: 5, ..TurnUnit::default() }];
+        turns.place(&mut units, 4);
+        assert_eq!([units[0].fold, units[0].unfold], turns.heads[1]);
+        for start in turns.heads.iter().flatten() {
+            let words = turns.steps[*start as usize..].as_chunks::<16>().0.iter();
+            let kinds: Vec<u8> = words.map(|step| step[0]).take_while(|kind| *kind != 0).collect();
+            let known = !kinds.is_empty() && kinds.iter().all(|kind| *kind <= 5);
+            assert!(known, "{kinds:?}");
+            assert_eq!(start % 4, 0);
+        }
+    }
+}

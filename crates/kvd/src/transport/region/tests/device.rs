@@ -1,0 +1,171 @@
+//! The processor, as if it had memory of its own that workers share.
+
+use kvd_compute::{
+    AttendPlan, Backend, BackendError, CpuBackend, DeviceInfo, DeviceRegion, EncodeSource,
+    EncodedPages, IncomingRows, LoadPlan, LoadedRows, ModelBytes, OpenedRegion, RawTarget,
+    RegionHandle, RegionPlaces, Source,
+};
+use kvd_core::{ErrorCode, Extent, LayerIndex, ModelId};
+use parking_lot::Mutex;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// Memory of a worker, by the first byte of the handle that names it, and what is open of it.
+#[derive(Clone, Default)]
+pub(super) struct Memories {
+    pub(super) all: Arc<Mutex<BTreeMap<u8, Vec<u8>>>>,
+    pub(super) open: Arc<Mutex<Vec<u8>>>,
+    /// Why no kernel reaches it.
+    pub(super) copied: Arc<Mutex<Option<String>>>,
+    /// Held by a test while launches are under way.
+    pub(super) busy: Arc<Mutex<()>>,
+    /// Copies to and from it, and uses of what was not open.
+    counts: Arc<Mutex<[usize; 2]>>,
+}
+
+impl Memories {
+    /// Payloads that went through the host.
+    pub(super) fn copies(&self) -> usize {
+        self.counts.lock()[0]
+    }
+
+    pub(super) fn uses_after_close(&self) -> usize {
+        self.counts.lock()[1]
+    }
+}
+
+/// The processor, as if it had memory of its own.
+pub(super) struct Device {
+    pub(super) cpu: CpuBackend,
+    pub(super) memories: Memories,
+    pub(super) uuid: String,
+}
+
+impl Device {
+    fn with<T>(&self, region: DeviceRegion, look: impl FnOnce(&mut Vec<u8>) -> T) -> T {
+        let is_open = self.memories.open.lock().iter().any(|name| u64::from(*name) == region.0);
+        self.memories.counts.lock()[1] += usize::from(!is_open);
+        look(self.memories.all.lock().get_mut(&(region.0 as u8)).expect("an open region"))
+    }
+}
+
+impl Backend for Device {
+    fn info(&self) -> DeviceInfo {
+        DeviceInfo { uuid: Some(self.uuid.clone()), ..self.cpu.info() }
+    }
+    fn register(&mut self, model: ModelId, codec: kvd_codec::ModelCodec) {
+        self.cpu.register(model, codec);
+    }
+    fn unregister(&mut self, model: ModelId) {
+        self.cpu.unregister(model);
+    }
+    fn model_bytes(&self, model: ModelId) -> Result<ModelBytes, BackendError> {
+        self.cpu.model_bytes(model)
+    }
+    fn check(&self, model: ModelId, rows: &IncomingRows) -> Result<(), BackendError> {
+        self.cpu.check(model, rows)
+    }
+    fn write(
+        &mut self,
+        model: ModelId,
+        rows: &IncomingRows,
+        source_row: u32,
+        count: u32,
+        to: RawTarget,
+    ) -> Result<(), BackendError> {
+        self.cpu.write(model, rows, source_row, count, to)
+    }
+    fn copy(
+        &mut self,
+        model: ModelId,
+        layer: LayerIndex,
+        from: &Source,
+        count: u32,
+        to: RawTarget,
+    ) -> Result<(), BackendError> {
+        self.cpu.copy(model, layer, from, count, to)
+    }
+    fn encode(
+        &mut self,
+        model: ModelId,
+        layer: LayerIndex,
+        blocks: &[EncodeSource],
+    ) -> Result<Vec<Result<EncodedPages, BackendError>>, BackendError> {
+        self.cpu.encode(model, layer, blocks)
+    }
+    fn place(&mut self, pages: &EncodedPages, to: Extent) {
+        self.cpu.place(pages, to);
+    }
+    fn attend(&mut self, plan: &AttendPlan) -> Result<kvd_compute::Attended, BackendError> {
+        self.cpu.attend(plan)
+    }
+    fn load(&mut self, plan: &LoadPlan) -> Result<LoadedRows, BackendError> {
+        self.cpu.load(plan)
+    }
+    fn open_region(
+        &mut self,
+        handle: RegionHandle,
+        bytes: u64,
+    ) -> Result<OpenedRegion, BackendError> {
+        let RegionHandle::CudaIpc([name, ..]) = handle else {
+            let message = "no descriptors here".to_owned();
+            return Err(BackendError::Device { code: ErrorCode::InvalidArgument, message });
+        };
+        let len = self.memories.all.lock().get(&name).map_or(0, |memory| memory.len() as u64);
+        if len < bytes || len == 0 {
+            let message = format!("no memory {name} of {bytes} bytes");
+            return Err(BackendError::Device { code: ErrorCode::InvalidArgument, message });
+        }
+        self.memories.open.lock().push(name);
+        let copied = self.memories.copied.lock().clone();
+        Ok(OpenedRegion { region: DeviceRegion(name.into()), event: Some([name; 64]), copied })
+    }
+    fn attend_in_place(
+        &mut self,
+        plan: &AttendPlan,
+        places: &RegionPlaces,
+        launched: &mut dyn FnMut(),
+    ) -> Result<u64, BackendError> {
+        assert!(plan.q.is_empty(), "the host has no queries");
+        let q_bytes = plan.rows() as usize * 64 * plan.dtype.size_bytes();
+        let region = places.region;
+        let slice = |memory: &mut Vec<u8>| memory[places.q as usize..][..q_bytes].to_vec();
+        let q = self.with(region, slice).into();
+        launched();
+        drop(self.memories.busy.lock());
+        let attended = self.cpu.attend(&AttendPlan { q, ..plan.clone() })?;
+        let lse: Vec<u8> = attended.lse.iter().flat_map(|value| value.to_le_bytes()).collect();
+        self.with(region, |memory| {
+            for (at, bytes) in [(places.out, &attended.out), (places.lse, &lse)] {
+                memory[at as usize..][..bytes.len()].copy_from_slice(bytes);
+            }
+        });
+        Ok(attended.stored_bytes_read)
+    }
+    fn close_region(&mut self, region: DeviceRegion) {
+        self.memories.open.lock().retain(|name| u64::from(*name) != region.0);
+    }
+    fn read_region(
+        &mut self,
+        region: DeviceRegion,
+        offset: u64,
+        bytes: &mut [u8],
+    ) -> Result<(), BackendError> {
+        let len = bytes.len();
+        self.memories.counts.lock()[0] += 1;
+        self.with(region, |memory| bytes.copy_from_slice(&memory[offset as usize..][..len]));
+        Ok(())
+    }
+    fn write_region(
+        &mut self,
+        region: DeviceRegion,
+        offset: u64,
+        bytes: &[u8],
+    ) -> Result<(), BackendError> {
+        self.memories.counts.lock()[0] += 1;
+        self.with(region, |memory| {
+            memory[offset as usize..][..bytes.len()].copy_from_slice(bytes);
+        });
+        Ok(())
+    }
+}

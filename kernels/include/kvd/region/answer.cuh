@@ -1,0 +1,59 @@
+// Merged sums to the answer in a worker's memory: the value side's transform is undone once per row
+// (CPU: crates/kvd-cuda/src/finish.rs). One thread block takes a unit's rows.
+#pragma once
+
+#include "turn.cuh"
+
+namespace kvd {
+
+struct AnswerParameters {
+    // Of `merge`: `[rows, 2, dim]`, and `{lse, weights, of them those of coefficients}`.
+    const float* sums;
+    const float* results;
+    const TurnUnit* units;
+    const uint8_t* steps;
+    // The worker's, written: `[tokens, query heads, dim]`, aligned to a value, and `[tokens, query heads]`.
+    uint8_t* out;
+    float* lse;
+    uint32_t dim;
+    // 0 f32, 1 f16, 2 bf16.
+    uint32_t dtype;
+    uint32_t heads;
+    // Query heads of a KV head.
+    uint32_t group;
+};
+
+KVD_DEVICE void answer(const AnswerParameters& parameters, uint8_t* shared) {
+    const TurnUnit unit = parameters.units[block_index()];
+    const unsigned dim = parameters.dim;
+    const Turned of(shared, unit.count, dim);
+    const auto row_of = [&](unsigned row) {
+        return batch_row(unit, row, parameters.heads, parameters.group);
+    };
+    of.each([&](unsigned row, unsigned channel, unsigned at) {
+        of.rows[at] = parameters.sums[(2 * row_of(row) + 1) * dim + channel];
+    });
+    if (thread_index() < unit.count) {
+        const uint64_t row = row_of(thread_index());
+        of.marks[thread_index()] = parameters.results[3 * row + 2];
+        parameters.lse[row] = parameters.results[3 * row];
+    }
+    KVD_BARRIER();
+    turn<AddMean>(of, parameters.steps + unit.unfold);
+    of.each([&](unsigned row, unsigned channel, unsigned at) {
+        const uint64_t to = row_of(row);
+        const float* result = parameters.results + 3 * to;
+        float value = parameters.sums[2 * to * dim + channel];
+        value += result[2] > 0 ? of.rows[at] : 0;
+        value = result[1] == 0 ? 0 : value / result[1];
+        const uint64_t index = to * dim + channel;
+        if (parameters.dtype == 0) {
+            reinterpret_cast<float*>(parameters.out)[index] = value;
+        } else {
+            const uint16_t bits = parameters.dtype == 1 ? f16_bits(value) : bf16_bits(value);
+            reinterpret_cast<uint16_t*>(parameters.out)[index] = bits;
+        }
+    });
+}
+
+}  // namespace kvd

@@ -1,0 +1,88 @@
+// Queries of a worker's memory to the table that attention reads: scaled, as given and folded into
+// coefficient space. One thread block takes a unit's rows.
+#pragma once
+
+#include "turn.cuh"
+
+namespace kvd {
+
+// `QueryParameters::first_bad` of a unit whose values are finite.
+constexpr uint32_t ALL_FINITE = ~0u;
+
+struct QueryParameters {
+    // The worker's, `[tokens, query heads, dim]`, aligned to a value; it may change at any time.
+    const uint8_t* queries;
+    const TurnUnit* units;
+    const uint8_t* steps;
+    // Written: rows and what to add to their scores; of each unit the first value that is not finite.
+    float* rows;
+    float* offsets;
+    uint32_t* first_bad;
+    float scale;
+    uint32_t dim;
+    // 0 f32, 1 f16, 2 bf16.
+    uint32_t dtype;
+    uint32_t heads;
+    // Query heads of a KV head.
+    uint32_t group;
+    uint32_t unused;
+};
+
+KVD_DEVICE float value_of(const uint8_t* values, uint32_t dtype, uint64_t at) {
+    if (dtype == 0) {
+        return reinterpret_cast<const float*>(values)[at];
+    }
+    const uint16_t bits = reinterpret_cast<const uint16_t*>(values)[at];
+    return dtype == 1 ? f16_value(bits) : bf16_value(bits);
+}
+
+// The least word of all threads, there for all of them.
+KVD_DEVICE uint32_t block_least(uint32_t word, uint32_t* words) {
+    words[thread_index()] = word;
+    KVD_BARRIER();
+    for (unsigned half = TURN_THREADS / 2; half > 0; half /= 2) {
+        if (thread_index() < half) {
+            words[thread_index()] = least(words[thread_index()], words[thread_index() + half]);
+        }
+        KVD_BARRIER();
+    }
+    return words[0];
+}
+
+KVD_DEVICE void queries(const QueryParameters& parameters, uint8_t* shared) {
+    const TurnUnit unit = parameters.units[block_index()];
+    const unsigned dim = parameters.dim;
+    const Turned of(shared, unit.count, dim);
+    uint32_t bad = ALL_FINITE;
+    of.each([&](unsigned row, unsigned channel, unsigned at) {
+        const uint64_t from =
+            batch_row(unit, row, parameters.heads, parameters.group) * dim + channel;
+        float value = value_of(parameters.queries, parameters.dtype, from);
+        // Nothing after this meets a number that is none.
+        if ((f32_bits(value) & 0x7F800000) == 0x7F800000) {
+            bad = least(bad, uint32_t(from));
+            value = 0;
+        }
+        value *= parameters.scale;
+        of.rows[at] = value;
+        parameters.rows[uint64_t(unit.raw) * dim + at] = value;
+    });
+    bad = block_least(bad, of.words);
+    if (thread_index() == 0) {
+        parameters.first_bad[block_index()] = bad;
+    }
+    if (thread_index() < unit.count) {
+        of.marks[thread_index()] = 0;
+        parameters.offsets[unit.raw + thread_index()] = 0;
+    }
+    KVD_BARRIER();
+    turn<MeetMean>(of, parameters.steps + unit.fold);
+    of.each([&](unsigned, unsigned, unsigned at) {
+        parameters.rows[uint64_t(unit.folded) * dim + at] = of.rows[at];
+    });
+    if (thread_index() < unit.count) {
+        parameters.offsets[unit.folded + thread_index()] = of.marks[thread_index()];
+    }
+}
+
+}  // namespace kvd
