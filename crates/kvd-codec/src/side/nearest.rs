@@ -194,11 +194,10 @@ pub(super) fn scan<'a, S: Simd, const D: usize, C: Iterator<Item = &'a Candidate
         let mut at = [none; REGISTERS];
         for candidate in candidates() {
             let mut scores = [simd.splat_f32s(candidate.half_norm); REGISTERS];
-            for channel in 0..D {
-                let value = simd.splat_f32s(candidate.values[channel]);
-                for register in 0..REGISTERS {
-                    let product = simd.mul_f32s(x[channel][register], value);
-                    scores[register] = simd.sub_f32s(scores[register], product);
+            for (x, value) in x.iter().zip(candidate.values) {
+                let value = simd.splat_f32s(value);
+                for (score, x) in scores.iter_mut().zip(x) {
+                    *score = simd.sub_f32s(*score, simd.mul_f32s(*x, value));
                 }
             }
             let index = simd.splat_u32s(candidate.index);

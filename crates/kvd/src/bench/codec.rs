@@ -205,7 +205,8 @@ impl Case {
             let rows = rows.map(|rows| &rows[head * per_head..][..per_head]);
             let pages: Vec<Vec<u16>> = rows.filter_map(|rows| encoder.codes(rows)).collect();
             words.clear();
-            let run = || pages.iter().map(|codes| encoder.encode(codes, &mut words)).sum::<usize>();
+            let mut run =
+                || -> usize { pages.iter().map(|codes| encoder.encode(codes, &mut words)).sum() };
             ns += timed(|| black_box(run())).1;
             codes += pages.iter().map(Vec::len).sum::<usize>();
         }
