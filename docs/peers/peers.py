@@ -305,8 +305,9 @@ def main():
                 scores.add(name, [row["cpu_ns"]["median"]])
         for row in kvd(arguments.kvd, "codec", CODES)["rows"]:
             if row["codes_ns"]:
-                name = f"kvd decode {row['side_spec']}, {row['bits_per_value']:.2f} stored"
-                codes.add(name, [row["codes_ns"]["median"]])
+                name = f"{row['side_spec']}, {row['bits_per_value']:.2f} stored"
+                codes.add(f"kvd decode {name}", [row["codes_ns"]["median"]])
+                codes.add(f"kvd encode {name}", [row["coding_ns"]["median"]])
         os.sched_setaffinity(0, {max(everywhere)})
 
     print(f"{machine}\n")

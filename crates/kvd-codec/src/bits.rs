@@ -10,9 +10,11 @@
 //! `s = ceil(n·w/8)` bytes and puts code `e` into bits `w·(e / s)..` of byte `e % s`: neighbours
 //! stay neighbours, and one mask or shift brings a whole register of them out.
 
-use crate::wide::wide;
+mod pack;
+
+pub(crate) use pack::pack;
+
 use kvd_core::Side;
-use pulp::{Simd, WithSimd};
 use std::ops::Range;
 
 /// Tokens of a tile; the last tile of a page may have fewer.
@@ -190,108 +192,6 @@ fn take<const SHIFT: u32>(bytes: &[u8], mask: u8, out: &mut [u8]) {
     }
 }
 
-/// Appends the codes `symbols` (`[tokens, per_row]`), each below `2^bits`.
-pub(crate) fn pack(layout: &CodeLayout, symbols: &[u16], out: &mut Vec<u8>) {
-    if layout.per_row > 0 && layout.bits > 0 {
-        wide(Pack { layout, symbols, out });
-    }
-}
-
-struct Pack<'a> {
-    layout: &'a CodeLayout,
-    symbols: &'a [u16],
-    out: &'a mut Vec<u8>,
-}
-
-impl WithSimd for Pack<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, _: S) {
-        let Self { layout, symbols, out } = self;
-        let mut buffer = vec![0; symbols.len().min(TILE_TOKENS * layout.per_row)];
-        for rows in symbols.chunks(TILE_TOKENS * layout.per_row) {
-            let tokens = rows.len() / layout.per_row;
-            let elements = &mut buffer[..rows.len()];
-            gather(layout, rows, tokens, elements);
-            let start = out.len();
-            out.resize(start + layout.tile_bytes(tokens), 0);
-            for plane in layout.planes(tokens) {
-                let bytes = &mut out[start..][plane.bytes.clone()];
-                match plane.width {
-                    8 => squeeze::<1>(elements, plane.low, bytes),
-                    4 => squeeze::<2>(elements, plane.low, bytes),
-                    2 => squeeze::<4>(elements, plane.low, bytes),
-                    _ => squeeze::<8>(elements, plane.low, bytes),
-                }
-            }
-        }
-    }
-}
-
-/// Fills the bytes of a plane that has the bits of `PARTS` codes in each.
-#[inline(always)]
-fn squeeze<const PARTS: usize>(elements: &[u16], low: u32, bytes: &mut [u8]) {
-    let width = 8 / PARTS;
-    let mask = (1u16 << width) - 1;
-    let count = bytes.len();
-    if elements.len() == PARTS * count {
-        let parts: [&[u16]; PARTS] = std::array::from_fn(|part| &elements[part * count..][..count]);
-        for (index, byte) in bytes.iter_mut().enumerate() {
-            let mut bits = 0;
-            for (part, elements) in parts.iter().enumerate() {
-                bits |= (elements[index] >> low & mask) << (part * width);
-            }
-            *byte = bits as u8;
-        }
-        return;
-    }
-    for (part, elements) in elements.chunks(count).enumerate() {
-        for (byte, element) in bytes.iter_mut().zip(elements) {
-            *byte |= ((element >> low & mask) << (part * width)) as u8;
-        }
-    }
-}
-
-/// Brings the codes of a tile into the order in which they lie.
-#[inline(always)]
-fn gather(layout: &CodeLayout, rows: &[u16], tokens: usize, elements: &mut [u16]) {
-    let per_row = layout.per_row;
-    match layout.side {
-        Side::Key => {
-            let whole = per_row / GROUP * tokens;
-            let (groups, last) = elements.split_at_mut(whole * GROUP);
-            let groups = groups.as_chunks_mut::<GROUP>().0;
-            let left = per_row % GROUP;
-            for (token, row) in rows.chunks_exact(per_row).enumerate() {
-                let (row, rest) = row.as_chunks::<GROUP>();
-                let places = groups.iter_mut().skip(token).step_by(tokens);
-                for (group, codes) in places.zip(row) {
-                    *group = *codes;
-                }
-                last[token * left..][..left].copy_from_slice(rest);
-            }
-        }
-        Side::Value => {
-            let (whole, rest) = rows.split_at(tokens / GROUP * GROUP * per_row);
-            let (groups, last) = elements.split_at_mut(whole.len());
-            let groups = groups.as_chunks_mut::<GROUP>().0.chunks_exact_mut(per_row);
-            for (rows, group) in whole.chunks_exact(GROUP * per_row).zip(groups) {
-                let (a, rows) = rows.split_at(per_row);
-                let (b, rows) = rows.split_at(per_row);
-                let (c, d) = rows.split_at(per_row);
-                for ((((to, a), b), c), d) in group.iter_mut().zip(a).zip(b).zip(c).zip(d) {
-                    *to = [*a, *b, *c, *d];
-                }
-            }
-            let left = tokens % GROUP;
-            for (place, element) in last.iter_mut().enumerate() {
-                *element = rest[place % left * per_row + place / left];
-            }
-        }
-    }
-}
-
 /// Reads the codes of row `row` of the page; any bytes of the layout's length give codes.
 pub(crate) fn unpack_row(layout: &CodeLayout, codes: &[u8], row: usize, symbols: &mut [u16]) {
     let (tile, row) = (row / TILE_TOKENS, row % TILE_TOKENS);
@@ -315,6 +215,7 @@ pub(crate) fn unpack_row(layout: &CodeLayout, codes: &[u8], row: usize, symbols:
 
 #[cfg(test)]
 mod tests {
+    use super::pack::gather;
     use super::*;
 
     fn codes(count: usize, bits: u32) -> Vec<u16> {

@@ -159,6 +159,12 @@ fn quantize(side: &HeadSide, rows: &[f32], scratch: &mut Scratch) -> Result<(), 
     side.quantizer.quantize(coefficients, side.dim(), &mut scratch.symbols, &mut scratch.scales)
 }
 
+/// The codes of `rows`.
+pub(crate) fn codes(side: &HeadSide, rows: &[f32]) -> Option<Vec<u16>> {
+    let mut scratch = Scratch::default();
+    quantize(side, rows, &mut scratch).is_ok().then_some(scratch.symbols)
+}
+
 /// Adds the codes of `rows` to `counts`; rows that would fall back count nothing.
 pub(crate) fn count(side: &HeadSide, rows: &[f32], scratch: &mut Scratch, counts: &mut [u64]) {
     if quantize(side, rows, scratch).is_ok() {

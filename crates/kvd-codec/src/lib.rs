@@ -11,6 +11,7 @@
 
 mod bits;
 mod calibration;
+mod coding;
 mod contract;
 mod covariance;
 mod drift;
@@ -46,6 +47,7 @@ mod wide;
 
 pub use bits::CodeLayout;
 pub use calibration::Calibration;
+pub use coding::CodeEncoder;
 pub use contract::CheckedBlock;
 pub use error::{CalibrationError, CodecError, PageError, SpecError};
 pub use fit::{FitProgress, fit};

@@ -375,6 +375,16 @@ impl ModelCodec {
         }
     }
 
+    /// The newest table of a head.
+    pub(crate) fn newest_table(
+        &self,
+        layer: LayerIndex,
+        side: Side,
+        head: &HeadSide,
+    ) -> Option<&LaneTable> {
+        self.tables[self.table_index(layer, side, head)].last()
+    }
+
     /// Whether a block has the shape of the model's.
     pub(crate) fn check_shape(
         &self,

@@ -1,9 +1,10 @@
-//! Codes to words, in two passes.
+//! Codes to words, in two passes; whole chunks by `whole.rs`.
 //!
 //! When a lane takes a word depends on the lengths of codes alone. The first pass keeps the words
 //! of each lane apart and notes who takes one at each top-up; the second hands them out in that
 //! order. So sixteen lanes move together, and loops over them become vector instructions.
 
+use super::whole::Whole;
 use super::{LANES, LaneRun, LaneTable, QUAD, Step, WORD_BITS, steps};
 use crate::wide::wide;
 use kvd_core::Side;
@@ -145,22 +146,39 @@ pub(crate) fn chunk(
     wide(Chunk { side, runs, tables, rows, per_row, out, rest })
 }
 
-struct Chunk<'a, F> {
-    side: Side,
-    runs: &'a [LaneRun],
-    tables: &'a [LaneTable],
-    rows: &'a [u16],
-    per_row: usize,
-    out: &'a mut Vec<u8>,
-    rest: &'a mut F,
+pub(super) struct Chunk<'a, F> {
+    pub(super) side: Side,
+    pub(super) runs: &'a [LaneRun],
+    pub(super) tables: &'a [LaneTable],
+    pub(super) rows: &'a [u16],
+    pub(super) per_row: usize,
+    pub(super) out: &'a mut Vec<u8>,
+    pub(super) rest: &'a mut F,
 }
 
 impl<F: FnMut(usize, i32)> WithSimd for Chunk<'_, F> {
     type Output = usize;
 
     #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) -> usize {
+        let whole = Whole { side: self.side, rows: self.rows, per_row: self.per_row };
+        if whole.is_whole(self.runs, self.tables) {
+            let run = &self.runs[0];
+            return whole.encode((run, &self.tables[run.table]), self.out);
+        }
+        Steps(self).with_simd(simd)
+    }
+}
+
+/// A chunk, step by step.
+pub(super) struct Steps<'a, F>(pub(super) Chunk<'a, F>);
+
+impl<F: FnMut(usize, i32)> WithSimd for Steps<'_, F> {
+    type Output = usize;
+
+    #[inline(always)]
     fn with_simd<S: Simd>(self, _: S) -> usize {
-        let Self { side, runs, tables, rows, per_row, out, rest } = self;
+        let Chunk { side, runs, tables, rows, per_row, out, rest } = self.0;
         let tokens = rows.len() / per_row;
         let positions: usize = runs.iter().map(|run| run.len).sum();
         let mut lanes = Lanes::new(QUAD * positions);

@@ -16,6 +16,7 @@ mod outlier;
 mod substitute;
 #[cfg(test)]
 mod tests;
+mod whole;
 
 pub use decode::{LaneChunk, LaneCodes};
 pub(crate) use decode::{Layout, split};
@@ -27,6 +28,8 @@ pub(crate) use substitute::cheapest;
 
 use crate::huffman::HuffmanTable;
 use kvd_core::Side;
+use std::sync::OnceLock;
+use whole::Pairs;
 
 /// Lanes of a chunk.
 pub(crate) const LANES: usize = 16;
@@ -61,6 +64,8 @@ pub struct LaneTable {
     /// By [`LaneTable::unit_of`]: the bits that code it, from [`LaneTable::LENGTH_AT`] on how many,
     /// and [`LaneTable::SUBSTITUTED`] where they are those of another symbol.
     units: Vec<u32>,
+    /// Made when first encoded with, where they help.
+    pairs: OnceLock<Option<Pairs>>,
 }
 
 /// A table of up to 8 bits, as vector registers look it up.
@@ -119,7 +124,8 @@ impl LaneTable {
             (u32::from(bits) | low << length) | (length + raw_bits) << Self::LENGTH_AT | flag
         };
         let units = (0..grouping.alphabet() << raw_bits).map(unit).collect();
-        Self { huffman, grouping, longest, batch, bytes, substitutes, units }
+        let pairs = OnceLock::new();
+        Self { huffman, grouping, longest, batch, bytes, substitutes, units, pairs }
     }
 
     /// Where the length of a unit begins.
@@ -130,6 +136,11 @@ impl LaneTable {
     /// symbol of several.
     fn unit_of(&self, codes: &[u16]) -> usize {
         if self.group() == 1 { codes[0].into() } else { self.grouping.symbol(codes).into() }
+    }
+
+    /// What codes two codes at once.
+    fn pairs(&self) -> Option<&Pairs> {
+        self.pairs.get_or_init(|| Pairs::new(self)).as_ref()
     }
 
     /// The symbol that is coded for `symbol`.

@@ -9,14 +9,8 @@ use pulp::{Simd, WithSimd};
 
 /// Registers of points compared at once.
 const REGISTERS: usize = 2;
-/// Points compared at once, at most: registers of 512 bits.
+/// Points brought into lanes at once, as many as two registers of 512 bits hold.
 pub(super) const BATCH_MAX: usize = REGISTERS * 16;
-
-/// Points compared at once.
-#[inline(always)]
-pub(super) fn batch<S: Simd>() -> usize {
-    REGISTERS * S::F32_LANES
-}
 
 /// Sub-vectors to look up: point `i` is `values[i * stride..][..dim]`.
 #[derive(Clone, Copy)]
@@ -101,14 +95,15 @@ impl<F: FnMut(usize, &[u32], &[f32])> Search<'_, F> {
     #[inline(always)]
     fn run<S: Simd, const D: usize>(self, simd: S) {
         let Self { book, points, mut found } = self;
-        let entries = book.entries.as_chunks::<D>().0.iter().zip(&book.half_norms);
-        let batch = batch::<S>();
+        let candidates = book.candidates::<D>();
         let mut x = [[0f32; BATCH_MAX]; D];
         let mut best = Best::new();
-        for start in (0..points.count).step_by(batch) {
-            let filled = batch.min(points.count - start);
-            match points.values.get(start * D..(start + batch) * D) {
-                Some(values) if points.stride == D => turn(values.as_chunks::<D>().0, &mut x),
+        for start in (0..points.count).step_by(BATCH_MAX) {
+            let filled = BATCH_MAX.min(points.count - start);
+            let near =
+                points.values.get(start * D..).and_then(|rest| rest.as_chunks().0.first_chunk());
+            match near {
+                Some(near) if points.stride == D => turn(near, &mut x),
                 _ => {
                     for (lane, index) in (start..start + filled).enumerate() {
                         let point = points.get(index);
@@ -116,7 +111,7 @@ impl<F: FnMut(usize, &[u32], &[f32])> Search<'_, F> {
                     }
                 }
             }
-            scan(simd, (0..).zip(entries.clone()), &x, &mut best);
+            scan(simd, || candidates.iter(), (&x, filled), &mut best);
             found(start, &best.at[..filled], &best.scores[..filled]);
         }
     }
@@ -139,9 +134,11 @@ impl<F: FnMut(usize, &[u32], &[f32])> Search<'_, F> {
 
 /// Brings points into lanes, channel by channel.
 #[inline(always)]
-pub(super) fn turn<const D: usize>(points: &[[f32; D]], x: &mut [[f32; BATCH_MAX]; D]) {
-    for (lane, point) in points.iter().enumerate().take(BATCH_MAX) {
-        (0..D).for_each(|channel| x[channel][lane] = point[channel]);
+pub(super) fn turn<const D: usize>(points: &[[f32; D]; BATCH_MAX], x: &mut [[f32; BATCH_MAX]; D]) {
+    for channel in 0..D {
+        for lane in 0..BATCH_MAX {
+            x[channel][lane] = points[lane][channel];
+        }
     }
 }
 
@@ -157,38 +154,68 @@ impl Best {
     }
 }
 
-/// For each of [`batch`] points the first of `entries` (index, entry, half norm) with the least
-/// score; indices ascend.
+/// An entry, as it is compared with points: all of it lies together.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Candidate<const D: usize> {
+    values: [f32; D],
+    half_norm: f32,
+    index: u32,
+}
+
+impl Codebook {
+    /// The entries in their order.
+    pub(super) fn candidates<const D: usize>(&self) -> Vec<Candidate<D>> {
+        let entries = self.entries.as_chunks::<D>().0.iter().zip(&self.half_norms).zip(0..);
+        let candidate = |((values, half_norm), index): ((&[f32; D], &f32), u32)| -> Candidate<D> {
+            Candidate { values: *values, half_norm: *half_norm, index }
+        };
+        entries.map(candidate).collect()
+    }
+}
+
+/// For each of the first `filled` points the first of `candidates` with the least score; their
+/// indices ascend.
 #[inline(always)]
-pub(super) fn scan<'a, S: Simd, const D: usize>(
+pub(super) fn scan<'a, S: Simd, const D: usize, C: Iterator<Item = &'a Candidate<D>>>(
     simd: S,
-    entries: impl Iterator<Item = (u32, (&'a [f32; D], &'a f32))>,
-    x: &[[f32; BATCH_MAX]; D],
+    candidates: impl Fn() -> C,
+    (x, filled): (&[[f32; BATCH_MAX]; D], usize),
     found: &mut Best,
 ) {
-    let x: [[S::f32s; REGISTERS]; D] = std::array::from_fn(|channel| {
-        let (registers, _) = S::as_simd_f32s(&x[channel]);
-        std::array::from_fn(|register| registers[register])
-    });
-    let mut best = [simd.splat_f32s(f32::INFINITY); REGISTERS];
-    let mut at = [simd.splat_u32s(0); REGISTERS];
-    for (index, (entry, half_norm)) in entries {
-        let mut scores = [simd.splat_f32s(*half_norm); REGISTERS];
-        for (x, value) in x.iter().zip(entry) {
-            let value = simd.splat_f32s(*value);
-            for (score, x) in scores.iter_mut().zip(x) {
-                *score = simd.sub_f32s(*score, simd.mul_f32s(*x, value));
+    let lanes = REGISTERS * S::F32_LANES;
+    for first in (0..filled).step_by(lanes) {
+        let x: [[S::f32s; REGISTERS]; D] = std::array::from_fn(|channel| {
+            let (registers, _) = S::as_simd_f32s(&x[channel][first..]);
+            std::array::from_fn(|register| registers[register])
+        });
+        let [none, top] = [0, 31].map(|bits| simd.splat_u32s(bits));
+        // Not infinity: from that, infinity is no distance but NaN, with any sign.
+        let mut best = [simd.splat_f32s(f32::MAX); REGISTERS];
+        let mut at = [none; REGISTERS];
+        for candidate in candidates() {
+            let mut scores = [simd.splat_f32s(candidate.half_norm); REGISTERS];
+            for (x, value) in x.iter().zip(candidate.values) {
+                let value = simd.splat_f32s(value);
+                for (score, x) in scores.iter_mut().zip(x) {
+                    *score = simd.sub_f32s(*score, simd.mul_f32s(*x, value));
+                }
+            }
+            let index = simd.splat_u32s(candidate.index);
+            for register in 0..REGISTERS {
+                // Indices ascend: the largest of those that were closer is the last. The sign of
+                // a difference says which; of a comparison the compiler would make a choice
+                // between two registers, which takes three times as long.
+                let least = simd.min_f32s(scores[register], best[register]);
+                let ahead = simd.sub_f32s(least, best[register]);
+                let sign = simd.wrapping_dyn_shr_u32s(simd.transmute_u32s_f32s(ahead), top);
+                let closer = simd.sub_u32s(none, sign);
+                at[register] = simd.max_u32s(at[register], simd.and_u32s(closer, index));
+                best[register] = least;
             }
         }
-        let index = simd.splat_u32s(index);
-        for register in 0..REGISTERS {
-            let closer = simd.less_than_f32s(scores[register], best[register]);
-            best[register] = simd.select_f32s(closer, scores[register], best[register]);
-            at[register] = simd.select_u32s(closer, index, at[register]);
-        }
+        S::as_mut_simd_f32s(&mut found.scores[first..]).0[..REGISTERS].copy_from_slice(&best);
+        S::as_mut_simd_u32s(&mut found.at[first..]).0[..REGISTERS].copy_from_slice(&at);
     }
-    S::as_mut_simd_f32s(&mut found.scores).0[..REGISTERS].copy_from_slice(&best);
-    S::as_mut_simd_u32s(&mut found.at).0[..REGISTERS].copy_from_slice(&at);
 }
 
 #[cfg(test)]

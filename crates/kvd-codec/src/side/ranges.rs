@@ -3,10 +3,14 @@
 //! All of it is arithmetic and choices between two values, inlined, so that a loop over groups
 //! becomes vector instructions of whoever calls it.
 
-/// Values that are compared at once.
-const LANES: usize = 8;
+use std::ops::Range;
+
+/// Values of a group that are compared at once.
+pub(super) const LANES: usize = 8;
+/// Values of a page that are compared at once: more lanes, so that none waits for the last.
+const WIDE: usize = 32;
 /// Channels whose extremes are kept at once.
-const COLUMNS: usize = 16;
+const COLUMNS: usize = 32;
 /// The smallest normal f16, as the bits of an f32.
 const NORMAL_BITS: u32 = 113 << 23;
 /// What is taken from an f32's exponent to get that of an f16.
@@ -19,53 +23,107 @@ const SIGN_BIT: u32 = 0x8000;
 #[inline(always)]
 pub(super) fn extremes(rows: &[f32], dim: usize, span: usize, low: &mut [f32], high: &mut [f32]) {
     if span == 1 {
-        let places = (0..dim).step_by(COLUMNS);
-        let into = low.chunks_mut(COLUMNS).zip(high.chunks_mut(COLUMNS));
-        for (first, (low, high)) in places.zip(into) {
-            let [least, most] = column_extremes(rows, dim, first);
-            low.copy_from_slice(&least[..low.len()]);
-            high.copy_from_slice(&most[..high.len()]);
-        }
+        let wide = dim - dim % COLUMNS;
+        let few = dim - dim % LANES;
+        columns::<COLUMNS>(rows, dim, 0..wide, (low, high));
+        columns::<LANES>(rows, dim, wide..few, (low, high));
+        columns::<1>(rows, dim, few..dim, (low, high));
         return;
     }
     low.fill(f32::INFINITY);
     high.fill(f32::NEG_INFINITY);
-    for row in rows.chunks_exact(dim) {
-        for ((part, low), high) in row.chunks(span).zip(low.iter_mut()).zip(high.iter_mut()) {
-            let least = fold(part, |a, b| if a < b { a } else { b });
-            let most = fold(part, |a, b| if a > b { a } else { b });
-            *low = if least < *low { least } else { *low };
-            *high = if most > *high { most } else { *high };
+    if span == dim && rows.len() > dim {
+        low[0] = fold::<WIDE>(rows, |a, b| if a < b { a } else { b });
+        high[0] = fold::<WIDE>(rows, |a, b| if a > b { a } else { b });
+    } else {
+        for row in rows.chunks_exact(dim) {
+            for ((part, low), high) in row.chunks(span).zip(low.iter_mut()).zip(high.iter_mut()) {
+                let least = fold::<LANES>(part, |a, b| if a < b { a } else { b });
+                let most = fold::<LANES>(part, |a, b| if a > b { a } else { b });
+                *low = if least < *low { least } else { *low };
+                *high = if most > *high { most } else { *high };
+            }
         }
     }
     for (pair, (low, high)) in low.iter_mut().zip(high).enumerate() {
         if *low == 0.0 || *high == 0.0 {
             let rows = rows.chunks_exact(dim).map(|row| &row[pair * span..]);
-            let mut values = rows.flat_map(|row| &row[..span.min(row.len())]);
-            let first = values.find(|x| **x == 0.0).copied().unwrap_or(0.0);
-            *low = if *low == 0.0 { first } else { *low };
-            *high = if *high == 0.0 { first } else { *high };
+            sign_zeros(rows.flat_map(|row| &row[..span.min(row.len())]), (low, high));
         }
     }
 }
 
-/// Minima and maxima of channels from `first` on.
+/// Where an extreme is a zero, it takes the sign of the first of the group.
+fn sign_zeros<'a>(mut values: impl Iterator<Item = &'a f32>, (low, high): (&mut f32, &mut f32)) {
+    let first = values.find(|x| **x == 0.0).copied().unwrap_or(0.0);
+    *low = if *low == 0.0 { first } else { *low };
+    *high = if *high == 0.0 { first } else { *high };
+}
+
+/// As [`extremes`], of groups that follow one another, of `span` values each, a multiple of
+/// [`LANES`]. Eight groups end together: by itself, each would end in a chain over the lanes of a
+/// register.
 #[inline(always)]
-fn column_extremes(rows: &[f32], dim: usize, first: usize) -> [[f32; COLUMNS]; 2] {
-    let (mut low, mut high) = ([f32::INFINITY; COLUMNS], [f32::NEG_INFINITY; COLUMNS]);
-    for row in rows.chunks_exact(dim) {
-        let row = &row[first..];
-        let mut part = [0f32; COLUMNS];
-        match row.first_chunk() {
-            Some(whole) => part = *whole,
-            None => part[..row.len()].copy_from_slice(row),
+pub(super) fn run_extremes(rows: &[f32], span: usize, low: &mut [f32], high: &mut [f32]) {
+    let into = low.chunks_mut(LANES).zip(high.chunks_mut(LANES));
+    for (rows, (low, high)) in rows.chunks(LANES * span).zip(into) {
+        let mut least = [[f32::INFINITY; LANES]; LANES];
+        let mut most = [[f32::NEG_INFINITY; LANES]; LANES];
+        let lanes = least.iter_mut().zip(&mut most);
+        for (values, (least, most)) in rows.chunks_exact(span).zip(lanes) {
+            let [mut a, mut b] = [*least, *most];
+            for chunk in values.as_chunks::<LANES>().0 {
+                for lane in 0..LANES {
+                    a[lane] = if chunk[lane] < a[lane] { chunk[lane] } else { a[lane] };
+                    b[lane] = if chunk[lane] > b[lane] { chunk[lane] } else { b[lane] };
+                }
+            }
+            (*least, *most) = (a, b);
         }
-        for lane in 0..COLUMNS {
-            low[lane] = if part[lane] < low[lane] { part[lane] } else { low[lane] };
-            high[lane] = if part[lane] > high[lane] { part[lane] } else { high[lane] };
+        let least = across(&least, |a, b| if a < b { a } else { b });
+        let most = across(&most, |a, b| if a > b { a } else { b });
+        low.copy_from_slice(&least[..low.len()]);
+        high.copy_from_slice(&most[..high.len()]);
+        let groups = rows.chunks_exact(span);
+        for (values, (low, high)) in groups.zip(low.iter_mut().zip(high)) {
+            if *low == 0.0 || *high == 0.0 {
+                sign_zeros(values.iter(), (low, high));
+            }
         }
     }
-    [low, high]
+}
+
+/// One of each row's values, by a choice between two.
+#[inline(always)]
+fn across(rows: &[[f32; LANES]; LANES], choose: impl Fn(f32, f32) -> f32 + Copy) -> [f32; LANES] {
+    let all = rows.as_flattened();
+    let mut fours = [0f32; LANES * 4];
+    let mut twos = [0f32; LANES * 2];
+    fours.iter_mut().enumerate().for_each(|(i, to)| *to = choose(all[2 * i], all[2 * i + 1]));
+    twos.iter_mut().enumerate().for_each(|(i, to)| *to = choose(fours[2 * i], fours[2 * i + 1]));
+    std::array::from_fn(|i| choose(twos[2 * i], twos[2 * i + 1]))
+}
+
+/// Minima and maxima of some channels, `W` at once, as many as divide them.
+#[inline(always)]
+fn columns<const W: usize>(
+    rows: &[f32],
+    dim: usize,
+    channels: Range<usize>,
+    (low, high): (&mut [f32], &mut [f32]),
+) {
+    for first in channels.step_by(W) {
+        let (mut least, mut most) = ([f32::INFINITY; W], [f32::NEG_INFINITY; W]);
+        for row in rows.chunks_exact(dim) {
+            let Some(part) = row[first..].first_chunk::<W>() else { continue };
+            for lane in 0..W {
+                least[lane] = if part[lane] < least[lane] { part[lane] } else { least[lane] };
+                most[lane] = if part[lane] > most[lane] { part[lane] } else { most[lane] };
+            }
+        }
+        low[first..][..W].copy_from_slice(&least);
+        high[first..][..W].copy_from_slice(&most);
+    }
 }
 
 /// The largest magnitude of each group over `rows`.
@@ -80,7 +138,8 @@ pub(super) fn largest(rows: &[f32], dim: usize, span: usize, largest: &mut [f32]
             continue;
         }
         for (part, largest) in row.chunks(span).zip(largest.iter_mut()) {
-            let most = fold(part, |a, b| if a.abs() > b.abs() { a.abs() } else { b.abs() });
+            let most =
+                fold::<LANES>(part, |a, b| if a.abs() > b.abs() { a.abs() } else { b.abs() });
             *largest = largest.max(most.abs());
         }
     }
@@ -88,18 +147,18 @@ pub(super) fn largest(rows: &[f32], dim: usize, span: usize, largest: &mut [f32]
 
 /// One of all values, by a choice between two; which of equal ones is not said.
 #[inline(always)]
-fn fold(values: &[f32], choose: impl Fn(f32, f32) -> f32) -> f32 {
-    let (chunks, rest) = values.as_chunks::<LANES>();
+fn fold<const W: usize>(values: &[f32], choose: impl Fn(f32, f32) -> f32) -> f32 {
+    let (chunks, rest) = values.as_chunks::<W>();
     let Some((first, chunks)) = chunks.split_first() else {
         return rest.iter().copied().reduce(choose).unwrap_or(0.0);
     };
     let mut lanes = *first;
     for chunk in chunks {
-        for (lane, x) in lanes.iter_mut().zip(chunk) {
-            *lane = choose(*x, *lane);
+        for lane in 0..W {
+            lanes[lane] = choose(chunk[lane], lanes[lane]);
         }
     }
-    let mut half = LANES / 2;
+    let mut half = W / 2;
     while half > 0 {
         for lane in 0..half {
             lanes[lane] = choose(lanes[lane], lanes[lane + half]);
@@ -165,6 +224,27 @@ pub(super) fn append(values: &[f32], out: &mut Vec<u8>) {
     }
 }
 
+/// Appends minima and steps that f16 holds exactly: of each scale row all of `pairs` minima, then
+/// all steps. All are narrowed first, since a row has too few for a register.
+#[inline(always)]
+pub(super) fn append_pairs((minima, steps): (&[f32], &[f32]), pairs: usize, out: &mut Vec<u8>) {
+    let [mut low, mut high] = [(); 2].map(|()| vec![0u16; minima.len()]);
+    for (to, value) in low.iter_mut().zip(minima) {
+        *to = bits_of(*value) as u16;
+    }
+    for (to, value) in high.iter_mut().zip(steps) {
+        *to = bits_of(*value) as u16;
+    }
+    let start = out.len();
+    out.resize(start + 4 * minima.len(), 0);
+    let mut to = out[start..].as_chunks_mut::<2>().0.iter_mut();
+    for (low, high) in low.chunks_exact(pairs).zip(high.chunks_exact(pairs)) {
+        for (bits, to) in low.iter().chain(high).zip(&mut to) {
+            *to = bits.to_le_bytes();
+        }
+    }
+}
+
 /// A step's reciprocal; a step of zero has a single code.
 #[inline(always)]
 pub(super) fn reciprocal(step: f32) -> f32 {
@@ -210,6 +290,18 @@ mod tests {
                 prop_assert_eq!(low[pair].to_bits(), least.to_bits());
                 prop_assert_eq!(high[pair].to_bits(), top.to_bits());
                 prop_assert_eq!(most[pair], least.abs().max(top.abs()));
+            }
+            if span % 8 == 0 {
+                let rows = &rows[..rows.len() / span * span];
+                let [mut low, mut high] = [(); 2].map(|()| vec![0f32; rows.len() / span]);
+                run_extremes(rows, span, &mut low, &mut high);
+                for (group, values) in rows.chunks(span).enumerate() {
+                    let values = || values.iter().copied();
+                    let least = values().fold(f32::INFINITY, |m, x| if x < m { x } else { m });
+                    let top = values().fold(f32::NEG_INFINITY, |m, x| if x > m { x } else { m });
+                    prop_assert_eq!(low[group].to_bits(), least.to_bits());
+                    prop_assert_eq!(high[group].to_bits(), top.to_bits());
+                }
             }
         }
     }

@@ -7,7 +7,7 @@
 //! margin is far above what rounding can do to scores. Points beyond all boxes are compared with
 //! every entry.
 
-use super::nearest::{BATCH_MAX, Best, batch, scan, turn};
+use super::nearest::{BATCH_MAX, Best, Candidate, scan, turn};
 use super::vq::Codebook;
 use crate::wide::wide;
 use pulp::{Simd, WithSimd};
@@ -35,6 +35,7 @@ const MARGIN: f32 = 1e-5;
 pub(super) struct Regions {
     cuts: [[f32; CUTS]; DIM],
     limit: f32,
+    entries: Vec<Candidate<DIM>>,
     /// Ascending in each region.
     candidates: Vec<u16>,
     /// Where those of a region end.
@@ -85,12 +86,13 @@ impl Regions {
         }
         candidates.extend(&all);
         ends.push(candidates.len());
-        Some(Self { cuts, limit, candidates, ends })
+        let entries = book.candidates();
+        Some(Self { cuts, limit, entries, candidates, ends })
     }
 
     /// As [`Codebook::nearest`] of consecutive points: fills in the entries.
-    pub(super) fn nearest(&self, book: &Codebook, points: &[f32], codes: &mut [u16]) {
-        wide(Search { by: self, book, points: points.as_chunks().0, codes });
+    pub(super) fn nearest(&self, points: &[f32], codes: &mut [u16]) {
+        wide(Search { by: self, points: points.as_chunks().0, codes });
     }
 
     /// The candidates of a region.
@@ -191,7 +193,6 @@ impl Pruning<'_> {
 /// [`Regions::nearest`].
 struct Search<'a> {
     by: &'a Regions,
-    book: &'a Codebook,
     points: &'a [[f32; DIM]],
     codes: &'a mut [u16],
 }
@@ -201,23 +202,20 @@ impl WithSimd for Search<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let Self { by, book, points, codes } = self;
-        let entries = book.entries.as_chunks::<DIM>().0;
+        let Self { by, points, codes } = self;
         let (order, ends) = sorted(simd, by, points);
         let (mut x, mut best) = ([[0f32; BATCH_MAX]; DIM], Best::new());
+        let mut near = [[0f32; DIM]; BATCH_MAX];
         let mut start = 0;
         for (region, end) in ends.into_iter().enumerate() {
             let candidates = by.of(region);
-            for order in order[start..end].chunks(batch::<S>()) {
-                for (lane, point) in order.iter().enumerate().take(BATCH_MAX) {
-                    let point = points[*point as usize];
-                    (0..DIM).for_each(|channel| x[channel][lane] = point[channel]);
+            for order in order[start..end].chunks(BATCH_MAX) {
+                for (near, point) in near.iter_mut().zip(order) {
+                    *near = points[*point as usize];
                 }
-                let tried = candidates.iter().map(|entry| {
-                    let at = usize::from(*entry);
-                    (u32::from(*entry), (&entries[at], &book.half_norms[at]))
-                });
-                scan(simd, tried, &x, &mut best);
+                turn(&near, &mut x);
+                let tried = || candidates.iter().map(|entry| &by.entries[usize::from(*entry)]);
+                scan(simd, tried, (&x, order.len()), &mut best);
                 for (point, at) in order.iter().zip(best.at) {
                     codes[*point as usize] = at as u16;
                 }
@@ -232,8 +230,10 @@ impl WithSimd for Search<'_> {
 fn sorted<S: Simd>(simd: S, by: &Regions, points: &[[f32; DIM]]) -> (Vec<u32>, [usize; REGIONS]) {
     let mut regions = vec![0u8; points.len()];
     let (mut x, mut placed) = ([[0f32; BATCH_MAX]; DIM], [0; BATCH_MAX]);
+    let mut near = [[0f32; DIM]; BATCH_MAX];
     for (points, regions) in points.chunks(BATCH_MAX).zip(regions.chunks_mut(BATCH_MAX)) {
-        turn(points, &mut x);
+        near[..points.len()].copy_from_slice(points);
+        turn(points.first_chunk().unwrap_or(&near), &mut x);
         by.place(simd, &x, &mut placed);
         for (region, placed) in regions.iter_mut().zip(placed) {
             *region = placed as u8;
@@ -282,7 +282,7 @@ mod tests {
                 // On the levels of the coarse entries there are ties.
                 points[..8000].iter_mut().for_each(|x| *x = (*x * 8.0).round() / 8.0);
                 let mut codes = vec![0; 5003];
-                regions.nearest(&book, &points, &mut codes);
+                regions.nearest(&points, &mut codes);
                 book.nearest(Points::consecutive(&points, DIM), |index, entry, _| {
                     assert_eq!(usize::from(codes[index]), entry, "point {index}");
                 });

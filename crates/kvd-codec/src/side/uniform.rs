@@ -8,7 +8,9 @@
 
 use super::Unquantizable;
 use super::float::largest_magnitude;
-use super::ranges::{append, extremes, f16_at_least, f16_at_most, reciprocal};
+use super::ranges::{
+    LANES, append_pairs, extremes, f16_at_least, f16_at_most, reciprocal, run_extremes,
+};
 use crate::wide::wide;
 use crate::{GroupAxis, UniformMode, UniformStep};
 use half::f16;
@@ -19,6 +21,9 @@ const DIM_MAX: usize = Geometry::HEAD_DIM_MAX as usize;
 
 /// Adding this to `0 <= x < 2^22` rounds to an integer (ties to even) in the low mantissa bits.
 pub(super) const ROUND: f32 = 8_388_608.0;
+
+/// Codes of a group that are made together.
+const CODES: usize = 32;
 
 /// A uniform quantizer.
 #[derive(Clone, Debug)]
@@ -158,20 +163,33 @@ impl Uniform {
         let share = self.rows_per_scale(tokens) * dim;
         let (pairs, span) = (self.pairs(dim), self.channels_per_pair(dim));
         let [mut minima, mut steps] = [(); 2].map(|()| vec![0f32; self.groups(tokens, dim)]);
-        let groups = minima.chunks_exact_mut(pairs).zip(steps.chunks_exact_mut(pairs));
-        for (rows, (low, high)) in rows.chunks(share).zip(groups) {
-            extremes(rows, dim, span, low, high);
+        // Then groups follow one another.
+        let in_runs = self.axis == GroupAxis::Token && dim.is_multiple_of(span);
+        if in_runs && span.is_multiple_of(LANES) {
+            run_extremes(rows, span, &mut minima, &mut steps);
+        } else {
+            let groups = minima.chunks_exact_mut(pairs).zip(steps.chunks_exact_mut(pairs));
+            for (rows, (low, high)) in rows.chunks(share).zip(groups) {
+                extremes(rows, dim, span, low, high);
+            }
         }
         self.fit(&mut minima, &mut steps, absmax)?;
-        let groups = minima.chunks_exact(pairs).zip(steps.chunks_exact_mut(pairs));
+        append_pairs((&minima, &steps), pairs, scales);
+        steps.iter_mut().for_each(|step| *step = reciprocal(*step));
+        let inverse = &steps;
+        if in_runs {
+            let groups = minima.iter().zip(inverse);
+            let parts = rows.chunks_exact(span).zip(symbols.chunks_exact_mut(span));
+            for ((part, symbols), (minimum, inverse)) in parts.zip(groups) {
+                self.codes_of(part, (*minimum, *inverse), symbols);
+            }
+            return Ok(());
+        }
+        let groups = minima.chunks_exact(pairs).zip(inverse.chunks_exact(pairs));
         let rows = rows.chunks(share).zip(symbols.chunks_mut(share));
-        for ((rows, symbols), (minima, steps)) in rows.zip(groups) {
-            append(minima, scales);
-            append(steps, scales);
-            // From here on the steps' reciprocals.
-            steps.iter_mut().for_each(|step| *step = reciprocal(*step));
+        for ((rows, symbols), groups) in rows.zip(groups) {
             for (row, symbols) in rows.chunks_exact(dim).zip(symbols.chunks_exact_mut(dim)) {
-                self.codes(row, span, (minima, steps), symbols);
+                self.codes(row, span, groups, symbols);
             }
         }
         Ok(())
@@ -215,23 +233,32 @@ impl Uniform {
         symbols: &mut [u16],
     ) {
         let top = f32::from(self.top);
-        let code = |x: f32, minimum: f32, inverse: f32| {
-            let level = (x - minimum) * inverse;
-            let level = if level < top { level } else { top };
-            (level + ROUND).to_bits() as u16
-        };
         let pairs = minima.iter().zip(inverse);
         if span == 1 {
             for ((symbol, x), (minimum, inverse)) in symbols.iter_mut().zip(row).zip(pairs) {
-                *symbol = code(*x, *minimum, *inverse);
+                *symbol = code(*x, (*minimum, *inverse), top);
             }
             return;
         }
         let parts = symbols.chunks_mut(span).zip(row.chunks(span));
         for ((symbols, part), (minimum, inverse)) in parts.zip(pairs) {
+            self.codes_of(part, (*minimum, *inverse), symbols);
+        }
+    }
+
+    /// The codes of values of one group.
+    #[inline(always)]
+    fn codes_of(&self, values: &[f32], pair: (f32, f32), symbols: &mut [u16]) {
+        let top = f32::from(self.top);
+        let (whole, rest) = values.as_chunks::<CODES>();
+        let (to, last) = symbols.as_chunks_mut::<CODES>();
+        for (symbols, part) in to.iter_mut().zip(whole) {
             for (symbol, x) in symbols.iter_mut().zip(part) {
-                *symbol = code(*x, *minimum, *inverse);
+                *symbol = code(*x, pair, top);
             }
+        }
+        for (symbol, x) in last.iter_mut().zip(rest) {
+            *symbol = code(*x, pair, top);
         }
     }
 
@@ -267,6 +294,15 @@ impl Uniform {
             }
         }
     }
+}
+
+/// The level nearest to `x`, from a minimum and the reciprocal of a step.
+#[inline(always)]
+fn code(x: f32, (minimum, inverse): (f32, f32), top: f32) -> u16 {
+    let level = (x - minimum) * inverse;
+    let level = if level < top { level } else { top };
+    // Far below 2^15, which lets the compiler narrow two registers at once.
+    ((level + ROUND).to_bits() & 0x7FFF) as u16
 }
 
 /// [`Uniform::quantize`].

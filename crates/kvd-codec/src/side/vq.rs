@@ -6,7 +6,7 @@
 
 use super::Unquantizable;
 use super::float::all_within;
-use super::nearest::Points;
+use super::nearest::{BATCH_MAX, Points};
 use super::regions::Regions;
 use crate::{CodebookScope, HeadSide, VqSpec};
 use kvd_core::Geometry;
@@ -64,10 +64,17 @@ impl Codebook {
     /// The entries nearest to consecutive points.
     fn encode(&self, points: &[f32], codes: &mut [u16]) {
         if let Some(regions) = self.regions.get_or_init(|| Regions::new(self)) {
-            return regions.nearest(self, points, codes);
+            return regions.nearest(points, codes);
         }
         self.nearest_batches(Points::consecutive(points, self.dim), |start, found, _| {
-            for (code, entry) in codes[start..].iter_mut().zip(found) {
+            let codes = &mut codes[start..];
+            let batch = (codes.first_chunk_mut::<BATCH_MAX>(), found.first_chunk::<BATCH_MAX>());
+            if let (Some(codes), Some(found)) = batch {
+                // As many as the compiler knows.
+                codes.iter_mut().zip(found).for_each(|(code, entry)| *code = *entry as u16);
+                return;
+            }
+            for (code, entry) in codes.iter_mut().zip(found) {
                 *code = *entry as u16;
             }
         });

@@ -40,6 +40,9 @@ pub struct CodecRow {
     pub encode_ns: Figure,
     /// Encoded f16 input, in GB per second (median).
     pub encode_gb_per_s: f64,
+    /// Processor time to make a code's bits, the quantizer apart, in nanoseconds; none where codes
+    /// are not entropy-coded by trained tables.
+    pub coding_ns: Option<Figure>,
     /// Processor time of the reference decoder for a value, in nanoseconds.
     pub decode_ns: Figure,
     /// Processor time of the attention kernels' Huffman decoder for a code, in nanoseconds; none
@@ -54,6 +57,7 @@ struct Case {
     blocks: Vec<[Vec<f32>; 2]>,
     values: f64,
     encode: Vec<f64>,
+    coding: Vec<f64>,
     decode: Vec<f64>,
     codes: Vec<f64>,
 }
@@ -101,13 +105,14 @@ impl CodecBench {
             bits_per_value: 0.0,
             encode_ns: Figure::of(vec![0.0]),
             encode_gb_per_s: 0.0,
+            coding_ns: None,
             decode_ns: Figure::of(vec![0.0]),
             codes_ns: None,
         };
         let per_row = geometry.head_dim(side) * geometry.kv_heads as usize;
         let values = (per_row * geometry.block_tokens as usize * BLOCKS) as f64;
-        let [encode, decode, codes] = [const { Vec::new() }; 3];
-        Ok(Case { row, side, codec, blocks, values, encode, decode, codes })
+        let [encode, coding, decode, codes] = [const { Vec::new() }; 4];
+        Ok(Case { row, side, codec, blocks, values, encode, coding, decode, codes })
     }
 }
 
@@ -149,10 +154,12 @@ impl Case {
         };
         let stored: u64 = pages.iter().map(|(_, encoded)| bytes(encoded)).sum();
         self.row.bits_per_value = stored as f64 * 8.0 / self.values;
+        let coding_ns = self.coding_ns();
         let codes_ns = self.codes_ns(pages).map_err(BenchError::of(&self.row.side_spec))?;
         if counts {
             self.encode.push(encode_ns / self.values);
             self.decode.push(decode_ns / self.values);
+            self.coding.extend(coding_ns);
             self.codes.extend(codes_ns);
         }
         Ok(())
@@ -186,6 +193,26 @@ impl Case {
         Ok(())
     }
 
+    /// Time per code from codes to words, where tables are trained: page after page.
+    fn coding_ns(&self) -> Option<f64> {
+        let geometry = self.codec.geometry();
+        let per_head = geometry.block_tokens as usize * geometry.head_dim(self.side);
+        let (mut codes, mut ns) = (0, 0.0);
+        let mut words = Vec::new();
+        for head in 0..geometry.kv_heads as usize {
+            let encoder = self.codec.code_encoder(LAYER, self.side, head)?;
+            let rows = self.blocks.iter().map(|block| &block[self.side.index()]);
+            let rows = rows.map(|rows| &rows[head * per_head..][..per_head]);
+            let pages: Vec<Vec<u16>> = rows.filter_map(|rows| encoder.codes(rows)).collect();
+            words.clear();
+            let mut run =
+                || -> usize { pages.iter().map(|codes| encoder.encode(codes, &mut words)).sum() };
+            ns += timed(|| black_box(run())).1;
+            codes += pages.iter().map(Vec::len).sum::<usize>();
+        }
+        (codes > 0).then_some(ns / codes as f64)
+    }
+
     /// Time per code of the attention kernels' decoder, where there are codes for it.
     fn codes_ns(&self, blocks: &[(Vec<u8>, EncodedBlock)]) -> Result<Option<f64>, BackendError> {
         let (mut codes, mut ns) = (0, 0.0);
@@ -205,6 +232,7 @@ impl Case {
     fn finish(mut self) -> CodecRow {
         self.row.encode_ns = Figure::of(self.encode);
         self.row.decode_ns = Figure::of(self.decode);
+        self.row.coding_ns = (!self.coding.is_empty()).then(|| Figure::of(self.coding));
         self.row.codes_ns = (!self.codes.is_empty()).then(|| Figure::of(self.codes));
         self.row.encode_gb_per_s = 2.0 / self.row.encode_ns.median;
         self.row

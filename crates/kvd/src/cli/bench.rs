@@ -324,27 +324,30 @@ fn scores_table(rows: &[ScoresRow]) -> String {
 }
 
 fn codec_table(rows: &[CodecRow]) -> String {
-    let head = ["encode ns [best]", "GB/s f16", "decode ns [best]", "codes ns [best]", "bits"];
+    let head =
+        ["encode ns [best]", "GB/s f16", "decode ns [best]", "codes in", "codes out", "bits"];
     let mut text = format!(
-        "{:>18} {:>9} {:>18} {:>18} {:>8}  side\n",
-        head[0], head[1], head[2], head[3], head[4]
+        "{:>18} {:>9} {:>18} {:>18} {:>18} {:>8}  side\n",
+        head[0], head[1], head[2], head[3], head[4], head[5]
     );
+    let codes = |ns: Option<Figure>| ns.map_or_else(|| "-".to_owned(), pair);
     for row in rows {
         writeln!(
             text,
-            "{:>18} {:>9.3} {:>18} {:>18} {:>8.3}  {}={}",
+            "{:>18} {:>9.3} {:>18} {:>18} {:>18} {:>8.3}  {}={}",
             pair(row.encode_ns),
             row.encode_gb_per_s,
             pair(row.decode_ns),
-            row.codes_ns.map_or_else(|| "-".to_owned(), pair),
+            codes(row.coding_ns),
+            codes(row.codes_ns),
             row.bits_per_value,
             row.side,
             row.side_spec
         )
         .expect("write to a string");
     }
-    text + "\nns per value on one thread; decode is the reference decoder, codes are those that \
-            attention's Huffman decoder reads\n"
+    text + "\nns per value on one thread; decode is the reference decoder, codes in those that are \
+            made words of alone, codes out those that attention's Huffman decoder reads\n"
 }
 
 fn store_table(rows: &[StoreRow]) -> String {
