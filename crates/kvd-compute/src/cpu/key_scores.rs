@@ -5,6 +5,7 @@ use super::softmax::{self, Seen};
 use super::tile::{Rows, Span};
 use super::unit::Walk;
 use crate::BackendError;
+use kvd_core::Side;
 use rayon::prelude::*;
 
 /// Writes the scores of the plan's one query token, `[q_heads, tokens]`; the caller has checked
@@ -20,8 +21,8 @@ pub(super) fn run(job: &Job<'_>, out: &mut [f32]) -> Result<(), BackendError> {
         let unit = Unit { query, batch_row: 0, q: 0..1, head, parts: &query.parts };
         let _registers = job.simd.in_use();
         out.fill(f32::NEG_INFINITY);
-        Walk::new(job, &unit).parts(|walk, [keys, _], span| {
-            walk.keep(keys, span, out);
+        Walk::new(job, &unit).parts(&[Side::Key], |walk, rows, span| {
+            walk.keep(&rows[0], span, out);
             Ok(())
         })
     })

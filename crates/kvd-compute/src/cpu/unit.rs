@@ -109,7 +109,8 @@ pub(super) struct Walk<'a> {
 
 pub(super) fn run(job: &Job<'_>, unit: &Unit<'_>) -> Result<Vec<PartialState>, BackendError> {
     let mut walk = Walk::new(job, unit);
-    walk.parts(|walk, [keys, values], span| {
+    walk.parts(&Side::BOTH, |walk, rows, span| {
+        let [keys, values] = [&rows[0], &rows[1]];
         walk.ahead.ask();
         walk.weigh(span, keys.space(), values.space());
         walk.accumulate(values, span)
@@ -124,26 +125,30 @@ struct Part<'a> {
 }
 
 impl<'a> Part<'a> {
-    fn new(plan: &'a PlanPart, reader: Reader<'a>, head: usize) -> Self {
-        let bytes = |side| reader.bytes(&plan.source, plan.rows, side, head);
-        Self { plan, bytes: Side::BOTH.map(bytes) }
+    /// With the bytes of some sides.
+    fn new(plan: &'a PlanPart, reader: Reader<'a>, head: usize, sides: &[Side]) -> Self {
+        let mut bytes: [&[u8]; 2] = [&[]; 2];
+        for side in sides {
+            bytes[side.index()] = reader.bytes(&plan.source, plan.rows, *side, head);
+        }
+        Self { plan, bytes }
     }
 
-    /// Opens it in place of what was in `slot` before.
+    /// Opens those sides in place of what was in `slot` before.
     fn open(
         &self,
         reader: Reader<'a>,
-        head: usize,
+        (head, sides): (usize, &[Side]),
         slot: usize,
-        opened: &mut Vec<[Rows<'a>; 2]>,
+        opened: &mut Vec<Rows<'a>>,
     ) -> Result<(), BackendError> {
-        let [keys, values] = self.bytes.map(|bytes| (&self.plan.source, bytes));
-        if let Some([old_keys, old_values]) = opened.get_mut(slot) {
-            reader.turn_to(old_keys, keys, Side::Key, head)?;
-            return reader.turn_to(old_values, values, Side::Value, head);
+        for (at, side) in (slot * sides.len()..).zip(sides) {
+            let of = (&self.plan.source, self.bytes[side.index()]);
+            match opened.get_mut(at) {
+                Some(old) => reader.turn_to(old, of, *side, head)?,
+                None => opened.push(reader.open_bytes(of, *side, head)?),
+            }
         }
-        let open = |of, side| reader.open_bytes(of, side, head);
-        opened.push([open(keys, Side::Key)?, open(values, Side::Value)?]);
         Ok(())
     }
 }
@@ -211,10 +216,12 @@ impl<'a> Walk<'a> {
         }
     }
 
-    /// Scores keys span by span and hands each on, with the rows of its part by side.
+    /// Scores keys span by span and hands each on, with the rows of its part, of `sides`: keys, and
+    /// values where they are read.
     pub(super) fn parts(
         &mut self,
-        mut scored: impl FnMut(&mut Self, &[Rows<'a>; 2], &Span) -> Result<(), BackendError>,
+        sides: &[Side],
+        mut scored: impl FnMut(&mut Self, &[Rows<'a>], &Span) -> Result<(), BackendError>,
     ) -> Result<(), BackendError> {
         // The union of what the unit's query tokens see; spans outside are never decoded.
         let seen = self.unit.query.visible(self.unit.q.start).start
@@ -222,21 +229,22 @@ impl<'a> Walk<'a> {
         let parts =
             self.unit.parts.iter().filter(|part| spans(part, seen.clone()).next().is_some());
         let (reader, head) = (self.job.reader, self.unit.head);
-        let parts: Vec<Part<'a>> = parts.map(|part| Part::new(part, reader, head)).collect();
+        let parts: Vec<Part<'a>> = parts.map(|part| Part::new(part, reader, head, sides)).collect();
         let coded = self.lanes.tiles[0].iter().any(Option::is_some);
         let together = if coded { TOGETHER } else { 1 };
         let codes = self.keys.is_some() && self.values.is_some();
         let steps = if codes { CODE_STEPS } else { FLOAT_STEPS };
-        let mut opened = Vec::with_capacity(together);
+        let mut opened = Vec::with_capacity(together * sides.len());
         for first in (0..parts.len()).step_by(together) {
             let at_work = &parts[first..parts.len().min(first + together)];
             for (slot, part) in at_work.iter().enumerate() {
-                part.open(reader, head, slot, &mut opened)?;
+                part.open(reader, (head, sides), slot, &mut opened)?;
             }
             if coded {
-                self.decode(at_work, &opened, &seen)?;
+                self.decode(at_work, opened.chunks_exact(sides.len()), &seen)?;
             }
-            for (slot, (part, rows)) in at_work.iter().zip(&opened).enumerate() {
+            let rows = opened.chunks_exact(sides.len());
+            for (slot, (part, rows)) in at_work.iter().zip(rows).enumerate() {
                 self.lanes.slot = slot;
                 let next = parts.get(first + together + slot);
                 self.ahead = Ahead::new(next.map_or([&[][..]; 2], |part| part.bytes), steps);
@@ -253,7 +261,7 @@ impl<'a> Walk<'a> {
     fn decode(
         &mut self,
         parts: &[Part<'_>],
-        opened: &[[Rows<'_>; 2]],
+        opened: std::slice::ChunksExact<'_, Rows<'_>>,
         seen: &Range<u32>,
     ) -> Result<(), BackendError> {
         let has = [self.keys.is_some(), self.values.is_some()];
@@ -266,7 +274,8 @@ impl<'a> Walk<'a> {
             let seen = seen.reduce(|a, b| a.start.min(b.start)..a.end.max(b.end)).unwrap_or(0..0);
             for (side, (tiles, decoded)) in tiles.iter_mut().zip(decoded).enumerate() {
                 let tiles = tiles.as_mut().filter(|_| has[side]);
-                if let (Some(tiles), Some(page)) = (tiles, rows[side].page()) {
+                let page = rows.get(side).and_then(Rows::page);
+                if let (Some(tiles), Some(page)) = (tiles, page) {
                     wanted.push(Wanted { tiles, page, rows: seen.clone(), decoded });
                 }
             }
