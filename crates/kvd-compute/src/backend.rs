@@ -241,7 +241,8 @@ pub trait Backend: Send {
     /// [`Backend::attend`] with queries and answer in a region; the plan's own queries are ignored.
     /// Gives the bytes of pages and raw rows that lay in the plan's parts. `launched` is called
     /// once all of it is the device's and the region's event is recorded behind it, and before it
-    /// is known to be done. What is refused later has written something to the answer's places.
+    /// is known to be done; never where the region has no event. What is refused later has written
+    /// something to the answer's places.
     ///
     /// # Errors
     /// As [`Backend::attend`]; when the region is not open or a place not inside it or not aligned.

@@ -208,6 +208,15 @@ fn ipc(driver: &mut CudaDriver) {
     assert_eq!(read(driver, at + 100, 3), b"out");
     driver.close_shared(at);
     assert_eq!((peer[0], &peer[100..103]), (b'C', &b"out"[..]));
+    peer[0] = 0;
+    for _ in 0..2 {
+        assert_eq!(driver.open_shared(handle(&mut peer, 4096), 4096), Ok(at));
+    }
+    driver.close_shared(at);
+    put(driver, at + 100, b"yet");
+    assert_eq!((peer[0], read(driver, at + 100, 3)), (0, b"yet".to_vec()));
+    driver.close_shared(at);
+    assert_eq!(peer[0], b'C');
     let short = refused(driver.open_shared(handle(&mut peer, 4095), 4096));
     assert!(short.contains("it has 4095 bytes, not 4096"), "{short}");
     let unknown = refused(driver.open_shared(RegionHandle::CudaIpc([0; 64]), 64));
@@ -220,6 +229,12 @@ fn event(driver: &mut CudaDriver) {
     driver.record(event, Stream::Compute).unwrap();
     driver.synchronize(event).unwrap();
     driver.destroy_event(event);
+    // Regions come and go: their events take the place of those before.
+    for _ in 0..1000 {
+        let (again, _) = driver.share_event().unwrap();
+        assert_eq!(again, event);
+        driver.destroy_event(again);
+    }
     let missing = driver.find("kvd_queries").unwrap_err();
     assert!(matches!(missing, DriverError::NoKernel(_)), "{missing}");
 }

@@ -204,15 +204,19 @@ struct handle {
     char unused[48];
 };
 static struct handle ipc;
+// How often it is open; what was opened twice has one address, and is unmapped when it is closed twice.
+static int opens;
 int cuIpcOpenMemHandle_v2(address *at, struct handle handle, unsigned flags) {
     if (!handle.at || flags != 1) return 1;
+    opens = handle.at == ipc.at ? opens + 1 : 1;
     ipc = handle;
     *at = handle.at;
     return 0;
 }
 int cuIpcCloseMemHandle(address at) {
-    *(char *)at = 'C';
-    return at == ipc.at ? 0 : 1;
+    if (at != ipc.at || !opens) return 1;
+    if (!--opens) *(char *)at = 'C';
+    return 0;
 }
 int cuMemGetAddressRange_v2(address *base, unsigned long *bytes, address at) {
     if (at != ipc.at) return 1;

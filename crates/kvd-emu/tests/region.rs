@@ -301,6 +301,61 @@ fn the_regions_event_is_recorded_behind_the_answer_and_before_the_host_waits() {
 }
 
 #[test]
+fn without_an_event_the_answer_comes_and_nothing_is_said_before_it() {
+    if !available() {
+        return;
+    }
+    let (mut fixture, part) = with_rows("raw", OPTIONS);
+    let plan = plan(&part, DType::F32, 2, &[1]);
+    let right = fixture.backend.attend(&plan).unwrap();
+    let (places, lengths) = fixture.backend.places(&plan);
+    let backend = &mut fixture.backend.backend;
+    fixture.watch.lock().fail = Fail::Events;
+    let memory = Memory::new(REGION_BYTES);
+    let opened = backend.open_region(handle(&memory), REGION_BYTES as u64).unwrap();
+    assert_eq!((opened.event, opened.copied), (None, None));
+    backend.write_region(opened.region, places.q, &plan.q).unwrap();
+    let recorded = fixture.watch.lock().recorded.len();
+    let places = RegionPlaces { region: opened.region, ..places };
+    let mut launched = || panic!("there is no event to wait for");
+    backend.attend_in_place(&plan, &places, &mut launched).unwrap();
+    let mut out = vec![0; lengths[0] as usize];
+    backend.read_region(opened.region, places.out, &mut out).unwrap();
+    assert_eq!(out, right.out);
+    assert_eq!(fixture.watch.lock().recorded.len(), recorded);
+    drop(fixture);
+    drop(memory);
+}
+
+#[test]
+fn memory_that_is_open_twice_stays_when_one_of_its_regions_is_closed() {
+    if !available() {
+        return;
+    }
+    let (mut fixture, part) = with_rows("raw", OPTIONS);
+    let plan = plan(&part, DType::F32, 2, &[1]);
+    let right = fixture.backend.attend(&plan).unwrap();
+    let Fixture { backend: first, watch, memory, .. } = &mut fixture;
+    let (places, live) = (first.places(&plan).0, watch.lock().live);
+    for _ in 0..50 {
+        let again = first.backend.open_region(handle(memory), REGION_BYTES as u64).unwrap();
+        first.backend.close_region(again.region);
+        let answer = first.attend(&plan).unwrap();
+        assert_eq!((answer.out, answer.lse), (right.out.clone(), right.lse.clone()));
+    }
+    assert_eq!(watch.lock().live, live);
+    let again = first.backend.open_region(handle(memory), REGION_BYTES as u64).unwrap();
+    first.backend.close_region(places.region);
+    let places = RegionPlaces { region: again.region, ..places };
+    first.backend.attend_in_place(&plan, &places, &mut || {}).unwrap();
+    first.backend.close_region(again.region);
+    let Fixture { backend, watch, memory, .. } = fixture;
+    drop(backend);
+    assert_eq!(watch.lock().live, 0);
+    drop(memory);
+}
+
+#[test]
 fn what_a_driver_lacks_is_said_when_a_region_is_opened() {
     for (fail, event, copied) in [
         (Fail::Kernels, false, Some("no kernel kvd_queries")),

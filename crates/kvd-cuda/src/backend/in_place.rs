@@ -45,7 +45,9 @@ impl CudaBackend {
         };
         let event = self.regions.event(region);
         self.attend_reaching(plan, reach, &mut |backend| {
-            event.map_or(Ok(()), |event| backend.device.record(event))?;
+            // Without an event there is nothing to wait for but the end of the call.
+            let Some(event) = event else { return Ok(()) };
+            backend.device.record(event)?;
             launched();
             Ok(())
         })

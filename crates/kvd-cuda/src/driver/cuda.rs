@@ -6,7 +6,7 @@
 #![expect(unsafe_code, reason = "calls of the driver's C functions")]
 
 use super::pinned::{Events, PinnedMemory};
-use super::shared::Shared;
+use super::shared::{Opened, Shared};
 use super::{
     DeviceCopy, Driver, DriverError, EventId, Gpu, KernelLaunch, PinnedId, PinnedRange, Stream,
 };
@@ -31,7 +31,7 @@ pub struct CudaDriver {
     events: Events,
     modules: Vec<sys::CUmodule>,
     functions: HashMap<String, sys::CUfunction>,
-    shared: HashMap<u64, Shared>,
+    shared: Opened,
 }
 
 // SAFETY: a context may be used from any thread that has made it current, which every call does
@@ -53,7 +53,7 @@ impl CudaDriver {
             events: Events::default(),
             modules: Vec::new(),
             functions: HashMap::new(),
-            shared: HashMap::new(),
+            shared: Opened::default(),
         };
         // SAFETY: each call writes the handle that its pointer is to; the probe has initialised the
         // driver and counted the GPU. What was taken before an error is given back by `drop`.
@@ -303,16 +303,13 @@ impl Driver for CudaDriver {
 
     fn open_shared(&mut self, handle: RegionHandle, bytes: u64) -> Result<u64, DriverError> {
         self.bind()?;
-        let shared = Shared::open(&handle, bytes, self.device)?;
-        let address = shared.address();
-        self.shared.insert(address, shared);
-        Ok(address)
+        Shared::open(&handle, bytes, self.device).map(|shared| self.shared.put(shared))
     }
 
     fn close_shared(&mut self, address: u64) {
-        let Some(shared) = self.shared.remove(&address) else { return };
+        let ended = self.shared.take(address);
         if self.bind().is_ok() {
-            shared.close();
+            ended.iter().for_each(Shared::close);
         }
     }
 }
@@ -322,9 +319,7 @@ impl Drop for CudaDriver {
         if self.context.is_null() || self.bind().is_err() {
             return;
         }
-        for shared in self.shared.values() {
-            shared.close();
-        }
+        self.shared.take_all().for_each(|shared| shared.close());
         self.events.clear();
         self.pinned.clear();
         // SAFETY: every handle was given by the driver and is given back once. Errors that stuck

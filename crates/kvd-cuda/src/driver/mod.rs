@@ -8,6 +8,7 @@ mod nvrtc;
 mod pinned;
 mod probe;
 mod shared;
+mod slots;
 
 pub use cuda::CudaDriver;
 pub use name::{BadGpuName, GpuName};
@@ -211,12 +212,14 @@ pub trait Driver: Send {
     /// When there is no such kernel, or the device has failed.
     fn launch(&mut self, launch: KernelLaunch<'_>) -> Result<(), DriverError>;
 
-    /// Opens `bytes` of memory that another process shares, and says where they are here.
+    /// Opens `bytes` of memory that another process shares, and says where they are here: the same
+    /// address each time it is opened, as long as it is open.
     ///
     /// # Errors
     /// Why they cannot be opened.
     fn open_shared(&mut self, handle: RegionHandle, bytes: u64) -> Result<u64, DriverError>;
 
-    /// Closes it, by the address that [`Driver::open_shared`] gave; no work may be using it.
+    /// Closes it, by the address that [`Driver::open_shared`] gave, as often as it was opened; the
+    /// last time no work may be using it.
     fn close_shared(&mut self, address: u64);
 }

@@ -79,8 +79,8 @@ pub(crate) enum Planted {
 pub(crate) struct EmuDriver {
     memory: BTreeMap<u64, Memory>,
     pinned: Vec<Option<Vec<u8>>>,
-    /// Memory of a worker that is open, and its bytes.
-    shared: BTreeMap<u64, u64>,
+    /// Memory of a worker that is open: its bytes, and how often.
+    shared: BTreeMap<u64, (u64, usize)>,
     /// Beginnings of the names of kernels that a made-up compiler has made.
     compiled: Vec<String>,
     streams: Streams,
@@ -142,7 +142,7 @@ impl EmuDriver {
         let own = self.memory.range(..=address).next_back();
         let own = own.map(|(start, memory)| start + memory.bytes().len() as u64);
         let shared = self.shared.range(..=address).next_back();
-        let shared = shared.map(|(start, bytes)| start + bytes);
+        let shared = shared.map(|(start, (bytes, _))| start + bytes);
         let end = [own, shared].into_iter().flatten().find(|end| address < *end);
         let end = end.expect("an address");
         assert!(address + len <= end, "{len} bytes at {address:#x} end after {end:#x}");
@@ -408,15 +408,21 @@ impl Driver for EmuDriver {
             let reason = "CUDA_ERROR_INVALID_VALUE (1)".to_owned();
             return Err(DriverError::Refused { call: "open_shared", reason });
         }
-        self.shared.insert(address, bytes);
+        let (known, opens) = self.shared.entry(address).or_default();
+        (*known, *opens) = (bytes.max(*known), *opens + 1);
         self.watch.lock().live += 1;
         Ok(address)
     }
 
     fn close_shared(&mut self, address: u64) {
-        let bytes = self.shared.remove(&address).expect("memory is closed once");
-        self.check_free(address, bytes);
         self.watch.lock().live -= 1;
+        let (bytes, opens) = self.shared.get_mut(&address).expect("memory is open");
+        let bytes = *bytes;
+        *opens -= 1;
+        if *opens == 0 {
+            self.shared.remove(&address);
+            self.check_free(address, bytes);
+        }
     }
 }
 
