@@ -134,6 +134,21 @@ pub struct ModelBytes {
     pub table_versions: u64,
 }
 
+/// How a device was given its attention kernels.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Launches {
+    /// Kernels one by one.
+    pub kernels: u64,
+    /// Graphs of several.
+    pub graphs: u64,
+    /// Of these, graphs that were made for it.
+    pub graphs_built: u64,
+    /// Nodes of graphs whose parameters were changed.
+    pub nodes_updated: u64,
+    /// Why there are no graphs any more.
+    pub graphs_off: Option<String>,
+}
+
 /// A device that holds pages and answers attention over them.
 pub trait Backend: Send {
     /// What this device is.
@@ -152,6 +167,11 @@ pub trait Backend: Send {
     /// every job, and closes for good.
     fn failure(&self) -> Option<&str> {
         None
+    }
+
+    /// How it was given its attention kernels so far.
+    fn launches(&self) -> Launches {
+        Launches::default()
     }
 
     /// Makes a model's codec known; an id that is known already is replaced.

@@ -4,6 +4,8 @@
 
 #[path = "common/driver.rs"]
 mod driver;
+#[path = "region/graphs.rs"]
+mod graphs;
 #[path = "common/streams.rs"]
 mod streams;
 #[path = "../../kvd-compute/tests/suite/mod.rs"]
@@ -27,6 +29,7 @@ const OPTIONS: CudaOptions = CudaOptions {
     scratch_bytes: 1 << 20,
     staging_bytes: 64 << 10,
     threads: 1,
+    graphs: 4,
 };
 
 /// Bytes of the worker's memory.
@@ -66,13 +69,16 @@ fn attention_in_a_region_is_attention_over_what_pages_decode_to() {
     let mut paces = Pace::EACH.into_iter().cycle();
     for text in suite::codecs() {
         let fixture = open(orders.next().unwrap(), paces.next().unwrap(), OPTIONS);
-        let Fixture { backend, watch, memory, .. } = fixture;
+        let Fixture { mut backend, watch, memory, .. } = fixture;
+        // Launched kernel by kernel, made a graph, launched as one.
+        backend.repeat = 3;
         let answer = suite::errors(Box::new(backend), text, RopePairing::Half);
         let (off, lse) = answer.unwrap_or_else(|| panic!("{text} is not served"));
         let most = suite::largest_error(text);
         assert!(off < most && lse < most, "{text}: outputs {off:.1e}, log-sum-exp {lse:.1e}");
         let watch = watch.lock();
         assert_eq!(watch.live, 0, "{text}");
+        assert!(watch.graphs >= 2, "{text}: {} graphs", watch.graphs);
         let kernels: Vec<&str> = watch.kernels.iter().map(String::as_str).collect();
         assert!(kernels.contains(&"kvd_queries") && kernels.contains(&"kvd_answer"), "{text}");
         drop(memory);
@@ -334,6 +340,7 @@ fn memory_that_is_open_twice_stays_when_one_of_its_regions_is_closed() {
     }
     let (mut fixture, part) = with_rows("raw", OPTIONS);
     let plan = plan(&part, DType::F32, 2, &[1]);
+    fixture.backend.repeat = 2;
     let right = fixture.backend.attend(&plan).unwrap();
     let Fixture { backend: first, watch, memory, .. } = &mut fixture;
     let (places, live) = (first.places(&plan).0, watch.lock().live);
