@@ -134,6 +134,21 @@ pub struct ModelBytes {
     pub table_versions: u64,
 }
 
+/// How a device was given its attention kernels.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Launches {
+    /// Kernels one by one.
+    pub kernels: u64,
+    /// Graphs of several.
+    pub graphs: u64,
+    /// Of these, graphs that were made for it.
+    pub graphs_built: u64,
+    /// Nodes of graphs whose parameters were changed.
+    pub nodes_updated: u64,
+    /// Why there are no graphs any more.
+    pub graphs_off: Option<String>,
+}
+
 /// A device that holds pages and answers attention over them.
 pub trait Backend: Send {
     /// What this device is.
@@ -152,6 +167,11 @@ pub trait Backend: Send {
     /// every job, and closes for good.
     fn failure(&self) -> Option<&str> {
         None
+    }
+
+    /// How it was given its attention kernels so far.
+    fn launches(&self) -> Launches {
+        Launches::default()
     }
 
     /// Makes a model's codec known; an id that is known already is replaced.
@@ -241,7 +261,8 @@ pub trait Backend: Send {
     /// [`Backend::attend`] with queries and answer in a region; the plan's own queries are ignored.
     /// Gives the bytes of pages and raw rows that lay in the plan's parts. `launched` is called
     /// once all of it is the device's and the region's event is recorded behind it, and before it
-    /// is known to be done. What is refused later has written something to the answer's places.
+    /// is known to be done; never where the region has no event. What is refused later has written
+    /// something to the answer's places.
     ///
     /// # Errors
     /// As [`Backend::attend`]; when the region is not open or a place not inside it or not aligned.

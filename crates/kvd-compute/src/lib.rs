@@ -14,8 +14,8 @@ mod sampling;
 mod state;
 
 pub use backend::{
-    Attended, Backend, DeviceInfo, EncodeSource, EncodedPages, HeldPages, IncomingRows, LoadedRows,
-    ModelBytes, RawTarget,
+    Attended, Backend, DeviceInfo, EncodeSource, EncodedPages, HeldPages, IncomingRows, Launches,
+    LoadedRows, ModelBytes, RawTarget,
 };
 pub use cpu::{
     ArenaError, CodeDecoder, CpuBackend, CpuOptions, InstructionSet, OpenError, Precision,

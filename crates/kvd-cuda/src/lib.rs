@@ -28,8 +28,8 @@ mod turn;
 pub use abi::{AttendParameters, MergeParameters, PageEntry, SideShape, Unit};
 pub use backend::{CudaBackend, CudaOpenError, CudaOptions};
 pub use driver::{
-    BadGpuName, CudaDriver, DeviceCopy, Driver, DriverError, EventId, Gpu, GpuName, KernelLaunch,
-    Nvrtc, PinnedId, PinnedRange, ProbeError, Stream, devices,
+    BadGpuName, CudaDriver, DeviceCopy, Driver, DriverError, EventId, Gpu, GpuName, GraphId,
+    GraphNode, KernelLaunch, Nvrtc, PinnedId, PinnedRange, ProbeError, Stream, devices,
 };
 pub use error::PlanError;
 pub use finish::Merged;

@@ -8,8 +8,8 @@ use kvd_codec::ModelCodec;
 use kvd_compute::{Backend, IncomingRows, LoadPlan, PlanPart, RawTarget, RegionHandle, Source};
 use kvd_core::{Coded, DType, ErrorCode, Extent, Geometry, LayerIndex, ModelId, RopePairing};
 use kvd_cuda::{
-    CudaBackend, CudaDriver, CudaOpenError, CudaOptions, DeviceCopy, Driver, DriverError,
-    PinnedRange, Stream, devices,
+    CudaBackend, CudaDriver, CudaOpenError, CudaOptions, DeviceCopy, Driver, DriverError, GraphId,
+    GraphNode, KernelLaunch, PinnedRange, Stream, devices,
 };
 use std::fs::File;
 use std::os::fd::OwnedFd;
@@ -22,6 +22,7 @@ fn with_driver(test: &str, fail: Option<&str>) {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fake_libcuda.c");
     let mut cc = Command::new("cc");
     cc.args(["-shared", "-fPIC", "-o"]).arg(dir.path().join("libcuda.so")).arg(source);
+    cc.args((fail == Some("no graphs")).then_some("-DWITHOUT_GRAPHS"));
     match cc.output() {
         Ok(output) => assert!(output.status.success(), "{output:?}"),
         Err(_) => return eprintln!("SKIP driver: no C compiler to make a driver with"),
@@ -51,6 +52,20 @@ fn a_failed_event_sticks_and_no_pinned_memory_is_said_at_the_start() {
     }
 }
 
+#[test]
+fn graphs_run_their_kernels_stage_by_stage_with_what_they_were_changed_to() {
+    with_driver("graphs", None);
+}
+
+#[test]
+fn graphs_that_are_refused_are_no_failure_and_leave_nothing() {
+    let refused = ["cuGraphAddKernelNode", "cuGraphInstantiate", "cuGraphExecKernelNodeSetParams"];
+    for call in refused.into_iter().chain(["no graphs"]) {
+        with_driver("refusals", Some(call));
+    }
+    with_driver("failed_graph", Some("cuGraphLaunch"));
+}
+
 /// A backend without kernels, with pieces of 4 KiB.
 fn backend() -> Result<CudaBackend, CudaOpenError> {
     let options = CudaOptions {
@@ -58,6 +73,7 @@ fn backend() -> Result<CudaBackend, CudaOpenError> {
         scratch_bytes: 1 << 20,
         staging_bytes: 4 << 10,
         threads: 1,
+        graphs: 4,
     };
     let driver = CudaDriver::open(devices().unwrap().remove(0))?;
     CudaBackend::open(Box::new(driver), &[], options)
@@ -208,6 +224,15 @@ fn ipc(driver: &mut CudaDriver) {
     assert_eq!(read(driver, at + 100, 3), b"out");
     driver.close_shared(at);
     assert_eq!((peer[0], &peer[100..103]), (b'C', &b"out"[..]));
+    peer[0] = 0;
+    for _ in 0..2 {
+        assert_eq!(driver.open_shared(handle(&mut peer, 4096), 4096), Ok(at));
+    }
+    driver.close_shared(at);
+    put(driver, at + 100, b"yet");
+    assert_eq!((peer[0], read(driver, at + 100, 3)), (0, b"yet".to_vec()));
+    driver.close_shared(at);
+    assert_eq!(peer[0], b'C');
     let short = refused(driver.open_shared(handle(&mut peer, 4095), 4096));
     assert!(short.contains("it has 4095 bytes, not 4096"), "{short}");
     let unknown = refused(driver.open_shared(RegionHandle::CudaIpc([0; 64]), 64));
@@ -220,6 +245,12 @@ fn event(driver: &mut CudaDriver) {
     driver.record(event, Stream::Compute).unwrap();
     driver.synchronize(event).unwrap();
     driver.destroy_event(event);
+    // Regions come and go: their events take the place of those before.
+    for _ in 0..1000 {
+        let (again, _) = driver.share_event().unwrap();
+        assert_eq!(again, event);
+        driver.destroy_event(again);
+    }
     let missing = driver.find("kvd_queries").unwrap_err();
     assert!(matches!(missing, DriverError::NoKernel(_)), "{missing}");
 }
@@ -251,4 +282,98 @@ fn descriptor(driver: &mut CudaDriver) {
         assert!(over.contains("cuMemMap refuses"), "{over}");
         assert_eq!(held(&path), before, "nothing stays of what was refused");
     }
+}
+
+/// Kernels that append a digit to the number at `to`, with so much shared memory.
+fn digits(to: u64, digits: [u64; 4], shared_bytes: u32) -> [(u32, &'static str, [u64; 2], u32); 4] {
+    let kernels = [(2, "first"), (5, "second"), (5, "third"), (6, "first")];
+    let mut digits = digits.into_iter();
+    kernels.map(|(stage, kernel)| (stage, kernel, [to, digits.next().unwrap()], shared_bytes))
+}
+
+fn launch<'a>(node: &'a (u32, &'static str, [u64; 2], u32)) -> KernelLaunch<'a> {
+    let (_, kernel, words, shared_bytes) = node;
+    let parameters = bytemuck::bytes_of(words);
+    KernelLaunch { kernel, blocks: 3, threads: 128, shared_bytes: *shared_bytes, parameters }
+}
+
+fn build(
+    driver: &mut CudaDriver,
+    nodes: &[(u32, &'static str, [u64; 2], u32)],
+) -> Result<GraphId, DriverError> {
+    let nodes = nodes.iter().map(|node| GraphNode { stage: node.0, launch: launch(node) });
+    driver.build_graph(&nodes.collect::<Vec<_>>())
+}
+
+/// A driver with kernels, and a number of zero on it.
+fn with_number() -> (CudaDriver, u64) {
+    let mut driver = CudaDriver::open(devices().unwrap().remove(0)).unwrap();
+    driver.load(b"kernels").unwrap();
+    let number = driver.alloc(8).unwrap();
+    put(&mut driver, number, &[0; 8]);
+    (driver, number)
+}
+
+fn number(driver: &mut CudaDriver, at: u64) -> u64 {
+    u64::from_ne_bytes(read(driver, at, 8).try_into().unwrap())
+}
+
+#[test]
+#[ignore = "what another test starts as a process"]
+fn graphs() {
+    let (mut driver, at) = with_number();
+    let nodes = digits(at, [1, 2, 3, 4], 64 << 10);
+    let graph = build(&mut driver, &nodes).unwrap();
+    assert_eq!(number(&mut driver, at), 0);
+    // The made-up driver turns a stage's kernels round.
+    driver.launch_graph(graph).unwrap();
+    assert_eq!(number(&mut driver, at), 1324);
+    // A launch of less shared memory does not take away what the graph needs.
+    let less = digits(at, [5, 6, 7, 8], 50 << 10);
+    driver.launch(launch(&less[0])).unwrap();
+    driver.update_graph(graph, 2, launch(&less[2])).unwrap();
+    driver.update_graph(graph, 3, launch(&nodes[3])).unwrap();
+    driver.launch_graph(graph).unwrap();
+    assert_eq!(number(&mut driver, at), 132_451_724);
+    let wrong = driver.update_graph(graph, 4, launch(&nodes[3])).unwrap_err();
+    assert!(matches!(wrong, DriverError::Refused { .. }), "{wrong}");
+    for _ in 0..100 {
+        let other = build(&mut driver, &nodes[1..]).unwrap();
+        assert_ne!(other, graph);
+        assert!(other.0 < 2, "{other:?}");
+        driver.destroy_graph(other);
+    }
+    put(&mut driver, at, &[0; 8]);
+    driver.launch_graph(graph).unwrap();
+    assert_eq!(number(&mut driver, at), 1724);
+    driver.free(at);
+}
+
+#[test]
+#[ignore = "what another test starts as a process"]
+fn refusals() {
+    let call = std::env::var("FAKE_FAIL").unwrap();
+    let (mut driver, at) = with_number();
+    let nodes = digits(at, [1, 2, 3, 4], 0);
+    let error = match build(&mut driver, &nodes) {
+        Ok(graph) => driver.update_graph(graph, 0, launch(&nodes[0])).unwrap_err(),
+        Err(error) => error,
+    };
+    assert!(matches!(error, DriverError::Refused { .. }), "{error}");
+    let wanted = if call == "no graphs" { "the driver lacks cuGraphLaunch" } else { &call };
+    assert!(error.to_string().contains(wanted), "{error}");
+    for node in &nodes {
+        driver.launch(launch(node)).unwrap();
+    }
+    assert_eq!(number(&mut driver, at), 1234);
+    driver.free(at);
+}
+
+#[test]
+#[ignore = "what another test starts as a process"]
+fn failed_graph() {
+    let (mut driver, at) = with_number();
+    let graph = build(&mut driver, &digits(at, [1, 2, 3, 4], 0)).unwrap();
+    let error = driver.launch_graph(graph).unwrap_err();
+    assert!(matches!(error, DriverError::Failed { call: "cuGraphLaunch", .. }), "{error}");
 }

@@ -56,7 +56,12 @@ int cuDeviceGetAttribute(int *value, int attribute, int device) {
 typedef unsigned long address;
 
 int cuDevicePrimaryCtxRetain(void **context, int device) { *context = (void *)1; return device ? 101 : 0; }
-int cuDevicePrimaryCtxRelease_v2(int device) { return device ? 101 : 0; }
+// Graphs that were not given back.
+static int graphs;
+int cuDevicePrimaryCtxRelease_v2(int device) {
+    if (graphs) abort();
+    return device ? 101 : 0;
+}
 int cuCtxSetCurrent(void *context) { return context ? 0 : 201; }
 // The call that the environment names fails, with an error that sticks but for want of memory.
 static int stuck;
@@ -69,12 +74,18 @@ static int fails(const char *call) {
 // What the two streams were given: copies, and waits for what the other was given.
 #define WORK_MAX 100000
 static struct { char *to; const char *from; unsigned long bytes; int other, until; } work[2][WORK_MAX];
+// What a kernel was given; it reads no memory but this.
+struct word { unsigned long *to, value; };
+static struct word words[WORK_MAX];
 static int streams, given[2], done[2];
 static void make(int stream, int until) {
     for (; done[stream] < until; done[stream]++) {
         int at = done[stream];
         if (work[stream][at].until) make(work[stream][at].other, work[stream][at].until);
-        else memcpy(work[stream][at].to, work[stream][at].from, work[stream][at].bytes);
+        else if (!work[stream][at].to) {
+            struct word *word = (struct word *)work[stream][at].from;
+            *word->to = 10 * *word->to + word->value;
+        } else memcpy(work[stream][at].to, work[stream][at].from, work[stream][at].bytes);
     }
 }
 static void make_all(void) {
@@ -204,15 +215,19 @@ struct handle {
     char unused[48];
 };
 static struct handle ipc;
+// How often it is open; what was opened twice has one address, and is unmapped when it is closed twice.
+static int opens;
 int cuIpcOpenMemHandle_v2(address *at, struct handle handle, unsigned flags) {
     if (!handle.at || flags != 1) return 1;
+    opens = handle.at == ipc.at ? opens + 1 : 1;
     ipc = handle;
     *at = handle.at;
     return 0;
 }
 int cuIpcCloseMemHandle(address at) {
-    *(char *)at = 'C';
-    return at == ipc.at ? 0 : 1;
+    if (at != ipc.at || !opens) return 1;
+    if (!--opens) *(char *)at = 'C';
+    return 0;
 }
 int cuMemGetAddressRange_v2(address *base, unsigned long *bytes, address at) {
     if (at != ipc.at) return 1;
@@ -256,10 +271,112 @@ int cuMemSetAccess(address at, unsigned long bytes, const struct access *access,
     return mprotect((void *)at, bytes, PROT_READ | PROT_WRITE) ? 1 : 0;
 }
 
-#define THERE(name) int name(void) { return 999; }
+// Kernels `first`, `second` and `third` append a digit to a number in memory. One has 48 KiB of shared memory
+// until it is allowed more.
+static unsigned allowed[4] = { 0, 48 << 10, 48 << 10, 48 << 10 };
+int cuModuleLoadData(long *module, const void *image) {
+    *module = 1;
+    return image ? 0 : 1;
+}
+int cuModuleUnload(long module) { return module == 1 ? 0 : 1; }
+int cuModuleGetFunction(long *function, long module, const char *name) {
+    const char *names[] = { "", "first", "second", "third" };
+    for (*function = 1; *function < 4; ++*function) {
+        if (!strcmp(names[*function], name)) return module == 1 ? 0 : 1;
+    }
+    return 500;
+}
+int cuFuncSetAttribute(long function, int attribute, int value) {
+    if (attribute != 8) return 1;
+    allowed[function] = value;
+    return 0;
+}
+static int append(struct word word, long stream) {
+    static int count;
+    words[count] = word;
+    return start(0, &words[count++], 0, stream);
+}
 #ifndef WITHOUT_LAUNCH
-THERE(cuLaunchKernel)
+int cuLaunchKernel(long function, unsigned blocks, unsigned y, unsigned z, unsigned threads, unsigned threads_y,
+                   unsigned threads_z, unsigned shared, long stream, void **parameters, void **extra) {
+    if (!blocks || !threads || y * z * threads_y * threads_z != 1 || shared > allowed[function] || extra) return 1;
+    int result = fails("cuLaunchKernel");
+    return result ? result : append(*(struct word *)parameters[0], stream);
+}
 #endif
-THERE(cuGetErrorName) THERE(cuModuleLoadData) THERE(cuModuleUnload) THERE(cuModuleGetFunction)
-THERE(cuFuncSetAttribute) THERE(cuMemsetD8Async) THERE(cuMemGetInfo_v2)
+
+// Graphs of such kernels. A node is behind those that it depends on; of nodes that are not behind one another
+// the last runs first.
+struct kernel {
+    long function;
+    unsigned blocks, y, z, threads, threads_y, threads_z, shared;
+    void **parameters, **extra;
+    void *kernel, *context;
+};
+struct node { long function; int depth; struct word word; };
+struct graph { struct node node[16]; int nodes, depth; };
+static int holds(struct node *node, const struct kernel *kernel) {
+    if (!kernel->blocks || !kernel->threads || kernel->shared > allowed[kernel->function]) return 1;
+    if (kernel->y * kernel->z * kernel->threads_y * kernel->threads_z != 1 || kernel->extra) return 1;
+    if (kernel->kernel || kernel->context) return 1;
+    node->function = kernel->function;
+    node->word = *(struct word *)kernel->parameters[0];
+    return 0;
+}
+int cuGraphCreate(struct graph **graph, unsigned flags) {
+    *graph = calloc(1, sizeof **graph);
+    graphs++;
+    return flags ? 1 : 0;
+}
+int cuGraphDestroy(struct graph *graph) {
+    free(graph);
+    graphs--;
+    return 0;
+}
+static int refuses(const char *call) {
+    const char *named = getenv("FAKE_FAIL");
+    return named && !strcmp(named, call) ? 801 : 0;
+}
+int cuGraphAddKernelNode_v2(struct node **node, struct graph *graph, struct node **before, unsigned long count,
+                            const struct kernel *kernel) {
+    if (graph->nodes == 16 || refuses("cuGraphAddKernelNode")) return 801;
+    *node = &graph->node[graph->nodes++];
+    for (unsigned long i = 0; i < count; i++) {
+        if (before[i] < graph->node || before[i] >= *node) return 1;
+        if (before[i]->depth >= (*node)->depth) (*node)->depth = before[i]->depth + 1;
+    }
+    if ((*node)->depth > graph->depth) graph->depth = (*node)->depth;
+    return holds(*node, kernel);
+}
+int cuGraphInstantiateWithFlags(struct graph **executable, struct graph *graph, unsigned long long flags) {
+    if (flags || refuses("cuGraphInstantiate")) return 801;
+    // Nodes of the executable are known by those of the graph: both are at the same place.
+    *executable = malloc(sizeof **executable + sizeof graph);
+    memcpy(*executable, graph, sizeof *graph);
+    memcpy(*executable + 1, &graph, sizeof graph);
+    graphs++;
+    return 0;
+}
+int cuGraphExecKernelNodeSetParams_v2(struct graph *executable, struct node *node, const struct kernel *kernel) {
+    struct graph *graph = *(struct graph **)(executable + 1);
+    long at = node - graph->node;
+    if (at < 0 || at >= graph->nodes || refuses("cuGraphExecKernelNodeSetParams")) return 801;
+    if (executable->node[at].function != kernel->function) return 910;
+    return holds(&executable->node[at], kernel);
+}
+int cuGraphExecDestroy(struct graph *executable) { return cuGraphDestroy(executable); }
+#ifndef WITHOUT_GRAPHS
+int cuGraphLaunch(struct graph *executable, long stream) {
+    for (int depth = 0; depth <= executable->depth; depth++) {
+        for (int at = executable->nodes; at-- > 0;) {
+            int result = executable->node[at].depth == depth ? append(executable->node[at].word, stream) : 0;
+            if (result) return result;
+        }
+    }
+    return fails("cuGraphLaunch");
+}
+#endif
+
+#define THERE(name) int name(void) { return 999; }
+THERE(cuGetErrorName) THERE(cuMemsetD8Async) THERE(cuMemGetInfo_v2)
 THERE(cuOccupancyMaxActiveBlocksPerMultiprocessor)

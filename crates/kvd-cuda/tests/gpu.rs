@@ -25,6 +25,7 @@ const OPTIONS: CudaOptions = CudaOptions {
     scratch_bytes: 1 << 20,
     staging_bytes: 64 << 10,
     threads: 1,
+    graphs: 4,
 };
 
 /// The first GPU, or why there is none to test on.
@@ -141,7 +142,9 @@ fn attention_in_the_memory_of_a_worker_process_is_attention_over_what_pages_deco
         let (worker, opened) = Worker::start(&mut backend);
         assert_eq!(opened.copied, None);
         let geometry = suite::codec("raw", RopePairing::Half).geometry().clone();
-        let backend = InPlace::new(backend, opened.region, &geometry);
+        let mut backend = InPlace::new(backend, opened.region, &geometry);
+        // Launched kernel by kernel, made a graph, launched as one.
+        backend.repeat = 3;
         let (off, lse) = suite::errors(Box::new(backend), text, RopePairing::Half).unwrap();
         let most = suite::largest_error(text);
         assert!(off < most && lse < most, "{text}: outputs {off:.1e}, log-sum-exp {lse:.1e}");
@@ -189,6 +192,18 @@ fn a_worker_process_that_is_killed_takes_neither_the_gpu_nor_other_workers_with_
     assert!(bytes.iter().copied().eq(0..=255));
     assert_eq!(backend.attend(&plan).unwrap().out, right.out);
     living.end();
+}
+
+#[test]
+fn launches_that_repeat_are_one_graph_with_the_same_answer() {
+    let Some(backend) = backend() else { return };
+    let (mut backend, plan) = with_rows(backend);
+    let answers: Vec<_> = (0..4).map(|_| backend.attend(&plan).unwrap()).collect();
+    for answer in &answers[1..] {
+        assert_eq!((&answer.out, &answer.lse), (&answers[0].out, &answers[0].lse));
+    }
+    let launches = backend.launches();
+    assert_eq!((launches.graphs, launches.graphs_built, launches.graphs_off), (3, 1, None));
 }
 
 /// A backend with rows of 40 tokens, and queries over them.

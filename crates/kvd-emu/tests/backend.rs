@@ -27,6 +27,7 @@ const OPTIONS: CudaOptions = CudaOptions {
     scratch_bytes: 1 << 20,
     staging_bytes: 64 << 10,
     threads: 1,
+    graphs: 4,
 };
 
 /// A backend over the CPU lane, and what its driver sees.
@@ -340,12 +341,17 @@ fn one_attend_is_one_copy_to_the_device_and_one_wait() {
 
 /// Rows written, encoded, placed and read, with copies to the device where others read before.
 fn work(backend: &mut CudaBackend, part: &PlanPart) -> Result<Vec<u8>, ErrorCode> {
-    let encoded = backend.encode(ModelId(1), LayerIndex(0), &blocks(part, 3));
+    // So many that the tables of the attend go to where pages may not have been copied from yet.
+    let encoded = backend.encode(ModelId(1), LayerIndex(0), &blocks(part, 16));
     let encoded = encoded.map_err(|error| error.code())?;
+    for (slot, pages) in (0..).zip(&encoded[1..]) {
+        let pages = pages.as_ref().map_err(|error| error.code())?;
+        assert!(pages.held.is_some(), "the device encodes all but the first");
+        let extent = Extent { offset: 65_536 + (slot << 14), len: pages.size_bytes() };
+        backend.place(pages, extent);
+    }
     let pages = encoded[1].as_ref().map_err(|error| error.code())?;
-    assert!(pages.held.is_some(), "the device encodes all but the first");
     let extent = Extent { offset: 65_536, len: pages.size_bytes() };
-    backend.place(pages, extent);
     let plan = suite::attend_plan(vec![part.clone()], 2);
     backend.attend(&plan).map_err(|error| error.code())?;
     let source = Source::Pages { extent, ends: pages.page_ends.clone(), first_row: 0 };

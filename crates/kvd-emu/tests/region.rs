@@ -4,6 +4,8 @@
 
 #[path = "common/driver.rs"]
 mod driver;
+#[path = "region/graphs.rs"]
+mod graphs;
 #[path = "common/streams.rs"]
 mod streams;
 #[path = "../../kvd-compute/tests/suite/mod.rs"]
@@ -27,6 +29,7 @@ const OPTIONS: CudaOptions = CudaOptions {
     scratch_bytes: 1 << 20,
     staging_bytes: 64 << 10,
     threads: 1,
+    graphs: 4,
 };
 
 /// Bytes of the worker's memory.
@@ -66,13 +69,16 @@ fn attention_in_a_region_is_attention_over_what_pages_decode_to() {
     let mut paces = Pace::EACH.into_iter().cycle();
     for text in suite::codecs() {
         let fixture = open(orders.next().unwrap(), paces.next().unwrap(), OPTIONS);
-        let Fixture { backend, watch, memory, .. } = fixture;
+        let Fixture { mut backend, watch, memory, .. } = fixture;
+        // Launched kernel by kernel, made a graph, launched as one.
+        backend.repeat = 3;
         let answer = suite::errors(Box::new(backend), text, RopePairing::Half);
         let (off, lse) = answer.unwrap_or_else(|| panic!("{text} is not served"));
         let most = suite::largest_error(text);
         assert!(off < most && lse < most, "{text}: outputs {off:.1e}, log-sum-exp {lse:.1e}");
         let watch = watch.lock();
         assert_eq!(watch.live, 0, "{text}");
+        assert!(watch.graphs >= 2, "{text}: {} graphs", watch.graphs);
         let kernels: Vec<&str> = watch.kernels.iter().map(String::as_str).collect();
         assert!(kernels.contains(&"kvd_queries") && kernels.contains(&"kvd_answer"), "{text}");
         drop(memory);
@@ -298,6 +304,62 @@ fn the_regions_event_is_recorded_behind_the_answer_and_before_the_host_waits() {
     fixture.backend.backend.attend_in_place(&plan, &places, &mut launched).unwrap();
     assert_eq!(seen.last(), Some(&(event, "kvd_answer".to_owned())));
     assert_eq!(fixture.memory.bytes()[at..][..right.out.len()], right.out);
+}
+
+#[test]
+fn without_an_event_the_answer_comes_and_nothing_is_said_before_it() {
+    if !available() {
+        return;
+    }
+    let (mut fixture, part) = with_rows("raw", OPTIONS);
+    let plan = plan(&part, DType::F32, 2, &[1]);
+    let right = fixture.backend.attend(&plan).unwrap();
+    let (places, lengths) = fixture.backend.places(&plan);
+    let backend = &mut fixture.backend.backend;
+    fixture.watch.lock().fail = Fail::Events;
+    let memory = Memory::new(REGION_BYTES);
+    let opened = backend.open_region(handle(&memory), REGION_BYTES as u64).unwrap();
+    assert_eq!((opened.event, opened.copied), (None, None));
+    backend.write_region(opened.region, places.q, &plan.q).unwrap();
+    let recorded = fixture.watch.lock().recorded.len();
+    let places = RegionPlaces { region: opened.region, ..places };
+    let mut launched = || panic!("there is no event to wait for");
+    backend.attend_in_place(&plan, &places, &mut launched).unwrap();
+    let mut out = vec![0; lengths[0] as usize];
+    backend.read_region(opened.region, places.out, &mut out).unwrap();
+    assert_eq!(out, right.out);
+    assert_eq!(fixture.watch.lock().recorded.len(), recorded);
+    drop(fixture);
+    drop(memory);
+}
+
+#[test]
+fn memory_that_is_open_twice_stays_when_one_of_its_regions_is_closed() {
+    if !available() {
+        return;
+    }
+    let (mut fixture, part) = with_rows("raw", OPTIONS);
+    let plan = plan(&part, DType::F32, 2, &[1]);
+    fixture.backend.repeat = 2;
+    let right = fixture.backend.attend(&plan).unwrap();
+    let Fixture { backend: first, watch, memory, .. } = &mut fixture;
+    let (places, live) = (first.places(&plan).0, watch.lock().live);
+    for _ in 0..50 {
+        let again = first.backend.open_region(handle(memory), REGION_BYTES as u64).unwrap();
+        first.backend.close_region(again.region);
+        let answer = first.attend(&plan).unwrap();
+        assert_eq!((answer.out, answer.lse), (right.out.clone(), right.lse.clone()));
+    }
+    assert_eq!(watch.lock().live, live);
+    let again = first.backend.open_region(handle(memory), REGION_BYTES as u64).unwrap();
+    first.backend.close_region(places.region);
+    let places = RegionPlaces { region: again.region, ..places };
+    first.backend.attend_in_place(&plan, &places, &mut || {}).unwrap();
+    first.backend.close_region(again.region);
+    let Fixture { backend, watch, memory, .. } = fixture;
+    drop(backend);
+    assert_eq!(watch.lock().live, 0);
+    drop(memory);
 }
 
 #[test]

@@ -108,6 +108,7 @@ fn open_gpu(config: &Config, gpu: Gpu) -> Result<Box<dyn Backend>, GpuUnusable> 
         scratch_bytes: SCRATCH_BYTES,
         staging_bytes: STAGING_BYTES,
         threads: config.threads,
+        graphs: config.graphs_max,
     };
     let driver = CudaDriver::open(gpu).map_err(CudaOpenError::from)?;
     let mut backend = CudaBackend::open(Box::new(driver), KERNELS, options)?;

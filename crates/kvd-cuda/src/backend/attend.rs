@@ -1,9 +1,9 @@
 //! Attention on the device: tables up, launches, merge, results down.
 
+use super::graphs::Node;
 use super::memory::Device;
 use super::{CudaBackend, THREADS, error};
 use crate::abi::{AttendParameters, MergeParameters};
-use crate::driver::KernelLaunch;
 use crate::plan::splits;
 use crate::{Merged, Options, Tables};
 use kvd_compute::{AttendPlan, Attended, BackendError};
@@ -106,23 +106,25 @@ impl CudaBackend {
     ) -> Option<Placed> {
         let mut take = |bytes: usize| self.device.scratch(bytes as u64);
         let rows = tables.ends.len();
+        // What grows with the stored tokens comes last, so that little moves as they do, and graphs
+        // stay as they are.
         Some(Placed {
-            pages: take(size_of_val(&tables.pages[..]))?,
+            // One piece, so that it comes back by one copy.
+            sums: take(rows * (2 * dim + 3) * 4)?,
+            first_bad: take(tables.turns.len() * 4)?,
+            out: take(tables.partials * dim * 4)?,
+            stats: take(tables.partials * 8)?,
+            // A kernel writes them where the host does not bring them, with all that is behind.
+            queries: take(tables.query_rows * key_dim * 4)?,
+            offsets: take(tables.query_rows * 4)?,
             ends: take(size_of_val(&tables.ends[..]))?,
-            partials: take(size_of_val(&tables.order[..]))?,
             turns: take(size_of_val(&tables.turns[..]))?,
+            partials: take(size_of_val(&tables.order[..]))?,
             units: {
                 let units = tables.launches.iter().map(|launch| size_of_val(&launch.units[..]));
                 units.map(&mut take).collect::<Option<_>>()?
             },
-            // Last of what the host may bring: a kernel writes them otherwise.
-            queries: take(tables.query_rows * key_dim * 4)?,
-            offsets: take(tables.query_rows * 4)?,
-            first_bad: take(tables.turns.len() * 4)?,
-            out: take(tables.partials * dim * 4)?,
-            stats: take(tables.partials * 8)?,
-            // One piece, so that it comes back by one copy.
-            sums: take(rows * (2 * dim + 3) * 4)?,
+            pages: take(size_of_val(&tables.pages[..]))?,
         })
     }
 
@@ -134,7 +136,8 @@ impl CudaBackend {
         dim: usize,
     ) -> Result<Attended, BackendError> {
         upload(&mut self.device, tables, placed)?;
-        self.launch_attention(plan, tables, placed, dim)?;
+        let nodes = self.attention(plan, tables, placed, dim);
+        self.graphs.run(&mut self.device, (plan.model, plan.layer), nodes)?;
         let rows = tables.ends.len();
         let mut sums = vec![0f32; rows * (2 * dim + 3)];
         self.device.download(placed.sums, bytemuck::cast_slice_mut(&mut sums))?;
@@ -143,23 +146,24 @@ impl CudaBackend {
         Ok(merged.finish(plan, self.codec(plan.model)?))
     }
 
-    /// Starts attention and the merge.
-    pub(super) fn launch_attention(
+    /// Attention and the merge, stages 1 and 2.
+    pub(super) fn attention(
         &mut self,
         plan: &AttendPlan,
         tables: &Tables,
         placed: &Placed,
         dim: usize,
-    ) -> Result<(), BackendError> {
+    ) -> Vec<Node> {
         if let Some(jit) = &mut self.jit {
             let device = &mut self.device;
             jit.take(|image| device.load(image).map_err(|error| error.to_string()));
         }
         let layer_tables = self.models[&plan.model].layers[&plan.layer].tables;
-        let device = &mut self.device;
+        let arena = self.device.arena();
+        let mut nodes = Vec::with_capacity(tables.launches.len() + 3);
         for (launch, units) in tables.launches.iter().zip(&placed.units) {
             let parameters = AttendParameters {
-                arena: device.arena(),
+                arena,
                 tables: layer_tables,
                 pages: placed.pages,
                 units: *units,
@@ -181,13 +185,14 @@ impl CudaBackend {
                 let rows = launch.units.iter().map(|unit| unit.rows).max()?;
                 jit.own(&launch.kernel, [unit.key.kind, unit.value.kind], rows)
             });
-            device.launch(KernelLaunch {
-                kernel: own.as_ref().unwrap_or(&launch.kernel),
+            nodes.push(Node {
+                stage: 1,
+                kernel: own.unwrap_or_else(|| launch.kernel.clone()),
                 blocks: launch.units.len() as u32,
                 threads: THREADS,
                 shared_bytes: launch.shared_bytes as u32,
-                parameters: bytemuck::bytes_of(&parameters),
-            })?;
+                parameters: bytemuck::bytes_of(&parameters).to_vec(),
+            });
         }
         let rows = tables.ends.len();
         let parameters = MergeParameters {
@@ -200,13 +205,15 @@ impl CudaBackend {
             dim: dim as u32,
             unused: 0,
         };
-        device.launch(KernelLaunch {
-            kernel: "kvd_merge",
+        nodes.push(Node {
+            stage: 2,
+            kernel: "kvd_merge".to_owned(),
             blocks: rows as u32,
             threads: THREADS,
             shared_bytes: 0,
-            parameters: bytemuck::bytes_of(&parameters),
-        })
+            parameters: bytemuck::bytes_of(&parameters).to_vec(),
+        });
+        nodes
     }
 }
 
@@ -217,13 +224,13 @@ pub(super) fn upload(
     placed: &Placed,
 ) -> Result<(), BackendError> {
     // Neighbours in scratch memory, so that this is one copy.
-    device.upload(placed.pages, bytemuck::cast_slice(&tables.pages))?;
+    device.upload(placed.queries, bytemuck::cast_slice(&tables.queries))?;
+    device.upload(placed.offsets, bytemuck::cast_slice(&tables.offsets))?;
     device.upload(placed.ends, bytemuck::cast_slice(&tables.ends))?;
-    device.upload(placed.partials, bytemuck::cast_slice(&tables.order))?;
     device.upload(placed.turns, bytemuck::cast_slice(&tables.turns))?;
+    device.upload(placed.partials, bytemuck::cast_slice(&tables.order))?;
     for (launch, units) in tables.launches.iter().zip(&placed.units) {
         device.upload(*units, bytemuck::cast_slice(&launch.units))?;
     }
-    device.upload(placed.queries, bytemuck::cast_slice(&tables.queries))?;
-    device.upload(placed.offsets, bytemuck::cast_slice(&tables.offsets))
+    device.upload(placed.pages, bytemuck::cast_slice(&tables.pages))
 }

@@ -2,8 +2,8 @@
 //! per unit, whether its queries were numbers.
 
 use super::attend::{Placed, upload};
+use super::graphs::Node;
 use super::{CudaBackend, THREADS, error};
-use crate::driver::KernelLaunch;
 use crate::store::dtype_number;
 use crate::turn::{AnswerParameters, QueryParameters, TurnUnit};
 use crate::{Tables, Turns};
@@ -45,7 +45,9 @@ impl CudaBackend {
         };
         let event = self.regions.event(region);
         self.attend_reaching(plan, reach, &mut |backend| {
-            event.map_or(Ok(()), |event| backend.device.record(event))?;
+            // Without an event there is nothing to wait for but the end of the call.
+            let Some(event) = event else { return Ok(()) };
+            backend.device.record(event)?;
             launched();
             Ok(())
         })
@@ -137,8 +139,9 @@ impl CudaBackend {
             unused: 0,
         };
         let count = tables.turns.len();
-        self.launch_turns(("kvd_queries", key_dim), count, bytemuck::bytes_of(&queries))?;
-        self.launch_attention(plan, &tables, placed, dim)?;
+        let queries = turn((0, "kvd_queries", key_dim), count, bytemuck::bytes_of(&queries));
+        let mut nodes = vec![queries];
+        nodes.extend(self.attention(plan, &tables, placed, dim));
         let answer = AnswerParameters {
             sums: placed.sums,
             results: placed.results(tables.ends.len(), dim),
@@ -151,7 +154,8 @@ impl CudaBackend {
             heads,
             group,
         };
-        self.launch_turns(("kvd_answer", dim), count, bytemuck::bytes_of(&answer))?;
+        nodes.push(turn((3, "kvd_answer", dim), count, bytemuck::bytes_of(&answer)));
+        self.graphs.run(&mut self.device, (plan.model, plan.layer), nodes)?;
         launched(self)?;
         let mut first_bad = vec![0u32; count];
         self.device.download(placed.first_bad, bytemuck::cast_slice_mut(&mut first_bad))?;
@@ -161,21 +165,6 @@ impl CudaBackend {
         }
         let parts = plan.queries.iter().flat_map(|query| query.parts.iter());
         Ok(parts.map(|part| part.stored_bytes(token_bytes)).sum())
-    }
-
-    fn launch_turns(
-        &mut self,
-        (kernel, dim): (&str, usize),
-        count: usize,
-        parameters: &[u8],
-    ) -> Result<(), BackendError> {
-        self.device.launch(KernelLaunch {
-            kernel,
-            blocks: count as u32,
-            threads: THREADS,
-            shared_bytes: Turns::shared_bytes(dim) as u32,
-            parameters,
-        })
     }
 
     /// What is said of a value of a worker's memory that is no number, as it is by now.
@@ -191,5 +180,17 @@ impl CudaBackend {
         let mut value = [0f32];
         dtype.widen(bytes, &mut value);
         Ok(BackendError::NonFiniteQuery { index: index as usize, value: value[0] })
+    }
+}
+
+/// A kernel over units of rows of so many channels.
+fn turn((stage, kernel, dim): (u32, &str, usize), count: usize, parameters: &[u8]) -> Node {
+    Node {
+        stage,
+        kernel: kernel.to_owned(),
+        blocks: count as u32,
+        threads: THREADS,
+        shared_bytes: Turns::shared_bytes(dim) as u32,
+        parameters: parameters.to_vec(),
     }
 }

@@ -2,7 +2,7 @@
 
 use super::order::Ordered;
 use super::{CudaOptions, error};
-use crate::driver::{DeviceCopy, Driver, DriverError, EventId, KernelLaunch};
+use crate::driver::{DeviceCopy, Driver, DriverError, EventId, GraphId, GraphNode, KernelLaunch};
 use crate::plan::Limits;
 use kvd_compute::{BackendError, RegionHandle};
 use kvd_core::ErrorCode;
@@ -223,6 +223,28 @@ impl Device {
     /// Reads scratch memory.
     pub(super) fn download(&mut self, from: u64, bytes: &mut [u8]) -> Result<(), BackendError> {
         self.call(|ordered| ordered.read(from, bytes))
+    }
+
+    pub(super) fn build_graph(&mut self, nodes: &[GraphNode<'_>]) -> Result<GraphId, BackendError> {
+        self.call(|ordered| ordered.driver_mut().build_graph(nodes))
+    }
+
+    pub(super) fn update_graph(
+        &mut self,
+        graph: GraphId,
+        node: usize,
+        launch: KernelLaunch<'_>,
+    ) -> Result<(), BackendError> {
+        self.call(|ordered| ordered.driver_mut().update_graph(graph, node, launch))
+    }
+
+    pub(super) fn launch_graph(&mut self, graph: GraphId) -> Result<(), BackendError> {
+        self.call(|ordered| ordered.launch_graph(graph))
+    }
+
+    pub(super) fn destroy_graph(&mut self, graph: GraphId) {
+        self.settle();
+        self.ordered.driver_mut().destroy_graph(graph);
     }
 
     pub(super) fn launch(&mut self, launch: KernelLaunch<'_>) -> Result<(), BackendError> {

@@ -9,6 +9,7 @@
 
 mod attend;
 mod encode;
+mod graphs;
 mod in_place;
 mod memory;
 mod order;
@@ -20,11 +21,12 @@ use crate::jit::{CompileReport, Jit, KernelCompiler};
 use crate::plan::{Workload, plan};
 use crate::{PlanError, Shapes, StoreShapes, Turns};
 use encode::Held;
+use graphs::Graphs;
 use kvd_codec::{ModelCodec, Page, PageHeader};
 use kvd_compute::{
     AttendPlan, Attended, Backend, BackendError, CpuBackend, CpuOptions, DeviceInfo, DeviceRegion,
-    EncodeSource, EncodedPages, IncomingRows, LoadPlan, LoadedRows, ModelBytes, OpenError,
-    OpenedRegion, PlanPart, RawTarget, RegionHandle, RegionPlaces, Sampling, Source,
+    EncodeSource, EncodedPages, IncomingRows, Launches, LoadPlan, LoadedRows, ModelBytes,
+    OpenError, OpenedRegion, PlanPart, RawTarget, RegionHandle, RegionPlaces, Sampling, Source,
 };
 use kvd_core::{Coded, ErrorCode, Extent, LayerIndex, ModelId, Side};
 use memory::Device;
@@ -49,6 +51,8 @@ pub struct CudaOptions {
     pub staging_bytes: u64,
     /// Host threads for encoding; 0 means one per core.
     pub threads: usize,
+    /// Sequences of launches that are kept as graphs at most; 0 for none.
+    pub graphs: usize,
 }
 
 /// Why a GPU could not be opened.
@@ -97,6 +101,7 @@ pub struct CudaBackend {
     headers: BTreeMap<u64, PageHeader>,
     regions: Regions,
     held: Held,
+    graphs: Graphs,
     /// Compiles kernels for pairs of sides that have none of their own.
     jit: Option<Jit>,
 }
@@ -133,7 +138,8 @@ impl CudaBackend {
         })?;
         let (models, headers) = (HashMap::new(), BTreeMap::new());
         let (regions, held) = (Regions::default(), Held::default());
-        Ok(Self { device, host, models, headers, regions, held, jit: None })
+        let graphs = Graphs::new(options.graphs);
+        Ok(Self { device, host, models, headers, regions, held, graphs, jit: None })
     }
 
     /// Compiles kernels for codecs that share one, from now on as they are registered, and keeps
@@ -238,6 +244,10 @@ impl Backend for CudaBackend {
         self.device.failure()
     }
 
+    fn launches(&self) -> Launches {
+        self.graphs.launches().clone()
+    }
+
     fn register(&mut self, model: ModelId, codec: ModelCodec) {
         self.unregister(model);
         if let Some(jit) = &mut self.jit {
@@ -249,6 +259,7 @@ impl Backend for CudaBackend {
 
     fn unregister(&mut self, model: ModelId) {
         self.host.unregister(model);
+        self.graphs.forget(&mut self.device, |(owner, _)| owner == model);
         let model = self.models.remove(&model);
         for layer in model.into_iter().flat_map(|model| model.layers.into_values()) {
             self.free_layer(layer);
@@ -416,6 +427,7 @@ impl Drop for CudaBackend {
         for model in models {
             self.unregister(model);
         }
+        self.graphs.forget(&mut self.device, |_| true);
         self.regions.clear(&mut self.device);
     }
 }

@@ -3,7 +3,7 @@
 //! them. The host waits for events alone, and only for bytes that it wants.
 
 use super::staging::Staging;
-use crate::driver::{DeviceCopy, Driver, DriverError, EventId, KernelLaunch, Stream};
+use crate::driver::{DeviceCopy, Driver, DriverError, EventId, GraphId, KernelLaunch, Stream};
 
 /// Zeros for the bytes between two ranges that are copied as one.
 const GAP: [u8; 256] = [0; 256];
@@ -121,6 +121,12 @@ impl Ordered {
         self.follow_copies()?;
         (self.kernels_ahead, self.busy) = (true, true);
         self.driver.launch(launch)
+    }
+
+    pub(super) fn launch_graph(&mut self, graph: GraphId) -> Result<(), DriverError> {
+        self.follow_copies()?;
+        (self.kernels_ahead, self.busy) = (true, true);
+        self.driver.launch_graph(graph)
     }
 
     /// Marks where kernels are now.

@@ -5,10 +5,12 @@
 //! owner at a time, and given back once, in `drop`.
 #![expect(unsafe_code, reason = "calls of the driver's C functions")]
 
+use super::graphs::Graphs;
 use super::pinned::{Events, PinnedMemory};
-use super::shared::Shared;
+use super::shared::{Opened, Shared};
 use super::{
-    DeviceCopy, Driver, DriverError, EventId, Gpu, KernelLaunch, PinnedId, PinnedRange, Stream,
+    DeviceCopy, Driver, DriverError, EventId, Gpu, GraphId, GraphNode, KernelLaunch, PinnedId,
+    PinnedRange, Stream,
 };
 use crate::plan::Limits;
 use cudarc::driver::sys::{self, CUfunction_attribute, CUresult};
@@ -20,6 +22,13 @@ use std::ptr;
 /// Shared memory that a block has without asking, bytes.
 const SHARED_BYTES_DEFAULT: u32 = 48 << 10;
 
+/// A kernel, and the shared memory that its launches may ask for.
+#[derive(Clone, Copy)]
+struct Function {
+    function: sys::CUfunction,
+    shared_bytes: u32,
+}
+
 /// A GPU, opened.
 pub struct CudaDriver {
     gpu: Gpu,
@@ -29,9 +38,10 @@ pub struct CudaDriver {
     streams: [sys::CUstream; 2],
     pinned: PinnedMemory,
     events: Events,
+    graphs: Graphs,
     modules: Vec<sys::CUmodule>,
-    functions: HashMap<String, sys::CUfunction>,
-    shared: HashMap<u64, Shared>,
+    functions: HashMap<String, Function>,
+    shared: Opened,
 }
 
 // SAFETY: a context may be used from any thread that has made it current, which every call does
@@ -51,9 +61,10 @@ impl CudaDriver {
             streams: [ptr::null_mut(); 2],
             pinned: PinnedMemory::default(),
             events: Events::default(),
+            graphs: Graphs::default(),
             modules: Vec::new(),
             functions: HashMap::new(),
-            shared: HashMap::new(),
+            shared: Opened::default(),
         };
         // SAFETY: each call writes the handle that its pointer is to; the probe has initialised the
         // driver and counted the GPU. What was taken before an error is given back by `drop`.
@@ -83,7 +94,7 @@ impl CudaDriver {
         self.streams[stream as usize]
     }
 
-    fn function(&mut self, name: &str) -> Result<sys::CUfunction, DriverError> {
+    fn function(&mut self, name: &str) -> Result<Function, DriverError> {
         if let Some(function) = self.functions.get(name) {
             return Ok(*function);
         }
@@ -98,10 +109,27 @@ impl CudaDriver {
                 continue;
             }
             check("cuModuleGetFunction", found)?;
+            let function = Function { function, shared_bytes: SHARED_BYTES_DEFAULT };
             self.functions.insert(name.to_owned(), function);
             return Ok(function);
         }
         Err(unknown())
+    }
+
+    /// A kernel that may have as much shared memory as a launch asks for. What it may have only
+    /// grows, so that a launch that is kept in a graph stays allowed.
+    fn function_for(&mut self, launch: &KernelLaunch<'_>) -> Result<sys::CUfunction, DriverError> {
+        let Function { function, shared_bytes } = self.function(launch.kernel)?;
+        if launch.shared_bytes > shared_bytes {
+            let most = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            // SAFETY: a function of a loaded module.
+            let result =
+                unsafe { sys::cuFuncSetAttribute(function, most, launch.shared_bytes as i32) };
+            check("cuFuncSetAttribute", result)?;
+            let known = Function { function, shared_bytes: launch.shared_bytes };
+            self.functions.insert(launch.kernel.to_owned(), known);
+        }
+        Ok(function)
     }
 }
 
@@ -272,14 +300,7 @@ impl Driver for CudaDriver {
 
     fn launch(&mut self, launch: KernelLaunch<'_>) -> Result<(), DriverError> {
         self.bind()?;
-        let function = self.function(launch.kernel)?;
-        if launch.shared_bytes > SHARED_BYTES_DEFAULT {
-            let most = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-            // SAFETY: a function of a loaded module.
-            let result =
-                unsafe { sys::cuFuncSetAttribute(function, most, launch.shared_bytes as i32) };
-            check("cuFuncSetAttribute", result)?;
-        }
+        let function = self.function_for(&launch)?;
         let mut parameters = [launch.parameters.as_ptr().cast_mut().cast::<c_void>()];
         // SAFETY: the kernel's one parameter is copied before the call returns; what the kernel
         // does with the addresses in it is the caller's promise.
@@ -301,18 +322,45 @@ impl Driver for CudaDriver {
         check("cuLaunchKernel", result)
     }
 
+    fn build_graph(&mut self, nodes: &[GraphNode<'_>]) -> Result<GraphId, DriverError> {
+        self.bind()?;
+        let mut found = Vec::with_capacity(nodes.len());
+        for GraphNode { stage, launch } in nodes {
+            found.push((*stage, self.function_for(launch)?, *launch));
+        }
+        self.graphs.build(&found)
+    }
+
+    fn update_graph(
+        &mut self,
+        graph: GraphId,
+        node: usize,
+        launch: KernelLaunch<'_>,
+    ) -> Result<(), DriverError> {
+        self.bind()?;
+        self.function_for(&launch)?;
+        self.graphs.update(graph, node, &launch)
+    }
+
+    fn launch_graph(&mut self, graph: GraphId) -> Result<(), DriverError> {
+        self.bind()?;
+        let result = self.graphs.launch(graph, self.stream(Stream::Compute))?;
+        check("cuGraphLaunch", result)
+    }
+
+    fn destroy_graph(&mut self, graph: GraphId) {
+        let _ = self.bind().map(|()| self.graphs.destroy(graph));
+    }
+
     fn open_shared(&mut self, handle: RegionHandle, bytes: u64) -> Result<u64, DriverError> {
         self.bind()?;
-        let shared = Shared::open(&handle, bytes, self.device)?;
-        let address = shared.address();
-        self.shared.insert(address, shared);
-        Ok(address)
+        Shared::open(&handle, bytes, self.device).map(|shared| self.shared.put(shared))
     }
 
     fn close_shared(&mut self, address: u64) {
-        let Some(shared) = self.shared.remove(&address) else { return };
+        let ended = self.shared.take(address);
         if self.bind().is_ok() {
-            shared.close();
+            ended.iter().for_each(Shared::close);
         }
     }
 }
@@ -322,9 +370,8 @@ impl Drop for CudaDriver {
         if self.context.is_null() || self.bind().is_err() {
             return;
         }
-        for shared in self.shared.values() {
-            shared.close();
-        }
+        self.shared.take_all().for_each(|shared| shared.close());
+        self.graphs.clear();
         self.events.clear();
         self.pinned.clear();
         // SAFETY: every handle was given by the driver and is given back once. Errors that stuck

@@ -3,11 +3,13 @@
 //! others: one that runs the kernels on the CPU, and one that fails on demand.
 
 mod cuda;
+mod graphs;
 mod name;
 mod nvrtc;
 mod pinned;
 mod probe;
 mod shared;
+mod slots;
 
 pub use cuda::CudaDriver;
 pub use name::{BadGpuName, GpuName};
@@ -62,6 +64,20 @@ pub struct KernelLaunch<'a> {
     pub shared_bytes: u32,
     /// The parameter's bytes; addresses in it are the device's.
     pub parameters: &'a [u8],
+}
+
+/// Kernels that are launched together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct GraphId(pub u32);
+
+/// A kernel of a graph. It begins when all of the stages before its own have ended; those of one
+/// stage may run side by side.
+#[derive(Clone, Copy, Debug)]
+pub struct GraphNode<'a> {
+    /// Rises from node to node, or stays.
+    pub stage: u32,
+    /// What it runs.
+    pub launch: KernelLaunch<'a>,
 }
 
 /// A copy within a device.
@@ -211,12 +227,41 @@ pub trait Driver: Send {
     /// When there is no such kernel, or the device has failed.
     fn launch(&mut self, launch: KernelLaunch<'_>) -> Result<(), DriverError>;
 
-    /// Opens `bytes` of memory that another process shares, and says where they are here.
+    /// Makes a graph of kernels, at least one.
+    ///
+    /// # Errors
+    /// [`DriverError::Refused`] when the driver makes none, and the device goes on; else as
+    /// [`Driver::launch`].
+    fn build_graph(&mut self, nodes: &[GraphNode<'_>]) -> Result<GraphId, DriverError>;
+
+    /// Changes what a node of a graph is launched with; its kernel stays.
+    ///
+    /// # Errors
+    /// As [`Driver::build_graph`]; a graph that was refused a change must not be launched.
+    fn update_graph(
+        &mut self,
+        graph: GraphId,
+        node: usize,
+        launch: KernelLaunch<'_>,
+    ) -> Result<(), DriverError>;
+
+    /// [`Stream::Compute`]: runs a graph.
+    ///
+    /// # Errors
+    /// When the device has failed.
+    fn launch_graph(&mut self, graph: GraphId) -> Result<(), DriverError>;
+
+    /// Gives a graph back, which must not be under way.
+    fn destroy_graph(&mut self, graph: GraphId);
+
+    /// Opens `bytes` of memory that another process shares, and says where they are here: the same
+    /// address each time it is opened, as long as it is open.
     ///
     /// # Errors
     /// Why they cannot be opened.
     fn open_shared(&mut self, handle: RegionHandle, bytes: u64) -> Result<u64, DriverError>;
 
-    /// Closes it, by the address that [`Driver::open_shared`] gave; no work may be using it.
+    /// Closes it, by the address that [`Driver::open_shared`] gave, as often as it was opened; the
+    /// last time no work may be using it.
     fn close_shared(&mut self, address: u64);
 }

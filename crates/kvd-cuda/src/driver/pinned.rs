@@ -6,6 +6,7 @@
 
 use super::cuda::check;
 use super::shared::check as refuse;
+use super::slots::Slots;
 use super::{DriverError, EventId, PinnedId, PinnedRange};
 use cudarc::driver::sys::{self, CUresult};
 use kvd_compute::RegionHandle;
@@ -72,17 +73,16 @@ impl PinnedMemory {
     }
 }
 
-/// Events; one that was given back is null.
+/// Events that were made.
 #[derive(Default)]
-pub(super) struct Events(Vec<sys::CUevent>);
+pub(super) struct Events(Slots<sys::CUevent>);
 
 impl Events {
     pub(super) fn create(&mut self) -> Result<EventId, DriverError> {
         let mut event = ptr::null_mut();
         // SAFETY: writes the handle.
         check("cuEventCreate", unsafe { sys::cuEventCreate(&raw mut event, WITHOUT_TIMING) })?;
-        self.0.push(event);
-        Ok(EventId(self.0.len() as u32 - 1))
+        Ok(EventId(self.0.put(event)))
     }
 
     /// An event of which other processes may have the handle.
@@ -96,28 +96,26 @@ impl Events {
         let mut handle = sys::CUipcEventHandle { reserved: [0; RegionHandle::IPC_BYTES] };
         // SAFETY: writes the handle of an event that was just made.
         let result = unsafe { sys::cuIpcGetEventHandle(&raw mut handle, event) };
-        refuse("cuIpcGetEventHandle", result).inspect_err(|_| {
-            // SAFETY: made above, and given back once.
-            let _ = unsafe { sys::cuEventDestroy_v2(event) };
-        })?;
-        self.0.push(event);
-        let id = EventId(self.0.len() as u32 - 1);
-        Ok((id, handle.reserved.map(|byte| byte as u8)))
+        refuse("cuIpcGetEventHandle", result).inspect_err(|_| destroy(event))?;
+        Ok((EventId(self.0.put(event)), handle.reserved.map(|byte| byte as u8)))
     }
 
+    /// Null for one that was given back, which the driver refuses.
     pub(super) fn find(&self, event: EventId) -> sys::CUevent {
-        self.0[event.0 as usize]
+        self.0.get(event.0).copied().unwrap_or(ptr::null_mut())
     }
 
     pub(super) fn destroy(&mut self, event: EventId) {
-        let event = std::mem::replace(&mut self.0[event.0 as usize], ptr::null_mut());
-        if !event.is_null() {
-            // SAFETY: `create` made it, and it is given back once.
-            let _ = unsafe { sys::cuEventDestroy_v2(event) };
-        }
+        self.0.take(event.0).into_iter().for_each(destroy);
     }
 
     pub(super) fn clear(&mut self) {
-        (0..self.0.len() as u32).for_each(|index| self.destroy(EventId(index)));
+        self.0.take_all().for_each(destroy);
     }
+}
+
+fn destroy(event: sys::CUevent) {
+    // SAFETY: made above, and given back once: it was taken out of its slot, or never in one. Of an
+    // error that stuck there is nobody to tell.
+    let _ = unsafe { sys::cuEventDestroy_v2(event) };
 }

@@ -139,12 +139,9 @@ pub fn devices() -> Result<Vec<Gpu>, ProbeError> {
         return Err(ProbeError::NoLibrary);
     }
     // SAFETY: it is present, and would panic otherwise.
-    let library = unsafe { sys::culib() };
-    for symbol in SYMBOLS {
-        // SAFETY: only looked for, never called as this type.
-        if unsafe { library.get::<unsafe extern "C" fn()>(symbol.to_bytes_with_nul()) }.is_err() {
-            return Err(ProbeError::NoSymbol(symbol.to_string_lossy().into_owned()));
-        }
+    let _ = unsafe { sys::culib() };
+    if let Some(symbol) = lacking(&SYMBOLS) {
+        return Err(ProbeError::NoSymbol(symbol.to_string_lossy().into_owned()));
     }
     // SAFETY: the symbol is there, and this is the call that comes first.
     match unsafe { sys::cuInit(0) } {
@@ -164,6 +161,16 @@ pub fn devices() -> Result<Vec<Gpu>, ProbeError> {
         return Err(ProbeError::NoDevice);
     }
     (0..count).map(gpu).collect()
+}
+
+/// The first of some functions that a driver, which was opened, does not have.
+pub(super) fn lacking<'a>(symbols: &[&'a CStr]) -> Option<&'a CStr> {
+    // SAFETY: the library was opened before.
+    let library = unsafe { sys::culib() };
+    // SAFETY: only looked for, never called as this type.
+    let found =
+        |name: &CStr| unsafe { library.get::<unsafe extern "C" fn()>(name.to_bytes_with_nul()) };
+    symbols.iter().copied().find(|symbol| found(symbol).is_err())
 }
 
 fn gpu(ordinal: c_int) -> Result<Gpu, ProbeError> {

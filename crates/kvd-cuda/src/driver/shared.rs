@@ -7,12 +7,47 @@
 use super::DriverError;
 use cudarc::driver::sys::{self, CUresult};
 use kvd_compute::RegionHandle;
+use std::collections::HashMap;
 use std::os::fd::AsRawFd;
 
 /// Memory that was opened, and how it is closed.
 pub(super) enum Shared {
     Ipc { address: u64 },
     Mapped { address: u64, bytes: usize },
+}
+
+/// Memory of one address, each time that it was opened.
+#[derive(Default)]
+struct Holders {
+    opened: Vec<Shared>,
+    closed: usize,
+}
+
+/// What is open, by address. Two regions of one handle have one address, and neither may lose its
+/// memory because the other is closed: all that was opened is closed when the last holder goes.
+#[derive(Default)]
+pub(super) struct Opened(HashMap<u64, Holders>);
+
+impl Opened {
+    pub(super) fn put(&mut self, shared: Shared) -> u64 {
+        let address = shared.address();
+        self.0.entry(address).or_default().opened.push(shared);
+        address
+    }
+
+    /// A holder goes; what is to be closed by now.
+    pub(super) fn take(&mut self, address: u64) -> Vec<Shared> {
+        let Some(holders) = self.0.get_mut(&address) else { return Vec::new() };
+        holders.closed += 1;
+        if holders.closed < holders.opened.len() {
+            return Vec::new();
+        }
+        self.0.remove(&address).map(|holders| holders.opened).unwrap_or_default()
+    }
+
+    pub(super) fn take_all(&mut self) -> impl Iterator<Item = Shared> {
+        self.0.drain().flat_map(|(_, holders)| holders.opened)
+    }
 }
 
 /// An answer that does not stick.
@@ -101,7 +136,7 @@ impl Shared {
 
     /// Gives it back. An error is one that stuck before.
     pub(super) fn close(&self) {
-        // SAFETY: opened above, and closed once: by the caller's map, or before it got there.
+        // SAFETY: opened above, and closed once: out of the map, or before it got there.
         unsafe {
             match *self {
                 Self::Ipc { address } => {

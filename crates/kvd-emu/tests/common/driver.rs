@@ -2,90 +2,33 @@
 //! that shows what is missing, and fails on demand.
 #![allow(dead_code, reason = "each test file uses its own part")]
 
+mod watch;
+
+pub(crate) use watch::{Fail, Planted, Watch};
+
 use crate::streams::{Pace, Streams, Work};
 use kvd_compute::RegionHandle;
 use kvd_cuda::{
-    DeviceCopy, Driver, DriverError, EventId, KernelLaunch, Limits, PinnedId, PinnedRange, Stream,
+    DeviceCopy, Driver, DriverError, EventId, GraphId, GraphNode, KernelLaunch, Limits, PinnedId,
+    PinnedRange, Stream,
 };
 use kvd_emu::{Grid, Memory, Order, launch};
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// What fails, and how often what happened.
-#[derive(Debug, Default)]
-pub(crate) struct Watch {
-    /// Memory, pinned memory and events that were not given back.
-    pub(crate) live: usize,
-    /// Names of the kernels that were launched.
-    pub(crate) kernels: Vec<String>,
-    /// Launches so far.
-    pub(crate) launches: usize,
-    /// Copies to the device so far.
-    pub(crate) writes: usize,
-    /// Calls that copied within the device so far.
-    pub(crate) copies: usize,
-    /// How often the host waited.
-    pub(crate) waits: usize,
-    /// Bytes copied to the host so far.
-    pub(crate) read_bytes: usize,
-    /// Shared events that were recorded, by handle, and the kernel before.
-    pub(crate) recorded: Vec<([u8; RegionHandle::IPC_BYTES], String)>,
-    /// Calls after the first error that sticks.
-    pub(crate) calls_after_failure: usize,
-    pub(crate) fail: Fail,
-    pub(crate) planted: Planted,
-    /// What would have been a race on a GPU.
-    pub(crate) complaints: Vec<String>,
-    failed: bool,
-}
-
-/// Which call fails from now on.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) enum Fail {
-    #[default]
-    Never,
-    /// The next launch, and everything after it.
-    Launch,
-    /// The next copy to the device, and everything after it.
-    Write,
-    /// The next wait of the host, because of work before it, and everything after it.
-    Later,
-    /// Every allocation.
-    Memory,
-    /// Pinned memory, all but the first.
-    Pinned,
-    /// Images that were compiled are refused.
-    Image,
-    /// None of the kernels that are looked for is there.
-    Kernels,
-    /// No event has a handle.
-    Events,
-}
-
-/// A call that does nothing, as if the backend had forgotten it.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) enum Planted {
-    #[default]
-    Nothing,
-    /// Kernels do not wait for copies.
-    KernelsDoNotWait,
-    /// Copies do not wait for kernels.
-    CopiesDoNotWait,
-    /// The host does not wait.
-    HostDoesNotWait,
-}
-
 pub(crate) struct EmuDriver {
     memory: BTreeMap<u64, Memory>,
     pinned: Vec<Option<Vec<u8>>>,
-    /// Memory of a worker that is open, and its bytes.
-    shared: BTreeMap<u64, u64>,
+    /// Memory of a worker that is open: its bytes, and how often.
+    shared: BTreeMap<u64, (u64, usize)>,
     /// Beginnings of the names of kernels that a made-up compiler has made.
     compiled: Vec<String>,
     streams: Streams,
     /// Events of which others have a handle.
     events: BTreeMap<EventId, [u8; RegionHandle::IPC_BYTES]>,
+    /// Kernels of each graph, by stage.
+    graphs: Vec<Option<Vec<(u32, Work)>>>,
     watch: Arc<Mutex<Watch>>,
     order: Order,
     pace: Pace,
@@ -93,6 +36,16 @@ pub(crate) struct EmuDriver {
 }
 
 impl EmuDriver {
+    fn launch_work(&self, launched: &KernelLaunch<'_>) -> Work {
+        let KernelLaunch { kernel, blocks, shared_bytes, parameters, .. } = *launched;
+        // What was compiled is not there on the CPU: the kernel that all pairs share is.
+        let is_made = self.compiled.iter().any(|made| kernel.starts_with(made));
+        let asked = kernel.to_owned();
+        let kernel = if is_made { "kvd_attend_any_any_8" } else { kernel }.to_owned();
+        let parameters = parameters.to_vec();
+        Work::Launch { asked, kernel, blocks, shared_bytes, parameters }
+    }
+
     pub(crate) fn new(order: Order, pace: Pace) -> (Self, Arc<Mutex<Watch>>) {
         let watch = Arc::new(Mutex::new(Watch::default()));
         let driver = Self {
@@ -102,6 +55,7 @@ impl EmuDriver {
             compiled: Vec::new(),
             streams: Streams::default(),
             events: BTreeMap::new(),
+            graphs: Vec::new(),
             watch: watch.clone(),
             order,
             pace,
@@ -113,6 +67,7 @@ impl EmuDriver {
     /// Counts a call; an error when the device has failed, or fails here.
     fn call(&self, call: &'static str, fail: Option<Fail>) -> Result<(), DriverError> {
         let mut watch = self.watch.lock();
+        *watch.calls.entry(call).or_default() += 1;
         let failed =
             DriverError::Failed { call, reason: "CUDA_ERROR_ILLEGAL_ADDRESS (700)".into() };
         if watch.failed {
@@ -142,7 +97,7 @@ impl EmuDriver {
         let own = self.memory.range(..=address).next_back();
         let own = own.map(|(start, memory)| start + memory.bytes().len() as u64);
         let shared = self.shared.range(..=address).next_back();
-        let shared = shared.map(|(start, bytes)| start + bytes);
+        let shared = shared.map(|(start, (bytes, _))| start + bytes);
         let end = [own, shared].into_iter().flatten().find(|end| address < *end);
         let end = end.expect("an address");
         assert!(address + len <= end, "{len} bytes at {address:#x} end after {end:#x}");
@@ -187,7 +142,7 @@ impl EmuDriver {
                 Work::Copy { from, to, bytes } => {
                     std::ptr::copy(from as *const u8, to as *mut u8, bytes as usize);
                 }
-                Work::Launch { kernel, blocks, shared_bytes, parameters } => {
+                Work::Launch { kernel, blocks, shared_bytes, parameters, .. } => {
                     let (kernel, shared_bytes) = (kernel.as_str(), shared_bytes as usize);
                     let grid = Grid { kernel, blocks, shared_bytes, order: self.order };
                     launch(grid, &parameters).map_err(|reason| {
@@ -386,16 +341,69 @@ impl Driver for EmuDriver {
 
     fn launch(&mut self, launched: KernelLaunch<'_>) -> Result<(), DriverError> {
         self.call("launch", Some(Fail::Launch))?;
-        let KernelLaunch { kernel, blocks, shared_bytes, parameters, .. } = launched;
-        let mut watch = self.watch.lock();
-        watch.launches += 1;
-        watch.kernels.push(kernel.to_owned());
-        drop(watch);
-        // What was compiled is not there on the CPU: the kernel that all pairs share is.
-        let is_made = self.compiled.iter().any(|made| kernel.starts_with(made));
-        let kernel = if is_made { "kvd_attend_any_any_8" } else { kernel };
-        let (kernel, parameters) = (kernel.to_owned(), parameters.to_vec());
-        self.give(Stream::Compute, Work::Launch { kernel, blocks, shared_bytes, parameters })
+        let work = self.launch_work(&launched);
+        self.watch.lock().launched(&work);
+        self.give(Stream::Compute, work)
+    }
+
+    fn build_graph(&mut self, nodes: &[GraphNode<'_>]) -> Result<GraphId, DriverError> {
+        self.call("build_graph", None)?;
+        if self.watch.lock().fail == Fail::Graphs {
+            let reason = "CUDA_ERROR_NOT_SUPPORTED (801)".to_owned();
+            return Err(DriverError::Refused { call: "build_graph", reason });
+        }
+        assert!(nodes.is_sorted_by_key(|node| node.stage) && !nodes.is_empty());
+        let nodes = nodes.iter().map(|node| (node.stage, self.launch_work(&node.launch)));
+        let nodes = Some(nodes.collect());
+        self.graphs.push(nodes);
+        self.watch.lock().live += 1;
+        Ok(GraphId(self.graphs.len() as u32 - 1))
+    }
+
+    fn update_graph(
+        &mut self,
+        graph: GraphId,
+        node: usize,
+        launch: KernelLaunch<'_>,
+    ) -> Result<(), DriverError> {
+        self.call("update_graph", None)?;
+        if self.watch.lock().fail == Fail::Updates {
+            let reason = "CUDA_ERROR_GRAPH_EXEC_UPDATE_FAILURE (910)".to_owned();
+            return Err(DriverError::Refused { call: "update_graph", reason });
+        }
+        let work = self.launch_work(&launch);
+        let nodes = self.graphs[graph.0 as usize].as_mut().expect("a graph");
+        let name = |work: &Work| match work {
+            Work::Launch { kernel, .. } => kernel.clone(),
+            _ => unreachable!("kernels alone"),
+        };
+        assert_eq!(name(&nodes[node].1), name(&work), "a node keeps its kernel");
+        nodes[node].1 = work;
+        Ok(())
+    }
+
+    fn launch_graph(&mut self, graph: GraphId) -> Result<(), DriverError> {
+        self.call("launch_graph", Some(Fail::Launch))?;
+        self.watch.lock().graphs += 1;
+        let mut nodes = self.graphs[graph.0 as usize].clone().expect("a graph");
+        // Kernels of a stage in any order.
+        if self.order != Order::Ascending {
+            nodes.chunk_by_mut(|a, b| a.0 == b.0).for_each(<[_]>::reverse);
+        }
+        for (_, work) in nodes {
+            self.watch.lock().launched(&work);
+            self.give(Stream::Compute, work)?;
+        }
+        Ok(())
+    }
+
+    fn destroy_graph(&mut self, graph: GraphId) {
+        let nodes = self.graphs[graph.0 as usize].take().expect("a graph is given back once");
+        self.watch.lock().live -= 1;
+        let under_way = nodes.iter().any(|(_, work)| self.streams.holds_launch(work));
+        if under_way && !self.watch.lock().failed {
+            self.complain("a graph is given back that is under way".to_owned());
+        }
     }
 
     fn open_shared(&mut self, handle: RegionHandle, bytes: u64) -> Result<u64, DriverError> {
@@ -408,15 +416,21 @@ impl Driver for EmuDriver {
             let reason = "CUDA_ERROR_INVALID_VALUE (1)".to_owned();
             return Err(DriverError::Refused { call: "open_shared", reason });
         }
-        self.shared.insert(address, bytes);
+        let (known, opens) = self.shared.entry(address).or_default();
+        (*known, *opens) = (bytes.max(*known), *opens + 1);
         self.watch.lock().live += 1;
         Ok(address)
     }
 
     fn close_shared(&mut self, address: u64) {
-        let bytes = self.shared.remove(&address).expect("memory is closed once");
-        self.check_free(address, bytes);
         self.watch.lock().live -= 1;
+        let (bytes, opens) = self.shared.get_mut(&address).expect("memory is open");
+        let bytes = *bytes;
+        *opens -= 1;
+        if *opens == 0 {
+            self.shared.remove(&address);
+            self.check_free(address, bytes);
+        }
     }
 }
 

@@ -46,6 +46,8 @@ pub(crate) enum Work {
         bytes: u64,
     },
     Launch {
+        /// As it was asked for; what runs may stand for it.
+        asked: String,
         kernel: String,
         blocks: u32,
         shared_bytes: u32,
@@ -182,6 +184,17 @@ impl Streams {
                 && range.start < used.start + used.bytes
         };
         self.unseen().filter_map(Work::pinned).any(meets)
+    }
+
+    /// Whether a launch of these very words may be under way.
+    pub(crate) fn holds_launch(&self, launch: &Work) -> bool {
+        let Work::Launch { asked, parameters, .. } = launch else { return false };
+        self.unseen().any(|work| match work {
+            Work::Launch { asked: other, parameters: words, .. } => {
+                (other, words) == (asked, parameters)
+            }
+            _ => false,
+        })
     }
 
     /// Whether memory of the device may not be given back.

@@ -62,6 +62,8 @@ pub struct Config {
     pub precision: Precision,
     /// Where kernels are kept that are compiled while the daemon runs; none are without.
     pub kernel_cache: Option<PathBuf>,
+    /// Sequences of launches that a GPU keeps as graphs; 0 for none.
+    pub graphs_max: usize,
     /// Jobs waiting for the device.
     pub queue_jobs_max: usize,
     /// Registered models.
@@ -171,6 +173,7 @@ impl Config {
             pin_threads: raw.device.pin_threads,
             precision: precision(&raw.device.precision)?,
             kernel_cache: kernel_cache(&raw.device.kernel_cache, |name| std::env::var_os(name)),
+            graphs_max: raw.device.graphs_max,
             queue_jobs_max: queue_jobs(raw.device.queue_jobs_max)?,
             models_max: at_least("limits.models_max", limits.models_max, 1)?,
             sequences_max: at_least("limits.sequences_max", limits.sequences_max, 1)?,

@@ -83,6 +83,7 @@ pub struct Device {
     pub pin_threads: bool,
     pub precision: String,
     pub kernel_cache: String,
+    pub graphs_max: usize,
     pub queue_jobs_max: usize,
 }
 

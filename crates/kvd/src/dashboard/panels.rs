@@ -173,7 +173,8 @@ fn requests() -> Vec<Panel> {
 
 fn device_use() -> Vec<Panel> {
     use Metric::{
-        AttendSeconds, EncodeSeconds, LoadSeconds, QueueDepth, QueueSeconds, StoreSeconds,
+        AttendSeconds, EncodeSeconds, GpuLaunchesTotal, LoadSeconds, QueueDepth, QueueSeconds,
+        StoreSeconds,
     };
     let share = |metric, name: &str| {
         Query::new(busy(metric, &["instance"]), &format!("{name} {{{{instance}}}}"))
@@ -198,6 +199,8 @@ fn device_use() -> Vec<Panel> {
         times("Store, device time", StoreSeconds),
         times("Encode, device time", EncodeSeconds),
         times("Load, device time", LoadSeconds),
+        lines("GPU launches", "ops", [Query::rate(GpuLaunchesTotal, &["how"])])
+            .explained(GpuLaunchesTotal),
     ]
 }
 

@@ -121,6 +121,7 @@ pub(super) fn of_model(metric: Metric) -> bool {
             | Metric::RegionCallsTotal
             | Metric::QueueDepth
             | Metric::QueueSeconds
+            | Metric::GpuLaunchesTotal
             | Metric::Models
             | Metric::PoolCapacityBytes
             | Metric::PoolUsedBytes

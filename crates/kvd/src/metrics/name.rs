@@ -61,6 +61,7 @@ metrics! {
     QueueSeconds = "kvd_queue_seconds", Histogram, "Time a job waited for the device.";
     StoreSeconds = "kvd_store_seconds", Histogram, "Device time of one stored range, encoding included.";
     EncodeSeconds = "kvd_encode_seconds", Histogram, "Device time to encode the blocks that left the window in one store.";
+    GpuLaunchesTotal = "kvd_gpu_launches_total", Counter, "Attention launches on GPUs: kernels one by one, graphs of several; graphs that were made, and nodes of graphs that were changed, for them.";
     AttendSeconds = "kvd_attend_seconds", Histogram, "Device time of one attend batch.";
     LoadSeconds = "kvd_load_seconds", Histogram, "Device time of one load.";
 

@@ -1,6 +1,7 @@
 //! `Attend`: from queries over sequences to one plan, and its answer.
 
 use super::budget::InFlight;
+use super::launches::count_launches;
 use super::{Call, Model, Service, ServiceError, plan};
 use kvd_compute::{AttendPlan, Backend, PlanPart, PlanQuery, RegionPlaces};
 use kvd_core::{DType, ErrorCode, Geometry, SequenceId};
@@ -80,9 +81,12 @@ impl Service {
         let lane = self.seats[model.seat].lane.clone();
         let bytes = batch.q.len() as u64 + reply_bytes;
         let prepared = self.prepare(call, model, batch, bytes)?;
+        let metrics = self.metrics.clone();
         let work = move |backend: &mut dyn Backend| {
-            let began = Instant::now();
-            let attended = backend.attend(&prepared.plan)?;
+            let (began, before) = (Instant::now(), backend.launches());
+            let attended = backend.attend(&prepared.plan);
+            count_launches(&metrics, &before, &backend.launches());
+            let attended = attended?;
             prepared.end(began, attended.stored_bytes_read);
             Ok(AttendReply { out: attended.out, lse: attended.lse })
         };
@@ -109,10 +113,12 @@ impl Service {
         let rows = u64::from(batch.rows()) * u64::from(batch.q_heads);
         let lane = self.seats[model.seat].lane.clone();
         let prepared = self.prepare(call, model, batch, rows * ROW_BYTES)?;
+        let metrics = self.metrics.clone();
         let work = move |backend: &mut dyn Backend| {
-            let began = Instant::now();
-            let read = backend.attend_in_place(&prepared.plan, &places, &mut launched)?;
-            prepared.end(began, read);
+            let (began, before) = (Instant::now(), backend.launches());
+            let read = backend.attend_in_place(&prepared.plan, &places, &mut launched);
+            count_launches(&metrics, &before, &backend.launches());
+            prepared.end(began, read?);
             Ok(())
         };
         lane.run(call, work).await

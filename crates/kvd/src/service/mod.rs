@@ -5,6 +5,7 @@ mod attend;
 mod budget;
 mod call;
 mod error;
+mod launches;
 mod load;
 mod model;
 mod pack;
@@ -88,6 +89,9 @@ impl Service {
         metrics.gauge(Metric::RegionBytes, &[]).set(0.0);
         for payloads in ["file", "in_place", "copied"] {
             metrics.counter(Metric::RegionCallsTotal, &[("payloads", payloads)]).increment(0);
+        }
+        for how in launches::LAUNCHED {
+            metrics.counter(Metric::GpuLaunchesTotal, &[("how", how)]).increment(0);
         }
         Self {
             inflight: ByteBudget::new(config.inflight_bytes_max as u64),

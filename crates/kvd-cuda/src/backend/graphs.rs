@@ -1,0 +1,164 @@
+//! Sequences of launches that repeat, as graphs: one call of the driver instead of one per kernel,
+//! and kernels of a stage side by side. A sequence is known by its owner (a layer of a model) and
+//! its kernels. It is launched kernel by kernel the first time, made a graph the second time, and
+//! from then on launched as one, after what differs from the last time was changed in it. Every
+//! word of every parameter is compared, so a graph runs exactly what it stands for.
+
+use super::memory::Device;
+use crate::driver::{GraphId, GraphNode, KernelLaunch};
+use kvd_compute::{BackendError, Launches};
+use kvd_core::{Coded, ErrorCode, LayerIndex, ModelId};
+
+/// A launch that is still to come.
+pub(super) struct Node {
+    pub(super) stage: u32,
+    pub(super) kernel: String,
+    pub(super) blocks: u32,
+    pub(super) threads: u32,
+    pub(super) shared_bytes: u32,
+    pub(super) parameters: Vec<u8>,
+}
+
+impl Node {
+    fn launch(&self) -> KernelLaunch<'_> {
+        KernelLaunch {
+            kernel: &self.kernel,
+            blocks: self.blocks,
+            threads: self.threads,
+            shared_bytes: self.shared_bytes,
+            parameters: &self.parameters,
+        }
+    }
+
+    fn is_like(&self, other: &Self) -> bool {
+        self.stage == other.stage && self.kernel == other.kernel
+    }
+
+    fn equals(&self, other: &Self) -> bool {
+        let sizes = |node: &Self| (node.blocks, node.threads, node.shared_bytes);
+        sizes(self) == sizes(other) && self.parameters == other.parameters
+    }
+}
+
+/// Whose launches they are.
+pub(super) type Owner = (ModelId, LayerIndex);
+
+/// A sequence of launches.
+struct Known {
+    owner: Owner,
+    /// As it was launched last.
+    nodes: Vec<Node>,
+    graph: Option<GraphId>,
+    used: u64,
+}
+
+impl Known {
+    fn is(&self, owner: Owner, nodes: &[Node]) -> bool {
+        self.owner == owner
+            && self.nodes.len() == nodes.len()
+            && self.nodes.iter().zip(nodes).all(|(a, b)| a.is_like(b))
+    }
+}
+
+/// Sequences of one device, at most so many; none where the driver has refused a graph.
+pub(super) struct Graphs {
+    most: usize,
+    known: Vec<Known>,
+    clock: u64,
+    launches: Launches,
+}
+
+impl Graphs {
+    pub(super) fn new(most: usize) -> Self {
+        Self { most, known: Vec::new(), clock: 0, launches: Launches::default() }
+    }
+
+    pub(super) fn launches(&self) -> &Launches {
+        &self.launches
+    }
+
+    /// Gives graphs back that `of` picks.
+    pub(super) fn forget(&mut self, device: &mut Device, of: impl Fn(Owner) -> bool) {
+        for known in self.known.extract_if(.., |known| of(known.owner)) {
+            known.graph.into_iter().for_each(|graph| device.destroy_graph(graph));
+        }
+    }
+
+    /// Launches all nodes, whose stages rise; those without thread blocks are left out.
+    pub(super) fn run(
+        &mut self,
+        device: &mut Device,
+        owner: Owner,
+        mut nodes: Vec<Node>,
+    ) -> Result<(), BackendError> {
+        nodes.retain(|node| node.blocks > 0);
+        let graph = match self.graph_of(device, owner, &nodes) {
+            // The device goes on without graphs, and says so.
+            Err(error) if error.code() == ErrorCode::InvalidArgument => {
+                self.launches.graphs_off = Some(error.to_string());
+                self.most = 0;
+                self.forget(device, |_| true);
+                None
+            }
+            graph => graph?,
+        };
+        if let Some((index, graph)) = graph {
+            device.launch_graph(graph)?;
+            self.known[index].nodes = nodes;
+            self.launches.graphs += 1;
+            return Ok(());
+        }
+        for node in &nodes {
+            device.launch(node.launch())?;
+            self.launches.kernels += 1;
+        }
+        Ok(())
+    }
+
+    /// The graph that is to run such nodes, with all of their words, and where it is known; `None`
+    /// where they are to be launched one by one.
+    fn graph_of(
+        &mut self,
+        device: &mut Device,
+        owner: Owner,
+        nodes: &[Node],
+    ) -> Result<Option<(usize, GraphId)>, BackendError> {
+        if self.most == 0 || nodes.len() < 2 {
+            return Ok(None);
+        }
+        self.clock += 1;
+        let Some(index) = self.known.iter().position(|known| known.is(owner, nodes)) else {
+            self.learn(device, owner, nodes);
+            return Ok(None);
+        };
+        let known = &mut self.known[index];
+        known.used = self.clock;
+        if let Some(graph) = known.graph {
+            let pairs = known.nodes.iter().zip(nodes).enumerate();
+            for (node, (_, new)) in pairs.filter(|(_, (old, new))| !old.equals(new)) {
+                device.update_graph(graph, node, new.launch())?;
+                self.launches.nodes_updated += 1;
+            }
+            return Ok(Some((index, graph)));
+        }
+        let all = nodes.iter().map(|node| GraphNode { stage: node.stage, launch: node.launch() });
+        let graph = device.build_graph(&all.collect::<Vec<_>>())?;
+        known.graph = Some(graph);
+        self.launches.graphs_built += 1;
+        Ok(Some((index, graph)))
+    }
+
+    /// Keeps nodes in mind; the sequence that was not used for the longest time makes room.
+    fn learn(&mut self, device: &mut Device, owner: Owner, nodes: &[Node]) {
+        if self.known.len() >= self.most {
+            let oldest = (0..self.known.len()).min_by_key(|index| self.known[*index].used);
+            let oldest = oldest.map(|index| self.known.swap_remove(index));
+            let graph = oldest.and_then(|known| known.graph);
+            graph.into_iter().for_each(|graph| device.destroy_graph(graph));
+        }
+        let name =
+            |node: &Node| Node { parameters: Vec::new(), kernel: node.kernel.clone(), ..*node };
+        let nodes = nodes.iter().map(name).collect();
+        self.known.push(Known { owner, nodes, graph: None, used: self.clock });
+    }
+}

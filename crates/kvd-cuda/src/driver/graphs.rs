@@ -1,0 +1,176 @@
+//! Graphs of kernels, by number. Not yet run on a GPU. Their functions are looked for before the
+//! first graph is made: a driver without them launches kernels one by one.
+//!
+//! Unsafe code: calls of the driver's C functions, in a context that the caller has made current.
+#![expect(unsafe_code, reason = "calls of the driver's C functions")]
+
+use super::probe::lacking;
+use super::shared::check as refuse;
+use super::slots::Slots;
+use super::{DriverError, GraphId, KernelLaunch};
+use cudarc::driver::sys;
+use std::ffi::{CStr, c_void};
+use std::ptr;
+
+/// What is called here.
+const SYMBOLS: [&CStr; 7] = [
+    c"cuGraphCreate",
+    c"cuGraphDestroy",
+    c"cuGraphAddKernelNode_v2",
+    c"cuGraphInstantiateWithFlags",
+    c"cuGraphExecKernelNodeSetParams_v2",
+    c"cuGraphExecDestroy",
+    c"cuGraphLaunch",
+];
+
+/// A kernel of a graph: stage, function and launch.
+pub(super) type Node<'a> = (u32, sys::CUfunction, KernelLaunch<'a>);
+
+/// A graph, what is launched of it, and its nodes.
+struct Graph {
+    graph: sys::CUgraph,
+    executable: sys::CUgraphExec,
+    nodes: Vec<(sys::CUgraphNode, sys::CUfunction)>,
+}
+
+/// Graphs that were made.
+#[derive(Default)]
+pub(super) struct Graphs(Slots<Graph>);
+
+/// The driver's words for a launch, whose parameter is behind `parameters`.
+fn words(
+    func: sys::CUfunction,
+    launch: &KernelLaunch<'_>,
+    parameters: &mut [*mut c_void; 1],
+) -> sys::CUDA_KERNEL_NODE_PARAMS {
+    sys::CUDA_KERNEL_NODE_PARAMS {
+        func,
+        gridDimX: launch.blocks,
+        gridDimY: 1,
+        gridDimZ: 1,
+        blockDimX: launch.threads,
+        blockDimY: 1,
+        blockDimZ: 1,
+        sharedMemBytes: launch.shared_bytes,
+        kernelParams: parameters.as_mut_ptr(),
+        extra: ptr::null_mut(),
+        kern: ptr::null_mut(),
+        ctx: ptr::null_mut(),
+    }
+}
+
+fn parameters(launch: &KernelLaunch<'_>) -> [*mut c_void; 1] {
+    [launch.parameters.as_ptr().cast_mut().cast()]
+}
+
+/// Says which function the driver lacks; none is called then.
+fn look() -> Result<(), DriverError> {
+    let Some(symbol) = lacking(&SYMBOLS) else { return Ok(()) };
+    let reason = format!("the driver lacks {}", symbol.to_string_lossy());
+    Err(DriverError::Refused { call: "build_graph", reason })
+}
+
+fn unknown(call: &'static str) -> DriverError {
+    DriverError::Refused { call, reason: "no such graph or node".to_owned() }
+}
+
+impl Graphs {
+    /// Makes a graph of functions.
+    pub(super) fn build(&mut self, nodes: &[Node<'_>]) -> Result<GraphId, DriverError> {
+        look()?;
+        let mut made =
+            Graph { graph: ptr::null_mut(), executable: ptr::null_mut(), nodes: Vec::new() };
+        // SAFETY: the function is there; writes the handle.
+        refuse("cuGraphCreate", unsafe { sys::cuGraphCreate(&raw mut made.graph, 0) })?;
+        made.fill(nodes).inspect_err(|_| made.close())?;
+        Ok(GraphId(self.0.put(made)))
+    }
+
+    pub(super) fn update(
+        &self,
+        graph: GraphId,
+        node: usize,
+        launch: &KernelLaunch<'_>,
+    ) -> Result<(), DriverError> {
+        let call = "cuGraphExecKernelNodeSetParams";
+        let graph = self.0.get(graph.0).ok_or_else(|| unknown(call))?;
+        let (node, function) = *graph.nodes.get(node).ok_or_else(|| unknown(call))?;
+        let mut parameters = parameters(launch);
+        let words = words(function, launch, &mut parameters);
+        // SAFETY: a node of the graph that the executable was made of, with its own function; the
+        // parameter is copied before the call returns.
+        let result = unsafe {
+            sys::cuGraphExecKernelNodeSetParams_v2(graph.executable, node, &raw const words)
+        };
+        refuse(call, result)
+    }
+
+    pub(super) fn launch(
+        &self,
+        graph: GraphId,
+        stream: sys::CUstream,
+    ) -> Result<sys::CUresult, DriverError> {
+        let graph = self.0.get(graph.0).ok_or_else(|| unknown("cuGraphLaunch"))?;
+        // SAFETY: an executable graph and a stream of one context; what its kernels do with the
+        // addresses in their parameters is the caller's promise.
+        Ok(unsafe { sys::cuGraphLaunch(graph.executable, stream) })
+    }
+
+    pub(super) fn destroy(&mut self, graph: GraphId) {
+        self.0.take(graph.0).into_iter().for_each(|graph| graph.close());
+    }
+
+    pub(super) fn clear(&mut self) {
+        self.0.take_all().for_each(|graph| graph.close());
+    }
+}
+
+impl Graph {
+    /// Adds nodes, each behind all of the stage before its own, and makes what is launched.
+    fn fill(&mut self, nodes: &[Node<'_>]) -> Result<(), DriverError> {
+        let mut before = Vec::new();
+        for stage in nodes.chunk_by(|a, b| a.0 == b.0) {
+            let added = stage.iter().map(|node| self.add(&before, node));
+            before = added.collect::<Result<_, _>>()?;
+        }
+        // SAFETY: writes the handle; no flags.
+        let result =
+            unsafe { sys::cuGraphInstantiateWithFlags(&raw mut self.executable, self.graph, 0) };
+        refuse("cuGraphInstantiate", result)
+    }
+
+    fn add(
+        &mut self,
+        before: &[sys::CUgraphNode],
+        (_, function, launch): &Node<'_>,
+    ) -> Result<sys::CUgraphNode, DriverError> {
+        let mut node = ptr::null_mut();
+        let mut parameters = parameters(launch);
+        let words = words(*function, launch, &mut parameters);
+        // SAFETY: writes the handle; the nodes before are this graph's, and the parameter is copied
+        // before the call returns.
+        let result = unsafe {
+            sys::cuGraphAddKernelNode_v2(
+                &raw mut node,
+                self.graph,
+                before.as_ptr(),
+                before.len(),
+                &raw const words,
+            )
+        };
+        refuse("cuGraphAddKernelNode", result)?;
+        self.nodes.push((node, *function));
+        Ok(node)
+    }
+
+    /// Gives it back. An error is one that stuck before.
+    fn close(&self) {
+        // SAFETY: made above, and given back once: out of its slot, or before it got there.
+        unsafe {
+            if !self.executable.is_null() {
+                let _ = sys::cuGraphExecDestroy(self.executable);
+            }
+            let _ = sys::cuGraphDestroy(self.graph);
+        }
+    }
+}

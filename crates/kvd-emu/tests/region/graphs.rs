@@ -1,0 +1,218 @@
+//! Launches that repeat, as graphs: the same answers as kernel by kernel, what a decode step costs,
+//! what a driver refuses, and that nothing of them stays.
+
+use super::*;
+use kvd_compute::EncodeSource;
+use std::collections::BTreeMap;
+
+/// The same backend without graphs.
+fn without_graphs(text: &str) -> (Fixture, PlanPart) {
+    with_rows(text, CudaOptions { graphs: 0, ..OPTIONS })
+}
+
+/// Attends in the fixture's region, without what its suite does around it.
+fn ask(fixture: &mut Fixture, plan: &AttendPlan) -> Result<(), ErrorCode> {
+    let (places, _) = fixture.backend.places(plan);
+    let backend = &mut fixture.backend.backend;
+    let asked = backend.attend_in_place(plan, &places, &mut || {});
+    asked.map(|_| ()).map_err(|error| error.code())
+}
+
+#[test]
+fn launches_that_repeat_become_a_graph_that_follows_what_changes() {
+    if !available() {
+        return;
+    }
+    let (mut plain, other_part) = without_graphs("raw");
+    let (mut fixture, part) = with_rows("raw", OPTIONS);
+    let shapes = [&[1, 1][..], &[1, 1], &[1, 1], &[1], &[1, 1, 1], &[1, 1]];
+    for (round, n_q) in shapes.into_iter().enumerate() {
+        let of = |part: &PlanPart| {
+            let mut plan = plan(part, DType::F16, 4, n_q);
+            plan.soft_cap = (round == 5).then_some(2.0);
+            plan
+        };
+        let right = plain.backend.attend(&of(&other_part)).unwrap();
+        let answer = fixture.backend.attend(&of(&part)).unwrap();
+        assert_eq!((answer.out, answer.lse), (right.out, right.lse), "round {round}");
+        let launches = fixture.backend.backend.launches();
+        // Queries, attention, merge and answer one by one; then the graph that they are.
+        assert_eq!((launches.kernels, launches.graphs), (4, round as u64));
+        assert_eq!(launches.nodes_updated > 0, round > 2, "round {round}: {launches:?}");
+    }
+    let launches = fixture.backend.backend.launches();
+    assert_eq!((launches.graphs_built, launches.graphs_off), (1, None));
+    let launches = plain.backend.backend.launches();
+    assert_eq!((launches.kernels, launches.graphs), (6 * 4, 0));
+}
+
+/// Encodes 64 rows behind the raw ones: a part of pages for the first tokens.
+fn pages(backend: &mut CudaBackend) -> PlanPart {
+    let geometry = geometry();
+    let extent = Extent { offset: 262_144, len: geometry.raw_layout(64).size_bytes() };
+    let bytes = |dim: u32, step: f32| -> bytes::Bytes {
+        let values: Vec<f32> = (0..64 * 2 * dim).map(|i| (i as f32 * step).cos()).collect();
+        let mut bytes = vec![0; values.len() * geometry.dtype.size_bytes()];
+        geometry.dtype.narrow(&values, &mut bytes);
+        bytes.into()
+    };
+    let rows = IncomingRows { tokens: 64, k: bytes(96, 0.31), v: bytes(64, 0.57) };
+    let to = RawTarget { extent, capacity_rows: 64, first_row: 0 };
+    backend.write(ModelId(1), &rows, 0, 64, to).unwrap();
+    let source = EncodeSource { extent, capacity_rows: 64, first_row: 0, rows: 64 };
+    let encoded = backend.encode(ModelId(1), LayerIndex(0), &[source]).unwrap().remove(0).unwrap();
+    let slot = Extent { offset: 524_288, len: encoded.size_bytes() };
+    backend.place(&encoded, slot);
+    let source = Source::Pages { extent: slot, ends: encoded.page_ends, first_row: 0 };
+    PlanPart { first_token: 0, rows: 64, source }
+}
+
+/// A decode step of two sequences, each of a block of pages and so many raw rows.
+fn step(parts: &[PlanPart; 2], rows: u32) -> AttendPlan {
+    let [pages, raw] = parts.clone();
+    let mut plan = plan(&raw, DType::F16, 4, &[1, 1]);
+    for query in &mut plan.queries {
+        query.parts = [pages.clone(), PlanPart { first_token: 64, rows, ..raw.clone() }].into();
+        query.position = 64 + rows;
+    }
+    plan
+}
+
+#[test]
+fn a_decode_step_changes_no_node_and_calls_the_driver_less() {
+    if !available() {
+        return;
+    }
+    let mut calls = Vec::new();
+    let mut answers = Vec::new();
+    for graphs in [0, 4] {
+        let (mut fixture, raw) = with_rows("kivi-4", CudaOptions { graphs, ..OPTIONS });
+        let parts = [pages(&mut fixture.backend.backend), raw];
+        let mut of_last = BTreeMap::new();
+        for rows in 20..=26 {
+            let plan = step(&parts, rows);
+            let answer = fixture.backend.attend(&plan).unwrap();
+            answers.push((graphs, rows, answer.out, answer.lse));
+            let before = fixture.watch.lock().calls.clone();
+            ask(&mut fixture, &plan).unwrap();
+            of_last = fixture.watch.lock().calls.clone();
+            for (call, count) in before {
+                *of_last.get_mut(call).unwrap() -= count;
+            }
+            of_last.retain(|_, count| *count > 0);
+        }
+        let launches = fixture.backend.backend.launches();
+        assert_eq!(launches.nodes_updated, 0, "{launches:?}");
+        println!("graphs_max = {graphs}: {of_last:?}");
+        calls.push(of_last);
+    }
+    let (plain, graphs) = answers.split_at(answers.len() / 2);
+    for (plain, graphs) in plain.iter().zip(graphs) {
+        assert_eq!((plain.1, &plain.2, &plain.3), (graphs.1, &graphs.2, &graphs.3));
+    }
+    let around = [("read", 1), ("record", 3), ("synchronize", 1), ("wait", 1), ("write", 1)];
+    let with = |launch| around.into_iter().chain([launch]).collect::<BTreeMap<_, usize>>();
+    // Queries, attention over pages and over raw rows, merge and answer.
+    assert_eq!(calls, [with(("launch", 5)), with(("launch_graph", 1))]);
+}
+
+#[test]
+fn a_graph_that_the_driver_refuses_turns_graphs_off_and_the_answer_stands() {
+    if !available() {
+        return;
+    }
+    for (fail, wanted) in [(Fail::Graphs, "build_graph"), (Fail::Updates, "update_graph")] {
+        let (mut plain, other_part) = without_graphs("raw");
+        let (mut fixture, part) = with_rows("raw", OPTIONS);
+        fixture.watch.lock().fail = fail;
+        for n_q in [&[1][..], &[1], &[1, 1], &[1]] {
+            let right = plain.backend.attend(&plan(&other_part, DType::F32, 2, n_q)).unwrap();
+            let answer = fixture.backend.attend(&plan(&part, DType::F32, 2, n_q)).unwrap();
+            assert_eq!((answer.out, answer.lse), (right.out, right.lse), "{fail:?}");
+        }
+        let launches = fixture.backend.backend.launches();
+        let off = launches.graphs_off.unwrap();
+        assert!(off.contains(wanted), "{off}");
+        assert_eq!(launches.graphs, u64::from(fail == Fail::Updates));
+        // It was refused once, and not asked for again.
+        assert_eq!(fixture.watch.lock().calls[wanted], 1);
+        assert_eq!(fixture.backend.failure(), None);
+        let Fixture { backend, watch, .. } = fixture;
+        drop(backend);
+        assert_eq!(watch.lock().live, 0);
+    }
+}
+
+#[test]
+fn graphs_are_bounded_and_one_that_fails_fails_the_device() {
+    if !available() {
+        return;
+    }
+    let (mut fixture, part) = with_rows("raw", CudaOptions { graphs: 1, ..OPTIONS });
+    let plan = plan(&part, DType::F32, 2, &[1]);
+    fixture.backend.repeat = 2;
+    let right = fixture.backend.attend(&plan).unwrap();
+    let live = fixture.watch.lock().live;
+    for _ in 0..20 {
+        // By the host is another sequence, which makes room for itself.
+        for _ in 0..2 {
+            assert_eq!(fixture.backend.backend.attend(&plan).unwrap().out, right.out);
+        }
+        assert_eq!(fixture.watch.lock().live, live);
+        assert_eq!(fixture.backend.attend(&plan).unwrap().out, right.out);
+        assert_eq!(fixture.watch.lock().live, live);
+    }
+    assert_eq!(fixture.watch.lock().graphs, 41);
+    fixture.watch.lock().fail = Fail::Launch;
+    assert_eq!(ask(&mut fixture, &plan), Err(ErrorCode::DeviceFailed));
+    let failure = fixture.backend.failure().unwrap().to_owned();
+    assert!(failure.contains("launch_graph"), "{failure}");
+    assert_eq!(ask(&mut fixture, &plan), Err(ErrorCode::DeviceFailed));
+    let Fixture { backend, watch, .. } = fixture;
+    drop(backend);
+    let watch = watch.lock();
+    assert_eq!((watch.calls_after_failure, watch.live), (0, 0));
+}
+
+#[test]
+fn a_model_that_goes_takes_its_graphs_along() {
+    if !available() {
+        return;
+    }
+    let given_back = [0, 4].map(|graphs| {
+        let (mut fixture, part) = with_rows("raw", CudaOptions { graphs, ..OPTIONS });
+        let plan = plan(&part, DType::F32, 2, &[1]);
+        for _ in 0..3 {
+            fixture.backend.attend(&plan).unwrap();
+            fixture.backend.backend.attend(&plan).unwrap();
+        }
+        let live = fixture.watch.lock().live;
+        fixture.backend.backend.unregister(ModelId(1));
+        let given_back = live - fixture.watch.lock().live;
+        // The same kernels of a model that comes after it are another sequence.
+        let part = rows(&mut fixture.backend.backend, "raw", &geometry());
+        let launched = fixture.backend.backend.launches().kernels;
+        ask(&mut fixture, &super::plan(&part, DType::F32, 2, &[1])).unwrap();
+        assert_eq!(fixture.backend.backend.launches().kernels, launched + 4);
+        assert_eq!(fixture.backend.failure(), None);
+        given_back
+    });
+    // Its tables both times; and a graph for the region, and one for the host.
+    assert_eq!(given_back[1], given_back[0] + 2);
+}
+
+#[test]
+fn a_graph_that_does_not_wait_for_its_tables_is_noticed() {
+    if !available() {
+        return;
+    }
+    let (mut fixture, part) = with_rows("raw", OPTIONS);
+    let plan = plan(&part, DType::F16, 2, &[1]);
+    fixture.backend.repeat = 2;
+    fixture.backend.attend(&plan).unwrap();
+    fixture.watch.lock().planted = Planted::KernelsDoNotWait;
+    assert_eq!(ask(&mut fixture, &plan), Err(ErrorCode::DeviceFailed));
+    let watch = fixture.watch.lock();
+    assert_eq!(watch.calls["launch_graph"], 2);
+    assert!(watch.complaints[0].contains("before a copy that was asked"), "{watch:?}");
+}
