@@ -143,9 +143,15 @@ pub(crate) fn chunk(
     out: &mut Vec<u8>,
     rest: &mut impl FnMut(usize, i32),
 ) -> usize {
+    let whole = Whole { side, rows, per_row };
+    if whole.is_whole(runs, tables) {
+        let run = &runs[0];
+        return whole.encode((run, &tables[run.table]), out);
+    }
     wide(Chunk { side, runs, tables, rows, per_row, out, rest })
 }
 
+/// A chunk, step by step.
 pub(super) struct Chunk<'a, F> {
     pub(super) side: Side,
     pub(super) runs: &'a [LaneRun],
@@ -160,25 +166,8 @@ impl<F: FnMut(usize, i32)> WithSimd for Chunk<'_, F> {
     type Output = usize;
 
     #[inline(always)]
-    fn with_simd<S: Simd>(self, simd: S) -> usize {
-        let whole = Whole { side: self.side, rows: self.rows, per_row: self.per_row };
-        if whole.is_whole(self.runs, self.tables) {
-            let run = &self.runs[0];
-            return whole.encode((run, &self.tables[run.table]), self.out);
-        }
-        Steps(self).with_simd(simd)
-    }
-}
-
-/// A chunk, step by step.
-pub(super) struct Steps<'a, F>(pub(super) Chunk<'a, F>);
-
-impl<F: FnMut(usize, i32)> WithSimd for Steps<'_, F> {
-    type Output = usize;
-
-    #[inline(always)]
     fn with_simd<S: Simd>(self, _: S) -> usize {
-        let Chunk { side, runs, tables, rows, per_row, out, rest } = self.0;
+        let Self { side, runs, tables, rows, per_row, out, rest } = self;
         let tokens = rows.len() / per_row;
         let positions: usize = runs.iter().map(|run| run.len).sum();
         let mut lanes = Lanes::new(QUAD * positions);

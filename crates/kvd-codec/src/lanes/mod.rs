@@ -13,6 +13,8 @@ mod decode;
 mod encode;
 mod grouping;
 mod outlier;
+#[cfg(target_arch = "x86_64")]
+mod registers;
 mod substitute;
 #[cfg(test)]
 mod tests;

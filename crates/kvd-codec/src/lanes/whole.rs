@@ -1,12 +1,15 @@
 //! Codes to words where every lane has a code at every place and all codes are symbols of one
-//! table: chunks of 64 tokens under tables that are built from the blocks themselves.
+//! table: chunks of 64 tokens under tables that are built from the blocks themselves. Machines with
+//! registers of 512 bits do it by `registers.rs` where codes are few.
 //!
 //! A lane's bits depend on its own codes alone, so that lanes go one after the other and their
 //! reservoirs stay in registers. Who takes a word at a top-up follows from the lengths, which are
 //! kept by top-up: one pass makes masks of them, one the order of lanes, one hands words out.
 
 use super::{LANES, LaneRun, LaneTable, QUAD, WORD_BITS};
+use crate::wide::wide;
 use kvd_core::Side;
+use pulp::{Simd, WithSimd};
 
 /// Bytes of a word, and of a lane's reservoir.
 const WORD_BYTES: usize = 2;
@@ -85,8 +88,21 @@ impl Whole<'_> {
     }
 
     /// Appends the words and returns how many.
+    pub(super) fn encode(self, of: (&LaneRun, &LaneTable), out: &mut Vec<u8>) -> usize {
+        #[cfg(target_arch = "x86_64")]
+        if let Some(registers) = super::registers::Registers::new(self, of, out) {
+            return registers.encode();
+        }
+        self.lane_by_lane(of, out)
+    }
+
+    /// As [`Whole::encode`], on any machine.
+    pub(super) fn lane_by_lane(self, of: (&LaneRun, &LaneTable), out: &mut Vec<u8>) -> usize {
+        wide(LaneByLane { chunk: self, of, out })
+    }
+
     #[inline(always)]
-    pub(super) fn encode(self, (run, table): (&LaneRun, &LaneTable), out: &mut Vec<u8>) -> usize {
+    fn words(self, (run, table): (&LaneRun, &LaneTable), out: &mut Vec<u8>) -> usize {
         let (batch, need) = table.batch();
         let codes = run.len * self.rows.len() / self.per_row / LANES;
         let lane_bytes = codes * WORD_BYTES + HELD_BYTES;
@@ -132,6 +148,22 @@ impl Whole<'_> {
             return rows.first_chunk().copied().unwrap_or_default();
         }
         std::array::from_fn(|row| rows[row * self.per_row])
+    }
+}
+
+/// [`Whole::lane_by_lane`].
+struct LaneByLane<'a> {
+    chunk: Whole<'a>,
+    of: (&'a LaneRun, &'a LaneTable),
+    out: &'a mut Vec<u8>,
+}
+
+impl WithSimd for LaneByLane<'_> {
+    type Output = usize;
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) -> usize {
+        self.chunk.words(self.of, self.out)
     }
 }
 

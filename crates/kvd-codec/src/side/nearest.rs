@@ -9,6 +9,9 @@ use pulp::{Simd, WithSimd};
 
 /// Registers of points compared at once.
 const REGISTERS: usize = 2;
+/// Registers of more lanes have masks, by which a choice between two of them is one operation.
+/// In others it takes three; the sign of a difference does it instead.
+const CHOICE_LANES: usize = 8;
 /// Points brought into lanes at once, as many as two registers of 512 bits hold.
 pub(super) const BATCH_MAX: usize = REGISTERS * 16;
 
@@ -182,40 +185,61 @@ pub(super) fn scan<'a, S: Simd, const D: usize, C: Iterator<Item = &'a Candidate
     (x, filled): (&[[f32; BATCH_MAX]; D], usize),
     found: &mut Best,
 ) {
-    let lanes = REGISTERS * S::F32_LANES;
-    for first in (0..filled).step_by(lanes) {
-        let x: [[S::f32s; REGISTERS]; D] = std::array::from_fn(|channel| {
-            let (registers, _) = S::as_simd_f32s(&x[channel][first..]);
-            std::array::from_fn(|register| registers[register])
-        });
-        let [none, top] = [0, 31].map(|bits| simd.splat_u32s(bits));
-        // Not infinity: from that, infinity is no distance but NaN, with any sign.
-        let mut best = [simd.splat_f32s(f32::MAX); REGISTERS];
-        let mut at = [none; REGISTERS];
-        for candidate in candidates() {
-            let mut scores = [simd.splat_f32s(candidate.half_norm); REGISTERS];
-            for (x, value) in x.iter().zip(candidate.values) {
-                let value = simd.splat_f32s(value);
-                for (score, x) in scores.iter_mut().zip(x) {
-                    *score = simd.sub_f32s(*score, simd.mul_f32s(*x, value));
-                }
+    let mut first = 0;
+    while first < filled {
+        let places = (&mut found.at[first..], &mut found.scores[first..]);
+        first += if filled - first > S::F32_LANES {
+            scan_of::<S, D, REGISTERS>(simd, candidates(), x, first, places)
+        } else {
+            scan_of::<S, D, 1>(simd, candidates(), x, first, places)
+        };
+    }
+}
+
+/// [`scan`] of `R` registers of points from `first` on; returns how many points those are.
+#[inline(always)]
+fn scan_of<'a, S: Simd, const D: usize, const R: usize>(
+    simd: S,
+    candidates: impl Iterator<Item = &'a Candidate<D>>,
+    x: &[[f32; BATCH_MAX]; D],
+    first: usize,
+    (found_at, found_scores): (&mut [u32], &mut [f32]),
+) -> usize {
+    let x: [[S::f32s; R]; D] = std::array::from_fn(|channel| {
+        let (registers, _) = S::as_simd_f32s(&x[channel][first..]);
+        std::array::from_fn(|register| registers[register])
+    });
+    let [none, top] = [0, 31].map(|bits| simd.splat_u32s(bits));
+    // Not infinity: from that, infinity is no distance but NaN, with any sign.
+    let mut best = [simd.splat_f32s(f32::MAX); R];
+    let mut at = [none; R];
+    for candidate in candidates {
+        let mut scores = [simd.splat_f32s(candidate.half_norm); R];
+        for (x, value) in x.iter().zip(candidate.values) {
+            let value = simd.splat_f32s(value);
+            for (score, x) in scores.iter_mut().zip(x) {
+                *score = simd.sub_f32s(*score, simd.mul_f32s(*x, value));
             }
-            let index = simd.splat_u32s(candidate.index);
-            for register in 0..REGISTERS {
-                // Indices ascend: the largest of those that were closer is the last. The sign of
-                // a difference says which; of a comparison the compiler would make a choice
-                // between two registers, which takes three times as long.
-                let least = simd.min_f32s(scores[register], best[register]);
+        }
+        let index = simd.splat_u32s(candidate.index);
+        for register in 0..R {
+            let least = simd.min_f32s(scores[register], best[register]);
+            at[register] = if S::F32_LANES > CHOICE_LANES {
+                let closer = simd.less_than_f32s(scores[register], best[register]);
+                simd.select_u32s(closer, index, at[register])
+            } else {
+                // Indices ascend: the largest of those that were closer is the last.
                 let ahead = simd.sub_f32s(least, best[register]);
                 let sign = simd.wrapping_dyn_shr_u32s(simd.transmute_u32s_f32s(ahead), top);
                 let closer = simd.sub_u32s(none, sign);
-                at[register] = simd.max_u32s(at[register], simd.and_u32s(closer, index));
-                best[register] = least;
-            }
+                simd.max_u32s(at[register], simd.and_u32s(closer, index))
+            };
+            best[register] = least;
         }
-        S::as_mut_simd_f32s(&mut found.scores[first..]).0[..REGISTERS].copy_from_slice(&best);
-        S::as_mut_simd_u32s(&mut found.at[first..]).0[..REGISTERS].copy_from_slice(&at);
     }
+    S::as_mut_simd_f32s(found_scores).0[..R].copy_from_slice(&best);
+    S::as_mut_simd_u32s(found_at).0[..R].copy_from_slice(&at);
+    R * S::F32_LANES
 }
 
 #[cfg(test)]
