@@ -86,7 +86,7 @@ impl Registers<'_> {
         let mut order = vec![0u32; LANES * lane_words];
         let mut taken = 0;
         let starts: [u32; LANES] = std::array::from_fn(|lane| (lane * lane_words) as u32);
-        let [need, one, word] = [self.batch.1, 1, WORD_BITS].map(|n| splat(n));
+        let [need, one, word] = [self.batch.1, 1, WORD_BITS].map(splat);
         let mut ready = splat(0);
         let mut asked: __m512i = cast(starts);
         let mut streams = Streams::new(starts.map(u64::from));
