@@ -110,6 +110,19 @@ fn turn_words(rows: &[[u8; TURNED_BYTES]]) -> [__m512i; TURNED] {
     ]
 }
 
+/// Where 16 rows of [`TURNED`] values have those of two groups.
+const FIRST_PAIRS: [u16; 2 * LANES] = pairs_from(0);
+const LAST_PAIRS: [u16; 2 * LANES] = pairs_from(2);
+
+const fn pairs_from(first: usize) -> [u16; 2 * LANES] {
+    let (mut order, mut at) = ([0; 2 * LANES], 0);
+    while at < 2 * LANES {
+        order[at] = (TURNED * (at % LANES) + first + at / LANES) as u16;
+        at += 1;
+    }
+    order
+}
+
 /// Steps of 16 rows by group, as f16.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
@@ -120,34 +133,11 @@ fn turn_halves(rows: &[[u8; TURNED_BYTES]]) -> [__m256i; TURNED] {
     };
     let low = _mm512_setr_epi64(of(0), of(1), of(2), of(3), of(4), of(5), of(6), of(7));
     let high = _mm512_setr_epi64(of(8), of(9), of(10), of(11), of(12), of(13), of(14), of(15));
-    // Every fourth value, from group 0 on and then from group 1 on.
-    let step = |first: i32| -> __m512i {
-        let pair = |i: i32| (first + 8 * i) | (first + 8 * i + 4) << 16;
-        let half = _mm512_setr_epi32(
-            pair(0),
-            pair(1),
-            pair(2),
-            pair(3),
-            pair(4),
-            pair(5),
-            pair(6),
-            pair(7),
-            0,
-            0,
-            0,
-            0,
-            0,
-            0,
-            0,
-            0,
-        );
-        half
-    };
-    let both = |first: i32| -> __m512i {
-        let next = _mm512_castsi512_si256(step(first + 1));
-        _mm512_inserti64x4::<1>(step(first), next)
-    };
-    let [a, b] = [both(0), both(2)].map(|at| _mm512_permutex2var_epi16(low, at, high));
+    let [a, b] = [&FIRST_PAIRS, &LAST_PAIRS].map(|order| {
+        // SAFETY: 64 bytes.
+        let order = unsafe { _mm512_loadu_si512(order.as_ptr().cast()) };
+        _mm512_permutex2var_epi16(low, order, high)
+    });
     let upper = |register| _mm512_extracti64x4_epi64::<1>(register);
     [_mm512_castsi512_si256(a), upper(a), _mm512_castsi512_si256(b), upper(b)]
 }
