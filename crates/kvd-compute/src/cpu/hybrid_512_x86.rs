@@ -85,12 +85,8 @@ fn load_turned(groups: &mut Groups, modes: &[u8], rows: &[u8]) {
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn turn_words(rows: &[[u8; TURNED_BYTES]]) -> [__m512i; TURNED] {
-    let four = |first: usize| -> [[u8; TURNED_BYTES]; 4] {
-        [rows[first], rows[first + 1], rows[first + 2], rows[first + 3]]
-    };
     let mut quads = [_mm512_setzero_si512(); 4];
-    for (index, quad) in quads.iter_mut().enumerate() {
-        let rows = four(4 * index);
+    for (quad, rows) in quads.iter_mut().zip(rows.as_chunks::<4>().0) {
         // SAFETY: the first 16 bytes of a row are its words.
         let words = |row: usize| unsafe { _mm_loadu_si128(rows[row].as_ptr().cast()) };
         let low = _mm512_castsi128_si512(words(0));
@@ -100,8 +96,10 @@ fn turn_words(rows: &[[u8; TURNED_BYTES]]) -> [__m512i; TURNED] {
     // Groups 0 and 1, then 2 and 3, of eight rows.
     let first = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 1, 5, 9, 13, 17, 21, 25, 29);
     let second = _mm512_add_epi32(first, _mm512_set1_epi32(2));
-    let [a, b] = [first, second].map(|at| _mm512_permutex2var_epi32(quads[0], at, quads[1]));
-    let [c, d] = [first, second].map(|at| _mm512_permutex2var_epi32(quads[2], at, quads[3]));
+    let a = _mm512_permutex2var_epi32(quads[0], first, quads[1]);
+    let b = _mm512_permutex2var_epi32(quads[0], second, quads[1]);
+    let c = _mm512_permutex2var_epi32(quads[2], first, quads[3]);
+    let d = _mm512_permutex2var_epi32(quads[2], second, quads[3]);
     [
         _mm512_shuffle_i64x2::<0x44>(a, c),
         _mm512_shuffle_i64x2::<0xEE>(a, c),
@@ -133,11 +131,13 @@ fn turn_halves(rows: &[[u8; TURNED_BYTES]]) -> [__m256i; TURNED] {
     };
     let low = _mm512_setr_epi64(of(0), of(1), of(2), of(3), of(4), of(5), of(6), of(7));
     let high = _mm512_setr_epi64(of(8), of(9), of(10), of(11), of(12), of(13), of(14), of(15));
-    let [a, b] = [&FIRST_PAIRS, &LAST_PAIRS].map(|order| {
-        // SAFETY: 64 bytes.
-        let order = unsafe { _mm512_loadu_si512(order.as_ptr().cast()) };
-        _mm512_permutex2var_epi16(low, order, high)
-    });
+    // SAFETY: 64 bytes each.
+    let (first, last) = unsafe {
+        let first = _mm512_loadu_si512(FIRST_PAIRS.as_ptr().cast());
+        (first, _mm512_loadu_si512(LAST_PAIRS.as_ptr().cast()))
+    };
+    let a = _mm512_permutex2var_epi16(low, first, high);
+    let b = _mm512_permutex2var_epi16(low, last, high);
     let upper = |register| _mm512_extracti64x4_epi64::<1>(register);
     [_mm512_castsi512_si256(a), upper(a), _mm512_castsi512_si256(b), upper(b)]
 }
@@ -149,14 +149,14 @@ fn store(groups: &mut Groups, at: usize, (words, halves, modes): (__m512i, __m25
     let steps = _mm512_cvtph_ps(halves);
     let zeros = _mm512_maskz_mov_ps(!modes, _mm512_castsi512_ps(words));
     let centres = _mm512_maskz_mov_ps(!modes, steps);
-    let floats = [(&mut groups.zeros, zeros), (&mut groups.steps, steps)];
-    for (to, values) in floats.into_iter().chain([(&mut groups.centres, centres)]) {
-        // SAFETY: 16 values.
-        unsafe { _mm512_storeu_ps(to[at..][..LANES].as_mut_ptr(), values) };
-    }
     let signs = _mm512_maskz_mov_epi32(modes, words);
-    // SAFETY: 16 words.
-    unsafe { _mm512_storeu_si512(groups.signs[at..][..LANES].as_mut_ptr().cast(), signs) };
+    // SAFETY: 16 values each.
+    unsafe {
+        _mm512_storeu_ps(groups.zeros[at..][..LANES].as_mut_ptr(), zeros);
+        _mm512_storeu_ps(groups.steps[at..][..LANES].as_mut_ptr(), steps);
+        _mm512_storeu_ps(groups.centres[at..][..LANES].as_mut_ptr(), centres);
+        _mm512_storeu_si512(groups.signs[at..][..LANES].as_mut_ptr().cast(), signs);
+    }
 }
 
 /// Writes a tile's codes as bytes of signed values; `false` where lanes fill no register.
