@@ -23,8 +23,9 @@ pub struct AttendReply {
 /// Bytes of book-keeping of one part in flight: the plan's and the pin's.
 pub(crate) const PART_BYTES: u64 = 128;
 
-/// Bytes of book-keeping of one query row in flight: its entries of the device's tables.
-const ROW_BYTES: u64 = 32;
+/// Bytes of book-keeping of one query row in flight, about: its end, its share of a unit, and a word
+/// for each of the parts that its range is cut into, some dozens of them.
+const ROW_BYTES: u64 = 256;
 
 /// Sequence, readable length, first token and end: reads of the same key share their parts.
 pub(super) type ReadKey = (SequenceId, u32, u32, u32);
@@ -111,8 +112,10 @@ impl Service {
         // The limit of an answer that is carried: one batch does not hold the device for longer.
         self.check_reply_size(&batch, &model.shape.geometry)?;
         let rows = u64::from(batch.rows()) * u64::from(batch.q_heads);
+        // Never more than a batch that is carried may take.
+        let bytes = (rows * ROW_BYTES).min(2 * self.config.message_bytes_max as u64);
         let lane = self.seats[model.seat].lane.clone();
-        let prepared = self.prepare(call, model, batch, rows * ROW_BYTES)?;
+        let prepared = self.prepare(call, model, batch, bytes)?;
         let metrics = self.metrics.clone();
         let work = move |backend: &mut dyn Backend| {
             let (began, before) = (Instant::now(), backend.launches());

@@ -57,6 +57,10 @@ async fn serve(
             Ok([0; 3])
         }
         Some(v1::region_call::Call::Store(mut request)) => {
+            // Together, as in a message.
+            let slices = [request.k.as_ref(), request.v.as_ref()].map(slice_of);
+            let bytes = slices.iter().flatten().map(|slice| slice.bytes);
+            check_size(service, bytes.fold(0, u64::saturating_add))?;
             request.k = taken(service, region, caller, request.k).await?;
             request.v = taken(service, region, caller, request.v).await?;
             count(service, if region.device.is_some() { "copied" } else { "file" });
@@ -96,7 +100,7 @@ async fn attend(
     if let Some((device, q)) = elsewhere {
         check(region, q.offset, q.bytes)?;
         // In place or copied, a call has the same limits.
-        check_size(service, q)?;
+        check_size(service, q.bytes)?;
         batch.check_shape_of(&model.shape.geometry, q.bytes)?;
         let places = RegionPlaces { region: device.region(), q: q.offset, out, lse };
         let sizes = [q.bytes, values * batch.dtype.size_bytes() as u64, heads * LSE_BYTES];
@@ -149,18 +153,17 @@ async fn copied(
     caller: &Call,
     slice: v1::RegionSlice,
 ) -> Result<Bytes, ServiceError> {
-    check_size(service, slice)?;
+    check_size(service, slice.bytes)?;
     Ok(device.read(caller, slice.offset, slice.bytes).await?.into())
 }
 
-/// Refuses a copy larger than a message.
-fn check_size(service: &Service, slice: v1::RegionSlice) -> Result<(), ServiceError> {
+/// Refuses payloads larger than a message.
+fn check_size(service: &Service, bytes: u64) -> Result<(), ServiceError> {
     let max = service.config().message_bytes_max as u64;
-    if slice.bytes <= max {
+    if bytes <= max {
         return Ok(());
     }
-    let bytes = slice.bytes;
-    let message = format!("a slice of {bytes} bytes is over server.message_bytes_max = {max}");
+    let message = format!("payloads of {bytes} bytes are over server.message_bytes_max = {max}");
     Err(ServiceError::new(ErrorCode::MessageTooLarge, message))
 }
 
@@ -176,7 +179,7 @@ async fn taken(
     let bytes = match &region.device {
         Some(device) => copied(service, device, caller, slice).await?,
         None => {
-            check_size(service, slice)?;
+            check_size(service, slice.bytes)?;
             let mut bytes = vec![0; slice.bytes as usize];
             region.memory.read(slice.offset, &mut bytes)?;
             bytes.into()

@@ -230,6 +230,24 @@ async fn calls_in_device_memory_have_the_limits_of_messages_and_large_ones_do_no
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn keys_and_values_have_the_limit_of_one_message_together() {
+    let fixture = Fixture::new().await;
+    let options = RegionOptions::default().with_bytes(1 << 20);
+    let path = fixture.dir.path().join("region");
+    let region = tokio::task::block_in_place(|| Shared::open(path, &options)).unwrap();
+    let sequence = fixture.client.open_sequence(fixture.batch.model).await.unwrap();
+    let chunk = |tokens: u32| {
+        let rows = bytes::Bytes::from(vec![0; tokens as usize * 2 * DIM as usize * 4]);
+        StoreChunk { sequence, layer: LayerIndex(0), start: 0, tokens, k: rows.clone(), v: rows }
+    };
+    let refused = tokio::task::block_in_place(|| region.store(chunk(260))).unwrap_err();
+    assert_eq!(refused.code, Some(ErrorCode::MessageTooLarge), "{refused}");
+    let stored = tokio::task::block_in_place(|| region.store(chunk(250))).unwrap();
+    assert_eq!(stored.length, 250);
+    fixture.running.drain().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn places_that_meet_are_copied_so_that_an_answer_over_its_queries_is_right() {
     let fixture = Fixture::new().await;
     let right = fixture.client.attend(fixture.batch.clone()).await.unwrap();
