@@ -23,8 +23,8 @@ pub struct AttendReply {
 /// Bytes of book-keeping of one part in flight: the plan's and the pin's.
 pub(crate) const PART_BYTES: u64 = 128;
 
-/// Bytes of book-keeping of one query row in flight, about: its end, its share of a unit, and a word
-/// for each of the parts that its range is cut into, some dozens of them.
+/// Bytes of book-keeping of one query row in flight, about: its end, its share of a unit, and a
+/// word for each of the parts that its range is cut into, some dozens of them.
 const ROW_BYTES: u64 = 256;
 
 /// Sequence, readable length, first token and end: reads of the same key share their parts.
