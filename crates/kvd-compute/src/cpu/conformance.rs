@@ -8,6 +8,8 @@ use bytes::Bytes;
 use kvd_codec::{Samples, fit};
 use kvd_core::{DType, Geometry, RopePairing, Side};
 
+mod scores;
+
 const MODEL: ModelId = ModelId(1);
 const LAYER: LayerIndex = LayerIndex(0);
 const HEADS: usize = 2;
@@ -419,52 +421,6 @@ fn head_sizes_that_fill_no_register_are_right_too() {
         for name in SHAPED {
             // Of 80 channels the last group has 16; of 136 it has 8, and values are decoded.
             check(dim, name, Data::Normal, &[ask]);
-        }
-    }
-}
-
-#[test]
-fn scores_of_keys_are_those_that_attention_weighs() {
-    let geometry = geometry(64);
-    let plain = Ask { group: 4, n_q: 1, position: 175, window: None, cap: None };
-    let asks = [plain, Ask { group: 7, position: 120, window: Some(45), cap: Some(3.0), ..plain }];
-    for name in ["raw", "kivi-4", "k=vq(d=2,b=4); v=vq(d=2,b=4)", "kvd-2", "innerq-2", "polar-4+4"]
-    {
-        let (mut backend, parts) = filled(&geometry, name, Data::Normal);
-        let load = LoadPlan { model: MODEL, layer: LAYER, dtype: DType::F32, parts: parts.clone() };
-        let keys = floats(&backend.load(&load).unwrap().k);
-        let levels = Simd::available();
-        let ways = levels.iter().flat_map(|simd| Precision::ALL.map(|p| (simd.level(), p)));
-        for ((level, precision), ask) in ways.flat_map(|way| asks.map(|ask| (way, ask))) {
-            backend.limit(level).unwrap();
-            backend.set_precision(precision);
-            let plan = plan(&geometry, &parts, Data::Normal, ask);
-            let tokens = plan.queries[0].tokens() as usize;
-            let mut scores = vec![f32::NAN; tokens * plan.q_heads as usize];
-            backend.key_scores(&plan, &mut scores).unwrap();
-            let lse = backend.attend(&plan).unwrap().lse;
-            let q = floats(&plan.q);
-            let context = format!("{name}, {level:?}, {precision:?}, {ask:?}");
-            for (row, (scores, lse)) in scores.chunks_exact(tokens).zip(lse).enumerate() {
-                let seen = plan.queries[0].visible(0);
-                let seen = seen.start as usize..tokens.min(seen.end as usize);
-                let sum: f64 = scores.iter().map(|score| f64::from(*score).exp()).sum();
-                assert!((sum.ln() - f64::from(lse)).abs() < 1e-4, "{context}: {} {lse}", sum.ln());
-                for (token, score) in scores.iter().enumerate() {
-                    let at = (token * HEADS + row / ask.group) * 64;
-                    let dot = q[row * 64..][..64].iter().zip(&keys[at..]).map(|(a, b)| a * b);
-                    let exact = dot.sum::<f64>() / 8.0;
-                    let exact = ask
-                        .cap
-                        .map_or(exact, |cap| f64::from(cap) * (exact / f64::from(cap)).tanh());
-                    let near = (f64::from(*score) - exact).abs() < 0.1;
-                    let hidden = *score == f32::NEG_INFINITY;
-                    assert!(
-                        if seen.contains(&token) { near } else { hidden },
-                        "{context}: {token}"
-                    );
-                }
-            }
         }
     }
 }

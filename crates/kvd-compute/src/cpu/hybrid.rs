@@ -177,7 +177,7 @@ fn sign(simd: Simd, codes: &mut [u8], signs: &[u32]) {
     assert!(codes.len() <= TILE * signs.len(), "sign: more codes than signs");
     #[cfg(target_arch = "x86_64")]
     if simd.set() != InstructionSet::Portable {
-        return super::hybrid_x86::sign(codes.as_chunks_mut::<QUAD>().0, signs);
+        return super::hybrid_x86::sign(simd, codes.as_chunks_mut::<QUAD>().0, signs);
     }
     for (quad, codes) in codes.chunks_exact_mut(QUAD * signs.len()).enumerate() {
         let (codes, first) = (codes.as_chunks_mut::<QUAD>().0, (QUAD * quad) as u32);
@@ -222,9 +222,6 @@ mod tests {
                     .map(|i| (i * 37 % 251) as u8 & if width == 8 { 127 } else { 255 })
                     .collect();
                 let codes = TileCodes { bytes: &bytes, width: width as u32, per_row: 1 };
-                if !(lanes * summed).is_multiple_of(8 / width) {
-                    continue;
-                }
                 for simd in Simd::available() {
                     let mut out = vec![0; lanes * summed];
                     let quads = of_group / QUAD;
@@ -257,9 +254,14 @@ mod tests {
         ] {
             let (mask_bytes, row_bytes) = ((rows + first) * pairs / 8 + 1, 6 * pairs);
             let layout = HybridLayout { mask_bytes, word_bytes: 4, row_bytes };
-            let bytes: Vec<u8> = (0..mask_bytes + (rows + first) * row_bytes)
-                .map(|i| (i.wrapping_mul(2_654_435_761) >> 13) as u8 & 0x7B)
-                .collect();
+            let byte = |i: usize| (i.wrapping_mul(2_654_435_761) >> 13) as u8;
+            let mut bytes: Vec<u8> =
+                (0..mask_bytes + (rows + first) * row_bytes).map(byte).collect();
+            for row in bytes[mask_bytes..].chunks_exact_mut(row_bytes) {
+                // Steps are finite and zero points no NaN.
+                row[4 * pairs..].iter_mut().for_each(|byte| *byte &= 0x7B);
+                row[..4 * pairs].iter_mut().skip(3).step_by(4).for_each(|byte| *byte &= 0xBF);
+            }
             let rows = ScaleRows { bytes: &bytes, layout, first, count: rows, pairs };
             let load = |simd| {
                 let mut groups = Groups::default();

@@ -3,14 +3,16 @@
 
 use super::dots::BIAS;
 use super::hybrid::{QUAD, sign_four};
+use super::simd::{InstructionSet, Simd};
 use std::arch::x86_64::*;
 
 /// Makes fours of codes, `[summed / 4, lanes]`, bytes of signed values; the signs of a lane are the
 /// bits of its word.
-pub(super) fn sign(codes: &mut [[u8; QUAD]], signs: &[u32]) {
+pub(super) fn sign(simd: Simd, codes: &mut [[u8; QUAD]], signs: &[u32]) {
+    assert!(simd.set() != InstructionSet::Portable, "sign: no registers");
     assert!(codes.len().is_multiple_of(signs.len()), "sign: lanes");
     assert!(codes.len() <= 8 * signs.len(), "sign: more codes than signs");
-    // SAFETY: the instruction set was detected.
+    // SAFETY: any other set of this processor's has AVX2, and was detected.
     let done = unsafe { sign_256(codes, signs) };
     if done < signs.len() {
         for (quad, codes) in codes.chunks_exact_mut(signs.len()).enumerate() {

@@ -53,7 +53,7 @@ impl Queries {
 /// Bytes of each side of the next part that one step asks for, at least.
 const PREFETCH_BYTES: usize = 512;
 /// Steps that a part has at least, where its bytes are many: of rows that are multiplied as floats,
-/// and of codes.
+/// and of codes. Keys alone have a step for each call of their kernel.
 const FLOAT_STEPS: usize = 16;
 const CODE_STEPS: usize = 5;
 
@@ -232,8 +232,11 @@ impl<'a> Walk<'a> {
         let parts: Vec<Part<'a>> = parts.map(|part| Part::new(part, reader, head, sides)).collect();
         let coded = self.lanes.tiles[0].iter().any(Option::is_some);
         let together = if coded { TOGETHER } else { 1 };
-        let codes = self.keys.is_some() && self.values.is_some();
-        let steps = if codes { CODE_STEPS } else { FLOAT_STEPS };
+        let steps = match (&self.keys, &self.values) {
+            (Some(keys), _) if sides.len() == 1 => SPAN / TILE / keys.tiles_at_once(),
+            (Some(_), Some(_)) => CODE_STEPS,
+            _ => FLOAT_STEPS,
+        };
         let mut opened = Vec::with_capacity(together * sides.len());
         for first in (0..parts.len()).step_by(together) {
             let at_work = &parts[first..parts.len().min(first + together)];

@@ -1,0 +1,68 @@
+//! Scores of keys alone against f64 and against what attention makes of them.
+
+use super::*;
+
+#[test]
+fn scores_of_keys_are_those_that_attention_weighs() {
+    let geometry = geometry(64);
+    let plain = Ask { group: 4, n_q: 1, position: 175, window: None, cap: None };
+    let asks = [plain, Ask { group: 7, position: 120, window: Some(45), cap: Some(3.0), ..plain }];
+    for name in ["raw", "kivi-4", "k=vq(d=2,b=4); v=vq(d=2,b=4)", "kvd-2", "innerq-2", "polar-4+4"]
+    {
+        let (mut backend, parts) = filled(&geometry, name, Data::Normal);
+        let load = LoadPlan { model: MODEL, layer: LAYER, dtype: DType::F32, parts: parts.clone() };
+        let keys = floats(&backend.load(&load).unwrap().k);
+        let levels = Simd::available();
+        let ways = levels.iter().flat_map(|simd| Precision::ALL.map(|p| (simd.level(), p)));
+        for ((level, precision), ask) in ways.flat_map(|way| asks.map(|ask| (way, ask))) {
+            backend.limit(level).unwrap();
+            backend.set_precision(precision);
+            let plan = plan(&geometry, &parts, Data::Normal, ask);
+            let tokens = plan.queries[0].tokens() as usize;
+            let mut scores = vec![f32::NAN; tokens * plan.q_heads as usize];
+            backend.key_scores(&plan, &mut scores).unwrap();
+            let lse = backend.attend(&plan).unwrap().lse;
+            let q = floats(&plan.q);
+            let context = format!("{name}, {level:?}, {precision:?}, {ask:?}");
+            let round: fn(&mut [f64]) = match precision {
+                Precision::Int8 => to_byte,
+                Precision::Fast => to_half,
+                Precision::Single => |_| {},
+            };
+            for (row, (scores, lse)) in scores.chunks_exact(tokens).zip(lse).enumerate() {
+                let seen = plan.queries[0].visible(0);
+                let seen = seen.start as usize..tokens.min(seen.end as usize);
+                let sum: f64 = scores.iter().map(|score| f64::from(*score).exp()).sum();
+                assert!((sum.ln() - f64::from(lse)).abs() < 1e-4, "{context}: {} {lse}", sum.ln());
+                let keys = keys.chunks_exact(HEADS * 64).map(|keys| &keys[row / ask.group * 64..]);
+                let exact = exact_scores(&q[row * 64..][..64], keys.clone(), ask.cap);
+                let mut rounded = q[row * 64..][..64].to_vec();
+                round(&mut rounded);
+                let rounded = exact_scores(&rounded, keys, ask.cap);
+                let off = exact.iter().zip(rounded).map(|(a, b)| (a - b).abs());
+                let most = 4.0 * off.fold(SINGLE_ERROR_MAX, f64::max);
+                for (token, (score, exact)) in scores.iter().zip(exact).enumerate() {
+                    let near = (f64::from(*score) - exact).abs() <= most;
+                    let hidden = *score == f32::NEG_INFINITY;
+                    assert!(
+                        if seen.contains(&token) { near } else { hidden },
+                        "{context}: {token}"
+                    );
+                }
+            }
+        }
+    }
+}
+
+/// Scores of a query against keys of 64 channels.
+fn exact_scores<'a>(
+    q: &[f64],
+    keys: impl Iterator<Item = &'a [f64]>,
+    cap: Option<f32>,
+) -> Vec<f64> {
+    let score = |keys: &[f64]| {
+        let score = q.iter().zip(keys).map(|(a, b)| a * b).sum::<f64>() / 8.0;
+        cap.map_or(score, |cap| f64::from(cap) * (score / f64::from(cap)).tanh())
+    };
+    keys.map(score).collect()
+}
