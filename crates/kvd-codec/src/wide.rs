@@ -15,7 +15,42 @@ const REGISTERS: usize = 2;
 
 /// Runs `loops` with the widest instruction set at hand. What it calls must be inlined.
 pub(crate) fn wide<T>(loops: impl WithSimd<Output = T>) -> T {
+    #[cfg(test)]
+    if let Some(width) = FORCED.get() {
+        return width.dispatch(loops);
+    }
     Arch::new().dispatch(loops)
+}
+
+#[cfg(test)]
+thread_local! {
+    /// What [`wide`] takes instead of the widest.
+    static FORCED: std::cell::Cell<Option<Arch>> = const { std::cell::Cell::new(None) };
+}
+
+/// Runs `op` with each instruction set at hand, and without any; what it returns must be the same.
+#[cfg(test)]
+pub(crate) fn each_width<T: PartialEq + std::fmt::Debug>(op: impl Fn() -> T) -> T {
+    let mut widths = vec![Arch::Scalar];
+    #[cfg(target_arch = "x86_64")]
+    {
+        use pulp::x86::{V3, V4};
+        widths.extend(V3::try_new().map(Arch::V3));
+        widths.extend(V4::try_new().map(Arch::V4));
+    }
+    #[cfg(target_arch = "aarch64")]
+    widths.extend(pulp::aarch64::Neon::try_new().map(Arch::Neon));
+    let run = |width: &Arch| {
+        FORCED.set(Some(*width));
+        let result = op();
+        FORCED.set(None);
+        result
+    };
+    let plain = run(&widths[0]);
+    for width in &widths[1..] {
+        assert_eq!(run(width), plain, "{width:?} and without");
+    }
+    plain
 }
 
 /// For each value the number of `bounds` below it; none for NaN.
@@ -180,13 +215,16 @@ mod tests {
             let columns: Vec<f32> = (0..dim * dim).map(value).collect();
             for count in [1, 3, 4, 9, 70] {
                 let rows: Vec<f32> = (0..count * dim).map(|i| value(i + 31)).collect();
-                let mut got = rows.clone();
-                wide(Product { columns: &columns, dim, rows: &mut got });
+                let got = each_width(|| {
+                    let mut got = rows.clone();
+                    wide(Product { columns: &columns, dim, rows: &mut got });
+                    got.into_iter().map(f32::to_bits).collect::<Vec<_>>()
+                });
                 for (row, got) in rows.chunks(dim).zip(got.chunks(dim)) {
                     for (j, got) in got.iter().enumerate() {
                         let plain =
                             (0..dim).fold(0.0, |sum, i| sum + row[i] * columns[i * dim + j]);
-                        assert_eq!(got.to_bits(), plain.to_bits(), "dim {dim}, rows {count}");
+                        assert_eq!(*got, plain.to_bits(), "dim {dim}, rows {count}");
                     }
                 }
             }

@@ -208,7 +208,8 @@ int cuMemcpyBatchAsync_v2(address *to, address *from, unsigned long *bytes, unsi
     return stuck;
 }
 
-// A handle is the address and size of memory of this process; it is marked when it is closed.
+// A handle is the address and size of memory of this process; it is marked when it is closed for good, and its
+// second byte counts how often it was closed.
 struct handle {
     address at;
     unsigned long bytes;
@@ -227,6 +228,7 @@ int cuIpcOpenMemHandle_v2(address *at, struct handle handle, unsigned flags) {
 int cuIpcCloseMemHandle(address at) {
     if (at != ipc.at || !opens) return 1;
     if (!--opens) *(char *)at = 'C';
+    ((char *)at)[1]++;
     return 0;
 }
 int cuMemGetAddressRange_v2(address *base, unsigned long *bytes, address at) {
@@ -313,17 +315,20 @@ struct kernel {
     void **parameters, **extra;
     void *kernel, *context;
 };
-struct node { long function; int depth; struct word word; };
-struct graph { struct node node[16]; int nodes, depth; };
+struct node { long function; int depth; unsigned shared; struct word word; };
+struct graph { struct node node[16]; int nodes, depth, uploaded; };
 static int holds(struct node *node, const struct kernel *kernel) {
     if (!kernel->blocks || !kernel->threads || kernel->shared > allowed[kernel->function]) return 1;
     if (kernel->y * kernel->z * kernel->threads_y * kernel->threads_z != 1 || kernel->extra) return 1;
     if (kernel->kernel || kernel->context) return 1;
     node->function = kernel->function;
+    node->shared = kernel->shared;
     node->word = *(struct word *)kernel->parameters[0];
     return 0;
 }
 int cuGraphCreate(struct graph **graph, unsigned flags) {
+    int result = fails("cuGraphCreate");
+    if (result) return result;
     *graph = calloc(1, sizeof **graph);
     graphs++;
     return flags ? 1 : 0;
@@ -357,6 +362,12 @@ int cuGraphInstantiateWithFlags(struct graph **executable, struct graph *graph, 
     graphs++;
     return 0;
 }
+// A graph takes device memory when it is uploaded, and when it is launched if it was not.
+int cuGraphUpload(struct graph *executable, long stream) {
+    if (stream != 2) return 400;
+    executable->uploaded = 1;
+    return refuses("cuGraphUpload") ? 2 : stuck;
+}
 int cuGraphExecKernelNodeSetParams_v2(struct graph *executable, struct node *node, const struct kernel *kernel) {
     struct graph *graph = *(struct graph **)(executable + 1);
     long at = node - graph->node;
@@ -367,6 +378,11 @@ int cuGraphExecKernelNodeSetParams_v2(struct graph *executable, struct node *nod
 int cuGraphExecDestroy(struct graph *executable) { return cuGraphDestroy(executable); }
 #ifndef WITHOUT_GRAPHS
 int cuGraphLaunch(struct graph *executable, long stream) {
+    if (!executable->uploaded) return 2;
+    // What a function may have when its kernel is launched counts, not what it had when the graph was made.
+    for (int at = 0; at < executable->nodes; at++) {
+        if (executable->node[at].shared > allowed[executable->node[at].function]) return 1;
+    }
     for (int depth = 0; depth <= executable->depth; depth++) {
         for (int at = executable->nodes; at-- > 0;) {
             int result = executable->node[at].depth == depth ? append(executable->node[at].word, stream) : 0;

@@ -66,6 +66,8 @@ impl WithSimd for Registers<'_> {
     #[inline(always)]
     fn with_simd<S: Simd>(self, _: S) -> usize {
         let steps = in_order(&self.chunk, self.run);
+        let codes = self.lengths.iter().filter(|length| **length > 0).count();
+        debug_assert!(steps.as_flattened().as_flattened().iter().all(|c| usize::from(*c) < codes));
         match self.batch.0 {
             2 => self.words::<2>(&steps),
             _ => self.words::<1>(&steps),

@@ -4,7 +4,7 @@ use super::decode::{Layout, split};
 use super::encode::Chunk;
 use super::whole::Whole;
 use super::*;
-use crate::wide::wide;
+use crate::wide::{each_width, wide};
 use proptest::prelude::*;
 
 /// A table for `grouping` whose middle symbols are likely, the more so the larger `skew`.
@@ -143,14 +143,46 @@ proptest! {
         let rows = rows(&runs, per_row, &tables, &picks[..tokens * per_row]);
         let whole = Whole { side, rows: &rows, per_row };
         prop_assert!(whole.is_whole(&runs, &tables));
-        let [mut words, mut by_lane, mut plain] = [(); 3].map(|()| vec![1, 2, 3]);
-        whole.lane_by_lane((&runs[0], &tables[0]), &mut by_lane);
-        let (runs, tables, rest) = (&runs[..], &tables[..], &mut |_, _| unreachable!());
-        let count = encode_chunk(side, (runs, tables), (&rows, per_row), &mut words, rest);
-        let chunk = Chunk { side, runs, tables, rows: &rows, per_row, out: &mut plain, rest };
-        prop_assert_eq!(count, wide(chunk));
-        prop_assert_eq!(&words, &plain);
-        prop_assert_eq!(by_lane, plain);
+        let in_registers = in_registers(whole, &runs[0], &tables[0]);
+        let (runs, tables) = (&runs[..], &tables[..]);
+        let plain = each_width(|| {
+            let (mut out, rest) = (vec![1, 2, 3], &mut |_, _| unreachable!());
+            let chunk = Chunk { side, runs, tables, rows: &rows, per_row, out: &mut out, rest };
+            (wide(chunk), out)
+        });
+        let by_lane = each_width(|| {
+            let mut out = vec![1, 2, 3];
+            (whole.lane_by_lane((&runs[0], &tables[0]), &mut out), out)
+        });
+        prop_assert_eq!(&by_lane, &plain);
+        prop_assert!(in_registers.is_none_or(|words| words == plain));
+        let (mut out, rest) = (vec![1, 2, 3], &mut |_, _| unreachable!());
+        let count = encode_chunk(side, (runs, tables), (&rows, per_row), &mut out, rest);
+        prop_assert_eq!((count, out), plain);
+    }
+}
+
+/// By registers of 512 bits, which every machine that has them must take where codes fit.
+fn in_registers(whole: Whole<'_>, run: &LaneRun, table: &LaneTable) -> Option<(usize, Vec<u8>)> {
+    #[cfg(target_arch = "x86_64")]
+    {
+        let mut out = vec![1, 2, 3];
+        let registers = registers::Registers::new(whole, (run, table), &mut out);
+        let has = pulp::x86::V4::try_new().is_some();
+        let fits = table.units.len() <= 32 && table.batch().0 > 1;
+        assert_eq!(registers.is_some(), has && fits, "{table:?}");
+        let count = registers?.encode();
+        Some((count, out))
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    None
+}
+
+#[test]
+fn tables_of_few_codes_fit_into_registers() {
+    for (levels, top_ups) in [(2, 1), (16, 1), (31, 2), (32, 2)] {
+        let table = table(grouping(1, levels, 0), 1.0);
+        assert_eq!((table.units.len(), QUAD / table.batch().0), (levels.into(), top_ups));
     }
 }
 

@@ -45,8 +45,8 @@ impl<'a> Points<'a> {
 
 impl Codebook {
     /// Calls `found` for each point, in order, with its index, the index of the nearest entry
-    /// (ties go to the lower one) and `|entry|²/2 - x·entry` for that entry. A point with NaN
-    /// gets entry 0.
+    /// (ties go to the lower one) and `|entry|²/2 - x·entry` for that entry. Where that is NaN or
+    /// overflows upwards for every entry, entry 0 and `f32::MAX`: so it is for a point with NaN.
     pub(crate) fn nearest(&self, points: Points<'_>, mut found: impl FnMut(usize, usize, f32)) {
         self.nearest_batches(points, |start, at, scores| {
             for ((index, at), score) in (start..).zip(at).zip(scores) {
@@ -125,11 +125,10 @@ impl<F: FnMut(usize, &[u32], &[f32])> Search<'_, F> {
         for index in 0..points.count {
             let point = points.get(index);
             let entries = book.entries.chunks_exact(book.dim).zip(&book.half_norms);
-            let (mut at, mut best) = (0, f32::INFINITY);
-            for (entry, (value, half_norm)) in (0..).zip(entries) {
-                let score = value.iter().zip(point).fold(*half_norm, |s, (c, x)| s - x * c);
-                (at, best) = if score < best { (entry, score) } else { (at, best) };
-            }
+            let scores = entries.map(|(value, half_norm)| {
+                value.iter().zip(point).fold(*half_norm, |s, (c, x)| s - x * c)
+            });
+            let (at, best) = first_least((0..).zip(scores));
             found(index, &[at], &[best]);
         }
     }
@@ -176,8 +175,15 @@ impl Codebook {
     }
 }
 
+/// The first with the least score; NaN and infinity are never the least.
+#[inline(always)]
+fn first_least(scores: impl Iterator<Item = (u32, f32)>) -> (u32, f32) {
+    let closer = |best: (u32, f32), next: (u32, f32)| if next.1 < best.1 { next } else { best };
+    scores.fold((0, f32::MAX), closer)
+}
+
 /// For each of the first `filled` points the first of `candidates` with the least score; their
-/// indices ascend.
+/// indices ascend. As [`first_least`] says.
 #[inline(always)]
 pub(super) fn scan<'a, S: Simd, const D: usize, C: Iterator<Item = &'a Candidate<D>>>(
     simd: S,
@@ -194,6 +200,29 @@ pub(super) fn scan<'a, S: Simd, const D: usize, C: Iterator<Item = &'a Candidate
             scan_of::<S, D, 1>(simd, candidates(), x, first, places)
         };
     }
+    // What has no sign of a difference: one of minus infinities is NaN, and some machines' least
+    // of a number and NaN is NaN. Both stay until the end.
+    let sound = |score: &f32| *score > f32::NEG_INFINITY;
+    if !found.scores[..filled].iter().fold(true, |all, score| all & sound(score)) {
+        for lane in 0..filled {
+            if !sound(&found.scores[lane]) {
+                let x = std::array::from_fn(|channel| x[channel][lane]);
+                (found.at[lane], found.scores[lane]) = one_by_one(candidates(), &x);
+            }
+        }
+    }
+}
+
+/// [`scan`] of one point, whatever its scores are.
+#[cold]
+#[inline(never)]
+fn one_by_one<'a, const D: usize>(
+    candidates: impl Iterator<Item = &'a Candidate<D>>,
+    x: &[f32; D],
+) -> (u32, f32) {
+    first_least(candidates.map(|Candidate { values, half_norm, index }| {
+        (*index, values.iter().zip(x).fold(*half_norm, |s, (c, x)| s - x * c))
+    }))
 }
 
 /// [`scan`] of `R` registers of points from `first` on; returns how many points those are.
@@ -245,6 +274,7 @@ fn scan_of<'a, S: Simd, const D: usize, const R: usize>(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::wide::each_width;
 
     fn wave(i: usize) -> f32 {
         ((i * 7919 % 1009) as f32 / 1009.0 - 0.5) * 4.0
@@ -277,6 +307,70 @@ mod tests {
                     assert_eq!(score, least);
                 });
                 assert_eq!(seen, n);
+            }
+        }
+    }
+
+    /// Entries and bits of scores, the same at every width.
+    fn found(book: &Codebook, points: &[f32]) -> Vec<(usize, u32)> {
+        each_width(|| {
+            let mut found = Vec::new();
+            book.nearest(Points::consecutive(points, book.dim), |_, entry, score| {
+                found.push((entry, score.to_bits()));
+            });
+            found
+        })
+    }
+
+    /// With a loop over all entries.
+    fn compare(book: &Codebook, points: &[f32]) {
+        for (x, found) in points.chunks(book.dim).zip(found(book, points)) {
+            let (mut at, mut best) = (0, f32::MAX);
+            for (index, c) in book.entries.chunks(book.dim).enumerate() {
+                let norm = book.half_norms[index];
+                let score = c.iter().zip(x).fold(norm, |s, (c, x)| s - x * c);
+                (at, best) = if score < best { (index, score) } else { (at, best) };
+            }
+            assert_eq!(found, (at, best.to_bits()), "dim {}, point {x:?}", book.dim);
+        }
+    }
+
+    /// Few levels, so that there are ties.
+    fn coarse(i: usize) -> f32 {
+        (wave(i) * 2.0).round()
+    }
+
+    /// With products and squares beyond all numbers.
+    fn huge(i: usize) -> f32 {
+        [coarse(i), 1e20 * wave(i), 3e38, -3e38][i * 31 % 17 % 4]
+    }
+
+    fn odd(i: usize) -> f32 {
+        match i % 37 {
+            5 => f32::NAN,
+            11 => -f32::NAN,
+            17 => f32::INFINITY,
+            23 => f32::NEG_INFINITY,
+            _ => huge(i),
+        }
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "too many numbers for an interpreter")]
+    fn every_width_finds_the_first_least_whatever_scores_are() {
+        for dim in [1usize, 2, 3, 4, 5, 7, 8, 11, 16] {
+            let fill = |value: fn(usize) -> f32, count: usize| -> Vec<f32> {
+                (0..count * dim).map(|i| value(7 * i + 3)).collect()
+            };
+            for entries in [coarse as fn(usize) -> f32, huge].map(|value| fill(value, 33)) {
+                let book = Codebook::new(dim, entries);
+                for n in [1, 7, 8, 9, 15, 16, 17, 31, 33, 77] {
+                    for points in
+                        [coarse as fn(usize) -> f32, huge, odd].map(|value| fill(value, n))
+                    {
+                        compare(&book, &points);
+                    }
+                }
             }
         }
     }

@@ -1,8 +1,10 @@
 //! Sequences of launches that repeat, as graphs: one call of the driver instead of one per kernel,
 //! and kernels of a stage side by side. A sequence is known by its owner (a layer of a model) and
 //! its kernels. It is launched kernel by kernel the first time, made a graph the second time, and
-//! from then on launched as one, after what differs from the last time was changed in it. Every
-//! word of every parameter is compared, so a graph runs exactly what it stands for.
+//! from then on launched as one, after what differs from the graph was changed in it. Every
+//! word of every parameter is compared, so a graph runs exactly what it stands for. Where changes
+//! would cost more calls than they save (callers of other batch sizes take turns), the sequence is
+//! launched kernel by kernel and the graph stays as it is, until such words repeat.
 
 use super::memory::Device;
 use crate::driver::{GraphId, GraphNode, KernelLaunch};
@@ -46,9 +48,11 @@ pub(super) type Owner = (ModelId, LayerIndex);
 /// A sequence of launches.
 struct Known {
     owner: Owner,
-    /// As it was launched last.
+    /// As they stand in the graph; without parameters while there is none.
     nodes: Vec<Node>,
     graph: Option<GraphId>,
+    /// As they were launched last, where that was not as the graph.
+    last: Option<Vec<Node>>,
     used: u64,
 }
 
@@ -58,7 +62,23 @@ impl Known {
             && self.nodes.len() == nodes.len()
             && self.nodes.iter().zip(nodes).all(|(a, b)| a.is_like(b))
     }
+
+    /// Whether nodes are to run as the graph: changing it takes fewer calls than launching them one
+    /// by one, or would have, had it been changed to what was launched last, and so they repeat.
+    fn pays(&self, nodes: &[Node]) -> bool {
+        let saves = |old: &Vec<Node>| changes(old, nodes).count() + 1 < nodes.len();
+        saves(&self.nodes) || self.last.as_ref().is_some_and(saves)
+    }
 }
+
+/// Nodes that differ, by number.
+fn changes<'a>(old: &'a [Node], new: &'a [Node]) -> impl Iterator<Item = (usize, &'a Node)> {
+    let pairs = old.iter().zip(new).enumerate();
+    pairs.filter(|(_, (old, new))| !old.equals(new)).map(|(at, (_, new))| (at, new))
+}
+
+/// Where a sequence is known, and its graph, if it is to run as one.
+type Way = Option<(usize, Option<GraphId>)>;
 
 /// Sequences of one device, at most so many; none where the driver has refused a graph.
 pub(super) struct Graphs {
@@ -92,7 +112,7 @@ impl Graphs {
         mut nodes: Vec<Node>,
     ) -> Result<(), BackendError> {
         nodes.retain(|node| node.blocks > 0);
-        let graph = match self.graph_of(device, owner, &nodes) {
+        let way = match self.way(device, owner, &nodes) {
             // The device goes on without graphs, and says so.
             Err(error) if error.code() == ErrorCode::InvalidArgument => {
                 self.launches.graphs_off = Some(error.to_string());
@@ -100,11 +120,12 @@ impl Graphs {
                 self.forget(device, |_| true);
                 None
             }
-            graph => graph?,
+            way => way?,
         };
-        if let Some((index, graph)) = graph {
+        if let Some((index, Some(graph))) = way {
             device.launch_graph(graph)?;
-            self.known[index].nodes = nodes;
+            let known = &mut self.known[index];
+            (known.nodes, known.last) = (nodes, None);
             self.launches.graphs += 1;
             return Ok(());
         }
@@ -112,17 +133,19 @@ impl Graphs {
             device.launch(node.launch())?;
             self.launches.kernels += 1;
         }
+        if let Some((index, None)) = way {
+            self.known[index].last = Some(nodes);
+        }
         Ok(())
     }
 
-    /// The graph that is to run such nodes, with all of their words, and where it is known; `None`
-    /// where they are to be launched one by one.
-    fn graph_of(
+    /// How such nodes are to run; a graph has all of their words by then.
+    fn way(
         &mut self,
         device: &mut Device,
         owner: Owner,
         nodes: &[Node],
-    ) -> Result<Option<(usize, GraphId)>, BackendError> {
+    ) -> Result<Way, BackendError> {
         if self.most == 0 || nodes.len() < 2 {
             return Ok(None);
         }
@@ -134,31 +157,36 @@ impl Graphs {
         let known = &mut self.known[index];
         known.used = self.clock;
         if let Some(graph) = known.graph {
-            let pairs = known.nodes.iter().zip(nodes).enumerate();
-            for (node, (_, new)) in pairs.filter(|(_, (old, new))| !old.equals(new)) {
-                device.update_graph(graph, node, new.launch())?;
+            if !known.pays(nodes) {
+                return Ok(Some((index, None)));
+            }
+            for (at, node) in changes(&known.nodes, nodes) {
+                device.update_graph(graph, at, node.launch())?;
                 self.launches.nodes_updated += 1;
             }
-            return Ok(Some((index, graph)));
+            return Ok(Some((index, Some(graph))));
         }
         let all = nodes.iter().map(|node| GraphNode { stage: node.stage, launch: node.launch() });
         let graph = device.build_graph(&all.collect::<Vec<_>>())?;
         known.graph = Some(graph);
         self.launches.graphs_built += 1;
-        Ok(Some((index, graph)))
+        Ok(Some((index, Some(graph))))
     }
 
-    /// Keeps nodes in mind; the sequence that was not used for the longest time makes room.
+    /// Keeps nodes in mind. Where there is no room, the sequence that was not used for the longest
+    /// time makes some, unless it is still in use: sequences that are asked in turns, one more than
+    /// there is room for, would else drive each other out, and none would become a graph.
     fn learn(&mut self, device: &mut Device, owner: Owner, nodes: &[Node]) {
         if self.known.len() >= self.most {
             let oldest = (0..self.known.len()).min_by_key(|index| self.known[*index].used);
-            let oldest = oldest.map(|index| self.known.swap_remove(index));
-            let graph = oldest.and_then(|known| known.graph);
-            graph.into_iter().for_each(|graph| device.destroy_graph(graph));
+            let idle = 4 * self.most as u64;
+            let gone = oldest.filter(|index| self.clock - self.known[*index].used > idle);
+            let Some(known) = gone.map(|index| self.known.swap_remove(index)) else { return };
+            known.graph.into_iter().for_each(|graph| device.destroy_graph(graph));
         }
         let name =
             |node: &Node| Node { parameters: Vec::new(), kernel: node.kernel.clone(), ..*node };
         let nodes = nodes.iter().map(name).collect();
-        self.known.push(Known { owner, nodes, graph: None, used: self.clock });
+        self.known.push(Known { owner, nodes, graph: None, last: None, used: self.clock });
     }
 }

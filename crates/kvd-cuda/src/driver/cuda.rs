@@ -328,7 +328,7 @@ impl Driver for CudaDriver {
         for GraphNode { stage, launch } in nodes {
             found.push((*stage, self.function_for(launch)?, *launch));
         }
-        self.graphs.build(&found)
+        self.graphs.build(&found, self.stream(Stream::Compute))
     }
 
     fn update_graph(
@@ -360,7 +360,7 @@ impl Driver for CudaDriver {
     fn close_shared(&mut self, address: u64) {
         let ended = self.shared.take(address);
         if self.bind().is_ok() {
-            ended.iter().for_each(Shared::close);
+            ended.into_iter().for_each(|shared| shared.close());
         }
     }
 }

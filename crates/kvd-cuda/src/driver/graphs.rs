@@ -4,20 +4,22 @@
 //! Unsafe code: calls of the driver's C functions, in a context that the caller has made current.
 #![expect(unsafe_code, reason = "calls of the driver's C functions")]
 
+use super::cuda::check;
 use super::probe::lacking;
 use super::shared::check as refuse;
 use super::slots::Slots;
 use super::{DriverError, GraphId, KernelLaunch};
-use cudarc::driver::sys;
+use cudarc::driver::sys::{self, CUresult};
 use std::ffi::{CStr, c_void};
 use std::ptr;
 
 /// What is called here.
-const SYMBOLS: [&CStr; 7] = [
+const SYMBOLS: [&CStr; 8] = [
     c"cuGraphCreate",
     c"cuGraphDestroy",
     c"cuGraphAddKernelNode_v2",
     c"cuGraphInstantiateWithFlags",
+    c"cuGraphUpload",
     c"cuGraphExecKernelNodeSetParams_v2",
     c"cuGraphExecDestroy",
     c"cuGraphLaunch",
@@ -70,19 +72,36 @@ fn look() -> Result<(), DriverError> {
     Err(DriverError::Refused { call: "build_graph", reason })
 }
 
+/// What says that there is no such graph, or no memory for it, does not stick; what else comes back
+/// may be of work before it, and does, as from a launch.
+fn answer(call: &'static str, result: CUresult) -> Result<(), DriverError> {
+    match result {
+        CUresult::CUDA_ERROR_NOT_SUPPORTED
+        | CUresult::CUDA_ERROR_NOT_PERMITTED
+        | CUresult::CUDA_ERROR_GRAPH_EXEC_UPDATE_FAILURE
+        | CUresult::CUDA_ERROR_INVALID_VALUE
+        | CUresult::CUDA_ERROR_OUT_OF_MEMORY => refuse(call, result),
+        result => check(call, result),
+    }
+}
+
 fn unknown(call: &'static str) -> DriverError {
     DriverError::Refused { call, reason: "no such graph or node".to_owned() }
 }
 
 impl Graphs {
-    /// Makes a graph of functions.
-    pub(super) fn build(&mut self, nodes: &[Node<'_>]) -> Result<GraphId, DriverError> {
+    /// Makes a graph of functions, with the memory that it takes of the device.
+    pub(super) fn build(
+        &mut self,
+        nodes: &[Node<'_>],
+        stream: sys::CUstream,
+    ) -> Result<GraphId, DriverError> {
         look()?;
         let mut made =
             Graph { graph: ptr::null_mut(), executable: ptr::null_mut(), nodes: Vec::new() };
         // SAFETY: the function is there; writes the handle.
-        refuse("cuGraphCreate", unsafe { sys::cuGraphCreate(&raw mut made.graph, 0) })?;
-        made.fill(nodes).inspect_err(|_| made.close())?;
+        answer("cuGraphCreate", unsafe { sys::cuGraphCreate(&raw mut made.graph, 0) })?;
+        made.fill(nodes, stream).inspect_err(|_| made.close())?;
         Ok(GraphId(self.0.put(made)))
     }
 
@@ -102,14 +121,14 @@ impl Graphs {
         let result = unsafe {
             sys::cuGraphExecKernelNodeSetParams_v2(graph.executable, node, &raw const words)
         };
-        refuse(call, result)
+        answer(call, result)
     }
 
     pub(super) fn launch(
         &self,
         graph: GraphId,
         stream: sys::CUstream,
-    ) -> Result<sys::CUresult, DriverError> {
+    ) -> Result<CUresult, DriverError> {
         let graph = self.0.get(graph.0).ok_or_else(|| unknown("cuGraphLaunch"))?;
         // SAFETY: an executable graph and a stream of one context; what its kernels do with the
         // addresses in their parameters is the caller's promise.
@@ -126,8 +145,10 @@ impl Graphs {
 }
 
 impl Graph {
-    /// Adds nodes, each behind all of the stage before its own, and makes what is launched.
-    fn fill(&mut self, nodes: &[Node<'_>]) -> Result<(), DriverError> {
+    /// Adds nodes, each behind all of the stage before its own, and makes what is launched. It is
+    /// uploaded at once: that the device has no memory for it is a refusal here, and a failure in a
+    /// launch.
+    fn fill(&mut self, nodes: &[Node<'_>], stream: sys::CUstream) -> Result<(), DriverError> {
         let mut before = Vec::new();
         for stage in nodes.chunk_by(|a, b| a.0 == b.0) {
             let added = stage.iter().map(|node| self.add(&before, node));
@@ -136,7 +157,9 @@ impl Graph {
         // SAFETY: writes the handle; no flags.
         let result =
             unsafe { sys::cuGraphInstantiateWithFlags(&raw mut self.executable, self.graph, 0) };
-        refuse("cuGraphInstantiate", result)
+        answer("cuGraphInstantiate", result)?;
+        // SAFETY: an executable graph and a stream of one context.
+        answer("cuGraphUpload", unsafe { sys::cuGraphUpload(self.executable, stream) })
     }
 
     fn add(
@@ -158,7 +181,7 @@ impl Graph {
                 &raw const words,
             )
         };
-        refuse("cuGraphAddKernelNode", result)?;
+        answer("cuGraphAddKernelNode", result)?;
         self.nodes.push((node, *function));
         Ok(node)
     }

@@ -16,37 +16,30 @@ pub(super) enum Shared {
     Mapped { address: u64, bytes: usize },
 }
 
-/// Memory of one address, each time that it was opened.
+/// What is open, by address, each time that it was opened. Two regions of one handle have one
+/// address; the driver counts how often it was opened, and unmaps it when it was closed as often.
 #[derive(Default)]
-struct Holders {
-    opened: Vec<Shared>,
-    closed: usize,
-}
-
-/// What is open, by address. Two regions of one handle have one address, and neither may lose its
-/// memory because the other is closed: all that was opened is closed when the last holder goes.
-#[derive(Default)]
-pub(super) struct Opened(HashMap<u64, Holders>);
+pub(super) struct Opened(HashMap<u64, Vec<Shared>>);
 
 impl Opened {
     pub(super) fn put(&mut self, shared: Shared) -> u64 {
         let address = shared.address();
-        self.0.entry(address).or_default().opened.push(shared);
+        self.0.entry(address).or_default().push(shared);
         address
     }
 
-    /// A holder goes; what is to be closed by now.
-    pub(super) fn take(&mut self, address: u64) -> Vec<Shared> {
-        let Some(holders) = self.0.get_mut(&address) else { return Vec::new() };
-        holders.closed += 1;
-        if holders.closed < holders.opened.len() {
-            return Vec::new();
+    /// A holder goes; what is to be closed for it.
+    pub(super) fn take(&mut self, address: u64) -> Option<Shared> {
+        let holders = self.0.get_mut(&address)?;
+        let shared = holders.pop();
+        if holders.is_empty() {
+            self.0.remove(&address);
         }
-        self.0.remove(&address).map(|holders| holders.opened).unwrap_or_default()
+        shared
     }
 
     pub(super) fn take_all(&mut self) -> impl Iterator<Item = Shared> {
-        self.0.drain().flat_map(|(_, holders)| holders.opened)
+        self.0.drain().flat_map(|(_, holders)| holders)
     }
 }
 

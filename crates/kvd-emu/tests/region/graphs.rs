@@ -25,25 +25,111 @@ fn launches_that_repeat_become_a_graph_that_follows_what_changes() {
     }
     let (mut plain, other_part) = without_graphs("raw");
     let (mut fixture, part) = with_rows("raw", OPTIONS);
-    let shapes = [&[1, 1][..], &[1, 1], &[1, 1], &[1], &[1, 1, 1], &[1, 1]];
-    for (round, n_q) in shapes.into_iter().enumerate() {
+    // Sequences, and after each call: kernels launched one by one, graphs. There are four kernels:
+    // queries, attention, merge and answer.
+    let rounds: [(&[u32], u64, u64); 9] = [
+        (&[1, 1], 4, 0),
+        (&[1, 1], 4, 1),
+        (&[1, 1], 4, 2),
+        // Everything is another: to change the graph pays when it is asked again.
+        (&[1], 8, 2),
+        (&[1], 8, 3),
+        (&[1], 8, 4),
+        // One call of others in between leaves the graph as it is.
+        (&[1, 1, 1], 12, 4),
+        (&[1], 12, 5),
+        // Another soft cap is one node's.
+        (&[1], 12, 6),
+    ];
+    let mut updated = 0;
+    for (round, (n_q, kernels, graphs)) in rounds.into_iter().enumerate() {
         let of = |part: &PlanPart| {
             let mut plan = plan(part, DType::F16, 4, n_q);
-            plan.soft_cap = (round == 5).then_some(2.0);
+            plan.soft_cap = (round == 8).then_some(2.0);
             plan
         };
         let right = plain.backend.attend(&of(&other_part)).unwrap();
         let answer = fixture.backend.attend(&of(&part)).unwrap();
         assert_eq!((answer.out, answer.lse), (right.out, right.lse), "round {round}");
         let launches = fixture.backend.backend.launches();
-        // Queries, attention, merge and answer one by one; then the graph that they are.
-        assert_eq!((launches.kernels, launches.graphs), (4, round as u64));
-        assert_eq!(launches.nodes_updated > 0, round > 2, "round {round}: {launches:?}");
+        let counted = (launches.kernels, launches.graphs);
+        assert_eq!(counted, (kernels, graphs), "round {round}: {launches:?}");
+        let changed = launches.nodes_updated > updated;
+        assert_eq!(changed, [4, 8].contains(&round), "round {round}: {launches:?}");
+        updated = launches.nodes_updated;
     }
     let launches = fixture.backend.backend.launches();
     assert_eq!((launches.graphs_built, launches.graphs_off), (1, None));
     let launches = plain.backend.backend.launches();
-    assert_eq!((launches.kernels, launches.graphs), (6 * 4, 0));
+    assert_eq!((launches.kernels, launches.graphs), (9 * 4, 0));
+}
+
+/// Asks, and says how often kernels were launched, graphs made, changed and launched for it.
+fn asked(fixture: &mut Fixture, plan: &AttendPlan) -> [usize; 4] {
+    let calls = |fixture: &Fixture| {
+        let watch = fixture.watch.lock();
+        ["launch", "build_graph", "update_graph", "launch_graph"]
+            .map(|call| watch.calls.get(call).copied().unwrap_or(0))
+    };
+    let before = calls(fixture);
+    ask(fixture, plan).unwrap();
+    let after = calls(fixture);
+    std::array::from_fn(|i| after[i] - before[i])
+}
+
+#[test]
+fn callers_that_take_turns_take_no_more_calls_than_kernels() {
+    if !available() {
+        return;
+    }
+    let (mut fixture, part) = with_rows("raw", OPTIONS);
+    let sizes: [&[u32]; 2] = [&[1, 1], &[1, 1, 1, 1]];
+    let plans = sizes.map(|n_q| plan(&part, DType::F16, 4, n_q));
+    let mut graphs = 0;
+    for round in 0..8 {
+        for plan in &plans {
+            let calls = asked(&mut fixture, plan);
+            assert!(calls.iter().sum::<usize>() <= 4, "round {round}: {calls:?}");
+            graphs += calls[3];
+        }
+    }
+    // The graph is one caller's.
+    assert_eq!(graphs, 8);
+    // A size that stays has it from its second call on, whichever has it now.
+    for plan in plans.iter().chain(&plans) {
+        let calls = [(); 4].map(|()| asked(&mut fixture, plan));
+        assert_eq!(calls[0][0] + calls[0][2], 4, "{calls:?}");
+        assert_eq!((calls[1][0], calls[1][3]), (0, 1), "{calls:?}");
+        assert_eq!(calls[2..], [[0, 0, 0, 1]; 2]);
+    }
+    assert_eq!(fixture.backend.backend.launches().graphs_built, 1);
+}
+
+#[test]
+fn one_sequence_more_than_there_is_room_for_leaves_the_others_their_graphs() {
+    if !available() {
+        return;
+    }
+    let mut fixture = open(Order::Random(3), Pace::Late, CudaOptions { graphs: 2, ..OPTIONS });
+    let geometry = Geometry { layers: 3, ..geometry() };
+    let part = rows(&mut fixture.backend.backend, "raw", &geometry);
+    fixture.backend.head_dims = [96, 64];
+    let plan = plan(&part, DType::F16, 4, &[1]);
+    // A region's answers are in one place: all layers are asked for the same.
+    fixture.backend.attend(&plan).unwrap();
+    let layers = [0, 1, 2].map(|layer| AttendPlan { layer: LayerIndex(layer), ..plan.clone() });
+    for round in 0..8 {
+        let calls = layers.each_ref().map(|plan| asked(&mut fixture, plan)[3]);
+        // The first layer was asked before.
+        assert_eq!(calls, [1, usize::from(round > 0), 0], "round {round}");
+    }
+    // The third has the place of the first when that was not asked for as long as eight calls.
+    let live = fixture.watch.lock().live;
+    let calls: [usize; 10] =
+        [(); 10].map(|()| layers[1..].iter().map(|plan| asked(&mut fixture, plan)[3]).sum());
+    assert_eq!(calls, [1, 1, 1, 1, 2, 2, 2, 2, 2, 2]);
+    assert_eq!(fixture.watch.lock().live, live);
+    assert_eq!(asked(&mut fixture, &layers[0]), [4, 0, 0, 0]);
 }
 
 /// Encodes 64 rows behind the raw ones: a part of pages for the first tokens.
@@ -125,7 +211,7 @@ fn a_graph_that_the_driver_refuses_turns_graphs_off_and_the_answer_stands() {
         let (mut plain, other_part) = without_graphs("raw");
         let (mut fixture, part) = with_rows("raw", OPTIONS);
         fixture.watch.lock().fail = fail;
-        for n_q in [&[1][..], &[1], &[1, 1], &[1]] {
+        for n_q in [&[1][..], &[1], &[1, 1], &[1, 1], &[1]] {
             let right = plain.backend.attend(&plan(&other_part, DType::F32, 2, n_q)).unwrap();
             let answer = fixture.backend.attend(&plan(&part, DType::F32, 2, n_q)).unwrap();
             assert_eq!((answer.out, answer.lse), (right.out, right.lse), "{fail:?}");
@@ -153,9 +239,10 @@ fn graphs_are_bounded_and_one_that_fails_fails_the_device() {
     fixture.backend.repeat = 2;
     let right = fixture.backend.attend(&plan).unwrap();
     let live = fixture.watch.lock().live;
+    fixture.backend.repeat = 6;
     for _ in 0..20 {
-        // By the host is another sequence, which makes room for itself.
-        for _ in 0..2 {
+        // By the host is another sequence, for which there is room after four calls.
+        for _ in 0..6 {
             assert_eq!(fixture.backend.backend.attend(&plan).unwrap().out, right.out);
         }
         assert_eq!(fixture.watch.lock().live, live);
