@@ -64,8 +64,11 @@ fn launches_that_repeat_become_a_graph_that_follows_what_changes() {
     assert_eq!((launches.kernels, launches.graphs), (9 * 4, 0));
 }
 
-/// Asks, and says how often kernels were launched, graphs made, changed and launched for it.
+/// Asks a plan's own queries, and says how often kernels were launched, graphs made, changed and
+/// launched for it.
 fn asked(fixture: &mut Fixture, plan: &AttendPlan) -> [usize; 4] {
+    let (places, _) = fixture.backend.places(plan);
+    fixture.backend.backend.write_region(places.region, places.q, &plan.q).unwrap();
     let calls = |fixture: &Fixture| {
         let watch = fixture.watch.lock();
         ["launch", "build_graph", "update_graph", "launch_graph"]
