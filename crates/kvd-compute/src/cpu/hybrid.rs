@@ -207,7 +207,7 @@ mod tests {
     #[test]
     fn signs_reach_their_codes() {
         for (lanes, summed, of_group) in [
-            (1usize, 4usize, 4),
+            (2usize, 4usize, 4),
             (8, 20, 20),
             (32, 128, 32),
             (80, 32, 32),
