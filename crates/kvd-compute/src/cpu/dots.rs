@@ -6,7 +6,7 @@
 //! so every instruction set gives the same bits. With `Precision::Int8` they are one byte where
 //! that is faster (`parts.rs`).
 
-use super::parts::PartRows;
+use super::parts::{PartRows, round};
 use super::scores::{SPAN, TILE};
 use super::simd::{InstructionSet, Simd, per_level};
 use kvd_codec::level_unit;
@@ -82,7 +82,7 @@ impl Lookup {
         let table = |dim: usize| {
             let mut table = [0; 256];
             for (byte, entry) in table.iter_mut().zip(entries.chunks_exact(dims)) {
-                *byte = (whole(entry[dim] / scale) + BIAS) as u8;
+                *byte = (round(entry[dim] / scale) + BIAS) as u8;
             }
             // Bits above a code do not matter.
             (count..256).for_each(|code| table[code] = table[code % count]);
@@ -114,14 +114,6 @@ impl Lookup {
             }
         }
     }
-}
-
-/// The whole number that a value below `2^22` is next to; a call of `round` took longer than the
-/// rest of a table.
-fn whole(value: f32) -> i32 {
-    /// Values added to it have no bits below one.
-    const WHOLE: f32 = 12_582_912.0;
-    ((value + WHOLE) - WHOLE) as i32
 }
 
 /// Codes of whole tiles, in the order of `kvd_codec::CodeLayout`, one plane.

@@ -265,9 +265,10 @@ impl PartRows<'_> {
     }
 }
 
-/// Rounds to an integer, ties to even, for magnitudes below `2^22`.
+/// Rounds to an integer, ties to even, for magnitudes below `2^22`, without a call of the
+/// mathematics library for each.
 #[inline(always)]
-fn round(x: f32) -> i32 {
+pub(super) fn round(x: f32) -> i32 {
     const MAGIC: f32 = 12_582_912.0;
     (x + MAGIC).to_bits().wrapping_sub(MAGIC.to_bits()) as i32
 }
