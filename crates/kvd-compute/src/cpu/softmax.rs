@@ -1,34 +1,42 @@
 //! Scores to weights: a vectorised `exp` whose bits do not depend on the instruction set.
+#![allow(unsafe_code)] // Calls after detection.
 
 use super::scores::SPAN;
-use super::simd::per_level;
+#[cfg(target_arch = "x86_64")]
+use super::simd::InstructionSet;
+use super::simd::{Simd, per_level};
+#[cfg(target_arch = "x86_64")]
+use super::softmax_x86;
 use std::ops::Range;
 
 /// Scores are kept finite, so that huge keys saturate instead of turning into NaN.
-const SCORE_MAX: f32 = 1.0e38;
+pub(super) const SCORE_MAX: f32 = 1.0e38;
 /// Partial sums: one register of AVX-512.
 pub(super) const LANES: usize = 16;
 
-/// `exp(x)` for `x <= 0`, to 2 units in the last place; below -87 it stays at `exp(-87)`.
-///
-/// `x = n·ln 2 + r` with `|r| <= ln 2 / 2`, and the polynomial of degree 5 with 1 for its constant
-/// that is least wrong there: by 9.4e-8 of the result, before rounding. No fused multiply-add:
-/// every machine must give the same bits.
+/// Below it `exp` stays what it is there.
+pub(super) const LEAST: f32 = -87.0;
+/// Added to a small number, leaves the nearest integer in the low bits.
+pub(super) const MAGIC: f32 = 12_582_912.0;
+/// ln 2 in two parts: products of the first with small integers are exact.
+pub(super) const LN2_HIGH: f32 = 0.693_359_4;
+pub(super) const LN2_LOW: f32 = -2.121_944_4e-4;
+/// The polynomial of degree 5 with 1 for its constant that is least wrong for `exp(r)` between
+/// `-ln 2 / 2` and `ln 2 / 2`: by 9.4e-8 of it, before rounding.
+pub(super) const SERIES: [f32; 6] =
+    [1.0, 0.999_999_7, 0.499_991_48, 0.166_676_39, 0.041_898_16, 0.008_290_272];
+
+/// `exp(x)` for `x <= 0`, to 2 units in the last place; below [`LEAST`] it stays what it is there.
+/// `x = n·ln 2 + r` with `|r| <= ln 2 / 2`. Every machine gives the same bits: products and sums
+/// are fused by all of them, by those without such an instruction at some cost.
 #[inline(always)]
 fn exp(x: f32) -> f32 {
-    const MAGIC: f32 = 12_582_912.0;
-    // ln 2 in two parts: products of the first with small integers are exact.
-    const LN2_HIGH: f32 = 0.693_359_4;
-    const LN2_LOW: f32 = -2.121_944_4e-4;
-    const SERIES: [f32; 5] = [0.999_999_7, 0.499_991_48, 0.166_676_39, 0.041_898_16, 0.008_290_272];
-    let x = if x < -87.0 { -87.0 } else { x };
-    let shifted = x * std::f32::consts::LOG2_E + MAGIC;
+    let x = if x > LEAST { x } else { LEAST };
+    let shifted = x.mul_add(std::f32::consts::LOG2_E, MAGIC);
     let n = shifted - MAGIC;
-    let r = x - n * LN2_HIGH - n * LN2_LOW;
-    let series = SERIES[3] + r * SERIES[4];
-    let series = SERIES[2] + r * series;
-    let series = SERIES[1] + r * series;
-    let series = 1.0 + r * (SERIES[0] + r * series);
+    let r = n.mul_add(-LN2_LOW, n.mul_add(-LN2_HIGH, x));
+    let [highest, rest @ ..] = [5, 4, 3, 2, 1, 0].map(|power| SERIES[power]);
+    let series = rest.into_iter().fold(highest, |series, term| r.mul_add(series, term));
     // The low bits of `shifted` are `n`, which is added to the exponent; the rest falls off.
     f32::from_bits(series.to_bits().wrapping_add(shifted.to_bits() << 23))
 }
@@ -59,14 +67,39 @@ impl Seen<'_> {
     }
 }
 
-per_level!(
-    pub(super) fn finish(seen: Seen<'_>, offsets: &[f32], cap: Option<f32>, maxima: &mut [f32])
-        = finish_body
-);
-per_level!(pub(super) fn weigh(seen: Seen<'_>, maxima: &[f32; ROWS], sums: &mut Sums) = weigh_body);
-
 /// Adds each row's offset, applies the soft cap, brings scores into range, and finds the largest of
 /// each row.
+pub(super) fn finish(
+    simd: Simd,
+    seen: Seen<'_>,
+    offsets: &[f32],
+    cap: Option<f32>,
+    maxima: &mut [f32],
+) {
+    #[cfg(target_arch = "x86_64")]
+    if simd.set() == InstructionSet::Avx512 && cap.is_none() {
+        // SAFETY: a `Simd` of this set exists only where the CPU has it.
+        return unsafe { softmax_x86::finish(seen, offsets, maxima) };
+    }
+    finish_any(simd, seen, offsets, cap, maxima);
+}
+
+/// Turns scores into `exp(score - maximum)` of their row, and sums them.
+pub(super) fn weigh(simd: Simd, seen: Seen<'_>, maxima: &[f32; ROWS], sums: &mut Sums) {
+    #[cfg(target_arch = "x86_64")]
+    if simd.set() == InstructionSet::Avx512 {
+        // SAFETY: as above.
+        return unsafe { softmax_x86::weigh(seen, maxima, sums) };
+    }
+    weigh_any(simd, seen, maxima, sums);
+}
+
+per_level!(
+    fn finish_any(seen: Seen<'_>, offsets: &[f32], cap: Option<f32>, maxima: &mut [f32])
+        = finish_body
+);
+per_level!(fn weigh_any(seen: Seen<'_>, maxima: &[f32; ROWS], sums: &mut Sums) = weigh_body);
+
 #[inline(always)]
 fn finish_body(mut seen: Seen<'_>, offsets: &[f32], cap: Option<f32>, maxima: &mut [f32]) {
     for ((scores, offset), maximum) in seen.rows().zip(offsets).zip(maxima) {
@@ -89,7 +122,7 @@ fn finish_body(mut seen: Seen<'_>, offsets: &[f32], cap: Option<f32>, maxima: &m
             *score = bounded(*score + offset);
             *largest = if *score > *largest { *score } else { *largest };
         }
-        *maximum = halve(largest, |a, b| if a > b { a } else { b });
+        *maximum = combined(largest, |a, b| if a > b { a } else { b });
     }
 }
 
@@ -100,7 +133,6 @@ fn bounded(score: f32) -> f32 {
     if score < SCORE_MAX { score } else { SCORE_MAX }
 }
 
-/// Turns scores into `exp(score - maximum)` of their row, and sums them.
 #[inline(always)]
 fn weigh_body(mut seen: Seen<'_>, maxima: &[f32; ROWS], sums: &mut Sums) {
     // A whole register of them: one by one each would wait for itself.
@@ -121,21 +153,22 @@ fn weigh_body(mut seen: Seen<'_>, maxima: &[f32; ROWS], sums: &mut Sums) {
             *score = exp(*score - maximum);
             *sum += *score;
         }
-        *sum = halve(lanes, |a, b| a + b);
+        *sum = combined(lanes, |a, b| a + b);
     }
 }
 
-/// Combines lanes in halves: a fixed order, and no chain of sixteen.
+/// Combines lanes in the order of `Lanes::sums`, without a chain of sixteen.
 #[inline(always)]
-pub(super) fn halve(lanes: [f32; LANES], combine: impl Fn(f32, f32) -> f32) -> f32 {
-    let eight: [f32; 8] = std::array::from_fn(|i| combine(lanes[i], lanes[i + 8]));
-    let four: [f32; 4] = std::array::from_fn(|i| combine(eight[i], eight[i + 4]));
-    combine(combine(four[0], four[2]), combine(four[1], four[3]))
+fn combined(lanes: [f32; LANES], combine: impl Fn(f32, f32) -> f32) -> f32 {
+    let four = |first: usize| {
+        let even = combine(lanes[first], lanes[first + 2]);
+        combine(even, combine(lanes[first + 1], lanes[first + 3]))
+    };
+    combine(combine(four(0), four(8)), combine(four(4), four(12)))
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::simd::Simd;
     use super::*;
 
     #[test]
