@@ -31,6 +31,7 @@ pub const PAGE_ALIGN: usize = 16;
 
 const MAGIC: [u8; 4] = *b"KVDP";
 const FORMAT_VERSION: u8 = 1;
+const LENGTH_AT: usize = 20;
 const CHECKSUM_AT: usize = 24;
 const FLAG_HUFFMAN: u8 = 1;
 const FLAG_FALLBACK: u8 = 2;
@@ -138,7 +139,7 @@ impl PageHeader {
             head: u16_at(14),
             table_version: u16_at(16),
             codec_tag: u16_at(18),
-            payload_len: u32::from_le_bytes([head[20], head[21], head[22], head[23]]),
+            payload_len: stored_length(head),
             checksum: stored_checksum(head),
         };
         if !(1..=Geometry::BLOCK_TOKENS_MAX).contains(&u32::from(header.tokens)) {
@@ -211,18 +212,23 @@ impl<'a> Page<'a> {
         &self.header
     }
 
-    /// Becomes the page of `bytes` where that has the same header, but for its checksum; whether
-    /// it has.
+    /// Becomes the page of `bytes` where that has the same header, but for its length and checksum;
+    /// whether it has.
     pub(crate) fn turn_to(&mut self, bytes: &'a [u8]) -> bool {
-        let said = |page: &'a [u8]| page.first_chunk::<CHECKSUM_AT>();
-        if bytes.len() != self.bytes.len() || said(bytes) != said(self.bytes) {
-            return false;
+        let said = |page: &'a [u8]| page.first_chunk::<LENGTH_AT>();
+        let Some(head) = bytes.first_chunk() else { return false };
+        let header = PageHeader {
+            payload_len: stored_length(head),
+            checksum: stored_checksum(head),
+            ..self.header
+        };
+        let sound = bytes.len() == header.page_bytes()
+            && header.gain_bytes() <= header.payload_len as usize
+            && said(bytes) == said(self.bytes);
+        if sound {
+            *self = Self { header, bytes };
         }
-        if let Some(head) = bytes.first_chunk() {
-            self.header.checksum = stored_checksum(head);
-        }
-        self.bytes = bytes;
-        true
+        sound
     }
 
     /// The payload without gains and padding.
@@ -251,6 +257,10 @@ impl<'a> Page<'a> {
 
 fn field(field: &'static str, got: u64, want: u64) -> PageError {
     PageError::Field { field, got, want }
+}
+
+fn stored_length(head: &[u8; HEADER_BYTES]) -> u32 {
+    u32::from_le_bytes(std::array::from_fn(|byte| head[LENGTH_AT + byte]))
 }
 
 fn stored_checksum(head: &[u8; HEADER_BYTES]) -> u64 {

@@ -4,7 +4,7 @@ use crate::bits::{self, CodeLayout};
 use crate::gain::Gains;
 use crate::lanes::{self, CHUNK_TOKENS, LaneCodes, LaneRun, LaneTable, Layout};
 use crate::page::{Page, PageHeader, id};
-use crate::side::bitalloc::{BitAlloc, OUTLIER_BYTES};
+use crate::side::bitalloc::BitAlloc;
 use crate::side::grid::Grid;
 use crate::side::uniform::ScaleRow;
 use crate::side::vq::CODES_PER_ROW_MAX;
@@ -123,22 +123,43 @@ impl<'a> PageReader<'a> {
         Ok(Self { side: head_side, page, payload })
     }
 
-    /// Becomes the reader of another page of the same place, where that is cheap: rows or codes of
-    /// a fixed width, as many as here. Else `false`, and [`PageReader::open`] says what it is.
+    /// Becomes the reader of another page of the same place, where that differs in its payload
+    /// alone. Else `false`, and [`PageReader::open`] says what it is.
     #[must_use]
     pub fn turn_to(&mut self, bytes: &'a [u8]) -> bool {
-        match &mut self.payload {
-            Payload::Rows { bytes: rows, .. } if self.page.turn_to(bytes) => {
-                *rows = self.page.payload();
-                true
-            }
-            // The same header is one of as many bytes of each.
-            Payload::Fixed { scales, codes, .. } if self.page.turn_to(bytes) => {
-                (*scales, *codes) = self.page.payload().split_at(scales.len());
-                true
-            }
-            _ => false,
+        let mut page = self.page;
+        if !page.turn_to(bytes) {
+            return false;
         }
+        let payload = page.payload();
+        let turned = match &mut self.payload {
+            Payload::Rows { bytes, .. } if payload.len() == bytes.len() => {
+                *bytes = payload;
+                true
+            }
+            Payload::Fixed { scales, codes, .. } if payload.len() == scales.len() + codes.len() => {
+                (*scales, *codes) = payload.split_at(scales.len());
+                true
+            }
+            Payload::Rows { .. } | Payload::Fixed { .. } => false,
+            Payload::BitAlloc { bitalloc, codes, outliers } => {
+                let parts = bitalloc.split((payload, codes.len()), page.header().tokens.into());
+                parts.map(|parts| (*codes, *outliers) = parts).is_ok()
+            }
+            Payload::Huffman { scales, lanes } => {
+                let parts = payload.split_at_checked(scales.len());
+                let turned = parts.is_some_and(|(_, rest)| lanes.turn_to(rest));
+                if let Some((others, _)) = parts.filter(|_| turned) {
+                    *scales = others;
+                }
+                turned
+            }
+            Payload::Grid { lanes, .. } => lanes.turn_to(payload),
+        };
+        if turned {
+            self.page = page;
+        }
+        turned
     }
 
     /// Rows in the page.
@@ -328,15 +349,9 @@ fn codes<'a>(side: &HeadSide, page: &Page<'a>) -> Result<Payload<'a>, PageError>
 
 /// A payload of codes of allocated widths and outliers.
 fn allocated<'a>(bitalloc: &'a BitAlloc, page: &Page<'a>) -> Result<Payload<'a>, PageError> {
-    let codes = bitalloc.code_bytes(page.header().tokens.into());
-    let (codes, outliers) = page
-        .payload()
-        .split_at_checked(codes)
-        .ok_or(PageError::Payload("it ends inside the codes"))?;
-    if !outliers.len().is_multiple_of(OUTLIER_BYTES) {
-        return Err(PageError::Payload("it ends inside an outlier"));
-    }
-    bitalloc.check(outliers, page.header().tokens.into())?;
+    let tokens = page.header().tokens.into();
+    let parts = bitalloc.split((page.payload(), bitalloc.code_bytes(tokens)), tokens)?;
+    let (codes, outliers) = parts;
     Ok(Payload::BitAlloc { bitalloc, codes, outliers })
 }
 

@@ -5,7 +5,7 @@
 mod common;
 
 use common::{SPECS, codec, decode, geometry, page, rows};
-use kvd_codec::{BlockRows, CodecError, PAGE_ALIGN, PageReader};
+use kvd_codec::{BlockRows, CodecError, HEADER_BYTES, PAGE_ALIGN, PageReader};
 use kvd_core::{Coded, DType, ErrorCode, LayerIndex, Side};
 
 const LAYER: LayerIndex = LayerIndex(0);
@@ -192,12 +192,19 @@ fn a_reader_turns_to_pages_like_its_own_and_to_no_others() {
         };
         let (one, other, short) = (encode(&k[0], 40), encode(&k[1], 40), encode(&k[1], 39));
         for (index, side) in [(0, Side::Key), (2, Side::Value)] {
+            // Of streams: lengths that do not add up.
+            let mut broken = other[index].clone();
             let mut reader = PageReader::open(&codec, LAYER, side, 0, &one[index]).unwrap();
+            if let Some((_, scales)) = reader.lane_codes() {
+                broken[HEADER_BYTES + scales.len()] ^= 1;
+                assert!(!reader.turn_to(&broken), "{text}");
+            }
             // Another head, another side, other rows, half a page.
             let others = [&one[index + 1], &one[2 - index], &short[index]];
             for page in others.into_iter().map(|page| &page[..]).chain([&one[index][..40]]) {
                 assert!(!reader.turn_to(page), "{text}");
             }
+            // Gains, a fallback or another version of a table may be in the way.
             if !reader.turn_to(&other[index]) {
                 continue;
             }
@@ -212,5 +219,5 @@ fn a_reader_turns_to_pages_like_its_own_and_to_no_others() {
             assert_eq!((reader.header(), decode(&reader)), (fresh.header(), decode(&fresh)));
         }
     }
-    assert!(turned >= SPECS.len() / 2, "{turned} of {}", 2 * SPECS.len());
+    assert!(turned >= SPECS.len() * 3 / 2, "{turned} of {}", 2 * SPECS.len());
 }

@@ -51,15 +51,8 @@ impl Layout<'_> {
 
 /// Lengths and chunks; the lengths add up to the end of `rest`.
 pub(crate) fn split<'a>(layout: Layout<'a>, rest: &'a [u8]) -> Result<LaneCodes<'a>, PageError> {
-    let (lengths, bytes) = rest
-        .split_at_checked(layout.lengths_bytes())
-        .ok_or(PageError::Payload("it ends inside the stream lengths"))?;
-    let codes = LaneCodes { layout, lengths, bytes };
-    let total: usize =
-        (0..codes.chunks()).map(|chunk| codes.sizes(chunk).iter().sum::<usize>()).sum();
-    if total != bytes.len() {
-        return Err(PageError::Payload("stream lengths do not add up to its end"));
-    }
+    let mut codes = LaneCodes { layout, lengths: &[], bytes: &[] };
+    codes.take(rest)?;
     Ok(codes)
 }
 
@@ -68,6 +61,28 @@ impl<'a> LaneCodes<'a> {
     #[must_use]
     pub fn chunks(&self) -> usize {
         self.layout.tokens.div_ceil(CHUNK_TOKENS)
+    }
+
+    /// Becomes what lies in `rest` of another page of that layout; whether it is one.
+    pub(crate) fn turn_to(&mut self, rest: &'a [u8]) -> bool {
+        let before = *self;
+        let turned = self.take(rest).is_ok();
+        if !turned {
+            *self = before;
+        }
+        turned
+    }
+
+    fn take(&mut self, rest: &'a [u8]) -> Result<(), PageError> {
+        (self.lengths, self.bytes) = rest
+            .split_at_checked(self.layout.lengths_bytes())
+            .ok_or(PageError::Payload("it ends inside the stream lengths"))?;
+        let total: usize =
+            (0..self.chunks()).map(|chunk| self.sizes(chunk).iter().sum::<usize>()).sum();
+        if total != self.bytes.len() {
+            return Err(PageError::Payload("stream lengths do not add up to its end"));
+        }
+        Ok(())
     }
 
     /// Keys or values.

@@ -22,7 +22,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 /// Bytes of one outlier.
-pub(crate) const OUTLIER_BYTES: usize = 6;
+const OUTLIER_BYTES: usize = 6;
 
 /// Coefficients of a run are quantized as a multiple of so many, of whole registers.
 const PADDING: usize = 16;
@@ -135,17 +135,28 @@ impl BitAlloc {
         entries.take_while(move |outlier| outlier.row < rows.end)
     }
 
-    /// Whether outliers are of rows and coefficients that there are, and their rows in order.
-    pub(crate) fn check(&self, outliers: &[u8], tokens: usize) -> Result<(), PageError> {
+    /// Codes and outliers of a payload that begins with so many bytes of codes.
+    pub(crate) fn split<'b>(
+        &self,
+        (payload, codes): (&'b [u8], usize),
+        tokens: usize,
+    ) -> Result<(&'b [u8], &'b [u8]), PageError> {
+        let (codes, outliers) = payload
+            .split_at_checked(codes)
+            .ok_or(PageError::Payload("it ends inside the codes"))?;
+        let (entries, rest) = outliers.as_chunks::<OUTLIER_BYTES>();
+        if !rest.is_empty() {
+            return Err(PageError::Payload("it ends inside an outlier"));
+        }
         let mut before = 0;
-        for entry in outliers.as_chunks::<OUTLIER_BYTES>().0 {
+        for entry in entries {
             let Residual { row, coefficient, .. } = Residual::of(*entry);
             if row < before || row >= tokens || coefficient >= self.scales.len() {
                 return Err(PageError::Payload("an outlier is out of place"));
             }
             before = row;
         }
-        Ok(())
+        Ok((codes, outliers))
     }
 
     /// Bytes of the codes of a page.
@@ -386,11 +397,11 @@ mod tests {
         ) {
             let scales = vec![1.0; widths.len()];
             let side = BitAlloc::new(Side::Key, &widths, (&scales, 1.0), levels());
-            let (codes, outliers) = bytes.split_at(side.code_bytes(4));
+            let codes = side.code_bytes(4);
+            let payload = &bytes[..codes + count * OUTLIER_BYTES];
             let mut out = vec![0f32; widths.len() * 4];
-            let outliers = &outliers[..count * OUTLIER_BYTES];
-            if side.check(outliers, 4).is_ok() {
-                side.decode((codes, outliers), (4, 0), &mut out);
+            if let Ok(parts) = side.split((payload, codes), 4) {
+                side.decode(parts, (4, 0), &mut out);
             }
         }
     }
