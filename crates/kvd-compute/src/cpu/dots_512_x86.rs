@@ -6,7 +6,7 @@
 #![allow(unsafe_code)] // Register loads and stores, and calls after detection.
 
 use super::dots::{BIAS, Lookup, Target, TileCodes};
-use super::dots_x86::{excess, four};
+use super::dots_x86::four;
 use super::parts::PartRows;
 use super::scores::{SPAN, TILE};
 use std::arch::x86_64::*;
@@ -167,6 +167,23 @@ fn whole<const D: usize>(high: __m512i, low: __m512i) -> __m512i {
     if D == 1 { high } else { _mm512_add_epi32(_mm512_slli_epi32::<8>(high), low) }
 }
 
+/// Accumulators of both digits, which begin less what their rows' sums will be too large by: one
+/// unit of `bias` for each unit of `sums`.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn less<const R: usize, const D: usize, const C: usize>(
+    bias: i32,
+    sums: &[i32],
+) -> [[[__m512i; C]; R]; 2] {
+    let mut digits = [[[_mm512_setzero_si512(); C]; R]; 2];
+    // The low digits' where there are two, else the only ones.
+    let units = &mut digits[D - 1];
+    for row in 0..R {
+        units[row] = [_mm512_set1_epi32(bias.wrapping_mul(sums[row]).wrapping_neg()); C];
+    }
+    digits
+}
+
 /// Tile after tile.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni,avx512vbmi")]
 fn keys<const R: usize, const D: usize, const DP: usize, const KIND: u8, const WIDTH: usize>(
@@ -192,8 +209,7 @@ fn key_tile<const R: usize, const D: usize, const DP: usize, const KIND: u8, con
     let TileCodes { bytes, per_row, .. } = codes;
     // Groups of four codes that begin a byte, those of one plane.
     let groups = bytes.len() / 128;
-    let mut high = [[_mm512_setzero_si512(); 2]; R];
-    let mut low = high;
+    let [mut high, mut low] = less::<R, D, 2>(lookup.bias, q.sums);
     for pass in (0..lookup.dims).step_by(DP) {
         let tables = tables::<DP, KIND>(lookup, pass);
         for group in 0..groups {
@@ -232,11 +248,9 @@ fn key_tile<const R: usize, const D: usize, const DP: usize, const KIND: u8, con
         }
     }
     for row in 0..R {
-        let excess = _mm512_set1_epi32(excess(lookup, q.sums[row]));
         let unit = _mm512_set1_ps(units[row]);
         for half in 0..2 {
-            let sum = whole::<D>(high[row][half], low[row][half]);
-            let sum = _mm512_cvtepi32_ps(_mm512_sub_epi32(sum, excess));
+            let sum = _mm512_cvtepi32_ps(whole::<D>(high[row][half], low[row][half]));
             let out = &mut out[row * SPAN + 16 * half..][..16];
             // SAFETY: 16 scores.
             unsafe { _mm512_storeu_ps(out.as_mut_ptr(), _mm512_mul_ps(sum, unit)) };
@@ -307,8 +321,8 @@ fn values<const R: usize, const D: usize, const DP: usize, const KIND: u8, const
             // Of the second register too, where it holds other positions.
             let lanes = [(end - block).min(16), (end - block).clamp(16, 32) - 16];
             let masks = [lanes_mask(lanes[0]), lanes_mask(lanes[1])];
-            let mut high = [[_mm512_setzero_si512(); COLUMNS]; R];
-            let mut low = high;
+            let bias = lookup.bias - if signs::<D, KIND, WIDTH>() { BIAS } else { 0 };
+            let [mut high, mut low] = less::<R, D, COLUMNS>(bias, weights.sums);
             for (tile, bytes) in bytes.chunks_exact(codes.tile_bytes()).enumerate() {
                 for group in 0..WIDTH {
                     let at = 4 * (group * per_row + block);
@@ -346,11 +360,8 @@ fn values<const R: usize, const D: usize, const DP: usize, const KIND: u8, const
                 }
             }
             for row in 0..R {
-                let bias = lookup.bias - if signs::<D, KIND, WIDTH>() { BIAS } else { 0 };
-                let excess = _mm512_set1_epi32(bias.wrapping_mul(weights.sums[row]));
                 for c in 0..COLUMNS {
-                    let sum = whole::<D>(high[row][c], low[row][c]);
-                    let sum = _mm512_cvtepi32_ps(_mm512_sub_epi32(sum, excess));
+                    let sum = _mm512_cvtepi32_ps(whole::<D>(high[row][c], low[row][c]));
                     let (channel, column) = if DP == 1 { (pass, c) } else { (pass + c, 0) };
                     let position = block + 16 * column;
                     let at = (row * lookup.dims + channel) * per_row + position;

@@ -88,7 +88,7 @@ pub(super) unsafe fn four(bytes: *const u8, at: usize) -> i32 {
 }
 
 /// What the sums are too large by, because looked-up values are.
-pub(super) fn excess(lookup: &Lookup, sum: i32) -> i32 {
+fn excess(lookup: &Lookup, sum: i32) -> i32 {
     lookup.bias.wrapping_mul(sum)
 }
 

@@ -4,7 +4,7 @@ use super::dots::{TileCodes, wants_bytes};
 use super::huffman::{LaneTiles, Rest};
 use super::scores::{SPAN, Scores, TILE};
 use super::simd::{How, Precision, Simd, per_level};
-use super::{bitalloc, by_token, fp8, grid, lloyd, polar, uniform, vq};
+use super::{bitalloc, by_token, fp8, grid, lloyd, polar, score_tables, uniform, vq};
 use kvd_codec::{CodeLayout, FixedCodes, HeadSide};
 use kvd_core::Side;
 use std::ops::Range;
@@ -20,6 +20,7 @@ pub(super) struct Place<'a> {
 /// The key side of a unit.
 pub(super) enum Keys {
     Fp8(fp8::Keys),
+    Tables(score_tables::Keys),
     Vq(vq::Keys),
     Uniform(uniform::Keys),
     ByToken(by_token::Keys),
@@ -47,7 +48,8 @@ impl Keys {
         if side.bitalloc().is_some() {
             return bitalloc::Keys::new(how, side, queries).map(Self::BitAlloc);
         }
-        let vq = vq::Keys::new(how, side, queries).map(Self::Vq);
+        let tables = score_tables::Keys::of_codebook(how, side, queries).map(Self::Tables);
+        let vq = tables.or_else(|| vq::Keys::new(how, side, queries).map(Self::Vq));
         let vq = vq.or_else(|| lloyd::Keys::new(how, side, queries).map(Self::Lloyd));
         let vq = vq.or_else(|| polar::Keys::new(how, side, queries).map(Self::Polar));
         let vq = vq.or_else(|| by_token::Keys::new(how, side, queries).map(Self::ByToken));
@@ -60,9 +62,12 @@ impl Keys {
         match self {
             Self::Fp8(_) | Self::Uniform(_) | Self::ByToken(_) => 1,
             Self::Polar(keys) if !keys.is_by_page() => 1,
-            Self::Vq(_) | Self::Grid(_) | Self::BitAlloc(_) | Self::Lloyd(_) | Self::Polar(_) => {
-                SPAN / TILE
-            }
+            Self::Tables(_)
+            | Self::Vq(_)
+            | Self::Grid(_)
+            | Self::BitAlloc(_)
+            | Self::Lloyd(_)
+            | Self::Polar(_) => SPAN / TILE,
         }
     }
 
@@ -85,6 +90,7 @@ impl Keys {
         let codes = plane(simd, &page, (Side::Key, bytes), (in_page, count), buffer);
         match self {
             Self::Fp8(_) | Self::BitAlloc(_) => {}
+            Self::Tables(keys) => keys.tiles(simd, codes, in_span, scores),
             Self::Vq(keys) => keys.tiles(simd, codes, in_span, scores),
             Self::Uniform(keys) => keys.tile(simd, (&page, in_page), codes, in_span, scores),
             Self::Grid(keys) => keys.tiles(simd, (codes, tiles), scores),

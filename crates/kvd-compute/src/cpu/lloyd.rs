@@ -4,6 +4,7 @@
 use super::dots::{BIASED_TERMS_MAX, ROWS, Target, TileCodes, value_dots};
 use super::levels::LevelBytes;
 use super::parts::{Parts, Pushed};
+use super::score_tables;
 use super::scores::{SPAN, Scores, TILE};
 use super::simd::{How, Simd};
 use super::vq::{self, Book};
@@ -27,13 +28,19 @@ fn book((simd, _): How, side: &HeadSide, rows: usize) -> Option<(Book, [f32; BYT
 }
 
 /// Queries of a unit.
-pub(crate) struct Keys {
-    products: vq::Keys,
+pub(crate) enum Keys {
+    Products(vq::Keys),
+    Tables(score_tables::Keys),
 }
 
 impl Keys {
     /// Takes folded queries `[rows, dim]`.
     pub(crate) fn new(how: How, side: &HeadSide, queries: &[f32]) -> Option<Self> {
+        let tables = score_tables::Keys::of_levels(how, side, queries).map(Self::Tables);
+        tables.or_else(|| Self::products(how, side, queries))
+    }
+
+    fn products(how: How, side: &HeadSide, queries: &[f32]) -> Option<Self> {
         let (book, factors) = book(how, side, queries.len() / side.dim())?;
         let planes = |query: &[f32], planar: &mut [f32]| {
             for (plane, factor) in planar.chunks_exact_mut(query.len()).zip(factors) {
@@ -42,7 +49,7 @@ impl Keys {
         };
         // The low byte of a level counts little: times one byte of a query it would be nothing.
         let (parts, queries) = (Parts::of_scaled_queries(how), queries.chunks_exact(side.dim()));
-        Some(Self { products: vq::Keys::planar(how.0, (parts, book), queries, planes)? })
+        vq::Keys::planar(how.0, (parts, book), queries, planes).map(Self::Products)
     }
 
     /// Scores all rows against tiles from `in_page` of a page on.
@@ -53,7 +60,10 @@ impl Keys {
         (codes, tiles): (TileCodes<'_>, Range<usize>),
         scores: &mut Scores,
     ) {
-        self.products.tiles(simd, codes, tiles.start, scores);
+        match self {
+            Self::Products(keys) => keys.tiles(simd, codes, tiles.start, scores),
+            Self::Tables(keys) => keys.tiles(simd, codes, tiles.start, scores),
+        }
         let (mut scales, tokens) = ([0f32; SPAN], tiles.len() * TILE);
         let scales = &mut scales[..tokens];
         DType::F16.widen(&page.scales[2 * TILE * in_page..][..2 * tokens], scales);

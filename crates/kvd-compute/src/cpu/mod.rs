@@ -91,9 +91,14 @@ mod polar;
 #[cfg(target_arch = "aarch64")]
 mod products_neon;
 mod rows;
+mod score_tables;
+#[cfg(target_arch = "x86_64")]
+mod score_tables_x86;
 mod scores;
 mod simd;
 mod softmax;
+#[cfg(target_arch = "x86_64")]
+mod softmax_x86;
 #[cfg(target_arch = "aarch64")]
 mod tables_neon;
 #[cfg(test)]

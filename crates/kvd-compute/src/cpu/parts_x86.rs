@@ -108,19 +108,19 @@ unsafe fn fold_512<const R: usize, const D: usize>(
     for at in (0..n).step_by(2 * STEP) {
         let whole = n - at >= 2 * STEP;
         let first = A512::load_f16(steps.add(2 * at), STEP);
+        let second = if whole { A512::load_f16(steps.add(2 * (at + STEP)), STEP) } else { first };
         for row in 0..R {
             let scaled = |at: usize, step: __m512| {
                 let folded = _mm512_mul_ps(_mm512_loadu_ps(values[row].add(at)), step);
                 _mm512_mul_ps(folded, inverses[row])
             };
             let out = out.add(D * row * n + at);
-            let sum = if whole {
-                let second = A512::load_f16(steps.add(2 * (at + STEP)), STEP);
-                cut_two_512::<D>([scaled(at, first), scaled(at + STEP, second)], out, n)
+            sums[row] = if whole {
+                let scaled = [scaled(at, first), scaled(at + STEP, second)];
+                cut_two_512::<D>(scaled, (out, n), sums[row])
             } else {
-                cut_512::<D>(scaled(at, first), out, n)
+                cut_512::<D>(scaled(at, first), (out, n), sums[row])
             };
-            sums[row] = _mm512_add_epi32(sums[row], sum);
         }
     }
     let mut cuts = Cuts { bases, ..Cuts::default() };
@@ -144,18 +144,22 @@ fn sum_rows([a, b, c, d]: [__m512i; FOLD_ROWS]) -> __m128i {
     _mm_add_epi32(_mm256_castsi256_si128(two), _mm256_extracti128_si256::<1>(two))
 }
 
-/// As `cut_512` for 32 values; what comes back has their sums two by two.
+/// As `cut_512` for 32 values; what is added to `sums` are their sums two by two.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-unsafe fn cut_two_512<const D: usize>(scaled: [__m512; 2], out: *mut u8, n: usize) -> __m512i {
+unsafe fn cut_two_512<const D: usize>(
+    scaled: [__m512; 2],
+    (out, n): (*mut u8, usize),
+    sums: __m512i,
+) -> __m512i {
     let [a, b] = scaled.map(|scaled| _mm512_cvtps_epi32(scaled));
     if D == 1 {
         _mm_storeu_si128(out.cast(), _mm512_cvtepi32_epi8(a));
         _mm_storeu_si128(out.add(STEP).cast(), _mm512_cvtepi32_epi8(b));
-        return _mm512_add_epi32(a, b);
+        return _mm512_add_epi32(sums, _mm512_add_epi32(a, b));
     }
-    // In each 128 bits four words of one and four of the other.
     let words = _mm512_packs_epi32(a, b);
+    // In each 128 bits four words of one and four of the other.
     let high = _mm512_srli_epi16::<8>(_mm512_add_epi16(words, _mm512_set1_epi16(128)));
     let low = _mm512_and_si512(words, _mm512_set1_epi16(0xFF));
     let bytes = _mm512_packus_epi16(high, low);
@@ -163,23 +167,28 @@ unsafe fn cut_two_512<const D: usize>(scaled: [__m512; 2], out: *mut u8, n: usiz
     let bytes = _mm512_permutexvar_epi32(order, bytes);
     _mm256_storeu_si256(out.cast(), _mm512_castsi512_si256(bytes));
     _mm256_storeu_si256(out.add(n).cast(), _mm512_extracti64x4_epi64::<1>(bytes));
-    _mm512_dpwssd_epi32(_mm512_setzero_si512(), words, _mm512_set1_epi16(1))
+    _mm512_dpwssd_epi32(sums, words, _mm512_set1_epi16(1))
 }
 
 /// Rounds, and writes the high byte to `out`, what it leaves `n` further; the only byte of one.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-unsafe fn cut_512<const D: usize>(scaled: __m512, out: *mut u8, n: usize) -> __m512i {
+unsafe fn cut_512<const D: usize>(
+    scaled: __m512,
+    (out, n): (*mut u8, usize),
+    sums: __m512i,
+) -> __m512i {
     let rounded = _mm512_cvtps_epi32(scaled);
+    let sums = _mm512_add_epi32(sums, rounded);
     if D == 1 {
         _mm_storeu_si128(out.cast(), _mm512_cvtepi32_epi8(rounded));
-        return rounded;
+        return sums;
     }
     let high = _mm512_srai_epi32::<8>(_mm512_add_epi32(rounded, _mm512_set1_epi32(128)));
     _mm_storeu_si128(out.cast(), _mm512_cvtepi32_epi8(high));
     // What the high byte leaves has the same low eight bits.
     _mm_storeu_si128(out.add(n).cast(), _mm512_cvtepi32_epi8(rounded));
-    rounded
+    sums
 }
 
 /// All high bytes, then all low ones, both signed; or one of each.
@@ -194,12 +203,11 @@ unsafe fn split_bytes<const D: usize>(
     let scaled = |at: usize| _mm512_mul_ps(_mm512_loadu_ps(values.add(at)), inverse);
     let mut sum = _mm512_setzero_si512();
     for at in (0..n).step_by(2 * STEP) {
-        let some = if n - at >= 2 * STEP {
-            cut_two_512::<D>([scaled(at), scaled(at + STEP)], out.add(at), n)
+        sum = if n - at >= 2 * STEP {
+            cut_two_512::<D>([scaled(at), scaled(at + STEP)], (out.add(at), n), sum)
         } else {
-            cut_512::<D>(scaled(at), out.add(at), n)
+            cut_512::<D>(scaled(at), (out.add(at), n), sum)
         };
-        sum = _mm512_add_epi32(sum, some);
     }
     _mm512_reduce_add_epi32(sum)
 }

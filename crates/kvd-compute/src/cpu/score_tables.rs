@@ -1,0 +1,297 @@
+//! Score tables: what each code of a position adds to a row's score, as one byte, so that a score is
+//! a sum of look-ups and no product with a query is left (`Precision::Int8`, 16 codes a position).
+//! Bytes count in a unit of their position, which is a whole number of the row's units: large
+//! queries take no digits from small ones.
+
+use super::dots::{TileCodes, wants_bytes};
+use super::parts::{NOTHING, round};
+#[cfg(target_arch = "x86_64")]
+use super::score_tables_x86;
+use super::scores::Scores;
+use super::simd::{How, InstructionSet, Precision, Simd, per_level};
+use kvd_codec::HeadSide;
+
+/// Codes of a position.
+const CODES: usize = 16;
+/// Bits of one.
+const WIDTH: u32 = 4;
+/// Positions whose tables fill a register together.
+pub(super) const QUAD: usize = 4;
+/// Positions whose codes share bytes.
+const PAIR: usize = 2 * QUAD;
+/// Rows that one call of a kernel scores.
+pub(super) const ROWS: usize = 4;
+/// The largest byte, and the most units that one of them is worth: a byte with a sign.
+const TOP: f32 = 255.0;
+const TOP_FACTOR: f32 = 127.0;
+
+/// Tables of a quad of positions: a cache line, as registers load them.
+#[derive(Clone)]
+#[repr(align(64))]
+pub(super) struct Tables([[u8; CODES]; QUAD]);
+
+/// Queries of a unit as score tables.
+pub(crate) struct Keys {
+    /// Positions of a row.
+    positions: usize,
+    rows: usize,
+    /// By quad of positions and row.
+    pub(super) tables: Vec<Tables>,
+    /// By quad and row, how many units of the row one of a position's bytes is.
+    pub(super) factors: Vec<[u8; QUAD]>,
+    /// By row.
+    pub(super) units: Vec<f32>,
+    /// What the least scores of all positions come to, by row.
+    pub(super) bases: Vec<f32>,
+}
+
+impl Keys {
+    /// Takes folded queries `[rows, dim]`; `None` where products must do.
+    pub(crate) fn of_codebook(how: How, side: &HeadSide, queries: &[f32]) -> Option<Self> {
+        let vq = side.vq().filter(|vq| vq.stages() == 1 && !vq.is_grouped())?;
+        let book = vq.codebook(0, 0);
+        Self::new(how, (queries, side.dim()), (book.entries(), book.dim()))
+    }
+
+    /// The same where each channel has a code, of a level.
+    pub(crate) fn of_levels(how: How, side: &HeadSide, queries: &[f32]) -> Option<Self> {
+        Self::new(how, (queries, side.dim()), (side.lloyd_levels()?, 1))
+    }
+
+    /// Of queries `[rows, dim]` and what codes stand for, `[codes, dims]`.
+    fn new(
+        (simd, precision): How,
+        (queries, dim): (&[f32], usize),
+        (entries, dims): (&[f32], usize),
+    ) -> Option<Self> {
+        let (rows, positions) = (queries.len() / dim, dim / dims);
+        let fits = simd.set() == InstructionSet::Avx512 && !wants_bytes(simd, rows);
+        // Two quads share bytes.
+        let fits = fits && entries.len() == CODES * dims && positions.is_multiple_of(PAIR);
+        if !fits || precision != Precision::Int8 || !queries.iter().all(|q| q.is_finite()) {
+            return None;
+        }
+        let count = positions / QUAD * rows;
+        let mut keys = Self {
+            positions,
+            rows,
+            tables: vec![Tables([[0; CODES]; QUAD]); count],
+            factors: vec![[0; QUAD]; count],
+            units: Vec::with_capacity(rows),
+            bases: Vec::with_capacity(rows),
+        };
+        let channel = |d: usize| std::array::from_fn(|code| entries[code * dims + d]);
+        let entries: Vec<[f32; CODES]> = (0..dims).map(channel).collect();
+        let [planes, least, reach] = [dim, positions, positions].map(|len| vec![0f32; len]);
+        let mut row = Row { planes, least, reach };
+        for query in queries.chunks_exact(dim) {
+            push(simd, &mut keys, query, &entries, &mut row);
+        }
+        Some(keys)
+    }
+
+    /// Scores all rows against a few tiles of codes.
+    pub(crate) fn tiles(&self, simd: Simd, codes: TileCodes<'_>, tile: usize, scores: &mut Scores) {
+        assert_eq!(simd.set(), InstructionSet::Avx512, "score tables: instruction set");
+        assert_eq!((codes.width, codes.per_row), (WIDTH, self.positions), "score tables: codes");
+        for first in (0..self.rows).step_by(ROWS) {
+            let rows = first..self.rows.min(first + ROWS);
+            let out = scores.rows_mut(first, tile);
+            #[cfg(target_arch = "x86_64")]
+            score_tables_x86::scores(codes, self, rows, out);
+            #[cfg(not(target_arch = "x86_64"))]
+            let _ = (codes, rows, out);
+        }
+    }
+
+    /// Rows of each quad's tables.
+    pub(super) fn rows(&self) -> usize {
+        self.rows
+    }
+}
+
+/// What is known of a row before its bytes are.
+struct Row {
+    /// The query by channel of a code, `[dims, positions]`.
+    planes: Vec<f32>,
+    /// The least score of each position, and how far it is to the largest.
+    least: Vec<f32>,
+    reach: Vec<f32>,
+}
+
+per_level!(
+    fn push(keys: &mut Keys, query: &[f32], entries: &[[f32; CODES]], row: &mut Row) = push_body
+);
+
+/// Takes the next row: a query, and what codes stand for by channel of a code.
+#[inline(always)]
+fn push_body(keys: &mut Keys, query: &[f32], entries: &[[f32; CODES]], row: &mut Row) {
+    let Row { planes, least, reach } = row;
+    for (d, plane) in planes.chunks_exact_mut(keys.positions).enumerate() {
+        let channels = query[d..].iter().step_by(entries.len());
+        plane.iter_mut().zip(channels).for_each(|(to, from)| *to = *from);
+    }
+    let ends = least.as_chunks_mut::<PAIR>().0.iter_mut().zip(reach.as_chunks_mut::<PAIR>().0);
+    for (at, (least, reach)) in (0..).step_by(PAIR).zip(ends) {
+        look(&planes[at..], (keys.positions, entries), least, reach);
+    }
+    let largest = reach.iter().fold(0f32, |m, reach| if *reach > m { *reach } else { m });
+    // An overflow has no unit; the score is of no use anyway.
+    let some = largest > NOTHING && largest.is_finite();
+    let unit = if some { largest / (TOP * TOP_FACTOR) } else { 0.0 };
+    let index = keys.units.len();
+    keys.units.push(unit);
+    keys.bases.push(least.iter().sum());
+    if !some {
+        return;
+    }
+    // Rounded up: no byte of a position is over the top.
+    let inverse = 1.0 / unit;
+    for reach in &mut *reach {
+        *reach = (*reach * (inverse / TOP)).ceil().clamp(1.0, TOP_FACTOR);
+    }
+    for position in 0..keys.positions {
+        let (at, place) = (position / QUAD * keys.rows + index, position % QUAD);
+        let factor = reach[position];
+        keys.factors[at][place] = factor as u8;
+        let mut scores = [-least[position]; CODES];
+        for (d, entries) in entries.iter().enumerate() {
+            let q = planes[d * keys.positions + position];
+            for code in 0..CODES {
+                scores[code] += q * entries[code];
+            }
+        }
+        let (table, inverse) = (&mut keys.tables[at].0[place], inverse / factor);
+        for code in 0..CODES {
+            table[code] = round(scores[code] * inverse).clamp(0, 255) as u8;
+        }
+    }
+}
+
+/// Finds what the codes of eight positions score at least, and how far that is from the most.
+#[inline(always)]
+fn look(
+    planes: &[f32],
+    (stride, entries): (usize, &[[f32; CODES]]),
+    least: &mut [f32; PAIR],
+    reach: &mut [f32; PAIR],
+) {
+    let (mut low, mut high) = ([f32::INFINITY; PAIR], [f32::NEG_INFINITY; PAIR]);
+    for code in 0..CODES {
+        let mut scores = [0f32; PAIR];
+        for (d, entries) in entries.iter().enumerate() {
+            let channels = &planes[d * stride..][..PAIR];
+            for i in 0..PAIR {
+                scores[i] += channels[i] * entries[code];
+            }
+        }
+        for i in 0..PAIR {
+            low[i] = if scores[i] < low[i] { scores[i] } else { low[i] };
+            high[i] = if scores[i] > high[i] { scores[i] } else { high[i] };
+        }
+    }
+    for i in 0..PAIR {
+        (least[i], reach[i]) = (low[i], high[i] - low[i]);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::scores::{SPAN, TILE};
+    use super::*;
+
+    const POSITIONS: usize = 24;
+    const DIMS: usize = 2;
+
+    fn wave(i: usize) -> f32 {
+        (i as f32 * 0.7).sin() * (1.0 + (i % 7) as f32)
+    }
+
+    /// Tables of rows of waves, beside what they stand for.
+    fn filled(rows: usize) -> Option<(Keys, Vec<f32>, Vec<f32>)> {
+        let simd = Simd::of(InstructionSet::Avx512)?;
+        let queries: Vec<f32> = (0..rows * POSITIONS * DIMS).map(wave).collect();
+        let entries: Vec<f32> = (0..CODES * DIMS).map(|i| wave(i * i + 3)).collect();
+        let how = (simd, Precision::Int8);
+        let keys = Keys::new(how, (&queries, POSITIONS * DIMS), (&entries, DIMS));
+        Some((keys?, queries, entries))
+    }
+
+    /// The code of a token at a position.
+    fn code(token: usize, position: usize) -> usize {
+        (token * 5 + position * 11 + token * position / 3) % CODES
+    }
+
+    /// Two planes of four bits, quads of positions beside each other.
+    fn codes(tiles: usize) -> Vec<u8> {
+        let half = POSITIONS / 2;
+        let byte = |i: usize| {
+            let (tile, i) = (i / (TILE * half), i % (TILE * half));
+            let (quad, token, place) = (i / (TILE * QUAD), i / QUAD % TILE, i % QUAD);
+            let (token, position) = (tile * TILE + token, quad * QUAD + place);
+            (code(token, position) | code(token, position + half) << 4) as u8
+        };
+        (0..tiles * TILE * half).map(byte).collect()
+    }
+
+    #[test]
+    fn sums_are_those_of_the_tables() {
+        for (rows, tiles) in [(1, 1), (2, 4), (3, 3), (4, 2), (7, 4)] {
+            let Some((keys, ..)) = filled(rows) else { return };
+            let (bytes, mut scores) = (codes(tiles), Scores::new(rows));
+            let of_tiles = TileCodes { bytes: &bytes, width: WIDTH, per_row: POSITIONS };
+            keys.tiles(Simd::detect(), of_tiles, 4 - tiles, &mut scores);
+            for (row, token) in (0..rows).flat_map(|row| (0..SPAN).map(move |t| (row, t))) {
+                let Some(at) = token.checked_sub((4 - tiles) * TILE) else {
+                    assert_eq!(scores.row(row)[token], 0.0);
+                    continue;
+                };
+                let entry = |position: usize| {
+                    let (quad, place) = (position / QUAD * rows + row, position % QUAD);
+                    let byte = keys.tables[quad].0[place][code(at, position)];
+                    i32::from(byte) * i32::from(keys.factors[quad][place])
+                };
+                let sum = (0..POSITIONS).map(entry).sum::<i32>() as f32;
+                let want = sum * keys.units[row] + keys.bases[row];
+                assert_eq!(scores.row(row)[token], want, "row {row}, token {token}");
+            }
+        }
+    }
+
+    #[test]
+    fn scores_are_those_of_products() {
+        let Some((keys, queries, entries)) = filled(4) else { return };
+        let (bytes, mut scores) = (codes(2), Scores::new(4));
+        let of_tiles = TileCodes { bytes: &bytes, width: WIDTH, per_row: POSITIONS };
+        keys.tiles(Simd::detect(), of_tiles, 0, &mut scores);
+        let (mut off, mut all) = (0f64, 0f64);
+        for (row, token) in (0..4).flat_map(|row| (0..2 * TILE).map(move |t| (row, t))) {
+            let product = |i: usize| {
+                let entry = entries[code(token, i / DIMS) * DIMS + i % DIMS];
+                f64::from(queries[row * POSITIONS * DIMS + i]) * f64::from(entry)
+            };
+            let exact: f64 = (0..POSITIONS * DIMS).map(product).sum();
+            off += (f64::from(scores.row(row)[token]) - exact).powi(2);
+            all += exact.powi(2);
+        }
+        assert!((off / all).sqrt() < 6e-3, "{}", (off / all).sqrt());
+    }
+
+    #[test]
+    fn queries_of_nothing_score_nothing_and_others_are_no_tables() {
+        let Some(simd) = Simd::of(InstructionSet::Avx512) else { return };
+        let new = |simd, precision, query: f32, positions: usize| {
+            let queries = vec![query; positions];
+            Keys::new((simd, precision), (&queries, positions), (&[0.5; CODES], 1))
+        };
+        let keys = new(simd, Precision::Int8, 0.0, 8).unwrap();
+        assert_eq!((&keys.units[..], &keys.bases[..]), (&[0.0][..], &[0.0][..]));
+        // All codes score alike: no unit, but a base.
+        let keys = new(simd, Precision::Int8, 2.0, 8).unwrap();
+        assert_eq!((&keys.units[..], &keys.bases[..]), (&[0.0][..], &[8.0][..]));
+        assert!(new(simd, Precision::Int8, f32::NAN, 8).is_none());
+        assert!(new(simd, Precision::Int8, 1.0, 4).is_none());
+        assert!(new(simd, Precision::Fast, 1.0, 8).is_none());
+        assert!(new(Simd::available()[0], Precision::Int8, 1.0, 8).is_none());
+    }
+}
