@@ -1,5 +1,6 @@
-//! Score tables: what each code of a position adds to a row's score, as one byte, so that a score is
-//! a sum of look-ups and no product with a query is left (`Precision::Int8`, 16 codes a position).
+//! Score tables: what each code of a position adds to a row's score, as one byte, so that a score
+//! is a sum of look-ups and no product with a query is left (`Precision::Int8`, 16 codes a
+//! position).
 //! Bytes count in a unit of their position, which is a whole number of the row's units: large
 //! queries take no digits from small ones.
 
