@@ -4,7 +4,8 @@ use bytemuck::{bytes_of, cast_slice, cast_slice_mut};
 use kvd_compute::{content_hash, content_hash_of};
 use kvd_core::{DType, Side};
 use kvd_cuda::{RowsParameters, RowsUnit, StageCheck, StageParameters};
-use kvd_emu::{Grid, Memory, Order, available, launch};
+use kvd_emu::{Grid, Memory, Order, available, launch, sanitized};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
@@ -27,17 +28,27 @@ fn stage(
     order: Order,
 ) -> (u64, [Option<u32>; 2], [Vec<u8>; 2]) {
     let from = sides.map(|bytes| Memory::of(&[&vec![0xFF; shift], bytes].concat()));
-    let mut plan = StageParameters::new(sides.map(|bytes| bytes.len() as u64), dtype);
+    let addresses = from.each_ref().map(|from| from.address() + shift as u64);
+    stage_from(addresses, sides.map(|bytes| bytes.len() as u64), dtype, order)
+}
+
+fn stage_from(
+    from: [u64; 2],
+    bytes: [u64; 2],
+    dtype: DType,
+    order: Order,
+) -> (u64, [Option<u32>; 2], [Vec<u8>; 2]) {
+    let mut plan = StageParameters::new(bytes, dtype);
     let to = Side::BOTH.map(|side| Memory::new(plan.copy_bytes(side) as usize));
     for (side, (from, to)) in Side::BOTH.into_iter().zip(from.iter().zip(&to)) {
-        plan.place(side, from.address() + shift as u64, to.address());
+        plan.place(side, *from, to.address());
     }
     let blocks = plan.blocks();
     let checks = Memory::new(blocks as usize * size_of::<StageCheck>());
     plan.checks = checks.address();
     let shared_bytes = StageParameters::SHARED_BYTES as usize;
     let grid = Grid { kernel: "kvd_stage", blocks, shared_bytes, order };
-    // SAFETY: every address is of a memory above, as long as the plan says.
+    // SAFETY: every address is of memory of the caller's or above, as long as the plan says.
     unsafe { launch(grid, bytes_of(&plan)) }.unwrap();
     let mut read = vec![StageCheck::default(); blocks as usize];
     cast_slice_mut::<_, u8>(&mut read).copy_from_slice(checks.bytes());
@@ -138,4 +149,43 @@ fn rows_of_every_size_and_alignment_go_to_their_places_and_nowhere_else() {
             assert_eq!(to.bytes(), wanted, "{rows} rows of {row_bytes} bytes");
         }
     }
+}
+
+#[test]
+fn the_hash_is_of_the_copy_whatever_a_worker_writes_meanwhile() {
+    // ThreadSanitizer would report what is meant to happen.
+    if !available() || sanitized("thread") {
+        return;
+    }
+    let (bytes, stop) = (64 << 10, AtomicBool::new(false));
+    let from = [0, 1].map(|seed| Memory::of(&finite(bytes, seed)));
+    let addresses = from.each_ref().map(Memory::address);
+    std::thread::scope(|threads| {
+        threads.spawn(|| {
+            let mut state = 1u64;
+            // It ends by itself, so that a panic beside it does not wait for it.
+            for _ in 0..1 << 30 {
+                if stop.load(Ordering::Relaxed) {
+                    return;
+                }
+                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                let at = (state >> 40) % (bytes as u64 / 8) * 8;
+                let word = (addresses[(state >> 63) as usize] + at) as *mut u64;
+                // SAFETY: inside memory that outlives this thread, aligned; the kernel reads it
+                // by volatile loads, as it would on a device.
+                unsafe { AtomicU64::from_ptr(word) }.store(state, Ordering::Relaxed);
+            }
+        });
+        for order in Order::EACH.into_iter().cycle().take(30) {
+            let (hash, bad, copies) = stage_from(addresses, [bytes as u64; 2], DType::F16, order);
+            assert_eq!(hash, content_hash(&copies[0], &copies[1]));
+            for (bad, copy) in bad.into_iter().zip(copies) {
+                let values = copy.as_chunks::<2>().0.iter();
+                let none = |value: &[u8; 2]| u16::from_le_bytes(*value) & 0x7C00 == 0x7C00;
+                assert_eq!(bad, values.map(none).position(|none| none).map(|at| at as u32));
+            }
+        }
+        stop.store(true, Ordering::Relaxed);
+    });
+    drop(from);
 }
