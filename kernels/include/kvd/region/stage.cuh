@@ -47,19 +47,22 @@ KVD_DEVICE uint64_t read_once(const uint8_t* from) {
     return *reinterpret_cast<const volatile Part*>(from);
 }
 
-// The word at an offset, in parts; of the last word zeros for what is not there.
+// A whole word, in parts.
 template <class Part>
-KVD_DEVICE uint64_t stage_word(const StageSide& side, uint64_t offset) {
+KVD_DEVICE uint64_t whole_word(const uint8_t* from) {
     uint64_t word = 0;
-    if (offset + 8 <= side.bytes) {
 #pragma unroll
-        for (unsigned at = 0; at < 8; at += sizeof(Part)) {
-            word |= read_once<Part>(side.from + offset + at) << 8 * at;
-        }
-        return word;
+    for (unsigned at = 0; at < 8; at += sizeof(Part)) {
+        word |= read_once<Part>(from + at) << 8 * at;
     }
-    for (unsigned at = 0; offset + at < side.bytes; at += 2) {
-        word |= read_once<uint16_t>(side.from + offset + at) << 8 * at;
+    return word;
+}
+
+// The last `bytes` of a side, less than a word, and zeros.
+KVD_DEVICE uint64_t last_word(const uint8_t* from, unsigned bytes) {
+    uint64_t word = 0;
+    for (unsigned at = 0; at < bytes; at += 2) {
+        word |= read_once<uint16_t>(from + at) << 8 * at;
     }
     return word;
 }
@@ -87,59 +90,69 @@ KVD_DEVICE uint64_t mixed_word(uint64_t word, uint64_t place) {
     return mixed ^ mixed >> 31;
 }
 
-struct StageSeen {
+// What a thread has seen of a side.
+struct Stager {
+    StageSide side;
+    // Where its words begin: K has the odd places, V the even ones.
+    unsigned odd;
+    uint32_t dtype;
     uint64_t sum;
     uint32_t bad;
-};
 
-template <class Part>
-KVD_DEVICE StageSeen stage_words(const StageSide& side, uint64_t first, uint64_t end, unsigned odd,
-                                 uint32_t dtype) {
-    StageSeen seen = {0, ALL_FINITE};
-    for (uint64_t from = first + thread_index(); from < end; from += AHEAD * TURN_THREADS) {
-        // All are asked for before the first is needed.
-        uint64_t words[AHEAD];
-#pragma unroll
-        for (unsigned i = 0; i < AHEAD; i++) {
-            const uint64_t at = from + i * TURN_THREADS;
-            words[i] = at < end ? stage_word<Part>(side, 8 * at) : 0;
+    KVD_DEVICE void take(uint64_t at, uint64_t word) {
+        side.to[at] = word;
+        sum += mixed_word(word, (2 * at + odd) * 0x9E3779B97F4A7C15);
+        const unsigned in_word = bad_value(word, dtype);
+        if (in_word < word_values(dtype)) {
+            bad = least(bad, uint32_t(at) * word_values(dtype) + in_word);
         }
+    }
+
+    // The whole words of a run.
+    template <class Part>
+    KVD_DEVICE void take_run(uint64_t first, uint64_t end) {
+        for (uint64_t from = first + thread_index(); from < end; from += AHEAD * TURN_THREADS) {
+            // All are asked for before the first is needed.
+            uint64_t words[AHEAD];
 #pragma unroll
-        for (unsigned i = 0; i < AHEAD; i++) {
-            const uint64_t at = from + i * TURN_THREADS;
-            if (at >= end) {
-                break;
+            for (unsigned i = 0; i < AHEAD; i++) {
+                const uint64_t at = from + i * TURN_THREADS;
+                words[i] = at < end ? whole_word<Part>(side.from + 8 * at) : 0;
             }
-            side.to[at] = words[i];
-            seen.sum += mixed_word(words[i], (2 * at + odd) * 0x9E3779B97F4A7C15);
-            const unsigned bad = bad_value(words[i], dtype);
-            if (bad < word_values(dtype)) {
-                seen.bad = least(seen.bad, uint32_t(at) * word_values(dtype) + bad);
+#pragma unroll
+            for (unsigned i = 0; i < AHEAD; i++) {
+                const uint64_t at = from + i * TURN_THREADS;
+                if (at < end) {
+                    take(at, words[i]);
+                }
             }
         }
     }
-    return seen;
-}
+};
 
 KVD_DEVICE void stage(const StageParameters& parameters, uint8_t* shared) {
     const bool is_key = block_index() < parameters.key.blocks;
     const StageSide side = is_key ? parameters.key : parameters.value;
     const uint64_t block = block_index() - (is_key ? 0 : parameters.key.blocks);
     const uint64_t first = block * parameters.words;
-    const uint64_t all = (side.bytes + 7) / 8;
-    const uint64_t end = first + parameters.words < all ? first + parameters.words : all;
-    const unsigned odd = is_key ? 1 : 2;
-    StageSeen seen;
+    const uint64_t whole = side.bytes / 8;
+    const uint64_t end = first + parameters.words < whole ? first + parameters.words : whole;
+    Stager of = {side, is_key ? 1u : 2u, parameters.dtype, 0, ALL_FINITE};
     if (side.align == 8) {
-        seen = stage_words<uint64_t>(side, first, end, odd, parameters.dtype);
+        of.take_run<uint64_t>(first, end);
     } else if (side.align == 4) {
-        seen = stage_words<uint32_t>(side, first, end, odd, parameters.dtype);
+        of.take_run<uint32_t>(first, end);
     } else {
-        seen = stage_words<uint16_t>(side, first, end, odd, parameters.dtype);
+        of.take_run<uint16_t>(first, end);
+    }
+    // It is the next word of the side's last thread block.
+    const bool is_last = block + 1 == side.blocks && thread_index() == 0;
+    if (is_last && side.bytes % 8 > 0) {
+        of.take(whole, last_word(side.from + 8 * whole, unsigned(side.bytes % 8)));
     }
     uint64_t* sums = reinterpret_cast<uint64_t*>(shared);
-    const uint64_t sum = block_sum(seen.sum, sums);
-    const uint32_t bad = block_least(seen.bad, reinterpret_cast<uint32_t*>(sums + TURN_THREADS));
+    const uint64_t sum = block_sum(of.sum, sums);
+    const uint32_t bad = block_least(of.bad, reinterpret_cast<uint32_t*>(sums + TURN_THREADS));
     if (thread_index() == 0) {
         parameters.checks[block_index()] = {sum, bad, 0};
     }
