@@ -1,7 +1,11 @@
-// Queries from, and answers to, memory that a worker shares.
+// Queries from, answers to, and rows to store from memory that a worker shares.
 
 #include <kvd/region/answer.cuh>
 #include <kvd/region/queries.cuh>
+#include <kvd/region/rows.cuh>
+#include <kvd/region/stage.cuh>
 
 KVD_KERNEL(kvd_queries, kvd::TURN_THREADS, kvd::QueryParameters, kvd::queries)
 KVD_KERNEL(kvd_answer, kvd::TURN_THREADS, kvd::AnswerParameters, kvd::answer)
+KVD_KERNEL(kvd_stage, kvd::TURN_THREADS, kvd::StageParameters, kvd::stage)
+KVD_KERNEL(kvd_rows, kvd::TURN_THREADS, kvd::RowsParameters, kvd::rows)

@@ -253,7 +253,7 @@ impl Region {
     }
 
     /// Why payloads in device memory are copied through the host; empty where kernels read queries
-    /// and write outputs where they are.
+    /// and rows and write outputs where they are.
     #[must_use]
     pub fn copied(&self) -> &str {
         &self.opened.copied

@@ -7,7 +7,7 @@
 use crate::region::none;
 use crate::{
     AttendPlan, BackendError, DeviceRegion, LoadPlan, OpenedRegion, RegionHandle, RegionPlaces,
-    Source,
+    RegionRows, Source, StagedRows, StagedWrite,
 };
 use bytes::Bytes;
 use kvd_codec::{ModelCodec, PageBytes};
@@ -273,6 +273,34 @@ pub trait Backend: Send {
         launched: &mut dyn FnMut(),
     ) -> Result<u64, BackendError> {
         let _ = (plan, places, launched);
+        Err(none())
+    }
+
+    /// Copies K and V of a region within the device, and says of the copy what the host would of
+    /// rows that it was sent; `None` where the device has no room for so many at once.
+    ///
+    /// # Errors
+    /// When the model is unknown, the region is not open or a place not inside it or not aligned.
+    fn stage(
+        &mut self,
+        model: ModelId,
+        rows: &RegionRows,
+    ) -> Result<Option<StagedRows>, BackendError> {
+        let _ = (model, rows);
+        Err(none())
+    }
+
+    /// [`Backend::write`] of rows that are staged, to any number of slots, none of which meets
+    /// another.
+    ///
+    /// # Errors
+    /// When they are no longer staged.
+    fn write_staged(
+        &mut self,
+        staged: &StagedRows,
+        writes: &[StagedWrite],
+    ) -> Result<(), BackendError> {
+        let _ = (staged, writes);
         Err(none())
     }
 

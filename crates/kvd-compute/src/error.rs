@@ -1,7 +1,7 @@
 //! What a backend can answer instead of a result.
 
 use kvd_codec::{CodecError, PageError};
-use kvd_core::{Coded, ErrorCode, ModelId, Side};
+use kvd_core::{Coded, ErrorCode, Geometry, ModelId, Side};
 
 /// An error of a device operation. Nothing was published when one is returned.
 #[derive(Debug, thiserror::Error)]
@@ -49,6 +49,21 @@ pub enum BackendError {
     /// A page in the arena is not what its header says.
     #[error("read page: {0}")]
     Page(#[from] PageError),
+}
+
+impl BackendError {
+    /// Of a value of K or V, by its index in `[tokens, kv_heads, head_dim]`.
+    #[must_use]
+    pub fn non_finite(geometry: &Geometry, side: Side, index: usize, value: f32) -> Self {
+        let (dim, heads) = (geometry.head_dim(side), geometry.kv_heads as usize);
+        Self::NonFinite {
+            side,
+            token: (index / (dim * heads)) as u32,
+            head: (index / dim % heads) as u32,
+            channel: (index % dim) as u32,
+            value,
+        }
+    }
 }
 
 impl Coded for BackendError {

@@ -19,10 +19,12 @@ pub use backend::{
 };
 pub use cpu::{
     ArenaError, CodeDecoder, CpuBackend, CpuOptions, InstructionSet, OpenError, Precision,
-    multiply_adds,
+    content_hash, content_hash_of, multiply_adds,
 };
 pub use error::BackendError;
 pub use plan::{AttendPlan, LoadPlan, PlanPart, PlanQuery, Source};
-pub use region::{DeviceRegion, OpenedRegion, RegionHandle, RegionPlaces};
+pub use region::{
+    DeviceRegion, OpenedRegion, RegionHandle, RegionPlaces, RegionRows, StagedRows, StagedWrite,
+};
 pub use sampling::Sampling;
 pub use state::PartialState;

@@ -1,6 +1,6 @@
 //! Memory of a device that a worker shares, as a backend is told of it.
 
-use crate::BackendError;
+use crate::{BackendError, RawTarget};
 use kvd_core::ErrorCode;
 use std::os::fd::OwnedFd;
 
@@ -46,6 +46,42 @@ pub struct RegionPlaces {
     pub out: u64,
     /// `[sum of n_q, q_heads]`, f32.
     pub lse: u64,
+}
+
+/// Where K and V to store are: offsets in one region, each aligned to a value.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RegionRows {
+    /// The region.
+    pub region: DeviceRegion,
+    /// Tokens of both.
+    pub tokens: u32,
+    /// `[tokens, kv_heads, head_dim_k]` in the model's dtype.
+    pub k: u64,
+    /// `[tokens, kv_heads, head_dim_v]` in the model's dtype.
+    pub v: u64,
+}
+
+/// K and V of a region as they were when the device copied them, until it is asked to encode or to
+/// attend. What the worker writes later changes nothing of it.
+#[derive(Debug)]
+pub struct StagedRows {
+    /// Which call of [`crate::Backend::stage`] copied them.
+    pub call: u64,
+    /// [`crate::content_hash`] of them.
+    pub content_hash: u64,
+    /// The first value that is NaN or infinite, as [`crate::Backend::check`] names it.
+    pub finite: Result<(), BackendError>,
+}
+
+/// Staged rows that go to a raw slot.
+#[derive(Clone, Copy, Debug)]
+pub struct StagedWrite {
+    /// First token within what is staged.
+    pub source_row: u32,
+    /// Tokens.
+    pub rows: u32,
+    /// Where they go.
+    pub to: RawTarget,
 }
 
 /// The answer of a device that no memory can be shared through.

@@ -18,6 +18,7 @@ mod lanes;
 mod lookup;
 mod plan;
 mod products;
+mod rows;
 mod side;
 mod spread;
 mod store;
@@ -39,6 +40,7 @@ pub use jit::{
 };
 pub use lanes::SharedMemory;
 pub use plan::{Block, CodebookPlan, Limits, Occupancy, Plan, Workload, plan};
+pub use rows::{RowsParameters, RowsUnit, StageCheck, StageParameters, StageSide};
 pub use side::Kernel;
 pub use store::{
     StoreLaunch, StoreParameters, StorePlan, StoreShapes, StoreUnit, StoredPage, encoded_on_host,

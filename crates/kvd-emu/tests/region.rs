@@ -1,11 +1,15 @@
-//! Attention in memory that a worker shares with the device, over the CPU lane: the conformance
-//! suite of every backend, the same answers as by the host, what is refused, and faults.
+//! Stores and attention in memory that a worker shares with the device, over the CPU lane: the
+//! conformance suite of every backend, the same answers as by the host, what is refused, faults.
 #![expect(clippy::unwrap_used, reason = "a test may fail")]
 
 #[path = "common/driver.rs"]
 mod driver;
 #[path = "region/graphs.rs"]
 mod graphs;
+#[path = "region/rows.rs"]
+mod rows;
+#[path = "region/stage.rs"]
+mod stage;
 #[path = "common/streams.rs"]
 mod streams;
 #[path = "../../kvd-compute/tests/suite/mod.rs"]
@@ -80,13 +84,15 @@ fn attention_in_a_region_is_attention_over_what_pages_decode_to() {
         assert_eq!(watch.live, 0, "{text}");
         assert!(watch.graphs >= 2, "{text}: {} graphs", watch.graphs);
         let kernels: Vec<&str> = watch.kernels.iter().map(String::as_str).collect();
-        assert!(kernels.contains(&"kvd_queries") && kernels.contains(&"kvd_answer"), "{text}");
+        for kernel in ["kvd_stage", "kvd_rows", "kvd_queries", "kvd_answer"] {
+            assert!(kernels.contains(&kernel), "{text}: {kernel}");
+        }
         drop(memory);
     }
 }
 
 /// Registers `text` and writes 40 rows; a part that names them.
-fn rows(backend: &mut CudaBackend, text: &str, geometry: &Geometry) -> PlanPart {
+fn write_rows(backend: &mut CudaBackend, text: &str, geometry: &Geometry) -> PlanPart {
     let spec = kvd_codec::resolve(text).unwrap();
     let codec = kvd_codec::ModelCodec::new(geometry.clone(), spec, None).unwrap();
     let extent = Extent { offset: 4096, len: geometry.raw_layout(40).size_bytes() };
@@ -140,7 +146,7 @@ fn plan(part: &PlanPart, dtype: DType, group: u32, n_q: &[u32]) -> AttendPlan {
 /// A backend with rows stored, its region, and a part.
 fn with_rows(text: &str, options: CudaOptions) -> (Fixture, PlanPart) {
     let mut fixture = open(Order::Random(3), Pace::Late, options);
-    let part = rows(&mut fixture.backend.backend, text, &geometry());
+    let part = write_rows(&mut fixture.backend.backend, text, &geometry());
     fixture.backend.head_dims = [96, 64];
     (fixture, part)
 }

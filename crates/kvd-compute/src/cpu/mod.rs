@@ -9,6 +9,7 @@ mod by_token;
 mod codes;
 #[cfg(test)]
 mod conformance;
+mod content;
 mod dots;
 #[cfg(target_arch = "x86_64")]
 mod dots_512_x86;
@@ -115,6 +116,7 @@ use crate::{
 pub use arena::ArenaError;
 use arena::HostArena;
 pub use codes::CodeDecoder;
+pub use content::{content_hash, content_hash_of};
 use kvd_codec::ModelCodec;
 use kvd_core::{Extent, LayerIndex, ModelId};
 pub use peak::multiply_adds;

@@ -38,15 +38,7 @@ fn non_finite_16(bytes: &[u8], exponent: u16) -> Option<usize> {
 pub(crate) fn check(geometry: &Geometry, rows: &IncomingRows) -> Result<(), BackendError> {
     for (side, bytes) in [(Side::Key, &rows.k), (Side::Value, &rows.v)] {
         if let Some((index, value)) = first_non_finite(geometry.dtype, bytes) {
-            let dim = geometry.head_dim(side);
-            let heads = geometry.kv_heads as usize;
-            return Err(BackendError::NonFinite {
-                side,
-                token: (index / (dim * heads)) as u32,
-                head: (index / dim % heads) as u32,
-                channel: (index % dim) as u32,
-                value,
-            });
+            return Err(BackendError::non_finite(geometry, side, index, value));
         }
     }
     Ok(())

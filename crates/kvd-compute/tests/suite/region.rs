@@ -1,18 +1,22 @@
-//! A backend whose every attend goes through memory that a worker shares with its device: with it
-//! the conformance suite is one of regions.
+//! A backend whose every store and attend goes through memory that a worker shares with its device:
+//! with it the conformance suite is one of regions.
 
 use bytes::Bytes;
 use kvd_codec::ModelCodec;
 use kvd_compute::{
     AttendPlan, Attended, Backend, BackendError, DeviceInfo, DeviceRegion, EncodeSource,
-    EncodedPages, IncomingRows, LoadPlan, LoadedRows, ModelBytes, RawTarget, RegionPlaces, Source,
+    EncodedPages, IncomingRows, LoadPlan, LoadedRows, ModelBytes, RawTarget, RegionPlaces,
+    RegionRows, Source, StagedWrite, content_hash,
 };
 use kvd_core::{Extent, Geometry, LayerIndex, ModelId};
+use std::ops::Range;
 
 /// Places of one call are aligned to this; what lies between them stays as it was.
 const ALIGN: u64 = 64;
 /// What every byte of an answer's places is before it.
 const UNWRITTEN: u8 = 0xA5;
+/// Tokens that are staged at once: a region has room for them.
+const STAGED_TOKENS: u32 = 10;
 
 pub(crate) struct InPlace<B> {
     pub(crate) backend: B,
@@ -43,6 +47,24 @@ impl<B: Backend> InPlace<B> {
 }
 
 impl<B: Backend> InPlace<B> {
+    /// Leaves tokens of K and V in the region, with a gap before each; where they are.
+    pub(crate) fn leave(
+        &mut self,
+        rows: &IncomingRows,
+        tokens: Range<u32>,
+    ) -> Result<(RegionRows, [Bytes; 2]), BackendError> {
+        let (mut end, mut at, mut all) = (ALIGN, [0; 2], [Bytes::new(), Bytes::new()]);
+        for (side, bytes) in [&rows.k, &rows.v].into_iter().enumerate() {
+            let each = bytes.len() / rows.tokens as usize;
+            all[side] = bytes.slice(each * tokens.start as usize..each * tokens.end as usize);
+            at[side] = end;
+            self.backend.write_region(self.region, end, &all[side])?;
+            end = (end + all[side].len() as u64 + 1).next_multiple_of(ALIGN);
+        }
+        let tokens = tokens.end - tokens.start;
+        Ok((RegionRows { region: self.region, tokens, k: at[0], v: at[1] }, all))
+    }
+
     fn attend_once(&mut self, plan: &AttendPlan) -> Result<Attended, BackendError> {
         let (places, lengths) = self.places(plan);
         self.backend.write_region(self.region, places.q, &plan.q)?;
@@ -106,7 +128,25 @@ impl<B: Backend> Backend for InPlace<B> {
         count: u32,
         to: RawTarget,
     ) -> Result<(), BackendError> {
-        self.backend.write(model, rows, source_row, count, to)
+        let mut done = 0;
+        while done < count {
+            let first = source_row + done;
+            let now = STAGED_TOKENS.min(count - done);
+            let (places, [k, v]) = self.leave(rows, first..first + now)?;
+            let staged = self.backend.stage(model, &places)?.expect("room for a few tokens");
+            assert_eq!(staged.content_hash, content_hash(&k, &v));
+            assert!(staged.finite.is_ok(), "{:?}", staged.finite);
+            // The second half first: order is not what the caller promises.
+            let half = |source_row: u32, rows: u32| {
+                let to = RawTarget { first_row: to.first_row + done + source_row, ..to };
+                StagedWrite { source_row, rows, to }
+            };
+            let middle = now / 2;
+            let halves = [half(middle, now - middle), half(0, middle)];
+            self.backend.write_staged(&staged, &halves[..if middle > 0 { 2 } else { 1 }])?;
+            done += now;
+        }
+        Ok(())
     }
     fn copy(
         &mut self,

@@ -2,6 +2,7 @@
 //! stay on the device; else, for the blocks that are measured, and for those from which Huffman
 //! tables are built, by the host's encoder, which makes the same bytes.
 
+use super::stage::Staged;
 use super::{CudaBackend, HOST_BYTES, THREADS};
 use crate::driver::{DeviceCopy, KernelLaunch};
 use crate::store::{StorePlan, StoredPage};
@@ -17,12 +18,13 @@ type Encoded = Result<EncodedPages, BackendError>;
 /// written.
 type Written = Vec<Option<Vec<(u64, StoredPage)>>>;
 
-/// Pages that lie in scratch memory, by block.
+/// Pages that lie in scratch memory, by block, or a worker's rows.
 #[derive(Default)]
 pub(super) struct Held {
     /// Counts calls that use scratch memory.
-    call: u64,
+    pub(super) call: u64,
     blocks: Vec<Vec<(u64, PageHeader)>>,
+    pub(super) staged: Option<Staged>,
 }
 
 /// Where the parts of a plan lie on the device.
@@ -37,7 +39,7 @@ impl CudaBackend {
     /// Gives all scratch memory back, and what is held in it.
     pub(super) fn clear_scratch(&mut self) {
         self.device.clear_scratch();
-        self.held = Held { call: self.held.call + 1, blocks: Vec::new() };
+        self.held = Held { call: self.held.call + 1, ..Held::default() };
     }
 
     /// Encodes blocks of one layer; one in sixteen is measured.

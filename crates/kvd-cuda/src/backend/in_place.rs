@@ -10,7 +10,7 @@ use crate::{Tables, Turns};
 use kvd_compute::{AttendPlan, BackendError, RegionPlaces};
 use kvd_core::{DType, ErrorCode};
 
-/// Of a unit whose queries are numbers: `ALL_FINITE` of `queries.cuh`.
+/// Of a unit whose queries are numbers: `ALL_FINITE` of `block.cuh`.
 const ALL_FINITE: u32 = u32::MAX;
 
 /// Where queries are and answers go, as addresses.

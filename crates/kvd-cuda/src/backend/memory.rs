@@ -220,6 +220,11 @@ impl Device {
         self.call(|ordered| ordered.upload_aligned(to, bytes))
     }
 
+    /// The same to memory that a kernel before may still be reading.
+    pub(super) fn rewrite(&mut self, to: u64, bytes: &[u8]) -> Result<(), BackendError> {
+        self.call(|ordered| ordered.write(to, bytes))
+    }
+
     /// Reads scratch memory.
     pub(super) fn download(&mut self, from: u64, bytes: &mut [u8]) -> Result<(), BackendError> {
         self.call(|ordered| ordered.read(from, bytes))

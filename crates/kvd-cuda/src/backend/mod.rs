@@ -14,6 +14,7 @@ mod in_place;
 mod memory;
 mod order;
 mod region;
+mod stage;
 mod staging;
 
 use crate::driver::{DeviceCopy, Driver, DriverError};
@@ -26,7 +27,8 @@ use kvd_codec::{ModelCodec, Page, PageHeader};
 use kvd_compute::{
     AttendPlan, Attended, Backend, BackendError, CpuBackend, CpuOptions, DeviceInfo, DeviceRegion,
     EncodeSource, EncodedPages, IncomingRows, Launches, LoadPlan, LoadedRows, ModelBytes,
-    OpenError, OpenedRegion, PlanPart, RawTarget, RegionHandle, RegionPlaces, Sampling, Source,
+    OpenError, OpenedRegion, PlanPart, RawTarget, RegionHandle, RegionPlaces, RegionRows, Sampling,
+    Source, StagedRows, StagedWrite,
 };
 use kvd_core::{Coded, ErrorCode, Extent, LayerIndex, ModelId, Side};
 use memory::Device;
@@ -396,6 +398,22 @@ impl Backend for CudaBackend {
         launched: &mut dyn FnMut(),
     ) -> Result<u64, BackendError> {
         self.attend_at(plan, places, launched)
+    }
+
+    fn stage(
+        &mut self,
+        model: ModelId,
+        rows: &RegionRows,
+    ) -> Result<Option<StagedRows>, BackendError> {
+        self.stage_rows(model, rows)
+    }
+
+    fn write_staged(
+        &mut self,
+        staged: &StagedRows,
+        writes: &[StagedWrite],
+    ) -> Result<(), BackendError> {
+        self.write_rows(staged, writes)
     }
 
     fn close_region(&mut self, region: DeviceRegion) {

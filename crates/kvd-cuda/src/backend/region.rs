@@ -8,7 +8,7 @@ use kvd_core::ErrorCode;
 use std::collections::BTreeMap;
 
 /// Kernels that read and write a worker's memory where it is.
-const IN_PLACE: [&str; 2] = ["kvd_queries", "kvd_answer"];
+const IN_PLACE: [&str; 4] = ["kvd_queries", "kvd_answer", "kvd_stage", "kvd_rows"];
 
 /// Memory that is open.
 struct Open {

@@ -301,7 +301,11 @@ impl Driver for EmuDriver {
 
     fn write(&mut self, to: u64, from: PinnedRange) -> Result<(), DriverError> {
         self.call("write", Some(Fail::Write))?;
-        self.watch.lock().writes += 1;
+        {
+            let mut watch = self.watch.lock();
+            watch.writes += 1;
+            watch.written_bytes += from.bytes as usize;
+        }
         self.check(to, from.bytes);
         self.give(Stream::Copy, Work::Write { to, from })
     }

@@ -17,6 +17,8 @@ pub(crate) struct Watch {
     pub(crate) launches: usize,
     /// Copies to the device so far.
     pub(crate) writes: usize,
+    /// Bytes copied to the device so far.
+    pub(crate) written_bytes: usize,
     /// Graphs launched so far.
     pub(crate) graphs: usize,
     /// Calls that copied within the device so far.

@@ -115,7 +115,7 @@ fn one_sequence_more_than_there_is_room_for_leaves_the_others_their_graphs() {
     }
     let mut fixture = open(Order::Random(3), Pace::Late, CudaOptions { graphs: 2, ..OPTIONS });
     let geometry = Geometry { layers: 3, ..geometry() };
-    let part = rows(&mut fixture.backend.backend, "raw", &geometry);
+    let part = write_rows(&mut fixture.backend.backend, "raw", &geometry);
     fixture.backend.head_dims = [96, 64];
     let plan = plan(&part, DType::F16, 4, &[1]);
     // A region's answers are in one place: all layers are asked for the same.
@@ -280,7 +280,7 @@ fn a_model_that_goes_takes_its_graphs_along() {
         fixture.backend.backend.unregister(ModelId(1));
         let given_back = live - fixture.watch.lock().live;
         // The same kernels of a model that comes after it are another sequence.
-        let part = rows(&mut fixture.backend.backend, "raw", &geometry());
+        let part = write_rows(&mut fixture.backend.backend, "raw", &geometry());
         let launched = fixture.backend.backend.launches().kernels;
         ask(&mut fixture, &super::plan(&part, DType::F32, 2, &[1])).unwrap();
         assert_eq!(fixture.backend.backend.launches().kernels, launched + 4);

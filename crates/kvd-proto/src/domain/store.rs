@@ -34,14 +34,26 @@ impl StoreChunk {
     /// # Errors
     /// When the layer is out of range or a payload does not fill its shape.
     pub fn check_shape(&self, geometry: &Geometry) -> Result<(), RequestError> {
+        self.check_shape_of(geometry, [&self.k, &self.v].map(|bytes| bytes.len() as u64))
+    }
+
+    /// The same of K and V that lie elsewhere and have so many bytes.
+    ///
+    /// # Errors
+    /// As [`StoreChunk::check_shape`].
+    pub fn check_shape_of(
+        &self,
+        geometry: &Geometry,
+        [k_bytes, v_bytes]: [u64; 2],
+    ) -> Result<(), RequestError> {
         check_layer(self.layer, geometry)?;
         let rows = u64::from(self.tokens) * u64::from(geometry.kv_heads);
         let values = |side| rows * geometry.head_dim(side) as u64;
         let dtype = geometry.dtype;
         let shape = "[tokens, kv_heads, head_dim_k]";
-        payload::check_length("k", shape, self.k.len() as u64, dtype, values(Side::Key))?;
+        payload::check_length("k", shape, k_bytes, dtype, values(Side::Key))?;
         let shape = "[tokens, kv_heads, head_dim_v]";
-        payload::check_length("v", shape, self.v.len() as u64, dtype, values(Side::Value))
+        payload::check_length("v", shape, v_bytes, dtype, values(Side::Value))
     }
 }
 

@@ -451,7 +451,7 @@ pub struct OpenRegionResponse {
     #[prost(bytes = "bytes", tag = "5")]
     pub cuda_event: ::prost::bytes::Bytes,
     /// Why payloads in device memory are copied through the host; empty where kernels read queries and
-    /// write outputs where they are.
+    /// rows and write outputs where they are.
     #[prost(string, tag = "6")]
     pub copied: ::prost::alloc::string::String,
 }

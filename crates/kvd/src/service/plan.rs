@@ -1,7 +1,7 @@
 //! From the store's words to the backend's: parts to sources, slots to targets.
 
-use kvd_compute::{EncodeSource, PlanPart, RawTarget, Source};
-use kvd_store::{PackTask, Part, PartKind, Pinned, RawSlot};
+use kvd_compute::{EncodeSource, PlanPart, RawTarget, Source, StagedWrite};
+use kvd_store::{PackTask, Part, PartKind, Pinned, RawSlot, RowWrite};
 
 /// Where a part lies.
 pub(super) fn source(part: &Part) -> Source {
@@ -29,6 +29,12 @@ pub(super) fn parts(pinned: &Pinned) -> Vec<PlanPart> {
 /// Rows of a raw slot to write.
 pub(super) fn target(slot: &RawSlot, first_row: u32) -> RawTarget {
     RawTarget { extent: slot.extent(), capacity_rows: slot.rows(), first_row }
+}
+
+/// Rows of a request that the device has staged, and where they go.
+pub(super) fn staged_write(write: &RowWrite) -> StagedWrite {
+    let to = target(&write.to, write.to_row);
+    StagedWrite { source_row: write.source_row, rows: write.rows, to }
 }
 
 /// The rows of a block that become pages.

@@ -119,6 +119,15 @@ impl OpenMemory {
             && model.queries.as_ref().is_none_or(|sample| sample.passes(batch))
     }
 
+    /// Whether kernels read K and V to store from it: a model of the device, and places that are
+    /// aligned to values.
+    pub(crate) fn stages(&self, model: &Model, offsets: [u64; 2]) -> bool {
+        let value_bytes = model.shape.geometry.dtype.size_bytes() as u64;
+        self.opened.copied.is_none()
+            && model.seat == self.seat
+            && offsets.iter().all(|offset| offset.is_multiple_of(value_bytes))
+    }
+
     /// Tests that a range lies inside.
     ///
     /// # Errors

@@ -1,14 +1,14 @@
 //! `StoreBlocks`: one range of one layer, from payload to published blocks.
 
+use super::budget::InFlight;
 use super::pack::Packer;
-use super::{Call, Model, Service, ServiceError, plan};
-use kvd_compute::{Backend, IncomingRows};
-use kvd_core::ErrorCode;
+use super::{Call, Model, Seat, Service, ServiceError, plan};
+use kvd_compute::{Backend, IncomingRows, RegionRows, StagedRows, content_hash};
+use kvd_core::{Coded, ErrorCode, Namespace, SequenceId};
 use kvd_proto::domain::StoreChunk;
-use kvd_store::{Append, AppendTicket, Pool};
+use kvd_store::{Append, AppendTicket, Pool, Store, StoreError};
 use std::sync::Arc;
 use std::time::Instant;
-use xxhash_rust::xxh3::Xxh3;
 
 /// What one stored range came to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,50 +21,119 @@ pub struct StoreReply {
     pub packed_blocks: u32,
 }
 
+/// A store that may go on: where, of what model, and its share of the budget.
+struct Admitted<'a> {
+    seat: &'a Seat,
+    model: Arc<Model>,
+    inflight: InFlight,
+}
+
+/// Where the rows of a store are.
+enum Rows {
+    Host(IncomingRows),
+    Staged(StagedRows),
+}
+
 impl Service {
     /// Appends K and V of one layer; answered once they can be read.
     ///
     /// # Errors
     /// Shape, range, finiteness, pool and queue errors; nothing is visible then.
     pub async fn store(&self, call: &Call, chunk: StoreChunk) -> Result<StoreReply, ServiceError> {
-        self.admit(call)?;
-        let seat = self.seat_of(chunk.sequence);
-        let shape = seat.store.model_of(&call.namespace, chunk.sequence)?;
-        chunk.check_shape(&shape.geometry)?;
-        let model = self.models.find(&call.namespace, shape.id)?;
-        let inflight = self.inflight.take((chunk.k.len() + chunk.v.len()) as u64)?;
-        let hash = content_hash(&chunk);
-        let append = seat.store.begin_append(
-            &call.namespace,
-            chunk.sequence,
-            chunk.layer,
-            chunk.start,
-            chunk.tokens,
-            hash,
-        )?;
-        let ticket = match append {
-            Append::Replayed { length } => {
-                return Ok(StoreReply { length, replayed: true, packed_blocks: 0 });
-            }
+        let bytes = [&chunk.k, &chunk.v].map(|payload| payload.len() as u64);
+        let Admitted { seat, model, inflight } = self.admit_store(call, &chunk, bytes)?;
+        let hash = content_hash(&chunk.k, &chunk.v);
+        let ticket = match begin(&seat.store, &call.namespace, &chunk, hash)? {
+            Append::Replayed { length } => return Ok(StoreReply::replayed(length)),
             Append::Ticket(ticket) => ticket,
         };
         let rows = IncomingRows { tokens: chunk.tokens, k: chunk.k, v: chunk.v };
         let pool = seat.store.pool().clone();
         let work = move |backend: &mut dyn Backend| {
-            let reply = execute(backend, &pool, &model, ticket, &rows);
-            drop((rows, inflight));
-            reply
+            let (_inflight, began) = (inflight, Instant::now());
+            let reply = execute(backend, &pool, &model, ticket, &Rows::Host(rows))?;
+            model.metrics.store_seconds.record(began.elapsed().as_secs_f64());
+            Ok(reply)
         };
         seat.lane.run(call, work).await
     }
+
+    /// The same of K and V in a region of the model's device, `bytes` long: the chunk's own are
+    /// ignored. `None`, and nothing is done, when the device has no room for so many at once.
+    ///
+    /// # Errors
+    /// As [`Service::store`].
+    pub(crate) async fn store_in_place(
+        &self,
+        call: &Call,
+        chunk: &StoreChunk,
+        rows: RegionRows,
+        bytes: [u64; 2],
+    ) -> Result<Option<StoreReply>, ServiceError> {
+        let Admitted { seat, model, inflight } = self.admit_store(call, chunk, bytes)?;
+        let (store, namespace) = (seat.store.clone(), call.namespace.clone());
+        let chunk = chunk.clone();
+        // Of the range nothing is known before the device has read it, so all of it is one job.
+        let work = move |backend: &mut dyn Backend| {
+            let (_inflight, began) = (inflight, Instant::now());
+            let Some(staged) = backend.stage(model.shape.id, &rows)? else { return Ok(None) };
+            let ticket = match begin(&store, &namespace, &chunk, staged.content_hash)? {
+                Append::Replayed { length } => return Ok(Some(StoreReply::replayed(length))),
+                Append::Ticket(ticket) => ticket,
+            };
+            let reply = execute(backend, store.pool(), &model, ticket, &Rows::Staged(staged))?;
+            model.metrics.store_seconds.record(began.elapsed().as_secs_f64());
+            Ok(Some(reply))
+        };
+        seat.lane.run(call, work).await
+    }
+
+    /// What is tested of a store before anything is done; `bytes` are those of K and V.
+    fn admit_store(
+        &self,
+        call: &Call,
+        chunk: &StoreChunk,
+        bytes: [u64; 2],
+    ) -> Result<Admitted<'_>, ServiceError> {
+        self.admit(call)?;
+        let seat = self.seat_of(chunk.sequence);
+        let shape = seat.store.model_of(&call.namespace, chunk.sequence)?;
+        chunk.check_shape_of(&shape.geometry, bytes)?;
+        let model = self.models.find(&call.namespace, shape.id)?;
+        let inflight = self.inflight.take(bytes[0] + bytes[1])?;
+        Ok(Admitted { seat, model, inflight })
+    }
+
+    /// The model of a sequence that a store names.
+    ///
+    /// # Errors
+    /// When there is no such sequence in the caller's namespace.
+    pub(crate) fn model_of(
+        &self,
+        call: &Call,
+        sequence: SequenceId,
+    ) -> Result<Arc<Model>, ServiceError> {
+        let shape = self.seat_of(sequence).store.model_of(&call.namespace, sequence)?;
+        self.models.find(&call.namespace, shape.id)
+    }
 }
 
-/// Tells a retry from other content under the same range.
-fn content_hash(chunk: &StoreChunk) -> u64 {
-    let mut hash = Xxh3::new();
-    hash.update(&chunk.k);
-    hash.update(&chunk.v);
-    hash.digest()
+impl StoreReply {
+    /// A range that was there before.
+    fn replayed(length: u32) -> Self {
+        Self { length, replayed: true, packed_blocks: 0 }
+    }
+}
+
+/// Asks for the range of a chunk with that content.
+fn begin(
+    store: &Store,
+    namespace: &Namespace,
+    chunk: &StoreChunk,
+    content_hash: u64,
+) -> Result<Append, StoreError> {
+    let StoreChunk { sequence, layer, start, tokens, .. } = *chunk;
+    store.begin_append(namespace, sequence, layer, start, tokens, content_hash)
 }
 
 /// The lane's part. The ticket publishes at the very end; an error before drops it, which undoes
@@ -74,19 +143,32 @@ fn execute(
     pool: &Arc<Pool>,
     model: &Model,
     ticket: AppendTicket,
-    rows: &IncomingRows,
+    rows: &Rows,
 ) -> Result<StoreReply, ServiceError> {
-    let began = Instant::now();
     let id = model.shape.id;
-    backend.check(id, rows)?;
+    match rows {
+        Rows::Host(rows) => backend.check(id, rows)?,
+        Rows::Staged(StagedRows { finite: Err(error), .. }) => {
+            return Err(ServiceError::new(error.code(), error.to_string()));
+        }
+        Rows::Staged(_) => {}
+    }
     for copy in ticket.copies() {
         let count = copy.from.rows.end - copy.from.rows.start;
         let (from, to) = (plan::source(&copy.from), plan::target(&copy.to, copy.to_row));
         backend.copy(id, ticket.layer(), &from, count, to)?;
     }
-    for write in ticket.writes() {
-        let to = plan::target(&write.to, write.to_row);
-        backend.write(id, rows, write.source_row, write.rows, to)?;
+    match rows {
+        Rows::Host(rows) => {
+            for write in ticket.writes() {
+                let to = plan::target(&write.to, write.to_row);
+                backend.write(id, rows, write.source_row, write.rows, to)?;
+            }
+        }
+        Rows::Staged(staged) => {
+            let writes: Vec<_> = ticket.writes().iter().map(plan::staged_write).collect();
+            backend.write_staged(staged, &writes)?;
+        }
     }
     let packed = Packer { backend, pool, model, ticket: &ticket }.pack()?;
     let packed_blocks = packed.iter().flatten().count() as u32;
@@ -94,8 +176,8 @@ fn execute(
     if let Some(reason) = backend.failure() {
         return Err(ServiceError::new(ErrorCode::DeviceFailed, reason));
     }
+    let stored_tokens = ticket.tokens();
     let length = ticket.commit(packed);
-    model.metrics.stored_tokens.increment(u64::from(rows.tokens));
-    model.metrics.store_seconds.record(began.elapsed().as_secs_f64());
+    model.metrics.stored_tokens.increment(u64::from(stored_tokens));
     Ok(StoreReply { length, replayed: false, packed_blocks })
 }

@@ -2,12 +2,10 @@
 // coefficient space. One thread block takes a unit's rows.
 #pragma once
 
+#include "block.cuh"
 #include "turn.cuh"
 
 namespace kvd {
-
-// `QueryParameters::first_bad` of a unit whose values are finite.
-constexpr uint32_t ALL_FINITE = ~0u;
 
 struct QueryParameters {
     // The worker's, `[tokens, query heads, dim]`, aligned to a value; it may change at any time.
@@ -34,19 +32,6 @@ KVD_DEVICE float value_of(const uint8_t* values, uint32_t dtype, uint64_t at) {
     }
     const uint16_t bits = reinterpret_cast<const uint16_t*>(values)[at];
     return dtype == 1 ? f16_value(bits) : bf16_value(bits);
-}
-
-// The least word of all threads, there for all of them.
-KVD_DEVICE uint32_t block_least(uint32_t word, uint32_t* words) {
-    words[thread_index()] = word;
-    KVD_BARRIER();
-    for (unsigned half = TURN_THREADS / 2; half > 0; half /= 2) {
-        if (thread_index() < half) {
-            words[thread_index()] = least(words[thread_index()], words[thread_index() + half]);
-        }
-        KVD_BARRIER();
-    }
-    return words[0];
 }
 
 KVD_DEVICE void queries(const QueryParameters& parameters, uint8_t* shared) {

@@ -1,13 +1,13 @@
 //! Calls through a region: payloads are copied out of it before anything looks at them, because the
-//! worker may write at any time, and answers are copied into it; but attention in device memory
-//! that kernels reach is answered where it is.
+//! worker may write at any time, and answers are copied into it; but what kernels reach in device
+//! memory is read and answered where it is, and K and V are copied within the device.
 
 use super::Region;
 use crate::metrics::Metric;
-use crate::service::{AttendReply, Call, OpenMemory, Service, ServiceError};
+use crate::service::{AttendReply, Call, OpenMemory, Service, ServiceError, StoreReply};
 use crate::transport::measure::answer as measured;
 use bytes::Bytes;
-use kvd_compute::RegionPlaces;
+use kvd_compute::{RegionPlaces, RegionRows};
 use kvd_core::{DType, ErrorCode};
 use kvd_proto::domain::{AttendBatch, StoreChunk, inline};
 use kvd_proto::{RequestError, v1};
@@ -56,19 +56,57 @@ async fn serve(
             attend(service, region, caller, (call, launched)).await?;
             Ok([0; 3])
         }
-        Some(v1::region_call::Call::Store(mut request)) => {
-            // Together, as in a message.
-            let slices = [request.k.as_ref(), request.v.as_ref()].map(slice_of);
-            let bytes = slices.iter().flatten().map(|slice| slice.bytes);
-            check_size(service, bytes.fold(0, u64::saturating_add))?;
-            request.k = taken(service, region, caller, request.k).await?;
-            request.v = taken(service, region, caller, request.v).await?;
-            count(service, if region.device.is_some() { "copied" } else { "file" });
-            let chunk = StoreChunk::try_from(request)?;
-            let stored = service.store(caller, chunk).await?;
+        Some(v1::region_call::Call::Store(request)) => {
+            let stored = store(service, region, caller, request).await?;
             Ok([stored.length, stored.replayed.into(), stored.packed_blocks])
         }
     }
+}
+
+async fn store(
+    service: &Service,
+    region: &Region,
+    caller: &Call,
+    mut request: v1::StoreBlocksRequest,
+) -> Result<StoreReply, ServiceError> {
+    // Together, as in a message.
+    let slices = [request.k.as_ref(), request.v.as_ref()].map(slice_of);
+    let bytes = slices.iter().flatten().map(|slice| slice.bytes);
+    check_size(service, bytes.fold(0, u64::saturating_add))?;
+    if let (Some(device), [Some(k), Some(v)]) = (&region.device, slices)
+        && let Some(stored) = store_in_place(service, device, caller, (&request, [k, v])).await?
+    {
+        return Ok(stored);
+    }
+    request.k = taken(service, region, caller, request.k).await?;
+    request.v = taken(service, region, caller, request.v).await?;
+    count(service, if region.device.is_some() { "copied" } else { "file" });
+    service.store(caller, StoreChunk::try_from(request)?).await
+}
+
+/// A store whose K and V are both in device memory, if its device takes them from there.
+async fn store_in_place(
+    service: &Service,
+    device: &OpenMemory,
+    caller: &Call,
+    (request, [k, v]): (&v1::StoreBlocksRequest, [v1::RegionSlice; 2]),
+) -> Result<Option<StoreReply>, ServiceError> {
+    device.check(k.offset, k.bytes)?;
+    device.check(v.offset, v.bytes)?;
+    let nothing = Some(inline(Bytes::new()));
+    let without = v1::StoreBlocksRequest { k: nothing.clone(), v: nothing, ..*request };
+    let chunk = StoreChunk::try_from(without)?;
+    let model = service.model_of(caller, chunk.sequence)?;
+    if !device.stages(&model, [k.offset, v.offset]) {
+        return Ok(None);
+    }
+    let places =
+        RegionRows { region: device.region(), tokens: chunk.tokens, k: k.offset, v: v.offset };
+    let stored = service.store_in_place(caller, &chunk, places, [k.bytes, v.bytes]).await;
+    if !matches!(stored, Ok(None)) {
+        count(service, "in_place");
+    }
+    stored
 }
 
 /// Counts a call by where its payloads were.

@@ -1,6 +1,7 @@
 //! Regions whose payloads are in a device's memory, over a device that a test can look into.
 
 mod device;
+mod store;
 
 use super::*;
 use crate::config::{Config, Overrides};
@@ -62,7 +63,7 @@ impl Fixture {
         let memories = all[0].clone();
         let device = |(memories, uuid): (Memories, &str)| -> Box<dyn Backend> {
             let cpu = CpuBackend::new(options).unwrap();
-            Box::new(Device { cpu, memories, uuid: uuid.to_owned() })
+            Box::new(Device::new(cpu, memories, uuid))
         };
         let devices = all.into_iter().zip(UUIDS).map(device).collect();
         let running = Daemon::build_on(config, devices).await.unwrap().spawn();

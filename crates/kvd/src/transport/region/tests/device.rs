@@ -3,9 +3,9 @@
 use kvd_compute::{
     AttendPlan, Backend, BackendError, CpuBackend, DeviceInfo, DeviceRegion, EncodeSource,
     EncodedPages, IncomingRows, LoadPlan, LoadedRows, ModelBytes, OpenedRegion, RawTarget,
-    RegionHandle, RegionPlaces, Source,
+    RegionHandle, RegionPlaces, RegionRows, Source, StagedRows, StagedWrite, content_hash,
 };
-use kvd_core::{ErrorCode, Extent, LayerIndex, ModelId};
+use kvd_core::{ErrorCode, Extent, LayerIndex, ModelId, Side};
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -19,8 +19,23 @@ pub(super) struct Memories {
     pub(super) copied: Arc<Mutex<Option<String>>>,
     /// Held by a test while launches are under way.
     pub(super) busy: Arc<Mutex<()>>,
+    /// Stores.
+    pub(super) stores: Arc<Mutex<Stores>>,
     /// Copies to and from it, and uses of what was not open.
     counts: Arc<Mutex<[usize; 2]>>,
+}
+
+/// What a test tells of stores, and sees.
+#[derive(Default)]
+pub(super) struct Stores {
+    /// Bytes of K and V from which on there is no room for them.
+    pub(super) room: Option<u64>,
+    /// Workers write over their rows as soon as those are staged.
+    pub(super) spoil: bool,
+    /// The device is lost before rows are written.
+    pub(super) lose: bool,
+    /// Calls that staged something.
+    pub(super) staged: u64,
 }
 
 impl Memories {
@@ -36,12 +51,18 @@ impl Memories {
 
 /// The processor, as if it had memory of its own.
 pub(super) struct Device {
-    pub(super) cpu: CpuBackend,
-    pub(super) memories: Memories,
-    pub(super) uuid: String,
+    cpu: CpuBackend,
+    memories: Memories,
+    uuid: String,
+    staged: Option<(ModelId, IncomingRows)>,
+    failure: Option<&'static str>,
 }
 
 impl Device {
+    pub(super) fn new(cpu: CpuBackend, memories: Memories, uuid: &str) -> Self {
+        Self { cpu, memories, uuid: uuid.to_owned(), staged: None, failure: None }
+    }
+
     fn with<T>(&self, region: DeviceRegion, look: impl FnOnce(&mut Vec<u8>) -> T) -> T {
         let is_open = self.memories.open.lock().iter().any(|name| u64::from(*name) == region.0);
         self.memories.counts.lock()[1] += usize::from(!is_open);
@@ -52,6 +73,9 @@ impl Device {
 impl Backend for Device {
     fn info(&self) -> DeviceInfo {
         DeviceInfo { uuid: Some(self.uuid.clone()), ..self.cpu.info() }
+    }
+    fn failure(&self) -> Option<&str> {
+        self.failure
     }
     fn register(&mut self, model: ModelId, codec: kvd_codec::ModelCodec) {
         self.cpu.register(model, codec);
@@ -141,6 +165,49 @@ impl Backend for Device {
             }
         });
         Ok(attended.stored_bytes_read)
+    }
+    fn stage(
+        &mut self,
+        model: ModelId,
+        rows: &RegionRows,
+    ) -> Result<Option<StagedRows>, BackendError> {
+        let geometry = self.cpu.codec(model)?.geometry().clone();
+        let per_head = rows.tokens as usize * geometry.kv_heads as usize;
+        let bytes = |side| per_head * geometry.head_dim(side) * geometry.dtype.size_bytes();
+        let mut stores = self.memories.stores.lock();
+        let [k_bytes, v_bytes] = Side::BOTH.map(bytes);
+        if stores.room.is_some_and(|room| (k_bytes + v_bytes) as u64 >= room) {
+            return Ok(None);
+        }
+        let [k, v] = [(rows.k, k_bytes), (rows.v, v_bytes)].map(|(at, bytes)| {
+            self.with(rows.region, |memory| {
+                let rows = &mut memory[at as usize..][..bytes];
+                let copy = rows.to_vec();
+                if stores.spoil {
+                    rows.fill(0xFF);
+                }
+                copy
+            })
+        });
+        let rows = IncomingRows { tokens: rows.tokens, k: k.into(), v: v.into() };
+        let (content_hash, finite) = (content_hash(&rows.k, &rows.v), self.cpu.check(model, &rows));
+        self.staged = Some((model, rows));
+        stores.staged += 1;
+        Ok(Some(StagedRows { call: stores.staged, content_hash, finite }))
+    }
+    fn write_staged(
+        &mut self,
+        staged: &StagedRows,
+        writes: &[StagedWrite],
+    ) -> Result<(), BackendError> {
+        let stores = self.memories.stores.lock();
+        assert_eq!(staged.call, stores.staged, "the rows of another call");
+        let (model, rows) = self.staged.as_ref().expect("staged rows");
+        for write in writes {
+            self.cpu.write(*model, rows, write.source_row, write.rows, write.to)?;
+        }
+        self.failure = stores.lose.then_some("lost");
+        Ok(())
     }
     fn close_region(&mut self, region: DeviceRegion) {
         self.memories.open.lock().retain(|name| u64::from(*name) != region.0);

@@ -1,0 +1,135 @@
+//! K and V of a worker's memory, copied within the device and written from that copy: what comes to
+//! the host is a check of each thread block.
+
+use super::{CudaBackend, THREADS, error};
+use crate::driver::KernelLaunch;
+use crate::rows::{RowsParameters, RowsUnit, StageCheck, StageParameters};
+use kvd_compute::{BackendError, RawTarget, RegionRows, StagedRows, StagedWrite, content_hash_of};
+use kvd_core::{DType, ErrorCode, Geometry, ModelId, Side};
+
+/// A copy in scratch memory, until that is given back.
+pub(super) struct Staged {
+    geometry: Geometry,
+    tokens: u32,
+    /// By side.
+    rows: [u64; 2],
+    /// Room for so many units of `kvd_rows`, and where.
+    units_max: u64,
+    units: u64,
+}
+
+impl CudaBackend {
+    pub(super) fn stage_rows(
+        &mut self,
+        model: ModelId,
+        rows: &RegionRows,
+    ) -> Result<Option<StagedRows>, BackendError> {
+        let geometry = self.codec(model)?.geometry().clone();
+        let (tokens, each) = (rows.tokens, geometry.dtype.size_bytes());
+        let per_head = u64::from(tokens) * u64::from(geometry.kv_heads);
+        let values = Side::BOTH.map(|side| per_head * geometry.head_dim(side) as u64);
+        let offsets = [rows.k, rows.v];
+        let find = |side: Side| {
+            let (offset, values) = (offsets[side.index()], values[side.index()]);
+            self.regions.find_values(rows.region, offset, (values, each))
+        };
+        let from = [find(Side::Key)?, find(Side::Value)?];
+        // A kernel says by a word which of the values is none.
+        if values.iter().any(|values| *values >= u64::from(u32::MAX)) {
+            return Ok(None);
+        }
+        let mut plan =
+            StageParameters::new(values.map(|values| values * each as u64), geometry.dtype);
+        self.clear_scratch();
+        let Some(staged) = self.place_stage(&mut plan, geometry, tokens, from) else {
+            return Ok(None);
+        };
+        self.device.launch(KernelLaunch {
+            kernel: "kvd_stage",
+            blocks: plan.blocks(),
+            threads: THREADS,
+            shared_bytes: StageParameters::SHARED_BYTES,
+            parameters: bytemuck::bytes_of(&plan),
+        })?;
+        let mut checks = vec![StageCheck::default(); plan.blocks() as usize];
+        self.device.download(plan.checks, bytemuck::cast_slice_mut(&mut checks))?;
+        let (sum, first_bad) = plan.read(&checks);
+        let content_hash = content_hash_of(sum, plan.sides.map(|side| side.bytes));
+        let bad = Side::BOTH.into_iter().find_map(|side| first_bad[side.index()].zip(Some(side)));
+        let finite = match bad {
+            None => Ok(()),
+            Some((index, side)) => Err(self.bad_value(&staged, side, index as usize)?),
+        };
+        self.held.staged = Some(staged);
+        Ok(Some(StagedRows { call: self.held.call, content_hash, finite }))
+    }
+
+    /// Takes scratch memory for a copy, its checks, and the units that write it.
+    fn place_stage(
+        &mut self,
+        plan: &mut StageParameters,
+        geometry: Geometry,
+        tokens: u32,
+        from: [u64; 2],
+    ) -> Option<Staged> {
+        let mut rows = [0; 2];
+        for side in Side::BOTH {
+            let to = self.device.scratch(plan.copy_bytes(side))?;
+            plan.place(side, from[side.index()], to);
+            rows[side.index()] = to;
+        }
+        plan.checks =
+            self.device.scratch(u64::from(plan.blocks()) * size_of::<StageCheck>() as u64)?;
+        let units_max = RowsUnit::most(&geometry, tokens);
+        let units = self.device.scratch(units_max * size_of::<RowsUnit>() as u64)?;
+        Some(Staged { geometry, tokens, rows, units_max, units })
+    }
+
+    /// What is said of a staged value that is no number.
+    fn bad_value(
+        &mut self,
+        staged: &Staged,
+        side: Side,
+        index: usize,
+    ) -> Result<BackendError, BackendError> {
+        let dtype = staged.geometry.dtype;
+        let (mut bytes, mut value) = ([0; DType::F32.size_bytes()], [0f32]);
+        let bytes = &mut bytes[..dtype.size_bytes()];
+        self.device.download(staged.rows[side.index()] + (index * bytes.len()) as u64, bytes)?;
+        dtype.widen(bytes, &mut value);
+        Ok(BackendError::non_finite(&staged.geometry, side, index, value[0]))
+    }
+
+    pub(super) fn write_rows(
+        &mut self,
+        staged: &StagedRows,
+        writes: &[StagedWrite],
+    ) -> Result<(), BackendError> {
+        let known = self.held.staged.as_ref().filter(|_| staged.call == self.held.call);
+        let Some(Staged { geometry, tokens, rows, units_max, units }) = known else {
+            return Err(error(ErrorCode::Internal, "rows are written that are no longer staged"));
+        };
+        let past = |write: &StagedWrite| {
+            let ends_after = |first: u32, end: u32| end.checked_sub(write.rows) < Some(first);
+            let RawTarget { capacity_rows, first_row, .. } = write.to;
+            ends_after(write.source_row, *tokens) || ends_after(first_row, capacity_rows)
+        };
+        let table = RowsUnit::of(geometry, writes, *rows, self.device.arena());
+        if writes.iter().any(past) || table.len() as u64 > *units_max {
+            let message = format!("{} writes of {tokens} staged tokens", writes.len());
+            return Err(error(ErrorCode::Internal, message));
+        }
+        let ends = writes.iter().map(|write| write.to.extent.end());
+        assert!(ends.max().unwrap_or(0) <= self.device.arena_bytes(), "rows past the arena");
+        let parameters =
+            RowsParameters { units: *units, align: RowsUnit::align(&table), unused: 0 };
+        self.device.rewrite(*units, bytemuck::cast_slice(&table))?;
+        self.device.launch(KernelLaunch {
+            kernel: "kvd_rows",
+            blocks: table.len() as u32,
+            threads: THREADS,
+            shared_bytes: 0,
+            parameters: bytemuck::bytes_of(&parameters),
+        })
+    }
+}
