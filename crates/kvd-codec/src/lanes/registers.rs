@@ -163,9 +163,9 @@ impl Registers<'_> {
             for (lane, row) in lanes.iter_mut().zip(rows.chunks_exact(per_row)) {
                 *lane = codes(&row[first..]);
             }
-            let steps = part.iter_mut().skip(block).step_by(blocks);
-            for (step, quads) in steps.zip(self.turned(lanes)) {
-                step.as_chunks_mut::<REGISTER_QUADS>().0[half] = cast(quads);
+            for (quad, quads) in self.turned(lanes).iter().enumerate() {
+                let step = &mut part[(quad * blocks + block) % PART_STEPS];
+                step.as_chunks_mut::<REGISTER_QUADS>().0[half] = cast(*quads);
             }
         }
         quads * blocks
@@ -325,9 +325,10 @@ impl Words {
         out.resize(start + size_of::<u16>() * self.taken, 0);
         let to = out[start..].as_chunks_mut::<2>().0;
         for entry in log.iter().take(self.given) {
-            if let Some(to) = to.get_mut((entry >> WORD_BITS) as usize) {
-                *to = (*entry as u16).to_le_bytes();
-            }
+            // No place is beyond the end. A loop that may stop stays one of scalars: masked, each
+            // word cost more than its lanes saved.
+            let Some(to) = to.get_mut((entry >> WORD_BITS) as usize) else { break };
+            *to = (*entry as u16).to_le_bytes();
         }
         self.given = 0;
     }
