@@ -6,7 +6,8 @@ use crate::gain;
 use crate::lanes::{self, CHUNK_TOKENS, LaneTable};
 use crate::page::{self, HEADER_BYTES, PageHeader, id};
 use crate::side::bind::HeadPlace;
-use crate::side::float;
+use crate::side::float::{self, largest_magnitude};
+use crate::side::uniform::Uniform;
 use crate::side::{HeadQuantizer, HeadSide, Unquantizable};
 use kvd_core::{DType, Side};
 
@@ -42,18 +43,20 @@ pub(crate) struct PagePlan<'a> {
     pub(crate) dtype: DType,
     /// `[tokens, dim]`.
     pub(crate) rows: &'a [f32],
+    /// Their largest magnitude.
+    pub(crate) absmax: f32,
     pub(crate) stage: Stage<'a>,
 }
 
 /// Appends the page.
 pub(crate) fn page(plan: &PagePlan<'_>, scratch: &mut Scratch, out: &mut Vec<u8>) -> EncodedPage {
-    let PagePlan { side, place, dtype, rows, stage } = *plan;
+    let PagePlan { side, place, dtype, rows, absmax, stage } = *plan;
     let stage = if side.rung { Stage::Fixed } else { stage };
     let start = out.len();
     out.resize(start + HEADER_BYTES, 0);
     let part = (side, place.side, dtype);
     let mut gains = 0;
-    let (mut parts, fallback) = match payload(part, rows, stage, scratch, out) {
+    let (mut parts, fallback) = match payload(part, (rows, absmax), stage, scratch, out) {
         Ok(mut parts) => {
             gains = gain::append(&scratch.gains, out) as u64;
             parts.scales += gains;
@@ -92,7 +95,7 @@ pub(crate) fn page(plan: &PagePlan<'_>, scratch: &mut Scratch, out: &mut Vec<u8>
 
 fn payload(
     (side, of, dtype): (&HeadSide, Side, DType),
-    rows: &[f32],
+    (rows, absmax): (&[f32], f32),
     stage: Stage<'_>,
     scratch: &mut Scratch,
     out: &mut Vec<u8>,
@@ -118,6 +121,9 @@ fn payload(
         let scales = bitalloc.encode(coefficients, raw, out)?;
         let codes = (out.len() - start) as u64 - scales;
         return Ok(PageBytes { scales, codes, ..PageBytes::default() });
+    }
+    if let (HeadQuantizer::Uniform(uniform), Stage::Fixed) = (&side.quantizer, stage) {
+        return fixed_uniform(uniform, (side, of), (rows, absmax), scratch, out);
     }
     quantize(side, rows, scratch)?;
     let mut parts = PageBytes { scales: scratch.scales.len() as u64, ..PageBytes::default() };
@@ -149,6 +155,26 @@ fn payload(
     }
     parts.codes = (out.len() - codes_at) as u64;
     Ok(parts)
+}
+
+/// Uniform codes of fixed width; `absmax` is the largest magnitude of `rows`.
+fn fixed_uniform(
+    uniform: &Uniform,
+    (side, of): (&HeadSide, Side),
+    (rows, absmax): (&[f32], f32),
+    scratch: &mut Scratch,
+    out: &mut Vec<u8>,
+) -> Result<PageBytes, Unquantizable> {
+    let (tokens, dim) = (rows.len() / side.dim(), side.dim());
+    let coefficients = forward(side, rows, &mut scratch.coefficients, &mut scratch.gains);
+    let as_they_are = side.is_identity() && side.gain.is_none();
+    let absmax = if as_they_are { absmax } else { largest_magnitude(coefficients)? };
+    let start = out.len();
+    let layout = CodeLayout::new(of, tokens, dim, uniform.code_bits());
+    uniform.encode(absmax, (coefficients, dim), (&layout, of), &mut scratch.symbols, out)?;
+    let scales = uniform.scale_bytes(tokens, dim) as u64;
+    let codes = (out.len() - start) as u64 - scales;
+    Ok(PageBytes { scales, codes, ..PageBytes::default() })
 }
 
 /// Fills `scratch` with the codes and scales of `rows`.

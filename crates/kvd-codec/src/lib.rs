@@ -44,6 +44,7 @@ mod spec;
 mod transform;
 mod vq_spec;
 mod wide;
+mod widen;
 
 pub use bits::CodeLayout;
 pub use calibration::Calibration;
@@ -73,3 +74,4 @@ pub use spec::{
     UniformStep,
 };
 pub use vq_spec::{CodebookScope, VqSpec};
+pub use widen::widen;

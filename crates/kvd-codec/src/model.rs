@@ -6,7 +6,7 @@ use crate::encode::{self, EncodedPage, PagePlan, Scratch, Stage};
 use crate::huffman::HuffmanTable;
 use crate::lanes::{Grouping, LaneTable};
 use crate::side::bind::HeadPlace;
-use crate::side::float::{all_within, largest};
+use crate::side::float::{all_within, largest, largest_within};
 use crate::side::vq::codebook_bytes;
 use crate::{Calibration, CodecError, CodecSpec, HeadSide, SideSpec};
 use kvd_core::{Geometry, LayerIndex, Side};
@@ -332,17 +332,21 @@ impl ModelCodec {
             for head in 0..self.geometry.kv_heads as usize {
                 let head_side = self.head(layer, side, head);
                 let rows = block.head(side, head, head_side.dim());
+                let absmax = match self.check_head(side, head, (rows, block.tokens)) {
+                    Ok(absmax) => absmax,
+                    Err(error) => {
+                        out.truncate(start);
+                        return Err(error);
+                    }
+                };
                 let plan = PagePlan {
                     side: head_side,
                     place: HeadPlace { layer, side, head },
                     dtype: self.geometry.dtype,
                     rows,
+                    absmax,
                     stage: self.stage(layer, side, head_side),
                 };
-                if let Err(error) = self.check_head(side, head, (rows, block.tokens)) {
-                    out.truncate(start);
-                    return Err(error);
-                }
                 let page_start = out.len();
                 let page = encode_page(&plan, &mut scratch, out);
                 if head == 0 {
@@ -427,10 +431,10 @@ impl ModelCodec {
         side: Side,
         head: usize,
         (rows, tokens): (&[f32], usize),
-    ) -> Result<(), CodecError> {
+    ) -> Result<f32, CodecError> {
         let limit = largest(self.geometry.dtype);
-        if all_within(rows, limit) {
-            return Ok(());
+        if let Some(absmax) = largest_within(rows, limit) {
+            return Ok(absmax);
         }
         let at = rows.iter().position(|x| !all_within(&[*x], limit)).unwrap_or(0);
         Err(self.bad_value(side, tokens, head * rows.len() + at, rows[at]))

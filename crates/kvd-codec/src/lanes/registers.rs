@@ -1,26 +1,29 @@
 //! Whole chunks ([`Whole`]) under tables of up to 32 short codes, in registers of 512 bits: one
-//! permutation looks up the codes of eight lanes.
+//! permutation looks up the codes of sixteen lanes, two of each.
 //!
-//! Codes are brought into the order of steps first. A step makes one word of bits of four codes of
-//! each lane, adds it to the lane's reservoir and writes that whole. Who takes a word at a top-up
-//! follows from the lengths: the places of their next words are squeezed together, in the order in
-//! which a decoder asks for them, and words are fetched by that order at last.
+//! Codes of some steps are turned into their order first. Lanes have reservoirs of 32 bits, all in
+//! one register, and after each top-up those that have a whole word give it away. A word's place
+//! among those of the chunk is known before the word is: a lane gets it when a decoder would ask
+//! for the word, and has two at most that it has not filled. Words leave together with their
+//! places, squeezed, and are put there when a part of the steps is done.
 
 use super::whole::Whole;
-use super::{LANES, LaneRun, LaneTable, QUAD, WORD_BITS};
+use super::{CHUNK_TOKENS, LANES, LaneRun, LaneTable, QUAD, WORD_BITS};
 use core::arch::x86_64::__m512i;
 use kvd_core::Side;
 use pulp::x86::V4;
 use pulp::{Simd, WithSimd, cast};
 
-/// Symbols of a table that one register holds.
+/// Symbols of a table that one register holds, and codes of a row that one holds.
 const SYMBOLS: usize = 32;
-/// Lanes of a register of reservoirs, and registers for all lanes.
-const REGISTER_LANES: usize = 8;
-const REGISTERS: usize = LANES / REGISTER_LANES;
-/// A word's bytes, and the words of a lane's reservoir.
-type Word = [u8; 2];
-const HELD_WORDS: usize = 4;
+/// Quads of a register of codes.
+const REGISTER_QUADS: usize = 8;
+/// Steps that are brought into order together: those of eight quads of a row, or of 32 positions.
+const PART_STEPS: usize = 32;
+/// What they are of at most.
+const PART_POSITIONS: usize = 32;
+/// Words that lanes may give away in a part.
+const PART_WORDS: usize = PART_STEPS * 2 * LANES;
 /// A quad of each lane.
 type Step = [[u16; QUAD]; LANES];
 
@@ -45,7 +48,8 @@ impl<'a> Registers<'a> {
         out: &'a mut Vec<u8>,
     ) -> Option<Self> {
         let (by, units, batch) = (V4::try_new()?, &table.units, table.batch());
-        if units.len() > SYMBOLS || batch.0 < 2 {
+        let tokens = chunk.rows.len() / chunk.per_row;
+        if units.len() > SYMBOLS || batch.0 < 2 || tokens > CHUNK_TOKENS {
             return None;
         }
         let [mut bits, mut lengths] = [[0; SYMBOLS]; 2];
@@ -65,12 +69,9 @@ impl WithSimd for Registers<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, _: S) -> usize {
-        let steps = in_order(&self.chunk, self.run);
-        let codes = self.lengths.iter().filter(|length| **length > 0).count();
-        debug_assert!(steps.as_flattened().as_flattened().iter().all(|c| usize::from(*c) < codes));
         match self.batch.0 {
-            2 => self.words::<2>(&steps),
-            _ => self.words::<1>(&steps),
+            2 => self.words::<2>(),
+            _ => self.words::<1>(),
         }
     }
 }
@@ -78,117 +79,270 @@ impl WithSimd for Registers<'_> {
 impl Registers<'_> {
     /// Words of steps of `TOP_UPS`.
     #[inline(always)]
-    fn words<const TOP_UPS: usize>(self, steps: &[Step]) -> usize {
-        let x = self.by.avx512f;
-        let bits_most = steps.len() * TOP_UPS * self.batch.1 as usize;
-        // A reservoir is written whole.
-        let lane_words = bits_most / WORD_BITS as usize + 1 + HELD_WORDS;
-        let mut words = vec![Word::default(); LANES * lane_words];
-        // At the end a decoder has loaded one word more than it used, and not used one whole.
-        let mut order = vec![0u32; LANES * lane_words];
-        let mut taken = 0;
-        let starts: [u32; LANES] = std::array::from_fn(|lane| (lane * lane_words) as u32);
-        let [need, one, word] = [self.batch.1, 1, WORD_BITS].map(splat);
-        let mut ready = splat(0);
-        let mut asked: __m512i = cast(starts);
-        let mut streams = Streams::new(starts.map(u64::from));
-        for step in steps {
-            for lengths in self.push::<TOP_UPS>(&mut streams, step) {
-                let short = x._mm512_cmplt_epu32_mask(ready, need);
-                ready = x._mm512_mask_add_epi32(ready, short, ready, word);
-                ready = x._mm512_sub_epi32(ready, lengths);
-                let places: [u32; LANES] = cast(x._mm512_maskz_compress_epi32(short, asked));
-                if let Some(to) = order.get_mut(taken..taken + LANES) {
-                    to.copy_from_slice(&places);
+    fn words<const TOP_UPS: usize>(self) -> usize {
+        let start = self.out.len();
+        let mut words = Words::new(self.by, self.batch.1);
+        let mut log: Log = [0; PART_WORDS + LANES];
+        let mut part = [Step::default(); PART_STEPS];
+        for at in (0..self.run.len).step_by(PART_POSITIONS) {
+            let steps = match self.chunk.side {
+                Side::Key => self.keys(at, &mut part),
+                Side::Value => self.values(at, &mut part),
+            };
+            for step in part.iter().take(steps) {
+                let [first, last] = self.pairs(step);
+                if TOP_UPS == 1 {
+                    words.push(self.joined(first, last), &mut log);
+                } else {
+                    words.push(first, &mut log);
+                    words.push(last, &mut log);
                 }
-                asked = x._mm512_mask_add_epi32(asked, short, asked, one);
-                taken += short.count_ones() as usize;
             }
-            streams.flush(self.by, &mut words);
+            words.hand_out(&log, start, self.out);
         }
-        fetch(&words, &order[..taken], self.out)
+        words.finish(&mut log, start, self.out)
     }
 
-    /// Adds the codes of a step; returns the lengths of its top-ups.
+    /// Bits and lengths of the first two codes of each lane, and of the last two.
     #[inline(always)]
-    fn push<const TOP_UPS: usize>(&self, streams: &mut Streams, step: &Step) -> [__m512i; TOP_UPS] {
-        let x = self.by.avx512f;
-        let look_up = self.by.avx512bw;
+    fn pairs(&self, step: &Step) -> [(__m512i, __m512i); 2] {
+        let coded = self.lengths.iter().filter(|length| **length > 0).count();
+        debug_assert!(step.as_flattened().iter().all(|code| usize::from(*code) < coded));
         let [bits, lengths]: [__m512i; 2] = [cast(self.bits), cast(self.lengths)];
-        let (low_word, low_half): (__m512i, __m512i) =
-            (splat(0xFFFF), cast([u64::from(u32::MAX); REGISTER_LANES]));
-        let codes: [[u16; SYMBOLS]; REGISTERS] = bytemuck::cast(*step);
-        let mut narrow = [[[0u32; REGISTER_LANES]; REGISTERS]; TOP_UPS];
-        for register in 0..REGISTERS {
-            let codes = cast(codes[register]);
-            let codes_bits = look_up._mm512_permutexvar_epi16(codes, bits);
-            let lengths = look_up._mm512_permutexvar_epi16(codes, lengths);
-            // Pairs, in halves of a lane.
-            let first = x._mm512_and_si512(lengths, low_word);
-            let second = x._mm512_srli_epi32::<16>(codes_bits);
-            let second = x._mm512_sllv_epi32(second, first);
-            let pairs = x._mm512_or_si512(x._mm512_and_si512(codes_bits, low_word), second);
-            let lengths = x._mm512_add_epi32(first, x._mm512_srli_epi32::<16>(lengths));
-            // Quads.
-            let first = x._mm512_and_si512(lengths, low_half);
-            let last = x._mm512_srli_epi64::<32>(lengths);
-            let second = x._mm512_sllv_epi64(x._mm512_srli_epi64::<32>(pairs), first);
-            let quads = x._mm512_or_si512(x._mm512_and_si512(pairs, low_half), second);
-            let lengths = x._mm512_add_epi64(first, last);
-            let (held, filled) = (&mut streams.held[register], &mut streams.filled[register]);
-            *held = x._mm512_or_si512(*held, x._mm512_sllv_epi64(quads, *filled));
-            *filled = x._mm512_add_epi64(*filled, lengths);
-            narrow[0][register] =
-                cast(x._mm512_cvtepi64_epi32(if TOP_UPS == 1 { lengths } else { first }));
-            if TOP_UPS > 1 {
-                narrow[1][register] = cast(x._mm512_cvtepi64_epi32(last));
-            }
-        }
-        let mut top_ups = [splat(0); TOP_UPS];
-        for (to, lengths) in top_ups.iter_mut().zip(narrow) {
-            *to = cast(lengths);
-        }
-        top_ups
-    }
-}
-
-/// The reservoirs of all lanes.
-struct Streams {
-    held: [__m512i; REGISTERS],
-    filled: [__m512i; REGISTERS],
-    /// Where the next word of each lane goes.
-    next: [__m512i; REGISTERS],
-}
-
-impl Streams {
-    #[inline(always)]
-    fn new(starts: [u64; LANES]) -> Self {
-        let starts: [[u64; REGISTER_LANES]; REGISTERS] = bytemuck::cast(starts);
-        let [low, high] = starts;
-        Self { held: [splat(0); 2], filled: [splat(0); 2], next: [cast(low), cast(high)] }
+        let halves: [[u16; SYMBOLS]; 2] = bytemuck::cast(*step);
+        let codes = (cast(halves[0]), cast(halves[1]));
+        let tables = (bits, lengths);
+        [self.pair::<0>(codes, tables), self.pair::<1>(codes, tables)]
     }
 
-    /// Writes all bits and moves on by whole words; what is left of a lane is less than one.
+    /// Of two codes of each lane. No closure here or beside: a closure is compiled without these
+    /// instructions, which then are calls.
     #[inline(always)]
-    fn flush(&mut self, by: V4, words: &mut [Word]) {
-        let x = by.avx512f;
-        let rest: __m512i = cast([u64::from(WORD_BITS - 1); REGISTER_LANES]);
-        for register in 0..REGISTERS {
-            let held: [u64; REGISTER_LANES] = cast(self.held[register]);
-            let next: [u64; REGISTER_LANES] = cast(self.next[register]);
-            for (held, next) in held.iter().zip(next) {
-                let next = next as usize;
-                if let Some(to) = words.get_mut(next..next + HELD_WORDS) {
-                    to.copy_from_slice(&bytemuck::cast::<_, [Word; HELD_WORDS]>(*held));
+    fn pair<const PAIR: u32>(
+        &self,
+        (low, high): (__m512i, __m512i),
+        (bits, lengths): (__m512i, __m512i),
+    ) -> (__m512i, __m512i) {
+        let (x, words) = (self.by.avx512f, self.by.avx512bw);
+        let order: [u32; LANES] = std::array::from_fn(|lane| 2 * lane as u32 + PAIR);
+        let codes = x._mm512_permutex2var_epi32(low, cast(order), high);
+        let bits = words._mm512_permutexvar_epi16(codes, bits);
+        let lengths = words._mm512_permutexvar_epi16(codes, lengths);
+        let first = x._mm512_and_si512(lengths, splat(0xFFFF));
+        let second = x._mm512_sllv_epi32(x._mm512_srli_epi32::<16>(bits), first);
+        let bits = x._mm512_or_si512(x._mm512_and_si512(bits, splat(0xFFFF)), second);
+        (bits, words._mm512_madd_epi16(lengths, splat(0x1_0001)))
+    }
+
+    /// The bits of both, and how many.
+    #[inline(always)]
+    fn joined(&self, first: (__m512i, __m512i), last: (__m512i, __m512i)) -> (__m512i, __m512i) {
+        let x = self.by.avx512f;
+        let bits = x._mm512_or_si512(first.0, x._mm512_sllv_epi32(last.0, first.1));
+        (bits, x._mm512_add_epi32(first.1, last.1))
+    }
+
+    /// Fills in the steps of some quads of keys, from position `at` of the run on, and counts them.
+    #[inline(always)]
+    fn keys(&self, at: usize, part: &mut [Step; PART_STEPS]) -> usize {
+        let Whole { rows, per_row, .. } = self.chunk;
+        let quads = (self.run.len - at).min(PART_POSITIONS) / QUAD;
+        let (first, blocks) = (self.run.first + at, rows.len() / per_row / LANES);
+        if quads < REGISTER_QUADS {
+            for (token, row) in rows.chunks_exact(per_row).enumerate() {
+                let steps = part.iter_mut().skip(token / LANES).step_by(blocks);
+                for (step, quad) in steps.zip(row[first..].as_chunks::<QUAD>().0).take(quads) {
+                    step[token % LANES] = *quad;
                 }
             }
-            let filled = self.filled[register];
-            let whole = x._mm512_andnot_si512(rest, filled);
-            self.held[register] = x._mm512_srlv_epi64(self.held[register], whole);
-            self.filled[register] = x._mm512_and_si512(filled, rest);
-            let whole = x._mm512_srli_epi64::<4>(whole);
-            self.next[register] = x._mm512_add_epi64(self.next[register], whole);
+            return quads * blocks;
         }
+        for (index, rows) in rows.chunks_exact(REGISTER_QUADS * per_row).enumerate() {
+            let (block, half) = (index / 2, index % 2);
+            let mut lanes = [splat(0); REGISTER_QUADS];
+            for (lane, row) in lanes.iter_mut().zip(rows.chunks_exact(per_row)) {
+                *lane = codes(&row[first..]);
+            }
+            for (quad, quads) in self.turned(lanes).iter().enumerate() {
+                let step = &mut part[(quad * blocks + block) % PART_STEPS];
+                step.as_chunks_mut::<REGISTER_QUADS>().0[half] = cast(*quads);
+            }
+        }
+        quads * blocks
+    }
+
+    /// Fills in the steps of some positions of values, from `at` of the run on, and counts them.
+    #[inline(always)]
+    fn values(&self, at: usize, part: &mut [Step; PART_STEPS]) -> usize {
+        let (x, words) = (self.by.avx512f, self.by.avx512bw);
+        let Whole { rows, per_row, .. } = self.chunk;
+        let positions = (self.run.len - at).min(PART_POSITIONS);
+        let first = self.run.first + at;
+        if positions < PART_POSITIONS {
+            for (lane, rows) in rows.chunks_exact(QUAD * per_row).enumerate() {
+                for (position, step) in part.iter_mut().take(positions).enumerate() {
+                    let code = |token: usize| rows[token * per_row + first + position];
+                    step[lane % LANES] = std::array::from_fn(code);
+                }
+            }
+            return positions;
+        }
+        for (half, rows) in rows.chunks_exact(REGISTER_QUADS * QUAD * per_row).enumerate() {
+            // By lane; a register has the quads of two of every eight positions.
+            let mut quads = [[splat(0); REGISTER_QUADS]; 4];
+            for (lane, rows) in rows.chunks_exact(QUAD * per_row).enumerate() {
+                let (a, b) = (codes(&rows[first..]), codes(&rows[per_row + first..]));
+                let rows = &rows[2 * per_row..];
+                let (c, d) = (codes(&rows[first..]), codes(&rows[per_row + first..]));
+                let ab = [words._mm512_unpacklo_epi16(a, b), words._mm512_unpackhi_epi16(a, b)];
+                let cd = [words._mm512_unpacklo_epi16(c, d), words._mm512_unpackhi_epi16(c, d)];
+                for side in 0..2 {
+                    quads[2 * side][lane] = x._mm512_unpacklo_epi32(ab[side], cd[side]);
+                    quads[2 * side + 1][lane] = x._mm512_unpackhi_epi32(ab[side], cd[side]);
+                }
+            }
+            for (pair, quads) in quads.into_iter().enumerate() {
+                for (index, quads) in self.turned(quads).into_iter().enumerate() {
+                    let step = &mut part[index / 2 * 8 + 2 * pair + index % 2];
+                    step.as_chunks_mut::<REGISTER_QUADS>().0[half] = cast(quads);
+                }
+            }
+        }
+        positions
+    }
+
+    /// Quad `j` of register `i` becomes quad `i` of register `j`.
+    #[inline(always)]
+    fn turned(&self, rows: [__m512i; REGISTER_QUADS]) -> [__m512i; REGISTER_QUADS] {
+        let x = self.by.avx512f;
+        let mut turned = rows;
+        for odd in 0..2 {
+            let mut pairs = [splat(0); REGISTER_QUADS / 2];
+            for (index, pair) in pairs.iter_mut().enumerate() {
+                let (a, b) = (rows[2 * index], rows[2 * index + 1]);
+                *pair = match odd {
+                    0 => x._mm512_unpacklo_epi64(a, b),
+                    _ => x._mm512_unpackhi_epi64(a, b),
+                };
+            }
+            let [a, b, c, d] = pairs;
+            let (even, even_last) =
+                (x._mm512_shuffle_i64x2::<0x88>(a, b), x._mm512_shuffle_i64x2::<0x88>(c, d));
+            let (other, other_last) =
+                (x._mm512_shuffle_i64x2::<0xDD>(a, b), x._mm512_shuffle_i64x2::<0xDD>(c, d));
+            turned[odd] = x._mm512_shuffle_i64x2::<0x88>(even, even_last);
+            turned[2 + odd] = x._mm512_shuffle_i64x2::<0x88>(other, other_last);
+            turned[4 + odd] = x._mm512_shuffle_i64x2::<0xDD>(even, even_last);
+            turned[6 + odd] = x._mm512_shuffle_i64x2::<0xDD>(other, other_last);
+        }
+        turned
+    }
+}
+
+/// Words and their places. By itself: the registers below would lie in memory beside it.
+type Log = [u32; PART_WORDS + LANES];
+
+/// The bits of all lanes, and where they go.
+struct Words {
+    by: V4,
+    need: __m512i,
+    /// Bits that are not yet a word, and how many.
+    held: __m512i,
+    filled: __m512i,
+    /// Bits that a decoder has loaded and not used.
+    ready: __m512i,
+    /// Places of words, in the upper half: of the last one asked for by each lane, of the one
+    /// before, and of those that are asked for next.
+    newer: __m512i,
+    older: __m512i,
+    next: __m512i,
+    /// Words asked for.
+    taken: usize,
+    /// Words in the log.
+    given: usize,
+}
+
+impl Words {
+    #[inline(always)]
+    fn new(by: V4, need: u32) -> Self {
+        let zero = splat(0);
+        let next: [u32; LANES] = std::array::from_fn(|place| (place as u32) << WORD_BITS);
+        Self {
+            by,
+            need: splat(need),
+            held: zero,
+            filled: zero,
+            ready: zero,
+            newer: zero,
+            older: zero,
+            next: cast(next),
+            taken: 0,
+            given: 0,
+        }
+    }
+
+    /// Adds the bits of a top-up, at most a word of each lane.
+    #[inline(always)]
+    fn push(&mut self, (bits, lengths): (__m512i, __m512i), log: &mut Log) {
+        let x = self.by.avx512f;
+        let word = splat(WORD_BITS);
+        let short = x._mm512_cmplt_epu32_mask(self.ready, self.need);
+        let places = x._mm512_maskz_expand_epi32(short, self.next);
+        self.older = x._mm512_mask_mov_epi32(self.older, short, self.newer);
+        self.newer = x._mm512_mask_mov_epi32(self.newer, short, places);
+        let asked = short.count_ones();
+        self.next = x._mm512_add_epi32(self.next, splat(asked << WORD_BITS));
+        self.taken += asked as usize;
+        self.ready = x._mm512_mask_add_epi32(self.ready, short, self.ready, word);
+        self.ready = x._mm512_sub_epi32(self.ready, lengths);
+        self.held = x._mm512_or_si512(self.held, x._mm512_sllv_epi32(bits, self.filled));
+        self.filled = x._mm512_add_epi32(self.filled, lengths);
+        self.give(x._mm512_test_epi32_mask(self.filled, word), log);
+        let given = x._mm512_and_si512(self.filled, word);
+        self.held = x._mm512_srlv_epi32(self.held, given);
+        self.filled = x._mm512_sub_epi32(self.filled, given);
+    }
+
+    /// Notes a word of each of these lanes, and its place.
+    #[inline(always)]
+    fn give(&mut self, lanes: u16, log: &mut Log) {
+        let x = self.by.avx512f;
+        // Bits in words that were asked for and are not all there.
+        let owed = x._mm512_add_epi32(self.ready, self.filled);
+        let both = x._mm512_cmpge_epu32_mask(owed, splat(2 * WORD_BITS));
+        let places = x._mm512_mask_blend_epi32(both, self.newer, self.older);
+        let words = x._mm512_and_si512(self.held, splat(0xFFFF));
+        let words = x._mm512_maskz_compress_epi32(lanes, x._mm512_or_si512(words, places));
+        if let Some(to) = log.get_mut(self.given..self.given + LANES) {
+            to.copy_from_slice(&cast::<_, [u32; LANES]>(words));
+        }
+        self.given += lanes.count_ones() as usize;
+    }
+
+    /// Puts words to their places, of which the first is at `start`.
+    #[inline(always)]
+    fn hand_out(&mut self, log: &Log, start: usize, out: &mut Vec<u8>) {
+        out.resize(start + size_of::<u16>() * self.taken, 0);
+        let to = out[start..].as_chunks_mut::<2>().0;
+        for entry in log.iter().take(self.given) {
+            // No place is beyond the end. A loop that may stop stays one of scalars: masked, each
+            // word cost more than its lanes saved.
+            let Some(to) = to.get_mut((entry >> WORD_BITS) as usize) else { break };
+            *to = (*entry as u16).to_le_bytes();
+        }
+        self.given = 0;
+    }
+
+    /// Writes what is left and returns how many words there are.
+    #[inline(always)]
+    fn finish(mut self, log: &mut Log, start: usize, out: &mut Vec<u8>) -> usize {
+        self.give(self.by.avx512f._mm512_test_epi32_mask(self.filled, self.filled), log);
+        self.hand_out(log, start, out);
+        // Beyond the end a decoder reads zeros.
+        let words = out[start..].as_chunks::<2>().0;
+        let used = words.iter().rposition(|word| *word != [0; 2]).map_or(0, |last| last + 1);
+        out.truncate(start + used * size_of::<u16>());
+        used
     }
 }
 
@@ -197,49 +351,8 @@ fn splat(number: u32) -> __m512i {
     cast([number; LANES])
 }
 
-/// Appends words by their places; returns how many are not zeros at the end.
+/// The first codes of a row.
 #[inline(always)]
-fn fetch(words: &[Word], order: &[u32], out: &mut Vec<u8>) -> usize {
-    let start = out.len();
-    out.resize(start + size_of_val(order) / 2, 0);
-    let to = out[start..].as_chunks_mut().0;
-    for (to, place) in to.iter_mut().zip(order) {
-        if let Some(word) = words.get(*place as usize) {
-            *to = *word;
-        }
-    }
-    // Beyond the end a decoder reads zeros.
-    let used = to.iter().rposition(|word: &Word| *word != [0; 2]).map_or(0, |last| last + 1);
-    out.truncate(start + used * size_of::<Word>());
-    used
-}
-
-/// The codes of all steps.
-#[inline(always)]
-fn in_order(chunk: &Whole<'_>, run: &LaneRun) -> Vec<Step> {
-    let Whole { side, rows, per_row } = *chunk;
-    let tokens = rows.len() / per_row;
-    let mut steps = vec![Step::default(); run.len * tokens / (LANES * QUAD)];
-    match side {
-        Side::Key => {
-            let blocks = tokens / LANES;
-            for (token, row) in rows.chunks_exact(per_row).enumerate() {
-                let (block, lane) = (token / LANES, token % LANES);
-                let quads = row[run.first..][..run.len].as_chunks::<QUAD>().0;
-                for (step, quad) in steps[block..].iter_mut().step_by(blocks).zip(quads) {
-                    step[lane] = *quad;
-                }
-            }
-        }
-        Side::Value => {
-            for (lane, rows) in rows.chunks_exact(QUAD * per_row).enumerate() {
-                let row = |token: usize| &rows[token * per_row + run.first..][..run.len];
-                let codes = row(0).iter().zip(row(1)).zip(row(2)).zip(row(3));
-                for (step, (((a, b), c), d)) in steps.iter_mut().zip(codes) {
-                    step[lane % LANES] = [*a, *b, *c, *d];
-                }
-            }
-        }
-    }
-    steps
+fn codes(row: &[u16]) -> __m512i {
+    cast(row.first_chunk::<SYMBOLS>().copied().unwrap_or_default())
 }

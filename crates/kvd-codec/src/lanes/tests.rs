@@ -134,8 +134,8 @@ proptest! {
     fn lane_after_lane_gives_the_words_of_step_after_step(
         side in sides(),
         (levels, skew) in (prop_oneof![2u16..33, 33u16..70, 100u16..300], 1f64..3.0),
-        (quads, blocks) in (1usize..=4, 1usize..=4),
-        picks in proptest::collection::vec(any::<u32>(), 64 * 17),
+        (quads, blocks) in (prop_oneof![1usize..=4, 5usize..=20], 1usize..=4),
+        picks in proptest::collection::vec(any::<u32>(), 64 * 81),
     ) {
         let tables = [table(grouping(1, levels, 0), skew)];
         let (runs, per_row) = runs(&[(0, quads * QUAD)]);

@@ -25,8 +25,14 @@ pub(crate) fn largest(dtype: DType) -> f32 {
 /// Whether no magnitude is over `limit`, and no value NaN. Looks at all of them: a loop that may
 /// end early would be one value at a time.
 pub(crate) fn all_within(rows: &[f32], limit: f32) -> bool {
+    largest_within(rows, limit).is_some()
+}
+
+/// The largest magnitude, if none is over `limit` and no value NaN.
+pub(crate) fn largest_within(rows: &[f32], limit: f32) -> Option<f32> {
     // On the bits of a magnitude, order is that of integers, with infinity and NaN at the top.
-    wide(Largest { rows }) <= limit.to_bits()
+    let most = wide(Largest { rows });
+    (most <= limit.to_bits()).then_some(f32::from_bits(most))
 }
 
 /// The bits of the largest magnitude.

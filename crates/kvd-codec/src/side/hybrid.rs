@@ -92,8 +92,9 @@ impl Hybrid {
     }
 
     #[inline(always)]
-    fn quantize_within(
+    fn quantize_within<S: Simd>(
         &self,
+        simd: S,
         absmax: f32,
         (rows, dim): (&[f32], usize),
         (symbols, scales): (&mut [u16], &mut Vec<u8>),
@@ -109,7 +110,7 @@ impl Hybrid {
         let mut symmetric = [0u8; DIM_MAX];
         let parts = rows.chunks(share).zip(symbols.chunks_mut(share));
         for (index, (rows, symbols)) in parts.enumerate() {
-            self.fit((rows, dim), absmax, &mut ranges, [&mut wide, &mut even]);
+            self.fit(simd, (rows, dim), absmax, &mut ranges, [&mut wide, &mut even]);
             wide.sum_errors(dim, span);
             even.sum_errors(dim, span);
             for pair in 0..pairs {
@@ -132,15 +133,16 @@ impl Hybrid {
 
     /// Levels and errors of both modes for the groups of `rows`.
     #[inline(always)]
-    fn fit(
+    fn fit<S: Simd>(
         &self,
+        simd: S,
         (rows, dim): (&[f32], usize),
         absmax: f32,
         [low, high, most]: &mut [Vec<f32>; 3],
         [wide, even]: [&mut Levels; 2],
     ) {
         let (pairs, span) = (self.base.pairs(dim), self.base.channels_per_pair(dim));
-        extremes(rows, dim, span, low, high);
+        extremes(simd, (rows, dim, span), low, high);
         largest(rows, dim, span, most);
         for pair in 0..pairs {
             let channels = pair * span..dim.min((pair + 1) * span);
@@ -248,8 +250,8 @@ impl WithSimd for Quantize<'_> {
     type Output = Result<(), Unquantizable>;
 
     #[inline(always)]
-    fn with_simd<S: Simd>(self, _: S) -> Self::Output {
-        self.by.quantize_within(self.absmax, self.rows, self.into)
+    fn with_simd<S: Simd>(self, simd: S) -> Self::Output {
+        self.by.quantize_within(simd, self.absmax, self.rows, self.into)
     }
 }
 
@@ -415,7 +417,7 @@ mod tests {
             let share = mixed.base.rows_per_scale(40);
             for (scale_row, part) in rows.chunks(share * 32).enumerate() {
                 let mut ranges = [(); 3].map(|()| vec![0f32; mixed.base.pairs(32)]);
-                mixed.fit((part, 32), 2.0, &mut ranges, [&mut wide, &mut even]);
+                mixed.fit(pulp::Scalar, (part, 32), 2.0, &mut ranges, [&mut wide, &mut even]);
                 let span = mixed.base.channels_per_pair(32);
                 for pair in 0..mixed.base.pairs(32) {
                     let members: Vec<usize> = (0..part.len())

@@ -13,6 +13,7 @@ pub(crate) mod ranges;
 mod regions;
 pub(crate) mod stored;
 pub(crate) mod symmetric;
+mod tiles;
 pub(crate) mod uniform;
 pub(crate) mod vq;
 

@@ -3,14 +3,14 @@
 //! All of it is arithmetic and choices between two values, inlined, so that a loop over groups
 //! becomes vector instructions of whoever calls it.
 
-use std::ops::Range;
+use pulp::Simd;
 
 /// Values of a group that are compared at once.
 pub(super) const LANES: usize = 8;
 /// Values of a page that are compared at once: more lanes, so that none waits for the last.
 const WIDE: usize = 32;
-/// Channels whose extremes are kept at once.
-const COLUMNS: usize = 32;
+/// Registers of channels whose extremes are kept at once.
+const COLUMNS: usize = 2;
 /// The smallest normal f16, as the bits of an f32.
 const NORMAL_BITS: u32 = 113 << 23;
 /// What is taken from an f32's exponent to get that of an f16.
@@ -21,14 +21,14 @@ const SIGN_BIT: u32 = 0x8000;
 /// Minimum and maximum of each pair's values over `rows`, of equal ones the first: zeros have
 /// signs. No value is NaN.
 #[inline(always)]
-pub(super) fn extremes(rows: &[f32], dim: usize, span: usize, low: &mut [f32], high: &mut [f32]) {
+pub(super) fn extremes<S: Simd>(
+    simd: S,
+    (rows, dim, span): (&[f32], usize, usize),
+    low: &mut [f32],
+    high: &mut [f32],
+) {
     if span == 1 {
-        let wide = dim - dim % COLUMNS;
-        let few = dim - dim % LANES;
-        columns::<COLUMNS>(rows, dim, 0..wide, (low, high));
-        columns::<LANES>(rows, dim, wide..few, (low, high));
-        columns::<1>(rows, dim, few..dim, (low, high));
-        return;
+        return columns(simd, (rows, dim), low, high);
     }
     low.fill(f32::INFINITY);
     high.fill(f32::NEG_INFINITY);
@@ -104,25 +104,38 @@ fn across(rows: &[[f32; LANES]; LANES], choose: impl Fn(f32, f32) -> f32 + Copy)
     std::array::from_fn(|i| choose(twos[2 * i], twos[2 * i + 1]))
 }
 
-/// Minima and maxima of some channels, `W` at once, as many as divide them.
+/// Minima and maxima of all channels.
 #[inline(always)]
-fn columns<const W: usize>(
-    rows: &[f32],
-    dim: usize,
-    channels: Range<usize>,
-    (low, high): (&mut [f32], &mut [f32]),
-) {
-    for first in channels.step_by(W) {
-        let (mut least, mut most) = ([f32::INFINITY; W], [f32::NEG_INFINITY; W]);
+fn columns<S: Simd>(simd: S, (rows, dim): (&[f32], usize), low: &mut [f32], high: &mut [f32]) {
+    let step = COLUMNS * S::F32_LANES;
+    let whole = dim / step * step;
+    for first in (0..whole).step_by(step) {
+        // In registers: arrays of this size went to memory, by masked stores that none is
+        // forwarded from.
+        let mut least = [simd.splat_f32s(f32::INFINITY); COLUMNS];
+        let mut most = [simd.splat_f32s(f32::NEG_INFINITY); COLUMNS];
         for row in rows.chunks_exact(dim) {
-            let Some(part) = row[first..].first_chunk::<W>() else { continue };
-            for lane in 0..W {
-                least[lane] = if part[lane] < least[lane] { part[lane] } else { least[lane] };
-                most[lane] = if part[lane] > most[lane] { part[lane] } else { most[lane] };
+            let (part, _) = S::as_simd_f32s(&row[first..][..step]);
+            for (x, (least, most)) in part.iter().zip(least.iter_mut().zip(&mut most)) {
+                *least = simd.min_f32s(*least, *x);
+                *most = simd.max_f32s(*most, *x);
             }
         }
-        low[first..][..W].copy_from_slice(&least);
-        high[first..][..W].copy_from_slice(&most);
+        S::as_mut_simd_f32s(&mut low[first..][..step]).0.copy_from_slice(&least);
+        S::as_mut_simd_f32s(&mut high[first..][..step]).0.copy_from_slice(&most);
+    }
+    for channel in whole..dim {
+        let values = || rows[channel..].iter().step_by(dim).copied();
+        low[channel] = values().fold(f32::INFINITY, |m, x| if x < m { x } else { m });
+        high[channel] = values().fold(f32::NEG_INFINITY, |m, x| if x > m { x } else { m });
+    }
+    let any = low.iter().chain(high.iter()).fold(false, |any, x| any | (*x == 0.0));
+    if any {
+        for (channel, (low, high)) in low.iter_mut().zip(high).enumerate() {
+            if *low == 0.0 || *high == 0.0 {
+                sign_zeros(rows[channel..].iter().step_by(dim), (low, high));
+            }
+        }
     }
 }
 
@@ -237,11 +250,33 @@ pub(super) fn append_pairs((minima, steps): (&[f32], &[f32]), pairs: usize, out:
     }
     let start = out.len();
     out.resize(start + 4 * minima.len(), 0);
-    let mut to = out[start..].as_chunks_mut::<2>().0.iter_mut();
-    for (low, high) in low.chunks_exact(pairs).zip(high.chunks_exact(pairs)) {
-        for (bits, to) in low.iter().chain(high).zip(&mut to) {
-            *to = bits.to_le_bytes();
+    let to = &mut out[start..];
+    // Lets the compiler know how many there are in a row of usual groups.
+    match pairs {
+        1 => in_turns::<1>(&low, &high, to),
+        2 => in_turns::<2>(&low, &high, to),
+        4 => in_turns::<4>(&low, &high, to),
+        _ => {
+            let rows = low.chunks_exact(pairs).zip(high.chunks_exact(pairs));
+            for (to, (low, high)) in to.chunks_exact_mut(4 * pairs).zip(rows) {
+                let (to_low, to_high) = to.split_at_mut(2 * pairs);
+                for (to, bits) in [(to_low, low), (to_high, high)] {
+                    for (to, bits) in to.as_chunks_mut::<2>().0.iter_mut().zip(bits) {
+                        *to = bits.to_le_bytes();
+                    }
+                }
+            }
         }
+    }
+}
+
+/// Rows of `P` of the first, then `P` of the second.
+#[inline(always)]
+fn in_turns<const P: usize>(low: &[u16], high: &[u16], to: &mut [u8]) {
+    let rows = low.as_chunks::<P>().0.iter().zip(high.as_chunks::<P>().0);
+    let to = to.as_chunks_mut::<2>().0.as_chunks_mut::<P>().0.as_chunks_mut::<2>().0;
+    for (to, (low, high)) in to.iter_mut().zip(rows) {
+        *to = [low.map(u16::to_le_bytes), high.map(u16::to_le_bytes)];
     }
 }
 
@@ -254,8 +289,29 @@ pub(super) fn reciprocal(step: f32) -> f32 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::wide::{each_width, wide};
     use half::f16;
     use proptest::prelude::*;
+    use pulp::WithSimd;
+
+    /// The bits of minima and maxima.
+    struct Extremes<'a> {
+        rows: &'a [f32],
+        dim: usize,
+        span: usize,
+    }
+
+    impl WithSimd for Extremes<'_> {
+        type Output = [Vec<u32>; 2];
+
+        #[inline(always)]
+        fn with_simd<S: Simd>(self, simd: S) -> Self::Output {
+            let Self { rows, dim, span } = self;
+            let [mut low, mut high] = [(); 2].map(|()| vec![0f32; dim.div_ceil(span)]);
+            extremes(simd, (rows, dim, span), &mut low, &mut high);
+            [low, high].map(|values| values.into_iter().map(f32::to_bits).collect())
+        }
+    }
 
     proptest! {
         #[test]
@@ -279,8 +335,9 @@ mod tests {
             let turned = |x: &f32| if one_sided && *x != 0.0 { sign * x.abs() } else { *x };
             let rows: Vec<f32> = values.iter().map(turned).collect();
             let pairs = 40usize.div_ceil(span);
-            let [mut low, mut high, mut most] = [(); 3].map(|()| vec![0f32; pairs]);
-            extremes(&rows, 40, span, &mut low, &mut high);
+            let mut most = vec![0f32; pairs];
+            let [low, high] = each_width(|| wide(Extremes { rows: &rows, dim: 40, span }))
+                .map(|bits| bits.into_iter().map(f32::from_bits).collect::<Vec<_>>());
             largest(&rows, 40, span, &mut most);
             for pair in 0..pairs {
                 let of_pair = || rows.iter().enumerate().filter(|(i, _)| i % 40 / span == pair);

@@ -11,10 +11,12 @@ use super::float::largest_magnitude;
 use super::ranges::{
     LANES, append_pairs, extremes, f16_at_least, f16_at_most, reciprocal, run_extremes,
 };
+use super::tiles::Tiles;
+use crate::bits::{self, CodeLayout};
 use crate::wide::wide;
 use crate::{GroupAxis, UniformMode, UniformStep};
 use half::f16;
-use kvd_core::{DType, Geometry};
+use kvd_core::{DType, Geometry, Side};
 use pulp::{Simd, WithSimd};
 
 const DIM_MAX: usize = Geometry::HEAD_DIM_MAX as usize;
@@ -152,39 +154,76 @@ impl Uniform {
         wide(Quantize { by: self, absmax, rows: (rows, dim), into })
     }
 
-    #[inline(always)]
-    fn quantize_within(
+    /// Appends scales and codes of a page of fixed width; `absmax` is the largest magnitude.
+    pub(crate) fn encode(
         &self,
         absmax: f32,
         (rows, dim): (&[f32], usize),
-        (symbols, scales): (&mut [u16], &mut Vec<u8>),
+        (layout, side): (&CodeLayout, Side),
+        symbols: &mut Vec<u16>,
+        out: &mut Vec<u8>,
     ) -> Result<(), Unquantizable> {
+        let in_tiles =
+            wide(Encode { by: self, absmax, rows: (rows, dim), to: (layout, side), out })?;
+        if let Some((minima, inverse)) = in_tiles {
+            symbols.clear();
+            symbols.resize(rows.len(), 0);
+            wide(Codes { by: self, rows: (rows, dim), pairs: (&minima, &inverse), symbols });
+            bits::pack(layout, symbols, out);
+        }
+        Ok(())
+    }
+
+    /// Minima of all groups and the reciprocals of their steps; appends the scales.
+    #[inline(always)]
+    fn pairs_of<S: Simd>(
+        &self,
+        simd: S,
+        absmax: f32,
+        (rows, dim): (&[f32], usize),
+        scales: &mut Vec<u8>,
+    ) -> Result<(Vec<f32>, Vec<f32>), Unquantizable> {
         let tokens = rows.len() / dim;
         let share = self.rows_per_scale(tokens) * dim;
         let (pairs, span) = (self.pairs(dim), self.channels_per_pair(dim));
         let [mut minima, mut steps] = [(); 2].map(|()| vec![0f32; self.groups(tokens, dim)]);
-        // Then groups follow one another.
-        let in_runs = self.axis == GroupAxis::Token && dim.is_multiple_of(span);
-        if in_runs && span.is_multiple_of(LANES) {
+        if self.in_runs(dim) && span.is_multiple_of(LANES) {
             run_extremes(rows, span, &mut minima, &mut steps);
         } else {
             let groups = minima.chunks_exact_mut(pairs).zip(steps.chunks_exact_mut(pairs));
             for (rows, (low, high)) in rows.chunks(share).zip(groups) {
-                extremes(rows, dim, span, low, high);
+                extremes(simd, (rows, dim, span), low, high);
             }
         }
         self.fit(&mut minima, &mut steps, absmax)?;
         append_pairs((&minima, &steps), pairs, scales);
         steps.iter_mut().for_each(|step| *step = reciprocal(*step));
-        let inverse = &steps;
-        if in_runs {
+        Ok((minima, steps))
+    }
+
+    /// Whether groups follow one another.
+    fn in_runs(&self, dim: usize) -> bool {
+        self.axis == GroupAxis::Token && dim.is_multiple_of(self.channels_per_pair(dim))
+    }
+
+    /// The codes of all rows, from minima and the reciprocals of steps.
+    #[inline(always)]
+    fn all_codes(
+        &self,
+        (rows, dim): (&[f32], usize),
+        (minima, inverse): (&[f32], &[f32]),
+        symbols: &mut [u16],
+    ) {
+        let (pairs, span) = (self.pairs(dim), self.channels_per_pair(dim));
+        if self.in_runs(dim) {
             let groups = minima.iter().zip(inverse);
             let parts = rows.chunks_exact(span).zip(symbols.chunks_exact_mut(span));
             for ((part, symbols), (minimum, inverse)) in parts.zip(groups) {
                 self.codes_of(part, (*minimum, *inverse), symbols);
             }
-            return Ok(());
+            return;
         }
+        let share = self.rows_per_scale(rows.len() / dim) * dim;
         let groups = minima.chunks_exact(pairs).zip(inverse.chunks_exact(pairs));
         let rows = rows.chunks(share).zip(symbols.chunks_mut(share));
         for ((rows, symbols), groups) in rows.zip(groups) {
@@ -192,7 +231,6 @@ impl Uniform {
                 self.codes(row, span, groups, symbols);
             }
         }
-        Ok(())
     }
 
     /// From minima and maxima to minima and steps, exactly representable in f16, that cover them.
@@ -317,8 +355,50 @@ impl WithSimd for Quantize<'_> {
     type Output = Result<(), Unquantizable>;
 
     #[inline(always)]
-    fn with_simd<S: Simd>(self, _: S) -> Self::Output {
-        self.by.quantize_within(self.absmax, self.rows, self.into)
+    fn with_simd<S: Simd>(self, simd: S) -> Self::Output {
+        let Self { by, absmax, rows, into: (symbols, scales) } = self;
+        let (minima, inverse) = by.pairs_of(simd, absmax, rows, scales)?;
+        by.all_codes(rows, (&minima, &inverse), symbols);
+        Ok(())
+    }
+}
+
+/// [`Uniform::encode`] but for codes that are no whole tiles: of those, what makes them.
+struct Encode<'a> {
+    by: &'a Uniform,
+    absmax: f32,
+    rows: (&'a [f32], usize),
+    to: (&'a CodeLayout, Side),
+    out: &'a mut Vec<u8>,
+}
+
+impl WithSimd for Encode<'_> {
+    type Output = Result<Option<(Vec<f32>, Vec<f32>)>, Unquantizable>;
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) -> Self::Output {
+        let Self { by, absmax, rows, to: (layout, side), out } = self;
+        let (minima, inverse) = by.pairs_of(simd, absmax, rows, out)?;
+        let tiles = Tiles { by, side, rows, minima: &minima, inverse: &inverse };
+        let appended = tiles.append(simd, layout, out);
+        Ok((!appended).then_some((minima, inverse)))
+    }
+}
+
+/// The codes of rows whose groups are known.
+struct Codes<'a> {
+    by: &'a Uniform,
+    rows: (&'a [f32], usize),
+    pairs: (&'a [f32], &'a [f32]),
+    symbols: &'a mut [u16],
+}
+
+impl WithSimd for Codes<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        self.by.all_codes(self.rows, self.pairs, self.symbols);
     }
 }
 

@@ -3,7 +3,7 @@
 use super::arena::HostArena;
 use super::tile::{Reader, TILE_TOKENS};
 use crate::{BackendError, EncodeSource, IncomingRows, LoadPlan, LoadedRows, RawTarget, Source};
-use kvd_codec::{ModelCodec, Space};
+use kvd_codec::{ModelCodec, Space, widen};
 use kvd_core::{DType, Extent, Geometry, LayerIndex, Side};
 
 /// First value of `bytes` that is NaN or infinite.
@@ -156,7 +156,7 @@ pub(crate) fn read_block(
     for (head, values) in values.chunks_exact_mut(per_head).enumerate() {
         let start = layout.row_offset(side, head as u64, u64::from(block.first_row));
         let len = u64::from(block.rows) * layout.row_bytes(side);
-        geometry.dtype.widen(arena.read(block.extent.part(start, start + len)), values);
+        widen(geometry.dtype, arena.read(block.extent.part(start, start + len)), values);
     }
 }
 
