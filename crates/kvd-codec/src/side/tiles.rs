@@ -77,9 +77,13 @@ impl Tiles<'_> {
             (Side::Key, 2 | 4 | 8) => dim * bits as usize / 8,
             _ => dim,
         };
-        let whole = matches!(bits, 2 | 4 | 8) && tokens.is_multiple_of(TILE_TOKENS);
+        // Else positions do not come in quads that share bytes.
+        let quads = match self.side {
+            Side::Key => (dim * bits as usize).is_multiple_of(8 * QUAD),
+            Side::Value => dim.is_multiple_of(QUAD),
+        };
+        let whole = matches!(bits, 2 | 4 | 8) && tokens.is_multiple_of(TILE_TOKENS) && quads;
         let registers = line.is_multiple_of(S::F32_LANES)
-            && line.is_multiple_of(QUAD)
             && (span == 1 || span.is_multiple_of(S::F32_LANES) && dim.is_multiple_of(span));
         if cfg!(target_endian = "big") || !whole || !registers {
             return false;
@@ -238,7 +242,10 @@ mod tests {
         for (axis, group) in axes {
             for bits in [1, 2, 3, 4, 8] {
                 let by = Uniform::new(UniformStep::Bits(bits), axis, group, (1 << bits) - 1);
-                for (tokens, dim) in [(64, 128), (32, 64), (45, 64), (32, 80), (64, 6)] {
+                let whole = [(64, 128), (32, 64), (45, 64), (32, 80)];
+                // Of which some have as many channels as fill registers, and some left.
+                let others = [6, 18, 34, 66, 130, 36].map(|dim| (64, dim));
+                for (tokens, dim) in whole.into_iter().chain(others) {
                     let rows: Vec<f32> = (0..tokens * dim).map(value).collect();
                     for side in Side::BOTH {
                         let [page, want] = each_width(|| pages(&by, (&rows, dim), side));

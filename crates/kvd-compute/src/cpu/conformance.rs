@@ -40,6 +40,8 @@ const ROUNDED: &[&str] = &[
     "k=uniform(b=2,axis=token,mode=sym); v=uniform(b=3,axis=block,mode=sym)",
     "k=uniform(b=4,g=8,axis=token,mode=hybrid); v=uniform(b=5,g=32,axis=channel,mode=hybrid)",
     "turbo-4",
+    "k=vq(d=2,b=4)/huffman; v=vq(d=2,b=4)/huffman",
+    "k=hadamard/lloyd(b=4)/huffman; v=vq(d=2,b=4)",
     "k=hadamard/lloyd(b=6); v=hadamard+gain/lloyd(b=3)",
     "polar-4+4",
     "polar-4+2",
@@ -409,7 +411,7 @@ fn rounding_stays_in_the_budget_on_data_that_is_bad_for_it() {
         }
     }
     let ask = Ask { group: 3, n_q: 1, position: 8192, window: None, cap: None };
-    for name in ["kivi-4", "vecinfer-2", "kvcomp", "kvd-4"] {
+    for name in ["kivi-4", "vecinfer-2", "vecinfer-2-reg", "turbo-4", "kvcomp", "kvd-4"] {
         check(64, name, Data::Flat, &[ask]);
     }
 }

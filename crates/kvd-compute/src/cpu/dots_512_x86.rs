@@ -171,7 +171,7 @@ fn whole<const D: usize>(high: __m512i, low: __m512i) -> __m512i {
 /// unit of `bias` for each unit of `sums`.
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn less<const R: usize, const D: usize, const C: usize>(
+fn biased<const R: usize, const D: usize, const C: usize>(
     bias: i32,
     sums: &[i32],
 ) -> [[[__m512i; C]; R]; 2] {
@@ -209,7 +209,7 @@ fn key_tile<const R: usize, const D: usize, const DP: usize, const KIND: u8, con
     let TileCodes { bytes, per_row, .. } = codes;
     // Groups of four codes that begin a byte, those of one plane.
     let groups = bytes.len() / 128;
-    let [mut high, mut low] = less::<R, D, 2>(lookup.bias, q.sums);
+    let [mut high, mut low] = biased::<R, D, 2>(lookup.bias, q.sums);
     for pass in (0..lookup.dims).step_by(DP) {
         let tables = tables::<DP, KIND>(lookup, pass);
         for group in 0..groups {
@@ -322,7 +322,7 @@ fn values<const R: usize, const D: usize, const DP: usize, const KIND: u8, const
             let lanes = [(end - block).min(16), (end - block).clamp(16, 32) - 16];
             let masks = [lanes_mask(lanes[0]), lanes_mask(lanes[1])];
             let bias = lookup.bias - if signs::<D, KIND, WIDTH>() { BIAS } else { 0 };
-            let [mut high, mut low] = less::<R, D, COLUMNS>(bias, weights.sums);
+            let [mut high, mut low] = biased::<R, D, COLUMNS>(bias, weights.sums);
             for (tile, bytes) in bytes.chunks_exact(codes.tile_bytes()).enumerate() {
                 for group in 0..WIDTH {
                     let at = 4 * (group * per_row + block);

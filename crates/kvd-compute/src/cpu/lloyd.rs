@@ -1,5 +1,6 @@
 //! Lloyd sides, straight from their codes: a level is two bytes, looked up like two channels of a
-//! codebook, and a row's scale goes into its score or its weight.
+//! codebook, or what it adds to a score is looked up itself (`score_tables.rs`). A row's scale goes
+//! into its score or its weight.
 
 use super::dots::{BIASED_TERMS_MAX, ROWS, Target, TileCodes, value_dots};
 use super::levels::LevelBytes;

@@ -35,7 +35,7 @@ pub(super) struct Tables([[u8; CODES]; QUAD]);
 pub(crate) struct Keys {
     /// Positions of a row.
     positions: usize,
-    rows: usize,
+    pub(super) rows: usize,
     /// By quad of positions and row.
     pub(super) tables: Vec<Tables>,
     /// By quad and row, how many units of the row one of a position's bytes is.
@@ -51,12 +51,17 @@ impl Keys {
     pub(crate) fn of_codebook(how: How, side: &HeadSide, queries: &[f32]) -> Option<Self> {
         let vq = side.vq().filter(|vq| vq.stages() == 1 && !vq.is_grouped())?;
         let book = vq.codebook(0, 0);
+        // Decoded entropy codes are a byte each.
+        if side.lane_runs().is_some() {
+            return None;
+        }
         Self::new(how, (queries, side.dim()), (book.entries(), book.dim()))
     }
 
     /// The same where each channel has a code, of a level.
     pub(crate) fn of_levels(how: How, side: &HeadSide, queries: &[f32]) -> Option<Self> {
-        Self::new(how, (queries, side.dim()), (side.lloyd_levels()?, 1))
+        let levels = side.lloyd_levels().filter(|_| side.lane_runs().is_none())?;
+        Self::new(how, (queries, side.dim()), (levels, 1))
     }
 
     /// Of queries `[rows, dim]` and what codes stand for, `[codes, dims]`.
@@ -103,11 +108,6 @@ impl Keys {
             #[cfg(not(target_arch = "x86_64"))]
             let _ = (codes, rows, out);
         }
-    }
-
-    /// Rows of each quad's tables.
-    pub(super) fn rows(&self) -> usize {
-        self.rows
     }
 }
 
@@ -215,7 +215,7 @@ mod tests {
         let entries: Vec<f32> = (0..CODES * DIMS).map(|i| wave(i * i + 3)).collect();
         let how = (simd, Precision::Int8);
         let keys = Keys::new(how, (&queries, POSITIONS * DIMS), (&entries, DIMS));
-        Some((keys?, queries, entries))
+        Some((keys.expect("tables"), queries, entries))
     }
 
     /// The code of a token at a position.

@@ -37,8 +37,8 @@ pub(super) fn scores(codes: TileCodes<'_>, keys: &Keys, rows: Range<usize>, out:
     assert!(quads.is_multiple_of(2) && quads > 0, "score tables: quads");
     assert!(codes.bytes.len().is_multiple_of(tile_bytes), "score tables: tiles");
     assert!(!rows.is_empty() && rows.len() <= ROWS, "score tables: rows");
-    let count = quads * keys.rows();
-    assert!(rows.end <= keys.rows() && keys.tables.len() == count, "score tables: tables");
+    let count = quads * keys.rows;
+    assert!(rows.end <= keys.rows && keys.tables.len() == count, "score tables: tables");
     assert_eq!(keys.factors.len(), count, "score tables: factors");
     assert!(out.len() >= (rows.len() - 1) * SPAN + tiles * TILE, "score tables: scores");
     let bytes = codes.bytes.chunks(TILES * tile_bytes);
@@ -84,7 +84,7 @@ unsafe fn some<const R: usize, const T: usize>(
                 // The code, and above it the place of its position.
                 *codes = _mm512_ternarylogic_epi32::<0xEA>(down, low, places);
             }
-            let quad = (plane * steps + step) * keys.rows() + first;
+            let quad = (plane * steps + step) * keys.rows + first;
             for row in 0..R {
                 // SAFETY: there are tables and factors for all rows of all quads.
                 let (table, factors) = unsafe {

@@ -183,29 +183,34 @@ mod tests {
         assert!(exp(-1e30) < 1.7e-38);
     }
 
-    /// Rows of waves, whose tokens from the third on are seen.
+    /// Rows of waves.
     fn waves(rows: usize) -> Vec<f32> {
         (0..rows * SPAN).map(|i| (i as f32 * 0.37).sin() * 9.0).collect()
     }
 
     #[test]
     fn every_level_gives_the_same_bits() {
-        let run = |simd: Simd, count: usize, cap| {
+        let run = |simd: Simd, count: usize, cap, tokens: Range<usize>| {
             let (mut scores, mut maxima, mut sums) = (waves(count), [0.0; ROWS], Sums::default());
-            let (rows, tokens) = (&mut scores[..], 2..77);
+            for (at, odd) in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 3e38].iter().enumerate() {
+                scores[at * SPAN % (count * SPAN) + 5 + 17 * at] = *odd;
+            }
             let offsets = &[0.25, -3.0, 0.0, 1.5][..count];
-            finish(simd, Seen { rows, tokens }, offsets, cap, &mut maxima);
-            let (rows, tokens) = (&mut scores[..], 2..77);
+            let seen = Seen { rows: &mut scores[..], tokens: tokens.clone() };
+            finish(simd, seen, offsets, cap, &mut maxima);
             sums.largest = [-0.5, 0.0, -3.0, -88.0];
-            weigh(simd, Seen { rows, tokens }, &maxima, &mut sums);
+            weigh(simd, Seen { rows: &mut scores[..], tokens }, &maxima, &mut sums);
             let sums = sums.weights.into_iter().chain(sums.largest);
             let bits = maxima.into_iter().chain(sums).chain(scores).map(f32::to_bits);
             bits.collect::<Vec<_>>()
         };
-        for (count, cap) in [(3, None), (ROWS, None), (1, Some(5.0)), (ROWS, Some(5.0))] {
-            let portable = run(Simd::available()[0], count, cap);
-            for simd in Simd::available() {
-                assert_eq!(run(simd, count, cap), portable, "{simd:?} {count}");
+        for (count, cap) in (1..=ROWS).flat_map(|count| [None, Some(5.0)].map(|cap| (count, cap))) {
+            for tokens in [2..77, 0..SPAN, 5..6, 16..64] {
+                let portable = run(Simd::available()[0], count, cap, tokens.clone());
+                for simd in Simd::available() {
+                    let bits = run(simd, count, cap, tokens.clone());
+                    assert_eq!(bits, portable, "{simd:?} {count} {tokens:?}");
+                }
             }
         }
     }
