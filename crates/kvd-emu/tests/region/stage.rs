@@ -295,19 +295,26 @@ fn staged_rows_are_those_of_the_last_call_until_scratch_memory_serves_another() 
     let (rows, writes) = (incoming(&geometry, 16, 0.3), writes(&geometry, 0, 16));
     let (_, first) = stage(&mut fixture, &rows);
     let (_, second) = stage(&mut fixture, &rows);
+    let launches = fixture.watch.lock().launches;
     let backend = &mut fixture.backend.backend;
     let text = refused(backend.write_staged(&first, &writes), ErrorCode::Internal);
     assert!(text.contains("no longer staged"), "{text}");
-    // More tokens than there are, rows that the slot has not, more writes than an append makes.
+    let short = |extent: Extent| Extent { len: extent.len - 1, ..extent };
+    // More tokens than there are, rows that the slot has not, rows that reach past the slot's end,
+    // more writes than an append makes.
     let StagedWrite { to, .. } = writes[0];
     for wrong in [
         StagedWrite { rows: 17, ..writes[0] },
         StagedWrite { source_row: u32::MAX, ..writes[0] },
         StagedWrite { to: RawTarget { first_row: 1, ..to }, ..writes[0] },
+        StagedWrite { to: RawTarget { capacity_rows: BLOCK + 1, ..to }, ..writes[0] },
+        StagedWrite { to: RawTarget { extent: short(to.extent), ..to }, ..writes[0] },
     ] {
         refused(backend.write_staged(&second, &[wrong]), ErrorCode::Internal);
     }
     refused(backend.write_staged(&second, &[writes[0]; 9]), ErrorCode::Internal);
+    assert_eq!(fixture.watch.lock().launches, launches, "a refused write was launched");
+    let backend = &mut fixture.backend.backend;
     backend.write_staged(&second, &writes).unwrap();
     // Written twice is the same rows.
     backend.write_staged(&second, &writes).unwrap();
