@@ -9,7 +9,8 @@ use kvd_core::{DType, Geometry, Side};
 const WORD_BYTES: u64 = 8;
 /// Words of a thread block at least: eight of each thread.
 const BLOCK_WORDS: u64 = 8 * 128;
-/// Thread blocks of a side at most: more read no faster, and the host reads a check of each.
+/// Thread blocks of a side at most: the host reads a check of each. Whether more would read faster
+/// is not yet measured on a GPU.
 const BLOCKS_MAX: u64 = 1024;
 
 /// One side of a [`StageParameters`].

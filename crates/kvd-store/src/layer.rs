@@ -30,8 +30,8 @@ pub(crate) struct Remembered {
 pub(crate) enum Fit {
     /// It begins at the end.
     Next,
-    /// It was acknowledged before, with the same content.
-    Replayed,
+    /// It was acknowledged before, with content of this hash.
+    Known(u64),
     /// It begins after the end.
     Gap,
 }
@@ -50,19 +50,16 @@ pub(crate) struct Layer {
 
 impl Layer {
     /// Where a range that is offered stands to what is stored.
-    pub(crate) fn fit(&self, offered: Remembered) -> Result<Fit, StoreError> {
-        let Remembered { start, tokens, content_hash } = offered;
+    pub(crate) fn fit(&self, start: u32, tokens: u32) -> Result<Fit, StoreError> {
         match start.cmp(&self.length) {
             std::cmp::Ordering::Equal => return Ok(Fit::Next),
             std::cmp::Ordering::Greater => return Ok(Fit::Gap),
             std::cmp::Ordering::Less => {}
         }
         // At most one can match: a range is only stored again after truncation dropped it here.
-        match self.remembered.iter().find(|r| (r.start, r.tokens) == (start, tokens)) {
-            Some(r) if r.content_hash == content_hash => Ok(Fit::Replayed),
-            Some(_) => Err(StoreError::RangeConflict { start, tokens }),
-            None => Err(StoreError::RangeOverlap { start, tokens, length: self.length }),
-        }
+        let known = self.remembered.iter().find(|r| (r.start, r.tokens) == (start, tokens));
+        let overlap = StoreError::RangeOverlap { start, tokens, length: self.length };
+        known.map(|r| Fit::Known(r.content_hash)).ok_or(overlap)
     }
 
     /// Remembers an acknowledged range, and forgets the oldest beyond the limit.

@@ -197,21 +197,37 @@ impl Store {
         tokens: u32,
         content_hash: u64,
     ) -> Result<Append, StoreError> {
-        let (entry, index) = self.entry_and_layer(ns, id, layer)?;
-        self.check_size(start, tokens)?;
-        let offered = Remembered { start, tokens, content_hash };
+        let (entry, index) = self.entry_to_append(ns, id, layer, start, tokens)?;
         let mut layers = entry.layers.lock();
         let state = &mut layers[index];
-        let fit = state.fit(offered)?;
-        if fit == Fit::Replayed {
+        if let Some(known) = known_content(&entry, state, layer, start, tokens)? {
+            if known != content_hash {
+                return Err(StoreError::RangeConflict { start, tokens });
+            }
             return Ok(Append::Replayed { length: state.length });
         }
-        // Before the gap is called one: what is in flight may be what fills it.
         let claim = entry.claim(index).ok_or(StoreError::SequenceBusy { id, layer })?;
-        if fit == Fit::Gap {
-            return Err(StoreError::RangeGap { expected: state.length, start });
-        }
+        let offered = Remembered { start, tokens, content_hash };
         Ok(Append::Ticket(AppendTicket::new(claim, state, &self.pool, offered)?))
+    }
+
+    /// What [`Store::begin_append`] would refuse now whatever the content, for a caller who does
+    /// not know that yet. Nothing is reserved: `begin_append` asks again.
+    ///
+    /// # Errors
+    /// Those of [`Store::begin_append`], but [`StoreError::RangeConflict`] and
+    /// [`StoreError::PoolFull`].
+    pub fn check_append(
+        &self,
+        ns: &Namespace,
+        id: SequenceId,
+        layer: LayerIndex,
+        start: u32,
+        tokens: u32,
+    ) -> Result<(), StoreError> {
+        let (entry, index) = self.entry_to_append(ns, id, layer, start, tokens)?;
+        let layers = entry.layers.lock();
+        known_content(&entry, &layers[index], layer, start, tokens).map(|_| ())
     }
 
     /// Pins tokens of one layer for reading. `length` is how many tokens the read may see, all
@@ -288,6 +304,20 @@ impl Store {
         Ok((entry, layer.0 as usize))
     }
 
+    /// The sequence and layer of an append whose size is allowed.
+    fn entry_to_append(
+        &self,
+        ns: &Namespace,
+        id: SequenceId,
+        layer: LayerIndex,
+        start: u32,
+        tokens: u32,
+    ) -> Result<(Arc<SequenceEntry>, usize), StoreError> {
+        let found = self.entry_and_layer(ns, id, layer)?;
+        self.check_size(start, tokens)?;
+        Ok(found)
+    }
+
     /// Whether an append has a size that is allowed at all.
     fn check_size(&self, start: u32, tokens: u32) -> Result<(), StoreError> {
         if tokens == 0 {
@@ -329,6 +359,29 @@ impl Store {
         self.sequences.insert(id, Arc::new(SequenceEntry::new(id, model, ledger, layers)));
         id
     }
+}
+
+/// The hash of a range that was acknowledged before; none where it may be appended. `state` is that
+/// of `layer`, and locked.
+fn known_content(
+    entry: &SequenceEntry,
+    state: &Layer,
+    layer: LayerIndex,
+    start: u32,
+    tokens: u32,
+) -> Result<Option<u64>, StoreError> {
+    let fit = state.fit(start, tokens)?;
+    if let Fit::Known(content_hash) = fit {
+        return Ok(Some(content_hash));
+    }
+    // Before the gap is called one: what is in flight may be what fills it.
+    if entry.is_busy(layer.0 as usize) {
+        return Err(StoreError::SequenceBusy { id: entry.id, layer });
+    }
+    if fit == Fit::Gap {
+        return Err(StoreError::RangeGap { expected: state.length, start });
+    }
+    Ok(None)
 }
 
 /// Adds `more` to a counter that stays within `max`.

@@ -119,6 +119,14 @@ impl CudaBackend {
             let message = format!("{} writes of {tokens} staged tokens", writes.len());
             return Err(error(ErrorCode::Internal, message));
         }
+        // The kernel writes where the layout says, not where the extent ends.
+        for RawTarget { extent, capacity_rows, .. } in writes.iter().map(|write| write.to) {
+            let bytes = geometry.raw_layout(capacity_rows).size_bytes();
+            if bytes > extent.len {
+                let message = format!("a slot of {} bytes for rows of {bytes}", extent.len);
+                return Err(error(ErrorCode::Internal, message));
+            }
+        }
         let ends = writes.iter().map(|write| write.to.extent.end());
         assert!(ends.max().unwrap_or(0) <= self.device.arena_bytes(), "rows past the arena");
         let parameters =

@@ -249,6 +249,61 @@ fn what_a_worker_writes_after_its_rows_were_staged_changes_nothing() {
     }
 }
 
+/// Rows of a part, as they are stored.
+fn loaded(backend: &mut CudaBackend, source: &Source, rows: u32, dtype: DType) -> [Vec<u8>; 2] {
+    let parts = vec![PlanPart { first_token: 0, rows, source: source.clone() }];
+    let rows = backend.load(&LoadPlan { model: MODEL, layer: LAYER, dtype, parts }).unwrap();
+    [rows.k, rows.v]
+}
+
+#[test]
+fn a_tail_that_is_copied_after_rows_were_staged_leaves_them_as_they_are() {
+    if !available() {
+        return;
+    }
+    let (begun, tokens) = (9, 20);
+    let mut orders = Order::EACH.into_iter().cycle();
+    for text in ["kivi-4", "kvcomp", "k=uniform(b=4,axis=token); v=fp8"] {
+        for (dtype, pace) in [DType::F32, DType::F16, DType::BF16].into_iter().zip(Pace::EACH) {
+            for packed in [false, true] {
+                let geometry = shaped((2, 64, 64), dtype);
+                let how = (orders.next().unwrap(), pace);
+                let mut fixture = registered(text, &geometry, how);
+                let backend = &mut fixture.backend.backend;
+                // The block that was begun, where it cannot be appended to.
+                let (old, capacity_rows) = (256 << 10, BLOCK);
+                let extent = Extent { offset: old, len: geometry.raw_layout(BLOCK).size_bytes() };
+                let before = incoming(&geometry, BLOCK, 9.0);
+                let to = RawTarget { extent, capacity_rows, first_row: 0 };
+                backend.write(MODEL, &before, 0, BLOCK, to).unwrap();
+                let mut source = Source::Raw { extent, capacity_rows, first_row: 0 };
+                if packed {
+                    let block = EncodeSource { extent, capacity_rows, first_row: 0, rows: BLOCK };
+                    let pages = backend.encode(MODEL, LAYER, &[block]).unwrap().remove(0).unwrap();
+                    let extent = Extent { offset: 1 << 19, len: pages.size_bytes() };
+                    backend.place(&pages, extent);
+                    source = Source::Pages { extent, ends: pages.page_ends.clone(), first_row: 0 };
+                }
+                let tail = loaded(backend, &source, begun, dtype);
+                let (rows, writes) =
+                    (incoming(&geometry, tokens, 0.2), writes(&geometry, begun, tokens));
+                let (_, staged) = stage(&mut fixture, &rows);
+                let backend = &mut fixture.backend.backend;
+                let to = RawTarget { first_row: 0, ..writes[0].to };
+                backend.copy(MODEL, LAYER, &source, begun, to).unwrap();
+                backend.write_staged(&staged, &writes).unwrap();
+                let context = format!("{text}, {dtype}, packed {packed}, {how:?}");
+                let wanted = [rows.k.to_vec(), rows.v.to_vec()];
+                assert_eq!(stored(backend, &writes, dtype), wanted, "{context}");
+                let RawTarget { extent, .. } = to;
+                let copied = Source::Raw { extent, capacity_rows, first_row: 0 };
+                assert_eq!(loaded(backend, &copied, begun, dtype), tail, "{context}");
+                assert_eq!(backend.failure(), None, "{context}");
+            }
+        }
+    }
+}
+
 fn refused<T>(result: Result<T, BackendError>, wanted: ErrorCode) -> String {
     let error = result.err().expect("an error");
     assert_eq!(error.code(), wanted, "{error}");
@@ -295,19 +350,26 @@ fn staged_rows_are_those_of_the_last_call_until_scratch_memory_serves_another() 
     let (rows, writes) = (incoming(&geometry, 16, 0.3), writes(&geometry, 0, 16));
     let (_, first) = stage(&mut fixture, &rows);
     let (_, second) = stage(&mut fixture, &rows);
+    let launches = fixture.watch.lock().launches;
     let backend = &mut fixture.backend.backend;
     let text = refused(backend.write_staged(&first, &writes), ErrorCode::Internal);
     assert!(text.contains("no longer staged"), "{text}");
-    // More tokens than there are, rows that the slot has not, more writes than an append makes.
+    let short = |extent: Extent| Extent { len: extent.len - 1, ..extent };
+    // More tokens than there are, rows that the slot has not, rows that reach past the slot's end,
+    // more writes than an append makes.
     let StagedWrite { to, .. } = writes[0];
     for wrong in [
         StagedWrite { rows: 17, ..writes[0] },
         StagedWrite { source_row: u32::MAX, ..writes[0] },
         StagedWrite { to: RawTarget { first_row: 1, ..to }, ..writes[0] },
+        StagedWrite { to: RawTarget { capacity_rows: BLOCK + 1, ..to }, ..writes[0] },
+        StagedWrite { to: RawTarget { extent: short(to.extent), ..to }, ..writes[0] },
     ] {
         refused(backend.write_staged(&second, &[wrong]), ErrorCode::Internal);
     }
     refused(backend.write_staged(&second, &[writes[0]; 9]), ErrorCode::Internal);
+    assert_eq!(fixture.watch.lock().launches, launches, "a refused write was launched");
+    let backend = &mut fixture.backend.backend;
     backend.write_staged(&second, &writes).unwrap();
     // Written twice is the same rows.
     backend.write_staged(&second, &writes).unwrap();

@@ -75,6 +75,38 @@ fn sizes_and_layers_are_checked() {
 }
 
 #[test]
+fn what_needs_no_content_to_be_refused_is_told_without_it_and_reserves_nothing() {
+    let limits =
+        Limits { tokens_per_sequence_max: 10, tokens_per_append_max: 6, ..Limits::default() };
+    let b = Bench::limited(1 << 20, shape(1, 4, 0, 8), limits);
+    let id = b.open();
+    b.append(id, 0, 0, &[1, 2, 3]);
+    b.append(id, 0, 3, &[4]);
+    let used = b.used();
+    let ask = |start, tokens| b.store.check_append(b.ns(), id, L0, start, tokens);
+    let begin = |start, tokens| b.begin(id, 0, start, tokens).map(drop);
+    let (overlaps, gaps) = ([(2, 2), (0, 4)], [(5, 1), (5, 5)]);
+    let sizes = [(4, 0), (4, 7), (5, 6), (u32::MAX, 2), (4, 6)];
+    for (start, tokens) in overlaps.into_iter().chain(gaps).chain(sizes) {
+        assert_eq!(ask(start, tokens), begin(start, tokens), "{start}, {tokens}");
+    }
+    assert_eq!(ask(5, 1), Err(StoreError::RangeGap { expected: 4, start: 5 }));
+    assert_eq!(ask(4, 6), Ok(()));
+    // Whether it is the same range again, only its content says.
+    assert_eq!((ask(0, 3), ask(3, 1)), (Ok(()), Ok(())));
+    let past = LayerIndex(9);
+    assert_eq!(code(b.store.check_append(b.ns(), id, past, 4, 1)), ErrorCode::InvalidArgument);
+    // Another appends: to this layer, not to the next.
+    assert_eq!(b.used(), used, "nothing was reserved");
+    let ticket = b.begin(id, 0, 4, 1).unwrap();
+    let busy = Err(StoreError::SequenceBusy { id, layer: L0 });
+    assert_eq!((ask(4, 1), ask(5, 1), ask(0, 3)), (busy.clone(), busy, Ok(())));
+    assert_eq!(b.store.check_append(b.ns(), id, LayerIndex(1), 0, 1), Ok(()));
+    drop(ticket);
+    assert_eq!(ask(4, 1), Ok(()));
+}
+
+#[test]
 fn another_namespace_sees_nothing() {
     let b = bench();
     let id = b.open();
@@ -89,6 +121,7 @@ fn another_namespace_sees_nothing() {
         assert_eq!(b.store.describe(ns, id).unwrap_err(), unknown);
         assert_eq!(b.store.model_of(ns, id).unwrap_err(), unknown);
         assert_eq!(b.store.begin_append(ns, id, L0, 5, 1, 0).unwrap_err(), unknown);
+        assert_eq!(b.store.check_append(ns, id, L0, 5, 1).unwrap_err(), unknown);
         assert_eq!(b.store.pin(ns, id, L0, 0..1, None).unwrap_err(), unknown);
     }
     assert_eq!(b.values(id, 0), [0, 1, 2, 3, 4]);

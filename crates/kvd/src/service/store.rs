@@ -72,8 +72,11 @@ impl Service {
     ) -> Result<Option<StoreReply>, ServiceError> {
         let Admitted { seat, model, inflight } = self.admit_store(call, chunk, bytes)?;
         let (store, namespace) = (seat.store.clone(), call.namespace.clone());
+        // A range that no content would make fit takes no part of the queue or of the device.
+        let StoreChunk { sequence, layer, start, tokens, .. } = *chunk;
+        store.check_append(&namespace, sequence, layer, start, tokens)?;
         let chunk = chunk.clone();
-        // Of the range nothing is known before the device has read it, so all of it is one job.
+        // Its content is not known before the device has read it, so the rest is one job.
         let work = move |backend: &mut dyn Backend| {
             let (_inflight, began) = (inflight, Instant::now());
             let Some(staged) = backend.stage(model.shape.id, &rows)? else { return Ok(None) };

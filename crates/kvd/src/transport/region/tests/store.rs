@@ -1,6 +1,7 @@
 //! Stores from device memory.
 
 use super::*;
+use kvd_compute::{DeviceRegion, RegionRows};
 use kvd_core::SequenceId;
 
 const LAYER: LayerIndex = LayerIndex(0);
@@ -114,11 +115,13 @@ async fn a_range_that_came_one_way_is_known_when_it_comes_another() {
         assert_eq!(there.code, Some(ErrorCode::RangeConflict), "{there}");
         assert_eq!((there.code, there.message), (sent.code, sent.message));
     }
-    // Ranges that do not fit.
+    // Ranges that do not fit, which the device is not asked for.
+    let staged = fixture.memories.stores.lock().staged;
     for (start, code) in [(41, ErrorCode::RangeGap), (39, ErrorCode::RangeOverlap)] {
         let refused = fixture.store_from(region, &chunk(sequence, start, 5), 0).unwrap_err();
         assert_eq!(refused.code, Some(code), "{refused}");
     }
+    assert_eq!(fixture.memories.stores.lock().staged, staged);
     let sent = fixture.sequence().await;
     fixture.client.store(chunk(sent, 0, 40)).await.unwrap();
     assert_eq!(fixture.seen(sequence).await, fixture.seen(sent).await);
@@ -216,6 +219,21 @@ async fn a_model_of_another_device_is_stored_through_the_host() {
     fixture.running.drain().await;
 }
 
+/// More tokens than one append may have, which no message of this daemon has room for.
+async fn too_many_tokens(fixture: &Fixture, sequence: SequenceId) {
+    let nothing = bytes::Bytes::new();
+    let tokens = 65_537;
+    let chunk =
+        StoreChunk { sequence, layer: LAYER, start: 0, tokens, k: nothing.clone(), v: nothing };
+    let rows = RegionRows { region: DeviceRegion(1), tokens, k: 0, v: 0 };
+    let call = Call { namespace: Namespace::new("default").unwrap(), deadline: None };
+    let bytes = [u64::from(tokens) * ROW; 2];
+    let stored = fixture.running.service().store_in_place(&call, &chunk, rows, bytes).await;
+    let refused = stored.unwrap_err();
+    assert_eq!(refused.code(), ErrorCode::LimitExceeded, "{refused}");
+    assert!(refused.to_string().contains("tokens_per_append_max"), "{refused}");
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn stores_in_device_memory_have_the_limits_and_names_of_messages() {
     let fixture = Fixture::new().await;
@@ -247,6 +265,8 @@ async fn stores_in_device_memory_have_the_limits_and_names_of_messages() {
         assert_eq!(refused.code, Some(code), "{refused}");
     }
     assert_eq!(fixture.memories.stores.lock().staged, 0, "nothing was launched");
+    too_many_tokens(&fixture, sequence).await;
+    assert_eq!(fixture.memories.stores.lock().staged, 0);
     // Of a namespace that does not have the sequence.
     let namespace = Namespace::new("other").unwrap();
     let mut handle = [0; 64];
