@@ -1,6 +1,7 @@
 //! `score_tables.rs` in AVX-512: `vpermb` looks up 64 codes, each in the table of its position, and
 //! `vpdpbusd` adds four positions' bytes times their factors.
 #![allow(unsafe_code)] // Register loads and stores, and a call after detection.
+#![expect(clippy::needless_range_loop, reason = "indices name registers")]
 
 use super::dots::TileCodes;
 use super::score_tables::{Keys, QUAD, ROWS};
