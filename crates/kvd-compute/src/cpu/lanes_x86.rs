@@ -50,8 +50,9 @@ macro_rules! halves {
     }};
 }
 
+/// The first `count` lanes, at most 16.
 #[inline(always)]
-fn mask_512(count: usize) -> u16 {
+pub(super) fn mask_512(count: usize) -> u16 {
     ((1u32 << count) - 1) as u16
 }
 

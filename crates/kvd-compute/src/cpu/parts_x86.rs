@@ -158,8 +158,8 @@ unsafe fn cut_two_512<const D: usize>(
         _mm_storeu_si128(out.add(STEP).cast(), _mm512_cvtepi32_epi8(b));
         return _mm512_add_epi32(sums, _mm512_add_epi32(a, b));
     }
-    let words = _mm512_packs_epi32(a, b);
     // In each 128 bits four words of one and four of the other.
+    let words = _mm512_packs_epi32(a, b);
     let high = _mm512_srli_epi16::<8>(_mm512_add_epi16(words, _mm512_set1_epi16(128)));
     let low = _mm512_and_si512(words, _mm512_set1_epi16(0xFF));
     let bytes = _mm512_packus_epi16(high, low);

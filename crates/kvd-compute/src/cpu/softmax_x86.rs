@@ -6,7 +6,7 @@
 #![allow(unsafe_code)] // Masked loads and stores of checked rows.
 
 use super::lanes::Lanes;
-use super::lanes_x86::A512;
+use super::lanes_x86::{A512, mask_512};
 use super::scores::SPAN;
 use super::softmax::{LANES, LEAST, LN2_HIGH, LN2_LOW, MAGIC, ROWS, SCORE_MAX, SERIES, Seen, Sums};
 use std::arch::x86_64::*;
@@ -55,11 +55,6 @@ pub(super) fn weigh(seen: Seen<'_>, maxima: &[f32; ROWS], sums: &mut Sums) {
     sums.weights = unsafe { by_rows!(weigh_rows, count, (scores, tokens, maxima)) };
 }
 
-/// The lanes of `left` tokens.
-fn lanes(left: usize) -> __mmask16 {
-    if left < LANES { (1 << left) - 1 } else { __mmask16::MAX }
-}
-
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,fma,f16c")]
 unsafe fn finish_rows<const R: usize>(
@@ -70,7 +65,7 @@ unsafe fn finish_rows<const R: usize>(
     let (least, most) = (_mm512_set1_ps(-SCORE_MAX), _mm512_set1_ps(SCORE_MAX));
     let mut largest = [least; ROWS];
     for at in (0..tokens).step_by(LANES) {
-        let some = lanes(tokens - at);
+        let some = mask_512(LANES.min(tokens - at));
         for row in 0..R {
             let scores = scores.wrapping_add(row * SPAN + at);
             // SAFETY: the lanes are tokens of the row.
@@ -96,7 +91,7 @@ unsafe fn weigh_rows<const R: usize>(
 ) -> [f32; ROWS] {
     let mut sums = [_mm512_setzero_ps(); ROWS];
     for at in (0..tokens).step_by(LANES) {
-        let some = lanes(tokens - at);
+        let some = mask_512(LANES.min(tokens - at));
         for row in 0..R {
             let scores = scores.wrapping_add(row * SPAN + at);
             // SAFETY: the lanes are tokens of the row.
