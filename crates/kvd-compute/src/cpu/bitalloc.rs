@@ -7,16 +7,18 @@
 
 use super::dots::{BIASED_TERMS_MAX, Lookup, ROWS, Target, TileCodes, key_dots, value_dots};
 use super::fused::Place;
-use super::levels::{LevelBytes, LevelTable, RunCodes, look_up};
+use super::levels::{LevelBytes, LevelTable, Places, RunCodes, SPILL, look_up};
 use super::parts::Parts;
 use super::scores::{SPAN, Scores, TILE};
 use super::simd::{How, Simd};
-use kvd_codec::{BitAlloc, CodeLayout, FixedCodes, HeadSide, Run};
+use kvd_codec::{BitAlloc, CodeLayout, HeadSide, Run};
 use kvd_core::Side;
 use std::ops::Range;
 
 /// Positions that are summed together.
 const QUAD: usize = 4;
+/// Bytes of a line of the cache.
+const LINE: usize = 64;
 
 /// The codes of one run.
 struct Codes {
@@ -75,56 +77,62 @@ impl Book {
     }
 
     /// The bytes of some tiles of a page.
-    fn bytes(&mut self, simd: Simd, page: &FixedCodes<'_>, tiles: Range<usize>) -> TileCodes<'_> {
+    fn bytes<'a>(&'a mut self, simd: Simd, (place, count): (Place<'a>, usize)) -> TileCodes<'a> {
+        let Place { page, in_page, ahead, .. } = place;
+        let tiles = in_page..in_page + count;
         self.place(page.layout.tokens());
         let per_row = self.positions.len();
         let size = TILE * per_row;
-        if self.bytes.len() < size * tiles.len() {
-            self.bytes.resize(size * tiles.len(), 0);
-        }
+        let used = size * tiles.len();
+        self.bytes.resize(self.bytes.len().max(used + LINE), 0);
         let Self { side, codes, bytes, .. } = self;
-        let bytes = &mut bytes[..size * tiles.len()];
-        if per_row > 0 {
-            for (tile, bytes) in tiles.zip(bytes.chunks_exact_mut(size)) {
-                for codes in codes.iter().filter(|codes| codes.run.width > 0) {
-                    let Run { width, len, .. } = codes.run;
-                    // Tiles are full ones.
-                    let tile_bytes = TILE / 8 * len * width;
-                    let bytes_of = &page.codes[codes.start + tile * tile_bytes..][..tile_bytes];
-                    let plane = RunCodes { bytes: bytes_of, width: width as u32, len };
-                    match side {
-                        Side::Key => codes.keys(simd, plane, bytes),
-                        Side::Value => codes.values(simd, plane, per_row, bytes),
-                    }
-                }
+        // From where a line begins: registers are loaded faster.
+        let skip = bytes.as_ptr().align_offset(LINE).min(LINE);
+        let bytes = &mut bytes[skip..][..used];
+        for codes in codes.iter().filter(|codes| codes.run.width > 0) {
+            let Run { width, len, .. } = codes.run;
+            // Tiles are full ones.
+            let tile_bytes = TILE / 8 * len * width;
+            let of = codes.start + tiles.start * tile_bytes..codes.start + tiles.end * tile_bytes;
+            let run = RunCodes { bytes: &page.codes[of], width: width as u32, len };
+            match side {
+                Side::Key => codes.keys(simd, run, per_row, bytes),
+                Side::Value => codes.values(simd, run, per_row, bytes),
             }
         }
-        TileCodes { bytes, width: 8, per_row }
+        TileCodes { bytes, width: 8, per_row, ahead }
     }
 }
 
 impl Codes {
-    /// A run of a tile of keys: fours of positions, of each token in turn.
-    fn keys(&self, simd: Simd, codes: RunCodes<'_>, bytes: &mut [u8]) {
+    /// A run of tiles of keys: fours of positions, of each token in turn.
+    fn keys(&self, simd: Simd, codes: RunCodes<'_>, per_row: usize, bytes: &mut [u8]) {
         let (whole, rest) = (codes.len / QUAD * QUAD, codes.len % QUAD);
         for (table, first) in &self.tables {
-            let out = &mut bytes[TILE * first..];
-            look_up(simd, codes, table, codes.chunk(), out);
-            let last = &mut out[TILE * whole..];
-            // The last positions are fewer than four.
-            match rest {
-                1 => spread::<1>(last),
-                2 => spread::<2>(last),
-                3 => spread::<3>(last),
-                _ => {}
+            let behind = TILE * (per_row - first - codes.len);
+            let first = TILE * first;
+            let (chunk, tile) = (codes.chunk(), TILE * per_row);
+            let to = Places { first, chunk, tile, free: behind >= SPILL };
+            look_up(simd, codes, table, to, bytes);
+            for tile in bytes.chunks_exact_mut(tile).filter(|_| rest > 0) {
+                let last = &mut tile[first + TILE * whole..];
+                // The last positions are fewer than four.
+                match rest {
+                    1 => spread::<1>(last),
+                    2 => spread::<2>(last),
+                    _ => spread::<3>(last),
+                }
             }
         }
     }
 
-    /// A run of a tile of values: fours of tokens, of each position in turn.
+    /// A run of tiles of values: fours of tokens, of each position in turn.
     fn values(&self, simd: Simd, codes: RunCodes<'_>, per_row: usize, bytes: &mut [u8]) {
         for (table, first) in &self.tables {
-            look_up(simd, codes, table, QUAD * per_row, &mut bytes[QUAD * first..]);
+            let behind = QUAD * (per_row - first - codes.len);
+            let (first, chunk, tile) = (QUAD * first, QUAD * per_row, TILE * per_row);
+            let to = Places { first, chunk, tile, free: behind >= SPILL };
+            look_up(simd, codes, table, to, bytes);
         }
     }
 }
@@ -177,8 +185,8 @@ impl Keys {
         (place, count): (Place<'_>, usize),
         scores: &mut Scores,
     ) {
-        let Place { page, in_page, in_span } = place;
-        let codes = self.book.bytes(simd, &page, in_page..in_page + count);
+        let Place { page, in_page, in_span, .. } = place;
+        let codes = self.book.bytes(simd, (place, count));
         for first in (0..self.units.len()).step_by(ROWS) {
             let rows = self.parts.rows(first);
             let units = &self.units[first..first + rows.count()];
@@ -235,8 +243,8 @@ impl Values {
         (place, count): (Place<'_>, usize),
         weights: &Scores,
     ) {
-        let Place { page, in_page, in_span } = place;
-        let codes = self.book.bytes(simd, &page, in_page..in_page + count);
+        let Place { page, in_page, in_span, .. } = place;
+        let codes = self.book.bytes(simd, (place, count));
         let per_row = codes.per_row;
         for first in (0..weights.rows()).step_by(ROWS).filter(|_| per_row > 0) {
             let rows = first..weights.rows().min(first + ROWS);

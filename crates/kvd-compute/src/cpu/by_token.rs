@@ -89,7 +89,7 @@ impl Keys {
         codes: TileCodes<'_>,
         scores: &mut Scores,
     ) {
-        let Place { page, in_page, in_span } = place;
+        let Place { page, in_page, in_span, ahead } = place;
         self.load(simd, &page, in_page);
         let Self { groups, lookup, queries, scales, codes: bytes, dots, .. } = self;
         let pairs = queries.len();
@@ -104,7 +104,12 @@ impl Keys {
         for (index, group) in queries.iter().enumerate() {
             let (channels, tokens) = (group.channels.clone(), index * TILE..(index + 1) * TILE);
             let bytes = &bytes[channels.start * TILE..channels.end * TILE];
-            let codes = TileCodes { bytes, width: 8, per_row: channels.len() };
+            let codes = TileCodes {
+                bytes,
+                width: 8,
+                per_row: channels.len(),
+                ahead: ahead.share(index, pairs),
+            };
             let scales = TokenScales {
                 steps: &scales.steps[tokens.clone()],
                 zeros: &scales.zeros[tokens.clone()],

@@ -6,6 +6,7 @@
 //! so every instruction set gives the same bits. With `Precision::Int8` they are one byte where
 //! that is faster (`parts.rs`).
 
+use super::ahead::Ahead;
 use super::parts::{PartRows, round};
 use super::scores::{SPAN, TILE};
 use super::simd::{InstructionSet, Simd, per_level};
@@ -124,6 +125,8 @@ pub(crate) struct TileCodes<'a> {
     pub(crate) width: u32,
     /// Codes of a token.
     pub(crate) per_row: usize,
+    /// What to ask for while they are multiplied.
+    pub(crate) ahead: Ahead<'a>,
 }
 
 impl TileCodes<'_> {
@@ -136,7 +139,10 @@ impl TileCodes<'_> {
     pub(super) fn tiles(&self) -> impl Iterator<Item = (Self, usize)> {
         let of = *self;
         let tiles = self.bytes.chunks_exact(self.tile_bytes());
-        tiles.zip((0..).step_by(TILE)).map(move |(bytes, at)| (Self { bytes, ..of }, at))
+        let count = tiles.len();
+        tiles.enumerate().map(move |(tile, bytes)| {
+            (Self { bytes, ahead: of.ahead.share(tile, count), ..of }, tile * TILE)
+        })
     }
 
     /// The codes, a byte each; `buffer` holds them where they lie closer.
@@ -193,6 +199,7 @@ pub(crate) fn key_dots(
     #[cfg(target_arch = "x86_64")]
     if wants_bytes(simd, rows) && codes_are_bytes(codes, lookup) && q.digits == 2 {
         for (codes, at) in codes.tiles() {
+            codes.ahead.ask();
             super::amx_x86::key_dots(simd, codes, lookup, (q, units), &mut scores[at..]);
         }
         return;
@@ -207,6 +214,7 @@ pub(crate) fn key_dots(
         }
         for (codes, at) in codes.tiles() {
             let (q, scores) = ((q, units), &mut scores[at..]);
+            codes.ahead.ask();
             #[cfg(target_arch = "aarch64")]
             if simd.set() != InstructionSet::Portable {
                 super::dots_neon::key_dots(simd, codes, lookup, q, scores);
@@ -267,6 +275,7 @@ pub(crate) fn value_dots(
             super::dots_x86::value_dots(simd, codes, lookup, weights, out);
             continue;
         }
+        codes.ahead.ask();
         #[cfg(target_arch = "aarch64")]
         if simd.set() != InstructionSet::Portable {
             super::dots_neon::value_dots(simd, codes, lookup, weights, out);

@@ -206,13 +206,15 @@ fn key_tile<const R: usize, const D: usize, const DP: usize, const KIND: u8, con
     (q, units): (PartRows<'_>, &[f32]),
     out: &mut [f32],
 ) {
-    let TileCodes { bytes, per_row, .. } = codes;
+    let TileCodes { bytes, per_row, ahead, .. } = codes;
     // Groups of four codes that begin a byte, those of one plane.
     let groups = bytes.len() / 128;
+    let mut soon = ahead.steps(groups * lookup.dims / DP);
     let [mut high, mut low] = biased::<R, D, 2>(lookup.bias, q.sums);
     for pass in (0..lookup.dims).step_by(DP) {
         let tables = tables::<DP, KIND>(lookup, pass);
         for group in 0..groups {
+            soon.ask();
             // SAFETY: two halves of 128 bytes, of which there are `groups`.
             let halves = unsafe {
                 let at = bytes.as_ptr().add(128 * group);
@@ -310,8 +312,10 @@ fn values<const R: usize, const D: usize, const DP: usize, const KIND: u8, const
     (weights, target): (PartRows<'_>, Target<'_>),
     out: &mut [f32],
 ) {
-    let TileCodes { bytes, per_row, .. } = codes;
+    let TileCodes { bytes, per_row, ahead, .. } = codes;
     let end = target.first + target.count;
+    let blocks = lookup.dims / DP * target.count.div_ceil(positions::<DP>());
+    let mut soon = ahead.steps(blocks * WIDTH * weights.len / TILE);
     for pass in (0..lookup.dims).step_by(DP) {
         let mut tables = tables::<DP, KIND>(lookup, pass);
         if signs::<D, KIND, WIDTH>() {
@@ -325,6 +329,7 @@ fn values<const R: usize, const D: usize, const DP: usize, const KIND: u8, const
             let [mut high, mut low] = biased::<R, D, COLUMNS>(bias, weights.sums);
             for (tile, bytes) in bytes.chunks_exact(codes.tile_bytes()).enumerate() {
                 for group in 0..WIDTH {
+                    soon.ask();
                     let at = 4 * (group * per_row + block);
                     // SAFETY: as many positions of four bytes as lanes, all of them codes.
                     let load = |column: usize| unsafe {

@@ -265,7 +265,7 @@ unsafe fn keys_body<
     (q, units): (PartRows<'_>, &[f32]),
     out: &mut [f32],
 ) {
-    let TileCodes { bytes, width, per_row } = codes;
+    let TileCodes { bytes, width, per_row, .. } = codes;
     let look = Look::new::<KIND>(width, P::FLIPPED);
     let count = bytes.len() / (4 * TILE);
     for first in (0..TILE).step_by(LANES * C) {
@@ -326,7 +326,7 @@ unsafe fn values_body<
     (weights, target): (PartRows<'_>, Target<'_>),
     out: &mut [f32],
 ) {
-    let TileCodes { bytes, width, per_row } = codes;
+    let TileCodes { bytes, width, per_row, .. } = codes;
     let look = Look::new::<KIND>(width, P::FLIPPED);
     let end = target.first + target.count;
     for pass in (0..lookup.dims).step_by(DP) {

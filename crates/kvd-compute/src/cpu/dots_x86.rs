@@ -147,9 +147,10 @@ fn keys_256<const R: usize, const DP: usize, const KIND: u8>(
     (q, units): (PartRows<'_>, &[f32]),
     out: &mut [f32],
 ) {
-    let TileCodes { bytes, width, per_row } = codes;
+    let TileCodes { bytes, width, per_row, ahead } = codes;
     let mask = _mm256_set1_epi8((u8::MAX >> (8 - width)) as i8);
     let groups_of_bytes = bytes.len() / 128;
+    let mut soon = ahead.steps(2 * lookup.dims / DP * (per_row / 4));
     for half in 0..2 {
         let mut sums = [[_mm256_setzero_si256(); 2]; R];
         for pass in (0..lookup.dims).step_by(DP) {
@@ -157,6 +158,7 @@ fn keys_256<const R: usize, const DP: usize, const KIND: u8>(
             // The group of bytes that a group of codes lies in, and where in it.
             let (mut at, mut shift) = (0, 0);
             for group in 0..per_row / 4 {
+                soon.ask();
                 if at == groups_of_bytes {
                     (at, shift) = (0, shift + i64::from(width));
                 }
@@ -203,15 +205,19 @@ fn values_256<const R: usize, const DP: usize, const KIND: u8>(
     (weights, target): (PartRows<'_>, Target<'_>),
     out: &mut [f32],
 ) {
-    let TileCodes { bytes, width, per_row } = codes;
+    let TileCodes { bytes, width, per_row, ahead } = codes;
     let mask = _mm256_set1_epi8((u8::MAX >> (8 - width)) as i8);
     let end = target.first + target.count;
+    let positions = if KIND == PLAIN { 16 } else { 8 };
+    let blocks = lookup.dims / DP * target.count.div_ceil(positions);
+    let mut soon = ahead.steps(blocks * weights.len / 4);
     for pass in (0..lookup.dims).step_by(DP) {
         let tables = tables_256::<2>(lookup, pass);
-        for block in (target.first..end).step_by(if KIND == PLAIN { 16 } else { 8 }) {
+        for block in (target.first..end).step_by(positions) {
             let lanes = [(end - block).min(8), (end - block).clamp(8, 16) - 8];
             let mut sums = [[_mm256_setzero_si256(); 2]; R];
             for group in 0..weights.len / 4 {
+                soon.ask();
                 // A tile has eight groups of four tokens, in `width` groups of bytes.
                 let within = (group % 8) & (width as usize - 1);
                 let shift = (group % 8 - within) as i64;

@@ -94,6 +94,7 @@ impl Expand {
 
 #[cfg(test)]
 mod tests {
+    use super::super::ahead::Ahead;
     use super::*;
 
     #[test]
@@ -112,7 +113,7 @@ mod tests {
                 let bytes = &noise[..8 * per_row * width as usize];
                 let bytes: Vec<u8> =
                     bytes.iter().map(|b| if bits == 6 { b & 63 } else { *b }).collect();
-                let codes = TileCodes { bytes: &bytes, width, per_row };
+                let codes = TileCodes { bytes: &bytes, width, per_row, ahead: Ahead::default() };
                 let (mut buffer, mut other) = (Vec::new(), Vec::new());
                 let plain = codes.as_bytes(&mut buffer);
                 let group = if side == Side::Key { TILE * per_row } else { 4 * per_row };

@@ -83,7 +83,7 @@ pub(super) fn tile(
 #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
 fn tile_512<const N: usize, const KIND: u8>(
     expand: &Expand,
-    TileCodes { bytes, width, per_row }: TileCodes<'_>,
+    TileCodes { bytes, width, per_row, .. }: TileCodes<'_>,
     (first, (chunk_stride, channel_stride)): (usize, (usize, usize)),
     out: &mut [u8],
 ) {

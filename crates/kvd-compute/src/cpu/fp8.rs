@@ -5,6 +5,7 @@
 //! subnormal ones too. [`GAIN`] in the query or the weight, and again in the result, brings
 //! products back without leaving the range of f32.
 
+use super::ahead::Ahead;
 use super::scores::{SPAN, Scores, TILE};
 use super::simd::{InstructionSet, Simd};
 use kvd_codec::{FixedCodes, HeadSide};
@@ -44,7 +45,7 @@ impl Keys {
         &self,
         simd: Simd,
         (page, in_page): (&FixedCodes<'_>, usize),
-        tile: usize,
+        (tile, ahead): (usize, Ahead<'_>),
         scores: &mut Scores,
     ) {
         let codes = &page.codes[page.layout.tile(in_page)];
@@ -54,7 +55,13 @@ impl Keys {
             let rows = queries.len() / self.dim;
             assert!(out.len() >= (rows - 1) * SPAN + TILE, "fp8: scores");
             #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
-            super::fp8_lanes::keys(simd, codes, (self.dim, queries), (GAIN, scale(page)), out);
+            super::fp8_lanes::keys(
+                simd,
+                (codes, ahead),
+                (self.dim, queries),
+                (GAIN, scale(page)),
+                out,
+            );
             #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
             unreachable!("{simd:?} has no kernel, {codes:?}, {queries:?}, {out:?}");
         }
@@ -79,7 +86,7 @@ impl Values {
         &mut self,
         simd: Simd,
         (page, in_page): (&FixedCodes<'_>, usize),
-        tiles: Range<usize>,
+        (tiles, ahead): (Range<usize>, Ahead<'_>),
         weights: &Scores,
         sums: &mut [f32],
     ) {
@@ -95,7 +102,7 @@ impl Values {
             #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
             super::fp8_lanes::values(
                 simd,
-                codes,
+                (codes, ahead),
                 &self.weights,
                 (GAIN, scale(page)),
                 (self.dim, sums),

@@ -8,6 +8,7 @@
 #![allow(unsafe_op_in_unsafe_fn, reason = "the whole of each body needs what its caller upholds")]
 #![expect(clippy::needless_range_loop, reason = "indices name registers")]
 
+use super::ahead::{Ahead, Steps};
 use super::lanes::Lanes;
 #[cfg(target_arch = "aarch64")]
 use super::lanes_neon::N128;
@@ -17,6 +18,9 @@ use super::scores::{SPAN, TILE};
 #[cfg(target_arch = "x86_64")]
 use super::simd::InstructionSet;
 use super::simd::Simd;
+
+/// Where codes begin, and what to ask for meanwhile.
+type Codes<'a> = (*const u8, Ahead<'a>);
 
 /// Calls `$f::<rows>` of the wrapper module `$set`.
 macro_rules! by_rows {
@@ -33,12 +37,13 @@ macro_rules! by_rows {
 /// Scores of up to four rows of queries against one tile; rows of scores are [`SPAN`] apart.
 pub(super) fn keys(
     simd: Simd,
-    codes: &[u8],
+    (codes, ahead): (&[u8], Ahead<'_>),
     (dim, queries): (usize, &[f32]),
     factors: (f32, f32),
     out: &mut [f32],
 ) {
-    let (rows, from) = (queries.len() / dim, (codes.as_ptr(), queries.as_ptr(), dim));
+    let (rows, codes) = (queries.len() / dim, (codes.as_ptr(), ahead));
+    let from = (codes, queries.as_ptr(), dim);
     // SAFETY: the instruction set was detected, and the caller has checked the lengths.
     unsafe {
         match simd.set() {
@@ -57,13 +62,13 @@ pub(super) fn keys(
 /// Adds the weighted tiles to up to four rows of sums.
 pub(super) fn values(
     simd: Simd,
-    codes: &[u8],
+    (codes, ahead): (&[u8], Ahead<'_>),
     weights: &[f32],
     factors: (f32, f32),
     (dim, sums): (usize, &mut [f32]),
 ) {
     let (rows, tokens) = (sums.len() / dim, codes.len() / dim);
-    let from = (codes.as_ptr(), weights.as_ptr(), (dim, tokens));
+    let from = ((codes.as_ptr(), ahead), weights.as_ptr(), (dim, tokens));
     // SAFETY: as above.
     unsafe {
         match simd.set() {
@@ -88,7 +93,7 @@ macro_rules! wrappers {
 
             #[target_feature(enable = $features)]
             pub(super) unsafe fn keys<const R: usize>(
-                from: (*const u8, *const f32, usize),
+                from: (Codes<'_>, *const f32, usize),
                 factors: (f32, f32),
                 out: *mut f32,
             ) {
@@ -97,20 +102,23 @@ macro_rules! wrappers {
 
             #[target_feature(enable = $features)]
             pub(super) unsafe fn values<const R: usize>(
-                from: (*const u8, *const f32, (usize, usize)),
+                ((codes, ahead), weights, size): (Codes<'_>, *const f32, (usize, usize)),
                 factors: (f32, f32),
                 sums: *mut f32,
             ) {
-                let dim = from.2.0;
+                let (dim, tokens) = size;
+                let from = (codes, weights, size);
+                let blocks = dim.div_ceil($blocks * $lanes::COUNT);
+                let soon = &mut ahead.steps(blocks * tokens / 4);
                 let mut first = 0;
                 while dim - first >= $blocks * $lanes::COUNT {
                     let at = (first, $lanes::COUNT);
-                    super::values_body::<$lanes, R, $blocks>(from, factors, at, sums);
+                    super::values_body::<$lanes, R, $blocks>(from, factors, (at, soon), sums);
                     first += $blocks * $lanes::COUNT;
                 }
                 while first < dim {
                     let at = (first, $lanes::COUNT.min(dim - first));
-                    super::values_body::<$lanes, R, 1>(from, factors, at, sums);
+                    super::values_body::<$lanes, R, 1>(from, factors, (at, soon), sums);
                     first += $lanes::COUNT;
                 }
             }
@@ -146,15 +154,17 @@ unsafe fn add<V: Lanes, const R: usize, const B: usize, const BYTE: u32>(
 
 #[inline(always)]
 unsafe fn keys_body<V: Lanes, const R: usize, const B: usize>(
-    (codes, queries, dim): (*const u8, *const f32, usize),
+    ((codes, ahead), queries, dim): (Codes<'_>, *const f32, usize),
     (gain, scale): (f32, f32),
     out: *mut f32,
 ) {
+    let mut soon = ahead.steps(TILE / (B * V::COUNT) * dim / 4);
     let mut token = 0;
     while token < TILE {
         let mut sums = [[V::zero(); B]; R];
         let mut channel = 0;
         while channel < dim {
+            soon.ask();
             let from = codes.add(channel * TILE + 4 * token);
             let mut lanes = [V::load_bytes(from, V::COUNT); B];
             for b in 1..B {
@@ -183,12 +193,13 @@ unsafe fn keys_body<V: Lanes, const R: usize, const B: usize>(
 unsafe fn values_body<V: Lanes, const R: usize, const B: usize>(
     (codes, weights, (dim, tokens)): (*const u8, *const f32, (usize, usize)),
     (gain, scale): (f32, f32),
-    (first, count): (usize, usize),
+    ((first, count), soon): ((usize, usize), &mut Steps<'_>),
     out: *mut f32,
 ) {
     let mut sums = [[V::zero(); B]; R];
     let mut token = 0;
     while token < tokens {
+        soon.ask();
         let from = codes.add(token * dim + 4 * first);
         let mut lanes = [V::load_bytes(from, count); B];
         for b in 1..B {

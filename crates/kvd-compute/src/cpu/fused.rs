@@ -1,5 +1,6 @@
 //! Which sides have kernels that need no decoded rows, and what those have in common.
 
+use super::ahead::Ahead;
 use super::dots::{TileCodes, wants_bytes};
 use super::huffman::{LaneTiles, Rest};
 use super::scores::{SPAN, Scores, TILE};
@@ -15,6 +16,8 @@ pub(super) struct Place<'a> {
     pub(super) page: FixedCodes<'a>,
     pub(super) in_page: usize,
     pub(super) in_span: usize,
+    /// What of the next part to ask for meanwhile.
+    pub(super) ahead: Ahead<'a>,
 }
 
 /// The key side of a unit.
@@ -79,15 +82,15 @@ impl Keys {
         buffer: &mut [u8],
         scores: &mut Scores,
     ) {
-        let Place { page, in_page, in_span } = place;
+        let Place { page, in_page, in_span, ahead } = place;
         let tiles = in_span..in_span + count;
         match self {
-            Self::Fp8(keys) => return keys.tile(simd, (&page, in_page), in_span, scores),
+            Self::Fp8(keys) => return keys.tile(simd, (&page, in_page), (in_span, ahead), scores),
             Self::BitAlloc(keys) => return keys.tiles(simd, (place, count), scores),
             _ => {}
         }
         let bytes = wants_bytes(simd, scores.rows()) && matches!(self, Self::Uniform(_));
-        let codes = plane(simd, &page, (Side::Key, bytes), (in_page, count), buffer);
+        let codes = plane(simd, (place, count), (Side::Key, bytes), buffer);
         match self {
             Self::Fp8(_) | Self::BitAlloc(_) => {}
             Self::Tables(keys) => keys.tiles(simd, codes, in_span, scores),
@@ -158,17 +161,17 @@ impl Values {
         weights: &Scores,
         sums: &mut [f32],
     ) {
-        let Place { page, in_page, in_span } = place;
+        let Place { page, in_page, in_span, ahead } = place;
         let tiles: Range<usize> = in_span..in_span + count;
         match self {
             Self::Fp8(values) => {
-                return values.tiles(simd, (&page, in_page), tiles, weights, sums);
+                return values.tiles(simd, (&page, in_page), (tiles, ahead), weights, sums);
             }
             Self::BitAlloc(values) => return values.tiles(simd, (place, count), weights),
             _ => {}
         }
         let bytes = wants_bytes(simd, weights.rows()) && matches!(self, Self::Uniform(_));
-        let codes = plane(simd, &page, (Side::Value, bytes), (in_page, count), buffer);
+        let codes = plane(simd, (place, count), (Side::Value, bytes), buffer);
         match self {
             Self::Fp8(_) | Self::BitAlloc(_) => {}
             Self::Vq(values) => values.tiles(simd, codes, tiles, weights, sums),
@@ -216,23 +219,23 @@ impl Values {
 /// products may want them.
 fn plane<'a>(
     simd: Simd,
-    page: &FixedCodes<'a>,
+    (place, count): (Place<'a>, usize),
     (side, bytes): (Side, bool),
-    (first, count): (usize, usize),
     buffer: &'a mut [u8],
 ) -> TileCodes<'a> {
+    let Place { page, in_page: first, ahead, .. } = place;
     let (layout, per_row, width) = (page.layout, page.layout.per_row(), page.layout.bits());
     // Groups of keys share bytes only if their number allows it.
     let whole = side == Side::Value || (per_row * width as usize).is_multiple_of(32);
     if width == 8 || width.is_power_of_two() && whole && !bytes {
         let bytes = layout.tile(first).start..layout.tile(first + count - 1).end;
-        return TileCodes { bytes: &page.codes[bytes], width, per_row };
+        return TileCodes { bytes: &page.codes[bytes], width, per_row, ahead };
     }
     let buffer = &mut buffer[..count * TILE * per_row];
     for (tile, out) in (first..).zip(buffer.chunks_exact_mut(TILE * per_row)) {
         unpack_tile(simd, layout, &page.codes[layout.tile(tile)], out);
     }
-    TileCodes { bytes: buffer, width: 8, per_row }
+    TileCodes { bytes: buffer, width: 8, per_row, ahead }
 }
 
 per_level!(fn unpack_tile(layout: CodeLayout, codes: &[u8], out: &mut [u8]) = unpack_tile_body);

@@ -202,6 +202,7 @@ pub(super) fn sign_four(codes: &mut [u8; QUAD], signs: u32) {
 
 #[cfg(test)]
 mod tests {
+    use super::super::ahead::Ahead;
     use super::*;
 
     #[test]
@@ -221,7 +222,12 @@ mod tests {
                 let bytes: Vec<u8> = (0..lanes * summed * width / 8)
                     .map(|i| (i * 37 % 251) as u8 & if width == 8 { 127 } else { 255 })
                     .collect();
-                let codes = TileCodes { bytes: &bytes, width: width as u32, per_row: 1 };
+                let codes = TileCodes {
+                    bytes: &bytes,
+                    width: width as u32,
+                    per_row: 1,
+                    ahead: Ahead::default(),
+                };
                 for simd in Simd::available() {
                     let mut out = vec![0; lanes * summed];
                     let quads = of_group / QUAD;

@@ -57,7 +57,7 @@ impl LevelTable {
     }
 }
 
-/// Codes of a run in one tile, as they lie: planes of 8, 4, 2 and 1 bits.
+/// Codes of a run in some tiles, as they lie: of each tile, planes of 8, 4, 2 and 1 bits.
 #[derive(Clone, Copy)]
 pub(crate) struct RunCodes<'a> {
     pub(crate) bytes: &'a [u8],
@@ -69,6 +69,22 @@ pub(crate) struct RunCodes<'a> {
 
 /// Chunks of codes in a tile: as many bytes of a plane of one bit.
 pub(crate) const CHUNKS: usize = 8;
+
+/// Bytes that may be written behind a chunk, where they are free: what fills a register.
+pub(crate) const SPILL: usize = 64;
+
+/// Where the bytes of codes go.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Places {
+    /// The first one.
+    pub(crate) first: usize,
+    /// From a chunk to the next, and from a tile to the next.
+    pub(crate) chunk: usize,
+    pub(crate) tile: usize,
+    /// Whether up to [`SPILL`] bytes behind each chunk are yet to be written: chunks and tiles go
+    /// up, so those of the next chunk may be, or what a later call fills.
+    pub(crate) free: bool,
+}
 
 /// A plane of a tile.
 #[derive(Clone, Copy, Default)]
@@ -93,7 +109,12 @@ impl<'a> RunCodes<'a> {
         TILE / CHUNKS * self.len
     }
 
-    /// The planes, the one of the low bits first.
+    /// Bytes of a tile.
+    fn tile_bytes(&self) -> usize {
+        self.chunk() * self.width as usize
+    }
+
+    /// The planes of one tile, the one of the low bits first.
     pub(super) fn planes(&self) -> [Plane<'a>; 3] {
         let (mut planes, mut count, mut low) = ([Plane::default(); 3], 0, 0);
         for width in [8u32, 4, 2, 1].into_iter().filter(|width| self.width & width != 0) {
@@ -115,29 +136,48 @@ impl<'a> Plane<'a> {
     }
 }
 
-/// Writes the byte of each code to `out`: a chunk of them side by side, the next `stride` further
-/// on.
+/// Writes the byte of each code to its place in `out`, a chunk of them side by side.
 #[inline]
 pub(crate) fn look_up(
+    simd: Simd,
+    codes: RunCodes<'_>,
+    table: &LevelTable,
+    to: Places,
+    out: &mut [u8],
+) {
+    let (chunk, tile_bytes) = (codes.chunk(), codes.tile_bytes());
+    assert!((1..=8).contains(&codes.width) && chunk > 0, "look_up: width");
+    assert!(codes.bytes.len().is_multiple_of(tile_bytes), "look_up: tiles");
+    let tiles = codes.bytes.len() / tile_bytes;
+    let last = to.first + tiles.saturating_sub(1) * to.tile + (CHUNKS - 1) * to.chunk + chunk;
+    assert!(out.len() >= last + if to.free { SPILL } else { 0 }, "look_up: output");
+    #[cfg(target_arch = "x86_64")]
+    if matches!(simd.set(), InstructionSet::Avx512 | InstructionSet::Amx) {
+        return super::levels_x86::look_up_512(codes, table, to, out);
+    }
+    for (tile, bytes) in codes.bytes.chunks_exact(tile_bytes).enumerate() {
+        let (codes, out) = (RunCodes { bytes, ..codes }, &mut out[to.first + tile * to.tile..]);
+        look_up_tile(simd, codes, table, to.chunk, out);
+    }
+}
+
+/// The same of one tile, chunks `stride` apart.
+fn look_up_tile(
     simd: Simd,
     codes: RunCodes<'_>,
     table: &LevelTable,
     stride: usize,
     out: &mut [u8],
 ) {
-    let chunk = codes.chunk();
-    assert!((1..=8).contains(&codes.width), "look_up: width");
-    assert_eq!(codes.bytes.len(), chunk * codes.width as usize, "look_up: a tile");
-    assert!(out.len() >= (CHUNKS - 1) * stride + chunk, "look_up: output");
     #[cfg(target_arch = "x86_64")]
     if simd.set() != InstructionSet::Portable {
-        return super::levels_x86::look_up(simd, codes, table, stride, out);
+        return super::levels_x86::look_up_256(codes, table, stride, out);
     }
     #[cfg(target_arch = "aarch64")]
     if simd.set() != InstructionSet::Portable {
         return super::levels_neon::look_up(codes, table, stride, out);
     }
-    let planes = codes.planes();
+    let (chunk, planes) = (codes.chunk(), codes.planes());
     for index in 0..CHUNKS {
         for (at, out) in out[index * stride..][..chunk].iter_mut().enumerate() {
             *out = table.bytes[usize::from(code(&planes, (index, chunk), at))];
@@ -161,29 +201,54 @@ mod tests {
     use kvd_core::Side;
 
     #[test]
-    fn every_level_of_instructions_looks_up_what_a_tile_holds() {
+    fn every_level_of_instructions_looks_up_what_tiles_hold() {
         let noise: Vec<u8> =
-            (0..4096u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 9) as u8).collect();
+            (0..16384u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 9) as u8).collect();
         for width in 1..=8u32 {
-            for (len, stride) in [(1, 4), (3, 20), (5, 20), (16, 64), (19, 80), (128, 512)] {
+            for (len, stride) in
+                [(1, 4), (3, 20), (5, 20), (16, 64), (19, 80), (40, 160), (128, 512)]
+            {
                 let bytes: [u8; 256] =
                     std::array::from_fn(|code| ((code % (1 << width)) * 7 + 3) as u8);
                 let table = LevelTable { bits: width, bytes };
-                let codes = RunCodes { bytes: &noise[..4 * len * width as usize], width, len };
-                let mut unpacked = vec![0u8; TILE * len];
-                let layout = CodeLayout::new(Side::Value, TILE, len, width);
-                layout.unpack_tile(codes.bytes, &mut unpacked);
-                for simd in Simd::available() {
-                    let mut out = vec![9u8; CHUNKS * stride];
-                    look_up(simd, codes, &table, stride, &mut out);
-                    for (out, codes) in out.chunks(stride).zip(unpacked.chunks(4 * len)) {
-                        for (out, code) in out.iter().zip(codes) {
-                            let want = bytes[usize::from(*code)];
-                            assert_eq!(*out, want, "{simd:?} {width} {len}");
-                        }
-                        assert!(out[4 * len..].iter().all(|byte| *byte == 9));
+                for tiles in 1..=3 {
+                    let bytes = &noise[..tiles * 4 * len * width as usize];
+                    let codes = RunCodes { bytes, width, len };
+                    for free in [false, true] {
+                        let to = Places { first: 8, chunk: stride, tile: 8 * stride + 24, free };
+                        check(codes, &table, to);
                     }
                 }
+            }
+        }
+    }
+
+    /// Against the codes as the layout unpacks them; what is not free keeps what it was.
+    fn check(codes: RunCodes<'_>, table: &LevelTable, to: Places) {
+        let layout = CodeLayout::new(Side::Value, TILE, codes.len, codes.width);
+        let tiles = codes.bytes.chunks(codes.tile_bytes());
+        let mut want = vec![Some(9u8); to.first + tiles.len() * to.tile + SPILL];
+        for (tile, bytes) in tiles.enumerate() {
+            let mut unpacked = vec![0u8; TILE * codes.len];
+            layout.unpack_tile(bytes, &mut unpacked);
+            let first = to.first + tile * to.tile;
+            for (index, chunk) in unpacked.chunks(codes.chunk()).enumerate() {
+                let at = first + index * to.chunk;
+                for (want, code) in want[at..].iter_mut().zip(chunk) {
+                    *want = Some(table.bytes[usize::from(*code)]);
+                }
+                if to.free {
+                    let behind = at + chunk.len()..at + chunk.len() + SPILL;
+                    want[behind].fill(None);
+                }
+            }
+        }
+        for simd in Simd::available() {
+            let mut out = vec![9u8; want.len()];
+            look_up(simd, codes, table, to, &mut out);
+            for (at, (out, want)) in out.iter().zip(&want).enumerate() {
+                let same = want.is_none_or(|want| *out == want);
+                assert!(same, "{simd:?} {} {} {to:?}: {at}", codes.width, codes.len);
             }
         }
     }

@@ -3,36 +3,40 @@
 #![allow(unsafe_code)] // Calls after detection, register loads and stores.
 
 use super::dots_512_x86::{TABLE_64, TABLE_256, look_up as look};
-use super::levels::{CHUNKS, LevelTable, Plane, RunCodes, code};
-use super::simd::{InstructionSet, Simd};
+use super::levels::{CHUNKS, LevelTable, Places, Plane, RunCodes, code};
 use std::arch::x86_64::*;
 
-/// Writes the bytes of the codes of a tile to `out`, whose length the caller has checked.
+/// Writes the bytes of the codes of some tiles to `out`, whose length the caller has checked, as
+/// it has that there is AVX-512.
 #[inline]
-pub(super) fn look_up(
-    simd: Simd,
-    codes: RunCodes<'_>,
-    table: &LevelTable,
-    stride: usize,
-    out: &mut [u8],
-) {
+pub(super) fn look_up_512(codes: RunCodes<'_>, table: &LevelTable, to: Places, out: &mut [u8]) {
     // SAFETY: the instruction set was detected.
     unsafe {
-        match (simd.set(), codes.width) {
-            (InstructionSet::Avx2, 1 | 2 | 4) => run_256::<1, 1>(codes, table, stride, out),
-            (InstructionSet::Avx2, 3) => run_256::<1, 2>(codes, table, stride, out),
-            (InstructionSet::Avx2, 5) => run_256::<2, 2>(codes, table, stride, out),
-            (InstructionSet::Avx2, 6) => run_256::<4, 2>(codes, table, stride, out),
-            (InstructionSet::Avx2, 7) => run_256::<8, 3>(codes, table, stride, out),
-            (InstructionSet::Avx2, _) => run_256::<16, 1>(codes, table, stride, out),
-            (_, 1) => run_512::<TABLE_64, 1>(codes, table, stride, out),
-            (_, 2) => run_512::<TABLE_64, 2>(codes, table, stride, out),
-            (_, 3) => run_512::<TABLE_64, 3>(codes, table, stride, out),
-            (_, 4) => run_512::<TABLE_64, 4>(codes, table, stride, out),
-            (_, 5) => run_512::<TABLE_64, 5>(codes, table, stride, out),
-            (_, 6) => run_512::<TABLE_64, 6>(codes, table, stride, out),
-            (_, 7) => run_512::<TABLE_256, 7>(codes, table, stride, out),
-            _ => run_512::<TABLE_256, 8>(codes, table, stride, out),
+        match codes.width {
+            1 => run_512::<TABLE_64, 1>(codes, table, to, out),
+            2 => run_512::<TABLE_64, 2>(codes, table, to, out),
+            3 => run_512::<TABLE_64, 3>(codes, table, to, out),
+            4 => run_512::<TABLE_64, 4>(codes, table, to, out),
+            5 => run_512::<TABLE_64, 5>(codes, table, to, out),
+            6 => run_512::<TABLE_64, 6>(codes, table, to, out),
+            7 => run_512::<TABLE_256, 7>(codes, table, to, out),
+            _ => run_512::<TABLE_256, 8>(codes, table, to, out),
+        }
+    }
+}
+
+/// The same of one tile in AVX2, chunks `stride` apart.
+#[inline]
+pub(super) fn look_up_256(codes: RunCodes<'_>, table: &LevelTable, stride: usize, out: &mut [u8]) {
+    // SAFETY: the instruction set was detected.
+    unsafe {
+        match codes.width {
+            1 | 2 | 4 => run_256::<1, 1>(codes, table, stride, out),
+            3 => run_256::<1, 2>(codes, table, stride, out),
+            5 => run_256::<2, 2>(codes, table, stride, out),
+            6 => run_256::<4, 2>(codes, table, stride, out),
+            7 => run_256::<8, 3>(codes, table, stride, out),
+            _ => run_256::<16, 1>(codes, table, stride, out),
         }
     }
 }
@@ -43,12 +47,13 @@ fn mask(plane: &Plane<'_>) -> i8 {
 }
 
 /// Codes of `WIDTH` bits. A tile has as many registers of bits, each of which serves several
-/// chunks: they are loaded once for all of those, and shifts are constants.
+/// chunks: they are loaded once for all of those, and shifts are constants. A chunk's last register
+/// comes first: what it spills over the next chunk is then written again.
 #[target_feature(enable = "avx512f,avx512bw,avx512vbmi,avx512vbmi2")]
 fn run_512<const KIND: u8, const WIDTH: usize>(
     codes: RunCodes<'_>,
     table: &LevelTable,
-    stride: usize,
+    places: Places,
     out: &mut [u8],
 ) {
     let mut tables = [_mm512_setzero_si512(); 4];
@@ -56,26 +61,51 @@ fn run_512<const KIND: u8, const WIDTH: usize>(
         // SAFETY: 64 bytes.
         *register = unsafe { _mm512_loadu_si512(bytes.as_ptr().cast()) };
     }
-    let chunk = codes.chunk();
-    let (from, to) = (codes.bytes.as_ptr(), out.as_mut_ptr());
-    for at in (0..chunk).step_by(64) {
-        let lanes = u64::MAX >> (64 - (chunk - at).min(64));
-        let mut parts = [_mm512_setzero_si512(); WIDTH];
-        for (index, part) in parts.iter_mut().enumerate() {
-            // SAFETY: there are `WIDTH` chunks of bytes, and the lanes of the mask lie in one.
-            *part = unsafe { _mm512_maskz_loadu_epi8(lanes, from.add(index * chunk + at).cast()) };
+    let (chunk, stride) = (codes.chunk(), places.chunk);
+    let out = out[places.first..].as_mut_ptr();
+    for (tile, bytes) in codes.bytes.chunks_exact(WIDTH * chunk).enumerate() {
+        let (from, to) = (bytes.as_ptr(), out.wrapping_add(tile * places.tile));
+        for at in (0..chunk).step_by(64).rev() {
+            let lanes = u64::MAX >> (64 - (chunk - at).min(64));
+            let mut parts = [_mm512_setzero_si512(); WIDTH];
+            for (index, part) in parts.iter_mut().enumerate() {
+                // SAFETY: there are `WIDTH` chunks of bytes, and the lanes of the mask lie in one.
+                *part =
+                    unsafe { _mm512_maskz_loadu_epi8(lanes, from.add(index * chunk + at).cast()) };
+            }
+            macro_rules! chunks {
+                ($write:ident: $($index:literal)*) => {$(
+                    let bytes = look::<KIND>(chunk_of::<WIDTH, $index>(&parts), &tables);
+                    // SAFETY: `levels::look_up` has checked that [`CHUNKS`] of them, 8, fit `out`,
+                    // and a register more where it is free.
+                    unsafe { $write(to.add($index * stride + at), lanes, bytes) };
+                )*};
+            }
+            if places.free || lanes == u64::MAX {
+                chunks!(write_all: 0 1 2 3 4 5 6 7);
+            } else {
+                chunks!(write_some: 0 1 2 3 4 5 6 7);
+            }
         }
-        macro_rules! chunks {
-            ($($index:literal)*) => {$(
-                let bytes = look::<KIND>(chunk_of::<WIDTH, $index>(&parts), &tables);
-                // SAFETY: `levels::look_up` has checked that [`CHUNKS`] of them, 8, fit `out`.
-                unsafe {
-                    _mm512_mask_storeu_epi8(to.add($index * stride + at).cast(), lanes, bytes);
-                }
-            )*};
-        }
-        chunks!(0 1 2 3 4 5 6 7);
     }
+}
+
+/// # Safety
+/// 64 bytes may be written.
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn write_all(to: *mut u8, _: u64, bytes: __m512i) {
+    // SAFETY: the caller's.
+    unsafe { _mm512_storeu_si512(to.cast(), bytes) };
+}
+
+/// # Safety
+/// Those of the lanes may be written.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw")]
+unsafe fn write_some(to: *mut u8, lanes: u64, bytes: __m512i) {
+    // SAFETY: the caller's.
+    unsafe { _mm512_mask_storeu_epi8(to.cast(), lanes, bytes) };
 }
 
 /// The codes of chunk `INDEX` from the parts of all planes.

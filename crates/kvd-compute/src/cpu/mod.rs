@@ -1,5 +1,6 @@
 //! The CPU backend: an arena, the models' codecs, and a fixed pool of threads.
 
+mod ahead;
 #[cfg(target_arch = "x86_64")]
 mod amx_x86;
 mod arena;

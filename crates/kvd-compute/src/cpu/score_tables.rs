@@ -197,6 +197,7 @@ fn look(
 
 #[cfg(test)]
 mod tests {
+    use super::super::ahead::Ahead;
     use super::super::scores::{SPAN, TILE};
     use super::*;
 
@@ -239,7 +240,12 @@ mod tests {
         for (rows, tiles) in [(1, 1), (2, 4), (3, 3), (4, 2), (7, 4)] {
             let Some((keys, ..)) = filled(rows) else { return };
             let (bytes, mut scores) = (codes(tiles), Scores::new(rows));
-            let of_tiles = TileCodes { bytes: &bytes, width: WIDTH, per_row: POSITIONS };
+            let of_tiles = TileCodes {
+                bytes: &bytes,
+                width: WIDTH,
+                per_row: POSITIONS,
+                ahead: Ahead::default(),
+            };
             keys.tiles(Simd::detect(), of_tiles, 4 - tiles, &mut scores);
             for (row, token) in (0..rows).flat_map(|row| (0..SPAN).map(move |t| (row, t))) {
                 let Some(at) = token.checked_sub((4 - tiles) * TILE) else {
@@ -262,7 +268,8 @@ mod tests {
     fn scores_are_those_of_products() {
         let Some((keys, queries, entries)) = filled(4) else { return };
         let (bytes, mut scores) = (codes(2), Scores::new(4));
-        let of_tiles = TileCodes { bytes: &bytes, width: WIDTH, per_row: POSITIONS };
+        let of_tiles =
+            TileCodes { bytes: &bytes, width: WIDTH, per_row: POSITIONS, ahead: Ahead::default() };
         keys.tiles(Simd::detect(), of_tiles, 0, &mut scores);
         let (mut off, mut all) = (0f64, 0f64);
         for (row, token) in (0..4).flat_map(|row| (0..2 * TILE).map(move |t| (row, t))) {

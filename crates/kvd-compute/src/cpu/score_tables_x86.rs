@@ -3,6 +3,7 @@
 #![allow(unsafe_code)] // Register loads and stores, and a call after detection.
 #![expect(clippy::needless_range_loop, reason = "indices name registers")]
 
+use super::ahead::Ahead;
 use super::dots::TileCodes;
 use super::score_tables::{Keys, QUAD, ROWS};
 use super::scores::{SPAN, TILE};
@@ -43,8 +44,11 @@ pub(super) fn scores(codes: TileCodes<'_>, keys: &Keys, rows: Range<usize>, out:
     assert_eq!(keys.factors.len(), count, "score tables: factors");
     assert!(out.len() >= (rows.len() - 1) * SPAN + tiles * TILE, "score tables: scores");
     let bytes = codes.bytes.chunks(TILES * tile_bytes);
-    for (bytes, first) in bytes.zip((0..).step_by(TILES * TILE)) {
-        let (codes, out) = ((bytes, quads / 2), &mut out[first..]);
+    let calls = bytes.len();
+    for (call, bytes) in bytes.enumerate() {
+        let ahead = codes.ahead.share(call, calls);
+        let codes = Codes { bytes, steps: quads / 2, ahead };
+        let out = &mut out[call * TILES * TILE..];
         // SAFETY: lengths are as asserted, and who made the tables knows of the instructions.
         unsafe {
             if bytes.len() > tile_bytes {
@@ -56,18 +60,28 @@ pub(super) fn scores(codes: TileCodes<'_>, keys: &Keys, rows: Range<usize>, out:
     }
 }
 
-/// Rows from `first` on over `T` tiles of `steps` times [`STEP`] bytes.
+/// Codes of a few tiles, each `steps` times [`STEP`] bytes.
+struct Codes<'a> {
+    bytes: &'a [u8],
+    steps: usize,
+    ahead: Ahead<'a>,
+}
+
+/// Rows from `first` on over `T` tiles.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni,avx512vbmi")]
 unsafe fn some<const R: usize, const T: usize>(
-    (bytes, steps): (&[u8], usize),
+    codes: Codes<'_>,
     keys: &Keys,
     first: usize,
     out: &mut [f32],
 ) {
+    let Codes { bytes, steps, ahead } = codes;
+    let mut soon = ahead.steps(steps);
     let places = _mm512_set1_epi32(0x3020_1000);
     let low = _mm512_set1_epi8(0x0F);
     let mut sums = [[[_mm512_setzero_si512(); HALVES]; T]; R];
     for step in 0..steps {
+        soon.ask();
         let mut loaded = [[low; HALVES]; T];
         for tile in 0..T {
             for half in 0..HALVES {

@@ -317,7 +317,8 @@ impl Values {
         }
         let bytes = codes.bytes.len() / tiles.len();
         for (index, bytes) in codes.bytes.chunks_exact(bytes).enumerate() {
-            let mut codes = TileCodes { bytes, ..codes };
+            let ahead = codes.ahead.share(index, tiles.len());
+            let mut codes = TileCodes { bytes, ahead, ..codes };
             let pairs = if self.groups.axis == GroupAxis::Block { 1 } else { self.dim };
             let row = scale_row(self.groups, in_page + index);
             self.scales.load(simd, page, self.groups, row, (pairs, self.dim));
@@ -389,6 +390,7 @@ impl Values {
             let units = pushed.map(|row| row.unit);
             let count = channels.min(self.dim - first);
             let target = Target { units: &units[..rows.len()], factors: &[], first, count };
+            let codes = TileCodes { ahead: codes.ahead.share(group, pairs), ..codes };
             value_dots(simd, codes, &self.lookup, (self.parts.rows(0), target), sums);
         }
     }

@@ -2,13 +2,14 @@
 //! through three steps, scores, softmax, weighted sum; the first and last by the side's fused
 //! kernel where it has one, else over rows decoded to f32.
 
+use super::ahead::Next;
 use super::attend::{Job, Unit, group, payload_row};
 use super::dots::wants_bytes;
 use super::float::ROWS;
 use super::fused::{Keys, Place, Values};
 use super::huffman::{self, LaneTiles, Wanted};
 use super::scores::{SPAN, Scores, TILE};
-use super::simd::{self, Precision};
+use super::simd::Precision;
 use super::softmax::{self, Seen, Sums};
 use super::tile::{Reader, Rows, Span, spans};
 use crate::{BackendError, PartialState, PlanPart};
@@ -49,13 +50,6 @@ impl Queries {
         }
     }
 }
-
-/// Bytes of each side of the next part that one step asks for, at least.
-const PREFETCH_BYTES: usize = 512;
-/// Steps that a part has at least, where its bytes are many: of rows that are multiplied as floats,
-/// and of codes. Keys alone have a step for each call of their kernel.
-const FLOAT_STEPS: usize = 16;
-const CODE_STEPS: usize = 5;
 
 /// Parts whose entropy-coded pages are decoded together: bytes of a lane of 32 bits.
 pub(super) const TOGETHER: usize = 4;
@@ -104,14 +98,14 @@ pub(super) struct Walk<'a> {
     codes: Vec<u8>,
     /// Rows of a tile, decoded.
     tile: Vec<f32>,
-    ahead: Ahead<'a>,
+    next: Next<'a>,
 }
 
 pub(super) fn run(job: &Job<'_>, unit: &Unit<'_>) -> Result<Vec<PartialState>, BackendError> {
     let mut walk = Walk::new(job, unit);
     walk.parts(&Side::BOTH, |walk, rows, span| {
         let [keys, values] = [&rows[0], &rows[1]];
-        walk.ahead.ask();
+        walk.next.ask();
         walk.weigh(span, keys.space(), values.space());
         walk.accumulate(values, span)
     })?;
@@ -153,30 +147,6 @@ impl<'a> Part<'a> {
     }
 }
 
-/// What of the next part was not asked for yet, by side.
-#[derive(Default)]
-struct Ahead<'a> {
-    bytes: [&'a [u8]; 2],
-    /// How many of each one step asks for.
-    step: usize,
-}
-
-impl<'a> Ahead<'a> {
-    fn new(bytes: [&'a [u8]; 2], steps: usize) -> Self {
-        let longest = bytes[0].len().max(bytes[1].len());
-        Self { bytes, step: longest.div_ceil(steps).max(PREFETCH_BYTES) }
-    }
-
-    /// Asks for a few more lines: many at once would wait for one another.
-    fn ask(&mut self) {
-        for bytes in &mut self.bytes {
-            let (now, later) = bytes.split_at(bytes.len().min(self.step));
-            simd::prefetch(now);
-            *bytes = later;
-        }
-    }
-}
-
 impl<'a> Walk<'a> {
     pub(super) fn new(job: &'a Job<'a>, unit: &'a Unit<'a>) -> Self {
         let head = |side| job.reader.codec.head(job.reader.layer, side, unit.head);
@@ -212,7 +182,7 @@ impl<'a> Walk<'a> {
             values,
             codes: vec![0; SPAN * key_side.dim().max(dim_v)],
             tile: vec![0.0; TILE * key_side.dim().max(dim_v)],
-            ahead: Ahead::default(),
+            next: Next::default(),
         }
     }
 
@@ -232,11 +202,10 @@ impl<'a> Walk<'a> {
         let parts: Vec<Part<'a>> = parts.map(|part| Part::new(part, reader, head, sides)).collect();
         let coded = self.lanes.tiles[0].iter().any(Option::is_some);
         let together = if coded { TOGETHER } else { 1 };
-        let steps = match (&self.keys, &self.values) {
-            (Some(keys), _) if sides.len() == 1 => SPAN / TILE / keys.tiles_at_once(),
-            (Some(_), Some(_)) => CODE_STEPS,
-            _ => FLOAT_STEPS,
-        };
+        let at_once = [
+            self.keys.as_ref().map(Keys::tiles_at_once),
+            self.values.as_ref().map(Values::tiles_at_once),
+        ];
         let mut opened = Vec::with_capacity(together * sides.len());
         for first in (0..parts.len()).step_by(together) {
             let at_work = &parts[first..parts.len().min(first + together)];
@@ -250,7 +219,12 @@ impl<'a> Walk<'a> {
             for (slot, (part, rows)) in at_work.iter().zip(rows).enumerate() {
                 self.lanes.slot = slot;
                 let next = parts.get(first + together + slot);
-                self.ahead = Ahead::new(next.map_or([&[][..]; 2], |part| part.bytes), steps);
+                let mut calls = [None; 2];
+                for (calls, (at_once, rows)) in calls.iter_mut().zip(at_once.iter().zip(rows)) {
+                    let tokens = rows.page().map(|_| part.plan.rows as usize);
+                    *calls = at_once.zip(tokens).map(|(tiles, rows)| rows.div_ceil(tiles * TILE));
+                }
+                self.next = Next::new(next.map_or([&[][..]; 2], |part| part.bytes), calls);
                 for span in spans(part.plan, seen.clone()) {
                     self.score(&rows[0], &span)?;
                     scored(self, rows, &span)?;
@@ -294,15 +268,15 @@ impl<'a> Walk<'a> {
         {
             let full = tiles.start + span.full_tiles(&page);
             for some in pieces(tiles.start..full, keys.tiles_at_once()) {
-                self.ahead.ask();
-                let place = Place { page, in_page: span.tile(some.start), in_span: some.start };
-                let at = (place, some.len());
+                let (in_page, in_span) = (span.tile(some.start), some.start);
+                let ahead = self.next.share(Side::Key);
+                let at = (Place { page, in_page, in_span, ahead }, some.len());
                 keys.tiles(self.job.simd, at, &mut self.codes, &mut self.scores);
             }
             tiles.start = full;
         }
         for tile in tiles {
-            self.ahead.ask();
+            self.next.ask();
             let wanted = span.wanted_of(tile);
             let queries = match rows.space() {
                 Space::Raw => &self.queries.raw,
@@ -312,7 +286,7 @@ impl<'a> Walk<'a> {
             let at = (span.first + wanted.start, wanted.len());
             let floats = rows.floats(at, &mut self.tile[..wanted.len() * dim])?;
             for piece in pieces(0..wanted.len(), SCORE_TOKENS) {
-                self.ahead.ask();
+                self.next.ask();
                 let scores = (self.scores.tail_mut(wanted.start + piece.start), SPAN);
                 self.job.simd.scores(dim, queries, floats.part(dim, piece), scores);
             }
@@ -340,14 +314,14 @@ impl<'a> Walk<'a> {
                 continue;
             }
             for rows in pieces(first..first + group, softmax::ROWS) {
-                self.ahead.ask();
+                self.next.ask();
                 let offsets = &self.queries.offsets_of(key_space)[rows.clone()];
                 let (mut maxima, mut sums) = ([0f32; softmax::ROWS], Sums::default());
                 let scores = self.scores.some_mut(rows.start, rows.len());
                 let some = Seen { rows: scores, tokens: seen.clone() };
                 softmax::finish(simd, some, offsets, cap, &mut maxima);
                 self.raise(rows.clone(), &mut maxima, &mut sums.largest);
-                self.ahead.ask();
+                self.next.ask();
                 let scores = self.scores.some_mut(rows.start, rows.len());
                 let some = Seen { rows: scores, tokens: seen.clone() };
                 softmax::weigh(simd, some, &maxima, &mut sums);
@@ -397,10 +371,11 @@ impl<'a> Walk<'a> {
                 let full = tiles.start..tiles.start + count;
                 raise_weights(&mut self.scores, rows, span, full.clone());
                 for some in pieces(full, values.tiles_at_once()) {
-                    self.ahead.ask();
-                    let place = Place { page, in_page: span.tile(some.start), in_span: some.start };
+                    let (in_page, in_span) = (span.tile(some.start), some.start);
+                    let ahead = self.next.share(Side::Value);
+                    let at = (Place { page, in_page, in_span, ahead }, some.len());
                     let (codes, sums) = (&mut self.codes, &mut self.sums);
-                    values.tiles(self.job.simd, (place, some.len()), codes, &self.scores, sums);
+                    values.tiles(self.job.simd, at, codes, &self.scores, sums);
                 }
                 tiles.start += count;
             }
@@ -446,7 +421,7 @@ impl<'a> Walk<'a> {
                 let mut sums: Vec<_> =
                     block.iter_mut().map(|state| accumulator(state, space)).collect();
                 for piece in pieces(part.clone(), SUM_TOKENS) {
-                    self.ahead.ask();
+                    self.next.ask();
                     let at = piece.start - part.start..piece.end - part.start;
                     let weights = weights.map(|weights| &weights[at.clone()]);
                     let rows = floats.part(dim, piece);

@@ -58,7 +58,7 @@ impl Book {
         let Some(expand) = &mut self.expand else { return (codes, &self.lookup) };
         let bytes = expand.expand(simd, codes, (side, buffer));
         let per_row = self.dims * self.per_row;
-        (TileCodes { bytes, width: 8, per_row }, &self.lookup)
+        (TileCodes { bytes, width: 8, per_row, ..codes }, &self.lookup)
     }
 }
 

@@ -1,5 +1,6 @@
 //! Products on every instruction set: the same bits, and exact.
 
+use super::super::ahead::Ahead;
 use super::super::parts::{Parts, TOP};
 use super::super::simd::Precision;
 use super::*;
@@ -62,7 +63,7 @@ fn key_dots_are_the_same_on_every_level() {
                 let run = |simd| {
                     let parts = parts(simd, rows, per_row * lookup.dims);
                     let mut out = vec![0.0; rows * SPAN];
-                    let codes = TileCodes { bytes, width, per_row };
+                    let codes = TileCodes { bytes, width, per_row, ahead: Ahead::default() };
                     let q = (parts.rows(0), &UNITS[..rows]);
                     key_dots(simd, codes, &lookup, q, &mut out);
                     out
@@ -91,7 +92,7 @@ fn value_dots_are_the_same_on_every_level() {
                 let run = |simd| {
                     let parts = parts(simd, rows, tiles * 32);
                     let mut out = vec![0.25; rows * lookup.dims * per_row];
-                    let codes = TileCodes { bytes, width, per_row };
+                    let codes = TileCodes { bytes, width, per_row, ahead: Ahead::default() };
                     let units = &UNITS[..rows];
                     let target = Target { units, factors, first, count };
                     value_dots(simd, codes, &lookup, (parts.rows(0), target), &mut out);
@@ -144,7 +145,7 @@ fn queries_of_a_byte_are_multiplied_exactly() {
                 continue;
             }
             let bytes = &codes(&lookup, width, 2 * 4 * PER_ROW * width as usize);
-            let codes = TileCodes { bytes, width, per_row: PER_ROW };
+            let codes = TileCodes { bytes, width, per_row: PER_ROW, ahead: Ahead::default() };
             let (parts, q) = self::bytes(simd, (rows, PER_ROW * lookup.dims), false);
             let mut out = vec![0.0; rows * SPAN];
             key_dots(simd, codes, &lookup, (parts.rows(0), &UNITS[..rows]), &mut out);
@@ -177,7 +178,7 @@ fn weights_of_a_byte_are_multiplied_exactly() {
         }
         for (width, rows) in widths(&lookup).iter().flat_map(|w| [1, 4, 7].map(|r| (*w, r))) {
             let bytes = &codes(&lookup, width, 2 * 4 * PER_ROW * width as usize);
-            let codes = TileCodes { bytes, width, per_row: PER_ROW };
+            let codes = TileCodes { bytes, width, per_row: PER_ROW, ahead: Ahead::default() };
             let (parts, weights) = self::bytes(simd, (rows, 2 * TILE), true);
             let mut out = vec![0.0; rows * lookup.dims * PER_ROW];
             let units = &UNITS[..rows];
@@ -208,7 +209,12 @@ fn largest_queries_against_the_largest_codes_do_not_overflow() {
             parts.reset(TERMS_MAX);
             parts.push(simd, &[sign; TERMS_MAX], 1.0, None);
             let mut out = [0.0; SPAN];
-            let codes = TileCodes { bytes: &[255; 32 * TERMS_MAX], width: 8, per_row: TERMS_MAX };
+            let codes = TileCodes {
+                bytes: &[255; 32 * TERMS_MAX],
+                width: 8,
+                per_row: TERMS_MAX,
+                ahead: Ahead::default(),
+            };
             let q = (parts.rows(0), &[1.0][..]);
             key_dots(simd, codes, &Lookup::identity(), q, &mut out);
             assert_eq!(out[..TILE], [sign * (255.0 * TOP * TERMS_MAX as f32); 32], "{simd:?}");

@@ -1,0 +1,140 @@
+//! Bytes of the next page, asked for while one is worked on: a line here and a line there, because
+//! a core that asks for more than a dozen at once waits for them.
+
+use super::simd;
+use kvd_core::Side;
+
+/// Bytes of a line of the cache.
+const LINE: usize = 64;
+/// Steps in which a side is asked for that no kernel asks for.
+const STEPS: usize = 16;
+
+/// Bytes that will be read soon.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Ahead<'a> {
+    bytes: &'a [u8],
+}
+
+/// What of them was not asked for yet.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Steps<'a> {
+    bytes: &'a [u8],
+    /// How many one step asks for.
+    step: usize,
+}
+
+impl<'a> Ahead<'a> {
+    pub(super) fn new(bytes: &'a [u8]) -> Self {
+        Self { bytes }
+    }
+
+    /// Number `index` of `count` shares, of whole lines.
+    pub(super) fn share(self, index: usize, count: usize) -> Self {
+        let len = lines(self.bytes, count);
+        let rest = self.bytes.get(index * len..).unwrap_or_default();
+        Self { bytes: &rest[..rest.len().min(len)] }
+    }
+
+    /// To be asked for in so many steps.
+    #[inline]
+    pub(super) fn steps(self, count: usize) -> Steps<'a> {
+        Steps { bytes: self.bytes, step: lines(self.bytes, count) }
+    }
+
+    /// Asks for all of them.
+    pub(super) fn ask(self) {
+        simd::prefetch(self.bytes);
+    }
+}
+
+/// Bytes of one of `count` parts, of whole lines.
+#[inline]
+fn lines(bytes: &[u8], count: usize) -> usize {
+    match bytes {
+        [] => 0,
+        _ => bytes.len().div_ceil(count.max(1)).next_multiple_of(LINE),
+    }
+}
+
+impl Steps<'_> {
+    /// Asks for a few more lines.
+    #[inline(always)]
+    pub(super) fn ask(&mut self) {
+        if !self.bytes.is_empty() {
+            let (now, later) = self.bytes.split_at(self.bytes.len().min(self.step));
+            simd::prefetch(now);
+            self.bytes = later;
+        }
+    }
+}
+
+/// The next part, asked for while one is attended to: a side by the kernel that reads it now, or
+/// in steps between.
+#[derive(Default)]
+pub(super) struct Next<'a> {
+    /// By side, what kernels ask for; and in how many calls.
+    kernels: [(Ahead<'a>, usize); 2],
+    /// Calls so far.
+    calls: [usize; 2],
+    steps: [Steps<'a>; 2],
+}
+
+impl<'a> Next<'a> {
+    /// Takes the bytes of each side; and in how many calls a kernel reads that side now, if one does.
+    pub(super) fn new(bytes: [&'a [u8]; 2], calls: [Option<usize>; 2]) -> Self {
+        let mut next = Self::default();
+        for (side, (bytes, calls)) in bytes.into_iter().zip(calls).enumerate() {
+            match calls {
+                Some(calls) => next.kernels[side] = (Ahead::new(bytes), calls),
+                None => next.steps[side] = Ahead::new(bytes).steps(STEPS),
+            }
+        }
+        next
+    }
+
+    /// What the next call of a side's kernel asks for.
+    pub(super) fn share(&mut self, side: Side) -> Ahead<'a> {
+        let (ahead, of) = self.kernels[side.index()];
+        let call = &mut self.calls[side.index()];
+        *call += 1;
+        ahead.share(*call - 1, of)
+    }
+
+    /// Asks for a few lines more of what no kernel asks for.
+    pub(super) fn ask(&mut self) {
+        self.steps.iter_mut().for_each(Steps::ask);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shares_and_steps_are_all_of_it_in_whole_lines() {
+        let bytes: Vec<u8> = (0..1000).map(|i| i as u8).collect();
+        for (len, count) in [(0, 3), (1, 4), (64, 2), (700, 3), (1000, 16), (1000, 40)] {
+            let ahead = Ahead::new(&bytes[..len]);
+            let shares: Vec<_> = (0..count).map(|index| ahead.share(index, count).bytes).collect();
+            assert_eq!(shares.concat(), bytes[..len], "{len} {count}");
+            let full = shares.windows(2).filter(|two| !two[1].is_empty()).map(|two| two[0].len());
+            assert!(full.into_iter().all(|len| len.is_multiple_of(LINE)), "{len} {count}");
+            let mut steps = ahead.steps(count);
+            for _ in 0..count {
+                steps.ask();
+            }
+            assert!(steps.bytes.is_empty(), "{len} {count}");
+        }
+    }
+
+    #[test]
+    fn kernels_ask_for_their_sides_and_steps_for_the_others() {
+        let bytes = [1u8; 640];
+        let mut next = Next::new([&bytes, &bytes[..320]], [Some(2), None]);
+        let calls = [0; 3].map(|_| next.share(Side::Key).bytes.len());
+        assert_eq!(calls, [320, 320, 0]);
+        assert!(next.share(Side::Value).bytes.is_empty());
+        next.ask();
+        assert_eq!(next.steps.map(|steps| steps.bytes.len()), [0, 320 - LINE]);
+    }
+}
