@@ -119,8 +119,8 @@ fn chunk_of<const WIDTH: usize, const INDEX: usize>(parts: &[__m512i; WIDTH]) ->
     with_plane::<WIDTH, INDEX, 1>(codes, parts)
 }
 
-/// With the bits of the plane of `PLANE` bits, where codes have one. Of a code that is one plane
-/// bits above it remain: look-ups do not mind.
+/// With the bits of the plane of `PLANE` bits, where codes have one. Bits above a code are anything:
+/// look-ups do not mind.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vbmi2")]
 fn with_plane<const WIDTH: usize, const INDEX: usize, const PLANE: usize>(
@@ -138,12 +138,12 @@ fn with_plane<const WIDTH: usize, const INDEX: usize, const PLANE: usize>(
         0 => part,
         _ => _mm512_shldv_epi16(part, part, _mm512_set1_epi16(turn)),
     };
-    if WIDTH == PLANE {
+    if low == 0 {
         return turned;
     }
     let mask = _mm512_set1_epi8((u8::MAX >> (8 - PLANE) << low) as i8);
-    // The bits under the mask, to those of other planes.
-    _mm512_ternarylogic_epi64::<0xF8>(codes, turned, mask)
+    // The bits under the mask, else those of other planes.
+    _mm512_ternarylogic_epi64::<0xCA>(mask, turned, codes)
 }
 
 /// `TABLES` tables of 16 bytes. Of a code that another table serves, the upper half of the byte
