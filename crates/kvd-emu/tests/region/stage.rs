@@ -304,6 +304,44 @@ fn a_tail_that_is_copied_after_rows_were_staged_leaves_them_as_they_are() {
     }
 }
 
+#[test]
+fn units_of_a_write_wait_for_no_kernel_unless_another_write_still_reads_such() {
+    if !available() {
+        return;
+    }
+    let geometry = shaped((2, 64, 64), DType::F16);
+    for pace in Pace::EACH {
+        let mut fixture = registered("raw", &geometry, (Order::Ascending, pace));
+        let (begun, tokens) = (9, 20);
+        let (before, rows) = (incoming(&geometry, BLOCK, 9.0), incoming(&geometry, tokens, 0.2));
+        let writes = writes(&geometry, begun, tokens);
+        let (extent, capacity_rows) =
+            (Extent { offset: 256 << 10, len: geometry.raw_layout(BLOCK).size_bytes() }, BLOCK);
+        let to = RawTarget { extent, capacity_rows, first_row: 0 };
+        fixture.backend.backend.write(MODEL, &before, 0, BLOCK, to).unwrap();
+        let (_, staged) = stage(&mut fixture, &rows);
+        let Fixture { backend, watch, .. } = &mut fixture;
+        let backend = &mut backend.backend;
+        // A tail that others see is copied within the device, which does work meanwhile.
+        let source = Source::Raw { extent, capacity_rows, first_row: 0 };
+        let tail = RawTarget { first_row: 0, ..writes[0].to };
+        backend.copy(MODEL, LAYER, &source, begun, tail).unwrap();
+        let ordered = |backend: &mut CudaBackend| {
+            let calls = || ["record", "wait"].map(|call| watch.lock().calls[call]);
+            let before = calls();
+            backend.write_staged(&staged, &writes).unwrap();
+            std::array::from_fn(|i| calls()[i] - before[i])
+        };
+        // Kernels wait for the units.
+        assert_eq!(ordered(backend), [1, 1], "{pace:?}");
+        // Units of a second write take the place of those that a kernel may still be reading.
+        assert_eq!(ordered(backend), [2, 2], "{pace:?}");
+        let wanted = [rows.k.to_vec(), rows.v.to_vec()];
+        assert_eq!(stored(backend, &writes, DType::F16), wanted, "{pace:?}");
+        assert_eq!(backend.failure(), None, "{pace:?}");
+    }
+}
+
 fn refused<T>(result: Result<T, BackendError>, wanted: ErrorCode) -> String {
     let error = result.err().expect("an error");
     assert_eq!(error.code(), wanted, "{error}");
