@@ -134,7 +134,7 @@ impl CudaBackend {
         let parameters =
             RowsParameters { units: *units, align: RowsUnit::align(&table), unused: 0 };
         // Staging was waited for, so that nothing reads where units go: they need not wait for what
-        // was launched since, a copy of the tail. But a second write's take the place of the first's.
+        // was launched since, a copy of the tail. A second write's take the place of the first's.
         let units_bytes = bytemuck::cast_slice(&table);
         if std::mem::replace(written, true) {
             self.device.rewrite(*units, units_bytes)?;
