@@ -37,11 +37,13 @@ pub(super) async fn answer(service: &Service, region: &Region, call: v1::RegionC
     ended.expect("the record was tested when the call came, and regions keep their size");
 }
 
+/// Whether it stores.
+pub(super) fn is_store(call: &v1::RegionCall) -> bool {
+    matches!(call.call, Some(v1::region_call::Call::Store(_)))
+}
+
 fn name(call: &v1::RegionCall) -> &'static str {
-    match call.call {
-        Some(v1::region_call::Call::Store(_)) => "StoreRegion",
-        _ => "AttendRegion",
-    }
+    if is_store(call) { "StoreRegion" } else { "AttendRegion" }
 }
 
 async fn serve(
