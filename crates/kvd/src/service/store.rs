@@ -105,23 +105,25 @@ impl Service {
         bytes: [u64; 2],
     ) -> Result<Admitted<'_>, ServiceError> {
         self.admit(call)?;
+        // Whoever sends too much is told so before anything is looked up.
+        let inflight = self.inflight.take(bytes[0] + bytes[1])?;
         let seat = self.seat_of(chunk.sequence);
         let shape = seat.store.model_of(&call.namespace, chunk.sequence)?;
         chunk.check_shape_of(&shape.geometry, bytes)?;
         let model = self.models.find(&call.namespace, shape.id)?;
-        let inflight = self.inflight.take(bytes[0] + bytes[1])?;
         Ok(Admitted { seat, model, inflight })
     }
 
     /// The model of a sequence that a store names.
     ///
     /// # Errors
-    /// When there is no such sequence in the caller's namespace.
+    /// When the call is not admitted, or there is no such sequence in the caller's namespace.
     pub(crate) fn model_of(
         &self,
         call: &Call,
         sequence: SequenceId,
     ) -> Result<Arc<Model>, ServiceError> {
+        self.admit(call)?;
         let shape = self.seat_of(sequence).store.model_of(&call.namespace, sequence)?;
         self.models.find(&call.namespace, shape.id)
     }

@@ -52,6 +52,8 @@ async fn serve(
     caller: &Call,
     (call, launched): (Option<v1::region_call::Call>, Option<u64>),
 ) -> Result<[u32; 3], ServiceError> {
+    // Before payloads are copied: who is not let in costs nothing.
+    service.admit(caller)?;
     match call {
         None => Err(RequestError::Missing { field: "call" }.into()),
         Some(v1::region_call::Call::Attend(call)) => {

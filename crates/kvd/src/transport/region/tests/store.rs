@@ -378,6 +378,25 @@ async fn stores_in_device_memory_have_the_limits_and_names_of_messages() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_daemon_that_drains_looks_nothing_up_and_copies_nothing() {
+    let fixture = Fixture::new().await;
+    let region = (&fixture.shared(1), 1);
+    let sequence = fixture.sequence().await;
+    fixture.running.service().drain();
+    let call = Call { namespace: Namespace::new("default").unwrap(), deadline: None };
+    // One that is not there, one that is in place, one that would be copied through the host.
+    let nowhere = SequenceId(1 << 40);
+    let refused = fixture.running.service().model_of(&call, nowhere).err().unwrap();
+    assert_eq!(refused.code(), ErrorCode::ShuttingDown, "{refused}");
+    for (sequence, offset) in [(nowhere, 0), (sequence, 0), (sequence, 2)] {
+        let refused = fixture.store_from(region, &chunk(sequence, 0, 5), offset).unwrap_err();
+        assert_eq!(refused.code, Some(ErrorCode::ShuttingDown), "{refused}");
+    }
+    assert_eq!((fixture.memories.copies(), fixture.memories.stores.lock().staged), (0, 0));
+    fixture.running.drain().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_device_that_is_lost_in_a_store_answers_it_with_a_refusal_and_publishes_nothing() {
     let fixture = Fixture::new().await;
     let region = (&fixture.shared(1), 1);
