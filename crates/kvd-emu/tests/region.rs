@@ -14,6 +14,8 @@ mod stage;
 mod streams;
 #[path = "../../kvd-compute/tests/suite/mod.rs"]
 mod suite;
+#[path = "region/waits.rs"]
+mod waits;
 
 use driver::{EmuDriver, Fail, Planted, Watch};
 use kvd_compute::{

@@ -28,6 +28,18 @@ pub enum Append {
     Ticket(AppendTicket),
 }
 
+/// The right to append a range whose content is not known yet: while it is held, nobody else
+/// appends to that layer or truncates the sequence. Nothing is reserved; dropping it gives the
+/// right back.
+#[derive(Debug)]
+#[must_use = "dropping a claim lets others append"]
+pub struct AppendClaim {
+    pub(crate) claim: Claim,
+    /// Where the layer ends until this is dropped.
+    pub(crate) start: u32,
+    pub(crate) tokens: u32,
+}
+
 /// Rows to bring to a raw slot: copied from raw, decoded from pages.
 #[derive(Clone, Debug)]
 pub struct RowCopy {

@@ -80,7 +80,10 @@ pub enum StoreError {
         stored: u32,
     },
     /// An append to this layer of this sequence is in flight.
-    #[error("an append to layer {layer} of sequence {id} is in flight; try again")]
+    #[error(
+        "an append to layer {layer} of sequence {id} is in flight: wait for its answer, then try \
+         again"
+    )]
     SequenceBusy {
         /// The sequence.
         id: SequenceId,

@@ -6,12 +6,14 @@
 //!
 //! An append is a ticket: [`Store::begin_append`] decides and reserves, the lane executes
 //! [`AppendTicket::copies`], [`AppendTicket::writes`] and [`AppendTicket::packs`], and
-//! [`AppendTicket::commit`] publishes. A ticket that is dropped leaves no trace. A read is a
+//! [`AppendTicket::commit`] publishes. A ticket that is dropped leaves no trace. Who does not know
+//! the content yet holds an [`AppendClaim`] before. A read is a
 //! [`Pinned`]: it names the parts of a range and keeps their bytes alive.
 //!
 //! Locks: the sequence map's shards, one mutex per sequence, one mutex in the pool. The order is
 //! sequence, then pool; a shard's lock is never held together with a sequence's. The drop of a
-//! guard ([`Reserved`], [`Slot`], [`AppendTicket`], [`Pinned`]) takes the pool's lock at most.
+//! guard ([`Reserved`], [`Slot`], [`AppendClaim`], [`AppendTicket`], [`Pinned`]) takes the pool's
+//! lock at most.
 #![forbid(unsafe_code)]
 
 mod allocator;
@@ -27,7 +29,7 @@ mod store;
 #[cfg(test)]
 mod tests;
 
-pub use append::{Append, AppendTicket, PackTask, RowCopy, RowWrite};
+pub use append::{Append, AppendClaim, AppendTicket, PackTask, RowCopy, RowWrite};
 pub use cell::{Pages, Part, PartKind, RawSlot};
 pub use error::StoreError;
 pub use ledger::{ModelUsage, PackedBytes, StoredBytes};

@@ -1,7 +1,7 @@
 //! A sequence: its model, its layers behind one mutex, and who is appending.
 //!
 //! Owns [`SequenceEntry`]. Lock story: `layers` is the sequence's mutex. `busy` is set under it
-//! and cleared without it, by the drop of the ticket's guard, so that a ticket can be dropped
+//! and cleared without it, by the drop of a [`Claim`], so that a ticket can be dropped
 //! anywhere. Every holder keeps the entry alive by `Arc`: closing only takes it off the map, and
 //! the last holder's drop gives the bytes back.
 

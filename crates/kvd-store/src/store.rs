@@ -4,7 +4,7 @@
 //! go before the sequence's mutex is taken; no shard lock is held while anything else is locked
 //! or while an entry drops.
 
-use crate::append::{Append, AppendTicket};
+use crate::append::{Append, AppendClaim, AppendTicket};
 use crate::error::StoreError;
 use crate::layer::{Fit, Layer, Remembered};
 use crate::ledger::{Ledger, ModelUsage, StoredBytes};
@@ -211,23 +211,47 @@ impl Store {
         Ok(Append::Ticket(AppendTicket::new(claim, state, &self.pool, offered)?))
     }
 
-    /// What [`Store::begin_append`] would refuse now whatever the content, for a caller who does
-    /// not know that yet. Nothing is reserved: `begin_append` asks again.
+    /// Takes the right to append for a caller who does not know the content yet, and passes the
+    /// claim to [`Store::begin_claimed`] when he does. `None` for a range that was acknowledged
+    /// before: only its content says what [`Store::begin_append`] answers.
     ///
     /// # Errors
     /// Those of [`Store::begin_append`], but [`StoreError::RangeConflict`] and
     /// [`StoreError::PoolFull`].
-    pub fn check_append(
+    pub fn claim_append(
         &self,
         ns: &Namespace,
         id: SequenceId,
         layer: LayerIndex,
         start: u32,
         tokens: u32,
-    ) -> Result<(), StoreError> {
+    ) -> Result<Option<AppendClaim>, StoreError> {
         let (entry, index) = self.entry_to_append(ns, id, layer, start, tokens)?;
         let layers = entry.layers.lock();
-        known_content(&entry, &layers[index], layer, start, tokens).map(|_| ())
+        if known_content(&entry, &layers[index], layer, start, tokens)?.is_some() {
+            return Ok(None);
+        }
+        let claim = entry.claim(index).ok_or(StoreError::SequenceBusy { id, layer })?;
+        Ok(Some(AppendClaim { claim, start, tokens }))
+    }
+
+    /// [`Store::begin_append`] of a range that this store gave a claim on. It is new, so it is no
+    /// replay; also when the sequence was closed meanwhile, and then it is seen by nobody.
+    ///
+    /// # Errors
+    /// [`StoreError::PoolFull`]; the claim is given back.
+    pub fn begin_claimed(
+        &self,
+        claim: AppendClaim,
+        content_hash: u64,
+    ) -> Result<AppendTicket, StoreError> {
+        let AppendClaim { claim, start, tokens } = claim;
+        let entry = Arc::clone(&claim.entry);
+        let mut layers = entry.layers.lock();
+        let state = &mut layers[claim.layer];
+        debug_assert_eq!(state.length, start, "a claimed layer has changed");
+        let offered = Remembered { start, tokens, content_hash };
+        Ok(AppendTicket::new(claim, state, &self.pool, offered)?)
     }
 
     /// Pins tokens of one layer for reading. `length` is how many tokens the read may see, all

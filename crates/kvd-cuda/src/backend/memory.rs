@@ -212,7 +212,9 @@ impl Device {
         Some(self.scratch + start)
     }
 
-    /// Writes to scratch memory, all of what [`Device::scratch`] gave at once.
+    /// Writes to scratch memory that no kernel was told of since it was taken, all of what
+    /// [`Device::scratch`] gave at once. The first since scratch memory was given back comes after
+    /// the kernels that may still use what it held.
     pub(super) fn upload(&mut self, to: u64, bytes: &[u8]) -> Result<(), BackendError> {
         if std::mem::take(&mut self.scratch_stale) {
             self.call(Ordered::follow_kernels)?;
@@ -220,14 +222,18 @@ impl Device {
         self.call(|ordered| ordered.upload_aligned(to, bytes))
     }
 
-    /// The same to memory that a kernel before may still be reading.
+    /// The same where a kernel was told of it: after all kernels before.
     pub(super) fn rewrite(&mut self, to: u64, bytes: &[u8]) -> Result<(), BackendError> {
         self.call(|ordered| ordered.write(to, bytes))
     }
 
-    /// Reads scratch memory.
+    /// Reads scratch memory. What is uploaded to scratch memory from then on waits for no kernel:
+    /// all before have ended, and those after use what was taken since it was given back.
     pub(super) fn download(&mut self, from: u64, bytes: &mut [u8]) -> Result<(), BackendError> {
-        self.call(|ordered| ordered.read(from, bytes))
+        self.call(|ordered| ordered.read(from, bytes))?;
+        // Nothing is waited for where nothing is read.
+        self.scratch_stale &= bytes.is_empty();
+        Ok(())
     }
 
     pub(super) fn build_graph(&mut self, nodes: &[GraphNode<'_>]) -> Result<GraphId, BackendError> {

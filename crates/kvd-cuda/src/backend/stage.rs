@@ -16,6 +16,8 @@ pub(super) struct Staged {
     /// Room for so many units of `kvd_rows`, and where.
     units_max: u64,
     units: u64,
+    /// Whether a kernel may still be reading units there.
+    written: bool,
 }
 
 impl CudaBackend {
@@ -82,7 +84,7 @@ impl CudaBackend {
             self.device.scratch(u64::from(plan.blocks()) * size_of::<StageCheck>() as u64)?;
         let units_max = RowsUnit::most(&geometry, tokens);
         let units = self.device.scratch(units_max * size_of::<RowsUnit>() as u64)?;
-        Some(Staged { geometry, tokens, rows, units_max, units })
+        Some(Staged { geometry, tokens, rows, units_max, units, written: false })
     }
 
     /// What is said of a staged value that is no number.
@@ -105,8 +107,8 @@ impl CudaBackend {
         staged: &StagedRows,
         writes: &[StagedWrite],
     ) -> Result<(), BackendError> {
-        let known = self.held.staged.as_ref().filter(|_| staged.call == self.held.call);
-        let Some(Staged { geometry, tokens, rows, units_max, units }) = known else {
+        let known = self.held.staged.as_mut().filter(|_| staged.call == self.held.call);
+        let Some(Staged { geometry, tokens, rows, units_max, units, written }) = known else {
             return Err(error(ErrorCode::Internal, "rows are written that are no longer staged"));
         };
         let past = |write: &StagedWrite| {
@@ -131,7 +133,14 @@ impl CudaBackend {
         assert!(ends.max().unwrap_or(0) <= self.device.arena_bytes(), "rows past the arena");
         let parameters =
             RowsParameters { units: *units, align: RowsUnit::align(&table), unused: 0 };
-        self.device.rewrite(*units, bytemuck::cast_slice(&table))?;
+        // Staging was waited for, so that nothing reads where units go: they need not wait for what
+        // was launched since, a copy of the tail. A second write's take the place of the first's.
+        let units_bytes = bytemuck::cast_slice(&table);
+        if std::mem::replace(written, true) {
+            self.device.rewrite(*units, units_bytes)?;
+        } else {
+            self.device.upload(*units, units_bytes)?;
+        }
         self.device.launch(KernelLaunch {
             kernel: "kvd_rows",
             blocks: table.len() as u32,

@@ -291,6 +291,47 @@ fn a_model_that_goes_takes_its_graphs_along() {
     assert_eq!(given_back[1], given_back[0] + 2);
 }
 
+/// Leaves a graph under way, of whose answer nobody has heard, and gives its model up; what the
+/// driver complains of.
+fn given_up_under_way(planted: Planted) -> Vec<String> {
+    let (mut fixture, part) = with_rows("raw", OPTIONS);
+    let plan = plan(&part, DType::F32, 2, &[1]);
+    fixture.backend.repeat = 2;
+    fixture.backend.attend(&plan).unwrap();
+    let (places, _) = fixture.backend.places(&plan);
+    let Fixture { backend, watch, memory, .. } = fixture;
+    let mut backend = backend.backend;
+    let graphs = watch.lock().graphs;
+    // Between the launch and the wait for it is the only way out of a call.
+    let mut leave = || std::panic::resume_unwind(Box::new(()));
+    let call = || backend.attend_in_place(&plan, &places, &mut leave).map(drop);
+    std::panic::catch_unwind(std::panic::AssertUnwindSafe(call)).unwrap_err();
+    let seen = || {
+        let watch = watch.lock();
+        (watch.graphs, watch.waits, watch.live)
+    };
+    let (launched, waits, live) = seen();
+    assert_eq!(launched, graphs + 1);
+    watch.lock().planted = planted;
+    backend.unregister(ModelId(1));
+    let complaints = watch.lock().complaints.clone();
+    let (_, now, left) = seen();
+    assert!(now > waits && left < live);
+    drop(backend);
+    drop(memory);
+    complaints
+}
+
+#[test]
+fn a_graph_is_not_given_back_while_its_launch_is_under_way() {
+    if !available() {
+        return;
+    }
+    assert_eq!(given_up_under_way(Planted::Nothing), Vec::<String>::new());
+    let complaints = given_up_under_way(Planted::HostDoesNotWait);
+    assert!(complaints[0].contains("a graph is given back that is under way"), "{complaints:?}");
+}
+
 #[test]
 fn a_graph_that_does_not_wait_for_its_tables_is_noticed() {
     if !available() {

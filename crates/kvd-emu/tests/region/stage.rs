@@ -8,14 +8,14 @@ use kvd_compute::{
 };
 use kvd_cuda::{RowsUnit, StageCheck};
 
-const MODEL: ModelId = ModelId(1);
-const LAYER: LayerIndex = LayerIndex(0);
-const BLOCK: u32 = 16;
+pub(super) const MODEL: ModelId = ModelId(1);
+pub(super) const LAYER: LayerIndex = LayerIndex(0);
+pub(super) const BLOCK: u32 = 16;
 
 /// KV heads, channels of keys and of values.
-type Shape = (u32, u32, u32);
+pub(super) type Shape = (u32, u32, u32);
 
-fn shaped((kv_heads, head_dim_k, head_dim_v): Shape, dtype: DType) -> Geometry {
+pub(super) fn shaped((kv_heads, head_dim_k, head_dim_v): Shape, dtype: DType) -> Geometry {
     Geometry {
         layers: 1,
         kv_heads,
@@ -28,7 +28,7 @@ fn shaped((kv_heads, head_dim_k, head_dim_v): Shape, dtype: DType) -> Geometry {
 }
 
 /// A model of such rows; a backend and its region.
-fn registered(text: &str, geometry: &Geometry, (order, pace): (Order, Pace)) -> Fixture {
+pub(super) fn registered(text: &str, geometry: &Geometry, (order, pace): (Order, Pace)) -> Fixture {
     let mut fixture = open(order, pace, OPTIONS);
     let spec = kvd_codec::resolve(text).unwrap();
     let codec = kvd_codec::ModelCodec::new(geometry.clone(), spec, None).unwrap();
@@ -37,7 +37,7 @@ fn registered(text: &str, geometry: &Geometry, (order, pace): (Order, Pace)) -> 
 }
 
 /// Rows of so many tokens.
-fn incoming(geometry: &Geometry, tokens: u32, seed: f32) -> IncomingRows {
+pub(super) fn incoming(geometry: &Geometry, tokens: u32, seed: f32) -> IncomingRows {
     let bytes = |dim: u32, step: f32| -> bytes::Bytes {
         let values = (0..tokens * geometry.kv_heads * dim).map(|i| (i as f32 * step + seed).sin());
         let values: Vec<f32> = values.collect();
@@ -50,7 +50,7 @@ fn incoming(geometry: &Geometry, tokens: u32, seed: f32) -> IncomingRows {
 }
 
 /// Where an append of `tokens` goes whose first block has `begun` rows already: one slot per block.
-fn writes(geometry: &Geometry, begun: u32, tokens: u32) -> Vec<StagedWrite> {
+pub(super) fn writes(geometry: &Geometry, begun: u32, tokens: u32) -> Vec<StagedWrite> {
     let len = geometry.raw_layout(BLOCK).size_bytes();
     let mut writes = Vec::new();
     let (mut source_row, mut first_row) = (0, begun);
@@ -65,7 +65,11 @@ fn writes(geometry: &Geometry, begun: u32, tokens: u32) -> Vec<StagedWrite> {
 }
 
 /// What is in the slots of `writes`, as it is stored.
-fn stored(backend: &mut CudaBackend, writes: &[StagedWrite], dtype: DType) -> [Vec<u8>; 2] {
+pub(super) fn stored(
+    backend: &mut CudaBackend,
+    writes: &[StagedWrite],
+    dtype: DType,
+) -> [Vec<u8>; 2] {
     let part = |write: &StagedWrite| {
         let RawTarget { extent, capacity_rows, first_row } = write.to;
         let source = Source::Raw { extent, capacity_rows, first_row };
@@ -102,7 +106,7 @@ fn pages(backend: &mut CudaBackend, writes: &[StagedWrite]) -> (Vec<Vec<u32>>, V
     (encoded.iter().map(|pages| pages.page_ends.to_vec()).collect(), [rows.k, rows.v].concat())
 }
 
-fn stage(fixture: &mut Fixture, rows: &IncomingRows) -> (RegionRows, StagedRows) {
+pub(super) fn stage(fixture: &mut Fixture, rows: &IncomingRows) -> (RegionRows, StagedRows) {
     let (places, _) = fixture.backend.leave(rows, 0..rows.tokens).unwrap();
     let staged = fixture.backend.backend.stage(MODEL, &places).unwrap();
     (places, staged.expect("room for them"))
@@ -304,7 +308,7 @@ fn a_tail_that_is_copied_after_rows_were_staged_leaves_them_as_they_are() {
     }
 }
 
-fn refused<T>(result: Result<T, BackendError>, wanted: ErrorCode) -> String {
+pub(super) fn refused<T>(result: Result<T, BackendError>, wanted: ErrorCode) -> String {
     let error = result.err().expect("an error");
     assert_eq!(error.code(), wanted, "{error}");
     error.to_string()
@@ -434,20 +438,4 @@ fn a_store_that_meets_a_fault_ends_every_call_and_nothing_leaks() {
         assert_eq!((watch.calls_after_failure, watch.live), (0, 0), "{fail:?}");
         drop(memory);
     }
-}
-
-#[test]
-fn a_wait_that_a_store_lacks_is_noticed() {
-    if !available() {
-        return;
-    }
-    let geometry = shaped((2, 64, 64), DType::F16);
-    let mut fixture = registered("raw", &geometry, (Order::Ascending, Pace::EagerKernels));
-    let (rows, writes) = (incoming(&geometry, 8, 0.3), writes(&geometry, 0, 8));
-    let (_, staged) = stage(&mut fixture, &rows);
-    fixture.watch.lock().planted = Planted::KernelsDoNotWait;
-    let backend = &mut fixture.backend.backend;
-    refused(backend.write_staged(&staged, &writes), ErrorCode::DeviceFailed);
-    let complaints = fixture.watch.lock().complaints.clone();
-    assert!(complaints[0].contains("before a copy that was asked"), "{complaints:?}");
 }

@@ -456,7 +456,7 @@ pub struct OpenRegionResponse {
     pub copied: ::prost::alloc::string::String,
 }
 /// A call whose payloads are in the region. Calls are executed as they come; each ends with its
-/// completion record.
+/// completion record. A store that continues one which has not ended is SEQUENCE_BUSY.
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct RegionCall {
     /// Offset of the completion record, 256 bytes in the memory file aligned to 4: u32 state (0 under
@@ -903,7 +903,8 @@ pub mod kvd_client {
         /// Appends K and V. One request is one range of one layer; requests of a stream are executed in
         /// order and each is answered once its range is readable. The first error ends the stream; what
         /// was answered before stays stored. Sending an acknowledged range again is answered with
-        /// `replayed`.
+        /// `replayed`. While one is in flight elsewhere, another of its layer is SEQUENCE_BUSY: wait for
+        /// its answer, then send it again.
         pub async fn store_blocks(
             &mut self,
             request: impl tonic::IntoStreamingRequest<
@@ -1135,7 +1136,8 @@ pub mod kvd_server {
         /// Appends K and V. One request is one range of one layer; requests of a stream are executed in
         /// order and each is answered once its range is readable. The first error ends the stream; what
         /// was answered before stays stored. Sending an acknowledged range again is answered with
-        /// `replayed`.
+        /// `replayed`. While one is in flight elsewhere, another of its layer is SEQUENCE_BUSY: wait for
+        /// its answer, then send it again.
         async fn store_blocks(
             &self,
             request: tonic::Request<tonic::Streaming<super::StoreBlocksRequest>>,

@@ -83,27 +83,72 @@ fn what_needs_no_content_to_be_refused_is_told_without_it_and_reserves_nothing()
     b.append(id, 0, 0, &[1, 2, 3]);
     b.append(id, 0, 3, &[4]);
     let used = b.used();
-    let ask = |start, tokens| b.store.check_append(b.ns(), id, L0, start, tokens);
+    let claim = |start, tokens| b.store.claim_append(b.ns(), id, L0, start, tokens);
+    // Whether there is a claim, which is dropped.
+    let ask = |start, tokens| claim(start, tokens).map(|claim| claim.is_some());
     let begin = |start, tokens| b.begin(id, 0, start, tokens).map(drop);
     let (overlaps, gaps) = ([(2, 2), (0, 4)], [(5, 1), (5, 5)]);
     let sizes = [(4, 0), (4, 7), (5, 6), (u32::MAX, 2), (4, 6)];
     for (start, tokens) in overlaps.into_iter().chain(gaps).chain(sizes) {
-        assert_eq!(ask(start, tokens), begin(start, tokens), "{start}, {tokens}");
+        assert_eq!(ask(start, tokens).map(drop), begin(start, tokens), "{start}, {tokens}");
     }
     assert_eq!(ask(5, 1), Err(StoreError::RangeGap { expected: 4, start: 5 }));
-    assert_eq!(ask(4, 6), Ok(()));
+    assert_eq!(ask(4, 6), Ok(true));
     // Whether it is the same range again, only its content says.
-    assert_eq!((ask(0, 3), ask(3, 1)), (Ok(()), Ok(())));
+    assert_eq!((ask(0, 3), ask(3, 1)), (Ok(false), Ok(false)));
     let past = LayerIndex(9);
-    assert_eq!(code(b.store.check_append(b.ns(), id, past, 4, 1)), ErrorCode::InvalidArgument);
+    assert_eq!(code(b.store.claim_append(b.ns(), id, past, 4, 1)), ErrorCode::InvalidArgument);
     // Another appends: to this layer, not to the next.
     assert_eq!(b.used(), used, "nothing was reserved");
     let ticket = b.begin(id, 0, 4, 1).unwrap();
     let busy = Err(StoreError::SequenceBusy { id, layer: L0 });
-    assert_eq!((ask(4, 1), ask(5, 1), ask(0, 3)), (busy.clone(), busy, Ok(())));
-    assert_eq!(b.store.check_append(b.ns(), id, LayerIndex(1), 0, 1), Ok(()));
+    assert_eq!((ask(4, 1), ask(5, 1), ask(0, 3)), (busy.clone(), busy, Ok(false)));
+    drop(b.store.claim_append(b.ns(), id, LayerIndex(1), 0, 1).unwrap().unwrap());
     drop(ticket);
-    assert_eq!(ask(4, 1), Ok(()));
+    assert_eq!(ask(4, 1), Ok(true));
+}
+
+#[test]
+fn a_claim_is_an_append_in_flight_until_it_is_dropped_or_a_ticket() {
+    let b = bench();
+    let id = b.open();
+    b.fill(id, 0..5);
+    let claim = |start| b.store.claim_append(b.ns(), id, L0, start, 2);
+    let busy = StoreError::SequenceBusy { id, layer: L0 };
+    let (used, held) = (b.used(), claim(5).unwrap().unwrap());
+    assert_eq!(b.used(), used, "nothing was reserved");
+    // The same range, what continues it, and what would move its start.
+    for start in [5, 7, 9] {
+        assert_eq!(claim(start).unwrap_err(), busy, "{start}");
+        assert_eq!(b.begin(id, 0, start, 2).unwrap_err(), busy, "{start}");
+    }
+    assert_eq!(b.store.truncate(b.ns(), id, 4).unwrap_err(), busy);
+    // Reading goes on.
+    assert_eq!(b.values(id, 0), [0, 1, 2, 3, 4]);
+    drop(held);
+    assert_eq!(claim(7).unwrap_err(), StoreError::RangeGap { expected: 5, start: 7 });
+    let ticket = b.store.begin_claimed(claim(5).unwrap().unwrap(), 77).unwrap();
+    assert_eq!((ticket.start(), ticket.tokens(), ticket.length_after()), (5, 2, 7));
+    assert_eq!(claim(7).unwrap_err(), busy);
+    assert_eq!(ticket.commit(Vec::new()), 7);
+    assert!(claim(5).unwrap().is_none(), "it is remembered");
+    let again = b.store.begin_append(b.ns(), id, L0, 5, 2, 77).unwrap();
+    assert!(matches!(again, Append::Replayed { length: 7 }));
+    // What is in flight when a sequence is closed ends as it may, and leaves nothing.
+    let held = claim(7).unwrap().unwrap();
+    b.store.close(b.ns(), id).unwrap();
+    assert_eq!(b.store.begin_claimed(held, 1).unwrap().commit(Vec::new()), 9);
+    assert_eq!(b.used(), 0);
+}
+
+#[test]
+fn a_claim_that_finds_no_room_is_given_back() {
+    let b = Bench::limited(0, shape(1, 4, 0, 8), Limits::default());
+    let id = b.open();
+    let claim = || b.store.claim_append(b.ns(), id, L0, 0, 2).unwrap().unwrap();
+    for _ in 0..2 {
+        assert_eq!(code(b.store.begin_claimed(claim(), 1)), ErrorCode::PoolFull);
+    }
 }
 
 #[test]
@@ -121,7 +166,7 @@ fn another_namespace_sees_nothing() {
         assert_eq!(b.store.describe(ns, id).unwrap_err(), unknown);
         assert_eq!(b.store.model_of(ns, id).unwrap_err(), unknown);
         assert_eq!(b.store.begin_append(ns, id, L0, 5, 1, 0).unwrap_err(), unknown);
-        assert_eq!(b.store.check_append(ns, id, L0, 5, 1).unwrap_err(), unknown);
+        assert_eq!(b.store.claim_append(ns, id, L0, 5, 1).unwrap_err(), unknown);
         assert_eq!(b.store.pin(ns, id, L0, 0..1, None).unwrap_err(), unknown);
     }
     assert_eq!(b.values(id, 0), [0, 1, 2, 3, 4]);

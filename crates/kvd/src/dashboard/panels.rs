@@ -173,8 +173,8 @@ fn requests() -> Vec<Panel> {
 
 fn device_use() -> Vec<Panel> {
     use Metric::{
-        AttendSeconds, EncodeSeconds, GpuLaunchesTotal, LoadSeconds, QueueDepth, QueueSeconds,
-        StoreSeconds,
+        AttendSeconds, EncodeSeconds, GpuGraphChangesTotal, GpuLaunchesTotal, LoadSeconds,
+        QueueDepth, QueueSeconds, StoreSeconds,
     };
     let share = |metric, name: &str| {
         Query::new(busy(metric, &["instance"]), &format!("{name} {{{{instance}}}}"))
@@ -201,6 +201,8 @@ fn device_use() -> Vec<Panel> {
         times("Load, device time", LoadSeconds),
         lines("GPU launches", "ops", [Query::rate(GpuLaunchesTotal, &["how"])])
             .explained(GpuLaunchesTotal),
+        lines("GPU graph changes", "ops", [Query::rate(GpuGraphChangesTotal, &["change"])])
+            .explained(GpuGraphChangesTotal),
     ]
 }
 

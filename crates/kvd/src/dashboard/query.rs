@@ -122,6 +122,7 @@ pub(super) fn of_model(metric: Metric) -> bool {
             | Metric::QueueDepth
             | Metric::QueueSeconds
             | Metric::GpuLaunchesTotal
+            | Metric::GpuGraphChangesTotal
             | Metric::Models
             | Metric::PoolCapacityBytes
             | Metric::PoolUsedBytes

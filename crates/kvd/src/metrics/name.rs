@@ -61,7 +61,8 @@ metrics! {
     QueueSeconds = "kvd_queue_seconds", Histogram, "Time a job waited for the device.";
     StoreSeconds = "kvd_store_seconds", Histogram, "Device time of one stored range, encoding included.";
     EncodeSeconds = "kvd_encode_seconds", Histogram, "Device time to encode the blocks that left the window in one store.";
-    GpuLaunchesTotal = "kvd_gpu_launches_total", Counter, "Attention launches on GPUs: kernels one by one, graphs of several; graphs that were made, and nodes of graphs that were changed, for them.";
+    GpuLaunchesTotal = "kvd_gpu_launches_total", Counter, "Attention launches on GPUs, by how: kernels one by one, graphs of several.";
+    GpuGraphChangesTotal = "kvd_gpu_graph_changes_total", Counter, "What was done to graphs before they were launched, by change: graphs made, nodes of graphs changed.";
     AttendSeconds = "kvd_attend_seconds", Histogram, "Device time of one attend batch.";
     LoadSeconds = "kvd_load_seconds", Histogram, "Device time of one load.";
 

@@ -86,7 +86,7 @@ impl Service {
         let work = move |backend: &mut dyn Backend| {
             let (began, before) = (Instant::now(), backend.launches());
             let attended = backend.attend(&prepared.plan);
-            count_launches(&metrics, &before, &backend.launches());
+            count_launches(&metrics, || backend.info(), &before, &backend.launches());
             let attended = attended?;
             prepared.end(began, attended.stored_bytes_read);
             Ok(AttendReply { out: attended.out, lse: attended.lse })
@@ -120,7 +120,7 @@ impl Service {
         let work = move |backend: &mut dyn Backend| {
             let (began, before) = (Instant::now(), backend.launches());
             let read = backend.attend_in_place(&prepared.plan, &places, &mut launched);
-            count_launches(&metrics, &before, &backend.launches());
+            count_launches(&metrics, || backend.info(), &before, &backend.launches());
             prepared.end(began, read?);
             Ok(())
         };

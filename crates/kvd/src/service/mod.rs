@@ -90,9 +90,7 @@ impl Service {
         for payloads in ["file", "in_place", "copied"] {
             metrics.counter(Metric::RegionCallsTotal, &[("payloads", payloads)]).increment(0);
         }
-        for how in launches::LAUNCHED {
-            metrics.counter(Metric::GpuLaunchesTotal, &[("how", how)]).increment(0);
-        }
+        launches::describe_launches(&metrics);
         Self {
             inflight: ByteBudget::new(config.inflight_bytes_max as u64),
             building: Arc::new(Semaphore::new(1)),

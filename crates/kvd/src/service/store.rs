@@ -72,15 +72,21 @@ impl Service {
     ) -> Result<Option<StoreReply>, ServiceError> {
         let Admitted { seat, model, inflight } = self.admit_store(call, chunk, bytes)?;
         let (store, namespace) = (seat.store.clone(), call.namespace.clone());
-        // A range that no content would make fit takes no part of the queue or of the device.
+        // From here on it is in flight: what continues it is told so, not that there is a gap. And
+        // a range that no content would make fit takes no part of the queue or of the device.
         let StoreChunk { sequence, layer, start, tokens, .. } = *chunk;
-        store.check_append(&namespace, sequence, layer, start, tokens)?;
+        let claim = store.claim_append(&namespace, sequence, layer, start, tokens)?;
         let chunk = chunk.clone();
         // Its content is not known before the device has read it, so the rest is one job.
         let work = move |backend: &mut dyn Backend| {
             let (_inflight, began) = (inflight, Instant::now());
             let Some(staged) = backend.stage(model.shape.id, &rows)? else { return Ok(None) };
-            let ticket = match begin(&store, &namespace, &chunk, staged.content_hash)? {
+            let content_hash = staged.content_hash;
+            let append = match claim {
+                Some(claim) => Append::Ticket(store.begin_claimed(claim, content_hash)?),
+                None => begin(&store, &namespace, &chunk, content_hash)?,
+            };
+            let ticket = match append {
                 Append::Replayed { length } => return Ok(Some(StoreReply::replayed(length))),
                 Append::Ticket(ticket) => ticket,
             };
@@ -99,23 +105,25 @@ impl Service {
         bytes: [u64; 2],
     ) -> Result<Admitted<'_>, ServiceError> {
         self.admit(call)?;
+        // Whoever sends too much is told so before anything is looked up.
+        let inflight = self.inflight.take(bytes[0] + bytes[1])?;
         let seat = self.seat_of(chunk.sequence);
         let shape = seat.store.model_of(&call.namespace, chunk.sequence)?;
         chunk.check_shape_of(&shape.geometry, bytes)?;
         let model = self.models.find(&call.namespace, shape.id)?;
-        let inflight = self.inflight.take(bytes[0] + bytes[1])?;
         Ok(Admitted { seat, model, inflight })
     }
 
     /// The model of a sequence that a store names.
     ///
     /// # Errors
-    /// When there is no such sequence in the caller's namespace.
+    /// When the call is not admitted, or there is no such sequence in the caller's namespace.
     pub(crate) fn model_of(
         &self,
         call: &Call,
         sequence: SequenceId,
     ) -> Result<Arc<Model>, ServiceError> {
+        self.admit(call)?;
         let shape = self.seat_of(sequence).store.model_of(&call.namespace, sequence)?;
         self.models.find(&call.namespace, shape.id)
     }

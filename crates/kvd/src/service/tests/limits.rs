@@ -111,6 +111,9 @@ async fn bytes_in_flight_are_bounded_and_given_back() {
     let refused = bench.service.attend(&call(), large).await.err().unwrap();
     assert_eq!(refused.code(), ErrorCode::QueueFull);
     bench.store(sequences[2], 0, 512).await.unwrap_err();
+    // What no one would find is not looked for.
+    let refused = bench.store(SequenceId(1 << 40), 0, 512).await.unwrap_err();
+    assert_eq!(refused.code(), ErrorCode::QueueFull);
     drop(release);
     for stored in waiting {
         stored.await.unwrap().unwrap();

@@ -37,11 +37,13 @@ pub(super) async fn answer(service: &Service, region: &Region, call: v1::RegionC
     ended.expect("the record was tested when the call came, and regions keep their size");
 }
 
+/// Whether it stores.
+pub(super) fn is_store(call: &v1::RegionCall) -> bool {
+    matches!(call.call, Some(v1::region_call::Call::Store(_)))
+}
+
 fn name(call: &v1::RegionCall) -> &'static str {
-    match call.call {
-        Some(v1::region_call::Call::Store(_)) => "StoreRegion",
-        _ => "AttendRegion",
-    }
+    if is_store(call) { "StoreRegion" } else { "AttendRegion" }
 }
 
 async fn serve(
@@ -50,6 +52,8 @@ async fn serve(
     caller: &Call,
     (call, launched): (Option<v1::region_call::Call>, Option<u64>),
 ) -> Result<[u32; 3], ServiceError> {
+    // Before payloads are copied: who is not let in costs nothing.
+    service.admit(caller)?;
     match call {
         None => Err(RequestError::Missing { field: "call" }.into()),
         Some(v1::region_call::Call::Attend(call)) => {

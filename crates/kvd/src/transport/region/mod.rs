@@ -15,9 +15,12 @@ use kvd_core::{ErrorCode, Namespace};
 use kvd_proto::v1;
 use kvd_shm::Memory;
 use metrics::Gauge;
+use std::future::poll_fn;
 use std::io;
 use std::os::fd::OwnedFd;
+use std::pin::Pin;
 use std::sync::Arc;
+use std::task::{Context, Poll};
 use std::time::Duration;
 use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
@@ -167,13 +170,27 @@ async fn connection(
             return refuse(&frames, &error.into()).await;
         }
         while calls.try_join_next().is_some() {}
+        let in_order = region.device.is_some() && call::is_store(&call);
         let (service, region) = (service.clone(), region.clone());
-        calls.spawn(async move {
+        let mut answered = Box::pin(async move {
             call::answer(&service, &region, call).await;
             drop(permit);
         });
+        // Tasks begin in any order. A store in place has claimed its range and its place in the
+        // queue by its first wait, so one that continues it finds it in flight. Others touch their
+        // payloads before they wait, which is not for the connection to do.
+        if in_order && first_wait(&mut answered).await {
+            continue;
+        }
+        calls.spawn(answered);
     }
     while calls.join_next().await.is_some() {}
+}
+
+/// Goes on with a call until it waits for the first time; whether it has ended without.
+async fn first_wait(answered: &mut (impl Future<Output = ()> + Unpin)) -> bool {
+    let once = |context: &mut Context<'_>| Poll::Ready(Pin::new(&mut *answered).poll(context));
+    poll_fn(once).await.is_ready()
 }
 
 /// Reads the first message and maps what it carries. The outer error is the connection's.

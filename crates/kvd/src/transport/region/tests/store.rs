@@ -3,6 +3,7 @@
 use super::*;
 use kvd_compute::{DeviceRegion, RegionRows};
 use kvd_core::SequenceId;
+use std::sync::mpsc;
 
 const LAYER: LayerIndex = LayerIndex(0);
 /// Bytes of K, or of V, of a token.
@@ -27,10 +28,22 @@ impl Fixture {
     /// what the record says.
     fn store_from(
         &self,
-        (region, name): (&Shared, u8),
+        region: (&Shared, u8),
         chunk: &StoreChunk,
         offset: u64,
     ) -> Result<[u32; 3], ClientError> {
+        self.send_from(region, chunk, offset, 256)?;
+        tokio::task::block_in_place(|| region.0.wait(256))
+    }
+
+    /// The same, with the record at `done`; nothing is waited for.
+    fn send_from(
+        &self,
+        (region, name): (&Shared, u8),
+        chunk: &StoreChunk,
+        offset: u64,
+        done: u64,
+    ) -> Result<(), ClientError> {
         let k = RegionSlice { offset, bytes: chunk.k.len() as u64 };
         let v = RegionSlice { offset: offset + k.bytes, bytes: chunk.v.len() as u64 };
         {
@@ -40,10 +53,25 @@ impl Fixture {
                 memory[at.offset as usize..][..bytes.len()].copy_from_slice(bytes);
             }
         }
-        tokio::task::block_in_place(|| {
-            region.send_store(chunk.clone(), 256, [k, v])?;
-            region.wait(256)
-        })
+        tokio::task::block_in_place(|| region.send_store(chunk.clone(), done, [k, v]))
+    }
+
+    /// Keeps the device busy until the answer is dropped.
+    async fn hold(&self) -> mpsc::SyncSender<()> {
+        let (release, released) = mpsc::sync_channel::<()>(1);
+        let (begun, has_begun) = tokio::sync::oneshot::channel();
+        let lane = self.running.service().lane().clone();
+        let call = Call { namespace: Namespace::new("default").unwrap(), deadline: None };
+        tokio::spawn(async move {
+            let work = move |_: &mut dyn Backend| {
+                let _ = begun.send(());
+                let _ = released.recv();
+                Ok(())
+            };
+            lane.run(&call, work).await
+        });
+        has_begun.await.unwrap();
+        release
     }
 
     /// What attention over all of a sequence gives.
@@ -125,6 +153,76 @@ async fn a_range_that_came_one_way_is_known_when_it_comes_another() {
     let sent = fixture.sequence().await;
     fixture.client.store(chunk(sent, 0, 40)).await.unwrap();
     assert_eq!(fixture.seen(sequence).await, fixture.seen(sent).await);
+    fixture.running.drain().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_store_that_waits_for_the_device_is_in_flight_for_every_other_append() {
+    let fixture = Fixture::new().await;
+    let region = fixture.shared(1);
+    let (sequence, sent) = (fixture.sequence().await, fixture.sequence().await);
+    let (first, second) = (chunk(sequence, 0, 20), chunk(sequence, 20, 20));
+    let wait = |done| tokio::task::block_in_place(|| region.wait(done));
+    let device = fixture.hold().await;
+    fixture.send_from((&region, 1), &first, 0, 256).unwrap();
+    // On the same connection, sent at once, and again: what comes first is taken up first.
+    for _ in 0..20 {
+        fixture.send_from((&region, 1), &second, 40 * ROW, 512).unwrap();
+        let refused = wait(512).unwrap_err();
+        assert_eq!(refused.code, Some(ErrorCode::SequenceBusy), "{refused}");
+        assert!(refused.message.contains("wait for its answer, then try again"), "{refused}");
+    }
+    // By another way, with the same range, and what would move the range's start.
+    for chunk in [&second, &first] {
+        let refused = fixture.client.store(chunk.clone()).await.unwrap_err();
+        assert_eq!(refused.code, Some(ErrorCode::SequenceBusy), "{refused}");
+    }
+    let refused = fixture.client.truncate_sequence(sequence, 0).await.unwrap_err();
+    assert_eq!(refused.code, Some(ErrorCode::SequenceBusy), "{refused}");
+    assert_eq!(fixture.memories.stores.lock().staged, 0, "the device was asked for none of them");
+    drop(device);
+    assert_eq!(wait(256).unwrap(), [20, 0, 0]);
+    assert_eq!(fixture.store_from((&region, 1), &second, 0).unwrap()[..2], [40, 0]);
+    fixture.client.store(chunk(sent, 0, 40)).await.unwrap();
+    assert_eq!(fixture.seen(sequence).await, fixture.seen(sent).await);
+    fixture.running.drain().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_store_that_fails_on_the_device_or_is_given_up_lets_others_append() {
+    let fixture = Fixture::new().await;
+    let region = fixture.shared(1);
+    let sequence = fixture.sequence().await;
+    let (first, second) = (chunk(sequence, 0, 20), chunk(sequence, 20, 20));
+    let wait = |done| tokio::task::block_in_place(|| region.wait(done));
+    let mut k = first.k.to_vec();
+    k[..4].copy_from_slice(&f32::NAN.to_le_bytes());
+    let device = fixture.hold().await;
+    fixture.send_from((&region, 1), &StoreChunk { k: k.into(), ..first.clone() }, 0, 256).unwrap();
+    fixture.send_from((&region, 1), &second, 40 * ROW, 512).unwrap();
+    assert_eq!(wait(512).unwrap_err().code, Some(ErrorCode::SequenceBusy));
+    drop(device);
+    assert_eq!(wait(256).unwrap_err().code, Some(ErrorCode::NonFinite));
+    // Now there is a gap, and it can be filled.
+    let refused = fixture.store_from((&region, 1), &second, 0).unwrap_err();
+    assert_eq!(refused.code, Some(ErrorCode::RangeGap), "{refused}");
+    assert_eq!(fixture.store_from((&region, 1), &first, 0).unwrap(), [20, 0, 0]);
+    // A worker that leaves while its store waits.
+    let other = fixture.shared(2);
+    let device = fixture.hold().await;
+    fixture.send_from((&other, 2), &second, 0, 256).unwrap();
+    while fixture.client.truncate_sequence(sequence, 20).await.is_ok() {}
+    drop(other);
+    // Its memory is to be closed behind the store.
+    while fixture.running.service().lane().queued() < 2 {
+        tokio::task::yield_now().await;
+    }
+    let staged = fixture.memories.stores.lock().staged;
+    drop(device);
+    fixture.eventually_open(&[1]).await;
+    let stored = fixture.client.store(second.clone()).await.unwrap();
+    assert_eq!((stored.length, stored.replayed), (40, false));
+    assert_eq!(fixture.memories.stores.lock().staged, staged);
     fixture.running.drain().await;
 }
 
@@ -276,6 +374,25 @@ async fn stores_in_device_memory_have_the_limits_and_names_of_messages() {
     let refused = fixture.store_from((&foreign, 1), &chunk(sequence, 0, 5), 0).unwrap_err();
     assert_eq!(refused.code, Some(ErrorCode::UnknownSequence), "{refused}");
     assert_eq!(fixture.memories.stores.lock().staged, 0);
+    fixture.running.drain().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_daemon_that_drains_looks_nothing_up_and_copies_nothing() {
+    let fixture = Fixture::new().await;
+    let region = (&fixture.shared(1), 1);
+    let sequence = fixture.sequence().await;
+    fixture.running.service().drain();
+    let call = Call { namespace: Namespace::new("default").unwrap(), deadline: None };
+    // One that is not there, one that is in place, one that would be copied through the host.
+    let nowhere = SequenceId(1 << 40);
+    let refused = fixture.running.service().model_of(&call, nowhere).err().unwrap();
+    assert_eq!(refused.code(), ErrorCode::ShuttingDown, "{refused}");
+    for (sequence, offset) in [(nowhere, 0), (sequence, 0), (sequence, 2)] {
+        let refused = fixture.store_from(region, &chunk(sequence, 0, 5), offset).unwrap_err();
+        assert_eq!(refused.code, Some(ErrorCode::ShuttingDown), "{refused}");
+    }
+    assert_eq!((fixture.memories.copies(), fixture.memories.stores.lock().staged), (0, 0));
     fixture.running.drain().await;
 }
 
