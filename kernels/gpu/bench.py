@@ -7,7 +7,8 @@ as the daemon launches them for the workloads that are named there, rows to stor
 on the CPU. Pages are copied, so that each is read from memory of its own, until there are as many tokens as a
 workload has, and all of them again until they are several times the L2 cache; launches take turns. Copies of
 pages have the outputs of the few and their log-sum-exp plus the logarithm of how many copies there are: what
-does not is an error, as is a page that is not the one that was written on the CPU. Writes one JSON object to
+does not is an error, as is a page that is not the one that was written on the CPU. Shapes in FOLDER/checks are
+launched once, for that alone. Writes one JSON object to
 FILE, or prints it, and fails when a row has an error. Needs driver.py; PyTorch and FlashInfer where they are
 installed.
 """
@@ -279,7 +280,7 @@ def attempt(device, facts, measured):
     return row
 
 
-def run(device, fixtures, baseline, arguments):
+def run(device, fixtures, checks, baseline, arguments):
     times = arguments.launches, arguments.rounds
     figures = {"device": device.name, "planned_for": fixtures[0]["device"],
                "group": fixtures[0]["group"], "dim": fixtures[0]["dim"],
@@ -301,15 +302,26 @@ def run(device, fixtures, baseline, arguments):
         figures["workloads"].append(
             {**{name: workload[name] for name in ["tokens", "batch", "heads"]},
              "baselines": baseline[index], "codecs": rows})
+    figures["checks"] = [
+        attempt(device, {name: fixture[name] for name in ["codec", "dim", "group"]},
+                lambda: check(device, fixture)) for fixture in checks]
     figures["stores"] = [
         attempt(device, {"codec": fixture["codec"]},
                 lambda: store(device, fixture, arguments.store_tokens, times))
-        for fixture in fixtures if "store" in fixture.facts]
+        for fixture in fixtures if fixture["store"]]
     return figures
 
 
+def check(device, fixture):
+    """Attention and a store of a shape that is not measured, for what they answer."""
+    seconds = measure(device, fixture, fixture["workloads"][0], (1, 1))
+    if fixture["store"]:
+        store(device, fixture, fixture["tokens"], (1, 1))
+    return {name: seconds[name] for name in ["kernel", "lse_error", "output_error"]}
+
+
 def errors(figures):
-    rows = figures["bandwidth"] + figures["stores"]
+    rows = figures["bandwidth"] + figures["stores"] + figures["checks"]
     rows += [row for workload in figures["workloads"] for row in workload["codecs"]]
     return [f"{row.get('codec', row.get('of'))}: {row['error']}" for row in rows if "error" in row]
 
@@ -325,7 +337,8 @@ def main():
     parser.add_argument("--read-mib", type=int, default=1 << 10)
     parser.add_argument("--library", default="libcuda.so.1")
     arguments = parser.parse_args()
-    fixtures = [Fixture(path) for path in sorted(arguments.folder.glob("*.json"))]
+    fixtures, checks = ([Fixture(path) for path in sorted(folder.glob("*.json"))]
+                        for folder in [arguments.folder, arguments.folder / "checks"])
     if not fixtures:
         sys.exit(f"no fixtures in {arguments.folder}")
     # Before the driver, so that both have one context.
@@ -333,7 +346,7 @@ def main():
     baseline = [baselines.measure(workload, group, dim, arguments.launches, arguments.rounds)
                 for workload in fixtures[0]["workloads"]]
     device = driver.Cuda(arguments.fatbins or arguments.folder, arguments.library)
-    figures = run(device, fixtures, baseline, arguments)
+    figures = run(device, fixtures, checks, baseline, arguments)
     text = json.dumps(figures, indent=1)
     if arguments.out:
         arguments.out.write_text(text + "\n")

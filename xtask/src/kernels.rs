@@ -164,7 +164,7 @@ fn compile_all<T: Send>(sources: &[PathBuf], compile: impl Fn(&Path) -> T + Sync
     };
     let workers = thread::available_parallelism().map_or(1, usize::from);
     let mut done: Vec<_> = thread::scope(|scope| {
-        let workers: Vec<_> = (0..workers).map(|_| scope.spawn(&work)).collect();
+        let workers: Vec<_> = (0..workers).map(|_| scope.spawn(work)).collect();
         workers.into_iter().flat_map(|worker| worker.join().unwrap_or_default()).collect()
     });
     done.sort_by_key(|(at, _)| *at);

@@ -26,8 +26,11 @@ const CODECS: [&str; 9] =
 const WORKLOADS: [[u32; 3]; 2] = [[131_072, 1, 8], [32_768, 8, 8]];
 const BLOCK_TOKENS: usize = 64;
 const BLOCKS: usize = 4;
-/// Query heads of each KV head.
-const GROUP: usize = 4;
+/// Channels, and query heads of each KV head, that are measured.
+const SHAPE: (u32, usize) = (128, 4);
+/// Those that are launched once, for their outputs alone: the kernels of one and eight query rows.
+const CHECKED: [(u32, usize); 4] = [(64, 1), (64, 8), (128, 1), (128, 8)];
+const CHECKED_WORKLOAD: [u32; 3] = [512, 1, 4];
 /// Marks a partial result that is in coefficients.
 const COEFFICIENTS: u32 = 1 << 31;
 
@@ -50,12 +53,12 @@ impl Fixture {
 /// What the plan has for a workload, and the codebooks' shared memory, the same for each.
 fn planned(
     stored: &Stored,
-    device: &Limits,
+    (device, group): (&Limits, usize),
     [tokens, batch, kv_heads]: [u32; 3],
 ) -> (Value, [usize; 2], usize) {
     let geometry =
         Geometry { kv_heads, block_tokens: BLOCK_TOKENS as u32, ..stored.codec.geometry().clone() };
-    let workload = Workload { geometry, group: GROUP as u32, batch, tokens };
+    let workload = Workload { geometry, group: group as u32, batch, tokens };
     let plan = plan(stored.codec.spec(), &workload, device).unwrap();
     let of_workload = json!({
         "tokens": tokens,
@@ -72,18 +75,24 @@ fn planned(
     (of_workload, plan.table_bytes.map(|bytes| bytes as usize), plan.parts_per_unit as usize)
 }
 
-/// Writes `<codec>.json` and `<codec>.bin`.
-fn write(folder: &Path, codec: &str, device: &Limits, workloads: &[[u32; 3]]) {
+/// Writes `<codec>.json` and `<codec>.bin`, with the shape in their names where it is another.
+fn write(
+    folder: &Path,
+    codec: &str,
+    (dim, group): (u32, usize),
+    device: &Limits,
+    workloads: &[[u32; 3]],
+) {
     let value = |side: Side, head: usize, token: usize, channel: usize| {
         noise(((side.index() * 2 + head) * 4096 + token) * 512 + channel)
     };
     let layout = Layout { pages: vec![BLOCK_TOKENS; BLOCKS], window: 0 };
-    let stored = Stored::new(&geometry(128, 128, DType::F16), codec, &layout, value);
+    let stored = Stored::new(&geometry(dim, dim, DType::F16), codec, &layout, value);
     let plans: Vec<_> =
-        workloads.iter().map(|workload| planned(&stored, device, *workload)).collect();
+        workloads.iter().map(|workload| planned(&stored, (device, group), *workload)).collect();
     let table_bytes = plans[0].1;
     assert!(plans.iter().all(|plan| plan.1 == table_bytes), "{codec}: one size of tables");
-    let ask = Ask::last(GROUP, stored.tokens).plan(&stored, |i| noise(99 + i));
+    let ask = Ask::last(group, stored.tokens).plan(&stored, |i| noise(99 + i));
     let shapes = Shapes::new(&stored.codec, ask.layer, table_bytes);
     let header = |offset: u64| stored.headers.get(&offset).copied();
     // One unit a head, which the benchmark cuts as the plan has it.
@@ -115,14 +124,25 @@ fn write(folder: &Path, codec: &str, device: &Limits, workloads: &[[u32; 3]]) {
         "mark": marks[0],
         "tokens": BLOCK_TOKENS * BLOCKS,
         "heads": stored.codec.geometry().kv_heads,
-        "group": GROUP,
+        "group": group,
         "dim": stored.codec.geometry().head_dim_v,
         "workloads": plans.iter().map(|plan| &plan.0).collect::<Vec<_>>(),
         "store": store,
         "sections": fixture.sections,
     });
-    std::fs::write(folder.join(format!("{codec}.json")), format!("{facts:#}\n")).unwrap();
-    std::fs::write(folder.join(format!("{codec}.bin")), fixture.bytes).unwrap();
+    let name = match (dim, group) {
+        SHAPE => codec.to_owned(),
+        (dim, group) => format!("{codec}-{dim}-{group}"),
+    };
+    std::fs::write(folder.join(format!("{name}.json")), format!("{facts:#}\n")).unwrap();
+    std::fs::write(folder.join(format!("{name}.bin")), fixture.bytes).unwrap();
+}
+
+/// Writes what is launched for its outputs alone.
+fn write_checks(folder: &Path, codec: &str, device: &Limits, shapes: &[(u32, usize)]) {
+    let folder = folder.join("checks");
+    std::fs::create_dir_all(&folder).unwrap();
+    shapes.iter().for_each(|shape| write(&folder, codec, *shape, device, &[CHECKED_WORKLOAD]));
 }
 
 /// A driver over the CPU lane, as a library.
@@ -174,7 +194,7 @@ fn folder(name: &str, codecs: &[&str], workloads: &[[u32; 3]]) -> PathBuf {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
     let _ = std::fs::remove_dir_all(&folder);
     std::fs::create_dir_all(&folder).unwrap();
-    codecs.iter().for_each(|codec| write(&folder, codec, &Limits::h200(), workloads));
+    codecs.iter().for_each(|codec| write(&folder, codec, SHAPE, &Limits::h200(), workloads));
     // With a zero in it, behind which a driver must find the rest.
     std::fs::write(folder.join("a.fatbin"), b"fat\0bin").unwrap();
     folder
@@ -186,7 +206,10 @@ fn fixtures_are_launched_by_the_benchmark_and_give_what_they_gave_here() {
         assert!(available(), "fixtures are made by the CPU lane");
         let device = std::env::var("KVD_GPU_DEVICE").unwrap_or("h200".to_owned());
         let device = Limits::named(&device).unwrap();
-        CODECS.iter().for_each(|codec| write(Path::new(&folder), codec, &device, &WORKLOADS));
+        for codec in CODECS {
+            write(Path::new(&folder), codec, SHAPE, &device, &WORKLOADS);
+            write_checks(Path::new(&folder), codec, &device, &CHECKED);
+        }
         return;
     }
     if !is_runnable() {
@@ -194,6 +217,7 @@ fn fixtures_are_launched_by_the_benchmark_and_give_what_they_gave_here() {
     }
     let codecs = ["kivi-2", "kvd-2", "raw"];
     let folder = folder("gpu-fixtures", &codecs, &[[512, 1, 4], [256, 2, 2]]);
+    write_checks(&folder, "kivi-4", &Limits::h200(), &[(64, 8)]);
     let (output, figures) = bench(&folder, &driver(&folder));
     assert!(output.status.success(), "{output:?}");
     assert_eq!(figures["planned_for"], "H200 SXM");
@@ -209,6 +233,10 @@ fn fixtures_are_launched_by_the_benchmark_and_give_what_they_gave_here() {
     assert_eq!(stores.len(), codecs.len(), "{figures:#}");
     // As many rows as the store was asked for: two heads, two sides, 128 channels of f16.
     assert!(stores.iter().all(|row| row["f16_bytes"] == 512 * 2 * 2 * 128 * 2), "{stores:?}");
+    let checks = figures["checks"].as_array().unwrap();
+    let [check] = &checks[..] else { panic!("{checks:?}") };
+    assert_eq!((&check["dim"], &check["group"]), (&json!(64), &json!(8)));
+    assert!(check["output_error"].as_f64().unwrap() < 1e-5, "{check}");
     assert!(figures["bandwidth"].as_array().unwrap().iter().all(|row| row["error"].is_null()));
 }
 

@@ -84,6 +84,7 @@ pub(super) fn markdown(device: &str, date: &str, steps: &[Done], bench: &Value) 
         codec_table(&mut text, bench, workload);
     }
     store_table(&mut text, bench);
+    check_list(&mut text, bench);
     goal_table(&mut text, bench);
     text
 }
@@ -185,6 +186,28 @@ fn store_table(text: &mut String, bench: &Value) {
     }
 }
 
+/// Shapes that were launched for their outputs alone, and those of them that were wrong.
+fn check_list(text: &mut String, bench: &Value) {
+    let (wrong, right): (Vec<_>, Vec<_>) =
+        rows(bench, "checks").partition(|row| row["output_error"].is_null());
+    let _ = writeln!(
+        text,
+        "\n## Other shapes\n\n{} launched once, for outputs and pages: {} as on the CPU lane.",
+        wrong.len() + right.len(),
+        right.len()
+    );
+    for row in wrong {
+        let codec = row["codec"].as_str().unwrap_or("?");
+        let _ = writeln!(
+            text,
+            "- {codec}, {} channels, {} query heads: {}",
+            row["dim"],
+            row["group"],
+            reason(row)
+        );
+    }
+}
+
 /// Goals for the first workload and for stores, and whether they are met.
 fn goal_table(text: &mut String, bench: &Value) {
     text.push_str("\n## Goals\n\n| what | goal | measured | |\n|---|---|---|---|\n");
@@ -268,6 +291,10 @@ mod tests {
                     { "codec": "kvd-2", "error": "outputs by 2|3", "plan": plan },
                 ],
             }],
+            "checks": [
+                { "codec": "raw", "dim": 64, "group": 1, "output_error": 1e-7 },
+                { "codec": "raw", "dim": 64, "group": 8, "error": "outputs by 2" },
+            ],
             "stores": [
                 { "codec": "kivi-4", "seconds": time(100.0), "f16_bytes": 268e6,
                   "thread_blocks": 16 },
@@ -292,6 +319,8 @@ mod tests {
                 "| kivi-2 | 40.0 | 20.0 | 100.0 | 2500 | 62 % | 32.0 | 80 % | 3.50 | 74 | 3, 4 |",
                 "| kvd-2 | outputs by 2/3 | | | | | | | | | |",
                 "| kivi-4 | 100.0 | 50.0 | 268.0 | 2.680 | 16 |",
+                "2 launched once, for outputs and pages: 1 as on the CPU lane.",
+                "- raw, 64 channels, 8 query heads: outputs by 2",
                 "| raw, of the read bandwidth | 88 % | 84 % | missed |",
                 "| kivi-4, x f16 | 2.6 | 2.80 | met |",
                 "| kivi-2, x f16 | 3.7 | 3.50 | missed |",
