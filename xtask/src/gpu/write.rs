@@ -60,7 +60,8 @@ pub(super) fn markdown(device: &str, date: &str, steps: &[Done], bench: &Value) 
         "\nOne layer, launched as `kvd plan` has it for {}. {} query heads per KV head, {} \
          channels. Medians of {} graphs of {} launches each, between two events; pages are read \
          from memory that no launch before has left in the L2 cache. FP16 attention of others is \
-         timed alike in the same process.\n",
+         timed alike in the same process. Rows are noise: entropy-coded pages are larger than the \
+         plan's and than those of a model.\n",
         bench["planned_for"].as_str().unwrap_or("?"),
         number("group"),
         number("dim"),
