@@ -38,6 +38,8 @@ fn main() {
     scheduler.compile("kvd_emu_scheduler");
     let out = env::var("OUT_DIR").unwrap_or_default();
     println!("cargo:rustc-link-search=native={out}");
+    // For a test that links them into a library of its own.
+    println!("cargo:rustc-env=KVD_EMU_KERNELS={out}/libkvd_emu_kernels.a");
     println!("cargo:rustc-link-lib=static:+whole-archive=kvd_emu_kernels");
     println!("cargo:rustc-link-lib=static=kvd_emu_scheduler");
     link_sanitizers(&sanitize);

@@ -1,181 +1,40 @@
-"""Measures the kernels on a GPU, in one process with PyTorch's FP16 attention.
+"""Measures the kernels on a GPU, in one process with FP16 attention of PyTorch and FlashInfer.
 
-    bench.py FOLDER [--fatbins FOLDER] [--tokens N] [--heads N] [--emu LIBRARY]
+    bench.py FOLDER [--fatbins FOLDER] [--out FILE] [--launches N] [--rounds N] [--store-tokens N] [--read-mib N]
 
-FOLDER holds what crates/kvd-emu/tests/fixtures.rs writes: a few pages of each codec, their tables and
-units, and what the kernels answered on the CPU. Pages are copied, so that each is read from memory of its
-own, until there are `--tokens` tokens of `--heads` KV heads. A sequence of copies has the log-sum-exp of
-the few pages plus the logarithm of how many copies it has: what does not is an error. Prints one JSON
-object. `--emu` launches the CPU lane instead and measures nothing. Needs the driver's libcuda.so.1 and
-Python alone; PyTorch where it is installed.
+FOLDER holds what crates/kvd-emu/tests/fixtures.rs writes of each codec: a few pages, their tables and units
+as the daemon launches them for the workloads that are named there, rows to store, and what the kernels answered
+on the CPU. Pages are copied, so that each is read from memory of its own, until there are as many tokens as a
+workload has, and all of them again until they are several times the L2 cache; launches take turns. Copies of
+pages have the outputs of the few and their log-sum-exp plus the logarithm of how many copies there are: what
+does not is an error, as is a page that is not the one that was written on the CPU. Shapes in FOLDER/checks are
+launched once, for that alone. Writes one JSON object to
+FILE, or prints it, and fails when a row has an error. Needs driver.py; PyTorch and FlashInfer where they are
+installed.
 """
 
 import argparse
-import ctypes
 import json
 import math
 import pathlib
 import struct
 import sys
 
-THREADS = 128
-ROUNDS = 20
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+import baselines  # noqa: E402
+import driver  # noqa: E402
+from driver import Arguments  # noqa: E402
+
 PAGE = struct.Struct("<QQ8I")  # PageEntry of page.cuh
-SIDES_BYTES = 2 * 120  # SideShape twice, at the start of Unit
-UNIT_TAIL = struct.Struct("<10I")
-ATTEND = struct.Struct("<8Q4If3I")
+UNIT_TAIL = struct.Struct("<10I")  # Unit, behind its two sides
 MERGE = struct.Struct("<6Q2I")
-
-
-class Emu:
-    """The CPU lane: memory is the process's."""
-
-    name = "cpu emulation"
-
-    def __init__(self, library):
-        self.library = ctypes.CDLL(library)
-        self.kept = []
-
-    def memory(self, size):
-        buffer = ctypes.create_string_buffer(size + 256)
-        self.kept.append(buffer)
-        address = ctypes.addressof(buffer)
-        return address + -address % 256
-
-    def write(self, address, data):
-        ctypes.memmove(address, data, len(data))
-
-    def copy(self, to, source, size):
-        ctypes.memmove(to, source, size)
-
-    def read(self, address, size):
-        return ctypes.string_at(address, size)
-
-    def free_all(self):
-        self.kept.clear()
-
-    def blocks(self, kernel, shared):
-        return {}
-
-    def multiprocessors(self):
-        return 1
-
-    def launch(self, kernel, blocks, shared, parameters):
-        error = ctypes.create_string_buffer(512)
-        arguments = ctypes.create_string_buffer(parameters, len(parameters))
-        failed = self.library.kvd_emu_launch(
-            kernel.encode(), blocks, ctypes.c_size_t(shared), arguments,
-            ctypes.c_size_t(len(parameters)), ctypes.c_uint64(0), error, ctypes.c_size_t(512))
-        if failed:
-            raise RuntimeError(error.value.decode())
-
-    def time(self, work):
-        work()
-        return None
-
-
-class Cuda:
-    """A GPU through the driver's C functions, in the context that PyTorch uses too."""
-
-    SHARED_BYTES_MAX = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    REGISTERS = 4  # CU_FUNC_ATTRIBUTE_NUM_REGS
-    MULTIPROCESSORS = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
-
-    def __init__(self, fatbins):
-        self.library = ctypes.CDLL("libcuda.so.1")
-        self.call("cuInit", 0)
-        self.device = ctypes.c_int()
-        self.call("cuDeviceGet", ctypes.byref(self.device), 0)
-        context = ctypes.c_void_p()
-        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), self.device)
-        self.call("cuCtxSetCurrent", context)
-        name = ctypes.create_string_buffer(128)
-        self.call("cuDeviceGetName", name, 128, self.device)
-        self.name = name.value.decode()
-        self.modules = []
-        for path in sorted(pathlib.Path(fatbins).glob("*.fatbin")):
-            module = ctypes.c_void_p()
-            self.call("cuModuleLoadData", ctypes.byref(module), path.read_bytes())
-            self.modules.append(module)
-        self.kept = []
-
-    def call(self, name, *arguments):
-        code = getattr(self.library, name)(*arguments)
-        if code:
-            raise RuntimeError(f"{name}: CUDA error {code}")
-
-    def memory(self, size):
-        address = ctypes.c_uint64()
-        self.call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
-        self.kept.append(address)
-        return address.value
-
-    def write(self, address, data):
-        self.call("cuMemcpyHtoD_v2", ctypes.c_uint64(address), data, ctypes.c_size_t(len(data)))
-
-    def copy(self, to, source, size):
-        self.call("cuMemcpyDtoDAsync_v2", ctypes.c_uint64(to), ctypes.c_uint64(source),
-                  ctypes.c_size_t(size), None)
-
-    def read(self, address, size):
-        data = ctypes.create_string_buffer(size)
-        self.call("cuMemcpyDtoH_v2", data, ctypes.c_uint64(address), ctypes.c_size_t(size))
-        return data.raw
-
-    def free_all(self):
-        for address in self.kept:
-            self.call("cuMemFree_v2", address)
-        self.kept.clear()
-
-    def function(self, kernel):
-        function = ctypes.c_void_p()
-        for module in self.modules:
-            if not self.library.cuModuleGetFunction(
-                    ctypes.byref(function), module, kernel.encode()):
-                return function
-        raise RuntimeError(f"no kernel {kernel} in the fat binaries")
-
-    def blocks(self, kernel, shared):
-        """Registers of a thread, and thread blocks that a multiprocessor holds."""
-        function = self.function(kernel)
-        self.call("cuFuncSetAttribute", function, self.SHARED_BYTES_MAX, shared)
-        registers, blocks = ctypes.c_int(), ctypes.c_int()
-        self.call("cuFuncGetAttribute", ctypes.byref(registers), self.REGISTERS, function)
-        self.call("cuOccupancyMaxActiveBlocksPerMultiprocessor", ctypes.byref(blocks), function,
-                  THREADS, ctypes.c_size_t(shared))
-        return {"registers": registers.value, "blocks_per_sm": blocks.value}
-
-    def multiprocessors(self):
-        count = ctypes.c_int()
-        self.call("cuDeviceGetAttribute", ctypes.byref(count), self.MULTIPROCESSORS, self.device)
-        return count.value
-
-    def launch(self, kernel, blocks, shared, parameters):
-        argument = ctypes.create_string_buffer(parameters, len(parameters))
-        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
-        self.call("cuLaunchKernel", self.function(kernel), blocks, 1, 1, THREADS, 1, 1, shared,
-                  None, arguments, None)
-
-    def time(self, work):
-        """Seconds of one call, median and best of some, by events."""
-        work()
-        events = []
-        for _ in range(ROUNDS):
-            pair = [ctypes.c_void_p(), ctypes.c_void_p()]
-            for event in pair:
-                self.call("cuEventCreate", ctypes.byref(event), 0)
-            self.call("cuEventRecord", pair[0], None)
-            work()
-            self.call("cuEventRecord", pair[1], None)
-            events.append(pair)
-        self.call("cuCtxSynchronize")
-        seconds = []
-        for start, end in events:
-            elapsed = ctypes.c_float()
-            self.call("cuEventElapsedTime", ctypes.byref(elapsed), start, end)
-            seconds.append(elapsed.value / 1e3)
-        seconds.sort()
-        return {"median": seconds[len(seconds) // 2], "best": seconds[0]}
+HEADER_BYTES = 32
+# Times the L2 cache that launches read before they come back to what they have read.
+COLD = 4
+# Bytes that a thread block of kvd_read reads.
+READ_PER_BLOCK = 8192 * 16
+# Largest error of a log-sum-exp, and of an output relative to the largest: the order of sums.
+TOLERANCE = 1e-4
 
 
 class Fixture:
@@ -186,159 +45,316 @@ class Fixture:
         self.bytes = path.with_suffix(".bin").read_bytes()
 
     def __getitem__(self, name):
-        fact = self.facts[name]
-        if isinstance(fact, list):
-            return self.bytes[fact[0]:fact[0] + fact[1]]
-        return fact
+        return self.facts[name]
+
+    def section(self, name):
+        start, length = self.facts["sections"][name]
+        return self.bytes[start:start + length]
+
+    def floats(self, name):
+        raw = self.section(name)
+        return struct.unpack(f"<{len(raw) // 4}f", raw)
 
     def units(self):
-        size = SIDES_BYTES + UNIT_TAIL.size
-        raw = self["units"]
+        size = self["sides_bytes"] + UNIT_TAIL.size
+        raw = self.section("units")
         return [raw[at:at + size] for at in range(0, len(raw), size)]
 
 
-def placed(device, data):
-    address = device.memory(len(data))
+class Step:
+    """The block table and units of one decode step, as bytes, made from the fixture's few."""
+
+    def __init__(self, fixture, workload):
+        heads = workload["batch"] * workload["heads"]
+        self.copies = workload["tokens"] // fixture["tokens"]
+        self.pairs = -(-heads // fixture["heads"])
+        self.rows, self.partials = 0, []
+        length = len(fixture.section("arena"))
+        group, sides = fixture["group"], fixture["sides_bytes"]
+        base_units, units, pages = fixture.units(), [], []
+        base_pages = list(PAGE.iter_unpack(fixture.section("pages")))
+        for head in range(heads):
+            unit = base_units[head % fixture["heads"]]
+            tail = list(UNIT_TAIL.unpack(unit[sides:]))
+            start = len(pages)
+            for copy in range(self.copies):
+                at = (head // fixture["heads"] * self.copies + copy) * length
+                for entry in base_pages[tail[0]:tail[0] + tail[1]]:
+                    first = entry[5] + copy * fixture["tokens"]
+                    pages.append(PAGE.pack(entry[0] + at, entry[1] + at, *entry[2:5], first,
+                                           *entry[6:]))
+            mine = []
+            for page in range(start, len(pages), workload["parts_per_unit"]):
+                # Pages, the query's position, and where the partial results go.
+                tail[0], tail[1] = page, min(workload["parts_per_unit"], len(pages) - page)
+                tail[6], tail[8] = workload["tokens"] - 1, self.rows
+                units.append(unit[:sides] + UNIT_TAIL.pack(*tail))
+                mine.append(self.rows)
+                self.rows += group
+            # The fixture says by the top bit which partial results are in coefficients.
+            self.partials += [[first + row | fixture["mark"] for first in mine]
+                              for row in range(group)]
+        self.blocks, self.units, self.pages = len(units), b"".join(units), b"".join(pages)
+
+    def merge_lists(self):
+        """End of each row's list of partial results, and the lists."""
+        ends, order = [], []
+        for row in self.partials:
+            order += row
+            ends.append(len(order))
+        return struct.pack(f"<{len(ends)}I", *ends), struct.pack(f"<{len(order)}I", *order)
+
+
+def cold_copies(device, size):
+    return max(1, -(-COLD * device.attribute(driver.L2_BYTES) // size))
+
+
+def replicate(device, data, copies):
+    """So many copies of `data`, one behind the other."""
+    address = device.memory(len(data) * copies)
     device.write(address, data)
+    done = 1
+    while done < copies:
+        more = min(done, copies - done)
+        device.copy(address + done * len(data), address, more * len(data))
+        done += more
+    device.synchronize()
     return address
 
 
-def measure(device, fixture, tokens, heads):
-    """One decode step over `tokens` tokens of `heads` KV heads."""
-    group, dim, length = fixture["group"], fixture["dim"], len(fixture["arena"])
-    copies = tokens // fixture["tokens"]
-    pairs = -(-heads // fixture["heads"])
-    arena = device.memory(length * copies * pairs)
-    device.write(arena, fixture["arena"])
-    for copy in range(1, copies * pairs):
-        device.copy(arena + copy * length, arena, length)
-    facts = device.blocks(fixture["kernel"], fixture["shared_bytes"])
-    resident = device.multiprocessors() * facts.get("blocks_per_sm", 1)
-    splits = max(1, resident // heads)
-    units, pages, partials, base_units = [], [], [], fixture.units()
-    base_pages = list(PAGE.iter_unpack(fixture["pages"]))
-    rows = 0
-    for head in range(heads):
-        unit = base_units[head % fixture["heads"]]
-        tail = list(UNIT_TAIL.unpack(unit[SIDES_BYTES:]))
-        entries = []
+def compare(fixture, results, sums, copies):
+    """The largest errors of log-sum-exps and of outputs against what the CPU lane answered."""
+    dim = fixture["dim"]
+    wanted_results, wanted_sums = fixture.floats("results"), fixture.floats("sums")
+    wanted_rows = len(wanted_results) // 3
+    off_lse, off_out = [], []
+    for row in range(len(results) // 3):
+        at = row % wanted_rows
+        lse, weights, coefficients = results[3 * row:3 * row + 3]
+        wanted_lse, wanted_weights, wanted_coefficients = wanted_results[3 * at:3 * at + 3]
+        off_lse += [abs(lse - wanted_lse - math.log(copies)),
+                    abs(coefficients / weights - wanted_coefficients / wanted_weights)]
+        got = [value / weights for value in sums[2 * dim * row:2 * dim * (row + 1)]]
+        wanted = [value / wanted_weights
+                  for value in wanted_sums[2 * dim * at:2 * dim * (at + 1)]]
+        largest = max(map(abs, wanted))
+        off_out += [abs(a - b) / largest for a, b in zip(got, wanted)]
+    # One by one: a comparison with NaN is false, and max would pass it over.
+    if not all(off < TOLERANCE for off in off_lse + off_out):
+        raise RuntimeError(f"log-sum-exps are off by {max(off_lse)}, outputs by {max(off_out)}")
+    off_lse, off_out = max(off_lse), max(off_out)
+    return {"lse_error": off_lse, "output_error": off_out}
+
+
+def measure(device, fixture, workload, times):
+    """One decode step."""
+    step = Step(fixture, workload)
+    if step.blocks != workload["units"]:
+        raise RuntimeError(f"{step.blocks} thread blocks, but the plan has {workload['units']}")
+    dim = fixture["dim"]
+    facts = device.prepare(fixture["kernel"], fixture["shared_bytes"])
+    device.prepare("kvd_merge", 0)
+    length = len(fixture.section("arena")) * step.copies * step.pairs
+    turns = cold_copies(device, length)
+    arena = replicate(device, fixture.section("arena"), step.copies * step.pairs * turns)
+    ends, order = step.merge_lists()
+    rows = len(ends) // 4
+    out, stats = device.memory(4 * step.rows * dim), device.memory(8 * step.rows)
+    sums, results = device.memory(8 * rows * dim), device.memory(12 * rows)
+    placed = [device.placed(fixture.section("tables")), device.placed(step.pages),
+              device.placed(step.units), device.placed(fixture.section("queries")),
+              device.placed(fixture.section("offsets")), out, stats]
+    # Addresses come first; what follows them is as the daemon has it.
+    rest = fixture.section("parameters")[8 * (1 + len(placed)):]
+    attend = [Arguments(struct.pack("<8Q", arena + turn * length, *placed) + rest)
+              for turn in range(turns)]
+    merge = Arguments(MERGE.pack(out, stats, device.placed(ends), device.placed(order), sums,
+                                 results, dim, 0))
+
+    def work(turn):
+        device.launch(fixture["kernel"], step.blocks, fixture["shared_bytes"],
+                      attend[turn % turns])
+        device.launch("kvd_merge", rows, 0, merge)
+
+    device.fill(results, 0xFFFFFFFF, 3 * rows)
+    seconds = device.time(work, *times)
+    got = struct.unpack(f"<{3 * rows}f", device.read(results, 12 * rows))
+    got_sums = struct.unpack(f"<{2 * rows * dim}f", device.read(sums, 8 * rows * dim))
+    errors = compare(fixture, got, got_sums, step.copies)
+    payload = fixture["payload_bytes"] * step.copies * step.pairs
+    return {"kernel": fixture["kernel"], "seconds": seconds, "page_bytes": payload,
+            "thread_blocks": step.blocks, "shared_bytes": fixture["shared_bytes"],
+            "cold_copies": turns, **errors, **facts}
+
+
+def store(device, fixture, tokens, times):
+    """Pages of so many tokens of the fixture's heads, from rows in device memory to pages in scratch memory."""
+    facts = fixture["store"]
+    size, copies = facts["unit_bytes"], max(1, tokens // fixture["tokens"])
+    rows, units = fixture.section("store_arena"), fixture.section("store_units")
+    count = len(units) // size
+    arena = replicate(device, rows, copies)
+    tables, steps = (device.placed(fixture.section(name)) for name in ["tables", "store_steps"])
+    pages = device.memory(facts["page_bytes"] * copies)
+    words = device.memory(max(4, 4 * facts["words"] * copies))
+    launches, first, headers = [], 0, device.memory(HEADER_BYTES * count * copies)
+    at_headers = headers
+    for launch in facts["launches"]:
+        device.prepare(launch["kernel"], launch["shared_bytes"])
+        own = [bytearray(units[at * size:(at + 1) * size])
+               for at in range(first, first + launch["units"])]
+        first += launch["units"]
+        every = bytearray()
         for copy in range(copies):
-            at = (head // fixture["heads"] * copies + copy) * length
-            for entry in base_pages[tail[0]:tail[0] + tail[1]]:
-                first = entry[5] + copy * fixture["tokens"]
-                entries.append(PAGE.pack(entry[0] + at, entry[1] + at, *entry[2:5], first,
-                                         *entry[6:]))
-        per_unit = -(-len(entries) // splits)
-        mine = []
-        for start in range(0, len(entries), per_unit):
-            count = min(per_unit, len(entries) - start)
-            # Pages, the query's position, and where the partial results go.
-            tail[0:2], tail[6], tail[8] = [len(pages) + start, count], tokens - 1, rows
-            units.append(unit[:SIDES_BYTES] + UNIT_TAIL.pack(*tail))
-            mine.append(rows)
-            rows += group
-        pages += entries
-        partials += [[first + row for first in mine] for row in range(group)]
-    ends, order = [], []
-    for row in partials:
-        order += row
-        ends.append(len(order))
-    out, stats = device.memory(4 * rows * dim), device.memory(8 * rows)
-    sums, results = device.memory(8 * len(ends) * dim), device.memory(12 * len(ends))
-    tables = placed(device, fixture["tables"])
-    attend = ATTEND.pack(
-        arena, tables, placed(device, b"".join(pages)), placed(device, b"".join(units)),
-        placed(device, fixture["queries"]), placed(device, fixture["offsets"]), out, stats,
-        fixture["key_stage"], fixture["value_stage"], fixture["key_table"],
-        fixture["value_table"], 0.0, fixture["chunks"], fixture["key_chunk"],
-        fixture["value_chunk"])
-    merge = MERGE.pack(out, stats, placed(device, struct.pack(f"<{len(ends)}I", *ends)),
-                       placed(device, struct.pack(f"<{len(order)}I", *order)), sums, results,
-                       dim, 0)
+            for unit in own:
+                unit = bytearray(unit)
+                for field, step in [("rows", len(rows)), ("page", facts["page_bytes"]),
+                                    ("words", facts["words"])]:
+                    (was,) = struct.unpack_from("<Q", unit, facts["offsets"][field])
+                    # All ones: in shared memory.
+                    if was != 0xFFFFFFFFFFFFFFFF:
+                        struct.pack_into("<Q", unit, facts["offsets"][field], was + copy * step)
+                every += unit
+        parameters = struct.pack("<7Q2I", arena, tables, steps, device.placed(every), pages,
+                                 at_headers, words, launch["row_bytes"], launch["gain_bytes"])
+        blocks = len(own) * copies
+        launches.append((launch, blocks, at_headers, Arguments(parameters)))
+        at_headers += HEADER_BYTES * blocks
 
-    def work():
-        device.launch(fixture["kernel"], len(units), fixture["shared_bytes"], attend)
-        device.launch("kvd_merge", len(ends), 0, merge)
+    def work(_):
+        for launch, blocks, _, arguments in launches:
+            device.launch(launch["kernel"], blocks, launch["shared_bytes"], arguments)
 
-    seconds = device.time(work)
-    got = struct.unpack(f"<{3 * len(ends)}f", device.read(results, 12 * len(ends)))[::3]
-    wanted = struct.unpack(f"<{len(fixture['lse']) // 4}f", fixture["lse"])
-    off = max(abs(lse - wanted[row % len(wanted)] - math.log(copies))
-              for row, lse in enumerate(got))
-    device.free_all()
-    if not off < 1e-4:
-        raise RuntimeError(f"{fixture['codec']}: the log-sum-exp is off by {off}")
-    payload = fixture["payload_bytes"] * copies * heads / fixture["heads"]
-    return {"codec": fixture["codec"], "kernel": fixture["kernel"], "seconds": seconds,
-            "page_bytes": payload, "thread_blocks": len(units), "lse_error": off,
-            "shared_bytes": fixture["shared_bytes"], **facts}
+    device.fill(pages, 0xFFFFFFFF, facts["page_bytes"] * copies // 4)
+    seconds = device.time(work, *times)
+    wanted_headers, start = fixture.section("store_headers"), 0
+    for launch, blocks, at, _ in launches:
+        mine = wanted_headers[start:start + HEADER_BYTES * launch["units"]]
+        start += len(mine)
+        # A header holds its page's checksum.
+        if device.read(at, HEADER_BYTES * blocks) != mine * copies:
+            raise RuntimeError(f"{launch['kernel']}: headers differ from those of the CPU lane")
+    wanted = fixture.section("store_pages")
+    for copy in {0, copies - 1}:
+        got = device.read(pages + copy * facts["page_bytes"], facts["page_bytes"])
+        for offset, length in facts["pages"]:
+            if got[offset:offset + length] != wanted[offset:offset + length]:
+                raise RuntimeError(f"the page at {offset} of copy {copy} differs")
+    kernels = [launch["kernel"] for launch in facts["launches"]]
+    return {"kernels": kernels, "seconds": seconds, "f16_bytes": facts["row_bytes"] * copies,
+            "thread_blocks": sum(blocks for _, blocks, _, _ in launches)}
 
 
-def copy_bandwidth(device):
+def read_bandwidth(device, size, times):
+    """Bytes per second that a kernel reads which only adds them up."""
+    device.prepare("kvd_read", 0)
+    blocks = size // READ_PER_BLOCK
+    memory, sums = device.memory(size), device.memory(4 * driver.THREADS * blocks)
+    device.fill(memory, 3, size // 4)
+    arguments = Arguments(struct.pack("<3Q", memory, sums, READ_PER_BLOCK // 16))
+    seconds = device.time(lambda _: device.launch("kvd_read", blocks, 0, arguments), *times)
+    got = device.read(sums, 4 * driver.THREADS * blocks)
+    if got != struct.pack("<I", 3 * READ_PER_BLOCK // 4 // driver.THREADS) * (len(got) // 4):
+        raise RuntimeError("kvd_read: sums are wrong")
+    return size / seconds["median"]
+
+
+def copy_bandwidth(device, size, times):
     """Bytes per second read, and as many written, by the driver's copy."""
-    size = 1 << 30
     source, to = device.memory(size), device.memory(size)
-    seconds = device.time(lambda: device.copy(to, source, size))
-    device.free_all()
+    seconds = device.time(lambda _: device.copy(to, source, size), *times)
     return 2 * size / seconds["median"]
 
 
-def torch_attention(tokens, heads, group, dim):
-    """FP16 attention of PyTorch by backend; query heads that share a KV head are rows."""
+def attempt(device, facts, measured):
+    """A row of facts with what was measured, or with why not."""
     try:
-        import torch
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-    except ImportError as error:
-        return f"skipped because {error}"
-    if not torch.cuda.is_available():
-        return "skipped because PyTorch sees no GPU"
-    make = lambda rows: torch.randn(1, heads, rows, dim, device="cuda", dtype=torch.float16)
-    query, key, value = make(group), make(tokens), make(tokens)
-    answer = {"version": torch.__version__}
-    for name in ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "MATH"]:
-        seconds = []
-        try:
-            with sdpa_kernel(getattr(SDPBackend, name)):
-                for turn in range(ROUNDS + 1):
-                    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                    start.record()
-                    torch.nn.functional.scaled_dot_product_attention(query, key, value)
-                    end.record()
-                    end.synchronize()
-                    # The first warms up.
-                    seconds += [start.elapsed_time(end) / 1e3] if turn else []
-        except (RuntimeError, AttributeError) as error:
-            answer[name.lower()] = f"refused: {str(error).splitlines()[0]}"
-            continue
-        seconds.sort()
-        answer[name.lower()] = {"median": seconds[len(seconds) // 2], "best": seconds[0]}
-    return answer
+        row = {**facts, **measured()}
+    # Weights of zero are divided by: no sums at all.
+    except (RuntimeError, ZeroDivisionError) as error:
+        row = {**facts, "error": str(error)}
+    try:
+        device.free_all()
+    except RuntimeError as error:
+        row.setdefault("error", str(error))
+    return row
+
+
+def run(device, fixtures, checks, baseline, arguments):
+    times = arguments.launches, arguments.rounds
+    figures = {"device": device.name, "planned_for": fixtures[0]["device"],
+               "group": fixtures[0]["group"], "dim": fixtures[0]["dim"],
+               "launches": arguments.launches, "rounds": arguments.rounds,
+               "polar_keys_alone": "not measured: there is no kernel for keys alone"}
+    bandwidths = [("read", read_bandwidth), ("copy", copy_bandwidth)]
+    figures["bandwidth"] = [
+        attempt(device, {"of": name},
+                lambda of=of: {"bytes_per_second": of(device, arguments.read_mib << 20, times)})
+        for name, of in bandwidths]
+    figures["workloads"] = []
+    for index, workload in enumerate(fixtures[0]["workloads"]):
+        rows = []
+        for fixture in fixtures:
+            own = fixture["workloads"][index]
+            plan = {"codec": fixture["codec"], "plan": own["plan"]}
+            rows.append(attempt(device, plan,
+                                lambda: measure(device, fixture, own, times)))
+        figures["workloads"].append(
+            {**{name: workload[name] for name in ["tokens", "batch", "heads"]},
+             "baselines": baseline[index], "codecs": rows})
+    figures["checks"] = [
+        attempt(device, {name: fixture[name] for name in ["codec", "dim", "group"]},
+                lambda: check(device, fixture)) for fixture in checks]
+    figures["stores"] = [
+        attempt(device, {"codec": fixture["codec"]},
+                lambda: store(device, fixture, arguments.store_tokens, times))
+        for fixture in fixtures if fixture["store"]]
+    return figures
+
+
+def check(device, fixture):
+    """Attention and a store of a shape that is not measured, for what they answer."""
+    seconds = measure(device, fixture, fixture["workloads"][0], (1, 1))
+    if fixture["store"]:
+        store(device, fixture, fixture["tokens"], (1, 1))
+    return {name: seconds[name] for name in ["kernel", "lse_error", "output_error"]}
+
+
+def errors(figures):
+    rows = figures["bandwidth"] + figures["stores"] + figures["checks"]
+    rows += [row for workload in figures["workloads"] for row in workload["codecs"]]
+    return [f"{row.get('codec', row.get('of'))}: {row['error']}" for row in rows if "error" in row]
 
 
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=pathlib.Path)
     parser.add_argument("--fatbins", type=pathlib.Path)
-    parser.add_argument("--tokens", type=int, default=131072)
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--emu")
+    parser.add_argument("--out", type=pathlib.Path)
+    parser.add_argument("--launches", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--store-tokens", type=int, default=1 << 18)
+    parser.add_argument("--read-mib", type=int, default=1 << 10)
+    parser.add_argument("--library", default="libcuda.so.1")
     arguments = parser.parse_args()
-    tokens, heads = arguments.tokens, arguments.heads
-    fixtures = [Fixture(path) for path in sorted(arguments.folder.glob("*.json"))]
+    fixtures, checks = ([Fixture(path) for path in sorted(folder.glob("*.json"))]
+                        for folder in [arguments.folder, arguments.folder / "checks"])
     if not fixtures:
         sys.exit(f"no fixtures in {arguments.folder}")
+    # Before the driver, so that both have one context.
     group, dim = fixtures[0]["group"], fixtures[0]["dim"]
-    if arguments.emu:
-        device, torch, bandwidth = Emu(arguments.emu), "skipped because nothing is measured", None
+    baseline = [baselines.measure(workload, group, dim, arguments.launches, arguments.rounds)
+                for workload in fixtures[0]["workloads"]]
+    device = driver.Cuda(arguments.fatbins or arguments.folder, arguments.library)
+    figures = run(device, fixtures, checks, baseline, arguments)
+    text = json.dumps(figures, indent=1)
+    if arguments.out:
+        arguments.out.write_text(text + "\n")
     else:
-        # Before the driver, so that both have one context.
-        torch = torch_attention(tokens, heads, group, dim)
-        device = Cuda(arguments.fatbins or arguments.folder)
-        bandwidth = copy_bandwidth(device)
-    rows = [measure(device, fixture, tokens, heads) for fixture in fixtures]
-    print(json.dumps({"device": device.name, "tokens": tokens, "heads": heads, "group": group,
-                      "dim": dim, "copy_bytes_per_second": bandwidth, "torch": torch,
-                      "codecs": rows}, indent=1))
+        print(text)
+    wrong = errors(figures)
+    if wrong:
+        sys.exit("\n".join(wrong))
 
 
 if __name__ == "__main__":

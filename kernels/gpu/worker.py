@@ -11,7 +11,7 @@ import pathlib
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
-import bench  # noqa: E402
+import driver  # noqa: E402
 
 BYTES = 256
 MEMORY = 64 << 10
@@ -24,7 +24,7 @@ class IpcEventHandle(ctypes.Structure):
 
 
 def main():
-    device = bench.Cuda(pathlib.Path(__file__).parent / "no-kernels")
+    device = driver.Cuda(pathlib.Path(__file__).parent / "no-kernels")
     address = device.memory(MEMORY)
     device.write(address, bytes(range(BYTES)))
     handle = ctypes.create_string_buffer(64)

@@ -8,6 +8,9 @@ use anyhow::{Context, Result, bail, ensure};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
+use std::time::SystemTime;
 
 /// Pins nvcc, its headers and what they need: the wheels' own dependencies carry no version.
 const WHEELS: &str = "cuda-toolkit[nvcc,cccl]==13.0.3.0";
@@ -17,6 +20,9 @@ const NVCC: &str = "nvidia/cu13/bin/nvcc";
 const TARGETS: [u32; 3] = [80, 89, 90];
 /// Later GPUs compile this intermediate form themselves.
 const PTX: u32 = 90;
+
+/// Set to make a machine where the compiler cannot be installed a failure instead of a skip.
+const REQUIRE: &str = "KVD_REQUIRE_KERNELS";
 
 /// What ptxas says of one kernel.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -34,10 +40,20 @@ pub(crate) fn run(root: &Path, report: &Report) -> Result<()> {
     let out = root.join("target/kernels");
     fs::create_dir_all(&out).with_context(|| format!("create {}", out.display()))?;
     let nvcc = compiler(&out, report)?;
+    for entry in fs::read_dir(&out)? {
+        let path = entry?.path();
+        // One whose kernels are gone would be embedded with the others.
+        if path.extension().is_some_and(|extension| extension == "fatbin") {
+            fs::remove_file(path)?;
+        }
+    }
+    let sources = sources(&root.join("kernels"))?;
+    let compiled = compile_all(&sources, |source| compile(&nvcc, root, source, &out));
+    ensure!(compiled.len() == sources.len(), "a thread that compiled has ended early");
     let mut count = 0;
     report.line("kernel                              target  registers  shared  spilled");
-    for source in sources(&root.join("kernels"))? {
-        for usage in compile(&nvcc, root, &source, &out)? {
+    for usages in compiled {
+        for usage in usages? {
             let Usage { kernel, target, registers, shared_bytes, spill_bytes } = usage;
             let line = format!(
                 "{kernel:<34}  {target:>6}  {registers:>9}  {shared_bytes:>6}  {spill_bytes:>7}"
@@ -50,6 +66,47 @@ pub(crate) fn run(root: &Path, report: &Report) -> Result<()> {
     ensure!(count > 0, "nvcc named no kernel");
     report.line(&format!("kernels: {count} compiled, into {}", out.display()));
     Ok(())
+}
+
+/// The same, but where the compiler is not there and cannot be installed it says so and why.
+pub(crate) fn run_or_skip(root: &Path, report: &Report) -> Result<()> {
+    let out = root.join("target/kernels");
+    fs::create_dir_all(&out).with_context(|| format!("create {}", out.display()))?;
+    if let Err(reason) = compiler(&out, report) {
+        ensure!(std::env::var_os(REQUIRE).is_none(), "{REQUIRE} is set, but: {reason:#}");
+        report.line(&format!("SKIP kernels: not compiled for GPUs, because {reason:#}"));
+        return Ok(());
+    }
+    run(root, report)
+}
+
+/// Whether a kernel file has no fat binary in `out`, or something in `kernels/` is newer than it.
+pub(crate) fn are_stale(root: &Path, out: &Path) -> Result<bool> {
+    let kernels = root.join("kernels");
+    let newest = newest(&kernels)?;
+    for source in sources(&kernels)? {
+        let name = source.file_stem().context("a kernel file without a name")?;
+        let made = fs::metadata(out.join(name).with_extension("fatbin"));
+        if !made.and_then(|made| made.modified()).is_ok_and(|made| made >= newest) {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
+/// When the latest of a folder's kernels and headers was changed.
+fn newest(folder: &Path) -> Result<SystemTime> {
+    let mut latest = SystemTime::UNIX_EPOCH;
+    for entry in fs::read_dir(folder).with_context(|| format!("read {}", folder.display()))? {
+        let path = entry?.path();
+        let is_source = path.extension().is_some_and(|end| end == "cu" || end == "cuh");
+        if path.is_dir() {
+            latest = latest.max(newest(&path)?);
+        } else if is_source {
+            latest = latest.max(fs::metadata(&path)?.modified()?);
+        }
+    }
+    Ok(latest)
 }
 
 /// The compiler, installed on first use.
@@ -91,6 +148,27 @@ fn sources(kernels: &Path) -> Result<Vec<PathBuf>> {
     }
     sources.sort();
     Ok(sources)
+}
+
+/// Compiles the files, as many at once as there are processors; their results in the order of the
+/// files.
+fn compile_all<T: Send>(sources: &[PathBuf], compile: impl Fn(&Path) -> T + Sync) -> Vec<T> {
+    let next = AtomicUsize::new(0);
+    let work = || {
+        let mut done = Vec::new();
+        loop {
+            let at = next.fetch_add(1, Ordering::Relaxed);
+            let Some(source) = sources.get(at) else { return done };
+            done.push((at, compile(source)));
+        }
+    };
+    let workers = thread::available_parallelism().map_or(1, usize::from);
+    let mut done: Vec<_> = thread::scope(|scope| {
+        let workers: Vec<_> = (0..workers).map(|_| scope.spawn(work)).collect();
+        workers.into_iter().flat_map(|worker| worker.join().unwrap_or_default()).collect()
+    });
+    done.sort_by_key(|(at, _)| *at);
+    done.into_iter().map(|(_, result)| result).collect()
 }
 
 /// Compiles one file for every target into one fat binary.
@@ -149,6 +227,7 @@ fn usages(text: &str) -> Vec<Usage> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::time::Duration;
 
     #[test]
     fn usage_is_read_from_what_ptxas_prints() {
@@ -172,6 +251,54 @@ ptxas info    : Used 40 registers, used 0 barriers
         };
         let wanted = [usage("kvd_a", "sm_80", 64, 128, 44), usage("kvd_b", "sm_90", 40, 0, 0)];
         assert_eq!(usages(text), wanted);
+    }
+
+    #[test]
+    fn files_are_compiled_once_each_and_come_back_in_order() {
+        let sources: Vec<PathBuf> = (0..20).map(|i| PathBuf::from(format!("{i}.cu"))).collect();
+        let count = AtomicUsize::new(0);
+        let compiled = compile_all(&sources, |source| {
+            count.fetch_add(1, Ordering::Relaxed);
+            source.to_owned()
+        });
+        assert_eq!((compiled, count.into_inner()), (sources, 20));
+    }
+
+    #[test]
+    fn where_the_compiler_cannot_be_installed_compiling_is_skipped_only_if_that_is_asked_for() {
+        let root = tempfile::tempdir().unwrap();
+        let out = root.path().join("target/kernels");
+        fs::create_dir_all(&out).unwrap();
+        // No virtual environment can be made there.
+        fs::write(out.join("nvcc-13.0.3"), "a file").unwrap();
+        assert!(run(root.path(), &Report).is_err());
+        if std::env::var_os(REQUIRE).is_none() {
+            run_or_skip(root.path(), &Report).unwrap();
+        }
+    }
+
+    #[test]
+    fn fat_binaries_older_than_a_header_or_missing_are_stale() {
+        let root = tempfile::tempdir().unwrap();
+        let (kernels, out) = (root.path().join("kernels"), root.path().join("out"));
+        fs::create_dir_all(kernels.join("include/deep")).unwrap();
+        fs::create_dir_all(&out).unwrap();
+        let at = |path: &Path, seconds: u64| {
+            let file = fs::File::create(path).unwrap();
+            file.set_modified(SystemTime::UNIX_EPOCH + Duration::from_secs(seconds)).unwrap();
+        };
+        let stale = || are_stale(root.path(), &out).unwrap();
+        at(&kernels.join("a.cu"), 100);
+        at(&kernels.join("include/deep/b.cuh"), 100);
+        assert!(stale(), "there is none");
+        at(&out.join("a.fatbin"), 200);
+        at(&kernels.join("a.txt"), 300);
+        assert!(!stale(), "what is newer is no source");
+        at(&kernels.join("include/deep/b.cuh"), 300);
+        assert!(stale());
+        at(&out.join("a.fatbin"), 400);
+        at(&kernels.join("c.cu"), 100);
+        assert!(stale(), "one has none");
     }
 
     #[test]

@@ -1,121 +1,276 @@
 //! What a machine with a GPU is given to measure: pages of each codec with tables, units and
-//! queries, and what the kernels answered here. `KVD_GPU_FIXTURES` names the folder they go to
-//! (`cargo xtask gpu pack`); without it they are made and launched by `kernels/gpu/bench.py` over
-//! the CPU lane.
+//! queries as the plan of that GPU has them, rows to store, and what the kernels answered here.
+//! `KVD_GPU_FIXTURES` names the folder they go to, `KVD_GPU_DEVICE` the GPU (`cargo xtask gpu
+//! pack`); without it they are made and launched by `kernels/gpu/bench.py`, over a driver whose
+//! kernels run on the CPU lane.
 #![expect(clippy::unwrap_used, reason = "a test may fail")]
 
 mod common;
+#[path = "fixtures/store.rs"]
+mod store;
 
-use common::run::{SHARED, run};
+use common::run::{parameters, run_tables};
 use common::{Ask, Layout, Stored, geometry, noise};
-use kvd_core::{DType, Side};
-use kvd_cuda::{Options, Shapes, Tables};
+use kvd_core::{DType, Geometry, Side};
+use kvd_cuda::{Limits, Options, Shapes, Tables, Unit, Workload, plan};
 use kvd_emu::{Order, available};
-use std::fmt::Write as _;
+use serde_json::{Map, Value, json};
+use std::mem::offset_of;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Output};
 
 /// Codecs that are measured.
-const CODECS: [&str; 8] =
-    ["raw", "fp8", "kivi-4", "kivi-2", "vecinfer-2", "kvcomp", "kvd-2", "kvd-2-fast"];
+const CODECS: [&str; 9] =
+    ["raw", "fp8", "kivi-4", "kivi-2", "vecinfer-2", "polar-4+4", "kvcomp", "kvd-2", "kvd-2-fast"];
+/// Tokens, sequences and KV heads of a decode step; the benchmark repeats the fixture's two heads.
+const WORKLOADS: [[u32; 3]; 2] = [[131_072, 1, 8], [32_768, 8, 8]];
 const BLOCK_TOKENS: usize = 64;
 const BLOCKS: usize = 4;
-/// Query heads of each of the two KV heads; the benchmark repeats heads and blocks.
-const GROUP: usize = 4;
+/// Channels, and query heads of each KV head, that are measured.
+const SHAPE: (u32, usize) = (128, 4);
+/// Those that are launched once, for their outputs alone: the kernels of one and eight query rows.
+const CHECKED: [(u32, usize); 4] = [(64, 1), (64, 8), (128, 1), (128, 8)];
+const CHECKED_WORKLOAD: [u32; 3] = [512, 1, 4];
+/// Marks a partial result that is in coefficients.
+const COEFFICIENTS: u32 = 1 << 31;
 
-/// Appends a section to the file's bytes, aligned, and its name, offset and length to the text.
-fn section(name: &str, bytes: &[u8], all: &mut Vec<u8>, text: &mut String) {
-    all.resize(all.len().next_multiple_of(256), 0);
-    writeln!(text, "  \"{name}\": [{}, {}],", all.len(), bytes.len()).unwrap();
-    all.extend(bytes);
+/// A fixture's bytes, and what they are.
+#[derive(Default)]
+struct Fixture {
+    bytes: Vec<u8>,
+    sections: Map<String, Value>,
 }
 
-/// Writes `<codec>.json` and `<codec>.bin`.
-fn write(folder: &Path, codec: &str) {
+impl Fixture {
+    /// Appends a section, aligned.
+    fn section(&mut self, name: &str, bytes: &[u8]) {
+        self.bytes.resize(self.bytes.len().next_multiple_of(256), 0);
+        self.sections.insert(name.to_owned(), json!([self.bytes.len(), bytes.len()]));
+        self.bytes.extend(bytes);
+    }
+}
+
+/// What the plan has for a workload, and the codebooks' shared memory, the same for each.
+fn planned(
+    stored: &Stored,
+    (device, group): (&Limits, usize),
+    [tokens, batch, kv_heads]: [u32; 3],
+) -> (Value, [usize; 2], usize) {
+    let geometry =
+        Geometry { kv_heads, block_tokens: BLOCK_TOKENS as u32, ..stored.codec.geometry().clone() };
+    let workload = Workload { geometry, group: group as u32, batch, tokens };
+    let plan = plan(stored.codec.spec(), &workload, device).unwrap();
+    let of_workload = json!({
+        "tokens": tokens,
+        "batch": batch,
+        "heads": kv_heads,
+        "units": plan.splits * batch * kv_heads,
+        "parts_per_unit": plan.parts_per_unit,
+        "plan": {
+            "roofline_seconds": plan.roofline_seconds(),
+            "f16_roofline_seconds": plan.raw_seconds(),
+            "blocks_per_sm": plan.occupancy.blocks,
+        },
+    });
+    (of_workload, plan.table_bytes.map(|bytes| bytes as usize), plan.parts_per_unit as usize)
+}
+
+/// Writes `<codec>.json` and `<codec>.bin`, with the shape in their names where it is another.
+fn write(
+    folder: &Path,
+    codec: &str,
+    (dim, group): (u32, usize),
+    device: &Limits,
+    workloads: &[[u32; 3]],
+) {
     let value = |side: Side, head: usize, token: usize, channel: usize| {
         noise(((side.index() * 2 + head) * 4096 + token) * 512 + channel)
     };
     let layout = Layout { pages: vec![BLOCK_TOKENS; BLOCKS], window: 0 };
-    let stored = Stored::new(&geometry(128, 128, DType::F16), codec, &layout, value);
-    let plan = Ask::last(GROUP, stored.tokens).plan(&stored, |i| noise(99 + i));
-    let answer = run(&stored, &plan, BLOCKS, Order::Ascending).unwrap();
-    let shapes = Shapes::new(&stored.codec, plan.layer, [usize::MAX; 2]);
+    let stored = Stored::new(&geometry(dim, dim, DType::F16), codec, &layout, value);
+    let plans: Vec<_> =
+        workloads.iter().map(|workload| planned(&stored, (device, group), *workload)).collect();
+    let table_bytes = plans[0].1;
+    assert!(plans.iter().all(|plan| plan.1 == table_bytes), "{codec}: one size of tables");
+    let ask = Ask::last(group, stored.tokens).plan(&stored, |i| noise(99 + i));
+    let shapes = Shapes::new(&stored.codec, ask.layer, table_bytes);
     let header = |offset: u64| stored.headers.get(&offset).copied();
-    let options = Options { parts_per_unit: BLOCKS, shared: SHARED };
-    let tables = Tables::new(&plan, &stored.codec, &shapes, &header, options).unwrap();
+    // One unit a head, which the benchmark cuts as the plan has it.
+    let options = Options { parts_per_unit: BLOCKS, shared: device.shared() };
+    let tables = Tables::new(&ask, &stored.codec, &shapes, &header, options).unwrap();
     let [launch] = &tables.launches[..] else { panic!("{codec}: one kind of page") };
+    let merged = run_tables(&stored, &shapes, &tables, Order::Ascending).unwrap();
     let payload: u64 = stored.headers.values().map(|header| u64::from(header.payload_len)).sum();
-    let (mut bytes, mut text) = (Vec::new(), String::from("{\n"));
-    section("arena", &stored.arena, &mut bytes, &mut text);
-    section("tables", &shapes.tables, &mut bytes, &mut text);
-    section("pages", bytemuck::cast_slice(&tables.pages), &mut bytes, &mut text);
-    section("units", bytemuck::cast_slice(&launch.units), &mut bytes, &mut text);
-    section("queries", bytemuck::cast_slice(&tables.queries), &mut bytes, &mut text);
-    section("offsets", bytemuck::cast_slice(&tables.offsets), &mut bytes, &mut text);
-    section("lse", bytemuck::cast_slice(&answer.lse), &mut bytes, &mut text);
-    for (name, number) in [
-        ("key_stage", launch.key_stage),
-        ("value_stage", launch.value_stage),
-        ("key_table", launch.key_table),
-        ("value_table", launch.value_table),
-        ("chunks", launch.chunks),
-        ("key_chunk", launch.key_chunk),
-        ("value_chunk", launch.value_chunk),
-        ("shared_bytes", launch.shared_bytes as u32),
-        ("payload_bytes", payload as u32),
-        ("tokens", stored.tokens),
-        ("heads", 2),
-        ("group", GROUP as u32),
-        ("dim", 128),
-    ] {
-        writeln!(text, "  \"{name}\": {number},").unwrap();
-    }
-    writeln!(text, "  \"codec\": \"{codec}\",\n  \"kernel\": \"{}\"\n}}", launch.kernel).unwrap();
-    std::fs::write(folder.join(format!("{codec}.json")), text).unwrap();
-    std::fs::write(folder.join(format!("{codec}.bin")), bytes).unwrap();
+    let marks: Vec<u32> = tables.order.iter().map(|partial| partial & COEFFICIENTS).collect();
+    assert!(marks.iter().all(|mark| *mark == marks[0]), "{codec}: one kind of partial result");
+    let mut fixture = Fixture::default();
+    fixture.section("arena", &stored.arena);
+    fixture.section("tables", &shapes.tables);
+    fixture.section("pages", bytemuck::cast_slice(&tables.pages));
+    fixture.section("units", bytemuck::cast_slice(&launch.units));
+    fixture.section("queries", bytemuck::cast_slice(&tables.queries));
+    fixture.section("offsets", bytemuck::cast_slice(&tables.offsets));
+    fixture.section("parameters", bytemuck::bytes_of(&parameters(&tables, launch)));
+    fixture.section("sums", bytemuck::cast_slice(&merged.sums));
+    fixture.section("results", bytemuck::cast_slice(&merged.results));
+    let store = store::add(&mut fixture, &stored, &shapes, device);
+    let facts = json!({
+        "codec": codec,
+        "device": device.name,
+        "kernel": launch.kernel,
+        "shared_bytes": launch.shared_bytes,
+        "sides_bytes": offset_of!(Unit, first_page),
+        "payload_bytes": payload,
+        "mark": marks[0],
+        "tokens": BLOCK_TOKENS * BLOCKS,
+        "heads": stored.codec.geometry().kv_heads,
+        "group": group,
+        "dim": stored.codec.geometry().head_dim_v,
+        "workloads": plans.iter().map(|plan| &plan.0).collect::<Vec<_>>(),
+        "store": store,
+        "sections": fixture.sections,
+    });
+    let name = match (dim, group) {
+        SHAPE => codec.to_owned(),
+        (dim, group) => format!("{codec}-{dim}-{group}"),
+    };
+    std::fs::write(folder.join(format!("{name}.json")), format!("{facts:#}\n")).unwrap();
+    std::fs::write(folder.join(format!("{name}.bin")), fixture.bytes).unwrap();
 }
 
-/// The CPU lane as a library for the benchmark.
-fn library(folder: &Path) -> PathBuf {
-    let kernels = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../kernels");
-    let library = folder.join("libkvd_emu.so");
+/// Writes what is launched for its outputs alone.
+fn write_checks(folder: &Path, codec: &str, device: &Limits, shapes: &[(u32, usize)]) {
+    let folder = folder.join("checks");
+    std::fs::create_dir_all(&folder).unwrap();
+    shapes.iter().for_each(|shape| write(&folder, codec, *shape, device, &[CHECKED_WORKLOAD]));
+}
+
+/// A driver over the CPU lane, as a library.
+fn driver(folder: &Path) -> PathBuf {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let library = folder.join("libcuda.so.1");
     let mut command = Command::new("g++");
-    command.args(["-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-x", "c++"]);
-    command.arg("-I").arg(kernels.join("include")).arg("-I").arg(kernels.join("emu"));
-    for source in ["emu/emu.cc", "attend_float.cu", "attend_uniform.cu"] {
-        command.arg(kernels.join(source));
+    command.args(["-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror"]);
+    for include in ["../../kernels/include", "../../kernels/emu"] {
+        command.arg("-I").arg(root.join(include));
     }
-    assert!(command.arg("-o").arg(&library).status().unwrap().success());
+    command.arg(root.join("tests/fixtures/libcuda.cc")).arg("-Wl,--whole-archive");
+    let Some(kernels) = option_env!("KVD_EMU_KERNELS") else { panic!("the CPU lane is not built") };
+    command.arg(kernels).arg("-Wl,--no-whole-archive");
+    let output = command.arg("-o").arg(&library).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     library
+}
+
+/// Runs the benchmark over the fixtures of a folder, once each.
+fn bench(folder: &Path, library: &Path) -> (Output, Value) {
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../kernels/gpu/bench.py");
+    let out = folder.join("figures");
+    let mut command = Command::new("python3");
+    command.arg(script).arg(folder).arg("--library").arg(library).arg("--out").arg(&out);
+    command.args(["--launches", "2", "--rounds", "1", "--store-tokens", "512", "--read-mib", "1"]);
+    let output = command.output().unwrap();
+    let text = std::fs::read_to_string(out).unwrap_or_default();
+    (output, serde_json::from_str(&text).unwrap_or_default())
+}
+
+/// Whether the benchmark can be run here; says why not.
+#[expect(clippy::print_stderr, reason = "a skipped test says so")]
+fn is_runnable() -> bool {
+    if !available() {
+        return false;
+    }
+    if option_env!("KVD_EMU_SANITIZERS").is_some_and(|by| !by.is_empty()) {
+        eprintln!("SKIP fixtures: python3 loads no library that was built with a sanitizer");
+        return false;
+    }
+    if Command::new("python3").arg("--version").output().is_err() {
+        eprintln!("SKIP fixtures: no python3 to launch them with");
+        return false;
+    }
+    true
+}
+
+/// A folder of fixtures of the test's own.
+fn folder(name: &str, codecs: &[&str], workloads: &[[u32; 3]]) -> PathBuf {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+    let _ = std::fs::remove_dir_all(&folder);
+    std::fs::create_dir_all(&folder).unwrap();
+    codecs.iter().for_each(|codec| write(&folder, codec, SHAPE, &Limits::h200(), workloads));
+    // With a zero in it, behind which a driver must find the rest.
+    std::fs::write(folder.join("a.fatbin"), b"fat\0bin").unwrap();
+    folder
 }
 
 #[test]
 fn fixtures_are_launched_by_the_benchmark_and_give_what_they_gave_here() {
-    if !available() {
-        return;
-    }
     if let Some(folder) = std::env::var_os("KVD_GPU_FIXTURES") {
-        CODECS.iter().for_each(|codec| write(Path::new(&folder), codec));
+        assert!(available(), "fixtures are made by the CPU lane");
+        let device = std::env::var("KVD_GPU_DEVICE").unwrap_or("h200".to_owned());
+        let device = Limits::named(&device).unwrap();
+        for codec in CODECS {
+            write(Path::new(&folder), codec, SHAPE, &device, &WORKLOADS);
+            write_checks(Path::new(&folder), codec, &device, &CHECKED);
+        }
         return;
     }
-    if Command::new("python3").arg("--version").output().is_err() {
-        eprintln!("SKIP fixtures: no python3 to launch them with");
+    if !is_runnable() {
         return;
     }
-    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("gpu-fixtures");
-    std::fs::create_dir_all(&folder).unwrap();
-    ["raw", "kivi-2"].iter().for_each(|codec| write(&folder, codec));
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../kernels/gpu/bench.py");
-    let library = library(&folder);
-    let mut command = Command::new("python3");
-    command.arg(script).arg("--emu").arg(library).args(["--tokens", "1024", "--heads", "4"]);
-    let output = command.arg(&folder).output().unwrap();
-    let text = String::from_utf8_lossy(&output.stdout).into_owned();
-    let errors = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{text}{errors}");
-    // Both codecs, over sixteen blocks of four heads.
-    for codec in ["raw", "kivi-2"] {
-        assert!(text.contains(&format!("\"codec\": \"{codec}\"")), "{text}");
+    let codecs = ["kivi-2", "kvd-2", "raw"];
+    let folder = folder("gpu-fixtures", &codecs, &[[512, 1, 4], [256, 2, 2]]);
+    write_checks(&folder, "kivi-4", &Limits::h200(), &[(64, 8)]);
+    let (output, figures) = bench(&folder, &driver(&folder));
+    assert!(output.status.success(), "{output:?}");
+    assert_eq!(figures["planned_for"], "H200 SXM");
+    for workload in figures["workloads"].as_array().unwrap() {
+        for (row, codec) in workload["codecs"].as_array().unwrap().iter().zip(codecs) {
+            assert_eq!(row["codec"], codec);
+            assert!(row["output_error"].as_f64().unwrap() < 1e-5, "{row}");
+            assert!(row["seconds"]["median"].as_f64().unwrap() > 0.0, "{row}");
+            assert!(row["cold_copies"].as_u64().unwrap() > 1 || codec == "raw", "{row}");
+        }
     }
-    assert!(text.contains("\"tokens\": 1024") && text.contains("\"torch\": \"skipped"), "{text}");
+    let stores = figures["stores"].as_array().unwrap();
+    assert_eq!(stores.len(), codecs.len(), "{figures:#}");
+    // As many rows as the store was asked for: two heads, two sides, 128 channels of f16.
+    assert!(stores.iter().all(|row| row["f16_bytes"] == 512 * 2 * 2 * 128 * 2), "{stores:?}");
+    let checks = figures["checks"].as_array().unwrap();
+    let [check] = &checks[..] else { panic!("{checks:?}") };
+    assert_eq!((&check["dim"], &check["group"]), (&json!(64), &json!(8)));
+    assert!(check["output_error"].as_f64().unwrap() < 1e-5, "{check}");
+    assert!(figures["bandwidth"].as_array().unwrap().iter().all(|row| row["error"].is_null()));
+}
+
+#[test]
+fn outputs_pages_and_splits_that_are_others_are_errors() {
+    if !is_runnable() {
+        return;
+    }
+    let folder = folder("gpu-fixtures-wrong", &["kivi-4"], &[[256, 1, 2]]);
+    let library = driver(&folder);
+    let json = folder.join("kivi-4.json");
+    let right: Value = serde_json::from_str(&std::fs::read_to_string(&json).unwrap()).unwrap();
+    let bytes = std::fs::read(folder.join("kivi-4.bin")).unwrap();
+    let at = |section: &str| right["sections"][section][0].as_u64().unwrap() as usize;
+    for (section, byte, wanted) in [
+        ("sums", 3, "outputs by"),
+        ("results", 3, "log-sum-exps are off"),
+        ("store_headers", 24, "headers differ"),
+        ("store_pages", 40, "the page at 0 of copy 0 differs"),
+    ] {
+        let mut wrong = bytes.clone();
+        wrong[at(section) + byte] ^= 0x41;
+        std::fs::write(folder.join("kivi-4.bin"), wrong).unwrap();
+        let (output, figures) = bench(&folder, &library);
+        let errors = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(!output.status.success() && errors.contains(wanted), "{section}: {errors}");
+        assert!(figures.to_string().contains(wanted), "{figures}");
+    }
+    std::fs::write(folder.join("kivi-4.bin"), bytes).unwrap();
+    let mut other = right.clone();
+    other["workloads"][0]["parts_per_unit"] = json!(3);
+    std::fs::write(&json, other.to_string()).unwrap();
+    let errors = String::from_utf8_lossy(&bench(&folder, &library).0.stderr).into_owned();
+    assert!(errors.contains("but the plan has"), "{errors}");
 }

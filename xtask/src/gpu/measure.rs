@@ -12,9 +12,16 @@ use std::time::Instant;
 /// Bytes of a step's output that the report keeps.
 const TAIL_BYTES: usize = 2000;
 
+/// What compute-sanitizer looks for.
+const SANITIZERS: [&str; 4] = ["memcheck", "racecheck", "initcheck", "synccheck"];
+/// Tests of memory that another process shares.
+const OTHER_PROCESS: &str = "memory of another process";
+/// What the benchmark writes.
+const FIGURES: &str = "figures.json";
+
 /// One step of the report.
 pub(super) struct Done {
-    pub(super) name: &'static str,
+    pub(super) name: String,
     /// `passed`, `failed`, or `skipped because …`.
     pub(super) outcome: String,
     pub(super) seconds: f64,
@@ -33,35 +40,16 @@ pub(super) fn run(folder: &Path, smi: &str, report: &Report) -> Result<()> {
         }
     };
     report.step(&device);
-    let conformance = || {
-        let mut command = Command::new(folder.join("conformance"));
-        command.env("KVD_REQUIRE_GPU", "1").env("KVD_GPU_WORKER", folder.join("worker.py"));
-        command.arg("--nocapture");
-        command
-    };
-    let mut sanitizer = Command::new("compute-sanitizer");
-    sanitizer.args(["--error-exitcode", "1"]).arg(folder.join("conformance"));
-    sanitizer.env("KVD_REQUIRE_GPU", "1").args(["--test-threads", "1", "--skip", "worker"]);
-    let mut ipc = conformance();
-    ipc.arg("worker");
-    let mut bench = Command::new("python3");
-    bench.arg(folder.join("bench.py")).arg(folder.join("fixtures"));
-    bench.arg("--fatbins").arg(folder.join("fatbins"));
-    let steps = [
-        ("conformance", conformance()),
-        ("memory of another process", ipc),
-        ("compute-sanitizer memcheck", sanitizer),
-        ("benchmark", bench),
-    ];
     let mut done = Vec::new();
-    for (name, mut command) in steps {
-        report.step(name);
+    for (name, mut command) in steps(folder) {
+        report.step(&name);
         let step = step(name, &mut command);
         report.line(&step.outcome);
         done.push(step);
     }
-    let bench = done.last().and_then(|step| serde_json::from_str(&step.output).ok());
-    let bench: Value = bench.unwrap_or(Value::Null);
+    // It is there too when a row of it is wrong.
+    let bench = fs::read(folder.join(FIGURES)).ok();
+    let bench = bench.and_then(|bytes| serde_json::from_slice(&bytes).ok()).unwrap_or(Value::Null);
     let date = text(Command::new("date").args(["-u", "+%F"]))?;
     let name: String = device.split(',').next().unwrap_or("gpu").trim().to_lowercase();
     let name: String = name.chars().map(|c| if c.is_alphanumeric() { c } else { '-' }).collect();
@@ -78,11 +66,42 @@ pub(super) fn run(folder: &Path, smi: &str, report: &Report) -> Result<()> {
     Ok(())
 }
 
+/// Every step's name and command, the benchmark last.
+fn steps(folder: &Path) -> Vec<(String, Command)> {
+    // A filter with which tests of other processes are all that runs, or all that does not.
+    let halves = [("conformance", &["--skip", "worker"][..]), (OTHER_PROCESS, &["worker"])];
+    let tests = |program: &mut Command, filter: &[&str]| {
+        program.env("KVD_REQUIRE_GPU", "1").env("KVD_GPU_WORKER", folder.join("worker.py"));
+        program.args(["--test-threads", "1", "--nocapture"]).args(filter);
+    };
+    let mut steps = Vec::new();
+    for (name, filter) in halves {
+        let mut command = Command::new(folder.join("conformance"));
+        tests(&mut command, filter);
+        steps.push((name.to_owned(), command));
+    }
+    for tool in SANITIZERS {
+        for (name, filter) in halves {
+            let mut command = Command::new("compute-sanitizer");
+            // The worker is a program of Python, which launches no kernel.
+            command.args(["--tool", tool, "--target-processes", "application-only"]);
+            command.args(["--error-exitcode", "1"]).arg(folder.join("conformance"));
+            tests(&mut command, filter);
+            steps.push((format!("compute-sanitizer {tool}, {name}"), command));
+        }
+    }
+    let mut bench = Command::new("python3");
+    bench.arg(folder.join("bench.py")).arg(folder.join("fixtures"));
+    bench.arg("--fatbins").arg(folder.join("fatbins")).arg("--out").arg(folder.join(FIGURES));
+    steps.push(("benchmark".to_owned(), bench));
+    steps
+}
+
 impl Done {
-    /// Without the benchmark's output, which the report holds apart.
     fn json(&self) -> Value {
         let start = self.output.len().saturating_sub(TAIL_BYTES);
-        let tail: String = self.output.chars().skip(start).collect();
+        let start = (start..).find(|at| self.output.is_char_boundary(*at)).unwrap_or(0);
+        let tail = &self.output[start..];
         let Self { name, outcome, seconds, .. } = self;
         json!({ "name": name, "outcome": outcome, "seconds": seconds, "output": tail })
     }
@@ -104,7 +123,7 @@ fn text(command: &mut Command) -> Result<String> {
 }
 
 /// Runs one step; a program that is not there is skipped.
-fn step(name: &'static str, command: &mut Command) -> Done {
+fn step(name: String, command: &mut Command) -> Done {
     let start = Instant::now();
     let (outcome, output) = match command.output() {
         Err(error) => {
@@ -142,13 +161,13 @@ mod tests {
         let shell = |script: &str| {
             let mut command = Command::new("sh");
             command.args(["-c", script]);
-            step("a", &mut command)
+            step("a".to_owned(), &mut command)
         };
         let passed = shell("echo out; echo err >&2");
         assert_eq!((passed.outcome.as_str(), passed.output.as_str()), ("passed", "out\n"));
         let failed = shell("echo out; echo err >&2; exit 3");
         assert_eq!((failed.outcome.as_str(), failed.output.as_str()), ("failed", "out\nerr\n"));
-        let skipped = step("a", &mut Command::new("no-such-program")).outcome;
+        let skipped = step("a".to_owned(), &mut Command::new("no-such-program")).outcome;
         assert!(skipped.starts_with("skipped because no-such-program"), "{skipped}");
     }
 
@@ -159,14 +178,40 @@ mod tests {
         fs::write(&smi, "#!/bin/sh\necho 'Test GPU, 580.1'\n").unwrap();
         let mut chmod = Command::new("chmod");
         assert!(chmod.arg("+x").arg(&smi).status().unwrap().success());
-        // Nothing is there to run, but python3, which finds no script.
-        let _ = run(folder.path(), smi.to_str().unwrap(), &Report);
+        // A benchmark that fails with figures: a row of it is wrong. Nothing else is there to run.
+        let script = "import sys; open(sys.argv[-1], 'w').write('{\"group\": 4}'); sys.exit('off')";
+        fs::write(folder.path().join("bench.py"), script).unwrap();
+        let error = run(folder.path(), smi.to_str().unwrap(), &Report).unwrap_err();
+        assert_eq!(error.to_string(), "1 steps failed");
         let date = text(Command::new("date").args(["-u", "+%F"])).unwrap();
         let report = folder.path().join("report").join(format!("test-gpu-{date}.json"));
         let report: Value = serde_json::from_str(&fs::read_to_string(report).unwrap()).unwrap();
         assert_eq!(report["device"], "Test GPU, 580.1");
-        assert_eq!(report["steps"].as_array().unwrap().len(), 4);
-        assert!(report["steps"][0]["outcome"].as_str().unwrap().starts_with("skipped because"));
-        assert_eq!(report["benchmark"], Value::Null);
+        let steps = report["steps"].as_array().unwrap();
+        assert!(steps[0]["outcome"].as_str().unwrap().starts_with("skipped because"));
+        assert_eq!(steps.last().unwrap()["output"], "off\n");
+        assert_eq!(report["benchmark"], json!({ "group": 4 }));
+    }
+
+    #[test]
+    fn every_sanitizer_runs_every_test_and_the_benchmark_comes_last() {
+        let steps = steps(Path::new("f"));
+        let of_tool = |tool: &str, filter: &[&str]| {
+            let of_step = |(_, command): &&(String, Command)| {
+                let arguments: Vec<_> =
+                    command.get_args().map(|arg| arg.to_string_lossy()).collect();
+                arguments.iter().any(|arg| arg == tool)
+                    && arguments
+                        .ends_with(&filter.iter().map(|arg| (*arg).into()).collect::<Vec<_>>())
+            };
+            steps.iter().filter(of_step).count()
+        };
+        for tool in SANITIZERS {
+            let halves =
+                [of_tool(tool, &["--skip", "worker"]), of_tool(tool, &["--nocapture", "worker"])];
+            assert_eq!(halves, [1, 1], "{tool}");
+        }
+        assert_eq!(steps.len(), 2 + 2 * SANITIZERS.len() + 1);
+        assert_eq!(steps.last().unwrap().0, "benchmark");
     }
 }

@@ -12,8 +12,12 @@ use std::path::{Path, PathBuf};
 
 #[derive(Subcommand)]
 pub(crate) enum Step {
-    /// Makes the folder: test binary, kernels, fixtures, scripts and this program.
+    /// Makes the folder: test binary, kernels, fixtures, scripts, this program, and the daemon
+    /// where it was built with the kernels.
     Pack {
+        /// The GPU whose plans are launched, as `kvd plan --device` has it.
+        #[arg(long, default_value = "h200")]
+        device: String,
         /// The folder.
         #[arg(long, default_value = "target/gpu-pack")]
         out: PathBuf,
@@ -24,7 +28,7 @@ pub(crate) enum Step {
 
 pub(crate) fn run(root: &Path, step: Step, report: &Report) -> Result<()> {
     match step {
-        Step::Pack { out } => pack::pack(root, &root.join(out), report),
+        Step::Pack { device, out } => pack::pack(root, &root.join(out), &device, report),
         Step::Run => {
             let program = std::env::current_exe()?;
             measure::run(program.parent().unwrap_or(root), "nvidia-smi", report)

@@ -9,19 +9,26 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 /// Of `kernels/gpu`.
-const SCRIPTS: [&str; 2] = ["bench.py", "worker.py"];
+const SCRIPTS: [&str; 4] = ["baselines.py", "bench.py", "driver.py", "worker.py"];
 
-pub(crate) fn pack(root: &Path, out: &Path, report: &Report) -> Result<()> {
+/// Packs for the GPU that `kvd plan --device` calls `device`: its plans are launched.
+pub(crate) fn pack(root: &Path, out: &Path, device: &str, report: &Report) -> Result<()> {
     let fatbins = root.join("target/kernels");
-    if fatbins_in(&fatbins)?.is_empty() {
+    if kernels::are_stale(root, &fatbins)? {
         kernels::run(root, report)?;
     }
+    // What was packed before may be of codecs and kernels that are gone.
+    for folder in ["fixtures", "fatbins"].map(|name| out.join(name)) {
+        if folder.exists() {
+            fs::remove_dir_all(&folder).with_context(|| format!("clear {}", folder.display()))?;
+        }
+        fs::create_dir_all(&folder).with_context(|| format!("create {}", folder.display()))?;
+    }
     let fixtures = out.join("fixtures");
-    fs::create_dir_all(&fixtures).with_context(|| format!("create {}", fixtures.display()))?;
-    fs::create_dir_all(out.join("fatbins"))?;
-    for fatbin in fatbins_in(&fatbins)? {
+    let images = fatbins_in(&fatbins)?;
+    for fatbin in &images {
         let name = fatbin.file_name().context("a file without a name")?;
-        fs::copy(&fatbin, out.join("fatbins").join(name))?;
+        fs::copy(fatbin, out.join("fatbins").join(name))?;
     }
     for script in SCRIPTS {
         fs::copy(root.join("kernels/gpu").join(script), out.join(script))?;
@@ -31,11 +38,46 @@ pub(crate) fn pack(root: &Path, out: &Path, report: &Report) -> Result<()> {
     report.step("cargo test -p kvd-emu --test fixtures");
     let mut command = cargo(root);
     command.args(["test", "--quiet", "-p", "kvd-emu", "--test", "fixtures"]);
-    let status = command.env("KVD_GPU_FIXTURES", &fixtures).env("KVD_REQUIRE_EMU", "1").status()?;
+    command.env("KVD_GPU_FIXTURES", &fixtures).env("KVD_GPU_DEVICE", device);
+    let status = command.env("KVD_REQUIRE_EMU", "1").status()?;
     ensure!(status.success(), "the fixtures were not made");
+    pack_daemon(root, out, &images, report)?;
     fs::copy(std::env::current_exe()?, out.join("xtask"))?;
     report.line(&format!("packed: {}; there: ./xtask gpu run", out.display()));
     Ok(())
+}
+
+/// Packs the daemon where it was built with these kernels.
+fn pack_daemon(root: &Path, out: &Path, images: &[PathBuf], report: &Report) -> Result<()> {
+    let target = std::env::var_os("CARGO_TARGET_DIR");
+    let target = target.map_or_else(|| root.join("target"), PathBuf::from);
+    let (daemon, packed) = (target.join("release/kvd"), out.join("kvd"));
+    if holds(&fs::read(&daemon).unwrap_or_default(), images)? {
+        fs::copy(&daemon, packed)?;
+        return Ok(());
+    }
+    if packed.exists() {
+        fs::remove_file(packed)?;
+    }
+    report.line(&format!(
+        "without a daemon: {} does not hold these kernels (cargo build --release -p kvd --features \
+         gpu-kernels)",
+        daemon.display()
+    ));
+    Ok(())
+}
+
+/// Whether a program holds each of these files, of which there is one at least.
+fn holds(program: &[u8], images: &[PathBuf]) -> Result<bool> {
+    for image in images {
+        let image = fs::read(image)?;
+        let Some(first) = image.first_chunk::<16>() else { return Ok(false) };
+        let mut starts = program.windows(first.len()).enumerate().filter(|(_, at)| at == first);
+        if !starts.any(|(at, _)| program[at..].starts_with(&image)) {
+            return Ok(false);
+        }
+    }
+    Ok(!images.is_empty())
 }
 
 fn cargo(root: &Path) -> Command {
@@ -90,6 +132,22 @@ warning: not a message
 ";
         assert_eq!(executable(messages, "gpu").unwrap(), PathBuf::from("/t/gpu-1"));
         assert!(executable(messages, "other").is_err());
+    }
+
+    #[test]
+    fn a_daemon_is_packed_where_it_holds_these_kernels() {
+        let folder = tempfile::tempdir().unwrap();
+        let image = |name: &str, bytes: &[u8]| {
+            let path = folder.path().join(name);
+            fs::write(&path, bytes).unwrap();
+            path
+        };
+        let images = [image("a", &[7; 40]), image("b", b"0123456789abcdef, the end")];
+        let program =
+            [&[7; 60][..], b"0123456789abcdef, but 0123456789abcdef, the end, and"].concat();
+        assert!(holds(&program, &images).unwrap());
+        assert!(!holds(&program[..program.len() - 9], &images).unwrap(), "one is cut off");
+        assert!(!holds(&[], &images).unwrap() && !holds(&program, &[]).unwrap());
     }
 
     #[test]

@@ -22,6 +22,11 @@ use std::ptr;
 /// Shared memory that a block has without asking, bytes.
 const SHARED_BYTES_DEFAULT: u32 = 48 << 10;
 
+/// Percent of the memory that L1 cache and shared memory have in common, for shared memory: plans
+/// count on all of it, and the driver's own choice may leave room for fewer thread blocks. The same
+/// for every kernel, because a change between two of them waits for the first.
+const SHARED_PERCENT: i32 = 100;
+
 /// A kernel, and the shared memory that its launches may ask for.
 #[derive(Clone, Copy)]
 struct Function {
@@ -109,6 +114,8 @@ impl CudaDriver {
                 continue;
             }
             check("cuModuleGetFunction", found)?;
+            let share = CUfunction_attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT;
+            set(function, share, SHARED_PERCENT)?;
             let function = Function { function, shared_bytes: SHARED_BYTES_DEFAULT };
             self.functions.insert(name.to_owned(), function);
             return Ok(function);
@@ -122,15 +129,24 @@ impl CudaDriver {
         let Function { function, shared_bytes } = self.function(launch.kernel)?;
         if launch.shared_bytes > shared_bytes {
             let most = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-            // SAFETY: a function of a loaded module.
-            let result =
-                unsafe { sys::cuFuncSetAttribute(function, most, launch.shared_bytes as i32) };
-            check("cuFuncSetAttribute", result)?;
+            set(function, most, launch.shared_bytes as i32)?;
             let known = Function { function, shared_bytes: launch.shared_bytes };
             self.functions.insert(launch.kernel.to_owned(), known);
         }
         Ok(function)
     }
+}
+
+/// Sets an attribute of a function that a loaded module gave.
+fn set(
+    function: sys::CUfunction,
+    attribute: CUfunction_attribute,
+    value: i32,
+) -> Result<(), DriverError> {
+    // SAFETY: a function of a loaded module, as this function asks for; modules live as long as the
+    // driver.
+    let result = unsafe { sys::cuFuncSetAttribute(function, attribute, value) };
+    check("cuFuncSetAttribute", result)
 }
 
 pub(super) fn check(call: &'static str, result: CUresult) -> Result<(), DriverError> {

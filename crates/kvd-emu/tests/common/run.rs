@@ -1,8 +1,11 @@
 //! A plan through tables, launches and merge, as a device would.
 
 use super::Stored;
+use bytemuck::Zeroable;
 use kvd_compute::{AttendPlan, Attended};
-use kvd_cuda::{AttendParameters, MergeParameters, Merged, Options, Shapes, SharedMemory, Tables};
+use kvd_cuda::{
+    AttendParameters, Launch, MergeParameters, Merged, Options, Shapes, SharedMemory, Tables,
+};
 use kvd_emu::{Grid, Memory, Order, launch};
 
 /// Shared memory of an H100.
@@ -51,6 +54,33 @@ fn run_as(
     let shapes = Shapes::new(&stored.codec, plan.layer, [table_bytes; 2]);
     let tables = Tables::new(plan, &stored.codec, &shapes, &header, options)
         .map_err(|error| error.to_string())?;
+    let merged = run_tables(stored, &shapes, &tables, order)?;
+    let taken = tables.launches.iter().map(|launched| launched.shared_bytes).max();
+    Ok((merged.finish(plan, &stored.codec), taken.unwrap_or(0)))
+}
+
+/// What a launch is given, but for the addresses.
+pub(crate) fn parameters(tables: &Tables, launched: &Launch) -> AttendParameters {
+    AttendParameters {
+        key_stage: launched.key_stage,
+        value_stage: launched.value_stage,
+        key_table: launched.key_table,
+        value_table: launched.value_table,
+        soft_cap: tables.soft_cap,
+        chunks: launched.chunks,
+        key_chunk: launched.key_chunk,
+        value_chunk: launched.value_chunk,
+        ..AttendParameters::zeroed()
+    }
+}
+
+/// Launches tables and merges what comes of them.
+pub(crate) fn run_tables(
+    stored: &Stored,
+    shapes: &Shapes,
+    tables: &Tables,
+    order: Order,
+) -> Result<Merged, String> {
     let dim = stored.codec.geometry().head_dim_v as usize;
     let arena = Memory::of(&stored.arena);
     let of_shapes = Memory::of(&shapes.tables);
@@ -70,14 +100,7 @@ fn run_as(
             offsets: offsets.address(),
             out: out.address(),
             stats: stats.address(),
-            key_stage: launched.key_stage,
-            value_stage: launched.value_stage,
-            key_table: launched.key_table,
-            value_table: launched.value_table,
-            soft_cap: tables.soft_cap,
-            chunks: launched.chunks,
-            key_chunk: launched.key_chunk,
-            value_chunk: launched.value_chunk,
+            ..parameters(tables, launched)
         };
         let grid = Grid {
             kernel: &launched.kernel,
@@ -88,9 +111,7 @@ fn run_as(
         // SAFETY: every address is of memory that lives on, of the size the tables were made for.
         unsafe { launch(grid, bytemuck::bytes_of(&parameters))? };
     }
-    let merged = merge(&tables, [&out, &stats], dim, order)?;
-    let taken = tables.launches.iter().map(|launched| launched.shared_bytes).max();
-    Ok((merged.finish(plan, &stored.codec), taken.unwrap_or(0)))
+    merge(tables, [&out, &stats], dim, order)
 }
 
 /// Adds up the partial results of a plan's rows.
