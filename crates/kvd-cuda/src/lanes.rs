@@ -200,7 +200,7 @@ pub(crate) fn expected(side: &SideSpec, dim: usize) -> [usize; 2] {
 }
 
 /// Shared memory of a GPU, bytes.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SharedMemory {
     /// That one thread block may take.
     pub block: usize,

@@ -3,10 +3,10 @@
 
 use crate::abi::SideShape;
 use crate::lookup;
-use crate::side::{COPY_BYTES, Kernel, Pair, TILE_TOKENS, Variant};
+use crate::side::{COPY_BYTES, Kernel, Pair, ROWS, TILE_TOKENS, Variant, rows_of};
 use crate::spread;
-use kvd_codec::{CodebookScope, CodecSpec, Entropy, GroupAxis, Quantizer, SideSpec, UniformMode};
-use kvd_core::{Geometry, Side};
+use kvd_codec::{CodebookScope, Entropy, FloatFormat, GroupAxis, Quantizer, SideSpec, UniformMode};
+use kvd_core::{DType, Geometry, Side};
 
 /// Terms of one product, and its columns.
 const STEP_TERMS: usize = 32;
@@ -178,48 +178,64 @@ pub(crate) struct Expected {
     pub(crate) bytes: usize,
 }
 
-/// What the kernel for both sides of a codec will do, for `rows` query rows.
-pub(crate) fn expected(codec: &CodecSpec, geometry: &Geometry, rows: usize) -> [Expected; 2] {
-    let sides = Side::BOTH.map(|side| (codec.side(side), geometry.head_dim(side)));
-    let kernels = sides.map(|(side, _)| kernel_of(side));
-    let shapes = Side::BOTH.map(|side| {
-        let (spec, dim) = sides[side.index()];
-        expected_shape(spec, side, dim)
-    });
-    let [Some(keys), Some(values)] = kernels else {
-        let not = |kernel: Option<Kernel>| match kernel {
-            None => "its values are not codes that stand for bytes",
-            Some(_) => "the other side has none, and they share a kernel",
-        };
-        return kernels.map(|kernel| Expected { not: Some(not(kernel)), bytes: 0 });
-    };
-    let huffman = sides.iter().any(|(side, _)| side.entropy == Entropy::Huffman);
-    let pair = Pair { keys, values, huffman };
-    let variant = variant(pair, &shapes[0], &shapes[1]);
-    let not = match variant {
+/// What the kernel for both sides will do with units of `rows` query rows: the rows that it takes, and
+/// of each side its products.
+pub(crate) fn expected(
+    specs: [&SideSpec; 2],
+    geometry: &Geometry,
+    rows: u32,
+) -> (u32, [Expected; 2]) {
+    let kernels = specs.map(|spec| kernel_of(spec, geometry.dtype));
+    let [key, value] =
+        Side::BOTH.map(|side| expected_shape(specs[side.index()], side, geometry.head_dim(side)));
+    let huffman = specs.iter().any(|spec| spec.entropy == Entropy::Huffman);
+    let pair = Pair { keys: kernels[0], values: kernels[1], huffman };
+    let variant = variant(pair, &key, &value);
+    let rows = rows_of_kernel(variant, rows);
+    let multiplies = kernels.map(multiplies_bytes);
+    let not = |side: Side| match variant {
+        _ if !multiplies[side.index()] => Some("its values are not codes that stand for bytes"),
+        _ if multiplies != [true; 2] => Some("the other side has none, and they share a kernel"),
         Variant::Own if on_tensor_cores((pair, variant)) => None,
         Variant::Own => Some("its kernel multiplies floats"),
         Variant::Floats => Some("a side has several stages, or entries of other lengths"),
         Variant::Any => Some("the pair or its groups have no such kernel"),
     };
-    Side::BOTH.map(|side| {
-        let bytes = work_bytes((pair, variant), side, &shapes[side.index()], rows);
-        Expected { not, bytes }
-    })
+    let of_side = |side, shape| {
+        let bytes = work_bytes((pair, variant), side, shape, rows as usize);
+        Expected { not: not(side), bytes }
+    };
+    (rows, [of_side(Side::Key, &key), of_side(Side::Value, &value)])
 }
 
-/// The kernel of sides that have products of bytes with some other side.
-fn kernel_of(side: &SideSpec) -> Option<Kernel> {
-    Some(match side.quantizer {
+/// Query rows for which a kernel has room, that is given units of `rows`.
+pub(crate) fn rows_of_kernel(variant: Variant, rows: u32) -> u32 {
+    if variant == Variant::Any { ROWS[2] } else { rows_of(rows) }
+}
+
+/// The kernel of a side.
+fn kernel_of(side: &SideSpec, dtype: DType) -> Kernel {
+    match side.quantizer {
+        Quantizer::Float(FloatFormat::Native) => Kernel::of_rows(dtype),
+        Quantizer::Float(FloatFormat::F32) => Kernel::F32,
+        Quantizer::Float(FloatFormat::F16) => Kernel::F16,
+        Quantizer::Float(FloatFormat::BF16) => Kernel::Bf16,
+        Quantizer::Float(FloatFormat::E4M3) => Kernel::Fp8,
         Quantizer::Uniform { mode: UniformMode::Asym, .. } => Kernel::Uniform,
+        Quantizer::Uniform { mode: UniformMode::Sym, .. } => Kernel::Symmetric,
         Quantizer::Uniform { mode: UniformMode::Hybrid, .. } => Kernel::Hybrid,
         Quantizer::Grid { .. } => Kernel::Grid,
         Quantizer::Polar { .. } => Kernel::Polar,
         Quantizer::Lloyd { .. } => Kernel::Lloyd,
         Quantizer::Vq(_) => Kernel::Vq,
         Quantizer::BitAlloc { .. } => Kernel::BitAlloc,
-        _ => return None,
-    })
+    }
+}
+
+/// Whether it has products of bytes with some other side.
+fn multiplies_bytes(kernel: Kernel) -> bool {
+    let floats = [Kernel::F32, Kernel::F16, Kernel::Bf16, Kernel::Fp8, Kernel::Symmetric];
+    !floats.contains(&kernel)
 }
 
 /// What a side's shape will have of what decides.

@@ -7,10 +7,12 @@ use crate::PlanError;
 use crate::abi::{COEFFICIENTS, PageEntry, SideShape, Unit};
 use crate::lanes::{SharedMemory, decoding};
 use crate::lookup;
-use crate::products::{looks_up, on_tensor_cores, resident, spread_table, variant, work_bytes};
+use crate::products::{
+    looks_up, on_tensor_cores, resident, rows_of_kernel, spread_table, variant, work_bytes,
+};
 use crate::side::{
     COPY_BYTES, HeadShapes, Kernel, LayerTables, Pair, ROWS, TILE_TOKENS, Variant, fallback_shape,
-    head_shapes, rows_of, rows_shape, stage_bytes,
+    head_shapes, rows_shape, stage_bytes,
 };
 use crate::turn::TurnUnit;
 use kvd_codec::{HEADER_BYTES, ModelCodec, PageHeader};
@@ -389,7 +391,7 @@ impl Builder<'_> {
         let huffman = unit.key.stride > 0 || unit.value.stride > 0;
         let pair = Pair { keys, values, huffman };
         let variant = variant(pair, &unit.key, &unit.value);
-        let rows = if variant == Variant::Any { ROWS[2] } else { rows_of(unit.rows) };
+        let rows = rows_of_kernel(variant, unit.rows);
         let work = |side, shape| work_bytes((pair, variant), side, shape, rows as usize);
         let work = [work(Side::Key, &unit.key), work(Side::Value, &unit.value)];
         let (units, sizes) = self.units.entry((pair, variant, rows)).or_default();

@@ -7,21 +7,20 @@
 //! or shared memory.
 
 mod books;
+mod choices;
+mod fit;
 mod limits;
 mod occupancy;
 mod report;
 
+pub use choices::Choices;
 pub use limits::Limits;
 pub(crate) use occupancy::SHARED_RESERVED;
 pub use occupancy::{Block, Occupancy};
 
-use crate::lanes::{self, decoding};
-use crate::products;
-use crate::side::{TILE_TOKENS, rows_of};
 use crate::store::encoded_on_host;
-use crate::tables::{GAIN_STAGE, fixed_floats};
-use books::{Codebooks, share};
-use kvd_codec::{CodecSpec, Entropy, Quantizer, SideSpec};
+use fit::Fit;
+use kvd_codec::{CodecSpec, Quantizer, SideSpec};
 use kvd_core::{Geometry, Side};
 
 /// Query rows that a thread block takes at most.
@@ -124,40 +123,15 @@ pub fn plan(codec: &CodecSpec, workload: &Workload, limits: &Limits) -> Option<P
     let geometry = &workload.geometry;
     let [dim_k, dim_v] = Side::BOTH.map(|side| geometry.head_dim(side) as u32);
     let bits = Side::BOTH.map(|side| bits(codec.side(side), geometry, side));
-    let stages = Side::BOTH.map(|side| {
-        // Huffman codes are decoded, not staged: of them only scales are.
-        let staged = match codec.side(side).entropy {
-            Entropy::Huffman => codec.side(side).implied_bits(geometry, side).scales,
-            Entropy::None => bits[side.index()],
-        };
-        (staged / 8.0 * geometry.head_dim(side) as f64 * TILE_TOKENS as f64) as u32 + 64
-    });
-    let stages = stages[0] + stages[1];
     let rows = workload.group.min(ROWS_MAX);
-    let coded = Side::BOTH.map(|side| lanes::expected(codec.side(side), geometry.head_dim(side)));
-    let products = products::expected(codec, geometry, rows_of(rows) as usize);
-    let tensor = products.iter().all(|of_side| of_side.not.is_none());
-    let floats = fixed_floats(rows_of(rows) as usize, dim_k as usize, tensor) as u32;
-    let gains = GAIN_STAGE as u32;
-    let fixed = 4 * floats + 2 * (stages + gains);
-    let work = products[0].bytes + products[1].bytes;
-    let other = fixed as usize + coded[0][1] + coded[1][1] + work;
-    let (resident, registers) = products::resident(coded[0][0] + coded[1][0] > 0);
-    let (chunks, decoded) =
-        decoding([coded[0][0], coded[1][0]], other, (limits.shared(), resident));
-    let block = Block { registers, shared_bytes: (other + decoded) as u32 };
-    let occupancy = block.occupancy(limits)?;
-    let sizes = Side::BOTH.map(|side| {
-        let as_bytes = products[side.index()].not.is_none();
-        Codebooks::of(codec.side(side), geometry.head_dim(side), as_bytes)
-    });
-    let table_bytes = share(occupancy.shared_slack, sizes);
+    let Fit { block, occupancy, stage_bytes, chunks, books, table_bytes, products } =
+        Fit::new(Side::BOTH.map(|side| codec.side(side)), geometry, rows, limits)?;
     let resident = limits.multiprocessors * occupancy.blocks;
     let parts = workload.tokens.div_ceil(geometry.block_tokens).max(1);
     let heads = workload.batch * geometry.kv_heads * workload.group.div_ceil(ROWS_MAX);
     let (splits, parts_per_unit) = splits(resident, heads, parts);
     let codebooks = [0, 1].map(|side| {
-        let books = sizes[side]?;
+        let books = books[side]?;
         let channel_split = books.channel_split(splits, rows, workload.tokens);
         Some(CodebookPlan {
             channel_split,
@@ -175,12 +149,12 @@ pub fn plan(codec: &CodecSpec, workload: &Workload, limits: &Limits) -> Option<P
         limits: limits.clone(),
         workload: workload.clone(),
         block,
-        stage_bytes: stages,
-        chunks: chunks as u32,
+        stage_bytes,
+        chunks,
         occupancy,
         codebooks,
         table_bytes,
-        products: products.map(|of_side| of_side.not),
+        products,
         splits,
         parts_per_unit,
         page_bytes,
@@ -202,7 +176,7 @@ fn host_tables(codec: &CodecSpec, side: Side) -> bool {
 
 /// Units over the parts of one head, so that all heads fill the thread blocks that are resident at
 /// once, and the parts of each unit.
-pub(crate) fn splits(resident: u32, heads: u32, parts: u32) -> (u32, u32) {
+fn splits(resident: u32, heads: u32, parts: u32) -> (u32, u32) {
     let parts = parts.max(1);
     let wanted = (resident / heads.max(1)).clamp(1, parts);
     let parts_per_unit = parts.div_ceil(wanted);
