@@ -39,12 +39,13 @@ pub use jit::{
     kernel_source,
 };
 pub use lanes::SharedMemory;
-pub use plan::{Block, Choices, CodebookPlan, Limits, Occupancy, Plan, Workload, plan};
+pub use plan::{Block, Choices, CodebookPlan, Exchange, Limits, Occupancy, Plan, Workload, plan};
 pub use rows::{RowsParameters, RowsUnit, StageCheck, StageParameters, StageSide};
 pub use side::Kernel;
 pub use store::{
     StoreLaunch, StoreParameters, StorePlan, StoreShapes, StoreUnit, StoredPage, encoded_on_host,
 };
+pub use table::CodebookRoom;
 pub use tables::{Launch, Options, Shapes, Tables};
 pub use turn::{AnswerParameters, QueryParameters, TurnUnit, Turns};
 

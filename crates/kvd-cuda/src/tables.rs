@@ -14,6 +14,7 @@ use crate::side::{
     COPY_BYTES, HeadShapes, Kernel, LayerTables, Pair, ROWS, TILE_TOKENS, Variant, fallback_shape,
     head_shapes, rows_shape, stage_bytes,
 };
+use crate::table::{CodebookRoom, split_channels};
 use crate::turn::TurnUnit;
 use kvd_codec::{HEADER_BYTES, ModelCodec, PageHeader};
 use kvd_compute::{AttendPlan, PlanPart, PlanQuery, Source};
@@ -35,6 +36,9 @@ pub struct Options {
     pub parts_per_unit: usize,
     /// The GPU's shared memory: how many Huffman codes are decoded at once.
     pub shared: SharedMemory,
+    /// Units among which the channels of values are split at most, where codebooks belong to groups
+    /// of channels and no tensor cores sum them; at least 1.
+    pub channel_split: u32,
 }
 
 /// How the heads of one layer are stored, and what their kernels look values up in. Made once per
@@ -44,28 +48,32 @@ pub struct Shapes {
     /// Codebooks, levels, directions: goes to the device as it is.
     pub tables: Vec<u8>,
     layer: LayerIndex,
+    /// Of keys and of values.
+    rooms: [CodebookRoom; 2],
     heads: Vec<[Result<HeadShapes, &'static str>; 2]>,
     /// Huffman tables that it was made with.
     versions: usize,
 }
 
 impl Shapes {
-    /// Of a layer. Codebooks of keys and values take at most `table_bytes` of shared memory.
+    /// Of a layer. Codebooks of keys and values are kept where `rooms` says, or in that many bytes
+    /// of shared memory and what registers there are.
     #[must_use]
-    pub fn new(codec: &ModelCodec, layer: LayerIndex, table_bytes: [usize; 2]) -> Self {
+    pub fn new(codec: &ModelCodec, layer: LayerIndex, rooms: [impl Into<CodebookRoom>; 2]) -> Self {
+        let rooms = rooms.map(Into::into);
         let mut tables = LayerTables::default();
         let heads = (0..codec.geometry().kv_heads as usize).map(|head| {
             Side::BOTH.map(|side| {
                 let trained = codec.trained_tables(layer, side, head);
                 let of_head = (codec.head(layer, side, head), side);
-                head_shapes(of_head, trained, &mut tables, table_bytes[side.index()])
+                head_shapes(of_head, trained, &mut tables, rooms[side.index()])
             })
         });
         let heads = heads.collect();
         let mut tables = tables.bytes;
         // An address that is given to a kernel is one of something.
         tables.resize(tables.len().next_multiple_of(COPY_BYTES).max(COPY_BYTES), 0);
-        Self { tables, layer, heads, versions: versions(codec, layer) }
+        Self { tables, layer, rooms, heads, versions: versions(codec, layer) }
     }
 
     /// Whether no Huffman table was built since it was made.
@@ -391,6 +399,11 @@ impl Builder<'_> {
         let huffman = unit.key.stride > 0 || unit.value.stride > 0;
         let pair = Pair { keys, values, huffman };
         let variant = variant(pair, &unit.key, &unit.value);
+        let mut unit = unit;
+        if variant != Variant::Own && values == Kernel::Vq {
+            let room = self.shapes.rooms[Side::Value.index()];
+            split_channels(&mut unit.value, self.options.channel_split, room.bytes);
+        }
         let rows = rows_of_kernel(variant, unit.rows);
         let work = |side, shape| work_bytes((pair, variant), side, shape, rows as usize);
         let work = [work(Side::Key, &unit.key), work(Side::Value, &unit.value)];
@@ -418,7 +431,9 @@ impl Builder<'_> {
         for (size, needed) in sizes.iter_mut().zip(needed) {
             *size = (*size).max(needed);
         }
-        units.push(unit);
+        for part in 0..unit.value.parts {
+            units.push(Unit { value: SideShape { part, ..unit.value }, ..unit });
+        }
     }
 
     fn finish(mut self) -> Tables {

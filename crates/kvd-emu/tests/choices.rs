@@ -8,7 +8,7 @@ use common::{Ask, Layout, Stored, geometry, noise};
 use kvd_codec::resolve;
 use kvd_compute::{AttendPlan, PlanPart};
 use kvd_core::{DType, Geometry, Side};
-use kvd_cuda::{Block, Choices, Launch, Limits, Plan, Shapes, Tables, Workload, plan};
+use kvd_cuda::{Block, Choices, Exchange, Launch, Limits, Plan, Shapes, Tables, Workload, plan};
 use std::sync::Arc;
 
 const BLOCK_TOKENS: u32 = 64;
@@ -41,7 +41,7 @@ fn launched(stored: &Stored, ask: &AttendPlan, limits: &Limits) -> (Launch, Choi
     let kv_heads = stored.codec.geometry().kv_heads;
     let rows = Choices::rows(ask, kv_heads);
     let choices = Choices::of_layer(&stored.codec, ask.layer, rows, limits).unwrap();
-    let shapes = Shapes::new(&stored.codec, ask.layer, choices.table_bytes);
+    let shapes = Shapes::new(&stored.codec, ask.layer, choices.rooms());
     let header = |offset: u64| stored.headers.get(&offset).copied();
     let options = choices.options(ask, kv_heads);
     let tables = Tables::new(ask, &stored.codec, &shapes, &header, options).unwrap();
@@ -56,20 +56,39 @@ fn planned(codec: &str, (group, batch, tokens): (u32, u32, u32), limits: &Limits
 
 #[test]
 fn a_step_is_launched_as_it_was_planned() {
-    for preset in kvd_codec::presets() {
-        let stored = stored(preset.name);
+    // And codebooks that tensor cores do not take, for whose values thread blocks share the channels.
+    let grouped = "k=vq(d=4,b=6,stages=2,scope=group); v=vq(d=4,b=8,stages=2,scope=group)";
+    let (mut splits, mut floats) = (Vec::new(), 0);
+    for codec in kvd_codec::presets().iter().map(|preset| preset.name).chain([grouped]) {
+        let stored = stored(codec);
         for limits in Limits::NAMES.map(|name| Limits::named(name).unwrap()) {
             for (group, batch, tokens) in [(4, 1, 32_768), (1, 2, 4096), (8, 3, 8192), (10, 1, 64)]
             {
-                let what = format!("{}, {}, {group} x {batch}", preset.name, limits.name);
-                let planned = planned(preset.name, (group, batch, tokens), &limits);
+                let what = format!("{codec}, {}, {group} x {batch}", limits.name);
+                let planned = planned(codec, (group, batch, tokens), &limits);
                 let ask = step(&stored, group, batch, tokens);
                 let (launch, choices) = launched(&stored, &ask, &limits);
                 let heads = 2 * batch * group.div_ceil(8);
-                assert_eq!(launch.units.len() as u32, heads * planned.splits, "{what}");
+                let parts = planned.codebooks[1].map_or(1, |books| books.channel_split);
+                assert_eq!(launch.units.len() as u32, heads * planned.splits * parts, "{what}");
+                assert!(launch.units.iter().all(|unit| unit.value.parts == parts), "{what}");
+                splits.push(parts);
+                // Of products on CUDA cores, entries of codebooks as planned.
+                if launch.kernel.contains("vqfloat") {
+                    for unit in &launch.units {
+                        let books = planned.codebooks.into_iter().flatten();
+                        for (books, shape) in books.zip([unit.key, unit.value]) {
+                            assert_eq!(shape.held, books.registers, "{what}");
+                            assert_eq!(shape.cached, books.registers + books.shared, "{what}");
+                            let whole = books.exchange != Exchange::SharedMemory;
+                            assert_eq!(shape.entry_pairs > 0, whole, "{what}");
+                        }
+                    }
+                    floats += 1;
+                }
                 let pages = launch.units.iter().map(|unit| unit.pages).max();
                 assert_eq!(pages, Some(planned.parts_per_unit), "{what}");
-                assert_eq!(choices.table_bytes, planned.table_bytes.map(|b| b as usize), "{what}");
+                assert_eq!(choices.rooms(), planned.rooms(), "{what}");
                 // What tables really take leaves as many thread blocks, or one more.
                 let block = Block { shared_bytes: launch.shared_bytes as u32, ..planned.block };
                 let blocks = block.occupancy(&limits).unwrap().blocks;
@@ -77,6 +96,8 @@ fn a_step_is_launched_as_it_was_planned() {
             }
         }
     }
+    assert!(splits.iter().any(|parts| *parts > 1) && splits.contains(&1), "{splits:?}");
+    assert!(floats > 0, "no kernel multiplies floats");
 }
 
 #[test]

@@ -41,7 +41,7 @@ fn write(folder: &Path, codec: &str) {
     let answer = run(&stored, &plan, BLOCKS, Order::Ascending).unwrap();
     let shapes = Shapes::new(&stored.codec, plan.layer, [usize::MAX; 2]);
     let header = |offset: u64| stored.headers.get(&offset).copied();
-    let options = Options { parts_per_unit: BLOCKS, shared: SHARED };
+    let options = Options { parts_per_unit: BLOCKS, shared: SHARED, channel_split: 1 };
     let tables = Tables::new(&plan, &stored.codec, &shapes, &header, options).unwrap();
     let [launch] = &tables.launches[..] else { panic!("{codec}: one kind of page") };
     let payload: u64 = stored.headers.values().map(|header| u64::from(header.payload_len)).sum();

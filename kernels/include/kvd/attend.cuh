@@ -165,7 +165,7 @@ KVD_DEVICE void attend(const AttendParameters& parameters, uint8_t* memory) {
 
     // The union of what the rows see: the first row's start, the last row's end.
     const Range seen = {visible(unit, 0).from, visible(unit, unit.rows - 1).to};
-    Scores<Key, ROWS> scores(shared, unit.key);
+    Scores<Key, ROWS> scores(shared, parameters, unit.key);
     Softmax<ROWS, Scores<Key, ROWS>::PARTS> softmax;
     Sums<Value, ROWS> sums(shared, parameters, unit);
     unsigned index = 0;
@@ -227,7 +227,8 @@ KVD_DEVICE void attend(const AttendParameters& parameters, uint8_t* memory) {
     sums.write(shared, parameters, unit);
     for (unsigned own = 0; own < softmax.OWNED; own++) {
         const unsigned row = own * ATTEND_WARPS + warp_index();
-        if (row < unit.rows && lane_index() == 0) {
+        // Thread blocks that share the channels of the values have the same.
+        if (row < unit.rows && lane_index() == 0 && unit.value.part == 0) {
             parameters.stats[2 * (unit.partial + row)] = softmax.max[own];
             parameters.stats[2 * (unit.partial + row) + 1] = softmax.sum[own];
         }

@@ -189,7 +189,7 @@ impl CudaBackend {
             );
             error(ErrorCode::InvalidCodec, message)
         })?;
-        Ok((choices, Shapes::new(codec, layer, choices.table_bytes)))
+        Ok((choices, Shapes::new(codec, layer, choices.rooms())))
     }
 
     /// A layer with its tables on the device, brought there once, and ready for kernels of that many

@@ -1,21 +1,25 @@
 //! What a plan chooses, for the launches of a layer as it is stored.
 
+use super::books::Codebooks;
 use super::fit::Fit;
-use super::{Limits, ROWS_MAX, splits};
+use super::{Limits, ROWS_MAX, bits, splits};
 use crate::Options;
 use crate::lanes::SharedMemory;
 use crate::side::rows_of;
-use kvd_codec::ModelCodec;
-use kvd_compute::AttendPlan;
+use crate::table::CodebookRoom;
+use kvd_codec::{ModelCodec, SideSpec};
+use kvd_compute::{AttendPlan, PlanQuery};
 use kvd_core::{LayerIndex, Side};
 
 /// What a layer's attention is launched with on a GPU, by the query rows of its units: what
 /// [`crate::plan`] says of the layer's codec. Where heads are stored differently, what is right for
 /// all of them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Choices {
-    /// Shared memory for the codebooks of each side, bytes: [`crate::Shapes::new`].
-    pub table_bytes: [usize; 2],
+    /// Where codebooks are kept, none of a side without.
+    rooms: [Option<CodebookRoom>; 2],
+    /// Codebooks of values, where all heads have such, and bytes of a token's pages.
+    values: Option<(Codebooks, f64)>,
     /// Thread blocks that the GPU holds at once.
     pub resident: u32,
     shared: SharedMemory,
@@ -46,10 +50,14 @@ impl Choices {
                 pairs.push(pair);
             }
         }
-        let of_pair = |pair| {
+        let of_pair = |pair: [&SideSpec; 2]| {
             let fit = Fit::new(pair, geometry, rows, limits)?;
+            let token_bits = Side::BOTH.map(|side| {
+                bits(pair[side.index()], geometry, side) * geometry.head_dim(side) as f64
+            });
             Some(Self {
-                table_bytes: fit.table_bytes.map(|bytes| bytes as usize),
+                rooms: fit.rooms(),
+                values: fit.books[1].map(|books| (books, (token_bits[0] + token_bits[1]) / 8.0)),
                 resident: limits.multiprocessors * fit.occupancy.blocks,
                 shared: limits.shared(),
             })
@@ -57,7 +65,11 @@ impl Choices {
         let choices = pairs.into_iter().map(of_pair).collect::<Option<Vec<_>>>()?;
         choices.into_iter().reduce(|a, b| Self {
             // A side without codebooks asks for nothing, and takes nothing of what others ask.
-            table_bytes: [0, 1].map(|side| least_asked(a.table_bytes[side], b.table_bytes[side])),
+            rooms: [0, 1].map(|side| match (a.rooms[side], b.rooms[side]) {
+                (Some(a), Some(b)) => Some(a.least(b)),
+                (a, b) => a.or(b),
+            }),
+            values: a.values.filter(|_| a.values == b.values),
             resident: a.resident.min(b.resident),
             shared: a.shared,
         })
@@ -70,11 +82,24 @@ impl Choices {
         let runs = |n_q: u32| kv_heads * n_q.saturating_mul(group).div_ceil(ROWS_MAX);
         let heads = plan.queries.iter().map(|query| runs(query.n_q)).sum();
         let parts = plan.queries.iter().map(|query| query.parts.len()).max().unwrap_or(0) as u32;
-        let parts_per_unit = splits(self.resident, heads, parts).1 as usize;
-        Options { parts_per_unit, shared: self.shared }
+        let runs = splits(self.resident, heads, parts).0;
+        let channel_split = self.channel_split(plan, self.resident / heads.max(1), runs);
+        let parts_per_unit = splits(self.resident, heads * channel_split, parts).1 as usize;
+        Options { parts_per_unit, shared: self.shared, channel_split }
     }
-}
 
-fn least_asked(a: usize, b: usize) -> usize {
-    if a == 0 || b == 0 { a.max(b) } else { a.min(b) }
+    /// Where codebooks of keys and values are kept: [`crate::Shapes::new`].
+    #[must_use]
+    pub fn rooms(&self) -> [CodebookRoom; 2] {
+        self.rooms.map(|room| room.unwrap_or(CodebookRoom::NONE))
+    }
+
+    /// Units among which the channels of values are split, where the tokens of a head are cut into
+    /// `runs` and the GPU holds `blocks` thread blocks for them.
+    fn channel_split(&self, plan: &AttendPlan, blocks: u32, runs: u32) -> u32 {
+        let Some((books, token_bytes)) = self.values else { return 1 };
+        let tokens = |query: &PlanQuery| query.parts.iter().map(|part| f64::from(part.rows)).sum();
+        let most = plan.queries.iter().map(tokens).fold(0.0, f64::max);
+        books.channel_split(blocks, runs, most * token_bytes)
+    }
 }

@@ -1,11 +1,12 @@
 //! How a thread block of a pair of sides fits a GPU: what a plan says and the launches follow.
 
-use super::books::{Codebooks, share};
+use super::books::{Codebooks, held, kernels, register_slack, share};
 use super::occupancy::{Block, Occupancy};
-use super::{Limits, bits};
+use super::{CodebookPlan, Limits, bits};
 use crate::lanes::{self, decoding};
 use crate::products;
 use crate::side::TILE_TOKENS;
+use crate::table::CodebookRoom;
 use crate::tables::{GAIN_STAGE, fixed_floats};
 use kvd_codec::{Entropy, SideSpec};
 use kvd_core::{Geometry, Side};
@@ -19,6 +20,8 @@ pub(super) struct Fit {
     /// Chunks of each side that are decoded together.
     pub(super) chunks: u32,
     pub(super) books: [Option<Codebooks>; 2],
+    /// How they are kept where channels are not split.
+    pub(super) codebooks: [Option<CodebookPlan>; 2],
     /// Shared memory for the codebooks of each side.
     pub(super) table_bytes: [u32; 2],
     /// Why products are not on tensor cores.
@@ -48,19 +51,31 @@ impl Fit {
             decoding([coded[0][0], coded[1][0]], other, (limits.shared(), resident));
         let block = Block { registers, shared_bytes: (other + decoded) as u32 };
         let occupancy = block.occupancy(limits)?;
-        let books = Side::BOTH.map(|side| {
-            let as_bytes = products[side.index()].not.is_none();
-            Codebooks::of(of(side).0, of(side).1, as_bytes)
+        let by = kernels(specs, [0, 1].map(|side: usize| products[side].not.is_none()));
+        let books = Side::BOTH.map(|side| Codebooks::of(of(side).0, of(side).1, by[side.index()]));
+        let table_bytes = share(occupancy.shared_slack, books);
+        let held = held(register_slack(rows, block.registers, occupancy.register_slack), books);
+        let codebooks = Side::BOTH.map(|side| {
+            let index = side.index();
+            Some(books[index]?.plan(side, table_bytes[index], held[index]))
         });
         Some(Self {
             block,
             stage_bytes,
             chunks: chunks as u32,
             books,
-            table_bytes: share(occupancy.shared_slack, books),
+            codebooks,
+            table_bytes,
             occupancy,
             products: products.map(|of_side| of_side.not),
         })
+    }
+}
+
+impl Fit {
+    /// Where codebooks are kept; none of a side that has none.
+    pub(super) fn rooms(&self) -> [Option<CodebookRoom>; 2] {
+        [0, 1].map(|side| Some(self.codebooks[side].as_ref()?.room(self.table_bytes[side])))
     }
 }
 

@@ -19,14 +19,13 @@ pub(crate) use occupancy::SHARED_RESERVED;
 pub use occupancy::{Block, Occupancy};
 
 use crate::store::encoded_on_host;
+use crate::table::CodebookRoom;
 use fit::Fit;
 use kvd_codec::{CodecSpec, Quantizer, SideSpec};
 use kvd_core::{Geometry, Side};
 
 /// Query rows that a thread block takes at most.
 const ROWS_MAX: u32 = 8;
-/// Shuffles from which exchange through shared memory is cheaper (VQ-LLM §VI-B).
-const SHUFFLES_MAX: u32 = 5;
 /// Round trip of a memory access, seconds: what must be under way in the meantime hides it.
 const LATENCY_SECONDS: f64 = 700e-9;
 /// Instructions that a multiprocessor issues per clock, in lanes.
@@ -54,7 +53,7 @@ pub struct CodebookPlan {
     pub entry_bytes: u32,
     /// Entries of a codebook.
     pub entries: u32,
-    /// Entries from the first on that stand in shared memory, VQ-LLM's `n_shared`.
+    /// Entries that stand in shared memory, behind those in registers: VQ-LLM's `n_shared`.
     pub shared: u32,
     /// How often each of them does.
     pub copies: u32,
@@ -62,12 +61,23 @@ pub struct CodebookPlan {
     pub as_bytes: bool,
     /// Whether bytes are looked up in registers.
     pub in_registers: bool,
-    /// Entries that the register slack would hold, VQ-LLM's `n_reg`; the kernels keep none.
+    /// First entries that the lanes of a warp hold in registers, VQ-LLM's `n_reg`.
     pub registers: u32,
-    /// Shuffles that bring a decoded entry into the layout of `mma.m16n8k16`.
-    pub shuffles: u32,
-    /// Splits of the channels at which reduction and codebook traffic are equal; the kernels use 1.
+    /// How entries come to the lanes that multiply them.
+    pub exchange: Exchange,
+    /// Values: units among which their channels are split, [`crate::Options::channel_split`].
     pub channel_split: u32,
+}
+
+/// How a decoded entry comes to the lanes that multiply it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Exchange {
+    /// It is where it is needed.
+    None,
+    /// By so many shuffles between the lanes of a sub-vector.
+    Shuffles(u32),
+    /// Each lane reads its channel from memory.
+    SharedMemory,
 }
 
 /// The choices for one codec on one GPU.
@@ -124,37 +134,38 @@ pub fn plan(codec: &CodecSpec, workload: &Workload, limits: &Limits) -> Option<P
     let [dim_k, dim_v] = Side::BOTH.map(|side| geometry.head_dim(side) as u32);
     let bits = Side::BOTH.map(|side| bits(codec.side(side), geometry, side));
     let rows = workload.group.min(ROWS_MAX);
-    let Fit { block, occupancy, stage_bytes, chunks, books, table_bytes, products } =
-        Fit::new(Side::BOTH.map(|side| codec.side(side)), geometry, rows, limits)?;
-    let resident = limits.multiprocessors * occupancy.blocks;
+    let fit = Fit::new(Side::BOTH.map(|side| codec.side(side)), geometry, rows, limits)?;
+    let resident = limits.multiprocessors * fit.occupancy.blocks;
     let parts = workload.tokens.div_ceil(geometry.block_tokens).max(1);
     let heads = workload.batch * geometry.kv_heads * workload.group.div_ceil(ROWS_MAX);
-    let (splits, parts_per_unit) = splits(resident, heads, parts);
-    let codebooks = [0, 1].map(|side| {
-        let books = books[side]?;
-        let channel_split = books.channel_split(splits, rows, workload.tokens);
-        Some(CodebookPlan {
-            channel_split,
-            ..books.plan(table_bytes[side], 4 * occupancy.register_slack)
-        })
-    });
     let values =
         f64::from(workload.batch) * f64::from(workload.tokens) * f64::from(geometry.kv_heads);
     let page_bytes = values * (f64::from(dim_k) * bits[0] + f64::from(dim_v) * bits[1]) / 8.0;
-    let units = f64::from(heads * splits);
+    let mut codebooks = fit.codebooks;
+    let of_head = page_bytes / f64::from(workload.batch * geometry.kv_heads);
+    let channel_split = match fit.books[1] {
+        Some(books) => {
+            books.channel_split(resident / heads, splits(resident, heads, parts).0, of_head)
+        }
+        None => 1,
+    };
+    if let Some(values) = &mut codebooks[1] {
+        values.split(channel_split, fit.table_bytes[1]);
+    }
+    let (splits, parts_per_unit) = splits(resident, heads * channel_split, parts);
+    let units = f64::from(heads * splits * channel_split);
     let partial = f64::from(rows * (dim_v + 2) * 4);
-    let tables: u32 =
-        codebooks.iter().flatten().map(|books| books.shared * books.entry_bytes).sum();
+    let tables: u32 = codebooks.iter().flatten().map(CodebookPlan::loaded_bytes).sum();
     Some(Plan {
         limits: limits.clone(),
         workload: workload.clone(),
-        block,
-        stage_bytes,
-        chunks,
-        occupancy,
+        block: fit.block,
+        stage_bytes: fit.stage_bytes,
+        chunks: fit.chunks,
+        occupancy: fit.occupancy,
         codebooks,
-        table_bytes,
-        products,
+        table_bytes: fit.table_bytes,
+        products: fit.products,
         splits,
         parts_per_unit,
         page_bytes,
@@ -183,7 +194,45 @@ fn splits(resident: u32, heads: u32, parts: u32) -> (u32, u32) {
     (parts.div_ceil(parts_per_unit), parts_per_unit)
 }
 
+impl CodebookPlan {
+    /// Bytes of shared memory that entries take, each once.
+    #[must_use]
+    pub fn shared_bytes(&self) -> u32 {
+        self.shared * (self.entry_bytes / self.channel_split)
+    }
+
+    /// Bytes of the entries that a thread block loads before it begins.
+    fn loaded_bytes(&self) -> u32 {
+        self.shared_bytes() + self.registers * (self.entry_bytes / self.channel_split)
+    }
+
+    /// Where they are kept, in so many bytes of shared memory.
+    fn room(&self, bytes: u32) -> CodebookRoom {
+        CodebookRoom {
+            bytes: bytes as usize,
+            registers: self.registers,
+            exchange: self.exchange != Exchange::SharedMemory,
+        }
+    }
+
+    /// Splits the channels, so that more entries fit the same shared memory.
+    fn split(&mut self, channel_split: u32, shared_bytes: u32) {
+        self.channel_split = channel_split;
+        let fit = shared_bytes / (self.entry_bytes / channel_split);
+        self.shared = fit.min(self.entries - self.registers);
+    }
+}
+
 impl Plan {
+    /// Where the codebooks of keys and values are kept: [`crate::Shapes::new`].
+    #[must_use]
+    pub fn rooms(&self) -> [CodebookRoom; 2] {
+        [0, 1].map(|side| {
+            let books = self.codebooks[side].as_ref();
+            books.map_or(CodebookRoom::NONE, |books| books.room(self.table_bytes[side]))
+        })
+    }
+
     /// Seconds that reading takes at the bandwidth on paper.
     #[must_use]
     pub fn roofline_seconds(&self) -> f64 {

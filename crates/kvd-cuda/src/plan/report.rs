@@ -1,6 +1,6 @@
 //! A plan in words, for `kvd plan`.
 
-use super::{CodebookPlan, Plan, SHUFFLES_MAX};
+use super::{CodebookPlan, Exchange, Plan};
 use kvd_core::Side;
 use std::fmt;
 
@@ -113,11 +113,11 @@ fn write_encoding(
 }
 
 fn write_codebooks(f: &mut fmt::Formatter<'_>, side: Side, books: &CodebookPlan) -> fmt::Result {
-    let CodebookPlan { bytes, entries, shared, registers, shuffles, channel_split, .. } = books;
+    let CodebookPlan { bytes, entries, shared, registers, exchange, channel_split, .. } = books;
     if books.in_registers {
         return writeln!(
             f,
-            "codebooks of {side}: {entries} entries of {bytes} bytes in all: registers hold them"
+            "codebooks of {side}: {entries} entries of {bytes} bytes in all: registers hold all"
         );
     }
     let held = match shared {
@@ -125,9 +125,9 @@ fn write_codebooks(f: &mut fmt::Formatter<'_>, side: Side, books: &CodebookPlan)
         all if all == entries && books.copies > 1 => {
             format!("all fit the slack, {} times for the lanes of a warp", books.copies)
         }
-        all if all == entries => "all fit the slack".to_owned(),
+        all if all + registers == *entries => "all fit the slack".to_owned(),
         some => {
-            format!("the first {some}, most used, fit the slack; the others stay in global memory")
+            format!("{some}, most used first, fit the slack; the others stay in global memory")
         }
     };
     if books.as_bytes {
@@ -137,11 +137,29 @@ fn write_codebooks(f: &mut fmt::Formatter<'_>, side: Side, books: &CodebookPlan)
              gives a lane the tensor cores' layout"
         );
     }
-    let through = if *shuffles < SHUFFLES_MAX { "registers" } else { "shared memory" };
-    writeln!(
+    let first = match registers {
+        0 => String::new(),
+        all if all == entries => "all in the lanes' registers".to_owned(),
+        some => format!("the first {some} in the lanes' registers; behind them "),
+    };
+    let held = if registers == entries { "" } else { &held };
+    let exchange = match exchange {
+        Exchange::None => "a lane multiplies the whole entries of its token".to_owned(),
+        Exchange::Shuffles(0) => "a lane has the two channels that it sums".to_owned(),
+        Exchange::Shuffles(1) => {
+            "lanes exchange entries through registers, by one shuffle".to_owned()
+        }
+        Exchange::Shuffles(count) => {
+            format!("lanes exchange entries through registers, by {count} shuffles")
+        }
+        Exchange::SharedMemory => "each lane reads its channel where entries are".to_owned(),
+    };
+    write!(
         f,
-        "codebooks of {side}: {bytes} bytes, {entries} entries each: {held}; the register slack \
-         would hold {registers}; {shuffles} shuffles to the tensor cores' layout: through \
-         {through}; traffic balances at {channel_split} splits of the channels"
-    )
+        "codebooks of {side}: {bytes} bytes, {entries} entries each: {first}{held}; {exchange}"
+    )?;
+    match channel_split {
+        1 => writeln!(f),
+        parts => writeln!(f, "; {parts} units share the channels, each with its codebooks"),
+    }
 }

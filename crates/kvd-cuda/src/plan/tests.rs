@@ -67,13 +67,58 @@ fn long_sequences_fill_the_gpu_and_large_batches_do_it_without_a_split() {
 }
 
 #[test]
-fn exchange_is_through_registers_below_five_shuffles() {
-    let shuffles = |codec| of(codec, &Limits::h100()).codebooks[0].unwrap().shuffles;
-    assert_eq!(shuffles("vecinfer-2-reg"), 0);
-    assert_eq!(shuffles("vecinfer-2"), 1);
-    assert_eq!(shuffles("vecinfer-1.5"), 3);
-    let text = of("k=vq(d=16,b=8); v=raw", &Limits::h100()).to_string();
-    assert!(text.contains("7 shuffles") && text.contains("through shared memory"), "{text}");
+fn first_entries_are_in_registers_and_small_codebooks_whole() {
+    for limits in [Limits::a100(), Limits::rtx4090(), Limits::h100()] {
+        let plan = of("vq-residual-4", &limits);
+        let [keys, values] = plan.codebooks.map(Option::unwrap);
+        assert_eq!((keys.registers, values.registers), (32, 32), "{}", limits.name);
+        assert_eq!((keys.exchange, values.exchange), (Exchange::None, Exchange::Shuffles(1)));
+        assert_eq!(keys.shared, 224, "{}", limits.name);
+        let text = plan.to_string();
+        assert!(text.contains("the first 32 in the lanes' registers; behind them all"), "{text}");
+        assert!(text.contains("through registers, by one shuffle"), "{text}");
+    }
+    // Kernels for eight query rows have one register to spare.
+    let eight = Workload { group: 8, ..workload(1, 131_072) };
+    let residual = kvd_codec::resolve("vq-residual-4").unwrap();
+    let keys = plan(&residual, &eight, &Limits::h100()).unwrap().codebooks[0].unwrap();
+    assert_eq!((keys.registers, keys.shared), (0, 256));
+    let small = of("k=vq(d=4,b=4,stages=2); v=vq(d=16,b=4,stages=2)", &Limits::h100());
+    let [keys, values] = small.codebooks.map(Option::unwrap);
+    assert_eq!((keys.registers, keys.shared, values.registers, values.shared), (16, 0, 0, 16));
+    let text = small.to_string();
+    assert!(text.contains("16 entries each: all in the lanes' registers"), "{text}");
+    assert!(text.contains("each lane reads its channel"), "{text}");
+    // Tables of bytes are in registers whole, and no other kernel holds entries.
+    let bytes = of("vecinfer-2-reg", &Limits::h100()).codebooks[0].unwrap();
+    assert_eq!((bytes.in_registers, bytes.registers), (true, 0));
+    let any = of("k=vq(d=4,b=8,stages=2); v=raw", &Limits::h100()).codebooks[0].unwrap();
+    assert_eq!((any.registers, any.shared), (0, 256));
+}
+
+#[test]
+fn channels_are_split_where_thread_blocks_would_be_idle() {
+    let codec = "k=vq(d=4,b=8,stages=2,scope=group); v=vq(d=4,b=8,stages=2,scope=group)";
+    let resolved = kvd_codec::resolve(codec).unwrap();
+    for (limits, parts) in
+        [(Limits::a100(), 2), (Limits::rtx4090(), 4), (Limits::h100(), 4), (Limits::h200(), 4)]
+    {
+        let of = |tokens| plan(&resolved, &workload(1, tokens), &limits).unwrap();
+        let split = |plan: &Plan| plan.codebooks[1].unwrap().channel_split;
+        let (long, short) = (of(131_072), of(1024));
+        assert_eq!((split(&long), split(&short)), (1, parts), "{}", limits.name);
+        assert_eq!(short.codebooks[0].unwrap().channel_split, 1, "keys would be added up");
+        // Runs stay as they are, and fill the GPU better.
+        assert_eq!(short.splits, 16);
+        assert!(8 * short.splits * parts <= limits.multiprocessors * short.occupancy.blocks);
+        // Each unit has less of the codebooks, so more of their entries.
+        let entries = |plan: &Plan| plan.codebooks[1].unwrap().shared;
+        assert!(entries(&short) >= parts * entries(&long), "{}", limits.name);
+        assert!(short.to_string().contains("units share the channels"), "{short}");
+    }
+    // Products on tensor cores sum all channels.
+    let short = plan(&kvd_codec::resolve("cq-2").unwrap(), &workload(1, 64), &Limits::h100());
+    assert_eq!(short.unwrap().codebooks[1].unwrap().channel_split, 1);
 }
 
 #[test]

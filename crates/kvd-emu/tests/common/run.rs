@@ -2,7 +2,9 @@
 
 use super::Stored;
 use kvd_compute::{AttendPlan, Attended};
-use kvd_cuda::{AttendParameters, MergeParameters, Merged, Options, Shapes, SharedMemory, Tables};
+use kvd_cuda::{
+    AttendParameters, CodebookRoom, MergeParameters, Merged, Options, Shapes, SharedMemory, Tables,
+};
 use kvd_emu::{Grid, Memory, Order, launch};
 
 /// Shared memory of an H100.
@@ -27,8 +29,21 @@ pub(crate) fn run_with(
     table_bytes: usize,
     order: Order,
 ) -> Result<Attended, String> {
-    let options = Options { parts_per_unit, shared: SHARED };
-    run_as(stored, plan, (options, table_bytes), order).map(|(answer, _)| answer)
+    let options = Options { parts_per_unit, shared: SHARED, channel_split: 1 };
+    let rooms = [CodebookRoom::from(table_bytes); 2];
+    run_as(stored, plan, (options, rooms), order).map(|(answer, _)| answer)
+}
+
+/// The same with codebooks kept in `rooms` and the channels of values split.
+pub(crate) fn run_split(
+    stored: &Stored,
+    plan: &AttendPlan,
+    (parts_per_unit, channel_split): (usize, u32),
+    rooms: [CodebookRoom; 2],
+    order: Order,
+) -> Result<Attended, String> {
+    let options = Options { parts_per_unit, shared: SHARED, channel_split };
+    run_as(stored, plan, (options, rooms), order).map(|(answer, _)| answer)
 }
 
 /// The same with so much shared memory for a thread block; says how much of it was taken.
@@ -38,17 +53,18 @@ pub(crate) fn run_within(
     shared: SharedMemory,
     order: Order,
 ) -> Result<(Attended, usize), String> {
-    run_as(stored, plan, (Options { parts_per_unit: 4, shared }, 0), order)
+    let options = Options { parts_per_unit: 4, shared, channel_split: 1 };
+    run_as(stored, plan, (options, [0.into(); 2]), order)
 }
 
 fn run_as(
     stored: &Stored,
     plan: &AttendPlan,
-    (options, table_bytes): (Options, usize),
+    (options, rooms): (Options, [CodebookRoom; 2]),
     order: Order,
 ) -> Result<(Attended, usize), String> {
     let header = |offset: u64| stored.headers.get(&offset).copied();
-    let shapes = Shapes::new(&stored.codec, plan.layer, [table_bytes; 2]);
+    let shapes = Shapes::new(&stored.codec, plan.layer, rooms);
     let tables = Tables::new(plan, &stored.codec, &shapes, &header, options)
         .map_err(|error| error.to_string())?;
     let dim = stored.codec.geometry().head_dim_v as usize;

@@ -95,6 +95,9 @@ fn write_row(text: &mut String, name: &str, plan: &Plan) -> std::fmt::Result {
     let entries = plan.codebooks.map(|books| {
         books.map_or("–".to_owned(), |books| match (books.in_registers, books.copies) {
             (true, _) => format!("{} in registers", books.entries),
+            (_, 1) if books.registers > 0 => {
+                format!("{} in registers, {} of {}", books.registers, books.shared, books.entries)
+            }
             (_, 1) => format!("{} of {}", books.shared, books.entries),
             (_, copies) => format!("{} of {}, {copies} times", books.shared, books.entries),
         })
