@@ -21,7 +21,7 @@ import sys
 THREADS = 128
 ROUNDS = 20
 PAGE = struct.Struct("<QQ8I")  # PageEntry of page.cuh
-SIDES_BYTES = 2 * 120  # SideShape twice, at the start of Unit
+SIDES_BYTES = 2 * 136  # SideShape twice, at the start of Unit
 UNIT_TAIL = struct.Struct("<10I")
 ATTEND = struct.Struct("<8Q4If3I")
 MERGE = struct.Struct("<6Q2I")

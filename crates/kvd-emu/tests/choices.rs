@@ -54,50 +54,75 @@ fn planned(codec: &str, (group, batch, tokens): (u32, u32, u32), limits: &Limits
     plan(&resolve(codec).unwrap(), &workload, limits).unwrap()
 }
 
+/// Steps of a codec on every GPU are launched as they were planned; gives plans and launches.
+fn follows(codec: &str) -> Vec<(Plan, Launch)> {
+    let stored = stored(codec);
+    let mut all = Vec::new();
+    for limits in Limits::NAMES.map(|name| Limits::named(name).unwrap()) {
+        for (group, batch, tokens) in [(4, 1, 32_768), (1, 2, 4096), (8, 3, 8192), (16, 1, 64)] {
+            let what = format!("{codec}, {}, {group} x {batch}", limits.name);
+            let planned = planned(codec, (group, batch, tokens), &limits);
+            let ask = step(&stored, group, batch, tokens);
+            let (launch, choices) = launched(&stored, &ask, &limits);
+            let heads = 2 * batch * group.div_ceil(8);
+            let parts = planned.codebooks[1].map_or(1, |books| books.channel_split);
+            assert_eq!(launch.units.len() as u32, heads * planned.splits * parts, "{what}");
+            assert!(launch.units.iter().all(|unit| unit.value.parts == parts), "{what}");
+            let pages = launch.units.iter().map(|unit| unit.pages).max();
+            assert_eq!(pages, Some(planned.parts_per_unit), "{what}");
+            assert_eq!(choices.rooms(), planned.rooms(), "{what}");
+            // What tables really take leaves as many thread blocks, or one more.
+            let block = Block { shared_bytes: launch.shared_bytes as u32, ..planned.block };
+            let blocks = block.occupancy(&limits).unwrap().blocks;
+            assert!(blocks >= planned.occupancy.blocks, "{what}: {blocks}");
+            all.push((planned, launch));
+        }
+    }
+    all
+}
+
 #[test]
 fn a_step_is_launched_as_it_was_planned() {
-    // And codebooks that tensor cores do not take, for whose values thread blocks share the channels.
+    for preset in kvd_codec::presets() {
+        follows(preset.name);
+    }
+}
+
+#[test]
+fn codebooks_of_floats_are_kept_where_it_was_planned() {
     let grouped = "k=vq(d=4,b=6,stages=2,scope=group); v=vq(d=4,b=8,stages=2,scope=group)";
-    let (mut splits, mut floats) = (Vec::new(), 0);
-    for codec in kvd_codec::presets().iter().map(|preset| preset.name).chain([grouped]) {
-        let stored = stored(codec);
-        for limits in Limits::NAMES.map(|name| Limits::named(name).unwrap()) {
-            for (group, batch, tokens) in [(4, 1, 32_768), (1, 2, 4096), (8, 3, 8192), (10, 1, 64)]
-            {
-                let what = format!("{codec}, {}, {group} x {batch}", limits.name);
-                let planned = planned(codec, (group, batch, tokens), &limits);
-                let ask = step(&stored, group, batch, tokens);
-                let (launch, choices) = launched(&stored, &ask, &limits);
-                let heads = 2 * batch * group.div_ceil(8);
-                let parts = planned.codebooks[1].map_or(1, |books| books.channel_split);
-                assert_eq!(launch.units.len() as u32, heads * planned.splits * parts, "{what}");
-                assert!(launch.units.iter().all(|unit| unit.value.parts == parts), "{what}");
-                splits.push(parts);
-                // Of products on CUDA cores, entries of codebooks as planned.
-                if launch.kernel.contains("vqfloat") {
-                    for unit in &launch.units {
-                        let books = planned.codebooks.into_iter().flatten();
-                        for (books, shape) in books.zip([unit.key, unit.value]) {
-                            assert_eq!(shape.held, books.registers, "{what}");
-                            assert_eq!(shape.cached, books.registers + books.shared, "{what}");
-                            let whole = books.exchange != Exchange::SharedMemory;
-                            assert_eq!(shape.entry_pairs > 0, whole, "{what}");
-                        }
-                    }
-                    floats += 1;
-                }
-                let pages = launch.units.iter().map(|unit| unit.pages).max();
-                assert_eq!(pages, Some(planned.parts_per_unit), "{what}");
-                assert_eq!(choices.rooms(), planned.rooms(), "{what}");
-                // What tables really take leaves as many thread blocks, or one more.
-                let block = Block { shared_bytes: launch.shared_bytes as u32, ..planned.block };
-                let blocks = block.occupancy(&limits).unwrap().blocks;
-                assert!(blocks >= planned.occupancy.blocks, "{what}: {blocks}");
+    let (mut splits, mut registers) = (Vec::new(), Vec::new());
+    for (planned, launch) in ["vq-residual-4", grouped].into_iter().flat_map(follows) {
+        assert!(launch.kernel.contains("vqfloat"), "{}", launch.kernel);
+        for unit in &launch.units {
+            let books = planned.codebooks.iter().flatten();
+            for (books, shape) in books.zip([unit.key, unit.value]) {
+                assert_eq!(shape.held, books.registers, "{planned}");
+                assert_eq!(shape.cached, books.registers + books.shared, "{planned}");
+                assert_eq!(shape.table_bytes, books.shared_bytes(), "{planned}");
+                let whole = books.exchange != Exchange::SharedMemory;
+                assert_eq!(shape.entry_pairs > 0, whole, "{planned}");
+                registers.push(shape.held);
+            }
+            splits.push(unit.value.parts);
+        }
+    }
+    // Each is chosen by some plan and not by another.
+    assert!(splits.contains(&1) && splits.iter().any(|parts| *parts > 1), "{splits:?}");
+    assert!(registers.contains(&0) && registers.contains(&32), "{registers:?}");
+}
+
+#[test]
+fn codebooks_of_bytes_stand_in_shared_memory_as_often_as_it_was_planned() {
+    for (planned, launch) in ["vecinfer-2", "vecinfer-1.5", "cq-2"].into_iter().flat_map(follows) {
+        for unit in &launch.units {
+            let books = planned.codebooks.iter().flatten();
+            for (books, shape) in books.zip([unit.key, unit.value]) {
+                assert_eq!(shape.entry_count, books.shared, "{planned}");
+                assert_eq!(1 << shape.entry_copies, books.copies, "{planned}");
             }
         }
     }
-    assert!(splits.iter().any(|parts| *parts > 1) && splits.contains(&1), "{splits:?}");
-    assert!(floats > 0, "no kernel multiplies floats");
 }
 
 #[test]
