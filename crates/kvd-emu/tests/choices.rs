@@ -37,7 +37,7 @@ fn step(stored: &Stored, group: u32, batch: u32, tokens: u32) -> AttendPlan {
 }
 
 /// What the backend would launch, and what the plan says of it.
-fn launched(stored: &Stored, ask: &AttendPlan, limits: &Limits) -> (Launch, Choices) {
+fn launched(stored: &Stored, ask: &AttendPlan, limits: &Limits) -> (Vec<Launch>, Choices) {
     let kv_heads = stored.codec.geometry().kv_heads;
     let rows = Choices::rows(ask, kv_heads);
     let choices = Choices::of_layer(&stored.codec, ask.layer, rows, limits).unwrap();
@@ -45,8 +45,7 @@ fn launched(stored: &Stored, ask: &AttendPlan, limits: &Limits) -> (Launch, Choi
     let header = |offset: u64| stored.headers.get(&offset).copied();
     let options = choices.options(ask, kv_heads);
     let tables = Tables::new(ask, &stored.codec, &shapes, &header, options).unwrap();
-    let [launch] = &tables.launches[..] else { panic!("one kind of page") };
-    (launch.clone(), choices)
+    (tables.launches, choices)
 }
 
 fn planned(codec: &str, (group, batch, tokens): (u32, u32, u32), limits: &Limits) -> Plan {
@@ -64,12 +63,16 @@ fn a_step_is_launched_as_it_was_planned() {
                 let what = format!("{}, {}, {group} x {batch}", preset.name, limits.name);
                 let planned = planned(preset.name, (group, batch, tokens), &limits);
                 let ask = step(&stored, group, batch, tokens);
-                let (launch, choices) = launched(&stored, &ask, &limits);
+                let (launches, choices) = launched(&stored, &ask, &limits);
                 let heads = 2 * batch * group.div_ceil(8);
-                assert_eq!(launch.units.len() as u32, heads * planned.splits, "{what}");
-                let pages = launch.units.iter().map(|unit| unit.pages).max();
+                let units: Vec<_> = launches.iter().flat_map(|launch| &launch.units).collect();
+                assert_eq!(units.len() as u32, heads * planned.splits, "{what}");
+                let pages = units.iter().map(|unit| unit.pages).max();
                 assert_eq!(pages, Some(planned.parts_per_unit), "{what}");
                 assert_eq!(choices.table_bytes, planned.table_bytes.map(|b| b as usize), "{what}");
+                let kernels: Vec<&str> = launches.iter().map(|l| &l.kernel[..]).collect();
+                let [launch] = &launches[..] else { panic!("{what}: {kernels:?}") };
+                assert_eq!(launch.buffers, planned.buffers, "{what}");
                 // What tables really take leaves as many thread blocks, or one more.
                 let block = Block { shared_bytes: launch.shared_bytes as u32, ..planned.block };
                 let blocks = block.occupancy(&limits).unwrap().blocks;

@@ -27,8 +27,6 @@ use kvd_core::{Geometry, Side};
 const ROWS_MAX: u32 = 8;
 /// Shuffles from which exchange through shared memory is cheaper (VQ-LLM §VI-B).
 const SHUFFLES_MAX: u32 = 5;
-/// Round trip of a memory access, seconds: what must be under way in the meantime hides it.
-const LATENCY_SECONDS: f64 = 700e-9;
 /// Instructions that a multiprocessor issues per clock, in lanes.
 const LANES_PER_CLOCK: f64 = 128.0;
 
@@ -79,8 +77,10 @@ pub struct Plan {
     pub workload: Workload,
     /// What a thread block takes, codebooks apart.
     pub block: Block,
-    /// Bytes of one tile of keys and values, of which a thread block has one under way.
-    pub stage_bytes: u32,
+    /// Tiles in the shared memory of a thread block: it works on one, the others are under way.
+    pub buffers: u32,
+    /// Bytes on their way to a thread block at once.
+    pub block_under_way: u32,
     /// Chunks of each side that a thread block decodes together; 0 without Huffman codes.
     pub chunks: u32,
     /// How it fits, without codebooks.
@@ -124,8 +124,8 @@ pub fn plan(codec: &CodecSpec, workload: &Workload, limits: &Limits) -> Option<P
     let [dim_k, dim_v] = Side::BOTH.map(|side| geometry.head_dim(side) as u32);
     let bits = Side::BOTH.map(|side| bits(codec.side(side), geometry, side));
     let rows = workload.group.min(ROWS_MAX);
-    let Fit { block, occupancy, stage_bytes, chunks, books, table_bytes, products } =
-        Fit::new(Side::BOTH.map(|side| codec.side(side)), geometry, rows, limits)?;
+    let fit = Fit::new(Side::BOTH.map(|side| codec.side(side)), geometry, rows, limits)?;
+    let Fit { block, occupancy, books, table_bytes, .. } = fit;
     let resident = limits.multiprocessors * occupancy.blocks;
     let parts = workload.tokens.div_ceil(geometry.block_tokens).max(1);
     let heads = workload.batch * geometry.kv_heads * workload.group.div_ceil(ROWS_MAX);
@@ -149,12 +149,13 @@ pub fn plan(codec: &CodecSpec, workload: &Workload, limits: &Limits) -> Option<P
         limits: limits.clone(),
         workload: workload.clone(),
         block,
-        stage_bytes,
-        chunks,
+        buffers: fit.buffers,
+        block_under_way: fit.under_way,
+        chunks: fit.chunks,
         occupancy,
         codebooks,
         table_bytes,
-        products,
+        products: fit.products,
         splits,
         parts_per_unit,
         page_bytes,
@@ -187,7 +188,7 @@ impl Plan {
     /// Seconds that reading takes at the bandwidth on paper.
     #[must_use]
     pub fn roofline_seconds(&self) -> f64 {
-        (self.page_bytes + self.other_bytes) / (f64::from(self.limits.memory_gbps) * 1e9)
+        (self.page_bytes + self.other_bytes) / self.limits.bandwidth()
     }
 
     /// The same for rows in f16.
@@ -197,7 +198,7 @@ impl Plan {
         let tokens = f64::from(self.workload.batch) * f64::from(self.workload.tokens);
         let row = f64::from(2 * (geometry.head_dim_k + geometry.head_dim_v));
         let bytes = tokens * f64::from(geometry.kv_heads) * row;
-        bytes / (f64::from(self.limits.memory_gbps) * 1e9)
+        bytes / self.limits.bandwidth()
     }
 
     /// Lane instructions per stored value that the GPU issues while the value is read.
@@ -214,10 +215,8 @@ impl Plan {
     /// Bytes of pages under way on a multiprocessor, and those that hide the latency.
     #[must_use]
     pub fn bytes_under_way(&self) -> [f64; 2] {
-        let stage = f64::from(self.stage_bytes);
-        let needed = f64::from(self.limits.memory_gbps) * 1e9 * LATENCY_SECONDS;
-        let have = stage * f64::from(self.occupancy.blocks);
-        [have, needed / f64::from(self.limits.multiprocessors)]
+        let have = f64::from(self.block_under_way) * f64::from(self.occupancy.blocks);
+        [have, self.limits.under_way_bytes()]
     }
 }
 
