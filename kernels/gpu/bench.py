@@ -23,7 +23,7 @@ ROUNDS = 20
 PAGE = struct.Struct("<QQ8I")  # PageEntry of page.cuh
 SIDES_BYTES = 2 * 136  # SideShape twice, at the start of Unit
 UNIT_TAIL = struct.Struct("<10I")
-ATTEND = struct.Struct("<8Q4If3I")
+ATTEND = struct.Struct("<8Q4If5I")
 MERGE = struct.Struct("<6Q2I")
 
 
@@ -251,7 +251,7 @@ def measure(device, fixture, tokens, heads):
         placed(device, fixture["queries"]), placed(device, fixture["offsets"]), out, stats,
         fixture["key_stage"], fixture["value_stage"], fixture["key_table"],
         fixture["value_table"], 0.0, fixture["chunks"], fixture["key_chunk"],
-        fixture["value_chunk"])
+        fixture["value_chunk"], fixture["buffers"], 0)
     merge = MERGE.pack(out, stats, placed(device, struct.pack(f"<{len(ends)}I", *ends)),
                        placed(device, struct.pack(f"<{len(order)}I", *order)), sums, results,
                        dim, 0)

@@ -168,6 +168,10 @@ pub struct AttendParameters {
     pub key_chunk: u32,
     /// The same of values.
     pub value_chunk: u32,
+    /// Tiles that have room in shared memory, 2 to 4: one is worked on, the others are under way.
+    pub buffers: u32,
+    /// Zero.
+    pub unused: u32,
 }
 
 /// The parameter of `kvd_merge`.

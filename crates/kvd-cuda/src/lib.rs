@@ -10,6 +10,7 @@
 
 mod abi;
 mod backend;
+mod buffers;
 mod driver;
 mod error;
 mod finish;

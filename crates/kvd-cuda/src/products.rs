@@ -3,7 +3,7 @@
 
 use crate::abi::SideShape;
 use crate::lookup;
-use crate::side::{COPY_BYTES, Kernel, Pair, ROWS, TILE_TOKENS, Variant, rows_of};
+use crate::side::{COPY_BYTES, Kernel, Pair, ROWS, TILE_TOKENS, Variant, rows_of, stage_bytes};
 use crate::spread;
 use kvd_codec::{CodebookScope, Entropy, FloatFormat, GroupAxis, Quantizer, SideSpec, UniformMode};
 use kvd_core::{DType, Geometry, Side};
@@ -176,6 +176,8 @@ pub(crate) struct Expected {
     pub(crate) not: Option<&'static str>,
     /// Shared memory that they take, bytes.
     pub(crate) bytes: usize,
+    /// Shared memory of one staged tile, bytes.
+    pub(crate) stage: usize,
 }
 
 /// What the kernel for both sides will do with units of `rows` query rows: the rows that it takes, and
@@ -201,9 +203,10 @@ pub(crate) fn expected(
         Variant::Floats => Some("a side has several stages, or entries of other lengths"),
         Variant::Any => Some("the pair or its groups have no such kernel"),
     };
-    let of_side = |side, shape| {
+    let of_side = |side: Side, shape| {
         let bytes = work_bytes((pair, variant), side, shape, rows as usize);
-        Expected { not: not(side), bytes }
+        let stage = stage_bytes(kernels[side.index()], shape, geometry.block_tokens as usize);
+        Expected { not: not(side), bytes, stage }
     };
     (rows, [of_side(Side::Key, &key), of_side(Side::Value, &value)])
 }
@@ -243,6 +246,10 @@ fn expected_shape(side: &SideSpec, which: Side, dim: usize) -> SideShape {
     let mut shape = SideShape { dim: dim as u32, scale_tokens: 1, sets: 1, ..SideShape::default() };
     let page = Geometry::BLOCK_TOKENS_MAX;
     shape.bits = side.quantizer.alphabet().map_or(8, |codes| codes.next_power_of_two().ilog2());
+    (shape.scale_channels, shape.stages, shape.book_dim) = (1, 1, 1);
+    if side.entropy == Entropy::Huffman {
+        shape.stride = shape.dim;
+    }
     match side.quantizer {
         Quantizer::Uniform { axis, group, mode, .. } => {
             let is_hybrid = mode == UniformMode::Hybrid;
@@ -260,7 +267,7 @@ fn expected_shape(side: &SideSpec, which: Side, dim: usize) -> SideShape {
         // Codebooks that are fitted have values on whole levels.
         Quantizer::Vq(vq) => {
             shape.bits = vq.bits.into();
-            shape.book_dim = vq.dim.into();
+            (shape.book_dim, shape.stages) = (vq.dim.into(), vq.stages.into());
             let grouped = vq.scope == CodebookScope::Group;
             shape.sets = if grouped { dim as u32 / u32::from(vq.dim) } else { 1 };
             let fits = vq.stages == 1 && lookup::fits(vq.dim.into());
@@ -270,6 +277,9 @@ fn expected_shape(side: &SideSpec, which: Side, dim: usize) -> SideShape {
             shape.kind = Kernel::Polar as u32;
             shape.scale_tokens = group.map_or(page, u32::from);
             shape.bits = u32::from(angle) + u32::from(radius);
+            shape.angle_bits = angle.into();
+            // Directions alone, where pages have the steps of their radii.
+            shape.table_bytes = if group.is_some() { 8 << angle } else { 0 };
             shape.entry_bytes = if shape.bits <= 8 { 4 } else { 0 };
         }
         Quantizer::Lloyd { bits } => {
@@ -281,9 +291,12 @@ fn expected_shape(side: &SideSpec, which: Side, dim: usize) -> SideShape {
             shape.kind = Kernel::Grid as u32;
             shape.stride = shape.dim;
         }
-        Quantizer::BitAlloc { .. } => {
+        Quantizer::BitAlloc { bits } => {
             let (kind, dim) = (Kernel::BitAlloc as u32, shape.dim);
-            shape = SideShape { kind, dim, ..spread::expected(which, dim as usize) };
+            let bits = (bits * dim as f32).ceil() as u32;
+            let spread = spread::expected(which, dim as usize);
+            let (scale_tokens, scale_channels) = (1, 1);
+            shape = SideShape { kind, dim, bits, scale_tokens, scale_channels, ..spread };
         }
         _ => {}
     }

@@ -5,6 +5,7 @@ mod queries;
 
 use crate::PlanError;
 use crate::abi::{COEFFICIENTS, PageEntry, SideShape, Unit};
+use crate::buffers::{BUFFERS_MIN, PLACES_BYTES, Staging};
 use crate::lanes::{SharedMemory, decoding};
 use crate::lookup;
 use crate::products::{
@@ -135,6 +136,8 @@ pub struct Launch {
     pub key_chunk: u32,
     /// As in [`crate::AttendParameters`].
     pub value_chunk: u32,
+    /// As in [`crate::AttendParameters`].
+    pub buffers: u32,
     /// Dynamic shared memory, bytes.
     pub shared_bytes: usize,
 }
@@ -186,7 +189,7 @@ struct Builder<'a> {
     q: Option<Vec<f32>>,
     options: Options,
     tables: Tables,
-    units: BTreeMap<LaunchKey, (Vec<Unit>, [usize; 8])>,
+    units: BTreeMap<LaunchKey, (Vec<Unit>, [usize; 9])>,
     /// Partial results of each output row.
     rows: Vec<Vec<u32>>,
 }
@@ -356,10 +359,11 @@ impl Builder<'_> {
     ) -> Result<(), PlanError> {
         let sides = parts[0].0;
         let first_page = self.tables.pages.len() as u32;
-        let mut tokens = 0;
+        let (mut tokens, mut tile) = (0, 0);
         for (_, part) in parts {
             let entry = self.entry(part, rows.head)?;
             tokens = tokens.max(entry.tokens as usize);
+            tile = tile.max(self.tile_bytes(&entry));
             self.tables.pages.push(entry);
         }
         let most = ROWS[ROWS.len() - 1] as usize;
@@ -389,12 +393,25 @@ impl Builder<'_> {
                 self.rows[out].push((partial + row - first_row) as u32 | mark);
             }
             self.tables.partials += count;
-            self.push(&sides, unit, tokens);
+            self.push(&sides, unit, (tokens, tile));
         }
         Ok(())
     }
 
-    fn push(&mut self, sides: &Sides, unit: Unit, tokens: usize) {
+    /// Bytes of a full tile of a page, or of rows as they came.
+    fn tile_bytes(&self, entry: &PageEntry) -> usize {
+        let payload = (entry.key_bytes + entry.value_bytes + entry.gain_bytes) as usize;
+        match payload {
+            0 => {
+                let layout = self.codec.geometry().raw_layout(1);
+                let row = Side::BOTH.iter().map(|side| layout.row_bytes(*side)).sum::<u64>();
+                TILE_TOKENS * row as usize
+            }
+            _ => payload * TILE_TOKENS / (entry.tokens as usize).max(1),
+        }
+    }
+
+    fn push(&mut self, sides: &Sides, unit: Unit, (tokens, tile): (usize, usize)) {
         let [keys, values] = sides.kernels;
         let huffman = unit.key.stride > 0 || unit.value.stride > 0;
         let pair = Pair { keys, values, huffman };
@@ -427,6 +444,7 @@ impl Builder<'_> {
             unit.value.chunk_bytes as usize,
             work[0],
             work[1],
+            tile,
         ];
         for (size, needed) in sizes.iter_mut().zip(needed) {
             *size = (*size).max(needed);
@@ -444,7 +462,7 @@ impl Builder<'_> {
         let dim = self.codec.geometry().head_dim(Side::Key);
         for ((pair, variant, rows), (units, sizes)) in self.units {
             let [key_stage, value_stage, key_table, value_table, ..] = sizes;
-            let [.., key_chunk, value_chunk, key_work, value_work] = sizes;
+            let [.., key_chunk, value_chunk, key_work, value_work, tile] = sizes;
             let sizes = [key_stage, value_stage, key_table, value_table];
             let tensor = on_tensor_cores((pair, variant));
             let floats = fixed_floats(rows as usize, dim, tensor);
@@ -452,6 +470,9 @@ impl Builder<'_> {
             let (resident, _) = resident(pair.huffman);
             let room = (self.options.shared, resident);
             let (chunks, bytes) = decoding([key_chunk, value_chunk], other, room);
+            let buffer = key_stage + value_stage + GAIN_STAGE;
+            let staging = Staging { block: other + bytes, buffer, tile, huffman: pair.huffman };
+            let buffers = staging.buffers(room);
             self.tables.launches.push(Launch {
                 kernel: pair.kernel(variant, rows),
                 units,
@@ -462,7 +483,8 @@ impl Builder<'_> {
                 chunks: chunks as u32,
                 key_chunk: key_chunk as u32,
                 value_chunk: value_chunk as u32,
-                shared_bytes: other + bytes,
+                buffers: buffers as u32,
+                shared_bytes: other + bytes + (buffers - BUFFERS_MIN) * buffer,
             });
         }
         self.tables
@@ -477,8 +499,9 @@ pub(crate) fn fixed_floats(rows: usize, dim: usize, tensor: bool) -> usize {
     query.next_multiple_of(4) + rows * (sums + TILE_TOKENS) + rows.next_multiple_of(4)
 }
 
-/// Shared memory of a thread block, decoding and products apart.
+/// Shared memory of a thread block with [`BUFFERS_MIN`] buffers, decoding and products apart.
 fn shared_bytes(floats: usize, sizes: [usize; 4]) -> usize {
     let [key_stage, value_stage, key_table, value_table] = sizes;
-    4 * floats + key_table + value_table + 2 * (key_stage + value_stage + GAIN_STAGE)
+    let staged = BUFFERS_MIN * (key_stage + value_stage + GAIN_STAGE);
+    4 * floats + key_table + value_table + PLACES_BYTES + staged
 }

@@ -37,7 +37,7 @@ fn step(stored: &Stored, group: u32, batch: u32, tokens: u32) -> AttendPlan {
 }
 
 /// What the backend would launch, and what the plan says of it.
-fn launched(stored: &Stored, ask: &AttendPlan, limits: &Limits) -> (Launch, Choices) {
+fn launched(stored: &Stored, ask: &AttendPlan, limits: &Limits) -> (Vec<Launch>, Choices) {
     let kv_heads = stored.codec.geometry().kv_heads;
     let rows = Choices::rows(ask, kv_heads);
     let choices = Choices::of_layer(&stored.codec, ask.layer, rows, limits).unwrap();
@@ -45,8 +45,7 @@ fn launched(stored: &Stored, ask: &AttendPlan, limits: &Limits) -> (Launch, Choi
     let header = |offset: u64| stored.headers.get(&offset).copied();
     let options = choices.options(ask, kv_heads);
     let tables = Tables::new(ask, &stored.codec, &shapes, &header, options).unwrap();
-    let [launch] = &tables.launches[..] else { panic!("one kind of page") };
-    (launch.clone(), choices)
+    (tables.launches, choices)
 }
 
 fn planned(codec: &str, (group, batch, tokens): (u32, u32, u32), limits: &Limits) -> Plan {
@@ -63,7 +62,8 @@ fn follows(codec: &str) -> Vec<(Plan, Launch)> {
             let what = format!("{codec}, {}, {group} x {batch}", limits.name);
             let planned = planned(codec, (group, batch, tokens), &limits);
             let ask = step(&stored, group, batch, tokens);
-            let (launch, choices) = launched(&stored, &ask, &limits);
+            let (launches, choices) = launched(&stored, &ask, &limits);
+            let [launch] = &launches[..] else { panic!("{what}: one kind of page") };
             let heads = 2 * batch * group.div_ceil(8);
             let parts = planned.codebooks[1].map_or(1, |books| books.channel_split);
             assert_eq!(launch.units.len() as u32, heads * planned.splits * parts, "{what}");
@@ -75,7 +75,8 @@ fn follows(codec: &str) -> Vec<(Plan, Launch)> {
             let block = Block { shared_bytes: launch.shared_bytes as u32, ..planned.block };
             let blocks = block.occupancy(&limits).unwrap().blocks;
             assert!(blocks >= planned.occupancy.blocks, "{what}: {blocks}");
-            all.push((planned, launch));
+            assert_eq!(launch.buffers, planned.buffers, "{what}");
+            all.push((planned, launch.clone()));
         }
     }
     all

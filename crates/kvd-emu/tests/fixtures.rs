@@ -61,6 +61,7 @@ fn write(folder: &Path, codec: &str) {
         ("chunks", launch.chunks),
         ("key_chunk", launch.key_chunk),
         ("value_chunk", launch.value_chunk),
+        ("buffers", launch.buffers),
         ("shared_bytes", launch.shared_bytes as u32),
         ("payload_bytes", payload as u32),
         ("tokens", stored.tokens),

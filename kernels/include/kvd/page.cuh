@@ -150,6 +150,9 @@ struct AttendParameters {
     uint32_t chunks;
     uint32_t key_chunk;
     uint32_t value_chunk;
+    // Tiles that have room in shared memory: one is worked on, the others are under way.
+    uint32_t buffers;
+    uint32_t unused;
 };
 
 // Bytes of a payload.

@@ -176,6 +176,8 @@ impl CudaBackend {
                 chunks: launch.chunks,
                 key_chunk: launch.key_chunk,
                 value_chunk: launch.value_chunk,
+                buffers: launch.buffers,
+                unused: 0,
             };
             let own = self.jit.as_ref().and_then(|jit| {
                 let unit = launch.units.first()?;

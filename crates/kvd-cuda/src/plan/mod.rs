@@ -26,8 +26,6 @@ use kvd_core::{Geometry, Side};
 
 /// Query rows that a thread block takes at most.
 const ROWS_MAX: u32 = 8;
-/// Round trip of a memory access, seconds: what must be under way in the meantime hides it.
-const LATENCY_SECONDS: f64 = 700e-9;
 /// Instructions that a multiprocessor issues per clock, in lanes.
 const LANES_PER_CLOCK: f64 = 128.0;
 
@@ -89,8 +87,10 @@ pub struct Plan {
     pub workload: Workload,
     /// What a thread block takes, codebooks apart.
     pub block: Block,
-    /// Bytes of one tile of keys and values, of which a thread block has one under way.
-    pub stage_bytes: u32,
+    /// Tiles in the shared memory of a thread block: it works on one, the others are under way.
+    pub buffers: u32,
+    /// Bytes on their way to a thread block at once.
+    pub block_under_way: u32,
     /// Chunks of each side that a thread block decodes together; 0 without Huffman codes.
     pub chunks: u32,
     /// How it fits, without codebooks.
@@ -145,7 +145,7 @@ pub fn plan(codec: &CodecSpec, workload: &Workload, limits: &Limits) -> Option<P
     let of_head = page_bytes / f64::from(workload.batch * geometry.kv_heads);
     let channel_split = match fit.books[1] {
         Some(books) => {
-            books.channel_split(resident / heads, splits(resident, heads, parts).0, of_head)
+            books.channel_split(resident / heads.max(1), splits(resident, heads, parts).0, of_head)
         }
         None => 1,
     };
@@ -160,7 +160,8 @@ pub fn plan(codec: &CodecSpec, workload: &Workload, limits: &Limits) -> Option<P
         limits: limits.clone(),
         workload: workload.clone(),
         block: fit.block,
-        stage_bytes: fit.stage_bytes,
+        buffers: fit.buffers,
+        block_under_way: fit.under_way,
         chunks: fit.chunks,
         occupancy: fit.occupancy,
         codebooks,
@@ -236,7 +237,7 @@ impl Plan {
     /// Seconds that reading takes at the bandwidth on paper.
     #[must_use]
     pub fn roofline_seconds(&self) -> f64 {
-        (self.page_bytes + self.other_bytes) / (f64::from(self.limits.memory_gbps) * 1e9)
+        (self.page_bytes + self.other_bytes) / self.limits.bandwidth()
     }
 
     /// The same for rows in f16.
@@ -246,7 +247,7 @@ impl Plan {
         let tokens = f64::from(self.workload.batch) * f64::from(self.workload.tokens);
         let row = f64::from(2 * (geometry.head_dim_k + geometry.head_dim_v));
         let bytes = tokens * f64::from(geometry.kv_heads) * row;
-        bytes / (f64::from(self.limits.memory_gbps) * 1e9)
+        bytes / self.limits.bandwidth()
     }
 
     /// Lane instructions per stored value that the GPU issues while the value is read.
@@ -263,10 +264,8 @@ impl Plan {
     /// Bytes of pages under way on a multiprocessor, and those that hide the latency.
     #[must_use]
     pub fn bytes_under_way(&self) -> [f64; 2] {
-        let stage = f64::from(self.stage_bytes);
-        let needed = f64::from(self.limits.memory_gbps) * 1e9 * LATENCY_SECONDS;
-        let have = stage * f64::from(self.occupancy.blocks);
-        [have, needed / f64::from(self.limits.multiprocessors)]
+        let have = f64::from(self.block_under_way) * f64::from(self.occupancy.blocks);
+        [have, self.limits.under_way_bytes()]
     }
 }
 

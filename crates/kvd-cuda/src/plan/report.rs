@@ -45,8 +45,9 @@ impl fmt::Display for Plan {
         let [have, needed] = self.bytes_under_way();
         writeln!(
             f,
-            "page loads: double-buffered tiles of 32 tokens in pieces of 16 bytes; {have:.0} bytes \
+            "page loads: tiles of 32 tokens in {} buffers, in pieces of 16 bytes; {have:.0} bytes \
              under way on a multiprocessor, {needed:.0} hide the latency: {}",
+            self.buffers,
             if have >= needed { "enough" } else { "too few, the latency shows" }
         )?;
         writeln!(

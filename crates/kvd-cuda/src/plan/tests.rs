@@ -147,6 +147,26 @@ fn decoded_chunks_count_among_the_shared_memory_and_are_fewer_where_it_is_small(
 }
 
 #[test]
+fn tiles_are_as_many_as_hide_the_latency_where_they_fit() {
+    let buffers = |codec: &str, limits: Limits| of(codec, &limits).buffers;
+    // An H200 needs 25 KB on their way to each multiprocessor, four thread blocks of one tile more
+    // than they work on: 16 KiB of f16, 5 KiB, 3 KiB, 2 KiB.
+    let h200 = |codec| buffers(codec, Limits::h200());
+    assert_eq!(["raw", "kivi-4", "kivi-2", "vecinfer-2"].map(h200), [2, 3, 4, 4]);
+    let h100 = |codec| buffers(codec, Limits::h100());
+    assert_eq!(["raw", "kivi-4", "kivi-2", "vecinfer-2"].map(h100), [2, 2, 3, 4]);
+    // Its memory is slower: 5.5 KB.
+    assert_eq!(["raw", "kivi-2", "vecinfer-2"].map(|c| buffers(c, Limits::rtx4090())), [2, 2, 2]);
+    assert_eq!(h200("kvd-2"), 2, "Huffman codes come through rings");
+    // Buffers come before copies of codebooks, and leave as many thread blocks.
+    for codec in ["vecinfer-2", "vecinfer-4", "kivi-2"] {
+        let plan = of(codec, &Limits::h200());
+        let [have, needed] = plan.bytes_under_way();
+        assert!(plan.occupancy.blocks == 4 && have > 0.95 * needed, "{codec}: {have} of {needed}");
+    }
+}
+
+#[test]
 fn every_preset_has_a_plan_on_every_known_gpu() {
     for preset in kvd_codec::presets() {
         for name in Limits::NAMES {

@@ -65,8 +65,9 @@ impl EmuDriver {
     }
 
     /// The same as another GPU.
-    pub(crate) fn with_limits(self, limits: Limits) -> Self {
-        Self { limits, ..self }
+    pub(crate) fn with_limits(mut self, limits: Limits) -> Self {
+        self.limits = limits;
+        self
     }
 
     /// Counts a call; an error when the device has failed, or fails here.
