@@ -58,7 +58,7 @@ fn a_step_is_launched_as_it_was_planned() {
     for preset in kvd_codec::presets() {
         let stored = stored(preset.name);
         for limits in Limits::NAMES.map(|name| Limits::named(name).unwrap()) {
-            for (group, batch, tokens) in [(4, 1, 32_768), (1, 2, 4096), (8, 3, 8192), (10, 1, 64)]
+            for (group, batch, tokens) in [(4, 1, 32_768), (1, 2, 4096), (8, 3, 8192), (16, 1, 64)]
             {
                 let what = format!("{}, {}, {group} x {batch}", preset.name, limits.name);
                 let planned = planned(preset.name, (group, batch, tokens), &limits);
