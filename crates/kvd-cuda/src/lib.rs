@@ -40,7 +40,9 @@ pub use jit::{
     kernel_source,
 };
 pub use lanes::SharedMemory;
-pub use plan::{Block, Choices, CodebookPlan, Exchange, Limits, Occupancy, Plan, Workload, plan};
+pub use plan::{
+    Block, Bound, Choices, CodebookPlan, Counted, Exchange, Limits, Occupancy, Plan, Workload, plan,
+};
 pub use rows::{RowsParameters, RowsUnit, StageCheck, StageParameters, StageSide};
 pub use side::Kernel;
 pub use store::{

@@ -1,6 +1,6 @@
 //! What the kernels are launched with on a GPU: a pure function of codec, question and the GPU's
 //! limits, with its reasons. Nothing in it is measured on a GPU yet: times are what the memory's
-//! bandwidth on paper allows.
+//! bandwidth and latency on paper and the counted instructions allow.
 //!
 //! The choices are VQ-LLM's (2503.02236 §V and §VI): entries of codebooks cached from the slack of
 //! occupancy, a split that balances reduction and codebook traffic, and exchange through registers
@@ -8,12 +8,15 @@
 
 mod books;
 mod choices;
+mod counts;
 mod fit;
 mod limits;
 mod occupancy;
 mod report;
 
 pub use choices::Choices;
+pub use counts::Counted;
+use limits::LATENCY_SECONDS;
 pub use limits::Limits;
 pub(crate) use occupancy::SHARED_RESERVED;
 pub use occupancy::{Block, Occupancy};
@@ -78,6 +81,17 @@ pub enum Exchange {
     SharedMemory,
 }
 
+/// What holds a step up, of what is known before it is measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Bound {
+    /// Bytes at the memory's bandwidth: the roofline.
+    Bytes,
+    /// Instructions, at one per scheduler and clock.
+    Instructions,
+    /// Bytes under way, each for the latency of memory.
+    Latency,
+}
+
 /// The choices for one codec on one GPU.
 #[derive(Clone, Debug)]
 pub struct Plan {
@@ -101,6 +115,8 @@ pub struct Plan {
     pub table_bytes: [u32; 2],
     /// Why products with keys and values are not on tensor cores; none where they are.
     pub products: [Option<&'static str>; 2],
+    /// Lane instructions that a value takes; none where the kernel was not counted.
+    pub counted: Option<Counted>,
     /// Units over the stored tokens of one head.
     pub splits: u32,
     /// [`crate::Options::parts_per_unit`].
@@ -167,6 +183,11 @@ pub fn plan(codec: &CodecSpec, workload: &Workload, limits: &Limits) -> Option<P
         codebooks,
         table_bytes: fit.table_bytes,
         products: fit.products,
+        counted: counts::counted(
+            Side::BOTH.map(|side| codec.side(side)),
+            fit.products == [None; 2],
+            codebooks.map(|books| books.is_none_or(|books| books.shared == books.entries)),
+        ),
         splits,
         parts_per_unit,
         page_bytes,
@@ -253,12 +274,39 @@ impl Plan {
     /// Lane instructions per stored value that the GPU issues while the value is read.
     #[must_use]
     pub fn instructions_per_value(&self) -> f64 {
+        self.roofline_seconds() / self.instruction_seconds()
+    }
+
+    /// Seconds that one lane instruction for every stored value takes to issue.
+    fn instruction_seconds(&self) -> f64 {
         let geometry = &self.workload.geometry;
         let tokens = f64::from(self.workload.batch) * f64::from(self.workload.tokens);
         let row = f64::from(geometry.head_dim_k + geometry.head_dim_v);
         let values = tokens * f64::from(geometry.kv_heads) * row;
         let lanes = f64::from(self.limits.multiprocessors) * LANES_PER_CLOCK;
-        lanes * f64::from(self.limits.clock_mhz) * 1e6 * self.roofline_seconds() / values
+        // Heads of more query rows than the counted kernels' have more units.
+        let units = f64::from(self.workload.group.div_ceil(ROWS_MAX));
+        units * values / (lanes * f64::from(self.limits.clock_mhz) * 1e6)
+    }
+
+    /// Seconds of a step, predicted, and what they are: the most of what bytes, counted instructions
+    /// and bytes under way take, as if each were hidden behind the others.
+    #[must_use]
+    pub fn predicted(&self) -> (f64, Bound) {
+        let instructions = self.counted.map_or(0.0, |counted| counted.per_value);
+        let resident = self.limits.multiprocessors * self.occupancy.blocks;
+        let units = self.splits
+            * self.workload.batch
+            * self.workload.geometry.kv_heads
+            * self.workload.group.div_ceil(ROWS_MAX);
+        let under_way = f64::from(self.block_under_way) * f64::from(units.min(resident));
+        let bounds = [
+            (self.roofline_seconds(), Bound::Bytes),
+            (instructions * self.instruction_seconds(), Bound::Instructions),
+            (self.page_bytes * LATENCY_SECONDS / under_way, Bound::Latency),
+        ];
+        let longer = |a: (f64, Bound), b: (f64, Bound)| if b.0 > a.0 { b } else { a };
+        bounds.into_iter().fold((0.0, Bound::Bytes), longer)
     }
 
     /// Bytes of pages under way on a multiprocessor, and those that hide the latency.

@@ -1,6 +1,6 @@
 //! A plan in words, for `kvd plan`.
 
-use super::{CodebookPlan, Exchange, Plan};
+use super::{Bound, CodebookPlan, Counted, Exchange, Plan};
 use kvd_core::Side;
 use std::fmt;
 
@@ -67,12 +67,34 @@ impl fmt::Display for Plan {
         )?;
         writeln!(
             f,
-            "prediction, not yet measured on a GPU: at least {:.1} us per layer and step on paper, \
-             {:.2}x f16's {:.1} us; {:.1} lane instructions per value fit in",
+            "roofline: {:.1} us per layer and step at the bandwidth on paper, {:.2}x f16's {:.1} us; \
+             {:.1} lane instructions per value fit in",
             self.roofline_seconds() * 1e6,
             self.raw_seconds() / self.roofline_seconds(),
             self.raw_seconds() * 1e6,
             self.instructions_per_value()
+        )?;
+        let counted = match self.counted {
+            None => "instructions were not counted".to_owned(),
+            Some(Counted { per_value, is_all: true }) => {
+                format!("{per_value:.1} lane instructions per value were counted")
+            }
+            Some(Counted { per_value, .. }) => {
+                format!("{per_value:.1} lane instructions per value were counted, not all")
+            }
+        };
+        let (seconds, bound) = self.predicted();
+        let by = match bound {
+            Bound::Bytes => "the bandwidth",
+            Bound::Instructions => "instructions",
+            Bound::Latency => "the bytes under way",
+        };
+        writeln!(
+            f,
+            "prediction, not yet measured on a GPU: {:.1} us, {:.2}x the f16 roofline, held up by \
+             {by}; {counted}",
+            seconds * 1e6,
+            self.raw_seconds() / seconds,
         )
     }
 }

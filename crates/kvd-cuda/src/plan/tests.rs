@@ -132,6 +132,31 @@ fn fewer_bits_are_faster_on_paper_and_leave_fewer_instructions() {
 }
 
 #[test]
+fn a_prediction_is_the_most_of_bytes_instructions_and_latency() {
+    let limits = Limits::h200();
+    for preset in kvd_codec::presets() {
+        let plan = of(preset.name, &limits);
+        let (seconds, bound) = plan.predicted();
+        assert!(seconds >= plan.roofline_seconds(), "{}", preset.name);
+        assert_eq!(bound == Bound::Bytes, seconds == plan.roofline_seconds(), "{}", preset.name);
+    }
+    // 16.8 lane instructions of a key or value are decoding alone: longer than f16 takes to be read.
+    let kvd = of("kvd-2", &limits);
+    assert_eq!(kvd.predicted().1, Bound::Instructions);
+    assert!(kvd.predicted().0 > kvd.raw_seconds(), "{:?}", kvd.predicted());
+    assert!(kvd.to_string().contains("held up by instructions"), "{kvd}");
+    // Without what was counted it would be the bytes, or what is under way of them.
+    let blind = Plan { counted: None, ..of("vecinfer-2", &limits) };
+    assert!(blind.predicted().0 < 1.1 * blind.roofline_seconds());
+    let few = Plan { block_under_way: blind.block_under_way / 3, ..blind.clone() };
+    let (seconds, bound) = few.predicted();
+    assert_eq!(bound, Bound::Latency);
+    // 71 MB past 132 multiprocessors with 8 KiB under way each, 700 ns a turn.
+    assert!((seconds * 1e6 - 45.0).abs() < 3.0, "{seconds}");
+    assert!(blind.to_string().contains("not counted"), "{blind}");
+}
+
+#[test]
 fn decoded_chunks_count_among_the_shared_memory_and_are_fewer_where_it_is_small() {
     let [kvcomp, kivi] = ["kvcomp", "kivi-4"].map(|codec| of(codec, &Limits::h100()));
     assert_eq!((kvcomp.chunks, kivi.chunks), (4, 0));
