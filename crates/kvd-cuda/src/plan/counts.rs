@@ -103,8 +103,8 @@ fn looked_up(vq: &VqSpec, side: Side, whole: bool) -> Option<f64> {
     Some(of_all_or_some[usize::from(!whole)])
 }
 
-/// To decode a code: a step of four takes so many look-ups and top-ups, as presets' tables have them
-/// on rows of noise.
+/// To decode a code: a step of four takes so many look-ups and top-ups, as presets' tables have
+/// them on rows of noise.
 fn huffman(spec: &SideSpec, side: Side) -> Option<f64> {
     let per_entry_and_word = match (&spec.quantizer, side) {
         // Of kvd-4 to kvd-1.5, whichever is nearest.
