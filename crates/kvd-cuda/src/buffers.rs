@@ -1,7 +1,7 @@
-//! How many tiles have room in the shared memory of a thread block: one that it works on, and others
-//! on their way. What is under way on a multiprocessor divided by a memory access' round trip is the
-//! most that it reads, so there are as many as hide the latency, if they fit beside as many thread
-//! blocks.
+//! How many tiles have room in the shared memory of a thread block: one that it works on, and
+//! others on their way. What is under way on a multiprocessor divided by a memory access' round
+//! trip is the most that it reads, so there are as many as hide the latency, if they fit beside as
+//! many thread blocks.
 
 use crate::lanes::SharedMemory;
 use crate::plan::SHARED_RESERVED;

@@ -180,8 +180,8 @@ pub(crate) struct Expected {
     pub(crate) stage: usize,
 }
 
-/// What the kernel for both sides will do with units of `rows` query rows: the rows that it takes, and
-/// of each side its products.
+/// What the kernel for both sides will do with units of `rows` query rows: the rows that it takes,
+/// and of each side its products.
 pub(crate) fn expected(
     specs: [&SideSpec; 2],
     geometry: &Geometry,

@@ -148,8 +148,8 @@ fn memory_that_runs_out_later_is_an_answer_and_the_device_goes_on() {
     assert_eq!(watch.lock().live, 0);
 }
 
-/// Thread blocks of the attention kernel over twelve parts of two heads, on two multiprocessors, and
-/// what is planned of them.
+/// Thread blocks of the attention kernel over twelve parts of two heads, on two multiprocessors,
+/// and what is planned of them.
 fn units_on_two_multiprocessors(text: &str) -> (u32, u32) {
     let limits = Limits { multiprocessors: 2, ..Limits::h100() };
     let (driver, watch) = EmuDriver::new(Order::Ascending, Pace::Late);

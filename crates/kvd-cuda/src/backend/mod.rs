@@ -192,8 +192,8 @@ impl CudaBackend {
         Ok((choices, Shapes::new(codec, layer, choices.rooms())))
     }
 
-    /// A layer with its tables on the device, brought there once, and ready for kernels of that many
-    /// query rows where it is known.
+    /// A layer with its tables on the device, brought there once, and ready for kernels of that
+    /// many query rows where it is known.
     fn bring_layer(
         &mut self,
         model: ModelId,

@@ -103,20 +103,21 @@ fn looked_up(vq: &VqSpec, side: Side, whole: bool) -> Option<f64> {
     Some(of_all_or_some[usize::from(!whole)])
 }
 
-/// To decode a code: a step of four takes so many look-ups and top-ups, as presets' tables have them
-/// on rows of noise.
+/// To decode a code: a step of four takes so many look-ups and top-ups, as presets' tables have
+/// them on rows of noise.
 fn huffman(spec: &SideSpec, side: Side) -> Option<f64> {
     let per_entry_and_word = match (&spec.quantizer, side) {
+        // Of kvd-4 to kvd-1.5, whichever is nearest.
         (Quantizer::Grid { rate }, Side::Key) => match rate {
-            rate if *rate > 3.5 => (1.39, 1.39),
-            rate if *rate > 2.5 => (1.00, 1.03),
-            rate if *rate > 1.75 => (1.05, 2.11),
+            rate if *rate > 3.7 => (1.39, 1.39),
+            rate if *rate > 2.8 => (1.00, 1.03),
+            rate if *rate > 2.1 => (1.05, 2.11),
             _ => (1.54, 3.08),
         },
         (Quantizer::Grid { rate }, Side::Value) => match rate {
-            rate if *rate > 3.5 => (1.14, 2.28),
-            rate if *rate > 2.5 => (2.00, 4.00),
-            rate if *rate > 1.75 => (2.21, 4.00),
+            rate if *rate > 2.9 => (1.14, 2.28),
+            rate if *rate > 2.0 => (2.00, 4.00),
+            rate if *rate > 1.5 => (2.21, 4.00),
             _ => (2.51, 4.00),
         },
         // Up to five levels, or more.
@@ -163,6 +164,10 @@ mod tests {
         assert!((kvcomp - 71.0 / 4.0).abs() < 0.3, "{kvcomp}");
         let values = per_code("kvcomp", Side::Value);
         assert!((values - 77.0 / 4.0).abs() < 0.5, "{values}");
+        // kvd-3: keys one by one, of values two to an entry and four to a top-up.
+        let kvd = [Side::Key, Side::Value].map(|side| per_code("kvd-3", side));
+        assert!((kvd[0] - 107.0 / 4.0).abs() < 0.5, "{kvd:?}");
+        assert!((kvd[1] - 44.5 / 4.0).abs() < 0.5, "{kvd:?}");
         let short = per_code("kvcomp-channel", Side::Key);
         assert!((short - 41.0 / 4.0).abs() < 0.3, "{short}");
     }

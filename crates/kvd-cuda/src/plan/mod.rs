@@ -289,8 +289,8 @@ impl Plan {
         units * values / (lanes * f64::from(self.limits.clock_mhz) * 1e6)
     }
 
-    /// Seconds of a step, predicted, and what they are: the most of what bytes, counted instructions
-    /// and bytes under way take, as if each were hidden behind the others.
+    /// Seconds of a step, predicted, and what they are: the most of what bytes, counted
+    /// instructions and bytes under way take, as if each were hidden behind the others.
     #[must_use]
     pub fn predicted(&self) -> (f64, Bound) {
         let instructions = self.counted.map_or(0.0, |counted| counted.per_value);

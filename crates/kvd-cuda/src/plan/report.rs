@@ -67,8 +67,8 @@ impl fmt::Display for Plan {
         )?;
         writeln!(
             f,
-            "roofline: {:.1} us per layer and step at the bandwidth on paper, {:.2}x f16's {:.1} us; \
-             {:.1} lane instructions per value fit in",
+            "roofline: {:.1} us per layer and step at the bandwidth on paper, {:.2}x f16's {:.1} \
+             us; {:.1} lane instructions per value fit in",
             self.roofline_seconds() * 1e6,
             self.raw_seconds() / self.roofline_seconds(),
             self.raw_seconds() * 1e6,

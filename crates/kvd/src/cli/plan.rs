@@ -86,8 +86,9 @@ fn limits(name: &str) -> anyhow::Result<Limits> {
 }
 
 const TABLE_HEAD: &str = "\
-| codec | MB read | roofline, us | x f16 | predicted, us | x f16 | by | instructions per value: fit | \
-counted | buffers | thread blocks per SM | units per head | codebook entries in shared memory, k / v |
+| codec | MB read | roofline, us | x f16 | predicted, us | x f16 | by | instructions per value: \
+fit | counted | buffers | thread blocks per SM | units per head | \
+codebook entries in shared memory, k / v |
 |---|---|---|---|---|---|---|---|---|---|---|---|---|
 ";
 
@@ -113,8 +114,8 @@ fn write_row(text: &mut String, name: &str, plan: &Plan) -> std::fmt::Result {
     });
     writeln!(
         text,
-        "| {name} | {:.1} | {:.1} | {:.2} | {:.1} | {:.2} | {by} | {:.1} | {counted} | {} | {} | {} \
-         | {} / {} |",
+        "| {name} | {:.1} | {:.1} | {:.2} | {:.1} | {:.2} | {by} | {:.1} | {counted} | {} | {} | \
+         {} | {} / {} |",
         (plan.page_bytes + plan.other_bytes) / 1e6,
         plan.roofline_seconds() * 1e6,
         plan.raw_seconds() / plan.roofline_seconds(),
