@@ -3,8 +3,8 @@
 
 use crate::abi::SideShape;
 use crate::side::{COPY_BYTES, RUNS_MAX};
-use kvd_codec::Vq;
-use kvd_core::{DType, Side};
+use kvd_codec::{ModelCodec, Vq};
+use kvd_core::{DType, LayerIndex, Side};
 
 /// Entries of a codebook that the lanes of a warp hold in registers at most, one each.
 pub(crate) const HELD_MAX: u32 = 32;
@@ -129,4 +129,12 @@ impl<'a> Table<'a> {
         self.shape.table_bytes = (self.tables.len() as u64 - self.shape.table) as u32;
         self
     }
+}
+
+/// Huffman tables of a layer.
+pub(crate) fn versions(codec: &ModelCodec, layer: LayerIndex) -> usize {
+    let of_head = |head| {
+        Side::BOTH.map(|side| codec.trained_tables(layer, side, head).len()).iter().sum::<usize>()
+    };
+    (0..codec.geometry().kv_heads as usize).map(of_head).sum()
 }

@@ -15,7 +15,7 @@ use crate::side::{
     COPY_BYTES, HeadShapes, Kernel, LayerTables, Pair, ROWS, TILE_TOKENS, Variant, fallback_shape,
     head_shapes, rows_shape, stage_bytes,
 };
-use crate::table::{CodebookRoom, split_channels};
+use crate::table::{CodebookRoom, split_channels, versions};
 use crate::turn::TurnUnit;
 use kvd_codec::{HEADER_BYTES, ModelCodec, PageHeader};
 use kvd_compute::{AttendPlan, PlanPart, PlanQuery, Source};
@@ -105,14 +105,6 @@ impl Shapes {
     fn no_side(&self, side: Side, head: usize, what: &'static str) -> PlanError {
         PlanError::NoSide { side, layer: self.layer.0, head, what }
     }
-}
-
-/// Huffman tables of a layer.
-fn versions(codec: &ModelCodec, layer: LayerIndex) -> usize {
-    let of_head = |head| {
-        Side::BOTH.map(|side| codec.trained_tables(layer, side, head).len()).iter().sum::<usize>()
-    };
-    (0..codec.geometry().kv_heads as usize).map(of_head).sum()
 }
 
 /// One launch of `kvd_attend_*`.
