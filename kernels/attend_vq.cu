@@ -1,8 +1,8 @@
 // Vector quantization: VecInfer, VQ-LLM's sides.
 
 #include <kvd/declare.cuh>
-#include <kvd/vq.cuh>
+#include <kvd/books.cuh>
 
 KVD_ATTEND_ROWS(vq_vq, kvd::Tensor<kvd::Vq>, kvd::Tensor<kvd::Vq>)
 // Codebooks for every sub-vector, stages, and values that are not whole numbers of a unit.
-KVD_ATTEND_ROWS(vqfloat_vqfloat, kvd::Vq, kvd::Vq)
+KVD_ATTEND_ROWS(vqfloat_vqfloat, kvd::HeldVq, kvd::HeldVq)

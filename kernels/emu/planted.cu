@@ -97,6 +97,38 @@ void early_read(const Planted& planted, uint8_t* memory) {
     kvd::copy_async_wait<0>();
 }
 
+// Quarters of the words through buffers in turn, two under way while one is read. Right with three
+// buffers and `KEEP` 1: with 2 a quarter is read before its copy is waited for; with two buffers the next
+// but one is copied to where the others still read.
+template <int KEEP, unsigned BUFFERS>
+void in_turns(const Planted& planted, uint8_t* memory) {
+    constexpr unsigned QUARTER = THREADS / 4;
+    const auto start = [&](unsigned quarter) {
+        const unsigned word = quarter * QUARTER + 4 * kvd::thread_index();
+        if (quarter < 4 && kvd::thread_index() < QUARTER / 4) {
+            uint8_t* to = memory + quarter % BUFFERS * 4 * QUARTER + 16 * kvd::thread_index();
+            kvd::copy_async16(to, planted.data + word);
+        }
+        kvd::copy_async_commit();
+    };
+    start(0);
+    start(1);
+    const unsigned mine = THREADS - 1 - kvd::thread_index();
+    uint32_t word = 0;
+    for (unsigned quarter = 0; quarter < 4; quarter++) {
+        kvd::copy_async_wait<KEEP>();
+        KVD_BARRIER();
+        start(quarter + 2);
+        if (mine / QUARTER == quarter) {
+            const uint8_t* from = memory + quarter % BUFFERS * 4 * QUARTER;
+            word = reinterpret_cast<const uint32_t*>(from)[mine % QUARTER];
+        }
+    }
+    kvd::copy_async_wait<0>();
+    KVD_BARRIER();
+    planted.data[kvd::thread_index()] = word;
+}
+
 // Half of a warp's lanes take part in a shuffle.
 void half_shuffle(const Planted& planted, uint8_t*) {
     if (kvd::lane_index() < 16) {
@@ -144,4 +176,7 @@ KVD_KERNEL(planted_skipped_barrier, THREADS, Planted, skipped_barrier)
 KVD_KERNEL(planted_unwritten, THREADS, Planted, unwritten)
 KVD_KERNEL(planted_shared_overrun, THREADS, Planted, shared_overrun)
 KVD_KERNEL(planted_early_read, THREADS, Planted, early_read)
+KVD_KERNEL(planted_in_turns, THREADS, Planted, (in_turns<1, 3>))
+KVD_KERNEL(planted_early_turn, THREADS, Planted, (in_turns<2, 3>))
+KVD_KERNEL(planted_reused_buffer, THREADS, Planted, (in_turns<1, 2>))
 KVD_KERNEL(planted_half_shuffle, THREADS, Planted, half_shuffle)

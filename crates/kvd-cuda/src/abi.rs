@@ -30,7 +30,7 @@ pub struct SideShape {
     pub stages: u32,
     /// VQ: codebook sets, 1 or one per sub-vector.
     pub sets: u32,
-    /// VQ: entries of each codebook in shared memory.
+    /// VQ: entries of each codebook, most used first, in registers or shared memory.
     pub cached: u32,
     /// Polar: bits of the angle.
     pub angle_bits: u32,
@@ -65,6 +65,15 @@ pub struct SideShape {
     pub spread_places: u32,
     /// Bytes of their table in shared memory.
     pub spread_table: u32,
+    /// VQ on CUDA cores: entries of each codebook that lanes hold in registers, of the `cached`.
+    pub held: u32,
+    /// Pairs of channels of an entry that a lane takes at once, and of values exchanges with its
+    /// neighbours; 0 where every lane reads its channel.
+    pub entry_pairs: u32,
+    /// Values: thread blocks that share the channels, at least 1.
+    pub parts: u32,
+    /// Which of them this is.
+    pub part: u32,
 }
 
 /// An entry of the block table: one page of one KV head, or rows as they came.
@@ -159,6 +168,10 @@ pub struct AttendParameters {
     pub key_chunk: u32,
     /// The same of values.
     pub value_chunk: u32,
+    /// Tiles that have room in shared memory, 2 to 4: one is worked on, the others are under way.
+    pub buffers: u32,
+    /// Zero.
+    pub unused: u32,
 }
 
 /// The parameter of `kvd_merge`.

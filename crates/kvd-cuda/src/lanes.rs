@@ -13,7 +13,9 @@ const QUAD: usize = 4;
 /// Chunks of a side that are decoded together at most: `CHUNKS_MAX` of `coded.cuh`.
 const CHUNKS_MAX: usize = 4;
 /// Words on their way to the lanes of a chunk: `RING_BYTES` of `huffman.cuh`.
-const RING_BYTES: usize = 1024;
+const RING_BYTES: usize = 4 * PIECE_BYTES;
+/// Words of a chunk that are copied at once, while those before are read: `PIECE_BYTES`.
+pub(crate) const PIECE_BYTES: usize = 256;
 /// The outliers of a chunk: `OutlierList` of `outlier.cuh`.
 const OUTLIERS_BYTES: usize = 512;
 /// Bytes between decoded chunks: two that a warp writes at once begin at different banks.
@@ -200,12 +202,15 @@ pub(crate) fn expected(side: &SideSpec, dim: usize) -> [usize; 2] {
 }
 
 /// Shared memory of a GPU, bytes.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SharedMemory {
     /// That one thread block may take.
     pub block: usize,
     /// Of a multiprocessor.
     pub multiprocessor: usize,
+    /// What must be on its way to a multiprocessor so that its part of the memory's bandwidth is
+    /// used all the time.
+    pub under_way: usize,
 }
 
 /// Chunks of each side that a thread block decodes together, and the shared memory that it takes

@@ -10,6 +10,7 @@
 
 mod abi;
 mod backend;
+mod buffers;
 mod driver;
 mod error;
 mod finish;
@@ -39,12 +40,15 @@ pub use jit::{
     kernel_source,
 };
 pub use lanes::SharedMemory;
-pub use plan::{Block, CodebookPlan, Limits, Occupancy, Plan, Workload, plan};
+pub use plan::{
+    Block, Bound, Choices, CodebookPlan, Counted, Exchange, Limits, Occupancy, Plan, Workload, plan,
+};
 pub use rows::{RowsParameters, RowsUnit, StageCheck, StageParameters, StageSide};
 pub use side::Kernel;
 pub use store::{
     StoreLaunch, StoreParameters, StorePlan, StoreShapes, StoreUnit, StoredPage, encoded_on_host,
 };
+pub use table::CodebookRoom;
 pub use tables::{Launch, Options, Shapes, Tables};
 pub use turn::{AnswerParameters, QueryParameters, TurnUnit, Turns};
 

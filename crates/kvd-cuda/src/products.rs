@@ -3,10 +3,10 @@
 
 use crate::abi::SideShape;
 use crate::lookup;
-use crate::side::{COPY_BYTES, Kernel, Pair, TILE_TOKENS, Variant};
+use crate::side::{COPY_BYTES, Kernel, Pair, ROWS, TILE_TOKENS, Variant, rows_of, stage_bytes};
 use crate::spread;
-use kvd_codec::{CodebookScope, CodecSpec, Entropy, GroupAxis, Quantizer, SideSpec, UniformMode};
-use kvd_core::{Geometry, Side};
+use kvd_codec::{CodebookScope, Entropy, FloatFormat, GroupAxis, Quantizer, SideSpec, UniformMode};
+use kvd_core::{DType, Geometry, Side};
 
 /// Terms of one product, and its columns.
 const STEP_TERMS: usize = 32;
@@ -176,50 +176,69 @@ pub(crate) struct Expected {
     pub(crate) not: Option<&'static str>,
     /// Shared memory that they take, bytes.
     pub(crate) bytes: usize,
+    /// Shared memory of one staged tile, bytes.
+    pub(crate) stage: usize,
 }
 
-/// What the kernel for both sides of a codec will do, for `rows` query rows.
-pub(crate) fn expected(codec: &CodecSpec, geometry: &Geometry, rows: usize) -> [Expected; 2] {
-    let sides = Side::BOTH.map(|side| (codec.side(side), geometry.head_dim(side)));
-    let kernels = sides.map(|(side, _)| kernel_of(side));
-    let shapes = Side::BOTH.map(|side| {
-        let (spec, dim) = sides[side.index()];
-        expected_shape(spec, side, dim)
-    });
-    let [Some(keys), Some(values)] = kernels else {
-        let not = |kernel: Option<Kernel>| match kernel {
-            None => "its values are not codes that stand for bytes",
-            Some(_) => "the other side has none, and they share a kernel",
-        };
-        return kernels.map(|kernel| Expected { not: Some(not(kernel)), bytes: 0 });
-    };
-    let huffman = sides.iter().any(|(side, _)| side.entropy == Entropy::Huffman);
-    let pair = Pair { keys, values, huffman };
-    let variant = variant(pair, &shapes[0], &shapes[1]);
-    let not = match variant {
+/// What the kernel for both sides will do with units of `rows` query rows: the rows that it takes,
+/// and of each side its products.
+pub(crate) fn expected(
+    specs: [&SideSpec; 2],
+    geometry: &Geometry,
+    rows: u32,
+) -> (u32, [Expected; 2]) {
+    let kernels = specs.map(|spec| kernel_of(spec, geometry.dtype));
+    let [key, value] =
+        Side::BOTH.map(|side| expected_shape(specs[side.index()], side, geometry.head_dim(side)));
+    let huffman = specs.iter().any(|spec| spec.entropy == Entropy::Huffman);
+    let pair = Pair { keys: kernels[0], values: kernels[1], huffman };
+    let variant = variant(pair, &key, &value);
+    let rows = rows_of_kernel(variant, rows);
+    let multiplies = kernels.map(multiplies_bytes);
+    let not = |side: Side| match variant {
+        _ if !multiplies[side.index()] => Some("its values are not codes that stand for bytes"),
+        _ if multiplies != [true; 2] => Some("the other side has none, and they share a kernel"),
         Variant::Own if on_tensor_cores((pair, variant)) => None,
         Variant::Own => Some("its kernel multiplies floats"),
         Variant::Floats => Some("a side has several stages, or entries of other lengths"),
         Variant::Any => Some("the pair or its groups have no such kernel"),
     };
-    Side::BOTH.map(|side| {
-        let bytes = work_bytes((pair, variant), side, &shapes[side.index()], rows);
-        Expected { not, bytes }
-    })
+    let of_side = |side: Side, shape| {
+        let bytes = work_bytes((pair, variant), side, shape, rows as usize);
+        let stage = stage_bytes(kernels[side.index()], shape, geometry.block_tokens as usize);
+        Expected { not: not(side), bytes, stage }
+    };
+    (rows, [of_side(Side::Key, &key), of_side(Side::Value, &value)])
 }
 
-/// The kernel of sides that have products of bytes with some other side.
-fn kernel_of(side: &SideSpec) -> Option<Kernel> {
-    Some(match side.quantizer {
+/// Query rows for which a kernel has room, that is given units of `rows`.
+pub(crate) fn rows_of_kernel(variant: Variant, rows: u32) -> u32 {
+    if variant == Variant::Any { ROWS[2] } else { rows_of(rows) }
+}
+
+/// The kernel of a side.
+fn kernel_of(side: &SideSpec, dtype: DType) -> Kernel {
+    match side.quantizer {
+        Quantizer::Float(FloatFormat::Native) => Kernel::of_rows(dtype),
+        Quantizer::Float(FloatFormat::F32) => Kernel::F32,
+        Quantizer::Float(FloatFormat::F16) => Kernel::F16,
+        Quantizer::Float(FloatFormat::BF16) => Kernel::Bf16,
+        Quantizer::Float(FloatFormat::E4M3) => Kernel::Fp8,
         Quantizer::Uniform { mode: UniformMode::Asym, .. } => Kernel::Uniform,
+        Quantizer::Uniform { mode: UniformMode::Sym, .. } => Kernel::Symmetric,
         Quantizer::Uniform { mode: UniformMode::Hybrid, .. } => Kernel::Hybrid,
         Quantizer::Grid { .. } => Kernel::Grid,
         Quantizer::Polar { .. } => Kernel::Polar,
         Quantizer::Lloyd { .. } => Kernel::Lloyd,
         Quantizer::Vq(_) => Kernel::Vq,
         Quantizer::BitAlloc { .. } => Kernel::BitAlloc,
-        _ => return None,
-    })
+    }
+}
+
+/// Whether it has products of bytes with some other side.
+fn multiplies_bytes(kernel: Kernel) -> bool {
+    let floats = [Kernel::F32, Kernel::F16, Kernel::Bf16, Kernel::Fp8, Kernel::Symmetric];
+    !floats.contains(&kernel)
 }
 
 /// What a side's shape will have of what decides.
@@ -227,6 +246,10 @@ fn expected_shape(side: &SideSpec, which: Side, dim: usize) -> SideShape {
     let mut shape = SideShape { dim: dim as u32, scale_tokens: 1, sets: 1, ..SideShape::default() };
     let page = Geometry::BLOCK_TOKENS_MAX;
     shape.bits = side.quantizer.alphabet().map_or(8, |codes| codes.next_power_of_two().ilog2());
+    (shape.scale_channels, shape.stages, shape.book_dim) = (1, 1, 1);
+    if side.entropy == Entropy::Huffman {
+        shape.stride = shape.dim;
+    }
     match side.quantizer {
         Quantizer::Uniform { axis, group, mode, .. } => {
             let is_hybrid = mode == UniformMode::Hybrid;
@@ -244,7 +267,7 @@ fn expected_shape(side: &SideSpec, which: Side, dim: usize) -> SideShape {
         // Codebooks that are fitted have values on whole levels.
         Quantizer::Vq(vq) => {
             shape.bits = vq.bits.into();
-            shape.book_dim = vq.dim.into();
+            (shape.book_dim, shape.stages) = (vq.dim.into(), vq.stages.into());
             let grouped = vq.scope == CodebookScope::Group;
             shape.sets = if grouped { dim as u32 / u32::from(vq.dim) } else { 1 };
             let fits = vq.stages == 1 && lookup::fits(vq.dim.into());
@@ -254,6 +277,9 @@ fn expected_shape(side: &SideSpec, which: Side, dim: usize) -> SideShape {
             shape.kind = Kernel::Polar as u32;
             shape.scale_tokens = group.map_or(page, u32::from);
             shape.bits = u32::from(angle) + u32::from(radius);
+            shape.angle_bits = angle.into();
+            // Directions alone, where pages have the steps of their radii.
+            shape.table_bytes = if group.is_some() { 8 << angle } else { 0 };
             shape.entry_bytes = if shape.bits <= 8 { 4 } else { 0 };
         }
         Quantizer::Lloyd { bits } => {
@@ -265,9 +291,12 @@ fn expected_shape(side: &SideSpec, which: Side, dim: usize) -> SideShape {
             shape.kind = Kernel::Grid as u32;
             shape.stride = shape.dim;
         }
-        Quantizer::BitAlloc { .. } => {
+        Quantizer::BitAlloc { bits } => {
             let (kind, dim) = (Kernel::BitAlloc as u32, shape.dim);
-            shape = SideShape { kind, dim, ..spread::expected(which, dim as usize) };
+            let bits = (bits * dim as f32).ceil() as u32;
+            let spread = spread::expected(which, dim as usize);
+            let (scale_tokens, scale_channels) = (1, 1);
+            shape = SideShape { kind, dim, bits, scale_tokens, scale_channels, ..spread };
         }
         _ => {}
     }

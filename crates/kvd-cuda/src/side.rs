@@ -4,7 +4,7 @@ use crate::abi::SideShape;
 use crate::lanes::Lanes;
 use crate::lookup::{self, ALL_ENTRIES, Entries};
 use crate::spread::{self, Allocation};
-use crate::table::Table;
+use crate::table::{CodebookRoom, Table};
 use kvd_codec::{CodeLayout, GroupAxis, HeadSide, LaneTable, Stored, UniformMode};
 use kvd_core::{DType, Geometry, RopePairing, Side};
 
@@ -173,6 +173,7 @@ fn shape(kernel: Kernel, dim: usize, bits: u32) -> SideShape {
         book_dim: 1,
         stages: 1,
         sets: 1,
+        parts: 1,
         ..SideShape::default()
     }
 }
@@ -228,15 +229,15 @@ pub(crate) struct LayerTables {
     lanes: Vec<(u64, usize)>,
 }
 
-/// How a head's pages are read. What kernels look values up in goes to `tables`; of codebooks at
-/// most `table_bytes` are to stand in shared memory. `trained` are the Huffman tables so far.
+/// How a head's pages are read. What kernels look values up in goes to `tables`; of codebooks what
+/// `room` says is to stand in registers and shared memory. `trained` are the Huffman tables so far.
 pub(crate) fn head_shapes(
     (side, which): (&HeadSide, Side),
     trained: &[LaneTable],
     tables: &mut LayerTables,
-    table_bytes: usize,
+    room: CodebookRoom,
 ) -> Result<HeadShapes, &'static str> {
-    let (kernel, shape) = page_shape((side, which), &mut tables.bytes, table_bytes)?;
+    let (kernel, shape) = page_shape((side, which), &mut tables.bytes, room)?;
     let Some(runs) = side.lane_runs() else {
         return Ok(HeadShapes { kernel, versions: vec![shape] });
     };
@@ -282,7 +283,7 @@ fn uniform_shape(
 fn page_shape(
     (side, which): (&HeadSide, Side),
     tables: &mut Vec<u8>,
-    table_bytes: usize,
+    room: CodebookRoom,
 ) -> Result<(Kernel, SideShape), &'static str> {
     let dim = side.dim();
     let page = Geometry::BLOCK_TOKENS_MAX as usize;
@@ -300,8 +301,8 @@ fn page_shape(
             shape.book_dim = vq.dim() as u32;
             shape.stages = vq.stages() as u32;
             shape.sets = if vq.is_grouped() { vq.positions() as u32 } else { 1 };
-            Table::new(tables, &mut shape).codebooks(vq, table_bytes);
-            lookup::place(Entries::codebooks(vq), tables, &mut shape, table_bytes);
+            Table::new(tables, &mut shape).codebooks(vq, which, room);
+            lookup::place(Entries::codebooks(vq), tables, &mut shape, room.bytes);
             (Kernel::Vq, shape)
         }
         Stored::Polar { angle_bits, radius_bits, group, steps, directions, pairing } => {

@@ -3,8 +3,78 @@
 
 use crate::abi::SideShape;
 use crate::side::{COPY_BYTES, RUNS_MAX};
-use kvd_codec::Vq;
-use kvd_core::DType;
+use kvd_codec::{ModelCodec, Vq};
+use kvd_core::{DType, LayerIndex, Side};
+
+/// Entries of a codebook that the lanes of a warp hold in registers at most, one each.
+pub(crate) const HELD_MAX: u32 = 32;
+/// Codebooks, and pairs of channels of an entry, for which a lane has registers: `books.cuh`.
+const HELD_BOOKS: u32 = 2;
+const HELD_PAIRS: u32 = 4;
+
+/// What a thread block has for the codebooks of one side: [`crate::Plan::rooms`]. Nothing of it
+/// changes an answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CodebookRoom {
+    /// Shared memory, bytes.
+    pub bytes: usize,
+    /// First entries of each codebook that lanes hold in registers, where a kernel can.
+    pub registers: u32,
+    /// Whether lanes decode whole entries of values and exchange them by shuffles, where a kernel
+    /// can; else each reads its channels from shared memory.
+    pub exchange: bool,
+}
+
+impl CodebookRoom {
+    /// Of a side without codebooks.
+    pub(crate) const NONE: Self = Self { bytes: 0, registers: 0, exchange: false };
+
+    /// What both have.
+    pub(crate) fn least(self, other: Self) -> Self {
+        Self {
+            bytes: self.bytes.min(other.bytes),
+            registers: self.registers.min(other.registers),
+            exchange: self.exchange && other.exchange,
+        }
+    }
+}
+
+/// So much shared memory, and registers for whatever kernels can hold in them.
+impl From<usize> for CodebookRoom {
+    fn from(bytes: usize) -> Self {
+        Self { bytes, registers: HELD_MAX, exchange: true }
+    }
+}
+
+/// Pairs of channels of an entry that lanes can take at once and exchange; 0 where they cannot.
+pub(crate) fn entry_pairs(dim: u32) -> u32 {
+    let pairs = dim / 2;
+    let fits = dim.is_multiple_of(2) && pairs.is_power_of_two() && pairs <= HELD_PAIRS;
+    if fits { pairs } else { 0 }
+}
+
+/// Registers of a lane that hold an entry of each codebook; 0 where there are too many codebooks,
+/// or lanes do not take whole entries.
+pub(crate) fn held_registers(pairs: u32, stages: u32, sets: u32) -> u32 {
+    if sets == 1 && stages <= HELD_BOOKS { pairs * stages } else { 0 }
+}
+
+/// Shares a side's channels among thread blocks, as many as divide its codebook sets, at most
+/// `parts`; each has in shared memory what fits `bytes` of its own codebooks.
+pub(crate) fn split_channels(shape: &mut SideShape, parts: u32, bytes: usize) {
+    let parts = (1..=parts.min(shape.sets)).rev().find(|parts| shape.sets.is_multiple_of(*parts));
+    shape.parts = parts.unwrap_or(1);
+    cache(shape, bytes);
+}
+
+/// As many entries behind those in registers as fit `bytes` are to stand in shared memory.
+fn cache(shape: &mut SideShape, bytes: usize) {
+    let of_part = shape.sets / shape.parts;
+    let entry_bytes = 2 * (shape.book_dim * shape.stages * of_part) as usize;
+    let count = (bytes / entry_bytes).min((1 << shape.bits) - shape.held as usize);
+    shape.cached = shape.held + count as u32;
+    shape.table_bytes = (count * entry_bytes) as u32;
+}
 
 /// One side's table, appended to those of its layer. Its place and size are kept in the shape.
 pub(crate) struct Table<'a> {
@@ -36,9 +106,8 @@ impl<'a> Table<'a> {
         self.end()
     }
 
-    /// Codebooks, f16, `[sets, stages, entries, channels]`; in shared memory as many of the most
-    /// used entries of each as fit `table_bytes`.
-    pub(crate) fn codebooks(self, vq: &Vq, table_bytes: usize) {
+    /// Codebooks, f16, `[sets, stages, entries, channels]`; `room` says what is kept where.
+    pub(crate) fn codebooks(self, vq: &Vq, side: Side, room: CodebookRoom) {
         for set in 0..self.shape.sets as usize {
             for stage in 0..vq.stages() {
                 let entries = vq.codebook(stage, set).entries();
@@ -47,14 +116,25 @@ impl<'a> Table<'a> {
                 DType::F16.narrow(entries, &mut self.tables[start..]);
             }
         }
-        let entry_bytes = 2 * vq.dim() * vq.stages() * self.shape.sets as usize;
-        let cached = (table_bytes / entry_bytes).min(1 << self.shape.bits);
-        self.shape.cached = cached as u32;
-        self.shape.table_bytes = (cached * entry_bytes) as u32;
+        let shape = self.shape;
+        // Of keys a lane has all channels of a token anyway.
+        let whole = side == Side::Key || room.exchange;
+        shape.entry_pairs = if whole { entry_pairs(shape.book_dim) } else { 0 };
+        let holds = held_registers(shape.entry_pairs, shape.stages, shape.sets) > 0;
+        shape.held = if holds { room.registers.min(HELD_MAX).min(1 << shape.bits) } else { 0 };
+        cache(shape, room.bytes);
     }
 
     fn end(self) -> Self {
         self.shape.table_bytes = (self.tables.len() as u64 - self.shape.table) as u32;
         self
     }
+}
+
+/// Huffman tables of a layer.
+pub(crate) fn versions(codec: &ModelCodec, layer: LayerIndex) -> usize {
+    let of_head = |head| {
+        Side::BOTH.map(|side| codec.trained_tables(layer, side, head).len()).iter().sum::<usize>()
+    };
+    (0..codec.geometry().kv_heads as usize).map(of_head).sum()
 }

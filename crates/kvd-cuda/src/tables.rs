@@ -5,13 +5,17 @@ mod queries;
 
 use crate::PlanError;
 use crate::abi::{COEFFICIENTS, PageEntry, SideShape, Unit};
+use crate::buffers::{BUFFERS_MIN, PLACES_BYTES, Staging};
 use crate::lanes::{SharedMemory, decoding};
 use crate::lookup;
-use crate::products::{looks_up, on_tensor_cores, resident, spread_table, variant, work_bytes};
+use crate::products::{
+    looks_up, on_tensor_cores, resident, rows_of_kernel, spread_table, variant, work_bytes,
+};
 use crate::side::{
     COPY_BYTES, HeadShapes, Kernel, LayerTables, Pair, ROWS, TILE_TOKENS, Variant, fallback_shape,
-    head_shapes, rows_of, rows_shape, stage_bytes,
+    head_shapes, rows_shape, stage_bytes,
 };
+use crate::table::{CodebookRoom, split_channels, versions};
 use crate::turn::TurnUnit;
 use kvd_codec::{HEADER_BYTES, ModelCodec, PageHeader};
 use kvd_compute::{AttendPlan, PlanPart, PlanQuery, Source};
@@ -33,6 +37,9 @@ pub struct Options {
     pub parts_per_unit: usize,
     /// The GPU's shared memory: how many Huffman codes are decoded at once.
     pub shared: SharedMemory,
+    /// Units among which the channels of values are split at most, where codebooks belong to groups
+    /// of channels and no tensor cores sum them; at least 1.
+    pub channel_split: u32,
 }
 
 /// How the heads of one layer are stored, and what their kernels look values up in. Made once per
@@ -42,28 +49,32 @@ pub struct Shapes {
     /// Codebooks, levels, directions: goes to the device as it is.
     pub tables: Vec<u8>,
     layer: LayerIndex,
+    /// Of keys and of values.
+    rooms: [CodebookRoom; 2],
     heads: Vec<[Result<HeadShapes, &'static str>; 2]>,
     /// Huffman tables that it was made with.
     versions: usize,
 }
 
 impl Shapes {
-    /// Of a layer. Codebooks of keys and values take at most `table_bytes` of shared memory.
+    /// Of a layer. Codebooks of keys and values are kept where `rooms` says, or in that many bytes
+    /// of shared memory and what registers there are.
     #[must_use]
-    pub fn new(codec: &ModelCodec, layer: LayerIndex, table_bytes: [usize; 2]) -> Self {
+    pub fn new(codec: &ModelCodec, layer: LayerIndex, rooms: [impl Into<CodebookRoom>; 2]) -> Self {
+        let rooms = rooms.map(Into::into);
         let mut tables = LayerTables::default();
         let heads = (0..codec.geometry().kv_heads as usize).map(|head| {
             Side::BOTH.map(|side| {
                 let trained = codec.trained_tables(layer, side, head);
                 let of_head = (codec.head(layer, side, head), side);
-                head_shapes(of_head, trained, &mut tables, table_bytes[side.index()])
+                head_shapes(of_head, trained, &mut tables, rooms[side.index()])
             })
         });
         let heads = heads.collect();
         let mut tables = tables.bytes;
         // An address that is given to a kernel is one of something.
         tables.resize(tables.len().next_multiple_of(COPY_BYTES).max(COPY_BYTES), 0);
-        Self { tables, layer, heads, versions: versions(codec, layer) }
+        Self { tables, layer, rooms, heads, versions: versions(codec, layer) }
     }
 
     /// Whether no Huffman table was built since it was made.
@@ -96,14 +107,6 @@ impl Shapes {
     }
 }
 
-/// Huffman tables of a layer.
-fn versions(codec: &ModelCodec, layer: LayerIndex) -> usize {
-    let of_head = |head| {
-        Side::BOTH.map(|side| codec.trained_tables(layer, side, head).len()).iter().sum::<usize>()
-    };
-    (0..codec.geometry().kv_heads as usize).map(of_head).sum()
-}
-
 /// One launch of `kvd_attend_*`.
 #[derive(Clone, Debug)]
 pub struct Launch {
@@ -125,6 +128,8 @@ pub struct Launch {
     pub key_chunk: u32,
     /// As in [`crate::AttendParameters`].
     pub value_chunk: u32,
+    /// As in [`crate::AttendParameters`].
+    pub buffers: u32,
     /// Dynamic shared memory, bytes.
     pub shared_bytes: usize,
 }
@@ -176,7 +181,7 @@ struct Builder<'a> {
     q: Option<Vec<f32>>,
     options: Options,
     tables: Tables,
-    units: BTreeMap<LaunchKey, (Vec<Unit>, [usize; 8])>,
+    units: BTreeMap<LaunchKey, (Vec<Unit>, [usize; 9])>,
     /// Partial results of each output row.
     rows: Vec<Vec<u32>>,
 }
@@ -346,10 +351,11 @@ impl Builder<'_> {
     ) -> Result<(), PlanError> {
         let sides = parts[0].0;
         let first_page = self.tables.pages.len() as u32;
-        let mut tokens = 0;
+        let (mut tokens, mut tile) = (0, 0);
         for (_, part) in parts {
             let entry = self.entry(part, rows.head)?;
             tokens = tokens.max(entry.tokens as usize);
+            tile = tile.max(self.tile_bytes(&entry));
             self.tables.pages.push(entry);
         }
         let most = ROWS[ROWS.len() - 1] as usize;
@@ -379,17 +385,35 @@ impl Builder<'_> {
                 self.rows[out].push((partial + row - first_row) as u32 | mark);
             }
             self.tables.partials += count;
-            self.push(&sides, unit, tokens);
+            self.push(&sides, unit, (tokens, tile));
         }
         Ok(())
     }
 
-    fn push(&mut self, sides: &Sides, unit: Unit, tokens: usize) {
+    /// Bytes of a full tile of a page, or of rows as they came.
+    fn tile_bytes(&self, entry: &PageEntry) -> usize {
+        let payload = (entry.key_bytes + entry.value_bytes + entry.gain_bytes) as usize;
+        match payload {
+            0 => {
+                let layout = self.codec.geometry().raw_layout(1);
+                let row = Side::BOTH.iter().map(|side| layout.row_bytes(*side)).sum::<u64>();
+                TILE_TOKENS * row as usize
+            }
+            _ => payload * TILE_TOKENS / (entry.tokens as usize).max(1),
+        }
+    }
+
+    fn push(&mut self, sides: &Sides, unit: Unit, (tokens, tile): (usize, usize)) {
         let [keys, values] = sides.kernels;
         let huffman = unit.key.stride > 0 || unit.value.stride > 0;
         let pair = Pair { keys, values, huffman };
         let variant = variant(pair, &unit.key, &unit.value);
-        let rows = if variant == Variant::Any { ROWS[2] } else { rows_of(unit.rows) };
+        let mut unit = unit;
+        if variant != Variant::Own && values == Kernel::Vq {
+            let room = self.shapes.rooms[Side::Value.index()];
+            split_channels(&mut unit.value, self.options.channel_split, room.bytes);
+        }
+        let rows = rows_of_kernel(variant, unit.rows);
         let work = |side, shape| work_bytes((pair, variant), side, shape, rows as usize);
         let work = [work(Side::Key, &unit.key), work(Side::Value, &unit.value)];
         let (units, sizes) = self.units.entry((pair, variant, rows)).or_default();
@@ -412,11 +436,14 @@ impl Builder<'_> {
             unit.value.chunk_bytes as usize,
             work[0],
             work[1],
+            tile,
         ];
         for (size, needed) in sizes.iter_mut().zip(needed) {
             *size = (*size).max(needed);
         }
-        units.push(unit);
+        for part in 0..unit.value.parts {
+            units.push(Unit { value: SideShape { part, ..unit.value }, ..unit });
+        }
     }
 
     fn finish(mut self) -> Tables {
@@ -427,7 +454,7 @@ impl Builder<'_> {
         let dim = self.codec.geometry().head_dim(Side::Key);
         for ((pair, variant, rows), (units, sizes)) in self.units {
             let [key_stage, value_stage, key_table, value_table, ..] = sizes;
-            let [.., key_chunk, value_chunk, key_work, value_work] = sizes;
+            let [.., key_chunk, value_chunk, key_work, value_work, tile] = sizes;
             let sizes = [key_stage, value_stage, key_table, value_table];
             let tensor = on_tensor_cores((pair, variant));
             let floats = fixed_floats(rows as usize, dim, tensor);
@@ -435,6 +462,9 @@ impl Builder<'_> {
             let (resident, _) = resident(pair.huffman);
             let room = (self.options.shared, resident);
             let (chunks, bytes) = decoding([key_chunk, value_chunk], other, room);
+            let buffer = key_stage + value_stage + GAIN_STAGE;
+            let staging = Staging { block: other + bytes, buffer, tile, huffman: pair.huffman };
+            let buffers = staging.buffers(room);
             self.tables.launches.push(Launch {
                 kernel: pair.kernel(variant, rows),
                 units,
@@ -445,7 +475,8 @@ impl Builder<'_> {
                 chunks: chunks as u32,
                 key_chunk: key_chunk as u32,
                 value_chunk: value_chunk as u32,
-                shared_bytes: other + bytes,
+                buffers: buffers as u32,
+                shared_bytes: other + bytes + (buffers - BUFFERS_MIN) * buffer,
             });
         }
         self.tables
@@ -460,8 +491,9 @@ pub(crate) fn fixed_floats(rows: usize, dim: usize, tensor: bool) -> usize {
     query.next_multiple_of(4) + rows * (sums + TILE_TOKENS) + rows.next_multiple_of(4)
 }
 
-/// Shared memory of a thread block, decoding and products apart.
+/// Shared memory of a thread block with [`BUFFERS_MIN`] buffers, decoding and products apart.
 fn shared_bytes(floats: usize, sizes: [usize; 4]) -> usize {
     let [key_stage, value_stage, key_table, value_table] = sizes;
-    4 * floats + key_table + value_table + 2 * (key_stage + value_stage + GAIN_STAGE)
+    let staged = BUFFERS_MIN * (key_stage + value_stage + GAIN_STAGE);
+    4 * floats + key_table + value_table + PLACES_BYTES + staged
 }

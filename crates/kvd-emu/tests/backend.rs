@@ -12,11 +12,12 @@ mod streams;
 mod suite;
 
 use driver::{EmuDriver, Fail, Planted, Watch};
+use kvd_codec::ModelCodec;
 use kvd_compute::{
     Backend, EncodeSource, IncomingRows, LoadPlan, PlanPart, RawTarget, RegionHandle, Source,
 };
 use kvd_core::{Coded, DType, ErrorCode, Extent, LayerIndex, ModelId, RopePairing};
-use kvd_cuda::{CudaBackend, CudaOpenError, CudaOptions, DriverError};
+use kvd_cuda::{CudaBackend, CudaOpenError, CudaOptions, DriverError, Limits, Workload, plan};
 use kvd_emu::{Memory, Order, available};
 use parking_lot::Mutex;
 use std::sync::Arc;
@@ -73,7 +74,16 @@ fn with_codec(
     options: CudaOptions,
 ) -> (CudaBackend, Arc<Mutex<Watch>>, PlanPart) {
     let (mut backend, watch) = open(Order::Ascending, pace, options);
-    let codec = suite::codec(text, RopePairing::Half);
+    let part = write_rows(&mut backend, suite::codec(text, RopePairing::Half), value);
+    (backend, watch, part)
+}
+
+/// A model with eight rows in a raw slot, and a part that names them.
+fn write_rows(
+    backend: &mut CudaBackend,
+    codec: ModelCodec,
+    value: impl Fn(u32) -> f32,
+) -> PlanPart {
     let layout = codec.geometry().raw_layout(8);
     backend.register(ModelId(1), codec);
     let extent = Extent { offset: 4096, len: layout.size_bytes() };
@@ -82,7 +92,7 @@ fn with_codec(
     let to = RawTarget { extent, capacity_rows: 8, first_row: 0 };
     backend.write(ModelId(1), &rows, 0, 8, to).unwrap();
     let source = Source::Raw { extent, capacity_rows: 8, first_row: 0 };
-    (backend, watch, PlanPart { first_token: 0, rows: 8, source })
+    PlanPart { first_token: 0, rows: 8, source }
 }
 
 fn load(backend: &mut CudaBackend, part: &PlanPart) -> Result<Vec<u8>, ErrorCode> {
@@ -136,6 +146,37 @@ fn memory_that_runs_out_later_is_an_answer_and_the_device_goes_on() {
     backend.attend(&plan).unwrap();
     drop(backend);
     assert_eq!(watch.lock().live, 0);
+}
+
+/// Thread blocks of the attention kernel over twelve parts of two heads, on two multiprocessors,
+/// and what is planned of them.
+fn units_on_two_multiprocessors(text: &str) -> (u32, u32) {
+    let limits = Limits { multiprocessors: 2, ..Limits::h100() };
+    let (driver, watch) = EmuDriver::new(Order::Ascending, Pace::Late);
+    let driver = Box::new(driver.with_limits(limits.clone()));
+    let mut backend = CudaBackend::open(driver, &[b"kernels"], OPTIONS).unwrap();
+    let codec = suite::codec(text, RopePairing::Half);
+    let (spec, geometry) = (codec.spec().clone(), codec.geometry().clone());
+    let part = write_rows(&mut backend, codec, |i| i as f32 / 7.0);
+    let ask = suite::attend_plan(vec![part; 12], 1);
+    backend.attend(&ask).unwrap();
+    let watch = watch.lock();
+    let at = watch.kernels.iter().position(|kernel| kernel.starts_with("kvd_attend_")).unwrap();
+    // Query rows as the heads of one token: as many for the kernels.
+    let (group, tokens) = (2 * ask.queries[0].n_q, 12 * geometry.block_tokens);
+    let workload = Workload { geometry, group, batch: 1, tokens };
+    (watch.blocks[at], 2 * plan(&spec, &workload, &limits).unwrap().splits)
+}
+
+#[test]
+fn thread_blocks_are_as_many_as_the_codec_s_kernels_leave_room_for() {
+    if !available() {
+        return;
+    }
+    let [kivi, kvd] = ["kivi-4", "kvd-2"].map(units_on_two_multiprocessors);
+    assert_eq!((kivi.0, kvd.0), (kivi.1, kvd.1));
+    // Four of them to a multiprocessor, or two that decode four chunks of each side.
+    assert_eq!((kivi.0, kvd.0), (8, 4));
 }
 
 /// A handle on memory that this process plays the worker with.

@@ -55,7 +55,7 @@ fn planned(
     stored: &Stored,
     (device, group): (&Limits, usize),
     [tokens, batch, kv_heads]: [u32; 3],
-) -> (Value, [usize; 2], usize) {
+) -> (Value, [CodebookRoom; 2], usize) {
     let geometry =
         Geometry { kv_heads, block_tokens: BLOCK_TOKENS as u32, ..stored.codec.geometry().clone() };
     let workload = Workload { geometry, group: group as u32, batch, tokens };
@@ -72,7 +72,7 @@ fn planned(
             "blocks_per_sm": plan.occupancy.blocks,
         },
     });
-    (of_workload, plan.table_bytes.map(|bytes| bytes as usize), plan.parts_per_unit as usize)
+    (of_workload, plan.rooms(), plan.parts_per_unit as usize)
 }
 
 /// Writes `<codec>.json` and `<codec>.bin`, with the shape in their names where it is another.
@@ -90,13 +90,14 @@ fn write(
     let stored = Stored::new(&geometry(dim, dim, DType::F16), codec, &layout, value);
     let plans: Vec<_> =
         workloads.iter().map(|workload| planned(&stored, (device, group), *workload)).collect();
-    let table_bytes = plans[0].1;
-    assert!(plans.iter().all(|plan| plan.1 == table_bytes), "{codec}: one size of tables");
+    let rooms = plans[0].1;
+    assert!(plans.iter().all(|plan| plan.1 == rooms), "{codec}: one room for tables");
     let ask = Ask::last(group, stored.tokens).plan(&stored, |i| noise(99 + i));
-    let shapes = Shapes::new(&stored.codec, ask.layer, table_bytes);
+    let shapes = Shapes::new(&stored.codec, ask.layer, rooms);
     let header = |offset: u64| stored.headers.get(&offset).copied();
     // One unit a head, which the benchmark cuts as the plan has it.
-    let options = Options { parts_per_unit: BLOCKS, shared: device.shared() };
+    let options =
+        Options { parts_per_unit: BLOCKS, shared: device.shared(), channel_split: 1 };
     let tables = Tables::new(&ask, &stored.codec, &shapes, &header, options).unwrap();
     let [launch] = &tables.launches[..] else { panic!("{codec}: one kind of page") };
     let merged = run_tables(&stored, &shapes, &tables, Order::Ascending).unwrap();

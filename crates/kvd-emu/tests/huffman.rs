@@ -200,7 +200,8 @@ fn thread_blocks_with_little_shared_memory_decode_fewer_chunks_at_once() {
     let mut sizes = Vec::new();
     // Of a block, of a multiprocessor: 4 chunks, 2, 1, and 2 in two blocks rather than 4 in one.
     for (block, multiprocessor) in [(227, 228), (70, 70), (45, 45), (227, 160)] {
-        let shared = SharedMemory { block: block << 10, multiprocessor: multiprocessor << 10 };
+        let (block, multiprocessor) = (block << 10, multiprocessor << 10);
+        let shared = SharedMemory { block, multiprocessor, under_way: 0 };
         let (answer, bytes) = run_within(&stored, &plan, shared, Order::Random(3)).unwrap();
         check(&answer, &wanted, &format!("{shared:?}"));
         assert!(bytes <= shared.block, "{bytes} of {shared:?}");

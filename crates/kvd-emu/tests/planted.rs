@@ -112,6 +112,28 @@ fn copies_read_before_their_wait_show() {
 }
 
 #[test]
+fn copies_in_turns_show_what_is_read_too_early_and_what_is_overwritten() {
+    if !available() {
+        return;
+    }
+    for order in Order::EACH {
+        assert_eq!(run("planted_in_turns", order).unwrap(), reversed(), "{order:?}");
+    }
+    if sanitized("thread") {
+        return;
+    }
+    for order in Order::EACH {
+        // Of some threads, as others run ahead.
+        let words = run("planted_early_turn", order).unwrap();
+        assert!(words.contains(&u32::MAX), "{order:?}: {words:?}");
+    }
+    // Where the thread that copies runs before those that still read.
+    let words = run("planted_reused_buffer", Order::Ascending).unwrap();
+    assert_ne!(words, reversed());
+    assert!(words.contains(&u32::MAX));
+}
+
+#[test]
 fn unknown_kernels_and_wrong_parameters_are_reported() {
     if !available() {
         return;
@@ -176,7 +198,13 @@ fn races_are_seen_by_the_sanitizer() {
         eprintln!("SKIP races: built without KVD_EMU_SANITIZE=thread");
         return;
     }
-    for kernel in ["planted_racing_lanes", "planted_missing_barrier", "planted_early_read"] {
+    for kernel in [
+        "planted_racing_lanes",
+        "planted_missing_barrier",
+        "planted_early_read",
+        "planted_early_turn",
+        "planted_reused_buffer",
+    ] {
         let text = ended_by_a_sanitizer("races_are_seen_by_the_sanitizer", kernel);
         let Some(text) = text else { return };
         assert!(text.contains("ThreadSanitizer: data race"), "{kernel}: {text}");

@@ -14,7 +14,8 @@ use kvd_emu::{Grid, Memory, Order, available, launch};
 const LAYER: LayerIndex = LayerIndex(0);
 /// Where a page's payload begins, behind the checksum.
 const CHECKSUM_END: usize = 32;
-const SHARED: SharedMemory = SharedMemory { block: 227 << 10, multiprocessor: 228 << 10 };
+const SHARED: SharedMemory =
+    SharedMemory { block: 227 << 10, multiprocessor: 228 << 10, under_way: 0 };
 
 /// Numbers from head to head: none has more values.
 const HEAD_VALUES: usize = 10_000;
@@ -383,7 +384,7 @@ fn pages_over_the_shared_memory_are_encoded_beside_it() {
     if !available() {
         return;
     }
-    let little = SharedMemory { block: 24 << 10, multiprocessor: 64 << 10 };
+    let little = SharedMemory { block: 24 << 10, multiprocessor: 64 << 10, under_way: 0 };
     for text in ["kivi-4", "vecinfer-2", "k=mean+pca/lloyd(b=4); v=gain/fp8", "kvd-2-fast", "kvd-3"]
     {
         let blocks = Blocks::new([64, 128], DType::F16, text, &TAILS);

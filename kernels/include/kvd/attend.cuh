@@ -1,6 +1,7 @@
 // The attention loop: one for every codec. Reads pages through a block table of offsets, in tiles
-// of 32 tokens that are copied into shared memory while the tile before is worked on; a tile is read
-// once for all query rows of the unit (grouped queries, several query tokens). Online softmax
+// of 32 tokens that are copied into shared memory while those before are worked on, as many ahead as
+// there are buffers but one; a tile is read once for all query rows of the unit (grouped queries, several
+// query tokens). Online softmax
 // (Milakov and Gimelshein, 1805.02867) over a part of the stored range per unit (split-K,
 // FlashDecoding); merge.cuh adds the parts up. Meaning: design section 4, and the CPU's
 // kvd-compute/src/cpu/attend.rs. A codec side is a struct with three verbs: `prepare` once per
@@ -49,6 +50,17 @@ KVD_DEVICE void stage(const SideShape& side, const Tile& tile, uint8_t* to, unsi
         KVD_EXPECT(used + bytes <= capacity);
         stage_bytes(to + used, from, span.len);
         used += bytes;
+    }
+}
+
+// Waits until the oldest of the tiles that this thread copies is there: all are under way but one.
+KVD_DEVICE void wait_for_tile(unsigned buffers) {
+    if (buffers == 2) {
+        copy_async_wait<0>();
+    } else if (buffers == 3) {
+        copy_async_wait<1>();
+    } else {
+        copy_async_wait<BUFFERS_MAX - 2>();
     }
 }
 
@@ -138,7 +150,8 @@ struct Softmax {
 };
 
 // One unit. Three barriers per tile: the staged bytes are complete, the scores, the weights; each
-// also keeps a buffer from being overwritten while a slower warp still reads it. `CODED`: a side may
+// also keeps a buffer from being overwritten while a slower warp still reads it: the first is behind
+// the last tile, whose buffer is filled next. `CODED`: a side may
 // hold Huffman codes, and a fourth barrier follows where chunks are decoded, or tiles are spread.
 template <class Key, class Value, int ROWS, bool CODED>
 KVD_DEVICE void attend(const AttendParameters& parameters, uint8_t* memory) {
@@ -149,8 +162,11 @@ KVD_DEVICE void attend(const AttendParameters& parameters, uint8_t* memory) {
     constexpr unsigned SUMS_OF_ROW =
         SUMS < Sums<Value, ROWS>::SUMS_OF_ROW ? Sums<Value, ROWS>::SUMS_OF_ROW : SUMS;
     constexpr bool COPIES = Scores<Key, ROWS>::COPIES_QUERY;
+    // Huffman codes come through rings of their own; what is staged beside them is little.
+    const unsigned buffers = CODED ? 2 : parameters.buffers;
+    KVD_EXPECT(buffers >= 2 && buffers <= BUFFERS_MAX);
     const AttendShared<ROWS> shared(memory, parameters, unit, COPIES, SUMS_OF_ROW, value_work,
-                                    CODED);
+                                    CODED, buffers);
     const unsigned stage_size = parameters.key_stage + parameters.value_stage;
     KVD_EXPECT(unit.rows <= ROWS && unit.value.dim <= CHANNELS_PER_THREAD * ATTEND_THREADS);
 
@@ -165,37 +181,43 @@ KVD_DEVICE void attend(const AttendParameters& parameters, uint8_t* memory) {
 
     // The union of what the rows see: the first row's start, the last row's end.
     const Range seen = {visible(unit, 0).from, visible(unit, unit.rows - 1).to};
-    Scores<Key, ROWS> scores(shared, unit.key);
+    Scores<Key, ROWS> scores(shared, parameters, unit.key);
     Softmax<ROWS, Scores<Key, ROWS>::PARTS> softmax;
     Sums<Value, ROWS> sums(shared, parameters, unit);
     unsigned index = 0;
     unsigned tile = 0;
-    Place next;
-    bool more = seek(parameters, unit, seen, index, tile, next);
+    // Starts copying the next seen tile to a buffer; its place is no page behind the last. What is
+    // committed is counted, so it is also where nothing is copied.
     const auto start = [&](unsigned buffer) {
-        uint8_t* to = shared.stages + buffer * stage_size;
-        const Tile keys = decoder.tile(next, true, to);
-        stage<Key>(unit.key, keys, to, parameters.key_stage);
-        to += parameters.key_stage;
-        const Tile values = decoder.tile(next, false, to);
-        stage<Value>(unit.value, values, to, parameters.value_stage);
-        const Span gains = gain_span(*next.page, next.tile);
-        stage_bytes(shared.gains + buffer * GAIN_STAGE, values.payload + gains.offset, gains.len);
+        Place next = {nullptr, 0, 0, 0};
+        if (seek(parameters, unit, seen, index, tile, next)) {
+            tile++;
+            uint8_t* to = shared.stages + buffer * stage_size;
+            const Tile keys = decoder.tile(next, true, to);
+            stage<Key>(unit.key, keys, to, parameters.key_stage);
+            to += parameters.key_stage;
+            const Tile values = decoder.tile(next, false, to);
+            stage<Value>(unit.value, values, to, parameters.value_stage);
+            const Span gains = gain_span(*next.page, next.tile);
+            stage_bytes(shared.gains + buffer * GAIN_STAGE, values.payload + gains.offset, gains.len);
+        }
+        if (thread_index() == 0) {
+            shared.places[buffer] = next;
+        }
         copy_async_commit();
     };
-    if (more) {
-        start(0);
+    for (unsigned buffer = 0; buffer + 1 < buffers; buffer++) {
+        start(buffer);
     }
-    for (unsigned buffer = 0; more; buffer ^= 1) {
-        copy_async_wait<0>();
+    for (unsigned buffer = 0;; buffer = buffer + 1 == buffers ? 0 : buffer + 1) {
+        wait_for_tile(buffers);
         KVD_BARRIER();
-        const Place place = next;
-        decoder.advance(seen, index, place, [&]() { sums.settle(parameters, unit); });
-        tile++;
-        more = seek(parameters, unit, seen, index, tile, next);
-        if (more) {
-            start(buffer ^ 1);
+        const Place place = shared.places[buffer];
+        if (place.page == nullptr) {
+            break;
         }
+        decoder.advance(seen, place, [&]() { sums.settle(parameters, unit); });
+        start(buffer == 0 ? buffers - 1 : buffer - 1);
         const uint8_t* at = shared.stages + buffer * stage_size;
         Tile keys = decoder.tile(place, true, at);
         const bool folds = scores.folds(unit.key);
@@ -227,7 +249,8 @@ KVD_DEVICE void attend(const AttendParameters& parameters, uint8_t* memory) {
     sums.write(shared, parameters, unit);
     for (unsigned own = 0; own < softmax.OWNED; own++) {
         const unsigned row = own * ATTEND_WARPS + warp_index();
-        if (row < unit.rows && lane_index() == 0) {
+        // Thread blocks that share the channels of the values have the same.
+        if (row < unit.rows && lane_index() == 0 && unit.value.part == 0) {
             parameters.stats[2 * (unit.partial + row)] = softmax.max[own];
             parameters.stats[2 * (unit.partial + row) + 1] = softmax.sum[own];
         }

@@ -117,10 +117,10 @@ struct Decoder {
                       : value_chunks + slot * parameters.value_chunk;
     }
 
-    // Goes on to a tile of page `index` of the unit, all threads together: when its chunk is not
-    // decoded yet, it and the next ones are. `before` is called first.
+    // Goes on to a tile of the unit, all threads together: when its chunk is not decoded yet, it and
+    // the next ones are. `before` is called first.
     template <class Before>
-    KVD_DEVICE void advance(Range seen, unsigned index, const Place& place, Before before) {
+    KVD_DEVICE void advance(Range seen, const Place& place, Before before) {
         if (!CODED || (page == place.page && chunk == place.tile / CHUNK_TILES)) {
             return;
         }
@@ -131,12 +131,12 @@ struct Decoder {
         if (slot >= parameters.chunks) {
             slot = 0;
             before();
-            decode(seen, index, place.tile);
+            decode(seen, unsigned(page - parameters.pages) - unit.first_page, place.tile);
             KVD_BARRIER();
         }
     }
 
-    // Decodes the chunk of a tile and those after it.
+    // Decodes the chunk of a tile of page `index` and those after it.
     KVD_DEVICE void decode(Range seen, unsigned index, unsigned tile) const {
         const unsigned half = 2 * warp_index() + lane_index() / CODE_LANES;
         const bool is_key = warp_index() < CHUNKS_MAX / 2;

@@ -165,14 +165,9 @@ KVD_DEVICE Codes tile_codes(const SideShape& side, const Tile& tile, unsigned pa
     return {staged_span<Side>(side, tile, part), bits, tile.tokens, per_row, 0};
 }
 
-// Calls `use(position, code)` for the codes of this lane's token; positions are dealt to the warps
-// in fours.
+// Calls `use(position, code)` for the codes of a token; positions are dealt to the warps in fours.
 template <class Use>
-KVD_DEVICE void each_key_code(const Codes& codes, unsigned warps, Use use) {
-    const unsigned token = lane_index();
-    if (token >= codes.tokens) {
-        return;
-    }
+KVD_DEVICE void each_code_of(const Codes& codes, unsigned token, unsigned warps, Use use) {
     const bool words = codes.words();
     const unsigned end = codes.per_row;
     for (unsigned first = warp_index() * CODE_GROUP; first < end; first += warps * CODE_GROUP) {
@@ -180,6 +175,14 @@ KVD_DEVICE void each_key_code(const Codes& codes, unsigned warps, Use use) {
         for (unsigned at = first; at < least(end, first + CODE_GROUP); at++) {
             use(at, words ? four.code(at - first) : codes.one(codes.key_element(token, at)));
         }
+    }
+}
+
+// The same of this lane's token, by the lanes that have one.
+template <class Use>
+KVD_DEVICE void each_key_code(const Codes& codes, unsigned warps, Use use) {
+    if (lane_index() < codes.tokens) {
+        each_code_of(codes, lane_index(), warps, use);
     }
 }
 

@@ -44,7 +44,7 @@ struct SideShape {
     // Symmetric uniform: the largest magnitude of a code.
     uint32_t top;
     // VQ: channels of an entry, stages, codebook sets (1, or one per sub-vector), and the entries of
-    // each codebook, most used first, that stand in shared memory.
+    // each codebook, most used first, that registers hold or shared memory.
     uint32_t book_dim;
     uint32_t stages;
     uint32_t sets;
@@ -52,7 +52,7 @@ struct SideShape {
     // Polar: bits of the angle; whether channels `2i, 2i + 1` are a pair, and not `i, i + dim / 2`.
     uint32_t angle_bits;
     uint32_t interleaved;
-    // Bytes from `table` on that stand in shared memory; of VQ those of the cached entries.
+    // Bytes from `table` on that stand in shared memory; of VQ those of the entries that do.
     uint32_t table_bytes;
     // Huffman codes: codes of a decoded row, padded (huffman.cuh); 0 where codes have a fixed width.
     uint32_t stride;
@@ -77,6 +77,14 @@ struct SideShape {
     uint32_t spread_row;
     uint32_t spread_places;
     uint32_t spread_table;
+    // VQ on CUDA cores (books.cuh): entries of each codebook that lanes hold in registers, at most
+    // `cached`; pairs of channels of an entry that a lane takes at once, and of values exchanges with
+    // its neighbours, 0 where every lane reads its channel. Of values the thread blocks that share
+    // the channels, at least 1, and which of them this is.
+    uint32_t held;
+    uint32_t entry_pairs;
+    uint32_t parts;
+    uint32_t part;
 };
 
 // One page of one KV head, or rows as they came: an entry of the block table.
@@ -142,6 +150,9 @@ struct AttendParameters {
     uint32_t chunks;
     uint32_t key_chunk;
     uint32_t value_chunk;
+    // Tiles that have room in shared memory: one is worked on, the others are under way.
+    uint32_t buffers;
+    uint32_t unused;
 };
 
 // Bytes of a payload.

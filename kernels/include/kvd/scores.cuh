@@ -13,7 +13,7 @@ struct Scores {
     static constexpr unsigned PARTS = ATTEND_WARPS;
     static constexpr bool COPIES_QUERY = true;
 
-    KVD_DEVICE Scores(const AttendShared<ROWS>&, const SideShape&) {}
+    KVD_DEVICE Scores(const AttendShared<ROWS>&, const AttendParameters&, const SideShape&) {}
 
     KVD_DEVICE bool folds(const SideShape&) const { return false; }
     KVD_DEVICE void fold(const AttendShared<ROWS>&, const SideShape&, const Tile&) {}
@@ -61,7 +61,7 @@ struct Scores<Tensor<Side>, ROWS> {
     float largest[OWNED];
     bool folded;
 
-    KVD_DEVICE Scores(const AttendShared<ROWS>& shared, const SideShape&)
+    KVD_DEVICE Scores(const AttendShared<ROWS>& shared, const AttendParameters&, const SideShape&)
         : units(reinterpret_cast<float*>(shared.key_work)),
           bases(units + ROWS),
           starts(reinterpret_cast<int32_t*>(bases + ROWS)),

@@ -7,6 +7,10 @@ namespace kvd {
 
 // Bytes of one tile's gains, 4 bits per row wherever they begin.
 constexpr unsigned GAIN_STAGE = 2 * COPY_BYTES;
+// Tiles in shared memory at most, and where each is of the unit's pages.
+constexpr unsigned BUFFERS_MAX = 4;
+constexpr unsigned PLACES_BYTES = BUFFERS_MAX * sizeof(Place);
+static_assert(PLACES_BYTES % COPY_BYTES == 0, "what follows is copied to");
 
 // How a unit uses its shared memory; `shared_bytes` of kvd-cuda/src/tables.rs is its size.
 template <int ROWS>
@@ -22,6 +26,7 @@ struct AttendShared {
     uint8_t* key_table;
     uint8_t* value_table;
     uint8_t* gains;
+    Place* places;
     uint8_t* stages;
     uint8_t* coded;
     // What products on tensor cores need, tiles that are spread before it: of values, of keys, which end
@@ -33,7 +38,7 @@ struct AttendShared {
 
     KVD_DEVICE AttendShared(uint8_t* shared, const AttendParameters& parameters, const Unit& unit,
                             bool has_copy, unsigned sums_of_row, unsigned value_work_bytes,
-                            bool is_coded) {
+                            bool is_coded, unsigned buffers) {
         float* copy = reinterpret_cast<float*>(shared);
         query = has_copy ? copy : parameters.queries + uint64_t(unit.query) * unit.key.dim;
         query_rows = unit.rows;
@@ -43,8 +48,9 @@ struct AttendShared {
         key_table = reinterpret_cast<uint8_t*>(factors + (ROWS + 3) / 4 * 4);
         value_table = key_table + parameters.key_table;
         gains = value_table + parameters.value_table;
-        stages = gains + 2 * GAIN_STAGE;
-        coded = stages + 2 * (parameters.key_stage + parameters.value_stage);
+        places = reinterpret_cast<Place*>(gains + buffers * GAIN_STAGE);
+        stages = reinterpret_cast<uint8_t*>(places) + PLACES_BYTES;
+        coded = stages + buffers * (parameters.key_stage + parameters.value_stage);
         value_spread = coded + (is_coded ? decoder_bytes(parameters) : 0);
         value_work = value_spread + unit.value.spread_bytes;
         key_spread = value_work + value_work_bytes;

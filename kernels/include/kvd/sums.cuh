@@ -10,22 +10,31 @@ namespace kvd {
 // Value channels that a thread sums: head sizes up to 256.
 constexpr unsigned CHANNELS_PER_THREAD = 2;
 
-// The weighted values that a thread sums: a channel or two, over its slice of the tokens.
+// The weighted values that a thread sums: a channel or two, over its slice of the tokens. Where thread
+// blocks share the channels, of those of this one.
 template <class Value, int ROWS>
 struct Sums {
     // Floats of a row that are added up at the end.
     static constexpr unsigned SUMS_OF_ROW = ATTEND_THREADS;
 
     float out[CHANNELS_PER_THREAD][ROWS];
+    // Channels of the thread block, and the first of them; whether a thread's are neighbours.
+    unsigned channels;
+    unsigned first;
+    bool neighbours;
     unsigned width;
     unsigned slices;
 
     // Shared memory of it.
     KVD_DEVICE static unsigned work_bytes(const SideShape&) { return 0; }
 
-    KVD_DEVICE Sums(const AttendShared<ROWS>&, const AttendParameters&, const Unit& unit) {
-        const unsigned dim = unit.value.dim;
-        for (width = 1; width < dim && width < ATTEND_THREADS;) {
+    KVD_DEVICE Sums(const AttendShared<ROWS>&, const AttendParameters&, const Unit& unit,
+                    bool of_neighbours = false)
+        : channels(quotient(unit.value.dim, unit.value.parts)),
+          first(unit.value.part * channels),
+          neighbours(of_neighbours) {
+        const unsigned threads = neighbours ? channels / CHANNELS_PER_THREAD : channels;
+        for (width = 1; width < threads && width < ATTEND_THREADS;) {
             width *= 2;
         }
         slices = ATTEND_THREADS / width;
@@ -36,8 +45,10 @@ struct Sums {
         }
     }
 
+    // A channel of this thread, of those of the thread block.
     KVD_DEVICE unsigned channel(unsigned at) const {
-        return thread_index() % width + at * ATTEND_THREADS;
+        const unsigned place = thread_index() % width;
+        return neighbours ? CHANNELS_PER_THREAD * place + at : place + at * ATTEND_THREADS;
     }
 
     KVD_DEVICE void settle(const AttendParameters&, const Unit&) {}
@@ -46,15 +57,16 @@ struct Sums {
                            const AttendShared<ROWS>& shared) {
 #pragma unroll
         for (unsigned at = 0; at < CHANNELS_PER_THREAD; at++) {
-            if (channel(at) >= side.dim) {
+            if (channel(at) >= channels) {
                 break;
             }
 #pragma unroll
             for (int row = 0; row < ROWS; row++) {
                 out[at][row] *= shared.factors[row];
             }
-            Value::template accumulate<ROWS>(side, tile, channel(at), thread_index() / width,
-                                             slices, shared.weights, out[at]);
+            const unsigned slice = thread_index() / width;
+            Value::template accumulate<ROWS>(side, tile, first + channel(at), slice, slices,
+                                             shared.weights, out[at]);
         }
     }
 
@@ -69,7 +81,7 @@ struct Sums {
                 sums[row * ATTEND_THREADS + thread_index()] = out[at][row];
             }
             KVD_BARRIER();
-            if (thread_index() >= width || channel(at) >= dim) {
+            if (thread_index() >= width || channel(at) >= channels) {
                 continue;
             }
             for (unsigned row = 0; row < unit.rows; row++) {
@@ -77,7 +89,7 @@ struct Sums {
                 for (unsigned slice = 0; slice < slices; slice++) {
                     sum += sums[row * ATTEND_THREADS + slice * width + thread_index()];
                 }
-                parameters.out[uint64_t(unit.partial + row) * dim + channel(at)] = sum;
+                parameters.out[uint64_t(unit.partial + row) * dim + first + channel(at)] = sum;
             }
         }
     }

@@ -1,9 +1,9 @@
 // Vector quantization: a code is the index of a codebook entry of `book_dim` channels; with stages
 // a sub-vector is the sum of one entry of each (VecInfer 2510.06175 section 2.2; VQ-LLM 2503.02236
 // section II-A). One set of codebooks per head, or one per sub-vector. Codebooks are f16, `[sets,
-// stages, entries, book_dim]`, entries most used first: the first `cached` of each stand in shared
-// memory, the others are read where they are (VQ-LLM's codebook cache). CPU reference:
-// kvd-codec/src/side/vq.rs.
+// stages, entries, book_dim]`, entries most used first: the first `held` of each are in registers
+// (books.cuh), those up to `cached` in shared memory, the others are read where they are (VQ-LLM's
+// codebook cache). CPU reference: kvd-codec/src/side/vq.rs.
 #pragma once
 
 #include "lookup.cuh"
@@ -24,24 +24,35 @@ struct Vq {
 
     KVD_DEVICE static void prepare(const SideShape& side, const uint8_t* tables, uint8_t* table,
                                    unsigned threads) {
-        const unsigned cached = side.cached * side.book_dim;
+        const unsigned count = (side.cached - side.held) * side.book_dim;
         const unsigned all = side.book_dim << side.bits;
-        const uint16_t* from = reinterpret_cast<const uint16_t*>(tables + side.table);
+        const uint64_t first = first_book(side);
+        const uint16_t* books = reinterpret_cast<const uint16_t*>(tables + side.table);
+        const uint16_t* from = books + first * all + side.held * side.book_dim;
         uint16_t* to = reinterpret_cast<uint16_t*>(table);
-        for (unsigned book = 0; book < side.sets * side.stages; book++) {
-            for (unsigned at = thread_index(); at < cached; at += threads) {
-                to[book * cached + at] = from[uint64_t(book) * all + at];
+        for (unsigned book = 0; book < books_of_part(side); book++) {
+            for (unsigned at = thread_index(); at < count; at += threads) {
+                to[book * count + at] = from[uint64_t(book) * all + at];
             }
         }
     }
 
-    // The entry of a code.
+    // Codebooks of the channels that this thread block has, and the first of them.
+    KVD_DEVICE static unsigned books_of_part(const SideShape& side) {
+        return quotient(side.sets, side.parts) * side.stages;
+    }
+    KVD_DEVICE static unsigned first_book(const SideShape& side) {
+        return side.part * books_of_part(side);
+    }
+
+    // The entry of a code; of one that registers hold too, where it is in global memory.
     KVD_DEVICE static const uint16_t* entry(const SideShape& side, const Tile& tile, unsigned stage,
                                             unsigned sub, unsigned code) {
         const unsigned book = (side.sets > 1 ? sub * side.stages : 0) + stage;
-        if (code < side.cached) {
+        if (code >= side.held && code < side.cached) {
             const uint16_t* entries = reinterpret_cast<const uint16_t*>(tile.table);
-            return entries + (book * side.cached + code) * side.book_dim;
+            const unsigned before = (book - first_book(side)) * (side.cached - side.held);
+            return entries + (before + code - side.held) * side.book_dim;
         }
         const uint8_t* books = tile.tables + side.table;
         const uint16_t* entries = reinterpret_cast<const uint16_t*>(books);

@@ -4,8 +4,7 @@ use super::graphs::Node;
 use super::memory::Device;
 use super::{CudaBackend, THREADS, error};
 use crate::abi::{AttendParameters, MergeParameters};
-use crate::plan::splits;
-use crate::{Merged, Options, Tables};
+use crate::{Choices, Merged, Tables};
 use kvd_compute::{AttendPlan, Attended, BackendError};
 use kvd_core::{ErrorCode, Side};
 
@@ -85,15 +84,13 @@ impl CudaBackend {
         plan: &AttendPlan,
         in_place: bool,
     ) -> Result<Tables, BackendError> {
-        self.bring_layer(plan.model, plan.layer)?;
+        let kv_heads = self.codec(plan.model)?.geometry().kv_heads;
+        let rows = Choices::rows(plan, kv_heads);
+        self.bring_layer(plan.model, plan.layer, Some(rows))?;
         let codec = self.codec(plan.model)?;
-        let limits = self.device.limits();
-        let heads = plan.queries.len() as u32 * codec.geometry().kv_heads;
-        let parts = plan.queries.iter().map(|query| query.parts.len()).max().unwrap_or(0) as u32;
-        let parts_per_unit = splits(limits.multiprocessors * 4, heads, parts).1 as usize;
         let header = |offset: u64| self.headers.get(&offset).copied();
-        let shapes = &self.models[&plan.model].layers[&plan.layer].shapes;
-        let options = Options { parts_per_unit, shared: limits.shared() };
+        let (choices, shapes) = &self.models[&plan.model].layers[&plan.layer].by_rows[&rows];
+        let options = choices.options(plan, kv_heads);
         let new = if in_place { Tables::in_place } else { Tables::new };
         Ok(new(plan, codec, shapes, &header, options)?)
     }
@@ -179,6 +176,8 @@ impl CudaBackend {
                 chunks: launch.chunks,
                 key_chunk: launch.key_chunk,
                 value_chunk: launch.value_chunk,
+                buffers: launch.buffers,
+                unused: 0,
             };
             let own = self.jit.as_ref().and_then(|jit| {
                 let unit = launch.units.first()?;

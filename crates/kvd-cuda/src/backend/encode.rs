@@ -51,7 +51,7 @@ impl CudaBackend {
     ) -> Result<Vec<Encoded>, BackendError> {
         self.clear_scratch();
         self.codec(model)?;
-        if !self.bring_layer(model, layer)?.stores() {
+        if !self.bring_layer(model, layer, None)?.stores() {
             return self.encode_on_host(model, layer, blocks, None);
         }
         let state = self.models.entry(model).or_default();

@@ -19,8 +19,8 @@ mod staging;
 
 use crate::driver::{DeviceCopy, Driver, DriverError};
 use crate::jit::{CompileReport, Jit, KernelCompiler};
-use crate::plan::{Workload, plan};
-use crate::{PlanError, Shapes, StoreShapes, Turns};
+use crate::side::ROWS;
+use crate::{Choices, PlanError, Shapes, StoreShapes, Turns};
 use encode::Held;
 use graphs::Graphs;
 use kvd_codec::{ModelCodec, Page, PageHeader};
@@ -41,6 +41,9 @@ const HOST_BYTES: u64 = 256 << 20;
 
 /// Threads of a thread block, of every kernel.
 const THREADS: u32 = 128;
+
+/// Query rows that a layer's kernels are made ready for before any are known.
+const ROWS_USUAL: u32 = ROWS[1];
 
 /// How much of a GPU the backend takes.
 #[derive(Clone, Copy, Debug)]
@@ -71,7 +74,9 @@ pub enum CudaOpenError {
 
 /// What a layer's kernels read, and where it lies on the device.
 struct Layer {
-    shapes: Shapes,
+    /// What kernels are launched with, by the query rows that they take: 1, 4 or 8. All shapes have
+    /// the same tables, which the first keeps.
+    by_rows: BTreeMap<u32, (Choices, Shapes)>,
     tables: u64,
     /// Where kernels encode.
     store: Option<(StoreShapes, u64)>,
@@ -82,6 +87,10 @@ struct Layer {
 impl Layer {
     fn stores(&self) -> bool {
         self.store.is_some()
+    }
+
+    fn is_current(&self, codec: &ModelCodec) -> bool {
+        self.by_rows.values().all(|(_, shapes)| shapes.is_current(codec))
     }
 }
 
@@ -164,24 +173,41 @@ impl CudaBackend {
         self.host.codec(model)
     }
 
-    /// Shared memory for codebooks that leaves the occupancy as it is.
-    fn table_bytes(&self, codec: &ModelCodec) -> Result<[usize; 2], BackendError> {
-        let geometry = codec.geometry().clone();
-        let workload = Workload { tokens: geometry.block_tokens, geometry, group: 4, batch: 1 };
+    /// What a layer's kernels for units of `rows` query rows are launched with.
+    fn choices(
+        &self,
+        codec: &ModelCodec,
+        layer: LayerIndex,
+        rows: u32,
+    ) -> Result<(Choices, Shapes), BackendError> {
         let limits = self.device.limits();
-        let plan = plan(codec.spec(), &workload, limits).ok_or_else(|| {
-            let message = format!("no thread block of this codec's kernels fits {}", limits.name);
+        let choices = Choices::of_layer(codec, layer, rows, limits).ok_or_else(|| {
+            let message = format!(
+                "no thread block of this codec's kernels fits {}; register the model with another \
+                 codec or on another device",
+                limits.name
+            );
             error(ErrorCode::InvalidCodec, message)
         })?;
-        Ok(plan.table_bytes.map(|bytes| bytes as usize))
+        Ok((choices, Shapes::new(codec, layer, choices.rooms())))
     }
 
-    /// A layer with its tables on the device, brought there once.
-    fn bring_layer(&mut self, model: ModelId, layer: LayerIndex) -> Result<&Layer, BackendError> {
+    /// A layer with its tables on the device, brought there once, and ready for kernels of that
+    /// many query rows where it is known.
+    fn bring_layer(
+        &mut self,
+        model: ModelId,
+        layer: LayerIndex,
+        rows: Option<u32>,
+    ) -> Result<&Layer, BackendError> {
         let codec = self.host.codec(model)?;
         let layers = &self.models.entry(model).or_default().layers;
-        if layers.get(&layer).is_none_or(|known| !known.shapes.is_current(codec)) {
-            let shapes = Shapes::new(codec, layer, self.table_bytes(codec)?);
+        let known = layers.get(&layer).filter(|known| known.is_current(codec));
+        let missing =
+            rows.filter(|rows| known.is_some_and(|known| !known.by_rows.contains_key(rows)));
+        if known.is_none() {
+            let rows = rows.unwrap_or(ROWS_USUAL);
+            let (choices, shapes) = self.choices(codec, layer, rows)?;
             let store = StoreShapes::new(codec, layer, &shapes);
             let tables = self.device.keep(&shapes.tables)?;
             let steps = store.map(|store| Ok((self.device.keep(&store.steps)?, store)));
@@ -192,9 +218,18 @@ impl CudaBackend {
                     return Err(error);
                 }
             };
-            let fresh = Layer { shapes, tables, store, turns: None };
+            let by_rows = BTreeMap::from([(rows, (choices, shapes))]);
+            let fresh = Layer { by_rows, tables, store, turns: None };
             let stale = self.models.entry(model).or_default().layers.insert(layer, fresh);
             stale.into_iter().for_each(|stale| self.free_layer(stale));
+        } else if let Some(rows) = missing {
+            let (choices, mut shapes) = self.choices(codec, layer, rows)?;
+            // They lie on the device already.
+            shapes.tables = Vec::new();
+            let known = self.models.entry(model).or_default().layers.get_mut(&layer);
+            if let Some(known) = known {
+                known.by_rows.insert(rows, (choices, shapes));
+            }
         }
         Ok(&self.models[&model].layers[&layer])
     }
@@ -235,9 +270,8 @@ impl Backend for CudaBackend {
     }
 
     fn supports(&self, codec: &ModelCodec) -> Result<(), BackendError> {
-        let table_bytes = self.table_bytes(codec)?;
-        for layer in 0..codec.geometry().layers {
-            Shapes::new(codec, LayerIndex(layer), table_bytes).check()?;
+        for layer in (0..codec.geometry().layers).map(LayerIndex) {
+            self.choices(codec, layer, ROWS[2])?.1.check()?;
         }
         Ok(())
     }

@@ -1,32 +1,66 @@
-//! Codebooks in shared memory: how many entries, how often.
+//! Codebooks: how many entries in registers and shared memory, how often, how lanes exchange them,
+//! and among how many thread blocks channels are split.
 
-use super::CodebookPlan;
+use super::{CodebookPlan, Exchange};
 use crate::lookup::{COPIES_BYTES, COPIES_MAX, in_registers, stored_bytes};
+use crate::table::{HELD_MAX, entry_pairs, held_registers};
 use kvd_codec::{CodebookScope, Quantizer, SideSpec};
+use kvd_core::Side;
+
+/// Shuffles from which exchange through shared memory is cheaper (VQ-LLM §VI-B).
+const SHUFFLES_MAX: u32 = 5;
+/// Registers of a thread of `vqfloat_vqfloat` without any that hold entries, by the query rows of a
+/// kernel: the most of nvcc 13.0.3 for sm_80, sm_89 and sm_90.
+const FLOAT_REGISTERS: [(u32, u32); 3] = [(1, 72), (4, 111), (8, 127)];
 
 /// The codebooks of a head.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Codebooks {
     pub(super) entries: u32,
     pub(super) dim: u32,
     pub(super) stages: u32,
     pub(super) sets: u32,
-    /// Whether kernels hold entries as bytes, and each several times.
-    pub(super) as_bytes: bool,
+    /// What kernel looks them up.
+    pub(super) by: Kernels,
+}
+
+/// Which kernels look codebooks up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kernels {
+    /// Entries are bytes, held several times, for tensor cores.
+    Bytes,
+    /// Entries are f16, lanes may hold and exchange them: `books.cuh`.
+    Floats,
+    /// Entries are f16: a pair of sides without a kernel of its own.
+    Any,
+}
+
+/// The kernels for the codebooks of each side.
+pub(super) fn kernels(sides: [&SideSpec; 2], on_tensor_cores: [bool; 2]) -> [Kernels; 2] {
+    let all = sides.iter().all(|side| matches!(side.quantizer, Quantizer::Vq(_)));
+    on_tensor_cores.map(|bytes| match (bytes, all) {
+        (true, _) => Kernels::Bytes,
+        (false, true) => Kernels::Floats,
+        (false, false) => Kernels::Any,
+    })
 }
 
 impl Codebooks {
-    pub(super) fn of(side: &SideSpec, dim: usize, as_bytes: bool) -> Option<Self> {
+    pub(super) fn of(side: &SideSpec, dim: usize, by: Kernels) -> Option<Self> {
         let Quantizer::Vq(vq) = side.quantizer else { return None };
         let sets =
             if vq.scope == CodebookScope::Group { dim as u32 / u32::from(vq.dim) } else { 1 };
         let (entries, stages) = (1 << vq.bits, vq.stages.into());
-        Some(Self { entries, dim: vq.dim.into(), stages, sets, as_bytes })
+        Some(Self { entries, dim: vq.dim.into(), stages, sets, by })
+    }
+
+    pub(super) fn as_bytes(self) -> bool {
+        self.by == Kernels::Bytes
     }
 
     /// Bytes of one entry of each codebook.
     pub(super) fn entry_bytes(self) -> u32 {
-        if self.as_bytes {
+        if self.as_bytes() {
             return match self.in_registers() {
                 true => self.dim,
                 false => stored_bytes(self.dim as usize) as u32 * self.sets,
@@ -41,42 +75,93 @@ impl Codebooks {
 
     pub(super) fn in_registers(self) -> bool {
         let [dim, entries, sets] = [self.dim, self.entries, self.sets].map(|x| x as usize);
-        self.as_bytes && in_registers(dim, entries, sets)
+        self.as_bytes() && in_registers(dim, entries, sets)
     }
 
     /// How often all entries stand in so many bytes.
     pub(super) fn copies(self, bytes: u32) -> u32 {
-        if !self.as_bytes || self.in_registers() || bytes < self.bytes() {
+        if !self.as_bytes() || self.in_registers() || bytes < self.bytes() {
             return 1;
         }
         let copies = bytes.min(COPIES_BYTES as u32) / self.bytes();
         1 << copies.clamp(1, COPIES_MAX as u32).ilog2()
     }
 
-    /// How they are kept in so much shared memory, beside so many bytes of registers; the channel
+    /// Registers of a lane that hold an entry of each codebook; 0 where kernels hold none.
+    fn registers(self, side: Side) -> u32 {
+        let pairs = if self.exchange(side) == Exchange::SharedMemory { 0 } else { self.pairs() };
+        held_registers(pairs, self.stages, self.sets)
+    }
+
+    /// Pairs of channels of an entry that lanes take at once.
+    fn pairs(self) -> u32 {
+        if self.by == Kernels::Floats { entry_pairs(self.dim) } else { 0 }
+    }
+
+    /// How entries come to the lanes that multiply them.
+    fn exchange(self, side: Side) -> Exchange {
+        // VQ-LLM's count: a lane has an entry, and multiplies two channels.
+        let shuffles = self.dim.div_ceil(2) - 1;
+        match side {
+            Side::Key => Exchange::None,
+            Side::Value if self.pairs() > 0 && shuffles < SHUFFLES_MAX => {
+                Exchange::Shuffles(shuffles)
+            }
+            Side::Value => Exchange::SharedMemory,
+        }
+    }
+
+    /// How they are kept in so much shared memory, and in registers if they are `held`; the channel
     /// split apart.
-    pub(super) fn plan(self, shared_bytes: u32, register_bytes: u32) -> CodebookPlan {
+    pub(super) fn plan(self, side: Side, shared_bytes: u32, held: bool) -> CodebookPlan {
+        let registers = if held { HELD_MAX.min(self.entries) } else { 0 };
+        let shared = (shared_bytes / self.entry_bytes()).min(self.entries - registers);
         CodebookPlan {
             bytes: self.bytes(),
             entry_bytes: self.entry_bytes(),
             entries: self.entries,
-            shared: (shared_bytes / self.entry_bytes()).min(self.entries),
+            shared,
             copies: self.copies(shared_bytes),
-            as_bytes: self.as_bytes,
+            as_bytes: self.as_bytes(),
             in_registers: self.in_registers(),
-            registers: register_bytes / (2 * self.dim),
-            shuffles: self.dim / 2 - self.dim.min(2) / 2,
+            registers,
+            exchange: self.exchange(side),
             channel_split: 1,
         }
     }
 
-    /// Splits of the channels at which both kinds of traffic are equal (VQ-LLM §VI-A): a unit of
-    /// one part of the channels loads that part of the codebooks, and the scores of all are added.
-    pub(super) fn channel_split(self, splits: u32, rows: u32, tokens: u32) -> u32 {
-        let codebooks = f64::from(self.bytes()) * f64::from(splits);
-        let reduced = f64::from(rows) * f64::from(tokens) * 8.0;
-        ((codebooks / reduced).sqrt() as u32).clamp(1, self.sets.max(1))
+    /// Units among which the channels of values are split, where the tokens of a head are cut into
+    /// `runs`, the GPU holds `blocks` thread blocks for them, and their pages are `page_bytes`. All
+    /// units of a run compute its scores and read its pages, so they are no more than there are
+    /// thread blocks without work, and than make what is read of codebooks and of pages equal
+    /// (VQ-LLM §VI-A, which has partial scores in place of pages).
+    pub(super) fn channel_split(self, blocks: u32, runs: u32, page_bytes: f64) -> u32 {
+        if self.as_bytes() || self.sets == 1 {
+            return 1;
+        }
+        let codebooks = f64::from(self.bytes()) * f64::from(runs);
+        let balanced = (codebooks / page_bytes.max(1.0)).sqrt().round() as u32;
+        let most = balanced.min(blocks / runs.max(1)).clamp(1, self.sets);
+        (1..=most).rev().find(|parts| self.sets.is_multiple_of(*parts)).unwrap_or(1)
     }
+}
+
+/// Registers that a kernel for `rows` query rows could take besides, where its launch bounds are
+/// `bounds` and the occupancy leaves `slack` more.
+pub(super) fn register_slack(rows: u32, bounds: u32, slack: u32) -> u32 {
+    let taken = FLOAT_REGISTERS.into_iter().find(|(most, _)| rows <= *most);
+    slack + bounds.saturating_sub(taken.map_or(bounds, |(_, registers)| registers))
+}
+
+/// Which sides have entries in registers: keys, then values, as the slack lasts.
+pub(super) fn held(slack: u32, books: [Option<Codebooks>; 2]) -> [bool; 2] {
+    let mut left = slack;
+    Side::BOTH.map(|side| {
+        let needed = books[side.index()].map_or(0, |books| books.registers(side));
+        let fits = needed > 0 && needed <= left;
+        left -= if fits { needed } else { 0 };
+        fits
+    })
 }
 
 /// Deals the slack to both sides: every entry once as far as they fit, then what is left to copies
@@ -108,7 +193,7 @@ mod tests {
     #[test]
     fn a_side_without_codebooks_leaves_its_share_to_the_other() {
         let books =
-            |entries| Some(Codebooks { entries, dim: 8, stages: 1, sets: 1, as_bytes: false });
+            |entries| Some(Codebooks { entries, dim: 8, stages: 1, sets: 1, by: Kernels::Any });
         assert_eq!(share(10_000, [None, None]), [0, 0]);
         assert_eq!(share(10_000, [books(4096), None]), [10_000, 0]);
         assert_eq!(share(10_000, [books(4096), books(4096)]), [5000, 5000]);
@@ -119,7 +204,7 @@ mod tests {
     #[test]
     fn copies_come_after_whole_codebooks() {
         let books =
-            |entries, dim| Some(Codebooks { entries, dim, stages: 1, sets: 1, as_bytes: true });
+            |entries, dim| Some(Codebooks { entries, dim, stages: 1, sets: 1, by: Kernels::Bytes });
         // A kibibyte each: half of what is there, which holds sixteen copies.
         let [keys, values] = share(36 << 10, [books(256, 4), books(256, 4)]);
         assert_eq!([keys, values], [18 << 10; 2]);
@@ -129,5 +214,60 @@ mod tests {
         assert_eq!(books(256, 8).unwrap().copies(4 << 10), 2);
         // Registers hold these.
         assert_eq!(share(36 << 10, [books(16, 2), books(16, 2)]), [32, 32]);
+    }
+
+    fn floats(dim: u32, stages: u32, sets: u32) -> Codebooks {
+        Codebooks { entries: 256, dim, stages, sets, by: Kernels::Floats }
+    }
+
+    #[test]
+    fn registers_hold_entries_as_far_as_the_slack_lasts() {
+        let two = [Some(floats(4, 2, 1)); 2];
+        // Four registers a side: keys first.
+        assert_eq!(held(8, two), [true, true]);
+        assert_eq!(held(7, two), [true, false]);
+        assert_eq!(held(3, two), [false, false]);
+        let small = [Some(floats(8, 2, 1)), Some(floats(2, 1, 1))];
+        assert_eq!(held(7, small), [false, true], "eight, then one");
+        // Too many codebooks, entries that lanes do not take whole, kernels that hold none.
+        let none = [floats(4, 3, 1), floats(4, 1, 32), floats(6, 1, 1), floats(16, 1, 1)];
+        let any = Codebooks { by: Kernels::Any, ..floats(4, 1, 1) };
+        for books in none.into_iter().chain([any]) {
+            assert_eq!(held(99, [Some(books); 2]), [false; 2], "{}", books.dim);
+        }
+        // What launch bounds leave counts, and what the occupancy does: fewer rows, more of it.
+        let slack = [1, 4, 8].map(|rows| register_slack(rows, 128, 0));
+        assert_eq!(slack, [56, 17, 1]);
+        assert_eq!(register_slack(8, 128, 40), 41);
+    }
+
+    #[test]
+    fn entries_are_exchanged_by_fewer_than_five_shuffles() {
+        let exchange = |dim| floats(dim, 1, 1).exchange(Side::Value);
+        let wanted = [(2, 0), (4, 1), (8, 3)];
+        for (dim, shuffles) in wanted {
+            assert_eq!(exchange(dim), Exchange::Shuffles(shuffles));
+            assert_eq!(floats(dim, 1, 1).exchange(Side::Key), Exchange::None);
+        }
+        for dim in [3, 6, 12, 16] {
+            assert_eq!(exchange(dim), Exchange::SharedMemory, "{dim}");
+        }
+    }
+
+    #[test]
+    fn channels_are_split_where_codebooks_are_more_than_pages_and_thread_blocks_idle() {
+        // 32 sets of 2 KiB.
+        let books = floats(4, 1, 32);
+        let split = |blocks, pages| books.channel_split(blocks, 16, pages);
+        assert_eq!(split(400, 2e6), 1);
+        assert_eq!(split(400, 0.2e6), 2);
+        assert_eq!(split(400, 1e4), 8);
+        // All are busy, or so many are not.
+        assert_eq!([16, 31, 32, 66].map(|blocks| split(blocks, 1e4)), [1, 1, 2, 4]);
+        // At most as many as there are sets, and a divisor of them.
+        assert_eq!(split(4000, 1.0), 32);
+        assert_eq!(Codebooks { sets: 6, ..books }.channel_split(5, 1, 1.0), 3);
+        assert_eq!(Codebooks { by: Kernels::Bytes, ..books }.channel_split(400, 16, 1.0), 1);
+        assert_eq!(floats(4, 1, 1).channel_split(400, 16, 1.0), 1);
     }
 }

@@ -2,6 +2,9 @@
 
 use crate::SharedMemory;
 
+/// Round trip of a memory access, seconds: what must be under way in the meantime hides it.
+pub(super) const LATENCY_SECONDS: f64 = 700e-9;
+
 /// Limits of one GPU. Per multiprocessor unless said otherwise.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Limits {
@@ -58,11 +61,26 @@ impl Limits {
         Self::known("H200 SXM", [9, 0], 132, (228, 227), (2048, 32), (1980, 4800))
     }
 
-    /// Its shared memory.
+    /// Its shared memory, and what must be on its way there.
     #[must_use]
     pub fn shared(&self) -> SharedMemory {
         let (block, multiprocessor) = (self.block_shared_bytes, self.shared_bytes);
-        SharedMemory { block: block as usize, multiprocessor: multiprocessor as usize }
+        SharedMemory {
+            block: block as usize,
+            multiprocessor: multiprocessor as usize,
+            under_way: self.under_way_bytes() as usize,
+        }
+    }
+
+    /// Bytes on their way to a multiprocessor that hide the latency of memory at the bandwidth on
+    /// paper.
+    pub(super) fn under_way_bytes(&self) -> f64 {
+        self.bandwidth() * LATENCY_SECONDS / f64::from(self.multiprocessors)
+    }
+
+    /// Bytes of memory per second, on paper.
+    pub(super) fn bandwidth(&self) -> f64 {
+        f64::from(self.memory_gbps) * 1e9
     }
 
     /// The GPUs above, by the name that `kvd plan --device` takes.

@@ -1,35 +1,34 @@
 //! What the kernels are launched with on a GPU: a pure function of codec, question and the GPU's
 //! limits, with its reasons. Nothing in it is measured on a GPU yet: times are what the memory's
-//! bandwidth on paper allows.
+//! bandwidth and latency on paper and the counted instructions allow.
 //!
 //! The choices are VQ-LLM's (2503.02236 §V and §VI): entries of codebooks cached from the slack of
 //! occupancy, a split that balances reduction and codebook traffic, and exchange through registers
 //! or shared memory.
 
 mod books;
+mod choices;
+mod counts;
+mod fit;
 mod limits;
 mod occupancy;
 mod report;
 
+pub use choices::Choices;
+pub use counts::Counted;
+use limits::LATENCY_SECONDS;
 pub use limits::Limits;
 pub(crate) use occupancy::SHARED_RESERVED;
 pub use occupancy::{Block, Occupancy};
 
-use crate::lanes::{self, decoding};
-use crate::products;
-use crate::side::{TILE_TOKENS, rows_of};
 use crate::store::encoded_on_host;
-use crate::tables::{GAIN_STAGE, fixed_floats};
-use books::{Codebooks, share};
-use kvd_codec::{CodecSpec, Entropy, Quantizer, SideSpec};
+use crate::table::CodebookRoom;
+use fit::Fit;
+use kvd_codec::{CodecSpec, Quantizer, SideSpec};
 use kvd_core::{Geometry, Side};
 
 /// Query rows that a thread block takes at most.
 const ROWS_MAX: u32 = 8;
-/// Shuffles from which exchange through shared memory is cheaper (VQ-LLM §VI-B).
-const SHUFFLES_MAX: u32 = 5;
-/// Round trip of a memory access, seconds: what must be under way in the meantime hides it.
-const LATENCY_SECONDS: f64 = 700e-9;
 /// Instructions that a multiprocessor issues per clock, in lanes.
 const LANES_PER_CLOCK: f64 = 128.0;
 
@@ -55,7 +54,7 @@ pub struct CodebookPlan {
     pub entry_bytes: u32,
     /// Entries of a codebook.
     pub entries: u32,
-    /// Entries from the first on that stand in shared memory, VQ-LLM's `n_shared`.
+    /// Entries that stand in shared memory, behind those in registers: VQ-LLM's `n_shared`.
     pub shared: u32,
     /// How often each of them does.
     pub copies: u32,
@@ -63,12 +62,34 @@ pub struct CodebookPlan {
     pub as_bytes: bool,
     /// Whether bytes are looked up in registers.
     pub in_registers: bool,
-    /// Entries that the register slack would hold, VQ-LLM's `n_reg`; the kernels keep none.
+    /// First entries that the lanes of a warp hold in registers, VQ-LLM's `n_reg`.
     pub registers: u32,
-    /// Shuffles that bring a decoded entry into the layout of `mma.m16n8k16`.
-    pub shuffles: u32,
-    /// Splits of the channels at which reduction and codebook traffic are equal; the kernels use 1.
+    /// How entries come to the lanes that multiply them.
+    pub exchange: Exchange,
+    /// Values: units among which their channels are split, [`crate::Options::channel_split`].
     pub channel_split: u32,
+}
+
+/// How a decoded entry comes to the lanes that multiply it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Exchange {
+    /// It is where it is needed.
+    None,
+    /// By so many shuffles between the lanes of a sub-vector.
+    Shuffles(u32),
+    /// Each lane reads its channel from memory.
+    SharedMemory,
+}
+
+/// What holds a step up, of what is known before it is measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Bound {
+    /// Bytes at the memory's bandwidth: the roofline.
+    Bytes,
+    /// Instructions, at one per scheduler and clock.
+    Instructions,
+    /// Bytes under way, each for the latency of memory.
+    Latency,
 }
 
 /// The choices for one codec on one GPU.
@@ -80,8 +101,10 @@ pub struct Plan {
     pub workload: Workload,
     /// What a thread block takes, codebooks apart.
     pub block: Block,
-    /// Bytes of one tile of keys and values, of which a thread block has one under way.
-    pub stage_bytes: u32,
+    /// Tiles in the shared memory of a thread block: it works on one, the others are under way.
+    pub buffers: u32,
+    /// Bytes on their way to a thread block at once.
+    pub block_under_way: u32,
     /// Chunks of each side that a thread block decodes together; 0 without Huffman codes.
     pub chunks: u32,
     /// How it fits, without codebooks.
@@ -92,6 +115,8 @@ pub struct Plan {
     pub table_bytes: [u32; 2],
     /// Why products with keys and values are not on tensor cores; none where they are.
     pub products: [Option<&'static str>; 2],
+    /// Lane instructions that a value takes; none where the kernel was not counted.
+    pub counted: Option<Counted>,
     /// Units over the stored tokens of one head.
     pub splits: u32,
     /// [`crate::Options::parts_per_unit`].
@@ -124,63 +149,45 @@ pub fn plan(codec: &CodecSpec, workload: &Workload, limits: &Limits) -> Option<P
     let geometry = &workload.geometry;
     let [dim_k, dim_v] = Side::BOTH.map(|side| geometry.head_dim(side) as u32);
     let bits = Side::BOTH.map(|side| bits(codec.side(side), geometry, side));
-    let stages = Side::BOTH.map(|side| {
-        // Huffman codes are decoded, not staged: of them only scales are.
-        let staged = match codec.side(side).entropy {
-            Entropy::Huffman => codec.side(side).implied_bits(geometry, side).scales,
-            Entropy::None => bits[side.index()],
-        };
-        (staged / 8.0 * geometry.head_dim(side) as f64 * TILE_TOKENS as f64) as u32 + 64
-    });
-    let stages = stages[0] + stages[1];
     let rows = workload.group.min(ROWS_MAX);
-    let coded = Side::BOTH.map(|side| lanes::expected(codec.side(side), geometry.head_dim(side)));
-    let products = products::expected(codec, geometry, rows_of(rows) as usize);
-    let tensor = products.iter().all(|of_side| of_side.not.is_none());
-    let floats = fixed_floats(rows_of(rows) as usize, dim_k as usize, tensor) as u32;
-    let gains = GAIN_STAGE as u32;
-    let fixed = 4 * floats + 2 * (stages + gains);
-    let work = products[0].bytes + products[1].bytes;
-    let other = fixed as usize + coded[0][1] + coded[1][1] + work;
-    let (resident, registers) = products::resident(coded[0][0] + coded[1][0] > 0);
-    let (chunks, decoded) =
-        decoding([coded[0][0], coded[1][0]], other, (limits.shared(), resident));
-    let block = Block { registers, shared_bytes: (other + decoded) as u32 };
-    let occupancy = block.occupancy(limits)?;
-    let sizes = Side::BOTH.map(|side| {
-        let as_bytes = products[side.index()].not.is_none();
-        Codebooks::of(codec.side(side), geometry.head_dim(side), as_bytes)
-    });
-    let table_bytes = share(occupancy.shared_slack, sizes);
-    let resident = limits.multiprocessors * occupancy.blocks;
+    let fit = Fit::new(Side::BOTH.map(|side| codec.side(side)), geometry, rows, limits)?;
+    let resident = limits.multiprocessors * fit.occupancy.blocks;
     let parts = workload.tokens.div_ceil(geometry.block_tokens).max(1);
     let heads = workload.batch * geometry.kv_heads * workload.group.div_ceil(ROWS_MAX);
-    let (splits, parts_per_unit) = splits(resident, heads, parts);
-    let codebooks = [0, 1].map(|side| {
-        let books = sizes[side]?;
-        let channel_split = books.channel_split(splits, rows, workload.tokens);
-        Some(CodebookPlan {
-            channel_split,
-            ..books.plan(table_bytes[side], 4 * occupancy.register_slack)
-        })
-    });
     let values =
         f64::from(workload.batch) * f64::from(workload.tokens) * f64::from(geometry.kv_heads);
     let page_bytes = values * (f64::from(dim_k) * bits[0] + f64::from(dim_v) * bits[1]) / 8.0;
-    let units = f64::from(heads * splits);
+    let mut codebooks = fit.codebooks;
+    let of_head = page_bytes / f64::from(workload.batch * geometry.kv_heads);
+    let channel_split = match fit.books[1] {
+        Some(books) => {
+            books.channel_split(resident / heads.max(1), splits(resident, heads, parts).0, of_head)
+        }
+        None => 1,
+    };
+    if let Some(values) = &mut codebooks[1] {
+        values.split(channel_split, fit.table_bytes[1]);
+    }
+    let (splits, parts_per_unit) = splits(resident, heads * channel_split, parts);
+    let units = f64::from(heads * splits * channel_split);
     let partial = f64::from(rows * (dim_v + 2) * 4);
-    let tables: u32 =
-        codebooks.iter().flatten().map(|books| books.shared * books.entry_bytes).sum();
+    let tables: u32 = codebooks.iter().flatten().map(CodebookPlan::loaded_bytes).sum();
     Some(Plan {
         limits: limits.clone(),
         workload: workload.clone(),
-        block,
-        stage_bytes: stages,
-        chunks: chunks as u32,
-        occupancy,
+        block: fit.block,
+        buffers: fit.buffers,
+        block_under_way: fit.under_way,
+        chunks: fit.chunks,
+        occupancy: fit.occupancy,
         codebooks,
-        table_bytes,
-        products: products.map(|of_side| of_side.not),
+        table_bytes: fit.table_bytes,
+        products: fit.products,
+        counted: counts::counted(
+            Side::BOTH.map(|side| codec.side(side)),
+            fit.products == [None; 2],
+            codebooks.map(|books| books.is_none_or(|books| books.shared == books.entries)),
+        ),
         splits,
         parts_per_unit,
         page_bytes,
@@ -202,18 +209,56 @@ fn host_tables(codec: &CodecSpec, side: Side) -> bool {
 
 /// Units over the parts of one head, so that all heads fill the thread blocks that are resident at
 /// once, and the parts of each unit.
-pub(crate) fn splits(resident: u32, heads: u32, parts: u32) -> (u32, u32) {
+fn splits(resident: u32, heads: u32, parts: u32) -> (u32, u32) {
     let parts = parts.max(1);
     let wanted = (resident / heads.max(1)).clamp(1, parts);
     let parts_per_unit = parts.div_ceil(wanted);
     (parts.div_ceil(parts_per_unit), parts_per_unit)
 }
 
+impl CodebookPlan {
+    /// Bytes of shared memory that entries take, each once.
+    #[must_use]
+    pub fn shared_bytes(&self) -> u32 {
+        self.shared * (self.entry_bytes / self.channel_split)
+    }
+
+    /// Bytes of the entries that a thread block loads before it begins.
+    fn loaded_bytes(&self) -> u32 {
+        self.shared_bytes() + self.registers * (self.entry_bytes / self.channel_split)
+    }
+
+    /// Where they are kept, in so many bytes of shared memory.
+    fn room(&self, bytes: u32) -> CodebookRoom {
+        CodebookRoom {
+            bytes: bytes as usize,
+            registers: self.registers,
+            exchange: self.exchange != Exchange::SharedMemory,
+        }
+    }
+
+    /// Splits the channels, so that more entries fit the same shared memory.
+    fn split(&mut self, channel_split: u32, shared_bytes: u32) {
+        self.channel_split = channel_split;
+        let fit = shared_bytes / (self.entry_bytes / channel_split);
+        self.shared = fit.min(self.entries - self.registers);
+    }
+}
+
 impl Plan {
+    /// Where the codebooks of keys and values are kept: [`crate::Shapes::new`].
+    #[must_use]
+    pub fn rooms(&self) -> [CodebookRoom; 2] {
+        [0, 1].map(|side| {
+            let books = self.codebooks[side].as_ref();
+            books.map_or(CodebookRoom::NONE, |books| books.room(self.table_bytes[side]))
+        })
+    }
+
     /// Seconds that reading takes at the bandwidth on paper.
     #[must_use]
     pub fn roofline_seconds(&self) -> f64 {
-        (self.page_bytes + self.other_bytes) / (f64::from(self.limits.memory_gbps) * 1e9)
+        (self.page_bytes + self.other_bytes) / self.limits.bandwidth()
     }
 
     /// The same for rows in f16.
@@ -223,27 +268,52 @@ impl Plan {
         let tokens = f64::from(self.workload.batch) * f64::from(self.workload.tokens);
         let row = f64::from(2 * (geometry.head_dim_k + geometry.head_dim_v));
         let bytes = tokens * f64::from(geometry.kv_heads) * row;
-        bytes / (f64::from(self.limits.memory_gbps) * 1e9)
+        bytes / self.limits.bandwidth()
     }
 
     /// Lane instructions per stored value that the GPU issues while the value is read.
     #[must_use]
     pub fn instructions_per_value(&self) -> f64 {
+        self.roofline_seconds() / self.instruction_seconds()
+    }
+
+    /// Seconds that one lane instruction for every stored value takes to issue.
+    fn instruction_seconds(&self) -> f64 {
         let geometry = &self.workload.geometry;
         let tokens = f64::from(self.workload.batch) * f64::from(self.workload.tokens);
         let row = f64::from(geometry.head_dim_k + geometry.head_dim_v);
         let values = tokens * f64::from(geometry.kv_heads) * row;
         let lanes = f64::from(self.limits.multiprocessors) * LANES_PER_CLOCK;
-        lanes * f64::from(self.limits.clock_mhz) * 1e6 * self.roofline_seconds() / values
+        // Heads of more query rows than the counted kernels' have more units.
+        let units = f64::from(self.workload.group.div_ceil(ROWS_MAX));
+        units * values / (lanes * f64::from(self.limits.clock_mhz) * 1e6)
+    }
+
+    /// Seconds of a step, predicted, and what they are: the most of what bytes, counted
+    /// instructions and bytes under way take, as if each were hidden behind the others.
+    #[must_use]
+    pub fn predicted(&self) -> (f64, Bound) {
+        let instructions = self.counted.map_or(0.0, |counted| counted.per_value);
+        let resident = self.limits.multiprocessors * self.occupancy.blocks;
+        let units = self.splits
+            * self.workload.batch
+            * self.workload.geometry.kv_heads
+            * self.workload.group.div_ceil(ROWS_MAX);
+        let under_way = f64::from(self.block_under_way) * f64::from(units.min(resident));
+        let bounds = [
+            (self.roofline_seconds(), Bound::Bytes),
+            (instructions * self.instruction_seconds(), Bound::Instructions),
+            (self.page_bytes * LATENCY_SECONDS / under_way, Bound::Latency),
+        ];
+        let longer = |a: (f64, Bound), b: (f64, Bound)| if b.0 > a.0 { b } else { a };
+        bounds.into_iter().fold((0.0, Bound::Bytes), longer)
     }
 
     /// Bytes of pages under way on a multiprocessor, and those that hide the latency.
     #[must_use]
     pub fn bytes_under_way(&self) -> [f64; 2] {
-        let stage = f64::from(self.stage_bytes);
-        let needed = f64::from(self.limits.memory_gbps) * 1e9 * LATENCY_SECONDS;
-        let have = stage * f64::from(self.occupancy.blocks);
-        [have, needed / f64::from(self.limits.multiprocessors)]
+        let have = f64::from(self.block_under_way) * f64::from(self.occupancy.blocks);
+        [have, self.limits.under_way_bytes()]
     }
 }
 

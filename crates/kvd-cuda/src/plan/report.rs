@@ -1,6 +1,6 @@
 //! A plan in words, for `kvd plan`.
 
-use super::{CodebookPlan, Plan, SHUFFLES_MAX};
+use super::{Bound, CodebookPlan, Counted, Exchange, Plan};
 use kvd_core::Side;
 use std::fmt;
 
@@ -45,8 +45,9 @@ impl fmt::Display for Plan {
         let [have, needed] = self.bytes_under_way();
         writeln!(
             f,
-            "page loads: double-buffered tiles of 32 tokens in pieces of 16 bytes; {have:.0} bytes \
+            "page loads: tiles of 32 tokens in {} buffers, in pieces of 16 bytes; {have:.0} bytes \
              under way on a multiprocessor, {needed:.0} hide the latency: {}",
+            self.buffers,
             if have >= needed { "enough" } else { "too few, the latency shows" }
         )?;
         writeln!(
@@ -66,12 +67,34 @@ impl fmt::Display for Plan {
         )?;
         writeln!(
             f,
-            "prediction, not yet measured on a GPU: at least {:.1} us per layer and step on paper, \
-             {:.2}x f16's {:.1} us; {:.1} lane instructions per value fit in",
+            "roofline: {:.1} us per layer and step at the bandwidth on paper, {:.2}x f16's {:.1} \
+             us; {:.1} lane instructions per value fit in",
             self.roofline_seconds() * 1e6,
             self.raw_seconds() / self.roofline_seconds(),
             self.raw_seconds() * 1e6,
             self.instructions_per_value()
+        )?;
+        let counted = match self.counted {
+            None => "instructions were not counted".to_owned(),
+            Some(Counted { per_value, is_all: true }) => {
+                format!("{per_value:.1} lane instructions per value were counted")
+            }
+            Some(Counted { per_value, .. }) => {
+                format!("{per_value:.1} lane instructions per value were counted, not all")
+            }
+        };
+        let (seconds, bound) = self.predicted();
+        let by = match bound {
+            Bound::Bytes => "the bandwidth",
+            Bound::Instructions => "instructions",
+            Bound::Latency => "the bytes under way",
+        };
+        writeln!(
+            f,
+            "prediction, not yet measured on a GPU: {:.1} us, {:.2}x the f16 roofline, held up by \
+             {by}; {counted}",
+            seconds * 1e6,
+            self.raw_seconds() / seconds,
         )
     }
 }
@@ -113,11 +136,11 @@ fn write_encoding(
 }
 
 fn write_codebooks(f: &mut fmt::Formatter<'_>, side: Side, books: &CodebookPlan) -> fmt::Result {
-    let CodebookPlan { bytes, entries, shared, registers, shuffles, channel_split, .. } = books;
+    let CodebookPlan { bytes, entries, shared, registers, exchange, channel_split, .. } = books;
     if books.in_registers {
         return writeln!(
             f,
-            "codebooks of {side}: {entries} entries of {bytes} bytes in all: registers hold them"
+            "codebooks of {side}: {entries} entries of {bytes} bytes in all: registers hold all"
         );
     }
     let held = match shared {
@@ -125,9 +148,9 @@ fn write_codebooks(f: &mut fmt::Formatter<'_>, side: Side, books: &CodebookPlan)
         all if all == entries && books.copies > 1 => {
             format!("all fit the slack, {} times for the lanes of a warp", books.copies)
         }
-        all if all == entries => "all fit the slack".to_owned(),
+        all if all + registers == *entries => "all fit the slack".to_owned(),
         some => {
-            format!("the first {some}, most used, fit the slack; the others stay in global memory")
+            format!("{some}, most used first, fit the slack; the others stay in global memory")
         }
     };
     if books.as_bytes {
@@ -137,11 +160,29 @@ fn write_codebooks(f: &mut fmt::Formatter<'_>, side: Side, books: &CodebookPlan)
              gives a lane the tensor cores' layout"
         );
     }
-    let through = if *shuffles < SHUFFLES_MAX { "registers" } else { "shared memory" };
-    writeln!(
+    let first = match registers {
+        0 => String::new(),
+        all if all == entries => "all in the lanes' registers".to_owned(),
+        some => format!("the first {some} in the lanes' registers; behind them "),
+    };
+    let held = if registers == entries { "" } else { &held };
+    let exchange = match exchange {
+        Exchange::None => "a lane multiplies the whole entries of its token".to_owned(),
+        Exchange::Shuffles(0) => "a lane has the two channels that it sums".to_owned(),
+        Exchange::Shuffles(1) => {
+            "lanes exchange entries through registers, by one shuffle".to_owned()
+        }
+        Exchange::Shuffles(count) => {
+            format!("lanes exchange entries through registers, by {count} shuffles")
+        }
+        Exchange::SharedMemory => "each lane reads its channel where entries are".to_owned(),
+    };
+    write!(
         f,
-        "codebooks of {side}: {bytes} bytes, {entries} entries each: {held}; the register slack \
-         would hold {registers}; {shuffles} shuffles to the tensor cores' layout: through \
-         {through}; traffic balances at {channel_split} splits of the channels"
-    )
+        "codebooks of {side}: {bytes} bytes, {entries} entries each: {first}{held}; {exchange}"
+    )?;
+    match channel_split {
+        1 => writeln!(f),
+        parts => writeln!(f, "; {parts} units share the channels, each with its codebooks"),
+    }
 }

@@ -67,13 +67,58 @@ fn long_sequences_fill_the_gpu_and_large_batches_do_it_without_a_split() {
 }
 
 #[test]
-fn exchange_is_through_registers_below_five_shuffles() {
-    let shuffles = |codec| of(codec, &Limits::h100()).codebooks[0].unwrap().shuffles;
-    assert_eq!(shuffles("vecinfer-2-reg"), 0);
-    assert_eq!(shuffles("vecinfer-2"), 1);
-    assert_eq!(shuffles("vecinfer-1.5"), 3);
-    let text = of("k=vq(d=16,b=8); v=raw", &Limits::h100()).to_string();
-    assert!(text.contains("7 shuffles") && text.contains("through shared memory"), "{text}");
+fn first_entries_are_in_registers_and_small_codebooks_whole() {
+    for limits in [Limits::a100(), Limits::rtx4090(), Limits::h100()] {
+        let plan = of("vq-residual-4", &limits);
+        let [keys, values] = plan.codebooks.map(Option::unwrap);
+        assert_eq!((keys.registers, values.registers), (32, 32), "{}", limits.name);
+        assert_eq!((keys.exchange, values.exchange), (Exchange::None, Exchange::Shuffles(1)));
+        assert_eq!(keys.shared, 224, "{}", limits.name);
+        let text = plan.to_string();
+        assert!(text.contains("the first 32 in the lanes' registers; behind them all"), "{text}");
+        assert!(text.contains("through registers, by one shuffle"), "{text}");
+    }
+    // Kernels for eight query rows have one register to spare.
+    let eight = Workload { group: 8, ..workload(1, 131_072) };
+    let residual = kvd_codec::resolve("vq-residual-4").unwrap();
+    let keys = plan(&residual, &eight, &Limits::h100()).unwrap().codebooks[0].unwrap();
+    assert_eq!((keys.registers, keys.shared), (0, 256));
+    let small = of("k=vq(d=4,b=4,stages=2); v=vq(d=16,b=4,stages=2)", &Limits::h100());
+    let [keys, values] = small.codebooks.map(Option::unwrap);
+    assert_eq!((keys.registers, keys.shared, values.registers, values.shared), (16, 0, 0, 16));
+    let text = small.to_string();
+    assert!(text.contains("16 entries each: all in the lanes' registers"), "{text}");
+    assert!(text.contains("each lane reads its channel"), "{text}");
+    // Tables of bytes are in registers whole, and no other kernel holds entries.
+    let bytes = of("vecinfer-2-reg", &Limits::h100()).codebooks[0].unwrap();
+    assert_eq!((bytes.in_registers, bytes.registers), (true, 0));
+    let any = of("k=vq(d=4,b=8,stages=2); v=raw", &Limits::h100()).codebooks[0].unwrap();
+    assert_eq!((any.registers, any.shared), (0, 256));
+}
+
+#[test]
+fn channels_are_split_where_thread_blocks_would_be_idle() {
+    let codec = "k=vq(d=4,b=8,stages=2,scope=group); v=vq(d=4,b=8,stages=2,scope=group)";
+    let resolved = kvd_codec::resolve(codec).unwrap();
+    for (limits, parts) in
+        [(Limits::a100(), 2), (Limits::rtx4090(), 4), (Limits::h100(), 4), (Limits::h200(), 4)]
+    {
+        let of = |tokens| plan(&resolved, &workload(1, tokens), &limits).unwrap();
+        let split = |plan: &Plan| plan.codebooks[1].unwrap().channel_split;
+        let (long, short) = (of(131_072), of(1024));
+        assert_eq!((split(&long), split(&short)), (1, parts), "{}", limits.name);
+        assert_eq!(short.codebooks[0].unwrap().channel_split, 1, "keys would be added up");
+        // Runs stay as they are, and fill the GPU better.
+        assert_eq!(short.splits, 16);
+        assert!(8 * short.splits * parts <= limits.multiprocessors * short.occupancy.blocks);
+        // Each unit has less of the codebooks, so more of their entries.
+        let entries = |plan: &Plan| plan.codebooks[1].unwrap().shared;
+        assert!(entries(&short) >= parts * entries(&long), "{}", limits.name);
+        assert!(short.to_string().contains("units share the channels"), "{short}");
+    }
+    // Products on tensor cores sum all channels.
+    let short = plan(&kvd_codec::resolve("cq-2").unwrap(), &workload(1, 64), &Limits::h100());
+    assert_eq!(short.unwrap().codebooks[1].unwrap().channel_split, 1);
 }
 
 #[test]
@@ -84,6 +129,31 @@ fn fewer_bits_are_faster_on_paper_and_leave_fewer_instructions() {
     assert!(four.roofline_seconds() > 1.5 * two.roofline_seconds());
     assert!(raw.instructions_per_value() > 4.0 * two.instructions_per_value());
     assert!(two.to_string().contains("not yet measured on a GPU"));
+}
+
+#[test]
+fn a_prediction_is_the_most_of_bytes_instructions_and_latency() {
+    let limits = Limits::h200();
+    for preset in kvd_codec::presets() {
+        let plan = of(preset.name, &limits);
+        let (seconds, bound) = plan.predicted();
+        assert!(seconds >= plan.roofline_seconds(), "{}", preset.name);
+        assert_eq!(bound == Bound::Bytes, seconds == plan.roofline_seconds(), "{}", preset.name);
+    }
+    // 14 lane instructions of a value are decoding alone: longer than f16 takes to be read.
+    let kvd = of("kvd-2", &limits);
+    assert_eq!(kvd.predicted().1, Bound::Instructions);
+    assert!(kvd.predicted().0 > kvd.raw_seconds(), "{:?}", kvd.predicted());
+    assert!(kvd.to_string().contains("held up by instructions"), "{kvd}");
+    // Without what was counted it would be the bytes, or what is under way of them.
+    let blind = Plan { counted: None, ..of("vecinfer-2", &limits) };
+    assert!(blind.predicted().0 < 1.1 * blind.roofline_seconds());
+    let few = Plan { block_under_way: blind.block_under_way / 3, ..blind.clone() };
+    let (seconds, bound) = few.predicted();
+    assert_eq!(bound, Bound::Latency);
+    // 71 MB past 132 multiprocessors with 8 KiB under way each, 700 ns a turn.
+    assert!((seconds * 1e6 - 45.0).abs() < 3.0, "{seconds}");
+    assert!(blind.to_string().contains("not counted"), "{blind}");
 }
 
 #[test]
@@ -99,6 +169,26 @@ fn decoded_chunks_count_among_the_shared_memory_and_are_fewer_where_it_is_small(
     assert_eq!((large.chunks, large.occupancy.blocks), (2, 3));
     let small = of("kvd-2", &Limits::rtx4090());
     assert!(small.chunks < 4 && small.block.shared_bytes <= 99 << 10, "{:?}", small.block);
+}
+
+#[test]
+fn tiles_are_as_many_as_hide_the_latency_where_they_fit() {
+    let buffers = |codec: &str, limits: Limits| of(codec, &limits).buffers;
+    // An H200 needs 25 KB on their way to each multiprocessor, four thread blocks of one tile more
+    // than they work on: 16 KiB of f16, 5 KiB, 3 KiB, 2 KiB.
+    let h200 = |codec| buffers(codec, Limits::h200());
+    assert_eq!(["raw", "kivi-4", "kivi-2", "vecinfer-2"].map(h200), [2, 3, 4, 4]);
+    let h100 = |codec| buffers(codec, Limits::h100());
+    assert_eq!(["raw", "kivi-4", "kivi-2", "vecinfer-2"].map(h100), [2, 2, 3, 4]);
+    // Its memory is slower: 5.5 KB.
+    assert_eq!(["raw", "kivi-2", "vecinfer-2"].map(|c| buffers(c, Limits::rtx4090())), [2, 2, 2]);
+    assert_eq!(h200("kvd-2"), 2, "Huffman codes come through rings");
+    // Buffers come before copies of codebooks, and leave as many thread blocks.
+    for codec in ["vecinfer-2", "vecinfer-4", "kivi-2"] {
+        let plan = of(codec, &Limits::h200());
+        let [have, needed] = plan.bytes_under_way();
+        assert!(plan.occupancy.blocks == 4 && have > 0.95 * needed, "{codec}: {have} of {needed}");
+    }
 }
 
 #[test]

@@ -64,6 +64,12 @@ impl EmuDriver {
         (driver, watch)
     }
 
+    /// The same as another GPU.
+    pub(crate) fn with_limits(mut self, limits: Limits) -> Self {
+        self.limits = limits;
+        self
+    }
+
     /// Counts a call; an error when the device has failed, or fails here.
     fn call(&self, call: &'static str, fail: Option<Fail>) -> Result<(), DriverError> {
         let mut watch = self.watch.lock();

@@ -4,13 +4,23 @@ use super::Stored;
 use bytemuck::Zeroable;
 use kvd_compute::{AttendPlan, Attended};
 use kvd_cuda::{
-    AttendParameters, Launch, MergeParameters, Merged, Options, Shapes, SharedMemory, Tables,
+    AttendParameters, CodebookRoom, Launch, MergeParameters, Merged, Options, Shapes, SharedMemory,
+    Tables,
 };
 use kvd_emu::{Grid, Memory, Order, launch};
+use std::cell::Cell;
 
 /// Shared memory of an H100.
 pub(crate) const SHARED: SharedMemory =
-    SharedMemory { block: 227 << 10, multiprocessor: 228 << 10 };
+    SharedMemory { block: 227 << 10, multiprocessor: 228 << 10, under_way: 18 << 10 };
+
+/// `GAIN_STAGE` of `shared.cuh`.
+const GAIN_STAGE: usize = 32;
+
+thread_local! {
+    /// Buffers of the next launches: 2, 3 and 4 take turns, so that every test meets each.
+    static BUFFERS: Cell<u32> = const { Cell::new(2) };
+}
 
 /// Answers `plan` with the kernels, codebooks in shared memory.
 pub(crate) fn run(
@@ -30,8 +40,21 @@ pub(crate) fn run_with(
     table_bytes: usize,
     order: Order,
 ) -> Result<Attended, String> {
-    let options = Options { parts_per_unit, shared: SHARED };
-    run_as(stored, plan, (options, table_bytes), order).map(|(answer, _)| answer)
+    let rooms = [CodebookRoom::from(table_bytes); 2];
+    run_split(stored, plan, (parts_per_unit, 1), rooms, order)
+}
+
+/// The same with codebooks kept in `rooms` and the channels of values split.
+pub(crate) fn run_split(
+    stored: &Stored,
+    plan: &AttendPlan,
+    (parts_per_unit, channel_split): (usize, u32),
+    rooms: [CodebookRoom; 2],
+    order: Order,
+) -> Result<Attended, String> {
+    let options = Options { parts_per_unit, shared: SHARED, channel_split };
+    let buffers = Some(BUFFERS.with(|turn| turn.replace(2 + (turn.get() - 1) % 3)));
+    run_as(stored, plan, (options, rooms, buffers), order).map(|(answer, _)| answer)
 }
 
 /// The same with so much shared memory for a thread block; says how much of it was taken.
@@ -41,19 +64,23 @@ pub(crate) fn run_within(
     shared: SharedMemory,
     order: Order,
 ) -> Result<(Attended, usize), String> {
-    run_as(stored, plan, (Options { parts_per_unit: 4, shared }, 0), order)
+    let options = Options { parts_per_unit: 4, shared, channel_split: 1 };
+    run_as(stored, plan, (options, [0.into(); 2], None), order)
 }
 
 fn run_as(
     stored: &Stored,
     plan: &AttendPlan,
-    (options, table_bytes): (Options, usize),
+    (options, rooms, buffers): (Options, [CodebookRoom; 2], Option<u32>),
     order: Order,
 ) -> Result<(Attended, usize), String> {
     let header = |offset: u64| stored.headers.get(&offset).copied();
-    let shapes = Shapes::new(&stored.codec, plan.layer, [table_bytes; 2]);
-    let tables = Tables::new(plan, &stored.codec, &shapes, &header, options)
+    let shapes = Shapes::new(&stored.codec, plan.layer, rooms);
+    let mut tables = Tables::new(plan, &stored.codec, &shapes, &header, options)
         .map_err(|error| error.to_string())?;
+    if let Some(buffers) = buffers {
+        tables.launches.iter_mut().for_each(|launched| set_buffers(launched, buffers));
+    }
     let merged = run_tables(stored, &shapes, &tables, order)?;
     let taken = tables.launches.iter().map(|launched| launched.shared_bytes).max();
     Ok((merged.finish(plan, &stored.codec), taken.unwrap_or(0)))
@@ -70,6 +97,7 @@ pub(crate) fn parameters(tables: &Tables, launched: &Launch) -> AttendParameters
         chunks: launched.chunks,
         key_chunk: launched.key_chunk,
         value_chunk: launched.value_chunk,
+        buffers: launched.buffers,
         ..AttendParameters::zeroed()
     }
 }
@@ -112,6 +140,17 @@ pub(crate) fn run_tables(
         unsafe { launch(grid, bytemuck::bytes_of(&parameters))? };
     }
     merge(tables, [&out, &stats], dim, order)
+}
+
+/// Gives a launch another number of buffers, where there is room for them.
+fn set_buffers(launched: &mut Launch, buffers: u32) {
+    let buffer = (launched.key_stage + launched.value_stage) as usize + GAIN_STAGE;
+    let without = launched.shared_bytes - launched.buffers as usize * buffer;
+    let shared_bytes = without + buffers as usize * buffer;
+    // Those with chunks read Huffman codes: always two.
+    if launched.chunks == 0 && shared_bytes <= SHARED.block {
+        (launched.buffers, launched.shared_bytes) = (buffers, shared_bytes);
+    }
 }
 
 /// Adds up the partial results of a plan's rows.

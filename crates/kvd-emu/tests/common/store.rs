@@ -171,7 +171,7 @@ fn samples_of(spec: &CodecSpec) -> usize {
 }
 
 /// A calibration from rows like those of the tests, where the codec needs one.
-fn calibration(geometry: &Geometry, spec: &CodecSpec) -> Option<Calibration> {
+pub(crate) fn calibration(geometry: &Geometry, spec: &CodecSpec) -> Option<Calibration> {
     if !spec.needs_calibration() {
         return None;
     }

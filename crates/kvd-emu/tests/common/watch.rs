@@ -13,6 +13,8 @@ pub(crate) struct Watch {
     pub(crate) calls: BTreeMap<&'static str, usize>,
     /// Names of the kernels that were launched.
     pub(crate) kernels: Vec<String>,
+    /// Thread blocks of each of them.
+    pub(crate) blocks: Vec<u32>,
     /// Launches so far.
     pub(crate) launches: usize,
     /// Copies to the device so far.
@@ -81,8 +83,9 @@ pub(crate) enum Planted {
 impl Watch {
     pub(super) fn launched(&mut self, work: &Work) {
         self.launches += 1;
-        if let Work::Launch { asked, .. } = work {
+        if let Work::Launch { asked, blocks, .. } = work {
             self.kernels.push(asked.clone());
+            self.blocks.push(*blocks);
         }
     }
 }

@@ -4,7 +4,7 @@
 use clap::Args;
 use kvd_codec::{presets, resolve};
 use kvd_core::{DType, Geometry, RopePairing};
-use kvd_cuda::{Limits, Plan, Workload, plan};
+use kvd_cuda::{Bound, Limits, Plan, Workload, plan};
 use std::fmt::Write;
 
 /// Shapes of one layer of Llama-3.1-8B unless told otherwise.
@@ -86,26 +86,43 @@ fn limits(name: &str) -> anyhow::Result<Limits> {
 }
 
 const TABLE_HEAD: &str = "\
-| codec | MB read | us, at least | x f16 | lane instructions per value | thread blocks per SM | \
-units per head | codebook entries in shared memory, k / v |
-|---|---|---|---|---|---|---|---|
+| codec | MB read | roofline, us | x f16 | predicted, us | x f16 | by | instructions per value: \
+fit | counted | buffers | thread blocks per SM | units per head | \
+codebook entries in shared memory, k / v |
+|---|---|---|---|---|---|---|---|---|---|---|---|---|
 ";
 
 fn write_row(text: &mut String, name: &str, plan: &Plan) -> std::fmt::Result {
     let entries = plan.codebooks.map(|books| {
         books.map_or("–".to_owned(), |books| match (books.in_registers, books.copies) {
             (true, _) => format!("{} in registers", books.entries),
+            (_, 1) if books.registers > 0 => {
+                format!("{} in registers, {} of {}", books.registers, books.shared, books.entries)
+            }
             (_, 1) => format!("{} of {}", books.shared, books.entries),
             (_, copies) => format!("{} of {}, {copies} times", books.shared, books.entries),
         })
     });
+    let (predicted, bound) = plan.predicted();
+    let by = match bound {
+        Bound::Bytes => "bytes",
+        Bound::Instructions => "instructions",
+        Bound::Latency => "latency",
+    };
+    let counted = plan.counted.map_or("–".to_owned(), |counted| {
+        format!("{:.1}{}", counted.per_value, if counted.is_all { "" } else { "+" })
+    });
     writeln!(
         text,
-        "| {name} | {:.1} | {:.1} | {:.2} | {:.1} | {} | {} | {} / {} |",
+        "| {name} | {:.1} | {:.1} | {:.2} | {:.1} | {:.2} | {by} | {:.1} | {counted} | {} | {} | \
+         {} | {} / {} |",
         (plan.page_bytes + plan.other_bytes) / 1e6,
         plan.roofline_seconds() * 1e6,
         plan.raw_seconds() / plan.roofline_seconds(),
+        predicted * 1e6,
+        plan.raw_seconds() / predicted,
         plan.instructions_per_value(),
+        plan.buffers,
         plan.occupancy.blocks,
         plan.splits,
         entries[0],

@@ -1,0 +1,76 @@
+//! How many tiles have room in the shared memory of a thread block: one that it works on, and
+//! others on their way. What is under way on a multiprocessor divided by a memory access' round
+//! trip is the most that it reads, so there are as many as hide the latency, if they fit beside as
+//! many thread blocks.
+
+use crate::lanes::SharedMemory;
+use crate::plan::SHARED_RESERVED;
+
+/// Buffers that every thread block has.
+pub(crate) const BUFFERS_MIN: usize = 2;
+/// `BUFFERS_MAX` of `shared.cuh`.
+pub(crate) const BUFFERS_MAX: usize = 4;
+/// Where the tile in each is: `PLACES_BYTES` of `shared.cuh`.
+pub(crate) const PLACES_BYTES: usize = BUFFERS_MAX * 24;
+
+/// A thread block that has [`BUFFERS_MIN`].
+pub(crate) struct Staging {
+    /// Its shared memory, bytes.
+    pub(crate) block: usize,
+    /// Shared memory of one buffer more, bytes.
+    pub(crate) buffer: usize,
+    /// Bytes that are copied of a tile.
+    pub(crate) tile: usize,
+    /// Whether it reads Huffman codes, which come through rings of their own.
+    pub(crate) huffman: bool,
+}
+
+impl Staging {
+    /// Buffers of a thread block, where a multiprocessor's registers are enough for `resident` of
+    /// them.
+    pub(crate) fn buffers(&self, (shared, resident): (SharedMemory, usize)) -> usize {
+        if self.huffman {
+            return BUFFERS_MIN;
+        }
+        let reserved = SHARED_RESERVED as usize;
+        let blocks = (shared.multiprocessor / (self.block + reserved)).clamp(1, resident);
+        let each = (shared.multiprocessor / blocks).saturating_sub(reserved).min(shared.block);
+        let more = each.saturating_sub(self.block) / self.buffer.max(1);
+        let enough = |buffers: &usize| (buffers - 1) * self.tile * blocks >= shared.under_way;
+        let wanted = (BUFFERS_MIN..=BUFFERS_MAX).find(enough).unwrap_or(BUFFERS_MAX);
+        wanted.min(BUFFERS_MIN + more)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const HOPPER: SharedMemory =
+        SharedMemory { block: 227 << 10, multiprocessor: 228 << 10, under_way: 25 << 10 };
+
+    fn buffers(block: usize, tile: usize, shared: SharedMemory) -> usize {
+        Staging { block, buffer: tile + 64, tile, huffman: false }.buffers((shared, 4))
+    }
+
+    #[test]
+    fn small_tiles_have_more_buffers_and_large_ones_no_more_than_they_need() {
+        // Four thread blocks: 6.25 KiB of each.
+        let of_tile = |tile| buffers(10 << 10, tile, HOPPER);
+        assert_eq!([16 << 10, 6400, 6399, 3200, 3199, 100].map(of_tile), [2, 2, 3, 3, 4, 4]);
+        let slow = SharedMemory { under_way: 5 << 10, ..HOPPER };
+        assert_eq!(buffers(10 << 10, 2048, slow), 2);
+    }
+
+    #[test]
+    fn they_take_what_is_left_and_no_thread_block_s_place() {
+        // 228 KiB / 4, less 1 KiB of the system.
+        let full = 56 << 10;
+        let with_left = |left: usize| buffers(full - left, 2048, HOPPER);
+        assert_eq!([0, 2111, 2112, 4223, 4224, 9000].map(with_left), [2, 2, 3, 3, 4, 4]);
+        // One that is alone on its multiprocessor has what a thread block may take.
+        assert_eq!(buffers(HOPPER.block, 2048, HOPPER), 2);
+        let huffman = Staging { block: 1 << 10, buffer: 1 << 10, tile: 1 << 10, huffman: true };
+        assert_eq!(huffman.buffers((HOPPER, 3)), 2);
+    }
+}

@@ -1,0 +1,105 @@
+//! What a plan chooses, for the launches of a layer as it is stored.
+
+use super::books::Codebooks;
+use super::fit::Fit;
+use super::{Limits, ROWS_MAX, bits, splits};
+use crate::Options;
+use crate::lanes::SharedMemory;
+use crate::side::rows_of;
+use crate::table::CodebookRoom;
+use kvd_codec::{ModelCodec, SideSpec};
+use kvd_compute::{AttendPlan, PlanQuery};
+use kvd_core::{LayerIndex, Side};
+
+/// What a layer's attention is launched with on a GPU, by the query rows of its units: what
+/// [`crate::plan`] says of the layer's codec. Where heads are stored differently, what is right for
+/// all of them.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Choices {
+    /// Where codebooks are kept, none of a side without.
+    rooms: [Option<CodebookRoom>; 2],
+    /// Codebooks of values, where all heads have such, and bytes of a token's pages.
+    values: Option<(Codebooks, f64)>,
+    /// Thread blocks that the GPU holds at once.
+    pub resident: u32,
+    shared: SharedMemory,
+}
+
+impl Choices {
+    /// Query rows of the largest unit of a plan, rounded to what kernels take: 1, 4 or 8.
+    #[must_use]
+    pub fn rows(plan: &AttendPlan, kv_heads: u32) -> u32 {
+        let most = plan.queries.iter().map(|query| query.n_q).max().unwrap_or(1);
+        rows_of(most.saturating_mul(plan.q_heads / kv_heads).min(ROWS_MAX))
+    }
+
+    /// Those for units of at most `rows` query rows of a layer; `None` when a head has no thread
+    /// block that fits.
+    #[must_use]
+    pub fn of_layer(
+        codec: &ModelCodec,
+        layer: LayerIndex,
+        rows: u32,
+        limits: &Limits,
+    ) -> Option<Self> {
+        let (spec, geometry) = (codec.spec(), codec.geometry());
+        let mut pairs = Vec::new();
+        for head in 0..geometry.kv_heads as usize {
+            let pair = Side::BOTH.map(|side| spec.side_at(side, layer, head));
+            if !pairs.contains(&pair) {
+                pairs.push(pair);
+            }
+        }
+        let of_pair = |pair: [&SideSpec; 2]| {
+            let fit = Fit::new(pair, geometry, rows, limits)?;
+            let token_bits = Side::BOTH.map(|side| {
+                bits(pair[side.index()], geometry, side) * geometry.head_dim(side) as f64
+            });
+            Some(Self {
+                rooms: fit.rooms(),
+                values: fit.books[1].map(|books| (books, (token_bits[0] + token_bits[1]) / 8.0)),
+                resident: limits.multiprocessors * fit.occupancy.blocks,
+                shared: limits.shared(),
+            })
+        };
+        let choices = pairs.into_iter().map(of_pair).collect::<Option<Vec<_>>>()?;
+        choices.into_iter().reduce(|a, b| Self {
+            // A side without codebooks asks for nothing, and takes nothing of what others ask.
+            rooms: [0, 1].map(|side| match (a.rooms[side], b.rooms[side]) {
+                (Some(a), Some(b)) => Some(a.least(b)),
+                (a, b) => a.or(b),
+            }),
+            values: a.values.filter(|_| a.values == b.values),
+            resident: a.resident.min(b.resident),
+            shared: a.shared,
+        })
+    }
+
+    /// How a plan's stored tokens are cut, so that its heads fill the GPU.
+    #[must_use]
+    pub fn options(&self, plan: &AttendPlan, kv_heads: u32) -> Options {
+        let group = plan.q_heads / kv_heads;
+        let runs = |n_q: u32| kv_heads * n_q.saturating_mul(group).div_ceil(ROWS_MAX);
+        let heads = plan.queries.iter().map(|query| runs(query.n_q)).sum();
+        let parts = plan.queries.iter().map(|query| query.parts.len()).max().unwrap_or(0) as u32;
+        let runs = splits(self.resident, heads, parts).0;
+        let channel_split = self.channel_split(plan, self.resident / heads.max(1), runs);
+        let parts_per_unit = splits(self.resident, heads * channel_split, parts).1 as usize;
+        Options { parts_per_unit, shared: self.shared, channel_split }
+    }
+
+    /// Where codebooks of keys and values are kept: [`crate::Shapes::new`].
+    #[must_use]
+    pub fn rooms(&self) -> [CodebookRoom; 2] {
+        self.rooms.map(|room| room.unwrap_or(CodebookRoom::NONE))
+    }
+
+    /// Units among which the channels of values are split, where the tokens of a head are cut into
+    /// `runs` and the GPU holds `blocks` thread blocks for them.
+    fn channel_split(&self, plan: &AttendPlan, blocks: u32, runs: u32) -> u32 {
+        let Some((books, token_bytes)) = self.values else { return 1 };
+        let tokens = |query: &PlanQuery| query.parts.iter().map(|part| f64::from(part.rows)).sum();
+        let most = plan.queries.iter().map(tokens).fold(0.0, f64::max);
+        books.channel_split(blocks, runs, most * token_bytes)
+    }
+}

@@ -1,0 +1,152 @@
+//! What is launched is what the plan says: units, codebooks in shared memory, thread blocks that a
+//! multiprocessor holds. Tables alone: nothing is run.
+#![expect(clippy::unwrap_used, reason = "a test may fail")]
+
+mod common;
+
+use common::{Ask, Layout, Stored, geometry, noise};
+use kvd_codec::resolve;
+use kvd_compute::{AttendPlan, PlanPart};
+use kvd_core::{DType, Geometry, Side};
+use kvd_cuda::{Block, Choices, Exchange, Launch, Limits, Plan, Shapes, Tables, Workload, plan};
+use std::sync::Arc;
+
+const BLOCK_TOKENS: u32 = 64;
+
+fn shapes_of_a_model() -> Geometry {
+    Geometry { block_tokens: BLOCK_TOKENS, ..geometry(128, 128, DType::F16) }
+}
+
+fn stored(codec: &str) -> Stored {
+    let value = |side: Side, head: usize, token: usize, channel: usize| {
+        noise(((side.index() * 2 + head) * 4096 + token) * 512 + channel)
+    };
+    let layout = Layout { pages: vec![BLOCK_TOKENS as usize], window: 0 };
+    Stored::new(&shapes_of_a_model(), codec, &layout, value)
+}
+
+/// A decode step over so many sequences, whose blocks are all the stored one.
+fn step(stored: &Stored, group: u32, batch: u32, tokens: u32) -> AttendPlan {
+    let mut plan = Ask::last(group as usize, tokens).plan(stored, |i| noise(99 + i));
+    let part = |block| PlanPart { first_token: block * BLOCK_TOKENS, ..stored.parts[0].clone() };
+    let parts: Arc<[PlanPart]> = (0..tokens / BLOCK_TOKENS).map(part).collect();
+    plan.queries[0].parts = parts;
+    plan.queries = vec![plan.queries[0].clone(); batch as usize];
+    plan.q = vec![0; plan.q.len() * batch as usize].into();
+    plan
+}
+
+/// What the backend would launch, and what the plan says of it.
+fn launched(stored: &Stored, ask: &AttendPlan, limits: &Limits) -> (Vec<Launch>, Choices) {
+    let kv_heads = stored.codec.geometry().kv_heads;
+    let rows = Choices::rows(ask, kv_heads);
+    let choices = Choices::of_layer(&stored.codec, ask.layer, rows, limits).unwrap();
+    let shapes = Shapes::new(&stored.codec, ask.layer, choices.rooms());
+    let header = |offset: u64| stored.headers.get(&offset).copied();
+    let options = choices.options(ask, kv_heads);
+    let tables = Tables::new(ask, &stored.codec, &shapes, &header, options).unwrap();
+    (tables.launches, choices)
+}
+
+fn planned(codec: &str, (group, batch, tokens): (u32, u32, u32), limits: &Limits) -> Plan {
+    let workload = Workload { geometry: shapes_of_a_model(), group, batch, tokens };
+    plan(&resolve(codec).unwrap(), &workload, limits).unwrap()
+}
+
+/// Steps of a codec on every GPU are launched as they were planned; gives plans and launches.
+fn follows(codec: &str) -> Vec<(Plan, Launch)> {
+    let stored = stored(codec);
+    let mut all = Vec::new();
+    for limits in Limits::NAMES.map(|name| Limits::named(name).unwrap()) {
+        for (group, batch, tokens) in [(4, 1, 32_768), (1, 2, 4096), (8, 3, 8192), (16, 1, 64)] {
+            let what = format!("{codec}, {}, {group} x {batch}", limits.name);
+            let planned = planned(codec, (group, batch, tokens), &limits);
+            let ask = step(&stored, group, batch, tokens);
+            let (launches, choices) = launched(&stored, &ask, &limits);
+            let [launch] = &launches[..] else { panic!("{what}: one kind of page") };
+            let heads = 2 * batch * group.div_ceil(8);
+            let parts = planned.codebooks[1].map_or(1, |books| books.channel_split);
+            assert_eq!(launch.units.len() as u32, heads * planned.splits * parts, "{what}");
+            assert!(launch.units.iter().all(|unit| unit.value.parts == parts), "{what}");
+            let pages = launch.units.iter().map(|unit| unit.pages).max();
+            assert_eq!(pages, Some(planned.parts_per_unit), "{what}");
+            assert_eq!(choices.rooms(), planned.rooms(), "{what}");
+            // What tables really take leaves as many thread blocks, or one more; where it is less
+            // than expected, fewer may decode more chunks in all.
+            let block = Block { shared_bytes: launch.shared_bytes as u32, ..planned.block };
+            let blocks = block.occupancy(&limits).unwrap().blocks;
+            let [has, wanted] =
+                [(blocks, launch.chunks), (planned.occupancy.blocks, planned.chunks)]
+                    .map(|(blocks, chunks)| blocks * chunks.max(1));
+            assert!(has >= wanted, "{what}: {blocks} with {} chunks", launch.chunks);
+            assert_eq!(launch.buffers, planned.buffers, "{what}");
+            all.push((planned, launch.clone()));
+        }
+    }
+    all
+}
+
+#[test]
+fn a_step_is_launched_as_it_was_planned() {
+    for preset in kvd_codec::presets() {
+        follows(preset.name);
+    }
+}
+
+#[test]
+fn codebooks_of_floats_are_kept_where_it_was_planned() {
+    let grouped = "k=vq(d=4,b=6,stages=2,scope=group); v=vq(d=4,b=8,stages=2,scope=group)";
+    let (mut splits, mut registers) = (Vec::new(), Vec::new());
+    for (planned, launch) in ["vq-residual-4", grouped].into_iter().flat_map(follows) {
+        assert!(launch.kernel.contains("vqfloat"), "{}", launch.kernel);
+        for unit in &launch.units {
+            let books = planned.codebooks.iter().flatten();
+            for (books, shape) in books.zip([unit.key, unit.value]) {
+                assert_eq!(shape.held, books.registers, "{planned}");
+                assert_eq!(shape.cached, books.registers + books.shared, "{planned}");
+                assert_eq!(shape.table_bytes, books.shared_bytes(), "{planned}");
+                let whole = books.exchange != Exchange::SharedMemory;
+                assert_eq!(shape.entry_pairs > 0, whole, "{planned}");
+                registers.push(shape.held);
+            }
+            splits.push(unit.value.parts);
+        }
+    }
+    // Each is chosen by some plan and not by another.
+    assert!(splits.contains(&1) && splits.iter().any(|parts| *parts > 1), "{splits:?}");
+    assert!(registers.contains(&0) && registers.contains(&32), "{registers:?}");
+}
+
+#[test]
+fn codebooks_of_bytes_stand_in_shared_memory_as_often_as_it_was_planned() {
+    for (planned, launch) in ["vecinfer-2", "cq-2"].into_iter().flat_map(follows) {
+        assert!(launch.kernel.contains("vq_vq"), "{}", launch.kernel);
+        for unit in &launch.units {
+            let books = planned.codebooks.iter().flatten();
+            for (books, shape) in books.zip([unit.key, unit.value]) {
+                assert_eq!(shape.entry_count, books.shared, "{planned}");
+                assert_eq!(1 << shape.entry_copies, books.copies, "{planned}");
+            }
+        }
+    }
+}
+
+#[test]
+fn heads_that_are_stored_differently_take_what_fits_all() {
+    let limits = Limits::h100();
+    let one = |codec: &str| {
+        let stored = stored(codec);
+        launched(&stored, &step(&stored, 4, 1, 8192), &limits).1
+    };
+    let [kivi, kvd] = ["kivi-4", "kvd-2"].map(one);
+    assert!(kvd.resident < kivi.resident);
+    let [key, value] = Side::BOTH.map(|side| resolve("kvd-2").unwrap().side(side).to_string());
+    let mixed = format!("{}; k[head=1]={key}; v[head=1]={value}", resolve("kivi-4").unwrap());
+    let spec = resolve(&mixed).unwrap();
+    let geometry = shapes_of_a_model();
+    let calibration = common::store::calibration(&geometry, &spec);
+    let codec = kvd_codec::ModelCodec::new(geometry, spec, calibration.as_ref()).unwrap();
+    let layer = kvd_core::LayerIndex(0);
+    let both = Choices::of_layer(&codec, layer, 4, &limits).unwrap();
+    assert_eq!(both.resident, kvd.resident);
+}
