@@ -43,7 +43,8 @@ pub use plan::{Block, CodebookPlan, Limits, Occupancy, Plan, Workload, plan};
 pub use rows::{RowsParameters, RowsUnit, StageCheck, StageParameters, StageSide};
 pub use side::Kernel;
 pub use store::{
-    StoreLaunch, StoreParameters, StorePlan, StoreShapes, StoreUnit, StoredPage, encoded_on_host,
+    Histogram, HistogramPlan, StoreLaunch, StoreParameters, StorePlan, StoreShapes, StoreUnit,
+    StoredPage, encoded_on_host,
 };
 pub use tables::{Launch, Options, Shapes, Tables};
 pub use turn::{AnswerParameters, QueryParameters, TurnUnit, Turns};

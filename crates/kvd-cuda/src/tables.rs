@@ -91,6 +91,11 @@ impl Shapes {
         self.heads[head][side.index()].as_ref().ok()?.newest()
     }
 
+    /// The same as if its codes had a fixed width.
+    pub(crate) fn fixed(&self, head: usize, side: Side) -> Option<(Kernel, SideShape)> {
+        Some(self.heads[head][side.index()].as_ref().ok()?.fixed())
+    }
+
     fn no_side(&self, side: Side, head: usize, what: &'static str) -> PlanError {
         PlanError::NoSide { side, layer: self.layer.0, head, what }
     }

@@ -201,6 +201,11 @@ impl Device {
         self.scratch_used = bytes;
     }
 
+    /// The same of memory that kernels may still use: what is written there next waits for them.
+    pub(super) fn reuse_scratch(&mut self, bytes: u64) {
+        (self.scratch_used, self.scratch_stale) = (bytes, true);
+    }
+
     /// Takes scratch memory; `None` when too little is left.
     pub(super) fn scratch(&mut self, bytes: u64) -> Option<u64> {
         let start = self.scratch_used;

@@ -16,6 +16,7 @@ mod order;
 mod region;
 mod stage;
 mod staging;
+mod train;
 
 use crate::driver::{DeviceCopy, Driver, DriverError};
 use crate::jit::{CompileReport, Jit, KernelCompiler};
