@@ -26,7 +26,7 @@ fn main() {
     scheduler.file("../../kernels/emu/emu.cc").cargo_metadata(false);
     let mut kernels = build();
     kernels.flag("-x").flag("c++");
-    kernels.files(attend_files()).file("../../kernels/emu/planted.cu");
+    kernels.files(attend_files()).files(emu_files());
     kernels.flag("-Wno-unknown-pragmas").flag("-Wno-unused-parameter");
     // Kernels make themselves known before main: nothing names them, all are needed.
     kernels.cargo_metadata(false);
@@ -52,6 +52,11 @@ fn attend_files() -> Vec<PathBuf> {
         files.filter(|path| path.extension().is_some_and(|extension| extension == "cu")).collect();
     files.sort();
     files
+}
+
+/// Kernels of tests alone: bugs, and what others are compared with.
+fn emu_files() -> [&'static str; 2] {
+    ["../../kernels/emu/planted.cu", "../../kernels/emu/walk.cu"]
 }
 
 /// What both libraries are built with: optimised, or the lane takes minutes.
