@@ -13,8 +13,8 @@ mod suite;
 
 use driver::{EmuDriver, Fail, Planted, Watch};
 use kvd_compute::{
-    Backend, CpuBackend, CpuOptions, EncodeSource, IncomingRows, LoadPlan, PlanPart, RawTarget,
-    RegionHandle, Source,
+    AttendPlan, Backend, CpuBackend, CpuOptions, EncodeSource, IncomingRows, LoadPlan, PlanPart,
+    RawTarget, RegionHandle, Source,
 };
 use kvd_core::{Coded, DType, ErrorCode, Extent, LayerIndex, ModelId, RopePairing, Side};
 use kvd_cuda::{CudaBackend, CudaOpenError, CudaOptions, DriverError};
@@ -26,6 +26,7 @@ use streams::Pace;
 const OPTIONS: CudaOptions = CudaOptions {
     arena_bytes: 1 << 20,
     scratch_bytes: 1 << 20,
+    table_bytes: 8 << 20,
     staging_bytes: 64 << 10,
     threads: 1,
     graphs: 4,
@@ -124,17 +125,52 @@ fn a_gpu_without_the_memory_is_not_opened_and_nothing_leaks() {
 }
 
 #[test]
-fn memory_that_runs_out_later_is_an_answer_and_the_device_goes_on() {
+fn once_open_a_backend_takes_no_more_memory() {
     if !available() {
         return;
     }
-    let (mut backend, watch, part) = with_rows(OPTIONS);
-    watch.lock().fail = Fail::Memory;
+    let value = |i: u32| (i.wrapping_mul(2_654_435_761) >> 8) as f32 / 8_388_608.0 - 1.0;
+    for text in ["kivi-4", "kvcomp", "kvd-2"] {
+        let options = CudaOptions { graphs: 0, ..OPTIONS };
+        let (mut backend, watch, part) = with_codec(text, value, Pace::Late, options);
+        let live = watch.lock().live;
+        watch.lock().fail = Fail::Memory;
+        // Tables of the layer, first Huffman tables, and those of another model in their place.
+        for _ in 0..3 {
+            let plan = suite::attend_plan(vec![part.clone()], 1);
+            backend.attend(&plan).unwrap();
+            backend.encode(ModelId(1), LayerIndex(0), &blocks(&part, 3)).unwrap();
+            backend.register(ModelId(1), suite::codec(text, RopePairing::Half));
+        }
+        assert_eq!((watch.lock().live, backend.failure()), (live, None), "{text}");
+        drop(backend);
+        assert_eq!(watch.lock().live, 0);
+    }
+}
+
+#[test]
+fn tables_that_find_no_room_are_an_answer_and_the_device_goes_on() {
+    if !available() {
+        return;
+    }
+    let (mut backend, watch, part) = with_rows(CudaOptions { table_bytes: 1 << 10, ..OPTIONS });
     let plan = suite::attend_plan(vec![part.clone()], 1);
-    assert_eq!(backend.attend(&plan).unwrap_err().code(), ErrorCode::LimitExceeded);
+    let first = backend.attend(&plan).unwrap();
+    // Another model's tables have no room beside them.
+    backend.register(ModelId(2), suite::codec("kvd-2", RopePairing::Half));
+    let other = AttendPlan { model: ModelId(2), ..plan.clone() };
+    let error = backend.attend(&other).unwrap_err();
+    assert_eq!(error.code(), ErrorCode::LimitExceeded);
+    assert!(error.to_string().contains("raise device.table_bytes"), "{error}");
     assert_eq!(backend.failure(), None);
-    watch.lock().fail = Fail::Never;
-    backend.attend(&plan).unwrap();
+    let again = backend.attend(&plan).unwrap();
+    assert_eq!((again.out, again.lse), (first.out, first.lse));
+    // When it is gone, its place is free again.
+    backend.unregister(ModelId(2));
+    for _ in 0..10 {
+        backend.register(ModelId(1), suite::codec("kivi-4", RopePairing::Half));
+        backend.attend(&plan).unwrap();
+    }
     drop(backend);
     assert_eq!(watch.lock().live, 0);
 }
@@ -288,6 +324,7 @@ fn first_tables_of_a_layer_are_the_hosts_and_its_rows_stay_on_the_device() {
     }
     let value = |i: u32| (i.wrapping_mul(2_654_435_761) >> 8) as f32 / 8_388_608.0 - 1.0;
     let rows = 8 * 2 * (64 + 64) * 4;
+    assert_eq!(counters("kvcomp"), 240);
     for text in ["kvcomp", "kvcomp-channel"] {
         // What the host alone makes of the same rows, at the same place.
         let mut host = CpuBackend::new(CpuOptions {
