@@ -1,7 +1,8 @@
-// Pages from rows, by quantizer.
+// Pages from rows, by quantizer, and how often each of their codes stands in them.
 
 #include <kvd/store/bitalloc.cuh>
 #include <kvd/store/grid.cuh>
+#include <kvd/store/histogram.cuh>
 #include <kvd/store/hybrid.cuh>
 #include <kvd/store/lloyd.cuh>
 #include <kvd/store/page.cuh>
@@ -29,3 +30,12 @@ KVD_STORE_HUFFMAN(vq, kvd::StoreVq)
 KVD_STORE_HUFFMAN(polar, kvd::StorePolar)
 KVD_STORE_HUFFMAN(lloyd, kvd::StoreLloyd)
 KVD_STORE_HUFFMAN(grid, kvd::StoreGrid)
+
+KVD_HISTOGRAM(fp8, kvd::StoreFp8)
+KVD_HISTOGRAM(uniform, kvd::StoreUniform<kvd::StoreAsymmetric>)
+KVD_HISTOGRAM(symmetric, kvd::StoreUniform<kvd::StoreSymmetric>)
+KVD_HISTOGRAM(hybrid, kvd::StoreHybrid)
+KVD_HISTOGRAM(vq, kvd::StoreVq)
+KVD_HISTOGRAM(polar, kvd::StorePolar)
+KVD_HISTOGRAM(lloyd, kvd::StoreLloyd)
+KVD_HISTOGRAM(rows, kvd::CountNothing)

@@ -6,8 +6,13 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// Names the sanitizers of the kernels, as in `-fsanitize=`: `address,undefined`, `thread`, or
-/// nothing.
+/// nothing; or [`BLOCKS`].
 const SANITIZE: &str = "KVD_EMU_SANITIZE";
+
+/// The lane's own: who writes and reads what of device memory, by thread block
+/// (`kernels/emu/blocks.cc`). What calls it at every access is ThreadSanitizer's half of the
+/// compiler.
+const BLOCKS: &str = "blocks";
 
 fn main() {
     println!("cargo:rerun-if-changed=../../kernels");
@@ -26,11 +31,14 @@ fn main() {
     scheduler.file("../../kernels/emu/emu.cc").cargo_metadata(false);
     let mut kernels = build();
     kernels.flag("-x").flag("c++");
-    kernels.files(attend_files()).file("../../kernels/emu/planted.cu");
+    kernels.files(attend_files()).files(emu_files());
     kernels.flag("-Wno-unknown-pragmas").flag("-Wno-unused-parameter");
     // Kernels make themselves known before main: nothing names them, all are needed.
     kernels.cargo_metadata(false);
-    if !sanitize.is_empty() {
+    if sanitize == BLOCKS {
+        scheduler.file("../../kernels/emu/blocks.cc");
+        kernels.flag("-fsanitize=thread");
+    } else if !sanitize.is_empty() {
         kernels.flag(format!("-fsanitize={sanitize}")).flag("-fno-omit-frame-pointer");
         kernels.flag("-fno-sanitize-recover=all");
     }
@@ -42,7 +50,9 @@ fn main() {
     println!("cargo:rustc-env=KVD_EMU_KERNELS={out}/libkvd_emu_kernels.a");
     println!("cargo:rustc-link-lib=static:+whole-archive=kvd_emu_kernels");
     println!("cargo:rustc-link-lib=static=kvd_emu_scheduler");
-    link_sanitizers(&sanitize);
+    if sanitize != BLOCKS {
+        link_sanitizers(&sanitize);
+    }
     println!("cargo:rustc-link-lib=stdc++");
 }
 
@@ -54,6 +64,11 @@ fn attend_files() -> Vec<PathBuf> {
         files.filter(|path| path.extension().is_some_and(|extension| extension == "cu")).collect();
     files.sort();
     files
+}
+
+/// Kernels of tests alone: bugs, and what others are compared with.
+fn emu_files() -> [&'static str; 2] {
+    ["../../kernels/emu/planted.cu", "../../kernels/emu/walk.cu"]
 }
 
 /// What both libraries are built with: optimised, or the lane takes minutes.
@@ -85,7 +100,7 @@ fn link_sanitizers(sanitize: &str) {
             println!("cargo:rustc-link-arg=-Wl,--push-state,{whole}{path},--pop-state");
         }
     }
-    if !sanitize.is_empty() {
+    if !sanitize.is_empty() && sanitize != BLOCKS {
         println!("cargo:rustc-link-arg=-Wl,--export-dynamic");
         for library in ["stdc++", "m", "pthread", "dl", "rt"] {
             println!("cargo:rustc-link-arg=-l{library}");

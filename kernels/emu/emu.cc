@@ -2,17 +2,13 @@
 // waits. Owns fibers, barriers, warp exchanges, late copies and shared memory; never built with a
 // sanitizer, so that it may switch stacks. One launch at a time.
 
-#include "emu.h"
-#include "products.h"
+#include "launch.h"
 
 #include <sys/mman.h>
 
 #include <cstdio>
 #include <cstdlib>
-#include <memory>
 #include <mutex>
-#include <string>
-#include <vector>
 
 extern "C" {
 // Of AddressSanitizer, where it is linked.
@@ -62,76 +58,19 @@ kvd_emu_switch:
 
 namespace kvd {
 namespace emu {
+
+Launch launch;
+Fiber* current;
+
 namespace {
 
 constexpr size_t COPY_BYTES = 16;
-constexpr size_t STACK_BYTES = 256 << 10;
 constexpr size_t GUARD_BYTES = 4096;
 constexpr size_t SHARED_BYTES_MAX = 227 << 10;
 // A switch of fibers orders nothing: what a thread may rely on are barriers, not who ran first.
 constexpr unsigned TSAN_NO_SYNC = 1;
 
-enum class State { Ready, Barrier, Exchange, Done };
-
-struct Copy {
-    void* to;
-    const void* from;
-    size_t bytes;
-};
-
-struct Fiber {
-    unsigned index;
-    State state;
-    Source at;
-    void* stack_pointer;
-    char* stack;
-    void* sanitizer;
-    // What ThreadSanitizer calls it, for one launch.
-    void* tsan;
-    // Copies under way by group; the last group is still open.
-    std::vector<std::vector<Copy>> copies;
-};
-
-struct Warp {
-    unsigned arrived;
-    unsigned generation;
-    Source at;
-    // Two generations: a lane may be in the next exchange before a slow one has read this one.
-    uint32_t words[2][LANES][WORDS_MAX];
-    // What is passed on at warp barriers, by generation.
-    char passed[2];
-};
-
-struct Launch {
-    const Kernel* kernel;
-    const void* parameters;
-    unsigned block;
-    uint8_t* shared;
-    uint64_t order;
-    uint64_t random;
-    std::vector<std::unique_ptr<Fiber>> fibers;
-    std::vector<Fiber*> ready;
-    std::vector<Warp> warps;
-    unsigned waiting;
-    unsigned done;
-    Source barrier;
-    // Barriers that were passed; what is passed on at them by generation, at the start and at the end.
-    unsigned generation;
-    char passed[2];
-    char start;
-    char end;
-    std::string error;
-    // The scheduler's own stack, while a fiber runs.
-    void* stack_pointer;
-    void* sanitizer;
-    void* tsan;
-    const void* stack;
-    size_t stack_bytes;
-};
-
 const Kernel* kernels;
-Launch launch;
-Fiber* current;
 
 std::string text(Source at) { return std::string(at.file) + ":" + std::to_string(at.line); }
 
@@ -268,6 +207,7 @@ void run_block(size_t shared_bytes) {
     }
     memset(memory, 0xFF, shared_bytes);
     launch.shared = static_cast<uint8_t*>(memory);
+    launch.shared_bytes = shared_bytes;
     launch.waiting = launch.done = launch.generation = 0;
     launch.warps.assign((launch.kernel->threads + LANES - 1) / LANES, Warp());
     launch.ready.clear();
@@ -490,6 +430,9 @@ extern "C" int kvd_emu_launch(const char* name, unsigned blocks, size_t shared_b
         launch.fibers.emplace_back(new_fiber(unsigned(launch.fibers.size())));
     }
     const TsanFibers tsan(kernel ? kernel->threads : 0);
+    if (watch_launch) {
+        watch_launch();
+    }
     const unsigned turn = order < 2 ? 0 : unsigned(next_random() % (blocks + (blocks == 0)));
     for (unsigned at = 0; at < blocks && launch.error.empty(); at++) {
         launch.block = order == 1 ? blocks - 1 - at : (at + turn) % blocks;

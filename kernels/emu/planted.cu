@@ -136,6 +136,35 @@ void half_shuffle(const Planted& planted, uint8_t*) {
     }
 }
 
+// Of two thread blocks: each reverses words of its own, and counts its threads where both do.
+void blocks_apart(const Planted& planted, uint8_t* memory) {
+    uint64_t* count = reinterpret_cast<uint64_t*>(planted.data);
+    const Planted mine = {planted.data + 2 + THREADS * kvd::block_index()};
+    correct(mine, memory);
+    kvd::add_global(count, 1);
+}
+
+// Both write the same words, the same as the other: no order shows it.
+void blocks_together(const Planted& planted, uint8_t*) {
+    planted.data[kvd::thread_index()] = kvd::thread_index();
+}
+
+// The second block's words are what it finds in the first's, which is right in one order.
+void blocks_in_order(const Planted& planted, uint8_t*) {
+    uint32_t* mine = planted.data + THREADS * kvd::block_index();
+    mine[kvd::thread_index()] = planted.data[kvd::thread_index()];
+}
+
+// One adds where the other writes.
+void blocks_half_atomic(const Planted& planted, uint8_t*) {
+    uint64_t* count = reinterpret_cast<uint64_t*>(planted.data) + kvd::thread_index();
+    if (kvd::block_index() == 0) {
+        kvd::add_global(count, 1);
+    } else {
+        *count = 1;
+    }
+}
+
 // One product of tensor cores of each kind: words of A `[16, 8]`, of B by column `[8, 8]`, then for each
 // kind the sums `[16, 8]`. `SWAPPED`: two words of A in each other's place.
 template <bool SIGNED_A, bool SIGNED_B, bool SWAPPED>
@@ -180,3 +209,7 @@ KVD_KERNEL(planted_in_turns, THREADS, Planted, (in_turns<1, 3>))
 KVD_KERNEL(planted_early_turn, THREADS, Planted, (in_turns<2, 3>))
 KVD_KERNEL(planted_reused_buffer, THREADS, Planted, (in_turns<1, 2>))
 KVD_KERNEL(planted_half_shuffle, THREADS, Planted, half_shuffle)
+KVD_KERNEL(planted_blocks_apart, THREADS, Planted, blocks_apart)
+KVD_KERNEL(planted_blocks_together, THREADS, Planted, blocks_together)
+KVD_KERNEL(planted_blocks_in_order, THREADS, Planted, blocks_in_order)
+KVD_KERNEL(planted_blocks_half_atomic, THREADS, Planted, blocks_half_atomic)

@@ -41,6 +41,7 @@ mod rotation;
 mod samples;
 mod side;
 mod spec;
+mod train;
 mod transform;
 mod vq_spec;
 mod wide;
@@ -73,5 +74,6 @@ pub use spec::{
     CodecSpec, Entropy, FloatFormat, GroupAxis, Quantizer, SideSpec, Transform, UniformMode,
     UniformStep,
 };
+pub use train::CodeCounts;
 pub use vq_spec::{CodebookScope, VqSpec};
 pub use widen::widen;

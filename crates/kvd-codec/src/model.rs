@@ -3,12 +3,11 @@
 use crate::contract::Ladder;
 use crate::drift::Drift;
 use crate::encode::{self, EncodedPage, PagePlan, Scratch, Stage};
-use crate::huffman::HuffmanTable;
-use crate::lanes::{Grouping, LaneTable};
+use crate::lanes::LaneTable;
 use crate::side::bind::HeadPlace;
 use crate::side::float::{all_within, largest, largest_within};
 use crate::side::vq::codebook_bytes;
-use crate::{Calibration, CodecError, CodecSpec, HeadSide, SideSpec};
+use crate::{Calibration, CodecError, CodecSpec, HeadSide};
 use kvd_core::{Geometry, LayerIndex, Side};
 use std::collections::BTreeMap;
 use std::ops::AddAssign;
@@ -44,7 +43,7 @@ pub struct BlockRows<'a> {
 
 impl<'a> BlockRows<'a> {
     /// `[tokens, head_dim]` of one head.
-    fn head(&self, side: Side, head: usize, dim: usize) -> &'a [f32] {
+    pub(crate) fn head(&self, side: Side, head: usize, dim: usize) -> &'a [f32] {
         let rows = match side {
             Side::Key => self.k,
             Side::Value => self.v,
@@ -218,81 +217,8 @@ impl ModelCodec {
         self.tables.get(self.table_index(layer, side, head))?.get(index)
     }
 
-    fn table_index(&self, layer: LayerIndex, side: Side, head: &HeadSide) -> usize {
+    pub(crate) fn table_index(&self, layer: LayerIndex, side: Side, head: &HeadSide) -> usize {
         (layer.0 as usize * 2 + side.index()) * self.variants + head.variant
-    }
-
-    /// Builds the Huffman tables of a layer from blocks that are about to be encoded (KVComp
-    /// §3.2: once, at prefill). Called again, it adds a version: later pages use it, older pages
-    /// still decode.
-    ///
-    /// # Errors
-    /// When a block does not fit the geometry or holds values that cannot be stored, or the
-    /// versions are used up.
-    pub fn train_tables(
-        &mut self,
-        layer: LayerIndex,
-        blocks: &[BlockRows<'_>],
-    ) -> Result<(), CodecError> {
-        for block in blocks {
-            self.check_shape(layer, block)?;
-            self.check_values(block)?;
-        }
-        for side in Side::BOTH {
-            let specs: Vec<SideSpec> = self.spec.variants(side).into_iter().cloned().collect();
-            for (variant, spec) in specs.iter().enumerate().filter(|(_, s)| s.has_trained_tables())
-            {
-                self.train_table(layer, side, (variant, spec), blocks)?;
-            }
-        }
-        Ok(())
-    }
-
-    /// A table from the heads of one variant; a variant without heads in the layer has none.
-    fn train_table(
-        &mut self,
-        layer: LayerIndex,
-        side: Side,
-        (variant, spec): (usize, &SideSpec),
-        blocks: &[BlockRows<'_>],
-    ) -> Result<(), CodecError> {
-        let counted =
-            self.count_codes(layer, side, (variant, spec), blocks, &mut Scratch::default());
-        let Some((index, counts)) = counted else { return Ok(()) };
-        let versions = &mut self.tables[index];
-        if versions.len() == usize::from(u16::MAX) {
-            return Err(CodecError::TableVersions { layer: layer.0 });
-        }
-        versions.push(LaneTable::new(
-            HuffmanTable::new(&counts),
-            Grouping::single(counts.len() as u16),
-        ));
-        Ok(())
-    }
-
-    /// How often each code stands in the heads of one variant, and the index of their tables;
-    /// none for a variant without heads in the layer.
-    pub(crate) fn count_codes(
-        &self,
-        layer: LayerIndex,
-        side: Side,
-        (variant, spec): (usize, &SideSpec),
-        blocks: &[BlockRows<'_>],
-        scratch: &mut Scratch,
-    ) -> Option<(usize, Vec<u64>)> {
-        let alphabet = spec.quantizer.alphabet().expect("validated: Huffman needs codes");
-        let mut counts = vec![0u64; alphabet as usize];
-        let heads = 0..self.geometry.kv_heads as usize;
-        let heads = heads.filter(|head| self.head(layer, side, *head).variant == variant);
-        let first = heads.clone().next()?;
-        for head in heads {
-            let head_side = self.head(layer, side, head);
-            for block in blocks {
-                let rows = block.head(side, head, head_side.dim());
-                encode::count(head_side, rows, scratch, &mut counts);
-            }
-        }
-        Some((self.table_index(layer, side, self.head(layer, side, first)), counts))
     }
 
     /// Encodes one block of one layer: `2 * kv_heads` pages appended to `out`, K heads first.

@@ -18,8 +18,8 @@ pub use backend::{
     LoadedRows, ModelBytes, RawTarget,
 };
 pub use cpu::{
-    ArenaError, CodeDecoder, CpuBackend, CpuOptions, InstructionSet, OpenError, Precision,
-    content_hash, content_hash_of, multiply_adds,
+    ArenaError, CodeDecoder, CpuBackend, CpuOptions, EncodeAs, InstructionSet, OpenError,
+    Precision, Watched, content_hash, content_hash_of, multiply_adds,
 };
 pub use error::BackendError;
 pub use plan::{AttendPlan, LoadPlan, PlanPart, PlanQuery, Source};

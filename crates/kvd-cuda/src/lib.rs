@@ -46,7 +46,8 @@ pub use plan::{
 pub use rows::{RowsParameters, RowsUnit, StageCheck, StageParameters, StageSide};
 pub use side::Kernel;
 pub use store::{
-    StoreLaunch, StoreParameters, StorePlan, StoreShapes, StoreUnit, StoredPage, encoded_on_host,
+    Histogram, HistogramPlan, StoreLaunch, StoreParameters, StorePlan, StoreShapes, StoreUnit,
+    StoredPage, encoded_on_host,
 };
 pub use table::CodebookRoom;
 pub use tables::{Launch, Options, Shapes, Tables};

@@ -204,6 +204,8 @@ pub(crate) fn fallback_shape(quantizer: u8, dim: usize) -> Option<(Kernel, SideS
 #[derive(Clone, Debug)]
 pub(crate) struct HeadShapes {
     pub(crate) kernel: Kernel,
+    /// As if codes had a fixed width.
+    fixed: SideShape,
     /// By the version of their Huffman tables, from 1; else one.
     versions: Vec<SideShape>,
 }
@@ -212,6 +214,11 @@ impl HeadShapes {
     /// Of pages that are written now; none before their first Huffman table is built.
     pub(crate) fn newest(&self) -> Option<(Kernel, SideShape)> {
         self.versions.last().map(|shape| (self.kernel, *shape))
+    }
+
+    /// Of pages as far as their codes, also before their first Huffman table is built.
+    pub(crate) fn fixed(&self) -> (Kernel, SideShape) {
+        (self.kernel, self.fixed)
     }
 
     /// Of pages with that version in their header, 0 for none.
@@ -239,20 +246,21 @@ pub(crate) fn head_shapes(
 ) -> Result<HeadShapes, &'static str> {
     let (kernel, shape) = page_shape((side, which), &mut tables.bytes, room)?;
     let Some(runs) = side.lane_runs() else {
-        return Ok(HeadShapes { kernel, versions: vec![shape] });
+        return Ok(HeadShapes { kernel, fixed: shape, versions: vec![shape] });
     };
     let grid = side.grid();
     let versions: Vec<&[LaneTable]> = match grid {
         Some(grid) => vec![grid.tables()],
         None => trained.iter().map(std::slice::from_ref).collect(),
     };
+    let fixed = shape;
     let shapes = versions.into_iter().map(|of_version| {
         let lanes = Lanes { side: which, runs, tables: of_version, grid };
         let mut shape = shape;
         lanes.place(&mut tables.bytes, &mut tables.lanes, &mut shape);
         shape
     });
-    Ok(HeadShapes { kernel, versions: shapes.collect() })
+    Ok(HeadShapes { kernel, fixed, versions: shapes.collect() })
 }
 
 /// The kernel and shape of equidistant levels.

@@ -97,9 +97,27 @@ impl Shapes {
         Ok(())
     }
 
+    /// How kernels see pages of a head with that version of its Huffman tables, 0 for none.
+    ///
+    /// # Errors
+    /// When the head has no kernel, or pages no such version.
+    ///
+    /// # Panics
+    /// When the layer has no such head.
+    pub fn side(&self, head: usize, side: Side, version: u16) -> Result<SideShape, PlanError> {
+        let of_side = self.heads[head][side.index()].as_ref().map_err(|what| *what);
+        let shape = of_side.and_then(|head| head.version(version));
+        shape.map(|(_, shape)| shape).map_err(|what| self.no_side(side, head, what))
+    }
+
     /// The kernel and shape of a head's pages that are written now.
     pub(crate) fn newest(&self, head: usize, side: Side) -> Option<(Kernel, SideShape)> {
         self.heads[head][side.index()].as_ref().ok()?.newest()
+    }
+
+    /// The same as if its codes had a fixed width.
+    pub(crate) fn fixed(&self, head: usize, side: Side) -> Option<(Kernel, SideShape)> {
+        Some(self.heads[head][side.index()].as_ref().ok()?.fixed())
     }
 
     fn no_side(&self, side: Side, head: usize, what: &'static str) -> PlanError {

@@ -74,6 +74,7 @@ fn backend() -> Result<CudaBackend, CudaOpenError> {
     let options = CudaOptions {
         arena_bytes: 4 << 20,
         scratch_bytes: 1 << 20,
+        table_bytes: 1 << 20,
         staging_bytes: 4 << 10,
         threads: 1,
         graphs: 4,

@@ -23,6 +23,7 @@ use suite::region::InPlace;
 const OPTIONS: CudaOptions = CudaOptions {
     arena_bytes: 1 << 20,
     scratch_bytes: 1 << 20,
+    table_bytes: 64 << 20,
     staging_bytes: 64 << 10,
     threads: 1,
     graphs: 4,

@@ -62,7 +62,8 @@ pub fn available() -> bool {
     cfg!(kvd_emu)
 }
 
-/// Whether the kernels were built with a sanitizer: `address`, `undefined` or `thread`.
+/// Whether the kernels were built with a sanitizer: `address`, `undefined`, `thread`, or the lane's
+/// own, `blocks`.
 #[must_use]
 pub fn sanitized(by: &str) -> bool {
     cfg!(kvd_emu) && env!("KVD_EMU_SANITIZERS").split(',').any(|sanitizer| sanitizer == by)

@@ -4,6 +4,8 @@
 #![expect(clippy::unwrap_used, reason = "a test may fail")]
 
 mod common;
+#[path = "huffman/walk.rs"]
+mod walk;
 
 use common::reference::{check, expected, floats};
 use common::run::{run, run_within};

@@ -211,6 +211,54 @@ fn races_are_seen_by_the_sanitizer() {
     }
 }
 
+/// Runs a planted kernel of two thread blocks on 130 words, the first two a counter.
+fn run_two_blocks(kernel: &str, order: Order) -> Result<Vec<u32>, String> {
+    let words: Vec<u32> = [0, 0].into_iter().chain(0..2 * WORDS).collect();
+    let memory = Memory::of(bytemuck::cast_slice(&words));
+    let grid = Grid { kernel, blocks: 2, shared_bytes: SHARED_BYTES, order };
+    // SAFETY: these kernels take one address, of 128 words, or 130.
+    unsafe { launch(grid, &memory.address().to_le_bytes())? };
+    Ok(bytemuck::cast_slice(memory.bytes()).to_vec())
+}
+
+#[test]
+fn thread_blocks_that_only_meet_in_atomics_are_clean() {
+    if !available() {
+        return;
+    }
+    let reversed = (0..WORDS).rev().chain((WORDS..2 * WORDS).rev());
+    let wanted: Vec<u32> = [2 * WORDS, 0].into_iter().chain(reversed).collect();
+    for order in Order::EACH {
+        assert_eq!(run_two_blocks("planted_blocks_apart", order).unwrap(), wanted, "{order:?}");
+    }
+}
+
+#[test]
+fn thread_blocks_that_meet_in_device_memory_are_reported() {
+    if !available() {
+        return;
+    }
+    if !sanitized("blocks") {
+        // Two blocks that write the same are right in every order.
+        let words = run_two_blocks("planted_blocks_together", Order::Random(1)).unwrap();
+        assert!(words.iter().take(WORDS as usize).copied().eq(0..WORDS));
+        eprintln!("SKIP blocks: built without KVD_EMU_SANITIZE=blocks");
+        return;
+    }
+    let (written, read) = ("a write to what another thread block has", "a read of what another");
+    for (kernel, messages) in [
+        ("planted_blocks_together", [written, written]),
+        ("planted_blocks_in_order", [written, read]),
+        ("planted_blocks_half_atomic", [written, written]),
+    ] {
+        for order in Order::EACH {
+            let error = run_two_blocks(kernel, order).unwrap_err();
+            assert!(messages.iter().any(|what| error.contains(what)), "{order:?}: {error}");
+            assert!(error.starts_with(kernel), "{error}");
+        }
+    }
+}
+
 /// Sums of all products of bytes of `a` (`[16, 32]`) and `b` (`[8, 32]`, by column), `[16, 8]`.
 fn products(a: &[u8], b: &[u8], signed: [bool; 2]) -> Vec<i32> {
     let number = |byte: u8, signed| if signed { i32::from(byte as i8) } else { i32::from(byte) };

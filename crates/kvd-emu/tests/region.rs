@@ -33,6 +33,7 @@ use suite::region::InPlace;
 const OPTIONS: CudaOptions = CudaOptions {
     arena_bytes: 1 << 20,
     scratch_bytes: 1 << 20,
+    table_bytes: 8 << 20,
     staging_bytes: 64 << 10,
     threads: 1,
     graphs: 4,

@@ -3,6 +3,8 @@
 #![expect(clippy::unwrap_used, reason = "a test may fail")]
 
 mod common;
+#[path = "store/histogram.rs"]
+mod histogram;
 
 use common::{Layout, Stored, geometry, noise};
 use kvd_codec::{BlockRows, HEADER_BYTES, Page, presets};

@@ -106,6 +106,7 @@ fn open_gpu(config: &Config, gpu: Gpu) -> Result<Box<dyn Backend>, GpuUnusable> 
     let options = CudaOptions {
         arena_bytes: config.pool_bytes,
         scratch_bytes: SCRATCH_BYTES,
+        table_bytes: config.table_bytes,
         staging_bytes: STAGING_BYTES,
         threads: config.threads,
         graphs: config.graphs_max,

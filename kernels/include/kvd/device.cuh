@@ -113,6 +113,11 @@ KVD_DEVICE double plus(double a, double b) { return __dadd_rn(a, b); }
 KVD_DEVICE double over(double a, double b) { return __ddiv_rn(a, b); }
 KVD_DEVICE double root(double a) { return __dsqrt_rn(a); }
 KVD_DEVICE uint64_t high_product(uint64_t a, uint64_t b) { return __umul64hi(a, b); }
+// Added where others add at the same time; in no order with anything else.
+KVD_DEVICE void add_shared(uint32_t* to, uint32_t n) { atomicAdd(to, n); }
+KVD_DEVICE void add_global(uint64_t* to, uint64_t n) {
+    atomicAdd(reinterpret_cast<unsigned long long*>(to), static_cast<unsigned long long>(n));
+}
 
 }  // namespace kvd
 

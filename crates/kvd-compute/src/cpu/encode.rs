@@ -64,17 +64,38 @@ fn blocks<'a>(
     Blocks { count: sources.len(), read }
 }
 
-/// Builds Huffman tables from blocks of a layer where there are none, or others that fit better:
-/// some of the blocks are looked at for that, or all.
+/// Which blocks are looked at for whether their layer's Huffman tables still fit, where there are
+/// any.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Watched {
+    /// None: the tables were built from them.
+    No,
+    /// One in eight of the layer.
+    Some,
+    /// Each.
+    All,
+}
+
+/// What is done with blocks beside their encoding.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct EncodeAs {
+    /// Whether each is decoded again to measure the codec's error.
+    pub measured: bool,
+    /// For tables that no longer fit.
+    pub watched: Watched,
+}
+
+/// Builds Huffman tables from blocks of a layer where there are none, or others that fit better.
 fn prepare<R: Fn(usize, &mut Block) + Sync>(
     codec: &mut ModelCodec,
     layer: LayerIndex,
     blocks: &Blocks<R>,
-    all: bool,
+    watched: Watched,
 ) -> Result<(), BackendError> {
     if !codec.needs_tables(layer) {
-        for index in 0..blocks.count {
-            if codec.wants_block(layer) || all {
+        let count = if watched == Watched::No { 0 } else { blocks.count };
+        for index in 0..count {
+            if codec.wants_block(layer) || watched == Watched::All {
                 blocks.with(index, |block| codec.count_block(layer, &block.rows()));
             }
         }
@@ -104,22 +125,21 @@ pub(crate) fn encode(
 ) -> Result<Vec<Result<EncodedPages, BackendError>>, BackendError> {
     let geometry = codec.geometry().clone();
     let blocks = blocks(arena, &geometry, sources);
-    prepare(codec, layer, &blocks, false)?;
+    prepare(codec, layer, &blocks, Watched::Some)?;
     Ok(encode_sampled(codec, layer, &blocks, sampling))
 }
 
-/// The same, all of them measured or none. Those that are measured are all that the host sees of a
-/// layer that a device encodes, so each has a say in whether its Huffman tables still fit.
+/// The same, all of them measured or none.
 pub(crate) fn encode_as(
     arena: &HostArena,
     codec: &mut ModelCodec,
     layer: LayerIndex,
     sources: &[EncodeSource],
-    measured: bool,
+    EncodeAs { measured, watched }: EncodeAs,
 ) -> Result<Vec<Result<EncodedPages, BackendError>>, BackendError> {
     let geometry = codec.geometry().clone();
     let blocks = blocks(arena, &geometry, sources);
-    prepare(codec, layer, &blocks, measured)?;
+    prepare(codec, layer, &blocks, watched)?;
     Ok(encode_all(codec, layer, &blocks, &vec![measured; blocks.count]))
 }
 

@@ -118,7 +118,8 @@ pub use arena::ArenaError;
 use arena::HostArena;
 pub use codes::CodeDecoder;
 pub use content::{content_hash, content_hash_of};
-use kvd_codec::ModelCodec;
+pub use encode::{EncodeAs, Watched};
+use kvd_codec::{CodeCounts, ModelCodec};
 use kvd_core::{Extent, LayerIndex, ModelId};
 pub use peak::multiply_adds;
 use simd::Simd;
@@ -271,8 +272,8 @@ impl CpuBackend {
         self.arena.write(to).copy_from_slice(bytes);
     }
 
-    /// Encodes blocks as [`Backend::encode`] does, all of them measured or none: for a device that
-    /// has its own [`Sampling`].
+    /// Encodes blocks as [`Backend::encode`] does, `how` instead of as the host decides: for a
+    /// device that has its own [`Sampling`].
     ///
     /// # Errors
     /// As [`Backend::encode`].
@@ -281,11 +282,25 @@ impl CpuBackend {
         model: ModelId,
         layer: LayerIndex,
         blocks: &[EncodeSource],
-        measured: bool,
+        how: EncodeAs,
     ) -> Result<Vec<Result<EncodedPages, BackendError>>, BackendError> {
         let state = self.models.get_mut(&model).ok_or(BackendError::UnknownModel(model))?;
         let (arena, codec) = (&self.arena, &mut state.codec);
-        self.threads.install(|| encode::encode_as(arena, codec, layer, blocks, measured))
+        self.threads.install(|| encode::encode_as(arena, codec, layer, blocks, how))
+    }
+
+    /// Builds the Huffman tables of a layer from codes that a device has counted.
+    ///
+    /// # Errors
+    /// When the model is not registered, or as [`ModelCodec::train_tables_from`].
+    pub fn train_from(
+        &mut self,
+        model: ModelId,
+        layer: LayerIndex,
+        counts: &[CodeCounts],
+    ) -> Result<(), BackendError> {
+        let state = self.models.get_mut(&model).ok_or(BackendError::UnknownModel(model))?;
+        Ok(state.codec.train_tables_from(layer, counts)?)
     }
 
     /// A model's codec, with the Huffman tables built so far.

@@ -1,6 +1,6 @@
 //! Raw rows to pages: by store kernels, where a layer has them for all of its sides, so that rows
-//! stay on the device; else, for the blocks that are measured, and for those from which Huffman
-//! tables are built, by the host's encoder, which makes the same bytes.
+//! stay on the device; else, and for the blocks that are measured, by the host's encoder, which
+//! makes the same bytes. A layer's first Huffman tables are built before (`train.rs`).
 
 use super::stage::Staged;
 use super::{CudaBackend, HOST_BYTES, THREADS};
@@ -8,7 +8,9 @@ use crate::driver::{DeviceCopy, KernelLaunch};
 use crate::store::{StorePlan, StoredPage};
 use crate::{StoreParameters, StoreShapes};
 use kvd_codec::{HEADER_BYTES, ModelCodec, PageBytes, PageHeader};
-use kvd_compute::{Backend, BackendError, EncodeSource, EncodedPages, HeldPages, Sampling};
+use kvd_compute::{
+    Backend, BackendError, EncodeAs, EncodeSource, EncodedPages, HeldPages, Sampling, Watched,
+};
 use kvd_core::{Extent, LayerIndex, ModelId};
 
 /// An encoded block, or why it is none.
@@ -50,21 +52,28 @@ impl CudaBackend {
         blocks: &[EncodeSource],
     ) -> Result<Vec<Encoded>, BackendError> {
         self.clear_scratch();
-        self.codec(model)?;
+        let trained = self.train_on_device(model, layer, blocks)?;
         if !self.bring_layer(model, layer, None)?.stores() {
             return self.encode_on_host(model, layer, blocks, None);
         }
+        // Of blocks that the host measures, all that it sees of the layer, each has a say in
+        // whether its Huffman tables still fit; but not of those that they were built from.
+        let [measured_as, as_is] =
+            [(true, Watched::All), (false, Watched::Some)].map(|(measured, watched)| EncodeAs {
+                measured,
+                watched: if trained { Watched::No } else { watched },
+            });
         let state = self.models.entry(model).or_default();
         let due = state.sampling.due(layer, blocks.len());
         let pick = |wanted: bool| {
             let of_kind = blocks.iter().zip(&due).filter(move |(_, due)| **due == wanted);
             of_kind.map(|(block, _)| *block).collect::<Vec<_>>()
         };
-        let measured = self.encode_on_host(model, layer, &pick(true), Some(true))?;
+        let measured = self.encode_on_host(model, layer, &pick(true), Some(measured_as))?;
         let others = if Sampling::is_alarming(&measured) {
-            self.encode_on_host(model, layer, &pick(false), Some(true))?
+            self.encode_on_host(model, layer, &pick(false), Some(measured_as))?
         } else {
-            self.encode_on_device(model, layer, &pick(false))?
+            self.encode_on_device(model, layer, &pick(false), as_is)?
         };
         let [mut measured, mut others] = [measured.into_iter(), others.into_iter()];
         let next = |due: &bool| if *due { measured.next() } else { others.next() };
@@ -73,21 +82,21 @@ impl CudaBackend {
         Ok(encoded)
     }
 
-    /// Copies rows to the host and encodes them there; measured as told, else as the host decides.
+    /// Copies rows to the host and encodes them there, as told or as the host decides.
     fn encode_on_host(
         &mut self,
         model: ModelId,
         layer: LayerIndex,
         blocks: &[EncodeSource],
-        measured: Option<bool>,
+        how: Option<EncodeAs>,
     ) -> Result<Vec<Encoded>, BackendError> {
         let (mut fetched, mut encoded, mut used) = (Vec::new(), Vec::new(), 0);
         if blocks.is_empty() {
             return Ok(encoded);
         }
-        let encode = |backend: &mut Self, fetched: &[EncodeSource]| match measured {
+        let encode = |backend: &mut Self, fetched: &[EncodeSource]| match how {
             None => backend.host.encode(model, layer, fetched),
-            Some(measured) => backend.host.encode_as(model, layer, fetched, measured),
+            Some(how) => backend.host.encode_as(model, layer, fetched, how),
         };
         for block in blocks {
             if used + block.extent.len > HOST_BYTES {
@@ -103,12 +112,13 @@ impl CudaBackend {
     }
 
     /// Encodes with store kernels, as many blocks at once as scratch memory has room for. Blocks
-    /// for which it has none, and those that no page can hold, go to the host.
+    /// for which it has none, and those that no page can hold, go to the host, `how` there.
     fn encode_on_device(
         &mut self,
         model: ModelId,
         layer: LayerIndex,
         blocks: &[EncodeSource],
+        how: EncodeAs,
     ) -> Result<Vec<Encoded>, BackendError> {
         let mut encoded = Vec::with_capacity(blocks.len());
         let (mut rest, mut count) = (blocks, blocks.len());
@@ -121,12 +131,12 @@ impl CudaBackend {
             for (block, pages) in now.iter().zip(pages) {
                 encoded.push(match pages {
                     Some(pages) => self.hold(model, block, pages),
-                    None => self.encode_on_host(model, layer, &[*block], Some(false))?.remove(0),
+                    None => self.encode_on_host(model, layer, &[*block], Some(how))?.remove(0),
                 });
             }
             (rest, count) = (later, later.len());
         }
-        encoded.extend(self.encode_on_host(model, layer, rest, Some(false))?);
+        encoded.extend(self.encode_on_host(model, layer, rest, Some(how))?);
         Ok(encoded)
     }
 

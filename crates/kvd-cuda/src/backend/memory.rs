@@ -1,5 +1,6 @@
 //! The memory taken from a driver, and whether it still works.
 
+use super::kept::Kept;
 use super::order::Ordered;
 use super::{CudaOptions, error};
 use crate::driver::{DeviceCopy, Driver, DriverError, EventId, GraphId, GraphNode, KernelLaunch};
@@ -8,9 +9,10 @@ use kvd_compute::{BackendError, RegionHandle};
 use kvd_core::ErrorCode;
 
 /// What a device address is aligned to.
-const ALIGN: u64 = 256;
+pub(super) const ALIGN: u64 = 256;
 
-/// The device of a backend: an arena, scratch memory, and the first error that stuck.
+/// The device of a backend: an arena, scratch memory, tables, and the first error that stuck. All
+/// of its memory is taken when it is opened.
 pub(super) struct Device {
     ordered: Ordered,
     arena: u64,
@@ -20,16 +22,22 @@ pub(super) struct Device {
     scratch_used: u64,
     /// Whether kernels may still use what scratch memory held.
     scratch_stale: bool,
+    /// What stays for as long as a model does.
+    kept: Kept,
     failure: Option<String>,
 }
 
 impl Device {
     pub(super) fn open(driver: Box<dyn Driver>, options: CudaOptions) -> Result<Self, DriverError> {
-        let CudaOptions { arena_bytes, scratch_bytes, staging_bytes, .. } = options;
+        let CudaOptions { arena_bytes, scratch_bytes, table_bytes, staging_bytes, .. } = options;
         let mut ordered = Ordered::open(driver, staging_bytes)?;
         let driver = ordered.driver_mut();
         let arena = driver.alloc(arena_bytes)?;
         let scratch = driver.alloc(scratch_bytes).inspect_err(|_| driver.free(arena))?;
+        let kept = driver.alloc(table_bytes).inspect_err(|_| {
+            driver.free(scratch);
+            driver.free(arena);
+        })?;
         Ok(Self {
             ordered,
             arena,
@@ -38,6 +46,7 @@ impl Device {
             scratch_bytes,
             scratch_used: 0,
             scratch_stale: false,
+            kept: Kept::new(kept, table_bytes),
             failure: None,
         })
     }
@@ -129,17 +138,18 @@ impl Device {
         self.failure.get_or_insert_with(|| why.to_owned());
     }
 
-    /// Takes memory beside the arena for what stays.
+    /// Brings what stays to memory of its own, beside the arena.
     pub(super) fn keep(&mut self, bytes: &[u8]) -> Result<u64, BackendError> {
-        let address = self.call(|ordered| ordered.driver_mut().alloc(bytes.len() as u64))?;
+        let taken = self.kept.take(bytes.len() as u64);
+        let address = taken.map_err(|full| error(ErrorCode::LimitExceeded, full))?;
         let written = self.call(|ordered| ordered.upload(address, bytes));
         written.map(|()| address).inspect_err(|_| self.free(address))
     }
 
-    /// Gives back memory that [`Device::keep`] took.
+    /// Gives back memory that [`Device::keep`] took, once nothing uses it any more.
     pub(super) fn free(&mut self, address: u64) {
         self.settle();
-        self.ordered.driver_mut().free(address);
+        self.kept.give(address);
     }
 
     /// Waits until nothing is under way. Of a failure, old or new, the next call tells.
@@ -199,6 +209,11 @@ impl Device {
     /// Gives scratch memory back but for the first `bytes`.
     pub(super) fn keep_scratch(&mut self, bytes: u64) {
         self.scratch_used = bytes;
+    }
+
+    /// The same of memory that kernels may still use: what is written there next waits for them.
+    pub(super) fn reuse_scratch(&mut self, bytes: u64) {
+        (self.scratch_used, self.scratch_stale) = (bytes, true);
     }
 
     /// Takes scratch memory; `None` when too little is left.
@@ -270,6 +285,7 @@ impl Drop for Device {
     fn drop(&mut self) {
         self.settle();
         let driver = self.ordered.driver_mut();
+        driver.free(self.kept.start());
         driver.free(self.scratch);
         driver.free(self.arena);
     }

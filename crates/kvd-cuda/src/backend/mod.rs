@@ -1,9 +1,9 @@
 //! [`Backend`] on a GPU: page memory, attention and encoding on the device; what is measured or has
 //! no store kernel is encoded on the host, which also builds Huffman tables and decodes.
 //!
-//! Runs on the lane's thread. All memory but the tables of a layer is taken when it is opened,
-//! pinned memory of the host too: bytes for the device are copied while kernels run, and results
-//! are waited for by an event.
+//! Runs on the lane's thread. All memory is taken when it is opened, that for tables of layers and
+//! pinned memory of the host too (only a driver takes some for itself, for graphs): bytes for the
+//! device are copied while kernels run, and results are waited for by an event.
 //! After an error that sticks nothing is called any more: every answer is `DEVICE_FAILED`, and
 //! [`Backend::failure`] tells the lane.
 
@@ -11,11 +11,13 @@ mod attend;
 mod encode;
 mod graphs;
 mod in_place;
+mod kept;
 mod memory;
 mod order;
 mod region;
 mod stage;
 mod staging;
+mod train;
 
 use crate::driver::{DeviceCopy, Driver, DriverError};
 use crate::jit::{CompileReport, Jit, KernelCompiler};
@@ -52,6 +54,9 @@ pub struct CudaOptions {
     pub arena_bytes: u64,
     /// Memory for block tables, queries and partial results of one attend, bytes.
     pub scratch_bytes: u64,
+    /// Memory for what kernels look up: tables, transforms and codebooks of every layer that was
+    /// used since its model was registered, bytes.
+    pub table_bytes: u64,
     /// Pinned memory of the host that copies go through, bytes of one piece; six are taken.
     pub staging_bytes: u64,
     /// Host threads for encoding; 0 means one per core.

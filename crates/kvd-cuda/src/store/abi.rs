@@ -37,10 +37,11 @@ pub struct StoreUnit {
     pub limit: f32,
     /// Median length of rows; 0 where no row is raised.
     pub median: f32,
-    /// Huffman codes: bytes that scales and codes may take.
+    /// Huffman codes: bytes that scales and codes may take. Codes that are counted: how many there
+    /// are; their counters are from number `codes` on.
     pub room: u32,
-    /// Not read.
-    pub unused: u32,
+    /// Codes that are counted: counters of each in shared memory, a power of two.
+    pub copies: u32,
 }
 
 /// The parameter of `kvd_store_*`.
@@ -57,7 +58,8 @@ pub struct StoreParameters {
     pub units: u64,
     /// Pages; written.
     pub pages: u64,
-    /// Header of each unit's page, 32 bytes, zeros where it has no codes; written.
+    /// Header of each unit's page, 32 bytes, zeros where it has no codes; written. Where codes are
+    /// counted, the counters: [`crate::Histogram`].
     pub headers: u64,
     /// Coefficients of pages that shared memory has no room for.
     pub words: u64,

@@ -2,12 +2,14 @@
 //! reads no page memory.
 
 mod abi;
+mod histogram;
 mod lanes;
 mod plan;
 mod sizes;
 mod steps;
 
 pub use abi::{StoreParameters, StoreUnit};
+pub use histogram::{Histogram, HistogramPlan};
 pub use plan::{StoreLaunch, StorePlan, StoredPage};
 
 use crate::side::Kernel;
@@ -19,6 +21,26 @@ use lanes::{Constants, LaneSizes, Lanes};
 /// Codes that a sub-vector's own words hold until all are found: `VQ_STAGES_MAX` of `vq.cuh`.
 const VQ_STAGES_MAX: u8 = 3;
 
+/// What becomes of codes.
+#[derive(Clone, Copy, Debug)]
+enum Stage {
+    Fixed,
+    Huffman(LaneSizes),
+    /// They are counted, and no page is written.
+    Counted(Counters),
+}
+
+/// Where the codes of a head are counted.
+#[derive(Clone, Copy, Debug)]
+struct Counters {
+    /// Number of the first counter.
+    first: usize,
+    /// One for each code; none where codes are not counted.
+    count: usize,
+    /// Of each in shared memory.
+    copies: usize,
+}
+
 /// How one head's pages are written.
 #[derive(Clone, Debug)]
 struct HeadStore {
@@ -26,8 +48,7 @@ struct HeadStore {
     side: SideShape,
     steps: u64,
     norms: u64,
-    /// Where they are Huffman codes.
-    lanes: Option<LaneSizes>,
+    stage: Stage,
     limit: f32,
     median: f32,
     /// Whether a step reads whole rows.
@@ -67,7 +88,9 @@ impl StoreShapes {
             let [keys, values] = Side::BOTH.map(|side| {
                 let of_head = (codec.head(layer, side, head), side);
                 let trained = codec.trained_tables(layer, side, head);
-                HeadStore::new(of_head, shapes.newest(head, side)?, trained, &mut constants)
+                let shape = shapes.newest(head, side)?;
+                let stage = Stage::of_pages(of_head, trained, &mut constants);
+                HeadStore::new(of_head.0, shape, stage, &mut constants)
             });
             Some([keys?, values?])
         });
@@ -78,20 +101,30 @@ impl StoreShapes {
     }
 }
 
-impl HeadStore {
-    fn new(
+impl Stage {
+    /// Of pages with the newest of the trained tables, or a grid's; places what it reads.
+    fn of_pages(
         (side, which): (&HeadSide, Side),
-        (kernel, shape): (Kernel, SideShape),
         trained: &[LaneTable],
         constants: &mut Constants,
-    ) -> Option<Self> {
+    ) -> Self {
+        let Some(runs) = side.lane_runs() else { return Self::Fixed };
         let grid = side.grid();
-        let lanes = side.lane_runs().map(|runs| {
-            // The newest table is the version that is the number of all.
-            let newest = (&trained[trained.len().saturating_sub(1)..], trained.len() as u16);
-            let (tables, version) = grid.map_or(newest, |grid| (grid.tables(), 0));
-            Lanes { side: which, dim: side.dim(), runs, tables, version, grid }.place(constants)
-        });
+        // The newest table is the version that is the number of all.
+        let newest = (&trained[trained.len().saturating_sub(1)..], trained.len() as u16);
+        let (tables, version) = grid.map_or(newest, |grid| (grid.tables(), 0));
+        let lanes = Lanes { side: which, dim: side.dim(), runs, tables, version, grid };
+        Self::Huffman(lanes.place(constants))
+    }
+}
+
+impl HeadStore {
+    fn new(
+        side: &HeadSide,
+        (kernel, shape): (Kernel, SideShape),
+        stage: Stage,
+        constants: &mut Constants,
+    ) -> Option<Self> {
         let steps = &mut constants.bytes;
         steps::align(steps);
         let norms = steps.len() as u64;
@@ -105,7 +138,7 @@ impl HeadStore {
             side: shape,
             steps: steps::push(steps, side),
             norms,
-            lanes,
+            stage,
             limit,
             median: side.gain_median().unwrap_or(0.0),
             reads_rows,

@@ -1,12 +1,12 @@
 //! Blocks as launches of store kernels.
 
 use super::sizes::PageSizes;
-use super::{HeadStore, StoreShapes, StoreUnit, dtype_number};
+use super::{HeadStore, Stage, StoreShapes, StoreUnit, dtype_number};
 use crate::lanes::SharedMemory;
 use crate::side::{COPY_BYTES, Kernel, rows_shape};
 use kvd_codec::{HEADER_BYTES, ModelCodec, PageBytes, PageHeader};
 use kvd_compute::EncodeSource;
-use kvd_core::Side;
+use kvd_core::{LayerIndex, Side};
 use std::collections::BTreeMap;
 
 /// Sums of the checksum, and a slot for each warp: `StoreShared` of `page.cuh`.
@@ -58,13 +58,13 @@ pub struct StorePlan {
 }
 
 /// What is still being planned.
-struct Builder<'a> {
-    shapes: &'a StoreShapes,
-    codec: &'a ModelCodec,
-    shared: SharedMemory,
-    plan: StorePlan,
-    /// By kernel, and whether codes are Huffman codes.
-    launches: BTreeMap<(Kernel, bool), StoreLaunch>,
+pub(super) struct Builder<'a> {
+    pub(super) codec: &'a ModelCodec,
+    pub(super) layer: LayerIndex,
+    pub(super) shared: SharedMemory,
+    pub(super) plan: StorePlan,
+    /// By kernel.
+    pub(super) launches: BTreeMap<String, StoreLaunch>,
 }
 
 impl StoreShapes {
@@ -94,7 +94,7 @@ impl StoreShapes {
             side: rows_shape(dtype, head.side.dim as usize),
             steps: 0,
             norms: 0,
-            lanes: None,
+            stage: Stage::Fixed,
             limit: dtype.largest(),
             median: 0.0,
             reads_rows: false,
@@ -111,8 +111,7 @@ impl StoreShapes {
         wanted: impl Fn(usize) -> bool,
         store: impl Fn(&HeadStore) -> HeadStore,
     ) -> StorePlan {
-        let (plan, launches) = (StorePlan::default(), BTreeMap::new());
-        let mut builder = Builder { shapes: self, codec, shared, plan, launches };
+        let mut builder = Builder::new((codec, self.layer), shared);
         for block in blocks {
             for side in Side::BOTH {
                 for (head, of_head) in self.heads.iter().enumerate() {
@@ -124,21 +123,42 @@ impl StoreShapes {
                 }
             }
         }
-        builder.plan.launches = builder.launches.into_values().collect();
-        builder.plan
+        builder.finish()
     }
 }
 
 impl HeadStore {
     fn kernel_name(&self) -> String {
-        let stage = if self.lanes.is_some() { "huffman_" } else { "" };
-        format!("kvd_store_{stage}{}", self.kernel.name())
+        let name = self.kernel.name();
+        match &self.stage {
+            Stage::Fixed => format!("kvd_store_{name}"),
+            Stage::Huffman(_) => format!("kvd_store_huffman_{name}"),
+            Stage::Counted(counters) if counters.count == 0 => "kvd_histogram_rows".to_owned(),
+            Stage::Counted(_) => format!("kvd_histogram_{name}"),
+        }
+    }
+
+    /// Shared memory between the sums of the checksum and the shifts of rows, bytes.
+    fn row_bytes(&self) -> usize {
+        let rows = if self.reads_rows { ROWS * 4 * self.side.dim as usize } else { 0 };
+        match &self.stage {
+            Stage::Counted(counters) => rows.max(4 * counters.count * counters.copies),
+            _ => rows,
+        }
     }
 }
 
-impl Builder<'_> {
+impl<'a> Builder<'a> {
+    pub(super) fn new((codec, layer): (&'a ModelCodec, LayerIndex), shared: SharedMemory) -> Self {
+        Self { codec, layer, shared, plan: StorePlan::default(), launches: BTreeMap::new() }
+    }
+
+    pub(super) fn finish(self) -> StorePlan {
+        StorePlan { launches: self.launches.into_values().collect(), ..self.plan }
+    }
+
     /// Adds a page; gives its place and sizes.
-    fn push(
+    pub(super) fn push(
         &mut self,
         (block, index): (&EncodeSource, usize),
         (side, head): (Side, usize),
@@ -148,11 +168,14 @@ impl Builder<'_> {
         let (tokens, dim) = (block.rows as usize, store.side.dim as usize);
         let layout = geometry.raw_layout(block.capacity_rows);
         let rows = layout.row_offset(side, head as u64, u64::from(block.first_row));
-        let place = (self.shapes.layer, side);
+        let place = (self.layer, side);
         let header = if store.steps == 0 {
             self.codec.fallback_header(place, head, tokens).0
         } else {
-            let version = store.lanes.map_or(0, |lanes| lanes.version);
+            let version = match &store.stage {
+                Stage::Huffman(lanes) => lanes.version,
+                _ => 0,
+            };
             let header = self.codec.page_header(place, head, tokens);
             PageHeader { huffman: version > 0, table_version: version, ..header }
         };
@@ -160,18 +183,22 @@ impl Builder<'_> {
         for (word, bytes) in words.iter_mut().zip(header.to_bytes().as_chunks::<4>().0) {
             *word = u32::from_le_bytes(*bytes);
         }
-        let row_bytes = if store.reads_rows { ROWS * 4 * dim } else { 0 };
         let gain_bytes = if store.median > 0.0 { tokens } else { 0 };
         let [row_bytes, gain_bytes] =
-            [row_bytes, gain_bytes].map(|bytes| bytes.next_multiple_of(COPY_BYTES));
+            [store.row_bytes(), gain_bytes].map(|bytes| bytes.next_multiple_of(COPY_BYTES));
         let needed = tokens * (dim.next_multiple_of(4) + 4);
         let in_shared = SHARED_BYTES + row_bytes + gain_bytes + 4 * needed;
         let fits = in_shared <= self.shared.block;
         let sizes = store.sizes(side, tokens, geometry.dtype);
         let offset = self.plan.page_bytes;
-        let huffman = store.lanes.is_some();
-        let launch = self.launches.entry((store.kernel, huffman)).or_insert_with(|| StoreLaunch {
-            kernel: store.kernel_name(),
+        let (codes, room, copies) = match &store.stage {
+            Stage::Fixed => (0, sizes.room, 0),
+            Stage::Huffman(lanes) => (lanes.codes, sizes.room, 0),
+            Stage::Counted(to) => (to.first as u64, to.count, to.copies),
+        };
+        let kernel = store.kernel_name();
+        let launch = self.launches.entry(kernel.clone()).or_insert_with(|| StoreLaunch {
+            kernel,
             units: Vec::new(),
             pages: Vec::new(),
             row_bytes: 0,
@@ -185,7 +212,7 @@ impl Builder<'_> {
             page: offset,
             steps: store.steps,
             norms: store.norms,
-            codes: store.lanes.map_or(0, |lanes| lanes.codes),
+            codes,
             words: if fits { IN_SHARED } else { self.plan.words },
             tokens: block.rows,
             dtype: dtype_number(geometry.dtype),
@@ -193,8 +220,8 @@ impl Builder<'_> {
             header: words,
             limit: store.limit,
             median: store.median,
-            room: sizes.room as u32,
-            unused: 0,
+            room: room as u32,
+            copies: copies as u32,
         });
         launch.grow(row_bytes, gain_bytes, if fits { 4 * needed } else { 0 });
         self.plan.page_bytes += sizes.most as u64;

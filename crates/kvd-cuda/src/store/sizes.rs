@@ -1,6 +1,6 @@
 //! Bytes of the parts of a page, before it is written and after.
 
-use super::HeadStore;
+use super::{HeadStore, Stage};
 use crate::side::Kernel;
 use kvd_codec::{CodeLayout, PageBytes, PageHeader, page_bytes};
 use kvd_core::{DType, Side};
@@ -73,10 +73,14 @@ impl HeadStore {
         };
         let gains = if self.median > 0.0 { tokens.div_ceil(2) } else { 0 };
         let as_rows = tokens * dim * dtype.size_bytes();
-        let (known, room) = match (self.kernel, &self.lanes) {
+        let (known, room) = match (self.kernel, &self.stage) {
+            // Codes stay where they are.
+            (_, Stage::Counted(_)) => (Known::Scales(scales, 0), scales),
             (Kernel::BitAlloc, _) => (Known::Codes(codes), codes.max(as_rows)),
-            (Kernel::Grid, Some(lanes)) => (Known::Scales(0, lanes.length_bytes(tokens)), as_rows),
-            (_, Some(lanes)) => {
+            (Kernel::Grid, Stage::Huffman(lanes)) => {
+                (Known::Scales(0, lanes.length_bytes(tokens)), as_rows)
+            }
+            (_, Stage::Huffman(lanes)) => {
                 let lengths = lanes.length_bytes(tokens);
                 (Known::Scales(scales, lengths), scales + lengths + lanes.word_bytes(tokens))
             }

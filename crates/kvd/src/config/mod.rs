@@ -52,7 +52,9 @@ pub struct Config {
     pub devices: Vec<DeviceChoice>,
     /// Page memory.
     pub pool_bytes: u64,
-    /// Touch it at start.
+    /// GPU memory for tables of layers.
+    pub table_bytes: u64,
+    /// Touch the page memory at start.
     pub prefault: bool,
     /// Compute threads; 0 means one per core.
     pub threads: usize,
@@ -168,6 +170,7 @@ impl Config {
             grace_period: Duration::from_millis(server.grace_period_ms),
             devices: devices(&raw.device.device)?,
             pool_bytes: at_least("device.pool_bytes", raw.device.pool_bytes.as_u64(), 1 << 20)?,
+            table_bytes: at_least("device.table_bytes", raw.device.table_bytes.as_u64(), 1 << 20)?,
             prefault: raw.device.prefault,
             threads: raw.device.threads,
             pin_threads: raw.device.pin_threads,

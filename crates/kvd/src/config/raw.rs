@@ -78,6 +78,7 @@ pub struct Admin {
 pub struct Device {
     pub device: String,
     pub pool_bytes: ByteSize,
+    pub table_bytes: ByteSize,
     pub prefault: bool,
     pub threads: usize,
     pub pin_threads: bool,

@@ -29,45 +29,53 @@ struct StoreShared {
     }
 };
 
-// `Stage` makes codes bytes.
-template <class Quantizer, class Stage>
-KVD_DEVICE void store_page(const StoreParameters& parameters, unsigned char* shared) {
-    const StoreUnit unit = parameters.units[block_index()];
-    const StoreShared part(parameters, shared);
-    uint32_t* words = unit.words == IN_SHARED ? part.words : parameters.words + unit.words;
-    const unsigned dim = unit.side.dim;
-    const Work work = {unit.side,
-                       unit,
-                       parameters.units[block_index()].header,
-                       unit.tokens,
-                       dim,
-                       words,
-                       word_stride(dim),
-                       parameters.pages + unit.page + HEADER_BYTES,
-                       parameters.tables,
-                       parameters.steps + unit.steps,
-                       reinterpret_cast<const float*>(parameters.steps + unit.norms),
-                       reinterpret_cast<const CodeHead*>(parameters.steps + unit.codes),
-                       parameters.steps,
-                       part.sums,
-                       part.slots,
-                       part.rows,
-                       part.shifts};
-    const uint8_t* rows = parameters.arena + unit.rows;
-    uint8_t* header = parameters.headers + uint64_t(block_index()) * HEADER_BYTES;
-    load_rows(work, rows);
-    KVD_BARRIER();
-    if (unit.median != 0) {
+// `unit` is this thread block's; what is made keeps it by reference.
+KVD_DEVICE Work work_of(const StoreParameters& parameters, const StoreUnit& unit,
+                        const StoreShared& part) {
+    return {unit.side,
+            unit,
+            parameters.units[block_index()].header,
+            unit.tokens,
+            unit.side.dim,
+            unit.words == IN_SHARED ? part.words : parameters.words + unit.words,
+            word_stride(unit.side.dim),
+            parameters.pages + unit.page + HEADER_BYTES,
+            parameters.tables,
+            parameters.steps + unit.steps,
+            reinterpret_cast<const float*>(parameters.steps + unit.norms),
+            reinterpret_cast<const CodeHead*>(parameters.steps + unit.codes),
+            parameters.steps,
+            part.sums,
+            part.slots,
+            part.rows,
+            part.shifts};
+}
+
+// From rows that are loaded to coefficients; gives the largest magnitude among them.
+KVD_DEVICE uint32_t make_coefficients(const Work& work) {
+    if (work.unit.median != 0) {
         find_shifts(work);
         KVD_BARRIER();
     }
     transform(work);
     KVD_BARRIER();
     uint32_t largest = 0;
-    each_value(work.tokens, dim, [&](unsigned token, unsigned channel) {
+    each_value(work.tokens, work.dim, [&](unsigned token, unsigned channel) {
         largest = most(largest, magnitude_bits(work.value(token, channel)));
     });
-    largest = block_most(largest, part.slots);
+    return block_most(largest, work.slots);
+}
+
+// `Stage` makes codes bytes.
+template <class Quantizer, class Stage>
+KVD_DEVICE void store_page(const StoreParameters& parameters, unsigned char* shared) {
+    const StoreUnit unit = parameters.units[block_index()];
+    const StoreShared part(parameters, shared);
+    const Work work = work_of(parameters, unit, part);
+    uint8_t* header = parameters.headers + uint64_t(block_index()) * HEADER_BYTES;
+    load_rows(work, parameters.arena + unit.rows);
+    KVD_BARRIER();
+    const uint32_t largest = make_coefficients(work);
     const unsigned payload = Quantizer::template store<Stage>(work, largest);
     if (payload == NO_CODES) {
         if (thread_index() < HEADER_BYTES / 4) {

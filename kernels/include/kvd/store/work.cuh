@@ -47,9 +47,11 @@ struct StoreUnit {
     float limit;
     // Median length of rows; 0 where no row is raised.
     float median;
-    // Huffman codes: bytes that scales and codes may take.
+    // Huffman codes: bytes that scales and codes may take. Codes that are counted: how many there are;
+    // their counters are from number `codes` on.
     uint32_t room;
-    uint32_t unused;
+    // Codes that are counted: counters of each in shared memory, a power of two.
+    uint32_t copies;
 };
 
 struct StoreParameters {
@@ -58,7 +60,8 @@ struct StoreParameters {
     const uint8_t* tables;
     const uint8_t* steps;
     const StoreUnit* units;
-    // Written: pages, and their headers once more, 32 bytes each; zeros where there are no codes.
+    // Written: pages, and their headers once more, 32 bytes each; zeros where there are no codes. Where
+    // codes are counted, counters in place of headers (histogram.cuh).
     uint8_t* pages;
     uint8_t* headers;
     // Coefficients of pages that shared memory has no room for.

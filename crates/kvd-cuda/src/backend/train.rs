@@ -1,0 +1,139 @@
+//! A layer's first Huffman tables, from codes that kernels count: the rows of the blocks that they
+//! are built from stay on the device.
+
+use super::{CudaBackend, THREADS};
+use crate::driver::KernelLaunch;
+use crate::store::{Histogram, HistogramPlan};
+use crate::{StoreParameters, StoreUnit};
+use kvd_codec::CodeCounts;
+use kvd_compute::{BackendError, EncodeSource};
+use kvd_core::{LayerIndex, ModelId};
+
+/// Bytes of a counter.
+const COUNTER_BYTES: usize = size_of::<u64>();
+
+/// Where the parts of a plan lie on the device.
+struct Placed {
+    pages: u64,
+    words: u64,
+    units: Vec<u64>,
+}
+
+/// What all launches of a histogram read and write.
+#[derive(Clone, Copy)]
+struct Common {
+    tables: u64,
+    steps: u64,
+    counters: u64,
+}
+
+impl CudaBackend {
+    /// Builds the Huffman tables of a layer that has none yet from the blocks that are about to be
+    /// encoded, those that the host would build. Says whether it did: not where the layer needs
+    /// none, where a side has no kernel that counts, where scratch memory has no room for a block,
+    /// or where rows hold what is no number. Then the host builds them when it encodes.
+    pub(super) fn train_on_device(
+        &mut self,
+        model: ModelId,
+        layer: LayerIndex,
+        blocks: &[EncodeSource],
+    ) -> Result<bool, BackendError> {
+        if blocks.is_empty() || !self.codec(model)?.needs_tables(layer) {
+            return Ok(false);
+        }
+        let counts = self.count(model, layer, blocks)?;
+        self.device.reuse_scratch(0);
+        if let Some(counts) = &counts {
+            self.host.train_from(model, layer, counts)?;
+        }
+        Ok(counts.is_some())
+    }
+
+    /// How often each code stands in blocks.
+    fn count(
+        &mut self,
+        model: ModelId,
+        layer: LayerIndex,
+        blocks: &[EncodeSource],
+    ) -> Result<Option<Vec<CodeCounts>>, BackendError> {
+        let tables = self.bring_layer(model, layer)?.tables;
+        let shapes = &self.models[&model].layers[&layer].shapes;
+        let Some(histogram) = Histogram::new(self.codec(model)?, layer, shapes) else {
+            return Ok(None);
+        };
+        let mut bytes = vec![0; COUNTER_BYTES * histogram.len()];
+        let places = [histogram.steps.len(), bytes.len()];
+        let [Some(steps), Some(counters)] = places.map(|bytes| self.device.scratch(bytes as u64))
+        else {
+            return Ok(None);
+        };
+        self.device.upload(steps, &histogram.steps)?;
+        self.device.upload(counters, &bytes)?;
+        let common = Common { tables, steps, counters };
+        let (mut rest, mut count) = (blocks, blocks.len());
+        while !rest.is_empty() {
+            let (now, later) = rest.split_at(count);
+            let shared = self.device.limits().shared();
+            let plan = histogram.plan(self.codec(model)?, now, shared);
+            let before = self.device.scratch_used();
+            let Some(placed) = self.place_counts(&plan) else {
+                self.device.keep_scratch(before);
+                count /= 2;
+                if count == 0 {
+                    return Ok(None);
+                }
+                continue;
+            };
+            self.run_counts(&plan, &placed, common)?;
+            self.device.reuse_scratch(before);
+            (rest, count) = (later, count.min(later.len()));
+        }
+        self.device.download(counters, &mut bytes)?;
+        let words = bytes.as_chunks::<COUNTER_BYTES>().0.iter();
+        let counts: Vec<u64> = words.map(|word| u64::from_le_bytes(*word)).collect();
+        Ok(histogram.read(&counts))
+    }
+
+    fn place_counts(&mut self, plan: &HistogramPlan) -> Option<Placed> {
+        let mut take = |bytes: u64| self.device.scratch(bytes);
+        Some(Placed {
+            pages: take(plan.page_bytes)?,
+            words: take(plan.words * 4)?,
+            units: {
+                let units = plan.launches.iter().map(|launch| size_of_val(&launch.units[..]));
+                units.map(|bytes| take(bytes as u64)).collect::<Option<_>>()?
+            },
+        })
+    }
+
+    fn run_counts(
+        &mut self,
+        plan: &HistogramPlan,
+        placed: &Placed,
+        common: Common,
+    ) -> Result<(), BackendError> {
+        let device = &mut self.device;
+        for (launch, units) in plan.launches.iter().zip(&placed.units) {
+            device.upload(*units, bytemuck::cast_slice::<StoreUnit, u8>(&launch.units))?;
+            let parameters = StoreParameters {
+                arena: device.arena(),
+                tables: common.tables,
+                steps: common.steps,
+                units: *units,
+                pages: placed.pages,
+                headers: common.counters,
+                words: placed.words,
+                row_bytes: launch.row_bytes,
+                gain_bytes: launch.gain_bytes,
+            };
+            device.launch(KernelLaunch {
+                kernel: &launch.kernel,
+                blocks: launch.units.len() as u32,
+                threads: THREADS,
+                shared_bytes: launch.shared_bytes as u32,
+                parameters: bytemuck::bytes_of(&parameters),
+            })?;
+        }
+        Ok(())
+    }
+}
