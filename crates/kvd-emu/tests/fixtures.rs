@@ -96,8 +96,7 @@ fn write(
     let shapes = Shapes::new(&stored.codec, ask.layer, rooms);
     let header = |offset: u64| stored.headers.get(&offset).copied();
     // One unit a head, which the benchmark cuts as the plan has it.
-    let options =
-        Options { parts_per_unit: BLOCKS, shared: device.shared(), channel_split: 1 };
+    let options = Options { parts_per_unit: BLOCKS, shared: device.shared(), channel_split: 1 };
     let tables = Tables::new(&ask, &stored.codec, &shapes, &header, options).unwrap();
     let [launch] = &tables.launches[..] else { panic!("{codec}: one kind of page") };
     let merged = run_tables(&stored, &shapes, &tables, Order::Ascending).unwrap();

@@ -56,9 +56,12 @@ impl CudaBackend {
         layer: LayerIndex,
         blocks: &[EncodeSource],
     ) -> Result<Option<Vec<CodeCounts>>, BackendError> {
-        let tables = self.bring_layer(model, layer)?.tables;
-        let shapes = &self.models[&model].layers[&layer].shapes;
-        let Some(histogram) = Histogram::new(self.codec(model)?, layer, shapes) else {
+        let known = self.bring_layer(model, layer, None)?;
+        let (tables, codec) = (known.tables, self.host.codec(model)?);
+        // Those of any number of query rows do: they differ in what attention keeps of codebooks.
+        let shapes = self.models[&model].layers[&layer].by_rows.values().next();
+        let Some(histogram) = shapes.and_then(|(_, shapes)| Histogram::new(codec, layer, shapes))
+        else {
             return Ok(None);
         };
         let mut bytes = vec![0; COUNTER_BYTES * histogram.len()];

@@ -119,7 +119,7 @@ fn coefficients_beside_shared_memory_are_counted_too() {
     if !available() {
         return;
     }
-    let little = SharedMemory { block: 24 << 10, multiprocessor: 64 << 10 };
+    let little = SharedMemory { block: 24 << 10, multiprocessor: 64 << 10, under_way: 0 };
     let blocks = Blocks::new([64, 128], DType::BF16, "kvcomp", &TAILS);
     let codec = untrained(&blocks, "kvcomp");
     let shapes = Shapes::new(&codec, LAYER, [0; 2]);
