@@ -45,6 +45,8 @@ const MEMBERS: &[(&str, &[&str])] = &[
 const TESTS: &[(&str, &[&str])] = &[
     // A fake daemon answers the evaluation's client; the real one would be an edge upwards.
     ("kvd-eval", &["kvd-proto"]),
+    // Descriptors come over a Unix socket.
+    ("kvd-cuda", &["kvd-shm"]),
     ("kvd-emu", &["kvd-core", "kvd-codec", "kvd-compute", "kvd-cuda"]),
 ];
 
