@@ -47,7 +47,8 @@ const TESTS: &[(&str, &[&str])] = &[
     ("kvd-eval", &["kvd-proto"]),
     // Descriptors come over a Unix socket.
     ("kvd-cuda", &["kvd-shm"]),
-    ("kvd-emu", &["kvd-core", "kvd-codec", "kvd-compute", "kvd-cuda"]),
+    // The daemon, and a client of it, over the CUDA backend with its kernels on the CPU.
+    ("kvd-emu", &["kvd-core", "kvd-codec", "kvd-compute", "kvd-cuda", "kvd-client", "kvd"]),
 ];
 
 /// What a member must never reach, not even through others.
