@@ -68,8 +68,6 @@ class Cuda:
 
     def __init__(self, fatbins, library="libcuda.so.1"):
         self.library = ctypes.CDLL(str(library))
-        for name, types in SIGNATURES.items():
-            getattr(self.library, name).argtypes = types
         self.call("cuInit", 0)
         device = c_int()
         self.call("cuDeviceGet", device, 0)
@@ -91,7 +89,10 @@ class Cuda:
         self.functions = {}
 
     def call(self, name, *arguments):
-        code = getattr(self.library, name)(*arguments)
+        function = getattr(self.library, name)
+        # What others of this folder call besides names its types where it is called.
+        function.argtypes = SIGNATURES.get(name)
+        code = function(*arguments)
         if code:
             raise RuntimeError(f"{name}: CUDA error {code}")
 

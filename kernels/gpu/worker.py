@@ -1,13 +1,19 @@
 """A worker that shares GPU memory: a process of its own beside crates/kvd-cuda/tests/gpu.rs.
 
-Takes memory of the GPU, fills its first 256 bytes with 0..255, prints the 64 bytes of its IPC handle as
-hex, and waits for a line. A line "event HEX" is the handle of an event: it waits for that, prints the
-bytes that are there by then as hex, and waits for the next line. Any other line ends it, with 0 when
-the other process has written 255..0 there in the meantime.
+    worker.py ipc
+    worker.py fd SOCKET
+
+Takes memory of the GPU, fills its first 256 bytes with 0..255 and offers it: as a legacy IPC handle, or
+as a POSIX descriptor that it sends over the Unix socket. Then it prints one line, how many bytes it has
+and the 64 bytes of the handle (for a descriptor `-`) as hex, and waits for a line. A line "event HEX" is
+the handle of an event: it waits for that, prints the bytes that are there by then as hex, and waits for
+the next line. Any other line ends it, with 0 when the other process has written 255..0 there in the
+meantime.
 """
 
 import ctypes
 import pathlib
+import socket
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
@@ -16,6 +22,12 @@ import driver  # noqa: E402
 BYTES = 256
 MEMORY = 64 << 10
 
+PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED
+POSIX_DESCRIPTOR = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
+READ_AND_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+MINIMUM = 0  # CU_MEM_ALLOC_GRANULARITY_MINIMUM
+
 
 class IpcEventHandle(ctypes.Structure):
     """Passed by value."""
@@ -23,13 +35,69 @@ class IpcEventHandle(ctypes.Structure):
     _fields_ = [("reserved", ctypes.c_char * 64)]
 
 
-def main():
-    device = driver.Cuda(pathlib.Path(__file__).parent / "no-kernels")
+class Location(ctypes.Structure):
+    """CUmemLocation."""
+
+    _fields_ = [("type", ctypes.c_int), ("id", ctypes.c_int)]
+
+
+class Properties(ctypes.Structure):
+    """CUmemAllocationProp; the flags at its end are compression, RDMA, usage and room, all 0."""
+
+    _fields_ = [
+        ("type", ctypes.c_int),
+        ("handle_types", ctypes.c_int),
+        ("location", Location),
+        ("win32", ctypes.c_void_p),
+        ("flags", ctypes.c_ubyte * 8),
+    ]
+
+
+class Access(ctypes.Structure):
+    """CUmemAccessDesc."""
+
+    _fields_ = [("location", Location), ("flags", ctypes.c_int)]
+
+
+def by_handle(device):
+    """Memory behind an IPC handle: address, bytes, what is printed of it."""
     address = device.memory(MEMORY)
-    device.write(address, bytes(range(BYTES)))
     handle = ctypes.create_string_buffer(64)
     device.call("cuIpcGetMemHandle", handle, ctypes.c_uint64(address))
-    print(handle.raw.hex(), flush=True)
+    return address, MEMORY, handle.raw.hex()
+
+
+def by_descriptor(device, path):
+    """The same behind a descriptor, which is sent: whole granules of virtual memory management."""
+    location = Location(DEVICE, device.device)
+    properties = Properties(PINNED, POSIX_DESCRIPTOR, location)
+    granule = ctypes.c_size_t()
+    device.call("cuMemGetAllocationGranularity", ctypes.byref(granule), ctypes.byref(properties),
+                ctypes.c_int(MINIMUM))
+    size = -(-MEMORY // granule.value) * granule.value
+    allocation, address = ctypes.c_uint64(), ctypes.c_uint64()
+    device.call("cuMemCreate", ctypes.byref(allocation), ctypes.c_size_t(size), ctypes.byref(properties),
+                ctypes.c_uint64(0))
+    device.call("cuMemAddressReserve", ctypes.byref(address), ctypes.c_size_t(size), ctypes.c_size_t(0),
+                ctypes.c_uint64(0), ctypes.c_uint64(0))
+    device.call("cuMemMap", address, ctypes.c_size_t(size), ctypes.c_size_t(0), allocation, ctypes.c_uint64(0))
+    access = Access(location, READ_AND_WRITE)
+    device.call("cuMemSetAccess", address, ctypes.c_size_t(size), ctypes.byref(access), ctypes.c_size_t(1))
+    descriptor = ctypes.c_int()
+    device.call("cuMemExportToShareableHandle", ctypes.byref(descriptor), allocation,
+                ctypes.c_int(POSIX_DESCRIPTOR), ctypes.c_uint64(0))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stream:
+        stream.connect(path)
+        socket.send_fds(stream, [b"m"], [descriptor.value])
+    return address.value, size, "-"
+
+
+def main():
+    device = driver.Cuda(pathlib.Path(__file__).parent / "no-kernels")
+    kind = sys.argv[1]
+    address, size, handle = by_handle(device) if kind == "ipc" else by_descriptor(device, sys.argv[2])
+    device.write(address, bytes(range(BYTES)))
+    print(size, handle, flush=True)
     line = sys.stdin.readline()
     while line.startswith("event "):
         shared = IpcEventHandle.from_buffer_copy(bytes.fromhex(line.split()[1]))

@@ -4,6 +4,8 @@
 #![expect(clippy::unwrap_used, clippy::print_stderr, reason = "a test may fail, and says a skip")]
 #![cfg(target_os = "linux")]
 
+mod worker;
+
 use kvd_codec::ModelCodec;
 use kvd_compute::{Backend, IncomingRows, LoadPlan, PlanPart, RawTarget, RegionHandle, Source};
 use kvd_core::{Coded, DType, ErrorCode, Extent, Geometry, LayerIndex, ModelId, RopePairing};
@@ -27,6 +29,9 @@ fn with_driver(test: &str, fail: Option<&str>) {
         Ok(output) => assert!(output.status.success(), "{output:?}"),
         Err(_) => return eprintln!("SKIP driver: no C compiler to make a driver with"),
     }
+    // By the name that a worker's process looks for.
+    let library = dir.path().join("libcuda.so");
+    std::os::unix::fs::symlink(&library, dir.path().join("libcuda.so.1")).unwrap();
     let mut process = Command::new(std::env::current_exe().unwrap());
     process.args(["--exact", "--ignored", test, "--nocapture"]);
     process.envs(fail.map(|call| ("FAKE_FAIL", call)));
@@ -38,6 +43,22 @@ fn with_driver(test: &str, fail: Option<&str>) {
 #[test]
 fn memory_of_this_and_of_other_processes_is_opened_copied_and_given_back() {
     with_driver("memory", None);
+}
+
+#[test]
+fn memory_of_a_worker_process_comes_as_a_descriptor_and_both_write_there() {
+    if Command::new("python3").arg("--version").output().is_err() {
+        return eprintln!("SKIP driver: no python3 to be a worker");
+    }
+    with_driver("worker_process", None);
+}
+
+#[test]
+#[ignore = "what another test starts as a process"]
+fn worker_process() {
+    let mut backend = backend().unwrap();
+    worker::exchange(&mut backend, worker::Kind::Fd);
+    assert_eq!(backend.failure(), None);
 }
 
 #[test]

@@ -188,6 +188,15 @@ int cuMemcpyHtoDAsync_v2(address to, const void *from, unsigned long bytes, long
 int cuMemcpyDtoHAsync_v2(void *to, address from, unsigned long bytes, long stream) {
     return is_pinned(to, bytes) ? start(to, (void *)from, bytes, stream) : 1;
 }
+// For a worker's process, which has no stream.
+int cuMemcpyHtoD_v2(address to, const void *from, unsigned long bytes) {
+    memcpy((void *)to, from, bytes);
+    return stuck;
+}
+int cuMemcpyDtoH_v2(void *to, address from, unsigned long bytes) {
+    memcpy(to, (void *)from, bytes);
+    return stuck;
+}
 int cuMemcpyDtoDAsync_v2(address to, address from, unsigned long bytes, long stream) {
     return start((void *)to, (void *)from, bytes, stream);
 }
@@ -239,6 +248,32 @@ int cuMemGetAddressRange_v2(address *base, unsigned long *bytes, address at) {
 }
 
 // An allocation is a file; its granules are pages.
+struct properties {
+    int type, handle_types, location, id;
+    void *win32;
+    unsigned char compression, rdma;
+    unsigned short usage;
+    unsigned char reserved[4];
+};
+static int is_exportable(const struct properties *asked) {
+    const struct properties can = { .type = 1, .handle_types = 1, .location = 1 };
+    return !memcmp(asked, &can, sizeof can);
+}
+int cuMemGetAllocationGranularity(unsigned long *bytes, const struct properties *asked, int recommended) {
+    *bytes = 4096;
+    return is_exportable(asked) && !recommended ? 0 : 1;
+}
+int cuMemCreate(unsigned long long *allocation, unsigned long bytes, const struct properties *asked,
+                unsigned long long flags) {
+    if (!is_exportable(asked) || bytes % 4096 || flags) return 1;
+    int file = memfd_create("allocation", 0);
+    *allocation = file;
+    return file < 0 || ftruncate(file, bytes) ? 2 : 0;
+}
+int cuMemExportToShareableHandle(int *file, unsigned long long allocation, int type, unsigned long long flags) {
+    *file = type == 1 && !flags ? dup((int)allocation) : -1;
+    return *file < 0 ? 1 : 0;
+}
 int cuMemImportFromShareableHandle(unsigned long long *allocation, void *file, int type) {
     int copy = type == 1 ? dup((int)(address)file) : -1;
     *allocation = copy;

@@ -9,16 +9,15 @@
 
 #[path = "../../kvd-compute/tests/suite/mod.rs"]
 mod suite;
+mod worker;
 
 use kvd_compute::{
-    AttendPlan, Backend, IncomingRows, OpenedRegion, PlanPart, RawTarget, RegionHandle,
-    RegionPlaces, Source,
+    AttendPlan, Backend, IncomingRows, PlanPart, RawTarget, RegionHandle, RegionPlaces, Source,
 };
 use kvd_core::{Extent, ModelId, RopePairing};
 use kvd_cuda::{CudaBackend, CudaDriver, CudaOptions, Gpu, KERNELS, devices};
-use std::io::{BufRead, BufReader, Write};
-use std::process::{Child, ChildStdout, Command, Stdio};
 use suite::region::InPlace;
+use worker::{Kind, Worker};
 
 const OPTIONS: CudaOptions = CudaOptions {
     arena_bytes: 1 << 20,
@@ -78,121 +77,82 @@ fn a_handle_that_means_nothing_is_refused_and_the_gpu_goes_on() {
     assert!(off < 1e-5, "{off:.1e}");
 }
 
-/// A real other process that shares memory: `kernels/gpu/worker.py`, or what `KVD_GPU_WORKER`
-/// names.
-struct Worker {
-    process: Child,
-    lines: BufReader<ChildStdout>,
-}
-
-/// Bytes of its memory.
-const WORKER_BYTES: u64 = 64 << 10;
-
-impl Worker {
-    /// Starts it and opens its memory.
-    fn start(backend: &mut CudaBackend) -> (Self, OpenedRegion) {
-        let beside = concat!(env!("CARGO_MANIFEST_DIR"), "/../../kernels/gpu/worker.py");
-        let script = std::env::var("KVD_GPU_WORKER").unwrap_or(beside.to_owned());
-        let mut command = Command::new("python3");
-        command.arg(script).stdin(Stdio::piped()).stdout(Stdio::piped());
-        let mut process = command.spawn().unwrap();
-        let lines = BufReader::new(process.stdout.take().unwrap());
-        let mut worker = Self { process, lines };
-        let handle: [u8; 64] = worker.bytes().try_into().unwrap();
-        let opened = backend.open_region(RegionHandle::CudaIpc(handle), WORKER_BYTES).unwrap();
-        (worker, opened)
-    }
-
-    /// Bytes that it prints.
-    fn bytes(&mut self) -> Vec<u8> {
-        let mut line = String::new();
-        self.lines.read_line(&mut line).unwrap();
-        let digits = line.trim().as_bytes().as_chunks::<2>().0.iter();
-        let byte = |pair: &[u8; 2]| u8::from_str_radix(std::str::from_utf8(pair).unwrap(), 16);
-        digits.map(|pair| byte(pair).unwrap()).collect()
-    }
-
-    fn say(&mut self, line: &str) {
-        writeln!(self.process.stdin.as_mut().unwrap(), "{line}").unwrap();
-    }
-
-    /// Its exit status.
-    fn end(mut self) -> bool {
-        self.say("end");
-        self.process.wait().unwrap().success()
-    }
-}
-
 #[test]
 fn memory_of_a_worker_process_is_read_and_written() {
-    let Some(mut backend) = backend() else { return };
-    let (worker, OpenedRegion { region, .. }) = Worker::start(&mut backend);
-    let mut bytes = [0; 256];
-    backend.read_region(region, 0, &mut bytes).unwrap();
-    assert!(bytes.iter().copied().eq(0..=255));
-    bytes.reverse();
-    backend.write_region(region, 0, &bytes).unwrap();
-    backend.close_region(region);
-    assert!(worker.end(), "the worker does not see what was written");
+    for kind in Kind::EACH {
+        let Some(mut backend) = backend() else { return };
+        worker::exchange(&mut backend, kind);
+    }
 }
 
 #[test]
 fn attention_in_the_memory_of_a_worker_process_is_attention_over_what_pages_decode_to() {
-    for text in ["raw", "kivi-4", "vecinfer-2", "kvd-2"] {
+    let each = ["raw", "kivi-4", "vecinfer-2", "kvd-2"];
+    for (text, kind) in each.into_iter().flat_map(|text| Kind::EACH.map(|kind| (text, kind))) {
         let Some(mut backend) = backend() else { return };
-        let (worker, opened) = Worker::start(&mut backend);
-        assert_eq!(opened.copied, None);
+        let (worker, opened) = Worker::start(&mut backend, kind);
+        assert_eq!(opened.copied, None, "{kind:?}");
         let geometry = suite::codec("raw", RopePairing::Half).geometry().clone();
         let mut backend = InPlace::new(backend, opened.region, &geometry);
         // Launched kernel by kernel, made a graph, launched as one.
         backend.repeat = 3;
         let (off, lse) = suite::errors(Box::new(backend), text, RopePairing::Half).unwrap();
         let most = suite::largest_error(text);
-        assert!(off < most && lse < most, "{text}: outputs {off:.1e}, log-sum-exp {lse:.1e}");
+        let context = format!("{text}, {kind:?}: outputs {off:.1e}, log-sum-exp {lse:.1e}");
+        assert!(off < most && lse < most, "{context}");
         worker.end();
     }
 }
 
 #[test]
 fn a_worker_process_that_waits_for_the_regions_event_finds_the_answer() {
-    let Some(backend) = backend() else { return };
-    let (mut backend, plan) = with_rows(backend);
-    let right = backend.attend(&plan).unwrap();
-    let (mut worker, opened) = Worker::start(&mut backend);
-    let event = opened.event.expect("the driver shares events");
-    backend.write_region(opened.region, 0, &plan.q).unwrap();
-    let out = plan.q.len() as u64;
-    let places = RegionPlaces { region: opened.region, q: 0, out, lse: 2 * out };
-    // The worker looks before anyone here has waited for the device.
-    let mut seen = Vec::new();
-    let mut launched = || {
-        let hex: Vec<String> = event.iter().map(|byte| format!("{byte:02x}")).collect();
-        worker.say(&format!("event {}", hex.concat()));
-        seen = worker.bytes();
-    };
-    backend.attend_in_place(&plan, &places, &mut launched).unwrap();
-    assert_eq!(seen[out as usize..][..right.out.len()], right.out);
-    worker.end();
+    for kind in Kind::EACH {
+        let Some(backend) = backend() else { return };
+        let (mut backend, plan) = with_rows(backend);
+        let right = backend.attend(&plan).unwrap();
+        let (mut worker, opened) = Worker::start(&mut backend, kind);
+        let event = opened.event.expect("the driver shares events");
+        backend.write_region(opened.region, 0, &plan.q).unwrap();
+        let out = plan.q.len() as u64;
+        let places = RegionPlaces { region: opened.region, q: 0, out, lse: 2 * out };
+        // The worker looks before anyone here has waited for the device.
+        let mut seen = Vec::new();
+        let mut launched = || {
+            let hex: Vec<String> = event.iter().map(|byte| format!("{byte:02x}")).collect();
+            worker.say(&format!("event {}", hex.concat()));
+            seen = worker.bytes();
+        };
+        backend.attend_in_place(&plan, &places, &mut launched).unwrap();
+        assert_eq!(seen[out as usize..][..right.out.len()], right.out, "{kind:?}");
+        worker.end();
+    }
 }
 
 #[test]
 fn a_worker_process_that_is_killed_takes_neither_the_gpu_nor_other_workers_with_it() {
-    let Some(backend) = backend() else { return };
-    let (mut backend, plan) = with_rows(backend);
-    let right = backend.attend(&plan).unwrap();
-    let (mut dead, gone) = Worker::start(&mut backend);
-    let (living, stays) = Worker::start(&mut backend);
-    dead.process.kill().unwrap();
-    dead.process.wait().unwrap();
-    let mut bytes = [0; 256];
-    // Whatever CUDA makes of a mapping whose owner is gone.
-    eprintln!("memory of a dead worker: {:?}", backend.read_region(gone.region, 0, &mut bytes));
-    backend.close_region(gone.region);
-    assert_eq!(backend.failure(), None);
-    backend.read_region(stays.region, 0, &mut bytes).unwrap();
-    assert!(bytes.iter().copied().eq(0..=255));
-    assert_eq!(backend.attend(&plan).unwrap().out, right.out);
-    living.end();
+    for kind in Kind::EACH {
+        let Some(backend) = backend() else { return };
+        let (mut backend, plan) = with_rows(backend);
+        let right = backend.attend(&plan).unwrap();
+        let (mut dead, gone) = Worker::start(&mut backend, kind);
+        let (living, stays) = Worker::start(&mut backend, kind);
+        dead.process.kill().unwrap();
+        dead.process.wait().unwrap();
+        let mut bytes = [0; 256];
+        let read = backend.read_region(gone.region, 0, &mut bytes);
+        match kind {
+            // Whatever CUDA makes of a mapping whose owner is gone.
+            Kind::Ipc => eprintln!("memory of a dead worker: {read:?}"),
+            // A mapping keeps the allocation.
+            Kind::Fd => assert!(read.is_ok() && bytes.iter().copied().eq(0..=255), "{read:?}"),
+        }
+        backend.close_region(gone.region);
+        assert_eq!(backend.failure(), None, "{kind:?}");
+        backend.read_region(stays.region, 0, &mut bytes).unwrap();
+        assert!(bytes.iter().copied().eq(0..=255), "{kind:?}");
+        assert_eq!(backend.attend(&plan).unwrap().out, right.out, "{kind:?}");
+        living.end();
+    }
 }
 
 #[test]

@@ -45,7 +45,10 @@ const MEMBERS: &[(&str, &[&str])] = &[
 const TESTS: &[(&str, &[&str])] = &[
     // A fake daemon answers the evaluation's client; the real one would be an edge upwards.
     ("kvd-eval", &["kvd-proto"]),
-    ("kvd-emu", &["kvd-core", "kvd-codec", "kvd-compute", "kvd-cuda"]),
+    // Descriptors come over a Unix socket.
+    ("kvd-cuda", &["kvd-shm"]),
+    // The daemon, and a client of it, over the CUDA backend with its kernels on the CPU.
+    ("kvd-emu", &["kvd-core", "kvd-codec", "kvd-compute", "kvd-cuda", "kvd-client", "kvd"]),
 ];
 
 /// What a member must never reach, not even through others.

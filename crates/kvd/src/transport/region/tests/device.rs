@@ -1,4 +1,5 @@
-//! The processor, as if it had memory of its own that workers share.
+//! The processor, as if it had memory of its own that workers share: by handle, where the first
+//! byte names it, or by descriptor, which is mapped as it comes out of the daemon's socket.
 
 use kvd_compute::{
     AttendPlan, Backend, BackendError, CpuBackend, DeviceInfo, DeviceRegion, EncodeSource,
@@ -6,14 +7,17 @@ use kvd_compute::{
     RegionHandle, RegionPlaces, RegionRows, Source, StagedRows, StagedWrite, content_hash,
 };
 use kvd_core::{ErrorCode, Extent, LayerIndex, ModelId, Side};
+use kvd_shm::Memory;
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 
-/// Memory of a worker, by the first byte of the handle that names it, and what is open of it.
+/// Memory of workers by name, and what is open of it.
 #[derive(Clone, Default)]
 pub(super) struct Memories {
-    pub(super) all: Arc<Mutex<BTreeMap<u8, Vec<u8>>>>,
+    pub(super) all: Arc<Mutex<BTreeMap<u8, Arc<Memory>>>>,
     pub(super) open: Arc<Mutex<Vec<u8>>>,
     /// Why no kernel reaches it.
     pub(super) copied: Arc<Mutex<Option<String>>>,
@@ -38,7 +42,44 @@ pub(super) struct Stores {
     pub(super) staged: u64,
 }
 
+/// What tells one file from all others.
+fn file_id(file: BorrowedFd<'_>) -> (u64, u64) {
+    let file = file.try_clone_to_owned().expect("a descriptor");
+    let metadata = std::fs::File::from(file).metadata().expect("fstat");
+    (metadata.dev(), metadata.ino())
+}
+
+fn refuse<T>(message: impl Into<String>) -> Result<T, BackendError> {
+    Err(BackendError::Device { code: ErrorCode::InvalidArgument, message: message.into() })
+}
+
 impl Memories {
+    /// New memory of zeros, by that name from now on.
+    pub(super) fn add(&self, name: u8, bytes: u64) -> Arc<Memory> {
+        let memory = Arc::new(Memory::create(bytes).expect("memory"));
+        self.all.lock().insert(name, memory.clone());
+        memory
+    }
+
+    /// What a handle names.
+    fn named(&self, name: u8, bytes: u64) -> Result<Arc<Memory>, BackendError> {
+        match self.all.lock().get(&name).filter(|memory| memory.size_bytes() >= bytes) {
+            Some(memory) => Ok(memory.clone()),
+            None => refuse(format!("no memory {name} of {bytes} bytes")),
+        }
+    }
+
+    /// What a descriptor is of, mapped once more, and its name.
+    fn mapped(&self, file: OwnedFd, bytes: u64) -> Result<(u8, Arc<Memory>), BackendError> {
+        let memory = Memory::map(file, bytes).or_else(|error| refuse(error.to_string()))?;
+        let all = self.all.lock();
+        let same = |known: &Memory| file_id(known.file()) == file_id(memory.file());
+        match all.iter().find(|(_, known)| same(known)) {
+            Some((name, _)) => Ok((*name, Arc::new(memory))),
+            None => refuse("memory of nobody"),
+        }
+    }
+
     /// Payloads that went through the host.
     pub(super) fn copies(&self) -> usize {
         self.counts.lock()[0]
@@ -54,19 +95,32 @@ pub(super) struct Device {
     cpu: CpuBackend,
     memories: Memories,
     uuid: String,
+    /// By name.
+    regions: BTreeMap<u64, Arc<Memory>>,
     staged: Option<(ModelId, IncomingRows)>,
     failure: Option<&'static str>,
 }
 
 impl Device {
     pub(super) fn new(cpu: CpuBackend, memories: Memories, uuid: &str) -> Self {
-        Self { cpu, memories, uuid: uuid.to_owned(), staged: None, failure: None }
+        let uuid = uuid.to_owned();
+        Self { cpu, memories, uuid, regions: BTreeMap::new(), staged: None, failure: None }
     }
 
-    fn with<T>(&self, region: DeviceRegion, look: impl FnOnce(&mut Vec<u8>) -> T) -> T {
-        let is_open = self.memories.open.lock().iter().any(|name| u64::from(*name) == region.0);
-        self.memories.counts.lock()[1] += usize::from(!is_open);
-        look(self.memories.all.lock().get_mut(&(region.0 as u8)).expect("an open region"))
+    fn memory(&self, region: DeviceRegion) -> Arc<Memory> {
+        let open = self.regions.get(&region.0);
+        self.memories.counts.lock()[1] += usize::from(open.is_none());
+        open.cloned().unwrap_or_else(|| self.memories.all.lock()[&(region.0 as u8)].clone())
+    }
+
+    fn read(&self, region: DeviceRegion, offset: u64, len: usize) -> Vec<u8> {
+        let mut bytes = vec![0; len];
+        self.memory(region).read(offset, &mut bytes).expect("a range that was tested");
+        bytes
+    }
+
+    fn put(&self, region: DeviceRegion, offset: u64, bytes: &[u8]) {
+        self.memory(region).write(offset, bytes).expect("a range that was tested");
     }
 }
 
@@ -131,15 +185,11 @@ impl Backend for Device {
         handle: RegionHandle,
         bytes: u64,
     ) -> Result<OpenedRegion, BackendError> {
-        let RegionHandle::CudaIpc([name, ..]) = handle else {
-            let message = "no descriptors here".to_owned();
-            return Err(BackendError::Device { code: ErrorCode::InvalidArgument, message });
+        let (name, memory) = match handle {
+            RegionHandle::CudaIpc([name, ..]) => (name, self.memories.named(name, bytes)?),
+            RegionHandle::CudaFd(file) => self.memories.mapped(file, bytes)?,
         };
-        let len = self.memories.all.lock().get(&name).map_or(0, |memory| memory.len() as u64);
-        if len < bytes || len == 0 {
-            let message = format!("no memory {name} of {bytes} bytes");
-            return Err(BackendError::Device { code: ErrorCode::InvalidArgument, message });
-        }
+        self.regions.insert(name.into(), memory);
         self.memories.open.lock().push(name);
         let copied = self.memories.copied.lock().clone();
         Ok(OpenedRegion { region: DeviceRegion(name.into()), event: Some([name; 64]), copied })
@@ -153,17 +203,13 @@ impl Backend for Device {
         assert!(plan.q.is_empty(), "the host has no queries");
         let q_bytes = plan.rows() as usize * 64 * plan.dtype.size_bytes();
         let region = places.region;
-        let slice = |memory: &mut Vec<u8>| memory[places.q as usize..][..q_bytes].to_vec();
-        let q = self.with(region, slice).into();
+        let q = self.read(region, places.q, q_bytes).into();
         launched();
         drop(self.memories.busy.lock());
         let attended = self.cpu.attend(&AttendPlan { q, ..plan.clone() })?;
         let lse: Vec<u8> = attended.lse.iter().flat_map(|value| value.to_le_bytes()).collect();
-        self.with(region, |memory| {
-            for (at, bytes) in [(places.out, &attended.out), (places.lse, &lse)] {
-                memory[at as usize..][..bytes.len()].copy_from_slice(bytes);
-            }
-        });
+        self.put(region, places.out, &attended.out);
+        self.put(region, places.lse, &lse);
         Ok(attended.stored_bytes_read)
     }
     fn stage(
@@ -180,14 +226,11 @@ impl Backend for Device {
             return Ok(None);
         }
         let [k, v] = [(rows.k, k_bytes), (rows.v, v_bytes)].map(|(at, bytes)| {
-            self.with(rows.region, |memory| {
-                let rows = &mut memory[at as usize..][..bytes];
-                let copy = rows.to_vec();
-                if stores.spoil {
-                    rows.fill(0xFF);
-                }
-                copy
-            })
+            let copy = self.read(rows.region, at, bytes);
+            if stores.spoil {
+                self.put(rows.region, at, &vec![0xFF; bytes]);
+            }
+            copy
         });
         let rows = IncomingRows { tokens: rows.tokens, k: k.into(), v: v.into() };
         let (content_hash, finite) = (content_hash(&rows.k, &rows.v), self.cpu.check(model, &rows));
@@ -211,6 +254,7 @@ impl Backend for Device {
     }
     fn close_region(&mut self, region: DeviceRegion) {
         self.memories.open.lock().retain(|name| u64::from(*name) != region.0);
+        self.regions.remove(&region.0);
     }
     fn read_region(
         &mut self,
@@ -218,9 +262,8 @@ impl Backend for Device {
         offset: u64,
         bytes: &mut [u8],
     ) -> Result<(), BackendError> {
-        let len = bytes.len();
         self.memories.counts.lock()[0] += 1;
-        self.with(region, |memory| bytes.copy_from_slice(&memory[offset as usize..][..len]));
+        bytes.copy_from_slice(&self.read(region, offset, bytes.len()));
         Ok(())
     }
     fn write_region(
@@ -230,9 +273,7 @@ impl Backend for Device {
         bytes: &[u8],
     ) -> Result<(), BackendError> {
         self.memories.counts.lock()[0] += 1;
-        self.with(region, |memory| {
-            memory[offset as usize..][..bytes.len()].copy_from_slice(bytes);
-        });
+        self.put(region, offset, bytes);
         Ok(())
     }
 }

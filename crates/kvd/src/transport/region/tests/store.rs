@@ -1,4 +1,4 @@
-//! Stores from device memory.
+//! Stores through regions.
 
 use super::*;
 use kvd_compute::{DeviceRegion, RegionRows};
@@ -8,52 +8,47 @@ use std::sync::mpsc;
 const LAYER: LayerIndex = LayerIndex(0);
 /// Bytes of K, or of V, of a token.
 const ROW: u64 = 2 * DIM as u64 * 4;
-/// Room for 50 tokens of both, and a little more.
-const MEMORY: u64 = 100 * ROW + 256;
+/// Room for 50 tokens of both behind the completion record, and a little more.
+const MEMORY: u64 = START + 100 * ROW + 256;
+/// Completion record of a second call, in a file without payloads.
+const NEXT: u64 = DONE + 256;
 
 impl Fixture {
     async fn sequence(&self) -> SequenceId {
         self.client.open_sequence(self.batch.model).await.unwrap()
     }
 
-    /// A region with device memory for rows.
-    fn shared(&self, name: u8) -> Shared {
-        self.memories.all.lock().insert(name, vec![0; MEMORY as usize]);
-        let mut handle = [0; 64];
-        handle[0] = name;
-        self.region(RegionDevice::CudaIpc(handle), MEMORY, |options| options).unwrap()
+    /// A worker with memory for rows.
+    fn shared(&self, name: u8) -> Worker {
+        self.worker(&self.memories, name, MEMORY, |options| options).unwrap()
     }
 
-    /// Stores a chunk whose rows are left in device memory, K from `offset` on and V behind it;
-    /// what the record says.
+    /// Stores a chunk whose rows are left in the worker's memory, K from `offset` on (of the
+    /// payloads) and V behind it; what the record says.
     fn store_from(
         &self,
-        region: (&Shared, u8),
+        worker: &Worker,
         chunk: &StoreChunk,
         offset: u64,
     ) -> Result<[u32; 3], ClientError> {
-        self.send_from(region, chunk, offset, 256)?;
-        tokio::task::block_in_place(|| region.0.wait(256))
+        self.send_from(worker, chunk, offset, DONE)?;
+        tokio::task::block_in_place(|| worker.wait(DONE))
     }
 
     /// The same, with the record at `done`; nothing is waited for.
     fn send_from(
         &self,
-        (region, name): (&Shared, u8),
+        worker: &Worker,
         chunk: &StoreChunk,
         offset: u64,
         done: u64,
     ) -> Result<(), ClientError> {
-        let k = RegionSlice { offset, bytes: chunk.k.len() as u64 };
-        let v = RegionSlice { offset: offset + k.bytes, bytes: chunk.v.len() as u64 };
-        {
-            let mut memories = self.memories.all.lock();
-            let memory = memories.get_mut(&name).unwrap();
-            for (at, bytes) in [(k, &chunk.k), (v, &chunk.v)] {
-                memory[at.offset as usize..][..bytes.len()].copy_from_slice(bytes);
-            }
+        let k = RegionSlice { offset: START + offset, bytes: chunk.k.len() as u64 };
+        let v = RegionSlice { offset: k.offset + k.bytes, bytes: chunk.v.len() as u64 };
+        for (at, bytes) in [(k, &chunk.k), (v, &chunk.v)] {
+            worker.payloads().write(at.offset, bytes).unwrap();
         }
-        tokio::task::block_in_place(|| region.send_store(chunk.clone(), done, [k, v]))
+        tokio::task::block_in_place(|| worker.send_store(chunk.clone(), done, [k, v]))
     }
 
     /// Keeps the device busy until the answer is dropped.
@@ -79,10 +74,6 @@ impl Fixture {
         let queries = vec![AttendQuery::new(sequence, 1)];
         self.client.attend(AttendBatch { queries, ..self.batch.clone() }).await.unwrap()
     }
-
-    fn all_calls(&self) -> [u64; 3] {
-        ["file", "in_place", "copied"].map(|payloads| self.calls(payloads))
-    }
 }
 
 /// Rows of so many tokens.
@@ -96,79 +87,83 @@ fn chunk(sequence: SequenceId, start: u32, tokens: u32) -> StoreChunk {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn rows_in_device_memory_are_stored_from_there_and_read_as_if_they_had_been_sent() {
-    let fixture = Fixture::new().await;
-    let region = fixture.shared(7);
-    let (there, sent) = (fixture.sequence().await, fixture.sequence().await);
-    let (mut start, mut packed) = (0, 0);
-    // Over the ends of blocks and of the window.
-    for tokens in [1, 15, 7, 50, 48, 40, 50] {
-        let ack = fixture.client.store(chunk(sent, start, tokens)).await.unwrap();
-        let at = [0, 64, 4][start as usize % 3];
-        let values = fixture.store_from((&region, 7), &chunk(there, start, tokens), at).unwrap();
-        assert_eq!(values, [ack.length, 0, ack.packed_blocks]);
-        (start, packed) = (start + tokens, packed + ack.packed_blocks);
+async fn rows_are_stored_from_where_they_are_and_read_as_if_they_had_been_sent() {
+    for kind in KINDS {
+        let fixture = Fixture::new(kind).await;
+        let region = fixture.shared(7);
+        let (there, sent) = (fixture.sequence().await, fixture.sequence().await);
+        let (mut start, mut packed) = (0, 0);
+        // Over the ends of blocks and of the window.
+        for tokens in [1, 15, 7, 50, 48, 40, 50] {
+            let ack = fixture.client.store(chunk(sent, start, tokens)).await.unwrap();
+            let at = [0, 64, 4][start as usize % 3];
+            let values = fixture.store_from(&region, &chunk(there, start, tokens), at).unwrap();
+            assert_eq!(values, [ack.length, 0, ack.packed_blocks]);
+            (start, packed) = (start + tokens, packed + ack.packed_blocks);
+        }
+        assert!(packed > 2, "blocks left the window");
+        assert_eq!(fixture.seen(there).await, fixture.seen(sent).await);
+        assert_eq!(fixture.calls(), fixture.counted(7, 0));
+        assert_eq!(fixture.memories.copies(), 0, "no row went through the host");
+        fixture.running.drain().await;
     }
-    assert!(packed > 2, "blocks left the window");
-    assert_eq!(fixture.seen(there).await, fixture.seen(sent).await);
-    assert_eq!(fixture.all_calls(), [0, 7, 0]);
-    assert_eq!(fixture.memories.copies(), 0, "no row went through the host");
-    fixture.running.drain().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_range_that_came_one_way_is_known_when_it_comes_another() {
-    let fixture = Fixture::new().await;
-    let region = (&fixture.shared(1), 1);
-    let sequence = fixture.sequence().await;
-    let (first, second) = (chunk(sequence, 0, 20), chunk(sequence, 20, 20));
-    fixture.client.store(first.clone()).await.unwrap();
-    assert_eq!(fixture.store_from(region, &first, 0).unwrap(), [20, 1, 0]);
-    fixture.store_from(region, &second, 0).unwrap();
-    let again = fixture.client.store(second.clone()).await.unwrap();
-    assert_eq!((again.length, again.replayed), (40, true));
-    assert_eq!(fixture.store_from(region, &second, 64).unwrap()[..2], [40, 1]);
-    // Other content, by one bit; rows that changed places; K for V.
-    let mut other = second.k.to_vec();
-    other[77] ^= 1;
-    let swapped = [&second.k[ROW as usize..2 * ROW as usize], &second.k[..ROW as usize]];
-    let swapped = [&swapped.concat(), &second.k[2 * ROW as usize..]].concat();
-    for chunk in [
-        StoreChunk { k: other.into(), ..second.clone() },
-        StoreChunk { k: swapped.into(), ..second.clone() },
-        StoreChunk { k: second.v.clone(), v: second.k.clone(), ..second.clone() },
-    ] {
-        let there = fixture.store_from(region, &chunk, 0).unwrap_err();
-        let sent = fixture.client.store(chunk).await.unwrap_err();
-        assert_eq!(there.code, Some(ErrorCode::RangeConflict), "{there}");
-        assert_eq!((there.code, there.message), (sent.code, sent.message));
+    for kind in KINDS {
+        let fixture = Fixture::new(kind).await;
+        let region = &fixture.shared(1);
+        let sequence = fixture.sequence().await;
+        let (first, second) = (chunk(sequence, 0, 20), chunk(sequence, 20, 20));
+        fixture.client.store(first.clone()).await.unwrap();
+        assert_eq!(fixture.store_from(region, &first, 0).unwrap(), [20, 1, 0]);
+        fixture.store_from(region, &second, 0).unwrap();
+        let again = fixture.client.store(second.clone()).await.unwrap();
+        assert_eq!((again.length, again.replayed), (40, true));
+        assert_eq!(fixture.store_from(region, &second, 64).unwrap()[..2], [40, 1]);
+        // Other content, by one bit; rows that changed places; K for V.
+        let mut other = second.k.to_vec();
+        other[77] ^= 1;
+        let swapped = [&second.k[ROW as usize..2 * ROW as usize], &second.k[..ROW as usize]];
+        let swapped = [&swapped.concat(), &second.k[2 * ROW as usize..]].concat();
+        for chunk in [
+            StoreChunk { k: other.into(), ..second.clone() },
+            StoreChunk { k: swapped.into(), ..second.clone() },
+            StoreChunk { k: second.v.clone(), v: second.k.clone(), ..second.clone() },
+        ] {
+            let there = fixture.store_from(region, &chunk, 0).unwrap_err();
+            let sent = fixture.client.store(chunk).await.unwrap_err();
+            assert_eq!(there.code, Some(ErrorCode::RangeConflict), "{there}");
+            assert_eq!((there.code, there.message), (sent.code, sent.message));
+        }
+        // Ranges that do not fit, which the device is not asked for.
+        let staged = fixture.memories.stores.lock().staged;
+        for (start, code) in [(41, ErrorCode::RangeGap), (39, ErrorCode::RangeOverlap)] {
+            let refused = fixture.store_from(region, &chunk(sequence, start, 5), 0).unwrap_err();
+            assert_eq!(refused.code, Some(code), "{refused}");
+        }
+        assert_eq!(fixture.memories.stores.lock().staged, staged);
+        let sent = fixture.sequence().await;
+        fixture.client.store(chunk(sent, 0, 40)).await.unwrap();
+        assert_eq!(fixture.seen(sequence).await, fixture.seen(sent).await);
+        fixture.running.drain().await;
     }
-    // Ranges that do not fit, which the device is not asked for.
-    let staged = fixture.memories.stores.lock().staged;
-    for (start, code) in [(41, ErrorCode::RangeGap), (39, ErrorCode::RangeOverlap)] {
-        let refused = fixture.store_from(region, &chunk(sequence, start, 5), 0).unwrap_err();
-        assert_eq!(refused.code, Some(code), "{refused}");
-    }
-    assert_eq!(fixture.memories.stores.lock().staged, staged);
-    let sent = fixture.sequence().await;
-    fixture.client.store(chunk(sent, 0, 40)).await.unwrap();
-    assert_eq!(fixture.seen(sequence).await, fixture.seen(sent).await);
-    fixture.running.drain().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_store_that_waits_for_the_device_is_in_flight_for_every_other_append() {
-    let fixture = Fixture::new().await;
+    let fixture = Fixture::new(RegionKind::CudaIpc).await;
     let region = fixture.shared(1);
     let (sequence, sent) = (fixture.sequence().await, fixture.sequence().await);
     let (first, second) = (chunk(sequence, 0, 20), chunk(sequence, 20, 20));
     let wait = |done| tokio::task::block_in_place(|| region.wait(done));
     let device = fixture.hold().await;
-    fixture.send_from((&region, 1), &first, 0, 256).unwrap();
+    fixture.send_from(&region, &first, 0, DONE).unwrap();
     // On the same connection, sent at once, and again: what comes first is taken up first.
     for _ in 0..20 {
-        fixture.send_from((&region, 1), &second, 40 * ROW, 512).unwrap();
-        let refused = wait(512).unwrap_err();
+        fixture.send_from(&region, &second, 40 * ROW, NEXT).unwrap();
+        let refused = wait(NEXT).unwrap_err();
         assert_eq!(refused.code, Some(ErrorCode::SequenceBusy), "{refused}");
         assert!(refused.message.contains("wait for its answer, then try again"), "{refused}");
     }
@@ -181,8 +176,8 @@ async fn a_store_that_waits_for_the_device_is_in_flight_for_every_other_append()
     assert_eq!(refused.code, Some(ErrorCode::SequenceBusy), "{refused}");
     assert_eq!(fixture.memories.stores.lock().staged, 0, "the device was asked for none of them");
     drop(device);
-    assert_eq!(wait(256).unwrap(), [20, 0, 0]);
-    assert_eq!(fixture.store_from((&region, 1), &second, 0).unwrap()[..2], [40, 0]);
+    assert_eq!(wait(DONE).unwrap(), [20, 0, 0]);
+    assert_eq!(fixture.store_from(&region, &second, 0).unwrap()[..2], [40, 0]);
     fixture.client.store(chunk(sent, 0, 40)).await.unwrap();
     assert_eq!(fixture.seen(sequence).await, fixture.seen(sent).await);
     fixture.running.drain().await;
@@ -190,7 +185,7 @@ async fn a_store_that_waits_for_the_device_is_in_flight_for_every_other_append()
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_store_that_fails_on_the_device_or_is_given_up_lets_others_append() {
-    let fixture = Fixture::new().await;
+    let fixture = Fixture::new(RegionKind::CudaIpc).await;
     let region = fixture.shared(1);
     let sequence = fixture.sequence().await;
     let (first, second) = (chunk(sequence, 0, 20), chunk(sequence, 20, 20));
@@ -198,19 +193,19 @@ async fn a_store_that_fails_on_the_device_or_is_given_up_lets_others_append() {
     let mut k = first.k.to_vec();
     k[..4].copy_from_slice(&f32::NAN.to_le_bytes());
     let device = fixture.hold().await;
-    fixture.send_from((&region, 1), &StoreChunk { k: k.into(), ..first.clone() }, 0, 256).unwrap();
-    fixture.send_from((&region, 1), &second, 40 * ROW, 512).unwrap();
-    assert_eq!(wait(512).unwrap_err().code, Some(ErrorCode::SequenceBusy));
+    fixture.send_from(&region, &StoreChunk { k: k.into(), ..first.clone() }, 0, DONE).unwrap();
+    fixture.send_from(&region, &second, 40 * ROW, NEXT).unwrap();
+    assert_eq!(wait(NEXT).unwrap_err().code, Some(ErrorCode::SequenceBusy));
     drop(device);
-    assert_eq!(wait(256).unwrap_err().code, Some(ErrorCode::NonFinite));
+    assert_eq!(wait(DONE).unwrap_err().code, Some(ErrorCode::NonFinite));
     // Now there is a gap, and it can be filled.
-    let refused = fixture.store_from((&region, 1), &second, 0).unwrap_err();
+    let refused = fixture.store_from(&region, &second, 0).unwrap_err();
     assert_eq!(refused.code, Some(ErrorCode::RangeGap), "{refused}");
-    assert_eq!(fixture.store_from((&region, 1), &first, 0).unwrap(), [20, 0, 0]);
+    assert_eq!(fixture.store_from(&region, &first, 0).unwrap(), [20, 0, 0]);
     // A worker that leaves while its store waits.
     let other = fixture.shared(2);
     let device = fixture.hold().await;
-    fixture.send_from((&other, 2), &second, 0, 256).unwrap();
+    fixture.send_from(&other, &second, 0, DONE).unwrap();
     while fixture.client.truncate_sequence(sequence, 20).await.is_ok() {}
     drop(other);
     // Its memory is to be closed behind the store.
@@ -228,93 +223,94 @@ async fn a_store_that_fails_on_the_device_or_is_given_up_lets_others_append() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn rows_that_are_no_numbers_leave_nothing_and_are_named_as_in_a_message() {
-    let fixture = Fixture::new().await;
-    let region = (&fixture.shared(1), 1);
-    let sequence = fixture.sequence().await;
-    let good = chunk(sequence, 0, 20);
-    let pool = || fixture.running.service().pool_stats().used_bytes;
-    let before = pool();
-    for (side, at) in [(0, 3), (1, 2000)] {
-        let mut sides = [good.k.to_vec(), good.v.to_vec()];
-        sides[side][4 * at..4 * at + 4].copy_from_slice(&f32::NAN.to_le_bytes());
-        let [k, v] = sides.map(bytes::Bytes::from);
-        let bad = StoreChunk { k, v, ..good.clone() };
-        let there = fixture.store_from(region, &bad, 0).unwrap_err();
-        let sent = fixture.client.store(bad).await.unwrap_err();
-        assert_eq!(there.code, Some(ErrorCode::NonFinite), "{there}");
-        assert_eq!(there.message, sent.message);
-        assert_eq!(pool(), before);
+    for kind in KINDS {
+        let fixture = Fixture::new(kind).await;
+        let region = &fixture.shared(1);
+        let sequence = fixture.sequence().await;
+        let good = chunk(sequence, 0, 20);
+        let pool = || fixture.running.service().pool_stats().used_bytes;
+        let before = pool();
+        for (side, at) in [(0, 3), (1, 2000)] {
+            let mut sides = [good.k.to_vec(), good.v.to_vec()];
+            sides[side][4 * at..4 * at + 4].copy_from_slice(&f32::NAN.to_le_bytes());
+            let [k, v] = sides.map(bytes::Bytes::from);
+            let bad = StoreChunk { k, v, ..good.clone() };
+            let there = fixture.store_from(region, &bad, 0).unwrap_err();
+            let sent = fixture.client.store(bad).await.unwrap_err();
+            assert_eq!(there.code, Some(ErrorCode::NonFinite), "{there}");
+            assert_eq!(there.message, sent.message);
+            assert_eq!(pool(), before);
+        }
+        assert_eq!(fixture.store_from(region, &good, 0).unwrap(), [20, 0, 0]);
+        fixture.running.drain().await;
     }
-    assert_eq!(fixture.store_from(region, &good, 0).unwrap(), [20, 0, 0]);
-    fixture.running.drain().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_worker_that_writes_over_its_rows_changes_nothing_of_what_is_stored() {
-    let fixture = Fixture::new().await;
-    let region = (&fixture.shared(1), 1);
-    let (there, sent) = (fixture.sequence().await, fixture.sequence().await);
-    fixture.memories.stores.lock().spoil = true;
-    fixture.store_from(region, &chunk(there, 0, 50), 0).unwrap();
-    fixture.client.store(chunk(sent, 0, 50)).await.unwrap();
-    assert_eq!(fixture.seen(there).await, fixture.seen(sent).await);
-    // What is remembered is what was stored.
-    let again = fixture.client.store(chunk(there, 0, 50)).await.unwrap();
-    assert!(again.replayed);
-    fixture.running.drain().await;
+    for kind in DEVICE_KINDS {
+        let fixture = Fixture::new(kind).await;
+        let region = &fixture.shared(1);
+        let (there, sent) = (fixture.sequence().await, fixture.sequence().await);
+        fixture.memories.stores.lock().spoil = true;
+        fixture.store_from(region, &chunk(there, 0, 50), 0).unwrap();
+        fixture.client.store(chunk(sent, 0, 50)).await.unwrap();
+        assert_eq!(fixture.seen(there).await, fixture.seen(sent).await);
+        // What is remembered is what was stored.
+        let again = fixture.client.store(chunk(there, 0, 50)).await.unwrap();
+        assert!(again.replayed);
+        fixture.running.drain().await;
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn rows_that_the_device_cannot_take_where_they_are_go_through_the_host() {
-    let other = Memories::default();
-    let fixture = Fixture::over(vec![Memories::default(), other.clone()]).await;
-    let region = (&fixture.shared(1), 1);
-    let sequence = fixture.sequence().await;
-    let mut start = 0;
-    let mut store = |fixture: &Fixture, region: (&Shared, u8), at: u64| {
-        let [length, replayed, _] =
-            fixture.store_from(region, &chunk(sequence, start, 20), at).unwrap();
-        start += 20;
-        assert_eq!((length, replayed), (start, 0));
-    };
-    // Not aligned to values.
-    store(&fixture, region, 2);
-    assert_eq!(fixture.all_calls(), [0, 0, 1]);
-    // More than there is room for, until there is.
-    fixture.memories.stores.lock().room = Some(40 * ROW);
-    store(&fixture, region, 0);
-    fixture.memories.stores.lock().room = Some(40 * ROW + 1);
-    store(&fixture, region, 0);
-    assert_eq!(fixture.all_calls(), [0, 1, 2]);
-    // No kernels.
-    *fixture.memories.copied.lock() = Some("no kernel kvd_stage".to_owned());
-    let without = fixture.shared(2);
-    assert_eq!(without.copied(), "no kernel kvd_stage");
-    store(&fixture, (&without, 2), 0);
-    assert_eq!(fixture.all_calls(), [0, 1, 3]);
-    assert_eq!(fixture.memories.copies(), 6, "K and V of three");
-    fixture.running.drain().await;
+    for kind in DEVICE_KINDS {
+        let fixture = Fixture::new(kind).await;
+        let region = &fixture.shared(1);
+        let sequence = fixture.sequence().await;
+        let mut start = 0;
+        let mut store = |fixture: &Fixture, region: &Worker, at: u64| {
+            let [length, replayed, _] =
+                fixture.store_from(region, &chunk(sequence, start, 20), at).unwrap();
+            start += 20;
+            assert_eq!((length, replayed), (start, 0));
+        };
+        // Not aligned to values.
+        store(&fixture, region, 2);
+        assert_eq!(fixture.calls(), [0, 0, 1]);
+        // More than there is room for, until there is.
+        fixture.memories.stores.lock().room = Some(40 * ROW);
+        store(&fixture, region, 0);
+        fixture.memories.stores.lock().room = Some(40 * ROW + 1);
+        store(&fixture, region, 0);
+        assert_eq!(fixture.calls(), [0, 1, 2]);
+        // No kernels.
+        *fixture.memories.copied.lock() = Some("no kernel kvd_stage".to_owned());
+        let without = fixture.shared(2);
+        assert_eq!(without.copied(), "no kernel kvd_stage");
+        store(&fixture, &without, 0);
+        assert_eq!(fixture.calls(), [0, 1, 3]);
+        assert_eq!(fixture.memories.copies(), 6, "K and V of three");
+        fixture.running.drain().await;
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_model_of_another_device_is_stored_through_the_host() {
-    let other = Memories::default();
-    let fixture = Fixture::over(vec![Memories::default(), other.clone()]).await;
-    other.all.lock().insert(5, vec![0; MEMORY as usize]);
-    fixture.memories.all.lock().insert(5, vec![0; MEMORY as usize]);
-    let mut handle = [0; 64];
-    handle[0] = 5;
-    let of_other = |options: RegionOptions| options.with_device_uuid(UUIDS[1]);
-    let region = fixture.region(RegionDevice::CudaIpc(handle), MEMORY, of_other).unwrap();
-    let sequence = fixture.sequence().await;
-    let rows = chunk(sequence, 0, 20);
-    let memory = [&rows.k[..], &rows.v[..]].concat();
-    other.all.lock().get_mut(&5).unwrap()[..memory.len()].copy_from_slice(&memory);
-    assert_eq!(fixture.store_from((&region, 5), &rows, 0).unwrap(), [20, 0, 0]);
-    assert_eq!(fixture.all_calls(), [0, 0, 1]);
-    assert_eq!((other.copies(), other.stores.lock().staged), (2, 0));
-    fixture.client.store(rows).await.unwrap();
-    fixture.running.drain().await;
+    for kind in DEVICE_KINDS {
+        let other = Memories::default();
+        let fixture = Fixture::over(kind, vec![Memories::default(), other.clone()]).await;
+        let of_other = |options: RegionOptions| options.with_device_uuid(UUIDS[1]);
+        let region = fixture.worker(&other, 5, MEMORY, of_other).unwrap();
+        let sequence = fixture.sequence().await;
+        let rows = chunk(sequence, 0, 20);
+        assert_eq!(fixture.store_from(&region, &rows, 0).unwrap(), [20, 0, 0]);
+        assert_eq!(fixture.calls(), [0, 0, 1]);
+        assert_eq!((other.copies(), other.stores.lock().staged), (2, 0));
+        fixture.client.store(rows).await.unwrap();
+        fixture.running.drain().await;
+    }
 }
 
 /// More tokens than one append may have, which no message of this daemon has room for.
@@ -333,48 +329,54 @@ async fn too_many_tokens(fixture: &Fixture, sequence: SequenceId) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn stores_in_device_memory_have_the_limits_and_names_of_messages() {
-    let fixture = Fixture::new().await;
-    let region = fixture.shared(1);
-    let sequence = fixture.sequence().await;
-    let send = |tokens: u32, [k, v]: [RegionSlice; 2]| {
-        let nothing = bytes::Bytes::new();
-        let chunk =
-            StoreChunk { sequence, layer: LAYER, start: 0, tokens, k: nothing.clone(), v: nothing };
-        tokio::task::block_in_place(|| {
-            region.send_store(chunk, 256, [k, v])?;
-            region.wait(256)
-        })
-    };
-    let slice = |offset, bytes| RegionSlice { offset, bytes };
-    let half = u64::from(MESSAGE_BYTES) / 2;
-    for (tokens, slices, code) in [
-        (256, [slice(0, half), slice(0, half + 4)], ErrorCode::MessageTooLarge),
-        (
-            20,
-            [slice(MEMORY - 20 * ROW + 4, 20 * ROW), slice(0, 20 * ROW)],
-            ErrorCode::InvalidArgument,
-        ),
-        (20, [slice(0, 20 * ROW), slice(u64::MAX, 20 * ROW)], ErrorCode::InvalidArgument),
-        (20, [slice(0, 20 * ROW), slice(0, 20 * ROW - 4)], ErrorCode::ShapeMismatch),
-        (0, [slice(0, 0), slice(0, 0)], ErrorCode::InvalidArgument),
-    ] {
-        let refused = send(tokens, slices).unwrap_err();
-        assert_eq!(refused.code, Some(code), "{refused}");
+async fn stores_through_regions_have_the_limits_and_names_of_messages() {
+    for kind in KINDS {
+        let fixture = Fixture::new(kind).await;
+        let region = fixture.shared(1);
+        let sequence = fixture.sequence().await;
+        let send = |tokens: u32, [k, v]: [RegionSlice; 2]| {
+            let nothing = bytes::Bytes::new();
+            let chunk = StoreChunk {
+                sequence,
+                layer: LAYER,
+                start: 0,
+                tokens,
+                k: nothing.clone(),
+                v: nothing,
+            };
+            tokio::task::block_in_place(|| {
+                region.send_store(chunk, DONE, [k, v])?;
+                region.wait(DONE)
+            })
+        };
+        let slice = |offset, bytes| RegionSlice { offset, bytes };
+        let half = u64::from(MESSAGE_BYTES) / 2;
+        for (tokens, slices, code) in [
+            (256, [slice(0, half), slice(0, half + 4)], ErrorCode::MessageTooLarge),
+            (
+                20,
+                [slice(MEMORY - 20 * ROW + 4, 20 * ROW), slice(0, 20 * ROW)],
+                ErrorCode::InvalidArgument,
+            ),
+            (20, [slice(0, 20 * ROW), slice(u64::MAX, 20 * ROW)], ErrorCode::InvalidArgument),
+            (20, [slice(0, 20 * ROW), slice(0, 20 * ROW - 4)], ErrorCode::ShapeMismatch),
+            (0, [slice(0, 0), slice(0, 0)], ErrorCode::InvalidArgument),
+        ] {
+            let refused = send(tokens, slices).unwrap_err();
+            assert_eq!(refused.code, Some(code), "{refused}");
+        }
+        assert_eq!(fixture.memories.stores.lock().staged, 0, "nothing was launched");
+        too_many_tokens(&fixture, sequence).await;
+        assert_eq!(fixture.memories.stores.lock().staged, 0);
+        // Of a namespace that does not have the sequence.
+        let namespace = Namespace::new("other").unwrap();
+        let of_other = |options: RegionOptions| options.with_namespace(&namespace);
+        let foreign = fixture.worker(&fixture.memories, 2, MEMORY, of_other).unwrap();
+        let refused = fixture.store_from(&foreign, &chunk(sequence, 0, 5), 0).unwrap_err();
+        assert_eq!(refused.code, Some(ErrorCode::UnknownSequence), "{refused}");
+        assert_eq!(fixture.memories.stores.lock().staged, 0);
+        fixture.running.drain().await;
     }
-    assert_eq!(fixture.memories.stores.lock().staged, 0, "nothing was launched");
-    too_many_tokens(&fixture, sequence).await;
-    assert_eq!(fixture.memories.stores.lock().staged, 0);
-    // Of a namespace that does not have the sequence.
-    let namespace = Namespace::new("other").unwrap();
-    let mut handle = [0; 64];
-    handle[0] = 1;
-    let of_other = |options: RegionOptions| options.with_namespace(&namespace);
-    let foreign = fixture.region(RegionDevice::CudaIpc(handle), MEMORY, of_other).unwrap();
-    let refused = fixture.store_from((&foreign, 1), &chunk(sequence, 0, 5), 0).unwrap_err();
-    assert_eq!(refused.code, Some(ErrorCode::UnknownSequence), "{refused}");
-    assert_eq!(fixture.memories.stores.lock().staged, 0);
-    fixture.running.drain().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -398,18 +400,20 @@ async fn a_daemon_that_drains_looks_nothing_up_and_copies_nothing() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_device_that_is_lost_in_a_store_answers_it_with_a_refusal_and_publishes_nothing() {
-    let fixture = Fixture::new().await;
-    let region = (&fixture.shared(1), 1);
-    let sequence = fixture.sequence().await;
-    fixture.store_from(region, &chunk(sequence, 0, 20), 0).unwrap();
-    fixture.memories.stores.lock().lose = true;
-    let lost = fixture.store_from(region, &chunk(sequence, 20, 20), 0).unwrap_err();
-    assert_eq!(lost.code, Some(ErrorCode::DeviceFailed), "{lost}");
-    let call = Call { namespace: Namespace::new("default").unwrap(), deadline: None };
-    let known = fixture.running.service().describe_sequence(&call, sequence).unwrap();
-    assert_eq!(known.length, 20);
-    let lost = fixture.store_from(region, &chunk(sequence, 20, 20), 0).unwrap_err();
-    assert_eq!(lost.code, Some(ErrorCode::DeviceFailed), "{lost}");
-    assert!(!fixture.running.service().ready());
-    fixture.running.drain().await;
+    for kind in DEVICE_KINDS {
+        let fixture = Fixture::new(kind).await;
+        let region = &fixture.shared(1);
+        let sequence = fixture.sequence().await;
+        fixture.store_from(region, &chunk(sequence, 0, 20), 0).unwrap();
+        fixture.memories.stores.lock().lose = true;
+        let lost = fixture.store_from(region, &chunk(sequence, 20, 20), 0).unwrap_err();
+        assert_eq!(lost.code, Some(ErrorCode::DeviceFailed), "{lost}");
+        let call = Call { namespace: Namespace::new("default").unwrap(), deadline: None };
+        let known = fixture.running.service().describe_sequence(&call, sequence).unwrap();
+        assert_eq!(known.length, 20);
+        let lost = fixture.store_from(region, &chunk(sequence, 20, 20), 0).unwrap_err();
+        assert_eq!(lost.code, Some(ErrorCode::DeviceFailed), "{lost}");
+        assert!(!fixture.running.service().ready());
+        fixture.running.drain().await;
+    }
 }

@@ -1,0 +1,97 @@
+//! A real other process that shares memory: `kernels/gpu/worker.py`, or what `KVD_GPU_WORKER`
+//! names.
+#![allow(dead_code, reason = "each test file uses its own part")]
+
+use kvd_compute::{Backend, OpenedRegion, RegionHandle};
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixListener;
+use std::process::{Child, ChildStdout, Command, Stdio};
+
+/// How a worker hands its memory over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// A legacy IPC handle.
+    Ipc,
+    /// A descriptor of virtual memory management, over a Unix socket.
+    Fd,
+}
+
+impl Kind {
+    pub(crate) const EACH: [Self; 2] = [Self::Ipc, Self::Fd];
+}
+
+pub(crate) struct Worker {
+    pub(crate) process: Child,
+    lines: BufReader<ChildStdout>,
+}
+
+impl Worker {
+    /// Starts it and opens its memory.
+    pub(crate) fn start(backend: &mut dyn Backend, kind: Kind) -> (Self, OpenedRegion) {
+        let beside = concat!(env!("CARGO_MANIFEST_DIR"), "/../../kernels/gpu/worker.py");
+        let script = std::env::var("KVD_GPU_WORKER").unwrap_or(beside.to_owned());
+        let dir = tempfile::tempdir().unwrap();
+        let socket = dir.path().join("memory");
+        let listener = UnixListener::bind(&socket).unwrap();
+        let mut command = Command::new("python3");
+        command.arg(script).stdin(Stdio::piped()).stdout(Stdio::piped());
+        match kind {
+            Kind::Ipc => command.arg("ipc"),
+            Kind::Fd => command.arg("fd").arg(&socket),
+        };
+        let mut process = command.spawn().unwrap();
+        let lines = BufReader::new(process.stdout.take().unwrap());
+        let mut worker = Self { process, lines };
+        // A descriptor is in the socket by then, unless the worker is dead.
+        let line = worker.line();
+        let (bytes, handle) = line.split_once(' ').expect("bytes and a handle");
+        let handle = match kind {
+            Kind::Ipc => RegionHandle::CudaIpc(unhex(handle).try_into().unwrap()),
+            Kind::Fd => {
+                let (_, mut files) =
+                    kvd_shm::receive(listener.accept().unwrap().0, &mut [0]).unwrap();
+                RegionHandle::CudaFd(files.remove(0))
+            }
+        };
+        let opened = backend.open_region(handle, bytes.parse().unwrap()).unwrap();
+        (worker, opened)
+    }
+
+    fn line(&mut self) -> String {
+        let mut line = String::new();
+        self.lines.read_line(&mut line).unwrap();
+        line.trim().to_owned()
+    }
+
+    /// Bytes that it prints.
+    pub(crate) fn bytes(&mut self) -> Vec<u8> {
+        unhex(&self.line())
+    }
+
+    pub(crate) fn say(&mut self, line: &str) {
+        writeln!(self.process.stdin.as_mut().unwrap(), "{line}").unwrap();
+    }
+
+    /// Its exit status.
+    pub(crate) fn end(mut self) -> bool {
+        self.say("end");
+        self.process.wait().unwrap().success()
+    }
+}
+
+fn unhex(digits: &str) -> Vec<u8> {
+    let byte = |pair: &[u8; 2]| u8::from_str_radix(std::str::from_utf8(pair).unwrap(), 16);
+    digits.as_bytes().as_chunks::<2>().0.iter().map(|pair| byte(pair).unwrap()).collect()
+}
+
+/// Reads what the worker has left in its memory, and leaves there what it looks for.
+pub(crate) fn exchange(backend: &mut dyn Backend, kind: Kind) {
+    let (worker, OpenedRegion { region, .. }) = Worker::start(backend, kind);
+    let mut bytes = [0; 256];
+    backend.read_region(region, 0, &mut bytes).unwrap();
+    assert!(bytes.iter().copied().eq(0..=255), "{kind:?}");
+    bytes.reverse();
+    backend.write_region(region, 0, &bytes).unwrap();
+    backend.close_region(region);
+    assert!(worker.end(), "{kind:?}: the worker does not see what was written");
+}

@@ -1,0 +1,428 @@
+//! The daemon over the CUDA backend, whose kernels run on the CPU, with the processor's lane beside
+//! it: clients over gRPC, a worker over the region socket, and a GPU that is lost.
+#![expect(clippy::unwrap_used, clippy::print_stderr, reason = "a test may fail, and says a skip")]
+
+#[path = "common/driver.rs"]
+mod driver;
+#[path = "common/streams.rs"]
+mod streams;
+
+use driver::{EmuDriver, Fail, Watch};
+use kvd::config::Overrides;
+use kvd::{Config, Drained, Running};
+use kvd_client::{
+    AttendBatch, AttendPlaces, AttendQuery, Attended, Client, ClientError, DType, ErrorCode,
+    Geometry, LayerIndex, LoadRange, LoadedRows, ModelId, ModelSpec, Region, RegionDevice,
+    RegionKind, RegionOptions, RegionSlice, RopePairing, SequenceId, StoreChunk,
+};
+use kvd_compute::{Backend, CpuBackend, CpuOptions, Precision, RegionHandle};
+use kvd_cuda::{CudaBackend, CudaOptions};
+use kvd_emu::{Memory, Order, available, sanitized};
+use parking_lot::Mutex;
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::sync::Arc;
+use std::time::Duration;
+use streams::Pace;
+use tokio::task::block_in_place;
+
+const LAYER: LayerIndex = LayerIndex(0);
+const KV_HEADS: u32 = 2;
+const Q_HEADS: u32 = 4;
+const DIM: u32 = 64;
+/// Each lane's.
+const POOL_BYTES: u64 = 1 << 20;
+/// Blocks are encoded long before a test ends.
+const CODECS: [&str; 2] = ["kivi-4; recent=32", "kvcomp"];
+/// Twice what each backend is held to against a reference in f64, in units of the values' root mean
+/// square (0.58).
+const MOST_APART: f32 = 2e-5;
+
+/// A daemon whose first lane is the made-up GPU and whose second is the processor.
+struct Daemon {
+    running: Running,
+    client: Client,
+    watch: Arc<Mutex<Watch>>,
+    dir: tempfile::TempDir,
+}
+
+/// A model or a sequence on both lanes: the GPU's, the processor's.
+type Both<T> = [T; 2];
+
+impl Daemon {
+    /// `None` where it cannot be tested, which is said.
+    async fn start(pace: Pace) -> Option<Self> {
+        if !available() {
+            return None;
+        }
+        if sanitized("thread") {
+            // It sees the daemon's copies and not the daemon's locks.
+            eprintln!("SKIP emu: ThreadSanitizer was not built into the daemon");
+            return None;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let flags = [
+            ("server.listen_tcp", "127.0.0.1:0".to_owned()),
+            ("server.listen_region", dir.path().join("region").display().to_string()),
+            ("admin.listen", "127.0.0.1:0".to_owned()),
+        ];
+        let flags = flags.map(|(key, value)| (key.to_owned(), value)).to_vec();
+        let config = Config::load(&Overrides { file: None, environment: false, flags }).unwrap();
+        let (driver, watch) = EmuDriver::new(Order::Random(7), pace);
+        let options = CudaOptions {
+            arena_bytes: POOL_BYTES,
+            scratch_bytes: 1 << 20,
+            staging_bytes: 64 << 10,
+            threads: 1,
+            graphs: 4,
+        };
+        let gpu = CudaBackend::open(Box::new(driver), &[b"kernels"], options).unwrap();
+        let options = CpuOptions { arena_bytes: POOL_BYTES, prefault: false, threads: 1 };
+        let mut cpu = CpuBackend::new(options).unwrap();
+        cpu.set_precision(Precision::Single);
+        let lanes: Vec<Box<dyn Backend>> = vec![Box::new(gpu), Box::new(cpu)];
+        let running = kvd::Daemon::build_on(config, lanes).await.unwrap().spawn();
+        let endpoint = format!("http://{}", running.addresses().tcp.unwrap()).parse().unwrap();
+        let client = Client::connect(endpoint).await.unwrap();
+        Some(Self { running, client, watch, dir })
+    }
+
+    /// A model goes to the lane with the fewest that works.
+    async fn model(&self, name: &str, codec: &str) -> ModelId {
+        let geometry = Geometry {
+            layers: 1,
+            kv_heads: KV_HEADS,
+            head_dim_k: DIM,
+            head_dim_v: DIM,
+            block_tokens: 16,
+            dtype: DType::F32,
+            rope_pairing: RopePairing::Half,
+        };
+        let (name, codec) = (name.to_owned(), codec.to_owned());
+        let spec = ModelSpec { name, geometry, codec, calibration: bytes::Bytes::new() };
+        self.client.register_model(spec).await.unwrap().model
+    }
+
+    async fn models(&self, codec: &str) -> Both<ModelId> {
+        let preset = codec.split(';').next().unwrap();
+        let (gpu, cpu) = (format!("{preset}.gpu"), format!("{preset}.cpu"));
+        [self.model(&gpu, codec).await, self.model(&cpu, codec).await]
+    }
+
+    async fn open(&self, models: Both<ModelId>) -> Both<SequenceId> {
+        let [gpu, cpu] = models.map(|model| self.client.open_sequence(model));
+        [gpu.await.unwrap(), cpu.await.unwrap()]
+    }
+
+    async fn fork(&self, of: Both<SequenceId>, length: u32) -> Both<SequenceId> {
+        let [gpu, cpu] = of.map(|sequence| self.client.fork_sequence(sequence, Some(length)));
+        [gpu.await.unwrap().sequence, cpu.await.unwrap().sequence]
+    }
+
+    async fn close(&self, sequences: Both<SequenceId>) {
+        for sequence in sequences {
+            self.client.close_sequence(sequence).await.unwrap();
+        }
+    }
+
+    /// Appends rows to both.
+    async fn grow(&self, to: Both<SequenceId>, seed: u32, start: u32, tokens: u32) {
+        for sequence in to {
+            let stored = self.client.store(chunk(sequence, seed, start, tokens)).await.unwrap();
+            assert_eq!(stored.length, start + tokens);
+        }
+    }
+
+    async fn attend(
+        &self,
+        model: ModelId,
+        sequences: &[SequenceId],
+    ) -> Result<Attended, ClientError> {
+        self.client.attend(batch(model, sequences)).await
+    }
+
+    async fn load(&self, sequence: SequenceId, end: u32) -> Result<LoadedRows, ClientError> {
+        let range = LoadRange { sequence, layer: LAYER, start: 0, end, dtype: None };
+        self.client.load(range).await
+    }
+
+    /// Tests that both lanes hold the same and answer the same, of all sequences in one batch.
+    async fn assert_same(&self, models: Both<ModelId>, all: &[(Both<SequenceId>, u32)], of: &str) {
+        for ([gpu, cpu], length) in all {
+            let rows = self.load(*gpu, *length).await.unwrap();
+            assert_eq!(rows.k.len() as u32, length * KV_HEADS * DIM * 4, "{of}");
+            assert!(rows == self.load(*cpu, *length).await.unwrap(), "{of}: rows of {length}");
+        }
+        let lane = |index: usize| all.iter().map(|(both, _)| both[index]).collect::<Vec<_>>();
+        let gpu = self.attend(models[0], &lane(0)).await.unwrap();
+        let cpu = self.attend(models[1], &lane(1)).await.unwrap();
+        let apart = apart(&gpu, &cpu);
+        assert!(apart < MOST_APART * 0.58, "{of}: {apart:.1e}");
+    }
+
+    /// `GET /readyz` of the admin port: status and text.
+    fn readyz(&self) -> (u16, String) {
+        let address = self.running.admin_address().unwrap();
+        block_in_place(|| {
+            let mut stream = TcpStream::connect(address).unwrap();
+            stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+            stream
+                .write_all(b"GET /readyz HTTP/1.1\r\nhost: kvd\r\nconnection: close\r\n\r\n")
+                .unwrap();
+            let mut answer = String::new();
+            stream.read_to_string(&mut answer).unwrap();
+            let (head, text) = answer.split_once("\r\n\r\n").unwrap();
+            (head.split(' ').nth(1).unwrap().parse().unwrap(), text.to_owned())
+        })
+    }
+
+    fn used_bytes(&self) -> u64 {
+        self.running.service().pool_stats().used_bytes
+    }
+
+    /// Stops it; nothing that its driver gave is left.
+    async fn stop(self) {
+        drop(self.client);
+        assert_eq!(self.running.drain().await, Drained::Clean);
+        let watch = self.watch.lock();
+        assert_eq!((watch.live, watch.calls_after_failure), (0, 0), "{watch:?}");
+        assert_eq!(watch.complaints, Vec::<String>::new());
+    }
+}
+
+/// Rows of noise between -1 and 1.
+fn rows(seed: u32, start: u32, tokens: u32, heads: u32) -> bytes::Bytes {
+    let row = heads * DIM;
+    let value = |i: u32| {
+        let bits = (i + seed * 1_000_003).wrapping_mul(2_654_435_761);
+        ((bits ^ bits >> 15).wrapping_mul(2_246_822_519) >> 8) as f32 / 8_388_608.0 - 1.0
+    };
+    let values = (start * row..(start + tokens) * row).map(value);
+    values.flat_map(f32::to_le_bytes).collect::<Vec<u8>>().into()
+}
+
+fn chunk(sequence: SequenceId, seed: u32, start: u32, tokens: u32) -> StoreChunk {
+    let [k, v] = [2 * seed, 2 * seed + 1].map(|seed| rows(seed, start, tokens, KV_HEADS));
+    StoreChunk { sequence, layer: LAYER, start, tokens, k, v }
+}
+
+/// One query of each sequence, which sees all of it.
+fn batch(model: ModelId, sequences: &[SequenceId]) -> AttendBatch {
+    let queries: Vec<_> = sequences.iter().map(|of| AttendQuery::new(*of, 1)).collect();
+    let q = rows(99, 0, queries.len() as u32, Q_HEADS);
+    let (scale, soft_cap, dtype) = (None, None, DType::F32);
+    AttendBatch { model, layer: LAYER, q_heads: Q_HEADS, dtype, scale, soft_cap, queries, q }
+}
+
+fn floats(bytes: &[u8]) -> Vec<f32> {
+    bytes.as_chunks::<4>().0.iter().map(|value| f32::from_le_bytes(*value)).collect()
+}
+
+/// How far apart two answers are where they are farthest.
+fn apart(a: &Attended, b: &Attended) -> f32 {
+    let (a_out, b_out) = (floats(&a.out), floats(&b.out));
+    assert_eq!((a_out.len(), a.lse.len()), (b_out.len(), b.lse.len()));
+    assert!(a_out.iter().chain(&a.lse).all(|value| value.is_finite()));
+    let pairs = a_out.iter().zip(&b_out).chain(a.lse.iter().zip(&b.lse));
+    pairs.map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_gpu_lane_holds_and_answers_what_the_processors_lane_does() {
+    for (codec, pace) in CODECS.into_iter().flat_map(|codec| Pace::EACH.map(|pace| (codec, pace))) {
+        let Some(daemon) = Daemon::start(pace).await else { return };
+        let models = daemon.models(codec).await;
+        let parent = daemon.open(models).await;
+        let mut length = 0;
+        // Over the ends of blocks and of the window.
+        for tokens in [1, 15, 7, 50, 48, 40] {
+            daemon.grow(parent, 1, length, tokens).await;
+            length += tokens;
+        }
+        daemon.assert_same(models, &[(parent, length)], codec).await;
+        // What two sequences have in common is there once, until they grow apart.
+        let before = daemon.used_bytes();
+        let (half, whole) = (daemon.fork(parent, 75).await, daemon.fork(parent, length).await);
+        assert_eq!(daemon.used_bytes(), before, "{codec}: a fork takes no memory");
+        daemon.grow(half, 2, 75, 30).await;
+        daemon.grow(whole, 3, length, 9).await;
+        daemon.grow(parent, 4, length, 20).await;
+        let all = [(parent, length + 20), (half, 105), (whole, length + 9)];
+        daemon.assert_same(models, &all, codec).await;
+        // And is there as long as one of them needs it.
+        let right = daemon.load(half[0], 105).await.unwrap();
+        daemon.close(parent).await;
+        daemon.close(whole).await;
+        assert_eq!(daemon.load(half[0], 105).await.unwrap(), right);
+        daemon.assert_same(models, &[(half, 105)], codec).await;
+        daemon.close(half).await;
+        assert_eq!((daemon.used_bytes(), daemon.running.service().pool_stats().slots), (0, 0));
+        let kernels = std::mem::take(&mut daemon.watch.lock().kernels);
+        for kind in ["kvd_attend_", "kvd_store_", "kvd_merge"] {
+            assert!(kernels.iter().any(|name| name.starts_with(kind)), "{codec}: {kernels:?}");
+        }
+        daemon.stop().await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn memory_of_closed_sequences_serves_others_when_a_gpus_pool_is_full() {
+    let Some(daemon) = Daemon::start(Pace::Late).await else { return };
+    let model = daemon.model("gpu", CODECS[0]).await;
+    let mut stored = Vec::new();
+    let refused = loop {
+        let sequence = daemon.client.open_sequence(model).await.unwrap();
+        let seed = stored.len() as u32;
+        match daemon.client.store(chunk(sequence, seed, 0, 100)).await {
+            Ok(_) => stored.push(sequence),
+            Err(error) => break error,
+        }
+    };
+    assert_eq!(refused.code, Some(ErrorCode::PoolFull), "{refused}");
+    assert!(stored.len() > 4, "{} sequences", stored.len());
+    let (first, rest) = (stored[0], &stored[1..]);
+    let before = daemon.load(first, 100).await.unwrap();
+    let mut others = Vec::new();
+    for sequence in rest {
+        others.push(daemon.load(*sequence, 100).await.unwrap());
+    }
+    daemon.client.close_sequence(first).await.unwrap();
+    let again = daemon.client.open_sequence(model).await.unwrap();
+    daemon.client.store(chunk(again, 0, 0, 100)).await.unwrap();
+    assert_eq!(daemon.load(again, 100).await.unwrap(), before);
+    for (sequence, rows) in rest.iter().zip(others) {
+        assert_eq!(daemon.load(*sequence, 100).await.unwrap(), rows);
+    }
+    daemon.stop().await;
+}
+
+/// A worker's memory: queries, keys, values, and room for an answer.
+struct Worker {
+    region: Region,
+    batch: AttendBatch,
+    chunk: StoreChunk,
+    /// Given back after the region.
+    memory: Memory,
+}
+
+impl Worker {
+    fn open(daemon: &Daemon, batch: AttendBatch, chunk: StoreChunk) -> Self {
+        let room = vec![0; 2 * batch.q.len()];
+        let memory = Memory::of(&[&batch.q[..], &chunk.k, &chunk.v, &room].concat());
+        let mut handle = [0; RegionHandle::IPC_BYTES];
+        handle[..8].copy_from_slice(&memory.address().to_le_bytes());
+        let bytes = memory.bytes().len() as u64;
+        let uuid = "GPU-00000000-0000-0000-0000-0000000000e7";
+        let options = RegionOptions::default()
+            .with_bytes(4096)
+            .with_device(RegionDevice::CudaIpc(handle), bytes)
+            .with_device_uuid(uuid);
+        let path = daemon.dir.path().join("region");
+        let region = block_in_place(|| Region::open(path, &options)).unwrap();
+        assert_eq!(
+            (region.kind(), region.reason(), region.copied()),
+            (RegionKind::CudaIpc, "", "")
+        );
+        Self { region, batch, chunk, memory }
+    }
+
+    fn slices(&self) -> [RegionSlice; 5] {
+        let (q, row) = (self.batch.q.len() as u64, self.chunk.k.len() as u64);
+        let mut offset = 0;
+        [q, row, row, q, q / u64::from(DIM)].map(|bytes| {
+            offset += bytes;
+            RegionSlice { offset: offset - bytes, bytes }
+        })
+    }
+
+    fn store(&self) -> Result<[u32; 3], ClientError> {
+        let [_, k, v, ..] = self.slices();
+        block_in_place(|| {
+            self.region.send_store(self.chunk.clone(), 256, [k, v])?;
+            self.region.wait(256)
+        })
+    }
+
+    fn attend(&self) -> Result<Attended, ClientError> {
+        let [q, _, _, out, lse] = self.slices();
+        block_in_place(|| {
+            self.region.send_attend(self.batch.clone(), AttendPlaces { done: 512, q, out, lse })?;
+            self.region.wait(512)
+        })?;
+        let at = |at: RegionSlice| &self.memory.bytes()[at.offset as usize..][..at.bytes as usize];
+        Ok(Attended { out: at(out).to_vec().into(), lse: floats(at(lse)) })
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_worker_stores_and_attends_in_its_own_memory_as_in_messages() {
+    let Some(daemon) = Daemon::start(Pace::Late).await else { return };
+    let models = daemon.models(CODECS[0]).await;
+    let both = daemon.open(models).await;
+    daemon.grow(both, 5, 0, 70).await;
+    let next = chunk(both[0], 5, 70, 30);
+    let worker = Worker::open(&daemon, batch(models[0], &both[..1]), next);
+    assert_eq!(worker.store().unwrap()[..2], [100, 0]);
+    daemon.client.store(chunk(both[1], 5, 70, 30)).await.unwrap();
+    daemon.assert_same(models, &[(both, 100)], "stored from a worker's memory").await;
+    let right = daemon.attend(models[0], &both[..1]).await.unwrap();
+    let apart = apart(&worker.attend().unwrap(), &right);
+    assert!(apart < MOST_APART * 0.58, "{apart:.1e}");
+    // A GPU that is lost while a worker's memory is open.
+    daemon.watch.lock().fail = Fail::Later;
+    for _ in 0..2 {
+        let refused = worker.attend().unwrap_err();
+        assert_eq!(refused.code, Some(ErrorCode::DeviceFailed), "{refused}");
+    }
+    let Worker { region, memory, .. } = worker;
+    drop(region);
+    daemon.stop().await;
+    drop(memory);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_gpu_that_is_lost_is_named_its_calls_fail_and_the_other_lane_lives() {
+    for (fail, pace) in [Fail::Launch, Fail::Write, Fail::Later].into_iter().zip(Pace::EACH) {
+        let Some(daemon) = Daemon::start(pace).await else { return };
+        let models = daemon.models(CODECS[0]).await;
+        let both = daemon.open(models).await;
+        daemon.grow(both, 6, 0, 90).await;
+        let right = daemon.attend(models[1], &both[1..]).await.unwrap();
+        assert_eq!(daemon.readyz(), (200, "ready\n".to_owned()));
+        daemon.watch.lock().fail = fail;
+        // One meets the error, the others wait behind it.
+        let calls = [0; 4].map(|_| {
+            let (client, batch) = (daemon.client.clone(), batch(models[0], &both[..1]));
+            tokio::spawn(async move { client.attend(batch).await })
+        });
+        for call in calls {
+            let refused = call.await.unwrap().unwrap_err();
+            assert_eq!(refused.code, Some(ErrorCode::DeviceFailed), "{fail:?}: {refused}");
+            assert!(refused.message.contains("must be started again"), "{refused}");
+        }
+        while !daemon.running.service().lane().failed() {
+            tokio::task::yield_now().await;
+        }
+        assert_eq!(daemon.readyz(), (503, "failed: cuda emulation\n".to_owned()));
+        let stored = daemon.client.store(chunk(both[0], 6, 90, 10)).await.map(drop);
+        let loaded = daemon.load(both[0], 90).await.map(drop);
+        for result in [stored, loaded] {
+            assert_eq!(result.unwrap_err().code, Some(ErrorCode::DeviceFailed), "{fail:?}");
+        }
+        let known = daemon.client.describe_sequence(both[0]).await.unwrap();
+        assert_eq!(known.length, 90, "{fail:?}: a store that failed left something");
+        // The processor's lane, for its model and for new ones.
+        assert_eq!(daemon.attend(models[1], &both[1..]).await.unwrap(), right);
+        daemon.client.store(chunk(both[1], 6, 90, 10)).await.unwrap();
+        let next = daemon.model("next", CODECS[0]).await;
+        let sequence = daemon.client.open_sequence(next).await.unwrap();
+        daemon.client.store(chunk(sequence, 6, 0, 90)).await.unwrap();
+        assert_eq!(daemon.attend(next, &[sequence]).await.unwrap(), right);
+        let ends = tokio::time::timeout(Duration::from_millis(10), daemon.running.device_failed());
+        assert!(ends.await.is_err(), "the daemon goes on");
+        daemon.client.close_sequence(sequence).await.unwrap();
+        daemon.close(both).await;
+        assert_eq!(daemon.used_bytes(), 0, "{fail:?}");
+        daemon.stop().await;
+    }
+}
