@@ -88,11 +88,14 @@ class Cuda:
         self.kept = []
         self.functions = {}
 
-    def call(self, name, *arguments):
+    def code(self, name, *arguments):
         function = getattr(self.library, name)
-        # What others of this folder call besides names its types where it is called.
+        # Callers of what is not listed name the types.
         function.argtypes = SIGNATURES.get(name)
-        code = function(*arguments)
+        return function(*arguments)
+
+    def call(self, name, *arguments):
+        code = self.code(name, *arguments)
         if code:
             raise RuntimeError(f"{name}: CUDA error {code}")
 
@@ -146,7 +149,7 @@ class Cuda:
     def function(self, kernel):
         if kernel not in self.functions:
             function = c_void_p()
-            found = (not self.library.cuModuleGetFunction(function, module, kernel.encode())
+            found = (not self.code("cuModuleGetFunction", function, module, kernel.encode())
                      for module in self.modules)
             if not any(found):
                 raise RuntimeError(f"no kernel {kernel} in the fat binaries")

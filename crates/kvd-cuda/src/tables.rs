@@ -2,6 +2,9 @@
 //! the header that whoever placed it kept.
 
 mod queries;
+mod shapes;
+
+pub use shapes::Shapes;
 
 use crate::PlanError;
 use crate::abi::{COEFFICIENTS, PageEntry, SideShape, Unit};
@@ -12,14 +15,13 @@ use crate::products::{
     looks_up, on_tensor_cores, resident, rows_of_kernel, spread_table, variant, work_bytes,
 };
 use crate::side::{
-    COPY_BYTES, HeadShapes, Kernel, LayerTables, Pair, ROWS, TILE_TOKENS, Variant, fallback_shape,
-    head_shapes, rows_shape, stage_bytes,
+    COPY_BYTES, Kernel, Pair, ROWS, TILE_TOKENS, Variant, fallback_shape, rows_shape, stage_bytes,
 };
-use crate::table::{CodebookRoom, split_channels, versions};
+use crate::table::split_channels;
 use crate::turn::TurnUnit;
 use kvd_codec::{HEADER_BYTES, ModelCodec, PageHeader};
 use kvd_compute::{AttendPlan, PlanPart, PlanQuery, Source};
-use kvd_core::{LayerIndex, Side};
+use kvd_core::Side;
 use queries::HeadRows;
 use std::collections::BTreeMap;
 
@@ -40,89 +42,6 @@ pub struct Options {
     /// Units among which the channels of values are split at most, where codebooks belong to groups
     /// of channels and no tensor cores sum them; at least 1.
     pub channel_split: u32,
-}
-
-/// How the heads of one layer are stored, and what their kernels look values up in. Made once per
-/// model and layer.
-#[derive(Clone, Debug)]
-pub struct Shapes {
-    /// Codebooks, levels, directions: goes to the device as it is.
-    pub tables: Vec<u8>,
-    layer: LayerIndex,
-    /// Of keys and of values.
-    rooms: [CodebookRoom; 2],
-    heads: Vec<[Result<HeadShapes, &'static str>; 2]>,
-    /// Huffman tables that it was made with.
-    versions: usize,
-}
-
-impl Shapes {
-    /// Of a layer. Codebooks of keys and values are kept where `rooms` says, or in that many bytes
-    /// of shared memory and what registers there are.
-    #[must_use]
-    pub fn new(codec: &ModelCodec, layer: LayerIndex, rooms: [impl Into<CodebookRoom>; 2]) -> Self {
-        let rooms = rooms.map(Into::into);
-        let mut tables = LayerTables::default();
-        let heads = (0..codec.geometry().kv_heads as usize).map(|head| {
-            Side::BOTH.map(|side| {
-                let trained = codec.trained_tables(layer, side, head);
-                let of_head = (codec.head(layer, side, head), side);
-                head_shapes(of_head, trained, &mut tables, rooms[side.index()])
-            })
-        });
-        let heads = heads.collect();
-        let mut tables = tables.bytes;
-        // An address that is given to a kernel is one of something.
-        tables.resize(tables.len().next_multiple_of(COPY_BYTES).max(COPY_BYTES), 0);
-        Self { tables, layer, rooms, heads, versions: versions(codec, layer) }
-    }
-
-    /// Whether no Huffman table was built since it was made.
-    #[must_use]
-    pub fn is_current(&self, codec: &ModelCodec) -> bool {
-        self.versions == versions(codec, self.layer)
-    }
-
-    /// Whether every head has kernels.
-    ///
-    /// # Errors
-    /// The first side that has none.
-    pub fn check(&self) -> Result<(), PlanError> {
-        for (head, sides) in self.heads.iter().enumerate() {
-            for side in Side::BOTH {
-                let of_side = sides[side.index()].as_ref();
-                of_side.map_err(|what| self.no_side(side, head, what))?;
-            }
-        }
-        Ok(())
-    }
-
-    /// How kernels see pages of a head with that version of its Huffman tables, 0 for none.
-    ///
-    /// # Errors
-    /// When the head has no kernel, or pages no such version.
-    ///
-    /// # Panics
-    /// When the layer has no such head.
-    pub fn side(&self, head: usize, side: Side, version: u16) -> Result<SideShape, PlanError> {
-        let of_side = self.heads[head][side.index()].as_ref().map_err(|what| *what);
-        let shape = of_side.and_then(|head| head.version(version));
-        shape.map(|(_, shape)| shape).map_err(|what| self.no_side(side, head, what))
-    }
-
-    /// The kernel and shape of a head's pages that are written now.
-    pub(crate) fn newest(&self, head: usize, side: Side) -> Option<(Kernel, SideShape)> {
-        self.heads[head][side.index()].as_ref().ok()?.newest()
-    }
-
-    /// The same as if its codes had a fixed width.
-    pub(crate) fn fixed(&self, head: usize, side: Side) -> Option<(Kernel, SideShape)> {
-        Some(self.heads[head][side.index()].as_ref().ok()?.fixed())
-    }
-
-    fn no_side(&self, side: Side, head: usize, what: &'static str) -> PlanError {
-        PlanError::NoSide { side, layer: self.layer.0, head, what }
-    }
 }
 
 /// One launch of `kvd_attend_*`.

@@ -12,7 +12,7 @@ mod store;
 use common::run::{parameters, run_tables};
 use common::{Ask, Layout, Stored, geometry, noise};
 use kvd_core::{DType, Geometry, Side};
-use kvd_cuda::{Limits, Options, Shapes, Tables, Unit, Workload, plan};
+use kvd_cuda::{CodebookRoom, Limits, Options, Shapes, Tables, Unit, Workload, plan};
 use kvd_emu::{Order, available};
 use serde_json::{Map, Value, json};
 use std::mem::offset_of;
@@ -68,6 +68,7 @@ fn planned(
         "parts_per_unit": plan.parts_per_unit,
         "plan": {
             "roofline_seconds": plan.roofline_seconds(),
+            "predicted_seconds": plan.predicted().0,
             "f16_roofline_seconds": plan.raw_seconds(),
             "blocks_per_sm": plan.occupancy.blocks,
         },

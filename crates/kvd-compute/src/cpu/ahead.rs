@@ -80,7 +80,8 @@ pub(super) struct Next<'a> {
 }
 
 impl<'a> Next<'a> {
-    /// Takes the bytes of each side; and in how many calls a kernel reads that side now, if one does.
+    /// Takes the bytes of each side; and in how many calls a kernel reads that side now, if one
+    /// does.
     pub(super) fn new(bytes: [&'a [u8]; 2], calls: [Option<usize>; 2]) -> Self {
         let mut next = Self::default();
         for (side, (bytes, calls)) in bytes.into_iter().zip(calls).enumerate() {

@@ -119,8 +119,8 @@ fn chunk_of<const WIDTH: usize, const INDEX: usize>(parts: &[__m512i; WIDTH]) ->
     with_plane::<WIDTH, INDEX, 1>(codes, parts)
 }
 
-/// With the bits of the plane of `PLANE` bits, where codes have one. Bits above a code are anything:
-/// look-ups do not mind.
+/// With the bits of the plane of `PLANE` bits, where codes have one. Bits above a code are
+/// anything: look-ups do not mind.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vbmi2")]
 fn with_plane<const WIDTH: usize, const INDEX: usize, const PLANE: usize>(

@@ -7,27 +7,7 @@ use std::fmt;
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (limits, work) = (&self.limits, &self.workload);
-        writeln!(
-            f,
-            "{} ({}.{}): {} multiprocessors, {} KiB shared memory each, {} GB/s",
-            limits.name,
-            limits.compute[0],
-            limits.compute[1],
-            limits.multiprocessors,
-            limits.shared_bytes >> 10,
-            limits.memory_gbps
-        )?;
-        let Self { block, occupancy, .. } = self;
-        writeln!(
-            f,
-            "thread block: 128 threads, at most {} registers, {} bytes of shared memory without \
-             codebooks; a multiprocessor holds {} ({} limit), which leaves each {} bytes",
-            block.registers,
-            block.shared_bytes,
-            occupancy.blocks,
-            occupancy.limit,
-            occupancy.shared_slack
-        )?;
+        write_block(f, self)?;
         for (side, books) in Side::BOTH.into_iter().zip(&self.codebooks) {
             if let Some(books) = books {
                 write_codebooks(f, side, books)?;
@@ -57,46 +37,77 @@ impl fmt::Display for Plan {
             self.splits,
             self.parts_per_unit,
             work.batch * work.geometry.kv_heads,
-            limits.multiprocessors * occupancy.blocks
+            limits.multiprocessors * self.occupancy.blocks
         )?;
         write_encoding(f, self.host_encoding, self.host_tables)?;
-        writeln!(
-            f,
-            "bytes: {:.3e} of pages, {:.3e} of codebooks and partial results",
-            self.page_bytes, self.other_bytes
-        )?;
-        writeln!(
-            f,
-            "roofline: {:.1} us per layer and step at the bandwidth on paper, {:.2}x f16's {:.1} \
-             us; {:.1} lane instructions per value fit in",
-            self.roofline_seconds() * 1e6,
-            self.raw_seconds() / self.roofline_seconds(),
-            self.raw_seconds() * 1e6,
-            self.instructions_per_value()
-        )?;
-        let counted = match self.counted {
-            None => "instructions were not counted".to_owned(),
-            Some(Counted { per_value, is_all: true }) => {
-                format!("{per_value:.1} lane instructions per value were counted")
-            }
-            Some(Counted { per_value, .. }) => {
-                format!("{per_value:.1} lane instructions per value were counted, not all")
-            }
-        };
-        let (seconds, bound) = self.predicted();
-        let by = match bound {
-            Bound::Bytes => "the bandwidth",
-            Bound::Instructions => "instructions",
-            Bound::Latency => "the bytes under way",
-        };
-        writeln!(
-            f,
-            "prediction, not yet measured on a GPU: {:.1} us, {:.2}x the f16 roofline, held up by \
-             {by}; {counted}",
-            seconds * 1e6,
-            self.raw_seconds() / seconds,
-        )
+        write_times(f, self)
     }
+}
+
+/// The GPU, and how thread blocks fit it.
+fn write_block(f: &mut fmt::Formatter<'_>, plan: &Plan) -> fmt::Result {
+    let limits = &plan.limits;
+    writeln!(
+        f,
+        "{} ({}.{}): {} multiprocessors, {} KiB shared memory each, {} GB/s",
+        limits.name,
+        limits.compute[0],
+        limits.compute[1],
+        limits.multiprocessors,
+        limits.shared_bytes >> 10,
+        limits.memory_gbps
+    )?;
+    let Plan { block, occupancy, .. } = plan;
+    writeln!(
+        f,
+        "thread block: 128 threads, at most {} registers, {} bytes of shared memory without \
+         codebooks; a multiprocessor holds {} ({} limit), which leaves each {} bytes",
+        block.registers,
+        block.shared_bytes,
+        occupancy.blocks,
+        occupancy.limit,
+        occupancy.shared_slack
+    )
+}
+
+/// Bytes, the roofline and the prediction.
+fn write_times(f: &mut fmt::Formatter<'_>, plan: &Plan) -> fmt::Result {
+    writeln!(
+        f,
+        "bytes: {:.3e} of pages, {:.3e} of codebooks and partial results",
+        plan.page_bytes, plan.other_bytes
+    )?;
+    writeln!(
+        f,
+        "roofline: {:.1} us per layer and step at the bandwidth on paper, {:.2}x f16's {:.1} \
+         us; {:.1} lane instructions per value fit in",
+        plan.roofline_seconds() * 1e6,
+        plan.raw_seconds() / plan.roofline_seconds(),
+        plan.raw_seconds() * 1e6,
+        plan.instructions_per_value()
+    )?;
+    let counted = match plan.counted {
+        None => "instructions were not counted".to_owned(),
+        Some(Counted { per_value, is_all: true }) => {
+            format!("{per_value:.1} lane instructions per value were counted")
+        }
+        Some(Counted { per_value, .. }) => {
+            format!("{per_value:.1} lane instructions per value were counted, not all")
+        }
+    };
+    let (seconds, bound) = plan.predicted();
+    let by = match bound {
+        Bound::Bytes => "the bandwidth",
+        Bound::Instructions => "instructions",
+        Bound::Latency => "the bytes under way",
+    };
+    writeln!(
+        f,
+        "prediction, not yet measured on a GPU: {:.1} us, {:.2}x the f16 roofline, held up by \
+         {by}; {counted}",
+        seconds * 1e6,
+        plan.raw_seconds() / seconds,
+    )
 }
 
 fn write_products(f: &mut fmt::Formatter<'_>, not: [Option<&str>; 2]) -> fmt::Result {

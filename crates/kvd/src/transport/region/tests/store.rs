@@ -381,8 +381,8 @@ async fn stores_through_regions_have_the_limits_and_names_of_messages() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_daemon_that_drains_looks_nothing_up_and_copies_nothing() {
-    let fixture = Fixture::new().await;
-    let region = (&fixture.shared(1), 1);
+    let fixture = Fixture::new(RegionKind::CudaIpc).await;
+    let region = &fixture.shared(1);
     let sequence = fixture.sequence().await;
     fixture.running.service().drain();
     let call = Call { namespace: Namespace::new("default").unwrap(), deadline: None };
