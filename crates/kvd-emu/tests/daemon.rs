@@ -72,6 +72,7 @@ impl Daemon {
         let options = CudaOptions {
             arena_bytes: POOL_BYTES,
             scratch_bytes: 1 << 20,
+            table_bytes: 8 << 20,
             staging_bytes: 64 << 10,
             threads: 1,
             graphs: 4,

@@ -165,7 +165,7 @@ fn damage(words: &mut [u8], kind: usize) {
     match kind {
         0 | 1 => words[at] ^= 0x10 << kind,
         2 => words[at / 2 * 2..][..2].fill(0),
-        _ => words.iter_mut().enumerate().for_each(|(i, byte)| *byte ^= (i * 151 >> 2) as u8),
+        _ => words.iter_mut().enumerate().for_each(|(i, byte)| *byte ^= ((i * 151) >> 2) as u8),
     }
 }
 
