@@ -362,7 +362,7 @@ mod tests {
         let text = markdown("G", "d", &[], &bench);
         assert_lines(
             &text,
-            &["| raw | not measured | | | | | | | | | |", "| raw | not measured | | | | |"],
+            &["| raw | not measured | | | | | | | | | | |", "| raw | not measured | | | | |"],
         );
         assert!(
             !text.contains("NaN") && !text.contains("met |") && !text.contains("missed"),
