@@ -1,5 +1,5 @@
 //! Bytes of the next page, asked for while one is worked on: a line here and a line there, because
-//! a core that asks for more than a dozen at once waits for them.
+//! a core that asks for many at once waits for them.
 
 use super::simd;
 use kvd_core::Side;

@@ -2,11 +2,13 @@
 //! stay on the device; else, and for the blocks that are measured, by the host's encoder, which
 //! makes the same bytes. A layer's first Huffman tables are built before (`train.rs`).
 
+use super::memory::Device;
 use super::stage::Staged;
 use super::{CudaBackend, HOST_BYTES, THREADS};
 use crate::driver::{DeviceCopy, KernelLaunch};
-use crate::store::{StorePlan, StoredPage};
+use crate::store::{StoreLaunch, StorePlan, StoredPage};
 use crate::{StoreParameters, StoreShapes};
+use bytemuck::Zeroable;
 use kvd_codec::{HEADER_BYTES, ModelCodec, PageBytes, PageHeader};
 use kvd_compute::{
     Backend, BackendError, EncodeAs, EncodeSource, EncodedPages, HeldPages, Sampling, Watched,
@@ -209,25 +211,16 @@ impl CudaBackend {
         let (tables, device) = (of_layer.tables, &mut self.device);
         let mut header = placed.headers;
         for (launch, units) in plan.launches.iter().zip(&placed.units) {
-            device.upload(*units, bytemuck::cast_slice(&launch.units))?;
-            let parameters = StoreParameters {
-                arena: device.arena(),
+            let places = StoreParameters {
                 tables,
                 steps,
                 units: *units,
                 pages: placed.pages,
                 headers: header,
                 words: placed.words,
-                row_bytes: launch.row_bytes,
-                gain_bytes: launch.gain_bytes,
+                ..StoreParameters::zeroed()
             };
-            device.launch(KernelLaunch {
-                kernel: &launch.kernel,
-                blocks: launch.units.len() as u32,
-                threads: THREADS,
-                shared_bytes: launch.shared_bytes as u32,
-                parameters: bytemuck::bytes_of(&parameters),
-            })?;
+            launch_store(device, launch, places)?;
             header += (launch.units.len() * HEADER_BYTES) as u64;
         }
         let mut headers = vec![0; plan.header_bytes()];
@@ -292,4 +285,27 @@ impl CudaBackend {
         // A failure is kept and told to the lane, which then answers no one with success.
         let _ = self.device.copy_in(runs);
     }
+}
+
+/// Launches what store kernels do with some pages; of `places` the arena and what the launch itself
+/// says are filled in.
+pub(super) fn launch_store(
+    device: &mut Device,
+    launch: &StoreLaunch,
+    places: StoreParameters,
+) -> Result<(), BackendError> {
+    device.upload(places.units, bytemuck::cast_slice(&launch.units))?;
+    let parameters = StoreParameters {
+        arena: device.arena(),
+        row_bytes: launch.row_bytes,
+        gain_bytes: launch.gain_bytes,
+        ..places
+    };
+    device.launch(KernelLaunch {
+        kernel: &launch.kernel,
+        blocks: launch.units.len() as u32,
+        threads: THREADS,
+        shared_bytes: launch.shared_bytes as u32,
+        parameters: bytemuck::bytes_of(&parameters),
+    })
 }

@@ -1,10 +1,11 @@
 //! A layer's first Huffman tables, from codes that kernels count: the rows of the blocks that they
 //! are built from stay on the device.
 
-use super::{CudaBackend, THREADS};
-use crate::driver::KernelLaunch;
+use super::CudaBackend;
+use super::encode::launch_store;
+use crate::StoreParameters;
 use crate::store::{Histogram, HistogramPlan};
-use crate::{StoreParameters, StoreUnit};
+use bytemuck::Zeroable;
 use kvd_codec::CodeCounts;
 use kvd_compute::{BackendError, EncodeSource};
 use kvd_core::{LayerIndex, ModelId};
@@ -117,25 +118,16 @@ impl CudaBackend {
     ) -> Result<(), BackendError> {
         let device = &mut self.device;
         for (launch, units) in plan.launches.iter().zip(&placed.units) {
-            device.upload(*units, bytemuck::cast_slice::<StoreUnit, u8>(&launch.units))?;
-            let parameters = StoreParameters {
-                arena: device.arena(),
+            let places = StoreParameters {
                 tables: common.tables,
                 steps: common.steps,
                 units: *units,
                 pages: placed.pages,
                 headers: common.counters,
                 words: placed.words,
-                row_bytes: launch.row_bytes,
-                gain_bytes: launch.gain_bytes,
+                ..StoreParameters::zeroed()
             };
-            device.launch(KernelLaunch {
-                kernel: &launch.kernel,
-                blocks: launch.units.len() as u32,
-                threads: THREADS,
-                shared_bytes: launch.shared_bytes as u32,
-                parameters: bytemuck::bytes_of(&parameters),
-            })?;
+            launch_store(device, launch, places)?;
         }
         Ok(())
     }
