@@ -6,8 +6,6 @@
 #include <kvd/polar.cuh>
 #include <kvd/uniform.cuh>
 
-KVD_ATTEND_ROWS(polar_uniform, kvd::Tensor<kvd::Polar>,
-                kvd::Tensor<kvd::Uniform<kvd::Asymmetric>>)
-KVD_ATTEND_ROWS(lloyd_uniform, kvd::Tensor<kvd::Lloyd>,
-                kvd::Tensor<kvd::Uniform<kvd::Asymmetric>>)
-KVD_ATTEND_ROWS(bitalloc_bitalloc, kvd::Tensor<kvd::BitAlloc>, kvd::Tensor<kvd::BitAlloc>)
+KVD_TENSOR_ROWS(polar_uniform, kvd::Polar, kvd::Uniform<kvd::Asymmetric>)
+KVD_TENSOR_ROWS(lloyd_uniform, kvd::Lloyd, kvd::Uniform<kvd::Asymmetric>)
+KVD_TENSOR_ROWS(bitalloc_bitalloc, kvd::BitAlloc, kvd::BitAlloc)

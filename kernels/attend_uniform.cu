@@ -4,6 +4,5 @@
 #include <kvd/hybrid.cuh>
 #include <kvd/uniform.cuh>
 
-KVD_ATTEND_ROWS(uniform_uniform, kvd::Tensor<kvd::Uniform<kvd::Asymmetric>>,
-                kvd::Tensor<kvd::Uniform<kvd::Asymmetric>>)
-KVD_ATTEND_ROWS(hybrid_hybrid, kvd::Tensor<kvd::Hybrid>, kvd::Tensor<kvd::Hybrid>)
+KVD_TENSOR_ROWS(uniform_uniform, kvd::Uniform<kvd::Asymmetric>, kvd::Uniform<kvd::Asymmetric>)
+KVD_TENSOR_ROWS(hybrid_hybrid, kvd::Hybrid, kvd::Hybrid)

@@ -3,6 +3,6 @@
 #include <kvd/declare.cuh>
 #include <kvd/books.cuh>
 
-KVD_ATTEND_ROWS(vq_vq, kvd::Tensor<kvd::Vq>, kvd::Tensor<kvd::Vq>)
+KVD_TENSOR_ROWS(vq_vq, kvd::Vq, kvd::Vq)
 // Codebooks for every sub-vector, stages, and values that are not whole numbers of a unit.
 KVD_ATTEND_ROWS(vqfloat_vqfloat, kvd::HeldVq, kvd::HeldVq)

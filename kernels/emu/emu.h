@@ -18,6 +18,7 @@
 #define KVD_WARP_BARRIER() kvd::emu::warp_barrier({__FILE__, __LINE__})
 #define KVD_EXPECT(condition) \
     ((condition) ? (void)0 : kvd::emu::fail({__FILE__, __LINE__}, "expected " #condition))
+#define KVD_RARELY(condition) __builtin_expect(!!(condition), 0)
 #define KVD_KERNEL(name, threads, Parameters, body)                                              \
     static void name(const void* parameters, uint8_t* shared) {                                  \
         body(*static_cast<const Parameters*>(parameters), shared);                               \
@@ -143,6 +144,7 @@ inline uint16_t bf16_bits(float value) {
     const uint32_t bits = f32_bits(value);
     return uint16_t(isnan(value) ? 0x7FC0 : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
 }
+inline float exp_near(float x) { return expf(x); }
 // Built without instructions that fuse, so plain operators are what they say.
 inline float times(float a, float b) { return a * b; }
 inline float plus(float a, float b) { return a + b; }

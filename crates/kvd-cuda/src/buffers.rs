@@ -10,8 +10,21 @@ use crate::plan::SHARED_RESERVED;
 pub(crate) const BUFFERS_MIN: usize = 2;
 /// `BUFFERS_MAX` of `shared.cuh`.
 pub(crate) const BUFFERS_MAX: usize = 4;
-/// Where the tile in each is: `PLACES_BYTES` of `shared.cuh`.
-pub(crate) const PLACES_BYTES: usize = BUFFERS_MAX * 24;
+/// Bytes of a place and of a piece: `StopOf` of `stops.cuh`.
+const STOP_BYTES: usize = 32;
+const PIECE_BYTES: usize = 16;
+
+/// Shared memory for where the next tiles are, of sides of so many spans: `Stops` of `stops.cuh`.
+pub(crate) fn stops_bytes(spans: [usize; 2], huffman: bool) -> usize {
+    // Those of both sides, and gains.
+    let pieces = spans[0] + spans[1] + 1;
+    let batch = match pieces {
+        _ if huffman => 4,
+        0..=8 => 16,
+        _ => 8,
+    };
+    2 * batch * (STOP_BYTES + PIECE_BYTES * pieces)
+}
 
 /// A thread block that has [`BUFFERS_MIN`].
 pub(crate) struct Staging {

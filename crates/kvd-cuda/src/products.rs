@@ -2,6 +2,7 @@
 //! are `Tensor<Side>` in `kernels/attend_*.cu`, under the conditions that their headers name.
 
 use crate::abi::SideShape;
+use crate::buffers::stops_bytes;
 use crate::lookup;
 use crate::side::{COPY_BYTES, Kernel, Pair, ROWS, TILE_TOKENS, Variant, rows_of, stage_bytes};
 use crate::spread;
@@ -19,6 +20,10 @@ const VALUE_DIM_MAX: u32 = 192;
 const LOOKED_UP_DIM_MAX: u32 = 128;
 /// Neighbours in a word.
 const QUAD: u32 = 4;
+/// Scales of a token for which weights are cut: `WEIGHT_SETS_MAX` of `tensor.cuh`.
+const WEIGHT_SETS_MAX: usize = 4;
+/// Terms of a query that are cut for every tile at most: `KEPT` of `scores.cuh`, quads of 32 lanes.
+const CUT_TERMS_MAX: u32 = 2 * 32 * QUAD;
 /// Words beside digits for each row: unit, base, and what three sums begin with.
 const ROW_WORDS: usize = 5;
 /// Bytes of a `SpreadPosition` of `spread.cuh`.
@@ -85,7 +90,7 @@ fn fits(pair: Pair, key: &SideShape, value: &SideShape) -> bool {
             && shape.dim.is_multiple_of(QUAD)
             && (side == Side::Key || shape.dim <= dim_max)
             && (shape.kind != Kernel::Uniform as u32 || folds(side, shape))
-            && (shape.kind != Kernel::Polar as u32 || has_one_row(shape))
+            && (shape.kind != Kernel::Polar as u32 || fits_polar(shape))
     };
     of_side(Side::Key, key) && of_side(Side::Value, value)
 }
@@ -108,13 +113,22 @@ fn has_one_row(shape: &SideShape) -> bool {
         || shape.scale_tokens >= Geometry::BLOCK_TOKENS_MAX
 }
 
+/// Whether the steps of a pair's radii, if pages have them, go into queries: two bytes of cosine and
+/// sine each.
+fn fits_polar(shape: &SideShape) -> bool {
+    has_one_row(shape) && 2 * shape.dim <= CUT_TERMS_MAX
+}
+
 /// Whether steps of uniform codes go into queries or weights.
 fn folds(side: Side, shape: &SideShape) -> bool {
     let one_row = has_one_row(shape);
     let by_token = one_row || shape.scale_tokens == 1;
     let whole = shape.scale_channels >= shape.dim;
     match side {
-        Side::Key => (shape.scale_channels == 1 && one_row) || (whole && by_token),
+        Side::Key => {
+            let by_channel = shape.scale_channels == 1 && shape.dim <= CUT_TERMS_MAX;
+            (by_channel && one_row) || (whole && by_token)
+        }
         Side::Value => {
             let of_warp = STEP_COLUMNS * shape.dim.div_ceil(STEP_COLUMNS * WARPS);
             by_token && (whole || shape.scale_channels.is_multiple_of(of_warp))
@@ -164,9 +178,30 @@ pub(crate) fn work_bytes(
     bytes.next_multiple_of(COPY_BYTES) + tile
 }
 
+/// Words of the weights of a tile beside floats: digits of each set, and their units.
+pub(crate) fn weight_words((pair, variant): (Pair, Variant), rows: usize) -> usize {
+    if !on_tensor_cores((pair, variant)) {
+        return 0;
+    }
+    let sets = if pair.values == Kernel::Uniform { WEIGHT_SETS_MAX } else { 1 };
+    (rows * sets).next_multiple_of(4) + sets * digit_words(rows)
+}
+
 /// Words of digits of the queries for one step, of four lanes each.
 fn digit_words(rows: usize) -> usize {
     if rows <= FEW_ROWS { 4 * 4 * (rows + rows.min(2)) } else { 4 * 6 * rows }
+}
+
+/// Queries, scores, weights, factors and stops of a thread block: `AttendShared` of `shared.cuh`. On
+/// CUDA cores all warps read the queries and have a part of every score, and at the end every thread
+/// has a sum of values.
+pub(crate) fn fixed_bytes((pair, variant): (Pair, Variant), rows: usize, dim: usize) -> usize {
+    let (query, sums) = match on_tensor_cores((pair, variant)) {
+        true => (0, TILE_TOKENS),
+        false => (rows * dim, WARPS as usize * 32),
+    };
+    let floats = query.next_multiple_of(4) + rows * (sums + TILE_TOKENS) + rows.next_multiple_of(4);
+    4 * (floats + weight_words((pair, variant), rows)) + stops_bytes(pair.spans(variant), pair.huffman)
 }
 
 /// What a plan expects of one side's products.
@@ -181,12 +216,12 @@ pub(crate) struct Expected {
 }
 
 /// What the kernel for both sides will do with units of `rows` query rows: the rows that it takes,
-/// and of each side its products.
+/// of each side its products, and shared memory that is neither side's, bytes.
 pub(crate) fn expected(
     specs: [&SideSpec; 2],
     geometry: &Geometry,
     rows: u32,
-) -> (u32, [Expected; 2]) {
+) -> (u32, [Expected; 2], usize) {
     let kernels = specs.map(|spec| kernel_of(spec, geometry.dtype));
     let [key, value] =
         Side::BOTH.map(|side| expected_shape(specs[side.index()], side, geometry.head_dim(side)));
@@ -208,7 +243,9 @@ pub(crate) fn expected(
         let stage = stage_bytes(kernels[side.index()], shape, geometry.block_tokens as usize);
         Expected { not: not(side), bytes, stage }
     };
-    (rows, [of_side(Side::Key, &key), of_side(Side::Value, &value)])
+    let dim = geometry.head_dim(Side::Key);
+    let fixed = fixed_bytes((pair, variant), rows as usize, dim);
+    (rows, [of_side(Side::Key, &key), of_side(Side::Value, &value)], fixed)
 }
 
 /// Query rows for which a kernel has room, that is given units of `rows`.

@@ -110,6 +110,11 @@ impl Pair {
             Variant::Any => format!("kvd_attend_{stage}any_any_{}", ROWS[2]),
         }
     }
+
+    /// Spans of a tile of each side, as its kernel knows them: `SPANS` of the kernels' headers.
+    pub(crate) fn spans(self, variant: Variant) -> [usize; 2] {
+        [self.keys, self.values].map(|side| if variant == Variant::Any { RUNS_MAX } else { side.spans() })
+    }
 }
 
 /// The kernel's rows for a unit of `rows` rows.
@@ -142,6 +147,17 @@ impl Kernel {
     #[must_use]
     pub fn pairs_with(self, values: Self) -> bool {
         PAIRS.contains(&(self, values))
+    }
+
+    /// Spans of a tile.
+    fn spans(self) -> usize {
+        match self {
+            Self::Grid => 0,
+            Self::F32 | Self::F16 | Self::Bf16 | Self::Vq => 1,
+            Self::Fp8 | Self::Uniform | Self::Symmetric | Self::Polar | Self::Lloyd => 2,
+            Self::Hybrid => 3,
+            Self::BitAlloc => RUNS_MAX,
+        }
     }
 
     pub(crate) fn of_rows(dtype: DType) -> Self {

@@ -177,14 +177,11 @@ impl Position {
 impl Spread {
     fn new(side: Side, of: Allocation<'_>) -> Self {
         let mut spread = Self::default();
-        let mut slot = 0;
         for [_, len, width] in of.runs {
             let bytes = TILE_TOKENS * len * width / 8;
-            let words = [*len, *width, 0, 1, bytes, spread.tile_bytes, slot, 0];
+            let words = [*len, *width, 0, 1, bytes, spread.tile_bytes, 0, 0];
             spread.runs.push(words.map(|word| word as u32));
             spread.tile_bytes += bytes;
-            // Wherever it begins, its sixteens fit.
-            slot += (bytes + 2 * (COPY_BYTES - 1)) / COPY_BYTES * COPY_BYTES;
         }
         let coded = of.runs.iter().enumerate().filter(|(_, run)| run[1] > 0 && run[2] > 0);
         let mut coded: Vec<(usize, LevelBytes)> = coded
@@ -314,12 +311,11 @@ mod tests {
     }
 
     #[test]
-    fn jobs_are_of_all_codes_and_slots_hold_what_is_staged() {
+    fn jobs_are_of_all_codes_and_runs_follow_one_another() {
         let (spread, ..) = spread(Side::Value, &[[0, 40, 4], [40, 16, 2], [56, 8, 0]]);
         assert_eq!(spread.jobs, [0, 64 << 8, 1]);
         let column = |at: usize| spread.runs.iter().map(|run| run[at]).collect::<Vec<_>>();
         assert_eq!((column(4), column(5)), (vec![640, 128, 0], vec![0, 640, 768]));
-        assert_eq!(column(6), [0, 640 + 16, 640 + 16 + 128 + 16]);
         assert_eq!(spread.tile_bytes, 768);
     }
 }

@@ -8,11 +8,11 @@ pub use shapes::Shapes;
 
 use crate::PlanError;
 use crate::abi::{COEFFICIENTS, PageEntry, SideShape, Unit};
-use crate::buffers::{BUFFERS_MIN, PLACES_BYTES, Staging};
+use crate::buffers::{BUFFERS_MIN, Staging};
 use crate::lanes::{SharedMemory, decoding};
 use crate::lookup;
 use crate::products::{
-    looks_up, on_tensor_cores, resident, rows_of_kernel, spread_table, variant, work_bytes,
+    fixed_bytes, looks_up, resident, rows_of_kernel, spread_table, variant, work_bytes,
 };
 use crate::side::{
     COPY_BYTES, Kernel, Pair, ROWS, TILE_TOKENS, Variant, fallback_shape, rows_shape, stage_bytes,
@@ -27,7 +27,7 @@ use std::collections::BTreeMap;
 
 /// Threads of a block, in warps of 32.
 const THREADS: usize = 128;
-/// Shared memory of one tile's gains, 4 bits per row wherever they begin: `attend.cuh`.
+/// Shared memory of one tile's gains, 4 bits per row wherever they begin: `stops.cuh`.
 pub(crate) const GAIN_STAGE: usize = 2 * COPY_BYTES;
 /// Value channels that a thread block sums.
 const DIM_MAX: usize = 2 * THREADS;
@@ -393,9 +393,8 @@ impl Builder<'_> {
             let [key_stage, value_stage, key_table, value_table, ..] = sizes;
             let [.., key_chunk, value_chunk, key_work, value_work, tile] = sizes;
             let sizes = [key_stage, value_stage, key_table, value_table];
-            let tensor = on_tensor_cores((pair, variant));
-            let floats = fixed_floats(rows as usize, dim, tensor);
-            let other = shared_bytes(floats, sizes) + key_work + value_work;
+            let fixed = fixed_bytes((pair, variant), rows as usize, dim);
+            let other = shared_bytes(fixed, sizes) + key_work + value_work;
             let (resident, _) = resident(pair.huffman);
             let room = (self.options.shared, resident);
             let (chunks, bytes) = decoding([key_chunk, value_chunk], other, room);
@@ -420,17 +419,9 @@ impl Builder<'_> {
     }
 }
 
-/// Queries, scores, weights and factors of a thread block: `AttendShared` of `shared.cuh`. On CUDA
-/// cores all warps read the queries and have a part of every score, and at the end every thread has
-/// a sum of values.
-pub(crate) fn fixed_floats(rows: usize, dim: usize, tensor: bool) -> usize {
-    let (query, sums) = if tensor { (0, TILE_TOKENS) } else { (rows * dim, THREADS) };
-    query.next_multiple_of(4) + rows * (sums + TILE_TOKENS) + rows.next_multiple_of(4)
-}
-
 /// Shared memory of a thread block with [`BUFFERS_MIN`] buffers, decoding and products apart.
-fn shared_bytes(floats: usize, sizes: [usize; 4]) -> usize {
+fn shared_bytes(fixed: usize, sizes: [usize; 4]) -> usize {
     let [key_stage, value_stage, key_table, value_table] = sizes;
     let staged = BUFFERS_MIN * (key_stage + value_stage + GAIN_STAGE);
-    4 * floats + key_table + value_table + PLACES_BYTES + staged
+    fixed + key_table + value_table + staged
 }

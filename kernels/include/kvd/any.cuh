@@ -62,8 +62,10 @@ struct Any {
     KVD_DEVICE static Span span(const SideShape& side, const Tile& tile, unsigned part) {
         Span span = {0, 0};
         with(side, [&](auto chosen) {
-            if (part < decltype(chosen)::SPANS) {
-                span = decltype(chosen)::span(side, tile, part);
+            if constexpr (decltype(chosen)::SPANS > 0) {
+                if (part < decltype(chosen)::SPANS) {
+                    span = decltype(chosen)::span(side, tile, part);
+                }
             }
         });
         return span;

@@ -186,6 +186,9 @@ struct Tensor<BitAlloc> : BitAlloc {
     static constexpr bool SIGNED = true;
     static constexpr bool BIASED = false;
     static constexpr bool LOOKS_UP = false;
+    static constexpr unsigned WEIGHT_SETS = 0;
+    static constexpr bool WANTS_WEIGHTS = true;
+    static constexpr bool MAY_SCALE_CHANNELS = false;
 
     KVD_DEVICE static void prepare(const SideShape& side, const uint8_t* tables, uint8_t* table,
                                    unsigned threads) {
@@ -202,9 +205,8 @@ struct Tensor<BitAlloc> : BitAlloc {
     }
 
     // Codes are staged before the table is in shared memory.
-    KVD_DEVICE static void stage(const SideShape& side, const Tile& tile, uint8_t* to,
-                                 unsigned capacity) {
-        spread_stage(all(side, tile.tables), tile, to, capacity);
+    KVD_DEVICE static Span span(const SideShape& side, const Tile& tile, unsigned part) {
+        return spread_span(all(side, tile.tables), tile, part);
     }
     template <bool IS_KEY>
     KVD_DEVICE static void spread(const SideShape& side, const Tile& tile, uint8_t* to) {
@@ -216,17 +218,6 @@ struct Tensor<BitAlloc> : BitAlloc {
     }
     KVD_DEVICE static SpreadOrder order(const SideShape& side, const Tile&) {
         return {side.spread_row / CODE_GROUP};
-    }
-    KVD_DEVICE static bool scales_channels(const SideShape&) { return false; }
-    KVD_DEVICE static float largest_step(const SideShape&, const Tile&) { return 1; }
-
-    KVD_DEVICE static float largest(const SideShape& side, const Tile& tile, const float* query) {
-        float largest = 0;
-        for (unsigned at = lane_index(); at < side.spread_row; at += WARP_LANES) {
-            const SpreadPosition& of = position(side, tile.tables, at);
-            largest = fmaxf(largest, fabsf(query[of.channel] * of.factor));
-        }
-        return warp_max(largest);
     }
 
     KVD_DEVICE static void fold(const SideShape& side, const Tile& tile, const float* query,
@@ -306,8 +297,6 @@ struct Tensor<BitAlloc> : BitAlloc {
         return at < side.spread_places ? place(places, at).factor : 0;
     }
 
-    KVD_DEVICE static void fold(const SideShape&, const Tile&, unsigned,
-                                float (&)[2][CODE_GROUP], float&) {}
     KVD_DEVICE static float step(const SideShape&, const Tile&) { return 1; }
     KVD_DEVICE static float step_of(const SideShape&, const uint8_t*) { return 1; }
 

@@ -145,9 +145,9 @@ struct Sums<HeldVq, ROWS> : Sums<Vq, ROWS> {
     Held held;
 
     KVD_DEVICE Sums(const AttendShared<ROWS>& shared, const AttendParameters& parameters,
-                    const Unit& unit)
-        : Base(shared, parameters, unit, unit.value.entry_pairs > 0),
-          held(unit.value, parameters.tables) {}
+                    const SideShape& side)
+        : Base(shared, parameters, side, side.entry_pairs > 0),
+          held(side, parameters.tables) {}
 
     KVD_DEVICE void absorb(const SideShape& side, const Tile& tile,
                            const AttendShared<ROWS>& shared) {

@@ -33,6 +33,8 @@ template <class Key, class Value, bool CODED>
 struct Decoder {
     const AttendParameters& parameters;
     const Unit& unit;
+    const SideShape& key;
+    const SideShape& value;
     const uint8_t* key_table;
     const uint8_t* value_table;
     const uint8_t* key_lanes;
@@ -46,10 +48,13 @@ struct Decoder {
     unsigned chunk;
     unsigned slot;
 
-    KVD_DEVICE Decoder(const AttendParameters& parameters, const Unit& unit, uint8_t* shared,
-                       uint8_t* key_table, uint8_t* value_table)
+    KVD_DEVICE Decoder(const AttendParameters& parameters, const Unit& unit, const SideShape& key,
+                       const SideShape& value, uint8_t* shared, uint8_t* key_table,
+                       uint8_t* value_table)
         : parameters(parameters),
           unit(unit),
+          key(key),
+          value(value),
           key_table(key_table),
           value_table(value_table),
           key_lanes(nullptr),
@@ -64,8 +69,8 @@ struct Decoder {
         if (!CODED) {
             return;
         }
-        key_lanes = runs(unit.key, key_table);
-        value_lanes = runs(unit.value, value_table);
+        key_lanes = runs(key, key_table);
+        value_lanes = runs(value, value_table);
         key_chunks = shared;
         value_chunks = shared + parameters.chunks * parameters.key_chunk;
         uint8_t* end = value_chunks + parameters.chunks * parameters.value_chunk;
@@ -83,20 +88,22 @@ struct Decoder {
 
     KVD_DEVICE static bool coded(const SideShape& side) { return CODED && side.stride != 0; }
 
-    // A side's tile; it is staged at `staged`.
-    KVD_DEVICE Tile tile(const Place& place, bool is_key, const uint8_t* staged) const {
+    // A side's tile, of a page of so many tokens; it is staged in `buffer` as `pieces` say.
+    KVD_DEVICE Tile tile(const Place& place, unsigned page_tokens, bool is_key,
+                         const uint8_t* buffer, const Piece* pieces) const {
         const PageEntry& page = *place.page;
-        const SideShape& side = is_key ? unit.key : unit.value;
+        const SideShape& side = is_key ? key : value;
         const unsigned first = place.tile * TILE_TOKENS;
         Tile tile = {parameters.arena + (is_key ? page.key : page.value),
                      is_key ? page.key_bytes : page.value_bytes,
-                     staged,
+                     buffer,
+                     pieces,
                      is_key ? key_table : value_table,
                      parameters.tables,
                      place.tile,
                      first,
-                     page.tokens,
-                     least(TILE_TOKENS, page.tokens - first),
+                     page_tokens,
+                     least(TILE_TOKENS, page_tokens - first),
                      place.from,
                      place.to,
                      coded(side),
@@ -141,7 +148,7 @@ struct Decoder {
         const unsigned half = 2 * warp_index() + lane_index() / CODE_LANES;
         const bool is_key = warp_index() < CHUNKS_MAX / 2;
         const unsigned mine = half % CHUNKS_MAX;
-        if (!coded(is_key ? unit.key : unit.value) || mine / 2 * 2 >= parameters.chunks) {
+        if (!coded(is_key ? key : value) || mine / 2 * 2 >= parameters.chunks) {
             return;
         }
         Place place = {nullptr, 0, 0, 0};
@@ -153,9 +160,9 @@ struct Decoder {
         const unsigned rings_of_side = most(parameters.chunks, 2);
         uint8_t* ring = rings + ((is_key ? 0 : rings_of_side) + mine) * RING_BYTES;
         if (is_key) {
-            decode_side<Key, true>(unit.key, has, place, mine, ring);
+            decode_side<Key, true>(key, has, place, mine, ring);
         } else {
-            decode_side<Value, false>(unit.value, has, place, mine, ring);
+            decode_side<Value, false>(value, has, place, mine, ring);
         }
     }
 
@@ -168,7 +175,7 @@ struct Decoder {
         const LaneHead& head = lane_head(global);
         Chunk chunk = {parameters.tables, 0, parameters.tables, 0, 0};
         if (has) {
-            const Tile tile = this->tile(place, IS_KEY, nullptr);
+            const Tile tile = this->tile(place, place.page->tokens, IS_KEY, nullptr, nullptr);
             const uint8_t* codes = tile.payload + Side::codes_at(side, tile);
             chunk = chunk_of(head, codes, tile.page_tokens, place.tile / CHUNK_TILES);
         }

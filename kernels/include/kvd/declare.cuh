@@ -4,6 +4,7 @@
 #pragma once
 
 #include "attend.cuh"
+#include "fixed.cuh"
 
 #define KVD_ATTEND(name, Key, Value, rows)                                                       \
     KVD_KERNEL(kvd_attend_##name##_##rows, kvd::ATTEND_THREADS, kvd::AttendParameters,           \
@@ -12,6 +13,21 @@
     KVD_ATTEND(name, Key, Value, 1)                                                              \
     KVD_ATTEND(name, Key, Value, 4)                                                              \
     KVD_ATTEND(name, Key, Value, 8)
+
+// With products on tensor cores: any shape takes more registers than four thread blocks on a multiprocessor
+// leave, and with those of one codec as constants, for as many rows as most models have query heads to a KV
+// head, `kvd_attend_<codec>_<rows>`.
+#define KVD_TENSOR(name, Key, Value, rows)                                                       \
+    KVD_KERNEL_OF(kvd_attend_##name##_##rows, kvd::ATTEND_THREADS, 3, kvd::AttendParameters,     \
+                  (kvd::attend<kvd::Tensor<Key>, kvd::Tensor<Value>, rows, false>))
+#define KVD_TENSOR_ROWS(name, Key, Value)                                                        \
+    KVD_TENSOR(name, Key, Value, 1)                                                              \
+    KVD_TENSOR(name, Key, Value, 4)                                                              \
+    KVD_TENSOR(name, Key, Value, 8)
+#define KVD_FIXED(codec, Key, Value, KeyShape, ValueShape)                                       \
+    KVD_KERNEL(kvd_attend_##codec##_4, kvd::ATTEND_THREADS, kvd::AttendParameters,               \
+               (kvd::attend<kvd::Tensor<Key>, kvd::Tensor<Value>, 4, false,                      \
+                            kvd::Fixed<KeyShape, ValueShape>>))
 
 // Decoded chunks leave room for three thread blocks on a multiprocessor at most, which may have more
 // registers each.

@@ -26,6 +26,9 @@
     kvd::multiply_bytes<SIGNED_A, SIGNED_B>(sums, a, b)
 // Tested in the CPU lane only: sizes that the host promised.
 #define KVD_EXPECT(condition) ((void)0)
+// A condition that full tiles of a long sequence do not meet, or hardly ever: what is behind it is laid
+// out of the way, and not counted (`cargo xtask count`).
+#define KVD_RARELY(condition) __builtin_expect(!!(condition), 0)
 // A kernel `name` of `threads` threads whose one parameter is a struct and whose shared memory is
 // all dynamic: `body(parameters, shared)`. Its registers leave room for so many thread blocks on a
 // multiprocessor.
@@ -101,6 +104,12 @@ KVD_DEVICE uint16_t f16_bits(float value) { return __half_as_ushort(__float2half
 KVD_DEVICE uint16_t bf16_bits(float value) {
     return __bfloat16_as_ushort(__float2bfloat16_rn(value));
 }
+// `e^x` of what is not far above 0, within 2 units in the last place near 0, and 2^-24 of `x` more.
+KVD_DEVICE float exp_near(float x) { return __expf(x); }
+// The largest in a warp of what is not negative.
+KVD_DEVICE float warp_max_magnitude(float value) {
+    return __uint_as_float(__reduce_max_sync(0xFFFFFFFFu, __float_as_uint(value)));
+}
 // Each rounded by itself, as on the host: pages are the same bytes whoever writes them. What the
 // compiler may fuse is not.
 KVD_DEVICE float times(float a, float b) { return __fmul_rn(a, b); }
@@ -138,6 +147,10 @@ KVD_DEVICE float warp_max(float value) {
     }
     return value;
 }
+
+#ifndef __CUDACC__
+KVD_DEVICE float warp_max_magnitude(float value) { return warp_max(value); }
+#endif
 
 KVD_DEVICE float warp_sum(float value) {
     for (int step = 16; step > 0; step /= 2) {

@@ -9,7 +9,7 @@
 namespace kvd {
 
 struct Grid {
-    static constexpr unsigned SPANS = 1;
+    static constexpr unsigned SPANS = 0;
     static constexpr bool ODD_WORDS = false;
     // A channel of the zero class.
     static constexpr unsigned NOWHERE = 0xFFFF;
@@ -103,8 +103,10 @@ struct Tensor<Grid> : Grid {
     static constexpr bool SIGNED = false;
     static constexpr bool BIASED = true;
     static constexpr bool LOOKS_UP = false;
+    static constexpr unsigned WEIGHT_SETS = 0;
+    static constexpr bool WANTS_WEIGHTS = true;
+    static constexpr bool MAY_SCALE_CHANNELS = false;
 
-    KVD_DEVICE static bool scales_channels(const SideShape&) { return false; }
 
     KVD_DEVICE static Codes codes(const SideShape& side, const Tile& tile) {
         return {tile.decoded, 8, tile.tokens, side.stride, side.stride};
@@ -112,7 +114,6 @@ struct Tensor<Grid> : Grid {
     KVD_DEVICE static KeyOrder order(const SideShape& side, const Tile&) {
         return KeyOrder(side.stride, 8, true);
     }
-    KVD_DEVICE static float largest_step(const SideShape&, const Tile&) { return 1; }
 
     // The run of a quad, or none.
     KVD_DEVICE static const LaneRun* run_of(const Tile& tile, unsigned quad) {
@@ -215,8 +216,6 @@ struct Tensor<Grid> : Grid {
         return (word & 255) | word >> 8 << 16;
     }
 
-    KVD_DEVICE static void fold(const SideShape&, const Tile&, unsigned,
-                                float (&)[2][CODE_GROUP], float&) {}
     KVD_DEVICE static float step(const SideShape&, const Tile& tile) { return lane_head(tile.lanes).step; }
     KVD_DEVICE static float step_of(const SideShape& side, const uint8_t* tables) {
         return lane_head(tables + side.lanes).step;

@@ -153,6 +153,9 @@ struct Tensor<Hybrid> : Hybrid {
     static constexpr bool SIGNED = true;
     static constexpr bool BIASED = false;
     static constexpr bool LOOKS_UP = false;
+    static constexpr unsigned WEIGHT_SETS = 0;
+    static constexpr bool WANTS_WEIGHTS = true;
+    static constexpr bool MAY_SCALE_CHANNELS = false;
 
     // Four codes below 128 with their signs, the low bits of a word.
     KVD_DEVICE static uint32_t with_signs(uint32_t codes, uint32_t signs) {
@@ -285,15 +288,6 @@ struct Tensor<Hybrid> : Hybrid {
     KVD_DEVICE static SpreadOrder order(const SideShape& side, const Tile&) {
         return {side.spread_row / CODE_GROUP};
     }
-    KVD_DEVICE static bool scales_channels(const SideShape&) { return false; }
-    KVD_DEVICE static float largest_step(const SideShape&, const Tile&) { return 1; }
-    KVD_DEVICE static float largest(const SideShape& side, const Tile&, const float* query) {
-        float largest = 0;
-        for (unsigned channel = lane_index(); channel < side.dim; channel += WARP_LANES) {
-            largest = fmaxf(largest, fabsf(query[channel]));
-        }
-        return warp_max(largest);
-    }
     KVD_DEVICE static void fold(const SideShape&, const Tile&, const float* query, unsigned quad,
                                 float (&values)[CODE_GROUP], float&) {
 #pragma unroll
@@ -323,8 +317,6 @@ struct Tensor<Hybrid> : Hybrid {
     KVD_DEVICE static void add_rests(const SideShape&, const Tile&, const float*, unsigned,
                                      unsigned, float (&)[2]) {}
 
-    KVD_DEVICE static void fold(const SideShape&, const Tile&, unsigned,
-                                float (&)[2][CODE_GROUP], float&) {}
     KVD_DEVICE static unsigned place_bytes(const SideShape&) { return 0; }
     KVD_DEVICE static void prepare_places(const SideShape&, const uint8_t*, uint32_t*) {}
     KVD_DEVICE static unsigned places_of(const SideShape& side, const uint32_t*) {

@@ -70,8 +70,6 @@ struct Tensor<Lloyd> : LookedUp<Lloyd> {
     KVD_DEVICE static Order order(const SideShape& side, const Tile& tile) {
         return Order(side, tile, side.dim);
     }
-    KVD_DEVICE static bool scales_channels(const SideShape&) { return false; }
-    KVD_DEVICE static float largest_step(const SideShape&, const Tile&) { return 1; }
 
     KVD_DEVICE static void fold(const SideShape& side, const Tile& tile, const float* query,
                                 unsigned slot, float (&values)[CODE_GROUP], float&) {

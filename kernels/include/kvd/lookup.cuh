@@ -456,6 +456,9 @@ struct LookedUp : Side {
     static constexpr bool SIGNED = true;
     static constexpr bool BIASED = false;
     static constexpr bool LOOKS_UP = true;
+    static constexpr unsigned WEIGHT_SETS = 0;
+    static constexpr bool WANTS_WEIGHTS = false;
+    static constexpr bool MAY_SCALE_CHANNELS = false;
 
     KVD_DEVICE static void prepare(const SideShape& side, const uint8_t* tables, uint8_t* table,
                                    unsigned threads) {

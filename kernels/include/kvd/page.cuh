@@ -163,12 +163,21 @@ struct Span {
 
 struct OutlierList;
 
+// One of a tile's spans on its way to shared memory: the aligned sixteens around it, how many, and where
+// its first byte stands in the tile's buffer.
+struct alignas(16) Piece {
+    const uint8_t* from;
+    uint32_t copies;
+    uint32_t at;
+};
+
 // A page and one of its tiles, before or after it is staged.
 struct Tile {
     const uint8_t* payload;
     uint32_t payload_bytes;
-    // Where `stage` of attend.cuh put the side's spans, and the side's table.
+    // The buffer that it is staged in, the side's spans there, and the side's table.
     const uint8_t* staged;
+    const Piece* pieces;
     const uint8_t* table;
     // All tables, in global memory.
     const uint8_t* tables;
@@ -200,15 +209,10 @@ KVD_DEVICE unsigned staged_bytes(const uint8_t* at, unsigned len) {
     return len == 0 ? 0 : (misaligned(at) + len + COPY_BYTES - 1) / COPY_BYTES * COPY_BYTES;
 }
 
-// Where span `part` of a side's tile stands in shared memory; spans follow one another.
+// Where span `part` of a side's tile stands in shared memory.
 template <class Side>
-KVD_DEVICE const uint8_t* staged_span(const SideShape& side, const Tile& tile, unsigned part) {
-    const uint8_t* at = tile.staged;
-    for (unsigned before = 0; before < part; before++) {
-        const Span span = Side::span(side, tile, before);
-        at += staged_bytes(tile.payload + span.offset, span.len);
-    }
-    return at + misaligned(tile.payload + Side::span(side, tile, part).offset);
+KVD_DEVICE const uint8_t* staged_span(const SideShape&, const Tile& tile, unsigned part) {
+    return tile.staged + tile.pieces[part].at;
 }
 
 // Copies a side's table into shared memory: whole words, table and place aligned to sixteens.

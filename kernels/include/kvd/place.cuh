@@ -14,19 +14,24 @@ struct Place {
     unsigned to;
 };
 
+// Rows of a page that hold seen tokens.
+KVD_DEVICE Range seen_rows(const PageEntry& page, Range seen) {
+    const unsigned skipped = seen.from > page.first_token ? seen.from - page.first_token : 0;
+    const unsigned taken = seen.to > page.first_token ? seen.to - page.first_token : 0;
+    return {page.first_row + least(skipped, page.rows), page.first_row + least(taken, page.rows)};
+}
+
 // Finds the first tile at or after `index` (a page of the unit) and `tile` with a seen token.
 KVD_DEVICE bool seek(const AttendParameters& parameters, const Unit& unit, Range seen,
                      unsigned& index, unsigned& tile, Place& place) {
     for (; index < unit.pages; index++, tile = 0) {
         const PageEntry& page = parameters.pages[unit.first_page + index];
-        const unsigned skipped = seen.from > page.first_token ? seen.from - page.first_token : 0;
-        const unsigned taken = seen.to > page.first_token ? seen.to - page.first_token : 0;
-        const unsigned from = page.first_row + least(skipped, page.rows);
-        const unsigned to = page.first_row + least(taken, page.rows);
-        tile = most(tile, from / TILE_TOKENS);
+        const Range rows = seen_rows(page, seen);
+        tile = most(tile, rows.from / TILE_TOKENS);
         const unsigned start = tile * TILE_TOKENS;
-        if (from < to && start < to) {
-            place = {&page, tile, most(from, start) - start, least(to, start + TILE_TOKENS) - start};
+        if (rows.from < rows.to && start < rows.to) {
+            place = {&page, tile, most(rows.from, start) - start,
+                     least(rows.to, start + TILE_TOKENS) - start};
             return true;
         }
     }

@@ -106,6 +106,7 @@ struct Polar {
 template <>
 struct Tensor<Polar> : LookedUp<Polar> {
     using Order = LookupOrder<4>;
+    static constexpr bool MAY_SCALE_CHANNELS = true;
 
     KVD_DEVICE static Order order(const SideShape& side, const Tile& tile) {
         return Order(side, tile, pairs(side));
@@ -120,23 +121,26 @@ struct Tensor<Polar> : LookedUp<Polar> {
         return load_float(tile.tables + side.table + direction_bytes(side) + 4 * pair);
     }
 
-    KVD_DEVICE static float largest_step(const SideShape& side, const Tile& tile) {
-        const uint8_t* scales = staged_span<Polar>(side, tile, 0);
-        float largest = 0;
-        for (unsigned pair = lane_index(); pair < pairs(side); pair += WARP_LANES) {
-            largest = fmaxf(largest, fabsf(step_of_pair(side, tile, scales, pair)));
-        }
-        return warp_max(largest);
+    KVD_DEVICE static void fold(const SideShape& side, const Tile& tile, const float* query,
+                                unsigned slot, float (&values)[CODE_GROUP], float& base) {
+        scale(side, tile, query, slot, values, base);
     }
 
-    KVD_DEVICE static void fold(const SideShape& side, const Tile& tile, const float* query,
-                                unsigned slot, float (&values)[CODE_GROUP], float&) {
-        const uint8_t* scales = staged_span<Polar>(side, tile, 0);
-        order(side, tile).fold(slot, values, [&](const Order::Term& term) {
-            const float step = step_of_pair(side, tile, scales, term.code);
-            const unsigned of_pair = Polar::channel(side, term.code, term.byte / 2);
-            return query[of_pair] * step * byte_worth(term.byte);
-        });
+    // Queries times the step of a pair, and what a byte counts: the four of a slot are its cosine's and its
+    // sine's.
+    KVD_DEVICE static void scale(const SideShape& side, const Tile& tile, const float* query,
+                                 unsigned slot, float (&values)[CODE_GROUP], float&) {
+        const unsigned pair = order(side, tile).term(slot, 0).code;
+        if (pair >= pairs(side)) {
+            return;
+        }
+        const float step = step_of_pair(side, tile, staged_span<Polar>(side, tile, 0), pair);
+#pragma unroll
+        for (unsigned axis = 0; axis < 2; axis++) {
+            const float value = query[Polar::channel(side, pair, axis)] * step;
+            values[2 * axis] = value;
+            values[2 * axis + 1] = value * byte_worth(1);
+        }
     }
 
     KVD_DEVICE static float score(const SideShape& side, const Tile&, unsigned, float sum, float) {

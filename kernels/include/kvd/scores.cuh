@@ -29,27 +29,22 @@ struct Scores {
 };
 
 // Shared memory of it, as the host counts it (`work_bytes` of kvd-cuda/src/products.rs): units, bases and
-// starts of the rows, in whole sixteens, then the digits of the queries `[steps, LANES, 4 lanes,
-// DIGIT_WORDS]`, and where the sums of a step are scaled, the sums of its channels `[ROWS, steps]`.
+// starts of the rows, in whole sixteens, then the digits of the queries by step, and where the sums of a
+// step are scaled, the sums of its channels `[ROWS, steps]`.
 template <class Side, int ROWS>
 struct Scores<Tensor<Side>, ROWS> {
     static constexpr unsigned PARTS = 1;
     static constexpr bool COPIES_QUERY = false;
     static constexpr unsigned OWNED = (ROWS + ATTEND_WARPS - 1) / ATTEND_WARPS;
     using Key = Tensor<Side>;
-    static constexpr bool FEW = ROWS <= FEW_ROWS;
-    static constexpr unsigned MIDDLES = ROWS < int(MIDDLE_ROWS) ? ROWS : MIDDLE_ROWS;
-    // Lanes with words of their own, of those that have the same terms: of few rows, first those with
-    // high and low digits, then those with middle ones.
-    static constexpr unsigned LANES = FEW ? ROWS + MIDDLES : ROWS;
-    static constexpr unsigned WORDS = DIGIT_WORDS<FEW>;
+    using Digits = Factor<ROWS>;
+    static constexpr bool FEW = Digits::FEW;
     static constexpr bool SCALES_STEPS = Spreads<Key>::value && !Spreads<Key>::of_runs;
+    // Quads of a row that a lane cuts where that is done for every tile: up to 256 terms.
+    static constexpr unsigned KEPT = 2;
 
-    struct alignas(8) Pair {
-        uint32_t word[2];
-    };
-    struct alignas(16) Four {
-        uint32_t word[4];
+    struct alignas(8) Two {
+        float of[2];
     };
 
     // What one of its whole numbers is worth, what goes into every score, and what sums begin with.
@@ -57,8 +52,9 @@ struct Scores<Tensor<Side>, ROWS> {
     float* bases;
     int32_t* starts;
     uint32_t* digits;
-    // Of the rows that this warp folds.
-    float largest[OWNED];
+    // Where the digits of this lane's quads go, if channels have other scales in every tile.
+    unsigned slots[KEPT];
+    unsigned kept_quads;
     bool folded;
 
     KVD_DEVICE Scores(const AttendShared<ROWS>& shared, const AttendParameters&, const SideShape&)
@@ -66,19 +62,45 @@ struct Scores<Tensor<Side>, ROWS> {
           bases(units + ROWS),
           starts(reinterpret_cast<int32_t*>(bases + ROWS)),
           digits(reinterpret_cast<uint32_t*>(shared.key_work) + (5 * ROWS + 3) / 4 * 4),
+          kept_quads(0),
           folded(false) {}
 
     // Whether the queries' digits are not yet those for a tile; the same for all threads.
     KVD_DEVICE bool folds(const SideShape& side) const {
-        return !folded || Key::scales_channels(side);
+        return !folded || scales_channels(side);
+    }
+
+    KVD_DEVICE static bool scales_channels(const SideShape& side) {
+        if constexpr (Key::MAY_SCALE_CHANNELS) {
+            return Key::scales_channels(side);
+        }
+        return false;
     }
 
     // Cuts the queries, times what their channels are scaled by, into digits: a row per warp, four
     // positions per lane.
     KVD_DEVICE void fold(const AttendShared<ROWS>& shared, const SideShape& side,
                          const Tile& tile) {
+        if (KVD_RARELY(!folded)) {
+            fold_first(shared, side, tile);
+        }
+        folded = true;
+        if constexpr (Key::MAY_SCALE_CHANNELS) {
+#pragma unroll
+            for (unsigned own = 0; own < OWNED && scales_channels(side); own++) {
+                const unsigned row = own * ATTEND_WARPS + warp_index();
+                if (row < ROWS) {
+                    fold_tile(shared, side, tile, row);
+                }
+            }
+        }
+    }
+
+    KVD_DEVICE void fold_first(const AttendShared<ROWS>& shared, const SideShape& side,
+                               const Tile& tile) {
         const auto order = Key::order(side, tile);
-        const float step = Key::largest_step(side, tile);
+        const bool keeps = scales_channels(side);
+        kept_quads = order.quads;
 #pragma unroll
         for (unsigned own = 0; own < OWNED; own++) {
             const unsigned row = own * ATTEND_WARPS + warp_index();
@@ -86,24 +108,87 @@ struct Scores<Tensor<Side>, ROWS> {
                 break;
             }
             const float* query = shared.query_of(row, side.dim);
-            if (!folded) {
-                if constexpr (Spreads<Key>::value) {
-                    largest[own] = Key::largest(side, tile, query);
-                } else {
-                    largest[own] = largest_of(query, side.dim);
-                }
+            if (keeps) {
+                keep(order, row);
+                continue;
             }
-            fold_row(order, side, tile, query, row, unit_of(largest[own] * step, QUERY_BITS));
+            const float largest = largest_of(order, side, tile, query);
+            fold_row(order, side, tile, query, row, unit_of(largest, QUERY_BITS));
         }
-        folded = true;
     }
 
-    KVD_DEVICE static float largest_of(const float* query, unsigned dim) {
+    template <class Order>
+    KVD_DEVICE static float largest_of(const Order& order, const SideShape& side, const Tile& tile,
+                                       const float* query) {
         float largest = 0;
-        for (unsigned channel = lane_index(); channel < dim; channel += WARP_LANES) {
-            largest = fmaxf(largest, fabsf(query[channel]));
+        for (unsigned quad = lane_index(); quad < order.quads; quad += WARP_LANES) {
+            float values[CODE_GROUP] = {};
+            float unused = 0;
+            Key::fold(side, tile, query, quad, values, unused);
+#pragma unroll
+            for (unsigned at = 0; at < CODE_GROUP; at++) {
+                largest = fmaxf(largest, fabsf(values[at]));
+            }
         }
         return warp_max(largest);
+    }
+
+    // A row whose channels have other scales in every tile: what is the same for all.
+    template <class Order>
+    KVD_DEVICE void keep(const Order& order, unsigned row) {
+        KVD_EXPECT(order.steps() * STEP_QUADS <= KEPT * WARP_LANES);
+#pragma unroll
+        for (unsigned index = 0; index < KEPT; index++) {
+            const unsigned quad = lane_index() + index * WARP_LANES;
+            slots[index] = order.slot(quad);
+            if (quad >= order.quads && quad < order.steps() * STEP_QUADS) {
+                const uint32_t nothing[DIGITS] = {};
+                put(slots[index], row, nothing);
+            }
+        }
+        if (lane_index() < DIGITS) {
+            starts[DIGITS * row + lane_index()] = 0;
+        }
+    }
+
+    KVD_DEVICE void fold_tile(const AttendShared<ROWS>& shared, const SideShape& side,
+                              const Tile& tile, unsigned row) const {
+        const float* query = shared.query_of(row, side.dim);
+        float values[KEPT][CODE_GROUP] = {};
+        float base = 0;
+        float largest = 0;
+#pragma unroll
+        for (unsigned index = 0; index < KEPT; index++) {
+            const unsigned quad = lane_index() + index * WARP_LANES;
+            if (index * WARP_LANES >= kept_quads) {
+                break;
+            }
+            if (quad < kept_quads) {
+                Key::scale(side, tile, query, quad, values[index], base);
+#pragma unroll
+                for (unsigned at = 0; at < CODE_GROUP; at++) {
+                    largest = fmaxf(largest, fabsf(values[index][at]));
+                }
+            }
+        }
+        const float unit = unit_of(warp_max_magnitude(largest), QUERY_BITS);
+        const float inverse = per_unit(unit);
+#pragma unroll
+        for (unsigned index = 0; index < KEPT; index++) {
+            if (index * WARP_LANES >= kept_quads) {
+                break;
+            }
+            if (lane_index() + index * WARP_LANES < kept_quads) {
+                uint32_t cut[DIGITS];
+                signed_digits(values[index], inverse, cut);
+                put(slots[index], row, cut);
+            }
+        }
+        base = warp_sum(base);
+        if (lane_index() == 0) {
+            units[row] = unit;
+            bases[row] = base;
+        }
     }
 
     template <class Order>
@@ -122,7 +207,7 @@ struct Scores<Tensor<Side>, ROWS> {
             }
             uint32_t cut[DIGITS];
             signed_digits(values, inverse, cut);
-            write(order.slot(quad), row, cut);
+            put(order.slot(quad), row, cut);
             if (Key::BIASED && quad < order.quads) {
                 const int32_t bias = Key::bias(tile, quad);
 #pragma unroll
@@ -149,10 +234,15 @@ struct Scores<Tensor<Side>, ROWS> {
         }
     }
 
+    // Writes the digits of a row's four terms.
+    KVD_DEVICE void put(unsigned slot, unsigned row, const uint32_t (&cut)[DIGITS]) const {
+        uint32_t* step = digits + slot / STEP_QUADS * Digits::STEP_WORDS;
+        Digits::put(step, row, slot % STEP_QUADS, cut);
+    }
+
     // The sums of a row's channels of each step.
     KVD_DEVICE float* step_sums(unsigned steps, unsigned row) const {
-        uint32_t* end = digits + steps * LANES * CODE_GROUP * WORDS;
-        return reinterpret_cast<float*>(end) + row * steps;
+        return reinterpret_cast<float*>(digits + steps * Digits::STEP_WORDS) + row * steps;
     }
     template <class Order>
     KVD_DEVICE void sum_steps(const Order& order, const float* query, unsigned row) const {
@@ -171,50 +261,10 @@ struct Scores<Tensor<Side>, ROWS> {
         }
     }
 
-    // Writes the digits of a row's four terms.
-    KVD_DEVICE void write(unsigned slot, unsigned row, const uint32_t (&cut)[DIGITS]) const {
-        const unsigned word = slot / CODE_GROUP % 2;
-        uint32_t* step = digits + slot / STEP_QUADS * LANES * CODE_GROUP * WORDS;
-        uint32_t* to = step + (row * CODE_GROUP + slot % CODE_GROUP) * WORDS;
-        to[2 * word] = cut[0];
-        if (FEW) {
-            const unsigned lane = ROWS + row % MIDDLE_ROWS;
-            uint32_t* middle = step + (lane * CODE_GROUP + slot % CODE_GROUP) * WORDS;
-            middle[2 * word + row / MIDDLE_ROWS] = cut[1];
-            to[2 * word + 1] = cut[2];
-        } else {
-            to[2 * word + 1] = cut[1];
-            to[4 + word] = cut[2];
-        }
-    }
-
-    // Which lane's words this one has. Those whose row is none of the unit's have another's: what they
-    // sum is not used.
-    KVD_DEVICE static unsigned lane_of_words() {
-        if (FEW && lane_row() >= FEW_ROWS) {
-            return ROWS + lane_row() % MIDDLES;
-        }
-        return lane_row() % ROWS;
-    }
-
     KVD_DEVICE void multiply_step(Products<FEW>& sums, unsigned step,
                                   const uint32_t (&words)[2]) const {
-        const unsigned lane = (step * LANES + lane_of_words()) * CODE_GROUP + lane_word();
-        const uint32_t* at = digits + lane * WORDS;
-        uint32_t of_query[WORDS];
-        if constexpr (FEW) {
-            const Four four = *reinterpret_cast<const Four*>(at);
-#pragma unroll
-            for (unsigned word = 0; word < WORDS; word++) {
-                of_query[word] = four.word[word];
-            }
-        } else {
-            const Pair* pairs = reinterpret_cast<const Pair*>(at);
-#pragma unroll
-            for (unsigned word = 0; word < WORDS; word++) {
-                of_query[word] = pairs[word / 2].word[word % 2];
-            }
-        }
+        uint32_t of_query[Digits::WORDS];
+        Digits::load(digits + step * Digits::STEP_WORDS, of_query);
         multiply<true, Key::SIGNED>(sums, of_query, words);
     }
 
@@ -247,7 +297,6 @@ struct Scores<Tensor<Side>, ROWS> {
         const Codes codes = Key::codes(side, tile);
         const unsigned first = warp_index() * STEP_COLUMNS;
         const unsigned row = lane_row();
-        const bool has_row = row < ROWS;
         if constexpr (SCALES_STEPS) {
             return scale_steps(shared, side, tile, order, codes);
         }
@@ -258,21 +307,26 @@ struct Scores<Tensor<Side>, ROWS> {
         int32_t three[2][DIGITS];
         sums.digits(0, three[0]);
         sums.digits(1, three[1]);
-        if (!has_row) {
+        if (row >= ROWS) {
             return;
         }
+        const unsigned mine = first + 2 * lane_word();
+        const float unit = units[row];
+        const float base = bases[row];
         float scores[2];
 #pragma unroll
         for (unsigned at = 0; at < 2; at++) {
-            const unsigned token = least(first + 2 * lane_word() + at, tile.tokens - 1);
             const float sum = whole(float(three[at][0]), three[at][1], three[at][2]);
-            scores[at] = Key::score(side, tile, token, sum * units[row], bases[row]);
+            scores[at] = Key::score(side, tile, least(mine + at, tile.tokens - 1), sum * unit, base);
         }
         const float* query = shared.query_of(row, side.dim);
-        Key::add_rests(side, tile, query, first, first + 2 * lane_word(), scores);
-        for (unsigned at = 0; at < 2; at++) {
-            shared.sums[row * TILE_TOKENS + first + 2 * lane_word() + at] = scores[at];
-        }
+        Key::add_rests(side, tile, query, first, mine, scores);
+        put_scores(shared, row, mine, scores);
+    }
+
+    KVD_DEVICE static void put_scores(const AttendShared<ROWS>& shared, unsigned row, unsigned token,
+                                      const float (&scores)[2]) {
+        *reinterpret_cast<Two*>(shared.sums + row * TILE_TOKENS + token) = {{scores[0], scores[1]}};
     }
 
     // The same where the sums of every step are scaled.
@@ -297,8 +351,8 @@ struct Scores<Tensor<Side>, ROWS> {
             }
             Key::add_step(side, tile, step, first + 2 * lane_word(), of_step, bases[step], scores);
         });
-        for (unsigned at = 0; has_row && at < 2; at++) {
-            shared.sums[row * TILE_TOKENS + first + 2 * lane_word() + at] = scores[at];
+        if (has_row) {
+            put_scores(shared, row, first + 2 * lane_word(), scores);
         }
     }
 };

@@ -1,16 +1,13 @@
 // What an attention kernel has in shared memory.
 #pragma once
 
-#include "coded.cuh"
+#include "stops.cuh"
+#include "tensor.cuh"
 
 namespace kvd {
 
-// Bytes of one tile's gains, 4 bits per row wherever they begin.
-constexpr unsigned GAIN_STAGE = 2 * COPY_BYTES;
-// Tiles in shared memory at most, and where each is of the unit's pages.
+// Tiles in shared memory at most.
 constexpr unsigned BUFFERS_MAX = 4;
-constexpr unsigned PLACES_BYTES = BUFFERS_MAX * sizeof(Place);
-static_assert(PLACES_BYTES % COPY_BYTES == 0, "what follows is copied to");
 
 // How a unit uses its shared memory; `shared_bytes` of kvd-cuda/src/tables.rs is its size.
 template <int ROWS>
@@ -22,11 +19,14 @@ struct AttendShared {
     // Scores by part, row and token; at the end, on CUDA cores, sums by row and thread.
     float* sums;
     float* weights;
+    // By how much what was summed before a tile shrinks, by row; on tensor cores what a whole number of the
+    // weights is worth, by row and set, and their digits, by set.
     float* factors;
+    float* units;
+    uint32_t* digits;
     uint8_t* key_table;
     uint8_t* value_table;
-    uint8_t* gains;
-    Place* places;
+    uint8_t* stops;
     uint8_t* stages;
     uint8_t* coded;
     // What products on tensor cores need, tiles that are spread before it: of values, of keys, which end
@@ -36,25 +36,41 @@ struct AttendShared {
     uint8_t* key_spread;
     uint8_t* key_work;
 
+    // Bytes of the stops, of what else sums need; floats of sums of a row; sets of weights.
+    struct Sizes {
+        unsigned stops;
+        unsigned value_work;
+        unsigned sums_of_row;
+        unsigned sets;
+        unsigned buffers;
+        bool has_copy;
+        bool is_coded;
+    };
+
     KVD_DEVICE AttendShared(uint8_t* shared, const AttendParameters& parameters, const Unit& unit,
-                            bool has_copy, unsigned sums_of_row, unsigned value_work_bytes,
-                            bool is_coded, unsigned buffers) {
+                            const SideShape& key, const SideShape& value, const Sizes& sizes) {
         float* copy = reinterpret_cast<float*>(shared);
-        query = has_copy ? copy : parameters.queries + uint64_t(unit.query) * unit.key.dim;
+        query = sizes.has_copy ? copy : parameters.queries + uint64_t(unit.query) * key.dim;
         query_rows = unit.rows;
-        sums = copy + (has_copy ? (ROWS * unit.key.dim + 3) / 4 * 4 : 0);
-        weights = sums + ROWS * sums_of_row;
+        sums = copy + (sizes.has_copy ? (ROWS * key.dim + 3) / 4 * 4 : 0);
+        weights = sums + ROWS * sizes.sums_of_row;
         factors = weights + ROWS * TILE_TOKENS;
-        key_table = reinterpret_cast<uint8_t*>(factors + (ROWS + 3) / 4 * 4);
+        units = factors + (ROWS + 3) / 4 * 4;
+        digits = reinterpret_cast<uint32_t*>(units + (ROWS * sizes.sets + 3) / 4 * 4);
+        key_table = reinterpret_cast<uint8_t*>(digits + sizes.sets * Factor<ROWS>::STEP_WORDS);
         value_table = key_table + parameters.key_table;
-        gains = value_table + parameters.value_table;
-        places = reinterpret_cast<Place*>(gains + buffers * GAIN_STAGE);
-        stages = reinterpret_cast<uint8_t*>(places) + PLACES_BYTES;
-        coded = stages + buffers * (parameters.key_stage + parameters.value_stage);
-        value_spread = coded + (is_coded ? decoder_bytes(parameters) : 0);
-        value_work = value_spread + unit.value.spread_bytes;
-        key_spread = value_work + value_work_bytes;
-        key_work = key_spread + unit.key.spread_bytes;
+        stops = value_table + parameters.value_table;
+        stages = stops + sizes.stops;
+        coded = stages + sizes.buffers * stage_bytes(parameters);
+        value_spread = coded + (sizes.is_coded ? decoder_bytes(parameters) : 0);
+        value_work = value_spread + value.spread_bytes;
+        key_spread = value_work + sizes.value_work;
+        key_work = key_spread + key.spread_bytes;
+    }
+
+    // A staged tile: keys, values, gains.
+    KVD_DEVICE static unsigned stage_bytes(const AttendParameters& parameters) {
+        return parameters.key_stage + parameters.value_stage + GAIN_STAGE;
     }
 
     // A row's query, of the launch's: rows that the unit has not have the last one's.

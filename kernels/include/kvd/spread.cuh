@@ -38,8 +38,7 @@ struct alignas(16) SpreadRun {
     // Bytes of a full tile's codes, and of those of the runs before.
     uint32_t bytes;
     uint32_t before;
-    // Where its codes are staged, from the first run's on.
-    uint32_t slot;
+    uint32_t unused;
     // Levels, bytes from the table on: of up to 16 codes sixteen high bytes, then low ones; else both
     // bytes of every code.
     uint32_t levels;
@@ -82,22 +81,15 @@ KVD_DEVICE unsigned spread_start(const SpreadTable& table, const Tile& tile, uns
     return start;
 }
 
-// Starts copying a tile's codes, a run a warp.
-KVD_DEVICE void spread_stage(const SpreadTable& table, const Tile& tile, uint8_t* to,
-                             unsigned capacity) {
-    for (unsigned index = warp_index(); index < table.runs; index += ATTEND_WARPS) {
-        const SpreadRun& run = table.run[index];
-        const uint8_t* from = tile.payload + spread_start(table, tile, index);
-        const uint8_t* start = from - misaligned(from);
-        const bool whole = tile.tokens == TILE_TOKENS;
-        const unsigned bytes = staged_bytes(
-            from, whole ? run.bytes : plane_bytes(tile.tokens * run.len, run.width));
-        const unsigned slot = run.slot;
-        KVD_EXPECT(slot + bytes <= capacity);
-        for (unsigned at = lane_index() * COPY_BYTES; at < bytes; at += WARP_LANES * COPY_BYTES) {
-            copy_async16(to + slot + at, start + at);
-        }
+// Which bytes of a page a run's codes of a tile are; none behind the last run.
+KVD_DEVICE Span spread_span(const SpreadTable& table, const Tile& tile, unsigned index) {
+    if (index >= table.runs) {
+        return {0, 0};
     }
+    const SpreadRun& run = table.run[index];
+    const bool whole = tile.tokens == TILE_TOKENS;
+    return {spread_start(table, tile, index),
+            whole ? run.bytes : plane_bytes(tile.tokens * run.len, run.width)};
 }
 
 // Where four positions of a token of keys stand, of words `[positions / 4, tokens]`.
@@ -327,11 +319,10 @@ KVD_DEVICE void spread(const SideShape& side, const Tile& tile, uint8_t* to) {
         const uint32_t job = table.job(index);
         const SpreadRun run = table.run[job & 255];
         const unsigned first = job >> 8;
-        const uintptr_t start = uintptr_t(tile.payload) + spread_start(table, tile, job & 255);
-        const uint8_t* staged = tile.staged + run.slot + unsigned(start % COPY_BYTES);
+        const uint8_t* staged = tile.staged + tile.pieces[job & 255].at;
         const SpreadTo<IS_KEY> out(to, side.spread_row, run);
         const uint8_t* levels = tile.table + run.levels;
-        if (tile.tokens == TILE_TOKENS && start % CODE_GROUP == 0) {
+        if (tile.tokens == TILE_TOKENS && misaligned(staged) % CODE_GROUP == 0) {
             const unsigned end = least(2 * run.len, first + SPREAD_JOB);
             for (unsigned item = first + lane_index(); item < end; item += WARP_LANES) {
                 spread_item(out, staged, run.width, item, levels);

@@ -2,8 +2,8 @@
 // products, on tensor cores, all tokens of the tile at once and channels dealt to the warps.
 #pragma once
 
-#include "shared.cuh"
 #include "spread.cuh"
+#include "weights.cuh"
 
 namespace kvd {
 
@@ -28,10 +28,10 @@ struct Sums {
     // Shared memory of it.
     KVD_DEVICE static unsigned work_bytes(const SideShape&) { return 0; }
 
-    KVD_DEVICE Sums(const AttendShared<ROWS>&, const AttendParameters&, const Unit& unit,
+    KVD_DEVICE Sums(const AttendShared<ROWS>&, const AttendParameters&, const SideShape& side,
                     bool of_neighbours = false)
-        : channels(quotient(unit.value.dim, unit.value.parts)),
-          first(unit.value.part * channels),
+        : channels(quotient(side.dim, side.parts)),
+          first(side.part * channels),
           neighbours(of_neighbours) {
         const unsigned threads = neighbours ? channels / CHANNELS_PER_THREAD : channels;
         for (width = 1; width < threads && width < ATTEND_THREADS;) {
@@ -51,7 +51,7 @@ struct Sums {
         return neighbours ? CHANNELS_PER_THREAD * place + at : place + at * ATTEND_THREADS;
     }
 
-    KVD_DEVICE void settle(const AttendParameters&, const Unit&) {}
+    KVD_DEVICE void settle(const AttendParameters&, const SideShape&) {}
 
     KVD_DEVICE void absorb(const SideShape& side, const Tile& tile,
                            const AttendShared<ROWS>& shared) {
@@ -72,8 +72,8 @@ struct Sums {
 
     // Adds the slices up and writes the unit's rows.
     KVD_DEVICE void write(const AttendShared<ROWS>& shared, const AttendParameters& parameters,
-                          const Unit& unit) const {
-        const unsigned dim = unit.value.dim;
+                          const Unit& unit, const SideShape& side) const {
+        const unsigned dim = side.dim;
         float* sums = shared.sums;
         for (unsigned at = 0; at < CHANNELS_PER_THREAD; at++) {
             KVD_BARRIER();
@@ -102,24 +102,31 @@ struct Sums {
 template <class Side, int ROWS>
 struct Sums<Tensor<Side>, ROWS> {
     using Value = Tensor<Side>;
+    using Digits = Factor<ROWS>;
     static constexpr unsigned SUMS_OF_ROW = 0;
+    static constexpr bool FEW = Digits::FEW;
     // Of eight channels, of a warp: head sizes up to 192, because each takes six registers, or 128, where
     // codes are looked up and that gives four blocks at once.
     static constexpr unsigned BLOCKS =
         (Value::LOOKS_UP ? 128 : 192) / STEP_COLUMNS / ATTEND_WARPS;
     // 32 products of two bytes a tile, in 31 bits.
     static constexpr unsigned TILES_MAX = 1024;
-
-    static constexpr bool FEW = ROWS <= FEW_ROWS;
+    // Blocks whose columns are dealt to the lanes, so that a lane has that many neighbours. Not where neighbours
+    // are bytes of one level, which the columns of a lane are.
+    static constexpr unsigned DEALT = 4;
+    static constexpr bool DEALS = !Spreads<Value>::of_runs;
     // Sums are scaled, and added, tile by tile.
     static constexpr bool SCALES_TILES = Spreads<Value>::value && !Spreads<Value>::of_runs;
+    static constexpr unsigned SETS = Value::WEIGHT_SETS;
 
     Products<FEW> sums[BLOCKS];
+    // Of the digits in each word of a product.
     uint32_t digit_sums[DIGITS];
     float unit;
-    float base;
     unsigned tiles;
     unsigned blocks;
+    // The set of weights that the channels of this warp have.
+    unsigned set;
     float* out;
     const uint32_t* places;
 
@@ -137,24 +144,29 @@ struct Sums<Tensor<Side>, ROWS> {
     }
 
     KVD_DEVICE Sums(const AttendShared<ROWS>& shared, const AttendParameters& parameters,
-                    const Unit& unit)
-        : unit(unit_of(0, WEIGHT_BITS)),
-          base(0),
+                    const SideShape& side)
+        : unit(WEIGHT_UNIT),
           tiles(0),
-          blocks(blocks_of(unit.value)),
+          blocks(blocks_of(side)),
+          set(0),
           out(reinterpret_cast<float*>(shared.value_work)) {
-        uint32_t* to = reinterpret_cast<uint32_t*>(out + ROWS * unit.value.dim);
-        Value::prepare_places(unit.value, parameters.tables, to);
+        uint32_t* to = reinterpret_cast<uint32_t*>(out + ROWS * side.dim);
+        Value::prepare_places(side, parameters.tables, to);
         places = to;
-        for (unsigned at = thread_index(); at < ROWS * unit.value.dim; at += ATTEND_THREADS) {
+        for (unsigned at = thread_index(); at < ROWS * side.dim; at += ATTEND_THREADS) {
             out[at] = 0;
+        }
+        if constexpr (SETS > 0) {
+            set = Value::weight_set(side, least(place(0, 0), side.dim - 1));
+            for (unsigned at = thread_index(); at < ROWS * SETS; at += ATTEND_THREADS) {
+                shared.units[at] = WEIGHT_UNIT;
+            }
         }
         clear();
     }
 
     KVD_DEVICE void clear() {
         tiles = 0;
-        base = 0;
 #pragma unroll
         for (unsigned digit = 0; digit < DIGITS; digit++) {
             digit_sums[digit] = 0;
@@ -165,106 +177,87 @@ struct Sums<Tensor<Side>, ROWS> {
         }
     }
 
-    // The first channel, as the tile's codes are ordered, of a block of this warp.
-    KVD_DEVICE unsigned first(unsigned block) const {
-        return (warp_index() * blocks + block) * STEP_COLUMNS;
+    // The place, as the tile's codes are ordered, of a column of a block of this warp; and the other way
+    // round, the column of a place that is the warp's.
+    KVD_DEVICE bool deals() const { return DEALS && blocks == DEALT; }
+    KVD_DEVICE unsigned place(unsigned block, unsigned column) const {
+        const unsigned first = warp_index() * blocks * STEP_COLUMNS;
+        return first + (deals() ? column * DEALT + block : block * STEP_COLUMNS + column);
+    }
+    KVD_DEVICE unsigned column(unsigned place) const {
+        return deals() ? place / DEALT % STEP_COLUMNS : place % STEP_COLUMNS;
     }
 
     KVD_DEVICE void absorb(const SideShape& side, const Tile& tile,
                            const AttendShared<ROWS>& shared) {
         const unsigned row = lane_row();
         const bool has_row = row < ROWS;
-        float weights[2][CODE_GROUP];
-#pragma unroll
-        for (unsigned word = 0; word < 2; word++) {
-            const unsigned token = (word * CODE_GROUP + lane_word()) * CODE_GROUP;
-#pragma unroll
-            for (unsigned at = 0; at < CODE_GROUP; at++) {
-                weights[word][at] = has_row ? shared.weights[row * TILE_TOKENS + token + at] : 0;
-            }
-        }
-        float of_tile = 0;
-        Value::fold(side, tile, least(first(0), side.dim - 1), weights, of_tile);
-        float largest = 0;
-#pragma unroll
-        for (unsigned at = 0; at < 2 * CODE_GROUP; at++) {
-            largest = fmaxf(largest, weights[at / CODE_GROUP][at % CODE_GROUP]);
-        }
-        largest = fmaxf(largest, KVD_SHUFFLE_XOR(largest, 1));
-        largest = fmaxf(largest, KVD_SHUFFLE_XOR(largest, 2));
         const float factor = has_row ? shared.factors[row] : 1;
+        uint32_t digits[Digits::WORDS];
+        Digits::load(shared.digits + set * Digits::STEP_WORDS, digits);
         if constexpr (SCALES_TILES) {
-            unit = unit_of(largest, WEIGHT_BITS);
-            multiply_tile(side, tile, weights);
-            add_tile(side, tile, weights, factor);
+            multiply_tile(side, tile, digits);
+            add_tile(side, tile, shared, factor);
         } else {
-            carry(side, tile, largest, factor);
-            base += of_tile;
-            multiply_tile(side, tile, weights);
+            const float next = SETS > 0 && has_row ? shared.units[row * SETS + set] : unit;
+            const bool anew = factor != 1 || next != unit || tiles == TILES_MAX;
+            if (KVD_RARELY(KVD_BALLOT(anew) != 0)) {
+                flush(side, Value::step(side, tile), factor);
+                unit = next;
+            }
+            tiles++;
+            if (Value::BIASED) {
+                sum_digits(digits);
+            }
+            multiply_tile(side, tile, digits);
             add_rests(side, tile, shared);
         }
     }
 
-    // Adds what was summed up before, where the next tile's cannot be added to it.
-    KVD_DEVICE void carry(const SideShape& side, const Tile& tile, float largest, float factor) {
-        const bool beyond = largest > unit * float(1u << WEIGHT_BITS);
-        if (KVD_BALLOT(factor != 1 || beyond || tiles == TILES_MAX) != 0) {
-            flush(side, Value::step(side, tile), factor);
-            const float needed = unit_of(largest, WEIGHT_BITS);
-            unit = factor != 1 ? needed : fmaxf(unit, needed);
+    KVD_DEVICE void sum_digits(const uint32_t (&digits)[Digits::WORDS]) {
+#pragma unroll
+        for (unsigned word = 0; word < Digits::WORDS; word++) {
+            uint32_t& sum = digit_sums[FEW || word < 4 ? word % 2 : 2];
+            sum = byte_sum(digits[word], sum);
         }
-        tiles++;
+    }
+
+    // Those of this lane's row, by all lanes of a warp.
+    KVD_DEVICE void sums_of_digits(int32_t (&to)[DIGITS]) const {
+        Products<FEW> all = {};
+        uint32_t of[DIGITS];
+#pragma unroll
+        for (unsigned at = 0; at < DIGITS; at++) {
+            of[at] = digit_sums[at] + KVD_SHUFFLE(digit_sums[at], lane_index() ^ 1);
+            of[at] += KVD_SHUFFLE(of[at], lane_index() ^ 2);
+        }
+        if constexpr (FEW) {
+            all = {{int32_t(of[0]), 0, int32_t(of[1]), 0}};
+        } else {
+            all = {{int32_t(of[0]), 0, int32_t(of[1]), 0}, {int32_t(of[2]), 0}};
+        }
+        all.digits(0, to);
     }
 
     KVD_DEVICE void add_rests(const SideShape& side, const Tile& tile,
                               const AttendShared<ROWS>& shared) {
         const unsigned row = lane_row();
-        Value::add_rests(side, tile, places, shared.weights, [&](unsigned place, unsigned channel,
+        Value::add_rests(side, tile, places, shared.weights, [&](unsigned at, unsigned channel,
                                                                 const float* weight, float rest) {
             // The thread that has the channel adds to its sum.
-            const bool here = place - first(0) < blocks * STEP_COLUMNS;
-            if (here && place % STEP_COLUMNS / 2 == lane_word() && row < ROWS) {
+            const bool here = at - place(0, 0) < blocks * STEP_COLUMNS;
+            if (here && column(at) / 2 == lane_word() && row < ROWS) {
                 out[row * side.dim + channel] += weight[row * TILE_TOKENS] * rest;
             }
         });
     }
 
-    // Digits of this lane's row, four tokens, to the words that it has of the first factor.
-    KVD_DEVICE static void to_lanes(const uint32_t (&cut)[DIGITS], unsigned word,
-                                    uint32_t (&digits)[DIGIT_WORDS<FEW>]) {
-        if constexpr (FEW) {
-            const unsigned lane = lane_row() % MIDDLE_ROWS * CODE_GROUP + lane_word();
-            const uint32_t first = KVD_SHUFFLE(cut[1], lane);
-            const uint32_t second = KVD_SHUFFLE(cut[1], lane + MIDDLE_ROWS * CODE_GROUP);
-            digits[2 * word] = lane_row() < FEW_ROWS ? cut[0] : first;
-            digits[2 * word + 1] = lane_row() < FEW_ROWS ? cut[2] : second;
-        } else {
-            digits[2 * word] = cut[0];
-            digits[2 * word + 1] = cut[1];
-            digits[4 + word] = cut[2];
-        }
-    }
-
     KVD_DEVICE void multiply_tile(const SideShape& side, const Tile& tile,
-                                  const float (&weights)[2][CODE_GROUP]) {
-        const float inverse = per_unit(unit);
-        uint32_t digits[DIGIT_WORDS<FEW>];
-#pragma unroll
-        for (unsigned word = 0; word < 2; word++) {
-            uint32_t cut[DIGITS];
-            unsigned_digits(weights[word], inverse, cut);
-            to_lanes(cut, word, digits);
-            if (Value::BIASED) {
-#pragma unroll
-                for (unsigned digit = 0; digit < DIGITS; digit++) {
-                    digit_sums[digit] = byte_sum(cut[digit], digit_sums[digit]);
-                }
-            }
-        }
+                                  const uint32_t (&digits)[Digits::WORDS]) {
         const Codes codes = Value::codes(side, tile);
         if constexpr (Value::LOOKS_UP) {
             // Four channels of each of eight quads.
-            const unsigned quad = first(0) / CODE_GROUP + lane_row();
+            const unsigned quad = place(0, lane_row()) / CODE_GROUP;
             uint32_t words[BLOCKS][2];
             Value::value_words(side, tile, codes, least(quad, side.dim / CODE_GROUP - 1), words);
 #pragma unroll
@@ -277,24 +270,48 @@ struct Sums<Tensor<Side>, ROWS> {
         if (count == 0) {
             return;
         }
-        const unsigned bits = plain_bits(codes);
-        uint32_t words[2];
         // Behind the last channel of a decoded row is something that may be read, and is not used.
-        if (bits != 0 && (codes.stride != 0 || count % (STEP_COLUMNS * ATTEND_WARPS) == 0)) {
-            const ValueOrder order(codes, bits, first(0) + lane_row());
+        const bool whole = codes.stride != 0 || count % (STEP_COLUMNS * ATTEND_WARPS) == 0;
+        const unsigned bits = whole ? plain_bits(codes) : 0;
+        if (KVD_RARELY(bits == 0)) {
+            multiply_any(codes, count, digits);
+        } else if (bits == 8) {
+            multiply_plain<true>(codes, bits, digits);
+        } else {
+            multiply_plain<false>(codes, bits, digits);
+        }
+    }
+
+    template <bool BYTES>
+    KVD_DEVICE void multiply_plain(const Codes& codes, unsigned bits,
+                                   const uint32_t (&digits)[Digits::WORDS]) {
+        const PlainValues<BYTES> values(codes, bits);
+        if (deals() && (misaligned(codes.bytes) | values.row % COPY_BYTES) == 0) {
+            uint32_t words[DEALT][2];
+            values.four_words(place(0, lane_row()), words);
 #pragma unroll
-            for (unsigned block = 0; block < BLOCKS; block++) {
-                if (block >= blocks) {
-                    break;
-                }
-                order.words(block * STEP_COLUMNS, words);
-                multiply<false, Value::SIGNED>(sums[block], digits, words);
+            for (unsigned block = 0; block < DEALT; block++) {
+                multiply<false, Value::SIGNED>(sums[block], digits, words[block]);
             }
             return;
         }
+#pragma unroll
+        for (unsigned block = 0; block < BLOCKS; block++) {
+            if (block >= blocks) {
+                break;
+            }
+            uint32_t words[2];
+            values.words(place(block, lane_row()), words);
+            multiply<false, Value::SIGNED>(sums[block], digits, words);
+        }
+    }
+
+    KVD_DEVICE void multiply_any(const Codes& codes, unsigned count,
+                                 const uint32_t (&digits)[Digits::WORDS]) {
 #pragma unroll 1
         for (unsigned mine = 0; mine < blocks; mine++) {
-            any_value_words(codes, least(first(mine) + lane_row(), count - 1), words);
+            uint32_t words[2];
+            any_value_words(codes, least(place(mine, lane_row()), count - 1), words);
 #pragma unroll
             for (unsigned block = 0; block < BLOCKS; block++) {
                 if (block == mine) {
@@ -306,21 +323,24 @@ struct Sums<Tensor<Side>, ROWS> {
 
     // Adds a tile's products to the sums of the rows, after these shrink by their factor.
     KVD_DEVICE void add_tile(const SideShape& side, const Tile& tile,
-                             const float (&weights)[2][CODE_GROUP], float factor) {
+                             const AttendShared<ROWS>& shared, float factor) {
+        const float* weights = shared.weights + least(lane_row(), ROWS - 1) * TILE_TOKENS;
         float all = 0;
 #pragma unroll
         for (unsigned at = 0; at < 2 * CODE_GROUP; at++) {
-            all += weights[at / CODE_GROUP][at % CODE_GROUP];
+            all += weights[lane_word() + CODE_GROUP * at];
         }
         all += KVD_SHUFFLE_XOR(all, 1);
         all += KVD_SHUFFLE_XOR(all, 2);
 #pragma unroll
         for (unsigned at = 0; at < 2 * BLOCKS; at++) {
-            const unsigned channel = first(at / 2) + 2 * lane_word() + at % 2;
+            const unsigned channel = place(at / 2, 2 * lane_word() + at % 2);
             if (at / 2 >= blocks) {
                 break;
             }
-            const float sum = unit * whole_of(at);
+            int32_t three[DIGITS];
+            sums[at / 2].digits(at % 2, three);
+            const float sum = unit * whole(float(three[0]), three[1], three[2]);
             if (lane_row() < ROWS && channel < side.dim) {
                 float& to = out[lane_row() * side.dim + channel];
                 to = to * factor + Value::of_tile(side, tile, channel, sum, all);
@@ -329,80 +349,72 @@ struct Sums<Tensor<Side>, ROWS> {
         clear();
     }
 
-    // A sum, by all lanes of a warp.
-    KVD_DEVICE float whole_of(unsigned at) const {
-        int32_t three[DIGITS];
-        sums[at / 2].digits(at % 2, three);
-        return (float(three[0]) * 256.0f + float(three[1])) * 256.0f + float(three[2]);
-    }
-
     // Adds what was summed up to the sums of the rows, which then shrink by their factor. `step`: what a
     // code of 1 is worth.
     KVD_DEVICE void flush(const SideShape& side, float step, float factor) {
-        base += KVD_SHUFFLE_XOR(base, 1);
-        base += KVD_SHUFFLE_XOR(base, 2);
+        int32_t of_digits[DIGITS] = {};
         if (Value::BIASED) {
-#pragma unroll
-            for (unsigned digit = 0; digit < DIGITS; digit++) {
-                digit_sums[digit] += KVD_SHUFFLE(digit_sums[digit], lane_index() ^ 1);
-                digit_sums[digit] += KVD_SHUFFLE(digit_sums[digit], lane_index() ^ 2);
-            }
+            sums_of_digits(of_digits);
         }
         const unsigned count = Value::places_of(side, places);
         float held = 0;
 #pragma unroll
         for (unsigned at = 0; at < 2 * BLOCKS; at++) {
-            const unsigned place = first(at / 2) + 2 * lane_word() + at % 2;
+            // Neighbours one after another, where the next place may have the low bytes of one.
+            const unsigned mine = place(at / 2, 2 * lane_word() + at % 2);
             if (at / 2 >= blocks) {
                 break;
             }
             int32_t three[DIGITS];
             sums[at / 2].digits(at % 2, three);
-            const uint32_t channel = Value::channel(side, places, place);
+            const uint32_t channel = Value::channel(side, places, mine);
             if (lane_row() >= ROWS || (channel & 0xFFFF) >= side.dim) {
                 continue;
             }
             float sum = 0;
 #pragma unroll
             for (unsigned digit = 0; digit < DIGITS; digit++) {
-                const int32_t bias = Value::BIASED
-                                         ? int32_t(channel >> 16) * int32_t(digit_sums[digit])
-                                         : 0;
+                const int32_t bias = Value::BIASED ? int32_t(channel >> 16) * of_digits[digit] : 0;
                 sum = sum * 256.0f + float(three[digit] - bias);
             }
             float& to = out[lane_row() * side.dim + (channel & 0xFFFF)];
             if constexpr (Spreads<Value>::of_runs) {
                 // High bytes wait for the low ones.
-                held += sum * unit * Value::step_at(side, places, place);
+                held += sum * unit * Value::step_at(side, places, mine);
                 if (at % 2 == 1 || channel >> 16 == 0) {
                     to = (to + held) * factor;
                     held = 0;
                 }
             } else {
                 const float of_code = step * Value::channel_step(side, places, channel & 0xFFFF);
-                to = (to + (place < count ? sum * unit * of_code : 0) + base) * factor;
+                to = (to + (mine < count ? sum * unit * of_code : 0)) * factor;
             }
         }
         clear();
     }
 
     // Leaves nothing in registers, of which decoding needs many.
-    KVD_DEVICE void settle(const AttendParameters& parameters, const Unit& unit) {
+    KVD_DEVICE void settle(const AttendParameters& parameters, const SideShape& side) {
         if constexpr (!SCALES_TILES) {
-            flush(unit.value, Value::step_of(unit.value, parameters.tables), 1);
+            flush(side, Value::step_of(side, parameters.tables), 1);
         }
     }
 
-    // Writes the unit's rows.
+    // Writes the unit's rows, with what the minima add.
     KVD_DEVICE void write(const AttendShared<ROWS>& shared, const AttendParameters& parameters,
-                          const Unit& unit) {
+                          const Unit& unit, const SideShape& side) {
         // Where there was no tile, nothing else came between the places and who reads them.
         KVD_BARRIER();
-        settle(parameters, unit);
+        settle(parameters, side);
         KVD_BARRIER();
-        const unsigned dim = unit.value.dim;
+        const unsigned dim = side.dim;
         for (unsigned at = thread_index(); at < unit.rows * dim; at += ATTEND_THREADS) {
-            parameters.out[uint64_t(unit.partial) * dim + at] = out[at];
+            float base = 0;
+            if constexpr (SETS > 0) {
+                const unsigned row = quotient(at, dim);
+                base = shared.sums[row * SETS + Value::weight_set(side, at - row * dim)];
+            }
+            parameters.out[uint64_t(unit.partial) * dim + at] = out[at] + base;
         }
     }
 };

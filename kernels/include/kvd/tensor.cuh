@@ -30,7 +30,21 @@ template <bool FEW>
 constexpr unsigned DIGIT_WORDS = FEW ? 4 : 2 * DIGITS;
 // Bits of a whole number without its sign.
 constexpr unsigned QUERY_BITS = 22;
-constexpr unsigned WEIGHT_BITS = 23;
+// Of weights at first: one bit more has room for those that come later.
+constexpr unsigned WEIGHT_BITS = 22;
+// Weights are whole numbers in the low bits of a float that this was added to, and at most so large.
+constexpr float WHOLE_BASE = 8388608.0f;
+constexpr uint32_t WHOLE_MAX = 0x4B800000;
+// The unit of weights that are below 2.
+constexpr float WEIGHT_UNIT = 1.0f / (1u << WEIGHT_BITS);
+// Scales that the channels of one token may have.
+constexpr unsigned WEIGHT_SETS_MAX = 4;
+
+// What code 0 stands for, and how far one code is from the next.
+struct Scale {
+    float minimum;
+    float step;
+};
 
 // The row, or the column of codes, that a lane holds; and which words of it.
 KVD_DEVICE unsigned lane_row() { return lane_index() / CODE_GROUP; }
@@ -80,16 +94,77 @@ KVD_DEVICE void signed_digits(const float (&values)[CODE_GROUP], float inverse,
     }
 }
 
-// Digits of values from 0 to `2^23`, 0 to 255 each.
-KVD_DEVICE void unsigned_digits(const float (&values)[CODE_GROUP], float inverse,
-                                uint32_t (&digits)[DIGITS]) {
-    uint32_t wholes[CODE_GROUP];
-#pragma unroll
-    for (unsigned at = 0; at < CODE_GROUP; at++) {
-        wholes[at] = f32_bits(fmaf(values[at], inverse, 8388608.0f));
+// Digits of rows as the first factor of products, `[lanes, 4 lanes, words]` of a step. Of few rows lanes
+// come first that have high and low digits, then those with middle ones.
+template <int ROWS>
+struct Factor {
+    static constexpr bool FEW = ROWS <= FEW_ROWS;
+    static constexpr unsigned MIDDLES = ROWS < int(MIDDLE_ROWS) ? ROWS : MIDDLE_ROWS;
+    // Lanes with words of their own, of those that have the same terms.
+    static constexpr unsigned LANES = FEW ? ROWS + MIDDLES : ROWS;
+    static constexpr unsigned WORDS = DIGIT_WORDS<FEW>;
+    static constexpr unsigned STEP_WORDS = LANES * CODE_GROUP * WORDS;
+
+    struct alignas(8) Pair {
+        uint32_t word[2];
+    };
+    struct alignas(16) Four {
+        uint32_t word[4];
+    };
+
+    // Where a row's digit of a step's four terms is.
+    KVD_DEVICE static unsigned word(unsigned row, unsigned digit, unsigned quad) {
+        const unsigned half = quad / CODE_GROUP;
+        const unsigned lane = quad % CODE_GROUP;
+        if (FEW && digit == 1) {
+            return ((ROWS + row % MIDDLE_ROWS) * CODE_GROUP + lane) * WORDS + 2 * half +
+                   row / MIDDLE_ROWS;
+        }
+        const unsigned of_digit = FEW ? 2 * half + digit / 2 : digit < 2 ? 2 * half + digit : 4 + half;
+        return (row * CODE_GROUP + lane) * WORDS + of_digit;
     }
-    digits_of(wholes, digits);
-}
+
+    // Writes the digits of a row's four terms.
+    KVD_DEVICE static void put(uint32_t* step, unsigned row, unsigned quad,
+                               const uint32_t (&cut)[DIGITS]) {
+#pragma unroll
+        for (unsigned digit = 0; digit < DIGITS; digit++) {
+            step[word(row, digit, quad)] = cut[digit];
+        }
+    }
+
+    // Writes those of one term, a whole number in the low bits of a word.
+    KVD_DEVICE static void put(uint32_t* step, unsigned row, unsigned term, uint32_t whole) {
+        uint8_t* bytes = reinterpret_cast<uint8_t*>(step) + term % CODE_GROUP;
+#pragma unroll
+        for (unsigned digit = 0; digit < DIGITS; digit++) {
+            const unsigned at = word(row, digit, term / CODE_GROUP) * CODE_GROUP;
+            bytes[at] = uint8_t(whole >> 8 * (DIGITS - 1 - digit));
+        }
+    }
+
+    // The words of this lane. Those whose row is none have another's: what they sum is not used.
+    KVD_DEVICE static void load(const uint32_t* step, uint32_t (&words)[WORDS]) {
+        unsigned row = lane_row() % ROWS;
+        if (FEW && lane_row() >= FEW_ROWS) {
+            row = ROWS + lane_row() % MIDDLES;
+        }
+        const uint32_t* at = step + (row * CODE_GROUP + lane_word()) * WORDS;
+        if constexpr (FEW) {
+            const Four four = *reinterpret_cast<const Four*>(at);
+#pragma unroll
+            for (unsigned word = 0; word < WORDS; word++) {
+                words[word] = four.word[word];
+            }
+        } else {
+            const Pair* pairs = reinterpret_cast<const Pair*>(at);
+#pragma unroll
+            for (unsigned word = 0; word < WORDS; word++) {
+                words[word] = pairs[word / 2].word[word % 2];
+            }
+        }
+    }
+};
 
 // Sums of a lane, of its row and two columns: of high digits, then middle ones; of low digits.
 template <bool FEW>
@@ -202,29 +277,44 @@ struct KeyOrder {
         }
     }
 
-    // Codes of fewer than eight bits: a word is of all parts.
+    // Codes of fewer than eight bits: a word is of all parts. Rows of 128 positions, most of all, take
+    // four steps.
     template <unsigned PARTS_LOG2, class Use>
     KVD_DEVICE void each_plain_of(const uint8_t* at, Use use) const {
+        constexpr unsigned STEPS = PARTS_LOG2 == 0 ? 1 : (1 << PARTS_LOG2) / 2;
+        constexpr unsigned QUADS_BYTES = CODE_GROUP * TILE_TOKENS * CODE_GROUP;
+        constexpr unsigned BYTES = PARTS_LOG2 == 0 ? 2 * QUADS_BYTES : QUADS_BYTES;
+        const unsigned count = steps();
+        if (count == 4) {
+#pragma unroll
+            for (unsigned step = 0; step < 4; step += STEPS) {
+                plain_steps<PARTS_LOG2>(at + step / STEPS * BYTES, step, use);
+            }
+            return;
+        }
+#pragma unroll 1
+        for (unsigned step = 0; step < count; step += STEPS) {
+            plain_steps<PARTS_LOG2>(at, step, use);
+            at += BYTES;
+        }
+    }
+
+    // Those that are loaded together.
+    template <unsigned PARTS_LOG2, class Use>
+    KVD_DEVICE static void plain_steps(const uint8_t* at, unsigned step, Use use) {
         constexpr unsigned QUADS_BYTES = CODE_GROUP * TILE_TOKENS * CODE_GROUP;
         constexpr unsigned BITS = 8 >> PARTS_LOG2;
-        constexpr unsigned STEPS = PARTS_LOG2 == 0 ? 1 : (1 << PARTS_LOG2) / 2;
         constexpr uint32_t MASK = 0x01010101u * ((1u << BITS) - 1);
-        const unsigned count = steps();
-#pragma unroll 2
-        for (unsigned step = 0; step < count; step += STEPS) {
-            const uint32_t all = load32(at);
-            if constexpr (PARTS_LOG2 == 0) {
-                const uint32_t words[2] = {all, load32(at + QUADS_BYTES)};
-                use(step, words);
-                at += 2 * QUADS_BYTES;
-            } else {
+        const uint32_t all = load32(at);
+        if constexpr (PARTS_LOG2 == 0) {
+            const uint32_t words[2] = {all, load32(at + QUADS_BYTES)};
+            use(step, words);
+        } else {
 #pragma unroll
-                for (unsigned of_word = 0; of_word < STEPS; of_word++) {
-                    const uint32_t words[2] = {all >> 2 * of_word * BITS & MASK,
-                                               all >> (2 * of_word + 1) * BITS & MASK};
-                    use(step + of_word, words);
-                }
-                at += QUADS_BYTES;
+            for (unsigned of_word = 0; of_word < (1 << PARTS_LOG2) / 2; of_word++) {
+                const uint32_t words[2] = {all >> 2 * of_word * BITS & MASK,
+                                           all >> (2 * of_word + 1) * BITS & MASK};
+                use(step + of_word, words);
             }
         }
     }
@@ -262,29 +352,48 @@ struct KeyOrder {
     }
 };
 
-// Values where codes are plain: a plane of `w` bits has the first `w` quads of tokens in its low bits,
-// the next ones above them, so that of fewer than eight bits both words of a lane are in one.
-struct ValueOrder {
-    const uint8_t* at[2];
-    unsigned shift[2];
+// Values where codes are plain: a plane of `w` bits has the first `w` quads of tokens in its low bits, the
+// next ones above them, so that of fewer than eight bits both words of a lane are in one.
+template <bool BYTES>
+struct PlainValues {
+    const uint8_t* at;
+    unsigned row;
+    unsigned shift;
     uint32_t mask;
 
-    // For positions from `first` on.
-    KVD_DEVICE ValueOrder(const Codes& codes, unsigned bits, unsigned first) {
-        const unsigned row = (codes.stride != 0 ? codes.stride : codes.per_row) * CODE_GROUP;
-        mask = bits == 8 ? ~0u : 0x01010101u * ((1u << bits) - 1);
-#pragma unroll
-        for (unsigned word = 0; word < 2; word++) {
-            const unsigned quad = word * CODE_GROUP + lane_word();
-            at[word] = codes.bytes + (quad & (bits - 1)) * row + first * CODE_GROUP;
-            shift[word] = quad & ~(bits - 1);
-        }
+    struct alignas(16) Four {
+        uint32_t word[4];
+    };
+
+    KVD_DEVICE PlainValues(const Codes& codes, unsigned bits)
+        : row((codes.stride != 0 ? codes.stride : codes.per_row) * CODE_GROUP),
+          shift(lane_word() & ~(bits - 1)),
+          mask(0x01010101u * ((1u << bits) - 1)) {
+        at = codes.bytes + (lane_word() & (bits - 1)) * row;
+    }
+
+    // Both words of a plane's.
+    KVD_DEVICE void split(uint32_t all, uint32_t next, uint32_t (&words)[2]) const {
+        words[0] = BYTES ? all : all >> shift & mask;
+        words[1] = BYTES ? next : all >> (shift + 4) & mask;
     }
 
     KVD_DEVICE void words(unsigned position, uint32_t (&words)[2]) const {
+        const uint8_t* mine = at + position * CODE_GROUP;
+        split(load32(mine), BYTES ? load32(mine + CODE_GROUP * row) : 0, words);
+    }
+
+    // Of four neighbours, the first a multiple of four; rows and codes begin on sixteens.
+    KVD_DEVICE void four_words(unsigned position, uint32_t (&words)[4][2]) const {
+        const uint8_t* mine = at + position * CODE_GROUP;
+        const Four all = *reinterpret_cast<const Four*>(mine);
+        Four next = {};
+        if (BYTES) {
+            next = *reinterpret_cast<const Four*>(mine + CODE_GROUP * row);
+        }
 #pragma unroll
-        for (unsigned word = 0; word < 2; word++) {
-            words[word] = load32(at[word] + position * CODE_GROUP) >> shift[word] & mask;
+        for (unsigned word = 0; word < 4; word++) {
+            split(all.word[word], next.word[word], words[word]);
         }
     }
 };

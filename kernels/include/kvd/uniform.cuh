@@ -25,12 +25,6 @@ KVD_DEVICE unsigned all_scale_rows(const SideShape& side, const Tile& tile) {
     return quotient(tile.page_tokens - 1, side.scale_tokens) + 1;
 }
 
-// What code 0 stands for, and how far one code is from the next.
-struct Scale {
-    float minimum;
-    float step;
-};
-
 // Minimum and step: four bytes of a pair.
 struct Asymmetric {
     static constexpr unsigned PAIR_BYTES = 4;
@@ -42,6 +36,17 @@ struct Asymmetric {
     KVD_DEVICE static Scale scale(const SideShape&, const uint8_t* row, unsigned pairs,
                                   unsigned pair) {
         return {f16_value(load16(row + 2 * pair)), step(row, pairs, pair)};
+    }
+
+    // Four pairs of a row, from the one whose minimum is at `row` on; eight bytes are loaded at once.
+    KVD_DEVICE static void scales(const uint8_t* row, unsigned pairs, Scale (&scales)[CODE_GROUP]) {
+        const uint64_t minima = *reinterpret_cast<const uint64_t*>(row);
+        const uint64_t steps = *reinterpret_cast<const uint64_t*>(row + 2 * pairs);
+#pragma unroll
+        for (unsigned at = 0; at < CODE_GROUP; at++) {
+            scales[at] = {f16_value(uint16_t(minima >> 16 * at)),
+                          f16_value(uint16_t(steps >> 16 * at))};
+        }
     }
 
     KVD_DEVICE static float value(const SideShape& side, const uint8_t* row, unsigned pairs,
@@ -132,6 +137,9 @@ struct Tensor<Uniform<Levels>> : Uniform<Levels> {
     static constexpr bool SIGNED = false;
     static constexpr bool BIASED = false;
     static constexpr bool LOOKS_UP = false;
+    static constexpr unsigned WEIGHT_SETS = WEIGHT_SETS_MAX;
+    static constexpr bool WANTS_WEIGHTS = false;
+    static constexpr bool MAY_SCALE_CHANNELS = true;
 
     KVD_DEVICE static bool scales_channels(const SideShape& side) {
         return side.scale_channels == 1;
@@ -147,31 +155,27 @@ struct Tensor<Uniform<Levels>> : Uniform<Levels> {
         return KeyOrder(side.dim, side.bits, tile.coded);
     }
 
-    KVD_DEVICE static float largest_step(const SideShape& side, const Tile& tile) {
-        if (!scales_channels(side)) {
-            return 1;
-        }
-        const uint8_t* scales = staged_span<Side>(side, tile, 0);
-        float largest = 0;
-        for (unsigned channel = lane_index(); channel < side.dim; channel += WARP_LANES) {
-            largest = fmaxf(largest, Levels::step(scales, side.dim, channel));
-        }
-        return warp_max(largest);
-    }
-
-    // Four channels of a query, times their steps; and what the minima add.
-    KVD_DEVICE static void fold(const SideShape& side, const Tile& tile, const float* query,
+    // Four channels of a query; their sum is what a minimum of 1 adds.
+    KVD_DEVICE static void fold(const SideShape&, const Tile&, const float* query,
                                 unsigned quad, float (&values)[CODE_GROUP], float& base) {
-        const uint8_t* scales = staged_span<Side>(side, tile, 0);
 #pragma unroll
         for (unsigned at = 0; at < CODE_GROUP; at++) {
-            const unsigned channel = quad * CODE_GROUP + at;
-            Scale scale = {1, 1};
-            if (scales_channels(side)) {
-                scale = Levels::scale(side, scales, side.dim, channel);
-            }
-            values[at] = query[channel] * scale.step;
-            base += query[channel] * scale.minimum;
+            values[at] = query[quad * CODE_GROUP + at];
+            base += values[at];
+        }
+    }
+
+    // Those times their steps; and what the minima add.
+    KVD_DEVICE static void scale(const SideShape& side, const Tile& tile, const float* query,
+                                 unsigned quad, float (&values)[CODE_GROUP], float& base) {
+        const uint8_t* scales = staged_span<Side>(side, tile, 0);
+        Scale of[CODE_GROUP];
+        Levels::scales(scales + 2 * CODE_GROUP * quad, side.dim, of);
+#pragma unroll
+        for (unsigned at = 0; at < CODE_GROUP; at++) {
+            const float value = query[quad * CODE_GROUP + at];
+            values[at] = value * of[at].step;
+            base += value * of[at].minimum;
         }
     }
 
@@ -190,21 +194,24 @@ struct Tensor<Uniform<Levels>> : Uniform<Levels> {
     KVD_DEVICE static void add_rests(const SideShape&, const Tile&, const float*, unsigned,
                                      unsigned, float (&)[2]) {}
 
-    // Weights times the steps of their tokens, for the channels that share a scale with `channel`.
-    KVD_DEVICE static void fold(const SideShape& side, const Tile& tile, unsigned channel,
-                                float (&weights)[2][CODE_GROUP], float& base) {
+    KVD_DEVICE static unsigned weight_sets(const SideShape& side) { return scale_pairs(side); }
+    // The set of weights that a channel's codes are multiplied with.
+    KVD_DEVICE static unsigned weight_set(const SideShape& side, unsigned channel) {
+        return quotient(channel, side.scale_channels);
+    }
+
+    // What the codes of a token are scaled by, by set.
+    KVD_DEVICE static void weight_scales(const SideShape& side, const Tile& tile, unsigned token,
+                                         Scale (&scales)[WEIGHT_SETS_MAX]) {
         const unsigned pairs = scale_pairs(side);
-        const unsigned pair = quotient(channel, side.scale_channels);
-        const uint8_t* scales = staged_span<Side>(side, tile, 0);
+        const uint8_t* first = staged_span<Side>(side, tile, 0);
+        const uint8_t* row = row_of(side, first, least(token, tile.tokens - 1));
+        if (pairs == CODE_GROUP && misaligned(first) % 8 == 0) {
+            return Levels::scales(row, pairs, scales);
+        }
 #pragma unroll
-        for (unsigned at = 0; at < 2 * CODE_GROUP; at++) {
-            const unsigned word = at / CODE_GROUP;
-            const unsigned token = (word * CODE_GROUP + lane_word()) * CODE_GROUP + at % CODE_GROUP;
-            const uint8_t* row = row_of(side, scales, least(token, tile.tokens - 1));
-            const Scale scale = Levels::scale(side, row, pairs, pair);
-            float& weight = weights[word][at % CODE_GROUP];
-            base += weight * scale.minimum;
-            weight *= scale.step;
+        for (unsigned pair = 0; pair < WEIGHT_SETS_MAX; pair++) {
+            scales[pair] = Levels::scale(side, row, pairs, least(pair, pairs - 1));
         }
     }
 

@@ -103,8 +103,6 @@ struct Tensor<Vq> : LookedUp<Vq> {
     KVD_DEVICE static Order order(const SideShape& side, const Tile& tile) {
         return Order(side, tile, subs(side));
     }
-    KVD_DEVICE static bool scales_channels(const SideShape&) { return false; }
-    KVD_DEVICE static float largest_step(const SideShape&, const Tile&) { return 1; }
 
     KVD_DEVICE static void fold(const SideShape& side, const Tile& tile, const float* query,
                                 unsigned slot, float (&values)[CODE_GROUP], float&) {
@@ -125,8 +123,6 @@ struct Tensor<Vq> : LookedUp<Vq> {
         return side.entry_unit * sum;
     }
 
-    KVD_DEVICE static void fold(const SideShape&, const Tile&, unsigned,
-                                float (&)[2][CODE_GROUP], float&) {}
     KVD_DEVICE static unsigned place_bytes(const SideShape& side) {
         return side.sets > 1 ? 4 * side.sets : 0;
     }
@@ -141,10 +137,8 @@ struct Tensor<Vq> : LookedUp<Vq> {
         return side.sets > 1 ? f32_value(places[quotient(channel, side.book_dim)]) : 1;
     }
     KVD_DEVICE static unsigned places_of(const SideShape&, const uint32_t*) { return ~0u; }
-    // A look-up gives a lane four neighbouring channels, which are columns of four blocks.
     KVD_DEVICE static uint32_t channel(const SideShape&, const uint32_t*, unsigned place) {
-        const unsigned within = place % (LOOKED_UP * STEP_COLUMNS);
-        return place - within + within % STEP_COLUMNS * LOOKED_UP + within / STEP_COLUMNS;
+        return place;
     }
     KVD_DEVICE static float step(const SideShape& side, const Tile&) { return side.entry_unit; }
     KVD_DEVICE static float step_of(const SideShape& side, const uint8_t*) {

@@ -3,12 +3,12 @@
 use super::books::{Codebooks, held, kernels, register_slack, share};
 use super::occupancy::{Block, Occupancy};
 use super::{CodebookPlan, Limits, bits};
-use crate::buffers::{BUFFERS_MIN, PLACES_BYTES, Staging};
+use crate::buffers::{BUFFERS_MIN, Staging};
 use crate::lanes::{self, PIECE_BYTES, decoding};
 use crate::products;
 use crate::side::TILE_TOKENS;
 use crate::table::CodebookRoom;
-use crate::tables::{GAIN_STAGE, fixed_floats};
+use crate::tables::GAIN_STAGE;
 use kvd_codec::{Entropy, SideSpec};
 use kvd_core::{Geometry, Side};
 
@@ -41,13 +41,10 @@ impl Fit {
     ) -> Option<Self> {
         let of = |side: Side| (specs[side.index()], geometry.head_dim(side));
         let coded = Side::BOTH.map(|side| lanes::expected(of(side).0, of(side).1));
-        let (rows, products) = products::expected(specs, geometry, rows);
-        let tensor = products.iter().all(|of_side| of_side.not.is_none());
-        let floats = fixed_floats(rows as usize, geometry.head_dim(Side::Key), tensor);
+        let (rows, products, fixed) = products::expected(specs, geometry, rows);
         let buffer = products[0].stage + products[1].stage + GAIN_STAGE;
         let work = products[0].bytes + products[1].bytes;
-        let fixed = 4 * floats + PLACES_BYTES + BUFFERS_MIN * buffer;
-        let other = fixed + coded[0][1] + coded[1][1] + work;
+        let other = fixed + BUFFERS_MIN * buffer + coded[0][1] + coded[1][1] + work;
         let huffman = coded[0][0] + coded[1][0] > 0;
         let (resident, registers) = products::resident(huffman);
         let room = (limits.shared(), resident);

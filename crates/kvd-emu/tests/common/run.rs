@@ -14,7 +14,7 @@ use std::cell::Cell;
 pub(crate) const SHARED: SharedMemory =
     SharedMemory { block: 227 << 10, multiprocessor: 228 << 10, under_way: 18 << 10 };
 
-/// `GAIN_STAGE` of `shared.cuh`.
+/// `GAIN_STAGE` of `stops.cuh`.
 const GAIN_STAGE: usize = 32;
 
 thread_local! {

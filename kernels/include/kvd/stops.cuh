@@ -1,0 +1,177 @@
+// Where the next tiles of a unit are and which bytes they need, found some at a time: lanes of the first
+// warp look through pages, then each describes a tile. All others only copy what is described, and find
+// spans where that says, so that a tile costs them no arithmetic of layouts.
+#pragma once
+
+#include "coded.cuh"
+
+namespace kvd {
+
+// Bytes of one tile's gains, 4 bits per row wherever they begin.
+constexpr unsigned GAIN_STAGE = 2 * COPY_BYTES;
+
+// One tile: none where `place.page` is null, behind the last.
+template <unsigned PIECES>
+struct alignas(16) StopOf {
+    Place place;
+    // The token of the tile's first row, which may be one before the page's first.
+    uint32_t token;
+    uint32_t page_tokens;
+    // Of keys, of values, gains.
+    Piece piece[PIECES];
+};
+
+// Gains: rows of values that were raised by a power of two before they were quantized. 4 bits per
+// row behind the payload; the weight of a row is multiplied by what brings it back.
+KVD_DEVICE Span gain_span(const PageEntry& page, unsigned tile) {
+    const unsigned first = tile * (TILE_TOKENS / 2);
+    const unsigned left = page.gain_bytes > first ? page.gain_bytes - first : 0;
+    return {uint64_t(page.value_bytes) + first, least(left, TILE_TOKENS / 2)};
+}
+
+template <class Key, class Value, bool CODED>
+struct Stops {
+    static constexpr unsigned KEYS = Key::SPANS;
+    static constexpr unsigned VALUES = Value::SPANS;
+    static constexpr unsigned PIECES = KEYS + VALUES + 1;
+    using Stop = StopOf<PIECES>;
+    // Found together: `stops_bytes` of kvd-cuda/src/buffers.rs. Those before are kept, since some tiles of them are
+    // still worked on.
+    static constexpr unsigned BATCH = CODED ? 4 : PIECES > 8 ? 8 : 16;
+    static constexpr unsigned RING = 2 * BATCH;
+    // With few pieces all threads copy each, else each warp its own.
+    static constexpr bool SHARES_PIECES = PIECES <= 3;
+
+    Stop* ring;
+    // Where the next ones are looked for; the first warp knows.
+    unsigned index;
+    unsigned tile;
+
+    KVD_DEVICE explicit Stops(uint8_t* shared)
+        : ring(reinterpret_cast<Stop*>(shared)), index(0), tile(0) {}
+
+    KVD_DEVICE Stop& at(unsigned number) const { return ring[number % RING]; }
+
+    // Finds the stops from `number` on, by the first warp.
+    KVD_DEVICE void find(const AttendParameters& parameters, const Unit& unit, Range seen,
+                         const Decoder<Key, Value, CODED>& decoder, unsigned number) {
+        const unsigned count = find_places(parameters, unit, seen, number);
+        KVD_WARP_BARRIER();
+        if (lane_index() >= BATCH) {
+            return;
+        }
+        Stop& stop = at(number + lane_index());
+        if (lane_index() < count) {
+            describe(parameters, decoder, stop);
+        } else {
+            stop.place.page = nullptr;
+        }
+    }
+
+    // A page a lane: how many tiles of each are seen, and so which stops they are.
+    KVD_DEVICE unsigned find_places(const AttendParameters& parameters, const Unit& unit, Range seen,
+                                    unsigned number) {
+        unsigned count = 0;
+        while (count < BATCH && index < unit.pages) {
+            Range rows = {0, 0};
+            const PageEntry* page = parameters.pages + unit.first_page + index + lane_index();
+            if (index + lane_index() < unit.pages) {
+                rows = seen_rows(*page, seen);
+            }
+            const unsigned to = (rows.to + TILE_TOKENS - 1) / TILE_TOKENS;
+            const unsigned from = most(rows.from / TILE_TOKENS, lane_index() == 0 ? tile : 0);
+            const unsigned mine = rows.from < rows.to && from < to ? to - from : 0;
+            unsigned end = count + mine;
+#pragma unroll
+            for (unsigned step = 1; step < WARP_LANES; step *= 2) {
+                const unsigned before = KVD_SHUFFLE(end, (lane_index() - step) % WARP_LANES);
+                end += lane_index() >= step ? before - count : 0;
+            }
+            for (unsigned of = 0; of < mine && end - mine + of < BATCH; of++) {
+                const unsigned start = (from + of) * TILE_TOKENS;
+                Place& place = at(number + end - mine + of).place;
+                place = {page, from + of, most(rows.from, start) - start,
+                         least(rows.to, start + TILE_TOKENS) - start};
+            }
+            // The page that the batch ends in, if it has tiles beyond.
+            const uint32_t beyond = KVD_BALLOT(end > BATCH);
+            if (beyond != 0) {
+                const unsigned last = ones((beyond & (0u - beyond)) - 1);
+                tile = KVD_SHUFFLE(from + BATCH - (end - mine), last);
+                index += last;
+                return BATCH;
+            }
+            count = KVD_SHUFFLE(end, WARP_LANES - 1);
+            index += WARP_LANES;
+            tile = 0;
+        }
+        return count;
+    }
+
+    KVD_DEVICE void describe(const AttendParameters& parameters,
+                             const Decoder<Key, Value, CODED>& decoder, Stop& stop) const {
+        const PageEntry& page = *stop.place.page;
+        stop.token = page.first_token - page.first_row + stop.place.tile * TILE_TOKENS;
+        stop.page_tokens = page.tokens;
+        const Tile keys = decoder.tile(stop.place, page.tokens, true, nullptr, nullptr);
+        unsigned used = 0;
+        for (unsigned part = 0; part != KEYS; part++) {
+            used += piece(keys, Key::span(decoder.key, keys, part), used, stop.piece[part]);
+        }
+        KVD_EXPECT(used <= parameters.key_stage);
+        const Tile values = decoder.tile(stop.place, page.tokens, false, nullptr, nullptr);
+        used = parameters.key_stage;
+        for (unsigned part = 0; part != VALUES; part++) {
+            used += piece(values, Value::span(decoder.value, values, part), used, stop.piece[KEYS + part]);
+        }
+        KVD_EXPECT(used <= parameters.key_stage + parameters.value_stage);
+        used = parameters.key_stage + parameters.value_stage;
+        piece(values, gain_span(page, stop.place.tile), used, stop.piece[PIECES - 1]);
+    }
+
+    // Pages and slots begin on sixteens and end with them, so nothing outside the slot is read.
+    KVD_DEVICE static unsigned piece(const Tile& tile, const Span& span, unsigned used, Piece& to) {
+        const uint8_t* from = tile.payload + span.offset;
+        const unsigned bytes = staged_bytes(from, span.len);
+        to = {from - misaligned(from), bytes / COPY_BYTES, used + misaligned(from)};
+        return bytes;
+    }
+
+    // Starts copying a tile to its buffer.
+    KVD_DEVICE void stage(const Stop& stop, uint8_t* buffer) const {
+        const unsigned first = SHARES_PIECES ? 0 : warp_index();
+#pragma unroll 1
+        for (unsigned part = first; part < PIECES; part += SHARES_PIECES ? 1 : ATTEND_WARPS) {
+            const Piece piece = stop.piece[part];
+            uint8_t* to = buffer + piece.at / COPY_BYTES * COPY_BYTES;
+            const unsigned mine = SHARES_PIECES ? thread_index() : lane_index();
+            const unsigned step = SHARES_PIECES ? ATTEND_THREADS : WARP_LANES;
+#pragma unroll 2
+            for (unsigned copy = mine; copy < piece.copies; copy += step) {
+                copy_async16(to + copy * COPY_BYTES, piece.from + copy * COPY_BYTES);
+            }
+        }
+    }
+
+    // Both sides of a staged tile.
+    KVD_DEVICE static Tile keys(const Decoder<Key, Value, CODED>& decoder, const Stop& stop,
+                                const uint8_t* buffer) {
+        return decoder.tile(stop.place, stop.page_tokens, true, buffer, stop.piece);
+    }
+    KVD_DEVICE static Tile values(const Decoder<Key, Value, CODED>& decoder, const Stop& stop,
+                                  const uint8_t* buffer) {
+        return decoder.tile(stop.place, stop.page_tokens, false, buffer, stop.piece + KEYS);
+    }
+
+    // What the weight of row `row` of a staged tile is multiplied by.
+    KVD_DEVICE static float gain(const Stop& stop, const uint8_t* buffer, unsigned row) {
+        const Piece& gains = stop.piece[PIECES - 1];
+        if (gains.copies == 0 || row >= stop.place.to) {
+            return 1;
+        }
+        const unsigned shift = buffer[gains.at + row / 2] >> 4 * (row % 2) & 15;
+        return f32_value((127 - shift) << 23);
+    }
+};
+
+}  // namespace kvd
