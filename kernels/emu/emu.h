@@ -87,6 +87,9 @@ inline void copy_async16(void* shared, const void* global) { emu::copy_async(sha
 inline void copy_async16(void* shared, const void* global, unsigned bytes) {
     emu::copy_async(shared, global, bytes);
 }
+inline unsigned shared_misaligned(const uint8_t* shared) {
+    return unsigned(reinterpret_cast<uintptr_t>(shared) % 16);
+}
 inline void copy_async_commit() { emu::copy_async_commit(); }
 template <int KEEP>
 inline void copy_async_wait() {

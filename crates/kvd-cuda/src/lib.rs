@@ -14,6 +14,7 @@ mod buffers;
 mod driver;
 mod error;
 mod finish;
+mod fixed;
 mod jit;
 mod lanes;
 mod lookup;

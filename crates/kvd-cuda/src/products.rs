@@ -3,6 +3,7 @@
 
 use crate::abi::SideShape;
 use crate::buffers::stops_bytes;
+use crate::fixed::{self, polar_table_bytes};
 use crate::lookup;
 use crate::side::{COPY_BYTES, Kernel, Pair, ROWS, TILE_TOKENS, Variant, rows_of, stage_bytes};
 use crate::spread;
@@ -95,10 +96,11 @@ fn fits(pair: Pair, key: &SideShape, value: &SideShape) -> bool {
     of_side(Side::Key, key) && of_side(Side::Value, value)
 }
 
-/// Thread blocks for which a multiprocessor's registers are enough, and registers of a thread:
-/// `declare.cuh`.
-pub(crate) fn resident(huffman: bool) -> (usize, u32) {
-    if huffman { (3, 168) } else { (4, 128) }
+/// Thread blocks for which a multiprocessor's registers are enough, and registers of a thread, of a
+/// kernel that has one codec's shapes as constants or takes any: `declare.cuh`.
+pub(crate) fn resident((pair, variant): (Pair, Variant), is_fixed: bool) -> (usize, u32) {
+    let takes_any = on_tensor_cores((pair, variant)) && !is_fixed;
+    if pair.huffman || takes_any { (3, 168) } else { (4, 128) }
 }
 
 /// Codes of a row that are looked up.
@@ -200,7 +202,7 @@ pub(crate) fn fixed_bytes((pair, variant): (Pair, Variant), rows: usize, dim: us
         true => (0, TILE_TOKENS),
         false => (rows * dim, WARPS as usize * 32),
     };
-    let floats = query.next_multiple_of(4) + rows * (sums + TILE_TOKENS) + rows.next_multiple_of(4);
+    let floats = query.next_multiple_of(4) + rows * sums + rows.next_multiple_of(4);
     4 * (floats + weight_words((pair, variant), rows)) + stops_bytes(pair.spans(variant), pair.huffman)
 }
 
@@ -215,13 +217,20 @@ pub(crate) struct Expected {
     pub(crate) stage: usize,
 }
 
-/// What the kernel for both sides will do with units of `rows` query rows: the rows that it takes,
-/// of each side its products, and shared memory that is neither side's, bytes.
-pub(crate) fn expected(
-    specs: [&SideSpec; 2],
-    geometry: &Geometry,
-    rows: u32,
-) -> (u32, [Expected; 2], usize) {
+/// What a plan expects of the kernel for both sides.
+pub(crate) struct ExpectedKernel {
+    /// Query rows that it takes.
+    pub(crate) rows: u32,
+    /// Products of each side.
+    pub(crate) sides: [Expected; 2],
+    /// Shared memory that is neither side's, bytes.
+    pub(crate) fixed_bytes: usize,
+    /// As [`resident`].
+    pub(crate) resident: (usize, u32),
+}
+
+/// What the kernel for both sides will do with units of `rows` query rows.
+pub(crate) fn expected(specs: [&SideSpec; 2], geometry: &Geometry, rows: u32) -> ExpectedKernel {
     let kernels = specs.map(|spec| kernel_of(spec, geometry.dtype));
     let [key, value] =
         Side::BOTH.map(|side| expected_shape(specs[side.index()], side, geometry.head_dim(side)));
@@ -244,8 +253,13 @@ pub(crate) fn expected(
         Expected { not: not(side), bytes, stage }
     };
     let dim = geometry.head_dim(Side::Key);
-    let fixed = fixed_bytes((pair, variant), rows as usize, dim);
-    (rows, [of_side(Side::Key, &key), of_side(Side::Value, &value)], fixed)
+    let is_fixed = fixed::kernel((pair, variant), rows, &key, &value).is_some();
+    ExpectedKernel {
+        rows,
+        sides: [of_side(Side::Key, &key), of_side(Side::Value, &value)],
+        fixed_bytes: fixed_bytes((pair, variant), rows as usize, dim),
+        resident: resident((pair, variant), is_fixed),
+    }
 }
 
 /// Query rows for which a kernel has room, that is given units of `rows`.
@@ -309,6 +323,7 @@ fn expected_shape(side: &SideSpec, which: Side, dim: usize) -> SideShape {
             shape.sets = if grouped { dim as u32 / u32::from(vq.dim) } else { 1 };
             let fits = vq.stages == 1 && lookup::fits(vq.dim.into());
             shape.entry_bytes = if fits { vq.dim.into() } else { 0 };
+            shape.entry_count = if vq.bits <= 8 { 1 << vq.bits } else { 0 };
         }
         Quantizer::Polar { angle, radius, group } => {
             shape.kind = Kernel::Polar as u32;
@@ -316,7 +331,8 @@ fn expected_shape(side: &SideSpec, which: Side, dim: usize) -> SideShape {
             shape.bits = u32::from(angle) + u32::from(radius);
             shape.angle_bits = angle.into();
             // Directions alone, where pages have the steps of their radii.
-            shape.table_bytes = if group.is_some() { 8 << angle } else { 0 };
+            let with_steps = polar_table_bytes(shape.angle_bits, shape.dim);
+            shape.table_bytes = if group.is_some() { 8 << angle } else { with_steps };
             shape.entry_bytes = if shape.bits <= 8 { 4 } else { 0 };
         }
         Quantizer::Lloyd { bits } => {

@@ -9,6 +9,7 @@ pub use shapes::Shapes;
 use crate::PlanError;
 use crate::abi::{COEFFICIENTS, PageEntry, SideShape, Unit};
 use crate::buffers::{BUFFERS_MIN, Staging};
+use crate::fixed;
 use crate::lanes::{SharedMemory, decoding};
 use crate::lookup;
 use crate::products::{
@@ -105,8 +106,9 @@ struct Sides {
     folded: [bool; 2],
 }
 
-/// A kernel with a number of rows: what one launch runs.
-type LaunchKey = (Pair, Variant, u32);
+/// A kernel with a number of rows, and whether its units have the shapes that one codec's kernel has
+/// as constants: what one launch runs.
+type LaunchKey = (Pair, Variant, u32, Option<String>);
 
 struct Builder<'a> {
     plan: &'a AttendPlan,
@@ -353,7 +355,8 @@ impl Builder<'_> {
         let rows = rows_of_kernel(variant, unit.rows);
         let work = |side, shape| work_bytes((pair, variant), side, shape, rows as usize);
         let work = [work(Side::Key, &unit.key), work(Side::Value, &unit.value)];
-        let (units, sizes) = self.units.entry((pair, variant, rows)).or_default();
+        let fixed = fixed::kernel((pair, variant), rows, &unit.key, &unit.value);
+        let (units, sizes) = self.units.entry((pair, variant, rows, fixed)).or_default();
         // Runs and Huffman tables stand behind a side's own table.
         let table = |side, shape: &SideShape| {
             let own = match spread_table((pair, variant), shape) {
@@ -389,20 +392,20 @@ impl Builder<'_> {
             self.tables.ends.push(self.tables.order.len() as u32);
         }
         let dim = self.codec.geometry().head_dim(Side::Key);
-        for ((pair, variant, rows), (units, sizes)) in self.units {
+        for ((pair, variant, rows, fixed), (units, sizes)) in self.units {
             let [key_stage, value_stage, key_table, value_table, ..] = sizes;
             let [.., key_chunk, value_chunk, key_work, value_work, tile] = sizes;
             let sizes = [key_stage, value_stage, key_table, value_table];
-            let fixed = fixed_bytes((pair, variant), rows as usize, dim);
-            let other = shared_bytes(fixed, sizes) + key_work + value_work;
-            let (resident, _) = resident(pair.huffman);
+            let own = fixed_bytes((pair, variant), rows as usize, dim);
+            let other = shared_bytes(own, sizes) + key_work + value_work;
+            let (resident, _) = resident((pair, variant), fixed.is_some());
             let room = (self.options.shared, resident);
             let (chunks, bytes) = decoding([key_chunk, value_chunk], other, room);
             let buffer = key_stage + value_stage + GAIN_STAGE;
             let staging = Staging { block: other + bytes, buffer, tile, huffman: pair.huffman };
             let buffers = staging.buffers(room);
             self.tables.launches.push(Launch {
-                kernel: pair.kernel(variant, rows),
+                kernel: fixed.unwrap_or_else(|| pair.kernel(variant, rows)),
                 units,
                 key_stage: key_stage as u32,
                 value_stage: value_stage as u32,

@@ -94,6 +94,28 @@ fn a_step_is_launched_as_it_was_planned() {
 }
 
 #[test]
+fn presets_have_kernels_with_their_shapes_as_constants() {
+    let kernels = [
+        ("kivi-4", "kivi4"),
+        ("kivi-2", "kivi2"),
+        ("innerq-2", "innerq2"),
+        ("vecinfer-4", "vecinfer4"),
+        ("vecinfer-2", "vecinfer2"),
+        ("vecinfer-2-reg", "vecinfer2reg"),
+        ("polar-4+4", "polar44"),
+        ("turbo-4", "turbo4"),
+        ("kvd-2-fast", "kvd2fast"),
+    ];
+    for (preset, kernel) in kernels {
+        let limits = Limits::named("h200").unwrap();
+        let (launches, _) = launched(&stored(preset), &step(&stored(preset), 4, 1, 4096), &limits);
+        assert_eq!(launches[0].kernel, format!("kvd_attend_{kernel}_4"), "{preset}");
+        let registers = |group| planned(preset, (group, 1, 4096), &limits).block.registers;
+        assert_eq!([4, 8].map(registers), [128, 168], "{preset}");
+    }
+}
+
+#[test]
 fn codebooks_of_floats_are_kept_where_it_was_planned() {
     let grouped = "k=vq(d=4,b=6,stages=2,scope=group); v=vq(d=4,b=8,stages=2,scope=group)";
     let (mut splits, mut registers) = (Vec::new(), Vec::new());
@@ -120,7 +142,8 @@ fn codebooks_of_floats_are_kept_where_it_was_planned() {
 #[test]
 fn codebooks_of_bytes_stand_in_shared_memory_as_often_as_it_was_planned() {
     for (planned, launch) in ["vecinfer-2", "cq-2"].into_iter().flat_map(follows) {
-        assert!(launch.kernel.contains("vq_vq"), "{}", launch.kernel);
+        let of_bytes = ["kvd_attend_vq_vq_4", "kvd_attend_vecinfer2_4"];
+        assert!(of_bytes.contains(&launch.kernel.as_str()), "{}", launch.kernel);
         for unit in &launch.units {
             let books = planned.codebooks.iter().flatten();
             for (books, shape) in books.zip([unit.key, unit.value]) {

@@ -83,7 +83,7 @@ KVD_DEVICE void attend(const AttendParameters& parameters, uint8_t* memory) {
     // Starts copying a tile to a buffer. What is committed is counted, so it is also where nothing is copied.
     const auto start = [&](unsigned number, unsigned buffer) {
         const auto& stop = stops.at(number);
-        if (stop.place.page != nullptr) {
+        if (stop.place.to != 0) {
             stops.stage(stop, shared.stages + buffer * stage_bytes);
         }
         copy_async_commit();
@@ -96,7 +96,7 @@ KVD_DEVICE void attend(const AttendParameters& parameters, uint8_t* memory) {
         KVD_BARRIER();
         const auto& stop = stops.at(number);
         const Place place = stop.place;
-        if (place.page == nullptr) {
+        if (place.to == 0) {
             break;
         }
         if (KVD_RARELY((number + buffers) % stops.BATCH == 0) && warp_index() == 0) {

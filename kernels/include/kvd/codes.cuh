@@ -51,7 +51,8 @@ struct Codes {
         if (stride != 0) {
             return true;
         }
-        return tokens == TILE_TOKENS && per_row % CODE_GROUP == 0 && misaligned(bytes) % 4 == 0;
+        return tokens == TILE_TOKENS && per_row % CODE_GROUP == 0 &&
+               shared_misaligned(bytes) % 4 == 0;
     }
 
     // Code number `element` of the tile's order.

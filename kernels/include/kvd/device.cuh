@@ -58,6 +58,10 @@ KVD_DEVICE void copy_async16(void* shared, const void* global, unsigned bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(bytes)
                  : "memory");
 }
+// Where of a sixteen a byte of shared memory is.
+KVD_DEVICE unsigned shared_misaligned(const uint8_t* shared) {
+    return static_cast<unsigned>(__cvta_generic_to_shared(shared)) % 16;
+}
 KVD_DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until at most `KEEP` of this thread's youngest groups are under way.
 template <int KEEP>
@@ -104,8 +108,12 @@ KVD_DEVICE uint16_t f16_bits(float value) { return __half_as_ushort(__float2half
 KVD_DEVICE uint16_t bf16_bits(float value) {
     return __bfloat16_as_ushort(__float2bfloat16_rn(value));
 }
-// `e^x` of what is not far above 0, within 2 units in the last place near 0, and 2^-24 of `x` more.
-KVD_DEVICE float exp_near(float x) { return __expf(x); }
+// `e^x` of what is not far above 0: within 2^-22 of it, and 2^-24 of `x` more; 0 where it is no normal number.
+KVD_DEVICE float exp_near(float x) {
+    float power;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * 1.44269504f));
+    return power;
+}
 // The largest in a warp of what is not negative.
 KVD_DEVICE float warp_max_magnitude(float value) {
     return __uint_as_float(__reduce_max_sync(0xFFFFFFFFu, __float_as_uint(value)));

@@ -386,7 +386,7 @@ struct LookupOrder {
     // for any number.
     template <unsigned BITS, bool WHOLE, unsigned OF_ENTRY, class Use>
     KVD_DEVICE void each_of(const Codes& codes, unsigned token, Use use) const {
-#pragma unroll 1
+#pragma unroll 2
         for (unsigned chunk = 0; chunk < chunks; chunk++) {
             uint32_t words[LOOKED_UP];
             if ((OF_ENTRY == 0 ? lookup.bytes : OF_ENTRY) == 2) {
@@ -411,7 +411,7 @@ struct LookupOrder {
     template <bool PLANE, class Use>
     KVD_DEVICE void each_of_registers(const Codes& codes, unsigned token, Use use) const {
         const Lookup::Channel channels[2] = {lookup.channel(0), lookup.channel(1)};
-#pragma unroll 1
+#pragma unroll 2
         for (unsigned chunk = 0; chunk < chunks; chunk++) {
             const unsigned quad = least(chunk * CODE_GROUP + lane_word(), half - 1);
             const unsigned element = (quad * TILE_TOKENS + token) * CODE_GROUP;

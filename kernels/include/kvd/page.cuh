@@ -197,6 +197,12 @@ struct Tile {
     const OutlierList* outliers;
 };
 
+// Whether one span has most of a tile, and that is some KiB: rows as they came.
+template <class Side>
+struct LargeTiles {
+    static constexpr bool value = false;
+};
+
 // Copies are whole aligned pieces of this size.
 constexpr unsigned COPY_BYTES = 16;
 

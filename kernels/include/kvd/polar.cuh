@@ -126,6 +126,12 @@ struct Tensor<Polar> : LookedUp<Polar> {
         scale(side, tile, query, slot, values, base);
     }
 
+    // Words of both bytes of cosine and sine, of one pair each.
+    KVD_DEVICE static unsigned scaled_quads(const SideShape& side) {
+        constexpr unsigned OF_CHUNK = 2 * STEP_QUADS;
+        return (pairs(side) + OF_CHUNK - 1) / OF_CHUNK * OF_CHUNK;
+    }
+
     // Queries times the step of a pair, and what a byte counts: the four of a slot are its cosine's and its
     // sine's.
     KVD_DEVICE static void scale(const SideShape& side, const Tile& tile, const float* query,

@@ -52,9 +52,9 @@ struct Scores<Tensor<Side>, ROWS> {
     float* bases;
     int32_t* starts;
     uint32_t* digits;
-    // Where the digits of this lane's quads go, if channels have other scales in every tile.
+    // Where the digits of this lane's quads go, if channels have other scales in every tile: of few rows
+    // those of the first, else the slot.
     unsigned slots[KEPT];
-    unsigned kept_quads;
     bool folded;
 
     KVD_DEVICE Scores(const AttendShared<ROWS>& shared, const AttendParameters&, const SideShape&)
@@ -62,7 +62,6 @@ struct Scores<Tensor<Side>, ROWS> {
           bases(units + ROWS),
           starts(reinterpret_cast<int32_t*>(bases + ROWS)),
           digits(reinterpret_cast<uint32_t*>(shared.key_work) + (5 * ROWS + 3) / 4 * 4),
-          kept_quads(0),
           folded(false) {}
 
     // Whether the queries' digits are not yet those for a tile; the same for all threads.
@@ -100,7 +99,6 @@ struct Scores<Tensor<Side>, ROWS> {
                                const Tile& tile) {
         const auto order = Key::order(side, tile);
         const bool keeps = scales_channels(side);
-        kept_quads = order.quads;
 #pragma unroll
         for (unsigned own = 0; own < OWNED; own++) {
             const unsigned row = own * ATTEND_WARPS + warp_index();
@@ -140,10 +138,13 @@ struct Scores<Tensor<Side>, ROWS> {
 #pragma unroll
         for (unsigned index = 0; index < KEPT; index++) {
             const unsigned quad = lane_index() + index * WARP_LANES;
-            slots[index] = order.slot(quad);
+            const unsigned slot = order.slot(quad);
+            slots[index] = FEW ? slot / STEP_QUADS * Digits::STEP_WORDS +
+                                     Digits::word(0, 0, slot % STEP_QUADS)
+                               : slot;
             if (quad >= order.quads && quad < order.steps() * STEP_QUADS) {
                 const uint32_t nothing[DIGITS] = {};
-                put(slots[index], row, nothing);
+                put(slot, row, nothing);
             }
         }
         if (lane_index() < DIGITS) {
@@ -154,16 +155,17 @@ struct Scores<Tensor<Side>, ROWS> {
     KVD_DEVICE void fold_tile(const AttendShared<ROWS>& shared, const SideShape& side,
                               const Tile& tile, unsigned row) const {
         const float* query = shared.query_of(row, side.dim);
+        const unsigned quads = Key::scaled_quads(side);
         float values[KEPT][CODE_GROUP] = {};
         float base = 0;
         float largest = 0;
 #pragma unroll
         for (unsigned index = 0; index < KEPT; index++) {
             const unsigned quad = lane_index() + index * WARP_LANES;
-            if (index * WARP_LANES >= kept_quads) {
+            if (index * WARP_LANES >= quads) {
                 break;
             }
-            if (quad < kept_quads) {
+            if (quad < quads) {
                 Key::scale(side, tile, query, quad, values[index], base);
 #pragma unroll
                 for (unsigned at = 0; at < CODE_GROUP; at++) {
@@ -175,13 +177,17 @@ struct Scores<Tensor<Side>, ROWS> {
         const float inverse = per_unit(unit);
 #pragma unroll
         for (unsigned index = 0; index < KEPT; index++) {
-            if (index * WARP_LANES >= kept_quads) {
+            if (index * WARP_LANES >= quads) {
                 break;
             }
-            if (lane_index() + index * WARP_LANES < kept_quads) {
+            if (lane_index() + index * WARP_LANES < quads) {
                 uint32_t cut[DIGITS];
                 signed_digits(values[index], inverse, cut);
-                put(slots[index], row, cut);
+                if (FEW) {
+                    Digits::put_few(digits + slots[index], row, cut);
+                } else {
+                    put(slots[index], row, cut);
+                }
             }
         }
         base = warp_sum(base);

@@ -16,13 +16,14 @@ struct AttendShared {
     // else a copy with zeros for rows that the unit has not.
     const float* query;
     unsigned query_rows;
-    // Scores by part, row and token; at the end, on CUDA cores, sums by row and thread.
+    // Scores by part, row and token, of which the first become the weights: who reads one writes it. At the
+    // end, on CUDA cores, sums by row and thread.
     float* sums;
     float* weights;
-    // By how much what was summed before a tile shrinks, by row; on tensor cores what a whole number of the
-    // weights is worth, by row and set, and their digits, by set.
+    // By how much what was summed before a tile shrinks, by row; on tensor cores how many whole
+    // numbers of the weights are one, by row and set, and their digits, by set.
     float* factors;
-    float* units;
+    float* per_units;
     uint32_t* digits;
     uint8_t* key_table;
     uint8_t* value_table;
@@ -53,10 +54,10 @@ struct AttendShared {
         query = sizes.has_copy ? copy : parameters.queries + uint64_t(unit.query) * key.dim;
         query_rows = unit.rows;
         sums = copy + (sizes.has_copy ? (ROWS * key.dim + 3) / 4 * 4 : 0);
-        weights = sums + ROWS * sizes.sums_of_row;
-        factors = weights + ROWS * TILE_TOKENS;
-        units = factors + (ROWS + 3) / 4 * 4;
-        digits = reinterpret_cast<uint32_t*>(units + (ROWS * sizes.sets + 3) / 4 * 4);
+        weights = sums;
+        factors = sums + ROWS * sizes.sums_of_row;
+        per_units = factors + (ROWS + 3) / 4 * 4;
+        digits = reinterpret_cast<uint32_t*>(per_units + (ROWS * sizes.sets + 3) / 4 * 4);
         key_table = reinterpret_cast<uint8_t*>(digits + sizes.sets * Factor<ROWS>::STEP_WORDS);
         value_table = key_table + parameters.key_table;
         stops = value_table + parameters.value_table;

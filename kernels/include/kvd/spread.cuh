@@ -322,7 +322,7 @@ KVD_DEVICE void spread(const SideShape& side, const Tile& tile, uint8_t* to) {
         const uint8_t* staged = tile.staged + tile.pieces[job & 255].at;
         const SpreadTo<IS_KEY> out(to, side.spread_row, run);
         const uint8_t* levels = tile.table + run.levels;
-        if (tile.tokens == TILE_TOKENS && misaligned(staged) % CODE_GROUP == 0) {
+        if (tile.tokens == TILE_TOKENS && shared_misaligned(staged) % CODE_GROUP == 0) {
             const unsigned end = least(2 * run.len, first + SPREAD_JOB);
             for (unsigned item = first + lane_index(); item < end; item += WARP_LANES) {
                 spread_item(out, staged, run.width, item, levels);

@@ -10,7 +10,7 @@ namespace kvd {
 // Bytes of one tile's gains, 4 bits per row wherever they begin.
 constexpr unsigned GAIN_STAGE = 2 * COPY_BYTES;
 
-// One tile: none where `place.page` is null, behind the last.
+// One tile: none, behind the last, where no row of it is seen.
 template <unsigned PIECES>
 struct alignas(16) StopOf {
     Place place;
@@ -39,8 +39,8 @@ struct Stops {
     // still worked on.
     static constexpr unsigned BATCH = CODED ? 4 : PIECES > 8 ? 8 : 16;
     static constexpr unsigned RING = 2 * BATCH;
-    // With few pieces all threads copy each, else each warp its own.
-    static constexpr bool SHARES_PIECES = PIECES <= 3;
+    // All threads copy a piece of large tiles, else each warp its own.
+    static constexpr bool SHARES_PIECES = LargeTiles<Key>::value && LargeTiles<Value>::value;
 
     Stop* ring;
     // Where the next ones are looked for; the first warp knows.
@@ -64,7 +64,7 @@ struct Stops {
         if (lane_index() < count) {
             describe(parameters, decoder, stop);
         } else {
-            stop.place.page = nullptr;
+            stop.place.to = 0;
         }
     }
 
@@ -166,11 +166,12 @@ struct Stops {
     // What the weight of row `row` of a staged tile is multiplied by.
     KVD_DEVICE static float gain(const Stop& stop, const uint8_t* buffer, unsigned row) {
         const Piece& gains = stop.piece[PIECES - 1];
-        if (gains.copies == 0 || row >= stop.place.to) {
-            return 1;
+        float factor = 1;
+        if (KVD_RARELY(gains.copies != 0) && row < stop.place.to) {
+            const unsigned shift = buffer[gains.at + row / 2] >> 4 * (row % 2) & 15;
+            factor = f32_value((127 - shift) << 23);
         }
-        const unsigned shift = buffer[gains.at + row / 2] >> 4 * (row % 2) & 15;
-        return f32_value((127 - shift) << 23);
+        return factor;
     }
 };
 

@@ -122,7 +122,7 @@ struct Sums<Tensor<Side>, ROWS> {
     Products<FEW> sums[BLOCKS];
     // Of the digits in each word of a product.
     uint32_t digit_sums[DIGITS];
-    float unit;
+    float per_unit;
     unsigned tiles;
     unsigned blocks;
     // The set of weights that the channels of this warp have.
@@ -145,7 +145,7 @@ struct Sums<Tensor<Side>, ROWS> {
 
     KVD_DEVICE Sums(const AttendShared<ROWS>& shared, const AttendParameters& parameters,
                     const SideShape& side)
-        : unit(WEIGHT_UNIT),
+        : per_unit(kvd::per_unit(WEIGHT_UNIT)),
           tiles(0),
           blocks(blocks_of(side)),
           set(0),
@@ -159,7 +159,7 @@ struct Sums<Tensor<Side>, ROWS> {
         if constexpr (SETS > 0) {
             set = Value::weight_set(side, least(place(0, 0), side.dim - 1));
             for (unsigned at = thread_index(); at < ROWS * SETS; at += ATTEND_THREADS) {
-                shared.units[at] = WEIGHT_UNIT;
+                shared.per_units[at] = kvd::per_unit(WEIGHT_UNIT);
             }
         }
         clear();
@@ -199,11 +199,11 @@ struct Sums<Tensor<Side>, ROWS> {
             multiply_tile(side, tile, digits);
             add_tile(side, tile, shared, factor);
         } else {
-            const float next = SETS > 0 && has_row ? shared.units[row * SETS + set] : unit;
-            const bool anew = factor != 1 || next != unit || tiles == TILES_MAX;
+            const float next = SETS > 0 && has_row ? shared.per_units[row * SETS + set] : per_unit;
+            const bool anew = factor != 1 || next != per_unit || tiles == TILES_MAX;
             if (KVD_RARELY(KVD_BALLOT(anew) != 0)) {
                 flush(side, Value::step(side, tile), factor);
-                unit = next;
+                per_unit = next;
             }
             tiles++;
             if (Value::BIASED) {
@@ -286,7 +286,7 @@ struct Sums<Tensor<Side>, ROWS> {
     KVD_DEVICE void multiply_plain(const Codes& codes, unsigned bits,
                                    const uint32_t (&digits)[Digits::WORDS]) {
         const PlainValues<BYTES> values(codes, bits);
-        if (deals() && (misaligned(codes.bytes) | values.row % COPY_BYTES) == 0) {
+        if (deals() && (shared_misaligned(codes.bytes) | values.row % COPY_BYTES) == 0) {
             uint32_t words[DEALT][2];
             values.four_words(place(0, lane_row()), words);
 #pragma unroll
@@ -340,7 +340,7 @@ struct Sums<Tensor<Side>, ROWS> {
             }
             int32_t three[DIGITS];
             sums[at / 2].digits(at % 2, three);
-            const float sum = unit * whole(float(three[0]), three[1], three[2]);
+            const float sum = WEIGHT_UNIT * whole(float(three[0]), three[1], three[2]);
             if (lane_row() < ROWS && channel < side.dim) {
                 float& to = out[lane_row() * side.dim + channel];
                 to = to * factor + Value::of_tile(side, tile, channel, sum, all);
@@ -357,6 +357,7 @@ struct Sums<Tensor<Side>, ROWS> {
             sums_of_digits(of_digits);
         }
         const unsigned count = Value::places_of(side, places);
+        const float unit = kvd::per_unit(per_unit);
         float held = 0;
 #pragma unroll
         for (unsigned at = 0; at < 2 * BLOCKS; at++) {

@@ -132,6 +132,13 @@ struct Factor {
             step[word(row, digit, quad)] = cut[digit];
         }
     }
+    // The same where those of row 0 would be from `first` on: less arithmetic, with few rows.
+    KVD_DEVICE static void put_few(uint32_t* first, unsigned row, const uint32_t (&cut)[DIGITS]) {
+        uint32_t* mine = first + row * CODE_GROUP * WORDS;
+        mine[0] = cut[0];
+        mine[1] = cut[2];
+        first[(ROWS + row % MIDDLE_ROWS) * CODE_GROUP * WORDS + row / MIDDLE_ROWS] = cut[1];
+    }
 
     // Writes those of one term, a whole number in the low bits of a word.
     KVD_DEVICE static void put(uint32_t* step, unsigned row, unsigned term, uint32_t whole) {
@@ -245,9 +252,12 @@ struct KeyOrder {
     // Where a quad is: its step, which of two words, and whose lane's.
     KVD_DEVICE unsigned slot(unsigned quad) const {
         unsigned of_part = 0;
-        while (parts_log2 > 0 && quad >= part) {
-            quad -= part;
-            of_part++;
+#pragma unroll
+        for (unsigned half = 4; half > 0; half /= 2) {
+            if (half >> parts_log2 == 0 && quad >= half * part) {
+                quad -= half * part;
+                of_part += half;
+            }
         }
         return (((quad / CODE_GROUP) << parts_log2) + of_part) * CODE_GROUP + quad % CODE_GROUP;
     }

@@ -128,6 +128,11 @@ struct Uniform {
     }
 };
 
+// Rows of queries begin on sixteens where they are cut.
+struct alignas(16) QueryQuad {
+    float of[CODE_GROUP];
+};
+
 // With products of codes: steps go into what the codes are multiplied with, minima into a sum of their
 // own. Of keys either every channel has a scale, one for all tokens of a tile, or all channels of a token
 // share one; of values all channels of a warp share one (kvd-cuda/src/products.rs sees to it).
@@ -165,15 +170,21 @@ struct Tensor<Uniform<Levels>> : Uniform<Levels> {
         }
     }
 
+    // Fours of channels that have scales of their own.
+    KVD_DEVICE static unsigned scaled_quads(const SideShape& side) {
+        return (side.dim + CODE_GROUP - 1) / CODE_GROUP;
+    }
+
     // Those times their steps; and what the minima add.
     KVD_DEVICE static void scale(const SideShape& side, const Tile& tile, const float* query,
                                  unsigned quad, float (&values)[CODE_GROUP], float& base) {
         const uint8_t* scales = staged_span<Side>(side, tile, 0);
         Scale of[CODE_GROUP];
         Levels::scales(scales + 2 * CODE_GROUP * quad, side.dim, of);
+        const QueryQuad four = reinterpret_cast<const QueryQuad*>(query)[quad];
 #pragma unroll
         for (unsigned at = 0; at < CODE_GROUP; at++) {
-            const float value = query[quad * CODE_GROUP + at];
+            const float value = four.of[at];
             values[at] = value * of[at].step;
             base += value * of[at].minimum;
         }
@@ -206,7 +217,7 @@ struct Tensor<Uniform<Levels>> : Uniform<Levels> {
         const unsigned pairs = scale_pairs(side);
         const uint8_t* first = staged_span<Side>(side, tile, 0);
         const uint8_t* row = row_of(side, first, least(token, tile.tokens - 1));
-        if (pairs == CODE_GROUP && misaligned(first) % 8 == 0) {
+        if (pairs == CODE_GROUP && shared_misaligned(first) % 8 == 0) {
             return Levels::scales(row, pairs, scales);
         }
 #pragma unroll

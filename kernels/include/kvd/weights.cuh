@@ -70,7 +70,7 @@ struct DigitWeights<Side, ROWS, WEIGHT_SETS_MAX> {
 
     KVD_DEVICE void put(const AttendShared<ROWS>& shared, unsigned own, unsigned row, float weight,
                         bool moves) {
-        float* units = shared.units + row * SETS;
+        float* per_units = shared.per_units + row * SETS;
         uint32_t wholes[SETS];
         uint32_t largest = 0;
 #pragma unroll
@@ -79,7 +79,7 @@ struct DigitWeights<Side, ROWS, WEIGHT_SETS_MAX> {
                 break;
             }
             bases[own][set] += weight * scale[set].minimum;
-            wholes[set] = whole(weight * scale[set].step, units[set]);
+            wholes[set] = whole(weight * scale[set].step, per_units[set]);
             largest = most(largest, wholes[set]);
         }
         if (KVD_RARELY(KVD_BALLOT(moves || largest > WHOLE_MAX) != 0)) {
@@ -89,12 +89,12 @@ struct DigitWeights<Side, ROWS, WEIGHT_SETS_MAX> {
                     break;
                 }
                 const float product = weight * scale[set].step;
-                const float needed = unit_of(warp_max(product), WEIGHT_BITS);
-                const float unit = moves ? needed : fmaxf(needed, units[set]);
-                wholes[set] = whole(product, unit);
+                const float needed = per_unit(unit_of(warp_max(product), WEIGHT_BITS));
+                const float now = moves ? needed : fminf(needed, per_units[set]);
+                wholes[set] = whole(product, now);
                 KVD_WARP_BARRIER();
                 if (lane_index() == 0) {
-                    units[set] = unit;
+                    per_units[set] = now;
                 }
             }
         }
@@ -108,8 +108,8 @@ struct DigitWeights<Side, ROWS, WEIGHT_SETS_MAX> {
         }
     }
 
-    KVD_DEVICE static uint32_t whole(float product, float unit) {
-        return f32_bits(fmaf(product, per_unit(unit), WHOLE_BASE));
+    KVD_DEVICE static uint32_t whole(float product, float per_unit) {
+        return f32_bits(fmaf(product, per_unit, WHOLE_BASE));
     }
 
     // What the minima add to the sums of a row, where scores stood.

@@ -41,12 +41,13 @@ impl Fit {
     ) -> Option<Self> {
         let of = |side: Side| (specs[side.index()], geometry.head_dim(side));
         let coded = Side::BOTH.map(|side| lanes::expected(of(side).0, of(side).1));
-        let (rows, products, fixed) = products::expected(specs, geometry, rows);
+        let kernel = products::expected(specs, geometry, rows);
+        let (rows, products) = (kernel.rows, kernel.sides);
         let buffer = products[0].stage + products[1].stage + GAIN_STAGE;
         let work = products[0].bytes + products[1].bytes;
-        let other = fixed + BUFFERS_MIN * buffer + coded[0][1] + coded[1][1] + work;
+        let other = kernel.fixed_bytes + BUFFERS_MIN * buffer + coded[0][1] + coded[1][1] + work;
         let huffman = coded[0][0] + coded[1][0] > 0;
-        let (resident, registers) = products::resident(huffman);
+        let (resident, registers) = kernel.resident;
         let room = (limits.shared(), resident);
         let (chunks, decoded) = decoding([coded[0][0], coded[1][0]], other, room);
         let tile = Side::BOTH.map(|side| tile_bytes(of(side), geometry, side)).iter().sum();

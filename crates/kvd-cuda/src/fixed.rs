@@ -1,0 +1,136 @@
+//! Kernels that have the shapes of one codec as constants: `kernels/include/kvd/fixed.cuh` has the
+//! same ones. Others take any shape, in more instructions.
+
+use crate::abi::SideShape;
+use crate::side::{Kernel, Pair, Variant};
+
+/// Channels of their heads, and query rows.
+const DIM: u32 = 128;
+const ROWS: u32 = 4;
+
+/// What is fixed of a side.
+#[derive(Clone, Copy)]
+enum FixedSide {
+    /// Bits of a code; tokens and channels that share a scale.
+    Scaled { bits: u32, tokens: u32, channels: u32 },
+    /// Bits of a code and channels of an entry, of one codebook that shared memory has whole.
+    Vq { bits: u32, channels: u32 },
+    /// Bits of a level.
+    Lloyd { bits: u32 },
+    /// Bits of angle and radius, whose steps are the calibration's.
+    Polar { angle: u32, radius: u32 },
+    /// Channels alone.
+    Dim,
+}
+
+use FixedSide::{Dim, Lloyd, Polar, Scaled, Vq};
+
+const KIVI_KEY: fn(u32) -> FixedSide = |bits| Scaled { bits, tokens: 32, channels: 1 };
+const KIVI_VALUE: fn(u32) -> FixedSide = |bits| Scaled { bits, tokens: 1, channels: 32 };
+
+/// A codec as kernels are named after it, its sides' kernels, and what is fixed of them.
+type Fixed = (&'static str, [Kernel; 2], [FixedSide; 2]);
+
+/// All there are: `KVD_FIXED` of `kernels/attend_*_fixed.cu`.
+fn all() -> [Fixed; 9] {
+    let uniform = [Kernel::Uniform; 2];
+    let vq = |bits, channels| ([Kernel::Vq; 2], [Vq { bits, channels }; 2]);
+    let vecinfer = |name, (kernels, sides)| (name, kernels, sides);
+    let whole = Scaled { bits: 4, tokens: 1, channels: DIM };
+    let innerq = [KIVI_VALUE(2), KIVI_KEY(2)];
+    [
+        ("kivi4", uniform, [KIVI_KEY(4), KIVI_VALUE(4)]),
+        ("kivi2", uniform, [KIVI_KEY(2), KIVI_VALUE(2)]),
+        ("innerq2", [Kernel::Hybrid; 2], innerq),
+        vecinfer("vecinfer4", vq(8, 2)),
+        vecinfer("vecinfer2", vq(8, 4)),
+        vecinfer("vecinfer2reg", vq(4, 2)),
+        (
+            "polar44",
+            [Kernel::Polar, Kernel::Uniform],
+            [Polar { angle: 4, radius: 4 }, KIVI_VALUE(4)],
+        ),
+        ("turbo4", [Kernel::Lloyd, Kernel::Uniform], [Lloyd { bits: 4 }, whole]),
+        ("kvd2fast", [Kernel::BitAlloc; 2], [Dim; 2]),
+    ]
+}
+
+impl FixedSide {
+    /// Whether a shape is that.
+    fn is(self, shape: &SideShape) -> bool {
+        let fits = match self {
+            Scaled { bits, tokens, channels } => {
+                let of_shape = (shape.bits, shape.scale_tokens, shape.scale_channels);
+                of_shape == (bits, tokens, channels)
+            }
+            Vq { bits, channels } => {
+                let of_shape = (shape.bits, shape.book_dim, shape.entry_bytes);
+                let one = shape.stages == 1 && shape.sets == 1;
+                of_shape == (bits, channels, channels) && one && shape.entry_count == 1 << bits
+            }
+            Lloyd { bits } => (shape.bits, shape.entry_bytes) == (bits, 2),
+            Polar { angle, radius } => {
+                let of_shape = (shape.bits, shape.angle_bits, shape.entry_bytes);
+                let with_steps = shape.table_bytes == polar_table_bytes(angle, DIM);
+                of_shape == (angle + radius, angle, 4) && with_steps
+            }
+            Dim => true,
+        };
+        fits && shape.dim == DIM && shape.stride == 0
+    }
+}
+
+/// Bytes of the directions of angles, and of the steps of radii that the calibration has.
+pub(crate) fn polar_table_bytes(angle_bits: u32, dim: u32) -> u32 {
+    (8 << angle_bits) + 4 * dim / 2
+}
+
+/// The kernel for units of so many rows whose sides have these shapes, if one has them as constants.
+pub(crate) fn kernel(
+    (pair, variant): (Pair, Variant),
+    rows: u32,
+    key: &SideShape,
+    value: &SideShape,
+) -> Option<String> {
+    if variant != Variant::Own || pair.huffman || rows != ROWS {
+        return None;
+    }
+    let is = |(_, kernels, sides): &Fixed| {
+        *kernels == [pair.keys, pair.values] && sides[0].is(key) && sides[1].is(value)
+    };
+    let (codec, ..) = all().into_iter().find(is)?;
+    Some(format!("kvd_attend_{codec}_{ROWS}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_shape_that_differs_in_one_constant_has_the_kernel_for_any() {
+        let pair = Pair { keys: Kernel::Uniform, values: Kernel::Uniform, huffman: false };
+        let shape = |scale_tokens, scale_channels| SideShape {
+            dim: 128,
+            bits: 4,
+            scale_tokens,
+            scale_channels,
+            ..SideShape::default()
+        };
+        let (key, value) = (shape(32, 1), shape(1, 32));
+        let of = |rows, key, value| kernel((pair, Variant::Own), rows, &key, &value);
+        assert_eq!(of(4, key, value).as_deref(), Some("kvd_attend_kivi4_4"));
+        assert_eq!(of(8, key, value), None);
+        for (key, value) in [
+            (SideShape { dim: 64, ..key }, SideShape { dim: 64, ..value }),
+            (SideShape { bits: 2, ..key }, value),
+            (shape(64, 1), value),
+            (key, shape(1, 128)),
+            (SideShape { stride: 128, ..key }, value),
+        ] {
+            assert_eq!(of(4, key, value), None, "{key:?} {value:?}");
+        }
+        let huffman = Pair { huffman: true, ..pair };
+        assert_eq!(kernel((huffman, Variant::Own), 4, &key, &value), None);
+        assert_eq!(kernel((pair, Variant::Any), 4, &key, &value), None);
+    }
+}
