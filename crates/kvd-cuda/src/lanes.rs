@@ -3,7 +3,7 @@
 
 use crate::abi::SideShape;
 use crate::plan::SHARED_RESERVED;
-use crate::side::TILE_TOKENS;
+use crate::side::{COPY_BYTES, TILE_TOKENS};
 use kvd_codec::{CHUNK_TOKENS, Entropy, Grid, LaneRun, LaneTable, SideSpec};
 use kvd_core::Side;
 use std::collections::BTreeMap;
@@ -18,6 +18,9 @@ const RING_BYTES: usize = 4 * PIECE_BYTES;
 pub(crate) const PIECE_BYTES: usize = 256;
 /// The outliers of a chunk: `OutlierList` of `outlier.cuh`.
 const OUTLIERS_BYTES: usize = 512;
+/// Words of a head's runs, before the first and of each.
+const HEAD_WORDS: usize = 4;
+const RUN_WORDS: usize = 16;
 /// Bytes between decoded chunks: two that a warp writes at once begin at different banks.
 const CHUNK_PAD: usize = 64;
 /// High bits of an entry hold its length, the others codes.
@@ -132,8 +135,6 @@ impl Lanes<'_> {
     }
 
     fn bytes(&self, places: &[usize], dim: usize, wide: bool) -> Vec<u8> {
-        const HEAD_WORDS: usize = 4;
-        const RUN_WORDS: usize = 16;
         let channels_at = HEAD_WORDS + RUN_WORDS * self.runs.len();
         let mut next = channels_at + if self.grid.is_some() { dim } else { 0 };
         let (mut entries, mut at) = (Vec::new(), BTreeMap::new());
@@ -194,11 +195,27 @@ pub(crate) fn expected(side: &SideSpec, dim: usize) -> [usize; 2] {
     let tables = match codes {
         // Every class of a grid in runs of its own, and a word per channel.
         None => 14 * (1024 + 64) + 4 * dim,
-        Some(0..=128) => 1024 + (4 << JOINT_BITS),
-        Some(129..=256) => 4 << 12,
-        Some(_) => 0,
+        // Tables of wide codes are read where they are.
+        Some(257..) => 0,
+        Some(codes) => entry_bytes(codes),
     };
     [chunk, tables]
+}
+
+/// Entries of a table for so many codes at most, bytes: those of single codes, of which the longest
+/// is known, and those of several, where codes are short.
+fn entry_bytes(codes: u32) -> usize {
+    match codes {
+        0..=128 => 1024 + (4 << JOINT_BITS),
+        129..=256 => 4 << 12,
+        _ => 4 << 15,
+    }
+}
+
+/// Device memory for runs and a table of so many codes that is built from blocks, at most.
+pub(crate) fn trained_bytes(codes: usize, runs: usize) -> usize {
+    let head = 4 * (HEAD_WORDS + RUN_WORDS * runs);
+    (head + entry_bytes(codes as u32)).next_multiple_of(COPY_BYTES)
 }
 
 /// Shared memory of a GPU, bytes.

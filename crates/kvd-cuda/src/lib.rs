@@ -19,6 +19,7 @@ mod lanes;
 mod lookup;
 mod plan;
 mod products;
+mod room;
 mod rows;
 mod side;
 mod spread;
@@ -43,6 +44,7 @@ pub use lanes::SharedMemory;
 pub use plan::{
     Block, Bound, Choices, CodebookPlan, Counted, Exchange, Limits, Occupancy, Plan, Workload, plan,
 };
+pub use room::LayerRoom;
 pub use rows::{RowsParameters, RowsUnit, StageCheck, StageParameters, StageSide};
 pub use side::Kernel;
 pub use store::{
