@@ -231,13 +231,14 @@ pub struct SharedMemory {
 }
 
 /// Chunks of each side that a thread block decodes together, and the shared memory that it takes
-/// for them beside `other` bytes: so that a multiprocessor, whose registers are enough for
-/// `resident` thread blocks, decodes as many as it can. `chunk_bytes` is of keys and values, 0 for
-/// sides of fixed width.
+/// for them beside `other` bytes: `planned` where a thread block has room for them, else so that a
+/// multiprocessor, whose registers are enough for `resident` thread blocks, decodes as many as it
+/// can. `chunk_bytes` is of keys and values, 0 for sides of fixed width.
 pub(crate) fn decoding(
     chunk_bytes: [usize; 2],
     other: usize,
     (shared, resident): (SharedMemory, usize),
+    planned: Option<usize>,
 ) -> (usize, usize) {
     if chunk_bytes == [0; 2] {
         return (0, 0);
@@ -253,6 +254,28 @@ pub(crate) fn decoding(
         let fits = block <= shared.block && blocks > 0;
         (if fits { blocks.min(resident) * chunks } else { 0 }, *chunks)
     };
-    let chunks = [1, CHUNKS_MAX / 2, CHUNKS_MAX].into_iter().max_by_key(decoded).unwrap_or(1);
+    let planned = planned.filter(|chunks| decoded(chunks).0 > 0);
+    let most = || [1, CHUNKS_MAX / 2, CHUNKS_MAX].into_iter().max_by_key(decoded);
+    let chunks = planned.or_else(most).unwrap_or(1);
     (chunks, bytes(chunks))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn chunks_are_those_that_were_planned_where_a_thread_block_has_room() {
+        let chunks = |block: usize, planned| {
+            let shared = SharedMemory { block, multiprocessor: block + 1024, under_way: 0 };
+            decoding([8 << 10; 2], 1 << 10, (shared, 4), planned).0
+        };
+        // Alone: two in each of two thread blocks; four in one. Then as many as were planned.
+        assert_eq!([140 << 10, 90 << 10].map(|block| chunks(block, None)), [2, 4]);
+        assert_eq!([1, 2, 4].map(|planned| chunks(140 << 10, Some(planned))), [1, 2, 4]);
+        let none = SharedMemory { block: 0, multiprocessor: 0, under_way: 0 };
+        // Four have no room.
+        assert_eq!(chunks(60 << 10, Some(4)), chunks(60 << 10, None));
+        assert_eq!(decoding([0; 2], 0, (none, 4), Some(2)), (0, 0));
+    }
 }
