@@ -13,8 +13,6 @@ const INTERVAL: u64 = 8;
 const BLOCKS: u32 = 8;
 /// How much longer the codes of those blocks may be than under a table made for them.
 const EXCESS: f64 = 1.03;
-/// Most versions of a table that drift makes.
-const VERSIONS_MAX: usize = 16;
 
 /// What was counted of a layer, side and variant since its table was last compared.
 #[derive(Clone, Debug, Default)]
@@ -45,6 +43,10 @@ impl Drift {
 }
 
 impl ModelCodec {
+    /// Versions of a Huffman table that is built from blocks, at most: the first, and those that
+    /// [`ModelCodec::watch_tables`] puts in its place.
+    pub const TABLE_VERSIONS_MAX: usize = 16;
+
     /// Looks at a block that is about to be encoded, and builds new versions of its layer's
     /// Huffman tables where those of recent blocks no longer fit: one block in 8 is counted, and
     /// after 8 of these a table whose codes are over 3 % longer than those of one made for them
@@ -80,7 +82,7 @@ impl ModelCodec {
                 let versions = self.tables[index].len();
                 let Some(current) = self.tables[index].last() else { continue };
                 let fresh = self.drifts[index].add(&counts, &current.huffman);
-                if let Some(fresh) = fresh.filter(|_| versions < VERSIONS_MAX) {
+                if let Some(fresh) = fresh.filter(|_| versions < Self::TABLE_VERSIONS_MAX) {
                     let grouping = current.grouping;
                     self.tables[index].push(LaneTable::new(fresh, grouping));
                 }

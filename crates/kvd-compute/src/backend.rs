@@ -154,10 +154,11 @@ pub trait Backend: Send {
     /// What this device is.
     fn info(&self) -> DeviceInfo;
 
-    /// Whether the device serves a codec; asked before it is registered.
+    /// Whether the device serves a codec, and has room for what it keeps of it; asked right before
+    /// it is registered.
     ///
     /// # Errors
-    /// What it cannot do.
+    /// What it cannot do, or has no room for.
     fn supports(&self, codec: &ModelCodec) -> Result<(), BackendError> {
         let _ = codec;
         Ok(())

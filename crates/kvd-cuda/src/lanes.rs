@@ -3,7 +3,7 @@
 
 use crate::abi::SideShape;
 use crate::plan::SHARED_RESERVED;
-use crate::side::TILE_TOKENS;
+use crate::side::{COPY_BYTES, TILE_TOKENS};
 use kvd_codec::{CHUNK_TOKENS, Entropy, Grid, LaneRun, LaneTable, SideSpec};
 use kvd_core::Side;
 use std::collections::BTreeMap;
@@ -18,6 +18,9 @@ const RING_BYTES: usize = 4 * PIECE_BYTES;
 pub(crate) const PIECE_BYTES: usize = 256;
 /// The outliers of a chunk: `OutlierList` of `outlier.cuh`.
 const OUTLIERS_BYTES: usize = 512;
+/// Words of a head's runs, before the first and of each.
+const HEAD_WORDS: usize = 4;
+const RUN_WORDS: usize = 16;
 /// Bytes between decoded chunks: two that a warp writes at once begin at different banks.
 const CHUNK_PAD: usize = 64;
 /// High bits of an entry hold its length, the others codes.
@@ -132,8 +135,6 @@ impl Lanes<'_> {
     }
 
     fn bytes(&self, places: &[usize], dim: usize, wide: bool) -> Vec<u8> {
-        const HEAD_WORDS: usize = 4;
-        const RUN_WORDS: usize = 16;
         let channels_at = HEAD_WORDS + RUN_WORDS * self.runs.len();
         let mut next = channels_at + if self.grid.is_some() { dim } else { 0 };
         let (mut entries, mut at) = (Vec::new(), BTreeMap::new());
@@ -194,11 +195,27 @@ pub(crate) fn expected(side: &SideSpec, dim: usize) -> [usize; 2] {
     let tables = match codes {
         // Every class of a grid in runs of its own, and a word per channel.
         None => 14 * (1024 + 64) + 4 * dim,
-        Some(0..=128) => 1024 + (4 << JOINT_BITS),
-        Some(129..=256) => 4 << 12,
-        Some(_) => 0,
+        // Tables of wide codes are read where they are.
+        Some(257..) => 0,
+        Some(codes) => entry_bytes(codes),
     };
     [chunk, tables]
+}
+
+/// Entries of a table for so many codes at most, bytes: those of single codes, of which the longest
+/// is known, and those of several, where codes are short.
+fn entry_bytes(codes: u32) -> usize {
+    match codes {
+        0..=128 => 1024 + (4 << JOINT_BITS),
+        129..=256 => 4 << 12,
+        _ => 4 << 15,
+    }
+}
+
+/// Device memory for runs and a table of so many codes that is built from blocks, at most.
+pub(crate) fn trained_bytes(codes: usize, runs: usize) -> usize {
+    let head = 4 * (HEAD_WORDS + RUN_WORDS * runs);
+    (head + entry_bytes(codes as u32)).next_multiple_of(COPY_BYTES)
 }
 
 /// Shared memory of a GPU, bytes.
@@ -214,13 +231,14 @@ pub struct SharedMemory {
 }
 
 /// Chunks of each side that a thread block decodes together, and the shared memory that it takes
-/// for them beside `other` bytes: so that a multiprocessor, whose registers are enough for
-/// `resident` thread blocks, decodes as many as it can. `chunk_bytes` is of keys and values, 0 for
-/// sides of fixed width.
+/// for them beside `other` bytes: `planned` where a thread block has room for them, else so that a
+/// multiprocessor, whose registers are enough for `resident` thread blocks, decodes as many as it
+/// can. `chunk_bytes` is of keys and values, 0 for sides of fixed width.
 pub(crate) fn decoding(
     chunk_bytes: [usize; 2],
     other: usize,
     (shared, resident): (SharedMemory, usize),
+    planned: Option<usize>,
 ) -> (usize, usize) {
     if chunk_bytes == [0; 2] {
         return (0, 0);
@@ -236,6 +254,28 @@ pub(crate) fn decoding(
         let fits = block <= shared.block && blocks > 0;
         (if fits { blocks.min(resident) * chunks } else { 0 }, *chunks)
     };
-    let chunks = [1, CHUNKS_MAX / 2, CHUNKS_MAX].into_iter().max_by_key(decoded).unwrap_or(1);
+    let planned = planned.filter(|chunks| decoded(chunks).0 > 0);
+    let most = || [1, CHUNKS_MAX / 2, CHUNKS_MAX].into_iter().max_by_key(decoded);
+    let chunks = planned.or_else(most).unwrap_or(1);
     (chunks, bytes(chunks))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn chunks_are_those_that_were_planned_where_a_thread_block_has_room() {
+        let chunks = |block: usize, planned| {
+            let shared = SharedMemory { block, multiprocessor: block + 1024, under_way: 0 };
+            decoding([8 << 10; 2], 1 << 10, (shared, 4), planned).0
+        };
+        // Alone: two in each of two thread blocks; four in one. Then as many as were planned.
+        assert_eq!([140 << 10, 90 << 10].map(|block| chunks(block, None)), [2, 4]);
+        assert_eq!([1, 2, 4].map(|planned| chunks(140 << 10, Some(planned))), [1, 2, 4]);
+        let none = SharedMemory { block: 0, multiprocessor: 0, under_way: 0 };
+        // Four have no room.
+        assert_eq!(chunks(60 << 10, Some(4)), chunks(60 << 10, None));
+        assert_eq!(decoding([0; 2], 0, (none, 4), Some(2)), (0, 0));
+    }
 }

@@ -20,6 +20,7 @@ mod lanes;
 mod lookup;
 mod plan;
 mod products;
+mod room;
 mod rows;
 mod side;
 mod spread;
@@ -44,6 +45,7 @@ pub use lanes::SharedMemory;
 pub use plan::{
     Block, Bound, Choices, CodebookPlan, Counted, Exchange, Limits, Occupancy, Plan, Workload, plan,
 };
+pub use room::LayerRoom;
 pub use rows::{RowsParameters, RowsUnit, StageCheck, StageParameters, StageSide};
 pub use side::Kernel;
 pub use store::{

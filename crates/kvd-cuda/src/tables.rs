@@ -38,8 +38,11 @@ const DIM_MAX: usize = 2 * THREADS;
 pub struct Options {
     /// Parts (blocks) of one unit at most: the split of the stored range.
     pub parts_per_unit: usize,
-    /// The GPU's shared memory: how many Huffman codes are decoded at once.
+    /// The GPU's shared memory.
     pub shared: SharedMemory,
+    /// Chunks of Huffman codes of each side that a thread block decodes together, 1, 2 or 4, where
+    /// it has room for them. Without, as many as make a multiprocessor decode the most.
+    pub chunks: Option<u32>,
     /// Units among which the channels of values are split at most, where codebooks belong to groups
     /// of channels and no tensor cores sum them; at least 1.
     pub channel_split: u32,
@@ -400,7 +403,8 @@ impl Builder<'_> {
             let other = shared_bytes(own, sizes) + key_work + value_work;
             let (resident, _) = resident((pair, variant), fixed.is_some());
             let room = (self.options.shared, resident);
-            let (chunks, bytes) = decoding([key_chunk, value_chunk], other, room);
+            let planned = self.options.chunks.map(|chunks| chunks as usize);
+            let (chunks, bytes) = decoding([key_chunk, value_chunk], other, room, planned);
             let buffer = key_stage + value_stage + GAIN_STAGE;
             let staging = Staging { block: other + bytes, buffer, tile, huffman: pair.huffman };
             let buffers = staging.buffers(room);

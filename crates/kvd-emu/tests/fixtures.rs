@@ -12,7 +12,7 @@ mod store;
 use common::run::{parameters, run_tables};
 use common::{Ask, Layout, Stored, geometry, noise};
 use kvd_core::{DType, Geometry, Side};
-use kvd_cuda::{CodebookRoom, Limits, Options, Shapes, Tables, Unit, Workload, plan};
+use kvd_cuda::{Limits, Options, Plan, Shapes, Tables, Unit, Workload, plan};
 use kvd_emu::{Order, available};
 use serde_json::{Map, Value, json};
 use std::mem::offset_of;
@@ -50,12 +50,12 @@ impl Fixture {
     }
 }
 
-/// What the plan has for a workload, and the codebooks' shared memory, the same for each.
+/// What the plan has for a workload.
 fn planned(
     stored: &Stored,
     (device, group): (&Limits, usize),
     [tokens, batch, kv_heads]: [u32; 3],
-) -> (Value, [CodebookRoom; 2], usize) {
+) -> (Value, Plan) {
     let geometry =
         Geometry { kv_heads, block_tokens: BLOCK_TOKENS as u32, ..stored.codec.geometry().clone() };
     let workload = Workload { geometry, group: group as u32, batch, tokens };
@@ -73,7 +73,7 @@ fn planned(
             "blocks_per_sm": plan.occupancy.blocks,
         },
     });
-    (of_workload, plan.rooms(), plan.parts_per_unit as usize)
+    (of_workload, plan)
 }
 
 /// Writes `<codec>.json` and `<codec>.bin`, with the shape in their names where it is another.
@@ -91,13 +91,15 @@ fn write(
     let stored = Stored::new(&geometry(dim, dim, DType::F16), codec, &layout, value);
     let plans: Vec<_> =
         workloads.iter().map(|workload| planned(&stored, (device, group), *workload)).collect();
-    let rooms = plans[0].1;
-    assert!(plans.iter().all(|plan| plan.1 == rooms), "{codec}: one room for tables");
+    let (rooms, chunks) = (plans[0].1.rooms(), plans[0].1.chunks);
+    let same = |plan: &Plan| (plan.rooms(), plan.chunks) == (rooms, chunks);
+    assert!(plans.iter().all(|(_, plan)| same(plan)), "{codec}: one room for tables");
     let ask = Ask::last(group, stored.tokens).plan(&stored, |i| noise(99 + i));
     let shapes = Shapes::new(&stored.codec, ask.layer, rooms);
     let header = |offset: u64| stored.headers.get(&offset).copied();
     // One unit a head, which the benchmark cuts as the plan has it.
-    let options = Options { parts_per_unit: BLOCKS, shared: device.shared(), channel_split: 1 };
+    let (shared, chunks) = (device.shared(), (chunks > 0).then_some(chunks));
+    let options = Options { parts_per_unit: BLOCKS, shared, chunks, channel_split: 1 };
     let tables = Tables::new(&ask, &stored.codec, &shapes, &header, options).unwrap();
     let [launch] = &tables.launches[..] else { panic!("{codec}: one kind of page") };
     let merged = run_tables(&stored, &shapes, &tables, Order::Ascending).unwrap();

@@ -6,12 +6,13 @@ mod common;
 #[path = "store/histogram.rs"]
 mod histogram;
 
+use common::store_run::StoreRun;
 use common::{Layout, Stored, geometry, noise};
 use kvd_codec::{BlockRows, HEADER_BYTES, Page, presets};
 use kvd_compute::EncodeSource;
 use kvd_core::{DType, Extent, Geometry, LayerIndex, RopePairing, Side};
-use kvd_cuda::{Shapes, SharedMemory, StoreParameters, StorePlan, StoreShapes, StoredPage};
-use kvd_emu::{Grid, Memory, Order, available, launch};
+use kvd_cuda::{Shapes, SharedMemory, StorePlan, StoreShapes, StoredPage};
+use kvd_emu::{Memory, Order, available};
 
 const LAYER: LayerIndex = LayerIndex(0);
 /// Where a page's payload begins, behind the checksum.
@@ -141,33 +142,17 @@ impl Blocks {
         plan: &StorePlan,
         order: Order,
     ) -> (Memory, Vec<Option<StoredPage>>) {
-        let [arena, tables, steps] =
-            [&self.arena, &shapes.tables, &store.steps].map(|bytes| Memory::of(bytes));
-        let pages = Memory::new(plan.page_bytes as usize);
         let headers = Memory::new(plan.header_bytes());
-        let words = Memory::new(4 * plan.words as usize);
-        let mut header = headers.address();
-        for launched in &plan.launches {
-            let units = Memory::of(bytemuck::cast_slice(&launched.units));
-            let parameters = StoreParameters {
-                arena: arena.address(),
-                tables: tables.address(),
-                steps: steps.address(),
-                units: units.address(),
-                pages: pages.address(),
-                headers: header,
-                words: words.address(),
-                row_bytes: launched.row_bytes,
-                gain_bytes: launched.gain_bytes,
-            };
-            let blocks = launched.units.len();
-            let shared_bytes = launched.shared_bytes;
-            let grid =
-                Grid { kernel: &launched.kernel, blocks: blocks as u32, shared_bytes, order };
-            // SAFETY: every address is of memory that lives on, of the size that the plan names.
-            unsafe { launch(grid, bytemuck::bytes_of(&parameters)) }.unwrap();
-            header += (blocks * HEADER_BYTES) as u64;
-        }
+        let run = StoreRun {
+            arena: &self.arena,
+            tables: &shapes.tables,
+            steps: &store.steps,
+            page_bytes: plan.page_bytes,
+            words: plan.words,
+            headers: &headers,
+            header_bytes: HEADER_BYTES,
+        };
+        let pages = run.run(&plan.launches, order);
         let read = plan.read(headers.bytes());
         (pages, read)
     }

@@ -88,7 +88,7 @@ fn a_look_up_gives_several_codes_where_symbols_are_short() {
         let (stored, plan) = stored(preset.name);
         let shapes = Shapes::new(&stored.codec, plan.layer, [0; 2]);
         let header = |offset: u64| stored.headers.get(&offset).copied();
-        let options = Options { parts_per_unit: 4, shared: SHARED, channel_split: 1 };
+        let options = Options { parts_per_unit: 4, shared: SHARED, chunks: None, channel_split: 1 };
         let tables = Tables::new(&plan, &stored.codec, &shapes, &header, options).unwrap();
         let unit = tables.launches[0].units[0];
         let rates = Side::BOTH.map(|side| {

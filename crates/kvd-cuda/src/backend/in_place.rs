@@ -101,7 +101,8 @@ impl CudaBackend {
         }
         let turns = Turns::new(codec, plan.layer);
         turns.place(units, group);
-        let address = self.device.keep(&turns.steps)?;
+        let place = self.places(plan.model, plan.layer)?.turns;
+        let address = self.device.keep(place, &turns.steps)?;
         let of_model = self.models.entry(plan.model).or_default();
         if let Some(layer) = of_model.layers.get_mut(&plan.layer) {
             layer.turns = Some((turns, address));

@@ -1,5 +1,6 @@
 //! Device memory for what stays beside the arena, the tables of layers: taken once, when the device
-//! is opened, and handed out in pieces. Knows addresses alone; never reads or writes them.
+//! is opened, and handed out in pieces, one for each model. Knows addresses alone; never reads or
+//! writes them.
 
 use super::memory::ALIGN;
 use std::collections::BTreeMap;
@@ -15,12 +16,13 @@ pub(super) struct Kept {
 /// There is no room for a part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "tables of layers take {used} of {all} bytes of GPU memory and {asked} more have no room: \
-     unregister models, or raise device.table_bytes"
+    "the tables of the model's layers take up to {needed} bytes of GPU memory, and of the {all} \
+     for tables at most {left} are left in one piece: unregister models, or raise \
+     device.table_bytes"
 )]
 pub(super) struct KeptFull {
-    asked: u64,
-    used: u64,
+    needed: u64,
+    left: u64,
     all: u64,
 }
 
@@ -33,21 +35,36 @@ impl Kept {
         self.start
     }
 
+    /// Offset and bytes of what lies between the parts that are held.
+    fn gaps(&self) -> Vec<(u64, u64)> {
+        let held = self.held.iter().map(|(offset, bytes)| (*offset, offset + bytes));
+        let mut gaps = Vec::new();
+        let mut end = 0;
+        for (offset, next) in held.chain([(self.bytes, self.bytes)]) {
+            gaps.push((end, offset - end));
+            end = next;
+        }
+        gaps
+    }
+
+    /// Where a part begins that has room, and what is held of it: the first gap large enough.
+    fn find(&self, bytes: u64) -> Result<(u64, u64), KeptFull> {
+        let gaps = self.gaps();
+        let left = gaps.iter().map(|(_, bytes)| *bytes).max().unwrap_or(0);
+        let full = KeptFull { needed: bytes, left, all: self.bytes };
+        let len = bytes.max(1).checked_next_multiple_of(ALIGN).ok_or(full)?;
+        let fits = gaps.into_iter().find(|(_, bytes)| *bytes >= len);
+        fits.map(|(offset, _)| (offset, len)).ok_or(full)
+    }
+
+    /// Whether a part has room.
+    pub(super) fn has_room(&self, bytes: u64) -> Result<(), KeptFull> {
+        self.find(bytes).map(|_| ())
+    }
+
     /// The address of the first gap that is large enough.
     pub(super) fn take(&mut self, bytes: u64) -> Result<u64, KeptFull> {
-        let used = self.held.values().sum();
-        let full = KeptFull { asked: bytes, used, all: self.bytes };
-        let len = bytes.max(1).checked_next_multiple_of(ALIGN).ok_or(full)?;
-        let mut offset = 0;
-        for (held, of_held) in &self.held {
-            if held - offset >= len {
-                break;
-            }
-            offset = held + of_held;
-        }
-        if self.bytes - offset < len {
-            return Err(full);
-        }
+        let (offset, len) = self.find(bytes)?;
         self.held.insert(offset, len);
         Ok(self.start + offset)
     }
@@ -68,16 +85,22 @@ mod tests {
         let mut kept = Kept::new(4096, 1024);
         let parts = [1, 256, 257].map(|bytes| kept.take(bytes).unwrap());
         assert_eq!(parts, [4096, 4352, 4608]);
-        let full = KeptFull { asked: 1, used: 1024, all: 1024 };
+        let full = KeptFull { needed: 1, left: 0, all: 1024 };
         assert_eq!(kept.take(1), Err(full));
-        assert!(full.to_string().contains("1024 of 1024 bytes"), "{full}");
         kept.give(parts[1]);
         // Too small for two, then taken again.
-        assert_eq!(kept.take(257).unwrap_err().used, 768);
+        let full = KeptFull { needed: 257, left: 256, all: 1024 };
+        assert_eq!((kept.has_room(257), kept.take(257)), (Err(full), Err(full)));
+        assert_eq!(kept.has_room(256), Ok(()));
+        let said = full.to_string();
+        for part in ["up to 257 bytes", "of the 1024", "at most 256 are left", "device.table_bytes"]
+        {
+            assert!(said.contains(part), "{said}");
+        }
         assert_eq!(kept.take(0), Ok(parts[1]));
         kept.give(parts[0]);
         kept.give(parts[1]);
         assert_eq!(kept.take(512), Ok(parts[0]));
-        assert_eq!(kept.take(u64::MAX).unwrap_err().all, 1024);
+        assert_eq!(kept.take(u64::MAX).unwrap_err().left, 0);
     }
 }

@@ -1,6 +1,7 @@
 //! The memory taken from a driver, and whether it still works.
 
 use super::kept::Kept;
+use super::layers::Place;
 use super::order::Ordered;
 use super::{CudaOptions, error};
 use crate::driver::{DeviceCopy, Driver, DriverError, EventId, GraphId, GraphNode, KernelLaunch};
@@ -138,15 +139,27 @@ impl Device {
         self.failure.get_or_insert_with(|| why.to_owned());
     }
 
-    /// Brings what stays to memory of its own, beside the arena.
-    pub(super) fn keep(&mut self, bytes: &[u8]) -> Result<u64, BackendError> {
-        let taken = self.kept.take(bytes.len() as u64);
-        let address = taken.map_err(|full| error(ErrorCode::LimitExceeded, full))?;
-        let written = self.call(|ordered| ordered.upload(address, bytes));
-        written.map(|()| address).inspect_err(|_| self.free(address))
+    /// Whether so much has room beside the arena.
+    pub(super) fn has_room(&self, bytes: u64) -> Result<(), BackendError> {
+        self.kept.has_room(bytes).map_err(|full| error(ErrorCode::LimitExceeded, full))
     }
 
-    /// Gives back memory that [`Device::keep`] took, once nothing uses it any more.
+    /// Takes memory for what stays, beside the arena.
+    pub(super) fn reserve(&mut self, bytes: u64) -> Result<u64, BackendError> {
+        self.kept.take(bytes).map_err(|full| error(ErrorCode::LimitExceeded, full))
+    }
+
+    /// Brings what stays to its place, after all kernels that may still read what it held.
+    pub(super) fn keep(&mut self, to: Place, bytes: &[u8]) -> Result<u64, BackendError> {
+        if bytes.len() as u64 > to.bytes {
+            let message = format!("{} bytes of tables in room for {}", bytes.len(), to.bytes);
+            return Err(error(ErrorCode::Internal, message));
+        }
+        self.call(|ordered| ordered.write(to.address, bytes))?;
+        Ok(to.address)
+    }
+
+    /// Gives back memory that [`Device::reserve`] took, once nothing uses it any more.
     pub(super) fn free(&mut self, address: u64) {
         self.settle();
         self.kept.give(address);

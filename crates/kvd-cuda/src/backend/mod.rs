@@ -12,6 +12,7 @@ mod encode;
 mod graphs;
 mod in_place;
 mod kept;
+mod layers;
 mod memory;
 mod order;
 mod region;
@@ -19,20 +20,21 @@ mod stage;
 mod staging;
 mod train;
 
+use crate::PlanError;
 use crate::driver::{DeviceCopy, Driver, DriverError};
 use crate::jit::{CompileReport, Jit, KernelCompiler};
 use crate::side::ROWS;
-use crate::{Choices, PlanError, Shapes, StoreShapes, Turns};
 use encode::Held;
 use graphs::Graphs;
 use kvd_codec::{ModelCodec, Page, PageHeader};
 use kvd_compute::{
     AttendPlan, Attended, Backend, BackendError, CpuBackend, CpuOptions, DeviceInfo, DeviceRegion,
     EncodeSource, EncodedPages, IncomingRows, Launches, LoadPlan, LoadedRows, ModelBytes,
-    OpenError, OpenedRegion, PlanPart, RawTarget, RegionHandle, RegionPlaces, RegionRows, Sampling,
-    Source, StagedRows, StagedWrite,
+    OpenError, OpenedRegion, PlanPart, RawTarget, RegionHandle, RegionPlaces, RegionRows, Source,
+    StagedRows, StagedWrite,
 };
 use kvd_core::{Coded, ErrorCode, Extent, LayerIndex, ModelId, Side};
+use layers::Model;
 use memory::Device;
 use region::Regions;
 use std::collections::{BTreeMap, HashMap};
@@ -54,8 +56,8 @@ pub struct CudaOptions {
     pub arena_bytes: u64,
     /// Memory for block tables, queries and partial results of one attend, bytes.
     pub scratch_bytes: u64,
-    /// Memory for what kernels look up: tables, transforms and codebooks of every layer that was
-    /// used since its model was registered, bytes.
+    /// Memory for what kernels look up: tables, transforms and codebooks of every layer of the
+    /// models that are registered, bytes.
     pub table_bytes: u64,
     /// Pinned memory of the host that copies go through, bytes of one piece; six are taken.
     pub staging_bytes: u64,
@@ -75,36 +77,6 @@ pub enum CudaOpenError {
     /// What encodes on the host.
     #[error("host side: {0}")]
     Host(#[from] OpenError),
-}
-
-/// What a layer's kernels read, and where it lies on the device.
-struct Layer {
-    /// What kernels are launched with, by the query rows that they take: 1, 4 or 8. All shapes have
-    /// the same tables, which the first keeps.
-    by_rows: BTreeMap<u32, (Choices, Shapes)>,
-    tables: u64,
-    /// Where kernels encode.
-    store: Option<(StoreShapes, u64)>,
-    /// What takes queries from a worker's memory; brought with the first of them.
-    turns: Option<(Turns, u64)>,
-}
-
-impl Layer {
-    fn stores(&self) -> bool {
-        self.store.is_some()
-    }
-
-    fn is_current(&self, codec: &ModelCodec) -> bool {
-        self.by_rows.values().all(|(_, shapes)| shapes.is_current(codec))
-    }
-}
-
-/// A model's layers, and which of its blocks are measured. Its codec is the host's, which builds
-/// Huffman tables.
-#[derive(Default)]
-struct Model {
-    layers: BTreeMap<LayerIndex, Layer>,
-    sampling: Sampling,
 }
 
 /// A GPU as a backend.
@@ -178,73 +150,6 @@ impl CudaBackend {
         self.host.codec(model)
     }
 
-    /// What a layer's kernels for units of `rows` query rows are launched with.
-    fn choices(
-        &self,
-        codec: &ModelCodec,
-        layer: LayerIndex,
-        rows: u32,
-    ) -> Result<(Choices, Shapes), BackendError> {
-        let limits = self.device.limits();
-        let choices = Choices::of_layer(codec, layer, rows, limits).ok_or_else(|| {
-            let message = format!(
-                "no thread block of this codec's kernels fits {}; register the model with another \
-                 codec or on another device",
-                limits.name
-            );
-            error(ErrorCode::InvalidCodec, message)
-        })?;
-        Ok((choices, Shapes::new(codec, layer, choices.rooms())))
-    }
-
-    /// A layer with its tables on the device, brought there once, and ready for kernels of that
-    /// many query rows where it is known.
-    fn bring_layer(
-        &mut self,
-        model: ModelId,
-        layer: LayerIndex,
-        rows: Option<u32>,
-    ) -> Result<&Layer, BackendError> {
-        let codec = self.host.codec(model)?;
-        let layers = &self.models.entry(model).or_default().layers;
-        let known = layers.get(&layer).filter(|known| known.is_current(codec));
-        let missing =
-            rows.filter(|rows| known.is_some_and(|known| !known.by_rows.contains_key(rows)));
-        if known.is_none() {
-            let rows = rows.unwrap_or(ROWS_USUAL);
-            let (choices, shapes) = self.choices(codec, layer, rows)?;
-            let store = StoreShapes::new(codec, layer, &shapes);
-            let tables = self.device.keep(&shapes.tables)?;
-            let steps = store.map(|store| Ok((self.device.keep(&store.steps)?, store)));
-            let store = match steps.transpose() {
-                Ok(store) => store.map(|(address, store)| (store, address)),
-                Err(error) => {
-                    self.device.free(tables);
-                    return Err(error);
-                }
-            };
-            let by_rows = BTreeMap::from([(rows, (choices, shapes))]);
-            let fresh = Layer { by_rows, tables, store, turns: None };
-            let stale = self.models.entry(model).or_default().layers.insert(layer, fresh);
-            stale.into_iter().for_each(|stale| self.free_layer(stale));
-        } else if let Some(rows) = missing {
-            let (choices, mut shapes) = self.choices(codec, layer, rows)?;
-            // They lie on the device already.
-            shapes.tables = Vec::new();
-            let known = self.models.entry(model).or_default().layers.get_mut(&layer);
-            if let Some(known) = known {
-                known.by_rows.insert(rows, (choices, shapes));
-            }
-        }
-        Ok(&self.models[&model].layers[&layer])
-    }
-
-    fn free_layer(&mut self, layer: Layer) {
-        self.device.free(layer.tables);
-        let others = [layer.store.map(|(_, at)| at), layer.turns.map(|(_, at)| at)];
-        others.into_iter().flatten().for_each(|address| self.device.free(address));
-    }
-
     /// Copies a part's slot to the host and says where it lies there.
     fn fetch(&mut self, source: &Source) -> Result<Source, BackendError> {
         let mut source = source.clone();
@@ -275,10 +180,7 @@ impl Backend for CudaBackend {
     }
 
     fn supports(&self, codec: &ModelCodec) -> Result<(), BackendError> {
-        for layer in (0..codec.geometry().layers).map(LayerIndex) {
-            self.choices(codec, layer, ROWS[2])?.1.check()?;
-        }
-        Ok(())
+        self.serves(codec)
     }
 
     fn failure(&self) -> Option<&str> {
@@ -296,15 +198,14 @@ impl Backend for CudaBackend {
         }
         self.host.register(model, codec);
         self.models.insert(model, Model::default());
+        // Who did not ask whether there is room is told by the first call that needs some.
+        let _ = self.reserve(model);
     }
 
     fn unregister(&mut self, model: ModelId) {
         self.host.unregister(model);
         self.graphs.forget(&mut self.device, |(owner, _)| owner == model);
-        let model = self.models.remove(&model);
-        for layer in model.into_iter().flat_map(|model| model.layers.into_values()) {
-            self.free_layer(layer);
-        }
+        self.forget(model);
     }
 
     fn model_bytes(&self, model: ModelId) -> Result<ModelBytes, BackendError> {

@@ -23,6 +23,8 @@ pub struct Choices {
     /// Thread blocks that the GPU holds at once.
     pub resident: u32,
     shared: SharedMemory,
+    /// Chunks of Huffman codes that a thread block decodes together; none without such codes.
+    chunks: Option<u32>,
 }
 
 impl Choices {
@@ -60,6 +62,7 @@ impl Choices {
                 values: fit.books[1].map(|books| (books, (token_bits[0] + token_bits[1]) / 8.0)),
                 resident: limits.multiprocessors * fit.occupancy.blocks,
                 shared: limits.shared(),
+                chunks: (fit.chunks > 0).then_some(fit.chunks),
             })
         };
         let choices = pairs.into_iter().map(of_pair).collect::<Option<Vec<_>>>()?;
@@ -72,6 +75,10 @@ impl Choices {
             values: a.values.filter(|_| a.values == b.values),
             resident: a.resident.min(b.resident),
             shared: a.shared,
+            chunks: match (a.chunks, b.chunks) {
+                (Some(a), Some(b)) => Some(a.min(b)),
+                (a, b) => a.or(b),
+            },
         })
     }
 
@@ -85,7 +92,7 @@ impl Choices {
         let runs = splits(self.resident, heads, parts).0;
         let channel_split = self.channel_split(plan, self.resident / heads.max(1), runs);
         let parts_per_unit = splits(self.resident, heads * channel_split, parts).1 as usize;
-        Options { parts_per_unit, shared: self.shared, channel_split }
+        Options { parts_per_unit, shared: self.shared, chunks: self.chunks, channel_split }
     }
 
     /// Where codebooks of keys and values are kept: [`crate::Shapes::new`].

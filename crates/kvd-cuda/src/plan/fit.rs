@@ -49,7 +49,7 @@ impl Fit {
         let huffman = coded[0][0] + coded[1][0] > 0;
         let (resident, registers) = kernel.resident;
         let room = (limits.shared(), resident);
-        let (chunks, decoded) = decoding([coded[0][0], coded[1][0]], other, room);
+        let (chunks, decoded) = decoding([coded[0][0], coded[1][0]], other, room, None);
         let tile = Side::BOTH.map(|side| tile_bytes(of(side), geometry, side)).iter().sum();
         let buffers = Staging { block: other + decoded, buffer, tile, huffman }.buffers(room);
         let shared_bytes = other + decoded + (buffers - BUFFERS_MIN) * buffer;

@@ -2,6 +2,7 @@
 //! `kernels/include/kvd/store/huffman.cuh`, and the room that its codes may take.
 
 use super::steps;
+use crate::side::COPY_BYTES;
 use kvd_codec::{CHUNK_TOKENS, Grid, LaneRun, LaneTable};
 use kvd_core::Side;
 
@@ -9,6 +10,9 @@ use kvd_core::Side;
 const QUAD: usize = 4;
 /// Lanes of a chunk.
 const LANES: usize = 16;
+/// Words of a head's runs, before the first and of each.
+const HEAD_WORDS: usize = 4;
+const RUN_WORDS: usize = 12;
 /// Bits and bytes of a word.
 const WORD_BITS: usize = 16;
 const WORD_BYTES: usize = 2;
@@ -57,6 +61,16 @@ pub(super) struct LaneSizes {
     pub(super) version: u16,
     /// Bits of a lane at most, of one token of keys, or four of values.
     lane_bits: usize,
+}
+
+/// Bytes of so many runs and what is before them, whole pieces.
+pub(super) fn run_bytes(runs: usize) -> usize {
+    (4 * (HEAD_WORDS + RUN_WORDS * runs)).next_multiple_of(COPY_BYTES)
+}
+
+/// Bytes of a table of so many codes, each its own symbol, whole pieces.
+pub(super) fn unit_bytes(codes: usize) -> usize {
+    (4 * codes).next_multiple_of(COPY_BYTES)
 }
 
 impl Lanes<'_> {

@@ -13,7 +13,7 @@ pub use histogram::{Histogram, HistogramPlan};
 pub use plan::{StoreLaunch, StorePlan, StoredPage};
 
 use crate::side::Kernel;
-use crate::{Shapes, SideShape};
+use crate::{Shapes, SideShape, room};
 use kvd_codec::{HeadSide, LaneTable, ModelCodec, Quantizer, Run, SideSpec, Stored};
 use kvd_core::{DType, LayerIndex, Side};
 use lanes::{Constants, LaneSizes, Lanes};
@@ -98,6 +98,34 @@ impl StoreShapes {
         let mut steps = constants.bytes;
         steps::align(&mut steps);
         Some(Self { steps, layer, heads })
+    }
+
+    /// Bytes of [`StoreShapes::steps`] at most, whichever Huffman tables are built from blocks; 0
+    /// where the host encodes.
+    pub(crate) fn steps_bytes_max(codec: &ModelCodec, layer: LayerIndex, shapes: &Shapes) -> usize {
+        let mut constants = Constants::default();
+        constants.bytes.resize(steps::STEP_BYTES, 0);
+        let mut built = 0;
+        for head in 0..codec.geometry().kv_heads as usize {
+            for side in Side::BOTH {
+                let of_head = (codec.head(layer, side, head), side);
+                let trained = codec.counted_codes(layer, side, head).is_some();
+                let (shape, stage) = if trained {
+                    built += lanes::run_bytes(of_head.0.lane_runs().map_or(0, <[_]>::len));
+                    (shapes.fixed(head, side), Stage::Fixed)
+                } else {
+                    (shapes.newest(head, side), Stage::of_pages(of_head, &[], &mut constants))
+                };
+                let new = |shape| HeadStore::new(of_head.0, shape, stage, &mut constants);
+                if shape.and_then(new).is_none() {
+                    return 0;
+                }
+            }
+        }
+        // All heads of a side and variant share the units of its newest table.
+        let units = room::trained(codec, layer).into_iter().map(|of| lanes::unit_bytes(of.codes()));
+        steps::align(&mut constants.bytes);
+        constants.bytes.len() + built + units.sum::<usize>()
     }
 }
 

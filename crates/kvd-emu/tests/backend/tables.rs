@@ -1,32 +1,112 @@
 //! Tables of layers: their room, and the first ones of Huffman codes.
 
 use super::*;
+use kvd_codec::CodeCounts;
+use kvd_cuda::{Choices, LayerRoom, Shapes, StoreShapes};
+
+/// What the tables of a model's only layer take at most, as they are on the device.
+fn room(codec: &ModelCodec) -> u64 {
+    let room = layer_room(codec).1;
+    [room.tables, room.steps, room.turns]
+        .iter()
+        .map(|bytes| bytes.next_multiple_of(256) as u64)
+        .sum()
+}
+
+fn layer_room(codec: &ModelCodec) -> (Shapes, LayerRoom) {
+    let layer = LayerIndex(0);
+    let choices = Choices::of_layer(codec, layer, 8, &Limits::h100()).unwrap();
+    let shapes = Shapes::new(codec, layer, choices.rooms());
+    let room = LayerRoom::new(codec, layer, &shapes);
+    (shapes, room)
+}
 
 #[test]
-fn tables_that_find_no_room_are_an_answer_and_the_device_goes_on() {
+fn a_model_whose_tables_have_no_room_is_refused_before_it_is_registered() {
     if !available() {
         return;
     }
-    let (mut backend, watch, part) = with_rows(CudaOptions { table_bytes: 1 << 10, ..OPTIONS });
+    let codec = |text: &str| suite::codec(text, RopePairing::Half);
+    let [small, large] = ["kivi-4", "kvd-2"].map(|text| room(&codec(text)));
+    let table_bytes = small + large - 256;
+    let (mut backend, watch, part) = with_rows(CudaOptions { table_bytes, ..OPTIONS });
     let plan = suite::attend_plan(vec![part.clone()], 1);
     let first = backend.attend(&plan).unwrap();
-    // Another model's tables have no room beside them.
-    backend.register(ModelId(2), suite::codec("kvd-2", RopePairing::Half));
+    let refused = backend.supports(&codec("kvd-2")).unwrap_err();
+    assert_eq!(refused.code(), ErrorCode::LimitExceeded);
+    let refused = refused.to_string();
+    let left = table_bytes - small;
+    for part in [&format!("up to {large} bytes"), &format!("{left} are left"), "device.table_bytes"]
+    {
+        assert!(refused.contains(part), "{part}: {refused}");
+    }
+    // Who does not ask is told by the first call that needs them, and others go on.
+    backend.register(ModelId(2), codec("kvd-2"));
     let other = AttendPlan { model: ModelId(2), ..plan.clone() };
     let error = backend.attend(&other).unwrap_err();
-    assert_eq!(error.code(), ErrorCode::LimitExceeded);
-    assert!(error.to_string().contains("raise device.table_bytes"), "{error}");
+    assert_eq!((error.code(), error.to_string()), (ErrorCode::LimitExceeded, refused));
     assert_eq!(backend.failure(), None);
     let again = backend.attend(&plan).unwrap();
     assert_eq!((again.out, again.lse), (first.out, first.lse));
-    // When it is gone, its place is free again.
+    // A model that is gone leaves its room, also one that is replaced.
     backend.unregister(ModelId(2));
     for _ in 0..10 {
-        backend.register(ModelId(1), suite::codec("kivi-4", RopePairing::Half));
+        backend.register(ModelId(1), codec("kivi-4"));
         backend.attend(&plan).unwrap();
     }
+    backend.unregister(ModelId(1));
+    backend.supports(&codec("kvd-2")).unwrap();
     drop(backend);
     assert_eq!(watch.lock().live, 0);
+}
+
+#[test]
+fn a_model_has_room_for_every_version_of_its_huffman_tables() {
+    // Codes of more than 8 and 12 bits, heads that have tables of their own.
+    let others = [
+        "k=uniform(rel=0.004,axis=block)/huffman; v=fp8/huffman",
+        "k=vq(d=2,b=9)/huffman; v=vq(d=4,b=4)/huffman",
+        "kvcomp; k[head=1]=uniform(b=2,axis=channel)/huffman; v[head=0]=fp8",
+    ];
+    let mut trained = 0;
+    for text in suite::codecs().chain(others) {
+        let mut codec = suite::codec(text, RopePairing::Half);
+        let layer = LayerIndex(0);
+        let room = layer_room(&codec).1;
+        for version in 0..=ModelCodec::TABLE_VERSIONS_MAX as u32 {
+            let (shapes, _) = layer_room(&codec);
+            let store = StoreShapes::new(&codec, layer, &shapes);
+            let steps = store.map_or(0, |store| store.steps.len());
+            assert!(shapes.tables.len() <= room.tables, "{text}: {version} versions");
+            assert!(steps <= room.steps, "{text}: {steps} of {} bytes", room.steps);
+            if !codec.needs_tables(layer) && version == 0 {
+                assert_eq!((shapes.tables.len(), steps), (room.tables, room.steps), "{text}");
+                break;
+            }
+            trained += 1;
+            train(&mut codec, version);
+        }
+    }
+    assert!(trained > 17 * others.len(), "{trained}");
+}
+
+/// A version more of a layer's Huffman tables, from counts that differ by version.
+fn train(codec: &mut ModelCodec, version: u32) {
+    let heads = || Side::BOTH.into_iter().flat_map(|side| [0, 1].map(|head| (side, head)));
+    let mut all = Vec::<CodeCounts>::new();
+    for (side, head) in heads() {
+        let Some((variant, codes)) = codec.counted_codes(LayerIndex(0), side, head) else {
+            continue;
+        };
+        // From one symbol that is nearly all to codes of one length.
+        let count =
+            |code: u64| 1 + (1 << (2 * version).min(40)) / (1 + (code + 7 * version as u64) % 97);
+        let counts = (0..codes as u64).map(count).collect();
+        if !all.iter().any(|of| (of.side, of.variant) == (side, variant)) {
+            all.push(CodeCounts { side, variant, counts });
+        }
+    }
+    codec.train_tables_from(LayerIndex(0), &all).unwrap();
 }
 
 #[test]

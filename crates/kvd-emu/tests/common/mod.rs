@@ -4,6 +4,7 @@
 pub(crate) mod reference;
 pub(crate) mod run;
 pub(crate) mod store;
+pub(crate) mod store_run;
 
 pub(crate) use store::{Layout, Stored, geometry, noise};
 

@@ -52,7 +52,7 @@ pub(crate) fn run_split(
     rooms: [CodebookRoom; 2],
     order: Order,
 ) -> Result<Attended, String> {
-    let options = Options { parts_per_unit, shared: SHARED, channel_split };
+    let options = Options { parts_per_unit, shared: SHARED, chunks: None, channel_split };
     let buffers = Some(BUFFERS.with(|turn| turn.replace(2 + (turn.get() - 1) % 3)));
     run_as(stored, plan, (options, rooms, buffers), order).map(|(answer, _)| answer)
 }
@@ -64,7 +64,7 @@ pub(crate) fn run_within(
     shared: SharedMemory,
     order: Order,
 ) -> Result<(Attended, usize), String> {
-    let options = Options { parts_per_unit: 4, shared, channel_split: 1 };
+    let options = Options { parts_per_unit: 4, shared, chunks: None, channel_split: 1 };
     run_as(stored, plan, (options, [0.into(); 2], None), order)
 }
 

@@ -2,11 +2,12 @@
 //! tables, and the pages that are written with them, are the same bytes.
 
 use super::{Blocks, LAYER, Rows, SHARED, TAILS};
+use crate::common::store_run::StoreRun;
 use crate::common::{Layout, Stored, geometry};
 use kvd_codec::{BlockRows, CodeCounts, ModelCodec};
 use kvd_core::{DType, Side};
-use kvd_cuda::{Histogram, Shapes, SharedMemory, StoreParameters};
-use kvd_emu::{Grid, Memory, Order, available, launch};
+use kvd_cuda::{Histogram, Shapes, SharedMemory};
+use kvd_emu::{Memory, Order, available};
 
 /// A codec as it is before its first tables.
 fn untrained(blocks: &Blocks, text: &str) -> ModelCodec {
@@ -24,33 +25,20 @@ fn counted(
     let shapes = Shapes::new(codec, LAYER, [0; 2]);
     let histogram = Histogram::new(codec, LAYER, &shapes).expect("kernels count");
     let counters = Memory::of(&vec![0; 8 * histogram.len()]);
-    let [arena, tables, steps] =
-        [&blocks.arena, &shapes.tables, &histogram.steps].map(|bytes| Memory::of(bytes));
     // In two parts, as where scratch memory has no room for all at once.
     let (first, second) = blocks.sources.split_at(blocks.sources.len() / 2);
     for sources in [first, second] {
         let plan = histogram.plan(codec, sources, shared);
-        let pages = Memory::new(plan.page_bytes as usize);
-        let words = Memory::new(4 * plan.words as usize);
-        for launched in &plan.launches {
-            let units = Memory::of(bytemuck::cast_slice(&launched.units));
-            let parameters = StoreParameters {
-                arena: arena.address(),
-                tables: tables.address(),
-                steps: steps.address(),
-                units: units.address(),
-                pages: pages.address(),
-                headers: counters.address(),
-                words: words.address(),
-                row_bytes: launched.row_bytes,
-                gain_bytes: launched.gain_bytes,
-            };
-            let (kernel, count) = (launched.kernel.as_str(), launched.units.len() as u32);
-            let shared_bytes = launched.shared_bytes;
-            let grid = Grid { kernel, blocks: count, shared_bytes, order };
-            // SAFETY: every address is of memory that lives on, of the size that the plan names.
-            unsafe { launch(grid, bytemuck::bytes_of(&parameters)) }.unwrap();
-        }
+        let run = StoreRun {
+            arena: &blocks.arena,
+            tables: &shapes.tables,
+            steps: &histogram.steps,
+            page_bytes: plan.page_bytes,
+            words: plan.words,
+            headers: &counters,
+            header_bytes: 0,
+        };
+        run.run(&plan.launches, order);
     }
     histogram.read(bytemuck::cast_slice(counters.bytes()))
 }

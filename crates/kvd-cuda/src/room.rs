@@ -1,0 +1,67 @@
+//! How much device memory the tables of a layer take at most, known before any of its Huffman
+//! tables is built. Pure: a backend takes as much when a model is registered, so that no layer
+//! finds too little later.
+
+use crate::{Shapes, StoreShapes, Turns, lanes};
+use kvd_codec::ModelCodec;
+use kvd_core::{LayerIndex, Side};
+
+/// Bytes that a layer's parts take at most.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LayerRoom {
+    /// Of [`Shapes::tables`].
+    pub tables: usize,
+    /// Of [`StoreShapes::steps`]; 0 where the host encodes.
+    pub steps: usize,
+    /// Of [`Turns::steps`].
+    pub turns: usize,
+}
+
+impl LayerRoom {
+    /// Of a layer, whose Huffman tables are replaced at most as often as a codec does.
+    #[must_use]
+    pub fn new(codec: &ModelCodec, layer: LayerIndex, shapes: &Shapes) -> Self {
+        let versions = ModelCodec::TABLE_VERSIONS_MAX;
+        let of_version: usize = trained(codec, layer).iter().map(|of| of.read_bytes()).sum();
+        Self {
+            tables: shapes.tables.len() + versions * of_version,
+            steps: StoreShapes::steps_bytes_max(codec, layer, shapes),
+            turns: Turns::new(codec, layer).steps.len(),
+        }
+    }
+}
+
+/// A side and variant whose Huffman tables are built from blocks: the heads that share them.
+pub(crate) struct Trained {
+    side: Side,
+    variant: usize,
+    codes: usize,
+    runs: usize,
+}
+
+impl Trained {
+    /// What attention reads of one version, whole pieces.
+    fn read_bytes(&self) -> usize {
+        lanes::trained_bytes(self.codes, self.runs)
+    }
+
+    /// Codes of a table.
+    pub(crate) fn codes(&self) -> usize {
+        self.codes
+    }
+}
+
+/// Those of a layer.
+pub(crate) fn trained(codec: &ModelCodec, layer: LayerIndex) -> Vec<Trained> {
+    let mut all: Vec<Trained> = Vec::new();
+    for head in 0..codec.geometry().kv_heads as usize {
+        for side in Side::BOTH {
+            let Some((variant, codes)) = codec.counted_codes(layer, side, head) else { continue };
+            let runs = codec.head(layer, side, head).lane_runs().map_or(0, <[_]>::len);
+            if !all.iter().any(|of| (of.side, of.variant) == (side, variant)) {
+                all.push(Trained { side, variant, codes, runs });
+            }
+        }
+    }
+    all
+}
