@@ -18,6 +18,7 @@
 #define KVD_WARP_BARRIER() kvd::emu::warp_barrier({__FILE__, __LINE__})
 #define KVD_EXPECT(condition) \
     ((condition) ? (void)0 : kvd::emu::fail({__FILE__, __LINE__}, "expected " #condition))
+#define KVD_KEEP(word) ((void)(word))
 #define KVD_RARELY(condition) __builtin_expect(!!(condition), 0)
 #define KVD_KERNEL(name, threads, Parameters, body)                                              \
     static void name(const void* parameters, uint8_t* shared) {                                  \

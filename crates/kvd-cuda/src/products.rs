@@ -47,6 +47,12 @@ pub(crate) fn on_tensor_cores((pair, variant): (Pair, Variant)) -> bool {
     )
 }
 
+/// Tiles that it works on together: `Together` of `stops.cuh`.
+pub(crate) fn tiles_together((pair, variant): (Pair, Variant)) -> usize {
+    let spreads = [Kernel::BitAlloc, Kernel::Hybrid].contains(&pair.keys);
+    if on_tensor_cores((pair, variant)) && !pair.huffman && !spreads { 2 } else { 1 }
+}
+
 /// Whether it makes bytes of that side's codes first, and what of the table for it stands in shared
 /// memory.
 pub(crate) fn spread_table((pair, variant): (Pair, Variant), shape: &SideShape) -> Option<usize> {
@@ -165,7 +171,11 @@ pub(crate) fn work_bytes(
             };
             // Where the sums of a step are scaled, those of its queries too.
             let sums = if is_hybrid { steps * rows } else { 0 };
-            4 * ((rows * ROW_WORDS).next_multiple_of(4) + steps * digit_words(rows) + sums)
+            // Of each tile where channels have scales, of which each has others.
+            let scaled = [Kernel::Uniform as u32, Kernel::Polar as u32].contains(&shape.kind);
+            let cuts = if scaled { tiles_together(kernel) } else { 1 };
+            let head = (rows * ROW_WORDS).next_multiple_of(4);
+            4 * (cuts * (head + steps * digit_words(rows)) + sums)
         }
         // Where each channel is, and what is taken from its codes.
         Side::Value if grid => 4 * rows * dim + 3 * dim + 4,
@@ -186,7 +196,8 @@ pub(crate) fn weight_words((pair, variant): (Pair, Variant), rows: usize) -> usi
         return 0;
     }
     let sets = if pair.values == Kernel::Uniform { WEIGHT_SETS_MAX } else { 1 };
-    (rows * sets).next_multiple_of(4) + sets * digit_words(rows)
+    let tiles = tiles_together((pair, variant));
+    (rows * sets).next_multiple_of(4) + tiles * sets * digit_words(rows)
 }
 
 /// Words of digits of the queries for one step, of four lanes each.
@@ -199,7 +210,7 @@ fn digit_words(rows: usize) -> usize {
 /// has a sum of values.
 pub(crate) fn fixed_bytes((pair, variant): (Pair, Variant), rows: usize, dim: usize) -> usize {
     let (query, sums) = match on_tensor_cores((pair, variant)) {
-        true => (0, TILE_TOKENS),
+        true => (0, tiles_together((pair, variant)) * TILE_TOKENS),
         false => (rows * dim, WARPS as usize * 32),
     };
     let floats = query.next_multiple_of(4) + rows * sums + rows.next_multiple_of(4);
@@ -225,6 +236,8 @@ pub(crate) struct ExpectedKernel {
     pub(crate) sides: [Expected; 2],
     /// Shared memory that is neither side's, bytes.
     pub(crate) fixed_bytes: usize,
+    /// As [`tiles_together`].
+    pub(crate) tiles: usize,
     /// As [`resident`].
     pub(crate) resident: (usize, u32),
 }
@@ -250,6 +263,7 @@ pub(crate) fn expected(specs: [&SideSpec; 2], geometry: &Geometry, rows: u32) ->
     let of_side = |side: Side, shape| {
         let bytes = work_bytes((pair, variant), side, shape, rows as usize);
         let stage = stage_bytes(kernels[side.index()], shape, geometry.block_tokens as usize);
+        let stage = tiles_together((pair, variant)) * stage;
         Expected { not: not(side), bytes, stage }
     };
     let dim = geometry.head_dim(Side::Key);
@@ -258,6 +272,7 @@ pub(crate) fn expected(specs: [&SideSpec; 2], geometry: &Geometry, rows: u32) ->
         rows,
         sides: [of_side(Side::Key, &key), of_side(Side::Value, &value)],
         fixed_bytes: fixed_bytes((pair, variant), rows as usize, dim),
+        tiles: tiles_together((pair, variant)),
         resident: resident((pair, variant), is_fixed),
     }
 }

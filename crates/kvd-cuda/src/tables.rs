@@ -13,7 +13,8 @@ use crate::fixed;
 use crate::lanes::{SharedMemory, decoding};
 use crate::lookup;
 use crate::products::{
-    fixed_bytes, looks_up, resident, rows_of_kernel, spread_table, variant, work_bytes,
+    fixed_bytes, looks_up, resident, rows_of_kernel, spread_table, tiles_together, variant,
+    work_bytes,
 };
 use crate::side::{
     COPY_BYTES, Kernel, Pair, ROWS, TILE_TOKENS, Variant, fallback_shape, rows_shape, stage_bytes,
@@ -28,8 +29,8 @@ use std::collections::BTreeMap;
 
 /// Threads of a block, in warps of 32.
 const THREADS: usize = 128;
-/// Shared memory of one tile's gains, 4 bits per row wherever they begin: `stops.cuh`.
-pub(crate) const GAIN_STAGE: usize = 2 * COPY_BYTES;
+/// Shared memory of two tiles' gains, 4 bits per row wherever they begin: `stops.cuh`.
+pub(crate) const GAIN_STAGE: usize = 3 * COPY_BYTES;
 /// Value channels that a thread block sums.
 const DIM_MAX: usize = 2 * THREADS;
 
@@ -370,16 +371,17 @@ impl Builder<'_> {
             let lanes = shape.lane_bytes as usize;
             own.next_multiple_of(COPY_BYTES) + lanes.next_multiple_of(COPY_BYTES)
         };
+        let tiles = tiles_together((pair, variant));
         let needed = [
-            stage_bytes(keys, &unit.key, tokens),
-            stage_bytes(values, &unit.value, tokens),
+            tiles * stage_bytes(keys, &unit.key, tokens),
+            tiles * stage_bytes(values, &unit.value, tokens),
             table(Side::Key, &unit.key),
             table(Side::Value, &unit.value),
             unit.key.chunk_bytes as usize,
             unit.value.chunk_bytes as usize,
             work[0],
             work[1],
-            tile,
+            tiles * tile,
         ];
         for (size, needed) in sizes.iter_mut().zip(needed) {
             *size = (*size).max(needed);

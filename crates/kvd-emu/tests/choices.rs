@@ -139,8 +139,8 @@ fn codebooks_of_floats_are_kept_where_it_was_planned() {
 #[test]
 fn codebooks_of_bytes_stand_in_shared_memory_as_often_as_it_was_planned() {
     for (planned, launch) in ["vecinfer-2", "cq-2"].into_iter().flat_map(follows) {
-        let of_bytes = ["kvd_attend_vq_vq_4", "kvd_attend_vecinfer2_4"];
-        assert!(of_bytes.contains(&launch.kernel.as_str()), "{}", launch.kernel);
+        let of_bytes = ["kvd_attend_vq_vq_", "kvd_attend_vecinfer2_"];
+        assert!(of_bytes.iter().any(|name| launch.kernel.starts_with(name)), "{}", launch.kernel);
         for unit in &launch.units {
             let books = planned.codebooks.iter().flatten();
             for (books, shape) in books.zip([unit.key, unit.value]) {

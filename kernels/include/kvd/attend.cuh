@@ -35,12 +35,13 @@ struct AsGiven {
 // What of shared memory depends on a pair of sides.
 template <class Key, class Value, int ROWS, bool CODED>
 KVD_DEVICE typename AttendShared<ROWS>::Sizes sizes_of(const SideShape& value, unsigned buffers) {
-    constexpr unsigned SUMS = Scores<Key, ROWS>::PARTS * TILE_TOKENS;
+    using Found = Stops<Key, Value, CODED>;
+    constexpr unsigned SUMS = Scores<Key, ROWS>::PARTS * Found::TOKENS;
     constexpr unsigned SUMS_OF_ROW =
         SUMS < Sums<Value, ROWS>::SUMS_OF_ROW ? Sums<Value, ROWS>::SUMS_OF_ROW : SUMS;
-    using Found = Stops<Key, Value, CODED>;
     return {Found::RING * unsigned(sizeof(typename Found::Stop)), Sums<Value, ROWS>::work_bytes(value),
-            SUMS_OF_ROW, Weights<Value, ROWS>::SETS, buffers, Scores<Key, ROWS>::COPIES_QUERY, CODED};
+            SUMS_OF_ROW, Found::TILES, Weights<Value, ROWS, Found::TILES>::SETS, buffers,
+            Scores<Key, ROWS>::COPIES_QUERY, CODED};
 }
 
 // One unit. Three barriers per tile: the staged bytes are complete, the scores, the weights; each
@@ -74,7 +75,8 @@ KVD_DEVICE void attend(const AttendParameters& parameters, uint8_t* memory) {
     const Range seen = {visible(unit, 0).from, visible(unit, unit.rows - 1).to};
     Stops<Key, Value, CODED> stops(shared.stops);
     Scores<Key, ROWS> scores(shared, parameters, key);
-    Softmax<Value, ROWS, Scores<Key, ROWS>::PARTS> softmax(parameters, unit);
+    constexpr unsigned TILES = Stops<Key, Value, CODED>::TILES;
+    Softmax<Value, ROWS, Scores<Key, ROWS>::PARTS, TILES> softmax(parameters, unit);
     Sums<Value, ROWS> sums(shared, parameters, value);
     if (warp_index() == 0) {
         stops.find(parameters, unit, seen, decoder, 0);
@@ -105,29 +107,50 @@ KVD_DEVICE void attend(const AttendParameters& parameters, uint8_t* memory) {
         decoder.advance(seen, place, [&]() { sums.settle(parameters, value); });
         start(number + buffers - 1, buffer == 0 ? buffers - 1 : buffer - 1);
         const uint8_t* staged = shared.stages + buffer * stage_bytes;
-        Tile keys = stops.keys(decoder, stop, staged);
+        // A second tile that the page has not is the first once more, and nothing of it is seen.
+        const unsigned count = stops.tiles(stop);
+        Tile keys[TILES];
+        Tile values[TILES];
+        float gains[TILES];
+#pragma unroll
+        for (unsigned tile = 0; tile < TILES; tile++) {
+            const unsigned half = least(tile, count - 1);
+            keys[tile] = stops.keys(decoder, stop, staged, half);
+            values[tile] = stops.values(decoder, stop, staged, half);
+            gains[tile] = stops.gain(stop, staged, tile * TILE_TOKENS + lane_index());
+        }
         const bool folds = scores.folds(key);
-        if (folds) {
-            scores.fold(shared, key, keys);
+#pragma unroll
+        for (unsigned tile = 0; tile < TILES; tile++) {
+            if (folds && tile < count) {
+                scores.fold(shared, key, keys[tile]);
+            }
         }
         if constexpr (Spreads<Key>::value) {
-            Key::template spread<true>(key, keys, shared.key_spread);
-            keys.decoded = shared.key_spread;
+            Key::template spread<true>(key, keys[0], shared.key_spread);
+            keys[0].decoded = shared.key_spread;
         }
-        Tile values = stops.values(decoder, stop, staged);
         if constexpr (Spreads<Value>::value) {
-            Value::template spread<false>(value, values, shared.value_spread);
-            values.decoded = shared.value_spread;
+            Value::template spread<false>(value, values[0], shared.value_spread);
+            values[0].decoded = shared.value_spread;
         }
         if (folds || Spreads<Key>::value || Spreads<Value>::value) {
             KVD_BARRIER();
         }
-        scores.tile(shared, key, keys);
+#pragma unroll
+        for (unsigned tile = 0; tile < TILES; tile++) {
+            if (tile < count) {
+                scores.tile(shared, key, keys[tile]);
+            }
+        }
         KVD_BARRIER();
-        const float gain = stops.gain(stop, staged, lane_index());
-        softmax.absorb(parameters, place, stop.token, shared, value, values, gain);
+        softmax.absorb(parameters, place, stop.token, shared, value, values, gains);
         KVD_BARRIER();
-        sums.absorb(value, values, shared);
+        if constexpr (TILES > 1) {
+            sums.absorb(value, values, count, shared);
+        } else {
+            sums.absorb(value, values[0], shared);
+        }
     }
     softmax.write(parameters, unit, shared);
     sums.write(shared, parameters, unit, value);

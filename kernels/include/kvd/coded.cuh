@@ -88,19 +88,22 @@ struct Decoder {
 
     KVD_DEVICE static bool coded(const SideShape& side) { return CODED && side.stride != 0; }
 
-    // A side's tile, of a page of so many tokens; it is staged in `buffer` as `pieces` say.
+    // A side's tile, of a page of so many tokens, or the one behind it; it is staged in `buffer` as `pieces`
+    // say.
     KVD_DEVICE Tile tile(const Place& place, unsigned page_tokens, bool is_key,
-                         const uint8_t* buffer, const Piece* pieces) const {
+                         const uint8_t* buffer, const Piece* pieces, unsigned half = 0) const {
         const PageEntry& page = *place.page;
         const SideShape& side = is_key ? key : value;
-        const unsigned first = place.tile * TILE_TOKENS;
+        const unsigned index = place.tile + half;
+        const unsigned first = index * TILE_TOKENS;
         Tile tile = {parameters.arena + (is_key ? page.key : page.value),
                      is_key ? page.key_bytes : page.value_bytes,
                      buffer,
                      pieces,
+                     half,
                      is_key ? key_table : value_table,
                      parameters.tables,
-                     place.tile,
+                     index,
                      first,
                      page_tokens,
                      least(TILE_TOKENS, page_tokens - first),

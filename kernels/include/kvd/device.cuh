@@ -29,6 +29,8 @@
 // A condition that full tiles of a long sequence do not meet, or hardly ever: what is behind it is laid
 // out of the way, and not counted (`cargo xtask count`).
 #define KVD_RARELY(condition) __builtin_expect(!!(condition), 0)
+// Keeps a word in a register, where the compiler would compute it anew for every tile.
+#define KVD_KEEP(word) asm volatile("" : "+r"(word))
 // A kernel `name` of `threads` threads whose one parameter is a struct and whose shared memory is
 // all dynamic: `body(parameters, shared)`. Its registers leave room for so many thread blocks on a
 // multiprocessor.

@@ -163,11 +163,12 @@ struct Span {
 
 struct OutlierList;
 
-// One of a tile's spans on its way to shared memory: the aligned sixteens around it, how many, and where
-// its first byte stands in the tile's buffer.
+// One span, of one tile or two that follow one another, on its way to shared memory: the aligned sixteens
+// around it, how many, where its first byte stands in the buffer, and how far behind that the second tile's.
 struct alignas(16) Piece {
     const uint8_t* from;
-    uint32_t copies;
+    uint16_t copies;
+    uint16_t step;
     uint32_t at;
 };
 
@@ -178,6 +179,8 @@ struct Tile {
     // The buffer that it is staged in, the side's spans there, and the side's table.
     const uint8_t* staged;
     const Piece* pieces;
+    // Whether it is the second of two that are staged together.
+    unsigned half;
     const uint8_t* table;
     // All tables, in global memory.
     const uint8_t* tables;
@@ -218,7 +221,8 @@ KVD_DEVICE unsigned staged_bytes(const uint8_t* at, unsigned len) {
 // Where span `part` of a side's tile stands in shared memory.
 template <class Side>
 KVD_DEVICE const uint8_t* staged_span(const SideShape&, const Tile& tile, unsigned part) {
-    return tile.staged + tile.pieces[part].at;
+    const Piece& piece = tile.pieces[part];
+    return tile.staged + piece.at + tile.half * piece.step;
 }
 
 // Copies a side's table into shared memory: whole words, table and place aligned to sixteens.

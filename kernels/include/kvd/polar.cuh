@@ -132,6 +132,8 @@ struct Tensor<Polar> : LookedUp<Polar> {
         return (pairs(side) + OF_CHUNK - 1) / OF_CHUNK * OF_CHUNK;
     }
 
+    KVD_DEVICE static unsigned scaled_slot(const SideShape&, unsigned quad) { return quad; }
+
     // Queries times the step of a pair, and what a byte counts: the four of a slot are its cosine's and its
     // sine's.
     KVD_DEVICE static void scale(const SideShape& side, const Tile& tile, const float* query,

@@ -29,8 +29,9 @@ struct Scores {
 };
 
 // Shared memory of it, as the host counts it (`work_bytes` of kvd-cuda/src/products.rs): units, bases and
-// starts of the rows, in whole sixteens, then the digits of the queries by step, and where the sums of a
-// step are scaled, the sums of its channels `[ROWS, steps]`.
+// starts of the rows, in whole sixteens, then the digits of the queries by step, both for each tile that is
+// worked on together where they are cut for every one; and where the sums of a step are scaled, the sums
+// of its channels `[ROWS, steps]`.
 template <class Side, int ROWS>
 struct Scores<Tensor<Side>, ROWS> {
     static constexpr unsigned PARTS = 1;
@@ -43,6 +44,9 @@ struct Scores<Tensor<Side>, ROWS> {
     // Quads of a row that a lane cuts where that is done for every tile: up to 256 terms.
     static constexpr unsigned KEPT = 2;
 
+    // Units, bases and starts of the rows, in whole sixteens.
+    static constexpr unsigned HEAD_WORDS = (5 * ROWS + 3) / 4 * 4;
+
     struct alignas(8) Two {
         float of[2];
     };
@@ -52,17 +56,40 @@ struct Scores<Tensor<Side>, ROWS> {
     float* bases;
     int32_t* starts;
     uint32_t* digits;
+    // Words from what is kept of a tile to what is of the next.
+    unsigned copy;
     // Where the digits of this lane's quads go, if channels have other scales in every tile: of few rows
     // those of the first, else the slot.
     unsigned slots[KEPT];
     bool folded;
 
-    KVD_DEVICE Scores(const AttendShared<ROWS>& shared, const AttendParameters&, const SideShape&)
+    KVD_DEVICE Scores(const AttendShared<ROWS>& shared, const AttendParameters&,
+                      const SideShape& side)
         : units(reinterpret_cast<float*>(shared.key_work)),
           bases(units + ROWS),
           starts(reinterpret_cast<int32_t*>(bases + ROWS)),
-          digits(reinterpret_cast<uint32_t*>(shared.key_work) + (5 * ROWS + 3) / 4 * 4),
-          folded(false) {}
+          digits(reinterpret_cast<uint32_t*>(shared.key_work) + HEAD_WORDS),
+          copy(0),
+          folded(false) {
+        if constexpr (Key::MAY_SCALE_CHANNELS) {
+            const unsigned steps = padded_quads(side) / STEP_QUADS;
+            copy = scales_channels(side) ? HEAD_WORDS + steps * Digits::STEP_WORDS : 0;
+#pragma unroll
+            for (unsigned index = 0; index < KEPT; index++) {
+                const unsigned slot = Key::scaled_slot(side, lane_index() + index * WARP_LANES);
+                slots[index] = FEW ? slot / STEP_QUADS * Digits::STEP_WORDS +
+                                         Digits::word(0, 0, slot % STEP_QUADS)
+                                   : slot;
+                KVD_KEEP(slots[index]);
+            }
+        }
+    }
+
+    // Fours of terms that are cut for every tile, with those behind the last that are nothing.
+    KVD_DEVICE static unsigned padded_quads(const SideShape& side) {
+        const unsigned quads = Key::scaled_quads(side);
+        return (quads + STEP_QUADS - 1) / STEP_QUADS * STEP_QUADS;
+    }
 
     // Whether the queries' digits are not yet those for a tile; the same for all threads.
     KVD_DEVICE bool folds(const SideShape& side) const {
@@ -80,16 +107,17 @@ struct Scores<Tensor<Side>, ROWS> {
     // positions per lane.
     KVD_DEVICE void fold(const AttendShared<ROWS>& shared, const SideShape& side,
                          const Tile& tile) {
-        if (KVD_RARELY(!folded)) {
+        if (!scales_channels(side)) {
             fold_first(shared, side, tile);
+            folded = true;
+            return;
         }
-        folded = true;
         if constexpr (Key::MAY_SCALE_CHANNELS) {
 #pragma unroll
-            for (unsigned own = 0; own < OWNED && scales_channels(side); own++) {
+            for (unsigned own = 0; own < OWNED; own++) {
                 const unsigned row = own * ATTEND_WARPS + warp_index();
                 if (row < ROWS) {
-                    fold_tile(shared, side, tile, row);
+                    fold_tile(shared, side, tile, row, tile.half * copy);
                 }
             }
         }
@@ -98,7 +126,6 @@ struct Scores<Tensor<Side>, ROWS> {
     KVD_DEVICE void fold_first(const AttendShared<ROWS>& shared, const SideShape& side,
                                const Tile& tile) {
         const auto order = Key::order(side, tile);
-        const bool keeps = scales_channels(side);
 #pragma unroll
         for (unsigned own = 0; own < OWNED; own++) {
             const unsigned row = own * ATTEND_WARPS + warp_index();
@@ -106,10 +133,6 @@ struct Scores<Tensor<Side>, ROWS> {
                 break;
             }
             const float* query = shared.query_of(row, side.dim);
-            if (keeps) {
-                keep(order, row);
-                continue;
-            }
             const float largest = largest_of(order, side, tile, query);
             fold_row(order, side, tile, query, row, unit_of(largest, QUERY_BITS));
         }
@@ -131,31 +154,13 @@ struct Scores<Tensor<Side>, ROWS> {
         return warp_max(largest);
     }
 
-    // A row whose channels have other scales in every tile: what is the same for all.
-    template <class Order>
-    KVD_DEVICE void keep(const Order& order, unsigned row) {
-        KVD_EXPECT(order.steps() * STEP_QUADS <= KEPT * WARP_LANES);
-#pragma unroll
-        for (unsigned index = 0; index < KEPT; index++) {
-            const unsigned quad = lane_index() + index * WARP_LANES;
-            const unsigned slot = order.slot(quad);
-            slots[index] = FEW ? slot / STEP_QUADS * Digits::STEP_WORDS +
-                                     Digits::word(0, 0, slot % STEP_QUADS)
-                               : slot;
-            if (quad >= order.quads && quad < order.steps() * STEP_QUADS) {
-                const uint32_t nothing[DIGITS] = {};
-                put(slot, row, nothing);
-            }
-        }
-        if (lane_index() < DIGITS) {
-            starts[DIGITS * row + lane_index()] = 0;
-        }
-    }
-
+    // A row whose channels have other scales in every tile.
     KVD_DEVICE void fold_tile(const AttendShared<ROWS>& shared, const SideShape& side,
-                              const Tile& tile, unsigned row) const {
+                              const Tile& tile, unsigned row, unsigned at) const {
         const float* query = shared.query_of(row, side.dim);
         const unsigned quads = Key::scaled_quads(side);
+        const unsigned padded = padded_quads(side);
+        KVD_EXPECT(padded <= KEPT * WARP_LANES);
         float values[KEPT][CODE_GROUP] = {};
         float base = 0;
         float largest = 0;
@@ -177,23 +182,23 @@ struct Scores<Tensor<Side>, ROWS> {
         const float inverse = per_unit(unit);
 #pragma unroll
         for (unsigned index = 0; index < KEPT; index++) {
-            if (index * WARP_LANES >= quads) {
+            if (index * WARP_LANES >= padded) {
                 break;
             }
-            if (lane_index() + index * WARP_LANES < quads) {
+            if (lane_index() + index * WARP_LANES < padded) {
                 uint32_t cut[DIGITS];
                 signed_digits(values[index], inverse, cut);
                 if (FEW) {
-                    Digits::put_few(digits + slots[index], row, cut);
+                    Digits::put_few(digits + at + slots[index], row, cut);
                 } else {
-                    put(slots[index], row, cut);
+                    put(slots[index], row, cut, at);
                 }
             }
         }
         base = warp_sum(base);
         if (lane_index() == 0) {
-            units[row] = unit;
-            bases[row] = base;
+            units[at + row] = unit;
+            bases[at + row] = base;
         }
     }
 
@@ -213,7 +218,7 @@ struct Scores<Tensor<Side>, ROWS> {
             }
             uint32_t cut[DIGITS];
             signed_digits(values, inverse, cut);
-            put(order.slot(quad), row, cut);
+            put(order.slot(quad), row, cut, 0);
             if (Key::BIASED && quad < order.quads) {
                 const int32_t bias = Key::bias(tile, quad);
 #pragma unroll
@@ -241,8 +246,9 @@ struct Scores<Tensor<Side>, ROWS> {
     }
 
     // Writes the digits of a row's four terms.
-    KVD_DEVICE void put(unsigned slot, unsigned row, const uint32_t (&cut)[DIGITS]) const {
-        uint32_t* step = digits + slot / STEP_QUADS * Digits::STEP_WORDS;
+    KVD_DEVICE void put(unsigned slot, unsigned row, const uint32_t (&cut)[DIGITS],
+                        unsigned at) const {
+        uint32_t* step = digits + at + slot / STEP_QUADS * Digits::STEP_WORDS;
         Digits::put(step, row, slot % STEP_QUADS, cut);
     }
 
@@ -268,9 +274,9 @@ struct Scores<Tensor<Side>, ROWS> {
     }
 
     KVD_DEVICE void multiply_step(Products<FEW>& sums, unsigned step,
-                                  const uint32_t (&words)[2]) const {
+                                  const uint32_t (&words)[2], unsigned at) const {
         uint32_t of_query[Digits::WORDS];
-        Digits::load(digits + step * Digits::STEP_WORDS, of_query);
+        Digits::load(digits + at + step * Digits::STEP_WORDS, of_query);
         multiply<true, Key::SIGNED>(sums, of_query, words);
     }
 
@@ -306,9 +312,10 @@ struct Scores<Tensor<Side>, ROWS> {
         if constexpr (SCALES_STEPS) {
             return scale_steps(shared, side, tile, order, codes);
         }
+        const unsigned at_tile = tile.half * copy;
         Products<FEW> sums = first_sums();
         order.each(codes, first + row, [&](unsigned step, const uint32_t(&words)[2]) {
-            multiply_step(sums, step, words);
+            multiply_step(sums, step, words, at_tile);
         });
         int32_t three[2][DIGITS];
         sums.digits(0, three[0]);
@@ -317,8 +324,8 @@ struct Scores<Tensor<Side>, ROWS> {
             return;
         }
         const unsigned mine = first + 2 * lane_word();
-        const float unit = units[row];
-        const float base = bases[row];
+        const float unit = units[at_tile + row];
+        const float base = bases[at_tile + row];
         float scores[2];
 #pragma unroll
         for (unsigned at = 0; at < 2; at++) {
@@ -327,7 +334,7 @@ struct Scores<Tensor<Side>, ROWS> {
         }
         const float* query = shared.query_of(row, side.dim);
         Key::add_rests(side, tile, query, first, mine, scores);
-        put_scores(shared, row, mine, scores);
+        put_scores(shared, tile.half * ROWS + row, mine, scores);
     }
 
     KVD_DEVICE static void put_scores(const AttendShared<ROWS>& shared, unsigned row, unsigned token,
@@ -347,7 +354,7 @@ struct Scores<Tensor<Side>, ROWS> {
         float scores[2] = {};
         order.each(codes, first + row, [&](unsigned step, const uint32_t(&words)[2]) {
             Products<FEW> sums = {};
-            multiply_step(sums, step, words);
+            multiply_step(sums, step, words, 0);
             float of_step[2];
 #pragma unroll
             for (unsigned at = 0; at < 2; at++) {

@@ -42,6 +42,8 @@ struct AttendShared {
         unsigned stops;
         unsigned value_work;
         unsigned sums_of_row;
+        // Tiles that are worked on together, and sets of weights of each.
+        unsigned tiles;
         unsigned sets;
         unsigned buffers;
         bool has_copy;
@@ -58,7 +60,7 @@ struct AttendShared {
         factors = sums + ROWS * sizes.sums_of_row;
         per_units = factors + (ROWS + 3) / 4 * 4;
         digits = reinterpret_cast<uint32_t*>(per_units + (ROWS * sizes.sets + 3) / 4 * 4);
-        key_table = reinterpret_cast<uint8_t*>(digits + sizes.sets * Factor<ROWS>::STEP_WORDS);
+        key_table = reinterpret_cast<uint8_t*>(digits + sizes.tiles * sizes.sets * Factor<ROWS>::STEP_WORDS);
         value_table = key_table + parameters.key_table;
         stops = value_table + parameters.value_table;
         stages = stops + sizes.stops;

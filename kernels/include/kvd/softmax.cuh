@@ -23,7 +23,7 @@ KVD_DEVICE Range visible(const Unit& unit, unsigned row) {
 }
 
 // The softmax of the rows that a warp owns: every `ATTEND_WARPS`th.
-template <class Value, int ROWS, unsigned PARTS>
+template <class Value, int ROWS, unsigned PARTS, unsigned TILES>
 struct Softmax {
     static constexpr unsigned OWNED = (ROWS + ATTEND_WARPS - 1) / ATTEND_WARPS;
     // What weights are relative to, and the sum of those of this lane's tokens.
@@ -32,7 +32,7 @@ struct Softmax {
     // What a row sees, nothing where the unit has none, and what is added to its scores.
     Range seen[OWNED];
     float offset[OWNED];
-    Weights<Value, ROWS> weights;
+    Weights<Value, ROWS, TILES> weights;
 
     KVD_DEVICE static unsigned row_of(unsigned own) { return own * ATTEND_WARPS + warp_index(); }
 
@@ -48,47 +48,59 @@ struct Softmax {
         }
     }
 
-    // Turns a tile's scores into weights, and says by which factor what was summed so far shrinks.
-    // Gains scale the weight of a value, not its part of the sum.
+    // Turns scores into weights, of tiles that are worked on together, and says by which factor what was
+    // summed so far shrinks. Gains scale the weight of a value, not its part of the sum.
     KVD_DEVICE void absorb(const AttendParameters& parameters, const Place& place, unsigned token,
                            const AttendShared<ROWS>& shared, const SideShape& side,
-                           const Tile& values, float gain) {
-        const bool is_there = lane_index() >= place.from && lane_index() < place.to;
-        weights.begin(side, values);
+                           const Tile (&values)[TILES], const float (&gains)[TILES]) {
+        float weight[OWNED][TILES] = {};
+        bool moves[OWNED];
 #pragma unroll
         for (unsigned own = 0; own < OWNED; own++) {
-            const unsigned row = row_of(own);
-            if (row >= ROWS) {
+            moves[own] = false;
+            if (row_of(own) >= ROWS) {
                 break;
             }
-            const unsigned at = token + lane_index();
-            const bool is_seen = is_there && at >= seen[own].from && at < seen[own].to;
-            const float score = is_seen ? this->score(parameters, shared, own) : -INFINITY;
+            float largest = -INFINITY;
+#pragma unroll
+            for (unsigned tile = 0; tile < TILES; tile++) {
+                const unsigned row = tile * TILE_TOKENS + lane_index();
+                const unsigned at = token + row;
+                const bool is_seen = row >= place.from && row < place.to && at >= seen[own].from &&
+                                     at < seen[own].to;
+                weight[own][tile] = is_seen ? score(parameters, shared, own, tile) : -INFINITY;
+                largest = fmaxf(largest, weight[own][tile]);
+            }
             float factor = 1;
-            const bool moves = KVD_BALLOT(score > reference[own] + SCORE_ABOVE) != 0;
-            if (KVD_RARELY(moves)) {
-                const float high = warp_max(score);
+            moves[own] = KVD_BALLOT(largest > reference[own] + SCORE_ABOVE) != 0;
+            if (KVD_RARELY(moves[own])) {
+                const float high = warp_max(largest);
                 factor = exp_near(reference[own] - high);
                 reference[own] = high;
                 sum[own] *= factor;
                 weights.shrink(own, factor);
             }
-            const float weight = exp_near(score - reference[own]);
-            sum[own] += weight;
-            weights.put(shared, own, row, weight * gain, moves);
+#pragma unroll
+            for (unsigned tile = 0; tile < TILES; tile++) {
+                const float of_token = exp_near(weight[own][tile] - reference[own]);
+                sum[own] += of_token;
+                weight[own][tile] = of_token * gains[tile];
+            }
             if (lane_index() == 0) {
-                shared.factors[row] = factor;
+                shared.factors[row_of(own)] = factor;
             }
         }
+        weights.put(shared, side, values, weight, moves);
     }
 
     // The score of this lane's token.
     KVD_DEVICE float score(const AttendParameters& parameters, const AttendShared<ROWS>& shared,
-                           unsigned own) const {
+                           unsigned own, unsigned tile) const {
         float score = offset[own];
 #pragma unroll
         for (unsigned part = 0; part < PARTS; part++) {
-            score += shared.sums[(part * ROWS + row_of(own)) * TILE_TOKENS + lane_index()];
+            const unsigned row = (tile * PARTS + part) * ROWS + row_of(own);
+            score += shared.sums[row * TILE_TOKENS + lane_index()];
         }
         if (KVD_RARELY(parameters.soft_cap > 0)) {
             score = parameters.soft_cap * tanhf(score / parameters.soft_cap);

@@ -4,13 +4,25 @@
 #pragma once
 
 #include "coded.cuh"
+#include "spread.cuh"
 
 namespace kvd {
 
-// Bytes of one tile's gains, 4 bits per row wherever they begin.
-constexpr unsigned GAIN_STAGE = 2 * COPY_BYTES;
+// Bytes of two tiles' gains, 4 bits per row wherever they begin.
+constexpr unsigned GAIN_STAGE = 3 * COPY_BYTES;
 
-// One tile: none, behind the last, where no row of it is seen.
+// Tiles that are worked on together, of one page: two where that takes no more shared memory for bytes of
+// their codes.
+template <class Side>
+struct Together {
+    static constexpr unsigned value = 1;
+};
+template <class Side>
+struct Together<Tensor<Side>> {
+    static constexpr unsigned value = Spreads<Tensor<Side>>::value ? 1 : 2;
+};
+
+// Such tiles: none, behind the last, where no row of them is seen.
 template <unsigned PIECES>
 struct alignas(16) StopOf {
     Place place;
@@ -31,6 +43,10 @@ KVD_DEVICE Span gain_span(const PageEntry& page, unsigned tile) {
 
 template <class Key, class Value, bool CODED>
 struct Stops {
+    static constexpr unsigned TILES =
+        CODED || Together<Key>::value != Together<Value>::value ? 1 : Together<Key>::value;
+    // Tokens of a stop.
+    static constexpr unsigned TOKENS = TILES * TILE_TOKENS;
     static constexpr unsigned KEYS = Key::SPANS;
     static constexpr unsigned VALUES = Value::SPANS;
     static constexpr unsigned PIECES = KEYS + VALUES + 1;
@@ -78,8 +94,8 @@ struct Stops {
             if (index + lane_index() < unit.pages) {
                 rows = seen_rows(*page, seen);
             }
-            const unsigned to = (rows.to + TILE_TOKENS - 1) / TILE_TOKENS;
-            const unsigned from = most(rows.from / TILE_TOKENS, lane_index() == 0 ? tile : 0);
+            const unsigned to = (rows.to + TOKENS - 1) / TOKENS;
+            const unsigned from = most(rows.from / TOKENS, lane_index() == 0 ? tile : 0);
             const unsigned mine = rows.from < rows.to && from < to ? to - from : 0;
             unsigned end = count + mine;
 #pragma unroll
@@ -88,10 +104,10 @@ struct Stops {
                 end += lane_index() >= step ? before - count : 0;
             }
             for (unsigned of = 0; of < mine && end - mine + of < BATCH; of++) {
-                const unsigned start = (from + of) * TILE_TOKENS;
+                const unsigned start = (from + of) * TOKENS;
                 Place& place = at(number + end - mine + of).place;
-                place = {page, from + of, most(rows.from, start) - start,
-                         least(rows.to, start + TILE_TOKENS) - start};
+                place = {page, (from + of) * TILES, most(rows.from, start) - start,
+                         least(rows.to, start + TOKENS) - start};
             }
             // The page that the batch ends in, if it has tiles beyond.
             const uint32_t beyond = KVD_BALLOT(end > BATCH);
@@ -113,27 +129,51 @@ struct Stops {
         const PageEntry& page = *stop.place.page;
         stop.token = page.first_token - page.first_row + stop.place.tile * TILE_TOKENS;
         stop.page_tokens = page.tokens;
-        const Tile keys = decoder.tile(stop.place, page.tokens, true, nullptr, nullptr);
         unsigned used = 0;
         for (unsigned part = 0; part != KEYS; part++) {
-            used += piece(keys, Key::span(decoder.key, keys, part), used, stop.piece[part]);
+            used += piece<Key>(decoder, decoder.key, stop, true, part, used, stop.piece[part]);
         }
         KVD_EXPECT(used <= parameters.key_stage);
-        const Tile values = decoder.tile(stop.place, page.tokens, false, nullptr, nullptr);
         used = parameters.key_stage;
         for (unsigned part = 0; part != VALUES; part++) {
-            used += piece(values, Value::span(decoder.value, values, part), used, stop.piece[KEYS + part]);
+            Piece& to = stop.piece[KEYS + part];
+            used += piece<Value>(decoder, decoder.value, stop, false, part, used, to);
         }
         KVD_EXPECT(used <= parameters.key_stage + parameters.value_stage);
         used = parameters.key_stage + parameters.value_stage;
-        piece(values, gain_span(page, stop.place.tile), used, stop.piece[PIECES - 1]);
+        Span gains = gain_span(page, stop.place.tile);
+        if (TILES > 1) {
+            gains.len += gain_span(page, stop.place.tile + 1).len;
+        }
+        const uint8_t* values = parameters.arena + page.value;
+        place(values + gains.offset, gains.len, 0, used, stop.piece[PIECES - 1]);
+    }
+
+    // A span of both tiles: those of the second end behind those of the first.
+    template <class Side>
+    KVD_DEVICE static unsigned piece(const Decoder<Key, Value, CODED>& decoder,
+                                     const SideShape& side, const Stop& stop, bool is_key,
+                                     unsigned part, unsigned used, Piece& to) {
+        const Tile first = decoder.tile(stop.place, stop.page_tokens, is_key, nullptr, nullptr);
+        const Span span = Side::span(side, first, part);
+        uint64_t end = span.offset + span.len;
+        unsigned step = 0;
+        if (TILES > 1 && first.first_row + TILE_TOKENS < stop.page_tokens) {
+            const Tile second =
+                decoder.tile(stop.place, stop.page_tokens, is_key, nullptr, nullptr, 1);
+            const Span next = Side::span(side, second, part);
+            step = unsigned(next.offset - span.offset);
+            end = next.offset + next.len;
+        }
+        return place(first.payload + span.offset, unsigned(end - span.offset), step, used, to);
     }
 
     // Pages and slots begin on sixteens and end with them, so nothing outside the slot is read.
-    KVD_DEVICE static unsigned piece(const Tile& tile, const Span& span, unsigned used, Piece& to) {
-        const uint8_t* from = tile.payload + span.offset;
-        const unsigned bytes = staged_bytes(from, span.len);
-        to = {from - misaligned(from), bytes / COPY_BYTES, used + misaligned(from)};
+    KVD_DEVICE static unsigned place(const uint8_t* from, unsigned len, unsigned step, unsigned used,
+                                     Piece& to) {
+        const unsigned bytes = staged_bytes(from, len);
+        to = {from - misaligned(from), uint16_t(bytes / COPY_BYTES), uint16_t(step),
+              used + misaligned(from)};
         return bytes;
     }
 
@@ -153,14 +193,19 @@ struct Stops {
         }
     }
 
-    // Both sides of a staged tile.
+    // Both sides of a staged tile, the first or the second.
     KVD_DEVICE static Tile keys(const Decoder<Key, Value, CODED>& decoder, const Stop& stop,
-                                const uint8_t* buffer) {
-        return decoder.tile(stop.place, stop.page_tokens, true, buffer, stop.piece);
+                                const uint8_t* buffer, unsigned half = 0) {
+        return decoder.tile(stop.place, stop.page_tokens, true, buffer, stop.piece, half);
     }
     KVD_DEVICE static Tile values(const Decoder<Key, Value, CODED>& decoder, const Stop& stop,
-                                  const uint8_t* buffer) {
-        return decoder.tile(stop.place, stop.page_tokens, false, buffer, stop.piece + KEYS);
+                                  const uint8_t* buffer, unsigned half = 0) {
+        return decoder.tile(stop.place, stop.page_tokens, false, buffer, stop.piece + KEYS, half);
+    }
+    // How many there are.
+    KVD_DEVICE static unsigned tiles(const Stop& stop) {
+        const unsigned second = (stop.place.tile + 1) * TILE_TOKENS;
+        return TILES > 1 && second < stop.page_tokens ? 2 : 1;
     }
 
     // What the weight of row `row` of a staged tile is multiplied by.

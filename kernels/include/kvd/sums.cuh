@@ -188,29 +188,46 @@ struct Sums<Tensor<Side>, ROWS> {
         return deals() ? place / DEALT % STEP_COLUMNS : place % STEP_COLUMNS;
     }
 
+    // A tile, or the first `count` of those that are worked on together.
     KVD_DEVICE void absorb(const SideShape& side, const Tile& tile,
+                           const AttendShared<ROWS>& shared) {
+        const Tile one[1] = {tile};
+        absorb(side, one, 1, shared);
+    }
+
+    template <unsigned TILES>
+    KVD_DEVICE void absorb(const SideShape& side, const Tile (&tile)[TILES], unsigned count,
                            const AttendShared<ROWS>& shared) {
         const unsigned row = lane_row();
         const bool has_row = row < ROWS;
         const float factor = has_row ? shared.factors[row] : 1;
-        uint32_t digits[Digits::WORDS];
-        Digits::load(shared.digits + set * Digits::STEP_WORDS, digits);
         if constexpr (SCALES_TILES) {
-            multiply_tile(side, tile, digits);
-            add_tile(side, tile, shared, factor);
+            uint32_t digits[Digits::WORDS];
+            Digits::load(shared.digits, digits);
+            multiply_tile(side, tile[0], digits);
+            add_tile(side, tile[0], shared, factor);
         } else {
             const float next = SETS > 0 && has_row ? shared.per_units[row * SETS + set] : per_unit;
-            const bool anew = factor != 1 || next != per_unit || tiles == TILES_MAX;
+            const bool anew = factor != 1 || next != per_unit || tiles + TILES > TILES_MAX;
             if (KVD_RARELY(KVD_BALLOT(anew) != 0)) {
-                flush(side, Value::step(side, tile), factor);
+                flush(side, Value::step(side, tile[0]), factor);
                 per_unit = next;
             }
-            tiles++;
-            if (Value::BIASED) {
-                sum_digits(digits);
+            tiles += TILES;
+#pragma unroll
+            for (unsigned at = 0; at < TILES; at++) {
+                if (at >= count) {
+                    break;
+                }
+                const unsigned step = at * (SETS > 0 ? SETS : 1) + set;
+                uint32_t digits[Digits::WORDS];
+                Digits::load(shared.digits + step * Digits::STEP_WORDS, digits);
+                if (Value::BIASED) {
+                    sum_digits(digits);
+                }
+                multiply_tile(side, tile[at], digits);
+                add_rests(side, tile[at], shared.weights + at * ROWS * TILE_TOKENS);
             }
-            multiply_tile(side, tile, digits);
-            add_rests(side, tile, shared);
         }
     }
 
@@ -239,10 +256,9 @@ struct Sums<Tensor<Side>, ROWS> {
         all.digits(0, to);
     }
 
-    KVD_DEVICE void add_rests(const SideShape& side, const Tile& tile,
-                              const AttendShared<ROWS>& shared) {
+    KVD_DEVICE void add_rests(const SideShape& side, const Tile& tile, const float* weights) {
         const unsigned row = lane_row();
-        Value::add_rests(side, tile, places, shared.weights, [&](unsigned at, unsigned channel,
+        Value::add_rests(side, tile, places, weights, [&](unsigned at, unsigned channel,
                                                                 const float* weight, float rest) {
             // The thread that has the channel adds to its sum.
             const bool here = at - place(0, 0) < blocks * STEP_COLUMNS;

@@ -175,6 +175,10 @@ struct Tensor<Uniform<Levels>> : Uniform<Levels> {
         return (side.dim + CODE_GROUP - 1) / CODE_GROUP;
     }
 
+    KVD_DEVICE static unsigned scaled_slot(const SideShape& side, unsigned quad) {
+        return KeyOrder(side.dim, side.bits, side.stride != 0).slot(quad);
+    }
+
     // Those times their steps; and what the minima add.
     KVD_DEVICE static void scale(const SideShape& side, const Tile& tile, const float* query,
                                  unsigned quad, float (&values)[CODE_GROUP], float& base) {
@@ -217,7 +221,8 @@ struct Tensor<Uniform<Levels>> : Uniform<Levels> {
         const unsigned pairs = scale_pairs(side);
         const uint8_t* first = staged_span<Side>(side, tile, 0);
         const uint8_t* row = row_of(side, first, least(token, tile.tokens - 1));
-        if (pairs == CODE_GROUP && shared_misaligned(first) % 8 == 0) {
+        // Rows of four are sixteen bytes, and begin on sixteens as pages do.
+        if (pairs == CODE_GROUP) {
             return Levels::scales(row, pairs, scales);
         }
 #pragma unroll

@@ -7,58 +7,83 @@
 
 namespace kvd {
 
-template <class Value, int ROWS>
+// Weights of this lane's tokens, by row that the warp owns and by tile.
+template <int ROWS, unsigned TILES>
+struct OfLane {
+    static constexpr unsigned OWNED = (ROWS + ATTEND_WARPS - 1) / ATTEND_WARPS;
+    using Array = const float (&)[OWNED][TILES];
+
+    KVD_DEVICE static unsigned row_of(unsigned own) { return own * ATTEND_WARPS + warp_index(); }
+
+    // Leaves them as floats.
+    KVD_DEVICE static void put(const AttendShared<ROWS>& shared, Array weight) {
+#pragma unroll
+        for (unsigned at = 0; at < OWNED * TILES; at++) {
+            const unsigned row = row_of(at / TILES);
+            if (row < ROWS) {
+                float* to = shared.weights + (at % TILES * ROWS + row) * TILE_TOKENS;
+                to[lane_index()] = weight[at / TILES][at % TILES];
+            }
+        }
+    }
+};
+
+template <class Value, int ROWS, unsigned TILES>
 struct Weights {
     // Sets of weights, where the channels of a token have several scales.
     static constexpr unsigned SETS = 0;
+    using Mine = OfLane<ROWS, TILES>;
 
-    KVD_DEVICE void begin(const SideShape&, const Tile&) {}
     KVD_DEVICE void shrink(unsigned, float) {}
-    KVD_DEVICE void put(const AttendShared<ROWS>& shared, unsigned, unsigned row, float weight, bool) {
-        shared.weights[row * TILE_TOKENS + lane_index()] = weight;
+    KVD_DEVICE void put(const AttendShared<ROWS>& shared, const SideShape&, const Tile (&)[TILES],
+                        typename Mine::Array weight, const bool (&)[Mine::OWNED]) {
+        Mine::put(shared, weight);
     }
     KVD_DEVICE void write(const AttendShared<ROWS>&, unsigned, unsigned) {}
 };
 
 // Of codes without a scale of their token: whole numbers of one unit.
-template <class Side, int ROWS, unsigned SETS_OF_SIDE>
+template <class Side, int ROWS, unsigned TILES, unsigned SETS_OF_SIDE>
 struct DigitWeights {
     static constexpr unsigned SETS = 1;
+    using Mine = OfLane<ROWS, TILES>;
 
-    KVD_DEVICE void begin(const SideShape&, const Tile&) {}
     KVD_DEVICE void shrink(unsigned, float) {}
-    KVD_DEVICE void put(const AttendShared<ROWS>& shared, unsigned, unsigned row, float weight, bool) {
+    KVD_DEVICE void put(const AttendShared<ROWS>& shared, const SideShape&, const Tile (&)[TILES],
+                        typename Mine::Array weight, const bool (&)[Mine::OWNED]) {
         if constexpr (Tensor<Side>::WANTS_WEIGHTS) {
-            shared.weights[row * TILE_TOKENS + lane_index()] = weight;
+            Mine::put(shared, weight);
         }
-        const uint32_t whole = f32_bits(fmaf(weight, per_unit(WEIGHT_UNIT), WHOLE_BASE));
-        Factor<ROWS>::put(shared.digits, row, lane_index(), whole);
+#pragma unroll
+        for (unsigned at = 0; at < Mine::OWNED * TILES; at++) {
+            const unsigned row = Mine::row_of(at / TILES);
+            const float of_token = weight[at / TILES][at % TILES];
+            const uint32_t whole = f32_bits(fmaf(of_token, per_unit(WEIGHT_UNIT), WHOLE_BASE));
+            if (row < ROWS) {
+                uint32_t* digits = shared.digits + at % TILES * Factor<ROWS>::STEP_WORDS;
+                Factor<ROWS>::put(digits, row, lane_index(), whole);
+            }
+        }
     }
     KVD_DEVICE void write(const AttendShared<ROWS>&, unsigned, unsigned) {}
 };
 
 // Of codes with one: a set for each group of channels. Units are found for the largest of a tile, with room
 // for larger ones, and stay until one is beyond.
-template <class Side, int ROWS>
-struct DigitWeights<Side, ROWS, WEIGHT_SETS_MAX> {
+template <class Side, int ROWS, unsigned TILES>
+struct DigitWeights<Side, ROWS, TILES, WEIGHT_SETS_MAX> {
     static constexpr unsigned SETS = WEIGHT_SETS_MAX;
-    static constexpr unsigned OWNED = (ROWS + ATTEND_WARPS - 1) / ATTEND_WARPS;
+    using Value = Tensor<Side>;
+    using Mine = OfLane<ROWS, TILES>;
+    static constexpr unsigned OWNED = Mine::OWNED;
 
-    // Of this lane's token, by set; and those there are.
-    Scale scale[SETS];
-    unsigned sets;
     float bases[OWNED][SETS];
 
-    KVD_DEVICE DigitWeights() : sets(0) {
+    KVD_DEVICE DigitWeights() {
 #pragma unroll
         for (unsigned at = 0; at < OWNED * SETS; at++) {
             bases[at / SETS][at % SETS] = 0;
         }
-    }
-
-    KVD_DEVICE void begin(const SideShape& side, const Tile& tile) {
-        sets = Tensor<Side>::weight_sets(side);
-        Tensor<Side>::weight_scales(side, tile, lane_index(), scale);
     }
 
     KVD_DEVICE void shrink(unsigned own, float factor) {
@@ -68,43 +93,80 @@ struct DigitWeights<Side, ROWS, WEIGHT_SETS_MAX> {
         }
     }
 
-    KVD_DEVICE void put(const AttendShared<ROWS>& shared, unsigned own, unsigned row, float weight,
-                        bool moves) {
-        float* per_units = shared.per_units + row * SETS;
-        uint32_t wholes[SETS];
-        uint32_t largest = 0;
+    KVD_DEVICE void put(const AttendShared<ROWS>& shared, const SideShape& side,
+                        const Tile (&values)[TILES], typename Mine::Array weight,
+                        const bool (&moves)[OWNED]) {
+        const unsigned sets = Value::weight_sets(side);
+        uint32_t wholes[OWNED][TILES][SETS] = {};
 #pragma unroll
-        for (unsigned set = 0; set < SETS; set++) {
-            if (set >= sets) {
+        for (unsigned tile = 0; tile < TILES; tile++) {
+            Scale scale[SETS];
+            Value::weight_scales(side, values[tile], lane_index(), scale);
+#pragma unroll
+            for (unsigned at = 0; at < OWNED * SETS; at++) {
+                const unsigned set = at % SETS;
+                const unsigned row = Mine::row_of(at / SETS);
+                if (row >= ROWS || set >= sets) {
+                    continue;
+                }
+                const float of_token = weight[at / SETS][tile];
+                bases[at / SETS][set] += of_token * scale[set].minimum;
+                wholes[at / SETS][tile][set] =
+                    whole(of_token * scale[set].step, shared.per_units[row * SETS + set]);
+            }
+        }
+#pragma unroll
+        for (unsigned own = 0; own < OWNED; own++) {
+            const unsigned row = Mine::row_of(own);
+            if (row >= ROWS) {
                 break;
             }
-            bases[own][set] += weight * scale[set].minimum;
-            wholes[set] = whole(weight * scale[set].step, per_units[set]);
-            largest = most(largest, wholes[set]);
-        }
-        if (KVD_RARELY(KVD_BALLOT(moves || largest > WHOLE_MAX) != 0)) {
+            uint32_t largest = 0;
 #pragma unroll
-            for (unsigned set = 0; set < SETS; set++) {
-                if (set >= sets) {
-                    break;
+            for (unsigned at = 0; at < TILES * SETS; at++) {
+                largest = most(largest, at % SETS < sets ? wholes[own][at / SETS][at % SETS] : 0);
+            }
+            if (KVD_RARELY(KVD_BALLOT(moves[own] || largest > WHOLE_MAX) != 0)) {
+                find_units(shared, side, values, weight[own], moves[own], row, wholes[own]);
+            }
+#pragma unroll
+            for (unsigned at = 0; at < TILES * SETS; at++) {
+                if (at % SETS < sets) {
+                    uint32_t* digits = shared.digits + at * Factor<ROWS>::STEP_WORDS;
+                    Factor<ROWS>::put(digits, row, lane_index(), wholes[own][at / SETS][at % SETS]);
                 }
-                const float product = weight * scale[set].step;
-                const float needed = per_unit(unit_of(warp_max(product), WEIGHT_BITS));
+            }
+        }
+    }
+
+    // Units for a row, those of all sets, and its whole numbers of them.
+    KVD_DEVICE void find_units(const AttendShared<ROWS>& shared, const SideShape& side,
+                               const Tile (&values)[TILES], const float (&weight)[TILES], bool moves,
+                               unsigned row, uint32_t (&wholes)[TILES][SETS]) const {
+        float* per_units = shared.per_units + row * SETS;
+        float largest[SETS] = {};
+        for (unsigned pass = 0; pass < 2; pass++) {
+#pragma unroll
+            for (unsigned tile = 0; tile < TILES; tile++) {
+                Scale scale[SETS];
+                Value::weight_scales(side, values[tile], lane_index(), scale);
+#pragma unroll
+                for (unsigned set = 0; set < SETS; set++) {
+                    const float product = weight[tile] * scale[set].step;
+                    largest[set] = fmaxf(largest[set], product);
+                    wholes[tile][set] = whole(product, per_units[set]);
+                }
+            }
+#pragma unroll
+            for (unsigned set = 0; set < SETS && pass == 0; set++) {
+                const float needed = per_unit(unit_of(warp_max(largest[set]), WEIGHT_BITS));
                 const float now = moves ? needed : fminf(needed, per_units[set]);
-                wholes[set] = whole(product, now);
                 KVD_WARP_BARRIER();
                 if (lane_index() == 0) {
                     per_units[set] = now;
                 }
             }
-        }
-#pragma unroll
-        for (unsigned set = 0; set < SETS; set++) {
-            if (set >= sets) {
-                break;
-            }
-            uint32_t* digits = shared.digits + set * Factor<ROWS>::STEP_WORDS;
-            Factor<ROWS>::put(digits, row, lane_index(), wholes[set]);
+            KVD_WARP_BARRIER();
         }
     }
 
@@ -124,7 +186,8 @@ struct DigitWeights<Side, ROWS, WEIGHT_SETS_MAX> {
     }
 };
 
-template <class Side, int ROWS>
-struct Weights<Tensor<Side>, ROWS> : DigitWeights<Side, ROWS, Tensor<Side>::WEIGHT_SETS> {};
+template <class Side, int ROWS, unsigned TILES>
+struct Weights<Tensor<Side>, ROWS, TILES>
+    : DigitWeights<Side, ROWS, TILES, Tensor<Side>::WEIGHT_SETS> {};
 
 }  // namespace kvd

@@ -15,7 +15,7 @@ pub(crate) const SHARED: SharedMemory =
     SharedMemory { block: 227 << 10, multiprocessor: 228 << 10, under_way: 18 << 10 };
 
 /// `GAIN_STAGE` of `stops.cuh`.
-const GAIN_STAGE: usize = 32;
+const GAIN_STAGE: usize = 48;
 
 thread_local! {
     /// Buffers of the next launches: 2, 3 and 4 take turns, so that every test meets each.
