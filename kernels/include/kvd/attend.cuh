@@ -39,7 +39,7 @@ KVD_DEVICE void stage_bytes(uint8_t* to, const uint8_t* from, unsigned len) {
 // Starts copying a side's bytes of a tile to `to`, span after span.
 template <class Side>
 KVD_DEVICE void stage(const SideShape& side, const Tile& tile, uint8_t* to, unsigned capacity) {
-    if constexpr (Spreads<Side>::of_runs) {
+    if constexpr (Spreads<Side>::stages) {
         return Side::stage(side, tile, to, capacity);
     }
     unsigned used = 0;

@@ -177,6 +177,7 @@ template <>
 struct Spreads<Tensor<BitAlloc>> {
     static constexpr bool value = true;
     static constexpr bool of_runs = true;
+    static constexpr bool stages = true;
 };
 
 // With products of bytes: levels of all widths side by side, of one byte or two; their units and the

@@ -142,6 +142,7 @@ template <>
 struct Spreads<Tensor<Hybrid>> {
     static constexpr bool value = true;
     static constexpr bool of_runs = false;
+    static constexpr bool stages = false;
 };
 
 // With products of bytes, of codes with their signs. Of keys a step of the products is of one group of

@@ -18,6 +18,8 @@ struct Spreads {
     // Whether they are those of runs, which have units in the sums; else of groups whose scales the sums of a
     // step, or of a tile, meet at once.
     static constexpr bool of_runs = false;
+    // Whether the side says where its staged bytes go, which then are not its spans one after another.
+    static constexpr bool stages = false;
 };
 
 // Runs of a row, and codes whose levels registers hold.
