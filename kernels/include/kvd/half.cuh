@@ -156,27 +156,48 @@ struct Sums<Halves<Side, IS_KEY>, ROWS> {
         }
         const float factor = shared.factors[row];
         const float scale = Value::scale(side, tile);
+        uint32_t words[2][4];
+        if (Value::has_words(tile)) {
 #pragma unroll
-        for (unsigned unit = 0; unit < UNITS; unit++) {
-            if (unit >= units) {
-                break;
+            for (unsigned unit = 0; unit < UNITS; unit++) {
+                if (unit >= units) {
+                    break;
+                }
+                Value::value_words(banks, side, tile, zeros, first + unit * UNIT, words);
+                add(out[unit], parts, words, factor, scale);
             }
-            uint32_t words[2][4];
-            Value::value_words(banks, side, tile, zeros, first + unit * UNIT, words);
-            float sums[2][4] = {};
+            return;
+        }
+#pragma unroll 1
+        for (unsigned mine = 0; mine < units; mine++) {
+            Value::any_words(side, tile, first + mine * UNIT, words);
 #pragma unroll
-            for (unsigned step = 0; step < 2; step++) {
-#pragma unroll
-                for (unsigned block = 0; block < 2; block++) {
-                    const uint32_t values[2] = {words[block][2 * step], words[block][2 * step + 1]};
-                    multiply_parts<Parts>(sums[block], parts[step], values);
+            for (unsigned unit = 0; unit < UNITS; unit++) {
+                if (unit == mine) {
+                    add(out[unit], parts, words, factor, scale);
                 }
             }
+        }
+    }
+
+    // Adds a tile's products to the sums so far, after these shrink by their factor.
+    KVD_DEVICE static void add(float (&to)[2][2], const PartWords<Parts> (&parts)[2],
+                               const uint32_t (&words)[2][4], float factor, float scale) {
+        float sums[2][4] = {};
 #pragma unroll
-            for (unsigned at = 0; at < 4; at++) {
-                float& to = out[unit][at / 2][at % 2];
-                const float sum = sums[at / 2][at % 2] + sums[at / 2][2 + at % 2];
-                to = to * factor + (Value::HAS_SCALE ? sum * scale : sum);
+        for (unsigned step = 0; step < 2; step++) {
+#pragma unroll
+            for (unsigned block = 0; block < 2; block++) {
+                const uint32_t values[2] = {words[block][2 * step], words[block][2 * step + 1]};
+                multiply_parts<Parts>(sums[block], parts[step], values);
+            }
+        }
+#pragma unroll
+        for (unsigned block = 0; block < 2; block++) {
+#pragma unroll
+            for (unsigned at = 0; at < 2; at++) {
+                const float sum = sums[block][at] + sums[block][2 + at];
+                to[block][at] = to[block][at] * factor + (Value::HAS_SCALE ? sum * scale : sum);
             }
         }
     }

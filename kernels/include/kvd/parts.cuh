@@ -114,16 +114,20 @@ KVD_DEVICE void stage_in_banks(uint8_t* to, const uint8_t* from, unsigned bytes,
     const unsigned first = thread_index() * COPY_BYTES;
     to += in_banks<MASK>(first, shift);
     from += first;
-#pragma unroll 1
-    for (unsigned at = first; at < bytes; at += TURNS * TURN) {
+    unsigned at = first;
+    for (; at + (TURNS - 1) * TURN < bytes; at += TURNS * TURN) {
 #pragma unroll
         for (unsigned turn = 0; turn < TURNS; turn++) {
-            if (at + turn * TURN < bytes) {
-                copy_async16(to + turn * TURN, from + turn * TURN);
-            }
+            copy_async16(to + turn * TURN, from + turn * TURN);
         }
         to += TURNS * TURN;
         from += TURNS * TURN;
+    }
+#pragma unroll 1
+    for (; at < bytes; at += TURN) {
+        copy_async16(to, from);
+        to += TURN;
+        from += TURN;
     }
 }
 
@@ -208,6 +212,9 @@ struct Halves<Float<Format>> : Float<Format> {
         }
     }
 
+    // Whether value_words reads a tile; all lanes of a warp know it of all units.
+    KVD_DEVICE static bool has_words(const Tile&) { return true; }
+
     // The words of this lane's tokens of both steps, of its channels of two times eight from `channel` on.
     // Rows outside `from..to` may never have been written: zeros take their place.
     KVD_DEVICE static void value_words(const Banks& banks, const SideShape&, const Tile& tile,
@@ -225,6 +232,7 @@ struct Halves<Float<Format>> : Float<Format> {
             KVD_LOAD_MATRICES(words[block], has_row ? row : zeros);
         }
     }
+    KVD_DEVICE static void any_words(const SideShape&, const Tile&, unsigned, uint32_t (&)[2][4]) {}
 };
 
 #ifdef KVD_E4M3_WORD
@@ -337,30 +345,38 @@ struct Halves<Fp8, IS_KEY> : Fp8 {
         }
     }
 
+    KVD_DEVICE static bool has_words(const Tile& tile) { return tile.tokens == TILE_TOKENS; }
+
     // The words of this lane's four tokens of each step, of its channels of two times eight from
     // `channel` on.
-    KVD_DEVICE static void value_words(const Banks& banks, const SideShape& side, const Tile& tile,
+    KVD_DEVICE static void value_words(const Banks& banks, const SideShape&, const Tile& tile,
                                        const uint8_t*, unsigned channel, uint32_t (&words)[2][4]) {
-        uint32_t fours[2][STEPS_OF_TILE];
 #pragma unroll
         for (unsigned block = 0; block < 2; block++) {
             const unsigned mine = channel + block * STEP_COLUMNS + lane_row();
-            if (tile.tokens == TILE_TOKENS) {
-                const uint8_t* at = code(banks, tile, lane_word() * banks.dim + mine);
+            const uint8_t* at = code(banks, tile, lane_word() * banks.dim + mine);
+            const uint32_t fours[] = {load32(at), load32(at + HALF_TERMS * banks.dim)};
+            tile_words(fours, words[block]);
+        }
+    }
+
+    // The same of a tile that is not full.
+    KVD_DEVICE static void any_words(const SideShape& side, const Tile& tile, unsigned channel,
+                                     uint32_t (&words)[2][4]) {
+        for (unsigned block = 0; block < 2; block++) {
+            uint32_t fours[STEPS_OF_TILE];
+            any_value_words(Fp8::codes(side, tile), channel + block * STEP_COLUMNS + lane_row(), fours);
+            tile_words(fours, words[block]);
+        }
+    }
+
+    KVD_DEVICE static void tile_words(const uint32_t (&fours)[STEPS_OF_TILE], uint32_t (&words)[4]) {
 #pragma unroll
-                for (unsigned step = 0; step < STEPS_OF_TILE; step++) {
-                    fours[block][step] = load32(at + step * HALF_TERMS * banks.dim);
-                }
-            } else {
-                any_value_words(Fp8::codes(side, tile), mine, fours[block]);
-            }
-#pragma unroll
-            for (unsigned step = 0; step < STEPS_OF_TILE; step++) {
-                uint32_t two[2];
-                e4m3_words(fours[block][step], two);
-                words[block][2 * step] = two[0];
-                words[block][2 * step + 1] = two[1];
-            }
+        for (unsigned step = 0; step < STEPS_OF_TILE; step++) {
+            uint32_t two[2];
+            e4m3_words(fours[step], two);
+            words[2 * step] = two[0];
+            words[2 * step + 1] = two[1];
         }
     }
 };
