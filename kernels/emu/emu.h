@@ -20,6 +20,7 @@
 #define KVD_LOAD_MATRICES(words, row) \
     kvd::emu::load_matrices(words, row, {__FILE__, __LINE__})
 #define KVD_WARP_BARRIER() kvd::emu::warp_barrier({__FILE__, __LINE__})
+#define KVD_RARELY(condition) __builtin_expect(!!(condition), 0)
 #define KVD_EXPECT(condition) \
     ((condition) ? (void)0 : kvd::emu::fail({__FILE__, __LINE__}, "expected " #condition))
 #define KVD_KERNEL(name, threads, Parameters, body)                                              \

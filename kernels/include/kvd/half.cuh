@@ -7,8 +7,8 @@
 
 namespace kvd {
 
-// Shared memory of it, as the host counts it (`work_bytes` of kvd-cuda/src/products.rs): units of the
-// rows, in whole sixteens, then parts of the queries `[steps, ROWS, 4 lanes]` of four words, and of
+// Shared memory of it, as the host counts it (`work_bytes` of kvd-cuda/src/products.rs): units of
+// the rows, in whole sixteens, then parts of the queries `[steps, ROWS, 4 lanes]` of four words, and of
 // bf16 third parts `[steps, ROWS, 4 lanes]` of two.
 template <class Side, bool IS_KEY, int ROWS>
 struct Scores<Halves<Side, IS_KEY>, ROWS> {
@@ -157,26 +157,26 @@ struct Sums<Halves<Side, IS_KEY>, ROWS> {
         const float factor = shared.factors[row];
         const float scale = Value::scale(side, tile);
         uint32_t words[2][4];
-        if (Value::has_words(tile)) {
+        if (KVD_RARELY(!Value::has_words(tile))) {
+#pragma unroll 1
+            for (unsigned mine = 0; mine < units; mine++) {
+                Value::any_words(side, tile, first + mine * UNIT, words);
 #pragma unroll
-            for (unsigned unit = 0; unit < UNITS; unit++) {
-                if (unit >= units) {
-                    break;
+                for (unsigned unit = 0; unit < UNITS; unit++) {
+                    if (unit == mine) {
+                        add(out[unit], parts, words, factor, scale);
+                    }
                 }
-                Value::value_words(banks, side, tile, zeros, first + unit * UNIT, words);
-                add(out[unit], parts, words, factor, scale);
             }
             return;
         }
-#pragma unroll 1
-        for (unsigned mine = 0; mine < units; mine++) {
-            Value::any_words(side, tile, first + mine * UNIT, words);
 #pragma unroll
-            for (unsigned unit = 0; unit < UNITS; unit++) {
-                if (unit == mine) {
-                    add(out[unit], parts, words, factor, scale);
-                }
+        for (unsigned unit = 0; unit < UNITS; unit++) {
+            if (unit >= units) {
+                break;
             }
+            Value::value_words(banks, side, tile, zeros, first + unit * UNIT, words);
+            add(out[unit], parts, words, factor, scale);
         }
     }
 

@@ -105,12 +105,11 @@ KVD_DEVICE unsigned in_banks(unsigned at, unsigned shift) {
     return at ^ (at >> shift & MASK);
 }
 
-// Starts copying aligned sixteens to a tile. What all threads copy at once is so long that a thread's
-// pieces change place alike.
-template <unsigned MASK>
+// Starts copying aligned sixteens to a tile, `TURNS` of a thread at once where there are so many. What all
+// threads copy at once is so long that a thread's pieces change place alike.
+template <unsigned MASK, unsigned TURNS>
 KVD_DEVICE void stage_in_banks(uint8_t* to, const uint8_t* from, unsigned bytes, unsigned shift) {
     constexpr unsigned TURN = ATTEND_THREADS * COPY_BYTES;
-    constexpr unsigned TURNS = 4;
     const unsigned first = thread_index() * COPY_BYTES;
     to += in_banks<MASK>(first, shift);
     from += first;
@@ -173,7 +172,7 @@ struct Halves<Float<Format>> : Float<Format> {
         const uint8_t* from = tile.payload + span.offset;
         KVD_EXPECT(misaligned(from) == 0);
         KVD_EXPECT(lines(span.len) <= capacity);
-        stage_in_banks<MASK>(to, from, span.len, banks(side).shift);
+        stage_in_banks<MASK, 4>(to, from, span.len, banks(side).shift);
     }
 
     KVD_DEVICE static float scale(const SideShape&, const Tile&) { return 1; }
@@ -290,10 +289,10 @@ struct Halves<Fp8, IS_KEY> : Fp8 {
         const Span span = Fp8::span(side, tile, 1);
         const uint8_t* from = tile.payload + span.offset;
         const unsigned bytes = staged_bytes(from, span.len);
-        const bool whole = tile.tokens == TILE_TOKENS;
+        const bool whole = has_words(tile);
         KVD_EXPECT(COPY_BYTES + (whole ? lines(bytes) : bytes) <= capacity);
         const unsigned shift = whole ? banks(side).shift : NO_SHIFT;
-        stage_in_banks<MASK>(to + COPY_BYTES, from - misaligned(from), bytes, shift);
+        stage_in_banks<MASK, 2>(to + COPY_BYTES, from - misaligned(from), bytes, shift);
     }
 
     KVD_DEVICE static float scale(const SideShape&, const Tile& tile) {
@@ -314,37 +313,46 @@ struct Halves<Fp8, IS_KEY> : Fp8 {
     KVD_DEVICE static void each_key(const Banks& banks, const SideShape& side, const Tile& tile,
                                     unsigned token, Use use) {
         const unsigned count = steps(banks.dim);
-        uint32_t words[2];
-        if (tile.tokens == TILE_TOKENS) {
-            const uint8_t* mine = code(banks, tile, lane_word() * TILE_TOKENS + token);
-            // Those of a step are as many lines as lanes are turned by.
-            const auto step_of = [&](unsigned step, unsigned chain) {
-                e4m3_words(load32(mine + step * CODE_GROUP * LINE_BYTES), words);
-                use(step, chain, words);
-            };
-#pragma unroll 4
-            for (unsigned step = 0; step + 1 < count; step += 2) {
-                step_of(step, 0);
-                step_of(step + 1, 1);
-            }
-            if (count % 2 != 0) {
-                step_of(count - 1, 0);
+        if (KVD_RARELY(!has_words(tile))) {
+#pragma unroll 1
+            for (unsigned step = 0; step < count; step++) {
+                use_step(any_word(side, tile, token, step), step, 0, use);
             }
             return;
         }
-        const Codes codes = Fp8::codes(side, tile);
-#pragma unroll 1
-        for (unsigned step = 0; step < count; step++) {
-            const unsigned channel = (step * CODE_GROUP + lane_word()) * CODE_GROUP;
-            uint32_t four = 0;
-            for (unsigned at = 0; token < codes.tokens && at < CODE_GROUP; at++) {
-                four |= codes.one(codes.key_element(token, channel + at)) << 8 * at;
-            }
-            e4m3_words(four, words);
-            use(step, 0, words);
+        // Those of a step are as many lines as lanes are turned by.
+        const uint8_t* mine = code(banks, tile, lane_word() * TILE_TOKENS + token);
+#pragma unroll 4
+        for (unsigned step = 0; step + 1 < count; step += 2) {
+            use_step(load32(mine + step * CODE_GROUP * LINE_BYTES), step, 0, use);
+            use_step(load32(mine + (step + 1) * CODE_GROUP * LINE_BYTES), step + 1, 1, use);
+        }
+        if (KVD_RARELY(count % 2 != 0)) {
+            const unsigned last = count - 1;
+            use_step(load32(mine + last * CODE_GROUP * LINE_BYTES), last, 0, use);
         }
     }
 
+    template <class Use>
+    KVD_DEVICE static void use_step(uint32_t codes, unsigned step, unsigned chain, Use use) {
+        uint32_t words[2];
+        e4m3_words(codes, words);
+        use(step, chain, words);
+    }
+
+    // This lane's codes of a step, of a tile that is not full.
+    KVD_DEVICE static uint32_t any_word(const SideShape& side, const Tile& tile, unsigned token,
+                                        unsigned step) {
+        const Codes codes = Fp8::codes(side, tile);
+        const unsigned channel = (step * CODE_GROUP + lane_word()) * CODE_GROUP;
+        uint32_t four = 0;
+        for (unsigned at = 0; token < codes.tokens && at < CODE_GROUP; at++) {
+            four |= codes.one(codes.key_element(token, channel + at)) << 8 * at;
+        }
+        return four;
+    }
+
+    // Whether the tile is full, and its words stand in banks.
     KVD_DEVICE static bool has_words(const Tile& tile) { return tile.tokens == TILE_TOKENS; }
 
     // The words of this lane's four tokens of each step, of its channels of two times eight from
@@ -360,12 +368,13 @@ struct Halves<Fp8, IS_KEY> : Fp8 {
         }
     }
 
-    // The same of a tile that is not full.
+    // The same of other tiles.
     KVD_DEVICE static void any_words(const SideShape& side, const Tile& tile, unsigned channel,
                                      uint32_t (&words)[2][4]) {
         for (unsigned block = 0; block < 2; block++) {
             uint32_t fours[STEPS_OF_TILE];
-            any_value_words(Fp8::codes(side, tile), channel + block * STEP_COLUMNS + lane_row(), fours);
+            const unsigned mine = channel + block * STEP_COLUMNS + lane_row();
+            any_value_words(Fp8::codes(side, tile), mine, fours);
             tile_words(fours, words[block]);
         }
     }
