@@ -227,7 +227,9 @@ pub(crate) fn expected(
     let rows = rows_of_kernel(variant, rows);
     let multiplies = kernels.map(has_products);
     let not = |side: Side| match variant {
-        _ if !multiplies[side.index()] => Some("its values are neither codes that stand for bytes nor halves"),
+        _ if !multiplies[side.index()] => {
+            Some("its values are neither codes that stand for bytes nor halves")
+        }
         _ if multiplies != [true; 2] => Some("the other side has none, and they share a kernel"),
         Variant::Own if on_tensor_cores((pair, variant)) => None,
         Variant::Own => Some("its kernel multiplies floats"),
@@ -370,7 +372,8 @@ mod tests {
 
     #[test]
     fn rows_and_fp8_codes_are_halves_where_they_are_whole_steps() {
-        let shape = |kind: Kernel, dim| SideShape { kind: kind as u32, dim, ..SideShape::default() };
+        let shape =
+            |kind: Kernel, dim| SideShape { kind: kind as u32, dim, ..SideShape::default() };
         for kind in [Kernel::F16, Kernel::Bf16, Kernel::Fp8] {
             let pair = Pair { keys: kind, values: kind, huffman: false };
             let of = |key, value| variant(pair, &shape(kind, key), &shape(kind, value));

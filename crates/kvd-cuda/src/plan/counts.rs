@@ -50,7 +50,7 @@ fn of_tile(specs: [&SideSpec; 2], on_tensor_cores: bool) -> Option<f64> {
             747.0
         }
         _ if !on_tensor_cores => return None,
-        (Q::Float(FloatFormat::E4M3), _) => 488.0,
+        (Q::Float(FloatFormat::E4M3), _) => 474.0,
         (Q::Float(FloatFormat::BF16), _) => 416.0,
         (Q::Float(_), _) => 422.0,
         (Q::Grid { .. }, Q::Grid { .. }) => 640.0,
