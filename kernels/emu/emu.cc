@@ -349,6 +349,15 @@ void multiply_bytes(bool signed_a, bool signed_b, int32_t* sums, const uint32_t*
     add_products(meet(mine, WORDS_MAX, at), current->index % LANES, signed_a, signed_b, sums);
 }
 
+void multiply_halves(bool is_bf16, float* sums, const uint32_t* a, const uint32_t* b, Source at) {
+    const uint32_t mine[WORDS_MAX] = {a[0], a[1], a[2], a[3], b[0], b[1]};
+    add_half_products(meet(mine, WORDS_MAX, at), current->index % LANES, is_bf16, sums);
+}
+
+void transpose_matrices(uint32_t* words, const uint32_t* row, Source at) {
+    transposed(meet(row, COPY_BYTES / sizeof *row, at), current->index % LANES, words);
+}
+
 void warp_barrier(Source at) {
     Warp& warp = launch.warps[current->index / LANES];
     char* passed = &warp.passed[warp.generation % 2];

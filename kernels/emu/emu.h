@@ -15,11 +15,15 @@
 #define KVD_BALLOT(condition) kvd::emu::ballot(condition, {__FILE__, __LINE__})
 #define KVD_MULTIPLY_BYTES(SIGNED_A, SIGNED_B, sums, a, b) \
     kvd::emu::multiply_bytes(SIGNED_A, SIGNED_B, sums, a, b, {__FILE__, __LINE__})
+#define KVD_MULTIPLY_HALVES(IS_BF16, sums, a, b) \
+    kvd::emu::multiply_halves(IS_BF16, sums, a, b, {__FILE__, __LINE__})
+#define KVD_LOAD_MATRICES(words, row) \
+    kvd::emu::load_matrices(words, row, {__FILE__, __LINE__})
 #define KVD_WARP_BARRIER() kvd::emu::warp_barrier({__FILE__, __LINE__})
+#define KVD_RARELY(condition) __builtin_expect(!!(condition), 0)
 #define KVD_EXPECT(condition) \
     ((condition) ? (void)0 : kvd::emu::fail({__FILE__, __LINE__}, "expected " #condition))
 #define KVD_KEEP(word) ((void)(word))
-#define KVD_RARELY(condition) __builtin_expect(!!(condition), 0)
 #define KVD_KERNEL(name, threads, Parameters, body)                                              \
     static void name(const void* parameters, uint8_t* shared) {                                  \
         body(*static_cast<const Parameters*>(parameters), shared);                               \
@@ -63,6 +67,10 @@ uint32_t ballot(bool condition, Source at);
 // `mma.m16n8k32`: four words of A, two of B, four sums.
 void multiply_bytes(bool signed_a, bool signed_b, int32_t* sums, const uint32_t* a,
                     const uint32_t* b, Source at);
+// The same with halves, bf16 or f16, in the fragments of `mma.m16n8k16`; sums of f32.
+void multiply_halves(bool is_bf16, float* sums, const uint32_t* a, const uint32_t* b, Source at);
+// All lanes of the warp meet, each with the four words of a row; gives what `ldmatrix.x4.trans` does.
+void transpose_matrices(uint32_t* words, const uint32_t* row, Source at);
 // A copy that is made as late as CUDA allows: when its group is waited for.
 // Of 16 bytes the last stay zeros.
 void copy_async(void* to, const void* from, size_t bytes);
@@ -77,6 +85,16 @@ inline float shuffle_xor(float value, unsigned mask, Source at) {
     word = exchange(word, (thread() % 32) ^ mask, at);
     memcpy(&value, &word, sizeof word);
     return value;
+}
+
+// The row is read here, where a sanitizer sees it.
+inline void load_matrices(uint32_t (&words)[4], const uint8_t* row, Source at) {
+    if (reinterpret_cast<uintptr_t>(row) % 16 != 0) {
+        fail(at, "a row of a matrix that is not aligned to its size");
+    }
+    const uint32_t* from = reinterpret_cast<const uint32_t*>(row);
+    const uint32_t mine[4] = {from[0], from[1], from[2], from[3]};
+    transpose_matrices(words, mine, at);
 }
 
 }  // namespace emu
@@ -149,6 +167,12 @@ inline uint16_t bf16_bits(float value) {
     return uint16_t(isnan(value) ? 0x7FC0 : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
 }
 inline float exp_near(float x) { return expf(x); }
+inline uint32_t f16_word(float low, float high) {
+    return f16_bits(low) | uint32_t(f16_bits(high)) << 16;
+}
+inline uint32_t bf16_word(float low, float high) {
+    return bf16_bits(low) | uint32_t(bf16_bits(high)) << 16;
+}
 // Built without instructions that fuse, so plain operators are what they say.
 inline float times(float a, float b) { return a * b; }
 inline float plus(float a, float b) { return a + b; }

@@ -1,8 +1,12 @@
-// What a warp's product of bytes adds to a lane's sums, of the words that all lanes brought.
+// What a warp's product of bytes, or of halves, adds to a lane's sums, of the words that all lanes
+// brought.
 
 #pragma once
 
+#include <cmath>
 #include <cstdint>
+
+#include "emu.h"
 
 namespace kvd {
 namespace emu {
@@ -39,6 +43,71 @@ inline void add_products(LaneWords lanes, unsigned lane, bool signed_a, bool sig
             }
         }
         sums[i] = int32_t(sum);
+    }
+}
+
+// The low or the high half of a word as a number.
+inline double half(uint32_t word, unsigned at, bool is_bf16) {
+    const uint16_t bits = uint16_t(word >> 16 * at);
+    return double(is_bf16 ? bf16_value(bits) : f16_value(bits));
+}
+
+// Terms of a sum of halves: 16 products, and what was summed before.
+constexpr unsigned TERMS = 17;
+
+// Their sum as tensor cores make it, or a little worse (Fasi et al., PeerJ CS 7:e330): products are
+// exact, all terms are cut off 24 bits below the largest one's first, and so is the sum.
+inline float cut_sum(const double (&terms)[TERMS]) {
+    double largest = 0;
+    double plain = 0;
+    for (const double term : terms) {
+        largest = std::fmax(largest, std::fabs(term));
+        plain += term;
+    }
+    if (!std::isfinite(plain) || largest == 0) {
+        return float(plain);
+    }
+    const double step = std::ldexp(1.0, std::ilogb(largest) - 24);
+    const double inverse = 1 / step;
+    int64_t steps = 0;
+    for (const double term : terms) {
+        steps += int64_t(term * inverse);
+    }
+    const double sum = double(steps) * step;
+    const float near = float(sum);
+    return std::fabs(double(near)) > std::fabs(sum) ? std::nextafterf(near, 0) : near;
+}
+
+// Fragments of "mma.m16n8k16": as above, of A columns `2 within` and the next (registers 0 and 1), and
+// those eight further on (2 and 3).
+inline void add_half_products(LaneWords lanes, unsigned lane, bool is_bf16, float* sums) {
+    const unsigned group = lane / 4;
+    const unsigned within = lane % 4;
+    for (unsigned i = 0; i < 4; i++) {
+        const unsigned column = 2 * within + i % 2;
+        double terms[TERMS] = {};
+        for (unsigned k = 0; k < 8; k++) {
+            const uint32_t of_a = lanes[4 * group + k % 4][i / 2 + k / 4 * 2];
+            const uint32_t of_b = lanes[4 * column + k % 4][4 + k / 4];
+            for (unsigned at = 0; at < 2; at++) {
+                terms[2 * k + at] = half(of_a, at, is_bf16) * half(of_b, at, is_bf16);
+            }
+        }
+        terms[TERMS - 1] = double(sums[i]);
+        sums[i] = cut_sum(terms);
+    }
+}
+
+// What `ldmatrix.x4.trans` gives a lane of the rows of four matrices, a row of each lane ("ldmatrix"
+// of the PTX ISA): of each matrix column `group`, rows `2 within` and the next.
+inline void transposed(LaneWords lanes, unsigned lane, uint32_t* words) {
+    const unsigned group = lane / 4;
+    const unsigned row = 2 * (lane % 4);
+    for (unsigned matrix = 0; matrix < 4; matrix++) {
+        const auto half = [&](unsigned of_row) {
+            return lanes[8 * matrix + of_row][group / 2] >> 16 * (group % 2) & 0xFFFF;
+        };
+        words[matrix] = half(row) | half(row + 1) << 16;
     }
 }
 

@@ -31,6 +31,11 @@ const ROW_WORDS: usize = 5;
 const PLACE_BYTES: usize = 8;
 /// Rows whose digits one product takes: `FEW_ROWS` of `tensor.cuh`.
 const FEW_ROWS: usize = 4;
+/// Terms of one product of halves, and the largest head size: `parts.cuh`.
+const HALF_TERMS: usize = 16;
+const HALF_DIM_MAX: u32 = 256;
+/// Channels of rows of which a lane takes sixteens of bytes in turn.
+const HALF_GROUP: usize = 64;
 
 /// Whether a kernel of a pair multiplies codes on tensor cores.
 pub(crate) fn on_tensor_cores((pair, variant): (Pair, Variant)) -> bool {
@@ -44,13 +49,27 @@ pub(crate) fn on_tensor_cores((pair, variant): (Pair, Variant)) -> bool {
             | (Kernel::Vq, Kernel::Vq)
             | (Kernel::BitAlloc, Kernel::BitAlloc)
             | (Kernel::Hybrid, Kernel::Hybrid)
+            | (Kernel::F16, Kernel::F16)
+            | (Kernel::Bf16, Kernel::Bf16)
+            | (Kernel::Fp8, Kernel::Fp8)
     )
+}
+
+/// Whether its products are of bytes, and not of halves.
+fn of_bytes((pair, variant): (Pair, Variant)) -> bool {
+    let halves = [Kernel::F16, Kernel::Bf16, Kernel::Fp8].contains(&pair.keys);
+    on_tensor_cores((pair, variant)) && !halves
 }
 
 /// Tiles that it works on together: `Together` of `stops.cuh`.
 pub(crate) fn tiles_together((pair, variant): (Pair, Variant)) -> usize {
     let spreads = [Kernel::BitAlloc, Kernel::Hybrid].contains(&pair.keys);
-    if on_tensor_cores((pair, variant)) && !pair.huffman && !spreads { 2 } else { 1 }
+    if of_bytes((pair, variant)) && !pair.huffman && !spreads { 2 } else { 1 }
+}
+
+/// Whether a shape's values become factors of products of halves.
+fn is_half(shape: &SideShape) -> bool {
+    [Kernel::F16 as u32, Kernel::Bf16 as u32, Kernel::Fp8 as u32].contains(&shape.kind)
 }
 
 /// Whether it makes bytes of that side's codes first, and what of the table for it stands in shared
@@ -79,12 +98,15 @@ pub(crate) fn variant(pair: Pair, key: &SideShape, value: &SideShape) -> Variant
     if floats { Variant::Floats } else { Variant::Any }
 }
 
-/// Whether a pair's own kernel reads such pages: with products on tensor cores, codes are bytes,
-/// and what scales them can go into queries or weights.
+/// Whether a pair's own kernel reads such pages: with products on tensor cores, rows and codes of
+/// fp8 are whole steps, other codes are bytes, and what scales them can go into queries or weights.
 fn fits(pair: Pair, key: &SideShape, value: &SideShape) -> bool {
     let of_side = |side, shape: &SideShape| {
         if !on_tensor_cores((pair, Variant::Own)) {
             return true;
+        }
+        if is_half(shape) {
+            return shape.dim.is_multiple_of(HALF_TERMS as u32) && shape.dim <= HALF_DIM_MAX;
         }
         if [Kernel::BitAlloc as u32, Kernel::Hybrid as u32].contains(&shape.kind) {
             let places = side == Side::Key || shape.spread_places <= VALUE_DIM_MAX;
@@ -105,7 +127,7 @@ fn fits(pair: Pair, key: &SideShape, value: &SideShape) -> bool {
 /// Thread blocks for which a multiprocessor's registers are enough, and registers of a thread, of a
 /// kernel that has one codec's shapes as constants or takes any: `declare.cuh`.
 pub(crate) fn resident((pair, variant): (Pair, Variant), is_fixed: bool) -> (usize, u32) {
-    let takes_any = on_tensor_cores((pair, variant)) && !is_fixed;
+    let takes_any = of_bytes((pair, variant)) && !is_fixed;
     if pair.huffman || takes_any { (3, 168) } else { (4, 128) }
 }
 
@@ -155,6 +177,9 @@ pub(crate) fn work_bytes(
     if !on_tensor_cores(kernel) {
         return 0;
     }
+    if is_half(shape) {
+        return half_bytes(side, shape, rows);
+    }
     let (dim, grid) = (shape.dim as usize, shape.kind == Kernel::Grid as u32);
     let spread = spread_table(kernel, shape).is_some();
     let is_hybrid = shape.kind == Kernel::Hybrid as u32;
@@ -192,12 +217,23 @@ pub(crate) fn work_bytes(
 
 /// Words of the weights of a tile beside floats: digits of each set, and their units.
 pub(crate) fn weight_words((pair, variant): (Pair, Variant), rows: usize) -> usize {
-    if !on_tensor_cores((pair, variant)) {
+    if !of_bytes((pair, variant)) {
         return 0;
     }
     let sets = if pair.values == Kernel::Uniform { WEIGHT_SETS_MAX } else { 1 };
     let tiles = tiles_together((pair, variant));
     (rows * sets).next_multiple_of(4) + tiles * sets * digit_words(rows)
+}
+
+/// The same of products of halves, `half.cuh`: a unit of each row and the parts of its query, two of
+/// f16 and three of bf16 for each term; of values a row of zeros.
+fn half_bytes(side: Side, shape: &SideShape, rows: usize) -> usize {
+    if side == Side::Value {
+        return COPY_BYTES;
+    }
+    let (dim, parts) = (shape.dim as usize, 2 + usize::from(shape.kind == Kernel::Bf16 as u32));
+    let terms = if shape.kind == Kernel::Fp8 as u32 { HALF_TERMS } else { HALF_GROUP };
+    4 * rows.next_multiple_of(4) + 2 * rows * parts * dim.next_multiple_of(terms)
 }
 
 /// Words of digits of the queries for one step, of four lanes each.
@@ -245,15 +281,18 @@ pub(crate) struct ExpectedKernel {
 /// What the kernel for both sides will do with units of `rows` query rows.
 pub(crate) fn expected(specs: [&SideSpec; 2], geometry: &Geometry, rows: u32) -> ExpectedKernel {
     let kernels = specs.map(|spec| kernel_of(spec, geometry.dtype));
-    let [key, value] =
-        Side::BOTH.map(|side| expected_shape(specs[side.index()], side, geometry.head_dim(side)));
+    let [key, value] = Side::BOTH.map(|side| {
+        expected_shape(specs[side.index()], side, geometry.head_dim(side), geometry.dtype)
+    });
     let huffman = specs.iter().any(|spec| spec.entropy == Entropy::Huffman);
     let pair = Pair { keys: kernels[0], values: kernels[1], huffman };
     let variant = variant(pair, &key, &value);
     let rows = rows_of_kernel(variant, rows);
-    let multiplies = kernels.map(multiplies_bytes);
+    let multiplies = kernels.map(has_products);
     let not = |side: Side| match variant {
-        _ if !multiplies[side.index()] => Some("its values are not codes that stand for bytes"),
+        _ if !multiplies[side.index()] => {
+            Some("its values are neither codes that stand for bytes nor halves")
+        }
         _ if multiplies != [true; 2] => Some("the other side has none, and they share a kernel"),
         Variant::Own if on_tensor_cores((pair, variant)) => None,
         Variant::Own => Some("its kernel multiplies floats"),
@@ -301,14 +340,13 @@ fn kernel_of(side: &SideSpec, dtype: DType) -> Kernel {
     }
 }
 
-/// Whether it has products of bytes with some other side.
-fn multiplies_bytes(kernel: Kernel) -> bool {
-    let floats = [Kernel::F32, Kernel::F16, Kernel::Bf16, Kernel::Fp8, Kernel::Symmetric];
-    !floats.contains(&kernel)
+/// Whether it has products on tensor cores with some other side.
+fn has_products(kernel: Kernel) -> bool {
+    ![Kernel::F32, Kernel::Symmetric].contains(&kernel)
 }
 
 /// What a side's shape will have of what decides.
-fn expected_shape(side: &SideSpec, which: Side, dim: usize) -> SideShape {
+fn expected_shape(side: &SideSpec, which: Side, dim: usize, dtype: DType) -> SideShape {
     let mut shape = SideShape { dim: dim as u32, scale_tokens: 1, sets: 1, ..SideShape::default() };
     let page = Geometry::BLOCK_TOKENS_MAX;
     shape.bits = side.quantizer.alphabet().map_or(8, |codes| codes.next_power_of_two().ilog2());
@@ -366,7 +404,7 @@ fn expected_shape(side: &SideSpec, which: Side, dim: usize) -> SideShape {
             let (scale_tokens, scale_channels) = (1, 1);
             shape = SideShape { kind, dim, bits, scale_tokens, scale_channels, ..spread };
         }
-        _ => {}
+        Quantizer::Float(_) => shape.kind = kernel_of(side, dtype) as u32,
     }
     shape
 }
@@ -401,9 +439,29 @@ mod tests {
             assert!(!fits(pair, &key, &value), "{key:?} {value:?}");
         }
         // Pairs that multiply floats take every shape.
-        let floats = Pair { keys: Kernel::Fp8, values: Kernel::Fp8, huffman: false };
+        let floats = Pair { keys: Kernel::F32, values: Kernel::F32, huffman: false };
         assert!(fits(floats, &shape(48, 1, 9), &shape(1, 48, 9)));
         assert_eq!(work_bytes((floats, Variant::Own), Side::Key, &key, 4), 0);
+    }
+
+    #[test]
+    fn rows_and_fp8_codes_are_halves_where_they_are_whole_steps() {
+        let shape =
+            |kind: Kernel, dim| SideShape { kind: kind as u32, dim, ..SideShape::default() };
+        for kind in [Kernel::F16, Kernel::Bf16, Kernel::Fp8] {
+            let pair = Pair { keys: kind, values: kind, huffman: false };
+            let of = |key, value| variant(pair, &shape(kind, key), &shape(kind, value));
+            assert_eq!([of(128, 16), of(256, 256)], [Variant::Own; 2]);
+            assert_eq!([of(36, 128), of(128, 24), of(512, 64)], [Variant::Any; 3]);
+            assert_eq!(work_bytes((pair, Variant::Own), Side::Value, &shape(kind, 64), 8), 16);
+        }
+        // Units of four rows; two or three parts of a query's channels, of rows in whole groups.
+        let work = |kind, dim| {
+            let pair = Pair { keys: kind, values: kind, huffman: false };
+            work_bytes((pair, Variant::Own), Side::Key, &shape(kind, dim), 1)
+        };
+        assert_eq!((work(Kernel::F16, 80), work(Kernel::Fp8, 80)), (16 + 4 * 128, 16 + 4 * 80));
+        assert_eq!(work(Kernel::Bf16, 128), 16 + 6 * 128);
     }
 
     #[test]

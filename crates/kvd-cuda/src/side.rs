@@ -12,6 +12,8 @@ use kvd_core::{DType, Geometry, RopePairing, Side};
 pub(crate) const TILE_TOKENS: usize = CodeLayout::TILE_TOKENS;
 /// Copies are whole aligned pieces of this size.
 pub(crate) const COPY_BYTES: usize = 16;
+/// Bytes within which pieces of a tile of halves change places: `LINE_BYTES` of `parts.cuh`.
+const LINE_BYTES: usize = 128;
 /// Bits of a code that the kernels read.
 const CODE_BITS_MAX: u32 = 16;
 /// Every plane of a tile that is not full may end inside a byte.
@@ -371,7 +373,7 @@ pub(crate) fn stage_bytes(kernel: Kernel, shape: &SideShape, tokens: usize) -> u
     let rows = tokens.min(TILE_TOKENS);
     let copied = |bytes: usize| (bytes + 2 * (COPY_BYTES - 1)) / COPY_BYTES * COPY_BYTES;
     if let Some(bytes) = kernel.value_bytes() {
-        return copied(rows * dim * bytes);
+        return copied(rows * dim * bytes).next_multiple_of(LINE_BYTES);
     }
     let codes = |per_row: usize| match shape.stride {
         0 => copied((rows * per_row * bits).div_ceil(8) + PLANES_MAX),
@@ -402,7 +404,7 @@ pub(crate) fn stage_bytes(kernel: Kernel, shape: &SideShape, tokens: usize) -> u
             copied(TILE_TOKENS * bits / 8 + RUNS_MAX * (PLANES_MAX + 2 * COPY_BYTES))
         }
         Kernel::Grid => 0,
-        _ => copied(4) + codes(dim),
+        _ => copied(4) + codes(dim).next_multiple_of(LINE_BYTES),
     }
 }
 
@@ -416,9 +418,9 @@ mod tests {
         let kivi = SideShape { scale_tokens: 32, ..shape(Kernel::Uniform, 128, 4) };
         let bytes = stage_bytes(Kernel::Uniform, &kivi, 64);
         assert!(bytes >= 2048 + 512 + 4 * 15, "{bytes}");
-        // A raw tile needs no more than its rows and what lies around them.
+        // A raw tile needs no more than its rows and what lies around them, in whole lines.
         let bytes = stage_bytes(Kernel::F16, &rows_shape(DType::F16, 128), 64);
-        assert_eq!(bytes, 32 * 256 + 16);
+        assert_eq!(bytes, 32 * 256 + 128);
     }
 
     #[test]

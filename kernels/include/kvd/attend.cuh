@@ -86,7 +86,7 @@ KVD_DEVICE void attend(const AttendParameters& parameters, uint8_t* memory) {
     const auto start = [&](unsigned number, unsigned buffer) {
         const auto& stop = stops.at(number);
         if (stop.place.to != 0) {
-            stops.stage(stop, shared.stages + buffer * stage_bytes);
+            stops.stage(decoder, stop, shared.stages + buffer * stage_bytes);
         }
         copy_async_commit();
     };

@@ -24,6 +24,10 @@
 // all by fragment: see multiply_bytes.
 #define KVD_MULTIPLY_BYTES(SIGNED_A, SIGNED_B, sums, a, b) \
     kvd::multiply_bytes<SIGNED_A, SIGNED_B>(sums, a, b)
+// The same of 16 rows and 16 columns of halves, bf16 or f16, with sums of f32: see multiply_halves. The
+// matrices that the lanes of a warp name the rows of, transposed: see load_matrices.
+#define KVD_MULTIPLY_HALVES(IS_BF16, sums, a, b) kvd::multiply_halves<IS_BF16>(sums, a, b)
+#define KVD_LOAD_MATRICES(words, row) kvd::load_matrices(words, row)
 // Tested in the CPU lane only: sizes that the host promised.
 #define KVD_EXPECT(condition) ((void)0)
 // A condition that full tiles of a long sequence do not meet, or hardly ever: what is behind it is laid
@@ -94,6 +98,34 @@ KVD_DEVICE void multiply_bytes(int32_t (&sums)[4], const uint32_t (&a)[4], const
 }
 #undef KVD_MMA
 
+// The same of halves (PTX ISA "Matrix Fragments for mma.m16n8k16"). Lane `4 g + t` holds of A rows `g`
+// (words 0, 2) and `g + 8` (1, 3), columns `2 t, 2 t + 1` (0, 1) and `8 + 2 t, 9 + 2 t` (2, 3); of B
+// column `g`, rows as A's columns; of the sums what multiply_bytes says.
+#define KVD_MMA(type)                                                                              \
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type                            \
+                 ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"            \
+                 : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])                      \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
+template <bool IS_BF16>
+KVD_DEVICE void multiply_halves(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+    if constexpr (IS_BF16) {
+        KVD_MMA("bf16");
+    } else {
+        KVD_MMA("f16");
+    }
+}
+#undef KVD_MMA
+
+// Four matrices of eight rows of eight halves, in shared memory: lane `8 m + r` names row `r` of matrix
+// `m`, aligned to 16. Lane `4 g + t` gets of each the halves of column `g` in rows `2 t` and `2 t + 1`.
+KVD_DEVICE void load_matrices(uint32_t (&words)[4], const uint8_t* row) {
+    const unsigned from = static_cast<unsigned>(__cvta_generic_to_shared(row));
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(from)
+                 : "memory");
+}
+
 // Bytes of two words, those of `low` numbered from 0, of `high` from 4, by the digits of `which`.
 KVD_DEVICE uint32_t bytes_of(uint32_t low, uint32_t high, unsigned which) {
     return __byte_perm(low, high, which);
@@ -120,6 +152,26 @@ KVD_DEVICE float exp_near(float x) {
 KVD_DEVICE float warp_max_magnitude(float value) {
     return __uint_as_float(__reduce_max_sync(0xFFFFFFFFu, __float_as_uint(value)));
 }
+// Two numbers as a word, the first one low.
+KVD_DEVICE uint32_t f16_word(float low, float high) {
+    uint32_t word;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    return word;
+}
+KVD_DEVICE uint32_t bf16_word(float low, float high) {
+    uint32_t word;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    return word;
+}
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+// Two e4m3 codes, the low one first, as f16; where an instruction does it.
+#define KVD_E4M3_WORD(codes) kvd::e4m3_word(codes)
+KVD_DEVICE uint32_t e4m3_word(uint16_t codes) {
+    uint32_t word;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(word) : "h"(codes));
+    return word;
+}
+#endif
 // Each rounded by itself, as on the host: pages are the same bytes whoever writes them. What the
 // compiler may fuse is not.
 KVD_DEVICE float times(float a, float b) { return __fmul_rn(a, b); }

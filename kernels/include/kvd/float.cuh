@@ -66,11 +66,6 @@ struct Float : NeverCoded {
     }
 };
 
-template <class Format>
-struct LargeTiles<Float<Format>> {
-    static constexpr bool value = true;
-};
-
 // The value of an e4m3 code. Exponent and mantissa stand where an f32 has them, 120 too low; the
 // product brings subnormal codes right as well.
 KVD_DEVICE float e4m3_value(unsigned code) {

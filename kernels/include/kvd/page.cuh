@@ -200,9 +200,9 @@ struct Tile {
     const OutlierList* outliers;
 };
 
-// Whether one span has most of a tile, and that is some KiB: rows as they came.
+// Whether a side copies its pieces by itself, all threads together, to other places within their lines.
 template <class Side>
-struct LargeTiles {
+struct Stages {
     static constexpr bool value = false;
 };
 

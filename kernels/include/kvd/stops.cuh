@@ -55,8 +55,6 @@ struct Stops {
     // still worked on.
     static constexpr unsigned BATCH = CODED ? 4 : PIECES > 8 ? 8 : 16;
     static constexpr unsigned RING = 2 * BATCH;
-    // All threads copy a piece of large tiles, else each warp its own.
-    static constexpr bool SHARES_PIECES = LargeTiles<Key>::value && LargeTiles<Value>::value;
 
     Stop* ring;
     // Where the next ones are looked for; the first warp knows.
@@ -177,20 +175,27 @@ struct Stops {
         return bytes;
     }
 
-    // Starts copying a tile to its buffer.
-    KVD_DEVICE void stage(const Stop& stop, uint8_t* buffer) const {
-        const unsigned first = SHARES_PIECES ? 0 : warp_index();
+    // Starts copying tiles to their buffer: each warp its own pieces.
+    KVD_DEVICE void stage(const Decoder<Key, Value, CODED>& decoder, const Stop& stop,
+                          uint8_t* buffer) const {
+        static_assert(Stages<Key>::value == Stages<Value>::value, "both sides or none");
+        if constexpr (Stages<Key>::value) {
+            Key::stage(decoder.key, stop.piece, tokens(stop), buffer);
+            Value::stage(decoder.value, stop.piece + KEYS, tokens(stop), buffer);
+        }
+        constexpr unsigned FIRST = Stages<Key>::value ? KEYS + VALUES : 0;
 #pragma unroll 1
-        for (unsigned part = first; part < PIECES; part += SHARES_PIECES ? 1 : ATTEND_WARPS) {
+        for (unsigned part = FIRST + warp_index(); part < PIECES; part += ATTEND_WARPS) {
             const Piece piece = stop.piece[part];
             uint8_t* to = buffer + piece.at / COPY_BYTES * COPY_BYTES;
-            const unsigned mine = SHARES_PIECES ? thread_index() : lane_index();
-            const unsigned step = SHARES_PIECES ? ATTEND_THREADS : WARP_LANES;
 #pragma unroll 2
-            for (unsigned copy = mine; copy < piece.copies; copy += step) {
+            for (unsigned copy = lane_index(); copy < piece.copies; copy += WARP_LANES) {
                 copy_async16(to + copy * COPY_BYTES, piece.from + copy * COPY_BYTES);
             }
         }
+    }
+    KVD_DEVICE static unsigned tokens(const Stop& stop) {
+        return least(TILE_TOKENS, stop.page_tokens - stop.place.tile * TILE_TOKENS);
     }
 
     // Both sides of a staged tile, the first or the second.

@@ -24,7 +24,13 @@ pub(super) fn counted(
     whole: [bool; 2],
 ) -> Option<Counted> {
     let of_tile = of_tile(specs, on_tensor_cores)?;
-    let of_side = |side: Side| of_code(specs[side.index()], side, whole[side.index()]);
+    let of_side = |side: Side| {
+        let spec = specs[side.index()];
+        match spec.quantizer {
+            Quantizer::Float(format) => Some(of_float(format, side, on_tensor_cores)),
+            _ => of_code(spec, side, whole[side.index()]),
+        }
+    };
     let products = Side::BOTH.map(of_side);
     let known: f64 = products.iter().flatten().sum();
     let per_value = known / 2.0 + of_tile / VALUES_OF_THREAD;
@@ -37,10 +43,16 @@ fn of_tile(specs: [&SideSpec; 2], on_tensor_cores: bool) -> Option<f64> {
     let huffman = specs.iter().any(|spec| spec.entropy == Entropy::Huffman);
     use Quantizer as Q;
     Some(match (&specs[0].quantizer, &specs[1].quantizer) {
-        (Q::Float(FloatFormat::E4M3), Q::Float(FloatFormat::E4M3)) => 771.0,
-        // Counted of f16.
-        (Q::Float(keys), Q::Float(values)) if keys == values => 747.0,
+        // On CUDA cores; counted of rows in f16, when they were there.
+        (Q::Float(keys), Q::Float(values))
+            if keys == values && *keys != FloatFormat::E4M3 && !on_tensor_cores =>
+        {
+            747.0
+        }
         _ if !on_tensor_cores => return None,
+        (Q::Float(FloatFormat::E4M3), _) => 474.0,
+        (Q::Float(FloatFormat::BF16), _) => 416.0,
+        (Q::Float(_), _) => 422.0,
         (Q::Grid { .. }, Q::Grid { .. }) => 640.0,
         (Q::Uniform { mode: UniformMode::Hybrid, .. }, _) => 1120.0,
         (Q::Uniform { .. }, Q::Uniform { .. }) if huffman => 1400.0,
@@ -54,6 +66,17 @@ fn of_tile(specs: [&SideSpec; 2], on_tensor_cores: bool) -> Option<f64> {
     })
 }
 
+/// Of a value of one channel: to make it a half, its products.
+fn of_float(format: FloatFormat, side: Side, on_tensor_cores: bool) -> f64 {
+    let [keys, values] = match format {
+        _ if !on_tensor_cores => [27.0, 17.0],
+        FloatFormat::E4M3 => [1.8, 2.6],
+        FloatFormat::BF16 => [2.7, 2.6],
+        _ => [1.5, 1.6],
+    };
+    if side == Side::Key { keys } else { values }
+}
+
 /// Of a code of one channel: to decode it, to make it a byte, its products.
 fn of_code(spec: &SideSpec, side: Side, whole: bool) -> Option<f64> {
     let of = |keys: f64, values: f64| if side == Side::Key { keys } else { values };
@@ -65,8 +88,6 @@ fn of_code(spec: &SideSpec, side: Side, whole: bool) -> Option<f64> {
         return Some(decoded);
     }
     Some(match &spec.quantizer {
-        Quantizer::Float(FloatFormat::E4M3) => of(74.8, 72.0),
-        Quantizer::Float(_) => of(27.0, 17.0),
         Quantizer::Uniform { mode: UniformMode::Hybrid, .. } => of(12.9, 3.2),
         // Codes of one plane. Others are put together bit by bit, which was not counted.
         Quantizer::Uniform { .. } => match spec.quantizer.alphabet()? {
@@ -81,7 +102,7 @@ fn of_code(spec: &SideSpec, side: Side, whole: bool) -> Option<f64> {
         // Spread to bytes first, of one to four bits.
         Quantizer::BitAlloc { .. } => of(7.3, 5.5),
         Quantizer::Vq(vq) => return looked_up(vq, side, whole),
-        Quantizer::Grid { .. } => return None,
+        Quantizer::Float(_) | Quantizer::Grid { .. } => return None,
     })
 }
 

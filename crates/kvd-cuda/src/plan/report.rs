@@ -112,7 +112,7 @@ fn write_times(f: &mut fmt::Formatter<'_>, plan: &Plan) -> fmt::Result {
 
 fn write_products(f: &mut fmt::Formatter<'_>, not: [Option<&str>; 2]) -> fmt::Result {
     let of_side = |(side, not): (&str, Option<&str>)| match not {
-        None => format!("of {side} on tensor cores, codes as bytes"),
+        None => format!("of {side} on tensor cores"),
         Some(why) => format!("of {side} on CUDA cores: {why}"),
     };
     let [keys, values] = [("keys", not[0]), ("values", not[1])].map(of_side);

@@ -206,6 +206,8 @@ fn every_preset_has_a_plan_on_every_known_gpu() {
 fn a_plan_says_where_products_are() {
     let of = |codec| of(codec, &Limits::h100());
     for codec in [
+        "raw",
+        "fp8",
         "kivi-4",
         "kvcomp",
         "kvcomp-channel",
@@ -225,8 +227,8 @@ fn a_plan_says_where_products_are() {
         let text = of(codec).to_string();
         assert!(text.contains("CUDA cores: a side has several stages"), "{text}");
     }
-    let text = of("raw").to_string();
-    assert!(text.contains("of keys on CUDA cores: its values are not codes"), "{text}");
+    let text = of("k=f32; v=f32").to_string();
+    assert!(text.contains("of keys on CUDA cores: its values are neither codes"), "{text}");
     let [key, value] = of("k=uniform(b=4,g=48,axis=channel); v=uniform(b=4,axis=token)").products;
     assert!(key.is_some() && value == key, "a tile has two scales of a channel");
 }
