@@ -16,6 +16,7 @@
 #define KVD_MULTIPLY_BYTES(SIGNED_A, SIGNED_B, sums, a, b) \
     kvd::emu::multiply_bytes(SIGNED_A, SIGNED_B, sums, a, b, {__FILE__, __LINE__})
 #define KVD_WARP_BARRIER() kvd::emu::warp_barrier({__FILE__, __LINE__})
+#define KVD_RARELY(condition) __builtin_expect(!!(condition), 0)
 #define KVD_EXPECT(condition) \
     ((condition) ? (void)0 : kvd::emu::fail({__FILE__, __LINE__}, "expected " #condition))
 #define KVD_KERNEL(name, threads, Parameters, body)                                              \

@@ -26,6 +26,9 @@
     kvd::multiply_bytes<SIGNED_A, SIGNED_B>(sums, a, b)
 // Tested in the CPU lane only: sizes that the host promised.
 #define KVD_EXPECT(condition) ((void)0)
+// A condition that full tiles of a long sequence do not meet: the compiler puts what depends on it
+// aside, and `cargo xtask count` leaves its braces out.
+#define KVD_RARELY(condition) __builtin_expect(!!(condition), 0)
 // A kernel `name` of `threads` threads whose one parameter is a struct and whose shared memory is
 // all dynamic: `body(parameters, shared)`. Its registers leave room for so many thread blocks on a
 // multiprocessor.
