@@ -198,6 +198,29 @@ const STORED_BOOK: Rules = Rules {
     ..NONE
 };
 
+/// Keys, codes looked up one by one and two to a word, as most of `kvd-2`; all symbols have codes.
+const STORED_GRID: Rules = Rules {
+    never: &["if ((batch & UNIT_SUBSTITUTED) != 0)"],
+    turns: &[
+        ("chunk < chunks; chunk++", 1.0),
+        ("while (quad >= plan.run(run).quads)", 2.0),
+        ("index < range.to; index++, step.next()", 16.0),
+        ("first < count; first += run.per_word", 2.0),
+        ("at < end; at += run.group", 2.0),
+        ("next > 0; next--", 0.0),
+        ("at < thread_index(); at += CODE_LANES", 3.5),
+        ("index < steps; index++", 16.0),
+        ("batch < all; batch++", 2.0),
+        ("writer.open > 0 && step.index < plan.steps", 1.0),
+        ("first < count && writer.open > 0", 1.0),
+        ("while (writer.open > 0)", 0.5),
+        // No outliers.
+        ("from < places.to; from += WARP_LANES", 64.0),
+    ],
+    always: &["if (found == 0)"],
+    ..NONE
+};
+
 const fn of_tiles(
     codec: &'static str,
     file: &'static str,
@@ -220,4 +243,5 @@ pub(super) const ROWS: &[Row] = &[
     of_tiles("kvd-2-fast", "attend_table", "kvd_attend_bitalloc_bitalloc_4", &[ALLOCATED, ALWAYS]),
     of_page("store-kivi-4", "kvd_store_uniform", &[STORED_BY_CHANNEL, STORED, ALWAYS]),
     of_page("store-vecinfer-2", "kvd_store_vq", &[STORED_BOOK, STORED, ALWAYS]),
+    of_page("store-kvd-2", "kvd_store_huffman_grid", &[STORED_GRID, STORED, ALWAYS]),
 ];
