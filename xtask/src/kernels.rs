@@ -14,8 +14,12 @@ use std::time::SystemTime;
 
 /// Pins nvcc, its headers and what they need: the wheels' own dependencies carry no version.
 const WHEELS: &str = "cuda-toolkit[nvcc,cccl]==13.0.3.0";
+/// The virtual environment in `target/kernels`.
+const ENVIRONMENT: &str = "nvcc-13.0.3";
 /// Where the wheels put the compiler, in a virtual environment's packages.
 const NVCC: &str = "nvidia/cu13/bin/nvcc";
+/// Reads what nvcc 13.0 makes; of 13.0 itself there is no wheel.
+const DISASSEMBLER: &str = "nvidia-cuda-nvdisasm==13.2.51";
 /// GPUs that are compiled for: Ampere, Ada, Hopper.
 const TARGETS: [u32; 3] = [80, 89, 90];
 /// Later GPUs compile this intermediate form themselves.
@@ -86,12 +90,21 @@ pub(crate) fn are_stale(root: &Path, out: &Path) -> Result<bool> {
     let newest = newest(&kernels)?;
     for source in sources(&kernels)? {
         let name = source.file_stem().context("a kernel file without a name")?;
-        let made = fs::metadata(out.join(name).with_extension("fatbin"));
-        if !made.and_then(|made| made.modified()).is_ok_and(|made| made >= newest) {
+        if !is_made_after(&out.join(name).with_extension("fatbin"), newest) {
             return Ok(true);
         }
     }
     Ok(false)
+}
+
+/// Whether a file is there and no kernel or header of a folder is newer.
+pub(crate) fn is_newer(file: &Path, kernels: &Path) -> Result<bool> {
+    Ok(is_made_after(file, newest(kernels)?))
+}
+
+fn is_made_after(file: &Path, time: SystemTime) -> bool {
+    let made = fs::metadata(file).and_then(|made| made.modified());
+    made.is_ok_and(|made| made >= time)
 }
 
 /// When the latest of a folder's kernels and headers was changed.
@@ -111,7 +124,7 @@ fn newest(folder: &Path) -> Result<SystemTime> {
 
 /// The compiler, installed on first use.
 fn compiler(out: &Path, report: &Report) -> Result<PathBuf> {
-    let environment = out.join("nvcc-13.0.3");
+    let environment = out.join(ENVIRONMENT);
     if let Some(nvcc) = installed(&environment)? {
         return Ok(nvcc);
     }
@@ -121,6 +134,28 @@ fn compiler(out: &Path, report: &Report) -> Result<PathBuf> {
     let mut pip = Command::new(environment.join("bin/pip"));
     output(pip.args(["install", "--quiet", "--disable-pip-version-check", WHEELS]))?;
     installed(&environment)?.with_context(|| format!("{WHEELS} holds no {NVCC}"))
+}
+
+/// Programs of the virtual environment.
+pub(crate) struct Tools {
+    pub(crate) nvcc: PathBuf,
+    pub(crate) nvdisasm: PathBuf,
+}
+
+/// Compiler and disassembler, installed on first use.
+pub(crate) fn tools(root: &Path, report: &Report) -> Result<Tools> {
+    let out = root.join("target/kernels");
+    fs::create_dir_all(&out).with_context(|| format!("create {}", out.display()))?;
+    let nvcc = compiler(&out, report)?;
+    let nvdisasm = nvcc.with_file_name("nvdisasm");
+    if !nvdisasm.is_file() {
+        report.step(&format!("pip install {DISASSEMBLER}"));
+        let mut pip = Command::new(out.join(ENVIRONMENT).join("bin/pip"));
+        pip.args(["install", "--quiet", "--disable-pip-version-check", "--no-deps", DISASSEMBLER]);
+        output(&mut pip)?;
+        ensure!(nvdisasm.is_file(), "{DISASSEMBLER} holds no nvdisasm beside {NVCC}");
+    }
+    Ok(Tools { nvcc, nvdisasm })
 }
 
 /// The compiler in a virtual environment, whatever Python's version.
@@ -187,7 +222,7 @@ fn compile(nvcc: &Path, root: &Path, source: &Path, out: &Path) -> Result<Vec<Us
 }
 
 /// Runs a command; gives what it printed.
-fn output(command: &mut Command) -> Result<String> {
+pub(crate) fn output(command: &mut Command) -> Result<String> {
     let name = command.get_program().to_string_lossy().into_owned();
     let output = command.output().with_context(|| format!("start {name}"))?;
     let text = [output.stdout, output.stderr].concat();

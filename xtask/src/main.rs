@@ -1,7 +1,8 @@
-//! Repository chores: `cargo xtask gen | tidy | ci | cross | kernels | gpu`.
+//! Repository chores: `cargo xtask gen | tidy | ci | cross | kernels | count | gpu`.
 #![forbid(unsafe_code)]
 
 mod ci;
+mod count;
 mod cross;
 mod generate;
 mod gpu;
@@ -43,6 +44,8 @@ enum Chore {
         #[arg(long)]
         skip_offline: bool,
     },
+    /// Counts the instructions of attention kernels in their disassembly for sm_90; no GPU.
+    Count(count::Arguments),
     /// What a machine with a GPU runs, without Rust: conformance, sanitizer, shared memory,
     /// benchmark.
     Gpu {
@@ -72,6 +75,7 @@ fn run(chore: Chore, root: &Path, report: &Report) -> Result<()> {
         Chore::Cross => cross::run(root, report),
         Chore::Kernels { skip_offline: false } => kernels::run(root, report),
         Chore::Kernels { skip_offline: true } => kernels::run_or_skip(root, report),
+        Chore::Count(arguments) => count::run(root, &arguments, report),
         Chore::Gpu { step } => gpu::run(root, step, report),
     }
 }

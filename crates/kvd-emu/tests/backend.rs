@@ -22,7 +22,7 @@ use kvd_compute::{
 };
 use kvd_core::{Coded, DType, ErrorCode, Extent, LayerIndex, ModelId, RopePairing, Side};
 use kvd_cuda::{CudaBackend, CudaOpenError, CudaOptions, DriverError, Limits, Workload, plan};
-use kvd_emu::{Memory, Order, available};
+use kvd_emu::{Order, available};
 use parking_lot::Mutex;
 use std::sync::Arc;
 use streams::Pace;
