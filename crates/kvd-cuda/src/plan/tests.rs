@@ -151,8 +151,8 @@ fn a_prediction_is_the_most_of_bytes_instructions_and_latency() {
     let few = Plan { block_under_way: blind.block_under_way / 3, ..blind.clone() };
     let (seconds, bound) = few.predicted();
     assert_eq!(bound, Bound::Latency);
-    // 71 MB past 132 multiprocessors with 8 KiB under way each, 700 ns a turn.
-    assert!((seconds * 1e6 - 45.0).abs() < 3.0, "{seconds}");
+    // 71 MB past 132 multiprocessors with 11 KiB under way each, 700 ns a turn.
+    assert!((seconds * 1e6 - 34.0).abs() < 3.0, "{seconds}");
     assert!(blind.to_string().contains("not counted"), "{blind}");
 }
 
@@ -162,7 +162,7 @@ fn decoded_chunks_count_among_the_shared_memory_and_are_fewer_where_it_is_small(
     assert_eq!((kvcomp.chunks, kivi.chunks), (4, 0));
     // Four chunks of 64 times 128 bytes, of keys and of values.
     let more = kvcomp.block.shared_bytes - kivi.block.shared_bytes;
-    assert!((64 << 10..96 << 10).contains(&more), "{more}");
+    assert!((56 << 10..96 << 10).contains(&more), "{more}");
     assert!(kvcomp.occupancy.blocks < kivi.occupancy.blocks);
     assert!(kvcomp.to_string().contains("4 chunks of 64 tokens"));
     let large = of("kvd-2", &Limits::h100());
@@ -175,11 +175,11 @@ fn decoded_chunks_count_among_the_shared_memory_and_are_fewer_where_it_is_small(
 fn tiles_are_as_many_as_hide_the_latency_where_they_fit() {
     let buffers = |codec: &str, limits: Limits| of(codec, &limits).buffers;
     // An H200 needs 25 KB on their way to each multiprocessor, four thread blocks of one tile more
-    // than they work on: 16 KiB of f16, 5 KiB, 3 KiB, 2 KiB.
+    // than they work on: 16 KiB of f16, of two tiles together 10 KiB, 6 KiB, 4 KiB.
     let h200 = |codec| buffers(codec, Limits::h200());
-    assert_eq!(["raw", "kivi-4", "kivi-2", "vecinfer-2"].map(h200), [2, 3, 4, 4]);
+    assert_eq!(["raw", "kivi-4", "kivi-2", "vecinfer-2"].map(h200), [2, 2, 3, 3]);
     let h100 = |codec| buffers(codec, Limits::h100());
-    assert_eq!(["raw", "kivi-4", "kivi-2", "vecinfer-2"].map(h100), [2, 2, 3, 4]);
+    assert_eq!(["raw", "kivi-4", "kivi-2", "vecinfer-2"].map(h100), [2, 2, 2, 3]);
     // Its memory is slower: 5.5 KB.
     assert_eq!(["raw", "kivi-2", "vecinfer-2"].map(|c| buffers(c, Limits::rtx4090())), [2, 2, 2]);
     assert_eq!(h200("kvd-2"), 2, "Huffman codes come through rings");
