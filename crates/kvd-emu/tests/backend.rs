@@ -13,6 +13,7 @@ mod suite;
 #[path = "backend/tables.rs"]
 mod tables;
 
+use driver::shared::{Kind, Shared};
 use driver::{EmuDriver, Fail, Planted, Watch};
 use kvd_codec::ModelCodec;
 use kvd_compute::{
@@ -21,7 +22,7 @@ use kvd_compute::{
 };
 use kvd_core::{Coded, DType, ErrorCode, Extent, LayerIndex, ModelId, RopePairing, Side};
 use kvd_cuda::{CudaBackend, CudaOpenError, CudaOptions, DriverError, Limits, Workload, plan};
-use kvd_emu::{Memory, Order, available};
+use kvd_emu::{Order, available};
 use parking_lot::Mutex;
 use std::sync::Arc;
 use streams::Pace;
@@ -191,20 +192,12 @@ fn thread_blocks_are_as_many_as_the_codec_s_kernels_leave_room_for() {
     assert_eq!((kivi.0, kvd.0), (8, 4));
 }
 
-/// A handle on memory that this process plays the worker with.
-fn handle(memory: &Memory) -> RegionHandle {
-    let mut handle = [0; RegionHandle::IPC_BYTES];
-    handle[..8].copy_from_slice(&memory.address().to_le_bytes());
-    RegionHandle::CudaIpc(handle)
-}
-
 #[test]
 fn memory_of_a_worker_is_read_and_written_inside_its_bounds_alone() {
     let (mut backend, watch) = open(Order::Ascending, Pace::Late, OPTIONS);
     let before = watch.lock().live;
-    let worker = [Memory::of(&[7; 256]), Memory::of(&[9; 256])];
-    let regions =
-        worker.each_ref().map(|memory| backend.open_region(handle(memory), 256).unwrap().region);
+    let worker = [[7; 256], [9; 256]].map(|bytes| Shared::of(Kind::Ipc, &bytes));
+    let regions = worker.each_ref().map(|of| backend.open_region(of.handle(), 256).unwrap().region);
     backend.write_region(regions[0], 250, b"answer").unwrap();
     let mut bytes = [0; 8];
     backend.read_region(regions[0], 248, &mut bytes).unwrap();

@@ -6,18 +6,19 @@
 mod driver;
 #[path = "common/streams.rs"]
 mod streams;
+#[path = "daemon/worker.rs"]
+mod worker;
 
 use driver::{EmuDriver, Fail, Watch};
 use kvd::config::Overrides;
 use kvd::{Config, Drained, Running};
 use kvd_client::{
-    AttendBatch, AttendPlaces, AttendQuery, Attended, Client, ClientError, DType, ErrorCode,
-    Geometry, LayerIndex, LoadRange, LoadedRows, ModelId, ModelSpec, Region, RegionDevice,
-    RegionKind, RegionOptions, RegionSlice, RopePairing, SequenceId, StoreChunk,
+    AttendBatch, AttendQuery, Attended, Client, ClientError, DType, ErrorCode, Geometry,
+    LayerIndex, LoadRange, LoadedRows, ModelId, ModelSpec, RopePairing, SequenceId, StoreChunk,
 };
-use kvd_compute::{Backend, CpuBackend, CpuOptions, Precision, RegionHandle};
+use kvd_compute::{Backend, CpuBackend, CpuOptions, Precision};
 use kvd_cuda::{CudaBackend, CudaOptions};
-use kvd_emu::{Memory, Order, available, sanitized};
+use kvd_emu::{Order, available, sanitized};
 use parking_lot::Mutex;
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -52,6 +53,11 @@ type Both<T> = [T; 2];
 impl Daemon {
     /// `None` where it cannot be tested, which is said.
     async fn start(pace: Pace) -> Option<Self> {
+        Self::start_with(pace, 8 << 20).await
+    }
+
+    /// The same with so much of the GPU's memory for tables of layers.
+    async fn start_with(pace: Pace, table_bytes: u64) -> Option<Self> {
         if !available() {
             return None;
         }
@@ -72,7 +78,7 @@ impl Daemon {
         let options = CudaOptions {
             arena_bytes: POOL_BYTES,
             scratch_bytes: 1 << 20,
-            table_bytes: 8 << 20,
+            table_bytes,
             staging_bytes: 64 << 10,
             threads: 1,
             graphs: 4,
@@ -90,18 +96,7 @@ impl Daemon {
 
     /// A model goes to the lane with the fewest that works.
     async fn model(&self, name: &str, codec: &str) -> ModelId {
-        let geometry = Geometry {
-            layers: 1,
-            kv_heads: KV_HEADS,
-            head_dim_k: DIM,
-            head_dim_v: DIM,
-            block_tokens: 16,
-            dtype: DType::F32,
-            rope_pairing: RopePairing::Half,
-        };
-        let (name, codec) = (name.to_owned(), codec.to_owned());
-        let spec = ModelSpec { name, geometry, codec, calibration: bytes::Bytes::new() };
-        self.client.register_model(spec).await.unwrap().model
+        self.client.register_model(spec(name, codec)).await.unwrap().model
     }
 
     async fn models(&self, codec: &str) -> Both<ModelId> {
@@ -189,6 +184,20 @@ impl Daemon {
         assert_eq!((watch.live, watch.calls_after_failure), (0, 0), "{watch:?}");
         assert_eq!(watch.complaints, Vec::<String>::new());
     }
+}
+
+fn spec(name: &str, codec: &str) -> ModelSpec {
+    let geometry = Geometry {
+        layers: 1,
+        kv_heads: KV_HEADS,
+        head_dim_k: DIM,
+        head_dim_v: DIM,
+        block_tokens: 16,
+        dtype: DType::F32,
+        rope_pairing: RopePairing::Half,
+    };
+    let (name, codec) = (name.to_owned(), codec.to_owned());
+    ModelSpec { name, geometry, codec, calibration: bytes::Bytes::new() }
 }
 
 /// Rows of noise between -1 and 1.
@@ -297,88 +306,20 @@ async fn memory_of_closed_sequences_serves_others_when_a_gpus_pool_is_full() {
     daemon.stop().await;
 }
 
-/// A worker's memory: queries, keys, values, and room for an answer.
-struct Worker {
-    region: Region,
-    batch: AttendBatch,
-    chunk: StoreChunk,
-    /// Given back after the region.
-    memory: Memory,
-}
-
-impl Worker {
-    fn open(daemon: &Daemon, batch: AttendBatch, chunk: StoreChunk) -> Self {
-        let room = vec![0; 2 * batch.q.len()];
-        let memory = Memory::of(&[&batch.q[..], &chunk.k, &chunk.v, &room].concat());
-        let mut handle = [0; RegionHandle::IPC_BYTES];
-        handle[..8].copy_from_slice(&memory.address().to_le_bytes());
-        let bytes = memory.bytes().len() as u64;
-        let uuid = "GPU-00000000-0000-0000-0000-0000000000e7";
-        let options = RegionOptions::default()
-            .with_bytes(4096)
-            .with_device(RegionDevice::CudaIpc(handle), bytes)
-            .with_device_uuid(uuid);
-        let path = daemon.dir.path().join("region");
-        let region = block_in_place(|| Region::open(path, &options)).unwrap();
-        assert_eq!(
-            (region.kind(), region.reason(), region.copied()),
-            (RegionKind::CudaIpc, "", "")
-        );
-        Self { region, batch, chunk, memory }
-    }
-
-    fn slices(&self) -> [RegionSlice; 5] {
-        let (q, row) = (self.batch.q.len() as u64, self.chunk.k.len() as u64);
-        let mut offset = 0;
-        [q, row, row, q, q / u64::from(DIM)].map(|bytes| {
-            offset += bytes;
-            RegionSlice { offset: offset - bytes, bytes }
-        })
-    }
-
-    fn store(&self) -> Result<[u32; 3], ClientError> {
-        let [_, k, v, ..] = self.slices();
-        block_in_place(|| {
-            self.region.send_store(self.chunk.clone(), 256, [k, v])?;
-            self.region.wait(256)
-        })
-    }
-
-    fn attend(&self) -> Result<Attended, ClientError> {
-        let [q, _, _, out, lse] = self.slices();
-        block_in_place(|| {
-            self.region.send_attend(self.batch.clone(), AttendPlaces { done: 512, q, out, lse })?;
-            self.region.wait(512)
-        })?;
-        let at = |at: RegionSlice| &self.memory.bytes()[at.offset as usize..][..at.bytes as usize];
-        Ok(Attended { out: at(out).to_vec().into(), lse: floats(at(lse)) })
-    }
-}
-
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_worker_stores_and_attends_in_its_own_memory_as_in_messages() {
-    let Some(daemon) = Daemon::start(Pace::Late).await else { return };
-    let models = daemon.models(CODECS[0]).await;
-    let both = daemon.open(models).await;
-    daemon.grow(both, 5, 0, 70).await;
-    let next = chunk(both[0], 5, 70, 30);
-    let worker = Worker::open(&daemon, batch(models[0], &both[..1]), next);
-    assert_eq!(worker.store().unwrap()[..2], [100, 0]);
-    daemon.client.store(chunk(both[1], 5, 70, 30)).await.unwrap();
-    daemon.assert_same(models, &[(both, 100)], "stored from a worker's memory").await;
-    let right = daemon.attend(models[0], &both[..1]).await.unwrap();
-    let apart = apart(&worker.attend().unwrap(), &right);
-    assert!(apart < MOST_APART * 0.58, "{apart:.1e}");
-    // A GPU that is lost while a worker's memory is open.
-    daemon.watch.lock().fail = Fail::Later;
-    for _ in 0..2 {
-        let refused = worker.attend().unwrap_err();
-        assert_eq!(refused.code, Some(ErrorCode::DeviceFailed), "{refused}");
-    }
-    let Worker { region, memory, .. } = worker;
-    drop(region);
+async fn a_model_whose_tables_have_no_room_on_a_gpu_is_refused_when_it_is_registered() {
+    let Some(daemon) = Daemon::start_with(Pace::Late, 64 << 10).await else { return };
+    let refused = daemon.client.register_model(spec("large", "kvcomp")).await.unwrap_err();
+    assert_eq!(refused.code, Some(ErrorCode::LimitExceeded), "{refused}");
+    assert!(refused.message.contains("raise device.table_bytes"), "{refused}");
+    assert_eq!(daemon.client.list_models().await.unwrap().len(), 0);
+    // A smaller one is served there.
+    let model = daemon.model("small", CODECS[0]).await;
+    let sequence = daemon.client.open_sequence(model).await.unwrap();
+    daemon.client.store(chunk(sequence, 9, 0, 90)).await.unwrap();
+    daemon.attend(model, &[sequence]).await.unwrap();
+    assert!(!daemon.watch.lock().kernels.is_empty());
     daemon.stop().await;
-    drop(memory);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -2,6 +2,8 @@
 //! conformance suite of every backend, the same answers as by the host, what is refused, faults.
 #![expect(clippy::unwrap_used, reason = "a test may fail")]
 
+#[path = "region/descriptor.rs"]
+mod descriptor;
 #[path = "common/driver.rs"]
 mod driver;
 #[path = "region/graphs.rs"]
@@ -17,14 +19,15 @@ mod suite;
 #[path = "region/waits.rs"]
 mod waits;
 
+use driver::shared::{Kind, Shared};
 use driver::{EmuDriver, Fail, Planted, Watch};
 use kvd_compute::{
-    AttendPlan, Backend, IncomingRows, OpenedRegion, PlanPart, PlanQuery, RawTarget, RegionHandle,
-    RegionPlaces, Source,
+    AttendPlan, Backend, IncomingRows, OpenedRegion, PlanPart, PlanQuery, RawTarget, RegionPlaces,
+    Source,
 };
 use kvd_core::{Coded, DType, ErrorCode, Extent, Geometry, LayerIndex, ModelId, RopePairing};
 use kvd_cuda::{CudaBackend, CudaOptions};
-use kvd_emu::{Memory, Order, available};
+use kvd_emu::{Order, available};
 use parking_lot::Mutex;
 use std::sync::Arc;
 use streams::Pace;
@@ -48,20 +51,24 @@ struct Fixture {
     opened: OpenedRegion,
     watch: Arc<Mutex<Watch>>,
     /// Given back after the backend.
-    memory: Memory,
+    memory: Shared,
 }
 
-fn handle(memory: &Memory) -> RegionHandle {
-    let mut handle = [0; RegionHandle::IPC_BYTES];
-    handle[..8].copy_from_slice(&memory.address().to_le_bytes());
-    RegionHandle::CudaIpc(handle)
+/// Memory of a worker that is as long as a region.
+fn shared(kind: Kind) -> Shared {
+    Shared::of(kind, &[0xFF; REGION_BYTES])
 }
 
 fn open(order: Order, pace: Pace, options: CudaOptions) -> Fixture {
+    open_as(Kind::Ipc, order, pace, options)
+}
+
+/// The same with memory that is handed over in that way.
+fn open_as(kind: Kind, order: Order, pace: Pace, options: CudaOptions) -> Fixture {
     let (driver, watch) = EmuDriver::new(order, pace);
     let mut backend = CudaBackend::open(Box::new(driver), &[b"kernels"], options).unwrap();
-    let memory = Memory::new(REGION_BYTES);
-    let opened = backend.open_region(handle(&memory), REGION_BYTES as u64).unwrap();
+    let memory = shared(kind);
+    let opened = backend.open_region(memory.handle(), REGION_BYTES as u64).unwrap();
     let geometry = suite::codec("raw", RopePairing::Half).geometry().clone();
     let backend = InPlace::new(backend, opened.region, &geometry);
     Fixture { backend, opened, watch, memory }
@@ -74,8 +81,10 @@ fn attention_in_a_region_is_attention_over_what_pages_decode_to() {
     }
     let mut orders = Order::EACH.into_iter().cycle();
     let mut paces = Pace::EACH.into_iter().cycle();
+    let mut kinds = Kind::EACH.into_iter().cycle();
     for text in suite::codecs() {
-        let fixture = open(orders.next().unwrap(), paces.next().unwrap(), OPTIONS);
+        let (order, pace) = (orders.next().unwrap(), paces.next().unwrap());
+        let fixture = open_as(kinds.next().unwrap(), order, pace, OPTIONS);
         let Fixture { mut backend, watch, memory, .. } = fixture;
         // Launched kernel by kernel, made a graph, launched as one.
         backend.repeat = 3;
@@ -148,7 +157,11 @@ fn plan(part: &PlanPart, dtype: DType, group: u32, n_q: &[u32]) -> AttendPlan {
 
 /// A backend with rows stored, its region, and a part.
 fn with_rows(text: &str, options: CudaOptions) -> (Fixture, PlanPart) {
-    let mut fixture = open(Order::Random(3), Pace::Late, options);
+    with_rows_as(Kind::Ipc, text, options)
+}
+
+fn with_rows_as(kind: Kind, text: &str, options: CudaOptions) -> (Fixture, PlanPart) {
+    let mut fixture = open_as(kind, Order::Random(3), Pace::Late, options);
     let part = write_rows(&mut fixture.backend.backend, text, &geometry());
     fixture.backend.head_dims = [96, 64];
     (fixture, part)
@@ -326,8 +339,8 @@ fn without_an_event_the_answer_comes_and_nothing_is_said_before_it() {
     let (places, lengths) = fixture.backend.places(&plan);
     let backend = &mut fixture.backend.backend;
     fixture.watch.lock().fail = Fail::Events;
-    let memory = Memory::new(REGION_BYTES);
-    let opened = backend.open_region(handle(&memory), REGION_BYTES as u64).unwrap();
+    let memory = shared(Kind::Ipc);
+    let opened = backend.open_region(memory.handle(), REGION_BYTES as u64).unwrap();
     assert_eq!((opened.event, opened.copied), (None, None));
     backend.write_region(opened.region, places.q, &plan.q).unwrap();
     let recorded = fixture.watch.lock().recorded.len();
@@ -354,13 +367,13 @@ fn memory_that_is_open_twice_stays_when_one_of_its_regions_is_closed() {
     let Fixture { backend: first, watch, memory, .. } = &mut fixture;
     let (places, live) = (first.places(&plan).0, watch.lock().live);
     for _ in 0..50 {
-        let again = first.backend.open_region(handle(memory), REGION_BYTES as u64).unwrap();
+        let again = first.backend.open_region(memory.handle(), REGION_BYTES as u64).unwrap();
         first.backend.close_region(again.region);
         let answer = first.attend(&plan).unwrap();
         assert_eq!((answer.out, answer.lse), (right.out.clone(), right.lse.clone()));
     }
     assert_eq!(watch.lock().live, live);
-    let again = first.backend.open_region(handle(memory), REGION_BYTES as u64).unwrap();
+    let again = first.backend.open_region(memory.handle(), REGION_BYTES as u64).unwrap();
     first.backend.close_region(places.region);
     let places = RegionPlaces { region: again.region, ..places };
     first.backend.attend_in_place(&plan, &places, &mut || {}).unwrap();
@@ -381,8 +394,8 @@ fn what_a_driver_lacks_is_said_when_a_region_is_opened() {
         let (driver, watch) = EmuDriver::new(Order::Ascending, Pace::Late);
         let mut backend = CudaBackend::open(Box::new(driver), &[b"kernels"], OPTIONS).unwrap();
         watch.lock().fail = fail;
-        let memory = Memory::new(64);
-        let opened = backend.open_region(handle(&memory), 64).unwrap();
+        let memory = shared(Kind::Ipc);
+        let opened = backend.open_region(memory.handle(), 64).unwrap();
         assert_eq!(opened.event.is_some(), event);
         match copied {
             None => assert_eq!(opened.copied, None),

@@ -2,6 +2,7 @@
 //! that shows what is missing, and fails on demand.
 #![allow(dead_code, reason = "each test file uses its own part")]
 
+pub(crate) mod shared;
 mod watch;
 
 pub(crate) use watch::{Fail, Planted, Watch};
@@ -13,15 +14,28 @@ use kvd_cuda::{
     PinnedRange, Stream,
 };
 use kvd_emu::{Grid, Memory, Order, launch};
+use memmap2::{MmapMut, MmapOptions};
 use parking_lot::Mutex;
+use shared::GRANULE;
 use std::collections::BTreeMap;
+use std::fs::File;
 use std::sync::Arc;
+
+/// Memory of a worker.
+#[derive(Default)]
+struct Opened {
+    bytes: u64,
+    /// How often it is open.
+    times: usize,
+    /// Of memory that came as a descriptor, which is mapped each time.
+    mapping: Option<MmapMut>,
+}
 
 pub(crate) struct EmuDriver {
     memory: BTreeMap<u64, Memory>,
     pinned: Vec<Option<Vec<u8>>>,
-    /// Memory of a worker that is open: its bytes, and how often.
-    shared: BTreeMap<u64, (u64, usize)>,
+    /// Memory of a worker that is open.
+    shared: BTreeMap<u64, Opened>,
     /// Beginnings of the names of kernels that a made-up compiler has made.
     compiled: Vec<String>,
     streams: Streams,
@@ -103,7 +117,7 @@ impl EmuDriver {
         let own = self.memory.range(..=address).next_back();
         let own = own.map(|(start, memory)| start + memory.bytes().len() as u64);
         let shared = self.shared.range(..=address).next_back();
-        let shared = shared.map(|(start, (bytes, _))| start + bytes);
+        let shared = shared.map(|(start, opened)| start + opened.bytes);
         let end = [own, shared].into_iter().flatten().find(|end| address < *end);
         let end = end.expect("an address");
         assert!(address + len <= end, "{len} bytes at {address:#x} end after {end:#x}");
@@ -418,28 +432,43 @@ impl Driver for EmuDriver {
 
     fn open_shared(&mut self, handle: RegionHandle, bytes: u64) -> Result<u64, DriverError> {
         self.call("open_shared", None)?;
-        let address = match handle {
-            RegionHandle::CudaIpc(handle) => u64::from_le_bytes(*handle.first_chunk().expect("64")),
-            _ => 0,
+        let refused = |call| {
+            let reason = "CUDA_ERROR_INVALID_VALUE (1)".to_owned();
+            DriverError::Refused { call, reason }
+        };
+        let (address, mapping) = match handle {
+            RegionHandle::CudaIpc(handle) => {
+                (u64::from_le_bytes(*handle.first_chunk().expect("64")), None)
+            }
+            RegionHandle::CudaFd(file) => {
+                let file = File::from(file);
+                let have = file.metadata().map_or(0, |of| of.len());
+                if bytes > have || !bytes.is_multiple_of(GRANULE) {
+                    return Err(refused("cuMemMap"));
+                }
+                // SAFETY: the worker's file, which a test does not cut while it is open.
+                let mapping = unsafe { MmapOptions::new().len(bytes as usize).map_mut(&file) };
+                let mapping = mapping.map_err(|_| refused("cuMemImportFromShareableHandle"))?;
+                (mapping.as_ptr() as u64, Some(mapping))
+            }
         };
         if address == 0 {
-            let reason = "CUDA_ERROR_INVALID_VALUE (1)".to_owned();
-            return Err(DriverError::Refused { call: "open_shared", reason });
+            return Err(refused("open_shared"));
         }
-        let (known, opens) = self.shared.entry(address).or_default();
-        (*known, *opens) = (bytes.max(*known), *opens + 1);
+        let opened = self.shared.entry(address).or_default();
+        (opened.bytes, opened.times) = (bytes.max(opened.bytes), opened.times + 1);
+        opened.mapping = mapping;
         self.watch.lock().live += 1;
         Ok(address)
     }
 
     fn close_shared(&mut self, address: u64) {
         self.watch.lock().live -= 1;
-        let (bytes, opens) = self.shared.get_mut(&address).expect("memory is open");
-        let bytes = *bytes;
-        *opens -= 1;
-        if *opens == 0 {
-            self.shared.remove(&address);
-            self.check_free(address, bytes);
+        let opened = self.shared.get_mut(&address).expect("memory is open");
+        opened.times -= 1;
+        if opened.times == 0 {
+            let opened = self.shared.remove(&address).expect("memory is open");
+            self.check_free(address, opened.bytes);
         }
     }
 }

@@ -393,8 +393,8 @@ fn more_rows_than_scratch_memory_holds_are_not_staged_and_the_device_goes_on() {
     let (driver, watch) = EmuDriver::new(Order::Ascending, Pace::Late);
     let options = CudaOptions { scratch_bytes: 16 << 10, ..OPTIONS };
     let mut backend = CudaBackend::open(Box::new(driver), &[b"kernels"], options).unwrap();
-    let memory = Memory::new(REGION_BYTES);
-    let region = backend.open_region(handle(&memory), REGION_BYTES as u64).unwrap().region;
+    let memory = shared(Kind::Ipc);
+    let region = backend.open_region(memory.handle(), REGION_BYTES as u64).unwrap().region;
     let spec = kvd_codec::resolve("raw").unwrap();
     backend.register(MODEL, kvd_codec::ModelCodec::new(geometry.clone(), spec, None).unwrap());
     let mut backend = InPlace::new(backend, region, &geometry);
