@@ -1,9 +1,11 @@
-//! House rules that no lint knows: sizes, dependency directions, left-overs, the unsafe fence.
+//! House rules that no lint knows: sizes, dependency directions, left-overs, the unsafe fence, what
+//! the container image is built from.
 //!
 //! Each rule is a pure function from text to findings; this file feeds them.
 
 mod edges;
 mod fence;
+mod image;
 mod mask;
 mod size;
 
@@ -42,7 +44,8 @@ pub(crate) fn run(root: &Path, report: &Report) -> Result<()> {
         }
     }
     let metadata = metadata(root)?;
-    for text in edges::check(&metadata)?.into_iter().chain(fence::roots(root, &metadata)?) {
+    let others = [edges::check(&metadata)?, fence::roots(root, &metadata)?];
+    for text in others.into_iter().flatten().chain(image::check(root, &metadata)?) {
         broken += 1;
         report.line(&text);
     }

@@ -1,4 +1,5 @@
-//! A worker over the region socket, whose memory is handed over by an IPC handle or as a descriptor.
+//! A worker over the region socket, whose memory is handed over by an IPC handle or as a
+//! descriptor.
 
 use super::*;
 use driver::shared::{Kind, Shared};
