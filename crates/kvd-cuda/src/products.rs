@@ -225,8 +225,8 @@ pub(crate) fn weight_words((pair, variant): (Pair, Variant), rows: usize) -> usi
     (rows * sets).next_multiple_of(4) + tiles * sets * digit_words(rows)
 }
 
-/// The same of products of halves, `half.cuh`: a unit of each row and the parts of its query, two of
-/// f16 and three of bf16 for each term; of values a row of zeros.
+/// The same of products of halves, `half.cuh`: a unit of each row and the parts of its query, two
+/// of f16 and three of bf16 for each term; of values a row of zeros.
 fn half_bytes(side: Side, shape: &SideShape, rows: usize) -> usize {
     if side == Side::Value {
         return COPY_BYTES;
