@@ -250,7 +250,8 @@ pub(crate) fn fixed_bytes((pair, variant): (Pair, Variant), rows: usize, dim: us
         false => (rows * dim, WARPS as usize * 32),
     };
     let floats = query.next_multiple_of(4) + rows * sums + rows.next_multiple_of(4);
-    4 * (floats + weight_words((pair, variant), rows)) + stops_bytes(pair.spans(variant), pair.huffman)
+    4 * (floats + weight_words((pair, variant), rows))
+        + stops_bytes(pair.spans(variant), pair.huffman)
 }
 
 /// What a plan expects of one side's products.

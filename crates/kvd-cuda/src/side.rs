@@ -115,7 +115,8 @@ impl Pair {
 
     /// Spans of a tile of each side, as its kernel knows them: `SPANS` of the kernels' headers.
     pub(crate) fn spans(self, variant: Variant) -> [usize; 2] {
-        [self.keys, self.values].map(|side| if variant == Variant::Any { RUNS_MAX } else { side.spans() })
+        [self.keys, self.values]
+            .map(|side| if variant == Variant::Any { RUNS_MAX } else { side.spans() })
     }
 }
 

@@ -50,7 +50,8 @@ impl Fit {
         let (resident, registers) = kernel.resident;
         let room = (limits.shared(), resident);
         let (chunks, decoded) = decoding([coded[0][0], coded[1][0]], other, room, None);
-        let tile = Side::BOTH.map(|side| tile_bytes(of(side), geometry, side)).iter().sum::<usize>();
+        let tile =
+            Side::BOTH.map(|side| tile_bytes(of(side), geometry, side)).iter().sum::<usize>();
         let tile = kernel.tiles * tile;
         let buffers = Staging { block: other + decoded, buffer, tile, huffman }.buffers(room);
         let shared_bytes = other + decoded + (buffers - BUFFERS_MIN) * buffer;
