@@ -83,18 +83,6 @@ const HALVES: Rules = Rules {
     ..NONE
 };
 
-const BYTES: Rules = Rules {
-    turns: &[
-        ("at += ATTEND_THREADS * COPY_BYTES @ stage", 2.0),
-        ("first < end; first += warps * CODE_GROUP", 8.0),
-        ("first < end; first += slices * CODE_GROUP", 8.0),
-        ("at < least(end, first + CODE_GROUP)", 4.0),
-    ],
-    // The same, of two tokens at once.
-    unrolled: &[("at < CHANNELS_PER_THREAD; at++", "FFMA", 8)],
-    ..NONE
-};
-
 /// One codebook of 256 entries of four channels, all in shared memory.
 const WORDS_OF_BYTES: Rules = Rules {
     never: &[
@@ -236,7 +224,6 @@ const fn of_page(codec: &'static str, kernel: &'static str, rules: &'static [Rul
 
 pub(super) const ROWS: &[Row] = &[
     of_tiles("raw", "attend_float", "kvd_attend_f16_f16_4", &[HALVES, ALWAYS]),
-    of_tiles("fp8", "attend_float", "kvd_attend_fp8_fp8_4", &[BYTES, ALWAYS]),
     of_tiles("kivi-4", "attend_uniform", "kvd_attend_uniform_uniform_4", &[FOUR_BITS, ALWAYS]),
     of_tiles("kivi-2", "attend_uniform", "kvd_attend_uniform_uniform_4", &[TWO_BITS, ALWAYS]),
     of_tiles("vecinfer-2", "attend_vq", "kvd_attend_vq_vq_4", &[WORDS_OF_BYTES, ALWAYS]),

@@ -26,19 +26,14 @@ const RARELY: &str = "KVD_RARELY(";
 
 type Lines = RangeInclusive<usize>;
 
-/// Lines that a warp does not execute, and texts of rules that stand nowhere.
-pub(super) fn left_out(
-    sources: &[Source],
-    rules: &[Rules],
-    warp: usize,
-) -> (HashSet<Frame>, Vec<&'static str>) {
+/// Lines that are not executed, and texts of rules that stand nowhere.
+pub(super) fn left_out(sources: &[Source], rules: &[Rules]) -> (HashSet<Frame>, Vec<&'static str>) {
     let mut out = HashSet::new();
     let mut missing = Vec::new();
     let of_all = rules.len();
     let mut add = |file, lines: Lines| out.extend(lines.map(|line| Frame { file, line }));
     for (file, source) in sources.iter().enumerate() {
         rare(source).into_iter().for_each(|lines| add(file, lines));
-        others(source, warp).into_iter().for_each(|lines| add(file, lines));
     }
     for (number, rules) in rules.iter().enumerate() {
         let never = rules.never.iter().map(|text| (text, false));
@@ -59,6 +54,14 @@ pub(super) fn left_out(
         }
     }
     (out, missing)
+}
+
+/// Lines that only other warps execute.
+pub(super) fn of_others(sources: &[Source], warp: usize) -> HashSet<Frame> {
+    let lines = sources.iter().enumerate().flat_map(|(file, source)| {
+        others(source, warp).into_iter().map(move |lines| (file, lines))
+    });
+    lines.flat_map(|(file, lines)| lines.map(move |line| Frame { file, line })).collect()
 }
 
 fn rare(source: &Source) -> Vec<Lines> {
@@ -191,7 +194,9 @@ KVD_DEVICE void f() {
 ";
 
     fn lines(rules: Rules, warp: usize) -> Vec<usize> {
-        let (frames, missing) = left_out(&[Source::new(TEXT)], &[rules], warp);
+        let sources = [Source::new(TEXT)];
+        let (mut frames, missing) = left_out(&sources, &[rules]);
+        frames.extend(of_others(&sources, warp));
         assert_eq!(missing, ["nowhere"]);
         let mut lines: Vec<usize> = frames.into_iter().map(|frame| frame.line).collect();
         lines.sort_unstable();

@@ -33,8 +33,8 @@ pub(super) struct Path {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Avoid {
     No,
-    /// A copy of a loop that turns elsewhere.
-    Copy,
+    /// Where there is a way: a copy of a loop that turns elsewhere, what another warp does.
+    IfPossible,
     /// It is not executed.
     Always,
 }
@@ -156,7 +156,7 @@ impl<'a> Paths<'a> {
                 let count = self.graph.blocks[block].range.len() as f64;
                 match self.avoid[block] {
                     Avoid::No => count,
-                    Avoid::Copy => UNLIKELY,
+                    Avoid::IfPossible => UNLIKELY,
                     Avoid::Always => -LEFT_OUT,
                 }
             }

@@ -2,7 +2,7 @@
 
 use super::codecs::Row;
 use super::graph::{Graph, Loop};
-use super::listing::{Chain, Kernel, Listing};
+use super::listing::{Chain, Frame, Kernel, Listing};
 use super::marks::{self, Rules};
 use super::path::{Avoid, Path, Paths};
 use super::source::Source;
@@ -11,7 +11,7 @@ use super::{VALUES_OF_THREAD, WARPS};
 use crate::report::Report;
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 
 /// Functions whose instructions, and those of what they call, are counted together.
 const VERBS: &[(&str, &str)] = &[
@@ -90,13 +90,13 @@ impl Counter<'_> {
         let mut blocks = Vec::new();
         let mut total = 0.0;
         let mut by_warp = Vec::new();
+        let (frames, missing) = marks::left_out(self.sources, rules);
+        for text in missing {
+            notes.insert(format!("no line of the source has `{text}`"));
+        }
         for warp in 0..WARPS {
-            let (frames, missing) = marks::left_out(self.sources, rules, warp);
-            for text in missing {
-                notes.insert(format!("no line of the source has `{text}`"));
-            }
-            let is_out = |chain: &Chain| chain.iter().any(|frame| frames.contains(frame));
-            let mut avoid = self.avoid(is_out, &mut notes);
+            let of_others = marks::of_others(self.sources, warp);
+            let mut avoid = self.avoid(&frames, &of_others, &mut notes);
             self.avoid_unrolled(rules, &mut avoid);
             let turns: Vec<f64> = self.turnings.iter().map(|turning| turning.turns).collect();
             let of_warp = Paths::new(&self.graph, &avoid, &turns).longest(self.tiles);
@@ -157,19 +157,30 @@ impl Counter<'_> {
 
     /// Blocks most of whose instructions are not executed, copies of loops that turn elsewhere, and
     /// calls: of divisions of numbers that are no usual ones.
-    fn avoid(&self, is_out: impl Fn(&Chain) -> bool, notes: &mut BTreeSet<String>) -> Vec<Avoid> {
+    fn avoid(
+        &self,
+        frames: &HashSet<Frame>,
+        of_others: &HashSet<Frame>,
+        notes: &mut BTreeSet<String>,
+    ) -> Vec<Avoid> {
         let mut avoid = Vec::new();
         for (number, block) in self.graph.blocks.iter().enumerate() {
             let is_work = |at: &usize| !self.kernel.instructions[*at].is_control();
             let work: Vec<usize> = block.range.clone().filter(is_work).collect();
-            let out = work.iter().filter(|at| is_out(self.chain(**at))).count();
+            let is_most = |of: &HashSet<Frame>| {
+                let is_in = |at: &&usize| self.chain(**at).iter().any(|frame| of.contains(frame));
+                2 * work.iter().filter(is_in).count() > work.len()
+            };
             let last = &self.kernel.instructions[block.range.end - 1];
             let calls = last.operation() == "CALL";
             if calls && self.graph.loops[self.tiles].blocks.contains(&number) {
                 notes.insert(format!("a call was left out: {}", last.operands));
             }
-            let is_left_out = calls || 2 * out > work.len();
-            avoid.push(if is_left_out { Avoid::Always } else { Avoid::No });
+            avoid.push(match () {
+                () if calls || is_most(frames) => Avoid::Always,
+                () if is_most(of_others) => Avoid::IfPossible,
+                () => Avoid::No,
+            });
         }
         for turning in &self.turnings {
             self.avoid_copies(turning, &mut avoid);
@@ -185,7 +196,7 @@ impl Counter<'_> {
                 other.origin == turning.origin && known.blocks.contains(&number)
             });
             if *avoid == Avoid::No && !is_loop && turns.is_body(number, turning) {
-                *avoid = Avoid::Copy;
+                *avoid = Avoid::IfPossible;
             }
         }
     }
@@ -202,7 +213,7 @@ impl Counter<'_> {
             for (number, block) in self.graph.blocks.iter().enumerate() {
                 for at in block.range.clone() {
                     let chain = self.kernel.instructions[at].chain;
-                    let is_of_loop = |frame: &super::listing::Frame| {
+                    let is_of_loop = |frame: &Frame| {
                         let mut loops = self.sources[frame.file].loops.iter();
                         loops.any(|known| {
                             known.lines.contains(&frame.line) && known.text.contains(text)
