@@ -275,6 +275,8 @@ pub(crate) struct ExpectedKernel {
     pub(crate) fixed_bytes: usize,
     /// As [`tiles_together`].
     pub(crate) tiles: usize,
+    /// Whether it has the codec's shape as constants.
+    pub(crate) is_fixed: bool,
     /// As [`resident`].
     pub(crate) resident: (usize, u32),
 }
@@ -313,6 +315,7 @@ pub(crate) fn expected(specs: [&SideSpec; 2], geometry: &Geometry, rows: u32) ->
         sides: [of_side(Side::Key, &key), of_side(Side::Value, &value)],
         fixed_bytes: fixed_bytes((pair, variant), rows as usize, dim),
         tiles: tiles_together((pair, variant)),
+        is_fixed,
         resident: resident((pair, variant), is_fixed),
     }
 }

@@ -51,6 +51,8 @@ struct Stops {
     static constexpr unsigned VALUES = Value::SPANS;
     static constexpr unsigned PIECES = KEYS + VALUES + 1;
     using Stop = StopOf<PIECES>;
+    // Bytes that a warp copies at once.
+    static constexpr unsigned WARP_COPY = WARP_LANES * COPY_BYTES;
     // Found together: `stops_bytes` of kvd-cuda/src/buffers.rs. Those before are kept, since some tiles of them are
     // still worked on.
     static constexpr unsigned BATCH = CODED ? 4 : PIECES > 8 ? 8 : 16;
@@ -187,10 +189,19 @@ struct Stops {
 #pragma unroll 1
         for (unsigned part = FIRST + warp_index(); part < PIECES; part += ATTEND_WARPS) {
             const Piece piece = stop.piece[part];
-            uint8_t* to = buffer + piece.at / COPY_BYTES * COPY_BYTES;
-#pragma unroll 2
-            for (unsigned copy = lane_index(); copy < piece.copies; copy += WARP_LANES) {
-                copy_async16(to + copy * COPY_BYTES, piece.from + copy * COPY_BYTES);
+            const unsigned first = lane_index() * COPY_BYTES;
+            const uint8_t* from = piece.from + first;
+            uint8_t* to = buffer + piece.at / COPY_BYTES * COPY_BYTES + first;
+            unsigned left = (piece.copies + WARP_LANES - 1 - lane_index()) / WARP_LANES;
+#pragma unroll 1
+            for (; left > 1; left -= 2) {
+                copy_async16(to, from);
+                copy_async16(to + WARP_COPY, from + WARP_COPY);
+                to += 2 * WARP_COPY;
+                from += 2 * WARP_COPY;
+            }
+            if (left > 0) {
+                copy_async16(to, from);
             }
         }
     }

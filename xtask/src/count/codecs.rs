@@ -9,6 +9,8 @@ pub(super) struct Row {
     /// A file in `kernels/`, without its end.
     pub(super) file: &'static str,
     pub(super) kernel: &'static str,
+    /// Tiles of a turn.
+    pub(super) tiles: u32,
     /// Whether all of the kernel is counted, which stores a page, and not a turn of its loop over
     /// tiles.
     pub(super) whole: bool,
@@ -22,88 +24,102 @@ const ALWAYS: Rules = Rules {
         // No power of two.
         "return number < by ? 0 : number / by;",
         // The unit's first tile.
-        "if (!folded)",
-        // A soft cap.
-        "if (parameters.soft_cap > 0)",
-        // Codes that are not plain.
+        "fold_first(shared, side, tile);",
+        // Codes that are not plain, or no whole words.
         "for (unsigned step = 0; step < steps(); step++)",
-        "for (unsigned mine = 0; mine < blocks; mine++)",
-        // The softmax has found a larger score.
-        "if (KVD_BALLOT(factor != 1 || beyond || tiles == TILES_MAX) != 0)",
-        // Tokens that are not seen.
-        "if (row >= unit.rows || lane < place.from || lane >= place.to)",
-        "if (token < seen.from || token >= seen.to)",
+        "return each_of_any(codes, token, use);",
+        "return any_values(codes, quad, to);",
     ],
-    always: &["if (is_plain(codes))", "if (codes.words())"],
-    turns: &[
-        ("for (; index < unit.pages;", 0.5),
-        ("at += ATTEND_THREADS * COPY_BYTES", 1.0),
-        ("channel += WARP_LANES", 4.0),
-        ("quad += WARP_LANES", 1.0),
-        // Codes of one plane.
-        ("left -= plane_width(left)", 1.0),
-        ("while (parts_log2 > 0 && quad >= part)", 1.0),
+    always: &[
+        "if (is_plain(codes))",
+        "if (codes.words())",
+        // Full tiles, two together, of which all is seen.
+        "if (stop.place.to != 0)",
+        "if (tile < count)",
+        "if (folds && tile < count)",
     ],
-    // Eight channels each, a quarter of 128 for a warp.
-    unrolled: &[("block < BLOCKS; block++", "IMMA", 4)],
+    turns: &[],
+    unrolled: &[],
 };
 
 /// No rules.
 const NONE: Rules = Rules { never: &[], always: &[], turns: &[], unrolled: &[] };
 
-const FOUR_BITS: Rules = Rules {
-    never: &[
-        "case 0: return each_plain_of",
-        "case 2: return each_plain_of",
-        "default: return each_plain_of",
-    ],
-    turns: &[("step += STEPS", 4.0)],
-    ..NONE
-};
+/// So many copies of a warp for 64 tokens, in pieces that the warps share, of which the last, gains,
+/// is nothing.
+const fn copies(pieces: f64, copies: f64) -> [(&'static str, f64); 2] {
+    [
+        ("for (unsigned part = FIRST + warp_index(); part < PIECES;", pieces / 4.0),
+        ("for (; left > 1; left -= 2)", copies / 2.0 / pieces),
+    ]
+}
 
-const TWO_BITS: Rules = Rules {
-    never: &[
-        "case 0: return each_plain_of",
-        "case 1: return each_plain_of",
-        "default: return each_plain_of",
-    ],
-    turns: &[("step += STEPS", 2.0)],
-    ..NONE
-};
+/// Four bits with scales, of 1 KiB a side and stop: 10 KiB.
+const FOUR_BITS: Rules = Rules { turns: &copies(5.0, 20.0), ..NONE };
+/// Two bits with scales: 6 KiB.
+const TWO_BITS: Rules = Rules { turns: &copies(5.0, 12.0), ..NONE };
+/// Two bits without: 4 KiB.
+const TWO_BITS_ALONE: Rules = Rules { turns: &copies(3.0, 8.0), ..NONE };
+/// Four bits without: 8 KiB.
+const FOUR_BITS_ALONE: Rules = Rules { turns: &copies(3.0, 16.0), ..NONE };
+/// Four bits, of values with scales: 9 KiB.
+const POLAR: Rules = Rules { turns: &copies(5.0, 18.0), ..NONE };
+/// Keys of 128 positions, a lane's sixteen codes of a tile, four at once.
+const IN_FOUR: Rules = Rules { turns: &[("chunk < chunks; chunk++", 4.0)], ..NONE };
+/// Four bits and a scale of each token: 8.4 KiB.
+const TURNED: Rules = Rules { turns: &copies(5.0, 17.0), ..NONE };
 
-/// Of rows of two bytes.
+/// Of rows of two bytes: four copies of a thread and side, and gains, which there are none of.
 const HALVES: Rules = Rules {
     turns: &[
-        ("at += ATTEND_THREADS * COPY_BYTES @ stage", 4.0),
-        ("for (unsigned step = 0; step < count; step++)", 32.0),
-        ("for (unsigned token = tile.from + slice; token < tile.to;", 32.0),
+        ("for (unsigned part = FIRST + warp_index(); part < PIECES;", 0.25),
+        ("for (; left > 1; left -= 2)", 0.0),
+        ("at + (TURNS - 1) * TURN < bytes; at += TURNS * TURN", 1.0),
+        ("for (; at < bytes; at += TURN)", 0.0),
+        ("for (unsigned group = 0; group < count; group++)", 2.0),
     ],
-    // A channel of each thread, four rows.
-    unrolled: &[("at < CHANNELS_PER_THREAD; at++", "FFMA", 4)],
+    unrolled: &[("unit < UNITS; unit++", "HMMA", 8)],
     ..NONE
 };
 
-/// One codebook of 256 entries of four channels, all in shared memory.
-const WORDS_OF_BYTES: Rules = Rules {
-    never: &[
-        "return each_of_any(codes, token, use);",
-        "? each_of_registers<true>",
-        ": each_of_registers<false>",
-        "? each_of<12, true, 4>",
-        ": each_of<12, false, 4>",
-        "? each_of<12, true, 8>",
-        ": each_of<12, false, 8>",
-        "return each_of<0, false, 0>",
-        "return each_of<8, false, 0>",
-        "return each_of<8, true, 2>",
-        ": each_of<8, true, 0>",
-        "return any_values(codes, quad, to);",
-        "return register_values(codes, quad, to);",
-        ": looked_up_values<false>",
-        "if (bytes == 2)",
-        "return codes.four(codes.value_element(token, position));",
+/// Of fp8: two copies.
+const FP8: Rules = Rules {
+    never: &["for (unsigned mine = 0; mine < units; mine++)"],
+    turns: &[
+        ("for (unsigned part = FIRST + warp_index(); part < PIECES;", 0.25),
+        ("for (; left > 1; left -= 2)", 0.0),
+        ("at + (TURNS - 1) * TURN < bytes; at += TURNS * TURN", 1.0),
+        ("for (; at < bytes; at += TURN)", 0.0),
+        // All eight steps at once.
+        ("step + 1 < count; step += 2", 1.0),
     ],
-    turns: &[("for (unsigned chunk = 0; chunk < chunks; chunk++)", 2.0)],
+    unrolled: &[("unit < UNITS; unit++", "HMMA", 8)],
+    ..NONE
+};
+
+/// A tile whose chunk is decoded: decoding is not counted.
+const DECODED: Rules = Rules {
+    never: &["sums.settle(parameters, value);", "decode(seen, unsigned(page"],
+    turns: &[
+        ("for (unsigned part = FIRST + warp_index(); part < PIECES;", 0.75),
+        ("for (; left > 1; left -= 2)", 0.5),
+        ("for (unsigned step = 0; step < count; step += STEPS)", 4.0),
+        ("at < list.length; at += parts", 0.0),
+        ("part == 0 && at < list.count; at++", 0.0),
+        ("low < high;", 2.0),
+    ],
+    unrolled: &[("block < BLOCKS; block++", "IMMA", 4)],
+    ..NONE
+};
+
+/// Of groups that choose their mode.
+const CHOSEN: Rules = Rules {
+    turns: &[
+        ("at < count; at += ATTEND_THREADS", 1.0),
+        ("for (unsigned step = 0; step < count; step++)", 4.0),
+        ("for (unsigned part = FIRST + warp_index(); part < PIECES;", 1.75),
+        ("for (; left > 1; left -= 2)", 0.5),
+    ],
     ..NONE
 };
 
@@ -121,8 +137,8 @@ const ALLOCATED: Rules = Rules {
         "codes += plane_bytes(left",
     ],
     turns: &[
-        ("index < table.runs; index += ATTEND_WARPS", 1.0),
-        ("at += WARP_LANES * COPY_BYTES", 1.0),
+        ("for (unsigned part = FIRST + warp_index(); part < PIECES;", 4.75),
+        ("for (; left > 1; left -= 2)", 0.3),
         ("index < jobs; index += ATTEND_WARPS", 1.5),
         ("item += WARP_LANES", 2.0),
         ("part < out.parts", 2.0),
@@ -130,6 +146,7 @@ const ALLOCATED: Rules = Rules {
         ("low < high;", 3.0),
         ("at < all.count; at++", 0.0),
     ],
+    unrolled: &[("block < BLOCKS; block++", "IMMA", 5)],
     ..NONE
 };
 
@@ -213,21 +230,60 @@ const fn of_tiles(
     codec: &'static str,
     file: &'static str,
     kernel: &'static str,
+    tiles: u32,
     rules: &'static [Rules],
 ) -> Row {
-    Row { codec, file, kernel, whole: false, rules }
+    Row { codec, file, kernel, tiles, whole: false, rules }
 }
 
 const fn of_page(codec: &'static str, kernel: &'static str, rules: &'static [Rules]) -> Row {
-    Row { codec, file: "store", kernel, whole: true, rules }
+    Row { codec, file: "store", kernel, tiles: 1, whole: true, rules }
 }
 
 pub(super) const ROWS: &[Row] = &[
-    of_tiles("raw", "attend_float", "kvd_attend_f16_f16_4", &[HALVES, ALWAYS]),
-    of_tiles("kivi-4", "attend_uniform", "kvd_attend_uniform_uniform_4", &[FOUR_BITS, ALWAYS]),
-    of_tiles("kivi-2", "attend_uniform", "kvd_attend_uniform_uniform_4", &[TWO_BITS, ALWAYS]),
-    of_tiles("vecinfer-2", "attend_vq", "kvd_attend_vq_vq_4", &[WORDS_OF_BYTES, ALWAYS]),
-    of_tiles("kvd-2-fast", "attend_table", "kvd_attend_bitalloc_bitalloc_4", &[ALLOCATED, ALWAYS]),
+    of_tiles("raw", "attend_float", "kvd_attend_f16_f16_4", 1, &[HALVES, ALWAYS]),
+    of_tiles("fp8", "attend_float", "kvd_attend_fp8_fp8_4", 1, &[FP8, ALWAYS]),
+    of_tiles("kivi-4", "attend_uniform_fixed", "kvd_attend_kivi4_4", 2, &[FOUR_BITS, ALWAYS]),
+    of_tiles("kivi-2", "attend_uniform_fixed", "kvd_attend_kivi2_4", 2, &[TWO_BITS, ALWAYS]),
+    of_tiles("innerq-2", "attend_uniform_fixed", "kvd_attend_innerq2_4", 1, &[CHOSEN, ALWAYS]),
+    of_tiles(
+        "vecinfer-4",
+        "attend_vq_fixed",
+        "kvd_attend_vecinfer4_4",
+        2,
+        &[FOUR_BITS_ALONE, ALWAYS],
+    ),
+    of_tiles(
+        "vecinfer-2",
+        "attend_vq_fixed",
+        "kvd_attend_vecinfer2_4",
+        2,
+        &[TWO_BITS_ALONE, ALWAYS],
+    ),
+    of_tiles(
+        "vecinfer-2-reg",
+        "attend_vq_fixed",
+        "kvd_attend_vecinfer2reg_4",
+        2,
+        &[TWO_BITS_ALONE, ALWAYS],
+    ),
+    of_tiles(
+        "polar-4+4",
+        "attend_table_fixed",
+        "kvd_attend_polar44_4",
+        2,
+        &[POLAR, IN_FOUR, ALWAYS],
+    ),
+    of_tiles("turbo-4", "attend_table_fixed", "kvd_attend_turbo4_4", 2, &[TURNED, IN_FOUR, ALWAYS]),
+    of_tiles("kvd-2-fast", "attend_table_fixed", "kvd_attend_kvd2fast_4", 1, &[ALLOCATED, ALWAYS]),
+    of_tiles(
+        "kvcomp",
+        "attend_huffman",
+        "kvd_attend_huffman_uniform_uniform_4",
+        1,
+        &[DECODED, ALWAYS],
+    ),
+    of_tiles("kvd-2", "attend_huffman", "kvd_attend_huffman_grid_grid_4", 1, &[DECODED, ALWAYS]),
     of_page("store-kivi-4", "kvd_store_uniform", &[STORED_BY_CHANNEL, STORED, ALWAYS]),
     of_page("store-vecinfer-2", "kvd_store_vq", &[STORED_BOOK, STORED, ALWAYS]),
     of_page("store-kvd-2", "kvd_store_huffman_grid", &[STORED_GRID, STORED, ALWAYS]),

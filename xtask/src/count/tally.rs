@@ -18,6 +18,7 @@ const VERBS: &[(&str, &str)] = &[
     ("start", "stage"),
     ("stage", "stage"),
     ("wait_for_tile", "stage"),
+    ("Stops::stage", "stage"),
     ("Scores::fold", "fold"),
     ("Scores::tile", "scores"),
     ("Softmax::absorb", "softmax"),
@@ -27,6 +28,11 @@ const VERBS: &[(&str, &str)] = &[
     ("Decoder::advance", "decode"),
 ];
 const REST: &str = "rest";
+
+/// Values of a turn, or a page, for each thread.
+fn values(row: &Row) -> f64 {
+    VALUES_OF_THREAD * f64::from(row.tiles)
+}
 
 /// Of a turn, by name, most first.
 type Parts = Vec<(String, f64)>;
@@ -325,8 +331,12 @@ pub(super) fn print(row: &Row, count: &Count, all: bool, report: &Report) {
         row.codec,
         row.kernel,
         count.total,
-        if row.whole { "page" } else { "tile" },
-        count.total / VALUES_OF_THREAD
+        match row {
+            Row { whole: true, .. } => "page",
+            Row { tiles: 2, .. } => "two tiles",
+            _ => "tile",
+        },
+        count.total / values(row)
     ));
     let parts = |name: &str, parts: &Parts| {
         let texts: Vec<String> = parts.iter().map(|(name, n)| format!("{name} {n:.0}")).collect();
@@ -348,7 +358,7 @@ pub(super) fn json(row: &Row, count: &Count) -> Value {
         "codec": row.codec,
         "kernel": row.kernel,
         "of_a_thread": count.total,
-        "per_value": count.total / VALUES_OF_THREAD,
+        "per_value": count.total / values(row),
         "verbs": count.verbs,
         "functions": count.functions,
         "operations": count.operations,

@@ -185,7 +185,7 @@ pub fn plan(codec: &CodecSpec, workload: &Workload, limits: &Limits) -> Option<P
         products: fit.products,
         counted: counts::counted(
             Side::BOTH.map(|side| codec.side(side)),
-            fit.products == [None; 2],
+            (fit.products == [None; 2], fit.is_fixed),
             codebooks.map(|books| books.is_none_or(|books| books.shared == books.entries)),
         ),
         splits,
