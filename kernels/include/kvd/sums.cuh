@@ -302,7 +302,9 @@ struct Sums<Tensor<Side>, ROWS> {
     KVD_DEVICE void multiply_plain(const Codes& codes, unsigned bits,
                                    const uint32_t (&digits)[Digits::WORDS]) {
         const PlainValues<BYTES> values(codes, bits);
-        if (deals() && (shared_misaligned(codes.bytes) | values.row % COPY_BYTES) == 0) {
+        // More rows leave no registers for four words at once.
+        if (FEW && deals() &&
+            (shared_misaligned(codes.bytes) | values.row % COPY_BYTES) == 0) {
             uint32_t words[DEALT][2];
             values.four_words(place(0, lane_row()), words);
 #pragma unroll

@@ -96,45 +96,44 @@ struct DigitWeights<Side, ROWS, TILES, WEIGHT_SETS_MAX> {
     KVD_DEVICE void put(const AttendShared<ROWS>& shared, const SideShape& side,
                         const Tile (&values)[TILES], typename Mine::Array weight,
                         const bool (&moves)[OWNED]) {
+#pragma unroll
+        for (unsigned own = 0; own < OWNED; own++) {
+            if (Mine::row_of(own) < ROWS) {
+                put_row(shared, side, values, weight[own], moves[own], own);
+            }
+        }
+    }
+
+    KVD_DEVICE void put_row(const AttendShared<ROWS>& shared, const SideShape& side,
+                            const Tile (&values)[TILES], const float (&weight)[TILES], bool moves,
+                            unsigned own) {
         const unsigned sets = Value::weight_sets(side);
-        uint32_t wholes[OWNED][TILES][SETS] = {};
+        const unsigned row = Mine::row_of(own);
+        uint32_t wholes[TILES][SETS] = {};
+        uint32_t largest = 0;
 #pragma unroll
         for (unsigned tile = 0; tile < TILES; tile++) {
             Scale scale[SETS];
             Value::weight_scales(side, values[tile], lane_index(), scale);
 #pragma unroll
-            for (unsigned at = 0; at < OWNED * SETS; at++) {
-                const unsigned set = at % SETS;
-                const unsigned row = Mine::row_of(at / SETS);
-                if (row >= ROWS || set >= sets) {
-                    continue;
+            for (unsigned set = 0; set < SETS; set++) {
+                if (set >= sets) {
+                    break;
                 }
-                const float of_token = weight[at / SETS][tile];
-                bases[at / SETS][set] += of_token * scale[set].minimum;
-                wholes[at / SETS][tile][set] =
-                    whole(of_token * scale[set].step, shared.per_units[row * SETS + set]);
+                bases[own][set] += weight[tile] * scale[set].minimum;
+                wholes[tile][set] =
+                    whole(weight[tile] * scale[set].step, shared.per_units[row * SETS + set]);
+                largest = most(largest, wholes[tile][set]);
             }
         }
+        if (KVD_RARELY(KVD_BALLOT(moves || largest > WHOLE_MAX) != 0)) {
+            find_units(shared, side, values, weight, moves, row, wholes);
+        }
 #pragma unroll
-        for (unsigned own = 0; own < OWNED; own++) {
-            const unsigned row = Mine::row_of(own);
-            if (row >= ROWS) {
-                break;
-            }
-            uint32_t largest = 0;
-#pragma unroll
-            for (unsigned at = 0; at < TILES * SETS; at++) {
-                largest = most(largest, at % SETS < sets ? wholes[own][at / SETS][at % SETS] : 0);
-            }
-            if (KVD_RARELY(KVD_BALLOT(moves[own] || largest > WHOLE_MAX) != 0)) {
-                find_units(shared, side, values, weight[own], moves[own], row, wholes[own]);
-            }
-#pragma unroll
-            for (unsigned at = 0; at < TILES * SETS; at++) {
-                if (at % SETS < sets) {
-                    uint32_t* digits = shared.digits + at * Factor<ROWS>::STEP_WORDS;
-                    Factor<ROWS>::put(digits, row, lane_index(), wholes[own][at / SETS][at % SETS]);
-                }
+        for (unsigned at = 0; at < TILES * SETS; at++) {
+            if (at % SETS < sets) {
+                uint32_t* digits = shared.digits + at * Factor<ROWS>::STEP_WORDS;
+                Factor<ROWS>::put(digits, row, lane_index(), wholes[at / SETS][at % SETS]);
             }
         }
     }
