@@ -85,7 +85,8 @@ pub(crate) fn polar_table_bytes(angle_bits: u32, dim: u32) -> u32 {
     (8 << angle_bits) + 4 * dim / 2
 }
 
-/// The kernel for units of so many rows whose sides have these shapes, if one has them as constants.
+/// The kernel for units of so many rows whose sides have these shapes, if one has them as
+/// constants.
 pub(crate) fn kernel(
     (pair, variant): (Pair, Variant),
     rows: u32,

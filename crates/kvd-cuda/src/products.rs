@@ -143,8 +143,8 @@ fn has_one_row(shape: &SideShape) -> bool {
         || shape.scale_tokens >= Geometry::BLOCK_TOKENS_MAX
 }
 
-/// Whether the steps of a pair's radii, if pages have them, go into queries: two bytes of cosine and
-/// sine each.
+/// Whether the steps of a pair's radii, if pages have them, go into queries: two bytes of cosine
+/// and sine each.
 fn fits_polar(shape: &SideShape) -> bool {
     has_one_row(shape) && 2 * shape.dim <= CUT_TERMS_MAX
 }
@@ -241,9 +241,9 @@ fn digit_words(rows: usize) -> usize {
     if rows <= FEW_ROWS { 4 * 4 * (rows + rows.min(2)) } else { 4 * 6 * rows }
 }
 
-/// Queries, scores, weights, factors and stops of a thread block: `AttendShared` of `shared.cuh`. On
-/// CUDA cores all warps read the queries and have a part of every score, and at the end every thread
-/// has a sum of values.
+/// Queries, scores, factors, digits and stops of a thread block: `AttendShared` of `shared.cuh`.
+/// On CUDA cores all warps read the queries and have a part of every score, and at the end every
+/// thread has a sum of values.
 pub(crate) fn fixed_bytes((pair, variant): (Pair, Variant), rows: usize, dim: usize) -> usize {
     let (query, sums) = match on_tensor_cores((pair, variant)) {
         true => (0, tiles_together((pair, variant)) * TILE_TOKENS),

@@ -110,8 +110,8 @@ struct Sides {
     folded: [bool; 2],
 }
 
-/// A kernel with a number of rows, and whether its units have the shapes that one codec's kernel has
-/// as constants: what one launch runs.
+/// A kernel with a number of rows, and which one has the shapes of its units as constants: what one
+/// launch runs.
 type LaunchKey = (Pair, Variant, u32, Option<String>);
 
 struct Builder<'a> {

@@ -188,7 +188,8 @@ fn thread_blocks_are_as_many_as_the_codec_s_kernels_leave_room_for() {
     }
     let [kivi, kvd] = ["kivi-4", "kvd-2"].map(units_on_two_multiprocessors);
     assert_eq!((kivi.0, kvd.0), (kivi.1, kvd.1));
-    // Three of a kernel for any shape to a multiprocessor, or two that decode four chunks of each side.
+    // Three of a kernel for any shape to a multiprocessor, or two that decode four chunks of each
+    // side.
     assert_eq!((kivi.0, kvd.0), (6, 4));
 }
 

@@ -45,8 +45,8 @@ const ALWAYS: Rules = Rules {
 /// No rules.
 const NONE: Rules = Rules { never: &[], always: &[], turns: &[], unrolled: &[] };
 
-/// So many copies of a warp for 64 tokens, in pieces that the warps share, of which the last, gains,
-/// is nothing.
+/// So many copies of a warp for 64 tokens, in pieces that the warps share, of which the last,
+/// gains, is nothing.
 const fn copies(pieces: f64, copies: f64) -> [(&'static str, f64); 2] {
     [
         ("for (unsigned part = FIRST + warp_index(); part < PIECES;", pieces / 4.0),

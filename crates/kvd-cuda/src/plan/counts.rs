@@ -9,14 +9,14 @@ use kvd_core::Side;
 pub struct Counted {
     /// Lane instructions per stored value.
     pub per_value: f64,
-    /// Whether that is all of them. Of a kernel for any shape only what the one with a preset's shape
-    /// as constants takes was counted, and what its look-ups take more.
+    /// Whether that is all of them. Of a kernel for any shape only what the one with a preset's
+    /// shape as constants takes was counted, and what its look-ups take more.
     pub is_all: bool,
 }
 
-/// Of both sides; none where no kernel like the pair's was counted. `is_fixed`: whether the kernel has
-/// the codec's shape as constants; `whole`: whether all entries of a side's codebooks stand in shared
-/// memory.
+/// Of both sides; none where no kernel like the pair's was counted. `is_fixed`: whether the kernel
+/// has the codec's shape as constants; `whole`: whether all entries of a side's codebooks stand in
+/// shared memory.
 pub(super) fn counted(
     specs: [&SideSpec; 2],
     (on_tensor_cores, is_fixed): (bool, bool),
@@ -47,12 +47,9 @@ fn of_kernel(specs: [&SideSpec; 2]) -> Option<f64> {
         (Q::Float(_), _) => 6.7,
         (Q::Uniform { mode: UniformMode::Hybrid, .. }, _) => 15.0,
         // Where keys have a scale per channel, queries are cut for every tile.
-        (Q::Uniform { .. }, Q::Uniform { .. }) => match specs[0].quantizer.alphabet()? {
-            2 | 4 => 6.0,
-            _ => 6.1,
-        },
-        (Q::Polar { .. }, Q::Uniform { .. }) => 7.0,
-        (Q::Lloyd { .. }, Q::Uniform { .. }) => 6.9,
+        (Q::Uniform { .. }, Q::Uniform { .. }) => 6.1,
+        (Q::Polar { .. }, Q::Uniform { .. }) => 6.9,
+        (Q::Lloyd { .. }, Q::Uniform { .. }) => 7.0,
         (Q::Vq(vq), Q::Vq(_)) => match (vq.dim, vq.bits) {
             (2, 8) => 6.0,
             _ => 4.5,
@@ -62,8 +59,8 @@ fn of_kernel(specs: [&SideSpec; 2]) -> Option<f64> {
     })
 }
 
-/// What a pair's codebooks take more than those of `vecinfer-2`, half for each side: entries that are
-/// not in shared memory, codes of two planes.
+/// What a pair's codebooks take more than those of `vecinfer-2`, half for each side: entries that
+/// are not in shared memory, codes of two planes.
 fn looked_up(specs: [&SideSpec; 2], whole: [bool; 2]) -> Option<f64> {
     let of = |side: Side| match &specs[side.index()].quantizer {
         Quantizer::Vq(vq) => Some(of_look_up(vq, side, whole[side.index()])),
@@ -90,7 +87,7 @@ fn of_look_up(vq: &VqSpec, side: Side, whole: bool) -> f64 {
 fn decoded(specs: [&SideSpec; 2]) -> Option<f64> {
     match (&specs[0].quantizer, &specs[1].quantizer) {
         (Quantizer::Grid { .. }, Quantizer::Grid { .. }) => Some(10.1),
-        (Quantizer::Uniform { .. }, Quantizer::Uniform { .. }) => Some(13.9),
+        (Quantizer::Uniform { .. }, Quantizer::Uniform { .. }) => Some(13.7),
         _ => None,
     }
 }
