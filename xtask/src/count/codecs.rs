@@ -175,11 +175,16 @@ const STORED: Rules = Rules {
 
 /// Four bits, a scale for each channel and 32 tokens.
 const STORED_BY_CHANNEL: Rules = Rules {
-    never: &["if (of > 1)", "low = first_zero(work, group);", "if (together)"],
+    never: &[
+        "if (of > 1)",
+        "low = first_zero(work, group);",
+        "if (together)",
+        "step < width; step++",
+    ],
+    always: &["if (width == 1)"],
     turns: &[
         ("index += together ? 1 : STORE_THREADS", 2.0),
         ("for (unsigned token = tokens.from; token < tokens.to; token++)", 32.0),
-        ("for (unsigned step = 0; step < width; step++)", 1.0),
         ("at += CODE_GROUP * STORE_THREADS", 4.0),
         ("shift < 8; element += size", 2.0),
     ],

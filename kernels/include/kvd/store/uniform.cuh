@@ -63,13 +63,27 @@ struct Group {
     KVD_DEVICE void each(unsigned part, unsigned of, Use use) const {
         const unsigned width = channels.to - channels.from;
         if (of > 1) {
-            for (unsigned at = part; at < count(); at += of) {
-                use(tokens.from + at / width, channels.from + at % width);
+            const unsigned tokens_of = of / width;
+            const unsigned channels_of = of - tokens_of * width;
+            unsigned token = tokens.from + part / width;
+            for (unsigned at = part % width; token < tokens.to; token += tokens_of) {
+                use(token, channels.from + at);
+                at += channels_of;
+                token += at >= width ? 1 : 0;
+                at -= at >= width ? width : 0;
             }
             return;
         }
+        if (width == 1) {
+#pragma unroll 4
+            for (unsigned token = tokens.from; token < tokens.to; token++) {
+                use(token, channels.from);
+            }
+            return;
+        }
+        const unsigned first = thread_index() % width;
         for (unsigned token = tokens.from; token < tokens.to; token++) {
-            unsigned at = width > 1 ? thread_index() % width : 0;
+            unsigned at = first;
             for (unsigned step = 0; step < width; step++) {
                 use(token, channels.from + at);
                 at = at + 1 == width ? 0 : at + 1;
