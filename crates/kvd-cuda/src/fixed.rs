@@ -25,31 +25,26 @@ enum FixedSide {
 
 use FixedSide::{Dim, Lloyd, Polar, Scaled, Vq};
 
-const KIVI_KEY: fn(u32) -> FixedSide = |bits| Scaled { bits, tokens: 32, channels: 1 };
-const KIVI_VALUE: fn(u32) -> FixedSide = |bits| Scaled { bits, tokens: 1, channels: 32 };
+/// A scale for 32 tokens of a channel, or for 32 channels of a token.
+const BY_CHANNEL: fn(u32) -> FixedSide = |bits| Scaled { bits, tokens: 32, channels: 1 };
+const BY_TOKEN: fn(u32) -> FixedSide = |bits| Scaled { bits, tokens: 1, channels: 32 };
 
 /// A codec as kernels are named after it, its sides' kernels, and what is fixed of them.
 type Fixed = (&'static str, [Kernel; 2], [FixedSide; 2]);
 
 /// All there are: `KVD_FIXED` of `kernels/attend_*_fixed.cu`.
 fn all() -> [Fixed; 9] {
-    let uniform = [Kernel::Uniform; 2];
-    let vq = |bits, channels| ([Kernel::Vq; 2], [Vq { bits, channels }; 2]);
-    let vecinfer = |name, (kernels, sides)| (name, kernels, sides);
+    let (uniform, vq) = ([Kernel::Uniform; 2], [Kernel::Vq; 2]);
+    let polar = Polar { angle: 4, radius: 4 };
     let whole = Scaled { bits: 4, tokens: 1, channels: DIM };
-    let innerq = [KIVI_VALUE(2), KIVI_KEY(2)];
     [
-        ("kivi4", uniform, [KIVI_KEY(4), KIVI_VALUE(4)]),
-        ("kivi2", uniform, [KIVI_KEY(2), KIVI_VALUE(2)]),
-        ("innerq2", [Kernel::Hybrid; 2], innerq),
-        vecinfer("vecinfer4", vq(8, 2)),
-        vecinfer("vecinfer2", vq(8, 4)),
-        vecinfer("vecinfer2reg", vq(4, 2)),
-        (
-            "polar44",
-            [Kernel::Polar, Kernel::Uniform],
-            [Polar { angle: 4, radius: 4 }, KIVI_VALUE(4)],
-        ),
+        ("kivi4", uniform, [BY_CHANNEL(4), BY_TOKEN(4)]),
+        ("kivi2", uniform, [BY_CHANNEL(2), BY_TOKEN(2)]),
+        ("innerq2", [Kernel::Hybrid; 2], [BY_TOKEN(2), BY_CHANNEL(2)]),
+        ("vecinfer4", vq, [Vq { bits: 8, channels: 2 }; 2]),
+        ("vecinfer2", vq, [Vq { bits: 8, channels: 4 }; 2]),
+        ("vecinfer2reg", vq, [Vq { bits: 4, channels: 2 }; 2]),
+        ("polar44", [Kernel::Polar, Kernel::Uniform], [polar, BY_TOKEN(4)]),
         ("turbo4", [Kernel::Lloyd, Kernel::Uniform], [Lloyd { bits: 4 }, whole]),
         ("kvd2fast", [Kernel::BitAlloc; 2], [Dim; 2]),
     ]
@@ -58,6 +53,8 @@ fn all() -> [Fixed; 9] {
 impl FixedSide {
     /// Whether a shape is that.
     fn is(self, shape: &SideShape) -> bool {
+        // Of one table, which shared memory has whole.
+        let is_whole = shape.sets == 1 && u64::from(shape.entry_count) == 1 << shape.bits.min(32);
         let fits = match self {
             Scaled { bits, tokens, channels } => {
                 let of_shape = (shape.bits, shape.scale_tokens, shape.scale_channels);
@@ -65,14 +62,13 @@ impl FixedSide {
             }
             Vq { bits, channels } => {
                 let of_shape = (shape.bits, shape.book_dim, shape.entry_bytes);
-                let one = shape.stages == 1 && shape.sets == 1;
-                of_shape == (bits, channels, channels) && one && shape.entry_count == 1 << bits
+                of_shape == (bits, channels, channels) && shape.stages == 1 && is_whole
             }
-            Lloyd { bits } => (shape.bits, shape.entry_bytes) == (bits, 2),
+            Lloyd { bits } => (shape.bits, shape.entry_bytes) == (bits, 2) && is_whole,
             Polar { angle, radius } => {
                 let of_shape = (shape.bits, shape.angle_bits, shape.entry_bytes);
                 let with_steps = shape.table_bytes == polar_table_bytes(angle, DIM);
-                of_shape == (angle + radius, angle, 4) && with_steps
+                of_shape == (angle + radius, angle, 4) && with_steps && is_whole
             }
             Dim => true,
         };
@@ -133,5 +129,13 @@ mod tests {
         let huffman = Pair { huffman: true, ..pair };
         assert_eq!(kernel((huffman, Variant::Own), 4, &key, &value), None);
         assert_eq!(kernel((pair, Variant::Any), 4, &key, &value), None);
+        // Tables that shared memory has in part.
+        let lloyd = Pair { keys: Kernel::Lloyd, ..pair };
+        let levels = SideShape { dim: 128, bits: 4, entry_bytes: 2, sets: 1, ..key };
+        let of = |entry_count| {
+            let key = SideShape { entry_count, ..levels };
+            kernel((lloyd, Variant::Own), 4, &key, &shape(1, 128))
+        };
+        assert_eq!((of(16).as_deref(), of(8)), (Some("kvd_attend_turbo4_4"), None));
     }
 }

@@ -391,11 +391,13 @@ fn expected_shape(side: &SideSpec, which: Side, dim: usize, dtype: DType) -> Sid
             let with_steps = polar_table_bytes(shape.angle_bits, shape.dim);
             shape.table_bytes = if group.is_some() { 8 << angle } else { with_steps };
             shape.entry_bytes = if shape.bits <= 8 { 4 } else { 0 };
+            shape.entry_count = 1 << shape.bits;
         }
         Quantizer::Lloyd { bits } => {
             shape.kind = Kernel::Lloyd as u32;
             shape.bits = bits.into();
             shape.entry_bytes = if shape.bits <= 8 { 2 } else { 0 };
+            shape.entry_count = 1 << shape.bits;
         }
         Quantizer::Grid { .. } => {
             shape.kind = Kernel::Grid as u32;

@@ -44,10 +44,10 @@ KVD_DEVICE typename AttendShared<ROWS>::Sizes sizes_of(const SideShape& value, u
             Scores<Key, ROWS>::COPIES_QUERY, CODED};
 }
 
-// One unit. Three barriers per tile: the staged bytes are complete, the scores, the weights; each
+// One unit. Three barriers per tile, or two worked on together: the staged bytes are complete, the scores, the weights; each
 // also keeps a buffer from being overwritten while a slower warp still reads it: the first is behind
 // the last tile, whose buffer is filled next. `CODED`: a side may
-// hold Huffman codes, and a fourth barrier follows where chunks are decoded, or tiles are spread.
+// hold Huffman codes, and a fourth barrier follows where chunks are decoded, tiles are spread, or queries are cut.
 template <class Key, class Value, int ROWS, bool CODED, class Shapes = AsGiven>
 KVD_DEVICE void attend(const AttendParameters& parameters, uint8_t* memory) {
     const Unit& unit = parameters.units[block_index()];

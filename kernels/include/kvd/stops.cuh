@@ -162,6 +162,7 @@ struct Stops {
             const Tile second =
                 decoder.tile(stop.place, stop.page_tokens, is_key, nullptr, nullptr, 1);
             const Span next = Side::span(side, second, part);
+            KVD_EXPECT(next.offset >= span.offset && next.offset - span.offset <= 0xFFFF);
             step = unsigned(next.offset - span.offset);
             end = next.offset + next.len;
         }
@@ -218,7 +219,8 @@ struct Stops {
                                   const uint8_t* buffer, unsigned half = 0) {
         return decoder.tile(stop.place, stop.page_tokens, false, buffer, stop.piece + KEYS, half);
     }
-    // How many there are.
+    // How many there are in the page, seen or not: what is not seen of a pair at an end of the seen range is
+    // read and masked.
     KVD_DEVICE static unsigned tiles(const Stop& stop) {
         const unsigned second = (stop.place.tile + 1) * TILE_TOKENS;
         return TILES > 1 && second < stop.page_tokens ? 2 : 1;

@@ -69,7 +69,7 @@ struct DigitWeights {
 };
 
 // Of codes with one: a set for each group of channels. Units are found for the largest of a tile, with room
-// for larger ones, and stay until one is beyond.
+// for larger ones, and stay until one is beyond or the reference moves.
 template <class Side, int ROWS, unsigned TILES>
 struct DigitWeights<Side, ROWS, TILES, WEIGHT_SETS_MAX> {
     static constexpr unsigned SETS = WEIGHT_SETS_MAX;
@@ -142,6 +142,7 @@ struct DigitWeights<Side, ROWS, TILES, WEIGHT_SETS_MAX> {
     KVD_DEVICE void find_units(const AttendShared<ROWS>& shared, const SideShape& side,
                                const Tile (&values)[TILES], const float (&weight)[TILES], bool moves,
                                unsigned row, uint32_t (&wholes)[TILES][SETS]) const {
+        const unsigned sets = Value::weight_sets(side);
         float* per_units = shared.per_units + row * SETS;
         float largest[SETS] = {};
         for (unsigned pass = 0; pass < 2; pass++) {
@@ -151,6 +152,9 @@ struct DigitWeights<Side, ROWS, TILES, WEIGHT_SETS_MAX> {
                 Value::weight_scales(side, values[tile], lane_index(), scale);
 #pragma unroll
                 for (unsigned set = 0; set < SETS; set++) {
+                    if (set >= sets) {
+                        break;
+                    }
                     const float product = weight[tile] * scale[set].step;
                     largest[set] = fmaxf(largest[set], product);
                     wholes[tile][set] = whole(product, per_units[set]);
@@ -158,6 +162,9 @@ struct DigitWeights<Side, ROWS, TILES, WEIGHT_SETS_MAX> {
             }
 #pragma unroll
             for (unsigned set = 0; set < SETS && pass == 0; set++) {
+                if (set >= sets) {
+                    break;
+                }
                 const float needed = per_unit(unit_of(warp_max(largest[set]), WEIGHT_BITS));
                 const float now = moves ? needed : fminf(needed, per_units[set]);
                 KVD_WARP_BARRIER();
