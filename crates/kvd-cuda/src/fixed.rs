@@ -29,7 +29,7 @@ use FixedSide::{Dim, Lloyd, Polar, Scaled, Vq};
 const BY_CHANNEL: fn(u32) -> FixedSide = |bits| Scaled { bits, tokens: 32, channels: 1 };
 const BY_TOKEN: fn(u32) -> FixedSide = |bits| Scaled { bits, tokens: 1, channels: 32 };
 
-/// A codec as kernels are named after it, its sides' kernels, and what is fixed of them.
+/// A kernel, its sides' kernels, and what is fixed of them.
 type Fixed = (&'static str, [Kernel; 2], [FixedSide; 2]);
 
 /// All there are: `KVD_FIXED` of `kernels/attend_*_fixed.cu`.
@@ -38,15 +38,15 @@ fn all() -> [Fixed; 9] {
     let polar = Polar { angle: 4, radius: 4 };
     let whole = Scaled { bits: 4, tokens: 1, channels: DIM };
     [
-        ("kivi4", uniform, [BY_CHANNEL(4), BY_TOKEN(4)]),
-        ("kivi2", uniform, [BY_CHANNEL(2), BY_TOKEN(2)]),
-        ("innerq2", [Kernel::Hybrid; 2], [BY_TOKEN(2), BY_CHANNEL(2)]),
-        ("vecinfer4", vq, [Vq { bits: 8, channels: 2 }; 2]),
-        ("vecinfer2", vq, [Vq { bits: 8, channels: 4 }; 2]),
-        ("vecinfer2reg", vq, [Vq { bits: 4, channels: 2 }; 2]),
-        ("polar44", [Kernel::Polar, Kernel::Uniform], [polar, BY_TOKEN(4)]),
-        ("turbo4", [Kernel::Lloyd, Kernel::Uniform], [Lloyd { bits: 4 }, whole]),
-        ("kvd2fast", [Kernel::BitAlloc; 2], [Dim; 2]),
+        ("kvd_attend_kivi4_4", uniform, [BY_CHANNEL(4), BY_TOKEN(4)]),
+        ("kvd_attend_kivi2_4", uniform, [BY_CHANNEL(2), BY_TOKEN(2)]),
+        ("kvd_attend_innerq2_4", [Kernel::Hybrid; 2], [BY_TOKEN(2), BY_CHANNEL(2)]),
+        ("kvd_attend_vecinfer4_4", vq, [Vq { bits: 8, channels: 2 }; 2]),
+        ("kvd_attend_vecinfer2_4", vq, [Vq { bits: 8, channels: 4 }; 2]),
+        ("kvd_attend_vecinfer2reg_4", vq, [Vq { bits: 4, channels: 2 }; 2]),
+        ("kvd_attend_polar44_4", [Kernel::Polar, Kernel::Uniform], [polar, BY_TOKEN(4)]),
+        ("kvd_attend_turbo4_4", [Kernel::Lloyd, Kernel::Uniform], [Lloyd { bits: 4 }, whole]),
+        ("kvd_attend_kvd2fast_4", [Kernel::BitAlloc; 2], [Dim; 2]),
     ]
 }
 
@@ -88,15 +88,14 @@ pub(crate) fn kernel(
     rows: u32,
     key: &SideShape,
     value: &SideShape,
-) -> Option<String> {
+) -> Option<&'static str> {
     if variant != Variant::Own || pair.huffman || rows != ROWS {
         return None;
     }
     let is = |(_, kernels, sides): &Fixed| {
         *kernels == [pair.keys, pair.values] && sides[0].is(key) && sides[1].is(value)
     };
-    let (codec, ..) = all().into_iter().find(is)?;
-    Some(format!("kvd_attend_{codec}_{ROWS}"))
+    all().into_iter().find(is).map(|(name, ..)| name)
 }
 
 #[cfg(test)]
@@ -115,7 +114,7 @@ mod tests {
         };
         let (key, value) = (shape(32, 1), shape(1, 32));
         let of = |rows, key, value| kernel((pair, Variant::Own), rows, &key, &value);
-        assert_eq!(of(4, key, value).as_deref(), Some("kvd_attend_kivi4_4"));
+        assert_eq!(of(4, key, value), Some("kvd_attend_kivi4_4"));
         assert_eq!(of(8, key, value), None);
         for (key, value) in [
             (SideShape { dim: 64, ..key }, SideShape { dim: 64, ..value }),
@@ -136,6 +135,6 @@ mod tests {
             let key = SideShape { entry_count, ..levels };
             kernel((lloyd, Variant::Own), 4, &key, &shape(1, 128))
         };
-        assert_eq!((of(16).as_deref(), of(8)), (Some("kvd_attend_turbo4_4"), None));
+        assert_eq!((of(16), of(8)), (Some("kvd_attend_turbo4_4"), None));
     }
 }

@@ -112,7 +112,7 @@ struct Sides {
 
 /// A kernel with a number of rows, and which one has the shapes of its units as constants: what one
 /// launch runs.
-type LaunchKey = (Pair, Variant, u32, Option<String>);
+type LaunchKey = (Pair, Variant, u32, Option<&'static str>);
 
 struct Builder<'a> {
     plan: &'a AttendPlan,
@@ -411,7 +411,7 @@ impl Builder<'_> {
             let staging = Staging { block: other + bytes, buffer, tile, huffman: pair.huffman };
             let buffers = staging.buffers(room);
             self.tables.launches.push(Launch {
-                kernel: fixed.unwrap_or_else(|| pair.kernel(variant, rows)),
+                kernel: fixed.map_or_else(|| pair.kernel(variant, rows), str::to_owned),
                 units,
                 key_stage: key_stage as u32,
                 value_stage: value_stage as u32,
