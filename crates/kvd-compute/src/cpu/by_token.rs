@@ -1,7 +1,8 @@
 //! Uniform keys whose groups are channels of one token: integer products of each group with the
 //! query as it is, then the token's step and minimum.
 
-use super::dots::{Lookup, ROWS, TERMS_MAX, TileCodes, key_dots};
+use super::ahead::Ahead;
+use super::dots::{Lookup, ROWS, TERMS_MAX, TileCodes, VECTOR_ROWS, key_dots};
 use super::fused::Place;
 use super::hybrid::{self, Groups, ScaleRows};
 use super::parts::{Parts, Pushed};
@@ -17,9 +18,8 @@ struct Group {
     channels: Range<usize>,
     parts: Parts,
     units: Vec<f32>,
-    /// What the code in the middle and a minimum of one add to a score, by row.
-    losts: Vec<f32>,
-    totals: Vec<f32>,
+    /// What a centre and a minimum of one add to a score, by row.
+    adds: Vec<[f32; 2]>,
 }
 
 /// Queries of a unit.
@@ -55,7 +55,7 @@ impl Keys {
         let group = |first: usize| {
             let channels = first..dim.min(first + span);
             let (mut parts, mut units) = (Parts::of_queries(how), Vec::new());
-            let (mut losts, mut totals) = (Vec::new(), Vec::new());
+            let mut adds = Vec::new();
             parts.reset(channels.len());
             for query in queries.chunks_exact(dim) {
                 let query = &query[channels.clone()];
@@ -63,10 +63,9 @@ impl Keys {
                 let total: f32 = query.iter().sum();
                 let Pushed { unit, lost, .. } = parts.push(how.0, query, largest, Some(total));
                 units.push(unit);
-                losts.push(lost * middle(groups));
-                totals.push(total);
+                adds.push([lost * middle(groups), total]);
             }
-            Group { channels, parts, units, losts, totals }
+            Group { channels, parts, units, adds }
         };
         Some(Self {
             groups,
@@ -96,6 +95,9 @@ impl Keys {
         if groups.mode == UniformMode::Hybrid {
             let quads = queries[0].channels.len() / hybrid::QUAD;
             let signs = hybrid::Signs { words: &scales.signs, lanes: TILE, quads };
+            if signed(simd, (codes, signs), (scales, queries), scores.rows_mut(0, in_span)) {
+                return;
+            }
             hybrid::spread(simd, codes, signs, bytes);
         } else {
             codes.spread(simd, bytes);
@@ -125,7 +127,7 @@ impl Keys {
                     if index == 0 {
                         out.fill(0.0);
                     }
-                    let adds = [group.losts[first + row], group.totals[first + row]];
+                    let adds = group.adds[first + row];
                     add(simd, &dots[row * SPAN..][..TILE], scales, adds, out);
                 }
             }
@@ -167,6 +169,30 @@ impl Keys {
             scales.centres.copy_from_slice(&scales.steps);
         }
     }
+}
+
+/// Scores all rows against a tile by the kernel for codes with signs, where there is one.
+fn signed(
+    simd: Simd,
+    (mut codes, signs): (TileCodes<'_>, hybrid::Signs<'_>),
+    (scales, queries): (&Groups, &[Group]),
+    out: &mut [f32],
+) -> bool {
+    (0..queries[0].units.len()).step_by(VECTOR_ROWS).all(|first| {
+        let factors = queries.iter().map(|group| {
+            let rows = group.parts.rows(first);
+            let rows = rows.part(0, rows.count().min(VECTOR_ROWS));
+            let of = first..first + rows.count();
+            let (units, adds) = (&group.units[of.clone()], &group.adds[of]);
+            hybrid::Factors { rows, positive: false, units, adds }
+        });
+        let count = VECTOR_ROWS.min(queries[0].units.len() - first);
+        let out = &mut out[first * SPAN..];
+        (0..count).for_each(|row| out[row * SPAN..][..TILE].fill(0.0));
+        let done = hybrid::dots(simd, (codes, signs), scales, factors, (out, SPAN));
+        codes.ahead = Ahead::default();
+        done
+    })
 }
 
 /// Scales of one group for the tokens of a tile.

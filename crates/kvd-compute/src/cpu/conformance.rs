@@ -38,6 +38,7 @@ const ROUNDED: &[&str] = &[
     "k=norm/uniform(b=3,g=16,axis=token); v=uniform(b=2,axis=channel,mode=sym)",
     "k=uniform(b=3,axis=channel,mode=sym); v=uniform(b=4,g=32,axis=token,mode=sym)",
     "k=uniform(b=2,axis=token,mode=sym); v=uniform(b=3,axis=block,mode=sym)",
+    "k=uniform(b=5,g=64,axis=channel); v=uniform(b=3,g=64,axis=token)",
     "k=uniform(b=4,g=8,axis=token,mode=hybrid); v=uniform(b=5,g=32,axis=channel,mode=hybrid)",
     "turbo-4",
     "k=vq(d=2,b=4)/huffman; v=vq(d=2,b=4)/huffman",

@@ -15,7 +15,7 @@ use kvd_codec::level_unit;
 /// Rows of queries or weights that one call handles: as many as AMX multiplies at once.
 pub(crate) const ROWS: usize = 8;
 /// How many of them vector registers have sums for.
-const VECTOR_ROWS: usize = 4;
+pub(super) const VECTOR_ROWS: usize = 4;
 /// Most terms of a sum of products with bytes: more might not fit 32 bits.
 pub(crate) const TERMS_MAX: usize = 256;
 /// The same where bytes are values plus [`BIAS`]: sums may wrap before the bias is taken off.

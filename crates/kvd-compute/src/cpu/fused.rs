@@ -5,7 +5,9 @@ use super::dots::{TileCodes, wants_bytes};
 use super::huffman::{LaneTiles, Rest};
 use super::scores::{SPAN, Scores, TILE};
 use super::simd::{How, Precision, Simd, per_level};
-use super::{bitalloc, by_token, fp8, grid, lloyd, polar, score_tables, uniform, vq};
+use super::{
+    bf16, bitalloc, by_token, fp8, grid, lloyd, polar, score_tables, uniform, uniform_values, vq,
+};
 use kvd_codec::{CodeLayout, FixedCodes, HeadSide};
 use kvd_core::Side;
 use std::ops::Range;
@@ -25,6 +27,7 @@ pub(super) enum Keys {
     Fp8(fp8::Keys),
     Tables(score_tables::Keys),
     Vq(vq::Keys),
+    Bf16(bf16::Keys),
     Uniform(uniform::Keys),
     ByToken(by_token::Keys),
     Grid(grid::Keys),
@@ -56,6 +59,7 @@ impl Keys {
         let vq = vq.or_else(|| lloyd::Keys::new(how, side, queries).map(Self::Lloyd));
         let vq = vq.or_else(|| polar::Keys::new(how, side, queries).map(Self::Polar));
         let vq = vq.or_else(|| by_token::Keys::new(how, side, queries).map(Self::ByToken));
+        let vq = vq.or_else(|| bf16::Keys::new(how, side, queries).map(Self::Bf16));
         vq.or_else(|| uniform::Keys::new(how, side, queries).map(Self::Uniform))
     }
 
@@ -66,6 +70,7 @@ impl Keys {
             Self::Fp8(_) | Self::Uniform(_) | Self::ByToken(_) => 1,
             Self::Polar(keys) if !keys.is_by_page() => 1,
             Self::Tables(_)
+            | Self::Bf16(_)
             | Self::Vq(_)
             | Self::Grid(_)
             | Self::BitAlloc(_)
@@ -96,6 +101,7 @@ impl Keys {
             Self::Tables(keys) => keys.tiles(simd, codes, in_span, scores),
             Self::Vq(keys) => keys.tiles(simd, codes, in_span, scores),
             Self::Uniform(keys) => keys.tile(simd, (&page, in_page), codes, in_span, scores),
+            Self::Bf16(keys) => keys.tiles((&page, in_page), (codes, tiles), scores),
             Self::Grid(keys) => keys.tiles(simd, (codes, tiles), scores),
             Self::ByToken(keys) => keys.tile(simd, place, codes, scores),
             Self::Lloyd(keys) => keys.tiles(simd, (&page, in_page), (codes, tiles), scores),
@@ -115,7 +121,8 @@ impl Keys {
 pub(super) enum Values {
     Fp8(fp8::Values),
     Vq(vq::Values),
-    Uniform(Box<uniform::Values>),
+    Bf16(bf16::Values),
+    Uniform(Box<uniform_values::Values>),
     Grid(grid::Values),
     BitAlloc(bitalloc::Values),
     Lloyd(lloyd::Values),
@@ -141,8 +148,10 @@ impl Values {
         }
         let vq = vq::Values::new(how, side, rows).map(Self::Vq);
         let vq = vq.or_else(|| lloyd::Values::new(how, side, rows).map(Self::Lloyd));
+        let vq = vq.or_else(|| bf16::Values::new(how, side, rows).map(Self::Bf16));
         vq.or_else(|| {
-            uniform::Values::new(how, side, rows).map(|values| Self::Uniform(Box::new(values)))
+            uniform_values::Values::new(how, side, rows)
+                .map(|values| Self::Uniform(Box::new(values)))
         })
     }
 
@@ -178,6 +187,9 @@ impl Values {
             Self::Uniform(values) => {
                 values.tiles(simd, (&page, in_page), (codes, tiles), weights, sums);
             }
+            Self::Bf16(values) => {
+                values.tiles((&page, in_page), (codes, tiles), weights, sums);
+            }
             Self::Grid(values) => values.tiles(simd, codes, tiles, weights),
             Self::Lloyd(values) => values.tiles(simd, (&page, in_page), (codes, tiles), weights),
         }
@@ -196,6 +208,7 @@ impl Values {
             Self::Grid(values) => values.scale(row, factor),
             Self::BitAlloc(values) => values.scale(row, factor),
             Self::Lloyd(values) => values.scale(row, factor),
+            Self::Bf16(values) => values.scale(row, sums, factor),
             Self::Uniform(values) => values.scale(row, sums, factor),
             Self::Fp8(_) | Self::Vq(_) => sums.iter_mut().for_each(|sum| *sum *= factor),
         }
@@ -207,6 +220,7 @@ impl Values {
         match self {
             Self::Vq(values) => values.unfold(sums, row),
             Self::Fp8(_) => row.iter_mut().zip(sums).for_each(|(to, from)| *to += from),
+            Self::Bf16(values) => values.unfold(index, sums, row),
             Self::Uniform(values) => values.unfold(index, sums, row),
             Self::Grid(values) => values.unfold(index, row),
             Self::BitAlloc(values) => values.unfold(index, row),

@@ -2,6 +2,7 @@
 //! with their signs as bytes.
 
 use super::dots::{BIAS, TileCodes};
+use super::parts::PartRows;
 use super::scores::TILE;
 use super::simd::{InstructionSet, Simd, per_level};
 use kvd_codec::HybridLayout;
@@ -171,6 +172,36 @@ pub(super) fn spread(simd: Simd, codes: TileCodes<'_>, signs: Signs<'_>, out: &m
     });
 }
 
+/// What a group of summed codes is multiplied with, by row.
+#[derive(Clone, Copy)]
+pub(super) struct Factors<'a> {
+    pub(super) rows: PartRows<'a>,
+    /// Whether integers of one byte have no sign.
+    pub(super) positive: bool,
+    /// What one unit of their integers is.
+    pub(super) units: &'a [f32],
+    /// What a centre and a zero point of one add.
+    pub(super) adds: &'a [[f32; 2]],
+}
+
+/// Adds products of a tile's codes with signs to `out`, rows of lanes so far apart: the factors of
+/// each group in turn, of as many rows as vectors take, times the steps of its lanes. `false` where
+/// there is no kernel for that.
+pub(super) fn dots<'a>(
+    simd: Simd,
+    (codes, signs): (TileCodes<'_>, Signs<'_>),
+    groups: &Groups,
+    factors: impl ExactSizeIterator<Item = Factors<'a>>,
+    out: (&mut [f32], usize),
+) -> bool {
+    #[cfg(target_arch = "x86_64")]
+    if simd.set() == InstructionSet::Avx512 {
+        return super::hybrid_dots_x86::dots((codes, signs), groups, factors, out);
+    }
+    let _ = (simd, codes, signs, groups, factors, out);
+    false
+}
+
 /// Makes codes (`[summed / 4, lanes, 4]`, at most [`TILE`] summed, below 128) bytes of signed
 /// values plus [`BIAS`]; each lane's signs are a word of a bit per summed code.
 fn sign(simd: Simd, codes: &mut [u8], signs: &[u32]) {
@@ -203,6 +234,8 @@ pub(super) fn sign_four(codes: &mut [u8; QUAD], signs: u32) {
 #[cfg(test)]
 mod tests {
     use super::super::ahead::Ahead;
+    use super::super::parts::Parts;
+    use super::super::simd::Precision;
     use super::*;
 
     #[test]
@@ -243,6 +276,106 @@ mod tests {
                         assert_eq!(i32::from(*byte) - BIAS, value, "{context}");
                     }
                 }
+            }
+        }
+    }
+
+    /// Factors of so many groups, integers of one or two bytes, of one sign or both.
+    fn factors(
+        precision: Precision,
+        positive: bool,
+        (groups, rows, len): (usize, usize, usize),
+    ) -> Vec<Parts> {
+        let how = (Simd::detect(), precision);
+        let cut = |group: usize| {
+            let mut parts = if positive { Parts::of_weights(how) } else { Parts::of_queries(how) };
+            parts.reset(len);
+            for row in 0..rows {
+                let value = |i: usize| {
+                    let wave = ((i + 17 * row + 31 * group) as f32 * 0.7).sin();
+                    if positive { wave.abs() } else { wave }
+                };
+                let values: Vec<f32> = (0..len).map(value).collect();
+                parts.push(how.0, &values, 1.0, None);
+            }
+            parts
+        };
+        (0..groups).map(cut).collect()
+    }
+
+    fn waves(count: usize) -> Groups {
+        let of = |gain: f32| (0..count).map(|i| (i as f32 * gain).sin()).collect::<Vec<_>>();
+        Groups {
+            zeros: of(0.3),
+            steps: of(0.9),
+            centres: of(1.7),
+            signs: (0..count as u32).map(|i| i.wrapping_mul(2_654_435_761)).collect(),
+            ..Groups::default()
+        }
+    }
+
+    /// The same products from codes as bytes.
+    #[test]
+    fn products_with_signs_are_those_of_signed_bytes() {
+        let shapes =
+            [(32, 32, 4, 2), (32, 8, 6, 4), (64, 32, 1, 2), (32, 32, 4, 1), (32, 16, 2, 8)];
+        let ways = [(Precision::Int8, false), (Precision::Int8, true), (Precision::Fast, true)];
+        let shapes = shapes.into_iter().flat_map(|shape| ways.map(|way| (shape, way)));
+        for (((lanes, len, groups, width), (precision, positive)), rows) in
+            shapes.flat_map(|shape| [1, 2, 3, 4].map(|rows| (shape, rows)))
+        {
+            let simd = Simd::detect();
+            let scales = waves(groups * lanes);
+            let byte = |i: usize| (i * 37 % 251) as u8 & if width == 8 { 127 } else { 255 };
+            let bytes: Vec<u8> = (0..groups * len * lanes * width / 8).map(byte).collect();
+            let codes = TileCodes {
+                bytes: &bytes,
+                width: width as u32,
+                per_row: 1,
+                ahead: Ahead::default(),
+            };
+            let signs = Signs { words: &scales.signs, lanes, quads: len / QUAD };
+            let parts = factors(precision, positive, (groups, rows, len));
+            let units = [0.5, 0.25, 2.0, 1.0];
+            let adds = [[0.1, 0.2], [-0.3, 1.0], [0.0, 0.5], [2.0, -1.0]];
+            let each = parts.iter().map(|parts| Factors {
+                rows: parts.rows(0),
+                positive,
+                units: &units[..rows],
+                adds: &adds[..rows],
+            });
+            let mut out = vec![3f32; rows * (lanes + 16)];
+            if !dots(simd, (codes, signs), &scales, each, (&mut out, lanes + 16)) {
+                assert_ne!(simd.set(), InstructionSet::Avx512, "{lanes} {len} {groups} {width}");
+                return;
+            }
+            let mut signed = vec![0; groups * len * lanes];
+            spread(simd, codes, signs, &mut signed);
+            for (row, lane) in (0..rows).flat_map(|row| (0..lanes).map(move |lane| (row, lane))) {
+                let group = |group: usize| {
+                    let rows = parts[group].rows(0);
+                    let term = |i: usize| {
+                        let summed = group * len + i;
+                        let byte = signed[(summed / QUAD * lanes + lane) * QUAD + summed % QUAD];
+                        let factor = rows.value(simd, row, i);
+                        // A byte of weights has no sign.
+                        let positive = positive && rows.digits == 1;
+                        let factor = if positive { factor & 255 } else { factor };
+                        (i32::from(byte) - BIAS) * factor
+                    };
+                    let sum = (0..len).map(term).sum::<i32>() as f32;
+                    let at = group * lanes + lane;
+                    sum * units[row] * scales.steps[at]
+                        + adds[row][0] * scales.centres[at]
+                        + adds[row][1] * scales.zeros[at]
+                };
+                let want = 3.0 + (0..groups).map(group).sum::<f32>();
+                let got = out[row * (lanes + 16) + lane];
+                let context = format!("{precision:?} {positive} {lanes} {len} {groups} {width}");
+                assert!(
+                    (got - want).abs() <= 1e-5 * want.abs().max(1e3),
+                    "{context}: {got} {want}"
+                );
             }
         }
     }

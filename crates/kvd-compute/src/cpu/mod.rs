@@ -5,6 +5,9 @@ mod ahead;
 mod amx_x86;
 mod arena;
 mod attend;
+mod bf16;
+#[cfg(target_arch = "x86_64")]
+mod bf16_x86;
 mod bitalloc;
 mod by_token;
 mod codes;
@@ -56,6 +59,8 @@ mod huffman_x86;
 mod hybrid;
 #[cfg(target_arch = "x86_64")]
 mod hybrid_512_x86;
+#[cfg(target_arch = "x86_64")]
+mod hybrid_dots_x86;
 #[cfg(target_arch = "aarch64")]
 mod hybrid_neon;
 #[cfg(target_arch = "x86_64")]
@@ -107,6 +112,7 @@ mod tables_neon;
 mod tests;
 mod tile;
 mod uniform;
+mod uniform_values;
 mod unit;
 mod vq;
 

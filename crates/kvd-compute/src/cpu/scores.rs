@@ -64,6 +64,11 @@ impl Scores {
         &mut self.values[first * SPAN + tile * TILE..]
     }
 
+    /// The same, to be read.
+    pub(crate) fn rows_from(&self, first: usize, tile: usize) -> &[f32] {
+        &self.values[first * SPAN + tile * TILE..]
+    }
+
     /// Multiplies the weights of all rows for `tokens`, of which kernels see no others then.
     pub(crate) fn multiply(&mut self, tokens: Range<usize>, factors: &[f32; SPAN]) {
         let rows = self.values.as_chunks_mut::<SPAN>().0.iter_mut();

@@ -192,6 +192,14 @@ impl Simd {
         self.0 == InstructionSet::Amx
     }
 
+    /// Whether it has products of bf16 as wide as its registers.
+    pub(crate) fn has_bf16(self) -> bool {
+        #[cfg(target_arch = "x86_64")]
+        return self.set() == InstructionSet::Avx512 && is_x86_feature_detected!("avx512bf16");
+        #[cfg(not(target_arch = "x86_64"))]
+        false
+    }
+
     /// Gives back what a thread keeps of the processor's state, when dropped.
     pub(super) fn in_use(self) -> Option<InUse> {
         self.has_amx().then(InUse::new)

@@ -1,0 +1,402 @@
+//! Uniform sides whose products are of bf16 (`Precision::Int8` where the machine has AVX512-BF16):
+//! a step is multiplied into the query (keys by channel) or the weight (values by token), and the
+//! product rounded to bf16, eight bits of its own. No row has to be looked at first for its
+//! largest, which integers need, and one small factor beside a large one loses nothing.
+//!
+//! Codes of up to five bits become bf16 by a table in a register: the code less the middle of all
+//! codes, which is exact. The middle goes into the minimum.
+
+use super::ahead::Ahead;
+#[cfg(target_arch = "x86_64")]
+use super::bf16_x86;
+use super::dots::{TileCodes, wants_bytes};
+use super::scores::{SPAN, Scores, TILE};
+use super::simd::{How, Precision};
+use super::uniform::{by_tile, channels, middle, scale_row, turn};
+use kvd_codec::{FixedCodes, GroupAxis, HeadSide, UniformGroups, UniformMode};
+use std::ops::Range;
+
+/// Bytes of a minimum or a step.
+const SCALE_BYTES: usize = 2;
+/// Codes that a table has room for; bits above a code do not matter where they are repeated.
+pub(super) const CODES: usize = 32;
+/// Rows that registers have sums for.
+pub(super) const ROWS: usize = 4;
+/// Factors that one step of a fold takes.
+pub(super) const STEP: usize = 32;
+/// Lanes that sums of products with minima are kept in.
+pub(super) const LANES: usize = 16;
+
+/// What codes stand for.
+pub(super) struct Levels {
+    /// Of each code, as bf16.
+    pub(super) table: [u16; CODES],
+    /// The code that is worth the minimum alone.
+    pub(super) middle: f32,
+}
+
+impl Levels {
+    /// `None` where there is no kernel for the codes, or none is wanted.
+    fn of((simd, precision): How, rows: usize, groups: UniformGroups) -> Option<Self> {
+        let wanted = precision == Precision::Int8 && simd.has_bf16() && !wants_bytes(simd, rows);
+        let fits = groups.mode != UniformMode::Hybrid && groups.bits <= CODES.ilog2();
+        if !wanted || !fits {
+            return None;
+        }
+        let (count, middle) = (1usize << groups.bits, middle(groups));
+        let zero = if groups.mode == UniformMode::Sym { groups.top.into() } else { middle };
+        // Whole or half numbers of at most five bits: the low half of an f32 is zero.
+        let level = |code: usize| ((code % count) as f32 - zero).to_bits() >> 16;
+        Some(Self { table: std::array::from_fn(|code| level(code) as u16), middle })
+    }
+}
+
+/// Minima and steps of `n` factors, as f16; minima are zeros where codes have signs.
+fn scales<'a>(bytes: &'a [u8], n: usize, zeros: &'a mut Vec<u8>) -> (&'a [u8], &'a [u8]) {
+    let (minima, steps) = bytes.split_at(bytes.len() - n * SCALE_BYTES);
+    if minima.is_empty() {
+        zeros.resize(steps.len(), 0);
+        return (steps, zeros);
+    }
+    (steps, minima)
+}
+
+/// Queries of a unit, folded again for every group of tokens.
+pub(crate) struct Keys {
+    groups: UniformGroups,
+    levels: Levels,
+    dim: usize,
+    queries: Vec<f32>,
+    /// Address and row of the scales that queries are folded with.
+    folded: Option<(usize, usize)>,
+    /// Queries times steps, `[rows, dim]`, the middle two of each four
+    /// swapped.
+    factors: Vec<u16>,
+    /// What the minima add to a score, by row.
+    bases: Vec<f32>,
+    zeros: Vec<u8>,
+}
+
+impl Keys {
+    /// Takes folded queries `[rows, dim]`.
+    pub(crate) fn new(how: How, side: &HeadSide, queries: &[f32]) -> Option<Self> {
+        let (groups, dim) = (side.uniform()?, side.dim());
+        let fits = groups.axis == GroupAxis::Channel && by_tile(groups);
+        if !fits || !dim.is_multiple_of(STEP) || !queries.iter().all(|q| q.is_finite()) {
+            return None;
+        }
+        let rows = queries.len() / dim;
+        let levels = Levels::of(how, rows, groups)?;
+        Some(Self {
+            groups,
+            factors: vec![0; queries.len()],
+            levels,
+            dim,
+            queries: queries.to_vec(),
+            folded: None,
+            bases: vec![0.0; rows],
+            zeros: Vec::new(),
+        })
+    }
+
+    /// Scores all rows against a few tiles, the first of which is tile `in_page` of its page.
+    pub(crate) fn tiles(
+        &mut self,
+        (page, in_page): (&FixedCodes<'_>, usize),
+        (codes, tiles): (TileCodes<'_>, Range<usize>),
+        scores: &mut Scores,
+    ) {
+        for ((codes, at), tile) in codes.tiles().zip(tiles) {
+            let row = scale_row(self.groups, in_page + at / TILE);
+            let key = (page.scales.as_ptr().addr(), row);
+            if self.folded != Some(key) {
+                self.folded = Some(key);
+                self.fold(page.scales, row);
+            }
+            let size = ROWS * self.dim;
+            let rows = self.factors.chunks(size).zip(self.bases.chunks(ROWS));
+            for (index, (factors, bases)) in rows.enumerate() {
+                let out = scores.rows_mut(index * ROWS, tile);
+                let ahead = if index == 0 { codes.ahead } else { Ahead::default() };
+                let codes = TileCodes { ahead, ..codes };
+                #[cfg(target_arch = "x86_64")]
+                bf16_x86::keys(codes, &self.levels, (factors, bases), out);
+                #[cfg(not(target_arch = "x86_64"))]
+                let _ = (codes, factors, bases, out);
+            }
+        }
+    }
+
+    /// Multiplies the queries with the steps of a scale row.
+    fn fold(&mut self, bytes: &[u8], row: usize) {
+        let Self { dim, queries, factors, bases, zeros, levels, .. } = self;
+        let columns = if self.groups.mode == UniformMode::Asym { 2 } else { 1 };
+        let size = *dim * columns * SCALE_BYTES;
+        let scales = scales(&bytes[row * size..][..size], *dim, zeros);
+        let size = ROWS * *dim;
+        let rows = queries.chunks(size).zip(factors.chunks_mut(size));
+        for ((queries, factors), bases) in rows.zip(bases.chunks_mut(ROWS)) {
+            #[cfg(target_arch = "x86_64")]
+            bf16_x86::fold_queries((queries, bases), scales, levels, factors);
+            #[cfg(not(target_arch = "x86_64"))]
+            let _ = (&queries, &factors, &bases, scales, &levels);
+        }
+    }
+}
+
+/// Weighted sums of a unit over one head's value codes.
+pub(crate) struct Values {
+    groups: UniformGroups,
+    levels: Levels,
+    dim: usize,
+    /// `[minima and steps, groups of channels, tokens]` of a span as f16.
+    turned: Vec<u8>,
+    zeros: Vec<u8>,
+    /// Weights times steps of one group, `[rows, tokens]`, swapped likewise.
+    factors: Vec<u16>,
+    /// What minima add to all channels of a group, in lanes, `[blocks of rows, groups, rows]`.
+    bases: Vec<[f32; LANES]>,
+}
+
+/// What a call multiplies: `tokens` weights of a few rows, [`SPAN`] apart, and the scales of
+/// `channels` channels each.
+pub(super) struct Weighted<'a> {
+    pub(super) weights: &'a [f32],
+    pub(super) rows: usize,
+    pub(super) tokens: usize,
+    pub(super) steps: &'a [u8],
+    pub(super) minima: &'a [u8],
+    pub(super) channels: usize,
+}
+
+impl Values {
+    pub(crate) fn new(how: How, side: &HeadSide, rows: usize) -> Option<Self> {
+        let (groups, dim) = (side.uniform()?, side.dim());
+        let of = channels(groups, dim);
+        let fits = groups.axis == GroupAxis::Token && of.is_multiple_of(STEP);
+        if !fits || !dim.is_multiple_of(of) {
+            return None;
+        }
+        let levels = Levels::of(how, rows, groups)?;
+        Some(Self {
+            groups,
+            dim,
+            turned: Vec::new(),
+            zeros: Vec::new(),
+            factors: vec![0; ROWS * SPAN],
+            levels,
+            bases: vec![[0.0; LANES]; rows.next_multiple_of(ROWS) * (dim / of)],
+        })
+    }
+
+    /// Adds the weighted codes of tiles to `sums` (`[rows, dim]`); the first is tile `in_page` of
+    /// its page.
+    pub(crate) fn tiles(
+        &mut self,
+        (page, in_page): (&FixedCodes<'_>, usize),
+        (codes, tiles): (TileCodes<'_>, Range<usize>),
+        weights: &Scores,
+        sums: &mut [f32],
+    ) {
+        let Self { groups, levels, dim, turned, zeros, factors, bases } = self;
+        let (tokens, channels) = (tiles.len() * TILE, channels(*groups, *dim));
+        turn(*groups, *dim, (page, in_page * TILE, tokens), turned);
+        let pairs = *dim / channels;
+        let (steps, minima) = scales(turned, tokens * pairs, zeros);
+        let blocks = sums.chunks_mut(ROWS * *dim).zip(bases.chunks_mut(ROWS * pairs));
+        for (index, (sums, bases)) in blocks.enumerate() {
+            let rows = sums.len() / *dim;
+            let weights = weights.rows_from(index * ROWS, tiles.start);
+            let of = Weighted { weights, rows, tokens, steps, minima, channels };
+            let ahead = if index == 0 { codes.ahead } else { Ahead::default() };
+            let codes = TileCodes { ahead, ..codes };
+            #[cfg(target_arch = "x86_64")]
+            bf16_x86::values(codes, levels, (of, factors), (bases, sums));
+            #[cfg(not(target_arch = "x86_64"))]
+            let _ = (codes, &levels, of, &factors, (bases, sums));
+        }
+    }
+
+    /// The bases of row `row`, by group.
+    fn bases(&self, row: usize) -> impl Iterator<Item = usize> + use<> {
+        let pairs = self.dim / channels(self.groups, self.dim);
+        let first = row / ROWS * ROWS * pairs + row % ROWS;
+        (0..pairs).map(move |pair| first + pair * ROWS)
+    }
+
+    /// Scales what was summed for row `row`, `sums` of it.
+    pub(crate) fn scale(&mut self, row: usize, sums: &mut [f32], factor: f32) {
+        sums.iter_mut().for_each(|sum| *sum *= factor);
+        for at in self.bases(row) {
+            self.bases[at].iter_mut().for_each(|base| *base *= factor);
+        }
+    }
+
+    /// Adds what was summed for row `row`, `sums` of it, to `out`.
+    pub(crate) fn unfold(&self, row: usize, sums: &[f32], out: &mut [f32]) {
+        let channels = channels(self.groups, self.dim);
+        let groups = out.chunks_exact_mut(channels).zip(sums.chunks_exact(channels));
+        for ((out, sums), at) in groups.zip(self.bases(row)) {
+            let base: f32 = self.bases[at].iter().sum();
+            out.iter_mut().zip(sums).for_each(|(out, sum)| *out += sum + base);
+        }
+    }
+}
+
+#[cfg(all(test, target_arch = "x86_64"))]
+mod tests {
+    use super::super::simd::Simd;
+    use super::*;
+    use kvd_core::DType;
+
+    fn wave(i: usize) -> f32 {
+        (i as f32 * 0.7).sin() * (1.0 + (i % 7) as f32)
+    }
+
+    fn narrow(dtype: DType, value: f32) -> [u8; 2] {
+        let mut bytes = [0; 2];
+        dtype.narrow(&[value], &mut bytes);
+        bytes
+    }
+
+    fn widen(dtype: DType, bytes: &[u8]) -> f32 {
+        let mut value = [0.0];
+        dtype.widen(bytes, &mut value);
+        value[0]
+    }
+
+    fn halves(count: usize, gain: f32) -> Vec<u8> {
+        (0..count).flat_map(|i| narrow(DType::F16, wave(3 * i + 1) * gain)).collect()
+    }
+
+    fn half(bytes: &[u8], at: usize) -> f32 {
+        widen(DType::F16, &bytes[2 * at..2 * at + 2])
+    }
+
+    /// Levels of as many bits; `None` where the machine has no products of bf16.
+    fn levels(bits: u32, mode: UniformMode) -> Option<Levels> {
+        let top = if mode == UniformMode::Sym { (1 << (bits - 1)) - 1 } else { (1 << bits) - 1 };
+        let groups = UniformGroups { axis: GroupAxis::Token, group: Some(32), bits, mode, top };
+        let levels = Levels::of((Simd::detect(), Precision::Int8), 4, groups);
+        assert_eq!(levels.is_some(), Simd::detect().has_bf16());
+        levels
+    }
+
+    /// A tile's codes `[quads, lanes, 4]` in planes of so many bits.
+    fn tile(
+        width: usize,
+        quads: usize,
+        lanes: usize,
+        code: impl Fn(usize, usize) -> u8,
+    ) -> Vec<u8> {
+        let plane = quads * width / 8;
+        let byte = |i: usize| {
+            let (quad, lane, place) = (i / (4 * lanes), i / 4 % lanes, i % 4);
+            (0..8 / width)
+                .fold(0, |byte, p| byte | code(4 * (p * plane + quad) + place, lane) << (p * width))
+        };
+        (0..plane * lanes * 4).map(byte).collect()
+    }
+
+    /// What a factor of bf16 times what a code stands for comes to.
+    fn product(value: f32, step: f32, level: u16) -> f64 {
+        let factor = widen(DType::BF16, &narrow(DType::BF16, value * step));
+        f64::from(factor) * f64::from(f32::from_bits(u32::from(level) << 16))
+    }
+
+    fn shapes() -> impl Iterator<Item = (u32, usize, UniformMode)> {
+        let widths = [(1, 1), (2, 2), (3, 8), (4, 4), (5, 8)];
+        let modes = [UniformMode::Asym, UniformMode::Sym];
+        let all = modes.into_iter().flat_map(move |mode| widths.map(|(bits, w)| (bits, w, mode)));
+        all.filter(|(bits, _, mode)| *bits > 1 || *mode == UniformMode::Asym)
+    }
+
+    #[test]
+    fn scores_are_sums_of_rounded_factors() {
+        for ((bits, width, mode), rows) in shapes().flat_map(|s| [1, 2, 3, 4].map(|r| (s, r))) {
+            let Some(levels) = levels(bits, mode) else { return };
+            let dim = 64;
+            let code =
+                |channel: usize, token: usize| ((channel * 5 + token * 3) % (1 << bits)) as u8;
+            let bytes = tile(width, dim / 4, TILE, code);
+            let queries: Vec<f32> = (0..rows * dim).map(wave).collect();
+            let (steps, minima) = (halves(dim, 0.1), halves(dim, 2.0));
+            let (mut factors, mut bases) = (vec![0; rows * dim], vec![0.0; rows]);
+            bf16_x86::fold_queries(
+                (&queries, &mut bases),
+                (&steps, &minima),
+                &levels,
+                &mut factors,
+            );
+            let codes = TileCodes {
+                bytes: &bytes,
+                width: width as u32,
+                per_row: dim,
+                ahead: Ahead::default(),
+            };
+            let mut out = vec![0f32; rows * SPAN];
+            bf16_x86::keys(codes, &levels, (&factors, &bases), &mut out);
+            for (row, token) in (0..rows).flat_map(|row| (0..TILE).map(move |t| (row, t))) {
+                let score: f64 = (0..dim)
+                    .map(|channel| {
+                        let (q, step) = (queries[row * dim + channel], half(&steps, channel));
+                        let centre = levels.middle.mul_add(step, half(&minima, channel));
+                        let level = levels.table[usize::from(code(channel, token))];
+                        product(q, step, level) + f64::from(q) * f64::from(centre)
+                    })
+                    .sum();
+                let got = f64::from(out[row * SPAN + token]);
+                assert!((got - score).abs() < 1e-3, "{bits} {mode:?} {rows}: {got} {score}");
+            }
+        }
+    }
+
+    #[test]
+    fn sums_are_of_weights_times_steps() {
+        for ((bits, width, mode), rows) in shapes().flat_map(|s| [1, 3, 4].map(|r| (s, r))) {
+            let Some(levels) = levels(bits, mode) else { return };
+            let (channels, groups, tokens) = (32, 2, 2 * TILE);
+            let dim = channels * groups;
+            let code =
+                |token: usize, channel: usize| ((channel * 7 + token * 3) % (1 << bits)) as u8;
+            let bytes = [0, TILE].map(|first| {
+                tile(width, TILE / 4, dim, |token, channel| code(first + token, channel))
+            });
+            let codes = TileCodes {
+                bytes: &bytes.concat(),
+                width: width as u32,
+                per_row: dim,
+                ahead: Ahead::default(),
+            };
+            let weights: Vec<f32> = (0..rows * SPAN).map(|i| wave(i).abs()).collect();
+            let (steps, minima) = (halves(groups * tokens, 0.1), halves(groups * tokens, 2.0));
+            let of = Weighted {
+                weights: &weights,
+                rows,
+                tokens,
+                steps: &steps,
+                minima: &minima,
+                channels,
+            };
+            let mut factors = vec![0; ROWS * SPAN];
+            let mut bases = vec![[0f32; LANES]; ROWS * groups];
+            let mut sums = vec![1f32; rows * dim];
+            bf16_x86::values(codes, &levels, (of, &mut factors), (&mut bases, &mut sums));
+            for (row, channel) in (0..rows).flat_map(|row| (0..dim).map(move |c| (row, c))) {
+                let group = channel / channels;
+                let sum: f64 = (0..tokens)
+                    .map(|token| {
+                        let (weight, at) = (weights[row * SPAN + token], group * tokens + token);
+                        let centre = levels.middle.mul_add(half(&steps, at), half(&minima, at));
+                        let level = levels.table[usize::from(code(token, channel))];
+                        product(weight, half(&steps, at), level)
+                            + f64::from(weight) * f64::from(centre)
+                    })
+                    .sum();
+                let base: f32 = bases[group * ROWS + row].iter().sum();
+                let got = f64::from(sums[row * dim + channel] - 1.0 + base);
+                assert!((got - sum).abs() < 2e-3, "{bits} {mode:?} {rows}: {got} {sum}");
+            }
+        }
+    }
+}
