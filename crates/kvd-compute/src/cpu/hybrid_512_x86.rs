@@ -22,8 +22,8 @@ pub(super) fn load(simd: Simd, groups: &mut Groups, rows: ScaleRows<'_>, turned:
     }
     let ScaleRows { bytes, layout, first, count, pairs } = rows;
     let len = count * pairs;
-    let lens = [&groups.zeros, &groups.steps, &groups.centres].map(Vec::len);
-    assert_eq!((lens, groups.signs.len()), ([len; 3], len), "load: groups");
+    let of = [&groups.zeros, &groups.steps, &groups.centres];
+    assert!(groups.signs.len() == len && of.iter().all(|of| of.len() == len), "load: groups");
     assert!(layout.row_bytes >= 6 * pairs, "load: row");
     let (modes, rows_of) = bytes.split_at(layout.mask_bytes);
     assert!(8 * modes.len() >= (first + count) * pairs, "load: modes");

@@ -70,8 +70,9 @@ pub(super) fn dots<'a>(
     if !whole || !twos || quads > 8 || !lanes.is_multiple_of(COLUMNS * LANES) {
         return false;
     }
-    let scales = [&groups.steps, &groups.zeros, &groups.centres].map(Vec::len);
-    assert!(words.len() == count * lanes && scales == [words.len(); 3], "hybrid: scales");
+    let of = [&groups.steps, &groups.zeros, &groups.centres];
+    let len = count * lanes;
+    assert!(words.len() == len && of.iter().all(|of| of.len() == len), "hybrid: scales");
     let tile = Tile { bytes: codes.bytes, width, lanes, plane, quads };
     let mut soon = codes.ahead.steps(count * lanes / (COLUMNS * LANES) * quads / 2);
     let mut next = (0, 0);
@@ -84,8 +85,7 @@ pub(super) fn dots<'a>(
         let at = group * lanes;
         let begin = next;
         next = tile.after(begin, quads);
-        let of = [&groups.steps, &groups.zeros, &groups.centres].map(|of| of[at..].as_ptr());
-        let scales = Scales { of, words: words[at..].as_ptr() };
+        let scales = Scales { of: of.map(|of| of[at..].as_ptr()), words: words[at..].as_ptr() };
         let to = (out.as_mut_ptr(), stride);
         // SAFETY: lengths are as asserted, and the caller knows of the instructions.
         unsafe {
@@ -139,13 +139,14 @@ unsafe fn group<const R: usize, const D: usize, const SIGNED: bool>(
             sums[D - 1][row] = [_mm512_set1_epi32(much.wrapping_neg()); COLUMNS];
         }
         let (mut plane, mut at) = begin;
+        let mut select = firsts;
         for two in 0..tile.quads / 2 {
             soon.ask();
             let from = tile.bytes.as_ptr().add(QUAD * (at * tile.lanes + lane));
             let shift = _mm512_set1_epi16((plane * tile.width) as i16);
             (plane, at) = tile.after((plane, at), 2);
-            let select = _mm512_add_epi8(firsts, _mm512_set1_epi8(two as i8));
             let signs = words.map(|words| _mm512_shuffle_epi8(words, select));
+            select = _mm512_add_epi8(select, _mm512_set1_epi8(1));
             for odd in 0..2 {
                 let from = from.add(odd * QUAD * tile.lanes);
                 let mut values = signs;
