@@ -79,8 +79,8 @@ pub struct ByteTables {
     pub lengths: [u8; 256],
     /// By the next eight bits: both, the code in the highest byte and the length in the lowest.
     pub entries: [u32; 256],
-    /// By the next eight bits: both in a byte, the code in five bits and the length less one above
-    /// it. Only where a symbol is one code, and none is above 31.
+    /// By the next eight bits: both in a byte, how far the length is from eight in three bits and
+    /// the code above them. Only where a symbol is one code, and none is above 31.
     pub small: Option<[u8; 256]>,
 }
 
@@ -99,7 +99,7 @@ impl LaneTable {
                 tables.lengths[index] = length as u8;
                 tables.entries[index] = u32::from(tables.codes[index]) << 24 | length;
             }
-            let small = |index: usize| (tables.lengths[index] - 1) << 5 | tables.codes[index];
+            let small = |index: usize| tables.codes[index] << 3 | (8 - tables.lengths[index]);
             let fits = |index: usize| tables.codes[index] < 32 && tables.lengths[index] > 0;
             if grouping.group == 1 && (0..256).all(fits) {
                 tables.small = Some(std::array::from_fn(small));

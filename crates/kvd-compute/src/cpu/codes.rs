@@ -10,13 +10,13 @@ use kvd_core::Side;
 /// Decodes codes of one head's pages into tiles of bytes, as attention does before its products.
 pub struct CodeDecoder {
     simd: Simd,
-    tiles: [LaneTiles; TOGETHER],
+    tiles: [LaneTiles; Self::PAGES],
     per_row: usize,
 }
 
 impl CodeDecoder {
-    /// Pages that are decoded together.
-    pub const PAGES: usize = TOGETHER;
+    /// Pages that are decoded together: as many as attention decodes of both sides.
+    pub const PAGES: usize = Side::BOTH.len() * TOGETHER;
 
     /// For pages of `head` on the machine's best instruction set; `None` for pages without Huffman
     /// codes.
@@ -24,7 +24,7 @@ impl CodeDecoder {
     pub fn new(head: &HeadSide, side: Side) -> Option<Self> {
         let per_row = head.lane_runs()?.iter().map(|run| run.len).sum();
         let mut tiles = Vec::new();
-        for _ in 0..TOGETHER {
+        for _ in 0..Self::PAGES {
             tiles.push(LaneTiles::new(head, side)?);
         }
         Some(Self { simd: Simd::detect(), tiles: tiles.try_into().ok()?, per_row })
@@ -36,7 +36,7 @@ impl CodeDecoder {
     /// # Errors
     /// When a page is damaged.
     pub fn decode(&mut self, pages: &[PageReader<'_>]) -> Result<usize, BackendError> {
-        let mut decoded = [false; TOGETHER];
+        let mut decoded = [false; Self::PAGES];
         let buffers = self.tiles.iter_mut().zip(&mut decoded);
         let wanted = pages.iter().zip(buffers).map(|(page, (tiles, decoded))| {
             let rows = 0..page.tokens();

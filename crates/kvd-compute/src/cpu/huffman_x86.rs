@@ -16,8 +16,6 @@ use std::array::from_fn;
 
 /// Chunks whose places share a register.
 const CHUNKS: usize = 4;
-/// The bytes of chunk 0.
-const LOWEST: u64 = 0x1111_1111_1111_1111;
 /// A place counts from bit 0 of the even lane of two.
 const ODD: i64 = 0x2020_2020_0000_0000;
 
@@ -41,6 +39,13 @@ struct Words<'b> {
     end: usize,
 }
 
+impl<'b> Words<'b> {
+    fn of(words: &'b [u32], end: usize) -> Self {
+        assert!(end + LANES <= words.len(), "huffman: zeros after the words");
+        Self { words, next: 0, end }
+    }
+}
+
 /// Reservoirs of four chunks: in registers for the length of a step, since what a mask stores
 /// cannot be loaded again before it has left the store buffer.
 #[derive(Clone, Copy)]
@@ -57,15 +62,19 @@ macro_rules! top_up {
         // No batch needs more than a word.
         let most = _mm512_set1_epi8(32 - $table.batch().1 as i8);
         let most = _mm512_add_epi8(most, _mm512_set1_epi64(ODD));
-        let short = _mm512_cmpgt_epu8_mask($lanes.at, most);
+        // Nothing where there are enough: a mask that comes of a register is there long before one
+        // that goes through another's bits.
+        let lack = _mm512_subs_epu8($lanes.at, most);
+        let short = _mm512_test_epi8_mask(lack, lack);
         let word = _mm512_set1_epi8(16);
         $lanes.at = _mm512_mask_sub_epi8($lanes.at, short, $lanes.at, word);
         for index in 0..CHUNKS {
             let words = &mut $words[index];
-            let some = &words.words[words.next.min(words.end)..][..LANES];
-            let mask = _pext_u64(short, LOWEST << index) as u16;
-            // SAFETY: sixteen words.
-            let some = unsafe { _mm512_loadu_si512(some.as_ptr().cast()) };
+            // SAFETY: sixteen words follow the end (`Words::of`).
+            let some = unsafe { words.words.as_ptr().add(words.next.min(words.end)) };
+            let mask = _mm512_test_epi32_mask(lack, _mm512_set1_epi32(0xFF << (8 * index)));
+            // SAFETY: as above.
+            let some = unsafe { _mm512_loadu_si512(some.cast()) };
             let some = _mm512_maskz_expand_epi32(mask, some);
             let held = $lanes.held[index];
             $lanes.held[index] = _mm512_mask_shrdi_epi32::<16>(held, mask, held, some);
@@ -94,15 +103,16 @@ pub(super) fn decode(simd: Simd, chunks: Vec<&mut Chunk<'_>>) {
     unsafe { run(keys, values) }
 }
 
-/// Keys and values in turns, so that one works while the other waits for its look-ups.
+/// Two groups in turns, keys and values where there are both, so that one works while the other
+/// waits for its look-ups.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,bmi2,popcnt")]
 fn run<'a, 'b>(keys: Vec<Vec<&'a mut Chunk<'b>>>, values: Vec<Vec<&'a mut Chunk<'b>>>) {
     let (mut keys, mut values) = (keys.into_iter(), values.into_iter());
     loop {
         let mut groups: Vec<Group<'_, '_>> = Vec::with_capacity(2);
-        for chunks in [keys.next(), values.next()].into_iter().flatten() {
-            groups.push(Group::new(chunks));
-        }
+        let first = keys.next().or_else(|| values.next());
+        let second = values.next().or_else(|| keys.next());
+        groups.extend(first.into_iter().chain(second).map(|chunks| Group::new(chunks)));
         match &mut groups[..] {
             [] => return,
             [one] => one.steps(0),
@@ -155,12 +165,13 @@ impl Lanes {
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
     fn bits(&self) -> __m512i {
-        let [a, b, c, d] = self.held;
-        let even = _mm512_maskz_multishift_epi64_epi8(LOWEST, self.at, a);
-        let odd = _mm512_maskz_multishift_epi64_epi8(LOWEST << 1, self.at, b);
-        let even = _mm512_mask_multishift_epi64_epi8(even, LOWEST << 2, self.at, c);
-        let odd = _mm512_mask_multishift_epi64_epi8(odd, LOWEST << 3, self.at, d);
-        _mm512_or_si512(even, odd)
+        let cut = self.held.map(|held| _mm512_multishift_epi64_epi8(self.at, held));
+        // The first where the mask has ones, the second elsewhere.
+        let [low, two] = [0xFF, 0xFFFF].map(|mask| _mm512_set1_epi32(mask));
+        let other = _mm512_slli_epi32::<16>(low);
+        let first = _mm512_ternarylogic_epi32::<0xCA>(low, cut[0], cut[1]);
+        let last = _mm512_ternarylogic_epi32::<0xCA>(other, cut[2], cut[3]);
+        _mm512_ternarylogic_epi32::<0xCA>(two, first, last)
     }
 
     /// The next symbol of each lane and chunk, as its table packs it.
@@ -186,11 +197,11 @@ impl Lanes {
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
     fn small<const WIDE: bool>(&mut self, table: &Bytes) -> __m512i {
+        // Ready before the entry is; with saturation, so that the compiler leaves it there.
+        let most = _mm512_add_epi8(self.at, _mm512_set1_epi8(8));
         let entry = look::<WIDE>(self.bits(), table);
-        let more = _mm512_and_si512(_mm512_srli_epi16::<5>(entry), _mm512_set1_epi8(7));
-        let next = _mm512_add_epi8(self.at, _mm512_set1_epi8(1));
-        self.at = _mm512_add_epi8(next, more);
-        _mm512_and_si512(entry, _mm512_set1_epi8(31))
+        self.at = _mm512_subs_epu8(most, _mm512_and_si512(entry, _mm512_set1_epi8(7)));
+        _mm512_and_si512(_mm512_srli_epi16::<3>(entry), _mm512_set1_epi8(31))
     }
 }
 
@@ -220,9 +231,9 @@ impl<'a, 'b> Group<'a, 'b> {
     #[target_feature(enable = "avx512f,avx512bw")]
     fn new(chunks: Vec<&'a mut Chunk<'b>>) -> Self {
         let (tables, steps) = (chunks[0].tables, chunks[0].steps);
-        let mut words = [Words { words: &NONE, next: 0, end: 0 }; CHUNKS];
+        let mut words = [Words::of(&NONE, 0); CHUNKS];
         for (words, chunk) in words.iter_mut().zip(&chunks) {
-            *words = Words { words: chunk.words, next: 0, end: chunk.end() };
+            *words = Words::of(chunk.words, chunk.end());
         }
         let empty = _mm512_add_epi8(_mm512_set1_epi8(32), _mm512_set1_epi64(ODD));
         let lanes = Lanes { held: [_mm512_setzero_si512(); CHUNKS], at: empty };

@@ -116,8 +116,9 @@ pub enum Precision {
     Fast,
     /// The same with 8 bits in AVX-512, for half of the products: about as far off as other kernels
     /// that round queries to 8 bits. Keys of 16 codes a position are scored by tables of bytes.
-    /// Queries times scales of channels or levels of two bytes keep 16 bits, and so do more rows
-    /// than vectors take, where AMX multiplies. Elsewhere it is [`Precision::Fast`].
+    /// Uniform codes of up to five bits are multiplied as bf16 where the machine has AVX512-BF16.
+    /// Other queries times scales of channels or levels of two bytes keep 16 bits, and so do more
+    /// rows than vectors take, where AMX multiplies. Elsewhere it is [`Precision::Fast`].
     Int8,
 }
 
