@@ -162,11 +162,24 @@ inline uint16_t f16_bits(float value) {
     const uint32_t rounded = magnitude + 0xFFF + (magnitude >> 13 & 1);
     return uint16_t(sign | (rounded - 0x38000000) >> 13);
 }
+inline uint16_t f16_bits_below(float value) {
+    const uint16_t near = f16_bits(value);
+    if (f16_value(near) <= value) {
+        return near;
+    }
+    // One step down; zero has two encodings.
+    if ((near & 0x7FFF) == 0) {
+        return 0x8001;
+    }
+    return uint16_t((near & 0x8000) == 0 ? near - 1 : near + 1);
+}
 inline uint16_t bf16_bits(float value) {
     const uint32_t bits = f32_bits(value);
     return uint16_t(isnan(value) ? 0x7FC0 : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
 }
 inline float exp_near(float x) { return expf(x); }
+inline float smaller(float a, float b) { return a < b || isnan(a) ? a : b; }
+inline float larger(float a, float b) { return a > b || isnan(a) ? a : b; }
 inline uint32_t f16_word(float low, float high) {
     return f16_bits(low) | uint32_t(f16_bits(high)) << 16;
 }
@@ -178,6 +191,7 @@ inline float times(float a, float b) { return a * b; }
 inline float plus(float a, float b) { return a + b; }
 inline float minus(float a, float b) { return a - b; }
 inline float over(float a, float b) { return a / b; }
+inline float reciprocal(float a) { return 1.0f / a; }
 inline float root(float a) { return sqrtf(a); }
 inline double times(double a, double b) { return a * b; }
 inline double plus(double a, double b) { return a + b; }

@@ -139,6 +139,8 @@ KVD_DEVICE float f32_value(uint32_t bits) { return __uint_as_float(bits); }
 KVD_DEVICE uint32_t f32_bits(float value) { return __float_as_uint(value); }
 // To the nearest, ties to even.
 KVD_DEVICE uint16_t f16_bits(float value) { return __half_as_ushort(__float2half_rn(value)); }
+// The largest that is not above the value; minus infinity where there is none.
+KVD_DEVICE uint16_t f16_bits_below(float value) { return __half_as_ushort(__float2half_rd(value)); }
 KVD_DEVICE uint16_t bf16_bits(float value) {
     return __bfloat16_as_ushort(__float2bfloat16_rn(value));
 }
@@ -151,6 +153,19 @@ KVD_DEVICE float exp_near(float x) {
 // The largest in a warp of what is not negative.
 KVD_DEVICE float warp_max_magnitude(float value) {
     return __uint_as_float(__reduce_max_sync(0xFFFFFFFFu, __float_as_uint(value)));
+}
+// The largest word in a warp.
+KVD_DEVICE uint32_t warp_most(uint32_t word) { return __reduce_max_sync(0xFFFFFFFFu, word); }
+// The smaller, and the larger, of two numbers: NaN where one of them is.
+KVD_DEVICE float smaller(float a, float b) {
+    float number;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(number) : "f"(a), "f"(b));
+    return number;
+}
+KVD_DEVICE float larger(float a, float b) {
+    float number;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(number) : "f"(a), "f"(b));
+    return number;
 }
 // Two numbers as a word, the first one low.
 KVD_DEVICE uint32_t f16_word(float low, float high) {
@@ -178,6 +193,7 @@ KVD_DEVICE float times(float a, float b) { return __fmul_rn(a, b); }
 KVD_DEVICE float plus(float a, float b) { return __fadd_rn(a, b); }
 KVD_DEVICE float minus(float a, float b) { return __fsub_rn(a, b); }
 KVD_DEVICE float over(float a, float b) { return __fdiv_rn(a, b); }
+KVD_DEVICE float reciprocal(float a) { return __frcp_rn(a); }
 KVD_DEVICE float root(float a) { return __fsqrt_rn(a); }
 KVD_DEVICE double times(double a, double b) { return __dmul_rn(a, b); }
 KVD_DEVICE double plus(double a, double b) { return __dadd_rn(a, b); }
@@ -212,6 +228,14 @@ KVD_DEVICE float warp_max(float value) {
 
 #ifndef __CUDACC__
 KVD_DEVICE float warp_max_magnitude(float value) { return warp_max(value); }
+
+KVD_DEVICE uint32_t warp_most(uint32_t word) {
+    for (unsigned step = WARP_LANES / 2; step > 0; step /= 2) {
+        const uint32_t other = KVD_SHUFFLE(word, lane_index() ^ step);
+        word = other > word ? other : word;
+    }
+    return word;
+}
 #endif
 
 KVD_DEVICE float warp_sum(float value) {

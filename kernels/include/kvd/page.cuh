@@ -234,6 +234,13 @@ KVD_DEVICE void copy_table(uint8_t* to, const uint8_t* from, unsigned bytes, uns
 
 KVD_DEVICE uint16_t load16(const uint8_t* at) { return *reinterpret_cast<const uint16_t*>(at); }
 KVD_DEVICE uint32_t load32(const uint8_t* at) { return *reinterpret_cast<const uint32_t*>(at); }
+// Loaded and stored at once.
+struct alignas(8) TwoWords {
+    uint32_t word[2];
+};
+struct alignas(16) FourWords {
+    uint32_t word[4];
+};
 // At any address.
 KVD_DEVICE uint16_t load16_any(const uint8_t* at) { return uint16_t(at[0] | at[1] << 8); }
 KVD_DEVICE uint32_t load32_any(const uint8_t* at) {

@@ -71,14 +71,8 @@ KVD_DEVICE void multiply_parts(float (&sums)[4], const PartWords<Parts>& words,
     }
 }
 
-struct alignas(16) FourWords {
-    uint32_t word[4];
-};
 struct alignas(16) FourFloats {
     float value[4];
-};
-struct alignas(8) TwoWords {
-    uint32_t word[2];
 };
 struct alignas(8) TwoFloats {
     float value[2];

@@ -156,11 +156,12 @@ const STORED: Rules = Rules {
         "return NO_CODES;",
         "if (work.unit.median != 0)",
         "append_gains(work, work.payload",
-        "if (!whole)",
+        "if (!plane.has_words(IS_VALUE))",
     ],
-    always: &["if (work.unit.median == 0)"],
+    always: &["if (work.unit.median == 0)", "if (work.unit.dtype != 0 && in_fours"],
     turns: &[
-        ("channel < dim; channel += WARP_LANES @ load_rows", 2.0),
+        // Eight loads a turn.
+        ("token < work.tokens; token += ROW_LOADS * step", 16.0),
         ("token < tokens; token += STORE_WARPS", 16.0),
         ("token += STORE_WARPS * WARP_ROWS", 4.0),
         ("Step(step[0]) != Step::End", 0.0),
@@ -176,17 +177,44 @@ const STORED: Rules = Rules {
 /// Four bits, a scale for each channel and 32 tokens.
 const STORED_BY_CHANNEL: Rules = Rules {
     never: &[
-        "if (of > 1)",
-        "low = first_zero(work, group);",
-        "if (together)",
-        "step < width; step++",
+        "if (groups < FEW_GROUPS)",
+        "of.add(work, group);",
+        "group.each([&](unsigned token",
+        "load_fours(values);",
+        "store_fours(codes);",
+        "case word_stride(64):",
+        "default: return use(stride);",
+        "return pack_side<true>(",
+        "return pack_words<IS_VALUE, 1>(plane, walk, code);",
+        "return pack_words<IS_VALUE, 2>(plane, walk, code);",
+        "return pack_words<IS_VALUE, 8>(plane, walk, code);",
     ],
-    always: &["if (width == 1)"],
     turns: &[
-        ("index += together ? 1 : STORE_THREADS", 2.0),
-        ("for (unsigned token = tokens.from; token < tokens.to; token++)", 32.0),
-        ("at += CODE_GROUP * STORE_THREADS", 4.0),
-        ("shift < 8; element += size", 2.0),
+        ("index < groups; index += STORE_THREADS", 2.0),
+        ("at < groups; at += STORE_THREADS", 4.0),
+        // Of five blocks, and a sixth that is begun.
+        ("stripe < count; stripe += parts", 8.0),
+    ],
+    ..NONE
+};
+
+/// Four bits, a scale for each token and 32 channels.
+const STORED_BY_TOKEN: Rules = Rules {
+    never: &[
+        "if (groups < FEW_GROUPS)",
+        "of.add(work, group);",
+        "group.each([&](unsigned token",
+        "load_column(values, apart);",
+        "store_column(codes, apart);",
+        "return pack_side<false>(",
+        "return pack_words<IS_VALUE, 1>(plane, walk, code);",
+        "return pack_words<IS_VALUE, 2>(plane, walk, code);",
+        "return pack_words<IS_VALUE, 8>(plane, walk, code);",
+    ],
+    turns: &[
+        ("index < groups; index += STORE_THREADS", 2.0),
+        ("at < plane.size; at += BYTES * STORE_THREADS", 1.0),
+        ("stripe < count; stripe += parts", 8.0),
     ],
     ..NONE
 };
@@ -197,13 +225,16 @@ const STORED_BOOK: Rules = Rules {
         "case 2: return nearest_entry",
         "case 8: return nearest_entry",
         "default: return nearest_entry",
+        "return pack_side<true>(",
+        "return pack_words<IS_VALUE, 1>(plane, walk, code);",
+        "return pack_words<IS_VALUE, 2>(plane, walk, code);",
+        "return pack_words<IS_VALUE, 4>(plane, walk, code);",
     ],
     turns: &[
         ("at < subs * work.tokens; at += STORE_THREADS", 16.0),
         // Unrolled for each of three stages, of which there is one.
         ("entry < count; entry++", 256.0 / 3.0),
-        ("at += CODE_GROUP * STORE_THREADS", 2.0),
-        ("shift < 8; element += size", 1.0),
+        ("at < groups; at += STORE_THREADS", 2.0),
     ],
     ..NONE
 };
@@ -290,6 +321,7 @@ pub(super) const ROWS: &[Row] = &[
     ),
     of_tiles("kvd-2", "attend_huffman", "kvd_attend_huffman_grid_grid_4", 1, &[DECODED, ALWAYS]),
     of_page("store-kivi-4", "kvd_store_uniform", &[STORED_BY_CHANNEL, STORED, ALWAYS]),
+    of_page("store-kivi-4-values", "kvd_store_uniform", &[STORED_BY_TOKEN, STORED, ALWAYS]),
     of_page("store-vecinfer-2", "kvd_store_vq", &[STORED_BOOK, STORED, ALWAYS]),
     of_page("store-kvd-2", "kvd_store_huffman_grid", &[STORED_GRID, STORED, ALWAYS]),
 ];

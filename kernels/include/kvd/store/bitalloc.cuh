@@ -67,7 +67,7 @@ struct StoreBitAlloc {
     }
 
     template <class Stage>
-    KVD_DEVICE static unsigned store(const Work& work, uint32_t) {
+    KVD_DEVICE static unsigned store(const Work& work) {
         const uint8_t* table = work.tables + work.side.table;
         const BitAlloc::Head& head = BitAlloc::head(table);
         const Range rows = part_of_warp(work.tokens);

@@ -14,11 +14,10 @@ KVD_DEVICE void store_as(Bf16, uint8_t* at, float value) { store16(at, bf16_bits
 
 template <class Format>
 struct StoreFloat {
-    // `absmax` are the bits of the page's largest magnitude, the format's stand in `limit`. Gives the
-    // payload's bytes; 0 where the page has no codes.
+    // The bits of the format's largest magnitude stand in `limit`. Gives the payload's bytes.
     template <class Stage>
-    KVD_DEVICE static unsigned store(const Work& work, uint32_t absmax) {
-        if (absmax > f32_bits(work.unit.limit)) {
+    KVD_DEVICE static unsigned store(const Work& work) {
+        if (largest_magnitude(work) > f32_bits(work.unit.limit)) {
             return NO_CODES;
         }
         each_value(work.tokens, work.dim, [&](unsigned token, unsigned channel) {
@@ -44,8 +43,8 @@ KVD_DEVICE unsigned e4m3_code(float x) {
 
 struct StoreFp8 {
     template <class Stage>
-    KVD_DEVICE static unsigned store(const Work& work, uint32_t absmax) {
-        const float largest = f32_value(absmax);
+    KVD_DEVICE static unsigned store(const Work& work) {
+        const float largest = f32_value(largest_magnitude(work));
         // Rounding to 3 mantissa bits adds up to 1/16, which must stay finite.
         if (!is_finite(largest) || !is_finite(times(largest, 1.0625f))) {
             return NO_CODES;

@@ -38,7 +38,7 @@ struct StoreGrid {
     }
 
     template <class Stage>
-    KVD_DEVICE static unsigned store(const Work& work, uint32_t) {
+    KVD_DEVICE static unsigned store(const Work& work) {
         const bool fits = quantize(work, *work.codes);
         if (block_most(fits ? 0 : 1, work.slots) != 0) {
             return NO_CODES;

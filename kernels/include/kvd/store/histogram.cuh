@@ -37,7 +37,7 @@ struct CountCodes {
 // Of a side whose codes nobody counts: its rows are looked at all the same.
 struct CountNothing {
     template <class Stage>
-    KVD_DEVICE static unsigned store(const Work&, uint32_t) {
+    KVD_DEVICE static unsigned store(const Work&) {
         return NO_CODES;
     }
 };
@@ -63,8 +63,8 @@ KVD_DEVICE void count_page(const StoreParameters& parameters, unsigned char* sha
         }
         return;
     }
-    const uint32_t largest = make_coefficients(work);
-    if (Quantizer::template store<CountCodes>(work, largest) == NO_CODES) {
+    make_coefficients(work);
+    if (Quantizer::template store<CountCodes>(work) == NO_CODES) {
         return;
     }
     for (unsigned code = thread_index(); code < unit.room; code += STORE_THREADS) {

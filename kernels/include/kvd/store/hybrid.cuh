@@ -75,7 +75,9 @@ struct StoreHybrid {
     KVD_DEVICE static bool store_group(const Work& work, const Group& group, float absmax,
                                        bool& fits) {
         const Tile page = work.page();
-        const Extremes of(work, group, false);
+        Extremes of;
+        of.add(work, group);
+        of.sign(work, group);
         const float largest = fmaxf(fabsf(of.low), fabsf(of.high));
         const HybridLevels wide(of.low, minus(of.high, of.low), work, absmax);
         const HybridLevels even(0.0f, largest, work, absmax);
@@ -92,8 +94,9 @@ struct StoreHybrid {
     }
 
     template <class Stage>
-    KVD_DEVICE static unsigned store(const Work& work, uint32_t absmax) {
-        if (!is_finite(f32_value(absmax))) {
+    KVD_DEVICE static unsigned store(const Work& work) {
+        const float absmax = f32_value(largest_magnitude(work));
+        if (!is_finite(absmax)) {
             return NO_CODES;
         }
         const unsigned pairs = scale_pairs(work.side);
@@ -105,7 +108,7 @@ struct StoreHybrid {
             bool symmetric = false;
             if (index < groups) {
                 const Group group(work, pairs, index);
-                symmetric = store_group(work, group, f32_value(absmax), fits);
+                symmetric = store_group(work, group, absmax, fits);
             }
             const uint32_t mask = KVD_BALLOT(symmetric);
             const unsigned byte = (base + warp_index() * WARP_LANES) / 8 + lane_index();

@@ -65,13 +65,14 @@ struct StoreLloyd {
     }
 
     template <class Stage>
-    KVD_DEVICE static unsigned store(const Work& work, uint32_t absmax) {
-        if (!is_finite(f32_value(absmax))) {
+    KVD_DEVICE static unsigned store(const Work& work) {
+        const float absmax = f32_value(largest_magnitude(work));
+        if (!is_finite(absmax)) {
             return NO_CODES;
         }
         bool fits = true;
         for (unsigned token = thread_index(); token < work.tokens; token += STORE_THREADS) {
-            fits &= store_row(work, token, f32_value(absmax));
+            fits &= store_row(work, token, absmax);
         }
         if (block_most(fits ? 0 : 1, work.slots) != 0) {
             return NO_CODES;

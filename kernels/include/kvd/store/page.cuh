@@ -51,19 +51,14 @@ KVD_DEVICE Work work_of(const StoreParameters& parameters, const StoreUnit& unit
             part.shifts};
 }
 
-// From rows that are loaded to coefficients; gives the largest magnitude among them.
-KVD_DEVICE uint32_t make_coefficients(const Work& work) {
+// From rows that are loaded to coefficients.
+KVD_DEVICE void make_coefficients(const Work& work) {
     if (work.unit.median != 0) {
         find_shifts(work);
         KVD_BARRIER();
     }
     transform(work);
     KVD_BARRIER();
-    uint32_t largest = 0;
-    each_value(work.tokens, work.dim, [&](unsigned token, unsigned channel) {
-        largest = most(largest, magnitude_bits(work.value(token, channel)));
-    });
-    return block_most(largest, work.slots);
 }
 
 // `Stage` makes codes bytes.
@@ -75,8 +70,8 @@ KVD_DEVICE void store_page(const StoreParameters& parameters, unsigned char* sha
     uint8_t* header = parameters.headers + uint64_t(block_index()) * HEADER_BYTES;
     load_rows(work, parameters.arena + unit.rows);
     KVD_BARRIER();
-    const uint32_t largest = make_coefficients(work);
-    const unsigned payload = Quantizer::template store<Stage>(work, largest);
+    make_coefficients(work);
+    const unsigned payload = Quantizer::template store<Stage>(work);
     if (payload == NO_CODES) {
         if (thread_index() < HEADER_BYTES / 4) {
             store32(header + 4 * thread_index(), 0);

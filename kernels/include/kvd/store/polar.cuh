@@ -104,11 +104,12 @@ struct StorePolar {
     }
 
     template <class Stage>
-    KVD_DEVICE static unsigned store(const Work& work, uint32_t absmax) {
-        if (!is_finite(f32_value(absmax))) {
+    KVD_DEVICE static unsigned store(const Work& work) {
+        const float absmax = f32_value(largest_magnitude(work));
+        if (!is_finite(absmax)) {
             return NO_CODES;
         }
-        const bool fits = Polar::steps_in_page(work.side) ? by_groups(work, f32_value(absmax))
+        const bool fits = Polar::steps_in_page(work.side) ? by_groups(work, absmax)
                                                           : by_model(work);
         if (block_most(fits ? 0 : 1, work.slots) != 0) {
             return NO_CODES;

@@ -106,21 +106,31 @@ KVD_DEVICE uint64_t hash_long(const uint8_t* page, unsigned len, uint64_t* sums)
     const unsigned lane = thread_index() % XXH_LANES;
     const unsigned blocks = (len - 1) / XXH_BLOCK_BYTES;
     const unsigned all = (len - 1) / XXH_STRIPE_BYTES;
+    // Threads that share a lane of a block: more where there are few blocks.
+    unsigned parts = XXH_BLOCKS;
+    while (parts > 1 && parts * (blocks + 1) > XXH_BLOCKS) {
+        parts /= 2;
+    }
+    const unsigned shift = ones(parts - 1);
+    const unsigned at_once = XXH_BLOCKS >> shift;
+    const unsigned part = thread_index() / XXH_LANES & (parts - 1);
     uint64_t sum = first_sum(lane);
-    for (unsigned first = 0; first <= blocks; first += XXH_BLOCKS) {
-        const unsigned block = first + thread_index() / XXH_LANES;
-        uint64_t part = 0;
-        for (unsigned stripe = 0; stripe < XXH_STRIPES; stripe++) {
-            const unsigned at = block * XXH_STRIPES + stripe;
-            if (at < all) {
-                part += stripe_sum(page + at * XXH_STRIPE_BYTES, lane, 8 * stripe);
-            }
+    for (unsigned first = 0; first <= blocks; first += at_once) {
+        const unsigned from = (first + (thread_index() / XXH_LANES >> shift)) * XXH_STRIPES;
+        const unsigned count = least(all - least(all, from), XXH_STRIPES);
+        const uint8_t* stripes = page + from * XXH_STRIPE_BYTES;
+        uint64_t mine = 0;
+#pragma unroll 4
+        for (unsigned stripe = part; stripe < count; stripe += parts) {
+            mine += stripe_sum(stripes + stripe * XXH_STRIPE_BYTES, lane, 8 * stripe);
         }
-        sums[thread_index()] = part;
+        sums[thread_index()] = mine;
         KVD_BARRIER();
         if (thread_index() < XXH_LANES) {
-            for (unsigned of = first; of < least(first + XXH_BLOCKS, blocks + 1); of++) {
-                sum += sums[(of - first) * XXH_LANES + lane];
+            for (unsigned of = first; of < least(first + at_once, blocks + 1); of++) {
+                for (unsigned next = 0; next < parts; next++) {
+                    sum += sums[((of - first) * parts + next) * XXH_LANES + lane];
+                }
                 if (of < blocks) {
                     sum = ((sum ^ sum >> 47) ^ secret(128 + 8 * lane)) * XXH_PRIME32_1;
                 }
@@ -133,6 +143,9 @@ KVD_DEVICE uint64_t hash_long(const uint8_t* page, unsigned len, uint64_t* sums)
     }
     KVD_BARRIER();
     uint64_t hash = len * XXH_PRIME64_1;
+    if (warp_index() != 0) {
+        return hash;
+    }
     for (unsigned pair = 0; pair < XXH_LANES / 2; pair++) {
         hash += fold_product(sums[2 * pair] ^ secret(11 + 16 * pair),
                              sums[2 * pair + 1] ^ secret(11 + 16 * pair + 8));

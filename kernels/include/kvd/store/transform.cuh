@@ -23,8 +23,57 @@ enum class Step : uint32_t {
 
 constexpr unsigned STEP_BYTES = 16;
 
+// Pieces of rows that a thread has under way at once.
+constexpr unsigned ROW_LOADS = 8;
+
+template <bool IS_BF16>
+KVD_DEVICE FourWords widened(const TwoWords& halves) {
+    FourWords words;
+#pragma unroll
+    for (unsigned at = 0; at < 4; at++) {
+        const uint32_t half = halves.word[at / 2] >> 16 * (at % 2);
+        words.word[at] = IS_BF16 ? half << 16 : f32_bits(f16_value(uint16_t(half)));
+    }
+    return words;
+}
+
+// Rows of a power of two of channels: a thread has the same four of each of its rows. Words that neighbours
+// write are neighbours.
+template <bool IS_BF16>
+KVD_DEVICE void load_fours(const Work& work, const uint8_t* rows) {
+    const unsigned shift = ones(work.dim / 4 - 1);
+    const unsigned step = STORE_THREADS >> shift;
+    const unsigned first = thread_index() >> shift;
+    const TwoWords* from = reinterpret_cast<const TwoWords*>(rows) + thread_index();
+    // As long as a row and four words more for each.
+    uint32_t* to = work.words + 4 * (thread_index() + first);
+    for (unsigned token = first; token < work.tokens; token += ROW_LOADS * step) {
+        TwoWords halves[ROW_LOADS];
+#pragma unroll
+        for (unsigned at = 0; at < ROW_LOADS; at++) {
+            if (token + at * step < work.tokens) {
+                halves[at] = from[at * STORE_THREADS];
+            }
+        }
+#pragma unroll
+        for (unsigned at = 0; at < ROW_LOADS; at++) {
+            if (token + at * step < work.tokens) {
+                *reinterpret_cast<FourWords*>(to + at * step * work.stride) =
+                    widened<IS_BF16>(halves[at]);
+            }
+        }
+        from += ROW_LOADS * STORE_THREADS;
+        to += ROW_LOADS * step * work.stride;
+    }
+}
+
 // Brings the rows to words. A thread reads four bytes at a time: dims are even.
 KVD_DEVICE void load_rows(const Work& work, const uint8_t* rows) {
+    const bool is_power = (work.dim & (work.dim - 1)) == 0;
+    const bool in_fours = is_power && work.dim >= 4 && work.dim <= 4 * STORE_THREADS;
+    if (work.unit.dtype != 0 && in_fours && misaligned(rows) % 8 == 0) {
+        return work.unit.dtype == 1 ? load_fours<false>(work, rows) : load_fours<true>(work, rows);
+    }
     const unsigned per_word = work.unit.dtype == 0 ? 1 : 2;
     const unsigned count = work.dim / per_word;
     each_value(work.tokens, count, [&](unsigned token, unsigned at) {

@@ -86,8 +86,8 @@ struct StoreVq {
     }
 
     template <class Stage>
-    KVD_DEVICE static unsigned store(const Work& work, uint32_t absmax) {
-        if (absmax > f32_bits(work.unit.limit)) {
+    KVD_DEVICE static unsigned store(const Work& work) {
+        if (largest_magnitude(work) > f32_bits(work.unit.limit)) {
             return NO_CODES;
         }
         const unsigned subs = Vq::subs(work.side);

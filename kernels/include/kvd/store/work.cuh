@@ -75,7 +75,7 @@ struct StoreParameters {
 KVD_DEVICE unsigned row_value_bytes(const StoreUnit& unit) { return unit.dtype == 0 ? 4 : 2; }
 
 // Words of a row: lanes that read one channel of neighbouring tokens should not meet in a bank.
-KVD_DEVICE unsigned word_stride(unsigned dim) { return (dim + 3) / 4 * 4 + 4; }
+KVD_DEVICE constexpr unsigned word_stride(unsigned dim) { return (dim + 3) / 4 * 4 + 4; }
 
 struct Work {
     const SideShape& side;
@@ -121,9 +121,7 @@ constexpr unsigned NO_CODES = ~0u;
 
 // The largest word of all threads. Every thread of the block calls it.
 KVD_DEVICE uint32_t block_most(uint32_t word, uint32_t* slots) {
-    for (unsigned step = WARP_LANES / 2; step > 0; step /= 2) {
-        word = most(word, KVD_SHUFFLE(word, lane_index() ^ step));
-    }
+    word = warp_most(word);
     if (lane_index() == 0) {
         slots[warp_index()] = word;
     }
@@ -164,6 +162,29 @@ KVD_DEVICE Range part_of_warp(unsigned count) {
     return {from, least(count, from + part)};
 }
 
+// From one number to every `step`th after it, as places in rows of `width`, without a division for each.
+struct Walk {
+    unsigned width;
+    unsigned rows;
+    unsigned columns;
+    unsigned row;
+    unsigned column;
+
+    KVD_DEVICE Walk(unsigned width, unsigned from, unsigned step) : width(width) {
+        rows = quotient(step, width);
+        columns = step - rows * width;
+        row = quotient(from, width);
+        column = from - row * width;
+    }
+
+    KVD_DEVICE void next() {
+        row += rows;
+        column += columns;
+        row += column >= width ? 1 : 0;
+        column -= column >= width ? width : 0;
+    }
+};
+
 // Calls `use(token, channel)` for all values, a warp per row.
 template <class Use>
 KVD_DEVICE void each_value(unsigned tokens, unsigned dim, Use use) {
@@ -177,8 +198,27 @@ KVD_DEVICE void each_value(unsigned tokens, unsigned dim, Use use) {
 KVD_DEVICE uint32_t magnitude_bits(float value) { return f32_bits(value) & 0x7FFFFFFF; }
 KVD_DEVICE bool is_finite(float value) { return magnitude_bits(value) < 0x7F800000; }
 
+// The bits of the page's largest magnitude; above those of infinity where a value is NaN.
+KVD_DEVICE uint32_t largest_magnitude(const Work& work) {
+    uint32_t largest = 0;
+    each_value(work.tokens, work.dim, [&](unsigned token, unsigned channel) {
+        largest = most(largest, magnitude_bits(work.value(token, channel)));
+    });
+    return block_most(largest, work.slots);
+}
+
 KVD_DEVICE void store16(uint8_t* at, uint16_t word) { *reinterpret_cast<uint16_t*>(at) = word; }
 KVD_DEVICE void store32(uint8_t* at, uint32_t word) { *reinterpret_cast<uint32_t*>(at) = word; }
+// Aligned to four bytes, or to all.
+KVD_DEVICE void store_words(uint8_t* at, const FourWords& words) {
+    if (misaligned(at) == 0) {
+        *reinterpret_cast<FourWords*>(at) = words;
+        return;
+    }
+    for (unsigned word = 0; word < 4; word++) {
+        store32(at + 4 * word, words.word[word]);
+    }
+}
 // At any address.
 KVD_DEVICE void store16_any(uint8_t* at, uint16_t word) {
     at[0] = uint8_t(word);
