@@ -235,6 +235,8 @@ const STORED_BOOK: Rules = Rules {
         // Unrolled for each of three stages, of which there is one.
         ("entry < count; entry++", 256.0 / 3.0),
         ("at < groups; at += STORE_THREADS", 2.0),
+        // Two kilobytes and a page's head.
+        ("stripe < count; stripe += parts", 4.0),
     ],
     ..NONE
 };
@@ -257,6 +259,7 @@ const STORED_GRID: Rules = Rules {
         ("while (writer.open > 0)", 0.5),
         // No outliers.
         ("from < places.to; from += WARP_LANES", 64.0),
+        ("stripe < count; stripe += parts", 4.0),
     ],
     always: &["if (found == 0)"],
     ..NONE
