@@ -209,6 +209,57 @@ fn a_query_that_sees_nothing_has_no_weight() {
 }
 
 #[test]
+fn a_large_score_is_not_much_above_what_weights_are_relative_to() {
+    if !available() {
+        return;
+    }
+    // Exact scores of 2^20 on the first page and 3/4 more on the second: half an ulp above, or six.
+    let value = |side: Side, _: usize, token: usize, channel: usize| match (side, channel) {
+        (Side::Key, 0) => 1.0,
+        (Side::Key, 1) => f32::from(token >= 64),
+        (Side::Key, _) => 0.0,
+        (Side::Value, _) => ((token * 7 + channel) % 16) as f32,
+    };
+    for values in ["uniform(b=4,axis=channel)", "uniform(b=4,axis=token)"] {
+        let codec = format!("k=uniform(b=1,axis=channel,g=32); v={values}");
+        let stored =
+            Stored::new(&geometry(64, 64, DType::F16), &codec, &layout(&[64, 64], 0), value);
+        let q = |i: usize| [8.0 * 1_048_576.0, 8.0 * 0.75].get(i % 64).copied().unwrap_or(0.0);
+        let plan = Ask::last(4, stored.tokens).plan(&stored, q);
+        let answer = run(&stored, &plan, 100, Order::Ascending).unwrap();
+        for (index, is) in floats(&answer.out).into_iter().enumerate() {
+            let of = |tokens: std::ops::Range<usize>| {
+                tokens.map(|token| value(Side::Value, 0, token, index % 64)).sum::<f32>() / 64.0
+            };
+            let above = 0.75_f32.exp();
+            let wanted = (of(0..64) + above * of(64..128)) / (1.0 + above);
+            assert!((is - wanted).abs() < 1e-4, "{codec}, {index}: {is} is not {wanted}");
+        }
+    }
+}
+
+#[test]
+fn fp8_pages_with_the_largest_scale_are_read() {
+    if !available() {
+        return;
+    }
+    // A value that nothing sees, or that meets zeros, makes the scale of the first page 2^120.
+    let huge = |side: Side, head: usize, token: usize, channel: usize| match (token, channel) {
+        (7, 3) => 3.0e38,
+        (0..64, _) => 0.0,
+        _ => value(side, head, token, channel),
+    };
+    let stored = Stored::new(&geometry(64, 64, DType::F32), "fp8", &layout(&[64, 64], 0), huge);
+    let queries = vec![(1, stored.tokens - 1)];
+    let ask = Ask { group: 4, queries, window: Some(100), soft_cap: None };
+    let plan = ask.plan(&stored, |i| if i % 64 == 3 { 0.0 } else { noise(i) });
+    for order in Order::EACH {
+        let answer = run(&stored, &plan, 100, order).unwrap();
+        check(&answer, &expected(&stored, &plan), "fp8 of 2^120");
+    }
+}
+
+#[test]
 fn a_page_that_fell_back_is_read_as_raw_rows() {
     if !available() {
         return;

@@ -98,7 +98,8 @@ struct Scores<Halves<Side, IS_KEY>, ROWS> {
         for (unsigned at = 0; at < 2; at++) {
             const float first_parts = sums[0][at] + sums[1][at];
             const float others = sums[0][2 + at] + sums[1][2 + at];
-            scores.value[at] = (first_parts + others) * unit;
+            // The unit of codes on its own: with a large scale its product would be infinite.
+            scores.value[at] = (first_parts + others) * Key::CODE_UNIT * unit;
         }
         float* to = shared.sums + lane_row() * TILE_TOKENS + first + 2 * lane_word();
         *reinterpret_cast<TwoFloats*>(to) = scores;
@@ -197,7 +198,7 @@ struct Sums<Halves<Side, IS_KEY>, ROWS> {
         for (unsigned block = 0; block < 2; block++) {
 #pragma unroll
             for (unsigned at = 0; at < 2; at++) {
-                const float sum = sums[block][at] + sums[block][2 + at];
+                const float sum = (sums[block][at] + sums[block][2 + at]) * Value::CODE_UNIT;
                 to[block][at] = to[block][at] * factor + (Value::HAS_SCALE ? sum * scale : sum);
             }
         }

@@ -89,11 +89,6 @@ struct Banks {
 // what all threads copy at once: rows of other lengths meet in some banks.
 KVD_DEVICE unsigned row_bit(unsigned bytes) { return least(most(ones(bytes - 1), 7), 8); }
 
-// Bytes of whole lines.
-KVD_DEVICE unsigned lines(unsigned bytes) {
-    return (bytes + LINE_BYTES - 1) / LINE_BYTES * LINE_BYTES;
-}
-
 template <unsigned MASK>
 KVD_DEVICE unsigned in_banks(unsigned at, unsigned shift) {
     return at ^ (at >> shift & MASK);
@@ -148,6 +143,8 @@ template <class Format>
 struct Halves<Float<Format>> : Float<Format> {
     using Parts = PartsOf<Format>;
     static constexpr bool HAS_SCALE = false;
+    // What a value of a product is worth before it is scaled.
+    static constexpr float CODE_UNIT = 1;
     // Channels of two pieces, lanes of a token, steps of a group.
     static constexpr unsigned PAIR = 2 * COPY_BYTES / Format::BYTES;
     static constexpr unsigned STEPS = 4;
@@ -234,8 +231,8 @@ KVD_DEVICE void e4m3_words(uint32_t codes, uint32_t (&words)[2]) {
     words[1] = KVD_E4M3_WORD(uint16_t(codes >> 16));
 }
 #else
-// Exponent and mantissa stand where an f16 has them, 8 too low, which the scale brings right, subnormal
-// codes too.
+// Exponent and mantissa stand where an f16 has them, 8 too low, for which sums of products make up;
+// subnormal codes too.
 constexpr float E4M3_UNIT = 256;
 KVD_DEVICE void e4m3_words(uint32_t codes, uint32_t (&words)[2]) {
 #pragma unroll
@@ -260,6 +257,7 @@ template <bool IS_KEY>
 struct Halves<Fp8, IS_KEY> : Fp8 {
     using Parts = PartsF16;
     static constexpr bool HAS_SCALE = true;
+    static constexpr float CODE_UNIT = E4M3_UNIT;
     static constexpr unsigned MASK = LINE_BYTES - 2 * COPY_BYTES;
     static constexpr unsigned STEPS_OF_TILE = TILE_TOKENS / HALF_TERMS;
     // Nothing is so high a bit: rows of values of other lengths stand as they are.
@@ -281,10 +279,6 @@ struct Halves<Fp8, IS_KEY> : Fp8 {
         const unsigned bytes = pieces[1].copies * COPY_BYTES;
         const unsigned shift = tokens == TILE_TOKENS ? banks(side).shift : NO_SHIFT;
         stage_in_banks<MASK, 2>(to + pieces[0].at + COPY_BYTES, pieces[1].from, bytes, shift);
-    }
-
-    KVD_DEVICE static float scale(const SideShape& side, const Tile& tile) {
-        return load_float(staged_span<Fp8>(side, tile, 0)) * E4M3_UNIT;
     }
 
     KVD_DEVICE static unsigned steps(unsigned dim) { return dim / HALF_TERMS; }

@@ -72,7 +72,9 @@ struct Softmax {
                 largest = fmaxf(largest, weight[own][tile]);
             }
             float factor = 1;
-            moves[own] = KVD_BALLOT(largest > reference[own] + SCORE_ABOVE) != 0;
+            // Of the difference, which is exact where they are near: a sum is rounded to an ulp of
+            // the reference, and large scores would be more above.
+            moves[own] = KVD_BALLOT(largest - reference[own] > SCORE_ABOVE) != 0;
             if (KVD_RARELY(moves[own])) {
                 const float high = warp_max(largest);
                 factor = exp_near(reference[own] - high);
