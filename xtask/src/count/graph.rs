@@ -41,7 +41,7 @@ fn leads(kernel: &Kernel, at: usize) -> (bool, Vec<usize>) {
             let another = instruction.operands.contains(',');
             (instruction.predicated || another, to_labels())
         }
-        "BRX" | "JMX" | "JMP" | "BREAK" => (instruction.predicated, to_labels()),
+        "BRX" | "JMX" | "JMP" => (instruction.predicated, to_labels()),
         "EXIT" | "RET" | "KILL" => (instruction.predicated, Vec::new()),
         _ => (true, Vec::new()),
     }
@@ -50,7 +50,8 @@ fn leads(kernel: &Kernel, at: usize) -> (bool, Vec<usize>) {
 /// Whether a block ends behind an instruction.
 fn ends_block(kernel: &Kernel, at: usize) -> bool {
     let operation = kernel.instructions[at].operation();
-    ["BRA", "BRX", "JMX", "JMP", "BREAK", "EXIT", "RET", "KILL", "CALL"].contains(&operation)
+    // `BREAK` only takes lanes out of those that meet at a barrier: the next instruction follows.
+    ["BRA", "BRX", "JMX", "JMP", "EXIT", "RET", "KILL", "CALL"].contains(&operation)
 }
 
 impl Graph {
@@ -82,6 +83,12 @@ impl Graph {
         let ends = |block: &usize| self.blocks[*block].next.is_empty();
         let latches = blocks.iter().copied().filter(ends).collect();
         self.loops.push(Loop { head: 0, blocks, latches });
+    }
+
+    /// Whether every way to a block leads through each block, by the block and that one.
+    pub(super) fn leads_to(&self) -> impl Fn(usize, usize) -> bool + use<> {
+        let nearest = self.dominators(&self.order());
+        move |above, block| nearest[block].is_some() && dominates(&nearest, above, block)
     }
 
     fn natural_loops(&self) -> Vec<Loop> {
@@ -231,5 +238,22 @@ mod tests {
         assert_eq!((of(0), of(1)), (vec![2], vec![1, 2, 3, 4, 5, 6]));
         assert_eq!(graph.loops[1].latches.len(), 2);
         assert_eq!(graph.loops.len(), 2);
+    }
+
+    #[test]
+    fn lanes_that_leave_a_barrier_go_on() {
+        let listing = parse(
+            "\t.section\t.text.k,\"ax\"
+.L_1:
+ /*0000*/ BREAK B2 ;
+ /*0010*/ @P0 BREAK B2 ;
+ /*0020*/ IMMA R1, R2, R3 ;
+ /*0030*/ @P1 BRA `(.L_1) ;
+ /*0040*/ EXIT ;
+",
+        );
+        let graph = Graph::of(&listing.kernels[0]);
+        assert_eq!(graph.blocks[0].range, 0..4);
+        assert_eq!(graph.loops[0].blocks, BTreeSet::from([0]));
     }
 }

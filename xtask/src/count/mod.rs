@@ -43,11 +43,7 @@ pub(crate) struct Arguments {
 
 /// Counts and prints.
 pub(crate) fn run(root: &Path, arguments: &Arguments, report: &Report) -> Result<()> {
-    let names = &arguments.names;
-    let asked = |row: &&Row| names.iter().any(|name| [row.codec, row.kernel].contains(&&**name));
-    let rows: Vec<&Row> = ROWS.iter().filter(|row| names.is_empty() || asked(row)).collect();
-    let known = || ROWS.iter().map(|row| row.codec).collect::<Vec<_>>().join(", ");
-    ensure!(!rows.is_empty(), "none of these is counted; known are {}", known());
+    let rows = asked(&arguments.names)?;
     let mut files: BTreeMap<&str, (Listing, Vec<Source>)> = BTreeMap::new();
     let mut counts = Vec::new();
     for row in rows {
@@ -70,6 +66,18 @@ pub(crate) fn run(root: &Path, arguments: &Arguments, report: &Report) -> Result
     Ok(())
 }
 
+/// The rows that names are of, all without any.
+fn asked(names: &[String]) -> Result<Vec<&'static Row>> {
+    let is_of = |row: &Row, name: &String| [row.codec, row.kernel].contains(&&**name);
+    for name in names {
+        let known = || ROWS.iter().map(|row| row.codec).collect::<Vec<_>>().join(", ");
+        let is_known = ROWS.iter().any(|row| is_of(row, name));
+        ensure!(is_known, "{name:?} is not counted; known are {}", known());
+    }
+    let is_asked = |row: &&Row| names.is_empty() || names.iter().any(|name| is_of(row, name));
+    Ok(ROWS.iter().filter(is_asked).collect())
+}
+
 /// A kernel file for sm_90, and its sources by the listing's numbers.
 fn disassembled(root: &Path, file: &str, report: &Report) -> Result<(Listing, Vec<Source>)> {
     let tools = kernels::tools(root, report)?;
@@ -79,14 +87,23 @@ fn disassembled(root: &Path, file: &str, report: &Report) -> Result<(Listing, Ve
     }
     let mut nvdisasm = Command::new(&tools.nvdisasm);
     let listing = listing::parse(&kernels::output(nvdisasm.args(["-c", "-gi"]).arg(&out))?);
-    let ours = root.join("kernels");
-    let sources = listing.files.iter().map(|path| {
-        let is_ours = Path::new(path).starts_with(&ours);
-        let text = if is_ours { fs::read_to_string(path).ok() } else { None };
-        Source::new(&text.unwrap_or_default())
-    });
-    let sources = sources.collect();
+    let texts = ours(&listing, &root.join("kernels"))
+        .with_context(|| format!("{} was compiled elsewhere: remove it", out.display()))?;
+    let sources = texts.iter().map(|text| Source::new(text)).collect();
     Ok((listing, sources))
+}
+
+/// The texts of a listing's files, of those that are not in the kernels' folder nothing.
+fn ours(listing: &Listing, kernels: &Path) -> Result<Vec<String>> {
+    let text = |path: &String| {
+        let is_ours = Path::new(path).starts_with(kernels);
+        if is_ours { fs::read_to_string(path).unwrap_or_default() } else { String::new() }
+    };
+    let texts: Vec<String> = listing.files.iter().map(text).collect();
+    // Without a line of the source everything would count as the rest, and nothing as rare.
+    let is_any = texts.iter().any(|text| !text.is_empty());
+    ensure!(is_any, "no file that it is from is in {}", kernels.display());
+    Ok(texts)
 }
 
 fn compile(nvcc: &Path, root: &Path, file: &str, out: &Path) -> Result<()> {
@@ -96,4 +113,41 @@ fn compile(nvcc: &Path, root: &Path, file: &str, out: &Path) -> Result<()> {
     nvcc.arg(root.join("kernels").join(format!("{file}.cu"))).arg("-o").arg(out);
     kernels::output(&mut nvcc)?;
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn names(names: &[&str]) -> Vec<String> {
+        names.iter().map(|name| (*name).to_owned()).collect()
+    }
+
+    #[test]
+    fn every_name_is_a_codec_or_a_kernel() {
+        assert_eq!(asked(&[]).unwrap().len(), ROWS.len());
+        let of = |wanted: &[&str]| {
+            let rows = asked(&names(wanted))?;
+            Ok::<_, anyhow::Error>(rows.iter().map(|row| row.codec).collect::<Vec<_>>())
+        };
+        assert_eq!(of(&["kvd-2", "kvd_attend_kivi4_4"]).unwrap(), ["kivi-4", "kvd-2"]);
+        let error = of(&["kivi-4", "kivi-5"]).unwrap_err().to_string();
+        assert!(error.starts_with("\"kivi-5\" is not counted"), "{error}");
+    }
+
+    #[test]
+    fn a_listing_of_other_sources_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let kernels = folder.path().join("kernels");
+        fs::create_dir(&kernels).unwrap();
+        fs::write(kernels.join("a.cuh"), "a").unwrap();
+        let path = |folder: &Path| folder.join("a.cuh").display().to_string();
+        let (here, there) = (path(&kernels), path(Path::new("/elsewhere/kernels")));
+        let listing = |files: &[&String]| Listing {
+            files: files.iter().map(|file| (*file).clone()).collect(),
+            ..Listing::default()
+        };
+        assert_eq!(ours(&listing(&[&there, &here]), &kernels).unwrap(), ["", "a"]);
+        assert!(ours(&listing(&[&there]), &kernels).is_err());
+    }
 }

@@ -114,7 +114,7 @@ impl<'a> Paths<'a> {
         (taken - other < LEFT_OUT / 2.0).then_some(TwoSided { branch, more: taken - other })
     }
 
-    /// The smallest loop in another that has a block, or the block.
+    /// The largest loop in another that has a block, or the block.
     fn node(&self, number: usize, block: usize) -> Node {
         let known = &self.graph.loops[number];
         let within = self.graph.loops[..number].iter().enumerate().rev();

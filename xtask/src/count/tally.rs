@@ -29,6 +29,9 @@ const VERBS: &[(&str, &str)] = &[
 ];
 const REST: &str = "rest";
 
+/// Instructions of a block whose lines say little of what it is for.
+const GUARD: usize = 2;
+
 /// Values of a turn, or a page, for each thread.
 fn values(row: &Row) -> f64 {
     VALUES_OF_THREAD * f64::from(row.tiles)
@@ -162,7 +165,7 @@ impl Counter<'_> {
     }
 
     /// Blocks most of whose instructions are not executed, copies of loops that turn elsewhere, and
-    /// calls: of divisions of numbers that are no usual ones.
+    /// calls: of divisions of numbers that are no usual ones. Not what leads to products.
     fn avoid(
         &self,
         frames: &HashSet<Frame>,
@@ -188,10 +191,31 @@ impl Counter<'_> {
                 () => Avoid::No,
             });
         }
+        for block in self.guards(&avoid) {
+            avoid[block] = Avoid::No;
+        }
         for turning in &self.turnings {
             self.avoid_copies(turning, &mut avoid);
         }
         avoid
+    }
+
+    /// Blocks that are left out for one or two instructions, though no other way leads to products
+    /// that are not: what the compiler moved there may be another statement's.
+    fn guards(&self, avoid: &[Avoid]) -> Vec<usize> {
+        let leads_to = self.graph.leads_to();
+        let is_in = |block: &usize| self.graph.loops[self.tiles].blocks.contains(block);
+        let has_products = |block: &usize| {
+            let mut range = self.graph.blocks[*block].range.clone();
+            range.any(|at| ["IMMA", "HMMA"].contains(&self.kernel.instructions[at].operation()))
+        };
+        let kept = |block: &usize| avoid[*block] == Avoid::No && has_products(block);
+        let products: Vec<usize> = (0..avoid.len()).filter(is_in).filter(kept).collect();
+        let is_small = |block: &usize| {
+            avoid[*block] == Avoid::Always && self.graph.blocks[*block].range.len() <= GUARD
+        };
+        let small = (0..avoid.len()).filter(is_in).filter(is_small);
+        small.filter(|block| products.iter().any(|to| leads_to(*block, *to))).collect()
     }
 
     /// Goes around copies of a loop's body: the loop itself is taken to turn as often as all do.
@@ -366,4 +390,63 @@ pub(super) fn json(row: &Row, count: &Count) -> Value {
         "two_sided": count.two_sided,
         "notes": count.notes,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::listing::parse;
+    use super::*;
+
+    const SOURCE: &str = "\
+KVD_DEVICE void absorb() {
+    if (KVD_RARELY(is_odd)) {
+        for (unsigned mine = 0; mine < units; mine++) {
+            any(mine);
+        }
+        return;
+    }
+    add();
+}
+";
+
+    /// Only what has the line of the rare loop leads to products; they may be gone around.
+    const LISTING: &str = "\t.section\t.text.k,\"ax\"
+\t//## File \"a.cu\", line 8
+.L_1:
+ /*0000*/ BAR.SYNC 0x0 ;
+ /*0010*/ @P0 BRA `(.L_3) ;
+\t//## File \"a.cu\", line 3
+ /*0020*/ MOV R1, RZ ;
+ /*0030*/ @P1 BRA `(.L_2) ;
+\t//## File \"a.cu\", line 8
+ /*0040*/ IMMA R1, R2, R3 ;
+ /*0050*/ IMMA R1, R2, R3 ;
+ /*0060*/ BRA `(.L_3) ;
+.L_2:
+\t//## File \"a.cu\", line 4
+ /*0070*/ IMMA R1, R2, R3 ;
+ /*0080*/ IMMA R1, R2, R3 ;
+ /*0090*/ IMMA R1, R2, R3 ;
+ /*00a0*/ IMMA R1, R2, R3 ;
+.L_3:
+\t//## File \"a.cu\", line 8
+ /*00b0*/ @P2 BRA `(.L_1) ;
+ /*00c0*/ EXIT ;
+";
+
+    fn counted(listing: &str) -> Count {
+        let listing = parse(listing);
+        let row = Row { codec: "c", file: "a", kernel: "k", tiles: 1, whole: false, rules: &[] };
+        count(&listing, &listing.kernels[0], &[Source::new(SOURCE)], &row).unwrap()
+    }
+
+    #[test]
+    fn a_line_of_what_is_rare_does_not_hide_products() {
+        let all = counted(LISTING);
+        assert_eq!((all.total, all.notes), (8.0, Vec::new()));
+        // Where more is rare the way to them is.
+        let long = " /*0020*/ MOV R1, RZ ;\n /*0024*/ MOV R2, RZ ;\n";
+        let all = counted(&LISTING.replace(" /*0020*/ MOV R1, RZ ;\n", long));
+        assert_eq!((all.total, all.notes), (3.0, Vec::new()));
+    }
 }

@@ -55,7 +55,15 @@ impl Turns<'_> {
         }
         for of_origin in of_origins.into_values() {
             let most = of_origin.iter().map(|number| all[*number].at_once).fold(1.0, f64::max);
+            let length = |number: &usize| self.instructions(&self.graph.loops[*number]).count();
+            let longest = of_origin.iter().filter(|number| all[**number].at_once >= most);
+            let longest = longest.map(length).max().unwrap_or(0);
             for number in of_origin {
+                // One that is about as long is a copy of it, of another tile, of which the marks
+                // show less: no rest.
+                if 4 * length(&number) >= 3 * longest {
+                    all[number].at_once = most;
+                }
                 // What the loop that does several at once leaves is a part of a turn of it.
                 let turning = &mut all[number];
                 let is_rest = turning.at_once < most;
@@ -231,8 +239,34 @@ KVD_DEVICE void both() {
  /*0070*/ EXIT ;
 ";
 
-    fn turnings(text: &'static str) -> Vec<Turning> {
-        let listing = parse(LISTING);
+    /// Two loops of two copies at once, of two tiles; the second shows less of it.
+    const TWO_TILES: &str = "\t.section\t.text.k,\"ax\"
+\t//## File \"a.cu\", line 3 inlined at \"a.cu\", line 7
+\t//## File \"a.cu\", line 7
+ /*0000*/ LDS R1, [R2] ;
+ /*0010*/ @P0 BRA `(.L_1) ;
+.L_1:
+ /*0020*/ LDS R1, [R2] ;
+ /*0030*/ LDS R3, [R2+0x4] ;
+ /*0040*/ STS [R2], R1 ;
+ /*0050*/ STS [R2+0x4], R3 ;
+\t//## File \"a.cu\", line 2 inlined at \"a.cu\", line 7
+\t//## File \"a.cu\", line 7
+ /*0060*/ @P0 BRA `(.L_1) ;
+.L_2:
+\t//## File \"a.cu\", line 3 inlined at \"a.cu\", line 7
+\t//## File \"a.cu\", line 7
+ /*0070*/ LDS R1, [R2] ;
+ /*0080*/ LDS R3, [R2+0x4] ;
+ /*0090*/ STS.64 [R2], R1 ;
+\t//## File \"a.cu\", line 2 inlined at \"a.cu\", line 7
+\t//## File \"a.cu\", line 7
+ /*00a0*/ @P0 BRA `(.L_2) ;
+ /*00b0*/ EXIT ;
+";
+
+    fn turnings(listing: &str, text: &'static str) -> Vec<Turning> {
+        let listing = parse(listing);
         let kernel = &listing.kernels[0];
         let (graph, sources) = (Graph::of(kernel), [Source::new(SOURCE)]);
         let turns = Turns { kernel, listing: &listing, sources: &sources, graph: &graph };
@@ -246,9 +280,18 @@ KVD_DEVICE void both() {
 
     #[test]
     fn an_unrolled_loop_turns_as_often_as_the_sources() {
-        let of = |text| turnings(text).iter().map(|t| (t.at_once, t.turns)).collect::<Vec<_>>();
+        let of = |text| {
+            let all = turnings(LISTING, text);
+            all.iter().map(|t| (t.at_once, t.turns)).collect::<Vec<_>>()
+        };
         assert_eq!(of("at < n; @ both"), [(2.0, 2.5), (1.0, 0.0)]);
         assert_eq!(of("at < n; @ other"), [(2.0, 0.5), (1.0, 0.0)]);
-        assert_eq!(turnings("at < n;")[0].of_source, Some(5.0));
+        assert_eq!(turnings(LISTING, "at < n;")[0].of_source, Some(5.0));
+    }
+
+    #[test]
+    fn a_loop_of_another_tile_is_no_rest() {
+        let all = turnings(TWO_TILES, "at < n; @ both");
+        assert_eq!(all.iter().map(|t| t.turns).collect::<Vec<_>>(), [2.5; 2]);
     }
 }
