@@ -2,14 +2,15 @@
 
 use super::{Call, Model, Service, ServiceError};
 use crate::lane::Lane;
-use kvd_compute::{DeviceRegion, OpenedRegion, RegionHandle};
+use kvd_compute::{DeviceInfo, DeviceRegion, OpenedRegion, RegionHandle};
 use kvd_core::ErrorCode;
 use kvd_proto::domain::AttendBatch;
 use std::sync::Arc;
 use std::time::Duration;
+use tokio::sync::oneshot;
 
-/// How long a full queue is left alone before a region is closed again.
-const CLOSE_PAUSE: Duration = Duration::from_millis(20);
+/// How long a full queue is left alone before a region is opened, or closed, again.
+const QUEUE_PAUSE: Duration = Duration::from_millis(20);
 
 impl Service {
     /// The UUID of one of the daemon's GPUs, as they write it; none for an empty text.
@@ -44,6 +45,53 @@ fn again(handle: &RegionHandle) -> Result<RegionHandle, ServiceError> {
     }
 }
 
+/// Who waits for memory to be opened.
+type Asker = oneshot::Sender<Result<OpenMemory, ServiceError>>;
+
+/// Opens memory on a device. Where its queue is full it is asked again, until nobody waits for it:
+/// others' calls are no reason that the memory is of another device.
+async fn open_on(
+    lane: &Lane,
+    call: &Call,
+    (handle, size_bytes): (&RegionHandle, u64),
+    asker: &Asker,
+) -> Result<OpenedRegion, ServiceError> {
+    loop {
+        let handle = again(handle)?;
+        let work = move |backend: &mut dyn kvd_compute::Backend| {
+            Ok(backend.open_region(handle, size_bytes)?)
+        };
+        match lane.run(call, work).await {
+            Err(error) if error.code() == ErrorCode::QueueFull && !asker.is_closed() => {
+                tokio::time::sleep(QUEUE_PAUSE).await;
+            }
+            opened => return opened,
+        }
+    }
+}
+
+/// Whether an error is of the way to a device, and not of what it was asked.
+fn is_of_queue(code: ErrorCode) -> bool {
+    matches!(code, ErrorCode::QueueFull | ErrorCode::DeadlineExceeded | ErrorCode::ShuttingDown)
+}
+
+/// What all devices that were asked say, each by its name.
+fn refusal(mut refused: Vec<(&DeviceInfo, ServiceError)>) -> ServiceError {
+    if refused.len() == 1 {
+        return refused.remove(0).1;
+    }
+    let Some(code) = refused.first().map(|(_, error)| error.code()) else {
+        let message = "every device that could has failed";
+        return ServiceError::new(ErrorCode::DeviceFailed, message);
+    };
+    let reasons = refused.iter().map(|(info, error)| {
+        let name = info.uuid.as_ref().unwrap_or(&info.description);
+        format!("{name}: {error}; ")
+    });
+    let reasons: String = reasons.collect();
+    ServiceError::new(code, format!("{reasons}name the GPU by device_uuid"))
+}
+
 /// Device memory that is open until this is dropped.
 pub(crate) struct OpenMemory {
     /// Of the device that has opened it, and the number of its seat.
@@ -63,42 +111,54 @@ pub(crate) struct Offer {
 }
 
 impl OpenMemory {
-    /// Opens it, on the device that its UUID names, else on the first that can: a driver refuses
-    /// what is another GPU's, unless it reaches that one's memory. Given up half-way, it is closed
-    /// again.
+    /// Opens it, on the device that its UUID names, else on the first GPU that can, or of a daemon
+    /// without one the first device: a driver refuses what is another GPU's, unless it reaches that
+    /// one's memory. Given up half-way, it is closed again.
     ///
     /// # Errors
-    /// Why the device cannot, or queue errors.
+    /// Why no device can, or queue errors.
     pub(crate) async fn open(
         service: &Arc<Service>,
         call: &Call,
         offer: Offer,
     ) -> Result<Self, ServiceError> {
         let (service, call) = (service.clone(), call.clone());
-        let Offer { handle, size_bytes, uuid } = offer;
+        let (tell, told) = oneshot::channel();
         // On a task of its own, whose outcome is dropped, and so closed, when nobody waits for it.
-        let opening = tokio::spawn(async move {
-            let mut refused = None;
-            let of_gpu = |lane: &Lane| uuid.is_none() || lane.info().uuid == uuid;
-            let lanes = service.lanes().enumerate();
-            for (seat, lane) in lanes.filter(|(_, lane)| of_gpu(lane) && !lane.failed()) {
-                let handle = again(&handle)?;
-                let work = move |backend: &mut dyn kvd_compute::Backend| {
-                    Ok(backend.open_region(handle, size_bytes)?)
-                };
-                match lane.run(&call, work).await {
-                    Ok(opened) => {
-                        return Ok(Self { lane: lane.clone(), seat, call, opened, size_bytes });
-                    }
-                    Err(error) => refused = Some(error),
-                }
-            }
-            Err(refused.unwrap_or_else(|| {
-                ServiceError::new(ErrorCode::DeviceFailed, "every device that could has failed")
-            }))
+        tokio::spawn(async move {
+            let opened = Self::open_on_one(&service, call, offer, &tell).await;
+            let _ = tell.send(opened);
         });
         let ended = |_| ServiceError::new(ErrorCode::ShuttingDown, "the daemon has stopped");
-        opening.await.unwrap_or_else(|error| Err(ended(error)))
+        told.await.unwrap_or_else(|error| Err(ended(error)))
+    }
+
+    async fn open_on_one(
+        service: &Service,
+        call: Call,
+        offer: Offer,
+        asker: &Asker,
+    ) -> Result<Self, ServiceError> {
+        let Offer { handle, size_bytes, uuid } = offer;
+        let has_gpu = service.lanes().any(|lane| lane.info().uuid.is_some());
+        // A processor's refusal says nothing of a GPU's memory.
+        let is_asked = |lane: &Lane| match &lane.info().uuid {
+            None => uuid.is_none() && !has_gpu,
+            of_lane => uuid.is_none() || *of_lane == uuid,
+        };
+        let lanes = service.lanes().enumerate();
+        let mut refused = Vec::new();
+        for (seat, lane) in lanes.filter(|(_, lane)| is_asked(lane) && !lane.failed()) {
+            match open_on(lane, &call, (&handle, size_bytes), asker).await {
+                Ok(opened) => {
+                    return Ok(Self { lane: lane.clone(), seat, call, opened, size_bytes });
+                }
+                // What another device says of the memory would be no better an answer.
+                Err(error) if is_of_queue(error.code()) => return Err(error),
+                Err(error) => refused.push((lane.info(), error)),
+            }
+        }
+        Err(refusal(refused))
     }
 
     /// The region's name on its device.
@@ -195,7 +255,7 @@ impl Drop for OpenMemory {
                 };
                 match lane.run(&call, work).await {
                     Err(error) if error.code() == ErrorCode::QueueFull => {
-                        tokio::time::sleep(CLOSE_PAUSE).await;
+                        tokio::time::sleep(QUEUE_PAUSE).await;
                     }
                     // Closed, or with the whole device.
                     _ => return,

@@ -239,6 +239,72 @@ async fn memory_is_opened_by_the_device_of_its_uuid_and_one_of_no_device_is_refu
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_refusal_is_every_gpus_and_no_processors() {
+    for kind in DEVICE_KINDS {
+        let refused = |memories: Vec<Memories>| async move {
+            let fixture = Fixture::over(kind, memories).await;
+            let foreign = Memory::create(4096).unwrap();
+            let offer = fixture.offer(9, &foreign);
+            let region = fixture.region(offer, 4096, |options| options).unwrap();
+            assert_eq!(region.kind(), RegionKind::Memfd);
+            let reason = region.reason().to_owned();
+            fixture.running.drain().await;
+            reason
+        };
+        let why = match kind {
+            RegionKind::CudaFd => "memory of nobody",
+            _ => "no memory 9 of 4096 bytes",
+        };
+        let beside = Memories::of_processor();
+        assert_eq!(refused(vec![Memories::default(), beside.clone()]).await, why);
+        assert_eq!(*beside.asked.lock(), 0);
+        assert_eq!(refused(vec![Memories::of_processor()]).await, why);
+        let [first, second] = UUIDS;
+        let both = format!("{first}: {why}; {second}: {why}; name the GPU by device_uuid");
+        assert_eq!(refused(vec![Memories::default(), Memories::default()]).await, both);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_full_queue_is_waited_for_and_no_other_gpu_asked() {
+    let other = Memories::default();
+    let all = vec![Memories::default(), other.clone()];
+    let fixture = Fixture::over(RegionKind::CudaIpc, all).await;
+    let memory = fixture.memories.add(3, 4096);
+    other.all.lock().insert(3, memory.clone());
+    let lane = fixture.running.service().lane().clone();
+    // One job runs until it is let go; as many as fit wait behind it.
+    let (let_go, gate) = std::sync::mpsc::channel::<()>();
+    let (begin, begun) = tokio::sync::oneshot::channel();
+    let job = |work: Box<dyn FnOnce() + Send>| {
+        let call = Call { namespace: Namespace::new("default").unwrap(), deadline: None };
+        let lane = lane.clone();
+        drop(tokio::spawn(async move { lane.run(&call, |_| Ok(work())).await }));
+    };
+    job(Box::new(move || {
+        let _ = begin.send(());
+        let _ = gate.recv();
+    }));
+    begun.await.unwrap();
+    while lane.queued() < fixture.running.service().config().queue_jobs_max {
+        job(Box::new(|| ()));
+        tokio::task::yield_now().await;
+    }
+    let offer = fixture.offer(3, &memory);
+    let path = fixture.dir.path().join("region");
+    let options = RegionOptions::default().with_bytes(8192).with_device(offer, 4096);
+    let opening = tokio::task::spawn_blocking(move || Shared::open(path, &options));
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    assert!(!opening.is_finished(), "the queue is full");
+    drop(let_go);
+    let region = opening.await.unwrap().unwrap();
+    assert_eq!((region.kind(), region.reason()), (RegionKind::CudaIpc, ""));
+    assert_eq!((*fixture.memories.asked.lock(), *other.asked.lock()), (1, 0));
+    drop(region);
+    fixture.running.drain().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_launch_is_told_before_the_answer_and_a_worker_that_leaves_then_keeps_its_memory_open() {
     for kind in DEVICE_KINDS {
         let fixture = Fixture::new(kind).await;

@@ -25,6 +25,10 @@ pub(super) struct Memories {
     pub(super) busy: Arc<Mutex<()>>,
     /// Stores.
     pub(super) stores: Arc<Mutex<Stores>>,
+    /// Calls that were to open some.
+    pub(super) asked: Arc<Mutex<usize>>,
+    /// No GPU: it has no UUID.
+    is_processor: bool,
     /// Copies to and from it, and uses of what was not open.
     counts: Arc<Mutex<[usize; 2]>>,
 }
@@ -54,6 +58,10 @@ fn refuse<T>(message: impl Into<String>) -> Result<T, BackendError> {
 }
 
 impl Memories {
+    pub(super) fn of_processor() -> Self {
+        Self { is_processor: true, ..Self::default() }
+    }
+
     /// New memory of zeros, by that name from now on.
     pub(super) fn add(&self, name: u8, bytes: u64) -> Arc<Memory> {
         let memory = Arc::new(Memory::create(bytes).expect("memory"));
@@ -126,7 +134,8 @@ impl Device {
 
 impl Backend for Device {
     fn info(&self) -> DeviceInfo {
-        DeviceInfo { uuid: Some(self.uuid.clone()), ..self.cpu.info() }
+        let uuid = (!self.memories.is_processor).then(|| self.uuid.clone());
+        DeviceInfo { uuid, ..self.cpu.info() }
     }
     fn failure(&self) -> Option<&str> {
         self.failure
@@ -185,6 +194,7 @@ impl Backend for Device {
         handle: RegionHandle,
         bytes: u64,
     ) -> Result<OpenedRegion, BackendError> {
+        *self.memories.asked.lock() += 1;
         let (name, memory) = match handle {
             RegionHandle::CudaIpc([name, ..]) => (name, self.memories.named(name, bytes)?),
             RegionHandle::CudaFd(file) => self.memories.mapped(file, bytes)?,
