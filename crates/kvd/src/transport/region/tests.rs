@@ -274,12 +274,18 @@ async fn a_full_queue_is_waited_for_and_no_other_gpu_asked() {
     other.all.lock().insert(3, memory.clone());
     let lane = fixture.running.service().lane().clone();
     // One job runs until it is let go; as many as fit wait behind it.
-    let (let_go, gate) = std::sync::mpsc::channel::<()>();
+    let (let_go, gate) = std::sync::mpsc::sync_channel::<()>(1);
     let (begin, begun) = tokio::sync::oneshot::channel();
     let job = |work: Box<dyn FnOnce() + Send>| {
         let call = Call { namespace: Namespace::new("default").unwrap(), deadline: None };
         let lane = lane.clone();
-        drop(tokio::spawn(async move { lane.run(&call, |_| Ok(work())).await }));
+        drop(tokio::spawn(async move {
+            let work = |_: &mut dyn Backend| {
+                work();
+                Ok(())
+            };
+            lane.run(&call, work).await
+        }));
     };
     job(Box::new(move || {
         let _ = begin.send(());
