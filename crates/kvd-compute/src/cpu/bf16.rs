@@ -31,7 +31,7 @@ pub(super) const LANES: usize = 16;
 pub(super) struct Levels {
     /// Of each code, as bf16.
     pub(super) table: [u16; CODES],
-    /// The code that is worth the minimum alone.
+    /// Steps from the minimum to level zero.
     pub(super) middle: f32,
 }
 
@@ -144,6 +144,17 @@ impl Keys {
     }
 }
 
+/// What a call multiplies: `tokens` weights of a few rows, [`SPAN`] apart, and the scales of
+/// `channels` channels each.
+pub(super) struct Weighted<'a> {
+    pub(super) weights: &'a [f32],
+    pub(super) rows: usize,
+    pub(super) tokens: usize,
+    pub(super) steps: &'a [u8],
+    pub(super) minima: &'a [u8],
+    pub(super) channels: usize,
+}
+
 /// Weighted sums of a unit over one head's value codes.
 pub(crate) struct Values {
     groups: UniformGroups,
@@ -156,17 +167,6 @@ pub(crate) struct Values {
     factors: Vec<u16>,
     /// What minima add to all channels of a group, in lanes, `[blocks of rows, groups, rows]`.
     bases: Vec<[f32; LANES]>,
-}
-
-/// What a call multiplies: `tokens` weights of a few rows, [`SPAN`] apart, and the scales of
-/// `channels` channels each.
-pub(super) struct Weighted<'a> {
-    pub(super) weights: &'a [f32],
-    pub(super) rows: usize,
-    pub(super) tokens: usize,
-    pub(super) steps: &'a [u8],
-    pub(super) minima: &'a [u8],
-    pub(super) channels: usize,
 }
 
 impl Values {

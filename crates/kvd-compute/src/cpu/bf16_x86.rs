@@ -10,6 +10,7 @@
 
 use super::bf16::{CODES, LANES, Levels, ROWS, STEP, Weighted};
 use super::dots::TileCodes;
+use super::dots_512_x86::for_planes;
 use super::lanes::Lanes;
 use super::lanes_x86::A512;
 use super::scores::{SPAN, TILE};
@@ -34,27 +35,8 @@ macro_rules! by_shape {
             1 => by_shape!($f, $rows, $args, 1),
             2 => by_shape!($f, $rows, $args, 2),
             4 => by_shape!($f, $rows, $args, 4),
-            _ => by_shape!($f, $rows, $args, 8),
-        }
-    };
-}
-
-/// Calls `$step!(plane)` for each plane of codes of `$width` bits: shifts are to be constants.
-macro_rules! for_planes {
-    ($width:ident, $step:ident) => {
-        $step!(0);
-        if $width <= 4 {
-            $step!(1);
-        }
-        if $width <= 2 {
-            $step!(2);
-            $step!(3);
-        }
-        if $width == 1 {
-            $step!(4);
-            $step!(5);
-            $step!(6);
-            $step!(7);
+            8 => by_shape!($f, $rows, $args, 8),
+            width => unreachable!("codes of {width} bits"),
         }
     };
 }

@@ -95,8 +95,9 @@ impl Keys {
         if groups.mode == UniformMode::Hybrid {
             let quads = queries[0].channels.len() / hybrid::QUAD;
             let signs = hybrid::Signs { words: &scales.signs, lanes: TILE, quads };
-            if signed(simd, (codes, signs), (scales, queries), scores.rows_mut(0, in_span)) {
-                return;
+            if hybrid::has_dots(simd, (codes, signs), pairs, queries[0].units.len()) {
+                let out = scores.rows_mut(0, in_span);
+                return with_signs(simd, (codes, signs), (scales, queries), out);
             }
             hybrid::spread(simd, codes, signs, bytes);
         } else {
@@ -171,28 +172,27 @@ impl Keys {
     }
 }
 
-/// Scores all rows against a tile by the kernel for codes with signs, where there is one.
-fn signed(
+/// Scores all rows against a tile by the kernel for codes with signs.
+fn with_signs(
     simd: Simd,
     (mut codes, signs): (TileCodes<'_>, hybrid::Signs<'_>),
     (scales, queries): (&Groups, &[Group]),
     out: &mut [f32],
-) -> bool {
-    (0..queries[0].units.len()).step_by(VECTOR_ROWS).all(|first| {
-        let factors = queries.iter().map(|group| {
-            let rows = group.parts.rows(first);
-            let rows = rows.part(0, rows.count().min(VECTOR_ROWS));
-            let of = first..first + rows.count();
-            let (units, adds) = (&group.units[of.clone()], &group.adds[of]);
-            hybrid::Factors { rows, positive: false, units, adds }
+) {
+    let rows = queries[0].units.len();
+    for first in (0..rows).step_by(VECTOR_ROWS) {
+        let of = first..rows.min(first + VECTOR_ROWS);
+        let factors = queries.iter().map(|group| hybrid::Factors {
+            rows: group.parts.rows(first).part(0, of.len()),
+            positive: false,
+            units: &group.units[of.clone()],
+            adds: &group.adds[of.clone()],
         });
-        let count = VECTOR_ROWS.min(queries[0].units.len() - first);
         let out = &mut out[first * SPAN..];
-        (0..count).for_each(|row| out[row * SPAN..][..TILE].fill(0.0));
-        let done = hybrid::dots(simd, (codes, signs), scales, factors, (out, SPAN));
+        (0..of.len()).for_each(|row| out[row * SPAN..][..TILE].fill(0.0));
+        hybrid::dots(simd, (codes, signs), scales, factors, (out, SPAN));
         codes.ahead = Ahead::default();
-        done
-    })
+    }
 }
 
 /// Scales of one group for the tokens of a tile.

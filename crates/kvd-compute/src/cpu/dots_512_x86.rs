@@ -159,6 +159,7 @@ macro_rules! for_planes {
         }
     };
 }
+pub(super) use for_planes;
 
 /// The sum of both digits' sums, where there are two.
 #[inline]

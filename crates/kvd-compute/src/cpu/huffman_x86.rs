@@ -40,9 +40,10 @@ struct Words<'b> {
 }
 
 impl<'b> Words<'b> {
-    fn of(words: &'b [u32], end: usize) -> Self {
-        assert!(end + LANES <= words.len(), "huffman: zeros after the words");
-        Self { words, next: 0, end }
+    /// As many zeros as lanes follow the words.
+    fn of(words: &'b [u32]) -> Self {
+        assert!(words.len() >= LANES, "huffman: zeros after the words");
+        Self { words, next: 0, end: words.len() - LANES }
     }
 }
 
@@ -105,7 +106,7 @@ pub(super) fn decode(simd: Simd, chunks: Vec<&mut Chunk<'_>>) {
 
 /// Two groups in turns, keys and values where there are both, so that one works while the other
 /// waits for its look-ups.
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,bmi2,popcnt")]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,popcnt")]
 fn run<'a, 'b>(keys: Vec<Vec<&'a mut Chunk<'b>>>, values: Vec<Vec<&'a mut Chunk<'b>>>) {
     let (mut keys, mut values) = (keys.into_iter(), values.into_iter());
     loop {
@@ -231,9 +232,9 @@ impl<'a, 'b> Group<'a, 'b> {
     #[target_feature(enable = "avx512f,avx512bw")]
     fn new(chunks: Vec<&'a mut Chunk<'b>>) -> Self {
         let (tables, steps) = (chunks[0].tables, chunks[0].steps);
-        let mut words = [Words::of(&NONE, 0); CHUNKS];
+        let mut words = [Words::of(&NONE); CHUNKS];
         for (words, chunk) in words.iter_mut().zip(&chunks) {
-            *words = Words::of(chunk.words, chunk.end());
+            *words = Words::of(chunk.words);
         }
         let empty = _mm512_add_epi8(_mm512_set1_epi8(32), _mm512_set1_epi64(ODD));
         let lanes = Lanes { held: [_mm512_setzero_si512(); CHUNKS], at: empty };
@@ -241,7 +242,7 @@ impl<'a, 'b> Group<'a, 'b> {
     }
 
     /// The steps from `first` on.
-    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,bmi2,popcnt")]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,popcnt")]
     fn steps(&mut self, first: usize) {
         for step in &self.steps[first..] {
             self.step(step);
@@ -249,7 +250,7 @@ impl<'a, 'b> Group<'a, 'b> {
     }
 
     #[inline]
-    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,bmi2,popcnt")]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,popcnt")]
     fn step(&mut self, step: &Step) {
         let table = &self.tables[step.table];
         let quads = match (table.group(), table.batch().0) {
@@ -269,7 +270,7 @@ impl<'a, 'b> Group<'a, 'b> {
 
     /// Quads of codes with a symbol each.
     #[inline]
-    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,bmi2,popcnt")]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,popcnt")]
     fn singles<const BATCH: usize>(
         &mut self,
         table: &LaneTable,
@@ -311,7 +312,7 @@ impl<'a, 'b> Group<'a, 'b> {
 
     /// Quads of codes of which two share a symbol.
     #[inline]
-    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,bmi2,popcnt")]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,popcnt")]
     fn pairs<const BATCH: usize>(&mut self, table: &LaneTable, count: usize) -> [__m512i; CHUNKS] {
         let bytes = table.bytes().expect("the caller has looked");
         let (codes, lengths) = (load(&bytes.codes), load(&bytes.lengths));
@@ -337,7 +338,7 @@ impl<'a, 'b> Group<'a, 'b> {
 
     /// Quads of codes that share a symbol.
     #[inline]
-    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,bmi2,popcnt")]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,popcnt")]
     fn fours(&mut self, table: &LaneTable) -> [__m512i; CHUNKS] {
         let bytes = table.bytes().expect("the caller has looked");
         let (codes, lengths) = (load(&bytes.codes), load(&bytes.lengths));

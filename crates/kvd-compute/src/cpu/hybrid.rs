@@ -1,7 +1,7 @@
 //! Scales of pages whose groups choose their mode: zero points, steps and signs, apart; and codes
 //! with their signs as bytes.
 
-use super::dots::{BIAS, TileCodes};
+use super::dots::{BIAS, TileCodes, wants_bytes};
 use super::parts::PartRows;
 use super::scores::TILE;
 use super::simd::{InstructionSet, Simd, per_level};
@@ -173,6 +173,7 @@ pub(super) fn spread(simd: Simd, codes: TileCodes<'_>, signs: Signs<'_>, out: &m
 }
 
 /// What a group of summed codes is multiplied with, by row.
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "no kernel reads it"))]
 #[derive(Clone, Copy)]
 pub(super) struct Factors<'a> {
     pub(super) rows: PartRows<'a>,
@@ -184,22 +185,35 @@ pub(super) struct Factors<'a> {
     pub(super) adds: &'a [[f32; 2]],
 }
 
+/// Whether [`dots`] has a kernel for a tile of so many groups, and `rows` are not better of bytes.
+pub(super) fn has_dots(
+    simd: Simd,
+    (codes, signs): (TileCodes<'_>, Signs<'_>),
+    groups: usize,
+    rows: usize,
+) -> bool {
+    #[cfg(target_arch = "x86_64")]
+    if simd.set() == InstructionSet::Avx512 && !wants_bytes(simd, rows) {
+        return super::hybrid_dots_x86::fits(codes, signs, groups);
+    }
+    let _ = (simd, codes, signs, groups, rows);
+    false
+}
+
 /// Adds products of a tile's codes with signs to `out`, rows of lanes so far apart: the factors of
-/// each group in turn, of as many rows as vectors take, times the steps of its lanes. `false` where
-/// there is no kernel for that.
+/// each group in turn, of at most [`VECTOR_ROWS`](super::dots::VECTOR_ROWS) rows, times the steps
+/// of its lanes. Only where there [are](has_dots) kernels.
 pub(super) fn dots<'a>(
     simd: Simd,
     (codes, signs): (TileCodes<'_>, Signs<'_>),
     groups: &Groups,
     factors: impl ExactSizeIterator<Item = Factors<'a>>,
     out: (&mut [f32], usize),
-) -> bool {
+) {
     #[cfg(target_arch = "x86_64")]
-    if simd.set() == InstructionSet::Avx512 {
-        return super::hybrid_dots_x86::dots((codes, signs), groups, factors, out);
-    }
+    super::hybrid_dots_x86::dots(simd, (codes, signs), groups, factors, out);
+    #[cfg(not(target_arch = "x86_64"))]
     let _ = (simd, codes, signs, groups, factors, out);
-    false
 }
 
 /// Makes codes (`[summed / 4, lanes, 4]`, at most [`TILE`] summed, below 128) bytes of signed
@@ -345,10 +359,11 @@ mod tests {
                 adds: &adds[..rows],
             });
             let mut out = vec![3f32; rows * (lanes + 16)];
-            if !dots(simd, (codes, signs), &scales, each, (&mut out, lanes + 16)) {
+            if !has_dots(simd, (codes, signs), groups, rows) {
                 assert_ne!(simd.set(), InstructionSet::Avx512, "{lanes} {len} {groups} {width}");
                 return;
             }
+            dots(simd, (codes, signs), &scales, each, (&mut out, lanes + 16));
             let mut signed = vec![0; groups * len * lanes];
             spread(simd, codes, signs, &mut signed);
             for (row, lane) in (0..rows).flat_map(|row| (0..lanes).map(move |lane| (row, lane))) {

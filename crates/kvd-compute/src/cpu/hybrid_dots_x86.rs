@@ -1,7 +1,7 @@
 //! `hybrid.rs` in AVX-512: products of codes with signs, which are never written as bytes.
 //!
-//! Everything here is reached through the function at the top, whose caller knows that the machine
-//! has the instructions; it checks all lengths, and pointers stay inside.
+//! Kernels are reached through `dots`, which asks for a [`Simd`] and checks all lengths; pointers
+//! stay inside.
 #![allow(unsafe_code)] // Register loads and stores, and a call after detection.
 #![allow(unsafe_op_in_unsafe_fn, reason = "the whole of each body needs what its caller upholds")]
 #![expect(clippy::needless_range_loop, reason = "indices name registers")]
@@ -10,6 +10,7 @@ use super::ahead::Steps;
 use super::dots::{BIAS, TileCodes};
 use super::dots_x86::four;
 use super::hybrid::{Factors, Groups, QUAD, Signs};
+use super::simd::{InstructionSet, Simd};
 use std::arch::x86_64::*;
 
 /// Lanes of a register of words.
@@ -54,26 +55,36 @@ impl Tile<'_> {
     }
 }
 
+/// Quads of a plane of a tile of so many groups; no division, which takes as long as a quad.
+fn plane(codes: TileCodes<'_>, signs: Signs<'_>, groups: usize) -> Option<usize> {
+    let (codes_of, quad_bytes) = (groups * signs.quads * codes.width as usize, QUAD * signs.lanes);
+    let plane = codes_of / 8;
+    (plane * 8 == codes_of && plane * quad_bytes == codes.bytes.len()).then_some(plane)
+}
+
+/// Whether there is a kernel for a tile of so many groups.
+pub(super) fn fits(codes: TileCodes<'_>, signs: Signs<'_>, groups: usize) -> bool {
+    let Some(plane) = plane(codes, signs, groups) else { return false };
+    let twos = signs.quads.is_multiple_of(2) && plane.is_multiple_of(2) && plane > 0;
+    twos && signs.quads <= 8 && signs.lanes.is_multiple_of(COLUMNS * LANES)
+}
+
 /// As `hybrid::dots`.
 pub(super) fn dots<'a>(
+    simd: Simd,
     (codes, signs): (TileCodes<'_>, Signs<'_>),
     groups: &Groups,
     factors: impl ExactSizeIterator<Item = Factors<'a>>,
     (out, stride): (&mut [f32], usize),
-) -> bool {
+) {
     let (Signs { words, lanes, quads }, count) = (signs, factors.len());
-    let width = codes.width as usize;
-    // Planes of as many quads each; no division, which takes as long as a quad.
-    let plane = count * quads * width / 8;
-    let whole = plane * 8 == count * quads * width && plane * QUAD * lanes == codes.bytes.len();
-    let twos = quads.is_multiple_of(2) && plane.is_multiple_of(2) && plane > 0;
-    if !whole || !twos || quads > 8 || !lanes.is_multiple_of(COLUMNS * LANES) {
-        return false;
-    }
+    assert_eq!(simd.set(), InstructionSet::Avx512, "hybrid: instruction set");
+    assert!(fits(codes, signs, count), "hybrid: no kernel");
+    let (width, plane) = (codes.width as usize, plane(codes, signs, count).unwrap_or(0));
+    let tile = Tile { bytes: codes.bytes, width, lanes, plane, quads };
     let of = [&groups.steps, &groups.zeros, &groups.centres];
     let len = count * lanes;
     assert!(words.len() == len && of.iter().all(|of| of.len() == len), "hybrid: scales");
-    let tile = Tile { bytes: codes.bytes, width, lanes, plane, quads };
     let mut soon = codes.ahead.steps(count * lanes / (COLUMNS * LANES) * quads / 2);
     let mut next = (0, 0);
     for (group, factors) in factors.enumerate() {
@@ -87,7 +98,7 @@ pub(super) fn dots<'a>(
         next = tile.after(begin, quads);
         let scales = Scales { of: of.map(|of| of[at..].as_ptr()), words: words[at..].as_ptr() };
         let to = (out.as_mut_ptr(), stride);
-        // SAFETY: lengths are as asserted, and the caller knows of the instructions.
+        // SAFETY: lengths are as asserted; a `Simd` of this set exists only where the CPU has it.
         unsafe {
             match (factors.positive && digits == 1, digits) {
                 (true, _) => {
@@ -98,7 +109,6 @@ pub(super) fn dots<'a>(
             }
         }
     }
-    true
 }
 
 /// What the lanes of a group have: steps, zero points and centres; and a word of signs each.

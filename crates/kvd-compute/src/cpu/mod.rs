@@ -5,6 +5,7 @@ mod ahead;
 mod amx_x86;
 mod arena;
 mod attend;
+#[cfg_attr(not(target_arch = "x86_64"), allow(unused, reason = "only AVX-512 has a kernel"))]
 mod bf16;
 #[cfg(target_arch = "x86_64")]
 mod bf16_x86;

@@ -66,7 +66,7 @@ pub enum InstructionSet {
     Portable,
     /// AVX2, FMA, F16C and POPCNT.
     Avx2,
-    /// AVX-512 F, BW, DQ, VL, VNNI, VBMI and VBMI2, and BMI2, as on Ice Lake and Zen 4.
+    /// AVX-512 F, BW, DQ, VL, VNNI, VBMI and VBMI2, as on Ice Lake and Zen 4.
     Avx512,
     /// The same, with AMX for products of bytes, as on Sapphire Rapids.
     Amx,
@@ -116,7 +116,8 @@ pub enum Precision {
     Fast,
     /// The same with 8 bits in AVX-512, for half of the products: about as far off as other kernels
     /// that round queries to 8 bits. Keys of 16 codes a position are scored by tables of bytes.
-    /// Uniform codes of up to five bits are multiplied as bf16 where the machine has AVX512-BF16.
+    /// Uniform codes of up to five bits, keys by channel and values by token in groups of whole
+    /// 32s, are multiplied as bf16 where the machine has AVX512-BF16.
     /// Other queries times scales of channels or levels of two bytes keep 16 bits, and so do more
     /// rows than vectors take, where AMX multiplies. Elsewhere it is [`Precision::Fast`].
     Int8,
@@ -238,5 +239,4 @@ fn has_avx512() -> bool {
         && is_x86_feature_detected!("avx512vnni")
         && is_x86_feature_detected!("avx512vbmi")
         && is_x86_feature_detected!("avx512vbmi2")
-        && is_x86_feature_detected!("bmi2")
 }

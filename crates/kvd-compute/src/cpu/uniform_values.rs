@@ -154,15 +154,17 @@ impl Values {
             let row = scale_row(self.groups, in_page + index);
             self.scales.load(simd, page, self.groups, row, (pairs, self.dim));
             let (hybrid, quads) = (self.groups.mode == UniformMode::Hybrid, TILE / hybrid::QUAD);
-            let at = (tiles.start + index, weights);
-            if hybrid && self.with_signs(simd, (codes, quads), at, sums) {
-                continue;
+            if hybrid {
+                let signs = self.signs(quads);
+                if hybrid::has_dots(simd, (codes, signs), 1, weights.rows()) {
+                    self.with_signs(simd, (codes, quads), (tiles.start + index, weights), sums);
+                    continue;
+                }
             }
             // Not borrowed while the sums are made.
             let mut signed = std::mem::take(&mut self.signed);
             if hybrid {
-                let (words, lanes) = (&self.scales.hybrid.signs, self.dim);
-                let signs = hybrid::Signs { words, lanes, quads };
+                let signs = self.signs(quads);
                 signed.resize(TILE * self.dim, 0);
                 hybrid::spread(simd, codes, signs, &mut signed);
                 codes = TileCodes { bytes: &signed, width: 8, ..codes };
@@ -214,17 +216,20 @@ impl Values {
         }
     }
 
-    /// All rows over a tile of codes with signs, by the kernel for those, where there is one.
+    /// Signs of the tile whose scales are loaded.
+    fn signs(&self, quads: usize) -> hybrid::Signs<'_> {
+        hybrid::Signs { words: &self.scales.hybrid.signs, lanes: self.dim, quads }
+    }
+
+    /// All rows over a tile of codes with signs, by the kernel for those.
     fn with_signs(
         &mut self,
         simd: Simd,
         (mut codes, quads): (TileCodes<'_>, usize),
         (tile, weights): (usize, &Scores),
         sums: &mut [f32],
-    ) -> bool {
-        let groups = &self.scales.hybrid;
-        let signs = hybrid::Signs { words: &groups.signs, lanes: self.dim, quads };
-        sums.chunks_mut(VECTOR_ROWS * self.dim).zip((0..).step_by(VECTOR_ROWS)).all(|(sums, at)| {
+    ) {
+        for (sums, at) in sums.chunks_mut(VECTOR_ROWS * self.dim).zip((0..).step_by(VECTOR_ROWS)) {
             let count = sums.len() / self.dim;
             let mut values: [&[f32]; VECTOR_ROWS] = [&[]; VECTOR_ROWS];
             for (row, values) in values.iter_mut().enumerate().take(count) {
@@ -238,11 +243,10 @@ impl Values {
             let adds = pushed.map(|row| [middle(self.groups) * row.lost, row.base]);
             let (units, adds) = (&units[..count], &adds[..count]);
             let factors = hybrid::Factors { rows: self.parts.rows(0), positive: true, units, adds };
-            let of = std::iter::once(factors);
-            let done = hybrid::dots(simd, (codes, signs), groups, of, (sums, self.dim));
+            let (of, groups) = (std::iter::once(factors), &self.scales.hybrid);
+            hybrid::dots(simd, (codes, self.signs(quads)), groups, of, (sums, self.dim));
             codes.ahead = Ahead::default();
-            done
-        })
+        }
     }
 
     /// A few rows over a tile whose tokens share their scales.
