@@ -1,7 +1,7 @@
 //! Scales of pages whose groups choose their mode: zero points, steps and signs, apart; and codes
 //! with their signs as bytes.
 
-use super::dots::{BIAS, TileCodes, wants_bytes};
+use super::dots::{BIAS, TileCodes};
 use super::parts::PartRows;
 use super::scores::TILE;
 use super::simd::{InstructionSet, Simd, per_level};
@@ -193,7 +193,7 @@ pub(super) fn has_dots(
     rows: usize,
 ) -> bool {
     #[cfg(target_arch = "x86_64")]
-    if simd.set() == InstructionSet::Avx512 && !wants_bytes(simd, rows) {
+    if simd.set() == InstructionSet::Avx512 && !super::dots::wants_bytes(simd, rows) {
         return super::hybrid_dots_x86::fits(codes, signs, groups);
     }
     let _ = (simd, codes, signs, groups, rows);
