@@ -185,7 +185,6 @@ impl<'a> PageReader<'a> {
     }
 
     /// The page's codes, when they have a fixed width.
-    #[inline]
     #[must_use]
     pub fn fixed_codes(&self) -> Option<FixedCodes<'a>> {
         match self.payload {
@@ -196,7 +195,6 @@ impl<'a> PageReader<'a> {
 
     /// The codes of all runs one after another, when a bit allocation has made them; the layout
     /// tells no more than how many rows there are, and outliers stand in place of scales.
-    #[inline]
     #[must_use]
     pub fn allocated_codes(&self) -> Option<FixedCodes<'a>> {
         let Payload::BitAlloc { codes, outliers, .. } = self.payload else { return None };
@@ -206,7 +204,6 @@ impl<'a> PageReader<'a> {
     }
 
     /// The page's codes, when they are Huffman codes, and its scales.
-    #[inline]
     #[must_use]
     pub fn lane_codes(&self) -> Option<(LaneCodes<'a>, &'a [u8])> {
         match self.payload {

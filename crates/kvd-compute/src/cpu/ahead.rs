@@ -50,10 +50,8 @@ impl<'a> Ahead<'a> {
 /// Bytes of one of `count` parts, of whole lines.
 #[inline]
 fn lines(bytes: &[u8], count: usize) -> usize {
-    match (bytes, count) {
-        ([], _) => 0,
-        // Without a division.
-        (_, 1) => bytes.len().next_multiple_of(LINE),
+    match bytes {
+        [] => 0,
         _ => bytes.len().div_ceil(count.max(1)).next_multiple_of(LINE),
     }
 }

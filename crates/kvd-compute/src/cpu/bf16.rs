@@ -9,19 +9,15 @@
 use super::ahead::Ahead;
 #[cfg(target_arch = "x86_64")]
 use super::bf16_x86;
-use super::dots::{TileCodes, wants_bytes};
+use super::dots::{TileCodes, VECTOR_ROWS as ROWS, wants_bytes};
 use super::scores::{SPAN, Scores, TILE};
 use super::simd::{How, Precision};
-use super::uniform::{by_tile, channels, middle, scale_row, turn};
+use super::uniform::{SCALE_BYTES, by_tile, channels, middle, scale_row, scales, turn};
 use kvd_codec::{FixedCodes, GroupAxis, HeadSide, UniformGroups, UniformMode};
 use std::ops::Range;
 
-/// Bytes of a minimum or a step.
-const SCALE_BYTES: usize = 2;
 /// Codes that a table has room for; bits above a code do not matter where they are repeated.
 pub(super) const CODES: usize = 32;
-/// Rows that registers have sums for.
-pub(super) const ROWS: usize = 4;
 /// Factors that one step of a fold takes.
 pub(super) const STEP: usize = 32;
 /// Lanes that sums of products with minima are kept in.
@@ -51,16 +47,6 @@ impl Levels {
     }
 }
 
-/// Minima and steps of `n` factors, as f16; minima are zeros where codes have signs.
-fn scales<'a>(bytes: &'a [u8], n: usize, zeros: &'a mut Vec<u8>) -> (&'a [u8], &'a [u8]) {
-    let (minima, steps) = bytes.split_at(bytes.len() - n * SCALE_BYTES);
-    if minima.is_empty() {
-        zeros.resize(steps.len(), 0);
-        return (steps, zeros);
-    }
-    (steps, minima)
-}
-
 /// Queries of a unit, folded again for every group of tokens.
 pub(crate) struct Keys {
     groups: UniformGroups,
@@ -69,8 +55,7 @@ pub(crate) struct Keys {
     queries: Vec<f32>,
     /// Address and row of the scales that queries are folded with.
     folded: Option<(usize, usize)>,
-    /// Queries times steps, `[rows, dim]`, the middle two of each four
-    /// swapped.
+    /// Queries times steps, `[rows, dim]`, the middle two of each four swapped.
     factors: Vec<u16>,
     /// What the minima add to a score, by row.
     bases: Vec<f32>,

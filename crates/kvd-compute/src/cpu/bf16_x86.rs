@@ -8,8 +8,8 @@
 #![allow(unsafe_op_in_unsafe_fn, reason = "the whole of each body needs what its caller upholds")]
 #![expect(clippy::needless_range_loop, reason = "indices name registers")]
 
-use super::bf16::{CODES, LANES, Levels, ROWS, STEP, Weighted};
-use super::dots::TileCodes;
+use super::bf16::{CODES, LANES, Levels, STEP, Weighted};
+use super::dots::{TileCodes, VECTOR_ROWS as ROWS};
 use super::dots_512_x86::for_planes;
 use super::lanes::Lanes;
 use super::lanes_x86::A512;

@@ -194,7 +194,7 @@ pub(super) fn has_dots(
 ) -> bool {
     #[cfg(target_arch = "x86_64")]
     if simd.set() == InstructionSet::Avx512 && !super::dots::wants_bytes(simd, rows) {
-        return super::hybrid_dots_x86::fits(codes, signs, groups);
+        return super::hybrid_dots_x86::plane(codes, signs, groups).is_some();
     }
     let _ = (simd, codes, signs, groups, rows);
     false

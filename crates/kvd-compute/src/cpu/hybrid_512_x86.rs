@@ -8,7 +8,7 @@ use super::simd::{InstructionSet, Simd};
 use std::arch::x86_64::*;
 
 /// Lanes of a register of words.
-const LANES: usize = 16;
+pub(super) const LANES: usize = 16;
 /// Groups of a row that is turned in registers.
 const TURNED: usize = 4;
 /// Bytes of such a row: words, then steps.
@@ -193,7 +193,7 @@ pub(super) fn spread(simd: Simd, codes: TileCodes<'_>, signs: Signs<'_>, out: &m
 }
 
 /// The bits of four signs, one in each byte: in the low or the high half of a byte of the word.
-const BITS: [i32; 2] = [0x0804_0201, 0x8040_2010_u32.cast_signed()];
+pub(super) const BITS: [i32; 2] = [0x0804_0201, 0x8040_2010_u32.cast_signed()];
 
 /// The plane whose first four codes are fours `first` of the tile.
 #[target_feature(enable = "avx512f,avx512bw")]

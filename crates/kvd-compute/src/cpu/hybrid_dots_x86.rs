@@ -7,18 +7,15 @@
 #![expect(clippy::needless_range_loop, reason = "indices name registers")]
 
 use super::ahead::Steps;
-use super::dots::{BIAS, TileCodes};
+use super::dots::{BIAS, TileCodes, VECTOR_ROWS as ROWS};
 use super::dots_x86::four;
 use super::hybrid::{Factors, Groups, QUAD, Signs};
+use super::hybrid_512_x86::{BITS, LANES};
 use super::simd::{InstructionSet, Simd};
 use std::arch::x86_64::*;
 
-/// Lanes of a register of words.
-const LANES: usize = 16;
 /// Registers of lanes that are worked on at once.
 const COLUMNS: usize = 2;
-/// Rows that registers have sums for.
-const ROWS: usize = 4;
 
 /// Calls `group::<rows, digits, signed>`.
 macro_rules! by_rows {
@@ -55,18 +52,15 @@ impl Tile<'_> {
     }
 }
 
-/// Quads of a plane of a tile of so many groups; no division, which takes as long as a quad.
-fn plane(codes: TileCodes<'_>, signs: Signs<'_>, groups: usize) -> Option<usize> {
-    let (codes_of, quad_bytes) = (groups * signs.quads * codes.width as usize, QUAD * signs.lanes);
-    let plane = codes_of / 8;
-    (plane * 8 == codes_of && plane * quad_bytes == codes.bytes.len()).then_some(plane)
-}
-
-/// Whether there is a kernel for a tile of so many groups.
-pub(super) fn fits(codes: TileCodes<'_>, signs: Signs<'_>, groups: usize) -> bool {
-    let Some(plane) = plane(codes, signs, groups) else { return false };
+/// Quads of a plane of a tile of so many groups, where there is a kernel for it; no division, which
+/// takes as long as a quad.
+pub(super) fn plane(codes: TileCodes<'_>, signs: Signs<'_>, groups: usize) -> Option<usize> {
+    let bits = groups * signs.quads * codes.width as usize;
+    let plane = bits / 8;
+    let whole = plane * 8 == bits && plane * QUAD * signs.lanes == codes.bytes.len();
     let twos = signs.quads.is_multiple_of(2) && plane.is_multiple_of(2) && plane > 0;
-    twos && signs.quads <= 8 && signs.lanes.is_multiple_of(COLUMNS * LANES)
+    let fits = whole && twos && signs.quads <= 8 && signs.lanes.is_multiple_of(COLUMNS * LANES);
+    fits.then_some(plane)
 }
 
 /// As `hybrid::dots`.
@@ -79,9 +73,8 @@ pub(super) fn dots<'a>(
 ) {
     let (Signs { words, lanes, quads }, count) = (signs, factors.len());
     assert_eq!(simd.set(), InstructionSet::Avx512, "hybrid: instruction set");
-    assert!(fits(codes, signs, count), "hybrid: no kernel");
-    let (width, plane) = (codes.width as usize, plane(codes, signs, count).unwrap_or(0));
-    let tile = Tile { bytes: codes.bytes, width, lanes, plane, quads };
+    let Some(plane) = plane(codes, signs, count) else { unreachable!("hybrid: no kernel") };
+    let tile = Tile { bytes: codes.bytes, width: codes.width as usize, lanes, plane, quads };
     let of = [&groups.steps, &groups.zeros, &groups.centres];
     let len = count * lanes;
     assert!(words.len() == len && of.iter().all(|of| of.len() == len), "hybrid: scales");
@@ -117,9 +110,6 @@ struct Scales {
     of: [*const f32; 3],
     words: *const u32,
 }
-
-/// The bits of four signs, one in each byte: in the low or the high half of a byte of the word.
-const BITS: [i32; 2] = [0x0804_0201, 0x8040_2010_u32.cast_signed()];
 
 /// One group, for all lanes. `SIGNED`: factors have no sign, so that codes keep theirs; else codes
 /// are bytes plus [`BIAS`], which is taken off again.

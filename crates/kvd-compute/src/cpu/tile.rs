@@ -127,9 +127,7 @@ impl<'a> Rows<'a> {
         }
     }
 
-    /// The page's codes, when they have a fixed width, or `lanes` has them. In registers: what is
-    /// written in parts and read as a whole waits.
-    #[inline(always)]
+    /// The page's codes, when they have a fixed width, or `lanes` has them.
     pub(crate) fn fixed<'b>(&self, lanes: Option<&'b LaneTiles>) -> Option<FixedCodes<'b>>
     where
         'a: 'b,

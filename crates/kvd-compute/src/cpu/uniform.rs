@@ -13,8 +13,9 @@ use super::simd::{How, Simd};
 use kvd_codec::{FixedCodes, GroupAxis, HeadSide, UniformGroups, UniformMode};
 use kvd_core::DType;
 
-/// Bytes of a minimum and a step.
-pub(super) const PAIR_BYTES: usize = 4;
+/// Bytes of a minimum or a step, and of both.
+pub(super) const SCALE_BYTES: usize = 2;
+pub(super) const PAIR_BYTES: usize = 2 * SCALE_BYTES;
 
 /// The scale row of a tile, where all its tokens share one.
 pub(super) fn scale_row(groups: UniformGroups, tile: usize) -> usize {
@@ -111,21 +112,16 @@ impl Keys {
     }
 
     /// Multiplies the queries with the steps of a scale row.
-    fn fold(&mut self, simd: Simd, scales: &[u8], row: usize) {
+    fn fold(&mut self, simd: Simd, scales_of_page: &[u8], row: usize) {
         self.units.clear();
         self.bases.clear();
         if self.groups.axis == GroupAxis::Block {
-            return self.take_pair(simd, scales);
+            return self.take_pair(simd, scales_of_page);
         }
         self.parts.reset(self.dim);
-        let (minima, steps) = if self.groups.mode == UniformMode::Asym {
-            let bytes = self.dim * PAIR_BYTES;
-            scales[row * bytes..][..bytes].split_at(bytes / 2)
-        } else {
-            let bytes = self.dim * PAIR_BYTES / 2;
-            self.zeros.resize(bytes, 0);
-            (&self.zeros[..], &scales[row * bytes..][..bytes])
-        };
+        let columns = if self.groups.mode == UniformMode::Asym { 2 } else { 1 };
+        let bytes = self.dim * columns * SCALE_BYTES;
+        let scales = scales(&scales_of_page[row * bytes..][..bytes], self.dim, &mut self.zeros);
         for block in self.queries.chunks(ROWS * self.dim) {
             let mut queries: [&[f32]; ROWS] = [&[]; ROWS];
             let rows = block.len() / self.dim;
@@ -133,7 +129,7 @@ impl Keys {
                 *to = query;
             }
             let mut pushed = [Pushed::default(); ROWS];
-            self.parts.push_folded(simd, &queries[..rows], (steps, minima), &mut pushed);
+            self.parts.push_folded(simd, &queries[..rows], scales, &mut pushed);
             for row in &pushed[..rows] {
                 self.units.push(row.unit);
                 self.bases.push(row.base + middle(self.groups) * row.lost);
@@ -187,6 +183,20 @@ pub(super) fn lookup(groups: UniformGroups) -> Lookup {
         UniformMode::Sym => Lookup::less(groups.top.into()),
         UniformMode::Hybrid => Lookup::bytes(),
     }
+}
+
+/// Steps and minima of `n` factors, as f16; minima are zeros where codes have signs.
+pub(super) fn scales<'a>(
+    bytes: &'a [u8],
+    n: usize,
+    zeros: &'a mut Vec<u8>,
+) -> (&'a [u8], &'a [u8]) {
+    let (minima, steps) = bytes.split_at(bytes.len() - n * SCALE_BYTES);
+    if minima.is_empty() {
+        zeros.resize(steps.len(), 0);
+        return (steps, zeros);
+    }
+    (steps, minima)
 }
 
 /// Writes the scales of `tokens` tokens from `first` on, groups before tokens, to `out`.

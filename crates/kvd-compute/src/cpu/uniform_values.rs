@@ -7,7 +7,7 @@ use super::hybrid;
 use super::parts::{Parts, Pushed};
 use super::scores::{Scores, TILE};
 use super::simd::{How, Simd, per_level};
-use super::uniform::{PAIR_BYTES, by_tile, channels, lookup, middle, scale_row, sum, turn};
+use super::uniform::{PAIR_BYTES, by_tile, channels, lookup, middle, scale_row, scales, sum, turn};
 use kvd_codec::{FixedCodes, GroupAxis, HeadSide, UniformGroups, UniformMode};
 use kvd_core::DType;
 use std::ops::Range;
@@ -193,11 +193,7 @@ impl Values {
             *values = weights.tiles(row, tiles.clone()).0;
         }
         let pairs = self.dim.div_ceil(channels);
-        let (mut minima, steps) = self.turned.split_at(self.turned.len() - 2 * tokens * pairs);
-        if minima.is_empty() {
-            self.zeros.resize(steps.len(), 0);
-            minima = &self.zeros;
-        }
+        let (steps, minima) = scales(&self.turned, tokens * pairs, &mut self.zeros);
         let scales = minima.chunks_exact(2 * tokens).zip(steps.chunks_exact(2 * tokens));
         for (group, (minima, steps)) in scales.enumerate() {
             let first = group * channels;
