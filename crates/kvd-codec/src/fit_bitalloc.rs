@@ -21,6 +21,9 @@ const SNAPPED_MAX: f64 = 1.03;
 const ROUNDS: usize = 3;
 /// Coefficients of a side whose errors are looked at for the bound.
 const BOUND_POINTS_MAX: usize = 1 << 23;
+/// Coefficients that have one width. Their codes fill registers: kernels multiply them as they lie,
+/// and no code of a run shares its register with another run's.
+const GROUP: usize = 16;
 /// Share of coefficients that may be outliers on the samples: 48 bits each, 0.003 bits per value.
 const OUTLIERS: f64 = 1.0 / 16384.0;
 
@@ -56,7 +59,7 @@ pub(crate) fn fit(
         .collect();
     let mut widths = Vec::new();
     for _ in 0..ROUNDS {
-        widths = allocate(&heads, &spreads, &levels, bits);
+        widths = allocate(&heads, &spreads, &levels, (bits, permute));
         let layers = heads.chunks(kv_heads).zip(spreads.chunks(kv_heads));
         let layers = layers.zip(widths.chunks(kv_heads)).zip(&mut levels);
         for (((heads, spreads), widths), levels) in layers {
@@ -149,12 +152,13 @@ fn points(
     points
 }
 
-/// One more bit for a coefficient: how much distortion it saves. Ties go to the lower place.
+/// One more bit for each coefficient of a group: how much distortion a bit saves. Ties go to the
+/// lower place.
 #[derive(Clone, Copy, PartialEq)]
 struct Gain {
     saved: f64,
     head: usize,
-    coefficient: usize,
+    group: usize,
 }
 
 impl Eq for Gain {}
@@ -167,40 +171,53 @@ impl PartialOrd for Gain {
 
 impl Ord for Gain {
     fn cmp(&self, other: &Self) -> std::cmp::Ordering {
-        let place = |gain: &Self| std::cmp::Reverse((gain.head, gain.coefficient));
+        let place = |gain: &Self| std::cmp::Reverse((gain.head, gain.group));
         self.saved.total_cmp(&other.saved).then(place(self).cmp(&place(other)))
     }
 }
 
-/// Widths by greedy reduction of the distortion.
+/// The coefficients of each of a head's groups: those of like spread where the fit orders them.
+fn groups(spreads: &[f64], permute: bool) -> Vec<Vec<usize>> {
+    let mut order: Vec<usize> = (0..spreads.len()).collect();
+    if permute {
+        order.sort_by(|a, b| spreads[*b].total_cmp(&spreads[*a]));
+    }
+    order.chunks(GROUP).map(<[usize]>::to_vec).collect()
+}
+
+/// Widths by greedy reduction of the distortion, the same for all coefficients of a group.
 fn allocate(
     heads: &[Head<'_>],
     spreads: &[Vec<f64>],
     levels: &[LayerLevels],
-    bits: f32,
+    (bits, permute): (f32, bool),
 ) -> Vec<Vec<u8>> {
     let dim = spreads[0].len();
     let kv_heads = heads.len() / levels.len();
-    let gain = |head: usize, coefficient: usize, width: u8| {
+    let groups: Vec<_> = spreads.iter().map(|spreads| groups(spreads, permute)).collect();
+    let gain = |head: usize, group: usize, width: usize| {
         let distortions = &levels[head / kv_heads].distortions;
-        let unit = spreads[head][coefficient] / heads[head].weight;
-        let width = usize::from(width);
-        let saved = unit * unit * (distortions[width] - distortions[width + 1]);
-        Gain { saved, head, coefficient }
+        let coefficients = &groups[head][group];
+        let unit = |i: &usize| spreads[head][*i] / heads[head].weight;
+        let squares: f64 = coefficients.iter().map(|i| unit(i) * unit(i)).sum();
+        let saved = squares * (distortions[width] - distortions[width + 1]);
+        Gain { saved: saved / coefficients.len() as f64, head, group }
     };
     let mut widths = vec![vec![0u8; dim]; heads.len()];
     let mut budget = (f64::from(bits) * (dim * heads.len()) as f64) as usize;
-    let mut heap: BinaryHeap<Gain> = (0..heads.len())
-        .flat_map(|head| (0..dim).map(move |i| (head, i)))
-        .map(|(head, i)| gain(head, i, 0))
-        .collect();
-    while budget > 0 {
-        let Some(Gain { head, coefficient, .. }) = heap.pop() else { break };
-        let width = &mut widths[head][coefficient];
-        *width += 1;
-        budget -= 1;
-        if usize::from(*width) < WIDTH_MAX {
-            heap.push(gain(head, coefficient, *width));
+    let all = groups.iter().enumerate();
+    let all = all.flat_map(|(head, groups)| (0..groups.len()).map(move |group| (head, group)));
+    let mut heap: BinaryHeap<Gain> = all.map(|(head, group)| gain(head, group, 0)).collect();
+    while let Some(Gain { head, group, .. }) = heap.pop() {
+        let coefficients = &groups[head][group];
+        if coefficients.len() > budget {
+            continue;
+        }
+        budget -= coefficients.len();
+        coefficients.iter().for_each(|i| widths[head][*i] += 1);
+        let width = usize::from(widths[head][coefficients[0]]);
+        if width < WIDTH_MAX {
+            heap.push(gain(head, group, width));
         }
     }
     widths
