@@ -1,14 +1,22 @@
 //! Bit-allocation sides, straight from their codes: the levels of each run are bytes, its scales
 //! and units go into the query or out of the sum, and outliers are added one by one.
 //!
-//! Codes of a tile become bytes first, those of all runs side by side, so that one integer product
-//! serves widths of every kind. Fits put the levels of narrow codes on bytes; levels that are not
-//! take two positions, of high and of low bytes.
+//! AVX-512 multiplies the codes of runs of whole registers as they lie, run after run
+//! (`runs_512_x86.rs`). Elsewhere, and where AMX takes over or a run has other lengths, codes of a
+//! tile become bytes first, those of all runs side by side, so that one integer product serves
+//! widths of every kind. Fits put the levels of narrow codes on bytes; levels that are not take two
+//! positions, of high and of low bytes.
 
+#[cfg(target_arch = "x86_64")]
+use super::ahead::{Ahead, Steps};
 use super::dots::{BIASED_TERMS_MAX, Lookup, ROWS, Target, TileCodes, key_dots, value_dots};
+#[cfg(target_arch = "x86_64")]
+use super::dots::{VECTOR_ROWS, wants_bytes};
 use super::fused::Place;
 use super::levels::{LevelBytes, LevelTable, Places, RunCodes, SPILL, look_up};
 use super::parts::Parts;
+#[cfg(target_arch = "x86_64")]
+use super::runs_512_x86;
 use super::scores::{SPAN, Scores, TILE};
 use super::simd::{How, Simd};
 use kvd_codec::{BitAlloc, CodeLayout, HeadSide, Run};
@@ -38,10 +46,27 @@ struct Book {
     /// Rows of the page that places are for.
     tokens: usize,
     bytes: Vec<u8>,
+    /// Whether codes are multiplied as they lie.
+    direct: bool,
+}
+
+/// Whether the codes of these runs are multiplied as they lie, in a unit of so many rows.
+fn is_direct(simd: Simd, rows: usize, runs: &[Run]) -> bool {
+    #[cfg(target_arch = "x86_64")]
+    {
+        let lens = runs.iter().filter(|run| run.width > 0).map(|run| run.len);
+        !wants_bytes(simd, rows) && runs_512_x86::takes(simd, lens)
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    {
+        let _ = (simd, rows, runs);
+        false
+    }
 }
 
 impl Book {
-    fn new(head: &HeadSide, side: Side) -> Option<Self> {
+    /// For a unit of so many rows.
+    fn new((simd, rows): (Simd, usize), head: &HeadSide, side: Side) -> Option<Self> {
         let bitalloc = head.bitalloc()?;
         let (mut codes, mut positions) = (Vec::new(), Vec::new());
         for run in bitalloc.runs() {
@@ -58,8 +83,37 @@ impl Book {
             }
             codes.push(Codes { run: *run, tables, start: 0 });
         }
-        let book = Self { side, codes, positions, tokens: 0, bytes: Vec::new() };
+        let direct = is_direct(simd, rows, bitalloc.runs());
+        let book = Self { side, codes, positions, tokens: 0, bytes: Vec::new(), direct };
         (book.positions.len() <= BIASED_TERMS_MAX).then_some(book)
+    }
+
+    /// The positions that are multiplied together, without rows yet.
+    fn cuts(&self, how: How) -> Vec<Cut> {
+        let cut = |positions: Range<usize>| {
+            // Of all together one large channel would leave others next to nothing of a byte.
+            let mut parts =
+                if self.direct { Parts::of_queries(how) } else { Parts::of_scaled_queries(how) };
+            parts.reset(positions.len());
+            Cut { positions, parts, units: Vec::new() }
+        };
+        if !self.direct {
+            return vec![cut(0..self.positions.len())];
+        }
+        self.tables().map(|(codes, _, first)| cut(first..first + codes.run.len)).collect()
+    }
+
+    /// The runs, each table, and the position of its first byte.
+    fn tables(&self) -> impl Iterator<Item = (&Codes, &LevelTable, usize)> {
+        self.codes
+            .iter()
+            .flat_map(|codes| codes.tables.iter().map(move |(table, first)| (codes, table, *first)))
+    }
+
+    /// What to ask for while registers of so many tiles are multiplied.
+    #[cfg(target_arch = "x86_64")]
+    fn steps<'a>(&self, ahead: Ahead<'a>, tiles: usize) -> Steps<'a> {
+        ahead.steps(tiles * self.positions.len() / runs_512_x86::POSITIONS)
     }
 
     /// Finds where codes lie in a page of so many rows.
@@ -90,11 +144,7 @@ impl Book {
         let skip = bytes.as_ptr().align_offset(LINE).min(LINE);
         let bytes = &mut bytes[skip..][..used];
         for codes in codes.iter().filter(|codes| codes.run.width > 0) {
-            let Run { width, len, .. } = codes.run;
-            // Tiles are full ones.
-            let tile_bytes = TILE / 8 * len * width;
-            let of = codes.start + tiles.start * tile_bytes..codes.start + tiles.end * tile_bytes;
-            let run = RunCodes { bytes: &page.codes[of], width: width as u32, len };
+            let run = codes.of(page.codes, tiles.clone());
             match side {
                 Side::Key => codes.keys(simd, run, per_row, bytes),
                 Side::Value => codes.values(simd, run, per_row, bytes),
@@ -105,6 +155,14 @@ impl Book {
 }
 
 impl Codes {
+    /// Those of some tiles of a page, which are full ones.
+    fn of<'a>(&self, page: &'a [u8], tiles: Range<usize>) -> RunCodes<'a> {
+        let Run { width, len, .. } = self.run;
+        let tile = TILE / 8 * len * width;
+        let bytes = &page[self.start + tiles.start * tile..self.start + tiles.end * tile];
+        RunCodes { bytes, width: width as u32, len }
+    }
+
     /// A run of tiles of keys: fours of positions, of each token in turn.
     fn keys(&self, simd: Simd, codes: RunCodes<'_>, per_row: usize, bytes: &mut [u8]) {
         let (whole, rest) = (codes.len / QUAD * QUAD, codes.len % QUAD);
@@ -146,12 +204,19 @@ fn spread<const N: usize>(bytes: &mut [u8]) {
     }
 }
 
-/// Queries of a unit, times scales and units.
+/// Queries of a unit times scales and units, of positions that are multiplied together.
+struct Cut {
+    positions: Range<usize>,
+    parts: Parts,
+    units: Vec<f32>,
+}
+
+/// Keys of a unit.
 pub(crate) struct Keys {
     book: Book,
     lookup: Lookup,
-    parts: Parts,
-    units: Vec<f32>,
+    /// Of each run and byte of its levels where they are multiplied by themselves; else of all.
+    cuts: Vec<Cut>,
     /// Queries `[rows, dim]`, for outliers.
     queries: Vec<f32>,
     dim: usize,
@@ -160,9 +225,8 @@ pub(crate) struct Keys {
 impl Keys {
     /// Takes folded queries `[rows, dim]`.
     pub(crate) fn new(how: How, side: &HeadSide, queries: &[f32]) -> Option<Self> {
-        let book = Book::new(side, Side::Key)?;
-        let (mut parts, mut units) = (Parts::of_scaled_queries(how), Vec::new());
-        parts.reset(book.positions.len());
+        let book = Book::new((how.0, queries.len() / side.dim()), side, Side::Key)?;
+        let mut cuts = book.cuts(how);
         let mut row = vec![0f32; book.positions.len()];
         for query in queries.chunks_exact(side.dim()) {
             for (value, position) in row.iter_mut().zip(&book.positions) {
@@ -171,11 +235,14 @@ impl Keys {
             if !row.iter().chain(query).all(|value| value.is_finite()) {
                 return None;
             }
-            let largest = row.iter().fold(0f32, |m, q| m.max(q.abs()));
-            units.push(parts.push(how.0, &row, largest, None).unit);
+            for Cut { positions, parts, units } in &mut cuts {
+                let row = &row[positions.clone()];
+                let largest = row.iter().fold(0f32, |m, q| m.max(q.abs()));
+                units.push(parts.push(how.0, row, largest, None).unit);
+            }
         }
         let (lookup, queries) = (Lookup::bytes(), queries.to_vec());
-        Some(Self { book, lookup, parts, units, queries, dim: side.dim() })
+        Some(Self { book, lookup, cuts, queries, dim: side.dim() })
     }
 
     /// Scores all rows against `count` tiles.
@@ -186,21 +253,53 @@ impl Keys {
         scores: &mut Scores,
     ) {
         let Place { page, in_page, in_span, .. } = place;
+        match self.book.direct {
+            #[cfg(target_arch = "x86_64")]
+            true => self.runs(simd, (place, count), scores),
+            _ => self.bytes(simd, (place, count), scores),
+        }
+        for outlier in BitAlloc::residuals(page.scales, rows_of(in_page, count)) {
+            let token = outlier.row + in_span * TILE - in_page * TILE;
+            for (row, query) in self.queries.chunks_exact(self.dim).enumerate() {
+                scores.row_mut(row)[token] += query[outlier.coefficient] * outlier.residual;
+            }
+        }
+    }
+
+    /// Products of bytes, of all runs together.
+    fn bytes(&mut self, simd: Simd, (place, count): (Place<'_>, usize), scores: &mut Scores) {
         let codes = self.book.bytes(simd, (place, count));
-        for first in (0..self.units.len()).step_by(ROWS) {
-            let rows = self.parts.rows(first);
-            let units = &self.units[first..first + rows.count()];
-            let out = scores.rows_mut(first, in_span);
+        let Cut { parts, units, .. } = &self.cuts[0];
+        for first in (0..units.len()).step_by(ROWS) {
+            let rows = parts.rows(first);
+            let units = &units[first..first + rows.count()];
+            let out = scores.rows_mut(first, place.in_span);
             if codes.per_row > 0 {
                 key_dots(simd, codes, &self.lookup, (rows, units), out);
             } else {
                 (0..units.len()).for_each(|row| out[row * SPAN..][..count * TILE].fill(0.0));
             }
         }
-        for outlier in BitAlloc::residuals(page.scales, rows_of(in_page, count)) {
-            let token = outlier.row + in_span * TILE - in_page * TILE;
-            for (row, query) in self.queries.chunks_exact(self.dim).enumerate() {
-                scores.row_mut(row)[token] += query[outlier.coefficient] * outlier.residual;
+    }
+
+    /// Products of codes as they lie, run after run.
+    #[cfg(target_arch = "x86_64")]
+    fn runs(&mut self, simd: Simd, (place, count): (Place<'_>, usize), scores: &mut Scores) {
+        let Place { page, in_page, in_span, ahead } = place;
+        self.book.place(page.layout.tokens());
+        let all = self.queries.len() / self.dim;
+        let tokens = in_span * TILE..(in_span + count) * TILE;
+        (0..all).for_each(|row| scores.row_mut(row)[tokens.clone()].fill(0.0));
+        for first in (0..all).step_by(VECTOR_ROWS) {
+            let rows = VECTOR_ROWS.min(all - first);
+            let out = scores.rows_mut(first, in_span);
+            // Once for all rows.
+            let mut soon =
+                if first == 0 { self.book.steps(ahead, count) } else { Steps::default() };
+            for ((codes, table, _), cut) in self.book.tables().zip(&self.cuts) {
+                let codes = codes.of(page.codes, in_page..in_page + count);
+                let q = (cut.parts.rows(first).part(0, rows), &cut.units[first..first + rows]);
+                runs_512_x86::key_dots(simd, (codes, table), q, &mut soon, out);
             }
         }
     }
@@ -225,7 +324,7 @@ pub(crate) struct Values {
 
 impl Values {
     pub(crate) fn new(how: How, side: &HeadSide, rows: usize) -> Option<Self> {
-        let book = Book::new(side, Side::Value)?;
+        let book = Book::new((how.0, rows), side, Side::Value)?;
         Some(Self {
             sums: vec![0.0; rows * book.positions.len()],
             outliers: vec![0.0; rows * side.dim()],
@@ -244,25 +343,67 @@ impl Values {
         weights: &Scores,
     ) {
         let Place { page, in_page, in_span, .. } = place;
-        let codes = self.book.bytes(simd, (place, count));
-        let per_row = codes.per_row;
-        for first in (0..weights.rows()).step_by(ROWS).filter(|_| per_row > 0) {
-            let rows = first..weights.rows().min(first + ROWS);
-            self.parts.reset(count * TILE);
-            let mut units = [0f32; ROWS];
-            for (row, unit) in rows.clone().zip(&mut units) {
-                let (weights, largest) = weights.tiles(row, in_span..in_span + count);
-                *unit = self.parts.push(simd, weights, largest, None).unit;
-            }
-            let units = &units[..rows.len()];
-            let target = Target { units, factors: &[], first: 0, count: per_row };
-            let sums = &mut self.sums[rows.start * per_row..rows.end * per_row];
-            value_dots(simd, codes, &self.lookup, (self.parts.rows(0), target), sums);
+        match self.book.direct {
+            #[cfg(target_arch = "x86_64")]
+            true => self.runs(simd, (place, count), weights),
+            _ => self.bytes(simd, (place, count), weights),
         }
         for outlier in BitAlloc::residuals(page.scales, rows_of(in_page, count)) {
             let token = outlier.row + in_span * TILE - in_page * TILE;
             for (row, sums) in self.outliers.chunks_exact_mut(self.dim).enumerate() {
                 sums[outlier.coefficient] += weights.row(row)[token] * outlier.residual;
+            }
+        }
+    }
+
+    /// Cuts the weights of some tiles of a few rows; returns what their units are.
+    fn cut(
+        &mut self,
+        simd: Simd,
+        (rows, tiles): (Range<usize>, Range<usize>),
+        weights: &Scores,
+    ) -> [f32; ROWS] {
+        self.parts.reset(tiles.len() * TILE);
+        let mut units = [0f32; ROWS];
+        for (row, unit) in rows.zip(&mut units) {
+            let (weights, largest) = weights.tiles(row, tiles.clone());
+            *unit = self.parts.push(simd, weights, largest, None).unit;
+        }
+        units
+    }
+
+    /// Products of bytes, of all runs together.
+    fn bytes(&mut self, simd: Simd, (place, count): (Place<'_>, usize), weights: &Scores) {
+        let tiles = place.in_span..place.in_span + count;
+        let per_row = self.book.positions.len();
+        for first in (0..weights.rows()).step_by(ROWS).filter(|_| per_row > 0) {
+            let rows = first..weights.rows().min(first + ROWS);
+            let units = self.cut(simd, (rows.clone(), tiles.clone()), weights);
+            let codes = self.book.bytes(simd, (place, count));
+            let units = &units[..rows.len()];
+            let target = Target { units, factors: &[], first: 0, count: per_row };
+            let sums = &mut self.sums[rows.start * per_row..rows.end * per_row];
+            value_dots(simd, codes, &self.lookup, (self.parts.rows(0), target), sums);
+        }
+    }
+
+    /// Products of codes as they lie, run after run.
+    #[cfg(target_arch = "x86_64")]
+    fn runs(&mut self, simd: Simd, (place, count): (Place<'_>, usize), weights: &Scores) {
+        let Place { page, in_page, in_span, ahead } = place;
+        self.book.place(page.layout.tokens());
+        let per_row = self.book.positions.len();
+        for first in (0..weights.rows()).step_by(VECTOR_ROWS) {
+            let rows = first..weights.rows().min(first + VECTOR_ROWS);
+            let units = self.cut(simd, (rows.clone(), in_span..in_span + count), weights);
+            let weights = (self.parts.rows(0), &units[..rows.len()]);
+            let sums = &mut self.sums[rows.start * per_row..rows.end * per_row];
+            let mut soon =
+                if first == 0 { self.book.steps(ahead, count) } else { Steps::default() };
+            for (codes, table, first) in self.book.tables() {
+                let run = codes.of(page.codes, in_page..in_page + count);
+                let out = (&mut sums[first..], per_row);
+                runs_512_x86::value_dots(simd, (run, table), weights, &mut soon, out);
             }
         }
     }

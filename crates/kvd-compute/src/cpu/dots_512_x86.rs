@@ -43,6 +43,8 @@ macro_rules! by_rows {
     };
 }
 
+pub(super) use by_rows;
+
 /// As `by_rows`, whatever the kind and the width.
 macro_rules! by_shape {
     ($f:ident, $rows:expr, $kind:expr, $width:expr, $args:tt) => {
@@ -164,7 +166,7 @@ pub(super) use for_planes;
 /// The sum of both digits' sums, where there are two.
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn whole<const D: usize>(high: __m512i, low: __m512i) -> __m512i {
+pub(super) fn whole<const D: usize>(high: __m512i, low: __m512i) -> __m512i {
     if D == 1 { high } else { _mm512_add_epi32(_mm512_slli_epi32::<8>(high), low) }
 }
 
@@ -172,7 +174,7 @@ fn whole<const D: usize>(high: __m512i, low: __m512i) -> __m512i {
 /// unit of `bias` for each unit of `sums`.
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn biased<const R: usize, const D: usize, const C: usize>(
+pub(super) fn biased<const R: usize, const D: usize, const C: usize>(
     bias: i32,
     sums: &[i32],
 ) -> [[[__m512i; C]; R]; 2] {
@@ -292,7 +294,7 @@ fn sign(registers: &mut [__m512i]) {
 /// Adds values times the digits of a weight.
 #[inline]
 #[target_feature(enable = "avx512f,avx512vnni")]
-fn add_weighted<const D: usize>(
+pub(super) fn add_weighted<const D: usize>(
     (high, low): (&mut __m512i, &mut __m512i),
     values: __m512i,
     weight: [__m512i; 2],

@@ -110,7 +110,7 @@ impl<'a> RunCodes<'a> {
     }
 
     /// Bytes of a tile.
-    fn tile_bytes(&self) -> usize {
+    pub(super) fn tile_bytes(&self) -> usize {
         self.chunk() * self.width as usize
     }
 

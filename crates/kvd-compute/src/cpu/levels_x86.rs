@@ -111,7 +111,9 @@ unsafe fn write_some(to: *mut u8, lanes: u64, bytes: __m512i) {
 /// The codes of chunk `INDEX` from the parts of all planes.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vbmi2")]
-fn chunk_of<const WIDTH: usize, const INDEX: usize>(parts: &[__m512i; WIDTH]) -> __m512i {
+pub(super) fn chunk_of<const WIDTH: usize, const INDEX: usize>(
+    parts: &[__m512i; WIDTH],
+) -> __m512i {
     // Not a loop over planes: what is constant would be counted at run time.
     let codes = with_plane::<WIDTH, INDEX, 8>(_mm512_setzero_si512(), parts);
     let codes = with_plane::<WIDTH, INDEX, 4>(codes, parts);

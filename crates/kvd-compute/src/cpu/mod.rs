@@ -99,6 +99,8 @@ mod polar;
 #[cfg(target_arch = "aarch64")]
 mod products_neon;
 mod rows;
+#[cfg(target_arch = "x86_64")]
+mod runs_512_x86;
 mod score_tables;
 #[cfg(target_arch = "x86_64")]
 mod score_tables_x86;
