@@ -135,7 +135,30 @@ impl Step {
             Self::Offset { mean } => {
                 c.iter_mut().zip(mean).for_each(|(c, m)| *c += weight_sum * m);
             }
-            Self::Matrix(matrix) => product(&matrix.inverse, c),
+            Self::Matrix(matrix) => {
+                let dim = c.len();
+                product(&matrix.inverse, (c, dim));
+            }
+        }
+    }
+
+    /// [`Step::inverse`] of rows (`[n, dim]`), each with its own sum of weights.
+    pub(crate) fn inverse_rows(&self, (rows, dim): (&mut [f32], usize), weight_sums: &[f32]) {
+        if let Self::Matrix(matrix) = self {
+            return product(&matrix.inverse, (rows, dim));
+        }
+        for (row, weight_sum) in rows.chunks_exact_mut(dim).zip(weight_sums) {
+            self.inverse(row, *weight_sum);
+        }
+    }
+
+    /// [`Step::fold`] of rows (`[n, dim]`); adds to `offsets`.
+    pub(crate) fn fold_rows(&self, (rows, dim): (&mut [f32], usize), offsets: &mut [f32]) {
+        if let Self::Matrix(matrix) = self {
+            return product(&matrix.fold, (rows, dim));
+        }
+        for (row, offset) in rows.chunks_exact_mut(dim).zip(offsets) {
+            *offset += self.fold(row);
         }
     }
 
@@ -147,7 +170,10 @@ impl Step {
             // The inverse of an orthogonal map is its transpose.
             Self::Rotation(rotation) => rotation.forward(q),
             Self::Offset { mean } => return q.iter().zip(mean).map(|(q, m)| q * m).sum(),
-            Self::Matrix(matrix) => product(&matrix.fold, q),
+            Self::Matrix(matrix) => {
+                let dim = q.len();
+                product(&matrix.fold, (q, dim));
+            }
         }
         0.0
     }
@@ -182,9 +208,9 @@ impl WithSimd for Forward<'_> {
     }
 }
 
-/// `x = M x` for `columns` = `Mᵀ`.
-fn product(columns: &[f32], x: &mut [f32]) {
-    wide(Product { columns, dim: x.len(), rows: x });
+/// `x = M x` of every row (`[n, dim]`) for `columns` = `Mᵀ`: four rows read the matrix once.
+fn product(columns: &[f32], (rows, dim): (&mut [f32], usize)) {
+    wide(Product { columns, dim, rows });
 }
 
 #[inline(always)]

@@ -221,6 +221,25 @@ fn coefficients(codec: &ModelCodec, bytes: &[u8], side: Side, row: &[f32]) -> [V
     [stored, forward]
 }
 
+/// Five queries folded, and five sums unfolded, together: the bits of one after the other.
+fn rows_at_once_are_rows_one_by_one(codec: &ModelCodec, dim: usize) {
+    let rows: Vec<f32> = (0..5 * dim).map(|i| noise(i + 7)).collect();
+    let (key, weights) = (codec.head(LAYER, Side::Key, 0), [1.0, 0.25, 3.0, 7.5, 0.0]);
+    let mut folded = rows.clone();
+    let offsets = key.fold_queries(&mut folded);
+    let value = codec.head(LAYER, Side::Value, 0);
+    let mut unfolded = rows.clone();
+    value.unfold_values(&mut unfolded, &weights);
+    for (index, row) in rows.chunks(dim).enumerate() {
+        let mut one = vec![0f32; dim];
+        assert_eq!(key.fold_query(row, &mut one), offsets[index], "dim {dim}");
+        assert_eq!(one, folded[index * dim..][..dim], "dim {dim}");
+        one.fill(0.0);
+        value.unfold_value(row, weights[index], &mut one);
+        assert_eq!(one, unfolded[index * dim..][..dim], "dim {dim}");
+    }
+}
+
 #[test]
 fn folded_queries_and_unfolded_values_are_exact() {
     for dim in [32usize, 80, 96, 128, 256] {
@@ -268,6 +287,7 @@ fn folded_queries_and_unfolded_values_are_exact() {
             for (o, x) in out.iter().zip(&k) {
                 assert!((o - 2.5 * x).abs() <= 3e-4 * (1.0 + x.abs()), "{text} dim {dim}");
             }
+            rows_at_once_are_rows_one_by_one(&codec, dim);
         }
     }
 }

@@ -305,6 +305,33 @@ impl HeadSide {
         self.steps.iter().map(|step| step.fold(out)).sum()
     }
 
+    /// [`HeadSide::fold_query`] of several queries in place (`[n, dim]`), and what each adds to
+    /// its scores; the same numbers in less time.
+    ///
+    /// # Panics
+    /// When the length is no multiple of `dim`.
+    #[must_use]
+    pub fn fold_queries(&self, queries: &mut [f32]) -> Vec<f32> {
+        assert!(queries.len().is_multiple_of(self.dim), "fold_queries: length of rows");
+        let mut offsets = vec![0.0; queries.len() / self.dim];
+        for step in &self.steps {
+            step.fold_rows((&mut *queries, self.dim), &mut offsets);
+        }
+        offsets
+    }
+
+    /// Value side: turns weighted sums of coefficients in place (`[n, dim]`) into those of rows;
+    /// `weight_sums` are the sums of the weights. See [`HeadSide::unfold_value`] for one.
+    ///
+    /// # Panics
+    /// When there are not as many sums as rows.
+    pub fn unfold_values(&self, sums: &mut [f32], weight_sums: &[f32]) {
+        assert_eq!(sums.len(), weight_sums.len() * self.dim, "unfold_values: length of rows");
+        for step in self.steps.iter().rev() {
+            step.inverse_rows((&mut *sums, self.dim), weight_sums);
+        }
+    }
+
     /// Value side: adds to `out` the rows' weighted sum, given the coefficients' weighted sum
     /// `acc`. `weight_sum` is the sum of the weights. Both slices have `dim` values.
     ///

@@ -111,7 +111,12 @@ fn finish(job: &Job<'_>, units: &[Unit<'_>], states: Vec<Vec<PartialState>>) -> 
             }
         }
         let side = job.reader.codec.head(job.reader.layer, Side::Value, unit.head);
-        for (row, state) in merged.iter_mut().enumerate() {
+        let mut unfolded: Vec<f32> =
+            merged.iter().flat_map(|state| &state.coefficients).copied().collect();
+        let weights: Vec<f32> = merged.iter().map(|state| state.coefficient_weight).collect();
+        side.unfold_values(&mut unfolded, &weights);
+        let rows = merged.iter().zip(unfolded.chunks_exact(dim_v)).enumerate();
+        for (row, (state, unfolded)) in rows {
             let target = payload_row(job, unit, row);
             lse[target] = state.lse();
             if state.weight_sum == 0.0 {
@@ -119,7 +124,7 @@ fn finish(job: &Job<'_>, units: &[Unit<'_>], states: Vec<Vec<PartialState>>) -> 
             }
             row_values.copy_from_slice(&state.raw);
             if state.coefficient_weight > 0.0 {
-                side.unfold_value(&state.coefficients, state.coefficient_weight, &mut row_values);
+                row_values.iter_mut().zip(unfolded).for_each(|(value, of)| *value += of);
             }
             for value in &mut row_values {
                 *value /= state.weight_sum;

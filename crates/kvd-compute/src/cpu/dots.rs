@@ -85,8 +85,7 @@ impl Lookup {
             for (byte, entry) in table.iter_mut().zip(entries.chunks_exact(dims)) {
                 *byte = (round(entry[dim] / scale) + BIAS) as u8;
             }
-            // Bits above a code do not matter.
-            (count..256).for_each(|code| table[code] = table[code % count]);
+            repeat(&mut table, count);
             table
         };
         Some(Self { dims, bits, tables: (0..dims).map(table).collect(), bias: BIAS, scale })
@@ -114,6 +113,16 @@ impl Lookup {
                 pairs && (self.tables.is_empty() || self.bits <= 6)
             }
         }
+    }
+}
+
+/// Repeats the first `count` bytes of a table to fill it: bits above a code do not matter.
+pub(super) fn repeat(table: &mut [u8; 256], count: usize) {
+    let mut filled = count;
+    while filled < table.len() {
+        let more = filled.min(table.len() - filled);
+        table.copy_within(..more, filled);
+        filled += more;
     }
 }
 

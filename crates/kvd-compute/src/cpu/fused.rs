@@ -5,6 +5,7 @@ use super::dots::{TileCodes, wants_bytes};
 use super::huffman::{LaneTiles, Rest};
 use super::scores::{SPAN, Scores, TILE};
 use super::simd::{How, Precision, Simd, per_level};
+use super::unit::room;
 use super::{
     bf16, bitalloc, by_token, fp8, grid, lloyd, polar, score_tables, uniform, uniform_values, vq,
 };
@@ -84,7 +85,7 @@ impl Keys {
         &mut self,
         simd: Simd,
         (place, count): (Place<'_>, usize),
-        buffer: &mut [u8],
+        buffer: &mut Vec<u8>,
         scores: &mut Scores,
     ) {
         let Place { page, in_page, in_span, ahead } = place;
@@ -166,7 +167,7 @@ impl Values {
         &mut self,
         simd: Simd,
         (place, count): (Place<'_>, usize),
-        buffer: &mut [u8],
+        buffer: &mut Vec<u8>,
         weights: &Scores,
         sums: &mut [f32],
     ) {
@@ -235,7 +236,7 @@ fn plane<'a>(
     simd: Simd,
     (place, count): (Place<'a>, usize),
     (side, bytes): (Side, bool),
-    buffer: &'a mut [u8],
+    buffer: &'a mut Vec<u8>,
 ) -> TileCodes<'a> {
     let Place { page, in_page: first, ahead, .. } = place;
     let (layout, per_row, width) = (page.layout, page.layout.per_row(), page.layout.bits());
@@ -245,7 +246,7 @@ fn plane<'a>(
         let bytes = layout.tile(first).start..layout.tile(first + count - 1).end;
         return TileCodes { bytes: &page.codes[bytes], width, per_row, ahead };
     }
-    let buffer = &mut buffer[..count * TILE * per_row];
+    let buffer = room(buffer, count * TILE * per_row);
     for (tile, out) in (first..).zip(buffer.chunks_exact_mut(TILE * per_row)) {
         unpack_tile(simd, layout, &page.codes[layout.tile(tile)], out);
     }

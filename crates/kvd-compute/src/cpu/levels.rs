@@ -1,7 +1,7 @@
 //! Codes to the bytes of their levels, laid where products take them: what a register holds as a
 //! table is looked up there, and levels that no byte holds become two.
 
-use super::dots::{BIAS, Lookup};
+use super::dots::{BIAS, Lookup, repeat};
 use super::scores::TILE;
 use super::simd::{InstructionSet, Simd};
 use kvd_codec::level_unit;
@@ -52,8 +52,12 @@ impl LevelBytes {
 
 impl LevelTable {
     fn new(levels: &[f32], byte: impl Fn(f32) -> i32) -> Self {
-        let byte = |code: usize| (byte(levels[code % levels.len()]) + BIAS) as u8;
-        Self { bits: levels.len().ilog2(), bytes: std::array::from_fn(byte) }
+        let mut bytes = [0; 256];
+        for (to, level) in bytes.iter_mut().zip(levels) {
+            *to = (byte(*level) + BIAS) as u8;
+        }
+        repeat(&mut bytes, levels.len());
+        Self { bits: levels.len().ilog2(), bytes }
     }
 }
 

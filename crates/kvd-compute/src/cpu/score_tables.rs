@@ -4,36 +4,34 @@
 //! large queries take no digits from small ones.
 
 use super::dots::{TileCodes, wants_bytes};
-use super::parts::{NOTHING, round};
 #[cfg(target_arch = "x86_64")]
 use super::score_tables_x86;
 use super::scores::Scores;
-use super::simd::{How, InstructionSet, Precision, Simd, per_level};
+use super::simd::{How, InstructionSet, Precision, Simd};
 use kvd_codec::HeadSide;
 
 /// Codes of a position.
-const CODES: usize = 16;
+pub(super) const CODES: usize = 16;
 /// Bits of one.
 const WIDTH: u32 = 4;
 /// Positions whose tables fill a register together.
 pub(super) const QUAD: usize = 4;
 /// Positions whose codes share bytes.
-const PAIR: usize = 2 * QUAD;
+pub(super) const PAIR: usize = 2 * QUAD;
 /// Rows that one call of a kernel scores.
 pub(super) const ROWS: usize = 4;
-/// The largest byte, and the most units that one of them is worth: a byte with a sign.
-const TOP: f32 = 255.0;
-const TOP_FACTOR: f32 = 127.0;
 
 /// Tables of a quad of positions: a cache line, as registers load them.
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "no kernel reads it"))]
 #[derive(Clone)]
 #[repr(align(64))]
-pub(super) struct Tables([[u8; CODES]; QUAD]);
+pub(super) struct Tables(pub(super) [[u8; CODES]; QUAD]);
 
 /// Queries of a unit as score tables.
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "no kernel reads it"))]
 pub(crate) struct Keys {
     /// Positions of a row.
-    positions: usize,
+    pub(super) positions: usize,
     pub(super) rows: usize,
     /// By quad of positions and row.
     pub(super) tables: Vec<Tables>,
@@ -87,11 +85,10 @@ impl Keys {
         };
         let channel = |d: usize| std::array::from_fn(|code| entries[code * dims + d]);
         let entries: Vec<[f32; CODES]> = (0..dims).map(channel).collect();
-        let [planes, least, reach] = [dim, positions, positions].map(|len| vec![0f32; len]);
-        let mut row = Row { planes, least, reach };
-        for query in queries.chunks_exact(dim) {
-            push(simd, &mut keys, query, &entries, &mut row);
-        }
+        #[cfg(target_arch = "x86_64")]
+        score_tables_x86::push(simd, &mut keys, queries, &entries);
+        #[cfg(not(target_arch = "x86_64"))]
+        let _ = (&mut keys, entries);
         Some(keys)
     }
 
@@ -107,91 +104,6 @@ impl Keys {
             #[cfg(not(target_arch = "x86_64"))]
             let _ = (codes, rows, out);
         }
-    }
-}
-
-/// What is known of a row before its bytes are.
-struct Row {
-    /// The query by channel of a code, `[dims, positions]`.
-    planes: Vec<f32>,
-    /// The least score of each position, and how far it is to the largest.
-    least: Vec<f32>,
-    reach: Vec<f32>,
-}
-
-per_level!(
-    fn push(keys: &mut Keys, query: &[f32], entries: &[[f32; CODES]], row: &mut Row) = push_body
-);
-
-/// Takes the next row: a query, and what codes stand for by channel of a code.
-#[inline(always)]
-fn push_body(keys: &mut Keys, query: &[f32], entries: &[[f32; CODES]], row: &mut Row) {
-    let Row { planes, least, reach } = row;
-    for (d, plane) in planes.chunks_exact_mut(keys.positions).enumerate() {
-        let channels = query[d..].iter().step_by(entries.len());
-        plane.iter_mut().zip(channels).for_each(|(to, from)| *to = *from);
-    }
-    let ends = least.as_chunks_mut::<PAIR>().0.iter_mut().zip(reach.as_chunks_mut::<PAIR>().0);
-    for (at, (least, reach)) in (0..).step_by(PAIR).zip(ends) {
-        look(&planes[at..], (keys.positions, entries), least, reach);
-    }
-    let largest = reach.iter().fold(0f32, |m, reach| if *reach > m { *reach } else { m });
-    // An overflow has no unit; the score is of no use anyway.
-    let some = largest > NOTHING && largest.is_finite();
-    let unit = if some { largest / (TOP * TOP_FACTOR) } else { 0.0 };
-    let index = keys.units.len();
-    keys.units.push(unit);
-    keys.bases.push(least.iter().sum());
-    if !some {
-        return;
-    }
-    // Rounded up: no byte of a position is over the top.
-    let inverse = 1.0 / unit;
-    for reach in &mut *reach {
-        *reach = (*reach * (inverse / TOP)).ceil().clamp(1.0, TOP_FACTOR);
-    }
-    for position in 0..keys.positions {
-        let (at, place) = (position / QUAD * keys.rows + index, position % QUAD);
-        let factor = reach[position];
-        keys.factors[at][place] = factor as u8;
-        let mut scores = [-least[position]; CODES];
-        for (d, entries) in entries.iter().enumerate() {
-            let q = planes[d * keys.positions + position];
-            for code in 0..CODES {
-                scores[code] += q * entries[code];
-            }
-        }
-        let (table, inverse) = (&mut keys.tables[at].0[place], inverse / factor);
-        for code in 0..CODES {
-            table[code] = round(scores[code] * inverse).clamp(0, 255) as u8;
-        }
-    }
-}
-
-/// Finds what the codes of eight positions score at least, and how far that is from the most.
-#[inline(always)]
-fn look(
-    planes: &[f32],
-    (stride, entries): (usize, &[[f32; CODES]]),
-    least: &mut [f32; PAIR],
-    reach: &mut [f32; PAIR],
-) {
-    let (mut low, mut high) = ([f32::INFINITY; PAIR], [f32::NEG_INFINITY; PAIR]);
-    for code in 0..CODES {
-        let mut scores = [0f32; PAIR];
-        for (d, entries) in entries.iter().enumerate() {
-            let channels = &planes[d * stride..][..PAIR];
-            for i in 0..PAIR {
-                scores[i] += channels[i] * entries[code];
-            }
-        }
-        for i in 0..PAIR {
-            low[i] = if scores[i] < low[i] { scores[i] } else { low[i] };
-            high[i] = if scores[i] > high[i] { scores[i] } else { high[i] };
-        }
-    }
-    for i in 0..PAIR {
-        (least[i], reach[i]) = (low[i], high[i] - low[i]);
     }
 }
 

@@ -1,15 +1,21 @@
-//! `score_tables.rs` in AVX-512: `vpermb` looks up 64 codes, each in the table of its position, and
-//! `vpdpbusd` adds four positions' bytes times their factors.
+//! `score_tables.rs` in AVX-512: the tables of a row, and its scores, where `vpermb` looks up 64
+//! codes, each in the table of its position, and `vpdpbusd` adds four positions' bytes times their
+//! factors.
 #![allow(unsafe_code)] // Register loads and stores, and a call after detection.
 #![expect(clippy::needless_range_loop, reason = "indices name registers")]
 
 use super::ahead::Ahead;
 use super::dots::TileCodes;
-use super::score_tables::{Keys, QUAD, ROWS};
+use super::parts::NOTHING;
+use super::score_tables::{CODES, Keys, PAIR, QUAD, ROWS};
 use super::scores::{SPAN, TILE};
+use super::simd::{InstructionSet, Simd};
 use std::arch::x86_64::*;
 use std::ops::Range;
 
+/// The largest byte, and the most units that one of them is worth: a byte with a sign.
+const TOP: f32 = 255.0;
+const TOP_FACTOR: f32 = 127.0;
 /// Registers of tokens of a tile.
 const HALVES: usize = 2;
 /// Bytes of a tile that hold two quads' codes.
@@ -28,6 +34,112 @@ macro_rules! by_rows {
             rows => unreachable!("{rows} rows at once"),
         }
     };
+}
+
+/// Takes rows: queries, and what codes stand for by channel of a code.
+pub(super) fn push(simd: Simd, keys: &mut Keys, queries: &[f32], entries: &[[f32; CODES]]) {
+    assert_eq!(simd.set(), InstructionSet::Avx512, "score tables: instruction set");
+    let dim = keys.positions * entries.len();
+    assert_eq!(queries.len(), dim * keys.rows, "score tables: queries");
+    assert!(keys.positions.is_multiple_of(PAIR), "score tables: positions");
+    let mut planes = vec![0f32; dim];
+    let mut ends = vec![[0f32; 2 * PAIR]; keys.positions / PAIR];
+    for query in queries.chunks_exact(dim) {
+        for (d, plane) in planes.chunks_exact_mut(keys.positions).enumerate() {
+            let channels = query[d..].iter().step_by(entries.len());
+            plane.iter_mut().zip(channels).for_each(|(to, from)| *to = *from);
+        }
+        // SAFETY: a `Simd` of this set exists only where the CPU has it.
+        unsafe { push_planes(keys, &planes, entries, &mut ends) };
+    }
+}
+
+/// The next row, of a query by channel of a code, `[dims, positions]`. `ends` become the least
+/// score of each position and how far it is to the largest, eight and eight.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+fn push_planes(
+    keys: &mut Keys,
+    planes: &[f32],
+    entries: &[[f32; CODES]],
+    ends: &mut [[f32; 2 * PAIR]],
+) {
+    let (positions, index) = (keys.positions, keys.units.len());
+    let mut largest = _mm256_setzero_ps();
+    let mut base = 0.0;
+    for (at, ends) in (0..).step_by(PAIR).zip(&mut *ends) {
+        let [least, reach] = ends_of(&planes[at..], (positions, entries));
+        largest = _mm256_max_ps(largest, reach);
+        // SAFETY: twice eight values.
+        unsafe {
+            _mm256_storeu_ps(ends.as_mut_ptr(), least);
+            _mm256_storeu_ps(ends.as_mut_ptr().add(PAIR), reach);
+        }
+        base += ends[..PAIR].iter().sum::<f32>();
+    }
+    let largest = _mm512_reduce_max_ps(_mm512_zextps256_ps512(largest));
+    // An overflow has no unit; the score is of no use anyway.
+    let some = largest > NOTHING && largest.is_finite();
+    let unit = if some { largest / (TOP * TOP_FACTOR) } else { 0.0 };
+    keys.units.push(unit);
+    keys.bases.push(base);
+    if !some {
+        return;
+    }
+    for (pair, ends) in ends.iter().enumerate() {
+        let (factors, inverses) = factors_of(&ends[PAIR..], 1.0 / unit);
+        for place in 0..PAIR {
+            let (quad, position) = (2 * pair + place / QUAD, PAIR * pair + place);
+            let at = quad * keys.rows + index;
+            keys.factors[at][place % QUAD] = factors[place];
+            let mut scores = _mm512_set1_ps(-ends[place]);
+            for (d, entries) in entries.iter().enumerate() {
+                let channel = _mm512_set1_ps(planes[d * positions + position]);
+                // SAFETY: sixteen values.
+                let entries = unsafe { _mm512_loadu_ps(entries.as_ptr()) };
+                scores = _mm512_add_ps(scores, _mm512_mul_ps(channel, entries));
+            }
+            let scores = _mm512_mul_ps(scores, _mm512_set1_ps(inverses[place]));
+            let bytes = _mm512_max_epi32(_mm512_cvtps_epi32(scores), _mm512_setzero_si512());
+            let table = keys.tables[at].0[place % QUAD].as_mut_ptr();
+            // SAFETY: sixteen bytes.
+            unsafe { _mm_storeu_si128(table.cast(), _mm512_cvtusepi32_epi8(bytes)) };
+        }
+    }
+}
+
+/// What the codes of eight positions score at least, and how far that is from the most.
+#[inline]
+#[target_feature(enable = "avx512f,avx512vl")]
+fn ends_of(planes: &[f32], (stride, entries): (usize, &[[f32; CODES]])) -> [__m256; 2] {
+    let mut scores = [_mm256_setzero_ps(); CODES];
+    for (d, entries) in entries.iter().enumerate() {
+        let channels = &planes[d * stride..][..PAIR];
+        // SAFETY: eight values.
+        let channels = unsafe { _mm256_loadu_ps(channels.as_ptr()) };
+        for code in 0..CODES {
+            let product = _mm256_mul_ps(channels, _mm256_set1_ps(entries[code]));
+            scores[code] = _mm256_add_ps(scores[code], product);
+        }
+    }
+    let (mut low, mut high) = (scores[0], scores[0]);
+    for code in 1..CODES {
+        low = _mm256_min_ps(low, scores[code]);
+        high = _mm256_max_ps(high, scores[code]);
+    }
+    [low, _mm256_sub_ps(high, low)]
+}
+
+/// How many units of the row a byte of each of eight positions is, rounded up so that none is over
+/// the top; and by what scores become bytes.
+#[inline]
+#[target_feature(enable = "avx512f,avx512vl")]
+fn factors_of(reach: &[f32], of_unit: f32) -> ([u8; PAIR], [f32; PAIR]) {
+    let (mut factors, mut inverses) = ([0; PAIR], [0f32; PAIR]);
+    for place in 0..PAIR {
+        let factor = (reach[place] * (of_unit / TOP)).ceil().clamp(1.0, TOP_FACTOR);
+        (factors[place], inverses[place]) = (factor as u8, of_unit / factor);
+    }
+    (factors, inverses)
 }
 
 /// Writes the scores of some rows of `keys`, [`SPAN`] apart. Only where there is AVX-512 are there

@@ -32,13 +32,13 @@ impl Queries {
         let dim = side.dim();
         let scale = job.plan.score_scale(dim);
         let rows = unit.q.len() * group(job);
-        let (mut raw, mut folded) = (Vec::with_capacity(rows * dim), vec![0.0; rows * dim]);
-        let mut offsets = Vec::with_capacity(rows);
-        for (row, folded) in folded.chunks_exact_mut(dim).enumerate() {
+        let mut raw = Vec::with_capacity(rows * dim);
+        for row in 0..rows {
             let start = payload_row(job, unit, row) * dim;
             raw.extend(job.q[start..start + dim].iter().map(|value| value * scale));
-            offsets.push(side.fold_query(&raw[row * dim..], folded));
         }
+        let mut folded = raw.clone();
+        let offsets = side.fold_queries(&mut folded);
         Self { raw, folded, offsets, zeros: vec![0.0; rows] }
     }
 
@@ -56,8 +56,8 @@ pub(super) const TOGETHER: usize = 4;
 
 /// Tiles of the entropy-coded pages of the parts at work.
 struct AtWork {
-    /// By part and side.
-    tiles: [[Option<LaneTiles>; 2]; TOGETHER],
+    /// By part and side; none where no page is entropy-coded.
+    tiles: Vec<[Option<LaneTiles>; 2]>,
     /// Whether they hold that part's pages.
     decoded: [[bool; 2]; TOGETHER],
     /// Which of the parts is attended to.
@@ -67,7 +67,7 @@ struct AtWork {
 impl AtWork {
     /// Those of one side of the part that is attended to, where its page was decoded.
     fn of(&self, side: Side) -> Option<&LaneTiles> {
-        let tiles = self.tiles[self.slot][side.index()].as_ref();
+        let tiles = self.tiles.get(self.slot)?[side.index()].as_ref();
         tiles.filter(|_| self.decoded[self.slot][side.index()])
     }
 }
@@ -161,15 +161,18 @@ impl<'a> Walk<'a> {
         };
         let how = (job.simd, precision);
         let fast = precision != Precision::Single;
-        let lanes = std::array::from_fn(|_| {
+        let coded = |side: &HeadSide| fast && side.lane_runs().is_some();
+        let lanes = || {
             Side::BOTH.map(|side| {
                 let head = if side == Side::Key { key_side } else { value_side };
-                fast.then(|| LaneTiles::new(head, side)).flatten()
+                LaneTiles::new(head, side)
             })
-        });
-        let [[key_tiles, value_tiles], ..]: &[[Option<LaneTiles>; 2]; TOGETHER] = &lanes;
-        let keys = Keys::new(how, key_side, key_tiles.as_ref(), &queries.folded);
-        let values = Values::new(how, value_side, value_tiles.as_ref(), rows);
+        };
+        let slots = if coded(key_side) || coded(value_side) { TOGETHER } else { 0 };
+        let lanes: Vec<_> = (0..slots).map(|_| lanes()).collect();
+        let tiles = |side: Side| lanes.first().and_then(|tiles| tiles[side.index()].as_ref());
+        let keys = Keys::new(how, key_side, tiles(Side::Key), &queries.folded);
+        let values = Values::new(how, value_side, tiles(Side::Value), rows);
         Self {
             job,
             unit,
@@ -180,8 +183,8 @@ impl<'a> Walk<'a> {
             lanes: AtWork { tiles: lanes, decoded: [[false; 2]; TOGETHER], slot: 0 },
             sums: if values.is_some() { vec![0.0; rows * dim_v] } else { Vec::new() },
             values,
-            codes: vec![0; SPAN * key_side.dim().max(dim_v)],
-            tile: vec![0.0; TILE * key_side.dim().max(dim_v)],
+            codes: Vec::new(),
+            tile: Vec::new(),
             next: Next::default(),
         }
     }
@@ -200,7 +203,7 @@ impl<'a> Walk<'a> {
             self.unit.parts.iter().filter(|part| spans(part, seen.clone()).next().is_some());
         let (reader, head) = (self.job.reader, self.unit.head);
         let parts: Vec<Part<'a>> = parts.map(|part| Part::new(part, reader, head, sides)).collect();
-        let coded = self.lanes.tiles[0].iter().any(Option::is_some);
+        let coded = !self.lanes.tiles.is_empty();
         let together = if coded { TOGETHER } else { 1 };
         let at_once = [
             self.keys.as_ref().map(Keys::tiles_at_once),
@@ -284,7 +287,7 @@ impl<'a> Walk<'a> {
             };
             let dim = queries.len() / self.states.len();
             let at = (span.first + wanted.start, wanted.len());
-            let floats = rows.floats(at, &mut self.tile[..wanted.len() * dim])?;
+            let floats = rows.floats(at, room(&mut self.tile, wanted.len() * dim))?;
             for piece in pieces(0..wanted.len(), SCORE_TOKENS) {
                 self.next.ask();
                 let scores = (self.scores.tail_mut(wanted.start + piece.start), SPAN);
@@ -399,7 +402,7 @@ impl<'a> Walk<'a> {
         let wanted = span.wanted_of(tile);
         let dim = self.states[0].raw.len();
         let at = (span.first + wanted.start, wanted.len());
-        let floats = rows.floats(at, &mut self.tile[..wanted.len() * dim])?;
+        let floats = rows.floats(at, room(&mut self.tile, wanted.len() * dim))?;
         let space = rows.space();
         let seen = |row: usize| {
             let seen = self.scores.seen(row);
@@ -444,6 +447,14 @@ impl<'a> Walk<'a> {
         }
         self.states
     }
+}
+
+/// So many values of a buffer, which grows where it has fewer.
+pub(super) fn room<T: Copy + Default>(buffer: &mut Vec<T>, len: usize) -> &mut [T] {
+    if buffer.len() < len {
+        buffer.resize(len, T::default());
+    }
+    &mut buffer[..len]
 }
 
 /// Where a state keeps weighted sums of rows of that kind.
