@@ -1,7 +1,7 @@
 // Those of the presets: `polar-4+4`, `turbo-4`, `kvd-2-fast`.
 
 #include <kvd/declare.cuh>
-#include <kvd/bitalloc.cuh>
+#include <kvd/groups.cuh>
 #include <kvd/lloyd.cuh>
 #include <kvd/polar.cuh>
 #include <kvd/uniform.cuh>
@@ -17,4 +17,4 @@ using Turbo4Value = FixedUniform<4, 1, FIXED_DIM>;
 
 KVD_FIXED(polar44, kvd::Polar, kvd::Uniform<kvd::Asymmetric>, kvd::Polar44Key, kvd::Polar44Value)
 KVD_FIXED(turbo4, kvd::Lloyd, kvd::Uniform<kvd::Asymmetric>, kvd::Turbo4Key, kvd::Turbo4Value)
-KVD_FIXED(kvd2fast, kvd::BitAlloc, kvd::BitAlloc, kvd::FixedSide, kvd::FixedSide)
+KVD_FIXED(kvd2fast, kvd::Groups, kvd::Groups, kvd::FixedSide, kvd::FixedGroups)

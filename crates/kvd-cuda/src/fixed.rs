@@ -21,9 +21,11 @@ enum FixedSide {
     Polar { angle: u32, radius: u32 },
     /// Channels alone.
     Dim,
+    /// Groups of one width, of which each channel has one place.
+    Groups,
 }
 
-use FixedSide::{Dim, Lloyd, Polar, Scaled, Vq};
+use FixedSide::{Dim, Groups, Lloyd, Polar, Scaled, Vq};
 
 /// A scale for 32 tokens of a channel, or for 32 channels of a token.
 const BY_CHANNEL: fn(u32) -> FixedSide = |bits| Scaled { bits, tokens: 32, channels: 1 };
@@ -46,7 +48,7 @@ fn all() -> [Fixed; 9] {
         ("kvd_attend_vecinfer2reg_4", vq, [Vq { bits: 4, channels: 2 }; 2]),
         ("kvd_attend_polar44_4", [Kernel::Polar, Kernel::Uniform], [polar, BY_TOKEN(4)]),
         ("kvd_attend_turbo4_4", [Kernel::Lloyd, Kernel::Uniform], [Lloyd { bits: 4 }, whole]),
-        ("kvd_attend_kvd2fast_4", [Kernel::BitAlloc; 2], [Dim; 2]),
+        ("kvd_attend_kvd2fast_4", [Kernel::BitAlloc; 2], [Dim, Groups]),
     ]
 }
 
@@ -71,6 +73,7 @@ impl FixedSide {
                 of_shape == (angle + radius, angle, 4) && with_steps && is_whole
             }
             Dim => true,
+            Groups => shape.spread_places == DIM,
         };
         fits && shape.dim == DIM && shape.stride == 0
     }
@@ -89,7 +92,9 @@ pub(crate) fn kernel(
     key: &SideShape,
     value: &SideShape,
 ) -> Option<&'static str> {
-    if variant != Variant::Own || pair.huffman || rows != ROWS {
+    let grouped = pair.keys == Kernel::BitAlloc;
+    let wanted = if grouped { Variant::Groups } else { Variant::Own };
+    if variant != wanted || pair.huffman || rows != ROWS {
         return None;
     }
     let is = |(_, kernels, sides): &Fixed| {

@@ -39,7 +39,7 @@ const HALF_GROUP: usize = 64;
 
 /// Whether a kernel of a pair multiplies codes on tensor cores.
 pub(crate) fn on_tensor_cores((pair, variant): (Pair, Variant)) -> bool {
-    if variant != Variant::Own {
+    if !matches!(variant, Variant::Own | Variant::Groups) {
         return false;
     }
     matches!(
@@ -63,7 +63,8 @@ fn of_bytes((pair, variant): (Pair, Variant)) -> bool {
 
 /// Tiles that it works on together: `Together` of `stops.cuh`.
 pub(crate) fn tiles_together((pair, variant): (Pair, Variant)) -> usize {
-    let spreads = [Kernel::BitAlloc, Kernel::Hybrid].contains(&pair.keys);
+    let takes_turns = [Kernel::BitAlloc, Kernel::Hybrid].contains(&pair.keys);
+    let spreads = takes_turns && variant != Variant::Groups;
     if of_bytes((pair, variant)) && !pair.huffman && !spreads { 2 } else { 1 }
 }
 
@@ -72,11 +73,16 @@ fn is_half(shape: &SideShape) -> bool {
     [Kernel::F16 as u32, Kernel::Bf16 as u32, Kernel::Fp8 as u32].contains(&shape.kind)
 }
 
-/// Whether it makes bytes of that side's codes first, and what of the table for it stands in shared
-/// memory.
+/// Whether it makes bytes of that side's codes first, or takes them in groups, and what of the table
+/// for it stands in shared memory.
 pub(crate) fn spread_table((pair, variant): (Pair, Variant), shape: &SideShape) -> Option<usize> {
-    let spreads = on_tensor_cores((pair, variant)) && shape.spread_bytes > 0;
+    let spreads = on_tensor_cores((pair, variant)) && shape.spread_row > 0;
     spreads.then_some(shape.spread_table as usize)
+}
+
+/// Whether a side's codes are in groups that are not spread: `groups.cuh`.
+fn is_grouped(shape: &SideShape) -> bool {
+    shape.kind == Kernel::BitAlloc as u32 && shape.spread_row > 0 && shape.spread_bytes == 0
 }
 
 /// Whether it looks codes of that side up as bytes.
@@ -93,6 +99,9 @@ pub(crate) fn variant(pair: Pair, key: &SideShape, value: &SideShape) -> Variant
     }
     if fits(pair, key, value) {
         return Variant::Own;
+    }
+    if !pair.huffman && is_grouped(key) && is_grouped(value) {
+        return Variant::Groups;
     }
     let floats = !pair.huffman && (pair.keys, pair.values) == (Kernel::Vq, Kernel::Vq);
     if floats { Variant::Floats } else { Variant::Any }
@@ -187,6 +196,8 @@ pub(crate) fn work_bytes(
         Side::Key => {
             let positions = match () {
                 () if grid => shape.stride as usize,
+                // A group is half of a step, and has all of it.
+                () if is_grouped(shape) => 2 * shape.spread_row as usize,
                 () if spread => shape.spread_row as usize,
                 () => dim,
             };
@@ -285,7 +296,8 @@ pub(crate) struct ExpectedKernel {
 pub(crate) fn expected(specs: [&SideSpec; 2], geometry: &Geometry, rows: u32) -> ExpectedKernel {
     let kernels = specs.map(|spec| kernel_of(spec, geometry.dtype));
     let [key, value] = Side::BOTH.map(|side| {
-        expected_shape(specs[side.index()], side, geometry.head_dim(side), geometry.dtype)
+        let (dim, tokens) = (geometry.head_dim(side), geometry.block_tokens);
+        expected_shape(specs[side.index()], (side, tokens), dim, geometry.dtype)
     });
     let huffman = specs.iter().any(|spec| spec.entropy == Entropy::Huffman);
     let pair = Pair { keys: kernels[0], values: kernels[1], huffman };
@@ -297,8 +309,8 @@ pub(crate) fn expected(specs: [&SideSpec; 2], geometry: &Geometry, rows: u32) ->
             Some("its values are neither codes that stand for bytes nor halves")
         }
         _ if multiplies != [true; 2] => Some("the other side has none, and they share a kernel"),
-        Variant::Own if on_tensor_cores((pair, variant)) => None,
-        Variant::Own => Some("its kernel multiplies floats"),
+        Variant::Own | Variant::Groups if on_tensor_cores((pair, variant)) => None,
+        Variant::Own | Variant::Groups => Some("its kernel multiplies floats"),
         Variant::Floats => Some("a side has several stages, or entries of other lengths"),
         Variant::Any => Some("the pair or its groups have no such kernel"),
     };
@@ -350,7 +362,12 @@ fn has_products(kernel: Kernel) -> bool {
 }
 
 /// What a side's shape will have of what decides.
-fn expected_shape(side: &SideSpec, which: Side, dim: usize, dtype: DType) -> SideShape {
+fn expected_shape(
+    side: &SideSpec,
+    (which, tokens): (Side, u32),
+    dim: usize,
+    dtype: DType,
+) -> SideShape {
     let mut shape = SideShape { dim: dim as u32, scale_tokens: 1, sets: 1, ..SideShape::default() };
     let page = Geometry::BLOCK_TOKENS_MAX;
     shape.bits = side.quantizer.alphabet().map_or(8, |codes| codes.next_power_of_two().ilog2());
@@ -406,7 +423,7 @@ fn expected_shape(side: &SideSpec, which: Side, dim: usize, dtype: DType) -> Sid
         Quantizer::BitAlloc { bits } => {
             let (kind, dim) = (Kernel::BitAlloc as u32, shape.dim);
             let bits = (bits * dim as f32).ceil() as u32;
-            let spread = spread::expected(which, dim as usize);
+            let spread = spread::expected((which, tokens), dim as usize);
             let (scale_tokens, scale_channels) = (1, 1);
             shape = SideShape { kind, dim, bits, scale_tokens, scale_channels, ..spread };
         }
@@ -506,16 +523,33 @@ mod tests {
             kind,
             dim: 128,
             bits: 256,
-            ..spread::expected(side, 128)
+            ..spread::expected((side, 48), 128)
         });
         assert_eq!(variant(pair, &key, &value), Variant::Own);
-        let wide = SideShape { kind, dim: 192, ..spread::expected(Side::Value, 192) };
+        let wide = SideShape { kind, dim: 192, ..spread::expected((Side::Value, 48), 192) };
         assert_eq!(variant(pair, &key, &wide), Variant::Any, "too many sums");
         // Five steps of digits, and the tile of bytes.
         let work = |side, shape| work_bytes((pair, Variant::Own), side, shape, 4);
         assert_eq!(work(Side::Key, &key), 4 * (4 * 5 + 5 * 4 * 24) + 32 * 160);
         assert_eq!(work(Side::Value, &value), 4 * 4 * 128 + 8 * 136 + 128 + 4 * (7 * 136 + 160));
         assert_eq!(work_bytes((pair, Variant::Any), Side::Key, &key, 4), 0);
+        // In groups, where pages are one tile or two: eight halves of steps, no bytes.
+        let grouped = |side, dim| {
+            let shape = spread::expected((side, 64), dim);
+            SideShape { kind, dim: dim as u32, ..shape }
+        };
+        let [in_groups, values] = Side::BOTH.map(|side| grouped(side, 128));
+        assert_eq!(variant(pair, &in_groups, &values), Variant::Groups);
+        assert_eq!(variant(pair, &in_groups, &value), Variant::Any, "one side alone");
+        assert_eq!(tiles_together((pair, Variant::Groups)), 2);
+        let work = |side, shape| work_bytes((pair, Variant::Groups), side, shape, 4);
+        assert_eq!(work(Side::Key, &in_groups), 4 * (4 * 5 + 8 * 4 * 24));
+        assert_eq!(work(Side::Value, &values), 4 * 4 * 128 + 8 * 128 + 128);
+        let fixed = |key, value| fixed::kernel((pair, Variant::Groups), 4, key, value);
+        assert_eq!(fixed(&in_groups, &values), Some("kvd_attend_kvd2fast_4"));
+        let twice = SideShape { spread_places: 192, ..values };
+        assert_eq!(fixed(&in_groups, &twice), None, "levels of two bytes");
+        assert_eq!(fixed::kernel((pair, Variant::Own), 4, &key, &value), None);
     }
 
     #[test]

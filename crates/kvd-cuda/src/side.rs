@@ -87,6 +87,8 @@ pub(crate) struct Pair {
 pub(crate) enum Variant {
     /// Its own, with products on tensor cores where it has such.
     Own,
+    /// Its own for bit allocations in whole groups, with products on tensor cores.
+    Groups,
     /// Its own for what tensor cores do not take.
     Floats,
     /// The one for all pairs.
@@ -108,6 +110,7 @@ impl Pair {
         let (keys, values, rows) = (self.keys.name(), self.values.name(), rows_of(rows));
         match variant {
             Variant::Own => format!("kvd_attend_{stage}{keys}_{values}_{rows}"),
+            Variant::Groups => format!("kvd_attend_groups_groups_{rows}"),
             Variant::Floats => format!("kvd_attend_{stage}{keys}float_{values}float_{rows}"),
             Variant::Any => format!("kvd_attend_{stage}any_any_{}", ROWS[2]),
         }
@@ -115,8 +118,11 @@ impl Pair {
 
     /// Spans of a tile of each side, as its kernel knows them: `SPANS` of the kernels' headers.
     pub(crate) fn spans(self, variant: Variant) -> [usize; 2] {
-        [self.keys, self.values]
-            .map(|side| if variant == Variant::Any { RUNS_MAX } else { side.spans() })
+        [self.keys, self.values].map(|side| match variant {
+            Variant::Any => RUNS_MAX,
+            Variant::Groups => 1,
+            Variant::Own | Variant::Floats => side.spans(),
+        })
     }
 }
 
@@ -255,15 +261,16 @@ pub(crate) struct LayerTables {
     lanes: Vec<(u64, usize)>,
 }
 
-/// How a head's pages are read. What kernels look values up in goes to `tables`; of codebooks what
-/// `room` says is to stand in registers and shared memory. `trained` are the Huffman tables so far.
+/// How a head's pages, of so many tokens, are read. What kernels look values up in goes to
+/// `tables`; of codebooks what `room` says is to stand in registers and shared memory. `trained`
+/// are the Huffman tables so far.
 pub(crate) fn head_shapes(
-    (side, which): (&HeadSide, Side),
+    (side, which, tokens): (&HeadSide, Side, u32),
     trained: &[LaneTable],
     tables: &mut LayerTables,
     room: CodebookRoom,
 ) -> Result<HeadShapes, &'static str> {
-    let (kernel, shape) = page_shape((side, which), &mut tables.bytes, room)?;
+    let (kernel, shape) = page_shape((side, which, tokens), &mut tables.bytes, room)?;
     let Some(runs) = side.lane_runs() else {
         return Ok(HeadShapes { kernel, fixed: shape, versions: vec![shape] });
     };
@@ -308,7 +315,7 @@ fn uniform_shape(
 
 /// The kernel and shape of a head's pages, as if its codes had a fixed width.
 fn page_shape(
-    (side, which): (&HeadSide, Side),
+    (side, which, tokens): (&HeadSide, Side, u32),
     tables: &mut Vec<u8>,
     room: CodebookRoom,
 ) -> Result<(Kernel, SideShape), &'static str> {
@@ -355,7 +362,8 @@ fn page_shape(
             let bits = runs.iter().map(|[_, len, width]| len * width).sum::<usize>();
             let mut shape = shape(Kernel::BitAlloc, dim, bits as u32);
             Table::new(tables, &mut shape).runs(&runs, levels.len()).floats(levels).floats(scales);
-            spread::place(which, Allocation { runs: &runs, levels, scales }, tables, &mut shape);
+            let of = Allocation { runs: &runs, levels, scales };
+            spread::place((which, tokens), of, tables, &mut shape);
             (Kernel::BitAlloc, shape)
         }
         Stored::Grid(_) => (Kernel::Grid, shape(Kernel::Grid, dim, 8)),

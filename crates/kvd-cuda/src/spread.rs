@@ -1,6 +1,7 @@
 //! Codes as `kernels/include/kvd/spread.cuh` makes bytes of them. Of bit allocations: the runs of
-//! a row, who spreads them, their levels as bytes, and what each byte of a row is worth. Of groups
-//! that choose their mode: the shared memory.
+//! a row, who spreads them, their levels as bytes, and what each byte of a row is worth; the same of
+//! runs in whole groups, which `groups.cuh` does not spread. Of groups that choose their mode: the
+//! shared memory.
 
 use crate::abi::SideShape;
 use crate::side::{COPY_BYTES, RUNS_MAX, TILE_TOKENS};
@@ -23,6 +24,15 @@ const ROW_STEP: usize = 16;
 const BLOCK_PLACES: usize = 32;
 /// Rows of fours of tokens in a tile.
 const TOKEN_QUADS: usize = TILE_TOKENS / QUAD;
+/// Coefficients of a group, warps that have some of values each, and groups of one at most:
+/// `GROUP_POSITIONS`, `ATTEND_WARPS` and half of `BLOCKS` of the kernels.
+const GROUP: usize = 16;
+const WARPS: usize = 4;
+const WARP_GROUPS_MAX: usize = 3;
+/// Tokens of pages whose codes are one piece: one tile or two.
+const GROUP_TOKENS: [u32; 2] = [TILE_TOKENS as u32, 2 * TILE_TOKENS as u32];
+/// A place that no group with codes has.
+const NO_GROUP: u32 = u32::MAX;
 
 /// The runs of a row, `[first, len, width]`, levels of all widths, and a scale per coefficient.
 #[derive(Clone, Copy)]
@@ -90,8 +100,20 @@ struct Spread {
     tile_bytes: usize,
 }
 
-/// Appends what spreads a side's codes to the layer's tables, and says in `shape` where it is.
-pub(crate) fn place(side: Side, of: Allocation<'_>, tables: &mut Vec<u8>, shape: &mut SideShape) {
+/// Appends what spreads a side's codes, of pages of so many tokens, to the layer's tables, and says
+/// in `shape` where it is.
+pub(crate) fn place(
+    (side, tokens): (Side, u32),
+    of: Allocation<'_>,
+    tables: &mut Vec<u8>,
+    shape: &mut SideShape,
+) {
+    if let Some(groups) = Spread::groups((side, tokens), of) {
+        // Codes are not spread: no shared memory for a tile of bytes.
+        shape.spread_row = groups.positions.len() as u32;
+        shape.spread_places = shape.spread_row;
+        return groups.place(tables, shape);
+    }
     let mut spread = Spread::new(side, of);
     let coded = spread.positions.len();
     let row = row_of(side, coded);
@@ -101,9 +123,7 @@ pub(crate) fn place(side: Side, of: Allocation<'_>, tables: &mut Vec<u8>, shape:
         Side::Value => spread.positions.extend(channels.map(Position::nothing)),
     }
     let places = spread.positions.len();
-    tables.resize(tables.len().next_multiple_of(COPY_BYTES), 0);
-    shape.entries = tables.len() as u64;
-    shape.spread_table = spread.append(tables) as u32;
+    spread.place(tables, shape);
     (shape.spread_row, shape.spread_places) = (row as u32, places as u32);
     shape.spread_bytes = bytes_of_tile(side, row, places) as u32;
 }
@@ -154,9 +174,21 @@ pub(crate) fn place_hybrid(side: Side, shape: &mut SideShape) {
     shape.spread_bytes = (bytes_of_tile(side, row, dim) + 8 * dim) as u32;
 }
 
-/// The shape of what no calibration has said yet: as if all coefficients had codes, one in sixteen
-/// of them levels of two bytes, in runs whose last fours are not full.
-pub(crate) fn expected(side: Side, dim: usize) -> SideShape {
+/// The shape of what no calibration has said yet: groups of levels of one byte, where head size and
+/// pages allow groups; else as if all coefficients had codes, one in sixteen of them levels of two
+/// bytes, in runs whose last fours are not full.
+pub(crate) fn expected((side, tokens): (Side, u32), dim: usize) -> SideShape {
+    if dim.is_multiple_of(GROUP) && GROUP_TOKENS.contains(&tokens) {
+        let places = match side {
+            Side::Key => dim.next_multiple_of(2 * GROUP),
+            Side::Value => dim.next_multiple_of(WARPS * GROUP),
+        };
+        if side == Side::Key || places <= WARPS * WARP_GROUPS_MAX * GROUP {
+            let places = places as u32;
+            let (spread_row, spread_places) = (places, places);
+            return SideShape { spread_row, spread_places, ..SideShape::default() };
+        }
+    }
     let positions = dim + dim / 16 + if side == Side::Key { 2 * QUAD } else { 0 };
     let row = row_of(side, positions);
     SideShape {
@@ -165,6 +197,35 @@ pub(crate) fn expected(side: Side, dim: usize) -> SideShape {
         spread_places: positions as u32,
         ..SideShape::default()
     }
+}
+
+/// Sixteen coefficients of a run, of which a warp has one place or, of levels of two bytes, two.
+#[derive(Clone, Copy)]
+struct Group {
+    run: usize,
+    /// The first of them, of the run's positions.
+    first: usize,
+    parts: usize,
+    /// What it takes of a warp's time, about.
+    cost: usize,
+}
+
+/// Deals groups of values to warps, widest first, each to the one that has least to do: by warp, as
+/// many places for each.
+fn dealt(mut groups: Vec<Group>) -> Option<Vec<Vec<Group>>> {
+    groups.sort_by_key(|group| std::cmp::Reverse((group.parts, group.cost)));
+    let all: usize = groups.iter().map(|group| group.parts).sum();
+    let places = |warp: &Vec<Group>| warp.iter().map(|group| group.parts).sum::<usize>();
+    let deal = |most: usize| {
+        let mut warps = vec![Vec::new(); WARPS];
+        for group in &groups {
+            let cost = |warp: &&mut Vec<Group>| warp.iter().map(|group| group.cost).sum::<usize>();
+            let has_room = |warp: &&mut Vec<Group>| places(warp) + group.parts <= most;
+            warps.iter_mut().filter(has_room).min_by_key(cost)?.push(*group);
+        }
+        Some(warps)
+    };
+    (all.div_ceil(WARPS)..=WARP_GROUPS_MAX).find_map(deal)
 }
 
 impl Position {
@@ -230,6 +291,105 @@ impl Spread {
         }
     }
 
+    /// The same without spreading, where all runs are whole groups and pages one tile or two.
+    fn groups((side, tokens): (Side, u32), of: Allocation<'_>) -> Option<Self> {
+        let whole = of.runs.iter().all(|[_, len, _]| len.is_multiple_of(GROUP));
+        if !whole || !GROUP_TOKENS.contains(&tokens) {
+            return None;
+        }
+        let mut spread = Self::default();
+        let mut levels = Vec::new();
+        for [_, len, width] in of.runs {
+            let bytes = TILE_TOKENS * len * width / 8;
+            let of_width = (*width > 0).then(|| {
+                let first = (1 << width) - 2;
+                LevelBytes::new(&of.levels[first..first + (1 << width)])
+            });
+            let parts = of_width.as_ref().map_or(1, |levels| levels.parts.len());
+            let before = spread.tile_bytes;
+            let words = [*len, *width, 0, parts, bytes, before, 0, spread.levels.len()];
+            spread.runs.push(words.map(|word| word as u32));
+            spread.tile_bytes += bytes;
+            spread.levels.extend(of_width.iter().flat_map(|levels| levels.table(*width)));
+            levels.push(of_width);
+        }
+        match side {
+            Side::Key => spread.key_groups(of, &levels),
+            Side::Value => spread.value_groups(of, &levels)?,
+        }
+        Some(spread)
+    }
+
+    /// Positions of keys, by run, byte of a level and group, in the order in which lanes have their
+    /// words: neighbours of a lane are of two quads in turn.
+    fn key_groups(&mut self, of: Allocation<'_>, levels: &[Option<LevelBytes>]) {
+        for ([first, len, _], levels) in of.runs.iter().zip(levels) {
+            let Some(levels) = levels else { continue };
+            let groups = len / GROUP;
+            for (part, group) in
+                (0..levels.parts.len()).flat_map(|part| (0..groups).map(move |group| (part, group)))
+            {
+                let of_lane = |at: usize| {
+                    let (lane, at) = (at / QUAD, at % QUAD);
+                    let quad = group + (lane % 2 + at % 2 * 2) * groups;
+                    let channel = first + quad * QUAD + lane / 2 * 2 + at / 2;
+                    Position {
+                        channel: channel as u16,
+                        is_split: false,
+                        factor: of.scales[channel] * levels.worth(part),
+                    }
+                };
+                self.positions.extend((0..GROUP).map(of_lane));
+            }
+        }
+        let whole = self.positions.len().next_multiple_of(2 * GROUP);
+        self.positions.resize(whole, Position::default());
+    }
+
+    /// Places of values: of each warp's groups the even positions, then the odd ones. Those of a
+    /// low byte say that another place has their coefficient.
+    fn value_groups(
+        &mut self,
+        of: Allocation<'_>,
+        levels: &[Option<LevelBytes>],
+    ) -> Option<()> {
+        let groups = of.runs.iter().enumerate().flat_map(|(run, [_, len, width])| {
+            let parts = levels[run].as_ref().map_or(1, |levels| levels.parts.len());
+            let cost = parts * (1 + width);
+            (0..*len).step_by(GROUP).map(move |first| Group { run, first, parts, cost })
+        });
+        let warps = dealt(groups.collect())?;
+        let places = |warp: &Vec<Group>| warp.iter().map(|group| group.parts).sum::<usize>();
+        let most = warps.iter().map(places).max().unwrap_or(0);
+        let nothing = Position { channel: u16::MAX, ..Position::default() };
+        for warp in warps {
+            let start = self.jobs.len();
+            for Group { run, first, parts, .. } in warp {
+                for part in 0..parts {
+                    let job = (first << 8 | part << 4 | run) as u32;
+                    self.jobs.push(if levels[run].is_some() { job } else { NO_GROUP });
+                    let worth = levels[run].as_ref().map_or(0.0, |levels| levels.worth(part));
+                    let even_then_odd = (0..GROUP).step_by(2).chain((1..GROUP).step_by(2));
+                    self.positions.extend(even_then_odd.map(|at| {
+                        let channel = of.runs[run][0] + first + at;
+                        let factor = of.scales[channel] * worth;
+                        Position { channel: channel as u16, is_split: part > 0, factor }
+                    }));
+                }
+            }
+            self.jobs.resize(start + most, NO_GROUP);
+            self.positions.resize(self.jobs.len() * GROUP, nothing);
+        }
+        Some(())
+    }
+
+    /// Appends the table and says where it is.
+    fn place(&self, tables: &mut Vec<u8>, shape: &mut SideShape) {
+        tables.resize(tables.len().next_multiple_of(COPY_BYTES), 0);
+        shape.entries = tables.len() as u64;
+        shape.spread_table = self.append(tables) as u32;
+    }
+
     /// Appends the table; gives the bytes of it that are to stand in shared memory.
     fn append(&self, tables: &mut Vec<u8>) -> usize {
         let start = tables.len();
@@ -278,7 +438,7 @@ mod tests {
         let (levels, scales) = (levels(), vec![0.5; 128]);
         let of = Allocation { runs, levels: &levels, scales: &scales };
         let (mut tables, mut shape) = (vec![1; 3], SideShape::default());
-        place(side, of, &mut tables, &mut shape);
+        place((side, 48), of, &mut tables, &mut shape);
         assert_eq!(shape.entries, 16);
         (Spread::new(side, of), shape, tables)
     }
@@ -300,7 +460,7 @@ mod tests {
         let low = keys.positions[4].factor;
         assert_eq!(keys.positions[0].factor, 256.0 * low);
         // What no calibration has said yet is about as much.
-        let expected = expected(Side::Key, 128);
+        let expected = expected((Side::Key, 48), 128);
         assert!((128..192).contains(&expected.spread_row));
 
         let (values, shape, _) = spread(Side::Value, &runs);
@@ -317,5 +477,46 @@ mod tests {
         let column = |at: usize| spread.runs.iter().map(|run| run[at]).collect::<Vec<_>>();
         assert_eq!((column(4), column(5)), (vec![640, 128, 0], vec![0, 640, 768]));
         assert_eq!(spread.tile_bytes, 768);
+    }
+
+    fn groups(side: Side, tokens: u32, runs: &[[usize; 3]]) -> Option<Spread> {
+        let (levels, scales) = (levels(), vec![0.5; 256]);
+        Spread::groups((side, tokens), Allocation { runs, levels: &levels, scales: &scales })
+    }
+
+    #[test]
+    fn groups_are_of_whole_runs_in_pages_of_one_tile_or_two() {
+        let whole = [[0, 32, 3], [32, 16, 1]];
+        assert!([32, 64].iter().all(|tokens| groups(Side::Key, *tokens, &whole).is_some()));
+        assert!([16, 48, 128].iter().all(|tokens| groups(Side::Key, *tokens, &whole).is_none()));
+        assert!(groups(Side::Key, 64, &[[0, 31, 3], [31, 17, 1]]).is_none());
+        // Of keys a lane has two quads in turn, as far apart as there are groups.
+        let keys = groups(Side::Key, 64, &whole).unwrap();
+        let channels: Vec<u16> = keys.positions.iter().map(|of| of.channel).collect();
+        assert_eq!(channels[..8], [0, 16, 1, 17, 8, 24, 9, 25]);
+        assert_eq!(channels[16..20], [4, 20, 5, 21]);
+        assert_eq!(channels[32..36], [32, 40, 33, 41]);
+        // Three groups and one that fills a step.
+        assert_eq!((channels.len(), keys.tile_bytes), (64, 32 * (32 * 3 + 16) / 8));
+    }
+
+    #[test]
+    fn groups_of_values_are_dealt_to_warps_and_two_bytes_of_a_level_to_one() {
+        // Of six bits levels have two bytes.
+        let runs = [[0, 16, 6], [16, 32, 2], [48, 16, 1], [64, 16, 0]];
+        let values = groups(Side::Value, 64, &runs).unwrap();
+        let none = NO_GROUP;
+        let two = 16 << 8 | 1;
+        assert_eq!(values.jobs, [0, 16, 1, none, two, none, 2, none]);
+        assert_eq!(values.positions.len(), 16 * 8);
+        let channels: Vec<u16> = values.positions.iter().map(|of| of.channel).collect();
+        assert_eq!(channels[..10], [0, 2, 4, 6, 8, 10, 12, 14, 1, 3]);
+        assert!(!values.positions[0].is_split && values.positions[16].is_split);
+        assert_eq!(values.positions[0].factor, 256.0 * values.positions[16].factor);
+        // Those without codes have places for outliers; where a warp has no group there is none.
+        assert_eq!((channels[5 * 16], channels[7 * 16]), (u16::MAX, 64));
+        // More than three of a warp.
+        assert!(groups(Side::Value, 64, &[[0, 192, 2]]).is_some());
+        assert!(groups(Side::Value, 64, &[[0, 208, 2]]).is_none());
     }
 }

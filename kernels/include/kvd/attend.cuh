@@ -137,10 +137,14 @@ KVD_DEVICE void attend(const AttendParameters& parameters, uint8_t* memory) {
         if (folds || Spreads<Key>::value || Spreads<Value>::value) {
             KVD_BARRIER();
         }
+        if constexpr (InGroups<Key>::value) {
+            scores.groups(shared, key, keys);
+        } else {
 #pragma unroll
-        for (unsigned tile = 0; tile < TILES; tile++) {
-            if (tile < count) {
-                scores.tile(shared, key, keys[tile]);
+            for (unsigned tile = 0; tile < TILES; tile++) {
+                if (tile < count) {
+                    scores.tile(shared, key, keys[tile]);
+                }
             }
         }
         KVD_BARRIER();

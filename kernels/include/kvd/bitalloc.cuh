@@ -234,14 +234,17 @@ struct Tensor<BitAlloc> : BitAlloc {
         return sum;
     }
 
-    // The outliers of a page.
-    KVD_DEVICE static Outliers outliers(const SpreadTable& table, const Tile& tile) {
+    KVD_DEVICE static unsigned code_bytes(const SpreadTable& table, const Tile& tile) {
         unsigned codes = tile.page_tokens / TILE_TOKENS * table.tile_bytes;
         const unsigned left = tile.page_tokens % TILE_TOKENS;
         for (unsigned run = 0; left > 0 && run < table.runs; run++) {
             codes += plane_bytes(left * table.run[run].len, table.run[run].width);
         }
-        return Outliers(tile, codes);
+        return codes;
+    }
+    // The outliers of a page.
+    KVD_DEVICE static Outliers outliers(const SpreadTable& table, const Tile& tile) {
+        return Outliers(tile, code_bytes(table, tile));
     }
 
     // Adds the outliers of tokens `mine` and the next to their scores; the warp's eight tokens begin at

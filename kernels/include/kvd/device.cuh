@@ -24,6 +24,9 @@
 // all by fragment: see multiply_bytes.
 #define KVD_MULTIPLY_BYTES(SIGNED_A, SIGNED_B, sums, a, b) \
     kvd::multiply_bytes<SIGNED_A, SIGNED_B>(sums, a, b)
+// The same of the first 16 columns of A.
+#define KVD_MULTIPLY_FEW_BYTES(SIGNED_A, SIGNED_B, sums, a, b) \
+    kvd::multiply_few_bytes<SIGNED_A, SIGNED_B>(sums, a, b)
 // The same of 16 rows and 16 columns of halves, bf16 or f16, with sums of f32: see multiply_halves. The
 // matrices that the lanes of a warp name the rows of, transposed: see load_matrices.
 #define KVD_MULTIPLY_HALVES(IS_BF16, sums, a, b) kvd::multiply_halves<IS_BF16>(sums, a, b)
@@ -95,6 +98,19 @@ KVD_DEVICE void multiply_bytes(int32_t (&sums)[4], const uint32_t (&a)[4], const
     } else {
         KVD_MMA("u8", "u8");
     }
+}
+#undef KVD_MMA
+
+// The same without what stands from column 16 on: words 0 and 1 of A, word 0 of B.
+#define KVD_MMA(a_type, b_type)                                                                    \
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.s32." a_type "." b_type                        \
+                 ".s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"                        \
+                 : "+r"(sums[0]), "+r"(sums[1]), "+r"(sums[2]), "+r"(sums[3])                      \
+                 : "r"(a[0]), "r"(a[1]), "r"(b))
+template <bool SIGNED_A, bool SIGNED_B>
+KVD_DEVICE void multiply_few_bytes(int32_t (&sums)[4], const uint32_t (&a)[2], uint32_t b) {
+    static_assert(SIGNED_A && SIGNED_B, "queries times levels");
+    KVD_MMA("s8", "s8");
 }
 #undef KVD_MMA
 

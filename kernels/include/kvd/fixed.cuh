@@ -18,6 +18,15 @@ struct FixedSide {
     }
 };
 
+// Groups of coefficients of one width, of values each in one place.
+struct FixedGroups {
+    KVD_DEVICE static SideShape of(const SideShape& given) {
+        SideShape side = FixedSide::of(given);
+        side.spread_places = FIXED_DIM;
+        return side;
+    }
+};
+
 // Uniform and hybrid: bits, tokens and channels that share a scale.
 template <unsigned BITS, unsigned TOKENS, unsigned CHANNELS>
 struct FixedUniform {

@@ -317,6 +317,47 @@ struct Scores<Tensor<Side>, ROWS> {
         order.each(codes, first + row, [&](unsigned step, const uint32_t(&words)[2]) {
             multiply_step(sums, step, words, at_tile);
         });
+        finish(shared, side, tile, sums);
+    }
+
+    // The same of tiles that are worked on together, of groups (groups.cuh): the queries' digits of a group
+    // are loaded once.
+    template <unsigned TILES>
+    KVD_DEVICE void groups(const AttendShared<ROWS>& shared, const SideShape& side,
+                           const Tile (&tile)[TILES]) const {
+        Products<FEW> sums[TILES] = {};
+        const unsigned token = warp_index() * STEP_COLUMNS + lane_row();
+        Key::each_group(tile, token, [&](unsigned group, const uint32_t(&words)[TILES]) {
+            uint32_t of_query[Digits::HALF_WORDS];
+            Digits::load_half(digits + group * Digits::STEP_WORDS, of_query);
+#pragma unroll
+            for (unsigned of = 0; of < TILES; of++) {
+                multiply_half(sums[of], of_query, words[of]);
+            }
+        });
+#pragma unroll
+        for (unsigned of = 0; of < TILES; of++) {
+            finish(shared, side, tile[of], sums[of]);
+        }
+        const unsigned row = lane_row();
+        const unsigned mine = warp_index() * STEP_COLUMNS + 2 * lane_word();
+        const float* query = shared.query_of(row, side.dim);
+        Key::each_rest(side, tile[0], [&](unsigned token, unsigned channel, float rest) {
+            // The lane that has the score.
+            const unsigned of_tile = token % TILE_TOKENS;
+            if (row < ROWS && of_tile / 2 == mine / 2 && token < TILES * TILE_TOKENS) {
+                const unsigned at = (token / TILE_TOKENS * ROWS + row) * TILE_TOKENS + of_tile;
+                shared.sums[at] += rest * query[channel];
+            }
+        });
+    }
+
+    // Leaves the scores that a warp's sums are.
+    KVD_DEVICE void finish(const AttendShared<ROWS>& shared, const SideShape& side, const Tile& tile,
+                           const Products<FEW>& sums) const {
+        const unsigned first = warp_index() * STEP_COLUMNS;
+        const unsigned row = lane_row();
+        const unsigned at_tile = tile.half * copy;
         int32_t three[2][DIGITS];
         sums.digits(0, three[0]);
         sums.digits(1, three[1]);
@@ -332,8 +373,10 @@ struct Scores<Tensor<Side>, ROWS> {
             const float sum = whole(float(three[at][0]), three[at][1], three[at][2]);
             scores[at] = Key::score(side, tile, least(mine + at, tile.tokens - 1), sum * unit, base);
         }
-        const float* query = shared.query_of(row, side.dim);
-        Key::add_rests(side, tile, query, first, mine, scores);
+        if constexpr (!InGroups<Key>::value) {
+            const float* query = shared.query_of(row, side.dim);
+            Key::add_rests(side, tile, query, first, mine, scores);
+        }
         put_scores(shared, tile.half * ROWS + row, mine, scores);
     }
 

@@ -16,8 +16,12 @@ template <class Side>
 struct Spreads {
     static constexpr bool value = false;
     // Whether they are those of runs, which have units in the sums; else of groups whose scales the sums of a
-    // step, or of a tile, meet at once.
+    // step, or of a tile, meet at once. Of runs that are not spread: groups.cuh.
     static constexpr bool of_runs = false;
+};
+template <class Side>
+struct InGroups {
+    static constexpr bool value = Spreads<Side>::of_runs && !Spreads<Side>::value;
 };
 
 // Runs of a row, and codes whose levels registers hold.
@@ -53,6 +57,8 @@ struct SpreadTable {
     SpreadRun run[SPREAD_RUNS_MAX];
 
     // A run in the low byte, above it the first of its items, twice as many as it has codes of a token.
+    // Of groups (groups.cuh), values alone: a run in the low four bits, then which byte of a level, in the
+    // high bytes the first position in the run; GROUP_NONE for none.
     KVD_DEVICE uint32_t job(unsigned index) const {
         return reinterpret_cast<const uint32_t*>(this + 1)[index];
     }

@@ -214,21 +214,60 @@ struct Sums<Tensor<Side>, ROWS> {
                 per_unit = next;
             }
             tiles += TILES;
-#pragma unroll
-            for (unsigned at = 0; at < TILES; at++) {
-                if (at >= count) {
-                    break;
-                }
-                const unsigned step = at * (SETS > 0 ? SETS : 1) + set;
-                uint32_t digits[Digits::WORDS];
-                Digits::load(shared.digits + step * Digits::STEP_WORDS, digits);
-                if (Value::BIASED) {
-                    sum_digits(digits);
-                }
-                multiply_tile(side, tile[at], digits);
-                add_rests(side, tile[at], shared.weights + at * ROWS * TILE_TOKENS);
+            if constexpr (InGroups<Value>::value) {
+                absorb_groups(side, tile, shared);
+            } else {
+                absorb_tiles(side, tile, count, shared);
             }
         }
+    }
+
+    template <unsigned TILES>
+    KVD_DEVICE void absorb_tiles(const SideShape& side, const Tile (&tile)[TILES], unsigned count,
+                                 const AttendShared<ROWS>& shared) {
+#pragma unroll
+        for (unsigned at = 0; at < TILES; at++) {
+            if (at >= count) {
+                break;
+            }
+            const unsigned step = at * (SETS > 0 ? SETS : 1) + set;
+            uint32_t digits[Digits::WORDS];
+            Digits::load(shared.digits + step * Digits::STEP_WORDS, digits);
+            if (Value::BIASED) {
+                sum_digits(digits);
+            }
+            multiply_tile(side, tile[at], digits);
+            add_rests(side, tile[at], shared.weights + at * ROWS * TILE_TOKENS);
+        }
+    }
+
+    // Of groups (groups.cuh); where there is no second tile, its weights are nothing.
+    template <unsigned TILES>
+    KVD_DEVICE void absorb_groups(const SideShape& side, const Tile (&tile)[TILES],
+                                  const AttendShared<ROWS>& shared) {
+        uint32_t digits[TILES][Digits::WORDS];
+#pragma unroll
+        for (unsigned at = 0; at < TILES; at++) {
+            Digits::load(shared.digits + at * Digits::STEP_WORDS, digits[at]);
+        }
+#pragma unroll
+        for (unsigned block = 0; block < BLOCKS; block += 2) {
+            if (block >= blocks) {
+                break;
+            }
+            const unsigned group = (warp_index() * blocks + block) / 2;
+            Value::value_group(tile, group, [&](unsigned of, const uint32_t(&words)[2][2]) {
+                multiply<false, Value::SIGNED>(sums[block], digits[of], words[0]);
+                multiply<false, Value::SIGNED>(sums[block + 1], digits[of], words[1]);
+            });
+        }
+        Value::each_rest(side, tile[0], [&](unsigned token, unsigned channel, float rest) {
+            if (token < TILES * TILE_TOKENS) {
+                const unsigned of = token / TILE_TOKENS * ROWS * TILE_TOKENS + token % TILE_TOKENS;
+                const unsigned at = Value::place_of(side, places, channel);
+                add_rest(side, at, channel, shared.weights + of, rest);
+            }
+        });
     }
 
     KVD_DEVICE void sum_digits(const uint32_t (&digits)[Digits::WORDS]) {
@@ -257,15 +296,20 @@ struct Sums<Tensor<Side>, ROWS> {
     }
 
     KVD_DEVICE void add_rests(const SideShape& side, const Tile& tile, const float* weights) {
-        const unsigned row = lane_row();
         Value::add_rests(side, tile, places, weights, [&](unsigned at, unsigned channel,
                                                                 const float* weight, float rest) {
-            // The thread that has the channel adds to its sum.
-            const bool here = at - place(0, 0) < blocks * STEP_COLUMNS;
-            if (here && column(at) / 2 == lane_word() && row < ROWS) {
-                out[row * side.dim + channel] += weight[row * TILE_TOKENS] * rest;
-            }
+            add_rest(side, at, channel, weight, rest);
         });
+    }
+
+    // The thread that has the channel adds to its sum.
+    KVD_DEVICE void add_rest(const SideShape& side, unsigned at, unsigned channel,
+                             const float* weight, float rest) {
+        const unsigned row = lane_row();
+        const bool here = at - place(0, 0) < blocks * STEP_COLUMNS;
+        if (here && column(at) / 2 == lane_word() && row < ROWS) {
+            out[row * side.dim + channel] += weight[row * TILE_TOKENS] * rest;
+        }
     }
 
     KVD_DEVICE void multiply_tile(const SideShape& side, const Tile& tile,

@@ -12,6 +12,12 @@ namespace kvd {
 template <class Side>
 struct Tensor;
 
+// Which term of a step a token's weight is.
+template <class Side>
+struct TokenOrder {
+    KVD_DEVICE static unsigned term(unsigned token) { return token; }
+};
+
 // Rows, columns of the first factor (rows of the second), and columns of one product.
 constexpr unsigned STEP_TERMS = 32;
 constexpr unsigned STEP_COLUMNS = 8;
@@ -150,13 +156,18 @@ struct Factor {
         }
     }
 
-    // The words of this lane. Those whose row is none have another's: what they sum is not used.
-    KVD_DEVICE static void load(const uint32_t* step, uint32_t (&words)[WORDS]) {
+    // Where the words of this lane are. Those whose row is none have another's: what they sum is not used.
+    KVD_DEVICE static const uint32_t* lane(const uint32_t* step) {
         unsigned row = lane_row() % ROWS;
         if (FEW && lane_row() >= FEW_ROWS) {
             row = ROWS + lane_row() % MIDDLES;
         }
-        const uint32_t* at = step + (row * CODE_GROUP + lane_word()) * WORDS;
+        return step + (row * CODE_GROUP + lane_word()) * WORDS;
+    }
+
+    // The words of this lane.
+    KVD_DEVICE static void load(const uint32_t* step, uint32_t (&words)[WORDS]) {
+        const uint32_t* at = lane(step);
         if constexpr (FEW) {
             const Four four = *reinterpret_cast<const Four*>(at);
 #pragma unroll
@@ -169,6 +180,18 @@ struct Factor {
             for (unsigned word = 0; word < WORDS; word++) {
                 words[word] = pairs[word / 2].word[word % 2];
             }
+        }
+    }
+
+    // The same of the first half of a step: its words, then of many rows that of low digits.
+    static constexpr unsigned HALF_WORDS = FEW ? 2 : DIGITS;
+    KVD_DEVICE static void load_half(const uint32_t* step, uint32_t (&words)[HALF_WORDS]) {
+        const uint32_t* at = lane(step);
+        const Pair pair = *reinterpret_cast<const Pair*>(at);
+        words[0] = pair.word[0];
+        words[1] = pair.word[1];
+        if constexpr (!FEW) {
+            words[2] = at[4];
         }
     }
 };
@@ -217,6 +240,21 @@ KVD_DEVICE void multiply(Products<false>& sums, const uint32_t (&digits)[DIGIT_W
     int32_t of_low[4] = {sums.low[0], sums.low[1], 0, 0};
     KVD_MULTIPLY_BYTES(SIGNED_A, SIGNED_B, sums.upper, upper, codes);
     KVD_MULTIPLY_BYTES(SIGNED_A, SIGNED_B, of_low, low, codes);
+    sums.low[0] = of_low[0];
+    sums.low[1] = of_low[1];
+}
+
+// The same of the first half of a step.
+KVD_DEVICE void multiply_half(Products<true>& sums, const uint32_t (&digits)[2], uint32_t codes) {
+    KVD_MULTIPLY_FEW_BYTES(true, true, sums.all, digits, codes);
+}
+KVD_DEVICE void multiply_half(Products<false>& sums, const uint32_t (&digits)[DIGITS],
+                              uint32_t codes) {
+    const uint32_t upper[2] = {digits[0], digits[1]};
+    const uint32_t low[2] = {digits[2], 0};
+    int32_t of_low[4] = {sums.low[0], sums.low[1], 0, 0};
+    KVD_MULTIPLY_FEW_BYTES(true, true, sums.upper, upper, codes);
+    KVD_MULTIPLY_FEW_BYTES(true, true, of_low, low, codes);
     sums.low[0] = of_low[0];
     sums.low[1] = of_low[1];
 }

@@ -61,7 +61,8 @@ struct DigitWeights {
             const uint32_t whole = f32_bits(fmaf(of_token, per_unit(WEIGHT_UNIT), WHOLE_BASE));
             if (row < ROWS) {
                 uint32_t* digits = shared.digits + at % TILES * Factor<ROWS>::STEP_WORDS;
-                Factor<ROWS>::put(digits, row, lane_index(), whole);
+                const unsigned term = TokenOrder<Tensor<Side>>::term(lane_index());
+                Factor<ROWS>::put(digits, row, term, whole);
             }
         }
     }

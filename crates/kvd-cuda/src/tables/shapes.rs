@@ -31,7 +31,8 @@ impl Shapes {
         let heads = (0..codec.geometry().kv_heads as usize).map(|head| {
             Side::BOTH.map(|side| {
                 let trained = codec.trained_tables(layer, side, head);
-                let of_head = (codec.head(layer, side, head), side);
+                let tokens = codec.geometry().block_tokens;
+                let of_head = (codec.head(layer, side, head), side, tokens);
                 head_shapes(of_head, trained, &mut tables, rooms[side.index()])
             })
         });
