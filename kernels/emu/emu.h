@@ -15,8 +15,6 @@
 #define KVD_BALLOT(condition) kvd::emu::ballot(condition, {__FILE__, __LINE__})
 #define KVD_MULTIPLY_BYTES(SIGNED_A, SIGNED_B, sums, a, b) \
     kvd::emu::multiply_bytes(SIGNED_A, SIGNED_B, sums, a, b, {__FILE__, __LINE__})
-#define KVD_MULTIPLY_FEW_BYTES(SIGNED_A, SIGNED_B, sums, a, b) \
-    kvd::emu::multiply_few_bytes(SIGNED_A, SIGNED_B, sums, a, b, {__FILE__, __LINE__})
 #define KVD_MULTIPLY_HALVES(IS_BF16, sums, a, b) \
     kvd::emu::multiply_halves(IS_BF16, sums, a, b, {__FILE__, __LINE__})
 #define KVD_LOAD_MATRICES(words, row) \
@@ -69,13 +67,6 @@ uint32_t ballot(bool condition, Source at);
 // `mma.m16n8k32`: four words of A, two of B, four sums.
 void multiply_bytes(bool signed_a, bool signed_b, int32_t* sums, const uint32_t* a,
                     const uint32_t* b, Source at);
-// The same in the fragments of `mma.m16n8k16`: two words of A, one of B.
-inline void multiply_few_bytes(bool signed_a, bool signed_b, int32_t* sums,
-                               const uint32_t (&a)[2], uint32_t b, Source at) {
-    const uint32_t all[4] = {a[0], a[1], 0, 0};
-    const uint32_t other[2] = {b, 0};
-    multiply_bytes(signed_a, signed_b, sums, all, other, at);
-}
 // The same with halves, bf16 or f16, in the fragments of `mma.m16n8k16`; sums of f32.
 void multiply_halves(bool is_bf16, float* sums, const uint32_t* a, const uint32_t* b, Source at);
 // All lanes of the warp meet, each with the four words of a row; gives what `ldmatrix.x4.trans` does.
@@ -131,6 +122,9 @@ inline uint32_t bytes_of(uint32_t low, uint32_t high, unsigned which) {
         bytes |= uint32_t(both >> 8 * (which >> 4 * at & 7) & 255) << 8 * at;
     }
     return bytes;
+}
+inline uint32_t bytes_at(uint32_t low, uint32_t high, unsigned which) {
+    return bytes_of(low, high, which);
 }
 inline uint32_t byte_sum(uint32_t word, uint32_t sum) {
     for (unsigned at = 0; at < 4; at++) {

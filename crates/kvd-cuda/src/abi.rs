@@ -59,7 +59,7 @@ pub struct SideShape {
     /// Codes made bytes before they are multiplied: shared memory for a tile of them, 0 where they
     /// are not. Their table stands at `entries`.
     pub spread_bytes: u32,
-    /// Positions of a row of bytes.
+    /// Positions of a row of bytes, or of groups that are not spread.
     pub spread_row: u32,
     /// Values: places in the sums.
     pub spread_places: u32,

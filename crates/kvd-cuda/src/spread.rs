@@ -29,10 +29,8 @@ const TOKEN_QUADS: usize = TILE_TOKENS / QUAD;
 const GROUP: usize = 16;
 const WARPS: usize = 4;
 const WARP_GROUPS_MAX: usize = 3;
-/// Tokens of pages whose codes are one piece: one tile or two.
-const GROUP_TOKENS: [u32; 2] = [TILE_TOKENS as u32, 2 * TILE_TOKENS as u32];
-/// A place that no group with codes has.
-const NO_GROUP: u32 = u32::MAX;
+/// Tokens of pages whose codes are one piece, of two tiles.
+const GROUP_TOKENS: u32 = 2 * TILE_TOKENS as u32;
 
 /// The runs of a row, `[first, len, width]`, levels of all widths, and a scale per coefficient.
 #[derive(Clone, Copy)]
@@ -74,6 +72,16 @@ impl LevelBytes {
         if part + 1 == self.parts.len() { self.unit } else { 256.0 * self.unit }
     }
 
+    /// All high bytes, then all low ones, of each sixteen or more.
+    fn planes(&self) -> Vec<u8> {
+        let plane = |part: &Vec<i8>| {
+            let mut plane: Vec<u8> = part.iter().map(|byte| *byte as u8).collect();
+            plane.resize(plane.len().max(REGISTER_CODES), 0);
+            plane
+        };
+        self.parts.iter().flat_map(plane).collect()
+    }
+
     /// Of few codes sixteen of each part, else all parts of each code.
     fn table(&self, width: usize) -> Vec<u8> {
         let byte =
@@ -95,6 +103,8 @@ struct Spread {
     /// As they lie in a page.
     runs: Vec<[u32; RUN_WORDS]>,
     jobs: Vec<u32>,
+    /// In place of jobs, of groups that are not spread: `Group` of `groups.cuh`.
+    groups: Vec<[u32; 4]>,
     positions: Vec<Position>,
     levels: Vec<u8>,
     tile_bytes: usize,
@@ -178,9 +188,10 @@ pub(crate) fn place_hybrid(side: Side, shape: &mut SideShape) {
 /// pages allow groups; else as if all coefficients had codes, one in sixteen of them levels of two
 /// bytes, in runs whose last fours are not full.
 pub(crate) fn expected((side, tokens): (Side, u32), dim: usize) -> SideShape {
-    if dim.is_multiple_of(GROUP) && GROUP_TOKENS.contains(&tokens) {
+    if dim.is_multiple_of(GROUP) && tokens == GROUP_TOKENS {
         let places = match side {
-            Side::Key => dim.next_multiple_of(2 * GROUP),
+            // Two runs of an odd number of groups.
+            Side::Key => dim.next_multiple_of(2 * GROUP) + 2 * GROUP,
             Side::Value => dim.next_multiple_of(WARPS * GROUP),
         };
         if side == Side::Key || places <= WARPS * WARP_GROUPS_MAX * GROUP {
@@ -291,10 +302,10 @@ impl Spread {
         }
     }
 
-    /// The same without spreading, where all runs are whole groups and pages one tile or two.
+    /// The same without spreading, where all runs are whole groups and pages two tiles.
     fn groups((side, tokens): (Side, u32), of: Allocation<'_>) -> Option<Self> {
         let whole = of.runs.iter().all(|[_, len, _]| len.is_multiple_of(GROUP));
-        if !whole || !GROUP_TOKENS.contains(&tokens) {
+        if !whole || tokens != GROUP_TOKENS {
             return None;
         }
         let mut spread = Self::default();
@@ -310,7 +321,7 @@ impl Spread {
             let words = [*len, *width, 0, parts, bytes, before, 0, spread.levels.len()];
             spread.runs.push(words.map(|word| word as u32));
             spread.tile_bytes += bytes;
-            spread.levels.extend(of_width.iter().flat_map(|levels| levels.table(*width)));
+            spread.levels.extend(of_width.iter().flat_map(LevelBytes::planes));
             levels.push(of_width);
         }
         match side {
@@ -320,30 +331,49 @@ impl Spread {
         Some(spread)
     }
 
-    /// Positions of keys, by run, byte of a level and group, in the order in which lanes have their
-    /// words: neighbours of a lane are of two quads in turn.
+    /// What kernels know of a group, of keys of two: number `number` of a run and the next, byte
+    /// `part` of its levels.
+    fn group(&self, side: Side, run: usize, number: usize, part: usize) -> [u32; 4] {
+        let [len, width, .., bytes, before, _, levels] = self.runs[run];
+        let number = number as u32;
+        // Words of its first quad of a tile, and of a row of planes.
+        let (at, apart) = match side {
+            Side::Key => (number * 4 * TILE_TOKENS as u32, len / GROUP as u32 * 4 * 32),
+            Side::Value => (number * 4 * GROUP as u32, 4 * len),
+        };
+        let levels = levels + part as u32 * (1 << width).max(REGISTER_CODES as u32);
+        // Planes of one bit are half as long as groups are apart.
+        let tokens = TILE_TOKENS as u32;
+        let next_bit = (len / GROUP as u32 * tokens / 2).saturating_sub(number * tokens);
+        let what = width | (run as u32) << 4 | next_bit.min(255) << 8;
+        [2 * before + at, bytes, apart, what | levels << 16]
+    }
+
+    /// Groups and positions of keys, by run, byte of a level and group, in the order in which lanes
+    /// have their words: neighbours of a lane are of two quads in turn. Two groups are a step,
+    /// where a run has an odd one with nothing behind it.
     fn key_groups(&mut self, of: Allocation<'_>, levels: &[Option<LevelBytes>]) {
-        for ([first, len, _], levels) in of.runs.iter().zip(levels) {
+        for (run, ([first, len, _], levels)) in of.runs.iter().zip(levels).enumerate() {
             let Some(levels) = levels else { continue };
-            let groups = len / GROUP;
-            for (part, group) in
-                (0..levels.parts.len()).flat_map(|part| (0..groups).map(move |group| (part, group)))
-            {
-                let of_lane = |at: usize| {
+            let count = len / GROUP;
+            for part in 0..levels.parts.len() {
+                let pairs = (0..count).step_by(2);
+                let pairs = pairs.map(|number| self.group(Side::Key, run, number, part));
+                self.groups.extend(pairs.collect::<Vec<_>>());
+                let position = |group: usize, at: usize| {
                     let (lane, at) = (at / QUAD, at % QUAD);
-                    let quad = group + (lane % 2 + at % 2 * 2) * groups;
+                    let quad = group + (lane % 2 + at % 2 * 2) * count;
                     let channel = first + quad * QUAD + lane / 2 * 2 + at / 2;
-                    Position {
-                        channel: channel as u16,
-                        is_split: false,
-                        factor: of.scales[channel] * levels.worth(part),
-                    }
+                    let factor = of.scales[channel] * levels.worth(part);
+                    Position { channel: channel as u16, is_split: false, factor }
                 };
-                self.positions.extend((0..GROUP).map(of_lane));
+                for group in 0..count {
+                    self.positions.extend((0..GROUP).map(|at| position(group, at)));
+                }
+                let whole = self.positions.len().next_multiple_of(2 * GROUP);
+                self.positions.resize(whole, Position::default());
             }
         }
-        let whole = self.positions.len().next_multiple_of(2 * GROUP);
-        self.positions.resize(whole, Position::default());
     }
 
     /// Places of values: of each warp's groups the even positions, then the odd ones. Those of a
@@ -363,11 +393,10 @@ impl Spread {
         let most = warps.iter().map(places).max().unwrap_or(0);
         let nothing = Position { channel: u16::MAX, ..Position::default() };
         for warp in warps {
-            let start = self.jobs.len();
+            let start = self.groups.len();
             for Group { run, first, parts, .. } in warp {
                 for part in 0..parts {
-                    let job = (first << 8 | part << 4 | run) as u32;
-                    self.jobs.push(if levels[run].is_some() { job } else { NO_GROUP });
+                    self.groups.push(self.group(Side::Value, run, first / GROUP, part));
                     let worth = levels[run].as_ref().map_or(0.0, |levels| levels.worth(part));
                     let even_then_odd = (0..GROUP).step_by(2).chain((1..GROUP).step_by(2));
                     self.positions.extend(even_then_odd.map(|at| {
@@ -377,8 +406,8 @@ impl Spread {
                     }));
                 }
             }
-            self.jobs.resize(start + most, NO_GROUP);
-            self.positions.resize(self.jobs.len() * GROUP, nothing);
+            self.groups.resize(start + most, [0; 4]);
+            self.positions.resize(self.groups.len() * GROUP, nothing);
         }
         Some(())
     }
@@ -393,7 +422,8 @@ impl Spread {
     /// Appends the table; gives the bytes of it that are to stand in shared memory.
     fn append(&self, tables: &mut Vec<u8>) -> usize {
         let start = tables.len();
-        let levels_at = 4 * (HEAD_WORDS + RUN_WORDS * RUNS_MAX + self.jobs.len());
+        let jobs = self.jobs.len() + self.groups.as_flattened().len();
+        let levels_at = 4 * (HEAD_WORDS + RUN_WORDS * RUNS_MAX + jobs);
         let levels_at = levels_at.next_multiple_of(COPY_BYTES);
         let end = (levels_at + self.levels.len()).next_multiple_of(COPY_BYTES);
         let counts = [self.runs.len(), self.jobs.len(), self.tile_bytes, end];
@@ -404,7 +434,10 @@ impl Spread {
             run
         });
         let words = counts.into_iter().map(|count| count as u32).chain(runs);
-        let words = words.chain(self.jobs.iter().copied());
+        let groups = self.groups.iter().flat_map(|[at, next, apart, what]| {
+            [*at, *next, *apart, what + ((levels_at as u32) << 16)]
+        });
+        let words = words.chain(self.jobs.iter().copied()).chain(groups);
         tables.extend(words.flat_map(u32::to_le_bytes));
         tables.resize(start + levels_at, 0);
         tables.extend(&self.levels);
@@ -485,10 +518,9 @@ mod tests {
     }
 
     #[test]
-    fn groups_are_of_whole_runs_in_pages_of_one_tile_or_two() {
+    fn groups_are_of_whole_runs_in_pages_of_two_tiles() {
         let whole = [[0, 32, 3], [32, 16, 1]];
-        assert!([32, 64].iter().all(|tokens| groups(Side::Key, *tokens, &whole).is_some()));
-        assert!([16, 48, 128].iter().all(|tokens| groups(Side::Key, *tokens, &whole).is_none()));
+        assert!([16, 32, 48, 128].iter().all(|at| groups(Side::Key, *at, &whole).is_none()));
         assert!(groups(Side::Key, 64, &[[0, 31, 3], [31, 17, 1]]).is_none());
         // Of keys a lane has two quads in turn, as far apart as there are groups.
         let keys = groups(Side::Key, 64, &whole).unwrap();
@@ -496,8 +528,14 @@ mod tests {
         assert_eq!(channels[..8], [0, 16, 1, 17, 8, 24, 9, 25]);
         assert_eq!(channels[16..20], [4, 20, 5, 21]);
         assert_eq!(channels[32..36], [32, 40, 33, 41]);
-        // Three groups and one that fills a step.
         assert_eq!((channels.len(), keys.tile_bytes), (64, 32 * (32 * 3 + 16) / 8));
+        assert!(keys.positions[48..].iter().all(|of| of.factor == 0.0));
+        // The first run has 384 bytes of a tile, the second is behind two tiles of it.
+        let places = |of: &Spread, at: usize| of.groups.iter().map(|g| g[at]).collect::<Vec<_>>();
+        let of_keys: [_; 3] = [0, 1, 2].map(|at| places(&keys, at));
+        assert_eq!(of_keys, [vec![0, 768], vec![384, 64], vec![256, 128]]);
+        let what = [3 | 32 << 8, 1 | 1 << 4 | 16 << 8 | 16 << 16];
+        assert_eq!(places(&keys, 3), what);
     }
 
     #[test]
@@ -505,9 +543,11 @@ mod tests {
         // Of six bits levels have two bytes.
         let runs = [[0, 16, 6], [16, 32, 2], [48, 16, 1], [64, 16, 0]];
         let values = groups(Side::Value, 64, &runs).unwrap();
-        let none = NO_GROUP;
-        let two = 16 << 8 | 1;
-        assert_eq!(values.jobs, [0, 16, 1, none, two, none, 2, none]);
+        let dealt: Vec<u32> = values.groups.iter().map(|group| group[3] & 15).collect();
+        assert_eq!(dealt, [6, 6, 2, 0, 2, 0, 1, 0]);
+        // Bytes of its levels, 64 of each part; a row of the second run, and where its second is.
+        assert_eq!(values.groups[1][3] >> 16, 64);
+        assert_eq!(values.groups[4][..3], [2 * 384 + 64, 256, 128]);
         assert_eq!(values.positions.len(), 16 * 8);
         let channels: Vec<u16> = values.positions.iter().map(|of| of.channel).collect();
         assert_eq!(channels[..10], [0, 2, 4, 6, 8, 10, 12, 14, 1, 3]);

@@ -390,11 +390,21 @@ fn bit_allocations_and_their_outliers_answer_as_the_reference() {
     // Widths of all kinds, levels of one byte and of two, runs whose last four are not full.
     for (key, value) in [(3.1, 1.3), (1.7, 2.5), (5.6, 4.4), (0.3, 7.2)] {
         let codec = format!("k=mean+pca/bitalloc(b={key}); v=mean+pca/bitalloc(b={value})");
-        for (dim_k, dim_v) in [(64, 64), (36, 80)] {
+        // Runs of whole groups of 16 in pages of 64 tokens are not spread, others are; where those of
+        // one side are not whole, both take the kernel for any pair.
+        for (dim_k, dim_v, block_tokens) in
+            [(64, 64, 96), (36, 80, 96), (112, 80, 64), (36, 80, 64)]
+        {
+            let geometry = Geometry { block_tokens, ..geometry(dim_k, dim_v, DType::F16) };
             for pages in [&[64, 45][..], &[33], &[1]] {
-                let stored = stored(&geometry(dim_k, dim_v, DType::F16), &codec, &layout(pages, 3));
+                let stored = stored(&geometry, &codec, &layout(pages, 3));
                 agree(&stored, &Ask::last(3, stored.tokens), &codec);
             }
+        }
+        let geometry = Geometry { block_tokens: 64, ..geometry(96, 128, DType::F16) };
+        let stored = stored(&geometry, &codec, &layout(&[64, 64, 17], 20));
+        for (group, window) in [(1, Some(1)), (4, Some(70)), (5, Some(100))] {
+            agree(&stored, &Ask { window, ..Ask::last(group, stored.tokens - 30) }, &codec);
         }
     }
 }

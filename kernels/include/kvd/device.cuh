@@ -24,9 +24,6 @@
 // all by fragment: see multiply_bytes.
 #define KVD_MULTIPLY_BYTES(SIGNED_A, SIGNED_B, sums, a, b) \
     kvd::multiply_bytes<SIGNED_A, SIGNED_B>(sums, a, b)
-// The same of the first 16 columns of A.
-#define KVD_MULTIPLY_FEW_BYTES(SIGNED_A, SIGNED_B, sums, a, b) \
-    kvd::multiply_few_bytes<SIGNED_A, SIGNED_B>(sums, a, b)
 // The same of 16 rows and 16 columns of halves, bf16 or f16, with sums of f32: see multiply_halves. The
 // matrices that the lanes of a warp name the rows of, transposed: see load_matrices.
 #define KVD_MULTIPLY_HALVES(IS_BF16, sums, a, b) kvd::multiply_halves<IS_BF16>(sums, a, b)
@@ -101,19 +98,6 @@ KVD_DEVICE void multiply_bytes(int32_t (&sums)[4], const uint32_t (&a)[4], const
 }
 #undef KVD_MMA
 
-// The same without what stands from column 16 on: words 0 and 1 of A, word 0 of B.
-#define KVD_MMA(a_type, b_type)                                                                    \
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.s32." a_type "." b_type                        \
-                 ".s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"                        \
-                 : "+r"(sums[0]), "+r"(sums[1]), "+r"(sums[2]), "+r"(sums[3])                      \
-                 : "r"(a[0]), "r"(a[1]), "r"(b))
-template <bool SIGNED_A, bool SIGNED_B>
-KVD_DEVICE void multiply_few_bytes(int32_t (&sums)[4], const uint32_t (&a)[2], uint32_t b) {
-    static_assert(SIGNED_A && SIGNED_B, "queries times levels");
-    KVD_MMA("s8", "s8");
-}
-#undef KVD_MMA
-
 // The same of halves (PTX ISA "Matrix Fragments for mma.m16n8k16"). Lane `4 g + t` holds of A rows `g`
 // (words 0, 2) and `g + 8` (1, 3), columns `2 t, 2 t + 1` (0, 1) and `8 + 2 t, 9 + 2 t` (2, 3); of B
 // column `g`, rows as A's columns; of the sums what multiply_bytes says.
@@ -145,6 +129,12 @@ KVD_DEVICE void load_matrices(uint32_t (&words)[4], const uint8_t* row) {
 // Bytes of two words, those of `low` numbered from 0, of `high` from 4, by the digits of `which`.
 KVD_DEVICE uint32_t bytes_of(uint32_t low, uint32_t high, unsigned which) {
     return __byte_perm(low, high, which);
+}
+// The same where no digit is above 7, which nothing then sees to.
+KVD_DEVICE uint32_t bytes_at(uint32_t low, uint32_t high, unsigned which) {
+    uint32_t bytes;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(which));
+    return bytes;
 }
 // `sum` and the bytes of a word.
 KVD_DEVICE uint32_t byte_sum(uint32_t word, uint32_t sum) { return __dp4a(word, 0x01010101u, sum); }

@@ -1,10 +1,10 @@
-// Bit allocations whose runs are whole groups of sixteen coefficients, in pages of one tile or two: what
-// fits have for head sizes that are multiples of sixteen. Their codes go from the staged planes to the words
-// of products without being spread (spread.cuh): a word of a full tile's plane is of whole quads, and a
-// lane's part of a group is nibbles of one word of each plane, in the same order for every width. Nibbles
-// select bytes of levels that registers hold. Terms of products stand in the order of the nibbles, which
-// queries and weights are cut in; levels of two bytes are two groups. The page's codes are one piece, and
-// two tiles are worked on together. The host lays groups out (kvd-cuda/src/spread.rs).
+// Bit allocations whose runs are whole groups of sixteen coefficients, in pages of 64 tokens: what fits have
+// for head sizes that are multiples of sixteen. Their codes go from the staged planes to the words of products
+// without being spread (spread.cuh): a word of a full tile's plane is of whole quads, and a lane's part of a
+// group is nibbles of one word of each plane, in the same order for every width. Nibbles select bytes of levels
+// that registers hold. Terms of products stand in the order of the nibbles, which queries and weights are cut
+// in; levels of two bytes are two groups. The page's codes are one piece, and its two tiles are worked on
+// together. The host lays groups out (kvd-cuda/src/spread.rs).
 #pragma once
 
 #include "bitalloc.cuh"
@@ -14,13 +14,13 @@ namespace kvd {
 // A bit allocation of such runs: products of bytes alone.
 struct Groups {};
 
-// A group is half of a step of keys, and two products of values: of even positions, of odd ones.
+// Two groups of keys are a step; one of values two products, of even positions and of odd ones.
 constexpr unsigned GROUP_POSITIONS = 16;
 constexpr unsigned GROUP_BLOCKS = GROUP_POSITIONS / STEP_COLUMNS;
-// A place of values that no group with codes has.
-constexpr uint32_t GROUP_NONE = ~0u;
-// Tiles of a page.
+// Tiles of a page at most.
 constexpr unsigned GROUP_TILES = 2;
+// Tokens of a page whose tiles are full: where the codes of its groups are is known beforehand.
+constexpr unsigned GROUP_TOKENS = GROUP_TILES * TILE_TOKENS;
 // Outliers of a page that are looked through one by one.
 constexpr unsigned GROUP_OUTLIERS = 32;
 
@@ -41,21 +41,43 @@ struct TokenOrder<Tensor<Groups>> {
     }
 };
 
+// Of values a group, of keys two neighbours of a run, where the second of the last may be nothing: where their
+// codes are in a page of two full tiles, those of the second tile behind those of the first; bytes between
+// the quads of keys, or of a row of values.
+struct alignas(16) Group {
+    uint32_t at;
+    uint32_t next;
+    uint32_t apart;
+    // Bits of a code (none: nothing is to be done), its run, the first token of keys whose bit of a plane of
+    // one is the next one, the second group's tokens behind the first's, and where the levels begin, from the
+    // table on.
+    uint32_t what;
+
+    KVD_DEVICE unsigned width() const { return what & 15; }
+    KVD_DEVICE unsigned run() const { return what >> 4 & 15; }
+    KVD_DEVICE unsigned next_bit() const { return what >> 8 & 255; }
+    KVD_DEVICE unsigned levels() const { return what >> 16; }
+};
+
 // Levels of one byte, of up to 16 codes; all levels where codes are wider.
 struct GroupLevels {
     FourWords few;
     const uint8_t* all;
 
-    KVD_DEVICE GroupLevels(const uint8_t* table, const SpreadRun& run, unsigned part) {
-        const uint8_t* levels = table + run.levels;
-        all = levels + part;
-        few = *reinterpret_cast<const FourWords*>(levels + SPREAD_CODES_REGISTERS * part);
-    }
+    KVD_DEVICE GroupLevels(const uint8_t* table, const Group& group)
+        : few(*reinterpret_cast<const FourWords*>(table + group.levels())),
+          all(table + group.levels()) {}
 
-    // Bytes of four codes, nibbles in the low half of a word; of fewer than four bits above nothing else.
-    template <unsigned WIDTH>
-    KVD_DEVICE uint32_t of(uint32_t nibbles) const {
-        return spread_level<WIDTH>(few.word, nibbles);
+    // Bytes of four codes of fewer than four bits, nibbles in the low half of a word.
+    KVD_DEVICE uint32_t of_few(uint32_t nibbles) const {
+        return bytes_at(few.word[0], few.word[1], nibbles);
+    }
+    // The same of four bits, whatever is in the high half.
+    KVD_DEVICE uint32_t of_four(uint32_t nibbles) const {
+        const uint32_t low = bytes_at(few.word[0], few.word[1], nibbles & 0x7777);
+        const uint32_t high = bytes_at(few.word[2], few.word[3], nibbles & 0x7777);
+        const uint32_t upper = bytes_at(0xFF00, 0, nibbles >> 3 & 0x1111);
+        return (low & ~upper) | (high & upper);
     }
 
     // Of four codes of more bits, nibbles of their low and their high bits.
@@ -66,7 +88,7 @@ struct GroupLevels {
         uint32_t level[CODE_GROUP];
 #pragma unroll
         for (unsigned code = 0; code < CODE_GROUP; code++) {
-            level[code] = all[2 * bytes_of(codes, 0, 0x4440 + code)];
+            level[code] = all[bytes_of(codes, 0, 0x4440 + code)];
         }
         return bytes_of(bytes_of(level[0], level[1], 0x0040), bytes_of(level[2], level[3], 0x0040),
                         0x5410);
@@ -75,72 +97,69 @@ struct GroupLevels {
         return bytes_of(nibbles & 0x0F0F, nibbles >> 4 & 0x0F0F, 0x5140);
     }
 
-    // Of one code.
-    KVD_DEVICE uint32_t one(const SpreadRun& run, unsigned part, unsigned code) const {
-        return run.width > SPREAD_BITS_REGISTERS
-                   ? all[2 * code]
-                   : all[(SPREAD_CODES_REGISTERS - 1) * part + code];
-    }
 };
 
-// Where a lane's codes of a run of keys are, those of one token: nibbles of quads `lane % 2` and two
-// further on of each group, whose quads are as far from one another as the run has groups; of the first two
-// neighbours of each, or the others.
+// A lane's codes of a group of keys, those of one token: nibbles of quads `lane % 2` and two further on, of the
+// first two neighbours of each, or the others.
 struct KeyNibbles {
-    // From a group to the next, in bytes.
+    // From a group to the next.
     static constexpr unsigned STEP = TILE_TOKENS * CODE_GROUP;
 
-    // Bytes between the quads of a group: those of a plane of two bits.
+    // Bytes between the quads, those of a plane of two bits.
     unsigned apart;
     unsigned odd;
     unsigned upper;
+    // Whether bits of a plane of one are the next.
+    unsigned second[2];
 
-    KVD_DEVICE explicit KeyNibbles(const SpreadRun& run)
-        : apart(run.len / GROUP_POSITIONS * STEP),
+    KVD_DEVICE KeyNibbles(const Group& group, unsigned token)
+        : apart(group.apart),
           odd(lane_word() % 2),
-          upper(lane_word() / 2 * 16) {}
+          upper(lane_word() / 2 * 16),
+          second{token >= group.next_bit() ? 1u : 0u,
+                 token + TILE_TOKENS >= group.next_bit() ? 1u : 0u} {}
 
-    // Of the planes from `at` on, for the token and group so many bytes behind.
+    // Of the planes whose first word is at `at`; of the first group or the second.
     template <unsigned WIDTH>
-    KVD_DEVICE uint32_t of(const uint8_t* at, unsigned behind) const {
+    KVD_DEVICE uint32_t of(const uint8_t* at, unsigned half) const {
+        at += half * STEP;
         if constexpr (WIDTH == 4) {
-            return load32(at + behind + odd * apart) >> upper;
+            return load32(at + odd * apart) >> upper;
         }
         uint32_t all = 0;
         if constexpr ((WIDTH & 2) != 0) {
-            all = load32(at + behind) >> (upper + 2 * odd) & 0x3333;
+            all = load32(at) >> (upper + 2 * odd) & 0x3333;
             at += apart;
         }
         if constexpr ((WIDTH & 1) != 0) {
-            const unsigned second = 2 * behind >= apart ? 1 : 0;
-            const uint32_t word = load32(at + behind - second * (apart / 2));
-            all += (word >> (upper + 2 * odd + second) & 0x1111) << (WIDTH & 2);
+            // A plane of one bit is half as long.
+            const uint32_t word = load32(at - second[half] * (apart / 2));
+            all += (word >> (upper + 2 * odd + second[half]) & 0x1111) << (WIDTH & 2);
         }
         return all;
     }
 
     // Levels of codes of more than four bits.
     KVD_DEVICE uint32_t wide(const GroupLevels& levels, unsigned width, const uint8_t* at,
-                             unsigned behind) const {
+                             unsigned half) const {
         if (width == 8) {
-            const uint32_t first = load32(at + behind + odd * apart);
-            const uint32_t second = load32(at + behind + (odd + 2) * apart);
-            return levels.of_bytes(bytes_of(first, second, upper != 0 ? 0x7362 : 0x5140));
+            at += half * STEP;
+            const uint32_t first = load32(at + odd * apart);
+            const uint32_t other = load32(at + (odd + 2) * apart);
+            return levels.of_bytes(bytes_of(first, other, upper != 0 ? 0x7362 : 0x5140));
         }
         const uint8_t* next = at + 2 * apart;
-        const uint32_t high = width == 5   ? of<1>(next, behind)
-                              : width == 6 ? of<2>(next, behind)
-                                           : of<3>(next, behind);
-        return levels.of_wide(of<4>(at, behind), high);
+        const uint32_t high = width == 5   ? of<1>(next, half)
+                              : width == 6 ? of<2>(next, half)
+                                           : of<3>(next, half);
+        return levels.of_wide(of<4>(at, half), high);
     }
 };
 
-// The same of values, of a channel: two neighbours, of quads of tokens.
+// The same of values, of two neighbouring channels: quads of tokens.
 struct ValueNibbles {
     // Bytes of a row of a plane.
     unsigned row;
-
-    KVD_DEVICE explicit ValueNibbles(const SpreadRun& run) : row(run.len * CODE_GROUP) {}
 
     template <unsigned WIDTH>
     KVD_DEVICE TwoWords of(const uint8_t* at) const {
@@ -171,7 +190,9 @@ struct ValueNibbles {
     // Levels of codes of more than four bits, both words of each neighbour.
     KVD_DEVICE void wide(const GroupLevels& levels, unsigned width, const uint8_t* at,
                          uint32_t (&words)[GROUP_BLOCKS][2]) const {
-        TwoWords low = of<4>(at);
+        // Rare, so that nothing is computed for it before it is known.
+        KVD_KEEP(width);
+        const TwoWords low = of<4>(at);
         TwoWords high;
         if (width == 8) {
             high = load(at + (lane_word() + CODE_GROUP) * row);
@@ -198,202 +219,215 @@ struct ValueNibbles {
     }
 };
 
-// In which order the positions of keys are cut: groups are the first halves of steps.
-struct GroupOrder {
-    unsigned quads;
-
-    KVD_DEVICE unsigned steps() const { return quads / STEP_QUADS; }
-    KVD_DEVICE unsigned slot(unsigned quad) const {
-        return quad / CODE_GROUP * STEP_QUADS + quad % CODE_GROUP;
-    }
-};
-
 template <>
 struct Tensor<Groups> : Tensor<BitAlloc> {
     static constexpr unsigned SPANS = 1;
 
     // All codes of a page.
     KVD_DEVICE static Span span(const SideShape& side, const Tile& tile, unsigned) {
-        KVD_EXPECT(tile.page_tokens <= GROUP_TILES * TILE_TOKENS);
+        KVD_EXPECT(tile.page_tokens <= GROUP_TOKENS);
         return {0, code_bytes(all(side, tile.tables), tile)};
     }
 
-    KVD_DEVICE static GroupOrder order(const SideShape& side, const Tile&) {
-        return {side.spread_row / CODE_GROUP};
+    // The page's codes, and groups.
+    KVD_DEVICE static const uint8_t* staged(const Tile& tile) {
+        return tile.staged + tile.pieces[0].at;
     }
+    KVD_DEVICE static Group group(const SpreadTable& table, unsigned index) {
+        return reinterpret_cast<const Group*>(&table + 1)[index];
+    }
+    KVD_DEVICE static bool is_full(const Tile& tile) { return tile.page_tokens == GROUP_TOKENS; }
 
-    // Where a run's codes of a tile are staged.
-    KVD_DEVICE static const uint8_t* staged(const SpreadTable& table, const Tile& tile,
-                                            unsigned index) {
-        return tile.staged + tile.pieces[0].at + spread_start(table, tile, index);
-    }
-    // Where all tiles of the page are full.
-    KVD_DEVICE static const uint8_t* staged(const Tile& tile, const SpreadRun& run) {
-        const unsigned before = tile.page_tokens / TILE_TOKENS * run.before;
-        return tile.staged + tile.pieces[0].at + before + tile.index * run.bytes;
-    }
-    KVD_DEVICE static bool is_full(const Tile& tile) {
-        return tile.page_tokens % TILE_TOKENS == 0;
-    }
-
-    // Calls `use(group, words)` with the bytes of this lane's quad of every group, of its token in each of
-    // the tiles.
-    template <unsigned TILES, class Use>
-    KVD_DEVICE static void each_group(const Tile (&tile)[TILES], unsigned token, Use use) {
+    // Calls `use(step, words)` with the bytes of this lane's quads of every two groups of keys, of its token in
+    // both tiles.
+    template <class Use>
+    KVD_DEVICE static void each_step(const SideShape& side, const Tile (&tile)[GROUP_TILES],
+                                     unsigned token, Use use) {
         const SpreadTable& table = spread_table(tile[0].table);
-        unsigned group = 0;
-        for (unsigned index = 0; index < table.runs; index++) {
-            const SpreadRun run = table.run[index];
-            const unsigned end = run.width == 0 ? 0 : run.parts;
+        const unsigned end = side.spread_row / STEP_TERMS;
+        if (KVD_RARELY(!is_full(tile[0]))) {
 #pragma unroll 1
-            for (unsigned part = 0; part < end; part++) {
-                const GroupLevels levels(tile[0].table, run, part);
-                if (KVD_RARELY(!is_full(tile[0]))) {
-                    any_keys(tile, index, part, levels, token, group, use);
-                    continue;
-                }
-                switch (run.width) {
-                    case 1: key_groups<1>(tile, run, levels, token, group, use); break;
-                    case 2: key_groups<2>(tile, run, levels, token, group, use); break;
-                    case 3: key_groups<3>(tile, run, levels, token, group, use); break;
-                    case 4: key_groups<4>(tile, run, levels, token, group, use); break;
-                    default: key_groups<8>(tile, run, levels, token, group, use); break;
-                }
+            for (unsigned step = 0; step < end; step++) {
+                const Group group = Tensor::group(table, step);
+                uint32_t words[GROUP_TILES][2] = {};
+                any_keys(tile, group, {tile[0].table, group}, token, words);
+                use(step, words);
             }
-        }
-    }
-
-    // Those of a run, of one byte of their levels. `WIDTH`: 8 for all codes of more than four bits.
-    template <unsigned WIDTH, unsigned TILES, class Use>
-    KVD_DEVICE static void key_groups(const Tile (&tile)[TILES], const SpreadRun& run,
-                                      const GroupLevels& levels, unsigned token, unsigned& group,
-                                      Use use) {
-        const KeyNibbles nibbles(run);
-        const uint8_t* at[TILES];
-#pragma unroll
-        for (unsigned of = 0; of < TILES; of++) {
-            at[of] = staged(tile[of], run);
-        }
-        const unsigned width = run.width;
-        unsigned behind = token * CODE_GROUP;
-        const unsigned end = group + run.len / GROUP_POSITIONS;
-#pragma unroll 1
-        for (; group < end; group++, behind += KeyNibbles::STEP) {
-            uint32_t words[TILES];
-#pragma unroll
-            for (unsigned of = 0; of < TILES; of++) {
-                if constexpr (WIDTH <= SPREAD_BITS_REGISTERS) {
-                    words[of] = levels.of<WIDTH>(nibbles.of<WIDTH>(at[of], behind));
-                } else {
-                    words[of] = nibbles.wide(levels, width, at[of], behind);
-                }
-            }
-            use(group, words);
-        }
-    }
-
-    // The same where a tile of the page is not full.
-    template <unsigned TILES, class Use>
-    KVD_DEVICE static void any_keys(const Tile (&tile)[TILES], unsigned index, unsigned part,
-                                    const GroupLevels& levels, unsigned token, unsigned& group,
-                                    Use use) {
-        const SpreadTable& table = spread_table(tile[0].table);
-        const SpreadRun& run = table.run[index];
-        const unsigned groups = run.len / GROUP_POSITIONS;
-#pragma unroll 1
-        for (unsigned mine = 0; mine < groups; mine++, group++) {
-            uint32_t words[TILES] = {};
-#pragma unroll 1
-            for (unsigned at = 0; at < CODE_GROUP; at++) {
-                const unsigned quad = mine + (lane_word() % 2 + at % 2 * 2) * groups;
-                const unsigned position = quad * CODE_GROUP + lane_word() / 2 * 2 + at / 2;
-#pragma unroll
-                for (unsigned of = 0; of < TILES; of++) {
-                    const Codes codes = {staged(table, tile[of], index), run.width, tile[of].tokens,
-                                         run.len, 0};
-                    if (token < codes.tokens) {
-                        const unsigned code = codes.one(codes.key_element(token, position));
-                        words[of] |= levels.one(run, part, code) << 8 * at;
-                    }
-                }
-            }
-            use(group, words);
-        }
-    }
-
-    // Calls `use(tile, words)` with both words of this lane's even channel, and of its odd one, of the group
-    // in a place of the sums.
-    template <unsigned TILES, class Use>
-    KVD_DEVICE static void value_group(const Tile (&tile)[TILES], unsigned place, Use use) {
-        const SpreadTable& table = spread_table(tile[0].table);
-        const uint32_t job = table.job(place);
-        if (job == GROUP_NONE) {
             return;
         }
-        const unsigned index = job & 15;
-        const SpreadRun run = table.run[index];
-        const unsigned part = job >> 4 & 1;
-        const unsigned position = (job >> 8) + lane_row() * GROUP_BLOCKS;
-        const GroupLevels levels(tile[0].table, run, part);
-        if (KVD_RARELY(!is_full(tile[0]))) {
-            return any_values(tile, index, part, levels, position, use);
-        }
-        switch (run.width) {
-            case 1: return value_words<1>(tile, run, levels, position, use);
-            case 2: return value_words<2>(tile, run, levels, position, use);
-            case 3: return value_words<3>(tile, run, levels, position, use);
-            case 4: return value_words<4>(tile, run, levels, position, use);
-            default: return value_words<8>(tile, run, levels, position, use);
+        unsigned codes = unsigned(staged(tile[0]) - tile[0].table) + token * CODE_GROUP;
+        KVD_KEEP(codes);
+#pragma unroll 1
+        for (unsigned step = 0; step < end; step++) {
+            const Group group = Tensor::group(table, step);
+            const uint8_t* first = tile[0].table + (codes + group.at);
+            const uint8_t* const at[GROUP_TILES] = {first, first + group.next};
+            uint32_t words[GROUP_TILES][2];
+            key_words(group, {tile[0].table, group}, KeyNibbles(group, token), at, words);
+            use(step, words);
         }
     }
 
-    template <unsigned WIDTH, unsigned TILES, class Use>
-    KVD_DEVICE static void value_words(const Tile (&tile)[TILES], const SpreadRun& run,
-                                       const GroupLevels& levels, unsigned position, Use use) {
-        const ValueNibbles nibbles(run);
-#pragma unroll
-        for (unsigned of = 0; of < TILES; of++) {
-            const uint8_t* at = staged(tile[of], run) + position * CODE_GROUP;
-            uint32_t words[GROUP_BLOCKS][2];
-            if constexpr (WIDTH <= SPREAD_BITS_REGISTERS) {
-                const TwoWords all = nibbles.of<WIDTH>(at);
-#pragma unroll
-                for (unsigned block = 0; block < GROUP_BLOCKS; block++) {
-                    words[block][0] = levels.of<WIDTH>(all.word[block]);
-                    words[block][1] = levels.of<WIDTH>(all.word[block] >> 16);
-                }
+    KVD_DEVICE static void key_words(const Group& group, const GroupLevels& levels,
+                                     const KeyNibbles& nibbles,
+                                     const uint8_t* const (&at)[GROUP_TILES],
+                                     uint32_t (&words)[GROUP_TILES][2]) {
+        const unsigned width = group.width();
+        if (KVD_RARELY(width > SPREAD_BITS_REGISTERS)) {
+            each_word(words, [&](unsigned of, unsigned half) {
+                return nibbles.wide(levels, width, at[of], half);
+            });
+        } else if (width == SPREAD_BITS_REGISTERS) {
+            each_word(words, [&](unsigned of, unsigned half) {
+                return levels.of_four(nibbles.of<4>(at[of], half));
+            });
+        } else {
+            if (width == 2) {
+                each_word(words, [&](unsigned of, unsigned half) {
+                    return nibbles.of<2>(at[of], half);
+                });
+            } else if (width == 1) {
+                each_word(words, [&](unsigned of, unsigned half) {
+                    return nibbles.of<1>(at[of], half);
+                });
             } else {
-                nibbles.wide(levels, run.width, at, words);
+                each_word(words, [&](unsigned of, unsigned half) {
+                    return nibbles.of<3>(at[of], half);
+                });
             }
-            use(of, words);
+            each_word(words, [&](unsigned of, unsigned half) {
+                return levels.of_few(words[of][half]);
+            });
         }
     }
 
-    template <unsigned TILES, class Use>
-    KVD_DEVICE static void any_values(const Tile (&tile)[TILES], unsigned index, unsigned part,
-                                      const GroupLevels& levels, unsigned position, Use use) {
-        const SpreadTable& table = spread_table(tile[0].table);
-        const SpreadRun& run = table.run[index];
+    template <class Find>
+    KVD_DEVICE static void each_word(uint32_t (&words)[GROUP_TILES][2], Find find) {
 #pragma unroll
-        for (unsigned of = 0; of < TILES; of++) {
-            const Codes codes = {staged(table, tile[of], index), run.width, tile[of].tokens, run.len,
-                                 0};
-            uint32_t words[GROUP_BLOCKS][2] = {};
+        for (unsigned at = 0; at < 2 * GROUP_TILES; at++) {
+            words[at / 2][at % 2] = find(at / 2, at % 2);
+        }
+    }
+
+    // Where a tile of the page is not full, or missing.
+    KVD_DEVICE static Codes any_codes(const Tile& tile, const Group& group) {
+        const SpreadTable& table = spread_table(tile.table);
+        const SpreadRun& run = table.run[group.run()];
+        const uint8_t* at = staged(tile) + spread_start(table, tile, group.run());
+        return {at, run.width, tile.tokens, run.len, 0};
+    }
+    // A group's number in its run, of whose first plane a group has so many bytes.
+    KVD_DEVICE static unsigned number_of(const Tile& tile, const Group& group, unsigned bytes) {
+        const SpreadTable& table = spread_table(tile.table);
+        return (group.at - GROUP_TILES * table.run[group.run()].before) / bytes;
+    }
+    KVD_DEVICE static void any_keys(const Tile (&tile)[GROUP_TILES], const Group& group,
+                                    const GroupLevels& levels, unsigned token,
+                                    uint32_t (&words)[GROUP_TILES][2]) {
+        each_word(words, [&](unsigned of, unsigned half) {
+            const Codes codes = any_codes(tile[of], group);
+            const unsigned number = number_of(tile[of], group, KeyNibbles::STEP) + half;
+            const unsigned groups = codes.per_row / GROUP_POSITIONS;
+            uint32_t word = 0;
 #pragma unroll 1
             for (unsigned at = 0; at < CODE_GROUP; at++) {
-#pragma unroll
-                for (unsigned block_word = 0; block_word < 2 * GROUP_BLOCKS; block_word++) {
-                    const unsigned block = block_word / 2;
-                    const unsigned quad = lane_word() + at % 2 * CODE_GROUP;
-                    const unsigned token = quad * CODE_GROUP + block_word % 2 * 2 + at / 2;
-                    if (token < codes.tokens) {
-                        const unsigned code =
-                            codes.one(codes.value_element(token, position + block));
-                        words[block][block_word % 2] |= levels.one(run, part, code) << 8 * at;
-                    }
+                const unsigned quad = number + (lane_word() % 2 + at % 2 * 2) * groups;
+                const unsigned position = quad * CODE_GROUP + lane_word() / 2 * 2 + at / 2;
+                if (token < codes.tokens && number < groups) {
+                    const unsigned code = codes.one(codes.key_element(token, position));
+                    word |= uint32_t(levels.all[code]) << 8 * at;
                 }
             }
-            use(of, words);
+            return word;
+        });
+    }
+
+    // Calls `use(tile, words)` with both words of this lane's even channel, and of its odd one, of a group of
+    // values.
+    template <class Use>
+    KVD_DEVICE static void value_group(const Tile (&tile)[GROUP_TILES], unsigned index, Use use) {
+        const Group group = Tensor::group(spread_table(tile[0].table), index);
+        const GroupLevels levels(tile[0].table, group);
+        const unsigned position = lane_row() * GROUP_BLOCKS;
+        const uint8_t* at = staged(tile[0]) + group.at + position * CODE_GROUP;
+        if (group.width() == 0) {
+            return;
+        }
+        uint32_t words[GROUP_TILES][GROUP_BLOCKS][2];
+        if (KVD_RARELY(!is_full(tile[0]))) {
+            any_values(tile, group, levels, position, words);
+        } else {
+            value_words(group, levels, at, words);
+        }
+#pragma unroll
+        for (unsigned of = 0; of < GROUP_TILES; of++) {
+            use(of, words[of]);
+        }
+    }
+
+    KVD_DEVICE static void value_words(const Group& group, const GroupLevels& levels,
+                                       const uint8_t* at,
+                                       uint32_t (&words)[GROUP_TILES][GROUP_BLOCKS][2]) {
+        const ValueNibbles nibbles = {group.apart};
+        const unsigned width = group.width();
+        if (KVD_RARELY(width > SPREAD_BITS_REGISTERS)) {
+#pragma unroll
+            for (unsigned of = 0; of < GROUP_TILES; of++) {
+                nibbles.wide(levels, width, at + of * group.next, words[of]);
+            }
+            return;
+        }
+        TwoWords all[GROUP_TILES];
+        if (width == 2) {
+            all[0] = nibbles.of<2>(at);
+            all[1] = nibbles.of<2>(at + group.next);
+        } else if (width == 1) {
+            all[0] = nibbles.of<1>(at);
+            all[1] = nibbles.of<1>(at + group.next);
+        } else if (width == 3) {
+            all[0] = nibbles.of<3>(at);
+            all[1] = nibbles.of<3>(at + group.next);
+        } else {
+            all[0] = nibbles.of<4>(at);
+            all[1] = nibbles.of<4>(at + group.next);
+        }
+        if (width == SPREAD_BITS_REGISTERS) {
+            look_up(all, words, [&](uint32_t nibbles) { return levels.of_four(nibbles); });
+        } else {
+            look_up(all, words, [&](uint32_t nibbles) { return levels.of_few(nibbles); });
+        }
+    }
+
+    template <class Of>
+    KVD_DEVICE static void look_up(const TwoWords (&all)[GROUP_TILES],
+                                   uint32_t (&words)[GROUP_TILES][GROUP_BLOCKS][2], Of of) {
+#pragma unroll
+        for (unsigned at = 0; at < 2 * GROUP_TILES * GROUP_BLOCKS; at++) {
+            words[at / 4][at / 2 % 2][at % 2] = of(all[at / 4].word[at / 2 % 2] >> at % 2 * 16);
+        }
+    }
+
+    KVD_DEVICE static void any_values(const Tile (&tile)[GROUP_TILES], const Group& group,
+                                      const GroupLevels& levels, unsigned position,
+                                      uint32_t (&words)[GROUP_TILES][GROUP_BLOCKS][2]) {
+#pragma unroll
+        for (unsigned which = 0; which < GROUP_TILES * GROUP_BLOCKS * 2; which++) {
+            const unsigned of = which / 4;
+            const unsigned block = which / 2 % 2;
+            const Codes codes = any_codes(tile[of], group);
+            const unsigned number = number_of(tile[of], group, GROUP_POSITIONS * CODE_GROUP);
+            uint32_t word = 0;
+#pragma unroll 1
+            for (unsigned at = 0; at < CODE_GROUP; at++) {
+                const unsigned quad = lane_word() + at % 2 * CODE_GROUP;
+                const unsigned token = quad * CODE_GROUP + which % 2 * 2 + at / 2;
+                const unsigned channel = number * GROUP_POSITIONS + position + block;
+                if (token < codes.tokens) {
+                    const unsigned code = codes.one(codes.value_element(token, channel));
+                    word |= uint32_t(levels.all[code]) << 8 * at;
+                }
+            }
+            words[of][block][which % 2] = word;
         }
     }
 

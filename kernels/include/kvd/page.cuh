@@ -71,8 +71,8 @@ struct SideShape {
     uint32_t entry_bytes;
     float entry_unit;
     // Codes made bytes before they are multiplied (spread.cuh): shared memory for a tile of them, 0 where
-    // they are not; positions of a row; of values places in the sums; bytes of `entries` that stand in
-    // shared memory.
+    // they are not; positions of a row, 0 where they are neither spread nor in groups (groups.cuh); of values
+    // places in the sums; bytes of `entries` that stand in shared memory.
     uint32_t spread_bytes;
     uint32_t spread_row;
     uint32_t spread_places;

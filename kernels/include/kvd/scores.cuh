@@ -320,19 +320,19 @@ struct Scores<Tensor<Side>, ROWS> {
         finish(shared, side, tile, sums);
     }
 
-    // The same of tiles that are worked on together, of groups (groups.cuh): the queries' digits of a group
+    // The same of tiles that are worked on together, of groups (groups.cuh): the queries' digits of a step
     // are loaded once.
     template <unsigned TILES>
     KVD_DEVICE void groups(const AttendShared<ROWS>& shared, const SideShape& side,
                            const Tile (&tile)[TILES]) const {
         Products<FEW> sums[TILES] = {};
         const unsigned token = warp_index() * STEP_COLUMNS + lane_row();
-        Key::each_group(tile, token, [&](unsigned group, const uint32_t(&words)[TILES]) {
-            uint32_t of_query[Digits::HALF_WORDS];
-            Digits::load_half(digits + group * Digits::STEP_WORDS, of_query);
+        Key::each_step(side, tile, token, [&](unsigned step, const uint32_t(&words)[TILES][2]) {
+            uint32_t of_query[Digits::WORDS];
+            Digits::load(digits + step * Digits::STEP_WORDS, of_query);
 #pragma unroll
             for (unsigned of = 0; of < TILES; of++) {
-                multiply_half(sums[of], of_query, words[of]);
+                multiply<true, Key::SIGNED>(sums[of], of_query, words[of]);
             }
         });
 #pragma unroll

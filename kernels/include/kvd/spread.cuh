@@ -57,8 +57,6 @@ struct SpreadTable {
     SpreadRun run[SPREAD_RUNS_MAX];
 
     // A run in the low byte, above it the first of its items, twice as many as it has codes of a token.
-    // Of groups (groups.cuh), values alone: a run in the low four bits, then which byte of a level, in the
-    // high bytes the first position in the run; GROUP_NONE for none.
     KVD_DEVICE uint32_t job(unsigned index) const {
         return reinterpret_cast<const uint32_t*>(this + 1)[index];
     }

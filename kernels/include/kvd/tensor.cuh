@@ -182,18 +182,6 @@ struct Factor {
             }
         }
     }
-
-    // The same of the first half of a step: its words, then of many rows that of low digits.
-    static constexpr unsigned HALF_WORDS = FEW ? 2 : DIGITS;
-    KVD_DEVICE static void load_half(const uint32_t* step, uint32_t (&words)[HALF_WORDS]) {
-        const uint32_t* at = lane(step);
-        const Pair pair = *reinterpret_cast<const Pair*>(at);
-        words[0] = pair.word[0];
-        words[1] = pair.word[1];
-        if constexpr (!FEW) {
-            words[2] = at[4];
-        }
-    }
 };
 
 // Sums of a lane, of its row and two columns: of high digits, then middle ones; of low digits.
@@ -240,21 +228,6 @@ KVD_DEVICE void multiply(Products<false>& sums, const uint32_t (&digits)[DIGIT_W
     int32_t of_low[4] = {sums.low[0], sums.low[1], 0, 0};
     KVD_MULTIPLY_BYTES(SIGNED_A, SIGNED_B, sums.upper, upper, codes);
     KVD_MULTIPLY_BYTES(SIGNED_A, SIGNED_B, of_low, low, codes);
-    sums.low[0] = of_low[0];
-    sums.low[1] = of_low[1];
-}
-
-// The same of the first half of a step.
-KVD_DEVICE void multiply_half(Products<true>& sums, const uint32_t (&digits)[2], uint32_t codes) {
-    KVD_MULTIPLY_FEW_BYTES(true, true, sums.all, digits, codes);
-}
-KVD_DEVICE void multiply_half(Products<false>& sums, const uint32_t (&digits)[DIGITS],
-                              uint32_t codes) {
-    const uint32_t upper[2] = {digits[0], digits[1]};
-    const uint32_t low[2] = {digits[2], 0};
-    int32_t of_low[4] = {sums.low[0], sums.low[1], 0, 0};
-    KVD_MULTIPLY_FEW_BYTES(true, true, sums.upper, upper, codes);
-    KVD_MULTIPLY_FEW_BYTES(true, true, of_low, low, codes);
     sums.low[0] = of_low[0];
     sums.low[1] = of_low[1];
 }

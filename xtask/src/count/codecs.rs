@@ -123,32 +123,87 @@ const CHOSEN: Rules = Rules {
     ..NONE
 };
 
-/// Of a bit allocation whose codes have up to four bits, of two bytes a level: about as many runs,
-/// jobs and bytes of a row as `kvd-2-fast` has; no outliers in the tile, eight in the page.
-const ALLOCATED: Rules = Rules {
-    never: &[
-        "case 5: return spread_words",
-        "case 6: return spread_words",
-        "case 7: return spread_words",
-        "default: return spread_words",
-        "spread_any(out,",
-        "for (unsigned of_word = 0; of_word < CODE_GROUP; of_word++)",
-        "start += plane_bytes(left",
-        "codes += plane_bytes(left",
-    ],
+/// Of a bit allocation in groups, levels of one byte: eight groups of keys, in runs of which two have
+/// an odd number, and of values two of each warp; 4 KiB of codes; in every other page one outlier of
+/// a side.
+const GROUPS: Rules = Rules {
     turns: &[
-        ("for (unsigned part = FIRST + warp_index(); part < PIECES;", 4.75),
-        ("for (; left > 1; left -= 2)", 0.3),
-        ("index < jobs; index += ATTEND_WARPS", 1.5),
-        ("item += WARP_LANES", 2.0),
-        ("part < out.parts", 2.0),
-        ("for (unsigned step = 0; step < count; step++)", 8.0),
-        ("low < high;", 3.0),
-        ("at < all.count; at++", 0.0),
+        ("for (unsigned part = FIRST + warp_index(); part < PIECES;", 0.75),
+        ("for (; left > 1; left -= 2)", 8.0 / 2.0 / 3.0),
+        ("for (unsigned step = 0; step < end; step++)", 5.0),
+        ("at < all.count; at++", 0.5),
     ],
-    unrolled: &[("block < BLOCKS; block++", "IMMA", 5)],
     ..NONE
 };
+
+/// All of its codes have one, two, three or four bits.
+const OF_BITS: [Rules; 4] = [
+    Rules {
+        never: &[
+            "return nibbles.of<2>(at[of], half);",
+            "all[0] = nibbles.of<2>(at);",
+            "all[1] = nibbles.of<2>(at + group.next);",
+            "return nibbles.of<3>(at[of], half);",
+            "all[0] = nibbles.of<3>(at);",
+            "all[1] = nibbles.of<3>(at + group.next);",
+            "return levels.of_four(nibbles.of<4>(at[of], half));",
+            "all[0] = nibbles.of<4>(at);",
+            "all[1] = nibbles.of<4>(at + group.next);",
+            "return levels.of_four(nibbles); });",
+        ],
+        ..NONE
+    },
+    Rules {
+        never: &[
+            "return nibbles.of<1>(at[of], half);",
+            "all[0] = nibbles.of<1>(at);",
+            "all[1] = nibbles.of<1>(at + group.next);",
+            "return nibbles.of<3>(at[of], half);",
+            "all[0] = nibbles.of<3>(at);",
+            "all[1] = nibbles.of<3>(at + group.next);",
+            "return levels.of_four(nibbles.of<4>(at[of], half));",
+            "all[0] = nibbles.of<4>(at);",
+            "all[1] = nibbles.of<4>(at + group.next);",
+            "return levels.of_four(nibbles); });",
+        ],
+        ..NONE
+    },
+    Rules {
+        never: &[
+            "return nibbles.of<1>(at[of], half);",
+            "all[0] = nibbles.of<1>(at);",
+            "all[1] = nibbles.of<1>(at + group.next);",
+            "return nibbles.of<2>(at[of], half);",
+            "all[0] = nibbles.of<2>(at);",
+            "all[1] = nibbles.of<2>(at + group.next);",
+            "return levels.of_four(nibbles.of<4>(at[of], half));",
+            "all[0] = nibbles.of<4>(at);",
+            "all[1] = nibbles.of<4>(at + group.next);",
+            "return levels.of_four(nibbles); });",
+        ],
+        ..NONE
+    },
+    Rules {
+        never: &[
+            "return nibbles.of<1>(at[of], half);",
+            "all[0] = nibbles.of<1>(at);",
+            "all[1] = nibbles.of<1>(at + group.next);",
+            "return nibbles.of<2>(at[of], half);",
+            "all[0] = nibbles.of<2>(at);",
+            "all[1] = nibbles.of<2>(at + group.next);",
+            "return nibbles.of<3>(at[of], half);",
+            "all[0] = nibbles.of<3>(at);",
+            "all[1] = nibbles.of<3>(at + group.next);",
+            "return levels.of_few(words[of][half]);",
+            "return levels.of_few(nibbles); });",
+        ],
+        ..NONE
+    },
+];
+
+const fn of_groups(codec: &'static str, rules: &'static [Rules]) -> Row {
+    of_tiles(codec, "attend_table_fixed", "kvd_attend_kvd2fast_4", 2, rules)
+}
 
 /// Of a page of 64 rows of 128 channels in f16, without transforms; all of it has codes.
 const STORED: Rules = Rules {
@@ -314,7 +369,10 @@ pub(super) const ROWS: &[Row] = &[
         &[POLAR, IN_FOUR, ALWAYS],
     ),
     of_tiles("turbo-4", "attend_table_fixed", "kvd_attend_turbo4_4", 2, &[TURNED, IN_FOUR, ALWAYS]),
-    of_tiles("kvd-2-fast", "attend_table_fixed", "kvd_attend_kvd2fast_4", 1, &[ALLOCATED, ALWAYS]),
+    of_groups("kvd-2-fast", &[GROUPS, OF_BITS[1], ALWAYS]),
+    of_groups("kvd-2-fast-1-bit", &[GROUPS, OF_BITS[0], ALWAYS]),
+    of_groups("kvd-2-fast-3-bit", &[GROUPS, OF_BITS[2], ALWAYS]),
+    of_groups("kvd-2-fast-4-bit", &[GROUPS, OF_BITS[3], ALWAYS]),
     of_tiles(
         "kvcomp",
         "attend_huffman",

@@ -21,6 +21,7 @@ const VERBS: &[(&str, &str)] = &[
     ("Stops::stage", "stage"),
     ("Scores::fold", "fold"),
     ("Scores::tile", "scores"),
+    ("Scores::groups", "scores"),
     ("Softmax::absorb", "softmax"),
     ("Sums::multiply_tile", "multiply"),
     ("Sums::absorb", "absorb"),
