@@ -378,11 +378,7 @@ impl Spread {
 
     /// Places of values: of each warp's groups the even positions, then the odd ones. Those of a
     /// low byte say that another place has their coefficient.
-    fn value_groups(
-        &mut self,
-        of: Allocation<'_>,
-        levels: &[Option<LevelBytes>],
-    ) -> Option<()> {
+    fn value_groups(&mut self, of: Allocation<'_>, levels: &[Option<LevelBytes>]) -> Option<()> {
         let groups = of.runs.iter().enumerate().flat_map(|(run, [_, len, width])| {
             let parts = levels[run].as_ref().map_or(1, |levels| levels.parts.len());
             let cost = parts * (1 + width);

@@ -158,8 +158,11 @@ struct KeyNibbles {
 
 // The same of values, of two neighbouring channels: quads of tokens.
 struct ValueNibbles {
-    // Bytes of a row of a plane.
+    // Bytes of a row of a plane, and of those before a lane's in one of two bits.
     unsigned row;
+    unsigned odd;
+
+    KVD_DEVICE explicit ValueNibbles(unsigned row) : row(row), odd(lane_word() % 2 * row) {}
 
     template <unsigned WIDTH>
     KVD_DEVICE TwoWords of(const uint8_t* at) const {
@@ -169,7 +172,7 @@ struct ValueNibbles {
         }
         TwoWords all = {};
         if constexpr ((WIDTH & 2) != 0) {
-            all = masked(load(at + lane % 2 * row), lane / 2 * 2, 0x33333333);
+            all = masked(load(at + odd), lane / 2 * 2, 0x33333333);
             at += 2 * row;
         }
         if constexpr ((WIDTH & 1) != 0) {
@@ -190,8 +193,6 @@ struct ValueNibbles {
     // Levels of codes of more than four bits, both words of each neighbour.
     KVD_DEVICE void wide(const GroupLevels& levels, unsigned width, const uint8_t* at,
                          uint32_t (&words)[GROUP_BLOCKS][2]) const {
-        // Rare, so that nothing is computed for it before it is known.
-        KVD_KEEP(width);
         const TwoWords low = of<4>(at);
         TwoWords high;
         if (width == 8) {
@@ -368,34 +369,40 @@ struct Tensor<Groups> : Tensor<BitAlloc> {
     KVD_DEVICE static void value_words(const Group& group, const GroupLevels& levels,
                                        const uint8_t* at,
                                        uint32_t (&words)[GROUP_TILES][GROUP_BLOCKS][2]) {
-        const ValueNibbles nibbles = {group.apart};
+        const ValueNibbles nibbles(group.apart);
         const unsigned width = group.width();
         if (KVD_RARELY(width > SPREAD_BITS_REGISTERS)) {
+            // Nothing is computed for it before it is known.
+            unsigned row = group.apart;
+            unsigned next = group.next;
+            KVD_KEEP(row);
+            KVD_KEEP(next);
+            const ValueNibbles rare(row);
 #pragma unroll
             for (unsigned of = 0; of < GROUP_TILES; of++) {
-                nibbles.wide(levels, width, at + of * group.next, words[of]);
+                rare.wide(levels, width, at + of * next, words[of]);
             }
             return;
         }
+        const uint8_t* const both[GROUP_TILES] = {at, at + group.next};
         TwoWords all[GROUP_TILES];
-        if (width == 2) {
-            all[0] = nibbles.of<2>(at);
-            all[1] = nibbles.of<2>(at + group.next);
-        } else if (width == 1) {
-            all[0] = nibbles.of<1>(at);
-            all[1] = nibbles.of<1>(at + group.next);
-        } else if (width == 3) {
-            all[0] = nibbles.of<3>(at);
-            all[1] = nibbles.of<3>(at + group.next);
-        } else {
-            all[0] = nibbles.of<4>(at);
-            all[1] = nibbles.of<4>(at + group.next);
-        }
         if (width == SPREAD_BITS_REGISTERS) {
+            all[0] = nibbles.of<4>(both[0]);
+            all[1] = nibbles.of<4>(both[1]);
             look_up(all, words, [&](uint32_t nibbles) { return levels.of_four(nibbles); });
-        } else {
-            look_up(all, words, [&](uint32_t nibbles) { return levels.of_few(nibbles); });
+            return;
         }
+        if (width == 2) {
+            all[0] = nibbles.of<2>(both[0]);
+            all[1] = nibbles.of<2>(both[1]);
+        } else if (width == 1) {
+            all[0] = nibbles.of<1>(both[0]);
+            all[1] = nibbles.of<1>(both[1]);
+        } else {
+            all[0] = nibbles.of<3>(both[0]);
+            all[1] = nibbles.of<3>(both[1]);
+        }
+        look_up(all, words, [&](uint32_t nibbles) { return levels.of_few(nibbles); });
     }
 
     template <class Of>

@@ -136,19 +136,18 @@ const GROUPS: Rules = Rules {
     ..NONE
 };
 
-/// All of its codes have one, two, three or four bits.
+/// All of its codes have one, two, three or four bits. Others' ways that are shorter, and share
+/// something, may stay: the longest is counted.
 const OF_BITS: [Rules; 4] = [
     Rules {
         never: &[
             "return nibbles.of<2>(at[of], half);",
-            "all[0] = nibbles.of<2>(at);",
-            "all[1] = nibbles.of<2>(at + group.next);",
             "return nibbles.of<3>(at[of], half);",
-            "all[0] = nibbles.of<3>(at);",
-            "all[1] = nibbles.of<3>(at + group.next);",
+            "all[0] = nibbles.of<3>(both[0]);",
+            "all[1] = nibbles.of<3>(both[1]);",
             "return levels.of_four(nibbles.of<4>(at[of], half));",
-            "all[0] = nibbles.of<4>(at);",
-            "all[1] = nibbles.of<4>(at + group.next);",
+            "all[0] = nibbles.of<4>(both[0]);",
+            "all[1] = nibbles.of<4>(both[1]);",
             "return levels.of_four(nibbles); });",
         ],
         ..NONE
@@ -156,14 +155,14 @@ const OF_BITS: [Rules; 4] = [
     Rules {
         never: &[
             "return nibbles.of<1>(at[of], half);",
-            "all[0] = nibbles.of<1>(at);",
-            "all[1] = nibbles.of<1>(at + group.next);",
+            "all[0] = nibbles.of<1>(both[0]);",
+            "all[1] = nibbles.of<1>(both[1]);",
             "return nibbles.of<3>(at[of], half);",
-            "all[0] = nibbles.of<3>(at);",
-            "all[1] = nibbles.of<3>(at + group.next);",
+            "all[0] = nibbles.of<3>(both[0]);",
+            "all[1] = nibbles.of<3>(both[1]);",
             "return levels.of_four(nibbles.of<4>(at[of], half));",
-            "all[0] = nibbles.of<4>(at);",
-            "all[1] = nibbles.of<4>(at + group.next);",
+            "all[0] = nibbles.of<4>(both[0]);",
+            "all[1] = nibbles.of<4>(both[1]);",
             "return levels.of_four(nibbles); });",
         ],
         ..NONE
@@ -171,14 +170,10 @@ const OF_BITS: [Rules; 4] = [
     Rules {
         never: &[
             "return nibbles.of<1>(at[of], half);",
-            "all[0] = nibbles.of<1>(at);",
-            "all[1] = nibbles.of<1>(at + group.next);",
             "return nibbles.of<2>(at[of], half);",
-            "all[0] = nibbles.of<2>(at);",
-            "all[1] = nibbles.of<2>(at + group.next);",
             "return levels.of_four(nibbles.of<4>(at[of], half));",
-            "all[0] = nibbles.of<4>(at);",
-            "all[1] = nibbles.of<4>(at + group.next);",
+            "all[0] = nibbles.of<4>(both[0]);",
+            "all[1] = nibbles.of<4>(both[1]);",
             "return levels.of_four(nibbles); });",
         ],
         ..NONE
@@ -186,14 +181,14 @@ const OF_BITS: [Rules; 4] = [
     Rules {
         never: &[
             "return nibbles.of<1>(at[of], half);",
-            "all[0] = nibbles.of<1>(at);",
-            "all[1] = nibbles.of<1>(at + group.next);",
+            "all[0] = nibbles.of<1>(both[0]);",
+            "all[1] = nibbles.of<1>(both[1]);",
             "return nibbles.of<2>(at[of], half);",
-            "all[0] = nibbles.of<2>(at);",
-            "all[1] = nibbles.of<2>(at + group.next);",
+            "all[0] = nibbles.of<2>(both[0]);",
+            "all[1] = nibbles.of<2>(both[1]);",
             "return nibbles.of<3>(at[of], half);",
-            "all[0] = nibbles.of<3>(at);",
-            "all[1] = nibbles.of<3>(at + group.next);",
+            "all[0] = nibbles.of<3>(both[0]);",
+            "all[1] = nibbles.of<3>(both[1]);",
             "return levels.of_few(words[of][half]);",
             "return levels.of_few(nibbles); });",
         ],
