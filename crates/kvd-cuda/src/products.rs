@@ -73,8 +73,8 @@ fn is_half(shape: &SideShape) -> bool {
     [Kernel::F16 as u32, Kernel::Bf16 as u32, Kernel::Fp8 as u32].contains(&shape.kind)
 }
 
-/// Whether it makes bytes of that side's codes first, or takes them in groups, and what of the table
-/// for it stands in shared memory.
+/// Whether it makes bytes of that side's codes first, or takes them in groups, and what of the
+/// table for it stands in shared memory.
 pub(crate) fn spread_table((pair, variant): (Pair, Variant), shape: &SideShape) -> Option<usize> {
     let spreads = on_tensor_cores((pair, variant)) && shape.spread_row > 0;
     spreads.then_some(shape.spread_table as usize)

@@ -1,7 +1,7 @@
 //! Codes as `kernels/include/kvd/spread.cuh` makes bytes of them. Of bit allocations: the runs of
-//! a row, who spreads them, their levels as bytes, and what each byte of a row is worth; the same of
-//! runs in whole groups, which `groups.cuh` does not spread. Of groups that choose their mode: the
-//! shared memory.
+//! a row, who spreads them, their levels as bytes, and what each byte of a row is worth; the same
+//! of runs in whole groups, which `groups.cuh` does not spread. Of groups that choose their mode:
+//! the shared memory.
 
 use crate::abi::SideShape;
 use crate::side::{COPY_BYTES, RUNS_MAX, TILE_TOKENS};

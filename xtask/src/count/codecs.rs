@@ -123,9 +123,9 @@ const CHOSEN: Rules = Rules {
     ..NONE
 };
 
-/// Of a bit allocation in groups, levels of one byte: eight groups of keys, in runs of which two have
-/// an odd number, and of values two of each warp; 4 KiB of codes; in every other page one outlier of
-/// a side.
+/// Of a bit allocation in groups, levels of one byte: eight groups of keys, in runs of which two
+/// have an odd number, and of values two of each warp; 4 KiB of codes; in every other page one
+/// outlier of a side.
 const GROUPS: Rules = Rules {
     turns: &[
         ("for (unsigned part = FIRST + warp_index(); part < PIECES;", 0.75),
