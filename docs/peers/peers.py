@@ -18,6 +18,7 @@ install as packages. Only ratios within one run mean anything.
 
 import argparse
 import importlib
+import itertools
 import json
 import os
 import statistics
@@ -257,6 +258,7 @@ def main():
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--buffer", type=float, default=128e6, help="bytes of caches")
     parser.add_argument("--codec", action="append", help="a preset or spec; may be repeated")
+    parser.add_argument("--block-tokens", type=int, action="append", help="of kvd; may be repeated [64]")
     parser.add_argument("--ggml", action="append", help="NAME=PROGRAM of ggml.cpp; may be repeated")
     parser.add_argument("--huff0", help="the program of huff0.c")
     arguments = parser.parse_args()
@@ -294,21 +296,25 @@ def main():
             codes.add(f"{row['name']}, {row['bits']:.2f} stored", row["ns"])
         os.sched_setaffinity(0, everywhere)
         size = ["--context", str(arguments.context), "--buffer", str(int(arguments.buffer))]
-        for precision in PRECISIONS:
-            more = [*size, "--precision", precision]
+        forms = list(itertools.product(arguments.block_tokens or [64], PRECISIONS))
+        for tokens, precision in forms:
+            more = [*size, "--precision", precision, "--block-tokens", str(tokens)]
+            of_blocks = f", {tokens} tokens a block" if tokens != 64 else ""
             answer = kvd(arguments.kvd, "attend", arguments.codec or ATTEND, *more)
             machine = answer["machine"]
             for row in answer["rows"]:
                 name = f"kvd {row['codec']}" + (f" {precision}" if precision != "fast" else "")
+                name += of_blocks
                 attend.add_figure(name, row["cpu_ns"])
                 errors[name] = row["kernel_error"]
         for row in kvd(arguments.kvd, "codec", ENCODE)["rows"]:
             if row["side"] == "v":
                 encode.add_figure(f"kvd v={row['side_spec']}", row["encode_ns"])
-        for precision in PRECISIONS:
-            more = [*size, "--precision", precision]
+        for tokens, precision in forms:
+            more = [*size, "--precision", precision, "--block-tokens", str(tokens)]
+            of_blocks = f", {tokens} tokens a block" if tokens != 64 else ""
             for row in kvd(arguments.kvd, "scores", [SCORES], *more)["rows"]:
-                name = f"kvd {row['codec']} {precision}, error {row['kernel_error']:.1e}"
+                name = f"kvd {row['codec']} {precision}{of_blocks}, error {row['kernel_error']:.1e}"
                 scores.add_figure(name, row["cpu_ns"])
         for row in kvd(arguments.kvd, "codec", CODES)["rows"]:
             if row["codes_ns"]:

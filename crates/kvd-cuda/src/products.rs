@@ -293,9 +293,12 @@ pub(crate) struct ExpectedKernel {
 /// What the kernel for both sides will do with units of `rows` query rows.
 pub(crate) fn expected(specs: [&SideSpec; 2], geometry: &Geometry, rows: u32) -> ExpectedKernel {
     let kernels = specs.map(|spec| kernel_of(spec, geometry.dtype));
+    let grouped = Side::BOTH.iter().all(|side| {
+        spread::expects_groups((*side, geometry.block_tokens), geometry.head_dim(*side))
+    });
     let [key, value] = Side::BOTH.map(|side| {
-        let (dim, tokens) = (geometry.head_dim(side), geometry.block_tokens);
-        expected_shape(specs[side.index()], (side, tokens), dim, geometry.dtype)
+        let dim = geometry.head_dim(side);
+        expected_shape(specs[side.index()], (side, grouped), dim, geometry.dtype)
     });
     let huffman = specs.iter().any(|spec| spec.entropy == Entropy::Huffman);
     let pair = Pair { keys: kernels[0], values: kernels[1], huffman };
@@ -362,7 +365,7 @@ fn has_products(kernel: Kernel) -> bool {
 /// What a side's shape will have of what decides.
 fn expected_shape(
     side: &SideSpec,
-    (which, tokens): (Side, u32),
+    (which, grouped): (Side, bool),
     dim: usize,
     dtype: DType,
 ) -> SideShape {
@@ -421,7 +424,7 @@ fn expected_shape(
         Quantizer::BitAlloc { bits } => {
             let (kind, dim) = (Kernel::BitAlloc as u32, shape.dim);
             let bits = (bits * dim as f32).ceil() as u32;
-            let spread = spread::expected((which, tokens), dim as usize);
+            let spread = spread::expected((which, grouped), dim as usize);
             let (scale_tokens, scale_channels) = (1, 1);
             shape = SideShape { kind, dim, bits, scale_tokens, scale_channels, ..spread };
         }
@@ -521,10 +524,10 @@ mod tests {
             kind,
             dim: 128,
             bits: 256,
-            ..spread::expected((side, 48), 128)
+            ..spread::expected((side, false), 128)
         });
         assert_eq!(variant(pair, &key, &value), Variant::Own);
-        let wide = SideShape { kind, dim: 192, ..spread::expected((Side::Value, 48), 192) };
+        let wide = SideShape { kind, dim: 192, ..spread::expected((Side::Value, false), 192) };
         assert_eq!(variant(pair, &key, &wide), Variant::Any, "too many sums");
         // Five steps of digits, and the tile of bytes.
         let work = |side, shape| work_bytes((pair, Variant::Own), side, shape, 4);
@@ -533,7 +536,7 @@ mod tests {
         assert_eq!(work_bytes((pair, Variant::Any), Side::Key, &key, 4), 0);
         // In groups, where pages are two tiles: a step more for odd runs, no bytes.
         let grouped = |side, dim| {
-            let shape = spread::expected((side, 64), dim);
+            let shape = spread::expected((side, true), dim);
             SideShape { kind, dim: dim as u32, ..shape }
         };
         let [in_groups, values] = Side::BOTH.map(|side| grouped(side, 128));

@@ -261,16 +261,26 @@ pub(crate) struct LayerTables {
     lanes: Vec<(u64, usize)>,
 }
 
-/// How a head's pages, of so many tokens, are read. What kernels look values up in goes to
-/// `tables`; of codebooks what `room` says is to stand in registers and shared memory. `trained`
-/// are the Huffman tables so far.
+/// Whether a side's codes can be multiplied in groups as they lie in pages of so many tokens.
+pub(crate) fn in_groups((side, which): (&HeadSide, Side), tokens: u32) -> bool {
+    match side.stored() {
+        Stored::BitAlloc { runs, levels, scales } => {
+            spread::takes_groups((which, tokens), Allocation { runs: &runs, levels, scales })
+        }
+        _ => false,
+    }
+}
+
+/// How a head's pages are read, where both sides can be [in groups](in_groups) so. What kernels
+/// look values up in goes to `tables`; of codebooks what `room` says is to stand in registers and
+/// shared memory. `trained` are the Huffman tables so far.
 pub(crate) fn head_shapes(
-    (side, which, tokens): (&HeadSide, Side, u32),
+    (side, which, grouped): (&HeadSide, Side, bool),
     trained: &[LaneTable],
     tables: &mut LayerTables,
     room: CodebookRoom,
 ) -> Result<HeadShapes, &'static str> {
-    let (kernel, shape) = page_shape((side, which, tokens), &mut tables.bytes, room)?;
+    let (kernel, shape) = page_shape((side, which, grouped), &mut tables.bytes, room)?;
     let Some(runs) = side.lane_runs() else {
         return Ok(HeadShapes { kernel, fixed: shape, versions: vec![shape] });
     };
@@ -315,7 +325,7 @@ fn uniform_shape(
 
 /// The kernel and shape of a head's pages, as if its codes had a fixed width.
 fn page_shape(
-    (side, which, tokens): (&HeadSide, Side, u32),
+    (side, which, grouped): (&HeadSide, Side, bool),
     tables: &mut Vec<u8>,
     room: CodebookRoom,
 ) -> Result<(Kernel, SideShape), &'static str> {
@@ -363,7 +373,7 @@ fn page_shape(
             let mut shape = shape(Kernel::BitAlloc, dim, bits as u32);
             Table::new(tables, &mut shape).runs(&runs, levels.len()).floats(levels).floats(scales);
             let of = Allocation { runs: &runs, levels, scales };
-            spread::place((which, tokens), of, tables, &mut shape);
+            spread::place((which, grouped), of, tables, &mut shape);
             (Kernel::BitAlloc, shape)
         }
         Stored::Grid(_) => (Kernel::Grid, shape(Kernel::Grid, dim, 8)),

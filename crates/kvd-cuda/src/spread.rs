@@ -110,15 +110,20 @@ struct Spread {
     tile_bytes: usize,
 }
 
-/// Appends what spreads a side's codes, of pages of so many tokens, to the layer's tables, and says
-/// in `shape` where it is.
+/// Whether all runs are whole groups, for which there is room, and pages two tiles.
+pub(crate) fn takes_groups((side, tokens): (Side, u32), of: Allocation<'_>) -> bool {
+    tokens == GROUP_TOKENS && Spread::groups(side, of).is_some()
+}
+
+/// Appends what spreads a side's codes, or says where its groups are if they are multiplied as they
+/// lie, to the layer's tables, and says in `shape` where it is.
 pub(crate) fn place(
-    (side, tokens): (Side, u32),
+    (side, grouped): (Side, bool),
     of: Allocation<'_>,
     tables: &mut Vec<u8>,
     shape: &mut SideShape,
 ) {
-    if let Some(groups) = Spread::groups((side, tokens), of) {
+    if let Some(groups) = Spread::groups(side, of).filter(|_| grouped) {
         // Codes are not spread: no shared memory for a tile of bytes.
         shape.spread_row = groups.positions.len() as u32;
         shape.spread_places = shape.spread_row;
@@ -184,21 +189,30 @@ pub(crate) fn place_hybrid(side: Side, shape: &mut SideShape) {
     shape.spread_bytes = (bytes_of_tile(side, row, dim) + 8 * dim) as u32;
 }
 
-/// The shape of what no calibration has said yet: groups of levels of one byte, where head size and
-/// pages allow groups; else as if all coefficients had codes, one in sixteen of them levels of two
-/// bytes, in runs whose last fours are not full.
-pub(crate) fn expected((side, tokens): (Side, u32), dim: usize) -> SideShape {
-    if dim.is_multiple_of(GROUP) && tokens == GROUP_TOKENS {
-        let places = match side {
-            // Two runs of an odd number of groups.
-            Side::Key => dim.next_multiple_of(2 * GROUP) + 2 * GROUP,
-            Side::Value => dim.next_multiple_of(WARPS * GROUP),
-        };
-        if side == Side::Key || places <= WARPS * WARP_GROUPS_MAX * GROUP {
-            let places = places as u32;
-            let (spread_row, spread_places) = (places, places);
-            return SideShape { spread_row, spread_places, ..SideShape::default() };
-        }
+/// Places of groups of levels of one byte.
+fn expected_places(side: Side, dim: usize) -> usize {
+    match side {
+        // Two runs of an odd number of groups.
+        Side::Key => dim.next_multiple_of(2 * GROUP) + 2 * GROUP,
+        Side::Value => dim.next_multiple_of(WARPS * GROUP),
+    }
+}
+
+/// Whether a side that no calibration has said anything of yet is taken to be in groups.
+pub(crate) fn expects_groups((side, tokens): (Side, u32), dim: usize) -> bool {
+    let has_room =
+        side == Side::Key || expected_places(side, dim) <= WARPS * WARP_GROUPS_MAX * GROUP;
+    dim.is_multiple_of(GROUP) && tokens == GROUP_TOKENS && has_room
+}
+
+/// The shape of what no calibration has said yet: groups of levels of one byte, where both sides
+/// are [so](expects_groups); else as if all coefficients had codes, one in sixteen of them levels
+/// of two bytes, in runs whose last fours are not full.
+pub(crate) fn expected((side, grouped): (Side, bool), dim: usize) -> SideShape {
+    if grouped {
+        let places = expected_places(side, dim) as u32;
+        let (spread_row, spread_places) = (places, places);
+        return SideShape { spread_row, spread_places, ..SideShape::default() };
     }
     let positions = dim + dim / 16 + if side == Side::Key { 2 * QUAD } else { 0 };
     let row = row_of(side, positions);
@@ -302,10 +316,9 @@ impl Spread {
         }
     }
 
-    /// The same without spreading, where all runs are whole groups and pages two tiles.
-    fn groups((side, tokens): (Side, u32), of: Allocation<'_>) -> Option<Self> {
-        let whole = of.runs.iter().all(|[_, len, _]| len.is_multiple_of(GROUP));
-        if !whole || tokens != GROUP_TOKENS {
+    /// The same without spreading, where all runs are whole groups and there is room for them.
+    fn groups(side: Side, of: Allocation<'_>) -> Option<Self> {
+        if !of.runs.iter().all(|[_, len, _]| len.is_multiple_of(GROUP)) {
             return None;
         }
         let mut spread = Self::default();
@@ -467,7 +480,7 @@ mod tests {
         let (levels, scales) = (levels(), vec![0.5; 128]);
         let of = Allocation { runs, levels: &levels, scales: &scales };
         let (mut tables, mut shape) = (vec![1; 3], SideShape::default());
-        place((side, 48), of, &mut tables, &mut shape);
+        place((side, false), of, &mut tables, &mut shape);
         assert_eq!(shape.entries, 16);
         (Spread::new(side, of), shape, tables)
     }
@@ -489,7 +502,7 @@ mod tests {
         let low = keys.positions[4].factor;
         assert_eq!(keys.positions[0].factor, 256.0 * low);
         // What no calibration has said yet is about as much.
-        let expected = expected((Side::Key, 48), 128);
+        let expected = expected((Side::Key, false), 128);
         assert!((128..192).contains(&expected.spread_row));
 
         let (values, shape, _) = spread(Side::Value, &runs);
@@ -510,7 +523,8 @@ mod tests {
 
     fn groups(side: Side, tokens: u32, runs: &[[usize; 3]]) -> Option<Spread> {
         let (levels, scales) = (levels(), vec![0.5; 256]);
-        Spread::groups((side, tokens), Allocation { runs, levels: &levels, scales: &scales })
+        let of = Allocation { runs, levels: &levels, scales: &scales };
+        takes_groups((side, tokens), of).then(|| Spread::groups(side, of).unwrap())
     }
 
     #[test]
@@ -554,5 +568,8 @@ mod tests {
         // More than three of a warp.
         assert!(groups(Side::Value, 64, &[[0, 192, 2]]).is_some());
         assert!(groups(Side::Value, 64, &[[0, 208, 2]]).is_none());
+        // More than one of two bytes and one of another.
+        assert!(groups(Side::Value, 64, &[[0, 64, 6], [64, 64, 2]]).is_some());
+        assert!(groups(Side::Value, 64, &[[0, 80, 6]]).is_none());
     }
 }

@@ -383,30 +383,6 @@ fn lloyd_and_vq_of_every_form_answer_as_the_reference() {
 }
 
 #[test]
-fn bit_allocations_and_their_outliers_answer_as_the_reference() {
-    if !available() {
-        return;
-    }
-    // Widths of all kinds, levels of one byte and of two, runs whose last four are not full.
-    for (key, value) in [(3.1, 1.3), (1.7, 2.5), (5.6, 4.4), (0.3, 7.2)] {
-        let codec = format!("k=mean+pca/bitalloc(b={key}); v=mean+pca/bitalloc(b={value})");
-        // Whole groups of 16 in pages of 64 tokens are not spread; of one side alone: any pair's.
-        for (dim_k, dim_v, tokens) in [(64, 64, 96), (36, 80, 96), (112, 80, 64), (36, 80, 64)] {
-            let geometry = Geometry { block_tokens: tokens, ..geometry(dim_k, dim_v, DType::F16) };
-            for pages in [&[64, 45][..], &[33], &[1]] {
-                let stored = stored(&geometry, &codec, &layout(pages, 3));
-                agree(&stored, &Ask::last(3, stored.tokens), &codec);
-            }
-        }
-        let geometry = Geometry { block_tokens: 64, ..geometry(96, 128, DType::F16) };
-        let stored = stored(&geometry, &codec, &layout(&[64, 64, 17], 20));
-        for (group, window) in [(1, Some(1)), (4, Some(70)), (5, Some(100))] {
-            agree(&stored, &Ask { window, ..Ask::last(group, stored.tokens - 30) }, &codec);
-        }
-    }
-}
-
-#[test]
 fn integers_are_exact() {
     if !available() {
         return;

@@ -21,8 +21,6 @@ constexpr unsigned GROUP_BLOCKS = GROUP_POSITIONS / STEP_COLUMNS;
 constexpr unsigned GROUP_TILES = 2;
 // Tokens of a page whose tiles are full: where the codes of its groups are is known beforehand.
 constexpr unsigned GROUP_TOKENS = GROUP_TILES * TILE_TOKENS;
-// Outliers of a page that are looked through one by one.
-constexpr unsigned GROUP_OUTLIERS = 32;
 
 template <>
 struct Spreads<Tensor<Groups>> {
@@ -438,26 +436,21 @@ struct Tensor<Groups> : Tensor<BitAlloc> {
         }
     }
 
-    // Calls `use(token, channel, value)` for the outliers of a tile and those behind it, tokens from the tile's
-    // first on. There are few.
+    // Calls `use(token, channel, value)` for the outliers of a page, whose first tile it is. There are few.
     template <class Use>
     KVD_DEVICE static void each_rest(const SideShape& side, const Tile& tile, Use use) {
+        KVD_EXPECT(tile.first_row == 0);
         const SpreadTable& table = spread_table(tile.table);
         unsigned codes = tile.page_tokens / TILE_TOKENS * table.tile_bytes;
         if (KVD_RARELY(!is_full(tile))) {
             codes = code_bytes(table, tile);
         }
         const Outliers all(tile, codes);
-        unsigned at = 0;
-        if (KVD_RARELY(all.count > GROUP_OUTLIERS)) {
-            at = all.from(tile.first_row);
-        }
 #pragma unroll 1
-        for (; at < all.count; at++) {
-            const unsigned row = all.row(at);
+        for (unsigned at = 0; at < all.count; at++) {
             const unsigned channel = all.coefficient(at);
-            if (row >= tile.first_row && channel < side.dim) {
-                use(row - tile.first_row, channel, all.value(at));
+            if (channel < side.dim) {
+                use(all.row(at), channel, all.value(at));
             }
         }
     }
@@ -477,6 +470,10 @@ struct Tensor<Groups> : Tensor<BitAlloc> {
     }
     KVD_DEVICE static uint32_t channel(const SideShape& side, const uint32_t* places, unsigned at) {
         return at < side.spread_places ? place(places, at).channel : ~0u;
+    }
+    // Whether it is the low byte of a channel whose high one is sixteen places before, of the same lane.
+    KVD_DEVICE static bool is_low(const uint32_t* places, unsigned at) {
+        return place(places, at).is_split != 0;
     }
 
     KVD_DEVICE static unsigned place_of(const SideShape& side, const uint32_t* places,

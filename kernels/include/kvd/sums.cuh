@@ -441,7 +441,11 @@ struct Sums<Tensor<Side>, ROWS> {
                 sum = sum * 256.0f + float(three[digit] - bias);
             }
             float& to = out[lane_row() * side.dim + (channel & 0xFFFF)];
-            if constexpr (Spreads<Value>::of_runs) {
+            if constexpr (InGroups<Value>::value) {
+                // A low byte comes behind the high one, with which what was there has shrunk.
+                const float value = sum * unit * Value::step_at(side, places, mine);
+                to = Value::is_low(places, mine) ? to + value * factor : (to + value) * factor;
+            } else if constexpr (Spreads<Value>::of_runs) {
                 // High bytes wait for the low ones.
                 held += sum * unit * Value::step_at(side, places, mine);
                 if (at % 2 == 1 || channel >> 16 == 0) {

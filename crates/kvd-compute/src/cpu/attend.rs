@@ -114,7 +114,9 @@ fn finish(job: &Job<'_>, units: &[Unit<'_>], states: Vec<Vec<PartialState>>) -> 
         let mut unfolded: Vec<f32> =
             merged.iter().flat_map(|state| &state.coefficients).copied().collect();
         let weights: Vec<f32> = merged.iter().map(|state| state.coefficient_weight).collect();
-        side.unfold_values(&mut unfolded, &weights);
+        if weights.iter().any(|weight| *weight > 0.0) {
+            side.unfold_values(&mut unfolded, &weights);
+        }
         let rows = merged.iter().zip(unfolded.chunks_exact(dim_v)).enumerate();
         for (row, (state, unfolded)) in rows {
             let target = payload_row(job, unit, row);

@@ -53,8 +53,7 @@ macro_rules! for_chunks {
 
 /// Whether there are kernels for runs of such lengths.
 pub(super) fn takes(simd: Simd, mut lens: impl Iterator<Item = usize>) -> bool {
-    let set = matches!(simd.set(), InstructionSet::Avx512 | InstructionSet::Amx);
-    set && lens.all(|len| len.is_multiple_of(POSITIONS))
+    simd.set() == InstructionSet::Avx512 && lens.all(|len| len.is_multiple_of(POSITIONS))
 }
 
 /// The tiles of a run.
@@ -77,6 +76,7 @@ pub(super) fn key_dots(
     let (tiles, rows) = (tiles(simd, codes), units.len());
     assert!((1..=VECTOR_ROWS).contains(&rows) && q.sums.len() == rows, "key runs: rows");
     assert!(q.len == codes.len && tiles * TILE <= SPAN, "key runs: positions");
+    assert!(q.bytes.len() >= q.digits * rows * q.len, "key runs: factors");
     assert!(scores.len() >= (rows - 1) * SPAN + tiles * TILE, "key runs: scores");
     let of = (rows, q.digits);
     // SAFETY: a `Simd` of this set exists only where the CPU has it; lengths are as asserted.
@@ -95,6 +95,7 @@ pub(super) fn value_dots(
     let (tiles, rows) = (tiles(simd, codes), units.len());
     assert!((1..=VECTOR_ROWS).contains(&rows) && weights.sums.len() == rows, "value runs: rows");
     assert_eq!(weights.len, tiles * TILE, "value runs: tokens");
+    assert!(weights.bytes.len() >= weights.digits * rows * weights.len, "value runs: factors");
     assert!(out.len() >= (rows - 1) * stride + codes.len, "value runs: output");
     let (of, to) = ((rows, weights.digits), (out, stride));
     // SAFETY: as above.

@@ -86,7 +86,9 @@ impl Keys {
         let channel = |d: usize| std::array::from_fn(|code| entries[code * dims + d]);
         let entries: Vec<[f32; CODES]> = (0..dims).map(channel).collect();
         #[cfg(target_arch = "x86_64")]
-        score_tables_x86::push(simd, &mut keys, queries, &entries);
+        for query in queries.chunks_exact(dim) {
+            score_tables_x86::push(simd, &mut keys, query, &entries);
+        }
         #[cfg(not(target_arch = "x86_64"))]
         let _ = (&mut keys, entries);
         Some(keys)

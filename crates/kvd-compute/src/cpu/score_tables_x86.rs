@@ -36,37 +36,29 @@ macro_rules! by_rows {
     };
 }
 
-/// Takes rows: queries, and what codes stand for by channel of a code.
-pub(super) fn push(simd: Simd, keys: &mut Keys, queries: &[f32], entries: &[[f32; CODES]]) {
+/// Takes the next row: a query, and what codes stand for by channel of a code.
+pub(super) fn push(simd: Simd, keys: &mut Keys, query: &[f32], entries: &[[f32; CODES]]) {
     assert_eq!(simd.set(), InstructionSet::Avx512, "score tables: instruction set");
-    let dim = keys.positions * entries.len();
-    assert_eq!(queries.len(), dim * keys.rows, "score tables: queries");
+    assert_eq!(query.len(), keys.positions * entries.len(), "score tables: query");
     assert!(keys.positions.is_multiple_of(PAIR), "score tables: positions");
-    let mut planes = vec![0f32; dim];
-    let mut ends = vec![[0f32; 2 * PAIR]; keys.positions / PAIR];
-    for query in queries.chunks_exact(dim) {
-        for (d, plane) in planes.chunks_exact_mut(keys.positions).enumerate() {
-            let channels = query[d..].iter().step_by(entries.len());
-            plane.iter_mut().zip(channels).for_each(|(to, from)| *to = *from);
-        }
-        // SAFETY: a `Simd` of this set exists only where the CPU has it.
-        unsafe { push_planes(keys, &planes, entries, &mut ends) };
+    let mut planes = vec![0f32; query.len()];
+    for (d, plane) in planes.chunks_exact_mut(keys.positions).enumerate() {
+        let channels = query[d..].iter().step_by(entries.len());
+        plane.iter_mut().zip(channels).for_each(|(to, from)| *to = *from);
     }
+    // SAFETY: a `Simd` of this set exists only where the CPU has it.
+    unsafe { push_planes(keys, &planes, entries) };
 }
 
-/// The next row, of a query by channel of a code, `[dims, positions]`. `ends` become the least
-/// score of each position and how far it is to the largest, eight and eight.
+/// The same of the query by channel of a code, `[dims, positions]`.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-fn push_planes(
-    keys: &mut Keys,
-    planes: &[f32],
-    entries: &[[f32; CODES]],
-    ends: &mut [[f32; 2 * PAIR]],
-) {
+fn push_planes(keys: &mut Keys, planes: &[f32], entries: &[[f32; CODES]]) {
     let (positions, index) = (keys.positions, keys.units.len());
+    // By pair of quads the least score of each position, then how far it is to the largest.
+    let mut ends = vec![[0f32; 2 * PAIR]; positions / PAIR];
     let mut largest = _mm256_setzero_ps();
     let mut base = 0.0;
-    for (at, ends) in (0..).step_by(PAIR).zip(&mut *ends) {
+    for (at, ends) in (0..).step_by(PAIR).zip(&mut ends) {
         let [least, reach] = ends_of(&planes[at..], (positions, entries));
         largest = _mm256_max_ps(largest, reach);
         // SAFETY: twice eight values.
@@ -85,6 +77,7 @@ fn push_planes(
     if !some {
         return;
     }
+    let entries: Vec<__m512> = entries.iter().map(|entries| load(entries)).collect();
     for (pair, ends) in ends.iter().enumerate() {
         let (factors, inverses) = factors_of(&ends[PAIR..], 1.0 / unit);
         for place in 0..PAIR {
@@ -94,9 +87,7 @@ fn push_planes(
             let mut scores = _mm512_set1_ps(-ends[place]);
             for (d, entries) in entries.iter().enumerate() {
                 let channel = _mm512_set1_ps(planes[d * positions + position]);
-                // SAFETY: sixteen values.
-                let entries = unsafe { _mm512_loadu_ps(entries.as_ptr()) };
-                scores = _mm512_add_ps(scores, _mm512_mul_ps(channel, entries));
+                scores = _mm512_add_ps(scores, _mm512_mul_ps(channel, *entries));
             }
             let scores = _mm512_mul_ps(scores, _mm512_set1_ps(inverses[place]));
             let bytes = _mm512_max_epi32(_mm512_cvtps_epi32(scores), _mm512_setzero_si512());
@@ -140,6 +131,14 @@ fn factors_of(reach: &[f32], of_unit: f32) -> ([u8; PAIR], [f32; PAIR]) {
         (factors[place], inverses[place]) = (factor as u8, of_unit / factor);
     }
     (factors, inverses)
+}
+
+/// A value for each code.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn load(entries: &[f32; CODES]) -> __m512 {
+    // SAFETY: sixteen values.
+    unsafe { _mm512_loadu_ps(entries.as_ptr()) }
 }
 
 /// Writes the scores of some rows of `keys`, [`SPAN`] apart. Only where there is AVX-512 are there

@@ -2,7 +2,7 @@
 
 use crate::PlanError;
 use crate::abi::SideShape;
-use crate::side::{COPY_BYTES, HeadShapes, Kernel, LayerTables, head_shapes};
+use crate::side::{COPY_BYTES, HeadShapes, Kernel, LayerTables, head_shapes, in_groups};
 use crate::table::{CodebookRoom, versions};
 use kvd_codec::ModelCodec;
 use kvd_core::{LayerIndex, Side};
@@ -29,10 +29,13 @@ impl Shapes {
         let rooms = rooms.map(Into::into);
         let mut tables = LayerTables::default();
         let heads = (0..codec.geometry().kv_heads as usize).map(|head| {
+            let of_side = |side| codec.head(layer, side, head);
+            let tokens = codec.geometry().block_tokens;
+            // One kernel reads both.
+            let grouped = Side::BOTH.iter().all(|side| in_groups((of_side(*side), *side), tokens));
             Side::BOTH.map(|side| {
                 let trained = codec.trained_tables(layer, side, head);
-                let tokens = codec.geometry().block_tokens;
-                let of_head = (codec.head(layer, side, head), side, tokens);
+                let of_head = (of_side(side), side, grouped);
                 head_shapes(of_head, trained, &mut tables, rooms[side.index()])
             })
         });
