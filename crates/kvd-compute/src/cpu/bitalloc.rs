@@ -305,6 +305,22 @@ impl Keys {
     }
 }
 
+/// Cuts the weights of some tiles of a few rows; returns what their units are.
+fn cut(
+    simd: Simd,
+    parts: &mut Parts,
+    (rows, tiles): (Range<usize>, Range<usize>),
+    weights: &Scores,
+) -> [f32; ROWS] {
+    parts.reset(tiles.len() * TILE);
+    let mut units = [0f32; ROWS];
+    for (row, unit) in rows.zip(&mut units) {
+        let (weights, largest) = weights.tiles(row, tiles.clone());
+        *unit = parts.push(simd, weights, largest, None).unit;
+    }
+    units
+}
+
 /// Rows of a page in some of its tiles.
 fn rows_of(tile: usize, count: usize) -> Range<usize> {
     tile * TILE..(tile + count) * TILE
@@ -356,30 +372,15 @@ impl Values {
         }
     }
 
-    /// Cuts the weights of some tiles of a few rows; returns what their units are.
-    fn cut(
-        &mut self,
-        simd: Simd,
-        (rows, tiles): (Range<usize>, Range<usize>),
-        weights: &Scores,
-    ) -> [f32; ROWS] {
-        self.parts.reset(tiles.len() * TILE);
-        let mut units = [0f32; ROWS];
-        for (row, unit) in rows.zip(&mut units) {
-            let (weights, largest) = weights.tiles(row, tiles.clone());
-            *unit = self.parts.push(simd, weights, largest, None).unit;
-        }
-        units
-    }
-
     /// Products of bytes, of all runs together.
     fn bytes(&mut self, simd: Simd, (place, count): (Place<'_>, usize), weights: &Scores) {
         let tiles = place.in_span..place.in_span + count;
-        let per_row = self.book.positions.len();
+        // Once for all rows.
+        let codes = self.book.bytes(simd, (place, count));
+        let per_row = codes.per_row;
         for first in (0..weights.rows()).step_by(ROWS).filter(|_| per_row > 0) {
             let rows = first..weights.rows().min(first + ROWS);
-            let units = self.cut(simd, (rows.clone(), tiles.clone()), weights);
-            let codes = self.book.bytes(simd, (place, count));
+            let units = cut(simd, &mut self.parts, (rows.clone(), tiles.clone()), weights);
             let units = &units[..rows.len()];
             let target = Target { units, factors: &[], first: 0, count: per_row };
             let sums = &mut self.sums[rows.start * per_row..rows.end * per_row];
@@ -395,7 +396,8 @@ impl Values {
         let per_row = self.book.positions.len();
         for first in (0..weights.rows()).step_by(VECTOR_ROWS) {
             let rows = first..weights.rows().min(first + VECTOR_ROWS);
-            let units = self.cut(simd, (rows.clone(), in_span..in_span + count), weights);
+            let tiles = in_span..in_span + count;
+            let units = cut(simd, &mut self.parts, (rows.clone(), tiles), weights);
             let weights = (self.parts.rows(0), &units[..rows.len()]);
             let sums = &mut self.sums[rows.start * per_row..rows.end * per_row];
             let mut soon =
