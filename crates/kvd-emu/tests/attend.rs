@@ -4,35 +4,15 @@
 
 mod common;
 
+use common::agree::{agree, layout, value};
 use common::reference::{check, expected, floats};
 use common::run::{run, run_with};
 use common::{Ask, Layout, Stored, geometry, noise};
 use kvd_core::{DType, Geometry, RopePairing, Side};
 use kvd_emu::{Order, available};
 
-/// Roughly normal rows, one channel much larger than the others.
-fn value(side: Side, head: usize, token: usize, channel: usize) -> f32 {
-    let index = ((side.index() * 2 + head) * 4096 + token) * 512 + channel;
-    noise(index) * if channel == 3 { 8.0 } else { 1.0 }
-}
-
-fn layout(pages: &[usize], window: usize) -> Layout {
-    Layout { pages: pages.to_vec(), window }
-}
-
 fn stored(geometry: &Geometry, codec: &str, layout: &Layout) -> Stored {
     Stored::new(geometry, codec, layout, value)
-}
-
-/// Asks in every order of threads, with every part a unit of its own and with all in one.
-fn agree(stored: &Stored, ask: &Ask, what: &str) {
-    let plan = ask.plan(stored, |i| 2.0 * noise(77_777 + i));
-    let wanted = expected(stored, &plan);
-    for (order, parts_per_unit) in Order::EACH.into_iter().zip([1, 100, 2]) {
-        let answer = run(stored, &plan, parts_per_unit, order).unwrap();
-        let what = format!("{what}, {ask:?}, {order:?}, {parts_per_unit} parts");
-        check(&answer, &wanted, &what);
-    }
 }
 
 #[test]

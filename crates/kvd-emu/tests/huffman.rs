@@ -7,35 +7,15 @@ mod common;
 #[path = "huffman/walk.rs"]
 mod walk;
 
+use common::agree::{agree, layout, value};
 use common::reference::{check, expected, floats};
 use common::run::{run, run_within};
-use common::{Ask, Layout, Stored, geometry, noise};
+use common::{Ask, Stored, geometry, noise};
 use kvd_codec::PageReader;
 use kvd_compute::Source;
 use kvd_core::{DType, Geometry, LayerIndex, Side};
 use kvd_cuda::SharedMemory;
 use kvd_emu::{Order, available};
-
-/// Roughly normal rows, one channel much larger than the others.
-fn value(side: Side, head: usize, token: usize, channel: usize) -> f32 {
-    let index = ((side.index() * 2 + head) * 4096 + token) * 512 + channel;
-    noise(index) * if channel == 3 { 8.0 } else { 1.0 }
-}
-
-fn layout(pages: &[usize], window: usize) -> Layout {
-    Layout { pages: pages.to_vec(), window }
-}
-
-/// Asks in every order of threads, with every part a unit of its own and with all in one.
-fn agree(stored: &Stored, ask: &Ask, what: &str) {
-    let plan = ask.plan(stored, |i| 2.0 * noise(77_777 + i));
-    let wanted = expected(stored, &plan);
-    for (order, parts_per_unit) in Order::EACH.into_iter().zip([1, 100, 2]) {
-        let answer = run(stored, &plan, parts_per_unit, order).unwrap();
-        let what = format!("{what}, {ask:?}, {order:?}, {parts_per_unit} parts");
-        check(&answer, &wanted, &what);
-    }
-}
 
 fn conforms(geometry: &Geometry, codec: &str) {
     if !available() {

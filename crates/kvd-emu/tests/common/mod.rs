@@ -1,6 +1,7 @@
 //! Stored sequences, kernels run on them, and what they should answer.
 #![allow(dead_code, reason = "each test file uses its own part")]
 
+pub(crate) mod agree;
 pub(crate) mod reference;
 pub(crate) mod run;
 pub(crate) mod store;

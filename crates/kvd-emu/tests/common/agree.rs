@@ -1,0 +1,28 @@
+//! Rows that most tests store, and questions about them in every order of threads.
+
+use super::reference::{check, expected};
+use super::run::run;
+use super::{Ask, Layout, Stored, noise};
+use kvd_core::Side;
+use kvd_emu::Order;
+
+/// Roughly normal rows, one channel much larger than the others.
+pub(crate) fn value(side: Side, head: usize, token: usize, channel: usize) -> f32 {
+    let index = ((side.index() * 2 + head) * 4096 + token) * 512 + channel;
+    noise(index) * if channel == 3 { 8.0 } else { 1.0 }
+}
+
+pub(crate) fn layout(pages: &[usize], window: usize) -> Layout {
+    Layout { pages: pages.to_vec(), window }
+}
+
+/// Asks in every order of threads, with every part a unit of its own and with all in one.
+pub(crate) fn agree(stored: &Stored, ask: &Ask, what: &str) {
+    let plan = ask.plan(stored, |i| 2.0 * noise(77_777 + i));
+    let wanted = expected(stored, &plan);
+    for (order, parts_per_unit) in Order::EACH.into_iter().zip([1, 100, 2]) {
+        let answer = run(stored, &plan, parts_per_unit, order).unwrap();
+        let what = format!("{what}, {ask:?}, {order:?}, {parts_per_unit} parts");
+        check(&answer, &wanted, &what);
+    }
+}
