@@ -40,6 +40,8 @@ SCORES = "k=vq(d=2,b=4); v=vq(d=2,b=4)"
 SCAN_ROWS = 1_000_000
 # Normal values at about 2.2 and 2.9 bits of entropy; pages of 64 tokens are 8192 codes.
 CODES = [f"k=uniform(rel={step},axis=block)/huffman; v=raw" for step in (0.134, 0.082)]
+# What keeps torch to AVX2; onnxruntime has no such setting and is left out then.
+AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 
 
 class Rows:
@@ -261,7 +263,10 @@ def main():
     parser.add_argument("--block-tokens", type=int, action="append", help="of kvd; may be repeated [64]")
     parser.add_argument("--ggml", action="append", help="NAME=PROGRAM of ggml.cpp; may be repeated")
     parser.add_argument("--huff0", help="the program of huff0.c")
+    parser.add_argument("--avx2", action="store_true", help="attention alone, without wider vectors; ggml built so")
     arguments = parser.parse_args()
+    if arguments.avx2:
+        os.environ |= AVX2
 
     # Threads of kvd's benchmark choose the last core; so do the peers.
     everywhere = os.sched_getaffinity(0)
@@ -272,10 +277,11 @@ def main():
     peers = {}
     if torch:
         peers |= torch_peers(torch, arguments.context, arguments.buffer)
-    if np and onnx and onnxruntime:
+    if np and onnx and onnxruntime and not arguments.avx2:
         peers |= gqa_peers(onnxruntime, onnx, np, arguments.context, arguments.buffer)
-    encoders = faiss_peers(faiss, np) if faiss and np else {}
-    scans = scan_peers(faiss, np) if faiss and np else {}
+    others = faiss and np and not arguments.avx2
+    encoders = faiss_peers(faiss, np) if others else {}
+    scans = scan_peers(faiss, np) if others else {}
     for calls in [*peers.values(), *encoders.values(), *scans.values()]:
         turn(calls, 1)
 
@@ -299,6 +305,7 @@ def main():
         forms = list(itertools.product(arguments.block_tokens or [64], PRECISIONS))
         for tokens, precision in forms:
             more = [*size, "--precision", precision, "--block-tokens", str(tokens)]
+            more += ["--instruction-set", "avx2"] if arguments.avx2 else []
             of_blocks = f", {tokens} tokens a block" if tokens != 64 else ""
             answer = kvd(arguments.kvd, "attend", arguments.codec or ATTEND, *more)
             machine = answer["machine"]
@@ -307,6 +314,9 @@ def main():
                 name += of_blocks
                 attend.add_figure(name, row["cpu_ns"])
                 errors[name] = row["kernel_error"]
+        if arguments.avx2:
+            os.sched_setaffinity(0, {max(everywhere)})
+            continue
         for row in kvd(arguments.kvd, "codec", ENCODE)["rows"]:
             if row["side"] == "v":
                 encode.add_figure(f"kvd v={row['side_spec']}", row["encode_ns"])

@@ -372,8 +372,9 @@ fn check(dim: u32, name: &str, data: Data, asks: &[Ask]) {
             let allowed = match precision {
                 Precision::Single => single,
                 _ if !ROUNDED.contains(&name) => single,
-                // The one set that multiplies single bytes.
+                // The set that multiplies single bytes, and the other that has score tables.
                 Precision::Int8 if simd.set() == InstructionSet::Avx512 => byte,
+                Precision::Int8 if simd.set() == InstructionSet::Avx2 => byte,
                 Precision::Int8 | Precision::Fast => half,
             };
             let answer = backend.attend(&plan).unwrap();

@@ -8,9 +8,9 @@
 #![expect(clippy::needless_range_loop, reason = "indices name registers")]
 
 use super::dots::{BIAS, Lookup, Target, TileCodes};
-use super::dots_512_x86;
+use super::dots_512_x86::{self, for_planes};
 use super::parts::PartRows;
-use super::scores::SPAN;
+use super::scores::{SPAN, TILE};
 use super::simd::{InstructionSet, Simd};
 use std::arch::x86_64::*;
 
@@ -23,19 +23,31 @@ fn kind(lookup: &Lookup) -> u8 {
     if lookup.tables.is_empty() { PLAIN } else { TABLE_16 }
 }
 
-/// Calls `$f::<rows, channels per pass, kind>`.
+/// Calls `$f::<rows, channels per pass, kind, width>`.
+macro_rules! by_rows {
+    ($f:ident, $rows:expr, ($($shape:tt)*), $args:tt) => {
+        match $rows {
+            1 => $f::<1, $($shape)*> $args,
+            2 => $f::<2, $($shape)*> $args,
+            3 => $f::<3, $($shape)*> $args,
+            4 => $f::<4, $($shape)*> $args,
+            rows => unreachable!("{rows} rows"),
+        }
+    };
+}
+
+/// As `by_rows`, whatever the kind and the width.
 macro_rules! by_shape {
-    ($f:ident, $rows:expr, $kind:expr, $args:tt) => {
-        match ($rows, $kind) {
-            (1, PLAIN) => $f::<1, 1, PLAIN> $args,
-            (2, PLAIN) => $f::<2, 1, PLAIN> $args,
-            (3, PLAIN) => $f::<3, 1, PLAIN> $args,
-            (4, PLAIN) => $f::<4, 1, PLAIN> $args,
-            (1, _) => $f::<1, 2, TABLE_16> $args,
-            (2, _) => $f::<2, 2, TABLE_16> $args,
-            (3, _) => $f::<3, 2, TABLE_16> $args,
-            (4, _) => $f::<4, 2, TABLE_16> $args,
-            (rows, kind) => unreachable!("{rows} rows of kind {kind}"),
+    ($f:ident, $rows:expr, $kind:expr, $width:expr, $args:tt) => {
+        match ($kind, $width) {
+            (PLAIN, 1) => by_rows!($f, $rows, (1, PLAIN, 1), $args),
+            (PLAIN, 2) => by_rows!($f, $rows, (1, PLAIN, 2), $args),
+            (PLAIN, 4) => by_rows!($f, $rows, (1, PLAIN, 4), $args),
+            (PLAIN, _) => by_rows!($f, $rows, (1, PLAIN, 8), $args),
+            (_, 1) => by_rows!($f, $rows, (2, TABLE_16, 1), $args),
+            (_, 2) => by_rows!($f, $rows, (2, TABLE_16, 2), $args),
+            (_, 4) => by_rows!($f, $rows, (2, TABLE_16, 4), $args),
+            (_, _) => by_rows!($f, $rows, (2, TABLE_16, 8), $args),
         }
     };
 }
@@ -54,7 +66,7 @@ pub(super) fn key_dots(
             return dots_512_x86::key_dots(codes, lookup, q, out);
         }
         for (codes, at) in codes.tiles() {
-            by_shape!(keys_256, rows, kind, (codes, lookup, q, &mut out[at..]));
+            by_shape!(keys_256, rows, kind, codes.width, (codes, lookup, q, &mut out[at..]));
         }
     }
 }
@@ -72,7 +84,7 @@ pub(super) fn value_dots(
         if simd.set() == InstructionSet::Avx512 {
             dots_512_x86::value_dots(codes, lookup, weights, out);
         } else {
-            by_shape!(values_256, rows, kind, (codes, lookup, weights, out));
+            by_shape!(values_256, rows, kind, codes.width, (codes, lookup, weights, out));
         }
     }
 }
@@ -132,55 +144,59 @@ fn add_256(sum: __m256i, values: [__m256i; 2], parts: [__m256i; 2]) -> __m256i {
     _mm256_add_epi32(sum, _mm256_add_epi32(even, odd))
 }
 
-/// Codes of 32 bytes: `width` bits from `shift` on.
+/// Codes of a plane, from bit `shift` of each byte on.
 #[inline]
 #[target_feature(enable = "avx2")]
-fn cut_256(bytes: __m256i, shift: i64, mask: __m256i) -> __m256i {
-    _mm256_and_si256(_mm256_srl_epi16(bytes, _mm_cvtsi64_si128(shift)), mask)
+fn cut_256<const WIDTH: usize>(bytes: __m256i, shift: usize) -> __m256i {
+    if WIDTH == 8 {
+        return bytes;
+    }
+    // A constant where this is called: one instruction.
+    let down = _mm256_srl_epi16(bytes, _mm_cvtsi64_si128(shift as i64));
+    _mm256_and_si256(down, _mm256_set1_epi8((u8::MAX >> (8 - WIDTH)) as i8))
 }
 
 /// Two accumulators of 8 tokens per row: 8 registers of 16.
 #[target_feature(enable = "avx2")]
-fn keys_256<const R: usize, const DP: usize, const KIND: u8>(
+fn keys_256<const R: usize, const DP: usize, const KIND: u8, const WIDTH: usize>(
     codes: TileCodes<'_>,
     lookup: &Lookup,
     (q, units): (PartRows<'_>, &[f32]),
     out: &mut [f32],
 ) {
-    let TileCodes { bytes, width, per_row, ahead } = codes;
-    let mask = _mm256_set1_epi8((u8::MAX >> (8 - width)) as i8);
-    let groups_of_bytes = bytes.len() / 128;
-    let mut soon = ahead.steps(2 * lookup.dims / DP * (per_row / 4));
+    let TileCodes { bytes, per_row, ahead, .. } = codes;
+    // Groups of four codes that begin a byte, those of one plane.
+    let groups = bytes.len() / 128;
+    let mut soon = ahead.steps(2 * lookup.dims / DP * groups);
     for half in 0..2 {
         let mut sums = [[_mm256_setzero_si256(); 2]; R];
         for pass in (0..lookup.dims).step_by(DP) {
             let tables = tables_256::<DP>(lookup, pass);
-            // The group of bytes that a group of codes lies in, and where in it.
-            let (mut at, mut shift) = (0, 0);
-            for group in 0..per_row / 4 {
+            for group in 0..groups {
                 soon.ask();
-                if at == groups_of_bytes {
-                    (at, shift) = (0, shift + i64::from(width));
-                }
-                // SAFETY: two quarters of 128 bytes, of which there are `groups_of_bytes`.
+                // SAFETY: two quarters of 128 bytes, of which there are `groups`.
                 let quarters = unsafe {
-                    let at = bytes.as_ptr().add(128 * at + 64 * half);
+                    let at = bytes.as_ptr().add(128 * group + 64 * half);
                     [_mm256_loadu_si256(at.cast()), _mm256_loadu_si256(at.add(32).cast())]
                 };
-                at += 1;
-                let quarters = quarters.map(|quarter| cut_256(quarter, shift, mask));
-                for d in 0..DP {
-                    let values = quarters.map(|codes| look_256::<KIND>(codes, tables[d]));
-                    let at = 2 * ((pass + d) * per_row + 4 * group);
-                    for row in 0..R {
-                        let (bytes, at) = (q.bytes.as_ptr(), 2 * row * q.len + at);
-                        // SAFETY: a row has `2 * q.len` bytes, eight for each group.
-                        let parts = unsafe { [four(bytes, at), four(bytes, at + 4)] };
-                        let parts = parts.map(|part| _mm256_set1_epi32(part));
-                        sums[row][0] = add_256(sums[row][0], values[0], parts);
-                        sums[row][1] = add_256(sums[row][1], values[1], parts);
-                    }
+                macro_rules! plane {
+                    ($plane:literal) => {
+                        let codes = quarters.map(|codes| cut_256::<WIDTH>(codes, $plane * WIDTH));
+                        for d in 0..DP {
+                            let values = codes.map(|codes| look_256::<KIND>(codes, tables[d]));
+                            let at = (pass + d) * per_row + 4 * ($plane * groups + group);
+                            for row in 0..R {
+                                let (bytes, at) = (q.bytes.as_ptr(), 2 * (row * q.len + at));
+                                // SAFETY: a row has `2 * q.len` bytes, eight for each group.
+                                let parts = unsafe { [four(bytes, at), four(bytes, at + 4)] };
+                                let parts = parts.map(|part| _mm256_set1_epi32(part));
+                                sums[row][0] = add_256(sums[row][0], values[0], parts);
+                                sums[row][1] = add_256(sums[row][1], values[1], parts);
+                            }
+                        }
+                    };
                 }
+                for_planes!(WIDTH, plane);
             }
         }
         for row in 0..R {
@@ -199,45 +215,50 @@ fn keys_256<const R: usize, const DP: usize, const KIND: u8>(
 
 /// For 8 positions two channels, or one channel of 16: two accumulators per row, 8 registers of 16.
 #[target_feature(enable = "avx2")]
-fn values_256<const R: usize, const DP: usize, const KIND: u8>(
+fn values_256<const R: usize, const DP: usize, const KIND: u8, const WIDTH: usize>(
     codes: TileCodes<'_>,
     lookup: &Lookup,
     (weights, target): (PartRows<'_>, Target<'_>),
     out: &mut [f32],
 ) {
-    let TileCodes { bytes, width, per_row, ahead } = codes;
-    let mask = _mm256_set1_epi8((u8::MAX >> (8 - width)) as i8);
+    let TileCodes { bytes, per_row, ahead, .. } = codes;
     let end = target.first + target.count;
     let positions = if KIND == PLAIN { 16 } else { 8 };
     let blocks = lookup.dims / DP * target.count.div_ceil(positions);
-    let mut soon = ahead.steps(blocks * weights.len / 4);
+    let mut soon = ahead.steps(blocks * WIDTH * weights.len / TILE);
     for pass in (0..lookup.dims).step_by(DP) {
         let tables = tables_256::<2>(lookup, pass);
         for block in (target.first..end).step_by(positions) {
             let lanes = [(end - block).min(8), (end - block).clamp(8, 16) - 8];
             let mut sums = [[_mm256_setzero_si256(); 2]; R];
-            for group in 0..weights.len / 4 {
-                soon.ask();
-                // A tile has eight groups of four tokens, in `width` groups of bytes.
-                let within = (group % 8) & (width as usize - 1);
-                let shift = (group % 8 - within) as i64;
-                let at = group / 8 * codes.tile_bytes() + 4 * (within * per_row + block);
-                let cut =
-                    |at: usize, lanes| cut_256(load_256(&bytes[at..][..4 * lanes]), shift, mask);
-                let first = cut(at, lanes[0]);
-                let values = match KIND {
-                    PLAIN if lanes[1] == 0 => [look_256::<KIND>(first, tables[0]); 2],
-                    PLAIN => [first, cut(at + 32, lanes[1])].map(|c| look_256::<KIND>(c, c)),
-                    _ => tables.map(|table| look_256::<KIND>(first, table)),
-                };
-                for row in 0..R {
-                    let at = 2 * row * weights.len + 8 * group;
-                    let bytes = weights.bytes.as_ptr();
-                    // SAFETY: a row has `2 * weights.len` bytes, eight for each group.
-                    let parts = unsafe { [four(bytes, at), four(bytes, at + 4)] };
-                    let parts = parts.map(|part| _mm256_set1_epi32(part));
-                    sums[row][0] = add_256(sums[row][0], values[0], parts);
-                    sums[row][1] = add_256(sums[row][1], values[1], parts);
+            for (tile, bytes) in bytes.chunks_exact(codes.tile_bytes()).enumerate() {
+                for group in 0..WIDTH {
+                    soon.ask();
+                    let bytes = &bytes[4 * (group * per_row + block)..];
+                    let first = load_256(bytes, lanes[0]);
+                    let loaded = match KIND {
+                        PLAIN if lanes[1] > 0 => [first, load_256(&bytes[32..], lanes[1])],
+                        _ => [first; 2],
+                    };
+                    macro_rules! plane {
+                        ($plane:literal) => {
+                            let cut = |bytes| cut_256::<WIDTH>(bytes, $plane * WIDTH);
+                            let values: [_; 2] = std::array::from_fn(|column| {
+                                look_256::<KIND>(cut(loaded[column]), tables[column])
+                            });
+                            let at = tile * TILE + 4 * ($plane * WIDTH + group);
+                            for row in 0..R {
+                                let (bytes, at) =
+                                    (weights.bytes.as_ptr(), 2 * (row * weights.len + at));
+                                // SAFETY: a row has `2 * weights.len` bytes, eight for each group.
+                                let parts = unsafe { [four(bytes, at), four(bytes, at + 4)] };
+                                let parts = parts.map(|part| _mm256_set1_epi32(part));
+                                sums[row][0] = add_256(sums[row][0], values[0], parts);
+                                sums[row][1] = add_256(sums[row][1], values[1], parts);
+                            }
+                        };
+                    }
+                    for_planes!(WIDTH, plane);
                 }
             }
             for row in 0..R {
@@ -285,18 +306,17 @@ fn add_sums(sums: __m256, (unit, factors): (f32, Option<&[f32]>), out: &mut [f32
     }
 }
 
-/// Up to 32 bytes; the rest of the register is zero.
+/// As many words of the first eight; the rest of the register is zero.
 #[inline]
 #[target_feature(enable = "avx2")]
-fn load_256(bytes: &[u8]) -> __m256i {
-    let mut padded = [0u8; 32];
-    let full: &[u8; 32] = match bytes.first_chunk() {
-        Some(full) => full,
-        None => {
-            padded[..bytes.len()].copy_from_slice(bytes);
-            &padded
-        }
-    };
-    // SAFETY: 32 bytes.
-    unsafe { _mm256_loadu_si256(full.as_ptr().cast()) }
+fn load_256(bytes: &[u8], words: usize) -> __m256i {
+    let bytes = &bytes[..4 * words];
+    if let Some(full) = bytes.first_chunk::<32>() {
+        // SAFETY: 32 bytes.
+        return unsafe { _mm256_loadu_si256(full.as_ptr().cast()) };
+    }
+    let lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    let some = _mm256_cmpgt_epi32(_mm256_set1_epi32(words as i32), lanes);
+    // SAFETY: none but the first words are read.
+    unsafe { _mm256_maskload_epi32(bytes.as_ptr().cast(), some) }
 }

@@ -103,6 +103,8 @@ mod rows;
 mod runs_512_x86;
 mod score_tables;
 #[cfg(target_arch = "x86_64")]
+mod score_tables_avx2_x86;
+#[cfg(target_arch = "x86_64")]
 mod score_tables_x86;
 mod scores;
 mod simd;

@@ -4,10 +4,10 @@
 //! large queries take no digits from small ones.
 
 use super::dots::{TileCodes, wants_bytes};
-#[cfg(target_arch = "x86_64")]
-use super::score_tables_x86;
 use super::scores::Scores;
 use super::simd::{How, InstructionSet, Precision, Simd};
+#[cfg(target_arch = "x86_64")]
+use super::{score_tables_avx2_x86 as avx2, score_tables_x86 as avx512};
 use kvd_codec::HeadSide;
 
 /// Codes of a position.
@@ -35,7 +35,8 @@ pub(crate) struct Keys {
     pub(super) rows: usize,
     /// By quad of positions and row.
     pub(super) tables: Vec<Tables>,
-    /// By quad and row, how many units of the row one of a position's bytes is.
+    /// By quad and row, how many units of the row one of a position's bytes is; in AVX2 those of
+    /// positions that share bytes are side by side.
     pub(super) factors: Vec<[u8; QUAD]>,
     /// By row.
     pub(super) units: Vec<f32>,
@@ -68,7 +69,7 @@ impl Keys {
         (entries, dims): (&[f32], usize),
     ) -> Option<Self> {
         let (rows, positions) = (queries.len() / dim, dim / dims);
-        let fits = simd.set() == InstructionSet::Avx512 && !wants_bytes(simd, rows);
+        let fits = has_kernel(simd) && !wants_bytes(simd, rows);
         // Two quads share bytes.
         let fits = fits && entries.len() == CODES * dims && positions.is_multiple_of(PAIR);
         if !fits || precision != Precision::Int8 || !queries.iter().all(|q| q.is_finite()) {
@@ -79,7 +80,7 @@ impl Keys {
             positions,
             rows,
             tables: vec![Tables([[0; CODES]; QUAD]); count],
-            factors: vec![[0; QUAD]; count],
+            factors: vec![[1; QUAD]; count],
             units: Vec::with_capacity(rows),
             bases: Vec::with_capacity(rows),
         };
@@ -87,7 +88,10 @@ impl Keys {
         let entries: Vec<[f32; CODES]> = (0..dims).map(channel).collect();
         #[cfg(target_arch = "x86_64")]
         for query in queries.chunks_exact(dim) {
-            score_tables_x86::push(simd, &mut keys, query, &entries);
+            match simd.set() {
+                InstructionSet::Avx2 => avx2::push(simd, &mut keys, query, &entries),
+                _ => avx512::push(simd, &mut keys, query, &entries),
+            }
         }
         #[cfg(not(target_arch = "x86_64"))]
         let _ = (&mut keys, entries);
@@ -96,17 +100,25 @@ impl Keys {
 
     /// Scores all rows against a few tiles of codes.
     pub(crate) fn tiles(&self, simd: Simd, codes: TileCodes<'_>, tile: usize, scores: &mut Scores) {
-        assert_eq!(simd.set(), InstructionSet::Avx512, "score tables: instruction set");
+        assert!(has_kernel(simd), "score tables: instruction set");
         assert_eq!((codes.width, codes.per_row), (WIDTH, self.positions), "score tables: codes");
         for first in (0..self.rows).step_by(ROWS) {
             let rows = first..self.rows.min(first + ROWS);
             let out = scores.rows_mut(first, tile);
             #[cfg(target_arch = "x86_64")]
-            score_tables_x86::scores(codes, self, rows, out);
+            match simd.set() {
+                InstructionSet::Avx2 => avx2::scores(codes, self, rows, out),
+                _ => avx512::scores(codes, self, rows, out),
+            }
             #[cfg(not(target_arch = "x86_64"))]
             let _ = (codes, rows, out);
         }
     }
+}
+
+/// Whether scores are looked up with that instruction set.
+fn has_kernel(simd: Simd) -> bool {
+    matches!(simd.set(), InstructionSet::Avx2 | InstructionSet::Avx512)
 }
 
 #[cfg(test)]
@@ -122,14 +134,19 @@ mod tests {
         (i as f32 * 0.7).sin() * (1.0 + (i % 7) as f32)
     }
 
+    /// Levels that have score tables.
+    fn levels() -> impl Iterator<Item = Simd> {
+        let sets = [InstructionSet::Avx2, InstructionSet::Avx512];
+        sets.into_iter().filter_map(Simd::of)
+    }
+
     /// Tables of rows of waves, beside what they stand for.
-    fn filled(rows: usize) -> Option<(Keys, Vec<f32>, Vec<f32>)> {
-        let simd = Simd::of(InstructionSet::Avx512)?;
+    fn filled(simd: Simd, rows: usize) -> (Keys, Vec<f32>, Vec<f32>) {
         let queries: Vec<f32> = (0..rows * POSITIONS * DIMS).map(wave).collect();
         let entries: Vec<f32> = (0..CODES * DIMS).map(|i| wave(i * i + 3)).collect();
         let how = (simd, Precision::Int8);
         let keys = Keys::new(how, (&queries, POSITIONS * DIMS), (&entries, DIMS));
-        Some((keys.expect("tables"), queries, entries))
+        (keys.expect("tables"), queries, entries)
     }
 
     /// The code of a token at a position.
@@ -151,8 +168,9 @@ mod tests {
 
     #[test]
     fn sums_are_those_of_the_tables() {
-        for (rows, tiles) in [(1, 1), (2, 4), (3, 3), (4, 2), (7, 4)] {
-            let Some((keys, ..)) = filled(rows) else { return };
+        let shapes = [(1, 1), (2, 4), (3, 3), (4, 2), (7, 4)];
+        for (simd, (rows, tiles)) in levels().flat_map(|simd| shapes.map(|shape| (simd, shape))) {
+            let (mut keys, ..) = filled(simd, rows);
             let (bytes, mut scores) = (codes(tiles), Scores::new(rows));
             let of_tiles = TileCodes {
                 bytes: &bytes,
@@ -160,60 +178,91 @@ mod tests {
                 per_row: POSITIONS,
                 ahead: Ahead::default(),
             };
-            keys.tiles(Simd::detect(), of_tiles, 4 - tiles, &mut scores);
+            keys.tiles(simd, of_tiles, 4 - tiles, &mut scores);
             for (row, token) in (0..rows).flat_map(|row| (0..SPAN).map(move |t| (row, t))) {
                 let Some(at) = token.checked_sub((4 - tiles) * TILE) else {
                     assert_eq!(scores.row(row)[token], 0.0);
                     continue;
                 };
-                let entry = |position: usize| {
+                let mut entry = |position: usize| {
                     let (quad, place) = (position / QUAD * rows + row, position % QUAD);
                     let byte = keys.tables[quad].0[place][code(at, position)];
-                    i32::from(byte) * i32::from(keys.factors[quad][place])
+                    i32::from(byte) * i32::from(factor(simd, &mut keys, row, position))
                 };
-                let sum = (0..POSITIONS).map(entry).sum::<i32>() as f32;
+                let sum = (0..POSITIONS).map(&mut entry).sum::<i32>() as f32;
                 let want = sum * keys.units[row] + keys.bases[row];
-                assert_eq!(scores.row(row)[token], want, "row {row}, token {token}");
+                assert_eq!(scores.row(row)[token], want, "{simd:?}, row {row}, token {token}");
             }
         }
     }
 
     #[test]
     fn scores_are_those_of_products() {
-        let Some((keys, queries, entries)) = filled(4) else { return };
-        let (bytes, mut scores) = (codes(2), Scores::new(4));
-        let of_tiles =
-            TileCodes { bytes: &bytes, width: WIDTH, per_row: POSITIONS, ahead: Ahead::default() };
-        keys.tiles(Simd::detect(), of_tiles, 0, &mut scores);
-        let (mut off, mut all) = (0f64, 0f64);
-        for (row, token) in (0..4).flat_map(|row| (0..2 * TILE).map(move |t| (row, t))) {
-            let product = |i: usize| {
-                let entry = entries[code(token, i / DIMS) * DIMS + i % DIMS];
-                f64::from(queries[row * POSITIONS * DIMS + i]) * f64::from(entry)
-            };
-            let exact: f64 = (0..POSITIONS * DIMS).map(product).sum();
-            off += (f64::from(scores.row(row)[token]) - exact).powi(2);
-            all += exact.powi(2);
+        for simd in levels() {
+            let (keys, queries, entries) = filled(simd, 4);
+            let (bytes, mut scores) = (codes(2), Scores::new(4));
+            let (width, per_row, ahead) = (WIDTH, POSITIONS, Ahead::default());
+            keys.tiles(simd, TileCodes { bytes: &bytes, width, per_row, ahead }, 0, &mut scores);
+            let (mut off, mut all) = (0f64, 0f64);
+            for (row, token) in (0..4).flat_map(|row| (0..2 * TILE).map(move |t| (row, t))) {
+                let product = |i: usize| {
+                    let entry = entries[code(token, i / DIMS) * DIMS + i % DIMS];
+                    f64::from(queries[row * POSITIONS * DIMS + i]) * f64::from(entry)
+                };
+                let exact: f64 = (0..POSITIONS * DIMS).map(product).sum();
+                off += (f64::from(scores.row(row)[token]) - exact).powi(2);
+                all += exact.powi(2);
+            }
+            // A byte for what 16 codes reach, rounded: some 0.6 % of what they deviate.
+            assert!((off / all).sqrt() < 6e-3, "{simd:?}: {}", (off / all).sqrt());
         }
-        // A byte for what 16 codes reach, rounded: some 0.6 % of what they deviate.
-        assert!((off / all).sqrt() < 6e-3, "{}", (off / all).sqrt());
+    }
+
+    /// How many units a position's byte is.
+    fn factor(simd: Simd, keys: &mut Keys, row: usize, position: usize) -> u8 {
+        match simd.set() {
+            InstructionSet::Avx2 => *avx2::factor_of(keys, row, position),
+            _ => keys.factors[position / QUAD * keys.rows + row][position % QUAD],
+        }
+    }
+
+    /// What codes stand for, and a query of one channel far above the others, or of none.
+    #[test]
+    fn factors_of_positions_that_are_summed_together_fit() {
+        let Some(simd) = Simd::of(InstructionSet::Avx2) else { return };
+        let (positions, some) = (128, 16);
+        for (seed, gain) in (0..50).flat_map(|seed| [1.0, 30.0, 1e6].map(|gain| (seed, gain))) {
+            let mut queries: Vec<f32> = (0..positions).map(|i| wave(i * (seed + 1))).collect();
+            queries[seed] *= gain;
+            let levels: Vec<f32> = (0..CODES).map(|i| wave(i * i + seed)).collect();
+            let how = (simd, Precision::Int8);
+            let mut keys = Keys::new(how, (&queries, positions), (&levels, 1)).unwrap();
+            let mut factor = |position| u32::from(factor(simd, &mut keys, 0, position));
+            for first in (0..positions / 2).step_by(some) {
+                let low: u32 = (first..first + some).map(&mut factor).sum();
+                let high: u32 = (first..first + some).map(|at| factor(positions / 2 + at)).sum();
+                assert!(low + high <= 128, "{seed} {gain}: {low} {high}");
+            }
+            assert!((0..positions).all(|at| (1..=127).contains(&factor(at))), "{seed} {gain}");
+        }
     }
 
     #[test]
     fn queries_of_nothing_score_nothing_and_others_are_no_tables() {
-        let Some(simd) = Simd::of(InstructionSet::Avx512) else { return };
         let new = |simd, precision, query: f32, positions: usize| {
             let queries = vec![query; positions];
             Keys::new((simd, precision), (&queries, positions), (&[0.5; CODES], 1))
         };
-        let keys = new(simd, Precision::Int8, 0.0, 8).unwrap();
-        assert_eq!((&keys.units[..], &keys.bases[..]), (&[0.0][..], &[0.0][..]));
-        // All codes score alike: no unit, but a base.
-        let keys = new(simd, Precision::Int8, 2.0, 8).unwrap();
-        assert_eq!((&keys.units[..], &keys.bases[..]), (&[0.0][..], &[8.0][..]));
-        assert!(new(simd, Precision::Int8, f32::NAN, 8).is_none());
-        assert!(new(simd, Precision::Int8, 1.0, 4).is_none());
-        assert!(new(simd, Precision::Fast, 1.0, 8).is_none());
+        for simd in levels() {
+            let keys = new(simd, Precision::Int8, 0.0, 8).unwrap();
+            assert_eq!((&keys.units[..], &keys.bases[..]), (&[0.0][..], &[0.0][..]));
+            // All codes score alike: no unit, but a base.
+            let keys = new(simd, Precision::Int8, 2.0, 8).unwrap();
+            assert_eq!((&keys.units[..], &keys.bases[..]), (&[0.0][..], &[8.0][..]));
+            assert!(new(simd, Precision::Int8, f32::NAN, 8).is_none());
+            assert!(new(simd, Precision::Int8, 1.0, 4).is_none());
+            assert!(new(simd, Precision::Fast, 1.0, 8).is_none());
+        }
         assert!(new(Simd::available()[0], Precision::Int8, 1.0, 8).is_none());
     }
 }

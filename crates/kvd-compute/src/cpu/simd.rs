@@ -119,7 +119,8 @@ pub enum Precision {
     /// Uniform codes of up to five bits, keys by channel and values by token in groups of whole
     /// 32s, are multiplied as bf16 where the machine has AVX512-BF16.
     /// Other queries times scales of channels or levels of two bytes keep 16 bits, and so do more
-    /// rows than vectors take, where AMX multiplies. Elsewhere it is [`Precision::Fast`].
+    /// rows than vectors take, where AMX multiplies. AVX2 has the score tables alone; elsewhere it
+    /// is [`Precision::Fast`].
     Int8,
 }
 
