@@ -5,6 +5,11 @@ use crate::SharedMemory;
 /// Round trip of a memory access, seconds: what must be under way in the meantime hides it.
 pub(super) const LATENCY_SECONDS: f64 = 700e-9;
 
+/// The share of its highest clock that a GPU is taken to hold under load: 1.7 GHz of an H100's or
+/// H200's 1.98, as budgets for Hopper reckon. No figure is at hand for the others, which are taken
+/// to hold as much: 1.21 GHz of an A100, 2.16 of an RTX 4090 or L40S.
+const SUSTAINED: f64 = 1.7 / 1.98;
+
 /// Limits of one GPU. Per multiprocessor unless said otherwise.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Limits {
@@ -24,7 +29,7 @@ pub struct Limits {
     pub threads: u32,
     /// Resident thread blocks.
     pub blocks: u32,
-    /// Clock, MHz.
+    /// Highest clock, MHz, which is not held under load.
     pub clock_mhz: u32,
     /// Bandwidth of the device's memory, GB/s, on paper.
     pub memory_gbps: u32,
@@ -76,6 +81,11 @@ impl Limits {
     /// paper.
     pub(super) fn under_way_bytes(&self) -> f64 {
         self.bandwidth() * LATENCY_SECONDS / f64::from(self.multiprocessors)
+    }
+
+    /// Clocks per second under load, assumed.
+    pub(super) fn clock(&self) -> f64 {
+        f64::from(self.clock_mhz) * 1e6 * SUSTAINED
     }
 
     /// Bytes of memory per second, on paper.

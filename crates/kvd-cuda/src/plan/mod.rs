@@ -86,7 +86,7 @@ pub enum Exchange {
 pub enum Bound {
     /// Bytes at the memory's bandwidth: the roofline.
     Bytes,
-    /// Instructions, at one per scheduler and clock.
+    /// Instructions, at one per scheduler and clock that is held under load.
     Instructions,
     /// Bytes under way, each for the latency of memory.
     Latency,
@@ -132,15 +132,27 @@ pub struct Plan {
     pub host_tables: bool,
 }
 
-/// What a side stores per value, in bits; an entropy-coded side what it aims at.
+/// What a side stores per value, in bits; of an entropy-coded side what it aims at, or what was
+/// measured of its presets.
 fn bits(side: &SideSpec, geometry: &Geometry, which: Side) -> f64 {
     let implied = side.implied_bits(geometry, which);
     let rate = match side.quantizer {
         Quantizer::Grid { rate } => f64::from(rate),
-        // Half the bits of a fixed width: about what KVComp reports for its steps.
-        _ => side.quantizer.alphabet().map_or(0.0, |codes| f64::from(codes).log2() / 2.0),
+        _ => side.quantizer.alphabet().map_or(0.0, code_bits),
     };
     implied.total().unwrap_or(rate + implied.scales + implied.offsets + implied.header)
+}
+
+/// Bits of a Huffman code of so many levels, as keys and values of `kvcomp` and keys of
+/// `kvcomp-channel` have them on text (docs/quality.md, bits per value less scales, offsets and
+/// headers); of other numbers of levels as large a part of a fixed width.
+fn code_bits(levels: u32) -> f64 {
+    match levels {
+        21 => 3.48,
+        8 => 2.55,
+        5 => 2.11,
+        _ => 0.85 * f64::from(levels).log2(),
+    }
 }
 
 /// The plan, or `None` when not even one thread block fits a multiprocessor.
@@ -286,7 +298,7 @@ impl Plan {
         let lanes = f64::from(self.limits.multiprocessors) * LANES_PER_CLOCK;
         // Heads of more query rows than the counted kernels' have more units.
         let units = f64::from(self.workload.group.div_ceil(ROWS_MAX));
-        units * values / (lanes * f64::from(self.limits.clock_mhz) * 1e6)
+        units * values / (lanes * self.limits.clock())
     }
 
     /// Seconds of a step, predicted, and what they are: the most of what bytes, counted

@@ -49,13 +49,15 @@ fn write_block(f: &mut fmt::Formatter<'_>, plan: &Plan) -> fmt::Result {
     let limits = &plan.limits;
     writeln!(
         f,
-        "{} ({}.{}): {} multiprocessors, {} KiB shared memory each, {} GB/s",
+        "{} ({}.{}): {} multiprocessors, {} KiB shared memory each, {} GB/s, {:.2} GHz assumed \
+         under load",
         limits.name,
         limits.compute[0],
         limits.compute[1],
         limits.multiprocessors,
         limits.shared_bytes >> 10,
-        limits.memory_gbps
+        limits.memory_gbps,
+        limits.clock() / 1e9
     )?;
     let Plan { block, occupancy, .. } = plan;
     writeln!(

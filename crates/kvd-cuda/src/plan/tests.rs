@@ -52,6 +52,27 @@ fn small_codebooks_are_cached_whole_and_large_ones_as_far_as_the_slack_reaches()
 }
 
 #[test]
+fn entropy_coded_pages_take_what_was_measured() {
+    // Bits per value of docs/quality.md.
+    for (preset, stored) in [("kvcomp", 3.19), ("kvcomp-channel", 2.75)] {
+        let plan = of(preset, &Limits::h200());
+        let bits = 8.0 * plan.page_bytes / (131_072.0 * 8.0 * 256.0);
+        assert!((bits - stored).abs() < 0.02, "{preset}: {bits}");
+    }
+}
+
+#[test]
+fn predictions_take_a_clock_that_is_held() {
+    let limits = Limits::h200();
+    // 132 multiprocessors, 128 lanes, 1.7 GHz: 28.7 T lane instructions a second.
+    let values = 131_072.0 * 8.0 * 256.0;
+    let plan = of("kivi-4", &limits);
+    let seconds = plan.counted.unwrap().per_value * values / 28.7e12;
+    assert!((plan.predicted().0 / seconds - 1.0).abs() < 0.01, "{:?}", plan.predicted());
+    assert!(plan.to_string().contains("1.70 GHz assumed under load"), "{plan}");
+}
+
+#[test]
 fn long_sequences_fill_the_gpu_and_large_batches_do_it_without_a_split() {
     let limits = Limits::h100();
     let raw = kvd_codec::resolve("raw").unwrap();
