@@ -18,8 +18,15 @@ pub(super) struct Row {
     pub(super) rules: &'static [Rules],
 }
 
+impl Row {
+    /// Query rows of the kernel, which its name ends with; four where it does not.
+    pub(super) fn query_rows(&self) -> usize {
+        self.kernel.rsplit('_').next().and_then(|rows| rows.parse().ok()).unwrap_or(4)
+    }
+}
+
 /// Of every kernel.
-const ALWAYS: Rules = Rules {
+pub(super) const ALWAYS: Rules = Rules {
     never: &[
         // No power of two.
         "return number < by ? 0 : number / by;",
@@ -40,14 +47,16 @@ const ALWAYS: Rules = Rules {
     ],
     turns: &[],
     unrolled: &[],
+    skipped: &[],
 };
 
 /// No rules.
-const NONE: Rules = Rules { never: &[], always: &[], turns: &[], unrolled: &[] };
+pub(super) const NONE: Rules =
+    Rules { never: &[], always: &[], turns: &[], unrolled: &[], skipped: &[] };
 
 /// So many copies of a warp for 64 tokens, in pieces that the warps share, of which the last,
 /// gains, is nothing.
-const fn copies(pieces: f64, copies: f64) -> [(&'static str, f64); 2] {
+pub(super) const fn copies(pieces: f64, copies: f64) -> [(&'static str, f64); 2] {
     [
         ("for (unsigned part = FIRST + warp_index(); part < PIECES;", pieces / 4.0),
         ("for (; left > 1; left -= 2)", copies / 2.0 / pieces),
@@ -55,19 +64,19 @@ const fn copies(pieces: f64, copies: f64) -> [(&'static str, f64); 2] {
 }
 
 /// Four bits with scales, of 1 KiB a side and stop: 10 KiB.
-const FOUR_BITS: Rules = Rules { turns: &copies(5.0, 20.0), ..NONE };
+pub(super) const FOUR_BITS: Rules = Rules { turns: &copies(5.0, 20.0), ..NONE };
 /// Two bits with scales: 6 KiB.
-const TWO_BITS: Rules = Rules { turns: &copies(5.0, 12.0), ..NONE };
+pub(super) const TWO_BITS: Rules = Rules { turns: &copies(5.0, 12.0), ..NONE };
 /// Two bits without: 4 KiB.
-const TWO_BITS_ALONE: Rules = Rules { turns: &copies(3.0, 8.0), ..NONE };
+pub(super) const TWO_BITS_ALONE: Rules = Rules { turns: &copies(3.0, 8.0), ..NONE };
 /// Four bits without: 8 KiB.
 const FOUR_BITS_ALONE: Rules = Rules { turns: &copies(3.0, 16.0), ..NONE };
 /// Four bits, of values with scales: 9 KiB.
-const POLAR: Rules = Rules { turns: &copies(5.0, 18.0), ..NONE };
+pub(super) const POLAR: Rules = Rules { turns: &copies(5.0, 18.0), ..NONE };
 /// Keys of 128 positions, a lane's sixteen codes of a tile, four at once.
 const IN_FOUR: Rules = Rules { turns: &[("chunk < chunks; chunk++", 4.0)], ..NONE };
 /// Four bits and a scale of each token: 8.4 KiB.
-const TURNED: Rules = Rules { turns: &copies(5.0, 17.0), ..NONE };
+pub(super) const TURNED: Rules = Rules { turns: &copies(5.0, 17.0), ..NONE };
 
 /// Of rows of two bytes: four copies of a thread and side, and gains, which there are none of.
 const HALVES: Rules = Rules {
@@ -315,7 +324,7 @@ const STORED_GRID: Rules = Rules {
     ..NONE
 };
 
-const fn of_tiles(
+pub(super) const fn of_tiles(
     codec: &'static str,
     file: &'static str,
     kernel: &'static str,

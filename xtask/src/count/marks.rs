@@ -19,6 +19,9 @@ pub(super) struct Rules {
     /// Loops whose turns are all unrolled and left early: an operation that every turn has once,
     /// and how many of its copies are executed.
     pub(super) unrolled: &'static [(&'static str, &'static str, usize)],
+    /// Unrolled loops some of whose turns do nothing: an operation that every turn has once, and
+    /// which of the turns are executed.
+    pub(super) skipped: &'static [(&'static str, &'static str, &'static [bool])],
 }
 
 /// Marks what is promised to be rare.
@@ -56,10 +59,10 @@ pub(super) fn left_out(sources: &[Source], rules: &[Rules]) -> (HashSet<Frame>, 
     (out, missing)
 }
 
-/// Lines that only other warps execute.
-pub(super) fn of_others(sources: &[Source], warp: usize) -> HashSet<Frame> {
+/// Lines that only other warps execute, where units have so many query rows.
+pub(super) fn of_others(sources: &[Source], warp: usize, rows: usize) -> HashSet<Frame> {
     let lines = sources.iter().enumerate().flat_map(|(file, source)| {
-        others(source, warp).into_iter().map(move |lines| (file, lines))
+        others(source, warp, rows).into_iter().map(move |lines| (file, lines))
     });
     lines.flat_map(|(file, lines)| lines.map(move |line| Frame { file, line })).collect()
 }
@@ -129,16 +132,16 @@ fn body_lines(source: &Source, at: usize) -> Option<Lines> {
 }
 
 /// What only other warps do.
-fn others(source: &Source, warp: usize) -> Vec<Lines> {
+fn others(source: &Source, warp: usize, rows: usize) -> Vec<Lines> {
     let mut lines = Vec::new();
     for at in source.find("if (") {
         let Some(end) = source.condition_of(at) else { continue };
         let condition = source.text(at + "if (".len(), end);
-        let of_parts: Vec<_> = condition.split("&&").map(|part| holds(part, warp)).collect();
+        let of_parts: Vec<_> = condition.split("&&").map(|part| holds(part, warp, rows)).collect();
         if of_parts.contains(&Some(false)) {
             lines.extend(body_lines(source, end + 1));
         } else if of_parts.iter().all(|part| *part == Some(true))
-            && condition.contains("warp_index()")
+            && ["warp_index()", "row_of("].iter().any(|of_warp| condition.contains(of_warp))
         {
             lines.extend(instead(source, at));
         }
@@ -146,16 +149,18 @@ fn others(source: &Source, warp: usize) -> Vec<Lines> {
     lines
 }
 
-/// Whether a condition holds for some lane of a warp; none where that is not asked by numbers.
-fn holds(condition: &str, warp: usize) -> Option<bool> {
+/// Whether a condition holds for some lane of a warp; none where that is not asked by numbers. Of
+/// one query row the first warp has all, and of others every warp has as many.
+fn holds(condition: &str, warp: usize, rows: usize) -> Option<bool> {
     let words: Vec<&str> = condition.split_whitespace().collect();
     let [index, relation, number] = words[..] else { return None };
     let number: usize = match number {
+        "ROWS" if rows == 1 => rows,
         "WARP_LANES" => super::WARP_LANES,
         number => number.trim_end_matches('u').parse().ok()?,
     };
     let (first, last) = match index {
-        "warp_index()" => (warp, warp),
+        "warp_index()" | "row" | "row_of(own)" | "Mine::row_of(own)" => (warp, warp),
         "thread_index()" => (warp * super::WARP_LANES, (warp + 1) * super::WARP_LANES - 1),
         _ => return None,
     };
@@ -196,7 +201,7 @@ KVD_DEVICE void f() {
     fn lines(rules: Rules, warp: usize) -> Vec<usize> {
         let sources = [Source::new(TEXT)];
         let (mut frames, missing) = left_out(&sources, &[rules]);
-        frames.extend(of_others(&sources, warp));
+        frames.extend(of_others(&sources, warp, 4));
         assert_eq!(missing, ["nowhere"]);
         let mut lines: Vec<usize> = frames.into_iter().map(|frame| frame.line).collect();
         lines.sort_unstable();
@@ -204,13 +209,33 @@ KVD_DEVICE void f() {
     }
 
     #[test]
+    fn the_first_warp_has_the_one_query_row() {
+        for condition in ["row < ROWS", "Mine::row_of(own) < ROWS"] {
+            let of = |rows| [0, 1].map(|warp| holds(condition, warp, rows));
+            assert_eq!(of(1), [Some(true), Some(false)], "{condition}");
+            assert_eq!(of(4), [None; 2], "{condition}");
+        }
+        assert_eq!(
+            [0, 1].map(|warp| holds("row_of(own) >= ROWS", warp, 1)),
+            [Some(false), Some(true)]
+        );
+    }
+
+    #[test]
     fn lines_are_left_out_by_mark_text_and_warp() {
-        let rules = Rules { never: &["nowhere"], always: &[], turns: &[], unrolled: &[] };
+        let rules =
+            Rules { never: &["nowhere"], always: &[], turns: &[], unrolled: &[], skipped: &[] };
         assert_eq!(lines(rules, 1), [3]);
         assert_eq!(lines(rules, 0), [3, 8, 9]);
         let rules = Rules { never: &["if (e)", "for (unsigned i = 0;", "nowhere"], ..rules };
         assert_eq!(lines(rules, 1), [3, 11, 12, 14, 15, 16]);
-        let rules = Rules { never: &["nowhere"], always: &["if (e)"], turns: &[], unrolled: &[] };
+        let rules = Rules {
+            never: &["nowhere"],
+            always: &["if (e)"],
+            turns: &[],
+            unrolled: &[],
+            skipped: &[],
+        };
         assert_eq!(lines(rules, 1), [3, 13, 14, 15, 16, 17]);
     }
 }

@@ -1,6 +1,7 @@
 //! Counts the instructions that a thread of an attention kernel issues for a tile, in the
 //! disassembly for sm_90: `nvcc -lineinfo -cubin`, `nvdisasm -c -gi`. Not measured on a GPU.
 
+mod any;
 mod codecs;
 mod graph;
 mod listing;
@@ -13,7 +14,7 @@ mod turns;
 use crate::kernels;
 use crate::report::Report;
 use anyhow::{Context, Result, bail, ensure};
-use codecs::{ROWS, Row};
+use codecs::Row;
 use listing::Listing;
 use source::Source;
 use std::collections::BTreeMap;
@@ -66,16 +67,21 @@ pub(crate) fn run(root: &Path, arguments: &Arguments, report: &Report) -> Result
     Ok(())
 }
 
+/// All that is counted.
+fn rows() -> impl Iterator<Item = &'static Row> {
+    codecs::ROWS.iter().chain(any::ROWS)
+}
+
 /// The rows that names are of, all without any.
 fn asked(names: &[String]) -> Result<Vec<&'static Row>> {
     let is_of = |row: &Row, name: &String| [row.codec, row.kernel].contains(&&**name);
     for name in names {
-        let known = || ROWS.iter().map(|row| row.codec).collect::<Vec<_>>().join(", ");
-        let is_known = ROWS.iter().any(|row| is_of(row, name));
+        let known = || rows().map(|row| row.codec).collect::<Vec<_>>().join(", ");
+        let is_known = rows().any(|row| is_of(row, name));
         ensure!(is_known, "{name:?} is not counted; known are {}", known());
     }
     let is_asked = |row: &&Row| names.is_empty() || names.iter().any(|name| is_of(row, name));
-    Ok(ROWS.iter().filter(is_asked).collect())
+    Ok(rows().filter(is_asked).collect())
 }
 
 /// A kernel file for sm_90, and its sources by the listing's numbers.
@@ -125,7 +131,7 @@ mod tests {
 
     #[test]
     fn every_name_is_a_codec_or_a_kernel() {
-        assert_eq!(asked(&[]).unwrap().len(), ROWS.len());
+        assert_eq!(asked(&[]).unwrap().len(), rows().count());
         let of = |wanted: &[&str]| {
             let rows = asked(&names(wanted))?;
             Ok::<_, anyhow::Error>(rows.iter().map(|row| row.codec).collect::<Vec<_>>())

@@ -77,7 +77,7 @@ pub(super) fn count(
         if row.whole { Some(graph.loops.len() - 1) } else { loop_over_tiles(&graph, kernel) };
     let tiles = tiles.context("no loop has a barrier")?;
     let counter = Counter { listing, kernel, sources, graph, turnings, tiles };
-    Ok(counter.count(rules))
+    Ok(counter.count(rules, row.query_rows()))
 }
 
 /// The outermost loop with a barrier; of several the one with most instructions.
@@ -93,7 +93,7 @@ fn loop_over_tiles(graph: &Graph, kernel: &Kernel) -> Option<usize> {
 }
 
 impl Counter<'_> {
-    fn count(&self, rules: &[Rules]) -> Count {
+    fn count(&self, rules: &[Rules], query_rows: usize) -> Count {
         let mut parts: [BTreeMap<String, f64>; 3] = Default::default();
         let mut notes = BTreeSet::new();
         let mut path = Path::default();
@@ -105,7 +105,7 @@ impl Counter<'_> {
             notes.insert(format!("no line of the source has `{text}`"));
         }
         for warp in 0..WARPS {
-            let of_others = marks::of_others(self.sources, warp);
+            let of_others = marks::of_others(self.sources, warp, query_rows);
             let mut avoid = self.avoid(&frames, &of_others, &mut notes);
             self.avoid_unrolled(rules, &mut avoid);
             let turns: Vec<f64> = self.turnings.iter().map(|turning| turning.turns).collect();
@@ -237,29 +237,41 @@ impl Counter<'_> {
         Turns { kernel, listing, sources, graph: &self.graph }
     }
 
-    /// Leaves out what unrolled turns beyond those that are executed hold.
+    /// Leaves out what unrolled turns hold that are not executed.
     fn avoid_unrolled(&self, rules: &[Rules], avoid: &mut [Avoid]) {
         for &(text, operation, kept) in rules.iter().flat_map(|rules| rules.unrolled) {
-            let mut seen: BTreeMap<usize, usize> = BTreeMap::new();
-            for (number, block) in self.graph.blocks.iter().enumerate() {
-                for at in block.range.clone() {
-                    let chain = self.kernel.instructions[at].chain;
-                    let is_of_loop = |frame: &Frame| {
-                        let mut loops = self.sources[frame.file].loops.iter();
-                        loops.any(|known| {
-                            known.lines.contains(&frame.line) && known.text.contains(text)
-                        })
-                    };
-                    if self.kernel.instructions[at].operation() == operation
-                        && self.graph.loops[self.tiles].blocks.contains(&number)
-                        && self.listing.chains[chain].iter().any(is_of_loop)
-                    {
-                        let seen = seen.entry(chain).or_default();
-                        *seen += 1;
-                        if *seen > kept {
-                            avoid[number] = Avoid::Always;
-                        }
+            self.avoid_turns((text, operation), |turn| turn >= kept, avoid);
+        }
+        for &(text, operation, turns) in rules.iter().flat_map(|rules| rules.skipped) {
+            self.avoid_turns((text, operation), |turn| !turns[turn % turns.len()], avoid);
+        }
+    }
+
+    /// Leaves out turns of unrolled loops, which an operation tells apart.
+    fn avoid_turns(
+        &self,
+        (text, operation): (&str, &str),
+        is_left_out: impl Fn(usize) -> bool,
+        avoid: &mut [Avoid],
+    ) {
+        let mut seen: BTreeMap<usize, usize> = BTreeMap::new();
+        for (number, block) in self.graph.blocks.iter().enumerate() {
+            for at in block.range.clone() {
+                let chain = self.kernel.instructions[at].chain;
+                let is_of_loop = |frame: &Frame| {
+                    let mut loops = self.sources[frame.file].loops.iter();
+                    loops
+                        .any(|known| known.lines.contains(&frame.line) && known.text.contains(text))
+                };
+                if self.kernel.instructions[at].operation() == operation
+                    && self.graph.loops[self.tiles].blocks.contains(&number)
+                    && self.listing.chains[chain].iter().any(is_of_loop)
+                {
+                    let seen = seen.entry(chain).or_default();
+                    if is_left_out(*seen) {
+                        avoid[number] = Avoid::Always;
                     }
+                    *seen += 1;
                 }
             }
         }

@@ -271,7 +271,7 @@ KVD_DEVICE void both() {
         let (graph, sources) = (Graph::of(kernel), [Source::new(SOURCE)]);
         let turns = Turns { kernel, listing: &listing, sources: &sources, graph: &graph };
         let by_text: &'static [_] = Box::leak(Box::new([(text, 5.0)]));
-        let rules = Rules { never: &[], always: &[], turns: by_text, unrolled: &[] };
+        let rules = Rules { never: &[], always: &[], turns: by_text, unrolled: &[], skipped: &[] };
         let mut all = turns.find(&[rules]);
         assert!(turns.is_body(0, &all[0]), "a copy is seen to be one");
         all.sort_by(|a, b| b.at_once.total_cmp(&a.at_once));

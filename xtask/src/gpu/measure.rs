@@ -16,6 +16,8 @@ const TAIL_BYTES: usize = 2000;
 const SANITIZERS: [&str; 4] = ["memcheck", "racecheck", "initcheck", "synccheck"];
 /// Tests of memory that another process shares.
 const OTHER_PROCESS: &str = "memory of another process";
+/// What a sanitizer says of a GPU that it does not know.
+const REFUSALS: [&str; 2] = ["device not supported", "device is not supported"];
 /// What the benchmark writes.
 const FIGURES: &str = "figures.json";
 
@@ -134,11 +136,32 @@ fn step(name: String, command: &mut Command) -> Done {
             let passed = output.status.success();
             let errors = if passed { &[][..] } else { &output.stderr };
             let all = [&output.stdout[..], errors].concat();
-            let outcome = if passed { "passed" } else { "failed" };
-            (outcome.to_owned(), String::from_utf8_lossy(&all).into_owned())
+            let output = String::from_utf8_lossy(&all).into_owned();
+            let outcome = match (passed, refusal(&output)) {
+                (true, _) => "passed".to_owned(),
+                (false, Some(reason)) => format!("skipped because of the sanitizer's {reason:?}"),
+                (false, None) => "failed".to_owned(),
+            };
+            (outcome, output)
         }
     };
     Done { name, outcome, seconds: start.elapsed().as_secs_f64(), output }
+}
+
+/// The line in which a sanitizer refuses the GPU; none where what it ran failed by itself.
+fn refusal(output: &str) -> Option<&str> {
+    let found = |line: &str| {
+        let errors = line.split_once("ERROR SUMMARY: ").map(|(_, count)| count);
+        line.contains("test result: FAILED") || errors.is_some_and(|count| !count.starts_with("0 "))
+    };
+    if output.lines().any(found) {
+        return None;
+    }
+    let own = output.lines().filter_map(|line| line.strip_prefix("========="));
+    own.map(str::trim).find(|line| {
+        let line = line.to_lowercase();
+        REFUSALS.iter().any(|refusal| line.contains(refusal))
+    })
 }
 
 #[cfg(test)]
@@ -169,6 +192,24 @@ mod tests {
         assert_eq!((failed.outcome.as_str(), failed.output.as_str()), ("failed", "out\nerr\n"));
         let skipped = step("a".to_owned(), &mut Command::new("no-such-program")).outcome;
         assert!(skipped.starts_with("skipped because no-such-program"), "{skipped}");
+    }
+
+    #[test]
+    fn a_sanitizer_that_refuses_the_gpu_is_skipped_and_one_that_finds_something_is_not() {
+        let of = |lines: &str, status: u32| {
+            let mut command = Command::new("sh");
+            command.args(["-c", &format!("printf '{lines}'; exit {status}")]);
+            step("a".to_owned(), &mut command).outcome
+        };
+        let refused = "========= Error: Device not supported. See the list of devices\\n";
+        let outcome = of(&format!("========= COMPUTE-SANITIZER\\n{refused}"), 1);
+        let reason = "Error: Device not supported. See the list of devices";
+        assert_eq!(outcome, format!("skipped because of the sanitizer's {reason:?}"));
+        assert_eq!(of(refused, 0), "passed");
+        assert_eq!(of("Device not supported\\n", 1), "failed", "said by what it ran");
+        for found in ["test result: FAILED. 1 passed", "========= ERROR SUMMARY: 1 error"] {
+            assert_eq!(of(&format!("{refused}{found}\\n"), 1), "failed");
+        }
     }
 
     #[test]

@@ -9,32 +9,76 @@ use kvd_core::Side;
 pub struct Counted {
     /// Lane instructions per stored value.
     pub per_value: f64,
-    /// Whether that is all of them. Of a kernel for any shape only what the one with a preset's
-    /// shape as constants takes was counted, and what its look-ups take more.
+    /// Whether that is all of them. Of most kernels for any shape, and of other numbers of query
+    /// rows than four, only what the one with a preset's shape as constants takes was counted, what
+    /// its look-ups take more, and what scales of values do.
     pub is_all: bool,
 }
 
-/// Of both sides; none where no kernel like the pair's was counted. `is_fixed`: whether the kernel
-/// has the codec's shape as constants; `whole`: whether all entries of a side's codebooks stand in
-/// shared memory.
+/// Query rows of the kernels that were counted.
+const ROWS: u32 = 4;
+
+/// A kernel as it is launched.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Launched {
+    /// Whether products of both sides are on tensor cores.
+    pub(super) on_tensor_cores: bool,
+    /// Whether it has the codec's shape as constants.
+    pub(super) is_fixed: bool,
+    /// Query rows: 1, 4 or 8.
+    pub(super) rows: u32,
+}
+
+/// Of both sides; none where no kernel like the pair's was counted. `whole`: whether all entries of
+/// a side's codebooks stand in shared memory.
 pub(super) fn counted(
     specs: [&SideSpec; 2],
-    (on_tensor_cores, is_fixed): (bool, bool),
+    kernel: Launched,
     whole: [bool; 2],
 ) -> Option<Counted> {
-    if !on_tensor_cores {
+    if !kernel.on_tensor_cores {
         return None;
     }
+    let is_counted = kernel.rows == ROWS;
     if specs.iter().any(|spec| spec.entropy == Entropy::Huffman) {
         let of_tile = decoded(specs)?;
         let codes = Side::BOTH.map(|side| huffman(specs[side.index()], side));
         let per_value = of_tile + (codes[0]? + codes[1]?) / 2.0;
+        return Some(Counted { per_value, is_all: is_counted });
+    }
+    let per_value = of_kernel(specs)?;
+    if kernel.is_fixed {
         return Some(Counted { per_value, is_all: true });
     }
-    let more = if is_fixed { 0.0 } else { looked_up(specs, whole).unwrap_or(0.0) };
-    let is_float = matches!(specs[0].quantizer, Quantizer::Float(_));
-    Some(Counted { per_value: of_kernel(specs)? + more, is_all: is_fixed || is_float })
+    match (&specs[0].quantizer, &specs[1].quantizer) {
+        (Quantizer::Float(_), _) => Some(Counted { per_value, is_all: is_counted }),
+        (keys @ Quantizer::Uniform { mode: UniformMode::Asym, .. }, Quantizer::Uniform { .. }) => {
+            let is_plain = [2, 4].map(|bits| Some(1 << bits)).contains(&keys.alphabet());
+            Some(Counted { per_value: any_uniform(kernel.rows), is_all: is_plain })
+        }
+        (_, Quantizer::Uniform { mode: UniformMode::Asym, .. }) => {
+            Some(Counted { per_value: per_value + SCALED_VALUES, is_all: false })
+        }
+        _ => {
+            let more = looked_up(specs, whole).unwrap_or(0.0);
+            Some(Counted { per_value: per_value + more, is_all: false })
+        }
+    }
 }
+
+/// Of the kernel for any shape of uniform levels of two or four bits, keys with a scale by channel
+/// and values with one by token.
+fn any_uniform(rows: u32) -> f64 {
+    match rows {
+        1 => 6.6,
+        ROWS => 10.0,
+        _ => 14.9,
+    }
+}
+
+/// What values with scales take more for any shape, weights cut and sums, than where the shape is
+/// constant: of `kivi-4` 405 and 149 instructions of two tiles, not 191 and 72.
+const SCALED_VALUES: f64 = (405.0 + 149.0 - 191.0 - 72.0) / 128.0;
 
 /// Of a kernel whole, by `cargo xtask count` (gpu-plan.md, "Attention, counted").
 fn of_kernel(specs: [&SideSpec; 2]) -> Option<f64> {
@@ -54,7 +98,7 @@ fn of_kernel(specs: [&SideSpec; 2]) -> Option<f64> {
             _ => 4.5,
         },
         // Of groups of 1 to 4 bits, mostly 2.
-        (Q::BitAlloc { .. }, Q::BitAlloc { .. }) => 7.2,
+        (Q::BitAlloc { .. }, Q::BitAlloc { .. }) => 7.0,
         _ => return None,
     })
 }
@@ -128,24 +172,42 @@ mod tests {
     use super::*;
     use kvd_codec::resolve;
 
-    fn of(codec: &str, is_fixed: bool) -> Option<Counted> {
+    const FIXED: Launched = Launched { on_tensor_cores: true, is_fixed: true, rows: ROWS };
+    const ANY: Launched = Launched { is_fixed: false, ..FIXED };
+
+    fn of(codec: &str, kernel: Launched) -> Option<Counted> {
         let codec = resolve(codec).unwrap();
-        counted(Side::BOTH.map(|side| codec.side(side)), (true, is_fixed), [true; 2])
+        counted(Side::BOTH.map(|side| codec.side(side)), kernel, [true; 2])
     }
 
     #[test]
     fn every_preset_on_tensor_cores_is_counted() {
         for preset in kvd_codec::presets().iter().filter(|p| p.name != "vq-residual-4") {
-            let counted = of(preset.name, true).unwrap();
+            let counted = of(preset.name, FIXED).unwrap();
             assert!(counted.per_value > 4.0 && counted.is_all, "{}: {counted:?}", preset.name);
-            let any = of(preset.name, false).unwrap();
+            let any = of(preset.name, ANY).unwrap();
             assert!(any.per_value >= counted.per_value, "{}: {any:?}", preset.name);
         }
-        assert!(!of("kivi-4", false).unwrap().is_all);
-        assert_eq!(of("k=vq(d=2,b=4); v=uniform(b=4,axis=token)", false), None);
-        let codec = resolve("raw").unwrap();
-        let sides = Side::BOTH.map(|side| codec.side(side));
-        assert_eq!(counted(sides, (false, false), [true; 2]), None, "on CUDA cores");
+        assert!(!of("polar-4+2", ANY).unwrap().is_all);
+        assert_eq!(of("k=vq(d=2,b=4); v=uniform(b=4,axis=token)", ANY), None);
+        assert_eq!(of("raw", Launched { on_tensor_cores: false, ..ANY }), None);
+    }
+
+    #[test]
+    fn kernels_for_any_shape_and_other_rows_take_what_they_were_counted_to() {
+        let of_rows = |codec, rows| of(codec, Launched { rows, ..ANY }).unwrap();
+        for preset in ["kivi-4", "kivi-2"] {
+            let all = [1, 4, 8].map(|rows| of_rows(preset, rows));
+            assert_eq!(all.map(|counted| counted.per_value), [6.6, 10.0, 14.9], "{preset}");
+            assert!(all.iter().all(|counted| counted.is_all), "{preset}");
+        }
+        let fixed = of("kivi-4", FIXED).unwrap();
+        assert!(fixed.per_value < 0.7 * of_rows("kivi-4", 4).per_value, "{fixed:?}");
+        // Of these what rows do was not counted.
+        for preset in ["raw", "kvd-2", "vecinfer-2"] {
+            assert!(!of_rows(preset, 8).is_all, "{preset}");
+        }
+        assert!(of_rows("raw", 4).is_all && of_rows("kvd-2", 4).is_all);
     }
 
     #[test]
@@ -169,7 +231,7 @@ mod tests {
     fn what_is_not_whole_takes_more() {
         let codec = resolve("vecinfer-1.5").unwrap();
         let sides = Side::BOTH.map(|side| codec.side(side));
-        let of = |whole| counted(sides, (true, false), whole).unwrap();
+        let of = |whole| counted(sides, ANY, whole).unwrap();
         let more = of([false; 2]).per_value - of([true; 2]).per_value;
         // Two instructions of a key's channel, 2.1 of a value's.
         assert!((more - 2.05).abs() < 1e-9, "{more}");

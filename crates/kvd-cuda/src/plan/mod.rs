@@ -21,6 +21,7 @@ pub use limits::Limits;
 pub(crate) use occupancy::SHARED_RESERVED;
 pub use occupancy::{Block, Occupancy};
 
+use crate::side::rows_of;
 use crate::store::encoded_on_host;
 use crate::table::CodebookRoom;
 use fit::Fit;
@@ -197,7 +198,11 @@ pub fn plan(codec: &CodecSpec, workload: &Workload, limits: &Limits) -> Option<P
         products: fit.products,
         counted: counts::counted(
             Side::BOTH.map(|side| codec.side(side)),
-            (fit.products == [None; 2], fit.is_fixed),
+            counts::Launched {
+                on_tensor_cores: fit.products == [None; 2],
+                is_fixed: fit.is_fixed,
+                rows: rows_of(rows),
+            },
             codebooks.map(|books| books.is_none_or(|books| books.shared == books.entries)),
         ),
         splits,
