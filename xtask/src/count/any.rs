@@ -1,5 +1,5 @@
-//! The kernel for any shape of uniform levels, with the shapes of presets: what launches take where no
-//! kernel has the shape as constants, as with one and eight query rows.
+//! The kernel for any shape of uniform levels, with the shapes of presets: what launches take where
+//! no kernel has the shape as constants, as with one and eight query rows.
 
 use super::codecs::{FOUR_BITS, NONE, Row, TWO_BITS, of_tiles};
 use super::marks::Rules;
