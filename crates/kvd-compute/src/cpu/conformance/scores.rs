@@ -9,7 +9,7 @@ fn scores_of_keys_are_those_that_attention_weighs() {
     let asks = [plain, Ask { group: 7, position: 120, window: Some(45), cap: Some(3.0), ..plain }];
     for name in ["raw", "kivi-4", "k=vq(d=2,b=4); v=vq(d=2,b=4)", "kvd-2", "innerq-2", "polar-4+4"]
     {
-        let (mut backend, parts) = filled(&geometry, name, Data::Normal);
+        let (mut backend, parts) = filled(codec(&geometry, name), Data::Normal);
         let load = LoadPlan { model: MODEL, layer: LAYER, dtype: DType::F32, parts: parts.clone() };
         let keys = floats(&backend.load(&load).unwrap().k);
         let levels = Simd::available();

@@ -1,0 +1,89 @@
+//! Head sizes and blocks of every shape, and which of them have kernels.
+
+use super::super::huffman::LaneTiles;
+use super::*;
+
+/// Codecs of every kind of page and kernel.
+const SHAPED: &[&str] = &[
+    "raw",
+    "fp8",
+    "kivi-4",
+    "k=smooth+hadamard/vq(d=2,b=4); v=vq(d=2,b=4)",
+    "vecinfer-2",
+    "kvd-2-fast",
+    "innerq-2",
+    "turbo-4",
+    "polar-4+4",
+    "kvcomp",
+    "kvcomp-channel",
+    "kvd-4",
+    "kvd-2",
+];
+
+#[test]
+fn head_sizes_that_fill_no_register_are_right_too() {
+    let ask = Ask { group: 3, n_q: 1, position: 175, window: None, cap: None };
+    for dim in [80, 96, 128, 136, 256] {
+        for name in SHAPED {
+            // Of 80 channels the last group has 16; of 136 it has 8, and values are decoded.
+            check(&geometry(dim), name, Data::Normal, &[ask]);
+        }
+    }
+}
+
+/// Whether keys and values of a codec are multiplied without being decoded.
+fn kernels(codec: &ModelCodec, simd: Simd) -> [bool; 2] {
+    let [k, v] = Side::BOTH.map(|side| codec.head(LAYER, side, 0));
+    let tiles = [(k, Side::Key), (v, Side::Value)].map(|(head, side)| LaneTiles::new(head, side));
+    let how = (simd, Precision::Fast);
+    let keys = fused::Keys::new(how, k, tiles[0].as_ref(), &vec![1.0; k.dim()]);
+    [keys.is_some(), fused::Values::new(how, v, tiles[1].as_ref(), 1).is_some()]
+}
+
+#[test]
+fn rounded_codecs_have_kernels() {
+    for name in ROUNDED {
+        let codec = codec(&geometry(64), name);
+        for simd in Simd::available() {
+            assert_eq!(kernels(&codec, simd), [true; 2], "{name}, {simd:?}");
+        }
+    }
+}
+
+#[test]
+fn keys_and_values_may_differ_in_size_and_blocks_may_be_longer() {
+    let ask = Ask { group: 3, n_q: 2, position: 174, window: None, cap: None };
+    for name in SHAPED {
+        for (dim_k, dim_v) in [(128, 64), (64, 96)] {
+            check(&geometry_of(dim_k, dim_v), name, Data::Normal, &[ask]);
+        }
+        let blocks = Geometry { block_tokens: 128, ..geometry(64) };
+        check(&blocks, name, Data::Normal, &[Ask { position: 302, ..ask }]);
+    }
+}
+
+/// Whether keys and values of a preset are to have a kernel at that head size.
+fn has_kernels(preset: &str, dim: u32, simd: Simd) -> [bool; 2] {
+    match preset {
+        // Books of their own for groups of channels, of 4096 entries, or two of them one after the
+        // other.
+        "raw" | "cq-2" | "cq-4" | "vq-residual-4" | "vecinfer-3" | "vecinfer-1.5" => [false; 2],
+        // Codes of eight channels, four at a time.
+        "vecinfer-1.25" => [false, dim.is_multiple_of(32)],
+        "fp8" => [simd.set() != InstructionSet::Portable; 2],
+        _ => [true; 2],
+    }
+}
+
+#[test]
+fn presets_have_kernels_at_head_sizes_of_models() {
+    for dim in [64, 80, 96, 128, 256] {
+        for preset in kvd_codec::presets() {
+            let codec = codec(&geometry(dim), preset.name);
+            for simd in Simd::available() {
+                let wanted = has_kernels(preset.name, dim, simd);
+                assert_eq!(kernels(&codec, simd), wanted, "{}, {dim}, {simd:?}", preset.name);
+            }
+        }
+    }
+}
