@@ -46,8 +46,10 @@ impl Keys {
         let grid = side.grid()?;
         let (dim, positions) = (side.dim(), positions(grid, tiles));
         let queries: Vec<f32> = queries.iter().map(|q| q * grid.step()).collect();
-        // Beyond this a sum of products might not fit.
-        if positions.len() > TERMS_MAX || !queries.iter().all(|q| q.is_finite()) {
+        // Beyond this a sum of products might not fit. Positions that fill a quad, between one run
+        // and the next, are multiplied with zero and cannot make a sum larger.
+        let terms = positions.iter().filter(|(_, coefficient)| *coefficient < dim).count();
+        if terms > TERMS_MAX || !queries.iter().all(|q| q.is_finite()) {
             return None;
         }
         let (mut parts, mut units, mut bases) = (Parts::of_queries(how), Vec::new(), Vec::new());

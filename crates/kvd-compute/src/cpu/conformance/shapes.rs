@@ -87,3 +87,31 @@ fn presets_have_kernels_at_head_sizes_of_models() {
         }
     }
 }
+
+/// A calibration whose keys have classes of the coefficient before: runs end within quads.
+fn shifted(calibration: &Calibration) -> Calibration {
+    let mut bytes = calibration.to_bytes();
+    let header = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let text = std::str::from_utf8(&bytes[8..header]).unwrap();
+    let class = &text[text.find("\"0.class\"").unwrap()..];
+    let offsets = &class[class.find("data_offsets\":[").unwrap() + 15..];
+    let offsets = &offsets[..offsets.find(']').unwrap()];
+    let offsets: Vec<usize> = offsets.split(',').map(|at| at.parse().unwrap()).collect();
+    bytes[header..][offsets[0]..offsets[1]].rotate_right(1);
+    Calibration::from_bytes(&bytes).unwrap()
+}
+
+#[test]
+fn keys_of_256_channels_have_a_kernel_though_their_runs_fill_more_positions() {
+    let (geometry, name) = (geometry(256), "kvd-4");
+    let spec = kvd_codec::resolve(name).unwrap();
+    let calibration = shifted(&fitted(&geometry, &spec));
+    let codec = ModelCodec::new(geometry, spec, Some(&calibration)).unwrap();
+    let tiles = LaneTiles::new(codec.head(LAYER, Side::Key, 0), Side::Key).unwrap();
+    assert!(tiles.per_row > 256, "{}", tiles.per_row);
+    for simd in Simd::available() {
+        assert_eq!(kernels(&codec, simd), [true; 2], "{simd:?}");
+    }
+    let ask = Ask { group: 3, n_q: 1, position: 175, window: None, cap: None };
+    check_codec(codec, name, Data::Normal, &[ask]);
+}
