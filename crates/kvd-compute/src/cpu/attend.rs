@@ -13,6 +13,8 @@ use std::ops::Range;
 const UNIT_QUERY_TOKENS: u32 = 32;
 /// Fewest parts (blocks) of one unit: below this a thread's start costs more than it saves.
 const UNIT_PARTS_MIN: usize = 8;
+/// A few units per thread even out their lengths.
+const UNITS_PER_THREAD: usize = 4;
 
 /// A piece of work: some query tokens, one KV head, some parts.
 pub(super) struct Unit<'a> {
@@ -52,21 +54,20 @@ fn run(job: &Job<'_>, unit: &Unit<'_>) -> Result<Vec<PartialState>, BackendError
     unit::run(job, unit)
 }
 
-/// Splits the batch; units of the same query tokens and head follow one another.
-fn units<'a>(job: &Job<'a>) -> Vec<Unit<'a>> {
+/// Splits the batch by work, so that one long sequence among many short ones is not left to a
+/// single thread at the end; units of the same query tokens and head follow one another.
+pub(super) fn units<'a>(job: &Job<'a>) -> Vec<Unit<'a>> {
     let kv_heads = job.reader.codec.geometry().kv_heads as usize;
-    let whole: usize = job
-        .plan
-        .queries
-        .iter()
-        .map(|query| query.n_q.div_ceil(UNIT_QUERY_TOKENS) as usize * kv_heads)
-        .sum();
-    // A few units per thread even out their lengths.
-    let splits_wanted = (4 * job.threads).div_ceil(whole.max(1));
-    let mut units = Vec::with_capacity(whole);
+    let whole = |query: &PlanQuery| query.n_q.div_ceil(UNIT_QUERY_TOKENS) as usize * kv_heads;
+    let queries = &job.plan.queries;
+    let parts: usize = queries.iter().map(|query| whole(query) * query.parts.len()).sum();
+    let parts_per_unit = parts.div_ceil(UNITS_PER_THREAD * job.threads).max(UNIT_PARTS_MIN);
+    let mut units = Vec::with_capacity(queries.iter().map(whole).sum());
     let mut batch_row = 0;
-    for query in &job.plan.queries {
-        let parts_per_unit = query.parts.len().div_ceil(splits_wanted).max(UNIT_PARTS_MIN);
+    for query in queries {
+        // Splits of one query are alike: no thread is left with a short rest.
+        let splits = query.parts.len().div_ceil(parts_per_unit).max(1);
+        let parts_per_split = query.parts.len().div_ceil(splits).max(1);
         for q_start in (0..query.n_q).step_by(UNIT_QUERY_TOKENS as usize) {
             let q = q_start..query.n_q.min(q_start + UNIT_QUERY_TOKENS);
             for head in 0..kv_heads {
@@ -74,7 +75,7 @@ fn units<'a>(job: &Job<'a>) -> Vec<Unit<'a>> {
                 if query.parts.is_empty() {
                     units.push(unit(&query.parts[..]));
                 }
-                units.extend(query.parts.chunks(parts_per_unit).map(unit));
+                units.extend(query.parts.chunks(parts_per_split).map(unit));
             }
         }
         batch_row += query.n_q as usize;

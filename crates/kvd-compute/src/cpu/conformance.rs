@@ -8,6 +8,7 @@ use kvd_codec::{Calibration, CodecSpec, Samples, fit};
 use kvd_core::{DType, Geometry, RopePairing, Side};
 
 mod bits;
+mod ragged;
 mod scores;
 mod shapes;
 
