@@ -10,7 +10,7 @@ use rayon::prelude::*;
 use std::ops::Range;
 
 /// Query tokens of one unit: their accumulators stay in the second-level cache.
-const UNIT_QUERY_TOKENS: u32 = 32;
+pub(super) const UNIT_QUERY_TOKENS: u32 = 32;
 /// Fewest parts (blocks) of one unit: below this a thread's start costs more than it saves.
 const UNIT_PARTS_MIN: usize = 8;
 /// A few units per thread even out their lengths.

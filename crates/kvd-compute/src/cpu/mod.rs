@@ -227,6 +227,15 @@ impl CpuBackend {
         self.precision = precision;
     }
 
+    /// What the precision comes to on the instruction set in use, where `query_tokens` of a
+    /// sequence go through `group` query heads of each KV head: `int8` is [`Precision::Fast`]
+    /// where single bytes are not multiplied or would be no faster.
+    #[must_use]
+    pub fn effective_precision(&self, query_tokens: u32, group: u32) -> Precision {
+        let rows = query_tokens.min(attend::UNIT_QUERY_TOKENS) * group;
+        unit::effective((self.simd, self.precision), rows as usize)
+    }
+
     /// Uses `set` instead of the best there is, to compare or to test.
     ///
     /// # Errors

@@ -9,7 +9,7 @@ use super::float::ROWS;
 use super::fused::{Keys, Place, Values};
 use super::huffman::{self, LaneTiles, Wanted};
 use super::scores::{SPAN, Scores, TILE};
-use super::simd::Precision;
+use super::simd::{How, InstructionSet, Precision};
 use super::softmax::{self, Seen, Sums};
 use super::tile::{Reader, Rows, Span, spans};
 use crate::{BackendError, PartialState, PlanPart};
@@ -75,6 +75,13 @@ impl AtWork {
 /// Tokens of float rows between two such steps, in scores and in sums.
 const SCORE_TOKENS: usize = 8;
 const SUM_TOKENS: usize = 16;
+
+/// What a precision comes to for units of so many rows: only AVX-512 has products of single bytes,
+/// and AMX multiplies factors of two bytes in the time of one.
+pub(super) fn effective((simd, precision): How, rows: usize) -> Precision {
+    let bytes = simd.set() == InstructionSet::Avx512 && !wants_bytes(simd, rows);
+    if precision == Precision::Int8 && !bytes { Precision::Fast } else { precision }
+}
 
 /// A range in pieces of at most `len`.
 fn pieces(range: Range<usize>, len: usize) -> impl Iterator<Item = Range<usize>> {
@@ -154,11 +161,7 @@ impl<'a> Walk<'a> {
         let queries = Queries::new(job, unit, key_side);
         let rows = queries.offsets.len();
         let dim_v = value_side.dim();
-        // AMX multiplies factors of two bytes in the time of one.
-        let precision = match job.precision {
-            Precision::Int8 if wants_bytes(job.simd, rows) => Precision::Fast,
-            precision => precision,
-        };
+        let precision = effective((job.simd, job.precision), rows);
         let how = (job.simd, precision);
         let fast = precision != Precision::Single;
         let coded = |side: &HeadSide| fast && side.lane_runs().is_some();

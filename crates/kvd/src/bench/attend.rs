@@ -27,6 +27,8 @@ pub struct AttendBench {
     pub contexts: Vec<u32>,
     /// Sequences per call.
     pub batch: usize,
+    /// Each sequence of a call is half as long as the one before.
+    pub ragged: bool,
     /// Query tokens per sequence.
     pub query_tokens: u32,
     /// Compute threads; each number of them takes its turn.
@@ -50,9 +52,11 @@ pub struct AttendRow {
     pub codec: String,
     /// Instruction set in use.
     pub instruction_set: &'static str,
+    /// How far kernels did round: `int8` is `fast` where single bytes are not multiplied.
+    pub precision: &'static str,
     /// Compute threads.
     pub threads: usize,
-    /// Cached tokens of a sequence.
+    /// Cached tokens of a sequence, of the longest where they differ.
     pub context: u32,
     /// Stored bits per value, headers and scales included.
     pub bits_per_value: f64,
@@ -145,6 +149,10 @@ impl AttendBench {
         let row = AttendRow {
             codec: codec.to_owned(),
             instruction_set: filled.backend.instruction_set().name(),
+            precision: filled
+                .backend
+                .effective_precision(self.query_tokens, self.shape.group)
+                .name(),
             threads,
             context,
             bits_per_value: filled.block_bytes * 8.0 / values,
@@ -156,7 +164,9 @@ impl AttendBench {
             of_multiply_speed: 0.0,
             kernel_error: 0.0,
         };
-        let tokens = f64::from(context) * self.batch as f64 * f64::from(self.shape.kv_heads);
+        let contexts =
+            (0..self.batch).map(|sequence| f64::from(self.context_of(sequence, context)));
+        let tokens = contexts.sum::<f64>() * f64::from(self.shape.kv_heads);
         let rows_per_head = f64::from(self.shape.group * self.query_tokens);
         let [cpu, wall] = [const { Vec::new() }; 2];
         let mut case = Case { row, filled, plans, tokens, rows_per_head, cpu, wall };
@@ -165,8 +175,17 @@ impl AttendBench {
     }
 
     fn plan(&self, blocks: &[Source], per_sequence: usize, context: u32) -> AttendPlan {
-        let tokens = (self.block_tokens, context);
-        plan_of(&self.shape, self.query_tokens, blocks.chunks(per_sequence), tokens)
+        let sequences = blocks.chunks(per_sequence).enumerate().map(|(sequence, blocks)| {
+            let context = self.context_of(sequence, context);
+            (&blocks[..context.div_ceil(self.block_tokens) as usize], context)
+        });
+        plan_of(&self.shape, self.query_tokens, sequences, self.block_tokens)
+    }
+
+    /// Tokens of a sequence of a call whose longest has `context`.
+    fn context_of(&self, sequence: usize, context: u32) -> u32 {
+        let halvings = if self.ragged { sequence as u32 } else { 0 };
+        context.checked_shr(halvings).unwrap_or(0).max(1)
     }
 
     /// Relative error of attention over a few blocks against f64 over the same decoded rows.
@@ -192,14 +211,14 @@ impl AttendBench {
     }
 }
 
-/// A plan over sequences of so many tokens, given by their blocks of so many.
+/// A plan over sequences, given by their blocks of so many tokens and by their own tokens.
 pub(super) fn plan_of<'a>(
     shape: &Shape,
     query_tokens: u32,
-    sequences: impl Iterator<Item = &'a [Source]>,
-    (block_tokens, context): (u32, u32),
+    sequences: impl Iterator<Item = (&'a [Source], u32)>,
+    block_tokens: u32,
 ) -> AttendPlan {
-    let query = |blocks: &[Source]| PlanQuery {
+    let query = |(blocks, context): (&[Source], u32)| PlanQuery {
         n_q: query_tokens,
         position: context,
         sliding_window: None,

@@ -61,6 +61,8 @@ pub struct Machine {
     pub cores: usize,
     /// Version of kvd.
     pub version: &'static str,
+    /// Commit it was built from, `-dirty` where sources had changed since; `unknown` without git.
+    pub commit: &'static str,
     /// Bytes per nanosecond that one thread reads from memory.
     pub read_gb_per_s: Figure,
     /// f32 multiplications with additions that one thread makes in a nanosecond, from registers.
@@ -80,6 +82,7 @@ impl Machine {
             processor: model.map_or("unknown", |(_, name)| name.trim()).to_owned(),
             cores,
             version: env!("CARGO_PKG_VERSION"),
+            commit: env!("KVD_COMMIT"),
             read_gb_per_s: read_speed(),
             multiply_adds_per_ns: multiply_speed(),
             pinned,

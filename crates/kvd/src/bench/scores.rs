@@ -38,6 +38,8 @@ pub struct ScoresRow {
     pub codec: String,
     /// Instruction set in use.
     pub instruction_set: &'static str,
+    /// How far kernels did round, as of attention.
+    pub precision: &'static str,
     /// Cached tokens.
     pub context: u32,
     /// Stored bits per value of keys, headers included.
@@ -95,6 +97,7 @@ impl ScoresBench {
         let row = ScoresRow {
             codec: codec.to_owned(),
             instruction_set: filled.backend.instruction_set().name(),
+            precision: filled.backend.effective_precision(1, self.shape.group).name(),
             context: self.context,
             bits_per_value: self.key_bits(&filled.blocks),
             cpu_ns: Figure::of(vec![0.0]),
@@ -122,7 +125,7 @@ impl ScoresBench {
     }
 
     fn plan(&self, blocks: &[Source], context: u32) -> AttendPlan {
-        plan_of(&self.shape, 1, std::iter::once(blocks), (self.block_tokens, context))
+        plan_of(&self.shape, 1, std::iter::once((blocks, context)), self.block_tokens)
     }
 
     /// Relative error of the scores of a few blocks.

@@ -8,6 +8,7 @@ use crate::bench::{
 #[cfg(feature = "eval")]
 use crate::bench::{TransportBench, TransportRow};
 use bytesize::ByteSize;
+use clap::builder::RangedU64ValueParser;
 use clap::{Args, Subcommand};
 use kvd_compute::{InstructionSet, Precision};
 use serde::Serialize;
@@ -39,10 +40,10 @@ pub(super) struct CommonArgs {
     #[arg(long, default_value = "llama-3.1-8b", value_parser = parse_shape)]
     shape: Shape,
     /// Tokens per block.
-    #[arg(long, default_value_t = 64)]
+    #[arg(long, default_value_t = 64, value_parser = count::<u32>())]
     block_tokens: u32,
     /// Turns of each codec.
-    #[arg(long, default_value_t = 9)]
+    #[arg(long, default_value_t = 9, value_parser = count::<usize>())]
     rounds: usize,
     /// Print JSON.
     #[arg(long)]
@@ -54,16 +55,19 @@ pub(super) struct AttendArgs {
     #[command(flatten)]
     common: CommonArgs,
     /// Cached tokens of a sequence; several, with commas.
-    #[arg(long, value_delimiter = ',', default_value = "8192")]
+    #[arg(long, value_delimiter = ',', default_value = "8192", value_parser = count::<u32>())]
     context: Vec<u32>,
     /// Sequences per call.
-    #[arg(long, default_value_t = 1)]
+    #[arg(long, default_value_t = 1, value_parser = count::<usize>())]
     batch: usize,
+    /// Each sequence of a call is half as long as the one before.
+    #[arg(long)]
+    ragged: bool,
     /// Query tokens per sequence.
-    #[arg(long, default_value_t = 1)]
+    #[arg(long, default_value_t = 1, value_parser = count::<u32>())]
     query_tokens: u32,
     /// Compute threads; several, with commas.
-    #[arg(long, value_delimiter = ',', default_value = "1")]
+    #[arg(long, value_delimiter = ',', default_value = "1", value_parser = count::<usize>())]
     threads: Vec<usize>,
     /// Pages that calls rotate over, more than the last-level cache holds.
     #[arg(long, default_value = "128MiB")]
@@ -82,7 +86,7 @@ pub(super) struct ScoresArgs {
     #[command(flatten)]
     common: CommonArgs,
     /// Cached tokens.
-    #[arg(long, default_value_t = 8192)]
+    #[arg(long, default_value_t = 8192, value_parser = count::<u32>())]
     context: u32,
     /// Pages that calls rotate over, those of values included.
     #[arg(long, default_value = "128MiB")]
@@ -97,10 +101,10 @@ pub(super) struct StoreArgs {
     #[command(flatten)]
     common: CommonArgs,
     /// Tokens of the prefill.
-    #[arg(long, default_value_t = 1024)]
+    #[arg(long, default_value_t = 1024, value_parser = count::<u32>())]
     tokens: u32,
     /// Compute threads.
-    #[arg(long, default_value_t = 1)]
+    #[arg(long, default_value_t = 1, value_parser = count::<usize>())]
     threads: usize,
 }
 
@@ -110,14 +114,22 @@ pub(super) struct TransportArgs {
     #[command(flatten)]
     common: CommonArgs,
     /// Stored tokens; several, with commas.
-    #[arg(long, value_delimiter = ',', default_value = "64,8192")]
+    #[arg(long, value_delimiter = ',', default_value = "64,8192", value_parser = count::<u32>())]
     context: Vec<u32>,
     /// Query tokens; several, with commas.
-    #[arg(long, value_delimiter = ',', default_value = "1,16")]
+    #[arg(long, value_delimiter = ',', default_value = "1,16", value_parser = count::<u32>())]
     query_tokens: Vec<u32>,
     /// Calls of one turn.
-    #[arg(long, default_value_t = 100)]
+    #[arg(long, default_value_t = 100, value_parser = count::<usize>())]
     calls: usize,
+}
+
+/// At least one of something.
+fn count<T>() -> RangedU64ValueParser<T>
+where
+    T: TryFrom<u64, Error: std::error::Error + Send + Sync> + Clone + Send + Sync + 'static,
+{
+    RangedU64ValueParser::new().range(1..)
 }
 
 fn parse_shape(name: &str) -> Result<Shape, String> {
@@ -159,9 +171,9 @@ pub(super) fn bench(command: BenchCommand) -> Result<String, CliError> {
             let bench = ScoresBench {
                 shape: args.common.shape,
                 codecs: codecs(&args.common, &["raw", "kivi-4", "kivi-2", "vecinfer-2-reg"]),
-                context: args.context.max(1),
-                block_tokens: args.common.block_tokens.max(1),
-                rounds: args.common.rounds.max(1),
+                context: args.context,
+                block_tokens: args.common.block_tokens,
+                rounds: args.common.rounds,
                 buffer_bytes: args.buffer.as_u64(),
                 precision: args.precision,
             };
@@ -183,7 +195,7 @@ pub(super) fn bench(command: BenchCommand) -> Result<String, CliError> {
                 shape: args.common.shape,
                 codecs: codecs(&args.common, &["raw", "fp8", "kivi-4", "kvcomp", "vecinfer-2"]),
                 tokens: args.tokens,
-                threads: args.threads.max(1),
+                threads: args.threads,
                 block_tokens: args.common.block_tokens,
                 rounds: args.common.rounds,
             };
@@ -197,9 +209,9 @@ pub(super) fn bench(command: BenchCommand) -> Result<String, CliError> {
                 codecs: codecs(&args.common, &["kivi-4"]),
                 contexts: args.context.clone(),
                 query_tokens: args.query_tokens.clone(),
-                block_tokens: args.common.block_tokens.max(1),
-                rounds: args.common.rounds.max(1),
-                calls: args.calls.max(1),
+                block_tokens: args.common.block_tokens,
+                rounds: args.common.rounds,
+                calls: args.calls,
             };
             let (machine, rows) = bench.run().map_err(failed)?;
             report(&args.common, machine, rows, transport_table)
@@ -212,11 +224,12 @@ fn attend(args: &AttendArgs) -> AttendBench {
         shape: args.common.shape,
         codecs: codecs(&args.common, &["raw", "fp8", "kivi-4", "kivi-2", "vecinfer-2"]),
         contexts: args.context.clone(),
-        batch: args.batch.max(1),
-        query_tokens: args.query_tokens.max(1),
-        threads: args.threads.iter().map(|threads| (*threads).max(1)).collect(),
-        block_tokens: args.common.block_tokens.max(1),
-        rounds: args.common.rounds.max(1),
+        batch: args.batch,
+        ragged: args.ragged,
+        query_tokens: args.query_tokens,
+        threads: args.threads.clone(),
+        block_tokens: args.common.block_tokens,
+        rounds: args.common.rounds,
         buffer_bytes: args.buffer.as_u64(),
         precision: args.precision,
         instruction_sets: args.instruction_set.clone(),
@@ -244,9 +257,10 @@ fn report<T: Serialize>(
     let read = machine.read_gb_per_s;
     let multiply = machine.multiply_adds_per_ns;
     Ok(format!(
-        "kvd {} on {} ({} cores{}), shape {}\none thread reads {:.1} [{:.1}] GB/s from memory and \
-         makes {:.0} [{:.0}] G f32 multiplications a second\n\n{}",
+        "kvd {} ({}) on {} ({} cores{}), shape {}\none thread reads {:.1} [{:.1}] GB/s from \
+         memory and makes {:.0} [{:.0}] G f32 multiplications a second\n\n{}",
         machine.version,
+        machine.commit,
         machine.processor,
         machine.cores,
         if machine.pinned { ", pinned" } else { "" },
@@ -266,10 +280,11 @@ fn pair(figure: Figure) -> String {
 
 fn attend_table(rows: &[AttendRow]) -> String {
     let mut text = format!(
-        "{:>16} {:>16} {:>9} {:>7} {:>8} {:>8} {:>8} {:>8} {:>8} {:>7} {:>8}  codec\n",
+        "{:>16} {:>16} {:>9} {:>9} {:>7} {:>8} {:>8} {:>8} {:>8} {:>8} {:>7} {:>8}  codec\n",
         "cpu ns [best]",
         "wall ns [best]",
         "set",
+        "precision",
         "threads",
         "context",
         "bits",
@@ -282,10 +297,12 @@ fn attend_table(rows: &[AttendRow]) -> String {
     for row in rows {
         writeln!(
             text,
-            "{:>16} {:>16} {:>9} {:>7} {:>8} {:>8.3} {:>8.2} {:>8.2} {:>7.0}% {:>6.0}% {:>8.1e}  {}",
+            "{:>16} {:>16} {:>9} {:>9} {:>7} {:>8} {:>8.3} {:>8.2} {:>8.2} {:>7.0}% {:>6.0}% \
+             {:>8.1e}  {}",
             pair(row.cpu_ns),
             pair(row.wall_ns),
             row.instruction_set,
+            row.precision,
             row.threads,
             row.context,
             row.bits_per_value,
@@ -302,17 +319,18 @@ fn attend_table(rows: &[AttendRow]) -> String {
 }
 
 fn scores_table(rows: &[ScoresRow]) -> String {
-    let head = ["cpu ns [best]", "set", "context", "bits", "error"];
+    let head = ["cpu ns [best]", "set", "precision", "context", "bits", "error"];
     let mut text = format!(
-        "{:>16} {:>9} {:>8} {:>8} {:>8}  codec\n",
-        head[0], head[1], head[2], head[3], head[4]
+        "{:>16} {:>9} {:>9} {:>8} {:>8} {:>8}  codec\n",
+        head[0], head[1], head[2], head[3], head[4], head[5]
     );
     for row in rows {
         writeln!(
             text,
-            "{:>16} {:>9} {:>8} {:>8.3} {:>8.1e}  {}",
+            "{:>16} {:>9} {:>9} {:>8} {:>8.3} {:>8.1e}  {}",
             pair(row.cpu_ns),
             row.instruction_set,
+            row.precision,
             row.context,
             row.bits_per_value,
             row.kernel_error,
@@ -388,4 +406,77 @@ fn transport_table(rows: &[TransportRow]) -> String {
         .expect("write to a string");
     }
     text + "\nus of one attend, one after another; cpu counts client and daemon\n"
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+    use clap::error::ErrorKind;
+
+    #[derive(Parser)]
+    struct Cli {
+        #[command(subcommand)]
+        command: BenchCommand,
+    }
+
+    fn parsed(arguments: &str) -> Result<BenchCommand, clap::Error> {
+        let arguments = std::iter::once("bench").chain(arguments.split_whitespace());
+        Cli::try_parse_from(arguments).map(|cli| cli.command)
+    }
+
+    /// Each benchmark, as small as it can be.
+    const TINY: &[&str] = &[
+        "attend --shape 2x2x64 --rounds 1 --buffer 64KiB --context 200,1 --batch 3 --ragged",
+        "scores --shape 2x2x64 --rounds 1 --buffer 64KiB --context 70",
+        "codec --shape 2x2x64 --rounds 1 --codec kvcomp",
+        "store --shape 2x2x64 --rounds 1 --tokens 65",
+        #[cfg(feature = "eval")]
+        "transport --shape 2x2x64 --rounds 1 --context 64 --query-tokens 1 --calls 1",
+    ];
+
+    #[test]
+    fn every_benchmark_runs_and_says_what_it_measured_of_which_build() {
+        for arguments in TINY {
+            let json = bench(parsed(&format!("{arguments} --json")).unwrap()).unwrap();
+            let report: serde_json::Value = serde_json::from_str(&json).unwrap();
+            assert!(!report["rows"].as_array().unwrap().is_empty(), "{json}");
+            let commit = report["machine"]["commit"].as_str().unwrap();
+            let number = commit.strip_suffix("-dirty").unwrap_or(commit);
+            let hexadecimal = number.len() >= 7 && number.bytes().all(|b| b.is_ascii_hexdigit());
+            assert!(commit == "unknown" || hexadecimal, "{commit}");
+        }
+    }
+
+    #[test]
+    fn a_precision_is_the_one_that_answers() {
+        let row = |arguments: &str| {
+            let tiny =
+                "attend --shape 1x2x64 --rounds 1 --buffer 64KiB --context 64 --codec kivi-4";
+            let command = parsed(&format!("{tiny} --json {arguments}")).unwrap();
+            let report: serde_json::Value = serde_json::from_str(&bench(command).unwrap()).unwrap();
+            report["rows"][0]["precision"].as_str().unwrap().to_owned()
+        };
+        assert_eq!(row("--precision int8 --instruction-set portable"), "fast");
+        assert_eq!(row("--precision single --instruction-set portable"), "single");
+    }
+
+    #[test]
+    fn nothing_is_measured_of_nothing() {
+        let common = ["rounds", "block-tokens"];
+        let own = [
+            ("attend", &["context", "batch", "query-tokens", "threads"][..]),
+            ("scores", &["context"]),
+            ("codec", &[]),
+            ("store", &["tokens", "threads"]),
+            #[cfg(feature = "eval")]
+            ("transport", &["context", "query-tokens", "calls"]),
+        ];
+        for (name, own) in own {
+            for option in common.iter().chain(own) {
+                let error = parsed(&format!("{name} --{option} 0")).err().unwrap();
+                assert_eq!(error.kind(), ErrorKind::ValueValidation, "{name} --{option}");
+            }
+        }
+    }
 }

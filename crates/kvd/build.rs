@@ -1,0 +1,34 @@
+//! Says which commit a binary was built from, as `KVD_COMMIT`: `unknown` where there is no git, or
+//! where these sources are no checkout of their own.
+
+use std::fs;
+use std::process::Command;
+
+/// The workspace, from here.
+const ROOT: &str = "../..";
+
+fn main() {
+    let commit = commit().unwrap_or_else(|| "unknown".to_owned());
+    println!("cargo:rustc-env=KVD_COMMIT={commit}");
+}
+
+fn commit() -> Option<String> {
+    // A tarball may lie in somebody else's checkout, whose commit says nothing.
+    if !git(&["rev-parse", "--show-prefix"])?.is_empty() {
+        return None;
+    }
+    // Every commit and every change of branch is written down there.
+    let log = git(&["rev-parse", "--path-format=absolute", "--git-path", "logs/HEAD"])?;
+    println!("cargo:rerun-if-changed={log}");
+    // What makes the binary another one than that of the commit.
+    for package in fs::read_dir("..").ok()?.flatten() {
+        println!("cargo:rerun-if-changed={}", package.path().join("src").display());
+    }
+    git(&["describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"])
+}
+
+fn git(arguments: &[&str]) -> Option<String> {
+    let output = Command::new("git").arg("-C").arg(ROOT).args(arguments).output().ok()?;
+    let text = output.status.success().then_some(output.stdout)?;
+    Some(String::from_utf8(text).ok()?.trim().to_owned())
+}
