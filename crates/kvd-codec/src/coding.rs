@@ -35,6 +35,12 @@ impl CodeEncoder<'_> {
         encode::codes(self.side, rows)
     }
 
+    /// Codes that a symbol of the head's table stands for.
+    #[must_use]
+    pub fn codes_per_symbol(&self) -> usize {
+        self.table.group()
+    }
+
     /// Appends the words of codes (`[tokens, dim]`) and returns how many.
     pub fn encode(&self, codes: &[u16], out: &mut Vec<u8>) -> usize {
         let (runs, tables) = ([self.side.trained_run], std::slice::from_ref(self.table));

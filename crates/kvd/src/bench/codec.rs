@@ -4,15 +4,17 @@ use super::data::{LAYER, Normal, bind};
 use super::measure::{Figure, Machine, timed};
 use super::{BenchError, Shape};
 use kvd_codec::{
-    BlockRows, CodecError, CodecSpec, EncodedBlock, ModelCodec, PageError, PageReader,
+    BlockRows, CodeEncoder, CodecError, CodecSpec, EncodedBlock, ModelCodec, PageError, PageReader,
 };
 use kvd_compute::{BackendError, CodeDecoder};
 use kvd_core::{DType, Geometry, Side};
 use serde::Serialize;
+use std::collections::HashMap;
 use std::hint::black_box;
 
-/// Blocks that a turn encodes, all different.
-const BLOCKS: usize = CodeDecoder::PAGES;
+/// Fewest codes of a side, a byte each, between two passes over the same page: no page is read from
+/// the first-level cache, where attention would never find it.
+const CODES_MIN: usize = 1 << 20;
 
 /// What `kvd bench codec` measures.
 #[derive(Clone, Debug)]
@@ -48,6 +50,19 @@ pub struct CodecRow {
     /// Processor time of the attention kernels' Huffman decoder for a code, in nanoseconds; none
     /// where codes are not entropy-coded.
     pub codes_ns: Option<Figure>,
+    /// What Huffman made of the codes, where its tables are trained.
+    pub huffman: Option<HuffmanRow>,
+}
+
+/// Bits of codes beside what Shannon asks for.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct HuffmanRow {
+    /// Codes that a symbol of the table stands for.
+    pub codes_per_symbol: usize,
+    /// Entropy of single codes, bits.
+    pub entropy: f64,
+    /// Bits of a code's words; lengths, scales and headers, which `bits_per_value` counts, apart.
+    pub bits_per_code: f64,
 }
 
 struct Case {
@@ -94,7 +109,11 @@ impl CodecBench {
             Side::Value => (geometry.head_dim_k, spec.key) = (2, raw.key),
         }
         let mut codec = bind(&geometry, spec.clone(), name)?;
-        let blocks: Vec<_> = (0..BLOCKS as u64).map(|seed| rows(&geometry, 200 + seed)).collect();
+        let per_row = geometry.head_dim(side) * geometry.kv_heads as usize;
+        let per_block = per_row * geometry.block_tokens as usize;
+        // All different, and in whole groups of those that are decoded together.
+        let count = CODES_MIN.div_ceil(per_block).next_multiple_of(CodeDecoder::PAGES);
+        let blocks: Vec<_> = (0..count as u64).map(|seed| rows(&geometry, 200 + seed)).collect();
         if codec.needs_tables(LAYER) {
             let blocks: Vec<_> = blocks.iter().map(|block| view(&geometry, block)).collect();
             codec.train_tables(LAYER, &blocks).map_err(BenchError::of(name))?;
@@ -108,9 +127,9 @@ impl CodecBench {
             coding_ns: None,
             decode_ns: Figure::of(vec![0.0]),
             codes_ns: None,
+            huffman: None,
         };
-        let per_row = geometry.head_dim(side) * geometry.kv_heads as usize;
-        let values = (per_row * geometry.block_tokens as usize * BLOCKS) as f64;
+        let values = (per_block * count) as f64;
         let [encode, coding, decode, codes] = [const { Vec::new() }; 4];
         Ok(Case { row, side, codec, blocks, values, encode, coding, decode, codes })
     }
@@ -193,46 +212,83 @@ impl Case {
         Ok(())
     }
 
-    /// Time per code from codes to words, where tables are trained: page after page.
-    fn coding_ns(&self) -> Option<f64> {
+    /// Codes of each head's pages, and what makes words of them; none where no tables are trained.
+    fn coded(&self) -> Vec<(CodeEncoder<'_>, Vec<Vec<u16>>)> {
         let geometry = self.codec.geometry();
         let per_head = geometry.block_tokens as usize * geometry.head_dim(self.side);
-        let (mut codes, mut ns) = (0, 0.0);
-        let mut words = Vec::new();
-        for head in 0..geometry.kv_heads as usize {
+        let of_head = |head: usize| {
             let encoder = self.codec.code_encoder(LAYER, self.side, head)?;
             let rows = self.blocks.iter().map(|block| &block[self.side.index()]);
             let rows = rows.map(|rows| &rows[head * per_head..][..per_head]);
-            let pages: Vec<Vec<u16>> = rows.filter_map(|rows| encoder.codes(rows)).collect();
-            let mut run = || -> usize {
+            Some((encoder, rows.filter_map(|rows| encoder.codes(rows)).collect()))
+        };
+        (0..geometry.kv_heads as usize).filter_map(of_head).collect()
+    }
+
+    /// Time per code from codes to words, where tables are trained: page after page.
+    fn coding_ns(&self) -> Option<f64> {
+        let heads = self.coded();
+        let codes: usize = heads.iter().flat_map(|(_, pages)| pages).map(Vec::len).sum();
+        let mut words = Vec::new();
+        let mut run = || -> usize {
+            let of_head = |(encoder, pages): &(CodeEncoder<'_>, Vec<Vec<u16>>)| -> usize {
                 words.clear();
                 pages.iter().map(|codes| encoder.encode(codes, &mut words)).sum()
             };
-            // Its buffer grows once, and tables come close once, as those of a worker do.
-            black_box(run());
-            ns += timed(|| black_box(run())).1;
-            codes += pages.iter().map(Vec::len).sum::<usize>();
-        }
+            heads.iter().map(of_head).sum()
+        };
+        // Its buffer grows once, as that of a worker does.
+        black_box(run());
+        let ns = timed(|| black_box(run())).1;
         (codes > 0).then_some(ns / codes as f64)
+    }
+
+    /// Bits of codes and of their words, where tables are trained.
+    fn huffman(&self) -> Option<HuffmanRow> {
+        let heads = self.coded();
+        let codes_per_symbol = heads.first()?.0.codes_per_symbol();
+        let (mut codes, mut words, mut entropy) = (0, 0, 0.0);
+        for (encoder, pages) in &heads {
+            let mut counts: HashMap<u16, f64> = HashMap::new();
+            pages.iter().flatten().for_each(|code| *counts.entry(*code).or_default() += 1.0);
+            let total: f64 = counts.values().sum();
+            entropy += counts.values().map(|count| count * (total / count).log2()).sum::<f64>();
+            codes += pages.iter().map(Vec::len).sum::<usize>();
+            let mut out = Vec::new();
+            words += pages.iter().map(|codes| encoder.encode(codes, &mut out)).sum::<usize>();
+        }
+        let per_code = |bits: f64| bits / codes as f64;
+        let (entropy, bits_per_code) = (per_code(entropy), per_code(16.0 * words as f64));
+        (codes > 0).then_some(HuffmanRow { codes_per_symbol, entropy, bits_per_code })
     }
 
     /// Time per code of the attention kernels' decoder, where there are codes for it.
     fn codes_ns(&self, blocks: &[(Vec<u8>, EncodedBlock)]) -> Result<Option<f64>, BackendError> {
-        let (mut codes, mut ns) = (0, 0.0);
+        let mut heads = Vec::new();
         for head in 0..self.codec.geometry().kv_heads as usize {
             let side = self.codec.head(LAYER, self.side, head);
-            let Some(mut decoder) = CodeDecoder::new(side, self.side) else { continue };
-            let pages = self.open(blocks, head)?;
-            // Its buffers grow once, as those of a worker do.
-            decoder.decode(&pages)?;
-            let (decoded, took, _) = timed(|| decoder.decode(&pages));
-            codes += decoded?;
-            ns += took;
+            if let Some(decoder) = CodeDecoder::new(side, self.side) {
+                heads.push((decoder, self.open(blocks, head)?));
+            }
         }
+        let mut run = || -> Result<usize, BackendError> {
+            let mut codes = 0;
+            for (decoder, pages) in &mut heads {
+                for pages in pages.chunks(CodeDecoder::PAGES) {
+                    codes += decoder.decode(pages)?;
+                }
+            }
+            Ok(codes)
+        };
+        // Buffers grow once, as those of a worker do.
+        run()?;
+        let (codes, ns, _) = timed(run);
+        let codes = codes?;
         Ok((codes > 0).then_some(ns / codes as f64))
     }
 
     fn finish(mut self) -> CodecRow {
+        self.row.huffman = self.huffman();
         self.row.encode_ns = Figure::of(self.encode);
         self.row.decode_ns = Figure::of(self.decode);
         self.row.coding_ns = (!self.coding.is_empty()).then(|| Figure::of(self.coding));

@@ -15,7 +15,7 @@ mod store;
 mod transport;
 
 pub use attend::{AttendBench, AttendRow};
-pub use codec::{CodecBench, CodecRow};
+pub use codec::{CodecBench, CodecRow, HuffmanRow};
 pub use measure::{Figure, Machine};
 pub use scores::{ScoresBench, ScoresRow};
 pub use store::{StoreBench, StoreRow};

@@ -2,8 +2,8 @@
 
 use super::CliError;
 use crate::bench::{
-    AttendBench, AttendRow, BenchError, CodecBench, CodecRow, Figure, Machine, SHAPES, ScoresBench,
-    ScoresRow, Shape, StoreBench, StoreRow, shape,
+    AttendBench, AttendRow, BenchError, CodecBench, CodecRow, Figure, HuffmanRow, Machine, SHAPES,
+    ScoresBench, ScoresRow, Shape, StoreBench, StoreRow, shape,
 };
 #[cfg(feature = "eval")]
 use crate::bench::{TransportBench, TransportRow};
@@ -342,22 +342,41 @@ fn scores_table(rows: &[ScoresRow]) -> String {
 }
 
 fn codec_table(rows: &[CodecRow]) -> String {
-    let head =
-        ["encode ns [best]", "GB/s f16", "decode ns [best]", "codes in", "codes out", "bits"];
     let mut text = format!(
-        "{:>18} {:>9} {:>18} {:>18} {:>18} {:>8}  side\n",
-        head[0], head[1], head[2], head[3], head[4], head[5]
+        "{:>18} {:>9} {:>18} {:>18} {:>18} {:>11} {:>7} {:>7} {:>8}  side\n",
+        "encode ns [best]",
+        "GB/s f16",
+        "decode ns [best]",
+        "codes in",
+        "codes out",
+        "codes/symb.",
+        "entropy",
+        "coded",
+        "bits"
     );
     let codes = |ns: Option<Figure>| ns.map_or_else(|| "-".to_owned(), pair);
     for row in rows {
+        let huffman = row.huffman.map_or_else(
+            || ["-", "-", "-"].map(str::to_owned),
+            |HuffmanRow { codes_per_symbol, entropy, bits_per_code }| {
+                [
+                    codes_per_symbol.to_string(),
+                    format!("{entropy:.3}"),
+                    format!("{bits_per_code:.3}"),
+                ]
+            },
+        );
         writeln!(
             text,
-            "{:>18} {:>9.3} {:>18} {:>18} {:>18} {:>8.3}  {}={}",
+            "{:>18} {:>9.3} {:>18} {:>18} {:>18} {:>11} {:>7} {:>7} {:>8.3}  {}={}",
             pair(row.encode_ns),
             row.encode_gb_per_s,
             pair(row.decode_ns),
             codes(row.coding_ns),
             codes(row.codes_ns),
+            huffman[0],
+            huffman[1],
+            huffman[2],
             row.bits_per_value,
             row.side,
             row.side_spec
@@ -365,7 +384,8 @@ fn codec_table(rows: &[CodecRow]) -> String {
         .expect("write to a string");
     }
     text + "\nns per value on one thread; decode is the reference decoder, codes in those that are \
-            made words of alone, codes out those that attention's Huffman decoder reads\n"
+            made words of alone, codes out those that attention's Huffman decoder reads\nentropy \
+            of single codes, what their words take (coded), and all that is stored, in bits\n"
 }
 
 fn store_table(rows: &[StoreRow]) -> String {
@@ -446,6 +466,23 @@ mod tests {
             let hexadecimal = number.len() >= 7 && number.bytes().all(|b| b.is_ascii_hexdigit());
             assert!(commit == "unknown" || hexadecimal, "{commit}");
         }
+    }
+
+    #[test]
+    fn words_of_codes_are_held_against_their_entropy() {
+        let codecs = "--codec k=uniform(b=4,axis=block)/huffman;v=raw --codec kivi-4";
+        let command = parsed(&format!("codec --shape 2x2x64 --rounds 1 --json {codecs}")).unwrap();
+        let report: serde_json::Value = serde_json::from_str(&bench(command).unwrap()).unwrap();
+        let rows = report["rows"].as_array().unwrap();
+        let huffman = &rows[0]["huffman"];
+        let [entropy, bits_per_code] =
+            ["entropy", "bits_per_code"].map(|figure| huffman[figure].as_f64().unwrap());
+        // A Huffman code of single symbols takes less than a bit more than their entropy, and words
+        // hold some bits that no code needs.
+        assert!(entropy > 2.0 && entropy < 4.0, "{huffman:?}");
+        assert!((entropy..entropy + 1.0).contains(&bits_per_code), "{huffman:?}");
+        assert!(bits_per_code < rows[0]["bits_per_value"].as_f64().unwrap(), "{huffman:?}");
+        assert!(rows[1..].iter().all(|row| row["huffman"].is_null()), "{rows:?}");
     }
 
     #[test]
