@@ -43,12 +43,24 @@ pub enum PlanError {
         /// Rows of the values.
         values: u16,
     },
+    /// A page says that it has more rows than blocks have.
+    #[error("the page at offset {offset} has {tokens} rows; blocks have {max}")]
+    TooLong {
+        /// Offset of the keys' page.
+        offset: u64,
+        /// Its rows.
+        tokens: u16,
+        /// Rows of a block.
+        max: u32,
+    },
 }
 
 impl Coded for PlanError {
     fn code(&self) -> ErrorCode {
         match self {
-            Self::UnknownPage(_) | Self::Lengths { .. } => ErrorCode::CorruptPage,
+            Self::UnknownPage(_) | Self::Lengths { .. } | Self::TooLong { .. } => {
+                ErrorCode::CorruptPage
+            }
             _ => ErrorCode::InvalidCodec,
         }
     }

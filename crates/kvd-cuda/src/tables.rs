@@ -269,12 +269,17 @@ impl Builder<'_> {
                     let (keys, values) = (keys.tokens, values.tokens);
                     return Err(PlanError::Lengths { offset: key, keys, values });
                 }
+                // Kernels have shared memory for the tiles of a block.
+                let (tokens, max) = (keys.tokens, self.codec.geometry().block_tokens);
+                if u32::from(tokens) > max {
+                    return Err(PlanError::TooLong { offset: key, tokens, max });
+                }
                 let header = HEADER_BYTES as u64;
                 let gain_bytes = values.gain_bytes() as u32;
                 Ok(PageEntry {
                     key: key + header,
                     value: value + header,
-                    tokens: u32::from(keys.tokens),
+                    tokens: u32::from(tokens),
                     first_row: *first_row,
                     key_bytes: keys.payload_len,
                     value_bytes: values.payload_len - gain_bytes,

@@ -7,8 +7,11 @@ mod common;
 use common::{Ask, Layout, Stored, geometry, noise};
 use kvd_codec::resolve;
 use kvd_compute::{AttendPlan, PlanPart};
-use kvd_core::{DType, Geometry, Side};
-use kvd_cuda::{Block, Choices, Exchange, Launch, Limits, Plan, Shapes, Tables, Workload, plan};
+use kvd_core::{Coded, DType, ErrorCode, Geometry, Side};
+use kvd_cuda::{
+    Block, Choices, Exchange, Launch, Limits, Options, Plan, PlanError, Shapes, Tables, Workload,
+    plan,
+};
 use std::sync::Arc;
 
 const BLOCK_TOKENS: u32 = 64;
@@ -171,4 +174,26 @@ fn heads_that_are_stored_differently_take_what_fits_all() {
     let layer = kvd_core::LayerIndex(0);
     let both = Choices::of_layer(&codec, layer, 4, &limits).unwrap();
     assert_eq!(both.resident, kvd.resident);
+}
+
+#[test]
+fn headers_that_say_other_lengths_than_pages_have_are_refused() {
+    let mut stored = stored("kivi-4");
+    let offsets: Vec<u64> = stored.headers.keys().copied().collect();
+    let (first, longer) = (*offsets.iter().min().unwrap(), BLOCK_TOKENS as u16 + 1);
+    let refusal = |stored: &Stored| {
+        let ask = step(stored, 4, 1, BLOCK_TOKENS);
+        let shapes = Shapes::new(&stored.codec, ask.layer, [0usize; 2]);
+        let header = |offset: u64| stored.headers.get(&offset).copied();
+        let (shared, channel_split) = (common::run::SHARED, 1);
+        let options = Options { parts_per_unit: 1, shared, chunks: None, channel_split };
+        Tables::new(&ask, &stored.codec, &shapes, &header, options).unwrap_err()
+    };
+    stored.headers.get_mut(&first).unwrap().tokens = longer;
+    let error = refusal(&stored);
+    assert!(matches!(error, PlanError::Lengths { keys, .. } if keys == longer), "{error}");
+    stored.headers.values_mut().for_each(|header| header.tokens = longer);
+    let error = refusal(&stored);
+    let wanted = PlanError::TooLong { offset: first, tokens: longer, max: BLOCK_TOKENS };
+    assert_eq!((error.code(), error), (ErrorCode::CorruptPage, wanted));
 }

@@ -94,7 +94,6 @@ struct GroupLevels {
     KVD_DEVICE static uint32_t apart(uint32_t nibbles) {
         return bytes_of(nibbles & 0x0F0F, nibbles >> 4 & 0x0F0F, 0x5140);
     }
-
 };
 
 // A lane's codes of a group of keys, those of one token: nibbles of quads `lane % 2` and two further on, of the
