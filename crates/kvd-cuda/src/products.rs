@@ -25,6 +25,8 @@ const QUAD: u32 = 4;
 const WEIGHT_SETS_MAX: usize = 4;
 /// Terms of a query that are cut for every tile at most: `KEPT` of `scores.cuh`, quads of 32 lanes.
 const CUT_TERMS_MAX: u32 = 2 * 32 * QUAD;
+/// Widest codes to whose bytes a sign can be added.
+const SIGNED_BITS_MAX: u32 = 7;
 /// Words beside digits for each row: unit, base, and what three sums begin with.
 const ROW_WORDS: usize = 5;
 /// Bytes of a `SpreadPosition` of `spread.cuh`.
@@ -63,8 +65,7 @@ fn of_bytes((pair, variant): (Pair, Variant)) -> bool {
 
 /// Tiles that it works on together: `Together` of `stops.cuh`.
 pub(crate) fn tiles_together((pair, variant): (Pair, Variant)) -> usize {
-    let takes_turns = [Kernel::BitAlloc, Kernel::Hybrid].contains(&pair.keys);
-    let spreads = takes_turns && variant != Variant::Groups;
+    let spreads = pair.keys == Kernel::BitAlloc && variant != Variant::Groups;
     if of_bytes((pair, variant)) && !pair.huffman && !spreads { 2 } else { 1 }
 }
 
@@ -117,7 +118,7 @@ fn fits(pair: Pair, key: &SideShape, value: &SideShape) -> bool {
         if is_half(shape) {
             return shape.dim.is_multiple_of(HALF_TERMS as u32) && shape.dim <= HALF_DIM_MAX;
         }
-        if [Kernel::BitAlloc as u32, Kernel::Hybrid as u32].contains(&shape.kind) {
+        if shape.kind == Kernel::BitAlloc as u32 {
             let places = side == Side::Key || shape.spread_places <= VALUE_DIM_MAX;
             return shape.spread_bytes > 0 && places;
         }
@@ -129,6 +130,7 @@ fn fits(pair: Pair, key: &SideShape, value: &SideShape) -> bool {
             && (side == Side::Key || shape.dim <= dim_max)
             && (shape.kind != Kernel::Uniform as u32 || folds(side, shape))
             && (shape.kind != Kernel::Polar as u32 || fits_polar(shape))
+            && (shape.kind != Kernel::Hybrid as u32 || is_of_steps(side, shape))
     };
     of_side(Side::Key, key) && of_side(Side::Value, value)
 }
@@ -175,6 +177,17 @@ fn folds(side: Side, shape: &SideShape) -> bool {
     }
 }
 
+/// Whether, of groups that choose their mode, one has all of a token's channels of a step of the
+/// products of keys, or all of a channel's tokens of a tile of values.
+fn is_of_steps(side: Side, shape: &SideShape) -> bool {
+    let whole = |number: u32| number.is_multiple_of(STEP_TERMS as u32);
+    let is_one = match side {
+        Side::Key => shape.scale_tokens == 1 && whole(shape.scale_channels) && whole(shape.dim),
+        Side::Value => shape.scale_channels == 1 && has_one_row(shape),
+    };
+    is_one && shape.bits <= SIGNED_BITS_MAX
+}
+
 /// Shared memory of a side's products for `rows` query rows, bytes: `Scores` of `scores.cuh`,
 /// `Sums` of `sums.cuh`.
 pub(crate) fn work_bytes(
@@ -214,7 +227,7 @@ pub(crate) fn work_bytes(
         // Where each channel is, and what is taken from its codes.
         Side::Value if grid => 4 * rows * dim + 3 * dim + 4,
         // What each place is worth, and places by channel.
-        Side::Value if spread && !is_hybrid => {
+        Side::Value if spread => {
             4 * rows * dim + PLACE_BYTES * shape.spread_places as usize + dim.next_multiple_of(4)
         }
         // A part of the unit for each of several codebooks.
@@ -386,9 +399,6 @@ fn expected_shape(
                 GroupAxis::Token => (1, group.unwrap_or(shape.dim).min(shape.dim)),
                 GroupAxis::Block => (page, shape.dim),
             };
-            if is_hybrid {
-                spread::place_hybrid(which, &mut shape);
-            }
         }
         // Codebooks that are fitted have values on whole levels.
         Quantizer::Vq(vq) => {
@@ -492,28 +502,27 @@ mod tests {
     fn groups_that_choose_their_mode_are_of_a_step_or_of_a_tile() {
         let pair = Pair { keys: Kernel::Hybrid, values: Kernel::Hybrid, huffman: false };
         let kind = Kernel::Hybrid as u32;
-        let shape = |side, scale_tokens, scale_channels, bits| {
+        let shape = |scale_tokens, scale_channels, bits| {
             let shape = SideShape { kind, dim: 128, bits, scale_tokens, ..SideShape::default() };
-            let mut shape = SideShape { scale_channels, ..shape };
-            spread::place_hybrid(side, &mut shape);
-            shape
+            SideShape { scale_channels, ..shape }
         };
-        let (key, value) = (shape(Side::Key, 1, 32, 2), shape(Side::Value, 32, 1, 7));
+        let (key, value) = (shape(1, 32, 2), shape(32, 1, 7));
         assert_eq!(variant(pair, &key, &value), Variant::Own);
         for (key, value) in [
-            (shape(Side::Key, 1, 16, 2), value),
-            (shape(Side::Key, 32, 1, 2), value),
-            (shape(Side::Key, 1, 64, 8), value),
-            (key, shape(Side::Value, 16, 1, 2)),
-            (key, shape(Side::Value, 1, 32, 2)),
+            (shape(1, 16, 2), value),
+            (shape(32, 1, 2), value),
+            (shape(1, 64, 8), value),
+            (key, shape(16, 1, 2)),
+            (key, shape(1, 32, 2)),
         ] {
             assert_eq!(variant(pair, &key, &value), Variant::Any, "{key:?} {value:?}");
         }
-        // Four steps of digits and sums; bytes of a tile, four groups of a token.
+        // Four steps of digits and sums; what a row adds up to.
         let work = |side, shape| work_bytes((pair, Variant::Own), side, shape, 4);
         let digits = 4 * (4 * 5 + 4 * 4 * 24 + 4 * 4);
-        assert_eq!(work(Side::Key, &key), digits + 32 * 128 + 8 * 4 * 32);
-        assert_eq!(work(Side::Value, &value), 4 * 4 * 128 + 4 * (7 * 136 + 136) + 8 * 128);
+        assert_eq!(work(Side::Key, &key), digits);
+        assert_eq!(work(Side::Value, &value), 4 * 4 * 128);
+        assert_eq!(tiles_together((pair, Variant::Own)), 2);
     }
 
     #[test]

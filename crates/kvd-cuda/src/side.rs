@@ -302,7 +302,7 @@ pub(crate) fn head_shapes(
 /// The kernel and shape of equidistant levels.
 fn uniform_shape(
     (mode, bits, (axis, group)): (UniformMode, u32, (GroupAxis, Option<usize>)),
-    (dim, which): (usize, Side),
+    dim: usize,
 ) -> (Kernel, SideShape) {
     let page = Geometry::BLOCK_TOKENS_MAX as usize;
     let kernel = match mode {
@@ -317,9 +317,6 @@ fn uniform_shape(
     };
     let mut shape = shape(kernel, dim, bits);
     (shape.scale_tokens, shape.scale_channels) = (tokens as u32, channels as u32);
-    if mode == UniformMode::Hybrid {
-        spread::place_hybrid(which, &mut shape);
-    }
     (kernel, shape)
 }
 
@@ -336,7 +333,7 @@ fn page_shape(
         Stored::E4m3 => (Kernel::Fp8, shape(Kernel::Fp8, dim, 8)),
         Stored::Uniform { mode, bits, top, axis, group } => {
             let groups = (axis, group);
-            let (kernel, shape) = uniform_shape((mode, bits, groups), (dim, which));
+            let (kernel, shape) = uniform_shape((mode, bits, groups), dim);
             (kernel, SideShape { top: top.into(), ..shape })
         }
         Stored::Codebooks(vq) => {

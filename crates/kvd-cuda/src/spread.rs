@@ -1,12 +1,11 @@
 //! Codes as `kernels/include/kvd/spread.cuh` makes bytes of them. Of bit allocations: the runs of
 //! a row, who spreads them, their levels as bytes, and what each byte of a row is worth; the same
-//! of runs in whole groups, which `groups.cuh` does not spread. Of groups that choose their mode:
-//! the shared memory.
+//! of runs in whole groups, which `groups.cuh` does not spread.
 
 use crate::abi::SideShape;
 use crate::side::{COPY_BYTES, RUNS_MAX, TILE_TOKENS};
 use kvd_codec::level_unit;
-use kvd_core::{Geometry, Side};
+use kvd_core::Side;
 
 /// Items of a warp's job, two for every code of a token: `SPREAD_JOB`.
 const JOB_ITEMS: usize = 64;
@@ -159,34 +158,6 @@ fn bytes_of_tile(side: Side, row: usize, places: usize) -> usize {
         Side::Value => row.max(places.next_multiple_of(BLOCK_PLACES)),
     };
     QUAD * ((TOKEN_QUADS - 1) * row + last)
-}
-
-/// Widest codes to whose bytes a sign can be added.
-const SIGNED_BITS_MAX: u32 = 7;
-
-/// Says in the shape of a side whose groups choose their mode what spreading its codes takes, if
-/// its kernel does: of keys a step of the products is of one group of each token, of values a tile
-/// is of one group of each channel.
-pub(crate) fn place_hybrid(side: Side, shape: &mut SideShape) {
-    let (dim, tile) = (shape.dim as usize, TILE_TOKENS as u32);
-    let page = Geometry::BLOCK_TOKENS_MAX;
-    let one_group = shape.scale_tokens.is_multiple_of(tile) || shape.scale_tokens >= page;
-    let fits = match side {
-        Side::Key => {
-            shape.scale_tokens == 1
-                && shape.scale_channels.is_multiple_of(tile)
-                && shape.dim.is_multiple_of(tile)
-        }
-        Side::Value => shape.scale_channels == 1 && one_group && dim.is_multiple_of(QUAD),
-    };
-    if !fits || shape.bits > SIGNED_BITS_MAX {
-        return;
-    }
-    let row = row_of(side, dim);
-    (shape.spread_row, shape.spread_places) = (row as u32, dim as u32);
-    // A step and a zero point, f32, behind the bytes: of keys for each token and 32 channels, of
-    // values for each channel.
-    shape.spread_bytes = (bytes_of_tile(side, row, dim) + 8 * dim) as u32;
 }
 
 /// Places of groups of levels of one byte.

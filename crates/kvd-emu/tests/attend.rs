@@ -8,6 +8,7 @@ use common::agree::{agree, layout, value};
 use common::reference::{check, expected, floats};
 use common::run::{run, run_with};
 use common::{Ask, Layout, Stored, geometry, noise};
+use kvd_compute::AttendPlan;
 use kvd_core::{DType, Geometry, RopePairing, Side};
 use kvd_emu::{Order, available};
 
@@ -145,13 +146,16 @@ fn several_query_tokens_see_what_the_causal_rule_lets_them() {
     if !available() {
         return;
     }
-    let stored = stored(&geometry(64, 64, DType::F16), "kivi-4", &layout(&[64, 64], 20));
+    let [kivi, innerq] = [("kivi-4", 64), ("innerq-2", 128)]
+        .map(|(codec, dim)| stored(&geometry(dim, dim, DType::F16), codec, &layout(&[64, 64], 20)));
     // Two queries: one whose tokens end at the last stored, one in the middle; 15 rows each, so
     // that a unit of eight rows holds several tokens and the last is not full.
     for window in [None, Some(1), Some(40), Some(1000)] {
         for soft_cap in [None, Some(3.0)] {
             let queries = vec![(5, 143), (5, 62), (1, 0)];
-            agree(&stored, &Ask { group: 3, queries, window, soft_cap }, "causal");
+            let ask = Ask { group: 3, queries, window, soft_cap };
+            agree(&kivi, &ask, "causal, kivi-4");
+            agree(&innerq, &ask, "causal, innerq-2");
         }
     }
 }
@@ -161,17 +165,21 @@ fn parts_may_begin_inside_a_page_and_leave_gaps() {
     if !available() {
         return;
     }
-    let mut stored = stored(&geometry(64, 64, DType::F16), "kivi-2", &layout(&[96, 64, 64], 9));
-    for (index, first, rows) in [(0, 40, 50), (1, 0, 1), (2, 33, 31), (3, 2, 7)] {
-        let part = &mut stored.parts[index];
-        part.first_token += first;
-        part.rows = rows;
-        match &mut part.source {
-            kvd_compute::Source::Raw { first_row, .. }
-            | kvd_compute::Source::Pages { first_row, .. } => *first_row += first,
+    for (codec, dim, group) in
+        [("kivi-2", 64, 4), ("innerq-2", 128, 1), ("innerq-2", 128, 4), ("innerq-2", 128, 8)]
+    {
+        let mut stored = stored(&geometry(dim, dim, DType::F16), codec, &layout(&[96, 64, 64], 9));
+        for (index, first, rows) in [(0, 40, 50), (1, 0, 1), (2, 33, 31), (3, 2, 7)] {
+            let part = &mut stored.parts[index];
+            part.first_token += first;
+            part.rows = rows;
+            match &mut part.source {
+                kvd_compute::Source::Raw { first_row, .. }
+                | kvd_compute::Source::Pages { first_row, .. } => *first_row += first,
+            }
         }
+        agree(&stored, &Ask::last(group, stored.tokens), &format!("{codec}, {group}, gaps"));
     }
-    agree(&stored, &Ask::last(4, stored.tokens), "gaps");
 }
 
 #[test]
@@ -390,36 +398,56 @@ fn integers_are_exact() {
         "k=uniform(b=4,axis=token,g=32,mode=hybrid); v=uniform(b=4,axis=channel,g=32,mode=hybrid)",
         "k=uniform(b=4,axis=block,mode=sym); v=fp8",
     ] {
-        exact(codec, digit);
+        exact(codec, 64, digit);
     }
+    // Groups around zero, of both signs, and others, of which only the other levels hold all.
+    let chosen = |side: Side, head: usize, token: usize, channel: usize| {
+        let (group, at) = match side {
+            Side::Key => (token + channel / 32, channel % 32),
+            Side::Value => (channel + token / 32, token % 32),
+        };
+        let mixed = at * 5 + group * 3;
+        if (group + head).is_multiple_of(3) {
+            mixed as f32 % 7.0 - 3.0
+        } else {
+            mixed as f32 % 4.0 + 5.0
+        }
+    };
+    exact(
+        "k=uniform(b=2,axis=token,g=32,mode=hybrid); v=uniform(b=2,axis=channel,g=32,mode=hybrid)",
+        128,
+        chosen,
+    );
 }
 
 /// Answers to queries of small integers are exact, where pages hold `digit` as it is.
-fn exact(codec: &str, digit: fn(Side, usize, usize, usize) -> f32) {
-    let geometry = geometry(64, 64, DType::F16);
+fn exact(codec: &str, dim: usize, digit: fn(Side, usize, usize, usize) -> f32) {
+    let geometry = geometry(dim as u32, dim as u32, DType::F16);
     let stored = Stored::new(&geometry, codec, &layout(&[64, 64], 0), digit);
     assert!(stored.headers.values().all(|header| !header.fallback), "{codec}");
+    let plan =
+        |ask: Ask, q: fn(usize) -> f32| AttendPlan { scale: Some(0.125), ..ask.plan(&stored, q) };
     for order in Order::EACH {
         // Queries of zeros: the mean of 128 integers, and ln 128.
-        let ask = Ask::last(4, 128);
-        let answer = run(&stored, &ask.plan(&stored, |_| 0.0), 1, order).unwrap();
+        let zeros = plan(Ask::last(4, 128), |_| 0.0);
+        let answer = run(&stored, &zeros, 1, order).unwrap();
         let out = floats(&answer.out);
         for (i, mean) in out.iter().enumerate() {
-            let (head, channel) = (i / 64 / 4, i % 64);
+            let (head, channel) = (i / dim / 4, i % dim);
             let sum: f32 = (0..128).map(|token| digit(Side::Value, head, token, channel)).sum();
             assert_eq!(*mean, sum / 128.0, "{codec}, {order:?}, {i}");
         }
         // One visible token: its value, and its score as the log-sum-exp.
         let ask = Ask { window: Some(1), ..Ask::last(4, 100) };
         let q = |i: usize| (i % 5) as f32;
-        let answer = run(&stored, &ask.plan(&stored, q), 1, order).unwrap();
+        let answer = run(&stored, &plan(ask, q), 1, order).unwrap();
         let out = floats(&answer.out);
         for (row, lse) in answer.lse.iter().enumerate() {
             let key = |channel| digit(Side::Key, row / 4, 99, channel);
-            let score: f32 = (0..64).map(|c| q(row * 64 + c) * key(c)).sum();
+            let score: f32 = (0..dim).map(|c| q(row * dim + c) * key(c)).sum();
             assert_eq!(*lse, score / 8.0, "{codec}, {order:?}, row {row}");
-            let values = (0..64).map(|channel| digit(Side::Value, row / 4, 99, channel));
-            assert!(values.eq(out[row * 64..][..64].iter().copied()), "{codec}, {order:?}");
+            let values = (0..dim).map(|channel| digit(Side::Value, row / 4, 99, channel));
+            assert!(values.eq(out[row * dim..][..dim].iter().copied()), "{codec}, {order:?}");
         }
     }
 }

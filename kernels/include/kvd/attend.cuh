@@ -139,6 +139,8 @@ KVD_DEVICE void attend(const AttendParameters& parameters, uint8_t* memory) {
         }
         if constexpr (InGroups<Key>::value) {
             scores.groups(shared, key, keys);
+        } else if constexpr (ScalesSums<Key>::value) {
+            scores.chosen(shared, key, keys);
         } else {
 #pragma unroll
             for (unsigned tile = 0; tile < TILES; tile++) {

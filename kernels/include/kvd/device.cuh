@@ -162,6 +162,8 @@ KVD_DEVICE float warp_max_magnitude(float value) {
 }
 // The largest word in a warp.
 KVD_DEVICE uint32_t warp_most(uint32_t word) { return __reduce_max_sync(0xFFFFFFFFu, word); }
+// The sum of the words of a warp.
+KVD_DEVICE uint32_t warp_total(uint32_t word) { return __reduce_add_sync(0xFFFFFFFFu, word); }
 // The smaller, and the larger, of two numbers: NaN where one of them is.
 KVD_DEVICE float smaller(float a, float b) {
     float number;
@@ -239,6 +241,12 @@ KVD_DEVICE uint32_t warp_most(uint32_t word) {
     for (unsigned step = WARP_LANES / 2; step > 0; step /= 2) {
         const uint32_t other = KVD_SHUFFLE(word, lane_index() ^ step);
         word = other > word ? other : word;
+    }
+    return word;
+}
+KVD_DEVICE uint32_t warp_total(uint32_t word) {
+    for (unsigned step = WARP_LANES / 2; step > 0; step /= 2) {
+        word += KVD_SHUFFLE(word, lane_index() ^ step);
     }
     return word;
 }

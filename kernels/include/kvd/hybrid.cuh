@@ -139,23 +139,62 @@ struct Hybrid {
 };
 
 template <>
-struct Spreads<Tensor<Hybrid>> {
+struct ScalesSums<Tensor<Hybrid>> {
     static constexpr bool value = true;
-    static constexpr bool of_runs = false;
+    using Sum = float;
+};
+
+// A lane's words of a step are of its two quads, neighbours in turn: a term of tokens of values, and of
+// channels of keys.
+template <>
+struct TokenOrder<Tensor<Hybrid>> {
+    KVD_DEVICE static unsigned term(unsigned at) {
+        const unsigned lane = at / (2 * CODE_GROUP);
+        const unsigned quad = at / CODE_GROUP % 2;
+        const unsigned of_quad = at % CODE_GROUP;
+        return (of_quad / 2 * CODE_GROUP + lane) * CODE_GROUP + of_quad % 2 * 2 + quad;
+    }
+    // The other way round.
+    KVD_DEVICE static unsigned of_term(unsigned term) {
+        const unsigned lane = term / CODE_GROUP % CODE_GROUP;
+        const unsigned of_quad = term / STEP_QUADS / 2 * 2 + term % CODE_GROUP / 2;
+        return lane * 2 * CODE_GROUP + term % 2 * CODE_GROUP + of_quad;
+    }
 };
 
 // With products of bytes, of codes with their signs. Of keys a step of the products is of one group of
-// each token, whose step and zero point its sum meets at once; of values a tile is of one group of each
-// channel (kvd-cuda/src/spread.rs sees to it). Both stand as floats behind the bytes of a tile: of keys
-// `[steps of the products, tokens]`, of values by channel, all steps before all zero points.
+// each token, of values a tile is of one group of each channel (kvd-cuda/src/products.rs sees to it), so
+// sums of integers meet steps at once, as floats. Zero points are multiplied with the sums of what their
+// groups' codes are multiplied with, by one lane for each.
 template <>
 struct Tensor<Hybrid> : Hybrid {
     static constexpr bool SIGNED = true;
     static constexpr bool BIASED = false;
     static constexpr bool LOOKS_UP = false;
     static constexpr unsigned WEIGHT_SETS = 0;
-    static constexpr bool WANTS_WEIGHTS = true;
+    static constexpr bool WANTS_WEIGHTS = false;
     static constexpr bool MAY_SCALE_CHANNELS = false;
+
+    // Whether codes and scales of all tiles begin on sixteens, as two bits of 128 channels in groups of
+    // 32 do in pages of whole tiles: they are then read as they lie.
+    KVD_DEVICE static bool is_plain(const SideShape& side, const Tile& tile, unsigned group) {
+        return side.bits == 2 && side.dim == 4 * STEP_TERMS && group == STEP_TERMS &&
+               tile.page_tokens % TILE_TOKENS == 0;
+    }
+
+    // Both words of codes of two bits: nibbles of a first and a second quad in turn, and their signs, a
+    // nibble of each. A code and its sign select the byte that they stand for.
+    KVD_DEVICE static void signed_words(uint32_t nibbles, uint32_t signs, uint32_t (&words)[2]) {
+        const uint32_t some = signs * 0x10004u;
+        const uint32_t apart = (some | some << 7) & 0x44444444u;
+        const uint32_t bytes = (nibbles & 0x33333333u) | apart;
+        words[0] = bytes_at(0x03020100, 0xFDFEFF00, bytes);
+        words[1] = bytes_at(0x03020100, 0xFDFEFF00, bytes >> 16);
+    }
+    // Nibbles of two words, the low ones of each byte of the first and the high ones of the second.
+    KVD_DEVICE static uint32_t nibbles_of(uint32_t low, uint32_t high) {
+        return (low & 0x0F0F0F0Fu) | (high & 0xF0F0F0F0u);
+    }
 
     // Four codes below 128 with their signs, the low bits of a word.
     KVD_DEVICE static uint32_t with_signs(uint32_t codes, uint32_t signs) {
@@ -163,171 +202,209 @@ struct Tensor<Hybrid> : Hybrid {
         const uint32_t turned = (0x80808080u - codes) ^ 0x80808080u;
         return (codes & ~negative) | (turned & negative);
     }
-
-    // Floats of a tile, of either kind.
-    KVD_DEVICE static unsigned scales_of(const SideShape& side, bool is_key) {
-        return is_key ? side.dim / STEP_TERMS * TILE_TOKENS : side.dim;
+    // Both words of any codes: those of a token of keys, or of a channel of values, from a channel or a
+    // token on.
+    template <bool IS_KEY>
+    KVD_DEVICE static void any_words(const Codes& codes, unsigned column, unsigned first,
+                                     uint32_t signs, uint32_t (&words)[2]) {
+        const auto element = [&](unsigned at) {
+            return IS_KEY ? codes.key_element(column, at) : codes.value_element(at, column);
+        };
+        uint32_t quads[2] = {};
+#pragma unroll
+        for (unsigned quad = 0; quad < 2; quad++) {
+            const unsigned start = first + quad * CODE_GROUP;
+            if (codes.words()) {
+                quads[quad] = codes.four(element(start)).low;
+            } else {
+#pragma unroll 1
+                for (unsigned at = 0; at < CODE_GROUP; at++) {
+                    const bool is_there = (IS_KEY ? column : start + at) < codes.tokens;
+                    quads[quad] |= (is_there ? codes.one(element(start + at)) : 0) << 8 * at;
+                }
+            }
+            quads[quad] = with_signs(quads[quad], signs >> CODE_GROUP * quad);
+        }
+        words[0] = bytes_of(quads[0], quads[1], 0x5140);
+        words[1] = bytes_of(quads[0], quads[1], 0x7362);
     }
-    KVD_DEVICE static const float* scales(const SideShape& side, const Tile& tile, bool is_key) {
-        const unsigned bytes = side.spread_bytes - 2 * sizeof(float) * scales_of(side, is_key);
-        return reinterpret_cast<const float*>(tile.decoded + bytes);
+    // Signs of the eight codes from number `first` of a group on, of which none is behind the last; none
+    // where they have none.
+    KVD_DEVICE static uint32_t signs_of(const Scales::Group& group, unsigned first, bool is_there) {
+        return group.is_signed && is_there ? group.word[first / 8] : 0;
     }
 
-    // What one thread spreads: of keys the channels of a step of a token, of values the tokens of a
-    // channel; and the signs of its codes, none where they have no signs.
-    struct Part {
-        unsigned token;
-        unsigned channel;
-        uint32_t signs;
+    // A lane's part of a tile of keys: codes of token `token`, steps of tokens `first` and the next.
+    struct PlainKeys {
+        // Nibbles of both quads of groups 0 and 1, and of 2 and 3.
+        uint32_t nibbles[2];
+        TwoWords words[2];
+        TwoWords steps[2];
+        unsigned mask;
+
+        KVD_DEVICE PlainKeys(const SideShape& side, const Tile& tile, unsigned token,
+                             unsigned first) {
+            const uint8_t* codes = staged_span<Hybrid>(side, tile, 2);
+            const uint8_t* mine = codes + (2 * lane_word() * TILE_TOKENS + token) * CODE_GROUP;
+            const uint32_t one = load32(mine);
+            const uint32_t other = load32(mine + TILE_TOKENS * CODE_GROUP);
+            nibbles[0] = nibbles_of(one, other << 4);
+            nibbles[1] = nibbles_of(one >> 4, other);
+            const uint8_t* rows = staged_span<Hybrid>(side, tile, 1);
+            words[0] = pair(rows + token * ROW_BYTES);
+            words[1] = pair(rows + token * ROW_BYTES + sizeof(TwoWords));
+            steps[0] = pair(rows + first * ROW_BYTES + STEPS_AT);
+            steps[1] = pair(rows + (first + 1) * ROW_BYTES + STEPS_AT);
+            mask = staged_span<Hybrid>(side, tile, 0)[token / 2] >> token % 2 * 4;
+        }
+
+        // Words of four groups, then their steps.
+        static constexpr unsigned STEPS_AT = 4 * WORD_BYTES_MIN;
+        static constexpr unsigned ROW_BYTES = STEPS_AT + 4 * STEP_BYTES;
+        KVD_DEVICE static TwoWords pair(const uint8_t* at) {
+            return *reinterpret_cast<const TwoWords*>(at);
+        }
+
+        // Words of a step, what scales their sums, and the zero point.
+        KVD_DEVICE float step(unsigned step, uint32_t (&codes)[2], float (&scale)[2]) const {
+            const uint32_t word = words[step / 2].word[step % 2];
+            const bool is_signed = (mask & 1u << step) != 0;
+            const uint32_t signs = bytes_of(word, 0, 0x4440 + lane_word());
+            signed_words(nibbles[step / 2] >> 2 * (step % 2), is_signed ? signs : 0, codes);
+#pragma unroll
+            for (unsigned at = 0; at < 2; at++) {
+                scale[at] = f16_value(uint16_t(steps[at].word[step / 2] >> 16 * (step % 2)));
+            }
+            return is_signed ? 0 : f32_value(word);
+        }
     };
 
-    template <unsigned WIDTH, bool IS_KEY>
-    KVD_DEVICE static void spread_words(const SideShape& side, const Codes& codes, const Part& part,
-                                        uint8_t* to) {
-        const unsigned row = CODE_GROUP * side.dim;
-        const unsigned quad = part.channel / CODE_GROUP;
-        // Of keys a chunk is of so many fours of channels.
-        const unsigned of_chunk = side.dim / STEP_TERMS;
-        unsigned chunk = IS_KEY ? quotient(quad, of_chunk) : 0;
-        unsigned of = quad - chunk * of_chunk;
-        uint32_t bytes[STEP_QUADS];
+    // The same of any.
+    struct AnyKeys {
+        const SideShape& side;
+        const Tile& tile;
+        unsigned token;
+        unsigned first;
+        Scales scales;
+        Codes codes;
+
+        KVD_DEVICE AnyKeys(const SideShape& side, const Tile& tile, unsigned token, unsigned first)
+            : side(side),
+              tile(tile),
+              token(token),
+              first(first),
+              scales(side, tile),
+              codes(Hybrid::codes(side, tile)) {}
+
+        KVD_DEVICE Scales::Group group(unsigned token, unsigned pair) const {
+            return scales.group(side, tile, least(token, tile.tokens - 1), pair);
+        }
+        KVD_DEVICE float step(unsigned step, uint32_t (&words)[2], float (&scale)[2]) const {
+            const unsigned pair = quotient(step * STEP_TERMS, side.scale_channels);
+            const unsigned channel = step * STEP_TERMS + 2 * CODE_GROUP * lane_word();
+            const Scales::Group mine = group(token, pair);
+            const uint32_t signs = signs_of(mine, channel - pair * side.scale_channels, true);
+            any_words<true>(codes, token, channel, signs, words);
+            scale[0] = group(first, pair).step;
+            scale[1] = group(first + 1, pair).step;
+            return mine.zero();
+        }
+    };
+
+    // A lane's part of a tile of values: codes of channels from `own` on, one a block, steps of two
+    // columns of each block, which are eight channels from `first` on.
+    struct PlainValues {
+        static constexpr unsigned BLOCKS = 4;
+        const uint8_t* masks;
+        const uint8_t* scales;
+        FourWords rows[2];
+        FourWords words;
+        FourWords steps;
+        unsigned mask;
+
+        KVD_DEVICE PlainValues(const SideShape& side, const Tile& tile, unsigned own,
+                               unsigned first)
+            : masks(staged_span<Hybrid>(side, tile, 0)), scales(staged_span<Hybrid>(side, tile, 1)) {
+            const uint8_t* codes = staged_span<Hybrid>(side, tile, 2) + own * CODE_GROUP;
+            rows[0] = four(codes);
+            rows[1] = four(codes + side.dim * CODE_GROUP);
+            words = four(scales + own * WORD_BYTES_MIN);
+            steps = four(scales + side.dim * WORD_BYTES_MIN + first * STEP_BYTES);
+            mask = masks[own / 8] >> own % 8;
+        }
+        KVD_DEVICE static FourWords four(const uint8_t* at) {
+            return *reinterpret_cast<const FourWords*>(at);
+        }
+
+        // Words of a block, and what scales the sums of its two columns.
+        KVD_DEVICE void block(unsigned block, uint32_t (&codes)[2], float (&scale)[2]) const {
+            const unsigned shift = 2 * lane_word();
+            const uint32_t high = rows[1].word[block];
+            const uint32_t turned = high << (CODE_GROUP - shift) % 32 | high >> (shift - CODE_GROUP) % 32;
+            const uint32_t nibbles = nibbles_of(rows[0].word[block] >> shift, turned);
+            const bool is_signed = (mask & 1u << block) != 0;
+            const uint32_t signs = bytes_of(words.word[block], 0, 0x4440 + lane_word());
+            signed_words(nibbles, is_signed ? signs : 0, codes);
 #pragma unroll
-        for (unsigned index = 0; index < STEP_QUADS; index++) {
-            const unsigned at = IS_KEY ? of * TILE_TOKENS + part.token : part.channel;
-            const SpreadWords<WIDTH> words = {codes.bytes + CODE_GROUP * at, chunk % 2, row};
-            bytes[index] = with_signs(words.codes(chunk), part.signs >> CODE_GROUP * index);
-            of++;
-            if (!IS_KEY || of == of_chunk) {
-                chunk++;
-                of = 0;
+            for (unsigned at = 0; at < 2; at++) {
+                const unsigned half = at * BLOCKS + block;
+                scale[at] = f16_value(uint16_t(steps.word[half / 2] >> 16 * (half % 2)));
             }
         }
-#pragma unroll
-        for (unsigned index = 0; index < STEP_QUADS; index++) {
-            *reinterpret_cast<uint32_t*>(
-                IS_KEY ? spread_key_word(to, (quad + index) * TILE_TOKENS + part.token)
-                       : to + (index * side.spread_row + part.channel) * CODE_GROUP) = bytes[index];
+        // The zero point of a channel.
+        KVD_DEVICE float zero(unsigned channel) const {
+            const bool is_signed = (masks[channel / 8] & 1u << channel % 8) != 0;
+            const float word = load_float(scales + channel * WORD_BYTES_MIN);
+            return is_signed ? 0 : word;
         }
-    }
+    };
 
-    template <bool IS_KEY>
-    KVD_DEVICE static void spread_part(const SideShape& side, const Codes& codes, const Part& part,
-                                       uint8_t* to) {
-        switch (side.bits) {
-            case 1: return spread_words<1, IS_KEY>(side, codes, part, to);
-            case 2: return spread_words<2, IS_KEY>(side, codes, part, to);
-            case 3: return spread_words<3, IS_KEY>(side, codes, part, to);
-            case 4: return spread_words<4, IS_KEY>(side, codes, part, to);
-            case 5: return spread_words<5, IS_KEY>(side, codes, part, to);
-            case 6: return spread_words<6, IS_KEY>(side, codes, part, to);
-            default: return spread_words<7, IS_KEY>(side, codes, part, to);
-        }
-    }
-
-    // The same of codes that are no whole words, one by one.
-    template <bool IS_KEY>
-    KVD_DEVICE static void spread_any(const SideShape& side, const Codes& codes, const Part& part,
-                                      uint8_t* to) {
-        for (unsigned index = 0; index < TILE_TOKENS; index++) {
-            const unsigned token = part.token + (IS_KEY ? 0 : index);
-            const unsigned channel = part.channel + (IS_KEY ? index : 0);
-            if (token >= codes.tokens) {
-                break;
-            }
-            const unsigned code = codes.one(IS_KEY ? codes.key_element(token, channel)
-                                                   : codes.value_element(token, channel));
-            const unsigned row = token / CODE_GROUP * side.spread_row + channel;
-            uint8_t* at = IS_KEY ? spread_key_word(to, channel / CODE_GROUP * TILE_TOKENS + token) +
-                                       channel % CODE_GROUP
-                                 : to + row * CODE_GROUP + token % CODE_GROUP;
-            *at = uint8_t((part.signs >> index & 1) != 0 ? 0 - code : code);
-        }
-    }
-
-    template <bool IS_KEY>
-    KVD_DEVICE static void spread(const SideShape& side, const Tile& tile, uint8_t* to) {
+    // Words of a block of any values, of channel `own`; steps of two channels; and a zero point.
+    KVD_DEVICE static void any_block(const SideShape& side, const Tile& tile, unsigned own,
+                                     const unsigned (&channel)[2], uint32_t (&words)[2],
+                                     float (&scale)[2]) {
         const Scales scales(side, tile);
-        const Codes codes = Hybrid::codes(side, tile);
-        const bool words = codes.words();
-        const unsigned count = scales_of(side, IS_KEY);
-        float* floats = reinterpret_cast<float*>(to + side.spread_bytes) - 2 * count;
-        const unsigned group = IS_KEY ? side.scale_channels : side.scale_tokens;
-        for (unsigned at = thread_index(); at < count; at += ATTEND_THREADS) {
-            Part part = {IS_KEY ? at % TILE_TOKENS : 0, IS_KEY ? at / TILE_TOKENS * STEP_TERMS : at, 0};
-            const bool is_there = part.token < tile.tokens;
-            const unsigned pair = IS_KEY ? quotient(part.channel, group) : at;
-            const Scales::Group of = scales.group(side, tile, is_there ? part.token : 0, pair);
-            floats[at] = is_there ? of.step : 0;
-            floats[count + at] = is_there ? of.zero() : 0;
-            if (of.is_signed) {
-                const unsigned first = IS_KEY ? part.channel - pair * group
-                                              : tile.first_row - quotient(tile.first_row, group) * group;
-                part.signs = load_signs(of.word + first / 8, IS_KEY ? TILE_TOKENS : tile.tokens);
-            }
-            if (words) {
-                spread_part<IS_KEY>(side, codes, part, to);
-            } else {
-                spread_any<IS_KEY>(side, codes, part, to);
-            }
-        }
-    }
-
-    // Signs of the first `count` of 32 codes: words end with their group.
-    KVD_DEVICE static uint32_t load_signs(const uint8_t* at, unsigned count) {
-        uint32_t signs = 0;
+        const unsigned token = 2 * CODE_GROUP * lane_word();
+        const unsigned within = tile.first_row - quotient(tile.first_row, side.scale_tokens) * side.scale_tokens;
+        const Scales::Group mine = scales.group(side, tile, 0, own);
+        const uint32_t signs = signs_of(mine, within + token, token < tile.tokens);
+        any_words<false>(Hybrid::codes(side, tile), own, token, signs, words);
 #pragma unroll
-        for (unsigned byte = 0; byte < TILE_TOKENS / 8; byte++) {
-            signs |= 8 * byte < count ? uint32_t(at[byte]) << 8 * byte : 0;
+        for (unsigned at = 0; at < 2; at++) {
+            scale[at] = scales.group(side, tile, 0, channel[at]).step;
         }
-        return signs;
     }
 
-    KVD_DEVICE static Codes codes(const SideShape& side, const Tile& tile) {
-        return {tile.decoded, 8, tile.tokens, side.spread_row, side.spread_row};
+    KVD_DEVICE static float any_zero(const SideShape& side, const Tile& tile, unsigned channel) {
+        return Scales(side, tile).group(side, tile, 0, channel).zero();
     }
+
+    // Queries in the order of a lane's codes.
     KVD_DEVICE static SpreadOrder order(const SideShape& side, const Tile&) {
-        return {side.spread_row / CODE_GROUP};
+        return {side.dim / CODE_GROUP};
     }
     KVD_DEVICE static void fold(const SideShape&, const Tile&, const float* query, unsigned quad,
                                 float (&values)[CODE_GROUP], float&) {
+        const float* of_step = query + quad / STEP_QUADS * STEP_TERMS;
 #pragma unroll
         for (unsigned at = 0; at < CODE_GROUP; at++) {
-            values[at] = query[quad * CODE_GROUP + at];
+            const unsigned term = quad % STEP_QUADS * CODE_GROUP + at;
+            values[at] = of_step[TokenOrder<Tensor>::of_term(term)];
         }
     }
-
     KVD_DEVICE static int32_t bias(const Tile&, unsigned) { return 0; }
-
-    // Adds what a step of the products is in the scores of tokens `first` and the next. `base`: the sum
-    // of the query's channels.
-    KVD_DEVICE static void add_step(const SideShape& side, const Tile& tile, unsigned step,
-                                    unsigned first, const float (&sums)[2], float base,
-                                    float (&scores)[2]) {
-        const float* all = scales(side, tile, true);
-        const unsigned at = step * TILE_TOKENS + first;
-#pragma unroll
-        for (unsigned token = 0; token < 2; token++) {
-            scores[token] += sums[token] * all[at + token] +
-                             base * all[scales_of(side, true) + at + token];
-        }
-    }
-    KVD_DEVICE static float score(const SideShape&, const Tile&, unsigned, float sum, float) {
-        return sum;
-    }
-    KVD_DEVICE static void add_rests(const SideShape&, const Tile&, const float*, unsigned,
-                                     unsigned, float (&)[2]) {}
 
     KVD_DEVICE static unsigned place_bytes(const SideShape&) { return 0; }
     KVD_DEVICE static void prepare_places(const SideShape&, const uint8_t*, uint32_t*) {}
     KVD_DEVICE static unsigned places_of(const SideShape& side, const uint32_t*) {
         return side.dim;
     }
-    // What a tile's products with a channel add, of weights whose sum is `base`.
-    KVD_DEVICE static float of_tile(const SideShape& side, const Tile& tile, unsigned channel,
-                                    float sum, float base) {
-        const float* all = scales(side, tile, false);
-        return sum * all[channel] + base * all[side.dim + channel];
+    KVD_DEVICE static uint32_t channel(const SideShape&, const uint32_t*, unsigned place) {
+        return place;
     }
+    KVD_DEVICE static float step(const SideShape&, const Tile&) { return 1; }
+    KVD_DEVICE static float step_of(const SideShape&, const uint8_t*) { return 1; }
+    KVD_DEVICE static float channel_step(const SideShape&, const uint32_t*, unsigned) { return 1; }
 };
 
 }  // namespace kvd

@@ -40,7 +40,9 @@ struct Scores<Tensor<Side>, ROWS> {
     using Key = Tensor<Side>;
     using Digits = Factor<ROWS>;
     static constexpr bool FEW = Digits::FEW;
-    static constexpr bool SCALES_STEPS = Spreads<Key>::value && !Spreads<Key>::of_runs;
+    static constexpr bool SCALES_STEPS = ScalesSums<Key>::value;
+    // Rows of which a lane has the zero points' part, of one token.
+    static constexpr unsigned ZERO_ROWS = (ROWS + CODE_GROUP - 1) / CODE_GROUP;
     // Quads of a row that a lane cuts where that is done for every tile: up to 256 terms.
     static constexpr unsigned KEPT = 2;
 
@@ -309,9 +311,6 @@ struct Scores<Tensor<Side>, ROWS> {
         const Codes codes = Key::codes(side, tile);
         const unsigned first = warp_index() * STEP_COLUMNS;
         const unsigned row = lane_row();
-        if constexpr (SCALES_STEPS) {
-            return scale_steps(shared, side, tile, order, codes);
-        }
         const unsigned at_tile = tile.half * copy;
         Products<FEW> sums = first_sums();
         order.each(codes, first + row, [&](unsigned step, const uint32_t(&words)[2]) {
@@ -385,30 +384,70 @@ struct Scores<Tensor<Side>, ROWS> {
         *reinterpret_cast<Two*>(shared.sums + row * TILE_TOKENS + token) = {{scores[0], scores[1]}};
     }
 
-    // The same where the sums of every step are scaled.
-    template <class Order>
+    // The same of tiles that are worked on together, where the sums of every step are scaled.
+    template <unsigned TILES>
+    KVD_DEVICE void chosen(const AttendShared<ROWS>& shared, const SideShape& side,
+                           const Tile (&tile)[TILES]) const {
+        if (KVD_RARELY(!Key::is_plain(side, tile[0], side.scale_channels))) {
+            scale_steps<typename Key::AnyKeys>(shared, side, tile);
+        } else {
+            scale_steps<typename Key::PlainKeys>(shared, side, tile);
+        }
+    }
+
+    template <class Keys, unsigned TILES>
     KVD_DEVICE void scale_steps(const AttendShared<ROWS>& shared, const SideShape& side,
-                                const Tile& tile, const Order& order, const Codes& codes) const {
+                                const Tile (&tile)[TILES]) const {
         const unsigned first = warp_index() * STEP_COLUMNS;
-        const unsigned row = lane_row();
-        const bool has_row = row < ROWS;
-        const float unit = has_row ? units[row] : 0;
-        const float* bases = step_sums(order.steps(), has_row ? row : 0);
-        float scores[2] = {};
-        order.each(codes, first + row, [&](unsigned step, const uint32_t(&words)[2]) {
-            Products<FEW> sums = {};
-            multiply_step(sums, step, words, 0);
-            float of_step[2];
+        const unsigned steps = side.dim / STEP_TERMS;
 #pragma unroll
-            for (unsigned at = 0; at < 2; at++) {
-                int32_t three[DIGITS];
-                sums.digits(at, three);
-                of_step[at] = unit * whole(float(three[0]), three[1], three[2]);
+        for (unsigned of = 0; of < TILES; of++) {
+            const Keys keys(side, tile[of], first + lane_row(), first + 2 * lane_word());
+            Products<FEW, float> sums = {};
+            float zeros[ZERO_ROWS] = {};
+#pragma unroll 4
+            for (unsigned step = 0; step < steps; step++) {
+                uint32_t words[2];
+                float scale[2];
+                const float zero = keys.step(step, words, scale);
+                Products<FEW> of_step = {};
+                multiply_step(of_step, step, words, 0);
+                sums.add(of_step, scale);
+#pragma unroll
+                for (unsigned at = 0; at < ZERO_ROWS; at++) {
+                    zeros[at] += zero * step_sums(steps, zero_row(at))[step];
+                }
             }
-            Key::add_step(side, tile, step, first + 2 * lane_word(), of_step, bases[step], scores);
-        });
-        if (has_row) {
-            put_scores(shared, row, first + 2 * lane_word(), scores);
+            put_scaled(shared, tile[of], sums, zeros);
+        }
+    }
+
+    KVD_DEVICE static unsigned zero_row(unsigned at) {
+        return least(lane_word() + at * CODE_GROUP, ROWS - 1);
+    }
+
+    // Leaves scores of a row, of which lanes of their tokens have what zero points add.
+    KVD_DEVICE void put_scaled(const AttendShared<ROWS>& shared, const Tile& tile,
+                               const Products<FEW, float>& sums,
+                               const float (&zeros)[ZERO_ROWS]) const {
+        const unsigned row = lane_row();
+        float scores[2];
+#pragma unroll
+        for (unsigned at = 0; at < 2; at++) {
+            float three[DIGITS];
+            sums.digits(at, three);
+            const unsigned lane = (2 * lane_word() + at) * CODE_GROUP + row % CODE_GROUP;
+            float zero = of_lane(zeros[0], lane);
+            if (ZERO_ROWS > 1) {
+                const float other = of_lane(zeros[ZERO_ROWS - 1], lane);
+                zero = row < CODE_GROUP ? zero : other;
+            }
+            const float sum = three[0] * 65536.0f + (three[1] * 256.0f + three[2]);
+            scores[at] = sum * (row < ROWS ? units[row] : 0) + zero;
+        }
+        if (row < ROWS) {
+            const unsigned mine = warp_index() * STEP_COLUMNS + 2 * lane_word();
+            put_scores(shared, tile.half * ROWS + row, mine, scores);
         }
     }
 };

@@ -15,8 +15,7 @@ namespace kvd {
 template <class Side>
 struct Spreads {
     static constexpr bool value = false;
-    // Whether they are those of runs, which have units in the sums; else of groups whose scales the sums of a
-    // step, or of a tile, meet at once. Of runs that are not spread: groups.cuh.
+    // Whether they are those of runs, which have units in the sums. Of runs that are not spread: groups.cuh.
     static constexpr bool of_runs = false;
 };
 template <class Side>
@@ -205,12 +204,6 @@ struct SpreadWords {
             all |= (word(BEFORE_ONE) >> chunk & 0x01010101) << BEFORE_ONE;
         }
         return all;
-    }
-
-    // The same, whatever their bits.
-    KVD_DEVICE uint32_t codes(unsigned chunk) const {
-        return WIDTH > SPREAD_BITS_REGISTERS ? bytes(chunk)
-                                             : nibbles(chunk % 4) >> (chunk & 4) & 0x0F0F0F0F;
     }
 };
 

@@ -1,99 +1,12 @@
-// The weighted sum of a tile's values: on CUDA cores, a thread per channel, or, of sides with integer
-// products, on tensor cores, all tokens of the tile at once and channels dealt to the warps.
+// The weighted sum of a tile's values of sides with integer products, on tensor cores: all tokens of the tile
+// at once, and channels dealt to the warps.
 #pragma once
 
+#include "channels.cuh"
 #include "spread.cuh"
 #include "weights.cuh"
 
 namespace kvd {
-
-// Value channels that a thread sums: head sizes up to 256.
-constexpr unsigned CHANNELS_PER_THREAD = 2;
-
-// The weighted values that a thread sums: a channel or two, over its slice of the tokens. Where thread
-// blocks share the channels, of those of this one.
-template <class Value, int ROWS>
-struct Sums {
-    // Floats of a row that are added up at the end.
-    static constexpr unsigned SUMS_OF_ROW = ATTEND_THREADS;
-
-    float out[CHANNELS_PER_THREAD][ROWS];
-    // Channels of the thread block, and the first of them; whether a thread's are neighbours.
-    unsigned channels;
-    unsigned first;
-    bool neighbours;
-    unsigned width;
-    unsigned slices;
-
-    // Shared memory of it.
-    KVD_DEVICE static unsigned work_bytes(const SideShape&) { return 0; }
-
-    KVD_DEVICE Sums(const AttendShared<ROWS>&, const AttendParameters&, const SideShape& side,
-                    bool of_neighbours = false)
-        : channels(quotient(side.dim, side.parts)),
-          first(side.part * channels),
-          neighbours(of_neighbours) {
-        const unsigned threads = neighbours ? channels / CHANNELS_PER_THREAD : channels;
-        for (width = 1; width < threads && width < ATTEND_THREADS;) {
-            width *= 2;
-        }
-        slices = ATTEND_THREADS / width;
-        for (unsigned at = 0; at < CHANNELS_PER_THREAD; at++) {
-            for (int row = 0; row < ROWS; row++) {
-                out[at][row] = 0;
-            }
-        }
-    }
-
-    // A channel of this thread, of those of the thread block.
-    KVD_DEVICE unsigned channel(unsigned at) const {
-        const unsigned place = thread_index() % width;
-        return neighbours ? CHANNELS_PER_THREAD * place + at : place + at * ATTEND_THREADS;
-    }
-
-    KVD_DEVICE void settle(const AttendParameters&, const SideShape&) {}
-
-    KVD_DEVICE void absorb(const SideShape& side, const Tile& tile,
-                           const AttendShared<ROWS>& shared) {
-#pragma unroll
-        for (unsigned at = 0; at < CHANNELS_PER_THREAD; at++) {
-            if (channel(at) >= channels) {
-                break;
-            }
-#pragma unroll
-            for (int row = 0; row < ROWS; row++) {
-                out[at][row] *= shared.factors[row];
-            }
-            const unsigned slice = thread_index() / width;
-            Value::template accumulate<ROWS>(side, tile, first + channel(at), slice, slices,
-                                             shared.weights, out[at]);
-        }
-    }
-
-    // Adds the slices up and writes the unit's rows.
-    KVD_DEVICE void write(const AttendShared<ROWS>& shared, const AttendParameters& parameters,
-                          const Unit& unit, const SideShape& side) const {
-        const unsigned dim = side.dim;
-        float* sums = shared.sums;
-        for (unsigned at = 0; at < CHANNELS_PER_THREAD; at++) {
-            KVD_BARRIER();
-            for (int row = 0; row < ROWS; row++) {
-                sums[row * ATTEND_THREADS + thread_index()] = out[at][row];
-            }
-            KVD_BARRIER();
-            if (thread_index() >= width || channel(at) >= channels) {
-                continue;
-            }
-            for (unsigned row = 0; row < unit.rows; row++) {
-                float sum = 0;
-                for (unsigned slice = 0; slice < slices; slice++) {
-                    sum += sums[row * ATTEND_THREADS + slice * width + thread_index()];
-                }
-                parameters.out[uint64_t(unit.partial + row) * dim + first + channel(at)] = sum;
-            }
-        }
-    }
-};
 
 // Sums of integers go on from tile to tile. They are added to the sums in shared memory, and begin
 // anew, when the softmax has found a larger score, when a weight is larger than their unit can tell, or
@@ -115,11 +28,14 @@ struct Sums<Tensor<Side>, ROWS> {
     // are bytes of one level, which the columns of a lane are.
     static constexpr unsigned DEALT = 4;
     static constexpr bool DEALS = !Spreads<Value>::of_runs;
-    // Sums are scaled, and added, tile by tile.
-    static constexpr bool SCALES_TILES = Spreads<Value>::value && !Spreads<Value>::of_runs;
+    // Sums of a tile are scaled. Zero points are multiplied by threads that have a channel, or two.
+    static constexpr bool SCALES_TILES = ScalesSums<Value>::value;
+    static constexpr unsigned ZEROS = SCALES_TILES ? CHANNELS_PER_THREAD : 0;
     static constexpr unsigned SETS = Value::WEIGHT_SETS;
 
-    Products<FEW> sums[BLOCKS];
+    Products<FEW, typename ScalesSums<Value>::Sum> sums[BLOCKS];
+    // What zero points add, by channel.
+    float zeros[SCALES_TILES ? CHANNELS_PER_THREAD : 1][ROWS];
     // Of the digits in each word of a product.
     uint32_t digit_sums[DIGITS];
     float per_unit;
@@ -162,6 +78,10 @@ struct Sums<Tensor<Side>, ROWS> {
                 shared.per_units[at] = kvd::per_unit(WEIGHT_UNIT);
             }
         }
+#pragma unroll
+        for (unsigned at = 0; at < ZEROS * ROWS; at++) {
+            zeros[at / ROWS][at % ROWS] = 0;
+        }
         clear();
     }
 
@@ -201,24 +121,20 @@ struct Sums<Tensor<Side>, ROWS> {
         const unsigned row = lane_row();
         const bool has_row = row < ROWS;
         const float factor = has_row ? shared.factors[row] : 1;
-        if constexpr (SCALES_TILES) {
-            uint32_t digits[Digits::WORDS];
-            Digits::load(shared.digits, digits);
-            multiply_tile(side, tile[0], digits);
-            add_tile(side, tile[0], shared, factor);
+        const float next = SETS > 0 && has_row ? shared.per_units[row * SETS + set] : per_unit;
+        const bool anew = factor != 1 || next != per_unit || tiles + TILES > TILES_MAX;
+        if (KVD_RARELY(KVD_BALLOT(anew) != 0)) {
+            flush(side, Value::step(side, tile[0]), factor);
+            shrink_zeros(side, shared);
+            per_unit = next;
+        }
+        tiles += TILES;
+        if constexpr (InGroups<Value>::value) {
+            absorb_groups(side, tile, shared);
+        } else if constexpr (SCALES_TILES) {
+            absorb_chosen(side, tile, shared);
         } else {
-            const float next = SETS > 0 && has_row ? shared.per_units[row * SETS + set] : per_unit;
-            const bool anew = factor != 1 || next != per_unit || tiles + TILES > TILES_MAX;
-            if (KVD_RARELY(KVD_BALLOT(anew) != 0)) {
-                flush(side, Value::step(side, tile[0]), factor);
-                per_unit = next;
-            }
-            tiles += TILES;
-            if constexpr (InGroups<Value>::value) {
-                absorb_groups(side, tile, shared);
-            } else {
-                absorb_tiles(side, tile, count, shared);
-            }
+            absorb_tiles(side, tile, count, shared);
         }
     }
 
@@ -268,6 +184,90 @@ struct Sums<Tensor<Side>, ROWS> {
                 add_rest(side, at, channel, shared.weights + of, rest);
             }
         });
+    }
+
+    // Where the sums of every tile are scaled; the weights of one that is missing are nothing.
+    template <unsigned TILES>
+    KVD_DEVICE void absorb_chosen(const SideShape& side, const Tile (&tile)[TILES],
+                                  const AttendShared<ROWS>& shared) {
+        const bool is_plain = deals() && Value::is_plain(side, tile[0], side.scale_tokens);
+#pragma unroll
+        for (unsigned of = 0; of < TILES; of++) {
+            uint32_t digits[Digits::WORDS];
+            Digits::load(shared.digits + of * Digits::STEP_WORDS, digits);
+            const float* weights = shared.weights + of * ROWS * TILE_TOKENS;
+            if (KVD_RARELY(!is_plain)) {
+                multiply_chosen(side, tile[of], digits);
+                add_zeros(side, weights, [&](unsigned channel) {
+                    return Value::any_zero(side, tile[of], channel);
+                });
+            } else {
+                const typename Value::PlainValues values(side, tile[of], place(0, lane_row()),
+                                                         place(0, 2 * lane_word()));
+#pragma unroll
+                for (unsigned block = 0; block < DEALT; block++) {
+                    uint32_t words[2];
+                    float scale[2];
+                    values.block(block, words, scale);
+                    multiply_scaled(sums[block], digits, words, scale);
+                }
+                add_zeros(side, weights, [&](unsigned channel) { return values.zero(channel); });
+            }
+        }
+    }
+
+    // Of any codes.
+    KVD_DEVICE void multiply_chosen(const SideShape& side, const Tile& tile,
+                                    const uint32_t (&digits)[Digits::WORDS]) {
+#pragma unroll 1
+        for (unsigned mine = 0; mine < blocks; mine++) {
+            const auto channel = [&](unsigned column) {
+                return least(place(mine, column), side.dim - 1);
+            };
+            const unsigned columns[2] = {channel(2 * lane_word()), channel(2 * lane_word() + 1)};
+            uint32_t words[2];
+            float scale[2];
+            Value::any_block(side, tile, channel(lane_row()), columns, words, scale);
+#pragma unroll
+            for (unsigned block = 0; block < BLOCKS; block++) {
+                if (block == mine) {
+                    multiply_scaled(sums[block], digits, words, scale);
+                }
+            }
+        }
+    }
+    KVD_DEVICE static void multiply_scaled(Products<FEW, float>& to,
+                                           const uint32_t (&digits)[Digits::WORDS],
+                                           const uint32_t (&words)[2], const float (&scale)[2]) {
+        Products<FEW> of_tile = {};
+        multiply<false, Value::SIGNED>(of_tile, digits, words);
+        to.add(of_tile, scale);
+    }
+
+    // Zero points of this thread's channels times the weights' sums, which stand where each row's first was.
+    template <class Zero>
+    KVD_DEVICE void add_zeros(const SideShape& side, const float* weights, Zero find) {
+#pragma unroll
+        for (unsigned at = 0; at < ZEROS; at++) {
+            const unsigned channel = thread_index() + at * ATTEND_THREADS;
+            if (channel >= side.dim) {
+                break;
+            }
+            const float zero = find(channel);
+#pragma unroll
+            for (int row = 0; row < ROWS; row++) {
+                zeros[at][row] += zero * weights[row * TILE_TOKENS];
+            }
+        }
+    }
+    KVD_DEVICE void shrink_zeros(const SideShape& side, const AttendShared<ROWS>& shared) {
+#pragma unroll
+        for (unsigned at = 0; at < ZEROS * ROWS; at++) {
+            if (at / ROWS * ATTEND_THREADS >= side.dim) {
+                break;
+            }
+            zeros[at / ROWS][at % ROWS] *= shared.factors[at % ROWS];
+        }
     }
 
     KVD_DEVICE void sum_digits(const uint32_t (&digits)[Digits::WORDS]) {
@@ -383,34 +383,6 @@ struct Sums<Tensor<Side>, ROWS> {
         }
     }
 
-    // Adds a tile's products to the sums of the rows, after these shrink by their factor.
-    KVD_DEVICE void add_tile(const SideShape& side, const Tile& tile,
-                             const AttendShared<ROWS>& shared, float factor) {
-        const float* weights = shared.weights + least(lane_row(), ROWS - 1) * TILE_TOKENS;
-        float all = 0;
-#pragma unroll
-        for (unsigned at = 0; at < 2 * CODE_GROUP; at++) {
-            all += weights[lane_word() + CODE_GROUP * at];
-        }
-        all += KVD_SHUFFLE_XOR(all, 1);
-        all += KVD_SHUFFLE_XOR(all, 2);
-#pragma unroll
-        for (unsigned at = 0; at < 2 * BLOCKS; at++) {
-            const unsigned channel = place(at / 2, 2 * lane_word() + at % 2);
-            if (at / 2 >= blocks) {
-                break;
-            }
-            int32_t three[DIGITS];
-            sums[at / 2].digits(at % 2, three);
-            const float sum = WEIGHT_UNIT * whole(float(three[0]), three[1], three[2]);
-            if (lane_row() < ROWS && channel < side.dim) {
-                float& to = out[lane_row() * side.dim + channel];
-                to = to * factor + Value::of_tile(side, tile, channel, sum, all);
-            }
-        }
-        clear();
-    }
-
     // Adds what was summed up to the sums of the rows, which then shrink by their factor. `step`: what a
     // code of 1 is worth.
     KVD_DEVICE void flush(const SideShape& side, float step, float factor) {
@@ -428,7 +400,7 @@ struct Sums<Tensor<Side>, ROWS> {
             if (at / 2 >= blocks) {
                 break;
             }
-            int32_t three[DIGITS];
+            typename ScalesSums<Value>::Sum three[DIGITS];
             sums[at / 2].digits(at % 2, three);
             const uint32_t channel = Value::channel(side, places, mine);
             if (lane_row() >= ROWS || (channel & 0xFFFF) >= side.dim) {
@@ -462,8 +434,16 @@ struct Sums<Tensor<Side>, ROWS> {
 
     // Leaves nothing in registers, of which decoding needs many.
     KVD_DEVICE void settle(const AttendParameters& parameters, const SideShape& side) {
-        if constexpr (!SCALES_TILES) {
-            flush(side, Value::step_of(side, parameters.tables), 1);
+        flush(side, Value::step_of(side, parameters.tables), 1);
+    }
+
+    KVD_DEVICE void put_zeros(unsigned dim) const {
+#pragma unroll
+        for (unsigned at = 0; at < ZEROS * ROWS; at++) {
+            const unsigned channel = thread_index() + at / ROWS * ATTEND_THREADS;
+            if (channel < dim) {
+                out[at % ROWS * dim + channel] += zeros[at / ROWS][at % ROWS];
+            }
         }
     }
 
@@ -475,6 +455,10 @@ struct Sums<Tensor<Side>, ROWS> {
         settle(parameters, side);
         KVD_BARRIER();
         const unsigned dim = side.dim;
+        if constexpr (SCALES_TILES) {
+            put_zeros(dim);
+            KVD_BARRIER();
+        }
         for (unsigned at = thread_index(); at < unit.rows * dim; at += ATTEND_THREADS) {
             float base = 0;
             if constexpr (SETS > 0) {

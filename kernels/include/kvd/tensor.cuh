@@ -18,6 +18,14 @@ struct TokenOrder {
     KVD_DEVICE static unsigned term(unsigned token) { return token; }
 };
 
+// Whether the products of a step of keys, or of a tile of values, meet scales before others are added to them;
+// and what sums are then.
+template <class Side>
+struct ScalesSums {
+    static constexpr bool value = false;
+    using Sum = int32_t;
+};
+
 // Rows, columns of the first factor (rows of the second), and columns of one product.
 constexpr unsigned STEP_TERMS = 32;
 constexpr unsigned STEP_COLUMNS = 8;
@@ -184,33 +192,57 @@ struct Factor {
     }
 };
 
-// Sums of a lane, of its row and two columns: of high digits, then middle ones; of low digits.
-template <bool FEW>
+// What another lane has.
+KVD_DEVICE int32_t of_lane(int32_t sum, unsigned lane) {
+    return int32_t(KVD_SHUFFLE(uint32_t(sum), lane));
+}
+KVD_DEVICE float of_lane(float sum, unsigned lane) {
+    return f32_value(KVD_SHUFFLE(f32_bits(sum), lane));
+}
+
+// Sums of a lane, of its row and two columns: of high digits, then middle ones; of low digits. Integers, or
+// floats where they are scaled.
+template <bool FEW, class Sum = int32_t>
 struct Products {
-    int32_t upper[4];
-    int32_t low[2];
+    Sum upper[4];
+    Sum low[2];
 
     // The high, middle and low one of a column, for this lane's row.
-    KVD_DEVICE void digits(unsigned column, int32_t (&to)[DIGITS]) const {
+    KVD_DEVICE void digits(unsigned column, Sum (&to)[DIGITS]) const {
         to[0] = upper[column];
         to[1] = upper[2 + column];
         to[2] = low[column];
     }
+    // Adds other sums, times the scales of their columns.
+    KVD_DEVICE void add(const Products<FEW>& sums, const float (&scale)[2]) {
+#pragma unroll
+        for (unsigned column = 0; column < 2; column++) {
+            upper[column] += float(sums.upper[column]) * scale[column];
+            upper[2 + column] += float(sums.upper[2 + column]) * scale[column];
+            low[column] += float(sums.low[column]) * scale[column];
+        }
+    }
 };
 
 // Sums of a product's rows.
-template <>
-struct Products<true> {
-    int32_t all[4];
+template <class Sum>
+struct Products<true, Sum> {
+    Sum all[4];
 
     // By all lanes of a warp: the middle ones are others'. Of the first four rows.
-    KVD_DEVICE void digits(unsigned column, int32_t (&to)[DIGITS]) const {
+    KVD_DEVICE void digits(unsigned column, Sum (&to)[DIGITS]) const {
         const unsigned lane = (FEW_ROWS + lane_row() % MIDDLE_ROWS) * CODE_GROUP + lane_word();
-        const uint32_t first = KVD_SHUFFLE(uint32_t(all[column]), lane);
-        const uint32_t second = KVD_SHUFFLE(uint32_t(all[2 + column]), lane);
+        const Sum first = of_lane(all[column], lane);
+        const Sum second = of_lane(all[2 + column], lane);
         to[0] = all[column];
-        to[1] = int32_t(lane_row() % FEW_ROWS < MIDDLE_ROWS ? first : second);
+        to[1] = lane_row() % FEW_ROWS < MIDDLE_ROWS ? first : second;
         to[2] = all[2 + column];
+    }
+    KVD_DEVICE void add(const Products<true>& sums, const float (&scale)[2]) {
+#pragma unroll
+        for (unsigned at = 0; at < 4; at++) {
+            all[at] += float(sums.all[at]) * scale[at % 2];
+        }
     }
 };
 

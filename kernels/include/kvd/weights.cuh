@@ -64,6 +64,17 @@ struct DigitWeights {
                 const unsigned term = TokenOrder<Tensor<Side>>::term(lane_index());
                 Factor<ROWS>::put(digits, row, term, whole);
             }
+            if constexpr (ScalesSums<Tensor<Side>>::value) {
+                put_sum(shared, row, at % TILES, whole);
+            }
+        }
+    }
+    // What a tile's zero points are multiplied with: the sum of a row's weights, where its first score stood.
+    KVD_DEVICE static void put_sum(const AttendShared<ROWS>& shared, unsigned row, unsigned tile,
+                                   uint32_t whole) {
+        const uint32_t sum = warp_total(whole - f32_bits(WHOLE_BASE));
+        if (row < ROWS && lane_index() == 0) {
+            shared.weights[(tile * ROWS + row) * TILE_TOKENS] = float(sum) * WEIGHT_UNIT;
         }
     }
     KVD_DEVICE void write(const AttendShared<ROWS>&, unsigned, unsigned) {}

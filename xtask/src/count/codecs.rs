@@ -121,13 +121,11 @@ const DECODED: Rules = Rules {
     ..NONE
 };
 
-/// Of groups that choose their mode.
+/// Of groups that choose their mode: of each side a mask, 1.5 KiB of scales and 2 KiB of codes.
 const CHOSEN: Rules = Rules {
     turns: &[
-        ("at < count; at += ATTEND_THREADS", 1.0),
-        ("for (unsigned step = 0; step < count; step++)", 4.0),
-        ("for (unsigned part = FIRST + warp_index(); part < PIECES;", 1.75),
-        ("for (; left > 1; left -= 2)", 0.5),
+        ("for (unsigned part = FIRST + warp_index(); part < PIECES;", 7.0 / 4.0),
+        ("for (; left > 1; left -= 2)", 6.0 / 7.0),
     ],
     ..NONE
 };
@@ -343,7 +341,7 @@ pub(super) const ROWS: &[Row] = &[
     of_tiles("fp8", "attend_float", "kvd_attend_fp8_fp8_4", 1, &[FP8, ALWAYS]),
     of_tiles("kivi-4", "attend_uniform_fixed", "kvd_attend_kivi4_4", 2, &[FOUR_BITS, ALWAYS]),
     of_tiles("kivi-2", "attend_uniform_fixed", "kvd_attend_kivi2_4", 2, &[TWO_BITS, ALWAYS]),
-    of_tiles("innerq-2", "attend_uniform_fixed", "kvd_attend_innerq2_4", 1, &[CHOSEN, ALWAYS]),
+    of_tiles("innerq-2", "attend_uniform_fixed", "kvd_attend_innerq2_4", 2, &[CHOSEN, ALWAYS]),
     of_tiles(
         "vecinfer-4",
         "attend_vq_fixed",

@@ -22,6 +22,7 @@ const VERBS: &[(&str, &str)] = &[
     ("Scores::fold", "fold"),
     ("Scores::tile", "scores"),
     ("Scores::groups", "scores"),
+    ("Scores::chosen", "scores"),
     ("Softmax::absorb", "softmax"),
     ("Sums::multiply_tile", "multiply"),
     ("Sums::absorb", "absorb"),

@@ -88,7 +88,7 @@ fn of_kernel(specs: [&SideSpec; 2]) -> Option<f64> {
         (Q::Float(FloatFormat::E4M3), _) => 7.5,
         (Q::Float(FloatFormat::BF16), _) => 7.8,
         (Q::Float(_), _) => 6.7,
-        (Q::Uniform { mode: UniformMode::Hybrid, .. }, _) => 15.0,
+        (Q::Uniform { mode: UniformMode::Hybrid, .. }, _) => 7.5,
         // Where keys have a scale per channel, queries are cut for every tile.
         (Q::Uniform { .. }, Q::Uniform { .. }) => 6.1,
         (Q::Polar { .. }, Q::Uniform { .. }) => 6.9,
