@@ -258,6 +258,8 @@ struct Tensor<Hybrid> : Hybrid {
             mask = staged_span<Hybrid>(side, tile, 0)[token / 2] >> token % 2 * 4;
         }
 
+        // Steps: a constant, so that arrays of groups stay in registers.
+        KVD_DEVICE static unsigned count(const SideShape&) { return 4; }
         // Words of four groups, then their steps.
         static constexpr unsigned STEPS_AT = 4 * WORD_BYTES_MIN;
         static constexpr unsigned ROW_BYTES = STEPS_AT + 4 * STEP_BYTES;
@@ -295,6 +297,7 @@ struct Tensor<Hybrid> : Hybrid {
               first(first),
               scales(side, tile),
               codes(Hybrid::codes(side, tile)) {}
+        KVD_DEVICE static unsigned count(const SideShape& side) { return side.dim / STEP_TERMS; }
 
         KVD_DEVICE Scales::Group group(unsigned token, unsigned pair) const {
             return scales.group(side, tile, least(token, tile.tokens - 1), pair);

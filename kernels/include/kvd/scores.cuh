@@ -399,7 +399,7 @@ struct Scores<Tensor<Side>, ROWS> {
     KVD_DEVICE void scale_steps(const AttendShared<ROWS>& shared, const SideShape& side,
                                 const Tile (&tile)[TILES]) const {
         const unsigned first = warp_index() * STEP_COLUMNS;
-        const unsigned steps = side.dim / STEP_TERMS;
+        const unsigned steps = Keys::count(side);
 #pragma unroll
         for (unsigned of = 0; of < TILES; of++) {
             const Keys keys(side, tile[of], first + lane_row(), first + 2 * lane_word());

@@ -30,12 +30,12 @@ struct Sums<Tensor<Side>, ROWS> {
     static constexpr bool DEALS = !Spreads<Value>::of_runs;
     // Sums of a tile are scaled. Zero points are multiplied by threads that have a channel, or two.
     static constexpr bool SCALES_TILES = ScalesSums<Value>::value;
-    static constexpr unsigned ZEROS = SCALES_TILES ? CHANNELS_PER_THREAD : 0;
+    static constexpr unsigned ZEROS = SCALES_TILES ? CHANNELS_PER_THREAD : 1;
     static constexpr unsigned SETS = Value::WEIGHT_SETS;
 
     Products<FEW, typename ScalesSums<Value>::Sum> sums[BLOCKS];
     // What zero points add, by channel.
-    float zeros[SCALES_TILES ? CHANNELS_PER_THREAD : 1][ROWS];
+    float zeros[ZEROS][ROWS];
     // Of the digits in each word of a product.
     uint32_t digit_sums[DIGITS];
     float per_unit;
@@ -125,7 +125,9 @@ struct Sums<Tensor<Side>, ROWS> {
         const bool anew = factor != 1 || next != per_unit || tiles + TILES > TILES_MAX;
         if (KVD_RARELY(KVD_BALLOT(anew) != 0)) {
             flush(side, Value::step(side, tile[0]), factor);
-            shrink_zeros(side, shared);
+            if constexpr (SCALES_TILES) {
+                shrink_zeros(side, shared);
+            }
             per_unit = next;
         }
         tiles += TILES;
