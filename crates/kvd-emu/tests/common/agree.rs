@@ -26,3 +26,13 @@ pub(crate) fn agree(stored: &Stored, ask: &Ask, what: &str) {
         check(&answer, &wanted, &what);
     }
 }
+
+/// The kernel of a pair for so many channels and query rows: with the shapes of `fixed` as
+/// constants, where there is one.
+pub(crate) fn kernel(pair: &str, fixed: Option<&str>, (dim, rows): (usize, usize)) -> String {
+    match fixed {
+        Some(fixed) if (dim, rows) == (128, 4) => format!("kvd_attend_{fixed}_4"),
+        _ if pair.ends_with("any_any") => format!("kvd_attend_{pair}_8"),
+        _ => format!("kvd_attend_{pair}_{rows}"),
+    }
+}

@@ -8,7 +8,8 @@ use kvd_cuda::{
     Tables,
 };
 use kvd_emu::{Grid, Memory, Order, launch};
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeSet;
 
 /// Shared memory of an H100.
 pub(crate) const SHARED: SharedMemory =
@@ -20,6 +21,13 @@ const GAIN_STAGE: usize = 48;
 thread_local! {
     /// Buffers of the next launches: 2, 3 and 4 take turns, so that every test meets each.
     static BUFFERS: Cell<u32> = const { Cell::new(2) };
+    /// Kernels of attention that ran since somebody asked.
+    static KERNELS: RefCell<BTreeSet<String>> = const { RefCell::new(BTreeSet::new()) };
+}
+
+/// The kernels that have answered this thread since it last asked, but for those that merge.
+pub(crate) fn kernels() -> Vec<String> {
+    KERNELS.take().into_iter().collect()
 }
 
 /// Answers `plan` with the kernels, codebooks in shared memory.
@@ -138,6 +146,7 @@ pub(crate) fn run_tables(
         };
         // SAFETY: every address is of memory that lives on, of the size the tables were made for.
         unsafe { launch(grid, bytemuck::bytes_of(&parameters))? };
+        KERNELS.with_borrow_mut(|ran| ran.insert(launched.kernel.clone()));
     }
     merge(tables, [&out, &stats], dim, order)
 }
