@@ -1,33 +1,70 @@
 //! Conformance of the kernels: every preset × head size × query heads per KV head × tails answers
-//! as f64 attention over the decoded pages does. A test per preset, so that they run side by side.
+//! as f64 attention over the decoded pages does, in the kernel that is meant for it. A test per
+//! preset, so that they run side by side.
 #![expect(clippy::unwrap_used, reason = "a test may fail")]
 
 mod common;
 
+use common::agree::kernel;
+use common::levels::on_levels;
 use common::reference::{check, expected};
-use common::run::run_with;
+use common::run::{kernels, run_with};
 use common::{Ask, Layout, Stored, geometry, noise};
+use kvd_codec::Calibration;
 use kvd_core::{DType, Geometry, Side};
 use kvd_emu::{Order, available};
 
-/// Roughly normal rows, one channel much larger than the others, some values far shorter.
-fn value(side: Side, head: usize, token: usize, channel: usize) -> f32 {
-    let index = ((side.index() * 2 + head) * 4096 + token) * 512 + channel;
-    let length = if side == Side::Value {
-        [1.0, 1.0, 0.25, 1.0, 1.0, 1.0 / 32.0, 1.0][token % 7]
-    } else {
-        1.0
-    };
-    noise(index) * length * if channel == 3 { 8.0 } else { 1.0 }
+/// Roughly normal rows, one channel larger than the others, some values far shorter.
+fn value(large: f32) -> impl Fn(Side, usize, usize, usize) -> f32 {
+    move |side, head, token, channel| {
+        let index = ((side.index() * 2 + head) * 4096 + token) * 512 + channel;
+        let length = if side == Side::Value {
+            [1.0, 1.0, 0.25, 1.0, 1.0, 1.0 / 32.0, 1.0][token % 7]
+        } else {
+            1.0
+        };
+        noise(index) * length * if channel == 3 { large } else { 1.0 }
+    }
 }
 
-/// Shared memory for codebooks: all of them, some entries, none.
+/// Shared memory for codebooks: all of them, some entries of large ones, none.
 const TABLE_BYTES: [usize; 3] = [1 << 20, 3000, 0];
 
-fn conforms(name: &str) {
+/// The kernel of a preset's pages, where `pair` and `fixed` are for heads whose codebooks stand in
+/// shared memory.
+fn wanted(
+    (pair, fixed): (&str, Option<&str>),
+    (dim, rows): (usize, usize),
+    (block_tokens, table_bytes): (u32, usize),
+) -> String {
+    match (pair, fixed) {
+        // Groups are for pages of two tiles.
+        ("groups_groups", _) if block_tokens != 64 => {
+            kernel("bitalloc_bitalloc", None, (dim, rows))
+        }
+        // Only sixteen entries are in registers.
+        ("vq_vq", Some("vecinfer4" | "vecinfer2")) if table_bytes == 0 => {
+            kernel(pair, None, (dim, rows))
+        }
+        _ => kernel(pair, fixed, (dim, rows)),
+    }
+}
+
+fn conforms(name: &str, kernels: (&str, Option<&str>)) {
+    conforms_with(name, kernels, Calibration::clone);
+}
+
+/// The same with what `change` makes of the calibration.
+fn conforms_with(
+    name: &str,
+    (pair, fixed): (&str, Option<&str>),
+    change: fn(&Calibration) -> Calibration,
+) {
     if !available() {
         return;
     }
+    // Larger radii than the calibration's would fall back to another codec.
+    let value = value(if name == "polar-4+4" { 1.0 } else { 8.0 });
     // Orders of threads, splits and codebook caches take turns: each meets each shape class.
     let mut turn = 0;
     for dim in [64, 128] {
@@ -37,26 +74,32 @@ fn conforms(name: &str) {
             let block_tokens = if pages[0] > 64 { 96 } else { 64 };
             let geometry = Geometry { block_tokens, ..geometry(dim, dim, DType::F16) };
             let layout = Layout { pages: pages.to_vec(), window };
-            let stored = Stored::new(&geometry, name, &layout, value);
-            for group in [1, 4, 8] {
-                let ask = Ask::last(group, stored.tokens);
+            let stored = Stored::calibrated(&geometry, name, &layout, &value, change);
+            for (group, rows) in [1, 4, 8].into_iter().enumerate() {
+                let ask = Ask::last(rows, stored.tokens);
                 let plan = ask.plan(&stored, |i| 2.0 * noise(77_777 + i));
-                let (parts_per_unit, order) = ([1, 100, 2][turn % 3], Order::EACH[turn / 2 % 3]);
-                let table_bytes = TABLE_BYTES[turn % 3];
-                turn += 1;
+                let parts_per_unit = [1, 100, 2][(turn + group) % 3];
+                let order = Order::EACH[(turn / 3 + group) % 3];
+                let table_bytes = TABLE_BYTES[(turn + 2 * group) % 3];
                 let answer = run_with(&stored, &plan, parts_per_unit, table_bytes, order).unwrap();
-                let what = format!("{name}, {dim} channels, {layout:?}, {group} heads, {order:?}");
+                let what = format!("{name}, {dim} channels, {layout:?}, {rows} heads, {order:?}");
                 check(&answer, &expected(&stored, &plan), &what);
+                // Windows are rows as they came.
+                let mut ran = kernels();
+                ran.retain(|name| pair == "f16_f16" || !name.starts_with("kvd_attend_f16_f16"));
+                let of_room = (block_tokens, table_bytes);
+                assert_eq!(ran, [wanted((pair, fixed), (dim as usize, rows), of_room)], "{what}");
             }
+            turn += 1;
         }
     }
 }
 
 macro_rules! presets {
-    ($($test:ident $name:literal,)*) => {
+    ($($test:ident $name:literal $pair:literal $fixed:expr,)*) => {
         $(#[test]
         fn $test() {
-            conforms($name);
+            conforms($name, ($pair, $fixed));
         })*
 
         #[test]
@@ -69,30 +112,39 @@ macro_rules! presets {
     };
 }
 
+// Which kernel reads its pages, and which one that has its shapes as constants.
 presets! {
-    raw "raw",
-    fp8 "fp8",
-    kivi_4 "kivi-4",
-    kivi_2 "kivi-2",
-    kvcomp "kvcomp",
-    kvcomp_channel "kvcomp-channel",
-    vecinfer_4 "vecinfer-4",
-    vecinfer_3 "vecinfer-3",
-    vecinfer_2 "vecinfer-2",
-    vecinfer_2_reg "vecinfer-2-reg",
-    vecinfer_1_5 "vecinfer-1.5",
-    vecinfer_1_25 "vecinfer-1.25",
-    cq_4 "cq-4",
-    cq_2 "cq-2",
-    vq_residual_4 "vq-residual-4",
-    innerq_2 "innerq-2",
-    polar_4_4 "polar-4+4",
-    polar_4_2 "polar-4+2",
-    turbo_4 "turbo-4",
-    turbo_3 "turbo-3",
-    kvd_4 "kvd-4",
-    kvd_3 "kvd-3",
-    kvd_2 "kvd-2",
-    kvd_1_5 "kvd-1.5",
-    kvd_2_fast "kvd-2-fast",
+    raw "raw" "f16_f16" None,
+    fp8 "fp8" "fp8_fp8" None,
+    kivi_4 "kivi-4" "uniform_uniform" Some("kivi4"),
+    kivi_2 "kivi-2" "uniform_uniform" Some("kivi2"),
+    kvcomp "kvcomp" "huffman_uniform_uniform" None,
+    kvcomp_channel "kvcomp-channel" "huffman_uniform_uniform" None,
+    vecinfer_4 "vecinfer-4" "vq_vq" Some("vecinfer4"),
+    vecinfer_3 "vecinfer-3" "vqfloat_vqfloat" None,
+    vecinfer_2 "vecinfer-2" "vq_vq" Some("vecinfer2"),
+    vecinfer_2_reg "vecinfer-2-reg" "vq_vq" Some("vecinfer2reg"),
+    vecinfer_1_5 "vecinfer-1.5" "vqfloat_vqfloat" None,
+    vecinfer_1_25 "vecinfer-1.25" "vqfloat_vqfloat" None,
+    cq_4 "cq-4" "vq_vq" None,
+    cq_2 "cq-2" "vq_vq" None,
+    vq_residual_4 "vq-residual-4" "vqfloat_vqfloat" None,
+    innerq_2 "innerq-2" "hybrid_hybrid" Some("innerq2"),
+    polar_4_4 "polar-4+4" "polar_uniform" Some("polar44"),
+    polar_4_2 "polar-4+2" "polar_uniform" None,
+    turbo_4 "turbo-4" "lloyd_uniform" Some("turbo4"),
+    turbo_3 "turbo-3" "lloyd_uniform" None,
+    kvd_4 "kvd-4" "huffman_grid_grid" None,
+    kvd_3 "kvd-3" "huffman_grid_grid" None,
+    kvd_2 "kvd-2" "huffman_grid_grid" None,
+    kvd_1_5 "kvd-1.5" "huffman_grid_grid" None,
+    kvd_2_fast "kvd-2-fast" "groups_groups" Some("kvd2fast"),
+}
+
+// Fits leave codebooks of more than 256 entries off whole levels. Those of others may be on them.
+#[test]
+fn codebooks_of_twelve_bits_on_whole_levels_are_multiplied_as_bytes() {
+    for name in ["vecinfer-3", "vecinfer-1.5", "vecinfer-1.25"] {
+        conforms_with(name, ("vq_vq", None), on_levels);
+    }
 }

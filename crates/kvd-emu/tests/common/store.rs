@@ -63,8 +63,19 @@ impl Stored {
         layout: &Layout,
         value: impl Fn(Side, usize, usize, usize) -> f32,
     ) -> Self {
+        Self::calibrated(geometry, codec, layout, value, Calibration::clone)
+    }
+
+    /// The same with what `change` makes of the codec's calibration.
+    pub(crate) fn calibrated(
+        geometry: &Geometry,
+        codec: &str,
+        layout: &Layout,
+        value: impl Fn(Side, usize, usize, usize) -> f32,
+        change: fn(&Calibration) -> Calibration,
+    ) -> Self {
         let spec = resolve(codec).unwrap();
-        let calibration = calibration(geometry, &spec);
+        let calibration = calibration(geometry, &spec).as_ref().map(change);
         let codec = ModelCodec::new(geometry.clone(), spec, calibration.as_ref()).unwrap();
         // Something lies in front, so that offsets count.
         let arena = vec![0xA5; 3 * GRANULE];
