@@ -31,7 +31,9 @@ fn main() {
     scheduler.file("../../kernels/emu/emu.cc").cargo_metadata(false);
     let mut kernels = build();
     kernels.flag("-x").flag("c++");
-    kernels.files(attend_files()).files(emu_files());
+    kernels.files(sources("../../kernels")).files(emu_files());
+    // As they are compiled while a program runs: with headers by their bare names.
+    kernels.files(sources("../../kernels/emu/late")).include("../../kernels/include/kvd");
     kernels.flag("-Wno-unknown-pragmas").flag("-Wno-unused-parameter");
     // Kernels make themselves known before main: nothing names them, all are needed.
     kernels.cargo_metadata(false);
@@ -56,9 +58,9 @@ fn main() {
     println!("cargo:rustc-link-lib=stdc++");
 }
 
-/// The files of attention kernels.
-fn attend_files() -> Vec<PathBuf> {
-    let entries = std::fs::read_dir("../../kernels").into_iter().flatten().flatten();
+/// The kernels' files in a folder.
+fn sources(folder: &str) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
     let files = entries.map(|entry| entry.path());
     let mut files: Vec<_> =
         files.filter(|path| path.extension().is_some_and(|extension| extension == "cu")).collect();

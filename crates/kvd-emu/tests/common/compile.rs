@@ -1,5 +1,5 @@
 //! Kernels that are compiled while the backend runs: by a made-up compiler, whose images name the
-//! kernels in them, and which the driver runs as the kernel that all pairs share.
+//! kernels in them, which the CPU lane has from the same text (`late.rs`).
 
 use super::{OPTIONS, blocks, suite};
 use crate::driver::{EmuDriver, Fail, Watch};
@@ -16,7 +16,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 
-/// Keys of one kind, values of another: no kernel of its own.
+/// Keys of one kind, values of another: no kernel of its own ahead of time.
 const CODEC: &str = "k=uniform(b=4,g=32,axis=channel); v=f16";
 const OWN: &str = "kvd_attend_uniform_f16_8";
 

@@ -36,8 +36,6 @@ pub(crate) struct EmuDriver {
     pinned: Vec<Option<Vec<u8>>>,
     /// Memory of a worker that is open.
     shared: BTreeMap<u64, Opened>,
-    /// Beginnings of the names of kernels that a made-up compiler has made.
-    compiled: Vec<String>,
     streams: Streams,
     /// Events of which others have a handle.
     events: BTreeMap<EventId, [u8; RegionHandle::IPC_BYTES]>,
@@ -52,12 +50,8 @@ pub(crate) struct EmuDriver {
 impl EmuDriver {
     fn launch_work(&self, launched: &KernelLaunch<'_>) -> Work {
         let KernelLaunch { kernel, blocks, shared_bytes, parameters, .. } = *launched;
-        // What was compiled is not there on the CPU: the kernel that all pairs share is.
-        let is_made = self.compiled.iter().any(|made| kernel.starts_with(made));
-        let asked = kernel.to_owned();
-        let kernel = if is_made { "kvd_attend_any_any_8" } else { kernel }.to_owned();
-        let parameters = parameters.to_vec();
-        Work::Launch { asked, kernel, blocks, shared_bytes, parameters }
+        let (kernel, parameters) = (kernel.to_owned(), parameters.to_vec());
+        Work::Launch { kernel, blocks, shared_bytes, parameters }
     }
 
     pub(crate) fn new(order: Order, pace: Pace) -> (Self, Arc<Mutex<Watch>>) {
@@ -66,7 +60,6 @@ impl EmuDriver {
             memory: BTreeMap::new(),
             pinned: Vec::new(),
             shared: BTreeMap::new(),
-            compiled: Vec::new(),
             streams: Streams::default(),
             events: BTreeMap::new(),
             graphs: Vec::new(),
@@ -192,12 +185,10 @@ impl Driver for EmuDriver {
 
     fn load(&mut self, image: &[u8]) -> Result<(), DriverError> {
         self.call("load", None)?;
-        let Some(name) = image.strip_prefix(b"compiled ") else { return Ok(()) };
-        if self.watch.lock().fail == Fail::Image {
+        if image.starts_with(b"compiled ") && self.watch.lock().fail == Fail::Image {
             let reason = "CUDA_ERROR_INVALID_IMAGE (200)".to_owned();
             return Err(DriverError::Refused { call: "load", reason });
         }
-        self.compiled.push(String::from_utf8(name.to_vec()).expect("a name"));
         Ok(())
     }
 

@@ -61,8 +61,28 @@ pub(crate) fn run_split(
     order: Order,
 ) -> Result<Attended, String> {
     let options = Options { parts_per_unit, shared: SHARED, chunks: None, channel_split };
-    let buffers = Some(BUFFERS.with(|turn| turn.replace(2 + (turn.get() - 1) % 3)));
-    run_as(stored, plan, (options, rooms, buffers), order).map(|(answer, _)| answer)
+    run_as(stored, plan, (options, rooms), take_turns, order).map(|(answer, _)| answer)
+}
+
+/// The same where the kernel of a pair, `late`, has been compiled since: it is launched in the
+/// place of the one that all pairs share, with that one's tables.
+pub(crate) fn run_late(
+    stored: &Stored,
+    plan: &AttendPlan,
+    (parts_per_unit, late): (usize, &str),
+    order: Order,
+) -> Result<Attended, String> {
+    let options = Options { parts_per_unit, shared: SHARED, chunks: None, channel_split: 1 };
+    let change = |launched: &mut Launch| {
+        take_turns(launched);
+        if launched.kernel.ends_with("any_any_8") {
+            let most = launched.units.iter().map(|unit| unit.rows).max().unwrap_or(1);
+            let rows = [1, 4, 8].into_iter().find(|rows| most <= *rows).unwrap_or(8);
+            launched.kernel = format!("kvd_attend_{late}_{rows}");
+        }
+    };
+    run_as(stored, plan, (options, [CodebookRoom::from(3000); 2]), change, order)
+        .map(|(answer, _)| answer)
 }
 
 /// The same with so much shared memory for a thread block; says how much of it was taken.
@@ -73,22 +93,21 @@ pub(crate) fn run_within(
     order: Order,
 ) -> Result<(Attended, usize), String> {
     let options = Options { parts_per_unit: 4, shared, chunks: None, channel_split: 1 };
-    run_as(stored, plan, (options, [0.into(); 2], None), order)
+    run_as(stored, plan, (options, [0.into(); 2]), |_| {}, order)
 }
 
 fn run_as(
     stored: &Stored,
     plan: &AttendPlan,
-    (options, rooms, buffers): (Options, [CodebookRoom; 2], Option<u32>),
+    (options, rooms): (Options, [CodebookRoom; 2]),
+    change: impl Fn(&mut Launch),
     order: Order,
 ) -> Result<(Attended, usize), String> {
     let header = |offset: u64| stored.headers.get(&offset).copied();
     let shapes = Shapes::new(&stored.codec, plan.layer, rooms);
     let mut tables = Tables::new(plan, &stored.codec, &shapes, &header, options)
         .map_err(|error| error.to_string())?;
-    if let Some(buffers) = buffers {
-        tables.launches.iter_mut().for_each(|launched| set_buffers(launched, buffers));
-    }
+    tables.launches.iter_mut().for_each(change);
     let merged = run_tables(stored, &shapes, &tables, order)?;
     let taken = tables.launches.iter().map(|launched| launched.shared_bytes).max();
     Ok((merged.finish(plan, &stored.codec), taken.unwrap_or(0)))
@@ -152,7 +171,8 @@ pub(crate) fn run_tables(
 }
 
 /// Gives a launch another number of buffers, where there is room for them.
-fn set_buffers(launched: &mut Launch, buffers: u32) {
+fn take_turns(launched: &mut Launch) {
+    let buffers = BUFFERS.with(|turn| turn.replace(2 + (turn.get() - 1) % 3));
     let buffer = (launched.key_stage + launched.value_stage) as usize + GAIN_STAGE;
     let without = launched.shared_bytes - launched.buffers as usize * buffer;
     let shared_bytes = without + buffers as usize * buffer;

@@ -46,8 +46,6 @@ pub(crate) enum Work {
         bytes: u64,
     },
     Launch {
-        /// As it was asked for; what runs may stand for it.
-        asked: String,
         kernel: String,
         blocks: u32,
         shared_bytes: u32,
@@ -188,10 +186,10 @@ impl Streams {
 
     /// Whether a launch of these very words may be under way.
     pub(crate) fn holds_launch(&self, launch: &Work) -> bool {
-        let Work::Launch { asked, parameters, .. } = launch else { return false };
+        let Work::Launch { kernel, parameters, .. } = launch else { return false };
         self.unseen().any(|work| match work {
-            Work::Launch { asked: other, parameters: words, .. } => {
-                (other, words) == (asked, parameters)
+            Work::Launch { kernel: other, parameters: words, .. } => {
+                (other, words) == (kernel, parameters)
             }
             _ => false,
         })

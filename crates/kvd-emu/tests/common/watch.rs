@@ -83,8 +83,8 @@ pub(crate) enum Planted {
 impl Watch {
     pub(super) fn launched(&mut self, work: &Work) {
         self.launches += 1;
-        if let Work::Launch { asked, blocks, .. } = work {
-            self.kernels.push(asked.clone());
+        if let Work::Launch { kernel, blocks, .. } = work {
+            self.kernels.push(kernel.clone());
             self.blocks.push(*blocks);
         }
     }

@@ -1,0 +1,100 @@
+//! Kernels that are compiled when a model is registered, for pairs that have none ahead of time:
+//! some of them, from the very text that is compiled then, answer as f64 attention over the decoded
+//! pages does. They are launched with the tables of the kernel that all such pairs share.
+#![expect(clippy::unwrap_used, reason = "a test may fail")]
+
+mod common;
+
+use common::agree::{layout, value};
+use common::reference::{check, expected};
+use common::run::{kernels, run_late};
+use common::{Ask, Stored, geometry, noise};
+use kvd_core::DType;
+use kvd_cuda::{Kernel, kernel_source};
+use kvd_emu::{Order, available};
+
+/// What the lane has compiled.
+const LATE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../kernels/emu/late");
+
+/// Every file there: keys, values, whether they hold Huffman codes, and codecs of such pages.
+const PAIRS: [(Kernel, Kernel, bool, &[&str]); 6] = [
+    (Kernel::F16, Kernel::Uniform, false, &["k=f16; v=uniform(b=4,g=32,axis=token)"]),
+    (Kernel::Uniform, Kernel::F16, false, &["k=uniform(b=4,g=32,axis=channel); v=f16"]),
+    (
+        Kernel::Symmetric,
+        Kernel::Symmetric,
+        false,
+        &[
+            "k=uniform(b=3,axis=token,mode=sym); v=uniform(b=4,g=32,axis=token,mode=sym)",
+            "k=uniform(b=2,axis=channel,g=7,mode=sym); v=uniform(rel=0.2,axis=block,mode=sym)",
+        ],
+    ),
+    (
+        Kernel::Vq,
+        Kernel::Uniform,
+        false,
+        &[
+            "k=vq(d=2,b=8); v=uniform(b=2,g=32,axis=token)",
+            "k=vq(d=4,b=6,stages=2); v=mean+gain/uniform(b=5,axis=channel)",
+        ],
+    ),
+    (Kernel::Polar, Kernel::Lloyd, false, &["k=polar(a=4,r=2,g=64); v=rotate/lloyd(b=4)"]),
+    (Kernel::Fp8, Kernel::Fp8, true, &["k=fp8/huffman; v=hadamard/fp8/huffman"]),
+];
+
+/// A pair's part of the kernels' names.
+fn name(keys: Kernel, values: Kernel, huffman: bool) -> String {
+    let stage = if huffman { "huffman_" } else { "" };
+    format!("{stage}{}_{}", keys.name(), values.name())
+}
+
+#[test]
+fn what_the_lane_has_compiled_is_what_is_compiled_late() {
+    let mut names: Vec<String> = Vec::new();
+    for (keys, values, huffman, _) in PAIRS {
+        let name = format!("{}.cu", name(keys, values, huffman));
+        let text = std::fs::read_to_string(format!("{LATE}/{name}")).unwrap();
+        assert_eq!(text, kernel_source(keys, values, huffman), "{name}");
+        names.push(name);
+    }
+    for entry in std::fs::read_dir(LATE).unwrap() {
+        let file = entry.unwrap().file_name().into_string().unwrap();
+        assert!(names.contains(&file), "{file} is not tested");
+    }
+}
+
+/// Pages of a codec, of every shape, answer in the pair's own kernel.
+fn conforms(late: &str, codec: &str) {
+    let mut turn = 0;
+    for (dim_k, dim_v) in [(64, 64), (128, 128), (48, 80)] {
+        for (pages, window) in [(&[64, 45][..], 3), (&[96, 96, 33], 0), (&[1], 0)] {
+            let geometry = geometry(dim_k, dim_v, DType::F16);
+            let stored = Stored::new(&geometry, codec, &layout(pages, window), value);
+            assert!(stored.headers.values().all(|header| !header.fallback), "{codec}");
+            for rows in [1, 4, 8] {
+                let plan = Ask::last(rows, stored.tokens).plan(&stored, |i| noise(77_777 + i));
+                let (order, parts) = (Order::EACH[turn % 3], [1, 100, 2][turn / 3 % 3]);
+                turn += 1;
+                let answer = run_late(&stored, &plan, (parts, late), order).unwrap();
+                let what = format!("{codec}, {dim_k} channels, {pages:?}, {rows} rows, {order:?}");
+                check(&answer, &expected(&stored, &plan), &what);
+                // Windows are rows as they came.
+                let mut ran = kernels();
+                ran.retain(|name| !name.starts_with("kvd_attend_f16_f16"));
+                assert_eq!(ran, [format!("kvd_attend_{late}_{rows}")], "{what}");
+            }
+        }
+    }
+}
+
+#[test]
+fn pairs_that_are_compiled_late_answer_as_the_reference() {
+    if !available() {
+        return;
+    }
+    for (keys, values, huffman, codecs) in PAIRS {
+        for codec in codecs {
+            conforms(&name(keys, values, huffman), codec);
+        }
+    }
+}
