@@ -130,4 +130,22 @@ mod tests {
             find(of_kernel.0).unwrap();
         }
     }
+
+    #[test]
+    fn conversions_of_halves_that_headers_use_are_among_those_that_nvrtc_is_given() {
+        let is_name = |c: char| c.is_alphanumeric() || c == '_';
+        let mut used = Vec::new();
+        for (_, text) in KVD {
+            let code = text.lines().filter(|line| !line.trim_start().starts_with("//"));
+            let words = code.flat_map(|line| line.split(|c: char| !is_name(c)));
+            used.extend(words.filter(|word| {
+                word.starts_with("__") && (word.contains("half") || word.contains("bfloat16"))
+            }));
+        }
+        assert!(used.contains(&"__float2half_rn"), "{used:?}");
+        for name in used {
+            let is_given = CUDA.iter().any(|(_, text)| text.contains(&format!(" {name}(")));
+            assert!(is_given, "{name} is in none of the headers");
+        }
+    }
 }

@@ -18,3 +18,8 @@ __device__ __forceinline__ __half __float2half_rn(float value) {
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(narrow.bits) : "f"(value));
     return narrow;
 }
+__device__ __forceinline__ __half __float2half_rd(float value) {
+    __half narrow;
+    asm("cvt.rm.f16.f32 %0, %1;" : "=h"(narrow.bits) : "f"(value));
+    return narrow;
+}
