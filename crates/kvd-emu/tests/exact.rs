@@ -42,7 +42,16 @@ fn scaled(stored: &Stored, ask: &Ask, value: impl Fn(usize) -> f32) -> AttendPla
 /// Answers to queries of small integers are exact, where pages hold levels up to `top` as they are,
 /// and come from the kernel that is meant.
 fn exact(codec: &str, top: usize, pair: &str, fixed: Option<&str>) {
-    let digit = digit(top);
+    exact_of(codec, digit(top), pair, fixed);
+}
+
+/// The same of pages that hold `digit` as it is.
+fn exact_of(
+    codec: &str,
+    digit: impl Fn(Side, usize, usize, usize) -> f32,
+    pair: &str,
+    fixed: Option<&str>,
+) {
     // Angles and radii, and levels of turned rows, are no integers: their keys are like others'.
     let whole_keys = !codec.contains("polar") && !codec.contains("lloyd");
     let row = |side: Side, head: usize, token: usize, channel: usize| match side {
@@ -120,6 +129,18 @@ fn groups_that_choose_their_mode() {
         );
         exact(&codec, (1 << bits) - 1, "hybrid_hybrid", fixed);
     }
+    // Groups around zero, of both signs, and others, of which only the other levels hold all.
+    let chosen = |side: Side, head: usize, token: usize, channel: usize| {
+        let (group, at) = match side {
+            Side::Key => (token + channel / 32, channel % 32),
+            Side::Value => (channel + token / 32, token % 32),
+        };
+        let mixed = (at * 5 + group * 3) as f32;
+        if (group + head).is_multiple_of(3) { mixed % 7.0 - 3.0 } else { mixed % 4.0 + 5.0 }
+    };
+    let codec = "k=uniform(b=2,axis=token,g=32,mode=hybrid); \
+                 v=uniform(b=2,axis=channel,g=32,mode=hybrid)";
+    exact_of(codec, chosen, "hybrid_hybrid", Some("innerq2"));
 }
 
 #[test]
