@@ -24,6 +24,9 @@ fn commit() -> Option<String> {
     for package in fs::read_dir("..").ok()?.flatten() {
         println!("cargo:rerun-if-changed={}", package.path().join("src").display());
     }
+    for other in ["Cargo.toml", "Cargo.lock", "kernels"] {
+        println!("cargo:rerun-if-changed={ROOT}/{other}");
+    }
     git(&["describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"])
 }
 

@@ -8,7 +8,6 @@ use common::agree::{agree, layout, value};
 use common::reference::{check, expected, floats};
 use common::run::{run, run_with};
 use common::{Ask, Layout, Stored, geometry, noise};
-use kvd_compute::AttendPlan;
 use kvd_core::{DType, Geometry, RopePairing, Side};
 use kvd_emu::{Order, available};
 

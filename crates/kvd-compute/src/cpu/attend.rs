@@ -2,7 +2,7 @@
 //! the stored range, and a merge of the partial states.
 
 use super::simd::{Precision, Simd};
-use super::tile::Reader;
+use super::tile::{Reader, spans};
 use super::unit;
 use crate::{AttendPlan, Attended, BackendError, PartialState, PlanPart, PlanQuery};
 use kvd_core::Side;
@@ -60,27 +60,37 @@ pub(super) fn units<'a>(job: &Job<'a>) -> Vec<Unit<'a>> {
     let kv_heads = job.reader.codec.geometry().kv_heads as usize;
     let whole = |query: &PlanQuery| query.n_q.div_ceil(UNIT_QUERY_TOKENS) as usize * kv_heads;
     let queries = &job.plan.queries;
-    let parts: usize = queries.iter().map(|query| whole(query) * query.parts.len()).sum();
+    let parts: usize = queries.iter().map(|query| whole(query) * seen(query).len()).sum();
     let parts_per_unit = parts.div_ceil(UNITS_PER_THREAD * job.threads).max(UNIT_PARTS_MIN);
     let mut units = Vec::with_capacity(queries.iter().map(whole).sum());
     let mut batch_row = 0;
     for query in queries {
+        let parts = seen(query);
         // Splits of one query are alike: no thread is left with a short rest.
-        let splits = query.parts.len().div_ceil(parts_per_unit).max(1);
-        let parts_per_split = query.parts.len().div_ceil(splits).max(1);
+        let splits = parts.len().div_ceil(parts_per_unit).max(1);
+        let parts_per_split = parts.len().div_ceil(splits).max(1);
         for q_start in (0..query.n_q).step_by(UNIT_QUERY_TOKENS as usize) {
             let q = q_start..query.n_q.min(q_start + UNIT_QUERY_TOKENS);
             for head in 0..kv_heads {
                 let unit = |parts| Unit { query, batch_row, q: q.clone(), head, parts };
-                if query.parts.is_empty() {
-                    units.push(unit(&query.parts[..]));
+                if parts.is_empty() {
+                    units.push(unit(parts));
                 }
-                units.extend(query.parts.chunks(parts_per_split).map(unit));
+                units.extend(parts.chunks(parts_per_split).map(unit));
             }
         }
         batch_row += query.n_q as usize;
     }
     units
+}
+
+/// The parts from the first to the last that some token of the query sees.
+fn seen(query: &PlanQuery) -> &[PlanPart] {
+    let visible = query.visible(0).start..query.visible(query.n_q.saturating_sub(1)).end;
+    let is_seen = |part: &PlanPart| spans(part, visible.clone()).next().is_some();
+    let Some(first) = query.parts.iter().position(is_seen) else { return &[] };
+    let end = query.parts.iter().rposition(is_seen).map_or(first, |last| last + 1);
+    &query.parts[first..end]
 }
 
 /// Query heads that share one KV head.

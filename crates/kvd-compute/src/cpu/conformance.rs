@@ -47,6 +47,12 @@ const ROUNDED: &[&str] = &[
     "polar-4+2",
     "k=uniform(b=7,axis=channel)/huffman; v=uniform(b=8,axis=token)/huffman",
 ];
+/// Those of them whose keys have score tables.
+const TABLES: &[&str] = &[
+    "k=smooth+hadamard/vq(d=2,b=4); v=vq(d=2,b=4)",
+    "k=vq(d=2,b=4); v=gain/vq(d=2,b=4)",
+    "turbo-4",
+];
 /// Codecs whose kernels multiply f32.
 const EXACT: &[&str] = &["raw", "k=bf16; v=hadamard/f32", "fp8", "k=hadamard/fp8; v=f16"];
 
@@ -372,7 +378,9 @@ fn check_codec(codec: ModelCodec, name: &str, data: Data, asks: &[Ask]) {
                 _ if !ROUNDED.contains(&name) => single,
                 // The set that multiplies single bytes, and the other that has score tables.
                 Precision::Int8 if simd.set() == InstructionSet::Avx512 => byte,
-                Precision::Int8 if simd.set() == InstructionSet::Avx2 => byte,
+                Precision::Int8 if simd.set() == InstructionSet::Avx2 && TABLES.contains(&name) => {
+                    byte
+                }
                 Precision::Int8 | Precision::Fast => half,
             };
             let answer = backend.attend(&plan).unwrap();

@@ -229,7 +229,8 @@ impl CpuBackend {
 
     /// What the precision comes to on the instruction set in use, where `query_tokens` of a
     /// sequence go through `group` query heads of each KV head: `int8` is [`Precision::Fast`]
-    /// where single bytes are not multiplied or would be no faster.
+    /// where nothing is rounded to single bytes or it would be no faster. Codecs whose kernels
+    /// round to none answer as under `fast` either way.
     #[must_use]
     pub fn effective_precision(&self, query_tokens: u32, group: u32) -> Precision {
         let rows = query_tokens.min(attend::UNIT_QUERY_TOKENS) * group;

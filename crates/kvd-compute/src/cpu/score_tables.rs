@@ -127,7 +127,8 @@ mod tests {
     use super::super::scores::{SPAN, TILE};
     use super::*;
 
-    const POSITIONS: usize = 24;
+    /// Positions: a few, and more than AVX2 sums up in 16 bits, with a rest.
+    const POSITIONS: [usize; 3] = [24, 80, 128];
     const DIMS: usize = 2;
 
     fn wave(i: usize) -> f32 {
@@ -141,11 +142,11 @@ mod tests {
     }
 
     /// Tables of rows of waves, beside what they stand for.
-    fn filled(simd: Simd, rows: usize) -> (Keys, Vec<f32>, Vec<f32>) {
-        let queries: Vec<f32> = (0..rows * POSITIONS * DIMS).map(wave).collect();
+    fn filled(simd: Simd, rows: usize, positions: usize) -> (Keys, Vec<f32>, Vec<f32>) {
+        let queries: Vec<f32> = (0..rows * positions * DIMS).map(wave).collect();
         let entries: Vec<f32> = (0..CODES * DIMS).map(|i| wave(i * i + 3)).collect();
         let how = (simd, Precision::Int8);
-        let keys = Keys::new(how, (&queries, POSITIONS * DIMS), (&entries, DIMS));
+        let keys = Keys::new(how, (&queries, positions * DIMS), (&entries, DIMS));
         (keys.expect("tables"), queries, entries)
     }
 
@@ -155,8 +156,8 @@ mod tests {
     }
 
     /// Two planes of four bits, quads of positions beside each other.
-    fn codes(tiles: usize) -> Vec<u8> {
-        let half = POSITIONS / 2;
+    fn codes(tiles: usize, positions: usize) -> Vec<u8> {
+        let half = positions / 2;
         let byte = |i: usize| {
             let (tile, i) = (i / (TILE * half), i % (TILE * half));
             let (quad, token, place) = (i / (TILE * QUAD), i / QUAD % TILE, i % QUAD);
@@ -169,13 +170,15 @@ mod tests {
     #[test]
     fn sums_are_those_of_the_tables() {
         let shapes = [(1, 1), (2, 4), (3, 3), (4, 2), (7, 4)];
-        for (simd, (rows, tiles)) in levels().flat_map(|simd| shapes.map(|shape| (simd, shape))) {
-            let (mut keys, ..) = filled(simd, rows);
-            let (bytes, mut scores) = (codes(tiles), Scores::new(rows));
+        let shapes = shapes.into_iter().flat_map(|shape| POSITIONS.map(|p| (shape, p)));
+        let shapes = levels().flat_map(|simd| shapes.clone().map(move |shape| (simd, shape)));
+        for (simd, ((rows, tiles), positions)) in shapes {
+            let (mut keys, ..) = filled(simd, rows, positions);
+            let (bytes, mut scores) = (codes(tiles, positions), Scores::new(rows));
             let of_tiles = TileCodes {
                 bytes: &bytes,
                 width: WIDTH,
-                per_row: POSITIONS,
+                per_row: positions,
                 ahead: Ahead::default(),
             };
             keys.tiles(simd, of_tiles, 4 - tiles, &mut scores);
@@ -189,32 +192,34 @@ mod tests {
                     let byte = keys.tables[quad].0[place][code(at, position)];
                     i32::from(byte) * i32::from(factor(simd, &mut keys, row, position))
                 };
-                let sum = (0..POSITIONS).map(&mut entry).sum::<i32>() as f32;
+                let sum = (0..positions).map(&mut entry).sum::<i32>() as f32;
                 let want = sum * keys.units[row] + keys.bases[row];
-                assert_eq!(scores.row(row)[token], want, "{simd:?}, row {row}, token {token}");
+                let context = format!("{simd:?}, {positions} positions, row {row}, token {token}");
+                assert_eq!(scores.row(row)[token], want, "{context}");
             }
         }
     }
 
     #[test]
     fn scores_are_those_of_products() {
-        for simd in levels() {
-            let (keys, queries, entries) = filled(simd, 4);
-            let (bytes, mut scores) = (codes(2), Scores::new(4));
-            let (width, per_row, ahead) = (WIDTH, POSITIONS, Ahead::default());
+        for (simd, positions) in levels().flat_map(|simd| POSITIONS.map(|p| (simd, p))) {
+            let (keys, queries, entries) = filled(simd, 4, positions);
+            let (bytes, mut scores) = (codes(2, positions), Scores::new(4));
+            let (width, per_row, ahead) = (WIDTH, positions, Ahead::default());
             keys.tiles(simd, TileCodes { bytes: &bytes, width, per_row, ahead }, 0, &mut scores);
             let (mut off, mut all) = (0f64, 0f64);
             for (row, token) in (0..4).flat_map(|row| (0..2 * TILE).map(move |t| (row, t))) {
                 let product = |i: usize| {
                     let entry = entries[code(token, i / DIMS) * DIMS + i % DIMS];
-                    f64::from(queries[row * POSITIONS * DIMS + i]) * f64::from(entry)
+                    f64::from(queries[row * positions * DIMS + i]) * f64::from(entry)
                 };
-                let exact: f64 = (0..POSITIONS * DIMS).map(product).sum();
+                let exact: f64 = (0..positions * DIMS).map(product).sum();
                 off += (f64::from(scores.row(row)[token]) - exact).powi(2);
                 all += exact.powi(2);
             }
             // A byte for what 16 codes reach, rounded: some 0.6 % of what they deviate.
-            assert!((off / all).sqrt() < 6e-3, "{simd:?}: {}", (off / all).sqrt());
+            let error = (off / all).sqrt();
+            assert!(error < 8e-3, "{simd:?}, {positions} positions: {error}");
         }
     }
 
@@ -226,7 +231,6 @@ mod tests {
         }
     }
 
-    /// What codes stand for, and a query of one channel far above the others, or of none.
     #[test]
     fn factors_of_positions_that_are_summed_together_fit() {
         let Some(simd) = Simd::of(InstructionSet::Avx2) else { return };
