@@ -56,7 +56,9 @@ pub use fit::{FitProgress, fit};
 pub use gain::Gains;
 pub use huffman::HuffmanTable;
 pub use implied::ImpliedBits;
-pub use lanes::{ByteTables, CHUNK_TOKENS, LaneChunk, LaneCodes, LaneRun, LaneTable, Outlier};
+pub use lanes::{
+    ByteTables, CHUNK_TOKENS, LaneChunk, LaneCodes, LaneRun, LaneTable, NibbleRow, Nibbles, Outlier,
+};
 pub use levels::level_unit;
 pub use model::{BlockRows, EncodedBlock, ModelCodec, PageBytes};
 pub use outside::{ForwardStep, TurnStep};

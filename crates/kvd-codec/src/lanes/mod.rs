@@ -12,6 +12,7 @@
 mod decode;
 mod encode;
 mod grouping;
+mod nibbles;
 mod outlier;
 #[cfg(target_arch = "x86_64")]
 mod registers;
@@ -24,6 +25,7 @@ pub use decode::{LaneChunk, LaneCodes};
 pub(crate) use decode::{Layout, split};
 pub(crate) use encode::chunk as encode_chunk;
 pub(crate) use grouping::Grouping;
+pub use nibbles::{NibbleRow, Nibbles};
 pub use outlier::Outlier;
 pub(crate) use outlier::{bits as outlier_bits, write as write_outliers};
 pub(crate) use substitute::cheapest;
@@ -82,6 +84,8 @@ pub struct ByteTables {
     /// By the next eight bits: both in a byte, how far the length is from eight in three bits and
     /// the code above them. Only where a symbol is one code, and none is above 31.
     pub small: Option<[u8; 256]>,
+    /// The same by four bits after the other.
+    pub nibbles: Nibbles,
 }
 
 impl LaneTable {
@@ -89,21 +93,20 @@ impl LaneTable {
         debug_assert_eq!(huffman.lengths().len(), grouping.alphabet());
         let bytes = (huffman.limit() <= 8).then(|| {
             let width = 8 / grouping.group as u32;
-            let (codes, lengths, entries) = ([0; 256], [0; 256], [0; 256]);
-            let mut tables = ByteTables { codes, lengths, entries, small: None };
+            let (mut codes, mut lengths, mut entries) = ([0; 256], [0; 256], [0; 256]);
             for index in 0..256 {
                 let (symbol, length) = huffman.first(index as u32);
-                let codes = grouping.codes(symbol).into_iter().take(grouping.group);
-                let packed = codes.zip(0..).map(|(code, at)| u32::from(code) << (width * at));
-                tables.codes[index] = packed.sum::<u32>() as u8;
-                tables.lengths[index] = length as u8;
-                tables.entries[index] = u32::from(tables.codes[index]) << 24 | length;
+                let of_symbol = grouping.codes(symbol).into_iter().take(grouping.group);
+                let packed = of_symbol.zip(0..).map(|(code, at)| u32::from(code) << (width * at));
+                codes[index] = packed.sum::<u32>() as u8;
+                lengths[index] = length as u8;
+                entries[index] = u32::from(codes[index]) << 24 | length;
             }
-            let small = |index: usize| tables.codes[index] << 3 | (8 - tables.lengths[index]);
-            let fits = |index: usize| tables.codes[index] < 32 && tables.lengths[index] > 0;
-            if grouping.group == 1 && (0..256).all(fits) {
-                tables.small = Some(std::array::from_fn(small));
-            }
+            let fits = |index: usize| codes[index] < 32 && lengths[index] > 0;
+            let small = (grouping.group == 1 && (0..256).all(fits))
+                .then(|| std::array::from_fn(|index| codes[index] << 3 | (8 - lengths[index])));
+            let nibbles = Nibbles::new(&codes, &lengths, small.as_ref());
+            let tables = ByteTables { codes, lengths, entries, small, nibbles };
             Box::new(tables)
         });
         let longest = huffman.lengths().iter().copied().max().unwrap_or(0).into();

@@ -58,6 +58,50 @@ impl Chunk<'_> {
     }
 }
 
+/// Words of chunks that are not there: none, then zeros.
+static NONE: [u32; LANES] = [0; LANES];
+
+/// What is left of a chunk's words.
+#[derive(Clone, Copy)]
+pub(super) struct Words<'b> {
+    pub(super) words: &'b [u32],
+    pub(super) next: usize,
+    pub(super) end: usize,
+}
+
+impl<'b> Words<'b> {
+    /// As many zeros as lanes follow the words.
+    pub(super) fn of(words: &'b [u32]) -> Self {
+        assert!(words.len() >= LANES, "huffman: zeros after the words");
+        Self { words, next: 0, end: words.len() - LANES }
+    }
+
+    /// Those of a chunk that is not there.
+    pub(super) fn none() -> Self {
+        Self::of(&NONE)
+    }
+}
+
+/// Keys and values, in groups of up to `most` that have the same steps and tables.
+pub(super) fn alike<'a, 'b>(
+    chunks: Vec<&'a mut Chunk<'b>>,
+    most: usize,
+) -> [Vec<Vec<&'a mut Chunk<'b>>>; 2] {
+    let mut groups: [Vec<Vec<&mut Chunk<'_>>>; 2] = Default::default();
+    for chunk in chunks {
+        let of_side = &mut groups[chunk.side.index()];
+        // Pages of one head have the same steps, and the same tables unless those were retrained.
+        let fits = |group: &&mut Vec<&mut Chunk<'_>>| {
+            group.len() < most && std::ptr::eq(group[0].tables, chunk.tables)
+        };
+        match of_side.iter_mut().find(fits) {
+            Some(group) => group.push(chunk),
+            None => of_side.push(vec![chunk]),
+        }
+    }
+    groups
+}
+
 /// A code that tiles hold cut off, or not at all.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Rest {
@@ -217,7 +261,12 @@ impl LaneTiles {
         if simd.set() != InstructionSet::Portable {
             return huffman_neon::turn(&self.quads, per_row, out);
         }
-        turn(simd, &self.quads, per_row, out);
+        let mut done = 0;
+        #[cfg(target_arch = "x86_64")]
+        if simd.set() == InstructionSet::Avx2 {
+            done = huffman_avx2_x86::turn(simd, &self.quads, per_row, out);
+        }
+        turn(&self.quads, (per_row, done), out);
     }
 }
 
@@ -229,15 +278,13 @@ fn widen_body(words: &[[u8; 2]], out: &mut [u32]) {
     out.iter_mut().zip(words).for_each(|(out, word)| *out = word);
 }
 
-per_level!(fn turn(quads: &[u8], per_row: usize, out: &mut [u8]) = turn_body);
-
-#[inline(always)]
-fn turn_body(quads: &[u8], per_row: usize, out: &mut [u8]) {
+/// The positions from `done` on.
+fn turn(quads: &[u8], (per_row, done): (usize, usize), out: &mut [u8]) {
     let out = out.as_chunks_mut::<QUAD>().0;
     // A line of each lane at a time.
-    for first in (0..per_row).step_by(LANES) {
+    for first in (done..per_row).step_by(LANES) {
         let count = (per_row - first).min(LANES);
-        let block = quads[first * STEP_BYTES..][..LANES * STEP_BYTES].as_chunks::<QUAD>().0;
+        let block = quads[first * STEP_BYTES..].as_chunks::<QUAD>().0;
         for lane in 0..LANES {
             let out = out[lane * per_row + first..][..count].iter_mut();
             out.enumerate().for_each(|(at, out)| *out = block[at * LANES + lane]);

@@ -8,7 +8,7 @@
 //! and who is short of bits. Words come in at the same place always, handed out by an expansion.
 #![allow(unsafe_code)] // Register loads and stores, and calls after detection.
 
-use super::huffman::{Chunk, LANES, QUAD, STEP_BYTES, Step};
+use super::huffman::{Chunk, QUAD, STEP_BYTES, Step, Words, alike};
 use super::simd::{InstructionSet, Simd};
 use kvd_codec::LaneTable;
 use std::arch::x86_64::*;
@@ -19,9 +19,6 @@ const CHUNKS: usize = 4;
 /// A place counts from bit 0 of the even lane of two.
 const ODD: i64 = 0x2020_2020_0000_0000;
 
-/// Words of chunks that are not there: none, then zeros.
-static NONE: [u32; LANES] = [0; LANES];
-
 /// Up to four chunks of the same steps and tables.
 struct Group<'a, 'b> {
     chunks: Vec<&'a mut Chunk<'b>>,
@@ -29,22 +26,6 @@ struct Group<'a, 'b> {
     steps: &'b [Step],
     words: [Words<'b>; CHUNKS],
     lanes: Lanes,
-}
-
-/// What is left of a chunk's words.
-#[derive(Clone, Copy)]
-struct Words<'b> {
-    words: &'b [u32],
-    next: usize,
-    end: usize,
-}
-
-impl<'b> Words<'b> {
-    /// As many zeros as lanes follow the words.
-    fn of(words: &'b [u32]) -> Self {
-        assert!(words.len() >= LANES, "huffman: zeros after the words");
-        Self { words, next: 0, end: words.len() - LANES }
-    }
 }
 
 /// Reservoirs of four chunks: in registers for the length of a step, since what a mask stores
@@ -87,19 +68,7 @@ macro_rules! top_up {
 /// Decodes whole chunks.
 pub(super) fn decode(simd: Simd, chunks: Vec<&mut Chunk<'_>>) {
     assert_eq!(simd.set(), InstructionSet::Avx512, "huffman: instruction set");
-    let mut groups: [Vec<Vec<&mut Chunk<'_>>>; 2] = Default::default();
-    for chunk in chunks {
-        let of_side = &mut groups[chunk.side.index()];
-        // Pages of one head have the same steps, and the same tables unless those were retrained.
-        let fits = |group: &&mut Vec<&mut Chunk<'_>>| {
-            group.len() < CHUNKS && std::ptr::eq(group[0].tables, chunk.tables)
-        };
-        match of_side.iter_mut().find(fits) {
-            Some(group) => group.push(chunk),
-            None => of_side.push(vec![chunk]),
-        }
-    }
-    let [keys, values] = groups;
+    let [keys, values] = alike(chunks, CHUNKS);
     // SAFETY: a `Simd` of this set exists only where the CPU has it.
     unsafe { run(keys, values) }
 }
@@ -232,7 +201,7 @@ impl<'a, 'b> Group<'a, 'b> {
     #[target_feature(enable = "avx512f,avx512bw")]
     fn new(chunks: Vec<&'a mut Chunk<'b>>) -> Self {
         let (tables, steps) = (chunks[0].tables, chunks[0].steps);
-        let mut words = [Words::of(&NONE); CHUNKS];
+        let mut words = [Words::none(); CHUNKS];
         for (words, chunk) in words.iter_mut().zip(&chunks) {
             *words = Words::of(chunk.words);
         }
