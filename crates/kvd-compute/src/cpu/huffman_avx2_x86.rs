@@ -253,18 +253,21 @@ fn with_raw(lanes: &mut [Lanes; PAIRS], nibbles: &Nibbles, raw: u32) -> [__m256i
 }
 
 /// The symbols of a quad in each lane, as `$symbol` reads one; a top-up before each batch. No
-/// function: reservoirs stay in registers.
+/// function, and no loop over what is known: reservoirs stay in registers.
 macro_rules! symbols {
     ($batch:expr, ($held:expr, $words:ident, $of:ident), |$lanes:ident| $symbol:expr) => {{
         let ((table, count), mut $lanes) = ($of, $held);
         let mut symbols = [[_mm256_setzero_si256(); PAIRS]; QUAD];
-        for symbols in symbols[..count.min(QUAD)].chunks_mut($batch) {
-            for pair in 0..PAIRS {
-                $lanes[pair].top_up(&mut $words[pair], table);
+        for at in 0usize..QUAD {
+            if at >= count {
+                break;
             }
-            for symbol in symbols {
-                *symbol = $symbol;
+            if at.is_multiple_of($batch) {
+                for pair in 0..PAIRS {
+                    $lanes[pair].top_up(&mut $words[pair], table);
+                }
             }
+            symbols[at] = $symbol;
         }
         $held = $lanes;
         symbols
