@@ -376,8 +376,9 @@ fn check_codec(codec: ModelCodec, name: &str, data: Data, asks: &[Ask]) {
             let allowed = match precision {
                 Precision::Single => single,
                 _ if !ROUNDED.contains(&name) => single,
-                // The set that multiplies single bytes, and the other that has score tables.
+                // The sets that multiply single bytes, and the other that has score tables.
                 Precision::Int8 if simd.set() == InstructionSet::Avx512 => byte,
+                Precision::Int8 if simd.has_avx_vnni() => byte,
                 Precision::Int8 if simd.set() == InstructionSet::Avx2 && TABLES.contains(&name) => {
                     byte
                 }

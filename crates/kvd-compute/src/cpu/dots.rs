@@ -107,7 +107,9 @@ impl Lookup {
         let pairs = self.tables.is_empty() || self.dims.is_multiple_of(2);
         match simd.set() {
             InstructionSet::Portable => true,
-            InstructionSet::Avx2 => pairs && (self.tables.is_empty() || self.bits <= 4),
+            InstructionSet::Avx2 | InstructionSet::AvxVnni => {
+                pairs && (self.tables.is_empty() || self.bits <= 4)
+            }
             InstructionSet::Avx512 | InstructionSet::Amx => pairs && self.bits <= 8,
             InstructionSet::Neon | InstructionSet::NeonDotprod | InstructionSet::NeonI8mm => {
                 pairs && (self.tables.is_empty() || self.bits <= 6)

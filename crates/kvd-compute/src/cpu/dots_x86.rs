@@ -1,5 +1,5 @@
-//! `dots.rs` in AVX2: `vpmaddwd` of sign-extended halves, `vpshufb` tables in registers. AVX-512 is
-//! beside it (`dots_512_x86.rs`).
+//! `dots.rs` in AVX2: `vpmaddwd` of sign-extended halves, `vpshufb` tables in registers. AVX-512 and
+//! AVX-VNNI are beside it (`dots_512_x86.rs`, `dots_vnni_x86.rs`).
 //!
 //! Everything here is reached through the two functions at the top, which know that the machine
 //! has the instructions (a [`Simd`] exists only then) and whose callers in `dots.rs` have checked
@@ -9,17 +9,18 @@
 
 use super::dots::{BIAS, Lookup, Target, TileCodes};
 use super::dots_512_x86::{self, for_planes};
+use super::dots_vnni_x86;
 use super::parts::PartRows;
 use super::scores::{SPAN, TILE};
 use super::simd::{InstructionSet, Simd};
 use std::arch::x86_64::*;
 
 /// Codes are values.
-const PLAIN: u8 = 0;
+pub(super) const PLAIN: u8 = 0;
 /// A table of 16 bytes.
-const TABLE_16: u8 = 1;
+pub(super) const TABLE_16: u8 = 1;
 
-fn kind(lookup: &Lookup) -> u8 {
+pub(super) fn kind(lookup: &Lookup) -> u8 {
     if lookup.tables.is_empty() { PLAIN } else { TABLE_16 }
 }
 
@@ -36,21 +37,23 @@ macro_rules! by_rows {
     };
 }
 
-/// As `by_rows`, whatever the kind and the width.
+/// As `$by_rows`, whatever the kind and the width.
 macro_rules! by_shape {
-    ($f:ident, $rows:expr, $kind:expr, $width:expr, $args:tt) => {
+    ($by_rows:ident, $f:ident, $rows:expr, $kind:expr, $width:expr, $args:tt) => {
         match ($kind, $width) {
-            (PLAIN, 1) => by_rows!($f, $rows, (1, PLAIN, 1), $args),
-            (PLAIN, 2) => by_rows!($f, $rows, (1, PLAIN, 2), $args),
-            (PLAIN, 4) => by_rows!($f, $rows, (1, PLAIN, 4), $args),
-            (PLAIN, _) => by_rows!($f, $rows, (1, PLAIN, 8), $args),
-            (_, 1) => by_rows!($f, $rows, (2, TABLE_16, 1), $args),
-            (_, 2) => by_rows!($f, $rows, (2, TABLE_16, 2), $args),
-            (_, 4) => by_rows!($f, $rows, (2, TABLE_16, 4), $args),
-            (_, _) => by_rows!($f, $rows, (2, TABLE_16, 8), $args),
+            (PLAIN, 1) => $by_rows!($f, $rows, (1, PLAIN, 1), $args),
+            (PLAIN, 2) => $by_rows!($f, $rows, (1, PLAIN, 2), $args),
+            (PLAIN, 4) => $by_rows!($f, $rows, (1, PLAIN, 4), $args),
+            (PLAIN, _) => $by_rows!($f, $rows, (1, PLAIN, 8), $args),
+            (_, 1) => $by_rows!($f, $rows, (2, TABLE_16, 1), $args),
+            (_, 2) => $by_rows!($f, $rows, (2, TABLE_16, 2), $args),
+            (_, 4) => $by_rows!($f, $rows, (2, TABLE_16, 4), $args),
+            (_, _) => $by_rows!($f, $rows, (2, TABLE_16, 8), $args),
         }
     };
 }
+
+pub(super) use by_shape;
 
 pub(super) fn key_dots(
     simd: Simd,
@@ -65,8 +68,18 @@ pub(super) fn key_dots(
         if simd.set() == InstructionSet::Avx512 {
             return dots_512_x86::key_dots(codes, lookup, q, out);
         }
+        if simd.has_avx_vnni() {
+            return dots_vnni_x86::key_dots(codes, lookup, q, out);
+        }
         for (codes, at) in codes.tiles() {
-            by_shape!(keys_256, rows, kind, codes.width, (codes, lookup, q, &mut out[at..]));
+            by_shape!(
+                by_rows,
+                keys_256,
+                rows,
+                kind,
+                codes.width,
+                (codes, lookup, q, &mut out[at..])
+            );
         }
     }
 }
@@ -83,8 +96,10 @@ pub(super) fn value_dots(
     unsafe {
         if simd.set() == InstructionSet::Avx512 {
             dots_512_x86::value_dots(codes, lookup, weights, out);
+        } else if simd.has_avx_vnni() {
+            dots_vnni_x86::value_dots(codes, lookup, weights, out);
         } else {
-            by_shape!(values_256, rows, kind, codes.width, (codes, lookup, weights, out));
+            by_shape!(by_rows, values_256, rows, kind, codes.width, (codes, lookup, weights, out));
         }
     }
 }
@@ -147,7 +162,7 @@ fn add_256(sum: __m256i, values: [__m256i; 2], parts: [__m256i; 2]) -> __m256i {
 /// Codes of a plane, from bit `shift` of each byte on.
 #[inline]
 #[target_feature(enable = "avx2")]
-fn cut_256<const WIDTH: usize>(bytes: __m256i, shift: usize) -> __m256i {
+pub(super) fn cut_256<const WIDTH: usize>(bytes: __m256i, shift: usize) -> __m256i {
     if WIDTH == 8 {
         return bytes;
     }
@@ -284,7 +299,7 @@ fn values_256<const R: usize, const DP: usize, const KIND: u8, const WIDTH: usiz
 /// Adds up to eight sums, times the unit and their factors.
 #[inline]
 #[target_feature(enable = "avx2")]
-fn add_sums(sums: __m256, (unit, factors): (f32, Option<&[f32]>), out: &mut [f32]) {
+pub(super) fn add_sums(sums: __m256, (unit, factors): (f32, Option<&[f32]>), out: &mut [f32]) {
     if let Some(out) = out.first_chunk_mut::<8>() {
         let mut by = _mm256_set1_ps(unit);
         // SAFETY: eight values each.
@@ -309,7 +324,7 @@ fn add_sums(sums: __m256, (unit, factors): (f32, Option<&[f32]>), out: &mut [f32
 /// As many words of the first eight; the rest of the register is zero.
 #[inline]
 #[target_feature(enable = "avx2")]
-fn load_256(bytes: &[u8], words: usize) -> __m256i {
+pub(super) fn load_256(bytes: &[u8], words: usize) -> __m256i {
     let bytes = &bytes[..4 * words];
     if let Some(full) = bytes.first_chunk::<32>() {
         // SAFETY: 32 bytes.

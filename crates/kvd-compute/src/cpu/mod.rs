@@ -22,6 +22,8 @@ mod dots_512_x86;
 mod dots_neon;
 mod dots_portable;
 #[cfg(target_arch = "x86_64")]
+mod dots_vnni_x86;
+#[cfg(target_arch = "x86_64")]
 mod dots_x86;
 mod encode;
 #[cfg_attr(

@@ -36,9 +36,9 @@ enum Cut {
 
 impl Cut {
     fn of(simd: Simd) -> Self {
-        match simd.set() {
+        match simd.level() {
             InstructionSet::Portable | InstructionSet::Avx2 => Self::Swapped,
-            InstructionSet::Avx512 | InstructionSet::Amx => Self::Halves,
+            InstructionSet::AvxVnni | InstructionSet::Avx512 | InstructionSet::Amx => Self::Halves,
             InstructionSet::Neon => Self::Words,
             InstructionSet::NeonDotprod | InstructionSet::NeonI8mm => Self::Eights,
         }

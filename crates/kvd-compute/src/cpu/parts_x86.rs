@@ -28,6 +28,7 @@ pub(super) fn split(
         match (simd.set(), digits) {
             (InstructionSet::Avx512, 1) => split_bytes::<1>(values, n, inverse, out),
             (InstructionSet::Avx512, _) => split_bytes::<2>(values, n, inverse, out),
+            _ if simd.has_avx_vnni() => split_bytes_256(values, (n, digits), inverse, out),
             _ => split_words(values, n, inverse, out),
         }
     }
@@ -212,6 +213,44 @@ unsafe fn split_bytes<const D: usize>(
     _mm512_reduce_add_epi32(sum)
 }
 
+/// As `split_bytes`.
+#[target_feature(enable = "avx2")]
+unsafe fn split_bytes_256(
+    values: *const f32,
+    (n, digits): (usize, usize),
+    inverse: f32,
+    out: *mut u8,
+) -> i32 {
+    let (inverse, byte) = (_mm256_set1_ps(inverse), _mm256_set1_epi32(0xFF));
+    let mut sum = _mm256_setzero_si256();
+    for at in (0..n).step_by(STEP) {
+        let scaled = |at: usize| _mm256_mul_ps(_mm256_loadu_ps(values.add(at)), inverse);
+        let (a, b) = (_mm256_cvtps_epi32(scaled(at)), _mm256_cvtps_epi32(scaled(at + 8)));
+        sum = _mm256_add_epi32(sum, _mm256_add_epi32(a, b));
+        // In each half four words of one and four of the other, until bytes are in order.
+        let low = _mm256_packus_epi32(_mm256_and_si256(a, byte), _mm256_and_si256(b, byte));
+        let high = _mm256_add_epi16(_mm256_packs_epi32(a, b), _mm256_set1_epi16(128));
+        let high = _mm256_srli_epi16::<8>(high);
+        let bytes = _mm256_packus_epi16(high, low);
+        let order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+        let bytes = _mm256_permutevar8x32_epi32(bytes, order);
+        let low = _mm256_extracti128_si256::<1>(bytes);
+        if digits == 2 {
+            _mm_storeu_si128(out.add(at).cast(), _mm256_castsi256_si128(bytes));
+        }
+        _mm_storeu_si128(out.add((digits - 1) * n + at).cast(), low);
+    }
+    sum_256(sum)
+}
+
+#[inline]
+#[target_feature(enable = "avx2")]
+fn sum_256(sum: __m256i) -> i32 {
+    let sum = _mm_add_epi32(_mm256_castsi256_si128(sum), _mm256_extracti128_si256::<1>(sum));
+    let sum = _mm_add_epi32(sum, _mm_shuffle_epi32::<0b01_00_11_10>(sum));
+    _mm_cvtsi128_si32(_mm_add_epi32(sum, _mm_shuffle_epi32::<0b00_00_00_01>(sum)))
+}
+
 /// Words in the order 0, 2, 1, 3 of each four.
 #[target_feature(enable = "avx2")]
 unsafe fn split_words(values: *const f32, n: usize, inverse: f32, out: *mut u8) -> i32 {
@@ -229,9 +268,7 @@ unsafe fn split_words(values: *const f32, n: usize, inverse: f32, out: *mut u8) 
         _mm256_storeu_si256(out.add(2 * at).cast(), words);
         at += STEP;
     }
-    let sum = _mm_add_epi32(_mm256_castsi256_si128(sum), _mm256_extracti128_si256::<1>(sum));
-    let sum = _mm_add_epi32(sum, _mm_shuffle_epi32::<0b01_00_11_10>(sum));
-    _mm_cvtsi128_si32(_mm_add_epi32(sum, _mm_shuffle_epi32::<0b00_00_00_01>(sum)))
+    sum_256(sum)
 }
 
 /// Turns eight rows of eight words, rows so many bytes apart.

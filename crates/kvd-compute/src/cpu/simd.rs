@@ -66,6 +66,8 @@ pub enum InstructionSet {
     Portable,
     /// AVX2, FMA, F16C and POPCNT.
     Avx2,
+    /// The same, with AVX-VNNI for products of four bytes, as on Alder Lake and Sierra Forest.
+    AvxVnni,
     /// AVX-512 F, BW, DQ, VL, VNNI, VBMI and VBMI2, as on Ice Lake and Zen 4.
     Avx512,
     /// The same, with AMX for products of bytes, as on Sapphire Rapids.
@@ -80,9 +82,10 @@ pub enum InstructionSet {
 
 impl InstructionSet {
     /// All of them, of each machine the widest last.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 8] = [
         Self::Portable,
         Self::Avx2,
+        Self::AvxVnni,
         Self::Avx512,
         Self::Amx,
         Self::Neon,
@@ -96,6 +99,7 @@ impl InstructionSet {
         match self {
             Self::Portable => "portable",
             Self::Avx2 => "avx2",
+            Self::AvxVnni => "avx-vnni",
             Self::Avx512 => "avx512",
             Self::Amx => "amx",
             Self::Neon => "neon",
@@ -114,13 +118,13 @@ pub enum Precision {
     /// kernel for its codes: no further off than f16 queries and weights with f32 sums.
     #[default]
     Fast,
-    /// The same with 8 bits in AVX-512, for half of the products: about as far off as other kernels
+    /// The same with 8 bits in AVX-512 and AVX-VNNI, for half of the products: about as far off as other kernels
     /// that round queries to 8 bits. Keys of 16 codes a position are scored by tables of bytes.
     /// Uniform codes of up to five bits, keys by channel and values by token in groups of whole
     /// 32s, are multiplied as bf16 where the machine has AVX512-BF16.
     /// Other queries times scales of channels or levels of two bytes keep 16 bits, and so do more
-    /// rows than vectors take, where AMX multiplies. AVX2 has the score tables alone; elsewhere it
-    /// is [`Precision::Fast`].
+    /// rows than vectors take, where AMX multiplies. AVX2 without AVX-VNNI has the score tables
+    /// alone; elsewhere it is [`Precision::Fast`].
     Int8,
 }
 
@@ -164,6 +168,8 @@ impl Simd {
             #[cfg(target_arch = "x86_64")]
             InstructionSet::Avx2 => has_avx2(),
             #[cfg(target_arch = "x86_64")]
+            InstructionSet::AvxVnni => has_avx2() && is_x86_feature_detected!("avxvnni"),
+            #[cfg(target_arch = "x86_64")]
             InstructionSet::Avx512 => has_avx2() && has_avx512(),
             #[cfg(target_arch = "x86_64")]
             InstructionSet::Amx => has_avx2() && has_avx512() && super::amx_x86::is_available(),
@@ -185,9 +191,18 @@ impl Simd {
         self.0
     }
 
-    /// The one whose vector registers it has: AMX adds products to AVX-512.
+    /// The one whose vector registers it has: AMX adds products to AVX-512, AVX-VNNI to AVX2.
     pub(crate) fn set(self) -> InstructionSet {
-        if self.has_amx() { InstructionSet::Avx512 } else { self.0 }
+        match self.0 {
+            InstructionSet::AvxVnni => InstructionSet::Avx2,
+            InstructionSet::Amx => InstructionSet::Avx512,
+            other => other,
+        }
+    }
+
+    /// Whether registers of 256 bits have products of four bytes.
+    pub(crate) fn has_avx_vnni(self) -> bool {
+        self.0 == InstructionSet::AvxVnni
     }
 
     /// Whether products of bytes are those of AMX.
