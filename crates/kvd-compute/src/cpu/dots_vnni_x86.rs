@@ -5,6 +5,7 @@
 //! know that the machine has the instructions and have checked all lengths; pointers stay inside
 //! those.
 #![allow(unsafe_code)] // Register loads and stores, and calls after detection.
+#![expect(clippy::needless_range_loop, reason = "indices name registers")]
 
 use super::ahead::Steps;
 use super::dots::{BIAS, Lookup, Target, TileCodes};

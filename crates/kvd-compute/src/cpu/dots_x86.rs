@@ -1,5 +1,5 @@
-//! `dots.rs` in AVX2: `vpmaddwd` of sign-extended halves, `vpshufb` tables in registers. AVX-512 and
-//! AVX-VNNI are beside it (`dots_512_x86.rs`, `dots_vnni_x86.rs`).
+//! `dots.rs` in AVX2: `vpmaddwd` of sign-extended halves, `vpshufb` tables in registers. AVX-512
+//! and AVX-VNNI are beside it (`dots_512_x86.rs`, `dots_vnni_x86.rs`).
 //!
 //! Everything here is reached through the two functions at the top, which know that the machine
 //! has the instructions (a [`Simd`] exists only then) and whose callers in `dots.rs` have checked

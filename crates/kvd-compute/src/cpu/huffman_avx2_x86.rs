@@ -6,6 +6,7 @@
 //! row, by the next four of those lanes whose code goes on (`kvd_codec::Nibbles`). What a symbol
 //! waits for is long, and two pairs of chunks that take it in turns hide half of that.
 #![allow(unsafe_code)] // Register loads and stores, and calls after detection.
+#![expect(clippy::needless_range_loop, reason = "indices name registers")]
 
 use super::huffman::{Chunk, LANES, QUAD, STEP_BYTES, Step, Words, alike};
 use super::simd::{InstructionSet, Simd};
@@ -128,7 +129,7 @@ fn by_lane(bytes: __m256i) -> [__m256i; PARTS] {
     let mut parts = [bytes; PARTS];
     for (part, bytes) in parts.iter_mut().enumerate() {
         // A byte and three zeros.
-        let first = 0x8080_8000_u32 as i32 | 4 * part as i32;
+        let first = 0x8080_8000_u32 as i32 + 4 * part as i32;
         let each = _mm_add_epi32(_mm_set1_epi32(first), _mm_setr_epi32(0, 1, 2, 3));
         *bytes = _mm256_shuffle_epi8(*bytes, _mm256_broadcastsi128_si256(each));
     }
