@@ -1,11 +1,13 @@
 //! A lane: the thread that owns one device, and the bounded queue in front of it.
 //!
-//! The lane thread is the only caller of its [`Backend`]. Jobs run one after another in the
-//! order they were accepted, so bytes written by one are visible to all later ones without a
-//! lock. A full queue is an answer, not a delay.
+//! The lane thread is the only caller of its [`Backend`]. Jobs run one after another, so bytes
+//! written by one are visible to all later ones without a lock: attention over what is stored
+//! already goes ahead in its share of the time ([`crate::turns`]), others run in the order they
+//! were accepted. A full queue is an answer, not a delay.
 
 use crate::metrics::{Metric, Metrics};
 use crate::service::{Call, ServiceError};
+use crate::turns::{Kind, Turns};
 use kvd_compute::{Backend, DeviceInfo};
 use kvd_core::ErrorCode;
 use metrics::{Gauge, Histogram};
@@ -14,15 +16,25 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Instant;
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, TryAcquireError, mpsc, oneshot};
 
 /// What the thread runs; `None` stands for a device that is called no more.
-type Job = Box<dyn FnOnce(Option<&mut dyn Backend>) + Send>;
+type Work = Box<dyn FnOnce(Option<&mut dyn Backend>) + Send>;
+
+struct Job {
+    kind: Kind,
+    work: Work,
+    /// Its place among those that wait; `None` for what only wakes the thread.
+    place: Option<OwnedSemaphorePermit>,
+}
 
 /// Handle on a device's thread; clones share it.
 #[derive(Clone)]
 pub struct Lane {
-    jobs: mpsc::Sender<Job>,
+    jobs: mpsc::UnboundedSender<Job>,
+    /// Places in the queue that are free, of `queue_jobs_max`.
+    places: Arc<Semaphore>,
+    queue_jobs_max: usize,
     state: Arc<State>,
     info: DeviceInfo,
     depth: Gauge,
@@ -57,7 +69,7 @@ fn device_failed() -> ServiceError {
 pub struct LaneThread {
     thread: JoinHandle<()>,
     /// Weak, so that this handle does not keep the thread alive.
-    jobs: mpsc::WeakSender<Job>,
+    jobs: mpsc::WeakUnboundedSender<Job>,
     state: Arc<State>,
 }
 
@@ -67,9 +79,8 @@ impl LaneThread {
     pub fn join(self) {
         self.state.stopped.store(true, Ordering::Release);
         if let Some(jobs) = self.jobs.upgrade() {
-            // Wakes an idle thread. In front of a full queue it is awake anyway.
-            let wake: Job = Box::new(|_| {});
-            let _ = jobs.try_send(wake);
+            // Wakes an idle thread; one that has ended needs none.
+            let _ = jobs.send(Job { kind: Kind::Other, work: Box::new(|_| {}), place: None });
         }
         // A panic of a job was caught and logged; one of the loop itself has nobody left to tell.
         let _ = self.thread.join();
@@ -87,12 +98,14 @@ impl Lane {
         metrics: &Metrics,
         on_failure: impl FnOnce() + Send + 'static,
     ) -> std::io::Result<(Self, LaneThread)> {
-        let (jobs, queue) = mpsc::channel(queue_jobs_max);
+        let (jobs, queue) = mpsc::unbounded_channel();
         let state = Arc::new(State::default());
         let info = backend.info();
         let device = info.description.clone();
         let lane = Self {
             jobs,
+            places: Arc::new(Semaphore::new(queue_jobs_max)),
+            queue_jobs_max,
             state: state.clone(),
             info,
             depth: metrics.gauge(Metric::QueueDepth, &[]),
@@ -120,10 +133,10 @@ impl Lane {
     /// Jobs accepted and not yet begun.
     #[must_use]
     pub fn queued(&self) -> usize {
-        self.jobs.max_capacity() - self.jobs.capacity()
+        self.queue_jobs_max - self.places.available_permits()
     }
 
-    /// Runs `work` on the device and waits for its answer. Work that has begun is finished even
+    /// Runs `work` on the device after what was accepted before and waits for its answer. Work that has begun is finished even
     /// if the caller goes away; work that has not is dropped.
     ///
     /// # Errors
@@ -134,11 +147,32 @@ impl Lane {
         F: FnOnce(&mut dyn Backend) -> Result<T, ServiceError> + Send + 'static,
         T: Send + 'static,
     {
+        self.run_as(Kind::Other, call, work).await
+    }
+
+    /// The same, ahead of others in its share of the device's time: for work that only reads what
+    /// was readable when it was accepted.
+    ///
+    /// # Errors
+    /// As [`Lane::run`].
+    pub async fn attend<T, F>(&self, call: &Call, work: F) -> Result<T, ServiceError>
+    where
+        F: FnOnce(&mut dyn Backend) -> Result<T, ServiceError> + Send + 'static,
+        T: Send + 'static,
+    {
+        self.run_as(Kind::Attend, call, work).await
+    }
+
+    async fn run_as<T, F>(&self, kind: Kind, call: &Call, work: F) -> Result<T, ServiceError>
+    where
+        F: FnOnce(&mut dyn Backend) -> Result<T, ServiceError> + Send + 'static,
+        T: Send + 'static,
+    {
         call.check_deadline()?;
         let (reply, answer) = oneshot::channel();
         let (accepted, call, waited) = (Instant::now(), call.clone(), self.waited.clone());
         let state = self.state.clone();
-        let job: Job = Box::new(move |backend| {
+        let work: Work = Box::new(move |backend| {
             waited.record(accepted.elapsed().as_secs_f64());
             if reply.is_closed() {
                 return;
@@ -154,17 +188,19 @@ impl Lane {
             // The caller may have left meanwhile; the work stands all the same.
             let _ = reply.send(result);
         });
-        self.jobs.try_send(job).map_err(|error| match error {
-            mpsc::error::TrySendError::Full(_) => ServiceError::new(
+        let place = self.places.clone().try_acquire_owned().map_err(|error| match error {
+            TryAcquireError::NoPermits => ServiceError::new(
                 ErrorCode::QueueFull,
                 format!(
                     "{} jobs wait for the device already; retry later or raise \
                      device.queue_jobs_max",
-                    self.jobs.max_capacity()
+                    self.queue_jobs_max
                 ),
             ),
-            mpsc::error::TrySendError::Closed(_) => self.state.closed(),
+            TryAcquireError::Closed => self.state.closed(),
         })?;
+        let job = Job { kind, work, place: Some(place) };
+        self.jobs.send(job).map_err(|_| self.state.closed())?;
         self.depth.set(self.queued() as f64);
         answer.await.unwrap_or_else(|_| Err(self.state.closed()))
     }
@@ -173,25 +209,38 @@ impl Lane {
 fn run(
     mut backend: Box<dyn Backend>,
     device: &str,
-    mut queue: mpsc::Receiver<Job>,
+    mut queue: mpsc::UnboundedReceiver<Job>,
     state: &State,
     on_failure: impl FnOnce(),
 ) {
     let mut on_failure = Some(on_failure);
-    while let Some(job) = queue.blocking_recv() {
+    let mut turns = Turns::new();
+    loop {
+        if turns.is_empty() {
+            let Some(job) = queue.blocking_recv() else { return };
+            turns.push(job.kind, job);
+        }
+        while let Ok(job) = queue.try_recv() {
+            turns.push(job.kind, job);
+        }
+        let Some((kind, Job { work, place, .. })) = turns.next() else { continue };
+        // It waits no longer.
+        drop(place);
         if state.stopped.load(Ordering::Acquire) {
             // Nothing new comes in; what waits is answered, and then the loop ends.
             queue.close();
-            job(None);
+            work(None);
             continue;
         }
         if state.failed.load(Ordering::Acquire) {
-            job(None);
+            work(None);
             continue;
         }
+        let began = Instant::now();
         // After a panic the device's state is unknown, as after an error that sticks: it is never
         // called again.
-        let ran = catch_unwind(AssertUnwindSafe(|| job(Some(backend.as_mut()))));
+        let ran = catch_unwind(AssertUnwindSafe(|| work(Some(backend.as_mut()))));
+        turns.ran(kind, began.elapsed());
         match ran.map(|()| backend.failure()) {
             Ok(None) => continue,
             Ok(Some(reason)) => {

@@ -19,6 +19,7 @@ pub mod metrics;
 pub mod service;
 pub mod telemetry;
 pub mod transport;
+mod turns;
 
 pub use config::Config;
 pub use daemon::{BuildError, Daemon, Drained, Running};

@@ -6,6 +6,8 @@
 //! rotate over a buffer larger than the last-level cache, so that codes come from memory.
 
 mod attend;
+#[cfg(feature = "eval")]
+mod beside;
 mod codec;
 mod data;
 mod measure;

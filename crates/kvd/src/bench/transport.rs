@@ -1,6 +1,7 @@
 //! One attend from a client to a daemon in this process and back, by every transport: what the way
 //! costs beside the work. Calls follow one another, as layers of a decode step do.
 
+use super::beside::Beside;
 use super::data::Normal;
 use super::measure::{Figure, Machine, timed};
 use super::{BenchError, Shape};
@@ -37,6 +38,8 @@ pub struct TransportBench {
     pub rounds: usize,
     /// Calls of a turn.
     pub calls: usize,
+    /// Writers that store all the while.
+    pub storing: usize,
 }
 
 /// One line of the answer.
@@ -52,8 +55,12 @@ pub struct TransportRow {
     pub query_tokens: u32,
     /// Wall time of a call, microseconds.
     pub wall_us: Figure,
-    /// Processor time of a call, client and daemon, microseconds.
+    /// Ninety-nine of a hundred calls took no more wall time, microseconds.
+    pub slow_us: f64,
+    /// Processor time of a call, client and daemon, microseconds; with that of stores beside it.
     pub cpu_us: Figure,
+    /// Tokens that were stored beside it, a second.
+    pub stored_tokens_per_s: f64,
 }
 
 /// A client's way to the daemon.
@@ -87,6 +94,16 @@ impl Way {
             Self::Region(region) => region.attend(batch, dims).map_err(failed),
         }
     }
+}
+
+/// What the turns of one way took.
+#[derive(Clone, Default)]
+struct Times {
+    wall: Vec<f64>,
+    cpu: Vec<f64>,
+    /// Wall time of each call.
+    calls: Vec<f64>,
+    stored: Vec<f64>,
 }
 
 /// A directory for the sockets, removed in the end.
@@ -154,7 +171,15 @@ impl TransportBench {
             let sequence = runtime.block_on(stored)?;
             for n_q in &self.query_tokens {
                 let batch = self.batch(model.model, sequence, *n_q);
-                rows.extend(self.measure(runtime, &mut ways, &batch, (codec, *context))?);
+                let of = (model.model, self.shape);
+                let beside = Beside::start(runtime, &client, of, self.storing);
+                rows.extend(self.measure(
+                    runtime,
+                    (&mut ways, &beside),
+                    &batch,
+                    (codec, *context),
+                )?);
+                beside.stop(runtime)?;
             }
             let closed = runtime.block_on(client.close_sequence(sequence));
             closed.map_err(BenchError::of("close"))?;
@@ -204,38 +229,49 @@ impl TransportBench {
     fn measure(
         &self,
         runtime: &Runtime,
-        ways: &mut [Way],
+        (ways, beside): (&mut [Way], &Beside),
         batch: &AttendBatch,
         (codec, context): (&str, u32),
     ) -> Result<Vec<TransportRow>, BenchError> {
         let dims = [self.shape.head_dim_k, self.shape.head_dim_v];
-        let mut times = vec![(Vec::new(), Vec::new()); ways.len()];
+        let mut times = vec![Times::default(); ways.len()];
         let right = ways[0].attend(runtime, batch, dims)?;
         for round in 0..=self.rounds {
-            for (way, (wall, cpu)) in ways.iter_mut().zip(&mut times) {
-                let (answers, cpu_ns, wall_ns) = timed(|| {
-                    (0..self.calls)
-                        .map(|_| way.attend(runtime, batch, dims))
-                        .collect::<Result<Vec<_>, _>>()
+            for (way, times) in ways.iter_mut().zip(&mut times) {
+                let (mut calls, before) = (Vec::with_capacity(self.calls), beside.tokens());
+                let (done, cpu_ns, wall_ns) = timed(|| {
+                    (0..self.calls).try_for_each(|_| {
+                        let (answer, _, wall_ns) = timed(|| way.attend(runtime, batch, dims));
+                        calls.push(wall_ns / 1e3);
+                        if answer? == right {
+                            return Ok(());
+                        }
+                        let reason = "does not answer as the others do".to_owned();
+                        Err(BenchError { what: way.name().to_owned(), reason })
+                    })
                 });
-                if answers?.iter().any(|answer| *answer != right) {
-                    let reason = "does not answer as the others do".to_owned();
-                    return Err(BenchError { what: way.name().to_owned(), reason });
-                }
+                done?;
                 if round > 0 {
                     let each = self.calls as f64 * 1e3;
-                    wall.push(wall_ns / each);
-                    cpu.push(cpu_ns / each);
+                    times.wall.push(wall_ns / each);
+                    times.cpu.push(cpu_ns / each);
+                    times.calls.append(&mut calls);
+                    times.stored.push((beside.tokens() - before) as f64 / wall_ns * 1e9);
                 }
             }
         }
-        let rows = ways.iter().zip(times).map(|(way, (wall, cpu))| TransportRow {
-            transport: way.name(),
-            codec: codec.to_owned(),
-            context,
-            query_tokens: batch.rows(),
-            wall_us: Figure::of(wall),
-            cpu_us: Figure::of(cpu),
+        let rows = ways.iter().zip(times).map(|(way, mut times)| {
+            times.calls.sort_by(f64::total_cmp);
+            TransportRow {
+                transport: way.name(),
+                codec: codec.to_owned(),
+                context,
+                query_tokens: batch.rows(),
+                wall_us: Figure::of(times.wall),
+                slow_us: times.calls[(times.calls.len() - 1) * 99 / 100],
+                cpu_us: Figure::of(times.cpu),
+                stored_tokens_per_s: Figure::of(times.stored).median,
+            }
         });
         Ok(rows.collect())
     }

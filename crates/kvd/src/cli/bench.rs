@@ -122,6 +122,9 @@ pub(super) struct TransportArgs {
     /// Calls of one turn.
     #[arg(long, default_value_t = 100, value_parser = count::<usize>())]
     calls: usize,
+    /// Writers that store chunks of 1024 tokens all the while.
+    #[arg(long, default_value_t = 0)]
+    storing: usize,
 }
 
 /// At least one of something.
@@ -212,6 +215,7 @@ pub(super) fn bench(command: BenchCommand) -> Result<String, CliError> {
                 block_tokens: args.common.block_tokens,
                 rounds: args.common.rounds,
                 calls: args.calls,
+                storing: args.storing,
             };
             let (machine, rows) = bench.run().map_err(failed)?;
             report(&args.common, machine, rows, transport_table)
@@ -407,17 +411,19 @@ fn store_table(rows: &[StoreRow]) -> String {
 
 #[cfg(feature = "eval")]
 fn transport_table(rows: &[TransportRow]) -> String {
-    let head = ["wall us [best]", "cpu us [best]"];
+    let head = ["wall us [best]", "99 % us", "cpu us [best]", "stored/s"];
     let mut text = format!(
-        "{:>18} {:>18} {:>8} {:>7}  {:<14} codec\n",
-        head[0], head[1], "context", "queries", "transport"
+        "{:>18} {:>8} {:>18} {:>9} {:>8} {:>7}  {:<14} codec\n",
+        head[0], head[1], head[2], head[3], "context", "queries", "transport"
     );
     for row in rows {
         writeln!(
             text,
-            "{:>18} {:>18} {:>8} {:>7}  {:<14} {}",
+            "{:>18} {:>8.0} {:>18} {:>9.0} {:>8} {:>7}  {:<14} {}",
             pair(row.wall_us),
+            row.slow_us,
             pair(row.cpu_us),
+            row.stored_tokens_per_s,
             row.context,
             row.query_tokens,
             row.transport,
@@ -425,7 +431,7 @@ fn transport_table(rows: &[TransportRow]) -> String {
         )
         .expect("write to a string");
     }
-    text + "\nus of one attend, one after another; cpu counts client and daemon\n"
+    text + "\nus of one attend, one after another; cpu counts client and daemon, and stores beside\n"
 }
 
 #[cfg(test)]
@@ -452,7 +458,7 @@ mod tests {
         "codec --shape 2x2x64 --rounds 1 --codec kvcomp",
         "store --shape 2x2x64 --rounds 1 --tokens 65",
         #[cfg(feature = "eval")]
-        "transport --shape 2x2x64 --rounds 1 --context 64 --query-tokens 1 --calls 1",
+        "transport --shape 2x2x64 --rounds 1 --context 64 --query-tokens 1 --calls 1 --storing 1",
     ];
 
     #[test]

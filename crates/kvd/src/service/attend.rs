@@ -91,7 +91,7 @@ impl Service {
             prepared.end(began, attended.stored_bytes_read);
             Ok(AttendReply { out: attended.out, lse: attended.lse })
         };
-        lane.run(call, work).await
+        lane.attend(call, work).await
     }
 
     /// The same where queries are in device memory and the answer goes there; the batch has none
@@ -124,7 +124,7 @@ impl Service {
             prepared.end(began, read?);
             Ok(())
         };
-        lane.run(call, work).await
+        lane.attend(call, work).await
     }
 
     /// Tests and plans a batch whose queries and answer take `bytes` of the daemon's memory.

@@ -1,0 +1,81 @@
+//! Stores that go on beside what is measured, as prefills of other requests do.
+
+use super::{BenchError, Shape};
+use crate::bench::data::Normal;
+use kvd_client::{Client, StoreChunk};
+use kvd_core::{LayerIndex, ModelId};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use tokio::runtime::Runtime;
+use tokio::task::JoinHandle;
+
+/// Tokens of one store.
+const TOKENS: u32 = 1024;
+/// Stores of a sequence before the next one.
+const STORES: u32 = 8;
+
+/// Writers, each of which stores one chunk after another until all are stopped.
+pub(super) struct Beside {
+    stop: Arc<AtomicBool>,
+    stored: Arc<AtomicU64>,
+    writers: Vec<JoinHandle<Result<(), BenchError>>>,
+}
+
+impl Beside {
+    /// Starts so many writers.
+    pub(super) fn start(
+        runtime: &Runtime,
+        client: &Client,
+        (model, shape): (ModelId, Shape),
+        writers: usize,
+    ) -> Self {
+        let (stop, stored) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
+        let mut normal = Normal::new(7);
+        let heads = (TOKENS * shape.kv_heads) as usize;
+        let rows = [shape.head_dim_k, shape.head_dim_v]
+            .map(|dim| bytes::Bytes::from(normal.bytes(heads * dim as usize, 1.0)));
+        let writer = |_| {
+            let (client, rows) = (client.clone(), rows.clone());
+            runtime.spawn(write(client, model, rows, (stop.clone(), stored.clone())))
+        };
+        let writers = (0..writers).map(writer).collect();
+        Self { stop, stored, writers }
+    }
+
+    /// Tokens stored so far.
+    pub(super) fn tokens(&self) -> u64 {
+        self.stored.load(Ordering::Relaxed)
+    }
+
+    /// Lets all writers end.
+    pub(super) fn stop(self, runtime: &Runtime) -> Result<(), BenchError> {
+        self.stop.store(true, Ordering::Relaxed);
+        for writer in self.writers {
+            runtime.block_on(writer).map_err(BenchError::of("store"))??;
+        }
+        Ok(())
+    }
+}
+
+async fn write(
+    client: Client,
+    model: ModelId,
+    [k, v]: [bytes::Bytes; 2],
+    (stop, stored): (Arc<AtomicBool>, Arc<AtomicU64>),
+) -> Result<(), BenchError> {
+    let failed = || BenchError::of("store");
+    while !stop.load(Ordering::Relaxed) {
+        let sequence = client.open_sequence(model).await.map_err(failed())?;
+        for index in 0..STORES {
+            if stop.load(Ordering::Relaxed) {
+                break;
+            }
+            let (k, v, layer) = (k.clone(), v.clone(), LayerIndex(0));
+            let chunk = StoreChunk { sequence, layer, start: index * TOKENS, tokens: TOKENS, k, v };
+            client.store(chunk).await.map_err(failed())?;
+            stored.fetch_add(u64::from(TOKENS), Ordering::Relaxed);
+        }
+        client.close_sequence(sequence).await.map_err(failed())?;
+    }
+    Ok(())
+}
