@@ -31,7 +31,7 @@ struct Job {
 /// Handle on a device's thread; clones share it.
 #[derive(Clone)]
 pub struct Lane {
-    jobs: mpsc::UnboundedSender<Job>,
+    jobs: mpsc::Sender<Job>,
     /// Places in the queue that are free, of `queue_jobs_max`.
     places: Arc<Semaphore>,
     queue_jobs_max: usize,
@@ -69,7 +69,7 @@ fn device_failed() -> ServiceError {
 pub struct LaneThread {
     thread: JoinHandle<()>,
     /// Weak, so that this handle does not keep the thread alive.
-    jobs: mpsc::WeakUnboundedSender<Job>,
+    jobs: mpsc::WeakSender<Job>,
     state: Arc<State>,
 }
 
@@ -80,7 +80,7 @@ impl LaneThread {
         self.state.stopped.store(true, Ordering::Release);
         if let Some(jobs) = self.jobs.upgrade() {
             // Wakes an idle thread; one that has ended needs none.
-            let _ = jobs.send(Job { kind: Kind::Other, work: Box::new(|_| {}), place: None });
+            let _ = jobs.try_send(Job { kind: Kind::Other, work: Box::new(|_| {}), place: None });
         }
         // A panic of a job was caught and logged; one of the loop itself has nobody left to tell.
         let _ = self.thread.join();
@@ -98,7 +98,7 @@ impl Lane {
         metrics: &Metrics,
         on_failure: impl FnOnce() + Send + 'static,
     ) -> std::io::Result<(Self, LaneThread)> {
-        let (jobs, queue) = mpsc::unbounded_channel();
+        let (jobs, queue) = mpsc::channel(queue_jobs_max + 1);
         let state = Arc::new(State::default());
         let info = backend.info();
         let device = info.description.clone();
@@ -136,8 +136,8 @@ impl Lane {
         self.queue_jobs_max - self.places.available_permits()
     }
 
-    /// Runs `work` on the device after what was accepted before and waits for its answer. Work that has begun is finished even
-    /// if the caller goes away; work that has not is dropped.
+    /// Runs `work` on the device after what was accepted before and waits for its answer. Work
+    /// that has begun is finished even if the caller goes away; work that has not is dropped.
     ///
     /// # Errors
     /// `QUEUE_FULL`, `DEADLINE_EXCEEDED` when the deadline passed before the work began,
@@ -200,7 +200,8 @@ impl Lane {
             TryAcquireError::Closed => self.state.closed(),
         })?;
         let job = Job { kind, work, place: Some(place) };
-        self.jobs.send(job).map_err(|_| self.state.closed())?;
+        // Never full: every job has a place, and there is room for one that only wakes.
+        self.jobs.try_send(job).map_err(|_| self.state.closed())?;
         self.depth.set(self.queued() as f64);
         answer.await.unwrap_or_else(|_| Err(self.state.closed()))
     }
@@ -209,7 +210,7 @@ impl Lane {
 fn run(
     mut backend: Box<dyn Backend>,
     device: &str,
-    mut queue: mpsc::UnboundedReceiver<Job>,
+    mut queue: mpsc::Receiver<Job>,
     state: &State,
     on_failure: impl FnOnce(),
 ) {

@@ -32,8 +32,8 @@ impl Beside {
         let (stop, stored) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
         let mut normal = Normal::new(7);
         let heads = (TOKENS * shape.kv_heads) as usize;
-        let rows = [shape.head_dim_k, shape.head_dim_v]
-            .map(|dim| bytes::Bytes::from(normal.bytes(heads * dim as usize, 1.0)));
+        let rows =
+            [shape.head_dim_k, shape.head_dim_v].map(|dim| normal.bytes(heads * dim as usize, 1.0));
         let writer = |_| {
             let (client, rows) = (client.clone(), rows.clone());
             runtime.spawn(write(client, model, rows, (stop.clone(), stored.clone())))

@@ -431,7 +431,7 @@ fn transport_table(rows: &[TransportRow]) -> String {
         )
         .expect("write to a string");
     }
-    text + "\nus of one attend, one after another; cpu counts client and daemon, and stores beside\n"
+    text + "\nus of one attend, one after another; cpu counts client, daemon and stores beside\n"
 }
 
 #[cfg(test)]
