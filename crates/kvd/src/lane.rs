@@ -294,6 +294,49 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn attention_passes_other_jobs_that_wait_and_takes_a_place_as_they_do() {
+        let (lane, _thread) = start();
+        let (go, gate) = std::sync::mpsc::sync_channel::<()>(1);
+        let (begun, has_begun) = oneshot::channel();
+        let held = lane.clone();
+        let running = tokio::spawn(async move {
+            let work = move |_: &mut dyn Backend| {
+                let _ = begun.send(());
+                let _ = gate.recv();
+                Ok(())
+            };
+            held.run(&call(), work).await
+        });
+        has_begun.await.unwrap();
+        let order = Arc::new(parking_lot::Mutex::new(Vec::new()));
+        let note = |name: &'static str| {
+            let order = order.clone();
+            move |_: &mut dyn Backend| {
+                order.lock().push(name);
+                Ok(())
+            }
+        };
+        let (a, b) = (lane.clone(), lane.clone());
+        let (store, attend) = (note("store"), note("attend"));
+        let store = tokio::spawn(async move { a.run(&call(), store).await });
+        while lane.queued() < 1 {
+            tokio::task::yield_now().await;
+        }
+        let attend = tokio::spawn(async move { b.attend(&call(), attend).await });
+        while lane.queued() < 2 {
+            tokio::task::yield_now().await;
+        }
+        let refused = lane.attend(&call(), note("too many")).await.unwrap_err();
+        assert_eq!(refused.code(), ErrorCode::QueueFull);
+        go.send(()).unwrap();
+        for job in [running, store, attend] {
+            job.await.unwrap().unwrap();
+        }
+        assert_eq!(*order.lock(), ["attend", "store"]);
+        assert_eq!(lane.queued(), 0);
+    }
+
+    #[tokio::test]
     async fn stopping_finishes_the_running_job_and_answers_a_full_queue() {
         let (lane, thread) = start();
         let (begun, has_begun) = oneshot::channel();
