@@ -58,50 +58,6 @@ impl Chunk<'_> {
     }
 }
 
-/// Words of chunks that are not there: none, then zeros.
-static NONE: [u32; LANES] = [0; LANES];
-
-/// What is left of a chunk's words.
-#[derive(Clone, Copy)]
-pub(super) struct Words<'b> {
-    pub(super) words: &'b [u32],
-    pub(super) next: usize,
-    pub(super) end: usize,
-}
-
-impl<'b> Words<'b> {
-    /// As many zeros as lanes follow the words.
-    pub(super) fn of(words: &'b [u32]) -> Self {
-        assert!(words.len() >= LANES, "huffman: zeros after the words");
-        Self { words, next: 0, end: words.len() - LANES }
-    }
-
-    /// Those of a chunk that is not there.
-    pub(super) fn none() -> Self {
-        Self::of(&NONE)
-    }
-}
-
-/// Keys and values, in groups of up to `most` that have the same steps and tables.
-pub(super) fn alike<'a, 'b>(
-    chunks: Vec<&'a mut Chunk<'b>>,
-    most: usize,
-) -> [Vec<Vec<&'a mut Chunk<'b>>>; 2] {
-    let mut groups: [Vec<Vec<&mut Chunk<'_>>>; 2] = Default::default();
-    for chunk in chunks {
-        let of_side = &mut groups[chunk.side.index()];
-        // Pages of one head have the same steps, and the same tables unless those were retrained.
-        let fits = |group: &&mut Vec<&mut Chunk<'_>>| {
-            group.len() < most && std::ptr::eq(group[0].tables, chunk.tables)
-        };
-        match of_side.iter_mut().find(fits) {
-            Some(group) => group.push(chunk),
-            None => of_side.push(vec![chunk]),
-        }
-    }
-    groups
-}
-
 /// A code that tiles hold cut off, or not at all.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Rest {
@@ -261,11 +217,13 @@ impl LaneTiles {
         if simd.set() != InstructionSet::Portable {
             return huffman_neon::turn(&self.quads, per_row, out);
         }
-        let mut done = 0;
         #[cfg(target_arch = "x86_64")]
-        if simd.set() == InstructionSet::Avx2 {
-            done = huffman_avx2_x86::turn(simd, &self.quads, per_row, out);
-        }
+        let done = match simd.set() {
+            InstructionSet::Avx2 => huffman_avx2_x86::turn(simd, &self.quads, per_row, out),
+            _ => 0,
+        };
+        #[cfg(not(target_arch = "x86_64"))]
+        let done = 0;
         turn(&self.quads, (per_row, done), out);
     }
 }

@@ -8,7 +8,8 @@
 #![allow(unsafe_code)] // Register loads and stores, and calls after detection.
 #![expect(clippy::needless_range_loop, reason = "indices name registers")]
 
-use super::huffman::{Chunk, LANES, QUAD, STEP_BYTES, Step, Words, alike};
+use super::huffman::{Chunk, LANES, QUAD, STEP_BYTES, Step};
+use super::huffman_group_x86::{Words, alike};
 use super::simd::{InstructionSet, Simd};
 use kvd_codec::{LaneTable, NibbleRow, Nibbles};
 use std::arch::x86_64::*;

@@ -8,7 +8,8 @@
 //! and who is short of bits. Words come in at the same place always, handed out by an expansion.
 #![allow(unsafe_code)] // Register loads and stores, and calls after detection.
 
-use super::huffman::{Chunk, QUAD, STEP_BYTES, Step, Words, alike};
+use super::huffman::{Chunk, QUAD, STEP_BYTES, Step};
+use super::huffman_group_x86::{Words, alike};
 use super::simd::{InstructionSet, Simd};
 use kvd_codec::LaneTable;
 use std::arch::x86_64::*;

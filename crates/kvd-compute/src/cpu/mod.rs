@@ -54,6 +54,8 @@ mod grid;
 mod huffman;
 #[cfg(target_arch = "x86_64")]
 mod huffman_avx2_x86;
+#[cfg(target_arch = "x86_64")]
+mod huffman_group_x86;
 #[cfg(target_arch = "aarch64")]
 mod huffman_neon;
 mod huffman_scalar;

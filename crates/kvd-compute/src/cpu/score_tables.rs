@@ -227,6 +227,7 @@ mod tests {
     /// How many units a position's byte is.
     fn factor(simd: Simd, keys: &mut Keys, row: usize, position: usize) -> u8 {
         match simd.set() {
+            #[cfg(target_arch = "x86_64")]
             InstructionSet::Avx2 => *avx2::factor_of(keys, row, position),
             _ => keys.factors[position / QUAD * keys.rows + row][position % QUAD],
         }
