@@ -264,8 +264,10 @@ def main():
     parser.add_argument("--ggml", action="append", help="NAME=PROGRAM of ggml.cpp; may be repeated")
     parser.add_argument("--huff0", help="the program of huff0.c")
     parser.add_argument("--avx2", action="store_true", help="attention alone, without wider vectors; ggml built so")
-    parser.add_argument("--instruction-set", default="avx2", help="that of kvd with --avx2")
+    parser.add_argument("--instruction-set", help="that of kvd with --avx2 [avx2]")
     arguments = parser.parse_args()
+    if arguments.instruction_set and not arguments.avx2:
+        parser.error("--instruction-set is for --avx2")
     if arguments.avx2:
         os.environ |= AVX2
 
@@ -306,7 +308,7 @@ def main():
         forms = list(itertools.product(arguments.block_tokens or [64], PRECISIONS))
         for tokens, precision in forms:
             more = [*size, "--precision", precision, "--block-tokens", str(tokens)]
-            more += ["--instruction-set", arguments.instruction_set] if arguments.avx2 else []
+            more += ["--instruction-set", arguments.instruction_set or "avx2"] if arguments.avx2 else []
             of_blocks = f", {tokens} tokens a block" if tokens != 64 else ""
             answer = kvd(arguments.kvd, "attend", arguments.codec or ATTEND, *more)
             machine = answer["machine"]

@@ -16,7 +16,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Instant;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, TryAcquireError, mpsc, oneshot};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 
 /// What the thread runs; `None` stands for a device that is called no more.
 type Work = Box<dyn FnOnce(Option<&mut dyn Backend>) + Send>;
@@ -32,8 +32,9 @@ struct Job {
 #[derive(Clone)]
 pub struct Lane {
     jobs: mpsc::Sender<Job>,
-    /// Places in the queue that are free, of `queue_jobs_max`.
-    places: Arc<Semaphore>,
+    /// Places that are free, of `queue_jobs_max` each: stores that wait refuse no attend.
+    attend_places: Arc<Semaphore>,
+    other_places: Arc<Semaphore>,
     queue_jobs_max: usize,
     state: Arc<State>,
     info: DeviceInfo,
@@ -98,13 +99,14 @@ impl Lane {
         metrics: &Metrics,
         on_failure: impl FnOnce() + Send + 'static,
     ) -> std::io::Result<(Self, LaneThread)> {
-        let (jobs, queue) = mpsc::channel(queue_jobs_max + 1);
+        let (jobs, queue) = mpsc::channel(2 * queue_jobs_max + 1);
         let state = Arc::new(State::default());
         let info = backend.info();
         let device = info.description.clone();
         let lane = Self {
             jobs,
-            places: Arc::new(Semaphore::new(queue_jobs_max)),
+            attend_places: Arc::new(Semaphore::new(queue_jobs_max)),
+            other_places: Arc::new(Semaphore::new(queue_jobs_max)),
             queue_jobs_max,
             state: state.clone(),
             info,
@@ -133,10 +135,12 @@ impl Lane {
     /// Jobs accepted and not yet begun.
     #[must_use]
     pub fn queued(&self) -> usize {
-        self.queue_jobs_max - self.places.available_permits()
+        let free = [&self.attend_places, &self.other_places].map(|free| free.available_permits());
+        2 * self.queue_jobs_max - free.iter().sum::<usize>()
     }
 
-    /// Runs `work` on the device after what was accepted before and waits for its answer. Work
+    /// Runs `work` on the device after others that were accepted before, attends aside, and waits
+    /// for its answer. Work
     /// that has begun is finished even if the caller goes away; work that has not is dropped.
     ///
     /// # Errors
@@ -161,6 +165,18 @@ impl Lane {
         T: Send + 'static,
     {
         self.run_as(Kind::Attend, call, work).await
+    }
+
+    /// The same as [`Lane::run`], after every attend too that was accepted before.
+    ///
+    /// # Errors
+    /// As [`Lane::run`].
+    pub async fn run_after_all<T, F>(&self, call: &Call, work: F) -> Result<T, ServiceError>
+    where
+        F: FnOnce(&mut dyn Backend) -> Result<T, ServiceError> + Send + 'static,
+        T: Send + 'static,
+    {
+        self.run_as(Kind::AfterAll, call, work).await
     }
 
     async fn run_as<T, F>(&self, kind: Kind, call: &Call, work: F) -> Result<T, ServiceError>
@@ -188,16 +204,18 @@ impl Lane {
             // The caller may have left meanwhile; the work stands all the same.
             let _ = reply.send(result);
         });
-        let place = self.places.clone().try_acquire_owned().map_err(|error| match error {
-            TryAcquireError::NoPermits => ServiceError::new(
-                ErrorCode::QueueFull,
-                format!(
-                    "{} jobs wait for the device already; retry later or raise \
-                     device.queue_jobs_max",
-                    self.queue_jobs_max
-                ),
-            ),
-            TryAcquireError::Closed => self.state.closed(),
+        let places = match kind {
+            Kind::Attend => &self.attend_places,
+            Kind::Other | Kind::AfterAll => &self.other_places,
+        };
+        // Nobody closes it: what fails is that none is free.
+        let place = places.clone().try_acquire_owned().map_err(|_| {
+            let max = self.queue_jobs_max;
+            let message = format!(
+                "{max} jobs of this kind wait for the device already; retry later or raise \
+                 device.queue_jobs_max"
+            );
+            ServiceError::new(ErrorCode::QueueFull, message)
         })?;
         let job = Job { kind, work, place: Some(place) };
         // Never full: every job has a place, and there is room for one that only wakes.
@@ -224,7 +242,7 @@ fn run(
         while let Ok(job) = queue.try_recv() {
             turns.push(job.kind, job);
         }
-        let Some((kind, Job { work, place, .. })) = turns.next() else { continue };
+        let Some((kind, Job { work, place, .. })) = turns.next() else { return };
         // It waits no longer.
         drop(place);
         if state.stopped.load(Ordering::Acquire) {
@@ -261,6 +279,7 @@ mod tests {
     use super::*;
     use kvd_compute::{CpuBackend, CpuOptions};
     use kvd_core::Namespace;
+    use std::collections::VecDeque;
     use std::time::Duration;
 
     fn start() -> (Lane, LaneThread) {
@@ -326,14 +345,66 @@ mod tests {
         while lane.queued() < 2 {
             tokio::task::yield_now().await;
         }
+        // Each kind has two places.
+        let (c, d) = (lane.clone(), lane.clone());
+        let (second, forget) = (note("second store"), note("too many"));
+        let second = tokio::spawn(async move { c.run(&call(), second).await });
+        while lane.queued() < 3 {
+            tokio::task::yield_now().await;
+        }
+        let refused = d.run_after_all(&call(), forget).await.unwrap_err();
+        assert_eq!(refused.code(), ErrorCode::QueueFull);
+        let (late, cancelled) = (lane.clone(), note("nobody waits for it"));
+        let cancelled = tokio::spawn(async move { late.attend(&call(), cancelled).await });
+        while lane.queued() < 4 {
+            tokio::task::yield_now().await;
+        }
         let refused = lane.attend(&call(), note("too many")).await.unwrap_err();
         assert_eq!(refused.code(), ErrorCode::QueueFull);
+        cancelled.abort();
+        assert!(cancelled.await.unwrap_err().is_cancelled());
         go.send(()).unwrap();
-        for job in [running, store, attend] {
+        for job in [running, store, attend, second] {
             job.await.unwrap().unwrap();
         }
-        assert_eq!(*order.lock(), ["attend", "store"]);
+        assert_eq!(*order.lock(), ["attend", "store", "second store"]);
         assert_eq!(lane.queued(), 0);
+    }
+
+    #[tokio::test]
+    async fn others_get_their_turn_while_attends_keep_coming() {
+        let (lane, _thread) = start();
+        let stored = Arc::new(AtomicBool::new(false));
+        let (store, done) = (lane.clone(), stored.clone());
+        let mut store = Some(tokio::spawn(async move {
+            while store.queued() == 0 {
+                tokio::task::yield_now().await;
+            }
+            let work = move |_: &mut dyn Backend| {
+                done.store(true, Ordering::Release);
+                Ok(())
+            };
+            store.run(&call(), work).await
+        }));
+        let slow = || {
+            let lane = lane.clone();
+            let work = |_: &mut dyn Backend| {
+                std::thread::sleep(Duration::from_millis(1));
+                Ok(())
+            };
+            tokio::spawn(async move { lane.attend(&call(), work).await })
+        };
+        // Two are always on their way, so that one waits whenever the lane looks.
+        let mut under_way = VecDeque::from([slow(), slow()]);
+        for _ in 0..10_000 {
+            if stored.load(Ordering::Acquire) {
+                break;
+            }
+            under_way.pop_front().unwrap().await.unwrap().unwrap();
+            under_way.push_back(slow());
+        }
+        assert!(stored.load(Ordering::Acquire), "the store never ran");
+        store.take().unwrap().await.unwrap().unwrap();
     }
 
     #[tokio::test]

@@ -1,31 +1,43 @@
 //! In which order a lane's jobs run: attention ahead of what else waits, as long as it has not had
 //! its share.
 //!
-//! A decode step waits for attention and for nothing else, while a prefill that is stored takes the
-//! device for milliseconds a chunk. So attention goes first; but when other jobs wait, it may take
-//! no more of the device's time between two of them than the last of them took, or [`QUANTUM`].
-//! Neither starves: an attend waits for one other job at most, however many are queued.
+//! A decode step waits for attention layer by layer, while a prefill that is stored takes the
+//! device for milliseconds a chunk. So attention goes first; but while other jobs wait, it may take
+//! no more of the device's time between two of them than the last of them took, within
+//! [`SHARE`], overrun by one attend. Of many stores that are queued an attend then waits for those
+//! whose turn comes while attends before it use up their share: one, where there are none.
 
 use std::collections::VecDeque;
+use std::ops::RangeInclusive;
 use std::time::Duration;
 
-/// Time that attention may take before another job in any case.
-const QUANTUM: Duration = Duration::from_millis(2);
+/// The least and the most that attention may take between two other jobs.
+const SHARE: RangeInclusive<Duration> = Duration::from_millis(2)..=Duration::from_millis(100);
 
 /// What a job is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
-    /// Attention over tokens that are stored already.
+    /// Attention over tokens that are stored already, and what carries its bytes.
     Attend,
     /// Everything else, in the order it came.
     Other,
+    /// The same, and no earlier than every attend that came before: what takes a model away.
+    AfterAll,
+}
+
+struct Waiting<J> {
+    kind: Kind,
+    /// Counts all jobs.
+    serial: u64,
+    job: J,
 }
 
 /// Jobs that wait.
 pub(crate) struct Turns<J> {
-    attends: VecDeque<J>,
-    others: VecDeque<J>,
-    /// What the last other job took, at least the quantum.
+    attends: VecDeque<Waiting<J>>,
+    others: VecDeque<Waiting<J>>,
+    came: u64,
+    /// What the last other job took, within [`SHARE`].
     share: Duration,
     /// What attention has taken while another job waited, since the last of them.
     taken: Duration,
@@ -34,7 +46,7 @@ pub(crate) struct Turns<J> {
 impl<J> Turns<J> {
     pub(crate) fn new() -> Self {
         let (attends, others) = (VecDeque::new(), VecDeque::new());
-        Self { attends, others, share: QUANTUM, taken: Duration::ZERO }
+        Self { attends, others, came: 0, share: *SHARE.start(), taken: Duration::ZERO }
     }
 
     pub(crate) fn is_empty(&self) -> bool {
@@ -42,20 +54,24 @@ impl<J> Turns<J> {
     }
 
     pub(crate) fn push(&mut self, kind: Kind, job: J) {
-        match kind {
-            Kind::Attend => self.attends.push_back(job),
-            Kind::Other => self.others.push_back(job),
-        }
+        let serial = self.came;
+        self.came += 1;
+        let queue = if kind == Kind::Attend { &mut self.attends } else { &mut self.others };
+        queue.push_back(Waiting { kind, serial, job });
     }
 
     /// The next job, and what to tell [`Turns::ran`] of it.
     pub(crate) fn next(&mut self) -> Option<(Kind, J)> {
-        let attend = self.others.is_empty() || self.taken < self.share;
-        if let Some(job) = attend.then(|| self.attends.pop_front()).flatten() {
-            return Some((Kind::Attend, job));
-        }
-        let other = self.others.pop_front().map(|job| (Kind::Other, job));
-        other.or_else(|| self.attends.pop_front().map(|job| (Kind::Attend, job)))
+        let attend_first = match (self.attends.front(), self.others.front()) {
+            (Some(_), None) => true,
+            (Some(attend), Some(other)) => {
+                let before = other.kind == Kind::AfterAll && attend.serial < other.serial;
+                before || self.taken < self.share
+            }
+            (None, _) => false,
+        };
+        let queue = if attend_first { &mut self.attends } else { &mut self.others };
+        queue.pop_front().map(|waiting| (waiting.kind, waiting.job))
     }
 
     /// A job of that kind took so long.
@@ -64,7 +80,10 @@ impl<J> Turns<J> {
             // What nobody waited for was nobody's share.
             Kind::Attend if self.others.is_empty() => self.taken = Duration::ZERO,
             Kind::Attend => self.taken += took,
-            Kind::Other => (self.share, self.taken) = (took.max(QUANTUM), Duration::ZERO),
+            Kind::Other | Kind::AfterAll => {
+                self.share = took.clamp(*SHARE.start(), *SHARE.end());
+                self.taken = Duration::ZERO;
+            }
         }
     }
 }
@@ -94,9 +113,15 @@ mod tests {
 
     #[test]
     fn attention_goes_first_until_it_has_had_as_much_time() {
-        // Two of one millisecond are the quantum; then as many as another job took.
+        // Two of one millisecond are the least share; then as many as another job took.
         let expected = [0, 1, 100, 2, 3, 4, 5, 6, 101, 7, 8, 9, 102];
         assert_eq!(order(turns(10, 3), 1, 5), expected);
+    }
+
+    #[test]
+    fn one_long_job_does_not_give_attention_as_long() {
+        let expected = [0, 100, 1, 2, 101, 3, 102];
+        assert_eq!(order(turns(4, 3), 50, 60_000), expected);
     }
 
     #[test]
@@ -108,6 +133,15 @@ mod tests {
     #[test]
     fn a_long_attend_lets_one_other_job_pass() {
         assert_eq!(order(turns(3, 3), 50, 1), [0, 100, 1, 101, 2, 102]);
+    }
+
+    #[test]
+    fn what_is_after_all_waits_for_earlier_attends_and_for_no_later_one() {
+        let mut turns = turns(3, 1);
+        turns.push(Kind::AfterAll, 200);
+        turns.push(Kind::Attend, 3);
+        turns.push(Kind::Other, 101);
+        assert_eq!(order(turns, 50, 1), [0, 100, 1, 2, 200, 3, 101]);
     }
 
     #[test]

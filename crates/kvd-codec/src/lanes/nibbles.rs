@@ -3,7 +3,6 @@
 
 /// Sixteen entries, by four bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(C)]
 pub struct NibbleRow {
     /// The four bits before these, in every byte; of the first row anything.
     pub before: [u8; 16],
@@ -59,7 +58,8 @@ mod tests {
         };
         let codes: [u8; 256] = std::array::from_fn(|bits| of(bits).0);
         let lengths: [u8; 256] = std::array::from_fn(|bits| of(bits).1);
-        let nibbles = Nibbles::new(&codes, &lengths, None);
+        let small: [u8; 256] = std::array::from_fn(|bits| of(bits).0 << 3 | (8 - of(bits).1));
+        let nibbles = Nibbles::new(&codes, &lengths, Some(&small));
         let rows: Vec<u8> = nibbles.longer.iter().map(|row| row.before[0]).collect();
         assert_eq!(rows, [3, 7, 11, 15]);
         for bits in 0..256 {
@@ -67,6 +67,11 @@ mod tests {
             let longer = nibbles.longer.iter().find(|row| usize::from(row.before[0]) == low);
             let (row, at) = longer.map_or((&nibbles.first, low), |row| (row, high));
             assert_eq!((row.codes[at], row.lengths[at]), of(bits), "{bits}");
+            assert_eq!(row.small[at], small[bits], "{bits}");
         }
+        let all: [u8; 256] = std::array::from_fn(|bits| bits as u8);
+        let nibbles = Nibbles::new(&all, &[8; 256], None);
+        assert_eq!(nibbles.longer.len(), 16);
+        assert!((0..256).all(|bits| nibbles.longer[bits & 15].codes[bits >> 4] == bits as u8));
     }
 }

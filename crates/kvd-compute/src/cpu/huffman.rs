@@ -320,16 +320,25 @@ mod tests {
 
     const LAYER: LayerIndex = LayerIndex(0);
 
-    /// The codes of every run and every outlier, or that there is an error.
-    fn tiles(simd: Simd, codec: &ModelCodec, side: Side, page: &[u8]) -> Option<Vec<i64>> {
+    /// Of each page the codes of every run and every outlier, or that there is an error in one.
+    fn tiles(simd: Simd, codec: &ModelCodec, side: Side, pages: &[&[u8]]) -> Option<Vec<Vec<i64>>> {
         let head = codec.head(LAYER, side, 0);
-        let page = PageReader::open(codec, LAYER, side, 0, page).ok()?;
-        let mut tiles = LaneTiles::new(head, side).unwrap();
-        let mut decoded = false;
-        let rows = 0..page.tokens();
-        let wanted = Wanted { tiles: &mut tiles, page: &page, rows, decoded: &mut decoded };
-        decode(simd, vec![wanted]).ok()?;
-        assert!(decoded);
+        let pages: Option<Vec<_>> =
+            pages.iter().map(|page| PageReader::open(codec, LAYER, side, 0, page).ok()).collect();
+        let pages = pages?;
+        let mut tiles: Vec<_> = pages.iter().map(|_| LaneTiles::new(head, side).unwrap()).collect();
+        let mut decoded = vec![false; pages.len()];
+        let wanted = pages.iter().zip(&mut tiles).zip(&mut decoded);
+        let wanted = wanted.map(|((page, tiles), decoded)| {
+            let rows = 0..page.tokens();
+            Wanted { tiles, page, rows, decoded }
+        });
+        decode(simd, wanted.collect()).ok()?;
+        assert!(decoded.iter().all(|decoded| *decoded));
+        Some(tiles.iter().map(|tiles| codes(tiles, side)).collect())
+    }
+
+    fn codes(tiles: &LaneTiles, side: Side) -> Vec<i64> {
         let layout = CodeLayout::new(side, tiles.rows, tiles.per_row, 8);
         let mut codes = Vec::new();
         for row in 0..tiles.rows {
@@ -344,7 +353,7 @@ mod tests {
         }
         let rests =
             tiles.rests.iter().flat_map(|r| [r.token, r.position, r.rest.to_bits() as usize]);
-        Some(codes.into_iter().map(i64::from).chain(rests.map(|x| x as i64)).collect())
+        codes.into_iter().map(i64::from).chain(rests.map(|x| x as i64)).collect()
     }
 
     /// The same by the reference decoder.
@@ -399,9 +408,10 @@ mod tests {
                 for side in Side::BOTH {
                     let first = 2 * side.index();
                     let start = if first == 0 { 0 } else { encoded.page_ends[first - 1] };
-                    let page = &bytes[start as usize..encoded.page_ends[first] as usize];
+                    let good = &bytes[start as usize..encoded.page_ends[first] as usize];
+                    let right = reference(&codec, side, good);
                     for turn in 0..60 {
-                        let mut page = page.to_vec();
+                        let mut page = good.to_vec();
                         for _ in 0..turn {
                             let at = HEADER_BYTES + 4 + random() % (page.len() - HEADER_BYTES - 4);
                             page[at] = random() as u8;
@@ -409,9 +419,18 @@ mod tests {
                         let expected = reference(&codec, side, &page);
                         read += usize::from(expected.is_some());
                         refused += usize::from(expected.is_none());
+                        // Beside good ones, at every place of those that are decoded together.
+                        let (count, at) = (1 + turn % 5, turn % 7 % (1 + turn % 5));
+                        let mut pages = vec![good; count];
+                        pages[at] = &page;
                         for simd in Simd::available() {
-                            let got = tiles(simd, &codec, side, &page);
-                            assert_eq!(got, expected, "{simd:?} {name} {side} {turn}");
+                            let got = tiles(simd, &codec, side, &pages);
+                            let context = format!("{simd:?} {name} {side} {turn}");
+                            assert_eq!(got.is_some(), expected.is_some(), "{context}");
+                            for (index, got) in got.into_iter().flatten().enumerate() {
+                                let of = if index == at { &expected } else { &right };
+                                assert_eq!(Some(&got), of.as_ref(), "{context}, {index}");
+                            }
                         }
                     }
                 }

@@ -40,7 +40,10 @@ pub(super) fn alike<'a, 'b>(
             group.len() < most && std::ptr::eq(group[0].tables, chunk.tables)
         };
         match of_side.iter_mut().find(fits) {
-            Some(group) => group.push(chunk),
+            Some(group) => {
+                debug_assert_eq!(group[0].steps, chunk.steps, "one head's pages have one layout");
+                group.push(chunk);
+            }
             None => of_side.push(vec![chunk]),
         }
     }

@@ -49,8 +49,9 @@ impl Keys {
     pub(crate) fn of_codebook(how: How, side: &HeadSide, queries: &[f32]) -> Option<Self> {
         let vq = side.vq().filter(|vq| vq.stages() == 1 && !vq.is_grouped())?;
         let book = vq.codebook(0, 0);
-        // Decoded entropy codes are a byte each.
-        if side.lane_runs().is_some() {
+        // Decoded entropy codes are a byte each, and AVX-VNNI multiplies the bytes of entries in fewer
+        // operations than AVX2 takes to look up what they add.
+        if side.lane_runs().is_some() || how.0.has_avx_vnni() {
             return None;
         }
         Self::new(how, (queries, side.dim()), (book.entries(), book.dim()))
@@ -118,8 +119,7 @@ impl Keys {
 
 /// Whether scores are looked up with that instruction set.
 fn has_kernel(simd: Simd) -> bool {
-    // AVX-VNNI multiplies bytes in fewer operations than AVX2 takes to look up their products.
-    matches!(simd.set(), InstructionSet::Avx2 | InstructionSet::Avx512) && !simd.has_avx_vnni()
+    matches!(simd.set(), InstructionSet::Avx2 | InstructionSet::Avx512)
 }
 
 #[cfg(test)]

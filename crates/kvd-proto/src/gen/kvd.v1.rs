@@ -455,8 +455,8 @@ pub struct OpenRegionResponse {
     #[prost(string, tag = "6")]
     pub copied: ::prost::alloc::string::String,
 }
-/// A call whose payloads are in the region. Calls are executed as they come; each ends with its
-/// completion record. A store that continues one which has not ended is SEQUENCE_BUSY.
+/// A call whose payloads are in the region. Stores are executed as they come, attends among themselves
+/// too; each call ends with its completion record. A store that continues one which has not ended is SEQUENCE_BUSY.
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct RegionCall {
     /// Offset of the completion record, 256 bytes in the memory file aligned to 4: u32 state (0 under

@@ -172,7 +172,9 @@ impl TransportBench {
             for n_q in &self.query_tokens {
                 let batch = self.batch(model.model, sequence, *n_q);
                 let of = (model.model, self.shape);
-                let beside = Beside::start(runtime, &client, of, self.storing);
+                // A connection of their own, so that calls wait for the device alone.
+                let beside = runtime.block_on(connect(unix(sockets)))?;
+                let beside = Beside::start(runtime, &beside, of, self.storing);
                 rows.extend(self.measure(
                     runtime,
                     (&mut ways, &beside),
@@ -238,25 +240,26 @@ impl TransportBench {
         let right = ways[0].attend(runtime, batch, dims)?;
         for round in 0..=self.rounds {
             for (way, times) in ways.iter_mut().zip(&mut times) {
-                let (mut calls, before) = (Vec::with_capacity(self.calls), beside.tokens());
-                let (done, cpu_ns, wall_ns) = timed(|| {
-                    (0..self.calls).try_for_each(|_| {
+                let before = beside.tokens();
+                let (calls, cpu_ns, wall_ns) = timed(|| {
+                    let call = |_| {
                         let (answer, _, wall_ns) = timed(|| way.attend(runtime, batch, dims));
-                        calls.push(wall_ns / 1e3);
-                        if answer? == right {
-                            return Ok(());
-                        }
-                        let reason = "does not answer as the others do".to_owned();
-                        Err(BenchError { what: way.name().to_owned(), reason })
-                    })
+                        Ok((answer?, wall_ns / 1e3))
+                    };
+                    (0..self.calls).map(call).collect::<Result<Vec<_>, BenchError>>()
                 });
-                done?;
+                let stored = (beside.tokens() - before) as f64 / wall_ns * 1e9;
+                let calls = calls?;
+                if calls.iter().any(|(answer, _)| *answer != right) {
+                    let reason = "does not answer as the others do".to_owned();
+                    return Err(BenchError { what: way.name().to_owned(), reason });
+                }
                 if round > 0 {
                     let each = self.calls as f64 * 1e3;
                     times.wall.push(wall_ns / each);
                     times.cpu.push(cpu_ns / each);
-                    times.calls.append(&mut calls);
-                    times.stored.push((beside.tokens() - before) as f64 / wall_ns * 1e9);
+                    times.calls.extend(calls.iter().map(|(_, us)| us));
+                    times.stored.push(stored);
                 }
             }
         }
@@ -293,18 +296,23 @@ async fn start(sockets: &Sockets) -> Result<Running, BenchError> {
     Ok(Daemon::build(config).await.map_err(BenchError::of("daemon"))?.spawn())
 }
 
+async fn connect(text: String) -> Result<Client, BenchError> {
+    let endpoint = text.parse::<Endpoint>().map_err(BenchError::of("connect"))?;
+    Client::connect(endpoint).await.map_err(BenchError::of("connect"))
+}
+
+fn unix(sockets: &Sockets) -> String {
+    format!("unix:{}", sockets.path("grpc").display())
+}
+
 /// Every way to it.
 async fn ways(running: &Running, sockets: &Sockets) -> Result<Vec<Way>, BenchError> {
     let failed = || BenchError::of("connect");
-    let connect = async |text: String| {
-        let endpoint = text.parse::<Endpoint>().map_err(BenchError::of("connect"))?;
-        Client::connect(endpoint).await.map_err(failed())
-    };
     let mut ways = Vec::new();
     if let Some(address) = running.addresses().tcp {
         ways.push(Way::Unary("tcp", connect(format!("http://{address}")).await?));
     }
-    let unix = connect(format!("unix:{}", sockets.path("grpc").display())).await?;
+    let unix = connect(unix(sockets)).await?;
     let stream = unix.attend_stream(1).await.map_err(failed())?;
     ways.extend([Way::Unary("unix", unix), Way::Stream(stream)]);
     let options = RegionOptions::default().with_bytes(REGION_BYTES);

@@ -219,7 +219,8 @@ impl OpenMemory {
             backend.read_region(region, offset, &mut to)?;
             Ok(to)
         };
-        self.lane.run(call, work).await
+        // It touches the worker's memory alone: in no order with what stores write.
+        self.lane.attend(call, work).await
     }
 
     /// Copies bytes in.
@@ -237,7 +238,7 @@ impl OpenMemory {
         let work = move |backend: &mut dyn kvd_compute::Backend| {
             Ok(backend.write_region(region, offset, &bytes)?)
         };
-        self.lane.run(call, work).await
+        self.lane.attend(call, work).await
     }
 }
 

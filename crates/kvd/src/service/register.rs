@@ -157,7 +157,8 @@ impl Service {
             tracing::info!(%id, name = model.name, "model unregistered");
             Ok(())
         };
-        seat.lane.run(call, forget).await
+        // An attend that was accepted before is answered yet.
+        seat.lane.run_after_all(call, forget).await
     }
 }
 

@@ -128,7 +128,8 @@ fn bytes(simd: Simd, (rows, len): (usize, usize), weights: bool) -> (Parts, Vec<
 
 /// Sets that multiply bytes.
 fn with_bytes() -> impl Iterator<Item = Simd> {
-    Simd::available().into_iter().filter(|simd| simd.set() == InstructionSet::Avx512)
+    let bytes = |simd: &Simd| simd.set() == InstructionSet::Avx512 || simd.has_avx_vnni();
+    Simd::available().into_iter().filter(bytes)
 }
 
 #[test]
