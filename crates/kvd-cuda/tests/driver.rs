@@ -10,13 +10,14 @@ use kvd_codec::ModelCodec;
 use kvd_compute::{Backend, IncomingRows, LoadPlan, PlanPart, RawTarget, RegionHandle, Source};
 use kvd_core::{Coded, DType, ErrorCode, Extent, Geometry, LayerIndex, ModelId, RopePairing};
 use kvd_cuda::{
-    CudaBackend, CudaDriver, CudaOpenError, CudaOptions, DeviceCopy, Driver, DriverError, GraphId,
-    GraphNode, KernelLaunch, PinnedRange, Stream, devices,
+    CudaBackend, CudaDriver, CudaOpenError, CudaOptions, DeviceCopy, Driver, DriverError, EventId,
+    GraphId, GraphNode, KernelLaunch, PinnedRange, Stream, devices,
 };
 use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::process::Command;
+use std::time::{Duration, Instant};
 
 /// Runs an ignored test in a process with the made-up driver, of which one call may fail.
 fn with_driver(test: &str, fail: Option<&str>) {
@@ -68,9 +69,14 @@ fn rows_go_through_pinned_memory_and_come_back_in_order() {
 
 #[test]
 fn a_failed_event_sticks_and_no_pinned_memory_is_said_at_the_start() {
-    for call in ["cuMemHostAlloc", "cuEventRecord", "cuStreamWaitEvent", "cuEventSynchronize"] {
+    for call in ["cuMemHostAlloc", "cuEventRecord", "cuStreamWaitEvent", "cuEventQuery"] {
         with_driver("failures", Some(call));
     }
+}
+
+#[test]
+fn a_device_whose_work_does_not_end_is_given_up_and_nothing_waits_for_it() {
+    with_driver("hang", Some("hang"));
 }
 
 #[test]
@@ -99,6 +105,7 @@ fn backend() -> Result<CudaBackend, CudaOpenError> {
         staging_bytes: 4 << 10,
         threads: 1,
         graphs: 4,
+        kernel_timeout: Duration::from_millis(20),
     };
     let driver = CudaDriver::open(devices().unwrap().remove(0))?;
     CudaBackend::open(Box::new(driver), &[], options)
@@ -175,6 +182,22 @@ fn failures() {
 
 #[test]
 #[ignore = "what another test starts as a process"]
+fn hang() {
+    let mut backend = backend().unwrap();
+    register(&mut backend);
+    let start = Instant::now();
+    let written = write(&mut backend, 0).and_then(|part| load(&mut backend, part));
+    assert_eq!(written, Err(ErrorCode::DeviceFailed));
+    assert!(start.elapsed() >= Duration::from_millis(20), "{:?}", start.elapsed());
+    let failure = backend.failure().unwrap();
+    assert!(failure.contains("within 20 ms (device.kernel_timeout_ms)"), "{failure}");
+    assert_eq!(write(&mut backend, 1).err(), Some(ErrorCode::DeviceFailed));
+    // The made-up driver aborts where what is given back would wait.
+    drop(backend);
+}
+
+#[test]
+#[ignore = "what another test starts as a process"]
 fn memory() {
     let gpu = devices().unwrap().remove(0);
     let mut driver = CudaDriver::open(gpu).unwrap();
@@ -200,6 +223,12 @@ fn memory() {
     assert_eq!(memory[0], b'C');
 }
 
+/// Waits for an event, which has not happened when it is asked for first.
+fn finish(driver: &mut CudaDriver, event: EventId) {
+    assert!(!driver.is_done(event).unwrap(), "the made-up driver takes a while");
+    assert!(driver.is_done(event).unwrap());
+}
+
 /// Copies to the device, and has what comes after wait for it.
 fn put(driver: &mut CudaDriver, to: u64, bytes: &[u8]) {
     let len = bytes.len() as u64;
@@ -208,7 +237,7 @@ fn put(driver: &mut CudaDriver, to: u64, bytes: &[u8]) {
     driver.write(to, PinnedRange { memory, start: 0, bytes: len }).unwrap();
     driver.record(event, Stream::Copy).unwrap();
     driver.wait(Stream::Compute, event).unwrap();
-    driver.synchronize(event).unwrap();
+    finish(driver, event);
     driver.destroy_event(event);
     driver.unpin(memory);
 }
@@ -221,7 +250,7 @@ fn read(driver: &mut CudaDriver, from: u64, bytes: usize) -> Vec<u8> {
     let mut to = vec![0; bytes];
     driver.take(memory, 0, &mut to);
     assert!(to.iter().all(|byte| *byte == 0), "the made-up driver copies late");
-    driver.synchronize(event).unwrap();
+    finish(driver, event);
     driver.take(memory, 0, &mut to);
     driver.destroy_event(event);
     driver.unpin(memory);
@@ -272,7 +301,7 @@ fn event(driver: &mut CudaDriver) {
     let (event, handle) = driver.share_event().unwrap();
     assert_eq!(handle[8..], [0xE7; 56]);
     driver.record(event, Stream::Compute).unwrap();
-    driver.synchronize(event).unwrap();
+    finish(driver, event);
     driver.destroy_event(event);
     // Regions come and go: their events take the place of those before.
     for _ in 0..1000 {

@@ -71,6 +71,12 @@ static int fails(const char *call) {
     return stuck;
 }
 
+// Whether work does not end; what waits for it would not either.
+static int hangs(void) {
+    const char *named = getenv("FAKE_FAIL");
+    return named && !strcmp(named, "hang");
+}
+
 // What the two streams were given: copies, and waits for what the other was given.
 #define WORK_MAX 100000
 static struct { char *to; const char *from; unsigned long bytes; int other, until; } work[2][WORK_MAX];
@@ -89,6 +95,7 @@ static void make(int stream, int until) {
     }
 }
 static void make_all(void) {
+    if (hangs()) abort();
     make(0, given[0]);
     make(1, given[1]);
 }
@@ -144,7 +151,7 @@ int cuMemFreeHost(char *at) {
     return 1;
 }
 
-struct event { int stream, until, shared; };
+struct event { int stream, until, shared, asked; };
 int cuEventCreate(struct event **event, unsigned flags) {
     *event = calloc(1, sizeof **event);
     (*event)->shared = flags == 6;
@@ -162,6 +169,7 @@ int cuEventDestroy_v2(struct event *event) { free(event); return 0; }
 int cuEventRecord(struct event *event, long stream) {
     event->stream = stream - 1;
     event->until = given[stream - 1];
+    event->asked = 0;
     return fails("cuEventRecord");
 }
 int cuStreamWaitEvent(long stream, struct event *event, unsigned flags) {
@@ -172,9 +180,11 @@ int cuStreamWaitEvent(long stream, struct event *event, unsigned flags) {
     }
     return flags ? 1 : fails("cuStreamWaitEvent");
 }
-int cuEventSynchronize(struct event *event) {
+// Not ready when it is asked first.
+int cuEventQuery(struct event *event) {
+    if (hangs() || !event->asked++) return 600;
     make(event->stream, event->until);
-    return fails("cuEventSynchronize");
+    return fails("cuEventQuery");
 }
 
 int cuMemAlloc_v2(address *at, unsigned long bytes) {

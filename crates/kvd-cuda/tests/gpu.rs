@@ -16,6 +16,7 @@ use kvd_compute::{
 };
 use kvd_core::{Extent, ModelId, RopePairing};
 use kvd_cuda::{CudaBackend, CudaDriver, CudaOptions, Gpu, KERNELS, devices};
+use std::time::Duration;
 use suite::region::InPlace;
 use worker::{Kind, Worker};
 
@@ -26,6 +27,7 @@ const OPTIONS: CudaOptions = CudaOptions {
     staging_bytes: 64 << 10,
     threads: 1,
     graphs: 4,
+    kernel_timeout: Duration::from_secs(30),
 };
 
 /// The first GPU, or why there is none to test on.

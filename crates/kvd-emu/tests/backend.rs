@@ -25,6 +25,7 @@ use kvd_cuda::{CudaBackend, CudaOpenError, CudaOptions, DriverError, Limits, Wor
 use kvd_emu::{Order, available};
 use parking_lot::Mutex;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 use streams::Pace;
 
 const OPTIONS: CudaOptions = CudaOptions {
@@ -34,6 +35,7 @@ const OPTIONS: CudaOptions = CudaOptions {
     staging_bytes: 64 << 10,
     threads: 1,
     graphs: 4,
+    kernel_timeout: Duration::from_secs(30),
 };
 
 /// A backend over the CPU lane, and what its driver sees.
@@ -371,6 +373,26 @@ fn an_error_that_sticks_ends_every_call_and_nothing_leaks() {
         let watch = watch.lock();
         assert_eq!((watch.calls_after_failure, watch.live), (0, 0), "{fail:?}");
     }
+}
+
+#[test]
+fn work_that_takes_a_while_is_waited_for_and_a_device_that_hangs_has_failed() {
+    let timeout = Duration::from_millis(40);
+    let (mut backend, watch, part) = with_rows(CudaOptions { kernel_timeout: timeout, ..OPTIONS });
+    let rows = load(&mut backend, &part).unwrap();
+    let until = Instant::now() + timeout / 4;
+    watch.lock().until = Some(until);
+    assert_eq!(load(&mut backend, &part), Ok(rows));
+    assert!(Instant::now() >= until);
+    watch.lock().fail = Fail::Hang;
+    let start = Instant::now();
+    assert_eq!(load(&mut backend, &part), Err(ErrorCode::DeviceFailed));
+    assert!(start.elapsed() >= timeout, "{:?}", start.elapsed());
+    let why = backend.failure().unwrap();
+    assert!(why.contains("within 40 ms (device.kernel_timeout_ms)"), "{why}");
+    assert_eq!(load(&mut backend, &part), Err(ErrorCode::DeviceFailed));
+    drop(backend);
+    assert_eq!(watch.lock().calls_after_failure, 0);
 }
 
 #[test]

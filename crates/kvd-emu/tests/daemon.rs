@@ -33,6 +33,8 @@ const Q_HEADS: u32 = 4;
 const DIM: u32 = 64;
 /// Each lane's.
 const POOL_BYTES: u64 = 1 << 20;
+/// The made-up GPU has done its work when it is asked, but for one that hangs.
+const KERNEL_TIMEOUT: Duration = Duration::from_millis(20);
 /// Blocks are encoded long before a test ends.
 const CODECS: [&str; 2] = ["kivi-4; recent=32", "kvcomp"];
 /// Twice what each backend is held to against a reference in f64, in units of the values' root mean
@@ -82,6 +84,7 @@ impl Daemon {
             staging_bytes: 64 << 10,
             threads: 1,
             graphs: 4,
+            kernel_timeout: KERNEL_TIMEOUT,
         };
         let gpu = CudaBackend::open(Box::new(driver), &[b"kernels"], options).unwrap();
         let options = CpuOptions { arena_bytes: POOL_BYTES, prefault: false, threads: 1 };
@@ -324,7 +327,8 @@ async fn a_model_whose_tables_have_no_room_on_a_gpu_is_refused_when_it_is_regist
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_gpu_that_is_lost_is_named_its_calls_fail_and_the_other_lane_lives() {
-    for (fail, pace) in [Fail::Launch, Fail::Write, Fail::Later].into_iter().zip(Pace::EACH) {
+    let fails = [Fail::Launch, Fail::Write, Fail::Later, Fail::Hang, Fail::Hang];
+    for (fail, pace) in fails.into_iter().zip(Pace::EACH.into_iter().cycle()) {
         let Some(daemon) = Daemon::start(pace).await else { return };
         let models = daemon.models(CODECS[0]).await;
         let both = daemon.open(models).await;

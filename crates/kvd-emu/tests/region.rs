@@ -30,6 +30,7 @@ use kvd_cuda::{CudaBackend, CudaOptions};
 use kvd_emu::{Order, available};
 use parking_lot::Mutex;
 use std::sync::Arc;
+use std::time::Duration;
 use streams::Pace;
 use suite::region::InPlace;
 
@@ -40,6 +41,7 @@ const OPTIONS: CudaOptions = CudaOptions {
     staging_bytes: 64 << 10,
     threads: 1,
     graphs: 4,
+    kernel_timeout: Duration::from_secs(30),
 };
 
 /// Bytes of the worker's memory.

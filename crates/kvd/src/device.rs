@@ -110,6 +110,7 @@ fn open_gpu(config: &Config, gpu: Gpu) -> Result<Box<dyn Backend>, GpuUnusable> 
         staging_bytes: STAGING_BYTES,
         threads: config.threads,
         graphs: config.graphs_max,
+        kernel_timeout: config.kernel_timeout,
     };
     let driver = CudaDriver::open(gpu).map_err(CudaOpenError::from)?;
     let mut backend = CudaBackend::open(Box::new(driver), KERNELS, options)?;

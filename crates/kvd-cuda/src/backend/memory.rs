@@ -3,6 +3,7 @@
 use super::kept::Kept;
 use super::layers::Place;
 use super::order::Ordered;
+use super::wait::Patience;
 use super::{CudaOptions, error};
 use crate::driver::{DeviceCopy, Driver, DriverError, EventId, GraphId, GraphNode, KernelLaunch};
 use crate::plan::Limits;
@@ -30,8 +31,9 @@ pub(super) struct Device {
 
 impl Device {
     pub(super) fn open(driver: Box<dyn Driver>, options: CudaOptions) -> Result<Self, DriverError> {
-        let CudaOptions { arena_bytes, scratch_bytes, table_bytes, staging_bytes, .. } = options;
-        let mut ordered = Ordered::open(driver, staging_bytes)?;
+        let CudaOptions { arena_bytes, scratch_bytes, table_bytes, .. } = options;
+        let patience = Patience(options.kernel_timeout);
+        let mut ordered = Ordered::open(driver, options.staging_bytes, patience)?;
         let driver = ordered.driver_mut();
         let arena = driver.alloc(arena_bytes)?;
         let scratch = driver.alloc(scratch_bytes).inspect_err(|_| driver.free(arena))?;
@@ -94,7 +96,7 @@ impl Device {
             }
             DriverError::NoKernel(_) => error(ErrorCode::InvalidCodec, reason),
             DriverError::Refused { .. } => error(ErrorCode::InvalidArgument, reason),
-            DriverError::Failed { .. } => {
+            DriverError::Failed { .. } | DriverError::Hung(_) => {
                 let failure = reason.to_string();
                 self.failure = Some(failure.clone());
                 error(ErrorCode::DeviceFailed, failure)

@@ -3,9 +3,9 @@
 //!
 //! Runs on the lane's thread. All memory is taken when it is opened, that for tables of layers and
 //! pinned memory of the host too (only a driver takes some for itself, for graphs): bytes for the
-//! device are copied while kernels run, and results are waited for by an event.
-//! After an error that sticks nothing is called any more: every answer is `DEVICE_FAILED`, and
-//! [`Backend::failure`] tells the lane.
+//! device are copied while kernels run, and results are waited for by an event, for a bounded time.
+//! After an error that sticks, or work that does not end, nothing is called any more: every answer
+//! is `DEVICE_FAILED`, and [`Backend::failure`] tells the lane.
 
 mod attend;
 mod encode;
@@ -19,6 +19,7 @@ mod region;
 mod stage;
 mod staging;
 mod train;
+mod wait;
 
 use crate::PlanError;
 use crate::driver::{DeviceCopy, Driver, DriverError};
@@ -39,6 +40,7 @@ use memory::Device;
 use region::Regions;
 use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
+use std::time::Duration;
 
 /// Host memory in which pages and rows are coded; it costs nothing before it is used.
 const HOST_BYTES: u64 = 256 << 20;
@@ -65,6 +67,8 @@ pub struct CudaOptions {
     pub threads: usize,
     /// Sequences of launches that are kept as graphs at most; 0 for none.
     pub graphs: usize,
+    /// How long the host waits for work: after that the device has failed.
+    pub kernel_timeout: Duration,
 }
 
 /// Why a GPU could not be opened.

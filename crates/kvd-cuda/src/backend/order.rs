@@ -3,6 +3,7 @@
 //! them. The host waits for events alone, and only for bytes that it wants.
 
 use super::staging::Staging;
+use super::wait::Patience;
 use crate::driver::{DeviceCopy, Driver, DriverError, EventId, GraphId, KernelLaunch, Stream};
 
 /// Zeros for the bytes between two ranges that are copied as one.
@@ -12,6 +13,7 @@ const GAP: [u8; 256] = [0; 256];
 pub(super) struct Ordered {
     driver: Box<dyn Driver>,
     staging: Staging,
+    patience: Patience,
     /// The last copy to the device that kernels wait for.
     copied: Option<EventId>,
     /// The last work of kernels that copies or the host wait for.
@@ -26,10 +28,15 @@ pub(super) struct Ordered {
 
 impl Ordered {
     /// Takes pinned memory, `staging_bytes` per slot, and events.
-    pub(super) fn open(driver: Box<dyn Driver>, staging_bytes: u64) -> Result<Self, DriverError> {
+    pub(super) fn open(
+        driver: Box<dyn Driver>,
+        staging_bytes: u64,
+        patience: Patience,
+    ) -> Result<Self, DriverError> {
         let mut ordered = Self {
             driver,
-            staging: Staging::new(staging_bytes),
+            staging: Staging::new(staging_bytes, patience),
+            patience,
             copied: None,
             computed: None,
             copies_ahead: false,
@@ -139,7 +146,7 @@ impl Ordered {
         let Some(computed) = self.computed.filter(|_| self.busy) else { return Ok(()) };
         self.follow_copies()?;
         self.driver.record(computed, Stream::Compute)?;
-        self.driver.synchronize(computed)?;
+        self.patience.wait(self.driver.as_mut(), computed)?;
         self.rest();
         Ok(())
     }

@@ -3,6 +3,7 @@
 //! emptied while the other is filled. A slot is used again when the event behind its last copy was
 //! waited for. All of it is taken when the device is opened.
 
+use super::wait::Patience;
 use crate::driver::{Driver, DriverError, EventId, PinnedId, PinnedRange, Stream};
 
 /// Slots of the ring: one is gathered in while others are on their way.
@@ -36,13 +37,14 @@ pub(super) struct Staging {
     slot_bytes: u64,
     at: usize,
     run: Option<Run>,
+    patience: Patience,
 }
 
 impl Staging {
     /// Nothing is taken yet.
-    pub(super) fn new(slot_bytes: u64) -> Self {
+    pub(super) fn new(slot_bytes: u64, patience: Patience) -> Self {
         let slot_bytes = slot_bytes.next_multiple_of(ALIGN).max(ALIGN);
-        Self { slots: Vec::new(), back: Vec::new(), slot_bytes, at: 0, run: None }
+        Self { slots: Vec::new(), back: Vec::new(), slot_bytes, at: 0, run: None, patience }
     }
 
     /// Takes the memory. What was taken before an error is given back by [`Staging::close`].
@@ -114,7 +116,7 @@ impl Staging {
         self.at = (self.at + 1) % self.slots.len();
         let next = &mut self.slots[self.at];
         if next.busy {
-            driver.synchronize(next.event)?;
+            self.patience.wait(driver, next.event)?;
         }
         (next.busy, next.filled) = (false, 0);
         Ok(())
@@ -150,7 +152,7 @@ impl Staging {
         piece: &mut [u8],
     ) -> Result<(), DriverError> {
         let slot = &self.back[index % BACK_SLOTS];
-        driver.synchronize(slot.event)?;
+        self.patience.wait(driver, slot.event)?;
         driver.take(slot.memory, 0, piece);
         Ok(())
     }

@@ -47,6 +47,8 @@ pub struct CudaDriver {
     modules: Vec<sys::CUmodule>,
     functions: HashMap<String, Function>,
     shared: Opened,
+    /// Whether its work does not end.
+    abandoned: bool,
 }
 
 // SAFETY: a context may be used from any thread that has made it current, which every call does
@@ -70,6 +72,7 @@ impl CudaDriver {
             modules: Vec::new(),
             functions: HashMap::new(),
             shared: Opened::default(),
+            abandoned: false,
         };
         // SAFETY: each call writes the handle that its pointer is to; the probe has initialised the
         // driver and counted the GPU. What was taken before an error is given back by `drop`.
@@ -91,6 +94,10 @@ impl CudaDriver {
 
     /// Makes the context this thread's.
     fn bind(&self) -> Result<(), DriverError> {
+        if self.abandoned {
+            let reason = "work of the device does not end".to_owned();
+            return Err(DriverError::Failed { call: "cuCtxSetCurrent", reason });
+        }
         // SAFETY: the context was retained and is not yet released.
         check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(self.context) })
     }
@@ -251,11 +258,18 @@ impl Driver for CudaDriver {
         check("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(stream, event, 0) })
     }
 
-    fn synchronize(&mut self, event: EventId) -> Result<(), DriverError> {
+    fn is_done(&mut self, event: EventId) -> Result<bool, DriverError> {
         self.bind()?;
         let event = self.events.find(event);
         // SAFETY: an event of this context.
-        check("cuEventSynchronize", unsafe { sys::cuEventSynchronize(event) })
+        match unsafe { sys::cuEventQuery(event) } {
+            CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            result => check("cuEventQuery", result).map(|()| true),
+        }
+    }
+
+    fn abandon(&mut self) {
+        self.abandoned = true;
     }
 
     fn write(&mut self, to: u64, from: PinnedRange) -> Result<(), DriverError> {

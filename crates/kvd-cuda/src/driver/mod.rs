@@ -18,6 +18,7 @@ pub use probe::{Gpu, ProbeError, devices};
 
 use crate::plan::Limits;
 use kvd_compute::RegionHandle;
+use std::time::Duration;
 
 /// Why a call of the driver failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -41,6 +42,14 @@ pub enum DriverError {
         /// The driver's name for it, or what does not fit.
         reason: String,
     },
+    /// Work that does not end; the device must not be called again.
+    #[error(
+        "the GPU has not done its work within {} ms (device.kernel_timeout_ms): a kernel hangs or \
+         the GPU is stuck, of which the system's log may have an Xid; start the daemon again, and \
+         raise the setting where work may take so long",
+        .0.as_millis()
+    )]
+    Hung(Duration),
     /// Anything else: CUDA's errors stick to the context, so the device must not be called again.
     #[error("the GPU failed in {call}: {reason}")]
     Failed {
@@ -122,7 +131,7 @@ pub struct EventId(pub u32);
 
 /// A device: memory at addresses, kernels, and two streams of work. Calls that give work to a
 /// stream may return before it is done, and an error of it may come from any later call. Only
-/// [`DriverError::Failed`] sticks.
+/// [`DriverError::Failed`] and [`DriverError::Hung`] stick.
 pub trait Driver: Send {
     /// What the device is, for logs.
     fn description(&self) -> String;
@@ -196,11 +205,15 @@ pub trait Driver: Send {
     /// When the device has failed.
     fn wait(&mut self, stream: Stream, event: EventId) -> Result<(), DriverError>;
 
-    /// Waits until an event has happened.
+    /// Whether an event has happened; returns at once.
     ///
     /// # Errors
     /// When the device has failed, in any work before.
-    fn synchronize(&mut self, event: EventId) -> Result<(), DriverError>;
+    fn is_done(&mut self, event: EventId) -> Result<bool, DriverError>;
+
+    /// Work does not end. Giving anything back would wait for it, so from now on no call reaches
+    /// the device, and what it holds goes with the process.
+    fn abandon(&mut self);
 
     /// [`Stream::Copy`]: copies to the device.
     ///

@@ -58,7 +58,7 @@ const SYMBOLS: [&CStr; 47] = [
     c"cuEventCreate",
     c"cuEventDestroy_v2",
     c"cuEventRecord",
-    c"cuEventSynchronize",
+    c"cuEventQuery",
     c"cuMemGetInfo_v2",
     c"cuOccupancyMaxActiveBlocksPerMultiprocessor",
 ];

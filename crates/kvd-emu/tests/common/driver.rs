@@ -20,6 +20,7 @@ use shared::GRANULE;
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::sync::Arc;
+use std::time::Instant;
 
 /// Memory of a worker.
 #[derive(Default)]
@@ -297,17 +298,27 @@ impl Driver for EmuDriver {
         Ok(())
     }
 
-    fn synchronize(&mut self, event: EventId) -> Result<(), DriverError> {
-        self.call("synchronize", Some(Fail::Later))?;
-        self.watch.lock().waits += 1;
+    fn is_done(&mut self, event: EventId) -> Result<bool, DriverError> {
+        self.call("is_done", Some(Fail::Later))?;
+        {
+            let mut watch = self.watch.lock();
+            if watch.fail == Fail::Hang || watch.until.is_some_and(|until| Instant::now() < until) {
+                return Ok(false);
+            }
+            watch.waits += 1;
+        }
         if self.planted(Planted::HostDoesNotWait) {
-            return Ok(());
+            return Ok(true);
         }
         while let Some(given) = self.streams.next_before(event) {
             self.work(given)?;
         }
         self.streams.see(event);
-        Ok(())
+        Ok(true)
+    }
+
+    fn abandon(&mut self) {
+        self.watch.lock().failed = true;
     }
 
     fn write(&mut self, to: u64, from: PinnedRange) -> Result<(), DriverError> {

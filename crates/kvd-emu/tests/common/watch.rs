@@ -3,6 +3,7 @@
 use crate::streams::Work;
 use kvd_compute::RegionHandle;
 use std::collections::BTreeMap;
+use std::time::Instant;
 
 /// What fails, and how often what happened.
 #[derive(Debug, Default)]
@@ -34,6 +35,8 @@ pub(crate) struct Watch {
     /// Calls after the first error that sticks.
     pub(crate) calls_after_failure: usize,
     pub(crate) fail: Fail,
+    /// No event has happened before.
+    pub(crate) until: Option<Instant>,
     pub(crate) planted: Planted,
     /// What would have been a race on a GPU.
     pub(crate) complaints: Vec<String>,
@@ -51,6 +54,8 @@ pub(crate) enum Fail {
     Write,
     /// The next wait of the host, because of work before it, and everything after it.
     Later,
+    /// No event happens any more.
+    Hang,
     /// Every allocation.
     Memory,
     /// Pinned memory, all but the first.

@@ -66,7 +66,7 @@ impl Worker {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_worker_stores_and_attends_in_its_own_memory_as_in_messages() {
-    for kind in Kind::EACH {
+    for (kind, fail) in Kind::EACH.into_iter().zip([Fail::Later, Fail::Hang]) {
         let Some(daemon) = Daemon::start(Pace::Late).await else { return };
         let models = daemon.models(CODECS[0]).await;
         let both = daemon.open(models).await;
@@ -87,7 +87,7 @@ async fn a_worker_stores_and_attends_in_its_own_memory_as_in_messages() {
             }
         }
         // A GPU that is lost while a worker's memory is open.
-        daemon.watch.lock().fail = Fail::Later;
+        daemon.watch.lock().fail = fail;
         for _ in 0..2 {
             let refused = worker.attend().unwrap_err();
             assert_eq!(refused.code, Some(ErrorCode::DeviceFailed), "{kind:?}: {refused}");

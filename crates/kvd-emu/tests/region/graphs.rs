@@ -199,7 +199,7 @@ fn a_decode_step_changes_no_node_and_calls_the_driver_less() {
     for (plain, graphs) in plain.iter().zip(graphs) {
         assert_eq!((plain.1, &plain.2, &plain.3), (graphs.1, &graphs.2, &graphs.3));
     }
-    let around = [("read", 1), ("record", 3), ("synchronize", 1), ("wait", 1), ("write", 1)];
+    let around = [("is_done", 1), ("read", 1), ("record", 3), ("wait", 1), ("write", 1)];
     let with = |launch| around.into_iter().chain([launch]).collect::<BTreeMap<_, usize>>();
     // Queries, attention over pages and over raw rows, merge and answer.
     assert_eq!(calls, [with(("launch", 5)), with(("launch_graph", 1))]);

@@ -66,6 +66,8 @@ pub struct Config {
     pub kernel_cache: Option<PathBuf>,
     /// Sequences of launches that a GPU keeps as graphs; 0 for none.
     pub graphs_max: usize,
+    /// How long a GPU's work may take before the device has failed.
+    pub kernel_timeout: Duration,
     /// Jobs waiting for the device.
     pub queue_jobs_max: usize,
     /// Registered models.
@@ -177,6 +179,7 @@ impl Config {
             precision: precision(&raw.device.precision)?,
             kernel_cache: kernel_cache(&raw.device.kernel_cache, |name| std::env::var_os(name)),
             graphs_max: raw.device.graphs_max,
+            kernel_timeout: millis("device.kernel_timeout_ms", raw.device.kernel_timeout_ms)?,
             queue_jobs_max: queue_jobs(raw.device.queue_jobs_max)?,
             models_max: at_least("limits.models_max", limits.models_max, 1)?,
             sequences_max: at_least("limits.sequences_max", limits.sequences_max, 1)?,

@@ -85,6 +85,7 @@ pub struct Device {
     pub precision: String,
     pub kernel_cache: String,
     pub graphs_max: usize,
+    pub kernel_timeout_ms: u64,
     pub queue_jobs_max: usize,
 }
 

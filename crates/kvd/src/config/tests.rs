@@ -73,6 +73,7 @@ fn errors_name_the_key() {
         ("[device]\ndevice = \"cuda:1,cuda:0,cuda:1\"\n", "device.device"),
         ("[device]\ndevice = \"cpu, auto\"\n", "device.device"),
         ("[device]\nprecision = \"half\"\n", "device.precision"),
+        ("[device]\nkernel_timeout_ms = 0\n", "device.kernel_timeout_ms"),
         ("[limits]\nmodels_max = 0\n", "limits.models_max"),
         ("[limits]\nmodels_max = -1\n", "limits.models_max"),
         ("[server]\nlisten_tcp = \"nowhere\"\n", "server.listen_tcp"),
