@@ -7,7 +7,8 @@ Takes memory of the GPU, fills its first 256 bytes with 0..255 and offers it: as
 as a POSIX descriptor that it sends over the Unix socket. Then it prints one line, how many bytes it has
 and the 64 bytes of the handle (for a descriptor `-`) as hex, and waits for a line. A line "event HEX" is
 the handle of an event: it waits for that, prints the bytes that are there by then as hex, and waits for
-the next line. Any other line ends it, with 0 when the other process has written 255..0 there in the
+the next line. "write OFFSET HEX" writes to the memory and prints "written", "read OFFSET BYTES" prints what is
+there as hex. Any other line ends it, with 0 when the other process has written 255..0 there in the
 meantime.
 """
 
@@ -20,7 +21,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import driver  # noqa: E402
 
 BYTES = 256
-MEMORY = 64 << 10
+MEMORY = 128 << 10
 
 PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED
 POSIX_DESCRIPTOR = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
@@ -98,14 +99,21 @@ def main():
     address, size, handle = by_handle(device) if kind == "ipc" else by_descriptor(device, sys.argv[2])
     device.write(address, bytes(range(BYTES)))
     print(size, handle, flush=True)
-    line = sys.stdin.readline()
-    while line.startswith("event "):
-        shared = IpcEventHandle.from_buffer_copy(bytes.fromhex(line.split()[1]))
-        event = ctypes.c_void_p()
-        device.call("cuIpcOpenEventHandle", ctypes.byref(event), shared)
-        device.call("cuEventSynchronize", event)
-        print(device.read(address, MEMORY).hex(), flush=True)
-        line = sys.stdin.readline()
+    for line in sys.stdin:
+        match line.split():
+            case ["event", handle]:
+                shared = IpcEventHandle.from_buffer_copy(bytes.fromhex(handle))
+                event = ctypes.c_void_p()
+                device.call("cuIpcOpenEventHandle", ctypes.byref(event), shared)
+                device.call("cuEventSynchronize", event)
+                print(device.read(address, MEMORY).hex(), flush=True)
+            case ["write", offset, digits]:
+                device.write(address + int(offset), bytes.fromhex(digits))
+                print("written", flush=True)
+            case ["read", offset, count]:
+                print(device.read(address + int(offset), int(count)).hex(), flush=True)
+            case _:
+                break
     sys.exit(0 if device.read(address, BYTES) == bytes(reversed(range(BYTES))) else 1)
 
 

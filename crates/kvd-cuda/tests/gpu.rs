@@ -92,7 +92,7 @@ fn attention_in_the_memory_of_a_worker_process_is_attention_over_what_pages_deco
     let each = ["raw", "kivi-4", "vecinfer-2", "kvd-2"];
     for (text, kind) in each.into_iter().flat_map(|text| Kind::EACH.map(|kind| (text, kind))) {
         let Some(mut backend) = backend() else { return };
-        let (worker, opened) = Worker::start(&mut backend, kind);
+        let (worker, opened) = Worker::open(&mut backend, kind);
         assert_eq!(opened.copied, None, "{kind:?}");
         let geometry = suite::codec("raw", RopePairing::Half).geometry().clone();
         let mut backend = InPlace::new(backend, opened.region, &geometry);
@@ -112,7 +112,7 @@ fn a_worker_process_that_waits_for_the_regions_event_finds_the_answer() {
         let Some(backend) = backend() else { return };
         let (mut backend, plan) = with_rows(backend);
         let right = backend.attend(&plan).unwrap();
-        let (mut worker, opened) = Worker::start(&mut backend, kind);
+        let (mut worker, opened) = Worker::open(&mut backend, kind);
         let event = opened.event.expect("the driver shares events");
         backend.write_region(opened.region, 0, &plan.q).unwrap();
         let out = plan.q.len() as u64;
@@ -120,8 +120,7 @@ fn a_worker_process_that_waits_for_the_regions_event_finds_the_answer() {
         // The worker looks before anyone here has waited for the device.
         let mut seen = Vec::new();
         let mut launched = || {
-            let hex: Vec<String> = event.iter().map(|byte| format!("{byte:02x}")).collect();
-            worker.say(&format!("event {}", hex.concat()));
+            worker.say(&format!("event {}", worker::hex(&event)));
             seen = worker.bytes();
         };
         backend.attend_in_place(&plan, &places, &mut launched).unwrap();
@@ -136,8 +135,8 @@ fn a_worker_process_that_is_killed_takes_neither_the_gpu_nor_other_workers_with_
         let Some(backend) = backend() else { return };
         let (mut backend, plan) = with_rows(backend);
         let right = backend.attend(&plan).unwrap();
-        let (mut dead, gone) = Worker::start(&mut backend, kind);
-        let (living, stays) = Worker::start(&mut backend, kind);
+        let (mut dead, gone) = Worker::open(&mut backend, kind);
+        let (living, stays) = Worker::open(&mut backend, kind);
         dead.process.kill().unwrap();
         dead.process.wait().unwrap();
         let mut bytes = [0; 256];

@@ -16,6 +16,8 @@ const TAIL_BYTES: usize = 2000;
 const SANITIZERS: [&str; 4] = ["memcheck", "racecheck", "initcheck", "synccheck"];
 /// Tests of memory that another process shares.
 const OTHER_PROCESS: &str = "memory of another process";
+/// The packed daemon, asked by a client.
+const DAEMON: &str = "daemon";
 /// What a sanitizer says of a GPU that it does not know.
 const REFUSALS: [&str; 2] = ["device not supported", "device is not supported"];
 /// What the benchmark writes.
@@ -92,6 +94,10 @@ fn steps(folder: &Path) -> Vec<(String, Command)> {
             steps.push((format!("compute-sanitizer {tool}, {name}"), command));
         }
     }
+    let mut daemon = Command::new(folder.join("on_device"));
+    tests(&mut daemon, &[]);
+    daemon.env("KVD_GPU_DAEMON", folder.join("kvd"));
+    steps.push((DAEMON.to_owned(), daemon));
     let mut bench = Command::new("python3");
     bench.arg(folder.join("bench.py")).arg(folder.join("fixtures"));
     bench.arg("--fatbins").arg(folder.join("fatbins")).arg("--out").arg(folder.join(FIGURES));
@@ -252,7 +258,8 @@ mod tests {
                 [of_tool(tool, &["--skip", "worker"]), of_tool(tool, &["--nocapture", "worker"])];
             assert_eq!(halves, [1, 1], "{tool}");
         }
-        assert_eq!(steps.len(), 2 + 2 * SANITIZERS.len() + 1);
-        assert_eq!(steps.last().unwrap().0, "benchmark");
+        assert_eq!(steps.len(), 2 + 2 * SANITIZERS.len() + 2);
+        let last = steps.last_chunk().unwrap().each_ref().map(|(name, _)| name.as_str());
+        assert_eq!(last, [DAEMON, "benchmark"]);
     }
 }

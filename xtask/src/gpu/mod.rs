@@ -12,8 +12,8 @@ use std::path::{Path, PathBuf};
 
 #[derive(Subcommand)]
 pub(crate) enum Step {
-    /// Makes the folder: test binary, kernels, fixtures, scripts, this program, and the daemon
-    /// where it was built with the kernels.
+    /// Makes the folder: test binary, kernels, fixtures, scripts, this program, and the daemon with
+    /// a client of it where it was built with the kernels.
     Pack {
         /// The GPU whose plans are launched, as `kvd plan --device` has it.
         #[arg(long, default_value = "h200")]

@@ -33,8 +33,8 @@ pub(crate) fn pack(root: &Path, out: &Path, device: &str, report: &Report) -> Re
     for script in SCRIPTS {
         fs::copy(root.join("kernels/gpu").join(script), out.join(script))?;
     }
-    report.step("cargo test -p kvd-cuda --features embed-kernels --test gpu --no-run");
-    fs::copy(conformance(root)?, out.join("conformance"))?;
+    let tests = ["-p", "kvd-cuda", "--features", "embed-kernels", "--test", "gpu"];
+    fs::copy(program(root, &tests, report)?, out.join("conformance"))?;
     report.step("cargo test -p kvd-emu --test fixtures");
     let mut command = cargo(root);
     command.args(["test", "--quiet", "-p", "kvd-emu", "--test", "fixtures"]);
@@ -47,17 +47,19 @@ pub(crate) fn pack(root: &Path, out: &Path, device: &str, report: &Report) -> Re
     Ok(())
 }
 
-/// Packs the daemon where it was built with these kernels.
+/// Packs the daemon where it was built with these kernels, and what asks it.
 fn pack_daemon(root: &Path, out: &Path, images: &[PathBuf], report: &Report) -> Result<()> {
     let target = std::env::var_os("CARGO_TARGET_DIR");
     let target = target.map_or_else(|| root.join("target"), PathBuf::from);
-    let (daemon, packed) = (target.join("release/kvd"), out.join("kvd"));
+    let daemon = target.join("release/kvd");
+    let packed = ["kvd", "on_device"].map(|name| out.join(name));
     if holds(&fs::read(&daemon).unwrap_or_default(), images)? {
-        fs::copy(&daemon, packed)?;
+        fs::copy(&daemon, &packed[0])?;
+        fs::copy(program(root, &["-p", "kvd", "--test", "on_device"], report)?, &packed[1])?;
         return Ok(());
     }
-    if packed.exists() {
-        fs::remove_file(packed)?;
+    for stale in packed.iter().filter(|path| path.exists()) {
+        fs::remove_file(stale)?;
     }
     report.line(&format!(
         "without a daemon: {} does not hold these kernels (cargo build --release -p kvd --features \
@@ -95,14 +97,16 @@ fn fatbins_in(folder: &Path) -> Result<Vec<PathBuf>> {
     Ok(paths.into_iter().filter(is_fatbin).collect())
 }
 
-/// Builds the tests of a GPU with the kernels in them, and says where they are.
-fn conformance(root: &Path) -> Result<PathBuf> {
+/// Builds the tests that arguments of `cargo test` choose, the target last; says where they are.
+fn program(root: &Path, tests: &[&str], report: &Report) -> Result<PathBuf> {
+    let choice = tests.join(" ");
+    report.step(&format!("cargo test {choice} --no-run"));
     let mut command = cargo(root);
-    command.args(["test", "-p", "kvd-cuda", "--features", "embed-kernels", "--test", "gpu"]);
-    command.args(["--no-run", "--message-format", "json"]).stderr(Stdio::inherit());
-    let output = command.output().context("start cargo")?;
-    ensure!(output.status.success(), "the tests of a GPU do not build");
-    executable(&String::from_utf8_lossy(&output.stdout), "gpu")
+    command.arg("test").args(tests).args(["--no-run", "--message-format", "json"]);
+    let output = command.stderr(Stdio::inherit()).output().context("start cargo")?;
+    ensure!(output.status.success(), "{choice} does not build");
+    let target = tests.last().context("a target")?;
+    executable(&String::from_utf8_lossy(&output.stdout), target)
 }
 
 /// The program of a target among cargo's messages.

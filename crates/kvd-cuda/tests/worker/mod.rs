@@ -26,8 +26,8 @@ pub(crate) struct Worker {
 }
 
 impl Worker {
-    /// Starts it and opens its memory.
-    pub(crate) fn start(backend: &mut dyn Backend, kind: Kind) -> (Self, OpenedRegion) {
+    /// Starts it, and says how its memory is opened and how much there is.
+    pub(crate) fn start(kind: Kind) -> (Self, RegionHandle, u64) {
         let beside = concat!(env!("CARGO_MANIFEST_DIR"), "/../../kernels/gpu/worker.py");
         let script = std::env::var("KVD_GPU_WORKER").unwrap_or(beside.to_owned());
         let dir = tempfile::tempdir().unwrap();
@@ -53,8 +53,14 @@ impl Worker {
                 RegionHandle::CudaFd(files.remove(0))
             }
         };
-        let opened = backend.open_region(handle, bytes.parse().unwrap()).unwrap();
-        (worker, opened)
+        let bytes = bytes.parse().unwrap();
+        (worker, handle, bytes)
+    }
+
+    /// Starts it and opens its memory.
+    pub(crate) fn open(backend: &mut dyn Backend, kind: Kind) -> (Self, OpenedRegion) {
+        let (worker, handle, bytes) = Self::start(kind);
+        (worker, backend.open_region(handle, bytes).unwrap())
     }
 
     fn line(&mut self) -> String {
@@ -72,11 +78,27 @@ impl Worker {
         writeln!(self.process.stdin.as_mut().unwrap(), "{line}").unwrap();
     }
 
+    /// Writes to its memory.
+    pub(crate) fn write(&mut self, offset: u64, bytes: &[u8]) {
+        self.say(&format!("write {offset} {}", hex(bytes)));
+        assert_eq!(self.line(), "written");
+    }
+
+    /// Reads from its memory.
+    pub(crate) fn read(&mut self, offset: u64, bytes: u64) -> Vec<u8> {
+        self.say(&format!("read {offset} {bytes}"));
+        self.bytes()
+    }
+
     /// Its exit status.
     pub(crate) fn end(mut self) -> bool {
         self.say("end");
         self.process.wait().unwrap().success()
     }
+}
+
+pub(crate) fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 fn unhex(digits: &str) -> Vec<u8> {
@@ -86,7 +108,11 @@ fn unhex(digits: &str) -> Vec<u8> {
 
 /// Reads what the worker has left in its memory, and leaves there what it looks for.
 pub(crate) fn exchange(backend: &mut dyn Backend, kind: Kind) {
-    let (worker, OpenedRegion { region, .. }) = Worker::start(backend, kind);
+    let (mut worker, OpenedRegion { region, .. }) = Worker::open(backend, kind);
+    worker.write(1000, b"queries");
+    let mut bytes = [0; 7];
+    backend.read_region(region, 1000, &mut bytes).unwrap();
+    assert_eq!((&bytes, worker.read(1000, 7)), (b"queries", b"queries".to_vec()), "{kind:?}");
     let mut bytes = [0; 256];
     backend.read_region(region, 0, &mut bytes).unwrap();
     assert!(bytes.iter().copied().eq(0..=255), "{kind:?}");

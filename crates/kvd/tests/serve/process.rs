@@ -11,7 +11,8 @@ const PATIENCE: Duration = Duration::from_secs(30);
 
 /// `kvd`, undisturbed by settings of whoever runs the tests.
 pub(crate) fn kvd() -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_kvd"));
+    let program = std::env::var_os("KVD_GPU_DAEMON");
+    let mut command = Command::new(program.unwrap_or(env!("CARGO_BIN_EXE_kvd").into()));
     for (name, _) in std::env::vars().filter(|(name, _)| name.starts_with("KVD_")) {
         command.env_remove(name);
     }
