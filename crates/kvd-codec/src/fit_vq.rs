@@ -92,8 +92,6 @@ impl VqFit {
         mut points: Vec<f32>,
         rng: &mut Rng,
     ) -> Result<(), CalibrationError> {
-        /// Attention kernels hold so many entries in registers, as bytes.
-        const ENTRIES_AS_BYTES_MAX: usize = 256;
         let (dim, entries) = (usize::from(self.spec.dim), self.spec.entries());
         let found = points.len() / dim;
         if found < entries {
@@ -102,7 +100,7 @@ impl VqFit {
         let limit = f16::MAX.to_f32();
         for _ in 0..self.spec.stages {
             let mut fitted = kmeans::fit(&points, dim, entries, rng);
-            if self.spec.stages == 1 && entries <= ENTRIES_AS_BYTES_MAX {
+            if self.spec.is_on_levels() {
                 levels::snap(&mut fitted.entries);
             }
             if !fitted.entries.iter().all(|v| v.abs() <= limit) {

@@ -65,6 +65,14 @@ impl VqSpec {
         1 << self.bits.min(16)
     }
 
+    /// Whether a fit puts the entries on whole levels, so that attention kernels hold them as
+    /// bytes: those of one stage, if registers have room for so many.
+    #[must_use]
+    pub fn is_on_levels(&self) -> bool {
+        const ENTRIES_AS_BYTES_MAX: usize = 256;
+        self.stages == 1 && self.entries() <= ENTRIES_AS_BYTES_MAX
+    }
+
     /// Bits of codes per value.
     #[must_use]
     pub fn code_bits_per_value(&self) -> f64 {

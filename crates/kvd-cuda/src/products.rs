@@ -325,7 +325,9 @@ pub(crate) fn expected(specs: [&SideSpec; 2], geometry: &Geometry, rows: u32) ->
         _ if multiplies != [true; 2] => Some("the other side has none, and they share a kernel"),
         Variant::Own | Variant::Groups if on_tensor_cores((pair, variant)) => None,
         Variant::Own | Variant::Groups => Some("its kernel multiplies floats"),
-        Variant::Floats => Some("a side has several stages, or entries of other lengths"),
+        Variant::Floats => {
+            Some("a side has several stages, over 256 entries, or some of other lengths")
+        }
         Variant::Any => Some("the pair or its groups have no such kernel"),
     };
     let of_side = |side: Side, shape| {
@@ -400,13 +402,13 @@ fn expected_shape(
                 GroupAxis::Block => (page, shape.dim),
             };
         }
-        // Codebooks that are fitted have values on whole levels.
+        // As a fit leaves them: others' codebooks may be on whole levels nonetheless.
         Quantizer::Vq(vq) => {
             shape.bits = vq.bits.into();
             (shape.book_dim, shape.stages) = (vq.dim.into(), vq.stages.into());
             let grouped = vq.scope == CodebookScope::Group;
             shape.sets = if grouped { dim as u32 / u32::from(vq.dim) } else { 1 };
-            let fits = vq.stages == 1 && lookup::fits(vq.dim.into());
+            let fits = vq.is_on_levels() && lookup::fits(vq.dim.into());
             shape.entry_bytes = if fits { vq.dim.into() } else { 0 };
             shape.entry_count = if vq.bits <= 8 { 1 << vq.bits } else { 0 };
         }

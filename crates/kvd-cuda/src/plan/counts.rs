@@ -11,7 +11,8 @@ pub struct Counted {
     pub per_value: f64,
     /// Whether that is all of them. Of most kernels for any shape, and of other numbers of query
     /// rows than four, only what the one with a preset's shape as constants takes was counted, what
-    /// its look-ups take more, and what scales of values do.
+    /// its look-ups take more, and what scales of values do; of kernels on CUDA cores nothing but
+    /// their products.
     pub is_all: bool,
 }
 
@@ -37,7 +38,8 @@ pub(super) fn counted(
     whole: [bool; 2],
 ) -> Option<Counted> {
     if !kernel.on_tensor_cores {
-        return None;
+        // A multiply-add for each query row.
+        return Some(Counted { per_value: f64::from(kernel.rows), is_all: false });
     }
     let is_counted = kernel.rows == ROWS;
     if specs.iter().any(|spec| spec.entropy == Entropy::Huffman) {
@@ -190,7 +192,8 @@ mod tests {
         }
         assert!(!of("polar-4+2", ANY).unwrap().is_all);
         assert_eq!(of("k=vq(d=2,b=4); v=uniform(b=4,axis=token)", ANY), None);
-        assert_eq!(of("raw", Launched { on_tensor_cores: false, ..ANY }), None);
+        let products = of("raw", Launched { on_tensor_cores: false, ..ANY });
+        assert_eq!(products, Some(Counted { per_value: 4.0, is_all: false }));
     }
 
     #[test]
