@@ -1,5 +1,5 @@
-//! The kernel for any shape of uniform levels, with the shapes of presets: what launches take where
-//! no kernel has the shape as constants, as with one and eight query rows.
+//! Kernels for any shape with the shapes of presets: of uniform levels what launches take where no
+//! kernel has the shape as constants, as with one and eight query rows; of codebooks of floats all.
 
 use super::codecs::{FOUR_BITS, NONE, Row, TWO_BITS, of_tiles};
 use super::marks::Rules;
@@ -45,11 +45,78 @@ const FOUR_STEPS: Rules = Rules {
     ..NONE
 };
 
+/// Codebooks of floats, one set for a head, whose first entries registers hold: sub-vectors and
+/// positions are powers of two, so that nothing is divided.
+const FLOATS: Rules = Rules {
+    never: &[
+        "return number < by ? 0 : number / by;",
+        "default: return Scores<Vq, ROWS>::tile(shared, side, tile);",
+        "default: return Base::absorb(side, tile, shared);",
+        "for (unsigned left = bits; left > 0;) {",
+        "if (bits == 16) {",
+        "if (stride != 0) {",
+    ],
+    always: &["if (bits >= 8) {", "if (stop.place.to != 0)"],
+    turns: &[("for (unsigned part = FIRST + warp_index(); part < PIECES;", 0.75)],
+    ..NONE
+};
+/// Entries of four channels.
+const FOURS: Rules =
+    Rules { never: &["case 1: return this->template", "case 4: return this->template"], ..NONE };
+/// Entries of eight.
+const EIGHTS: Rules =
+    Rules { never: &["case 1: return this->template", "case 2: return this->template"], ..NONE };
+/// 12 bits for four channels: 3 KiB of a tile, 32 positions of a token. What a turn over tokens
+/// does for its four codes stands there twice each, and is taken for two turns: so they are twice
+/// as many.
+const IN_THREES: Rules = Rules {
+    turns: &[
+        ("for (; left > 1; left -= 2)", 1.0),
+        ("first < end; first += warps * CODE_GROUP", 2.0),
+        ("at < least(end, first + CODE_GROUP); at++", 4.0),
+        ("start < codes.tokens; start += step", 4.0),
+        ("stage < side.stages; stage++", 1.0),
+    ],
+    skipped: &[("width > 0; width /= 2", "LDS", &[true, false, false])],
+    ..NONE
+};
+/// 12 bits for eight: 1.5 KiB, 16 positions.
+const IN_ONE_AND_A_HALF: Rules = Rules {
+    turns: &[
+        ("for (; left > 1; left -= 2)", 0.5),
+        ("first < end; first += warps * CODE_GROUP", 1.0),
+        ("at < least(end, first + CODE_GROUP); at++", 4.0),
+        ("start < codes.tokens; start += step", 2.0),
+        ("stage < side.stages; stage++", 1.0),
+    ],
+    skipped: &[("width > 0; width /= 2", "LDS", &[true, false, false])],
+    ..NONE
+};
+/// Two stages of 8 bits for four: 4 KiB, 64 positions.
+const IN_STAGES: Rules = Rules {
+    turns: &[
+        ("for (; left > 1; left -= 2)", 8.0 / 2.0 / 3.0),
+        ("first < end; first += warps * CODE_GROUP", 4.0),
+        ("at < least(end, first + CODE_GROUP); at++", 4.0),
+        ("start < codes.tokens; start += step", 4.0),
+        ("stage < side.stages; stage++", 2.0),
+    ],
+    skipped: &[("width > 0; width /= 2", "LDS", &[false, false, false])],
+    ..NONE
+};
+
 const fn of_uniform(codec: &'static str, kernel: &'static str, rules: &'static [Rules]) -> Row {
     of_tiles(codec, "attend_uniform", kernel, 2, rules)
 }
 
+const fn of_floats(codec: &'static str, rules: &'static [Rules]) -> Row {
+    of_tiles(codec, "attend_vq", "kvd_attend_vqfloat_vqfloat_4", 1, rules)
+}
+
 pub(super) const ROWS: &[Row] = &[
+    of_floats("vecinfer-3", &[IN_THREES, FOURS, FLOATS]),
+    of_floats("vecinfer-1.5", &[IN_ONE_AND_A_HALF, EIGHTS, FLOATS]),
+    of_floats("vq-residual-4", &[IN_STAGES, FOURS, FLOATS]),
     of_uniform(
         "kivi-4-any-1",
         "kvd_attend_uniform_uniform_1",

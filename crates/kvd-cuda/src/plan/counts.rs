@@ -1,7 +1,7 @@
 //! Lane instructions that a stored value takes: counted in the kernels' SASS for sm_90, four query
 //! rows, full tiles (docs/perf/gpu-plan.md says how). Not measured.
 
-use kvd_codec::{Entropy, FloatFormat, Quantizer, SideSpec, UniformMode, VqSpec};
+use kvd_codec::{CodebookScope, Entropy, FloatFormat, Quantizer, SideSpec, UniformMode, VqSpec};
 use kvd_core::Side;
 
 /// What was counted of a codec's kernel.
@@ -11,8 +11,8 @@ pub struct Counted {
     pub per_value: f64,
     /// Whether that is all of them. Of most kernels for any shape, and of other numbers of query
     /// rows than four, only what the one with a preset's shape as constants takes was counted, what
-    /// its look-ups take more, and what scales of values do; of kernels on CUDA cores nothing but
-    /// their products.
+    /// its look-ups take more, and what scales of values do; of kernels on CUDA cores, but for
+    /// codebooks of floats, nothing but their products.
     pub is_all: bool,
 }
 
@@ -37,11 +37,13 @@ pub(super) fn counted(
     kernel: Launched,
     whole: [bool; 2],
 ) -> Option<Counted> {
-    if !kernel.on_tensor_cores {
-        // A multiply-add for each query row.
-        return Some(Counted { per_value: f64::from(kernel.rows), is_all: false });
-    }
     let is_counted = kernel.rows == ROWS;
+    if !kernel.on_tensor_cores {
+        let of_floats = of_floats(specs).filter(|_| is_counted);
+        // Else a multiply-add for each query row.
+        let products = Counted { per_value: f64::from(kernel.rows), is_all: false };
+        return Some(of_floats.unwrap_or(products));
+    }
     if specs.iter().any(|spec| spec.entropy == Entropy::Huffman) {
         let of_tile = decoded(specs)?;
         let codes = Side::BOTH.map(|side| huffman(specs[side.index()], side));
@@ -103,6 +105,21 @@ fn of_kernel(specs: [&SideSpec; 2]) -> Option<f64> {
         (Q::BitAlloc { .. }, Q::BitAlloc { .. }) => 7.0,
         _ => return None,
     })
+}
+
+/// Of codebooks of floats of both sides, one set for a head, `vqfloat_vqfloat` whole.
+fn of_floats(specs: [&SideSpec; 2]) -> Option<Counted> {
+    let of_side = |spec: &SideSpec| match &spec.quantizer {
+        Quantizer::Vq(vq) if vq.scope != CodebookScope::Group => match (vq.dim, vq.stages) {
+            (4, 1) => Some((36.5, vq.bits == 12)),
+            (8, 1) => Some((26.1, vq.bits == 12)),
+            (4, 2) => Some((66.7, vq.bits == 8)),
+            _ => None,
+        },
+        _ => None,
+    };
+    let [keys, values] = [of_side(specs[0])?, of_side(specs[1])?];
+    Some(Counted { per_value: (keys.0 + values.0) / 2.0, is_all: keys.1 && values.1 })
 }
 
 /// What a pair's codebooks take more than those of `vecinfer-2`, half for each side: entries that
@@ -192,8 +209,21 @@ mod tests {
         }
         assert!(!of("polar-4+2", ANY).unwrap().is_all);
         assert_eq!(of("k=vq(d=2,b=4); v=uniform(b=4,axis=token)", ANY), None);
-        let products = of("raw", Launched { on_tensor_cores: false, ..ANY });
-        assert_eq!(products, Some(Counted { per_value: 4.0, is_all: false }));
+    }
+
+    #[test]
+    fn kernels_on_cuda_cores_take_their_products_at_least() {
+        let of_rows = |codec, rows| {
+            let Counted { per_value, is_all } =
+                of(codec, Launched { on_tensor_cores: false, rows, ..ANY }).unwrap();
+            (per_value, is_all)
+        };
+        assert_eq!(of_rows("raw", 4), (4.0, false));
+        assert_eq!(of_rows("k=vq(d=4,b=8,stages=2,scope=group); v=vq(d=4,b=12)", 8), (8.0, false));
+        let floats = ["vecinfer-3", "vecinfer-1.5", "vecinfer-1.25", "vq-residual-4"];
+        let counted = [(36.5, true), (26.1, true), (26.1, false), (66.7, true)];
+        assert_eq!(floats.map(|codec| of_rows(codec, 4)), counted);
+        assert_eq!(of_rows("vecinfer-3", 1), (1.0, false));
     }
 
     #[test]
