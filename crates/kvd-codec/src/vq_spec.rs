@@ -66,11 +66,11 @@ impl VqSpec {
     }
 
     /// Whether a fit puts the entries on whole levels, so that attention kernels hold them as
-    /// bytes: those of one stage, if registers have room for so many.
+    /// bytes: those of one stage, of as many as were compared (`docs/perf/vq-quality.md`).
     #[must_use]
     pub fn is_on_levels(&self) -> bool {
-        const ENTRIES_AS_BYTES_MAX: usize = 256;
-        self.stages == 1 && self.entries() <= ENTRIES_AS_BYTES_MAX
+        const ENTRIES_ON_LEVELS_MAX: usize = 4096;
+        self.stages == 1 && self.entries() <= ENTRIES_ON_LEVELS_MAX
     }
 
     /// Bits of codes per value.

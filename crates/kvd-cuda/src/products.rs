@@ -326,7 +326,7 @@ pub(crate) fn expected(specs: [&SideSpec; 2], geometry: &Geometry, rows: u32) ->
         Variant::Own | Variant::Groups if on_tensor_cores((pair, variant)) => None,
         Variant::Own | Variant::Groups => Some("its kernel multiplies floats"),
         Variant::Floats => {
-            Some("a side has several stages, over 256 entries, or some of other lengths")
+            Some("a side has several stages, over 4096 entries, or some of other lengths")
         }
         Variant::Any => Some("the pair or its groups have no such kernel"),
     };

@@ -6,7 +6,7 @@
 mod common;
 
 use common::agree::kernel;
-use common::levels::on_levels;
+use common::levels::off_levels;
 use common::reference::{check, expected};
 use common::run::{kernels, run_with};
 use common::{Ask, Layout, Stored, geometry, noise};
@@ -121,11 +121,11 @@ presets! {
     kvcomp "kvcomp" "huffman_uniform_uniform" None,
     kvcomp_channel "kvcomp-channel" "huffman_uniform_uniform" None,
     vecinfer_4 "vecinfer-4" "vq_vq" Some("vecinfer4"),
-    vecinfer_3 "vecinfer-3" "vqfloat_vqfloat" None,
+    vecinfer_3 "vecinfer-3" "vq_vq" None,
     vecinfer_2 "vecinfer-2" "vq_vq" Some("vecinfer2"),
     vecinfer_2_reg "vecinfer-2-reg" "vq_vq" Some("vecinfer2reg"),
-    vecinfer_1_5 "vecinfer-1.5" "vqfloat_vqfloat" None,
-    vecinfer_1_25 "vecinfer-1.25" "vqfloat_vqfloat" None,
+    vecinfer_1_5 "vecinfer-1.5" "vq_vq" None,
+    vecinfer_1_25 "vecinfer-1.25" "vq_vq" None,
     cq_4 "cq-4" "vq_vq" None,
     cq_2 "cq-2" "vq_vq" None,
     vq_residual_4 "vq-residual-4" "vqfloat_vqfloat" None,
@@ -141,10 +141,10 @@ presets! {
     kvd_2_fast "kvd-2-fast" "groups_groups" Some("kvd2fast"),
 }
 
-// Fits leave codebooks of more than 256 entries off whole levels. Those of others may be on them.
+// Fits leave codebooks of one stage on whole levels. Those of others may be off them.
 #[test]
-fn codebooks_of_twelve_bits_on_whole_levels_are_multiplied_as_bytes() {
-    for name in ["vecinfer-3", "vecinfer-1.5", "vecinfer-1.25"] {
-        conforms_with(name, ("vq_vq", None), on_levels);
+fn codebooks_off_whole_levels_are_multiplied_as_floats() {
+    for name in ["vecinfer-3", "vecinfer-1.5", "vecinfer-1.25", "vecinfer-2"] {
+        conforms_with(name, ("vqfloat_vqfloat", None), off_levels);
     }
 }

@@ -37,11 +37,11 @@ fn small_codebooks_are_cached_whole_and_large_ones_as_far_as_the_slack_reaches()
         assert_eq!((k.bytes, k.shared, v.shared), (1024, 256, 256), "{}", limits.name);
         assert!(k.copies > 1 && k.copies == v.copies && k.as_bytes, "{}", limits.name);
     }
-    // 64 KiB per side: both need more than any slack at four blocks.
+    // 32 KiB per side: both need more than any slack at four blocks.
     let shared = |limits: &Limits| {
         let plan = of("vecinfer-1.5", limits);
         let [k, v] = plan.codebooks.map(Option::unwrap);
-        assert_eq!((k.bytes, k.entries, k.copies), (65_536, 4096, 1));
+        assert_eq!((k.bytes, k.entries, k.copies), (32_768, 4096, 1));
         let used = (k.shared * k.entry_bytes) + v.shared * v.entry_bytes;
         assert!(used <= plan.occupancy.shared_slack, "{}", limits.name);
         k.shared
@@ -235,6 +235,7 @@ fn a_plan_says_where_products_are() {
         "kvd-1.5",
         "vecinfer-2",
         "vecinfer-2-reg",
+        "vecinfer-1.25",
         "cq-2",
         "turbo-3",
         "polar-4+2",
@@ -243,7 +244,8 @@ fn a_plan_says_where_products_are() {
     ] {
         assert_eq!(of(codec).products, [None, None], "{codec}");
     }
-    let floats = ["vq-residual-4", "vecinfer-3", "vecinfer-1.25", "k=vq(d=12,b=8); v=vq(d=4,b=8)"];
+    let floats =
+        ["vq-residual-4", "k=vq(d=12,b=8); v=vq(d=4,b=8)", "k=vq(d=4,b=13); v=vq(d=4,b=8)"];
     for codec in floats {
         let text = of(codec).to_string();
         assert!(text.contains("CUDA cores: a side has several stages"), "{text}");
