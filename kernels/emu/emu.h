@@ -12,6 +12,7 @@
 #define KVD_BARRIER() kvd::emu::barrier({__FILE__, __LINE__})
 #define KVD_SHUFFLE_XOR(value, mask) kvd::emu::shuffle_xor(value, mask, {__FILE__, __LINE__})
 #define KVD_SHUFFLE(word, lane) kvd::emu::exchange(word, lane, {__FILE__, __LINE__})
+#define KVD_UNIFORM(word) KVD_SHUFFLE(word, 0)
 #define KVD_BALLOT(condition) kvd::emu::ballot(condition, {__FILE__, __LINE__})
 #define KVD_MULTIPLY_BYTES(SIGNED_A, SIGNED_B, sums, a, b) \
     kvd::emu::multiply_bytes(SIGNED_A, SIGNED_B, sums, a, b, {__FILE__, __LINE__})
@@ -131,6 +132,18 @@ inline uint32_t byte_sum(uint32_t word, uint32_t sum) {
         sum += word >> 8 * at & 255;
     }
     return sum;
+}
+inline uint32_t rotated(uint32_t word, unsigned by) {
+    return word >> by % 32 | word << (32 - by % 32) % 32;
+}
+inline uint32_t low_byte(uint32_t word, uint32_t times, uint32_t sum) {
+    return (word & 255) * times + sum;
+}
+inline void append_if(bool condition, uint32_t& word, uint32_t high) {
+    word = condition ? bytes_of(word, high, 0x5432) : word;
+}
+inline void subtract_if(bool condition, uint32_t& word, uint32_t by) {
+    word -= condition ? by : 0;
 }
 inline unsigned ones(uint32_t word) { return unsigned(__builtin_popcount(word)); }
 inline float f32_value(uint32_t bits) {

@@ -130,10 +130,10 @@ KVD_DEVICE void decode(const ChunkParameters& chunk, const Source& source, uint8
     const unsigned half = kvd::lane_index() / kvd::CODE_LANES;
     const bool live = half == 0 || chunk.twice;
     const kvd::Chunk of = {chunk.words, live ? chunk.count : 0, chunk.words, 0, live ? chunk.tokens : 0};
-    uint8_t* out = shared + 2 * kvd::RING_BYTES + half * side.chunk_bytes;
-    kvd::decode_chunk<IS_KEY>(side, source, of, shared + half * kvd::RING_BYTES, out);
+    const unsigned to = 2 * kvd::RING_BYTES + half * side.chunk_bytes;
+    kvd::decode_chunk<IS_KEY>(side, source, of, shared, half * kvd::RING_BYTES, to);
     // The half that has decoded last is the one that is looked at.
-    out = shared + 2 * kvd::RING_BYTES + (chunk.twice ? side.chunk_bytes : 0);
+    const uint8_t* out = shared + 2 * kvd::RING_BYTES + (chunk.twice ? side.chunk_bytes : 0);
     const unsigned plane = kvd::TILE_TOKENS * side.stride;
     const unsigned tile_bytes = Source::WIDE ? 2 * plane : plane;
     for (unsigned index = 0; index < kvd::lane_head(chunk.lanes).runs; index++) {
@@ -156,11 +156,11 @@ template <bool IS_KEY>
 KVD_DEVICE void tables_of(const ChunkParameters& chunk, uint8_t* shared) {
     const bool odd = reinterpret_cast<uintptr_t>(chunk.words) % 2 != 0;
     if (chunk.side.bits > 8) {
-        decode<IS_KEY>(chunk, kvd::Source<false, true>{chunk.lanes}, shared);
+        decode<IS_KEY>(chunk, kvd::Source<false, true>{chunk.lanes, 0}, shared);
     } else if (odd) {
-        decode<IS_KEY>(chunk, kvd::Source<false, false>{chunk.lanes}, shared);
+        decode<IS_KEY>(chunk, kvd::Source<false, false>{chunk.lanes, 0}, shared);
     } else {
-        decode<IS_KEY>(chunk, kvd::Source<true, false>{chunk.lanes}, shared);
+        decode<IS_KEY>(chunk, kvd::Source<true, false>{chunk.lanes, 0}, shared);
     }
 }
 

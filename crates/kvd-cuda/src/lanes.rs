@@ -23,15 +23,15 @@ const HEAD_WORDS: usize = 4;
 const RUN_WORDS: usize = 16;
 /// Bytes between decoded chunks: two that a warp writes at once begin at different banks.
 const CHUNK_PAD: usize = 64;
-/// High bits of an entry hold its length, the others codes.
+/// High bits of an entry of four codes hold its length: `ENTRY_LENGTH` of `huffman.cuh`.
 const ENTRY_LENGTH: u32 = 27;
-/// Bits that choose an entry of several symbols, at most.
-const JOINT_BITS: u32 = 10;
+/// Bits that choose an entry, unless codes are longer: kernels take a byte (`BY_BYTE`).
+const INDEX_BITS: u32 = 8;
 /// The place of a channel without codes.
 const NOWHERE: u32 = 0xFFFF;
 
-/// A table by the bits that choose an entry: the next codes in its low bytes, above them the bits
-/// that they take.
+/// A table by the bits that choose an entry: the next codes, and the bits that they take in the low
+/// byte, or, of four codes, above them.
 struct Entries {
     index_bits: u32,
     codes: usize,
@@ -40,32 +40,48 @@ struct Entries {
 
 impl Entries {
     /// With `symbols` symbols in an entry; none when an entry has no room for them.
-    fn new(table: &LaneTable, symbols: usize) -> Option<Self> {
-        let index_bits = symbols as u32 * table.longest();
+    fn new(table: &LaneTable, symbols: usize, index_bits: u32, wide: bool) -> Option<Self> {
         let codes = symbols * table.group();
+        // Where the first code stands: they end the word, but for four.
+        let first = if wide { 16 } else { 32 - 8 * codes };
         let words = (0..1u32 << index_bits).map(|index| {
-            let (mut bits, mut word, mut length) = (index, 0u64, 0);
+            let (mut bits, mut word, mut length) = (index, 0u32, 0);
             for symbol in 0..symbols {
                 let (codes, taken) = table.lookup(bits);
                 for (at, code) in (symbol * table.group()..).zip(&codes[..table.group()]) {
-                    word |= u64::from(*code) << (8 * at);
+                    word |= u32::from(*code) << (first + 8 * at);
                 }
                 bits >>= taken;
                 length += taken + table.raw_bits();
             }
-            (word < 1 << ENTRY_LENGTH).then_some(word as u32 | length << ENTRY_LENGTH)
+            match codes {
+                QUAD => (word < 1 << ENTRY_LENGTH).then_some(word | length << ENTRY_LENGTH),
+                _ => Some(word | length),
+            }
         });
         Some(Self { index_bits, codes, words: words.collect::<Option<_>>()? })
     }
 
-    /// With as many symbols of one code each as a look-up may take before a top-up.
+    /// With as many symbols of one code each as a byte holds and a top-up is for.
     fn joint(table: &LaneTable) -> Option<Self> {
         let alone = table.group() == 1 && table.raw_bits() == 0;
         let fits = |symbols: &usize| {
-            *symbols <= table.batch().0 && *symbols as u32 * table.longest() <= JOINT_BITS
+            *symbols <= table.batch().0 && *symbols as u32 * table.longest() <= INDEX_BITS
         };
         let joint = [4, 2].into_iter().filter(|symbols| alone && fits(symbols));
-        joint.into_iter().find_map(|symbols| Self::new(table, symbols))
+        joint.into_iter().find_map(|symbols| Self::new(table, symbols, INDEX_BITS, false))
+    }
+
+    /// What codes are looked up in, and the same for single symbols.
+    fn of(table: &LaneTable, wide: bool) -> (Self, Option<Self>) {
+        let alone = |index_bits| {
+            let entries = Self::new(table, 1, index_bits, wide);
+            entries.unwrap_or_else(|| unreachable!("a symbol's codes fit"))
+        };
+        match if wide { None } else { Self::joint(table) } {
+            Some(joint) => (joint, Some(alone(table.longest()))),
+            None => (alone(table.longest().max(INDEX_BITS)), None),
+        }
     }
 }
 
@@ -140,17 +156,15 @@ impl Lanes<'_> {
         let (mut entries, mut at) = (Vec::new(), BTreeMap::new());
         for run in self.runs {
             at.entry(run.table).or_insert_with(|| {
-                let table = &self.tables[run.table];
-                let single = Entries::new(table, 1).unwrap_or_else(|| unreachable!("codes fit"));
-                let joint = if wide { None } else { Entries::joint(table) };
+                let (entries_of, single) = Entries::of(&self.tables[run.table], wide);
                 let mut push = |entries_of: Entries| {
                     let start = next;
                     next += entries_of.words.len();
                     entries.extend(entries_of.words);
                     [4 * start as u32, entries_of.index_bits, entries_of.codes as u32]
                 };
-                let single = push(single);
-                (single, joint.map_or(single, push))
+                let all = push(entries_of);
+                (all, single.map_or(all, push))
             });
         }
         let lengths = if self.grid.is_some() { 4 } else { 2 };
@@ -160,11 +174,11 @@ impl Lanes<'_> {
         for (run, place) in self.runs.iter().zip(places) {
             let table = &self.tables[run.table];
             let (batch, need) = table.batch();
-            let (single, joint) = at[&run.table];
+            let (all, single) = at[&run.table];
             let bias = self.grid.map_or(0, |grid| grid.bias(run.first)) as u32;
             let per_word = (batch * table.group()) as u32;
             words.extend([run.first, run.len, *place].map(|x| x as u32));
-            words.extend(joint);
+            words.extend(all);
             words.extend(single);
             words.extend([per_word, need, table.raw_bits(), bias, 0, 0, 0]);
         }
@@ -202,11 +216,11 @@ pub(crate) fn expected(side: &SideSpec, dim: usize) -> [usize; 2] {
     [chunk, tables]
 }
 
-/// Entries of a table for so many codes at most, bytes: those of single codes, of which the longest
-/// is known, and those of several, where codes are short.
+/// Entries of a table for so many codes at most, bytes: those that a byte chooses, and where they are
+/// of several codes, which are short, single ones.
 fn entry_bytes(codes: u32) -> usize {
     match codes {
-        0..=128 => 1024 + (4 << JOINT_BITS),
+        0..=128 => (4 << INDEX_BITS) + (4 << (INDEX_BITS / 2)),
         129..=256 => 4 << 12,
         _ => 4 << 15,
     }

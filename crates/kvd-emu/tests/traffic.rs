@@ -54,24 +54,25 @@ fn pages_are_read_once_for_all_query_heads() {
     }
 }
 
-/// Look-ups and top-ups per row of a side, and the codes that they give: what `huffman.cuh` reads
-/// of each run's table.
-fn lock_step(shapes: &Shapes, shape: &SideShape, side: Side) -> [f64; 3] {
+/// Look-ups and top-ups per row of a side, the codes that they give, and those whose low bits
+/// follow: what `huffman.cuh` reads of each run's table.
+fn lock_step(shapes: &Shapes, shape: &SideShape, side: Side) -> [f64; 4] {
     const HEAD_WORDS: usize = 4;
     const RUN_WORDS: usize = 16;
     let word = |at: usize| {
         let at = shape.lanes as usize + 4 * at;
         u32::from_le_bytes(*shapes.tables[at..].first_chunk().unwrap())
     };
-    let mut counts = [0.0; 3];
+    let mut counts = [0.0; 4];
     for run in 0..word(0) as usize {
         let of_run = |field: usize| word(HEAD_WORDS + RUN_WORDS * run + field);
-        let [len, per_entry, per_word] = [1, 5, 9].map(of_run);
+        let [len, per_entry, per_word, raw_bits] = [1, 5, 9, 11].map(of_run);
         assert!(len > 0 && 4 % per_word == 0 && per_word % per_entry == 0);
         // The last step of a run of keys may have less than four positions.
         let slots = if side == Side::Key { len.next_multiple_of(4) } else { len };
-        let of_run = [slots, slots, len].map(f64::from);
-        let per = [per_entry, per_word, 1].map(f64::from);
+        let with_low_bits = if raw_bits > 0 { len } else { 0 };
+        let of_run = [slots, slots, len, with_low_bits].map(f64::from);
+        let per = [per_entry, per_word, 1, 1].map(f64::from);
         counts.iter_mut().zip(of_run).zip(per).for_each(|((sum, count), per)| *sum += count / per);
     }
     counts
@@ -82,8 +83,10 @@ fn a_look_up_gives_several_codes_where_symbols_are_short() {
     if !available() {
         return;
     }
-    println!("| codec | codes per look-up, k / v | codes per top-up, k / v |");
-    println!("|---|---|---|");
+    println!(
+        "| codec | codes per look-up, k / v | codes per top-up, k / v | low bits follow, k / v |"
+    );
+    println!("|---|---|---|---|");
     for preset in kvd_codec::presets().iter().filter(|p| p.spec_text.contains("huffman")) {
         let (stored, plan) = stored(preset.name);
         let shapes = Shapes::new(&stored.codec, plan.layer, [0; 2]);
@@ -93,11 +96,13 @@ fn a_look_up_gives_several_codes_where_symbols_are_short() {
         let unit = tables.launches[0].units[0];
         let rates = Side::BOTH.map(|side| {
             let shape = if side == Side::Key { unit.key } else { unit.value };
-            let [look_ups, top_ups, codes] = lock_step(&shapes, &shape, side);
-            [codes / look_ups, codes / top_ups]
+            let [look_ups, top_ups, codes, with_low_bits] = lock_step(&shapes, &shape, side);
+            [codes / look_ups, codes / top_ups, with_low_bits / codes]
         });
-        let [[k, k_word], [v, v_word]] = rates;
-        println!("| {} | {k:.2} / {v:.2} | {k_word:.2} / {v_word:.2} |", preset.name);
+        let [[k, k_word, k_low], [v, v_word, v_low]] = rates;
+        let of_both = format!("{k:.2} / {v:.2} | {k_word:.2} / {v_word:.2}");
+        println!("| {} | {of_both} | {k_low:.2} / {v_low:.2} |", preset.name);
+        assert!([k_low, v_low].iter().all(|share| (0.0..=1.0).contains(share)), "{k_low} {v_low}");
         // Codes of four bits and more, every one by itself, but for the steps that are not full.
         assert!(k.min(v) > 0.9 && k_word >= k && v_word >= v, "{}", preset.name);
         // How many depends on the fit; that short symbols share look-ups must not.

@@ -68,8 +68,8 @@ KVD_DEVICE void attend(const AttendParameters& parameters, uint8_t* memory) {
     }
     Key::prepare(key, parameters.tables, shared.key_table, ATTEND_THREADS);
     Value::prepare(value, parameters.tables, shared.value_table, ATTEND_THREADS);
-    Decoder<Key, Value, CODED> decoder(parameters, unit, key, value, shared.coded, shared.key_table,
-                                       shared.value_table);
+    Decoder<Key, Value, CODED> decoder(parameters, unit, key, value, memory, shared.coded,
+                                       shared.key_table, shared.value_table);
 
     // The union of what the rows see: the first row's start, the last row's end.
     const Range seen = {visible(unit, 0).from, visible(unit, unit.rows - 1).to};

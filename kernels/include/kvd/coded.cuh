@@ -42,15 +42,17 @@ struct Decoder {
     uint8_t* key_chunks;
     uint8_t* value_chunks;
     OutlierList* outliers;
-    uint8_t* rings;
+    // All shared memory, and where in it the rings begin.
+    uint8_t* memory;
+    unsigned rings;
     // The page and chunk whose tiles are read, and its place among the decoded ones.
     const PageEntry* page;
     unsigned chunk;
     unsigned slot;
 
     KVD_DEVICE Decoder(const AttendParameters& parameters, const Unit& unit, const SideShape& key,
-                       const SideShape& value, uint8_t* shared, uint8_t* key_table,
-                       uint8_t* value_table)
+                       const SideShape& value, uint8_t* memory, uint8_t* coded,
+                       uint8_t* key_table, uint8_t* value_table)
         : parameters(parameters),
           unit(unit),
           key(key),
@@ -62,7 +64,8 @@ struct Decoder {
           key_chunks(nullptr),
           value_chunks(nullptr),
           outliers(nullptr),
-          rings(nullptr),
+          memory(memory),
+          rings(0),
           page(nullptr),
           chunk(0),
           slot(0) {
@@ -71,11 +74,11 @@ struct Decoder {
         }
         key_lanes = runs(key, key_table);
         value_lanes = runs(value, value_table);
-        key_chunks = shared;
-        value_chunks = shared + parameters.chunks * parameters.key_chunk;
+        key_chunks = coded;
+        value_chunks = coded + parameters.chunks * parameters.key_chunk;
         uint8_t* end = value_chunks + parameters.chunks * parameters.value_chunk;
         outliers = reinterpret_cast<OutlierList*>(end);
-        rings = end + 2 * parameters.chunks * sizeof(OutlierList);
+        rings = unsigned(end - memory) + 2 * parameters.chunks * sizeof(OutlierList);
     }
 
     // Runs and tables of a side in shared memory, behind its own table; those of wide codes, whose
@@ -161,7 +164,7 @@ struct Decoder {
             has = seek(parameters, unit, seen, index, tile, place);
         }
         const unsigned rings_of_side = most(parameters.chunks, 2);
-        uint8_t* ring = rings + ((is_key ? 0 : rings_of_side) + mine) * RING_BYTES;
+        const unsigned ring = rings + ((is_key ? 0 : rings_of_side) + mine) * RING_BYTES;
         if (is_key) {
             decode_side<Key, true>(key, has, place, mine, ring);
         } else {
@@ -172,8 +175,8 @@ struct Decoder {
     // Where words never begin at odd addresses, nothing asks.
     template <class Side, bool IS_KEY>
     KVD_DEVICE void decode_side(const SideShape& side, bool has, const Place& place, unsigned mine,
-                                uint8_t* ring) const {
-        const uint8_t* shared = IS_KEY ? key_lanes : value_lanes;
+                                unsigned ring) const {
+        const unsigned lanes = unsigned((IS_KEY ? key_lanes : value_lanes) - memory);
         const uint8_t* global = parameters.tables + side.lanes;
         const LaneHead& head = lane_head(global);
         Chunk chunk = {parameters.tables, 0, parameters.tables, 0, 0};
@@ -182,14 +185,14 @@ struct Decoder {
             const uint8_t* codes = tile.payload + Side::codes_at(side, tile);
             chunk = chunk_of(head, codes, tile.page_tokens, place.tile / CHUNK_TILES);
         }
-        uint8_t* to = out(IS_KEY, mine);
+        const unsigned to = unsigned(out(IS_KEY, mine) - memory);
         const bool odd = reinterpret_cast<uintptr_t>(chunk.words) % WORD_BYTES != 0;
         if (MayBeWide<Side>::value && side.bits > 8) {
-            decode_chunk<IS_KEY>(side, Source<false, true>{global}, chunk, ring, to);
+            decode_chunk<IS_KEY>(side, Source<false, true>{global, 0}, chunk, memory, ring, to);
         } else if (Side::ODD_WORDS && KVD_BALLOT(odd) != 0) {
-            decode_chunk<IS_KEY>(side, Source<false, false>{shared}, chunk, ring, to);
+            decode_chunk<IS_KEY>(side, Source<false, false>{memory, lanes}, chunk, memory, ring, to);
         } else {
-            decode_chunk<IS_KEY>(side, Source<true, false>{shared}, chunk, ring, to);
+            decode_chunk<IS_KEY>(side, Source<true, false>{memory, lanes}, chunk, memory, ring, to);
         }
         if (head.length_bytes == 2 * WORD_BYTES) {
             read_outliers(chunk, side.dim, outliers + (IS_KEY ? 0 : parameters.chunks) + mine);

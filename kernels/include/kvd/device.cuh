@@ -20,6 +20,8 @@
 #define KVD_SHUFFLE(word, lane) __shfl_sync(0xFFFFFFFFu, word, lane)
 #define KVD_BALLOT(condition) __ballot_sync(0xFFFFFFFFu, condition)
 #define KVD_WARP_BARRIER() __syncwarp()
+// A word that all lanes of a warp have, said to the compiler: it needs no register of every lane.
+#define KVD_UNIFORM(word) kvd::warp_most(word)
 // `sums` of 16 rows and 8 columns plus A (16 rows, 32 columns) times B, bytes with a sign or without,
 // all by fragment: see multiply_bytes.
 #define KVD_MULTIPLY_BYTES(SIGNED_A, SIGNED_B, sums, a, b) \
@@ -135,6 +137,24 @@ KVD_DEVICE uint32_t bytes_at(uint32_t low, uint32_t high, unsigned which) {
     uint32_t bytes;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(which));
     return bytes;
+}
+// A word, `by` of its bits further down, of which the low five bits count; what falls out comes in above.
+KVD_DEVICE uint32_t rotated(uint32_t word, unsigned by) { return __funnelshift_r(word, word, by); }
+// The low byte of a word `times` a number below 256, plus a sum.
+KVD_DEVICE uint32_t low_byte(uint32_t word, uint32_t times, uint32_t sum) {
+    return __dp4a(word, times, sum);
+}
+// Where a condition holds a word loses its low half, and has another's as its high one.
+KVD_DEVICE void append_if(bool condition, uint32_t& word, uint32_t high) {
+    asm("{ .reg .pred p; setp.ne.u32 p, %1, 0; @p prmt.b32 %0, %0, %2, 0x5432; }"
+        : "+r"(word)
+        : "r"(uint32_t(condition)), "r"(high));
+}
+// Where it holds `by` is taken from a word.
+KVD_DEVICE void subtract_if(bool condition, uint32_t& word, uint32_t by) {
+    asm("{ .reg .pred p; setp.ne.u32 p, %1, 0; @p sub.u32 %0, %0, %2; }"
+        : "+r"(word)
+        : "r"(uint32_t(condition)), "r"(by));
 }
 // `sum` and the bytes of a word.
 KVD_DEVICE uint32_t byte_sum(uint32_t word, uint32_t sum) { return __dp4a(word, 0x01010101u, sum); }

@@ -16,11 +16,14 @@ constexpr unsigned CHUNK_TILES = CHUNK_TOKENS / TILE_TOKENS;
 constexpr unsigned CODE_LANES = 16;
 constexpr unsigned WORD_BITS = 16;
 constexpr unsigned WORD_BYTES = 2;
-// Words under way to a chunk's lanes: four pieces, each one copy per lane. No step takes more than
-// 64 words.
+// Words under way to a chunk's lanes: three pieces, each one copy per lane, and behind them the first
+// once more, so that nobody who reads on has to look whether they end.
 constexpr unsigned PIECE_BYTES = CODE_LANES * COPY_BYTES;
-constexpr unsigned RING_BYTES = 4 * PIECE_BYTES;
-// An entry of a table holds codes in its low bytes, and in these high bits the bits it takes.
+constexpr unsigned PIECES_BYTES = 3 * PIECE_BYTES;
+constexpr unsigned RING_BYTES = PIECES_BYTES + PIECE_BYTES;
+// An entry of a table holds codes, and the bits that they take: of one or two codes in the low byte, so
+// that the entry itself says how far to shift, with the codes in the bytes that end it (one of two bytes
+// too); of four codes in these high bits, with the codes in the low bytes.
 constexpr unsigned ENTRY_LENGTH = 27;
 
 // Consecutive positions of a row that share a table.
@@ -101,105 +104,95 @@ KVD_DEVICE Chunk chunk_of(const LaneHead& head, const uint8_t* codes, unsigned p
 // lanes of the chunk have come.
 struct LaneReader {
     const uint8_t* from;
-    uint8_t* ring;
-    // Bytes from `from` on: the end of the words, the next one, and where the next piece is due.
+    // Bytes from `from` on: the end of the words, and what is not yet asked for.
     unsigned end;
+    unsigned asked;
+    // Shared memory, and in it: the ring, the next word, and the end of the piece that it is in.
+    uint8_t* shared;
+    unsigned ring;
     unsigned next;
     unsigned due;
+    // The chunk's lanes, and those of them before this one.
+    uint32_t all;
     uint32_t below;
+    // They end at bit 31; where the next one is, of which what is above the low byte means nothing.
     uint32_t bits;
-    unsigned left;
+    uint32_t place;
 
-    KVD_DEVICE LaneReader(const Chunk& chunk, uint8_t* ring)
+    KVD_DEVICE LaneReader(const Chunk& chunk, uint8_t* shared, unsigned ring)
         : from(chunk.words - misaligned(chunk.words)),
-          ring(ring),
           end(misaligned(chunk.words) + WORD_BYTES * chunk.count),
-          next(misaligned(chunk.words)),
-          due(PIECE_BYTES),
-          below((1u << code_lane()) - 1),
+          asked(0),
+          shared(shared),
+          ring(ring),
+          next(ring + misaligned(chunk.words)),
+          due(ring + PIECE_BYTES),
+          all(0xFFFFu << (lane_index() - code_lane())),
+          below(all & ((1u << lane_index()) - 1)),
           bits(0),
-          left(0) {
-        ask(0);
-        ask(PIECE_BYTES);
-        ask(2 * PIECE_BYTES);
+          place(32) {
+        ask(ring);
+        ask(ring + PIECE_BYTES);
         copy_async_commit();
-        ask(3 * PIECE_BYTES);
+        ask(ring + 2 * PIECE_BYTES);
         copy_async_commit();
         copy_async_wait<1>();
         KVD_WARP_BARRIER();
     }
 
-    // A piece, zeros after the last word.
-    KVD_DEVICE void ask(unsigned piece) const {
-        const unsigned at = piece + code_lane() * COPY_BYTES;
+    // The next piece to its place, zeros after the last word.
+    KVD_DEVICE void ask(unsigned to) {
+        const unsigned at = asked + code_lane() * COPY_BYTES;
         const unsigned bytes = end > at ? least(end - at, COPY_BYTES) : 0;
-        copy_async16(ring + at % RING_BYTES, bytes > 0 ? from + at : from, bytes);
+        to += code_lane() * COPY_BYTES;
+        copy_async16(shared + to, bytes > 0 ? from + at : from, bytes);
+        asked += PIECE_BYTES;
     }
 
-    // Before a step: where a piece is used up, the one after the next two is there, and another
-    // takes its place.
+    // Before steps that take no more than a piece: where one is used up, the one after the next is there,
+    // and another takes its place.
     KVD_DEVICE void turn() {
-        if (KVD_BALLOT(next >= due) != 0) {
-            copy_async_wait<0>();
-            KVD_WARP_BARRIER();
-            if (next >= due) {
-                ask(due + 3 * PIECE_BYTES);
-                due += PIECE_BYTES;
-            }
-            copy_async_commit();
+        if (KVD_BALLOT(next >= due) == 0) {
+            return;
         }
-    }
-
-    // A word of the ring, which may begin at an odd address.
-    template <bool EVEN>
-    KVD_DEVICE uint32_t word(unsigned at) const {
-        if (EVEN) {
-            return load16(ring + at % RING_BYTES);
+        copy_async_wait<0>();
+        const bool turns = next >= due;
+        const unsigned first = ring + code_lane() * COPY_BYTES;
+        if (turns && due == ring + PIECES_BYTES - PIECE_BYTES) {
+            *reinterpret_cast<FourWords*>(shared + first + PIECES_BYTES) =
+                *reinterpret_cast<const FourWords*>(shared + first);
         }
-        return ring[at % RING_BYTES] | uint32_t(ring[(at + 1) % RING_BYTES]) << 8;
+        KVD_WARP_BARRIER();
+        if (turns) {
+            ask(due - PIECE_BYTES);
+            const unsigned back = due == ring + PIECES_BYTES ? PIECES_BYTES : 0;
+            next -= back;
+            due += PIECE_BYTES - back;
+        }
+        copy_async_commit();
     }
 
-    // A word for every lane that wants codes and has fewer bits than they need, in the lanes' order.
+    // A word for every lane that wants codes and has fewer bits than they need, whose place is beyond `full`, in
+    // the lanes' order. Gives the bits from the next on.
     template <bool EVEN>
-    KVD_DEVICE void top_up(bool wants, unsigned need) {
-        const bool takes = wants && left < need;
-        const uint32_t taking = code_lanes_with(KVD_BALLOT(takes));
-        const uint32_t mine = word<EVEN>(next + WORD_BYTES * ones(taking & below));
-        bits |= (takes ? mine : 0) << left;
-        left += takes ? WORD_BITS : 0;
-        next += WORD_BYTES * ones(taking);
+    KVD_DEVICE uint32_t top_up(bool wants, unsigned full) {
+        place &= 0xFF;
+        const bool takes = wants && place > full;
+        const uint32_t taking = KVD_BALLOT(takes);
+        const uint8_t* mine = shared + (next + WORD_BYTES * ones(taking & below));
+        const uint32_t word = EVEN ? load16(mine) : load16_any(mine);
+        append_if(takes, bits, word);
+        subtract_if(takes, place, WORD_BITS);
+        next += WORD_BYTES * ones(taking & all);
+        return rotated(bits, place);
     }
 
-    // The codes of the table's entry for the next bits, above them its length.
-    KVD_DEVICE uint32_t take(const uint8_t* entries, uint32_t mask) {
-        const uint32_t entry = load32(entries + 4 * (bits & mask));
-        bits >>= entry >> ENTRY_LENGTH;
-        left -= entry >> ENTRY_LENGTH;
-        return entry;
-    }
-
-    // The same of a code whose low bits follow its symbol; the length counts them.
-    KVD_DEVICE uint32_t take_raw(const uint8_t* entries, uint32_t mask, unsigned raw_bits) {
-        const uint32_t entry = load32(entries + 4 * (bits & mask));
-        const unsigned length = entry >> ENTRY_LENGTH;
-        const uint32_t raw = bits >> (length - raw_bits) & ((1u << raw_bits) - 1);
-        bits >>= length;
-        left -= length;
-        return entry | raw;
+    // Goes on behind what an entry took.
+    KVD_DEVICE void skip(uint32_t& window, uint32_t length) {
+        window = rotated(window, length);
+        place += length;
     }
 };
-
-// The first codes of an entry as bytes `at` and on of `codes`.
-template <unsigned PER_ENTRY>
-KVD_DEVICE uint32_t with_codes(uint32_t codes, unsigned at, uint32_t entry) {
-    if (PER_ENTRY == 4) {
-        return entry & ((1u << ENTRY_LENGTH) - 1);
-    }
-    if (PER_ENTRY == 2) {
-        return at == 0 ? entry & 0xFFFF : bytes_of(codes, entry, 0x5410);
-    }
-    return at == 0 ? entry & 0xFF : bytes_of(codes, entry, at == 1 ? 0x3240 : at == 2 ? 0x3410 : 0x4210);
-}
 
 // Runs, tables, and how a chunk's words lie.
 template <bool EVEN_WORDS, bool WIDE_CODES>
@@ -207,106 +200,184 @@ struct Source {
     static constexpr bool EVEN = EVEN_WORDS;
     // Whether codes take two bytes.
     static constexpr bool WIDE = WIDE_CODES;
-    const uint8_t* lanes;
+    // What is read from: shared memory, or where tables are too large for it. Where runs and tables begin.
+    const uint8_t* memory;
+    unsigned lanes;
+
+    KVD_DEVICE const uint8_t* begin() const { return memory + lanes; }
+};
+
+// Where the quads of this lane go: of its first token that of position 0; what keys of the second tile,
+// and high bytes of codes, are behind.
+template <bool IS_KEY, bool WIDE>
+struct Quads {
+    uint8_t* first;
+    unsigned tile;
+    unsigned plane;
+
+    KVD_DEVICE Quads(uint8_t* out, unsigned stride)
+        : first(out), tile(TILE_TOKENS * stride * (WIDE ? 2 : 1)), plane(TILE_TOKENS * stride) {
+        const unsigned lane = code_lane();
+        const unsigned lanes = TILE_TOKENS / CODE_GROUP;
+        first += IS_KEY ? lane * CODE_GROUP
+                        : lane / lanes * tile + lane % lanes * CODE_GROUP * stride;
+    }
+
+    // Tokens, multiples of a chunk's lanes, and positions from the first on; of keys in fours.
+    KVD_DEVICE void put(unsigned tokens, unsigned position, const Four& codes) const {
+        uint8_t* to = first + tokens / TILE_TOKENS * tile + tokens % TILE_TOKENS * CODE_GROUP +
+                      position * (IS_KEY ? TILE_TOKENS : CODE_GROUP);
+        *reinterpret_cast<uint32_t*>(to) = codes.low;
+        if (WIDE) {
+            *reinterpret_cast<uint32_t*>(to + plane) = codes.high;
+        }
+    }
 };
 
 // What a run's steps have in common: codes of an entry, codes under a top-up, whether low bits follow
 // a symbol.
 template <class Source, unsigned PER_ENTRY, unsigned PER_WORD, bool RAW>
 struct Coding {
+    static constexpr unsigned ENTRIES = CODE_GROUP / PER_ENTRY;
+    // Whether a byte chooses an entry: all but the codes that are so long that each has a top-up of its own and
+    // not because low bits follow.
+    static constexpr bool BY_BYTE = PER_WORD > 1 || RAW;
+    // Steps that take no more than a piece of the ring, a word for each lane and top-up; where words may begin at
+    // odd addresses less, so that a lane that takes none does not look behind the ring.
+    static constexpr unsigned STEPS = (PER_WORD == 1 ? 2 : 4) / (Source::EVEN ? 1 : 2);
+    static_assert(STEPS * (CODE_GROUP / PER_WORD) * CODE_LANES * WORD_BYTES + !Source::EVEN <= PIECE_BYTES, "");
+
     LaneReader& reader;
     const LaneRun run;
-    const uint8_t* lanes;
-    const uint8_t* entries;
+    const Source source;
+    unsigned entries;
     uint32_t mask;
+    // The place of the next bit from which on there are too few.
+    unsigned full;
 
     KVD_DEVICE Coding(const Source& source, LaneReader& reader, const LaneRun& run)
         : reader(reader),
           run(run),
-          lanes(source.lanes),
-          entries(source.lanes + run.entries),
-          mask((1u << run.index_bits) - 1) {}
+          source(source),
+          entries(KVD_UNIFORM(source.lanes + run.entries)),
+          mask((1u << run.index_bits) - 1),
+          full(32 - run.need) {}
 
     // `count` codes of this lane, of `len` that other lanes have. `FULL`: of four in every lane.
     template <bool FULL>
     KVD_DEVICE Four quad(unsigned len, unsigned count) {
-        Four codes = {0, 0};
+        uint32_t found[ENTRIES] = {};
 #pragma unroll
         for (unsigned first = 0; first < CODE_GROUP; first += PER_WORD) {
             if (!FULL && first >= len) {
                 break;
             }
-            reader.template top_up<Source::EVEN>(FULL || first < count, run.need);
+            uint32_t window = reader.template top_up<Source::EVEN>(FULL || first < count, full);
 #pragma unroll
             for (unsigned at = first; at < first + PER_WORD; at += PER_ENTRY) {
                 if (FULL || count >= at + PER_ENTRY) {
-                    one(at, codes);
+                    found[at / PER_ENTRY] = one(window);
                 } else if (at < count) {
-                    last(at, count, codes);
+                    found[at / PER_ENTRY] = last(window, count - at);
                 }
             }
+        }
+        return codes_of(found);
+    }
+
+    // An entry.
+    KVD_DEVICE uint32_t one(uint32_t& window) {
+        const unsigned at = BY_BYTE ? low_byte(window, 4, entries) : entries + 4 * (window & mask);
+        const uint32_t entry = load32(source.memory + at);
+        uint32_t low = 0;
+        if (RAW) {
+            // Behind the symbol, into the last byte.
+            const uint32_t ahead = rotated(window, 8 - run.raw_bits);
+            low = rotated(ahead, entry) & ((1u << run.raw_bits) - 1) << 24;
+        }
+        reader.skip(window, PER_ENTRY == 4 ? entry >> ENTRY_LENGTH : entry);
+        return entry | low;
+    }
+
+    // Fewer codes than an entry holds: symbol by symbol, as an entry would hold them.
+    KVD_DEVICE uint32_t last(uint32_t& window, unsigned count) {
+        if (run.per_symbol == PER_ENTRY) {
+            return one(window);
+        }
+        uint32_t codes = 0;
+        for (unsigned at = 0; at < count; at++) {
+            const uint32_t index = window & ((1u << run.single_bits) - 1);
+            const uint32_t entry = load32(source.begin() + run.single + 4 * index);
+            codes |= entry >> 24 << 8 * (at + (PER_ENTRY == 2 ? 2 : 0));
+            reader.skip(window, entry);
         }
         return codes;
     }
 
-    // The codes of one entry.
-    KVD_DEVICE void one(unsigned at, Four& codes) {
-        if (Source::WIDE) {
-            const uint32_t code = reader.take(entries, mask);
-            codes.low |= (code & 255) << 8 * at;
-            codes.high |= (code >> 8 & 255) << 8 * at;
+    KVD_DEVICE static Four codes_of(const uint32_t (&found)[ENTRIES]) {
+        if constexpr (PER_ENTRY == 4) {
+            return {found[0] & ((1u << ENTRY_LENGTH) - 1), 0};
+        } else if constexpr (PER_ENTRY == 2) {
+            return {bytes_of(found[0], found[1], 0x7632), 0};
         } else {
-            const uint32_t entry = RAW ? reader.take_raw(entries, mask, run.raw_bits)
-                                       : reader.take(entries, mask);
-            codes.low = with_codes<PER_ENTRY>(codes.low, at, entry);
-        }
-    }
-
-    // Fewer codes than an entry holds: symbol by symbol.
-    KVD_DEVICE void last(unsigned at, unsigned count, Four& codes) {
-        for (; at < count; at += run.per_symbol) {
-            const uint32_t entry = reader.take(lanes + run.single, (1u << run.single_bits) - 1);
-            codes.low |= (entry & ((1u << ENTRY_LENGTH) - 1)) << 8 * at;
+            const auto bytes = [&](unsigned of) {
+                return bytes_of(bytes_of(found[0], found[1], of), bytes_of(found[2], found[3], of),
+                                0x5410);
+            };
+            // The third byte of entries, and the last.
+            return Source::WIDE ? Four{bytes(0x62), bytes(0x73)} : Four{bytes(0x73), 0};
         }
     }
 
     // All quads of a run of keys: positions in fours, sixteen tokens at a time. `tokens`: of this
     // chunk, and of the longer one of the warp. `FULL`: 64 in both.
-    template <bool FULL, class Store>
-    KVD_DEVICE void keys(Range tokens, const Store& store) {
+    template <bool FULL>
+    KVD_DEVICE void keys(Range tokens, const Quads<true, Source::WIDE>& quads) {
         unsigned at = 0;
         if (FULL) {
             for (; at + CODE_GROUP <= run.len; at += CODE_GROUP) {
 #pragma unroll
                 for (unsigned first = 0; first < CHUNK_TOKENS; first += CODE_LANES) {
-                    reader.turn();
-                    store(first + code_lane(), run.place + at, quad<true>(CODE_GROUP, CODE_GROUP));
+                    if (first / CODE_LANES % STEPS == 0) {
+                        reader.turn();
+                    }
+                    quads.put(first, run.place + at, quad<true>(CODE_GROUP, CODE_GROUP));
                 }
             }
         }
         for (; at < run.len; at += CODE_GROUP) {
             const unsigned len = least(CODE_GROUP, run.len - at);
             for (unsigned first = 0; first < tokens.to; first += CODE_LANES) {
-                const unsigned token = first + code_lane();
+                const bool has = first + code_lane() < tokens.from;
                 reader.turn();
-                const Four codes = quad<false>(len, token < tokens.from ? len : 0);
-                if (token < tokens.from) {
-                    store(token, run.place + at, codes);
+                const Four codes = quad<false>(len, has ? len : 0);
+                if (has) {
+                    quads.put(first, run.place + at, codes);
                 }
             }
         }
     }
 
     // All quads of a run of values: four tokens of this lane, position after position.
-    template <bool FULL, class Store>
-    KVD_DEVICE void values(Range tokens, const Store& store) {
+    template <bool FULL>
+    KVD_DEVICE void values(Range tokens, const Quads<false, Source::WIDE>& quads) {
         const unsigned token = CODE_GROUP * code_lane();
         const unsigned count = tokens.from > token ? least(CODE_GROUP, tokens.from - token) : 0;
-        for (unsigned at = 0; at < run.len; at++) {
+        unsigned at = 0;
+        if (FULL) {
+            for (; at + STEPS <= run.len; at += STEPS) {
+                reader.turn();
+#pragma unroll
+                for (unsigned step = 0; step < STEPS; step++) {
+                    quads.put(0, run.place + at + step, quad<true>(CODE_GROUP, CODE_GROUP));
+                }
+            }
+        }
+        for (; at < run.len; at++) {
             reader.turn();
             const Four codes = quad<FULL>(CODE_GROUP, count);
             if (FULL || count > 0) {
-                store(token, run.place + at, codes);
+                quads.put(0, run.place + at, codes);
             }
         }
     }
@@ -335,36 +406,25 @@ KVD_DEVICE void with_coding(const Source& source, LaneReader& reader, const Lane
                                : use(Coding<Source, 1, 4, false>(source, reader, run));
 }
 
-// Decodes a chunk to `out`, tile after tile; the other half of the warp has a chunk of its own, of
-// the same side and head. Codes of two bytes have a plane for each.
+// Decodes a chunk to `out`, tile after tile, through a ring, both in shared memory; the other half of the warp
+// has a chunk of its own, of the same side and head. Codes of two bytes have a plane for each.
 template <bool IS_KEY, class Source>
 KVD_DEVICE void decode_chunk(const SideShape& side, const Source& source, const Chunk& chunk,
-                             uint8_t* ring, uint8_t* out) {
-    const unsigned plane = TILE_TOKENS * side.stride;
-    const unsigned tile_bytes = Source::WIDE ? 2 * plane : plane;
+                             uint8_t* shared, unsigned ring, unsigned out) {
     // All lanes of the warp go through the same steps.
     const unsigned other = KVD_SHUFFLE(chunk.tokens, lane_index() ^ CODE_LANES);
     const Range tokens = {chunk.tokens, most(chunk.tokens, other)};
     const bool full = least(chunk.tokens, other) == CHUNK_TOKENS;
-    const auto store = [&](unsigned token, unsigned position, const Four& codes) {
-        uint8_t* tile = out + token / TILE_TOKENS * tile_bytes;
-        const unsigned row = token % TILE_TOKENS;
-        uint8_t* at = tile + (IS_KEY ? position / CODE_GROUP * TILE_TOKENS + row
-                                     : row / CODE_GROUP * side.stride + position) * CODE_GROUP;
-        *reinterpret_cast<uint32_t*>(at) = codes.low;
-        if (Source::WIDE) {
-            *reinterpret_cast<uint32_t*>(at + plane) = codes.high;
-        }
-    };
-    LaneReader reader(chunk, ring);
-    for (unsigned index = 0; index < lane_head(source.lanes).runs; index++) {
-        with_coding(source, reader, lane_run(source.lanes, index), [&](auto coding) {
-            if (IS_KEY) {
-                full ? coding.template keys<true>(tokens, store)
-                     : coding.template keys<false>(tokens, store);
+    const Quads<IS_KEY, Source::WIDE> quads(shared + out, side.stride);
+    LaneReader reader(chunk, shared, ring);
+    for (unsigned index = 0; index < lane_head(source.begin()).runs; index++) {
+        with_coding(source, reader, lane_run(source.begin(), index), [&](auto coding) {
+            if constexpr (IS_KEY) {
+                full ? coding.template keys<true>(tokens, quads)
+                     : coding.template keys<false>(tokens, quads);
             } else {
-                full ? coding.template values<true>(tokens, store)
-                     : coding.template values<false>(tokens, store);
+                full ? coding.template values<true>(tokens, quads)
+                     : coding.template values<false>(tokens, quads);
             }
         });
     }
