@@ -14,12 +14,13 @@ pub(crate) const BUFFERS_MAX: usize = 4;
 const STOP_BYTES: usize = 32;
 const PIECE_BYTES: usize = 16;
 
-/// Shared memory for where the next tiles are, of sides of so many spans: `Stops` of `stops.cuh`.
-pub(crate) fn stops_bytes(spans: [usize; 2], huffman: bool) -> usize {
+/// Shared memory for where the next tiles are, of sides of so many spans, and whether they hold
+/// Huffman codes, which leave less room, of so many tiles together: `Stops` of `stops.cuh`.
+pub(crate) fn stops_bytes(spans: [usize; 2], (huffman, tiles): (bool, usize)) -> usize {
     // Those of both sides, and gains.
     let pieces = spans[0] + spans[1] + 1;
     let batch = match pieces {
-        _ if huffman => 4,
+        _ if huffman => 4 / tiles,
         0..=8 => 16,
         _ => 8,
     };

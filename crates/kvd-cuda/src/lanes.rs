@@ -152,7 +152,9 @@ impl Lanes<'_> {
 
     fn bytes(&self, places: &[usize], dim: usize, wide: bool) -> Vec<u8> {
         let channels_at = HEAD_WORDS + RUN_WORDS * self.runs.len();
-        let mut next = channels_at + if self.grid.is_some() { dim } else { 0 };
+        // Nothing asks where a channel of a key is.
+        let placed = self.grid.filter(|_| self.side == Side::Value);
+        let mut next = channels_at + if placed.is_some() { dim } else { 0 };
         let (mut entries, mut at) = (Vec::new(), BTreeMap::new());
         for run in self.runs {
             at.entry(run.table).or_insert_with(|| {
@@ -182,7 +184,7 @@ impl Lanes<'_> {
             words.extend(single);
             words.extend([per_word, need, table.raw_bits(), bias, 0, 0, 0]);
         }
-        if let Some(grid) = self.grid {
+        if let Some(grid) = placed {
             let mut channels = vec![NOWHERE; dim];
             for (run, place) in self.runs.iter().zip(places) {
                 for (at, channel) in channels[run.first..run.first + run.len].iter_mut().enumerate()
@@ -199,16 +201,18 @@ impl Lanes<'_> {
 
 /// What a side takes of shared memory at most, of rows of `dim` codes: a chunk, and runs and
 /// tables.
-pub(crate) fn expected(side: &SideSpec, dim: usize) -> [usize; 2] {
-    if side.entropy != Entropy::Huffman {
+pub(crate) fn expected(side: Side, (spec, dim): (&SideSpec, usize)) -> [usize; 2] {
+    if spec.entropy != Entropy::Huffman {
         return [0, 0];
     }
-    let codes = side.quantizer.alphabet();
+    let codes = spec.quantizer.alphabet();
     let planes = if codes.is_some_and(|codes| codes > 256) { 2 } else { 1 };
-    let chunk = (CHUNK_TOKENS * (dim | 1) * planes).next_multiple_of(128) + CHUNK_PAD;
+    // As `stride` has them, where every coefficient has a code.
+    let stride = if side == Side::Key { dim.next_multiple_of(TILE_TOKENS) } else { dim | 1 };
+    let chunk = (CHUNK_TOKENS * stride * planes).next_multiple_of(128) + CHUNK_PAD;
     let tables = match codes {
-        // Every class of a grid in runs of its own, and a word per channel.
-        None => 14 * (1024 + 64) + 4 * dim,
+        // Every class of a grid in runs of its own, and a word per channel of values.
+        None => 14 * (1024 + 64) + if side == Side::Value { 4 * dim } else { 0 },
         // Tables of wide codes are read where they are.
         Some(257..) => 0,
         Some(codes) => entry_bytes(codes),

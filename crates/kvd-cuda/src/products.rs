@@ -63,10 +63,11 @@ fn of_bytes((pair, variant): (Pair, Variant)) -> bool {
     on_tensor_cores((pair, variant)) && !halves
 }
 
-/// Tiles that it works on together: `Together` of `stops.cuh`.
-pub(crate) fn tiles_together((pair, variant): (Pair, Variant)) -> usize {
+/// Tiles that it works on together for so many query rows: `TILES` of `stops.cuh`.
+pub(crate) fn tiles_together((pair, variant): (Pair, Variant), rows: usize) -> usize {
     let spreads = pair.keys == Kernel::BitAlloc && variant != Variant::Groups;
-    if of_bytes((pair, variant)) && !pair.huffman && !spreads { 2 } else { 1 }
+    let alone = pair.huffman && rows > FEW_ROWS;
+    if of_bytes((pair, variant)) && !spreads && !alone { 2 } else { 1 }
 }
 
 /// Whether a shape's values become factors of products of halves.
@@ -219,8 +220,9 @@ pub(crate) fn work_bytes(
             // Where the sums of a step are scaled, those of its queries too.
             let sums = if is_hybrid { steps * rows } else { 0 };
             // Of each tile where channels have scales, of which each has others.
-            let scaled = [Kernel::Uniform as u32, Kernel::Polar as u32].contains(&shape.kind);
-            let cuts = if scaled { tiles_together(kernel) } else { 1 };
+            let by_channel = shape.kind == Kernel::Uniform as u32 && shape.scale_channels == 1;
+            let scaled = by_channel || shape.kind == Kernel::Polar as u32;
+            let cuts = if scaled { tiles_together(kernel, rows) } else { 1 };
             let head = (rows * ROW_WORDS).next_multiple_of(4);
             4 * (cuts * (head + steps * digit_words(rows)) + sums)
         }
@@ -243,7 +245,7 @@ pub(crate) fn weight_words((pair, variant): (Pair, Variant), rows: usize) -> usi
         return 0;
     }
     let sets = if pair.values == Kernel::Uniform { WEIGHT_SETS_MAX } else { 1 };
-    let tiles = tiles_together((pair, variant));
+    let tiles = tiles_together((pair, variant), rows);
     (rows * sets).next_multiple_of(4) + tiles * sets * digit_words(rows)
 }
 
@@ -268,12 +270,12 @@ fn digit_words(rows: usize) -> usize {
 /// thread has a sum of values.
 pub(crate) fn fixed_bytes((pair, variant): (Pair, Variant), rows: usize, dim: usize) -> usize {
     let (query, sums) = match on_tensor_cores((pair, variant)) {
-        true => (0, tiles_together((pair, variant)) * TILE_TOKENS),
+        true => (0, tiles_together((pair, variant), rows) * TILE_TOKENS),
         false => (rows * dim, WARPS as usize * 32),
     };
     let floats = query.next_multiple_of(4) + rows * sums + rows.next_multiple_of(4);
     4 * (floats + weight_words((pair, variant), rows))
-        + stops_bytes(pair.spans(variant), pair.huffman)
+        + stops_bytes(pair.spans(variant), (pair.huffman, tiles_together((pair, variant), rows)))
 }
 
 /// What a plan expects of one side's products.
@@ -333,7 +335,7 @@ pub(crate) fn expected(specs: [&SideSpec; 2], geometry: &Geometry, rows: u32) ->
     let of_side = |side: Side, shape| {
         let bytes = work_bytes((pair, variant), side, shape, rows as usize);
         let stage = stage_bytes(kernels[side.index()], shape, geometry.block_tokens as usize);
-        let stage = tiles_together((pair, variant)) * stage;
+        let stage = tiles_together((pair, variant), rows as usize) * stage;
         Expected { not: not(side), bytes, stage }
     };
     let dim = geometry.head_dim(Side::Key);
@@ -342,7 +344,7 @@ pub(crate) fn expected(specs: [&SideSpec; 2], geometry: &Geometry, rows: u32) ->
         rows,
         sides: [of_side(Side::Key, &key), of_side(Side::Value, &value)],
         fixed_bytes: fixed_bytes((pair, variant), rows as usize, dim),
-        tiles: tiles_together((pair, variant)),
+        tiles: tiles_together((pair, variant), rows as usize),
         is_fixed,
         resident: resident((pair, variant), is_fixed),
     }
@@ -524,7 +526,7 @@ mod tests {
         let digits = 4 * (4 * 5 + 4 * 4 * 24 + 4 * 4);
         assert_eq!(work(Side::Key, &key), digits);
         assert_eq!(work(Side::Value, &value), 4 * 4 * 128);
-        assert_eq!(tiles_together((pair, Variant::Own)), 2);
+        assert_eq!(tiles_together((pair, Variant::Own), 8), 2);
     }
 
     #[test]
@@ -553,7 +555,7 @@ mod tests {
         let [in_groups, values] = Side::BOTH.map(|side| grouped(side, 128));
         assert_eq!(variant(pair, &in_groups, &values), Variant::Groups);
         assert_eq!(variant(pair, &in_groups, &value), Variant::Any, "one side alone");
-        assert_eq!(tiles_together((pair, Variant::Groups)), 2);
+        assert_eq!(tiles_together((pair, Variant::Groups), 4), 2);
         let work = |side, shape| work_bytes((pair, Variant::Groups), side, shape, 4);
         assert_eq!(work(Side::Key, &in_groups), 4 * (4 * 5 + 5 * 4 * 24));
         assert_eq!(work(Side::Value, &values), 4 * 4 * 128 + 8 * 128 + 128);

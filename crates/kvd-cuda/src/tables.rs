@@ -376,7 +376,7 @@ impl Builder<'_> {
             let lanes = shape.lane_bytes as usize;
             own.next_multiple_of(COPY_BYTES) + lanes.next_multiple_of(COPY_BYTES)
         };
-        let tiles = tiles_together((pair, variant));
+        let tiles = tiles_together((pair, variant), rows as usize);
         let needed = [
             tiles * stage_bytes(keys, &unit.key, tokens),
             tiles * stage_bytes(values, &unit.value, tokens),

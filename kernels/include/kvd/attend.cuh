@@ -35,7 +35,7 @@ struct AsGiven {
 // What of shared memory depends on a pair of sides.
 template <class Key, class Value, int ROWS, bool CODED>
 KVD_DEVICE typename AttendShared<ROWS>::Sizes sizes_of(const SideShape& value, unsigned buffers) {
-    using Found = Stops<Key, Value, CODED>;
+    using Found = Stops<Key, Value, ROWS, CODED>;
     constexpr unsigned SUMS = Scores<Key, ROWS>::PARTS * Found::TOKENS;
     constexpr unsigned SUMS_OF_ROW =
         SUMS < Sums<Value, ROWS>::SUMS_OF_ROW ? Sums<Value, ROWS>::SUMS_OF_ROW : SUMS;
@@ -73,9 +73,9 @@ KVD_DEVICE void attend(const AttendParameters& parameters, uint8_t* memory) {
 
     // The union of what the rows see: the first row's start, the last row's end.
     const Range seen = {visible(unit, 0).from, visible(unit, unit.rows - 1).to};
-    Stops<Key, Value, CODED> stops(shared.stops);
+    Stops<Key, Value, ROWS, CODED> stops(shared.stops);
     Scores<Key, ROWS> scores(shared, parameters, key);
-    constexpr unsigned TILES = Stops<Key, Value, CODED>::TILES;
+    constexpr unsigned TILES = Stops<Key, Value, ROWS, CODED>::TILES;
     Softmax<Value, ROWS, Scores<Key, ROWS>::PARTS, TILES> softmax(parameters, unit);
     Sums<Value, ROWS> sums(shared, parameters, value);
     if (warp_index() == 0) {
@@ -104,7 +104,8 @@ KVD_DEVICE void attend(const AttendParameters& parameters, uint8_t* memory) {
         if (KVD_RARELY((number + buffers) % stops.BATCH == 0) && warp_index() == 0) {
             stops.find(parameters, unit, seen, decoder, number + buffers);
         }
-        decoder.advance(seen, place, [&]() { sums.settle(parameters, value); });
+        decoder.template advance<TILES == CHUNK_TILES>(
+            seen, place, [&]() { sums.settle(parameters, value); });
         start(number + buffers - 1, buffer == 0 ? buffers - 1 : buffer - 1);
         const uint8_t* staged = shared.stages + buffer * stage_bytes;
         // A second tile that the page has not is the first once more, and nothing of it is seen.

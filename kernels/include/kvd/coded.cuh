@@ -39,12 +39,9 @@ struct Decoder {
     const uint8_t* value_table;
     const uint8_t* key_lanes;
     const uint8_t* value_lanes;
-    uint8_t* key_chunks;
-    uint8_t* value_chunks;
-    OutlierList* outliers;
-    // All shared memory, and where in it the rings begin.
+    // All shared memory, and what of it is a decoder's.
     uint8_t* memory;
-    unsigned rings;
+    uint8_t* coded_memory;
     // The page and chunk whose tiles are read, and its place among the decoded ones.
     const PageEntry* page;
     unsigned chunk;
@@ -61,24 +58,16 @@ struct Decoder {
           value_table(value_table),
           key_lanes(nullptr),
           value_lanes(nullptr),
-          key_chunks(nullptr),
-          value_chunks(nullptr),
-          outliers(nullptr),
           memory(memory),
-          rings(0),
+          coded_memory(coded),
           page(nullptr),
           chunk(0),
-          slot(0) {
+          slot(parameters.chunks) {
         if (!CODED) {
             return;
         }
         key_lanes = runs(key, key_table);
         value_lanes = runs(value, value_table);
-        key_chunks = coded;
-        value_chunks = coded + parameters.chunks * parameters.key_chunk;
-        uint8_t* end = value_chunks + parameters.chunks * parameters.value_chunk;
-        outliers = reinterpret_cast<OutlierList*>(end);
-        rings = unsigned(end - memory) + 2 * parameters.chunks * sizeof(OutlierList);
     }
 
     // Runs and tables of a side in shared memory, behind its own table; those of wide codes, whose
@@ -118,33 +107,42 @@ struct Decoder {
                      nullptr};
         if (tile.coded) {
             const unsigned bytes = TILE_TOKENS * side.stride * (side.bits > 8 ? 2 : 1);
-            tile.decoded = out(is_key, slot) + place.tile % CHUNK_TILES * bytes;
+            tile.decoded = out(is_key, slot) + index % CHUNK_TILES * bytes;
             tile.lanes = is_key ? key_lanes : value_lanes;
-            tile.outliers = outliers + (is_key ? 0 : parameters.chunks) + slot;
+            tile.outliers = outliers(is_key, slot);
         }
         return tile;
     }
 
     KVD_DEVICE uint8_t* out(bool is_key, unsigned slot) const {
-        return is_key ? key_chunks + slot * parameters.key_chunk
-                      : value_chunks + slot * parameters.value_chunk;
+        const unsigned keys = parameters.chunks * parameters.key_chunk;
+        return coded_memory + (is_key ? slot * parameters.key_chunk : keys + slot * parameters.value_chunk);
+    }
+    KVD_DEVICE OutlierList* outliers(bool is_key, unsigned slot) const {
+        const unsigned chunks = parameters.chunks * (parameters.key_chunk + parameters.value_chunk);
+        const unsigned list = (is_key ? 0 : parameters.chunks) + slot;
+        return reinterpret_cast<OutlierList*>(coded_memory + chunks) + list;
+    }
+    // Where in the shared memory a ring is.
+    KVD_DEVICE unsigned ring(unsigned number) const {
+        const uint8_t* first = reinterpret_cast<const uint8_t*>(outliers(false, parameters.chunks));
+        return unsigned(first - memory) + number * RING_BYTES;
     }
 
     // Goes on to a tile of the unit, all threads together: when its chunk is not decoded yet, it and
-    // the next ones are. `before` is called first.
-    template <class Before>
+    // the next ones are. `before` is called first. `WHOLE`: each is a chunk of its own.
+    template <bool WHOLE, class Before>
     KVD_DEVICE void advance(Range seen, const Place& place, Before before) {
-        if (!CODED || (page == place.page && chunk == place.tile / CHUNK_TILES)) {
+        if (!CODED || (!WHOLE && page == place.page && chunk == place.tile / CHUNK_TILES)) {
             return;
         }
-        const bool first = page == nullptr;
         page = place.page;
         chunk = place.tile / CHUNK_TILES;
-        slot = first ? parameters.chunks : slot + 1;
+        slot++;
         if (slot >= parameters.chunks) {
             slot = 0;
             before();
-            decode(seen, unsigned(page - parameters.pages) - unit.first_page, place.tile);
+            decode(seen, unsigned(place.page - parameters.pages) - unit.first_page, place.tile);
             KVD_BARRIER();
         }
     }
@@ -163,8 +161,7 @@ struct Decoder {
             tile = (tile / CHUNK_TILES + 1) * CHUNK_TILES;
             has = seek(parameters, unit, seen, index, tile, place);
         }
-        const unsigned rings_of_side = most(parameters.chunks, 2);
-        const unsigned ring = rings + ((is_key ? 0 : rings_of_side) + mine) * RING_BYTES;
+        const unsigned ring = this->ring((is_key ? 0 : most(parameters.chunks, 2)) + mine);
         if (is_key) {
             decode_side<Key, true>(key, has, place, mine, ring);
         } else {
@@ -195,7 +192,7 @@ struct Decoder {
             decode_chunk<IS_KEY>(side, Source<true, false>{memory, lanes}, chunk, memory, ring, to);
         }
         if (head.length_bytes == 2 * WORD_BYTES) {
-            read_outliers(chunk, side.dim, outliers + (IS_KEY ? 0 : parameters.chunks) + mine);
+            read_outliers(chunk, side.dim, outliers(IS_KEY, mine));
         }
     }
 };

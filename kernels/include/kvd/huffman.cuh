@@ -49,7 +49,7 @@ struct LaneRun {
     uint32_t unused[3];
 };
 
-// What precedes the runs of a head; after them come, for a grid, `bias << 16 | place` of every
+// What precedes the runs of a head; after them come, for values of a grid, `bias << 16 | place` of every
 // channel, and the tables.
 struct LaneHead {
     uint32_t runs;

@@ -41,10 +41,12 @@ KVD_DEVICE Span gain_span(const PageEntry& page, unsigned tile) {
     return {uint64_t(page.value_bytes) + first, least(left, TILE_TOKENS / 2)};
 }
 
-template <class Key, class Value, bool CODED>
+template <class Key, class Value, int ROWS, bool CODED>
 struct Stops {
+    // Where codes are decoded too, more rows leave no registers for two.
+    static constexpr bool ALONE = CODED && !Factor<ROWS>::FEW;
     static constexpr unsigned TILES =
-        CODED || Together<Key>::value != Together<Value>::value ? 1 : Together<Key>::value;
+        ALONE || Together<Key>::value != Together<Value>::value ? 1 : Together<Key>::value;
     // Tokens of a stop.
     static constexpr unsigned TOKENS = TILES * TILE_TOKENS;
     static constexpr unsigned KEYS = Key::SPANS;
@@ -55,7 +57,7 @@ struct Stops {
     static constexpr unsigned WARP_COPY = WARP_LANES * COPY_BYTES;
     // Found together: `stops_bytes` of kvd-cuda/src/buffers.rs. Those before are kept, since some tiles of them are
     // still worked on.
-    static constexpr unsigned BATCH = CODED ? 4 : PIECES > 8 ? 8 : 16;
+    static constexpr unsigned BATCH = CODED ? 4 / TILES : PIECES > 8 ? 8 : 16;
     static constexpr unsigned RING = 2 * BATCH;
 
     Stop* ring;

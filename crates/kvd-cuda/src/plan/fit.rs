@@ -42,7 +42,7 @@ impl Fit {
         limits: &Limits,
     ) -> Option<Self> {
         let of = |side: Side| (specs[side.index()], geometry.head_dim(side));
-        let coded = Side::BOTH.map(|side| lanes::expected(of(side).0, of(side).1));
+        let coded = Side::BOTH.map(|side| lanes::expected(side, of(side)));
         let kernel = products::expected(specs, geometry, rows);
         let (rows, products) = (kernel.rows, kernel.sides);
         let buffer = products[0].stage + products[1].stage + GAIN_STAGE;
