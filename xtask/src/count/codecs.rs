@@ -106,9 +106,16 @@ const FP8: Rules = Rules {
     ..NONE
 };
 
-/// A tile whose chunk is decoded: decoding is not counted.
+/// Two tiles whose chunk is decoded, to bytes: decoding is not counted.
 const DECODED: Rules = Rules {
-    never: &["sums.settle(parameters, value);", "decode(seen, unsigned(page"],
+    never: &[
+        "sums.settle(parameters, value);",
+        "decode(seen, unsigned(place.page",
+        "case 1: return each_plain_of<1>(mine, use);",
+        "case 2: return each_plain_of<2>(mine, use);",
+        "default: return each_plain_of<3>(mine, use);",
+    ],
+    always: &["if (count == 4)"],
     turns: &[
         ("for (unsigned part = FIRST + warp_index(); part < PIECES;", 0.75),
         ("for (; left > 1; left -= 2)", 0.5),
@@ -379,10 +386,10 @@ pub(super) const ROWS: &[Row] = &[
         "kvcomp",
         "attend_huffman",
         "kvd_attend_huffman_uniform_uniform_4",
-        1,
+        2,
         &[DECODED, ALWAYS],
     ),
-    of_tiles("kvd-2", "attend_huffman", "kvd_attend_huffman_grid_grid_4", 1, &[DECODED, ALWAYS]),
+    of_tiles("kvd-2", "attend_huffman", "kvd_attend_huffman_grid_grid_4", 2, &[DECODED, ALWAYS]),
     of_page("store-kivi-4", "kvd_store_uniform", &[STORED_BY_CHANNEL, STORED, ALWAYS]),
     of_page("store-kivi-4-values", "kvd_store_uniform", &[STORED_BY_TOKEN, STORED, ALWAYS]),
     of_page("store-vecinfer-2", "kvd_store_vq", &[STORED_BOOK, STORED, ALWAYS]),
