@@ -220,8 +220,8 @@ pub(crate) fn expected(side: Side, (spec, dim): (&SideSpec, usize)) -> [usize; 2
     [chunk, tables]
 }
 
-/// Entries of a table for so many codes at most, bytes: those that a byte chooses, and where they are
-/// of several codes, which are short, single ones.
+/// Entries of a table for so many codes at most, bytes: those that a byte chooses, and where they
+/// are of several codes, which are short, single ones.
 fn entry_bytes(codes: u32) -> usize {
     match codes {
         0..=128 => (4 << INDEX_BITS) + (4 << (INDEX_BITS / 2)),

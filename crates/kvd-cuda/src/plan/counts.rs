@@ -146,8 +146,8 @@ fn of_look_up(vq: &VqSpec, side: Side, whole: bool) -> f64 {
     of_all_or_some[usize::from(!whole)]
 }
 
-/// Of tiles of Huffman codes, two together, decoding apart: what was counted, with the second tile's
-/// scores as the first's.
+/// Of tiles of Huffman codes, two together, decoding apart: what was counted, with the second
+/// tile's scores as the first's.
 fn decoded(specs: [&SideSpec; 2]) -> Option<f64> {
     match (&specs[0].quantizer, &specs[1].quantizer) {
         (Quantizer::Grid { .. }, Quantizer::Grid { .. }) => Some(8.4),
