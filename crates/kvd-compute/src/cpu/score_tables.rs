@@ -49,8 +49,8 @@ impl Keys {
     pub(crate) fn of_codebook(how: How, side: &HeadSide, queries: &[f32]) -> Option<Self> {
         let vq = side.vq().filter(|vq| vq.stages() == 1 && !vq.is_grouped())?;
         let book = vq.codebook(0, 0);
-        // Decoded entropy codes are a byte each, and AVX-VNNI multiplies the bytes of entries in fewer
-        // operations than AVX2 takes to look up what they add.
+        // Decoded entropy codes are a byte each, and AVX-VNNI multiplies the bytes of entries in
+        // fewer operations than AVX2 takes to look up what they add.
         if side.lane_runs().is_some() || how.0.has_avx_vnni() {
             return None;
         }

@@ -77,7 +77,8 @@ const SCORE_TOKENS: usize = 8;
 const SUM_TOKENS: usize = 16;
 
 /// What a precision comes to for units of so many rows: AVX-512 has products of single bytes and
-/// score tables, AVX-VNNI the former and AVX2 without it the latter; AMX multiplies factors of two bytes in the time of one.
+/// score tables, AVX-VNNI mostly the former and AVX2 without it the latter; AMX multiplies factors
+/// of two bytes in the time of one.
 pub(super) fn effective((simd, precision): How, rows: usize) -> Precision {
     let has = matches!(simd.set(), InstructionSet::Avx2 | InstructionSet::Avx512);
     let bytes = has && !wants_bytes(simd, rows);
