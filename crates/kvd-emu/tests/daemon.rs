@@ -246,7 +246,7 @@ async fn memory_of_closed_sequences_serves_others_when_a_gpus_pool_is_full() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_model_whose_tables_have_no_room_on_a_gpu_is_refused_when_it_is_registered() {
-    let Some(daemon) = Daemon::start_with(Pace::Late, 64 << 10).await else { return };
+    let Some(daemon) = Daemon::start_with(Pace::Late, 24 << 10).await else { return };
     let refused = daemon.client.register_model(SHAPE.spec("large", "kvcomp")).await.unwrap_err();
     assert_eq!(refused.code, Some(ErrorCode::LimitExceeded), "{refused}");
     assert!(refused.message.contains("raise device.table_bytes"), "{refused}");
