@@ -30,6 +30,20 @@ pub enum PlanError {
         /// Most.
         max: usize,
     },
+    /// Its tables and decoded codes are too large.
+    #[error(
+        "thread blocks of layer {layer} would take {bytes} bytes of shared memory, of which the GPU \
+         has {max}: use another codec, a calibration with fewer changes of class along a head, or \
+         the cpu device"
+    )]
+    SharedMemory {
+        /// Layer.
+        layer: u32,
+        /// What a thread block takes at least.
+        bytes: usize,
+        /// What it may take.
+        max: usize,
+    },
     /// The backend does not know a page that the plan names.
     #[error("no page is known at offset {0} of the arena")]
     UnknownPage(u64),

@@ -1,9 +1,11 @@
 //! A plan as block tables and launches. Pure: it reads no page memory; what a page is comes from
 //! the header that whoever placed it kept.
 
+mod fits;
 mod queries;
 mod shapes;
 
+pub(crate) use fits::one_page;
 pub use shapes::Shapes;
 
 use crate::PlanError;
@@ -185,7 +187,7 @@ impl Tables {
             }
             batch_row += query.n_q as usize;
         }
-        Ok(builder.finish())
+        builder.finish()
     }
 }
 
@@ -396,7 +398,7 @@ impl Builder<'_> {
         }
     }
 
-    fn finish(mut self) -> Tables {
+    fn finish(mut self) -> Result<Tables, PlanError> {
         for row in self.rows {
             self.tables.order.extend(row);
             self.tables.ends.push(self.tables.order.len() as u32);
@@ -415,6 +417,13 @@ impl Builder<'_> {
             let buffer = key_stage + value_stage + GAIN_STAGE;
             let staging = Staging { block: other + bytes, buffer, tile, huffman: pair.huffman };
             let buffers = staging.buffers(room);
+            let shared_bytes = other + bytes + (buffers - BUFFERS_MIN) * buffer;
+            // A launch that asks for more would cost the device.
+            let max = self.options.shared.block;
+            if shared_bytes > max {
+                let layer = self.plan.layer.0;
+                return Err(PlanError::SharedMemory { layer, bytes: shared_bytes, max });
+            }
             self.tables.launches.push(Launch {
                 kernel: fixed.map_or_else(|| pair.kernel(variant, rows), str::to_owned),
                 units,
@@ -426,10 +435,10 @@ impl Builder<'_> {
                 key_chunk: key_chunk as u32,
                 value_chunk: value_chunk as u32,
                 buffers: buffers as u32,
-                shared_bytes: other + bytes + (buffers - BUFFERS_MIN) * buffer,
+                shared_bytes,
             });
         }
-        self.tables
+        Ok(self.tables)
     }
 }
 

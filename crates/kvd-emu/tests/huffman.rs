@@ -14,7 +14,7 @@ use common::{Ask, Stored, geometry, noise};
 use kvd_codec::PageReader;
 use kvd_compute::Source;
 use kvd_core::{DType, Geometry, LayerIndex, Side};
-use kvd_cuda::SharedMemory;
+use kvd_cuda::{Limits, SharedMemory};
 use kvd_emu::{Order, available};
 
 fn conforms(geometry: &Geometry, codec: &str) {
@@ -107,6 +107,7 @@ fn grids_of_data_that_has_drifted() {
     let geometry = geometry(64, 64, DType::F16);
     let codec = "k=mean+qpca/grid(rate=2)/huffman; v=mean+gain+pca/grid(rate=1.5)/huffman";
     let (mut most, mut longest) = (0, 0);
+    let shared = Limits::h200().shared();
     // Few outliers, more than a list holds, and rests that take a word of their own.
     for (channels, tokens, factor) in [(40, 1, 3.0), (5, 1, 4.0), (1, 11, 90.0)] {
         let far = |side: Side, head: usize, token: usize, channel: usize| {
@@ -120,7 +121,14 @@ fn grids_of_data_that_has_drifted() {
                 longest = longest.max(chunk.into_iter().filter(|rest| rest.abs() > 7).count());
             }
             let what = format!("{codec}, {channels}, {tokens}, {factor}");
-            agree(&stored, &Ask::last(4, stored.tokens), &what);
+            let ask = Ask::last(4, stored.tokens);
+            agree(&stored, &ask, &what);
+            // Half of each warp has no chunk, and must leave the lists of others alone.
+            let plan = ask.plan(&stored, |i| noise(99 + i));
+            for order in Order::EACH {
+                let answer = run_within(&stored, &plan, (shared, Some(1)), order).unwrap().0;
+                check(&answer, &expected(&stored, &plan), &format!("{what}, one chunk"));
+            }
         }
     }
     assert!(most > 120 && longest > 60, "{most} outliers in a chunk, {longest} long ones");
@@ -184,10 +192,14 @@ fn thread_blocks_with_little_shared_memory_decode_fewer_chunks_at_once() {
     for (block, multiprocessor) in [(227, 228), (70, 70), (45, 45), (227, 160)] {
         let (block, multiprocessor) = (block << 10, multiprocessor << 10);
         let shared = SharedMemory { block, multiprocessor, under_way: 0 };
-        let (answer, bytes) = run_within(&stored, &plan, shared, Order::Random(3)).unwrap();
+        let (answer, bytes) = run_within(&stored, &plan, (shared, None), Order::Random(3)).unwrap();
         check(&answer, &wanted, &format!("{shared:?}"));
         assert!(bytes <= shared.block, "{bytes} of {shared:?}");
         sizes.push(bytes);
     }
     assert!(sizes[0] > sizes[1] && sizes[1] > sizes[2] && sizes[3] == sizes[1], "{sizes:?}");
+    // One chunk has no room either.
+    let shared = SharedMemory { block: 30 << 10, multiprocessor: 31 << 10, under_way: 0 };
+    let refused = run_within(&stored, &plan, (shared, None), Order::Ascending).unwrap_err();
+    assert!(refused.contains("of shared memory, of which the GPU has 30720"), "{refused}");
 }

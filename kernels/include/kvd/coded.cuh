@@ -180,7 +180,8 @@ struct Decoder {
         if (has) {
             const Tile tile = this->tile(place, place.page->tokens, IS_KEY, nullptr, nullptr);
             const uint8_t* codes = tile.payload + Side::codes_at(side, tile);
-            chunk = chunk_of(head, codes, tile.page_tokens, place.tile / CHUNK_TILES);
+            chunk = chunk_of(head, codes, tile.payload + tile.payload_bytes, tile.page_tokens,
+                             place.tile / CHUNK_TILES);
         }
         const unsigned to = unsigned(out(IS_KEY, mine) - memory);
         const bool odd = reinterpret_cast<uintptr_t>(chunk.words) % WORD_BYTES != 0;
@@ -192,7 +193,7 @@ struct Decoder {
             decode_chunk<IS_KEY>(side, Source<true, false>{memory, lanes}, chunk, memory, ring, to);
         }
         if (head.length_bytes == 2 * WORD_BYTES) {
-            read_outliers(chunk, side.dim, outliers(IS_KEY, mine));
+            read_outliers(chunk, side.dim, mine < parameters.chunks, outliers(IS_KEY, mine));
         }
     }
 };

@@ -83,9 +83,10 @@ struct Chunk {
     unsigned tokens;
 };
 
-// Chunk `index` of a page whose codes, lengths first, begin at `codes`.
-KVD_DEVICE Chunk chunk_of(const LaneHead& head, const uint8_t* codes, unsigned page_tokens,
-                          unsigned index) {
+// Chunk `index` of a page whose codes, lengths first, begin at `codes`. What lengths say is behind
+// `end`, where the payload does, is not read.
+KVD_DEVICE Chunk chunk_of(const LaneHead& head, const uint8_t* codes, const uint8_t* end,
+                          unsigned page_tokens, unsigned index) {
     const unsigned chunks = (page_tokens + CHUNK_TOKENS - 1) / CHUNK_TOKENS;
     const bool outliers = head.length_bytes == 2 * WORD_BYTES;
     const auto length = [&](unsigned chunk, unsigned part) -> unsigned {
@@ -95,9 +96,11 @@ KVD_DEVICE Chunk chunk_of(const LaneHead& head, const uint8_t* codes, unsigned p
     for (unsigned before = 0; before < index; before++) {
         at += WORD_BYTES * (length(before, 0) + (outliers ? length(before, 1) : 0));
     }
-    const unsigned count = length(index, 0);
+    const unsigned left = at < end ? unsigned(end - at) / WORD_BYTES : 0;
+    const unsigned count = least(length(index, 0), left);
+    const unsigned outlier_words = outliers ? least(length(index, 1), left - count) : 0;
     const unsigned tokens = least(CHUNK_TOKENS, page_tokens - index * CHUNK_TOKENS);
-    return {at, count, at + WORD_BYTES * count, outliers ? length(index, 1) : 0, tokens};
+    return {at, count, at + WORD_BYTES * count, outlier_words, tokens};
 }
 
 // The words of a chunk on their way through shared memory, the bits of this lane, and how far the

@@ -44,8 +44,9 @@ KVD_DEVICE uint32_t outlier_data(uint32_t is_long, uint32_t& inside) {
     return data;
 }
 
-// Fills the list of a chunk; the other half of the warp has a chunk of its own.
-KVD_DEVICE void read_outliers(const Chunk& chunk, unsigned dim, OutlierList* list) {
+// Fills the list of a chunk; the other half of the warp has a chunk of its own, or none and no list
+// (`has`).
+KVD_DEVICE void read_outliers(const Chunk& chunk, unsigned dim, bool has, OutlierList* list) {
     const unsigned lane = code_lane();
     unsigned at = 0;
     unsigned length = 0;
@@ -84,7 +85,7 @@ KVD_DEVICE void read_outliers(const Chunk& chunk, unsigned dim, OutlierList* lis
         inside = after;
         at += CODE_LANES;
     }
-    if (lane == 0) {
+    if (has && lane == 0) {
         list->words = chunk.outliers;
         list->count = chunk.outlier_words;
         list->taken = at;

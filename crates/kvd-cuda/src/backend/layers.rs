@@ -4,6 +4,7 @@
 use super::{CudaBackend, ROWS_USUAL, error};
 use crate::backend::memory::ALIGN;
 use crate::side::ROWS;
+use crate::tables::one_page;
 use crate::{Choices, LayerRoom, Shapes, StoreShapes, Turns};
 use kvd_codec::ModelCodec;
 use kvd_compute::{BackendError, Sampling};
@@ -106,6 +107,14 @@ impl CudaBackend {
     /// Whether there are kernels for every layer, and room for what they read.
     pub(super) fn serves(&self, codec: &ModelCodec) -> Result<(), BackendError> {
         let rooms = self.rooms(codec, |shapes| Ok(shapes.check()?))?;
+        for layer in (0..codec.geometry().layers).map(LayerIndex) {
+            for rows in ROWS {
+                let (choices, shapes) = self.choices(codec, layer, rows)?;
+                let plan = one_page(codec, layer, rows);
+                let options = choices.options(&plan, codec.geometry().kv_heads);
+                shapes.check_room(&plan, codec, options)?;
+            }
+        }
         self.device.has_room(ModelRoom::bytes(&rooms))
     }
 

@@ -153,6 +153,11 @@ fn set(
     // SAFETY: a function of a loaded module, as this function asks for; modules live as long as the
     // driver.
     let result = unsafe { sys::cuFuncSetAttribute(function, attribute, value) };
+    // Too much shared memory was asked for, and nothing was launched.
+    if result == CUresult::CUDA_ERROR_INVALID_VALUE {
+        let reason = format!("{attribute:?} {value}");
+        return Err(DriverError::Refused { call: "cuFuncSetAttribute", reason });
+    }
     check("cuFuncSetAttribute", result)
 }
 

@@ -51,6 +51,9 @@ pub(crate) struct EmuDriver {
 impl EmuDriver {
     fn launch_work(&self, launched: &KernelLaunch<'_>) -> Work {
         let KernelLaunch { kernel, blocks, shared_bytes, parameters, .. } = *launched;
+        // A GPU would refuse it.
+        let most = self.limits.block_shared_bytes;
+        assert!(shared_bytes <= most, "{kernel}: {shared_bytes} of {most} bytes");
         let (kernel, parameters) = (kernel.to_owned(), parameters.to_vec());
         Work::Launch { kernel, blocks, shared_bytes, parameters }
     }

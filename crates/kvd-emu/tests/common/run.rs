@@ -85,14 +85,15 @@ pub(crate) fn run_late(
         .map(|(answer, _)| answer)
 }
 
-/// The same with so much shared memory for a thread block; says how much of it was taken.
+/// The same with so much shared memory for a thread block, and so many chunks decoded together where
+/// they fit; says how much of it was taken.
 pub(crate) fn run_within(
     stored: &Stored,
     plan: &AttendPlan,
-    shared: SharedMemory,
+    (shared, chunks): (SharedMemory, Option<u32>),
     order: Order,
 ) -> Result<(Attended, usize), String> {
-    let options = Options { parts_per_unit: 4, shared, chunks: None, channel_split: 1 };
+    let options = Options { parts_per_unit: 4, shared, chunks, channel_split: 1 };
     run_as(stored, plan, (options, [0.into(); 2]), |_| {}, order)
 }
 
