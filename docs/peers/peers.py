@@ -10,17 +10,25 @@ included. Keys and values rotate over `--buffer` bytes. Every peer in its
 best form known to us: torch with the query heads of a KV head folded into rows, onnxruntime with
 past and present in one buffer, ggml and ik_llama.cpp with a cache by head. Encoding: nanoseconds
 per value. Scores: keys of 2 bits against four queries; faiss keeps the best of a million keys, 32 MB,
-kvd all of them, over keys that are half of `--buffer`. Codes: nanoseconds per Huffman code.
+kvd all of them, over keys that are half of `--buffer`. Codes: nanoseconds per Huffman code. Scaling
+of kvd alone: one thread and two, and contexts from 4096 to 131072 tokens.
 
-A peer that is not installed is named and left out; README.md says how to build those that do not
-install as packages. Only ratios within one run mean anything.
+Goals by table: attention has C1, C2, C4 and C5, scores C3, codes C6 and C7, encoding C8 (uniform codes of
+rows that are f32 already), scaling C11.
+
+What is compared is named with its version first. A peer that is not installed is named and left out;
+README.md says how to build those that do not install as packages. Only ratios within one run mean
+anything.
 """
 
 import argparse
+import functools
 import importlib
+import importlib.metadata
 import itertools
 import json
 import os
+import platform
 import statistics
 import subprocess
 import sys
@@ -31,17 +39,31 @@ ATTEND = (
     "raw fp8 kivi-4 kivi-2 innerq-2 polar-4+4 turbo-4 vecinfer-2 vecinfer-2-reg "
     "kvd-2-fast kvcomp kvd-4 kvd-2"
 ).split()
+# kvcomp with steps for 2.24 and 2.90 bits a value of normal rows; the preset takes 3.37.
+ATTEND += [
+    f"k=uniform(rel={k},axis=block)/huffman; v=uniform(rel={v},axis=token)/huffman"
+    for k, v in ((0.175, 0.24), (0.097, 0.15))
+]
 # Two bytes of queries and weights, and one as the peers' kernels of quantized rows.
 PRECISIONS = ("fast", "int8")
 # Codecs whose values are coded as a quantizer of faiss does, and its sub-vectors and bits.
 ENCODE = {"k=raw; v=vq(d=4,b=8)": (32, 8), "k=raw; v=vq(d=2,b=4)": (64, 4)}
+# Uniform codes have no quantizer of faiss beside them; their goal is in bytes.
+UNIFORM = ["kivi-4", "kivi-2"]
 # Keys of as many bits as faiss's 64 codes of 4 bits; values are not read.
 SCORES = "k=vq(d=2,b=4); v=vq(d=2,b=4)"
 SCAN_ROWS = 1_000_000
 # Normal values at about 2.2 and 2.9 bits of entropy; pages of 64 tokens are 8192 codes.
 CODES = [f"k=uniform(rel={step},axis=block)/huffman; v=raw" for step in (0.134, 0.082)]
-# What keeps torch to AVX2; onnxruntime has no such setting and is left out then.
-AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+# Two threads and long contexts: codecs with few bytes and many, of tables, bf16, codes and floats.
+SCALING = ["vecinfer-2-reg", "kvd-2-fast", "kivi-4", "kvd-2", "raw"]
+CONTEXTS = (4096, 8192, 32768, 131072)
+# What keeps torch and faiss to AVX2. faiss chooses its own level elsewhere, and so do its wheels
+# that do not know this name; which one it took is printed. onnxruntime has no such setting and is
+# left out.
+AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "FAISS_SIMD_LEVEL": "AVX2"}
+# Packages under the names of their distributions, and of the modules.
+PACKAGES = {name: name for name in ("numpy", "torch", "onnx", "onnxruntime")} | {"faiss-cpu": "faiss"}
 
 
 class Rows:
@@ -59,25 +81,47 @@ class Rows:
         self.add(name, [figure["median"]])
         self.best[name] = min(self.best[name], figure["best"])
 
-    def markdown(self, unit, peers):
+    def markdown(self, unit, peers=()):
         """A table; one more column for each peer says how many times faster a row is."""
+        if not self.runs:
+            return
         of = {name: statistics.median(runs) for name, runs in self.runs.items()}
         print(f"| {unit} | median | best |" + "".join(f" {peer} / this |" for peer in peers))
         print("|---|---:|---:|" + "---:|" * len(peers))
         for name in self.runs:
             ratios = "".join(f" {of[peer] / of[name]:.2f} |" for peer in peers)
             print(f"| {name} | {of[name]:.2f} | {self.best[name]:.2f} |{ratios}")
+        print()
 
 
 def optional(name):
     """A package, or None with a word about it."""
     try:
-        module = importlib.import_module(name)
+        return importlib.import_module(name)
     except ImportError as error:
         print(f"{name} is left out: {error}", file=sys.stderr)
         return None
-    print(f"{name} {module.__version__}", file=sys.stderr)
-    return module
+
+
+def versions(arguments, torch, faiss):
+    """What is compared, a line each, as far as it says who it is."""
+    lines = [f"Python {platform.python_version()}"]
+    for package in PACKAGES:
+        try:
+            lines.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            lines.append(f"{package}: not installed as a package")
+        if package == "torch" and torch:
+            lines[-1] += f" ({torch.backends.cpu.get_cpu_capability()})"
+        if package == "faiss-cpu" and faiss and hasattr(faiss, "SIMDConfig"):
+            lines[-1] += f" ({faiss.SIMDConfig.get_level_name()})"
+    told = dict(given.split("=", 1) for given in arguments.version_of or [])
+    names = [given.split("=", 1)[0] for given in arguments.ggml or []]
+    for name in [*names, *(["huff0"] if arguments.huff0 else [])]:
+        lines.append(f"{name} {told.pop(name, 'of an unknown version (--version-of)')}")
+    lines += [f"{name} {text}" for name, text in told.items()]
+    own = subprocess.run([arguments.kvd, "--version"], check=True, stdout=subprocess.PIPE)
+    return [*lines, own.stdout.decode().strip()]
 
 
 def turn(calls, per_call):
@@ -245,6 +289,32 @@ def ggml_peers(arguments):
     return peers
 
 
+@functools.cache
+def takes(binary, what, option):
+    """Whether a benchmark of kvd knows an option."""
+    command = [binary, "bench", what, "--help"]
+    return option in subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout.decode()
+
+
+def has_avx512():
+    """Whether kvd would take AVX-512 here by itself."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            return "avx512" in file.read()
+    except OSError:
+        return False
+
+
+def held(arguments, what):
+    """What keeps a benchmark of kvd to the instruction set asked for; None if nothing can."""
+    if not arguments.avx2:
+        return []
+    if takes(arguments.kvd, what, "--instruction-set"):
+        return ["--instruction-set", arguments.instruction_set or "avx2"]
+    # Without the option kvd takes the machine's best.
+    return None if has_avx512() or arguments.instruction_set else []
+
+
 def kvd(binary, what, codecs, *more):
     """Rows of `kvd bench`, one thread, pinned by itself."""
     command = [binary, "bench", what, "--json", "--rounds", "3", *more]
@@ -253,7 +323,97 @@ def kvd(binary, what, codecs, *more):
     return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
 
 
-def main():
+def forms(arguments):
+    """How kvd attends: options and what a row's name says of them."""
+    for tokens, precision in itertools.product(arguments.block_tokens or [64], PRECISIONS):
+        of_blocks = f", {tokens} tokens a block" if tokens != 64 else ""
+        yield ["--precision", precision, "--block-tokens", str(tokens)], precision, of_blocks
+
+
+def size(arguments, contexts):
+    """The caches of kvd."""
+    contexts = ",".join(map(str, contexts))
+    return ["--context", contexts, "--buffer", str(int(arguments.buffer))]
+
+
+class Own:
+    """kvd's rows of all tables."""
+
+    def __init__(self, arguments):
+        self.arguments, self.machine, self.errors = arguments, None, {}
+        self.left_out = [what for what in ("scores", "codec") if held(arguments, what) is None]
+        for what in self.left_out:
+            print(
+                f"kvd bench {what} is left out: it takes no --instruction-set and would use AVX-512",
+                file=sys.stderr,
+            )
+
+    def rows(self, what, codecs, *more):
+        if what in self.left_out:
+            return []
+        more = [*more, *held(self.arguments, what)]
+        answer = kvd(self.arguments.kvd, what, codecs, *more)
+        self.machine = answer["machine"]
+        return answer["rows"]
+
+    def attend(self, table):
+        sizes = size(self.arguments, [self.arguments.context])
+        for more, precision, of_blocks in forms(self.arguments):
+            for row in self.rows("attend", self.arguments.codec or ATTEND, *sizes, *more):
+                name = f"kvd {row['codec']}" + (f" {precision}" if precision != "fast" else "")
+                table.add_figure(name + of_blocks, row["cpu_ns"])
+                self.errors[name + of_blocks] = row["kernel_error"]
+
+    def encode(self, table, uniform):
+        for row in self.rows("codec", ENCODE):
+            if row["side"] == "v":
+                table.add_figure(f"kvd v={row['side_spec']}", row["encode_ns"])
+        for row in self.rows("codec", UNIFORM):
+            uniform.add_figure(f"kvd {row['side']}={row['side_spec']}", row["encode_ns"])
+
+    def scores(self, table):
+        sizes = size(self.arguments, [self.arguments.context])
+        for more, precision, of_blocks in forms(self.arguments):
+            for row in self.rows("scores", [SCORES], *sizes, *more):
+                error = f"error {row['kernel_error']:.1e}"
+                name = f"kvd {row['codec']} {precision}{of_blocks}, {error}"
+                table.add_figure(name, row["cpu_ns"])
+
+    def codes(self, table):
+        for row in self.rows("codec", CODES):
+            if row["codes_ns"]:
+                words = row["huffman"]
+                over = words["bits_per_code"] / words["entropy"] - 1
+                name = f"{row['side_spec']}, {row['bits_per_value']:.2f} stored"
+                name += f", words {100 * over:.1f} % over the entropy of single codes"
+                table.add_figure(f"kvd decode {name}", row["codes_ns"])
+                table.add_figure(f"kvd encode {name}", row["coding_ns"])
+
+    def scaling(self, cores):
+        """One thread and two over 32768 tokens, and contexts; int8, once, after all turns."""
+        more = ["--precision", "int8"]
+        if cores > 1:
+            sizes = size(self.arguments, [32768])
+            rows = self.rows("attend", SCALING, *sizes, *more, "--threads", "1,2")
+            print("| codec, 32768 tokens | one thread, ns | two, ns | of one |\n|---|---:|---:|---:|")
+            for one, two in itertools.product(rows, rows):
+                if (one["codec"], one["threads"], two["threads"]) == (two["codec"], 1, 2):
+                    [first, second] = [row["wall_ns"]["median"] for row in (one, two)]
+                    cells = f"{first:.2f} | {second:.2f} | {first / second:.2f}"
+                    print(f"| {one['codec']} | {cells} |")
+            print()
+        else:
+            print("two threads are left out: there is one core", file=sys.stderr)
+        rows = self.rows("attend", SCALING, *size(self.arguments, CONTEXTS), *more)
+        heads = "".join(f" {context} |" for context in CONTEXTS)
+        print(f"| codec, ns by context |{heads}\n|---|{'---:|' * len(CONTEXTS)}")
+        for codec in SCALING:
+            of = [row["cpu_ns"]["median"] for row in rows if row["codec"] == codec]
+            print(f"| {codec} |" + "".join(f" {figure:.2f} |" for figure in of))
+        print()
+
+
+def parsed():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--kvd", default="target/release/kvd", help="a release build")
     parser.add_argument("--context", type=int, default=8192, help="cached tokens")
@@ -263,40 +423,53 @@ def main():
     parser.add_argument("--block-tokens", type=int, action="append", help="of kvd; may be repeated [64]")
     parser.add_argument("--ggml", action="append", help="NAME=PROGRAM of ggml.cpp; may be repeated")
     parser.add_argument("--huff0", help="the program of huff0.c")
-    parser.add_argument("--avx2", action="store_true", help="attention alone, without wider vectors; ggml built so")
+    parser.add_argument(
+        "--version-of",
+        action="append",
+        metavar="NAME=TEXT",
+        help="what a NAME of --ggml, or huff0, was built from, to be printed; may be repeated",
+    )
+    parser.add_argument("--avx2", action="store_true", help="no wider vectors; programs built so")
     parser.add_argument("--instruction-set", help="that of kvd with --avx2 [avx2]")
+    parser.add_argument("--no-scaling", action="store_true", help="without two threads and contexts")
     arguments = parser.parse_args()
     if arguments.instruction_set and not arguments.avx2:
         parser.error("--instruction-set is for --avx2")
+    for given in [*(arguments.ggml or []), *(arguments.version_of or [])]:
+        if "=" not in given:
+            parser.error(f"{given}: NAME=… is wanted")
+    return arguments
+
+
+def main():
+    arguments = parsed()
     if arguments.avx2:
         os.environ |= AVX2
 
     # Threads of kvd's benchmark choose the last core; so do the peers.
     everywhere = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {max(everywhere)})
-    np, torch, onnx, onnxruntime, faiss = map(
-        optional, ("numpy", "torch", "onnx", "onnxruntime", "faiss")
-    )
+    np, torch, onnx, onnxruntime, faiss = map(optional, PACKAGES.values())
+    print("\n".join(f"- {line}" for line in versions(arguments, torch, faiss)), flush=True)
     peers = {}
     if torch:
         peers |= torch_peers(torch, arguments.context, arguments.buffer)
     if np and onnx and onnxruntime and not arguments.avx2:
         peers |= gqa_peers(onnxruntime, onnx, np, arguments.context, arguments.buffer)
-    others = faiss and np and not arguments.avx2
-    encoders = faiss_peers(faiss, np) if others else {}
-    scans = scan_peers(faiss, np) if others else {}
+    encoders = faiss_peers(faiss, np) if faiss and np else {}
+    scans = scan_peers(faiss, np) if faiss and np else {}
     for calls in [*peers.values(), *encoders.values(), *scans.values()]:
         turn(calls, 1)
 
-    attend, encode, scores, codes = Rows(), Rows(), Rows(), Rows()
-    errors, machine = {}, None
+    attend, encode, uniform, scores, codes = Rows(), Rows(), Rows(), Rows(), Rows()
+    own = Own(arguments)
     for _ in range(arguments.turns):
         for name, calls in peers.items():
             attend.add(name, turn(calls, arguments.context * KV_HEADS))
         for command in ggml_peers(arguments).values():
             for row in program(command):
                 attend.add(row["name"], row["ns"])
-                errors[row["name"]] = row["error"]
+                own.errors[row["name"]] = row["error"]
         for name, calls in encoders.items():
             encode.add(name, turn(calls, 4096 * DIM))
         for name, calls in scans.items():
@@ -304,48 +477,24 @@ def main():
         for row in program([arguments.huff0, "3"]) if arguments.huff0 else []:
             codes.add(f"{row['name']}, {row['bits']:.2f} stored", row["ns"])
         os.sched_setaffinity(0, everywhere)
-        size = ["--context", str(arguments.context), "--buffer", str(int(arguments.buffer))]
-        forms = list(itertools.product(arguments.block_tokens or [64], PRECISIONS))
-        for tokens, precision in forms:
-            more = [*size, "--precision", precision, "--block-tokens", str(tokens)]
-            more += ["--instruction-set", arguments.instruction_set or "avx2"] if arguments.avx2 else []
-            of_blocks = f", {tokens} tokens a block" if tokens != 64 else ""
-            answer = kvd(arguments.kvd, "attend", arguments.codec or ATTEND, *more)
-            machine = answer["machine"]
-            for row in answer["rows"]:
-                name = f"kvd {row['codec']}" + (f" {precision}" if precision != "fast" else "")
-                name += of_blocks
-                attend.add_figure(name, row["cpu_ns"])
-                errors[name] = row["kernel_error"]
-        if arguments.avx2:
-            os.sched_setaffinity(0, {max(everywhere)})
-            continue
-        for row in kvd(arguments.kvd, "codec", ENCODE)["rows"]:
-            if row["side"] == "v":
-                encode.add_figure(f"kvd v={row['side_spec']}", row["encode_ns"])
-        for tokens, precision in forms:
-            more = [*size, "--precision", precision, "--block-tokens", str(tokens)]
-            of_blocks = f", {tokens} tokens a block" if tokens != 64 else ""
-            for row in kvd(arguments.kvd, "scores", [SCORES], *more)["rows"]:
-                name = f"kvd {row['codec']} {precision}{of_blocks}, error {row['kernel_error']:.1e}"
-                scores.add_figure(name, row["cpu_ns"])
-        for row in kvd(arguments.kvd, "codec", CODES)["rows"]:
-            if row["codes_ns"]:
-                name = f"{row['side_spec']}, {row['bits_per_value']:.2f} stored"
-                codes.add_figure(f"kvd decode {name}", row["codes_ns"])
-                codes.add_figure(f"kvd encode {name}", row["coding_ns"])
+        own.attend(attend)
+        own.encode(encode, uniform)
+        own.scores(scores)
+        own.codes(codes)
         os.sched_setaffinity(0, {max(everywhere)})
 
-    print(f"{machine}\n")
+    print(f"- kvd's machine: {json.dumps(own.machine)}\n")
     peers = [name for name in attend.runs if not name.startswith("kvd ")]
     attend.markdown(f"ns per token and KV head at {arguments.context}", peers)
-    print("\nkernel errors:", ", ".join(f"{name} {error:.1e}" for name, error in errors.items()))
-    print()
+    errors = [f"{name} {error:.1e}" for name, error in own.errors.items()]
+    print("kernel errors:", ", ".join(errors), "\n")
     encode.markdown("encoding, ns per value", list(encoders))
-    print()
+    uniform.markdown("encoding, ns per value; 0.5 are 4 GB/s of f16")
     scores.markdown("scores, ns per key", list(scans))
-    print()
-    codes.markdown("Huffman, ns per code", [])
+    codes.markdown("Huffman, ns per code")
+    if not arguments.no_scaling:
+        os.sched_setaffinity(0, everywhere)
+        own.scaling(len(everywhere))
 
 
 if __name__ == "__main__":
