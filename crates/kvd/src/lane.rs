@@ -140,8 +140,8 @@ impl Lane {
     }
 
     /// Runs `work` on the device after others that were accepted before, attends aside, and waits
-    /// for its answer. Work
-    /// that has begun is finished even if the caller goes away; work that has not is dropped.
+    /// for its answer. Work that has begun is finished even if the caller goes away; work that has
+    /// not is dropped.
     ///
     /// # Errors
     /// `QUEUE_FULL`, `DEADLINE_EXCEEDED` when the deadline passed before the work began,

@@ -3,15 +3,17 @@
 //!
 //! A decode step waits for attention layer by layer, while a prefill that is stored takes the
 //! device for milliseconds a chunk. So attention goes first; but while other jobs wait, it may take
-//! no more of the device's time between two of them than the last of them took, within
-//! [`SHARE`], overrun by one attend. Of many stores that are queued an attend then waits for those
-//! whose turn comes while attends before it use up their share: one, where there are none.
+//! no more of the device's time in its turn than they took in theirs, within [`SHARE`], overrun by
+//! one attend. The others' turn is one job, or as many short ones as fit in the least share: those
+//! that store a token take microseconds, and would wait milliseconds each. Of many stores that are
+//! queued an attend then waits for those whose turn comes while attends before it use up their
+//! share: one, where there are none.
 
 use std::collections::VecDeque;
 use std::ops::RangeInclusive;
 use std::time::Duration;
 
-/// The least and the most that attention may take between two other jobs.
+/// The least and the most that attention may take in its turn.
 const SHARE: RangeInclusive<Duration> = Duration::from_millis(2)..=Duration::from_millis(100);
 
 /// What a job is for.
@@ -23,6 +25,13 @@ pub(crate) enum Kind {
     Other,
     /// The same, and no earlier than every attend that came before: what takes a model away.
     AfterAll,
+}
+
+/// Whose turn it is where both wait.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Turn {
+    Attends,
+    Others,
 }
 
 struct Waiting<J> {
@@ -37,16 +46,20 @@ pub(crate) struct Turns<J> {
     attends: VecDeque<Waiting<J>>,
     others: VecDeque<Waiting<J>>,
     came: u64,
-    /// What the last other job took, within [`SHARE`].
+    turn: Turn,
+    /// What the others took in their last turn, within [`SHARE`].
     share: Duration,
-    /// What attention has taken while another job waited, since the last of them.
+    /// What attention has taken in its turn, while another job waited.
     taken: Duration,
+    /// What the others have taken in theirs.
+    used: Duration,
 }
 
 impl<J> Turns<J> {
     pub(crate) fn new() -> Self {
         let (attends, others) = (VecDeque::new(), VecDeque::new());
-        Self { attends, others, came: 0, share: *SHARE.start(), taken: Duration::ZERO }
+        let [taken, used] = [Duration::ZERO; 2];
+        Self { attends, others, came: 0, turn: Turn::Attends, share: *SHARE.start(), taken, used }
     }
 
     pub(crate) fn is_empty(&self) -> bool {
@@ -66,7 +79,7 @@ impl<J> Turns<J> {
             (Some(_), None) => true,
             (Some(attend), Some(other)) => {
                 let before = other.kind == Kind::AfterAll && attend.serial < other.serial;
-                before || self.taken < self.share
+                before || self.turn == Turn::Attends
             }
             (None, _) => false,
         };
@@ -79,10 +92,19 @@ impl<J> Turns<J> {
         match kind {
             // What nobody waited for was nobody's share.
             Kind::Attend if self.others.is_empty() => self.taken = Duration::ZERO,
-            Kind::Attend => self.taken += took,
+            Kind::Attend => {
+                self.taken += took;
+                if self.taken >= self.share {
+                    (self.turn, self.taken) = (Turn::Others, Duration::ZERO);
+                }
+            }
             Kind::Other | Kind::AfterAll => {
-                self.share = took.clamp(*SHARE.start(), *SHARE.end());
-                self.taken = Duration::ZERO;
+                self.used += took;
+                if self.used >= *SHARE.start() {
+                    self.share = self.used.min(*SHARE.end());
+                    [self.taken, self.used] = [Duration::ZERO; 2];
+                    self.turn = Turn::Attends;
+                }
             }
         }
     }
@@ -131,8 +153,30 @@ mod tests {
     }
 
     #[test]
-    fn a_long_attend_lets_one_other_job_pass() {
-        assert_eq!(order(turns(3, 3), 50, 1), [0, 100, 1, 101, 2, 102]);
+    fn a_long_attend_lets_short_jobs_pass_for_the_least_share() {
+        assert_eq!(order(turns(3, 3), 50, 1), [0, 100, 101, 1, 102, 2]);
+        assert_eq!(order(turns(3, 3), 50, 2), [0, 100, 1, 101, 2, 102]);
+    }
+
+    #[test]
+    fn jobs_that_take_next_to_nothing_share_one_turn() {
+        // As stores of one token do, and jobs whose caller has left.
+        let expected: Vec<u32> = [0].into_iter().chain(100..120).chain([1, 2]).collect();
+        assert_eq!(order(turns(3, 20), 50, 0), expected);
+    }
+
+    #[test]
+    fn what_the_others_did_not_use_of_their_turn_is_theirs_when_they_come_again() {
+        let mut turns = turns(2, 1);
+        let took = [3, 1, 5].map(Duration::from_millis);
+        for (job, took) in [0, 100, 1].into_iter().zip(took) {
+            let (kind, next) = turns.next().unwrap();
+            assert_eq!(next, job);
+            turns.ran(kind, took);
+        }
+        turns.push(Kind::Attend, 2);
+        turns.push(Kind::Other, 101);
+        assert_eq!(turns.next(), Some((Kind::Other, 101)));
     }
 
     #[test]

@@ -9,10 +9,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use tokio::runtime::Runtime;
 use tokio::task::JoinHandle;
 
-/// Tokens of one store.
-const TOKENS: u32 = 1024;
-/// Stores of a sequence before the next one.
-const STORES: u32 = 8;
+/// Tokens of a sequence before the next one.
+const SEQUENCE_TOKENS: u32 = 8192;
 
 /// Writers, each of which stores one chunk after another until all are stopped.
 pub(super) struct Beside {
@@ -22,24 +20,24 @@ pub(super) struct Beside {
 }
 
 impl Beside {
-    /// Starts so many writers.
+    /// Starts so many writers, which store so many tokens at a time.
     pub(super) fn start(
         runtime: &Runtime,
         client: &Client,
         (model, shape): (ModelId, Shape),
-        writers: usize,
+        (writers, tokens): (usize, u32),
     ) -> Self {
         let (stop, stored) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
         let mut normal = Normal::new(7);
-        let heads = (TOKENS * shape.kv_heads) as usize;
-        let rows =
-            [shape.head_dim_k, shape.head_dim_v].map(|dim| normal.bytes(heads * dim as usize, 1.0));
-        let writer = |_| {
-            let (client, rows) = (client.clone(), rows.clone());
-            runtime.spawn(write(client, model, rows, (stop.clone(), stored.clone())))
-        };
-        let writers = (0..writers).map(writer).collect();
-        Self { stop, stored, writers }
+        let heads = (tokens * shape.kv_heads) as usize;
+        let mut rows = |dim: u32| normal.bytes(heads * dim as usize, 1.0);
+        let mut started = Vec::new();
+        for _ in 0..writers {
+            let chunk = (tokens, [shape.head_dim_k, shape.head_dim_v].map(&mut rows));
+            let counts = (stop.clone(), stored.clone());
+            started.push(runtime.spawn(write(client.clone(), model, chunk, counts)));
+        }
+        Self { stop, stored, writers: started }
     }
 
     /// Tokens stored so far.
@@ -60,20 +58,20 @@ impl Beside {
 async fn write(
     client: Client,
     model: ModelId,
-    [k, v]: [bytes::Bytes; 2],
+    (tokens, [k, v]): (u32, [bytes::Bytes; 2]),
     (stop, stored): (Arc<AtomicBool>, Arc<AtomicU64>),
 ) -> Result<(), BenchError> {
     let failed = || BenchError::of("store");
     while !stop.load(Ordering::Relaxed) {
         let sequence = client.open_sequence(model).await.map_err(failed())?;
-        for index in 0..STORES {
+        for index in 0..(SEQUENCE_TOKENS / tokens).max(1) {
             if stop.load(Ordering::Relaxed) {
                 break;
             }
             let (k, v, layer) = (k.clone(), v.clone(), LayerIndex(0));
-            let chunk = StoreChunk { sequence, layer, start: index * TOKENS, tokens: TOKENS, k, v };
+            let chunk = StoreChunk { sequence, layer, start: index * tokens, tokens, k, v };
             client.store(chunk).await.map_err(failed())?;
-            stored.fetch_add(u64::from(TOKENS), Ordering::Relaxed);
+            stored.fetch_add(u64::from(tokens), Ordering::Relaxed);
         }
         client.close_sequence(sequence).await.map_err(failed())?;
     }

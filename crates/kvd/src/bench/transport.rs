@@ -40,6 +40,8 @@ pub struct TransportBench {
     pub calls: usize,
     /// Writers that store all the while.
     pub storing: usize,
+    /// Tokens that one of them stores at a time.
+    pub storing_tokens: u32,
 }
 
 /// One line of the answer.
@@ -174,14 +176,12 @@ impl TransportBench {
                 let of = (model.model, self.shape);
                 // A connection of their own, so that calls wait for the device alone.
                 let beside = runtime.block_on(connect(unix(sockets)))?;
-                let beside = Beside::start(runtime, &beside, of, self.storing);
-                rows.extend(self.measure(
-                    runtime,
-                    (&mut ways, &beside),
-                    &batch,
-                    (codec, *context),
-                )?);
+                let storing = (self.storing, self.storing_tokens);
+                let beside = Beside::start(runtime, &beside, of, storing);
+                let of = (codec, *context);
+                let measured = self.measure(runtime, (&mut ways, &beside), &batch, of);
                 beside.stop(runtime)?;
+                rows.extend(measured?);
             }
             let closed = runtime.block_on(client.close_sequence(sequence));
             closed.map_err(BenchError::of("close"))?;

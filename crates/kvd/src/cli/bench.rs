@@ -122,9 +122,12 @@ pub(super) struct TransportArgs {
     /// Calls of one turn.
     #[arg(long, default_value_t = 100, value_parser = count::<usize>())]
     calls: usize,
-    /// Writers that store chunks of 1024 tokens all the while.
+    /// Writers that store chunks of tokens all the while.
     #[arg(long, default_value_t = 0)]
     storing: usize,
+    /// Tokens of such a chunk.
+    #[arg(long, default_value_t = 1024, value_parser = count::<u32>())]
+    storing_tokens: u32,
 }
 
 /// At least one of something.
@@ -216,6 +219,7 @@ pub(super) fn bench(command: BenchCommand) -> Result<String, CliError> {
                 rounds: args.common.rounds,
                 calls: args.calls,
                 storing: args.storing,
+                storing_tokens: args.storing_tokens,
             };
             let (machine, rows) = bench.run().map_err(failed)?;
             report(&args.common, machine, rows, transport_table)
@@ -458,7 +462,8 @@ mod tests {
         "codec --shape 2x2x64 --rounds 1 --codec kvcomp",
         "store --shape 2x2x64 --rounds 1 --tokens 65",
         #[cfg(feature = "eval")]
-        "transport --shape 2x2x64 --rounds 1 --context 64 --query-tokens 1 --calls 1 --storing 1",
+        "transport --shape 2x2x64 --rounds 1 --context 64 --query-tokens 1 --calls 1 \
+         --storing 1 --storing-tokens 9",
     ];
 
     #[test]
