@@ -1,16 +1,18 @@
 """Measures the kernels on a GPU, in one process with FP16 attention of PyTorch and FlashInfer.
 
     bench.py FOLDER [--fatbins FOLDER] [--out FILE] [--launches N] [--rounds N] [--store-tokens N] [--read-mib N]
+    bench.py FOLDER --checks [--fatbins FOLDER] [--out FILE]
 
 FOLDER holds what crates/kvd-emu/tests/fixtures.rs writes of each codec: a few pages, their tables and units
 as the daemon launches them for the workloads that are named there, rows to store, and what the kernels answered
 on the CPU. Pages are copied, so that each is read from memory of its own, until there are as many tokens as a
 workload has, and all of them again until they are several times the L2 cache; launches take turns. Copies of
 pages have the outputs of the few and their log-sum-exp plus the logarithm of how many copies there are: what
-does not is an error, as is a page that is not the one that was written on the CPU. Shapes in FOLDER/checks are
-launched once, for that alone. Writes one JSON object to
-FILE, or prints it, and fails when a row has an error. Needs driver.py; PyTorch and FlashInfer where they are
-installed.
+does not is an error, as is a page that is not the one that was written on the CPU. With --checks shapes in
+FOLDER/checks are launched once, for that alone, and nothing is measured: a kernel that faults takes its process
+with it. Writes one JSON object to
+FILE after each row, or prints it at the end, and fails when a row has an error. Needs driver.py; PyTorch and
+FlashInfer where they are installed.
 """
 
 import argparse
@@ -280,35 +282,47 @@ def attempt(device, facts, measured):
     return row
 
 
-def run(device, fixtures, checks, baseline, arguments):
+def run(device, fixtures, checks, arguments, save):
+    """All figures; `save` is called with what there is after each row, as time may end before they do. What is
+    others' comes last: it may compile for minutes."""
     times = arguments.launches, arguments.rounds
-    figures = {"device": device.name, "planned_for": fixtures[0]["device"],
-               "group": fixtures[0]["group"], "dim": fixtures[0]["dim"],
-               "launches": arguments.launches, "rounds": arguments.rounds,
-               "polar_keys_alone": "not measured: there is no kernel for keys alone"}
-    bandwidths = [("read", read_bandwidth), ("copy", copy_bandwidth)]
-    figures["bandwidth"] = [
-        attempt(device, {"of": name},
-                lambda of=of: {"bytes_per_second": of(device, arguments.read_mib << 20, times)})
-        for name, of in bandwidths]
-    figures["workloads"] = []
+    group, dim = fixtures[0]["group"], fixtures[0]["dim"]
+    figures = {"device": device.name, "planned_for": fixtures[0]["device"], "group": group, "dim": dim,
+               "launches": arguments.launches, "rounds": arguments.rounds, "complete": False,
+               "polar_keys_alone": "not measured: there is no kernel for keys alone",
+               "bandwidth": [], "workloads": [], "stores": [], "checks": []}
+
+    def add(rows, facts, measured):
+        rows.append(attempt(device, facts, measured))
+        save(figures)
+
+    for fixture in checks:
+        add(figures["checks"], {name: fixture[name] for name in ["codec", "dim", "group", "dtype"]},
+            lambda: check(device, fixture))
+    if arguments.checks:
+        figures["complete"] = True
+        save(figures)
+        return figures
+    for name, of in [("read", read_bandwidth), ("copy", copy_bandwidth)]:
+        add(figures["bandwidth"], {"of": name},
+            lambda: {"bytes_per_second": of(device, arguments.read_mib << 20, times)})
     for index, workload in enumerate(fixtures[0]["workloads"]):
-        rows = []
-        for fixture in fixtures:
-            own = fixture["workloads"][index]
-            plan = {"codec": fixture["codec"], "plan": own["plan"]}
-            rows.append(attempt(device, plan,
-                                lambda: measure(device, fixture, own, times)))
         figures["workloads"].append(
             {**{name: workload[name] for name in ["tokens", "batch", "heads"]},
-             "baselines": baseline[index], "codecs": rows})
-    figures["checks"] = [
-        attempt(device, {name: fixture[name] for name in ["codec", "dim", "group"]},
-                lambda: check(device, fixture)) for fixture in checks]
-    figures["stores"] = [
-        attempt(device, {"codec": fixture["codec"]},
+             "baselines": "not measured", "codecs": []})
+        for fixture in fixtures:
+            own = fixture["workloads"][index]
+            add(figures["workloads"][-1]["codecs"], {"codec": fixture["codec"], "plan": own["plan"]},
+                lambda: measure(device, fixture, own, times))
+    for fixture in fixtures:
+        if fixture["store"]:
+            add(figures["stores"], {"codec": fixture["codec"], "kernels_alone": True},
                 lambda: store(device, fixture, arguments.store_tokens, times))
-        for fixture in fixtures if fixture["store"]]
+    for workload in figures["workloads"]:
+        workload["baselines"] = baselines.measure(workload, group, dim, *times)
+        save(figures)
+    figures["complete"] = True
+    save(figures)
     return figures
 
 
@@ -326,6 +340,14 @@ def errors(figures):
     return [f"{row.get('codec', row.get('of'))}: {row['error']}" for row in rows if "error" in row]
 
 
+def save(path, figures):
+    """A whole file at any time: written beside, and then in place of the last."""
+    if path:
+        beside = path.with_name(path.name + ".new")
+        beside.write_text(json.dumps(figures, indent=1) + "\n")
+        beside.replace(path)
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=pathlib.Path)
@@ -335,23 +357,19 @@ def main():
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--store-tokens", type=int, default=1 << 18)
     parser.add_argument("--read-mib", type=int, default=1 << 10)
+    parser.add_argument("--checks", action="store_true")
     parser.add_argument("--library", default="libcuda.so.1")
     arguments = parser.parse_args()
     fixtures, checks = ([Fixture(path) for path in sorted(folder.glob("*.json"))]
                         for folder in [arguments.folder, arguments.folder / "checks"])
+    if not arguments.checks:
+        checks = []
     if not fixtures:
         sys.exit(f"no fixtures in {arguments.folder}")
-    # Before the driver, so that both have one context.
-    group, dim = fixtures[0]["group"], fixtures[0]["dim"]
-    baseline = [baselines.measure(workload, group, dim, arguments.launches, arguments.rounds)
-                for workload in fixtures[0]["workloads"]]
     device = driver.Cuda(arguments.fatbins or arguments.folder, arguments.library)
-    figures = run(device, fixtures, checks, baseline, arguments)
-    text = json.dumps(figures, indent=1)
-    if arguments.out:
-        arguments.out.write_text(text + "\n")
-    else:
-        print(text)
+    figures = run(device, fixtures, checks, arguments, lambda figures: save(arguments.out, figures))
+    if not arguments.out:
+        print(json.dumps(figures, indent=1))
     wrong = errors(figures)
     if wrong:
         sys.exit("\n".join(wrong))

@@ -25,14 +25,48 @@ const CODECS: [&str; 9] =
 /// Tokens, sequences and KV heads of a decode step; the benchmark repeats the fixture's two heads.
 const WORKLOADS: [[u32; 3]; 2] = [[131_072, 1, 8], [32_768, 8, 8]];
 const BLOCK_TOKENS: usize = 64;
-const BLOCKS: usize = 4;
-/// Channels, and query heads of each KV head, that are measured.
-const SHAPE: (u32, usize) = (128, 4);
-/// Those that are launched once, for their outputs alone: the kernels of one and eight query rows.
-const CHECKED: [(u32, usize); 4] = [(64, 1), (64, 8), (128, 1), (128, 8)];
+/// What is measured.
+const MEASURED: Form = Form { dim: 128, group: 4, dtype: DType::F16, blocks: 4, stores: true };
+/// Codecs of which rows of other types are launched too: those that keep them, and those that store
+/// kernels quantize, with a matrix and without.
+const OF_EACH_DTYPE: [&str; 3] = ["raw", "kivi-4", "kvd-2"];
 const CHECKED_WORKLOAD: [u32; 3] = [512, 1, 4];
 /// Marks a partial result that is in coefficients.
 const COEFFICIENTS: u32 = 1 << 31;
+
+/// What a fixture's rows are, and how many.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Form {
+    /// Channels.
+    dim: u32,
+    /// Query heads of each KV head.
+    group: usize,
+    /// Of rows.
+    dtype: DType,
+    blocks: usize,
+    /// Whether rows to store are part of it.
+    stores: bool,
+}
+
+/// What of a codec is launched once, for outputs and pages alone: kernels of each number of query
+/// rows, those with constant shapes where nothing of the codec is measured, and rows of each type.
+fn checked(codec: &str) -> Vec<Form> {
+    let of = |dim, group, dtype, stores| Form { dim, group, dtype, blocks: 2, stores };
+    // Rows of a store know nothing of queries.
+    let one_and_eight = |dim| [(dim, 1, true), (dim, 8, false)];
+    let mut forms: Vec<_> = [64, 128]
+        .into_iter()
+        .flat_map(one_and_eight)
+        .map(|(dim, group, stores)| of(dim, group, DType::F16, stores))
+        .collect();
+    if !CODECS.contains(&codec) {
+        forms.push(of(128, 4, DType::F16, false));
+    }
+    if OF_EACH_DTYPE.contains(&codec) {
+        forms.extend([DType::BF16, DType::F32].map(|dtype| of(128, 4, dtype, true)));
+    }
+    forms
+}
 
 /// A fixture's bytes, and what they are.
 #[derive(Default)]
@@ -56,8 +90,7 @@ fn planned(
     (device, group): (&Limits, usize),
     [tokens, batch, kv_heads]: [u32; 3],
 ) -> (Value, Plan) {
-    let geometry =
-        Geometry { kv_heads, block_tokens: BLOCK_TOKENS as u32, ..stored.codec.geometry().clone() };
+    let geometry = Geometry { kv_heads, ..stored.codec.geometry().clone() };
     let workload = Workload { geometry, group: group as u32, batch, tokens };
     let plan = plan(stored.codec.spec(), &workload, device).unwrap();
     let of_workload = json!({
@@ -77,18 +110,15 @@ fn planned(
 }
 
 /// Writes `<codec>.json` and `<codec>.bin`, with the shape in their names where it is another.
-fn write(
-    folder: &Path,
-    codec: &str,
-    (dim, group): (u32, usize),
-    device: &Limits,
-    workloads: &[[u32; 3]],
-) {
+fn write(folder: &Path, codec: &str, form: Form, device: &Limits, workloads: &[[u32; 3]]) {
+    let Form { dim, group, dtype, blocks, stores } = form;
     let value = |side: Side, head: usize, token: usize, channel: usize| {
         noise(((side.index() * 2 + head) * 4096 + token) * 512 + channel)
     };
-    let layout = Layout { pages: vec![BLOCK_TOKENS; BLOCKS], window: 0 };
-    let stored = Stored::new(&geometry(dim, dim, DType::F16), codec, &layout, value);
+    let layout = Layout { pages: vec![BLOCK_TOKENS; blocks], window: 0 };
+    // As in a daemon: some kernels are for pages of two tiles.
+    let geometry = Geometry { block_tokens: BLOCK_TOKENS as u32, ..geometry(dim, dim, dtype) };
+    let stored = Stored::new(&geometry, codec, &layout, value);
     let plans: Vec<_> =
         workloads.iter().map(|workload| planned(&stored, (device, group), *workload)).collect();
     let (rooms, chunks) = (plans[0].1.rooms(), plans[0].1.chunks);
@@ -99,7 +129,7 @@ fn write(
     let header = |offset: u64| stored.headers.get(&offset).copied();
     // One unit a head, which the benchmark cuts as the plan has it.
     let (shared, chunks) = (device.shared(), (chunks > 0).then_some(chunks));
-    let options = Options { parts_per_unit: BLOCKS, shared, chunks, channel_split: 1 };
+    let options = Options { parts_per_unit: blocks, shared, chunks, channel_split: 1 };
     let tables = Tables::new(&ask, &stored.codec, &shapes, &header, options).unwrap();
     let [launch] = &tables.launches[..] else { panic!("{codec}: one kind of page") };
     let merged = run_tables(&stored, &shapes, &tables, Order::Ascending).unwrap();
@@ -116,7 +146,8 @@ fn write(
     fixture.section("parameters", bytemuck::bytes_of(&parameters(&tables, launch)));
     fixture.section("sums", bytemuck::cast_slice(&merged.sums));
     fixture.section("results", bytemuck::cast_slice(&merged.results));
-    let store = store::add(&mut fixture, &stored, &shapes, device);
+    let add = |fixture: &mut _| store::add(fixture, &stored, &shapes, device, blocks);
+    let store = if stores { add(&mut fixture) } else { Value::Null };
     let facts = json!({
         "codec": codec,
         "device": device.name,
@@ -125,27 +156,28 @@ fn write(
         "sides_bytes": offset_of!(Unit, first_page),
         "payload_bytes": payload,
         "mark": marks[0],
-        "tokens": BLOCK_TOKENS * BLOCKS,
+        "tokens": BLOCK_TOKENS * blocks,
         "heads": stored.codec.geometry().kv_heads,
         "group": group,
+        "dtype": dtype.name(),
         "dim": stored.codec.geometry().head_dim_v,
         "workloads": plans.iter().map(|plan| &plan.0).collect::<Vec<_>>(),
         "store": store,
         "sections": fixture.sections,
     });
-    let name = match (dim, group) {
-        SHAPE => codec.to_owned(),
-        (dim, group) => format!("{codec}-{dim}-{group}"),
+    let name = match form {
+        MEASURED => codec.to_owned(),
+        Form { dim, group, dtype, .. } => format!("{codec}-{dim}-{group}-{}", dtype.name()),
     };
     std::fs::write(folder.join(format!("{name}.json")), format!("{facts:#}\n")).unwrap();
     std::fs::write(folder.join(format!("{name}.bin")), fixture.bytes).unwrap();
 }
 
 /// Writes what is launched for its outputs alone.
-fn write_checks(folder: &Path, codec: &str, device: &Limits, shapes: &[(u32, usize)]) {
+fn write_checks(folder: &Path, codec: &str, device: &Limits, forms: &[Form]) {
     let folder = folder.join("checks");
     std::fs::create_dir_all(&folder).unwrap();
-    shapes.iter().for_each(|shape| write(&folder, codec, *shape, device, &[CHECKED_WORKLOAD]));
+    forms.iter().for_each(|form| write(&folder, codec, *form, device, &[CHECKED_WORKLOAD]));
 }
 
 /// A driver over the CPU lane, as a library.
@@ -165,13 +197,14 @@ fn driver(folder: &Path) -> PathBuf {
     library
 }
 
-/// Runs the benchmark over the fixtures of a folder, once each.
-fn bench(folder: &Path, library: &Path) -> (Output, Value) {
+/// Runs the benchmark over the fixtures of a folder, once each, or its checks.
+fn bench(folder: &Path, library: &Path, mode: &[&str]) -> (Output, Value) {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../kernels/gpu/bench.py");
     let out = folder.join("figures");
     let mut command = Command::new("python3");
     command.arg(script).arg(folder).arg("--library").arg(library).arg("--out").arg(&out);
     command.args(["--launches", "2", "--rounds", "1", "--store-tokens", "512", "--read-mib", "1"]);
+    command.args(mode);
     let output = command.output().unwrap();
     let text = std::fs::read_to_string(out).unwrap_or_default();
     (output, serde_json::from_str(&text).unwrap_or_default())
@@ -199,7 +232,7 @@ fn folder(name: &str, codecs: &[&str], workloads: &[[u32; 3]]) -> PathBuf {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
     let _ = std::fs::remove_dir_all(&folder);
     std::fs::create_dir_all(&folder).unwrap();
-    codecs.iter().for_each(|codec| write(&folder, codec, SHAPE, &Limits::h200(), workloads));
+    codecs.iter().for_each(|codec| write(&folder, codec, MEASURED, &Limits::h200(), workloads));
     // With a zero in it, behind which a driver must find the rest.
     std::fs::write(folder.join("a.fatbin"), b"fat\0bin").unwrap();
     folder
@@ -212,8 +245,10 @@ fn fixtures_are_launched_by_the_benchmark_and_give_what_they_gave_here() {
         let device = std::env::var("KVD_GPU_DEVICE").unwrap_or("h200".to_owned());
         let device = Limits::named(&device).unwrap();
         for codec in CODECS {
-            write(Path::new(&folder), codec, SHAPE, &device, &WORKLOADS);
-            write_checks(Path::new(&folder), codec, &device, &CHECKED);
+            write(Path::new(&folder), codec, MEASURED, &device, &WORKLOADS);
+        }
+        for preset in kvd_codec::presets() {
+            write_checks(Path::new(&folder), preset.name, &device, &checked(preset.name));
         }
         return;
     }
@@ -222,9 +257,10 @@ fn fixtures_are_launched_by_the_benchmark_and_give_what_they_gave_here() {
     }
     let codecs = ["kivi-2", "kvd-2", "raw"];
     let folder = folder("gpu-fixtures", &codecs, &[[512, 1, 4], [256, 2, 2]]);
-    write_checks(&folder, "kivi-4", &Limits::h200(), &[(64, 8)]);
-    let (output, figures) = bench(&folder, &driver(&folder));
+    let library = driver(&folder);
+    let (output, figures) = bench(&folder, &library, &[]);
     assert!(output.status.success(), "{output:?}");
+    assert_eq!((&figures["complete"], &figures["checks"]), (&json!(true), &json!([])));
     assert_eq!(figures["planned_for"], "H200 SXM");
     for workload in figures["workloads"].as_array().unwrap() {
         for (row, codec) in workload["codecs"].as_array().unwrap().iter().zip(codecs) {
@@ -238,11 +274,38 @@ fn fixtures_are_launched_by_the_benchmark_and_give_what_they_gave_here() {
     assert_eq!(stores.len(), codecs.len(), "{figures:#}");
     // As many rows as the store was asked for: two heads, two sides, 128 channels of f16.
     assert!(stores.iter().all(|row| row["f16_bytes"] == 512 * 2 * 2 * 128 * 2), "{stores:?}");
-    let checks = figures["checks"].as_array().unwrap();
-    let [check] = &checks[..] else { panic!("{checks:?}") };
-    assert_eq!((&check["dim"], &check["group"]), (&json!(64), &json!(8)));
-    assert!(check["output_error"].as_f64().unwrap() < 1e-5, "{check}");
     assert!(figures["bandwidth"].as_array().unwrap().iter().all(|row| row["error"].is_null()));
+}
+
+#[test]
+fn checks_are_launched_once_with_the_kernels_that_they_are_for() {
+    if !is_runnable() {
+        return;
+    }
+    let of_kivi = checked("kivi-4");
+    // A kernel with constant shapes of a codec that is not measured, and rows of another type.
+    let constant = checked("turbo-4").into_iter().find(|form| form.group == 4).unwrap();
+    let other = of_kivi.iter().find(|form| form.dtype == DType::BF16).unwrap();
+    let folder = folder("gpu-fixtures-checks", &["kvd-2-fast"], &[[256, 1, 2]]);
+    let facts = std::fs::read_to_string(folder.join("kvd-2-fast.json")).unwrap();
+    let facts: Value = serde_json::from_str(&facts).unwrap();
+    assert_eq!(facts["kernel"], "kvd_attend_kvd2fast_4", "pages are as long as a daemon's");
+    write_checks(&folder, "turbo-4", &Limits::h200(), &[constant]);
+    write_checks(&folder, "kivi-4", &Limits::h200(), &[*other, of_kivi[1]]);
+    let (output, figures) = bench(&folder, &driver(&folder), &["--checks"]);
+    assert!(output.status.success(), "{output:?}");
+    assert_eq!((&figures["complete"], &figures["workloads"]), (&json!(true), &json!([])));
+    let checks = figures["checks"].as_array().unwrap();
+    let of =
+        |row: &Value| ["codec", "dtype", "dim", "group", "kernel"].map(|name| row[name].clone());
+    let rows: Vec<_> = checks.iter().map(of).collect();
+    let wanted = [
+        json!(["kivi-4", "bf16", 128, 4, "kvd_attend_kivi4_4"]),
+        json!(["kivi-4", "f16", 64, 8, "kvd_attend_uniform_uniform_8"]),
+        json!(["turbo-4", "f16", 128, 4, "kvd_attend_turbo4_4"]),
+    ];
+    assert_eq!(json!(rows), json!(wanted));
+    assert!(checks.iter().all(|row| row["output_error"].as_f64().unwrap() < 1e-5), "{checks:?}");
 }
 
 #[test]
@@ -265,7 +328,7 @@ fn outputs_pages_and_splits_that_are_others_are_errors() {
         let mut wrong = bytes.clone();
         wrong[at(section) + byte] ^= 0x41;
         std::fs::write(folder.join("kivi-4.bin"), wrong).unwrap();
-        let (output, figures) = bench(&folder, &library);
+        let (output, figures) = bench(&folder, &library, &[]);
         let errors = String::from_utf8_lossy(&output.stderr).into_owned();
         assert!(!output.status.success() && errors.contains(wanted), "{section}: {errors}");
         assert!(figures.to_string().contains(wanted), "{figures}");
@@ -274,6 +337,6 @@ fn outputs_pages_and_splits_that_are_others_are_errors() {
     let mut other = right.clone();
     other["workloads"][0]["parts_per_unit"] = json!(3);
     std::fs::write(&json, other.to_string()).unwrap();
-    let errors = String::from_utf8_lossy(&bench(&folder, &library).0.stderr).into_owned();
+    let errors = String::from_utf8_lossy(&bench(&folder, &library, &[]).0.stderr).into_owned();
     assert!(errors.contains("but the plan has"), "{errors}");
 }
