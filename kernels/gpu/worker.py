@@ -1,9 +1,9 @@
 """A worker that shares GPU memory: a process of its own beside crates/kvd-cuda/tests/gpu.rs.
 
-    worker.py ipc
+    worker.py ipc [BYTES]
     worker.py fd SOCKET
 
-Takes memory of the GPU, fills its first 256 bytes with 0..255 and offers it: as a legacy IPC handle, or
+Takes memory of the GPU, 128 KiB or BYTES, fills its first 256 bytes with 0..255 and offers it: as a legacy IPC handle, or
 as a POSIX descriptor that it sends over the Unix socket. Then it prints one line, how many bytes it has
 and the 64 bytes of the handle (for a descriptor `-`) as hex, and waits for a line. A line "event HEX" is
 the handle of an event: it waits for that, prints the bytes that are there by then as hex, and waits for
@@ -60,12 +60,12 @@ class Access(ctypes.Structure):
     _fields_ = [("location", Location), ("flags", ctypes.c_int)]
 
 
-def by_handle(device):
+def by_handle(device, size):
     """Memory behind an IPC handle: address, bytes, what is printed of it."""
-    address = device.memory(MEMORY)
+    address = device.memory(size)
     handle = ctypes.create_string_buffer(64)
     device.call("cuIpcGetMemHandle", handle, ctypes.c_uint64(address))
-    return address, MEMORY, handle.raw.hex()
+    return address, size, handle.raw.hex()
 
 
 def by_descriptor(device, path):
@@ -95,8 +95,10 @@ def by_descriptor(device, path):
 
 def main():
     device = driver.Cuda(pathlib.Path(__file__).parent / "no-kernels")
-    kind = sys.argv[1]
-    address, size, handle = by_handle(device) if kind == "ipc" else by_descriptor(device, sys.argv[2])
+    if sys.argv[1] == "ipc":
+        address, size, handle = by_handle(device, int(sys.argv[2]) if len(sys.argv) > 2 else MEMORY)
+    else:
+        address, size, handle = by_descriptor(device, sys.argv[2])
     device.write(address, bytes(range(BYTES)))
     print(size, handle, flush=True)
     for line in sys.stdin:

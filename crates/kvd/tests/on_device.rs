@@ -33,6 +33,14 @@ const CODECS: [&str; 6] =
 const STORED: [u32; 5] = [1, 63, 50, 148, 40];
 /// Where payloads begin, behind the completion records.
 const PAYLOADS: u64 = 1024;
+/// Room for payloads of a few tokens.
+const REGION_BYTES: u64 = 256 << 10;
+/// Stores that are timed, behind one that is not.
+const TIMED: u32 = 7;
+/// Room for all of them.
+const POOL: &str = "device.pool_bytes=256 MiB";
+/// Where the times go, as `xtask gpu run` reads them.
+const TIMES: &str = "KVD_GPU_STORES";
 
 /// `cuda:0` where a program for it is named.
 fn device() -> &'static str {
@@ -131,15 +139,15 @@ struct Payloads {
 }
 
 impl Payloads {
-    fn open(socket: &Path) -> Self {
-        let options = RegionOptions::default().with_bytes(256 << 10);
+    fn open(socket: &Path, bytes: u64) -> Self {
+        let options = RegionOptions::default().with_bytes(bytes);
         if device() == "cpu" {
             return Self {
                 region: Region::open(socket, &options).expect("a region"),
                 worker: None,
             };
         }
-        let (worker, handle, bytes) = Worker::start(Kind::Ipc);
+        let (worker, handle, bytes) = Worker::start_with(Kind::Ipc, Some(bytes));
         let RegionHandle::CudaIpc(handle) = handle else { panic!("not the handle of {handle:?}") };
         let options = options.with_device(RegionDevice::CudaIpc(handle), bytes);
         let region = Region::open(socket, &options).expect("a region");
@@ -164,13 +172,23 @@ impl Payloads {
         bytes
     }
 
-    fn store(&mut self, chunk: StoreChunk) -> u32 {
+    /// Writes a chunk's rows to where a store finds them.
+    fn place(&mut self, chunk: &StoreChunk) -> [RegionSlice; 2] {
         let bytes = chunk.k.len() as u64;
         let places = [0, bytes].map(|at| RegionSlice { offset: PAYLOADS + at, bytes });
         self.write(places[0], &chunk.k);
         self.write(places[1], &chunk.v);
+        places
+    }
+
+    fn send(&self, chunk: StoreChunk, places: [RegionSlice; 2]) -> u32 {
         self.region.send_store(chunk, 0, places).expect("send");
         self.region.wait(0).expect("store")[0]
+    }
+
+    fn store(&mut self, chunk: StoreChunk) -> u32 {
+        let places = self.place(&chunk);
+        self.send(chunk, places)
     }
 
     fn attend(&mut self, batch: kvd_client::AttendBatch) -> Attended {
@@ -191,7 +209,7 @@ async fn a_worker_of_a_daemon_on_a_device_stores_and_attends_in_shared_memory() 
     let (daemon, client) = start(device(), &["--set", &listen]).await;
     let (model, sequence) = open(&client, CODECS[2]).await;
     let (_, other) = open(&client, CODECS[2]).await;
-    let mut payloads = tokio::task::block_in_place(|| Payloads::open(&socket));
+    let mut payloads = tokio::task::block_in_place(|| Payloads::open(&socket, REGION_BYTES));
     // As many tokens as the memory has room for at once.
     for start in (0..160).step_by(16) {
         client.store(SHAPE.chunk(other, 5, start, 16)).await.expect("store");
@@ -211,6 +229,57 @@ async fn a_worker_of_a_daemon_on_a_device_stores_and_attends_in_shared_memory() 
     let place =
         if payloads.worker.is_some() { "payloads=\"in_place\"" } else { "payloads=\"file\"" };
     assert_eq!((of(place), of("")), (13.0, 13.0), "{page}");
+    let Payloads { region, worker } = payloads;
+    drop((region, client));
+    if let Some(worker) = worker {
+        worker.end();
+    }
+    stop(daemon);
+}
+
+/// Seconds of each store of so many tokens of one sequence, of the same rows, from the call to the
+/// answer; and the bytes of those rows.
+fn time_stores(payloads: &mut Payloads, sequence: SequenceId, tokens: u32) -> (Vec<f64>, u64) {
+    let mut chunk = SHAPE.chunk(sequence, 5, 0, tokens);
+    let places = payloads.place(&chunk);
+    // They are in the region.
+    (chunk.k, chunk.v) = Default::default();
+    let mut seconds = Vec::new();
+    for turn in 0..=TIMED {
+        let next = StoreChunk { start: turn * tokens, ..chunk.clone() };
+        let begun = Instant::now();
+        let length = payloads.send(next, places);
+        seconds.push(begun.elapsed().as_secs_f64());
+        assert_eq!(length, (turn + 1) * tokens);
+    }
+    // Whatever is made at the first.
+    seconds.remove(0);
+    seconds.sort_by(f64::total_cmp);
+    (seconds, places.iter().map(|place| place.bytes).sum())
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn stores_of_a_worker_are_timed_from_call_to_answer() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let socket = dir.path().join("region");
+    let listen = format!("server.listen_region={}", socket.display());
+    let (daemon, client) = start(device(), &["--set", &listen, "--set", POOL]).await;
+    let (_, sequence) = open(&client, "kivi-4").await;
+    // A prefill; on the processor only so much that every step is taken.
+    let tokens = if device() == "cpu" { 128 } else { 4096 };
+    let room = PAYLOADS + u64::from(2 * tokens * SHAPE.kv_heads * SHAPE.dim * 2);
+    let mut payloads = tokio::task::block_in_place(|| Payloads::open(&socket, room));
+    let (seconds, bytes) =
+        tokio::task::block_in_place(|| time_stores(&mut payloads, sequence, tokens));
+    let rows_in = if payloads.worker.is_some() { "memory of the GPU" } else { "shared memory" };
+    let row = serde_json::json!({
+        "codec": "kivi-4", "rows_in": rows_in, "f16_bytes": bytes,
+        "seconds": { "median": seconds[seconds.len() / 2], "best": seconds[0] },
+    });
+    println!("{}: stores of {tokens} tokens: {row}", device());
+    if let Some(path) = std::env::var_os(TIMES) {
+        std::fs::write(path, format!("[{row}]\n")).expect("write the times");
+    }
     let Payloads { region, worker } = payloads;
     drop((region, client));
     if let Some(worker) = worker {

@@ -28,6 +28,11 @@ pub(crate) struct Worker {
 impl Worker {
     /// Starts it, and says how its memory is opened and how much there is.
     pub(crate) fn start(kind: Kind) -> (Self, RegionHandle, u64) {
+        Self::start_with(kind, None)
+    }
+
+    /// The same with so much memory behind an IPC handle.
+    pub(crate) fn start_with(kind: Kind, bytes: Option<u64>) -> (Self, RegionHandle, u64) {
         let beside = concat!(env!("CARGO_MANIFEST_DIR"), "/../../kernels/gpu/worker.py");
         let script = std::env::var("KVD_GPU_WORKER").unwrap_or(beside.to_owned());
         let dir = tempfile::tempdir().unwrap();
@@ -36,7 +41,7 @@ impl Worker {
         let mut command = Command::new("python3");
         command.arg(script).stdin(Stdio::piped()).stdout(Stdio::piped());
         match kind {
-            Kind::Ipc => command.arg("ipc"),
+            Kind::Ipc => command.arg("ipc").args(bytes.map(|bytes| bytes.to_string())),
             Kind::Fd => command.arg("fd").arg(&socket),
         };
         let mut process = command.spawn().unwrap();
