@@ -1,39 +1,29 @@
-//! Runs what the folder holds, step by step; a step that fails does not end the others.
+//! Runs what the folder holds, step by step; a step that fails or hangs does not end the others,
+//! and after each the report is whole.
 
-use super::write;
+use super::kept::{Done, Kept, Subject};
+use super::limited::{self, Ended};
+use super::steps::{self, Step};
+use super::{Asked, PACK};
 use crate::report::Report;
-use anyhow::{Context, Result, ensure};
-use serde_json::{Value, json};
-use std::fs;
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::Value;
+use std::fs::{self, OpenOptions};
+use std::io::Write;
+use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::Command;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-/// Bytes of a step's output that the report keeps.
-const TAIL_BYTES: usize = 2000;
-
-/// What compute-sanitizer looks for.
-const SANITIZERS: [&str; 4] = ["memcheck", "racecheck", "initcheck", "synccheck"];
-/// Tests of memory that another process shares.
-const OTHER_PROCESS: &str = "memory of another process";
-/// The packed daemon, asked by a client.
-const DAEMON: &str = "daemon";
+/// How long a GPU may take to say its name.
+const SMI_LIMIT: Duration = Duration::from_secs(60);
 /// What a sanitizer says of a GPU that it does not know.
 const REFUSALS: [&str; 2] = ["device not supported", "device is not supported"];
-/// What the benchmark writes.
-const FIGURES: &str = "figures.json";
 
-/// One step of the report.
-pub(super) struct Done {
-    pub(super) name: String,
-    /// `passed`, `failed`, or `skipped because …`.
-    pub(super) outcome: String,
-    pub(super) seconds: f64,
-    pub(super) output: String,
-}
-
-/// Runs everything; where there is no GPU it says so, which `KVD_REQUIRE_GPU=1` makes a failure.
-pub(super) fn run(folder: &Path, smi: &str, report: &Report) -> Result<()> {
+/// Runs the steps that are asked for; where there is no GPU it says so, which `KVD_REQUIRE_GPU=1`
+/// makes a failure.
+pub(super) fn run(folder: &Path, smi: &str, asked: &Asked, report: &Report) -> Result<()> {
+    let begun = Instant::now();
     let device = match device(smi) {
         Ok(device) => device,
         Err(reason) => {
@@ -44,114 +34,103 @@ pub(super) fn run(folder: &Path, smi: &str, report: &Report) -> Result<()> {
         }
     };
     report.step(&device);
-    let mut done = Vec::new();
-    for (name, mut command) in steps(folder) {
-        report.step(&name);
-        let step = step(name, &mut command);
-        report.line(&step.outcome);
-        done.push(step);
+    let out = asked.out.clone().unwrap_or_else(|| folder.join("report"));
+    let steps = steps::all(folder, &out);
+    let pack = fs::read(folder.join(PACK)).ok();
+    let pack: Value =
+        pack.and_then(|bytes| serde_json::from_slice(&bytes).ok()).unwrap_or_default();
+    let date = text(Command::new("date").args(["-u", "+%F"]), SMI_LIMIT)?;
+    let names: Vec<_> = steps.iter().map(|step| step.name.as_str()).collect();
+    let mut kept = Kept::open(&out, Subject { device, date, pack }, &names)?;
+    let has_ended =
+        |step: &Step| kept.steps.iter().any(|done| done.name == step.name && done.has_ended());
+    let chosen = steps::chosen(&steps, &asked.only, has_ended)?;
+    kept.save()?;
+    let (mut bad, mut left) = (Vec::new(), Vec::new());
+    let asked_for = steps.into_iter().enumerate().zip(chosen).filter(|(_, chosen)| *chosen);
+    for ((index, mut step), _) in asked_for {
+        let limit = asked.limit.map_or(step.limit, Duration::from_secs);
+        if begun.elapsed() + limit > Duration::from_secs(asked.within) {
+            left.push(step.key);
+            continue;
+        }
+        report.step(&format!("{}, {} s at most", step.name, limit.as_secs()));
+        let done = run_step(&mut kept, index, &mut step, limit)?;
+        report.line(&format!("{}, {:.1} s", done.outcome, done.seconds));
+        if done.is_bad() {
+            bad.push(step.key);
+        }
     }
-    // It is there too when a row of it is wrong.
-    let bench = fs::read(folder.join(FIGURES)).ok();
-    let bench = bench.and_then(|bytes| serde_json::from_slice(&bytes).ok()).unwrap_or(Value::Null);
-    let date = text(Command::new("date").args(["-u", "+%F"]))?;
-    let name: String = device.split(',').next().unwrap_or("gpu").trim().to_lowercase();
-    let name: String = name.chars().map(|c| if c.is_alphanumeric() { c } else { '-' }).collect();
-    let out = folder.join("report");
-    fs::create_dir_all(&out)?;
-    let markdown = out.join(format!("{name}-{date}.md"));
-    fs::write(&markdown, write::markdown(&device, &date, &done, &bench))?;
-    let steps: Vec<Value> = done.iter().map(Done::json).collect();
-    let all = json!({ "device": device, "date": date, "steps": steps, "benchmark": bench });
-    fs::write(markdown.with_extension("json"), serde_json::to_string_pretty(&all)?)?;
-    report.line(&format!("report: {} (belongs into docs/perf/gpu)", markdown.display()));
-    let failed = done.iter().filter(|step| step.outcome == "failed").count();
-    ensure!(failed == 0, "{failed} steps failed");
+    report.line(&format!("report: {} (belongs into docs/perf/gpu)", kept.path("md").display()));
+    if !left.is_empty() {
+        let (left, within) = (left.join(","), asked.within);
+        report.line(&format!("not begun, as {within} s were too few: --only {left}"));
+    }
+    ensure!(bad.is_empty(), "{} steps failed: {}", bad.len(), bad.join(","));
     Ok(())
 }
 
-/// Every step's name and command, the benchmark last.
-fn steps(folder: &Path) -> Vec<(String, Command)> {
-    // A filter with which tests of other processes are all that runs, or all that does not.
-    let halves = [("conformance", &["--skip", "worker"][..]), (OTHER_PROCESS, &["worker"])];
-    let tests = |program: &mut Command, filter: &[&str]| {
-        program.env("KVD_REQUIRE_GPU", "1").env("KVD_GPU_WORKER", folder.join("worker.py"));
-        program.args(["--test-threads", "1", "--nocapture"]).args(filter);
-    };
-    let mut steps = Vec::new();
-    for (name, filter) in halves {
-        let mut command = Command::new(folder.join("conformance"));
-        tests(&mut command, filter);
-        steps.push((name.to_owned(), command));
+/// Runs one step, and has the report say so before and after.
+fn run_step(kept: &mut Kept, index: usize, step: &mut Step, limit: Duration) -> Result<Done> {
+    kept.steps[index] = Done::begun(&step.name);
+    if let Some(file) = step.writes {
+        kept.forget(file)?;
     }
-    for tool in SANITIZERS {
-        for (name, filter) in halves {
-            let mut command = Command::new("compute-sanitizer");
-            // The worker is a program of Python, which launches no kernel.
-            command.args(["--tool", tool, "--target-processes", "application-only"]);
-            command.args(["--error-exitcode", "1"]).arg(folder.join("conformance"));
-            tests(&mut command, filter);
-            steps.push((format!("compute-sanitizer {tool}, {name}"), command));
-        }
-    }
-    let mut daemon = Command::new(folder.join("on_device"));
-    tests(&mut daemon, &[]);
-    daemon.env("KVD_GPU_DAEMON", folder.join("kvd"));
-    steps.push((DAEMON.to_owned(), daemon));
-    let mut bench = Command::new("python3");
-    bench.arg(folder.join("bench.py")).arg(folder.join("fixtures"));
-    bench.arg("--fatbins").arg(folder.join("fatbins")).arg("--out").arg(folder.join(FIGURES));
-    steps.push(("benchmark".to_owned(), bench));
-    steps
+    kept.save()?;
+    let done = attempt(&step.name, &mut step.command, limit, &kept.path("log"));
+    kept.steps[index] = done.clone();
+    // They are there too when a row of them is wrong, or time was too short for all.
+    kept.read_figures();
+    kept.save()?;
+    Ok(done)
 }
 
-impl Done {
-    fn json(&self) -> Value {
-        let start = self.output.len().saturating_sub(TAIL_BYTES);
-        let start = (start..).find(|at| self.output.is_char_boundary(*at)).unwrap_or(0);
-        let tail = &self.output[start..];
-        let Self { name, outcome, seconds, .. } = self;
-        json!({ "name": name, "outcome": outcome, "seconds": seconds, "output": tail })
-    }
+/// Runs a command; a program that is not there is skipped.
+fn attempt(name: &str, command: &mut Command, limit: Duration, log: &Path) -> Done {
+    let begun = Instant::now();
+    let named = OpenOptions::new().create(true).append(true).open(log);
+    let named = named.and_then(|mut log| writeln!(log, "== {name}"));
+    let ended = named.and_then(|()| limited::run(command, limit, log));
+    let (outcome, output) = match ended {
+        Err(error) => {
+            let program = command.get_program().to_string_lossy().into_owned();
+            (format!("skipped because {program} does not start: {error}"), String::new())
+        }
+        Ok((Ended::By(status), output)) => {
+            let outcome = match (status.success(), refusal(&output), status.signal()) {
+                (true, ..) => "passed".to_owned(),
+                (_, Some(reason), _) => format!("skipped because of the sanitizer's {reason:?}"),
+                (.., Some(signal)) => format!("failed by signal {signal}"),
+                _ => "failed".to_owned(),
+            };
+            (outcome, output)
+        }
+        Ok((ended, output)) => {
+            let stays = if matches!(ended, Ended::Stays) { ", but it does not end" } else { "" };
+            (format!("stopped after its {} s{stays}", limit.as_secs_f64()), output)
+        }
+    };
+    Done::new(name, outcome, begun.elapsed().as_secs_f64(), &output)
 }
 
 /// Name and driver of the first GPU.
 fn device(smi: &str) -> Result<String> {
     let query = ["--query-gpu=name,driver_version", "--format=csv,noheader"];
-    let lines = text(Command::new(smi).args(query))?;
+    let lines = text(Command::new(smi).args(query), SMI_LIMIT)?;
     lines.lines().next().map(str::to_owned).context("nvidia-smi lists no GPU")
 }
 
 /// What a command prints, trimmed.
-fn text(command: &mut Command) -> Result<String> {
+fn text(command: &mut Command, limit: Duration) -> Result<String> {
     let name = command.get_program().to_string_lossy().into_owned();
-    let output = command.output().with_context(|| format!("{name} does not start"))?;
-    ensure!(output.status.success(), "{name} fails: {}", String::from_utf8_lossy(&output.stderr));
-    Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
-}
-
-/// Runs one step; a program that is not there is skipped.
-fn step(name: String, command: &mut Command) -> Done {
-    let start = Instant::now();
-    let (outcome, output) = match command.output() {
-        Err(error) => {
-            let program = command.get_program().to_string_lossy().into_owned();
-            (format!("skipped because {program} does not start: {error}"), String::new())
-        }
-        Ok(output) => {
-            let passed = output.status.success();
-            let errors = if passed { &[][..] } else { &output.stderr };
-            let all = [&output.stdout[..], errors].concat();
-            let output = String::from_utf8_lossy(&all).into_owned();
-            let outcome = match (passed, refusal(&output)) {
-                (true, _) => "passed".to_owned(),
-                (false, Some(reason)) => format!("skipped because of the sanitizer's {reason:?}"),
-                (false, None) => "failed".to_owned(),
-            };
-            (outcome, output)
-        }
-    };
-    Done { name, outcome, seconds: start.elapsed().as_secs_f64(), output }
+    let log = tempfile::NamedTempFile::new()?;
+    let ended = limited::run(command, limit, log.path());
+    let (ended, output) = ended.with_context(|| format!("{name} does not start"))?;
+    match ended {
+        Ended::By(status) if status.success() => Ok(output.trim().to_owned()),
+        Ended::By(_) => bail!("{name} fails: {}", output.trim()),
+        Ended::Killed | Ended::Stays => bail!("{name} does not answer in {} s", limit.as_secs()),
+    }
 }
 
 /// The line in which a sanitizer refuses the GPU; none where what it ran failed by itself.
@@ -173,6 +152,19 @@ fn refusal(output: &str) -> Option<&str> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use serde_json::json;
+    use std::path::PathBuf;
+
+    const ASKED: Asked = Asked { only: Vec::new(), out: None, limit: None, within: 570 };
+
+    fn attempted(command: &mut Command, limit: Duration) -> Done {
+        let folder = tempfile::tempdir().unwrap();
+        attempt("a", command, limit, &folder.path().join("log"))
+    }
+
+    fn shell(script: &str) -> Done {
+        attempted(Command::new("sh").args(["-c", script]), Duration::from_secs(30))
+    }
 
     #[test]
     fn a_machine_without_a_gpu_is_skipped_with_the_reason() {
@@ -180,33 +172,36 @@ mod tests {
         assert!(format!("{reason:#}").starts_with("no-such-program does not start"), "{reason:#}");
         let folder = tempfile::tempdir().unwrap();
         if std::env::var_os("KVD_REQUIRE_GPU").is_none() {
-            run(folder.path(), "no-such-program", &Report).unwrap();
+            run(folder.path(), "no-such-program", &ASKED, &Report).unwrap();
         }
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0, "no report");
+        let slow = text(Command::new("sleep").arg("60"), Duration::from_millis(50)).unwrap_err();
+        assert_eq!(slow.to_string(), "sleep does not answer in 0 s");
     }
 
     #[test]
-    fn steps_pass_fail_or_are_skipped() {
-        let shell = |script: &str| {
-            let mut command = Command::new("sh");
-            command.args(["-c", script]);
-            step("a".to_owned(), &mut command)
-        };
+    fn steps_pass_fail_are_stopped_or_skipped() {
         let passed = shell("echo out; echo err >&2");
-        assert_eq!((passed.outcome.as_str(), passed.output.as_str()), ("passed", "out\n"));
+        assert_eq!((passed.outcome.as_str(), passed.output.as_str()), ("passed", "out\nerr\n"));
         let failed = shell("echo out; echo err >&2; exit 3");
         assert_eq!((failed.outcome.as_str(), failed.output.as_str()), ("failed", "out\nerr\n"));
-        let skipped = step("a".to_owned(), &mut Command::new("no-such-program")).outcome;
+        assert_eq!(shell("kill -9 $$").outcome, "failed by signal 9");
+        let mut sleeps = Command::new("sh");
+        sleeps.args(["-c", "echo out; sleep 60"]);
+        let stopped = attempted(&mut sleeps, Duration::from_millis(500));
+        assert_eq!(
+            (stopped.outcome.as_str(), &*stopped.output),
+            ("stopped after its 0.5 s", "out\n")
+        );
+        assert!(stopped.seconds < 30.0 && stopped.is_bad());
+        let skipped = attempted(&mut Command::new("no-such-program"), Duration::ZERO).outcome;
         assert!(skipped.starts_with("skipped because no-such-program"), "{skipped}");
     }
 
     #[test]
     fn a_sanitizer_that_refuses_the_gpu_is_skipped_and_one_that_finds_something_is_not() {
-        let of = |lines: &str, status: u32| {
-            let mut command = Command::new("sh");
-            command.args(["-c", &format!("printf '{lines}'; exit {status}")]);
-            step("a".to_owned(), &mut command).outcome
-        };
+        let of =
+            |lines: &str, status: u32| shell(&format!("printf '{lines}'; exit {status}")).outcome;
         let refused = "========= Error: Device not supported. See the list of devices\\n";
         let outcome = of(&format!("========= COMPUTE-SANITIZER\\n{refused}"), 1);
         let reason = "Error: Device not supported. See the list of devices";
@@ -218,48 +213,86 @@ mod tests {
         }
     }
 
-    #[test]
-    fn a_gpu_gets_a_report_of_every_step() {
+    fn program(path: PathBuf, script: &str) {
+        fs::write(&path, format!("#!/bin/sh\n{script}\n")).unwrap();
+        assert!(Command::new("chmod").arg("+x").arg(path).status().unwrap().success());
+    }
+
+    /// A folder with a GPU's name and a benchmark that fails with figures: a row is wrong.
+    fn packed() -> (tempfile::TempDir, String) {
         let folder = tempfile::tempdir().unwrap();
-        let smi = folder.path().join("smi");
-        fs::write(&smi, "#!/bin/sh\necho 'Test GPU, 580.1'\n").unwrap();
-        let mut chmod = Command::new("chmod");
-        assert!(chmod.arg("+x").arg(&smi).status().unwrap().success());
-        // A benchmark that fails with figures: a row of it is wrong. Nothing else is there to run.
+        program(folder.path().join("smi"), "echo 'Test GPU, 580.1'");
         let script = "import sys; open(sys.argv[-1], 'w').write('{\"group\": 4}'); sys.exit('off')";
         fs::write(folder.path().join("bench.py"), script).unwrap();
-        let error = run(folder.path(), smi.to_str().unwrap(), &Report).unwrap_err();
-        assert_eq!(error.to_string(), "1 steps failed");
-        let date = text(Command::new("date").args(["-u", "+%F"])).unwrap();
-        let report = folder.path().join("report").join(format!("test-gpu-{date}.json"));
-        let report: Value = serde_json::from_str(&fs::read_to_string(report).unwrap()).unwrap();
+        let smi = folder.path().join("smi").to_str().unwrap().to_owned();
+        (folder, smi)
+    }
+
+    fn read(out: &Path) -> (Value, String) {
+        let date = text(Command::new("date").args(["-u", "+%F"]), SMI_LIMIT).unwrap();
+        let of =
+            |end: &str| fs::read_to_string(out.join(format!("test-gpu-{date}.{end}"))).unwrap();
+        (serde_json::from_str(&of("json")).unwrap(), of("md"))
+    }
+
+    fn outcomes(report: &Value) -> Vec<&str> {
+        let steps = report["steps"].as_array().unwrap().iter();
+        steps.map(|step| step["outcome"].as_str().unwrap()).collect()
+    }
+
+    #[test]
+    fn a_gpu_gets_a_report_of_every_step() {
+        let (folder, smi) = packed();
+        let error = run(folder.path(), &smi, &ASKED, &Report).unwrap_err();
+        // It is of the same script.
+        assert_eq!(error.to_string(), "2 steps failed: benchmark,shapes");
+        let (report, _) = read(&folder.path().join("report"));
         assert_eq!(report["device"], "Test GPU, 580.1");
-        let steps = report["steps"].as_array().unwrap();
-        assert!(steps[0]["outcome"].as_str().unwrap().starts_with("skipped because"));
-        assert_eq!(steps.last().unwrap()["output"], "off\n");
+        let outcomes = outcomes(&report);
+        assert!(outcomes[0].starts_with("skipped because"), "{outcomes:?}");
+        assert_eq!((outcomes[1], &report["steps"][1]["output"]), ("failed", &json!("off\n")));
+        assert!(outcomes[3..].iter().all(|outcome| outcome.starts_with("skipped because")));
         assert_eq!(report["benchmark"], json!({ "group": 4 }));
     }
 
     #[test]
-    fn every_sanitizer_runs_every_test_and_the_benchmark_comes_last() {
-        let steps = steps(Path::new("f"));
-        let of_tool = |tool: &str, filter: &[&str]| {
-            let of_step = |(_, command): &&(String, Command)| {
-                let arguments: Vec<_> =
-                    command.get_args().map(|arg| arg.to_string_lossy()).collect();
-                arguments.iter().any(|arg| arg == tool)
-                    && arguments
-                        .ends_with(&filter.iter().map(|arg| (*arg).into()).collect::<Vec<_>>())
-            };
-            steps.iter().filter(of_step).count()
+    fn a_hang_loses_nothing_and_a_later_run_goes_on() {
+        let (folder, smi) = packed();
+        let out = folder.path().join("out");
+        // What the report is while the first step runs is what is left when the machine is taken.
+        let copy = format!("cp {0}/test-gpu-*.json {0}/then.json; sleep 60", out.display());
+        program(folder.path().join("conformance"), &copy);
+        let first = Asked {
+            only: ["conformance", "benchmark"].map(str::to_owned).into(),
+            out: Some(out.clone()),
+            limit: Some(2),
+            ..ASKED
         };
-        for tool in SANITIZERS {
-            let halves =
-                [of_tool(tool, &["--skip", "worker"]), of_tool(tool, &["--nocapture", "worker"])];
-            assert_eq!(halves, [1, 1], "{tool}");
-        }
-        assert_eq!(steps.len(), 2 + 2 * SANITIZERS.len() + 2);
-        let last = steps.last_chunk().unwrap().each_ref().map(|(name, _)| name.as_str());
-        assert_eq!(last, [DAEMON, "benchmark"]);
+        let error = run(folder.path(), &smi, &first, &Report).unwrap_err();
+        assert_eq!(error.to_string(), "2 steps failed: conformance,benchmark");
+        let then: Value =
+            serde_json::from_slice(&fs::read(out.join("then.json")).unwrap()).unwrap();
+        assert_eq!(outcomes(&then)[..2], ["begun, not ended", "not run yet"]);
+        let (report, _) = read(&out);
+        assert_eq!(outcomes(&report)[..3], ["stopped after its 2 s", "failed", "not run yet"]);
+        program(folder.path().join("on_device"), "echo served");
+        let none = Asked { only: vec!["rest".to_owned()], within: 1, ..first.clone() };
+        run(folder.path(), &smi, &none, &Report).unwrap();
+        assert_eq!(read(&out).0, report, "no step fits into a second");
+        let error = run(folder.path(), &smi, &Asked { within: 570, ..none }, &Report).unwrap_err();
+        assert_eq!(error.to_string(), "2 steps failed: shapes,ipc");
+        let (report, markdown) = read(&out);
+        let outcomes = outcomes(&report);
+        assert_eq!(outcomes[..4], ["stopped after its 2 s", "failed", "failed", "passed"]);
+        assert!(outcomes[4..].iter().all(|outcome| *outcome != "not run yet"), "{outcomes:?}");
+        assert_eq!(report["benchmark"], json!({ "group": 4 }));
+        assert!(markdown.contains("| daemon | passed |"), "{markdown}");
+        let log = fs::read_dir(&out).unwrap().map(|entry| entry.unwrap().path());
+        let log = log.filter(|path| path.extension().is_some_and(|end| end == "log"));
+        let log = fs::read_to_string(log.last().unwrap()).unwrap();
+        assert!(
+            log.contains("== benchmark\noff\n== other shapes\noff\n== daemon\nserved\n"),
+            "{log}"
+        );
     }
 }

@@ -1,14 +1,26 @@
 //! The GPU lane: `pack` makes one folder here; `./xtask gpu run` in it, on a machine with a GPU and
 //! without Rust, tests and measures, and writes one report. No GPU has run it yet.
 
+mod kept;
+mod limited;
 mod measure;
 mod pack;
+mod steps;
 mod write;
 
 use crate::report::Report;
 use anyhow::Result;
-use clap::Subcommand;
+use clap::{Args, Subcommand};
 use std::path::{Path, PathBuf};
+
+/// What the benchmark writes.
+const FIGURES: &str = "figures.json";
+/// What the launches of other shapes write.
+const SHAPES: &str = "shapes.json";
+/// What the daemon's step writes.
+const DAEMON_STORES: &str = "daemon-stores.json";
+/// What the folder says of itself.
+const PACK: &str = "pack.json";
 
 #[derive(Subcommand)]
 pub(crate) enum Step {
@@ -22,16 +34,35 @@ pub(crate) enum Step {
         #[arg(long, default_value = "target/gpu-pack")]
         out: PathBuf,
     },
-    /// Runs everything in the folder that this program lies in.
-    Run,
+    /// Runs what lies in this program's folder; the report is whole after each step.
+    Run(Asked),
+}
+
+/// What a run is asked for.
+#[derive(Args, Clone)]
+pub(crate) struct Asked {
+    /// These steps alone: conformance, benchmark, shapes, daemon, ipc, memcheck, memcheck-ipc and
+    /// so on; `sanitizers` are all of those, `rest` what the report has no outcome of.
+    #[arg(long, value_name = "STEP", value_delimiter = ',')]
+    only: Vec<String>,
+    /// Where the report goes, and where one of the same GPU, day and pack is gone on with; `report`
+    /// beside this program otherwise.
+    #[arg(long, value_name = "DIR")]
+    out: Option<PathBuf>,
+    /// How long each step may take, instead of its own limit.
+    #[arg(long, value_name = "SECONDS")]
+    limit: Option<u64>,
+    /// How long the run may take: a step whose limit does not fit any more is not begun.
+    #[arg(long, value_name = "SECONDS", default_value_t = 570)]
+    within: u64,
 }
 
 pub(crate) fn run(root: &Path, step: Step, report: &Report) -> Result<()> {
     match step {
         Step::Pack { device, out } => pack::pack(root, &root.join(out), &device, report),
-        Step::Run => {
+        Step::Run(asked) => {
             let program = std::env::current_exe()?;
-            measure::run(program.parent().unwrap_or(root), "nvidia-smi", report)
+            measure::run(program.parent().unwrap_or(root), "nvidia-smi", &asked, report)
         }
     }
 }

@@ -1,15 +1,21 @@
 //! Makes the folder that is carried to a machine with a GPU.
 
+use super::PACK;
 use crate::kernels;
 use crate::report::Report;
 use anyhow::{Context, Result, bail, ensure};
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 /// Of `kernels/gpu`.
 const SCRIPTS: [&str; 4] = ["baselines.py", "bench.py", "driver.py", "worker.py"];
+/// What may be carried to the machine with the GPU.
+const MOST_BYTES: u64 = 64 << 20;
+/// The reports of runs in the folder itself, which are not carried.
+const REPORTS: &str = "report";
 
 /// Packs for the GPU that `kvd plan --device` calls `device`: its plans are launched.
 pub(crate) fn pack(root: &Path, out: &Path, device: &str, report: &Report) -> Result<()> {
@@ -34,7 +40,7 @@ pub(crate) fn pack(root: &Path, out: &Path, device: &str, report: &Report) -> Re
         fs::copy(root.join("kernels/gpu").join(script), out.join(script))?;
     }
     let tests = ["-p", "kvd-cuda", "--features", "embed-kernels", "--test", "gpu"];
-    fs::copy(program(root, &tests, report)?, out.join("conformance"))?;
+    copy_program(&program(root, &tests, report)?, &out.join("conformance"))?;
     report.step("cargo test -p kvd-emu --test fixtures");
     let mut command = cargo(root);
     command.args(["test", "--quiet", "-p", "kvd-emu", "--test", "fixtures"]);
@@ -42,9 +48,95 @@ pub(crate) fn pack(root: &Path, out: &Path, device: &str, report: &Report) -> Re
     let status = command.env("KVD_REQUIRE_EMU", "1").status()?;
     ensure!(status.success(), "the fixtures were not made");
     pack_daemon(root, out, &images, report)?;
-    fs::copy(std::env::current_exe()?, out.join("xtask"))?;
-    report.line(&format!("packed: {}; there: ./xtask gpu run", out.display()));
+    copy_program(&std::env::current_exe()?, &out.join("xtask"))?;
+    let packed = SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs();
+    let facts = json!({ "commit": commit(root), "device": device, "packed": packed });
+    fs::write(out.join(PACK), format!("{facts:#}\n"))?;
+    say_sizes(out, &archive(out)?, report)
+}
+
+/// Copies a program without what only a debugger reads, which is most of it.
+fn copy_program(from: &Path, to: &Path) -> Result<()> {
+    fs::copy(from, to).with_context(|| format!("pack {}", from.display()))?;
+    // Without binutils it is packed as it is.
+    let _ = Command::new("strip").arg(to).stderr(Stdio::null()).status();
     Ok(())
+}
+
+/// The commit that is packed, and whether files differ from it.
+fn commit(root: &Path) -> Option<String> {
+    let git = |arguments: &[&str]| {
+        let output = Command::new("git").current_dir(root).args(arguments).output().ok()?;
+        let text = String::from_utf8_lossy(&output.stdout).trim().to_owned();
+        output.status.success().then_some(text)
+    };
+    let commit = git(&["rev-parse", "--short=12", "HEAD"])?;
+    let changes = git(&["status", "--porcelain", "--untracked-files=no"])?;
+    Some(if changes.is_empty() { commit } else { format!("{commit} with changes") })
+}
+
+/// The folder as one file beside it: a machine may take fewer bytes than it has room for.
+fn archive(out: &Path) -> Result<PathBuf> {
+    let folder = out.file_name().context("a folder without a name")?;
+    let parent = out.parent().context("a folder without a parent")?;
+    let mut name = folder.to_owned();
+    name.push(".tar.gz");
+    let to = out.with_file_name(name);
+    let mut tar = Command::new("tar");
+    tar.arg("-C").arg(parent).arg("-czf").arg(&to).arg("--exclude").arg(REPORTS).arg(folder);
+    ensure!(tar.status().context("start tar")?.success(), "tar fails");
+    Ok(to)
+}
+
+/// Bytes of a file, or of all files under a folder.
+fn bytes_of(path: &Path) -> Result<u64> {
+    let about = fs::symlink_metadata(path)?;
+    if !about.is_dir() {
+        return Ok(about.len());
+    }
+    let mut bytes = 0;
+    for entry in fs::read_dir(path)? {
+        bytes += bytes_of(&entry?.path())?;
+    }
+    Ok(bytes)
+}
+
+/// Says what the folder and its archive take, by parts, and warns where that is too much.
+fn say_sizes(out: &Path, archive: &Path, report: &Report) -> Result<()> {
+    let mut parts = Vec::new();
+    for entry in fs::read_dir(out)? {
+        let path = entry?.path();
+        let name = path.file_name().unwrap_or_default().display().to_string();
+        if name != REPORTS {
+            parts.push((bytes_of(&path)?, name));
+        }
+    }
+    parts.sort_by(|a, b| b.cmp(a));
+    let total = parts.iter().map(|(bytes, _)| bytes).sum();
+    let packed = bytes_of(archive)?;
+    let parts = parts.iter().take(6).map(|(bytes, name)| format!("{name} {}", mib(*bytes)));
+    let parts = parts.collect::<Vec<_>>().join(", ");
+    report.line(&format!("packed: {}, {} ({parts})", out.display(), mib(total)));
+    report.line(&format!("as one file: {}, {}", archive.display(), mib(packed)));
+    if let Some(warning) = warning(total, packed) {
+        report.line(&warning);
+    }
+    report.line("there, in the folder: ./xtask gpu run");
+    Ok(())
+}
+
+fn mib(bytes: u64) -> String {
+    format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20))
+}
+
+/// What is said of a folder, or of its archive too, that is too large to be carried.
+fn warning(folder: u64, archive: u64) -> Option<String> {
+    let most = mib(MOST_BYTES);
+    match (folder > MOST_BYTES, archive > MOST_BYTES) {
+        (false, _) => None,
+        (true, false) => Some(format!("warning: more than {most}: carry the one file")),
+        (true, true) => Some(format!("warning: both are more than {most}")),
+    }
 }
 
 /// Packs the daemon where it was built with these kernels, and what asks it.
@@ -54,8 +146,9 @@ fn pack_daemon(root: &Path, out: &Path, images: &[PathBuf], report: &Report) -> 
     let daemon = target.join("release/kvd");
     let packed = ["kvd", "on_device"].map(|name| out.join(name));
     if holds(&fs::read(&daemon).unwrap_or_default(), images)? {
-        fs::copy(&daemon, &packed[0])?;
-        fs::copy(program(root, &["-p", "kvd", "--test", "on_device"], report)?, &packed[1])?;
+        copy_program(&daemon, &packed[0])?;
+        let tests = ["-p", "kvd", "--test", "on_device"];
+        copy_program(&program(root, &tests, report)?, &packed[1])?;
         return Ok(());
     }
     for stale in packed.iter().filter(|path| path.exists()) {
@@ -152,6 +245,30 @@ warning: not a message
         assert!(holds(&program, &images).unwrap());
         assert!(!holds(&program[..program.len() - 9], &images).unwrap(), "one is cut off");
         assert!(!holds(&[], &images).unwrap() && !holds(&program, &[]).unwrap());
+    }
+
+    #[test]
+    fn sizes_are_of_all_files_but_reports_and_a_warning_says_what_to_carry() {
+        let folder = tempfile::tempdir().unwrap();
+        let out = folder.path().join("gpu-pack");
+        for part in ["fixtures/checks", REPORTS] {
+            fs::create_dir_all(out.join(part)).unwrap();
+        }
+        fs::write(out.join("fixtures/a.bin"), [0; 1000]).unwrap();
+        fs::write(out.join("fixtures/checks/b.bin"), [0; 500]).unwrap();
+        fs::write(out.join(REPORTS).join("old.md"), "a").unwrap();
+        assert_eq!(bytes_of(&out.join("fixtures")).unwrap(), 1500);
+        let archive = archive(&out).unwrap();
+        assert_eq!(archive, folder.path().join("gpu-pack.tar.gz"));
+        let list = Command::new("tar").arg("-tzf").arg(&archive).output().unwrap().stdout;
+        let list = String::from_utf8(list).unwrap();
+        assert!(list.contains("gpu-pack/fixtures/checks/b.bin"), "{list}");
+        assert!(!list.contains("old.md"), "{list}");
+        say_sizes(&out, &archive, &Report).unwrap();
+        assert_eq!(mib(3 << 19), "1.5 MiB");
+        assert_eq!(warning(MOST_BYTES, 1), None);
+        assert!(warning(MOST_BYTES + 1, 1).unwrap().ends_with("64.0 MiB: carry the one file"));
+        assert!(warning(MOST_BYTES + 1, MOST_BYTES + 1).unwrap().contains("both"));
     }
 
     #[test]

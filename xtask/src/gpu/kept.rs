@@ -1,0 +1,238 @@
+//! The report as files, which are complete at any time and go on with those of an earlier run.
+
+use super::{DAEMON_STORES, FIGURES, SHAPES, write};
+use anyhow::{Context, Result};
+use serde_json::{Value, json};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// Bytes of a step's output that the report keeps; the log has all.
+const TAIL_BYTES: usize = 4000;
+const NOT_RUN: &str = "not run yet";
+/// What a run that was ended from outside leaves of the step that it was at.
+const BEGUN: &str = "begun, not ended";
+
+/// One step of the report.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Done {
+    pub(super) name: String,
+    /// `passed`, `failed`, `stopped after …`, `skipped because …`, or that it was not run.
+    pub(super) outcome: String,
+    pub(super) seconds: f64,
+    /// The end of it.
+    pub(super) output: String,
+}
+
+/// What a report is of.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Subject {
+    /// Name and driver.
+    pub(super) device: String,
+    pub(super) date: String,
+    /// What `pack` wrote about the folder; null where nothing is known.
+    pub(super) pack: Value,
+}
+
+/// A report.
+pub(super) struct Kept {
+    pub(super) of: Subject,
+    pub(super) steps: Vec<Done>,
+    /// What the benchmark wrote; null where it wrote nothing.
+    pub(super) bench: Value,
+    /// Launches of shapes that are not measured.
+    pub(super) shapes: Value,
+    /// Stores that the daemon's step has timed.
+    pub(super) daemon_stores: Value,
+    out: PathBuf,
+}
+
+impl Done {
+    pub(super) fn new(name: &str, outcome: String, seconds: f64, output: &str) -> Self {
+        let start = output.len().saturating_sub(TAIL_BYTES);
+        let start = (start..).find(|at| output.is_char_boundary(*at)).unwrap_or(0);
+        Self { name: name.to_owned(), outcome, seconds, output: output[start..].to_owned() }
+    }
+
+    pub(super) fn begun(name: &str) -> Self {
+        Self::new(name, BEGUN.to_owned(), 0.0, "")
+    }
+
+    fn not_run(name: &str) -> Self {
+        Self::new(name, NOT_RUN.to_owned(), 0.0, "")
+    }
+
+    pub(super) fn has_ended(&self) -> bool {
+        self.outcome != NOT_RUN && self.outcome != BEGUN
+    }
+
+    /// Whether something is wrong, or may be.
+    pub(super) fn is_bad(&self) -> bool {
+        self.outcome.starts_with("failed") || self.outcome.starts_with("stopped")
+    }
+
+    fn json(&self) -> Value {
+        let Self { name, outcome, seconds, output } = self;
+        json!({ "name": name, "outcome": outcome, "seconds": seconds, "output": output })
+    }
+
+    fn from_json(step: &Value) -> Option<Self> {
+        let text = |name: &str| step[name].as_str();
+        let (outcome, seconds) = (text("outcome")?.to_owned(), step["seconds"].as_f64()?);
+        Some(Self::new(text("name")?, outcome, seconds, text("output")?))
+    }
+}
+
+impl Kept {
+    /// The report of these steps in the folder `out`, with what an earlier run left there of the
+    /// same GPU, day and pack. One of another pack or driver is put aside.
+    pub(super) fn open(out: &Path, of: Subject, names: &[&str]) -> Result<Self> {
+        fs::create_dir_all(out).with_context(|| format!("create {}", out.display()))?;
+        let steps = names.iter().map(|name| Done::not_run(name)).collect();
+        let [bench, shapes, daemon_stores] = [const { Value::Null }; 3];
+        let mut kept = Self { of, steps, bench, shapes, daemon_stores, out: out.to_owned() };
+        let earlier = fs::read(kept.path("json")).ok();
+        let earlier: Value =
+            earlier.and_then(|bytes| serde_json::from_slice(&bytes).ok()).unwrap_or_default();
+        let Subject { device, date, pack } = &kept.of;
+        if [&earlier["device"], &earlier["date"]] != [device, date] || earlier["pack"] != *pack {
+            kept.put_aside()?;
+            return Ok(kept);
+        }
+        for step in earlier["steps"].as_array().into_iter().flatten().filter_map(Done::from_json) {
+            if let Some(own) = kept.steps.iter_mut().find(|own| own.name == step.name) {
+                *own = step;
+            }
+        }
+        kept.bench = earlier["benchmark"].clone();
+        kept.shapes = earlier["shapes"].clone();
+        kept.daemon_stores = earlier["daemon_stores"].clone();
+        // A run that was ended while it measured did not come to put them into the report.
+        kept.read_figures();
+        Ok(kept)
+    }
+
+    /// Renames what another run left, so that nothing of it is lost or taken for this run's.
+    fn put_aside(&self) -> Result<()> {
+        let files = ["json", "md", "log"].map(|end| self.path(end));
+        for path in files
+            .into_iter()
+            .chain([FIGURES, SHAPES, DAEMON_STORES].map(|name| self.out.join(name)))
+        {
+            if path.exists() {
+                let mut aside = path.file_name().unwrap_or_default().to_owned();
+                aside.push(".before");
+                fs::rename(&path, path.with_file_name(aside))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// What a step writes, by its file.
+    fn figures(&mut self) -> [(&'static str, &mut Value); 3] {
+        [
+            (FIGURES, &mut self.bench),
+            (SHAPES, &mut self.shapes),
+            (DAEMON_STORES, &mut self.daemon_stores),
+        ]
+    }
+
+    /// Takes what steps have written so far.
+    pub(super) fn read_figures(&mut self) {
+        let out = self.out.clone();
+        for (file, figures) in self.figures() {
+            let bytes = fs::read(out.join(file)).ok();
+            if let Some(found) = bytes.and_then(|bytes| serde_json::from_slice(&bytes).ok()) {
+                *figures = found;
+            }
+        }
+    }
+
+    /// Forgets what a step has written: it begins anew.
+    pub(super) fn forget(&mut self, file: &str) -> Result<()> {
+        let path = self.out.join(file);
+        for (name, figures) in self.figures() {
+            if name == file {
+                *figures = Value::Null;
+            }
+        }
+        if path.exists() { Ok(fs::remove_file(path)?) } else { Ok(()) }
+    }
+
+    /// A file of the report, by its end.
+    pub(super) fn path(&self, end: &str) -> PathBuf {
+        let name = self.of.device.split(',').next().unwrap_or("gpu").trim().to_lowercase();
+        let letter = |c: char| if c.is_alphanumeric() { c } else { '-' };
+        let name: String = name.chars().map(letter).collect();
+        self.out.join(format!("{name}-{}.{end}", self.of.date))
+    }
+
+    /// Writes both files, each beside and then in place of what was there.
+    pub(super) fn save(&self) -> Result<()> {
+        let Subject { device, date, pack } = &self.of;
+        let steps: Vec<Value> = self.steps.iter().map(Done::json).collect();
+        let all = json!({ "device": device, "date": date, "pack": pack, "steps": steps,
+                          "benchmark": self.bench, "shapes": self.shapes,
+                          "daemon_stores": self.daemon_stores });
+        let json = serde_json::to_string_pretty(&all)? + "\n";
+        for (end, text) in [("json", json), ("md", write::markdown(self))] {
+            let path = self.path(end);
+            let beside = path.with_extension(format!("{end}.new"));
+            fs::write(&beside, text).with_context(|| format!("write {}", beside.display()))?;
+            fs::rename(&beside, &path)?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn subject(pack: &str) -> Subject {
+        let (device, date) = ("Test GPU, 580.1".to_owned(), "2026-11-24".to_owned());
+        Subject { device, date, pack: json!(pack) }
+    }
+
+    #[test]
+    fn a_report_goes_on_with_an_earlier_one_and_names_what_was_not_run() {
+        let folder = tempfile::tempdir().unwrap();
+        let open = |names: &[&str]| Kept::open(folder.path(), subject("a"), names).unwrap();
+        let mut first = open(&["one", "two", "three"]);
+        first.steps[0] = Done::new("one", "passed".to_owned(), 2.5, &"ü".repeat(TAIL_BYTES));
+        first.steps[1] = Done::begun("two");
+        first.bench = json!({ "group": 4 });
+        first.save().unwrap();
+        let second = open(&["three", "one", "two", "new"]);
+        let outcomes: Vec<_> = second.steps.iter().map(|step| step.outcome.as_str()).collect();
+        assert_eq!(outcomes, [NOT_RUN, "passed", BEGUN, NOT_RUN]);
+        assert_eq!(second.steps[1], first.steps[0]);
+        assert_eq!(second.bench, json!({ "group": 4 }));
+        assert!(second.steps.iter().map(Done::has_ended).eq([false, true, false, false]));
+        // Left by a benchmark whose run was ended.
+        fs::write(folder.path().join(FIGURES), "{\"group\": 8}").unwrap();
+        let mut third = open(&["one"]);
+        assert_eq!(third.bench, json!({ "group": 8 }));
+        third.forget(DAEMON_STORES).unwrap();
+        assert_eq!(third.bench, json!({ "group": 8 }));
+        let names = fs::read_dir(folder.path()).unwrap();
+        let names = names.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+        let mut names: Vec<_> = names.collect();
+        names.sort();
+        let of = ["figures.json", "test-gpu-2026-11-24.json", "test-gpu-2026-11-24.md"];
+        assert_eq!(names, of, "nothing half-written stays");
+    }
+
+    #[test]
+    fn a_report_of_another_pack_is_put_aside() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut first = Kept::open(folder.path(), subject("a"), &["one"]).unwrap();
+        first.steps[0].outcome = "passed".to_owned();
+        first.save().unwrap();
+        fs::write(folder.path().join(FIGURES), "{\"group\": 8}").unwrap();
+        let second = Kept::open(folder.path(), subject("b"), &["one"]).unwrap();
+        assert_eq!((second.steps[0].outcome.as_str(), &second.bench), (NOT_RUN, &Value::Null));
+        for name in ["test-gpu-2026-11-24.json.before", "figures.json.before"] {
+            assert!(folder.path().join(name).exists(), "{name}");
+        }
+    }
+}

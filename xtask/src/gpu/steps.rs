@@ -1,0 +1,161 @@
+//! The steps of a run: what each is called, what it runs and how long it may take.
+
+use super::{DAEMON_STORES, FIGURES, SHAPES};
+use anyhow::{Result, ensure};
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+/// What compute-sanitizer looks for.
+const SANITIZERS: [&str; 4] = ["memcheck", "racecheck", "initcheck", "synccheck"];
+/// All of them, for `--only`.
+const ALL_SANITIZERS: &str = "sanitizers";
+/// What the report in `--out` has no outcome of, for `--only`.
+const REST: &str = "rest";
+/// The first five fit into one command of ten minutes together.
+const CONFORMANCE_LIMIT: Duration = Duration::from_secs(140);
+const BENCHMARK_LIMIT: Duration = Duration::from_secs(180);
+const SHAPES_LIMIT: Duration = Duration::from_secs(70);
+const DAEMON_LIMIT: Duration = Duration::from_secs(100);
+const IPC_LIMIT: Duration = Duration::from_secs(70);
+const SANITIZER_LIMIT: Duration = Duration::from_secs(280);
+
+/// One step.
+pub(super) struct Step {
+    /// What `--only` calls it.
+    pub(super) key: String,
+    /// What the report calls it.
+    pub(super) name: String,
+    pub(super) limit: Duration,
+    pub(super) command: Command,
+    /// The file that it writes into the report's folder, if it does.
+    pub(super) writes: Option<&'static str>,
+}
+
+/// Every step: what says most first, as a run may end before the last.
+pub(super) fn all(folder: &Path, out: &Path) -> Vec<Step> {
+    // A filter with which tests of other processes are all that runs, or all that does not.
+    let halves = [
+        ("conformance", "conformance", &["--skip", "worker"][..], CONFORMANCE_LIMIT),
+        ("ipc", "memory of another process", &["worker"], IPC_LIMIT),
+    ];
+    let tests = |program: &mut Command, filter: &[&str]| {
+        program.env("KVD_REQUIRE_GPU", "1").env("KVD_GPU_WORKER", folder.join("worker.py"));
+        program.args(["--test-threads", "1", "--nocapture"]).args(filter);
+    };
+    let step = |key: &str, name: &str, limit, command| Step {
+        key: key.to_owned(),
+        name: name.to_owned(),
+        limit,
+        command,
+        writes: None,
+    };
+    let [conformance, ipc] = halves.map(|(key, name, filter, limit)| {
+        let mut command = Command::new(folder.join("conformance"));
+        tests(&mut command, filter);
+        step(key, name, limit, command)
+    });
+    let [bench, shapes] = [FIGURES, SHAPES].map(|file| {
+        let mut command = Command::new("python3");
+        command.arg(folder.join("bench.py")).arg(folder.join("fixtures"));
+        command.args((file == SHAPES).then_some("--checks"));
+        command.arg("--fatbins").arg(folder.join("fatbins")).arg("--out").arg(out.join(file));
+        command
+    });
+    let bench = step("benchmark", "benchmark", BENCHMARK_LIMIT, bench);
+    let shapes = step("shapes", "other shapes", SHAPES_LIMIT, shapes);
+    let mut daemon = Command::new(folder.join("on_device"));
+    tests(&mut daemon, &[]);
+    daemon.env("KVD_GPU_DAEMON", folder.join("kvd"));
+    daemon.env("KVD_GPU_STORES", out.join(DAEMON_STORES));
+    let daemon = step("daemon", "daemon", DAEMON_LIMIT, daemon);
+    let bench = Step { writes: Some(FIGURES), ..bench };
+    let shapes = Step { writes: Some(SHAPES), ..shapes };
+    let daemon = Step { writes: Some(DAEMON_STORES), ..daemon };
+    let mut steps = vec![conformance, bench, shapes, daemon, ipc];
+    for tool in SANITIZERS {
+        for (half, name, filter, _) in halves {
+            let mut command = Command::new("compute-sanitizer");
+            // The worker is a program of Python, which launches no kernel.
+            command.args(["--tool", tool, "--target-processes", "application-only"]);
+            command.args(["--error-exitcode", "1"]).arg(folder.join("conformance"));
+            tests(&mut command, filter);
+            let key = if half == "ipc" { format!("{tool}-{half}") } else { tool.to_owned() };
+            let name = format!("compute-sanitizer {tool}, {name}");
+            steps.push(step(&key, &name, SANITIZER_LIMIT, command));
+        }
+    }
+    steps
+}
+
+/// Whether each step is one of `only`, where nothing means every one; `ended` says which have an
+/// outcome.
+pub(super) fn chosen(
+    steps: &[Step],
+    only: &[String],
+    ended: impl Fn(&Step) -> bool,
+) -> Result<Vec<bool>> {
+    let is_sanitizer = |step: &Step| step.name.starts_with("compute-sanitizer");
+    for word in only {
+        let known = steps.iter().map(|step| step.key.as_str()).chain([ALL_SANITIZERS, REST]);
+        let known: Vec<_> = known.collect();
+        let is_known = known.contains(&word.as_str());
+        ensure!(is_known, "there is no step {word:?}, but {}", known.join(", "));
+    }
+    let is_meant = |step: &Step| {
+        let by = |word: &String| match word.as_str() {
+            ALL_SANITIZERS => is_sanitizer(step),
+            REST => !ended(step),
+            word => step.key == word,
+        };
+        only.is_empty() || only.iter().any(by)
+    };
+    Ok(steps.iter().map(is_meant).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_benchmark_comes_before_every_sanitizer_and_each_of_those_runs_every_test() {
+        let steps = all(Path::new("f"), Path::new("o"));
+        let keys: Vec<_> = steps.iter().map(|step| step.key.as_str()).collect();
+        assert_eq!(keys[..5], ["conformance", "benchmark", "shapes", "daemon", "ipc"]);
+        let first: Duration = steps[..5].iter().map(|step| step.limit).sum();
+        assert!(first <= Duration::from_secs(570), "they fit into one command: {first:?}");
+        let of_tool = |tool: &str, filter: &[&str]| {
+            let of_step = |step: &&Step| {
+                let arguments: Vec<_> =
+                    step.command.get_args().map(|arg| arg.to_string_lossy()).collect();
+                arguments.iter().any(|arg| arg == tool)
+                    && arguments
+                        .ends_with(&filter.iter().map(|arg| (*arg).into()).collect::<Vec<_>>())
+            };
+            steps[5..].iter().filter(of_step).count()
+        };
+        for tool in SANITIZERS {
+            let halves =
+                [of_tool(tool, &["--skip", "worker"]), of_tool(tool, &["--nocapture", "worker"])];
+            assert_eq!(halves, [1, 1], "{tool}");
+        }
+        assert_eq!(steps.len(), 5 + 2 * SANITIZERS.len());
+    }
+
+    #[test]
+    fn steps_are_chosen_by_name_as_sanitizers_and_as_what_has_no_outcome() {
+        let steps = all(Path::new("f"), Path::new("o"));
+        let of = |only: &[&str]| {
+            let only: Vec<_> = only.iter().map(|word| (*word).to_owned()).collect();
+            let chosen = chosen(&steps, &only, |step| step.key != "ipc")?;
+            let of_step = |(step, chosen): (&Step, bool)| chosen.then_some(step.key.clone());
+            Ok::<_, anyhow::Error>(steps.iter().zip(chosen).filter_map(of_step).collect::<Vec<_>>())
+        };
+        assert_eq!(of(&[]).unwrap().len(), steps.len());
+        assert_eq!(of(&["daemon", "racecheck-ipc"]).unwrap(), ["daemon", "racecheck-ipc"]);
+        assert_eq!(of(&["sanitizers"]).unwrap().len(), 2 * SANITIZERS.len());
+        assert_eq!(of(&["rest"]).unwrap(), ["ipc"]);
+        let error = of(&["bench"]).unwrap_err().to_string();
+        assert!(error.contains("\"bench\", but conformance, benchmark, shapes"), "{error}");
+    }
+}
