@@ -45,7 +45,11 @@ fn backend() -> Option<CudaBackend> {
     match find() {
         Ok(gpu) => {
             let driver = Box::new(CudaDriver::open(gpu).unwrap());
-            Some(CudaBackend::open(driver, KERNELS, OPTIONS).unwrap())
+            // Kernels take much longer where a sanitizer watches them.
+            let seconds = std::env::var("KVD_GPU_KERNEL_SECONDS").ok();
+            let seconds = seconds.map_or(30, |seconds| seconds.parse().unwrap());
+            let options = CudaOptions { kernel_timeout: Duration::from_secs(seconds), ..OPTIONS };
+            Some(CudaBackend::open(driver, KERNELS, options).unwrap())
         }
         Err(reason) => {
             let required = std::env::var_os("KVD_REQUIRE_GPU").is_some();
