@@ -43,7 +43,8 @@ pub use jit::{
 };
 pub use lanes::SharedMemory;
 pub use plan::{
-    Block, Bound, Choices, CodebookPlan, Counted, Exchange, Limits, Occupancy, Plan, Workload, plan,
+    Block, Bound, Choices, CodebookPlan, Counted, Exchange, Limits, Occupancy, Pipes, Plan,
+    Workload, plan,
 };
 pub use room::LayerRoom;
 pub use rows::{RowsParameters, RowsUnit, StageCheck, StageParameters, StageSide};

@@ -1,5 +1,6 @@
 //! Counts the instructions that a thread of an attention kernel issues for a tile, in the
-//! disassembly for sm_90: `nvcc -lineinfo -cubin`, `nvdisasm -c -gi`. Not measured on a GPU.
+//! disassembly, for sm_90 unless told otherwise: `nvcc -lineinfo -cubin`, `nvdisasm -c -gi`. Not
+//! measured on a GPU.
 
 mod any;
 mod codecs;
@@ -7,6 +8,7 @@ mod graph;
 mod listing;
 mod marks;
 mod path;
+mod pipes;
 mod source;
 mod tally;
 mod turns;
@@ -28,7 +30,6 @@ const WARPS: usize = 4;
 /// Values for each thread: of a tile, keys and values of 32 tokens and 128 channels, and of a page
 /// that is stored, 64 rows of as many.
 const VALUES_OF_THREAD: f64 = 64.0;
-const TARGET: u32 = 90;
 
 #[derive(clap::Args)]
 pub(crate) struct Arguments {
@@ -37,6 +38,9 @@ pub(crate) struct Arguments {
     /// Prints JSON.
     #[arg(long)]
     json: bool,
+    /// The compute capability: 90 for 9.0. Rules were written for that one.
+    #[arg(long, default_value_t = 90)]
+    sm: u32,
     /// Also the innermost functions, loops and branches.
     #[arg(long)]
     all: bool,
@@ -49,7 +53,7 @@ pub(crate) fn run(root: &Path, arguments: &Arguments, report: &Report) -> Result
     let mut counts = Vec::new();
     for row in rows {
         if !files.contains_key(row.file) {
-            files.insert(row.file, disassembled(root, row.file, report)?);
+            files.insert(row.file, disassembled(root, row.file, arguments.sm, report)?);
         }
         let Some((listing, sources)) = files.get(row.file) else { bail!("no {}", row.file) };
         let kernel = listing.kernels.iter().find(|kernel| kernel.name == row.kernel);
@@ -84,12 +88,17 @@ fn asked(names: &[String]) -> Result<Vec<&'static Row>> {
     Ok(rows().filter(is_asked).collect())
 }
 
-/// A kernel file for sm_90, and its sources by the listing's numbers.
-fn disassembled(root: &Path, file: &str, report: &Report) -> Result<(Listing, Vec<Source>)> {
+/// A kernel file for a compute capability, and its sources by the listing's numbers.
+fn disassembled(
+    root: &Path,
+    file: &str,
+    sm: u32,
+    report: &Report,
+) -> Result<(Listing, Vec<Source>)> {
     let tools = kernels::tools(root, report)?;
-    let out: PathBuf = root.join("target/kernels").join(format!("{file}.sm_{TARGET}.cubin"));
+    let out: PathBuf = root.join("target/kernels").join(format!("{file}.sm_{sm}.cubin"));
     if !kernels::is_newer(&out, &root.join("kernels"))? {
-        compile(&tools.nvcc, root, file, &out)?;
+        compile(&tools.nvcc, root, file, sm, &out)?;
     }
     let mut nvdisasm = Command::new(&tools.nvdisasm);
     let listing = listing::parse(&kernels::output(nvdisasm.args(["-c", "-gi"]).arg(&out))?);
@@ -112,10 +121,10 @@ fn ours(listing: &Listing, kernels: &Path) -> Result<Vec<String>> {
     Ok(texts)
 }
 
-fn compile(nvcc: &Path, root: &Path, file: &str, out: &Path) -> Result<()> {
+fn compile(nvcc: &Path, root: &Path, file: &str, sm: u32, out: &Path) -> Result<()> {
     let mut nvcc = Command::new(nvcc);
     nvcc.args(["-std=c++17", "-O3", "-lineinfo", "-cubin"]);
-    nvcc.arg(format!("-arch=sm_{TARGET}")).arg("-I").arg(root.join("kernels/include"));
+    nvcc.arg(format!("-arch=sm_{sm}")).arg("-I").arg(root.join("kernels/include"));
     nvcc.arg(root.join("kernels").join(format!("{file}.cu"))).arg("-o").arg(out);
     kernels::output(&mut nvcc)?;
     Ok(())

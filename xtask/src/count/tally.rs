@@ -5,6 +5,7 @@ use super::graph::{Graph, Loop};
 use super::listing::{Chain, Frame, Kernel, Listing};
 use super::marks::{self, Rules};
 use super::path::{Avoid, Path, Paths};
+use super::pipes::{self, Pipe};
 use super::source::Source;
 use super::turns::{Turning, Turns};
 use super::{VALUES_OF_THREAD, WARPS};
@@ -47,6 +48,7 @@ pub(super) struct Count {
     verbs: Parts,
     functions: Parts,
     operations: Parts,
+    pipes: Parts,
     loops: Vec<String>,
     two_sided: Vec<String>,
     notes: Vec<String>,
@@ -78,7 +80,7 @@ pub(super) fn count(
         if row.whole { Some(graph.loops.len() - 1) } else { loop_over_tiles(&graph, kernel) };
     let tiles = tiles.context("no loop has a barrier")?;
     let counter = Counter { listing, kernel, sources, graph, turnings, tiles };
-    Ok(counter.count(rules, row.query_rows()))
+    Ok(counter.count(row))
 }
 
 /// The outermost loop with a barrier; of several the one with most instructions.
@@ -94,8 +96,9 @@ fn loop_over_tiles(graph: &Graph, kernel: &Kernel) -> Option<usize> {
 }
 
 impl Counter<'_> {
-    fn count(&self, rules: &[Rules], query_rows: usize) -> Count {
-        let mut parts: [BTreeMap<String, f64>; 3] = Default::default();
+    fn count(&self, row: &Row) -> Count {
+        let rules = row.rules;
+        let mut parts: [BTreeMap<String, f64>; 4] = Default::default();
         let mut notes = BTreeSet::new();
         let mut path = Path::default();
         let mut blocks = Vec::new();
@@ -106,7 +109,7 @@ impl Counter<'_> {
             notes.insert(format!("no line of the source has `{text}`"));
         }
         for warp in 0..WARPS {
-            let of_others = marks::of_others(self.sources, warp, query_rows);
+            let of_others = marks::of_others(self.sources, warp, row.query_rows());
             let mut avoid = self.avoid(&frames, &of_others, &mut notes);
             self.avoid_unrolled(rules, &mut avoid);
             let turns: Vec<f64> = self.turnings.iter().map(|turning| turning.turns).collect();
@@ -122,8 +125,9 @@ impl Counter<'_> {
                     notes.insert(format!("could not leave out {}", self.place_of_block(block)));
                 }
                 for at in self.graph.blocks[block].range.clone() {
-                    of_warp += times;
                     let names = self.names(at);
+                    let times = if row.again.contains(&&*names[0]) { 2.0 * times } else { times };
+                    of_warp += times;
                     for (part, name) in parts.iter_mut().zip(names) {
                         *part.entry(name).or_default() += times / WARPS as f64;
                     }
@@ -132,14 +136,17 @@ impl Counter<'_> {
             total += of_warp / WARPS as f64;
             by_warp.push(of_warp);
         }
+        for verb in row.again {
+            notes.insert(format!("{verb} are found for one of the tiles, and counted twice"));
+        }
         if by_warp.iter().any(|of_warp| (of_warp - by_warp[0]).abs() > 0.5) {
             notes.insert(format!("warps take {by_warp:.0?}: their mean is counted"));
         }
-        let [verbs, functions, operations] = parts.map(sorted);
+        let [verbs, functions, operations, pipes] = parts.map(sorted);
         let loops = self.loops(&path);
         let two_sided = self.two_sided(&path);
         let notes = notes.into_iter().collect();
-        Count { total, verbs, functions, operations, loops, two_sided, notes, blocks }
+        Count { total, verbs, functions, operations, pipes, loops, two_sided, notes, blocks }
     }
 
     /// The blocks of the loop over tiles.
@@ -278,15 +285,16 @@ impl Counter<'_> {
         }
     }
 
-    /// Its verb, its innermost function, and its operation.
-    fn names(&self, at: usize) -> [String; 3] {
+    /// Its verb, its innermost function, its operation and its pipe.
+    fn names(&self, at: usize) -> [String; 4] {
         let functions: Vec<&str> = self.functions(at).collect();
         let verb = functions.iter().find_map(|function| {
             VERBS.iter().find(|(name, _)| name == function).map(|(_, verb)| *verb)
         });
         let innermost = functions.first().copied().unwrap_or("?");
         let operation = self.kernel.instructions[at].operation();
-        [verb.unwrap_or(REST).to_owned(), innermost.to_owned(), operation.to_owned()]
+        let pipe = pipes::of(operation).map_or("of no known pipe", Pipe::name);
+        [verb.unwrap_or(REST), innermost, operation, pipe].map(str::to_owned)
     }
 
     /// Functions that an instruction is in, the innermost first.
@@ -381,6 +389,9 @@ pub(super) fn print(row: &Row, count: &Count, all: bool, report: &Report) {
         report.line(&format!("  {name}: {}", texts.join(", ")));
     };
     parts("by verb", &count.verbs);
+    let of_value = |(name, n): &(String, f64)| format!("{name} {:.2}", n / values(row));
+    let texts: Vec<String> = count.pipes.iter().map(of_value).collect();
+    report.line(&format!("  per value, by pipe: {}", texts.join(", ")));
     count.notes.iter().for_each(|note| report.line(&format!("  note: {note}")));
     if all {
         parts("by function", &count.functions);
@@ -400,6 +411,7 @@ pub(super) fn json(row: &Row, count: &Count) -> Value {
         "verbs": count.verbs,
         "functions": count.functions,
         "operations": count.operations,
+        "pipes": count.pipes,
         "loops": count.loops,
         "two_sided": count.two_sided,
         "notes": count.notes,
@@ -448,10 +460,16 @@ KVD_DEVICE void absorb() {
  /*00c0*/ EXIT ;
 ";
 
-    fn counted(listing: &str) -> Count {
+    const ROW: Row =
+        Row { codec: "c", file: "a", kernel: "k", tiles: 1, whole: false, again: &[], rules: &[] };
+
+    fn counted_as(listing: &str, row: &Row) -> Count {
         let listing = parse(listing);
-        let row = Row { codec: "c", file: "a", kernel: "k", tiles: 1, whole: false, rules: &[] };
-        count(&listing, &listing.kernels[0], &[Source::new(SOURCE)], &row).unwrap()
+        count(&listing, &listing.kernels[0], &[Source::new(SOURCE)], row).unwrap()
+    }
+
+    fn counted(listing: &str) -> Count {
+        counted_as(listing, &ROW)
     }
 
     #[test]
@@ -462,5 +480,15 @@ KVD_DEVICE void absorb() {
         let long = " /*0020*/ MOV R1, RZ ;\n /*0024*/ MOV R2, RZ ;\n";
         let all = counted(&LISTING.replace(" /*0020*/ MOV R1, RZ ;\n", long));
         assert_eq!((all.total, all.notes), (3.0, Vec::new()));
+    }
+
+    #[test]
+    fn what_is_found_of_one_tile_is_counted_again() {
+        let row = Row { again: &[REST], ..ROW };
+        let again = counted_as(LISTING, &row);
+        let pipes: Vec<_> = again.pipes.iter().map(|(pipe, times)| (&**pipe, *times)).collect();
+        let wanted = [("control", 10.0), ("tensor", 4.0), ("integer", 2.0)];
+        assert_eq!((again.total, &*pipes), (16.0, &wanted[..]));
+        assert_eq!(again.notes, ["rest are found for one of the tiles, and counted twice"]);
     }
 }

@@ -1,6 +1,7 @@
 //! Lane instructions that a stored value takes: counted in the kernels' SASS for sm_90, four query
 //! rows, full tiles (docs/perf/gpu-plan.md says how). Not measured.
 
+use super::pipes::Pipes;
 use kvd_codec::{CodebookScope, Entropy, FloatFormat, Quantizer, SideSpec, UniformMode, VqSpec};
 use kvd_core::Side;
 
@@ -9,11 +10,24 @@ use kvd_core::Side;
 pub struct Counted {
     /// Lane instructions per stored value.
     pub per_value: f64,
+    /// Those of them that a pipe takes at less than 128 lanes a clock.
+    pub pipes: Pipes,
     /// Whether that is all of them. Of most kernels for any shape, and of other numbers of query
     /// rows than four, only what the one with a preset's shape as constants takes was counted, what
     /// its look-ups take more, and what scales of values do; of kernels on CUDA cores, but for
     /// codebooks of floats, nothing but their products.
     pub is_all: bool,
+}
+
+impl Counted {
+    /// Slots of the schedulers that a value takes, and the pipe that takes that long; none where
+    /// instructions are issued as fast as schedulers can.
+    pub(super) fn slots(&self, compute: [u32; 2]) -> (f64, Option<&'static str>) {
+        match self.pipes.longest(compute) {
+            (slots, pipe) if slots > self.per_value => (slots, Some(pipe)),
+            _ => (self.per_value, None),
+        }
+    }
 }
 
 /// Query rows of the kernels that were counted.
@@ -28,6 +42,36 @@ pub(super) struct Launched {
     pub(super) is_fixed: bool,
     /// Query rows: 1, 4 or 8.
     pub(super) rows: u32,
+    /// The GPU's compute capability.
+    pub(super) compute: [u32; 2],
+}
+
+/// So many instructions of a value, and by pipes: integers, products of integers, floats, counts of
+/// bits, loads.
+#[derive(Clone, Copy)]
+struct Mix(f64, Pipes);
+
+const fn mix(per_value: f64, pipes: [f64; 5]) -> Mix {
+    Mix(per_value, Pipes::new(pipes))
+}
+
+impl Mix {
+    fn plus(self, other: Self) -> Self {
+        Self(self.0 + other.0, self.1.plus(other.1))
+    }
+
+    fn times(self, by: f64) -> Self {
+        Self(self.0 * by, self.1.times(by))
+    }
+
+    /// With so many more, of the same kinds.
+    fn and_more(self, more: f64) -> Self {
+        Self(self.0 + more, self.1.times((self.0 + more) / self.0))
+    }
+
+    fn counted(self, is_all: bool) -> Counted {
+        Counted { per_value: self.0, pipes: self.1, is_all }
+    }
 }
 
 /// Of both sides; none where no kernel like the pair's was counted. `whole`: whether all entries of
@@ -41,42 +85,40 @@ pub(super) fn counted(
     if !kernel.on_tensor_cores {
         let of_floats = of_floats(specs).filter(|_| is_counted);
         // Else a multiply-add for each query row.
-        let products = Counted { per_value: f64::from(kernel.rows), is_all: false };
+        let rows = f64::from(kernel.rows);
+        let products = mix(rows, [0.0, 0.0, rows, 0.0, 0.0]).counted(false);
         return Some(of_floats.unwrap_or(products));
     }
     if specs.iter().any(|spec| spec.entropy == Entropy::Huffman) {
-        let of_tile = decoded(specs)?;
         let codes = Side::BOTH.map(|side| huffman(specs[side.index()], side));
-        let per_value = of_tile + (codes[0]? + codes[1]?) / 2.0;
-        return Some(Counted { per_value, is_all: is_counted });
+        let of_both = codes[0]?.plus(codes[1]?).times(0.5);
+        return Some(decoded(specs)?.plus(of_both).counted(is_counted));
     }
-    let per_value = of_kernel(specs)?;
+    let of_kernel = of_kernel(specs, kernel.compute)?;
     if kernel.is_fixed {
-        return Some(Counted { per_value, is_all: true });
+        return Some(of_kernel.counted(!is_converted(specs, kernel.compute)));
     }
-    match (&specs[0].quantizer, &specs[1].quantizer) {
-        (Quantizer::Float(_), _) => Some(Counted { per_value, is_all: is_counted }),
+    let is_whole = is_counted && !is_converted(specs, kernel.compute);
+    Some(match (&specs[0].quantizer, &specs[1].quantizer) {
+        (Quantizer::Float(_), _) => of_kernel.counted(is_whole),
         (keys @ Quantizer::Uniform { mode: UniformMode::Asym, .. }, Quantizer::Uniform { .. }) => {
             let is_plain = [2, 4].map(|bits| Some(1 << bits)).contains(&keys.alphabet());
-            Some(Counted { per_value: any_uniform(kernel.rows), is_all: is_plain })
+            any_uniform(kernel.rows).counted(is_plain)
         }
         (_, Quantizer::Uniform { mode: UniformMode::Asym, .. }) => {
-            Some(Counted { per_value: per_value + SCALED_VALUES, is_all: false })
+            of_kernel.and_more(SCALED_VALUES).counted(false)
         }
-        _ => {
-            let more = looked_up(specs, whole).unwrap_or(0.0);
-            Some(Counted { per_value: per_value + more, is_all: false })
-        }
-    }
+        _ => of_kernel.and_more(looked_up(specs, whole).unwrap_or(0.0)).counted(false),
+    })
 }
 
 /// Of the kernel for any shape of uniform levels of two or four bits, keys with a scale by channel
 /// and values with one by token.
-fn any_uniform(rows: u32) -> f64 {
+fn any_uniform(rows: u32) -> Mix {
     match rows {
-        1 => 6.6,
-        ROWS => 10.0,
-        _ => 14.9,
+        1 => mix(6.6, [3.10, 1.01, 0.29, 0.01, 0.82]),
+        ROWS => mix(10.0, [4.48, 1.54, 0.88, 0.05, 1.27]),
+        _ => mix(15.1, [6.08, 2.32, 1.67, 0.11, 2.18]),
     }
 }
 
@@ -85,41 +127,57 @@ fn any_uniform(rows: u32) -> f64 {
 const SCALED_VALUES: f64 = (405.0 + 149.0 - 191.0 - 72.0) / 128.0;
 
 /// Of a kernel whole, by `cargo xtask count` (gpu-plan.md, "Attention, counted").
-fn of_kernel(specs: [&SideSpec; 2]) -> Option<f64> {
+fn of_kernel(specs: [&SideSpec; 2], compute: [u32; 2]) -> Option<Mix> {
     use Quantizer as Q;
     Some(match (&specs[0].quantizer, &specs[1].quantizer) {
         (Q::Float(FloatFormat::F32), _) | (_, Q::Float(FloatFormat::F32)) => return None,
-        (Q::Float(FloatFormat::E4M3), _) => 7.5,
-        (Q::Float(FloatFormat::BF16), _) => 7.8,
-        (Q::Float(_), _) => 6.7,
-        (Q::Uniform { mode: UniformMode::Hybrid, .. }, _) => 7.5,
+        (Q::Float(FloatFormat::E4M3), _) if is_converted(specs, compute) => {
+            mix(12.6, [7.35, 0.83, 1.14, 0.03, 1.08])
+        }
+        (Q::Float(FloatFormat::E4M3), _) => mix(7.5, [2.94, 0.80, 0.98, 0.03, 1.19]),
+        // As f16's, with what bf16 takes more.
+        (Q::Float(FloatFormat::BF16), _) => RAW.and_more(1.1),
+        (Q::Float(_), _) => RAW,
+        (Q::Uniform { mode: UniformMode::Hybrid, .. }, _) => {
+            mix(7.5, [3.48, 1.03, 1.09, 0.02, 1.00])
+        }
         // Where keys have a scale per channel, queries are cut for every tile.
-        (Q::Uniform { .. }, Q::Uniform { .. }) => 6.1,
-        (Q::Polar { .. }, Q::Uniform { .. }) => 6.9,
-        (Q::Lloyd { .. }, Q::Uniform { .. }) => 6.9,
+        (Q::Uniform { .. }, Q::Uniform { .. }) => mix(6.1, [2.67, 0.67, 0.85, 0.02, 1.11]),
+        (Q::Polar { .. }, Q::Uniform { .. }) => mix(6.9, [2.73, 1.01, 0.49, 0.02, 1.39]),
+        (Q::Lloyd { .. }, Q::Uniform { .. }) => mix(6.9, [3.79, 0.86, 0.32, 0.02, 0.95]),
         (Q::Vq(vq), Q::Vq(_)) => match (vq.dim, vq.bits) {
-            (2, 8) => 6.0,
-            _ => 4.5,
+            (2, 8) => mix(6.0, [2.85, 0.95, 0.20, 0.02, 1.16]),
+            (2, 4) => mix(4.5, [2.44, 0.58, 0.20, 0.02, 0.61]),
+            _ => mix(4.5, [1.93, 0.67, 0.20, 0.02, 0.79]),
         },
         // Of groups of 1 to 4 bits, mostly 2.
-        (Q::BitAlloc { .. }, Q::BitAlloc { .. }) => 7.0,
+        (Q::BitAlloc { .. }, Q::BitAlloc { .. }) => mix(7.0, [3.15, 1.27, 0.18, 0.02, 0.90]),
         _ => return None,
     })
 }
+
+/// Whether fp8 codes are made f16 by logic, where no instruction does it. Of that kernel the path
+/// that was counted has 14 of 16 products.
+fn is_converted([keys, _]: [&SideSpec; 2], compute: [u32; 2]) -> bool {
+    matches!(keys.quantizer, Quantizer::Float(FloatFormat::E4M3)) && compute < [8, 9]
+}
+
+/// Of f16 rows.
+const RAW: Mix = mix(6.7, [2.33, 0.95, 0.84, 0.05, 0.95]);
 
 /// Of codebooks of floats of both sides, one set for a head, `vqfloat_vqfloat` whole.
 fn of_floats(specs: [&SideSpec; 2]) -> Option<Counted> {
     let of_side = |spec: &SideSpec| match &spec.quantizer {
         Quantizer::Vq(vq) if vq.scope != CodebookScope::Group => match (vq.dim, vq.stages) {
-            (4, 1) => Some((36.5, vq.bits == 12)),
-            (8, 1) => Some((26.1, vq.bits == 12)),
-            (4, 2) => Some((66.7, vq.bits == 8)),
+            (4, 1) => Some((mix(36.5, [10.84, 6.56, 5.36, 0.50, 6.97]), vq.bits == 12)),
+            (8, 1) => Some((mix(26.1, [7.27, 3.70, 5.28, 0.30, 5.49]), vq.bits == 12)),
+            (4, 2) => Some((mix(66.7, [18.68, 12.35, 10.42, 0.91, 13.06]), vq.bits == 8)),
             _ => None,
         },
         _ => None,
     };
     let [keys, values] = [of_side(specs[0])?, of_side(specs[1])?];
-    Some(Counted { per_value: (keys.0 + values.0) / 2.0, is_all: keys.1 && values.1 })
+    Some(keys.0.plus(values.0).times(0.5).counted(keys.1 && values.1))
 }
 
 /// What a pair's codebooks take more than those of `vecinfer-2`, half for each side: entries that
@@ -146,19 +204,22 @@ fn of_look_up(vq: &VqSpec, side: Side, whole: bool) -> f64 {
     of_all_or_some[usize::from(!whole)]
 }
 
-/// Of tiles of Huffman codes, two together, decoding apart: what was counted, with the second
-/// tile's scores as the first's.
-fn decoded(specs: [&SideSpec; 2]) -> Option<f64> {
+/// Of tiles of Huffman codes, two together, decoding apart.
+fn decoded(specs: [&SideSpec; 2]) -> Option<Mix> {
     match (&specs[0].quantizer, &specs[1].quantizer) {
-        (Quantizer::Grid { .. }, Quantizer::Grid { .. }) => Some(8.4),
-        (Quantizer::Uniform { .. }, Quantizer::Uniform { .. }) => Some(13.7),
+        (Quantizer::Grid { .. }, Quantizer::Grid { .. }) => {
+            Some(mix(8.4, [3.27, 2.14, 0.26, 0.03, 1.06]))
+        }
+        (Quantizer::Uniform { .. }, Quantizer::Uniform { .. }) => {
+            Some(mix(13.7, [6.32, 2.34, 0.77, 0.12, 1.85]))
+        }
         _ => None,
     }
 }
 
 /// To decode a code: a step of four takes so many look-ups and top-ups, as presets' tables have
 /// them on rows of noise.
-fn huffman(spec: &SideSpec, side: Side) -> Option<f64> {
+fn huffman(spec: &SideSpec, side: Side) -> Option<Mix> {
     // Codes of a look-up and of a top-up, and the part of them whose low bits follow the symbol.
     let steps = match (&spec.quantizer, side) {
         // Of kvd-4 to kvd-1.5, whichever is nearest.
@@ -178,12 +239,17 @@ fn huffman(spec: &SideSpec, side: Side) -> Option<f64> {
         },
         _ => return None,
     };
-    Some(of_step(steps) / 4.0)
+    Some(of_step(steps).times(0.25))
 }
 
-/// What fits the counted steps of four codes within two instructions, or four of the longest.
-fn of_step((per_entry, per_word, with_low_bits): (f64, f64, f64)) -> f64 {
-    4.0 + 4.0 * (4.4 / per_entry + 12.5 / per_word + 3.0 * with_low_bits)
+/// What fits the counted steps of four codes within two instructions, or four of the longest, and
+/// their integers within one. A look-up is one load, a top-up one more and two counts of bits.
+fn of_step((per_entry, per_word, with_low_bits): (f64, f64, f64)) -> Mix {
+    let (entries, words, low) = (4.0 / per_entry, 4.0 / per_word, 4.0 * with_low_bits);
+    let all = 4.0 + 4.4 * entries + 12.5 * words + 3.0 * low;
+    let integer = 2.6 + 2.2 * entries + 6.3 * words + 3.0 * low;
+    let multiply = 0.8 * entries + 3.6 * words;
+    mix(all, [integer, multiply, 0.0, 2.0 * words, 1.0 + entries + words])
 }
 
 #[cfg(test)]
@@ -191,7 +257,8 @@ mod tests {
     use super::*;
     use kvd_codec::resolve;
 
-    const FIXED: Launched = Launched { on_tensor_cores: true, is_fixed: true, rows: ROWS };
+    const FIXED: Launched =
+        Launched { on_tensor_cores: true, is_fixed: true, rows: ROWS, compute: [9, 0] };
     const ANY: Launched = Launched { is_fixed: false, ..FIXED };
 
     fn of(codec: &str, kernel: Launched) -> Option<Counted> {
@@ -214,7 +281,7 @@ mod tests {
     #[test]
     fn kernels_on_cuda_cores_take_their_products_at_least() {
         let of_rows = |codec, rows| {
-            let Counted { per_value, is_all } =
+            let Counted { per_value, is_all, .. } =
                 of(codec, Launched { on_tensor_cores: false, rows, ..ANY }).unwrap();
             (per_value, is_all)
         };
@@ -231,7 +298,7 @@ mod tests {
         let of_rows = |codec, rows| of(codec, Launched { rows, ..ANY }).unwrap();
         for preset in ["kivi-4", "kivi-2"] {
             let all = [1, 4, 8].map(|rows| of_rows(preset, rows));
-            assert_eq!(all.map(|counted| counted.per_value), [6.6, 10.0, 14.9], "{preset}");
+            assert_eq!(all.map(|counted| counted.per_value), [6.6, 10.0, 15.1], "{preset}");
             assert!(all.iter().all(|counted| counted.is_all), "{preset}");
         }
         let fixed = of("kivi-4", FIXED).unwrap();
@@ -257,19 +324,40 @@ mod tests {
             (1.0, 2.0, 1.0, [58.2, 57.8]),
             (1.0, 1.0, 1.0, [85.8, 87.5]),
         ] {
-            let step = of_step((per_entry, per_word, low));
+            let Mix(step, pipes) = of_step((per_entry, per_word, low));
+            assert!((pipes.integer / step - 0.55).abs() < 0.1, "{step}: {pipes:?}");
             let off = counted.map(|counted| (step - counted).abs());
             let most = if per_word < 2.0 { 4.0 } else { 1.7 };
             assert!(off.iter().all(|off| *off < most), "{step} and not {counted:?}");
         }
         let of = |codec: &str| {
             let codec = resolve(codec).unwrap();
-            Side::BOTH.map(|side| huffman(codec.side(side), side).unwrap())
+            Side::BOTH.map(|side| huffman(codec.side(side), side).unwrap().0)
         };
         assert!(of("kvcomp").iter().all(|code| (code - 46.0 / 4.0).abs() < 0.2));
         assert!((of("kvcomp-channel")[0] - 25.0 / 4.0).abs() < 0.2);
         // Keys one by one, of values two to an entry and four to a top-up.
         assert!((of("kvd-3")[1] - 25.0 / 4.0).abs() < 0.2 && of("kvd-3")[0] > 20.0);
+    }
+
+    #[test]
+    fn integers_bind_where_half_of_the_instructions_are_such() {
+        let slots = |codec: &str| of(codec, FIXED).unwrap().slots([9, 0]);
+        for codec in ["raw", "kivi-4", "kivi-2", "vecinfer-2", "kvd-2-fast", "kvd-2", "kvcomp"] {
+            assert_eq!(slots(codec), (of(codec, FIXED).unwrap().per_value, None), "{codec}");
+        }
+        let (of_registers, pipe) = slots("vecinfer-2-reg");
+        assert!((of_registers - 4.9).abs() < 0.1 && pipe == Some("integers"), "{of_registers}");
+        assert_eq!(slots("turbo-4").1, Some("integers"));
+    }
+
+    #[test]
+    fn fp8_codes_take_more_without_their_instruction() {
+        let of = |compute| of("fp8", Launched { compute, ..ANY }).unwrap();
+        let [a100, ada, hopper] = [[8, 0], [8, 9], [9, 0]].map(of);
+        assert_eq!((ada, hopper.per_value, hopper.is_all), (hopper, 7.5, true));
+        assert!(a100.per_value == 12.6 && !a100.is_all, "{a100:?}");
+        assert!(a100.slots([8, 0]).0 > 14.0);
     }
 
     #[test]

@@ -12,6 +12,7 @@ mod counts;
 mod fit;
 mod limits;
 mod occupancy;
+mod pipes;
 mod report;
 
 pub use choices::Choices;
@@ -20,6 +21,7 @@ use limits::LATENCY_SECONDS;
 pub use limits::Limits;
 pub(crate) use occupancy::SHARED_RESERVED;
 pub use occupancy::{Block, Occupancy};
+pub use pipes::Pipes;
 
 use crate::side::rows_of;
 use crate::store::encoded_on_host;
@@ -89,6 +91,8 @@ pub enum Bound {
     Bytes,
     /// Instructions, at one per scheduler and clock that is held under load.
     Instructions,
+    /// Those of them that one pipe takes, at its rate: which.
+    Pipe(&'static str),
     /// Bytes under way, each for the latency of memory.
     Latency,
 }
@@ -202,6 +206,7 @@ pub fn plan(codec: &CodecSpec, workload: &Workload, limits: &Limits) -> Option<P
                 on_tensor_cores: fit.products == [None; 2],
                 is_fixed: fit.is_fixed,
                 rows: rows_of(rows),
+                compute: limits.compute,
             },
             codebooks.map(|books| books.is_none_or(|books| books.shared == books.entries)),
         ),
@@ -307,10 +312,12 @@ impl Plan {
     }
 
     /// Seconds of a step, predicted, and what they are: the most of what bytes, counted
-    /// instructions and bytes under way take, as if each were hidden behind the others.
+    /// instructions or the slowest of their pipes, and bytes under way take, as if each were hidden
+    /// behind the others.
     #[must_use]
     pub fn predicted(&self) -> (f64, Bound) {
-        let instructions = self.counted.map_or(0.0, |counted| counted.per_value);
+        let compute = self.limits.compute;
+        let (slots, pipe) = self.counted.map_or((0.0, None), |counted| counted.slots(compute));
         let resident = self.limits.multiprocessors * self.occupancy.blocks;
         let units = self.splits
             * self.workload.batch
@@ -319,7 +326,7 @@ impl Plan {
         let under_way = f64::from(self.block_under_way) * f64::from(units.min(resident));
         let bounds = [
             (self.roofline_seconds(), Bound::Bytes),
-            (instructions * self.instruction_seconds(), Bound::Instructions),
+            (slots * self.instruction_seconds(), pipe.map_or(Bound::Instructions, Bound::Pipe)),
             (self.page_bytes * LATENCY_SECONDS / under_way, Bound::Latency),
         ];
         let longer = |a: (f64, Bound), b: (f64, Bound)| if b.0 > a.0 { b } else { a };

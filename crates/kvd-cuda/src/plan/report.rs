@@ -90,7 +90,7 @@ fn write_times(f: &mut fmt::Formatter<'_>, plan: &Plan) -> fmt::Result {
     )?;
     let counted = match plan.counted {
         None => "instructions were not counted".to_owned(),
-        Some(Counted { per_value, is_all: true }) => {
+        Some(Counted { per_value, is_all: true, .. }) => {
             format!("{per_value:.1} lane instructions per value were counted")
         }
         Some(Counted { per_value, .. }) => {
@@ -101,6 +101,7 @@ fn write_times(f: &mut fmt::Formatter<'_>, plan: &Plan) -> fmt::Result {
     let by = match bound {
         Bound::Bytes => "the bandwidth",
         Bound::Instructions => "instructions",
+        Bound::Pipe(pipe) => pipe,
         Bound::Latency => "the bytes under way",
     };
     writeln!(

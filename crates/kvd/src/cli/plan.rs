@@ -107,6 +107,7 @@ fn write_row(text: &mut String, name: &str, plan: &Plan) -> std::fmt::Result {
     let by = match bound {
         Bound::Bytes => "bytes",
         Bound::Instructions => "instructions",
+        Bound::Pipe(pipe) => pipe,
         Bound::Latency => "latency",
     };
     let counted = plan.counted.map_or("–".to_owned(), |counted| {
