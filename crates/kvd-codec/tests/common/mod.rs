@@ -94,7 +94,7 @@ thread_local! {
 }
 
 /// As [`calibrate`], from memory where the same was asked for before.
-fn calibrate_once(geometry: &Geometry, spec: &CodecSpec) -> Option<Calibration> {
+pub(crate) fn calibrate_once(geometry: &Geometry, spec: &CodecSpec) -> Option<Calibration> {
     if !spec.needs_calibration() {
         return None;
     }

@@ -6,6 +6,8 @@ use crate::{PlanPart, PlanQuery};
 use bytes::Bytes;
 use kvd_codec::{Calibration, CodecSpec, Samples, fit};
 use kvd_core::{DType, Geometry, RopePairing, Side};
+use parking_lot::Mutex;
+use std::sync::LazyLock;
 
 mod bits;
 mod ragged;
@@ -146,10 +148,18 @@ fn payload(dtype: DType, values: &[f32]) -> Bytes {
     bytes.into()
 }
 
+/// A codec, fitted once for all tests of a run: under an emulator fits take most of the time.
 pub(super) fn codec(geometry: &Geometry, name: &str) -> ModelCodec {
-    let spec = kvd_codec::resolve(name).unwrap();
-    let calibration = spec.needs_calibration().then(|| fitted(geometry, &spec));
-    ModelCodec::new(geometry.clone(), spec, calibration.as_ref()).unwrap()
+    static FITTED: LazyLock<Mutex<HashMap<String, ModelCodec>>> = LazyLock::new(Mutex::default);
+    let key = format!("{geometry:?} {name}");
+    let known = FITTED.lock().get(&key).cloned();
+    known.unwrap_or_else(|| {
+        let spec = kvd_codec::resolve(name).unwrap();
+        let calibration = spec.needs_calibration().then(|| fitted(geometry, &spec));
+        let codec = ModelCodec::new(geometry.clone(), spec, calibration.as_ref()).unwrap();
+        FITTED.lock().insert(key, codec.clone());
+        codec
+    })
 }
 
 fn fitted(geometry: &Geometry, spec: &CodecSpec) -> Calibration {
@@ -254,6 +264,8 @@ struct Truth {
     largest_value: f64,
     /// The largest product of a query's and a key's channel in a score.
     largest_term: f64,
+    /// The largest weight, as part of their sum.
+    largest_weight: f64,
 }
 
 /// Answers by query row over decoded rows, in f64; `round` rounds a row of queries or weights.
@@ -296,7 +308,8 @@ fn reference(
             }
         }
         let largest_term = largest_term / (dim as f64).sqrt();
-        Truth { out, lse: most + sum.ln(), largest_value, largest_term }
+        let lse = most + sum.ln();
+        Truth { out, lse, largest_value, largest_term, largest_weight: 1.0 / sum }
     };
     q.chunks_exact(dim).enumerate().map(one).collect()
 }
@@ -371,7 +384,7 @@ fn check_codec(codec: ModelCodec, name: &str, data: Data, asks: &[Ask]) {
         let byte = budget(geometry, &plan, &rows, &truth, (to_byte, 8));
         let levels = Simd::available();
         for (simd, precision) in levels.iter().flat_map(|s| Precision::ALL.map(|p| (*s, p))) {
-            backend.limit(simd.level()).unwrap();
+            backend.simd = simd;
             backend.set_precision(precision);
             let allowed = match precision {
                 Precision::Single => single,

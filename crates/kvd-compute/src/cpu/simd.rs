@@ -148,7 +148,11 @@ pub(crate) type How = (Simd, Precision);
 
 /// An instruction set that this machine was found to have: only then does one exist.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Simd(InstructionSet);
+pub(crate) struct Simd {
+    set: InstructionSet,
+    /// Whether products of bf16 as wide as its registers are used: AVX-512 has them or has not.
+    bf16: bool,
+}
 
 impl Simd {
     /// The widest this machine has.
@@ -156,9 +160,15 @@ impl Simd {
         Self::available().pop().expect("portable at least")
     }
 
-    /// Every level this machine can run, the widest last.
+    /// Every level this machine can run, the widest last: one with products of bf16 also without.
     pub(crate) fn available() -> Vec<Self> {
-        InstructionSet::ALL.into_iter().filter_map(Self::of).collect()
+        let sets = InstructionSet::ALL.into_iter().filter_map(Self::of);
+        sets.flat_map(|simd| [simd.without_bf16(), Some(simd)]).flatten().collect()
+    }
+
+    /// The same as on a machine that has no products of bf16, where this one uses them.
+    fn without_bf16(self) -> Option<Self> {
+        self.bf16.then_some(Self { bf16: false, ..self })
     }
 
     /// That instruction set, if the machine has it.
@@ -183,17 +193,20 @@ impl Simd {
             }
             _ => false,
         };
-        has.then_some(Self(set))
+        let bf16 = has && has_bf16(set);
+        #[cfg(test)]
+        skip::tell(set, has, bf16);
+        has.then_some(Self { set, bf16 })
     }
 
     /// Which one it is.
     pub(crate) fn level(self) -> InstructionSet {
-        self.0
+        self.set
     }
 
     /// The one whose vector registers it has: AMX adds products to AVX-512, AVX-VNNI to AVX2.
     pub(crate) fn set(self) -> InstructionSet {
-        match self.0 {
+        match self.set {
             InstructionSet::AvxVnni => InstructionSet::Avx2,
             InstructionSet::Amx => InstructionSet::Avx512,
             other => other,
@@ -202,20 +215,17 @@ impl Simd {
 
     /// Whether registers of 256 bits have products of four bytes.
     pub(crate) fn has_avx_vnni(self) -> bool {
-        self.0 == InstructionSet::AvxVnni
+        self.set == InstructionSet::AvxVnni
     }
 
     /// Whether products of bytes are those of AMX.
     pub(crate) fn has_amx(self) -> bool {
-        self.0 == InstructionSet::Amx
+        self.set == InstructionSet::Amx
     }
 
     /// Whether it has products of bf16 as wide as its registers.
     pub(crate) fn has_bf16(self) -> bool {
-        #[cfg(target_arch = "x86_64")]
-        return self.set() == InstructionSet::Avx512 && is_x86_feature_detected!("avx512bf16");
-        #[cfg(not(target_arch = "x86_64"))]
-        false
+        self.bf16
     }
 
     /// Gives back what a thread keeps of the processor's state, when dropped.
@@ -255,4 +265,56 @@ fn has_avx512() -> bool {
         && is_x86_feature_detected!("avx512vnni")
         && is_x86_feature_detected!("avx512vbmi")
         && is_x86_feature_detected!("avx512vbmi2")
+}
+
+/// Whether the machine adds products of bf16 to that set.
+fn has_bf16(set: InstructionSet) -> bool {
+    #[cfg(target_arch = "x86_64")]
+    return matches!(set, InstructionSet::Avx512 | InstructionSet::Amx)
+        && is_x86_feature_detected!("avx512bf16");
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = set;
+    #[cfg(not(target_arch = "x86_64"))]
+    false
+}
+
+/// Says which levels are not tested, as this processor does not have them.
+#[cfg(test)]
+mod skip {
+    use super::InstructionSet;
+    use std::io::Write;
+    use std::sync::Once;
+
+    /// Levels of other architectures are no part of what was compiled.
+    fn is_compiled(set: InstructionSet) -> bool {
+        match set {
+            InstructionSet::Portable => true,
+            InstructionSet::Avx2
+            | InstructionSet::AvxVnni
+            | InstructionSet::Avx512
+            | InstructionSet::Amx => cfg!(target_arch = "x86_64"),
+            InstructionSet::Neon | InstructionSet::NeonDotprod | InstructionSet::NeonI8mm => {
+                cfg!(target_arch = "aarch64")
+            }
+        }
+    }
+
+    /// Once for each level in a run of the tests, past what libtest keeps of tests that pass.
+    pub(super) fn tell(set: InstructionSet, has: bool, bf16: bool) {
+        static TOLD: [Once; InstructionSet::ALL.len()] =
+            [const { Once::new() }; InstructionSet::ALL.len()];
+        static BF16: Once = Once::new();
+        let line = |name: &str| {
+            let line = format!("SKIP {name}: this processor has none\n");
+            // Nobody hears what cannot be written.
+            let _ = std::io::stderr().write_all(line.as_bytes());
+        };
+        let index = InstructionSet::ALL.iter().position(|other| *other == set);
+        if !has && is_compiled(set) {
+            TOLD[index.unwrap()].call_once(|| line(set.name()));
+        }
+        if !bf16 && set == InstructionSet::Avx512 && is_compiled(set) {
+            BF16.call_once(|| line("avx512 with bf16"));
+        }
+    }
 }

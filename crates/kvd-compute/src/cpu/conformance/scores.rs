@@ -13,9 +13,9 @@ fn scores_of_keys_are_those_that_attention_weighs() {
         let load = LoadPlan { model: MODEL, layer: LAYER, dtype: DType::F32, parts: parts.clone() };
         let keys = floats(&backend.load(&load).unwrap().k);
         let levels = Simd::available();
-        let ways = levels.iter().flat_map(|simd| Precision::ALL.map(|p| (simd.level(), p)));
-        for ((level, precision), ask) in ways.flat_map(|way| asks.map(|ask| (way, ask))) {
-            backend.limit(level).unwrap();
+        let ways = levels.iter().flat_map(|simd| Precision::ALL.map(|p| (*simd, p)));
+        for ((simd, precision), ask) in ways.flat_map(|way| asks.map(|ask| (way, ask))) {
+            backend.simd = simd;
             backend.set_precision(precision);
             let plan = plan(&geometry, &parts, Data::Normal, ask);
             let tokens = plan.queries[0].tokens() as usize;
@@ -23,7 +23,7 @@ fn scores_of_keys_are_those_that_attention_weighs() {
             backend.key_scores(&plan, &mut scores).unwrap();
             let lse = backend.attend(&plan).unwrap().lse;
             let q = floats(&plan.q);
-            let context = format!("{name}, {level:?}, {precision:?}, {ask:?}");
+            let context = format!("{name}, {simd:?}, {precision:?}, {ask:?}");
             let round: fn(&mut [f64]) = match precision {
                 Precision::Int8 => to_byte,
                 Precision::Fast => to_half,
