@@ -35,8 +35,12 @@ fn exp(x: f32) -> f32 {
     let shifted = x.mul_add(std::f32::consts::LOG2_E, MAGIC);
     let n = shifted - MAGIC;
     let r = n.mul_add(-LN2_LOW, n.mul_add(-LN2_HIGH, x));
-    let [highest, rest @ ..] = [5, 4, 3, 2, 1, 0].map(|power| SERIES[power]);
-    let series = rest.into_iter().fold(highest, |series, term| r.mul_add(series, term));
+    // Written out: a loop over the series was left a call for each lane of a short row.
+    let series = r.mul_add(SERIES[5], SERIES[4]);
+    let series = r.mul_add(series, SERIES[3]);
+    let series = r.mul_add(series, SERIES[2]);
+    let series = r.mul_add(series, SERIES[1]);
+    let series = r.mul_add(series, SERIES[0]);
     // The low bits of `shifted` are `n`, which is added to the exponent; the rest falls off.
     f32::from_bits(series.to_bits().wrapping_add(shifted.to_bits() << 23))
 }
