@@ -55,6 +55,18 @@ const TABLES: &[&str] = &[
     "k=vq(d=2,b=4); v=gain/vq(d=2,b=4)",
     "turbo-4",
 ];
+/// Those that plain AVX2 multiplies as bytes, on one side at least.
+const BYTES: &[&str] = &[
+    "kvcomp",
+    "kvcomp-channel",
+    "polar-4+4",
+    "polar-4+2",
+    "kivi-4",
+    "kivi-2",
+    "k=uniform(b=8,axis=channel); v=uniform(b=1,axis=token)",
+    "k=uniform(b=3,axis=channel,mode=sym); v=uniform(b=4,g=32,axis=token,mode=sym)",
+    "k=uniform(b=5,g=64,axis=channel); v=uniform(b=3,g=64,axis=token)",
+];
 /// Codecs whose kernels multiply f32.
 const EXACT: &[&str] = &["raw", "k=bf16; v=hadamard/f32", "fp8", "k=hadamard/fp8; v=f16"];
 
@@ -389,10 +401,13 @@ fn check_codec(codec: ModelCodec, name: &str, data: Data, asks: &[Ask]) {
             let allowed = match precision {
                 Precision::Single => single,
                 _ if !ROUNDED.contains(&name) => single,
-                // The sets that multiply single bytes, and the other that has score tables.
+                // The sets that multiply single bytes, and the other that does so at times.
                 Precision::Int8 if simd.set() == InstructionSet::Avx512 => byte,
                 Precision::Int8 if simd.has_avx_vnni() => byte,
-                Precision::Int8 if simd.set() == InstructionSet::Avx2 && TABLES.contains(&name) => {
+                Precision::Int8
+                    if simd.set() == InstructionSet::Avx2
+                        && (TABLES.contains(&name) || BYTES.contains(&name)) =>
+                {
                     byte
                 }
                 Precision::Int8 | Precision::Fast => half,
@@ -443,7 +458,7 @@ fn rounding_stays_in_the_budget_on_data_that_is_bad_for_it() {
 }
 
 #[test]
-fn narrow_uniform_codes_are_multiplied_as_bf16_where_the_machine_can() {
+fn narrow_uniform_codes_are_multiplied_as_bf16_or_bytes_where_the_machine_can() {
     let codec = codec(&geometry(64), "kivi-4");
     let [k, v] = Side::BOTH.map(|side| codec.head(LAYER, side, 0));
     for simd in Simd::available() {
@@ -457,6 +472,9 @@ fn narrow_uniform_codes_are_multiplied_as_bf16_where_the_machine_can() {
             let wanted = wanted && !(simd.has_amx() && rows > 4);
             assert_eq!(matches!(keys, Some(fused::Keys::Bf16(_))), wanted, "{how:?} {rows}");
             assert_eq!(matches!(values, Some(fused::Values::Bf16(_))), wanted, "{how:?} {rows}");
+            let wanted = simd.level() == InstructionSet::Avx2 && precision == Precision::Int8;
+            assert_eq!(matches!(keys, Some(fused::Keys::Nibbles(_))), wanted, "{how:?} {rows}");
+            assert_eq!(matches!(values, Some(fused::Values::Nibbles(_))), wanted, "{how:?} {rows}");
         }
     }
 }

@@ -7,7 +7,8 @@ use super::scores::{SPAN, Scores, TILE};
 use super::simd::{How, Precision, Simd, per_level};
 use super::unit::room;
 use super::{
-    bf16, bitalloc, by_token, fp8, grid, lloyd, polar, score_tables, uniform, uniform_values, vq,
+    bf16, bitalloc, by_token, fp8, grid, lloyd, nibbles, polar, score_tables, uniform,
+    uniform_values, vq,
 };
 use kvd_codec::{CodeLayout, FixedCodes, HeadSide};
 use kvd_core::Side;
@@ -29,6 +30,7 @@ pub(super) enum Keys {
     Tables(score_tables::Keys),
     Vq(vq::Keys),
     Bf16(bf16::Keys),
+    Nibbles(nibbles::Keys),
     Uniform(uniform::Keys),
     ByToken(by_token::Keys),
     Grid(grid::Keys),
@@ -61,6 +63,7 @@ impl Keys {
         let vq = vq.or_else(|| polar::Keys::new(how, side, queries).map(Self::Polar));
         let vq = vq.or_else(|| by_token::Keys::new(how, side, queries).map(Self::ByToken));
         let vq = vq.or_else(|| bf16::Keys::new(how, side, queries).map(Self::Bf16));
+        let vq = vq.or_else(|| nibbles::Keys::new(how, side, queries).map(Self::Nibbles));
         vq.or_else(|| uniform::Keys::new(how, side, queries).map(Self::Uniform))
     }
 
@@ -72,6 +75,7 @@ impl Keys {
             Self::Polar(keys) if !keys.is_by_page() => 1,
             Self::Tables(_)
             | Self::Bf16(_)
+            | Self::Nibbles(_)
             | Self::Vq(_)
             | Self::Grid(_)
             | Self::BitAlloc(_)
@@ -103,6 +107,7 @@ impl Keys {
             Self::Vq(keys) => keys.tiles(simd, codes, in_span, scores),
             Self::Uniform(keys) => keys.tile(simd, (&page, in_page), codes, in_span, scores),
             Self::Bf16(keys) => keys.tiles((&page, in_page), (codes, tiles), scores),
+            Self::Nibbles(keys) => keys.tiles((&page, in_page), (codes, tiles), scores),
             Self::Grid(keys) => keys.tiles(simd, (codes, tiles), scores),
             Self::ByToken(keys) => keys.tile(simd, place, codes, scores),
             Self::Lloyd(keys) => keys.tiles(simd, (&page, in_page), (codes, tiles), scores),
@@ -123,6 +128,7 @@ pub(super) enum Values {
     Fp8(fp8::Values),
     Vq(vq::Values),
     Bf16(bf16::Values),
+    Nibbles(Box<nibbles::Values>),
     Uniform(Box<uniform_values::Values>),
     Grid(grid::Values),
     BitAlloc(bitalloc::Values),
@@ -150,6 +156,9 @@ impl Values {
         let vq = vq::Values::new(how, side, rows).map(Self::Vq);
         let vq = vq.or_else(|| lloyd::Values::new(how, side, rows).map(Self::Lloyd));
         let vq = vq.or_else(|| bf16::Values::new(how, side, rows).map(Self::Bf16));
+        let vq = vq.or_else(|| {
+            nibbles::Values::new(how, side, rows).map(|values| Self::Nibbles(Box::new(values)))
+        });
         vq.or_else(|| {
             uniform_values::Values::new(how, side, rows)
                 .map(|values| Self::Uniform(Box::new(values)))
@@ -191,6 +200,9 @@ impl Values {
             Self::Bf16(values) => {
                 values.tiles((&page, in_page), (codes, tiles), weights, sums);
             }
+            Self::Nibbles(values) => {
+                values.tiles((&page, in_page), (codes, tiles), weights, sums);
+            }
             Self::Grid(values) => values.tiles(simd, codes, tiles, weights),
             Self::Lloyd(values) => values.tiles(simd, (&page, in_page), (codes, tiles), weights),
         }
@@ -210,6 +222,7 @@ impl Values {
             Self::BitAlloc(values) => values.scale(row, factor),
             Self::Lloyd(values) => values.scale(row, factor),
             Self::Bf16(values) => values.scale(row, sums, factor),
+            Self::Nibbles(values) => values.scale(row, sums, factor),
             Self::Uniform(values) => values.scale(row, sums, factor),
             Self::Fp8(_) | Self::Vq(_) => sums.iter_mut().for_each(|sum| *sum *= factor),
         }
@@ -222,6 +235,7 @@ impl Values {
             Self::Vq(values) => values.unfold(sums, row),
             Self::Fp8(_) => row.iter_mut().zip(sums).for_each(|(to, from)| *to += from),
             Self::Bf16(values) => values.unfold(index, sums, row),
+            Self::Nibbles(values) => values.unfold(index, sums, row),
             Self::Uniform(values) => values.unfold(index, sums, row),
             Self::Grid(values) => values.unfold(index, row),
             Self::BitAlloc(values) => values.unfold(index, row),

@@ -87,6 +87,12 @@ mod levels_neon;
 #[cfg(target_arch = "x86_64")]
 mod levels_x86;
 mod lloyd;
+#[cfg(target_arch = "x86_64")]
+mod nibble_values_x86;
+#[cfg_attr(not(target_arch = "x86_64"), allow(unused, reason = "only AVX2 has a kernel"))]
+mod nibbles;
+#[cfg(target_arch = "x86_64")]
+mod nibbles_x86;
 #[cfg_attr(
     not(any(target_arch = "x86_64", target_arch = "aarch64")),
     allow(unused, reason = "kernels of instruction sets take it")

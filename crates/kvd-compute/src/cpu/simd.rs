@@ -120,11 +120,13 @@ pub enum Precision {
     Fast,
     /// The same with 8 bits in AVX-512 and AVX-VNNI, for half of the products: about as far off as
     /// other kernels that round queries to 8 bits. In AVX-512 and plain AVX2 keys of 16 codes a
-    /// position are scored by tables of bytes, which is all that AVX2 has of it. Uniform codes of
-    /// up to five bits, keys by channel and values by token in groups of whole 32s, are multiplied
-    /// as bf16 where the machine has AVX512-BF16. Other queries times scales of channels or levels
-    /// of two bytes keep 16 bits, and so do more rows than vectors take, where AMX multiplies.
-    /// Elsewhere it is [`Precision::Fast`].
+    /// position are scored by tables of bytes, and in AVX2 uniform codes of up to four bits (keys
+    /// by channel, values by token) are multiplied as bytes, with a unit for each 8 channels or 16
+    /// tokens; that is all that AVX2 has of it. Uniform codes of up to five bits, keys by channel
+    /// and values by token in groups of whole 32s, are multiplied as bf16 where the machine has
+    /// AVX512-BF16. Other queries times scales of channels or levels of two bytes keep 16 bits, and
+    /// so do more rows than vectors take, where AMX multiplies. Elsewhere it is
+    /// [`Precision::Fast`].
     Int8,
 }
 
