@@ -32,9 +32,9 @@ pub enum PlanError {
     },
     /// Its tables and decoded codes are too large.
     #[error(
-        "thread blocks of layer {layer} would take {bytes} bytes of shared memory, of which the GPU \
-         has {max}: use another codec, a calibration with fewer changes of class along a head, or \
-         the cpu device"
+        "thread blocks of layer {layer} would take {bytes} bytes of shared memory, of which the \
+         GPU has {max}: use another codec, a calibration with fewer changes of class along a \
+         head, or the cpu device"
     )]
     SharedMemory {
         /// Layer.

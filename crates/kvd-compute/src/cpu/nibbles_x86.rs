@@ -164,17 +164,7 @@ unsafe fn fold<const R: usize>(
         let second = _mm256_mul_ps(_mm256_loadu_ps(from.add(8)), halves(most));
         _mm256_storeu_ps(units, first);
         _mm256_storeu_ps(units.add(8), second);
-        // Sums of blocks: a row's first and second, then the next row's; third and fourth above.
-        let [a, b, c, d] = sums;
-        let two = [_mm256_hadd_epi32(a, b), _mm256_hadd_epi32(c, d)].map(|x| _mm256_cvtepi32_ps(x));
-        let even = _mm256_shuffle_ps::<0b10_00_10_00>(two[0], two[1]);
-        let odd = _mm256_shuffle_ps::<0b11_01_11_01>(two[0], two[1]);
-        let units = [
-            _mm256_permute2f128_ps::<0x20>(first, second),
-            _mm256_permute2f128_ps::<0x31>(first, second),
-        ];
-        excess = _mm256_fmadd_ps(even, units[0], excess);
-        excess = _mm256_fmadd_ps(odd, units[1], excess);
+        excess = with_excess(excess, sums, [first, second]);
         while uneven != 0 {
             let i = uneven.trailing_zeros() as usize;
             uneven &= uneven - 1;
@@ -192,6 +182,19 @@ unsafe fn fold<const R: usize>(
     let bases = _mm_loadu_ps(A256::sums(bases).as_ptr());
     let bases = _mm_fnmadd_ps(excess, _mm_set1_ps(middle), bases);
     _mm_storeu_ps(to.bases.as_mut_ptr(), bases);
+}
+
+/// Adds a step's sums of factors, in their units: blocks by row, of four rows two in each of `units`.
+#[inline]
+#[target_feature(enable = "avx2,fma")]
+fn with_excess(excess: __m256, [a, b, c, d]: [__m256i; ROWS], units: [__m256; 2]) -> __m256 {
+    // A row's first and second block, then the next row's; third and fourth above.
+    let two = [_mm256_hadd_epi32(a, b), _mm256_hadd_epi32(c, d)].map(|x| _mm256_cvtepi32_ps(x));
+    let even = _mm256_shuffle_ps::<0b10_00_10_00>(two[0], two[1]);
+    let odd = _mm256_shuffle_ps::<0b11_01_11_01>(two[0], two[1]);
+    let [first, second] = units;
+    let excess = _mm256_fmadd_ps(even, _mm256_permute2f128_ps::<0x20>(first, second), excess);
+    _mm256_fmadd_ps(odd, _mm256_permute2f128_ps::<0x31>(first, second), excess)
 }
 
 /// Writes what rounding takes from a block of scaled queries, rows so far apart, times steps, and

@@ -85,8 +85,8 @@ pub(crate) fn run_late(
         .map(|(answer, _)| answer)
 }
 
-/// The same with so much shared memory for a thread block, and so many chunks decoded together where
-/// they fit; says how much of it was taken.
+/// The same with so much shared memory for a thread block, and so many chunks decoded together
+/// where they fit; says how much of it was taken.
 pub(crate) fn run_within(
     stored: &Stored,
     plan: &AttendPlan,
