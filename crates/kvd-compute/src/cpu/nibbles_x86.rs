@@ -184,7 +184,7 @@ unsafe fn fold<const R: usize>(
     _mm_storeu_ps(to.bases.as_mut_ptr(), bases);
 }
 
-/// Adds a step's sums of factors, in their units: blocks by row, of four rows two in each of `units`.
+/// Adds a step's sums of factors, in their units: blocks by row, two of four rows in each unit.
 #[inline]
 #[target_feature(enable = "avx2,fma")]
 fn with_excess(excess: __m256, [a, b, c, d]: [__m256i; ROWS], units: [__m256; 2]) -> __m256 {
