@@ -127,6 +127,11 @@ impl Data {
     }
 }
 
+/// Whether an emulator runs the tests: `cargo xtask cross` says so.
+fn emulated() -> bool {
+    std::env::var_os("KVD_EMULATED").is_some()
+}
+
 pub(super) fn geometry(dim: u32) -> Geometry {
     geometry_of(dim, dim)
 }

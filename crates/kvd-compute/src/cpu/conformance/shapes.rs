@@ -77,7 +77,10 @@ fn has_kernels(preset: &str, dim: u32, simd: Simd) -> [bool; 2] {
 
 #[test]
 fn presets_have_kernels_at_head_sizes_of_models() {
-    for dim in [64, 80, 96, 128, 256] {
+    // Fits of every preset at every size are most of an emulator's time, and no level has another
+    // rule for a larger head: whole groups of channels, and not.
+    let dims: &[u32] = if emulated() { &[64, 80] } else { &[64, 80, 96, 128, 256] };
+    for &dim in dims {
         for preset in kvd_codec::presets() {
             let codec = codec(&geometry(dim), preset.name);
             for simd in Simd::available() {
