@@ -4,10 +4,10 @@
 //! A decode step waits for attention layer by layer, while a prefill that is stored takes the
 //! device for milliseconds a chunk. So attention goes first; but while other jobs wait, it may take
 //! no more of the device's time in its turn than they took in theirs, within [`SHARE`], overrun by
-//! one attend. The others' turn is one job, or as many short ones as fit in the least share: those
-//! that store a token take microseconds, and would wait milliseconds each. Of many stores that are
-//! queued an attend then waits for those whose turn comes while attends before it use up their
-//! share: one, where there are none.
+//! one attend. The others' turn is one job, or short ones until they have taken the least share,
+//! overrun by one of any length: stores of a token take microseconds, and would wait milliseconds
+//! each. Of many stores that are queued an attend then waits for those whose turn comes while
+//! attends before it use up their share: one, where there are none.
 
 use std::collections::VecDeque;
 use std::ops::RangeInclusive;
@@ -97,6 +97,12 @@ impl<J> Turns<J> {
                 if self.taken >= self.share {
                     (self.turn, self.taken) = (Turn::Others, Duration::ZERO);
                 }
+            }
+            // As above: their turn begins where an attend waits.
+            Kind::Other | Kind::AfterAll if self.attends.is_empty() => {
+                self.share = took.clamp(*SHARE.start(), *SHARE.end());
+                [self.taken, self.used] = [Duration::ZERO; 2];
+                self.turn = Turn::Attends;
             }
             Kind::Other | Kind::AfterAll => {
                 self.used += took;

@@ -82,6 +82,32 @@ impl Done {
     }
 }
 
+impl Subject {
+    /// What names of its files begin with, so that those of two GPUs are never one.
+    fn stem(&self) -> String {
+        let name = self.device.split(',').next().unwrap_or("gpu").trim().to_lowercase();
+        let letter = |c: char| if c.is_alphanumeric() { c } else { '-' };
+        let name: String = name.chars().map(letter).collect();
+        format!("{name}-{}", self.date)
+    }
+
+    /// Where a step writes a file of figures.
+    pub(super) fn figures(&self, out: &Path, file: &str) -> PathBuf {
+        out.join(format!("{}-{file}", self.stem()))
+    }
+}
+
+/// Renames a file to a name that is free, so that nothing of it is lost or taken for another run's.
+fn put_aside(path: &Path) -> Result<()> {
+    if !path.exists() {
+        return Ok(());
+    }
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let names = (1..).map(|number| path.with_file_name(format!("{name}.before-{number}")));
+    let Some(free) = names.into_iter().find(|name| !name.exists()) else { return Ok(()) };
+    Ok(fs::rename(path, free)?)
+}
+
 impl Kept {
     /// The report of these steps in the folder `out`, with what an earlier run left there of the
     /// same GPU, day and pack. One of another pack or driver is put aside.
@@ -111,20 +137,11 @@ impl Kept {
         Ok(kept)
     }
 
-    /// Renames what another run left, so that nothing of it is lost or taken for this run's.
+    /// Puts aside what another run left.
     fn put_aside(&self) -> Result<()> {
-        let files = ["json", "md", "log"].map(|end| self.path(end));
-        for path in files
-            .into_iter()
-            .chain([FIGURES, SHAPES, DAEMON_STORES].map(|name| self.out.join(name)))
-        {
-            if path.exists() {
-                let mut aside = path.file_name().unwrap_or_default().to_owned();
-                aside.push(".before");
-                fs::rename(&path, path.with_file_name(aside))?;
-            }
-        }
-        Ok(())
+        ["json", "md", "log"].iter().try_for_each(|end| put_aside(&self.path(end)))?;
+        let figures = [FIGURES, SHAPES, DAEMON_STORES];
+        figures.iter().try_for_each(|file| put_aside(&self.of.figures(&self.out, file)))
     }
 
     /// What a step writes, by its file.
@@ -138,32 +155,28 @@ impl Kept {
 
     /// Takes what steps have written so far.
     pub(super) fn read_figures(&mut self) {
-        let out = self.out.clone();
+        let (of, out) = (self.of.clone(), self.out.clone());
         for (file, figures) in self.figures() {
-            let bytes = fs::read(out.join(file)).ok();
+            let bytes = fs::read(of.figures(&out, file)).ok();
             if let Some(found) = bytes.and_then(|bytes| serde_json::from_slice(&bytes).ok()) {
                 *figures = found;
             }
         }
     }
 
-    /// Forgets what a step has written: it begins anew.
+    /// Forgets what a step has written: it begins anew, and the file is put aside.
     pub(super) fn forget(&mut self, file: &str) -> Result<()> {
-        let path = self.out.join(file);
         for (name, figures) in self.figures() {
             if name == file {
                 *figures = Value::Null;
             }
         }
-        if path.exists() { Ok(fs::remove_file(path)?) } else { Ok(()) }
+        put_aside(&self.of.figures(&self.out, file))
     }
 
     /// A file of the report, by its end.
     pub(super) fn path(&self, end: &str) -> PathBuf {
-        let name = self.of.device.split(',').next().unwrap_or("gpu").trim().to_lowercase();
-        let letter = |c: char| if c.is_alphanumeric() { c } else { '-' };
-        let name: String = name.chars().map(letter).collect();
-        self.out.join(format!("{name}-{}.{end}", self.of.date))
+        self.out.join(format!("{}.{end}", self.of.stem()))
     }
 
     /// Writes both files, each beside and then in place of what was there.
@@ -209,7 +222,8 @@ mod tests {
         assert_eq!(second.bench, json!({ "group": 4 }));
         assert!(second.steps.iter().map(Done::has_ended).eq([false, true, false, false]));
         // Left by a benchmark whose run was ended.
-        fs::write(folder.path().join(FIGURES), "{\"group\": 8}").unwrap();
+        let figures = subject("a").figures(folder.path(), FIGURES);
+        fs::write(&figures, "{\"group\": 8}").unwrap();
         let mut third = open(&["one"]);
         assert_eq!(third.bench, json!({ "group": 8 }));
         third.forget(DAEMON_STORES).unwrap();
@@ -218,7 +232,7 @@ mod tests {
         let names = names.map(|entry| entry.unwrap().file_name().into_string().unwrap());
         let mut names: Vec<_> = names.collect();
         names.sort();
-        let of = ["figures.json", "test-gpu-2026-11-24.json", "test-gpu-2026-11-24.md"];
+        let of = ["-figures.json", ".json", ".md"].map(|end| format!("test-gpu-2026-11-24{end}"));
         assert_eq!(names, of, "nothing half-written stays");
     }
 
@@ -228,11 +242,36 @@ mod tests {
         let mut first = Kept::open(folder.path(), subject("a"), &["one"]).unwrap();
         first.steps[0].outcome = "passed".to_owned();
         first.save().unwrap();
-        fs::write(folder.path().join(FIGURES), "{\"group\": 8}").unwrap();
+        let figures = subject("a").figures(folder.path(), FIGURES);
+        fs::write(figures, "{\"group\": 8}").unwrap();
         let second = Kept::open(folder.path(), subject("b"), &["one"]).unwrap();
         assert_eq!((second.steps[0].outcome.as_str(), &second.bench), (NOT_RUN, &Value::Null));
-        for name in ["test-gpu-2026-11-24.json.before", "figures.json.before"] {
-            assert!(folder.path().join(name).exists(), "{name}");
+        for name in [".json.before-1", "-figures.json.before-1"] {
+            let name = format!("test-gpu-2026-11-24{name}");
+            assert!(folder.path().join(&name).exists(), "{name}");
         }
+        second.save().unwrap();
+        Kept::open(folder.path(), subject("c"), &["one"]).unwrap();
+        for number in 1..=2 {
+            let name = format!("test-gpu-2026-11-24.json.before-{number}");
+            assert!(folder.path().join(&name).exists(), "{name}");
+        }
+    }
+
+    #[test]
+    fn figures_of_another_gpu_are_not_taken() {
+        let folder = tempfile::tempdir().unwrap();
+        let other = Subject { device: "Other GPU, 580.1".to_owned(), ..subject("a") };
+        let open = |of: &Subject| Kept::open(folder.path(), of.clone(), &["one"]).unwrap();
+        for (of, group) in [(&subject("a"), 4), (&other, 8)] {
+            open(of).save().unwrap();
+            fs::write(of.figures(folder.path(), FIGURES), format!("{{\"group\": {group}}}"))
+                .unwrap();
+        }
+        assert_eq!(open(&subject("a")).bench, json!({ "group": 4 }));
+        // Figures that are measured again are not lost before there are others.
+        let mut again = open(&other);
+        again.forget(FIGURES).unwrap();
+        assert!(folder.path().join("other-gpu-2026-11-24-figures.json.before-1").exists());
     }
 }

@@ -34,10 +34,10 @@ pub(super) fn run(
     let start = log.seek(SeekFrom::End(0))?;
     command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log.try_clone()?);
     let mut child = command.process_group(0).spawn()?;
-    let ended = wait(&mut child, limit)?;
+    let ended = wait(&mut child, limit);
     // What a command leaves behind holds a GPU's memory.
     kill_group(child.id());
-    let ended = match ended {
+    let ended = match ended? {
         Some(status) => Ended::By(status),
         None if wait(&mut child, LAST_WAIT)?.is_some() => Ended::Killed,
         None => Ended::Stays,

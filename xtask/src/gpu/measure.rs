@@ -35,13 +35,14 @@ pub(super) fn run(folder: &Path, smi: &str, asked: &Asked, report: &Report) -> R
     };
     report.step(&device);
     let out = asked.out.clone().unwrap_or_else(|| folder.join("report"));
-    let steps = steps::all(folder, &out);
     let pack = fs::read(folder.join(PACK)).ok();
     let pack: Value =
         pack.and_then(|bytes| serde_json::from_slice(&bytes).ok()).unwrap_or_default();
     let date = text(Command::new("date").args(["-u", "+%F"]), SMI_LIMIT)?;
+    let of = Subject { device, date, pack };
+    let steps = steps::all(folder, |file| of.figures(&out, file));
     let names: Vec<_> = steps.iter().map(|step| step.name.as_str()).collect();
-    let mut kept = Kept::open(&out, Subject { device, date, pack }, &names)?;
+    let mut kept = Kept::open(&out, of, &names)?;
     let has_ended =
         |step: &Step| kept.steps.iter().any(|done| done.name == step.name && done.has_ended());
     let chosen = steps::chosen(&steps, &asked.only, has_ended)?;

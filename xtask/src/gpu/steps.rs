@@ -2,7 +2,7 @@
 
 use super::{DAEMON_STORES, FIGURES, SHAPES};
 use anyhow::{Result, ensure};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
@@ -32,8 +32,9 @@ pub(super) struct Step {
     pub(super) writes: Option<&'static str>,
 }
 
-/// Every step: what says most first, as a run may end before the last.
-pub(super) fn all(folder: &Path, out: &Path) -> Vec<Step> {
+/// Every step: what says most first, as a run may end before the last. `figures` says where a file
+/// of figures is written.
+pub(super) fn all(folder: &Path, figures: impl Fn(&str) -> PathBuf) -> Vec<Step> {
     // A filter with which tests of other processes are all that runs, or all that does not.
     let halves = [
         ("conformance", "conformance", &["--skip", "worker"][..], CONFORMANCE_LIMIT),
@@ -59,7 +60,7 @@ pub(super) fn all(folder: &Path, out: &Path) -> Vec<Step> {
         let mut command = Command::new("python3");
         command.arg(folder.join("bench.py")).arg(folder.join("fixtures"));
         command.args((file == SHAPES).then_some("--checks"));
-        command.arg("--fatbins").arg(folder.join("fatbins")).arg("--out").arg(out.join(file));
+        command.arg("--fatbins").arg(folder.join("fatbins")).arg("--out").arg(figures(file));
         command
     });
     let bench = step("benchmark", "benchmark", BENCHMARK_LIMIT, bench);
@@ -67,7 +68,7 @@ pub(super) fn all(folder: &Path, out: &Path) -> Vec<Step> {
     let mut daemon = Command::new(folder.join("on_device"));
     tests(&mut daemon, &[]);
     daemon.env("KVD_GPU_DAEMON", folder.join("kvd"));
-    daemon.env("KVD_GPU_STORES", out.join(DAEMON_STORES));
+    daemon.env("KVD_GPU_STORES", figures(DAEMON_STORES));
     let daemon = step("daemon", "daemon", DAEMON_LIMIT, daemon);
     let bench = Step { writes: Some(FIGURES), ..bench };
     let shapes = Step { writes: Some(SHAPES), ..shapes };
@@ -121,7 +122,7 @@ mod tests {
 
     #[test]
     fn the_benchmark_comes_before_every_sanitizer_and_each_of_those_runs_every_test() {
-        let steps = all(Path::new("f"), Path::new("o"));
+        let steps = all(Path::new("f"), |file| Path::new("o").join(file));
         let keys: Vec<_> = steps.iter().map(|step| step.key.as_str()).collect();
         assert_eq!(keys[..5], ["conformance", "benchmark", "shapes", "daemon", "ipc"]);
         let first: Duration = steps[..5].iter().map(|step| step.limit).sum();
@@ -146,7 +147,7 @@ mod tests {
 
     #[test]
     fn steps_are_chosen_by_name_as_sanitizers_and_as_what_has_no_outcome() {
-        let steps = all(Path::new("f"), Path::new("o"));
+        let steps = all(Path::new("f"), |file| Path::new("o").join(file));
         let of = |only: &[&str]| {
             let only: Vec<_> = only.iter().map(|word| (*word).to_owned()).collect();
             let chosen = chosen(&steps, &only, |step| step.key != "ipc")?;

@@ -6,9 +6,9 @@ use crate::backend::memory::ALIGN;
 use crate::side::ROWS;
 use crate::tables::one_page;
 use crate::{Choices, LayerRoom, Shapes, StoreShapes, Turns};
-use kvd_codec::ModelCodec;
+use kvd_codec::{Entropy, ModelCodec, SideSpec};
 use kvd_compute::{BackendError, Sampling};
-use kvd_core::{ErrorCode, LayerIndex, ModelId};
+use kvd_core::{ErrorCode, LayerIndex, ModelId, Side};
 use std::collections::BTreeMap;
 
 /// What a layer's kernels read, and where it lies on the device.
@@ -107,7 +107,11 @@ impl CudaBackend {
     /// Whether there are kernels for every layer, and room for what they read.
     pub(super) fn serves(&self, codec: &ModelCodec) -> Result<(), BackendError> {
         let rooms = self.rooms(codec, |shapes| Ok(shapes.check()?))?;
-        for layer in (0..codec.geometry().layers).map(LayerIndex) {
+        // What a plan foresees is exact but for Huffman tables, which calibrations bring.
+        let has_codes = |spec: &&SideSpec| spec.entropy == Entropy::Huffman;
+        let coded = |side: &Side| codec.spec().variants(*side).iter().any(has_codes);
+        let layers = if Side::BOTH.iter().any(coded) { codec.geometry().layers } else { 0 };
+        for layer in (0..layers).map(LayerIndex) {
             for rows in ROWS {
                 let (choices, shapes) = self.choices(codec, layer, rows)?;
                 let plan = one_page(codec, layer, rows);

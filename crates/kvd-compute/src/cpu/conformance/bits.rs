@@ -69,8 +69,11 @@ impl Way {
             return Self::Float;
         }
         let wide = simd.set() == InstructionSet::Avx512;
+        // What plain AVX2 has of `int8`.
         let tables = matches!(keys, Some(fused::Keys::Tables(_))) || TABLES.contains(&name);
-        if how.1 == Precision::Int8 && (wide || simd.has_avx_vnni() || tables) {
+        let nibbles = matches!(keys, Some(fused::Keys::Nibbles(_)))
+            || matches!(values, Some(fused::Values::Nibbles(_)));
+        if how.1 == Precision::Int8 && (wide || simd.has_avx_vnni() || tables || nibbles) {
             let bf16 = matches!(keys, Some(fused::Keys::Bf16(_)))
                 || matches!(values, Some(fused::Values::Bf16(_)));
             return Self::Bytes(simd.set(), bf16 || simd.has_avx_vnni());
