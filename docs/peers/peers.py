@@ -6,8 +6,7 @@
 
 Attention: decoding with the heads of Llama-3.1-8B (32 query and 8 KV heads of 128 channels), one
 sequence, one query token; nanoseconds of processor time per token and KV head, four query heads
-included. Keys and values rotate over `--buffer` bytes. Every peer in its
-best form known to us: torch with the query heads of a KV head folded into rows, onnxruntime with
+included. Keys and values rotate over `--buffer` bytes. Every peer in its best form known to us: torch with the query heads of a KV head folded into rows, onnxruntime with
 past and present in one buffer, ggml and ik_llama.cpp with a cache by head. Encoding: nanoseconds
 per value. Scores: keys of 2 bits against four queries; faiss keeps the best of a million keys, 32 MB,
 kvd all of them, over keys that are half of `--buffer`. Codes: nanoseconds per Huffman code. Scaling

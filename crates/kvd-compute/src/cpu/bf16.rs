@@ -10,6 +10,7 @@ use super::ahead::Ahead;
 #[cfg(target_arch = "x86_64")]
 use super::bf16_x86;
 use super::dots::{TileCodes, VECTOR_ROWS as ROWS, wants_bytes};
+use super::minima::{Minima, Weighted};
 use super::scores::{SPAN, Scores, TILE};
 use super::simd::{How, Precision};
 use super::uniform::{SCALE_BYTES, by_tile, channels, middle, scale_row, scales, turn};
@@ -129,17 +130,6 @@ impl Keys {
     }
 }
 
-/// What a call multiplies: `tokens` weights of a few rows, [`SPAN`] apart, and the scales of
-/// `channels` channels each.
-pub(super) struct Weighted<'a> {
-    pub(super) weights: &'a [f32],
-    pub(super) rows: usize,
-    pub(super) tokens: usize,
-    pub(super) steps: &'a [u8],
-    pub(super) minima: &'a [u8],
-    pub(super) channels: usize,
-}
-
 /// Weighted sums of a unit over one head's value codes.
 pub(crate) struct Values {
     groups: UniformGroups,
@@ -150,8 +140,7 @@ pub(crate) struct Values {
     zeros: Vec<u8>,
     /// Weights times steps of one group, `[rows, tokens]`, swapped likewise.
     factors: Vec<u16>,
-    /// What minima add to all channels of a group, in lanes, `[blocks of rows, groups, rows]`.
-    bases: Vec<[f32; LANES]>,
+    bases: Minima<LANES>,
 }
 
 impl Values {
@@ -170,7 +159,7 @@ impl Values {
             zeros: Vec::new(),
             factors: vec![0; ROWS * SPAN],
             levels,
-            bases: vec![[0.0; LANES]; rows.next_multiple_of(ROWS) * (dim / of)],
+            bases: Minima::new(rows, dim, of),
         })
     }
 
@@ -188,7 +177,7 @@ impl Values {
         turn(*groups, *dim, (page, in_page * TILE, tokens), turned);
         let pairs = *dim / channels;
         let (steps, minima) = scales(turned, tokens * pairs, zeros);
-        let blocks = sums.chunks_mut(ROWS * *dim).zip(bases.chunks_mut(ROWS * pairs));
+        let blocks = sums.chunks_mut(ROWS * *dim).zip(bases.blocks());
         for (index, (sums, bases)) in blocks.enumerate() {
             let rows = sums.len() / *dim;
             let weights = weights.rows_from(index * ROWS, tiles.start);
@@ -202,29 +191,14 @@ impl Values {
         }
     }
 
-    /// The bases of row `row`, by group.
-    fn bases(&self, row: usize) -> impl Iterator<Item = usize> + use<> {
-        let pairs = self.dim / channels(self.groups, self.dim);
-        let first = row / ROWS * ROWS * pairs + row % ROWS;
-        (0..pairs).map(move |pair| first + pair * ROWS)
-    }
-
     /// Scales what was summed for row `row`, `sums` of it.
     pub(crate) fn scale(&mut self, row: usize, sums: &mut [f32], factor: f32) {
-        sums.iter_mut().for_each(|sum| *sum *= factor);
-        for at in self.bases(row) {
-            self.bases[at].iter_mut().for_each(|base| *base *= factor);
-        }
+        self.bases.scale(row, sums, factor);
     }
 
     /// Adds what was summed for row `row`, `sums` of it, to `out`.
     pub(crate) fn unfold(&self, row: usize, sums: &[f32], out: &mut [f32]) {
-        let channels = channels(self.groups, self.dim);
-        let groups = out.chunks_exact_mut(channels).zip(sums.chunks_exact(channels));
-        for ((out, sums), at) in groups.zip(self.bases(row)) {
-            let base: f32 = self.bases[at].iter().sum();
-            out.iter_mut().zip(sums).for_each(|(out, sum)| *out += sum + base);
-        }
+        self.bases.unfold(row, sums, out);
     }
 }
 

@@ -8,11 +8,12 @@
 #![allow(unsafe_op_in_unsafe_fn, reason = "the whole of each body needs what its caller upholds")]
 #![expect(clippy::needless_range_loop, reason = "indices name registers")]
 
-use super::bf16::{CODES, LANES, Levels, STEP, Weighted};
+use super::bf16::{CODES, LANES, Levels, STEP};
 use super::dots::{TileCodes, VECTOR_ROWS as ROWS};
 use super::dots_512_x86::for_planes;
 use super::lanes::Lanes;
 use super::lanes_x86::A512;
+use super::minima::Weighted;
 use super::scores::{SPAN, TILE};
 use std::arch::x86_64::*;
 
@@ -40,6 +41,8 @@ macro_rules! by_shape {
         }
     };
 }
+
+pub(super) use by_shape;
 
 /// Writes queries (`[rows, n]`) times steps to `out`, and what minima add to `bases`. Only where
 /// there is AVX512-BF16 are there [`Levels`].

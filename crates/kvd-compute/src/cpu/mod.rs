@@ -87,6 +87,7 @@ mod levels_neon;
 #[cfg(target_arch = "x86_64")]
 mod levels_x86;
 mod lloyd;
+mod minima;
 #[cfg(target_arch = "x86_64")]
 mod nibble_values_x86;
 #[cfg_attr(not(target_arch = "x86_64"), allow(unused, reason = "only AVX2 has a kernel"))]

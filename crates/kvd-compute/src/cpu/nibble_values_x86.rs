@@ -4,12 +4,14 @@
 #![allow(unsafe_op_in_unsafe_fn, reason = "the whole of each body needs what its caller upholds")]
 #![expect(clippy::needless_range_loop, reason = "indices name registers")]
 
+use super::bf16_x86::by_shape;
 use super::dots::{TileCodes, VECTOR_ROWS as ROWS};
 use super::dots_x86::{cut_256, four};
 use super::lanes::Lanes;
 use super::lanes_x86::A256;
-use super::nibbles::{Around, LANES, Room, TOKENS, TOP_WEIGHT, Weighted};
-use super::nibbles_x86::{by_shape, halves, inverted, largest_of, ordered};
+use super::minima::Weighted;
+use super::nibbles::{Around, LANES, Room, TOKENS, TOP_WEIGHT};
+use super::nibbles_x86::{halves, inverted, largest_of, ordered};
 use super::scores::{SPAN, TILE};
 use std::arch::x86_64::*;
 

@@ -9,6 +9,7 @@
 
 use super::ahead::Ahead;
 use super::dots::{TileCodes, VECTOR_ROWS as ROWS};
+use super::minima::{Minima, Weighted};
 use super::scores::{SPAN, Scores, TILE};
 use super::simd::{How, InstructionSet, Precision};
 use super::uniform::{SCALE_BYTES, by_tile, channels, scale_row, scales, turn};
@@ -237,17 +238,6 @@ impl Keys {
     }
 }
 
-/// What a call multiplies: `tokens` weights of a few rows, [`SPAN`] apart, and the scales of
-/// `channels` channels each.
-pub(super) struct Weighted<'a> {
-    pub(super) weights: &'a [f32],
-    pub(super) rows: usize,
-    pub(super) tokens: usize,
-    pub(super) steps: &'a [u8],
-    pub(super) minima: &'a [u8],
-    pub(super) channels: usize,
-}
-
 /// Room for what is made of some rows' weights.
 pub(super) struct Room {
     /// Weights over a unit of [`TOKENS`] of them.
@@ -265,8 +255,7 @@ pub(crate) struct Values {
     turned: Vec<u8>,
     zeros: Vec<u8>,
     room: Box<Room>,
-    /// What minima add to all channels of a group, in lanes, `[blocks of rows, groups, rows]`.
-    bases: Vec<[f32; LANES]>,
+    bases: Minima<LANES>,
 }
 
 impl Values {
@@ -284,7 +273,7 @@ impl Values {
             turned: Vec::new(),
             zeros: Vec::new(),
             room: Box::new(Room { scaled: [0.0; ROWS * SPAN], factors: [0; ROWS * SPAN] }),
-            bases: vec![[0.0; LANES]; rows.next_multiple_of(ROWS) * (dim / of)],
+            bases: Minima::new(rows, dim, of),
         })
     }
 
@@ -303,7 +292,7 @@ impl Values {
         let pairs = *dim / channels;
         let (steps, minima) = scales(turned, tokens * pairs, zeros);
         let around = around(*groups, *middle, codes.width);
-        let blocks = sums.chunks_mut(ROWS * *dim).zip(bases.chunks_mut(ROWS * pairs));
+        let blocks = sums.chunks_mut(ROWS * *dim).zip(bases.blocks());
         for (index, (sums, bases)) in blocks.enumerate() {
             let rows = sums.len() / *dim;
             let weights = weights.rows_from(index * ROWS, tiles.start);
@@ -317,29 +306,14 @@ impl Values {
         }
     }
 
-    /// The bases of row `row`, by group.
-    fn bases(&self, row: usize) -> impl Iterator<Item = usize> + use<> {
-        let pairs = self.dim / channels(self.groups, self.dim);
-        let first = row / ROWS * ROWS * pairs + row % ROWS;
-        (0..pairs).map(move |pair| first + pair * ROWS)
-    }
-
     /// Scales what was summed for row `row`, `sums` of it.
     pub(crate) fn scale(&mut self, row: usize, sums: &mut [f32], factor: f32) {
-        sums.iter_mut().for_each(|sum| *sum *= factor);
-        for at in self.bases(row) {
-            self.bases[at].iter_mut().for_each(|base| *base *= factor);
-        }
+        self.bases.scale(row, sums, factor);
     }
 
     /// Adds what was summed for row `row`, `sums` of it, to `out`.
     pub(crate) fn unfold(&self, row: usize, sums: &[f32], out: &mut [f32]) {
-        let channels = channels(self.groups, self.dim);
-        let groups = out.chunks_exact_mut(channels).zip(sums.chunks_exact(channels));
-        for ((out, sums), at) in groups.zip(self.bases(row)) {
-            let base: f32 = self.bases[at].iter().sum();
-            out.iter_mut().zip(sums).for_each(|(out, sum)| *out += sum + base);
-        }
+        self.bases.unfold(row, sums, out);
     }
 }
 

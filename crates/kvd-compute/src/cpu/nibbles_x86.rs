@@ -4,6 +4,7 @@
 #![allow(unsafe_op_in_unsafe_fn, reason = "the whole of each body needs what its caller upholds")]
 #![expect(clippy::needless_range_loop, reason = "indices name registers")]
 
+use super::bf16_x86::by_shape;
 use super::dots::{TileCodes, VECTOR_ROWS as ROWS};
 use super::dots_512_x86::for_planes;
 use super::dots_x86::{cut_256, four};
@@ -15,30 +16,6 @@ use std::arch::x86_64::*;
 
 /// Fours of channels of a block.
 const QUADS: usize = BLOCK / 4;
-
-/// Calls `$f::<rows, width>`.
-macro_rules! by_shape {
-    ($f:ident, $rows:expr, $args:tt $(, $width:literal)?) => {
-        match $rows {
-            1 => $f::<1 $(, $width)?> $args,
-            2 => $f::<2 $(, $width)?> $args,
-            3 => $f::<3 $(, $width)?> $args,
-            ROWS => $f::<ROWS $(, $width)?> $args,
-            rows => unreachable!("{rows} rows at once"),
-        }
-    };
-    ($f:ident, $rows:expr, $width:expr, $args:tt) => {
-        match $width {
-            1 => by_shape!($f, $rows, $args, 1),
-            2 => by_shape!($f, $rows, $args, 2),
-            4 => by_shape!($f, $rows, $args, 4),
-            8 => by_shape!($f, $rows, $args, 8),
-            width => unreachable!("codes of {width} bits"),
-        }
-    };
-}
-
-pub(super) use by_shape;
 
 /// Cuts queries times steps, f16 as minima are. Only in AVX2 are there such sides. Their
 /// middle is so many steps above the minimum, and that code.
@@ -260,7 +237,7 @@ unsafe fn key_tile<const R: usize, const WIDTH: usize>(
             macro_rules! plane {
                 ($plane:literal) => {
                     let quad = $plane * groups + first;
-                    // Sums of two channels of a block: at most 15 times 127 times 8.
+                    // Sums of four products of a block: at most 4 times 15 times 127.
                     let mut words = [_mm256_setzero_si256(); R];
                     for i in 0..QUADS {
                         let at = 4 * (TILE * (first + i) + first_token);

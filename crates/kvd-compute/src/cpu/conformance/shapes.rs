@@ -77,8 +77,8 @@ fn has_kernels(preset: &str, dim: u32, simd: Simd) -> [bool; 2] {
 
 #[test]
 fn presets_have_kernels_at_head_sizes_of_models() {
-    // Fits of every preset at every size are most of an emulator's time, and no level has another
-    // rule for a larger head: whole groups of channels, and not.
+    // Fits of every preset at every size are most of an emulator's time: other sizes are compared
+    // where there is none.
     let dims: &[u32] = if emulated() { &[64, 80] } else { &[64, 80, 96, 128, 256] };
     for &dim in dims {
         for preset in kvd_codec::presets() {
