@@ -78,4 +78,5 @@ pub use spec::{
 };
 pub use train::CodeCounts;
 pub use vq_spec::{CodebookScope, VqSpec};
+pub use wide::{Width, hold};
 pub use widen::widen;

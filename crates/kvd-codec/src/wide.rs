@@ -1,9 +1,11 @@
-//! Loops compiled for the widest registers of the machine they run on.
+//! Loops compiled for the widest registers of the machine they run on, or for narrower ones that a
+//! thread is held to.
 //!
 //! Every number is made by the same operations in the same order at every width (no fused
 //! multiply-add, no sums over lanes), so that pages do not depend on who wrote them.
 
 use pulp::{Arch, Simd, WithSimd};
+use std::cell::Cell;
 
 /// Rows that share a load of the matrix.
 const ROWS: usize = 4;
@@ -13,41 +15,77 @@ const INPUTS: usize = 8192;
 /// Registers of outputs per row; with four rows, eight sums hide the latency of an addition.
 const REGISTERS: usize = 2;
 
-/// Runs `loops` with the widest instruction set at hand. What it calls must be inlined.
-pub(crate) fn wide<T>(loops: impl WithSimd<Output = T>) -> T {
-    #[cfg(test)]
-    if let Some(width) = FORCED.get() {
-        return width.dispatch(loops);
-    }
-    Arch::new().dispatch(loops)
+/// How wide the registers are that loops take.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Width {
+    /// A value at a time, as far as loops of this crate say.
+    Scalar,
+    /// NEON.
+    Bits128,
+    /// AVX2.
+    Bits256,
+    /// AVX-512.
+    Bits512,
 }
 
-#[cfg(test)]
+impl Width {
+    /// All of them, the widest first.
+    const ALL: [Self; 4] = [Self::Bits512, Self::Bits256, Self::Bits128, Self::Scalar];
+
+    /// Registers of this width, if the machine has them.
+    fn at_hand(self) -> Option<Arch> {
+        match self {
+            Self::Scalar => Some(Arch::Scalar),
+            #[cfg(target_arch = "aarch64")]
+            Self::Bits128 => pulp::aarch64::Neon::try_new().map(Arch::Neon),
+            #[cfg(target_arch = "x86_64")]
+            Self::Bits256 => pulp::x86::V3::try_new().map(Arch::V3),
+            #[cfg(target_arch = "x86_64")]
+            Self::Bits512 => pulp::x86::V4::try_new().map(Arch::V4),
+            _ => None,
+        }
+    }
+}
+
 thread_local! {
-    /// What [`wide`] takes instead of the widest.
-    static FORCED: std::cell::Cell<Option<Arch>> = const { std::cell::Cell::new(None) };
+    static HELD: Cell<Option<Width>> = const { Cell::new(None) };
+}
+
+/// Keeps loops of this thread to registers of at most `width` from now on (`None`: the widest at
+/// hand) and returns what they were kept to before. For measurements: pages are the same.
+pub fn hold(width: Option<Width>) -> Option<Width> {
+    HELD.replace(width)
+}
+
+/// What loops of this thread take.
+fn arch() -> Arch {
+    let Some(held) = HELD.get() else { return Arch::new() };
+    let mut widths = Width::ALL.into_iter().filter(|width| *width <= held);
+    widths.find_map(Width::at_hand).unwrap_or(Arch::Scalar)
+}
+
+/// Registers of 512 bits, for loops written for nothing else.
+#[cfg(target_arch = "x86_64")]
+pub(crate) fn of_512_bits() -> Option<pulp::x86::V4> {
+    if let Arch::V4(by) = arch() { Some(by) } else { None }
+}
+
+/// Runs `loops` with the widest instruction set at hand. What it calls must be inlined.
+pub(crate) fn wide<T>(loops: impl WithSimd<Output = T>) -> T {
+    arch().dispatch(loops)
 }
 
 /// Runs `op` with each instruction set at hand, and without any; what it returns must be the same.
 #[cfg(test)]
 pub(crate) fn each_width<T: PartialEq + std::fmt::Debug>(op: impl Fn() -> T) -> T {
-    let mut widths = vec![Arch::Scalar];
-    #[cfg(target_arch = "x86_64")]
-    {
-        use pulp::x86::{V3, V4};
-        widths.extend(V3::try_new().map(Arch::V3));
-        widths.extend(V4::try_new().map(Arch::V4));
-    }
-    #[cfg(target_arch = "aarch64")]
-    widths.extend(pulp::aarch64::Neon::try_new().map(Arch::Neon));
-    let run = |width: &Arch| {
-        FORCED.set(Some(*width));
+    let run = |width| {
+        let before = hold(Some(width));
         let result = op();
-        FORCED.set(None);
+        hold(before);
         result
     };
-    let plain = run(&widths[0]);
-    for width in &widths[1..] {
+    let plain = run(Width::Scalar);
+    for width in Width::ALL.into_iter().filter(|width| width.at_hand().is_some()) {
         assert_eq!(run(width), plain, "{width:?} and without");
     }
     plain
@@ -206,6 +244,38 @@ fn product_of<'a, S: Simd, const R: usize>(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Bits of the registers that a loop is given; none for single values.
+    struct Bits;
+
+    impl WithSimd for Bits {
+        type Output = usize;
+
+        fn with_simd<S: Simd>(self, _: S) -> usize {
+            if S::F32_LANES == 1 { 0 } else { 32 * S::F32_LANES }
+        }
+    }
+
+    #[test]
+    fn a_thread_takes_no_wider_registers_than_it_is_held_to() {
+        let widest = wide(Bits);
+        assert_eq!(hold(None), None);
+        for (width, bits) in Width::ALL.into_iter().zip([512, 256, 128, 0]) {
+            hold(Some(width));
+            let got = wide(Bits);
+            #[cfg(target_arch = "x86_64")]
+            assert_eq!(of_512_bits().is_some(), got == 512, "{width:?}");
+            assert_eq!(hold(None), Some(width));
+            assert!(got <= bits, "{width:?}: {got}");
+            assert!(width.at_hand().is_none() || got == bits, "{width:?}: {got}");
+        }
+        let other = std::thread::scope(|scope| {
+            hold(Some(Width::Scalar));
+            scope.spawn(|| wide(Bits)).join().unwrap()
+        });
+        hold(None);
+        assert_eq!(other, widest, "another thread");
+    }
 
     #[test]
     #[cfg_attr(miri, ignore = "too many numbers for an interpreter")]

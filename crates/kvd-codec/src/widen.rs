@@ -1,5 +1,7 @@
 //! Rows as they come to f32, as wide as the machine allows.
 
+#[cfg(target_arch = "x86_64")]
+use crate::wide;
 use kvd_core::DType;
 
 /// As [`DType::widen`]: `bytes` are little-endian values of `dtype`, as many as `out` has.
@@ -9,7 +11,7 @@ use kvd_core::DType;
 pub fn widen(dtype: DType, bytes: &[u8], out: &mut [f32]) {
     #[cfg(target_arch = "x86_64")]
     if dtype == DType::F16
-        && let Some(by) = pulp::x86::V4::try_new()
+        && let Some(by) = wide::of_512_bits()
     {
         assert_eq!(bytes.len(), out.len() * dtype.size_bytes(), "widen: length");
         return pulp::Simd::vectorize(by, f16::Widen { by, bytes, out });

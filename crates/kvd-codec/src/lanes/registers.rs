@@ -9,6 +9,7 @@
 
 use super::whole::Whole;
 use super::{CHUNK_TOKENS, LANES, LaneRun, LaneTable, QUAD, WORD_BITS};
+use crate::wide;
 use core::arch::x86_64::__m512i;
 use kvd_core::Side;
 use pulp::x86::V4;
@@ -41,13 +42,13 @@ pub(super) struct Registers<'a> {
 }
 
 impl<'a> Registers<'a> {
-    /// None where the machine has no such registers, or the table does not fit into one.
+    /// None where no such registers are at hand, or the table does not fit into one.
     pub(super) fn new(
         chunk: Whole<'a>,
         (run, table): (&'a LaneRun, &LaneTable),
         out: &'a mut Vec<u8>,
     ) -> Option<Self> {
-        let (by, units, batch) = (V4::try_new()?, &table.units, table.batch());
+        let (by, units, batch) = (wide::of_512_bits()?, &table.units, table.batch());
         let tokens = chunk.rows.len() / chunk.per_row;
         if units.len() > SYMBOLS || batch.0 < 2 || tokens > CHUNK_TOKENS {
             return None;
