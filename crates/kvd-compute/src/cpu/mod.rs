@@ -144,8 +144,7 @@ pub use encode::{EncodeAs, Watched};
 use kvd_codec::{CodeCounts, ModelCodec};
 use kvd_core::{Extent, LayerIndex, ModelId};
 pub use peak::multiply_adds;
-use simd::Simd;
-pub use simd::{InstructionSet, Precision};
+pub use simd::{InstructionSet, Precision, Simd};
 use std::collections::HashMap;
 use tile::Reader;
 
@@ -248,12 +247,15 @@ impl CpuBackend {
         unit::effective((self.simd, self.precision), rows as usize)
     }
 
-    /// Uses `set` instead of the best there is, to compare or to test.
+    /// Uses `set` instead of the best there is, to compare or to test: for attention and scores,
+    /// and in the codec's loops on this backend's threads (encoding, transforms, decoding of rows).
     ///
     /// # Errors
     /// When this machine does not have it.
     pub fn limit(&mut self, set: InstructionSet) -> Result<(), OpenError> {
-        self.simd = Simd::of(set).ok_or(OpenError::InstructionSet(set.name()))?;
+        self.simd = Simd::named(Some(set))?;
+        let width = self.simd.width();
+        self.threads.broadcast(|_| kvd_codec::hold(Some(width)));
         Ok(())
     }
 

@@ -3,6 +3,8 @@
 //! NEON is part of the target: such a loop is the same on every level.
 #![allow(unsafe_code)] // Only to call a wrapper after its feature was detected.
 
+use super::OpenError;
+use kvd_codec::Width;
 #[cfg(target_arch = "aarch64")]
 use std::arch::is_aarch64_feature_detected;
 
@@ -150,13 +152,23 @@ pub(crate) type How = (Simd, Precision);
 
 /// An instruction set that this machine was found to have: only then does one exist.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Simd {
+pub struct Simd {
     set: InstructionSet,
     /// Whether products of bf16 as wide as its registers are used: AVX-512 has them or has not.
     bf16: bool,
 }
 
 impl Simd {
+    /// The one asked for; the widest this machine has where none is.
+    ///
+    /// # Errors
+    /// When this machine does not have it.
+    pub fn named(set: Option<InstructionSet>) -> Result<Self, OpenError> {
+        let named =
+            |set: InstructionSet| Self::of(set).ok_or(OpenError::InstructionSet(set.name()));
+        set.map_or_else(|| Ok(Self::detect()), named)
+    }
+
     /// The widest this machine has.
     pub(crate) fn detect() -> Self {
         Self::available().pop().expect("portable at least")
@@ -202,8 +214,22 @@ impl Simd {
     }
 
     /// Which one it is.
-    pub(crate) fn level(self) -> InstructionSet {
+    #[must_use]
+    pub fn level(self) -> InstructionSet {
         self.set
+    }
+
+    /// Its registers, as the codec's loops take them.
+    #[must_use]
+    pub fn width(self) -> Width {
+        match self.set() {
+            InstructionSet::Avx2 | InstructionSet::AvxVnni => Width::Bits256,
+            InstructionSet::Avx512 | InstructionSet::Amx => Width::Bits512,
+            InstructionSet::Neon | InstructionSet::NeonDotprod | InstructionSet::NeonI8mm => {
+                Width::Bits128
+            }
+            InstructionSet::Portable => Width::Scalar,
+        }
     }
 
     /// The one whose vector registers it has: AMX adds products to AVX-512, AVX-VNNI to AVX2.

@@ -141,3 +141,27 @@ fn queries_of_the_same_range_share_its_parts() {
     assert_eq!(answer.out[..8 * 4], answer.out[8 * 4..]);
     assert_eq!(answer.lse, [8f32.ln(); 2]);
 }
+
+#[test]
+fn a_limit_holds_what_encodes_too_until_another_one() {
+    let mut backend = backend("kivi-4");
+    let held = |backend: &CpuBackend| {
+        let of_thread = |_: rayon::BroadcastContext<'_>| {
+            let width = kvd_codec::hold(None);
+            kvd_codec::hold(width);
+            width
+        };
+        backend.threads.broadcast(of_thread)
+    };
+    assert_eq!(held(&backend), [None]);
+    for simd in Simd::available() {
+        backend.limit(simd.level()).unwrap();
+        assert_eq!(backend.instruction_set(), simd.level());
+        assert_eq!(held(&backend), [Some(simd.width())]);
+    }
+    let absent = InstructionSet::ALL.into_iter().find(|set| Simd::of(*set).is_none()).unwrap();
+    let (level, width) = (backend.instruction_set(), held(&backend));
+    let error = backend.limit(absent).unwrap_err();
+    assert!(matches!(error, OpenError::InstructionSet(name) if name == absent.name()), "{error}");
+    assert_eq!((backend.instruction_set(), held(&backend)), (level, width));
+}

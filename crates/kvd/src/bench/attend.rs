@@ -2,7 +2,7 @@
 
 use super::data::{Fill, Filled, LAYER, MODEL, Normal};
 use super::measure::{Figure, Machine, timed};
-use super::{BenchError, Shape};
+use super::{BenchError, Shape, each_set};
 use bytes::Bytes;
 use kvd_compute::{
     AttendPlan, Attended, Backend, InstructionSet, LoadPlan, PlanPart, PlanQuery, Precision, Source,
@@ -100,7 +100,7 @@ impl AttendBench {
         for context in &self.contexts {
             let mut cases = Vec::new();
             for codec in &self.codecs {
-                for set in self.sets() {
+                for set in each_set(&self.instruction_sets) {
                     for threads in &self.threads {
                         cases.push(self.case(codec, *context, set, *threads)?);
                     }
@@ -115,13 +115,6 @@ impl AttendBench {
             rows.extend(cases.into_iter().map(|case| case.finish(&machine)));
         }
         Ok((machine, rows))
-    }
-
-    fn sets(&self) -> Vec<Option<InstructionSet>> {
-        if self.instruction_sets.is_empty() {
-            return vec![None];
-        }
-        self.instruction_sets.iter().copied().map(Some).collect()
     }
 
     fn case(

@@ -1,12 +1,13 @@
-//! Encoding and decoding of one side at a time, on one thread.
+//! Encoding and decoding of one side at a time, on one thread and held to one instruction set.
 
 use super::data::{LAYER, Normal, bind};
 use super::measure::{Figure, Machine, timed};
-use super::{BenchError, Shape};
+use super::{BenchError, Shape, each_set};
 use kvd_codec::{
     BlockRows, CodeEncoder, CodecError, CodecSpec, EncodedBlock, ModelCodec, PageError, PageReader,
+    Width, hold,
 };
-use kvd_compute::{BackendError, CodeDecoder};
+use kvd_compute::{BackendError, CodeDecoder, InstructionSet, Simd};
 use kvd_core::{DType, Geometry, Side};
 use serde::Serialize;
 use std::collections::HashMap;
@@ -27,6 +28,8 @@ pub struct CodecBench {
     pub block_tokens: u32,
     /// Turns of each side.
     pub rounds: usize,
+    /// Instruction sets to compare; empty is the machine's best.
+    pub instruction_sets: Vec<InstructionSet>,
 }
 
 /// One line of the answer.
@@ -36,6 +39,8 @@ pub struct CodecRow {
     pub side_spec: String,
     /// `k` or `v`.
     pub side: &'static str,
+    /// Instruction set in use.
+    pub instruction_set: &'static str,
     /// Stored bits per value, headers and scales included.
     pub bits_per_value: f64,
     /// Processor time to encode a value, in nanoseconds.
@@ -65,9 +70,13 @@ pub struct HuffmanRow {
     pub bits_per_code: f64,
 }
 
+/// One side of a codec, and an instruction set.
 struct Case {
     row: CodecRow,
     side: Side,
+    simd: Simd,
+    /// None where no instruction set was named: encoders may have wider registers than kernels.
+    width: Option<Width>,
     codec: ModelCodec,
     blocks: Vec<[Vec<f32>; 2]>,
     values: f64,
@@ -88,7 +97,9 @@ impl CodecBench {
         for name in &self.codecs {
             let spec = kvd_codec::resolve(name).map_err(BenchError::of(name))?;
             for side in Side::BOTH {
-                cases.push(self.case(&spec, side, name)?);
+                for set in each_set(&self.instruction_sets) {
+                    cases.push(self.case(&spec, (side, set), name)?);
+                }
             }
         }
         for round in 0..=self.rounds {
@@ -100,7 +111,13 @@ impl CodecBench {
     }
 
     /// The other side has the fewest channels there can be, stored as they are.
-    fn case(&self, spec: &CodecSpec, side: Side, name: &str) -> Result<Case, BenchError> {
+    fn case(
+        &self,
+        spec: &CodecSpec,
+        (side, set): (Side, Option<InstructionSet>),
+        name: &str,
+    ) -> Result<Case, BenchError> {
+        let simd = Simd::named(set).map_err(BenchError::of(name))?;
         let raw = kvd_codec::preset("raw").expect("a preset of that name");
         let mut geometry = self.shape.geometry(self.block_tokens);
         let mut spec = spec.clone();
@@ -121,6 +138,7 @@ impl CodecBench {
         let row = CodecRow {
             side_spec: spec.side(side).to_string(),
             side: side.name(),
+            instruction_set: simd.level().name(),
             bits_per_value: 0.0,
             encode_ns: Figure::of(vec![0.0]),
             encode_gb_per_s: 0.0,
@@ -131,7 +149,8 @@ impl CodecBench {
         };
         let values = (per_block * count) as f64;
         let [encode, coding, decode, codes] = [const { Vec::new() }; 4];
-        Ok(Case { row, side, codec, blocks, values, encode, coding, decode, codes })
+        let width = set.map(|_| simd.width());
+        Ok(Case { row, side, simd, width, codec, blocks, values, encode, coding, decode, codes })
     }
 }
 
@@ -151,7 +170,15 @@ fn view<'a>(geometry: &Geometry, block: &'a [Vec<f32>; 2]) -> BlockRows<'a> {
 }
 
 impl Case {
+    /// A turn on its instruction set.
     fn turn(&mut self, counts: bool) -> Result<(), BenchError> {
+        let before = hold(self.width);
+        let done = self.measure(counts);
+        hold(before);
+        done
+    }
+
+    fn measure(&mut self, counts: bool) -> Result<(), BenchError> {
         let geometry = self.codec.geometry();
         let encode = || {
             let mut pages = Vec::new();
@@ -267,7 +294,7 @@ impl Case {
         let mut heads = Vec::new();
         for head in 0..self.codec.geometry().kv_heads as usize {
             let side = self.codec.head(LAYER, self.side, head);
-            if let Some(decoder) = CodeDecoder::new(side, self.side) {
+            if let Some(decoder) = CodeDecoder::new(self.simd, side, self.side) {
                 heads.push((decoder, self.open(blocks, head)?));
             }
         }

@@ -24,6 +24,7 @@ pub use store::{StoreBench, StoreRow};
 #[cfg(feature = "eval")]
 pub use transport::{TransportBench, TransportRow};
 
+use kvd_compute::InstructionSet;
 use kvd_core::{DType, Geometry, RopePairing};
 
 /// The heads of a model's attention.
@@ -78,6 +79,14 @@ impl std::fmt::Display for Shape {
         let Self { name, kv_heads, group, head_dim_k, head_dim_v } = self;
         write!(f, "{name} ({kv_heads}x{group}x{head_dim_k}x{head_dim_v})")
     }
+}
+
+/// Each instruction set that is to be measured; of none named, the machine's best.
+fn each_set(named: &[InstructionSet]) -> Vec<Option<InstructionSet>> {
+    if named.is_empty() {
+        return vec![None];
+    }
+    named.iter().copied().map(Some).collect()
 }
 
 /// Why a benchmark could not run.

@@ -3,8 +3,8 @@
 use super::attend::{parts, plan_of, values, widened};
 use super::data::{Fill, Filled, LAYER, MODEL};
 use super::measure::{Figure, Machine, timed};
-use super::{BenchError, Shape};
-use kvd_compute::{AttendPlan, Backend, LoadPlan, Precision, Source};
+use super::{BenchError, Shape, each_set};
+use kvd_compute::{AttendPlan, Backend, InstructionSet, LoadPlan, Precision, Source};
 use kvd_core::DType;
 use serde::Serialize;
 use std::hint::black_box;
@@ -29,6 +29,8 @@ pub struct ScoresBench {
     pub buffer_bytes: u64,
     /// How far kernels may round.
     pub precision: Precision,
+    /// Instruction sets to compare; empty is the machine's best.
+    pub instruction_sets: Vec<InstructionSet>,
 }
 
 /// One line of the answer.
@@ -50,7 +52,7 @@ pub struct ScoresRow {
     pub kernel_error: f64,
 }
 
-/// One codec.
+/// One codec and instruction set.
 struct Case {
     row: ScoresRow,
     filled: Filled,
@@ -67,8 +69,12 @@ impl ScoresBench {
     /// When a codec does not fit the shape, or the memory is not there.
     pub fn run(&self) -> Result<(Machine, Vec<ScoresRow>), BenchError> {
         let machine = Machine::look(1);
-        let cases = self.codecs.iter().map(|codec| self.case(codec));
-        let mut cases = cases.collect::<Result<Vec<_>, _>>()?;
+        let mut cases = Vec::new();
+        for codec in &self.codecs {
+            for set in each_set(&self.instruction_sets) {
+                cases.push(self.case(codec, set)?);
+            }
+        }
         for round in 0..=self.rounds {
             for case in &mut cases {
                 // The first round warms up.
@@ -79,13 +85,13 @@ impl ScoresBench {
         Ok((machine, cases.into_iter().map(finish).collect()))
     }
 
-    fn case(&self, codec: &str) -> Result<Case, BenchError> {
+    fn case(&self, codec: &str, set: Option<InstructionSet>) -> Result<Case, BenchError> {
         let blocks = self.context.div_ceil(self.block_tokens) as usize;
         let fill = Fill {
             shape: self.shape,
             block_tokens: self.block_tokens,
             threads: 1,
-            instruction_set: None,
+            instruction_set: set,
             precision: self.precision,
             buffer_bytes: self.buffer_bytes,
             blocks,

@@ -21,7 +21,7 @@ pub(super) enum BenchCommand {
     /// Scores of keys alone, all of them kept.
     Scores(ScoresArgs),
     /// Encoding and reference decoding, per side.
-    Codec(CommonArgs),
+    Codec(CodecArgs),
     /// Storing a prefill through the backend.
     Store(StoreArgs),
     /// One attend from a client to a daemon and back, by transport.
@@ -50,10 +50,20 @@ pub(super) struct CommonArgs {
     json: bool,
 }
 
+/// What holds a benchmark to an instruction set.
+#[derive(Args)]
+pub(super) struct SetArgs {
+    /// Instruction sets to compare; several, with commas. The machine's best when absent.
+    #[arg(long, value_delimiter = ',', value_parser = parse_instruction_set)]
+    instruction_set: Vec<InstructionSet>,
+}
+
 #[derive(Args)]
 pub(super) struct AttendArgs {
     #[command(flatten)]
     common: CommonArgs,
+    #[command(flatten)]
+    sets: SetArgs,
     /// Cached tokens of a sequence; several, with commas.
     #[arg(long, value_delimiter = ',', default_value = "8192", value_parser = count::<u32>())]
     context: Vec<u32>,
@@ -76,15 +86,14 @@ pub(super) struct AttendArgs {
     /// queries and weights of 8 bits.
     #[arg(long, default_value = "fast", value_parser = parse_precision)]
     precision: Precision,
-    /// Instruction sets to compare; several, with commas. The machine's best when absent.
-    #[arg(long, value_delimiter = ',', value_parser = parse_instruction_set)]
-    instruction_set: Vec<InstructionSet>,
 }
 
 #[derive(Args)]
 pub(super) struct ScoresArgs {
     #[command(flatten)]
     common: CommonArgs,
+    #[command(flatten)]
+    sets: SetArgs,
     /// Cached tokens.
     #[arg(long, default_value_t = 8192, value_parser = count::<u32>())]
     context: u32,
@@ -94,6 +103,14 @@ pub(super) struct ScoresArgs {
     /// As of `attend`.
     #[arg(long, default_value = "fast", value_parser = parse_precision)]
     precision: Precision,
+}
+
+#[derive(Args)]
+pub(super) struct CodecArgs {
+    #[command(flatten)]
+    common: CommonArgs,
+    #[command(flatten)]
+    sets: SetArgs,
 }
 
 #[derive(Args)]
@@ -182,16 +199,18 @@ pub(super) fn bench(command: BenchCommand) -> Result<String, CliError> {
                 rounds: args.common.rounds,
                 buffer_bytes: args.buffer.as_u64(),
                 precision: args.precision,
+                instruction_sets: args.sets.instruction_set,
             };
             let (machine, rows) = bench.run().map_err(failed)?;
             report(&args.common, machine, rows, scores_table)
         }
-        BenchCommand::Codec(common) => {
+        BenchCommand::Codec(CodecArgs { common, sets }) => {
             let bench = CodecBench {
                 shape: common.shape,
                 codecs: codecs(&common, &["fp8", "kivi-4", "kivi-2", "kvcomp", "vecinfer-2"]),
                 block_tokens: common.block_tokens,
                 rounds: common.rounds,
+                instruction_sets: sets.instruction_set,
             };
             let (machine, rows) = bench.run().map_err(failed)?;
             report(&common, machine, rows, codec_table)
@@ -240,7 +259,7 @@ fn attend(args: &AttendArgs) -> AttendBench {
         rounds: args.common.rounds,
         buffer_bytes: args.buffer.as_u64(),
         precision: args.precision,
-        instruction_sets: args.instruction_set.clone(),
+        instruction_sets: args.sets.instruction_set.clone(),
     }
 }
 
@@ -351,8 +370,9 @@ fn scores_table(rows: &[ScoresRow]) -> String {
 
 fn codec_table(rows: &[CodecRow]) -> String {
     let mut text = format!(
-        "{:>18} {:>9} {:>18} {:>18} {:>18} {:>11} {:>7} {:>7} {:>8}  side\n",
+        "{:>18} {:>9} {:>9} {:>18} {:>18} {:>18} {:>11} {:>7} {:>7} {:>8}  side\n",
         "encode ns [best]",
+        "set",
         "GB/s f16",
         "decode ns [best]",
         "codes in",
@@ -376,8 +396,9 @@ fn codec_table(rows: &[CodecRow]) -> String {
         );
         writeln!(
             text,
-            "{:>18} {:>9.3} {:>18} {:>18} {:>18} {:>11} {:>7} {:>7} {:>8.3}  {}={}",
+            "{:>18} {:>9} {:>9.3} {:>18} {:>18} {:>18} {:>11} {:>7} {:>7} {:>8.3}  {}={}",
             pair(row.encode_ns),
+            row.instruction_set,
             row.encode_gb_per_s,
             pair(row.decode_ns),
             codes(row.coding_ns),
@@ -507,6 +528,53 @@ mod tests {
         };
         assert_eq!(row("--precision int8 --instruction-set portable"), "fast");
         assert_eq!(row("--precision single --instruction-set portable"), "single");
+    }
+
+    /// What can be held to an instruction set, as small as it can be.
+    const HELD: &[&str] = &[
+        "attend --shape 1x2x64 --rounds 1 --buffer 64KiB --context 64",
+        "scores --shape 1x2x64 --rounds 1 --buffer 64KiB --context 64",
+        "codec --shape 1x2x64 --rounds 1",
+    ];
+
+    #[test]
+    fn each_instruction_set_that_is_named_is_what_ran() {
+        // Of each machine, the best and the least.
+        let [best, least] = [None, Some(InstructionSet::Portable)]
+            .map(|set| kvd_compute::Simd::named(set).unwrap().level().name());
+        for arguments in HELD {
+            let sets = |option: &str| -> Vec<String> {
+                let codec = "--codec k=raw;v=vq(d=2,b=4)";
+                let command = parsed(&format!("{arguments} --json {codec} {option}")).unwrap();
+                let report = bench(command).unwrap();
+                let report: serde_json::Value = serde_json::from_str(&report).unwrap();
+                let set = |row: &serde_json::Value| row["instruction_set"].as_str().map(Into::into);
+                let mut sets: Vec<_> =
+                    report["rows"].as_array().unwrap().iter().filter_map(set).collect();
+                sets.sort();
+                sets.dedup();
+                sets
+            };
+            let mut both = vec![best, least];
+            both.sort_unstable();
+            both.dedup();
+            assert_eq!(sets(""), [best], "{arguments}");
+            assert_eq!(sets(&format!("--instruction-set {best},portable")), both, "{arguments}");
+        }
+    }
+
+    #[test]
+    fn an_instruction_set_that_is_unknown_or_not_there_is_an_error() {
+        // Of another architecture.
+        let absent = if cfg!(target_arch = "x86_64") { "neon" } else { "avx2" };
+        for arguments in HELD {
+            let error = parsed(&format!("{arguments} --instruction-set avx3")).err().unwrap();
+            assert_eq!(error.kind(), ErrorKind::ValueValidation, "{arguments}");
+            let command = parsed(&format!("{arguments} --instruction-set {absent}")).unwrap();
+            let CliError::Other(error) = bench(command).unwrap_err() else { panic!("{arguments}") };
+            let error = error.downcast::<BenchError>().unwrap();
+            assert_eq!(error.reason, format!("this processor does not have {absent}"));
+        }
     }
 
     #[test]
