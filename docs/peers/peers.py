@@ -21,7 +21,6 @@ anything.
 """
 
 import argparse
-import functools
 import importlib
 import importlib.metadata
 import itertools
@@ -288,30 +287,11 @@ def ggml_peers(arguments):
     return peers
 
 
-@functools.cache
-def takes(binary, what, option):
-    """Whether a benchmark of kvd knows an option."""
-    command = [binary, "bench", what, "--help"]
-    return option in subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout.decode()
-
-
-def has_avx512():
-    """Whether kvd would take AVX-512 here by itself."""
-    try:
-        with open("/proc/cpuinfo") as file:
-            return "avx512" in file.read()
-    except OSError:
-        return False
-
-
-def held(arguments, what):
-    """What keeps a benchmark of kvd to the instruction set asked for; None if nothing can."""
+def held(arguments):
+    """What keeps a benchmark of kvd to the instruction set asked for."""
     if not arguments.avx2:
         return []
-    if takes(arguments.kvd, what, "--instruction-set"):
-        return ["--instruction-set", arguments.instruction_set or "avx2"]
-    # Without the option kvd takes the machine's best.
-    return None if has_avx512() or arguments.instruction_set else []
+    return ["--instruction-set", arguments.instruction_set or "avx2"]
 
 
 def kvd(binary, what, codecs, *more):
@@ -339,20 +319,12 @@ class Own:
     """kvd's rows of all tables."""
 
     def __init__(self, arguments):
-        self.arguments, self.machine, self.errors = arguments, None, {}
-        self.left_out = [what for what in ("scores", "codec") if held(arguments, what) is None]
-        for what in self.left_out:
-            print(
-                f"kvd bench {what} is left out: it takes no --instruction-set and would use AVX-512",
-                file=sys.stderr,
-            )
+        self.arguments, self.machine, self.sets, self.errors = arguments, None, set(), {}
 
     def rows(self, what, codecs, *more):
-        if what in self.left_out:
-            return []
-        more = [*more, *held(self.arguments, what)]
-        answer = kvd(self.arguments.kvd, what, codecs, *more)
+        answer = kvd(self.arguments.kvd, what, codecs, *more, *held(self.arguments))
         self.machine = answer["machine"]
+        self.sets |= {row["instruction_set"] for row in answer["rows"]}
         return answer["rows"]
 
     def attend(self, table):
@@ -482,6 +454,7 @@ def main():
         own.codes(codes)
         os.sched_setaffinity(0, {max(everywhere)})
 
+    print(f"- kvd's instruction set: {', '.join(sorted(own.sets))}")
     print(f"- kvd's machine: {json.dumps(own.machine)}\n")
     peers = [name for name in attend.runs if not name.startswith("kvd ")]
     attend.markdown(f"ns per token and KV head at {arguments.context}", peers)
