@@ -155,8 +155,13 @@ pub struct CpuOptions {
     pub arena_bytes: u64,
     /// Touch every page of the arena at start.
     pub prefault: bool,
-    /// Threads for one call; 0 means one per core.
+    /// Threads for one call, at most [`CpuOptions::THREADS_MAX`]; 0 means one per core.
     pub threads: usize,
+}
+
+impl CpuOptions {
+    /// Most threads of a backend: as many as cores that one process is kept on.
+    pub const THREADS_MAX: usize = 1024;
 }
 
 /// A model, and which of its blocks are measured.
@@ -178,6 +183,14 @@ pub struct CpuBackend {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum OpenError {
+    /// More threads than a backend has.
+    #[error("{threads} compute threads (device.threads) are above the maximum {max}")]
+    TooManyThreads {
+        /// Threads asked for.
+        threads: usize,
+        /// The most there can be.
+        max: usize,
+    },
     /// The thread pool could not be started.
     #[error("start {threads} compute threads (device.threads): {source}")]
     Threads {
@@ -211,6 +224,10 @@ impl CpuBackend {
         options: CpuOptions,
         on_start: impl Fn(usize) + Send + Sync + 'static,
     ) -> Result<Self, OpenError> {
+        let (threads, max) = (options.threads, CpuOptions::THREADS_MAX);
+        if threads > max {
+            return Err(OpenError::TooManyThreads { threads, max });
+        }
         let threads = rayon::ThreadPoolBuilder::new()
             .num_threads(options.threads)
             .thread_name(|i| format!("kvd-cpu-{i}"))

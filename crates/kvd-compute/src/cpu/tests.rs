@@ -29,6 +29,16 @@ fn backend(codec: &str) -> CpuBackend {
     backend
 }
 
+#[test]
+fn more_threads_than_the_maximum_are_refused_before_any_is_started() {
+    let threads = CpuOptions::THREADS_MAX + 1;
+    let options = CpuOptions { arena_bytes: 1 << 16, prefault: false, threads };
+    let on_start = |thread| panic!("thread {thread} was started");
+    let error = CpuBackend::starting(options, on_start).err().unwrap();
+    assert!(matches!(error, OpenError::TooManyThreads { max: 1024, .. }), "{error}");
+    assert!(error.to_string().contains("device.threads"), "{error}");
+}
+
 /// The raw slot of that number.
 fn slot(number: u64) -> RawTarget {
     let len = geometry().raw_layout(TOKENS).size_bytes();

@@ -9,7 +9,7 @@ pub use raw::{ConfigError, Overrides, RawConfig};
 
 use crate::service::PART_BYTES;
 use bytesize::ByteSize;
-use kvd_compute::Precision;
+use kvd_compute::{CpuOptions, Precision};
 use kvd_core::Namespace;
 use kvd_cuda::GpuName;
 use std::collections::BTreeSet;
@@ -174,7 +174,7 @@ impl Config {
             pool_bytes: at_least("device.pool_bytes", raw.device.pool_bytes.as_u64(), 1 << 20)?,
             table_bytes: at_least("device.table_bytes", raw.device.table_bytes.as_u64(), 1 << 20)?,
             prefault: raw.device.prefault,
-            threads: raw.device.threads,
+            threads: at_most("device.threads", raw.device.threads, CpuOptions::THREADS_MAX)?,
             pin_threads: raw.device.pin_threads,
             precision: precision(&raw.device.precision)?,
             kernel_cache: kernel_cache(&raw.device.kernel_cache, |name| std::env::var_os(name)),
@@ -268,6 +268,13 @@ fn at_least<T: PartialOrd + std::fmt::Display>(
     Ok(value)
 }
 
+fn at_most(key: &'static str, value: usize, max: usize) -> Result<usize, ConfigError> {
+    if value > max {
+        return Err(ConfigError::new(key, format!("{value} is above the maximum {max}")));
+    }
+    Ok(value)
+}
+
 /// A length of time that is waited again and again, so never none.
 fn millis(key: &'static str, value: u64) -> Result<Duration, ConfigError> {
     Ok(Duration::from_millis(at_least(key, value, 1)?))
@@ -275,21 +282,14 @@ fn millis(key: &'static str, value: u64) -> Result<Duration, ConfigError> {
 
 /// What one permit each is given for.
 fn permits(key: &'static str, value: usize) -> Result<usize, ConfigError> {
-    let max = tokio::sync::Semaphore::MAX_PERMITS;
-    if value > max {
-        return Err(ConfigError::new(key, format!("{value} is above the maximum {max}")));
-    }
-    at_least(key, value, 1)
+    at_least(key, at_most(key, value, tokio::sync::Semaphore::MAX_PERMITS)?, 1)
 }
 
 /// The queue is allocated whole, and each job waits for all before it.
 fn queue_jobs(value: usize) -> Result<usize, ConfigError> {
     const MAX: usize = 1 << 16;
     let key = "device.queue_jobs_max";
-    if value > MAX {
-        return Err(ConfigError::new(key, format!("{value} is above the maximum {MAX}")));
-    }
-    at_least(key, value, 1)
+    at_least(key, at_most(key, value, MAX)?, 1)
 }
 
 fn size(key: &'static str, value: ByteSize) -> Result<usize, ConfigError> {

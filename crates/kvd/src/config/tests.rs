@@ -88,6 +88,7 @@ fn errors_name_the_key() {
         ("[namespaces]\nallowed = []\n", "namespaces.allowed"),
         ("[defaults]\nblock_tokens = 0\n", "defaults.block_tokens"),
         ("[log]\nformat = \"xml\"\n", "log.format"),
+        ("[device]\nthreads = 1025\n", "device.threads"),
         ("[device]\nqueue_jobs_max = 65537\n", "device.queue_jobs_max"),
         ("[limits]\ncalibration_bytes_max = \"65 MiB\"\n", "limits.calibration_bytes_max"),
         ("[limits]\ninflight_bytes_max = \"128 MiB\"\n", "limits.inflight_bytes_max"),
