@@ -208,8 +208,14 @@ mod tests {
     use super::*;
     use kvd_core::DType;
 
-    fn wave(i: usize) -> f32 {
-        (i as f32 * 0.7).sin() * (1.0 + (i % 7) as f32)
+    /// A whole number of up to `top`.
+    fn whole(i: usize, top: usize) -> f32 {
+        (i * 7919 % (top + 1)) as f32
+    }
+
+    /// The same with a sign.
+    fn signed(i: usize, top: usize) -> f32 {
+        if i * 13 % 7 < 3 { -whole(i, top) } else { whole(i, top) }
     }
 
     fn narrow(dtype: DType, value: f32) -> [u8; 2] {
@@ -224,8 +230,19 @@ mod tests {
         value[0]
     }
 
-    fn halves(count: usize, gain: f32) -> Vec<u8> {
-        (0..count).flat_map(|i| narrow(DType::F16, wave(3 * i + 1) * gain)).collect()
+    /// As many f16.
+    fn halves(count: usize, value: impl Fn(usize) -> f32) -> Vec<u8> {
+        (0..count).flat_map(|i| narrow(DType::F16, value(i))).collect()
+    }
+
+    /// Sixteenths: times a whole number they have more digits than bf16, and sums of such products
+    /// fewer than f32.
+    fn steps(count: usize) -> Vec<u8> {
+        halves(count, |i| (1.0 + whole(i, 14)) / 16.0)
+    }
+
+    fn minima(count: usize) -> Vec<u8> {
+        halves(count, |i| signed(3 * i + 1, 8) / 4.0)
     }
 
     fn half(bytes: &[u8], at: usize) -> f32 {
@@ -257,6 +274,11 @@ mod tests {
         (0..plane * lanes * 4).map(byte).collect()
     }
 
+    /// Whether a factor of bf16 is not the product itself.
+    fn is_rounded(value: f32, step: f32) -> bool {
+        widen(DType::BF16, &narrow(DType::BF16, value * step)) != value * step
+    }
+
     /// What a factor of bf16 times what a code stands for comes to.
     fn product(value: f32, step: f32, level: u16) -> f64 {
         let factor = widen(DType::BF16, &narrow(DType::BF16, value * step));
@@ -271,15 +293,16 @@ mod tests {
     }
 
     #[test]
-    fn scores_are_sums_of_rounded_factors() {
+    fn scores_are_exact_sums_of_rounded_factors() {
         for ((bits, width, mode), rows) in shapes().flat_map(|s| [1, 2, 3, 4].map(|r| (s, r))) {
             let Some(levels) = levels(bits, mode) else { return };
             let dim = 64;
             let code =
                 |channel: usize, token: usize| ((channel * 5 + token * 3) % (1 << bits)) as u8;
             let bytes = tile(width, dim / 4, TILE, code);
-            let queries: Vec<f32> = (0..rows * dim).map(wave).collect();
-            let (steps, minima) = (halves(dim, 0.1), halves(dim, 2.0));
+            let queries: Vec<f32> = (0..rows * dim).map(|i| signed(i, 100)).collect();
+            let (steps, minima) = (steps(dim), minima(dim));
+            assert!((0..dim).any(|channel| is_rounded(queries[channel], half(&steps, channel))));
             let (mut factors, mut bases) = (vec![0; rows * dim], vec![0.0; rows]);
             bf16_x86::fold_queries(
                 (&queries, &mut bases),
@@ -305,13 +328,13 @@ mod tests {
                     })
                     .sum();
                 let got = f64::from(out[row * SPAN + token]);
-                assert!((got - score).abs() < 1e-3, "{bits} {mode:?} {rows}: {got} {score}");
+                assert_eq!(got, score, "{bits} {mode:?} {rows}");
             }
         }
     }
 
     #[test]
-    fn sums_are_of_weights_times_steps() {
+    fn sums_are_exact_ones_of_rounded_weights_times_steps() {
         for ((bits, width, mode), rows) in shapes().flat_map(|s| [1, 3, 4].map(|r| (s, r))) {
             let Some(levels) = levels(bits, mode) else { return };
             let (channels, groups, tokens) = (32, 2, 2 * TILE);
@@ -327,8 +350,9 @@ mod tests {
                 per_row: dim,
                 ahead: Ahead::default(),
             };
-            let weights: Vec<f32> = (0..rows * SPAN).map(|i| wave(i).abs()).collect();
-            let (steps, minima) = (halves(groups * tokens, 0.1), halves(groups * tokens, 2.0));
+            let weights: Vec<f32> = (0..rows * SPAN).map(|i| whole(i, 200)).collect();
+            let (steps, minima) = (steps(groups * tokens), minima(groups * tokens));
+            assert!((0..tokens).any(|token| is_rounded(weights[token], half(&steps, token))));
             let of = Weighted {
                 weights: &weights,
                 rows,
@@ -352,9 +376,9 @@ mod tests {
                             + f64::from(weight) * f64::from(centre)
                     })
                     .sum();
-                let base: f32 = bases[group * ROWS + row].iter().sum();
-                let got = f64::from(sums[row * dim + channel] - 1.0 + base);
-                assert!((got - sum).abs() < 2e-3, "{bits} {mode:?} {rows}: {got} {sum}");
+                let base: f64 = bases[group * ROWS + row].map(f64::from).iter().sum();
+                let got = f64::from(sums[row * dim + channel]) - 1.0 + base;
+                assert_eq!(got, sum, "{bits} {mode:?} {rows}");
             }
         }
     }
