@@ -106,7 +106,10 @@ mod parts_neon;
 #[cfg(target_arch = "x86_64")]
 mod parts_x86;
 mod peak;
+#[cfg(target_arch = "x86_64")]
+mod peak_x86;
 mod polar;
+mod products;
 #[cfg(target_arch = "aarch64")]
 mod products_neon;
 mod rows;
@@ -144,6 +147,7 @@ pub use encode::{EncodeAs, Watched};
 use kvd_codec::{CodeCounts, ModelCodec};
 use kvd_core::{Extent, LayerIndex, ModelId};
 pub use peak::multiply_adds;
+pub use products::Products;
 pub use simd::{InstructionSet, Precision, Simd};
 use std::collections::HashMap;
 use tile::Reader;
@@ -243,6 +247,13 @@ impl CpuBackend {
         })
     }
 
+    /// Instruction sets that this machine has, the widest last.
+    #[must_use]
+    pub fn instruction_sets() -> Vec<InstructionSet> {
+        let has = |set: &InstructionSet| Simd::of(*set).is_some();
+        InstructionSet::ALL.into_iter().filter(has).collect()
+    }
+
     /// The instruction set in use.
     #[must_use]
     pub fn instruction_set(&self) -> InstructionSet {
@@ -262,6 +273,22 @@ impl CpuBackend {
     pub fn effective_precision(&self, query_tokens: u32, group: u32) -> Precision {
         let rows = query_tokens.min(attend::UNIT_QUERY_TOKENS) * group;
         unit::effective((self.simd, self.precision), rows as usize)
+    }
+
+    /// What attention multiplies keys and values of a layer with, where `query_tokens` of a
+    /// sequence go through `group` query heads of each KV head; by its first head.
+    ///
+    /// # Errors
+    /// When the model is not registered.
+    pub fn products(
+        &self,
+        (model, layer): (ModelId, LayerIndex),
+        query_tokens: u32,
+        group: u32,
+    ) -> Result<[Products; 2], BackendError> {
+        let rows = (query_tokens.min(attend::UNIT_QUERY_TOKENS) * group) as usize;
+        let how = (self.simd, unit::effective((self.simd, self.precision), rows));
+        Ok(Products::of(how, self.codec(model)?, layer, rows))
     }
 
     /// Uses `set` instead of the best there is, to compare or to test: for attention and scores,

@@ -1,5 +1,8 @@
 //! Multiplications and additions from registers alone: what a benchmark sets its figures against.
 
+#[cfg(target_arch = "x86_64")]
+use super::peak_x86;
+use super::products::Products;
 use super::simd::{InstructionSet, Simd, per_level};
 use std::hint::black_box;
 
@@ -8,14 +11,21 @@ const LANES: usize = 16;
 /// Sums side by side: the cycles of a fused operation, times the units that do it.
 const SUMS: usize = 8;
 
-/// Multiplies and adds f32 about `count` times in registers, on the machine's best instruction
-/// set, and says how often.
+/// Multiplies and adds about `count` times in registers, with such products of an instruction set,
+/// and says how often; `None` where the machine does not have them, or nothing here makes them.
 #[must_use]
-pub fn multiply_adds(count: usize) -> usize {
-    run(Simd::detect(), count)
+pub fn multiply_adds(set: InstructionSet, products: Products, count: usize) -> Option<usize> {
+    let simd = Simd::of(set)?;
+    match products {
+        Products::F32 => Some(floats(simd, count)),
+        #[cfg(target_arch = "x86_64")]
+        _ => peak_x86::run(simd, products, count),
+        #[cfg(not(target_arch = "x86_64"))]
+        _ => None,
+    }
 }
 
-fn run(simd: Simd, count: usize) -> usize {
+fn floats(simd: Simd, count: usize) -> usize {
     let (turns, factor) = (count / (LANES * SUMS), black_box([0.5, 1.0]));
     black_box(match simd.set() {
         InstructionSet::Portable => separate(turns, factor),
@@ -61,8 +71,21 @@ mod tests {
     #[test]
     fn every_level_says_how_much_it_did() {
         for simd in Simd::available() {
-            let did = run(simd, 100_000);
-            assert!((99_000..=100_000).contains(&did), "{simd:?}: {did}");
+            let did = |products| multiply_adds(simd.level(), products, 100_000);
+            let about = |did: Option<usize>| (99_000..=100_000).contains(&did.unwrap_or(0));
+            assert!(about(did(Products::F32)), "{simd:?}");
+            let has = |products| match (simd.level(), products) {
+                (InstructionSet::Avx2, Products::Words | Products::Bytes) => true,
+                (InstructionSet::AvxVnni, Products::Bytes) => true,
+                (InstructionSet::Avx512 | InstructionSet::Amx, Products::Bytes) => true,
+                (_, Products::Bf16) => Simd::of(simd.level()).is_some_and(Simd::has_bf16),
+                _ => false,
+            };
+            for products in [Products::Bf16, Products::Words, Products::Bytes, Products::Tiles] {
+                let did = did(products);
+                assert_eq!(did.is_some(), has(products), "{simd:?} {products:?}");
+                assert!(did.is_none() || about(did), "{simd:?} {products:?}: {did:?}");
+            }
         }
     }
 }

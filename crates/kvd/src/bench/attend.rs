@@ -2,12 +2,14 @@
 
 use super::data::{Fill, Filled, LAYER, MODEL, Normal};
 use super::measure::{Figure, Machine, timed};
-use super::{BenchError, Shape, each_set};
+use super::peaks::Peaks;
+use super::{BenchError, Shape, each_set, limits};
 use bytes::Bytes;
 use kvd_compute::{
-    AttendPlan, Attended, Backend, InstructionSet, LoadPlan, PlanPart, PlanQuery, Precision, Source,
+    AttendPlan, Attended, Backend, InstructionSet, LoadPlan, PlanPart, PlanQuery, Precision,
+    Products, Source,
 };
-use kvd_core::DType;
+use kvd_core::{DType, Side};
 use serde::Serialize;
 use std::hint::black_box;
 
@@ -70,9 +72,15 @@ pub struct AttendRow {
     pub logical_gb_per_s: f64,
     /// `stored_gb_per_s` as part of what one thread reads from memory.
     pub of_read_speed: f64,
-    /// Multiplications that attention makes, as part of what one thread makes in f32. Kernels of
-    /// integers may be beyond it.
-    pub of_multiply_speed: f64,
+    /// What keys and values are multiplied as on this instruction set: `f32`, `bf16`, `words`,
+    /// `bytes`, or `tiles` of bytes.
+    pub products: [&'static str; 2],
+    /// Such products that one thread makes in a nanosecond at most, from registers, on this
+    /// instruction set; none where that is not measured.
+    pub peak_per_ns: [Option<f64>; 2],
+    /// Multiplications that attention makes, as part of what one thread makes of such products.
+    /// Where a factor has two bytes and products are of one, they are at most half of it.
+    pub of_multiply_speed: Option<f64>,
     /// Relative error of the output against the same decoded K and V in f64.
     pub kernel_error: f64,
 }
@@ -95,8 +103,15 @@ impl AttendBench {
     /// # Errors
     /// When a codec does not fit the shape, or the memory is not there.
     pub fn run(&self) -> Result<(Machine, Vec<AttendRow>), BenchError> {
-        let machine = Machine::look(self.threads.iter().copied().max().unwrap_or(1));
-        let mut rows = Vec::new();
+        let threads = self.threads.iter().copied().max().unwrap_or(1);
+        limits::threads(threads)?;
+        for context in &self.contexts {
+            let tokens = (0..self.batch).map(|at| u64::from(self.context_of(at, *context))).sum();
+            let queries = u64::from(self.query_tokens);
+            limits::call(&self.shape, [queries, tokens], self.batch as u64)?;
+        }
+        let machine = Machine::look(threads);
+        let (mut rows, mut peaks) = (Vec::new(), Peaks::default());
         for context in &self.contexts {
             let mut cases = Vec::new();
             for codec in &self.codecs {
@@ -105,6 +120,9 @@ impl AttendBench {
                         cases.push(self.case(codec, *context, set, *threads)?);
                     }
                 }
+            }
+            for case in &mut cases {
+                self.set_against(&mut peaks, case)?;
             }
             for round in 0..=self.rounds {
                 for case in &mut cases {
@@ -115,6 +133,17 @@ impl AttendBench {
             rows.extend(cases.into_iter().map(|case| case.finish(&machine)));
         }
         Ok((machine, rows))
+    }
+
+    /// Says what a row multiplies with, and how many of those the machine makes.
+    fn set_against(&self, peaks: &mut Peaks, case: &mut Case) -> Result<(), BenchError> {
+        let backend = &case.filled.backend;
+        let products = backend.products((MODEL, LAYER), self.query_tokens, self.shape.group);
+        let products = products.map_err(BenchError::of(&case.row.codec))?;
+        let set = backend.instruction_set();
+        case.row.products = products.map(Products::name);
+        case.row.peak_per_ns = products.map(|products| peaks.per_ns(set, products));
+        Ok(())
     }
 
     fn case(
@@ -136,7 +165,9 @@ impl AttendBench {
         };
         let filled = Filled::new(codec, fill)?;
         let calls = filled.blocks.chunks_exact(per_sequence * self.batch);
-        let plans: Vec<_> = calls.map(|blocks| self.plan(blocks, per_sequence, context)).collect();
+        let q = self.queries();
+        let plan = |blocks| self.plan((blocks, per_sequence), context, q.clone());
+        let plans: Vec<_> = calls.map(plan).collect();
         let geometry = &filled.geometry;
         let values = geometry.values_per_token() as f64 * f64::from(self.block_tokens);
         let row = AttendRow {
@@ -154,7 +185,9 @@ impl AttendBench {
             stored_gb_per_s: 0.0,
             logical_gb_per_s: 0.0,
             of_read_speed: 0.0,
-            of_multiply_speed: 0.0,
+            products: [""; 2],
+            peak_per_ns: [None; 2],
+            of_multiply_speed: None,
             kernel_error: 0.0,
         };
         let contexts =
@@ -167,12 +200,22 @@ impl AttendBench {
         Ok(case)
     }
 
-    fn plan(&self, blocks: &[Source], per_sequence: usize, context: u32) -> AttendPlan {
+    /// Those of every call.
+    fn queries(&self) -> Bytes {
+        queries(&self.shape, self.batch * self.query_tokens as usize)
+    }
+
+    fn plan(
+        &self,
+        (blocks, per_sequence): (&[Source], usize),
+        context: u32,
+        q: Bytes,
+    ) -> AttendPlan {
         let sequences = blocks.chunks(per_sequence).enumerate().map(|(sequence, blocks)| {
             let context = self.context_of(sequence, context);
             (&blocks[..context.div_ceil(self.block_tokens) as usize], context)
         });
-        plan_of(&self.shape, self.query_tokens, sequences, self.block_tokens)
+        plan_of(&self.shape, self.query_tokens, sequences, (self.block_tokens, q))
     }
 
     /// Tokens of a sequence of a call whose longest has `context`.
@@ -186,9 +229,9 @@ impl AttendBench {
         let blocks = (ERROR_TOKENS / self.block_tokens as usize).clamp(1, filled.blocks.len());
         let context = blocks as u32 * self.block_tokens;
         let one = Self { batch: 1, query_tokens: 1, ..self.clone() };
-        let mut plan = one.plan(&filled.blocks[..blocks], blocks, context);
+        let q = widened(&one.queries());
+        let mut plan = one.plan((&filled.blocks[..blocks], blocks), context, q);
         plan.dtype = DType::F32;
-        plan.q = widened(&plan.q);
         let answer = filled.backend.attend(&plan).map_err(|error| error.to_string())?;
         let parts = parts(&filled.blocks[..blocks], self.block_tokens, context);
         let load = LoadPlan { model: MODEL, layer: LAYER, dtype: DType::F32, parts };
@@ -204,12 +247,19 @@ impl AttendBench {
     }
 }
 
-/// A plan over sequences, given by their blocks of so many tokens and by their own tokens.
+/// Queries of so many tokens, the same each time.
+pub(super) fn queries(shape: &Shape, tokens: usize) -> Bytes {
+    let heads = shape.kv_heads as usize * shape.group as usize;
+    Normal::new(42).bytes(tokens * heads * shape.head_dim_k as usize, SCORE_DEVIATION)
+}
+
+/// A plan over sequences, given by their blocks of so many tokens and by their own tokens, with
+/// their queries.
 pub(super) fn plan_of<'a>(
     shape: &Shape,
     query_tokens: u32,
     sequences: impl Iterator<Item = (&'a [Source], u32)>,
-    block_tokens: u32,
+    (block_tokens, q): (u32, Bytes),
 ) -> AttendPlan {
     let query = |(blocks, context): (&[Source], u32)| PlanQuery {
         n_q: query_tokens,
@@ -219,7 +269,6 @@ pub(super) fn plan_of<'a>(
     };
     let queries: Vec<_> = sequences.map(query).collect();
     let q_heads = shape.kv_heads * shape.group;
-    let rows = queries.len() * query_tokens as usize * q_heads as usize;
     AttendPlan {
         model: MODEL,
         layer: LAYER,
@@ -228,7 +277,7 @@ pub(super) fn plan_of<'a>(
         scale: None,
         soft_cap: None,
         queries,
-        q: Normal::new(42).bytes(rows * shape.head_dim_k as usize, SCORE_DEVIATION),
+        q,
     }
 }
 
@@ -304,8 +353,12 @@ impl Case {
         self.row.stored_gb_per_s = values * self.row.bits_per_value / 8.0 / median;
         self.row.logical_gb_per_s = values * 2.0 / median;
         self.row.of_read_speed = self.row.stored_gb_per_s / machine.read_gb_per_s.median;
-        let multiply_adds = values * self.rows_per_head / median;
-        self.row.of_multiply_speed = multiply_adds / machine.multiply_adds_per_ns.median;
+        let at_least = |(side, peak): (Side, Option<f64>)| {
+            let values = self.filled.geometry.head_dim(side) as f64;
+            peak.map(|peak| values * self.rows_per_head / peak)
+        };
+        let sides = Side::BOTH.into_iter().zip(self.row.peak_per_ns).map(at_least);
+        self.row.of_multiply_speed = sides.sum::<Option<f64>>().map(|ns| ns / median);
         self.row
     }
 }

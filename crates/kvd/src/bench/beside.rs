@@ -29,7 +29,7 @@ impl Beside {
     ) -> Self {
         let (stop, stored) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
         let mut normal = Normal::new(7);
-        let heads = (tokens * shape.kv_heads) as usize;
+        let heads = tokens as usize * shape.kv_heads as usize;
         let mut rows = |dim: u32| normal.bytes(heads * dim as usize, 1.0);
         let mut started = Vec::new();
         for _ in 0..writers {

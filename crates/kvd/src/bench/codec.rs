@@ -2,10 +2,11 @@
 
 use super::data::{LAYER, Normal, bind};
 use super::measure::{Figure, Machine, timed};
-use super::{BenchError, Shape, each_set};
+use super::{BenchError, Shape, each_set, limits};
+use bytes::Bytes;
 use kvd_codec::{
     BlockRows, CodeEncoder, CodecError, CodecSpec, EncodedBlock, ModelCodec, PageError, PageReader,
-    Width, hold,
+    Width, hold, widen,
 };
 use kvd_compute::{BackendError, CodeDecoder, InstructionSet, Simd};
 use kvd_core::{DType, Geometry, Side};
@@ -41,12 +42,20 @@ pub struct CodecRow {
     pub side: &'static str,
     /// Instruction set in use.
     pub instruction_set: &'static str,
+    /// Threads: each side is encoded and decoded on one.
+    pub threads: usize,
     /// Stored bits per value, headers and scales included.
     pub bits_per_value: f64,
-    /// Processor time to encode a value, in nanoseconds.
+    /// Processor time to encode a value of rows that are f32 already, in nanoseconds.
     pub encode_ns: Figure,
-    /// Encoded f16 input, in GB per second (median).
+    /// The same values, counted as two bytes each, in GB per second (median). Rows of f16, which
+    /// are that long, are widened first: `encode_f16_gb_per_s`.
     pub encode_gb_per_s: f64,
+    /// Processor time to widen a value of f16 rows and encode it, block by block as a store does,
+    /// in nanoseconds.
+    pub encode_f16_ns: Figure,
+    /// Encoded f16 input, in GB per second (median).
+    pub encode_f16_gb_per_s: f64,
     /// Processor time to make a code's bits, the quantizer apart, in nanoseconds; none where codes
     /// are not entropy-coded by trained tables.
     pub coding_ns: Option<Figure>,
@@ -79,8 +88,11 @@ struct Case {
     width: Option<Width>,
     codec: ModelCodec,
     blocks: Vec<[Vec<f32>; 2]>,
+    /// The same as f16.
+    halves: Vec<[Bytes; 2]>,
     values: f64,
     encode: Vec<f64>,
+    encode_f16: Vec<f64>,
     coding: Vec<f64>,
     decode: Vec<f64>,
     codes: Vec<f64>,
@@ -130,7 +142,10 @@ impl CodecBench {
         let per_block = per_row * geometry.block_tokens as usize;
         // All different, and in whole groups of those that are decoded together.
         let count = CODES_MIN.div_ceil(per_block).next_multiple_of(CodeDecoder::PAGES);
-        let blocks: Vec<_> = (0..count as u64).map(|seed| rows(&geometry, 200 + seed)).collect();
+        // Rows of f32 and of f16, and pages.
+        limits::memory(name, count as u64, 12 * per_block as u64)?;
+        let halves: Vec<_> = (0..count as u64).map(|seed| rows(&geometry, 200 + seed)).collect();
+        let blocks: Vec<_> = halves.iter().map(|block| block.each_ref().map(widened)).collect();
         if codec.needs_tables(LAYER) {
             let blocks: Vec<_> = blocks.iter().map(|block| view(&geometry, block)).collect();
             codec.train_tables(LAYER, &blocks).map_err(BenchError::of(name))?;
@@ -139,30 +154,52 @@ impl CodecBench {
             side_spec: spec.side(side).to_string(),
             side: side.name(),
             instruction_set: simd.level().name(),
+            threads: 1,
             bits_per_value: 0.0,
             encode_ns: Figure::of(vec![0.0]),
             encode_gb_per_s: 0.0,
+            encode_f16_ns: Figure::of(vec![0.0]),
+            encode_f16_gb_per_s: 0.0,
             coding_ns: None,
             decode_ns: Figure::of(vec![0.0]),
             codes_ns: None,
             huffman: None,
         };
         let values = (per_block * count) as f64;
-        let [encode, coding, decode, codes] = [const { Vec::new() }; 4];
+        let [encode, encode_f16, coding, decode, codes] = [const { Vec::new() }; 5];
         let width = set.map(|_| simd.width());
-        Ok(Case { row, side, simd, width, codec, blocks, values, encode, coding, decode, codes })
+        Ok(Case {
+            row,
+            side,
+            simd,
+            width,
+            codec,
+            blocks,
+            halves,
+            values,
+            encode,
+            encode_f16,
+            coding,
+            decode,
+            codes,
+        })
     }
 }
 
-fn rows(geometry: &Geometry, seed: u64) -> [Vec<f32>; 2] {
+/// A block's rows as f16.
+fn rows(geometry: &Geometry, seed: u64) -> [Bytes; 2] {
     let mut normal = Normal::new(seed);
     Side::BOTH.map(|side| {
         let dim = geometry.head_dim(side);
         let count = geometry.block_tokens as usize * geometry.kv_heads as usize * dim;
-        let mut values = vec![0f32; count];
-        DType::F16.widen(&normal.bytes(count, 1.0), &mut values);
-        values
+        normal.bytes(count, 1.0)
     })
+}
+
+fn widened(rows: &Bytes) -> Vec<f32> {
+    let mut values = vec![0f32; rows.len() / DType::F16.size_bytes()];
+    widen(DType::F16, rows, &mut values);
+    values
 }
 
 fn view<'a>(geometry: &Geometry, block: &'a [Vec<f32>; 2]) -> BlockRows<'a> {
@@ -192,6 +229,8 @@ impl Case {
         let (pages, encode_ns, _) = timed(encode);
         let pages = pages.map_err(BenchError::of(&self.row.side_spec))?;
         let pages = &pages[..];
+        let (encoded, encode_f16_ns, _) = timed(|| self.encode_halves());
+        encoded.map_err(BenchError::of(&self.row.side_spec))?;
         let (decoded, decode_ns, _) = timed(|| self.decode_all(pages));
         decoded.map_err(BenchError::of(&self.row.side_spec))?;
         let bytes = |e: &EncodedBlock| match self.side {
@@ -204,10 +243,29 @@ impl Case {
         let codes_ns = self.codes_ns(pages).map_err(BenchError::of(&self.row.side_spec))?;
         if counts {
             self.encode.push(encode_ns / self.values);
+            self.encode_f16.push(encode_f16_ns / self.values);
             self.decode.push(decode_ns / self.values);
             self.coding.extend(coding_ns);
             self.codes.extend(codes_ns);
         }
+        Ok(())
+    }
+
+    /// Encodes every block from its f16 rows, which are widened into the same room each time.
+    fn encode_halves(&self) -> Result<(), CodecError> {
+        let geometry = self.codec.geometry();
+        let mut block: [Vec<f32>; 2] = Default::default();
+        let mut pages = Vec::new();
+        for halves in &self.halves {
+            for (rows, values) in halves.iter().zip(&mut block) {
+                values.resize(rows.len() / DType::F16.size_bytes(), 0.0);
+                widen(DType::F16, rows, values);
+            }
+            let mut bytes = Vec::new();
+            self.codec.encode_block(LAYER, &view(geometry, &block), &mut bytes)?;
+            pages.push(bytes);
+        }
+        black_box(pages);
         Ok(())
     }
 
@@ -321,6 +379,8 @@ impl Case {
         self.row.coding_ns = (!self.coding.is_empty()).then(|| Figure::of(self.coding));
         self.row.codes_ns = (!self.codes.is_empty()).then(|| Figure::of(self.codes));
         self.row.encode_gb_per_s = 2.0 / self.row.encode_ns.median;
+        self.row.encode_f16_ns = Figure::of(self.encode_f16);
+        self.row.encode_f16_gb_per_s = 2.0 / self.row.encode_f16_ns.median;
         self.row
     }
 }

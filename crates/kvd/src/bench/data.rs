@@ -1,6 +1,6 @@
 //! Synthetic keys, values and queries, and a backend filled with their pages.
 
-use super::{BenchError, Shape};
+use super::{BenchError, Shape, limits};
 use crate::affinity;
 use bytes::Bytes;
 use kvd_codec::{Calibration, CodecSpec, ModelCodec, Samples, fit};
@@ -58,7 +58,7 @@ pub(super) fn rows(geometry: &Geometry, tokens: u32, seed: u64) -> IncomingRows 
 
 /// A codec bound to a geometry, fitted on normal rows where it needs that.
 pub(super) fn codec(geometry: &Geometry, name: &str) -> Result<ModelCodec, BenchError> {
-    let spec = kvd_codec::resolve(name).map_err(BenchError::of(name))?;
+    let spec = kvd_codec::resolve(name).map_err(BenchError::codec(name))?;
     bind(geometry, spec, name)
 }
 
@@ -68,11 +68,11 @@ pub(super) fn bind(
     name: &str,
 ) -> Result<ModelCodec, BenchError> {
     let calibration = if spec.needs_calibration() {
-        Some(calibrate(geometry, &spec).map_err(BenchError::of(name))?)
+        Some(calibrate(geometry, &spec).map_err(BenchError::codec(name))?)
     } else {
         None
     };
-    ModelCodec::new(geometry.clone(), spec, calibration.as_ref()).map_err(BenchError::of(name))
+    ModelCodec::new(geometry.clone(), spec, calibration.as_ref()).map_err(BenchError::codec(name))
 }
 
 fn calibrate(
@@ -118,12 +118,18 @@ impl Filled {
     /// Encodes a few blocks and repeats them over the arena.
     pub(super) fn new(name: &str, fill: Fill) -> Result<Self, BenchError> {
         let geometry = fill.shape.geometry(fill.block_tokens);
+        let raw = geometry.raw_layout(fill.block_tokens).size_bytes();
+        limits::memory(name, DISTINCT_BLOCKS as u64, 4 * raw)?;
         let codec = codec(&geometry, name)?;
         let pages = encode(&geometry, codec.clone(), name)?;
         let mean = pages.iter().map(|page| page.bytes.len()).sum::<usize>() / pages.len();
-        let count = fill.blocks.max(fill.buffer_bytes.div_ceil(mean as u64) as usize);
+        let count = fill
+            .blocks
+            .max(usize::try_from(fill.buffer_bytes.div_ceil(mean as u64)).unwrap_or(usize::MAX));
         // A block begins on a granule of the pool.
         let stride = |page: &EncodedPages| page.bytes.len().next_multiple_of(64) as u64;
+        let largest = pages.iter().map(stride).max().unwrap_or(0);
+        limits::memory(name, count as u64, largest)?;
         let bytes = (0..count).map(|i| stride(&pages[i % pages.len()])).sum();
         let mut backend = open(bytes, fill, name)?;
         backend.register(MODEL, codec);
@@ -148,7 +154,7 @@ fn open(bytes: u64, fill: Fill, name: &str) -> Result<CpuBackend, BenchError> {
     let options =
         CpuOptions { arena_bytes: bytes.max(slots), prefault: true, threads: fill.threads };
     let backend = CpuBackend::starting(options, |i| affinity::keep_on_one(&affinity::cores(), i));
-    let mut backend = backend.map_err(BenchError::of(name))?;
+    let mut backend = backend.map_err(limits::unopened(name))?;
     backend.set_precision(fill.precision);
     if let Some(set) = fill.instruction_set {
         backend.limit(set).map_err(BenchError::of(name))?;
@@ -179,7 +185,7 @@ fn encode(
     let arena_bytes =
         DISTINCT_BLOCKS as u64 * geometry.raw_layout(geometry.block_tokens).size_bytes();
     let options = CpuOptions { arena_bytes, prefault: false, threads: 1 };
-    let mut backend = CpuBackend::new(options).map_err(BenchError::of(name))?;
+    let mut backend = CpuBackend::new(options).map_err(limits::unopened(name))?;
     backend.register(MODEL, codec);
     let sources = write(&mut backend, geometry).map_err(BenchError::of(name))?;
     let pages = backend.encode(MODEL, LAYER, &sources).map_err(BenchError::of(name))?;

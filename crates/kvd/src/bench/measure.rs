@@ -1,7 +1,8 @@
 //! Clocks, medians, and what the machine can read.
 
+use super::peaks::peak;
 use crate::affinity;
-use kvd_compute::multiply_adds;
+use kvd_compute::{CpuBackend, InstructionSet, Products};
 use rustix::time::{ClockId, clock_gettime};
 use serde::Serialize;
 use std::hint::black_box;
@@ -26,7 +27,7 @@ impl Figure {
     }
 
     /// Of what one nanosecond does, from nanoseconds for one.
-    fn inverse(self) -> Self {
+    pub(super) fn inverse(self) -> Self {
         let Self { median, best, upper_quartile } = self;
         Self { median: 1.0 / median, best: 1.0 / best, upper_quartile: 1.0 / upper_quartile }
     }
@@ -65,7 +66,8 @@ pub struct Machine {
     pub commit: &'static str,
     /// Bytes per nanosecond that one thread reads from memory.
     pub read_gb_per_s: Figure,
-    /// f32 multiplications with additions that one thread makes in a nanosecond, from registers.
+    /// f32 multiplications with additions that one thread makes in a nanosecond, from registers, on
+    /// the machine's best instruction set.
     pub multiply_adds_per_ns: Figure,
     /// Whether the threads could be kept on their cores.
     pub pinned: bool,
@@ -76,6 +78,7 @@ impl Machine {
     pub(super) fn look(threads: usize) -> Self {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let pinned = pin(threads);
+        let best = CpuBackend::instruction_sets().pop().unwrap_or(InstructionSet::Portable);
         let text = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
         let model = text.lines().find_map(|line| line.strip_prefix("model name")?.split_once(':'));
         Self {
@@ -84,7 +87,7 @@ impl Machine {
             version: env!("CARGO_PKG_VERSION"),
             commit: env!("KVD_COMMIT"),
             read_gb_per_s: read_speed(),
-            multiply_adds_per_ns: multiply_speed(),
+            multiply_adds_per_ns: peak(best, Products::F32).expect("every set multiplies f32"),
             pinned,
         }
     }
@@ -99,15 +102,6 @@ fn read_speed() -> Figure {
         let (sum, cpu, _) = timed(read);
         black_box(sum);
         cpu / (WORDS * 8) as f64
-    };
-    Figure::of((0..9).map(run).collect()).inverse()
-}
-
-/// On the instruction set that the backend chooses, whatever a row is limited to.
-fn multiply_speed() -> Figure {
-    let run = |_| {
-        let (count, cpu, _) = timed(|| multiply_adds(4 << 20));
-        cpu / count as f64
     };
     Figure::of((0..9).map(run).collect()).inverse()
 }

@@ -10,7 +10,9 @@ mod attend;
 mod beside;
 mod codec;
 mod data;
+pub mod limits;
 mod measure;
+mod peaks;
 mod scores;
 mod store;
 #[cfg(feature = "eval")]
@@ -57,7 +59,7 @@ pub const SHAPES: &[Shape] = &[
 ];
 
 /// The shape of that name, or `8x4x128` and `8x4x128x64`: KV heads, query heads that share one,
-/// channels of a key, and of a value where they are others.
+/// channels of a key, and of a value where they are others, both even.
 #[must_use]
 pub fn shape(name: &str) -> Option<Shape> {
     SHAPES.iter().find(|shape| shape.name == name).copied().or_else(|| own(name))
@@ -71,7 +73,8 @@ fn own(text: &str) -> Option<Shape> {
         [kv_heads, group, dim_k, dim_v] => (kv_heads, group, dim_k, dim_v),
         _ => return None,
     };
-    Some(Shape { name: "own", kv_heads, group, head_dim_k, head_dim_v })
+    let shape = Shape { name: "own", kv_heads, group, head_dim_k, head_dim_v };
+    shape.geometry(1).validate().is_ok().then_some(shape)
 }
 
 impl std::fmt::Display for Shape {
@@ -91,18 +94,77 @@ fn each_set(named: &[InstructionSet]) -> Vec<Option<InstructionSet>> {
 
 /// Why a benchmark could not run.
 #[derive(Debug, thiserror::Error)]
-#[error("{what}: {reason}")]
-pub struct BenchError {
-    /// Which codec or step.
-    pub what: String,
-    /// What went wrong.
-    pub reason: String,
+#[non_exhaustive]
+pub enum BenchError {
+    /// A codec is not for this shape, or not known.
+    #[error("--codec {codec}: {reason}")]
+    Codec {
+        /// As given.
+        codec: String,
+        /// Why not.
+        reason: String,
+    },
+    /// More threads than cores.
+    #[error(
+        "--threads {threads}: this process may use {cores} cores, and more threads would only take \
+         turns on them; give at most {cores}"
+    )]
+    Threads {
+        /// As given.
+        threads: usize,
+        /// Those of the process.
+        cores: usize,
+    },
+    /// Options that come to more than one call may take.
+    #[error("{what}: {asked} is above the maximum {max}; give less {options}")]
+    Limit {
+        /// Of what there is too much.
+        what: &'static str,
+        /// How much was asked for.
+        asked: u64,
+        /// The most there can be.
+        max: u64,
+        /// Options that make it less.
+        options: &'static str,
+    },
+    /// Options that come to more memory than there is.
+    #[error(
+        "{what}: {bytes} bytes of memory are wanted, and {available} are there; give less \
+         --buffer, --context, --tokens or --batch, or a smaller --shape"
+    )]
+    Memory {
+        /// Which codec's.
+        what: String,
+        /// How much was asked for.
+        bytes: u64,
+        /// How much there is.
+        available: u64,
+    },
+    /// A step failed.
+    #[error("{what}: {reason}")]
+    Failed {
+        /// Which codec or step.
+        what: String,
+        /// What went wrong.
+        reason: String,
+    },
 }
 
 impl BenchError {
-    /// An error of `what`, for `map_err`.
+    /// A failure of `what`, for `map_err`.
     fn of<E: std::fmt::Display>(what: &str) -> impl FnOnce(E) -> Self + '_ {
-        move |error| Self { what: what.to_owned(), reason: error.to_string() }
+        move |error| Self::Failed { what: what.to_owned(), reason: error.to_string() }
+    }
+
+    /// A codec that cannot be measured, for `map_err`.
+    fn codec<E: std::fmt::Display>(codec: &str) -> impl FnOnce(E) -> Self + '_ {
+        move |error| Self::Codec { codec: codec.to_owned(), reason: error.to_string() }
+    }
+
+    /// Whether other options would do.
+    #[must_use]
+    pub fn is_usage(&self) -> bool {
+        !matches!(self, Self::Failed { .. })
     }
 }
 
@@ -136,7 +198,7 @@ mod tests {
             shape("2x1x96x64").map(|shape| shape.to_string()),
             Some("own (2x1x96x64)".into())
         );
-        for wrong in ["", "8", "8x4", "0x4x128", "8x4x128x8x1", "8x4xd", "8x4x4096"] {
+        for wrong in ["", "8", "8x4", "0x4x128", "8x4x128x8x1", "8x4xd", "8x4x4096", "8x4x127"] {
             assert_eq!(shape(wrong), None, "{wrong}");
         }
         for known in SHAPES {

@@ -1,9 +1,9 @@
 //! Scores of keys alone, all of them kept, in turns: what a search over keys would compare.
 
-use super::attend::{parts, plan_of, values, widened};
+use super::attend::{parts, plan_of, queries, values, widened};
 use super::data::{Fill, Filled, LAYER, MODEL};
 use super::measure::{Figure, Machine, timed};
-use super::{BenchError, Shape, each_set};
+use super::{BenchError, Shape, each_set, limits};
 use kvd_compute::{AttendPlan, Backend, InstructionSet, LoadPlan, Precision, Source};
 use kvd_core::DType;
 use serde::Serialize;
@@ -68,6 +68,7 @@ impl ScoresBench {
     /// # Errors
     /// When a codec does not fit the shape, or the memory is not there.
     pub fn run(&self) -> Result<(Machine, Vec<ScoresRow>), BenchError> {
+        limits::call(&self.shape, [1, u64::from(self.context)], 1)?;
         let machine = Machine::look(1);
         let mut cases = Vec::new();
         for codec in &self.codecs {
@@ -131,7 +132,8 @@ impl ScoresBench {
     }
 
     fn plan(&self, blocks: &[Source], context: u32) -> AttendPlan {
-        plan_of(&self.shape, 1, std::iter::once((blocks, context)), self.block_tokens)
+        let q = queries(&self.shape, 1);
+        plan_of(&self.shape, 1, std::iter::once((blocks, context)), (self.block_tokens, q))
     }
 
     /// Relative error of the scores of a few blocks.

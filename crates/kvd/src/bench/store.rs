@@ -2,8 +2,10 @@
 
 use super::data::{LAYER, MODEL, codec, rows};
 use super::measure::{Figure, Machine, timed};
-use super::{BenchError, Shape};
-use kvd_compute::{Backend, BackendError, CpuBackend, CpuOptions, EncodeSource, RawTarget};
+use super::{BenchError, Shape, limits};
+use kvd_compute::{
+    Backend, BackendError, CpuBackend, CpuOptions, EncodeSource, IncomingRows, RawTarget,
+};
 use kvd_core::{Extent, Geometry};
 use serde::Serialize;
 
@@ -16,12 +18,14 @@ pub struct StoreBench {
     pub codecs: Vec<String>,
     /// Tokens of the prefill.
     pub tokens: u32,
-    /// Compute threads.
-    pub threads: usize,
+    /// Compute threads; each number of them takes its turn.
+    pub threads: Vec<usize>,
     /// Tokens per block.
     pub block_tokens: u32,
     /// Turns of each codec.
     pub rounds: usize,
+    /// Bytes of rows that stores rotate over.
+    pub buffer_bytes: u64,
 }
 
 /// One line of the answer.
@@ -29,72 +33,110 @@ pub struct StoreBench {
 pub struct StoreRow {
     /// The codec.
     pub codec: String,
+    /// Instruction set of the backend. Encoders take the widest registers there are.
+    pub instruction_set: &'static str,
+    /// Compute threads. Rows are checked and written, and pages placed, on one thread beside them.
+    pub threads: usize,
+    /// Stored bits per value, headers and scales included, of all turns.
+    pub bits_per_value: f64,
     /// Processor time per token and layer, in microseconds.
     pub cpu_us: Figure,
+    /// Processor time of the first call per token and layer, in microseconds: it trains tables
+    /// where a codec has such, and threads take the memory that they work in.
+    pub first_us: f64,
     /// f16 input per second of processor time, in GB (median).
-    pub cpu_gb_per_s: f64,
+    pub logical_gb_per_s: f64,
+    /// Pages made, in GB per second of processor time (median).
+    pub stored_gb_per_s: f64,
     /// f16 input per second of wall time, in GB (median).
     pub wall_gb_per_s: f64,
 }
 
 struct Case {
     name: String,
+    threads: usize,
     backend: CpuBackend,
+    first: f64,
     cpu: Vec<f64>,
     wall: Vec<f64>,
+    /// Bytes of pages of all turns that count.
+    stored: u64,
 }
 
 impl StoreBench {
     /// Measures every codec.
     ///
     /// # Errors
-    /// When a codec does not fit the shape, or the memory is not there.
+    /// When a codec does not fit the shape, there are not the cores, or the memory is not there.
     pub fn run(&self) -> Result<(Machine, Vec<StoreRow>), BenchError> {
-        let machine = Machine::look(self.threads);
+        let most = self.threads.iter().copied().max().unwrap_or(1);
+        limits::threads(most)?;
         let geometry = self.shape.geometry(self.block_tokens);
+        let incoming = self.incoming(&geometry)?;
+        let machine = Machine::look(most);
         let mut cases = Vec::new();
         for name in &self.codecs {
-            // Raw slots and, at most as large again, pages.
-            let raw = geometry.raw_layout(self.block_tokens).size_bytes() + (1 << 12);
-            let options = CpuOptions {
-                arena_bytes: 2 * u64::from(self.blocks()) * raw,
-                prefault: true,
-                threads: self.threads,
-            };
-            let mut backend = CpuBackend::new(options).map_err(BenchError::of(name))?;
-            backend.register(MODEL, codec(&geometry, name)?);
-            cases.push(Case { name: name.clone(), backend, cpu: Vec::new(), wall: Vec::new() });
+            for threads in &self.threads {
+                cases.push(self.case(name, *threads, &geometry)?);
+            }
         }
-        let incoming = rows(&geometry, self.block_tokens, 9);
         for round in 0..=self.rounds {
+            let first = round * self.blocks() as usize;
+            let rows = |block: usize| &incoming[(first + block) % incoming.len()];
             for case in &mut cases {
-                let (stored, cpu, wall) =
-                    timed(|| self.store(&mut case.backend, &geometry, &incoming));
-                stored.map_err(BenchError::of(&case.name))?;
-                if round > 0 {
+                let store = || self.store(&mut case.backend, &geometry, rows);
+                let (stored, cpu, wall) = timed(store);
+                let stored = stored.map_err(BenchError::of(&case.name))?;
+                if round == 0 {
+                    case.first = cpu;
+                } else {
                     case.cpu.push(cpu);
                     case.wall.push(wall);
+                    case.stored += stored;
                 }
             }
         }
         Ok((machine, cases.into_iter().map(|case| self.finish(case, &geometry)).collect()))
     }
 
+    /// Blocks that all differ, as many as the buffer and one call hold: what was stored a turn ago
+    /// is not in a cache.
+    fn incoming(&self, geometry: &Geometry) -> Result<Vec<IncomingRows>, BenchError> {
+        let block_bytes = geometry.raw_layout(self.block_tokens).size_bytes();
+        let count = self.buffer_bytes.div_ceil(block_bytes).max(u64::from(self.blocks()));
+        limits::memory("rows to store", count, block_bytes)?;
+        Ok((0..count).map(|seed| rows(geometry, self.block_tokens, 9 + seed)).collect())
+    }
+
+    fn case(&self, name: &str, threads: usize, geometry: &Geometry) -> Result<Case, BenchError> {
+        let codec = codec(geometry, name)?;
+        // Raw slots and, at most as large again, pages.
+        let raw = geometry.raw_layout(self.block_tokens).size_bytes() + (1 << 12);
+        let blocks = u64::from(self.blocks());
+        limits::memory(name, 2 * blocks, raw)?;
+        let options = CpuOptions { arena_bytes: 2 * blocks * raw, prefault: true, threads };
+        let mut backend = CpuBackend::new(options).map_err(limits::unopened(name))?;
+        backend.register(MODEL, codec);
+        let [cpu, wall] = [const { Vec::new() }; 2];
+        Ok(Case { name: name.to_owned(), threads, backend, first: 0.0, cpu, wall, stored: 0 })
+    }
+
     fn blocks(&self) -> u32 {
         self.tokens.div_ceil(self.block_tokens)
     }
 
-    fn store(
+    /// Stores so many blocks and says how many bytes their pages have.
+    fn store<'a>(
         &self,
         backend: &mut CpuBackend,
         geometry: &Geometry,
-        incoming: &kvd_compute::IncomingRows,
-    ) -> Result<(), BackendError> {
+        rows: impl Fn(usize) -> &'a IncomingRows,
+    ) -> Result<u64, BackendError> {
         let len = geometry.raw_layout(self.block_tokens).size_bytes();
         let tokens = self.block_tokens;
         let mut sources = Vec::new();
         for block in 0..u64::from(self.blocks()) {
-            let extent = Extent { offset: block * len, len };
+            let (extent, incoming) = (Extent { offset: block * len, len }, rows(block as usize));
             backend.check(MODEL, incoming)?;
             let to = RawTarget { extent, capacity_rows: tokens, first_row: 0 };
             backend.write(MODEL, incoming, 0, tokens, to)?;
@@ -105,26 +147,81 @@ impl StoreBench {
                 rows: tokens,
             });
         }
-        let mut offset = u64::from(self.blocks()) * len;
+        let (mut offset, mut stored) = (u64::from(self.blocks()) * len, 0);
         for pages in backend.encode(MODEL, LAYER, &sources)? {
             let pages = pages?;
             let extent = Extent { offset, len: pages.bytes.len() as u64 };
             backend.place(&pages, extent);
-            offset += pages.bytes.len().next_multiple_of(64) as u64;
+            stored += extent.len;
+            offset += extent.len.next_multiple_of(64);
         }
-        Ok(())
+        Ok(stored)
     }
 
     fn finish(&self, case: Case, geometry: &Geometry) -> StoreRow {
-        let tokens = f64::from(self.blocks() * self.block_tokens);
-        let bytes = tokens * geometry.values_per_token() as f64 * 2.0;
+        let tokens = f64::from(self.blocks()) * f64::from(self.block_tokens);
+        let values = tokens * geometry.values_per_token() as f64;
+        let stored = case.stored as f64 / case.cpu.len() as f64;
         let (cpu, wall) = (Figure::of(case.cpu.clone()), Figure::of(case.wall));
-        let per_token = case.cpu.iter().map(|cpu| cpu / tokens / 1e3).collect();
+        let per_token = |cpu: &f64| cpu / tokens / 1e3;
         StoreRow {
             codec: case.name,
-            cpu_us: Figure::of(per_token),
-            cpu_gb_per_s: bytes / cpu.median,
-            wall_gb_per_s: bytes / wall.median,
+            instruction_set: case.backend.instruction_set().name(),
+            threads: case.threads,
+            bits_per_value: stored * 8.0 / values,
+            cpu_us: Figure::of(case.cpu.iter().map(per_token).collect()),
+            first_us: per_token(&case.first),
+            logical_gb_per_s: 2.0 * values / cpu.median,
+            stored_gb_per_s: stored / cpu.median,
+            wall_gb_per_s: 2.0 * values / wall.median,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bench::shape;
+
+    fn bench(tokens: u32, buffer_bytes: u64) -> StoreBench {
+        StoreBench {
+            shape: shape("2x1x64").unwrap(),
+            codecs: vec!["raw".into(), "kvcomp".into()],
+            tokens,
+            threads: vec![1],
+            block_tokens: 16,
+            rounds: 1,
+            buffer_bytes,
+        }
+    }
+
+    #[test]
+    fn rows_to_store_are_more_than_the_buffer_and_all_differ() {
+        let of = |tokens, buffer_bytes| {
+            let bench = bench(tokens, buffer_bytes);
+            bench.incoming(&bench.shape.geometry(16)).unwrap()
+        };
+        // A block has 16 tokens of 2 heads of 64 channels, K and V of two bytes.
+        let incoming = of(33, 5 << 13);
+        assert_eq!(incoming.len(), 5);
+        let bytes: std::collections::BTreeSet<_> =
+            incoming.iter().map(|rows| &rows.k[..]).collect();
+        assert_eq!(bytes.len(), 5);
+        // As many at least as one call stores.
+        assert_eq!(of(33, 1).len(), 3);
+    }
+
+    #[test]
+    fn a_row_says_what_its_pages_take_and_what_the_first_call_costs() {
+        let (_, rows) = bench(33, 1).run().unwrap();
+        let [raw, coded] = &rows[..] else { panic!("{rows:?}") };
+        // Pages of f16 have headers.
+        assert!((16.0..17.0).contains(&raw.bits_per_value), "{raw:?}");
+        assert!(coded.bits_per_value < raw.bits_per_value, "{coded:?}");
+        for row in &rows {
+            assert!(row.first_us > 0.0 && row.threads == 1, "{row:?}");
+            let ratio = row.logical_gb_per_s / row.stored_gb_per_s;
+            assert!((ratio * row.bits_per_value / 16.0 - 1.0).abs() < 1e-9, "{row:?}");
         }
     }
 }

@@ -4,7 +4,7 @@
 use super::beside::Beside;
 use super::data::Normal;
 use super::measure::{Figure, Machine, timed};
-use super::{BenchError, Shape};
+use super::{BenchError, Shape, limits};
 use crate::config::{Config, Overrides};
 use crate::daemon::{Daemon, Running};
 use kvd_client::{
@@ -136,6 +136,14 @@ impl TransportBench {
     /// # Errors
     /// When the daemon cannot start, or refuses a codec.
     pub fn run(&self) -> Result<(Machine, Vec<TransportRow>), BenchError> {
+        let product = |queries: &u32| {
+            let of =
+                |tokens: &u32| limits::call(&self.shape, [*queries, *tokens].map(u64::from), 1);
+            self.contexts.iter().try_for_each(of)
+        };
+        self.query_tokens.iter().try_for_each(product)?;
+        let token_bytes = self.shape.geometry(1).raw_layout(1).size_bytes();
+        limits::memory("what writers store", u64::from(self.storing_tokens), token_bytes)?;
         let machine = Machine::look(2);
         let failed = BenchError::of("runtime");
         let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build();
@@ -166,7 +174,8 @@ impl TransportBench {
             codec: codec.to_owned(),
             calibration: bytes::Bytes::new(),
         };
-        let model = runtime.block_on(client.register_model(spec)).map_err(BenchError::of(codec))?;
+        let model =
+            runtime.block_on(client.register_model(spec)).map_err(BenchError::codec(codec))?;
         let mut rows = Vec::new();
         for context in &self.contexts {
             let stored = self.store(&client, model.model, *context);
@@ -202,7 +211,7 @@ impl TransportBench {
         let mut normal = Normal::new(3);
         for start in (0..context).step_by(STORE_TOKENS as usize) {
             let tokens = STORE_TOKENS.min(context - start);
-            let heads = (tokens * self.shape.kv_heads) as usize;
+            let heads = tokens as usize * self.shape.kv_heads as usize;
             let k = normal.bytes(heads * self.shape.head_dim_k as usize, 1.0);
             let v = normal.bytes(heads * self.shape.head_dim_v as usize, 1.0);
             let layer = LayerIndex(0);
@@ -214,7 +223,7 @@ impl TransportBench {
 
     fn batch(&self, model: ModelId, sequence: SequenceId, n_q: u32) -> AttendBatch {
         let q_heads = self.shape.kv_heads * self.shape.group;
-        let values = (n_q * q_heads * self.shape.head_dim_k) as usize;
+        let values = n_q as usize * q_heads as usize * self.shape.head_dim_k as usize;
         AttendBatch {
             model,
             layer: LayerIndex(0),
@@ -252,7 +261,7 @@ impl TransportBench {
                 let calls = calls?;
                 if calls.iter().any(|(answer, _)| *answer != right) {
                     let reason = "does not answer as the others do".to_owned();
-                    return Err(BenchError { what: way.name().to_owned(), reason });
+                    return Err(BenchError::Failed { what: way.name().to_owned(), reason });
                 }
                 if round > 0 {
                     let each = self.calls as f64 * 1e3;

@@ -1,16 +1,21 @@
 //! `kvd bench`: arguments in, a table or JSON out.
 
+mod flags;
+
 use super::CliError;
 use crate::bench::{
-    AttendBench, AttendRow, BenchError, CodecBench, CodecRow, Figure, HuffmanRow, Machine, SHAPES,
-    ScoresBench, ScoresRow, Shape, StoreBench, StoreRow, shape,
+    AttendBench, AttendRow, CodecBench, CodecRow, Figure, HuffmanRow, Machine, ScoresBench,
+    ScoresRow, Shape, StoreBench, StoreRow, limits,
 };
 #[cfg(feature = "eval")]
 use crate::bench::{TransportBench, TransportRow};
 use bytesize::ByteSize;
-use clap::builder::RangedU64ValueParser;
 use clap::{Args, Subcommand};
+#[cfg(feature = "eval")]
+use flags::up_to;
+use flags::{count, parse_codec, parse_instruction_set, parse_precision, parse_shape};
 use kvd_compute::{InstructionSet, Precision};
+use kvd_core::Geometry;
 use serde::Serialize;
 use std::fmt::Write;
 
@@ -33,17 +38,17 @@ pub(super) enum BenchCommand {
 #[derive(Args)]
 pub(super) struct CommonArgs {
     /// Codec, as a preset or spec; may be repeated.
-    #[arg(long = "codec", value_name = "CODEC")]
+    #[arg(long = "codec", value_name = "CODEC", value_parser = parse_codec)]
     codecs: Vec<String>,
     /// Heads of a model by its name, or as numbers: 8x4x128 are 8 KV heads of 128 channels, each
     /// for 4 query heads; a fourth number are the channels of values.
     #[arg(long, default_value = "llama-3.1-8b", value_parser = parse_shape)]
     shape: Shape,
     /// Tokens per block.
-    #[arg(long, default_value_t = 64, value_parser = count::<u32>())]
+    #[arg(long, default_value_t = 64, value_parser = count(Geometry::BLOCK_TOKENS_MAX))]
     block_tokens: u32,
     /// Turns of each codec.
-    #[arg(long, default_value_t = 9, value_parser = count::<usize>())]
+    #[arg(long, default_value_t = 9, value_parser = count(limits::ROUNDS_MAX))]
     rounds: usize,
     /// Print JSON.
     #[arg(long)]
@@ -65,19 +70,21 @@ pub(super) struct AttendArgs {
     #[command(flatten)]
     sets: SetArgs,
     /// Cached tokens of a sequence; several, with commas.
-    #[arg(long, value_delimiter = ',', default_value = "8192", value_parser = count::<u32>())]
+    #[arg(long, value_delimiter = ',', default_value = "8192")]
+    #[arg(value_parser = count(limits::CONTEXT_MAX))]
     context: Vec<u32>,
     /// Sequences per call.
-    #[arg(long, default_value_t = 1, value_parser = count::<usize>())]
+    #[arg(long, default_value_t = 1, value_parser = count(limits::BATCH_MAX))]
     batch: usize,
     /// Each sequence of a call is half as long as the one before.
     #[arg(long)]
     ragged: bool,
     /// Query tokens per sequence.
-    #[arg(long, default_value_t = 1, value_parser = count::<u32>())]
+    #[arg(long, default_value_t = 1, value_parser = count(limits::QUERY_TOKENS_MAX))]
     query_tokens: u32,
     /// Compute threads; several, with commas.
-    #[arg(long, value_delimiter = ',', default_value = "1", value_parser = count::<usize>())]
+    #[arg(long, value_delimiter = ',', default_value = "1")]
+    #[arg(value_parser = count(limits::THREADS_MAX))]
     threads: Vec<usize>,
     /// Pages that calls rotate over, more than the last-level cache holds.
     #[arg(long, default_value = "128MiB")]
@@ -95,7 +102,7 @@ pub(super) struct ScoresArgs {
     #[command(flatten)]
     sets: SetArgs,
     /// Cached tokens.
-    #[arg(long, default_value_t = 8192, value_parser = count::<u32>())]
+    #[arg(long, default_value_t = 8192, value_parser = count(limits::CONTEXT_MAX))]
     context: u32,
     /// Pages that calls rotate over, those of values included.
     #[arg(long, default_value = "128MiB")]
@@ -118,11 +125,15 @@ pub(super) struct StoreArgs {
     #[command(flatten)]
     common: CommonArgs,
     /// Tokens of the prefill.
-    #[arg(long, default_value_t = 1024, value_parser = count::<u32>())]
+    #[arg(long, default_value_t = 1024, value_parser = count(limits::CONTEXT_MAX))]
     tokens: u32,
-    /// Compute threads.
-    #[arg(long, default_value_t = 1, value_parser = count::<usize>())]
-    threads: usize,
+    /// Compute threads; several, with commas.
+    #[arg(long, value_delimiter = ',', default_value = "1")]
+    #[arg(value_parser = count(limits::THREADS_MAX))]
+    threads: Vec<usize>,
+    /// Rows that stores rotate over, more than the last-level cache holds.
+    #[arg(long, default_value = "128MiB")]
+    buffer: ByteSize,
 }
 
 #[cfg(feature = "eval")]
@@ -131,46 +142,23 @@ pub(super) struct TransportArgs {
     #[command(flatten)]
     common: CommonArgs,
     /// Stored tokens; several, with commas.
-    #[arg(long, value_delimiter = ',', default_value = "64,8192", value_parser = count::<u32>())]
+    #[arg(long, value_delimiter = ',', default_value = "64,8192")]
+    #[arg(value_parser = count(limits::CONTEXT_MAX))]
     context: Vec<u32>,
     /// Query tokens; several, with commas.
-    #[arg(long, value_delimiter = ',', default_value = "1,16", value_parser = count::<u32>())]
+    #[arg(long, value_delimiter = ',', default_value = "1,16")]
+    #[arg(value_parser = count(limits::QUERY_TOKENS_MAX))]
     query_tokens: Vec<u32>,
     /// Calls of one turn.
-    #[arg(long, default_value_t = 100, value_parser = count::<usize>())]
+    #[arg(long, default_value_t = 100, value_parser = count(limits::CALLS_MAX))]
     calls: usize,
     /// Writers that store chunks of tokens all the while.
     #[arg(long, default_value_t = 0)]
+    #[arg(value_parser = up_to(limits::WRITERS_MAX))]
     storing: usize,
     /// Tokens of such a chunk.
-    #[arg(long, default_value_t = 1024, value_parser = count::<u32>())]
+    #[arg(long, default_value_t = 1024, value_parser = count(limits::STORING_TOKENS_MAX))]
     storing_tokens: u32,
-}
-
-/// At least one of something.
-fn count<T>() -> RangedU64ValueParser<T>
-where
-    T: TryFrom<u64, Error: std::error::Error + Send + Sync> + Clone + Send + Sync + 'static,
-{
-    RangedU64ValueParser::new().range(1..)
-}
-
-fn parse_shape(name: &str) -> Result<Shape, String> {
-    shape(name).ok_or_else(|| {
-        let names: Vec<_> = SHAPES.iter().map(|shape| shape.name).collect();
-        format!("shapes are {}, or numbers as 8x4x128", names.join(", "))
-    })
-}
-
-fn parse_precision(name: &str) -> Result<Precision, String> {
-    let known = Precision::ALL.into_iter().find(|precision| precision.name() == name);
-    known.ok_or_else(|| "precisions are single, fast and int8".to_owned())
-}
-
-fn parse_instruction_set(name: &str) -> Result<InstructionSet, String> {
-    InstructionSet::ALL.into_iter().find(|set| set.name() == name).ok_or_else(|| {
-        format!("instruction sets are {}", InstructionSet::ALL.map(InstructionSet::name).join(", "))
-    })
 }
 
 /// What is printed as JSON.
@@ -183,11 +171,10 @@ struct Report<T> {
 
 /// Runs a benchmark and says what it measured.
 pub(super) fn bench(command: BenchCommand) -> Result<String, CliError> {
-    let failed = |error: BenchError| CliError::Other(error.into());
     match command {
         BenchCommand::Attend(args) => {
             let bench = attend(&args);
-            let (machine, rows) = bench.run().map_err(failed)?;
+            let (machine, rows) = bench.run()?;
             report(&args.common, machine, rows, attend_table)
         }
         BenchCommand::Scores(args) => {
@@ -201,7 +188,7 @@ pub(super) fn bench(command: BenchCommand) -> Result<String, CliError> {
                 precision: args.precision,
                 instruction_sets: args.sets.instruction_set,
             };
-            let (machine, rows) = bench.run().map_err(failed)?;
+            let (machine, rows) = bench.run()?;
             report(&args.common, machine, rows, scores_table)
         }
         BenchCommand::Codec(CodecArgs { common, sets }) => {
@@ -212,7 +199,7 @@ pub(super) fn bench(command: BenchCommand) -> Result<String, CliError> {
                 rounds: common.rounds,
                 instruction_sets: sets.instruction_set,
             };
-            let (machine, rows) = bench.run().map_err(failed)?;
+            let (machine, rows) = bench.run()?;
             report(&common, machine, rows, codec_table)
         }
         BenchCommand::Store(args) => {
@@ -220,11 +207,12 @@ pub(super) fn bench(command: BenchCommand) -> Result<String, CliError> {
                 shape: args.common.shape,
                 codecs: codecs(&args.common, &["raw", "fp8", "kivi-4", "kvcomp", "vecinfer-2"]),
                 tokens: args.tokens,
-                threads: args.threads,
+                threads: args.threads.clone(),
                 block_tokens: args.common.block_tokens,
                 rounds: args.common.rounds,
+                buffer_bytes: args.buffer.as_u64(),
             };
-            let (machine, rows) = bench.run().map_err(failed)?;
+            let (machine, rows) = bench.run()?;
             report(&args.common, machine, rows, store_table)
         }
         #[cfg(feature = "eval")]
@@ -240,7 +228,7 @@ pub(super) fn bench(command: BenchCommand) -> Result<String, CliError> {
                 storing: args.storing,
                 storing_tokens: args.storing_tokens,
             };
-            let (machine, rows) = bench.run().map_err(failed)?;
+            let (machine, rows) = bench.run()?;
             report(&args.common, machine, rows, transport_table)
         }
     }
@@ -300,16 +288,17 @@ fn report<T: Serialize>(
     ))
 }
 
-/// `median [best]`.
+/// `median [best..upper quartile]`.
 fn pair(figure: Figure) -> String {
-    format!("{:.2} [{:.2}]", figure.median, figure.best)
+    let Figure { median, best, upper_quartile } = figure;
+    format!("{median:.2} [{best:.2}..{upper_quartile:.2}]")
 }
 
 fn attend_table(rows: &[AttendRow]) -> String {
     let mut text = format!(
-        "{:>16} {:>16} {:>9} {:>9} {:>7} {:>8} {:>8} {:>8} {:>8} {:>8} {:>7} {:>8}  codec\n",
-        "cpu ns [best]",
-        "wall ns [best]",
+        "{:>24} {:>24} {:>9} {:>9} {:>7} {:>8} {:>8} {:>8} {:>8} {:>8} {:>12} {:>8} {:>8}  codec\n",
+        "cpu ns [best..q3]",
+        "wall ns [best..q3]",
         "set",
         "precision",
         "threads",
@@ -318,13 +307,14 @@ fn attend_table(rows: &[AttendRow]) -> String {
         "GB/s",
         "f16 GB/s",
         "of read",
-        "of fma",
+        "products",
+        "of peak",
         "error"
     );
     for row in rows {
         writeln!(
             text,
-            "{:>16} {:>16} {:>9} {:>9} {:>7} {:>8} {:>8.3} {:>8.2} {:>8.2} {:>7.0}% {:>6.0}% \
+            "{:>24} {:>24} {:>9} {:>9} {:>7} {:>8} {:>8.3} {:>8.2} {:>8.2} {:>7.0}% {:>12} {:>8} \
              {:>8.1e}  {}",
             pair(row.cpu_ns),
             pair(row.wall_ns),
@@ -336,25 +326,29 @@ fn attend_table(rows: &[AttendRow]) -> String {
             row.stored_gb_per_s,
             row.logical_gb_per_s,
             100.0 * row.of_read_speed,
-            100.0 * row.of_multiply_speed,
+            row.products.join("+"),
+            row.of_multiply_speed
+                .map_or_else(|| "-".to_owned(), |of| format!("{:.0}%", 100.0 * of)),
             row.kernel_error,
             row.codec
         )
         .expect("write to a string");
     }
-    text + "\nns per token and KV head: K and V, all query heads of the group\n"
+    text + "\nns per token and KV head: K and V, all query heads of the group; median, best and \
+            upper quartile\nproducts of K and V, and multiplications as part of what one thread \
+            makes of such products\n"
 }
 
 fn scores_table(rows: &[ScoresRow]) -> String {
-    let head = ["cpu ns [best]", "set", "precision", "context", "bits", "error"];
+    let head = ["cpu ns [best..q3]", "set", "precision", "context", "bits", "error"];
     let mut text = format!(
-        "{:>16} {:>9} {:>9} {:>8} {:>8} {:>8}  codec\n",
+        "{:>24} {:>9} {:>9} {:>8} {:>8} {:>8}  codec\n",
         head[0], head[1], head[2], head[3], head[4], head[5]
     );
     for row in rows {
         writeln!(
             text,
-            "{:>16} {:>9} {:>9} {:>8} {:>8.3} {:>8.1e}  {}",
+            "{:>24} {:>9} {:>9} {:>8} {:>8.3} {:>8.1e}  {}",
             pair(row.cpu_ns),
             row.instruction_set,
             row.precision,
@@ -370,11 +364,13 @@ fn scores_table(rows: &[ScoresRow]) -> String {
 
 fn codec_table(rows: &[CodecRow]) -> String {
     let mut text = format!(
-        "{:>18} {:>9} {:>9} {:>18} {:>18} {:>18} {:>11} {:>7} {:>7} {:>8}  side\n",
-        "encode ns [best]",
+        "{:>22} {:>9} {:>9} {:>22} {:>9} {:>22} {:>22} {:>22} {:>11} {:>7} {:>7} {:>8}  side\n",
+        "encode f32 [best..q3]",
         "set",
-        "GB/s f16",
-        "decode ns [best]",
+        "GB/s",
+        "encode f16 [best..q3]",
+        "GB/s",
+        "decode [best..q3]",
         "codes in",
         "codes out",
         "codes/symb.",
@@ -396,10 +392,12 @@ fn codec_table(rows: &[CodecRow]) -> String {
         );
         writeln!(
             text,
-            "{:>18} {:>9} {:>9.3} {:>18} {:>18} {:>18} {:>11} {:>7} {:>7} {:>8.3}  {}={}",
+            "{:>22} {:>9} {:>9.3} {:>22} {:>9.3} {:>22} {:>22} {:>22} {:>11} {:>7} {:>7} {:>8.3}  {}={}",
             pair(row.encode_ns),
             row.instruction_set,
             row.encode_gb_per_s,
+            pair(row.encode_f16_ns),
+            row.encode_f16_gb_per_s,
             pair(row.decode_ns),
             codes(row.coding_ns),
             codes(row.codes_ns),
@@ -412,39 +410,56 @@ fn codec_table(rows: &[CodecRow]) -> String {
         )
         .expect("write to a string");
     }
-    text + "\nns per value on one thread; decode is the reference decoder, codes in those that are \
-            made words of alone, codes out those that attention's Huffman decoder reads\nentropy \
-            of single codes, what their words take (coded), and all that is stored, in bits\n"
+    text + "\nns per value on one thread, of rows that are f32 already and of f16 rows, which are \
+            widened first as in a store; GB/s count two bytes a value\ndecode is the reference \
+            decoder, codes in those that are made words of alone, codes out those that attention's \
+            Huffman decoder reads\nentropy of single codes, what their words take (coded), and all \
+            that is stored, in bits\n"
 }
 
 fn store_table(rows: &[StoreRow]) -> String {
-    let head = ["cpu us/token [best]", "cpu GB/s", "wall GB/s"];
-    let mut text = format!("{:>20} {:>9} {:>9}  codec\n", head[0], head[1], head[2]);
+    let mut text = format!(
+        "{:>24} {:>14} {:>9} {:>7} {:>8} {:>8} {:>8} {:>9}  codec\n",
+        "cpu us/token [best..q3]",
+        "first us/token",
+        "set",
+        "threads",
+        "bits",
+        "GB/s",
+        "f16 GB/s",
+        "wall GB/s"
+    );
     for row in rows {
         writeln!(
             text,
-            "{:>20} {:>9.3} {:>9.3}  {}",
+            "{:>24} {:>14.2} {:>9} {:>7} {:>8.3} {:>8.3} {:>8.3} {:>9.3}  {}",
             pair(row.cpu_us),
-            row.cpu_gb_per_s,
+            row.first_us,
+            row.instruction_set,
+            row.threads,
+            row.bits_per_value,
+            row.stored_gb_per_s,
+            row.logical_gb_per_s,
             row.wall_gb_per_s,
             row.codec
         )
         .expect("write to a string");
     }
-    text + "\nf16 input of K and V, one layer\n"
+    text + "\nK and V of one layer; the first call trains tables where there are such\nGB/s of \
+            pages and of f16 input by processor time, and of f16 input by wall time\n"
 }
 
 #[cfg(feature = "eval")]
 fn transport_table(rows: &[TransportRow]) -> String {
-    let head = ["wall us [best]", "99 % us", "cpu us [best]", "stored/s"];
+    let head = ["wall us [best..q3]", "99 % us", "cpu us [best..q3]", "stored/s"];
     let mut text = format!(
-        "{:>18} {:>8} {:>18} {:>9} {:>8} {:>7}  {:<14} codec\n",
+        "{:>24} {:>8} {:>24} {:>9} {:>8} {:>7}  {:<14} codec\n",
         head[0], head[1], head[2], head[3], "context", "queries", "transport"
     );
     for row in rows {
         writeln!(
             text,
-            "{:>18} {:>8.0} {:>18} {:>9.0} {:>8} {:>7}  {:<14} {}",
+            "{:>24} {:>8.0} {:>24} {:>9.0} {:>8} {:>7}  {:<14} {}",
             pair(row.wall_us),
             row.slow_us,
             pair(row.cpu_us),
@@ -481,7 +496,7 @@ mod tests {
         "attend --shape 2x2x64 --rounds 1 --buffer 64KiB --context 200,1 --batch 3 --ragged",
         "scores --shape 2x2x64 --rounds 1 --buffer 64KiB --context 70",
         "codec --shape 2x2x64 --rounds 1 --codec kvcomp",
-        "store --shape 2x2x64 --rounds 1 --tokens 65",
+        "store --shape 2x2x64 --rounds 1 --tokens 65 --buffer 64KiB",
         #[cfg(feature = "eval")]
         "transport --shape 2x2x64 --rounds 1 --context 64 --query-tokens 1 --calls 1 \
          --storing 1 --storing-tokens 9",
@@ -571,14 +586,14 @@ mod tests {
             let error = parsed(&format!("{arguments} --instruction-set avx3")).err().unwrap();
             assert_eq!(error.kind(), ErrorKind::ValueValidation, "{arguments}");
             let command = parsed(&format!("{arguments} --instruction-set {absent}")).unwrap();
-            let CliError::Other(error) = bench(command).unwrap_err() else { panic!("{arguments}") };
-            let error = error.downcast::<BenchError>().unwrap();
-            assert_eq!(error.reason, format!("this processor does not have {absent}"));
+            let CliError::Bench(error) = bench(command).unwrap_err() else { panic!("{arguments}") };
+            let reason = format!("this processor does not have {absent}");
+            assert!(error.to_string().ends_with(&reason), "{error}");
         }
     }
 
     #[test]
-    fn nothing_is_measured_of_nothing() {
+    fn every_count_has_a_least_and_a_most() {
         let common = ["rounds", "block-tokens"];
         let own = [
             ("attend", &["context", "batch", "query-tokens", "threads"][..]),
@@ -586,12 +601,68 @@ mod tests {
             ("codec", &[]),
             ("store", &["tokens", "threads"]),
             #[cfg(feature = "eval")]
-            ("transport", &["context", "query-tokens", "calls"]),
+            ("transport", &["context", "query-tokens", "calls", "storing-tokens"]),
         ];
         for (name, own) in own {
             for option in common.iter().chain(own) {
-                let error = parsed(&format!("{name} --{option} 0")).err().unwrap();
-                assert_eq!(error.kind(), ErrorKind::ValueValidation, "{name} --{option}");
+                for value in ["0", "1000000000", "18446744073709551615"] {
+                    let error = parsed(&format!("{name} --{option} {value}")).err();
+                    let error = error.unwrap_or_else(|| panic!("{name} --{option} {value}"));
+                    assert_eq!(error.kind(), ErrorKind::ValueValidation, "{name} --{option}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_measured_is_refused_with_what_can() {
+        // Of another architecture.
+        let absent = if cfg!(target_arch = "x86_64") { "neon" } else { "avx2" };
+        let refused = [
+            ("attend --shape 8x4x127".to_owned(), "even"),
+            ("attend --codec nope".to_owned(), "kvd codecs"),
+            (format!("attend --instruction-set {absent}"), "portable"),
+        ];
+        for (arguments, hint) in refused {
+            let error = parsed(&arguments).err().unwrap_or_else(|| panic!("{arguments}"));
+            assert_eq!(error.kind(), ErrorKind::ValueValidation, "{arguments}");
+            assert!(error.to_string().contains(hint), "{error}");
+        }
+        let refused = [
+            ("attend --context 16777216 --batch 4096", "--batch"),
+            ("attend --query-tokens 65536 --context 1 --shape 1x1024x1024", "--query-tokens"),
+            ("attend --shape 1x1x64 --context 1 --buffer 17179869183GiB", "--buffer"),
+            ("scores --shape 1x1x64 --context 1 --buffer 17179869183GiB", "--buffer"),
+            ("store --shape 1x1x64 --buffer 17179869183GiB", "--buffer"),
+            ("store --threads 1024", "cores"),
+            ("attend --threads 1,1024", "cores"),
+            ("attend --shape 1x1x64 --codec k=vq(d=7,b=4);v=raw", "--codec"),
+        ];
+        for (arguments, hint) in refused {
+            let error = bench(parsed(arguments).unwrap()).unwrap_err();
+            assert_eq!(error.exit_code(), 64, "{arguments}: {error}");
+            assert!(error.to_string().contains(hint), "{arguments}: {error}");
+        }
+    }
+
+    #[test]
+    fn products_are_set_against_a_peak_of_the_rows_own_instruction_set() {
+        let sets = kvd_compute::CpuBackend::instruction_sets();
+        let names: Vec<_> = sets.iter().map(|set| set.name()).collect();
+        let tiny = "attend --shape 1x4x64 --rounds 1 --buffer 64KiB --context 64 --json";
+        let own = format!("--codec raw --codec kivi-4 --instruction-set {}", names.join(","));
+        for precision in ["fast", "int8"] {
+            let command = parsed(&format!("{tiny} {own} --precision {precision}")).unwrap();
+            let report: serde_json::Value = serde_json::from_str(&bench(command).unwrap()).unwrap();
+            for row in report["rows"].as_array().unwrap() {
+                let raw = row["codec"] == "raw";
+                assert_eq!(row["products"][0] == "f32", raw, "{row}");
+                // Products of integers are measured on x86.
+                let set = row["instruction_set"].as_str().unwrap();
+                let integers = matches!(set, "avx2" | "avx-vnni" | "avx512" | "amx");
+                let peak = row["peak_per_ns"][0].as_f64();
+                assert_eq!(peak.is_some(), raw || integers, "{row}");
+                assert_eq!(row["of_multiply_speed"].is_number(), raw || integers, "{row}");
             }
         }
     }

@@ -16,6 +16,7 @@ mod local;
 mod plan;
 mod serve;
 
+use crate::bench::BenchError;
 use crate::config::{Config, ConfigError, DEFAULT_TOML, Overrides};
 use crate::daemon::BuildError;
 use crate::dashboard;
@@ -121,6 +122,8 @@ enum CliError {
     Config(#[from] ConfigError),
     #[error(transparent)]
     Build(#[from] BuildError),
+    #[error(transparent)]
+    Bench(#[from] BenchError),
     #[error("the device failed")]
     DeviceFailed,
     #[error("{0:#}")]
@@ -131,9 +134,10 @@ impl CliError {
     fn exit_code(&self) -> u8 {
         match self {
             Self::Config(_) => 64,
+            Self::Bench(error) if error.is_usage() => 64,
             Self::Build(BuildError::Device(DeviceError::Gpu { .. })) | Self::DeviceFailed => 70,
             Self::Build(_) => 69,
-            Self::Other(_) => 1,
+            Self::Bench(_) | Self::Other(_) => 1,
         }
     }
 }

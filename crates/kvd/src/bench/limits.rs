@@ -1,0 +1,142 @@
+//! What a benchmark may be asked for: the largest of each option, and what several come to
+//! together. It is looked at before memory is taken or threads are started, so that what cannot be
+//! measured is an answer, and no machine that stands still.
+
+use super::{BenchError, Shape};
+use crate::affinity;
+use kvd_compute::{ArenaError, CpuOptions, OpenError};
+
+/// Compute threads.
+pub const THREADS_MAX: usize = CpuOptions::THREADS_MAX;
+/// Sequences of a call, as queries of one `Attend`.
+pub const BATCH_MAX: usize = 4096;
+/// Query tokens of a sequence.
+pub const QUERY_TOKENS_MAX: u32 = 1 << 16;
+/// Tokens of a sequence or a prefill.
+pub const CONTEXT_MAX: u32 = 1 << 24;
+/// Turns.
+pub const ROUNDS_MAX: usize = 100_000;
+/// Calls of a turn of `bench transport`.
+#[cfg(feature = "eval")]
+pub const CALLS_MAX: usize = 1_000_000;
+/// Writers beside `bench transport`.
+#[cfg(feature = "eval")]
+pub const WRITERS_MAX: usize = 64;
+/// Tokens that a writer stores at a time, as of one `StoreBlocks` message.
+#[cfg(feature = "eval")]
+pub const STORING_TOKENS_MAX: u32 = 1 << 16;
+/// Query tokens x stored tokens x query heads of one call: a prefill of 2048 tokens over 131072
+/// with 32 heads. A call that long takes about a minute.
+pub(super) const WORK_MAX: u64 = 1 << 33;
+/// Queries of one call.
+pub(super) const QUERY_BYTES_MAX: u64 = 256 << 20;
+/// Book-keeping of a block in plans, at most.
+const BLOCK_BYTES: u64 = 256;
+
+/// As many threads as this process has cores, where the system says how many: more would measure
+/// how they take turns.
+///
+/// # Errors
+/// When there are more.
+pub(super) fn threads(most: usize) -> Result<(), BenchError> {
+    let cores = affinity::cores().len();
+    if cores > 0 && most > cores {
+        return Err(BenchError::Threads { threads: most, cores });
+    }
+    Ok(())
+}
+
+/// What one call computes and is given: query tokens of some sequences, over tokens of all of them.
+///
+/// # Errors
+/// When it is above [`WORK_MAX`] or [`QUERY_BYTES_MAX`].
+pub(super) fn call(
+    shape: &Shape,
+    [queries, tokens]: [u64; 2],
+    batch: u64,
+) -> Result<(), BenchError> {
+    let heads = u64::from(shape.kv_heads) * u64::from(shape.group);
+    let within = |what, asked, max| {
+        let options = "--context, --batch or --query-tokens";
+        if asked > max { Err(BenchError::Limit { what, asked, max, options }) } else { Ok(()) }
+    };
+    let work = tokens.saturating_mul(queries).saturating_mul(heads);
+    within("query tokens x stored tokens x query heads of a call", work, WORK_MAX)?;
+    let dim = u64::from(shape.head_dim_k.max(shape.head_dim_v));
+    let bytes = batch.saturating_mul(queries).saturating_mul(heads * dim * 2);
+    within("bytes of the queries of a call", bytes, QUERY_BYTES_MAX)
+}
+
+/// That `blocks` pages or rows of so many bytes are there to be taken.
+///
+/// # Errors
+/// When the machine has less.
+pub(super) fn memory(what: &str, blocks: u64, bytes: u64) -> Result<(), BenchError> {
+    let bytes = blocks.saturating_mul(bytes.saturating_add(BLOCK_BYTES));
+    match available() {
+        Some(available) if bytes > available => {
+            Err(BenchError::Memory { what: what.to_owned(), bytes, available })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Bytes that this process could take now; none where the system does not say.
+fn available() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let free = line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.saturating_mul(1024);
+    // A container's own limit; "max" is none.
+    let limit = std::fs::read_to_string("/sys/fs/cgroup/memory.max").ok();
+    let limit = limit.and_then(|text| text.trim().parse().ok());
+    Some(limit.map_or(free, |limit| free.min(limit)))
+}
+
+/// A backend that could not be opened, in words of a benchmark: it has no configuration.
+pub(super) fn unopened(what: &str) -> impl FnOnce(OpenError) -> BenchError + '_ {
+    move |error| match error {
+        OpenError::Arena(ArenaError { bytes, source }) => BenchError::Failed {
+            what: what.to_owned(),
+            reason: format!("take {bytes} bytes of memory: {source}"),
+        },
+        other => BenchError::of(what)(other),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bench::shape;
+
+    #[test]
+    fn more_threads_than_cores_are_refused_and_the_cores_named() {
+        let cores = affinity::cores().len();
+        threads(cores).unwrap();
+        let error = threads(cores + 1).unwrap_err();
+        let BenchError::Threads { threads, cores: of } = error else { panic!("{error}") };
+        assert_eq!((threads, of), (cores + 1, cores));
+    }
+
+    #[test]
+    fn a_call_is_as_long_as_its_limits_and_no_longer() {
+        let shape = shape("llama-3.1-8b").unwrap();
+        call(&shape, [2048, 131_072], 1).unwrap();
+        let refused = |queries, tokens, batch| {
+            let error = call(&shape, [queries, tokens], batch).unwrap_err();
+            assert!(error.is_usage(), "{error}");
+            let BenchError::Limit { asked, max, .. } = error else { panic!("{error}") };
+            assert!(asked > max, "{asked} {max}");
+            max
+        };
+        assert_eq!(refused(2049, 131_072, 1), WORK_MAX);
+        assert_eq!(refused(u64::MAX, 1, 1), WORK_MAX);
+        assert_eq!(refused(1 << 16, 1, 1), QUERY_BYTES_MAX);
+    }
+
+    #[test]
+    fn memory_that_is_not_there_is_not_taken() {
+        memory("raw", 1, 4096).unwrap();
+        let error = memory("raw", 1 << 40, u64::MAX).unwrap_err();
+        assert!(error.is_usage() && error.to_string().contains("--buffer"), "{error}");
+    }
+}
