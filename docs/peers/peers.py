@@ -12,15 +12,15 @@ per value. Scores: keys of 2 bits against four queries; faiss keeps the best of 
 kvd all of them, over keys that are half of `--buffer`. Codes: nanoseconds per Huffman code. Scaling
 of kvd alone: one thread and two, and contexts from 4096 to 131072 tokens.
 
-Goals by table: attention has C1, C2, C4 and C5, scores C3, codes C6 and C7, encoding C8 (uniform codes of
-rows that are f32 already), scaling C11.
+Goals by table: attention has C1, C2, C4 and C5, scores C3, codes C6 and C7, encoding C8 (uniform codes of f16
+rows, and of rows that are f32 already), scaling C11.
 
 What is compared is named with its version first. A peer that is not installed is named and left out;
 README.md says how to build those that do not install as packages. Only ratios within one run mean
 anything.
 """
 
-import argparse
+import functools
 import importlib
 import importlib.metadata
 import itertools
@@ -31,6 +31,8 @@ import statistics
 import subprocess
 import sys
 import time
+
+from options import parsed
 
 KV_HEADS, GROUP, DIM = 8, 4, 128
 ATTEND = (
@@ -340,7 +342,9 @@ class Own:
             if row["side"] == "v":
                 table.add_figure(f"kvd v={row['side_spec']}", row["encode_ns"])
         for row in self.rows("codec", UNIFORM):
-            uniform.add_figure(f"kvd {row['side']}={row['side_spec']}", row["encode_ns"])
+            name = f"kvd {row['side']}={row['side_spec']}"
+            uniform.add_figure(f"{name}, f16 rows", row["encode_f16_ns"])
+            uniform.add_figure(f"{name}, rows that are f32 already", row["encode_ns"])
 
     def scores(self, table):
         sizes = size(self.arguments, [self.arguments.context])
@@ -384,36 +388,8 @@ class Own:
         print()
 
 
-def parsed():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--kvd", default="target/release/kvd", help="a release build")
-    parser.add_argument("--context", type=int, default=8192, help="cached tokens")
-    parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--buffer", type=float, default=128e6, help="bytes of caches")
-    parser.add_argument("--codec", action="append", help="a preset or spec; may be repeated")
-    parser.add_argument("--block-tokens", type=int, action="append", help="of kvd; may be repeated [64]")
-    parser.add_argument("--ggml", action="append", help="NAME=PROGRAM of ggml.cpp; may be repeated")
-    parser.add_argument("--huff0", help="the program of huff0.c")
-    parser.add_argument(
-        "--version-of",
-        action="append",
-        metavar="NAME=TEXT",
-        help="what a NAME of --ggml, or huff0, was built from, to be printed; may be repeated",
-    )
-    parser.add_argument("--avx2", action="store_true", help="no wider vectors; programs built so")
-    parser.add_argument("--instruction-set", help="that of kvd with --avx2 [avx2]")
-    parser.add_argument("--no-scaling", action="store_true", help="without two threads and contexts")
-    arguments = parser.parse_args()
-    if arguments.instruction_set and not arguments.avx2:
-        parser.error("--instruction-set is for --avx2")
-    for given in [*(arguments.ggml or []), *(arguments.version_of or [])]:
-        if "=" not in given:
-            parser.error(f"{given}: NAME=… is wanted")
-    return arguments
-
-
 def main():
-    arguments = parsed()
+    arguments = parsed(__doc__.split("\n")[0])
     if arguments.avx2:
         os.environ |= AVX2
 
@@ -470,4 +446,8 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except subprocess.CalledProcessError as error:
+        # What it has to say it has said.
+        sys.exit(f"{' '.join(map(str, error.cmd))}: exit code {error.returncode}")
