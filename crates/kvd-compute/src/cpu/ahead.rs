@@ -1,7 +1,7 @@
 //! Bytes of the next page, asked for while one is worked on: a line here and a line there, because
 //! a core that asks for many at once waits for them.
 
-use super::simd;
+use crate::cpu::simd;
 use kvd_core::Side;
 
 /// Bytes of a line of the cache.

@@ -1,9 +1,9 @@
 //! Attention over raw rows and pages: one loop for every codec, FlashDecoding-style split over
 //! the stored range, and a merge of the partial states.
 
-use super::simd::{Precision, Simd};
-use super::tile::{Reader, spans};
-use super::unit;
+use crate::cpu::simd::{Precision, Simd};
+use crate::cpu::tile::{Reader, spans};
+use crate::cpu::unit;
 use crate::{AttendPlan, Attended, BackendError, PartialState, PlanPart, PlanQuery};
 use kvd_core::Side;
 use rayon::prelude::*;

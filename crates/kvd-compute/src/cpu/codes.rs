@@ -1,9 +1,9 @@
 //! The Huffman decoder of the attention kernels by itself, to be measured.
 
-use super::huffman::{LaneTiles, Wanted, decode};
-use super::simd::Simd;
-use super::unit::TOGETHER;
 use crate::BackendError;
+use crate::cpu::huffman::{LaneTiles, Wanted, decode};
+use crate::cpu::simd::Simd;
+use crate::cpu::unit::TOGETHER;
 use kvd_codec::{HeadSide, PageReader};
 use kvd_core::Side;
 
@@ -49,8 +49,8 @@ impl CodeDecoder {
 
 #[cfg(test)]
 mod tests {
-    use super::super::conformance::{codec, geometry, values};
     use super::*;
+    use crate::cpu::conformance::{codec, geometry, values};
     use kvd_codec::{BlockRows, ModelCodec};
     use kvd_core::LayerIndex;
 

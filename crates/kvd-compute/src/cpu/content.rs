@@ -7,7 +7,7 @@
 //! added up: in any order, so blocks of threads need not wait for each other. It keeps nobody out
 //! who looks for two contents with one hash; a range is one tenant's own.
 
-use super::simd::{Simd, per_level};
+use crate::cpu::simd::{Simd, per_level};
 use kvd_core::Side;
 use std::sync::LazyLock;
 

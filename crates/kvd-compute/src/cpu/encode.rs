@@ -1,7 +1,7 @@
 //! Raw blocks to pages.
 
-use super::arena::HostArena;
-use super::rows::read_block;
+use crate::cpu::arena::HostArena;
+use crate::cpu::rows::read_block;
 use crate::{BackendError, EncodeSource, EncodedPages, Sampling};
 use kvd_codec::{BlockRows, ModelCodec};
 use kvd_core::{Geometry, LayerIndex, Side};

@@ -1,14 +1,14 @@
 //! Which sides have kernels that need no decoded rows, and what those have in common.
 
-use super::ahead::Ahead;
-use super::dots::{TileCodes, wants_bytes};
-use super::huffman::{LaneTiles, Rest};
-use super::scores::{SPAN, Scores, TILE};
-use super::simd::{How, Precision, Simd, per_level};
-use super::unit::room;
-use super::{
-    bf16, bitalloc, by_token, fp8, grid, lloyd, nibbles, polar, score_tables, uniform,
-    uniform_values, vq,
+use crate::cpu::ahead::Ahead;
+use crate::cpu::dots::{TileCodes, wants_bytes};
+use crate::cpu::huffman::{LaneTiles, Rest};
+use crate::cpu::scores::{SPAN, Scores, TILE};
+use crate::cpu::simd::{How, Precision, Simd, per_level};
+use crate::cpu::unit::room;
+use crate::cpu::{
+    bitalloc, fp8, grid, lloyd, polar, score_tables, uniform, uniform::bf16, uniform::by_token,
+    uniform::nibbles, uniform::values, vq,
 };
 use kvd_codec::{CodeLayout, FixedCodes, HeadSide};
 use kvd_core::Side;
@@ -129,7 +129,7 @@ pub(super) enum Values {
     Vq(vq::Values),
     Bf16(bf16::Values),
     Nibbles(Box<nibbles::Values>),
-    Uniform(Box<uniform_values::Values>),
+    Uniform(Box<values::Values>),
     Grid(grid::Values),
     BitAlloc(bitalloc::Values),
     Lloyd(lloyd::Values),
@@ -160,8 +160,7 @@ impl Values {
             nibbles::Values::new(how, side, rows).map(|values| Self::Nibbles(Box::new(values)))
         });
         vq.or_else(|| {
-            uniform_values::Values::new(how, side, rows)
-                .map(|values| Self::Uniform(Box::new(values)))
+            values::Values::new(how, side, rows).map(|values| Self::Uniform(Box::new(values)))
         })
     }
 

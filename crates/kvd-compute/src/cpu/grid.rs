@@ -2,13 +2,13 @@
 //! and what remains is an integer dot product of codes. Coefficients of the zero class are in no
 //! tile; what tiles do not hold is added outlier by outlier.
 
-use super::dots::{
+use crate::cpu::dots::{
     Lookup, ROWS, SETTLED_TILES, TERMS_MAX, Target, TileCodes, key_dots, value_dots,
 };
-use super::huffman::{LaneTiles, Rest};
-use super::parts::Parts;
-use super::scores::{SPAN, Scores, TILE};
-use super::simd::{How, Simd};
+use crate::cpu::huffman::{LaneTiles, Rest};
+use crate::cpu::parts::Parts;
+use crate::cpu::scores::{SPAN, Scores, TILE};
+use crate::cpu::simd::{How, Simd};
 use kvd_codec::{Grid, HeadSide};
 use std::ops::Range;
 

@@ -1,10 +1,10 @@
 //! Scores of keys alone, all of them kept: what softmax would take.
 
-use super::attend::{Job, Unit, group};
-use super::softmax::{self, Seen};
-use super::tile::{Rows, Span};
-use super::unit::Walk;
 use crate::BackendError;
+use crate::cpu::attend::{Job, Unit, group};
+use crate::cpu::softmax::{self, Seen};
+use crate::cpu::tile::{Rows, Span};
+use crate::cpu::unit::Walk;
 use kvd_core::Side;
 use rayon::prelude::*;
 

@@ -2,13 +2,13 @@
 //! codebook, or what it adds to a score is looked up itself (`score_tables.rs`). A row's scale goes
 //! into its score or its weight.
 
-use super::dots::{BIASED_TERMS_MAX, ROWS, Target, TileCodes, value_dots};
-use super::levels::LevelBytes;
-use super::parts::{Parts, Pushed};
-use super::score_tables;
-use super::scores::{SPAN, Scores, TILE};
-use super::simd::{How, Simd};
-use super::vq::{self, Book};
+use crate::cpu::dots::{BIASED_TERMS_MAX, ROWS, Target, TileCodes, value_dots};
+use crate::cpu::levels::LevelBytes;
+use crate::cpu::parts::{Parts, Pushed};
+use crate::cpu::score_tables;
+use crate::cpu::scores::{SPAN, Scores, TILE};
+use crate::cpu::simd::{How, Simd};
+use crate::cpu::vq::{self, Book};
 use kvd_codec::{FixedCodes, HeadSide};
 use kvd_core::{DType, Side};
 use std::ops::Range;

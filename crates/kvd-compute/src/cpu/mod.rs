@@ -1,137 +1,60 @@
 //! The CPU backend: an arena, the models' codecs, and a fixed pool of threads.
 
 mod ahead;
-#[cfg(target_arch = "x86_64")]
-mod amx_x86;
 mod arena;
 mod attend;
-#[cfg_attr(not(target_arch = "x86_64"), allow(unused, reason = "only AVX-512 has a kernel"))]
-mod bf16;
-#[cfg(target_arch = "x86_64")]
-mod bf16_x86;
 mod bitalloc;
-mod by_token;
 mod codes;
 #[cfg(test)]
 mod conformance;
 mod content;
 mod dots;
-#[cfg(target_arch = "x86_64")]
-mod dots_512_x86;
-#[cfg(target_arch = "aarch64")]
-mod dots_neon;
-mod dots_portable;
-#[cfg(target_arch = "x86_64")]
-mod dots_vnni_x86;
-#[cfg(target_arch = "x86_64")]
-mod dots_x86;
 mod encode;
 #[cfg_attr(
     not(any(target_arch = "x86_64", target_arch = "aarch64")),
     allow(unused, reason = "kernels of instruction sets take it")
 )]
 mod expand;
-#[cfg(target_arch = "aarch64")]
-mod expand_neon;
-#[cfg(target_arch = "x86_64")]
-mod expand_x86;
 #[cfg_attr(
     not(any(target_arch = "x86_64", target_arch = "aarch64")),
     allow(unused, reason = "kernels of instruction sets take it")
 )]
 mod float;
-#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
-mod float_lanes;
 #[cfg_attr(
     not(any(target_arch = "x86_64", target_arch = "aarch64")),
     allow(unused, reason = "kernels of instruction sets take it")
 )]
 mod fp8;
-#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
-mod fp8_lanes;
 mod fused;
 mod grid;
 mod huffman;
-#[cfg(target_arch = "x86_64")]
-mod huffman_avx2_x86;
-#[cfg(target_arch = "x86_64")]
-mod huffman_group_x86;
-#[cfg(target_arch = "aarch64")]
-mod huffman_neon;
-mod huffman_scalar;
-#[cfg(target_arch = "x86_64")]
-mod huffman_x86;
 mod hybrid;
-#[cfg(target_arch = "x86_64")]
-mod hybrid_512_x86;
-#[cfg(target_arch = "x86_64")]
-mod hybrid_dots_x86;
-#[cfg(target_arch = "aarch64")]
-mod hybrid_neon;
-#[cfg(target_arch = "x86_64")]
-mod hybrid_x86;
 mod key_scores;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod lanes;
-#[cfg(target_arch = "aarch64")]
-mod lanes_neon;
-#[cfg(target_arch = "x86_64")]
-mod lanes_x86;
 #[cfg_attr(
     not(any(target_arch = "x86_64", target_arch = "aarch64")),
     allow(unused, reason = "kernels of instruction sets take it")
 )]
 mod levels;
-#[cfg(target_arch = "aarch64")]
-mod levels_neon;
-#[cfg(target_arch = "x86_64")]
-mod levels_x86;
 mod lloyd;
-mod minima;
-#[cfg(target_arch = "x86_64")]
-mod nibble_values_x86;
-#[cfg_attr(not(target_arch = "x86_64"), allow(unused, reason = "only AVX2 has a kernel"))]
-mod nibbles;
-#[cfg(target_arch = "x86_64")]
-mod nibbles_x86;
 #[cfg_attr(
     not(any(target_arch = "x86_64", target_arch = "aarch64")),
     allow(unused, reason = "kernels of instruction sets take it")
 )]
 mod parts;
-#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
-mod parts_lanes;
-#[cfg(target_arch = "aarch64")]
-mod parts_neon;
-#[cfg(target_arch = "x86_64")]
-mod parts_x86;
 mod peak;
-#[cfg(target_arch = "x86_64")]
-mod peak_x86;
 mod polar;
 mod products;
-#[cfg(target_arch = "aarch64")]
-mod products_neon;
 mod rows;
-#[cfg(target_arch = "x86_64")]
-mod runs_512_x86;
 mod score_tables;
-#[cfg(target_arch = "x86_64")]
-mod score_tables_avx2_x86;
-#[cfg(target_arch = "x86_64")]
-mod score_tables_x86;
 mod scores;
 mod simd;
 mod softmax;
-#[cfg(target_arch = "x86_64")]
-mod softmax_x86;
-#[cfg(target_arch = "aarch64")]
-mod tables_neon;
 #[cfg(test)]
 mod tests;
 mod tile;
 mod uniform;
-mod uniform_values;
 mod unit;
 mod vq;
 

@@ -1,12 +1,12 @@
 //! Polar keys, straight from their codes: radius times cosine and sine are two bytes each, looked
 //! up like four channels of a codebook; a pair's step goes into its two channels of the query.
 
-use super::dots::{BIASED_TERMS_MAX, TileCodes};
-use super::levels::LevelBytes;
-use super::parts::Parts;
-use super::scores::{Scores, TILE};
-use super::simd::{How, Simd};
-use super::vq::{self, Book};
+use crate::cpu::dots::{BIASED_TERMS_MAX, TileCodes};
+use crate::cpu::levels::LevelBytes;
+use crate::cpu::parts::Parts;
+use crate::cpu::scores::{Scores, TILE};
+use crate::cpu::simd::{How, Simd};
+use crate::cpu::vq::{self, Book};
 use kvd_codec::{FixedCodes, HeadSide, Stored};
 use kvd_core::{DType, RopePairing};
 

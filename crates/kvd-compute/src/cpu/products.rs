@@ -1,9 +1,9 @@
 //! With what instructions attention multiplies a side: of which the machine does only so many.
 
-use super::dots::wants_bytes;
-use super::fused::{Keys, Values};
-use super::huffman::LaneTiles;
-use super::simd::{How, InstructionSet, Precision, Simd};
+use crate::cpu::dots::wants_bytes;
+use crate::cpu::fused::{Keys, Values};
+use crate::cpu::huffman::LaneTiles;
+use crate::cpu::simd::{How, InstructionSet, Precision, Simd};
 use kvd_codec::{HeadSide, ModelCodec};
 use kvd_core::{LayerIndex, Side};
 
@@ -117,7 +117,7 @@ mod tests {
             };
             assert_eq!(of("kivi-4", Precision::Fast), [fast; 2], "{simd:?}");
             // Without a kernel for `int8` the precision is `fast`.
-            let precision = super::super::unit::effective((simd, Precision::Int8), 4);
+            let precision = crate::cpu::unit::effective((simd, Precision::Int8), 4);
             assert_eq!(of("kivi-4", precision), [int8; 2], "{simd:?}");
             let mixed = of("k=raw; v=uniform(b=4,g=32,axis=token)", Precision::Fast);
             assert_eq!(mixed, [Products::F32, fast], "{simd:?}");

@@ -1,7 +1,7 @@
 //! Rows in and out of raw slots.
 
-use super::arena::HostArena;
-use super::tile::{Reader, TILE_TOKENS};
+use crate::cpu::arena::HostArena;
+use crate::cpu::tile::{Reader, TILE_TOKENS};
 use crate::{BackendError, EncodeSource, IncomingRows, LoadPlan, LoadedRows, RawTarget, Source};
 use kvd_codec::{ModelCodec, Space, widen};
 use kvd_core::{DType, Extent, Geometry, LayerIndex, Side};

@@ -196,7 +196,9 @@ impl Simd {
             #[cfg(target_arch = "x86_64")]
             InstructionSet::Avx512 => has_avx2() && has_avx512(),
             #[cfg(target_arch = "x86_64")]
-            InstructionSet::Amx => has_avx2() && has_avx512() && super::amx_x86::is_available(),
+            InstructionSet::Amx => {
+                has_avx2() && has_avx512() && crate::cpu::dots::amx::is_available()
+            }
             #[cfg(target_arch = "aarch64")]
             InstructionSet::Neon => true,
             #[cfg(target_arch = "aarch64")]
@@ -263,7 +265,7 @@ impl Simd {
 }
 
 #[cfg(target_arch = "x86_64")]
-pub(super) use super::amx_x86::InUse;
+pub(in crate::cpu) use crate::cpu::dots::amx::InUse;
 
 /// No other instruction set has such state.
 #[cfg(not(target_arch = "x86_64"))]

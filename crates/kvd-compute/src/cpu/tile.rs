@@ -1,10 +1,10 @@
 //! Reading rows of one head from a part, a tile at a time, so that decoded values never leave
 //! the first-level cache.
 
-use super::arena::HostArena;
-use super::float::FloatRows;
-use super::huffman::LaneTiles;
-use super::scores::{SPAN, TILE};
+use crate::cpu::arena::HostArena;
+use crate::cpu::float::FloatRows;
+use crate::cpu::huffman::LaneTiles;
+use crate::cpu::scores::{SPAN, TILE};
 use crate::{BackendError, PlanPart, Source};
 use kvd_codec::{FixedCodes, ModelCodec, PageReader, Space};
 use kvd_core::{Extent, Geometry, LayerIndex, Side};

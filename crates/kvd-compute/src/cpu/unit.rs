@@ -2,16 +2,16 @@
 //! through three steps, scores, softmax, weighted sum; the first and last by the side's fused
 //! kernel where it has one, else over rows decoded to f32.
 
-use super::ahead::Next;
-use super::attend::{Job, Unit, group, payload_row};
-use super::dots::wants_bytes;
-use super::float::ROWS;
-use super::fused::{Keys, Place, Values};
-use super::huffman::{self, LaneTiles, Wanted};
-use super::scores::{SPAN, Scores, TILE};
-use super::simd::{How, InstructionSet, Precision};
-use super::softmax::{self, Seen, Sums};
-use super::tile::{Reader, Rows, Span, spans};
+use crate::cpu::ahead::Next;
+use crate::cpu::attend::{Job, Unit, group, payload_row};
+use crate::cpu::dots::wants_bytes;
+use crate::cpu::float::ROWS;
+use crate::cpu::fused::{Keys, Place, Values};
+use crate::cpu::huffman::{self, LaneTiles, Wanted};
+use crate::cpu::scores::{SPAN, Scores, TILE};
+use crate::cpu::simd::{How, InstructionSet, Precision};
+use crate::cpu::softmax::{self, Seen, Sums};
+use crate::cpu::tile::{Reader, Rows, Span, spans};
 use crate::{BackendError, PartialState, PlanPart};
 use kvd_codec::{HeadSide, PageReader, Space};
 use kvd_core::Side;

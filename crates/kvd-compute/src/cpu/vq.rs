@@ -4,11 +4,13 @@
 //! Entries are held as bytes; `fit` puts them on 255 levels that f16 holds exactly, so nothing is
 //! lost. Other codebooks take the generic path. A score is an exact integer times a unit.
 
-use super::dots::{Lookup, ROWS, TERMS_MAX, Target, TileCodes, key_dots, value_dots, wants_bytes};
-use super::expand::Expand;
-use super::parts::Parts;
-use super::scores::{Scores, TILE};
-use super::simd::{How, Simd};
+use crate::cpu::dots::{
+    Lookup, ROWS, TERMS_MAX, Target, TileCodes, key_dots, value_dots, wants_bytes,
+};
+use crate::cpu::expand::Expand;
+use crate::cpu::parts::Parts;
+use crate::cpu::scores::{Scores, TILE};
+use crate::cpu::simd::{How, Simd};
 use kvd_codec::{Codebook, HeadSide};
 use kvd_core::Side;
 use std::ops::Range;

@@ -4,10 +4,10 @@
 //! as the order of sums in f32 takes them ([`Apart::of_order`]), or, where two instruction sets
 //! round queries or weights in another way, as their budgets do ([`Apart::of_budgets`]).
 
-use super::super::huffman::LaneTiles;
-use super::super::simd::How;
 use super::super::{dots, unit};
 use super::*;
+use crate::cpu::huffman::LaneTiles;
+use crate::cpu::simd::How;
 use std::collections::BTreeSet;
 
 /// Codecs whose answers over full tiles have the same bits wherever factors are cut alike.

@@ -1,7 +1,7 @@
 //! Batches of sequences that are not of one length.
 
-use super::super::attend::units;
 use super::*;
+use crate::cpu::attend::units;
 
 /// A plan of several queries of one token, each over the first so many parts.
 fn ragged(geometry: &Geometry, parts: &[PlanPart], lengths: &[usize]) -> AttendPlan {

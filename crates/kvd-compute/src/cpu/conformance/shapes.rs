@@ -1,7 +1,7 @@
 //! Head sizes and blocks of every shape, and which of them have kernels.
 
-use super::super::huffman::LaneTiles;
 use super::*;
+use crate::cpu::huffman::LaneTiles;
 
 /// Codecs of every kind of page and kernel.
 const SHAPED: &[&str] = &[

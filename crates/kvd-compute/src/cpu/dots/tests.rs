@@ -1,9 +1,9 @@
 //! Products on every instruction set: the same bits, and exact.
 
-use super::super::ahead::Ahead;
-use super::super::parts::{Parts, TOP};
-use super::super::simd::Precision;
 use super::*;
+use crate::cpu::ahead::Ahead;
+use crate::cpu::parts::{Parts, TOP};
+use crate::cpu::simd::Precision;
 
 const UNITS: [f32; ROWS] = [0.5, 0.1, 3.0, 1.0, 0.7, 2.0, 0.3, 1.5];
 

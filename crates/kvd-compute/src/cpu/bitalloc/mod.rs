@@ -1,0 +1,433 @@
+//! Bit-allocation sides, straight from their codes: the levels of each run are bytes, its scales
+//! and units go into the query or out of the sum, and outliers are added one by one.
+//!
+//! AVX-512 multiplies the codes of runs of whole registers as they lie, run after run
+//! (`runs_512_x86.rs`). Elsewhere, and where AMX takes over or a run has other lengths, codes of a
+//! tile become bytes first, those of all runs side by side, so that one integer product serves
+//! widths of every kind. Fits put the levels of narrow codes on bytes; levels that are not take two
+//! positions, of high and of low bytes.
+
+#[cfg(target_arch = "x86_64")]
+pub(super) mod avx512_runs;
+
+#[cfg(target_arch = "x86_64")]
+use crate::cpu::ahead::{Ahead, Steps};
+use crate::cpu::dots::{BIASED_TERMS_MAX, Lookup, ROWS, Target, TileCodes, key_dots, value_dots};
+#[cfg(target_arch = "x86_64")]
+use crate::cpu::dots::{VECTOR_ROWS, wants_bytes};
+use crate::cpu::fused::Place;
+use crate::cpu::levels::{LevelBytes, LevelTable, Places, RunCodes, SPILL, look_up};
+use crate::cpu::parts::Parts;
+use crate::cpu::scores::{SPAN, Scores, TILE};
+use crate::cpu::simd::{How, Simd};
+use kvd_codec::{BitAlloc, CodeLayout, HeadSide, Run};
+use kvd_core::Side;
+use std::ops::Range;
+
+/// Positions that are summed together.
+const QUAD: usize = 4;
+/// Bytes of a line of the cache.
+const LINE: usize = 64;
+
+/// The codes of one run.
+struct Codes {
+    run: Run,
+    /// Each table and the position of its first byte.
+    tables: Vec<(LevelTable, usize)>,
+    /// Where they begin in a page of [`Book::tokens`].
+    start: usize,
+}
+
+/// A head's runs as bytes.
+struct Book {
+    side: Side,
+    codes: Vec<Codes>,
+    /// Coefficient and factor of every position; padding has none.
+    positions: Vec<Option<(usize, f32)>>,
+    /// Rows of the page that places are for.
+    tokens: usize,
+    bytes: Vec<u8>,
+    /// Whether codes are multiplied as they lie.
+    direct: bool,
+}
+
+/// Whether the codes of these runs are multiplied as they lie, in a unit of so many rows.
+fn is_direct(simd: Simd, rows: usize, runs: &[Run]) -> bool {
+    #[cfg(target_arch = "x86_64")]
+    {
+        let lens = runs.iter().filter(|run| run.width > 0).map(|run| run.len);
+        !wants_bytes(simd, rows) && avx512_runs::takes(simd, lens)
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    {
+        let _ = (simd, rows, runs);
+        false
+    }
+}
+
+impl Book {
+    /// For a unit of so many rows.
+    fn new((simd, rows): (Simd, usize), head: &HeadSide, side: Side) -> Option<Self> {
+        let bitalloc = head.bitalloc()?;
+        let (mut codes, mut positions) = (Vec::new(), Vec::new());
+        for run in bitalloc.runs() {
+            let levels = LevelBytes::new(bitalloc.levels_of(run));
+            let mut tables = Vec::new();
+            // Without bits there is but a zero.
+            for (table, unit) in levels.tables.into_iter().filter(|_| run.width > 0) {
+                tables.push((table, positions.len()));
+                let factor = |at| (at, bitalloc.scales()[at] * unit);
+                positions.extend((run.first..run.first + run.len).map(|at| Some(factor(at))));
+                if side == Side::Key {
+                    positions.resize(positions.len().next_multiple_of(QUAD), None);
+                }
+            }
+            codes.push(Codes { run: *run, tables, start: 0 });
+        }
+        let direct = is_direct(simd, rows, bitalloc.runs());
+        let book = Self { side, codes, positions, tokens: 0, bytes: Vec::new(), direct };
+        (book.positions.len() <= BIASED_TERMS_MAX).then_some(book)
+    }
+
+    /// The positions that are multiplied together, without rows yet.
+    fn cuts(&self, how: How) -> Vec<Cut> {
+        let cut = |positions: Range<usize>| {
+            // Of all together one large channel would leave others next to nothing of a byte.
+            let mut parts =
+                if self.direct { Parts::of_queries(how) } else { Parts::of_scaled_queries(how) };
+            parts.reset(positions.len());
+            Cut { positions, parts, units: Vec::new() }
+        };
+        if !self.direct {
+            return vec![cut(0..self.positions.len())];
+        }
+        self.tables().map(|(codes, _, first)| cut(first..first + codes.run.len)).collect()
+    }
+
+    /// The runs, each table, and the position of its first byte.
+    fn tables(&self) -> impl Iterator<Item = (&Codes, &LevelTable, usize)> {
+        self.codes
+            .iter()
+            .flat_map(|codes| codes.tables.iter().map(move |(table, first)| (codes, table, *first)))
+    }
+
+    /// What to ask for while registers of so many tiles are multiplied.
+    #[cfg(target_arch = "x86_64")]
+    fn steps<'a>(&self, ahead: Ahead<'a>, tiles: usize) -> Steps<'a> {
+        ahead.steps(tiles * self.positions.len() / avx512_runs::POSITIONS)
+    }
+
+    /// Finds where codes lie in a page of so many rows.
+    fn place(&mut self, tokens: usize) {
+        if self.tokens == tokens {
+            return;
+        }
+        let mut start = 0;
+        for codes in &mut self.codes {
+            let Run { width, len, .. } = codes.run;
+            codes.start = start;
+            start += CodeLayout::new(self.side, tokens, len, width as u32).size_bytes();
+        }
+        self.tokens = tokens;
+    }
+
+    /// The bytes of some tiles of a page.
+    fn bytes<'a>(&'a mut self, simd: Simd, (place, count): (Place<'a>, usize)) -> TileCodes<'a> {
+        let Place { page, in_page, ahead, .. } = place;
+        let tiles = in_page..in_page + count;
+        self.place(page.layout.tokens());
+        let per_row = self.positions.len();
+        let size = TILE * per_row;
+        let used = size * tiles.len();
+        self.bytes.resize(self.bytes.len().max(used + LINE), 0);
+        let Self { side, codes, bytes, .. } = self;
+        // From where a line begins: registers are loaded faster.
+        let skip = bytes.as_ptr().align_offset(LINE).min(LINE);
+        let bytes = &mut bytes[skip..][..used];
+        for codes in codes.iter().filter(|codes| codes.run.width > 0) {
+            let run = codes.of(page.codes, tiles.clone());
+            match side {
+                Side::Key => codes.keys(simd, run, per_row, bytes),
+                Side::Value => codes.values(simd, run, per_row, bytes),
+            }
+        }
+        TileCodes { bytes, width: 8, per_row, ahead }
+    }
+}
+
+impl Codes {
+    /// Those of some tiles of a page, which are full ones.
+    fn of<'a>(&self, page: &'a [u8], tiles: Range<usize>) -> RunCodes<'a> {
+        let Run { width, len, .. } = self.run;
+        let tile = TILE / 8 * len * width;
+        let bytes = &page[self.start + tiles.start * tile..self.start + tiles.end * tile];
+        RunCodes { bytes, width: width as u32, len }
+    }
+
+    /// A run of tiles of keys: fours of positions, of each token in turn.
+    fn keys(&self, simd: Simd, codes: RunCodes<'_>, per_row: usize, bytes: &mut [u8]) {
+        let (whole, rest) = (codes.len / QUAD * QUAD, codes.len % QUAD);
+        for (table, first) in &self.tables {
+            let behind = TILE * (per_row - first - codes.len);
+            let first = TILE * first;
+            let (chunk, tile) = (codes.chunk(), TILE * per_row);
+            let to = Places { first, chunk, tile, free: behind >= SPILL };
+            look_up(simd, codes, table, to, bytes);
+            for tile in bytes.chunks_exact_mut(tile).filter(|_| rest > 0) {
+                let last = &mut tile[first + TILE * whole..];
+                // The last positions are fewer than four.
+                match rest {
+                    1 => spread::<1>(last),
+                    2 => spread::<2>(last),
+                    _ => spread::<3>(last),
+                }
+            }
+        }
+    }
+
+    /// A run of tiles of values: fours of tokens, of each position in turn.
+    fn values(&self, simd: Simd, codes: RunCodes<'_>, per_row: usize, bytes: &mut [u8]) {
+        for (table, first) in &self.tables {
+            let behind = QUAD * (per_row - first - codes.len);
+            let (first, chunk, tile) = (QUAD * first, QUAD * per_row, TILE * per_row);
+            let to = Places { first, chunk, tile, free: behind >= SPILL };
+            look_up(simd, codes, table, to, bytes);
+        }
+    }
+}
+
+/// Puts the `N` bytes of each token of a tile [`QUAD`] apart.
+fn spread<const N: usize>(bytes: &mut [u8]) {
+    let mut packed = [[0u8; N]; TILE];
+    packed.copy_from_slice(&bytes.as_chunks::<N>().0[..TILE]);
+    for (out, packed) in bytes.as_chunks_mut::<QUAD>().0.iter_mut().zip(packed) {
+        out[..N].copy_from_slice(&packed);
+    }
+}
+
+/// Queries of a unit times scales and units, of positions that are multiplied together.
+struct Cut {
+    positions: Range<usize>,
+    parts: Parts,
+    units: Vec<f32>,
+}
+
+/// Keys of a unit.
+pub(crate) struct Keys {
+    book: Book,
+    lookup: Lookup,
+    /// Of each run and byte of its levels where they are multiplied by themselves; else of all.
+    cuts: Vec<Cut>,
+    /// Queries `[rows, dim]`, for outliers.
+    queries: Vec<f32>,
+    dim: usize,
+}
+
+impl Keys {
+    /// Takes folded queries `[rows, dim]`.
+    pub(crate) fn new(how: How, side: &HeadSide, queries: &[f32]) -> Option<Self> {
+        let book = Book::new((how.0, queries.len() / side.dim()), side, Side::Key)?;
+        let mut cuts = book.cuts(how);
+        let mut row = vec![0f32; book.positions.len()];
+        for query in queries.chunks_exact(side.dim()) {
+            for (value, position) in row.iter_mut().zip(&book.positions) {
+                *value = position.map_or(0.0, |(coefficient, factor)| query[coefficient] * factor);
+            }
+            if !row.iter().chain(query).all(|value| value.is_finite()) {
+                return None;
+            }
+            for Cut { positions, parts, units } in &mut cuts {
+                let row = &row[positions.clone()];
+                let largest = row.iter().fold(0f32, |m, q| m.max(q.abs()));
+                units.push(parts.push(how.0, row, largest, None).unit);
+            }
+        }
+        let (lookup, queries) = (Lookup::bytes(), queries.to_vec());
+        Some(Self { book, lookup, cuts, queries, dim: side.dim() })
+    }
+
+    /// Scores all rows against `count` tiles.
+    pub(crate) fn tiles(
+        &mut self,
+        simd: Simd,
+        (place, count): (Place<'_>, usize),
+        scores: &mut Scores,
+    ) {
+        let Place { page, in_page, in_span, .. } = place;
+        match self.book.direct {
+            #[cfg(target_arch = "x86_64")]
+            true => self.runs(simd, (place, count), scores),
+            _ => self.bytes(simd, (place, count), scores),
+        }
+        for outlier in BitAlloc::residuals(page.scales, rows_of(in_page, count)) {
+            let token = outlier.row + in_span * TILE - in_page * TILE;
+            for (row, query) in self.queries.chunks_exact(self.dim).enumerate() {
+                scores.row_mut(row)[token] += query[outlier.coefficient] * outlier.residual;
+            }
+        }
+    }
+
+    /// Products of bytes, of all runs together.
+    fn bytes(&mut self, simd: Simd, (place, count): (Place<'_>, usize), scores: &mut Scores) {
+        let codes = self.book.bytes(simd, (place, count));
+        let Cut { parts, units, .. } = &self.cuts[0];
+        for first in (0..units.len()).step_by(ROWS) {
+            let rows = parts.rows(first);
+            let units = &units[first..first + rows.count()];
+            let out = scores.rows_mut(first, place.in_span);
+            if codes.per_row > 0 {
+                key_dots(simd, codes, &self.lookup, (rows, units), out);
+            } else {
+                (0..units.len()).for_each(|row| out[row * SPAN..][..count * TILE].fill(0.0));
+            }
+        }
+    }
+
+    /// Products of codes as they lie, run after run.
+    #[cfg(target_arch = "x86_64")]
+    fn runs(&mut self, simd: Simd, (place, count): (Place<'_>, usize), scores: &mut Scores) {
+        let Place { page, in_page, in_span, ahead } = place;
+        self.book.place(page.layout.tokens());
+        let all = self.queries.len() / self.dim;
+        let tokens = in_span * TILE..(in_span + count) * TILE;
+        (0..all).for_each(|row| scores.row_mut(row)[tokens.clone()].fill(0.0));
+        for first in (0..all).step_by(VECTOR_ROWS) {
+            let rows = VECTOR_ROWS.min(all - first);
+            let out = scores.rows_mut(first, in_span);
+            // Once for all rows.
+            let mut soon =
+                if first == 0 { self.book.steps(ahead, count) } else { Steps::default() };
+            for ((codes, table, _), cut) in self.book.tables().zip(&self.cuts) {
+                let codes = codes.of(page.codes, in_page..in_page + count);
+                let q = (cut.parts.rows(first).part(0, rows), &cut.units[first..first + rows]);
+                avx512_runs::key_dots(simd, (codes, table), q, &mut soon, out);
+            }
+        }
+    }
+}
+
+/// Cuts the weights of some tiles of a few rows; returns what their units are.
+fn cut(
+    simd: Simd,
+    parts: &mut Parts,
+    (rows, tiles): (Range<usize>, Range<usize>),
+    weights: &Scores,
+) -> [f32; ROWS] {
+    parts.reset(tiles.len() * TILE);
+    let mut units = [0f32; ROWS];
+    for (row, unit) in rows.zip(&mut units) {
+        let (weights, largest) = weights.tiles(row, tiles.clone());
+        *unit = parts.push(simd, weights, largest, None).unit;
+    }
+    units
+}
+
+/// Rows of a page in some of its tiles.
+fn rows_of(tile: usize, count: usize) -> Range<usize> {
+    tile * TILE..(tile + count) * TILE
+}
+
+/// Weighted sums of a unit over one head's value codes.
+pub(crate) struct Values {
+    book: Book,
+    lookup: Lookup,
+    parts: Parts,
+    /// `[rows, positions]`.
+    sums: Vec<f32>,
+    /// Of outliers: `[rows, dim]`.
+    outliers: Vec<f32>,
+    dim: usize,
+}
+
+impl Values {
+    pub(crate) fn new(how: How, side: &HeadSide, rows: usize) -> Option<Self> {
+        let book = Book::new((how.0, rows), side, Side::Value)?;
+        Some(Self {
+            sums: vec![0.0; rows * book.positions.len()],
+            outliers: vec![0.0; rows * side.dim()],
+            book,
+            lookup: Lookup::bytes(),
+            parts: Parts::of_weights(how),
+            dim: side.dim(),
+        })
+    }
+
+    /// Adds `count` weighted tiles.
+    pub(crate) fn tiles(
+        &mut self,
+        simd: Simd,
+        (place, count): (Place<'_>, usize),
+        weights: &Scores,
+    ) {
+        let Place { page, in_page, in_span, .. } = place;
+        match self.book.direct {
+            #[cfg(target_arch = "x86_64")]
+            true => self.runs(simd, (place, count), weights),
+            _ => self.bytes(simd, (place, count), weights),
+        }
+        for outlier in BitAlloc::residuals(page.scales, rows_of(in_page, count)) {
+            let token = outlier.row + in_span * TILE - in_page * TILE;
+            for (row, sums) in self.outliers.chunks_exact_mut(self.dim).enumerate() {
+                sums[outlier.coefficient] += weights.row(row)[token] * outlier.residual;
+            }
+        }
+    }
+
+    /// Products of bytes, of all runs together.
+    fn bytes(&mut self, simd: Simd, (place, count): (Place<'_>, usize), weights: &Scores) {
+        let tiles = place.in_span..place.in_span + count;
+        // Once for all rows.
+        let codes = self.book.bytes(simd, (place, count));
+        let per_row = codes.per_row;
+        for first in (0..weights.rows()).step_by(ROWS).filter(|_| per_row > 0) {
+            let rows = first..weights.rows().min(first + ROWS);
+            let units = cut(simd, &mut self.parts, (rows.clone(), tiles.clone()), weights);
+            let units = &units[..rows.len()];
+            let target = Target { units, factors: &[], first: 0, count: per_row };
+            let sums = &mut self.sums[rows.start * per_row..rows.end * per_row];
+            value_dots(simd, codes, &self.lookup, (self.parts.rows(0), target), sums);
+        }
+    }
+
+    /// Products of codes as they lie, run after run.
+    #[cfg(target_arch = "x86_64")]
+    fn runs(&mut self, simd: Simd, (place, count): (Place<'_>, usize), weights: &Scores) {
+        let Place { page, in_page, in_span, ahead } = place;
+        self.book.place(page.layout.tokens());
+        let per_row = self.book.positions.len();
+        for first in (0..weights.rows()).step_by(VECTOR_ROWS) {
+            let rows = first..weights.rows().min(first + VECTOR_ROWS);
+            let tiles = in_span..in_span + count;
+            let units = cut(simd, &mut self.parts, (rows.clone(), tiles), weights);
+            let weights = (self.parts.rows(0), &units[..rows.len()]);
+            let sums = &mut self.sums[rows.start * per_row..rows.end * per_row];
+            let mut soon =
+                if first == 0 { self.book.steps(ahead, count) } else { Steps::default() };
+            for (codes, table, first) in self.book.tables() {
+                let run = codes.of(page.codes, in_page..in_page + count);
+                let out = (&mut sums[first..], per_row);
+                avx512_runs::value_dots(simd, (run, table), weights, &mut soon, out);
+            }
+        }
+    }
+
+    /// Scales the sums of a row.
+    pub(crate) fn scale(&mut self, row: usize, factor: f32) {
+        let count = self.book.positions.len();
+        let sums = self.sums[row * count..][..count].iter_mut();
+        let outliers = &mut self.outliers[row * self.dim..][..self.dim];
+        sums.chain(outliers).for_each(|sum| *sum *= factor);
+    }
+
+    /// Adds the sums of row `row` to `out`, in the order of coefficients.
+    pub(crate) fn unfold(&self, row: usize, out: &mut [f32]) {
+        let sums = &self.sums[row * self.book.positions.len()..];
+        for (position, sum) in self.book.positions.iter().zip(sums) {
+            if let Some((coefficient, factor)) = position {
+                out[*coefficient] += factor * sum;
+            }
+        }
+        let outliers = &self.outliers[row * self.dim..][..self.dim];
+        out.iter_mut().zip(outliers).for_each(|(out, outlier)| *out += outlier);
+    }
+}

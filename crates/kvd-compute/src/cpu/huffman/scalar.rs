@@ -1,0 +1,128 @@
+//! Chunks of Huffman codes without vector registers: a lane after the other, in the order in which
+//! lanes take words, with one load for a symbol's code and length.
+
+use crate::cpu::huffman::{Chunk, LANES, QUAD, STEP_BYTES};
+use kvd_codec::LaneTable;
+use kvd_core::Side;
+use std::ops::Range;
+
+/// Bits of a word.
+const WORD_BITS: u32 = 16;
+
+/// The reservoirs of all lanes.
+#[derive(Default)]
+struct Lanes {
+    held: [u32; LANES],
+    filled: [u32; LANES],
+    /// What symbols stand for, eight bits each, the first lowest.
+    packed: [u32; LANES],
+}
+
+/// Decodes a chunk of any number of tokens.
+pub(super) fn decode(chunk: &mut Chunk<'_>) {
+    let mut lanes = Lanes::default();
+    for step in chunk.steps.iter().filter(|step| step.tokens < chunk.tokens) {
+        let table = &chunk.tables[step.table];
+        lanes.packed = [0; LANES];
+        for first in (0..QUAD).step_by(table.batch().0 * table.group()) {
+            let left = step.count.saturating_sub(first);
+            match chunk.side {
+                Side::Key => {
+                    let count = (chunk.tokens - step.tokens).min(LANES);
+                    lanes.batch(chunk.words, &mut chunk.next, table, (first, left), 0..count);
+                }
+                Side::Value => {
+                    // The last lane of a page may have less than a quad.
+                    let full = chunk.tokens / QUAD;
+                    lanes.batch(chunk.words, &mut chunk.next, table, (first, left), 0..full);
+                    let left = (chunk.tokens % QUAD).saturating_sub(first);
+                    let last = full..LANES.min(full + 1);
+                    lanes.batch(chunk.words, &mut chunk.next, table, (first, left), last);
+                }
+            }
+        }
+        let out = chunk.out[step.out..][..STEP_BYTES].as_chunks_mut::<QUAD>().0;
+        let quads = lanes.packed.map(|packed| spread(packed, table.group()).to_le_bytes());
+        out.copy_from_slice(&quads);
+    }
+}
+
+/// One code a byte.
+fn spread(packed: u32, group: usize) -> u32 {
+    match group {
+        1 => packed,
+        2 => {
+            let bytes = (packed | packed << 8) & 0x00FF_00FF;
+            (bytes | bytes << 4) & 0x0F0F_0F0F
+        }
+        _ => {
+            let halves = (packed | packed << 12) & 0x000F_000F;
+            (halves | halves << 6) & 0x0303_0303
+        }
+    }
+}
+
+impl Lanes {
+    /// What one top-up serves, of code `first` of the quads on; `left` are still to come.
+    fn batch(
+        &mut self,
+        words: &[u32],
+        next: &mut usize,
+        table: &LaneTable,
+        (first, left): (usize, usize),
+        lanes: Range<usize>,
+    ) {
+        let (batch, group) = (table.batch().0, table.group());
+        let at = 8 * (first / group) as u32;
+        match (left.div_ceil(group).min(batch), table.raw_bits() > 0) {
+            (0, _) => {}
+            (1, false) => self.symbols::<1, false>(words, next, table, at, lanes),
+            (2, false) => self.symbols::<2, false>(words, next, table, at, lanes),
+            (3, false) => self.symbols::<3, false>(words, next, table, at, lanes),
+            (_, false) => self.symbols::<4, false>(words, next, table, at, lanes),
+            (1, true) => self.symbols::<1, true>(words, next, table, at, lanes),
+            (2, true) => self.symbols::<2, true>(words, next, table, at, lanes),
+            (3, true) => self.symbols::<3, true>(words, next, table, at, lanes),
+            (_, true) => self.symbols::<4, true>(words, next, table, at, lanes),
+        }
+    }
+
+    #[inline]
+    fn symbols<const COUNT: usize, const RAW: bool>(
+        &mut self,
+        words: &[u32],
+        next: &mut usize,
+        table: &LaneTable,
+        at: u32,
+        lanes: Range<usize>,
+    ) {
+        let entries = &table.bytes().expect("the caller has looked").entries;
+        let (need, raw) = (table.batch().1, table.raw_bits());
+        let end = words.len() - 1;
+        let mut taken = *next;
+        let held = self.held[lanes.clone()].iter_mut().zip(&mut self.filled[lanes.clone()]);
+        for ((held, filled), packed) in held.zip(&mut self.packed[lanes]) {
+            let (mut bits, mut left) = (*held, *filled);
+            // Without a branch: whether a lane is short is no better than a coin to predict.
+            let short = u32::from(left < need);
+            bits |= (words[taken.min(end)] * short) << left;
+            left += WORD_BITS * short;
+            taken += short as usize;
+            for index in 0..COUNT as u32 {
+                let entry = entries[(bits & 0xFF) as usize];
+                let length = entry & 0xF;
+                let mut code = entry >> 24;
+                bits >>= length;
+                left -= length;
+                if RAW {
+                    code |= bits & ((1 << raw) - 1);
+                    bits >>= raw;
+                    left -= raw;
+                }
+                *packed |= code << (at + 8 * index);
+            }
+            (*held, *filled) = (bits, left);
+        }
+        *next = taken;
+    }
+}

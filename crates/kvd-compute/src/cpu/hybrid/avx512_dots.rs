@@ -1,0 +1,212 @@
+//! `hybrid.rs` in AVX-512: products of codes with signs, which are never written as bytes.
+//!
+//! Kernels are reached through `dots`, which asks for a [`Simd`] and checks all lengths; pointers
+//! stay inside.
+#![allow(unsafe_code)] // Register loads and stores, and a call after detection.
+#![allow(unsafe_op_in_unsafe_fn, reason = "the whole of each body needs what its caller upholds")]
+#![expect(clippy::needless_range_loop, reason = "indices name registers")]
+
+use crate::cpu::ahead::Steps;
+use crate::cpu::dots::avx2::four;
+use crate::cpu::dots::{BIAS, TileCodes, VECTOR_ROWS as ROWS};
+use crate::cpu::hybrid::avx512::{BITS, LANES};
+use crate::cpu::hybrid::{Factors, Groups, QUAD, Signs};
+use crate::cpu::simd::{InstructionSet, Simd};
+use std::arch::x86_64::*;
+
+/// Registers of lanes that are worked on at once.
+const COLUMNS: usize = 2;
+
+/// Calls `group::<rows, digits, signed>`.
+macro_rules! by_rows {
+    ($rows:expr, ($($shape:tt)*), $args:tt) => {
+        match $rows {
+            1 => group::<1, $($shape)*> $args,
+            2 => group::<2, $($shape)*> $args,
+            3 => group::<3, $($shape)*> $args,
+            _ => group::<ROWS, $($shape)*> $args,
+        }
+    };
+}
+
+/// A tile's codes: where planes and groups lie.
+#[derive(Clone, Copy)]
+struct Tile<'a> {
+    bytes: &'a [u8],
+    width: usize,
+    lanes: usize,
+    /// Quads of a plane, and of a group.
+    plane: usize,
+    quads: usize,
+}
+
+impl Tile<'_> {
+    /// Plane and quad so many quads further.
+    #[inline]
+    fn after(self, (mut plane, at): (usize, usize), quads: usize) -> (usize, usize) {
+        let mut at = at + quads;
+        while at >= self.plane {
+            (plane, at) = (plane + 1, at - self.plane);
+        }
+        (plane, at)
+    }
+}
+
+/// Quads of a plane of a tile of so many groups, where there is a kernel for it; no division, which
+/// takes as long as a quad.
+pub(super) fn plane(codes: TileCodes<'_>, signs: Signs<'_>, groups: usize) -> Option<usize> {
+    let bits = groups * signs.quads * codes.width as usize;
+    let plane = bits / 8;
+    let whole = plane * 8 == bits && plane * QUAD * signs.lanes == codes.bytes.len();
+    let twos = signs.quads.is_multiple_of(2) && plane.is_multiple_of(2) && plane > 0;
+    let fits = whole && twos && signs.quads <= 8 && signs.lanes.is_multiple_of(COLUMNS * LANES);
+    fits.then_some(plane)
+}
+
+/// As `hybrid::dots`.
+pub(super) fn dots<'a>(
+    simd: Simd,
+    (codes, signs): (TileCodes<'_>, Signs<'_>),
+    groups: &Groups,
+    factors: impl ExactSizeIterator<Item = Factors<'a>>,
+    (out, stride): (&mut [f32], usize),
+) {
+    let (Signs { words, lanes, quads }, count) = (signs, factors.len());
+    assert_eq!(simd.set(), InstructionSet::Avx512, "hybrid: instruction set");
+    let Some(plane) = plane(codes, signs, count) else { unreachable!("hybrid: no kernel") };
+    let tile = Tile { bytes: codes.bytes, width: codes.width as usize, lanes, plane, quads };
+    let of = [&groups.steps, &groups.zeros, &groups.centres];
+    let len = count * lanes;
+    assert!(words.len() == len && of.iter().all(|of| of.len() == len), "hybrid: scales");
+    let mut soon = codes.ahead.steps(count * lanes / (COLUMNS * LANES) * quads / 2);
+    let mut next = (0, 0);
+    for (group, factors) in factors.enumerate() {
+        let (rows, digits) = (factors.rows.count(), factors.rows.digits);
+        assert!(group < count && (1..=ROWS).contains(&rows), "hybrid: rows");
+        assert_eq!(factors.rows.len, QUAD * quads, "hybrid: factors");
+        assert!(factors.units.len() == rows && factors.adds.len() == rows, "hybrid: units");
+        assert!(out.len() >= (rows - 1) * stride + lanes, "hybrid: output");
+        let at = group * lanes;
+        let begin = next;
+        next = tile.after(begin, quads);
+        let scales = Scales { of: of.map(|of| of[at..].as_ptr()), words: words[at..].as_ptr() };
+        let to = (out.as_mut_ptr(), stride);
+        // SAFETY: lengths are as asserted; a `Simd` of this set exists only where the CPU has it.
+        unsafe {
+            match (factors.positive && digits == 1, digits) {
+                (true, _) => {
+                    by_rows!(rows, (1, true), (tile, begin, factors, scales, to, &mut soon))
+                }
+                (_, 1) => by_rows!(rows, (1, false), (tile, begin, factors, scales, to, &mut soon)),
+                _ => by_rows!(rows, (2, false), (tile, begin, factors, scales, to, &mut soon)),
+            }
+        }
+    }
+}
+
+/// What the lanes of a group have: steps, zero points and centres; and a word of signs each.
+#[derive(Clone, Copy)]
+struct Scales {
+    of: [*const f32; 3],
+    words: *const u32,
+}
+
+/// One group, for all lanes. `SIGNED`: factors have no sign, so that codes keep theirs; else codes
+/// are bytes plus [`BIAS`], which is taken off again.
+///
+/// # Safety
+/// As `dots` asserts, and there is AVX-512 with VNNI.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
+unsafe fn group<const R: usize, const D: usize, const SIGNED: bool>(
+    tile: Tile<'_>,
+    begin: (usize, usize),
+    factors: Factors<'_>,
+    scales: Scales,
+    (out, stride): (*mut f32, usize),
+    soon: &mut Steps<'_>,
+) {
+    let rows = factors.rows;
+    let mask = _mm512_set1_epi8((u8::MAX >> (8 - tile.width)) as i8);
+    let bias = _mm512_set1_epi8(if SIGNED { 0 } else { BIAS as i8 });
+    // The first byte of each word, for each of its four bytes.
+    let firsts = _mm512_set4_epi32(0x0C0C_0C0C, 0x0808_0808, 0x0404_0404, 0);
+    for lane in (0..tile.lanes).step_by(COLUMNS * LANES) {
+        let words =
+            [0, 1].map(|c: usize| _mm512_loadu_si512(scales.words.add(lane + c * LANES).cast()));
+        let mut sums = [[[_mm512_setzero_si512(); COLUMNS]; R]; D];
+        for row in 0..R {
+            let much = if SIGNED { 0 } else { BIAS.wrapping_mul(rows.sums[row]) };
+            sums[D - 1][row] = [_mm512_set1_epi32(much.wrapping_neg()); COLUMNS];
+        }
+        let (mut plane, mut at) = begin;
+        let mut select = firsts;
+        for two in 0..tile.quads / 2 {
+            soon.ask();
+            let from = tile.bytes.as_ptr().add(QUAD * (at * tile.lanes + lane));
+            let shift = _mm512_set1_epi16((plane * tile.width) as i16);
+            (plane, at) = tile.after((plane, at), 2);
+            let signs = words.map(|words| _mm512_shuffle_epi8(words, select));
+            select = _mm512_add_epi8(select, _mm512_set1_epi8(1));
+            for odd in 0..2 {
+                let from = from.add(odd * QUAD * tile.lanes);
+                let mut values = signs;
+                for c in 0..COLUMNS {
+                    let codes = _mm512_loadu_si512(from.add(c * QUAD * LANES).cast());
+                    let codes = _mm512_srlv_epi16(codes, shift);
+                    let negative = _mm512_test_epi8_mask(signs[c], _mm512_set1_epi32(BITS[odd]));
+                    // codes & mask | bias; and nothing less that is twice the bias less it.
+                    let positive = _mm512_ternarylogic_epi32::<0xF8>(bias, codes, mask);
+                    let zero = _mm512_setzero_si512();
+                    values[c] = _mm512_mask_sub_epi8(positive, negative, zero, positive);
+                }
+                for row in 0..R {
+                    let at = D * row * rows.len + QUAD * (2 * two + odd);
+                    for digit in 0..D {
+                        let factor = four(rows.bytes.as_ptr(), at + digit * rows.len);
+                        let factor = _mm512_set1_epi32(factor);
+                        for c in 0..COLUMNS {
+                            let sum = &mut sums[digit][row][c];
+                            *sum = if SIGNED {
+                                _mm512_dpbusd_epi32(*sum, factor, values[c])
+                            } else {
+                                _mm512_dpbusd_epi32(*sum, values[c], factor)
+                            };
+                        }
+                    }
+                }
+            }
+        }
+        for c in 0..COLUMNS {
+            let sums: [_; R] = std::array::from_fn(|row| match D {
+                1 => sums[0][row][c],
+                _ => _mm512_add_epi32(_mm512_slli_epi32::<8>(sums[0][row][c]), sums[D - 1][row][c]),
+            });
+            scale(sums, factors, (scales, lane + c * LANES), (out, stride));
+        }
+    }
+}
+
+/// Adds sums of 16 lanes times their steps, and what centres and zero points add.
+///
+/// # Safety
+/// As `dots` asserts, and there is AVX-512.
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn scale<const R: usize>(
+    sums: [__m512i; R],
+    factors: Factors<'_>,
+    (scales, lane): (Scales, usize),
+    (out, stride): (*mut f32, usize),
+) {
+    let [steps, zeros, centres] = scales.of.map(|of| _mm512_loadu_ps(of.add(lane)));
+    for row in 0..R {
+        let unit = _mm512_mul_ps(steps, _mm512_set1_ps(factors.units[row]));
+        let [centre, zero] = factors.adds[row];
+        let out = out.add(row * stride + lane);
+        let before = _mm512_loadu_ps(out);
+        let after = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[row]), unit, before);
+        let after = _mm512_fmadd_ps(centres, _mm512_set1_ps(centre), after);
+        let after = _mm512_fmadd_ps(zeros, _mm512_set1_ps(zero), after);
+        _mm512_storeu_ps(out, after);
+    }
+}

@@ -1,0 +1,390 @@
+//! Factors as integers: queries and weights, as they are or times the steps of a page's groups,
+//! rounded to 16 bits of the largest in their row, or to 8.
+
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+pub(super) mod lanes;
+#[cfg(target_arch = "aarch64")]
+pub(super) mod neon;
+#[cfg(target_arch = "x86_64")]
+pub(super) mod x86;
+
+use crate::cpu::dots::ROWS;
+use crate::cpu::simd::{How, InstructionSet, Precision, Simd};
+use kvd_core::DType;
+
+/// Rows that are multiplied with steps at once.
+pub(super) const FOLD_ROWS: usize = 4;
+/// Largest magnitude of a factor: the most that two signed bytes hold both ways.
+pub(super) const TOP: f32 = 32639.0;
+/// The same of one signed byte, and of one that has no sign.
+const TOP_8: f32 = 127.0;
+const TOP_WEIGHT_8: f32 = 255.0;
+/// A row whose largest is no more than this is nothing beside any other, and has no reciprocal.
+pub(super) const NOTHING: f32 = 1e-30;
+
+/// How rows of integers lie, which is how an instruction set multiplies them.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Cut {
+    /// Words in the order 0, 2, 1, 3 of each four.
+    Swapped,
+    /// Words as they come.
+    Words,
+    /// All high bytes and then all low ones, both signed; with one byte each no low ones.
+    Halves,
+    /// The same of each eight values, and of the four that may be left.
+    Eights,
+}
+
+impl Cut {
+    fn of(simd: Simd) -> Self {
+        match simd.level() {
+            InstructionSet::Portable | InstructionSet::Avx2 => Self::Swapped,
+            InstructionSet::AvxVnni | InstructionSet::Avx512 | InstructionSet::Amx => Self::Halves,
+            InstructionSet::Neon => Self::Words,
+            InstructionSet::NeonDotprod | InstructionSet::NeonI8mm => Self::Eights,
+        }
+    }
+
+    /// Where the high and the low byte of value `at` of `len` lie.
+    #[inline]
+    fn places(self, at: usize, len: usize) -> [usize; 2] {
+        match self {
+            Self::Swapped => {
+                let swapped = 2 * (at / 4 * 4 + [0, 2, 1, 3][at % 4]);
+                [swapped + 1, swapped]
+            }
+            Self::Words => [2 * at + 1, 2 * at],
+            Self::Halves => [at, len + at],
+            Self::Eights => {
+                let first = at / EIGHT * EIGHT;
+                let high = 2 * first + at % EIGHT;
+                [high, high + EIGHT.min(len - first)]
+            }
+        }
+    }
+}
+
+/// Values whose parts [`Cut::Eights`] keeps together.
+pub(super) const EIGHT: usize = 8;
+
+/// Rows of integers, cut the way the instruction set multiplies them.
+pub(crate) struct Parts {
+    bytes: Vec<u8>,
+    /// Of an integer.
+    digits: usize,
+    /// The largest magnitude of an integer.
+    top: f32,
+    sums: Vec<i32>,
+    len: usize,
+    /// Values times steps.
+    folded: Vec<f32>,
+}
+
+/// What a row of factors came to.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct Pushed {
+    /// What one unit of its integers is.
+    pub(crate) unit: f32,
+    /// The sum of what rounding took away.
+    pub(crate) lost: f32,
+    /// The sum of the values times their minima.
+    pub(crate) base: f32,
+}
+
+/// Some rows of [`Parts`].
+#[derive(Clone, Copy)]
+pub(crate) struct PartRows<'a> {
+    pub(super) bytes: &'a [u8],
+    /// Bytes of an integer: 2, or 1 where precision is [`Precision::Int8`] and the instruction set
+    /// multiplies bytes; one has a sign where it is a query's and none where it is a weight's.
+    pub(super) digits: usize,
+    /// Sum of each row.
+    pub(super) sums: &'a [i32],
+    /// Values of a row.
+    pub(super) len: usize,
+}
+
+impl Parts {
+    /// No rows of queries yet, to be rounded that far.
+    pub(crate) fn of_queries(how: How) -> Self {
+        Self::new(how, TOP_8)
+    }
+
+    /// The same of queries times scales of their channels, which keep two bytes: one large channel
+    /// would leave others next to nothing of one.
+    pub(crate) fn of_scaled_queries((simd, _): How) -> Self {
+        Self::new((simd, Precision::Fast), TOP)
+    }
+
+    /// No rows of weights yet: those are not negative, so that one byte has no sign. (A page whose
+    /// steps are negative, which no encoder writes, gives sums of no use.)
+    pub(crate) fn of_weights(how: How) -> Self {
+        Self::new(how, TOP_WEIGHT_8)
+    }
+
+    fn new((simd, precision): How, top: f32) -> Self {
+        let bytes = precision == Precision::Int8 && Cut::of(simd) == Cut::Halves;
+        let (digits, top) = if bytes { (1, top) } else { (2, TOP) };
+        Self { bytes: Vec::new(), digits, top, sums: Vec::new(), len: 0, folded: Vec::new() }
+    }
+
+    /// Forgets its rows; each new one has `len` values, a multiple of four.
+    pub(crate) fn reset(&mut self, len: usize) {
+        debug_assert!(len.is_multiple_of(4), "rows of {len}");
+        self.sums.clear();
+        self.len = len;
+    }
+
+    /// Appends a row whose largest magnitude is `largest`. Who wants to know what rounding took
+    /// away says what the values add up to.
+    pub(crate) fn push(
+        &mut self,
+        simd: Simd,
+        values: &[f32],
+        largest: f32,
+        total: Option<f32>,
+    ) -> Pushed {
+        assert_eq!(values.len(), self.len, "parts: row length");
+        let pushed = self.split(simd, values, largest, total.unwrap_or_default());
+        if total.is_some() { pushed } else { Pushed { lost: 0.0, ..pushed } }
+    }
+
+    /// Appends at most [`ROWS`] rows of `values` times `steps`; steps and minima are f16.
+    pub(crate) fn push_folded(
+        &mut self,
+        simd: Simd,
+        values: &[&[f32]],
+        (steps, minima): (&[u8], &[u8]),
+        pushed: &mut [Pushed; ROWS],
+    ) {
+        let n = self.len;
+        assert!(values.len() <= ROWS && values.iter().all(|row| row.len() == n), "parts: rows");
+        assert!(steps.len() == 2 * n && minima.len() == 2 * n, "parts: scales");
+        #[cfg(target_arch = "x86_64")]
+        if simd.set() == InstructionSet::Avx512 && n.is_multiple_of(x86::STEP) {
+            return self.push_folded_at_once(simd, values, (steps, minima), pushed);
+        }
+        let mut folded = std::mem::take(&mut self.folded);
+        folded.resize(FOLD_ROWS * n, 0.0);
+        for (values, pushed) in values.chunks(FOLD_ROWS).zip(pushed.chunks_mut(FOLD_ROWS)) {
+            let folds = fold(simd, values, (steps, minima), &mut folded);
+            for (row, folded) in folded.chunks_exact(n).take(values.len()).enumerate() {
+                // An overflow of value times step has no unit; the sum is then of no use anyway.
+                let largest = folds.largest[row];
+                let largest = if largest.is_finite() { largest } else { 0.0 };
+                pushed[row] = self.split(simd, folded, largest, folds.totals[row]);
+                pushed[row].base = folds.bases[row];
+            }
+        }
+        self.folded = folded;
+    }
+
+    /// The same where one kernel does both steps.
+    #[cfg(target_arch = "x86_64")]
+    fn push_folded_at_once(
+        &mut self,
+        simd: Simd,
+        values: &[&[f32]],
+        scales: (&[u8], &[u8]),
+        pushed: &mut [Pushed; ROWS],
+    ) {
+        for (values, pushed) in values.chunks(FOLD_ROWS).zip(pushed.chunks_mut(FOLD_ROWS)) {
+            let range = self.room(values.len());
+            let out = (&mut self.bytes[range], self.digits, self.top);
+            let cut = x86::fold_and_split(simd, values, scales, out);
+            for (row, pushed) in pushed.iter_mut().enumerate().take(values.len()) {
+                let (unit, lost, base) = (cut.units[row], cut.losts[row], cut.bases[row]);
+                *pushed = Pushed { unit, lost, base };
+                self.sums.push(cut.sums[row]);
+            }
+        }
+    }
+
+    /// Where the next rows go.
+    fn room(&mut self, rows: usize) -> std::ops::Range<usize> {
+        let size = self.digits * self.len;
+        let start = size * self.sums.len();
+        let end = start + size * rows;
+        if self.bytes.len() < end {
+            self.bytes.resize(end, 0);
+        }
+        start..end
+    }
+
+    fn split(&mut self, simd: Simd, values: &[f32], largest: f32, total: f32) -> Pushed {
+        let (range, top) = (self.room(1), self.top);
+        let inverse = if largest > NOTHING { top / largest } else { 0.0 };
+        let unit = if inverse > 0.0 { largest / top } else { 0.0 };
+        let sum = split(simd, values, inverse, (&mut self.bytes[range], self.digits));
+        self.sums.push(sum);
+        let lost = if inverse > 0.0 { total - sum as f32 * unit } else { 0.0 };
+        Pushed { unit, lost, base: 0.0 }
+    }
+
+    /// Rows from `first` on, at most [`ROWS`].
+    pub(crate) fn rows(&self, first: usize) -> PartRows<'_> {
+        let end = self.sums.len().min(first + ROWS);
+        let (digits, size) = (self.digits, self.digits * self.len);
+        let bytes = &self.bytes[first * size..end * size];
+        PartRows { bytes, digits, sums: &self.sums[first..end], len: self.len }
+    }
+}
+
+impl PartRows<'_> {
+    /// How many rows.
+    pub(crate) fn count(&self) -> usize {
+        self.sums.len()
+    }
+
+    /// Rows `first..first + count`.
+    pub(super) fn part(&self, first: usize, count: usize) -> Self {
+        let size = self.digits * self.len;
+        let bytes = &self.bytes[first * size..(first + count) * size];
+        Self { bytes, sums: &self.sums[first..first + count], ..*self }
+    }
+
+    /// Value `index` of row `row`; as a query's where it is one byte.
+    pub(crate) fn value(&self, simd: Simd, row: usize, index: usize) -> i32 {
+        let size = self.digits * self.len;
+        let row = &self.bytes[row * size..][..size];
+        if self.digits == 1 {
+            return i32::from(row[index] as i8);
+        }
+        let cut = Cut::of(simd);
+        let [high, low] = cut.places(index, self.len).map(|at| row[at]);
+        match cut {
+            Cut::Swapped | Cut::Words => i32::from(i16::from_le_bytes([low, high])),
+            Cut::Halves | Cut::Eights => i32::from(high as i8) * 256 + i32::from(low as i8),
+        }
+    }
+
+    /// Value `index` of row `row`, as the portable path has it.
+    pub(super) fn word(&self, row: usize, index: usize) -> i32 {
+        let swapped = [0, 2, 1, 3][index % 4];
+        let at = 2 * (row * self.len + index / 4 * 4 + swapped);
+        i32::from(i16::from_le_bytes([self.bytes[at], self.bytes[at + 1]]))
+    }
+}
+
+/// Rounds to an integer, ties to even, for magnitudes below `2^22`, without a call of the
+/// mathematics library for each.
+#[inline(always)]
+pub(super) fn round(x: f32) -> i32 {
+    const MAGIC: f32 = 12_582_912.0;
+    (x + MAGIC).to_bits().wrapping_sub(MAGIC.to_bits()) as i32
+}
+
+/// Rounds `values · inverse` to so many bytes, cuts it as the set multiplies it, and returns the
+/// integers' sum.
+fn split(simd: Simd, values: &[f32], inverse: f32, (out, digits): (&mut [u8], usize)) -> i32 {
+    #[cfg(target_arch = "x86_64")]
+    if simd.set() != InstructionSet::Portable && values.len().is_multiple_of(x86::STEP) {
+        return x86::split(simd, values, inverse, (out, digits));
+    }
+    #[cfg(target_arch = "aarch64")]
+    if simd.set() != InstructionSet::Portable && values.len().is_multiple_of(EIGHT) {
+        return neon::split(simd, values, inverse, out);
+    }
+    let (mut sum, cut) = (0, Cut::of(simd));
+    for (at, value) in values.iter().enumerate() {
+        let rounded = round(value * inverse);
+        sum += rounded;
+        if digits == 1 {
+            out[at] = rounded as u8;
+            continue;
+        }
+        let high = match cut {
+            Cut::Swapped | Cut::Words => rounded >> 8,
+            // What the high byte leaves has the same low eight bits.
+            Cut::Halves | Cut::Eights => (rounded + 128) >> 8,
+        };
+        let [high_at, low_at] = cut.places(at, values.len());
+        (out[high_at], out[low_at]) = (high as u8, rounded as u8);
+    }
+    sum
+}
+
+/// Of up to [`FOLD_ROWS`] rows: the largest magnitudes, the sums with minima, and the sums of all.
+#[derive(Default)]
+pub(super) struct Folds {
+    pub(super) largest: [f32; FOLD_ROWS],
+    pub(super) bases: [f32; FOLD_ROWS],
+    pub(super) totals: [f32; FOLD_ROWS],
+}
+
+/// Writes `values[r] · steps` of each row to `out` (`[rows, n]`).
+fn fold(simd: Simd, values: &[&[f32]], scales: (&[u8], &[u8]), out: &mut [f32]) -> Folds {
+    let n = values[0].len();
+    #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+    if simd.set() != InstructionSet::Portable && n.is_multiple_of(lanes::STEP) {
+        return lanes::fold(simd, values, scales, out);
+    }
+    let (mut steps, mut minima) = (vec![0f32; n], vec![0f32; n]);
+    DType::F16.widen(scales.0, &mut steps);
+    DType::F16.widen(scales.1, &mut minima);
+    let mut folds = Folds::default();
+    for (row, (values, out)) in values.iter().zip(out.chunks_exact_mut(n)).enumerate() {
+        for (i, (value, out)) in values.iter().zip(out).enumerate() {
+            *out = value * steps[i];
+            folds.largest[row] = folds.largest[row].max(out.abs());
+            folds.bases[row] += value * minima[i];
+            folds.totals[row] += *out;
+        }
+    }
+    folds
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_row_of_nothing_has_no_unit() {
+        for simd in Simd::available() {
+            let mut parts = Parts::of_queries((simd, Precision::Fast));
+            parts.reset(4);
+            assert_eq!(parts.push(simd, &[0.0; 4], 0.0, None), Pushed::default());
+            assert_eq!(parts.push(simd, &[1e-38; 4], 1e-38, None), Pushed::default());
+            assert_eq!(parts.rows(0).sums, [0, 0]);
+        }
+    }
+
+    #[test]
+    fn every_level_folds_alike() {
+        let wave = |i: usize, gain: f32| (i as f32 * 0.7).sin() * gain;
+        for n in [16, 64, 80, 20] {
+            let values: Vec<Vec<f32>> =
+                (0..ROWS).map(|row| (0..n).map(|i| wave(i + 31 * row, 3.0)).collect()).collect();
+            let scales = |gain| {
+                let wide: Vec<f32> = (0..n).map(|i| wave(i * i, gain)).collect();
+                let mut bytes = vec![0; 2 * n];
+                DType::F16.narrow(&wide, &mut bytes);
+                bytes
+            };
+            let (steps, minima) = (scales(0.25), scales(40.0));
+            for rows in 1..=ROWS {
+                let run = |simd: Simd| {
+                    let mut parts = Parts::of_queries((simd, Precision::Fast));
+                    parts.reset(n);
+                    let mut pushed = [Pushed::default(); ROWS];
+                    let values: Vec<&[f32]> = values[..rows].iter().map(|row| &row[..]).collect();
+                    parts.push_folded(simd, &values, (&steps, &minima), &mut pushed);
+                    let rows = parts.rows(0);
+                    let words = (0..rows.count()).flat_map(|row| (0..n).map(move |i| (row, i)));
+                    let words: Vec<i32> = words.map(|(row, i)| rows.value(simd, row, i)).collect();
+                    (pushed, words, rows.sums.to_vec())
+                };
+                let portable = run(Simd::available()[0]);
+                for simd in Simd::available() {
+                    let (pushed, words, sums) = run(simd);
+                    assert_eq!((&words, &sums), (&portable.1, &portable.2), "{simd:?}, {n}");
+                    for (got, want) in pushed.iter().zip(&portable.0) {
+                        assert_eq!(got.unit, want.unit);
+                        assert!((got.base - want.base).abs() < 1e-3, "{got:?} {want:?}");
+                        assert!((got.lost - want.lost).abs() < 1e-4, "{got:?} {want:?}");
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,385 @@
+//! Uniform sides whose products are of bf16 (`Precision::Int8` where the machine has AVX512-BF16):
+//! a step is multiplied into the query (keys by channel) or the weight (values by token), and the
+//! product rounded to bf16, eight bits of its own. No row has to be looked at first for its
+//! largest, which integers need, and one small factor beside a large one loses nothing.
+//!
+//! Codes of up to five bits become bf16 by a table in a register: the code less the middle of all
+//! codes, which is exact. The middle goes into the minimum.
+
+use crate::cpu::ahead::Ahead;
+use crate::cpu::dots::{TileCodes, VECTOR_ROWS as ROWS, wants_bytes};
+use crate::cpu::scores::{SPAN, Scores, TILE};
+use crate::cpu::simd::{How, Precision};
+#[cfg(target_arch = "x86_64")]
+use crate::cpu::uniform::avx512_bf16;
+use crate::cpu::uniform::minima::{Minima, Weighted};
+use crate::cpu::uniform::{SCALE_BYTES, by_tile, channels, middle, scale_row, scales, turn};
+use kvd_codec::{FixedCodes, GroupAxis, HeadSide, UniformGroups, UniformMode};
+use std::ops::Range;
+
+/// Codes that a table has room for; bits above a code do not matter where they are repeated.
+pub(super) const CODES: usize = 32;
+/// Factors that one step of a fold takes.
+pub(super) const STEP: usize = 32;
+/// Lanes that sums of products with minima are kept in.
+pub(super) const LANES: usize = 16;
+
+/// What codes stand for.
+pub(super) struct Levels {
+    /// Of each code, as bf16.
+    pub(super) table: [u16; CODES],
+    /// Steps from the minimum to level zero.
+    pub(super) middle: f32,
+}
+
+impl Levels {
+    /// `None` where there is no kernel for the codes, or none is wanted.
+    fn of((simd, precision): How, rows: usize, groups: UniformGroups) -> Option<Self> {
+        let wanted = precision == Precision::Int8 && simd.has_bf16() && !wants_bytes(simd, rows);
+        let fits = groups.mode != UniformMode::Hybrid && groups.bits <= CODES.ilog2();
+        if !wanted || !fits {
+            return None;
+        }
+        let (count, middle) = (1usize << groups.bits, middle(groups));
+        let zero = if groups.mode == UniformMode::Sym { groups.top.into() } else { middle };
+        // Whole or half numbers of at most five bits: the low half of an f32 is zero.
+        let level = |code: usize| ((code % count) as f32 - zero).to_bits() >> 16;
+        Some(Self { table: std::array::from_fn(|code| level(code) as u16), middle })
+    }
+}
+
+/// Queries of a unit, folded again for every group of tokens.
+pub(crate) struct Keys {
+    groups: UniformGroups,
+    levels: Levels,
+    dim: usize,
+    queries: Vec<f32>,
+    /// Address and row of the scales that queries are folded with.
+    folded: Option<(usize, usize)>,
+    /// Queries times steps, `[rows, dim]`, the middle two of each four swapped.
+    factors: Vec<u16>,
+    /// What the minima add to a score, by row.
+    bases: Vec<f32>,
+    zeros: Vec<u8>,
+}
+
+impl Keys {
+    /// Takes folded queries `[rows, dim]`.
+    pub(crate) fn new(how: How, side: &HeadSide, queries: &[f32]) -> Option<Self> {
+        let (groups, dim) = (side.uniform()?, side.dim());
+        let fits = groups.axis == GroupAxis::Channel && by_tile(groups);
+        if !fits || !dim.is_multiple_of(STEP) || !queries.iter().all(|q| q.is_finite()) {
+            return None;
+        }
+        let rows = queries.len() / dim;
+        let levels = Levels::of(how, rows, groups)?;
+        Some(Self {
+            groups,
+            factors: vec![0; queries.len()],
+            levels,
+            dim,
+            queries: queries.to_vec(),
+            folded: None,
+            bases: vec![0.0; rows],
+            zeros: Vec::new(),
+        })
+    }
+
+    /// Scores all rows against a few tiles, the first of which is tile `in_page` of its page.
+    pub(crate) fn tiles(
+        &mut self,
+        (page, in_page): (&FixedCodes<'_>, usize),
+        (codes, tiles): (TileCodes<'_>, Range<usize>),
+        scores: &mut Scores,
+    ) {
+        for ((codes, at), tile) in codes.tiles().zip(tiles) {
+            let row = scale_row(self.groups, in_page + at / TILE);
+            let key = (page.scales.as_ptr().addr(), row);
+            if self.folded != Some(key) {
+                self.folded = Some(key);
+                self.fold(page.scales, row);
+            }
+            let size = ROWS * self.dim;
+            let rows = self.factors.chunks(size).zip(self.bases.chunks(ROWS));
+            for (index, (factors, bases)) in rows.enumerate() {
+                let out = scores.rows_mut(index * ROWS, tile);
+                let ahead = if index == 0 { codes.ahead } else { Ahead::default() };
+                let codes = TileCodes { ahead, ..codes };
+                #[cfg(target_arch = "x86_64")]
+                avx512_bf16::keys(codes, &self.levels, (factors, bases), out);
+                #[cfg(not(target_arch = "x86_64"))]
+                let _ = (codes, factors, bases, out);
+            }
+        }
+    }
+
+    /// Multiplies the queries with the steps of a scale row.
+    fn fold(&mut self, bytes: &[u8], row: usize) {
+        let Self { dim, queries, factors, bases, zeros, levels, .. } = self;
+        let columns = if self.groups.mode == UniformMode::Asym { 2 } else { 1 };
+        let size = *dim * columns * SCALE_BYTES;
+        let scales = scales(&bytes[row * size..][..size], *dim, zeros);
+        let size = ROWS * *dim;
+        let rows = queries.chunks(size).zip(factors.chunks_mut(size));
+        for ((queries, factors), bases) in rows.zip(bases.chunks_mut(ROWS)) {
+            #[cfg(target_arch = "x86_64")]
+            avx512_bf16::fold_queries((queries, bases), scales, levels, factors);
+            #[cfg(not(target_arch = "x86_64"))]
+            let _ = (&queries, &factors, &bases, scales, &levels);
+        }
+    }
+}
+
+/// Weighted sums of a unit over one head's value codes.
+pub(crate) struct Values {
+    groups: UniformGroups,
+    levels: Levels,
+    dim: usize,
+    /// `[minima and steps, groups of channels, tokens]` of a span as f16.
+    turned: Vec<u8>,
+    zeros: Vec<u8>,
+    /// Weights times steps of one group, `[rows, tokens]`, swapped likewise.
+    factors: Vec<u16>,
+    bases: Minima<LANES>,
+}
+
+impl Values {
+    pub(crate) fn new(how: How, side: &HeadSide, rows: usize) -> Option<Self> {
+        let (groups, dim) = (side.uniform()?, side.dim());
+        let of = channels(groups, dim);
+        let fits = groups.axis == GroupAxis::Token && of.is_multiple_of(STEP);
+        if !fits || !dim.is_multiple_of(of) {
+            return None;
+        }
+        let levels = Levels::of(how, rows, groups)?;
+        Some(Self {
+            groups,
+            dim,
+            turned: Vec::new(),
+            zeros: Vec::new(),
+            factors: vec![0; ROWS * SPAN],
+            levels,
+            bases: Minima::new(rows, dim, of),
+        })
+    }
+
+    /// Adds the weighted codes of tiles to `sums` (`[rows, dim]`); the first is tile `in_page` of
+    /// its page.
+    pub(crate) fn tiles(
+        &mut self,
+        (page, in_page): (&FixedCodes<'_>, usize),
+        (codes, tiles): (TileCodes<'_>, Range<usize>),
+        weights: &Scores,
+        sums: &mut [f32],
+    ) {
+        let Self { groups, levels, dim, turned, zeros, factors, bases } = self;
+        let (tokens, channels) = (tiles.len() * TILE, channels(*groups, *dim));
+        turn(*groups, *dim, (page, in_page * TILE, tokens), turned);
+        let pairs = *dim / channels;
+        let (steps, minima) = scales(turned, tokens * pairs, zeros);
+        let blocks = sums.chunks_mut(ROWS * *dim).zip(bases.blocks());
+        for (index, (sums, bases)) in blocks.enumerate() {
+            let rows = sums.len() / *dim;
+            let weights = weights.rows_from(index * ROWS, tiles.start);
+            let of = Weighted { weights, rows, tokens, steps, minima, channels };
+            let ahead = if index == 0 { codes.ahead } else { Ahead::default() };
+            let codes = TileCodes { ahead, ..codes };
+            #[cfg(target_arch = "x86_64")]
+            avx512_bf16::values(codes, levels, (of, factors), (bases, sums));
+            #[cfg(not(target_arch = "x86_64"))]
+            let _ = (codes, &levels, of, &factors, (bases, sums));
+        }
+    }
+
+    /// Scales what was summed for row `row`, `sums` of it.
+    pub(crate) fn scale(&mut self, row: usize, sums: &mut [f32], factor: f32) {
+        self.bases.scale(row, sums, factor);
+    }
+
+    /// Adds what was summed for row `row`, `sums` of it, to `out`.
+    pub(crate) fn unfold(&self, row: usize, sums: &[f32], out: &mut [f32]) {
+        self.bases.unfold(row, sums, out);
+    }
+}
+
+#[cfg(all(test, target_arch = "x86_64"))]
+mod tests {
+    use super::*;
+    use crate::cpu::simd::Simd;
+    use kvd_core::DType;
+
+    /// A whole number of up to `top`.
+    fn whole(i: usize, top: usize) -> f32 {
+        (i * 7919 % (top + 1)) as f32
+    }
+
+    /// The same with a sign.
+    fn signed(i: usize, top: usize) -> f32 {
+        if i * 13 % 7 < 3 { -whole(i, top) } else { whole(i, top) }
+    }
+
+    fn narrow(dtype: DType, value: f32) -> [u8; 2] {
+        let mut bytes = [0; 2];
+        dtype.narrow(&[value], &mut bytes);
+        bytes
+    }
+
+    fn widen(dtype: DType, bytes: &[u8]) -> f32 {
+        let mut value = [0.0];
+        dtype.widen(bytes, &mut value);
+        value[0]
+    }
+
+    /// As many f16.
+    fn halves(count: usize, value: impl Fn(usize) -> f32) -> Vec<u8> {
+        (0..count).flat_map(|i| narrow(DType::F16, value(i))).collect()
+    }
+
+    /// Sixteenths: times a whole number they have more digits than bf16, and sums of such products
+    /// fewer than f32.
+    fn steps(count: usize) -> Vec<u8> {
+        halves(count, |i| (1.0 + whole(i, 14)) / 16.0)
+    }
+
+    fn minima(count: usize) -> Vec<u8> {
+        halves(count, |i| signed(3 * i + 1, 8) / 4.0)
+    }
+
+    fn half(bytes: &[u8], at: usize) -> f32 {
+        widen(DType::F16, &bytes[2 * at..2 * at + 2])
+    }
+
+    /// Levels of as many bits; `None` where the machine has no products of bf16.
+    fn levels(bits: u32, mode: UniformMode) -> Option<Levels> {
+        let top = if mode == UniformMode::Sym { (1 << (bits - 1)) - 1 } else { (1 << bits) - 1 };
+        let groups = UniformGroups { axis: GroupAxis::Token, group: Some(32), bits, mode, top };
+        let levels = Levels::of((Simd::detect(), Precision::Int8), 4, groups);
+        assert_eq!(levels.is_some(), Simd::detect().has_bf16());
+        levels
+    }
+
+    /// A tile's codes `[quads, lanes, 4]` in planes of so many bits.
+    fn tile(
+        width: usize,
+        quads: usize,
+        lanes: usize,
+        code: impl Fn(usize, usize) -> u8,
+    ) -> Vec<u8> {
+        let plane = quads * width / 8;
+        let byte = |i: usize| {
+            let (quad, lane, place) = (i / (4 * lanes), i / 4 % lanes, i % 4);
+            (0..8 / width)
+                .fold(0, |byte, p| byte | code(4 * (p * plane + quad) + place, lane) << (p * width))
+        };
+        (0..plane * lanes * 4).map(byte).collect()
+    }
+
+    /// Whether a factor of bf16 is not the product itself.
+    fn is_rounded(value: f32, step: f32) -> bool {
+        widen(DType::BF16, &narrow(DType::BF16, value * step)) != value * step
+    }
+
+    /// What a factor of bf16 times what a code stands for comes to.
+    fn product(value: f32, step: f32, level: u16) -> f64 {
+        let factor = widen(DType::BF16, &narrow(DType::BF16, value * step));
+        f64::from(factor) * f64::from(f32::from_bits(u32::from(level) << 16))
+    }
+
+    fn shapes() -> impl Iterator<Item = (u32, usize, UniformMode)> {
+        let widths = [(1, 1), (2, 2), (3, 8), (4, 4), (5, 8)];
+        let modes = [UniformMode::Asym, UniformMode::Sym];
+        let all = modes.into_iter().flat_map(move |mode| widths.map(|(bits, w)| (bits, w, mode)));
+        all.filter(|(bits, _, mode)| *bits > 1 || *mode == UniformMode::Asym)
+    }
+
+    #[test]
+    fn scores_are_exact_sums_of_rounded_factors() {
+        for ((bits, width, mode), rows) in shapes().flat_map(|s| [1, 2, 3, 4].map(|r| (s, r))) {
+            let Some(levels) = levels(bits, mode) else { return };
+            let dim = 64;
+            let code =
+                |channel: usize, token: usize| ((channel * 5 + token * 3) % (1 << bits)) as u8;
+            let bytes = tile(width, dim / 4, TILE, code);
+            let queries: Vec<f32> = (0..rows * dim).map(|i| signed(i, 100)).collect();
+            let (steps, minima) = (steps(dim), minima(dim));
+            assert!((0..dim).any(|channel| is_rounded(queries[channel], half(&steps, channel))));
+            let (mut factors, mut bases) = (vec![0; rows * dim], vec![0.0; rows]);
+            avx512_bf16::fold_queries(
+                (&queries, &mut bases),
+                (&steps, &minima),
+                &levels,
+                &mut factors,
+            );
+            let codes = TileCodes {
+                bytes: &bytes,
+                width: width as u32,
+                per_row: dim,
+                ahead: Ahead::default(),
+            };
+            let mut out = vec![0f32; rows * SPAN];
+            avx512_bf16::keys(codes, &levels, (&factors, &bases), &mut out);
+            for (row, token) in (0..rows).flat_map(|row| (0..TILE).map(move |t| (row, t))) {
+                let score: f64 = (0..dim)
+                    .map(|channel| {
+                        let (q, step) = (queries[row * dim + channel], half(&steps, channel));
+                        let centre = levels.middle.mul_add(step, half(&minima, channel));
+                        let level = levels.table[usize::from(code(channel, token))];
+                        product(q, step, level) + f64::from(q) * f64::from(centre)
+                    })
+                    .sum();
+                let got = f64::from(out[row * SPAN + token]);
+                assert_eq!(got, score, "{bits} {mode:?} {rows}");
+            }
+        }
+    }
+
+    #[test]
+    fn sums_are_exact_ones_of_rounded_weights_times_steps() {
+        for ((bits, width, mode), rows) in shapes().flat_map(|s| [1, 3, 4].map(|r| (s, r))) {
+            let Some(levels) = levels(bits, mode) else { return };
+            let (channels, groups, tokens) = (32, 2, 2 * TILE);
+            let dim = channels * groups;
+            let code =
+                |token: usize, channel: usize| ((channel * 7 + token * 3) % (1 << bits)) as u8;
+            let bytes = [0, TILE].map(|first| {
+                tile(width, TILE / 4, dim, |token, channel| code(first + token, channel))
+            });
+            let codes = TileCodes {
+                bytes: &bytes.concat(),
+                width: width as u32,
+                per_row: dim,
+                ahead: Ahead::default(),
+            };
+            let weights: Vec<f32> = (0..rows * SPAN).map(|i| whole(i, 200)).collect();
+            let (steps, minima) = (steps(groups * tokens), minima(groups * tokens));
+            assert!((0..tokens).any(|token| is_rounded(weights[token], half(&steps, token))));
+            let of = Weighted {
+                weights: &weights,
+                rows,
+                tokens,
+                steps: &steps,
+                minima: &minima,
+                channels,
+            };
+            let mut factors = vec![0; ROWS * SPAN];
+            let mut bases = vec![[0f32; LANES]; ROWS * groups];
+            let mut sums = vec![1f32; rows * dim];
+            avx512_bf16::values(codes, &levels, (of, &mut factors), (&mut bases, &mut sums));
+            for (row, channel) in (0..rows).flat_map(|row| (0..dim).map(move |c| (row, c))) {
+                let group = channel / channels;
+                let sum: f64 = (0..tokens)
+                    .map(|token| {
+                        let (weight, at) = (weights[row * SPAN + token], group * tokens + token);
+                        let centre = levels.middle.mul_add(half(&steps, at), half(&minima, at));
+                        let level = levels.table[usize::from(code(token, channel))];
+                        product(weight, half(&steps, at), level)
+                            + f64::from(weight) * f64::from(centre)
+                    })
+                    .sum();
+                let base: f64 = bases[group * ROWS + row].map(f64::from).iter().sum();
+                let got = f64::from(sums[row * dim + channel]) - 1.0 + base;
+                assert_eq!(got, sum, "{bits} {mode:?} {rows}");
+            }
+        }
+    }
+}

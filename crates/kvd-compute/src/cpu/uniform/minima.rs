@@ -1,0 +1,61 @@
+//! What minima of values by token add to weighted sums, kept apart from the codes: the same for all
+//! channels of a group, so that it is summed once a group.
+
+use crate::cpu::dots::VECTOR_ROWS as ROWS;
+
+/// What a call multiplies: `tokens` weights of a few rows, [`crate::cpu::scores::SPAN`] apart, and the
+/// scales of `channels` channels each.
+#[cfg_attr(not(target_arch = "x86_64"), allow(unused, reason = "no kernel reads them"))]
+pub(super) struct Weighted<'a> {
+    pub(super) weights: &'a [f32],
+    pub(super) rows: usize,
+    pub(super) tokens: usize,
+    pub(super) steps: &'a [u8],
+    pub(super) minima: &'a [u8],
+    pub(super) channels: usize,
+}
+
+/// Sums of minima of a unit's rows, in so many lanes.
+pub(super) struct Minima<const LANES: usize> {
+    /// `[blocks of rows, groups, rows]`.
+    sums: Vec<[f32; LANES]>,
+    channels: usize,
+    groups: usize,
+}
+
+impl<const LANES: usize> Minima<LANES> {
+    /// Of rows of `dim` channels in whole groups of `channels`.
+    pub(super) fn new(rows: usize, dim: usize, channels: usize) -> Self {
+        let groups = dim / channels;
+        let sums = vec![[0.0; LANES]; rows.next_multiple_of(ROWS) * groups];
+        Self { sums, channels, groups }
+    }
+
+    /// Of each block of rows, `[groups, rows]`.
+    pub(super) fn blocks(&mut self) -> impl Iterator<Item = &mut [[f32; LANES]]> {
+        self.sums.chunks_mut(ROWS * self.groups)
+    }
+
+    /// Where those of row `row` are, by group.
+    fn of_row(&self, row: usize) -> impl Iterator<Item = usize> + use<LANES> {
+        let first = row / ROWS * ROWS * self.groups + row % ROWS;
+        (0..self.groups).map(move |group| first + group * ROWS)
+    }
+
+    /// Scales what was summed for row `row`, `sums` of it too.
+    pub(super) fn scale(&mut self, row: usize, sums: &mut [f32], factor: f32) {
+        sums.iter_mut().for_each(|sum| *sum *= factor);
+        for at in self.of_row(row) {
+            self.sums[at].iter_mut().for_each(|sum| *sum *= factor);
+        }
+    }
+
+    /// Adds what was summed for row `row`, `sums` of it too, to `out`.
+    pub(super) fn unfold(&self, row: usize, sums: &[f32], out: &mut [f32]) {
+        let groups = out.chunks_exact_mut(self.channels).zip(sums.chunks_exact(self.channels));
+        for ((out, sums), at) in groups.zip(self.of_row(row)) {
+            let base: f32 = self.sums[at].iter().sum();
+            out.iter_mut().zip(sums).for_each(|(out, sum)| *out += sum + base);
+        }
+    }
+}

@@ -1,0 +1,246 @@
+//! Keys of uniform sides, straight from their codes, and what values (`uniform_values.rs`) share: a
+//! group's step goes into the query (keys by channel) or into the weight (values by token), its
+//! minimum into one product per group, and codes are multiplied as the small integers they are.
+//!
+//! Folded queries and weights are rounded to 16 bits of the largest in their group (weights to 8
+//! with `Precision::Int8`); everything else is exact to f32. With `Precision::Int8` some machines
+//! multiply narrow codes as bf16 (`bf16.rs`).
+
+#[cfg(target_arch = "x86_64")]
+pub(super) mod avx2_nibble_values;
+#[cfg(target_arch = "x86_64")]
+pub(super) mod avx2_nibbles;
+#[cfg(target_arch = "x86_64")]
+pub(super) mod avx512_bf16;
+#[cfg_attr(not(target_arch = "x86_64"), allow(unused, reason = "only AVX-512 has a kernel"))]
+pub(super) mod bf16;
+pub(super) mod by_token;
+pub(super) mod minima;
+#[cfg_attr(not(target_arch = "x86_64"), allow(unused, reason = "only AVX2 has a kernel"))]
+pub(super) mod nibbles;
+pub(super) mod values;
+
+use crate::cpu::dots::{Lookup, ROWS, TERMS_MAX, TileCodes, key_dots};
+use crate::cpu::parts::{Parts, Pushed};
+use crate::cpu::scores::{SPAN, Scores, TILE};
+use crate::cpu::simd::{How, Simd};
+use kvd_codec::{FixedCodes, GroupAxis, HeadSide, UniformGroups, UniformMode};
+use kvd_core::DType;
+
+/// Bytes of a minimum or a step, and of both.
+pub(super) const SCALE_BYTES: usize = 2;
+pub(super) const PAIR_BYTES: usize = 2 * SCALE_BYTES;
+
+/// The scale row of a tile, where all its tokens share one.
+pub(super) fn scale_row(groups: UniformGroups, tile: usize) -> usize {
+    groups.group.map_or(0, |group| tile * TILE / group)
+}
+
+/// Channels of a value that a token has one pair for; all of them where pairs are of channels.
+pub(super) fn channels(groups: UniformGroups, dim: usize) -> usize {
+    match groups.axis {
+        GroupAxis::Token => groups.group.unwrap_or(dim),
+        GroupAxis::Channel | GroupAxis::Block => dim,
+    }
+}
+
+/// Whether every tile lies in one scale row.
+pub(super) fn by_tile(groups: UniformGroups) -> bool {
+    match groups.axis {
+        GroupAxis::Channel => groups.group.is_none_or(|group| group.is_multiple_of(TILE)),
+        GroupAxis::Block => true,
+        GroupAxis::Token => false,
+    }
+}
+
+/// Queries of a unit, folded again for every group of tokens.
+pub(crate) struct Keys {
+    groups: UniformGroups,
+    lookup: Lookup,
+    dim: usize,
+    queries: Vec<f32>,
+    /// Address and row of the scales that queries are folded with: tiles of one group share them.
+    folded: Option<(usize, usize)>,
+    /// As many f16 as there are channels, for scales without minima.
+    zeros: Vec<u8>,
+    parts: Parts,
+    /// What cutting the queries as they are came to, where one pair is every channel's; its base
+    /// is that of a minimum of 1.
+    whole: Vec<Pushed>,
+    units: Vec<f32>,
+    /// What the minima add to a score, by row.
+    bases: Vec<f32>,
+}
+
+impl Keys {
+    /// Takes folded queries `[rows, dim]`.
+    pub(crate) fn new(how: How, side: &HeadSide, queries: &[f32]) -> Option<Self> {
+        let groups = side.uniform()?;
+        let dim = side.dim();
+        let fits = groups.bits <= 8 && dim <= TERMS_MAX && dim.is_multiple_of(4);
+        let fits = fits && groups.mode != UniformMode::Hybrid;
+        if !fits || !by_tile(groups) || !queries.iter().all(|q| q.is_finite()) {
+            return None;
+        }
+        Some(Self {
+            groups,
+            lookup: lookup(groups),
+            dim,
+            queries: queries.to_vec(),
+            folded: None,
+            zeros: Vec::new(),
+            // Queries are cut as they are where a page has one pair.
+            parts: match groups.axis {
+                GroupAxis::Block => Parts::of_queries(how),
+                GroupAxis::Channel | GroupAxis::Token => Parts::of_scaled_queries(how),
+            },
+            whole: Vec::new(),
+            units: Vec::new(),
+            bases: Vec::new(),
+        })
+    }
+
+    /// Scores all rows against tile `in_page` of a page.
+    pub(crate) fn tile(
+        &mut self,
+        simd: Simd,
+        (page, in_page): (&FixedCodes<'_>, usize),
+        codes: TileCodes<'_>,
+        tile: usize,
+        scores: &mut Scores,
+    ) {
+        let key = (page.scales.as_ptr().addr(), scale_row(self.groups, in_page));
+        if self.folded != Some(key) {
+            self.folded = Some(key);
+            self.fold(simd, page.scales, key.1);
+        }
+        for first in (0..self.units.len()).step_by(ROWS) {
+            let rows = self.parts.rows(first);
+            let units = &self.units[first..first + rows.count()];
+            let out = scores.rows_mut(first, tile);
+            key_dots(simd, codes, &self.lookup, (rows, units), out);
+            for (row, base) in self.bases[first..first + rows.count()].iter().enumerate() {
+                out[row * SPAN..][..TILE].iter_mut().for_each(|score| *score += base);
+            }
+        }
+    }
+
+    /// Multiplies the queries with the steps of a scale row.
+    fn fold(&mut self, simd: Simd, scales_of_page: &[u8], row: usize) {
+        self.units.clear();
+        self.bases.clear();
+        if self.groups.axis == GroupAxis::Block {
+            return self.take_pair(simd, scales_of_page);
+        }
+        self.parts.reset(self.dim);
+        let columns = if self.groups.mode == UniformMode::Asym { 2 } else { 1 };
+        let bytes = self.dim * columns * SCALE_BYTES;
+        let scales = scales(&scales_of_page[row * bytes..][..bytes], self.dim, &mut self.zeros);
+        for block in self.queries.chunks(ROWS * self.dim) {
+            let mut queries: [&[f32]; ROWS] = [&[]; ROWS];
+            let rows = block.len() / self.dim;
+            for (to, query) in queries.iter_mut().zip(block.chunks_exact(self.dim)) {
+                *to = query;
+            }
+            let mut pushed = [Pushed::default(); ROWS];
+            self.parts.push_folded(simd, &queries[..rows], scales, &mut pushed);
+            for row in &pushed[..rows] {
+                self.units.push(row.unit);
+                self.bases.push(row.base + middle(self.groups) * row.lost);
+            }
+        }
+    }
+
+    /// Takes the page's only pair into units and bases: the queries are cut once for all pages.
+    fn take_pair(&mut self, simd: Simd, pair: &[u8]) {
+        if self.whole.is_empty() {
+            self.parts.reset(self.dim);
+            for query in self.queries.chunks_exact(self.dim) {
+                let (largest, total) = (query.iter().fold(0f32, |m, q| m.max(q.abs())), sum(query));
+                let pushed = self.parts.push(simd, query, largest, Some(total));
+                self.whole.push(Pushed { base: total, ..pushed });
+            }
+        }
+        let mut values = [0f32; 2];
+        let [minimum, step] = match self.groups.mode {
+            UniformMode::Asym => {
+                DType::F16.widen(&pair[..PAIR_BYTES], &mut values);
+                values
+            }
+            UniformMode::Sym | UniformMode::Hybrid => {
+                DType::F16.widen(&pair[..PAIR_BYTES / 2], &mut values[1..]);
+                values
+            }
+        };
+        for row in &self.whole {
+            self.units.push(row.unit * step);
+            self.bases.push(row.base * minimum + middle(self.groups) * row.lost * step);
+        }
+    }
+}
+
+/// The code in the middle. What rounding takes from the factors is multiplied with codes; with
+/// this one it is put back, so that only the distance of codes from it counts.
+pub(super) fn middle(groups: UniformGroups) -> f32 {
+    match groups.mode {
+        // Codes less the largest magnitude are around 0 already.
+        UniformMode::Sym => 0.0,
+        UniformMode::Asym => f32::from(groups.top) / 2.0,
+        UniformMode::Hybrid => ((1u32 << groups.bits) - 1) as f32 / 2.0,
+    }
+}
+
+/// What products take codes for.
+pub(super) fn lookup(groups: UniformGroups) -> Lookup {
+    match groups.mode {
+        UniformMode::Asym => Lookup::identity(),
+        UniformMode::Sym => Lookup::less(groups.top.into()),
+        UniformMode::Hybrid => Lookup::bytes(),
+    }
+}
+
+/// Steps and minima of `n` factors, as f16; minima are zeros where codes have signs.
+pub(super) fn scales<'a>(
+    bytes: &'a [u8],
+    n: usize,
+    zeros: &'a mut Vec<u8>,
+) -> (&'a [u8], &'a [u8]) {
+    let (minima, steps) = bytes.split_at(bytes.len() - n * SCALE_BYTES);
+    if minima.is_empty() {
+        zeros.resize(steps.len(), 0);
+        return (steps, zeros);
+    }
+    (steps, minima)
+}
+
+/// Writes the scales of `tokens` tokens from `first` on, groups before tokens, to `out`.
+pub(super) fn turn(
+    groups: UniformGroups,
+    dim: usize,
+    (page, first, tokens): (&FixedCodes<'_>, usize, usize),
+    out: &mut Vec<u8>,
+) {
+    let pairs = dim.div_ceil(channels(groups, dim));
+    let columns = if groups.mode == UniformMode::Asym { 2 * pairs } else { pairs };
+    let bytes = &page.scales[first * columns * 2..][..tokens * columns * 2];
+    out.resize(bytes.len(), 0);
+    #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+    if columns.is_multiple_of(8) {
+        return crate::cpu::parts::lanes::transpose(bytes, columns, out);
+    }
+    let (words, turned) = (bytes.as_chunks::<2>().0, out.as_chunks_mut::<2>().0);
+    for (column, out) in turned.chunks_exact_mut(tokens).enumerate() {
+        let values = words[column..].iter().step_by(columns);
+        out.iter_mut().zip(values).for_each(|(out, value)| *out = *value);
+    }
+}
+
+/// In eight lanes: one would wait for each addition.
+pub(super) fn sum(values: &[f32]) -> f32 {
+    let (chunks, rest) = values.as_chunks::<8>();
+    let mut lanes = [0f32; 8];
+    for chunk in chunks {
+        lanes.iter_mut().zip(chunk).for_each(|(lane, value)| *lane += value);
+    }
+    lanes.iter().sum::<f32>() + rest.iter().sum::<f32>()
+}

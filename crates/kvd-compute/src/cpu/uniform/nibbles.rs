@@ -1,0 +1,321 @@
+//! Uniform sides whose codes of up to four bits are multiplied as bytes, with `Precision::Int8` in
+//! plain AVX2: `vpmaddubsw` adds two products in 16 bits, and several such sums fit before they
+//! are widened.
+//!
+//! A step is multiplied into the query (keys by channel) or the weight (values by token), and the
+//! product cut to one byte of the largest it can be in its block: the block's largest step times
+//! its largest query or weight. Those are known before anything is folded, so nothing is looked at
+//! twice; and one large channel takes digits from its block alone.
+
+use crate::cpu::ahead::Ahead;
+use crate::cpu::dots::{TileCodes, VECTOR_ROWS as ROWS};
+use crate::cpu::scores::{SPAN, Scores, TILE};
+use crate::cpu::simd::{How, InstructionSet, Precision};
+use crate::cpu::uniform::minima::{Minima, Weighted};
+use crate::cpu::uniform::{SCALE_BYTES, by_tile, channels, scale_row, scales, turn};
+#[cfg(target_arch = "x86_64")]
+use crate::cpu::{uniform::avx2_nibble_values, uniform::avx2_nibbles};
+use kvd_codec::{FixedCodes, GroupAxis, HeadSide, UniformGroups, UniformMode};
+use std::ops::Range;
+
+/// Channels of a key that share a unit, and how many one step of a fold takes.
+pub(super) const BLOCK: usize = 8;
+pub(super) const STEP: usize = 32;
+/// Largest factor of a query, which has a sign, and of a weight, which has none.
+const TOP_QUERY: f32 = 127.0;
+pub(super) const TOP_WEIGHT: f32 = 255.0;
+/// Steps of a block this far apart are uneven.
+pub(super) const UNEVEN: f32 = 4.0;
+/// Units of what rounding took in one of a factor: half of one is [`TOP_QUERY`] of them.
+pub(super) const RESIDUES: f32 = 254.0;
+/// Lanes that sums of products with minima are kept in.
+pub(super) const LANES: usize = 8;
+/// Whose reciprocal would be no finite number has none.
+const LEAST: f32 = 1e-30;
+
+/// Tokens whose weights share a unit.
+pub(super) const TOKENS: usize = 16;
+
+/// Twice the code around which others are multiplied, the middle of all; `None` where there is no
+/// kernel for the codes, or none is wanted.
+fn middle((simd, precision): How, groups: UniformGroups) -> Option<u8> {
+    let wanted = precision == Precision::Int8 && simd.level() == InstructionSet::Avx2;
+    if !wanted || groups.bits > 4 {
+        return None;
+    }
+    match groups.mode {
+        UniformMode::Asym => u8::try_from(groups.top).ok().filter(|top| *top < 16),
+        // Levels are around zero already, at a whole code.
+        UniformMode::Sym => u8::try_from(2 * groups.top).ok().filter(|twice| *twice < 16),
+        UniformMode::Hybrid => None,
+    }
+}
+
+/// Steps from the minimum to the middle.
+fn centre(groups: UniformGroups, middle: u8) -> f32 {
+    if groups.mode == UniformMode::Asym { f32::from(middle) / 2.0 } else { 0.0 }
+}
+
+/// The same for values, whose codes are bytes with a sign: those that lie in one and two bits are
+/// doubled first, of others the middle is half a step further.
+fn around(groups: UniformGroups, middle: u8, width: u32) -> Around {
+    let doubled = width <= 2;
+    let code = if doubled { middle } else { middle.div_ceil(2) };
+    let gain = if doubled { 0.5 } else { 1.0 };
+    let centre = if groups.mode == UniformMode::Asym { f32::from(code) * gain } else { 0.0 };
+    Around { code, gain, centre }
+}
+
+/// What value codes are multiplied less.
+#[derive(Clone, Copy)]
+pub(super) struct Around {
+    /// To be taken off a code, as it is multiplied.
+    pub(super) code: u8,
+    /// Steps that one of what is multiplied stands for.
+    pub(super) gain: f32,
+    /// Steps that it is above the minimum.
+    pub(super) centre: f32,
+}
+
+/// Queries as they are folded: of at most [`ROWS`] rows.
+struct Block {
+    rows: usize,
+    values: Vec<f32>,
+    /// Values over a unit of their block of channels, so that the largest is [`TOP_QUERY`].
+    scaled: Vec<f32>,
+    /// Those units, `[blocks of channels, ROWS]`.
+    largest: Vec<f32>,
+    /// The same times steps, for the last scale row folded: bytes, their units, and what minima and
+    /// the code that is zero add to a score.
+    factors: Vec<u8>,
+    units: Vec<f32>,
+    bases: [f32; ROWS],
+    /// What rounding took, of uneven blocks, and which those are.
+    residues: Vec<u8>,
+    uneven: Vec<usize>,
+}
+
+impl Block {
+    fn new(values: &[f32], dim: usize) -> Self {
+        let rows = values.len() / dim;
+        let mut scaled = values.to_vec();
+        let mut largest = vec![0.0; dim / BLOCK * ROWS];
+        for (row, values) in scaled.chunks_exact_mut(dim).enumerate() {
+            for (block, values) in values.chunks_exact_mut(BLOCK).enumerate() {
+                let most = values.iter().fold(0f32, |most, q| most.max(q.abs()));
+                let inverse = if most > LEAST { TOP_QUERY / most } else { 0.0 };
+                values.iter_mut().for_each(|q| *q *= inverse);
+                largest[block * ROWS + row] = most / TOP_QUERY;
+            }
+        }
+        Self {
+            rows,
+            values: values.to_vec(),
+            scaled,
+            units: vec![0.0; largest.len()],
+            largest,
+            factors: vec![0; values.len()],
+            bases: [0.0; ROWS],
+            residues: vec![0; values.len()],
+            uneven: Vec::new(),
+        }
+    }
+
+    fn for_fold(&mut self) -> (Queries<'_>, Folded<'_>) {
+        let Self { rows, values, scaled, largest, .. } = self;
+        let queries = Queries { rows: *rows, values, scaled, largest };
+        let Self { factors, units, bases, residues, uneven, .. } = self;
+        (queries, Folded { factors, units, bases, residues, uneven })
+    }
+
+    fn folded(&self) -> Factors<'_> {
+        Factors {
+            bytes: &self.factors,
+            units: &self.units,
+            bases: &self.bases[..self.rows],
+            residues: &self.residues,
+            uneven: &self.uneven,
+        }
+    }
+}
+
+/// Queries of a unit, folded again for every group of tokens.
+pub(crate) struct Keys {
+    groups: UniformGroups,
+    middle: u8,
+    dim: usize,
+    blocks: Vec<Block>,
+    /// Address and row of the scales that queries are folded with.
+    folded: Option<(usize, usize)>,
+    zeros: Vec<u8>,
+}
+
+/// What [`Keys`] hand to their kernel.
+pub(super) struct Queries<'a> {
+    pub(super) rows: usize,
+    pub(super) values: &'a [f32],
+    pub(super) scaled: &'a [f32],
+    pub(super) largest: &'a [f32],
+}
+
+/// What it makes of them.
+pub(super) struct Folded<'a> {
+    pub(super) factors: &'a mut [u8],
+    pub(super) units: &'a mut [f32],
+    pub(super) bases: &'a mut [f32; ROWS],
+    pub(super) residues: &'a mut [u8],
+    pub(super) uneven: &'a mut Vec<usize>,
+}
+
+/// The same, as keys are scored with it.
+#[derive(Clone, Copy)]
+pub(super) struct Factors<'a> {
+    pub(super) bytes: &'a [u8],
+    pub(super) units: &'a [f32],
+    /// By row, as many as there are.
+    pub(super) bases: &'a [f32],
+    pub(super) residues: &'a [u8],
+    pub(super) uneven: &'a [usize],
+}
+
+impl Keys {
+    /// Takes folded queries `[rows, dim]`.
+    pub(crate) fn new(how: How, side: &HeadSide, queries: &[f32]) -> Option<Self> {
+        let (groups, dim) = (side.uniform()?, side.dim());
+        let fits = groups.axis == GroupAxis::Channel && by_tile(groups);
+        // Blocks of channels lie in one plane of a byte, or codes are made bytes.
+        let width = if groups.bits == 3 { 8 } else { groups.bits as usize };
+        let fits = fits && dim.is_multiple_of(STEP) && (dim * width).is_multiple_of(8 * BLOCK);
+        if !fits || !queries.iter().all(|q| q.is_finite()) {
+            return None;
+        }
+        let middle = middle(how, groups)?;
+        let blocks = queries.chunks(ROWS * dim).map(|queries| Block::new(queries, dim));
+        let blocks = blocks.collect();
+        Some(Self { groups, middle, dim, blocks, folded: None, zeros: Vec::new() })
+    }
+
+    /// Scores all rows against a few tiles, the first of which is tile `in_page` of its page.
+    pub(crate) fn tiles(
+        &mut self,
+        (page, in_page): (&FixedCodes<'_>, usize),
+        (codes, tiles): (TileCodes<'_>, Range<usize>),
+        scores: &mut Scores,
+    ) {
+        for ((codes, at), tile) in codes.tiles().zip(tiles) {
+            let row = scale_row(self.groups, in_page + at / TILE);
+            let key = (page.scales.as_ptr().addr(), row);
+            if self.folded != Some(key) {
+                self.folded = Some(key);
+                self.fold(page.scales, row);
+            }
+            for (index, block) in self.blocks.iter().enumerate() {
+                let out = scores.rows_mut(index * ROWS, tile);
+                let ahead = if index == 0 { codes.ahead } else { Ahead::default() };
+                let codes = TileCodes { ahead, ..codes };
+                let factors = block.folded();
+                #[cfg(target_arch = "x86_64")]
+                avx2_nibbles::keys(codes, factors, out);
+                #[cfg(not(target_arch = "x86_64"))]
+                let _ = (codes, factors, out);
+            }
+        }
+    }
+
+    /// Multiplies the queries with the steps of a scale row.
+    fn fold(&mut self, bytes: &[u8], row: usize) {
+        let columns = if self.groups.mode == UniformMode::Asym { 2 } else { 1 };
+        let size = self.dim * columns * SCALE_BYTES;
+        let scales = scales(&bytes[row * size..][..size], self.dim, &mut self.zeros);
+        let around = (centre(self.groups, self.middle), f32::from(self.middle) / 2.0);
+        for block in &mut self.blocks {
+            let (queries, folded) = block.for_fold();
+            #[cfg(target_arch = "x86_64")]
+            avx2_nibbles::fold_queries(queries, scales, around, folded);
+            #[cfg(not(target_arch = "x86_64"))]
+            let _ = (queries, scales, around, folded);
+        }
+    }
+}
+
+/// Room for what is made of some rows' weights.
+pub(super) struct Room {
+    /// Weights over a unit of [`TOKENS`] of them.
+    pub(super) scaled: [f32; ROWS * SPAN],
+    /// The same times steps of one group.
+    pub(super) factors: [u8; ROWS * SPAN],
+}
+
+/// Weighted sums of a unit over one head's value codes.
+pub(crate) struct Values {
+    groups: UniformGroups,
+    middle: u8,
+    dim: usize,
+    /// `[minima and steps, groups of channels, tokens]` of a span as f16.
+    turned: Vec<u8>,
+    zeros: Vec<u8>,
+    room: Box<Room>,
+    bases: Minima<LANES>,
+}
+
+impl Values {
+    pub(crate) fn new(how: How, side: &HeadSide, rows: usize) -> Option<Self> {
+        let (groups, dim) = (side.uniform()?, side.dim());
+        let of = channels(groups, dim);
+        let fits = groups.axis == GroupAxis::Token && of.is_multiple_of(BLOCK);
+        if !fits || !dim.is_multiple_of(of) {
+            return None;
+        }
+        Some(Self {
+            middle: middle(how, groups)?,
+            groups,
+            dim,
+            turned: Vec::new(),
+            zeros: Vec::new(),
+            room: Box::new(Room { scaled: [0.0; ROWS * SPAN], factors: [0; ROWS * SPAN] }),
+            bases: Minima::new(rows, dim, of),
+        })
+    }
+
+    /// Adds the weighted codes of tiles to `sums` (`[rows, dim]`); the first is tile `in_page` of
+    /// its page.
+    pub(crate) fn tiles(
+        &mut self,
+        (page, in_page): (&FixedCodes<'_>, usize),
+        (codes, tiles): (TileCodes<'_>, Range<usize>),
+        weights: &Scores,
+        sums: &mut [f32],
+    ) {
+        let Self { groups, middle, dim, turned, zeros, room, bases } = self;
+        let (tokens, channels) = (tiles.len() * TILE, channels(*groups, *dim));
+        turn(*groups, *dim, (page, in_page * TILE, tokens), turned);
+        let pairs = *dim / channels;
+        let (steps, minima) = scales(turned, tokens * pairs, zeros);
+        let around = around(*groups, *middle, codes.width);
+        let blocks = sums.chunks_mut(ROWS * *dim).zip(bases.blocks());
+        for (index, (sums, bases)) in blocks.enumerate() {
+            let rows = sums.len() / *dim;
+            let weights = weights.rows_from(index * ROWS, tiles.start);
+            let of = Weighted { weights, rows, tokens, steps, minima, channels };
+            let ahead = if index == 0 { codes.ahead } else { Ahead::default() };
+            let codes = TileCodes { ahead, ..codes };
+            #[cfg(target_arch = "x86_64")]
+            avx2_nibble_values::values(codes, around, (of, room), (bases, sums));
+            #[cfg(not(target_arch = "x86_64"))]
+            let _ = (codes, around, of, &room, (bases, sums));
+        }
+    }
+
+    /// Scales what was summed for row `row`, `sums` of it.
+    pub(crate) fn scale(&mut self, row: usize, sums: &mut [f32], factor: f32) {
+        self.bases.scale(row, sums, factor);
+    }
+
+    /// Adds what was summed for row `row`, `sums` of it, to `out`.
+    pub(crate) fn unfold(&self, row: usize, sums: &[f32], out: &mut [f32]) {
+        self.bases.unfold(row, sums, out);
+    }
+}
+
+#[cfg(all(test, target_arch = "x86_64"))]
+mod tests;

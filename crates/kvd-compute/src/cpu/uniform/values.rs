@@ -1,0 +1,326 @@
+//! Values of uniform sides, straight from their codes: steps go into the weights where tokens have
+//! them, else into the sums, as do minima.
+
+use crate::cpu::ahead::Ahead;
+use crate::cpu::dots::{Lookup, ROWS, SETTLED_TILES, Target, TileCodes, VECTOR_ROWS, value_dots};
+use crate::cpu::hybrid;
+use crate::cpu::parts::{Parts, Pushed};
+use crate::cpu::scores::{Scores, TILE};
+use crate::cpu::simd::{How, Simd, per_level};
+use crate::cpu::uniform::{
+    PAIR_BYTES, by_tile, channels, lookup, middle, scale_row, scales, sum, turn,
+};
+use kvd_codec::{FixedCodes, GroupAxis, HeadSide, UniformGroups, UniformMode};
+use kvd_core::DType;
+use std::ops::Range;
+
+/// As many ones of f16 as a tile has tokens.
+const ONES: [u8; 2 * TILE] = {
+    let mut ones = [0; 2 * TILE];
+    let mut at = 1;
+    while at < 2 * TILE {
+        ones[at] = 0x3C;
+        at += 2;
+    }
+    ones
+};
+
+/// Minima and steps of some groups.
+#[derive(Default)]
+struct Scales {
+    minima: Vec<f32>,
+    steps: Vec<f32>,
+    /// Modes and signs, where groups choose.
+    hybrid: hybrid::Groups,
+    /// Address and row of what is loaded, so that tiles of one group load it once.
+    loaded: Option<(usize, usize)>,
+}
+
+impl Scales {
+    /// Loads scale row `row`; `pairs` groups of a head size.
+    fn load(
+        &mut self,
+        simd: Simd,
+        page: &FixedCodes<'_>,
+        groups: UniformGroups,
+        row: usize,
+        (pairs, dim): (usize, usize),
+    ) {
+        let key = Some((page.scales.as_ptr().addr(), row));
+        if self.loaded == key {
+            return;
+        }
+        self.loaded = key;
+        self.minima.resize(pairs, 0.0);
+        self.steps.resize(pairs, 0.0);
+        let pair_bytes = match groups.mode {
+            UniformMode::Asym => PAIR_BYTES,
+            UniformMode::Sym => PAIR_BYTES / 2,
+            UniformMode::Hybrid => {
+                let layout = groups.hybrid_layout(page.layout.tokens(), dim);
+                let (bytes, first, count) = (page.scales, row, 1);
+                let rows = hybrid::ScaleRows { bytes, layout, first, count, pairs };
+                return self.hybrid.load(simd, rows, false);
+            }
+        };
+        let bytes = &page.scales[row * pairs * pair_bytes..][..pairs * pair_bytes];
+        let (minima, steps) = bytes.split_at(bytes.len() - 2 * pairs);
+        if groups.mode == UniformMode::Asym {
+            DType::F16.widen(minima, &mut self.minima);
+        }
+        DType::F16.widen(steps, &mut self.steps);
+    }
+}
+
+/// Weighted sums of a unit over one head's value codes.
+pub(crate) struct Values {
+    groups: UniformGroups,
+    lookup: Lookup,
+    dim: usize,
+    scales: Scales,
+    parts: Parts,
+    /// `[minima and steps, groups of channels, tokens]` of a span as f16, for groups by token.
+    turned: Vec<u8>,
+    /// As many f16 as a span has tokens, for scales without minima.
+    zeros: Vec<u8>,
+    /// What is to be added to all channels of a group, `[rows, groups of channels]`: minima of
+    /// tokens, and what rounding took.
+    bases: Vec<f32>,
+    /// Tiles since they were added.
+    unsettled: usize,
+    /// Codes with their signs.
+    signed: Vec<u8>,
+}
+
+impl Values {
+    pub(crate) fn new(how: How, side: &HeadSide, rows: usize) -> Option<Self> {
+        let groups = side.uniform()?;
+        let dim = side.dim();
+        // The last group may be shorter.
+        let whole = |group: usize| group.is_multiple_of(16) && dim.is_multiple_of(16);
+        let fits = match groups.axis {
+            GroupAxis::Token => groups.group.is_none_or(whole),
+            GroupAxis::Channel | GroupAxis::Block => by_tile(groups),
+        };
+        let fits = match groups.mode {
+            UniformMode::Asym | UniformMode::Sym => fits && groups.bits <= 8,
+            // Signs of a group are one word, those of a tile.
+            UniformMode::Hybrid => {
+                groups.axis == GroupAxis::Channel && groups.group == Some(TILE) && groups.bits < 8
+            }
+        };
+        let pairs = dim.div_ceil(channels(groups, dim));
+        fits.then(|| Self {
+            groups,
+            lookup: lookup(groups),
+            dim,
+            scales: Scales::default(),
+            parts: Parts::of_weights(how),
+            turned: Vec::new(),
+            zeros: Vec::new(),
+            bases: vec![0.0; rows * pairs],
+            unsettled: 0,
+            signed: Vec::new(),
+        })
+    }
+
+    /// Adds the weighted codes of tiles to `sums` (`[rows, dim]`); the first is tile `in_page` of
+    /// its page.
+    pub(crate) fn tiles(
+        &mut self,
+        simd: Simd,
+        (page, in_page): (&FixedCodes<'_>, usize),
+        (codes, tiles): (TileCodes<'_>, Range<usize>),
+        weights: &Scores,
+        sums: &mut [f32],
+    ) {
+        self.unsettled += tiles.len();
+        if self.unsettled > SETTLED_TILES {
+            self.unsettled = tiles.len();
+            self.settle(sums);
+        }
+        if self.groups.axis == GroupAxis::Token {
+            let at = (page, in_page * TILE, tiles.len() * TILE);
+            turn(self.groups, self.dim, at, &mut self.turned);
+            for first in (0..weights.rows()).step_by(ROWS) {
+                let rows = first..weights.rows().min(first + ROWS);
+                self.by_token(simd, codes, &tiles, (rows, weights), sums);
+            }
+            return;
+        }
+        let bytes = codes.bytes.len() / tiles.len();
+        for (index, bytes) in codes.bytes.chunks_exact(bytes).enumerate() {
+            let ahead = codes.ahead.share(index, tiles.len());
+            let mut codes = TileCodes { bytes, ahead, ..codes };
+            let pairs = if self.groups.axis == GroupAxis::Block { 1 } else { self.dim };
+            let row = scale_row(self.groups, in_page + index);
+            self.scales.load(simd, page, self.groups, row, (pairs, self.dim));
+            let (hybrid, quads) = (self.groups.mode == UniformMode::Hybrid, TILE / hybrid::QUAD);
+            if hybrid {
+                let signs = self.signs(quads);
+                if hybrid::has_dots(simd, (codes, signs), 1, weights.rows()) {
+                    self.with_signs(simd, (codes, quads), (tiles.start + index, weights), sums);
+                    continue;
+                }
+            }
+            // Not borrowed while the sums are made.
+            let mut signed = std::mem::take(&mut self.signed);
+            if hybrid {
+                let signs = self.signs(quads);
+                signed.resize(TILE * self.dim, 0);
+                hybrid::spread(simd, codes, signs, &mut signed);
+                codes = TileCodes { bytes: &signed, width: 8, ..codes };
+            }
+            for first in (0..weights.rows()).step_by(ROWS) {
+                let rows = first..weights.rows().min(first + ROWS);
+                self.by_tile(simd, codes, tiles.start + index, (rows, weights), sums);
+            }
+            self.signed = signed;
+        }
+    }
+
+    /// A few rows over tiles whose tokens have scales of their own.
+    fn by_token(
+        &mut self,
+        simd: Simd,
+        codes: TileCodes<'_>,
+        tiles: &Range<usize>,
+        (rows, weights): (Range<usize>, &Scores),
+        sums: &mut [f32],
+    ) {
+        let (tokens, channels) = (tiles.len() * TILE, channels(self.groups, self.dim));
+        let sums = &mut sums[rows.start * self.dim..rows.end * self.dim];
+        let mut values: [&[f32]; ROWS] = [&[]; ROWS];
+        for (values, row) in values.iter_mut().zip(rows.clone()) {
+            *values = weights.tiles(row, tiles.clone()).0;
+        }
+        let pairs = self.dim.div_ceil(channels);
+        let (steps, minima) = scales(&self.turned, tokens * pairs, &mut self.zeros);
+        let scales = minima.chunks_exact(2 * tokens).zip(steps.chunks_exact(2 * tokens));
+        for (group, (minima, steps)) in scales.enumerate() {
+            let first = group * channels;
+            self.parts.reset(tokens);
+            let mut pushed = [Pushed::default(); ROWS];
+            self.parts.push_folded(simd, &values[..rows.len()], (steps, minima), &mut pushed);
+            for (row, pushed) in rows.clone().zip(&pushed) {
+                let base = pushed.base + middle(self.groups) * pushed.lost;
+                self.bases[row * pairs + group] += base;
+            }
+            let units = pushed.map(|row| row.unit);
+            let count = channels.min(self.dim - first);
+            let target = Target { units: &units[..rows.len()], factors: &[], first, count };
+            let codes = TileCodes { ahead: codes.ahead.share(group, pairs), ..codes };
+            value_dots(simd, codes, &self.lookup, (self.parts.rows(0), target), sums);
+        }
+    }
+
+    /// Signs of the tile whose scales are loaded.
+    fn signs(&self, quads: usize) -> hybrid::Signs<'_> {
+        hybrid::Signs { words: &self.scales.hybrid.signs, lanes: self.dim, quads }
+    }
+
+    /// All rows over a tile of codes with signs, by the kernel for those.
+    fn with_signs(
+        &mut self,
+        simd: Simd,
+        (mut codes, quads): (TileCodes<'_>, usize),
+        (tile, weights): (usize, &Scores),
+        sums: &mut [f32],
+    ) {
+        for (sums, at) in sums.chunks_mut(VECTOR_ROWS * self.dim).zip((0..).step_by(VECTOR_ROWS)) {
+            let count = sums.len() / self.dim;
+            let mut values: [&[f32]; VECTOR_ROWS] = [&[]; VECTOR_ROWS];
+            for (row, values) in values.iter_mut().enumerate().take(count) {
+                *values = weights.tiles(at + row, tile..tile + 1).0;
+            }
+            // Nothing is folded into them; what "minima" of one come to is their sum.
+            let mut pushed = [Pushed::default(); ROWS];
+            self.parts.reset(TILE);
+            self.parts.push_folded(simd, &values[..count], (&ONES, &ONES), &mut pushed);
+            let units = pushed.map(|row| row.unit);
+            let adds = pushed.map(|row| [middle(self.groups) * row.lost, row.base]);
+            let (units, adds) = (&units[..count], &adds[..count]);
+            let factors = hybrid::Factors { rows: self.parts.rows(0), positive: true, units, adds };
+            let (of, groups) = (std::iter::once(factors), &self.scales.hybrid);
+            hybrid::dots(simd, (codes, self.signs(quads)), groups, of, (sums, self.dim));
+            codes.ahead = Ahead::default();
+        }
+    }
+
+    /// A few rows over a tile whose tokens share their scales.
+    fn by_tile(
+        &mut self,
+        simd: Simd,
+        codes: TileCodes<'_>,
+        tile: usize,
+        (rows, weights): (Range<usize>, &Scores),
+        sums: &mut [f32],
+    ) {
+        self.parts.reset(TILE);
+        let mut units = [0f32; ROWS];
+        let sums = &mut sums[rows.start * self.dim..rows.end * self.dim];
+        let Scales { minima, steps, hybrid, .. } = &self.scales;
+        let (minima, steps, centres) = match self.groups.mode {
+            UniformMode::Hybrid => (&hybrid.zeros, &hybrid.steps, &hybrid.centres),
+            UniformMode::Asym | UniformMode::Sym => (minima, steps, steps),
+        };
+        for (index, row) in rows.clone().enumerate() {
+            let (weights, largest) = weights.tiles(row, tile..tile + 1);
+            let weight = sum(weights);
+            let pushed = self.parts.push(simd, weights, largest, Some(weight));
+            units[index] = pushed.unit;
+            let lost = middle(self.groups) * pushed.lost;
+            let sums = &mut sums[index * self.dim..][..self.dim];
+            match (&minima[..], &steps[..]) {
+                ([minimum], [step]) => self.bases[row] += weight * minimum + lost * step,
+                _ => add_bases(simd, sums, (minima, centres), [weight, lost]),
+            }
+            if let [step] = steps[..] {
+                units[index] *= step;
+            }
+        }
+        let factors = if steps.len() == 1 { &[] } else { &steps[..] };
+        let target = Target { units: &units[..rows.len()], factors, first: 0, count: self.dim };
+        value_dots(simd, codes, &self.lookup, (self.parts.rows(0), target), sums);
+    }
+
+    /// Scales what was summed for row `row`, `sums` of it.
+    pub(crate) fn scale(&mut self, row: usize, sums: &mut [f32], factor: f32) {
+        let pairs = self.dim.div_ceil(channels(self.groups, self.dim));
+        let bases = &mut self.bases[row * pairs..][..pairs];
+        sums.iter_mut().chain(bases).for_each(|sum| *sum *= factor);
+    }
+
+    /// Adds bases to the sums of all rows: codes are never negative, so that sums without minima
+    /// grow and would lose what is small beside them.
+    fn settle(&mut self, sums: &mut [f32]) {
+        let count = channels(self.groups, self.dim);
+        let groups = sums.chunks_exact_mut(self.dim).flat_map(|row| row.chunks_mut(count));
+        for (sums, base) in groups.zip(&mut self.bases) {
+            sums.iter_mut().for_each(|sum| *sum += *base);
+            *base = 0.0;
+        }
+    }
+
+    /// Adds what was summed for row `row`, `sums` of it, to `out`.
+    pub(crate) fn unfold(&self, row: usize, sums: &[f32], out: &mut [f32]) {
+        let count = channels(self.groups, self.dim);
+        let pairs = self.dim.div_ceil(count);
+        let groups = out.chunks_mut(count).zip(sums.chunks(count));
+        for ((out, sums), base) in groups.zip(&self.bases[row * pairs..]) {
+            out.iter_mut().zip(sums).for_each(|(out, sum)| *out += sum + base);
+        }
+    }
+}
+
+per_level!(
+    fn add_bases(sums: &mut [f32], scales: (&[f32], &[f32]), of: [f32; 2]) = add_bases_body
+);
+
+/// Adds what minima and centres are worth for a weight, and for what rounding took of it.
+#[inline(always)]
+fn add_bases_body(sums: &mut [f32], (minima, centres): (&[f32], &[f32]), [weight, lost]: [f32; 2]) {
+    for (sum, (minimum, centre)) in sums.iter_mut().zip(minima.iter().zip(centres)) {
+        *sum += weight * minimum + lost * centre;
+    }
+}
