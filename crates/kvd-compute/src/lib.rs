@@ -2,7 +2,7 @@
 //! the pages. [`Backend`] is the contract; [`CpuBackend`] the one that every machine has.
 //!
 //! Unsafe code is confined to `cpu/simd.rs` (run-time selected instruction sets) and to files of
-//! `cpu/` whose names end in an instruction set's or in `lanes` (register loads and stores).
+//! `cpu/` that are named by an instruction set, or `lanes` (register loads and stores).
 #![deny(unsafe_code)]
 
 mod backend;

@@ -1,13 +1,13 @@
 //! Attention over raw rows and pages: one loop for every codec, FlashDecoding-style split over
 //! the stored range, and a merge of the partial states.
 
-use crate::cpu::simd::{Precision, Simd};
-use crate::cpu::tile::{Reader, spans};
+use crate::cpu::job::{Job, Unit, payload_row};
+use crate::cpu::span::spans;
+use crate::cpu::tile::Reader;
 use crate::cpu::unit;
 use crate::{AttendPlan, Attended, BackendError, PartialState, PlanPart, PlanQuery};
 use kvd_core::Side;
 use rayon::prelude::*;
-use std::ops::Range;
 
 /// Query tokens of one unit: their accumulators stay in the second-level cache.
 pub(super) const UNIT_QUERY_TOKENS: u32 = 32;
@@ -15,27 +15,6 @@ pub(super) const UNIT_QUERY_TOKENS: u32 = 32;
 const UNIT_PARTS_MIN: usize = 8;
 /// A few units per thread even out their lengths.
 const UNITS_PER_THREAD: usize = 4;
-
-/// A piece of work: some query tokens, one KV head, some parts.
-pub(super) struct Unit<'a> {
-    pub(super) query: &'a PlanQuery,
-    /// Index of the query's first token in the batch.
-    pub(super) batch_row: usize,
-    /// Query tokens within the query.
-    pub(super) q: Range<u32>,
-    pub(super) head: usize,
-    pub(super) parts: &'a [PlanPart],
-}
-
-pub(crate) struct Job<'a> {
-    pub(crate) plan: &'a AttendPlan,
-    pub(crate) reader: Reader<'a>,
-    pub(crate) simd: Simd,
-    pub(crate) precision: Precision,
-    /// The whole payload, widened.
-    pub(crate) q: &'a [f32],
-    pub(crate) threads: usize,
-}
 
 /// Runs a plan; the caller has checked shapes and that `q` is finite.
 pub(crate) fn attend(job: &Job<'_>) -> Result<Attended, BackendError> {
@@ -91,18 +70,6 @@ fn seen(query: &PlanQuery) -> &[PlanPart] {
     let Some(first) = query.parts.iter().position(is_seen) else { return &[] };
     let end = query.parts.iter().rposition(is_seen).map_or(first, |last| last + 1);
     &query.parts[first..end]
-}
-
-/// Query heads that share one KV head.
-pub(super) fn group(job: &Job<'_>) -> usize {
-    job.plan.q_heads as usize / job.reader.codec.geometry().kv_heads as usize
-}
-
-/// Index of a unit's row (`query token × group`) in the batch's `[tokens, q_heads]`.
-pub(super) fn payload_row(job: &Job<'_>, unit: &Unit<'_>, row: usize) -> usize {
-    let group = group(job);
-    let token = unit.batch_row + unit.q.start as usize + row / group;
-    token * job.plan.q_heads as usize + unit.head * group + row % group
 }
 
 /// Merges the splits of each query row and writes the reply.

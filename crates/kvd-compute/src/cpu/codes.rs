@@ -1,9 +1,8 @@
 //! The Huffman decoder of the attention kernels by itself, to be measured.
 
 use crate::BackendError;
-use crate::cpu::huffman::{LaneTiles, Wanted, decode};
+use crate::cpu::huffman::{LaneTiles, TOGETHER, Wanted, decode};
 use crate::cpu::simd::Simd;
-use crate::cpu::unit::TOGETHER;
 use kvd_codec::{HeadSide, PageReader};
 use kvd_core::Side;
 

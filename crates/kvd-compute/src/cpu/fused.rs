@@ -1,28 +1,17 @@
 //! Which sides have kernels that need no decoded rows, and what those have in common.
 
-use crate::cpu::ahead::Ahead;
 use crate::cpu::dots::{TileCodes, wants_bytes};
 use crate::cpu::huffman::{LaneTiles, Rest};
+use crate::cpu::place::{Place, room};
 use crate::cpu::scores::{SPAN, Scores, TILE};
 use crate::cpu::simd::{How, Precision, Simd, per_level};
-use crate::cpu::unit::room;
 use crate::cpu::{
     bitalloc, fp8, grid, lloyd, polar, score_tables, uniform, uniform::bf16, uniform::by_token,
     uniform::nibbles, uniform::values, vq,
 };
-use kvd_codec::{CodeLayout, FixedCodes, HeadSide};
+use kvd_codec::{CodeLayout, HeadSide};
 use kvd_core::Side;
 use std::ops::Range;
-
-/// A tile, or the first of several, in its page and in the span that is at work.
-#[derive(Clone, Copy)]
-pub(super) struct Place<'a> {
-    pub(super) page: FixedCodes<'a>,
-    pub(super) in_page: usize,
-    pub(super) in_span: usize,
-    /// What of the next part to ask for meanwhile.
-    pub(super) ahead: Ahead<'a>,
-}
 
 /// The key side of a unit.
 pub(super) enum Keys {

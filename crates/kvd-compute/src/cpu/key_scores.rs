@@ -1,9 +1,10 @@
 //! Scores of keys alone, all of them kept: what softmax would take.
 
 use crate::BackendError;
-use crate::cpu::attend::{Job, Unit, group};
+use crate::cpu::job::{Job, Unit, group};
 use crate::cpu::softmax::{self, Seen};
-use crate::cpu::tile::{Rows, Span};
+use crate::cpu::span::Span;
+use crate::cpu::tile::Rows;
 use crate::cpu::unit::Walk;
 use kvd_core::Side;
 use rayon::prelude::*;

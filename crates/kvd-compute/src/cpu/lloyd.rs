@@ -1,5 +1,5 @@
 //! Lloyd sides, straight from their codes: a level is two bytes, looked up like two channels of a
-//! codebook, or what it adds to a score is looked up itself (`score_tables.rs`). A row's scale goes
+//! codebook, or what it adds to a score is looked up itself (`score_tables/`). A row's scale goes
 //! into its score or its weight.
 
 use crate::cpu::dots::{BIASED_TERMS_MAX, ROWS, Target, TileCodes, value_dots};

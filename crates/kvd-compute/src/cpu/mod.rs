@@ -1,4 +1,24 @@
 //! The CPU backend: an arena, the models' codecs, and a fixed pool of threads.
+//!
+//! Data flows one way: `attend` (or `key_scores`) cuts a plan into units (`job`), `unit` walks
+//! over the spans of one (`span`, `tile`), `fused` picks the kernels of its sides, and those end in
+//! a few products that all share. A folder is what a kernel does; a file in it is how an instruction
+//! set does that (`avx512`, `avx2`, `avx_vnni`, `amx`, `neon`; `x86` and `lanes` where several have
+//! one source), and nothing else in this crate holds unsafe code.
+//!
+//! | a side | kernel | what it multiplies with |
+//! |---|---|---|
+//! | `raw`, `f16`, `bf16`, `f32`, and rows that are decoded | `float` | `lanes` |
+//! | `fp8` | `fp8` | `lanes` |
+//! | `uniform`, scales by channel or page | `uniform`, its `values` | `parts`, `dots` |
+//! | the same, keys by token | `uniform::by_token` | `parts`, `dots` |
+//! | the same with `int8` | `uniform::bf16` in AVX-512, `uniform::nibbles` in AVX2 | themselves |
+//! | `uniform(mode=hybrid)` | `hybrid` under the above | `hybrid`, `dots` |
+//! | `vq` | `vq`; `expand` first where entries fit no register | `parts`, `dots` |
+//! | `vq(b=4)` and `lloyd(b=4)` keys with `int8` | `score_tables` | look-ups |
+//! | `lloyd`, keys of `polar` | `lloyd`, `polar` | `parts`, `dots` |
+//! | `bitalloc` | `bitalloc`; `levels` first but in AVX-512 | `parts`, `dots` |
+//! | `grid`, any side with `/huffman` | `huffman` to tiles, `grid` or the side's own | the same |
 
 mod ahead;
 mod arena;
@@ -29,6 +49,7 @@ mod fused;
 mod grid;
 mod huffman;
 mod hybrid;
+mod job;
 mod key_scores;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod lanes;
@@ -44,6 +65,7 @@ mod lloyd;
 )]
 mod parts;
 mod peak;
+mod place;
 mod polar;
 mod products;
 mod rows;
@@ -51,6 +73,7 @@ mod score_tables;
 mod scores;
 mod simd;
 mod softmax;
+mod span;
 #[cfg(test)]
 mod tests;
 mod tile;
@@ -246,7 +269,7 @@ impl CpuBackend {
     fn with_job<T: Send>(
         &self,
         plan: &AttendPlan,
-        run: impl FnOnce(&attend::Job<'_>) -> Result<T, BackendError> + Send,
+        run: impl FnOnce(&job::Job<'_>) -> Result<T, BackendError> + Send,
     ) -> Result<T, BackendError> {
         if let Some((index, value)) = rows::first_non_finite(plan.dtype, &plan.q) {
             return Err(BackendError::NonFiniteQuery { index, value });
@@ -254,7 +277,7 @@ impl CpuBackend {
         let codec = self.codec(plan.model)?;
         let mut q = vec![0f32; plan.q.len() / plan.dtype.size_bytes()];
         plan.dtype.widen(&plan.q, &mut q);
-        let job = attend::Job {
+        let job = job::Job {
             plan,
             reader: Reader { arena: &self.arena, codec, layer: plan.layer },
             simd: self.simd,

@@ -3,15 +3,17 @@
 //! kernel where it has one, else over rows decoded to f32.
 
 use crate::cpu::ahead::Next;
-use crate::cpu::attend::{Job, Unit, group, payload_row};
 use crate::cpu::dots::wants_bytes;
 use crate::cpu::float::ROWS;
-use crate::cpu::fused::{Keys, Place, Values};
-use crate::cpu::huffman::{self, LaneTiles, Wanted};
+use crate::cpu::fused::{Keys, Values};
+use crate::cpu::huffman::{self, LaneTiles, TOGETHER, Wanted};
+use crate::cpu::job::{Job, Unit, group, payload_row};
+use crate::cpu::place::{Place, room};
 use crate::cpu::scores::{SPAN, Scores, TILE};
 use crate::cpu::simd::{How, InstructionSet, Precision};
 use crate::cpu::softmax::{self, Seen, Sums};
-use crate::cpu::tile::{Reader, Rows, Span, spans};
+use crate::cpu::span::{Span, spans};
+use crate::cpu::tile::{Reader, Rows};
 use crate::{BackendError, PartialState, PlanPart};
 use kvd_codec::{HeadSide, PageReader, Space};
 use kvd_core::Side;
@@ -50,9 +52,6 @@ impl Queries {
         }
     }
 }
-
-/// Parts whose entropy-coded pages are decoded together: bytes of a lane of 32 bits.
-pub(super) const TOGETHER: usize = 4;
 
 /// Tiles of the entropy-coded pages of the parts at work.
 struct AtWork {
@@ -452,14 +451,6 @@ impl<'a> Walk<'a> {
         }
         self.states
     }
-}
-
-/// So many values of a buffer, which grows where it has fewer.
-pub(super) fn room<T: Copy + Default>(buffer: &mut Vec<T>, len: usize) -> &mut [T] {
-    if buffer.len() < len {
-        buffer.resize(len, T::default());
-    }
-    &mut buffer[..len]
 }
 
 /// Where a state keeps weighted sums of rows of that kind.

@@ -1,4 +1,4 @@
-//! `bitalloc.rs` in AVX-512: products of a run's codes as they lie, never written as bytes.
+//! `mod.rs` in AVX-512: products of a run's codes as they lie, never written as bytes.
 //!
 //! Runs are whole registers: of keys 64 codes are four positions of sixteen tokens, of values four
 //! tokens of sixteen positions. Kernels are reached through the two functions at the top, which ask

@@ -2,7 +2,7 @@
 //! and units go into the query or out of the sum, and outliers are added one by one.
 //!
 //! AVX-512 multiplies the codes of runs of whole registers as they lie, run after run
-//! (`runs_512_x86.rs`). Elsewhere, and where AMX takes over or a run has other lengths, codes of a
+//! (`avx512_runs.rs`). Elsewhere, and where AMX takes over or a run has other lengths, codes of a
 //! tile become bytes first, those of all runs side by side, so that one integer product serves
 //! widths of every kind. Fits put the levels of narrow codes on bytes; levels that are not take two
 //! positions, of high and of low bytes.
@@ -15,9 +15,9 @@ use crate::cpu::ahead::{Ahead, Steps};
 use crate::cpu::dots::{BIASED_TERMS_MAX, Lookup, ROWS, Target, TileCodes, key_dots, value_dots};
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::dots::{VECTOR_ROWS, wants_bytes};
-use crate::cpu::fused::Place;
 use crate::cpu::levels::{LevelBytes, LevelTable, Places, RunCodes, SPILL, look_up};
 use crate::cpu::parts::Parts;
+use crate::cpu::place::Place;
 use crate::cpu::scores::{SPAN, Scores, TILE};
 use crate::cpu::simd::{How, Simd};
 use kvd_codec::{BitAlloc, CodeLayout, HeadSide, Run};

@@ -29,7 +29,7 @@ fn a_long_sequence_among_short_ones_is_split_and_answers_as_alone() {
     lengths[7] = parts.len();
     let plan = ragged(&geometry, &parts, &lengths);
     let split = |plan: &AttendPlan| {
-        let count = |job: &attend::Job<'_>| {
+        let count = |job: &job::Job<'_>| {
             let units = units(job);
             let of = |query: &PlanQuery| {
                 units.iter().filter(|unit| std::ptr::eq(unit.query, query)).count()
@@ -67,14 +67,13 @@ fn parts_that_a_window_hides_are_no_work() {
     let mut plan = ragged(&geometry, &parts, &[parts.len()]);
     // Sixteen parts of 64 tokens at most, for two heads and two threads: two splits of each.
     plan.queries[0].sliding_window = Some(15 * 64);
-    let splits = |job: &attend::Job<'_>| {
-        Ok(units(job).iter().map(|unit| unit.parts.len()).collect::<Vec<_>>())
-    };
+    let splits =
+        |job: &job::Job<'_>| Ok(units(job).iter().map(|unit| unit.parts.len()).collect::<Vec<_>>());
     let splits = backend.with_job(&plan, splits).unwrap();
     let all: usize = splits.iter().sum();
     assert!(splits.len() == 2 * HEADS && all <= 16 * HEADS, "{splits:?}");
     // None sees anything.
     plan.queries[0].parts = parts[..1].into();
-    let splits = |job: &attend::Job<'_>| Ok(units(job).len());
+    let splits = |job: &job::Job<'_>| Ok(units(job).len());
     assert_eq!(backend.with_job(&plan, splits).unwrap(), HEADS);
 }

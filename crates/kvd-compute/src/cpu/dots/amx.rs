@@ -1,10 +1,10 @@
-//! `dots.rs` in AMX: products of bytes, 16 lanes times 64 summed codes in one instruction.
+//! `mod.rs` in AMX: products of bytes, 16 lanes times 64 summed codes in one instruction.
 //!
 //! Codes of a byte lie as its right operand wants them: a row is four summed codes of 16 lanes. The
 //! left one is rows of factors, the high bytes of each and then its low ones, as `Parts` has them.
 //! Rust has no stable names for the instructions, so they stand here as assembly. Registers are
 //! rows of a thread's state: shaped when the shape changes, given back when a unit ends.
-#![allow(unsafe_code)] // Assembly, and pointers into what callers in `dots.rs` have checked.
+#![allow(unsafe_code)] // Assembly, and pointers into what callers in `mod.rs` have checked.
 
 use crate::cpu::dots::{Lookup, Target, TileCodes};
 use crate::cpu::parts::PartRows;

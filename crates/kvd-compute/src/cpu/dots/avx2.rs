@@ -1,8 +1,8 @@
-//! `dots.rs` in AVX2: `vpmaddwd` of sign-extended halves, `vpshufb` tables in registers. AVX-512
-//! and AVX-VNNI are beside it (`dots_512_x86.rs`, `dots_vnni_x86.rs`).
+//! `mod.rs` in AVX2: `vpmaddwd` of sign-extended halves, `vpshufb` tables in registers. AVX-512
+//! and AVX-VNNI are beside it (`avx512.rs`, `avx_vnni.rs`).
 //!
 //! Everything here is reached through the two functions at the top, which know that the machine
-//! has the instructions (a [`Simd`] exists only then) and whose callers in `dots.rs` have checked
+//! has the instructions (a [`Simd`] exists only then) and whose callers in `mod.rs` have checked
 //! all lengths; pointers stay inside those.
 #![allow(unsafe_code)] // Register loads and stores, and calls after detection.
 #![expect(clippy::needless_range_loop, reason = "indices name registers")]

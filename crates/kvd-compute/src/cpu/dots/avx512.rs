@@ -1,6 +1,6 @@
-//! `dots.rs` in AVX-512: `vpdpbusd` of the high and the low parts, tables in registers.
+//! `mod.rs` in AVX-512: `vpdpbusd` of the high and the low parts, tables in registers.
 //!
-//! Everything here is reached through the two functions at the top, whose callers in `dots.rs`
+//! Everything here is reached through the two functions at the top, whose callers in `mod.rs`
 //! know that the machine has the instructions and have checked all lengths; pointers stay inside
 //! those.
 #![allow(unsafe_code)] // Register loads and stores, and calls after detection.

@@ -1,7 +1,7 @@
-//! `dots.rs` in AVX2 with AVX-VNNI: `vpdpbusd` of the high and the low parts, as in AVX-512
-//! (`dots_512_x86.rs`), in registers of 256 bits, of which there are 16.
+//! `mod.rs` in AVX2 with AVX-VNNI: `vpdpbusd` of the high and the low parts, as in AVX-512
+//! (`avx512.rs`), in registers of 256 bits, of which there are 16.
 //!
-//! Everything here is reached through the two functions at the top, whose callers in `dots_x86.rs`
+//! Everything here is reached through the two functions at the top, whose callers in `avx2.rs`
 //! know that the machine has the instructions and have checked all lengths; pointers stay inside
 //! those.
 #![allow(unsafe_code)] // Register loads and stores, and calls after detection.

@@ -4,7 +4,7 @@
 //! the lanes. A [`Lookup`] says what a code stands for, in at most 8 bits. Queries and weights are
 //! rounded to 15 bits and a sign: a step of `2^-15` of the row's largest. Sums are exact integers,
 //! so every instruction set gives the same bits. With `Precision::Int8` they are one byte where
-//! that is faster (`parts.rs`).
+//! that is faster (`parts/`).
 
 #[cfg(target_arch = "x86_64")]
 pub(super) mod amx;

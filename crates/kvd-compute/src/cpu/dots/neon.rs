@@ -1,7 +1,7 @@
-//! `dots.rs` in NEON: `tbl` tables in registers, and the products of `products_neon.rs`.
+//! `mod.rs` in NEON: `tbl` tables in registers, and the products of `neon_products.rs`.
 //!
 //! Everything here is reached through the two functions at the top, which know that the machine
-//! has the instructions (a [`Simd`] exists only then) and whose callers in `dots.rs` have checked
+//! has the instructions (a [`Simd`] exists only then) and whose callers in `mod.rs` have checked
 //! all lengths; pointers stay inside those.
 #![allow(unsafe_code)] // Calls after detection, pointers into checked slices.
 #![allow(unsafe_op_in_unsafe_fn, reason = "the whole of each body needs what its caller upholds")]

@@ -14,7 +14,7 @@ use std::arch::asm;
 pub(super) trait Products: Copy {
     /// Eight bytes of four lanes.
     type Values: Copy;
-    /// Eight factors, as `parts.rs` cuts them for the level.
+    /// Eight factors, as `parts/` cuts them for the level.
     type Factors: Copy;
     /// What four lanes sum up to, before it is added up.
     type Sums: Copy;

@@ -1,4 +1,4 @@
-//! The products of `dots.rs` as plain loops that a compiler turns into what vectors a target has:
+//! The products of `mod.rs` as plain loops that a compiler turns into what vectors a target has:
 //! codes become 16-bit values of one channel first, four of them meet four factors after that.
 
 use crate::cpu::dots::{Lookup, Target, TileCodes};

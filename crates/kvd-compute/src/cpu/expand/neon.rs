@@ -1,4 +1,4 @@
-//! `expand.rs` in NEON: a table of 256 bytes in half of the registers, sixteen codes at a time.
+//! `mod.rs` in NEON: a table of 256 bytes in half of the registers, sixteen codes at a time.
 #![allow(unsafe_code)] // Register loads and stores through pointers into checked slices.
 
 use crate::cpu::lanes::neon_tables::{TABLE_256, look_up, tables};

@@ -1,4 +1,4 @@
-//! `expand.rs` in AVX2: sixteen codes at a time, each one load of its four channels. In AVX-512:
+//! `mod.rs` in AVX2: sixteen codes at a time, each one load of its four channels. In AVX-512:
 //! 64 codes at a time, looked up in registers.
 #![allow(unsafe_code)] // Calls after detection, register loads and stores.
 

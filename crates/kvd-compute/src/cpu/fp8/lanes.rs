@@ -1,8 +1,8 @@
-//! `fp8.rs` in AVX2, AVX-512 and NEON. Lanes are tokens (keys) or positions (values); the four
+//! `mod.rs` in AVX2, AVX-512 and NEON. Lanes are tokens (keys) or positions (values); the four
 //! bytes of a lane are what a sum adds.
 //!
 //! Everything here is reached through the two functions at the top, which know that the machine
-//! has the instructions (a [`Simd`] exists only then) and whose callers in `fp8.rs` have checked
+//! has the instructions (a [`Simd`] exists only then) and whose callers in `mod.rs` have checked
 //! all lengths; pointers stay inside those.
 #![allow(unsafe_code)] // Calls after detection, pointers into checked slices.
 #![allow(unsafe_op_in_unsafe_fn, reason = "the whole of each body needs what its caller upholds")]

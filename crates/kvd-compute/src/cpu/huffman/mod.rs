@@ -15,7 +15,7 @@ pub(super) mod scalar;
 use crate::BackendError;
 use crate::cpu::scores::TILE;
 use crate::cpu::simd::{InstructionSet, Simd, per_level};
-use crate::cpu::tile::Span;
+use crate::cpu::span::Span;
 use kvd_codec::{
     CHUNK_TOKENS, CodeLayout, FixedCodes, HeadSide, LaneCodes, LaneRun, LaneTable, PageError,
     PageReader,
@@ -254,6 +254,9 @@ fn turn(quads: &[u8], (per_row, done): (usize, usize), out: &mut [u8]) {
         }
     }
 }
+
+/// Parts whose pages are decoded together: bytes of a lane of 32 bits.
+pub(super) const TOGETHER: usize = 4;
 
 /// A page, and the rows of it that are wanted.
 pub(super) struct Wanted<'a> {

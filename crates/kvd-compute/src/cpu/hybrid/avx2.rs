@@ -1,4 +1,4 @@
-//! `hybrid.rs` in AVX2: a sign is a bit of its lane's word, tested where its code lies.
+//! `mod.rs` in AVX2: a sign is a bit of its lane's word, tested where its code lies.
 #![allow(unsafe_code)] // A call after detection, register loads and stores.
 
 use crate::cpu::dots::BIAS;

@@ -1,4 +1,4 @@
-//! `hybrid.rs` in AVX-512: scales are taken apart, and turned, in registers; codes get their signs
+//! `mod.rs` in AVX-512: scales are taken apart, and turned, in registers; codes get their signs
 //! on their way out of a plane.
 #![allow(unsafe_code)] // Calls after detection, register loads and stores.
 

@@ -1,4 +1,4 @@
-//! `hybrid.rs` in AVX-512: products of codes with signs, which are never written as bytes.
+//! `mod.rs` in AVX-512: products of codes with signs, which are never written as bytes.
 //!
 //! Kernels are reached through `dots`, which asks for a [`Simd`] and checks all lengths; pointers
 //! stay inside.

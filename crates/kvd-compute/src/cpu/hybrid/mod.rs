@@ -210,7 +210,7 @@ pub(super) fn has_dots(
 }
 
 /// Adds products of a tile's codes with signs to `out`, rows of lanes so far apart: the factors of
-/// each group in turn, of at most [`VECTOR_ROWS`](crate::cpu::dots::VECTOR_ROWS) rows, times the steps
+/// each group in turn, of at most [`VECTOR_ROWS`](super::dots::VECTOR_ROWS) rows, times the steps
 /// of its lanes. Only where there [are](has_dots) kernels.
 pub(super) fn dots<'a>(
     simd: Simd,

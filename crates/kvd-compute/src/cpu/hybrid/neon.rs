@@ -1,4 +1,4 @@
-//! `hybrid.rs` in NEON: a sign is a bit of its lane's word, tested where its code lies.
+//! `mod.rs` in NEON: a sign is a bit of its lane's word, tested where its code lies.
 #![allow(unsafe_code)] // Register loads and stores.
 
 use crate::cpu::dots::BIAS;

@@ -1,4 +1,4 @@
-//! `lanes.rs` for NEON.
+//! `mod.rs` for NEON.
 #![allow(unsafe_code)] // Register loads and stores, and intrinsics.
 #![allow(unsafe_op_in_unsafe_fn, reason = "every body is what its method's name says")]
 

@@ -1,4 +1,4 @@
-//! `lanes.rs` for AVX2 and AVX-512.
+//! `mod.rs` for AVX2 and AVX-512.
 #![allow(unsafe_code)] // Register loads and stores, and intrinsics.
 #![allow(unsafe_op_in_unsafe_fn, reason = "every body is what its method's name says")]
 

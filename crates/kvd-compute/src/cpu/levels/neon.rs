@@ -1,4 +1,4 @@
-//! `levels.rs` in NEON: `tbl` tables, and shifts either way that bring planes to their bits.
+//! `mod.rs` in NEON: `tbl` tables, and shifts either way that bring planes to their bits.
 #![allow(unsafe_code)] // Register loads and stores through pointers into checked slices.
 
 use crate::cpu::lanes::neon_tables::{TABLE_16, TABLE_64, TABLE_256, look_up as look, tables};

@@ -1,4 +1,4 @@
-//! `levels.rs` in AVX-512 (tables of 64 and 256 bytes in registers) and AVX2 (`vpshufb`, one
+//! `mod.rs` in AVX-512 (tables of 64 and 256 bytes in registers) and AVX2 (`vpshufb`, one
 //! for each 16 levels).
 #![allow(unsafe_code)] // Calls after detection, register loads and stores.
 

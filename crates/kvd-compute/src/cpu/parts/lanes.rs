@@ -1,4 +1,4 @@
-//! `parts.rs` in registers: factors times steps, four rows at once, and scales turned.
+//! `mod.rs` in registers: factors times steps, four rows at once, and scales turned.
 //!
 //! Everything here is reached through functions that know that the machine has
 //! the instructions (a [`Simd`] exists only then) and whose callers have checked all lengths;

@@ -1,4 +1,4 @@
-//! `parts.rs` in NEON: factors as words or bytes, and scales turned.
+//! `mod.rs` in NEON: factors as words or bytes, and scales turned.
 //!
 //! Everything here is reached through the functions at the top, whose callers have checked all
 //! lengths; pointers stay inside those.

@@ -1,4 +1,4 @@
-//! `parts.rs` in AVX2 and AVX-512: factors as bytes or words, and scales turned.
+//! `mod.rs` in AVX2 and AVX-512: factors as bytes or words, and scales turned.
 //!
 //! Everything here is reached through the functions at the top, which know that the machine has
 //! the instructions (a [`Simd`] exists only then) and whose callers have checked all lengths;

@@ -1,4 +1,4 @@
-//! `score_tables.rs` in AVX2, where `vpshufb` looks up 32 codes of one position: codes are turned
+//! `mod.rs` in AVX2, where `vpshufb` looks up 32 codes of one position: codes are turned
 //! first, four positions of 32 tokens at a time. `vpmaddubsw` adds two positions' bytes times
 //! their factors; few enough of them are added up before sums of 16 bits become wider.
 #![allow(unsafe_code)] // Register loads and stores, and a call after detection.

@@ -1,4 +1,4 @@
-//! `score_tables.rs` in AVX-512: the tables of a row, and its scores, where `vpermb` looks up 64
+//! `mod.rs` in AVX-512: the tables of a row, and its scores, where `vpermb` looks up 64
 //! codes, each in the table of its position, and `vpdpbusd` adds four positions' bytes times their
 //! factors.
 #![allow(unsafe_code)] // Register loads and stores, and a call after detection.

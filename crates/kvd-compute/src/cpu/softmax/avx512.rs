@@ -1,13 +1,14 @@
-//! `softmax.rs` in AVX-512: four rows side by side, whose chains hide one another, and no lanes
+//! `mod.rs` in AVX-512: four rows side by side, whose chains hide one another, and no lanes
 //! that pass through memory. The same operations in the same order, so the same bits.
 //!
-//! Everything here is reached through the two functions at the top, whose caller knows that the
-//! machine has the instructions; they test what rows hold, and pointers stay inside.
+//! Everything here is reached through two functions, which ask for a [`Simd`] and test what rows
+//! hold; pointers stay inside.
 #![allow(unsafe_code)] // Masked loads and stores of checked rows.
 
 use crate::cpu::lanes::Lanes;
 use crate::cpu::lanes::x86::{A512, mask_512};
 use crate::cpu::scores::SPAN;
+use crate::cpu::simd::{InstructionSet, Simd};
 use crate::cpu::softmax::{
     LANES, LEAST, LN2_HIGH, LN2_LOW, MAGIC, ROWS, SCORE_MAX, SERIES, Seen, Sums,
 };
@@ -36,8 +37,21 @@ fn checked(seen: Seen<'_>) -> (*mut f32, usize, usize) {
 }
 
 /// As `softmax::finish` without a cap.
+pub(super) fn finish(simd: Simd, seen: Seen<'_>, offsets: &[f32], maxima: &mut [f32]) {
+    assert_eq!(simd.set(), InstructionSet::Avx512, "softmax: instruction set");
+    // SAFETY: a `Simd` of this set exists only where the CPU has it.
+    unsafe { finish_512(seen, offsets, maxima) }
+}
+
+/// As `softmax::weigh`.
+pub(super) fn weigh(simd: Simd, seen: Seen<'_>, maxima: &[f32; ROWS], sums: &mut Sums) {
+    assert_eq!(simd.set(), InstructionSet::Avx512, "softmax: instruction set");
+    // SAFETY: as above.
+    unsafe { weigh_512(seen, maxima, sums) }
+}
+
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,fma,f16c")]
-pub(super) fn finish(seen: Seen<'_>, offsets: &[f32], maxima: &mut [f32]) {
+fn finish_512(seen: Seen<'_>, offsets: &[f32], maxima: &mut [f32]) {
     let (scores, count, tokens) = checked(seen);
     assert!(offsets.len() == count && maxima.len() >= count, "softmax: offsets");
     // SAFETY: rows of `SPAN` hold the tokens.
@@ -45,9 +59,8 @@ pub(super) fn finish(seen: Seen<'_>, offsets: &[f32], maxima: &mut [f32]) {
     maxima[..count].copy_from_slice(&largest[..count]);
 }
 
-/// As `softmax::weigh`.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,fma,f16c")]
-pub(super) fn weigh(seen: Seen<'_>, maxima: &[f32; ROWS], sums: &mut Sums) {
+fn weigh_512(seen: Seen<'_>, maxima: &[f32; ROWS], sums: &mut Sums) {
     let (scores, count, tokens) = checked(seen);
     // SAFETY: four values of four.
     let largest = exp(_mm512_castps128_ps512(unsafe { _mm_loadu_ps(sums.largest.as_ptr()) }));

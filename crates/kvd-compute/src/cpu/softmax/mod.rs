@@ -1,5 +1,4 @@
 //! Scores to weights: a vectorised `exp` whose bits do not depend on the instruction set.
-#![allow(unsafe_code)] // Calls after detection.
 
 #[cfg(target_arch = "x86_64")]
 pub(super) mod avx512;
@@ -83,8 +82,7 @@ pub(super) fn finish(
 ) {
     #[cfg(target_arch = "x86_64")]
     if simd.set() == InstructionSet::Avx512 && cap.is_none() {
-        // SAFETY: a `Simd` of this set exists only where the CPU has it.
-        return unsafe { avx512::finish(seen, offsets, maxima) };
+        return avx512::finish(simd, seen, offsets, maxima);
     }
     finish_any(simd, seen, offsets, cap, maxima);
 }
@@ -93,8 +91,7 @@ pub(super) fn finish(
 pub(super) fn weigh(simd: Simd, seen: Seen<'_>, maxima: &[f32; ROWS], sums: &mut Sums) {
     #[cfg(target_arch = "x86_64")]
     if simd.set() == InstructionSet::Avx512 {
-        // SAFETY: as above.
-        return unsafe { avx512::weigh(seen, maxima, sums) };
+        return avx512::weigh(simd, seen, maxima, sums);
     }
     weigh_any(simd, seen, maxima, sums);
 }

@@ -3,9 +3,9 @@
 
 use crate::cpu::ahead::Ahead;
 use crate::cpu::dots::{Lookup, ROWS, TERMS_MAX, TileCodes, VECTOR_ROWS, key_dots};
-use crate::cpu::fused::Place;
 use crate::cpu::hybrid::{self, Groups, ScaleRows};
 use crate::cpu::parts::{Parts, Pushed};
+use crate::cpu::place::Place;
 use crate::cpu::scores::{SPAN, Scores, TILE};
 use crate::cpu::simd::{How, Simd, per_level};
 use crate::cpu::uniform::{lookup, middle};

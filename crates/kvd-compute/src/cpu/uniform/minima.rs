@@ -3,8 +3,8 @@
 
 use crate::cpu::dots::VECTOR_ROWS as ROWS;
 
-/// What a call multiplies: `tokens` weights of a few rows, [`crate::cpu::scores::SPAN`] apart, and the
-/// scales of `channels` channels each.
+/// What a call multiplies: `tokens` weights of a few rows, each [`SPAN`](crate::cpu::scores::SPAN)
+/// after the one before, and the scales of `channels` channels each.
 #[cfg_attr(not(target_arch = "x86_64"), allow(unused, reason = "no kernel reads them"))]
 pub(super) struct Weighted<'a> {
     pub(super) weights: &'a [f32],

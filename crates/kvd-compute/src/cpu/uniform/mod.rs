@@ -1,4 +1,4 @@
-//! Keys of uniform sides, straight from their codes, and what values (`uniform_values.rs`) share: a
+//! Keys of uniform sides, straight from their codes, and what values (`values.rs`) share: a
 //! group's step goes into the query (keys by channel) or into the weight (values by token), its
 //! minimum into one product per group, and codes are multiplied as the small integers they are.
 //!
