@@ -1,7 +1,7 @@
 //! Bytes beside a scalar model of how they are cut, and exact sums of them.
 
-use crate::cpu::simd::Simd;
 use super::*;
+use crate::cpu::simd::Simd;
 use kvd_core::DType;
 
 fn has_kernels() -> bool {
