@@ -53,16 +53,47 @@ fn attention_over_pages_is_attention_over_what_they_decode_to() {
     let mut paces = Pace::EACH.into_iter().cycle();
     for text in suite::codecs() {
         for pairing in [RopePairing::Half, RopePairing::Interleaved] {
-            let (backend, watch) = open(orders.next().unwrap(), paces.next().unwrap(), OPTIONS);
-            let answer = suite::errors(Box::new(backend), text, pairing);
+            let (mut backend, watch) = open(orders.next().unwrap(), paces.next().unwrap(), OPTIONS);
+            let answer = suite::errors(&mut backend, text, pairing);
             let (off, lse) = answer.unwrap_or_else(|| panic!("{text} is not served"));
             let most = suite::largest_error(text);
             assert!(off < most && lse < most, "{text}: outputs {off:.1e}, log-sum-exp {lse:.1e}");
             paces.next();
+            drop(backend);
             let watch = watch.lock();
             assert!(watch.launches >= 2 && watch.live == 0, "{text}: {watch:?}");
         }
     }
+}
+
+#[test]
+fn windows_caps_ranges_and_other_types_are_answered_as_asked() {
+    if !available() {
+        return;
+    }
+    let mut orders = Order::EACH.into_iter().cycle();
+    for pace in Pace::EACH {
+        for ask in suite::asks() {
+            let (mut backend, _) = open(orders.next().unwrap(), pace, OPTIONS);
+            let (off, lse) = suite::errors_of(&mut backend, &ask).unwrap();
+            let most = suite::largest_error(ask.text);
+            assert!(off < most && lse < most, "{ask:?}: {off:.1e}, log-sum-exp {lse:.1e}");
+        }
+    }
+}
+
+#[test]
+fn one_backend_serves_every_codec_in_turn() {
+    if !available() {
+        return;
+    }
+    let options = CudaOptions { graphs: 0, ..OPTIONS };
+    let (mut backend, watch) = open(Order::Random(2), Pace::Late, options);
+    let live = watch.lock().live;
+    let (agreed, of) = suite::agree(&mut backend, None);
+    assert_eq!((agreed, watch.lock().live), (of, live));
+    // No time is left: what says most is asked all the same.
+    assert_eq!(suite::agree(&mut backend, Some(Instant::now())).0, 1);
 }
 
 /// A backend with a model and some rows in a raw slot, and a part that names them.

@@ -90,10 +90,11 @@ fn attention_in_a_region_is_attention_over_what_pages_decode_to() {
         let Fixture { mut backend, watch, memory, .. } = fixture;
         // Launched kernel by kernel, made a graph, launched as one.
         backend.repeat = 3;
-        let answer = suite::errors(Box::new(backend), text, RopePairing::Half);
+        let answer = suite::errors(&mut backend, text, RopePairing::Half);
         let (off, lse) = answer.unwrap_or_else(|| panic!("{text} is not served"));
         let most = suite::largest_error(text);
         assert!(off < most && lse < most, "{text}: outputs {off:.1e}, log-sum-exp {lse:.1e}");
+        drop(backend);
         let watch = watch.lock();
         assert_eq!(watch.live, 0, "{text}");
         assert!(watch.graphs >= 2, "{text}: {} graphs", watch.graphs);

@@ -19,6 +19,9 @@ const SHAPES_LIMIT: Duration = Duration::from_secs(70);
 const DAEMON_LIMIT: Duration = Duration::from_secs(100);
 const IPC_LIMIT: Duration = Duration::from_secs(70);
 const SANITIZER_LIMIT: Duration = Duration::from_secs(280);
+/// No codec is begun after this in a sanitizer's step: the rest of its limit is for the last one,
+/// and for what starts before the first and runs behind it.
+const SANITIZER_BEGINS: Duration = Duration::from_secs(120);
 
 /// One step.
 pub(super) struct Step {
@@ -83,6 +86,8 @@ pub(super) fn all(folder: &Path, figures: impl Fn(&str) -> PathBuf) -> Vec<Step>
             tests(&mut command, filter);
             // A kernel may take a hundred times as long so; what hangs is ended with its step.
             command.env("KVD_GPU_KERNEL_SECONDS", SANITIZER_LIMIT.as_secs().to_string());
+            // What was asked by then is said, and the step ends by itself.
+            command.env("KVD_GPU_SECONDS", SANITIZER_BEGINS.as_secs().to_string());
             let key = if half == "ipc" { format!("{tool}-{half}") } else { tool.to_owned() };
             let name = format!("compute-sanitizer {tool}, {name}");
             steps.push(step(&key, &name, SANITIZER_LIMIT, command));
@@ -141,6 +146,12 @@ mod tests {
             let halves =
                 [of_tool(tool, &["--skip", "worker"]), of_tool(tool, &["--nocapture", "worker"])];
             assert_eq!(halves, [1, 1], "{tool}");
+        }
+        for step in &steps[5..] {
+            let seconds = step.command.get_envs().find(|env| env.0 == "KVD_GPU_SECONDS");
+            let seconds = seconds.and_then(|env| env.1?.to_str()?.parse().ok());
+            let seconds = Duration::from_secs(seconds.expect("when no codec is begun any more"));
+            assert!(2 * seconds < step.limit, "{}", step.name);
         }
         assert_eq!(steps.len(), 5 + 2 * SANITIZERS.len());
     }

@@ -1,8 +1,16 @@
 //! Conformance of a backend: attention over pages of every preset, and of sides that no preset has,
 //! against plain f64 attention over the rows that those pages decode to.
-#![allow(clippy::unwrap_used, dead_code, reason = "a test may fail, and uses its own part")]
+#![allow(
+    clippy::unwrap_used,
+    dead_code,
+    unused_imports,
+    reason = "a test may fail, and uses its own part"
+)]
 
+mod ask;
 pub(crate) mod region;
+
+pub(crate) use ask::{Ask, LATE, asks, late};
 
 use bytes::Bytes;
 use kvd_codec::{BlockRows, Calibration, CodecSpec, ModelCodec, PageReader, Samples, Space, fit};
@@ -10,6 +18,7 @@ use kvd_compute::{
     AttendPlan, Backend, EncodeSource, IncomingRows, PlanPart, PlanQuery, RawTarget, Source,
 };
 use kvd_core::{DType, Extent, Geometry, LayerIndex, ModelId, RopePairing, Side};
+use std::time::Instant;
 
 const MODEL: ModelId = ModelId(1);
 const LAYER: LayerIndex = LayerIndex(0);
@@ -20,14 +29,14 @@ const DIM: usize = 64;
 const BLOCKS: [u32; 2] = [64, 21];
 const QUERIES: usize = 3;
 
-fn geometry(rope_pairing: RopePairing) -> Geometry {
+fn geometry(rope_pairing: RopePairing, dtype: DType) -> Geometry {
     Geometry {
         layers: 1,
         kv_heads: KV_HEADS as u32,
         head_dim_k: DIM as u32,
         head_dim_v: DIM as u32,
         block_tokens: BLOCKS[0],
-        dtype: DType::F32,
+        dtype,
         rope_pairing,
     }
 }
@@ -63,51 +72,70 @@ fn calibrate(geometry: &Geometry, spec: &CodecSpec) -> Option<Calibration> {
     Some(fit(geometry, spec, &samples, 1, &mut |_| {}).unwrap())
 }
 
-/// A backend that holds the pages of both blocks, and what reads them for the reference.
+/// What backend and reference have of a sequence.
 struct Stored {
-    backend: Box<dyn Backend>,
     codec: ModelCodec,
-    parts: Vec<PlanPart>,
-    /// Bytes and page ends of each block.
-    pages: Vec<(Vec<u8>, Vec<u32>)>,
+    parts: Vec<Part>,
+}
+
+/// A part of a plan, and its rows as f64, `[side][head]` of `[tokens, DIM]`.
+struct Part {
+    plan: PlanPart,
+    rows: [[Vec<f64>; KV_HEADS]; 2],
 }
 
 /// A codec, calibrated where it needs it.
 pub(crate) fn codec(text: &str, rope_pairing: RopePairing) -> ModelCodec {
-    let geometry = geometry(rope_pairing);
+    codec_of(text, geometry(rope_pairing, DType::F32))
+}
+
+fn codec_of(text: &str, geometry: Geometry) -> ModelCodec {
     let spec = kvd_codec::resolve(text).unwrap();
     let calibration = calibrate(&geometry, &spec);
     ModelCodec::new(geometry, spec, calibration.as_ref()).unwrap()
 }
 
+/// Rows as they are stored in a type, and those bytes.
+fn narrowed(dtype: DType, values: &[f32]) -> (Vec<f32>, Bytes) {
+    let mut bytes = vec![0; values.len() * dtype.size_bytes()];
+    dtype.narrow(values, &mut bytes);
+    let mut rows = vec![0.0; values.len()];
+    dtype.widen(&bytes, &mut rows);
+    (rows, bytes.into())
+}
+
+/// Keys and values of a block.
+fn rows_of(index: u64, tokens: u32, dtype: DType) -> [(Vec<f32>, Bytes); 2] {
+    let count = tokens as usize * KV_HEADS * DIM;
+    [100, 200].map(|seed| narrowed(dtype, &values(seed + index, count)))
+}
+
 /// Stores both blocks; `None` when the backend does not serve the codec.
-fn store(mut backend: Box<dyn Backend>, text: &str, rope_pairing: RopePairing) -> Option<Stored> {
-    let mut codec = codec(text, rope_pairing);
+fn store(backend: &mut dyn Backend, ask: &Ask) -> Option<Stored> {
+    let Ask { text, dtype, .. } = *ask;
+    let mut codec = codec_of(text, geometry(ask.pairing, dtype));
     backend.supports(&codec).ok()?;
     let geometry = codec.geometry().clone();
     backend.register(MODEL, codec.clone());
     let extent = Extent { offset: 0, len: geometry.raw_layout(BLOCKS[0]).size_bytes() };
     let (capacity_rows, first_row) = (BLOCKS[0], 0);
-    let (mut parts, mut pages, mut first_token) = (Vec::new(), Vec::new(), 0);
+    let (mut parts, mut first_token) = (Vec::new(), 0);
     let mut offset = extent.len;
     for (index, rows) in (0u64..).zip(BLOCKS) {
-        let count = rows as usize * KV_HEADS * DIM;
-        let (k, v) = (values(100 + index, count), values(200 + index, count));
-        let incoming = IncomingRows { tokens: rows, k: bytes(&k), v: bytes(&v) };
+        let [(k, k_bytes), (v, v_bytes)] = rows_of(index, rows, dtype);
+        let incoming = IncomingRows { tokens: rows, k: k_bytes, v: v_bytes };
         let to = RawTarget { extent, capacity_rows, first_row };
         backend.write(MODEL, &incoming, 0, rows, to).unwrap();
+        let (k, v) = (by_head(&k), by_head(&v));
+        let block = BlockRows { tokens: rows as usize, k: &k, v: &v };
         if codec.needs_tables(LAYER) {
             // The backend makes its tables from the first block; the reference needs the same.
-            let (k, v) = (by_head(&k), by_head(&v));
-            let block = BlockRows { tokens: rows as usize, k: &k, v: &v };
             codec.train_tables(LAYER, &[block]).unwrap();
         }
         let source = EncodeSource { extent, capacity_rows, first_row, rows };
         let encoded = backend.encode(MODEL, LAYER, &[source]).unwrap().remove(0).unwrap();
         assert_eq!(encoded.fallback_pages, 0, "{text}");
         // The backend's pages are those of the reference encoder, wherever they lie.
-        let (k, v) = (by_head(&k), by_head(&v));
-        let block = BlockRows { tokens: rows as usize, k: &k, v: &v };
         let mut bytes = Vec::new();
         let wanted = codec.encode_block(LAYER, &block, &mut bytes).unwrap();
         assert_eq!(*encoded.page_ends, *wanted.page_ends, "{text}");
@@ -117,12 +145,52 @@ fn store(mut backend: Box<dyn Backend>, text: &str, rope_pairing: RopePairing) -
         offset += slot.len.next_multiple_of(64);
         backend.place(&encoded, slot);
         let ends = encoded.page_ends.clone();
+        let rows_of_pages = decoded(&codec, &bytes, &ends);
         let source = Source::Pages { extent: slot, ends, first_row: 0 };
-        parts.push(PlanPart { first_token, rows, source });
-        pages.push((bytes, encoded.page_ends.to_vec()));
+        parts.push(Part { plan: PlanPart { first_token, rows, source }, rows: rows_of_pages });
         first_token += rows;
     }
-    Some(Stored { backend, codec, parts, pages })
+    if ask.ragged {
+        parts[0].begin_inside();
+        parts.push(window(backend, (first_token, offset), &geometry));
+    }
+    Some(Stored { codec, parts })
+}
+
+/// Raw rows behind the pages, fewer than their slot has room for.
+fn window(
+    backend: &mut dyn Backend,
+    (first_token, offset): (u32, u64),
+    geometry: &Geometry,
+) -> Part {
+    let (rows, capacity_rows, first_row) = (9, 13, 2);
+    let extent = Extent { offset, len: geometry.raw_layout(capacity_rows).size_bytes() };
+    let [(k, k_bytes), (v, v_bytes)] = rows_of(BLOCKS.len() as u64, rows, geometry.dtype);
+    let incoming = IncomingRows { tokens: rows, k: k_bytes, v: v_bytes };
+    let to = RawTarget { extent, capacity_rows, first_row };
+    backend.write(MODEL, &incoming, 0, rows, to).unwrap();
+    let source = Source::Raw { extent, capacity_rows, first_row };
+    let head = |rows: &[f32], head: usize| {
+        let each = rows.len() / KV_HEADS;
+        by_head(rows)[head * each..][..each].iter().map(|x| f64::from(*x)).collect()
+    };
+    let rows_of_window = [k, v].map(|rows| [0, 1].map(|index| head(&rows, index)));
+    Part { plan: PlanPart { first_token, rows, source }, rows: rows_of_window }
+}
+
+impl Part {
+    /// Leaves out what is in front of a token inside the page's first tile, and what is behind one
+    /// of its second.
+    fn begin_inside(&mut self) {
+        let (skipped, rows) = (5, 41);
+        let Source::Pages { first_row, .. } = &mut self.plan.source else { return };
+        *first_row += skipped;
+        self.plan.first_token += skipped;
+        self.plan.rows = rows;
+        for rows_of_head in self.rows.iter_mut().flatten() {
+            *rows_of_head = rows_of_head[skipped as usize * DIM..][..rows as usize * DIM].to_vec();
+        }
+    }
 }
 
 /// From `[tokens, heads, dim]` to `[heads, tokens, dim]`.
@@ -131,35 +199,53 @@ fn by_head(rows: &[f32]) -> Vec<f32> {
     (0..KV_HEADS).flat_map(of).collect()
 }
 
-impl Stored {
-    /// Rows of both blocks as their pages decode, `[tokens, DIM]` of one head and side.
-    fn decoded(&self, side: Side, head: usize) -> Vec<f64> {
-        let mut all = Vec::new();
-        for (bytes, ends) in &self.pages {
-            let index = side.index() * KV_HEADS + head;
-            let start = if index == 0 { 0 } else { ends[index - 1] as usize };
-            let page = &bytes[start..ends[index] as usize];
-            let reader = PageReader::open(&self.codec, LAYER, side, head, page).unwrap();
-            let mut rows = vec![0f32; reader.tokens() * DIM];
-            reader.decode_rows(0, reader.tokens(), &mut rows).unwrap();
-            for row in rows.chunks_exact_mut(DIM) {
-                if reader.space() == Space::Coefficient {
-                    let coefficients = row.to_vec();
-                    self.codec.head(LAYER, side, head).inverse(&coefficients, row);
-                }
-                all.extend(row.iter().map(|x| f64::from(*x)));
+/// Rows as pages decode, `[side][head]` of `[tokens, DIM]`.
+fn decoded(codec: &ModelCodec, bytes: &[u8], ends: &[u32]) -> [[Vec<f64>; KV_HEADS]; 2] {
+    let of_page = |side: Side, head: usize| {
+        let index = side.index() * KV_HEADS + head;
+        let start = if index == 0 { 0 } else { ends[index - 1] as usize };
+        let page = &bytes[start..ends[index] as usize];
+        let reader = PageReader::open(codec, LAYER, side, head, page).unwrap();
+        let mut rows = vec![0f32; reader.tokens() * DIM];
+        reader.decode_rows(0, reader.tokens(), &mut rows).unwrap();
+        for row in rows.chunks_exact_mut(DIM) {
+            if reader.space() == Space::Coefficient {
+                let coefficients = row.to_vec();
+                codec.head(LAYER, side, head).inverse(&coefficients, row);
             }
         }
-        all
+        rows.into_iter().map(f64::from).collect()
+    };
+    Side::BOTH.map(|side| [0, 1].map(|head| of_page(side, head)))
+}
+
+impl Stored {
+    /// Positions, and rows of a head, of all tokens in `visible`.
+    fn seen(&self, head: usize, visible: &std::ops::Range<u32>) -> [Vec<f64>; 2] {
+        let mut seen = [Vec::new(), Vec::new()];
+        for part in &self.parts {
+            for (index, position) in
+                (part.plan.first_token..).take(part.plan.rows as usize).enumerate()
+            {
+                if visible.contains(&position) {
+                    for (seen, rows) in seen.iter_mut().zip(&part.rows) {
+                        seen.extend(&rows[head][index * DIM..][..DIM]);
+                    }
+                }
+            }
+        }
+        seen
     }
 }
 
-/// Attention of one query row that sees `seen` tokens: the output and the log-sum-exp.
-fn reference(q: &[f32], k: &[f64], v: &[f64], seen: usize) -> (Vec<f64>, f64) {
+/// Attention of one query row over the rows that it sees: the output and the log-sum-exp.
+fn reference(q: &[f32], [k, v]: &[Vec<f64>; 2], soft_cap: Option<f32>) -> (Vec<f64>, f64) {
     let score = |row: &[f64]| -> f64 {
-        row.iter().zip(q).map(|(k, q)| k * f64::from(*q)).sum::<f64>() / (DIM as f64).sqrt()
+        let score = row.iter().zip(q).map(|(k, q)| k * f64::from(*q)).sum::<f64>();
+        let score = score / (DIM as f64).sqrt();
+        soft_cap.map(f64::from).map_or(score, |cap| cap * (score / cap).tanh())
     };
-    let scores: Vec<f64> = k.chunks_exact(DIM).take(seen).map(score).collect();
+    let scores: Vec<f64> = k.chunks_exact(DIM).map(score).collect();
     let most = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     let weights: Vec<f64> = scores.iter().map(|s| (s - most).exp()).collect();
     let sum: f64 = weights.iter().sum();
@@ -204,33 +290,67 @@ pub(crate) fn largest_error(text: &str) -> f64 {
 /// Largest error of an output in units of the values' root mean square, and of a log-sum-exp;
 /// `None` when the backend does not serve the codec.
 pub(crate) fn errors(
-    backend: Box<dyn Backend>,
-    text: &str,
-    rope_pairing: RopePairing,
+    backend: &mut dyn Backend,
+    text: &'static str,
+    pairing: RopePairing,
 ) -> Option<(f64, f64)> {
-    let mut stored = store(backend, text, rope_pairing)?;
-    let plan = attend_plan(stored.parts.clone(), 1);
-    let q = values(5, QUERIES * Q_HEADS * DIM);
-    let position = plan.queries[0].position;
-    let attended = stored.backend.attend(&plan).unwrap();
-    let mut out = vec![0f32; QUERIES * Q_HEADS * DIM];
-    DType::F32.widen(&attended.out, &mut out);
+    errors_of(backend, &Ask::new(text, pairing))
+}
+
+/// The same of a question; an answer in few bits may be off by half of their last one besides.
+pub(crate) fn errors_of(backend: &mut dyn Backend, ask: &Ask) -> Option<(f64, f64)> {
+    let stored = store(backend, ask)?;
+    let (plan, q) = ask.plan(&stored);
+    let attended = backend.attend(&plan).unwrap();
+    backend.unregister(MODEL);
+    let mut out = vec![0f32; q.len()];
+    ask.dtype.widen(&attended.out, &mut out);
+    let rounding = match ask.dtype {
+        DType::F32 => 0.0,
+        DType::F16 => 1.0 / 2048.0,
+        DType::BF16 => 1.0 / 256.0,
+    };
     let (mut off, mut lse_off) = (0f64, 0f64);
     for head in 0..Q_HEADS {
         let kv_head = head / (Q_HEADS / KV_HEADS);
-        let [k, v] = Side::BOTH.map(|side| stored.decoded(side, kv_head));
+        let v = &stored.seen(kv_head, &(0..u32::MAX))[1];
         let rms = (v.iter().map(|x| x * x).sum::<f64>() / v.len() as f64).sqrt();
-        for index in 0..QUERIES {
+        for index in 0..ask.n_q as usize {
             let row = index * Q_HEADS + head;
-            let seen = position as usize + index + 1;
-            let (want, lse) = reference(&q[row * DIM..][..DIM], &k, &v, seen);
+            let seen = stored.seen(kv_head, &plan.queries[0].visible(index as u32));
+            let (want, lse) = reference(&q[row * DIM..][..DIM], &seen, ask.soft_cap);
             for (got, want) in out[row * DIM..][..DIM].iter().zip(&want) {
-                off = off.max((f64::from(*got) - want).abs() / rms);
+                let error = (f64::from(*got) - want).abs() - rounding * want.abs();
+                off = off.max(error / rms);
             }
             lse_off = lse_off.max((f64::from(attended.lse[row]) - lse).abs());
         }
     }
     Some((off, lse_off))
+}
+
+/// Asks one backend of every codec, as both pairings have it, and for what a plain question leaves
+/// out, until `end`; how many answers were within their bounds, and how many there are in all.
+pub(crate) fn agree(backend: &mut dyn Backend, end: Option<Instant>) -> (usize, usize) {
+    // What has kernels of different kinds comes first.
+    let first = ["kvd-2", "kivi-4", "vecinfer-2", "kvd-2-fast", "raw", "kvcomp", "vq-residual-4"];
+    let others = codecs().filter(|text| !first.contains(text));
+    let codecs: Vec<_> = first.into_iter().chain(others).collect();
+    let plain = |pairing| codecs.iter().map(move |text| Ask::new(text, pairing));
+    let asks = plain(RopePairing::Half).chain(self::asks());
+    let asks: Vec<Ask> = asks.chain(plain(RopePairing::Interleaved)).collect();
+    let mut agreed = 0;
+    for ask in &asks {
+        let answer = errors_of(backend, ask);
+        let (off, lse) = answer.unwrap_or_else(|| panic!("{ask:?} is not served"));
+        let most = largest_error(ask.text);
+        assert!(off < most && lse < most, "{ask:?}: outputs {off:.1e}, log-sum-exp {lse:.1e}");
+        agreed += 1;
+        if end.is_some_and(|end| Instant::now() >= end) {
+            break;
+        }
+    }
+    (agreed, asks.len())
 }
 
 /// Every preset, and sides that no preset has.

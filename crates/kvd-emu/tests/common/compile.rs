@@ -17,7 +17,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 
 /// Keys of one kind, values of another: no kernel of its own ahead of time.
-const CODEC: &str = "k=uniform(b=4,g=32,axis=channel); v=f16";
+const CODEC: &str = suite::LATE;
 const OWN: &str = "kvd_attend_uniform_f16_8";
 
 struct MadeUp {
@@ -135,6 +135,20 @@ fn the_shared_kernel_serves_until_the_pairs_own_is_there() {
     assert_eq!(compiled.len(), 1, "once, however often it is registered: {compiled:?}");
     assert!(compiled[0].starts_with("sm_90: "), "{compiled:?}");
     assert!(compiled[0].contains("kvd::Uniform<kvd::Asymmetric>, kvd::Float<kvd::F16>)"));
+}
+
+#[test]
+fn windows_and_ranges_of_such_a_pair_are_answered_before_and_after() {
+    if !available() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let Seen { mut backend, watch, go, events, .. } = Seen::new(folder.path(), "one");
+    go.send(Ok(())).unwrap();
+    suite::late(&mut backend, || events.lock().iter().any(Seen::is_ready));
+    let kernels = watch.lock().kernels.clone();
+    let last = kernels.iter().rfind(|name| name.contains("uniform"));
+    assert_eq!(last.map(String::as_str), Some(OWN), "{kernels:?}");
 }
 
 #[test]
