@@ -1,4 +1,4 @@
-//! Codebooks whose entries are no whole numbers of a unit, whatever they were fitted to.
+//! Calibrations with other tensors than a fit leaves: codebooks off whole levels, and on them.
 
 use kvd_codec::Calibration;
 use serde_json::Value;
@@ -6,20 +6,34 @@ use serde_json::Value;
 /// Bytes in front of a safetensors file's header: its length.
 const LENGTH_BYTES: usize = 8;
 
-/// The same calibration with the entries of its codebooks beside their levels.
-pub(crate) fn off_levels(calibration: &Calibration) -> Calibration {
+/// The same calibration with what `change` makes of the bytes of each tensor, by its name without
+/// its part, and its shape.
+pub(crate) fn changed(
+    calibration: &Calibration,
+    change: impl Fn(&str, &[usize], &mut [u8]),
+) -> Calibration {
     let mut bytes = calibration.to_bytes();
     let length = u64::from_le_bytes(*bytes.first_chunk().unwrap()) as usize;
     let data = LENGTH_BYTES + length;
     let header: Value = serde_json::from_slice(&bytes[LENGTH_BYTES..data]).unwrap();
     let number = |value: &Value| value.as_u64().unwrap() as usize;
     for (name, tensor) in header.as_object().unwrap() {
-        if !name.ends_with(".codebook") {
+        let Some((_, kind)) = name.split_once('.').filter(|_| name != "__metadata__") else {
             continue;
-        }
+        };
         let [start, end] = [0, 1].map(|end| data + number(&tensor["data_offsets"][end]));
-        // The last bit of each f16, which no level of a unit of few bits has for all of them.
-        bytes[start..end].iter_mut().step_by(size_of::<u16>()).for_each(|byte| *byte ^= 1);
+        let shape: Vec<usize> = tensor["shape"].as_array().unwrap().iter().map(number).collect();
+        change(kind, &shape, &mut bytes[start..end]);
     }
     Calibration::from_bytes(&bytes).unwrap()
+}
+
+/// The same calibration with the entries of its codebooks beside their levels.
+pub(crate) fn off_levels(calibration: &Calibration) -> Calibration {
+    changed(calibration, |kind, _, bytes| {
+        if kind == "codebook" {
+            // The last bit of each f16, which no level of a unit of few bits has for all of them.
+            bytes.iter_mut().step_by(size_of::<u16>()).for_each(|byte| *byte ^= 1);
+        }
+    })
 }

@@ -13,6 +13,14 @@ pub(crate) use store::{Layout, Stored, geometry, noise};
 use bytes::Bytes;
 use kvd_compute::{AttendPlan, PlanQuery};
 use kvd_core::{DType, LayerIndex, ModelId};
+use kvd_emu::{Order, sanitized};
+
+/// Orders of threads to run everything in. ThreadSanitizer reports a race in whatever order its
+/// threads run, and takes ten times as long: one there.
+pub(crate) fn orders() -> impl Iterator<Item = Order> + Clone {
+    let all = if sanitized("thread") { &Order::EACH[2..] } else { &Order::EACH[..] };
+    all.iter().copied()
+}
 
 /// What a test asks of a stored sequence.
 #[derive(Clone, Debug)]
