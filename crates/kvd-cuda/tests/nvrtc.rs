@@ -41,6 +41,50 @@ fn a_pair_without_a_kernel_of_its_own_is_compiled_for_ampere_and_hopper() {
     }
 }
 
+/// Sides with codes of fixed width.
+const SIDES: [Kernel; 11] = [
+    Kernel::F32,
+    Kernel::F16,
+    Kernel::Bf16,
+    Kernel::Fp8,
+    Kernel::Uniform,
+    Kernel::Symmetric,
+    Kernel::Hybrid,
+    Kernel::Vq,
+    Kernel::Polar,
+    Kernel::Lloyd,
+    Kernel::BitAlloc,
+];
+
+/// Every side once as keys and once as values, none of them beside itself; grids have Huffman codes.
+fn pairs() -> impl Iterator<Item = (Kernel, Kernel, bool)> {
+    let values = SIDES.into_iter().cycle().skip(3);
+    let fixed = SIDES.into_iter().zip(values).map(|(keys, values)| (keys, values, false));
+    fixed.chain([(Kernel::Grid, Kernel::Vq, true), (Kernel::Fp8, Kernel::Grid, true)])
+}
+
+#[test]
+fn every_side_is_compiled_as_keys_and_as_values() {
+    let Some(mut compiler) = compiler() else { return };
+    // A pair is three kernels, which take minutes for all pairs: they take turns, and of those with
+    // Huffman codes, which take ten times as long, it is the shortest.
+    for ((keys, values, huffman), turn) in pairs().zip([4, 8, 1].into_iter().cycle()) {
+        let rows = if huffman { 1 } else { turn };
+        let text = kernel_source(keys, values, huffman);
+        let (head, call) = text.split_once("_ROWS(").expect("a kernel for each number of rows");
+        let call = call.trim_end().trim_end_matches(')');
+        let text = format!("{head}({call}, {rows})\n");
+        let source = KernelSource { text: &text, headers: kernel_headers(), target: "sm_90" };
+        let begun = std::time::Instant::now();
+        let image = compiler.compile(source).unwrap_or_else(|error| panic!("{text}: {error}"));
+        let stage = if huffman { "huffman_" } else { "" };
+        let name = format!("kvd_attend_{stage}{}_{}_{rows}", keys.name(), values.name());
+        eprintln!("{name}: {} bytes in {:.1} s", image.len(), begun.elapsed().as_secs_f64());
+        let found = image.windows(name.len()).any(|bytes| bytes == name.as_bytes());
+        assert!(found, "no {name} of {text}");
+    }
+}
+
 #[test]
 fn what_cannot_be_compiled_is_an_error_with_the_compilers_words() {
     let Some(mut compiler) = compiler() else { return };
