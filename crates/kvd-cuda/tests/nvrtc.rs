@@ -56,7 +56,7 @@ const SIDES: [Kernel; 11] = [
     Kernel::BitAlloc,
 ];
 
-/// Every side once as keys and once as values, none of them beside itself; grids have Huffman codes.
+/// Every side once as keys and once as values, none beside itself; grids have Huffman codes.
 fn pairs() -> impl Iterator<Item = (Kernel, Kernel, bool)> {
     let values = SIDES.into_iter().cycle().skip(3);
     let fixed = SIDES.into_iter().zip(values).map(|(keys, values)| (keys, values, false));

@@ -2,6 +2,8 @@
 //! device.
 #![expect(clippy::unwrap_used, reason = "a test may fail")]
 
+#[path = "backend/asks.rs"]
+mod asks;
 #[path = "common/compile.rs"]
 mod compile;
 #[path = "common/driver.rs"]
@@ -64,36 +66,6 @@ fn attention_over_pages_is_attention_over_what_they_decode_to() {
             assert!(watch.launches >= 2 && watch.live == 0, "{text}: {watch:?}");
         }
     }
-}
-
-#[test]
-fn windows_caps_ranges_and_other_types_are_answered_as_asked() {
-    if !available() {
-        return;
-    }
-    let mut orders = Order::EACH.into_iter().cycle();
-    for pace in Pace::EACH {
-        for ask in suite::asks() {
-            let (mut backend, _) = open(orders.next().unwrap(), pace, OPTIONS);
-            let (off, lse) = suite::errors_of(&mut backend, &ask).unwrap();
-            let most = suite::largest_error(ask.text);
-            assert!(off < most && lse < most, "{ask:?}: {off:.1e}, log-sum-exp {lse:.1e}");
-        }
-    }
-}
-
-#[test]
-fn one_backend_serves_every_codec_in_turn() {
-    if !available() {
-        return;
-    }
-    let options = CudaOptions { graphs: 0, ..OPTIONS };
-    let (mut backend, watch) = open(Order::Random(2), Pace::Late, options);
-    let live = watch.lock().live;
-    let (agreed, of) = suite::agree(&mut backend, None);
-    assert_eq!((agreed, watch.lock().live), (of, live));
-    // No time is left: what says most is asked all the same.
-    assert_eq!(suite::agree(&mut backend, Some(Instant::now())).0, 1);
 }
 
 /// A backend with a model and some rows in a raw slot, and a part that names them.

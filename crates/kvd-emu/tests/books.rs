@@ -10,7 +10,7 @@ use common::run::run_split;
 use common::{Ask, Layout, Stored, geometry, noise};
 use kvd_core::{DType, Side};
 use kvd_cuda::CodebookRoom;
-use kvd_emu::{Order, available};
+use kvd_emu::{Order, available, sanitized};
 
 /// Roughly normal rows, one channel much larger than the others.
 fn value(side: Side, head: usize, token: usize, channel: usize) -> f32 {
@@ -36,6 +36,10 @@ fn agree(codec: &str, dims: [u32; 2], pages: &[usize]) {
                 let parts = ([1, 100, 2][turn % 3], [1, 2, 5, 64][turn % 4]);
                 let order = Order::EACH[turn / 2 % 3];
                 turn += 1;
+                // ThreadSanitizer takes ten times as long: some of them, of every kind.
+                if sanitized("thread") && turn % 7 != 1 {
+                    continue;
+                }
                 let answer = run_split(&stored, &plan, parts, rooms, order).unwrap();
                 check(&answer, &wanted, &format!("{codec}, {group} heads, {rooms:?}, {parts:?}"));
             }

@@ -82,7 +82,7 @@ impl<'a> Case<'a> {
         shapes: impl Iterator<Item = (usize, usize)>,
         digit: impl Fn(Side, usize, usize, usize) -> f32,
     ) {
-        // Angles and radii, and levels of turned rows, are no integers: their keys are like others'.
+        // Angles and radii, and levels of turned rows, are no integers: keys like others'.
         let whole_keys = !self.codec.contains("polar") && !self.codec.contains("lloyd");
         let row = |side: Side, head: usize, token: usize, channel: usize| match side {
             Side::Key if !whole_keys => fitted(side, head, token, channel),

@@ -33,8 +33,8 @@ type Shapes = (&'static [u32], &'static [(&'static [usize], usize)]);
 const SHAPES: Shapes =
     (&[64, 128], &[(&[64, 64], 7), (&[96, 33], 0), (&[64, 33], 3), (&[1], 1), (&[31], 0)]);
 
-/// Those for ThreadSanitizer: a race shows in any, and all take too long for every run. Kernels with
-/// constant shapes are for 128 channels.
+/// Those for ThreadSanitizer: a race shows in any, and all take too long for every run. Kernels
+/// with constant shapes are for 128 channels.
 const WATCHED: Shapes = (&[128], &[(&[64, 33], 3)]);
 
 /// Shared memory for codebooks: all of them, some entries of large ones, none.

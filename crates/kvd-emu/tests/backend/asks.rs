@@ -1,0 +1,38 @@
+//! What the plain question of the suite leaves out, and one backend for all that it asks: what a
+//! machine with a GPU runs (`kvd-cuda/tests/gpu.rs`).
+
+use crate::streams::Pace;
+use crate::{OPTIONS, open, suite};
+use kvd_cuda::CudaOptions;
+use kvd_emu::{Order, available};
+use std::time::Instant;
+
+#[test]
+fn windows_caps_ranges_and_other_types_are_answered_as_asked() {
+    if !available() {
+        return;
+    }
+    let mut orders = Order::EACH.into_iter().cycle();
+    for pace in Pace::EACH {
+        for ask in suite::asks() {
+            let (mut backend, _) = open(orders.next().unwrap(), pace, OPTIONS);
+            let (off, lse) = suite::errors_of(&mut backend, &ask).unwrap();
+            let most = suite::largest_error(ask.text);
+            assert!(off < most && lse < most, "{ask:?}: {off:.1e}, log-sum-exp {lse:.1e}");
+        }
+    }
+}
+
+#[test]
+fn one_backend_serves_every_codec_in_turn() {
+    if !available() {
+        return;
+    }
+    let options = CudaOptions { graphs: 0, ..OPTIONS };
+    let (mut backend, watch) = open(Order::Random(2), Pace::Late, options);
+    let live = watch.lock().live;
+    let (agreed, of) = suite::agree(&mut backend, None);
+    assert_eq!((agreed, watch.lock().live), (of, live));
+    // No time is left: what says most is asked all the same.
+    assert_eq!(suite::agree(&mut backend, Some(Instant::now())).0, 1);
+}
