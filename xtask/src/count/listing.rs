@@ -27,6 +27,8 @@ pub(super) struct Kernel {
     pub(super) instructions: Vec<Instruction>,
     /// The instruction that a label is before.
     pub(super) labels: HashMap<String, usize>,
+    /// Where the compiler's own subroutines begin, which a kernel calls for rare numbers.
+    pub(super) subroutines_at: Option<usize>,
 }
 
 #[derive(Debug, Default)]
@@ -91,6 +93,9 @@ impl Reader {
             let Some(kernel) = self.listing.kernels.last_mut() else { return };
             let at = kernel.instructions.len();
             kernel.labels.insert(text.trim_end_matches(':').to_owned(), at);
+        } else if text.starts_with("$__internal_") && text.ends_with(':') {
+            let Some(kernel) = self.listing.kernels.last_mut() else { return };
+            kernel.subroutines_at.get_or_insert(kernel.instructions.len());
         } else if text.starts_with("/*") {
             self.instruction(text);
         }

@@ -4,6 +4,7 @@
 
 mod any;
 mod codecs;
+mod fused;
 mod graph;
 mod listing;
 mod marks;
@@ -24,6 +25,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+/// The kernels that write pages.
+const STORE: &str = "store";
 const WARP_LANES: usize = 32;
 /// Warps of a thread block of attention.
 const WARPS: usize = 4;
@@ -41,6 +44,9 @@ pub(crate) struct Arguments {
     /// The compute capability: 90 for 9.0. Rules were written for that one.
     #[arg(long, default_value_t = 90)]
     sm: u32,
+    /// Checks instead that store kernels fuse no product with a sum, but in divisions and roots.
+    #[arg(long, conflicts_with_all = ["names", "json", "all"])]
+    fused: bool,
     /// Also the innermost functions, loops and branches.
     #[arg(long)]
     all: bool,
@@ -48,6 +54,9 @@ pub(crate) struct Arguments {
 
 /// Counts and prints.
 pub(crate) fn run(root: &Path, arguments: &Arguments, report: &Report) -> Result<()> {
+    if arguments.fused {
+        return check_fused(root, arguments.sm, report);
+    }
     let rows = asked(&arguments.names)?;
     let mut files: BTreeMap<&str, (Listing, Vec<Source>)> = BTreeMap::new();
     let mut counts = Vec::new();
@@ -68,6 +77,22 @@ pub(crate) fn run(root: &Path, arguments: &Arguments, report: &Report) -> Result
     if arguments.json {
         report.line(&serde_json::to_string_pretty(&counts)?);
     }
+    Ok(())
+}
+
+/// Fails where a kernel that writes pages fuses a product with a sum.
+fn check_fused(root: &Path, sm: u32, report: &Report) -> Result<()> {
+    let (listing, texts) = listed(root, STORE, sm, report)?;
+    let line = |frame: listing::Frame| {
+        let at = frame.line.saturating_sub(1);
+        let text = texts.get(frame.file).and_then(|text| text.lines().nth(at));
+        text.unwrap_or_default().to_owned()
+    };
+    let count = fused::check(&listing, line)?;
+    let kernels = listing.kernels.len();
+    report.line(&format!(
+        "fused products of sm_{sm}: {count} in {kernels} store kernels, all of divisions and roots"
+    ));
     Ok(())
 }
 
@@ -95,6 +120,13 @@ fn disassembled(
     sm: u32,
     report: &Report,
 ) -> Result<(Listing, Vec<Source>)> {
+    let (listing, texts) = listed(root, file, sm, report)?;
+    let sources = texts.iter().map(|text| Source::new(text)).collect();
+    Ok((listing, sources))
+}
+
+/// The same, and the sources' texts.
+fn listed(root: &Path, file: &str, sm: u32, report: &Report) -> Result<(Listing, Vec<String>)> {
     let tools = kernels::tools(root, report)?;
     let out: PathBuf = root.join("target/kernels").join(format!("{file}.sm_{sm}.cubin"));
     if !kernels::is_newer(&out, &root.join("kernels"))? {
@@ -104,8 +136,7 @@ fn disassembled(
     let listing = listing::parse(&kernels::output(nvdisasm.args(["-c", "-gi"]).arg(&out))?);
     let texts = ours(&listing, &root.join("kernels"))
         .with_context(|| format!("{} was compiled elsewhere: remove it", out.display()))?;
-    let sources = texts.iter().map(|text| Source::new(text)).collect();
-    Ok((listing, sources))
+    Ok((listing, texts))
 }
 
 /// The texts of a listing's files, of those that are not in the kernels' folder nothing.
