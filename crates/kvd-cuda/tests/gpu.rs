@@ -92,7 +92,7 @@ fn a_pair_whose_kernel_is_compiled_late_answers_as_before() {
         }
     };
     let folder = tempfile::tempdir().unwrap();
-    let (say, heard) = std::sync::mpsc::channel();
+    let (say, heard) = std::sync::mpsc::sync_channel(16);
     let report = Arc::new(move |event| drop(say.send(event)));
     backend.compile_with(Box::new(compiler), folder.path().to_owned(), report).unwrap();
     suite::late(&mut backend, || match heard.try_recv() {

@@ -337,7 +337,7 @@ pub(crate) fn agree(backend: &mut dyn Backend, end: Option<Instant>) -> (usize, 
     let others = codecs().filter(|text| !first.contains(text));
     let codecs: Vec<_> = first.into_iter().chain(others).collect();
     let plain = |pairing| codecs.iter().map(move |text| Ask::new(text, pairing));
-    let asks = plain(RopePairing::Half).chain(self::asks());
+    let asks = plain(RopePairing::Half).chain(asks());
     let asks: Vec<Ask> = asks.chain(plain(RopePairing::Interleaved)).collect();
     let mut agreed = 0;
     for ask in &asks {
