@@ -135,18 +135,18 @@ impl CudaBackend {
     }
 
     /// Compiles kernels for codecs that share one, from now on as they are registered, and keeps
-    /// them in the folder `cache`.
+    /// them in the folder `cache`, if there is one.
     ///
     /// # Errors
     /// When the operating system gives no thread.
     pub fn compile_with(
         &mut self,
         compiler: Box<dyn KernelCompiler>,
-        cache: PathBuf,
+        cache: impl Into<Option<PathBuf>>,
         report: CompileReport,
     ) -> std::io::Result<()> {
         let compute = self.device.limits().compute;
-        self.jit = Some(Jit::start(compiler, cache, compute, report)?);
+        self.jit = Some(Jit::start(compiler, cache.into(), compute, report)?);
         Ok(())
     }
 

@@ -5,11 +5,13 @@
 
 use crate::jit::{CompileError, KernelCompiler, KernelSource};
 use libloading::Library;
-use std::ffi::{CString, c_char, c_int, c_void};
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::ptr;
 
 /// By what names it is looked for, in the loader's paths.
 const NAMES: [&str; 2] = ["libnvrtc.so.13", "libnvrtc.so.12"];
+/// What kernels are compiled with, beside the target.
+const OPTIONS: [&CStr; 2] = [c"--std=c++17", c"-default-device"];
 /// Of a compiler's log, what is kept.
 const LOG_BYTES_MAX: usize = 4096;
 
@@ -90,7 +92,7 @@ impl Nvrtc {
         // SAFETY: writes two numbers.
         let result = unsafe { version(&raw mut major, &raw mut minor) };
         check("nvrtcVersion", result)?;
-        Ok(Self { calls, version: format!("nvrtc {major}.{minor}"), _library: library })
+        Ok(Self { calls, version: version_of([major, minor]), _library: library })
     }
 }
 
@@ -122,7 +124,8 @@ impl KernelCompiler for Nvrtc {
         };
         check("nvrtcCreateProgram", result)?;
         let target = c_text(&format!("--gpu-architecture={}", source.target))?;
-        let options = [target.as_ptr(), c"--std=c++17".as_ptr(), c"-default-device".as_ptr()];
+        let mut options = vec![target.as_ptr()];
+        options.extend(OPTIONS.map(CStr::as_ptr));
         // SAFETY: a program that was created, and options that end with a zero.
         let result = unsafe {
             (self.calls.compile)(program.program, options.len() as c_int, options.as_ptr())
@@ -137,6 +140,12 @@ impl KernelCompiler for Nvrtc {
         check("nvrtcCompileProgram", result)?;
         program.read("nvrtcGetCUBIN", self.calls.image_size, self.calls.image)
     }
+}
+
+/// What another version, or other options, would say differently.
+fn version_of([major, minor]: [c_int; 2]) -> String {
+    let options = OPTIONS.map(|option| option.to_string_lossy());
+    format!("nvrtc {major}.{minor} {}", options.join(" "))
 }
 
 /// A program that is given back when it goes.
@@ -173,4 +182,18 @@ fn c_text(text: &str) -> Result<CString, CompileError> {
 
 fn check(call: &'static str, code: c_int) -> Result<(), CompileError> {
     if code == 0 { Ok(()) } else { Err(CompileError::Failed { call, code }) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_version_names_the_options_so_that_kernels_of_others_are_not_taken() {
+        let version = version_of([13, 2]);
+        assert!(version.starts_with("nvrtc 13.2 "), "{version}");
+        for option in OPTIONS {
+            assert!(version.contains(option.to_str().unwrap()), "{version}");
+        }
+    }
 }

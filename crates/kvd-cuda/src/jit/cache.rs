@@ -3,9 +3,9 @@
 //! any time.
 
 use std::fs::{self, File};
+use std::hash::{BuildHasher, RandomState};
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU32, Ordering};
 use xxhash_rust::xxh3::{Xxh3, xxh3_128};
 
 /// The first bytes of a file.
@@ -18,7 +18,7 @@ pub(super) enum Found {
     Image(Vec<u8>),
     Nothing,
     /// A file that is not what it should be, and why.
-    Damaged(String),
+    Damaged(PathBuf, String),
 }
 
 pub(super) struct Cache {
@@ -36,28 +36,27 @@ impl Cache {
     }
 
     pub(super) fn read(&self, key: &str) -> Found {
-        let mut bytes = Vec::new();
-        let read = File::open(self.path(key))
+        let (path, mut bytes) = (self.path(key), Vec::new());
+        let read = File::open(&path)
             .and_then(|file| file.take(FILE_BYTES_MAX + 1).read_to_end(&mut bytes));
         match read {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Found::Nothing,
-            Err(error) => Found::Damaged(error.to_string()),
+            Err(error) => Found::Damaged(path, error.to_string()),
             Ok(_) => match parse(&bytes, key) {
                 Ok(image) => Found::Image(image.to_vec()),
-                Err(reason) => Found::Damaged(reason.to_owned()),
+                Err(reason) => Found::Damaged(path, reason.to_owned()),
             },
         }
     }
 
     /// Writes a file beside its place and moves it there, so that nobody sees half of one.
     pub(super) fn write(&self, key: &str, image: &[u8]) -> io::Result<()> {
-        static COUNT: AtomicU32 = AtomicU32::new(0);
         create(&self.folder)?;
         let path = self.path(key);
-        let number = COUNT.fetch_add(1, Ordering::Relaxed);
-        let beside = path.with_extension(format!("{}-{number}", std::process::id()));
-        let write = || {
-            let mut file = File::create(&beside)?;
+        let beside = beside(&path);
+        // One that is there is another's.
+        let mut file = File::create_new(&beside)?;
+        let mut write = || {
             let len = |bytes: &[u8]| (bytes.len() as u64).to_le_bytes();
             let checksum = checksum(key.as_bytes(), image).to_le_bytes();
             for part in [MAGIC, &len(key.as_bytes()), key.as_bytes(), &checksum, image] {
@@ -71,6 +70,14 @@ impl Cache {
             let _ = fs::remove_file(&beside);
         })
     }
+}
+
+/// A name that no other writer has. Its process's number is none: containers that share the folder
+/// have the same.
+fn beside(path: &Path) -> PathBuf {
+    // Seeded by the system, and another each time.
+    let random = RandomState::new().hash_one(path);
+    path.with_extension(format!("{random:016x}"))
 }
 
 /// Whoever may write here chooses what the GPU runs: the folder is its owner's alone.
@@ -108,12 +115,13 @@ fn parse<'a>(bytes: &'a [u8], key: &str) -> Result<&'a [u8], &'static str> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::collections::BTreeSet;
 
     fn image(found: Found) -> Result<Vec<u8>, String> {
         match found {
             Found::Image(image) => Ok(image),
             Found::Nothing => Err("nothing".to_owned()),
-            Found::Damaged(reason) => Err(reason),
+            Found::Damaged(_, reason) => Err(reason),
         }
     }
 
@@ -131,6 +139,32 @@ mod tests {
         assert_eq!(files, 2, "nothing is left beside them");
         fs::rename(cache.path("one"), cache.path("two")).unwrap();
         assert_eq!(image(cache.read("two")).unwrap_err(), "it is of something else");
+    }
+
+    #[test]
+    fn names_beside_a_file_are_of_one_writer_each_and_not_by_its_process() {
+        let names: BTreeSet<PathBuf> = (0..1000).map(|_| beside(Path::new("a.kernels"))).collect();
+        assert_eq!(names.len(), 1000);
+        let digits = |name: &Path| name.extension().map(|end| end.len());
+        assert!(names.iter().all(|name| digits(name) == Some(16)), "{names:?}");
+    }
+
+    #[test]
+    fn of_two_writers_at_once_each_file_is_whole_at_any_time() {
+        let folder = tempfile::tempdir().unwrap();
+        let of = || Cache::new(folder.path().to_owned());
+        let images = [vec![1; 9], vec![2; 100_000]];
+        of().write("key", &images[0]).unwrap();
+        std::thread::scope(|scope| {
+            let writers = images.each_ref().map(|image| {
+                scope.spawn(move || (0..50).for_each(|_| of().write("key", image).unwrap()))
+            });
+            while !writers.iter().all(|writer| writer.is_finished()) {
+                let found = image(of().read("key")).unwrap();
+                assert!(images.contains(&found), "{} bytes", found.len());
+            }
+        });
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1, "nothing is left beside it");
     }
 
     #[test]

@@ -64,7 +64,7 @@ pub struct KernelSource<'a> {
 
 /// Compiles kernels while the program runs.
 pub trait KernelCompiler: Send {
-    /// Name and version: what another compiles is another kernel.
+    /// Name, version and options: what another compiles, or with others, is another kernel.
     fn version(&self) -> String;
 
     /// Compiles one file to an image that the driver loads.
@@ -171,7 +171,7 @@ impl Jit {
     /// Starts the thread, for GPUs of a compute capability.
     pub(crate) fn start(
         compiler: Box<dyn KernelCompiler>,
-        cache: PathBuf,
+        cache: Option<PathBuf>,
         compute: [u32; 2],
         report: CompileReport,
     ) -> std::io::Result<Self> {
@@ -181,7 +181,7 @@ impl Jit {
         let stop = Arc::new(AtomicBool::new(false));
         let mut worker = Worker {
             compiler,
-            cache: Cache::new(cache),
+            cache: cache.map(Cache::new),
             target: format!("sm_{}{}", compute[0], compute[1]),
             report: report.clone(),
         };
@@ -269,7 +269,8 @@ impl Drop for Jit {
 /// What the thread owns.
 struct Worker {
     compiler: Box<dyn KernelCompiler>,
-    cache: Cache,
+    /// None where there is no folder for it.
+    cache: Option<Cache>,
     target: String,
     report: CompileReport,
 }
@@ -280,20 +281,18 @@ impl Worker {
         let text = source::text(sides);
         let (version, hash) = (self.compiler.version(), source::headers_hash());
         let key = format!("{version}\n{}\n{hash:032x}\n{text}", self.target);
-        match self.cache.read(&key) {
+        match self.cache.as_ref().map_or(Found::Nothing, |cache| cache.read(&key)) {
             Found::Image(image) => return (Ok(image), true),
             Found::Nothing => {}
-            Found::Damaged(reason) => {
-                let path = self.cache.path(&key);
-                (self.report)(CompileEvent::Damaged { path, reason });
-            }
+            Found::Damaged(path, reason) => (self.report)(CompileEvent::Damaged { path, reason }),
         }
         let (headers, target) = (source::headers(), self.target.as_str());
         let made = self.compiler.compile(KernelSource { text: &text, headers, target });
         if let Ok(image) = &made
-            && let Err(error) = self.cache.write(&key, image)
+            && let Some(cache) = &self.cache
+            && let Err(error) = cache.write(&key, image)
         {
-            let (path, reason) = (self.cache.path(&key), error.to_string());
+            let (path, reason) = (cache.path(&key), error.to_string());
             (self.report)(CompileEvent::NotKept { path, reason });
         }
         (made.map_err(|error| error.to_string()), false)
