@@ -33,7 +33,6 @@ int cuDeviceGetUuid_v2(unsigned char *uuid, int device) {
     for (int i = 0; i < 16; i++) uuid[i] = 16 * device + i;
     return 0;
 }
-int cuDeviceTotalMem_v2(unsigned long *bytes, int device) { *bytes = 80ul << 30; return 0 * device; }
 int cuDeviceGetAttribute(int *value, int attribute, int device) {
     switch (attribute) {
     case 75: *value = MAJOR; break;
@@ -52,30 +51,29 @@ int cuDeviceGetAttribute(int *value, int attribute, int device) {
     return 0;
 }
 
-
 typedef unsigned long address;
 
 int cuDevicePrimaryCtxRetain(void **context, int device) { *context = (void *)1; return device ? 101 : 0; }
-// Graphs that were not given back.
-static int graphs;
+// Graphs and modules that were not given back.
+static int graphs, modules;
 int cuDevicePrimaryCtxRelease_v2(int device) {
-    if (graphs) abort();
+    if (graphs || modules) abort();
     return device ? 101 : 0;
 }
 int cuCtxSetCurrent(void *context) { return context ? 0 : 201; }
 // The call that the environment names fails, with an error that sticks but for want of memory.
 static int stuck;
-static int fails(const char *call) {
+static int is_meant(const char *call) {
     const char *named = getenv("FAKE_FAIL");
-    if (named && !strcmp(named, call)) stuck = 700;
+    return named && !strcmp(named, call);
+}
+static int fails(const char *call) {
+    if (is_meant(call)) stuck = 700;
     return stuck;
 }
 
 // Whether work does not end; what waits for it would not either.
-static int hangs(void) {
-    const char *named = getenv("FAKE_FAIL");
-    return named && !strcmp(named, "hang");
-}
+static int hangs(void) { return is_meant("hang"); }
 
 // What the two streams were given: copies, and waits for what the other was given.
 #define WORK_MAX 100000
@@ -130,8 +128,7 @@ static int is_pinned(const char *at, unsigned long bytes) {
     return 0;
 }
 int cuMemHostAlloc(char **at, unsigned long bytes, unsigned flags) {
-    const char *named = getenv("FAKE_FAIL");
-    if (named && !strcmp(named, "cuMemHostAlloc")) return 2;
+    if (is_meant("cuMemHostAlloc")) return 2;
     for (int i = 0; i < 64; i++) {
         if (pinned[i].at) continue;
         *at = pinned[i].at = malloc(bytes);
@@ -323,18 +320,35 @@ int cuMemSetAccess(address at, unsigned long bytes, const struct access *access,
 }
 
 // Kernels `first`, `second` and `third` append a digit to a number in memory. One has 48 KiB of shared memory
-// until it is allowed more, and none runs that does not prefer shared memory to L1 cache.
-static unsigned allowed[4] = { 0, 48 << 10, 48 << 10, 48 << 10 };
-static int shared_percent[4];
+// until it is allowed more, and none runs that does not prefer shared memory to L1 cache. The device has no
+// memory for one that was not loaded before it is asked for.
+static const char *names[] = { "", "first", "second", "third", "kvd_queries", "kvd_answer", "kvd_stage", "kvd_rows" };
+#define NAMES (sizeof names / sizeof *names)
+static unsigned allowed[NAMES] = { 0, 48 << 10, 48 << 10, 48 << 10, 48 << 10, 48 << 10, 48 << 10, 48 << 10 };
+static int shared_percent[NAMES], loaded[NAMES];
 int cuModuleLoadData(long *module, const void *image) {
     *module = 1;
+    modules++;
     return image ? 0 : 1;
 }
-int cuModuleUnload(long module) { return module == 1 ? 0 : 1; }
+int cuModuleUnload(long module) { return module == 1 && modules-- ? 0 : 1; }
+int cuModuleGetFunctionCount(unsigned *count, long module) {
+    *count = NAMES - 1;
+    return module == 1 ? 0 : 1;
+}
+int cuModuleEnumerateFunctions(long *functions, unsigned count, long module) {
+    for (unsigned at = 0; at < count && at < NAMES - 1; at++) functions[at] = at + 1;
+    return module == 1 ? 0 : 1;
+}
+int cuFuncLoad(long function) {
+    if (is_meant("cuFuncLoad") && function == NAMES - 1) return 2;
+    loaded[function] = 1;
+    return 0;
+}
 int cuModuleGetFunction(long *function, long module, const char *name) {
-    const char *names[] = { "", "first", "second", "third" };
-    for (*function = 1; *function < 4; ++*function) {
-        if (!strcmp(names[*function], name)) return module == 1 ? 0 : 1;
+    for (*function = 1; *function < (long)NAMES; ++*function) {
+        if (strcmp(names[*function], name)) continue;
+        return module != 1 ? 1 : loaded[*function] ? 0 : 2;
     }
     return 500;
 }
@@ -354,6 +368,7 @@ int cuLaunchKernel(long function, unsigned blocks, unsigned y, unsigned z, unsig
                    unsigned threads_z, unsigned shared, long stream, void **parameters, void **extra) {
     if (!blocks || !threads || y * z * threads_y * threads_z != 1 || shared > allowed[function] || extra) return 1;
     if (shared_percent[function] != 100) return 1;
+    if (is_meant("no room to launch")) return 2;
     int result = fails("cuLaunchKernel");
     return result ? result : append(*(struct word *)parameters[0], stream);
 }
@@ -391,10 +406,7 @@ int cuGraphDestroy(struct graph *graph) {
     graphs--;
     return 0;
 }
-static int refuses(const char *call) {
-    const char *named = getenv("FAKE_FAIL");
-    return named && !strcmp(named, call) ? 801 : 0;
-}
+static int refuses(const char *call) { return is_meant(call) ? 801 : 0; }
 int cuGraphAddKernelNode_v2(struct node **node, struct graph *graph, struct node **before, unsigned long count,
                             const struct kernel *kernel) {
     if (graph->nodes == 16 || refuses("cuGraphAddKernelNode")) return 801;
@@ -445,7 +457,3 @@ int cuGraphLaunch(struct graph *executable, long stream) {
     return fails("cuGraphLaunch");
 }
 #endif
-
-#define THERE(name) int name(void) { return 999; }
-THERE(cuGetErrorName) THERE(cuMemsetD8Async) THERE(cuMemGetInfo_v2)
-THERE(cuOccupancyMaxActiveBlocksPerMultiprocessor)

@@ -82,7 +82,6 @@ fn gpus_are_listed_with_their_limits() {
         "ordinal: 1",
         "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f",
         "GPU-10111213-1415-1617-1819-1a1b1c1d1e1f",
-        "memory_bytes: 85899345920",
         "name: \"Fake GPU\"",
         "multiprocessors: 132",
         "block_shared_bytes: 232448",

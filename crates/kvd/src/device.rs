@@ -180,7 +180,7 @@ mod tests {
 
     fn gpu(ordinal: u32) -> Gpu {
         let uuid = format!("GPU-{ordinal}");
-        Gpu { ordinal, uuid, memory_bytes: 1 << 36, limits: Limits::h100() }
+        Gpu { ordinal, uuid, limits: Limits::h100() }
     }
 
     /// Which device a machine with these GPUs gives; GPU 1 does not open.

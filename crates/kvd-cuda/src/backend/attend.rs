@@ -152,8 +152,7 @@ impl CudaBackend {
         dim: usize,
     ) -> Vec<Node> {
         if let Some(jit) = &mut self.jit {
-            let device = &mut self.device;
-            jit.take(|image| device.load(image).map_err(|error| error.to_string()));
+            jit.take(|image, kernels| self.device.load_late(image, kernels));
         }
         let layer_tables = self.models[&plan.model].layers[&plan.layer].tables;
         let arena = self.device.arena();

@@ -58,6 +58,14 @@ impl Device {
         self.ordered.driver_mut().load(image)
     }
 
+    /// Loads an image that was compiled late, which must have these kernels.
+    pub(super) fn load_late(&mut self, image: &[u8], kernels: &[String]) -> Result<(), String> {
+        let driver = self.ordered.driver_mut();
+        let loaded = driver.load(image);
+        let found = loaded.and_then(|()| kernels.iter().try_for_each(|name| driver.find(name)));
+        found.map_err(|error| error.to_string())
+    }
+
     pub(super) fn description(&self) -> String {
         self.ordered.driver().description()
     }
@@ -91,7 +99,7 @@ impl Device {
             return Err(error(ErrorCode::DeviceFailed, failure));
         }
         call(&mut self.ordered).map_err(|reason| match reason {
-            DriverError::OutOfMemory(_) | DriverError::OutOfPinned(_) => {
+            DriverError::OutOfMemory(_) | DriverError::OutOfPinned(_) | DriverError::NoRoom(_) => {
                 error(ErrorCode::LimitExceeded, reason)
             }
             DriverError::NoKernel(_) => error(ErrorCode::InvalidCodec, reason),

@@ -6,6 +6,7 @@
 #![expect(unsafe_code, reason = "calls of the driver's C functions")]
 
 use super::graphs::Graphs;
+use super::modules::{Modules, room};
 use super::pinned::{Events, PinnedMemory};
 use super::shared::{Opened, Shared};
 use super::{
@@ -13,26 +14,10 @@ use super::{
     PinnedRange, Stream,
 };
 use crate::plan::Limits;
-use cudarc::driver::sys::{self, CUfunction_attribute, CUresult};
+use cudarc::driver::sys::{self, CUresult};
 use kvd_compute::RegionHandle;
-use std::collections::HashMap;
-use std::ffi::{CString, c_void};
+use std::ffi::c_void;
 use std::ptr;
-
-/// Shared memory that a block has without asking, bytes.
-const SHARED_BYTES_DEFAULT: u32 = 48 << 10;
-
-/// Percent of the memory that L1 cache and shared memory have in common, for shared memory: plans
-/// count on all of it, and the driver's own choice may leave room for fewer thread blocks. The same
-/// for every kernel, because a change between two of them waits for the first.
-const SHARED_PERCENT: i32 = 100;
-
-/// A kernel, and the shared memory that its launches may ask for.
-#[derive(Clone, Copy)]
-struct Function {
-    function: sys::CUfunction,
-    shared_bytes: u32,
-}
 
 /// A GPU, opened.
 pub struct CudaDriver {
@@ -44,8 +29,7 @@ pub struct CudaDriver {
     pinned: PinnedMemory,
     events: Events,
     graphs: Graphs,
-    modules: Vec<sys::CUmodule>,
-    functions: HashMap<String, Function>,
+    modules: Modules,
     shared: Opened,
     /// Whether its work does not end.
     abandoned: bool,
@@ -69,8 +53,7 @@ impl CudaDriver {
             pinned: PinnedMemory::default(),
             events: Events::default(),
             graphs: Graphs::default(),
-            modules: Vec::new(),
-            functions: HashMap::new(),
+            modules: Modules::default(),
             shared: Opened::default(),
             abandoned: false,
         };
@@ -105,60 +88,6 @@ impl CudaDriver {
     fn stream(&self, stream: Stream) -> sys::CUstream {
         self.streams[stream as usize]
     }
-
-    fn function(&mut self, name: &str) -> Result<Function, DriverError> {
-        if let Some(function) = self.functions.get(name) {
-            return Ok(*function);
-        }
-        let unknown = || DriverError::NoKernel(name.to_owned());
-        let text = CString::new(name).map_err(|_| unknown())?;
-        for module in &self.modules {
-            let mut function = ptr::null_mut();
-            // SAFETY: a loaded module, a name that ends with a zero, a handle to write.
-            let found =
-                unsafe { sys::cuModuleGetFunction(&raw mut function, *module, text.as_ptr()) };
-            if found == CUresult::CUDA_ERROR_NOT_FOUND {
-                continue;
-            }
-            check("cuModuleGetFunction", found)?;
-            let share = CUfunction_attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT;
-            set(function, share, SHARED_PERCENT)?;
-            let function = Function { function, shared_bytes: SHARED_BYTES_DEFAULT };
-            self.functions.insert(name.to_owned(), function);
-            return Ok(function);
-        }
-        Err(unknown())
-    }
-
-    /// A kernel that may have as much shared memory as a launch asks for. What it may have only
-    /// grows, so that a launch that is kept in a graph stays allowed.
-    fn function_for(&mut self, launch: &KernelLaunch<'_>) -> Result<sys::CUfunction, DriverError> {
-        let Function { function, shared_bytes } = self.function(launch.kernel)?;
-        if launch.shared_bytes > shared_bytes {
-            let most = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-            set(function, most, launch.shared_bytes as i32)?;
-            let known = Function { function, shared_bytes: launch.shared_bytes };
-            self.functions.insert(launch.kernel.to_owned(), known);
-        }
-        Ok(function)
-    }
-}
-
-/// Sets an attribute of a function that a loaded module gave.
-fn set(
-    function: sys::CUfunction,
-    attribute: CUfunction_attribute,
-    value: i32,
-) -> Result<(), DriverError> {
-    // SAFETY: a function of a loaded module, as this function asks for; modules live as long as the
-    // driver.
-    let result = unsafe { sys::cuFuncSetAttribute(function, attribute, value) };
-    // Too much shared memory was asked for, and nothing was launched.
-    if result == CUresult::CUDA_ERROR_INVALID_VALUE {
-        let reason = format!("{attribute:?} {value}");
-        return Err(DriverError::Refused { call: "cuFuncSetAttribute", reason });
-    }
-    check("cuFuncSetAttribute", result)
 }
 
 pub(super) fn check(call: &'static str, result: CUresult) -> Result<(), DriverError> {
@@ -183,23 +112,12 @@ impl Driver for CudaDriver {
 
     fn load(&mut self, image: &[u8]) -> Result<(), DriverError> {
         self.bind()?;
-        // The driver reads words of the image in place.
-        let mut aligned = vec![0u64; image.len().div_ceil(8)];
-        bytemuck::cast_slice_mut(&mut aligned)[..image.len()].copy_from_slice(image);
-        let mut module = ptr::null_mut();
-        // SAFETY: a fat binary says its own length; the handle is written.
-        let result = unsafe { sys::cuModuleLoadData(&raw mut module, aligned.as_ptr().cast()) };
-        if result != CUresult::CUDA_SUCCESS {
-            let reason = format!("{result:?} ({})", result as u32);
-            return Err(DriverError::Refused { call: "cuModuleLoadData", reason });
-        }
-        self.modules.push(module);
-        Ok(())
+        self.modules.load(image)
     }
 
     fn find(&mut self, kernel: &str) -> Result<(), DriverError> {
         self.bind()?;
-        self.function(kernel).map(|_| ())
+        self.modules.find(kernel)
     }
 
     fn alloc(&mut self, bytes: u64) -> Result<u64, DriverError> {
@@ -335,7 +253,7 @@ impl Driver for CudaDriver {
 
     fn launch(&mut self, launch: KernelLaunch<'_>) -> Result<(), DriverError> {
         self.bind()?;
-        let function = self.function_for(&launch)?;
+        let function = self.modules.function_for(&launch)?;
         let mut parameters = [launch.parameters.as_ptr().cast_mut().cast::<c_void>()];
         // SAFETY: the kernel's one parameter is copied before the call returns; what the kernel
         // does with the addresses in it is the caller's promise.
@@ -354,6 +272,7 @@ impl Driver for CudaDriver {
                 ptr::null_mut(),
             )
         };
+        room(launch.kernel, result)?;
         check("cuLaunchKernel", result)
     }
 
@@ -361,7 +280,7 @@ impl Driver for CudaDriver {
         self.bind()?;
         let mut found = Vec::with_capacity(nodes.len());
         for GraphNode { stage, launch } in nodes {
-            found.push((*stage, self.function_for(launch)?, *launch));
+            found.push((*stage, self.modules.function_for(launch)?, *launch));
         }
         self.graphs.build(&found, self.stream(Stream::Compute))
     }
@@ -373,7 +292,7 @@ impl Driver for CudaDriver {
         launch: KernelLaunch<'_>,
     ) -> Result<(), DriverError> {
         self.bind()?;
-        self.function_for(&launch)?;
+        self.modules.function_for(&launch)?;
         self.graphs.update(graph, node, &launch)
     }
 
@@ -409,12 +328,10 @@ impl Drop for CudaDriver {
         self.graphs.clear();
         self.events.clear();
         self.pinned.clear();
+        self.modules.clear();
         // SAFETY: every handle was given by the driver and is given back once. Errors that stuck
         // come back here again, and nothing is left to do about them.
         unsafe {
-            for module in &self.modules {
-                let _ = sys::cuModuleUnload(*module);
-            }
             for stream in self.streams.into_iter().filter(|stream| !stream.is_null()) {
                 let _ = sys::cuStreamDestroy_v2(stream);
             }

@@ -4,6 +4,7 @@
 
 mod cuda;
 mod graphs;
+mod modules;
 mod name;
 mod nvrtc;
 mod pinned;
@@ -30,6 +31,13 @@ pub enum DriverError {
     /// Too little memory of the host that may be pinned.
     #[error("the host gives no {0} bytes of pinned memory for copies to and from the GPU")]
     OutOfPinned(u64),
+    /// Too little memory for what the driver takes by itself, beside what it was asked for; the
+    /// device goes on.
+    #[error(
+        "the GPU has no memory left for {0}; leave it some beside device.pool_bytes and \
+         device.table_bytes"
+    )]
+    NoRoom(String),
     /// No such kernel in what was loaded.
     #[error("no kernel {0} among those loaded; rebuild them with `cargo xtask kernels`")]
     NoKernel(String),
@@ -142,10 +150,11 @@ pub trait Driver: Send {
     /// What plans weigh.
     fn limits(&self) -> &Limits;
 
-    /// Loads kernels: a fat binary, or what a [`crate::KernelCompiler`] has made.
+    /// Loads kernels: a fat binary, or what a [`crate::KernelCompiler`] has made. No launch of them
+    /// takes device memory after that.
     ///
     /// # Errors
-    /// When the driver refuses it; the device goes on.
+    /// When the driver refuses it or has no memory for it; the device goes on.
     fn load(&mut self, image: &[u8]) -> Result<(), DriverError>;
 
     /// Whether a kernel is among those loaded.
@@ -237,7 +246,8 @@ pub trait Driver: Send {
     /// [`Stream::Compute`]: runs a kernel.
     ///
     /// # Errors
-    /// When there is no such kernel, or the device has failed.
+    /// When there is no such kernel, no memory to launch it (it was not), or the device has
+    /// failed.
     fn launch(&mut self, launch: KernelLaunch<'_>) -> Result<(), DriverError>;
 
     /// Makes a graph of kernels, at least one.

@@ -1,5 +1,7 @@
 //! Which GPUs this machine has, or why none can be used. The driver is opened at run time, and
 //! nothing here panics, whatever the library is: each symbol is looked for before it is called.
+//! Its answers are an enum of cudarc's, which a code of a later driver that this does not know
+//! would make undefined behaviour: what is compared here and printed is as old as CUDA 13.
 //!
 //! Unsafe code: calls of the driver's C functions.
 #![expect(unsafe_code, reason = "calls of the driver's C functions")]
@@ -13,15 +15,13 @@ use std::ffi::{CStr, c_char, c_int};
 const DRIVER_VERSION_MIN: i32 = 13_000;
 
 /// What the probe and the driver call.
-const SYMBOLS: [&CStr; 47] = [
+const SYMBOLS: [&CStr; 44] = [
     c"cuInit",
     c"cuDriverGetVersion",
-    c"cuGetErrorName",
     c"cuDeviceGetCount",
     c"cuDeviceGet",
     c"cuDeviceGetName",
     c"cuDeviceGetUuid_v2",
-    c"cuDeviceTotalMem_v2",
     c"cuDeviceGetAttribute",
     c"cuDevicePrimaryCtxRetain",
     c"cuDevicePrimaryCtxRelease_v2",
@@ -29,6 +29,9 @@ const SYMBOLS: [&CStr; 47] = [
     c"cuModuleLoadData",
     c"cuModuleUnload",
     c"cuModuleGetFunction",
+    c"cuModuleGetFunctionCount",
+    c"cuModuleEnumerateFunctions",
+    c"cuFuncLoad",
     c"cuFuncSetAttribute",
     c"cuLaunchKernel",
     c"cuMemAlloc_v2",
@@ -50,17 +53,13 @@ const SYMBOLS: [&CStr; 47] = [
     c"cuMemcpyDtoHAsync_v2",
     c"cuMemcpyDtoDAsync_v2",
     c"cuMemcpyBatchAsync_v2",
-    c"cuMemsetD8Async",
     c"cuStreamCreate",
     c"cuStreamDestroy_v2",
-    c"cuStreamSynchronize",
     c"cuStreamWaitEvent",
     c"cuEventCreate",
     c"cuEventDestroy_v2",
     c"cuEventRecord",
     c"cuEventQuery",
-    c"cuMemGetInfo_v2",
-    c"cuOccupancyMaxActiveBlocksPerMultiprocessor",
 ];
 
 /// A GPU of this machine.
@@ -70,8 +69,6 @@ pub struct Gpu {
     pub ordinal: u32,
     /// As in `nvidia-smi`, which containers that number GPUs otherwise share.
     pub uuid: String,
-    /// Memory in bytes.
-    pub memory_bytes: u64,
     /// What a plan must know; its name too.
     pub limits: Limits,
 }
@@ -174,7 +171,7 @@ pub(super) fn lacking<'a>(symbols: &[&'a CStr]) -> Option<&'a CStr> {
 }
 
 fn gpu(ordinal: c_int) -> Result<Gpu, ProbeError> {
-    let (mut device, mut memory_bytes) = (0, 0usize);
+    let mut device = 0;
     let mut name: [c_char; 128] = [0; 128];
     let mut uuid = sys::CUuuid { bytes: [0; 16] };
     // SAFETY: each writes what its pointer is to, the name at most its length with a zero at the
@@ -184,7 +181,6 @@ fn gpu(ordinal: c_int) -> Result<Gpu, ProbeError> {
         let len = name.len() as c_int - 1;
         check("cuDeviceGetName", sys::cuDeviceGetName(name.as_mut_ptr(), len, device))?;
         check("cuDeviceGetUuid", sys::cuDeviceGetUuid_v2(&raw mut uuid, device))?;
-        check("cuDeviceTotalMem", sys::cuDeviceTotalMem_v2(&raw mut memory_bytes, device))?;
     }
     let attribute = |attribute: Attribute| {
         let mut value = 0;
@@ -221,12 +217,7 @@ fn gpu(ordinal: c_int) -> Result<Gpu, ProbeError> {
     let hex: Vec<String> = uuid.bytes.iter().map(|byte| format!("{:02x}", *byte as u8)).collect();
     let part = |range: std::ops::Range<usize>| hex[range].concat();
     let parts = [part(0..4), part(4..6), part(6..8), part(8..10), part(10..16)];
-    Ok(Gpu {
-        ordinal: ordinal as u32,
-        uuid: format!("GPU-{}", parts.join("-")),
-        memory_bytes: memory_bytes as u64,
-        limits,
-    })
+    Ok(Gpu { ordinal: ordinal as u32, uuid: format!("GPU-{}", parts.join("-")), limits })
 }
 
 fn check(call: &'static str, result: CUresult) -> Result<(), ProbeError> {

@@ -7,7 +7,7 @@
 mod cache;
 mod source;
 
-use crate::side::{Kernel, Pair, rows_of};
+use crate::side::{Kernel, Pair, ROWS, rows_of};
 use cache::{Cache, Found};
 use kvd_codec::ModelCodec;
 use kvd_core::{LayerIndex, Side};
@@ -127,6 +127,12 @@ impl Sides {
         format!("{}_{}", self.keys.name(), self.values.name())
     }
 
+    /// Its kernel for so many query rows.
+    fn kernel(self, rows: u32) -> String {
+        let stage = if self.huffman { "huffman_" } else { "" };
+        format!("kvd_attend_{stage}{}_{rows}", self.name())
+    }
+
     /// Whether it is compiled ahead of time.
     fn is_known(self) -> bool {
         let Self { keys, values, huffman } = self;
@@ -231,11 +237,11 @@ impl Jit {
         }
     }
 
-    /// Takes what was made since it was last asked to `load`.
-    pub(crate) fn take(&mut self, mut load: impl FnMut(&[u8]) -> Result<(), String>) {
+    /// Takes what was made since it was last asked to `load`: an image, with these kernels.
+    pub(crate) fn take(&mut self, mut load: impl FnMut(&[u8], &[String]) -> Result<(), String>) {
         while let Ok(Made { sides, image, from_cache, seconds }) = self.made.try_recv() {
-            let pair = sides.name();
-            (self.report)(match image.and_then(|image| load(&image)) {
+            let (pair, kernels) = (sides.name(), ROWS.map(|rows| sides.kernel(rows)));
+            (self.report)(match image.and_then(|image| load(&image, &kernels)) {
                 Ok(()) => {
                     let key = [sides.keys as u32, sides.values as u32, sides.huffman.into()];
                     self.ready.insert(key, sides);
@@ -251,8 +257,7 @@ impl Jit {
     pub(crate) fn own(&self, kernel: &str, [keys, values]: [u32; 2], rows: u32) -> Option<String> {
         let huffman = SHARED.iter().position(|shared| *shared == kernel)?;
         let sides = self.ready.get(&[keys, values, huffman as u32])?;
-        let stage = if sides.huffman { "huffman_" } else { "" };
-        Some(format!("kvd_attend_{stage}{}_{}", sides.name(), rows_of(rows)))
+        Some(sides.kernel(rows_of(rows)))
     }
 }
 
@@ -303,6 +308,64 @@ impl Worker {
 mod tests {
     use super::*;
     use crate::side::Variant;
+    use kvd_core::{DType, Geometry, RopePairing};
+
+    struct MadeUp;
+
+    impl KernelCompiler for MadeUp {
+        fn version(&self) -> String {
+            "made up".to_owned()
+        }
+
+        fn compile(&mut self, source: KernelSource<'_>) -> Result<Vec<u8>, CompileError> {
+            Ok(source.text.as_bytes().to_vec())
+        }
+    }
+
+    /// What is heard of a pair's image, which `load` loads.
+    fn heard(load: impl Fn(&[String]) -> Result<(), String>) -> (Jit, CompileEvent) {
+        let (tell, heard) = std::sync::mpsc::channel();
+        let report: CompileReport = Arc::new(move |event| tell.send(event).unwrap());
+        // No folder: it is compiled nonetheless.
+        let mut jit = Jit::start(Box::new(MadeUp), None, [9, 0], report).unwrap();
+        let geometry = Geometry {
+            layers: 1,
+            kv_heads: 1,
+            head_dim_k: 64,
+            head_dim_v: 64,
+            block_tokens: 64,
+            dtype: DType::F16,
+            rope_pairing: RopePairing::Half,
+        };
+        let spec = kvd_codec::resolve("k=uniform(b=4,g=32,axis=channel); v=f16").unwrap();
+        jit.want(&ModelCodec::new(geometry, spec, None).unwrap());
+        loop {
+            jit.take(|image, kernels| {
+                assert!(String::from_utf8_lossy(image).contains("uniform_f16"));
+                load(kernels)
+            });
+            if let Ok(event) = heard.try_recv() {
+                return (jit, event);
+            }
+            std::thread::yield_now();
+        }
+    }
+
+    #[test]
+    fn a_pair_is_ready_when_all_of_its_kernels_are_there_and_else_the_shared_one_serves() {
+        let sides = [Kernel::Uniform as u32, Kernel::F16 as u32];
+        let own = |jit: &Jit| jit.own(SHARED[0], sides, 3);
+        let wanted = ROWS.map(|rows| format!("kvd_attend_uniform_f16_{rows}"));
+        let (jit, event) = heard(|kernels| {
+            assert_eq!(kernels, wanted);
+            Ok(())
+        });
+        assert!(matches!(event, CompileEvent::Ready { .. }), "{event:?}");
+        assert_eq!(own(&jit).unwrap(), wanted[1]);
+        let (jit, event) = heard(|kernels| Err(format!("no kernel {}", kernels[2])));
+        let CompileEvent::Failed { reason, .. } = event else { panic!("{event:?}") };
+        assert_eq!((reason, own(&jit)), (format!("no kernel {}", wanted[2]), None));
+    }
 
     #[test]
     fn shared_kernels_are_those_that_pairs_without_their_own_are_launched_with() {
