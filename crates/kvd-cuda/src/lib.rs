@@ -34,6 +34,7 @@ pub use backend::{CudaBackend, CudaOpenError, CudaOptions};
 pub use driver::{
     BadGpuName, CudaDriver, DeviceCopy, Driver, DriverError, EventId, Gpu, GpuName, GraphId,
     GraphNode, KernelLaunch, Nvrtc, PinnedId, PinnedRange, ProbeError, Stream, devices,
+    is_same_gpu,
 };
 pub use error::PlanError;
 pub use finish::Merged;

@@ -13,7 +13,7 @@ mod shared;
 mod slots;
 
 pub use cuda::CudaDriver;
-pub use name::{BadGpuName, GpuName};
+pub use name::{BadGpuName, GpuName, is_same_gpu};
 pub use nvrtc::Nvrtc;
 pub use probe::{Gpu, ProbeError, devices};
 

@@ -6,6 +6,8 @@ use std::str::FromStr;
 
 /// Characters of a UUID: `GPU-` and five groups of hexadecimal digits.
 const UUID_LEN: usize = 40;
+/// What UUIDs begin with: of a GPU, and of an instance of one that is divided (MIG).
+const PREFIXES: [&str; 2] = ["GPU-", "MIG-"];
 
 /// Major compute capability of the oldest GPU that the kernels are for.
 const CAPABILITY_MIN: u32 = 8;
@@ -15,13 +17,13 @@ const CAPABILITY_MIN: u32 = 8;
 pub enum GpuName {
     /// As the driver numbers what this process may see.
     Ordinal(u32),
-    /// As `nvidia-smi -L` prints it, `GPU-` and lower-case digits.
+    /// As `nvidia-smi -L` prints it, `GPU-` or `MIG-` and lower-case digits.
     Uuid(String),
 }
 
 /// A text that names no GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("neither a number nor GPU- and a UUID")]
+#[error("neither a number nor GPU- or MIG- and a UUID")]
 pub struct BadGpuName;
 
 impl FromStr for GpuName {
@@ -31,14 +33,29 @@ impl FromStr for GpuName {
         if let Ok(ordinal) = text.parse() {
             return Ok(Self::Ordinal(ordinal));
         }
-        let lower = text.to_ascii_lowercase();
-        let digits = lower.strip_prefix("gpu-").ok_or(BadGpuName)?;
+        let (prefix, digits) = split(text).ok_or(BadGpuName)?;
         let is_digit = |c: u8| c.is_ascii_hexdigit() || c == b'-';
         if text.len() != UUID_LEN || !digits.bytes().all(is_digit) {
             return Err(BadGpuName);
         }
-        Ok(Self::Uuid(format!("GPU-{digits}")))
+        Ok(Self::Uuid(format!("{prefix}{}", digits.to_ascii_lowercase())))
     }
+}
+
+/// A UUID's prefix and digits.
+fn split(uuid: &str) -> Option<(&'static str, &str)> {
+    PREFIXES.into_iter().find_map(|prefix| {
+        let (start, digits) = uuid.split_at_checked(prefix.len())?;
+        start.eq_ignore_ascii_case(prefix).then_some((prefix, digits))
+    })
+}
+
+/// Whether two UUIDs are of one GPU. The driver gives the digits alone, so that those of an
+/// instance of a divided GPU (`MIG-…`) are not told from a GPU's.
+#[must_use]
+pub fn is_same_gpu(a: &str, b: &str) -> bool {
+    let digits = |uuid| split(uuid).map_or(uuid, |(_, digits)| digits);
+    digits(a).eq_ignore_ascii_case(digits(b))
 }
 
 impl fmt::Display for GpuName {
@@ -58,7 +75,7 @@ impl GpuName {
     pub fn find(&self, gpus: &[Gpu]) -> Result<Gpu, ProbeError> {
         let is_meant = |gpu: &&Gpu| match self {
             Self::Ordinal(ordinal) => gpu.ordinal == *ordinal,
-            Self::Uuid(uuid) => gpu.uuid == *uuid,
+            Self::Uuid(uuid) => is_same_gpu(&gpu.uuid, uuid),
         };
         let gpu = gpus.iter().find(is_meant);
         let none = || ProbeError::NoSuchDevice { name: self.clone(), count: gpus.len() };
@@ -69,5 +86,26 @@ impl GpuName {
             return Err(ProbeError::Capability { name, major, minor });
         }
         Ok(gpu.clone())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn instances_of_a_divided_gpu_are_named_as_nvidia_smi_prints_them() {
+        let digits = "00010203-0405-0607-0809-0a0b0c0d0e0f";
+        let name: GpuName = format!("mig-{}", digits.to_uppercase()).parse().unwrap();
+        assert_eq!(name, GpuName::Uuid(format!("MIG-{digits}")));
+        let uuid = format!("GPU-{digits}");
+        let limits = crate::Limits::h100();
+        let gpus = [Gpu { ordinal: 0, uuid: uuid.clone(), limits }];
+        assert_eq!(name.find(&gpus).unwrap().ordinal, 0);
+        assert!(is_same_gpu(&uuid, &format!("MIG-{digits}")) && is_same_gpu(digits, &uuid));
+        assert!(!is_same_gpu(&uuid, "GPU-10010203-0405-0607-0809-0a0b0c0d0e0f"));
+        for text in ["MIG-1", &digits[..], "TPU-00010203-0405-0607-0809-0a0b0c0d0e0f", "ü"] {
+            assert_eq!(text.parse::<GpuName>(), Err(BadGpuName), "{text}");
+        }
     }
 }

@@ -387,8 +387,8 @@ fn device(text: &str) -> Result<DeviceChoice, ConfigError> {
         (_, Some(Ok(gpu))) => Ok(DeviceChoice::Cuda(gpu)),
         _ => {
             let reason = format!(
-                "{text:?} is not cpu, auto, cuda:N (N from 0) or cuda:GPU-<uuid> as nvidia-smi -L \
-                 prints it"
+                "{text:?} is not cpu, auto, cuda:N (N from 0) or cuda:GPU-<uuid> (or MIG-<uuid>) \
+                 as nvidia-smi -L prints it"
             );
             Err(ConfigError::new("device.device", reason))
         }

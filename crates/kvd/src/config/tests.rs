@@ -57,6 +57,9 @@ fn a_device_is_the_processor_or_a_gpu_by_number_or_uuid() {
     assert_eq!(device(&format!("cuda:{}", uuid.to_uppercase())), by_uuid);
 }
 
+    let instance = uuid.replace("GPU", "MIG");
+    let by_instance = DeviceChoice::Cuda(GpuName::Uuid(instance.clone()));
+    assert_eq!(device(&format!("cuda:{instance}")), by_instance);
 #[test]
 fn errors_name_the_key() {
     let cases = [

@@ -23,7 +23,7 @@ impl Service {
         }
         let known: Vec<&str> =
             self.lanes().filter_map(|lane| lane.info().uuid.as_deref()).collect();
-        if let Some(known) = known.iter().find(|known| known.eq_ignore_ascii_case(uuid)) {
+        if let Some(known) = known.iter().find(|known| kvd_cuda::is_same_gpu(known, uuid)) {
             return Ok(Some((*known).to_owned()));
         }
         let served = if known.is_empty() { "no GPU".to_owned() } else { known.join(", ") };
