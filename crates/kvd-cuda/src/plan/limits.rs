@@ -29,9 +29,9 @@ pub struct Limits {
     pub threads: u32,
     /// Resident thread blocks.
     pub blocks: u32,
-    /// Highest clock, MHz, which is not held under load.
+    /// Highest clock, MHz, which is not held under load; 0 where the driver does not say.
     pub clock_mhz: u32,
-    /// Bandwidth of the device's memory, GB/s, on paper.
+    /// Bandwidth of the device's memory, GB/s, on paper; 0 where the driver does not say.
     pub memory_gbps: u32,
 }
 
@@ -81,6 +81,13 @@ impl Limits {
     /// paper.
     pub(super) fn under_way_bytes(&self) -> f64 {
         self.bandwidth() * LATENCY_SECONDS / f64::from(self.multiprocessors)
+    }
+
+    /// Whether there are clocks and a bandwidth to reckon times with: a virtual GPU's driver may
+    /// say none, which is 0.
+    #[must_use]
+    pub fn has_speeds(&self) -> bool {
+        self.clock_mhz > 0 && self.memory_gbps > 0
     }
 
     /// Clocks per second under load, assumed.

@@ -22,14 +22,7 @@ impl fmt::Display for Plan {
             )?;
         }
         write_products(f, self.products)?;
-        let [have, needed] = self.bytes_under_way();
-        writeln!(
-            f,
-            "page loads: tiles of 32 tokens in {} buffers, in pieces of 16 bytes; {have:.0} bytes \
-             under way on a multiprocessor, {needed:.0} hide the latency: {}",
-            self.buffers,
-            if have >= needed { "enough" } else { "too few, the latency shows" }
-        )?;
+        write_loads(f, self)?;
         writeln!(
             f,
             "split: {} units of {} blocks for each of {} heads, so that {} thread blocks are \
@@ -42,6 +35,23 @@ impl fmt::Display for Plan {
         write_encoding(f, self.host_encoding, self.host_tables)?;
         write_times(f, self)
     }
+}
+
+/// How pages come to a multiprocessor.
+fn write_loads(f: &mut fmt::Formatter<'_>, plan: &Plan) -> fmt::Result {
+    let [have, needed] = plan.bytes_under_way();
+    let enough = if have >= needed { "enough" } else { "too few, the latency shows" };
+    let enough = if plan.limits.has_speeds() {
+        format!("{needed:.0} hide the latency: {enough}")
+    } else {
+        "how many hide the latency is not known".to_owned()
+    };
+    writeln!(
+        f,
+        "page loads: tiles of 32 tokens in {} buffers, in pieces of 16 bytes; {have:.0} bytes \
+         under way on a multiprocessor, {enough}",
+        plan.buffers
+    )
 }
 
 /// The GPU, and how thread blocks fit it.
@@ -79,6 +89,12 @@ fn write_times(f: &mut fmt::Formatter<'_>, plan: &Plan) -> fmt::Result {
         "bytes: {:.3e} of pages, {:.3e} of codebooks and partial results",
         plan.page_bytes, plan.other_bytes
     )?;
+    if !plan.limits.has_speeds() {
+        return writeln!(
+            f,
+            "no roofline and no prediction: the driver does not say this GPU's clocks"
+        );
+    }
     writeln!(
         f,
         "roofline: {:.1} us per layer and step at the bandwidth on paper, {:.2}x f16's {:.1} \
@@ -198,5 +214,35 @@ fn write_codebooks(f: &mut fmt::Formatter<'_>, side: Side, books: &CodebookPlan)
     match channel_split {
         1 => writeln!(f),
         parts => writeln!(f, "; {parts} units share the channels, each with its codebooks"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::{Limits, Workload, plan};
+    use kvd_core::{DType, Geometry, RopePairing};
+
+    #[test]
+    fn a_gpu_whose_clocks_are_not_known_has_a_plan_and_no_prediction() {
+        let geometry = Geometry {
+            layers: 1,
+            kv_heads: 8,
+            head_dim_k: 128,
+            head_dim_v: 128,
+            block_tokens: 64,
+            dtype: DType::F16,
+            rope_pairing: RopePairing::Half,
+        };
+        let workload = Workload { geometry, group: 4, batch: 1, tokens: 131_072 };
+        let spec = kvd_codec::resolve("kivi-2").unwrap();
+        let known = Limits::h100();
+        let text = |limits: Limits| plan(&spec, &workload, &limits).unwrap().to_string();
+        assert!(text(known.clone()).contains("prediction, not yet measured"));
+        for limits in [Limits { clock_mhz: 0, ..known.clone() }, Limits { memory_gbps: 0, ..known }]
+        {
+            let text = text(limits);
+            assert!(text.contains("no roofline and no prediction: the driver does not"), "{text}");
+            assert!(!text.contains(" inf ") && !text.contains("NaN"), "{text}");
+        }
     }
 }

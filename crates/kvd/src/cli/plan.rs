@@ -113,16 +113,22 @@ fn write_row(text: &mut String, name: &str, plan: &Plan) -> std::fmt::Result {
     let counted = plan.counted.map_or("–".to_owned(), |counted| {
         format!("{:.1}{}", counted.per_value, if counted.is_all { "" } else { "+" })
     });
+    let times = if plan.limits.has_speeds() {
+        format!(
+            "{:.1} | {:.2} | {:.1} | {:.2} | {by} | {:.1}",
+            plan.roofline_seconds() * 1e6,
+            plan.raw_seconds() / plan.roofline_seconds(),
+            predicted * 1e6,
+            plan.raw_seconds() / predicted,
+            plan.instructions_per_value(),
+        )
+    } else {
+        "– | – | – | – | – | –".to_owned()
+    };
     writeln!(
         text,
-        "| {name} | {:.1} | {:.1} | {:.2} | {:.1} | {:.2} | {by} | {:.1} | {counted} | {} | {} | \
-         {} | {} / {} |",
+        "| {name} | {:.1} | {times} | {counted} | {} | {} | {} | {} / {} |",
         (plan.page_bytes + plan.other_bytes) / 1e6,
-        plan.roofline_seconds() * 1e6,
-        plan.raw_seconds() / plan.roofline_seconds(),
-        predicted * 1e6,
-        plan.raw_seconds() / predicted,
-        plan.instructions_per_value(),
         plan.buffers,
         plan.occupancy.blocks,
         plan.splits,
