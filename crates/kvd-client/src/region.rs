@@ -252,6 +252,13 @@ impl Region {
         self.opened.cuda_event[..].try_into().ok()
     }
 
+    /// Why there is no [event](Self::event), where answers are written in place nonetheless; else
+    /// empty.
+    #[must_use]
+    pub fn no_event(&self) -> &str {
+        &self.opened.no_event
+    }
+
     /// Why payloads in device memory are copied through the host; empty where kernels read queries
     /// and rows and write outputs where they are.
     #[must_use]

@@ -30,6 +30,8 @@ pub struct OpenedRegion {
     /// A `cudaIpcEventHandle_t` of the event that marks when outputs are there; none where the
     /// driver gives none.
     pub event: Option<[u8; RegionHandle::IPC_BYTES]>,
+    /// Why there is no event, where payloads are not copied.
+    pub no_event: Option<String>,
     /// Why payloads are copied through the host; none where kernels read and write them where they
     /// are.
     pub copied: Option<String>,

@@ -403,6 +403,8 @@ fn what_a_driver_lacks_is_said_when_a_region_is_opened() {
         let memory = shared(Kind::Ipc);
         let opened = backend.open_region(memory.handle(), 64).unwrap();
         assert_eq!(opened.event.is_some(), event);
+        let reason = opened.no_event.unwrap_or_default();
+        assert_eq!(reason.contains("CUDA_ERROR_NOT_SUPPORTED"), !event && copied.is_none());
         match copied {
             None => assert_eq!(opened.copied, None),
             Some(wanted) => assert!(opened.copied.unwrap().contains(wanted)),

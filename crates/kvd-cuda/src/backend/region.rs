@@ -97,12 +97,17 @@ impl CudaBackend {
         let found = IN_PLACE.iter().try_for_each(|kernel| self.device.find(kernel));
         let copied = found.err().map(|error| error.to_string());
         // An answer that no event marks is there when the call has ended.
-        let shared = if copied.is_none() { self.device.share_event().ok() } else { None };
+        let shared = copied.is_none().then(|| self.device.share_event());
+        let (shared, no_event) = match shared {
+            None => (None, None),
+            Some(Ok(shared)) => (Some(shared), None),
+            Some(Err(error)) => (None, Some(error.to_string())),
+        };
         let (event, handle) = shared.unzip();
         let region = DeviceRegion(self.regions.next);
         self.regions.next += 1;
         self.regions.open.insert(region, Open { address, bytes, event });
-        Ok(OpenedRegion { region, event: handle, copied })
+        Ok(OpenedRegion { region, event: handle, no_event, copied })
     }
 
     pub(super) fn close_memory(&mut self, region: DeviceRegion) {

@@ -412,7 +412,7 @@ pub struct OpenRegionRequest {
     pub bytes: u64,
     #[prost(uint64, tag = "5")]
     pub device_bytes: u64,
-    /// UUID of the GPU that the device memory is of, as `nvidia-smi -L` prints it ("GPU-…"). One that no
+    /// UUID of the GPU that the device memory is of, as `nvidia-smi -L` prints it ("GPU-…", "MIG-…"). One that no
     /// device of the daemon has is refused. Empty: the first device that opens the memory.
     #[prost(string, tag = "6")]
     pub device_uuid: ::prost::alloc::string::String,
@@ -454,6 +454,10 @@ pub struct OpenRegionResponse {
     /// rows and write outputs where they are.
     #[prost(string, tag = "6")]
     pub copied: ::prost::alloc::string::String,
+    /// Why `cuda_event` is empty although outputs are written in place; else empty. Answers are there
+    /// when their completion records say so.
+    #[prost(string, tag = "7")]
+    pub no_event: ::prost::alloc::string::String,
 }
 /// A call whose payloads are in the region. Stores are executed as they come, attends among themselves
 /// too; each call ends with its completion record. A store that continues one which has not ended is SEQUENCE_BUSY.

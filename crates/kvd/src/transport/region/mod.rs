@@ -144,6 +144,7 @@ async fn connection(
         refused: String::new(),
         cuda_event: event.map(|event| event.to_vec().into()).unwrap_or_default(),
         copied: opened.and_then(|opened| opened.copied.clone()).unwrap_or_default(),
+        no_event: opened.and_then(|opened| opened.no_event.clone()).unwrap_or_default(),
     };
     if frames.send(&response).await.is_err() {
         return;
@@ -255,13 +256,16 @@ async fn with_device(
     Ok(match opened {
         Ok(device) => {
             if let Some(reason) = &device.opened().copied {
-                tracing::info!(reason, "a region's device memory is copied through the host");
+                tracing::warn!(reason, "a region's device memory is copied through the host");
+            }
+            if let Some(reason) = &device.opened().no_event {
+                tracing::warn!(reason, "a region has no event that says when answers are there");
             }
             region.device = Some(device);
             (region, kind, String::new())
         }
         Err(reason) => {
-            tracing::info!(%reason, "a region's payloads are in its memory file");
+            tracing::warn!(%reason, "a region's payloads are in its memory file");
             (region, v1::RegionKind::Memfd, reason)
         }
     })

@@ -193,6 +193,13 @@ async fn payloads_that_kernels_cannot_reach_are_copied_and_the_reason_is_named()
         assert_eq!(fixture.attend(&worker).unwrap(), right, "{kind:?}");
         assert_eq!(fixture.memories.copies() - before, 3, "queries, outputs, log-sum-exps");
         assert_eq!(fixture.calls(), [0, 1, 2]);
+        // A device that shares no event: answers are there when their calls have ended.
+        *fixture.memories.copied.lock() = None;
+        *fixture.memories.no_event.lock() = Some("cuIpcGetEventHandle refuses it".to_owned());
+        let worker = fixture.open(3);
+        assert_eq!((worker.event(), worker.no_event()), (None, "cuIpcGetEventHandle refuses it"));
+        assert_eq!(worker.copied(), "");
+        assert_eq!(fixture.attend(&worker).unwrap(), right, "{kind:?}");
         fixture.running.drain().await;
     }
 }

@@ -21,6 +21,8 @@ pub(super) struct Memories {
     pub(super) open: Arc<Mutex<Vec<u8>>>,
     /// Why no kernel reaches it.
     pub(super) copied: Arc<Mutex<Option<String>>>,
+    /// Why it shares no event.
+    pub(super) no_event: Arc<Mutex<Option<String>>>,
     /// Held by a test while launches are under way.
     pub(super) busy: Arc<Mutex<()>>,
     /// Stores.
@@ -201,8 +203,10 @@ impl Backend for Device {
         };
         self.regions.insert(name.into(), memory);
         self.memories.open.lock().push(name);
-        let copied = self.memories.copied.lock().clone();
-        Ok(OpenedRegion { region: DeviceRegion(name.into()), event: Some([name; 64]), copied })
+        let [copied, no_event] =
+            [&self.memories.copied, &self.memories.no_event].map(|reason| reason.lock().clone());
+        let event = no_event.is_none().then_some([name; 64]);
+        Ok(OpenedRegion { region: DeviceRegion(name.into()), event, no_event, copied })
     }
     fn attend_in_place(
         &mut self,
