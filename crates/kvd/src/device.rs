@@ -2,15 +2,16 @@
 //! where one can be used. A GPU asked for by name is never replaced in silence.
 
 use crate::affinity;
-use crate::config::{Config, DeviceChoice};
+use crate::config::{Config, DeviceChoice, KernelCache};
 use kvd_compute::{Backend, CpuBackend, CpuOptions, OpenError};
 use kvd_cuda::{
-    CompileEvent, CudaBackend, CudaDriver, CudaOpenError, CudaOptions, Gpu, GpuName, KERNELS,
-    Nvrtc, ProbeError,
+    CompileEvent, CudaBackend, CudaDriver, CudaOpenError, CudaOptions, Driver, Gpu, GpuName,
+    KERNELS, Nvrtc, ProbeError,
 };
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Instant;
 
 /// Block tables, queries and partial results of one attend on a GPU; a batch that needs more is
 /// answered in halves.
@@ -76,10 +77,13 @@ fn choose_all<T>(
     let mut taken = BTreeSet::new();
     let open = |choice| {
         let once = |found: Gpu| {
-            if !taken.insert(found.uuid.clone()) {
-                return Err(GpuUnusable::Taken(found.uuid));
+            let uuid = found.uuid.clone();
+            if taken.contains(&uuid) {
+                return Err(GpuUnusable::Taken(uuid));
             }
-            gpu(found)
+            let opened = gpu(found)?;
+            taken.insert(uuid);
+            Ok(opened)
         };
         choose(choice, &probe, once, &cpu)
     };
@@ -113,15 +117,25 @@ fn open_gpu(config: &Config, gpu: Gpu) -> Result<Box<dyn Backend>, GpuUnusable> 
         kernel_timeout: config.kernel_timeout,
     };
     let driver = CudaDriver::open(gpu).map_err(CudaOpenError::from)?;
+    let (gpu, begun) = (driver.description(), Instant::now());
+    // Minutes on a GPU that is later than the kernels.
+    tracing::info!(gpu, "taking GPU memory and loading kernels");
     let mut backend = CudaBackend::open(Box::new(driver), KERNELS, options)?;
-    if let Some(folder) = &config.kernel_cache {
-        compile(&mut backend, folder.clone());
+    tracing::info!(gpu, seconds = begun.elapsed().as_secs_f64(), "GPU kernels are loaded");
+    match &config.kernel_cache {
+        KernelCache::Off => {}
+        KernelCache::Folder(folder) => compile(&mut backend, Some(folder.clone())),
+        KernelCache::Nowhere => {
+            let reason = "device.kernel_cache is empty, and so are XDG_CACHE_HOME and HOME";
+            tracing::info!(reason, "kernels that are compiled for a codec are not kept");
+            compile(&mut backend, None);
+        }
     }
     Ok(Box::new(backend))
 }
 
 /// Has kernels compiled for codecs without kernels of their own, where there is a compiler.
-fn compile(backend: &mut CudaBackend, folder: PathBuf) {
+fn compile(backend: &mut CudaBackend, folder: Option<PathBuf>) {
     let started = Nvrtc::open().map_err(|error| error.to_string()).and_then(|compiler| {
         let report = Arc::new(report);
         let started = backend.compile_with(Box::new(compiler), folder, report);
@@ -154,23 +168,47 @@ fn report(event: CompileEvent) {
 fn choose<T>(
     choice: &DeviceChoice,
     probe: impl FnOnce() -> Result<Vec<Gpu>, ProbeError>,
-    gpu: impl FnOnce(Gpu) -> Result<T, GpuUnusable>,
+    mut gpu: impl FnMut(Gpu) -> Result<T, GpuUnusable>,
     cpu: impl FnOnce() -> Result<T, OpenError>,
 ) -> Result<T, DeviceError> {
-    let open = |name: &GpuName| gpu(name.find(&probe()?)?);
-    match choice {
-        DeviceChoice::Cpu => Ok(cpu()?),
-        DeviceChoice::Cuda(name) => {
-            open(name).map_err(|reason| DeviceError::Gpu { name: name.clone(), reason })
-        }
-        DeviceChoice::Auto => match open(&GpuName::Ordinal(0)) {
-            Ok(backend) => Ok(backend),
+    let name = match choice {
+        DeviceChoice::Cpu => return Ok(cpu()?),
+        DeviceChoice::Auto => match first_usable(probe, gpu) {
+            Ok(backend) => return Ok(backend),
             Err(reason) => {
                 tracing::info!(%reason, "device = \"auto\": no GPU, so the CPU serves");
-                Ok(cpu()?)
+                return Ok(cpu()?);
             }
         },
+        DeviceChoice::Cuda(name) => name,
+    };
+    let found = probe().and_then(|gpus| name.find(&gpus));
+    let opened = found.map_err(GpuUnusable::from).and_then(&mut gpu);
+    opened.map_err(|reason| DeviceError::Gpu { name: name.clone(), reason })
+}
+
+/// The first GPU that opens; else why none does, each by its number.
+fn first_usable<T>(
+    probe: impl FnOnce() -> Result<Vec<Gpu>, ProbeError>,
+    mut gpu: impl FnMut(Gpu) -> Result<T, GpuUnusable>,
+) -> Result<T, String> {
+    let gpus = probe().map_err(|reason| reason.to_string())?;
+    let mut reasons = Vec::new();
+    for number in gpus.iter().map(|gpu| gpu.ordinal) {
+        let name = GpuName::Ordinal(number);
+        let found = name.find(&gpus).map_err(GpuUnusable::from);
+        match found.and_then(&mut gpu) {
+            Ok(backend) => {
+                if !reasons.is_empty() {
+                    let reason = reasons.join("; ");
+                    tracing::warn!(reason, "device = \"auto\": {name} serves, not one before it");
+                }
+                return Ok(backend);
+            }
+            Err(reason) => reasons.push(format!("{name}: {reason}")),
+        }
     }
+    Err(reasons.join("; "))
 }
 
 #[cfg(test)]
@@ -203,8 +241,32 @@ mod tests {
     #[test]
     fn auto_takes_a_gpu_where_there_is_one_and_else_the_processor() {
         assert_eq!(chosen(&DeviceChoice::Auto, Ok(2)).unwrap(), "gpu 0");
-        assert_eq!(chosen(&DeviceChoice::Auto, Ok(0)).unwrap(), "cpu");
         assert_eq!(chosen(&DeviceChoice::Auto, Err(ProbeError::NoLibrary)).unwrap(), "cpu");
+    }
+
+    #[test]
+    fn auto_tries_every_gpu_in_order_and_names_what_each_lacks() {
+        let old = |ordinal| {
+            let mut old = gpu(ordinal);
+            old.limits.compute = [7, 5];
+            old
+        };
+        // GPU 0 is too old, GPU 1 does not open.
+        let mut asked = Vec::new();
+        let opened = |gpu: Gpu| {
+            asked.push(gpu.ordinal);
+            match gpu.ordinal {
+                1 => Err(GpuUnusable::NoKernels("H100".to_owned())),
+                ordinal => Ok(ordinal),
+            }
+        };
+        let found = first_usable(|| Ok(vec![old(0), gpu(1), gpu(2), gpu(3)]), opened);
+        assert_eq!((found, asked), (Ok(2), vec![1, 2]));
+        let none = |_| Err::<u32, _>(GpuUnusable::NoKernels("H100".to_owned()));
+        let reason = first_usable(|| Ok(vec![old(0), gpu(1)]), none).unwrap_err();
+        let (first, second) = reason.split_once("; ").unwrap();
+        assert!(first.starts_with("cuda:0: ") && first.contains("capability 7.5"), "{reason}");
+        assert!(second.starts_with("cuda:1: H100 is there, but"), "{reason}");
     }
 
     #[test]

@@ -62,8 +62,8 @@ pub struct Config {
     pub pin_threads: bool,
     /// How far attention kernels may round.
     pub precision: Precision,
-    /// Where kernels are kept that are compiled while the daemon runs; none are without.
-    pub kernel_cache: Option<PathBuf>,
+    /// Where kernels are kept that are compiled while the daemon runs.
+    pub kernel_cache: KernelCache,
     /// Sequences of launches that a GPU keeps as graphs; 0 for none.
     pub graphs_max: usize,
     /// How long a GPU's work may take before the device has failed.
@@ -114,6 +114,17 @@ pub enum DeviceChoice {
     Auto,
     /// This GPU or nothing.
     Cuda(GpuName),
+}
+
+/// Where kernels are kept that are compiled while the daemon runs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum KernelCache {
+    /// None are compiled.
+    Off,
+    /// Nothing says where caches are: they are compiled and not kept.
+    Nowhere,
+    /// This folder.
+    Folder(PathBuf),
 }
 
 /// Tenants that may use the daemon.
@@ -340,17 +351,18 @@ fn log_json(format: &str) -> Result<bool, ConfigError> {
     }
 }
 
-/// The folder of compiled kernels; none for "off", and where nothing says which.
-fn kernel_cache(text: &str, variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
+/// The folder of compiled kernels.
+fn kernel_cache(text: &str, variable: impl Fn(&str) -> Option<OsString>) -> KernelCache {
     let folder = |name| variable(name).filter(|path| !path.is_empty()).map(PathBuf::from);
     match text {
-        "off" => None,
+        "off" => KernelCache::Off,
         "" => {
             let caches = folder("XDG_CACHE_HOME").filter(|path| path.is_absolute());
             let caches = caches.or_else(|| folder("HOME").map(|home| home.join(".cache")));
-            caches.map(|caches| caches.join("kvd/kernels"))
+            let folder = caches.map(|caches| caches.join("kvd/kernels"));
+            folder.map_or(KernelCache::Nowhere, KernelCache::Folder)
         }
-        path => Some(PathBuf::from(path)),
+        path => KernelCache::Folder(PathBuf::from(path)),
     }
 }
 

@@ -35,11 +35,12 @@ fn compiled_kernels_are_kept_where_the_system_keeps_caches_or_where_it_is_said()
         };
         kernel_cache(text, variable)
     };
-    assert_eq!(of("off", "/home/k", ""), None);
-    assert_eq!(of("/var/k", "/home/k", "/c"), Some("/var/k".into()));
-    assert_eq!(of("", "/home/k", "/c"), Some("/c/kvd/kernels".into()));
-    assert_eq!(of("", "/home/k", "not/absolute"), Some("/home/k/.cache/kvd/kernels".into()));
-    assert_eq!(of("", "", ""), None);
+    let folder = |path: &str| KernelCache::Folder(path.into());
+    assert_eq!(of("off", "/home/k", ""), KernelCache::Off);
+    assert_eq!(of("/var/k", "/home/k", "/c"), folder("/var/k"));
+    assert_eq!(of("", "/home/k", "/c"), folder("/c/kvd/kernels"));
+    assert_eq!(of("", "/home/k", "not/absolute"), folder("/home/k/.cache/kvd/kernels"));
+    assert_eq!(of("", "", ""), KernelCache::Nowhere);
 }
 
 #[test]
