@@ -1,6 +1,6 @@
 //! The report as files, which are complete at any time and go on with those of an earlier run.
 
-use super::{DAEMON_STORES, FIGURES, SHAPES, write};
+use super::{DAEMON_STORES, FIGURES, SHAPES, known, write};
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
 use std::fs;
@@ -83,6 +83,27 @@ impl Done {
 }
 
 impl Subject {
+    /// Why plans of the folder are not for this GPU, and what to do; none where they are, or where
+    /// the folder does not say for which it was made.
+    pub(super) fn mismatch(&self) -> Option<String> {
+        let packed = self.pack["device"].as_str()?;
+        let name = self.device.split(',').next().unwrap_or_default().trim();
+        let kind = known::kind(name);
+        if kind == Some(packed) {
+            return None;
+        }
+        let what = match kind {
+            Some(kind) => format!("`cargo xtask gpu pack --device {kind}`"),
+            None => {
+                "a folder for this GPU, whose limits `Limits::named` would have to know".to_owned()
+            }
+        };
+        Some(format!(
+            "the folder's plans and rooflines are of {packed}, and this GPU is {name}: measure \
+             with {what}; steps without plans run"
+        ))
+    }
+
     /// What names of its files begin with, so that those of two GPUs are never one.
     fn stem(&self) -> String {
         let name = self.device.split(',').next().unwrap_or("gpu").trim().to_lowercase();

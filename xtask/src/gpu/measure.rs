@@ -40,6 +40,10 @@ pub(super) fn run(folder: &Path, smi: &str, asked: &Asked, report: &Report) -> R
         pack.and_then(|bytes| serde_json::from_slice(&bytes).ok()).unwrap_or_default();
     let date = text(Command::new("date").args(["-u", "+%F"]), SMI_LIMIT)?;
     let of = Subject { device, date, pack };
+    let other = of.mismatch();
+    if let Some(reason) = &other {
+        report.line(&format!("warning: {reason}"));
+    }
     let steps = steps::all(folder, |file| of.figures(&out, file));
     let names: Vec<_> = steps.iter().map(|step| step.name.as_str()).collect();
     let mut kept = Kept::open(&out, of, &names)?;
@@ -56,7 +60,10 @@ pub(super) fn run(folder: &Path, smi: &str, asked: &Asked, report: &Report) -> R
             continue;
         }
         report.step(&format!("{}, {} s at most", step.name, limit.as_secs()));
-        let done = run_step(&mut kept, index, &mut step, limit)?;
+        let done = match &other {
+            Some(reason) if step.is_planned() => refuse_step(&mut kept, index, &step, reason)?,
+            _ => run_step(&mut kept, index, &mut step, limit)?,
+        };
         report.line(&format!("{}, {:.1} s", done.outcome, done.seconds));
         if done.is_bad() {
             bad.push(step.key);
@@ -82,6 +89,17 @@ fn run_step(kept: &mut Kept, index: usize, step: &mut Step, limit: Duration) -> 
     kept.steps[index] = done.clone();
     // They are there too when a row of them is wrong, or time was too short for all.
     kept.read_figures();
+    kept.save()?;
+    Ok(done)
+}
+
+/// Has a step fail that would measure another GPU's plans, with nothing of it in the report.
+fn refuse_step(kept: &mut Kept, index: usize, step: &Step, reason: &str) -> Result<Done> {
+    if let Some(file) = step.writes {
+        kept.forget(file)?;
+    }
+    let done = Done::new(&step.name, format!("failed: {reason}"), 0.0, "");
+    kept.steps[index] = done.clone();
     kept.save()?;
     Ok(done)
 }
@@ -254,6 +272,42 @@ mod tests {
         assert_eq!((outcomes[1], &report["steps"][1]["output"]), ("failed", &json!("off\n")));
         assert!(outcomes[3..].iter().all(|outcome| outcome.starts_with("skipped because")));
         assert_eq!(report["benchmark"], json!({ "group": 4 }));
+    }
+
+    #[test]
+    fn plans_of_another_gpu_are_not_launched_and_no_roofline_of_it_is_reported() {
+        let (folder, smi) = packed();
+        let pack = |device: &str| {
+            let facts = json!({ "commit": "1", "device": device, "packed": 1 }).to_string();
+            fs::write(folder.path().join(PACK), facts).unwrap();
+        };
+        program(folder.path().join("conformance"), "echo ran");
+        program(folder.path().join("smi"), "echo 'NVIDIA H100 80GB HBM3, 580.1'");
+        pack("h200");
+        let only = Asked { only: vec!["conformance".to_owned(), "benchmark".to_owned()], ..ASKED };
+        let error = run(folder.path(), &smi, &only, &Report).unwrap_err();
+        assert_eq!(error.to_string(), "1 steps failed: benchmark");
+        let found = |end: &str| {
+            let files = fs::read_dir(folder.path().join("report")).unwrap();
+            let mut paths = files.map(|file| file.unwrap().path());
+            let is_report = |path: &PathBuf| {
+                let name = path.file_name().unwrap().to_str().unwrap();
+                name.ends_with(end) && !name.contains("figures")
+            };
+            fs::read_to_string(paths.find(is_report).unwrap()).unwrap()
+        };
+        let report: Value = serde_json::from_str(&found(".json")).unwrap();
+        let outcomes_of = outcomes(&report);
+        assert_eq!(outcomes_of[0], "passed");
+        assert!(outcomes_of[1].contains("cargo xtask gpu pack --device h100"), "{outcomes_of:?}");
+        assert_eq!(report["benchmark"], Value::Null);
+        assert!(found(".md").contains("is NVIDIA H100 80GB HBM3"), "{}", found(".md"));
+        // Of the GPU's own plans it is measured.
+        pack("h100");
+        let error = run(folder.path(), &smi, &only, &Report).unwrap_err();
+        assert_eq!(error.to_string(), "1 steps failed: benchmark");
+        let report: Value = serde_json::from_str(&found(".json")).unwrap();
+        assert_eq!((outcomes(&report)[1], &report["benchmark"]["group"]), ("failed", &json!(4)));
     }
 
     #[test]

@@ -2,6 +2,7 @@
 //! without Rust, tests and measures, and writes one report. No GPU has run it yet.
 
 mod kept;
+mod known;
 mod limited;
 mod measure;
 mod pack;
@@ -27,7 +28,8 @@ pub(crate) enum Step {
     /// Makes the folder: test binary, kernels, fixtures, scripts, this program, and the daemon with
     /// a client of it where it was built with the kernels.
     Pack {
-        /// The GPU whose plans are launched, as `kvd plan --device` has it.
+        /// The GPU whose plans are launched, as `kvd plan --device` has it: on another one nothing
+        /// is measured.
         #[arg(long, default_value = "h200")]
         device: String,
         /// The folder.

@@ -35,6 +35,13 @@ pub(super) struct Step {
     pub(super) writes: Option<&'static str>,
 }
 
+impl Step {
+    /// Whether it launches what was planned for one GPU, and reports that plan's figures.
+    pub(super) fn is_planned(&self) -> bool {
+        self.writes == Some(FIGURES)
+    }
+}
+
 /// Every step: what says most first, as a run may end before the last. `figures` says where a file
 /// of figures is written.
 pub(super) fn all(folder: &Path, figures: impl Fn(&str) -> PathBuf) -> Vec<Step> {

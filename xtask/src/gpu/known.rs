@@ -1,0 +1,48 @@
+//! GPUs that plans are made for, by the name that `nvidia-smi` has for them.
+
+/// Name for `--device`, words that the GPU's name has, and words that make it another GPU.
+type Known = (&'static str, &'static [&'static str], &'static [&'static str]);
+
+/// As `Limits::named` of `kvd-cuda` has them: clocks and bandwidth are of these forms alone.
+const KNOWN: [Known; 5] = [
+    ("a100", &["A100", "80GB"], &["PCIE"]),
+    ("rtx4090", &["RTX", "4090"], &["D"]),
+    ("l40s", &["L40S"], &[]),
+    ("h100", &["H100"], &["PCIE", "NVL"]),
+    ("h200", &["H200"], &["NVL"]),
+];
+
+/// What `--device` calls a GPU; none for one that no plan is of. An instance of a divided GPU,
+/// whose name has "MIG", has fewer multiprocessors and less bandwidth.
+pub(super) fn kind(name: &str) -> Option<&'static str> {
+    let name = name.to_uppercase();
+    let words: Vec<&str> = name.split(|c: char| !c.is_alphanumeric()).collect();
+    let has = |word: &&str| words.contains(word);
+    let is = |(_, of, not): &&Known| of.iter().all(has) && !not.iter().any(has) && !has(&"MIG");
+    KNOWN.iter().find(is).map(|(kind, ..)| *kind)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_gpu_is_known_by_its_name_unless_it_is_of_another_form() {
+        for (name, wanted) in [
+            ("NVIDIA H100 80GB HBM3", Some("h100")),
+            ("NVIDIA H200", Some("h200")),
+            ("NVIDIA A100-SXM4-80GB", Some("a100")),
+            ("NVIDIA GeForce RTX 4090", Some("rtx4090")),
+            ("NVIDIA L40S", Some("l40s")),
+            // Other memory: GB/s, or how much of it.
+            ("NVIDIA H100 PCIe", None),
+            ("NVIDIA H100 NVL", None),
+            ("NVIDIA A100-SXM4-40GB", None),
+            ("NVIDIA GH200 480GB", None),
+            ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+            ("NVIDIA B200", None),
+        ] {
+            assert_eq!(kind(name), wanted, "{name}");
+        }
+    }
+}
