@@ -1,6 +1,7 @@
 //! Precedence, and errors that name the key.
 
 use super::*;
+use std::path::Path;
 
 fn load(file: &str, flags: &[(&str, &str)]) -> Result<Config, ConfigError> {
     let dir = tempfile::tempdir().unwrap();
@@ -56,11 +57,11 @@ fn a_device_is_the_processor_or_a_gpu_by_number_or_uuid() {
     let uuid = "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f";
     let by_uuid = DeviceChoice::Cuda(GpuName::Uuid(uuid.to_owned()));
     assert_eq!(device(&format!("cuda:{}", uuid.to_uppercase())), by_uuid);
-}
-
     let instance = uuid.replace("GPU", "MIG");
     let by_instance = DeviceChoice::Cuda(GpuName::Uuid(instance.clone()));
     assert_eq!(device(&format!("cuda:{instance}")), by_instance);
+}
+
 #[test]
 fn errors_name_the_key() {
     let cases = [
@@ -166,4 +167,33 @@ fn errors_name_the_variable() {
 fn a_star_lets_any_namespace_in() {
     let config = load("[namespaces]\nallowed = [\"*\"]\n", &[]).unwrap();
     assert!(config.namespaces.allow(&Namespace::new("anyone").unwrap()));
+}
+
+#[test]
+fn settings_in_deployments_are_known_and_hold_good_values() {
+    let read = |name: &str| {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../deploy").join(name);
+        std::fs::read_to_string(path).unwrap()
+    };
+    let files = ["compose.yaml", "compose.gpu.yaml", "k8s/daemonset.yaml", "k8s/gpu-patch.yaml"];
+    let mut found = 0;
+    for name in files {
+        for line in read(name).lines().filter(|line| !line.trim_start().starts_with('#')) {
+            let Some((_, setting)) = line.split_once("KVD_") else { continue };
+            let (key, value) = setting.split_once([',', ':']).unwrap();
+            let value = value.trim_start_matches([' ', ',']).trim_start_matches("value: ");
+            let value = value.trim_matches([' ', '}', '"']);
+            let (section, key) = key.split_once("__").unwrap();
+            let key = format!("{section}.{key}").to_lowercase();
+            load("", &[(key.as_str(), value)])
+                .unwrap_or_else(|error| panic!("{name}, {key}: {error}"));
+            found += 1;
+        }
+    }
+    assert_eq!(found, 7);
+    let daemon_set = read("k8s/daemonset.yaml");
+    let (_, file) = daemon_set.split_once("  kvd.toml: |\n").unwrap();
+    load(file.split_once("\n---").unwrap().0, &[]).unwrap();
+    let image = read("Dockerfile");
+    assert!(read("compose.gpu.yaml").contains("target: gpu") && image.contains(" AS gpu\n"));
 }
