@@ -101,7 +101,7 @@ fn planned(
         "parts_per_unit": plan.parts_per_unit,
         "plan": {
             "roofline_seconds": plan.roofline_seconds(),
-            "predicted_seconds": plan.predicted().0,
+            "predicted_seconds": plan.predicted().map(|(seconds, _)| seconds),
             "f16_roofline_seconds": plan.raw_seconds(),
             "blocks_per_sm": plan.occupancy.blocks,
         },

@@ -14,8 +14,7 @@ pub struct Counted {
     pub pipes: Pipes,
     /// Whether that is all of them. Of most kernels for any shape, and of other numbers of query
     /// rows than four, only what the one with a preset's shape as constants takes was counted, what
-    /// its look-ups take more, and what scales of values do; of kernels on CUDA cores, but for
-    /// codebooks of floats, nothing but their products.
+    /// its look-ups take more, and what scales of values do.
     pub is_all: bool,
 }
 
@@ -83,11 +82,8 @@ pub(super) fn counted(
 ) -> Option<Counted> {
     let is_counted = kernel.rows == ROWS;
     if !kernel.on_tensor_cores {
-        let of_floats = of_floats(specs).filter(|_| is_counted);
-        // Else a multiply-add for each query row.
-        let rows = f64::from(kernel.rows);
-        let products = mix(rows, [0.0, 0.0, rows, 0.0, 0.0]).counted(false);
-        return Some(of_floats.unwrap_or(products));
+        // Of the others products are the smallest part: codes are unpacked one by one.
+        return of_floats(specs).filter(|_| is_counted);
     }
     if specs.iter().any(|spec| spec.entropy == Entropy::Huffman) {
         let codes = Side::BOTH.map(|side| huffman(specs[side.index()], side));
@@ -279,18 +275,18 @@ mod tests {
     }
 
     #[test]
-    fn kernels_on_cuda_cores_take_their_products_at_least() {
+    fn kernels_on_cuda_cores_that_were_not_counted_say_nothing() {
         let of_rows = |codec, rows| {
-            let Counted { per_value, is_all, .. } =
-                of(codec, Launched { on_tensor_cores: false, rows, ..ANY }).unwrap();
-            (per_value, is_all)
+            let counted = of(codec, Launched { on_tensor_cores: false, rows, ..ANY })?;
+            Some((counted.per_value, counted.is_all))
         };
-        assert_eq!(of_rows("raw", 4), (4.0, false));
-        assert_eq!(of_rows("k=vq(d=4,b=8,stages=2,scope=group); v=vq(d=4,b=12)", 8), (8.0, false));
+        for codec in ["raw", "k=vq(d=4,b=8,stages=2,scope=group); v=vq(d=4,b=12)"] {
+            assert_eq!([4, 8].map(|rows| of_rows(codec, rows)), [None; 2], "{codec}");
+        }
         let floats = ["vecinfer-3", "vecinfer-1.5", "vecinfer-1.25", "vq-residual-4"];
         let counted = [(36.5, true), (26.1, true), (26.1, false), (66.7, true)];
-        assert_eq!(floats.map(|codec| of_rows(codec, 4)), counted);
-        assert_eq!(of_rows("vecinfer-3", 1), (1.0, false));
+        assert_eq!(floats.map(|codec| of_rows(codec, 4)), counted.map(Some));
+        assert_eq!(of_rows("vecinfer-3", 1), None);
     }
 
     #[test]

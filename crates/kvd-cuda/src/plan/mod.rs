@@ -313,11 +313,11 @@ impl Plan {
 
     /// Seconds of a step, predicted, and what they are: the most of what bytes, counted
     /// instructions or the slowest of their pipes, and bytes under way take, as if each were hidden
-    /// behind the others.
+    /// behind the others. None where no instructions were counted: bytes alone would promise what
+    /// kernels on CUDA cores are far from.
     #[must_use]
-    pub fn predicted(&self) -> (f64, Bound) {
-        let compute = self.limits.compute;
-        let (slots, pipe) = self.counted.map_or((0.0, None), |counted| counted.slots(compute));
+    pub fn predicted(&self) -> Option<(f64, Bound)> {
+        let (slots, pipe) = self.counted?.slots(self.limits.compute);
         let resident = self.limits.multiprocessors * self.occupancy.blocks;
         let units = self.splits
             * self.workload.batch
@@ -330,7 +330,7 @@ impl Plan {
             (self.page_bytes * LATENCY_SECONDS / under_way, Bound::Latency),
         ];
         let longer = |a: (f64, Bound), b: (f64, Bound)| if b.0 > a.0 { b } else { a };
-        bounds.into_iter().fold((0.0, Bound::Bytes), longer)
+        Some(bounds.into_iter().fold((0.0, Bound::Bytes), longer))
     }
 
     /// Bytes of pages under way on a multiprocessor, and those that hide the latency.

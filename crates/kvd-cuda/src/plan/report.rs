@@ -104,16 +104,15 @@ fn write_times(f: &mut fmt::Formatter<'_>, plan: &Plan) -> fmt::Result {
         plan.raw_seconds() * 1e6,
         plan.instructions_per_value()
     )?;
-    let counted = match plan.counted {
-        None => "instructions were not counted".to_owned(),
-        Some(Counted { per_value, is_all: true, .. }) => {
-            format!("{per_value:.1} lane instructions per value were counted")
-        }
-        Some(Counted { per_value, .. }) => {
-            format!("{per_value:.1} lane instructions per value were counted, not all")
-        }
+    let (Some((seconds, bound)), Some(counted)) = (plan.predicted(), plan.counted) else {
+        return writeln!(
+            f,
+            "no prediction: the instructions of this pair's kernel were not counted"
+        );
     };
-    let (seconds, bound) = plan.predicted();
+    let Counted { per_value, is_all, .. } = counted;
+    let part = if is_all { "" } else { ", not all" };
+    let counted = format!("{per_value:.1} lane instructions per value were counted{part}");
     let by = match bound {
         Bound::Bytes => "the bandwidth",
         Bound::Instructions => "instructions",

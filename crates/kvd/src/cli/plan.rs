@@ -103,23 +103,24 @@ fn write_row(text: &mut String, name: &str, plan: &Plan) -> std::fmt::Result {
             (_, copies) => format!("{} of {}, {copies} times", books.shared, books.entries),
         })
     });
-    let (predicted, bound) = plan.predicted();
-    let by = match bound {
+    let none = || "–".to_owned();
+    let by = plan.predicted().map_or("–", |(_, bound)| match bound {
         Bound::Bytes => "bytes",
         Bound::Instructions => "instructions",
         Bound::Pipe(pipe) => pipe,
         Bound::Latency => "latency",
-    };
-    let counted = plan.counted.map_or("–".to_owned(), |counted| {
+    });
+    let predicted = plan.predicted().map(|(seconds, _)| seconds);
+    let counted = plan.counted.map_or_else(none, |counted| {
         format!("{:.1}{}", counted.per_value, if counted.is_all { "" } else { "+" })
     });
     let times = if plan.limits.has_speeds() {
         format!(
-            "{:.1} | {:.2} | {:.1} | {:.2} | {by} | {:.1}",
+            "{:.1} | {:.2} | {} | {} | {by} | {:.1}",
             plan.roofline_seconds() * 1e6,
             plan.raw_seconds() / plan.roofline_seconds(),
-            predicted * 1e6,
-            plan.raw_seconds() / predicted,
+            predicted.map_or_else(none, |seconds| format!("{:.1}", seconds * 1e6)),
+            predicted.map_or_else(none, |seconds| format!("{:.2}", plan.raw_seconds() / seconds)),
             plan.instructions_per_value(),
         )
     } else {
