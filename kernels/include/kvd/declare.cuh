@@ -17,13 +17,20 @@
 // With products on tensor cores: any shape takes more registers than four thread blocks on a multiprocessor
 // leave, and with those of one codec as constants, for as many rows as most models have query heads to a KV
 // head, `kvd_attend_<codec>_<rows>`.
-#define KVD_TENSOR(name, Key, Value, rows)                                                       \
+#define KVD_MIXED(name, Key, Value, rows)                                                        \
     KVD_KERNEL_OF(kvd_attend_##name##_##rows, kvd::ATTEND_THREADS, 3, kvd::AttendParameters,     \
-                  (kvd::attend<kvd::Tensor<Key>, kvd::Tensor<Value>, rows, false>))
+                  (kvd::attend<Key, Value, rows, false>))
+#define KVD_TENSOR(name, Key, Value, rows)                                                       \
+    KVD_MIXED(name, kvd::Tensor<Key>, kvd::Tensor<Value>, rows)
 #define KVD_TENSOR_ROWS(name, Key, Value)                                                        \
     KVD_TENSOR(name, Key, Value, 1)                                                              \
     KVD_TENSOR(name, Key, Value, 4)                                                              \
     KVD_TENSOR(name, Key, Value, 8)
+// The same of sides of which one may be of halves: pairs that are compiled late (kvd-cuda/src/jit).
+#define KVD_MIXED_ROWS(name, Key, Value)                                                         \
+    KVD_MIXED(name, Key, Value, 1)                                                               \
+    KVD_MIXED(name, Key, Value, 4)                                                               \
+    KVD_MIXED(name, Key, Value, 8)
 #define KVD_FIXED(codec, Key, Value, KeyShape, ValueShape)                                       \
     KVD_KERNEL(kvd_attend_##codec##_4, kvd::ATTEND_THREADS, kvd::AttendParameters,               \
                (kvd::attend<kvd::Tensor<Key>, kvd::Tensor<Value>, 4, false,                      \

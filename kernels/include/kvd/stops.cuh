@@ -183,14 +183,20 @@ struct Stops {
     // Starts copying tiles to their buffer: each warp its own pieces.
     KVD_DEVICE void stage(const Decoder<Key, Value, CODED>& decoder, const Stop& stop,
                           uint8_t* buffer) const {
-        static_assert(Stages<Key>::value == Stages<Value>::value, "both sides or none");
         if constexpr (Stages<Key>::value) {
             Key::stage(decoder.key, stop.piece, tokens(stop), buffer);
+        }
+        if constexpr (Stages<Value>::value) {
             Value::stage(decoder.value, stop.piece + KEYS, tokens(stop), buffer);
         }
-        constexpr unsigned FIRST = Stages<Key>::value ? KEYS + VALUES : 0;
+        constexpr unsigned FIRST = !Stages<Key>::value ? 0 : Stages<Value>::value ? KEYS + VALUES : KEYS;
+        // Pieces of values behind those of keys are there already.
+        constexpr bool SKIPS = Stages<Value>::value && !Stages<Key>::value;
 #pragma unroll 1
         for (unsigned part = FIRST + warp_index(); part < PIECES; part += ATTEND_WARPS) {
+            if (SKIPS && part >= KEYS && part + 1 < PIECES) {
+                continue;
+            }
             const Piece piece = stop.piece[part];
             const unsigned first = lane_index() * COPY_BYTES;
             const uint8_t* from = piece.from + first;
