@@ -17,6 +17,7 @@ mod finish;
 mod fixed;
 mod jit;
 mod lanes;
+mod late;
 mod lookup;
 mod plan;
 mod products;
@@ -40,9 +41,10 @@ pub use error::PlanError;
 pub use finish::Merged;
 pub use jit::{
     CompileError, CompileEvent, CompileReport, KernelCompiler, KernelSource, kernel_headers,
-    kernel_source,
+    kernel_source, tensor_source,
 };
 pub use lanes::SharedMemory;
+pub use late::LatePairs;
 pub use plan::{
     Block, Bound, Choices, CodebookPlan, Counted, Exchange, Limits, Occupancy, Pipes, Plan,
     Workload, plan,

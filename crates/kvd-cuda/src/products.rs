@@ -3,12 +3,16 @@
 
 use crate::abi::SideShape;
 use crate::buffers::stops_bytes;
-use crate::fixed::{self, polar_table_bytes};
+use crate::late::LatePairs;
 use crate::lookup;
-use crate::side::{COPY_BYTES, Kernel, Pair, ROWS, TILE_TOKENS, Variant, rows_of, stage_bytes};
-use crate::spread;
-use kvd_codec::{CodebookScope, Entropy, FloatFormat, GroupAxis, Quantizer, SideSpec, UniformMode};
-use kvd_core::{DType, Geometry, Side};
+use crate::side::{
+    COPY_BYTES, Kernel, LINE_BYTES, Pair, ROWS, TILE_TOKENS, Variant, rows_of, stage_bytes,
+};
+use kvd_core::{Geometry, Side};
+
+mod expected;
+
+pub(crate) use expected::expected;
 
 /// Terms of one product, and its columns.
 const STEP_TERMS: usize = 32;
@@ -39,10 +43,16 @@ const HALF_DIM_MAX: u32 = 256;
 /// Channels of rows of which a lane takes sixteens of bytes in turn.
 const HALF_GROUP: usize = 64;
 
+/// Pairs of which a side may hold Huffman codes and whose late kernels on tensor cores
+/// were compiled without spills.
+const DECODED: [(Kernel, Kernel); 1] = [(Kernel::Grid, Kernel::Uniform)];
+
 /// Whether a kernel of a pair multiplies codes on tensor cores.
 pub(crate) fn on_tensor_cores((pair, variant): (Pair, Variant)) -> bool {
-    if !matches!(variant, Variant::Own | Variant::Groups) {
-        return false;
+    match variant {
+        Variant::Own | Variant::Groups => {}
+        Variant::Late => return true,
+        Variant::Floats | Variant::Any => return false,
     }
     matches!(
         (pair.keys, pair.values),
@@ -57,17 +67,49 @@ pub(crate) fn on_tensor_cores((pair, variant): (Pair, Variant)) -> bool {
     )
 }
 
-/// Whether its products are of bytes, and not of halves.
-fn of_bytes((pair, variant): (Pair, Variant)) -> bool {
-    let halves = [Kernel::F16, Kernel::Bf16, Kernel::Fp8].contains(&pair.keys);
-    on_tensor_cores((pair, variant)) && !halves
+/// What tensor cores multiply of a side.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Factor {
+    Bytes,
+    Halves,
+}
+
+/// That of a kernel's side; none where they take nothing of it.
+fn factor(kernel: Kernel, side: Side) -> Option<Factor> {
+    match kernel {
+        Kernel::F32 | Kernel::Symmetric => None,
+        Kernel::F16 | Kernel::Bf16 | Kernel::Fp8 => Some(Factor::Halves),
+        // Scales of a token's values would be of levels of two bytes.
+        Kernel::Polar | Kernel::Lloyd if side == Side::Value => None,
+        _ => Some(Factor::Bytes),
+    }
+}
+
+/// Whether a pair, none that has a kernel ahead of time, can have one late with products of both
+/// sides on tensor cores. Of pairs that decode, those whose kernels need no more registers than
+/// there are.
+pub(crate) fn multiplies_late(pair: Pair) -> bool {
+    let takes = |kernel, side| factor(kernel, side).is_some();
+    let has_registers = !pair.huffman || DECODED.contains(&(pair.keys, pair.values));
+    !pair.is_known()
+        && has_registers
+        && takes(pair.keys, Side::Key)
+        && takes(pair.values, Side::Value)
+}
+
+/// Whether products of a side are of bytes.
+fn of_bytes((pair, variant): (Pair, Variant), side: Side) -> bool {
+    let kernel = if side == Side::Key { pair.keys } else { pair.values };
+    on_tensor_cores((pair, variant)) && factor(kernel, side) == Some(Factor::Bytes)
 }
 
 /// Tiles that it works on together for so many query rows: `TILES` of `stops.cuh`.
 pub(crate) fn tiles_together((pair, variant): (Pair, Variant), rows: usize) -> usize {
-    let spreads = pair.keys == Kernel::BitAlloc && variant != Variant::Groups;
+    let allocated = [pair.keys, pair.values].contains(&Kernel::BitAlloc);
+    let spreads = allocated && variant != Variant::Groups;
     let alone = pair.huffman && rows > FEW_ROWS;
-    if of_bytes((pair, variant)) && !spreads && !alone { 2 } else { 1 }
+    let both = Side::BOTH.iter().all(|side| of_bytes((pair, variant), *side));
+    if both && !spreads && !alone { 2 } else { 1 }
 }
 
 /// Whether a shape's values become factors of products of halves.
@@ -94,12 +136,13 @@ pub(crate) fn looks_up((pair, variant): (Pair, Variant), side: Side) -> bool {
     looked_up && on_tensor_cores((pair, variant))
 }
 
-/// The kernel that reads such pages of a pair.
-pub(crate) fn variant(pair: Pair, key: &SideShape, value: &SideShape) -> Variant {
+/// The kernel that reads such pages of a pair, where `late` were compiled.
+pub(crate) fn variant(pair: Pair, key: &SideShape, value: &SideShape, late: LatePairs) -> Variant {
     if !pair.is_known() {
-        return Variant::Any;
+        let fits = late.has(pair) && fits_late(pair, key, value);
+        return if fits { Variant::Late } else { Variant::Any };
     }
-    if fits(pair, key, value) {
+    if fits((pair, Variant::Own), key, value) {
         return Variant::Own;
     }
     if !pair.huffman && is_grouped(key) && is_grouped(value) {
@@ -109,11 +152,23 @@ pub(crate) fn variant(pair: Pair, key: &SideShape, value: &SideShape) -> Variant
     if floats { Variant::Floats } else { Variant::Any }
 }
 
+/// Whether a pair's late kernel with products on tensor cores reads such pages. Of Huffman codes
+/// those of levels and grids are decoded to what tensor cores take.
+pub(crate) fn fits_late(pair: Pair, key: &SideShape, value: &SideShape) -> bool {
+    let is_read = |kernel: Kernel, shape: &SideShape| {
+        shape.stride == 0 || matches!(kernel, Kernel::Uniform | Kernel::Grid)
+    };
+    multiplies_late(pair)
+        && is_read(pair.keys, key)
+        && is_read(pair.values, value)
+        && fits((pair, Variant::Late), key, value)
+}
+
 /// Whether a pair's own kernel reads such pages: with products on tensor cores, rows and codes of
 /// fp8 are whole steps, other codes are bytes, and what scales them can go into queries or weights.
-fn fits(pair: Pair, key: &SideShape, value: &SideShape) -> bool {
+fn fits((pair, variant): (Pair, Variant), key: &SideShape, value: &SideShape) -> bool {
     let of_side = |side, shape: &SideShape| {
-        if !on_tensor_cores((pair, Variant::Own)) {
+        if !on_tensor_cores((pair, variant)) {
             return true;
         }
         if is_half(shape) {
@@ -123,7 +178,7 @@ fn fits(pair: Pair, key: &SideShape, value: &SideShape) -> bool {
             let places = side == Side::Key || shape.spread_places <= VALUE_DIM_MAX;
             return shape.spread_bytes > 0 && places;
         }
-        let looks_up = looks_up((pair, Variant::Own), side);
+        let looks_up = looks_up((pair, variant), side);
         let dim_max = if looks_up { LOOKED_UP_DIM_MAX } else { VALUE_DIM_MAX };
         let codes = if looks_up { shape.entry_bytes > 0 } else { shape.bits <= 8 };
         codes
@@ -139,7 +194,8 @@ fn fits(pair: Pair, key: &SideShape, value: &SideShape) -> bool {
 /// Thread blocks for which a multiprocessor's registers are enough, and registers of a thread, of a
 /// kernel that has one codec's shapes as constants or takes any: `declare.cuh`.
 pub(crate) fn resident((pair, variant): (Pair, Variant), is_fixed: bool) -> (usize, u32) {
-    let takes_any = of_bytes((pair, variant)) && !is_fixed;
+    let takes_any = of_bytes((pair, variant), Side::Key) && !is_fixed;
+    let takes_any = takes_any || variant == Variant::Late;
     if pair.huffman || takes_any { (3, 168) } else { (4, 128) }
 }
 
@@ -241,7 +297,7 @@ pub(crate) fn work_bytes(
 
 /// Words of the weights of a tile beside floats: digits of each set, and their units.
 pub(crate) fn weight_words((pair, variant): (Pair, Variant), rows: usize) -> usize {
-    if !of_bytes((pair, variant)) {
+    if !of_bytes((pair, variant), Side::Value) {
         return 0;
     }
     let sets = if pair.values == Kernel::Uniform { WEIGHT_SETS_MAX } else { 1 };
@@ -258,6 +314,22 @@ fn half_bytes(side: Side, shape: &SideShape, rows: usize) -> usize {
     let (dim, parts) = (shape.dim as usize, 2 + usize::from(shape.kind == Kernel::Bf16 as u32));
     let terms = if shape.kind == Kernel::Fp8 as u32 { HALF_TERMS } else { HALF_GROUP };
     4 * rows.next_multiple_of(4) + 2 * rows * parts * dim.next_multiple_of(terms)
+}
+
+/// Shared memory of a side's staged tiles, those that are worked on together, bytes.
+pub(crate) fn staged_bytes(
+    (pair, variant): (Pair, Variant),
+    side: Side,
+    (shape, tokens): (&SideShape, usize),
+    rows: u32,
+) -> usize {
+    let kernel = if side == Side::Key { pair.keys } else { pair.values };
+    let tiles = tiles_together((pair, variant), rows as usize);
+    let bytes = tiles * stage_bytes(kernel, shape, tokens);
+    // Pieces of the values behind them change places within lines.
+    let halves = factor(pair.values, Side::Value) == Some(Factor::Halves);
+    let is_before_lines = variant == Variant::Late && side == Side::Key && halves;
+    if is_before_lines { bytes.next_multiple_of(LINE_BYTES) } else { bytes }
 }
 
 /// Words of digits of the queries for one step, of four lanes each.
@@ -278,178 +350,16 @@ pub(crate) fn fixed_bytes((pair, variant): (Pair, Variant), rows: usize, dim: us
         + stops_bytes(pair.spans(variant), (pair.huffman, tiles_together((pair, variant), rows)))
 }
 
-/// What a plan expects of one side's products.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Expected {
-    /// Why they are not on tensor cores.
-    pub(crate) not: Option<&'static str>,
-    /// Shared memory that they take, bytes.
-    pub(crate) bytes: usize,
-    /// Shared memory of one staged tile, bytes.
-    pub(crate) stage: usize,
-}
-
-/// What a plan expects of the kernel for both sides.
-pub(crate) struct ExpectedKernel {
-    /// Query rows that it takes.
-    pub(crate) rows: u32,
-    /// Products of each side.
-    pub(crate) sides: [Expected; 2],
-    /// Shared memory that is neither side's, bytes.
-    pub(crate) fixed_bytes: usize,
-    /// As [`tiles_together`].
-    pub(crate) tiles: usize,
-    /// Whether it has the codec's shape as constants.
-    pub(crate) is_fixed: bool,
-    /// As [`resident`].
-    pub(crate) resident: (usize, u32),
-}
-
-/// What the kernel for both sides will do with units of `rows` query rows.
-pub(crate) fn expected(specs: [&SideSpec; 2], geometry: &Geometry, rows: u32) -> ExpectedKernel {
-    let kernels = specs.map(|spec| kernel_of(spec, geometry.dtype));
-    let grouped = Side::BOTH.iter().all(|side| {
-        spread::expects_groups((*side, geometry.block_tokens), geometry.head_dim(*side))
-    });
-    let [key, value] = Side::BOTH.map(|side| {
-        let dim = geometry.head_dim(side);
-        expected_shape(specs[side.index()], (side, grouped), dim, geometry.dtype)
-    });
-    let huffman = specs.iter().any(|spec| spec.entropy == Entropy::Huffman);
-    let pair = Pair { keys: kernels[0], values: kernels[1], huffman };
-    let variant = variant(pair, &key, &value);
-    let rows = rows_of_kernel(variant, rows);
-    let multiplies = kernels.map(has_products);
-    let not = |side: Side| match variant {
-        _ if !multiplies[side.index()] => {
-            Some("its values are neither codes that stand for bytes nor halves")
-        }
-        _ if multiplies != [true; 2] => Some("the other side has none, and they share a kernel"),
-        Variant::Own | Variant::Groups if on_tensor_cores((pair, variant)) => None,
-        Variant::Own | Variant::Groups => Some("its kernel multiplies floats"),
-        Variant::Floats => {
-            Some("a side has several stages, over 4096 entries, or some of other lengths")
-        }
-        Variant::Any => Some("the pair or its groups have no such kernel"),
-    };
-    let of_side = |side: Side, shape| {
-        let bytes = work_bytes((pair, variant), side, shape, rows as usize);
-        let stage = stage_bytes(kernels[side.index()], shape, geometry.block_tokens as usize);
-        let stage = tiles_together((pair, variant), rows as usize) * stage;
-        Expected { not: not(side), bytes, stage }
-    };
-    let dim = geometry.head_dim(Side::Key);
-    let is_fixed = fixed::kernel((pair, variant), rows, &key, &value).is_some();
-    ExpectedKernel {
-        rows,
-        sides: [of_side(Side::Key, &key), of_side(Side::Value, &value)],
-        fixed_bytes: fixed_bytes((pair, variant), rows as usize, dim),
-        tiles: tiles_together((pair, variant), rows as usize),
-        is_fixed,
-        resident: resident((pair, variant), is_fixed),
-    }
-}
-
 /// Query rows for which a kernel has room, that is given units of `rows`.
 pub(crate) fn rows_of_kernel(variant: Variant, rows: u32) -> u32 {
     if variant == Variant::Any { ROWS[2] } else { rows_of(rows) }
 }
 
-/// The kernel of a side.
-fn kernel_of(side: &SideSpec, dtype: DType) -> Kernel {
-    match side.quantizer {
-        Quantizer::Float(FloatFormat::Native) => Kernel::of_rows(dtype),
-        Quantizer::Float(FloatFormat::F32) => Kernel::F32,
-        Quantizer::Float(FloatFormat::F16) => Kernel::F16,
-        Quantizer::Float(FloatFormat::BF16) => Kernel::Bf16,
-        Quantizer::Float(FloatFormat::E4M3) => Kernel::Fp8,
-        Quantizer::Uniform { mode: UniformMode::Asym, .. } => Kernel::Uniform,
-        Quantizer::Uniform { mode: UniformMode::Sym, .. } => Kernel::Symmetric,
-        Quantizer::Uniform { mode: UniformMode::Hybrid, .. } => Kernel::Hybrid,
-        Quantizer::Grid { .. } => Kernel::Grid,
-        Quantizer::Polar { .. } => Kernel::Polar,
-        Quantizer::Lloyd { .. } => Kernel::Lloyd,
-        Quantizer::Vq(_) => Kernel::Vq,
-        Quantizer::BitAlloc { .. } => Kernel::BitAlloc,
-    }
-}
-
-/// Whether it has products on tensor cores with some other side.
-fn has_products(kernel: Kernel) -> bool {
-    ![Kernel::F32, Kernel::Symmetric].contains(&kernel)
-}
-
-/// What a side's shape will have of what decides.
-fn expected_shape(
-    side: &SideSpec,
-    (which, grouped): (Side, bool),
-    dim: usize,
-    dtype: DType,
-) -> SideShape {
-    let mut shape = SideShape { dim: dim as u32, scale_tokens: 1, sets: 1, ..SideShape::default() };
-    let page = Geometry::BLOCK_TOKENS_MAX;
-    shape.bits = side.quantizer.alphabet().map_or(8, |codes| codes.next_power_of_two().ilog2());
-    (shape.scale_channels, shape.stages, shape.book_dim) = (1, 1, 1);
-    if side.entropy == Entropy::Huffman {
-        shape.stride = shape.dim;
-    }
-    match side.quantizer {
-        Quantizer::Uniform { axis, group, mode, .. } => {
-            let is_hybrid = mode == UniformMode::Hybrid;
-            shape.kind = if is_hybrid { Kernel::Hybrid } else { Kernel::Uniform } as u32;
-            let group = group.map(u32::from);
-            (shape.scale_tokens, shape.scale_channels) = match axis {
-                GroupAxis::Channel => (group.unwrap_or(page), 1),
-                GroupAxis::Token => (1, group.unwrap_or(shape.dim).min(shape.dim)),
-                GroupAxis::Block => (page, shape.dim),
-            };
-        }
-        // As a fit leaves them: others' codebooks may be on whole levels nonetheless.
-        Quantizer::Vq(vq) => {
-            shape.bits = vq.bits.into();
-            (shape.book_dim, shape.stages) = (vq.dim.into(), vq.stages.into());
-            let grouped = vq.scope == CodebookScope::Group;
-            shape.sets = if grouped { dim as u32 / u32::from(vq.dim) } else { 1 };
-            let fits = vq.is_on_levels() && lookup::fits(vq.dim.into());
-            shape.entry_bytes = if fits { vq.dim.into() } else { 0 };
-            shape.entry_count = if vq.bits <= 8 { 1 << vq.bits } else { 0 };
-        }
-        Quantizer::Polar { angle, radius, group } => {
-            shape.kind = Kernel::Polar as u32;
-            shape.scale_tokens = group.map_or(page, u32::from);
-            shape.bits = u32::from(angle) + u32::from(radius);
-            shape.angle_bits = angle.into();
-            // Directions alone, where pages have the steps of their radii.
-            let with_steps = polar_table_bytes(shape.angle_bits, shape.dim);
-            shape.table_bytes = if group.is_some() { 8 << angle } else { with_steps };
-            shape.entry_bytes = if shape.bits <= 8 { 4 } else { 0 };
-            shape.entry_count = 1 << shape.bits;
-        }
-        Quantizer::Lloyd { bits } => {
-            shape.kind = Kernel::Lloyd as u32;
-            shape.bits = bits.into();
-            shape.entry_bytes = if shape.bits <= 8 { 2 } else { 0 };
-            shape.entry_count = 1 << shape.bits;
-        }
-        Quantizer::Grid { .. } => {
-            shape.kind = Kernel::Grid as u32;
-            shape.stride = shape.dim;
-        }
-        Quantizer::BitAlloc { bits } => {
-            let (kind, dim) = (Kernel::BitAlloc as u32, shape.dim);
-            let bits = (bits * dim as f32).ceil() as u32;
-            let spread = spread::expected((which, grouped), dim as usize);
-            let (scale_tokens, scale_channels) = (1, 1);
-            shape = SideShape { kind, dim, bits, scale_tokens, scale_channels, ..spread };
-        }
-        Quantizer::Float(_) => shape.kind = kernel_of(side, dtype) as u32,
-    }
-    shape
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::fixed;
+    use crate::spread;
 
     #[test]
     fn steps_that_fit_no_query_or_weight_go_to_the_other_kernel() {
@@ -463,7 +373,7 @@ mod tests {
             ..SideShape::default()
         };
         let (key, value) = (shape(32, 1, 4), shape(1, 32, 4));
-        assert!(fits(pair, &key, &value));
+        assert!(fits((pair, Variant::Own), &key, &value));
         // A tile of 32 tokens has two scales of a channel, a warp of 32 channels two of a token.
         for (key, value) in [
             (shape(48, 1, 4), value),
@@ -474,11 +384,11 @@ mod tests {
             (SideShape { dim: 126, ..key }, value),
             (key, SideShape { dim: 256, ..value }),
         ] {
-            assert!(!fits(pair, &key, &value), "{key:?} {value:?}");
+            assert!(!fits((pair, Variant::Own), &key, &value), "{key:?} {value:?}");
         }
         // Pairs that multiply floats take every shape.
         let floats = Pair { keys: Kernel::F32, values: Kernel::F32, huffman: false };
-        assert!(fits(floats, &shape(48, 1, 9), &shape(1, 48, 9)));
+        assert!(fits((floats, Variant::Own), &shape(48, 1, 9), &shape(1, 48, 9)));
         assert_eq!(work_bytes((floats, Variant::Own), Side::Key, &key, 4), 0);
     }
 
@@ -488,7 +398,8 @@ mod tests {
             |kind: Kernel, dim| SideShape { kind: kind as u32, dim, ..SideShape::default() };
         for kind in [Kernel::F16, Kernel::Bf16, Kernel::Fp8] {
             let pair = Pair { keys: kind, values: kind, huffman: false };
-            let of = |key, value| variant(pair, &shape(kind, key), &shape(kind, value));
+            let of =
+                |key, value| variant(pair, &shape(kind, key), &shape(kind, value), LatePairs::NONE);
             assert_eq!([of(128, 16), of(256, 256)], [Variant::Own; 2]);
             assert_eq!([of(36, 128), of(128, 24), of(512, 64)], [Variant::Any; 3]);
             assert_eq!(work_bytes((pair, Variant::Own), Side::Value, &shape(kind, 64), 8), 16);
@@ -511,7 +422,7 @@ mod tests {
             SideShape { scale_channels, ..shape }
         };
         let (key, value) = (shape(1, 32, 2), shape(32, 1, 7));
-        assert_eq!(variant(pair, &key, &value), Variant::Own);
+        assert_eq!(variant(pair, &key, &value, LatePairs::NONE), Variant::Own);
         for (key, value) in [
             (shape(1, 16, 2), value),
             (shape(32, 1, 2), value),
@@ -519,7 +430,11 @@ mod tests {
             (key, shape(16, 1, 2)),
             (key, shape(1, 32, 2)),
         ] {
-            assert_eq!(variant(pair, &key, &value), Variant::Any, "{key:?} {value:?}");
+            assert_eq!(
+                variant(pair, &key, &value, LatePairs::NONE),
+                Variant::Any,
+                "{key:?} {value:?}"
+            );
         }
         // Four steps of digits and sums; what a row adds up to.
         let work = |side, shape| work_bytes((pair, Variant::Own), side, shape, 4);
@@ -539,9 +454,9 @@ mod tests {
             bits: 256,
             ..spread::expected((side, false), 128)
         });
-        assert_eq!(variant(pair, &key, &value), Variant::Own);
+        assert_eq!(variant(pair, &key, &value, LatePairs::NONE), Variant::Own);
         let wide = SideShape { kind, dim: 192, ..spread::expected((Side::Value, false), 192) };
-        assert_eq!(variant(pair, &key, &wide), Variant::Any, "too many sums");
+        assert_eq!(variant(pair, &key, &wide, LatePairs::NONE), Variant::Any, "too many sums");
         // Five steps of digits, and the tile of bytes.
         let work = |side, shape| work_bytes((pair, Variant::Own), side, shape, 4);
         assert_eq!(work(Side::Key, &key), 4 * (4 * 5 + 5 * 4 * 24) + 32 * 160);
@@ -553,8 +468,12 @@ mod tests {
             SideShape { kind, dim: dim as u32, ..shape }
         };
         let [in_groups, values] = Side::BOTH.map(|side| grouped(side, 128));
-        assert_eq!(variant(pair, &in_groups, &values), Variant::Groups);
-        assert_eq!(variant(pair, &in_groups, &value), Variant::Any, "one side alone");
+        assert_eq!(variant(pair, &in_groups, &values, LatePairs::NONE), Variant::Groups);
+        assert_eq!(
+            variant(pair, &in_groups, &value, LatePairs::NONE),
+            Variant::Any,
+            "one side alone"
+        );
         assert_eq!(tiles_together((pair, Variant::Groups), 4), 2);
         let work = |side, shape| work_bytes((pair, Variant::Groups), side, shape, 4);
         assert_eq!(work(Side::Key, &in_groups), 4 * (4 * 5 + 5 * 4 * 24));
@@ -572,16 +491,16 @@ mod tests {
         let bytes =
             SideShape { dim: 128, bits: 8, sets: 1, entry_bytes: 4, ..SideShape::default() };
         let bytes = SideShape { kind: Kernel::Vq as u32, book_dim: 4, ..bytes };
-        assert_eq!(variant(pair, &bytes, &bytes), Variant::Own);
+        assert_eq!(variant(pair, &bytes, &bytes, LatePairs::NONE), Variant::Own);
         assert!(Side::BOTH.iter().all(|side| looks_up((pair, Variant::Own), *side)));
         let floats = SideShape { entry_bytes: 0, ..bytes };
-        assert_eq!(variant(pair, &bytes, &floats), Variant::Floats);
+        assert_eq!(variant(pair, &bytes, &floats, LatePairs::NONE), Variant::Floats);
         assert!(!Side::BOTH.iter().any(|side| looks_up((pair, Variant::Floats), *side)));
         let wide = SideShape { dim: 192, ..bytes };
-        assert_eq!(variant(pair, &wide, &bytes), Variant::Own);
-        assert_eq!(variant(pair, &bytes, &wide), Variant::Floats, "too many sums");
+        assert_eq!(variant(pair, &wide, &bytes, LatePairs::NONE), Variant::Own);
+        assert_eq!(variant(pair, &bytes, &wide, LatePairs::NONE), Variant::Floats, "too many sums");
         let huffman = Pair { huffman: true, ..pair };
-        assert_eq!(variant(huffman, &bytes, &bytes), Variant::Any);
+        assert_eq!(variant(huffman, &bytes, &bytes, LatePairs::NONE), Variant::Any);
         // Sixteen channels of eight codes: lanes without a code have steps nonetheless.
         let work = |shape| work_bytes((pair, Variant::Own), Side::Key, &shape, 4);
         assert_eq!(work(bytes), 4 * (4 * 5 + 4 * 4 * 24));

@@ -13,7 +13,7 @@ pub(crate) const TILE_TOKENS: usize = CodeLayout::TILE_TOKENS;
 /// Copies are whole aligned pieces of this size.
 pub(crate) const COPY_BYTES: usize = 16;
 /// Bytes within which pieces of a tile of halves change places: `LINE_BYTES` of `parts.cuh`.
-const LINE_BYTES: usize = 128;
+pub(crate) const LINE_BYTES: usize = 128;
 /// Bits of a code that the kernels read.
 const CODE_BITS_MAX: u32 = 16;
 /// Every plane of a tile that is not full may end inside a byte.
@@ -53,6 +53,9 @@ pub enum Kernel {
     Grid = 11,
 }
 
+/// Kernels, whose numbers are below this.
+pub(crate) const KERNELS: usize = Kernel::Grid as usize + 1;
+
 /// The pairs that have kernels of their own (`kernels/attend_*.cu`).
 const PAIRS: [(Kernel, Kernel); 10] = [
     (Kernel::F32, Kernel::F32),
@@ -91,6 +94,8 @@ pub(crate) enum Variant {
     Groups,
     /// Its own for what tensor cores do not take.
     Floats,
+    /// Its own with products on tensor cores, compiled when a model was registered.
+    Late,
     /// The one for all pairs.
     Any,
 }
@@ -112,6 +117,7 @@ impl Pair {
             Variant::Own => format!("kvd_attend_{stage}{keys}_{values}_{rows}"),
             Variant::Groups => format!("kvd_attend_groups_groups_{rows}"),
             Variant::Floats => format!("kvd_attend_{stage}{keys}float_{values}float_{rows}"),
+            Variant::Late => format!("kvd_attend_{stage}tensor_{keys}_{values}_{rows}"),
             Variant::Any => format!("kvd_attend_{stage}any_any_{}", ROWS[2]),
         }
     }
@@ -121,7 +127,7 @@ impl Pair {
         [self.keys, self.values].map(|side| match variant {
             Variant::Any => RUNS_MAX,
             Variant::Groups => 1,
-            Variant::Own | Variant::Floats => side.spans(),
+            Variant::Own | Variant::Floats | Variant::Late => side.spans(),
         })
     }
 }
@@ -167,6 +173,23 @@ impl Kernel {
             Self::Hybrid => 3,
             Self::BitAlloc => RUNS_MAX,
         }
+    }
+
+    /// That reads a head's side; none when there is none.
+    pub(crate) fn of(side: &HeadSide) -> Option<Self> {
+        Some(match side.stored() {
+            Stored::Float(dtype) => Self::of_rows(dtype),
+            Stored::E4m3 => Self::Fp8,
+            Stored::Uniform { mode: UniformMode::Asym, .. } => Self::Uniform,
+            Stored::Uniform { mode: UniformMode::Sym, .. } => Self::Symmetric,
+            Stored::Uniform { mode: UniformMode::Hybrid, .. } => Self::Hybrid,
+            Stored::Codebooks(_) => Self::Vq,
+            Stored::Polar { .. } => Self::Polar,
+            Stored::Lloyd { .. } => Self::Lloyd,
+            Stored::BitAlloc { .. } => Self::BitAlloc,
+            Stored::Grid(_) => Self::Grid,
+            _ => return None,
+        })
     }
 
     pub(crate) fn of_rows(dtype: DType) -> Self {

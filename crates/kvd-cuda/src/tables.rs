@@ -13,13 +13,14 @@ use crate::abi::{COEFFICIENTS, PageEntry, SideShape, Unit};
 use crate::buffers::{BUFFERS_MIN, Staging};
 use crate::fixed;
 use crate::lanes::{SharedMemory, decoding};
+use crate::late::LatePairs;
 use crate::lookup;
 use crate::products::{
-    fixed_bytes, looks_up, resident, rows_of_kernel, spread_table, tiles_together, variant,
-    work_bytes,
+    fixed_bytes, looks_up, resident, rows_of_kernel, spread_table, staged_bytes, tiles_together,
+    variant, work_bytes,
 };
 use crate::side::{
-    COPY_BYTES, Kernel, Pair, ROWS, TILE_TOKENS, Variant, fallback_shape, rows_shape, stage_bytes,
+    COPY_BYTES, Kernel, Pair, ROWS, TILE_TOKENS, Variant, fallback_shape, rows_shape,
 };
 use crate::table::split_channels;
 use crate::turn::TurnUnit;
@@ -49,6 +50,9 @@ pub struct Options {
     /// Units among which the channels of values are split at most, where codebooks belong to groups
     /// of channels and no tensor cores sum them; at least 1.
     pub channel_split: u32,
+    /// Pairs that are read by kernels compiled late, with products on tensor cores, where their
+    /// shapes allow it.
+    pub late: LatePairs,
 }
 
 /// One launch of `kvd_attend_*`.
@@ -357,9 +361,9 @@ impl Builder<'_> {
         let [keys, values] = sides.kernels;
         let huffman = unit.key.stride > 0 || unit.value.stride > 0;
         let pair = Pair { keys, values, huffman };
-        let variant = variant(pair, &unit.key, &unit.value);
+        let variant = variant(pair, &unit.key, &unit.value, self.options.late);
         let mut unit = unit;
-        if variant != Variant::Own && values == Kernel::Vq {
+        if matches!(variant, Variant::Floats | Variant::Any) && values == Kernel::Vq {
             let room = self.shapes.rooms[Side::Value.index()];
             split_channels(&mut unit.value, self.options.channel_split, room.bytes);
         }
@@ -379,9 +383,10 @@ impl Builder<'_> {
             own.next_multiple_of(COPY_BYTES) + lanes.next_multiple_of(COPY_BYTES)
         };
         let tiles = tiles_together((pair, variant), rows as usize);
+        let staged = |side, shape| staged_bytes((pair, variant), side, (shape, tokens), rows);
         let needed = [
-            tiles * stage_bytes(keys, &unit.key, tokens),
-            tiles * stage_bytes(values, &unit.value, tokens),
+            staged(Side::Key, &unit.key),
+            staged(Side::Value, &unit.value),
             table(Side::Key, &unit.key),
             table(Side::Value, &unit.value),
             unit.key.chunk_bytes as usize,

@@ -9,6 +9,7 @@
 
 use kvd_cuda::{
     CompileError, Kernel, KernelCompiler, KernelSource, Nvrtc, kernel_headers, kernel_source,
+    tensor_source,
 };
 
 fn compiler() -> Option<Nvrtc> {
@@ -83,6 +84,56 @@ fn every_side_is_compiled_as_keys_and_as_values() {
         let found = image.windows(name.len()).any(|bytes| bytes == name.as_bytes());
         assert!(found, "no {name} of {text}");
     }
+}
+
+/// Bytes of the largest stack frame of an image's kernels, by its `.nv.info`: records of a format,
+/// a kind and a size, then a kernel's number and its least stack, where the kind is that.
+fn frame_bytes(image: &[u8]) -> u32 {
+    let number = |at: usize, bytes: usize| {
+        image[at..at + bytes].iter().rev().fold(0, |all, byte| all << 8 | usize::from(*byte))
+    };
+    let (sections, size, count) = (number(0x28, 8), number(0x3A, 2), number(0x3C, 2));
+    let names = sections + number(0x3E, 2) * size;
+    let name = |section: usize| number(names + 24, 8) + number(section, 4);
+    let headers = (0..count).map(|index| sections + index * size);
+    let info = headers.filter(|section| image[name(*section)..].starts_with(b".nv.info\0"));
+    let mut frames = Vec::new();
+    for section in info {
+        let mut at = number(section + 24, 8);
+        let end = at + number(section + 32, 8);
+        while at < end {
+            let [format, kind] = [image[at], image[at + 1]];
+            let bytes = if format == 4 { number(at + 2, 2) } else { 0 };
+            if (format, kind) == (4, 0x12) {
+                frames.push(number(at + 8, 4) as u32);
+            }
+            at += 4 + bytes;
+        }
+    }
+    frames.into_iter().max().expect("kernels with a stack")
+}
+
+#[test]
+fn mixed_pairs_are_compiled_with_products_on_tensor_cores_and_without_spills() {
+    let Some(mut compiler) = compiler() else { return };
+    // Of codes that are not plain two words stand on the stack, which no full tile reads.
+    for (keys, values, target, most) in [
+        (Kernel::Vq, Kernel::Uniform, "sm_90", 8),
+        (Kernel::Polar, Kernel::Vq, "sm_90", 0),
+        (Kernel::Bf16, Kernel::Hybrid, "sm_80", 0),
+    ] {
+        let text = tensor_source(keys, values, false).expect("both have such products");
+        let source = KernelSource { text: &text, headers: kernel_headers(), target };
+        let image = compiler.compile(source).unwrap_or_else(|error| panic!("{text}: {error}"));
+        for rows in [1, 4, 8] {
+            let name = format!("kvd_attend_tensor_{}_{}_{rows}", keys.name(), values.name());
+            assert!(image.windows(name.len()).any(|bytes| bytes == name.as_bytes()), "no {name}");
+        }
+        let frame = frame_bytes(&image);
+        assert!(frame <= most, "{text}: {frame} bytes on the stack");
+    }
+    let none = [(Kernel::Symmetric, Kernel::Vq), (Kernel::Vq, Kernel::Lloyd)];
+    assert!(none.iter().all(|(keys, values)| tensor_source(*keys, *values, false).is_none()));
 }
 
 #[test]

@@ -9,8 +9,8 @@ use kvd_codec::resolve;
 use kvd_compute::{AttendPlan, PlanPart};
 use kvd_core::{Coded, DType, ErrorCode, Geometry, Side};
 use kvd_cuda::{
-    Block, Choices, Exchange, Launch, Limits, Options, Plan, PlanError, Shapes, Tables, Workload,
-    plan,
+    Block, Choices, Exchange, LatePairs, Launch, Limits, Options, Plan, PlanError, Shapes, Tables,
+    Workload, plan,
 };
 use std::sync::Arc;
 
@@ -184,7 +184,13 @@ fn headers_that_say_other_lengths_than_pages_have_are_refused() {
         let shapes = Shapes::new(&stored.codec, ask.layer, [0usize; 2]);
         let header = |offset: u64| stored.headers.get(&offset).copied();
         let (shared, channel_split) = (common::run::SHARED, 1);
-        let options = Options { parts_per_unit: 1, shared, chunks: None, channel_split };
+        let options = Options {
+            parts_per_unit: 1,
+            shared,
+            chunks: None,
+            channel_split,
+            late: LatePairs::NONE,
+        };
         Tables::new(&ask, &stored.codec, &shapes, &header, options).unwrap_err()
     };
     stored.headers.get_mut(&first).unwrap().tokens = longer;

@@ -12,7 +12,7 @@ mod store;
 use common::run::{parameters, run_tables};
 use common::{Ask, Layout, Stored, geometry, noise};
 use kvd_core::{DType, Geometry, Side};
-use kvd_cuda::{Limits, Options, Plan, Shapes, Tables, Unit, Workload, plan};
+use kvd_cuda::{LatePairs, Limits, Options, Plan, Shapes, Tables, Unit, Workload, plan};
 use kvd_emu::{Order, available};
 use serde_json::{Map, Value, json};
 use std::mem::offset_of;
@@ -129,7 +129,8 @@ fn write(folder: &Path, codec: &str, form: Form, device: &Limits, workloads: &[[
     let header = |offset: u64| stored.headers.get(&offset).copied();
     // One unit a head, which the benchmark cuts as the plan has it.
     let (shared, chunks) = (device.shared(), (chunks > 0).then_some(chunks));
-    let options = Options { parts_per_unit: blocks, shared, chunks, channel_split: 1 };
+    let late = LatePairs::NONE;
+    let options = Options { parts_per_unit: blocks, shared, chunks, channel_split: 1, late };
     let tables = Tables::new(&ask, &stored.codec, &shapes, &header, options).unwrap();
     let [launch] = &tables.launches[..] else { panic!("{codec}: one kind of page") };
     let merged = run_tables(&stored, &shapes, &tables, Order::Ascending).unwrap();

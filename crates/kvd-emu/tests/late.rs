@@ -1,16 +1,17 @@
 //! Kernels that are compiled when a model is registered, for pairs that have none ahead of time:
 //! some of them, from the very text that is compiled then, answer as f64 attention over the decoded
-//! pages does. They are launched with the tables of the kernel that all such pairs share.
+//! pages does. Those on CUDA cores are launched with the tables of the kernel that all such pairs
+//! share, those with products on tensor cores with their own.
 #![expect(clippy::unwrap_used, reason = "a test may fail")]
 
 mod common;
 
 use common::agree::{layout, value};
 use common::reference::{check, expected};
-use common::run::{kernels, run_late};
+use common::run::{kernels, run_late, run_tensor};
 use common::{Ask, Stored, geometry, noise};
 use kvd_core::DType;
-use kvd_cuda::{Kernel, kernel_source};
+use kvd_cuda::{Kernel, kernel_source, tensor_source};
 use kvd_emu::{Order, available};
 
 /// What the lane has compiled.
@@ -42,19 +43,103 @@ const PAIRS: [(Kernel, Kernel, bool, &[&str]); 6] = [
     (Kernel::Fp8, Kernel::Fp8, true, &["k=fp8/huffman; v=hadamard/fp8/huffman"]),
 ];
 
+/// The same of those with products on tensor cores. Heads of 48 and 80 channels have them where
+/// the pair says so.
+const TENSOR: [(Kernel, Kernel, bool, bool, &[&str]); 9] = [
+    (
+        Kernel::Vq,
+        Kernel::Uniform,
+        false,
+        true,
+        &[
+            "k=vq(d=4,b=8); v=uniform(b=2,axis=token)",
+            "k=vq(d=2,b=4); v=mean+gain/uniform(b=3,axis=token)",
+        ],
+    ),
+    (
+        Kernel::Uniform,
+        Kernel::Vq,
+        false,
+        true,
+        &[
+            "k=uniform(b=2,g=32,axis=channel); v=vq(d=4,b=8)",
+            "k=uniform(b=5,axis=token); v=vq(d=2,b=4)",
+        ],
+    ),
+    (
+        Kernel::Hybrid,
+        Kernel::Vq,
+        false,
+        false,
+        &["k=uniform(b=2,g=32,axis=token,mode=hybrid); v=gain/vq(d=4,b=8,scope=group)"],
+    ),
+    (
+        Kernel::Polar,
+        Kernel::Hybrid,
+        false,
+        true,
+        &[
+            "k=polar(a=4,r=2,g=64); v=uniform(b=2,g=32,axis=channel,mode=hybrid)",
+            "k=polar(a=3,r=2,g=32); v=gain/uniform(b=3,g=64,axis=channel,mode=hybrid)",
+        ],
+    ),
+    (
+        Kernel::Lloyd,
+        Kernel::BitAlloc,
+        false,
+        true,
+        &["k=rotate/lloyd(b=3); v=mean+pca/bitalloc(b=2)"],
+    ),
+    (
+        Kernel::BitAlloc,
+        Kernel::Uniform,
+        false,
+        true,
+        &["k=mean+pca/bitalloc(b=2); v=uniform(b=2,axis=token)"],
+    ),
+    (Kernel::F16, Kernel::Uniform, false, true, &["k=f16; v=uniform(b=2,axis=token)"]),
+    (
+        Kernel::Uniform,
+        Kernel::Fp8,
+        false,
+        true,
+        &["k=uniform(b=2,g=32,axis=channel); v=hadamard/fp8", "k=uniform(b=3,axis=token); v=fp8"],
+    ),
+    (
+        Kernel::Grid,
+        Kernel::Uniform,
+        true,
+        true,
+        &["k=mean+qpca/grid(rate=2.35)/huffman; v=uniform(b=2,axis=token)"],
+    ),
+];
+
 /// A pair's part of the kernels' names.
-fn name(keys: Kernel, values: Kernel, huffman: bool) -> String {
+fn name(keys: Kernel, values: Kernel, (huffman, tensor): (bool, bool)) -> String {
     let stage = if huffman { "huffman_" } else { "" };
-    format!("{stage}{}_{}", keys.name(), values.name())
+    let products = if tensor { "tensor_" } else { "" };
+    format!("{stage}{products}{}_{}", keys.name(), values.name())
+}
+
+/// Every file there, and its text.
+fn sources() -> Vec<(String, String)> {
+    let on_cuda_cores = PAIRS.map(|(keys, values, huffman, _)| {
+        (name(keys, values, (huffman, false)), kernel_source(keys, values, huffman))
+    });
+    let on_tensor_cores = TENSOR.map(|(keys, values, huffman, ..)| {
+        let text = tensor_source(keys, values, huffman).unwrap();
+        (name(keys, values, (huffman, true)), text)
+    });
+    on_cuda_cores.into_iter().chain(on_tensor_cores).collect()
 }
 
 #[test]
 fn what_the_lane_has_compiled_is_what_is_compiled_late() {
     let mut names: Vec<String> = Vec::new();
-    for (keys, values, huffman, _) in PAIRS {
-        let name = format!("{}.cu", name(keys, values, huffman));
+    for (name, wanted) in sources() {
+        let name = format!("{name}.cu");
         let text = std::fs::read_to_string(format!("{LATE}/{name}")).unwrap();
-        assert_eq!(text, kernel_source(keys, values, huffman), "{name}");
+        assert_eq!(text, wanted, "{name}");
         names.push(name);
     }
     for entry in std::fs::read_dir(LATE).unwrap() {
@@ -63,8 +148,11 @@ fn what_the_lane_has_compiled_is_what_is_compiled_late() {
     }
 }
 
-/// Pages of a codec, of every shape, answer in the pair's own kernel.
-fn conforms(late: &str, codec: &str) {
+/// Pages of a codec, of every shape, answer in `late`, the pair's own kernel on CUDA cores or on
+/// tensor cores; on these the kernel for all pairs where a head size is none of those that
+/// `takes` names.
+fn conforms(late: &str, codec: &str, takes: impl Fn(u32) -> bool) {
+    let tensor = late.contains("tensor_");
     let mut shape = 0;
     for (dim_k, dim_v) in [(64, 64), (128, 128), (48, 80)] {
         for (pages, window) in [(&[64, 45][..], 3), (&[96, 96, 33], 0), (&[1], 0)] {
@@ -75,13 +163,22 @@ fn conforms(late: &str, codec: &str) {
                 let plan = Ask::last(rows, stored.tokens).plan(&stored, |i| noise(77_777 + i));
                 // Other layouts and head sizes meet other orders and splits with the same rows.
                 let (order, parts) = (Order::EACH[turn % 3], [1, 100, 2][(turn + shape / 3) % 3]);
-                let answer = run_late(&stored, &plan, (parts, late), order).unwrap();
+                let answer = match tensor {
+                    true => run_tensor(&stored, &plan, parts, order),
+                    false => run_late(&stored, &plan, (parts, late), order),
+                };
+                let answer = answer.unwrap();
                 let what = format!("{codec}, {dim_k} channels, {pages:?}, {rows} rows, {order:?}");
                 check(&answer, &expected(&stored, &plan), &what);
                 // Windows are rows as they came.
                 let mut ran = kernels();
                 ran.retain(|name| !name.starts_with("kvd_attend_f16_f16"));
-                assert_eq!(ran, [format!("kvd_attend_{late}_{rows}")], "{what}");
+                let stage = if late.starts_with("huffman_") { "huffman_" } else { "" };
+                let wanted = match takes(geometry.head_dim_k) {
+                    true => format!("kvd_attend_{late}_{rows}"),
+                    false => format!("kvd_attend_{stage}any_any_8"),
+                };
+                assert_eq!(ran, [wanted], "{what}");
             }
             shape += 1;
         }
@@ -95,7 +192,38 @@ fn pairs_that_are_compiled_late_answer_as_the_reference() {
     }
     for (keys, values, huffman, codecs) in PAIRS {
         for codec in codecs {
-            conforms(&name(keys, values, huffman), codec);
+            conforms(&name(keys, values, (huffman, false)), codec, |_| true);
         }
+    }
+}
+
+#[test]
+fn pairs_that_are_compiled_late_for_tensor_cores_answer_as_the_reference() {
+    if !available() {
+        return;
+    }
+    for (keys, values, huffman, takes_all, codecs) in TENSOR {
+        for codec in codecs {
+            let late = name(keys, values, (huffman, true));
+            conforms(&late, codec, |dim| takes_all || dim != 48);
+        }
+    }
+}
+
+#[test]
+fn pairs_of_other_shapes_stay_on_cuda_cores() {
+    if !available() {
+        return;
+    }
+    // Two stages; scales of half of a warp's channels; a tile of two scales; sides without such products.
+    for codec in [
+        "k=vq(d=4,b=6,stages=2); v=uniform(b=2,axis=token)",
+        "k=vq(d=4,b=8); v=uniform(b=2,g=8,axis=token)",
+        "k=uniform(b=2,g=24,axis=channel); v=vq(d=4,b=8)",
+        "k=uniform(b=2,axis=token,mode=sym); v=vq(d=4,b=8)",
+        "k=f32; v=uniform(b=2,axis=token)",
+        "k=vq(d=4,b=8); v=rotate/lloyd(b=3)",
+    ] {
+        conforms("tensor_", codec, |_| false);
     }
 }

@@ -8,7 +8,7 @@ use common::run::{SHARED, run};
 use common::{Ask, Layout, Stored, geometry, noise};
 use kvd_compute::AttendPlan;
 use kvd_core::{DType, Side};
-use kvd_cuda::{Options, Shapes, SideShape, Tables};
+use kvd_cuda::{LatePairs, Options, Shapes, SideShape, Tables};
 use kvd_emu::{Order, available, copied_bytes};
 
 const TOKENS: u32 = 4 * 64;
@@ -91,7 +91,13 @@ fn a_look_up_gives_several_codes_where_symbols_are_short() {
         let (stored, plan) = stored(preset.name);
         let shapes = Shapes::new(&stored.codec, plan.layer, [0; 2]);
         let header = |offset: u64| stored.headers.get(&offset).copied();
-        let options = Options { parts_per_unit: 4, shared: SHARED, chunks: None, channel_split: 1 };
+        let options = Options {
+            parts_per_unit: 4,
+            shared: SHARED,
+            chunks: None,
+            channel_split: 1,
+            late: LatePairs::NONE,
+        };
         let tables = Tables::new(&plan, &stored.codec, &shapes, &header, options).unwrap();
         let unit = tables.launches[0].units[0];
         let rates = Side::BOTH.map(|side| {

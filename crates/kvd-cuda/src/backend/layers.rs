@@ -5,7 +5,7 @@ use super::{CudaBackend, ROWS_USUAL, error};
 use crate::backend::memory::ALIGN;
 use crate::side::ROWS;
 use crate::tables::one_page;
-use crate::{Choices, LayerRoom, Shapes, StoreShapes, Turns};
+use crate::{Choices, LatePairs, LayerRoom, Options, Shapes, StoreShapes, Turns};
 use kvd_codec::{Entropy, ModelCodec, SideSpec};
 use kvd_compute::{BackendError, Sampling};
 use kvd_core::{ErrorCode, LayerIndex, ModelId, Side};
@@ -117,6 +117,10 @@ impl CudaBackend {
                 let plan = one_page(codec, layer, rows);
                 let options = choices.options(&plan, codec.geometry().kv_heads);
                 shapes.check_room(&plan, codec, options)?;
+                if self.jit.is_some() {
+                    let late = LatePairs::ALL;
+                    shapes.check_room(&plan, codec, Options { late, ..options })?;
+                }
             }
         }
         self.device.has_room(ModelRoom::bytes(&rooms))

@@ -7,10 +7,12 @@
 mod cache;
 mod source;
 
+use crate::late::{LatePairs, wanted};
+use crate::products::multiplies_late;
 use crate::side::{Kernel, Pair, ROWS, rows_of};
 use cache::{Cache, Found};
 use kvd_codec::ModelCodec;
-use kvd_core::{LayerIndex, Side};
+use kvd_core::LayerIndex;
 use source::SIDES_MAX;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -119,12 +121,15 @@ struct Sides {
     keys: Kernel,
     values: Kernel,
     huffman: bool,
+    /// Whether products are on tensor cores.
+    tensor: bool,
 }
 
 impl Sides {
     /// Its part of the kernels' names.
     fn name(self) -> String {
-        format!("{}_{}", self.keys.name(), self.values.name())
+        let products = if self.tensor { "tensor_" } else { "" };
+        format!("{products}{}_{}", self.keys.name(), self.values.name())
     }
 
     /// Its kernel for so many query rows.
@@ -132,18 +137,20 @@ impl Sides {
         let stage = if self.huffman { "huffman_" } else { "" };
         format!("kvd_attend_{stage}{}_{rows}", self.name())
     }
-
-    /// Whether it is compiled ahead of time.
-    fn is_known(self) -> bool {
-        let Self { keys, values, huffman } = self;
-        Pair { keys, values, huffman }.is_known()
-    }
 }
 
-/// The file that is compiled for a pair, and all headers; for tests of a compiler.
+/// The file that is compiled for a pair whose products are on CUDA cores; for tests of a compiler.
 #[must_use]
 pub fn kernel_source(keys: Kernel, values: Kernel, huffman: bool) -> String {
-    source::text(Sides { keys, values, huffman })
+    source::text(Sides { keys, values, huffman, tensor: false })
+}
+
+/// The same with products on tensor cores; none where they take one of the sides' values not, or
+/// the pair's kernel is compiled ahead of time.
+#[must_use]
+pub fn tensor_source(keys: Kernel, values: Kernel, huffman: bool) -> Option<String> {
+    let takes = multiplies_late(Pair { keys, values, huffman });
+    takes.then(|| source::text(Sides { keys, values, huffman, tensor: true }))
 }
 
 /// What [`kernel_source`] includes.
@@ -166,8 +173,10 @@ pub(crate) struct Jit {
     wanted: Option<SyncSender<Sides>>,
     made: Receiver<Made>,
     asked: BTreeSet<Sides>,
-    /// By the kernels' numbers, as in units.
+    /// Of those on CUDA cores, by the kernels' numbers, as in units.
     ready: BTreeMap<[u32; 3], Sides>,
+    /// Those on tensor cores.
+    late: LatePairs,
     stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
     report: CompileReport,
@@ -211,6 +220,7 @@ impl Jit {
             made,
             asked: BTreeSet::new(),
             ready: BTreeMap::new(),
+            late: LatePairs::NONE,
             stop,
             thread: Some(thread),
             report,
@@ -221,13 +231,9 @@ impl Jit {
     pub(crate) fn want(&mut self, codec: &ModelCodec) {
         let geometry = codec.geometry();
         for layer in (0..geometry.layers).map(LayerIndex) {
-            for head in 0..geometry.kv_heads as usize {
-                let sides = Side::BOTH.map(|side| codec.head(layer, side, head));
-                let huffman = sides.iter().any(|side| side.lane_runs().is_some());
-                let [Some(keys), Some(values)] = sides.map(source::kernel_of) else { continue };
-                let sides = Sides { keys, values, huffman };
-                if !sides.is_known()
-                    && self.asked.insert(sides)
+            for (Pair { keys, values, huffman }, tensor) in wanted(codec, layer) {
+                let sides = Sides { keys, values, huffman, tensor };
+                if self.asked.insert(sides)
                     && let Some(wanted) = &self.wanted
                 {
                     // A thread that is gone compiles nothing; the shared kernel serves.
@@ -243,8 +249,12 @@ impl Jit {
             let (pair, kernels) = (sides.name(), ROWS.map(|rows| sides.kernel(rows)));
             (self.report)(match image.and_then(|image| load(&image, &kernels)) {
                 Ok(()) => {
-                    let key = [sides.keys as u32, sides.values as u32, sides.huffman.into()];
-                    self.ready.insert(key, sides);
+                    let Sides { keys, values, huffman, tensor } = sides;
+                    if tensor {
+                        self.late = self.late.with(Pair { keys, values, huffman });
+                    } else {
+                        self.ready.insert([keys as u32, values as u32, huffman.into()], sides);
+                    }
                     CompileEvent::Ready { pair, from_cache, seconds }
                 }
                 Err(reason) => CompileEvent::Failed { pair, reason },
@@ -252,8 +262,13 @@ impl Jit {
         }
     }
 
-    /// The kernel to launch in the place of `kernel`, for units of at most `rows` rows whose sides
-    /// have these numbers; none where that is the shared one still, or never was.
+    /// The pairs whose kernels with products on tensor cores are loaded.
+    pub(crate) fn late(&self) -> LatePairs {
+        self.late
+    }
+
+    /// The kernel on CUDA cores to launch in the place of `kernel`, for units of at most `rows` rows
+    /// whose sides have these numbers; none where that is the shared one still, or never was.
     pub(crate) fn own(&self, kernel: &str, [keys, values]: [u32; 2], rows: u32) -> Option<String> {
         let huffman = SHARED.iter().position(|shared| *shared == kernel)?;
         let sides = self.ready.get(&[keys, values, huffman as u32])?;

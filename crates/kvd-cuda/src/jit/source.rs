@@ -2,9 +2,8 @@
 //! compiled ahead of time, and the few names of CUDA's own headers that they use.
 
 use super::Sides;
-use crate::side::Kernel;
-use kvd_codec::{HeadSide, Stored, UniformMode};
-use kvd_core::DType;
+use crate::side::{KERNELS, Kernel};
+use kvd_core::Side;
 use std::sync::OnceLock;
 use xxhash_rust::xxh3::Xxh3;
 
@@ -18,24 +17,8 @@ const CUDA: &[(&str, &str)] = &[
     ("stdint.h", include_str!("include/stdint.h")),
 ];
 
-/// By number, as in page tables.
-const KERNELS: [Kernel; 12] = [
-    Kernel::F32,
-    Kernel::F16,
-    Kernel::Bf16,
-    Kernel::Fp8,
-    Kernel::Uniform,
-    Kernel::Symmetric,
-    Kernel::Hybrid,
-    Kernel::Vq,
-    Kernel::Polar,
-    Kernel::Lloyd,
-    Kernel::BitAlloc,
-    Kernel::Grid,
-];
-
-/// Pairs that there can be.
-pub(super) const SIDES_MAX: usize = 2 * KERNELS.len() * KERNELS.len();
+/// Kernels that there can be: of pairs with products on tensor cores and on CUDA cores.
+pub(super) const SIDES_MAX: usize = 4 * KERNELS * KERNELS;
 
 /// All headers, by the name in quotes that includes them.
 pub(super) fn headers() -> &'static [(&'static str, &'static str)] {
@@ -52,25 +35,6 @@ pub(super) fn headers_hash() -> u128 {
         hash.update(text.as_bytes());
     }
     hash.digest128()
-}
-
-/// The kernel that reads a head's side; none when there is none.
-pub(super) fn kernel_of(side: &HeadSide) -> Option<Kernel> {
-    Some(match side.stored() {
-        Stored::Float(DType::F32) => Kernel::F32,
-        Stored::Float(DType::F16) => Kernel::F16,
-        Stored::Float(DType::BF16) => Kernel::Bf16,
-        Stored::E4m3 => Kernel::Fp8,
-        Stored::Uniform { mode: UniformMode::Asym, .. } => Kernel::Uniform,
-        Stored::Uniform { mode: UniformMode::Sym, .. } => Kernel::Symmetric,
-        Stored::Uniform { mode: UniformMode::Hybrid, .. } => Kernel::Hybrid,
-        Stored::Codebooks(_) => Kernel::Vq,
-        Stored::Polar { .. } => Kernel::Polar,
-        Stored::Lloyd { .. } => Kernel::Lloyd,
-        Stored::BitAlloc { .. } => Kernel::BitAlloc,
-        Stored::Grid(_) => Kernel::Grid,
-        _ => return None,
-    })
 }
 
 /// The struct of a side, and its header: as `with` of `any.cuh` has them.
@@ -91,10 +55,32 @@ fn side(kernel: Kernel) -> (&'static str, &'static str) {
     }
 }
 
+/// The struct of a side whose products are on tensor cores, and its header: as `attend_*.cu` have
+/// them.
+fn tensor_side(kernel: Kernel, which: Side) -> (&'static str, String) {
+    let (header, name) = side(kernel);
+    match kernel {
+        Kernel::Fp8 if which == Side::Value => ("half.cuh", "kvd::Fp8Values".to_owned()),
+        Kernel::F16 | Kernel::Bf16 | Kernel::Fp8 => ("half.cuh", format!("kvd::Halves<{name}>")),
+        _ => (header, format!("kvd::Tensor<{name}>")),
+    }
+}
+
 /// The file to compile.
 pub(super) fn text(sides: Sides) -> String {
-    let [(key_header, key), (value_header, value)] = [sides.keys, sides.values].map(side);
-    let declare = if sides.huffman { "KVD_HUFFMAN_ROWS" } else { "KVD_ATTEND_ROWS" };
+    let kernels = [(sides.keys, Side::Key), (sides.values, Side::Value)];
+    let [(key_header, key), (value_header, value)] = match sides.tensor {
+        true => kernels.map(|(kernel, which)| tensor_side(kernel, which)),
+        false => kernels.map(|(kernel, _)| {
+            let (header, name) = side(kernel);
+            (header, name.to_owned())
+        }),
+    };
+    let declare = match (sides.huffman, sides.tensor) {
+        (true, _) => "KVD_HUFFMAN_ROWS",
+        (false, true) => "KVD_MIXED_ROWS",
+        (false, false) => "KVD_ATTEND_ROWS",
+    };
     let name = sides.name();
     format!(
         "#include \"declare.cuh\"\n#include \"{key_header}\"\n#include \"{value_header}\"\n\
@@ -106,9 +92,24 @@ pub(super) fn text(sides: Sides) -> String {
 mod tests {
     use super::*;
 
+    const ALL: [Kernel; KERNELS] = [
+        Kernel::F32,
+        Kernel::F16,
+        Kernel::Bf16,
+        Kernel::Fp8,
+        Kernel::Uniform,
+        Kernel::Symmetric,
+        Kernel::Hybrid,
+        Kernel::Vq,
+        Kernel::Polar,
+        Kernel::Lloyd,
+        Kernel::BitAlloc,
+        Kernel::Grid,
+    ];
+
     #[test]
     fn kernels_stand_at_their_numbers() {
-        for (number, wanted) in KERNELS.into_iter().enumerate() {
+        for (number, wanted) in ALL.into_iter().enumerate() {
             assert_eq!(wanted as usize, number);
         }
     }
@@ -124,7 +125,7 @@ mod tests {
             }
         }
         let any = find("any.cuh").unwrap().1;
-        for of_kernel in KERNELS.map(side) {
+        for of_kernel in ALL.map(side) {
             let short = |text: &str| text.replace("kvd::", "");
             assert!(short(any).contains(&format!("return use({}()", short(of_kernel.1))));
             find(of_kernel.0).unwrap();

@@ -5,6 +5,7 @@ use super::fit::Fit;
 use super::{Limits, ROWS_MAX, bits, splits};
 use crate::Options;
 use crate::lanes::SharedMemory;
+use crate::late::LatePairs;
 use crate::side::rows_of;
 use crate::table::CodebookRoom;
 use kvd_codec::{ModelCodec, SideSpec};
@@ -92,7 +93,8 @@ impl Choices {
         let runs = splits(self.resident, heads, parts).0;
         let channel_split = self.channel_split(plan, self.resident / heads.max(1), runs);
         let parts_per_unit = splits(self.resident, heads * channel_split, parts).1 as usize;
-        Options { parts_per_unit, shared: self.shared, chunks: self.chunks, channel_split }
+        let (shared, chunks, late) = (self.shared, self.chunks, LatePairs::NONE);
+        Options { parts_per_unit, shared, chunks, channel_split, late }
     }
 
     /// Where codebooks of keys and values are kept: [`crate::Shapes::new`].

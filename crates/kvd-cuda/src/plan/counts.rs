@@ -1,6 +1,7 @@
 //! Lane instructions that a stored value takes: counted in the kernels' SASS for sm_90, four query
 //! rows, full tiles (docs/perf/gpu-plan.md says how). Not measured.
 
+use super::parts;
 use super::pipes::Pipes;
 use kvd_codec::{CodebookScope, Entropy, FloatFormat, Quantizer, SideSpec, UniformMode, VqSpec};
 use kvd_core::Side;
@@ -30,7 +31,7 @@ impl Counted {
 }
 
 /// Query rows of the kernels that were counted.
-const ROWS: u32 = 4;
+pub(super) const ROWS: u32 = 4;
 
 /// A kernel as it is launched.
 #[derive(Clone, Copy, Debug)]
@@ -39,6 +40,8 @@ pub(super) struct Launched {
     pub(super) on_tensor_cores: bool,
     /// Whether it has the codec's shape as constants.
     pub(super) is_fixed: bool,
+    /// Whether it is compiled when a model is registered.
+    pub(super) is_late: bool,
     /// Query rows: 1, 4 or 8.
     pub(super) rows: u32,
     /// The GPU's compute capability.
@@ -48,7 +51,7 @@ pub(super) struct Launched {
 /// So many instructions of a value, and by pipes: integers, products of integers, floats, counts of
 /// bits, loads.
 #[derive(Clone, Copy)]
-struct Mix(f64, Pipes);
+pub(super) struct Mix(f64, Pipes);
 
 const fn mix(per_value: f64, pipes: [f64; 5]) -> Mix {
     Mix(per_value, Pipes::new(pipes))
@@ -59,7 +62,11 @@ impl Mix {
         Self(self.0 + other.0, self.1.plus(other.1))
     }
 
-    fn times(self, by: f64) -> Self {
+    pub(super) fn per_value(self) -> f64 {
+        self.0
+    }
+
+    pub(super) fn times(self, by: f64) -> Self {
         Self(self.0 * by, self.1.times(by))
     }
 
@@ -68,7 +75,7 @@ impl Mix {
         Self(self.0 + more, self.1.times((self.0 + more) / self.0))
     }
 
-    fn counted(self, is_all: bool) -> Counted {
+    pub(super) fn counted(self, is_all: bool) -> Counted {
         Counted { per_value: self.0, pipes: self.1, is_all }
     }
 }
@@ -84,6 +91,11 @@ pub(super) fn counted(
     if !kernel.on_tensor_cores {
         // Of the others products are the smallest part: codes are unpacked one by one.
         return of_floats(specs).filter(|_| is_counted);
+    }
+    if kernel.is_late {
+        // Pipes as of rows, whose integers bind nowhere: what binds of a mixture was not counted.
+        let decodes = specs.iter().any(|spec| spec.entropy == Entropy::Huffman);
+        return parts::counted(specs, kernel.rows, RAW).filter(|_| !decodes);
     }
     if specs.iter().any(|spec| spec.entropy == Entropy::Huffman) {
         let codes = Side::BOTH.map(|side| huffman(specs[side.index()], side));
@@ -253,13 +265,32 @@ mod tests {
     use super::*;
     use kvd_codec::resolve;
 
-    const FIXED: Launched =
-        Launched { on_tensor_cores: true, is_fixed: true, rows: ROWS, compute: [9, 0] };
+    const FIXED: Launched = Launched {
+        on_tensor_cores: true,
+        is_fixed: true,
+        is_late: false,
+        rows: ROWS,
+        compute: [9, 0],
+    };
     const ANY: Launched = Launched { is_fixed: false, ..FIXED };
 
     fn of(codec: &str, kernel: Launched) -> Option<Counted> {
         let codec = resolve(codec).unwrap();
         counted(Side::BOTH.map(|side| codec.side(side)), kernel, [true; 2])
+    }
+
+    #[test]
+    fn pairs_compiled_late_take_the_parts_of_their_sides() {
+        let late = Launched { is_late: true, ..ANY };
+        let of_late = |codec| of(codec, late).unwrap().per_value;
+        // 4.5 and 10.0 alone.
+        let mixed = of_late("k=vq(d=4,b=8); v=uniform(b=2,g=32,axis=token)");
+        assert!((mixed - 7.35).abs() < 0.05, "{mixed}");
+        // Its own, as if both sides were: as the kernel for any shape, and rows one tile at a time.
+        assert!((of_late("kivi-2") - any_uniform(ROWS).0).abs() < 0.2);
+        assert!(of_late("raw") >= of("raw", FIXED).unwrap().per_value - 0.2);
+        assert_eq!(of("k=vq(d=4,b=8); v=f16", Launched { rows: 8, ..late }), None);
+        assert_eq!(of("k=f16; v=grid(rate=2)/huffman", late), None);
     }
 
     #[test]

@@ -31,6 +31,8 @@ pub(super) struct Fit {
     pub(super) is_fixed: bool,
     /// Why products are not on tensor cores.
     pub(super) products: [Option<&'static str>; 2],
+    /// Whether the kernel is compiled when a model is registered.
+    pub(super) is_late: bool,
 }
 
 impl Fit {
@@ -80,6 +82,7 @@ impl Fit {
             occupancy,
             is_fixed: kernel.is_fixed,
             products: products.map(|of_side| of_side.not),
+            is_late: kernel.is_late,
         })
     }
 }

@@ -12,6 +12,7 @@ mod counts;
 mod fit;
 mod limits;
 mod occupancy;
+mod parts;
 mod pipes;
 mod report;
 
@@ -120,6 +121,9 @@ pub struct Plan {
     pub table_bytes: [u32; 2],
     /// Why products with keys and values are not on tensor cores; none where they are.
     pub products: [Option<&'static str>; 2],
+    /// Whether the kernel multiplies on tensor cores and is none that is compiled ahead of time:
+    /// NVRTC compiles it when a model is registered, and until then the one for all pairs serves.
+    pub is_late: bool,
     /// Lane instructions that a value takes; none where the kernel was not counted.
     pub counted: Option<Counted>,
     /// Units over the stored tokens of one head.
@@ -200,11 +204,13 @@ pub fn plan(codec: &CodecSpec, workload: &Workload, limits: &Limits) -> Option<P
         codebooks,
         table_bytes: fit.table_bytes,
         products: fit.products,
+        is_late: fit.is_late,
         counted: counts::counted(
             Side::BOTH.map(|side| codec.side(side)),
             counts::Launched {
                 on_tensor_cores: fit.products == [None; 2],
                 is_fixed: fit.is_fixed,
+                is_late: fit.is_late,
                 rows: rows_of(rows),
                 compute: limits.compute,
             },

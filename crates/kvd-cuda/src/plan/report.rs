@@ -21,7 +21,7 @@ impl fmt::Display for Plan {
                 self.chunks
             )?;
         }
-        write_products(f, self.products)?;
+        write_products(f, self.products, self.is_late)?;
         write_loads(f, self)?;
         writeln!(
             f,
@@ -128,13 +128,24 @@ fn write_times(f: &mut fmt::Formatter<'_>, plan: &Plan) -> fmt::Result {
     )
 }
 
-fn write_products(f: &mut fmt::Formatter<'_>, not: [Option<&str>; 2]) -> fmt::Result {
+fn write_products(
+    f: &mut fmt::Formatter<'_>,
+    not: [Option<&str>; 2],
+    is_late: bool,
+) -> fmt::Result {
     let of_side = |(side, not): (&str, Option<&str>)| match not {
         None => format!("of {side} on tensor cores"),
         Some(why) => format!("of {side} on CUDA cores: {why}"),
     };
     let [keys, values] = [("keys", not[0]), ("values", not[1])].map(of_side);
-    writeln!(f, "products: {keys}; {values}")
+    let late = match is_late {
+        true => {
+            "; by a kernel that NVRTC compiles when a model is registered, until when, and \
+                 without NVRTC, one for all pairs serves, on CUDA cores"
+        }
+        false => "",
+    };
+    writeln!(f, "products: {keys}; {values}{late}")
 }
 
 fn write_encoding(

@@ -16,9 +16,12 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 
-/// Keys of one kind, values of another: no kernel of its own ahead of time.
-const CODEC: &str = suite::LATE;
-const OWN: &str = "kvd_attend_uniform_f16_8";
+/// A pair that has no kernel of its own ahead of time, and none on tensor cores.
+const CODEC: &str = "k=uniform(b=3,axis=token,mode=sym); v=uniform(b=4,g=32,axis=token,mode=sym)";
+const OWN: &str = "kvd_attend_symmetric_symmetric_8";
+/// Keys of one kind, values of another: one with products on tensor cores.
+const MIXED: &str = "k=uniform(b=2,g=32,axis=channel); v=fp8";
+const TENSOR: &str = "kvd_attend_tensor_uniform_fp8_8";
 
 struct MadeUp {
     version: &'static str,
@@ -49,6 +52,7 @@ struct Seen {
     go: SyncSender<Result<(), CompileError>>,
     compiled: Arc<Mutex<Vec<String>>>,
     events: Arc<Mutex<Vec<CompileEvent>>>,
+    codec: &'static str,
 }
 
 impl Seen {
@@ -62,7 +66,7 @@ impl Seen {
         let keep = events.clone();
         let report: CompileReport = Arc::new(move |event| keep.lock().push(event));
         backend.compile_with(Box::new(compiler), folder.to_owned(), report).unwrap();
-        Self { backend, watch, go, compiled, events }
+        Self { backend, watch, go, compiled, events, codec: CODEC }
     }
 
     /// The same, and one file may be compiled.
@@ -75,7 +79,7 @@ impl Seen {
     /// Stores a block and attends to it; what is answered and which kernels were launched.
     fn attend(&mut self) -> (Vec<u8>, Vec<String>) {
         self.watch.lock().kernels.clear();
-        let part = store(&mut self.backend, suite::codec(CODEC, RopePairing::Half));
+        let part = store(&mut self.backend, suite::codec(self.codec, RopePairing::Half));
         let answer = self.backend.attend(&suite::attend_plan(vec![part], 1)).unwrap();
         let kernels = self.watch.lock().kernels.clone();
         (answer.out, kernels.into_iter().filter(|name| name.contains("attend")).collect())
@@ -134,7 +138,32 @@ fn the_shared_kernel_serves_until_the_pairs_own_is_there() {
     let compiled = seen.compiled.lock().clone();
     assert_eq!(compiled.len(), 1, "once, however often it is registered: {compiled:?}");
     assert!(compiled[0].starts_with("sm_90: "), "{compiled:?}");
-    assert!(compiled[0].contains("kvd::Uniform<kvd::Asymmetric>, kvd::Float<kvd::F16>)"));
+    assert!(compiled[0].contains("(symmetric_symmetric, kvd::Uniform<kvd::Symmetric>"));
+}
+
+#[test]
+fn a_pair_that_tensor_cores_can_multiply_is_launched_with_tables_of_its_own() {
+    if !available() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let mut seen = Seen { codec: MIXED, ..Seen::new(folder.path(), "one") };
+    let (shared, kernels) = seen.attend();
+    assert_eq!(kernels, ["kvd_attend_any_any_8"]);
+    seen.go.send(Ok(())).unwrap();
+    seen.attend_until(Seen::is_ready);
+    let (own, kernels) = seen.attend();
+    assert_eq!(kernels, [TENSOR]);
+    let floats = |bytes: &[u8]| -> Vec<f32> {
+        bytes.chunks_exact(4).map(|four| f32::from_le_bytes(four.try_into().unwrap())).collect()
+    };
+    let (own, shared) = (floats(&own), floats(&shared));
+    assert_eq!(own.len(), shared.len());
+    let largest = shared.iter().fold(0f32, |most, x| most.max(x.abs()));
+    let off = own.iter().zip(&shared).map(|(a, b)| (a - b).abs()).fold(0f32, f32::max);
+    // Both are within the error of f32 arithmetic.
+    assert!(largest > 0.0 && off <= 1e-5 * largest, "{off} of {largest}");
+    assert_eq!(seen.compiled.lock().len(), 1);
 }
 
 #[test]

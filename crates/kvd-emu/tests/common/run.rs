@@ -4,8 +4,8 @@ use super::Stored;
 use bytemuck::Zeroable;
 use kvd_compute::{AttendPlan, Attended};
 use kvd_cuda::{
-    AttendParameters, CodebookRoom, Launch, MergeParameters, Merged, Options, Shapes, SharedMemory,
-    Tables,
+    AttendParameters, CodebookRoom, LatePairs, Launch, MergeParameters, Merged, Options, Shapes,
+    SharedMemory, Tables,
 };
 use kvd_emu::{Grid, Memory, Order, launch};
 use std::cell::{Cell, RefCell};
@@ -60,19 +60,37 @@ pub(crate) fn run_split(
     rooms: [CodebookRoom; 2],
     order: Order,
 ) -> Result<Attended, String> {
-    let options = Options { parts_per_unit, shared: SHARED, chunks: None, channel_split };
+    let options = options(parts_per_unit, channel_split);
     run_as(stored, plan, (options, rooms), take_turns, order).map(|(answer, _)| answer)
 }
 
-/// The same where the kernel of a pair, `late`, has been compiled since: it is launched in the
-/// place of the one that all pairs share, with that one's tables.
+/// Nothing compiled late.
+fn options(parts_per_unit: usize, channel_split: u32) -> Options {
+    let late = LatePairs::NONE;
+    Options { parts_per_unit, shared: SHARED, chunks: None, channel_split, late }
+}
+
+/// The same where the kernels of all pairs with products on tensor cores have been compiled since.
+pub(crate) fn run_tensor(
+    stored: &Stored,
+    plan: &AttendPlan,
+    parts_per_unit: usize,
+    order: Order,
+) -> Result<Attended, String> {
+    let options = Options { late: LatePairs::ALL, ..options(parts_per_unit, 1) };
+    run_as(stored, plan, (options, [CodebookRoom::from(3000); 2]), take_turns, order)
+        .map(|(answer, _)| answer)
+}
+
+/// The same where the kernel of a pair on CUDA cores, `late`, has been compiled since: it is
+/// launched in the place of the one that all pairs share, with that one's tables.
 pub(crate) fn run_late(
     stored: &Stored,
     plan: &AttendPlan,
     (parts_per_unit, late): (usize, &str),
     order: Order,
 ) -> Result<Attended, String> {
-    let options = Options { parts_per_unit, shared: SHARED, chunks: None, channel_split: 1 };
+    let options = options(parts_per_unit, 1);
     let change = |launched: &mut Launch| {
         take_turns(launched);
         if launched.kernel.ends_with("any_any_8") {
@@ -93,7 +111,7 @@ pub(crate) fn run_within(
     (shared, chunks): (SharedMemory, Option<u32>),
     order: Order,
 ) -> Result<(Attended, usize), String> {
-    let options = Options { parts_per_unit: 4, shared, chunks, channel_split: 1 };
+    let options = Options { shared, chunks, ..options(4, 1) };
     run_as(stored, plan, (options, [0.into(); 2]), |_| {}, order)
 }
 

@@ -1,0 +1,179 @@
+//! What a plan expects of the kernel for both sides of a codec, before anything is calibrated.
+
+use super::{
+    factor, fixed_bytes, on_tensor_cores, resident, rows_of_kernel, staged_bytes, tiles_together,
+    variant, work_bytes,
+};
+use crate::abi::SideShape;
+use crate::fixed::{self, polar_table_bytes};
+use crate::late::LatePairs;
+use crate::lookup;
+use crate::side::{Kernel, Pair, Variant};
+use crate::spread;
+use kvd_codec::{CodebookScope, Entropy, FloatFormat, GroupAxis, Quantizer, SideSpec, UniformMode};
+use kvd_core::{DType, Geometry, Side};
+
+/// What a plan expects of one side's products.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Expected {
+    /// Why they are not on tensor cores.
+    pub(crate) not: Option<&'static str>,
+    /// Shared memory that they take, bytes.
+    pub(crate) bytes: usize,
+    /// Shared memory of one staged tile, bytes.
+    pub(crate) stage: usize,
+}
+
+/// What a plan expects of the kernel for both sides.
+pub(crate) struct ExpectedKernel {
+    /// Query rows that it takes.
+    pub(crate) rows: u32,
+    /// Products of each side.
+    pub(crate) sides: [Expected; 2],
+    /// Shared memory that is neither side's, bytes.
+    pub(crate) fixed_bytes: usize,
+    /// As [`tiles_together`].
+    pub(crate) tiles: usize,
+    /// Whether it has the codec's shape as constants.
+    pub(crate) is_fixed: bool,
+    /// As [`resident`].
+    pub(crate) resident: (usize, u32),
+    /// Whether it is compiled when a model is registered.
+    pub(crate) is_late: bool,
+}
+
+/// What the kernel for both sides will do with units of `rows` query rows.
+pub(crate) fn expected(specs: [&SideSpec; 2], geometry: &Geometry, rows: u32) -> ExpectedKernel {
+    let kernels = specs.map(|spec| kernel_of(spec, geometry.dtype));
+    let grouped = Side::BOTH.iter().all(|side| {
+        kernels[side.index()] == Kernel::BitAlloc
+            && spread::expects_groups((*side, geometry.block_tokens), geometry.head_dim(*side))
+    });
+    let [key, value] = Side::BOTH.map(|side| {
+        let dim = geometry.head_dim(side);
+        expected_shape(specs[side.index()], (side, grouped), dim, geometry.dtype)
+    });
+    let huffman = specs.iter().any(|spec| spec.entropy == Entropy::Huffman);
+    let pair = Pair { keys: kernels[0], values: kernels[1], huffman };
+    let variant = variant(pair, &key, &value, LatePairs::ALL);
+    let rows = rows_of_kernel(variant, rows);
+    let multiplies = Side::BOTH.map(|side| factor(kernels[side.index()], side).is_some());
+    let not = |side: Side| match variant {
+        _ if !multiplies[side.index()] => Some(match kernels[side.index()] {
+            Kernel::Polar | Kernel::Lloyd => "of such codes keys alone have such products",
+            _ => "its values are neither codes that stand for bytes nor halves",
+        }),
+        _ if multiplies != [true; 2] => Some("the other side has none, and they share a kernel"),
+        Variant::Own | Variant::Groups if on_tensor_cores((pair, variant)) => None,
+        Variant::Late => None,
+        Variant::Own | Variant::Groups => Some("its kernel multiplies floats"),
+        Variant::Floats => {
+            Some("a side has several stages, over 4096 entries, or some of other lengths")
+        }
+        Variant::Any => Some("the pair or its groups have no such kernel"),
+    };
+    let of_side = |side: Side, shape| {
+        let bytes = work_bytes((pair, variant), side, shape, rows as usize);
+        let tokens = geometry.block_tokens as usize;
+        let stage = staged_bytes((pair, variant), side, (shape, tokens), rows);
+        Expected { not: not(side), bytes, stage }
+    };
+    let dim = geometry.head_dim(Side::Key);
+    let is_fixed = fixed::kernel((pair, variant), rows, &key, &value).is_some();
+    ExpectedKernel {
+        rows,
+        sides: [of_side(Side::Key, &key), of_side(Side::Value, &value)],
+        fixed_bytes: fixed_bytes((pair, variant), rows as usize, dim),
+        tiles: tiles_together((pair, variant), rows as usize),
+        is_fixed,
+        resident: resident((pair, variant), is_fixed),
+        is_late: variant == Variant::Late,
+    }
+}
+
+/// The kernel of a side.
+fn kernel_of(side: &SideSpec, dtype: DType) -> Kernel {
+    match side.quantizer {
+        Quantizer::Float(FloatFormat::Native) => Kernel::of_rows(dtype),
+        Quantizer::Float(FloatFormat::F32) => Kernel::F32,
+        Quantizer::Float(FloatFormat::F16) => Kernel::F16,
+        Quantizer::Float(FloatFormat::BF16) => Kernel::Bf16,
+        Quantizer::Float(FloatFormat::E4M3) => Kernel::Fp8,
+        Quantizer::Uniform { mode: UniformMode::Asym, .. } => Kernel::Uniform,
+        Quantizer::Uniform { mode: UniformMode::Sym, .. } => Kernel::Symmetric,
+        Quantizer::Uniform { mode: UniformMode::Hybrid, .. } => Kernel::Hybrid,
+        Quantizer::Grid { .. } => Kernel::Grid,
+        Quantizer::Polar { .. } => Kernel::Polar,
+        Quantizer::Lloyd { .. } => Kernel::Lloyd,
+        Quantizer::Vq(_) => Kernel::Vq,
+        Quantizer::BitAlloc { .. } => Kernel::BitAlloc,
+    }
+}
+
+/// What a side's shape will have of what decides.
+fn expected_shape(
+    side: &SideSpec,
+    (which, grouped): (Side, bool),
+    dim: usize,
+    dtype: DType,
+) -> SideShape {
+    let mut shape = SideShape { dim: dim as u32, scale_tokens: 1, sets: 1, ..SideShape::default() };
+    let page = Geometry::BLOCK_TOKENS_MAX;
+    shape.bits = side.quantizer.alphabet().map_or(8, |codes| codes.next_power_of_two().ilog2());
+    (shape.scale_channels, shape.stages, shape.book_dim) = (1, 1, 1);
+    if side.entropy == Entropy::Huffman {
+        shape.stride = shape.dim;
+    }
+    match side.quantizer {
+        Quantizer::Uniform { axis, group, mode, .. } => {
+            let is_hybrid = mode == UniformMode::Hybrid;
+            shape.kind = if is_hybrid { Kernel::Hybrid } else { Kernel::Uniform } as u32;
+            let group = group.map(u32::from);
+            (shape.scale_tokens, shape.scale_channels) = match axis {
+                GroupAxis::Channel => (group.unwrap_or(page), 1),
+                GroupAxis::Token => (1, group.unwrap_or(shape.dim).min(shape.dim)),
+                GroupAxis::Block => (page, shape.dim),
+            };
+        }
+        // As a fit leaves them: others' codebooks may be on whole levels nonetheless.
+        Quantizer::Vq(vq) => {
+            shape.bits = vq.bits.into();
+            (shape.book_dim, shape.stages) = (vq.dim.into(), vq.stages.into());
+            let grouped = vq.scope == CodebookScope::Group;
+            shape.sets = if grouped { dim as u32 / u32::from(vq.dim) } else { 1 };
+            let fits = vq.is_on_levels() && lookup::fits(vq.dim.into());
+            shape.entry_bytes = if fits { vq.dim.into() } else { 0 };
+            shape.entry_count = if vq.bits <= 8 { 1 << vq.bits } else { 0 };
+        }
+        Quantizer::Polar { angle, radius, group } => {
+            shape.kind = Kernel::Polar as u32;
+            shape.scale_tokens = group.map_or(page, u32::from);
+            shape.bits = u32::from(angle) + u32::from(radius);
+            shape.angle_bits = angle.into();
+            // Directions alone, where pages have the steps of their radii.
+            let with_steps = polar_table_bytes(shape.angle_bits, shape.dim);
+            shape.table_bytes = if group.is_some() { 8 << angle } else { with_steps };
+            shape.entry_bytes = if shape.bits <= 8 { 4 } else { 0 };
+            shape.entry_count = 1 << shape.bits;
+        }
+        Quantizer::Lloyd { bits } => {
+            shape.kind = Kernel::Lloyd as u32;
+            shape.bits = bits.into();
+            shape.entry_bytes = if shape.bits <= 8 { 2 } else { 0 };
+            shape.entry_count = 1 << shape.bits;
+        }
+        Quantizer::Grid { .. } => {
+            shape.kind = Kernel::Grid as u32;
+            shape.stride = shape.dim;
+        }
+        Quantizer::BitAlloc { bits } => {
+            let (kind, dim) = (Kernel::BitAlloc as u32, shape.dim);
+            let bits = (bits * dim as f32).ceil() as u32;
+            let spread = spread::expected((which, grouped), dim as usize);
+            let (scale_tokens, scale_channels) = (1, 1);
+            shape = SideShape { kind, dim, bits, scale_tokens, scale_channels, ..spread };
+        }
+        Quantizer::Float(_) => shape.kind = kernel_of(side, dtype) as u32,
+    }
+    shape
+}
