@@ -215,7 +215,8 @@ fn pairs_of_other_shapes_stay_on_cuda_cores() {
     if !available() {
         return;
     }
-    // Two stages; scales of half of a warp's channels; a tile of two scales; sides without such products.
+    // Two stages; scales of half of a warp's channels; a tile of two scales; sides without such
+    // products.
     for codec in [
         "k=vq(d=4,b=6,stages=2); v=uniform(b=2,axis=token)",
         "k=vq(d=4,b=8); v=uniform(b=2,g=8,axis=token)",

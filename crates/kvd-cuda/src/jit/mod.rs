@@ -267,8 +267,8 @@ impl Jit {
         self.late
     }
 
-    /// The kernel on CUDA cores to launch in the place of `kernel`, for units of at most `rows` rows
-    /// whose sides have these numbers; none where that is the shared one still, or never was.
+    /// The kernel on CUDA cores to launch in the place of `kernel`, for units of at most `rows`
+    /// rows whose sides have these numbers; none where that is the shared one still, or never was.
     pub(crate) fn own(&self, kernel: &str, [keys, values]: [u32; 2], rows: u32) -> Option<String> {
         let huffman = SHARED.iter().position(|shared| *shared == kernel)?;
         let sides = self.ready.get(&[keys, values, huffman as u32])?;
