@@ -2,9 +2,9 @@
 //!
 //! Data flows one way: `attend` (or `key_scores`) cuts a plan into units (`job`), `unit` walks
 //! over the spans of one (`span`, `tile`), `fused` picks the kernels of its sides, and those end in
-//! a few products that all share. A folder is what a kernel does; a file in it is how an instruction
-//! set does that (`avx512`, `avx2`, `avx_vnni`, `amx`, `neon`; `x86` and `lanes` where several have
-//! one source), and nothing else in this crate holds unsafe code.
+//! a few products that all share. A folder is what a kernel does; a file in it is how an
+//! instruction set does that (`avx512`, `avx2`, `avx_vnni`, `amx`, `neon`; `x86` and `lanes` where
+//! several have one source), and nothing else in this crate holds unsafe code.
 //!
 //! | a side | kernel | what it multiplies with |
 //! |---|---|---|

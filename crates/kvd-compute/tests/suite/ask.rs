@@ -63,7 +63,7 @@ impl Ask {
 }
 
 /// Keys of one kind, values of another: a pair that has no kernel ahead of time.
-pub(crate) const LATE: &str = "k=uniform(b=4,g=32,axis=channel); v=f16";
+pub(crate) const LATE: &str = "k=uniform(b=4,g=32,axis=channel); v=fp8";
 
 /// What the plain question leaves out: sliding windows inside a page and over all parts, soft caps,
 /// ranges, raw rows behind pages, more and fewer query tokens, other types than f32.

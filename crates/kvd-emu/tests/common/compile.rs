@@ -177,7 +177,7 @@ fn windows_and_ranges_of_such_a_pair_are_answered_before_and_after() {
     suite::late(&mut backend, || events.lock().iter().any(Seen::is_ready));
     let kernels = watch.lock().kernels.clone();
     let last = kernels.iter().rfind(|name| name.contains("uniform"));
-    assert_eq!(last.map(String::as_str), Some(OWN), "{kernels:?}");
+    assert_eq!(last.map(String::as_str), Some(TENSOR), "{kernels:?}");
 }
 
 #[test]

@@ -46,8 +46,8 @@ fn compiled_kernels_are_kept_where_the_system_keeps_caches_or_where_it_is_said()
 
 #[test]
 fn a_device_is_the_processor_or_a_gpu_by_number_or_uuid() {
-    let devices = |text| load("", &[("device.device", text)]).unwrap().devices;
-    let device = |text| devices(text).remove(0);
+    let devices = |text: &str| load("", &[("device.device", text)]).unwrap().devices;
+    let device = |text: &str| devices(text).remove(0);
     assert_eq!(Config::load(&Overrides::default()).unwrap().devices, [DeviceChoice::Cpu]);
     let two = [DeviceChoice::Cuda(GpuName::Ordinal(0)), DeviceChoice::Cuda(GpuName::Ordinal(1))];
     assert_eq!(devices("cuda:0, cuda:1"), two);
