@@ -352,11 +352,12 @@ mod tests {
             dtype: DType::F16,
             rope_pairing: RopePairing::Half,
         };
-        let spec = kvd_codec::resolve("k=uniform(b=4,g=32,axis=channel); v=f16").unwrap();
+        let side = "uniform(b=4,g=32,axis=token,mode=sym)";
+        let spec = kvd_codec::resolve(&format!("k={side}; v={side}")).unwrap();
         jit.want(&ModelCodec::new(geometry, spec, None).unwrap());
         loop {
             jit.take(|image, kernels| {
-                assert!(String::from_utf8_lossy(image).contains("uniform_f16"));
+                assert!(String::from_utf8_lossy(image).contains("symmetric_symmetric"));
                 load(kernels)
             });
             if let Ok(event) = heard.try_recv() {
@@ -368,9 +369,9 @@ mod tests {
 
     #[test]
     fn a_pair_is_ready_when_all_of_its_kernels_are_there_and_else_the_shared_one_serves() {
-        let sides = [Kernel::Uniform as u32, Kernel::F16 as u32];
+        let sides = [Kernel::Symmetric as u32; 2];
         let own = |jit: &Jit| jit.own(SHARED[0], sides, 3);
-        let wanted = ROWS.map(|rows| format!("kvd_attend_uniform_f16_{rows}"));
+        let wanted = ROWS.map(|rows| format!("kvd_attend_symmetric_symmetric_{rows}"));
         let (jit, event) = heard(|kernels| {
             assert_eq!(kernels, wanted);
             Ok(())
