@@ -104,7 +104,7 @@ mod tests {
         assert_eq!(name.find(&gpus).unwrap().ordinal, 0);
         assert!(is_same_gpu(&uuid, &format!("MIG-{digits}")) && is_same_gpu(digits, &uuid));
         assert!(!is_same_gpu(&uuid, "GPU-10010203-0405-0607-0809-0a0b0c0d0e0f"));
-        for text in ["MIG-1", &digits[..], "TPU-00010203-0405-0607-0809-0a0b0c0d0e0f", "ü"] {
+        for text in ["MIG-1", digits, "TPU-00010203-0405-0607-0809-0a0b0c0d0e0f", "ü"] {
             assert_eq!(text.parse::<GpuName>(), Err(BadGpuName), "{text}");
         }
     }

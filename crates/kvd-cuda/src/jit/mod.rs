@@ -339,7 +339,7 @@ mod tests {
 
     /// What is heard of a pair's image, which `load` loads.
     fn heard(load: impl Fn(&[String]) -> Result<(), String>) -> (Jit, CompileEvent) {
-        let (tell, heard) = std::sync::mpsc::channel();
+        let (tell, heard) = sync_channel(4);
         let report: CompileReport = Arc::new(move |event| tell.send(event).unwrap());
         // No folder: it is compiled nonetheless.
         let mut jit = Jit::start(Box::new(MadeUp), None, [9, 0], report).unwrap();
