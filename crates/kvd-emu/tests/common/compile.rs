@@ -241,7 +241,7 @@ fn what_cannot_be_kept_compiled_or_loaded_stops_nothing() {
     for (fail, answer, wanted) in [
         (Fail::Never, Err(CompileError::Rejected("syntax".to_owned())), "says: syntax"),
         (Fail::Image, Ok(()), "CUDA_ERROR_INVALID_IMAGE"),
-        (Fail::Kernels, Ok(()), "no kernel kvd_attend_uniform_f16_1 "),
+        (Fail::Kernels, Ok(()), "no kernel kvd_attend_symmetric_symmetric_1 "),
     ] {
         let mut seen = Seen::new(folder.path(), "one");
         seen.watch.lock().fail = fail;
