@@ -2,11 +2,9 @@
 //! and what remains is an integer dot product of codes. Coefficients of the zero class are in no
 //! tile; what tiles do not hold is added outlier by outlier.
 
-use crate::cpu::dots::{
-    Lookup, ROWS, SETTLED_TILES, TERMS_MAX, Target, TileCodes, key_dots, value_dots,
-};
+use crate::cpu::dots::{Lookup, ROWS, SETTLED_TILES, Target, TileCodes, key_dots, value_dots};
 use crate::cpu::huffman::{LaneTiles, Rest};
-use crate::cpu::parts::Parts;
+use crate::cpu::parts::{self, Parts};
 use crate::cpu::scores::{SPAN, Scores, TILE};
 use crate::cpu::simd::{How, Simd};
 use kvd_codec::{Grid, HeadSide};
@@ -21,6 +19,14 @@ fn positions(grid: &Grid, tiles: &LaneTiles) -> Vec<(i32, usize)> {
         }
     }
     positions
+}
+
+/// What the largest stored codes of all positions are on average, rounded up.
+fn mean_largest(grid: &Grid, positions: &[(i32, usize)]) -> i32 {
+    let held = positions.iter().filter(|(_, coefficient)| *coefficient != usize::MAX);
+    let largest = held.map(|(bias, coefficient)| bias + grid.largest(*coefficient));
+    let terms = i32::try_from(positions.len()).unwrap_or(i32::MAX).max(1);
+    (largest.sum::<i32>() + terms - 1) / terms
 }
 
 /// Queries of a unit, without the coefficients that are in no tile.
@@ -46,13 +52,12 @@ impl Keys {
         let grid = side.grid()?;
         let (dim, positions) = (side.dim(), positions(grid, tiles));
         let queries: Vec<f32> = queries.iter().map(|q| q * grid.step()).collect();
-        // Beyond this a sum of products might not fit. Positions that fill a quad, between one run
-        // and the next, are multiplied with zero and cannot make a sum larger.
-        let terms = positions.iter().filter(|(_, coefficient)| *coefficient < dim).count();
-        if terms > TERMS_MAX || !queries.iter().all(|q| q.is_finite()) {
+        let meets = mean_largest(grid, &positions);
+        if !parts::fits(positions.len(), meets) || !queries.iter().all(|q| q.is_finite()) {
             return None;
         }
-        let (mut parts, mut units, mut bases) = (Parts::of_queries(how), Vec::new(), Vec::new());
+        let mut parts = Parts::of_queries(how).meeting(meets);
+        let (mut units, mut bases) = (Vec::new(), Vec::new());
         parts.reset(positions.len());
         let mut row = vec![0f32; positions.len()];
         for (index, query) in queries.chunks_exact(dim).enumerate() {

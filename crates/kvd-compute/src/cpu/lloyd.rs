@@ -2,7 +2,7 @@
 //! codebook, or what it adds to a score is looked up itself (`score_tables/`). A row's scale goes
 //! into its score or its weight.
 
-use crate::cpu::dots::{BIASED_TERMS_MAX, ROWS, Target, TileCodes, value_dots};
+use crate::cpu::dots::{ROWS, Target, TileCodes, value_dots};
 use crate::cpu::levels::LevelBytes;
 use crate::cpu::parts::{Parts, Pushed};
 use crate::cpu::score_tables;
@@ -19,8 +19,7 @@ const BYTES: usize = 2;
 /// The levels as a codebook of two channels, and the factor of each.
 fn book((simd, _): How, side: &HeadSide, rows: usize) -> Option<(Book, [f32; BYTES])> {
     let levels = side.lloyd_levels()?;
-    let fits = levels.len() <= 256 && BYTES * side.dim() <= BIASED_TERMS_MAX;
-    if !fits || !side.dim().is_multiple_of(4) {
+    if levels.len() > 256 || !side.dim().is_multiple_of(4) {
         return None;
     }
     let levels = LevelBytes::pair(levels);

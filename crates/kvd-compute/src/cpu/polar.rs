@@ -1,9 +1,9 @@
 //! Polar keys, straight from their codes: radius times cosine and sine are two bytes each, looked
 //! up like four channels of a codebook; a pair's step goes into its two channels of the query.
 
-use crate::cpu::dots::{BIASED_TERMS_MAX, TileCodes};
+use crate::cpu::dots::{Lookup, TileCodes};
 use crate::cpu::levels::LevelBytes;
-use crate::cpu::parts::Parts;
+use crate::cpu::parts::{self, Parts};
 use crate::cpu::scores::{Scores, TILE};
 use crate::cpu::simd::{How, Simd};
 use crate::cpu::vq::{self, Book};
@@ -40,7 +40,7 @@ impl Keys {
         let fits = side.lane_runs().is_none()
             && bits <= 8
             && (dim / 2).is_multiple_of(4)
-            && 2 * dim <= BIASED_TERMS_MAX;
+            && parts::fits(BYTES * dim / 2, Lookup::bytes().largest());
         let by_tile = group.is_none_or(|group| group.is_multiple_of(TILE));
         if !fits || !by_tile || !queries.iter().all(|q| q.is_finite()) {
             return None;

@@ -4,11 +4,9 @@
 //! Entries are held as bytes; `fit` puts them on 255 levels that f16 holds exactly, so nothing is
 //! lost. Other codebooks take the generic path. A score is an exact integer times a unit.
 
-use crate::cpu::dots::{
-    Lookup, ROWS, TERMS_MAX, Target, TileCodes, key_dots, value_dots, wants_bytes,
-};
+use crate::cpu::dots::{Lookup, ROWS, Target, TileCodes, key_dots, value_dots, wants_bytes};
 use crate::cpu::expand::Expand;
-use crate::cpu::parts::Parts;
+use crate::cpu::parts::{Parts, fits};
 use crate::cpu::scores::{Scores, TILE};
 use crate::cpu::simd::{How, Simd};
 use kvd_codec::{Codebook, HeadSide};
@@ -32,7 +30,7 @@ impl Book {
         let book: &Codebook = vq.codebook(0, 0);
         let count = book.entries().len() / book.dim();
         let (dims, per_row) = (book.dim(), side.dim() / book.dim());
-        let fits = count.is_power_of_two() && count <= 256 && side.dim() <= TERMS_MAX;
+        let fits = count.is_power_of_two() && count <= 256;
         if !fits || !per_row.is_multiple_of(4) {
             return None;
         }
@@ -88,19 +86,24 @@ impl Keys {
     }
 
     /// Takes queries that `planes` writes as factors of the book's channels, `[channel of a code,
-    /// position]`; `None` when one is not finite.
+    /// position]`; `None` when one is not finite, or sums of so many
+    /// would not fit.
     pub(super) fn planar<'q>(
         simd: Simd,
         (parts, book): (Parts, Book),
         queries: impl Iterator<Item = &'q [f32]>,
         planes: impl Fn(&[f32], &mut [f32]),
     ) -> Option<Self> {
+        if !fits(book.dims * book.per_row, book.lookup.largest()) {
+            return None;
+        }
         let mut keys = Self::empty(parts, book);
         keys.set(simd, queries, planes).then_some(keys)
     }
 
     /// Has no queries yet.
     pub(super) fn empty(parts: Parts, book: Book) -> Self {
+        let parts = parts.meeting(book.lookup.largest());
         Self { book, spread: Vec::new(), parts, units: Vec::new() }
     }
 

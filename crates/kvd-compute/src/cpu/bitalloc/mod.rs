@@ -12,11 +12,11 @@ pub(super) mod avx512_runs;
 
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::ahead::{Ahead, Steps};
-use crate::cpu::dots::{BIASED_TERMS_MAX, Lookup, ROWS, Target, TileCodes, key_dots, value_dots};
+use crate::cpu::dots::{Lookup, ROWS, Target, TileCodes, key_dots, value_dots};
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::dots::{VECTOR_ROWS, wants_bytes};
 use crate::cpu::levels::{LevelBytes, LevelTable, Places, RunCodes, SPILL, look_up};
-use crate::cpu::parts::Parts;
+use crate::cpu::parts::{self, Parts};
 use crate::cpu::place::Place;
 use crate::cpu::scores::{SPAN, Scores, TILE};
 use crate::cpu::simd::{How, Simd};
@@ -85,8 +85,7 @@ impl Book {
             codes.push(Codes { run: *run, tables, start: 0 });
         }
         let direct = is_direct(simd, rows, bitalloc.runs());
-        let book = Self { side, codes, positions, tokens: 0, bytes: Vec::new(), direct };
-        (book.positions.len() <= BIASED_TERMS_MAX).then_some(book)
+        Some(Self { side, codes, positions, tokens: 0, bytes: Vec::new(), direct })
     }
 
     /// The positions that are multiplied together, without rows yet.
@@ -95,6 +94,7 @@ impl Book {
             // Of all together one large channel would leave others next to nothing of a byte.
             let mut parts =
                 if self.direct { Parts::of_queries(how) } else { Parts::of_scaled_queries(how) };
+            parts = parts.meeting(Lookup::bytes().largest());
             parts.reset(positions.len());
             Cut { positions, parts, units: Vec::new() }
         };
@@ -228,6 +228,10 @@ impl Keys {
     pub(crate) fn new(how: How, side: &HeadSide, queries: &[f32]) -> Option<Self> {
         let book = Book::new((how.0, queries.len() / side.dim()), side, Side::Key)?;
         let mut cuts = book.cuts(how);
+        let lookup = Lookup::bytes();
+        if !cuts.iter().all(|cut| parts::fits(cut.positions.len(), lookup.largest())) {
+            return None;
+        }
         let mut row = vec![0f32; book.positions.len()];
         for query in queries.chunks_exact(side.dim()) {
             for (value, position) in row.iter_mut().zip(&book.positions) {
@@ -242,8 +246,7 @@ impl Keys {
                 units.push(parts.push(how.0, row, largest, None).unit);
             }
         }
-        let (lookup, queries) = (Lookup::bytes(), queries.to_vec());
-        Some(Self { book, lookup, cuts, queries, dim: side.dim() })
+        Some(Self { book, lookup, cuts, queries: queries.to_vec(), dim: side.dim() })
     }
 
     /// Scores all rows against `count` tiles.

@@ -62,6 +62,51 @@ fn keys_and_values_may_differ_in_size_and_blocks_may_be_longer() {
     }
 }
 
+/// Codecs of every kind of sum over channels.
+const SUMMED: &[&str] = &[
+    "kivi-4",
+    "k=uniform(b=8,axis=channel); v=uniform(b=1,axis=token)",
+    "k=smooth+hadamard/vq(d=2,b=4); v=vq(d=2,b=4)",
+    "innerq-2",
+    "turbo-4",
+    "polar-4+4",
+    "kvcomp",
+    "k=mean+qpca/grid(rate=4)/huffman; v=hadamard/grid(rate=1)/huffman",
+    "k=bitalloc(b=0.7); v=gain/bitalloc(b=7.4)",
+];
+
+#[test]
+fn keys_of_latent_attention_have_kernels_and_are_right() {
+    let ask = Ask { group: 4, n_q: 1, position: 175, window: None, cap: None };
+    // As DeepSeek's are; an emulator would take minutes for the fits.
+    let dims = if emulated() { (288, 256) } else { (576, 512) };
+    let geometry = geometry_of(dims.0, dims.1);
+    for name in SUMMED {
+        let codec = codec(&geometry, name);
+        for simd in Simd::available() {
+            assert_eq!(kernels(&codec, simd), [true; 2], "{name}, {simd:?}");
+        }
+        for data in [Data::Normal, Data::Outlier] {
+            check(&geometry, name, data, &[ask]);
+        }
+    }
+}
+
+#[test]
+fn keys_too_wide_for_sums_of_integers_are_decoded() {
+    let ask = Ask { group: 1, n_q: 1, position: 175, window: None, cap: None };
+    let geometry = geometry(1024);
+    // Sums of small codes fit all the same.
+    let names = ["k=uniform(b=8,axis=channel); v=uniform(b=1,axis=token)", "turbo-4", "kivi-4"];
+    for (name, fused) in names.into_iter().zip([false, false, true]) {
+        let codec = codec(&geometry, name);
+        for simd in Simd::available() {
+            assert_eq!(kernels(&codec, simd), [fused, true], "{name}, {simd:?}");
+        }
+        check_codec(codec, name, Data::Outlier, &[ask]);
+    }
+}
+
 /// Whether keys and values of a preset are to have a kernel at that head size.
 fn has_kernels(preset: &str, dim: u32, simd: Simd) -> [bool; 2] {
     match preset {

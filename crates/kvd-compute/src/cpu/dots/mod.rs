@@ -2,7 +2,8 @@
 //!
 //! Codes come as a tile holds them (`kvd_codec::CodeLayout`): four codes of the summed axis, then
 //! the lanes. A [`Lookup`] says what a code stands for, in at most 8 bits. Queries and weights are
-//! rounded to 15 bits and a sign: a step of `2^-15` of the row's largest. Sums are exact integers,
+//! rounded to 15 bits and a sign: a step of `2^-15` of the row's largest, and a wider one where
+//! sums have more terms than 32 bits hold (`Parts::reset`). Sums are exact integers,
 //! so every instruction set gives the same bits. With `Precision::Int8` they are one byte where
 //! that is faster (`parts/`).
 
@@ -30,10 +31,6 @@ use kvd_codec::level_unit;
 pub(crate) const ROWS: usize = 8;
 /// How many of them vector registers have sums for.
 pub(super) const VECTOR_ROWS: usize = 4;
-/// Most terms of a sum of products with bytes: more might not fit 32 bits.
-pub(crate) const TERMS_MAX: usize = 256;
-/// The same where bytes are values plus [`BIAS`]: sums may wrap before the bias is taken off.
-pub(crate) const BIASED_TERMS_MAX: usize = 512;
 /// Tiles after which what values sum apart, minima or biases, joins the sums of their codes: those
 /// are never negative, and grown they would lose what is small beside them.
 pub(crate) const SETTLED_TILES: usize = 16;
@@ -108,6 +105,11 @@ impl Lookup {
     /// The same values, looked up beforehand: bytes that are theirs plus [`BIAS`].
     pub(crate) fn expanded(&self) -> Self {
         Self { scale: self.scale, ..Self::bytes() }
+    }
+
+    /// The largest magnitude of a value.
+    pub(crate) fn largest(&self) -> i32 {
+        (i32::from(u8::MAX) - self.bias).max(self.bias)
     }
 
     /// Value of channel `dim` of `code`.

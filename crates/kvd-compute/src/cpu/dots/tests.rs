@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::cpu::ahead::Ahead;
-use crate::cpu::parts::{Parts, TOP};
+use crate::cpu::parts::{Parts, fitting};
 use crate::cpu::simd::Precision;
 
 const UNITS: [f32; ROWS] = [0.5, 0.1, 3.0, 1.0, 0.7, 2.0, 0.3, 1.5];
@@ -46,7 +46,7 @@ fn parts(simd: Simd, rows: usize, len: usize) -> Parts {
     for row in 0..rows {
         let values = waves(len, row);
         let pushed = parts.push(simd, &values, 1.0, Some(values.iter().sum()));
-        assert_eq!(pushed.unit, 1.0 / TOP);
+        assert_eq!(pushed.unit, 1.0 / fitting(len, 255).min(32639.0));
         assert!(pushed.lost.abs() < pushed.unit * len as f32 / 2.0);
     }
     parts
@@ -204,21 +204,27 @@ fn weights_of_a_byte_are_multiplied_exactly() {
 
 #[test]
 fn largest_queries_against_the_largest_codes_do_not_overflow() {
-    for simd in Simd::available() {
-        for sign in [1.0, -1.0] {
-            let mut parts = Parts::of_queries((simd, Precision::Fast));
-            parts.reset(TERMS_MAX);
-            parts.push(simd, &[sign; TERMS_MAX], 1.0, None);
-            let mut out = [0.0; SPAN];
-            let codes = TileCodes {
-                bytes: &[255; 32 * TERMS_MAX],
-                width: 8,
-                per_row: TERMS_MAX,
-                ahead: Ahead::default(),
-            };
-            let q = (parts.rows(0), &[1.0][..]);
-            key_dots(simd, codes, &Lookup::identity(), q, &mut out);
-            assert_eq!(out[..TILE], [sign * (255.0 * TOP * TERMS_MAX as f32); 32], "{simd:?}");
+    const LENS: [usize; 5] = [128, 256, 260, 576, 1024];
+    // The largest and the least value of each lookup, one per code.
+    let levels = Lookup::table(1, 1, &[127.0, -127.0]).unwrap().expanded();
+    let lookups =
+        [(Lookup::identity(), [255, 0]), (Lookup::less(127), [254, 0]), (levels, [255, 1])];
+    let lens = Simd::available().into_iter().flat_map(|simd| LENS.map(|len| (simd, len)));
+    for ((simd, len), (lookup, ends)) in lens.flat_map(|at| lookups.iter().map(move |l| (at, l))) {
+        for (sign, code) in [1, -1].iter().flat_map(|sign| ends.map(|code| (*sign, code))) {
+            let most = lookup.largest();
+            let mut parts = Parts::of_queries((simd, Precision::Fast)).meeting(most);
+            parts.reset(len);
+            parts.push(simd, &vec![sign as f32; len], 1.0, None);
+            let top = parts.rows(0).value(simd, 0, 0);
+            assert_eq!(top, sign * fitting(len, most).min(32639.0) as i32, "{simd:?}, {len}");
+            let (bytes, mut out) = (vec![code; 32 * len], [0.0; SPAN]);
+            let ahead = Ahead::default();
+            let codes = TileCodes { bytes: &bytes, width: 8, per_row: len, ahead };
+            key_dots(simd, codes, lookup, (parts.rows(0), &[1.0]), &mut out);
+            let sum = i64::from(top) * i64::from(lookup.value(0, code)) * len as i64;
+            assert!(i32::try_from(sum).is_ok(), "{len}");
+            assert_eq!(out[..TILE], [sum as f32; TILE], "{simd:?}, {len}, {code}");
         }
     }
 }

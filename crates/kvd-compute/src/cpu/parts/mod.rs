@@ -15,10 +15,17 @@ use kvd_core::DType;
 /// Rows that are multiplied with steps at once.
 pub(super) const FOLD_ROWS: usize = 4;
 /// Largest magnitude of a factor: the most that two signed bytes hold both ways.
-pub(super) const TOP: f32 = 32639.0;
+const TOP: f32 = 32639.0;
 /// The same of one signed byte, and of one that has no sign.
 const TOP_8: f32 = 127.0;
 const TOP_WEIGHT_8: f32 = 255.0;
+/// The least of that for rows with many values, so that small ones beside a large one keep enough:
+/// 13.5 bits.
+const TOP_LEAST: f32 = 11_585.0;
+/// Most values of a row that keep one byte: more of their rounding would add up.
+const SINGLE_MAX: usize = 256;
+/// The largest byte that factors are multiplied with.
+const BYTE_MAX: i32 = u8::MAX as i32;
 /// A row whose largest is no more than this is nothing beside any other, and has no reciprocal.
 pub(super) const NOTHING: f32 = 1e-30;
 
@@ -72,8 +79,12 @@ pub(crate) struct Parts {
     bytes: Vec<u8>,
     /// Of an integer.
     digits: usize,
-    /// The largest magnitude of an integer.
+    /// Whether rows that are not long have one digit, and the largest magnitude that holds.
+    single: Option<f32>,
+    /// The largest magnitude of an integer: a row's sum of products fits 32 bits with it.
     top: f32,
+    /// The largest magnitudes of what rows are multiplied with, on average.
+    meets: i32,
     sums: Vec<i32>,
     len: usize,
     /// Values times steps.
@@ -123,16 +134,27 @@ impl Parts {
     }
 
     fn new((simd, precision): How, top: f32) -> Self {
-        let bytes = precision == Precision::Int8 && Cut::of(simd) == Cut::Halves;
-        let (digits, top) = if bytes { (1, top) } else { (2, TOP) };
-        Self { bytes: Vec::new(), digits, top, sums: Vec::new(), len: 0, folded: Vec::new() }
+        let single = precision == Precision::Int8 && Cut::of(simd) == Cut::Halves;
+        let (bytes, sums, folded) = (Vec::new(), Vec::new(), Vec::new());
+        let (single, meets) = (single.then_some(top), BYTE_MAX);
+        Self { bytes, digits: 2, single, top: TOP, meets, sums, len: 0, folded }
     }
 
-    /// Forgets its rows; each new one has `len` values, a multiple of four.
+    /// Rows will be multiplied with what is no larger than `meets`, on average over their values.
+    pub(crate) fn meeting(self, meets: i32) -> Self {
+        Self { meets, ..self }
+    }
+
+    /// Forgets its rows; each new one has `len` values, a multiple of four. Where products of so
+    /// many might not fit, integers of two digits are smaller than those hold: beside bytes up to
+    /// 255 from 260 values on, 13.8 bits and a sign at 576.
     pub(crate) fn reset(&mut self, len: usize) {
         debug_assert!(len.is_multiple_of(4), "rows of {len}");
         self.sums.clear();
         self.len = len;
+        let single = self.single.filter(|_| len <= SINGLE_MAX);
+        self.digits = if single.is_some() { 1 } else { 2 };
+        self.top = single.unwrap_or(TOP).min(fitting(len, self.meets));
     }
 
     /// Appends a row whose largest magnitude is `largest`. Who wants to know what rounding took
@@ -264,6 +286,19 @@ impl PartRows<'_> {
         let at = 2 * (row * self.len + index / 4 * 4 + swapped);
         i32::from(i16::from_le_bytes([self.bytes[at], self.bytes[at + 1]]))
     }
+}
+
+/// Whether products of `len` integers with what is no larger than `meets` fit 32 bits, and these
+/// integers are not too small for it.
+pub(crate) fn fits(len: usize, meets: i32) -> bool {
+    fitting(len, meets) >= TOP_LEAST
+}
+
+/// The largest integer whose products with `len` others, on average up to `meets`, add up to 32
+/// bits.
+pub(super) fn fitting(len: usize, meets: i32) -> f32 {
+    let terms = i32::try_from(len.max(1)).unwrap_or(i32::MAX);
+    (i32::MAX / meets.max(1) / terms) as f32
 }
 
 /// Rounds to an integer, ties to even, for magnitudes below `2^22`, without a call of the

@@ -2,13 +2,13 @@
 //! query as it is, then the token's step and minimum.
 
 use crate::cpu::ahead::Ahead;
-use crate::cpu::dots::{Lookup, ROWS, TERMS_MAX, TileCodes, VECTOR_ROWS, key_dots};
+use crate::cpu::dots::{Lookup, ROWS, TileCodes, VECTOR_ROWS, key_dots};
 use crate::cpu::hybrid::{self, Groups, ScaleRows};
-use crate::cpu::parts::{Parts, Pushed};
+use crate::cpu::parts::{self, Parts, Pushed};
 use crate::cpu::place::Place;
 use crate::cpu::scores::{SPAN, Scores, TILE};
 use crate::cpu::simd::{How, Simd, per_level};
-use crate::cpu::uniform::{lookup, middle};
+use crate::cpu::uniform::{largest, lookup, middle};
 use kvd_codec::{FixedCodes, GroupAxis, HeadSide, HybridLayout, UniformGroups, UniformMode};
 use kvd_core::DType;
 use std::ops::Range;
@@ -45,7 +45,8 @@ impl Keys {
         let hybrid = groups.mode == UniformMode::Hybrid;
         // Signs of a group are one word.
         let fits = groups.bits <= 8 && !(hybrid && (span > TILE || groups.bits == 8));
-        let whole = dim.is_multiple_of(4) && span.is_multiple_of(4) && span <= TERMS_MAX;
+        let whole =
+            dim.is_multiple_of(4) && span.is_multiple_of(4) && parts::fits(span, largest(groups));
         if groups.axis != GroupAxis::Token || !fits || !whole {
             return None;
         }
@@ -54,7 +55,8 @@ impl Keys {
         }
         let group = |first: usize| {
             let channels = first..dim.min(first + span);
-            let (mut parts, mut units) = (Parts::of_queries(how), Vec::new());
+            let mut units = Vec::new();
+            let mut parts = Parts::of_queries(how).meeting(largest(groups));
             let mut adds = Vec::new();
             parts.reset(channels.len());
             for query in queries.chunks_exact(dim) {

@@ -20,8 +20,8 @@ pub(super) mod minima;
 pub(super) mod nibbles;
 pub(super) mod values;
 
-use crate::cpu::dots::{Lookup, ROWS, TERMS_MAX, TileCodes, key_dots};
-use crate::cpu::parts::{Parts, Pushed};
+use crate::cpu::dots::{Lookup, ROWS, TileCodes, key_dots};
+use crate::cpu::parts::{self, Parts, Pushed};
 use crate::cpu::scores::{SPAN, Scores, TILE};
 use crate::cpu::simd::{How, Simd};
 use kvd_codec::{FixedCodes, GroupAxis, HeadSide, UniformGroups, UniformMode};
@@ -77,7 +77,7 @@ impl Keys {
     pub(crate) fn new(how: How, side: &HeadSide, queries: &[f32]) -> Option<Self> {
         let groups = side.uniform()?;
         let dim = side.dim();
-        let fits = groups.bits <= 8 && dim <= TERMS_MAX && dim.is_multiple_of(4);
+        let fits = groups.bits <= 8 && dim.is_multiple_of(4) && parts::fits(dim, largest(groups));
         let fits = fits && groups.mode != UniformMode::Hybrid;
         if !fits || !by_tile(groups) || !queries.iter().all(|q| q.is_finite()) {
             return None;
@@ -93,7 +93,8 @@ impl Keys {
             parts: match groups.axis {
                 GroupAxis::Block => Parts::of_queries(how),
                 GroupAxis::Channel | GroupAxis::Token => Parts::of_scaled_queries(how),
-            },
+            }
+            .meeting(largest(groups)),
             whole: Vec::new(),
             units: Vec::new(),
             bases: Vec::new(),
@@ -190,6 +191,14 @@ pub(super) fn middle(groups: UniformGroups) -> f32 {
     }
 }
 
+/// The largest magnitude of a code as products take it.
+pub(super) fn largest(groups: UniformGroups) -> i32 {
+    match groups.mode {
+        UniformMode::Asym | UniformMode::Sym => groups.top.into(),
+        UniformMode::Hybrid => lookup(groups).largest(),
+    }
+}
+
 /// What products take codes for.
 pub(super) fn lookup(groups: UniformGroups) -> Lookup {
     match groups.mode {
@@ -226,7 +235,7 @@ pub(super) fn turn(
     out.resize(bytes.len(), 0);
     #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
     if columns.is_multiple_of(8) {
-        return crate::cpu::parts::lanes::transpose(bytes, columns, out);
+        return parts::lanes::transpose(bytes, columns, out);
     }
     let (words, turned) = (bytes.as_chunks::<2>().0, out.as_chunks_mut::<2>().0);
     for (column, out) in turned.chunks_exact_mut(tokens).enumerate() {
