@@ -17,7 +17,8 @@ pub enum Products {
     /// Words: `vpmaddwd`, `smlal`.
     Words,
     /// Bytes: `vpdpbusd`, `vpmaddubsw` in plain AVX2, `sdot`, `usmmla`. Factors of two bytes take
-    /// two of them for a multiplication. Score tables are summed with them.
+    /// two of them for a multiplication. Score tables are summed with them, one for all channels of
+    /// a code.
     Bytes,
     /// Bytes in tiles of AMX.
     Tiles,
@@ -66,7 +67,7 @@ impl Products {
         }
     }
 
-    /// Those of `dots.rs`.
+    /// Those of `dots/`.
     fn of_integers(simd: Simd, rows: usize) -> Self {
         match simd.level() {
             _ if wants_bytes(simd, rows) => Self::Tiles,

@@ -54,7 +54,8 @@ pub struct AttendRow {
     pub codec: String,
     /// Instruction set in use.
     pub instruction_set: &'static str,
-    /// How far kernels did round: `int8` is `fast` where single bytes are not multiplied.
+    /// How far kernels may round: `int8` is `fast` on instruction sets without products of single
+    /// bytes or score tables. Codecs that have neither there round as with `fast` (`error`).
     pub precision: &'static str,
     /// Compute threads.
     pub threads: usize,

@@ -79,6 +79,15 @@ pub struct HuffmanRow {
     pub bits_per_code: f64,
 }
 
+/// What turns write to: grown once, as a worker's is.
+#[derive(Default)]
+struct Room {
+    /// A block's rows, widened.
+    rows: [Vec<f32>; 2],
+    /// By block.
+    pages: Vec<Vec<u8>>,
+}
+
 /// One side of a codec, and an instruction set.
 struct Case {
     row: CodecRow,
@@ -90,6 +99,7 @@ struct Case {
     blocks: Vec<[Vec<f32>; 2]>,
     /// The same as f16.
     halves: Vec<[Bytes; 2]>,
+    room: Room,
     values: f64,
     encode: Vec<f64>,
     encode_f16: Vec<f64>,
@@ -176,6 +186,7 @@ impl CodecBench {
             codec,
             blocks,
             halves,
+            room: Room::default(),
             values,
             encode,
             encode_f16,
@@ -216,21 +227,13 @@ impl Case {
     }
 
     fn measure(&mut self, counts: bool) -> Result<(), BenchError> {
-        let geometry = self.codec.geometry();
-        let encode = || {
-            let mut pages = Vec::new();
-            for block in &self.blocks {
-                let mut bytes = Vec::new();
-                let encoded = self.codec.encode_block(LAYER, &view(geometry, block), &mut bytes)?;
-                pages.push((bytes, encoded));
-            }
-            Ok::<_, CodecError>(pages)
-        };
-        let (pages, encode_ns, _) = timed(encode);
-        let pages = pages.map_err(BenchError::of(&self.row.side_spec))?;
-        let pages = &pages[..];
-        let (encoded, encode_f16_ns, _) = timed(|| self.encode_halves());
+        debug_assert_eq!(hold(self.width), self.width, "held to something else");
+        let mut room = std::mem::take(&mut self.room);
+        let (encoded, encode_f16_ns, _) = timed(|| self.encode_halves(&mut room));
         encoded.map_err(BenchError::of(&self.row.side_spec))?;
+        let (encoded, encode_ns, _) = timed(|| self.encode_blocks(&mut room));
+        let encoded = encoded.map_err(BenchError::of(&self.row.side_spec))?;
+        let pages = &room.pages.iter().zip(&encoded).collect::<Vec<_>>()[..];
         let (decoded, decode_ns, _) = timed(|| self.decode_all(pages));
         decoded.map_err(BenchError::of(&self.row.side_spec))?;
         let bytes = |e: &EncodedBlock| match self.side {
@@ -248,35 +251,45 @@ impl Case {
             self.coding.extend(coding_ns);
             self.codes.extend(codes_ns);
         }
+        self.room = room;
         Ok(())
     }
 
-    /// Encodes every block from its f16 rows, which are widened into the same room each time.
-    fn encode_halves(&self) -> Result<(), CodecError> {
+    /// Encodes every block.
+    fn encode_blocks(&self, room: &mut Room) -> Result<Vec<EncodedBlock>, CodecError> {
         let geometry = self.codec.geometry();
-        let mut block: [Vec<f32>; 2] = Default::default();
-        let mut pages = Vec::new();
-        for halves in &self.halves {
-            for (rows, values) in halves.iter().zip(&mut block) {
+        room.pages.resize_with(self.blocks.len(), Vec::new);
+        let blocks = self.blocks.iter().zip(&mut room.pages);
+        let one = |(block, bytes): (_, &mut Vec<u8>)| {
+            bytes.clear();
+            self.codec.encode_block(LAYER, &view(geometry, block), bytes)
+        };
+        blocks.map(one).collect()
+    }
+
+    /// The same from f16 rows, each block's widened just before.
+    fn encode_halves(&self, room: &mut Room) -> Result<(), CodecError> {
+        let geometry = self.codec.geometry();
+        room.pages.resize_with(self.halves.len(), Vec::new);
+        for (halves, bytes) in self.halves.iter().zip(&mut room.pages) {
+            for (rows, values) in halves.iter().zip(&mut room.rows) {
                 values.resize(rows.len() / DType::F16.size_bytes(), 0.0);
                 widen(DType::F16, rows, values);
             }
-            let mut bytes = Vec::new();
-            self.codec.encode_block(LAYER, &view(geometry, &block), &mut bytes)?;
-            pages.push(bytes);
+            bytes.clear();
+            self.codec.encode_block(LAYER, &view(geometry, &room.rows), bytes)?;
         }
-        black_box(pages);
         Ok(())
     }
 
     /// One head's page of each block.
     fn open<'a>(
         &'a self,
-        blocks: &'a [(Vec<u8>, EncodedBlock)],
+        blocks: &'a [(&'a Vec<u8>, &'a EncodedBlock)],
         head: usize,
     ) -> Result<Vec<PageReader<'a>>, PageError> {
         let index = self.side.index() * self.codec.geometry().kv_heads as usize + head;
-        let page = |(bytes, encoded): &'a (Vec<u8>, EncodedBlock)| {
+        let page = |(bytes, encoded): &'a (&'a Vec<u8>, &'a EncodedBlock)| {
             let start = if index == 0 { 0 } else { encoded.page_ends[index - 1] };
             let page = &bytes[start as usize..encoded.page_ends[index] as usize];
             PageReader::open(&self.codec, LAYER, self.side, head, page)
@@ -284,7 +297,7 @@ impl Case {
         blocks.iter().map(page).collect()
     }
 
-    fn decode_all(&self, blocks: &[(Vec<u8>, EncodedBlock)]) -> Result<(), PageError> {
+    fn decode_all(&self, blocks: &[(&Vec<u8>, &EncodedBlock)]) -> Result<(), PageError> {
         let geometry = self.codec.geometry();
         let tokens = geometry.block_tokens as usize;
         let mut out = vec![0f32; tokens * geometry.head_dim(self.side)];
@@ -348,7 +361,7 @@ impl Case {
     }
 
     /// Time per code of the attention kernels' decoder, where there are codes for it.
-    fn codes_ns(&self, blocks: &[(Vec<u8>, EncodedBlock)]) -> Result<Option<f64>, BackendError> {
+    fn codes_ns(&self, blocks: &[(&Vec<u8>, &EncodedBlock)]) -> Result<Option<f64>, BackendError> {
         let mut heads = Vec::new();
         for head in 0..self.codec.geometry().kv_heads as usize {
             let side = self.codec.head(LAYER, self.side, head);

@@ -86,10 +86,13 @@ fn available() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
     let free = line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.saturating_mul(1024);
-    // A container's own limit; "max" is none.
-    let limit = std::fs::read_to_string("/sys/fs/cgroup/memory.max").ok();
-    let limit = limit.and_then(|text| text.trim().parse().ok());
-    Some(limit.map_or(free, |limit| free.min(limit)))
+    // A container's own limit ("max" is none), and what it has of that already.
+    let [limit, taken] = ["max", "current"].map(|what| {
+        let text = std::fs::read_to_string(format!("/sys/fs/cgroup/memory.{what}")).ok();
+        text.and_then(|text| text.trim().parse::<u64>().ok())
+    });
+    let left = limit.map(|limit| limit.saturating_sub(taken.unwrap_or(0)));
+    Some(left.map_or(free, |left| free.min(left)))
 }
 
 /// A backend that could not be opened, in words of a benchmark: it has no configuration.

@@ -3,8 +3,11 @@
 use super::measure::{Figure, timed};
 use kvd_compute::{InstructionSet, Products, multiply_adds};
 
-/// Products of one measurement: about a millisecond.
+/// Products of the first measurement; the others have as many as take [`LEAST_NS`].
 const COUNT: usize = 4 << 20;
+const COUNT_MAX: usize = COUNT << 10;
+/// Beside it reading the clock is nothing, and wide units have their pace.
+const LEAST_NS: f64 = 1e6;
 
 /// Those that were asked for, measured once each.
 #[derive(Default)]
@@ -26,10 +29,14 @@ impl Peaks {
 
 /// The same with its spread.
 pub(super) fn peak(set: InstructionSet, products: Products) -> Option<Figure> {
-    let run = |_| {
-        let (count, cpu, _) = timed(|| multiply_adds(set, products, COUNT));
-        Some(cpu / count? as f64)
+    let run = |count| {
+        let (count, cpu, _) = timed(|| multiply_adds(set, products, count));
+        Some((cpu, cpu / count? as f64))
     };
-    let runs: Option<Vec<f64>> = (0..9).map(run).collect();
+    let mut count = COUNT;
+    while count < COUNT_MAX && run(count)?.0 < LEAST_NS {
+        count *= 2;
+    }
+    let runs: Option<Vec<f64>> = (0..9).map(|_| run(count).map(|(_, ns)| ns)).collect();
     Some(Figure::of(runs?).inverse())
 }

@@ -1,4 +1,4 @@
-//! `peak.rs` for products of integers and of bf16: what kernels issue for a register of them, in as
+//! `mod.rs` for products of integers and of bf16: what kernels issue for a register of them, in as
 //! many sums side by side as hide how long one takes.
 #![allow(unsafe_code)] // Calls after detection.
 
