@@ -51,3 +51,64 @@ fn the_benchmark_refuses_by_name_what_a_run_refuses_and_by_multiprocessors_what_
         assert!(reason.as_str().is_none_or(|reason| reason.ends_with(&wanted)), "{reason}");
     }
 }
+
+/// A driver that keeps the names of its calls and refuses one of them.
+const FAKE: &str = r#"
+import json
+import driver
+
+class Fake(driver.Cuda):
+    def __init__(self, refused):
+        self.refused, self.calls, self.stream = refused, [], driver.c_void_p(1)
+
+    def code(self, name, *arguments):
+        self.calls.append(name)
+        # The first argument is what comes back.
+        makes = ["cuGraphInstantiateWithFlags", "cuEventCreate"]
+        if name in makes and name != self.refused:
+            arguments[0].value = 7
+        if name == "cuStreamEndCapture":
+            arguments[1].value = 8
+        return 1 if name == self.refused else 0
+
+def of(refused):
+    fake = Fake(refused)
+    try:
+        fake.time(lambda _: fake.call("cuLaunchKernel"), 2, 1)
+    except RuntimeError as error:
+        return [str(error), fake.calls]
+    return [None, fake.calls]
+"#;
+
+#[test]
+fn a_capture_ends_and_its_graph_goes_whichever_call_is_refused() {
+    let refused = [
+        None,
+        Some("cuLaunchKernel"),
+        Some("cuStreamEndCapture"),
+        Some("cuGraphInstantiateWithFlags"),
+        Some("cuGraphLaunch"),
+        Some("cuEventCreate"),
+        Some("cuEventRecord"),
+    ];
+    let asked = json!(refused).to_string().replace("null", "None");
+    let all = python(&format!("{FAKE}\nprint(json.dumps([of(call) for call in {asked}]))"));
+    for (refused, outcome) in refused.iter().zip(all.as_array().unwrap()) {
+        let reason = refused.map(|call| format!("{call}: CUDA error 1"));
+        assert_eq!(outcome[0].as_str(), reason.as_deref());
+        let calls: Vec<_> = outcome[1].as_array().unwrap().iter().collect();
+        let count = |name: &str| calls.iter().filter(|call| ***call == name).count();
+        for (begins, ends) in [
+            ("cuStreamBeginCapture_v2", "cuStreamEndCapture"),
+            ("cuEventCreate", "cuEventDestroy_v2"),
+        ] {
+            // What is refused gives nothing to end.
+            let begun = count(begins) - usize::from(*refused == Some(begins));
+            assert_eq!(begun, count(ends), "{refused:?}: {calls:?}");
+        }
+        assert_eq!(count("cuGraphDestroy"), 1, "{refused:?}: {calls:?}");
+        let made = count("cuGraphInstantiateWithFlags");
+        let made = made - usize::from(*refused == Some("cuGraphInstantiateWithFlags"));
+        assert_eq!(count("cuGraphExecDestroy"), made, "{refused:?}: {calls:?}");
+    }
+}
