@@ -19,6 +19,8 @@ use std::time::{Duration, Instant};
 const SMI_LIMIT: Duration = Duration::from_secs(60);
 /// The driver's numbers are then those of `nvidia-smi`, on machines with several GPUs too.
 const ORDER: (&str, &str) = ("CUDA_DEVICE_ORDER", "PCI_BUS_ID");
+/// Tells a step its limit: what it waits for is waited for that long, and no less.
+const STEP_SECONDS: &str = "KVD_GPU_STEP_SECONDS";
 /// What a sanitizer says of a GPU that it does not know.
 const REFUSALS: [&str; 2] = ["device not supported", "device is not supported"];
 
@@ -88,7 +90,7 @@ fn run_step(kept: &mut Kept, index: usize, step: &mut Step, limit: Duration) -> 
         kept.forget(file)?;
     }
     kept.save()?;
-    step.command.env(ORDER.0, ORDER.1);
+    step.command.env(ORDER.0, ORDER.1).env(STEP_SECONDS, limit.as_secs().to_string());
     let done = attempt(&step.name, &mut step.command, limit, &kept.path("log"));
     kept.steps[index] = done.clone();
     // They are there too when a row of them is wrong, or time was too short for all.
@@ -366,7 +368,7 @@ mod tests {
         assert_eq!(outcomes(&then)[..2], ["begun, not ended", "not run yet"]);
         let (report, _) = read(&out);
         assert_eq!(outcomes(&report)[..3], ["stopped after its 2 s", "failed", "not run yet"]);
-        program(folder.path().join("on_device"), "echo served");
+        program(folder.path().join("on_device"), "echo served within $KVD_GPU_STEP_SECONDS");
         let none = Asked { only: vec!["rest".to_owned()], within: 1, ..first.clone() };
         run(folder.path(), &smi, &none, &Report).unwrap();
         assert_eq!(read(&out).0, report, "no step fits into a second");
@@ -382,7 +384,7 @@ mod tests {
         let log = log.filter(|path| path.extension().is_some_and(|end| end == "log"));
         let log = fs::read_to_string(log.last().unwrap()).unwrap();
         assert!(
-            log.contains("== benchmark\noff\n== other shapes\noff\n== daemon\nserved\n"),
+            log.contains("== benchmark\noff\n== other shapes\noff\n== daemon\nserved within 2\n"),
             "{log}"
         );
     }
