@@ -1,4 +1,4 @@
-//! The texts of the kernels that a daemon compiles when a model is registered and whose products are
+//! The texts of kernels that a daemon compiles when a model is registered and whose products are
 //! on tensor cores, as `cargo xtask kernels --late` compiles them: `KVD_LATE_KERNELS` names the
 //! folder that they are written to. A test of xtask and no dependency, so that chores build
 //! nothing of kvd.

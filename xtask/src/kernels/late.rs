@@ -1,6 +1,6 @@
-//! Compiles the kernels that a daemon compiles when a model is registered, and whose products are on
-//! tensor cores: by the pinned compiler and for every target, where NVRTC finds spills on no
-//! machine of a user's. The texts are the daemon's own, which `xtask/tests/late.rs` writes.
+//! Compiles the kernels that a daemon compiles when a model is registered, and whose products are
+//! on tensor cores: with the pinned compiler and for every target, as NVRTC tells nobody of spills.
+//! The texts are the daemon's own, which `xtask/tests/late.rs` writes.
 
 use super::{HEADING, Usage, compile_all, compile_with, compiler, folder, sources, strict};
 use crate::report::Report;
