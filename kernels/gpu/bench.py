@@ -10,7 +10,7 @@ workload has, and all of them again until they are several times the L2 cache; l
 pages have the outputs of the few and their log-sum-exp plus the logarithm of how many copies there are: what
 does not is an error, as is a page that is not the one that was written on the CPU. With --checks shapes in
 FOLDER/checks are launched once, for that alone, and nothing is measured: a kernel that faults takes its process
-with it. Writes one JSON object to
+with it. On a GPU that FOLDER's plans are not of nothing is launched. Writes one JSON object to
 FILE after each row, or prints it at the end, and fails when a row has an error. Needs driver.py; PyTorch and
 FlashInfer where they are installed.
 """
@@ -19,6 +19,7 @@ import argparse
 import json
 import math
 import pathlib
+import re
 import struct
 import sys
 
@@ -37,6 +38,8 @@ COLD = 4
 READ_PER_BLOCK = 8192 * 16
 # Largest error of a log-sum-exp, and of an output relative to the largest: the order of sums.
 TOLERANCE = 1e-4
+# Words of a GPU's name with which it is another one than that without: other multiprocessors, clocks or memory.
+OTHER_FORMS = {"PCIE", "NVL", "D", "LAPTOP", "MIG"}
 
 
 class Fixture:
@@ -340,6 +343,17 @@ def errors(figures):
     return [f"{row.get('codec', row.get('of'))}: {row['error']}" for row in rows if "error" in row]
 
 
+def refusal(name, multiprocessors, fixture):
+    """Why a GPU is not the one that a fixture's plan is of, or None. The name is the driver's, as nvidia-smi lists
+    whole GPUs where this may be an instance of one; not every form has a name of its own."""
+    words = set(re.split("[^A-Z0-9]+", name.upper()))
+    planned = set(fixture["device"].upper().split()) - {"SXM"}
+    if planned <= words and not words & OTHER_FORMS and multiprocessors == fixture["multiprocessors"]:
+        return None
+    return (f"plans and rooflines are of {fixture['device']} with {fixture['multiprocessors']} multiprocessors, and "
+            f"this GPU is {name} with {multiprocessors}: nothing is launched")
+
+
 def save(path, figures):
     """A whole file at any time: written beside, and then in place of the last."""
     if path:
@@ -367,6 +381,9 @@ def main():
     if not fixtures:
         sys.exit(f"no fixtures in {arguments.folder}")
     device = driver.Cuda(arguments.fatbins or arguments.folder, arguments.library)
+    other = refusal(device.name, device.attribute(driver.MULTIPROCESSORS), fixtures[0])
+    if other:
+        sys.exit(other)
     figures = run(device, fixtures, checks, arguments, lambda figures: save(arguments.out, figures))
     if not arguments.out:
         print(json.dumps(figures, indent=1))

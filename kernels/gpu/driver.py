@@ -15,7 +15,7 @@ THREADS = 128
 SHARED_BYTES_MAX, SHARED_PERCENT = 8, 9
 REGISTERS = 4
 # Of the device.
-L2_BYTES = 38
+MULTIPROCESSORS, L2_BYTES = 16, 38
 # cuStreamCreate, cuStreamBeginCapture.
 NON_BLOCKING, THREAD_LOCAL = 1, 1
 
@@ -171,33 +171,54 @@ class Cuda:
         self.call("cuLaunchKernel", self.function(kernel), blocks, 1, 1, THREADS, 1, 1, shared,
                   self.stream, arguments.pointers, None)
 
+    def captured(self, work, launches):
+        """So many turns of `work` as a graph. A refused launch ends the capture with it: nothing else can be asked
+        of the context while a stream is captured."""
+        graph, is_whole = c_void_p(), False
+        self.call("cuStreamBeginCapture_v2", self.stream, THREAD_LOCAL)
+        try:
+            for turn in range(launches):
+                work(turn)
+            is_whole = True
+        finally:
+            # After an error the driver may answer one here too, and give no graph.
+            code = self.code("cuStreamEndCapture", self.stream, graph)
+            if graph.value and (code or not is_whole):
+                self.code("cuGraphDestroy", graph)
+        if code:
+            raise RuntimeError(f"cuStreamEndCapture: CUDA error {code}")
+        return graph
+
     def time(self, work, launches, rounds):
         """Seconds of one `work(turn)`, median and best: so many turns are one graph, which is launched once to
-        warm up and then between two events, round by round."""
+        warm up and then between two events, round by round. Nothing of it is left, whatever fails."""
         self.synchronize()
-        graph, executable = c_void_p(), c_void_p()
-        self.call("cuStreamBeginCapture_v2", self.stream, THREAD_LOCAL)
-        for turn in range(launches):
-            work(turn)
-        self.call("cuStreamEndCapture", self.stream, graph)
-        self.call("cuGraphInstantiateWithFlags", executable, graph, 0)
-        self.call("cuGraphLaunch", executable, self.stream)
-        self.synchronize()
-        start, end = c_void_p(), c_void_p()
-        for event in (start, end):
-            self.call("cuEventCreate", event, 0)
-        seconds = []
-        for _ in range(rounds):
-            self.call("cuEventRecord", start, self.stream)
+        graph, executable = self.captured(work, launches), c_void_p()
+        events = []
+        try:
+            self.call("cuGraphInstantiateWithFlags", executable, graph, 0)
             self.call("cuGraphLaunch", executable, self.stream)
-            self.call("cuEventRecord", end, self.stream)
-            self.call("cuEventSynchronize", end)
-            elapsed = c_float()
-            self.call("cuEventElapsedTime", elapsed, start, end)
-            seconds.append(elapsed.value / 1e3 / launches)
-        for event in (start, end):
-            self.call("cuEventDestroy_v2", event)
-        self.call("cuGraphExecDestroy", executable)
-        self.call("cuGraphDestroy", graph)
+            self.synchronize()
+            for _ in range(2):
+                event = c_void_p()
+                self.call("cuEventCreate", event, 0)
+                events.append(event)
+            seconds = [self.round(executable, *events) / launches for _ in range(rounds)]
+        finally:
+            for event in events:
+                self.code("cuEventDestroy_v2", event)
+            if executable.value:
+                self.code("cuGraphExecDestroy", executable)
+            self.code("cuGraphDestroy", graph)
         seconds.sort()
         return {"median": seconds[len(seconds) // 2], "best": seconds[0]}
+
+    def round(self, executable, start, end):
+        """Seconds of a graph."""
+        self.call("cuEventRecord", start, self.stream)
+        self.call("cuGraphLaunch", executable, self.stream)
+        self.call("cuEventRecord", end, self.stream)
+        self.call("cuEventSynchronize", end)
+        elapsed = c_float()
+        self.call("cuEventElapsedTime", elapsed, start, end)
+        return elapsed.value / 1e3

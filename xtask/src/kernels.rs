@@ -3,8 +3,10 @@
 //! and, the first time, the network; owns `target/kernels` and nothing else. The wheels are
 //! NVIDIA's and stay there.
 
+mod late;
+
 use crate::report::Report;
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Error, Result, bail, ensure};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -28,6 +30,20 @@ const PTX: u32 = 90;
 /// Set to make a machine where the compiler cannot be installed a failure instead of a skip.
 const REQUIRE: &str = "KVD_REQUIRE_KERNELS";
 
+#[derive(clap::Args)]
+pub(crate) struct Arguments {
+    /// Says so and succeeds where the compiler is not there and cannot be installed.
+    #[arg(long)]
+    skip_offline: bool,
+    /// Compiles instead what a daemon compiles when a model is registered: every pair of sides that
+    /// tensor cores multiply. Takes as long as all the others or longer.
+    #[arg(long)]
+    late: bool,
+    /// With `--late`, these compute capabilities alone: 90 for 9.0.
+    #[arg(long, value_name = "CAPABILITY", value_delimiter = ',', requires = "late")]
+    sm: Vec<u32>,
+}
+
 /// What ptxas says of one kernel.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Usage {
@@ -39,10 +55,27 @@ struct Usage {
     spill_bytes: u32,
 }
 
+/// What stands above the lines of [`Usage::line`].
+const HEADING: &str = "kernel                              target  registers  shared  spilled";
+
+impl Usage {
+    fn line(&self) -> String {
+        let Self { kernel, target, registers, shared_bytes, spill_bytes } = self;
+        format!("{kernel:<34}  {target:>6}  {registers:>9}  {shared_bytes:>6}  {spill_bytes:>7}")
+    }
+}
+
+/// Compiles what is asked for.
+pub(crate) fn asked(root: &Path, arguments: &Arguments, report: &Report) -> Result<()> {
+    let Arguments { skip_offline, late, sm } = arguments;
+    let targets = if sm.is_empty() { &TARGETS[..] } else { sm };
+    let compile = || if *late { late::run(root, targets, report) } else { run(root, report) };
+    if *skip_offline { or_skip(root, report, compile) } else { compile() }
+}
+
 /// Compiles all kernels and prints what each uses.
 pub(crate) fn run(root: &Path, report: &Report) -> Result<()> {
-    let out = root.join("target/kernels");
-    fs::create_dir_all(&out).with_context(|| format!("create {}", out.display()))?;
+    let out = folder(root)?;
     let nvcc = compiler(&out, report)?;
     for entry in fs::read_dir(&out)? {
         let path = entry?.path();
@@ -55,14 +88,11 @@ pub(crate) fn run(root: &Path, report: &Report) -> Result<()> {
     let compiled = compile_all(&sources, |source| compile(&nvcc, root, source, &out));
     ensure!(compiled.len() == sources.len(), "a thread that compiled has ended early");
     let mut count = 0;
-    report.line("kernel                              target  registers  shared  spilled");
+    report.line(HEADING);
     for usages in compiled {
         for usage in usages? {
-            let Usage { kernel, target, registers, shared_bytes, spill_bytes } = usage;
-            let line = format!(
-                "{kernel:<34}  {target:>6}  {registers:>9}  {shared_bytes:>6}  {spill_bytes:>7}"
-            );
-            report.line(&line);
+            report.line(&usage.line());
+            let Usage { kernel, target, spill_bytes, .. } = usage;
             ensure!(spill_bytes == 0, "{kernel} spills {spill_bytes} bytes for {target}");
             count += 1;
         }
@@ -72,16 +102,27 @@ pub(crate) fn run(root: &Path, report: &Report) -> Result<()> {
     Ok(())
 }
 
-/// The same, but where the compiler is not there and cannot be installed it says so and why.
-pub(crate) fn run_or_skip(root: &Path, report: &Report) -> Result<()> {
+/// Does what needs the compiler, but where that is not there and cannot be installed it says so and
+/// why.
+fn or_skip(root: &Path, report: &Report, compile: impl Fn() -> Result<()>) -> Result<()> {
+    match folder(root).and_then(|out| compiler(&out, report)) {
+        Ok(_) => compile(),
+        Err(reason) => skip("kernels: not compiled for GPUs", &reason, report),
+    }
+}
+
+/// Says what is not done and why, which `KVD_REQUIRE_KERNELS` makes a failure.
+pub(crate) fn skip(what: &str, reason: &Error, report: &Report) -> Result<()> {
+    ensure!(std::env::var_os(REQUIRE).is_none(), "{REQUIRE} is set, but: {reason:#}");
+    report.line(&format!("SKIP {what}, because {reason:#}"));
+    Ok(())
+}
+
+/// Where the compiler is, and what it makes of the kernels.
+fn folder(root: &Path) -> Result<PathBuf> {
     let out = root.join("target/kernels");
     fs::create_dir_all(&out).with_context(|| format!("create {}", out.display()))?;
-    if let Err(reason) = compiler(&out, report) {
-        ensure!(std::env::var_os(REQUIRE).is_none(), "{REQUIRE} is set, but: {reason:#}");
-        report.line(&format!("SKIP kernels: not compiled for GPUs, because {reason:#}"));
-        return Ok(());
-    }
-    run(root, report)
+    Ok(out)
 }
 
 /// Whether a kernel file has no fat binary in `out`, or something in `kernels/` is newer than it.
@@ -144,8 +185,7 @@ pub(crate) struct Tools {
 
 /// Compiler and disassembler, installed on first use.
 pub(crate) fn tools(root: &Path, report: &Report) -> Result<Tools> {
-    let out = root.join("target/kernels");
-    fs::create_dir_all(&out).with_context(|| format!("create {}", out.display()))?;
+    let out = folder(root)?;
     let nvcc = compiler(&out, report)?;
     let nvdisasm = nvcc.with_file_name("nvdisasm");
     if !nvdisasm.is_file() {
@@ -208,16 +248,27 @@ fn compile_all<T: Send>(sources: &[PathBuf], compile: impl Fn(&Path) -> T + Sync
 
 /// Compiles one file for every target into one fat binary.
 fn compile(nvcc: &Path, root: &Path, source: &Path, out: &Path) -> Result<Vec<Usage>> {
-    let name = source.file_stem().context("a kernel file without a name")?;
+    let mut command = strict(nvcc, &TARGETS);
+    command.arg("-lineinfo").arg(format!("-gencode=arch=compute_{PTX},code=compute_{PTX}"));
+    command.arg("-I").arg(root.join("kernels/include"));
+    compile_with(command, source, out)
+}
+
+/// The compiler, with warnings and spills as errors, for some targets.
+fn strict(nvcc: &Path, targets: &[u32]) -> Command {
     let mut command = Command::new(nvcc);
-    command.args(["-std=c++17", "-O3", "-lineinfo", "-fatbin", "-Werror", "all-warnings"]);
+    command.args(["-std=c++17", "-O3", "-fatbin", "-Werror", "all-warnings"]);
     command.args(["-Xptxas", "-v,--warn-on-spills,-Werror"]);
-    for target in TARGETS {
+    for target in targets {
         command.arg(format!("-gencode=arch=compute_{target},code=sm_{target}"));
     }
-    command.arg(format!("-gencode=arch=compute_{PTX},code=compute_{PTX}"));
-    command.arg("-I").arg(root.join("kernels/include")).arg(source);
-    command.arg("-o").arg(out.join(name).with_extension("fatbin"));
+    command
+}
+
+/// Compiles one file into one fat binary in the folder `out`.
+fn compile_with(mut command: Command, source: &Path, out: &Path) -> Result<Vec<Usage>> {
+    let name = source.file_stem().context("a kernel file without a name")?;
+    command.arg(source).arg("-o").arg(out.join(name).with_extension("fatbin"));
     Ok(usages(&output(&mut command)?))
 }
 
@@ -308,7 +359,10 @@ ptxas info    : Used 40 registers, used 0 barriers
         fs::write(out.join("nvcc-13.0.3"), "a file").unwrap();
         assert!(run(root.path(), &Report).is_err());
         if std::env::var_os(REQUIRE).is_none() {
-            run_or_skip(root.path(), &Report).unwrap();
+            for late in [false, true] {
+                let asked_for = Arguments { skip_offline: true, late, sm: Vec::new() };
+                asked(root.path(), &asked_for, &Report).unwrap();
+            }
         }
     }
 

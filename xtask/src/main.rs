@@ -39,11 +39,7 @@ enum Chore {
     Cross,
     /// Compiles the CUDA kernels for each target, with a compiler from Python wheels; needs the
     /// network the first time, no GPU.
-    Kernels {
-        /// Says so and succeeds where the compiler is not there and cannot be installed.
-        #[arg(long)]
-        skip_offline: bool,
-    },
+    Kernels(kernels::Arguments),
     /// Counts the instructions of attention kernels in their disassembly for sm_90; no GPU.
     Count(count::Arguments),
     /// What a machine with a GPU runs, without Rust: conformance, sanitizer, shared memory,
@@ -73,8 +69,7 @@ fn run(chore: Chore, root: &Path, report: &Report) -> Result<()> {
         Chore::Tidy => tidy::run(root, report),
         Chore::Ci => ci::run(root, report),
         Chore::Cross => cross::run(root, report),
-        Chore::Kernels { skip_offline: false } => kernels::run(root, report),
-        Chore::Kernels { skip_offline: true } => kernels::run_or_skip(root, report),
+        Chore::Kernels(arguments) => kernels::asked(root, &arguments, report),
         Chore::Count(arguments) => count::run(root, &arguments, report),
         Chore::Gpu { step } => gpu::run(root, step, report),
     }

@@ -152,6 +152,7 @@ fn write(folder: &Path, codec: &str, form: Form, device: &Limits, workloads: &[[
     let facts = json!({
         "codec": codec,
         "device": device.name,
+        "multiprocessors": device.multiprocessors,
         "kernel": launch.kernel,
         "shared_bytes": launch.shared_bytes,
         "sides_bytes": offset_of!(Unit, first_page),
@@ -340,4 +341,27 @@ fn outputs_pages_and_splits_that_are_others_are_errors() {
     std::fs::write(&json, other.to_string()).unwrap();
     let errors = String::from_utf8_lossy(&bench(&folder, &library, &[]).0.stderr).into_owned();
     assert!(errors.contains("but the plan has"), "{errors}");
+}
+
+#[test]
+fn a_gpu_that_plans_are_not_of_launches_nothing() {
+    if !is_runnable() {
+        return;
+    }
+    let folder = folder("gpu-fixtures-other", &["kivi-4"], &[[256, 1, 2]]);
+    let library = driver(&folder);
+    let json = folder.join("kivi-4.json");
+    let right: Value = serde_json::from_str(&std::fs::read_to_string(&json).unwrap()).unwrap();
+    // The driver's own is an H200 with 132.
+    for (field, value) in [("device", json!("H100 SXM")), ("multiprocessors", json!(16))] {
+        let mut other = right.clone();
+        other[field] = value;
+        std::fs::write(&json, other.to_string()).unwrap();
+        for mode in [vec![], vec!["--checks"]] {
+            let (output, figures) = bench(&folder, &library, &mode);
+            let errors = String::from_utf8_lossy(&output.stderr).into_owned();
+            assert!(errors.contains("this GPU is NVIDIA H200 with 132: nothing"), "{errors}");
+            assert_eq!((output.status.code(), figures), (Some(1), Value::Null));
+        }
+    }
 }

@@ -14,7 +14,7 @@ mod source;
 mod tally;
 mod turns;
 
-use crate::kernels;
+use crate::kernels::{self, Tools};
 use crate::report::Report;
 use anyhow::{Context, Result, bail, ensure};
 use codecs::Row;
@@ -47,6 +47,9 @@ pub(crate) struct Arguments {
     /// Checks instead that store kernels fuse no product with a sum, but in divisions and roots.
     #[arg(long, conflicts_with_all = ["names", "json", "all"])]
     fused: bool,
+    /// Says so and succeeds where compiler or disassembler are not there and cannot be installed.
+    #[arg(long, requires = "fused")]
+    skip_offline: bool,
     /// Also the innermost functions, loops and branches.
     #[arg(long)]
     all: bool,
@@ -55,14 +58,20 @@ pub(crate) struct Arguments {
 /// Counts and prints.
 pub(crate) fn run(root: &Path, arguments: &Arguments, report: &Report) -> Result<()> {
     if arguments.fused {
-        return check_fused(root, arguments.sm, report);
+        return match kernels::tools(root, report) {
+            Err(reason) if arguments.skip_offline => {
+                kernels::skip("count: store kernels not looked through", &reason, report)
+            }
+            tools => check_fused(root, &tools?, arguments.sm, report),
+        };
     }
     let rows = asked(&arguments.names)?;
+    let tools = kernels::tools(root, report)?;
     let mut files: BTreeMap<&str, (Listing, Vec<Source>)> = BTreeMap::new();
     let mut counts = Vec::new();
     for row in rows {
         if !files.contains_key(row.file) {
-            files.insert(row.file, disassembled(root, row.file, arguments.sm, report)?);
+            files.insert(row.file, disassembled(root, &tools, row.file, arguments.sm)?);
         }
         let Some((listing, sources)) = files.get(row.file) else { bail!("no {}", row.file) };
         let kernel = listing.kernels.iter().find(|kernel| kernel.name == row.kernel);
@@ -81,8 +90,8 @@ pub(crate) fn run(root: &Path, arguments: &Arguments, report: &Report) -> Result
 }
 
 /// Fails where a kernel that writes pages fuses a product with a sum.
-fn check_fused(root: &Path, sm: u32, report: &Report) -> Result<()> {
-    let (listing, texts) = listed(root, STORE, sm, report)?;
+fn check_fused(root: &Path, tools: &Tools, sm: u32, report: &Report) -> Result<()> {
+    let (listing, texts) = listed(root, tools, STORE, sm)?;
     let line = |frame: listing::Frame| {
         let at = frame.line.saturating_sub(1);
         let text = texts.get(frame.file).and_then(|text| text.lines().nth(at));
@@ -114,20 +123,14 @@ fn asked(names: &[String]) -> Result<Vec<&'static Row>> {
 }
 
 /// A kernel file for a compute capability, and its sources by the listing's numbers.
-fn disassembled(
-    root: &Path,
-    file: &str,
-    sm: u32,
-    report: &Report,
-) -> Result<(Listing, Vec<Source>)> {
-    let (listing, texts) = listed(root, file, sm, report)?;
+fn disassembled(root: &Path, tools: &Tools, file: &str, sm: u32) -> Result<(Listing, Vec<Source>)> {
+    let (listing, texts) = listed(root, tools, file, sm)?;
     let sources = texts.iter().map(|text| Source::new(text)).collect();
     Ok((listing, sources))
 }
 
 /// The same, and the sources' texts.
-fn listed(root: &Path, file: &str, sm: u32, report: &Report) -> Result<(Listing, Vec<String>)> {
-    let tools = kernels::tools(root, report)?;
+fn listed(root: &Path, tools: &Tools, file: &str, sm: u32) -> Result<(Listing, Vec<String>)> {
     let out: PathBuf = root.join("target/kernels").join(format!("{file}.sm_{sm}.cubin"));
     if !kernels::is_newer(&out, &root.join("kernels"))? {
         compile(&tools.nvcc, root, file, sm, &out)?;
@@ -179,6 +182,21 @@ mod tests {
         assert_eq!(of(&["kvd-2", "kvd_attend_kivi4_4"]).unwrap(), ["kivi-4", "kvd-2"]);
         let error = of(&["kivi-4", "kivi-5"]).unwrap_err().to_string();
         assert!(error.starts_with("\"kivi-5\" is not counted"), "{error}");
+    }
+
+    #[test]
+    fn where_the_disassembler_cannot_be_installed_looking_is_skipped_only_if_that_is_asked_for() {
+        let root = tempfile::tempdir().unwrap();
+        // It is no folder that a compiler could be in.
+        fs::write(root.path().join("target"), "a file").unwrap();
+        let of = |skip_offline| {
+            let names = Vec::new();
+            let asked =
+                Arguments { names, json: false, sm: 90, fused: true, skip_offline, all: false };
+            run(root.path(), &asked, &Report)
+        };
+        assert!(of(false).is_err());
+        assert_eq!(of(true).is_ok(), std::env::var_os("KVD_REQUIRE_KERNELS").is_none());
     }
 
     #[test]

@@ -1,4 +1,5 @@
-//! GPUs that plans are made for, by the name that `nvidia-smi` has for them.
+//! GPUs that plans are made for, by the name that `nvidia-smi` has for them. That is of whole GPUs:
+//! `kernels/gpu/bench.py` asks the driver besides, whose device may be an instance of one.
 
 /// Name for `--device`, words that the GPU's name has, and words that make it another GPU.
 type Known = (&'static str, &'static [&'static str], &'static [&'static str]);
@@ -6,42 +7,46 @@ type Known = (&'static str, &'static [&'static str], &'static [&'static str]);
 /// As `Limits::named` of `kvd-cuda` has them: clocks and bandwidth are of these forms alone.
 const KNOWN: [Known; 5] = [
     ("a100", &["A100", "80GB"], &["PCIE"]),
-    ("rtx4090", &["RTX", "4090"], &["D"]),
+    ("rtx4090", &["RTX", "4090"], &["D", "LAPTOP"]),
     ("l40s", &["L40S"], &[]),
     ("h100", &["H100"], &["PCIE", "NVL"]),
     ("h200", &["H200"], &["NVL"]),
 ];
 
-/// What `--device` calls a GPU; none for one that no plan is of. An instance of a divided GPU,
-/// whose name has "MIG", has fewer multiprocessors and less bandwidth.
+/// What `--device` calls a GPU; none for one that no plan is of.
 pub(super) fn kind(name: &str) -> Option<&'static str> {
     let name = name.to_uppercase();
     let words: Vec<&str> = name.split(|c: char| !c.is_alphanumeric()).collect();
     let has = |word: &&str| words.contains(word);
-    let is = |(_, of, not): &&Known| of.iter().all(has) && !not.iter().any(has) && !has(&"MIG");
+    let is = |(_, of, not): &&Known| of.iter().all(has) && !not.iter().any(has);
     KNOWN.iter().find(is).map(|(kind, ..)| *kind)
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
+
+    /// Names that `nvidia-smi` has, and what `--device` calls those GPUs.
+    pub(crate) const NAMES: [(&str, Option<&str>); 12] = [
+        ("NVIDIA H100 80GB HBM3", Some("h100")),
+        ("NVIDIA H200", Some("h200")),
+        ("NVIDIA A100-SXM4-80GB", Some("a100")),
+        ("NVIDIA GeForce RTX 4090", Some("rtx4090")),
+        ("NVIDIA L40S", Some("l40s")),
+        // Other memory: GB/s, or how much of it.
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H100 NVL", None),
+        ("NVIDIA A100-SXM4-40GB", None),
+        ("NVIDIA GH200 480GB", None),
+        // Fewer multiprocessors.
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA B200", None),
+    ];
 
     #[test]
     fn a_gpu_is_known_by_its_name_unless_it_is_of_another_form() {
-        for (name, wanted) in [
-            ("NVIDIA H100 80GB HBM3", Some("h100")),
-            ("NVIDIA H200", Some("h200")),
-            ("NVIDIA A100-SXM4-80GB", Some("a100")),
-            ("NVIDIA GeForce RTX 4090", Some("rtx4090")),
-            ("NVIDIA L40S", Some("l40s")),
-            // Other memory: GB/s, or how much of it.
-            ("NVIDIA H100 PCIe", None),
-            ("NVIDIA H100 NVL", None),
-            ("NVIDIA A100-SXM4-40GB", None),
-            ("NVIDIA GH200 480GB", None),
-            ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
-            ("NVIDIA B200", None),
-        ] {
+        for (name, wanted) in NAMES {
             assert_eq!(kind(name), wanted, "{name}");
         }
     }

@@ -17,6 +17,10 @@ use std::time::{Duration, Instant};
 
 /// How long a GPU may take to say its name.
 const SMI_LIMIT: Duration = Duration::from_secs(60);
+/// The driver's numbers are then those of `nvidia-smi`, on machines with several GPUs too.
+const ORDER: (&str, &str) = ("CUDA_DEVICE_ORDER", "PCI_BUS_ID");
+/// Tells a step its limit: what it waits for is waited for that long, and no less.
+const STEP_SECONDS: &str = "KVD_GPU_STEP_SECONDS";
 /// What a sanitizer says of a GPU that it does not know.
 const REFUSALS: [&str; 2] = ["device not supported", "device is not supported"];
 
@@ -24,7 +28,8 @@ const REFUSALS: [&str; 2] = ["device not supported", "device is not supported"];
 /// makes a failure.
 pub(super) fn run(folder: &Path, smi: &str, asked: &Asked, report: &Report) -> Result<()> {
     let begun = Instant::now();
-    let device = match device(smi) {
+    let visible = std::env::var("CUDA_VISIBLE_DEVICES").ok();
+    let device = match device(smi, visible.as_deref()) {
         Ok(device) => device,
         Err(reason) => {
             let required = std::env::var_os("KVD_REQUIRE_GPU").is_some();
@@ -85,6 +90,7 @@ fn run_step(kept: &mut Kept, index: usize, step: &mut Step, limit: Duration) -> 
         kept.forget(file)?;
     }
     kept.save()?;
+    step.command.env(ORDER.0, ORDER.1).env(STEP_SECONDS, limit.as_secs().to_string());
     let done = attempt(&step.name, &mut step.command, limit, &kept.path("log"));
     kept.steps[index] = done.clone();
     // They are there too when a row of them is wrong, or time was too short for all.
@@ -132,11 +138,23 @@ fn attempt(name: &str, command: &mut Command, limit: Duration, log: &Path) -> Do
     Done::new(name, outcome, begun.elapsed().as_secs_f64(), &output)
 }
 
-/// Name and driver of the first GPU.
-fn device(smi: &str) -> Result<String> {
-    let query = ["--query-gpu=name,driver_version", "--format=csv,noheader"];
-    let lines = text(Command::new(smi).args(query), SMI_LIMIT)?;
+/// Name and driver of the GPU that is the driver's first.
+fn device(smi: &str, visible: Option<&str>) -> Result<String> {
+    let mut query = Command::new(smi);
+    query.args(["--query-gpu=name,driver_version", "--format=csv,noheader"]);
+    if let Some(first) = visible.and_then(first_visible) {
+        query.arg(format!("--id={first}"));
+    }
+    let lines = text(&mut query, SMI_LIMIT)?;
     lines.lines().next().map(str::to_owned).context("nvidia-smi lists no GPU")
+}
+
+/// The first of `CUDA_VISIBLE_DEVICES`, where `nvidia-smi` can be asked for it: it has no line for an
+/// instance of a divided GPU.
+fn first_visible(visible: &str) -> Option<&str> {
+    let first = visible.split(',').next()?.trim();
+    let is_number = !first.is_empty() && first.bytes().all(|byte| byte.is_ascii_digit());
+    (is_number || first.starts_with("GPU-")).then_some(first)
 }
 
 /// What a command prints, trimmed.
@@ -187,7 +205,7 @@ mod tests {
 
     #[test]
     fn a_machine_without_a_gpu_is_skipped_with_the_reason() {
-        let reason = device("no-such-program").unwrap_err();
+        let reason = device("no-such-program", None).unwrap_err();
         assert!(format!("{reason:#}").starts_with("no-such-program does not start"), "{reason:#}");
         let folder = tempfile::tempdir().unwrap();
         if std::env::var_os("KVD_REQUIRE_GPU").is_none() {
@@ -237,6 +255,23 @@ mod tests {
         assert!(Command::new("chmod").arg("+x").arg(path).status().unwrap().success());
     }
 
+    #[test]
+    fn the_gpu_is_the_one_that_steps_are_run_on() {
+        let folder = tempfile::tempdir().unwrap();
+        let smi = folder.path().join("smi");
+        program(smi.clone(), "echo \"$@\"");
+        let smi = smi.to_str().unwrap();
+        let of = |visible: Option<&str>| device(smi, visible).unwrap();
+        let query = "--query-gpu=name,driver_version --format=csv,noheader";
+        for first in ["1", "GPU-8f"] {
+            let visible = format!("{first},0");
+            assert_eq!(of(Some(&visible)), format!("{query} --id={first}"));
+        }
+        for visible in [None, Some(""), Some("MIG-8f")] {
+            assert_eq!(of(visible), query);
+        }
+    }
+
     /// A folder with a GPU's name and a benchmark that fails with figures: a row is wrong.
     fn packed() -> (tempfile::TempDir, String) {
         let folder = tempfile::tempdir().unwrap();
@@ -284,9 +319,10 @@ mod tests {
         program(folder.path().join("conformance"), "echo ran");
         program(folder.path().join("smi"), "echo 'NVIDIA H100 80GB HBM3, 580.1'");
         pack("h200");
-        let only = Asked { only: vec!["conformance".to_owned(), "benchmark".to_owned()], ..ASKED };
+        let only = ["conformance", "benchmark", "shapes"].map(str::to_owned).into();
+        let only = Asked { only, ..ASKED };
         let error = run(folder.path(), &smi, &only, &Report).unwrap_err();
-        assert_eq!(error.to_string(), "1 steps failed: benchmark");
+        assert_eq!(error.to_string(), "2 steps failed: benchmark,shapes");
         let found = |end: &str| {
             let files = fs::read_dir(folder.path().join("report")).unwrap();
             let mut paths = files.map(|file| file.unwrap().path());
@@ -299,13 +335,15 @@ mod tests {
         let report: Value = serde_json::from_str(&found(".json")).unwrap();
         let outcomes_of = outcomes(&report);
         assert_eq!(outcomes_of[0], "passed");
-        assert!(outcomes_of[1].contains("cargo xtask gpu pack --device h100"), "{outcomes_of:?}");
-        assert_eq!(report["benchmark"], Value::Null);
+        for outcome in &outcomes_of[1..3] {
+            assert!(outcome.contains("cargo xtask gpu pack --device h100"), "{outcomes_of:?}");
+        }
+        assert_eq!([&report["benchmark"], &report["shapes"]], [&Value::Null; 2]);
         assert!(found(".md").contains("is NVIDIA H100 80GB HBM3"), "{}", found(".md"));
         // Of the GPU's own plans it is measured.
         pack("h100");
         let error = run(folder.path(), &smi, &only, &Report).unwrap_err();
-        assert_eq!(error.to_string(), "1 steps failed: benchmark");
+        assert_eq!(error.to_string(), "2 steps failed: benchmark,shapes");
         let report: Value = serde_json::from_str(&found(".json")).unwrap();
         assert_eq!((outcomes(&report)[1], &report["benchmark"]["group"]), ("failed", &json!(4)));
     }
@@ -330,7 +368,7 @@ mod tests {
         assert_eq!(outcomes(&then)[..2], ["begun, not ended", "not run yet"]);
         let (report, _) = read(&out);
         assert_eq!(outcomes(&report)[..3], ["stopped after its 2 s", "failed", "not run yet"]);
-        program(folder.path().join("on_device"), "echo served");
+        program(folder.path().join("on_device"), "echo served within $KVD_GPU_STEP_SECONDS");
         let none = Asked { only: vec!["rest".to_owned()], within: 1, ..first.clone() };
         run(folder.path(), &smi, &none, &Report).unwrap();
         assert_eq!(read(&out).0, report, "no step fits into a second");
@@ -346,7 +384,7 @@ mod tests {
         let log = log.filter(|path| path.extension().is_some_and(|end| end == "log"));
         let log = fs::read_to_string(log.last().unwrap()).unwrap();
         assert!(
-            log.contains("== benchmark\noff\n== other shapes\noff\n== daemon\nserved\n"),
+            log.contains("== benchmark\noff\n== other shapes\noff\n== daemon\nserved within 2\n"),
             "{log}"
         );
     }

@@ -6,6 +6,8 @@ mod known;
 mod limited;
 mod measure;
 mod pack;
+#[cfg(test)]
+mod scripts;
 mod steps;
 mod write;
 
@@ -28,8 +30,8 @@ pub(crate) enum Step {
     /// Makes the folder: test binary, kernels, fixtures, scripts, this program, and the daemon with
     /// a client of it where it was built with the kernels.
     Pack {
-        /// The GPU whose plans are launched, as `kvd plan --device` has it: on another one nothing
-        /// is measured.
+        /// The GPU whose plans are launched, as `kvd plan --device` has it: on another one none of
+        /// them is, and nothing is measured.
         #[arg(long, default_value = "h200")]
         device: String,
         /// The folder.

@@ -36,9 +36,10 @@ pub(super) struct Step {
 }
 
 impl Step {
-    /// Whether it launches what was planned for one GPU, and reports that plan's figures.
+    /// Whether it launches what was planned for one GPU: shared memory that another may not have,
+    /// and figures of that plan in the report.
     pub(super) fn is_planned(&self) -> bool {
-        self.writes == Some(FIGURES)
+        [Some(FIGURES), Some(SHAPES)].contains(&self.writes)
     }
 }
 

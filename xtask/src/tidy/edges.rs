@@ -45,6 +45,8 @@ const MEMBERS: &[(&str, &[&str])] = &[
 const TESTS: &[(&str, &[&str])] = &[
     // A fake daemon answers the evaluation's client; the real one would be an edge upwards.
     ("kvd-eval", &["kvd-proto"]),
+    // What a daemon compiles is compiled for every GPU.
+    ("xtask", &["kvd-cuda"]),
     // Descriptors come over a Unix socket.
     ("kvd-cuda", &["kvd-shm"]),
     // The daemon, and a client of it, over the CUDA backend with its kernels on the CPU.

@@ -1,5 +1,5 @@
 //! Whether `deploy/Dockerfile`, which nothing here builds, names what the workspace has: the
-//! version of Rust, packages, their features, profiles.
+//! version of Rust, packages, their features, profiles, and NVRTC as CI has it and kvd looks it up.
 
 use anyhow::{Context, Result};
 use serde_json::Value;
@@ -7,16 +7,33 @@ use std::fs;
 use std::path::Path;
 
 const DOCKERFILE: &str = "deploy/Dockerfile";
+/// The wheel of NVRTC, and its library.
+const NVRTC: [&str; 2] = ["nvidia-cuda-nvrtc==", "libnvrtc.so."];
+
+/// Texts of the workspace that the file is held against.
+struct Texts {
+    toolchain: String,
+    manifest: String,
+    /// Which compiler tests are run with.
+    ci: String,
+    /// By which names it is looked for.
+    compiler: String,
+}
 
 /// Checks the file against the manifests under `root` and what `cargo metadata` says of them.
 pub(super) fn check(root: &Path, metadata: &Value) -> Result<Vec<String>> {
     let read = |path: &str| fs::read_to_string(root.join(path)).with_context(|| path.to_owned());
-    let [image, toolchain, manifest] =
-        [read(DOCKERFILE)?, read("rust-toolchain.toml")?, read("Cargo.toml")?];
-    Ok(findings(&image, (&toolchain, &manifest), metadata))
+    let texts = Texts {
+        toolchain: read("rust-toolchain.toml")?,
+        manifest: read("Cargo.toml")?,
+        ci: read(".ci/run")?,
+        compiler: read("crates/kvd-cuda/src/driver/nvrtc.rs")?,
+    };
+    Ok(findings(&read(DOCKERFILE)?, &texts, metadata))
 }
 
-fn findings(image: &str, (toolchain, manifest): (&str, &str), metadata: &Value) -> Vec<String> {
+fn findings(image: &str, texts: &Texts, metadata: &Value) -> Vec<String> {
+    let Texts { toolchain, manifest, ci, compiler } = texts;
     let channel = toolchain.lines().find_map(|line| line.strip_prefix("channel = "));
     let channel = channel.unwrap_or_default().trim_matches('"');
     let packages = metadata["packages"].as_array().map(Vec::as_slice).unwrap_or_default();
@@ -36,7 +53,15 @@ fn findings(image: &str, (toolchain, manifest): (&str, &str), metadata: &Value) 
             }
             "--features" => built.is_some_and(|package| package["features"].get(next).is_some()),
             "--profile" => manifest.contains(&format!("[profile.{next}]")),
-            _ => version.is_none_or(|version| version == channel),
+            word if word.starts_with(NVRTC[0]) => {
+                ci.split_whitespace().any(|is| is.trim_end_matches(';') == word)
+            }
+            word => match word.rsplit('/').next() {
+                Some(file) if file.starts_with(NVRTC[1]) => {
+                    compiler.contains(&format!("\"{file}\""))
+                }
+                _ => version.is_none_or(|version| version == channel),
+            },
         };
         if !known {
             findings.push(format!("{DOCKERFILE}: {word} {next}: the workspace has no such thing"));
@@ -53,11 +78,17 @@ mod tests {
     #[test]
     fn what_the_workspace_does_not_have_is_found() {
         let metadata = json!({"packages": [{"name": "kvd", "features": {"gpu": []}}]});
-        let of = |image: &str| {
-            findings(image, ("[toolchain]\nchannel = \"1.2.3\"\n", "[profile.dist]\n"), &metadata)
+        let texts = Texts {
+            toolchain: "[toolchain]\nchannel = \"1.2.3\"\n".to_owned(),
+            manifest: "[profile.dist]\n".to_owned(),
+            ci: "if pip install nvidia-cuda-nvrtc==2.0.11; then".to_owned(),
+            compiler: "const NAMES: [&str; 2] = [\"libnvrtc.so.2\", \"libnvrtc.so.1\"];".to_owned(),
         };
+        let of = |image: &str| findings(image, &texts, &metadata);
         let good = "# rust:0.9 -p nothing\nFROM rust:1.2.3-slim\nENV RUSTUP_TOOLCHAIN=1.2.3\n\
-                    RUN cargo build --profile dist -p kvd --features gpu\n";
+                    RUN cargo build --profile dist -p kvd --features gpu\n\
+                    RUN pip install nvidia-cuda-nvrtc==2.0.11\n\
+                    COPY --from=nvrtc /lib/libnvrtc.so.2 /lib/libnvrtc-builtins.so.2.0 /lib/\n";
         assert_eq!(of(good), Vec::<String>::new());
         let changes = [
             ("rust:1.2.3-slim", "rust:1.2-slim"),
@@ -65,6 +96,8 @@ mod tests {
             ("--profile dist", "--profile small"),
             ("-p kvd", "-p kv"),
             ("--features gpu", "--features cuda"),
+            ("nvrtc==2.0.11", "nvrtc==2.0.1"),
+            ("libnvrtc.so.2", "libnvrtc.so.3"),
         ];
         for (from, to) in changes {
             assert!(!of(&good.replace(from, to)).is_empty(), "{to}");
