@@ -149,8 +149,8 @@ fn device(smi: &str, visible: Option<&str>) -> Result<String> {
     lines.lines().next().map(str::to_owned).context("nvidia-smi lists no GPU")
 }
 
-/// The first of `CUDA_VISIBLE_DEVICES`, where `nvidia-smi` can be asked for it: it has no line for an
-/// instance of a divided GPU.
+/// The first of `CUDA_VISIBLE_DEVICES`, where `nvidia-smi` can be asked for it: it has no line for
+/// an instance of a divided GPU.
 fn first_visible(visible: &str) -> Option<&str> {
     let first = visible.split(',').next()?.trim();
     let is_number = !first.is_empty() && first.bytes().all(|byte| byte.is_ascii_digit());
