@@ -45,7 +45,7 @@ const PAIRS: [(Kernel, Kernel, bool, &[&str]); 6] = [
 
 /// The same of those with products on tensor cores. Heads of 48 and 80 channels have them where
 /// the pair says so.
-const TENSOR: [(Kernel, Kernel, bool, bool, &[&str]); 9] = [
+const TENSOR: [(Kernel, Kernel, bool, bool, &[&str]); 11] = [
     (
         Kernel::Vq,
         Kernel::Uniform,
@@ -105,12 +105,30 @@ const TENSOR: [(Kernel, Kernel, bool, bool, &[&str]); 9] = [
         true,
         &["k=uniform(b=2,g=32,axis=channel); v=hadamard/fp8", "k=uniform(b=3,axis=token); v=fp8"],
     ),
+    // Rows as values change places within lines, so that the keys in front of them end with one.
+    (
+        Kernel::Uniform,
+        Kernel::F16,
+        false,
+        true,
+        &["k=uniform(b=2,g=32,axis=channel); v=f16", "k=uniform(b=5,axis=token); v=hadamard/f16"],
+    ),
+    (
+        Kernel::Polar,
+        Kernel::Bf16,
+        false,
+        true,
+        &["k=polar(a=4,r=2,g=64); v=bf16", "k=polar(a=3,r=2,g=32); v=gain/bf16"],
+    ),
     (
         Kernel::Grid,
         Kernel::Uniform,
         true,
         true,
-        &["k=mean+qpca/grid(rate=2.35)/huffman; v=uniform(b=2,axis=token)"],
+        &[
+            "k=mean+qpca/grid(rate=2.35)/huffman; v=uniform(b=2,axis=token)",
+            "k=mean+qpca/grid(rate=2.35)/huffman; v=uniform(b=3,axis=token)/huffman",
+        ],
     ),
 ];
 
