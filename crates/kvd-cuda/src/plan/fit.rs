@@ -48,7 +48,7 @@ impl Fit {
         let kernel = products::expected(specs, geometry, rows);
         let (rows, products) = (kernel.rows, kernel.sides);
         let buffer = products[0].stage + products[1].stage + GAIN_STAGE;
-        let work = products[0].bytes + products[1].bytes;
+        let work = products.iter().map(|of_side| of_side.bytes + of_side.table).sum::<usize>();
         let other = kernel.fixed_bytes + BUFFERS_MIN * buffer + coded[0][1] + coded[1][1] + work;
         let huffman = coded[0][0] + coded[1][0] > 0;
         let (resident, registers) = kernel.resident;
