@@ -44,8 +44,14 @@ pub(crate) struct ExpectedKernel {
     pub(crate) is_late: bool,
 }
 
-/// What the kernel for both sides will do with units of `rows` query rows.
-pub(crate) fn expected(specs: [&SideSpec; 2], geometry: &Geometry, rows: u32) -> ExpectedKernel {
+/// What the kernel for both sides will do with units of `rows` query rows, where `late` were
+/// compiled.
+pub(crate) fn expected(
+    specs: [&SideSpec; 2],
+    geometry: &Geometry,
+    rows: u32,
+    late: LatePairs,
+) -> ExpectedKernel {
     let kernels = specs.map(|spec| kernel_of(spec, geometry.dtype));
     let grouped = Side::BOTH.iter().all(|side| {
         kernels[side.index()] == Kernel::BitAlloc
@@ -57,7 +63,7 @@ pub(crate) fn expected(specs: [&SideSpec; 2], geometry: &Geometry, rows: u32) ->
     });
     let huffman = specs.iter().any(|spec| spec.entropy == Entropy::Huffman);
     let pair = Pair { keys: kernels[0], values: kernels[1], huffman };
-    let variant = variant(pair, &key, &value, LatePairs::ALL);
+    let variant = variant(pair, &key, &value, late);
     let rows = rows_of_kernel(variant, rows);
     let multiplies = Side::BOTH.map(|side| factor(kernels[side.index()], side).is_some());
     let not = |side: Side| match variant {

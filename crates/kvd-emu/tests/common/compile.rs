@@ -167,6 +167,37 @@ fn a_pair_that_tensor_cores_can_multiply_is_launched_with_tables_of_its_own() {
 }
 
 #[test]
+fn units_are_cut_for_the_kernel_that_serves() {
+    if !available() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let Seen { mut backend, watch, go, events, .. } = Seen::new(folder.path(), "one");
+    // Registered once; pages enough for the thread blocks of both heads that the GPU holds.
+    let part = store(&mut backend, suite::codec(MIXED, RopePairing::Half));
+    let parts = (0..200).map(|page| PlanPart { first_token: 8 * page, ..part.clone() });
+    let plan = suite::attend_plan(parts.collect(), 1);
+    let mut launched = || {
+        let mut seen = watch.lock();
+        seen.kernels.clear();
+        seen.blocks.clear();
+        drop(seen);
+        backend.attend(&plan).unwrap();
+        let seen = watch.lock();
+        let launches = seen.kernels.iter().cloned().zip(seen.blocks.iter().copied());
+        launches.filter(|(name, _)| name.contains("attend")).collect::<Vec<_>>()
+    };
+    // Four of its thread blocks fit a multiprocessor: a page each.
+    assert_eq!(launched(), [("kvd_attend_any_any_8".to_owned(), 400)]);
+    go.send(Ok(())).unwrap();
+    while !events.lock().iter().any(Seen::is_ready) {
+        launched();
+    }
+    // Three of this one's, which are 198 for each head: two pages each.
+    assert_eq!(launched(), [(TENSOR.to_owned(), 200)]);
+}
+
+#[test]
 fn windows_and_ranges_of_such_a_pair_are_answered_before_and_after() {
     if !available() {
         return;
