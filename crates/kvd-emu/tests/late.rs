@@ -1,7 +1,7 @@
-//! Kernels that are compiled when a model is registered, for pairs that have none ahead of time:
-//! some of them, from the very text that is compiled then, answer as f64 attention over the decoded
-//! pages does. Those on CUDA cores are launched with the tables of the kernel that all such pairs
-//! share, those with products on tensor cores with their own.
+//! Kernels that are compiled when a model is registered, for pairs that have none ahead of time, or
+//! none that reads their pages: some of them, from the very text that is compiled then, answer as
+//! f64 attention over the decoded pages does. Those on CUDA cores are launched with the tables of
+//! the kernel that all such pairs share, those with products on tensor cores with their own.
 #![expect(clippy::unwrap_used, reason = "a test may fail")]
 
 mod common;
@@ -19,7 +19,7 @@ use kvd_emu::{Order, available};
 const LATE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../kernels/emu/late");
 
 /// Every file there: keys, values, whether they hold Huffman codes, and codecs of such pages.
-const PAIRS: [(Kernel, Kernel, bool, &[&str]); 6] = [
+const PAIRS: [(Kernel, Kernel, bool, &[&str]); 7] = [
     (Kernel::F16, Kernel::Uniform, false, &["k=f16; v=uniform(b=4,g=32,axis=token)"]),
     (Kernel::Uniform, Kernel::F16, false, &["k=uniform(b=4,g=32,axis=channel); v=f16"]),
     (
@@ -41,13 +41,27 @@ const PAIRS: [(Kernel, Kernel, bool, &[&str]); 6] = [
         ],
     ),
     (Kernel::Polar, Kernel::Lloyd, false, &["k=polar(a=4,r=2,g=64); v=rotate/lloyd(b=4)"]),
+    // One that there is ahead of time, which takes no tile and no warp of two scales.
+    (
+        Kernel::Uniform,
+        Kernel::Uniform,
+        false,
+        &[
+            "k=uniform(b=4,g=48,axis=channel); v=uniform(b=4,g=32,axis=token)",
+            "k=uniform(b=5,axis=token); v=uniform(b=2,g=20,axis=token)",
+        ],
+    ),
     (Kernel::Fp8, Kernel::Fp8, true, &["k=fp8/huffman; v=hadamard/fp8/huffman"]),
 ];
 
 /// A pair's part of the kernels' names.
 fn name(keys: Kernel, values: Kernel, (huffman, tensor): (bool, bool)) -> String {
     let stage = if huffman { "huffman_" } else { "" };
-    let products = if tensor { "tensor_" } else { "" };
+    let products = match () {
+        () if tensor => "tensor_",
+        () if !huffman && keys.pairs_with(values) => "plain_",
+        () => "",
+    };
     format!("{stage}{products}{}_{}", keys.name(), values.name())
 }
 

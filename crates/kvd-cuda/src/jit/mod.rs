@@ -1,5 +1,5 @@
-//! Kernels for pairs of sides that have none ahead of time. The kernel that all such pairs share
-//! serves at once; a thread compiles the pair's own from the same headers, or finds it on disk, and
+//! Kernels for pairs of sides that have none ahead of time, or none that reads their shapes. The
+//! kernel that all such pairs share serves at once; a thread compiles the pair's own from the same headers, or finds it on disk, and
 //! from then on that one serves. Nothing waits for it, and nothing fails because of it.
 //!
 //! Owned by the lane's thread, but for the compiler and the cache, which its own thread owns.
@@ -22,7 +22,7 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-/// The kernels that pairs without one of their own share, fixed width and Huffman codes.
+/// The kernels that pairs share whose pages none of their own reads, fixed width and Huffman codes.
 const SHARED: [&str; 2] = ["kvd_attend_any_any_8", "kvd_attend_huffman_any_any_8"];
 
 /// Why a kernel was not compiled.
@@ -126,10 +126,16 @@ struct Sides {
 }
 
 impl Sides {
-    /// Its part of the kernels' names.
+    /// Its part of the kernels' names: none that a kernel has which is compiled ahead of time.
     fn name(self) -> String {
-        let products = if self.tensor { "tensor_" } else { "" };
-        format!("{products}{}_{}", self.keys.name(), self.values.name())
+        let Self { keys, values, huffman, tensor } = self;
+        let is_known = Pair { keys, values, huffman }.is_known();
+        let products = match (tensor, is_known) {
+            (true, _) => "tensor_",
+            (false, true) => "plain_",
+            (false, false) => "",
+        };
+        format!("{products}{}_{}", keys.name(), values.name())
     }
 
     /// Its kernel for so many query rows.
@@ -227,7 +233,7 @@ impl Jit {
         })
     }
 
-    /// Asks for the pairs of a codec that have no kernels of their own.
+    /// Asks for the pairs of a codec whose pages no kernels of their own read.
     pub(crate) fn want(&mut self, codec: &ModelCodec) {
         let geometry = codec.geometry();
         for layer in (0..geometry.layers).map(LayerIndex) {
@@ -334,6 +340,22 @@ mod tests {
 
         fn compile(&mut self, source: KernelSource<'_>) -> Result<Vec<u8>, CompileError> {
             Ok(source.text.as_bytes().to_vec())
+        }
+    }
+
+    #[test]
+    fn a_pair_with_kernels_ahead_of_time_has_others_names_late() {
+        for huffman in [false, true] {
+            let sides =
+                |keys, values| Sides { keys, values, huffman, tensor: false }.kernel(ROWS[1]);
+            let stage = if huffman { "huffman_" } else { "" };
+            let (uniform, grid) = (Kernel::Uniform, Kernel::Grid);
+            let ahead = Pair { keys: uniform, values: uniform, huffman }.kernel(Variant::Own, 4);
+            assert_eq!(ahead, format!("kvd_attend_{stage}uniform_uniform_4"));
+            let late = format!("kvd_attend_{stage}plain_uniform_uniform_4");
+            assert_eq!(sides(uniform, uniform), late);
+            assert!(kernel_source(uniform, uniform, huffman).contains("(plain_uniform_uniform, "));
+            assert_eq!(sides(grid, uniform), format!("kvd_attend_{stage}grid_uniform_4"));
         }
     }
 

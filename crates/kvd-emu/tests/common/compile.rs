@@ -221,6 +221,25 @@ fn a_pair_with_a_kernel_of_its_own_is_not_compiled() {
 }
 
 #[test]
+fn one_whose_own_kernel_refuses_its_shape_has_another_compiled() {
+    if !available() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let codec = "k=uniform(b=4,g=48,axis=channel); v=uniform(b=4,g=32,axis=token)";
+    let mut seen = Seen { codec, ..Seen::new(folder.path(), "one") };
+    let (shared, kernels) = seen.attend();
+    assert_eq!(kernels, ["kvd_attend_any_any_8"]);
+    seen.go.send(Ok(())).unwrap();
+    assert_eq!(seen.attend_until(Seen::is_ready), shared);
+    let (own, kernels) = seen.attend();
+    assert_eq!(
+        (own, &kernels[..]),
+        (shared, &["kvd_attend_plain_uniform_uniform_8".to_owned()][..])
+    );
+}
+
+#[test]
 fn kernels_are_found_on_disk_unless_they_are_of_another_compiler() {
     if !available() {
         return;
