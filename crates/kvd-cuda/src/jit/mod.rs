@@ -18,12 +18,16 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::thread::JoinHandle;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// The kernels that pairs share whose pages none of their own reads, fixed width and Huffman codes.
 const SHARED: [&str; 2] = ["kvd_attend_any_any_8", "kvd_attend_huffman_any_any_8"];
+
+/// How long the thread is waited for at the end: a pair can take a minute to compile, and whoever
+/// ends the process has a limit of its own.
+const LAST_WAIT: Duration = Duration::from_secs(1);
 
 /// Why a kernel was not compiled.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -283,10 +287,20 @@ impl Jit {
 }
 
 impl Drop for Jit {
-    /// Waits for what is being compiled: seconds.
+    /// Waits a moment for what is being compiled, and else leaves the thread behind, which owns all
+    /// that it uses and ends when that is compiled, or with the process.
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Release);
         self.wanted = None;
+        let end = Instant::now() + LAST_WAIT;
+        loop {
+            match self.made.recv_timeout(end.saturating_duration_since(Instant::now())) {
+                // For nobody any more.
+                Ok(_) => {}
+                Err(RecvTimeoutError::Disconnected) => break,
+                Err(RecvTimeoutError::Timeout) => return,
+            }
+        }
         // Its panic, if it had one, was printed, and the shared kernel has served since.
         let _ = self.thread.take().map(JoinHandle::join);
     }
@@ -330,8 +344,13 @@ mod tests {
     use super::*;
     use crate::side::Variant;
     use kvd_core::{DType, Geometry, RopePairing};
+    use std::sync::mpsc::RecvError;
 
-    struct MadeUp;
+    /// Says that it compiles, and begins when it may.
+    struct MadeUp {
+        begun: SyncSender<()>,
+        go: Receiver<()>,
+    }
 
     impl KernelCompiler for MadeUp {
         fn version(&self) -> String {
@@ -339,9 +358,38 @@ mod tests {
         }
 
         fn compile(&mut self, source: KernelSource<'_>) -> Result<Vec<u8>, CompileError> {
+            self.begun.send(()).unwrap();
+            self.go.recv().unwrap();
             Ok(source.text.as_bytes().to_vec())
         }
     }
+
+    /// With one pair to compile, of keys and values of `side`, and how its compiler is followed.
+    fn start(report: CompileReport, side: &str) -> (Jit, Receiver<()>, SyncSender<()>) {
+        let (begun, begins) = sync_channel(4);
+        let (go, gate) = sync_channel(4);
+        let compiler = Box::new(MadeUp { begun, go: gate });
+        // No folder: it is compiled nonetheless.
+        let mut jit = Jit::start(compiler, None, [9, 0], report).unwrap();
+        want(&mut jit, side);
+        (jit, begins, go)
+    }
+
+    fn want(jit: &mut Jit, side: &str) {
+        let geometry = Geometry {
+            layers: 1,
+            kv_heads: 1,
+            head_dim_k: 64,
+            head_dim_v: 64,
+            block_tokens: 64,
+            dtype: DType::F16,
+            rope_pairing: RopePairing::Half,
+        };
+        let spec = kvd_codec::resolve(&format!("k={side}; v={side}")).unwrap();
+        jit.want(&ModelCodec::new(geometry, spec, None).unwrap());
+    }
+
+    const SYMMETRIC: &str = "uniform(b=4,g=32,axis=token,mode=sym)";
 
     #[test]
     fn a_pair_with_kernels_ahead_of_time_has_others_names_late() {
@@ -363,20 +411,8 @@ mod tests {
     fn heard(load: impl Fn(&[String]) -> Result<(), String>) -> (Jit, CompileEvent) {
         let (tell, heard) = sync_channel(4);
         let report: CompileReport = Arc::new(move |event| tell.send(event).unwrap());
-        // No folder: it is compiled nonetheless.
-        let mut jit = Jit::start(Box::new(MadeUp), None, [9, 0], report).unwrap();
-        let geometry = Geometry {
-            layers: 1,
-            kv_heads: 1,
-            head_dim_k: 64,
-            head_dim_v: 64,
-            block_tokens: 64,
-            dtype: DType::F16,
-            rope_pairing: RopePairing::Half,
-        };
-        let side = "uniform(b=4,g=32,axis=token,mode=sym)";
-        let spec = kvd_codec::resolve(&format!("k={side}; v={side}")).unwrap();
-        jit.want(&ModelCodec::new(geometry, spec, None).unwrap());
+        let (mut jit, _begins, go) = start(report, SYMMETRIC);
+        go.send(()).unwrap();
         loop {
             jit.take(|image, kernels| {
                 assert!(String::from_utf8_lossy(image).contains("symmetric_symmetric"));
@@ -403,6 +439,34 @@ mod tests {
         let (jit, event) = heard(|kernels| Err(format!("no kernel {}", kernels[2])));
         let CompileEvent::Failed { reason, .. } = event else { panic!("{event:?}") };
         assert_eq!((reason, own(&jit)), (format!("no kernel {}", wanted[2]), None));
+    }
+
+    #[test]
+    fn whoever_ends_does_not_wait_for_what_is_compiled() {
+        let (mut jit, begins, go) = start(Arc::new(|_| {}), SYMMETRIC);
+        want(&mut jit, "uniform(b=4,g=48,axis=channel)");
+        begins.recv().unwrap();
+        let begun = Instant::now();
+        drop(jit);
+        let seconds = begun.elapsed().as_secs();
+        assert!((1..30).contains(&seconds), "{seconds} s");
+        // The thread goes on by itself, compiles nothing else, and gives its compiler up.
+        go.send(()).unwrap();
+        assert_eq!(begins.recv(), Err(RecvError));
+    }
+
+    #[test]
+    fn a_thread_with_nothing_to_do_is_not_waited_for() {
+        let (mut jit, begins, go) = start(Arc::new(|_| {}), SYMMETRIC);
+        go.send(()).unwrap();
+        begins.recv().unwrap();
+        while jit.ready.is_empty() {
+            jit.take(|_, _| Ok(()));
+        }
+        let begun = Instant::now();
+        drop(jit);
+        assert!(begun.elapsed() < LAST_WAIT);
+        assert_eq!(begins.recv(), Err(RecvError));
     }
 
     #[test]
