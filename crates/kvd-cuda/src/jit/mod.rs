@@ -1,6 +1,7 @@
 //! Kernels for pairs of sides that have none ahead of time, or none that reads their shapes. The
-//! kernel that all such pairs share serves at once; a thread compiles the pair's own from the same headers, or finds it on disk, and
-//! from then on that one serves. Nothing waits for it, and nothing fails because of it.
+//! kernel that all such pairs share serves at once; a thread compiles the pair's own from the same
+//! headers, or finds it on disk, and from then on that one serves. Nothing waits for it, and
+//! nothing fails because of it.
 //!
 //! Owned by the lane's thread, but for the compiler and the cache, which its own thread owns.
 
@@ -213,6 +214,9 @@ impl Jit {
         let on_thread = stop.clone();
         let thread =
             std::thread::Builder::new().name("kvd-kernels".to_owned()).spawn(move || {
+                if let Some(cache) = &worker.cache {
+                    cache.sweep();
+                }
                 for sides in requests {
                     if on_thread.load(Ordering::Acquire) {
                         return;
