@@ -1,9 +1,9 @@
 //! Pairs that no kernel was compiled for ahead of time and whose own, compiled when a model is
 //! registered, multiplies on tensor cores: which of them are loaded. Launches of the others are for
-//! the kernel that all pairs share.
+//! the kernel that all pairs share. And which pairs a codec wants compiled.
 
-use crate::products::fits_late;
-use crate::side::{KERNELS, Kernel, Pair};
+use crate::products::variant;
+use crate::side::{KERNELS, Pair, Variant};
 use crate::table::CodebookRoom;
 use crate::tables::Shapes;
 use kvd_codec::ModelCodec;
@@ -41,40 +41,91 @@ fn bit(Pair { keys, values, huffman }: Pair) -> usize {
     (usize::from(huffman) * KERNELS + keys as usize) * KERNELS + values as usize
 }
 
-/// The pairs of a layer's heads that have no kernel of their own, and whether the one to compile
-/// for a head multiplies on tensor cores.
+/// The pairs of a layer's heads whose pages no kernel of their own reads, because there is none
+/// ahead of time or it refuses their shapes, and whether the one to compile for a head multiplies
+/// on tensor cores.
 pub(crate) fn wanted(codec: &ModelCodec, layer: LayerIndex) -> Vec<(Pair, bool)> {
-    let heads = 0..codec.geometry().kv_heads as usize;
-    let coded = |head, side| codec.head(layer, side, head).lane_runs().is_some();
-    let kernels: Vec<_> = heads
-        .filter_map(|head| {
-            let sides = Side::BOTH.map(|side| Kernel::of(codec.head(layer, side, head)));
-            let [Some(keys), Some(values)] = sides else { return None };
-            let huffman = Side::BOTH.iter().any(|side| coded(head, *side));
-            Some((head, Pair { keys, values, huffman }))
-        })
-        .filter(|(_, pair)| !pair.is_known())
-        .collect();
-    if kernels.is_empty() {
-        return Vec::new();
-    }
     let shapes = Shapes::new(codec, layer, [CodebookRoom::NONE; 2]);
-    let of_head = |(head, pair): (usize, Pair)| {
-        let shape = |side| {
-            let mut shape = shapes.fixed(head, side)?.1;
-            // As with any table; there may be none yet.
-            shape.stride = if coded(head, side) { shape.dim } else { 0 };
-            Some(shape)
-        };
-        let [Some(key), Some(value)] = Side::BOTH.map(shape) else { return None };
-        Some((pair, fits_late(pair, &key, &value)))
+    let of_side = |head, side| {
+        let (kernel, mut shape) = shapes.fixed(head, side)?;
+        let coded = codec.head(layer, side, head).lane_runs().is_some();
+        // As with any table; there may be none yet.
+        shape.stride = if coded { shape.dim } else { 0 };
+        Some((kernel, shape))
     };
-    kernels.into_iter().filter_map(of_head).collect()
+    let of_head = |head| {
+        let [Some((keys, key)), Some((values, value))] = Side::BOTH.map(|side| of_side(head, side))
+        else {
+            return None;
+        };
+        let pair = Pair { keys, values, huffman: key.stride > 0 || value.stride > 0 };
+        match variant(pair, &key, &value, LatePairs::ALL) {
+            Variant::Late => Some((pair, true)),
+            Variant::Any => Some((pair, false)),
+            Variant::Own | Variant::Groups | Variant::Floats => None,
+        }
+    };
+    (0..codec.geometry().kv_heads as usize).filter_map(of_head).collect()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::side::Kernel;
+    use kvd_core::{DType, Geometry, RopePairing};
+
+    /// What is wanted of a codec's only head, of so many channels.
+    fn of(codec: &str, dim: u32) -> Vec<(Pair, bool)> {
+        let geometry = Geometry {
+            layers: 1,
+            kv_heads: 1,
+            head_dim_k: dim,
+            head_dim_v: dim,
+            block_tokens: 64,
+            dtype: DType::F16,
+            rope_pairing: RopePairing::Half,
+        };
+        let spec = kvd_codec::resolve(codec).unwrap();
+        wanted(&ModelCodec::new(geometry, spec, None).unwrap(), LayerIndex(0))
+    }
+
+    #[test]
+    fn a_pair_is_wanted_where_no_kernel_of_its_own_reads_its_pages() {
+        let pair = |keys, values, huffman| Pair { keys, values, huffman };
+        let (uniform, hybrid) = (Kernel::Uniform, Kernel::Hybrid);
+        let plain = |huffman| vec![(pair(uniform, uniform, huffman), false)];
+        let values = "v=uniform(b=4,g=32,axis=token)";
+        let coded = "k=uniform(b=4,axis=token)/huffman; v=uniform(b=4,axis=token)/huffman";
+        for (codec, dim, wanted) in [
+            (&*format!("k=uniform(b=4,g=32,axis=channel); {values}"), 128, vec![]),
+            // A tile of two scales; a warp of two; over eight bits; over 192 channels of values.
+            (&format!("k=uniform(b=4,g=48,axis=channel); {values}"), 128, plain(false)),
+            ("k=uniform(b=4,axis=token); v=uniform(b=4,g=20,axis=token)", 128, plain(false)),
+            (&format!("k=polar(a=4,r=4,g=64); {values}"), 128, vec![]),
+            (
+                &format!("k=polar(a=5,r=4,g=64); {values}"),
+                128,
+                vec![(pair(Kernel::Polar, uniform, false), false)],
+            ),
+            ("k=uniform(b=4,axis=token); v=uniform(b=4,axis=token)", 256, plain(false)),
+            (coded, 128, vec![]),
+            (coded, 256, plain(true)),
+            ("k=f16; v=f16", 128, vec![]),
+            ("k=f16; v=f16", 36, vec![(pair(Kernel::F16, Kernel::F16, false), false)]),
+            ("k=f32; v=f32", 36, vec![]),
+            (
+                "k=uniform(b=2,g=16,axis=token,mode=hybrid); v=uniform(b=2,axis=channel,mode=hybrid)",
+                128,
+                vec![(pair(hybrid, hybrid, false), false)],
+            ),
+            // No kernel ahead of time.
+            (&format!("k=f16; {values}"), 128, vec![(pair(Kernel::F16, uniform, false), true)]),
+            (&format!("k=f16; {values}"), 36, vec![(pair(Kernel::F16, uniform, false), false)]),
+            (&format!("k=f32; {values}"), 128, vec![(pair(Kernel::F32, uniform, false), false)]),
+        ] {
+            assert_eq!(of(codec, dim), wanted, "{codec}, {dim} channels");
+        }
+    }
 
     #[test]
     fn a_set_has_what_was_put_into_it() {

@@ -103,9 +103,25 @@ impl Entries {
         let words = stored_bytes(self.bytes) * sets;
         let count = (shared_bytes / words).min(codes);
         shape.entry_count = count as u32;
-        let room = shared_bytes.min(COPIES_BYTES) / (codes * words);
-        let copies = if count == codes { room.clamp(1, COPIES_MAX) } else { 1 };
-        shape.entry_copies = copies.ilog2();
+        shape.entry_copies = if count == codes { copies(codes * words, shared_bytes) } else { 0 };
+    }
+}
+
+/// How often entries of so many bytes in all stand in shared memory, as a power of two.
+fn copies(bytes: usize, shared_bytes: usize) -> u32 {
+    (shared_bytes.min(COPIES_BYTES) / bytes).clamp(1, COPIES_MAX).ilog2()
+}
+
+/// The shape with all of its codes looked up as `bytes` bytes each, where there are not too many,
+/// as levels and directions are.
+pub(crate) fn expect_all(shape: &mut SideShape, bytes: usize) {
+    let codes = 1usize << shape.bits;
+    if codes <= BYTE_CODES {
+        (shape.entry_bytes, shape.entry_count) = (bytes as u32, codes as u32);
+        shape.entry_copies = match in_registers(bytes, codes, 1) {
+            true => 0,
+            false => copies(codes * stored_bytes(bytes), ALL_ENTRIES),
+        };
     }
 }
 

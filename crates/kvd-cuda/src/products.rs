@@ -136,6 +136,16 @@ pub(crate) fn looks_up((pair, variant): (Pair, Variant), side: Side) -> bool {
     looked_up && on_tensor_cores((pair, variant))
 }
 
+/// Shared memory of what it looks up of a side, bytes: of Huffman codes what stands behind apart.
+pub(crate) fn table_bytes(kernel: (Pair, Variant), side: Side, shape: &SideShape) -> usize {
+    let bytes = match spread_table(kernel, shape) {
+        Some(bytes) => bytes,
+        None if looks_up(kernel, side) => lookup::table_bytes(shape),
+        None => shape.table_bytes as usize,
+    };
+    bytes.next_multiple_of(COPY_BYTES)
+}
+
 /// The kernel that reads such pages of a pair, where `late` were compiled.
 pub(crate) fn variant(pair: Pair, key: &SideShape, value: &SideShape, late: LatePairs) -> Variant {
     if !pair.is_known() {

@@ -175,23 +175,6 @@ impl Kernel {
         }
     }
 
-    /// That reads a head's side; none when there is none.
-    pub(crate) fn of(side: &HeadSide) -> Option<Self> {
-        Some(match side.stored() {
-            Stored::Float(dtype) => Self::of_rows(dtype),
-            Stored::E4m3 => Self::Fp8,
-            Stored::Uniform { mode: UniformMode::Asym, .. } => Self::Uniform,
-            Stored::Uniform { mode: UniformMode::Sym, .. } => Self::Symmetric,
-            Stored::Uniform { mode: UniformMode::Hybrid, .. } => Self::Hybrid,
-            Stored::Codebooks(_) => Self::Vq,
-            Stored::Polar { .. } => Self::Polar,
-            Stored::Lloyd { .. } => Self::Lloyd,
-            Stored::BitAlloc { .. } => Self::BitAlloc,
-            Stored::Grid(_) => Self::Grid,
-            _ => return None,
-        })
-    }
-
     pub(crate) fn of_rows(dtype: DType) -> Self {
         match dtype {
             DType::F32 => Self::F32,

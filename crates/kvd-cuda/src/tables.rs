@@ -14,10 +14,9 @@ use crate::buffers::{BUFFERS_MIN, Staging};
 use crate::fixed;
 use crate::lanes::{SharedMemory, decoding};
 use crate::late::LatePairs;
-use crate::lookup;
 use crate::products::{
-    fixed_bytes, looks_up, resident, rows_of_kernel, spread_table, staged_bytes, tiles_together,
-    variant, work_bytes,
+    fixed_bytes, resident, rows_of_kernel, staged_bytes, table_bytes, tiles_together, variant,
+    work_bytes,
 };
 use crate::side::{
     COPY_BYTES, Kernel, Pair, ROWS, TILE_TOKENS, Variant, fallback_shape, rows_shape,
@@ -374,13 +373,8 @@ impl Builder<'_> {
         let (units, sizes) = self.units.entry((pair, variant, rows, fixed)).or_default();
         // Runs and Huffman tables stand behind a side's own table.
         let table = |side, shape: &SideShape| {
-            let own = match spread_table((pair, variant), shape) {
-                Some(bytes) => bytes,
-                None if looks_up((pair, variant), side) => lookup::table_bytes(shape),
-                None => shape.table_bytes as usize,
-            };
             let lanes = shape.lane_bytes as usize;
-            own.next_multiple_of(COPY_BYTES) + lanes.next_multiple_of(COPY_BYTES)
+            table_bytes((pair, variant), side, shape) + lanes.next_multiple_of(COPY_BYTES)
         };
         let tiles = tiles_together((pair, variant), rows as usize);
         let staged = |side, shape| staged_bytes((pair, variant), side, (shape, tokens), rows);

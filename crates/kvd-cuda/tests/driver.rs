@@ -127,7 +127,7 @@ fn backend_of(kernels: &[&[u8]]) -> Result<CudaBackend, CudaOpenError> {
         graphs: 4,
         kernel_timeout: Duration::from_millis(20),
     };
-    let driver = CudaDriver::open(devices().unwrap().remove(0))?;
+    let driver = CudaDriver::open(devices().unwrap().remove(0).unwrap())?;
     CudaBackend::open(Box::new(driver), kernels, options)
 }
 
@@ -219,7 +219,7 @@ fn hang() {
 #[test]
 #[ignore = "what another test starts as a process"]
 fn memory() {
-    let gpu = devices().unwrap().remove(0);
+    let gpu = devices().unwrap().remove(0).unwrap();
     let mut driver = CudaDriver::open(gpu).unwrap();
     let own = driver.alloc(512).unwrap();
     put(&mut driver, own, b"queries");
@@ -385,7 +385,7 @@ fn build(
 
 /// A driver with kernels, and a number of zero on it.
 fn with_number() -> (CudaDriver, u64) {
-    let mut driver = CudaDriver::open(devices().unwrap().remove(0)).unwrap();
+    let mut driver = CudaDriver::open(devices().unwrap().remove(0).unwrap()).unwrap();
     driver.load(b"kernels").unwrap();
     let number = driver.alloc(8).unwrap();
     put(&mut driver, number, &[0; 8]);

@@ -20,6 +20,10 @@
 #ifndef MAJOR
 #define MAJOR 9
 #endif
+// Of this GPU nothing is known but its name.
+#ifndef BROKEN
+#define BROKEN -1
+#endif
 
 int cuInit(unsigned flags) { return flags ? 1 : INIT; }
 int cuDriverGetVersion(int *version) { *version = VERSION; return 0; }
@@ -34,6 +38,7 @@ int cuDeviceGetUuid_v2(unsigned char *uuid, int device) {
     return 0;
 }
 int cuDeviceGetAttribute(int *value, int attribute, int device) {
+    if (device == BROKEN) return 999;
     switch (attribute) {
     case 75: *value = MAJOR; break;
     case 76: *value = 0; break;

@@ -121,6 +121,7 @@ fn mixed_pairs_are_compiled_with_products_on_tensor_cores_and_without_spills() {
     for (keys, values, target, most) in [
         (Kernel::Bf16, Kernel::Hybrid, "sm_80", 0),
         (Kernel::Polar, Kernel::Vq, "sm_90", 0),
+        (Kernel::Polar, Kernel::F16, "sm_90", 0),
         (Kernel::Vq, Kernel::Uniform, "sm_90", 8),
     ] {
         let text = tensor_source(keys, values, false).expect("both have such products");

@@ -41,7 +41,11 @@ fn answer(path: Option<&Path>) -> String {
 #[ignore = "what the other tests start as a process"]
 fn answers() {
     let Some(file) = std::env::var_os("PROBE_ANSWER") else { return };
-    let found = devices().and_then(|gpus| GpuName::Ordinal(0).find(&gpus).map(|_| gpus));
+    // The first that there is; all of them where it can be used.
+    let found = devices().and_then(|gpus| {
+        let first = gpus.iter().position(Result::is_ok).unwrap_or(0);
+        GpuName::Ordinal(first as u32).find(&gpus).map(|_| gpus)
+    });
     let answer = match found {
         Ok(gpus) => format!("{gpus:?}"),
         Err(error) => error.to_string(),
@@ -73,6 +77,17 @@ fn drivers_that_refuse_are_quoted() {
         let Some(answer) = with_driver(macros) else { return };
         assert!(answer.contains(wanted), "{macros:?}: {answer}");
     }
+}
+
+#[test]
+fn a_gpu_that_fails_is_named_and_the_others_are_listed() {
+    let Some(answer) = with_driver(&["-DCOUNT=2", "-DBROKEN=0"]) else { return };
+    let failed = "Err(Driver { call: \"cuDeviceGetAttribute\", code: 999";
+    let (lost, rest) = answer.split_once("Ok(").unwrap();
+    assert!(lost.contains(failed) && rest.contains("ordinal: 1"), "{answer}");
+    let Some(answer) = with_driver(&["-DBROKEN=0"]) else { return };
+    let wanted = "answers CUDA_ERROR_UNKNOWN (999) to cuDeviceGetAttribute";
+    assert!(answer.contains(wanted), "{answer}");
 }
 
 #[test]

@@ -4,6 +4,7 @@
 
 mod common;
 
+use common::late::TENSOR;
 use common::{Ask, Layout, Stored, geometry, noise};
 use kvd_codec::resolve;
 use kvd_compute::{AttendPlan, PlanPart};
@@ -39,11 +40,20 @@ fn step(stored: &Stored, group: u32, batch: u32, tokens: u32) -> AttendPlan {
     plan
 }
 
-/// What the backend would launch, and what the plan says of it.
+/// What the backend would launch where no kernel was compiled late, and what the plan says of it.
 fn launched(stored: &Stored, ask: &AttendPlan, limits: &Limits) -> (Vec<Launch>, Choices) {
+    launched_with(stored, ask, (limits, LatePairs::NONE))
+}
+
+/// The same where these were.
+fn launched_with(
+    stored: &Stored,
+    ask: &AttendPlan,
+    of: (&Limits, LatePairs),
+) -> (Vec<Launch>, Choices) {
     let kv_heads = stored.codec.geometry().kv_heads;
     let rows = Choices::rows(ask, kv_heads);
-    let choices = Choices::of_layer(&stored.codec, ask.layer, rows, limits).unwrap();
+    let choices = Choices::of_layer(&stored.codec, ask.layer, rows, of).unwrap();
     let shapes = Shapes::new(&stored.codec, ask.layer, choices.rooms());
     let header = |offset: u64| stored.headers.get(&offset).copied();
     let options = choices.options(ask, kv_heads);
@@ -56,7 +66,8 @@ fn planned(codec: &str, (group, batch, tokens): (u32, u32, u32), limits: &Limits
     plan(&resolve(codec).unwrap(), &workload, limits).unwrap()
 }
 
-/// Steps of a codec on every GPU are launched as they were planned; gives plans and launches.
+/// Steps of a codec on every GPU are launched as they were planned, once all kernels that can be
+/// compiled late are there; gives plans and launches.
 fn follows(codec: &str) -> Vec<(Plan, Launch)> {
     let stored = stored(codec);
     let mut all = Vec::new();
@@ -65,7 +76,7 @@ fn follows(codec: &str) -> Vec<(Plan, Launch)> {
             let what = format!("{codec}, {}, {group} x {batch}", limits.name);
             let planned = planned(codec, (group, batch, tokens), &limits);
             let ask = step(&stored, group, batch, tokens);
-            let (launches, choices) = launched(&stored, &ask, &limits);
+            let (launches, choices) = launched_with(&stored, &ask, (&limits, LatePairs::ALL));
             let [launch] = &launches[..] else { panic!("{what}: one kind of page") };
             let heads = 2 * batch * group.div_ceil(8);
             let parts = planned.codebooks[1].map_or(1, |books| books.channel_split);
@@ -90,6 +101,58 @@ fn follows(codec: &str) -> Vec<(Plan, Launch)> {
 fn a_step_is_launched_as_it_was_planned() {
     for preset in kvd_codec::presets() {
         follows(preset.name);
+    }
+}
+
+#[test]
+fn a_pair_that_is_compiled_late_is_launched_as_it_was_planned() {
+    for (keys, values, _, _, codecs) in TENSOR {
+        let name = format!("tensor_{}_{}_", keys.name(), values.name());
+        for (planned, launch) in codecs.iter().flat_map(|codec| follows(codec)) {
+            assert!(planned.is_late && launch.kernel.contains(&name), "{}", launch.kernel);
+        }
+    }
+}
+
+#[test]
+fn while_a_pair_has_no_kernel_of_its_own_choices_are_for_the_shared_one() {
+    let stored = stored("k=vq(d=2,b=4); v=uniform(b=2,axis=token)");
+    for limits in ["h100", "rtx4090"] {
+        let limits = Limits::named(limits).unwrap();
+        let ask = step(&stored, 4, 1, 32_768);
+        let [shared, late] = [LatePairs::NONE, LatePairs::ALL]
+            .map(|late| launched_with(&stored, &ask, (&limits, late)));
+        assert_eq!(shared.0[0].kernel, "kvd_attend_any_any_8");
+        assert_eq!(late.0[0].kernel, "kvd_attend_tensor_vq_uniform_4");
+        // It looks entries up as halves, all sixteen of two channels each.
+        let key = shared.0[0].units[0].key;
+        assert_eq!((key.cached, key.table_bytes), (16, 64));
+        // Its thread blocks take fewer registers, so that more fit.
+        let blocks = |of: &Choices| of.resident / limits.multiprocessors;
+        assert_eq!((blocks(&shared.1), blocks(&late.1)), (4, 3), "{}", limits.name);
+        assert!(shared.0[0].units.len() > late.0[0].units.len());
+    }
+}
+
+#[test]
+fn as_many_thread_blocks_of_the_shared_kernel_fit_as_units_are_cut_for() {
+    for (_, _, huffman, _, codecs) in TENSOR {
+        let registers = if huffman { 168 } else { 128 };
+        for codec in codecs {
+            let stored = stored(codec);
+            for limits in Limits::NAMES.map(|name| Limits::named(name).unwrap()) {
+                for (group, tokens) in [(1, 64), (4, 32_768), (8, 8192)] {
+                    let ask = step(&stored, group, 1, tokens);
+                    let (launches, choices) = launched(&stored, &ask, &limits);
+                    let [launch] = &launches[..] else { panic!("{codec}: one kind of page") };
+                    assert!(launch.kernel.contains("any_any"), "{}", launch.kernel);
+                    let block = Block { registers, shared_bytes: launch.shared_bytes as u32 };
+                    let blocks = limits.multiprocessors * block.occupancy(&limits).unwrap().blocks;
+                    let what = format!("{codec}, {}, {group} rows", limits.name);
+                    assert!(blocks >= choices.resident, "{what}: {blocks}, {}", choices.resident);
+                }
+            }
+        }
     }
 }
 
@@ -170,7 +233,7 @@ fn heads_that_are_stored_differently_take_what_fits_all() {
     let calibration = common::store::calibration(&geometry, &spec);
     let codec = kvd_codec::ModelCodec::new(geometry, spec, calibration.as_ref()).unwrap();
     let layer = kvd_core::LayerIndex(0);
-    let both = Choices::of_layer(&codec, layer, 4, &limits).unwrap();
+    let both = Choices::of_layer(&codec, layer, 4, (&limits, LatePairs::NONE)).unwrap();
     assert_eq!(both.resident, kvd.resident);
 }
 

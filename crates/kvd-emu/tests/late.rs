@@ -1,12 +1,13 @@
-//! Kernels that are compiled when a model is registered, for pairs that have none ahead of time:
-//! some of them, from the very text that is compiled then, answer as f64 attention over the decoded
-//! pages does. Those on CUDA cores are launched with the tables of the kernel that all such pairs
-//! share, those with products on tensor cores with their own.
+//! Kernels that are compiled when a model is registered, for pairs that have none ahead of time, or
+//! none that reads their pages: some of them, from the very text that is compiled then, answer as
+//! f64 attention over the decoded pages does. Those on CUDA cores are launched with the tables of
+//! the kernel that all such pairs share, those with products on tensor cores with their own.
 #![expect(clippy::unwrap_used, reason = "a test may fail")]
 
 mod common;
 
 use common::agree::{layout, value};
+use common::late::TENSOR;
 use common::reference::{check, expected};
 use common::run::{kernels, run_late, run_tensor};
 use common::{Ask, Stored, geometry, noise};
@@ -18,7 +19,7 @@ use kvd_emu::{Order, available};
 const LATE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../kernels/emu/late");
 
 /// Every file there: keys, values, whether they hold Huffman codes, and codecs of such pages.
-const PAIRS: [(Kernel, Kernel, bool, &[&str]); 6] = [
+const PAIRS: [(Kernel, Kernel, bool, &[&str]); 7] = [
     (Kernel::F16, Kernel::Uniform, false, &["k=f16; v=uniform(b=4,g=32,axis=token)"]),
     (Kernel::Uniform, Kernel::F16, false, &["k=uniform(b=4,g=32,axis=channel); v=f16"]),
     (
@@ -40,84 +41,27 @@ const PAIRS: [(Kernel, Kernel, bool, &[&str]); 6] = [
         ],
     ),
     (Kernel::Polar, Kernel::Lloyd, false, &["k=polar(a=4,r=2,g=64); v=rotate/lloyd(b=4)"]),
+    // One that there is ahead of time, which takes no tile and no warp of two scales.
+    (
+        Kernel::Uniform,
+        Kernel::Uniform,
+        false,
+        &[
+            "k=uniform(b=4,g=48,axis=channel); v=uniform(b=4,g=32,axis=token)",
+            "k=uniform(b=5,axis=token); v=uniform(b=2,g=20,axis=token)",
+        ],
+    ),
     (Kernel::Fp8, Kernel::Fp8, true, &["k=fp8/huffman; v=hadamard/fp8/huffman"]),
-];
-
-/// The same of those with products on tensor cores. Heads of 48 and 80 channels have them where
-/// the pair says so.
-const TENSOR: [(Kernel, Kernel, bool, bool, &[&str]); 9] = [
-    (
-        Kernel::Vq,
-        Kernel::Uniform,
-        false,
-        true,
-        &[
-            "k=vq(d=4,b=8); v=uniform(b=2,axis=token)",
-            "k=vq(d=2,b=4); v=mean+gain/uniform(b=3,axis=token)",
-        ],
-    ),
-    (
-        Kernel::Uniform,
-        Kernel::Vq,
-        false,
-        true,
-        &[
-            "k=uniform(b=2,g=32,axis=channel); v=vq(d=4,b=8)",
-            "k=uniform(b=5,axis=token); v=vq(d=2,b=4)",
-        ],
-    ),
-    (
-        Kernel::Hybrid,
-        Kernel::Vq,
-        false,
-        false,
-        &["k=uniform(b=2,g=32,axis=token,mode=hybrid); v=gain/vq(d=4,b=8,scope=group)"],
-    ),
-    (
-        Kernel::Polar,
-        Kernel::Hybrid,
-        false,
-        true,
-        &[
-            "k=polar(a=4,r=2,g=64); v=uniform(b=2,g=32,axis=channel,mode=hybrid)",
-            "k=polar(a=3,r=2,g=32); v=gain/uniform(b=3,g=64,axis=channel,mode=hybrid)",
-        ],
-    ),
-    (
-        Kernel::Lloyd,
-        Kernel::BitAlloc,
-        false,
-        true,
-        &["k=rotate/lloyd(b=3); v=mean+pca/bitalloc(b=2)"],
-    ),
-    (
-        Kernel::BitAlloc,
-        Kernel::Uniform,
-        false,
-        true,
-        &["k=mean+pca/bitalloc(b=2); v=uniform(b=2,axis=token)"],
-    ),
-    (Kernel::F16, Kernel::Uniform, false, true, &["k=f16; v=uniform(b=2,axis=token)"]),
-    (
-        Kernel::Uniform,
-        Kernel::Fp8,
-        false,
-        true,
-        &["k=uniform(b=2,g=32,axis=channel); v=hadamard/fp8", "k=uniform(b=3,axis=token); v=fp8"],
-    ),
-    (
-        Kernel::Grid,
-        Kernel::Uniform,
-        true,
-        true,
-        &["k=mean+qpca/grid(rate=2.35)/huffman; v=uniform(b=2,axis=token)"],
-    ),
 ];
 
 /// A pair's part of the kernels' names.
 fn name(keys: Kernel, values: Kernel, (huffman, tensor): (bool, bool)) -> String {
     let stage = if huffman { "huffman_" } else { "" };
-    let products = if tensor { "tensor_" } else { "" };
+    let products = match () {
+        () if tensor => "tensor_",
+        () if !huffman && keys.pairs_with(values) => "plain_",
+        () => "",
+    };
     format!("{stage}{products}{}_{}", keys.name(), values.name())
 }
 

@@ -70,7 +70,7 @@ pub(crate) fn open(config: &Config) -> Result<Vec<Box<dyn Backend>>, DeviceError
 /// Opens each, and no GPU twice, by whatever names.
 fn choose_all<T>(
     choices: &[DeviceChoice],
-    probe: impl Fn() -> Result<Vec<Gpu>, ProbeError>,
+    probe: impl Fn() -> Result<Vec<Result<Gpu, ProbeError>>, ProbeError>,
     gpu: impl Fn(Gpu) -> Result<T, GpuUnusable>,
     cpu: impl Fn() -> Result<T, OpenError>,
 ) -> Result<Vec<T>, DeviceError> {
@@ -167,7 +167,7 @@ fn report(event: CompileEvent) {
 /// What `open` does, over any machine.
 fn choose<T>(
     choice: &DeviceChoice,
-    probe: impl FnOnce() -> Result<Vec<Gpu>, ProbeError>,
+    probe: impl FnOnce() -> Result<Vec<Result<Gpu, ProbeError>>, ProbeError>,
     mut gpu: impl FnMut(Gpu) -> Result<T, GpuUnusable>,
     cpu: impl FnOnce() -> Result<T, OpenError>,
 ) -> Result<T, DeviceError> {
@@ -175,8 +175,13 @@ fn choose<T>(
         DeviceChoice::Cpu => return Ok(cpu()?),
         DeviceChoice::Auto => match first_usable(probe, gpu) {
             Ok(backend) => return Ok(backend),
-            Err(reason) => {
+            Err(Unopened::NoGpu(reason)) => {
                 tracing::info!(%reason, "device = \"auto\": no GPU, so the CPU serves");
+                return Ok(cpu()?);
+            }
+            // Many times slower than was meant to be.
+            Err(Unopened::Unusable(reason)) => {
+                tracing::warn!(reason, "device = \"auto\": no GPU can be used, so the CPU serves");
                 return Ok(cpu()?);
             }
         },
@@ -187,15 +192,25 @@ fn choose<T>(
     opened.map_err(|reason| DeviceError::Gpu { name: name.clone(), reason })
 }
 
-/// The first GPU that opens; else why none does, each by its number.
+/// Why `auto` has no GPU.
+enum Unopened {
+    /// There is none, or no driver for one.
+    NoGpu(ProbeError),
+    /// Those that are there cannot be used: why, each by its number.
+    Unusable(String),
+}
+
+/// The first GPU that opens.
 fn first_usable<T>(
-    probe: impl FnOnce() -> Result<Vec<Gpu>, ProbeError>,
+    probe: impl FnOnce() -> Result<Vec<Result<Gpu, ProbeError>>, ProbeError>,
     mut gpu: impl FnMut(Gpu) -> Result<T, GpuUnusable>,
-) -> Result<T, String> {
-    let gpus = probe().map_err(|reason| reason.to_string())?;
+) -> Result<T, Unopened> {
+    let gpus = probe().map_err(|reason| match reason {
+        ProbeError::NoLibrary | ProbeError::NoDevice => Unopened::NoGpu(reason),
+        _ => Unopened::Unusable(reason.to_string()),
+    })?;
     let mut reasons = Vec::new();
-    for number in gpus.iter().map(|gpu| gpu.ordinal) {
-        let name = GpuName::Ordinal(number);
+    for name in (0..gpus.len() as u32).map(GpuName::Ordinal) {
         let found = name.find(&gpus).map_err(GpuUnusable::from);
         match found.and_then(&mut gpu) {
             Ok(backend) => {
@@ -208,7 +223,7 @@ fn first_usable<T>(
             Err(reason) => reasons.push(format!("{name}: {reason}")),
         }
     }
-    Err(reasons.join("; "))
+    Err(Unopened::Unusable(reasons.join("; ")))
 }
 
 #[cfg(test)]
@@ -223,7 +238,7 @@ mod tests {
 
     /// Which device a machine with these GPUs gives; GPU 1 does not open.
     fn chosen(choice: &DeviceChoice, gpus: Result<u32, ProbeError>) -> Result<String, String> {
-        let probe = || gpus.map(|count| (0..count).map(gpu).collect());
+        let probe = || gpus.map(|count| (0..count).map(|ordinal| Ok(gpu(ordinal))).collect());
         let open = |gpu: Gpu| match gpu.ordinal {
             1 => Err(GpuUnusable::NoKernels("H100".to_owned())),
             ordinal => Ok(format!("gpu {ordinal}")),
@@ -260,10 +275,11 @@ mod tests {
                 ordinal => Ok(ordinal),
             }
         };
-        let found = first_usable(|| Ok(vec![old(0), gpu(1), gpu(2), gpu(3)]), opened);
+        let all = || Ok(vec![Ok(old(0)), Ok(gpu(1)), Ok(gpu(2)), Ok(gpu(3))]);
+        let found = first_usable(all, opened);
         assert_eq!((found, asked), (Ok(2), vec![1, 2]));
         let none = |_| Err::<u32, _>(GpuUnusable::NoKernels("H100".to_owned()));
-        let reason = first_usable(|| Ok(vec![old(0), gpu(1)]), none).unwrap_err();
+        let reason = first_usable(|| Ok(vec![Ok(old(0)), Ok(gpu(1))]), none).unwrap_err();
         let (first, second) = reason.split_once("; cuda:1: ").unwrap();
         assert!(first.starts_with("cuda:0: ") && first.contains("capability 7.5"), "{reason}");
         assert!(second.starts_with("H100 is there, but"), "{reason}");
@@ -287,7 +303,7 @@ mod tests {
 
     #[test]
     fn every_device_that_is_named_is_opened_and_no_gpu_twice() {
-        let probe = || Ok((0..4).map(gpu).collect());
+        let probe = || Ok((0..4).map(|ordinal| Ok(gpu(ordinal))).collect());
         let open = |gpu: Gpu| Ok(format!("gpu {}", gpu.ordinal));
         let all =
             |choices: &[DeviceChoice]| choose_all(choices, probe, open, || Ok("cpu".to_owned()));

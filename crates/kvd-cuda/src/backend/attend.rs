@@ -4,8 +4,7 @@ use super::graphs::Node;
 use super::memory::Device;
 use super::{CudaBackend, THREADS, error};
 use crate::abi::{AttendParameters, MergeParameters};
-use crate::jit::Jit;
-use crate::{Choices, LatePairs, Merged, Options, Tables};
+use crate::{Choices, Merged, Tables};
 use kvd_compute::{AttendPlan, Attended, BackendError};
 use kvd_core::{ErrorCode, Side};
 
@@ -91,8 +90,7 @@ impl CudaBackend {
         let codec = self.codec(plan.model)?;
         let header = |offset: u64| self.headers.get(&offset).copied();
         let (choices, shapes) = &self.models[&plan.model].layers[&plan.layer].by_rows[&rows];
-        let late = self.jit.as_ref().map_or(LatePairs::NONE, Jit::late);
-        let options = Options { late, ..choices.options(plan, kv_heads) };
+        let options = choices.options(plan, kv_heads);
         let new = if in_place { Tables::in_place } else { Tables::new };
         Ok(new(plan, codec, shapes, &header, options)?)
     }

@@ -123,7 +123,10 @@ impl Graphs {
             way => way?,
         };
         if let Some((index, Some(graph))) = way {
-            device.launch_graph(graph)?;
+            if let Err(error) = device.launch_graph(graph) {
+                self.drop_graph(device, index);
+                return Err(error);
+            }
             let known = &mut self.known[index];
             (known.nodes, known.last) = (nodes, None);
             self.launches.graphs += 1;
@@ -160,9 +163,14 @@ impl Graphs {
             if !known.pays(nodes) {
                 return Ok(Some((index, None)));
             }
-            for (at, node) in changes(&known.nodes, nodes) {
+            let updated = changes(&known.nodes, nodes).try_for_each(|(at, node)| {
                 device.update_graph(graph, at, node.launch())?;
                 self.launches.nodes_updated += 1;
+                Ok(())
+            });
+            if let Err(error) = updated {
+                self.drop_graph(device, index);
+                return Err(error);
             }
             return Ok(Some((index, Some(graph))));
         }
@@ -171,6 +179,13 @@ impl Graphs {
         known.graph = Some(graph);
         self.launches.graphs_built += 1;
         Ok(Some((index, Some(graph))))
+    }
+
+    /// Gives the graph of a sequence back after an error: some of its nodes may have other words by
+    /// then than are known of it, which a later call would run.
+    fn drop_graph(&mut self, device: &mut Device, index: usize) {
+        let graph = self.known[index].graph.take();
+        graph.into_iter().for_each(|graph| device.destroy_graph(graph));
     }
 
     /// Keeps nodes in mind. Where there is no room, the sequence that was not used for the longest

@@ -3,9 +3,10 @@
 
 use super::{CudaBackend, ROWS_USUAL, error};
 use crate::backend::memory::ALIGN;
+use crate::jit::Jit;
 use crate::side::ROWS;
 use crate::tables::one_page;
-use crate::{Choices, LatePairs, LayerRoom, Options, Shapes, StoreShapes, Turns};
+use crate::{Choices, LatePairs, LayerRoom, Shapes, StoreShapes, Turns};
 use kvd_codec::{Entropy, ModelCodec, SideSpec};
 use kvd_compute::{BackendError, Sampling};
 use kvd_core::{ErrorCode, LayerIndex, ModelId, Side};
@@ -26,6 +27,11 @@ pub(super) struct Layer {
 impl Layer {
     pub(super) fn stores(&self) -> bool {
         self.store.is_some()
+    }
+
+    /// Whether there are choices for so many rows, made with these late kernels.
+    fn is_for(&self, rows: u32, late: LatePairs) -> bool {
+        self.by_rows.get(&rows).is_some_and(|(choices, _)| choices.late() == late)
     }
 
     fn is_current(&self, codec: &ModelCodec) -> bool {
@@ -85,15 +91,22 @@ impl ModelRoom {
 }
 
 impl CudaBackend {
-    /// What a layer's kernels for units of `rows` query rows are launched with.
+    /// Pairs whose late kernels are loaded.
+    fn late(&self) -> LatePairs {
+        self.jit.as_ref().map_or(LatePairs::NONE, Jit::late)
+    }
+
+    /// What a layer's kernels for units of `rows` query rows are launched with, where `late` are
+    /// there.
     fn choices(
         &self,
         codec: &ModelCodec,
         layer: LayerIndex,
         rows: u32,
+        late: LatePairs,
     ) -> Result<(Choices, Shapes), BackendError> {
         let limits = self.device.limits();
-        let choices = Choices::of_layer(codec, layer, rows, limits).ok_or_else(|| {
+        let choices = Choices::of_layer(codec, layer, rows, (limits, late)).ok_or_else(|| {
             let message = format!(
                 "no thread block of this codec's kernels fits {}; register the model with another \
                  codec or on another device",
@@ -111,16 +124,16 @@ impl CudaBackend {
         let has_codes = |spec: &&SideSpec| spec.entropy == Entropy::Huffman;
         let coded = |side: &Side| codec.spec().variants(*side).iter().any(has_codes);
         let layers = if Side::BOTH.iter().any(coded) { codec.geometry().layers } else { 0 };
+        let later: &[_] = if self.jit.is_some() { &[LatePairs::ALL] } else { &[] };
+        let sets = || [LatePairs::NONE].iter().chain(later);
         for layer in (0..layers).map(LayerIndex) {
-            for rows in ROWS {
-                let (choices, shapes) = self.choices(codec, layer, rows)?;
+            for (rows, late) in
+                ROWS.into_iter().flat_map(|rows| sets().map(move |late| (rows, late)))
+            {
+                let (choices, shapes) = self.choices(codec, layer, rows, *late)?;
                 let plan = one_page(codec, layer, rows);
                 let options = choices.options(&plan, codec.geometry().kv_heads);
                 shapes.check_room(&plan, codec, options)?;
-                if self.jit.is_some() {
-                    let late = LatePairs::ALL;
-                    shapes.check_room(&plan, codec, Options { late, ..options })?;
-                }
             }
         }
         self.device.has_room(ModelRoom::bytes(&rooms))
@@ -134,7 +147,7 @@ impl CudaBackend {
     ) -> Result<Vec<LayerRoom>, BackendError> {
         let layers = (0..codec.geometry().layers).map(LayerIndex);
         let room = |layer| {
-            let (_, shapes) = self.choices(codec, layer, ROWS[2])?;
+            let (_, shapes) = self.choices(codec, layer, ROWS[2], self.late())?;
             check(&shapes)?;
             Ok(LayerRoom::new(codec, layer, &shapes))
         };
@@ -170,23 +183,23 @@ impl CudaBackend {
     }
 
     /// A layer with its tables on the device, brought there once, and ready for kernels of that
-    /// many query rows where it is known.
+    /// many query rows where it is known, those that were compiled late among them.
     pub(super) fn bring_layer(
         &mut self,
         model: ModelId,
         layer: LayerIndex,
         rows: Option<u32>,
     ) -> Result<&Layer, BackendError> {
+        let late = self.late();
         let codec = self.host.codec(model)?;
         let layers = &self.models.entry(model).or_default().layers;
         let known = layers.get(&layer).filter(|known| known.is_current(codec));
-        let missing =
-            rows.filter(|rows| known.is_some_and(|known| !known.by_rows.contains_key(rows)));
+        let missing = rows.filter(|rows| known.is_some_and(|known| !known.is_for(*rows, late)));
         if known.is_none() {
             let places = self.places(model, layer)?;
             let codec = self.host.codec(model)?;
             let rows = rows.unwrap_or(ROWS_USUAL);
-            let (choices, shapes) = self.choices(codec, layer, rows)?;
+            let (choices, shapes) = self.choices(codec, layer, rows, late)?;
             let store = StoreShapes::new(codec, layer, &shapes);
             let tables = self.device.keep(places.tables, &shapes.tables)?;
             let store = match store {
@@ -200,7 +213,7 @@ impl CudaBackend {
             let turns = layers.remove(&layer).and_then(|stale| stale.turns);
             layers.insert(layer, Layer { by_rows, tables, store, turns });
         } else if let Some(rows) = missing {
-            let (choices, mut shapes) = self.choices(codec, layer, rows)?;
+            let (choices, mut shapes) = self.choices(codec, layer, rows, late)?;
             // They lie on the device already.
             shapes.tables = Vec::new();
             let known = self.models.entry(model).or_default().layers.get_mut(&layer);

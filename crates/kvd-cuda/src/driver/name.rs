@@ -71,15 +71,21 @@ impl GpuName {
     /// The GPU of that name.
     ///
     /// # Errors
-    /// When none has it, or the kernels are not for it.
-    pub fn find(&self, gpus: &[Gpu]) -> Result<Gpu, ProbeError> {
-        let is_meant = |gpu: &&Gpu| match self {
-            Self::Ordinal(ordinal) => gpu.ordinal == *ordinal,
-            Self::Uuid(uuid) => is_same_gpu(&gpu.uuid, uuid),
-        };
-        let gpu = gpus.iter().find(is_meant);
+    /// When none has it, the driver does not describe it, or the kernels are not for it.
+    pub fn find(&self, gpus: &[Result<Gpu, ProbeError>]) -> Result<Gpu, ProbeError> {
         let none = || ProbeError::NoSuchDevice { name: self.clone(), count: gpus.len() };
-        let gpu = gpu.ok_or_else(none)?;
+        let gpu = match self {
+            Self::Ordinal(ordinal) => gpus.get(*ordinal as usize).ok_or_else(none)?.as_ref(),
+            Self::Uuid(uuid) => {
+                let is_meant = |gpu: &&Gpu| is_same_gpu(&gpu.uuid, uuid);
+                match gpus.iter().flatten().find(is_meant) {
+                    Some(gpu) => Ok(gpu),
+                    // It may be one that the driver does not describe.
+                    None => Err(gpus.iter().find_map(|gpu| gpu.as_ref().err()).ok_or_else(none)?),
+                }
+            }
+        };
+        let gpu = gpu.map_err(Clone::clone)?;
         let [major, minor] = gpu.limits.compute;
         if major < CAPABILITY_MIN {
             let name = gpu.limits.name.clone();
@@ -94,13 +100,33 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_gpu_that_the_driver_does_not_describe_hides_no_other() {
+        let lost =
+            || ProbeError::Driver { call: "cuDeviceGetName", code: 999, name: "LOST".to_owned() };
+        let gpu = |ordinal| {
+            let uuid = format!("GPU-0000000{ordinal}-0405-0607-0809-0a0b0c0d0e0f");
+            Gpu { ordinal, uuid, limits: crate::Limits::h100() }
+        };
+        let gpus = [Err(lost()), Ok(gpu(1))];
+        assert_eq!(GpuName::Ordinal(0).find(&gpus), Err(lost()));
+        assert_eq!(GpuName::Ordinal(1).find(&gpus), Ok(gpu(1)));
+        assert_eq!(GpuName::Uuid(gpu(1).uuid).find(&gpus), Ok(gpu(1)));
+        // A UUID that none has may be its own.
+        assert_eq!(GpuName::Uuid(gpu(2).uuid).find(&gpus), Err(lost()));
+        for name in [GpuName::Ordinal(2), GpuName::Uuid(gpu(2).uuid)] {
+            let none = name.find(&[Ok(gpu(0)), Ok(gpu(1))]).unwrap_err();
+            assert_eq!(none, ProbeError::NoSuchDevice { name, count: 2 });
+        }
+    }
+
+    #[test]
     fn instances_of_a_divided_gpu_are_named_as_nvidia_smi_prints_them() {
         let digits = "00010203-0405-0607-0809-0a0b0c0d0e0f";
         let name: GpuName = format!("mig-{}", digits.to_uppercase()).parse().unwrap();
         assert_eq!(name, GpuName::Uuid(format!("MIG-{digits}")));
         let uuid = format!("GPU-{digits}");
         let limits = crate::Limits::h100();
-        let gpus = [Gpu { ordinal: 0, uuid: uuid.clone(), limits }];
+        let gpus = [Ok(Gpu { ordinal: 0, uuid: uuid.clone(), limits })];
         assert_eq!(name.find(&gpus).unwrap().ordinal, 0);
         assert!(is_same_gpu(&uuid, &format!("MIG-{digits}")) && is_same_gpu(digits, &uuid));
         assert!(!is_same_gpu(&uuid, "GPU-10010203-0405-0607-0809-0a0b0c0d0e0f"));

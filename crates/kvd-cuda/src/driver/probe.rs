@@ -1,7 +1,7 @@
 //! Which GPUs this machine has, or why none can be used. The driver is opened at run time, and
 //! nothing here panics, whatever the library is: each symbol is looked for before it is called.
-//! Its answers are an enum of cudarc's, which a code of a later driver that this does not know
-//! would make undefined behaviour: what is compared here and printed is as old as CUDA 13.
+//! Its answers are an enum of cudarc's, of the codes that CUDA 13.3 has: another one, as later
+//! drivers may have, of a minor version too, would be undefined behaviour where a call answers it.
 //!
 //! Unsafe code: calls of the driver's C functions.
 #![expect(unsafe_code, reason = "calls of the driver's C functions")]
@@ -126,11 +126,12 @@ pub enum ProbeError {
     },
 }
 
-/// The GPUs of this machine, at least one.
+/// The GPUs of this machine by their numbers, at least one: each as the driver describes it, or why
+/// it does not.
 ///
 /// # Errors
 /// Why there is none.
-pub fn devices() -> Result<Vec<Gpu>, ProbeError> {
+pub fn devices() -> Result<Vec<Result<Gpu, ProbeError>>, ProbeError> {
     // SAFETY: opens the library and closes it; what it runs when it is opened is the vendor's.
     if !unsafe { sys::is_culib_present() } {
         return Err(ProbeError::NoLibrary);
@@ -157,7 +158,7 @@ pub fn devices() -> Result<Vec<Gpu>, ProbeError> {
     if count <= 0 {
         return Err(ProbeError::NoDevice);
     }
-    (0..count).map(gpu).collect()
+    Ok((0..count).map(gpu).collect())
 }
 
 /// The first of some functions that a driver, which was opened, does not have.

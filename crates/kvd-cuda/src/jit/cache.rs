@@ -2,16 +2,20 @@
 //! says what it is of and has a checksum: one that is damaged is as good as none. May be deleted at
 //! any time.
 
+use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::hash::{BuildHasher, RandomState};
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 use xxhash_rust::xxh3::{Xxh3, xxh3_128};
 
 /// The first bytes of a file.
 const MAGIC: &[u8] = b"kvd kernels 1\n";
 /// A file that is larger is none of ours.
 const FILE_BYTES_MAX: u64 = 64 << 20;
+/// A file that is being written for longer is nobody's any more.
+const WRITE_MAX: Duration = Duration::from_secs(3600);
 
 /// What the cache has.
 pub(super) enum Found {
@@ -33,6 +37,15 @@ impl Cache {
     /// The file of what `key` describes.
     pub(super) fn path(&self, key: &str) -> PathBuf {
         self.folder.join(format!("{:032x}.kernels", xxh3_128(key.as_bytes())))
+    }
+
+    /// Removes what writers that crashed have left beside their files. A file that is another's by
+    /// then, or cannot be removed, harms nobody.
+    pub(super) fn sweep(&self) {
+        let entries = fs::read_dir(&self.folder).into_iter().flatten().flatten();
+        for path in entries.map(|entry| entry.path()).filter(|path| is_left(path)) {
+            let _ = fs::remove_file(path);
+        }
     }
 
     pub(super) fn read(&self, key: &str) -> Found {
@@ -80,6 +93,17 @@ fn beside(path: &Path) -> PathBuf {
     path.with_extension(format!("{random:016x}"))
 }
 
+/// Whether it has such a name, and is older than any write takes.
+fn is_left(path: &Path) -> bool {
+    let has_digits = |part: Option<&OsStr>, count: usize| {
+        let text = part.and_then(OsStr::to_str).unwrap_or_default();
+        text.len() == count && text.bytes().all(|c| c.is_ascii_hexdigit())
+    };
+    let changed = || fs::metadata(path).and_then(|of| of.modified());
+    let is_old = || changed().is_ok_and(|at| at.elapsed().is_ok_and(|age| age > WRITE_MAX));
+    has_digits(path.file_stem(), 32) && has_digits(path.extension(), 16) && is_old()
+}
+
 /// Whoever may write here chooses what the GPU runs: the folder is its owner's alone.
 fn create(folder: &Path) -> io::Result<()> {
     let mut builder = fs::DirBuilder::new();
@@ -116,6 +140,7 @@ fn parse<'a>(bytes: &'a [u8], key: &str) -> Result<&'a [u8], &'static str> {
 mod tests {
     use super::*;
     use std::collections::BTreeSet;
+    use std::time::SystemTime;
 
     fn image(found: Found) -> Result<Vec<u8>, String> {
         match found {
@@ -147,6 +172,28 @@ mod tests {
         assert_eq!(names.len(), 1000);
         let digits = |name: &Path| name.extension().map(|end| end.len());
         assert!(names.iter().all(|name| digits(name) == Some(16)), "{names:?}");
+    }
+
+    #[test]
+    fn what_a_crash_has_left_is_removed_and_nothing_else() {
+        let folder = tempfile::tempdir().unwrap();
+        let cache = Cache::new(folder.path().to_owned());
+        cache.sweep();
+        cache.write("key", b"image").unwrap();
+        let path = cache.path("key");
+        let (old, new) = (beside(&path), beside(&path));
+        let others = folder.path().join("notes.0123456789abcdef");
+        for file in [&old, &new, &others] {
+            fs::write(file, b"half").unwrap();
+        }
+        for file in [&path, &old, &others] {
+            let at = SystemTime::now() - 2 * WRITE_MAX;
+            File::options().write(true).open(file).unwrap().set_modified(at).unwrap();
+        }
+        cache.sweep();
+        let is_there = [&path, &old, &new, &others].map(|file| file.exists());
+        assert_eq!(is_there, [true, false, true, true]);
+        Cache::new(folder.path().join("none")).sweep();
     }
 
     #[test]

@@ -1,6 +1,7 @@
-//! Kernels for pairs of sides that have none ahead of time. The kernel that all such pairs share
-//! serves at once; a thread compiles the pair's own from the same headers, or finds it on disk, and
-//! from then on that one serves. Nothing waits for it, and nothing fails because of it.
+//! Kernels for pairs of sides that have none ahead of time, or none that reads their shapes. The
+//! kernel that all such pairs share serves at once; a thread compiles the pair's own from the same
+//! headers, or finds it on disk, and from then on that one serves. Nothing waits for it, and
+//! nothing fails because of it.
 //!
 //! Owned by the lane's thread, but for the compiler and the cache, which its own thread owns.
 
@@ -18,12 +19,16 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::thread::JoinHandle;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-/// The kernels that pairs without one of their own share, fixed width and Huffman codes.
+/// The kernels that pairs share whose pages none of their own reads, fixed width and Huffman codes.
 const SHARED: [&str; 2] = ["kvd_attend_any_any_8", "kvd_attend_huffman_any_any_8"];
+
+/// How long the thread is waited for at the end: a pair can take a minute to compile, and whoever
+/// ends the process has a limit of its own.
+const LAST_WAIT: Duration = Duration::from_secs(1);
 
 /// Why a kernel was not compiled.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -126,10 +131,16 @@ struct Sides {
 }
 
 impl Sides {
-    /// Its part of the kernels' names.
+    /// Its part of the kernels' names: none that a kernel has which is compiled ahead of time.
     fn name(self) -> String {
-        let products = if self.tensor { "tensor_" } else { "" };
-        format!("{products}{}_{}", self.keys.name(), self.values.name())
+        let Self { keys, values, huffman, tensor } = self;
+        let is_known = Pair { keys, values, huffman }.is_known();
+        let products = match (tensor, is_known) {
+            (true, _) => "tensor_",
+            (false, true) => "plain_",
+            (false, false) => "",
+        };
+        format!("{products}{}_{}", keys.name(), values.name())
     }
 
     /// Its kernel for so many query rows.
@@ -203,6 +214,9 @@ impl Jit {
         let on_thread = stop.clone();
         let thread =
             std::thread::Builder::new().name("kvd-kernels".to_owned()).spawn(move || {
+                if let Some(cache) = &worker.cache {
+                    cache.sweep();
+                }
                 for sides in requests {
                     if on_thread.load(Ordering::Acquire) {
                         return;
@@ -227,7 +241,7 @@ impl Jit {
         })
     }
 
-    /// Asks for the pairs of a codec that have no kernels of their own.
+    /// Asks for the pairs of a codec whose pages no kernels of their own read.
     pub(crate) fn want(&mut self, codec: &ModelCodec) {
         let geometry = codec.geometry();
         for layer in (0..geometry.layers).map(LayerIndex) {
@@ -277,10 +291,20 @@ impl Jit {
 }
 
 impl Drop for Jit {
-    /// Waits for what is being compiled: seconds.
+    /// Waits a moment for what is being compiled, and else leaves the thread behind, which owns all
+    /// that it uses and ends when that is compiled, or with the process.
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Release);
         self.wanted = None;
+        let end = Instant::now() + LAST_WAIT;
+        loop {
+            match self.made.recv_timeout(end.saturating_duration_since(Instant::now())) {
+                // For nobody any more.
+                Ok(_) => {}
+                Err(RecvTimeoutError::Disconnected) => break,
+                Err(RecvTimeoutError::Timeout) => return,
+            }
+        }
         // Its panic, if it had one, was printed, and the shared kernel has served since.
         let _ = self.thread.take().map(JoinHandle::join);
     }
@@ -324,8 +348,13 @@ mod tests {
     use super::*;
     use crate::side::Variant;
     use kvd_core::{DType, Geometry, RopePairing};
+    use std::sync::mpsc::RecvError;
 
-    struct MadeUp;
+    /// Says that it compiles, and begins when it may.
+    struct MadeUp {
+        begun: SyncSender<()>,
+        go: Receiver<()>,
+    }
 
     impl KernelCompiler for MadeUp {
         fn version(&self) -> String {
@@ -333,16 +362,24 @@ mod tests {
         }
 
         fn compile(&mut self, source: KernelSource<'_>) -> Result<Vec<u8>, CompileError> {
+            self.begun.send(()).unwrap();
+            self.go.recv().unwrap();
             Ok(source.text.as_bytes().to_vec())
         }
     }
 
-    /// What is heard of a pair's image, which `load` loads.
-    fn heard(load: impl Fn(&[String]) -> Result<(), String>) -> (Jit, CompileEvent) {
-        let (tell, heard) = sync_channel(4);
-        let report: CompileReport = Arc::new(move |event| tell.send(event).unwrap());
+    /// With one pair to compile, of keys and values of `side`, and how its compiler is followed.
+    fn start(report: CompileReport, side: &str) -> (Jit, Receiver<()>, SyncSender<()>) {
+        let (begun, begins) = sync_channel(4);
+        let (go, gate) = sync_channel(4);
+        let compiler = Box::new(MadeUp { begun, go: gate });
         // No folder: it is compiled nonetheless.
-        let mut jit = Jit::start(Box::new(MadeUp), None, [9, 0], report).unwrap();
+        let mut jit = Jit::start(compiler, None, [9, 0], report).unwrap();
+        want(&mut jit, side);
+        (jit, begins, go)
+    }
+
+    fn want(jit: &mut Jit, side: &str) {
         let geometry = Geometry {
             layers: 1,
             kv_heads: 1,
@@ -352,9 +389,34 @@ mod tests {
             dtype: DType::F16,
             rope_pairing: RopePairing::Half,
         };
-        let side = "uniform(b=4,g=32,axis=token,mode=sym)";
         let spec = kvd_codec::resolve(&format!("k={side}; v={side}")).unwrap();
         jit.want(&ModelCodec::new(geometry, spec, None).unwrap());
+    }
+
+    const SYMMETRIC: &str = "uniform(b=4,g=32,axis=token,mode=sym)";
+
+    #[test]
+    fn a_pair_with_kernels_ahead_of_time_has_others_names_late() {
+        for huffman in [false, true] {
+            let sides =
+                |keys, values| Sides { keys, values, huffman, tensor: false }.kernel(ROWS[1]);
+            let stage = if huffman { "huffman_" } else { "" };
+            let (uniform, grid) = (Kernel::Uniform, Kernel::Grid);
+            let ahead = Pair { keys: uniform, values: uniform, huffman }.kernel(Variant::Own, 4);
+            assert_eq!(ahead, format!("kvd_attend_{stage}uniform_uniform_4"));
+            let late = format!("kvd_attend_{stage}plain_uniform_uniform_4");
+            assert_eq!(sides(uniform, uniform), late);
+            assert!(kernel_source(uniform, uniform, huffman).contains("(plain_uniform_uniform, "));
+            assert_eq!(sides(grid, uniform), format!("kvd_attend_{stage}grid_uniform_4"));
+        }
+    }
+
+    /// What is heard of a pair's image, which `load` loads.
+    fn heard(load: impl Fn(&[String]) -> Result<(), String>) -> (Jit, CompileEvent) {
+        let (tell, heard) = sync_channel(4);
+        let report: CompileReport = Arc::new(move |event| tell.send(event).unwrap());
+        let (mut jit, _begins, go) = start(report, SYMMETRIC);
+        go.send(()).unwrap();
         loop {
             jit.take(|image, kernels| {
                 assert!(String::from_utf8_lossy(image).contains("symmetric_symmetric"));
@@ -381,6 +443,34 @@ mod tests {
         let (jit, event) = heard(|kernels| Err(format!("no kernel {}", kernels[2])));
         let CompileEvent::Failed { reason, .. } = event else { panic!("{event:?}") };
         assert_eq!((reason, own(&jit)), (format!("no kernel {}", wanted[2]), None));
+    }
+
+    #[test]
+    fn whoever_ends_does_not_wait_for_what_is_compiled() {
+        let (mut jit, begins, go) = start(Arc::new(|_| {}), SYMMETRIC);
+        want(&mut jit, "uniform(b=4,g=48,axis=channel)");
+        begins.recv().unwrap();
+        let begun = Instant::now();
+        drop(jit);
+        let seconds = begun.elapsed().as_secs();
+        assert!((1..30).contains(&seconds), "{seconds} s");
+        // The thread goes on by itself, compiles nothing else, and gives its compiler up.
+        go.send(()).unwrap();
+        assert_eq!(begins.recv(), Err(RecvError));
+    }
+
+    #[test]
+    fn a_thread_with_nothing_to_do_is_not_waited_for() {
+        let (mut jit, begins, go) = start(Arc::new(|_| {}), SYMMETRIC);
+        go.send(()).unwrap();
+        begins.recv().unwrap();
+        while jit.ready.is_empty() {
+            jit.take(|_, _| Ok(()));
+        }
+        let begun = Instant::now();
+        drop(jit);
+        assert!(begun.elapsed() < LAST_WAIT);
+        assert_eq!(begins.recv(), Err(RecvError));
     }
 
     #[test]

@@ -12,9 +12,9 @@ use kvd_codec::{ModelCodec, SideSpec};
 use kvd_compute::{AttendPlan, PlanQuery};
 use kvd_core::{LayerIndex, Side};
 
-/// What a layer's attention is launched with on a GPU, by the query rows of its units: what
-/// [`crate::plan`] says of the layer's codec. Where heads are stored differently, what is right for
-/// all of them.
+/// What a layer's attention is launched with on a GPU, by the query rows of its units and the
+/// kernels that were compiled late: with all of them what [`crate::plan`] says of the layer's
+/// codec. Where heads are stored differently, what is right for all of them.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Choices {
     /// Where codebooks are kept, none of a side without.
@@ -26,6 +26,8 @@ pub struct Choices {
     shared: SharedMemory,
     /// Chunks of Huffman codes that a thread block decodes together; none without such codes.
     chunks: Option<u32>,
+    /// Pairs whose late kernels are there.
+    late: LatePairs,
 }
 
 impl Choices {
@@ -36,14 +38,15 @@ impl Choices {
         rows_of(most.saturating_mul(plan.q_heads / kv_heads).min(ROWS_MAX))
     }
 
-    /// Those for units of at most `rows` query rows of a layer; `None` when a head has no thread
-    /// block that fits.
+    /// Those for units of at most `rows` query rows of a layer, where `late` were compiled: others'
+    /// pages are for the kernel that all pairs share, of which other thread blocks fit. `None` when
+    /// a head has no thread block that fits.
     #[must_use]
     pub fn of_layer(
         codec: &ModelCodec,
         layer: LayerIndex,
         rows: u32,
-        limits: &Limits,
+        (limits, late): (&Limits, LatePairs),
     ) -> Option<Self> {
         let (spec, geometry) = (codec.spec(), codec.geometry());
         let mut pairs = Vec::new();
@@ -54,7 +57,7 @@ impl Choices {
             }
         }
         let of_pair = |pair: [&SideSpec; 2]| {
-            let fit = Fit::new(pair, geometry, rows, limits)?;
+            let fit = Fit::new(pair, geometry, rows, (limits, late))?;
             let token_bits = Side::BOTH.map(|side| {
                 bits(pair[side.index()], geometry, side) * geometry.head_dim(side) as f64
             });
@@ -64,6 +67,7 @@ impl Choices {
                 resident: limits.multiprocessors * fit.occupancy.blocks,
                 shared: limits.shared(),
                 chunks: (fit.chunks > 0).then_some(fit.chunks),
+                late,
             })
         };
         let choices = pairs.into_iter().map(of_pair).collect::<Option<Vec<_>>>()?;
@@ -80,7 +84,13 @@ impl Choices {
                 (Some(a), Some(b)) => Some(a.min(b)),
                 (a, b) => a.or(b),
             },
+            late,
         })
+    }
+
+    /// The pairs for whose late kernels they are.
+    pub(crate) fn late(&self) -> LatePairs {
+        self.late
     }
 
     /// How a plan's stored tokens are cut, so that its heads fill the GPU.
@@ -93,7 +103,7 @@ impl Choices {
         let runs = splits(self.resident, heads, parts).0;
         let channel_split = self.channel_split(plan, self.resident / heads.max(1), runs);
         let parts_per_unit = splits(self.resident, heads * channel_split, parts).1 as usize;
-        let (shared, chunks, late) = (self.shared, self.chunks, LatePairs::NONE);
+        let (shared, chunks, late) = (self.shared, self.chunks, self.late);
         Options { parts_per_unit, shared, chunks, channel_split, late }
     }
 

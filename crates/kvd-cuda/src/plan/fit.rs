@@ -5,6 +5,7 @@ use super::occupancy::{Block, Occupancy};
 use super::{CodebookPlan, Limits, bits};
 use crate::buffers::{BUFFERS_MIN, Staging};
 use crate::lanes::{self, PIECE_BYTES, decoding};
+use crate::late::LatePairs;
 use crate::products;
 use crate::side::TILE_TOKENS;
 use crate::table::CodebookRoom;
@@ -36,19 +37,20 @@ pub(super) struct Fit {
 }
 
 impl Fit {
-    /// Of units of `rows` query rows; `None` when not even one thread block fits.
+    /// Of units of `rows` query rows, where `late` were compiled; `None` when not even one thread
+    /// block fits.
     pub(super) fn new(
         specs: [&SideSpec; 2],
         geometry: &Geometry,
         rows: u32,
-        limits: &Limits,
+        (limits, late): (&Limits, LatePairs),
     ) -> Option<Self> {
         let of = |side: Side| (specs[side.index()], geometry.head_dim(side));
         let coded = Side::BOTH.map(|side| lanes::expected(side, of(side)));
-        let kernel = products::expected(specs, geometry, rows);
+        let kernel = products::expected(specs, geometry, rows, late);
         let (rows, products) = (kernel.rows, kernel.sides);
         let buffer = products[0].stage + products[1].stage + GAIN_STAGE;
-        let work = products[0].bytes + products[1].bytes;
+        let work = products.iter().map(|of_side| of_side.bytes + of_side.table).sum::<usize>();
         let other = kernel.fixed_bytes + BUFFERS_MIN * buffer + coded[0][1] + coded[1][1] + work;
         let huffman = coded[0][0] + coded[1][0] > 0;
         let (resident, registers) = kernel.resident;

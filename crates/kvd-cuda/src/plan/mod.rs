@@ -24,6 +24,7 @@ pub(crate) use occupancy::SHARED_RESERVED;
 pub use occupancy::{Block, Occupancy};
 pub use pipes::Pipes;
 
+use crate::late::LatePairs;
 use crate::side::rows_of;
 use crate::store::encoded_on_host;
 use crate::table::CodebookRoom;
@@ -164,14 +165,16 @@ fn code_bits(levels: u32) -> f64 {
     }
 }
 
-/// The plan, or `None` when not even one thread block fits a multiprocessor.
+/// The plan where every kernel that can be compiled late was, or `None` when not even one thread
+/// block fits a multiprocessor.
 #[must_use]
 pub fn plan(codec: &CodecSpec, workload: &Workload, limits: &Limits) -> Option<Plan> {
     let geometry = &workload.geometry;
     let [dim_k, dim_v] = Side::BOTH.map(|side| geometry.head_dim(side) as u32);
     let bits = Side::BOTH.map(|side| bits(codec.side(side), geometry, side));
     let rows = workload.group.min(ROWS_MAX);
-    let fit = Fit::new(Side::BOTH.map(|side| codec.side(side)), geometry, rows, limits)?;
+    let sides = Side::BOTH.map(|side| codec.side(side));
+    let fit = Fit::new(sides, geometry, rows, (limits, LatePairs::ALL))?;
     let resident = limits.multiprocessors * fit.occupancy.blocks;
     let parts = workload.tokens.div_ceil(geometry.block_tokens).max(1);
     let heads = workload.batch * geometry.kv_heads * workload.group.div_ceil(ROWS_MAX);
@@ -206,7 +209,7 @@ pub fn plan(codec: &CodecSpec, workload: &Workload, limits: &Limits) -> Option<P
         products: fit.products,
         is_late: fit.is_late,
         counted: counts::counted(
-            Side::BOTH.map(|side| codec.side(side)),
+            sides,
             counts::Launched {
                 on_tensor_cores: fit.products == [None; 2],
                 is_fixed: fit.is_fixed,

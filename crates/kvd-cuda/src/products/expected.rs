@@ -1,8 +1,8 @@
 //! What a plan expects of the kernel for both sides of a codec, before anything is calibrated.
 
 use super::{
-    factor, fixed_bytes, on_tensor_cores, resident, rows_of_kernel, staged_bytes, tiles_together,
-    variant, work_bytes,
+    factor, fixed_bytes, on_tensor_cores, resident, rows_of_kernel, staged_bytes, table_bytes,
+    tiles_together, variant, work_bytes,
 };
 use crate::abi::SideShape;
 use crate::fixed::{self, polar_table_bytes};
@@ -22,6 +22,8 @@ pub(crate) struct Expected {
     pub(crate) bytes: usize,
     /// Shared memory of one staged tile, bytes.
     pub(crate) stage: usize,
+    /// Shared memory of what it looks up, bytes: codebooks, which take what is left, apart.
+    pub(crate) table: usize,
 }
 
 /// What a plan expects of the kernel for both sides.
@@ -42,8 +44,14 @@ pub(crate) struct ExpectedKernel {
     pub(crate) is_late: bool,
 }
 
-/// What the kernel for both sides will do with units of `rows` query rows.
-pub(crate) fn expected(specs: [&SideSpec; 2], geometry: &Geometry, rows: u32) -> ExpectedKernel {
+/// What the kernel for both sides will do with units of `rows` query rows, where `late` were
+/// compiled.
+pub(crate) fn expected(
+    specs: [&SideSpec; 2],
+    geometry: &Geometry,
+    rows: u32,
+    late: LatePairs,
+) -> ExpectedKernel {
     let kernels = specs.map(|spec| kernel_of(spec, geometry.dtype));
     let grouped = Side::BOTH.iter().all(|side| {
         kernels[side.index()] == Kernel::BitAlloc
@@ -55,7 +63,7 @@ pub(crate) fn expected(specs: [&SideSpec; 2], geometry: &Geometry, rows: u32) ->
     });
     let huffman = specs.iter().any(|spec| spec.entropy == Entropy::Huffman);
     let pair = Pair { keys: kernels[0], values: kernels[1], huffman };
-    let variant = variant(pair, &key, &value, LatePairs::ALL);
+    let variant = variant(pair, &key, &value, late);
     let rows = rows_of_kernel(variant, rows);
     let multiplies = Side::BOTH.map(|side| factor(kernels[side.index()], side).is_some());
     let not = |side: Side| match variant {
@@ -76,7 +84,9 @@ pub(crate) fn expected(specs: [&SideSpec; 2], geometry: &Geometry, rows: u32) ->
         let bytes = work_bytes((pair, variant), side, shape, rows as usize);
         let tokens = geometry.block_tokens as usize;
         let stage = staged_bytes((pair, variant), side, (shape, tokens), rows);
-        Expected { not: not(side), bytes, stage }
+        let is_vq = kernels[side.index()] == Kernel::Vq;
+        let table = if is_vq { 0 } else { table_bytes((pair, variant), side, shape) };
+        Expected { not: not(side), bytes, stage, table }
     };
     let dim = geometry.head_dim(Side::Key);
     let is_fixed = fixed::kernel((pair, variant), rows, &key, &value).is_some();
@@ -153,14 +163,13 @@ fn expected_shape(
             // Directions alone, where pages have the steps of their radii.
             let with_steps = polar_table_bytes(shape.angle_bits, shape.dim);
             shape.table_bytes = if group.is_some() { 8 << angle } else { with_steps };
-            shape.entry_bytes = if shape.bits <= 8 { 4 } else { 0 };
-            shape.entry_count = 1 << shape.bits;
+            lookup::expect_all(&mut shape, 4);
         }
         Quantizer::Lloyd { bits } => {
             shape.kind = Kernel::Lloyd as u32;
             shape.bits = bits.into();
-            shape.entry_bytes = if shape.bits <= 8 { 2 } else { 0 };
-            shape.entry_count = 1 << shape.bits;
+            shape.table_bytes = 4 << bits;
+            lookup::expect_all(&mut shape, 2);
         }
         Quantizer::Grid { .. } => {
             shape.kind = Kernel::Grid as u32;

@@ -10,7 +10,7 @@ fn assert_no_room(error: &DriverError, what: &str) {
 #[test]
 #[ignore = "what another test starts as a process"]
 fn no_room() {
-    let mut driver = CudaDriver::open(devices().unwrap().remove(0)).unwrap();
+    let mut driver = CudaDriver::open(devices().unwrap().remove(0).unwrap()).unwrap();
     assert_no_room(&driver.load(b"kernels").unwrap_err(), "kernels");
     // It goes on, without kernels that would be loaded later.
     let own = driver.alloc(8).unwrap();

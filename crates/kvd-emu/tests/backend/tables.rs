@@ -2,7 +2,7 @@
 
 use super::*;
 use kvd_codec::CodeCounts;
-use kvd_cuda::{Choices, LayerRoom, Shapes, StoreShapes};
+use kvd_cuda::{Choices, LatePairs, LayerRoom, Shapes, StoreShapes};
 
 /// What the tables of a model's only layer take at most, as they are on the device.
 fn room(codec: &ModelCodec) -> u64 {
@@ -15,7 +15,7 @@ fn room(codec: &ModelCodec) -> u64 {
 
 fn layer_room(codec: &ModelCodec) -> (Shapes, LayerRoom) {
     let layer = LayerIndex(0);
-    let choices = Choices::of_layer(codec, layer, 8, &Limits::h100()).unwrap();
+    let choices = Choices::of_layer(codec, layer, 8, (&Limits::h100(), LatePairs::NONE)).unwrap();
     let shapes = Shapes::new(codec, layer, choices.rooms());
     let room = LayerRoom::new(codec, layer, &shapes);
     (shapes, room)

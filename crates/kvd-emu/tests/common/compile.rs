@@ -167,6 +167,37 @@ fn a_pair_that_tensor_cores_can_multiply_is_launched_with_tables_of_its_own() {
 }
 
 #[test]
+fn units_are_cut_for_the_kernel_that_serves() {
+    if !available() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let Seen { mut backend, watch, go, events, .. } = Seen::new(folder.path(), "one");
+    // Registered once; pages enough for the thread blocks of both heads that the GPU holds.
+    let part = store(&mut backend, suite::codec(MIXED, RopePairing::Half));
+    let parts = (0..200).map(|page| PlanPart { first_token: 8 * page, ..part.clone() });
+    let plan = suite::attend_plan(parts.collect(), 1);
+    let mut launched = || {
+        let mut seen = watch.lock();
+        seen.kernels.clear();
+        seen.blocks.clear();
+        drop(seen);
+        backend.attend(&plan).unwrap();
+        let seen = watch.lock();
+        let launches = seen.kernels.iter().cloned().zip(seen.blocks.iter().copied());
+        launches.filter(|(name, _)| name.contains("attend")).collect::<Vec<_>>()
+    };
+    // Four of its thread blocks fit a multiprocessor: a page each.
+    assert_eq!(launched(), [("kvd_attend_any_any_8".to_owned(), 400)]);
+    go.send(Ok(())).unwrap();
+    while !events.lock().iter().any(Seen::is_ready) {
+        launched();
+    }
+    // Three of this one's, which are 198 for each head: two pages each.
+    assert_eq!(launched(), [(TENSOR.to_owned(), 200)]);
+}
+
+#[test]
 fn windows_and_ranges_of_such_a_pair_are_answered_before_and_after() {
     if !available() {
         return;
@@ -187,6 +218,25 @@ fn a_pair_with_a_kernel_of_its_own_is_not_compiled() {
     seen.backend.register(ModelId(1), suite::codec("kivi-4", RopePairing::Half));
     drop(seen.backend);
     assert_eq!((seen.compiled.lock().len(), seen.events.lock().len()), (0, 0));
+}
+
+#[test]
+fn one_whose_own_kernel_refuses_its_shape_has_another_compiled() {
+    if !available() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let codec = "k=uniform(b=4,g=48,axis=channel); v=uniform(b=4,g=32,axis=token)";
+    let mut seen = Seen { codec, ..Seen::new(folder.path(), "one") };
+    let (shared, kernels) = seen.attend();
+    assert_eq!(kernels, ["kvd_attend_any_any_8"]);
+    seen.go.send(Ok(())).unwrap();
+    assert_eq!(seen.attend_until(Seen::is_ready), shared);
+    let (own, kernels) = seen.attend();
+    assert_eq!(
+        (own, &kernels[..]),
+        (shared, &["kvd_attend_plain_uniform_uniform_8".to_owned()][..])
+    );
 }
 
 #[test]

@@ -400,6 +400,9 @@ impl Driver for EmuDriver {
             let reason = "CUDA_ERROR_GRAPH_EXEC_UPDATE_FAILURE (910)".to_owned();
             return Err(DriverError::Refused { call: "update_graph", reason });
         }
+        if self.watch.lock().fail == Fail::Node && node == 2 {
+            return Err(DriverError::NoRoom(launch.kernel.to_owned()));
+        }
         let work = self.launch_work(&launch);
         let nodes = self.graphs[graph.0 as usize].as_mut().expect("a graph");
         let name = |work: &Work| match work {

@@ -2,6 +2,7 @@
 #![allow(dead_code, reason = "each test file uses its own part")]
 
 pub(crate) mod agree;
+pub(crate) mod late;
 pub(crate) mod levels;
 pub(crate) mod reference;
 pub(crate) mod run;

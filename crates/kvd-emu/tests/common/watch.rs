@@ -70,6 +70,8 @@ pub(crate) enum Fail {
     Graphs,
     /// No graph is changed.
     Updates,
+    /// Of a graph that is changed the third node finds no memory.
+    Node,
 }
 
 /// A call that does nothing, as if the backend had forgotten it.

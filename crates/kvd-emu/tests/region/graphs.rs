@@ -233,6 +233,41 @@ fn a_graph_that_the_driver_refuses_turns_graphs_off_and_the_answer_stands() {
 }
 
 #[test]
+fn a_graph_that_was_changed_in_part_is_given_back() {
+    if !available() {
+        return;
+    }
+    let (mut plain, other_part) = without_graphs("raw");
+    let (mut fixture, part) = with_rows("raw", OPTIONS);
+    let of = |part: &PlanPart, changed: bool| {
+        let mut plan = plan(part, DType::F16, 4, if changed { &[1] } else { &[1, 1] });
+        plan.soft_cap = changed.then_some(2.0);
+        plan
+    };
+    let mut agree = |fixture: &mut Fixture, changed| {
+        let right = plain.backend.attend(&of(&other_part, changed)).unwrap();
+        let answer = fixture.backend.attend(&of(&part, changed)).unwrap();
+        assert_eq!((answer.out, answer.lse), (right.out, right.lse), "changed: {changed}");
+    };
+    // A graph; kernel by kernel, and then it would be changed.
+    for changed in [false, false, true] {
+        agree(&mut fixture, changed);
+    }
+    let live = fixture.watch.lock().live;
+    fixture.watch.lock().fail = Fail::Node;
+    assert_eq!(ask(&mut fixture, &of(&part, true)), Err(ErrorCode::LimitExceeded));
+    assert_eq!(fixture.watch.lock().live, live - 1);
+    // The words that it was made with are not what it would run.
+    fixture.watch.lock().fail = Fail::Never;
+    for changed in [false, false, true] {
+        agree(&mut fixture, changed);
+    }
+    let launches = fixture.backend.backend.launches();
+    assert_eq!((launches.graphs_built, launches.graphs_off), (2, None));
+    assert_eq!(fixture.backend.failure(), None);
+}
+
+#[test]
 fn graphs_are_bounded_and_one_that_fails_fails_the_device() {
     if !available() {
         return;
