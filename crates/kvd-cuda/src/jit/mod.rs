@@ -26,7 +26,7 @@ use std::time::{Duration, Instant};
 /// The kernels that pairs share whose pages none of their own reads, fixed width and Huffman codes.
 const SHARED: [&str; 2] = ["kvd_attend_any_any_8", "kvd_attend_huffman_any_any_8"];
 
-/// How long the thread is waited for at the end: a pair can take a minute to compile, and whoever
+/// How long the thread is waited for at the end: a pair can take minutes to compile, and whoever
 /// ends the process has a limit of its own.
 const LAST_WAIT: Duration = Duration::from_secs(1);
 
