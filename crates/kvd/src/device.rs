@@ -193,6 +193,7 @@ fn choose<T>(
 }
 
 /// Why `auto` has no GPU.
+#[derive(Debug, PartialEq)]
 enum Unopened {
     /// There is none, or no driver for one.
     NoGpu(ProbeError),
@@ -277,12 +278,24 @@ mod tests {
         };
         let all = || Ok(vec![Ok(old(0)), Ok(gpu(1)), Ok(gpu(2)), Ok(gpu(3))]);
         let found = first_usable(all, opened);
-        assert_eq!((found, asked), (Ok(2), vec![1, 2]));
+        assert_eq!((found.unwrap(), asked), (2, vec![1, 2]));
         let none = |_| Err::<u32, _>(GpuUnusable::NoKernels("H100".to_owned()));
-        let reason = first_usable(|| Ok(vec![Ok(old(0)), Ok(gpu(1))]), none).unwrap_err();
+        let unopened = first_usable(|| Ok(vec![Ok(old(0)), Ok(gpu(1))]), none).unwrap_err();
+        let Unopened::Unusable(reason) = unopened else { panic!("{unopened:?}") };
         let (first, second) = reason.split_once("; cuda:1: ").unwrap();
         assert!(first.starts_with("cuda:0: ") && first.contains("capability 7.5"), "{reason}");
         assert!(second.starts_with("H100 is there, but"), "{reason}");
+    }
+
+    #[test]
+    fn no_gpu_and_none_that_can_be_used_are_told_apart() {
+        let unopened = |error| first_usable(|| Err(error), Ok).unwrap_err();
+        for none in [ProbeError::NoLibrary, ProbeError::NoDevice] {
+            assert!(matches!(unopened(none), Unopened::NoGpu(_)));
+        }
+        let old = ProbeError::TooOld { have: 12_080, need: 13_000 };
+        let Unopened::Unusable(reason) = unopened(old) else { panic!("a driver is no GPU") };
+        assert!(reason.contains("version 12080"), "{reason}");
     }
 
     #[test]

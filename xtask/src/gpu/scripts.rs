@@ -17,8 +17,20 @@ fn python(statements: &str) -> Value {
     serde_json::from_slice(&output.stdout).unwrap()
 }
 
+/// Whether there is a Python to ask.
+fn has_python() -> bool {
+    let has = Command::new("python3").arg("--version").output().is_ok();
+    if !has {
+        eprintln!("SKIP scripts: no python3");
+    }
+    has
+}
+
 #[test]
 fn the_benchmark_refuses_by_name_what_a_run_refuses_and_by_multiprocessors_what_has_no_name() {
+    if !has_python() {
+        return;
+    }
     let plans = [
         ("a100", "A100 80GB"),
         ("rtx4090", "RTX 4090"),
@@ -82,6 +94,9 @@ def of(refused):
 
 #[test]
 fn a_capture_ends_and_its_graph_goes_whichever_call_is_refused() {
+    if !has_python() {
+        return;
+    }
     let refused = [
         None,
         Some("cuLaunchKernel"),

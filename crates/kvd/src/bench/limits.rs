@@ -86,13 +86,16 @@ fn available() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
     let free = line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.saturating_mul(1024);
-    // A container's own limit ("max" is none), and what it has of that already.
-    let [limit, taken] = ["max", "current"].map(|what| {
-        let text = std::fs::read_to_string(format!("/sys/fs/cgroup/memory.{what}")).ok();
-        text.and_then(|text| text.trim().parse::<u64>().ok())
+    // A container's own limit ("max" is none), and what it has of that already, but for files that
+    // the system would give up.
+    let of = |what: &str| std::fs::read_to_string(format!("/sys/fs/cgroup/memory.{what}")).ok();
+    let number = |text: Option<String>| text.and_then(|text| text.trim().parse::<u64>().ok());
+    let Some(limit) = number(of("max")) else { return Some(free) };
+    let files = of("stat").and_then(|text| {
+        text.lines().find_map(|line| line.strip_prefix("inactive_file ")?.parse::<u64>().ok())
     });
-    let left = limit.map(|limit| limit.saturating_sub(taken.unwrap_or(0)));
-    Some(left.map_or(free, |left| free.min(left)))
+    let taken = number(of("current")).unwrap_or(0).saturating_sub(files.unwrap_or(0));
+    Some(free.min(limit.saturating_sub(taken)))
 }
 
 /// A backend that could not be opened, in words of a benchmark: it has no configuration.
