@@ -6,26 +6,11 @@
 use kvd_cuda::{Kernel, tensor_source};
 use std::path::PathBuf;
 
-const KERNELS: [Kernel; 12] = [
-    Kernel::F32,
-    Kernel::F16,
-    Kernel::Bf16,
-    Kernel::Fp8,
-    Kernel::Uniform,
-    Kernel::Symmetric,
-    Kernel::Hybrid,
-    Kernel::Vq,
-    Kernel::Polar,
-    Kernel::Lloyd,
-    Kernel::BitAlloc,
-    Kernel::Grid,
-];
-
 /// Name and text of each pair, with and without Huffman codes. Grids are of Huffman codes alone.
 fn texts() -> Vec<(String, String)> {
     let mut texts = Vec::new();
-    for keys in KERNELS {
-        for values in KERNELS {
+    for keys in Kernel::ALL {
+        for values in Kernel::ALL {
             let is_grid = [keys, values].contains(&Kernel::Grid);
             for huffman in if is_grid { &[true][..] } else { &[false, true] } {
                 let Some(text) = tensor_source(keys, values, *huffman) else { continue };

@@ -54,7 +54,7 @@ pub enum Kernel {
 }
 
 /// Kernels, whose numbers are below this.
-pub(crate) const KERNELS: usize = Kernel::Grid as usize + 1;
+pub(crate) const KERNELS: usize = Kernel::ALL.len();
 
 /// The pairs that have kernels of their own (`kernels/attend_*.cu`).
 const PAIRS: [(Kernel, Kernel); 10] = [
@@ -138,6 +138,22 @@ pub(crate) fn rows_of(rows: u32) -> u32 {
 }
 
 impl Kernel {
+    /// Each of them, at its number.
+    pub const ALL: [Self; Self::Grid as usize + 1] = [
+        Self::F32,
+        Self::F16,
+        Self::Bf16,
+        Self::Fp8,
+        Self::Uniform,
+        Self::Symmetric,
+        Self::Hybrid,
+        Self::Vq,
+        Self::Polar,
+        Self::Lloyd,
+        Self::BitAlloc,
+        Self::Grid,
+    ];
+
     /// Its part of a kernel's name.
     #[must_use]
     pub fn name(self) -> &'static str {

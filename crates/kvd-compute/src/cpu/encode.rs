@@ -29,8 +29,6 @@ thread_local! {
     /// Each thread's, so that rows stay close to it from their widening to their page: f32 of a
     /// whole prefill would go to memory and come back.
     static BLOCK: Cell<Block> = Cell::default();
-    /// Where a thread writes pages before their length is known: it grows once.
-    static PAGES: Cell<Vec<u8>> = Cell::default();
 }
 
 /// Blocks by index.
@@ -187,18 +185,15 @@ fn encode_one(
     block: &Block,
     sample: bool,
 ) -> Result<EncodedPages, BackendError> {
-    let mut bytes = PAGES.take();
-    bytes.clear();
+    let mut bytes = Vec::new();
     let (encoded, checked) = if sample {
         let (encoded, checked) = codec.encode_block_checked(layer, &block.rows(), &mut bytes)?;
         (encoded, Some(checked))
     } else {
         (codec.encode_block(layer, &block.rows(), &mut bytes)?, None)
     };
-    let pages = bytes.as_slice().into();
-    PAGES.set(bytes);
     Ok(EncodedPages {
-        bytes: pages,
+        bytes,
         held: None,
         page_ends: encoded.page_ends.into(),
         parts: encoded.parts,

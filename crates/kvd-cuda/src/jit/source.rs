@@ -92,24 +92,9 @@ pub(super) fn text(sides: Sides) -> String {
 mod tests {
     use super::*;
 
-    const ALL: [Kernel; KERNELS] = [
-        Kernel::F32,
-        Kernel::F16,
-        Kernel::Bf16,
-        Kernel::Fp8,
-        Kernel::Uniform,
-        Kernel::Symmetric,
-        Kernel::Hybrid,
-        Kernel::Vq,
-        Kernel::Polar,
-        Kernel::Lloyd,
-        Kernel::BitAlloc,
-        Kernel::Grid,
-    ];
-
     #[test]
     fn kernels_stand_at_their_numbers() {
-        for (number, wanted) in ALL.into_iter().enumerate() {
+        for (number, wanted) in Kernel::ALL.into_iter().enumerate() {
             assert_eq!(wanted as usize, number);
         }
     }
@@ -125,7 +110,7 @@ mod tests {
             }
         }
         let any = find("any.cuh").unwrap().1;
-        for of_kernel in ALL.map(side) {
+        for of_kernel in Kernel::ALL.map(side) {
             let short = |text: &str| text.replace("kvd::", "");
             assert!(short(any).contains(&format!("return use({}()", short(of_kernel.1))));
             find(of_kernel.0).unwrap();

@@ -79,7 +79,7 @@ pub struct HuffmanRow {
     pub bits_per_code: f64,
 }
 
-/// What turns write to: grown once, as a worker's is.
+/// What turns write to: grown once, since what new memory costs is no part of encoding.
 #[derive(Default)]
 struct Room {
     /// A block's rows, widened.
