@@ -1,6 +1,8 @@
 //! Where the model comes from: a directory, or the fixture compiled into the program.
 
-use anyhow::{Context, Result, bail, ensure};
+use crate::error::ModelError;
+use crate::weights::WeightFiles;
+use anyhow::{Result, bail, ensure};
 use std::borrow::Cow;
 use std::path::Path;
 use tokenizers::Tokenizer;
@@ -13,11 +15,11 @@ pub struct Assets {
     pub embedded: bool,
     /// `config.json`.
     pub config: Cow<'static, [u8]>,
-    /// `model.safetensors`.
-    pub weights: Cow<'static, [u8]>,
+    /// `model.safetensors`, or what its index lists.
+    pub weights: WeightFiles,
     /// `tokenizer.json`, read.
     pub tokenizer: Tokenizer,
-    /// Held-out text as token ids.
+    /// Held-out text as token ids; empty where the folder has none.
     pub held_out: Vec<u32>,
 }
 
@@ -40,40 +42,42 @@ impl Assets {
             name: Self::FIXTURE.to_owned(),
             embedded: true,
             config: Cow::Borrowed(fixture!("config.json")),
-            weights: Cow::Borrowed(fixture!("model.safetensors")),
+            weights: WeightFiles::Embedded(fixture!("model.safetensors")),
             tokenizer: tokenizer(fixture!("tokenizer.json"))?,
             held_out: token_ids(fixture!("eval_ids.u16"))?,
         })
     }
 
-    /// A directory laid out as on Hugging Face (`config.json`, `model.safetensors`,
-    /// `tokenizer.json`) plus held-out text: `eval_ids.u16`, else `eval.txt`, else none.
+    /// A directory laid out as on Hugging Face (`config.json`, `model.safetensors` or its shards
+    /// and their index, `tokenizer.json`) plus held-out text: `eval_ids.u16`, else `eval.txt`, else none.
     ///
     /// # Errors
-    /// When a file is missing or does not parse; the message names it.
+    /// [`ModelError`] when a file is missing or does not parse; the message names it.
     pub fn from_dir(dir: &Path) -> Result<Self> {
         let read = |file: &str| {
             let path = dir.join(file);
-            std::fs::read(&path).with_context(|| format!("cannot read {}", path.display()))
+            let unread = |error| ModelError::file(&path, format!("cannot be read: {error}"));
+            std::fs::read(&path).map_err(unread)
         };
-        let tokenizer = tokenizer(&read("tokenizer.json")?)?;
+        let wrong = |file: &str, reason: String| ModelError::file(&dir.join(file), reason);
+        let config = Cow::Owned(read("config.json")?);
+        let weights = WeightFiles::find(dir)?;
+        let tokenizer = tokenizer(&read("tokenizer.json")?)
+            .map_err(|error| wrong("tokenizer.json", format!("{error:#}")))?;
         let held_out = if dir.join("eval_ids.u16").exists() {
-            token_ids(&read("eval_ids.u16")?)?
+            token_ids(&read("eval_ids.u16")?)
+                .map_err(|error| wrong("eval_ids.u16", format!("{error:#}")))?
         } else if dir.join("eval.txt").exists() {
-            let text = String::from_utf8(read("eval.txt")?).context("eval.txt is not UTF-8")?;
+            let text = String::from_utf8(read("eval.txt")?).map_err(|error| {
+                let at = error.utf8_error().valid_up_to();
+                wrong("eval.txt", format!("is not UTF-8 from byte {at} on"))
+            })?;
             encode(&tokenizer, &text)?
         } else {
             Vec::new()
         };
         let name = dir.file_name().map_or("model".into(), |name| name.to_string_lossy().into());
-        Ok(Self {
-            name,
-            embedded: false,
-            config: Cow::Owned(read("config.json")?),
-            weights: Cow::Owned(read("model.safetensors")?),
-            tokenizer,
-            held_out,
-        })
+        Ok(Self { name, embedded: false, config, weights, tokenizer, held_out })
     }
 
     /// [`Assets::from_dir`] when a directory is given, else [`Assets::embedded`].
@@ -82,6 +86,19 @@ impl Assets {
     /// As those two.
     pub fn resolve(dir: Option<&Path>) -> Result<Self> {
         dir.map_or_else(Self::embedded, Self::from_dir)
+    }
+
+    /// The held-out text.
+    ///
+    /// # Errors
+    /// [`ModelError::File`] when the folder has none.
+    pub fn held_out(&self) -> Result<&[u32], ModelError> {
+        if self.held_out.is_empty() {
+            let reason = "the model folder has no held-out text: put eval.txt, a few hundred kB in \
+                          UTF-8, beside config.json, or give --text where the command takes it";
+            return Err(ModelError::File { file: self.name.clone(), reason: reason.to_owned() });
+        }
+        Ok(&self.held_out)
     }
 
     /// The tokens of `text`, no special tokens added.
@@ -102,7 +119,7 @@ impl Assets {
 }
 
 fn tokenizer(bytes: &[u8]) -> Result<Tokenizer> {
-    Tokenizer::from_bytes(bytes).map_err(anyhow::Error::msg).context("tokenizer.json")
+    Tokenizer::from_bytes(bytes).map_err(anyhow::Error::msg)
 }
 
 fn encode(tokenizer: &Tokenizer, text: &str) -> Result<Vec<u32>> {
@@ -112,7 +129,7 @@ fn encode(tokenizer: &Tokenizer, text: &str) -> Result<Vec<u32>> {
 
 fn token_ids(bytes: &[u8]) -> Result<Vec<u32>> {
     let (pairs, rest) = bytes.as_chunks::<2>();
-    ensure!(rest.is_empty(), "eval_ids.u16 has an odd number of bytes");
+    ensure!(rest.is_empty(), "has an odd number of bytes");
     Ok(pairs.iter().map(|pair| u32::from(u16::from_le_bytes(*pair))).collect())
 }
 

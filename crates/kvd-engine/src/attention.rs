@@ -11,6 +11,8 @@ pub struct AttentionInput<'a> {
     pub position: usize,
     /// New tokens.
     pub n_tokens: usize,
+    /// Tokens that a query sees, its own counted; `None` for all.
+    pub window: Option<usize>,
     /// `[n_tokens, query heads, dim]`, after RoPE.
     pub q: &'a [f32],
     /// `[n_tokens, KV heads, dim]`, after RoPE.
@@ -22,7 +24,7 @@ pub struct AttentionInput<'a> {
 /// Keeps the KV cache of one sequence and answers causal attention over it.
 pub trait Attention {
     /// Appends the new keys and values of `layer`, then lets each new query see every token up
-    /// to and with its own. Returns `[n_tokens, query heads, dim]`.
+    /// to and with its own, within the window. Returns `[n_tokens, query heads, dim]`.
     fn attend(
         &mut self,
         layer: usize,

@@ -1,6 +1,6 @@
 //! A small real language model with its attention left open.
 //!
-//! [`Model`] computes everything of a Llama- or Qwen2-style model but the attention, which is
+//! [`Model`] computes everything of a Llama, Mistral, Qwen2 or Qwen3 model but the attention, which is
 //! whatever implements [`Attention`]: [`LocalAttention`] in this process, or a daemon.
 //! [`teacher_forced`] and [`generate`] take it through text; [`Quality`] compares two such runs.
 //!
@@ -10,16 +10,21 @@
 mod assets;
 mod attention;
 mod config;
+mod error;
 mod generate;
 mod local;
 mod model;
 pub mod plain;
 mod quality;
+mod rope;
+mod weights;
 
 pub use assets::{Assets, Window};
 pub use attention::{Attention, AttentionInput, Recorder, Recording};
-pub use config::{Heads, ModelConfig};
+pub use config::{Family, Heads, LayerKind, ModelConfig};
+pub use error::ModelError;
 pub use generate::{Continuation, generate};
 pub use local::LocalAttention;
 pub use model::Model;
 pub use quality::{Predictions, Quality, QualitySums, teacher_forced};
+pub use weights::WeightFiles;

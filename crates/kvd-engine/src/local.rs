@@ -6,10 +6,11 @@ use crate::plain;
 use anyhow::{Result, ensure};
 use half::f16;
 
-/// Attention over a cache that keeps K and V rounded to f16, as an engine does.
+/// Attention over a cache that keeps K and V rounded to f16, as an engine does, or as they are.
 pub struct LocalAttention {
     heads: Heads,
     layers: Vec<Cache>,
+    stored: fn(f32) -> f32,
 }
 
 #[derive(Clone, Default)]
@@ -19,10 +20,16 @@ struct Cache {
 }
 
 impl LocalAttention {
-    /// An empty cache of `layers` layers.
+    /// An empty cache of `layers` layers in f16.
     #[must_use]
     pub fn new(heads: Heads, layers: usize) -> Self {
-        Self { heads, layers: vec![Cache::default(); layers] }
+        Self { heads, layers: vec![Cache::default(); layers], stored: rounded }
+    }
+
+    /// An empty cache of `layers` layers in f32.
+    #[must_use]
+    pub fn exact(heads: Heads, layers: usize) -> Self {
+        Self { stored: |value| value, ..Self::new(heads, layers) }
     }
 }
 
@@ -35,9 +42,10 @@ impl Attention for LocalAttention {
             "layer {layer} has {stored} tokens, not {}",
             step.position
         );
-        cache.k.extend(step.k.iter().map(|&value| rounded(value)));
-        cache.v.extend(step.v.iter().map(|&value| rounded(value)));
-        Ok(plain::attend(self.heads, step.position, step.q, &cache.k, &cache.v))
+        cache.k.extend(step.k.iter().map(|&value| (self.stored)(value)));
+        cache.v.extend(step.v.iter().map(|&value| (self.stored)(value)));
+        let AttentionInput { position, window, q, .. } = step;
+        Ok(plain::attend(self.heads, position, window, q, &cache.k, &cache.v))
     }
 }
 

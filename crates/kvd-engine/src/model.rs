@@ -1,10 +1,12 @@
-//! A Llama- or Qwen2-style causal language model on candle, with its attention left open.
+//! A causal language model on candle, with its attention left open.
 
 use crate::attention::{Attention, AttentionInput};
-use crate::config::{Heads, ModelConfig};
-use anyhow::{Context, Result, ensure};
-use candle_core::{D, DType, Device, Tensor};
-use std::collections::HashMap;
+use crate::config::{Activation, Heads, LayerKind, ModelConfig};
+use crate::error::ModelError;
+use crate::rope::Rope;
+use crate::weights::{Tensors, WeightFiles};
+use anyhow::{Result, ensure};
+use candle_core::{D, Device, Tensor};
 
 /// Weights in f32 (read from f16, bf16 or f32) and everything but the attention.
 pub struct Model {
@@ -13,8 +15,10 @@ pub struct Model {
     layers: Vec<Layer>,
     norm: Tensor,
     head: Linear,
-    rope: Rope,
+    full_rope: Rope,
+    sliding_rope: Rope,
     parameters: u64,
+    remarks: Vec<String>,
 }
 
 struct Layer {
@@ -23,10 +27,17 @@ struct Layer {
     k: Linear,
     v: Linear,
     o: Linear,
+    head_norms: Option<HeadNorms>,
     post_norm: Tensor,
     gate: Linear,
     up: Linear,
     down: Linear,
+}
+
+/// Norms of single heads before the rotation.
+struct HeadNorms {
+    q: Tensor,
+    k: Tensor,
 }
 
 /// A projection; the weight is kept transposed, `[in, out]`.
@@ -45,47 +56,38 @@ impl Linear {
     }
 }
 
-/// The tensors of a file, in f32.
-struct Weights(HashMap<String, Tensor>);
-
-impl Weights {
-    fn tensor(&self, name: &str) -> Result<Tensor> {
-        let tensor = self.0.get(name).with_context(|| format!("the model has no {name}"))?;
-        Ok(tensor.to_dtype(DType::F32)?)
-    }
-
-    fn linear(&self, name: &str) -> Result<Linear> {
-        let weight = self.tensor(&format!("{name}.weight"))?.t()?.contiguous()?;
-        let bias = format!("{name}.bias");
-        let bias = self.0.contains_key(&bias).then(|| self.tensor(&bias)).transpose()?;
-        Ok(Linear { weight, bias })
-    }
-}
-
 impl Model {
-    /// Reads `model.safetensors` for `config`.
+    /// Reads the weights for `config`.
     ///
     /// # Errors
-    /// When a tensor is missing or the file does not parse.
-    pub fn load(config: ModelConfig, safetensors: &[u8]) -> Result<Self> {
-        let weights = candle_core::safetensors::load_buffer(safetensors, &Device::Cpu);
-        let weights = Weights(weights.context("model.safetensors")?);
-        let parameters = weights.0.values().map(|tensor| tensor.elem_count() as u64).sum();
-        let embedding = weights.tensor("model.embed_tokens.weight")?;
-        let head = if config.tie_word_embeddings {
-            Linear { weight: embedding.t()?.contiguous()?, bias: None }
-        } else {
-            weights.linear("lm_head")?
-        };
-        let layers = (0..config.num_hidden_layers).map(|i| Layer::load(&weights, i));
+    /// [`ModelError`] when a tensor is missing, unknown, or has another shape than `config` says,
+    /// or a file does not parse.
+    pub fn load(config: ModelConfig, weights: &WeightFiles) -> Result<Self> {
+        let mut weights = weights.read()?;
+        let parameters = weights.numbers();
+        let (vocabulary, hidden) = (config.vocab_size, config.hidden_size);
+        let shape = [vocabulary, hidden];
+        let keys = format!("vocab_size {vocabulary}, hidden_size {hidden}");
+        let embedding = weights.take("model.embed_tokens.weight", &shape, &keys)?;
+        let mut remarks = Vec::new();
+        let head = head(&config, &mut weights, &embedding, &keys)?;
+        let parameters = parameters - head.stored_twice;
+        let mut loader = LayerLoader::new(&config, weights, &mut remarks)?;
+        let layers: Vec<_> =
+            (0..config.num_hidden_layers).map(|i| loader.load(i)).collect::<Result<_>>()?;
+        let mut weights = loader.weights;
+        let norm = weights.take("model.norm.weight", &[hidden], &keys)?;
+        weights.finish()?;
         Ok(Self {
-            layers: layers.collect::<Result<_>>()?,
-            norm: weights.tensor("model.norm.weight")?,
-            rope: Rope::new(config.head_dim(), config.rope_theta),
+            layers,
+            norm,
+            full_rope: Rope::new(config.rope(LayerKind::Full), config.head_dim()),
+            sliding_rope: Rope::new(config.rope(LayerKind::Sliding), config.head_dim()),
             config,
             embedding,
-            head,
+            head: head.linear,
             parameters,
+            remarks,
         })
     }
 
@@ -101,41 +103,86 @@ impl Model {
         self.parameters
     }
 
+    /// What a user should know of the folder, one sentence each.
+    #[must_use]
+    pub fn remarks(&self) -> &[String] {
+        &self.remarks
+    }
+
     /// Runs `tokens`, the first at `position`, and returns logits `[tokens, vocabulary]`.
     ///
     /// # Errors
-    /// When a token is not in the vocabulary or the attention fails.
+    /// When a token is not in the vocabulary, the text is longer than the model's positions, or
+    /// the attention fails.
     pub async fn forward<A: Attention>(
         &self,
         tokens: &[u32],
         position: usize,
         attention: &mut A,
     ) -> Result<Vec<f32>> {
-        let known = tokens.iter().all(|&token| (token as usize) < self.config.vocab_size);
-        ensure!(known, "a token lies outside the vocabulary");
+        let vocabulary = self.config.vocab_size;
+        self.check_tokens(tokens)?;
+        let (end, longest) = (position.saturating_add(tokens.len()), self.config.positions());
+        ensure!(end <= longest, "a text of {end} tokens: the model has {longest} positions");
+        if tokens.is_empty() {
+            return Ok(Vec::new());
+        }
         let ids = Tensor::new(tokens, &Device::Cpu)?;
         let mut x = self.embedding.index_select(&ids, 0)?;
         for (index, layer) in self.layers.iter().enumerate() {
-            let [q, k, v] = self.project(layer, &x, position)?;
-            let n_tokens = tokens.len();
-            let step = AttentionInput { position, n_tokens, q: &q, k: &k, v: &v };
+            let [q, k, v] = self.project(index, layer, &x, position)?;
+            let (n_tokens, window) = (tokens.len(), self.config.window(index));
+            let step = AttentionInput { position, n_tokens, window, q: &q, k: &k, v: &v };
             let attended = attention.attend(index, step).await?;
             x = self.finish(layer, &x, attended)?;
         }
         let x = self.rms_norm(&x, &self.norm)?;
-        Ok(self.head.forward(&x)?.flatten_all()?.to_vec1()?)
+        let logits: Vec<f32> = self.head.forward(&x)?.flatten_all()?.to_vec1()?;
+        debug_assert_eq!(logits.len(), tokens.len() * vocabulary);
+        Ok(logits)
+    }
+
+    /// Checks that every token is in the vocabulary.
+    ///
+    /// # Errors
+    /// When one is not: the tokenizer is of another model.
+    pub fn check_tokens(&self, tokens: &[u32]) -> Result<()> {
+        let vocabulary = self.config.vocab_size;
+        let outside = tokens.iter().find(|&&token| token as usize >= vocabulary);
+        let Some(token) = outside else { return Ok(()) };
+        anyhow::bail!(
+            "token {token} lies outside the vocabulary of {vocabulary}: the tokenizer or \
+             eval_ids.u16 is of another model"
+        );
     }
 
     /// Queries, keys (both rotated) and values of the new tokens.
-    fn project(&self, layer: &Layer, x: &Tensor, position: usize) -> Result<[Vec<f32>; 3]> {
+    fn project(
+        &self,
+        index: usize,
+        layer: &Layer,
+        x: &Tensor,
+        position: usize,
+    ) -> Result<[Vec<f32>; 3]> {
         let x = self.rms_norm(x, &layer.input_norm)?;
-        let values = |linear: &Linear| -> Result<Vec<f32>> {
-            Ok(linear.forward(&x)?.flatten_all()?.to_vec1()?)
+        let Heads { query, kv, dim } = self.config.heads();
+        let norms = layer.head_norms.as_ref();
+        let values = |linear: &Linear, norm: Option<&Tensor>| -> Result<Vec<f32>> {
+            let mut y = linear.forward(&x)?;
+            if let Some(norm) = norm {
+                y = self.rms_norm(&y.reshape(((), dim))?, norm)?;
+            }
+            Ok(y.flatten_all()?.to_vec1()?)
         };
-        let (mut q, mut k, v) = (values(&layer.q)?, values(&layer.k)?, values(&layer.v)?);
-        let Heads { query, kv, .. } = self.config.heads();
-        self.rope.rotate(&mut q, query, position);
-        self.rope.rotate(&mut k, kv, position);
+        let mut q = values(&layer.q, norms.map(|norms| &norms.q))?;
+        let mut k = values(&layer.k, norms.map(|norms| &norms.k))?;
+        let v = values(&layer.v, None)?;
+        let rope = match self.config.layer_kind(index) {
+            LayerKind::Full => &self.full_rope,
+            LayerKind::Sliding => &self.sliding_rope,
+        };
+        rope.rotate(&mut q, query, position);
+        rope.rotate(&mut k, kv, position);
         Ok([q, k, v])
     }
 
@@ -146,7 +193,8 @@ impl Model {
         let attended = Tensor::from_vec(attended, (n_tokens, width), &Device::Cpu)?;
         let x = (x + layer.o.forward(&attended)?)?;
         let h = self.rms_norm(&x, &layer.post_norm)?;
-        let gated = (layer.gate.forward(&h)?.silu()? * layer.up.forward(&h)?)?;
+        let gate = self.config.activation.apply(&layer.gate.forward(&h)?)?;
+        let gated = (gate * layer.up.forward(&h)?)?;
         Ok((x + layer.down.forward(&gated)?)?)
     }
 
@@ -157,48 +205,143 @@ impl Model {
     }
 }
 
-impl Layer {
-    fn load(weights: &Weights, index: usize) -> Result<Self> {
-        let name = |part: &str| format!("model.layers.{index}.{part}");
-        Ok(Self {
-            input_norm: weights.tensor(&name("input_layernorm.weight"))?,
-            q: weights.linear(&name("self_attn.q_proj"))?,
-            k: weights.linear(&name("self_attn.k_proj"))?,
-            v: weights.linear(&name("self_attn.v_proj"))?,
-            o: weights.linear(&name("self_attn.o_proj"))?,
-            post_norm: weights.tensor(&name("post_attention_layernorm.weight"))?,
-            gate: weights.linear(&name("mlp.gate_proj"))?,
-            up: weights.linear(&name("mlp.up_proj"))?,
-            down: weights.linear(&name("mlp.down_proj"))?,
-        })
-    }
-}
-
-/// Rotary position embedding, channels `i` and `i + dim/2` together.
-struct Rope {
-    frequencies: Vec<f64>,
-}
-
-impl Rope {
-    fn new(dim: usize, theta: f64) -> Self {
-        let frequency = |i: usize| theta.powf(-2.0 * i as f64 / dim as f64);
-        Self { frequencies: (0..dim / 2).map(frequency).collect() }
-    }
-
-    /// Rotates `[tokens, heads, dim]` in place, the first token at `position`.
-    fn rotate(&self, values: &mut [f32], heads: usize, position: usize) {
-        let half = self.frequencies.len();
-        for (token, row) in values.chunks_mut(heads * 2 * half).enumerate() {
-            let at = (position + token) as f64;
-            for (i, frequency) in self.frequencies.iter().enumerate() {
-                let (sin, cos) = (at * frequency).sin_cos();
-                let (sin, cos) = (sin as f32, cos as f32);
-                for head in row.chunks_mut(2 * half) {
-                    let (a, b) = (head[i], head[i + half]);
-                    head[i] = a * cos - b * sin;
-                    head[i + half] = b * cos + a * sin;
-                }
+impl Activation {
+    fn apply(self, x: &Tensor) -> candle_core::Result<Tensor> {
+        match self {
+            Self::Silu => x.silu(),
+            Self::Gelu => x.gelu_erf(),
+            Self::GeluTanh => x.gelu(),
+            Self::QuickGelu => {
+                let sigmoid = ((x * -1.702)?.exp()? + 1.0)?.recip()?;
+                x * sigmoid
             }
+            Self::Relu => x.relu(),
+            Self::ReluSquared => x.relu()?.sqr(),
         }
     }
+}
+
+/// The output projection and how many of its numbers the weights hold a second time.
+struct Head {
+    linear: Linear,
+    stored_twice: u64,
+}
+
+fn head(
+    config: &ModelConfig,
+    weights: &mut Tensors,
+    embedding: &Tensor,
+    keys: &str,
+) -> Result<Head> {
+    let name = "lm_head.weight";
+    let shape = [config.vocab_size, config.hidden_size];
+    let transposed = |weight: &Tensor| -> Result<Linear> {
+        Ok(Linear { weight: weight.t()?.contiguous()?, bias: None })
+    };
+    if !config.tie_word_embeddings {
+        if !weights.has(name) {
+            let reason = "the weights have no tensor of this name, and tie_word_embeddings is \
+                          false or absent in config.json";
+            return Err(ModelError::tensor(name, reason).into());
+        }
+        let linear = transposed(&weights.take(name, &shape, keys)?)?;
+        return Ok(Head { linear, stored_twice: 0 });
+    }
+    let mut stored_twice = 0;
+    if weights.has(name) {
+        let head = weights.take(name, &shape, keys)?;
+        let same = |tensor: &Tensor| tensor.flatten_all()?.to_vec1::<f32>();
+        if same(&head)? != same(embedding)? {
+            let reason = "differs from model.embed_tokens.weight, and tie_word_embeddings is true \
+                          in config.json";
+            return Err(ModelError::tensor(name, reason).into());
+        }
+        stored_twice = head.elem_count() as u64;
+    }
+    Ok(Head { linear: transposed(embedding)?, stored_twice })
+}
+
+/// Takes the tensors of layers, each with the shape that the config says.
+struct LayerLoader<'a> {
+    config: &'a ModelConfig,
+    weights: Tensors,
+    intermediate: usize,
+    qkv_bias: bool,
+}
+
+impl<'a> LayerLoader<'a> {
+    fn new(config: &'a ModelConfig, weights: Tensors, remarks: &mut Vec<String>) -> Result<Self> {
+        let first = weights.shape("model.layers.0.mlp.gate_proj.weight");
+        let first = first.and_then(|shape| shape.first().copied());
+        let intermediate = config.intermediate_size.or(first).unwrap_or(config.hidden_size);
+        let mut qkv_bias = config.biases.qkv;
+        let families_own = qkv_bias && !config.biases.o;
+        if families_own && !has_any_qkv_bias(config, &weights) {
+            // Readers of such folders start missing biases from zero.
+            qkv_bias = false;
+            remarks.push(format!(
+                "the weights have no biases of q, k and v, which a {} model has: they count as 0",
+                config.family.name()
+            ));
+        }
+        Ok(Self { config, weights, intermediate, qkv_bias })
+    }
+
+    fn load(&mut self, index: usize) -> Result<Layer> {
+        let prefix = format!("model.layers.{index}.");
+        let name = |part: &str| format!("{prefix}{part}");
+        let config = self.config;
+        let Heads { dim, .. } = config.heads();
+        let (q, kv) = (config.heads().query_width(), config.heads().kv_width());
+        let (hidden, inner) = (config.hidden_size, self.intermediate);
+        let (qkv, o, mlp) = (self.qkv_bias, config.biases.o, config.biases.mlp);
+        Ok(Layer {
+            input_norm: self.norm(&name("input_layernorm.weight"), hidden)?,
+            q: self.linear(&name("self_attn.q_proj"), [q, hidden], qkv)?,
+            k: self.linear(&name("self_attn.k_proj"), [kv, hidden], qkv)?,
+            v: self.linear(&name("self_attn.v_proj"), [kv, hidden], qkv)?,
+            o: self.linear(&name("self_attn.o_proj"), [hidden, q], o)?,
+            head_norms: match config.has_head_norms() {
+                true => Some(HeadNorms {
+                    q: self.norm(&name("self_attn.q_norm.weight"), dim)?,
+                    k: self.norm(&name("self_attn.k_norm.weight"), dim)?,
+                }),
+                false => None,
+            },
+            post_norm: self.norm(&name("post_attention_layernorm.weight"), hidden)?,
+            gate: self.linear(&name("mlp.gate_proj"), [inner, hidden], mlp)?,
+            up: self.linear(&name("mlp.up_proj"), [inner, hidden], mlp)?,
+            down: self.linear(&name("mlp.down_proj"), [hidden, inner], mlp)?,
+        })
+    }
+
+    /// The keys that shapes of a layer follow from.
+    fn keys(&self) -> String {
+        let heads = self.config.heads();
+        format!(
+            "hidden_size {}, intermediate_size {}, num_attention_heads {}, num_key_value_heads \
+             {}, head_dim {}",
+            self.config.hidden_size, self.intermediate, heads.query, heads.kv, heads.dim
+        )
+    }
+
+    fn norm(&mut self, name: &str, width: usize) -> Result<Tensor> {
+        let keys = self.keys();
+        Ok(self.weights.take(name, &[width], &keys)?)
+    }
+
+    fn linear(&mut self, name: &str, shape: [usize; 2], biased: bool) -> Result<Linear> {
+        let keys = self.keys();
+        let weight = self.weights.take(&format!("{name}.weight"), &shape, &keys)?;
+        let bias = biased.then(|| format!("{name}.bias"));
+        let bias = bias.map(|bias| self.weights.take(&bias, &shape[..1], &keys)).transpose()?;
+        Ok(Linear { weight: weight.t()?.contiguous()?, bias })
+    }
+}
+
+fn has_any_qkv_bias(config: &ModelConfig, weights: &Tensors) -> bool {
+    let bias =
+        |layer: usize, side: &str| format!("model.layers.{layer}.self_attn.{side}_proj.bias");
+    (0..config.num_hidden_layers)
+        .any(|layer| ["q", "k", "v"].iter().any(|side| weights.has(&bias(layer, side))))
 }

@@ -46,7 +46,8 @@ impl Accumulator for f64 {
 }
 
 /// Causal attention of queries `[n, query heads, dim]`, the first at `position`, over keys and
-/// values `[tokens, KV heads, dim]` that reach at least to the last query.
+/// values `[tokens, KV heads, dim]` that reach at least to the last query. With a `window` a query
+/// sees that many tokens, its own counted.
 /// Returns `[n, query heads, dim]`.
 ///
 /// # Panics
@@ -55,6 +56,7 @@ impl Accumulator for f64 {
 pub fn attend<A: Accumulator>(
     heads: Heads,
     position: usize,
+    window: Option<usize>,
     q: &[f32],
     k: &[f32],
     v: &[f32],
@@ -63,8 +65,10 @@ pub fn attend<A: Accumulator>(
     let mut out = vec![A::default(); q.len()];
     let one = |scores: &mut Vec<A>, (index, (q, out)): (usize, (&[f32], &mut [A]))| {
         let (token, head) = (index / heads.query, index % heads.query);
-        let first = head / heads.group() * dim;
-        let end = (position + token + 1) * stride;
+        let seen = position + token + 1;
+        let start = window.map_or(0, |window| seen.saturating_sub(window));
+        let first = start * stride + head / heads.group() * dim;
+        let end = seen * stride;
         let (k, v) = (&k[first..end], &v[first..end]);
         Arch::new().dispatch(Row { q, k, v, stride, scores, out });
     };
@@ -137,7 +141,7 @@ mod tests {
         let k = [1.0, 0.0, 0.0, 0.0, 0.0, 2.0, 0.0, 0.0];
         let v = [1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0];
         let q = [2.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0];
-        let out: Vec<f64> = attend(heads, 1, &q, &k, &v);
+        let out: Vec<f64> = attend(heads, 1, None, &q, &k, &v);
         // Scores 2 / sqrt(4) = 1 and 0; then 0 and 0.
         let first = 1f64.exp() / (1f64.exp() + 1.0);
         let expected = [first, 1.0 - first, 0.0, 0.0, 0.5, 0.5, 0.0, 0.0];
@@ -151,7 +155,7 @@ mod tests {
         let heads = Heads { query: 1, kv: 1, dim: 3 };
         let k = [0.5, 0.1, 0.2, 9.0, 9.0, 9.0];
         let v = [1.0, 2.0, 3.0, 70.0, 80.0, 90.0];
-        let out: Vec<f32> = attend(heads, 0, &[1.0, 1.0, 1.0], &k, &v);
+        let out: Vec<f32> = attend(heads, 0, None, &[1.0, 1.0, 1.0], &k, &v);
         assert_eq!(out, [1.0, 2.0, 3.0]);
     }
 }

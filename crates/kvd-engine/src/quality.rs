@@ -20,7 +20,7 @@ pub struct Predictions {
 /// Runs `window` in steps of `chunk` tokens; positions from `scored_from` on are kept.
 ///
 /// # Errors
-/// When the attention fails.
+/// When a target is not in the vocabulary or the attention fails.
 pub async fn teacher_forced<A: Attention>(
     model: &Model,
     window: &Window,
@@ -30,6 +30,7 @@ pub async fn teacher_forced<A: Attention>(
     mut on_chunk: impl FnMut(usize),
 ) -> Result<Predictions> {
     let vocabulary = model.config().vocab_size;
+    model.check_tokens(&window.targets)?;
     let mut log_probs = Vec::new();
     let mut losses = Vec::new();
     let mut position = 0;

@@ -21,6 +21,7 @@ pub mod search;
 mod table;
 mod text;
 
+pub use kvd_engine::ModelError;
 pub use model_report::ModelReport;
 
 /// The part of a model's name in the daemon that says which engine model it is.

@@ -1,6 +1,7 @@
 //! The model that was run, for reports.
 
-use kvd_engine::{Assets, Model};
+use anyhow::Result;
+use kvd_engine::{Assets, Model, ModelConfig};
 use serde::Serialize;
 
 /// The model that was run.
@@ -45,4 +46,13 @@ impl ModelReport {
             head_dim: heads.dim,
         }
     }
+}
+
+/// Reads the weights and says what a user should know of them.
+pub(crate) fn load(config: ModelConfig, assets: &Assets) -> Result<Model> {
+    let model = Model::load(config, &assets.weights)?;
+    for remark in model.remarks() {
+        tracing::warn!("{}: {remark}", assets.name);
+    }
+    Ok(model)
 }

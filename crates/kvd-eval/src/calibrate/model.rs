@@ -2,9 +2,9 @@
 
 use super::{KvDump, LayerRows};
 use crate::progress::Progress;
-use crate::{samples, text};
+use crate::{model_report, samples, text};
 use anyhow::{Result, ensure};
-use kvd_engine::{Assets, Model, ModelConfig, Window};
+use kvd_engine::{Assets, ModelConfig, Window};
 use std::path::PathBuf;
 
 /// One of so many windows of the model's own text is left for evaluations.
@@ -32,7 +32,7 @@ impl ModelSource {
     pub(super) async fn record(&self, progress: &Progress) -> Result<KvDump> {
         let assets = Assets::resolve(self.dir.as_deref())?;
         let config = ModelConfig::parse(&assets.config)?;
-        let longest = config.max_position_embeddings;
+        let longest = config.positions();
         let window = self.window;
         ensure!(window > 0, "windows of 0 tokens");
         ensure!(window <= longest, "windows of {window} tokens: the model has {longest} positions");
@@ -43,7 +43,7 @@ impl ModelSource {
             !windows.is_empty(),
             "the text has no whole window of {window} tokens; give --text or a smaller --window"
         );
-        let model = Model::load(config, &assets.weights)?;
+        let model = model_report::load(config, &assets)?;
         progress.begin("text", windows.len() * window);
         let geometry = model.config().geometry(self.block_tokens)?;
         let layers = vec![LayerRows::default(); model.config().num_hidden_layers];
@@ -62,10 +62,11 @@ impl ModelSource {
     fn windows(&self, assets: &Assets, bos: u32, wanted: usize) -> Result<Vec<Window>> {
         let mut windows = Vec::new();
         if self.texts.is_empty() {
-            let count = Window::count(&assets.held_out, self.window);
+            let own = assets.held_out()?;
+            let count = Window::count(own, self.window);
             let first = (count / FRONT).min(count.saturating_sub(wanted));
             for index in text::spread(first..count, wanted.min(count)) {
-                windows.push(Window::new(&assets.held_out, bos, self.window, index)?);
+                windows.push(Window::new(own, bos, self.window, index)?);
             }
         }
         for path in &self.texts {

@@ -3,7 +3,7 @@
 use super::options::DemoOptions;
 use super::report::{Generation, ReferenceReport};
 use crate::measure::PassageReference;
-use crate::model_report::ModelReport;
+use crate::model_report::{self, ModelReport};
 use crate::progress::Progress;
 use crate::{samples, text};
 use anyhow::{Context, Result, ensure};
@@ -28,14 +28,14 @@ impl Subject {
     pub(crate) fn load(options: &DemoOptions) -> Result<Self> {
         let assets = Assets::resolve(options.model_dir.as_deref())?;
         let config = ModelConfig::parse(&assets.config)?;
-        let (tokens, longest) = (options.passage_tokens, config.max_position_embeddings);
+        let (tokens, longest) = (options.passage_tokens, config.positions());
         let written = options.prompt_tokens + options.new_tokens;
         ensure!(
             tokens.max(written) <= longest,
             "passages of {tokens} and {written} tokens of prompt and text do not fit the \
              {longest} positions of the model"
         );
-        let (ids, bos) = (&assets.held_out, config.bos_token_id);
+        let (ids, bos) = (assets.held_out()?, config.bos_token_id);
         let windows = Window::count(ids, tokens);
         ensure!(
             windows > options.passages,
@@ -58,7 +58,7 @@ impl Subject {
             passages: (0..options.passages).map(window).collect::<Result<_>>()?,
             calibration: calibration.map(|i| window(free[i])).collect::<Result<_>>()?,
             prompt: ids[start..start + options.prompt_tokens].to_vec(),
-            model: Model::load(config, &assets.weights)?,
+            model: model_report::load(config, &assets)?,
             assets,
         })
     }

@@ -1,7 +1,7 @@
 //! The model and the texts of an evaluation, as windows of tokens.
 
 use super::EvalOptions;
-use crate::{samples, text};
+use crate::{model_report, samples, text};
 use anyhow::{Context, Result, ensure};
 use kvd_engine::{Assets, Model, ModelConfig, Window};
 use std::path::PathBuf;
@@ -26,7 +26,7 @@ impl Material {
     pub(super) fn load(options: &EvalOptions) -> Result<Self> {
         let assets = Assets::resolve(options.model_dir.as_deref())?;
         let config = ModelConfig::parse(&assets.config)?;
-        let (tokens, longest) = (options.passage_tokens, config.max_position_embeddings);
+        let (tokens, longest) = (options.passage_tokens, config.positions());
         ensure!(
             tokens <= longest,
             "passages of {tokens} tokens do not fit the {longest} positions of the model"
@@ -41,6 +41,9 @@ impl Material {
         let calibrated = options.calibration_windows.min(own.saturating_sub(scored));
         let calibrated = samples::windows_with_room(&config, tokens, calibrated);
         let needs = options.codecs.iter().any(|codec| codec.spec.needs_calibration());
+        if options.texts.is_empty() || (needs && options.calibration.is_none()) {
+            assets.held_out()?;
+        }
         ensure!(
             calibrated > 0 || !needs || options.calibration.is_some(),
             "the model's held-out text has {own} windows of {tokens} tokens: none is left for \
@@ -50,7 +53,7 @@ impl Material {
             .map(|index| Window::new(&assets.held_out, bos, tokens, index))
             .collect::<Result<_>>()?;
         let texts = if options.texts.is_empty() {
-            let passages = passages(&assets.held_out)?;
+            let passages = passages(assets.held_out()?)?;
             vec![Text { name: assets.name.clone(), passages }]
         } else {
             let read = |path: &PathBuf| {
@@ -62,6 +65,6 @@ impl Material {
             };
             options.texts.iter().map(read).collect::<Result<_>>()?
         };
-        Ok(Self { model: Model::load(config, &assets.weights)?, assets, texts, calibration })
+        Ok(Self { model: model_report::load(config, &assets)?, assets, texts, calibration })
     }
 }

@@ -10,7 +10,7 @@
 
 use super::{KvdAttention, StoredParts};
 use anyhow::Result;
-use kvd_engine::{Heads, Recording, plain};
+use kvd_engine::{Heads, ModelConfig, Recording, plain};
 use serde::Serialize;
 use std::ops::Range;
 
@@ -45,6 +45,8 @@ pub struct LayerError {
 /// A recorded window and the exact outputs of its last quarter.
 pub(crate) struct CleanWindow {
     heads: Heads,
+    /// Tokens that a query of each layer sees.
+    windows: Vec<Option<usize>>,
     layers: Vec<Recording>,
     exact: Vec<Vec<f64>>,
     first_query: usize,
@@ -53,15 +55,17 @@ pub(crate) struct CleanWindow {
 
 impl CleanWindow {
     /// Takes the exact outputs of queries from three quarters of the window on.
-    pub(crate) fn new(heads: Heads, layers: Vec<Recording>) -> Self {
+    pub(crate) fn new(config: &ModelConfig, layers: Vec<Recording>) -> Self {
+        let heads = config.heads();
+        let windows: Vec<_> = (0..layers.len()).map(|layer| config.window(layer)).collect();
         let tokens = layers.first().map_or(0, |layer| layer.k.len() / heads.kv_width());
         let first_query = tokens * 3 / 4;
-        let exact = |layer: &Recording| {
+        let exact = |(layer, window): (&Recording, &Option<usize>)| {
             let q = &layer.q[first_query * heads.query_width()..];
-            plain::attend::<f64>(heads, first_query, q, &layer.k, &layer.v)
+            plain::attend::<f64>(heads, first_query, *window, q, &layer.k, &layer.v)
         };
-        let exact = layers.iter().map(exact).collect();
-        Self { heads, layers, exact, first_query, tokens }
+        let exact = layers.iter().zip(&windows).map(exact).collect();
+        Self { heads, windows, layers, exact, first_query, tokens }
     }
 
     /// Layers recorded.
@@ -142,7 +146,7 @@ impl CleanWindow {
     ) -> Result<Vec<f32>> {
         let width = self.heads.query_width();
         let q = &self.layers[layer].q[tokens.start * width..tokens.end * width];
-        kvd.query(layer, tokens.start, q).await
+        kvd.query(layer, tokens.start, self.windows[layer], q).await
     }
 
     async fn step(
@@ -157,7 +161,7 @@ impl CleanWindow {
         let q = &self.layers[layer].q[start * width..end * width];
         let answered = self.query(kvd, layer, start..end).await?;
         let (k, v) = kvd.load(layer, end).await?;
-        let decoded = plain::attend::<f64>(self.heads, start, q, &k, &v);
+        let decoded = plain::attend::<f64>(self.heads, start, self.windows[layer], q, &k, &v);
         let first = (start - self.first_query) * width;
         let exact = &self.exact[layer][first..first + q.len()];
         for ((&out, &decoded), &exact) in answered.iter().zip(&decoded).zip(exact) {

@@ -41,7 +41,7 @@ impl PassageReference {
             predictions.push(run);
             clean.get_or_insert_with(|| attention.into_layers());
         }
-        let clean = CleanWindow::new(config.heads(), clean.context("no passage")?);
+        let clean = CleanWindow::new(config, clean.context("no passage")?);
         Ok(Self { passages, scored_from, predictions, quality: sums.finish(), clean })
     }
 }

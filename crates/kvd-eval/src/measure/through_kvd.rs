@@ -92,11 +92,12 @@ impl KvdAttention {
     }
 
     /// Causal attention of queries `[n, query heads, dim]`, the first at `position`, over all
-    /// tokens up to the last query's.
+    /// tokens up to the last query's, or those of the model's `window`.
     pub(crate) async fn query(
         &mut self,
         layer: usize,
         position: usize,
+        window: Option<usize>,
         q: &[f32],
     ) -> Result<Vec<f32>> {
         let n_q = u32::try_from(q.len() / self.heads.query_width())?;
@@ -104,6 +105,7 @@ impl KvdAttention {
         let query = AttendQuery {
             kv_length: Some(position + n_q),
             position: Some(position),
+            sliding_window: window.map(u32::try_from).transpose()?,
             ..AttendQuery::new(self.sequence, n_q)
         };
         let batch = AttendBatch {
@@ -146,7 +148,7 @@ impl KvdAttention {
 impl Attention for KvdAttention {
     async fn attend(&mut self, layer: usize, step: AttentionInput<'_>) -> Result<Vec<f32>> {
         self.store(layer, step.position, step.k, step.v).await?;
-        self.query(layer, step.position, step.q).await
+        self.query(layer, step.position, step.window, step.q).await
     }
 }
 
