@@ -128,7 +128,7 @@ class Metadata:
 
 
 def rotate_half(rows, heads):
-    """Rows of a projection, or its bias, from pairs that are neighbours to pairs half a head apart."""
+    """Rows of a projection or bias, from neighbouring pairs to pairs half a head apart."""
     pairs = rows.reshape(heads, -1, 2, *rows.shape[1:])
     return pairs.swapaxes(1, 2).reshape(rows.shape)
 

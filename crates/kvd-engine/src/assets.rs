@@ -49,7 +49,8 @@ impl Assets {
     }
 
     /// A directory laid out as on Hugging Face (`config.json`, `model.safetensors` or its shards
-    /// and their index, `tokenizer.json`) plus held-out text: `eval_ids.u16`, else `eval.txt`, else none.
+    /// and their index, `tokenizer.json`) plus held-out text: `eval_ids.u16`, else `eval.txt`,
+    /// else none.
     ///
     /// # Errors
     /// [`ModelError`] when a file is missing or does not parse; the message names it.

@@ -1,7 +1,7 @@
 //! A small real language model with its attention left open.
 //!
-//! [`Model`] computes everything of a Llama, Mistral, Qwen2 or Qwen3 model but the attention, which is
-//! whatever implements [`Attention`]: [`LocalAttention`] in this process, or a daemon.
+//! [`Model`] computes everything of a Llama, Mistral, Qwen2 or Qwen3 model but the attention, which
+//! is whatever implements [`Attention`]: [`LocalAttention`] in this process, or a daemon.
 //! [`teacher_forced`] and [`generate`] take it through text; [`Quality`] compares two such runs.
 //!
 //! The crate knows no codec, no daemon and no network.

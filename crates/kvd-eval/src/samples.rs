@@ -17,7 +17,9 @@ const BYTES_MAX: usize = 4 << 30;
 pub(crate) fn windows_with_room(config: &ModelConfig, tokens: usize, wanted: usize) -> usize {
     let heads = config.heads();
     let per_token = config.num_hidden_layers * (heads.query + 2 * heads.kv) * heads.dim;
-    let room = (BYTES_MAX / (per_token * tokens * size_of::<f32>())).max(1);
+    // Shapes are a config's until the weights are read: nothing yet says that they can be.
+    let window = per_token.saturating_mul(tokens).saturating_mul(size_of::<f32>()).max(1);
+    let room = (BYTES_MAX / window).max(1);
     if room < wanted {
         tracing::warn!(
             "calibrating on {room} windows of {tokens} tokens instead of {wanted}: more rows of \

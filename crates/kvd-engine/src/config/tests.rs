@@ -141,7 +141,7 @@ fn biases_that_a_family_does_not_have_are_refused() {
         let (key, _) = refused(family, &changes);
         assert!(changes.get(&key).is_some(), "{key}");
     }
-    let biases = |family: &str, changes| parse(&changed(family, changes)).unwrap().biases;
+    let biases = |family: &str, changes: &Value| parse(&changed(family, changes)).unwrap().biases;
     let all = json!({"attention_bias": true, "mlp_bias": true});
     assert_eq!(biases("llama", &all), Biases { qkv: true, o: true, mlp: true });
     assert_eq!(biases("qwen2", &json!({})), Biases { qkv: true, o: false, mlp: false });

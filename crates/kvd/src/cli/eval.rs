@@ -12,8 +12,8 @@ use std::path::{Path, PathBuf};
 /// What to evaluate.
 #[derive(Args)]
 pub(super) struct EvalArgs {
-    /// Model folder (config.json, model.safetensors, tokenizer.json, eval_ids.u16 or eval.txt);
-    /// the built-in tiny model when absent.
+    /// Model folder (config.json, model.safetensors or shards with their index, tokenizer.json,
+    /// eval_ids.u16 or eval.txt); the built-in tiny model when absent.
     #[arg(long, value_name = "DIR")]
     model: Option<PathBuf>,
     /// Held-out text in UTF-8, instead of the model folder's; may be repeated, one block of rows
