@@ -1,5 +1,6 @@
 //! Model folders that are broken, or whose config and weights do not fit: each is refused with the
 //! name of what is wrong, and none of them ends the program.
+#![expect(clippy::unwrap_used, reason = "a set-up that fails is a test that fails")]
 
 use kvd_engine::{Assets, LocalAttention, Model, ModelConfig, ModelError, WeightFiles};
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
@@ -284,44 +285,73 @@ fn strange() -> Vec<Value> {
     values
 }
 
+const EXTRA: [&str; 8] = [
+    "rope_theta",
+    "rope_scaling",
+    "partial_rotary_factor",
+    "layer_types",
+    "sliding_window",
+    "original_max_position_embeddings",
+    "num_experts",
+    "attention_bias",
+];
+
+/// Reads a folder with a changed config and runs three tokens; says whether it was read.
+async fn tried(config: &Value, name: &str) -> bool {
+    let model = match load(config, &fixture(name)) {
+        Ok(model) => model,
+        Err(error) => {
+            assert!(error.is::<ModelError>(), "{config}: {error:#}");
+            return false;
+        }
+    };
+    let layers = model.config().num_hidden_layers;
+    let mut attention = LocalAttention::exact(model.config().heads(), layers);
+    if let Ok(logits) = model.forward(&[1, 2, 3], 0, &mut attention).await {
+        assert!(logits.iter().all(|x| x.is_finite()), "{config}");
+    }
+    true
+}
+
 /// Every key of every kind of folder with every strange value: read or refused, never a panic,
 /// and what is read computes finite logits.
 #[tokio::test]
 async fn no_value_of_any_key_ends_the_program() {
-    let extra = [
-        "rope_theta",
-        "rope_scaling",
-        "partial_rotary_factor",
-        "layer_types",
-        "sliding_window",
-        "original_max_position_embeddings",
-        "num_experts",
-        "attention_bias",
-    ];
     let (mut read, mut refused) = (0, 0);
     for name in ["llama-yarn", "mistral-window", "qwen2-window", "qwen3-layer-types"] {
         let original = config(name);
-        let keys = original.as_object().unwrap().keys().map(String::as_str).chain(extra);
+        let keys = original.as_object().unwrap().keys().map(String::as_str).chain(EXTRA);
         for key in keys {
             for value in strange() {
                 let mut config = original.clone();
-                config[key] = value.clone();
-                let model = match load(&config, &fixture(name)) {
-                    Ok(model) => model,
-                    Err(error) => {
-                        assert!(error.is::<ModelError>(), "{key} = {value}: {error:#}");
-                        refused += 1;
-                        continue;
-                    }
-                };
-                read += 1;
-                let layers = model.config().num_hidden_layers;
-                let mut attention = LocalAttention::exact(model.config().heads(), layers);
-                if let Ok(logits) = model.forward(&[1, 2, 3], 0, &mut attention).await {
-                    assert!(logits.iter().all(|x| x.is_finite()), "{name}: {key} = {value}");
-                }
+                config[key] = value;
+                *(if tried(&config, name).await { &mut read } else { &mut refused }) += 1;
             }
         }
     }
     assert!(read > 500 && refused > 1500, "{read} read, {refused} refused");
+}
+
+/// Four keys changed at once, 4,000 times.
+#[tokio::test]
+async fn no_combination_of_values_ends_the_program() {
+    // Numerical Recipes' generator: the same changes in every run.
+    let mut state = 1u32;
+    let mut below = |count: usize| {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        (state >> 8) as usize % count
+    };
+    let strange = strange();
+    for name in ["llama-llama3", "mistral-window-1", "qwen2-yarn", "qwen3-layer-types"] {
+        let original = config(name);
+        let keys = original.as_object().unwrap().keys().map(String::as_str).chain(EXTRA);
+        let keys: Vec<_> = keys.collect();
+        for _ in 0..1000 {
+            let mut config = original.clone();
+            for _ in 0..4 {
+                config[keys[below(keys.len())]] = strange[below(strange.len())].clone();
+            }
+            tried(&config, name).await;
+        }
+    }
 }

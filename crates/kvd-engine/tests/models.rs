@@ -1,4 +1,5 @@
 //! Folders that `transformers` wrote, against its own logits: `tests/fixtures/models/make.py`.
+#![expect(clippy::unwrap_used, reason = "a set-up that fails is a test that fails")]
 
 use kvd_engine::{LocalAttention, Model, ModelConfig, WeightFiles};
 use safetensors::SafeTensors;
