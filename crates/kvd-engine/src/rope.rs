@@ -1,4 +1,7 @@
 //! Rotary position embedding, channels `i` and `i + dim/2` together.
+//!
+//! Angles are rounded as `transformers` rounds them: frequencies and their products with positions
+//! are f32, in every precision of the model. A model is trained with these angles.
 
 use crate::config::{RopeScaling, RopeSpec};
 use std::f64::consts::TAU;
@@ -6,7 +9,7 @@ use std::f64::consts::TAU;
 /// Frequencies of one kind of layer.
 pub(crate) struct Rope {
     /// Radians per position, one per pair of channels.
-    frequencies: Vec<f64>,
+    frequencies: Vec<f32>,
     /// Scale of what is rotated.
     attention_factor: f64,
 }
@@ -14,7 +17,10 @@ pub(crate) struct Rope {
 impl Rope {
     /// For heads of `dim` channels.
     pub(crate) fn new(spec: &RopeSpec, dim: usize) -> Self {
-        let plain = |i: usize| spec.theta.powf(-2.0 * i as f64 / dim as f64);
+        let plain = |i: usize| {
+            let exponent = (2 * i) as f32 / dim as f32;
+            f64::from(((spec.theta as f32).powf(exponent)).recip())
+        };
         let scaled = |i: usize| match &spec.scaling {
             RopeScaling::None | RopeScaling::Dynamic => plain(i),
             RopeScaling::Linear { factor } => plain(i) / factor,
@@ -27,16 +33,17 @@ impl Rope {
             RopeScaling::LongRope(scaling) => scaling.attention_factor,
             _ => 1.0,
         };
-        Self { frequencies: (0..dim / 2).map(scaled).collect(), attention_factor }
+        let frequencies = (0..dim / 2).map(|i| scaled(i) as f32).collect();
+        Self { frequencies, attention_factor }
     }
 
     /// Rotates `[tokens, heads, dim]` in place, the first token at `position`.
     pub(crate) fn rotate(&self, values: &mut [f32], heads: usize, position: usize) {
         let half = self.frequencies.len();
         for (token, row) in values.chunks_mut(heads * 2 * half).enumerate() {
-            let at = (position + token) as f64;
+            let at = (position + token) as f32;
             for (i, frequency) in self.frequencies.iter().enumerate() {
-                let (sin, cos) = (at * frequency).sin_cos();
+                let (sin, cos) = f64::from(at * frequency).sin_cos();
                 let scaled = |x: f64| (x * self.attention_factor) as f32;
                 let (sin, cos) = (scaled(sin), scaled(cos));
                 for head in row.chunks_mut(2 * half) {
