@@ -41,8 +41,10 @@ impl Material {
         let calibrated = options.calibration_windows.min(own.saturating_sub(scored));
         let calibrated = samples::windows_with_room(&config, tokens, calibrated);
         let needs = options.codecs.iter().any(|codec| codec.spec.needs_calibration());
-        if options.texts.is_empty() || (needs && options.calibration.is_none()) {
+        if options.texts.is_empty() {
             assets.held_out()?;
+        } else if needs && options.calibration.is_none() {
+            assets.held_out().context("a codec needs a calibration: give --calibration")?;
         }
         ensure!(
             calibrated > 0 || !needs || options.calibration.is_some(),
