@@ -9,10 +9,11 @@ counts: one block of 64 tokens in 8, eight of these. Prints, for each pair of fi
 the largest excess in per cent over a table made for the blocks themselves.
 """
 
+import argparse
 import heapq
 import json
+import pathlib
 import struct
-import sys
 
 import numpy as np
 
@@ -68,13 +69,24 @@ def excess(made_for, met):
                 yield 100 * ((group * table).sum() / (group * lengths(group)).sum() - 1)
 
 
-def main(paths):
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("dumps", nargs="+", type=pathlib.Path, metavar="FILE",
+                        help="what `kvd calibrate --dump` wrote, one file per text")
+    paths = parser.parse_args().dumps
+    for path in paths:
+        if not path.is_file():
+            parser.error(f"{path} is not a file; `kvd calibrate --dump` writes such")
     texts = [[counts(keys) for keys in layers(path)] for path in paths]
     for path, made_for in zip(paths, texts):
         print("tables of", path)
         for other, met in zip(paths, texts):
             found = [e for a, b in zip(made_for, met) for e in excess(a, b)]
+            if not found:
+                parser.error(f"{path} or {other} has too few tokens: 8,192 make two tables")
             print(f"  {other}: median {np.median(found):.2f}, most {max(found):.2f}")
 
 
-main(sys.argv[1:])
+if __name__ == "__main__":
+    main()

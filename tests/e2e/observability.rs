@@ -85,10 +85,13 @@ async fn the_admin_port_answers() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn every_metric_appears_and_no_other() {
     let daemon = daemon().start().await;
-    scenario(&daemon, "model", "kvcomp").await;
+    scenario(&daemon, "model", "kvcomp; k.bound=0.9; v.bound=0.9").await;
     let page = metrics(&daemon).await;
     let known: BTreeSet<_> = Metric::ALL.iter().map(|metric| metric.name().to_owned()).collect();
-    assert_eq!(page.names, known);
+    let of_process = |name: &&String| name.starts_with("process_");
+    assert!(page.names.iter().filter(of_process).count() > 4, "{:?}", page.names);
+    let ours: BTreeSet<_> = page.names.iter().filter(|name| !of_process(name)).cloned().collect();
+    assert_eq!(ours, known);
     // Each name has samples, of a histogram those of its parts.
     for name in &known {
         let has = |suffix: &str| {
@@ -121,12 +124,18 @@ async fn metrics_say_what_the_api_says() {
         let stored = model.stored.unwrap();
         let label = format!("model=\"{name}\"");
         let of = |metric: Metric| page.sum(metric.name(), &[&label]);
-        assert!(of(Metric::BitsPerValue) > 0.0);
-        assert_close(of(Metric::BitsPerValue), bits_per_value(&stored));
+        assert!(of(Metric::PackedBytesPerValue) > 0.0);
+        assert_close(8.0 * of(Metric::PackedBytesPerValue), bits_per_value(&stored));
         // 200 tokens of 2 heads with 64 + 64 channels, all of them somewhere.
         assert_eq!(stored.packed_values + stored.raw_values, 200 * 2 * 128);
         let held = (stored.packed_bytes + stored.raw_bytes) as f64;
-        assert_close(of(Metric::CompressionRatio), f64::from(200 * 2 * 128 * 4) / held);
+        let logical = f64::from(200 * 2 * 128 * 4);
+        assert_close(of(Metric::CompressionRatio), logical / held);
+        assert_eq!(of(Metric::HeldBytes), held);
+        assert_eq!(of(Metric::LogicalBytes), logical);
+        assert_eq!(of(Metric::SavedBytes), logical - held);
+        assert_eq!(of(Metric::StoredLogicalBytesTotal), logical);
+        assert_eq!(of(Metric::LoadedLogicalBytesTotal), logical);
         let pages = stored.packed_key_bytes + stored.packed_value_bytes;
         assert_close(of(Metric::PackedBytes), pages as f64);
         assert_close(of(Metric::PackedPartBytes), pages as f64);
@@ -138,8 +147,9 @@ async fn metrics_say_what_the_api_says() {
         assert_close(of(Metric::CodecError), model.sampled_error_k + model.sampled_error_v);
         assert!(model.sampled_error_k > 0.0 && model.sampled_error_v > 0.0);
         assert_eq!(of(Metric::Sequences), 1.0);
-        assert_eq!(of(Metric::StoredTokensTotal), 200.0);
-        assert_eq!(of(Metric::AttendedQueryTokensTotal), 2.0);
+        assert_eq!(of(Metric::StoredLayerTokensTotal), 200.0);
+        assert_eq!(of(Metric::AttendedLayerQueryTokensTotal), 2.0);
+        assert_eq!(of(Metric::ModelLayers), 1.0);
         let pool = daemon.pool().await;
         assert_eq!(page.sum(Metric::PoolUsedBytes.name(), &[]), pool.used_bytes as f64);
         assert_eq!(page.sum(Metric::PoolCapacityBytes.name(), &[]), pool.capacity_bytes as f64);
@@ -178,7 +188,7 @@ async fn the_levels_of_a_model_that_is_gone_are_zero() {
     engine.close(conversation).await;
     engine.client.unregister_model(engine.model).await.unwrap();
     let page = metrics(&daemon).await;
-    for metric in [Metric::PackedBytes, Metric::RawBytes, Metric::BitsPerValue, Metric::Models] {
+    for metric in [Metric::PackedBytes, Metric::RawBytes, Metric::SavedBytes, Metric::Models] {
         assert_eq!(page.sum(metric.name(), &[]), 0.0, "{metric:?}");
     }
 }

@@ -5,12 +5,11 @@
 //! already goes ahead in its share of the time ([`crate::turns`]), others run in the order they
 //! were accepted. A full queue is an answer, not a delay.
 
-use crate::metrics::{Metric, Metrics};
+use crate::metrics::{DeviceMetrics, Metrics};
 use crate::service::{Call, ServiceError};
 use crate::turns::{Kind, Turns};
 use kvd_compute::{Backend, DeviceInfo};
 use kvd_core::ErrorCode;
-use metrics::{Gauge, Histogram};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -38,8 +37,7 @@ pub struct Lane {
     queue_jobs_max: usize,
     state: Arc<State>,
     info: DeviceInfo,
-    depth: Gauge,
-    waited: Histogram,
+    metrics: Arc<DeviceMetrics>,
 }
 
 /// Why the device is called no more.
@@ -103,6 +101,7 @@ impl Lane {
         let state = Arc::new(State::default());
         let info = backend.info();
         let device = info.description.clone();
+        let tier = if info.uuid.is_some() { "gpu" } else { "host" };
         let lane = Self {
             jobs,
             attend_places: Arc::new(Semaphore::new(queue_jobs_max)),
@@ -110,13 +109,13 @@ impl Lane {
             queue_jobs_max,
             state: state.clone(),
             info,
-            depth: metrics.gauge(Metric::QueueDepth, &[]),
-            waited: metrics.histogram(Metric::QueueSeconds, &[]),
+            metrics: Arc::new(metrics.add_device(tier)),
         };
         let (jobs, on_thread) = (lane.jobs.downgrade(), state.clone());
+        let busy = lane.metrics.clone();
         let thread = std::thread::Builder::new()
             .name("kvd-lane".to_owned())
-            .spawn(move || run(backend, &device, queue, &on_thread, on_failure))?;
+            .spawn(move || run(backend, (&device, &busy), queue, &on_thread, on_failure))?;
         Ok((lane, LaneThread { thread, jobs, state }))
     }
 
@@ -124,6 +123,11 @@ impl Lane {
     #[must_use]
     pub fn info(&self) -> &DeviceInfo {
         &self.info
+    }
+
+    /// Its handles of metrics.
+    pub(crate) fn metrics(&self) -> &Arc<DeviceMetrics> {
+        &self.metrics
     }
 
     /// Whether the device has failed.
@@ -135,8 +139,13 @@ impl Lane {
     /// Jobs accepted and not yet begun.
     #[must_use]
     pub fn queued(&self) -> usize {
-        let free = [&self.attend_places, &self.other_places].map(|free| free.available_permits());
-        2 * self.queue_jobs_max - free.iter().sum::<usize>()
+        self.queued_by_kind().iter().sum()
+    }
+
+    /// The same by kind, in the order of [`DeviceMetrics::KINDS`].
+    pub(crate) fn queued_by_kind(&self) -> [usize; 2] {
+        [&self.attend_places, &self.other_places]
+            .map(|free| self.queue_jobs_max - free.available_permits())
     }
 
     /// Runs `work` on the device after others that were accepted before, attends aside, and waits
@@ -186,11 +195,12 @@ impl Lane {
     {
         call.check_deadline()?;
         let (reply, answer) = oneshot::channel();
-        let (accepted, call, waited) = (Instant::now(), call.clone(), self.waited.clone());
+        let (accepted, call, metrics) = (Instant::now(), call.clone(), self.metrics.clone());
         let state = self.state.clone();
         let work: Work = Box::new(move |backend| {
-            waited.record(accepted.elapsed().as_secs_f64());
+            metrics.queue_seconds[index(kind)].record(accepted.elapsed().as_secs_f64());
             if reply.is_closed() {
+                metrics.abandoned_before.increment(1);
                 return;
             }
             let result = match backend {
@@ -202,7 +212,9 @@ impl Lane {
                 }
             };
             // The caller may have left meanwhile; the work stands all the same.
-            let _ = reply.send(result);
+            if reply.send(result).is_err() {
+                metrics.abandoned_during.increment(1);
+            }
         });
         let places = match kind {
             Kind::Attend => &self.attend_places,
@@ -220,14 +232,18 @@ impl Lane {
         let job = Job { kind, work, place: Some(place) };
         // Never full: every job has a place, and there is room for one that only wakes.
         self.jobs.try_send(job).map_err(|_| self.state.closed())?;
-        self.depth.set(self.queued() as f64);
         answer.await.unwrap_or_else(|_| Err(self.state.closed()))
     }
 }
 
+/// Where a kind is in [`DeviceMetrics::KINDS`].
+fn index(kind: Kind) -> usize {
+    usize::from(kind != Kind::Attend)
+}
+
 fn run(
     mut backend: Box<dyn Backend>,
-    device: &str,
+    (device, metrics): (&str, &DeviceMetrics),
     mut queue: mpsc::Receiver<Job>,
     state: &State,
     on_failure: impl FnOnce(),
@@ -259,7 +275,9 @@ fn run(
         // After a panic the device's state is unknown, as after an error that sticks: it is never
         // called again.
         let ran = catch_unwind(AssertUnwindSafe(|| work(Some(backend.as_mut()))));
-        turns.ran(kind, began.elapsed());
+        let took = began.elapsed();
+        metrics.busy_seconds[index(kind)].add(took);
+        turns.ran(kind, took);
         match ran.map(|()| backend.failure()) {
             Ok(None) => continue,
             Ok(Some(reason)) => {

@@ -56,7 +56,7 @@ async fn raw_changes_nothing_and_metrics_show_the_table() {
     assert!(kivi.quality.kl_nats > raw.quality.kl_nats);
 
     for run in &report.codecs {
-        let bits = gauge(&text, "kvd_packed_bits_per_value", &run.model);
+        let bits = 8.0 * gauge(&text, "kvd_packed_bytes_per_value", &run.model);
         assert!((bits - run.storage.bits_per_value).abs() < 1e-6 * bits, "{}: {bits}", run.model);
         let ratio = gauge(&text, "kvd_compression_ratio", &run.model);
         assert!((ratio - run.storage.ratio).abs() < 1e-6 * ratio, "{}: {ratio}", run.model);

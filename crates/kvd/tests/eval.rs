@@ -108,8 +108,20 @@ async fn a_search_keeps_its_budget_and_its_policy_is_evaluated_last() {
     let candidates = parsed(&["k=uniform(b=4,axis=token); v=uniform(b=4,axis=token)", "fp8"]);
     let search = SearchOptions { budget_bits: 6.5, candidates, windows };
     let options = options(&running, &["fp8"], vec![windows]);
-    let (found, report) = search::run(&options, &search).await.unwrap();
+    let (found, mut report) = search::run(&options, &search).await.unwrap();
     running.drain().await;
+    // Nothing else has as few bits: the claim is neither borne out nor printed unasked.
+    let claims = eval::orderings(&report.blocks[0]);
+    assert!(claims.len() == 1 && claims[0].holds.is_none(), "{claims:#?}");
+    let printed = |report: &EvalReport| {
+        let mut text = Vec::new();
+        eval::print(report, &mut text).unwrap();
+        String::from_utf8(text).unwrap() + &eval::page(report, None)
+    };
+    let unasked = printed(&report);
+    assert!(!unasked.contains("beats every") && !unasked.contains("Orderings"), "{unasked}");
+    report.orderings = true;
+    assert_eq!(printed(&report).matches("not compared").count(), 2, "{}", printed(&report));
     let [fp8, policy] = &report.blocks[0].rows[..] else { panic!("two rows") };
     assert_eq!(
         (policy.codec.as_str(), &policy.codec_spec),

@@ -124,7 +124,7 @@ async fn a_daemon_on_a_device_holds_and_answers_what_one_on_the_processor_does()
     let (_, page) = get(daemon.admin(), "/metrics");
     let calls = (CODECS.len() * STORED.len()) as f64;
     assert_eq!(metric(&page, "kvd_ready", ""), 1.0, "{page}");
-    assert_eq!(metric(&page, "kvd_attended_query_tokens_total", ""), 3.0 * calls, "{page}");
+    assert_eq!(metric(&page, "kvd_attended_layer_query_tokens_total", ""), 3.0 * calls, "{page}");
     let [kernels, graphs] =
         ["how=\"kernel\"", "how=\"graph\""].map(|how| metric(&page, "kvd_gpu_launches_total", how));
     let on_gpu = device() != "cpu";

@@ -36,6 +36,8 @@ pub struct EvalOptions {
     pub context_tokens: usize,
     /// Seed of the calibrations.
     pub seed: u64,
+    /// Whether claims about the order of codecs are checked and shown.
+    pub orderings: bool,
     /// How this run was asked for, for the head of the page.
     pub command: String,
 }
@@ -59,6 +61,7 @@ impl EvalOptions {
             calibration: None,
             context_tokens: 32_768,
             seed: 1,
+            orderings: false,
             command: String::new(),
         }
     }

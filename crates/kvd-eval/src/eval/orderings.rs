@@ -145,8 +145,8 @@ pub struct Ordering {
     pub source: &'static str,
     /// The figures that decide it.
     pub figures: String,
-    /// Whether the figures bear it out.
-    pub holds: bool,
+    /// Whether the figures bear it out; `None` where the block has nothing to compare with.
+    pub holds: Option<bool>,
 }
 
 impl EvalCodec {
@@ -171,7 +171,7 @@ pub fn orderings(block: &Block) -> Vec<Ordering> {
     }
     let claims = CLAIMS.iter().filter_map(|(claim, source, relation)| {
         let (figures, holds) = check(block, relation)?;
-        Some(Ordering { claim: (*claim).to_owned(), source, figures, holds })
+        Some(Ordering { claim: (*claim).to_owned(), source, figures, holds: Some(holds) })
     });
     claims.chain(ours(block)).collect()
 }
@@ -255,20 +255,27 @@ fn ours(block: &Block) -> impl Iterator<Item = Ordering> {
             !is_ours(other) && bits(other) <= bits(row) + NEAR && !other.codec.ends_with("keys")
         });
         let best = rivals.min_by(|a, b| kl(a).total_cmp(&kl(b)));
-        let rival = best.map_or_else(|| "none has as few bits".to_owned(), figure);
+        let rival = best.map_or_else(
+            || "no other has as few bits".to_owned(),
+            |best| format!("best of the others: {}", figure(best)),
+        );
         Ordering {
             claim: format!("{} beats every other codec of as few bits or 0.15 more", row.codec),
             source: "ours",
-            figures: format!("{}; best of the others: {rival}", figure(row)),
-            holds: best.is_none_or(|best| kl(row) < kl(best)),
+            figures: format!("{}; {rival}", figure(row)),
+            holds: best.map(|best| kl(row) < kl(best)),
         }
     })
 }
 
-/// The claims as a table; none when the block decides none.
+/// The claims as a table; none when the block has the rows of none.
 pub(super) fn sheet(block: &Block) -> Option<Sheet> {
     let row = |ordering: Ordering| {
-        let holds = if ordering.holds { "yes" } else { "no" };
+        let holds = match ordering.holds {
+            Some(true) => "yes",
+            Some(false) => "no",
+            None => "not compared",
+        };
         vec![ordering.claim, ordering.source.to_owned(), ordering.figures, holds.to_owned()]
     };
     let rows: Vec<_> = orderings(block).into_iter().map(row).collect();

@@ -22,6 +22,9 @@ pub struct EvalReport {
     pub search: Option<SearchReport>,
     /// Wall time of all of it.
     pub seconds: f64,
+    /// Whether claims about the order of codecs are shown with the tables.
+    #[serde(skip)]
+    pub orderings: bool,
 }
 
 impl EvalReport {

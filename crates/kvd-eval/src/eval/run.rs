@@ -85,6 +85,7 @@ pub(crate) async fn evaluate(
         blocks,
         search: None,
         seconds: session.begin.elapsed().as_secs_f64(),
+        orderings: options.orderings,
     })
 }
 

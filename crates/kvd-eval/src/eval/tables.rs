@@ -37,7 +37,9 @@ pub(super) fn legend(block: &Block) -> Vec<(String, &str)> {
 pub(super) fn sheets(report: &EvalReport, block: &Block) -> Vec<Sheet> {
     let mut sheets = vec![quality(block), parts(report, block), layers(block)];
     sheets.extend(speed(block));
-    sheets.extend(super::orderings::sheet(block));
+    if report.orderings {
+        sheets.extend(super::orderings::sheet(block));
+    }
     sheets
 }
 

@@ -15,23 +15,25 @@ impl MetricsSource {
         Self(Arc::new(read))
     }
 
-    /// Device time of all stores and attends of a model so far.
-    pub(crate) fn calls(&self, model: &str) -> Calls {
+    /// Device time of all stores and attends so far, whichever model they are of.
+    pub(crate) fn calls(&self) -> CallTimes {
         let text = (self.0)();
-        let summary = |metric| Histogram::read(&text, metric, model).summary();
-        Calls { store: summary("kvd_store_seconds"), attend: summary("kvd_attend_seconds") }
+        let read = |metric| Histogram::read(&text, metric);
+        CallTimes { store: read("kvd_store_seconds"), attend: read("kvd_attend_seconds") }
     }
 
     /// Device time and amounts of a model so far.
     pub(crate) fn device_totals(&self, model: &str) -> DeviceTotals {
         let text = (self.0)();
-        let total = |name| total(&text, name, model);
+        let of_model = label("model", model);
+        let total = |name, work| total(&text, name, &[&of_model, &label("work", work)]);
+        let seconds = |work| total("kvd_model_device_seconds_total", work);
         DeviceTotals {
-            encode_seconds: total("kvd_encode_seconds_sum"),
-            encoded_bytes: total("kvd_encoded_logical_bytes_total"),
-            load_seconds: total("kvd_load_seconds_sum"),
-            attend_seconds: total("kvd_attend_seconds_sum"),
-            attends: total("kvd_attend_seconds_count"),
+            encode_seconds: seconds("encode"),
+            encoded_bytes: self::total(&text, "kvd_encoded_logical_bytes_total", &[&of_model]),
+            load_seconds: seconds("load"),
+            attend_seconds: seconds("attend"),
+            attends: total("kvd_model_device_jobs_total", "attend"),
         }
     }
 }
@@ -60,19 +62,36 @@ impl DeviceTotals {
     }
 }
 
-/// The sum of all series of `name` with that model.
-fn total(text: &str, name: &str, model: &str) -> f64 {
+/// A label as the exposition writes it.
+fn label(name: &str, value: &str) -> String {
+    format!("{name}=\"{value}\"")
+}
+
+/// The sum of all series of `name` with those labels.
+fn total(text: &str, name: &str, wanted: &[&str]) -> f64 {
     let prefix = format!("{name}{{");
     let value = |line: &str| {
         let (labels, value) = line.strip_prefix(&prefix)?.rsplit_once("} ")?;
-        has_model(labels, model).then(|| value.trim().parse::<f64>().ok())?
+        let has = |wanted: &&str| labels.split(',').any(|found| found == *wanted);
+        wanted.iter().all(has).then(|| value.trim().parse::<f64>().ok())?
     };
     text.lines().filter_map(value).sum()
 }
 
-fn has_model(labels: &str, model: &str) -> bool {
-    let label = format!("model=\"{model}\"");
-    labels.split(',').any(|found| found == label)
+/// Device time of stores and attends, counted from the daemon's start.
+pub(crate) struct CallTimes {
+    store: Histogram,
+    attend: Histogram,
+}
+
+impl CallTimes {
+    /// Percentiles of what came on top of `before`.
+    pub(crate) fn since(&self, before: &Self) -> Calls {
+        Calls {
+            store: self.store.since(&before.store).summary(),
+            attend: self.attend.since(&before.attend).summary(),
+        }
+    }
 }
 
 impl fmt::Debug for MetricsSource {
@@ -85,19 +104,34 @@ impl fmt::Debug for MetricsSource {
 struct Histogram(Vec<(f64, f64)>);
 
 impl Histogram {
-    fn read(text: &str, metric: &str, model: &str) -> Self {
+    /// All series of a histogram together: those of several devices, say.
+    fn read(text: &str, metric: &str) -> Self {
         let prefix = format!("{metric}_bucket{{");
-        let bucket = |line: &str| {
+        let bucket = |line: &str| -> Option<(f64, f64)> {
             let (labels, count) = line.strip_prefix(&prefix)?.rsplit_once("} ")?;
-            if !has_model(labels, model) {
-                return None;
-            }
             let mut labels = labels.split(',');
             let bound = labels.find_map(|found| found.strip_prefix("le=\"")?.strip_suffix('"'))?;
             // Rust reads "+Inf" as infinity.
             Some((bound.parse().ok()?, count.trim().parse().ok()?))
         };
-        Self(text.lines().filter_map(bucket).collect())
+        let mut buckets: Vec<(f64, f64)> = Vec::new();
+        for (bound, count) in text.lines().filter_map(bucket) {
+            match buckets.iter_mut().find(|(known, _)| *known == bound) {
+                Some((_, sum)) => *sum += count,
+                None => buckets.push((bound, count)),
+            }
+        }
+        buckets.sort_by(|(a, _), (b, _)| a.total_cmp(b));
+        Self(buckets)
+    }
+
+    /// What came on top of `before`, which is an earlier state or has nothing.
+    fn since(&self, before: &Self) -> Self {
+        let earlier = |bound: f64| {
+            let found = before.0.iter().find(|(known, _)| *known == bound);
+            found.map_or(0.0, |(_, count)| *count)
+        };
+        Self(self.0.iter().map(|(bound, count)| (*bound, count - earlier(*bound))).collect())
     }
 
     /// As Prometheus' `histogram_quantile`: linear inside a bucket, and the last finite bound
@@ -132,17 +166,25 @@ mod tests {
     use super::*;
 
     const TEXT: &str = "\
-kvd_store_seconds_bucket{namespace=\"d\",model=\"other\",codec=\"raw\",le=\"+Inf\"} 9
-kvd_store_seconds_bucket{namespace=\"d\",model=\"m.raw\",codec=\"raw\",le=\"0.001\"} 50
-kvd_store_seconds_bucket{namespace=\"d\",model=\"m.raw\",codec=\"raw\",le=\"0.002\"} 100
-kvd_store_seconds_bucket{namespace=\"d\",model=\"m.raw\",codec=\"raw\",le=\"+Inf\"} 100
-kvd_store_seconds_sum{namespace=\"d\",model=\"m.raw\",codec=\"raw\"} 0.1
+kvd_store_seconds_bucket{device=\"0\",le=\"0.001\"} 50
+kvd_store_seconds_bucket{device=\"0\",le=\"0.002\"} 100
+kvd_store_seconds_bucket{device=\"0\",le=\"+Inf\"} 100
+kvd_store_seconds_bucket{device=\"1\",le=\"0.001\"} 0
+kvd_store_seconds_bucket{device=\"1\",le=\"0.002\"} 0
+kvd_store_seconds_bucket{device=\"1\",le=\"+Inf\"} 10
+kvd_model_device_seconds_total{namespace=\"d\",model=\"m.raw\",codec=\"raw\",work=\"store\"} 0.1
+kvd_model_device_seconds_total{namespace=\"d\",model=\"m.raw\",codec=\"raw\",work=\"load\"} 0.4
+kvd_model_device_seconds_total{namespace=\"d\",model=\"other\",codec=\"raw\",work=\"load\"} 8
+kvd_model_device_jobs_total{namespace=\"d\",model=\"m.raw\",codec=\"raw\",work=\"attend\"} 3
+kvd_encoded_logical_bytes_total{namespace=\"d\",model=\"m.raw\",codec=\"raw\"} 64
 ";
 
     #[test]
-    fn quantiles_are_those_of_prometheus() {
-        let source = MetricsSource::new(|| TEXT.to_owned());
-        let calls = source.calls("m.raw");
+    fn quantiles_are_those_of_prometheus_over_what_came_since() {
+        let before = MetricsSource::new(|| {
+            "kvd_store_seconds_bucket{device=\"1\",le=\"+Inf\"} 10\n".to_owned()
+        });
+        let calls = MetricsSource::new(|| TEXT.to_owned()).calls().since(&before.calls());
         assert_eq!(calls.store.calls, 100);
         assert!((calls.store.p50_us - 1000.0).abs() < 1e-6, "{calls:?}");
         assert!((calls.store.p99_us - 1980.0).abs() < 1e-6, "{calls:?}");
@@ -150,9 +192,17 @@ kvd_store_seconds_sum{namespace=\"d\",model=\"m.raw\",codec=\"raw\"} 0.1
     }
 
     #[test]
-    fn totals_are_those_of_one_model() {
-        assert_eq!(total(TEXT, "kvd_store_seconds_sum", "m.raw"), 0.1);
-        assert_eq!(total(TEXT, "kvd_store_seconds_sum", "m"), 0.0);
-        assert_eq!(total(TEXT, "kvd_load_seconds_sum", "m.raw"), 0.0);
+    fn totals_are_those_of_one_model_and_work() {
+        let totals = MetricsSource::new(|| TEXT.to_owned()).device_totals("m.raw");
+        let wanted = DeviceTotals {
+            encode_seconds: 0.0,
+            encoded_bytes: 64.0,
+            load_seconds: 0.4,
+            attend_seconds: 0.0,
+            attends: 3.0,
+        };
+        assert_eq!(totals, wanted);
+        let none = MetricsSource::new(|| TEXT.to_owned()).device_totals("m");
+        assert_eq!(none.encoded_bytes + none.load_seconds + none.attends, 0.0);
     }
 }

@@ -1,5 +1,6 @@
 //! One codec, registered with the daemon and taken through the measurements one by one.
 
+use super::daemon::CallTimes;
 use super::storage::{Storage, StoredParts};
 use super::through_kvd::StepLatencies;
 use super::{AttentionError, Calls, CleanWindow, KvdAttention, MetricsSource, PassageReference};
@@ -43,6 +44,9 @@ pub(crate) struct CodecRun<'a> {
     registered: RegisteredModel,
     kvd: KvdAttention,
     passages: Vec<SequenceId>,
+    /// Device time before the first call, where the daemon's metrics are at hand. Codecs run one
+    /// after another: what comes on top is this one's.
+    calls_before: Option<CallTimes>,
 }
 
 impl<'a> CodecRun<'a> {
@@ -60,7 +64,8 @@ impl<'a> CodecRun<'a> {
             registered.with_context(|| format!("the daemon refused codec {codec:?}"))?;
         let heads = rig.model.config().heads();
         let kvd = KvdAttention::open(rig.client, registered.model, heads).await?;
-        Ok(Self { rig, label, name, registered, kvd, passages: Vec::new() })
+        let calls_before = rig.metrics.as_ref().map(MetricsSource::calls);
+        Ok(Self { rig, label, name, registered, kvd, passages: Vec::new(), calls_before })
     }
 
     /// Name of the model in the daemon and in its metrics.
@@ -150,7 +155,8 @@ impl<'a> CodecRun<'a> {
 
     /// Device time of all stores and attends so far, where the daemon's metrics are at hand.
     pub(crate) fn daemon_calls(&self) -> Option<Calls> {
-        self.rig.metrics.as_ref().map(|metrics| metrics.calls(&self.name))
+        let metrics = self.rig.metrics.as_ref()?;
+        Some(metrics.calls().since(self.calls_before.as_ref()?))
     }
 
     /// Ends the streams, and closes the passages and the model.

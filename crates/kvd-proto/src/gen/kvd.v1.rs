@@ -61,6 +61,10 @@ pub struct GetServerInfoResponse {
     pub message_bytes_max: u64,
     #[prost(uint32, tag = "6")]
     pub block_tokens_default: u32,
+    /// How far attention kernels may round: "single", "fast" or "int8" (device.precision). Of several
+    /// devices the coarsest; GPUs are "single".
+    #[prost(string, tag = "7")]
+    pub precision: ::prost::alloc::string::String,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct RegisterModelRequest {
@@ -325,14 +329,17 @@ pub struct GetStatsRequest {}
 pub struct GetStatsResponse {
     #[prost(string, tag = "1")]
     pub boot_id: ::prost::alloc::string::String,
+    /// One of each device.
     #[prost(message, repeated, tag = "2")]
     pub pools: ::prost::alloc::vec::Vec<PoolStats>,
     /// Models of the caller's namespace.
     #[prost(message, repeated, tag = "3")]
     pub models: ::prost::alloc::vec::Vec<ModelStats>,
 }
+/// The pool of one device.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct PoolStats {
+    /// "host" or "gpu".
     #[prost(string, tag = "1")]
     pub tier: ::prost::alloc::string::String,
     #[prost(uint64, tag = "2")]
@@ -343,6 +350,9 @@ pub struct PoolStats {
     pub largest_free_bytes: u64,
     #[prost(uint64, tag = "5")]
     pub slots: u64,
+    /// The device's number in device.device, as the label "device" of metrics has it.
+    #[prost(string, tag = "6")]
+    pub device: ::prost::alloc::string::String,
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct ModelStats {

@@ -121,6 +121,7 @@ async fn report(args: &EvalArgs, running: &Running) -> anyhow::Result<()> {
         calibration: args.calibration.clone(),
         context_tokens: args.context,
         seed: args.seed,
+        orderings: args.orderings,
         command: command(),
         ..EvalOptions::new(local::endpoint(running)?, codecs)
     };

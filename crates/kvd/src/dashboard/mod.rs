@@ -7,6 +7,7 @@ mod panels;
 mod query;
 #[cfg(test)]
 mod tests;
+mod threshold;
 
 use panels::{Panel, Row};
 use query::Query;
@@ -14,8 +15,6 @@ use serde_json::{Value, json};
 
 /// Grafana's grid is this many units wide.
 const GRID_WIDTH: u32 = 24;
-/// Height of a panel.
-const PANEL_HEIGHT: u32 = 7;
 /// Height of a row's title.
 const ROW_HEIGHT: u32 = 1;
 
@@ -101,13 +100,13 @@ fn grid(rows: &[Row]) -> Vec<Value> {
         for panel in &row.panels {
             if x + panel.width > GRID_WIDTH {
                 x = 0;
-                y += PANEL_HEIGHT;
+                y += row.height;
             }
-            let at = json!({ "x": x, "y": y, "w": panel.width, "h": PANEL_HEIGHT });
+            let at = json!({ "x": x, "y": y, "w": panel.width, "h": row.height });
             out.push(render(panel, out.len() + 1, at));
             x += panel.width;
         }
-        y += PANEL_HEIGHT;
+        y += row.height;
     }
     out
 }
@@ -118,6 +117,11 @@ fn render(panel: &Panel, id: usize, grid_pos: Value) -> Value {
     if let Some(max) = panel.max {
         defaults["min"] = json!(0);
         defaults["max"] = json!(max);
+    }
+    if !panel.thresholds.is_empty() {
+        let steps = panel.thresholds.iter().map(|step| step.json());
+        defaults["thresholds"] = json!({ "mode": "absolute", "steps": steps.collect::<Vec<_>>() });
+        defaults["color"] = json!({ "mode": "thresholds" });
     }
     if !panel.values.is_empty() {
         let options: serde_json::Map<_, _> = panel

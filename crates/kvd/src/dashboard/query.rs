@@ -1,6 +1,6 @@
 //! PromQL from metrics: the few shapes that the dashboard is made of.
 
-use crate::metrics::{Kind, Metric};
+use crate::metrics::{Kind, Metric, Scope};
 
 /// A choice at the top of the dashboard: the values of one label.
 pub(super) struct Variable {
@@ -13,7 +13,8 @@ pub(super) struct Variable {
 }
 
 /// Every choice but the data source.
-pub(super) const VARIABLES: [Variable; 3] = [
+pub(super) const VARIABLES: [Variable; 4] = [
+    Variable { name: "job", title: "Job", of: Metric::Ready },
     Variable { name: "instance", title: "Daemon", of: Metric::Ready },
     Variable { name: "namespace", title: "Namespace", of: Metric::Sequences },
     Variable { name: "model", title: "Model", of: Metric::Sequences },
@@ -47,6 +48,11 @@ impl Query {
         Self { expr: rate(metric, by), legend: legend(by) }
     }
 
+    /// Growth per second of the series of a counter that `matcher` names.
+    pub(super) fn rate_where(metric: Metric, matcher: &str, by: &[&str]) -> Self {
+        Self { expr: rate_where(metric, matcher, by), legend: legend(by) }
+    }
+
     /// The same query under another name.
     pub(super) fn named(self, name: &str) -> Self {
         let legend = if self.legend.is_empty() {
@@ -73,8 +79,14 @@ pub(super) fn quantiles(metric: Metric, by: &[&str], name: &str) -> [Query; 2] {
 
 /// Growth of a counter per second, summed by `by`.
 pub(super) fn rate(metric: Metric, by: &[&str]) -> String {
+    rate_where(metric, "", by)
+}
+
+/// The same of the series that `matcher` names, such as `work="store"`.
+pub(super) fn rate_where(metric: Metric, matcher: &str, by: &[&str]) -> String {
     debug_assert_eq!(metric.kind(), Kind::Counter);
-    increase(metric.name(), metric, by)
+    let choice = selection(metric, matcher);
+    format!("sum {}(rate({}{choice}[$__rate_interval]))", clause(by), metric.name())
 }
 
 /// Seconds per second that a histogram of durations took.
@@ -91,44 +103,24 @@ pub(super) fn total(metric: Metric, by: &[&str]) -> String {
 
 /// The series of a metric that the viewer chose.
 pub(super) fn selector(metric: Metric) -> String {
-    format!("{}{}", metric.name(), choice(metric))
+    format!("{}{}", metric.name(), selection(metric, ""))
 }
 
 fn increase(series: &str, metric: Metric, by: &[&str]) -> String {
-    format!("sum {}(rate({series}{}[$__rate_interval]))", clause(by), choice(metric))
+    format!("sum {}(rate({series}{}[$__rate_interval]))", clause(by), selection(metric, ""))
 }
 
-/// The label matchers of the viewer's choice.
-fn choice(metric: Metric) -> &'static str {
-    if of_model(metric) {
-        r#"{instance=~"$instance",namespace=~"$namespace",model=~"$model"}"#
-    } else {
-        r#"{instance=~"$instance"}"#
-    }
-}
+/// The label matchers of the viewer's choice of daemons.
+pub(super) const OF_DAEMON: &str = r#"job=~"$job",instance=~"$instance""#;
 
-/// Whether a metric carries a model's labels; a test compares this with the exporter.
-pub(super) fn of_model(metric: Metric) -> bool {
-    !matches!(
-        metric,
-        Metric::BuildInfo
-            | Metric::Ready
-            | Metric::ResidentBytes
-            | Metric::RequestsTotal
-            | Metric::RequestSeconds
-            | Metric::Regions
-            | Metric::RegionBytes
-            | Metric::RegionCallsTotal
-            | Metric::QueueDepth
-            | Metric::QueueSeconds
-            | Metric::GpuLaunchesTotal
-            | Metric::GpuGraphChangesTotal
-            | Metric::Models
-            | Metric::PoolCapacityBytes
-            | Metric::PoolUsedBytes
-            | Metric::PoolLargestFreeBytes
-            | Metric::PoolSlots
-    )
+/// The label matchers of the viewer's choice, and one more if it is not empty.
+fn selection(metric: Metric, matcher: &str) -> String {
+    let model = match metric.scope() {
+        Scope::Model => r#",namespace=~"$namespace",model=~"$model""#,
+        Scope::Device | Scope::Daemon => "",
+    };
+    let comma = if matcher.is_empty() { "" } else { "," };
+    format!("{{{OF_DAEMON}{model}{comma}{matcher}}}")
 }
 
 fn clause(by: &[&str]) -> String {

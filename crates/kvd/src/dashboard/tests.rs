@@ -1,18 +1,17 @@
 //! Dashboard, alerts, pages of documentation and exporter agree with the enums they speak of.
 
-use super::query::of_model;
 use super::{GRID_WIDTH, json};
 use crate::config::{Config, Overrides};
-use crate::lane::Lane;
-use crate::metrics::{Kind, Metric, Metrics};
-use crate::service::{Call, Service};
+use crate::daemon::Daemon;
+use crate::metrics::{ALERT_CODES, Kind, Metric, RPCS, Scope};
+use crate::service::Call;
+use bytes::Bytes;
 use kvd_compute::{CpuBackend, CpuOptions};
-use kvd_core::{DType, ErrorCode, Geometry, Namespace, RopePairing};
-use kvd_proto::domain::ModelSpec;
+use kvd_core::{DType, ErrorCode, Geometry, LayerIndex, Namespace, RopePairing};
+use kvd_proto::domain::{ModelSpec, StoreChunk};
 use serde_json::Value;
 use std::collections::BTreeSet;
 use std::path::Path;
-use std::sync::Arc;
 use std::time::Duration;
 
 /// A file of the repository.
@@ -79,6 +78,8 @@ fn panels_have_their_own_ids_and_places() {
     let mut cells = BTreeSet::new();
     for panel in &panels {
         let title = panel["title"].as_str().expect("a title");
+        let described = panel["description"].as_str().is_some_and(|text| !text.is_empty());
+        assert!(described || panel["type"] == "row", "{title} has no description");
         let [x, y, w, h] =
             ["x", "y", "w", "h"].map(|key| panel["gridPos"][key].as_u64().expect("a number"));
         assert!(w > 0 && h > 0 && x + w <= u64::from(GRID_WIDTH), "{title}");
@@ -129,35 +130,45 @@ fn operating_page_lists_every_error_code() {
     }
 }
 
-/// A text exposition of a daemon that has one model and has answered one request.
+/// A text exposition of a daemon that has one model, two blocks of it packed, and has answered one
+/// request.
 async fn exposition() -> String {
-    let config = Arc::new(Config::load(&Overrides::default()).unwrap());
+    let flags = [("server.listen_tcp", "127.0.0.1:0"), ("admin.listen", "127.0.0.1:0")]
+        .map(|(key, value)| (key.to_owned(), value.to_owned()));
+    let overrides = Overrides { flags: flags.into(), ..Overrides::default() };
     let options = CpuOptions { arena_bytes: 1 << 20, prefault: false, threads: 1 };
     let backend = Box::new(CpuBackend::new(options).unwrap());
-    let metrics = Arc::new(Metrics::new());
-    let (lane, thread) = Lane::start(backend, config.queue_jobs_max, &metrics, || {}).unwrap();
-    let service = Service::new(config, vec![lane], metrics.clone());
+    let config = Config::load(&overrides).unwrap();
+    let running = Daemon::build_on(config, vec![backend]).await.unwrap().spawn();
+    let service = running.service().clone();
     let call = Call { namespace: Namespace::new("default").unwrap(), deadline: None };
     let geometry = Geometry {
         layers: 1,
         kv_heads: 1,
         head_dim_k: 8,
         head_dim_v: 8,
-        block_tokens: 16,
+        block_tokens: 64,
         dtype: DType::F16,
         rope_pairing: RopePairing::Half,
     };
-    let (name, codec, calibration) = ("tiny".into(), "raw".into(), Vec::new().into());
+    let codec = "k=fp8; v=fp8; k.bound=0.5; v.bound=0.5".to_owned();
+    let (name, calibration) = ("tiny".into(), Vec::new().into());
     let spec = ModelSpec { name, geometry, codec, calibration };
-    service.register_model(&call, spec).await.unwrap();
+    let model = service.register_model(&call, spec).await.unwrap().shape.id;
+    let sequence = service.open_sequence(&call, model).unwrap();
+    let k = Bytes::from(0x3c00_u16.to_le_bytes().repeat(128 * 8));
+    let (layer, v) = (LayerIndex(0), k.clone());
+    let chunk = StoreChunk { sequence, layer, start: 0, tokens: 128, k, v };
+    service.store(&call, chunk).await.unwrap();
     service.metrics().request("RegisterModel", None, Duration::from_millis(1));
     service.refresh_gauges();
+    let page = service.metrics().render();
     drop(service);
-    thread.join();
-    metrics.render()
+    running.drain().await;
+    page
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn exporter_exposes_every_metric() {
     let text = exposition().await;
     let mut exposed = BTreeSet::new();
@@ -166,13 +177,56 @@ async fn exporter_exposes_every_metric() {
         let metric = metric(name).unwrap_or_else(|| panic!("no metric {name}"));
         exposed.insert(metric.name());
         for label in ["namespace=", "model=", "codec="] {
-            assert_eq!(series.contains(label), of_model(metric), "{series}");
+            assert_eq!(series.contains(label), metric.scope() == Scope::Model, "{series}");
         }
+        let of_device = metric.scope() == Scope::Device || metric == Metric::BuildInfo;
+        assert_eq!(series.contains("device="), of_device, "{series}");
     }
-    assert_eq!(exposed, every_metric());
+    let missing: Vec<_> =
+        every_metric().into_iter().filter(|name| !exposed.contains(name)).collect();
+    assert!(missing.is_empty(), "{missing:?}\n{text}");
     for metric in Metric::ALL {
         let (name, kind) = (metric.name(), format!("{:?}", metric.kind()).to_lowercase());
         assert!(text.contains(&format!("# HELP {name} {}\n", metric.help())), "{name}");
         assert!(text.contains(&format!("# TYPE {name} {kind}\n")), "{name}");
+    }
+}
+
+/// What alerts read of calls: labels that are compared with a fixed text.
+#[test]
+fn alerts_read_codes_whose_counts_begin_at_zero() {
+    let alerts = file("deploy/prometheus/alerts.yml");
+    let known = ALERT_CODES.map(|code| code.name());
+    let chosen = alerts.split("code=").skip(1).flat_map(|rest| {
+        let quoted = rest.split('"').nth(1).unwrap_or_default();
+        quoted.split('|').map(str::to_owned).collect::<Vec<_>>()
+    });
+    let chosen: BTreeSet<_> = chosen.collect();
+    assert_eq!(chosen, known.map(str::to_owned).into());
+}
+
+#[test]
+fn calls_are_counted_by_the_names_of_the_service() {
+    let proto = file("proto/kvd/v1/kvd.proto");
+    let named =
+        proto.lines().filter_map(|line| line.trim().strip_prefix("rpc ")?.split('(').next());
+    let named: BTreeSet<_> = named.chain(["AttendRegion", "StoreRegion"]).collect();
+    assert_eq!(named, RPCS.into());
+}
+
+#[test]
+fn operating_page_lists_every_alert() {
+    let (page, alerts) = (file("docs/operating.md"), file("deploy/prometheus/alerts.yml"));
+    let tests = file("deploy/prometheus/alerts.test.yml");
+    let names = alerts.lines().filter_map(|line| line.trim().strip_prefix("- alert: "));
+    let names: Vec<_> = names.collect();
+    assert!(names.len() > 10);
+    for name in &names {
+        assert!(
+            page.contains(&format!("\n| `{name}` |")),
+            "docs/operating.md has no row of {name}"
+        );
+        let tested = tests.contains(&format!("alertname: {name}\n"));
+        assert!(tested, "no test of deploy/prometheus/alerts.test.yml fires {name}");
     }
 }

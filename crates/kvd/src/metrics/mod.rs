@@ -1,37 +1,89 @@
 //! What kvd tells Prometheus: one enum of names, handles resolved once, gauges read at scrape.
 
+mod device;
+mod group;
 mod model;
 mod name;
 
-pub use model::ModelMetrics;
-pub use name::{Kind, Metric};
+pub use device::DeviceMetrics;
+pub use group::SecondsCounter;
+pub use model::{ModelLabels, ModelMetrics};
+pub use name::{Kind, Metric, Scope};
 
+use group::SeriesGroup;
 use kvd_core::ErrorCode;
 use metrics::{Counter, Gauge, Histogram, Key, KeyName, Label, Level, Metadata, Recorder, Unit};
 use metrics_exporter_prometheus::{
     Matcher, PrometheusBuilder, PrometheusHandle, PrometheusRecorder,
 };
 use parking_lot::Mutex;
-use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-/// Bucket bounds of latencies in seconds: 20 µs to 10 s.
-const SECONDS_BUCKETS: [f64; 18] = [
-    0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5,
-    1.0, 2.0, 5.0, 10.0,
+/// Bucket bounds of latencies in seconds: 1 µs to 10 s.
+const SECONDS_BUCKETS: [f64; 22] = [
+    0.000_001, 0.000_002, 0.000_005, 0.000_01, 0.000_02, 0.000_05, 0.000_1, 0.000_2, 0.000_5,
+    0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0,
 ];
 
-/// Recorder and exposition of some series. The exporter library forgets no series, so what has
-/// an end of its own has an exporter of its own.
-struct Exporter {
+/// Codes that alerts read: their counts begin at 0, so that the first of them is an increase.
+pub const ALERT_CODES: [ErrorCode; 5] = [
+    ErrorCode::Internal,
+    ErrorCode::DeviceFailed,
+    ErrorCode::CorruptPage,
+    ErrorCode::PoolFull,
+    ErrorCode::QueueFull,
+];
+
+/// Names of calls in labels: those of the service, and those of regions.
+pub const RPCS: [&str; 18] = [
+    "GetServerInfo",
+    "RegisterModel",
+    "DescribeModel",
+    "ListModels",
+    "UnregisterModel",
+    "OpenSequence",
+    "ForkSequence",
+    "TruncateSequence",
+    "CloseSequence",
+    "DescribeSequence",
+    "StoreBlocks",
+    "Attend",
+    "AttendStream",
+    "LoadBlocks",
+    "SampleQueries",
+    "GetStats",
+    "AttendRegion",
+    "StoreRegion",
+];
+
+/// The daemon's own recorder. It is not global: several daemons may live in one process.
+///
+/// What lasts as long as the daemon, and every histogram, is in the exporter library; what ends
+/// before is in groups.
+pub struct Metrics {
     recorder: PrometheusRecorder,
     handle: PrometheusHandle,
+    process: metrics_process::Collector,
+    devices: AtomicUsize,
+    /// Of devices and of registered models.
+    groups: Mutex<Vec<Arc<SeriesGroup>>>,
 }
 
-impl Exporter {
-    /// Describes every metric.
-    fn new() -> Self {
+impl Default for Metrics {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Metrics {
+    /// A recorder that knows the counts of calls that alerts read, and no other series.
+    ///
+    /// # Panics
+    /// Never: the bucket list is not empty.
+    #[must_use]
+    pub fn new() -> Self {
         let recorder = PrometheusBuilder::new()
             .set_buckets_for_metric(Matcher::Suffix("_seconds".to_owned()), &SECONDS_BUCKETS)
             .expect("buckets are not empty")
@@ -45,112 +97,97 @@ impl Exporter {
                 Kind::Histogram => recorder.describe_histogram(name, unit, help),
             }
         }
+        let process = metrics_process::Collector::default();
+        metrics::with_local_recorder(&recorder, || process.describe());
         let handle = recorder.handle();
-        Self { recorder, handle }
+        let (devices, groups) = (AtomicUsize::new(0), Mutex::default());
+        let metrics = Self { recorder, handle, process, devices, groups };
+        for rpc in RPCS {
+            for code in ALERT_CODES {
+                metrics.requests(rpc, code.name()).increment(0);
+            }
+        }
+        metrics
     }
 
-    fn counter(&self, metric: Metric, labels: &[(&'static str, &str)]) -> Counter {
+    /// A counter of the daemon with its labels.
+    pub fn counter(&self, metric: Metric, labels: &[(&'static str, &str)]) -> Counter {
         debug_assert_eq!(metric.kind(), Kind::Counter);
         self.recorder.register_counter(&key(metric, labels), &METADATA)
     }
 
-    fn gauge(&self, metric: Metric, labels: &[(&'static str, &str)]) -> Gauge {
+    /// A gauge of the daemon with its labels.
+    pub fn gauge(&self, metric: Metric, labels: &[(&'static str, &str)]) -> Gauge {
         debug_assert_eq!(metric.kind(), Kind::Gauge);
         self.recorder.register_gauge(&key(metric, labels), &METADATA)
     }
 
-    fn histogram(&self, metric: Metric, labels: &[(&'static str, &str)]) -> Histogram {
+    /// A histogram with its labels; it lasts as long as the recorder.
+    pub fn histogram(&self, metric: Metric, labels: &[(&'static str, &str)]) -> Histogram {
         debug_assert_eq!(metric.kind(), Kind::Histogram);
         self.recorder.register_histogram(&key(metric, labels), &METADATA)
     }
-}
 
-/// The daemon's own recorder. It is not global: several daemons may live in one process.
-pub struct Metrics {
-    daemon: Exporter,
-    /// Of registered models.
-    models: Mutex<Vec<Arc<Exporter>>>,
-}
-
-impl Default for Metrics {
-    fn default() -> Self {
-        Self::new()
-    }
-}
-
-impl Metrics {
-    /// A recorder that knows no series yet.
-    ///
-    /// # Panics
-    /// Never: the bucket list is not empty.
-    #[must_use]
-    pub fn new() -> Self {
-        Self { daemon: Exporter::new(), models: Mutex::default() }
+    /// The handles of one more device, whose pool is of that tier. Its label is the number of
+    /// those before it.
+    pub fn add_device(&self, tier: &'static str) -> DeviceMetrics {
+        let index = self.devices.fetch_add(1, Ordering::Relaxed);
+        DeviceMetrics::new(self, index.to_string(), tier)
     }
 
-    /// A counter with its labels.
-    pub fn counter(&self, metric: Metric, labels: &[(&'static str, &str)]) -> Counter {
-        self.daemon.counter(metric, labels)
-    }
-
-    /// A gauge with its labels.
-    pub fn gauge(&self, metric: Metric, labels: &[(&'static str, &str)]) -> Gauge {
-        self.daemon.gauge(metric, labels)
-    }
-
-    /// A histogram with its labels.
-    pub fn histogram(&self, metric: Metric, labels: &[(&'static str, &str)]) -> Histogram {
-        self.daemon.histogram(metric, labels)
+    /// Shows a group's series from now on.
+    fn keep(&self, group: Arc<SeriesGroup>) -> Arc<SeriesGroup> {
+        self.groups.lock().push(group.clone());
+        group
     }
 
     /// Ends the series of a model: it is gone, its last values must not linger.
     pub fn forget(&self, model: &ModelMetrics) {
-        self.models.lock().retain(|exporter| !Arc::ptr_eq(exporter, &model.exporter));
+        self.groups.lock().retain(|group| !Arc::ptr_eq(group, &model.group));
+    }
+
+    fn requests(&self, rpc: &'static str, code: &str) -> Counter {
+        self.counter(Metric::RequestsTotal, &[("rpc", rpc), ("code", code)])
     }
 
     /// Counts one finished call.
     pub fn request(&self, rpc: &'static str, code: Option<ErrorCode>, took: Duration) {
-        let code = code.map_or("OK", ErrorCode::name);
-        self.counter(Metric::RequestsTotal, &[("rpc", rpc), ("code", code)]).increment(1);
+        self.requests(rpc, code.map_or("OK", ErrorCode::name)).increment(1);
         self.histogram(Metric::RequestSeconds, &[("rpc", rpc)]).record(took.as_secs_f64());
     }
 
-    /// The text exposition.
+    /// The text exposition. It reads the process's own figures from the system.
     #[must_use]
     pub fn render(&self) -> String {
-        let models = self.models.lock().clone();
-        let mut texts = vec![self.daemon.handle.render()];
-        texts.extend(models.iter().map(|exporter| exporter.handle.render()));
-        merge(&texts)
+        metrics::with_local_recorder(&self.recorder, || self.process.collect());
+        let mut page = self.handle.render();
+        let groups = self.groups.lock().clone();
+        group::write_groups(&groups, &mut page);
+        page
     }
 
     /// Folds recorded samples into their buckets; to be called every few seconds, so that memory
     /// does not grow while nobody scrapes.
     pub fn upkeep(&self) {
-        self.daemon.handle.run_upkeep();
-        let models = self.models.lock().clone();
-        for exporter in models {
-            exporter.handle.run_upkeep();
-        }
+        self.handle.run_upkeep();
     }
 }
 
-/// One exposition of several: the samples of a metric must follow its one header together.
-fn merge(texts: &[String]) -> String {
-    let mut families = BTreeMap::<&str, String>::new();
-    for family in texts.iter().flat_map(|text| text.split("\n\n")) {
-        let family = family.trim_end();
-        let comments = family.lines().take_while(|line| line.starts_with('#'));
-        let header: usize = comments.map(|line| line.len() + 1).sum();
-        if header == 0 || header > family.len() {
-            continue;
-        }
-        let (header, samples) = family.split_at(header);
-        let merged = families.entry(header).or_insert_with(|| header.to_owned());
-        merged.push_str(samples);
-        merged.push('\n');
+/// Counts something that is open, as long as this lives.
+pub(crate) struct OpenCount(Gauge);
+
+impl OpenCount {
+    /// Counts one more in `gauge`.
+    pub(crate) fn new(gauge: &Gauge) -> Self {
+        gauge.increment(1.0);
+        Self(gauge.clone())
     }
-    families.into_values().collect::<Vec<_>>().join("\n")
+}
+
+impl Drop for OpenCount {
+    fn drop(&mut self) {
+        self.0.decrement(1.0);
+    }
 }
 
 const METADATA: Metadata<'static> = Metadata::new("kvd", Level::INFO, None);
@@ -189,6 +226,8 @@ mod tests {
             assert!(name.starts_with("kvd_"), "{name}");
             let total = name.ends_with("_total");
             assert_eq!(total, metric.kind() == Kind::Counter, "{name}");
+            // Histograms are in the exporter library, which forgets nothing.
+            assert!(metric.kind() != Kind::Histogram || metric.scope() != Scope::Model, "{name}");
             assert!(!metric.help().is_empty(), "{name}");
         }
     }
@@ -196,38 +235,79 @@ mod tests {
     #[test]
     fn render_shows_what_was_recorded() {
         let metrics = Metrics::new();
-        metrics.request("Attend", None, Duration::from_micros(300));
+        metrics.request("Attend", None, Duration::from_nanos(800));
         metrics.request("Attend", Some(ErrorCode::PoolFull), Duration::from_micros(300));
         let text = metrics.render();
         assert!(text.contains("kvd_requests_total{rpc=\"Attend\",code=\"POOL_FULL\"} 1"), "{text}");
+        assert!(text.contains("kvd_request_seconds_bucket{rpc=\"Attend\",le=\"0.000001\"} 1"));
         assert!(text.contains("kvd_request_seconds_bucket{rpc=\"Attend\",le=\"0.0005\"} 2"));
     }
+
+    #[test]
+    fn the_process_is_told_of_by_the_names_that_every_exporter_has() {
+        let text = Metrics::new().render();
+        for name in [
+            "process_cpu_seconds_total",
+            "process_start_time_seconds",
+            "process_resident_memory_bytes",
+            "process_open_fds",
+            "process_max_fds",
+            "process_threads",
+        ] {
+            let line = text.lines().find(|line| line.starts_with(&format!("{name} ")));
+            let value: f64 = line.unwrap_or_else(|| panic!("no {name}:\n{text}"))[name.len()..]
+                .trim()
+                .parse()
+                .unwrap();
+            assert!(value > 0.0 || name == "process_cpu_seconds_total", "{name} {value}");
+        }
+    }
+
+    fn labels(model: &str) -> ModelLabels<'_> {
+        ModelLabels { namespace: "default", model, codec: "raw" }
+    }
+
     #[test]
     fn a_model_that_is_forgotten_leaves_no_series_and_shares_headers_until_then() {
         let metrics = Metrics::new();
         metrics.request("Attend", None, Duration::from_micros(300));
-        let one = ModelMetrics::new(&metrics, "default", "one", "raw");
-        let two = ModelMetrics::new(&metrics, "default", "two", "raw");
-        one.stored_tokens.increment(3);
-        two.store_seconds.record(0.5);
+        let device = metrics.add_device("host");
+        let one = ModelMetrics::new(&metrics, &device, labels("one"), 2);
+        let two = ModelMetrics::new(&metrics, &device, labels("two"), 2);
+        one.stored_layer_tokens.increment(3);
+        two.store.record(Duration::from_millis(500));
         let text = metrics.render();
-        assert_eq!(text.matches("# TYPE kvd_stored_tokens_total counter\n").count(), 1, "{text}");
-        assert!(text.contains("kvd_stored_tokens_total{namespace=\"default\",model=\"one\""));
+        let header = "# TYPE kvd_stored_layer_tokens_total counter\n";
+        assert_eq!(text.matches(header).count(), 1, "{text}");
+        let sample = "kvd_stored_layer_tokens_total{namespace=\"default\",model=\"one\"";
+        assert!(text.contains(sample));
         assert!(text.contains("kvd_requests_total{rpc=\"Attend\",code=\"OK\"} 1\n"), "{text}");
+        assert!(text.contains("kvd_store_seconds_sum{device=\"0\"} 0.5\n"), "{text}");
+        let seconds = "model=\"two\",codec=\"raw\",work=\"store\"} 0.5\n";
+        assert!(text.contains(seconds), "{text}");
         for line in text.lines() {
-            assert!(
-                line.is_empty() || line.starts_with("kvd_") || line.starts_with("# "),
-                "{line}"
-            );
+            let known = ["kvd_", "process_", "# "].iter().any(|start| line.starts_with(start));
+            assert!(line.is_empty() || known, "{line}");
         }
         metrics.forget(&one);
         let text = metrics.render();
         assert!(!text.contains("model=\"one\"") && text.contains("model=\"two\""), "{text}");
         // Work in flight may still count; the same name starts anew.
-        one.stored_tokens.increment(1);
-        let again = ModelMetrics::new(&metrics, "default", "one", "raw");
-        again.stored_tokens.increment(2);
+        one.stored_layer_tokens.increment(1);
+        let again = ModelMetrics::new(&metrics, &device, labels("one"), 2);
+        again.stored_layer_tokens.increment(2);
         let sample = "model=\"one\",codec=\"raw\"} 2\n";
         assert!(metrics.render().contains(sample));
+    }
+
+    #[test]
+    fn what_is_open_is_counted_while_it_is() {
+        let metrics = Metrics::new();
+        let gauge = metrics.gauge(Metric::Connections, &[("listener", "tcp")]);
+        let open = [OpenCount::new(&gauge), OpenCount::new(&gauge)];
+        let sample = |count| format!("kvd_connections{{listener=\"tcp\"}} {count}\n");
+        assert!(metrics.render().contains(&sample(2)));
+        drop(open);
+        assert!(metrics.render().contains(&sample(0)));
     }
 }

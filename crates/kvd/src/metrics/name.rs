@@ -1,4 +1,4 @@
-//! The names: one variant per metric, its kind and its help text in one table.
+//! The names: one variant per metric, its kind, whose it is and its help text in one table.
 
 /// What Prometheus calls the type of a metric.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -11,8 +11,19 @@ pub enum Kind {
     Histogram,
 }
 
+/// Whose series a metric has: they begin and end with it, and carry its labels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Scope {
+    /// The daemon as a whole; whatever labels each metric has of its own.
+    Daemon,
+    /// A device: `device`, its number in the configuration.
+    Device,
+    /// A registered model: `namespace`, `model`, `codec`.
+    Model,
+}
+
 macro_rules! metrics {
-    ($($variant:ident = $name:literal, $kind:ident, $help:literal;)*) => {
+    ($($variant:ident = $name:literal, $kind:ident, $scope:ident, $help:literal;)*) => {
         /// Every metric that kvd exports.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         pub enum Metric {
@@ -35,6 +46,12 @@ macro_rules! metrics {
                 match self { $(Self::$variant => Kind::$kind,)* }
             }
 
+            /// Whose series it has.
+            #[must_use]
+            pub const fn scope(self) -> Scope {
+                match self { $(Self::$variant => Scope::$scope,)* }
+            }
+
             /// What it says.
             #[must_use]
             pub const fn help(self) -> &'static str {
@@ -45,55 +62,69 @@ macro_rules! metrics {
 }
 
 metrics! {
-    BuildInfo = "kvd_build_info", Gauge, "1, with version, boot_id and device as labels.";
-    Ready = "kvd_ready", Gauge, "1 while requests are served, 0 while draining or failed.";
-    ResidentBytes = "kvd_process_resident_bytes", Gauge, "Resident memory of the daemon.";
+    BuildInfo = "kvd_build_info", Gauge, Daemon, "1, with version, commit, boot_id and device as labels.";
+    Ready = "kvd_ready", Gauge, Daemon, "1 while requests are served, 0 while draining or failed.";
 
-    RequestsTotal = "kvd_requests_total", Counter, "Finished calls, and messages of streams, by rpc and code.";
-    RequestSeconds = "kvd_request_seconds", Histogram, "Time from receipt to answer, by rpc.";
+    RequestsTotal = "kvd_requests_total", Counter, Daemon, "Finished calls, and messages of streams, by rpc and code.";
+    RequestSeconds = "kvd_request_seconds", Histogram, Daemon, "Time from receipt to answer, by rpc.";
+    TransportRefusalsTotal = "kvd_transport_refusals_total", Counter, Daemon, "Requests that gRPC itself refused before a call began, by reason: they are in no other count.";
+    Connections = "kvd_connections", Gauge, Daemon, "Open connections, by listener.";
+    OpenStreams = "kvd_open_streams", Gauge, Daemon, "Open streams of requests or answers, by rpc.";
+    InflightBytes = "kvd_inflight_bytes", Gauge, Daemon, "Bytes of requests and answers that wait for a device or are on it, of limits.inflight_bytes_max.";
 
-    Regions = "kvd_regions", Gauge, "Regions that workers share with the daemon.";
-    RegionBytes = "kvd_region_bytes", Gauge, "Bytes of their memory files.";
+    Regions = "kvd_regions", Gauge, Daemon, "Regions that workers share with the daemon.";
+    RegionBytes = "kvd_region_bytes", Gauge, Daemon, "Bytes of their memory files.";
 
-    RegionCallsTotal = "kvd_region_calls_total", Counter, "Calls through regions, by where their payloads were: a memory file, device memory in place, or device memory copied through the host.";
+    RegionCallsTotal = "kvd_region_calls_total", Counter, Daemon, "Calls through regions, by where their payloads were: a memory file, device memory in place, or device memory copied through the host.";
 
-    QueueDepth = "kvd_queue_depth", Gauge, "Jobs waiting for the device.";
-    QueueSeconds = "kvd_queue_seconds", Histogram, "Time a job waited for the device.";
-    StoreSeconds = "kvd_store_seconds", Histogram, "Device time of one stored range, encoding included.";
-    EncodeSeconds = "kvd_encode_seconds", Histogram, "Device time to encode the blocks that left the window in one store.";
-    GpuLaunchesTotal = "kvd_gpu_launches_total", Counter, "Attention launches on GPUs, by how: kernels one by one, graphs of several.";
-    GpuGraphChangesTotal = "kvd_gpu_graph_changes_total", Counter, "What was done to graphs before they were launched, by change: graphs made, nodes of graphs changed.";
-    AttendSeconds = "kvd_attend_seconds", Histogram, "Device time of one attend batch.";
-    LoadSeconds = "kvd_load_seconds", Histogram, "Device time of one load.";
+    QueueDepth = "kvd_queue_depth", Gauge, Device, "Jobs waiting for the device, by kind: attend, other.";
+    QueueSeconds = "kvd_queue_seconds", Histogram, Device, "Time a job waited for the device, by kind: attend, other.";
+    DeviceBusySecondsTotal = "kvd_device_busy_seconds_total", Counter, Device, "Time the device's thread spent on jobs, by kind: attend, other.";
+    AbandonedJobsTotal = "kvd_abandoned_jobs_total", Counter, Device, "Jobs whose caller had left, by when: before they began (not run), or while they ran (nobody read the answer).";
+    StoreSeconds = "kvd_store_seconds", Histogram, Device, "Device time of one stored range, encoding included.";
+    EncodeSeconds = "kvd_encode_seconds", Histogram, Device, "Device time to encode the blocks that left the window in one store.";
+    AttendSeconds = "kvd_attend_seconds", Histogram, Device, "Device time of one attend batch.";
+    LoadSeconds = "kvd_load_seconds", Histogram, Device, "Device time of one piece of a load.";
+    GpuLaunchesTotal = "kvd_gpu_launches_total", Counter, Daemon, "Attention launches on GPUs, by how: kernels one by one, graphs of several.";
+    GpuGraphChangesTotal = "kvd_gpu_graph_changes_total", Counter, Daemon, "What was done to graphs before they were launched, by change: graphs made, nodes of graphs changed.";
 
-    StoredTokensTotal = "kvd_stored_tokens_total", Counter, "Tokens stored, counted once per layer.";
-    EncodedLogicalBytesTotal = "kvd_encoded_logical_bytes_total", Counter, "Bytes of K and V, in the stored precision, that were encoded.";
-    EncodedPageBytesTotal = "kvd_encoded_page_bytes_total", Counter, "Bytes of the pages that came out of encoding.";
-    EncodedBlocksTotal = "kvd_encoded_blocks_total", Counter, "Blocks encoded, counted once per layer.";
-    PackDeferredTotal = "kvd_pack_deferred_total", Counter, "Blocks that stayed raw for now because the pool had no room for their pages.";
-    FallbackPagesTotal = "kvd_fallback_pages_total", Counter, "Pages that could not be quantized and were kept raw.";
-    SampledBlocksTotal = "kvd_sampled_blocks_total", Counter, "Blocks decoded again after encoding to measure their error.";
-    OverBoundPagesTotal = "kvd_over_bound_pages_total", Counter, "Sampled pages over the codec's error bound, kept with a safer side, by side.";
-    AttendedQueryTokensTotal = "kvd_attended_query_tokens_total", Counter, "Query tokens answered, counted once per layer.";
-    AttendedStoredBytesTotal = "kvd_attended_stored_bytes_total", Counter, "Bytes of pages and raw rows named by attend batches.";
-    AttendedLogicalBytesTotal = "kvd_attended_logical_bytes_total", Counter, "The same tokens' bytes in the stored precision.";
+    PoolCapacityBytes = "kvd_pool_capacity_bytes", Gauge, Device, "Page memory of the device, by tier: host, gpu.";
+    PoolUsedBytes = "kvd_pool_used_bytes", Gauge, Device, "Page memory in use.";
+    PoolLargestFreeBytes = "kvd_pool_largest_free_bytes", Gauge, Device, "Largest slot that could be reserved now.";
+    PoolSlots = "kvd_pool_slots", Gauge, Device, "Slots in use: one for each packed or raw block of a layer.";
 
-    Models = "kvd_models", Gauge, "Registered models.";
-    Sequences = "kvd_sequences", Gauge, "Open sequences of a model.";
-    PackedValues = "kvd_packed_values", Gauge, "K and V values held in packed blocks.";
-    PackedBytes = "kvd_packed_bytes", Gauge, "Bytes of packed blocks, by side.";
-    PackedPartBytes = "kvd_packed_part_bytes", Gauge, "Bytes of packed blocks, by part: codes, scales, offsets, header.";
-    RawValues = "kvd_raw_values", Gauge, "K and V values held in windows and open blocks.";
-    RawBytes = "kvd_raw_bytes", Gauge, "Bytes reserved for windows and open blocks.";
-    ModelOnceBytes = "kvd_model_once_bytes", Gauge, "Bytes a model takes once, by part: calibration, tables.";
-    TableVersions = "kvd_table_versions", Gauge, "Versions of the Huffman tables that a model builds from its blocks: one per layer and side, more where codes have drifted.";
-    BitsPerValue = "kvd_packed_bits_per_value", Gauge, "Bits of packed blocks per K or V value, everything counted.";
-    CompressionRatio = "kvd_compression_ratio", Gauge, "Bytes in the stored precision over bytes held, windows included.";
-    CodecError = "kvd_codec_error_ratio", Gauge, "Relative root-mean-square error of about the last 256 sampled blocks, by side; NaN before the first.";
-    ErrorBound = "kvd_error_bound_ratio", Gauge, "Error bound that the codec declares, by side; 0 without one.";
+    Models = "kvd_models", Gauge, Daemon, "Registered models.";
+    ModelRegistered = "kvd_model_registered_timestamp_seconds", Gauge, Model, "When the model was registered, in seconds since 1970.";
+    ModelLayers = "kvd_model_layers", Gauge, Model, "Layers of the model: a count by layer over it is one of tokens or blocks.";
+    ModelDeviceSecondsTotal = "kvd_model_device_seconds_total", Counter, Model, "Device time spent on the model, by work: store (encode included), encode, attend, load.";
+    ModelDeviceJobsTotal = "kvd_model_device_jobs_total", Counter, Model, "Jobs of the model that the device has ended, by work: store, encode, attend, load.";
+    StoredLayerTokensTotal = "kvd_stored_layer_tokens_total", Counter, Model, "Tokens stored, counted once per layer: over kvd_model_layers they are tokens.";
+    StoredLogicalBytesTotal = "kvd_stored_logical_bytes_total", Counter, Model, "Bytes of K and V stored, in the stored precision.";
+    LoadedLogicalBytesTotal = "kvd_loaded_logical_bytes_total", Counter, Model, "Bytes of K and V loaded, in the stored precision.";
+    EncodedLogicalBytesTotal = "kvd_encoded_logical_bytes_total", Counter, Model, "Bytes of K and V, in the stored precision, that were encoded.";
+    EncodedPageBytesTotal = "kvd_encoded_page_bytes_total", Counter, Model, "Bytes of the pages that came out of encoding.";
+    EncodedLayerBlocksTotal = "kvd_encoded_layer_blocks_total", Counter, Model, "Blocks encoded, counted once per layer.";
+    PackDeferredTotal = "kvd_pack_deferred_total", Counter, Model, "Blocks of a layer that stayed raw for now because the pool had no room for their pages; none of a model whose codec compresses nothing.";
+    FallbackPagesTotal = "kvd_fallback_pages_total", Counter, Model, "Pages that could not be quantized and were kept raw.";
+    SampledBlocksTotal = "kvd_sampled_blocks_total", Counter, Model, "Blocks of a layer decoded again after encoding to measure their error.";
+    OverBoundPagesTotal = "kvd_over_bound_pages_total", Counter, Model, "Sampled pages over the codec's error bound, kept with a safer side, by side.";
+    AttendedLayerQueryTokensTotal = "kvd_attended_layer_query_tokens_total", Counter, Model, "Query tokens answered, counted once per layer: over kvd_model_layers they are tokens.";
+    AttendedStoredBytesTotal = "kvd_attended_stored_bytes_total", Counter, Model, "Bytes of pages and raw rows named by attend batches.";
+    AttendedLogicalBytesTotal = "kvd_attended_logical_bytes_total", Counter, Model, "The same tokens' bytes in the stored precision.";
 
-    PoolCapacityBytes = "kvd_pool_capacity_bytes", Gauge, "Page memory of a tier.";
-    PoolUsedBytes = "kvd_pool_used_bytes", Gauge, "Page memory in use.";
-    PoolLargestFreeBytes = "kvd_pool_largest_free_bytes", Gauge, "Largest slot that could be reserved now.";
-    PoolSlots = "kvd_pool_slots", Gauge, "Slots in use.";
+    Sequences = "kvd_sequences", Gauge, Model, "Open sequences of a model.";
+    HeldBytes = "kvd_held_bytes", Gauge, Model, "Bytes held in packed blocks, windows and open blocks.";
+    LogicalBytes = "kvd_logical_bytes", Gauge, Model, "Bytes of the K and V held, in the stored precision.";
+    SavedBytes = "kvd_saved_bytes", Gauge, Model, "Logical bytes less held bytes: what compression saves now. Below 0 while windows and open blocks take more than they hold.";
+    PackedValues = "kvd_packed_values", Gauge, Model, "K and V values held in packed blocks.";
+    PackedBytes = "kvd_packed_bytes", Gauge, Model, "Bytes of packed blocks, by side.";
+    PackedPartBytes = "kvd_packed_part_bytes", Gauge, Model, "Bytes of packed blocks, by part: codes, scales, offsets, header.";
+    RawValues = "kvd_raw_values", Gauge, Model, "K and V values held in windows and open blocks.";
+    RawBytes = "kvd_raw_bytes", Gauge, Model, "Bytes reserved for windows and open blocks.";
+    ModelOnceBytes = "kvd_model_once_bytes", Gauge, Model, "Bytes a model takes once, by part: calibration, tables.";
+    TableVersions = "kvd_table_versions", Gauge, Model, "Versions of the Huffman tables that a model builds from its blocks: one per layer and side, more where codes have drifted.";
+    PackedBytesPerValue = "kvd_packed_bytes_per_value", Gauge, Model, "Bytes of packed blocks per K or V value, everything counted: an eighth of the bits. No series while nothing is packed.";
+    CompressionRatio = "kvd_compression_ratio", Gauge, Model, "Bytes in the stored precision over bytes held, windows included. No series while nothing is held.";
+    CodecError = "kvd_codec_error_ratio", Gauge, Model, "Relative root-mean-square error of about the last 256 sampled blocks, by side. No series before the first.";
+    ErrorBound = "kvd_error_bound_ratio", Gauge, Model, "Error bound that the codec declares, by side. No series for a side without one.";
 }

@@ -57,8 +57,8 @@ impl Prepared {
     fn end(self, began: Instant, stored_bytes_read: u64) {
         drop(self.held);
         let metrics = &self.model.metrics;
-        metrics.attend_seconds.record(began.elapsed().as_secs_f64());
-        metrics.attended_query_tokens.increment(u64::from(self.query_tokens));
+        metrics.attend.record(began.elapsed());
+        metrics.attended_layer_query_tokens.increment(u64::from(self.query_tokens));
         metrics.attended_stored_bytes.increment(stored_bytes_read);
         let logical = logical_bytes(&self.plan, &self.model.shape.geometry);
         metrics.attended_logical_bytes.increment(logical);

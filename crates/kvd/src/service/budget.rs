@@ -14,14 +14,21 @@ pub(super) type InFlight = OwnedSemaphorePermit;
 /// What all requests that wait for the device, or are on it, may hold together.
 pub(super) struct ByteBudget {
     permits: Arc<Semaphore>,
+    /// Permits in all.
+    units: usize,
     max_bytes: u64,
 }
 
 impl ByteBudget {
     pub(super) fn new(max_bytes: u64) -> Self {
         let permits = usize::try_from(max_bytes / UNIT_BYTES).unwrap_or(usize::MAX);
-        let permits = Arc::new(Semaphore::new(permits.min(Semaphore::MAX_PERMITS)));
-        Self { permits, max_bytes }
+        let units = permits.min(Semaphore::MAX_PERMITS);
+        Self { permits: Arc::new(Semaphore::new(units)), units, max_bytes }
+    }
+
+    /// What is taken now, in whole units.
+    pub(super) fn taken_bytes(&self) -> u64 {
+        (self.units - self.permits.available_permits()) as u64 * UNIT_BYTES
     }
 
     /// Takes a share, or refuses: what waits here would hold its bytes all the same.
@@ -45,6 +52,7 @@ mod tests {
     fn shares_are_refused_when_used_up_and_come_back() {
         let budget = ByteBudget::new(10 << 10);
         let first = budget.take(1).unwrap();
+        assert_eq!(budget.taken_bytes(), 1 << 10);
         let second = budget.take(9 << 10).unwrap();
         let error = budget.take(1).unwrap_err();
         assert_eq!(error.code(), ErrorCode::QueueFull);
@@ -52,6 +60,7 @@ mod tests {
         drop(first);
         drop(budget.take(1024).unwrap());
         drop(second);
+        assert_eq!(budget.taken_bytes(), 0);
         drop(budget.take(10 << 10).unwrap());
         assert!(budget.take(u64::MAX).is_err());
     }

@@ -80,7 +80,9 @@ impl Service {
             let began = Instant::now();
             let rows = backend.load(&plan)?;
             drop(pinned);
-            model.metrics.load_seconds.record(began.elapsed().as_secs_f64());
+            model.metrics.load.record(began.elapsed());
+            let bytes = u64::from(end - start) * model.shape.geometry.token_bytes();
+            model.metrics.loaded_logical_bytes.increment(bytes);
             Ok(LoadPiece { start, tokens: end - start, k: rows.k, v: rows.v })
         };
         seat.lane.run(call, work).await

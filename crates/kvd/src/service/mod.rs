@@ -26,6 +26,7 @@ pub use error::ServiceError;
 pub use load::LoadPiece;
 pub use model::Model;
 pub(crate) use region::{Offer, OpenMemory};
+pub(crate) use stats::DevicePool;
 pub use stats::{ModelStats, PoolStats};
 pub use store::StoreReply;
 
@@ -33,6 +34,7 @@ use crate::config::Config;
 use crate::lane::Lane;
 use crate::metrics::{Metric, Metrics};
 use budget::ByteBudget;
+use kvd_compute::Precision;
 use kvd_core::{ErrorCode, Namespace, SequenceId};
 use kvd_store::{Limits, Pool, Store};
 use model::Models;
@@ -72,7 +74,7 @@ impl Service {
         };
         let count = lanes.len() as u64;
         let seat = |(index, lane): (u64, Lane)| {
-            let pool = Pool::new("host", lane.info().arena_bytes);
+            let pool = Pool::new(lane.metrics().tier, lane.info().arena_bytes);
             Seat { lane, store: Arc::new(Store::one_of(pool, limits.clone(), index, count)) }
         };
         let seats: Vec<Seat> = (0..).zip(lanes).map(seat).collect();
@@ -80,6 +82,7 @@ impl Service {
         let boot_id = boot_id();
         let labels = [
             ("version", env!("CARGO_PKG_VERSION")),
+            ("commit", env!("KVD_COMMIT")),
             ("boot_id", &boot_id),
             ("device", &devices(&seats)),
         ];
@@ -119,6 +122,15 @@ impl Service {
     #[must_use]
     pub fn devices(&self) -> String {
         devices(&self.seats)
+    }
+
+    /// How far attention kernels may round, by the name of the setting; of several devices the
+    /// coarsest. GPUs keep to the bound of single precision whatever the setting says.
+    #[must_use]
+    pub fn precision(&self) -> &'static str {
+        let on_cpu = self.lanes().any(|lane| lane.info().uuid.is_none());
+        let precision = if on_cpu { self.config.precision } else { Precision::Single };
+        precision.name()
     }
 
     /// Their lanes.

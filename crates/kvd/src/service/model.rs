@@ -3,7 +3,7 @@
 use super::query_sample::QuerySample;
 use super::{Seat, ServiceError};
 use crate::metrics::ModelMetrics;
-use kvd_codec::CodecSpec;
+use kvd_codec::{CodecSpec, Quantizer, SideSpec};
 use kvd_core::{ErrorCode, ModelId, Namespace, SequenceId};
 use kvd_store::{ModelShape, Store};
 use parking_lot::Mutex;
@@ -47,6 +47,21 @@ impl Model {
     #[must_use]
     pub fn fallback_pages(&self) -> u64 {
         self.fallback_pages.load(Ordering::Relaxed)
+    }
+
+    /// Whether packing saves memory anywhere: pages of floats as wide as the rows do not.
+    #[must_use]
+    pub fn compresses(&self) -> bool {
+        let native = self.shape.geometry.dtype;
+        let saves = |side: &SideSpec| match side.quantizer {
+            Quantizer::Float(format) => {
+                format.dtype(native).is_none_or(|dtype| dtype.size_bytes() < native.size_bytes())
+            }
+            _ => true,
+        };
+        let CodecSpec { key, value, overrides, .. } = &self.spec;
+        let exceptions = overrides.iter().map(|exception| &exception.spec);
+        [key, value].into_iter().chain(exceptions).any(saves)
     }
 
     /// Pages over the codec's bound that were kept with a safer side, by side, since registration.

@@ -5,7 +5,7 @@
 
 use super::query_sample::QuerySample;
 use super::{Call, Model, Service, ServiceError};
-use crate::metrics::ModelMetrics;
+use crate::metrics::{ModelLabels, ModelMetrics};
 use kvd_codec::{Calibration, CodecSpec, ModelCodec};
 use kvd_compute::Backend;
 use kvd_core::{ErrorCode, Geometry, ModelId};
@@ -70,6 +70,7 @@ impl Service {
             (self.models.clone(), self.metrics.clone(), call.namespace.clone());
         // The turn keeps others from counting at the same time.
         let seat = self.next_seat();
+        let device = self.seats[seat].lane.metrics().clone();
         let queries = QuerySample::new(&spec.geometry, &codec, &self.config);
         let register = move |backend: &mut dyn Backend| {
             backend.supports(&runtime)?;
@@ -78,8 +79,11 @@ impl Service {
                 let calibration_bytes = runtime.calibration_bytes();
                 backend.register(id, runtime);
                 tracing::info!(%id, name, %codec, "model registered");
+                let labels =
+                    ModelLabels { namespace: namespace.as_str(), model: &spec.name, codec: &label };
+                let layers = spec.geometry.layers;
                 Model {
-                    metrics: ModelMetrics::new(&metrics, namespace.as_str(), &spec.name, &label),
+                    metrics: ModelMetrics::new(&metrics, &device, labels, layers),
                     shape: Arc::new(ModelShape {
                         id,
                         namespace: namespace.clone(),

@@ -1,15 +1,23 @@
 //! What the daemon holds, for `GetStats` and for the gauges that are read at scrape.
 
-use super::{Call, Model, Service, ServiceError};
-use crate::lane::Lane;
+use super::{Call, Model, Seat, Service, ServiceError};
 use crate::metrics::Metric;
 use kvd_compute::ModelBytes;
+use kvd_core::DType;
 use kvd_store::{ModelUsage, PoolUsage, StoredBytes};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// Use of one tier's pool.
+/// Use of pools.
 pub type PoolStats = PoolUsage;
+
+/// Use of one device's pool.
+pub(crate) struct DevicePool<'a> {
+    /// The device, as the label `device` of metrics has it.
+    pub(crate) device: &'a str,
+    /// Tier and bytes.
+    pub(crate) pool: PoolUsage,
+}
 
 /// A model and what it holds now.
 pub struct ModelStats {
@@ -22,7 +30,8 @@ pub struct ModelStats {
 }
 
 impl Service {
-    /// Use of the pools, all devices together; the largest free range is that of one of them.
+    /// Use of the pools, all devices together; the largest free range is that of one of them, the
+    /// tier that of the first.
     #[must_use]
     pub fn pool_stats(&self) -> PoolStats {
         let mut all = self.seats[0].store.pool().usage();
@@ -33,6 +42,14 @@ impl Service {
             all.largest_free_bytes = all.largest_free_bytes.max(usage.largest_free_bytes);
         }
         all
+    }
+
+    /// Use of each device's pool.
+    pub(crate) fn device_pools(&self) -> impl Iterator<Item = DevicePool<'_>> {
+        self.seats.iter().map(|seat| DevicePool {
+            device: &seat.lane.metrics().label,
+            pool: seat.store.pool().usage(),
+        })
     }
 
     fn usage(&self, model: &Model) -> ModelUsage {
@@ -49,31 +66,29 @@ impl Service {
         Ok(ModelStats { usage: self.usage(&model), model, once })
     }
 
-    /// Jobs that wait for a device.
-    fn queued(&self) -> usize {
-        self.lanes().map(Lane::queued).sum()
-    }
-
     /// Sets the gauges, without asking the device.
     pub fn refresh_gauges(&self) {
         let metrics = &self.metrics;
         metrics.gauge(Metric::Ready, &[]).set(if self.ready() { 1.0 } else { 0.0 });
-        metrics.gauge(Metric::QueueDepth, &[]).set(self.queued() as f64);
-        if let Some(bytes) = resident_bytes() {
-            metrics.gauge(Metric::ResidentBytes, &[]).set(bytes as f64);
-        }
-        let pool = self.pool_stats();
-        let tier = [("tier", pool.tier)];
-        metrics.gauge(Metric::PoolCapacityBytes, &tier).set(pool.capacity_bytes as f64);
-        metrics.gauge(Metric::PoolUsedBytes, &tier).set(pool.used_bytes as f64);
-        metrics.gauge(Metric::PoolLargestFreeBytes, &tier).set(pool.largest_free_bytes as f64);
-        metrics.gauge(Metric::PoolSlots, &tier).set(pool.slots as f64);
+        metrics.gauge(Metric::InflightBytes, &[]).set(self.inflight.taken_bytes() as f64);
+        self.seats.iter().for_each(refresh_device);
         let models = self.models.list(None);
         metrics.gauge(Metric::Models, &[]).set(models.len() as f64);
         for model in models {
             refresh_model(&model, &self.usage(&model));
         }
     }
+}
+
+fn refresh_device(seat: &Seat) {
+    let (metrics, pool) = (seat.lane.metrics(), seat.store.pool().usage());
+    for (gauge, jobs) in metrics.queue_depth.iter().zip(seat.lane.queued_by_kind()) {
+        gauge.set(jobs as f64);
+    }
+    metrics.pool_capacity_bytes.set(pool.capacity_bytes as f64);
+    metrics.pool_used_bytes.set(pool.used_bytes as f64);
+    metrics.pool_largest_free_bytes.set(pool.largest_free_bytes as f64);
+    metrics.pool_slots.set(pool.slots as f64);
 }
 
 fn once(model: &Model) -> ModelBytes {
@@ -100,41 +115,41 @@ fn refresh_model(model: &Model, usage: &ModelUsage) {
     }
     metrics.raw_values.set(stored.raw_values as f64);
     metrics.raw_bytes.set(stored.raw_bytes as f64);
-    metrics.bits_per_value.set(bits_per_value(stored));
-    let value_bytes = model.shape.geometry.dtype.size_bytes() as f64;
-    metrics.compression_ratio.set(compression_ratio(stored, value_bytes));
+    let saving = Saving::of(stored, model.shape.geometry.dtype);
+    metrics.held_bytes.set(saving.held_bytes);
+    metrics.logical_bytes.set(saving.logical_bytes);
+    metrics.saved_bytes.set(saving.logical_bytes - saving.held_bytes);
+    // What does not exist has no series: NaN takes it away.
+    let packed_bytes = stored.packed_bytes as f64;
+    metrics.packed_bytes_per_value.set(ratio(packed_bytes, stored.packed_values as f64));
+    metrics.compression_ratio.set(ratio(saving.logical_bytes, saving.held_bytes));
     for (gauge, error) in metrics.codec_error.iter().zip(model.sampled_error()) {
-        // No number: neither exact nor over any threshold of an alert.
         gauge.set(error.unwrap_or(f64::NAN));
     }
     for (gauge, bound) in metrics.error_bound.iter().zip(model.spec.bounds) {
-        gauge.set(bound.map_or(0.0, f64::from));
+        gauge.set(bound.map_or(f64::NAN, f64::from));
     }
 }
 
-/// Bits of packed blocks per value, everything counted; 0 while nothing is packed.
-fn bits_per_value(stored: &StoredBytes) -> f64 {
-    if stored.packed_values == 0 {
-        return 0.0;
-    }
-    stored.packed_bytes as f64 * 8.0 / stored.packed_values as f64
+/// What a model's K and V take, and would take in the stored precision.
+struct Saving {
+    held_bytes: f64,
+    logical_bytes: f64,
 }
 
-/// Bytes in the stored precision over bytes held, windows included; 0 while nothing is held.
-fn compression_ratio(stored: &StoredBytes, value_bytes: f64) -> f64 {
-    let held = (stored.packed_bytes + stored.raw_bytes) as f64;
-    if held == 0.0 {
-        return 0.0;
+impl Saving {
+    fn of(stored: &StoredBytes, dtype: DType) -> Self {
+        let values = stored.packed_values + stored.raw_values;
+        Self {
+            held_bytes: (stored.packed_bytes + stored.raw_bytes) as f64,
+            logical_bytes: (values * dtype.size_bytes() as u64) as f64,
+        }
     }
-    (stored.packed_values + stored.raw_values) as f64 * value_bytes / held
 }
 
-/// Resident memory, where the system tells.
-fn resident_bytes() -> Option<u64> {
-    let status = std::fs::read_to_string("/proc/self/status").ok()?;
-    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
-    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
-    Some(kib * 1024)
+/// NaN where there is nothing to divide by.
+fn ratio(amount: f64, unit: f64) -> f64 {
+    if unit > 0.0 { amount / unit } else { f64::NAN }
 }
 
 #[cfg(test)]
@@ -142,7 +157,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ratio_counts_windows_and_bits_do_not() {
+    fn the_ratio_counts_windows_and_is_none_of_nothing() {
         let stored = StoredBytes {
             packed_values: 800,
             packed_bytes: 200,
@@ -150,15 +165,10 @@ mod tests {
             raw_bytes: 200,
             ..StoredBytes::default()
         };
-        assert_eq!(bits_per_value(&stored), 2.0);
-        assert_eq!(compression_ratio(&stored, 2.0), 1800.0 / 400.0);
-        assert_eq!(compression_ratio(&StoredBytes::default(), 2.0), 0.0);
-    }
-
-    #[test]
-    fn resident_memory_is_known_on_linux() {
-        if cfg!(target_os = "linux") {
-            assert!(resident_bytes().unwrap() > 1 << 20);
-        }
+        let saving = Saving::of(&stored, DType::F16);
+        assert_eq!(ratio(saving.logical_bytes, saving.held_bytes), 1800.0 / 400.0);
+        assert_eq!(saving.logical_bytes - saving.held_bytes, 1400.0);
+        let nothing = Saving::of(&StoredBytes::default(), DType::F16);
+        assert!(ratio(nothing.logical_bytes, nothing.held_bytes).is_nan());
     }
 }

@@ -52,7 +52,7 @@ impl Service {
         let work = move |backend: &mut dyn Backend| {
             let (_inflight, began) = (inflight, Instant::now());
             let reply = execute(backend, &pool, &model, ticket, &Rows::Host(rows))?;
-            model.metrics.store_seconds.record(began.elapsed().as_secs_f64());
+            model.metrics.store.record(began.elapsed());
             Ok(reply)
         };
         seat.lane.run(call, work).await
@@ -91,7 +91,7 @@ impl Service {
                 Append::Ticket(ticket) => ticket,
             };
             let reply = execute(backend, store.pool(), &model, ticket, &Rows::Staged(staged))?;
-            model.metrics.store_seconds.record(began.elapsed().as_secs_f64());
+            model.metrics.store.record(began.elapsed());
             Ok(Some(reply))
         };
         seat.lane.run(call, work).await
@@ -189,6 +189,8 @@ fn execute(
     }
     let stored_tokens = ticket.tokens();
     let length = ticket.commit(packed);
-    model.metrics.stored_tokens.increment(u64::from(stored_tokens));
+    model.metrics.stored_layer_tokens.increment(u64::from(stored_tokens));
+    let bytes = u64::from(stored_tokens) * model.shape.geometry.token_bytes();
+    model.metrics.stored_logical_bytes.increment(bytes);
     Ok(StoreReply { length, replayed: false, packed_blocks })
 }

@@ -2,6 +2,8 @@
 //! daemon ends. The servers run each connection on a task of its own that nobody can abort; its
 //! socket failing is what ends it.
 
+use crate::metrics::OpenCount;
+use metrics::Gauge;
 use std::io::{self, IoSlice};
 use std::pin::Pin;
 use std::sync::Arc;
@@ -44,13 +46,14 @@ pub(crate) struct Connection<IO> {
     /// Bytes still to come until the peer is known to speak.
     silent_bytes: usize,
     _permit: Option<OwnedSemaphorePermit>,
+    _count: OpenCount,
 }
 
 impl<IO> Connection<IO> {
-    /// A connection without a limit of its own.
-    pub(crate) fn new(io: IO, phase: watch::Receiver<Phase>) -> Self {
+    /// A connection without a limit of its own, counted in `open` while it lasts.
+    pub(crate) fn new(io: IO, phase: watch::Receiver<Phase>, open: &Gauge) -> Self {
         let end = Some(cut(&phase));
-        Self { io, phase, end, silent_bytes: 0, _permit: None }
+        Self { io, phase, end, silent_bytes: 0, _permit: None, _count: OpenCount::new(open) }
     }
 
     /// One that keeps `permit` while it lasts, and has `time` to send the HTTP/2 preface: until
@@ -59,13 +62,15 @@ impl<IO> Connection<IO> {
         io: IO,
         phase: watch::Receiver<Phase>,
         permit: OwnedSemaphorePermit,
-        time: Duration,
+        (time, open): (Duration, &Gauge),
     ) -> Self {
         let cut = cut(&phase);
         let end: Pin<Box<dyn Future<Output = ()> + Send>> = Box::pin(async move {
             let _ = tokio::time::timeout(time, cut).await;
         });
-        Self { io, phase, end: Some(end), silent_bytes: PREFACE_BYTES, _permit: Some(permit) }
+        let (silent_bytes, _permit) = (PREFACE_BYTES, Some(permit));
+        let _count = OpenCount::new(open);
+        Self { io, phase, end: Some(end), silent_bytes, _permit, _count }
     }
 
     /// Lets `result` through unless the connection is cut off.
@@ -170,6 +175,8 @@ pub(super) struct Limits {
     /// How long a peer may take to speak.
     pub(super) silence_max: Duration,
     pub(super) phase: watch::Receiver<Phase>,
+    /// How many are open.
+    pub(super) open: Gauge,
 }
 
 /// How long to wait when the system gives no socket, which is when it has no descriptors left.
@@ -198,8 +205,8 @@ impl<S> Incoming<S> {
             return None;
         };
         self.full = false;
-        let Limits { silence_max, phase, .. } = &self.limits;
-        Some(Connection::limited(io, phase.clone(), permit, *silence_max))
+        let Limits { silence_max, phase, open, .. } = &self.limits;
+        Some(Connection::limited(io, phase.clone(), permit, (*silence_max, open)))
     }
 }
 

@@ -1,6 +1,6 @@
 //! From the service's answers to messages.
 
-use crate::service::{AttendReply, LoadPiece, Model, ModelStats, PoolStats, StoreReply};
+use crate::service::{AttendReply, DevicePool, LoadPiece, Model, ModelStats, StoreReply};
 use kvd_core::LayerIndex;
 use kvd_proto::{domain, v1};
 use kvd_store::{SequenceUsage, StoredBytes};
@@ -43,8 +43,9 @@ pub(super) fn model_stats(stats: &ModelStats) -> v1::ModelStats {
     }
 }
 
-pub(super) fn pool_stats(pool: &PoolStats) -> v1::PoolStats {
+pub(super) fn pool_stats(DevicePool { device, pool }: DevicePool<'_>) -> v1::PoolStats {
     v1::PoolStats {
+        device: device.to_owned(),
         tier: pool.tier.to_owned(),
         capacity_bytes: pool.capacity_bytes,
         used_bytes: pool.used_bytes,

@@ -1,16 +1,16 @@
 //! The gRPC service: proto to domain, one span and one metric per rpc, domain to proto.
 
 use super::call::call;
-use super::connection::Phase;
 use super::convert;
 use super::measure::{answer, refuse};
-use super::stream::{self, ReplyStream};
+use super::stream::{self, ReplyStream, Streams};
+use crate::metrics::OpenCount;
 use crate::service::{Call, Service, ServiceError};
 use kvd_core::{Coded, LayerIndex, ModelId, SequenceId};
 use kvd_proto::domain::{AttendBatch, LoadRange, ModelSpec, StoreChunk};
 use kvd_proto::v1::{self, kvd_server::Kvd};
 use std::sync::Arc;
-use tokio::sync::{mpsc, watch};
+use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::metadata::MetadataMap;
 use tonic::{Request, Response, Status, Streaming};
@@ -18,8 +18,7 @@ use tonic::{Request, Response, Status, Streaming};
 /// The generated trait over a [`Service`].
 pub(super) struct Grpc {
     pub(super) service: Arc<Service>,
-    /// Idle streams end when the daemon drains.
-    pub(super) phase: watch::Receiver<Phase>,
+    pub(super) streams: Streams,
 }
 
 impl Grpc {
@@ -66,6 +65,7 @@ impl Kvd for Grpc {
                 pool_capacity_bytes: service.pool_stats().capacity_bytes,
                 message_bytes_max: service.config().message_bytes_max as u64,
                 block_tokens_default: service.config().block_tokens_default,
+                precision: service.precision().to_owned(),
             })
         })
         .await
@@ -191,18 +191,23 @@ impl Kvd for Grpc {
     ) -> Result<Response<Self::StoreBlocksStream>, Status> {
         let (metadata, _, messages) = request.into_parts();
         let call = self.call("StoreBlocks", &metadata)?;
-        let (service, phase) = (self.service.clone(), self.phase.clone());
-        let stream = stream::serve(service, phase, messages, move |service, message| {
-            let call = call.clone();
-            async move {
-                let work = async {
-                    let chunk: StoreChunk = domain(message)?;
-                    let layer = chunk.layer;
-                    Ok(convert::stored(layer, service.store(&call, chunk).await?))
-                };
-                answer(service.metrics(), "StoreBlocks", &call, work).await
-            }
-        });
+        let (service, streams) = (self.service.clone(), &self.streams);
+        let stream = stream::serve(
+            service,
+            (streams, &streams.stores),
+            messages,
+            move |service, message| {
+                let call = call.clone();
+                async move {
+                    let work = async {
+                        let chunk: StoreChunk = domain(message)?;
+                        let layer = chunk.layer;
+                        Ok(convert::stored(layer, service.store(&call, chunk).await?))
+                    };
+                    answer(service.metrics(), "StoreBlocks", &call, work).await
+                }
+            },
+        );
         Ok(Response::new(stream))
     }
 
@@ -226,17 +231,22 @@ impl Kvd for Grpc {
     ) -> Result<Response<Self::AttendStreamStream>, Status> {
         let (metadata, _, messages) = request.into_parts();
         let call = self.call("AttendStream", &metadata)?;
-        let (service, phase) = (self.service.clone(), self.phase.clone());
-        let stream = stream::serve(service, phase, messages, move |service, message| {
-            let call = call.clone();
-            async move {
-                let work = async {
-                    let batch: AttendBatch = domain(message)?;
-                    Ok(convert::attended(service.attend(&call, batch).await?))
-                };
-                answer(service.metrics(), "AttendStream", &call, work).await
-            }
-        });
+        let (service, streams) = (self.service.clone(), &self.streams);
+        let stream = stream::serve(
+            service,
+            (streams, &streams.attends),
+            messages,
+            move |service, message| {
+                let call = call.clone();
+                async move {
+                    let work = async {
+                        let batch: AttendBatch = domain(message)?;
+                        Ok(convert::attended(service.attend(&call, batch).await?))
+                    };
+                    answer(service.metrics(), "AttendStream", &call, work).await
+                }
+            },
+        );
         Ok(Response::new(stream))
     }
 
@@ -255,8 +265,9 @@ impl Kvd for Grpc {
         .await?;
         // One piece ahead: decoding overlaps sending without piling up.
         let (replies, receiver) = mpsc::channel(1);
-        let service = self.service.clone();
+        let (service, open) = (self.service.clone(), OpenCount::new(&self.streams.loads));
         tokio::spawn(async move {
+            let _open = open;
             for piece in pieces {
                 let work = async { Ok(convert::loaded(service.load_piece(&call, &piece).await?)) };
                 let reply = answer(service.metrics(), "LoadBlocks", &call, work).await;
@@ -292,7 +303,7 @@ impl Kvd for Grpc {
             }
             Ok(v1::GetStatsResponse {
                 boot_id: self.service.boot_id().to_owned(),
-                pools: vec![convert::pool_stats(&self.service.pool_stats())],
+                pools: self.service.device_pools().map(convert::pool_stats).collect(),
                 models,
             })
         })

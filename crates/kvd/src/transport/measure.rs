@@ -93,7 +93,9 @@ mod tests {
         let metrics = Metrics::new();
         drop(Measured::begin(&metrics, "Attend", deadline));
         let text = metrics.render();
-        let line = text.lines().find(|line| line.starts_with("kvd_requests_total{"));
+        let counted =
+            |line: &&str| line.starts_with("kvd_requests_total{") && !line.ends_with(" 0");
+        let line = text.lines().find(counted);
         line.unwrap_or_else(|| panic!("nothing counted: {text}")).to_owned()
     }
 
@@ -110,6 +112,21 @@ mod tests {
             let line = format!("kvd_requests_total{{rpc=\"Attend\",code=\"{code}\"}} 1");
             assert_eq!(counted(deadline), line);
         }
+    }
+
+    #[tokio::test]
+    async fn a_panic_is_counted_as_a_defect_from_the_first() {
+        let metrics = std::sync::Arc::new(Metrics::new());
+        let of_task = metrics.clone();
+        let panics = tokio::spawn(async move {
+            let namespace = kvd_core::Namespace::new("default").unwrap();
+            let call = Call { namespace, deadline: None };
+            let work = async { panic!("a defect") };
+            answer::<()>(&of_task, "Attend", &call, work).await
+        });
+        assert!(panics.await.unwrap_err().is_panic());
+        let line = "kvd_requests_total{rpc=\"Attend\",code=\"INTERNAL\"} 1\n";
+        assert!(metrics.render().contains(line), "{}", metrics.render());
     }
 
     #[test]

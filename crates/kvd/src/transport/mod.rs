@@ -7,6 +7,7 @@ mod convert;
 mod grpc;
 mod health;
 mod measure;
+mod refusal;
 mod region;
 mod server;
 mod socket;
@@ -14,4 +15,5 @@ mod stream;
 
 pub(crate) use connection::Connection;
 pub use connection::Phase;
+pub(crate) use server::connections;
 pub use server::{BoundAddresses, GrpcServer, ListenError};

@@ -3,11 +3,15 @@
 use super::connection::{Incoming, Limits, Phase};
 use super::grpc::Grpc;
 use super::health::HealthOf;
+use super::refusal::Refusals;
 use super::region::RegionServer;
 use super::socket::{self, SocketFile};
+use super::stream::Streams;
 use crate::config::Config;
+use crate::metrics::{Metric, Metrics};
 use crate::service::Service;
 use kvd_proto::v1::kvd_server::KvdServer;
+use metrics::Gauge;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -100,20 +104,25 @@ impl GrpcServer {
         phase: watch::Receiver<Phase>,
     ) -> Result<(), tonic::transport::Error> {
         let config = service.config();
-        let limits = Limits {
-            permits: Arc::new(Semaphore::new(config.connections_max)),
+        let permits = Arc::new(Semaphore::new(config.connections_max));
+        let limits = |listener| Limits {
+            permits: permits.clone(),
             silence_max: config.keepalive_timeout,
             phase: phase.clone(),
+            open: connections(service.metrics(), listener),
         };
-        let routes = routes(&service, &phase);
+        let limits = ["tcp", "unix"].map(limits);
+        let [of_tcp, of_unix] = limits;
+        let refusals = Refusals::new(service.metrics());
+        let routes = routes(&service, &phase, &refusals);
         let of_regions = phase.clone();
         let mut serving = JoinSet::new();
         if let Some(listener) = self.tcp {
             // The builder's TCP settings do not reach sockets that were bound elsewhere.
             let sockets = TcpIncoming::from(listener).with_nodelay(Some(true));
-            let router = builder(config).add_routes(routes.clone());
+            let router = builder(config).layer(refusals.clone()).add_routes(routes.clone());
             let drain = Phase::Draining.reached(phase.clone());
-            let incoming = Incoming::new(sockets, limits.clone());
+            let incoming = Incoming::new(sockets, of_tcp);
             serving.spawn(router.serve_with_incoming_shutdown(incoming, drain));
         }
         // Removes the file when this function ends, however it does.
@@ -121,9 +130,9 @@ impl GrpcServer {
         if let Some((listener, file)) = self.unix {
             _file = Some(file);
             let sockets = UnixListenerStream::new(listener);
-            let router = builder(config).add_routes(routes);
-            let drain = Phase::Draining.reached(phase);
-            let incoming = Incoming::new(sockets, limits);
+            let router = builder(config).layer(refusals).add_routes(routes);
+            let drain = Phase::Draining.reached(phase.clone());
+            let incoming = Incoming::new(sockets, of_unix);
             serving.spawn(router.serve_with_incoming_shutdown(incoming, drain));
         }
         if let Some(regions) = self.region {
@@ -159,9 +168,17 @@ fn builder(config: &Config) -> Server {
         .http2_keepalive_timeout(Some(config.keepalive_timeout))
 }
 
-fn routes(service: &Arc<Service>, phase: &watch::Receiver<Phase>) -> Routes {
+/// How many connections of a listener are open, by what it listens on.
+pub(crate) fn connections(metrics: &Metrics, listener: &str) -> Gauge {
+    let open = metrics.gauge(Metric::Connections, &[("listener", listener)]);
+    open.increment(0.0);
+    open
+}
+
+fn routes(service: &Arc<Service>, phase: &watch::Receiver<Phase>, refusals: &Refusals) -> Routes {
     let max = service.config().message_bytes_max;
-    let grpc = Grpc { service: service.clone(), phase: phase.clone() };
+    let streams = Streams::new(service.metrics(), phase.clone(), refusals.clone());
+    let grpc = Grpc { service: service.clone(), streams };
     let health = HealthOf { service: service.clone(), phase: phase.clone() };
     let kvd = KvdServer::new(grpc).max_decoding_message_size(max).max_encoding_message_size(max);
     let reflection = || {

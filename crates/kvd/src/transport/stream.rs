@@ -3,9 +3,12 @@
 
 use super::call::status;
 use super::connection::Phase;
+use super::refusal::Refusals;
+use crate::metrics::{Metric, Metrics, OpenCount};
 use crate::service::{Service, ServiceError};
 use futures_core::Stream;
 use kvd_core::ErrorCode;
+use metrics::Gauge;
 use std::pin::Pin;
 use std::sync::Arc;
 use tokio::sync::{mpsc, watch};
@@ -18,10 +21,40 @@ pub(super) type ReplyStream<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + 
 /// Answers computed ahead of a slow reader; past that the stream waits for it.
 const REPLIES_AHEAD_MAX: usize = 4;
 
+/// What all streams have in common.
+#[derive(Clone)]
+pub(super) struct Streams {
+    /// Idle ones end when the daemon drains.
+    pub(super) phase: watch::Receiver<Phase>,
+    refusals: Refusals,
+    /// How many are open, by rpc.
+    pub(super) stores: Gauge,
+    pub(super) attends: Gauge,
+    pub(super) loads: Gauge,
+}
+
+impl Streams {
+    /// The streams of a daemon, none open.
+    pub(super) fn new(
+        metrics: &Metrics,
+        phase: watch::Receiver<Phase>,
+        refusals: Refusals,
+    ) -> Self {
+        let open = |rpc| {
+            let open = metrics.gauge(Metric::OpenStreams, &[("rpc", rpc)]);
+            open.increment(0.0);
+            open
+        };
+        let (stores, attends, loads) =
+            (open("StoreBlocks"), open("AttendStream"), open("LoadBlocks"));
+        Self { phase, refusals, stores, attends, loads }
+    }
+}
+
 /// Runs `answer` for each request. The task ends by itself when the client goes away.
 pub(super) fn serve<Request, Reply, Answer, Future>(
     service: Arc<Service>,
-    mut phase: watch::Receiver<Phase>,
+    (streams, open): (&Streams, &Gauge),
     mut requests: Streaming<Request>,
     answer: Answer,
 ) -> ReplyStream<Reply>
@@ -32,7 +65,10 @@ where
     Future: std::future::Future<Output = Result<Reply, Status>> + Send,
 {
     let (replies, receiver) = mpsc::channel(REPLIES_AHEAD_MAX);
+    let (mut phase, refusals) = (streams.phase.clone(), streams.refusals.clone());
+    let open = OpenCount::new(open);
     tokio::spawn(async move {
+        let _open = open;
         loop {
             let request = tokio::select! {
                 // Requests that have arrived are answered (if only with SHUTTING_DOWN).
@@ -44,7 +80,10 @@ where
             let reply = match request {
                 Ok(None) => return,
                 Ok(Some(request)) => answer(service.clone(), request).await,
-                Err(status) => Err(status),
+                Err(status) => {
+                    refusals.count(&status);
+                    Err(status)
+                }
             };
             let ended = reply.is_err();
             if replies.send(reply).await.is_err() || ended {

@@ -7,7 +7,7 @@ mod frames;
 
 use super::connection::Phase;
 use super::socket::SocketFile;
-use crate::metrics::{Metric, Metrics};
+use crate::metrics::{Metric, Metrics, OpenCount};
 use crate::service::{Call, Offer, OpenMemory, Service, ServiceError};
 use frames::Frames;
 use kvd_compute::RegionHandle;
@@ -79,6 +79,7 @@ impl RegionServer {
     pub(super) async fn serve(self, service: Arc<Service>, phase: watch::Receiver<Phase>) {
         let permits = Arc::new(Semaphore::new(service.config().regions_max));
         let mut connections = JoinSet::new();
+        let open = super::server::connections(service.metrics(), "region");
         let drain = Phase::Draining.reached(phase.clone());
         let cut = Phase::Cut.reached(phase.clone());
         tokio::pin!(drain, cut);
@@ -89,7 +90,11 @@ impl RegionServer {
                         let (service, phase) = (service.clone(), phase.clone());
                         match permits.clone().try_acquire_owned() {
                             Ok(permit) => {
-                                connections.spawn(connection(stream, service, phase, permit));
+                                let count = OpenCount::new(&open);
+                                connections.spawn(async move {
+                                    let _count = count;
+                                    connection(stream, service, phase, permit).await;
+                                });
                             }
                             Err(_) => full(stream, service.config().regions_max).await,
                         }

@@ -1,0 +1,64 @@
+//! Handles of one device, resolved when its lane starts.
+
+use super::group::GroupBuilder;
+use super::{Metric, Metrics, SecondsCounter};
+use metrics::{Counter, Gauge, Histogram};
+
+/// Everything that carries a device's label.
+pub struct DeviceMetrics {
+    /// The value of the label `device`: 0, 1 and so on, as the configuration names them.
+    pub(crate) label: String,
+    /// The tier of its pool.
+    pub(crate) tier: &'static str,
+    /// By [`Self::KINDS`].
+    pub(crate) queue_depth: [Gauge; 2],
+    pub(crate) queue_seconds: [Histogram; 2],
+    pub(crate) busy_seconds: [SecondsCounter; 2],
+    /// Jobs that nobody waited for any more when they were to begin.
+    pub(crate) abandoned_before: Counter,
+    /// Jobs whose caller left while they ran.
+    pub(crate) abandoned_during: Counter,
+    pub(crate) store_seconds: Histogram,
+    pub(crate) encode_seconds: Histogram,
+    pub(crate) attend_seconds: Histogram,
+    pub(crate) load_seconds: Histogram,
+    pub(crate) pool_capacity_bytes: Gauge,
+    pub(crate) pool_used_bytes: Gauge,
+    pub(crate) pool_largest_free_bytes: Gauge,
+    pub(crate) pool_slots: Gauge,
+}
+
+impl DeviceMetrics {
+    /// Values of the label `kind`.
+    pub(crate) const KINDS: [&str; 2] = ["attend", "other"];
+
+    /// Resolves the handles of the next device, whose series last as long as the recorder.
+    pub(super) fn new(metrics: &Metrics, label: String, tier: &'static str) -> Self {
+        let base = [("device", label.as_str())];
+        let mut group = GroupBuilder::new(&base);
+        let histogram = |metric| metrics.histogram(metric, &base);
+        let by_kind = |kind| [base[0], ("kind", kind)];
+        let tiered = [("tier", tier)];
+        let device = Self {
+            queue_depth: Self::KINDS.map(|kind| group.gauge(Metric::QueueDepth, &[("kind", kind)])),
+            queue_seconds: Self::KINDS
+                .map(|kind| metrics.histogram(Metric::QueueSeconds, &by_kind(kind))),
+            busy_seconds: Self::KINDS
+                .map(|kind| group.seconds(Metric::DeviceBusySecondsTotal, &[("kind", kind)])),
+            abandoned_before: group.counter(Metric::AbandonedJobsTotal, &[("when", "before")]),
+            abandoned_during: group.counter(Metric::AbandonedJobsTotal, &[("when", "during")]),
+            store_seconds: histogram(Metric::StoreSeconds),
+            encode_seconds: histogram(Metric::EncodeSeconds),
+            attend_seconds: histogram(Metric::AttendSeconds),
+            load_seconds: histogram(Metric::LoadSeconds),
+            pool_capacity_bytes: group.gauge(Metric::PoolCapacityBytes, &tiered),
+            pool_used_bytes: group.gauge(Metric::PoolUsedBytes, &tiered),
+            pool_largest_free_bytes: group.gauge(Metric::PoolLargestFreeBytes, &tiered),
+            pool_slots: group.gauge(Metric::PoolSlots, &tiered),
+            tier,
+            label: label.clone(),
+        };
+        metrics.keep(group.finish());
+        device
+    }
+}
