@@ -5,7 +5,7 @@ use crate::config::Config;
 use crate::device::{self, DeviceError};
 use crate::lane::{Lane, LaneThread};
 use crate::metrics::Metrics;
-use crate::service::Service;
+use crate::service::{Service, draw_ids};
 use crate::transport::{BoundAddresses, GrpcServer, ListenError, Phase};
 use kvd_compute::Backend;
 use std::net::SocketAddr;
@@ -24,6 +24,9 @@ pub enum BuildError {
     /// The device.
     #[error(transparent)]
     Device(#[from] DeviceError),
+    /// Random numbers for the boot id and for ids.
+    #[error("the system gives no random numbers for ids: {0}")]
+    Random(getrandom::Error),
     /// A thread for the lane.
     #[error("start the lane: {0}")]
     Lane(std::io::Error),
@@ -113,7 +116,8 @@ impl Daemon {
         };
         let lanes = backends.into_iter().map(start).collect::<Result<Vec<_>, _>>();
         let (lanes, lane_threads) = lanes.map_err(BuildError::Lane)?.into_iter().unzip();
-        let service = Arc::new(Service::new(Arc::new(config), lanes, metrics));
+        let ids = draw_ids().map_err(BuildError::Random)?;
+        let service = Arc::new(Service::new(Arc::new(config), lanes, metrics, ids));
         Ok(Self { service, lane_threads, grpc, admin, failed })
     }
 

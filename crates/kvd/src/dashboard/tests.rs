@@ -5,7 +5,7 @@ use super::{GRID_WIDTH, json};
 use crate::config::{Config, Overrides};
 use crate::lane::Lane;
 use crate::metrics::{Kind, Metric, Metrics};
-use crate::service::{Call, Service};
+use crate::service::{Call, Service, draw_ids};
 use kvd_compute::{CpuBackend, CpuOptions};
 use kvd_core::{DType, ErrorCode, Geometry, Namespace, RopePairing};
 use kvd_proto::domain::ModelSpec;
@@ -136,7 +136,7 @@ async fn exposition() -> String {
     let backend = Box::new(CpuBackend::new(options).unwrap());
     let metrics = Arc::new(Metrics::new());
     let (lane, thread) = Lane::start(backend, config.queue_jobs_max, &metrics, || {}).unwrap();
-    let service = Service::new(config, vec![lane], metrics.clone());
+    let service = Service::new(config, vec![lane], metrics.clone(), draw_ids().unwrap());
     let call = Call { namespace: Namespace::new("default").unwrap(), deadline: None };
     let geometry = Geometry {
         layers: 1,
