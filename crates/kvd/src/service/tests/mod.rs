@@ -2,6 +2,8 @@
 
 mod bench;
 mod failure;
+mod ids;
 mod limits;
 mod models;
 mod packing;
+mod unregister;
