@@ -4,17 +4,16 @@ use super::connection::{Incoming, Limits, Phase};
 use super::grpc::Grpc;
 use super::health::HealthOf;
 use super::region::RegionServer;
-use super::socket::{self, SocketFile};
+use super::socket::{self, BoundSocket};
 use crate::config::Config;
 use crate::service::Service;
 use kvd_proto::v1::kvd_server::KvdServer;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use tokio::net::{TcpListener, UnixListener};
+use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, watch};
 use tokio::task::JoinSet;
-use tokio_stream::wrappers::UnixListenerStream;
 use tonic::service::Routes;
 use tonic::transport::Server;
 use tonic::transport::server::TcpIncoming;
@@ -46,7 +45,7 @@ pub struct BoundAddresses {
 /// Bound sockets, not yet serving.
 pub struct GrpcServer {
     tcp: Option<TcpListener>,
-    unix: Option<(UnixListener, SocketFile)>,
+    unix: Option<BoundSocket>,
     region: Option<RegionServer>,
     addresses: BoundAddresses,
 }
@@ -76,8 +75,8 @@ impl GrpcServer {
         }
         let mut region = None;
         if let Some(path) = &config.listen_region {
-            let (listener, _file) = bind_unix(path, "server.listen_region").await?;
-            region = Some(RegionServer { listener, _file });
+            let socket = bind_unix(path, "server.listen_region").await?;
+            region = Some(RegionServer { socket });
             addresses.region = Some(path.clone());
         }
         Ok(Self { tcp, unix, region, addresses })
@@ -116,11 +115,7 @@ impl GrpcServer {
             let incoming = Incoming::new(sockets, limits.clone());
             serving.spawn(router.serve_with_incoming_shutdown(incoming, drain));
         }
-        // Removes the file when this function ends, however it does.
-        let mut _file = None;
-        if let Some((listener, file)) = self.unix {
-            _file = Some(file);
-            let sockets = UnixListenerStream::new(listener);
+        if let Some(sockets) = self.unix {
             let router = builder(config).add_routes(routes);
             let drain = Phase::Draining.reached(phase);
             let incoming = Incoming::new(sockets, limits);
@@ -142,10 +137,7 @@ impl GrpcServer {
     }
 }
 
-async fn bind_unix(
-    path: &Path,
-    key: &'static str,
-) -> Result<(UnixListener, SocketFile), ListenError> {
+async fn bind_unix(path: &Path, key: &'static str) -> Result<BoundSocket, ListenError> {
     let failed = |source| ListenError { address: path.display().to_string(), key, source };
     socket::bind(path).await.map_err(failed)
 }
