@@ -1,7 +1,8 @@
 //! The daemon's life: build (bind and take memory), spawn, drain.
 
 use crate::admin::AdminServer;
-use crate::config::Config;
+use crate::config::{Config, ConfigError};
+use crate::descriptors;
 use crate::device::{self, DeviceError};
 use crate::lane::{Lane, LaneThread};
 use crate::metrics::Metrics;
@@ -18,6 +19,9 @@ use tokio::task::JoinHandle;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum BuildError {
+    /// The limits of the configuration and of the process do not fit.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
     /// A gRPC socket.
     #[error(transparent)]
     Listen(#[from] ListenError),
@@ -97,9 +101,10 @@ impl Daemon {
     /// # Errors
     /// What could not be had.
     pub async fn build_on(
-        config: Config,
+        mut config: Config,
         backends: Vec<Box<dyn Backend>>,
     ) -> Result<Self, BuildError> {
+        config.connections_max = Some(descriptors::connections(&config)?);
         let grpc = GrpcServer::bind(&config).await?;
         let admin = match config.admin_listen {
             None => None,

@@ -133,7 +133,7 @@ enum CliError {
 impl CliError {
     fn exit_code(&self) -> u8 {
         match self {
-            Self::Config(_) => 64,
+            Self::Config(_) | Self::Build(BuildError::Config(_)) => 64,
             Self::Bench(error) if error.is_usage() => 64,
             Self::Build(BuildError::Device(DeviceError::Gpu { .. })) | Self::DeviceFailed => 70,
             Self::Build(_) => 69,

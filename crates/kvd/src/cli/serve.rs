@@ -3,11 +3,13 @@
 use super::CliError;
 use crate::config::Config;
 use crate::daemon::Daemon;
+use crate::descriptors;
 use crate::telemetry;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 pub(super) async fn serve(config: Config) -> Result<(), CliError> {
     telemetry::init(&config)?;
+    descriptors::raise_limit();
     // Before the daemon takes its time to build, and held through the drain: no signal falls
     // between two listeners.
     let mut signals = StopSignals::new().map_err(anyhow::Error::from)?;

@@ -12,6 +12,5 @@ mod server;
 mod socket;
 mod stream;
 
-pub(crate) use connection::Connection;
 pub use connection::Phase;
 pub use server::{BoundAddresses, GrpcServer, ListenError};

@@ -100,7 +100,9 @@ impl GrpcServer {
     ) -> Result<(), tonic::transport::Error> {
         let config = service.config();
         let limits = Limits {
-            permits: Arc::new(Semaphore::new(config.connections_max)),
+            permits: Arc::new(Semaphore::new(
+                config.connections_max.unwrap_or(Semaphore::MAX_PERMITS),
+            )),
             silence_max: config.keepalive_timeout,
             phase: phase.clone(),
         };
