@@ -1,5 +1,6 @@
 //! One method per rpc.
 
+use crate::boot::KnownBoot;
 use crate::connect::{self, ClientOptions};
 use crate::endpoint::Endpoint;
 use crate::error::ClientError;
@@ -13,6 +14,7 @@ use kvd_proto::domain::{
 };
 use kvd_proto::{NAMESPACE_KEY, v1};
 use prost::Message;
+use std::sync::Arc;
 use std::time::Duration;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::metadata::{Ascii, MetadataValue};
@@ -29,6 +31,7 @@ pub struct Client {
     namespace: Option<MetadataValue<Ascii>>,
     timeout: Option<Duration>,
     message_bytes_max: usize,
+    boot: Arc<KnownBoot>,
 }
 
 /// Rows that [`Client::load`] read back.
@@ -62,12 +65,14 @@ impl Client {
             .max_decoding_message_size(options.message_bytes_max)
             .max_encoding_message_size(options.message_bytes_max);
         let ClientOptions { timeout, message_bytes_max, .. } = *options;
-        Ok(Self { rpc, namespace: None, timeout, message_bytes_max })
+        Ok(Self { rpc, namespace: None, timeout, message_bytes_max, boot: Arc::default() })
     }
 
-    /// This client in another namespace; `default` until set.
+    /// This client in another namespace; `default` until set. It has no ids there yet, and so
+    /// knows no boot.
     #[must_use]
     pub fn with_namespace(mut self, namespace: &Namespace) -> Self {
+        self.boot = Arc::default();
         // The alphabet of a namespace is a subset of what metadata may hold.
         self.namespace = MetadataValue::try_from(namespace.as_str()).ok();
         self
@@ -80,13 +85,23 @@ impl Client {
         self
     }
 
+    /// The boot id of the daemon, as an answer last told it; none before [`Client::server_info`],
+    /// [`Client::stats`] or an error about ids of another boot.
+    #[must_use]
+    pub fn boot_id(&self) -> Option<String> {
+        self.boot.get()
+    }
+
     /// Version, boot id, device and limits of the daemon.
     ///
     /// # Errors
-    /// As every call: [`ClientError`].
+    /// As every call: [`ClientError`]; [`ClientError::restarted`] when the boot id is another than
+    /// the one that this client knew, once for each restart.
     pub async fn server_info(&self) -> Result<ServerInfo, ClientError> {
         let request = self.unary(v1::GetServerInfoRequest {});
-        self.call(self.rpc.clone().get_server_info(request)).await
+        let info = self.call(self.rpc.clone().get_server_info(request)).await?;
+        self.boot.compare(&info.boot_id)?;
+        Ok(info)
     }
 
     /// Registers a model; the same content again gives the same id.
@@ -290,10 +305,12 @@ impl Client {
     /// What the daemon holds.
     ///
     /// # Errors
-    /// As every call.
+    /// As [`Client::server_info`].
     pub async fn stats(&self) -> Result<Stats, ClientError> {
         let request = self.unary(v1::GetStatsRequest {});
-        self.call(self.rpc.clone().get_stats(request)).await
+        let stats = self.call(self.rpc.clone().get_stats(request)).await?;
+        self.boot.compare(&stats.boot_id)?;
+        Ok(stats)
     }
 
     /// A request in this client's namespace.
@@ -326,12 +343,16 @@ impl Client {
         &self,
         exchange: impl Future<Output = Result<T, ClientError>>,
     ) -> Result<T, ClientError> {
-        match self.timeout {
+        let result = match self.timeout {
             None => exchange.await,
             Some(timeout) => tokio::time::timeout(timeout, exchange)
                 .await
                 .unwrap_or_else(|_| Err(ClientError::deadline(timeout))),
-        }
+        };
+        result.map_err(|mut error| {
+            self.boot.complete(&mut error);
+            error
+        })
     }
 
     /// Makes a call; of a stream, its opening.

@@ -20,9 +20,33 @@ pub struct ClientError {
     pub message: String,
     /// How long the daemon asks to wait before the next attempt.
     pub retry_after: Option<Duration>,
+    /// That the daemon is another than the one which gave the ids of the call. Nothing is left of
+    /// what that one held: register models, open sequences and store again.
+    pub restarted: Option<Restarted>,
+}
+
+/// Two boots of a daemon: ids of the old one mean nothing in the new.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Restarted {
+    /// Boot id of the daemon that gave the ids; its first eight digits, which ids carry, where
+    /// this client never saw it whole.
+    pub old: String,
+    /// Boot id of the daemon that serves now.
+    pub new: String,
 }
 
 impl ClientError {
+    /// A daemon that is not the one which this client knew. Calls without old ids succeed.
+    pub(crate) fn other_boot(old: &str, new: &str) -> Self {
+        let message = format!(
+            "the daemon was restarted (boot {old} before, {new} now), and nothing is left of what \
+             it held: register models, open sequences and store again"
+        );
+        let restarted = Some(Restarted { old: old.to_owned(), new: new.to_owned() });
+        Self { restarted, ..Self::lost(message) }
+    }
+
     /// Whether the same call may succeed later, unchanged: the daemon said so, or it could not be
     /// reached.
     #[must_use]
@@ -35,7 +59,7 @@ impl ClientError {
 
     pub(crate) fn new(code: ErrorCode, message: impl Into<String>) -> Self {
         let grpc = kvd_proto::grpc_code(code);
-        Self { code: Some(code), grpc, message: message.into(), retry_after: None }
+        Self { code: Some(code), grpc, message: message.into(), retry_after: None, restarted: None }
     }
 
     /// Refuses a message that the encoder would refuse: it can only break the connection's stream
@@ -67,12 +91,13 @@ impl ClientError {
             message = format!("{message}: {cause}");
             source = cause.source();
         }
-        Self { code: None, grpc: Code::Unavailable, message, retry_after: None }
+        Self::lost(message)
     }
 
     /// A connection that broke.
     pub(crate) fn lost(message: String) -> Self {
-        Self { code: None, grpc: Code::Unavailable, message, retry_after: None }
+        let grpc = Code::Unavailable;
+        Self { code: None, grpc, message, retry_after: None, restarted: None }
     }
 
     fn label(&self) -> String {
@@ -89,6 +114,8 @@ impl From<Status> for ClientError {
             code: kvd_proto::error_code(&status).or_else(|| runtime_code(&status)),
             grpc: status.code(),
             retry_after: kvd_proto::retry_after(&status),
+            restarted: kvd_proto::stale_id(&status)
+                .map(|stale| Restarted { old: stale.id_boot, new: stale.boot_id }),
             message: status.message().to_owned(),
         }
     }
@@ -123,6 +150,19 @@ mod tests {
         assert_eq!(error.retry_after, Some(hint));
         assert!(error.retryable());
         assert_eq!(error.to_string(), "POOL_FULL: 3 MiB short");
+    }
+
+    #[test]
+    fn a_stale_id_is_a_restart_and_no_reason_to_try_again() {
+        let stale = kvd_proto::StaleId { id_boot: "01".repeat(4), boot_id: "02".repeat(16) };
+        let code = ErrorCode::UnknownModel;
+        let error = ClientError::from(kvd_proto::stale_status(code, "gone", stale));
+        assert_eq!(error.code, Some(code));
+        let restarted = error.restarted.as_ref().unwrap();
+        assert_eq!((&restarted.old, &restarted.new), (&"01".repeat(4), &"02".repeat(16)));
+        assert!(!error.retryable());
+        let plain = ClientError::from(kvd_proto::status(code, "never registered", None));
+        assert_eq!(plain.restarted, None);
     }
 
     #[test]

@@ -2,9 +2,9 @@
 //!
 //! A [`Client`] is a handle on one connection: clone it freely and call it from many tasks. Every
 //! rpc of `kvd.v1` is one typed method; a failure is a [`ClientError`] that says whether the same
-//! call may succeed later. Engines that hold the newest tokens themselves merge the daemon's part
-//! with theirs through [`merge`]. A worker on the daemon's machine may share a [`Region`] of memory
-//! with it.
+//! call may succeed later, and whether the daemon was [`Restarted`], which voids every id. Engines
+//! that hold the newest tokens themselves merge the daemon's part with theirs through [`merge`]. A
+//! worker on the daemon's machine may share a [`Region`] of memory with it.
 //!
 //! ```no_run
 //! use bytes::Bytes;
@@ -53,6 +53,7 @@
 //! ```
 #![forbid(unsafe_code)]
 
+mod boot;
 mod client;
 mod connect;
 mod endpoint;
@@ -64,7 +65,7 @@ mod stream;
 pub use client::{Client, LoadedRows};
 pub use connect::ClientOptions;
 pub use endpoint::{Endpoint, EndpointError};
-pub use error::ClientError;
+pub use error::{ClientError, Restarted};
 pub use region::{
     AttendPlaces, Launch, Region, RegionDevice, RegionKind, RegionOptions, RegionSlice,
 };

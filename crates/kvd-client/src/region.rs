@@ -5,6 +5,7 @@
 //! on a word of the region until the answer is there. Several calls may be under way, each with
 //! places of its own.
 
+use crate::boot::StaleCalls;
 use crate::error::ClientError;
 use kvd_core::{DType, ErrorCode, Namespace};
 use kvd_proto::domain::{AttendBatch, Attended, StoreAck, StoreChunk};
@@ -59,6 +60,8 @@ pub struct RegionOptions {
     pub device_uuid: Option<String>,
     /// Whether [`Region::wait_launched`] is to work: one wake more per call.
     pub say_launched: bool,
+    /// Boot id that the daemon must have, since ids of its will be used in the region; any.
+    pub boot_id: Option<String>,
 }
 
 impl Default for RegionOptions {
@@ -70,6 +73,7 @@ impl Default for RegionOptions {
             device: None,
             device_uuid: None,
             say_launched: false,
+            boot_id: None,
         }
     }
 }
@@ -107,6 +111,13 @@ impl RegionOptions {
     #[must_use]
     pub fn with_launches(mut self) -> Self {
         self.say_launched = true;
+        self
+    }
+
+    /// At the daemon of that boot alone; [`Client::boot_id`](crate::Client::boot_id) knows it.
+    #[must_use]
+    pub fn with_boot_id(mut self, boot_id: impl Into<String>) -> Self {
+        self.boot_id = Some(boot_id.into());
         self
     }
 
@@ -165,6 +176,7 @@ pub struct Region {
     opened: v1::OpenRegionResponse,
     timeout: Option<Duration>,
     say_launched: bool,
+    stale: StaleCalls,
 }
 
 /// How far a call is.
@@ -182,7 +194,8 @@ impl Region {
     ///
     /// # Errors
     /// When the daemon cannot be reached or refuses it: `LIMIT_EXCEEDED`, `NAMESPACE_DENIED`,
-    /// `SHUTTING_DOWN`.
+    /// `SHUTTING_DOWN`; [`ClientError::restarted`] where it is of another boot than
+    /// [`RegionOptions::boot_id`].
     pub fn open(path: impl AsRef<Path>, options: &RegionOptions) -> Result<Self, ClientError> {
         let memory = Memory::create(options.bytes).map_err(|error| refused(&error))?;
         let stream = UnixStream::connect(path).map_err(|error| lost(&error))?;
@@ -205,7 +218,8 @@ impl Region {
         };
         let (timeout, say_launched) = (options.timeout, options.say_launched);
         let opened = v1::OpenRegionResponse::default();
-        let mut region = Self { stream, memory, opened, timeout, say_launched };
+        let stale = StaleCalls::default();
+        let mut region = Self { stream, memory, opened, timeout, say_launched, stale };
         let files = [Some(region.memory.file()), file.map(|file| file.as_fd())];
         region.send_message(&request, files.into_iter().flatten().collect())?;
         let end = Instant::now() + OPEN_TIME;
@@ -217,6 +231,9 @@ impl Region {
                 Err(error) => return Err(error),
             }
         };
+        if let Some(old) = options.boot_id.as_ref().filter(|old| **old != response.boot_id) {
+            return Err(ClientError::other_boot(old, &response.boot_id));
+        }
         region.opened = response;
         Ok(region)
     }
@@ -283,6 +300,8 @@ impl Region {
     /// # Errors
     /// When a place is not inside the region, or the daemon is gone.
     pub fn send_attend(&self, batch: AttendBatch, at: AttendPlaces) -> Result<(), ClientError> {
+        let sequences = batch.queries.iter().map(|query| query.sequence.0);
+        self.stale.note(at.done, self.boot_id(), sequences.chain([batch.model.0]));
         let mut request = v1::AttendRequest::from(batch);
         request.q = Some(in_region(at.q));
         let (out, lse) = (Some(at.out), Some(at.lse));
@@ -300,6 +319,7 @@ impl Region {
         done: u64,
         [k, v]: [RegionSlice; 2],
     ) -> Result<(), ClientError> {
+        self.stale.note(done, self.boot_id(), [chunk.sequence.0]);
         let mut request = v1::StoreBlocksRequest::from(chunk);
         request.k = Some(in_region(k));
         request.v = Some(in_region(v));
@@ -341,7 +361,9 @@ impl Region {
             let time = left.map_or(LOOK_INTERVAL, |left| left.min(LOOK_INTERVAL));
             match record.wait(time).map_err(|error| refused(&error))? {
                 Some(Outcome::Done(values)) => return Ok(values),
-                Some(Outcome::Refused(text)) => return Err(of_text(&text)),
+                Some(Outcome::Refused(text)) => {
+                    return Err(self.stale.explain(done, self.boot_id(), of_text(&text)));
+                }
                 None => {}
             }
             if let (Some(timeout), Some(Duration::ZERO)) = (self.timeout, left) {

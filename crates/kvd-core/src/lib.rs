@@ -4,12 +4,14 @@
 //! from the transport.
 #![forbid(unsafe_code)]
 
+mod boot;
 mod dtype;
 mod error;
 mod extent;
 mod geometry;
 mod id;
 
+pub use boot::{BootId, IdCounter, IdSpace, IdsExhausted};
 pub use dtype::{DType, DTypeError};
 pub use error::{Coded, ErrorCode};
 pub use extent::Extent;

@@ -25,4 +25,7 @@ pub const FILE_DESCRIPTOR_SET: &[u8] = include_bytes!("gen/kvd.v1.bin");
 
 pub use error::RequestError;
 pub use namespace::{NAMESPACE_KEY, namespace_of};
-pub use status::{ERROR_DOMAIN, RETRY_AFTER_DEFAULT, error_code, grpc_code, retry_after, status};
+pub use status::{
+    ERROR_DOMAIN, RETRY_AFTER_DEFAULT, StaleId, error_code, grpc_code, retry_after, stale_id,
+    stale_status, status,
+};

@@ -57,6 +57,37 @@ pub fn status(code: ErrorCode, message: &str, retry_after: Option<Duration>) -> 
     Status::with_error_details(grpc_code(code), message, details)
 }
 
+/// An id of another boot of the daemon, as an error tells of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StaleId {
+    /// The first eight digits of the boot id that it was given under: what ids carry of it.
+    pub id_boot: String,
+    /// The boot id of the daemon that answers.
+    pub boot_id: String,
+}
+
+/// Keys of `ErrorInfo.metadata`.
+const ID_BOOT: &str = "id_boot";
+const BOOT_ID: &str = "boot_id";
+
+/// [`status()`] of a call with an id of another boot.
+#[must_use]
+pub fn stale_status(code: ErrorCode, message: &str, stale: StaleId) -> Status {
+    let metadata =
+        HashMap::from([(ID_BOOT.to_owned(), stale.id_boot), (BOOT_ID.to_owned(), stale.boot_id)]);
+    let details = ErrorDetails::with_error_info(code.name(), ERROR_DOMAIN, metadata);
+    Status::with_error_details(grpc_code(code), message, details)
+}
+
+/// What [`stale_status`] attached.
+#[must_use]
+pub fn stale_id(status: &Status) -> Option<StaleId> {
+    let mut info = status.get_details_error_info()?;
+    let mut take = |key| info.metadata.remove(key);
+    let (id_boot, boot_id) = (take(ID_BOOT)?, take(BOOT_ID)?);
+    (info.domain == ERROR_DOMAIN).then_some(StaleId { id_boot, boot_id })
+}
+
 /// The code that [`status()`] attached. `None` when the status was not made by kvd, as with
 /// transport errors and what proxies answer, or when its details were lost on the way.
 #[must_use]
@@ -84,6 +115,16 @@ mod tests {
             assert_eq!(error_code(&status), Some(code));
             assert_eq!(retry_after(&status), code.retryable().then_some(hint), "{code}");
         }
+    }
+
+    #[test]
+    fn a_stale_id_tells_both_boots() {
+        let stale = StaleId { id_boot: "01020304".to_owned(), boot_id: "ab".repeat(16) };
+        let status = stale_status(ErrorCode::UnknownSequence, "gone", stale.clone());
+        assert_eq!(error_code(&status), Some(ErrorCode::UnknownSequence));
+        assert_eq!((status.code(), status.message()), (Code::NotFound, "gone"));
+        assert_eq!(stale_id(&status), Some(stale));
+        assert_eq!(stale_id(&super::status(ErrorCode::UnknownSequence, "", None)), None);
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Why the store refuses, with the numbers needed to act. Values only, no locks.
 
 use crate::pool::PoolFull;
-use kvd_core::{Coded, ErrorCode, GeometryError, LayerIndex, SequenceId};
+use kvd_core::{Coded, ErrorCode, GeometryError, IdsExhausted, LayerIndex, SequenceId};
 
 /// A refused call; nothing has changed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -90,6 +90,9 @@ pub enum StoreError {
         /// The layer being appended to.
         layer: LayerIndex,
     },
+    /// No id is left for another sequence.
+    #[error(transparent)]
+    IdsExhausted(#[from] IdsExhausted),
     /// Page memory is used up.
     #[error(transparent)]
     PoolFull(#[from] PoolFull),
@@ -108,6 +111,7 @@ impl Coded for StoreError {
             Self::RangeConflict { .. } => ErrorCode::RangeConflict,
             Self::RangeNotStored { .. } => ErrorCode::RangeNotStored,
             Self::SequenceBusy { .. } => ErrorCode::SequenceBusy,
+            Self::IdsExhausted(error) => error.code(),
             Self::PoolFull(_) => ErrorCode::PoolFull,
         }
     }

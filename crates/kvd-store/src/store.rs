@@ -12,7 +12,7 @@ use crate::pool::Pool;
 use crate::sequence::{Pinned, SequenceEntry, SequenceUsage, common_length};
 use crate::shape::{Limits, ModelShape};
 use dashmap::DashMap;
-use kvd_core::{LayerIndex, ModelId, Namespace, SequenceId};
+use kvd_core::{IdCounter, LayerIndex, ModelId, Namespace, SequenceId};
 use std::ops::{Bound, RangeBounds};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -22,8 +22,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 pub struct Store {
     pool: Arc<Pool>,
     limits: Limits,
-    next_id: AtomicU64,
-    id_step: u64,
+    pub(crate) ids: IdCounter<SequenceId>,
     open: AtomicU64,
     open_layers: AtomicU64,
     sequences: DashMap<SequenceId, Arc<SequenceEntry>>,
@@ -31,32 +30,18 @@ pub struct Store {
 }
 
 impl Store {
-    /// A store without sequences.
+    /// A store without sequences, which have the ids that `ids` gives.
     #[must_use]
-    pub fn new(pool: Arc<Pool>, limits: Limits) -> Self {
-        Self::one_of(pool, limits, 0, 1)
-    }
-
-    /// The store number `index` of `count`, whose sequences have ids of their own, so that an id
-    /// says which store it is of: [`Store::index_of`].
-    #[must_use]
-    pub fn one_of(pool: Arc<Pool>, limits: Limits, index: u64, count: u64) -> Self {
+    pub fn new(pool: Arc<Pool>, limits: Limits, ids: IdCounter<SequenceId>) -> Self {
         Self {
             pool,
             limits,
-            next_id: AtomicU64::new(1 + index),
-            id_step: count,
+            ids,
             open: AtomicU64::new(0),
             open_layers: AtomicU64::new(0),
             sequences: DashMap::new(),
             ledgers: DashMap::new(),
         }
-    }
-
-    /// Which of `count` stores a sequence is of, if any.
-    #[must_use]
-    pub fn index_of(id: SequenceId, count: u64) -> u64 {
-        id.0.wrapping_sub(1) % count
     }
 
     /// The pool that every slot comes from.
@@ -71,10 +56,10 @@ impl Store {
     /// [`StoreError::LimitExceeded`], or [`StoreError::Geometry`] when the shape is out of range.
     pub fn open(&self, model: Arc<ModelShape>) -> Result<SequenceId, StoreError> {
         model.geometry.validate()?;
-        self.admit(&model)?;
+        let id = self.admit(&model)?;
         let layers = (0..model.geometry.layers).map(|_| Layer::default()).collect();
         let ledger = Arc::clone(&self.ledgers.entry(model.id).or_default());
-        Ok(self.insert(model, ledger, layers))
+        Ok(self.insert(id, model, ledger, layers))
     }
 
     /// Opens a sequence that shares the first `length` tokens of `id`, or all that it has on
@@ -91,19 +76,19 @@ impl Store {
         length: Option<u32>,
     ) -> Result<(SequenceId, u32), StoreError> {
         let parent = self.entry(ns, id)?;
-        let (length, layers) = {
+        let (forked, length, layers) = {
             let layers = parent.layers.lock();
             let stored = common_length(&layers);
             let length = length.unwrap_or(stored);
             if length > stored {
                 return Err(StoreError::RangeNotStored { asked: length, stored });
             }
-            self.admit(&parent.model)?;
-            let forked: Vec<_> = layers.iter().map(|l| l.fork(&parent.model, length)).collect();
-            (length, forked)
+            let forked = self.admit(&parent.model)?;
+            let shared = layers.iter().map(|l| l.fork(&parent.model, length)).collect();
+            (forked, length, shared)
         };
         let model = Arc::clone(&parent.model);
-        Ok((self.insert(model, Arc::clone(&parent.ledger), layers), length))
+        Ok((self.insert(forked, model, Arc::clone(&parent.ledger), layers), length))
     }
 
     /// Forgets the tokens from `length` on, on every layer. Precision does not come back: rows
@@ -140,8 +125,7 @@ impl Store {
         let Some((_, entry)) = removed else {
             return Err(StoreError::UnknownSequence { id });
         };
-        self.open.fetch_sub(1, Relaxed);
-        self.open_layers.fetch_sub(u64::from(entry.model.geometry.layers), Relaxed);
+        self.uncount(&entry.model);
         entry.ledger.sequence_closed();
         let model = entry.model.id;
         drop(entry);
@@ -302,6 +286,12 @@ impl Store {
         self.ledgers.get(&model).map_or_else(ModelUsage::default, |ledger| ledger.usage())
     }
 
+    /// Drops the ledger of a model without sequences, which nobody opens any from now on. Reads
+    /// and appends in flight when the last was closed kept it.
+    pub fn forget_model(&self, model: ModelId) {
+        self.ledgers.remove(&model);
+    }
+
     /// Every open sequence.
     #[cfg(test)]
     pub(crate) fn entries(&self) -> Vec<Arc<SequenceEntry>> {
@@ -361,27 +351,41 @@ impl Store {
         Ok(())
     }
 
-    /// Counts one more sequence and its layers, or refuses.
-    fn admit(&self, model: &ModelShape) -> Result<(), StoreError> {
+    /// Counts one more sequence and its layers and gives it an id, or refuses.
+    fn admit(&self, model: &ModelShape) -> Result<SequenceId, StoreError> {
         let limits = &self.limits;
         count("sequences_max", &self.open, 1, limits.sequences_max)?;
         let layers = u64::from(model.geometry.layers);
         let max = limits.sequence_layers_max;
         count("sequence_layers_max", &self.open_layers, layers, max).inspect_err(|_| {
             self.open.fetch_sub(1, Relaxed);
-        })
+        })?;
+        Ok(self.ids.next().inspect_err(|_| self.uncount(model))?)
+    }
+
+    /// Takes back what [`Store::admit`] counted.
+    fn uncount(&self, model: &ModelShape) {
+        self.open.fetch_sub(1, Relaxed);
+        self.open_layers.fetch_sub(u64::from(model.geometry.layers), Relaxed);
     }
 
     fn insert(
         &self,
+        id: SequenceId,
         model: Arc<ModelShape>,
         ledger: Arc<Ledger>,
         layers: Vec<Layer>,
     ) -> SequenceId {
-        let id = SequenceId(self.next_id.fetch_add(self.id_step, Relaxed));
         ledger.sequence_opened();
         self.sequences.insert(id, Arc::new(SequenceEntry::new(id, model, ledger, layers)));
         id
+    }
+
+    /// Entries of the maps by id: sequences, and ledgers of models. For tests of what is left.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn entry_counts(&self) -> [usize; 2] {
+        [self.sequences.len(), self.ledgers.len()]
     }
 }
 

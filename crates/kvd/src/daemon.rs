@@ -1,11 +1,12 @@
 //! The daemon's life: build (bind and take memory), spawn, drain.
 
 use crate::admin::AdminServer;
-use crate::config::Config;
+use crate::config::{Config, ConfigError};
+use crate::descriptors;
 use crate::device::{self, DeviceError};
 use crate::lane::{Lane, LaneThread};
 use crate::metrics::Metrics;
-use crate::service::Service;
+use crate::service::{Service, draw_ids};
 use crate::transport::{BoundAddresses, GrpcServer, ListenError, Phase};
 use kvd_compute::Backend;
 use std::net::SocketAddr;
@@ -18,12 +19,18 @@ use tokio::task::JoinHandle;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum BuildError {
+    /// The limits of the configuration and of the process do not fit.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
     /// A gRPC socket.
     #[error(transparent)]
     Listen(#[from] ListenError),
     /// The device.
     #[error(transparent)]
     Device(#[from] DeviceError),
+    /// Random numbers for the boot id and for ids.
+    #[error("the system gives no random numbers for ids: {0}")]
+    Random(getrandom::Error),
     /// A thread for the lane.
     #[error("start the lane: {0}")]
     Lane(std::io::Error),
@@ -94,9 +101,10 @@ impl Daemon {
     /// # Errors
     /// What could not be had.
     pub async fn build_on(
-        config: Config,
+        mut config: Config,
         backends: Vec<Box<dyn Backend>>,
     ) -> Result<Self, BuildError> {
+        config.connections_max = Some(descriptors::connections(&config)?);
         let grpc = GrpcServer::bind(&config).await?;
         let admin = match config.admin_listen {
             None => None,
@@ -113,7 +121,8 @@ impl Daemon {
         };
         let lanes = backends.into_iter().map(start).collect::<Result<Vec<_>, _>>();
         let (lanes, lane_threads) = lanes.map_err(BuildError::Lane)?.into_iter().unzip();
-        let service = Arc::new(Service::new(Arc::new(config), lanes, metrics));
+        let ids = draw_ids().map_err(BuildError::Random)?;
+        let service = Arc::new(Service::new(Arc::new(config), lanes, metrics, ids));
         Ok(Self { service, lane_threads, grpc, admin, failed })
     }
 

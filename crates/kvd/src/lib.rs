@@ -13,6 +13,7 @@ pub mod cli;
 pub mod config;
 pub mod daemon;
 pub mod dashboard;
+mod descriptors;
 pub mod device;
 pub mod lane;
 pub mod metrics;

@@ -50,7 +50,8 @@ pub struct GetServerInfoRequest {}
 pub struct GetServerInfoResponse {
     #[prost(string, tag = "1")]
     pub version: ::prost::alloc::string::String,
-    /// New for every start of the daemon: sequences and models of another boot id are gone.
+    /// 32 hexadecimal digits, new for every start of the daemon: sequences and models of another boot
+    /// id are gone. Ids carry the first eight.
     #[prost(string, tag = "2")]
     pub boot_id: ::prost::alloc::string::String,
     #[prost(string, tag = "3")]

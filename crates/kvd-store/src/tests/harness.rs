@@ -8,7 +8,9 @@ use crate::append::{Append, AppendTicket, RowCopy};
 use crate::cell::{Pages, Part, PartKind, RawSlot, View};
 use crate::sequence::{Pinned, PinnedPart, SequenceEntry};
 use crate::{Limits, ModelShape, PackedBytes, Pool, Slot, Store, StoreError};
-use kvd_core::{DType, Extent, Geometry, LayerIndex, ModelId, Namespace, RopePairing};
+use kvd_core::{
+    BootId, DType, Extent, Geometry, IdSpace, LayerIndex, ModelId, Namespace, RopePairing,
+};
 use kvd_core::{SequenceId, Side};
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
@@ -60,7 +62,8 @@ impl Bench {
 
     pub(super) fn limited(capacity: u64, model: Arc<ModelShape>, limits: Limits) -> Self {
         let pool = Pool::new("host", capacity);
-        let store = Store::new(Arc::clone(&pool), limits);
+        let ids = Arc::new(IdSpace::new(BootId::new([1; 16]).unwrap(), [2; 16]));
+        let store = Store::new(Arc::clone(&pool), limits, ids.sequences(0, 1));
         Self { store, pool, model, bytes: Mutex::new(vec![0xEE; capacity as usize]) }
     }
 

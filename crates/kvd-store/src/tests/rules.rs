@@ -337,3 +337,25 @@ fn a_block_that_was_given_up_stays_raw_and_holds_up_no_other() {
     let usage = b.store.describe(b.ns(), id).unwrap();
     assert_eq!((usage.packed_blocks, usage.raw_blocks), (2, 1));
 }
+
+#[test]
+fn a_store_without_ids_refuses_and_counts_nothing() {
+    let b = bench();
+    let first = b.open();
+    b.fill(first, 0..5);
+    b.store.ids.skip_to_last(1);
+    let last = b.open();
+    assert_ne!(first, last);
+    for _ in 0..2 {
+        let refused = b.store.open(Arc::clone(&b.model)).unwrap_err();
+        assert_eq!(
+            (refused.clone(), refused.code()),
+            (StoreError::IdsExhausted(kvd_core::IdsExhausted), ErrorCode::LimitExceeded,)
+        );
+        assert_eq!(b.store.fork(b.ns(), first, None).unwrap_err(), refused);
+    }
+    assert_eq!(b.store.usage(ModelId(1)).sequences, 2);
+    b.store.close(b.ns(), first).unwrap();
+    b.store.close(b.ns(), last).unwrap();
+    assert_eq!(b.store.entry_counts(), [0, 0]);
+}

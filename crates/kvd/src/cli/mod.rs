@@ -133,10 +133,10 @@ enum CliError {
 impl CliError {
     fn exit_code(&self) -> u8 {
         match self {
-            Self::Config(_) => 64,
             // A model folder that is not computed is mended by whoever wrote the command.
             #[cfg(feature = "eval")]
             Self::Other(error) if error.is::<kvd_eval::ModelError>() => 64,
+            Self::Config(_) | Self::Build(BuildError::Config(_)) => 64,
             Self::Bench(error) if error.is_usage() => 64,
             Self::Build(BuildError::Device(DeviceError::Gpu { .. })) | Self::DeviceFailed => 70,
             Self::Build(_) => 69,

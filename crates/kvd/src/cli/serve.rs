@@ -3,14 +3,26 @@
 use super::CliError;
 use crate::config::Config;
 use crate::daemon::Daemon;
+use crate::descriptors;
 use crate::telemetry;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 pub(super) async fn serve(config: Config) -> Result<(), CliError> {
     telemetry::init(&config)?;
-    let running = Daemon::build(config).await?.spawn();
-    // Held through the drain, so that no signal falls between two listeners.
+    descriptors::raise_limit();
+    // Before the daemon takes its time to build, and held through the drain: no signal falls
+    // between two listeners.
     let mut signals = StopSignals::new().map_err(anyhow::Error::from)?;
+    outlive_other_signals().map_err(anyhow::Error::from)?;
+    let building = tokio::spawn(Daemon::build(config));
+    let running = tokio::select! {
+        built = building => built.map_err(anyhow::Error::from)??.spawn(),
+        () = signals.next() => {
+            tracing::info!("a signal before the daemon served: exit");
+            // Returning would wait for the device to be opened.
+            std::process::exit(0)
+        }
+    };
     let outcome = tokio::select! {
         () = signals.next() => Ok(()),
         () = running.device_failed() => Err(CliError::DeviceFailed),
@@ -25,22 +37,47 @@ pub(super) async fn serve(config: Config) -> Result<(), CliError> {
     }
 }
 
-/// SIGTERM from a supervisor, SIGINT from a terminal.
+/// Keeps signals that end a process by default from ending the daemon, and with it all that it
+/// holds: SIGHUP of a closed terminal or of a reload, SIGUSR1 and SIGUSR2 of a mistaken sender.
+fn outlive_other_signals() -> std::io::Result<()> {
+    let mut hangup = signal(SignalKind::hangup())?;
+    let mut users = (signal(SignalKind::user_defined1())?, signal(SignalKind::user_defined2())?);
+    tokio::spawn(async move {
+        loop {
+            tokio::select! {
+                _ = hangup.recv() => tracing::info!(
+                    "SIGHUP: the daemon serves on with the configuration that it has read at its \
+                     start; nothing is read anew"
+                ),
+                _ = users.0.recv() => tracing::debug!("SIGUSR1 is ignored"),
+                _ = users.1.recv() => tracing::debug!("SIGUSR2 is ignored"),
+            }
+        }
+    });
+    Ok(())
+}
+
+/// SIGTERM from a supervisor, SIGINT and SIGQUIT from a terminal.
 struct StopSignals {
     terminate: Signal,
     interrupt: Signal,
+    quit: Signal,
 }
 
 impl StopSignals {
     fn new() -> std::io::Result<Self> {
-        let terminate = signal(SignalKind::terminate())?;
-        Ok(Self { terminate, interrupt: signal(SignalKind::interrupt())? })
+        Ok(Self {
+            terminate: signal(SignalKind::terminate())?,
+            interrupt: signal(SignalKind::interrupt())?,
+            quit: signal(SignalKind::quit())?,
+        })
     }
 
     async fn next(&mut self) {
         tokio::select! {
             _ = self.terminate.recv() => {}
             _ = self.interrupt.recv() => {}
+            _ = self.quit.recv() => {}
         }
     }
 }

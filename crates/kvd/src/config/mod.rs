@@ -5,7 +5,7 @@
 
 mod raw;
 
-pub use raw::{ConfigError, Overrides, RawConfig};
+pub use raw::{ConfigError, Count, Overrides, RawConfig};
 
 use crate::service::PART_BYTES;
 use bytesize::ByteSize;
@@ -32,6 +32,10 @@ pub struct Config {
     pub listen_region: Option<PathBuf>,
     /// Metrics and health.
     pub admin_listen: Option<SocketAddr>,
+    /// Open connections of the admin port.
+    pub admin_connections_max: usize,
+    /// Time to send the head of a request there, and to be idle before the next.
+    pub admin_head_timeout: Duration,
     /// Largest gRPC message.
     pub message_bytes_max: usize,
     /// HTTP/2 window of one stream.
@@ -44,8 +48,9 @@ pub struct Config {
     pub keepalive_timeout: Duration,
     /// Requests in flight on one connection.
     pub streams_per_connection_max: u32,
-    /// Open connections.
-    pub connections_max: usize,
+    /// Open connections; none says as many as the descriptors allow, and a daemon that was built
+    /// how many that are.
+    pub connections_max: Option<usize>,
     /// Time to drain.
     pub grace_period: Duration,
     /// What computes, at least one.
@@ -163,6 +168,8 @@ impl Config {
             listen_unix: path(&server.listen_unix),
             listen_region: path(&server.listen_region),
             admin_listen: address("admin.listen", &raw.admin.listen)?,
+            admin_connections_max: permits("admin.connections_max", raw.admin.connections_max)?,
+            admin_head_timeout: millis("admin.head_timeout_ms", raw.admin.head_timeout_ms)?,
             message_bytes_max: size("server.message_bytes_max", server.message_bytes_max)?,
             stream_window_bytes: window("server.stream_window_bytes", server.stream_window_bytes)?,
             connection_window_bytes: window(
@@ -179,7 +186,7 @@ impl Config {
                 server.streams_per_connection_max,
                 1,
             )?,
-            connections_max: permits("server.connections_max", server.connections_max)?,
+            connections_max: connections(&server.connections_max)?,
             grace_period: Duration::from_millis(server.grace_period_ms),
             devices: devices(&raw.device.device)?,
             pool_bytes: at_least("device.pool_bytes", raw.device.pool_bytes.as_u64(), 1 << 20)?,
@@ -219,12 +226,17 @@ impl Config {
             log_json: log_json(&raw.log.format)?,
             log_filter: raw.log.filter.clone(),
         };
-        if config.listen_tcp.is_none() && config.listen_unix.is_none() {
+        config.check_listeners()?;
+        config.check_bytes()?;
+        Ok(config)
+    }
+
+    fn check_listeners(&self) -> Result<(), ConfigError> {
+        if self.listen_tcp.is_none() && self.listen_unix.is_none() {
             let reason = "set this or server.listen_unix: nobody could reach the daemon";
             return Err(ConfigError::new("server.listen_tcp", reason));
         }
-        config.check_bytes()?;
-        Ok(config)
+        Ok(())
     }
 
     /// Sizes that only make sense together.
@@ -294,6 +306,18 @@ fn millis(key: &'static str, value: u64) -> Result<Duration, ConfigError> {
 /// What one permit each is given for.
 fn permits(key: &'static str, value: usize) -> Result<usize, ConfigError> {
     at_least(key, at_most(key, value, tokio::sync::Semaphore::MAX_PERMITS)?, 1)
+}
+
+/// Connections, unless the daemon shall find out.
+fn connections(count: &Count) -> Result<Option<usize>, ConfigError> {
+    let key = "server.connections_max";
+    match count {
+        Count::Number(number) => permits(key, *number).map(Some),
+        Count::Word(word) if word == "auto" => Ok(None),
+        Count::Word(word) => {
+            Err(ConfigError::new(key, format!("{word:?} is neither a number from 1 nor \"auto\"")))
+        }
+    }
 }
 
 /// The queue is allocated whole, and each job waits for all before it.

@@ -5,7 +5,7 @@ use bytesize::ByteSize;
 use figment::Figment;
 use figment::providers::{Env, Format, Serialized, Toml};
 use figment::value::{Dict, Value};
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
 /// A setting that cannot be used.
@@ -61,8 +61,18 @@ pub struct Server {
     pub keepalive_interval_ms: u64,
     pub keepalive_timeout_ms: u64,
     pub streams_per_connection_max: u32,
-    pub connections_max: usize,
+    pub connections_max: Count,
     pub grace_period_ms: u64,
+}
+
+/// A number, or a word that leaves it to the daemon.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize)]
+#[serde(untagged)]
+pub enum Count {
+    /// As written.
+    Number(usize),
+    /// `auto`, or a mistake.
+    Word(String),
 }
 
 #[derive(Clone, Debug, Deserialize)]
@@ -70,6 +80,8 @@ pub struct Server {
 #[allow(missing_docs, reason = "deploy/kvd.toml documents every key")]
 pub struct Admin {
     pub listen: String,
+    pub connections_max: usize,
+    pub head_timeout_ms: u64,
 }
 
 #[derive(Clone, Debug, Deserialize)]

@@ -76,7 +76,7 @@ impl Service {
         batch: AttendBatch,
     ) -> Result<AttendReply, ServiceError> {
         self.admit(call)?;
-        let model = self.models.find(&call.namespace, batch.model)?;
+        let model = self.batch_model(call, &batch)?;
         batch.check_shape(&model.shape.geometry)?;
         let reply_bytes = self.check_reply_size(&batch, &model.shape.geometry)?;
         let lane = self.seats[model.seat].lane.clone();
@@ -107,7 +107,7 @@ impl Service {
         mut launched: impl FnMut() + Send + 'static,
     ) -> Result<(), ServiceError> {
         self.admit(call)?;
-        let model = self.models.find(&call.namespace, batch.model)?;
+        let model = self.batch_model(call, &batch)?;
         batch.check_shape_of(&model.shape.geometry, q_bytes)?;
         // The limit of an answer that is carried: one batch does not hold the device for longer.
         self.check_reply_size(&batch, &model.shape.geometry)?;
@@ -205,7 +205,7 @@ impl Service {
         batch: &AttendBatch,
         query: &AttendQuery,
     ) -> Result<Read, ServiceError> {
-        let store = &self.seat_of(query.sequence).store;
+        let store = &self.seat_of(query.sequence)?.store;
         let of = store.model_of(&call.namespace, query.sequence)?;
         if of.id != model.shape.id {
             let message =
@@ -283,7 +283,7 @@ impl Service {
                 Entry::Occupied(known) => known.get().clone(),
                 Entry::Vacant(new) => {
                     let (sequence, length, start, end) = read.key;
-                    let store = &self.seat_of(sequence).store;
+                    let store = &self.seat_of(sequence)?.store;
                     let pinned = store
                         .pin(&call.namespace, sequence, batch.layer, start..end, Some(length))
                         .map_err(|error| ServiceError::from(error).in_query(index))?;

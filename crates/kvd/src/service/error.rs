@@ -1,6 +1,7 @@
 //! The one error that leaves the service: a code to branch on and a sentence to read.
 
 use kvd_core::{Coded, ErrorCode};
+use kvd_proto::StaleId;
 use std::fmt;
 
 /// Why a request was not served.
@@ -8,19 +9,25 @@ use std::fmt;
 pub struct ServiceError {
     code: ErrorCode,
     message: String,
+    stale: Option<Box<StaleId>>,
 }
 
 impl ServiceError {
     /// An error of the service itself.
     #[must_use]
     pub fn new(code: ErrorCode, message: impl Into<String>) -> Self {
-        Self { code, message: message.into() }
+        Self { code, message: message.into(), stale: None }
+    }
+
+    /// An error about an id of another boot.
+    pub(super) fn of_stale_id(code: ErrorCode, message: String, stale: StaleId) -> Self {
+        Self { code, message, stale: Some(Box::new(stale)) }
     }
 
     /// The same error, saying which query of a batch it is about.
     #[must_use]
     pub(super) fn in_query(self, index: usize) -> Self {
-        Self { code: self.code, message: format!("queries[{index}]: {}", self.message) }
+        Self { message: format!("queries[{index}]: {}", self.message), ..self }
     }
 
     /// What to branch on.
@@ -28,12 +35,18 @@ impl ServiceError {
     pub fn code(&self) -> ErrorCode {
         self.code
     }
+
+    /// The id of another boot that the request named, if that is why it failed.
+    #[must_use]
+    pub fn stale_id(&self) -> Option<&StaleId> {
+        self.stale.as_deref()
+    }
 }
 
 /// Every room's error knows its code, so nothing is lost on the way out.
 impl<E: Coded> From<E> for ServiceError {
     fn from(error: E) -> Self {
-        Self { code: error.code(), message: error.to_string() }
+        Self::new(error.code(), error.to_string())
     }
 }
 

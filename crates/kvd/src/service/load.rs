@@ -34,7 +34,7 @@ impl Service {
         range: &LoadRange,
     ) -> Result<Vec<LoadRange>, ServiceError> {
         self.admit(call)?;
-        let store = &self.seat_of(range.sequence).store;
+        let store = &self.seat_of(range.sequence)?.store;
         let shape = store.model_of(&call.namespace, range.sequence)?;
         range.check_shape(&shape.geometry)?;
         store.pin(&call.namespace, range.sequence, range.layer, range.start..range.end, None)?;
@@ -64,7 +64,7 @@ impl Service {
     ) -> Result<LoadPiece, ServiceError> {
         // The load as a whole was let in: a drain lets it finish.
         call.check_deadline()?;
-        let seat = self.seat_of(piece.sequence);
+        let seat = self.seat_of(piece.sequence)?;
         let shape = seat.store.model_of(&call.namespace, piece.sequence)?;
         let model = self.models.find(&call.namespace, shape.id)?;
         let (start, end) = (piece.start, piece.end);

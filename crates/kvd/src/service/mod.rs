@@ -5,6 +5,7 @@ mod attend;
 mod budget;
 mod call;
 mod error;
+mod ids;
 mod launches;
 mod load;
 mod model;
@@ -23,6 +24,7 @@ pub use attend::AttendReply;
 pub(crate) use attend::PART_BYTES;
 pub use call::Call;
 pub use error::ServiceError;
+pub(crate) use ids::draw as draw_ids;
 pub use load::LoadPiece;
 pub use model::Model;
 pub(crate) use region::{Offer, OpenMemory};
@@ -35,7 +37,7 @@ use crate::lane::Lane;
 use crate::metrics::{Metric, Metrics};
 use budget::ByteBudget;
 use kvd_compute::Precision;
-use kvd_core::{ErrorCode, Namespace, SequenceId};
+use kvd_core::{ErrorCode, IdSpace, Namespace};
 use kvd_store::{Limits, Pool, Store};
 use model::Models;
 use std::sync::Arc;
@@ -52,6 +54,7 @@ pub(crate) struct Seat {
 pub struct Service {
     config: Arc<Config>,
     boot_id: String,
+    ids: Arc<IdSpace>,
     /// At least one.
     seats: Vec<Seat>,
     models: Arc<Models>,
@@ -63,9 +66,13 @@ pub struct Service {
 }
 
 impl Service {
-    /// A service over devices, at least one.
-    #[must_use]
-    pub fn new(config: Arc<Config>, lanes: Vec<Lane>, metrics: Arc<Metrics>) -> Self {
+    /// A service over devices, at least one, whose ids `ids` gives.
+    pub(crate) fn new(
+        config: Arc<Config>,
+        lanes: Vec<Lane>,
+        metrics: Arc<Metrics>,
+        ids: Arc<IdSpace>,
+    ) -> Self {
         let limits = Limits {
             sequences_max: config.sequences_max as u64,
             sequence_layers_max: config.sequence_layers_max,
@@ -75,11 +82,12 @@ impl Service {
         let count = lanes.len() as u64;
         let seat = |(index, lane): (u64, Lane)| {
             let pool = Pool::new(lane.metrics().tier, lane.info().arena_bytes);
-            Seat { lane, store: Arc::new(Store::one_of(pool, limits.clone(), index, count)) }
+            let sequences = ids.sequences(index, count);
+            Seat { lane, store: Arc::new(Store::new(pool, limits.clone(), sequences)) }
         };
         let seats: Vec<Seat> = (0..).zip(lanes).map(seat).collect();
         assert!(!seats.is_empty(), "a service without a device");
-        let boot_id = boot_id();
+        let boot_id = ids.boot().to_string();
         let labels = [
             ("version", env!("CARGO_PKG_VERSION")),
             ("commit", env!("KVD_COMMIT")),
@@ -97,10 +105,11 @@ impl Service {
         Self {
             inflight: ByteBudget::new(config.inflight_bytes_max as u64),
             building: Arc::new(Semaphore::new(1)),
-            models: Arc::new(Models::new(config.models_max)),
+            models: Arc::new(Models::new(config.models_max, ids.clone())),
             draining: AtomicBool::new(false),
             config,
             boot_id,
+            ids,
             seats,
             metrics,
         }
@@ -142,11 +151,6 @@ impl Service {
     #[must_use]
     pub fn lane(&self) -> &Lane {
         &self.seats[0].lane
-    }
-
-    /// Where a sequence is, if it is anywhere.
-    fn seat_of(&self, sequence: SequenceId) -> &Seat {
-        &self.seats[Store::index_of(sequence, self.seats.len() as u64) as usize]
     }
 
     /// Where the next model goes: of the devices that work, the one with the fewest.
@@ -209,14 +213,4 @@ impl Service {
 fn devices(seats: &[Seat]) -> String {
     let names: Vec<_> = seats.iter().map(|seat| &seat.lane.info().description[..]).collect();
     names.join(", ")
-}
-
-/// Distinct for every start on a machine: time, process and address-space layout.
-fn boot_id() -> String {
-    let nanos = std::time::SystemTime::now()
-        .duration_since(std::time::UNIX_EPOCH)
-        .map_or(0, |elapsed| elapsed.as_nanos());
-    let salt = std::ptr::from_ref(&nanos) as usize;
-    let seed = format!("{nanos}-{}-{salt}", std::process::id());
-    format!("{:016x}", xxhash_rust::xxh3::xxh3_64(seed.as_bytes()))
 }

@@ -1,10 +1,10 @@
 //! Registered models: a name in a namespace, bound to one geometry, codec and calibration.
 
 use super::query_sample::QuerySample;
-use super::{Seat, ServiceError};
+use super::{Seat, ServiceError, ids};
 use crate::metrics::ModelMetrics;
 use kvd_codec::{CodecSpec, Quantizer, SideSpec};
-use kvd_core::{ErrorCode, ModelId, Namespace, SequenceId};
+use kvd_core::{ErrorCode, IdCounter, IdSpace, ModelId, Namespace, SequenceId};
 use kvd_store::{ModelShape, Store};
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
@@ -105,18 +105,19 @@ impl SampledError {
 /// All models. One mutex: registrations are rare, look-ups short.
 pub(super) struct Models {
     limit: usize,
+    space: Arc<IdSpace>,
+    ids: IdCounter<ModelId>,
     state: Mutex<State>,
 }
 
 #[derive(Default)]
 struct State {
-    last_id: u64,
     by_id: BTreeMap<ModelId, Arc<Model>>,
 }
 
 impl Models {
-    pub(super) fn new(limit: usize) -> Self {
-        Self { limit, state: Mutex::default() }
+    pub(super) fn new(limit: usize, space: Arc<IdSpace>) -> Self {
+        Self { limit, ids: space.models(), space, state: Mutex::default() }
     }
 
     pub(super) fn find(
@@ -124,7 +125,7 @@ impl Models {
         namespace: &Namespace,
         id: ModelId,
     ) -> Result<Arc<Model>, ServiceError> {
-        self.state.lock().find(namespace, id).cloned()
+        self.state.lock().find(&self.space, namespace, id).cloned()
     }
 
     pub(super) fn list(&self, namespace: Option<&Namespace>) -> Vec<Arc<Model>> {
@@ -157,8 +158,7 @@ impl Models {
         if let Some(model) = state.check(self.limit, namespace, name, fingerprint)? {
             return Ok(model);
         }
-        state.last_id += 1;
-        let id = ModelId(state.last_id);
+        let id = self.ids.next()?;
         let model = Arc::new(make(id));
         state.by_id.insert(id, model.clone());
         Ok(model)
@@ -172,7 +172,7 @@ impl Models {
         seats: &[Seat],
     ) -> Result<SequenceId, ServiceError> {
         let state = self.state.lock();
-        let model = state.find(namespace, id)?;
+        let model = state.find(&self.space, namespace, id)?;
         Ok(seats[model.seat].store.open(model.shape.clone())?)
     }
 
@@ -184,13 +184,14 @@ impl Models {
         store: &Store,
     ) -> Result<Arc<Model>, ServiceError> {
         let mut state = self.state.lock();
-        let model = state.find(namespace, id)?.clone();
+        let model = state.find(&self.space, namespace, id)?.clone();
         let sequences = store.usage(id).sequences;
         if sequences > 0 {
             let message = format!("model {id} has {sequences} open sequences; close them first");
             return Err(ServiceError::new(ErrorCode::ModelInUse, message));
         }
         state.by_id.remove(&id);
+        store.forget_model(id);
         Ok(model)
     }
 }
@@ -214,12 +215,14 @@ impl State {
         Ok(None)
     }
 
-    fn find(&self, namespace: &Namespace, id: ModelId) -> Result<&Arc<Model>, ServiceError> {
+    fn find(
+        &self,
+        ids: &IdSpace,
+        namespace: &Namespace,
+        id: ModelId,
+    ) -> Result<&Arc<Model>, ServiceError> {
         let found = self.by_id.get(&id).filter(|model| model.shape.namespace == *namespace);
-        found.ok_or_else(|| {
-            let message = format!("model {id} is not registered in namespace {namespace}");
-            ServiceError::new(ErrorCode::UnknownModel, message)
-        })
+        found.ok_or_else(|| ids::unknown_model(ids, namespace, id))
     }
 }
 

@@ -17,7 +17,8 @@ impl Service {
     /// A new sequence that shares the parent's first tokens.
     ///
     /// # Errors
-    /// `UNKNOWN_SEQUENCE`, `RANGE_NOT_STORED` or `LIMIT_EXCEEDED`.
+    /// `UNKNOWN_SEQUENCE`, `RANGE_NOT_STORED` or `LIMIT_EXCEEDED`; `UNKNOWN_MODEL` when the model
+    /// went meanwhile.
     pub fn fork_sequence(
         &self,
         call: &Call,
@@ -25,7 +26,17 @@ impl Service {
         length: Option<u32>,
     ) -> Result<(SequenceId, u32), ServiceError> {
         self.admit(call)?;
-        Ok(self.seat_of(id).store.fork(&call.namespace, id, length)?)
+        let store = &self.seat_of(id)?.store;
+        let forked = store.fork(&call.namespace, id, length)?;
+        let model = store.model_of(&call.namespace, forked.0)?;
+        // The parent may have been closed and its model unregistered meanwhile: then there was
+        // nothing to fork, and the child would be a sequence of no model.
+        if let Err(gone) = self.models.find(&call.namespace, model.id) {
+            store.close(&call.namespace, forked.0)?;
+            store.forget_model(model.id);
+            return Err(gone);
+        }
+        Ok(forked)
     }
 
     /// Forgets the tokens from `length` on.
@@ -39,7 +50,7 @@ impl Service {
         length: u32,
     ) -> Result<(), ServiceError> {
         self.admit(call)?;
-        Ok(self.seat_of(id).store.truncate(&call.namespace, id, length)?)
+        Ok(self.seat_of(id)?.store.truncate(&call.namespace, id, length)?)
     }
 
     /// Gives a sequence up; blocks that others share stay.
@@ -49,7 +60,7 @@ impl Service {
     pub fn close_sequence(&self, call: &Call, id: SequenceId) -> Result<(), ServiceError> {
         // Also while draining: giving back is never refused.
         self.allow(&call.namespace)?;
-        Ok(self.seat_of(id).store.close(&call.namespace, id)?)
+        Ok(self.seat_of(id)?.store.close(&call.namespace, id)?)
     }
 
     /// What a sequence holds.
@@ -62,6 +73,6 @@ impl Service {
         id: SequenceId,
     ) -> Result<SequenceUsage, ServiceError> {
         self.admit(call)?;
-        Ok(self.seat_of(id).store.describe(&call.namespace, id)?)
+        Ok(self.seat_of(id)?.store.describe(&call.namespace, id)?)
     }
 }

@@ -107,7 +107,7 @@ impl Service {
         self.admit(call)?;
         // Whoever sends too much is told so before anything is looked up.
         let inflight = self.inflight.take(bytes[0] + bytes[1])?;
-        let seat = self.seat_of(chunk.sequence);
+        let seat = self.seat_of(chunk.sequence)?;
         let shape = seat.store.model_of(&call.namespace, chunk.sequence)?;
         chunk.check_shape_of(&shape.geometry, bytes)?;
         let model = self.models.find(&call.namespace, shape.id)?;
@@ -124,7 +124,7 @@ impl Service {
         sequence: SequenceId,
     ) -> Result<Arc<Model>, ServiceError> {
         self.admit(call)?;
-        let shape = self.seat_of(sequence).store.model_of(&call.namespace, sequence)?;
+        let shape = self.seat_of(sequence)?.store.model_of(&call.namespace, sequence)?;
         self.models.find(&call.namespace, shape.id)
     }
 }

@@ -33,7 +33,10 @@ fn parse(text: &str) -> Option<Duration> {
 
 /// The wire's form of an error.
 pub(super) fn status(error: &ServiceError) -> Status {
-    kvd_proto::status(error.code(), &error.to_string(), None)
+    match error.stale_id() {
+        None => kvd_proto::status(error.code(), &error.to_string(), None),
+        Some(stale) => kvd_proto::stale_status(error.code(), &error.to_string(), stale.clone()),
+    }
 }
 
 #[cfg(test)]

@@ -37,7 +37,14 @@ impl Phase {
 /// What an HTTP/2 client sends before anything else (RFC 9113, section 3.4).
 const PREFACE_BYTES: usize = 24;
 
-/// A socket that fails from [`Phase::Cut`] on.
+/// How long a connection that has ended is still read. A socket that closes with unread bytes
+/// resets its peer, who may then lose the answer that it was sent last.
+const LINGER_TIME: Duration = Duration::from_secs(2);
+
+/// Bytes of one read of what is passed over.
+const WASTE_BYTES: usize = 16 << 10;
+
+/// A socket that fails from [`Phase::Cut`] on, and that ends when its peer has read all of it.
 pub(crate) struct Connection<IO> {
     io: IO,
     phase: watch::Receiver<Phase>,
@@ -45,17 +52,13 @@ pub(crate) struct Connection<IO> {
     end: Option<Pin<Box<dyn Future<Output = ()> + Send>>>,
     /// Bytes still to come until the peer is known to speak.
     silent_bytes: usize,
-    _permit: Option<OwnedSemaphorePermit>,
+    /// When an ended connection is read no longer; `None` until it has ended.
+    linger: Option<Pin<Box<Sleep>>>,
+    _permit: OwnedSemaphorePermit,
     _count: OpenCount,
 }
 
 impl<IO> Connection<IO> {
-    /// A connection without a limit of its own, counted in `open` while it lasts.
-    pub(crate) fn new(io: IO, phase: watch::Receiver<Phase>, open: &Gauge) -> Self {
-        let end = Some(cut(&phase));
-        Self { io, phase, end, silent_bytes: 0, _permit: None, _count: OpenCount::new(open) }
-    }
-
     /// One that keeps `permit` while it lasts, and has `time` to send the HTTP/2 preface: until
     /// then keepalive does not watch it, and a silent peer would hold its place for ever.
     fn limited(
@@ -68,9 +71,15 @@ impl<IO> Connection<IO> {
         let end: Pin<Box<dyn Future<Output = ()> + Send>> = Box::pin(async move {
             let _ = tokio::time::timeout(time, cut).await;
         });
-        let (silent_bytes, _permit) = (PREFACE_BYTES, Some(permit));
-        let _count = OpenCount::new(open);
-        Self { io, phase, end: Some(end), silent_bytes, _permit, _count }
+        Self {
+            io,
+            phase,
+            end: Some(end),
+            silent_bytes: PREFACE_BYTES,
+            linger: None,
+            _permit: permit,
+            _count: OpenCount::new(open),
+        }
     }
 
     /// Lets `result` through unless the connection is cut off.
@@ -105,6 +114,24 @@ impl<IO> Connection<IO> {
     }
 }
 
+impl<IO: AsyncRead + Unpin> Connection<IO> {
+    /// Passes over what the peer still sends, until it leaves.
+    fn poll_linger(&mut self, context: &mut Context<'_>) -> Poll<()> {
+        let time = || Box::pin(tokio::time::sleep(LINGER_TIME));
+        let over = self.linger.get_or_insert_with(time).as_mut().poll(context);
+        let mut waste = [0; WASTE_BYTES];
+        loop {
+            let mut buffer = ReadBuf::new(&mut waste);
+            let read = Pin::new(&mut self.io).poll_read(context, &mut buffer);
+            match self.unless_cut(context, read) {
+                Poll::Ready(Ok(())) if !buffer.filled().is_empty() && over.is_pending() => {}
+                Poll::Pending if over.is_pending() => return Poll::Pending,
+                _ => return Poll::Ready(()),
+            }
+        }
+    }
+}
+
 fn cut(phase: &watch::Receiver<Phase>) -> Pin<Box<dyn Future<Output = ()> + Send>> {
     Box::pin(Phase::Cut.reached(phase.clone()))
 }
@@ -123,7 +150,7 @@ impl<IO: AsyncRead + Unpin> AsyncRead for Connection<IO> {
     }
 }
 
-impl<IO: AsyncWrite + Unpin> AsyncWrite for Connection<IO> {
+impl<IO: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Connection<IO> {
     fn poll_write(
         self: Pin<&mut Self>,
         context: &mut Context<'_>,
@@ -141,7 +168,11 @@ impl<IO: AsyncWrite + Unpin> AsyncWrite for Connection<IO> {
     }
 
     fn poll_shutdown(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.get_mut().io).poll_shutdown(context)
+        let this = self.get_mut();
+        if this.linger.is_none() {
+            ready!(Pin::new(&mut this.io).poll_shutdown(context))?;
+        }
+        this.poll_linger(context).map(Ok)
     }
 
     fn poll_write_vectored(

@@ -13,7 +13,6 @@ mod server;
 mod socket;
 mod stream;
 
-pub(crate) use connection::Connection;
 pub use connection::Phase;
 pub(crate) use server::connections;
 pub use server::{BoundAddresses, GrpcServer, ListenError};

@@ -5,8 +5,8 @@ use super::grpc::Grpc;
 use super::health::HealthOf;
 use super::refusal::Refusals;
 use super::region::RegionServer;
-use super::socket::{self, SocketFile};
 use super::stream::Streams;
+use super::socket::{self, BoundSocket};
 use crate::config::Config;
 use crate::metrics::{Metric, Metrics};
 use crate::service::Service;
@@ -15,10 +15,9 @@ use metrics::Gauge;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use tokio::net::{TcpListener, UnixListener};
+use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, watch};
 use tokio::task::JoinSet;
-use tokio_stream::wrappers::UnixListenerStream;
 use tonic::service::Routes;
 use tonic::transport::Server;
 use tonic::transport::server::TcpIncoming;
@@ -50,7 +49,7 @@ pub struct BoundAddresses {
 /// Bound sockets, not yet serving.
 pub struct GrpcServer {
     tcp: Option<TcpListener>,
-    unix: Option<(UnixListener, SocketFile)>,
+    unix: Option<BoundSocket>,
     region: Option<RegionServer>,
     addresses: BoundAddresses,
 }
@@ -80,8 +79,8 @@ impl GrpcServer {
         }
         let mut region = None;
         if let Some(path) = &config.listen_region {
-            let (listener, _file) = bind_unix(path, "server.listen_region").await?;
-            region = Some(RegionServer { listener, _file });
+            let socket = bind_unix(path, "server.listen_region").await?;
+            region = Some(RegionServer { socket });
             addresses.region = Some(path.clone());
         }
         Ok(Self { tcp, unix, region, addresses })
@@ -104,7 +103,8 @@ impl GrpcServer {
         phase: watch::Receiver<Phase>,
     ) -> Result<(), tonic::transport::Error> {
         let config = service.config();
-        let permits = Arc::new(Semaphore::new(config.connections_max));
+        let connections_max = config.connections_max.unwrap_or(Semaphore::MAX_PERMITS);
+        let permits = Arc::new(Semaphore::new(connections_max));
         let limits = |listener| Limits {
             permits: permits.clone(),
             silence_max: config.keepalive_timeout,
@@ -125,11 +125,7 @@ impl GrpcServer {
             let incoming = Incoming::new(sockets, of_tcp);
             serving.spawn(router.serve_with_incoming_shutdown(incoming, drain));
         }
-        // Removes the file when this function ends, however it does.
-        let mut _file = None;
-        if let Some((listener, file)) = self.unix {
-            _file = Some(file);
-            let sockets = UnixListenerStream::new(listener);
+        if let Some(sockets) = self.unix {
             let router = builder(config).layer(refusals).add_routes(routes);
             let drain = Phase::Draining.reached(phase.clone());
             let incoming = Incoming::new(sockets, of_unix);
@@ -151,10 +147,7 @@ impl GrpcServer {
     }
 }
 
-async fn bind_unix(
-    path: &Path,
-    key: &'static str,
-) -> Result<(UnixListener, SocketFile), ListenError> {
+async fn bind_unix(path: &Path, key: &'static str) -> Result<BoundSocket, ListenError> {
     let failed = |source| ListenError { address: path.display().to_string(), key, source };
     socket::bind(path).await.map_err(failed)
 }

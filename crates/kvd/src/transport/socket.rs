@@ -1,35 +1,112 @@
 //! The file of a Unix socket: whose it is, when it may be replaced, and when removed.
+//!
+//! Two rules make a file belong to one daemon. It is removed *before* its listener closes: until
+//! then the kernel keeps the inode, so that no other file can have its number, and no other daemon
+//! replaces a path that answers. And whoever looks whether a path is abandoned, removes what is
+//! there and binds anew, does all of it under a lock of the folder, which the kernel gives back
+//! when its holder dies.
 
+use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
+use std::fs::File;
 use std::io::{self, ErrorKind};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
 use tokio::net::{UnixListener, UnixStream};
+use tokio_stream::Stream;
 
-/// A socket file of this process; dropping it removes the file, if it still is that one.
-pub(super) struct SocketFile {
+/// A listener and its file. Dropping it removes the file, if it still is that one, and closes the
+/// listener after that.
+pub(super) struct BoundSocket {
+    // Dropped first: an inode number means this file only while the listener is open.
+    _file: SocketFile,
+    listener: UnixListener,
+}
+
+impl BoundSocket {
+    /// The next connection.
+    pub(super) async fn accept(&self) -> io::Result<UnixStream> {
+        self.listener.accept().await.map(|(stream, _)| stream)
+    }
+}
+
+impl Stream for BoundSocket {
+    type Item = io::Result<UnixStream>;
+
+    fn poll_next(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        let accepted = ready!(self.listener.poll_accept(context));
+        Poll::Ready(Some(accepted.map(|(stream, _)| stream)))
+    }
+}
+
+/// The name of a bound socket in the file system.
+struct SocketFile {
     path: PathBuf,
-    identity: (u64, u64),
+    identity: FileIdentity,
 }
 
 impl Drop for SocketFile {
     fn drop(&mut self) {
-        // Another daemon may have bound the path since; its file stays.
-        if identity(&self.path).is_ok_and(|now| now == self.identity) {
+        // An operator may have cleared the path, and another daemon bound it; its file stays.
+        if FileIdentity::at(&self.path).is_ok_and(|now| now == self.identity) {
             // Gone meanwhile is as good.
             let _ = std::fs::remove_file(&self.path);
         }
     }
 }
 
-/// Device and inode.
-fn identity(path: &Path) -> io::Result<(u64, u64)> {
-    let metadata = std::fs::symlink_metadata(path)?;
-    Ok((metadata.dev(), metadata.ino()))
+/// What tells a file from all others, while it or a socket bound to it is open.
+#[derive(PartialEq, Eq)]
+struct FileIdentity {
+    device: u64,
+    inode: u64,
+}
+
+impl FileIdentity {
+    fn at(path: &Path) -> io::Result<Self> {
+        let metadata = std::fs::symlink_metadata(path)?;
+        Ok(Self { device: metadata.dev(), inode: metadata.ino() })
+    }
+}
+
+/// How long another daemon may take to bind in the same folder, and how often it is looked at.
+const LOCK_TIME: Duration = Duration::from_secs(5);
+const LOCK_PAUSE: Duration = Duration::from_millis(10);
+
+/// The right to bind and replace sockets of a folder. None where the file system knows no such
+/// locks: then two daemons that start at one moment over an abandoned socket may both take it.
+async fn lock_folder(path: &Path) -> io::Result<Option<File>> {
+    let folder = match path.parent() {
+        Some(folder) if !folder.as_os_str().is_empty() => folder,
+        _ => Path::new("."),
+    };
+    // A lock needs no right to write. Without a right to read, binding itself says what is wrong.
+    let folder = match File::open(folder) {
+        Err(error) if error.kind() == ErrorKind::PermissionDenied => return Ok(None),
+        folder => folder?,
+    };
+    let attempts = LOCK_TIME.as_millis() / LOCK_PAUSE.as_millis();
+    for _ in 0..attempts {
+        match flock(&folder, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => return Ok(Some(folder)),
+            Err(Errno::WOULDBLOCK | Errno::INTR) => tokio::time::sleep(LOCK_PAUSE).await,
+            Err(error) => {
+                tracing::warn!(%error, path = %path.display(), "the socket's folder has no locks");
+                return Ok(None);
+            }
+        }
+    }
+    let message = "another process holds a lock (flock) of the socket's folder";
+    Err(io::Error::new(ErrorKind::WouldBlock, message))
 }
 
 /// A socket that nobody serves any more is what a crash leaves behind: it is replaced. One that
 /// answers belongs to a running daemon, and anything else at the path to somebody who wants it.
-pub(super) async fn bind(path: &Path) -> io::Result<(UnixListener, SocketFile)> {
+pub(super) async fn bind(path: &Path) -> io::Result<BoundSocket> {
+    let _lock = lock_folder(path).await?;
     let listener = match UnixListener::bind(path) {
         Err(error) if error.kind() == ErrorKind::AddrInUse => {
             check_abandoned(path).await?;
@@ -38,8 +115,8 @@ pub(super) async fn bind(path: &Path) -> io::Result<(UnixListener, SocketFile)> 
         }
         result => result?,
     };
-    let file = SocketFile { path: path.to_owned(), identity: identity(path)? };
-    Ok((listener, file))
+    let identity = FileIdentity::at(path)?;
+    Ok(BoundSocket { _file: SocketFile { path: path.to_owned(), identity }, listener })
 }
 
 async fn check_abandoned(path: &Path) -> io::Result<()> {
@@ -69,9 +146,9 @@ mod tests {
         // Closing a listener leaves its file.
         drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
         assert!(path.exists());
-        let (_listener, file) = bind(&path).await.unwrap();
+        let socket = bind(&path).await.unwrap();
         UnixStream::connect(&path).await.unwrap();
-        drop(file);
+        drop(socket);
         assert!(!path.exists());
     }
 
@@ -79,7 +156,7 @@ mod tests {
     async fn a_served_socket_is_refused_and_stays() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("kvd.sock");
-        let (_listener, _file) = bind(&path).await.unwrap();
+        let _socket = bind(&path).await.unwrap();
         let error = bind(&path).await.map(|_| ()).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::AddrInUse);
         UnixStream::connect(&path).await.unwrap();
@@ -103,12 +180,94 @@ mod tests {
     async fn a_path_that_another_took_over_is_left_to_it() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("kvd.sock");
-        let (_old, old_file) = bind(&path).await.unwrap();
+        let old = bind(&path).await.unwrap();
         // As an operator would who clears the path by hand. The old inode lives on under another
         // name, so that its number cannot be given out again.
         std::fs::rename(&path, dir.path().join("old.sock")).unwrap();
-        let (_new, _new_file) = bind(&path).await.unwrap();
-        drop(old_file);
+        let _new = bind(&path).await.unwrap();
+        drop(old);
         UnixStream::connect(&path).await.unwrap();
+    }
+
+    /// Folders beside the test's program, on a disk in most places, and on a tmpfs where one is.
+    fn folders() -> Vec<tempfile::TempDir> {
+        let beside = std::env::current_exe().unwrap();
+        let places = [beside.parent().unwrap(), Path::new("/dev/shm")];
+        let places = places.into_iter().filter(|place| place.is_dir());
+        places.map(|place| tempfile::tempdir_in(place).unwrap()).collect()
+    }
+
+    #[tokio::test]
+    async fn the_file_is_gone_before_its_number_can_be_another_ones() {
+        for folder in folders() {
+            let path = folder.path().join("kvd.sock");
+            let old = bind(&path).await.unwrap();
+            let BoundSocket { _file: file, listener } = old;
+            // The path is free while the old listener, and with it the inode, still lives.
+            drop(file);
+            assert!(!path.exists());
+            let new = bind(&path).await.unwrap();
+            let inode = FileIdentity::at(&path).unwrap();
+            drop(listener);
+            assert!(FileIdentity::at(&path).is_ok_and(|now| now == inode));
+            UnixStream::connect(&path).await.unwrap();
+            drop(new);
+            assert!(!path.exists());
+        }
+    }
+
+    #[tokio::test]
+    async fn a_successor_on_the_same_inode_number_keeps_its_file() {
+        for folder in folders() {
+            let path = folder.path().join("kvd.sock");
+            // Numbers come again soon on ext4; every round looks at one more successor.
+            for _ in 0..50 {
+                let old = bind(&path).await.unwrap();
+                drop(old);
+                let new = bind(&path).await.unwrap();
+                UnixStream::connect(&path).await.unwrap();
+                drop(new);
+                assert!(!path.exists());
+            }
+        }
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+    async fn of_daemons_that_race_for_an_abandoned_socket_one_has_it() {
+        for folder in folders() {
+            let path = folder.path().join("kvd.sock");
+            for _ in 0..20 {
+                drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
+                let race = (0..8).map(|_| {
+                    let path = path.clone();
+                    tokio::spawn(async move { bind(&path).await })
+                });
+                let mut bound = Vec::new();
+                for racer in race.collect::<Vec<_>>() {
+                    bound.extend(racer.await.unwrap().ok());
+                }
+                assert_eq!(bound.len(), 1);
+                UnixStream::connect(&path).await.unwrap();
+                drop(bound);
+                assert!(!path.exists());
+            }
+        }
+    }
+
+    #[tokio::test]
+    async fn a_locked_folder_is_waited_for_and_then_named() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("kvd.sock");
+        let holder = File::open(folder.path()).unwrap();
+        flock(&holder, FlockOperation::LockExclusive).unwrap();
+        let waiting = tokio::spawn({
+            let path = path.clone();
+            async move { bind(&path).await }
+        });
+        tokio::time::sleep(LOCK_PAUSE * 5).await;
+        assert!(!waiting.is_finished() && !path.exists());
+        drop(holder);
+        let _bound = waiting.await.unwrap().unwrap();
+        assert!(path.exists());
     }
 }

@@ -1,6 +1,9 @@
 //! The daemon as an operator has it: the real binary, its exit codes, its sockets, its signals.
 
+mod doors;
+mod drains;
 mod process;
+mod restart;
 
 use kvd_client::{
     AttendBatch, AttendQuery, Client, DType, ErrorCode, Geometry, LayerIndex, LoadRange, ModelId,

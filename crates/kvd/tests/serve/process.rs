@@ -37,7 +37,12 @@ pub(crate) struct Ended {
 impl Process {
     /// Starts `kvd serve` on free loopback ports, and waits until it serves.
     pub(crate) fn start(flags: &[&str]) -> Self {
-        let mut child = kvd()
+        Self::start_by(kvd(), flags)
+    }
+
+    /// The same by a command that runs `kvd` with the arguments that it gets.
+    pub(crate) fn start_by(mut command: Command, flags: &[&str]) -> Self {
+        let mut child = command
             .args(["serve", "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0"])
             .args(["--pool", "64 MiB", "--set", "log.format=json"])
             .args(flags)
@@ -78,6 +83,16 @@ impl Process {
     pub(crate) async fn client(&self) -> Client {
         let endpoint: Endpoint = format!("http://{}", self.tcp()).parse().expect("an endpoint");
         Client::connect(endpoint).await.expect("connect")
+    }
+
+    /// The process's id.
+    pub(crate) fn id(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Whether it has not ended.
+    pub(crate) fn is_alive(&mut self) -> bool {
+        self.child.try_wait().expect("wait for kvd").is_none()
     }
 
     /// Sends a signal by name.

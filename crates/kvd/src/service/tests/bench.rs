@@ -3,7 +3,7 @@
 use crate::config::{Config, Overrides};
 use crate::lane::Lane;
 use crate::metrics::Metrics;
-use crate::service::{Call, Model, Service, ServiceError, StoreReply};
+use crate::service::{Call, Model, Service, ServiceError, StoreReply, draw_ids};
 use bytes::Bytes;
 use kvd_codec::ModelCodec;
 use kvd_compute::{
@@ -182,7 +182,8 @@ pub(super) fn several(
         Lane::start(device, config.queue_jobs_max, &metrics, || {}).unwrap().0
     };
     let lanes = probes.iter().map(start).collect();
-    (Arc::new(Service::new(config.clone(), lanes, metrics)), probes)
+    let ids = draw_ids().unwrap();
+    (Arc::new(Service::new(config.clone(), lanes, metrics, ids)), probes)
 }
 
 pub(super) struct Bench {

@@ -3,6 +3,8 @@
 mod bench;
 mod devices;
 mod failure;
+mod ids;
 mod limits;
 mod models;
 mod packing;
+mod unregister;

@@ -132,7 +132,8 @@ async fn attend(
         None => taken(service, region, caller, payload).await?,
     };
     let mut batch = AttendBatch::try_from(request)?;
-    let model = service.model(caller, batch.model)?;
+    service.admit(caller)?;
+    let model = service.batch_model(caller, &batch)?;
     // Before any work: an answer must have its place.
     let heads = u64::from(batch.rows()) * u64::from(batch.q_heads);
     let shape = "[sum of n_q, q_heads, head_dim_v]";

@@ -2,9 +2,12 @@
 
 use kvd_shm::{receive, send};
 use prost::Message;
+use std::future::poll_fn;
 use std::io::{self, ErrorKind};
 use std::os::fd::OwnedFd;
-use tokio::io::Interest;
+use std::pin::Pin;
+use std::time::Duration;
+use tokio::io::{AsyncWrite, Interest};
 use tokio::net::UnixStream;
 
 /// Largest message: 4096 queries take less than half of it. Payloads are not in messages.
@@ -65,6 +68,26 @@ impl Frames {
                 return Err(io::Error::new(ErrorKind::InvalidData, message));
             }
         }
+    }
+
+    /// Says that nothing more comes, and passes over what does until the peer leaves, or the time
+    /// is over: a peer whose last message was not read may lose what was said to it.
+    pub(super) async fn linger(mut self, time: Duration) {
+        let passed_over = async {
+            let stream = &mut self.stream;
+            poll_fn(|context| Pin::new(&mut *stream).poll_shutdown(context)).await?;
+            let mut waste = [0; READ_BYTES];
+            loop {
+                stream.readable().await?;
+                match stream.try_read(&mut waste) {
+                    Ok(0) => return io::Result::Ok(()),
+                    Err(error) if error.kind() != ErrorKind::WouldBlock => return Err(error),
+                    _ => {}
+                }
+            }
+        };
+        // However it ends, the connection does.
+        let _ = tokio::time::timeout(time, passed_over).await;
     }
 
     /// Sends a message.

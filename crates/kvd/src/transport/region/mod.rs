@@ -6,8 +6,8 @@ mod call;
 mod frames;
 
 use super::connection::Phase;
-use super::socket::SocketFile;
 use crate::metrics::{Metric, Metrics, OpenCount};
+use super::socket::BoundSocket;
 use crate::service::{Call, Offer, OpenMemory, Service, ServiceError};
 use frames::Frames;
 use kvd_compute::RegionHandle;
@@ -22,20 +22,20 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
-use tokio::net::{UnixListener, UnixStream};
+use tokio::net::UnixStream;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 use tokio::task::JoinSet;
 
 /// Calls of one region that are under way; further ones wait in its socket.
 const CALLS_AHEAD_MAX: usize = 32;
+/// How long calls that were sent when the connection ended are read, and passed over.
+const LINGER_TIME: Duration = Duration::from_millis(500);
 /// How long to wait when the system gives no socket.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
 
 /// The socket for regions.
 pub(super) struct RegionServer {
-    pub(super) listener: UnixListener,
-    /// Removed with it.
-    pub(super) _file: SocketFile,
+    pub(super) socket: BoundSocket,
 }
 
 /// A region that is open.
@@ -77,6 +77,7 @@ impl Drop for Region {
 impl RegionServer {
     /// Serves until the daemon drains: calls under way are answered, unless the cut comes first.
     pub(super) async fn serve(self, service: Arc<Service>, phase: watch::Receiver<Phase>) {
+        let Self { socket } = self;
         let permits = Arc::new(Semaphore::new(service.config().regions_max));
         let mut connections = JoinSet::new();
         let open = super::server::connections(service.metrics(), "region");
@@ -85,8 +86,8 @@ impl RegionServer {
         tokio::pin!(drain, cut);
         loop {
             tokio::select! {
-                accepted = self.listener.accept() => match accepted {
-                    Ok((stream, _)) => {
+                accepted = socket.accept() => match accepted {
+                    Ok(stream) => {
                         let (service, phase) = (service.clone(), phase.clone());
                         match permits.clone().try_acquire_owned() {
                             Ok(permit) => {
@@ -108,6 +109,8 @@ impl RegionServer {
                 () = &mut drain => break,
             }
         }
+        // A worker that comes now is refused by the system, and finds a successor's file.
+        drop(socket);
         tokio::select! {
             () = async { while connections.join_next().await.is_some() {} } => {}
             () = &mut cut => {}
@@ -191,6 +194,9 @@ async fn connection(
         calls.spawn(answered);
     }
     while calls.join_next().await.is_some() {}
+    let message = "the daemon drains; open a region of its successor";
+    refuse(&frames, &ServiceError::new(ErrorCode::ShuttingDown, message)).await;
+    frames.linger(LINGER_TIME).await;
 }
 
 /// Goes on with a call until it waits for the first time; whether it has ended without.

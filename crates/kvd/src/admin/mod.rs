@@ -1,0 +1,178 @@
+//! The operator's port: Prometheus metrics, liveness and readiness. Plain HTTP, no tenants.
+
+mod connections;
+
+use crate::metrics::OpenCount;
+use crate::service::Service;
+use crate::transport::{Phase, connections as connections_gauge};
+use axum::Router;
+use axum::extract::{Request, State};
+use axum::http::{StatusCode, header};
+use axum::middleware::{self, Next};
+use axum::response::{IntoResponse, Response};
+use axum::routing::get;
+use connections::{Admitted, OpenConnection, OpenConnections};
+use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use hyper_util::server::conn::auto::Builder;
+use hyper_util::service::TowerToHyperService;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::watch;
+use tokio::task::JoinSet;
+use tower_http::CompressionLevel;
+use tower_http::compression::CompressionLayer;
+
+/// Prometheus' text format.
+const EXPOSITION: &str = "text/plain; version=0.0.4; charset=utf-8";
+
+/// A bound admin socket, not yet serving.
+pub struct AdminServer {
+    listener: TcpListener,
+    address: SocketAddr,
+}
+
+impl AdminServer {
+    /// Opens the socket.
+    ///
+    /// # Errors
+    /// What the operating system answers.
+    pub async fn bind(address: SocketAddr) -> std::io::Result<Self> {
+        let listener = TcpListener::bind(address).await?;
+        let address = listener.local_addr()?;
+        Ok(Self { listener, address })
+    }
+
+    /// Where it is.
+    #[must_use]
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Serves until `phase` says otherwise.
+    ///
+    /// # Errors
+    /// When the listener breaks.
+    pub async fn serve(
+        self,
+        service: Arc<Service>,
+        phase: watch::Receiver<Phase>,
+    ) -> std::io::Result<()> {
+        let open = OpenConnections::new(service.config().admin_connections_max);
+        let head_time = service.config().admin_head_timeout;
+        let gauge = connections_gauge(service.metrics(), "admin");
+        let routes = Router::new()
+            .route("/metrics", get(metrics))
+            .route("/healthz", get(|| async { "ok\n" }))
+            .route("/readyz", get(readyz))
+            .layer(CompressionLayer::new().quality(CompressionLevel::Fastest))
+            .with_state(service);
+        let mut connections = JoinSet::new();
+        let drain = Phase::Draining.reached(phase.clone());
+        tokio::pin!(drain);
+        loop {
+            tokio::select! {
+                accepted = self.listener.accept() => match accepted {
+                    Ok((socket, _)) => match open.admit().await {
+                        Some(admitted) => {
+                            let routes = routes.clone();
+                            let count = OpenCount::new(&gauge);
+                            let peer = Peer { socket, admitted, head_time, count };
+                            connections.spawn(peer.serve(routes, phase.clone()));
+                        }
+                        None => tracing::warn!(
+                            "admin.connections_max requests are being answered; one more is closed"
+                        ),
+                    },
+                    Err(error) => {
+                        tracing::warn!(%error, "an admin connection could not be accepted");
+                        tokio::time::sleep(ACCEPT_PAUSE).await;
+                    }
+                },
+                Some(_) = connections.join_next() => {}
+                () = &mut drain => break,
+            }
+        }
+        drop(self.listener);
+        while connections.join_next().await.is_some() {}
+        Ok(())
+    }
+}
+
+/// How long to wait when the system gives no socket, which is when it has no descriptors left.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
+
+/// An accepted connection.
+struct Peer {
+    socket: TcpStream,
+    admitted: Admitted,
+    /// Time to send the head of each request.
+    head_time: Duration,
+    /// Counts it while it is open.
+    count: OpenCount,
+}
+
+impl Peer {
+    /// Answers until the peer leaves or takes too long, the connection gives way to another, or
+    /// the daemon ends.
+    async fn serve(self, routes: Router, phase: watch::Receiver<Phase>) {
+        let Self { socket, admitted, head_time, count: _count } = self;
+        let mark = middleware::from_fn_with_state(admitted.connection().clone(), mark_answer);
+        let mut builder = Builder::new(TokioExecutor::new()).http1_only();
+        builder.http1().timer(TokioTimer::new()).header_read_timeout(head_time);
+        let routes = TowerToHyperService::new(routes.layer(mark));
+        let serving = builder.serve_connection(TokioIo::new(socket), routes);
+        let drain = Phase::Draining.reached(phase.clone());
+        let cut = Phase::Cut.reached(phase);
+        tokio::pin!(serving, drain, cut);
+        let mut draining = false;
+        loop {
+            tokio::select! {
+                // What went wrong is the peer's to know.
+                _ = &mut serving => return,
+                () = &mut drain, if !draining => {
+                    draining = true;
+                    serving.as_mut().graceful_shutdown();
+                }
+                () = &mut cut => return,
+                () = admitted.gives_way() => return,
+            }
+        }
+    }
+}
+
+/// Tells that a request is under way, so that its connection does not give way meanwhile.
+async fn mark_answer(
+    State(connection): State<Arc<OpenConnection>>,
+    request: Request,
+    next: Next,
+) -> Response {
+    connection.begin_answer();
+    let response = next.run(request).await;
+    connection.end_answer();
+    response
+}
+
+async fn metrics(State(service): State<Arc<Service>>) -> Response {
+    let render = move || {
+        service.refresh_gauges();
+        service.metrics().render()
+    };
+    // Thousands of models take milliseconds, which calls need not wait for.
+    match tokio::task::spawn_blocking(render).await {
+        Ok(page) => ([(header::CONTENT_TYPE, EXPOSITION)], page).into_response(),
+        Err(error) => {
+            tracing::error!(%error, "the page of metrics could not be made");
+            StatusCode::INTERNAL_SERVER_ERROR.into_response()
+        }
+    }
+}
+
+async fn readyz(State(service): State<Arc<Service>>) -> (StatusCode, String) {
+    if service.ready() {
+        (StatusCode::OK, "ready\n".to_owned())
+    } else {
+        (StatusCode::SERVICE_UNAVAILABLE, service.why_unready())
+    }
+}

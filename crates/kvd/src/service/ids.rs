@@ -1,0 +1,86 @@
+//! The ids of this start of the daemon, and what is said of those of another.
+
+use super::{Call, Model, Seat, Service, ServiceError};
+use kvd_core::{BootId, ErrorCode, IdSpace, ModelId, SequenceId};
+use kvd_proto::StaleId;
+use kvd_proto::domain::AttendBatch;
+use kvd_store::StoreError;
+use std::sync::Arc;
+
+/// The ids of a new start.
+///
+/// # Errors
+/// When the system gives no random numbers.
+pub(crate) fn draw() -> Result<Arc<IdSpace>, getrandom::Error> {
+    let bytes = || {
+        let mut bytes = [0; 16];
+        getrandom::fill(&mut bytes).map(|()| bytes)
+    };
+    let boot = loop {
+        // One draw in 2^32 is none.
+        if let Some(boot) = BootId::new(bytes()?) {
+            break boot;
+        }
+    };
+    Ok(Arc::new(IdSpace::new(boot, bytes()?)))
+}
+
+/// A model that nobody registered in this boot; of another boot it says so.
+pub(super) fn unknown_model(
+    ids: &IdSpace,
+    namespace: &kvd_core::Namespace,
+    id: ModelId,
+) -> ServiceError {
+    stale(ids, ErrorCode::UnknownModel, "model", id.0).unwrap_or_else(|| {
+        let message = format!("model {id} is not registered in namespace {namespace}");
+        ServiceError::new(ErrorCode::UnknownModel, message)
+    })
+}
+
+/// The error of an id that another boot gave.
+fn stale(ids: &IdSpace, code: ErrorCode, kind: &str, id: u64) -> Option<ServiceError> {
+    let id_boot = format!("{:08x}", ids.other_boot(id)?);
+    let boot_id = ids.boot().to_string();
+    // Short enough for a completion record of a region, behind its code and its query.
+    let message = format!(
+        "{kind} {id} is of an earlier boot ({id_boot}, now {boot_id}): the daemon was restarted \
+         and kept nothing. Register the model, open a sequence and store again"
+    );
+    Some(ServiceError::of_stale_id(code, message, StaleId { id_boot, boot_id }))
+}
+
+impl Service {
+    /// The device and store of a sequence, if it is anywhere.
+    ///
+    /// # Errors
+    /// `UNKNOWN_SEQUENCE` of what cannot be a sequence of this boot.
+    pub(super) fn seat_of(&self, id: SequenceId) -> Result<&Seat, ServiceError> {
+        let device = self.ids.device_of(id, self.seats.len() as u64);
+        device.and_then(|device| self.seats.get(device as usize)).ok_or_else(|| {
+            self.stale_sequence(id).unwrap_or_else(|| StoreError::UnknownSequence { id }.into())
+        })
+    }
+
+    /// The model of a batch.
+    ///
+    /// # Errors
+    /// `UNKNOWN_MODEL`. Where the sequences of an unknown model are of another boot too, it is
+    /// `UNKNOWN_SEQUENCE` as in every other call of theirs.
+    pub(crate) fn batch_model(
+        &self,
+        call: &Call,
+        batch: &AttendBatch,
+    ) -> Result<Arc<Model>, ServiceError> {
+        self.models.find(&call.namespace, batch.model).map_err(|error| {
+            let mut queries = batch.queries.iter().enumerate();
+            let stale = queries.find_map(|(index, query)| {
+                Some(self.stale_sequence(query.sequence)?.in_query(index))
+            });
+            stale.filter(|_| error.stale_id().is_some()).unwrap_or(error)
+        })
+    }
+
+    fn stale_sequence(&self, id: SequenceId) -> Option<ServiceError> {
+        stale(&self.ids, ErrorCode::UnknownSequence, "sequence", id.0)
+    }
+}
