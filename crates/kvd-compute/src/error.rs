@@ -1,5 +1,6 @@
 //! What a backend can answer instead of a result.
 
+use crate::AttendPlan;
 use kvd_codec::{CodecError, PageError};
 use kvd_core::{Coded, ErrorCode, Geometry, ModelId, Side};
 
@@ -35,6 +36,21 @@ pub enum BackendError {
         /// NaN or an infinity.
         value: f32,
     },
+    /// A query times the scale, folded into the codec's space, is beyond f32.
+    #[error(
+        "q of query {query} (query token {token}, query head {head}) times scale {scale} is beyond \
+         f32; choose a smaller scale or smaller queries"
+    )]
+    QueryOverflow {
+        /// Index in the batch.
+        query: usize,
+        /// Query token within the query.
+        token: u32,
+        /// Query head.
+        head: u32,
+        /// The factor on scores.
+        scale: f32,
+    },
     /// A block could not be encoded.
     #[error("encode block: {0}")]
     Codec(#[from] CodecError),
@@ -52,6 +68,21 @@ pub enum BackendError {
 }
 
 impl BackendError {
+    /// The error for row `row` of a batch (`[tokens, q_heads]`) whose product with the scale is beyond
+    /// f32, where keys have `dim` channels.
+    #[must_use]
+    pub fn query_overflow(plan: &AttendPlan, row: usize, dim: usize) -> Self {
+        let (heads, scale) = (plan.q_heads.max(1) as usize, plan.score_scale(dim));
+        let (mut query, mut token, head) = (0, row / heads, (row % heads) as u32);
+        for of in &plan.queries {
+            if token < of.n_q as usize {
+                break;
+            }
+            (query, token) = (query + 1, token - of.n_q as usize);
+        }
+        Self::QueryOverflow { query, token: token as u32, head, scale }
+    }
+
     /// Of a value of K or V, by its index in `[tokens, kv_heads, head_dim]`.
     #[must_use]
     pub fn non_finite(geometry: &Geometry, side: Side, index: usize, value: f32) -> Self {
@@ -70,7 +101,9 @@ impl Coded for BackendError {
     fn code(&self) -> ErrorCode {
         match self {
             Self::UnknownModel(_) => ErrorCode::UnknownModel,
-            Self::NonFinite { .. } | Self::NonFiniteQuery { .. } => ErrorCode::NonFinite,
+            Self::NonFinite { .. } | Self::NonFiniteQuery { .. } | Self::QueryOverflow { .. } => {
+                ErrorCode::NonFinite
+            }
             Self::Device { code, .. } => *code,
             Self::Codec(error) => error.code(),
             Self::Page(error) => error.code(),

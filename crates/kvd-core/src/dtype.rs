@@ -72,7 +72,8 @@ impl DType {
         }
     }
 
-    /// Rounds `values` to this format (nearest even) as little-endian bytes.
+    /// Rounds `values` to this format (nearest even) as little-endian bytes. What is finite stays so:
+    /// beyond [`DType::largest`] it becomes that. Infinities and NaN stay what they are.
     ///
     /// # Panics
     /// When `out` does not hold exactly `values.len()` values.
@@ -86,10 +87,12 @@ impl DType {
             }
             Self::F16 => {
                 // By slices, which take the processor's conversion instructions.
-                let mut narrow = [f16::ZERO; 64];
+                let (mut narrow, mut within) = ([f16::ZERO; 64], [0f32; 64]);
                 for (out, values) in out.chunks_mut(2 * 64).zip(values.chunks(64)) {
-                    let narrow = &mut narrow[..values.len()];
-                    narrow.convert_from_f32_slice(values);
+                    let (narrow, within) =
+                        (&mut narrow[..values.len()], &mut within[..values.len()]);
+                    within.iter_mut().zip(values).for_each(|(to, v)| *to = self.saturated(*v));
+                    narrow.convert_from_f32_slice(within);
                     for (o, v) in out.as_chunks_mut::<2>().0.iter_mut().zip(narrow) {
                         *o = v.to_le_bytes();
                     }
@@ -97,10 +100,17 @@ impl DType {
             }
             Self::BF16 => {
                 for (o, v) in out.as_chunks_mut::<2>().0.iter_mut().zip(values) {
-                    *o = bf16::from_f32(*v).to_le_bytes();
+                    *o = bf16::from_f32(self.saturated(*v)).to_le_bytes();
                 }
             }
         }
+    }
+
+    /// A finite value, brought into the range of this format; others as they are.
+    #[inline]
+    fn saturated(self, value: f32) -> f32 {
+        let within = value.clamp(-self.largest(), self.largest());
+        if value.is_infinite() { value } else { within }
     }
 }
 
@@ -141,15 +151,25 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn the_largest_value_is_finite_and_the_next_is_not() {
+    fn narrowing_saturates_what_is_finite_and_keeps_what_is_not() {
         for dtype in [DType::F16, DType::BF16] {
+            let largest = dtype.largest();
             let mut bytes = [0; 2];
             let mut back = [0f32];
-            for (value, finite) in [(dtype.largest(), true), (dtype.largest() * 1.01, false)] {
+            let mut narrowed = |value: f32| {
                 dtype.narrow(&[value], &mut bytes);
                 dtype.widen(&bytes, &mut back);
-                assert_eq!(back[0].is_finite(), finite, "{dtype}: {value}");
+                back[0]
+            };
+            // The last but one lies between the largest and where rounding reaches infinity.
+            for value in [largest, largest * 1.003, f32::MAX, largest.next_up()] {
+                assert_eq!(narrowed(value), largest, "{dtype}: {value}");
+                assert_eq!(narrowed(-value), -largest, "{dtype}: -{value}");
             }
+            for value in [f32::INFINITY, f32::NEG_INFINITY] {
+                assert_eq!(narrowed(value), value, "{dtype}");
+            }
+            assert!(narrowed(f32::NAN).is_nan(), "{dtype}");
         }
     }
 

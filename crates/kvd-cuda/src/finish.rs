@@ -41,7 +41,9 @@ impl Merged {
                 let side = codec.head(plan.layer, Side::Value, head);
                 side.unfold_value(&sums[dim..], coefficient_weights, &mut values);
             }
-            values.iter_mut().for_each(|value| *value /= weights);
+            // An answer lies among the rows, which are finite: sums may overflow, it may not.
+            let within = |sum: f32| (sum / weights).clamp(-f32::MAX, f32::MAX);
+            values.iter_mut().for_each(|value| *value = within(*value));
             plan.dtype.narrow(&values, &mut out[row * row_bytes..][..row_bytes]);
         }
         let token_bytes = geometry.token_bytes();

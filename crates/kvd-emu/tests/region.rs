@@ -110,18 +110,28 @@ fn attention_in_a_region_is_attention_over_what_pages_decode_to() {
 
 /// Registers `text` and writes 40 rows; a part that names them.
 fn write_rows(backend: &mut CudaBackend, text: &str, geometry: &Geometry) -> PlanPart {
+    write_rows_of(backend, text, geometry, 1.0)
+}
+
+/// As [`write_rows`], values up to `size`.
+fn write_rows_of(
+    backend: &mut CudaBackend,
+    text: &str,
+    geometry: &Geometry,
+    size: f32,
+) -> PlanPart {
     let spec = kvd_codec::resolve(text).unwrap();
     let codec = kvd_codec::ModelCodec::new(geometry.clone(), spec, None).unwrap();
     let extent = Extent { offset: 4096, len: geometry.raw_layout(40).size_bytes() };
     backend.register(ModelId(1), codec);
-    let bytes = |side_dim: u32, step: f32| -> bytes::Bytes {
-        let values = (0..40 * geometry.kv_heads * side_dim).map(|i| (i as f32 * step).sin());
+    let bytes = |side_dim: u32, step: f32, size: f32| -> bytes::Bytes {
+        let values = (0..40 * geometry.kv_heads * side_dim).map(|i| size * (i as f32 * step).sin());
         let values: Vec<f32> = values.collect();
         let mut bytes = vec![0; values.len() * geometry.dtype.size_bytes()];
         geometry.dtype.narrow(&values, &mut bytes);
         bytes.into()
     };
-    let (k, v) = (bytes(geometry.head_dim_k, 0.37), bytes(geometry.head_dim_v, 0.73));
+    let (k, v) = (bytes(geometry.head_dim_k, 0.37, 1.0), bytes(geometry.head_dim_v, 0.73, size));
     let incoming = IncomingRows { tokens: 40, k, v };
     let to = RawTarget { extent, capacity_rows: 40, first_row: 0 };
     backend.write(ModelId(1), &incoming, 0, 40, to).unwrap();
@@ -172,6 +182,15 @@ fn with_rows_as(kind: Kind, text: &str, options: CudaOptions) -> (Fixture, PlanP
     (fixture, part)
 }
 
+/// A backend with values that stand beyond the largest f16 in f32, its region, and a part.
+fn with_large_rows(text: &str) -> (Fixture, PlanPart) {
+    let mut fixture = open_as(Kind::Ipc, Order::Random(3), Pace::Late, OPTIONS);
+    let geometry = Geometry { dtype: DType::F32, ..geometry() };
+    let part = write_rows_of(&mut fixture.backend.backend, text, &geometry, 1e6);
+    fixture.backend.head_dims = [96, 64];
+    (fixture, part)
+}
+
 #[test]
 fn a_region_is_answered_what_the_host_is_in_every_dtype_and_shape() {
     if !available() {
@@ -198,6 +217,40 @@ fn a_region_is_answered_what_the_host_is_in_every_dtype_and_shape() {
         // The test's own copy of the answer with what is behind it, and one word per unit.
         assert!(read < answer + 256 && read > answer, "{read} bytes came to the host");
     }
+}
+
+#[test]
+fn answers_in_a_region_saturate_as_the_hosts_do() {
+    if !available() {
+        return;
+    }
+    // Values up to a million, of which f16 has those up to 65504.
+    for text in ["k=rotate/uniform(b=4,axis=token); v=uniform(b=4,axis=token)", "raw"] {
+        let (mut fixture, part) = with_large_rows(text);
+        for dtype in [DType::F16, DType::BF16, DType::F32] {
+            let plan = plan(&part, dtype, 2, &[1, 2]);
+            let by_host = fixture.backend.backend.attend(&plan).unwrap();
+            let in_place = fixture.backend.attend(&plan).unwrap();
+            assert_eq!(in_place.out, by_host.out, "{text}, {dtype}");
+            let mut out = vec![0f32; in_place.out.len() / dtype.size_bytes()];
+            dtype.widen(&in_place.out, &mut out);
+            assert!(out.iter().all(|value| value.is_finite()), "{text}, {dtype}");
+        }
+    }
+}
+
+#[test]
+fn queries_times_a_scale_beyond_f32_are_refused_as_by_the_host() {
+    if !available() {
+        return;
+    }
+    let (mut fixture, part) = with_rows("raw", OPTIONS);
+    let plan = AttendPlan { scale: Some(3e38), ..plan(&part, DType::F32, 2, &[1, 1]) };
+    let by_host = fixture.backend.backend.attend(&plan).unwrap_err();
+    let error = fixture.backend.attend(&plan).unwrap_err();
+    assert_eq!(error.code(), ErrorCode::NonFinite);
+    assert_eq!(error.to_string(), by_host.to_string());
+    assert!(error.to_string().contains("scale"), "{error}");
 }
 
 #[test]

@@ -49,8 +49,8 @@ impl Attention for LocalAttention {
     }
 }
 
-/// The value an f16 cache gives back.
+/// The value an f16 cache gives back: beyond its range the largest one, as kvd has it.
 #[must_use]
 pub(crate) fn rounded(value: f32) -> f32 {
-    f16::from_f32(value).to_f32()
+    f16::from_f32(value.clamp(-f16::MAX.to_f32(), f16::MAX.to_f32())).to_f32()
 }

@@ -2,12 +2,15 @@
 //! the stored range, and a merge of the partial states.
 
 use crate::cpu::job::{Job, Unit, payload_row};
+use crate::cpu::loss::Merged;
 use crate::cpu::span::spans;
 use crate::cpu::tile::Reader;
-use crate::cpu::unit;
+use crate::cpu::unit::{self, UnitAnswer};
+use crate::cpu::wide;
 use crate::{AttendPlan, Attended, BackendError, PartialState, PlanPart, PlanQuery};
 use kvd_core::Side;
 use rayon::prelude::*;
+use std::ops::Range;
 
 /// Query tokens of one unit: accumulators of four heads of 128 channels to a KV head stay in the
 /// second-level cache.
@@ -17,19 +20,27 @@ const UNIT_PARTS_MIN: usize = 8;
 /// A few units per thread even out their lengths.
 const UNITS_PER_THREAD: usize = 4;
 
+/// Least share of the squares of coefficients that those of an output have, for f32 to do.
+const LEFT_LEAST: f32 = 1.0 / 64.0;
+
 /// Runs a plan; the caller has checked shapes and that `q` is finite.
 pub(crate) fn attend(job: &Job<'_>) -> Result<Attended, BackendError> {
     let units = units(job);
-    let states: Vec<Vec<PartialState>> = if units.len() == 1 {
-        vec![run(job, &units[0])?]
-    } else {
-        units.par_iter().map(|unit| run(job, unit)).collect::<Result<_, _>>()?
-    };
-    Ok(finish(job, &units, states))
+    let (mut reply, again) = first_pass(job, &units)?;
+    attend_again(job, &units, again, &mut reply)?;
+    let Reply { out, lse, .. } = reply;
+    Ok(Attended { out, lse, stored_bytes_read: stored_bytes(job.plan, job.reader) })
+}
+
+/// How many query rows are attended to again.
+#[cfg(test)]
+pub(super) fn rows_again(job: &Job<'_>) -> Result<usize, BackendError> {
+    let (_, again) = first_pass(job, &units(job))?;
+    Ok(again.iter().map(|again| again.rows.len()).sum())
 }
 
 /// Runs a unit, and gives back what its products have kept of the thread's registers.
-fn run(job: &Job<'_>, unit: &Unit<'_>) -> Result<Vec<PartialState>, BackendError> {
+fn run(job: &Job<'_>, unit: &Unit<'_>) -> Result<UnitAnswer, BackendError> {
     let _registers = job.simd.in_use();
     unit::run(job, unit)
 }
@@ -73,48 +84,137 @@ fn seen(query: &PlanQuery) -> &[PlanPart] {
     &query.parts[first..end]
 }
 
-/// Merges the splits of each query row and writes the reply.
-fn finish(job: &Job<'_>, units: &[Unit<'_>], states: Vec<Vec<PartialState>>) -> Attended {
-    let dim_v = job.reader.codec.geometry().head_dim(Side::Value);
-    let rows_in_batch: u32 = job.plan.queries.iter().map(|query| query.n_q).sum();
-    let rows_total = rows_in_batch as usize * job.plan.q_heads as usize;
-    let value_bytes = job.plan.dtype.size_bytes();
-    let mut out = vec![0u8; rows_total * dim_v * value_bytes];
-    let mut lse = vec![f32::NEG_INFINITY; rows_total];
-    let mut row_values = vec![0f32; dim_v];
-    let mut pending = units.iter().zip(states).peekable();
-    while let Some((unit, mut merged)) = pending.next() {
-        while let Some((_, split)) = pending.next_if(|(next, _)| same_rows(unit, next)) {
-            for (state, other) in merged.iter_mut().zip(&split) {
-                state.merge(other);
-            }
+/// Rows of a group of units that are to be attended to again, and where the units are.
+struct Again {
+    units: Range<usize>,
+    rows: Vec<usize>,
+}
+
+/// Runs all units by the kernels of their sides, merges the splits of each query row and writes the
+/// reply; and says which rows those kernels do not serve.
+fn first_pass<'a>(
+    job: &'a Job<'a>,
+    units: &[Unit<'_>],
+) -> Result<(Reply<'a>, Vec<Again>), BackendError> {
+    let answers: Vec<UnitAnswer> = if units.len() == 1 {
+        vec![run(job, &units[0])?]
+    } else {
+        units.par_iter().map(|unit| run(job, unit)).collect::<Result<_, _>>()?
+    };
+    let mut reply = Reply::new(job);
+    let mut again = Vec::new();
+    let mut pending = units.iter().zip(answers).enumerate().peekable();
+    while let Some((first, (unit, mut merged))) = pending.next() {
+        let mut end = first + 1;
+        while let Some((at, (_, split))) = pending.next_if(|(_, (next, _))| same_rows(unit, next)) {
+            merged.merge(&split);
+            end = at + 1;
         }
-        let side = job.reader.codec.head(job.reader.layer, Side::Value, unit.head);
+        let UnitAnswer { queries, states, losses } = &merged;
+        let mut rows = Merged { job, unit, queries, states, losses }.not_served()?;
+        rows.extend(reply.write(unit, states));
+        if !rows.is_empty() {
+            rows.sort_unstable();
+            rows.dedup();
+            again.push(Again { units: first..end, rows });
+        }
+    }
+    Ok((reply, again))
+}
+
+/// Attends to rows in f64, and writes them in place of what the reply has.
+fn attend_again(
+    job: &Job<'_>,
+    units: &[Unit<'_>],
+    again: Vec<Again>,
+    reply: &mut Reply<'_>,
+) -> Result<(), BackendError> {
+    let mut wanted = Vec::new();
+    for Again { units: range, rows } in &again {
+        wanted.extend(units[range.clone()].iter().map(|unit| (unit, &rows[..])));
+    }
+    let states = wanted.par_iter().map(|(unit, rows)| wide::run(job, unit, rows));
+    let mut states = states.collect::<Result<Vec<_>, _>>()?.into_iter();
+    for Again { units: range, rows } in again {
+        let mut merged = states.next().unwrap_or_default();
+        for split in states.by_ref().take(range.len() - 1) {
+            merged.iter_mut().zip(&split).for_each(|(state, split)| state.merge(split));
+        }
+        let mut values = vec![0f32; reply.dim];
+        for (row, state) in rows.into_iter().zip(&merged) {
+            let lse = state.finish(&mut values);
+            reply.write_row(payload_row(job, &units[range.start], row), &values, lse);
+        }
+    }
+    Ok(())
+}
+
+/// Outputs and log-sum-exps of a batch.
+struct Reply<'a> {
+    job: &'a Job<'a>,
+    dim: usize,
+    out: Vec<u8>,
+    lse: Vec<f32>,
+}
+
+impl<'a> Reply<'a> {
+    fn new(job: &'a Job<'a>) -> Self {
+        let dim = job.reader.codec.geometry().head_dim(Side::Value);
+        let tokens: u32 = job.plan.queries.iter().map(|query| query.n_q).sum();
+        let rows = tokens as usize * job.plan.q_heads as usize;
+        let out = vec![0u8; rows * dim * job.plan.dtype.size_bytes()];
+        Self { job, dim, out, lse: vec![f32::NEG_INFINITY; rows] }
+    }
+
+    /// Writes the rows of a unit, and returns those of which transforms left little: what f32 lost
+    /// of their coefficients then counts.
+    fn write(&mut self, unit: &Unit<'_>, merged: &[PartialState]) -> Vec<usize> {
+        let mut cancelled = Vec::new();
+        let side = self.job.reader.codec.head(self.job.reader.layer, Side::Value, unit.head);
         let mut unfolded: Vec<f32> =
             merged.iter().flat_map(|state| &state.coefficients).copied().collect();
         let weights: Vec<f32> = merged.iter().map(|state| state.coefficient_weight).collect();
         if weights.iter().any(|weight| *weight > 0.0) {
             side.unfold_values(&mut unfolded, &weights);
         }
-        let rows = merged.iter().zip(unfolded.chunks_exact(dim_v)).enumerate();
+        let mut values = vec![0f32; self.dim];
+        let rows = merged.iter().zip(unfolded.chunks_exact(self.dim)).enumerate();
         for (row, (state, unfolded)) in rows {
-            let target = payload_row(job, unit, row);
-            lse[target] = state.lse();
             if state.weight_sum == 0.0 {
                 continue;
             }
-            row_values.copy_from_slice(&state.raw);
+            values.copy_from_slice(&state.raw);
             if state.coefficient_weight > 0.0 {
-                row_values.iter_mut().zip(unfolded).for_each(|(value, of)| *value += of);
+                values.iter_mut().zip(unfolded).for_each(|(value, of)| *value += of);
             }
-            for value in &mut row_values {
+            if squares(&values) < LEFT_LEAST * squares(&state.coefficients) {
+                cancelled.push(row);
+            }
+            for value in &mut values {
                 *value /= state.weight_sum;
             }
-            let start = target * dim_v * value_bytes;
-            job.plan.dtype.narrow(&row_values, &mut out[start..start + dim_v * value_bytes]);
+            self.write_row(payload_row(self.job, unit, row), &values, state.lse());
         }
+        cancelled
     }
-    Attended { out, lse, stored_bytes_read: stored_bytes(job.plan, job.reader) }
+
+    /// Writes row `target` of the batch.
+    fn write_row(&mut self, target: usize, values: &[f32], lse: f32) {
+        let dtype = self.job.plan.dtype;
+        let bytes = self.dim * dtype.size_bytes();
+        self.lse[target] = lse;
+        dtype.narrow(values, &mut self.out[target * bytes..][..bytes]);
+    }
+}
+
+/// The sum of squares.
+fn squares(values: &[f32]) -> f32 {
+    let (chunks, rest) = values.as_chunks::<16>();
+    let mut lanes = [0f32; 16];
+    for chunk in chunks {
+        lanes.iter_mut().zip(chunk).for_each(|(lane, value)| *lane += value * value);
+    }
+    lanes.iter().sum::<f32>() + rest.iter().map(|value| value * value).sum::<f32>()
 }
 
 fn same_rows(a: &Unit<'_>, b: &Unit<'_>) -> bool {

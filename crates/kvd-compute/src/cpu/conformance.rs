@@ -10,6 +10,7 @@ use parking_lot::Mutex;
 use std::sync::LazyLock;
 
 mod bits;
+mod hostile;
 mod ragged;
 mod scores;
 mod shapes;
@@ -194,6 +195,23 @@ fn fitted(geometry: &Geometry, spec: &CodecSpec) -> Calibration {
 
 /// A backend with pages of [`Data::blocks`], and the parts of a sequence: the pages and a raw tail.
 fn filled(codec: ModelCodec, data: Data) -> (CpuBackend, Vec<PlanPart>) {
+    let [dim_k, dim_v] = Side::BOTH.map(|side| codec.geometry().head_dim(side));
+    let blocks = data.blocks(codec.geometry().block_tokens);
+    filled_with(codec, &blocks, |block, tokens| {
+        let mut keys = values(tokens as usize * HEADS * dim_k, 2 * block);
+        data.shape_keys(dim_k, &mut keys);
+        let mut values = values(tokens as usize * HEADS * dim_v, 2 * block + 1);
+        data.shape_values(dim_v, &mut values);
+        [keys, values]
+    })
+}
+
+/// A backend with pages of so many tokens, and a raw tail: rows of K and V by block.
+fn filled_with(
+    codec: ModelCodec,
+    blocks: &[u32],
+    rows_of: impl Fn(u64, u32) -> [Vec<f32>; 2],
+) -> (CpuBackend, Vec<PlanPart>) {
     let geometry = &codec.geometry().clone();
     let options = CpuOptions { arena_bytes: 1 << 24, prefault: false, threads: 2 };
     let mut backend = CpuBackend::new(options).unwrap();
@@ -206,13 +224,8 @@ fn filled(codec: ModelCodec, data: Data) -> (CpuBackend, Vec<PlanPart>) {
         first_row: 0,
     };
     let mut sources = Vec::new();
-    for (block, tokens) in (0..).zip(data.blocks(full).into_iter().chain([7])) {
-        let [dim_k, dim_v] = Side::BOTH.map(|side| geometry.head_dim(side));
-        let mut keys = values(tokens as usize * HEADS * dim_k, 2 * block);
-        data.shape_keys(dim_k, &mut keys);
-        let mut values = values(tokens as usize * HEADS * dim_v, 2 * block + 1);
-        data.shape_values(dim_v, &mut values);
-        let [k, v] = [keys, values].map(|rows| payload(DType::F16, &rows));
+    for (block, tokens) in (0..).zip(blocks.iter().copied().chain([7])) {
+        let [k, v] = rows_of(block, tokens).map(|rows| payload(geometry.dtype, &rows));
         let rows = IncomingRows { tokens, k, v };
         backend.write(MODEL, &rows, 0, tokens, raw(block)).unwrap();
         let RawTarget { extent, capacity_rows, first_row } = raw(block);

@@ -73,6 +73,22 @@ impl Keys {
         }
     }
 
+    /// How far rounding of queries to words may take a score of that row, so far, beside those of
+    /// f32: see [`rounding_loss`](crate::cpu::loss::rounding_loss).
+    pub(super) fn loss(&self, row: usize) -> f32 {
+        match self {
+            Self::Vq(keys) => keys.loss(row),
+            Self::Uniform(keys) => keys.loss(row),
+            Self::ByToken(keys) => keys.loss(row),
+            Self::Grid(keys) => keys.loss(row),
+            Self::BitAlloc(keys) => keys.loss(row),
+            Self::Lloyd(keys) => keys.loss(row),
+            Self::Polar(keys) => keys.loss(row),
+            // The first rounds nothing, others round to bytes, whose bound is another.
+            Self::Fp8(_) | Self::Tables(_) | Self::Bf16(_) | Self::Nibbles(_) => 0.0,
+        }
+    }
+
     /// Scores all rows against `count` full tiles.
     pub(super) fn tiles(
         &mut self,
@@ -157,6 +173,18 @@ impl Values {
     /// next ones want to be asked for in between.
     pub(super) fn tiles_at_once(&self) -> usize {
         if matches!(self, Self::Fp8(_)) { 1 } else { SPAN / TILE }
+    }
+
+    /// The largest magnitude that weights rounded to words are multiplied with, so far; 0 where
+    /// those are weights times the scale of their token, so that the largest has large values.
+    pub(super) fn magnitude(&self) -> f32 {
+        match self {
+            Self::Vq(values) => values.magnitude(),
+            Self::Uniform(values) => values.magnitude(),
+            Self::Grid(values) => values.magnitude(),
+            Self::BitAlloc(values) => values.magnitude(),
+            Self::Fp8(_) | Self::Bf16(_) | Self::Nibbles(_) | Self::Lloyd(_) => 0.0,
+        }
     }
 
     /// Adds `count` full tiles, weighted, to `sums`.

@@ -4,6 +4,7 @@
 
 use crate::cpu::dots::{Lookup, ROWS, SETTLED_TILES, Target, TileCodes, key_dots, value_dots};
 use crate::cpu::huffman::{LaneTiles, Rest};
+use crate::cpu::loss::rounding_loss;
 use crate::cpu::parts::{self, Parts};
 use crate::cpu::scores::{SPAN, Scores, TILE};
 use crate::cpu::simd::{How, Simd};
@@ -29,6 +30,13 @@ fn mean_largest(grid: &Grid, positions: &[(i32, usize)]) -> i32 {
     (largest.sum::<i32>() + terms - 1) / terms
 }
 
+/// The largest code of each position, and the sum of their squares.
+fn largest_codes(grid: &Grid, positions: &[(i32, usize)]) -> (f32, f32) {
+    let held = positions.iter().filter(|(_, coefficient)| *coefficient != usize::MAX);
+    let largest = held.map(|(bias, at)| (*bias).max(grid.largest(*at)) as f32);
+    largest.fold((0.0, 0.0), |(most, energy), code| (most.max(code), energy + code * code))
+}
+
 /// Queries of a unit, without the coefficients that are in no tile.
 pub(crate) struct Keys {
     lookup: Lookup,
@@ -39,6 +47,8 @@ pub(crate) struct Keys {
     /// Queries `[rows, dim]`, times the step.
     queries: Vec<f32>,
     dim: usize,
+    /// The sum of the squares of the largest codes.
+    energy: f32,
 }
 
 impl Keys {
@@ -72,7 +82,13 @@ impl Keys {
             bases.push(-(bias.sum::<i64>() as f32) * unit);
             units.push(unit);
         }
-        Some(Self { lookup: Lookup::identity(), parts, units, bases, queries, dim })
+        let (_, energy) = largest_codes(grid, &positions);
+        Some(Self { lookup: Lookup::identity(), parts, units, bases, queries, dim, energy })
+    }
+
+    /// How far rounding may take a score of that row: see [`rounding_loss`].
+    pub(crate) fn loss(&self, row: usize) -> f32 {
+        rounding_loss(self.units[row], self.energy)
     }
 
     /// Scores all rows against a few tiles.
@@ -122,6 +138,8 @@ pub(crate) struct Values {
     /// Of what tiles do not hold: `[rows, dim]`.
     rests: Vec<f32>,
     dim: usize,
+    /// The largest magnitude of a value in a tile.
+    magnitude: f32,
 }
 
 impl Values {
@@ -135,10 +153,16 @@ impl Values {
             weights: vec![0.0; rows],
             unsettled: 0,
             rests: vec![0.0; rows * side.dim()],
+            magnitude: largest_codes(grid, &positions).0 * grid.step(),
             positions,
             parts: Parts::of_weights(how),
             dim: side.dim(),
         })
+    }
+
+    /// The largest magnitude of a value that rounded weights are multiplied with.
+    pub(crate) fn magnitude(&self) -> f32 {
+        self.magnitude
     }
 
     /// Adds the weighted codes of tiles.

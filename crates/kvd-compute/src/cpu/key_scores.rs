@@ -22,7 +22,7 @@ pub(super) fn run(job: &Job<'_>, out: &mut [f32]) -> Result<(), BackendError> {
         let unit = Unit { query, batch_row: 0, q: 0..1, head, parts: &query.parts };
         let _registers = job.simd.in_use();
         out.fill(f32::NEG_INFINITY);
-        Walk::new(job, &unit).parts(&[Side::Key], |walk, rows, span| {
+        Walk::new(job, &unit)?.parts(&[Side::Key], |walk, rows, span| {
             walk.keep(&rows[0], span, out);
             Ok(())
         })

@@ -4,6 +4,7 @@
 
 use crate::cpu::dots::{ROWS, Target, TileCodes, value_dots};
 use crate::cpu::levels::LevelBytes;
+use crate::cpu::loss::largest;
 use crate::cpu::parts::{Parts, Pushed};
 use crate::cpu::score_tables;
 use crate::cpu::scores::{SPAN, Scores, TILE};
@@ -28,19 +29,36 @@ fn book((simd, _): How, side: &HeadSide, rows: usize) -> Option<(Book, [f32; BYT
 }
 
 /// Queries of a unit.
-pub(crate) enum Keys {
-    Products(vq::Keys),
+pub(crate) struct Keys {
+    products: Products,
+    /// The largest scale of a token so far.
+    largest_scale: f32,
+}
+
+/// What levels are multiplied by.
+enum Products {
+    Words(vq::Keys),
     Tables(score_tables::Keys),
 }
 
 impl Keys {
     /// Takes folded queries `[rows, dim]`.
     pub(crate) fn new(how: How, side: &HeadSide, queries: &[f32]) -> Option<Self> {
-        let tables = score_tables::Keys::of_levels(how, side, queries).map(Self::Tables);
-        tables.or_else(|| Self::products(how, side, queries))
+        let tables = score_tables::Keys::of_levels(how, side, queries).map(Products::Tables);
+        let products = tables.or_else(|| Self::words(how, side, queries))?;
+        Some(Self { products, largest_scale: 0.0 })
     }
 
-    fn products(how: How, side: &HeadSide, queries: &[f32]) -> Option<Self> {
+    /// How far rounding may take a score of that row, so far: see
+    /// [`rounding_loss`](crate::cpu::loss::rounding_loss).
+    pub(crate) fn loss(&self, row: usize) -> f32 {
+        match &self.products {
+            Products::Words(keys) => keys.loss(row) * self.largest_scale,
+            Products::Tables(_) => 0.0,
+        }
+    }
+
+    fn words(how: How, side: &HeadSide, queries: &[f32]) -> Option<Products> {
         let (book, factors) = book(how, side, queries.len() / side.dim())?;
         let planes = |query: &[f32], planar: &mut [f32]| {
             for (plane, factor) in planar.chunks_exact_mut(query.len()).zip(factors) {
@@ -49,7 +67,7 @@ impl Keys {
         };
         // The low byte of a level counts little: times one byte of a query it would be nothing.
         let (parts, queries) = (Parts::of_scaled_queries(how), queries.chunks_exact(side.dim()));
-        vq::Keys::planar(how.0, (parts, book), queries, planes).map(Self::Products)
+        vq::Keys::planar(how.0, (parts, book), queries, planes).map(Products::Words)
     }
 
     /// Scores all rows against tiles from `in_page` of a page on.
@@ -60,13 +78,14 @@ impl Keys {
         (codes, tiles): (TileCodes<'_>, Range<usize>),
         scores: &mut Scores,
     ) {
-        match self {
-            Self::Products(keys) => keys.tiles(simd, codes, tiles.start, scores),
-            Self::Tables(keys) => keys.tiles(simd, codes, tiles.start, scores),
+        match &mut self.products {
+            Products::Words(keys) => keys.tiles(simd, codes, tiles.start, scores),
+            Products::Tables(keys) => keys.tiles(simd, codes, tiles.start, scores),
         }
         let (mut scales, tokens) = ([0f32; SPAN], tiles.len() * TILE);
         let scales = &mut scales[..tokens];
         DType::F16.widen(&page.scales[2 * TILE * in_page..][..2 * tokens], scales);
+        self.largest_scale = self.largest_scale.max(largest(scales));
         for row in 0..scores.rows() {
             let scores = &mut scores.row_mut(row)[tiles.start * TILE..][..tokens];
             scores.iter_mut().zip(&*scales).for_each(|(score, scale)| *score *= scale);

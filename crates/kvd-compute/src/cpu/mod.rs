@@ -59,6 +59,7 @@ mod lanes;
 )]
 mod levels;
 mod lloyd;
+mod loss;
 #[cfg_attr(
     not(any(target_arch = "x86_64", target_arch = "aarch64")),
     allow(unused, reason = "kernels of instruction sets take it")
@@ -80,6 +81,7 @@ mod tile;
 mod uniform;
 mod unit;
 mod vq;
+mod wide;
 
 use crate::{
     AttendPlan, Attended, Backend, BackendError, DeviceInfo, EncodeSource, EncodedPages,

@@ -76,6 +76,12 @@ impl Keys {
         self.group.is_none()
     }
 
+    /// How far rounding may take a score of that row, so far: see
+    /// [`rounding_loss`](crate::cpu::loss::rounding_loss).
+    pub(crate) fn loss(&self, row: usize) -> f32 {
+        self.products.loss(row)
+    }
+
     /// Scores all rows against tiles from `in_page` of a page on, which share their steps.
     pub(crate) fn tiles(
         &mut self,

@@ -3,7 +3,7 @@
 use crate::cpu::arena::HostArena;
 use crate::cpu::tile::{Reader, TILE_TOKENS};
 use crate::{BackendError, EncodeSource, IncomingRows, LoadPlan, LoadedRows, RawTarget, Source};
-use kvd_codec::{ModelCodec, Space, widen};
+use kvd_codec::{HeadSide, ModelCodec, Space, widen};
 use kvd_core::{DType, Extent, Geometry, LayerIndex, Side};
 
 /// First value of `bytes` that is NaN or infinite.
@@ -95,8 +95,7 @@ pub(crate) fn copy(
                 continue;
             }
             let reader = Reader { arena, codec, layer };
-            let mut values = decode_values(reader, from, count, side, head)?;
-            saturate(geometry.dtype, &mut values);
+            let values = decode_values(reader, from, count, side, head)?;
             for (row, values) in values.chunks_exact(geometry.head_dim(side)).enumerate() {
                 let extent = row_extent(geometry, to, side, head, row as u64);
                 geometry.dtype.narrow(values, arena.write(extent));
@@ -104,14 +103,6 @@ pub(crate) fn copy(
         }
     }
     Ok(())
-}
-
-/// Brings values into the range of `dtype`.
-fn saturate(dtype: DType, values: &mut [f32]) {
-    let largest = dtype.largest();
-    for value in values {
-        *value = value.clamp(-largest, largest);
-    }
 }
 
 /// Decodes `count` rows of one head all the way back to K or V. Not on the way of attention, so
@@ -131,15 +122,19 @@ fn decode_values(
         let tile = TILE_TOKENS.min(count - first);
         rows.decode(first, tile, &mut values[first as usize * dim..][..tile as usize * dim])?;
     }
-    if rows.space() == Space::Coefficient {
-        let transform = reader.codec.head(reader.layer, side, head);
-        let mut row_values = vec![0f32; dim];
-        for row in values.chunks_exact_mut(dim) {
-            transform.inverse(row, &mut row_values);
-            row.copy_from_slice(&row_values);
+    restore(reader.codec.head(reader.layer, side, head), rows.space(), &mut values);
+    Ok(values)
+}
+
+/// Turns decoded rows of that space (`[rows, dim]`) back into K or V.
+pub(crate) fn restore(side: &HeadSide, space: Space, values: &mut [f32]) {
+    if space == Space::Coefficient {
+        let mut restored = vec![0f32; side.dim()];
+        for row in values.chunks_exact_mut(side.dim()) {
+            side.inverse(row, &mut restored);
+            row.copy_from_slice(&restored);
         }
     }
-    Ok(values)
 }
 
 /// Reads a raw block as `[heads, rows, dim]`, the shape that codecs take.
@@ -173,8 +168,7 @@ pub(crate) fn load(reader: Reader<'_>, plan: &LoadPlan) -> Result<LoadedRows, Ba
             let dim = geometry.head_dim(side);
             let row_bytes = dim * plan.dtype.size_bytes();
             for head in 0..heads {
-                let mut values = decode_values(reader, &part.source, part.rows, side, head)?;
-                saturate(plan.dtype, &mut values);
+                let values = decode_values(reader, &part.source, part.rows, side, head)?;
                 for (row, values) in values.chunks_exact(dim).enumerate() {
                     let to = ((first_token + row) * heads + head) * row_bytes;
                     plan.dtype.narrow(values, &mut sides[side.index()][to..to + row_bytes]);

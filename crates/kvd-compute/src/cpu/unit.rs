@@ -8,6 +8,7 @@ use crate::cpu::float::ROWS;
 use crate::cpu::fused::{Keys, Values};
 use crate::cpu::huffman::{self, LaneTiles, TOGETHER, Wanted};
 use crate::cpu::job::{Job, Unit, group, payload_row};
+use crate::cpu::loss::{RowLoss, all_finite, largest};
 use crate::cpu::place::{Place, room};
 use crate::cpu::scores::{SPAN, Scores, TILE};
 use crate::cpu::simd::{How, InstructionSet, Precision};
@@ -27,10 +28,17 @@ pub(super) struct Queries {
     offsets: Vec<f32>,
     /// The same of raw ones.
     zeros: Vec<f32>,
+    dim: usize,
 }
 
 impl Queries {
-    fn new(job: &Job<'_>, unit: &Unit<'_>, side: &HeadSide) -> Self {
+    /// # Errors
+    /// When a query times the scale is beyond f32, as given or folded.
+    pub(super) fn new(
+        job: &Job<'_>,
+        unit: &Unit<'_>,
+        side: &HeadSide,
+    ) -> Result<Self, BackendError> {
         let dim = side.dim();
         let scale = job.plan.score_scale(dim);
         let rows = unit.q.len() * group(job);
@@ -41,7 +49,39 @@ impl Queries {
         }
         let mut folded = raw.clone();
         let offsets = side.fold_queries(&mut folded);
-        Self { raw, folded, offsets, zeros: vec![0.0; rows] }
+        let queries = Self { raw, folded, offsets, zeros: vec![0.0; rows], dim };
+        let beyond = (0..rows).find(|row| !queries.is_finite(*row));
+        beyond.map_or(Ok(queries), |row| {
+            Err(BackendError::query_overflow(job.plan, payload_row(job, unit, row), dim))
+        })
+    }
+
+    /// Channels of a key.
+    pub(super) fn dim(&self) -> usize {
+        self.dim
+    }
+
+    /// One row, as keys of that space meet it.
+    pub(super) fn row(&self, space: Space, row: usize) -> &[f32] {
+        let rows = match space {
+            Space::Raw => &self.raw,
+            Space::Coefficient => &self.folded,
+        };
+        &rows[row * self.dim..(row + 1) * self.dim]
+    }
+
+    /// The largest magnitude of a row, as given or folded.
+    pub(super) fn largest(&self, row: usize) -> f32 {
+        [Space::Raw, Space::Coefficient]
+            .map(|space| largest(self.row(space, row)))
+            .into_iter()
+            .fold(0f32, f32::max)
+    }
+
+    fn is_finite(&self, row: usize) -> bool {
+        all_finite(self.row(Space::Raw, row))
+            && all_finite(self.row(Space::Coefficient, row))
+            && self.offsets[row].is_finite()
     }
 
     /// What to add to scores of keys of that space.
@@ -96,6 +136,7 @@ pub(super) struct Walk<'a> {
     pub(super) unit: &'a Unit<'a>,
     pub(super) queries: Queries,
     states: Vec<PartialState>,
+    losses: Vec<RowLoss>,
     pub(super) scores: Scores,
     keys: Option<Keys>,
     values: Option<Values>,
@@ -109,8 +150,27 @@ pub(super) struct Walk<'a> {
     next: Next<'a>,
 }
 
-pub(super) fn run(job: &Job<'_>, unit: &Unit<'_>) -> Result<Vec<PartialState>, BackendError> {
-    let mut walk = Walk::new(job, unit);
+/// Results of a unit.
+pub(super) struct UnitAnswer {
+    pub(super) queries: Queries,
+    pub(super) states: Vec<PartialState>,
+    pub(super) losses: Vec<RowLoss>,
+}
+
+impl UnitAnswer {
+    /// Adds what another unit of the same rows came to.
+    pub(super) fn merge(&mut self, other: &Self) {
+        let theirs = other.states.iter().zip(&other.losses);
+        let mine = self.states.iter_mut().zip(&mut self.losses);
+        for ((state, loss), (other, other_loss)) in mine.zip(theirs) {
+            loss.merge(other_loss, [state.max, other.max]);
+            state.merge(other);
+        }
+    }
+}
+
+pub(super) fn run(job: &Job<'_>, unit: &Unit<'_>) -> Result<UnitAnswer, BackendError> {
+    let mut walk = Walk::new(job, unit)?;
     walk.parts(&Side::BOTH, |walk, rows, span| {
         let [keys, values] = [&rows[0], &rows[1]];
         walk.next.ask();
@@ -156,10 +216,10 @@ impl<'a> Part<'a> {
 }
 
 impl<'a> Walk<'a> {
-    pub(super) fn new(job: &'a Job<'a>, unit: &'a Unit<'a>) -> Self {
+    pub(super) fn new(job: &'a Job<'a>, unit: &'a Unit<'a>) -> Result<Self, BackendError> {
         let head = |side| job.reader.codec.head(job.reader.layer, side, unit.head);
         let (key_side, value_side) = (head(Side::Key), head(Side::Value));
-        let queries = Queries::new(job, unit, key_side);
+        let queries = Queries::new(job, unit, key_side)?;
         let rows = queries.offsets.len();
         let dim_v = value_side.dim();
         let precision = effective((job.simd, job.precision), rows);
@@ -177,11 +237,12 @@ impl<'a> Walk<'a> {
         let tiles = |side: Side| lanes.first().and_then(|tiles| tiles[side.index()].as_ref());
         let keys = Keys::new(how, key_side, tiles(Side::Key), &queries.folded);
         let values = Values::new(how, value_side, tiles(Side::Value), rows);
-        Self {
+        Ok(Self {
             job,
             unit,
             queries,
             states: (0..rows).map(|_| PartialState::empty(dim_v)).collect(),
+            losses: vec![RowLoss::default(); rows],
             scores: Scores::new(rows),
             keys,
             lanes: AtWork { tiles: lanes, decoded: [[false; 2]; TOGETHER], slot: 0 },
@@ -190,7 +251,7 @@ impl<'a> Walk<'a> {
             codes: Vec::new(),
             tile: Vec::new(),
             next: Next::default(),
-        }
+        })
     }
 
     /// Scores keys span by span and hands each on, with the rows of its part, of `sides`: keys, and
@@ -327,7 +388,7 @@ impl<'a> Walk<'a> {
                 let scores = self.scores.some_mut(rows.start, rows.len());
                 let some = Seen { rows: scores, tokens: seen.clone() };
                 softmax::finish(simd, some, offsets, cap, &mut maxima);
-                self.raise(rows.clone(), &mut maxima, &mut sums.largest);
+                self.raise((rows.clone(), span), &mut maxima, &mut sums.largest);
                 self.next.ask();
                 let scores = self.scores.some_mut(rows.start, rows.len());
                 let some = Seen { rows: scores, tokens: seen.clone() };
@@ -348,12 +409,18 @@ impl<'a> Walk<'a> {
     /// how far the span's are from them.
     fn raise(
         &mut self,
-        rows: Range<usize>,
+        (rows, span): (Range<usize>, &Span),
         maxima: &mut [f32; softmax::ROWS],
         below: &mut [f32; softmax::ROWS],
     ) {
         for ((row, max), below) in rows.zip(maxima).zip(below) {
-            let state = &mut self.states[row];
+            let (state, loss) = (&mut self.states[row], &mut self.losses[row]);
+            if *max > state.max {
+                let seen = self.scores.seen(row);
+                let scores = &self.scores.row(row)[seen.clone()];
+                let at = seen.start + scores.iter().position(|score| score == max).unwrap_or(0);
+                loss.largest_at = span.token(at) as u32;
+            }
             if *max > state.max
                 && state.weight_sum > 0.0
                 && let Some(values) = &mut self.values
@@ -361,6 +428,7 @@ impl<'a> Walk<'a> {
                 let factor = (state.max - *max).exp();
                 let dim = state.raw.len();
                 values.scale(row, &mut self.sums[row * dim..][..dim], factor);
+                loss.scale(factor);
             }
             state.raise_max(*max);
             (*below, *max) = (*max - state.max, state.max);
@@ -377,6 +445,9 @@ impl<'a> Walk<'a> {
             if let Some(page) = page.filter(|_| count > 0) {
                 let full = tiles.start..tiles.start + count;
                 raise_weights(&mut self.scores, rows, span, full.clone());
+                for (loss, largest) in self.losses.iter_mut().zip(&self.scores.largest) {
+                    loss.add_weights(*largest, count);
+                }
                 for some in pieces(full, values.tiles_at_once()) {
                     let (in_page, in_span) = (span.tile(some.start), some.start);
                     let ahead = self.next.share(Side::Value);
@@ -440,7 +511,13 @@ impl<'a> Walk<'a> {
         Ok(())
     }
 
-    fn finish(mut self, side: &HeadSide) -> Vec<PartialState> {
+    fn finish(mut self, side: &HeadSide) -> UnitAnswer {
+        if effective((self.job.simd, self.job.precision), self.states.len()) == Precision::Fast {
+            let magnitude = self.values.as_ref().map_or(0.0, Values::magnitude);
+            for (row, loss) in self.losses.iter_mut().enumerate() {
+                loss.close(self.keys.as_ref().map_or(0.0, |keys| keys.loss(row)), magnitude);
+            }
+        }
         if let Some(values) = &self.values {
             let sums = self.sums.chunks_exact(side.dim());
             for (index, (state, sums)) in self.states.iter_mut().zip(sums).enumerate() {
@@ -449,7 +526,7 @@ impl<'a> Walk<'a> {
                 values.unfold(index, sums, row);
             }
         }
-        self.states
+        UnitAnswer { queries: self.queries, states: self.states, losses: self.losses }
     }
 }
 

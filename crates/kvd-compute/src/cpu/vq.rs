@@ -6,6 +6,7 @@
 
 use crate::cpu::dots::{Lookup, ROWS, Target, TileCodes, key_dots, value_dots, wants_bytes};
 use crate::cpu::expand::Expand;
+use crate::cpu::loss::rounding_loss;
 use crate::cpu::parts::{Parts, fits};
 use crate::cpu::scores::{Scores, TILE};
 use crate::cpu::simd::{How, Simd};
@@ -21,6 +22,8 @@ pub(super) struct Book {
     dims: usize,
     /// Codes of a row.
     per_row: usize,
+    /// The largest sum of squares of what a code stands for, in units.
+    energy: f32,
 }
 
 impl Book {
@@ -40,12 +43,12 @@ impl Book {
 
     /// Takes `per_row` codes of a row to tables, for products with so many rows of factors.
     pub(super) fn of(simd: Simd, lookup: Lookup, per_row: usize, rows: usize) -> Self {
-        let dims = lookup.dims;
+        let (dims, energy) = (lookup.dims, lookup.energy());
         if lookup.is_fast(simd) && !wants_bytes(simd, rows) {
-            return Self { lookup, expand: None, dims, per_row };
+            return Self { lookup, expand: None, dims, per_row, energy };
         }
         let expand = Some(Expand::new(&lookup));
-        Self { lookup: lookup.expanded(), expand, dims, per_row }
+        Self { lookup: lookup.expanded(), expand, dims, per_row, energy }
     }
 
     /// Codes of tiles, `group` of them at a time, as the products take them.
@@ -69,6 +72,8 @@ pub(crate) struct Keys {
     parts: Parts,
     /// What one unit of a score is, by row.
     units: Vec<f32>,
+    /// See [`Keys::loss`].
+    losses: Vec<f32>,
 }
 
 impl Keys {
@@ -104,7 +109,7 @@ impl Keys {
     /// Has no queries yet.
     pub(super) fn empty(parts: Parts, book: Book) -> Self {
         let parts = parts.meeting(book.lookup.largest());
-        Self { book, spread: Vec::new(), parts, units: Vec::new() }
+        Self { book, spread: Vec::new(), parts, units: Vec::new(), losses: Vec::new() }
     }
 
     /// Takes other queries; whether all are finite.
@@ -114,7 +119,7 @@ impl Keys {
         queries: impl Iterator<Item = &'q [f32]>,
         planes: impl Fn(&[f32], &mut [f32]),
     ) -> bool {
-        let Self { book, parts, units, .. } = self;
+        let Self { book, parts, units, losses, .. } = self;
         let mut planar = vec![0f32; book.dims * book.per_row];
         parts.reset(planar.len());
         units.clear();
@@ -126,7 +131,18 @@ impl Keys {
             let largest = if largest.is_finite() { largest } else { 0.0 };
             units.push(parts.push(simd, &planar, largest, None).unit * book.lookup.scale);
         }
+        let energy = book.energy * book.per_row as f32;
+        losses.resize(units.len(), 0.0);
+        for (loss, unit) in losses.iter_mut().zip(&*units) {
+            *loss = loss.max(rounding_loss(*unit, energy));
+        }
         finite
+    }
+
+    /// How far rounding may take a score of that row, so far: see [`rounding_loss`]. Nothing before
+    /// there were queries.
+    pub(crate) fn loss(&self, row: usize) -> f32 {
+        self.losses.get(row).copied().unwrap_or_default()
     }
 
     /// Scores all rows against a few tiles of codes.
@@ -158,6 +174,11 @@ impl Values {
     pub(crate) fn new(how: How, side: &HeadSide, rows: usize) -> Option<Self> {
         let book = Book::new(how.0, side, rows)?;
         Some(Self { book, spread: Vec::new(), parts: Parts::of_weights(how) })
+    }
+
+    /// The largest magnitude of a value, before gains.
+    pub(crate) fn magnitude(&self) -> f32 {
+        self.book.energy.sqrt() * self.book.lookup.scale
     }
 
     /// Adds the weighted codes of tiles to `sums` (`[rows, channel of a code, position]`).

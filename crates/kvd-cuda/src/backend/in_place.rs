@@ -80,6 +80,10 @@ impl CudaBackend {
             BackendError::NonFiniteQuery { index, value } => {
                 BackendError::NonFiniteQuery { index: index + values[0] as usize, value }
             }
+            BackendError::QueryOverflow { query, token, head, scale } => {
+                let query = query + first.queries.len();
+                BackendError::QueryOverflow { query, token, head, scale }
+            }
             other => other,
         });
         Ok(read + of_rest?)
@@ -162,25 +166,31 @@ impl CudaBackend {
         self.device.download(placed.first_bad, bytemuck::cast_slice_mut(&mut first_bad))?;
         let bad = first_bad.into_iter().min().filter(|index| *index != ALL_FINITE);
         if let Some(index) = bad {
-            return Err(self.bad_query(plan.dtype, reach.q, index)?);
+            return Err(self.bad_query(plan, reach.q, index)?);
         }
         let parts = plan.queries.iter().flat_map(|query| query.parts.iter());
         Ok(parts.map(|part| part.stored_bytes(token_bytes)).sum())
     }
 
-    /// What is said of a value of a worker's memory that is no number, as it is by now.
+    /// What is said of a value of a worker's memory that is no number, as it is by now, or is none
+    /// times the scale.
     fn bad_query(
         &mut self,
-        dtype: DType,
+        plan: &AttendPlan,
         queries: u64,
         index: u32,
     ) -> Result<BackendError, BackendError> {
+        let ([dim, _], dtype) = (self.dims(plan)?, plan.dtype);
         let mut bytes = [0; 4];
         let bytes = &mut bytes[..dtype.size_bytes()];
         self.device.download(queries + u64::from(index) * bytes.len() as u64, bytes)?;
         let mut value = [0f32];
         dtype.widen(bytes, &mut value);
-        Ok(BackendError::NonFiniteQuery { index: index as usize, value: value[0] })
+        let (index, [value]) = (index as usize, value);
+        if value.is_finite() && !(value * plan.score_scale(dim)).is_finite() {
+            return Ok(BackendError::query_overflow(plan, index / dim, dim));
+        }
+        Ok(BackendError::NonFiniteQuery { index, value })
     }
 }
 

@@ -314,6 +314,11 @@ impl Backend for CudaBackend {
         if let Some(index) = q.iter().position(|value| !value.is_finite()) {
             return Err(BackendError::NonFiniteQuery { index, value: q[index] });
         }
+        let [dim, _] = self.dims(plan)?;
+        let scale = plan.score_scale(dim);
+        if let Some(index) = q.iter().position(|value| !(value * scale).is_finite()) {
+            return Err(BackendError::query_overflow(plan, index / dim, dim));
+        }
         self.attend_all(plan)
     }
 

@@ -6,6 +6,15 @@
 
 namespace kvd {
 
+// The bits of a value in f16 (1) or bf16 (2): beyond the format's largest it becomes that, as every
+// narrowing does (CPU: DType::narrow). Rows are finite, so that an infinite sum is one that overflowed.
+KVD_DEVICE uint16_t saturated_bits(float value, uint32_t dtype) {
+    const float largest = dtype == 1 ? 65504.0f : 3.3895314e38f;
+    // NaN compares with nothing.
+    const float within = value > largest ? largest : value < -largest ? -largest : value;
+    return dtype == 1 ? f16_bits(within) : bf16_bits(within);
+}
+
 struct AnswerParameters {
     // Of `merge`: `[rows, 2, dim]`, and `{lse, weights, of them those of coefficients}`.
     const float* sums;
@@ -50,7 +59,7 @@ KVD_DEVICE void answer(const AnswerParameters& parameters, uint8_t* shared) {
         if (parameters.dtype == 0) {
             reinterpret_cast<float*>(parameters.out)[index] = value;
         } else {
-            const uint16_t bits = parameters.dtype == 1 ? f16_bits(value) : bf16_bits(value);
+            const uint16_t bits = saturated_bits(value, parameters.dtype);
             reinterpret_cast<uint16_t*>(parameters.out)[index] = bits;
         }
     });

@@ -12,7 +12,7 @@ struct QueryParameters {
     const uint8_t* queries;
     const TurnUnit* units;
     const uint8_t* steps;
-    // Written: rows and what to add to their scores; of each unit the first value that is not finite.
+    // Written: rows and what to add to their scores; of each unit the first value that is not finite times the scale.
     float* rows;
     float* offsets;
     uint32_t* first_bad;
@@ -42,13 +42,12 @@ KVD_DEVICE void queries(const QueryParameters& parameters, uint8_t* shared) {
     of.each([&](unsigned row, unsigned channel, unsigned at) {
         const uint64_t from =
             batch_row(unit, row, parameters.heads, parameters.group) * dim + channel;
-        float value = value_of(parameters.queries, parameters.dtype, from);
-        // Nothing after this meets a number that is none.
+        float value = value_of(parameters.queries, parameters.dtype, from) * parameters.scale;
+        // Nothing after this meets a number that is none, or is none times the scale.
         if ((f32_bits(value) & 0x7F800000) == 0x7F800000) {
             bad = least(bad, uint32_t(from));
             value = 0;
         }
-        value *= parameters.scale;
         of.rows[at] = value;
         parameters.rows[uint64_t(unit.raw) * dim + at] = value;
     });

@@ -16,6 +16,7 @@ use crate::cpu::dots::{Lookup, ROWS, Target, TileCodes, key_dots, value_dots};
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::dots::{VECTOR_ROWS, wants_bytes};
 use crate::cpu::levels::{LevelBytes, LevelTable, Places, RunCodes, SPILL, look_up};
+use crate::cpu::loss::rounding_loss;
 use crate::cpu::parts::{self, Parts};
 use crate::cpu::place::Place;
 use crate::cpu::scores::{SPAN, Scores, TILE};
@@ -249,6 +250,16 @@ impl Keys {
         Some(Self { book, lookup, cuts, queries: queries.to_vec(), dim: side.dim() })
     }
 
+    /// How far rounding may take a score of that row: see [`rounding_loss`].
+    pub(crate) fn loss(&self, row: usize) -> f32 {
+        let level = (self.lookup.largest() as f32).powi(2);
+        let squares = self
+            .cuts
+            .iter()
+            .map(|cut| rounding_loss(cut.units[row], level * cut.positions.len() as f32).powi(2));
+        squares.sum::<f32>().sqrt()
+    }
+
     /// Scores all rows against `count` tiles.
     pub(crate) fn tiles(
         &mut self,
@@ -353,6 +364,12 @@ impl Values {
             parts: Parts::of_weights(how),
             dim: side.dim(),
         })
+    }
+
+    /// The largest magnitude of a value that rounded weights are multiplied with.
+    pub(crate) fn magnitude(&self) -> f32 {
+        let factors = self.book.positions.iter().flatten().map(|(_, factor)| factor.abs());
+        factors.fold(0f32, f32::max) * self.lookup.largest() as f32
     }
 
     /// Adds `count` weighted tiles.

@@ -112,6 +112,17 @@ impl Lookup {
         (i32::from(u8::MAX) - self.bias).max(self.bias)
     }
 
+    /// The largest sum of squares of a code's channels.
+    pub(crate) fn energy(&self) -> f32 {
+        if self.tables.is_empty() {
+            return (self.dims as f32) * (self.largest() as f32).powi(2);
+        }
+        let squares = |code: usize| -> i32 {
+            self.tables.iter().map(|table| (i32::from(table[code]) - self.bias).pow(2)).sum()
+        };
+        (0..1usize << self.bits).map(squares).max().unwrap_or_default() as f32
+    }
+
     /// Value of channel `dim` of `code`.
     pub(super) fn value(&self, dim: usize, code: u8) -> i32 {
         let byte = self.tables.get(dim).map_or(code, |table| table[usize::from(code)]);

@@ -15,7 +15,7 @@ use kvd_core::DType;
 /// Rows that are multiplied with steps at once.
 pub(super) const FOLD_ROWS: usize = 4;
 /// Largest magnitude of a factor: the most that two signed bytes hold both ways.
-const TOP: f32 = 32639.0;
+pub(super) const TOP: f32 = 32639.0;
 /// The same of one signed byte, and of one that has no sign.
 const TOP_8: f32 = 127.0;
 const TOP_WEIGHT_8: f32 = 255.0;

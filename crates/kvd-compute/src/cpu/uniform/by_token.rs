@@ -4,11 +4,12 @@
 use crate::cpu::ahead::Ahead;
 use crate::cpu::dots::{Lookup, ROWS, TileCodes, VECTOR_ROWS, key_dots};
 use crate::cpu::hybrid::{self, Groups, ScaleRows};
+use crate::cpu::loss::{largest as largest_magnitude, rounding_loss};
 use crate::cpu::parts::{self, Parts, Pushed};
 use crate::cpu::place::Place;
 use crate::cpu::scores::{SPAN, Scores, TILE};
 use crate::cpu::simd::{How, Simd, per_level};
-use crate::cpu::uniform::{largest, lookup, middle};
+use crate::cpu::uniform::{largest, lookup, middle, spread};
 use kvd_codec::{FixedCodes, GroupAxis, HeadSide, HybridLayout, UniformGroups, UniformMode};
 use kvd_core::DType;
 use std::ops::Range;
@@ -32,6 +33,8 @@ pub(crate) struct Keys {
     layout: Option<(usize, HybridLayout)>,
     /// Of the tile, `[groups, tokens]`.
     scales: Groups,
+    /// The largest step so far.
+    largest_step: f32,
     halves: Vec<u8>,
     codes: Vec<u8>,
     dots: Vec<f32>,
@@ -76,10 +79,20 @@ impl Keys {
             layout: None,
             dim,
             scales: Groups::default(),
+            largest_step: 0.0,
             halves: Vec::new(),
             codes: vec![0; TILE * dim],
             dots: vec![0.0; ROWS * SPAN],
         })
+    }
+
+    /// How far rounding may take a score of that row, so far: see [`rounding_loss`].
+    pub(crate) fn loss(&self, row: usize) -> f32 {
+        let squares = self.queries.iter().map(|group| {
+            let energy = group.channels.len() as f32 * spread(self.groups).powi(2);
+            rounding_loss(group.units[row], energy).powi(2)
+        });
+        squares.sum::<f32>().sqrt() * self.largest_step
     }
 
     /// Scores all rows against one tile.
@@ -92,6 +105,7 @@ impl Keys {
     ) {
         let Place { page, in_page, in_span, ahead } = place;
         self.load(simd, &page, in_page);
+        self.largest_step = self.largest_step.max(largest_magnitude(&self.scales.steps));
         let Self { groups, lookup, queries, scales, codes: bytes, dots, .. } = self;
         let pairs = queries.len();
         if groups.mode == UniformMode::Hybrid {

@@ -21,6 +21,7 @@ pub(super) mod nibbles;
 pub(super) mod values;
 
 use crate::cpu::dots::{Lookup, ROWS, TileCodes, key_dots};
+use crate::cpu::loss::rounding_loss;
 use crate::cpu::parts::{self, Parts, Pushed};
 use crate::cpu::scores::{SPAN, Scores, TILE};
 use crate::cpu::simd::{How, Simd};
@@ -70,6 +71,8 @@ pub(crate) struct Keys {
     units: Vec<f32>,
     /// What the minima add to a score, by row.
     bases: Vec<f32>,
+    /// See [`Keys::loss`].
+    losses: Vec<f32>,
 }
 
 impl Keys {
@@ -98,7 +101,13 @@ impl Keys {
             whole: Vec::new(),
             units: Vec::new(),
             bases: Vec::new(),
+            losses: vec![0.0; queries.len() / dim],
         })
+    }
+
+    /// How far rounding may take a score of that row, so far: see [`rounding_loss`].
+    pub(crate) fn loss(&self, row: usize) -> f32 {
+        self.losses[row]
     }
 
     /// Scores all rows against tile `in_page` of a page.
@@ -114,6 +123,10 @@ impl Keys {
         if self.folded != Some(key) {
             self.folded = Some(key);
             self.fold(simd, page.scales, key.1);
+            let energy = self.dim as f32 * spread(self.groups).powi(2);
+            for (loss, unit) in self.losses.iter_mut().zip(&self.units) {
+                *loss = loss.max(rounding_loss(*unit, energy));
+            }
         }
         for first in (0..self.units.len()).step_by(ROWS) {
             let rows = self.parts.rows(first);
@@ -188,6 +201,15 @@ pub(super) fn middle(groups: UniformGroups) -> f32 {
         UniformMode::Sym => 0.0,
         UniformMode::Asym => f32::from(groups.top) / 2.0,
         UniformMode::Hybrid => ((1u32 << groups.bits) - 1) as f32 / 2.0,
+    }
+}
+
+/// How far a code can be from the one that rounding is put back with.
+pub(super) fn spread(groups: UniformGroups) -> f32 {
+    match groups.mode {
+        UniformMode::Asym => middle(groups),
+        UniformMode::Sym => f32::from(groups.top),
+        UniformMode::Hybrid => ((1u32 << groups.bits) - 1) as f32,
     }
 }
 

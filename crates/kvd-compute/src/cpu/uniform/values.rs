@@ -4,11 +4,12 @@
 use crate::cpu::ahead::Ahead;
 use crate::cpu::dots::{Lookup, ROWS, SETTLED_TILES, Target, TileCodes, VECTOR_ROWS, value_dots};
 use crate::cpu::hybrid;
+use crate::cpu::loss::largest;
 use crate::cpu::parts::{Parts, Pushed};
 use crate::cpu::scores::{Scores, TILE};
 use crate::cpu::simd::{How, Simd, per_level};
 use crate::cpu::uniform::{
-    PAIR_BYTES, by_tile, channels, lookup, middle, scale_row, scales, sum, turn,
+    PAIR_BYTES, by_tile, channels, lookup, middle, scale_row, scales, spread, sum, turn,
 };
 use kvd_codec::{FixedCodes, GroupAxis, HeadSide, UniformGroups, UniformMode};
 use kvd_core::DType;
@@ -37,7 +38,7 @@ struct Scales {
 }
 
 impl Scales {
-    /// Loads scale row `row`; `pairs` groups of a head size.
+    /// Loads scale row `row`, unless it is; `pairs` groups of a head size.
     fn load(
         &mut self,
         simd: Simd,
@@ -45,10 +46,10 @@ impl Scales {
         groups: UniformGroups,
         row: usize,
         (pairs, dim): (usize, usize),
-    ) {
+    ) -> bool {
         let key = Some((page.scales.as_ptr().addr(), row));
         if self.loaded == key {
-            return;
+            return false;
         }
         self.loaded = key;
         self.minima.resize(pairs, 0.0);
@@ -60,7 +61,8 @@ impl Scales {
                 let layout = groups.hybrid_layout(page.layout.tokens(), dim);
                 let (bytes, first, count) = (page.scales, row, 1);
                 let rows = hybrid::ScaleRows { bytes, layout, first, count, pairs };
-                return self.hybrid.load(simd, rows, false);
+                self.hybrid.load(simd, rows, false);
+                return true;
             }
         };
         let bytes = &page.scales[row * pairs * pair_bytes..][..pairs * pair_bytes];
@@ -69,6 +71,7 @@ impl Scales {
             DType::F16.widen(minima, &mut self.minima);
         }
         DType::F16.widen(steps, &mut self.steps);
+        true
     }
 }
 
@@ -90,6 +93,8 @@ pub(crate) struct Values {
     unsettled: usize,
     /// Codes with their signs.
     signed: Vec<u8>,
+    /// See [`Values::magnitude`].
+    magnitude: f32,
 }
 
 impl Values {
@@ -121,7 +126,14 @@ impl Values {
             bases: vec![0.0; rows * pairs],
             unsettled: 0,
             signed: Vec::new(),
+            magnitude: 0.0,
         })
+    }
+
+    /// The largest distance of a value from where rounding is put back, so far; 0 where steps go into
+    /// the weights before those are rounded.
+    pub(crate) fn magnitude(&self) -> f32 {
+        self.magnitude
     }
 
     /// Adds the weighted codes of tiles to `sums` (`[rows, dim]`); the first is tile `in_page` of
@@ -154,7 +166,13 @@ impl Values {
             let mut codes = TileCodes { bytes, ahead, ..codes };
             let pairs = if self.groups.axis == GroupAxis::Block { 1 } else { self.dim };
             let row = scale_row(self.groups, in_page + index);
-            self.scales.load(simd, page, self.groups, row, (pairs, self.dim));
+            if self.scales.load(simd, page, self.groups, row, (pairs, self.dim)) {
+                let steps = match self.groups.mode {
+                    UniformMode::Hybrid => &self.scales.hybrid.steps,
+                    UniformMode::Asym | UniformMode::Sym => &self.scales.steps,
+                };
+                self.magnitude = self.magnitude.max(largest(steps) * spread(self.groups));
+            }
             let (hybrid, quads) = (self.groups.mode == UniformMode::Hybrid, TILE / hybrid::QUAD);
             if hybrid {
                 let signs = self.signs(quads);
@@ -265,9 +283,9 @@ impl Values {
             UniformMode::Asym | UniformMode::Sym => (minima, steps, steps),
         };
         for (index, row) in rows.clone().enumerate() {
-            let (weights, largest) = weights.tiles(row, tile..tile + 1);
+            let (weights, most) = weights.tiles(row, tile..tile + 1);
             let weight = sum(weights);
-            let pushed = self.parts.push(simd, weights, largest, Some(weight));
+            let pushed = self.parts.push(simd, weights, most, Some(weight));
             units[index] = pushed.unit;
             let lost = middle(self.groups) * pushed.lost;
             let sums = &mut sums[index * self.dim..][..self.dim];

@@ -1,0 +1,407 @@
+//! Inputs that are bad for integers: under `fast` no error of an output or a log-sum-exp is more than
+//! four times that of a plain reference with f16 queries and weights and f32 sums, over the same rows
+//! (`docs/adr/0019-rows-that-integers-do-not-serve.md`).
+
+use super::*;
+use proptest::prelude::*;
+use std::fmt::Write as _;
+
+/// Errors over the reference's.
+const SLACK: f64 = 4.0;
+const TOKENS: usize = 176;
+
+/// How an input is bad.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Hostile {
+    /// One channel of the queries is so large; keys are so much smaller there.
+    QueryChannel(f32, f32),
+    /// Three channels are, of different sizes.
+    QueryChannels,
+    /// A bias of that norm on the keys, turned by RoPE.
+    KeyBias(f32),
+    /// Logits of about that.
+    Logits(f32),
+    /// One channel of the values is so large.
+    ValueChannel(f32),
+    /// One row of the values is so large.
+    ValueRow(f32),
+    /// The token that has most of the weight has a value of zeros.
+    EmptySink,
+    /// Everything is so small.
+    Tiny(f32),
+    /// Magnitudes over twelve decades: of channels of queries, keys and values, and of rows of values.
+    Decades(u64),
+}
+
+const KINDS: &[Hostile] = &[
+    Hostile::QueryChannel(128.0, 0.01),
+    Hostile::QueryChannel(448.0, 0.01),
+    Hostile::QueryChannel(4096.0, 0.01),
+    Hostile::QueryChannel(4096.0, 0.0),
+    Hostile::QueryChannel(1e6, 1e-3),
+    Hostile::QueryChannels,
+    Hostile::KeyBias(1000.0),
+    Hostile::Logits(1e5),
+    Hostile::Logits(-1e5),
+    Hostile::ValueChannel(1e4),
+    Hostile::ValueRow(1e4),
+    Hostile::EmptySink,
+    Hostile::Tiny(1e-4),
+    Hostile::Decades(1),
+];
+
+/// `10^u` for `u` between -6 and 6.
+fn decades(count: usize, seed: u64) -> Vec<f32> {
+    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+    let mut draw = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 40) as f32 / (1 << 24) as f32
+    };
+    (0..count).map(|_| 10f32.powf(12.0 * draw() - 6.0)).collect()
+}
+
+impl Hostile {
+    /// Rows that f16 has no room for.
+    fn dtype(self) -> DType {
+        if matches!(self, Self::Decades(_)) { DType::F32 } else { DType::F16 }
+    }
+
+    fn queries(self, dim: usize, rows: usize) -> Vec<f32> {
+        let mut q = values(rows * dim, 5);
+        for row in q.chunks_exact_mut(dim) {
+            match self {
+                Self::QueryChannel(large, _) => row[3] = large,
+                Self::QueryChannels => {
+                    (row[1], row[dim / 2], row[dim - 3]) = (700.0, -2500.0, 90.0);
+                }
+                Self::Logits(size) => {
+                    let sign = if size < 0.0 { -1.0 } else { 1.0 };
+                    let factor = sign * (size.abs() / (dim as f32).sqrt()).sqrt();
+                    row.iter_mut().for_each(|q| *q = factor * (1.0 + 0.1 * *q));
+                }
+                Self::EmptySink => row[0] = 8.0,
+                Self::Tiny(size) => row.iter_mut().for_each(|q| *q *= size),
+                Self::Decades(seed) => {
+                    row.iter_mut().zip(decades(dim, seed)).for_each(|(q, size)| *q *= size);
+                }
+                _ => {}
+            }
+        }
+        // What an engine hands over in f16.
+        to_half_all(&mut q);
+        q
+    }
+
+    /// Rows of K and V of a block's tokens.
+    fn rows(self, (dim_k, dim_v): (usize, usize), block: u64, tokens: u32) -> [Vec<f32>; 2] {
+        let mut keys = values(tokens as usize * HEADS * dim_k, 2 * block);
+        let mut rows = values(tokens as usize * HEADS * dim_v, 2 * block + 1);
+        for (index, key) in keys.chunks_exact_mut(dim_k).enumerate() {
+            let token = block as usize * 64 + index / HEADS;
+            match self {
+                Self::QueryChannel(_, factor) => key[3] *= factor,
+                Self::QueryChannels => {
+                    [1, dim_k / 2, dim_k - 3].into_iter().for_each(|at| key[at] *= 0.01);
+                }
+                Self::KeyBias(norm) => {
+                    let bias = norm / (dim_k as f32).sqrt();
+                    for pair in 0..dim_k / 2 {
+                        let angle = token as f32 * 10000f32.powf(-2.0 * pair as f32 / dim_k as f32);
+                        let (sin, cos) = (angle + pair as f32).sin_cos();
+                        key[pair] += bias * 2f32.sqrt() * cos;
+                        key[pair + dim_k / 2] += bias * 2f32.sqrt() * sin;
+                    }
+                }
+                Self::Logits(size) => {
+                    let factor = (size.abs() / (dim_k as f32).sqrt()).sqrt();
+                    key.iter_mut().for_each(|k| *k = factor * (1.0 + 0.1 * *k));
+                }
+                Self::EmptySink => key[0] = if token == 20 { 12.0 } else { -1.0 },
+                Self::Tiny(size) => key.iter_mut().for_each(|k| *k *= size),
+                Self::Decades(seed) => {
+                    key.iter_mut().zip(decades(dim_k, seed + 1)).for_each(|(k, size)| *k *= size);
+                }
+                _ => {}
+            }
+        }
+        for (index, row) in rows.chunks_exact_mut(dim_v).enumerate() {
+            let token = block as usize * 64 + index / HEADS;
+            match self {
+                Self::ValueChannel(factor) => row[7] *= factor,
+                Self::ValueRow(factor) if token == 33 => {
+                    row.iter_mut().for_each(|v| *v *= factor);
+                }
+                Self::EmptySink if token == 20 => row.fill(0.0),
+                Self::Tiny(size) => row.iter_mut().for_each(|v| *v *= size),
+                Self::Decades(seed) => {
+                    let factor = decades(TOKENS * 2, seed + 2)[token];
+                    let sizes = decades(dim_v, seed + 3);
+                    row.iter_mut().zip(sizes).for_each(|(v, size)| *v *= size * factor);
+                }
+                _ => {}
+            }
+        }
+        [keys, rows]
+    }
+}
+
+/// Rounds to eleven bits each.
+fn to_half_all(values: &mut [f32]) {
+    for value in values {
+        let mut wide = [f64::from(*value)];
+        to_half(&mut wide);
+        *value = wide[0] as f32;
+    }
+}
+
+/// Answers of a plain implementation in f32: scores, then weights, then sums, one after the other;
+/// with queries and weights of eleven bits where `half`.
+fn plain(
+    geometry: &Geometry,
+    plan: &AttendPlan,
+    rows: &LoadedRows,
+    half: bool,
+) -> Vec<(Vec<f64>, f64)> {
+    let [dim, dim_v] = Side::BOTH.map(|side| geometry.head_dim(side));
+    let narrow = |bytes: &[u8]| -> Vec<f32> { floats(bytes).iter().map(|x| *x as f32).collect() };
+    let (mut q, k, v) = (narrow(&plan.q), narrow(&rows.k), narrow(&rows.v));
+    if half {
+        to_half_all(&mut q);
+    }
+    let (tokens, heads) = (k.len() / (HEADS * dim), plan.q_heads as usize);
+    let scale = 1.0 / (dim as f32).sqrt();
+    let one = |(row, q): (usize, &[f32])| {
+        let head = row % heads / (heads / HEADS);
+        let visible = plan.queries[0].visible((row / heads) as u32);
+        let visible = visible.start as usize..tokens.min(visible.end as usize);
+        let scores: Vec<f32> = visible
+            .clone()
+            .map(|t| {
+                let key = &k[(t * HEADS + head) * dim..][..dim];
+                scale * q.iter().zip(key).fold(0f32, |sum, (a, b)| sum + a * b)
+            })
+            .collect();
+        let most = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let mut weights: Vec<f32> = scores.iter().map(|score| (score - most).exp()).collect();
+        let sum: f32 = weights.iter().sum();
+        if half {
+            to_half_all(&mut weights);
+        }
+        let mut out = vec![0f32; dim_v];
+        for (t, weight) in visible.zip(&weights) {
+            let value = &v[(t * HEADS + head) * dim_v..][..dim_v];
+            out.iter_mut().zip(value).for_each(|(out, v)| *out += weight * v);
+        }
+        let out = out.iter().map(|out| f64::from(*out / sum)).collect();
+        (out, f64::from(most + sum.ln()))
+    };
+    q.chunks_exact(dim).enumerate().map(one).collect()
+}
+
+/// One error of the reference: of outputs, and of log-sum-exps.
+fn units(geometry: &Geometry, plan: &AttendPlan, rows: &LoadedRows, truth: &[Truth]) -> (f64, f64) {
+    let errors = |half| {
+        let rows = plain(geometry, plan, rows, half);
+        worst(truth, rows.iter().map(|(out, lse)| (&out[..], *lse)))
+    };
+    let ((out, lse), (half_out, half_lse)) = (errors(false), errors(true));
+    let most = |of: fn(&Truth) -> f64| truth.iter().map(of).fold(0.0, f64::max);
+    let largest = floats(&rows.v).iter().fold(0f64, |most, v| most.max(v.abs()));
+    let (epsilon, rounding) = (f64::from(f32::EPSILON), 2f64.powi(-11));
+    let of_lse = most(|row| row.lse.abs()).max(1.0);
+    (
+        out.max(half_out).max(epsilon * largest).max(rounding * most(|row| row.largest_value)),
+        lse.max(half_lse).max(epsilon * of_lse).max(rounding * most(|row| row.largest_term)),
+    )
+}
+
+/// Errors over the reference's by instruction set: of outputs, and of log-sum-exps.
+fn errors(name: &str, dim: u32, kind: Hostile, ask: Ask) -> Vec<(Simd, f64, f64)> {
+    let geometry = Geometry { dtype: kind.dtype(), ..geometry(dim) };
+    let codec = codec(&geometry, name);
+    let [dim_k, dim_v] = Side::BOTH.map(|side| geometry.head_dim(side));
+    let (mut backend, parts) =
+        filled_with(codec, &[64, 64, 41], |block, tokens| kind.rows((dim_k, dim_v), block, tokens));
+    let load = LoadPlan { model: MODEL, layer: LAYER, dtype: DType::F32, parts: parts.clone() };
+    let rows = backend.load(&load).unwrap();
+    let mut plan = plan(&geometry, &parts, Data::Normal, ask);
+    let count = ask.n_q as usize * HEADS * ask.group;
+    plan.q = payload(DType::F32, &kind.queries(dim_k, count));
+    let truth = reference(&geometry, &plan, &rows, |_| {});
+    let (unit_out, unit_lse) = units(&geometry, &plan, &rows, &truth);
+    let mut errors = Vec::new();
+    for simd in Simd::available() {
+        (backend.simd, backend.precision) = (simd, Precision::Fast);
+        let answer = backend.attend(&plan).unwrap();
+        let got = floats(&answer.out);
+        let got = got.chunks_exact(dim_v).zip(answer.lse.iter().map(|x| f64::from(*x)));
+        let (out, lse) = worst(&truth, got);
+        errors.push((simd, out / unit_out, lse / unit_lse));
+    }
+    errors
+}
+
+/// All codecs that have a name, and those of the other tests.
+fn names() -> Vec<&'static str> {
+    let mut names: Vec<&str> = kvd_codec::presets().iter().map(|preset| preset.name).collect();
+    names.extend(ROUNDED.iter().chain(EXACT).filter(|name| name.contains('=')));
+    names
+}
+
+const ASK: Ask = Ask { group: 3, n_q: 2, position: 174, window: None, cap: None };
+
+fn assert_served(name: &str, dim: u32, kind: Hostile, ask: Ask) {
+    for (simd, out, lse) in errors(name, dim, kind, ask) {
+        let what = format!("{name}, {dim}, {kind:?}, {simd:?}, {ask:?}");
+        assert!(out <= SLACK, "{what}: out errs {out:.2} times the reference's");
+        assert!(lse <= SLACK, "{what}: lse errs {lse:.2} times the reference's");
+    }
+}
+
+/// The page `docs/perf/fast-bound.md`, but for what is said there once.
+fn page(found: &[(&str, Vec<Vec<(Simd, f64)>>)]) -> String {
+    let sets: Vec<_> = CpuBackend::instruction_sets();
+    let mut page = String::from("| codec |");
+    for heading in
+        KINDS.iter().map(|kind| format!("{kind:?}")).chain(sets.iter().map(|s| s.name().to_owned()))
+    {
+        let _ = write!(page, " {heading} |");
+    }
+    let columns = 1 + KINDS.len() + sets.len();
+    let _ = write!(page, "\n|{}\n", "---|".repeat(columns));
+    let most = |errors: &mut dyn Iterator<Item = f64>| errors.fold(0f64, f64::max);
+    for (name, kinds) in found {
+        let _ = write!(page, "| `{name}` |");
+        for errors in kinds {
+            let _ = write!(page, " {:.2} |", most(&mut errors.iter().map(|(_, error)| *error)));
+        }
+        for set in &sets {
+            let of = kinds.iter().flatten().filter(|(simd, _)| simd.level() == *set);
+            let _ = write!(page, " {:.2} |", most(&mut of.map(|(_, error)| *error)));
+        }
+        page.push('\n');
+    }
+    page
+}
+
+#[test]
+fn hostile_inputs_err_no_more_than_four_times_f16() {
+    let mut found = Vec::new();
+    let mut failed = Vec::new();
+    for name in names() {
+        let of_kind = |kind: &Hostile| {
+            let errors = errors(name, 64, *kind, ASK).into_iter();
+            let errors = errors.map(|(simd, out, lse)| {
+                let error = if (out + lse).is_nan() { f64::INFINITY } else { out.max(lse) };
+                if error > SLACK {
+                    failed.push(format!("{name}, {kind:?}, {simd:?}: {out:.2} {lse:.2}"));
+                }
+                (simd, error)
+            });
+            errors.collect()
+        };
+        found.push((name, KINDS.iter().map(of_kind).collect()));
+    }
+    println!("{}", page(&found));
+    assert!(failed.is_empty(), "{} over the bound:\n{}", failed.len(), failed.join("\n"));
+}
+
+#[test]
+fn hostile_inputs_are_served_at_every_head_size_and_with_a_window() {
+    let asks = [
+        Ask { group: 1, n_q: 5, position: 100, ..ASK },
+        Ask { group: 8, n_q: 1, position: 175, window: Some(50), ..ASK },
+    ];
+    for (dim, name) in [(96, "kvcomp"), (128, "kivi-4"), (256, "turbo-4"), (128, "vecinfer-2")] {
+        for ask in asks {
+            assert_served(name, dim, Hostile::QueryChannel(448.0, 0.01), ask);
+            assert_served(name, dim, Hostile::KeyBias(1000.0), ask);
+            assert_served(name, dim, Hostile::EmptySink, ask);
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
+    #[test]
+    fn magnitudes_over_twelve_decades_are_served(seed in 1u64..1 << 40, index in 0usize..1 << 16) {
+        let names = names();
+        assert_served(names[index % names.len()], 64, Hostile::Decades(seed), ASK);
+    }
+}
+
+#[test]
+fn ordinary_rows_are_not_answered_twice() {
+    for name in names() {
+        let codec = codec(&geometry(64), name);
+        for (data, position) in [(Data::Normal, 174), (Data::Peaked, 174), (Data::Quiet, 174)] {
+            let (backend, parts) = filled(codec.clone(), data);
+            let ask = Ask { position, ..ASK };
+            let plan = plan(&geometry(64), &parts, data, ask);
+            let rows = backend.with_job(&plan, attend::rows_again).unwrap();
+            assert_eq!(rows, 0, "{name}, {data:?}");
+        }
+    }
+    for name in ["kivi-4", "vecinfer-2", "kvcomp", "kvd-4", "turbo-4", "kvd-2", "kvd-2-fast"] {
+        let (backend, parts) = filled(codec(&geometry(64), name), Data::Flat);
+        let plan = plan(&geometry(64), &parts, Data::Flat, Ask { position: 8192, ..ASK });
+        let rows = backend.with_job(&plan, attend::rows_again).unwrap();
+        assert_eq!(rows, 0, "{name}, flat");
+    }
+}
+
+#[test]
+fn answers_saturate_and_are_never_infinite() {
+    for (dtype, size) in [(DType::F16, 65504f32), (DType::BF16, 3.38e38)] {
+        let geometry = Geometry { dtype, ..geometry(64) };
+        for name in ["raw", "fp8", "kivi-4", "kvcomp", "turbo-4", "vecinfer-2", "kvd-2"] {
+            let (mut backend, parts) =
+                filled_with(codec(&geometry, name), &[64, 64, 41], |block, tokens| {
+                    let count = tokens as usize * HEADS * 64;
+                    let mut rows = values(count, 2 * block + 1);
+                    rows.iter_mut().for_each(|v| *v = size.copysign(*v));
+                    rows.chunks_exact_mut(64).for_each(|row| row[..8].fill(size));
+                    [values(count, 2 * block), rows]
+                });
+            let mut plan = plan(&geometry, &parts, Data::Normal, ASK);
+            let q = floats(&plan.q).iter().map(|q| *q as f32).collect::<Vec<_>>();
+            (plan.dtype, plan.q) = (dtype, payload(dtype, &q));
+            for simd in Simd::available() {
+                for precision in Precision::ALL {
+                    (backend.simd, backend.precision) = (simd, precision);
+                    let answer = backend.attend(&plan).unwrap();
+                    let mut out = vec![0f32; answer.out.len() / 2];
+                    dtype.widen(&answer.out, &mut out);
+                    let what = format!("{name}, {dtype}, {simd:?}, {precision:?}");
+                    assert!(out.iter().all(|out| out.is_finite()), "{what}");
+                    assert!(answer.lse.iter().all(|lse| lse.is_finite()), "{what}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_query_times_the_scale_beyond_f32_is_refused_by_its_number() {
+    for name in ["raw", "kivi-4", "vecinfer-2"] {
+        let (mut backend, parts) = filled(codec(&geometry(64), name), Data::Normal);
+        for cap in [None, Some(5.0)] {
+            let mut plan = plan(&geometry(64), &parts, Data::Normal, Ask { cap, ..ASK });
+            // Two queries of a batch; the second one is short in all but one channel.
+            let mut second = vec![1e-30f32; 2 * HEADS * 3 * 64];
+            second[3 * 64 + 7] = 2.0;
+            let mut q = vec![0.0; second.len()];
+            q.extend(second);
+            plan.queries.push(plan.queries[0].clone());
+            (plan.scale, plan.q) = (Some(3e38), payload(DType::F32, &q));
+            let error = backend.attend(&plan).unwrap_err();
+            assert!(
+                matches!(error, BackendError::QueryOverflow { query: 1, token: 0, head: 3, .. }),
+                "{name}: {error}"
+            );
+            assert!(error.to_string().contains("q of query 1"), "{error}");
+        }
+    }
+}
