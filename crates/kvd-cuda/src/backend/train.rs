@@ -29,10 +29,10 @@ struct Common {
 }
 
 impl CudaBackend {
-    /// Counts the codes of those blocks that the codec chooses before any is encoded, so that it may
-    /// replace Huffman tables that fit them badly, as the host would. Where a side has no kernel
-    /// that counts, where scratch memory has no space for a block, or where rows hold what is no
-    /// number, their rows come to the host.
+    /// Counts the codes of those blocks that the codec chooses before any is encoded, so that it
+    /// may replace Huffman tables that fit them badly, as the host would. Where a side has no
+    /// kernel that counts, where scratch memory has no space for a block, or where rows hold what
+    /// is no number, their rows come to the host.
     pub(super) fn watch_on_device(
         &mut self,
         model: ModelId,

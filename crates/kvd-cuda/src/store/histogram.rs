@@ -1,5 +1,5 @@
-//! Blocks as launches that count their codes: what Huffman tables of a layer are built from, without
-//! their rows coming to the host (KVComp §3.2).
+//! Blocks as launches that count their codes: Huffman tables of a layer are built from them, and
+//! their rows do not come to the host (KVComp §3.2).
 
 use super::plan::Builder;
 use super::{Constants, Counters, HeadStore, Stage, StoreLaunch, steps};

@@ -51,8 +51,8 @@ pub enum CalibrateError {
     },
     /// A head whose rows are all zeros.
     #[error(
-        "{kind} of layer {layer}, KV head {head}, are all zeros: a calibration would know nothing of \
-         them; take the samples from a forward pass on text"
+        "{kind} of layer {layer}, KV head {head}, are all zeros, and a calibration would know \
+         nothing of them: take the samples from a forward pass on text"
     )]
     OnlyZeros {
         /// Keys, values or queries.

@@ -155,8 +155,8 @@ fn query_counts(made: &Calibrated) -> String {
 /// One line on rows that a fit did not follow.
 fn left_out(rows: &SetAside) -> String {
     format!(
-        "warning: layer {}: {} of {} rows of {} left out, {} clipped: the longest is {:.1} times as \
-         long as the 95th percentile of its head",
+        "warning: layer {}: {} of {} rows of {} left out, {} clipped: the longest is {:.1} times \
+         as long as the 95th percentile of its head",
         rows.layer, rows.left_out, rows.rows, rows.kind, rows.clipped, rows.longest
     )
 }

@@ -1,8 +1,9 @@
 //! A sample of the queries that a model is asked, from which a running daemon can be calibrated:
 //! codecs with `qpca` weigh keys as queries see them.
 //!
-//! A call gives all of its query tokens. Only models whose keys are kept exactly have one, because only theirs are calibrated from. It is
-//! bounded, and every query token has the same chance to be in it however many there were.
+//! A call gives all of its query tokens. Only models whose keys are kept exactly have a sample,
+//! because only theirs are calibrated from. It is bounded, and every query token has the same
+//! chance to be in it however many there were.
 
 use super::{Call, Service, ServiceError};
 use crate::config::Config;
@@ -21,8 +22,8 @@ pub(super) struct QuerySample {
     layers: Vec<Mutex<Reservoir>>,
 }
 
-/// A uniform sample of all query tokens so far (Li 1994, algorithm L): once it is full it knows which
-/// token is kept next, and the others cost a comparison for each batch.
+/// A uniform sample of all query tokens so far (Li 1994, algorithm L): once it is full it knows
+/// which token is kept next, and the others cost a comparison for each batch.
 #[derive(Default)]
 struct Reservoir {
     q_heads: u32,
@@ -30,8 +31,8 @@ struct Reservoir {
     seen: u64,
     /// Number of the next token that is kept, once the sample is full.
     next: u64,
-    /// The largest of as many uniform draws as the sample has tokens, if each token made one and the
-    /// smallest draws were kept.
+    /// The largest of as many uniform draws as the sample has tokens, if each token made one and
+    /// the smallest draws were kept.
     largest: f64,
     /// Random numbers drawn so far.
     drawn: u64,
