@@ -23,7 +23,7 @@ impl ModelCodec {
         head: usize,
     ) -> Option<CodeEncoder<'_>> {
         let side = self.head(layer, of, head);
-        let table = self.newest_table(layer, of, side)?;
+        let table = self.written_table(layer, of, side)?;
         side.trained_tables.then_some(CodeEncoder { of, side, table })
     }
 }

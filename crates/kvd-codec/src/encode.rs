@@ -19,13 +19,20 @@ pub(crate) struct Scratch {
     scales: Vec<u8>,
     /// Shift of each row.
     gains: Vec<u8>,
+    /// Of the Huffman table that the codes of the page were written with.
+    table_version: u16,
 }
 
 /// How codes become bytes.
 #[derive(Clone, Copy)]
 pub(crate) enum Stage<'a> {
     Fixed,
-    Huffman { table: &'a LaneTable, version: u16 },
+    Huffman {
+        table: &'a LaneTable,
+        version: u16,
+        /// Version 0: what a page takes whose codes `table` makes too long.
+        prior: &'a LaneTable,
+    },
 }
 
 pub(crate) struct EncodedPage {
@@ -55,6 +62,7 @@ pub(crate) fn page(plan: &PagePlan<'_>, scratch: &mut Scratch, out: &mut Vec<u8>
     let start = out.len();
     out.resize(start + HEADER_BYTES, 0);
     let part = (side, place.side, dtype);
+    scratch.table_version = 0;
     let mut gains = 0;
     let (mut parts, fallback) = match payload(part, (rows, absmax), stage, scratch, out) {
         Ok(mut parts) => {
@@ -69,21 +77,17 @@ pub(crate) fn page(plan: &PagePlan<'_>, scratch: &mut Scratch, out: &mut Vec<u8>
             (PageBytes { codes, ..PageBytes::default() }, true)
         }
     };
-    let table_version = match stage {
-        Stage::Huffman { version, .. } if !fallback => version,
-        _ => 0,
-    };
     let header = PageHeader {
         side: place.side,
         quantizer: if fallback { id::float(dtype) } else { side.quantizer_id() },
-        huffman: table_version != 0,
+        huffman: side.trained_tables && !fallback,
         fallback: fallback || side.rung,
         gains: gains > 0,
         tokens: (rows.len() / side.dim()) as u16,
         dim: side.dim() as u16,
         layer: place.layer.0 as u16,
         head: place.head as u16,
-        table_version,
+        table_version: if fallback { 0 } else { scratch.table_version },
         codec_tag: side.tag,
         payload_len: 0,
         checksum: 0,
@@ -135,26 +139,63 @@ fn payload(
             let (tokens, bits) = (rows.len() / side.dim(), side.quantizer.code_bits());
             bits::pack(&CodeLayout::new(of, tokens, per_row, bits), &scratch.symbols, out);
         }
-        Stage::Huffman { table, .. } => {
-            let chunks = scratch.symbols.chunks(per_row * CHUNK_TOKENS);
-            let lengths_at = out.len();
-            parts.offsets = 2 * chunks.len() as u64;
-            codes_at += 2 * chunks.len();
-            out.resize(codes_at, 0);
-            let runs = [side.trained_run];
-            let mut rest = |_, _| debug_assert!(false, "a symbol without a code");
-            for (index, chunk) in chunks.enumerate() {
-                let table = std::slice::from_ref(table);
-                let words =
-                    lanes::encode_chunk(of, (&runs, table), (chunk, per_row), out, &mut rest);
-                // 64 tokens of 1024 codes of 15 bits at most are fewer than 2^16 words.
-                let length = (words as u16).to_le_bytes();
-                out[lengths_at + 2 * index..][..2].copy_from_slice(&length);
+        Stage::Huffman { table, version, prior } => {
+            let (tokens, codes_from) = (rows.len() / side.dim(), out.len());
+            let lengths = 2 * tokens.div_ceil(CHUNK_TOKENS);
+            parts.offsets = lengths as u64;
+            codes_at += lengths;
+            let codes = Codes { of, side, symbols: &scratch.symbols, per_row };
+            codes.encode(table, out);
+            scratch.table_version = version;
+            let bits = side.quantizer.code_bits();
+            let fixed = CodeLayout::new(of, tokens, per_row, bits).size_bytes();
+            if version != 0 && takes_too_much(out.len() - codes_at, fixed) {
+                let with_table = out.len();
+                codes.encode(prior, out);
+                if out.len() - with_table < with_table - codes_from {
+                    out.drain(codes_from..with_table);
+                    scratch.table_version = 0;
+                } else {
+                    out.truncate(with_table);
+                }
             }
         }
     }
     parts.codes = (out.len() - codes_at) as u64;
     Ok(parts)
+}
+
+/// Whether Huffman codes of a page, bytes, are so much longer than codes of fixed width that its
+/// prior is tried.
+#[must_use]
+pub fn takes_too_much(huffman: usize, fixed: usize) -> bool {
+    huffman * 50 > fixed * 51
+}
+
+/// The codes of a page.
+struct Codes<'a> {
+    of: Side,
+    side: &'a HeadSide,
+    symbols: &'a [u16],
+    per_row: usize,
+}
+
+impl Codes<'_> {
+    /// Appends the lengths of chunks, and their words.
+    fn encode(&self, table: &LaneTable, out: &mut Vec<u8>) {
+        let chunks = self.symbols.chunks(self.per_row * CHUNK_TOKENS);
+        let lengths_at = out.len();
+        out.resize(lengths_at + 2 * chunks.len(), 0);
+        let (runs, tables) = ([self.side.trained_run], std::slice::from_ref(table));
+        let mut rest = |_, _| debug_assert!(false, "a symbol without a code");
+        for (index, chunk) in chunks.enumerate() {
+            let rows = (chunk, self.per_row);
+            let words = lanes::encode_chunk(self.of, (&runs, tables), rows, out, &mut rest);
+            // 64 tokens of 1024 codes of 15 bits at most are fewer than 2^16 words.
+            let length = (words as u16).to_le_bytes();
+            out[lengths_at + 2 * index..][..2].copy_from_slice(&length);
+        }
+    }
 }
 
 /// Uniform codes of fixed width; `absmax` is the largest magnitude of `rows`.

@@ -162,12 +162,6 @@ pub enum CodecError {
     /// A block's slices, token count or layer do not fit the geometry.
     #[error("block: {0}")]
     Shape(String),
-    /// A Huffman side was asked to encode before `train_tables`.
-    #[error("layer {layer} lacks a Huffman table: train_tables comes first")]
-    TablesMissing {
-        /// Layer without a table.
-        layer: u32,
-    },
     /// More table versions than the page header can name.
     #[error("layer {layer} already has the most Huffman table versions a page can name")]
     TableVersions {
@@ -186,7 +180,6 @@ impl Coded for CodecError {
             }
             Self::NonFinite { .. } | Self::OutOfRange { .. } => ErrorCode::NonFinite,
             Self::Shape(_) => ErrorCode::ShapeMismatch,
-            Self::TablesMissing { .. } => ErrorCode::Internal,
             Self::TableVersions { .. } => ErrorCode::LimitExceeded,
         }
     }

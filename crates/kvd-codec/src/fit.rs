@@ -5,6 +5,7 @@ use crate::fit_bitalloc;
 use crate::fit_grid::{self, GridHead};
 use crate::fit_vq::VqFit;
 use crate::gain;
+use crate::outliers::Inliers;
 use crate::rotation::Rotation;
 use crate::side::polar::Pairs;
 use crate::transform::Step;
@@ -33,7 +34,8 @@ pub struct FitProgress {
 /// means, principal axes, and in the space after them codebooks (k-means, one per scope and
 /// stage), largest radii (PolarQuant §3.2) or grids (one step for the whole side, weighted per
 /// head, so that the samples take the rate asked for). The side of an override is fitted over all
-/// layers and heads too. The same arguments give the same calibration.
+/// layers and heads too. Rows far beyond all others of their head ([`Samples::set_aside`]) are left
+/// out or clipped. The same arguments give the same calibration.
 ///
 /// # Errors
 /// When the codec does not fit the geometry, the samples belong to another one, a head has none
@@ -161,13 +163,13 @@ impl Place {
 struct HeadFit<'a> {
     place: Place,
     dim: usize,
-    /// As sampled.
+    /// As sampled, but for rows far beyond all others.
     raw: Cow<'a, [f32]>,
     rows: Vec<f32>,
     /// Values of `rows` that transforms are fitted on: all but those held out, at the end.
     fitted: usize,
-    /// Queries as sampled; folded only where `qpca` looks at them.
-    queries: &'a [f32],
+    /// Likewise; folded only where `qpca` looks at them.
+    queries: Cow<'a, [f32]>,
     steps: Vec<Step>,
     /// Step of the head's grid in relation to other heads, when the transforms decide it.
     weight: Option<f64>,
@@ -180,8 +182,13 @@ impl<'a> HeadFit<'a> {
         if raw.is_empty() {
             return Err(CalibrationError::NoSamples { layer, side, head });
         }
-        let queries = samples.queries(LayerIndex(layer), head);
-        Ok(Self::of_rows(place, dim, Cow::Borrowed(raw), raw.len(), queries))
+        let queries = match side {
+            Side::Key => Inliers::new(samples.queries(LayerIndex(layer), head), dim).rows,
+            Side::Value => Cow::Borrowed(&[][..]),
+        };
+        let raw = Inliers::new(raw, dim).rows;
+        let fitted = raw.len();
+        Ok(Self::of_rows(place, dim, raw, fitted, queries))
     }
 
     fn of_rows(
@@ -189,7 +196,7 @@ impl<'a> HeadFit<'a> {
         dim: usize,
         raw: Cow<'a, [f32]>,
         fitted: usize,
-        queries: &'a [f32],
+        queries: Cow<'a, [f32]>,
     ) -> Self {
         let (rows, steps) = (raw.to_vec(), Vec::new());
         Self { place, dim, raw, rows, fitted, queries, steps, weight: None }
@@ -305,7 +312,8 @@ impl<'a> HeadFit<'a> {
             let end = if fold + 1 == FOLDS { self.raw.len() } else { start + part };
             let raw = [&self.raw[..start], &self.raw[end..], &self.raw[start..end]].concat();
             let fitted = self.raw.len() - (end - start);
-            let head = Self::of_rows(place, dim, Cow::Owned(raw), fitted, self.queries);
+            let queries = Cow::Borrowed(&*self.queries);
+            let head = HeadFit::of_rows(place, dim, Cow::Owned(raw), fitted, queries);
             let mut unused = SideCalibration::new(place.side, String::new());
             let head = head.transformed(transforms, &mut unused)?;
             // Both are powers of two, brought to one.

@@ -1,7 +1,7 @@
 //! A codec bound to a model: one [`HeadSide`] per layer, side and KV head.
 
 use crate::contract::Ladder;
-use crate::drift::Drift;
+use crate::drift::{CountingPlan, TableHistory};
 use crate::encode::{self, EncodedPage, PagePlan, Scratch, Stage};
 use crate::lanes::LaneTable;
 use crate::side::bind::HeadPlace;
@@ -18,12 +18,10 @@ pub struct ModelCodec {
     geometry: Geometry,
     spec: CodecSpec,
     heads: Vec<HeadSide>,
-    /// Per layer, side and variant: every Huffman table so far; version `n` is at index `n - 1`.
-    pub(crate) tables: Vec<Vec<LaneTable>>,
-    /// Per entry of `tables`.
-    pub(crate) drifts: Vec<Drift>,
-    /// Per layer, blocks seen by `watch_tables`; empty where nothing has trained tables.
-    pub(crate) watched: Vec<u64>,
+    /// Per layer, side and variant.
+    pub(crate) tables: Vec<TableHistory>,
+    /// Per layer; empty where no tables are built from blocks.
+    pub(crate) counting: Vec<CountingPlan>,
     /// Variants that `tables` has room for, per side.
     variants: usize,
     pub(crate) ladder: Ladder,
@@ -131,22 +129,20 @@ impl ModelCodec {
         let calibration_bytes = per_head + codebook_bytes(&heads) + shared;
         let variants = Side::BOTH.map(|side| spec.variants(side).len()).into_iter().max();
         let variants = variants.expect("there are two sides");
-        let tables = vec![Vec::new(); 2 * geometry.layers as usize * variants];
-        let drifts = vec![Drift::default(); tables.len()];
+        let mut tables = Vec::new();
+        for _ in 0..geometry.layers {
+            for side in Side::BOTH {
+                let mut histories: Vec<_> =
+                    spec.variants(side).into_iter().map(TableHistory::new).collect();
+                histories.resize(variants, TableHistory::default());
+                tables.extend(histories);
+            }
+        }
         let trained = heads.iter().any(|head| head.trained_tables);
-        let watched = if trained { vec![0; geometry.layers as usize] } else { Vec::new() };
+        let layers = if trained { geometry.layers as usize } else { 0 };
+        let counting = vec![CountingPlan::default(); layers];
         let ladder = Ladder::new(&geometry)?;
-        Ok(Self {
-            geometry,
-            spec,
-            heads,
-            tables,
-            drifts,
-            watched,
-            variants,
-            ladder,
-            calibration_bytes,
-        })
+        Ok(Self { geometry, spec, heads, tables, counting, variants, ladder, calibration_bytes })
     }
 
     /// The model's geometry.
@@ -178,43 +174,54 @@ impl ModelCodec {
         self.calibration_bytes
     }
 
-    /// Bytes of all Huffman tables: one code length per symbol.
+    /// Bytes of all Huffman tables that were built from blocks: one code length per symbol. Priors
+    /// follow from the codec.
     #[must_use]
     pub fn table_bytes(&self) -> u64 {
-        self.tables.iter().flatten().map(|table| table.size_bytes()).sum()
+        let built = self.tables.iter().flat_map(|history| history.versions.iter().skip(1));
+        built.map(LaneTable::size_bytes).sum()
     }
 
-    /// Whether a side of that layer uses Huffman and has no table yet. False outside the
-    /// geometry.
+    /// Whether a side of that layer uses Huffman and has no table but its prior yet. False outside
+    /// the geometry.
     #[must_use]
     pub fn needs_tables(&self, layer: LayerIndex) -> bool {
         let per_layer = 2 * self.geometry.kv_heads as usize;
         let heads = self.heads.chunks(per_layer).nth(layer.0 as usize).unwrap_or_default();
         heads.iter().enumerate().any(|(index, head)| {
             let side = Side::BOTH[index / self.geometry.kv_heads as usize];
-            head.trained_tables && self.tables[self.table_index(layer, side, head)].is_empty()
+            head.trained_tables && self.tables[self.table_index(layer, side, head)].built() == 0
         })
     }
 
     /// Every Huffman table of a head whose tables are built from blocks: version `n` of page
-    /// headers is at index `n - 1`.
+    /// headers is at index `n`, the prior at 0. Empty for other heads.
     ///
     /// # Panics
     /// When layer or head lie outside the model's geometry.
     #[must_use]
     pub fn trained_tables(&self, layer: LayerIndex, side: Side, head: usize) -> &[LaneTable] {
-        &self.tables[self.table_index(layer, side, self.head(layer, side, head))]
+        &self.tables[self.table_index(layer, side, self.head(layer, side, head))].versions
     }
 
-    /// The Huffman table of that version, as a page header of that head names it (from 1).
+    /// The version of the table that pages of a head are written with; 0, the prior, where no table
+    /// was built from blocks.
+    ///
+    /// # Panics
+    /// When layer or head lie outside the model's geometry.
+    #[must_use]
+    pub fn current_table(&self, layer: LayerIndex, side: Side, head: usize) -> usize {
+        self.tables[self.table_index(layer, side, self.head(layer, side, head))].current
+    }
+
+    /// The Huffman table of that version, as a page header of that head names it.
     pub(crate) fn table(
         &self,
         (layer, side): (LayerIndex, Side),
         head: &HeadSide,
         version: u16,
     ) -> Option<&LaneTable> {
-        let index = usize::from(version).checked_sub(1)?;
-        self.tables.get(self.table_index(layer, side, head))?.get(index)
+        self.tables.get(self.table_index(layer, side, head))?.versions.get(usize::from(version))
     }
 
     pub(crate) fn table_index(&self, layer: LayerIndex, side: Side, head: &HeadSide) -> usize {
@@ -225,7 +232,7 @@ impl ModelCodec {
     ///
     /// # Errors
     /// When the block does not fit the geometry, holds NaN, infinity or a value outside the
-    /// geometry's dtype, or a Huffman table is missing. `out` is then as it was.
+    /// geometry's dtype. `out` is then as it was.
     pub fn encode_block(
         &self,
         layer: LayerIndex,
@@ -246,10 +253,6 @@ impl ModelCodec {
         encode_page: &mut dyn FnMut(&PagePlan<'_>, &mut Scratch, &mut Vec<u8>) -> EncodedPage,
     ) -> Result<EncodedBlock, CodecError> {
         self.check_shape(layer, block)?;
-        if self.needs_tables(layer) {
-            self.check_values(block)?;
-            return Err(CodecError::TablesMissing { layer: layer.0 });
-        }
         let start = out.len();
         let mut encoded = EncodedBlock::default();
         let mut scratch = Scratch::default();
@@ -294,25 +297,29 @@ impl ModelCodec {
         Ok(encoded)
     }
 
-    /// The entropy stage of a head, with its newest table; fixed width where it has none.
+    /// The entropy coding of a head, with the table that is written with; fixed width where it has
+    /// none.
     fn stage(&self, layer: LayerIndex, side: Side, head: &HeadSide) -> Stage<'_> {
-        let versions = &self.tables[self.table_index(layer, side, head)];
-        match versions.last() {
-            Some(table) if head.trained_tables => {
-                Stage::Huffman { table, version: versions.len() as u16 }
-            }
+        let history = &self.tables[self.table_index(layer, side, head)];
+        match history.versions.get(history.current) {
+            Some(table) if head.trained_tables => Stage::Huffman {
+                table,
+                version: history.current as u16,
+                prior: &history.versions[0],
+            },
             _ => Stage::Fixed,
         }
     }
 
-    /// The newest table of a head.
-    pub(crate) fn newest_table(
+    /// The table that pages of a head are written with.
+    pub(crate) fn written_table(
         &self,
         layer: LayerIndex,
         side: Side,
         head: &HeadSide,
     ) -> Option<&LaneTable> {
-        self.tables[self.table_index(layer, side, head)].last()
+        let history = &self.tables[self.table_index(layer, side, head)];
+        history.versions.get(history.current)
     }
 
     /// Whether a block has the shape of the model's.

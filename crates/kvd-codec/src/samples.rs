@@ -1,7 +1,47 @@
 //! Rows that a calibration is fitted on.
 
 use crate::CalibrationError;
+use crate::outliers::Inliers;
 use kvd_core::{Geometry, LayerIndex, Side};
+
+/// Rows that a calibration looks at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SampleKind {
+    /// Keys.
+    Keys,
+    /// Values.
+    Values,
+    /// Queries.
+    Queries,
+}
+
+impl std::fmt::Display for SampleKind {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Keys => "keys",
+            Self::Values => "values",
+            Self::Queries => "queries",
+        })
+    }
+}
+
+/// Rows of a layer that fits leave out or clip, because they are far beyond all others of their
+/// head.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct SetAside {
+    /// The layer.
+    pub layer: LayerIndex,
+    /// Keys, values or queries.
+    pub kind: SampleKind,
+    /// Rows of all heads.
+    pub rows: usize,
+    /// Those that are left out.
+    pub left_out: usize,
+    /// Those of which values are clipped.
+    pub clipped: usize,
+    /// Length of the longest row, in 95th percentiles of the lengths of its head's rows.
+    pub longest: f64,
+}
 
 /// Rows of each layer, side and KV head, as they arrive from a model (K after RoPE).
 #[derive(Clone, Debug)]
@@ -76,6 +116,33 @@ impl Samples {
             return &[];
         }
         self.rows.get(self.index(layer, side, head)).map_or(&[], Vec::as_slice)
+    }
+
+    /// Rows that fits leave out or clip; nothing where a layer has none.
+    #[must_use]
+    pub fn set_aside(&self) -> Vec<SetAside> {
+        let layers = (0..self.geometry.layers).map(LayerIndex);
+        let kinds = [SampleKind::Keys, SampleKind::Values, SampleKind::Queries];
+        let all = layers.flat_map(|layer| kinds.map(|kind| self.set_aside_of(layer, kind)));
+        all.filter(|found| found.left_out + found.clipped > 0).collect()
+    }
+
+    fn set_aside_of(&self, layer: LayerIndex, kind: SampleKind) -> SetAside {
+        let mut found = SetAside { layer, kind, rows: 0, left_out: 0, clipped: 0, longest: 1.0 };
+        for head in 0..self.geometry.kv_heads as usize {
+            let (rows, side) = match kind {
+                SampleKind::Keys => (self.rows(layer, Side::Key, head), Side::Key),
+                SampleKind::Values => (self.rows(layer, Side::Value, head), Side::Value),
+                SampleKind::Queries => (self.queries(layer, head), Side::Key),
+            };
+            let dim = self.geometry.head_dim(side);
+            let inliers = Inliers::new(rows, dim);
+            found.rows += rows.len() / dim;
+            found.left_out += inliers.left_out;
+            found.clipped += inliers.clipped;
+            found.longest = found.longest.max(inliers.longest);
+        }
+        found
     }
 
     /// The geometry given to [`Samples::new`].

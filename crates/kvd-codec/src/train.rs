@@ -3,7 +3,6 @@
 
 use crate::encode::{self, Scratch};
 use crate::huffman::HuffmanTable;
-use crate::lanes::{Grouping, LaneTable};
 use crate::{BlockRows, CodecError, ModelCodec, SideSpec};
 use kvd_core::{LayerIndex, Side};
 
@@ -19,9 +18,9 @@ pub struct CodeCounts {
 }
 
 impl ModelCodec {
-    /// Builds the Huffman tables of a layer from blocks that are about to be encoded (KVComp
-    /// §3.2: once, at prefill). Called again, it adds a version: later pages use it, older pages
-    /// still decode.
+    /// Builds Huffman tables of a layer from blocks, whatever these are like, and writes with them
+    /// from now on. Called again, it adds a version: older pages still decode. A store leaves the
+    /// choice to [`ModelCodec::watch_tables`].
     ///
     /// # Errors
     /// When a block does not fit the geometry or holds values that cannot be stored, or the
@@ -57,7 +56,7 @@ impl ModelCodec {
                 let of_variant = (variant, spec);
                 let mut scratch = Scratch::default();
                 let counts = self.count_codes(layer, side, of_variant, blocks, &mut scratch);
-                let counts = counts.map(|(_, counts)| CodeCounts { side, variant, counts });
+                let counts = counts.map(|counts| CodeCounts { side, variant, counts });
                 counted.extend(counts);
             }
         }
@@ -75,25 +74,32 @@ impl ModelCodec {
         layer: LayerIndex,
         counts: &[CodeCounts],
     ) -> Result<(), CodecError> {
-        for CodeCounts { side, variant, counts } in counts {
-            let heads = 0..self.geometry().kv_heads as usize;
-            let mut of_heads = heads.filter_map(|head| {
-                let known = self.counted_codes(layer, *side, head)?;
-                (known == (*variant, counts.len())).then_some(head)
-            });
-            let Some(head) = of_heads.next() else {
-                let text = format!("{} counts of {side} variant {variant}", counts.len());
-                return Err(CodecError::Shape(text));
-            };
-            let index = self.table_index(layer, *side, self.head(layer, *side, head));
-            let versions = &mut self.tables[index];
-            if versions.len() == usize::from(u16::MAX) {
+        for counts in counts {
+            let index = self.counted_tables(layer, counts)?;
+            let stored = self.stored_blocks(layer);
+            let history = &mut self.tables[index];
+            if history.versions.len() > usize::from(u16::MAX) {
                 return Err(CodecError::TableVersions { layer: layer.0 });
             }
-            let grouping = Grouping::single(counts.len() as u16);
-            versions.push(LaneTable::new(HuffmanTable::new(counts), grouping));
+            history.push(HuffmanTable::new(&counts.counts), stored);
         }
         Ok(())
+    }
+
+    /// Index of the tables that counts belong to.
+    pub(crate) fn counted_tables(
+        &self,
+        layer: LayerIndex,
+        CodeCounts { side, variant, counts }: &CodeCounts,
+    ) -> Result<usize, CodecError> {
+        let heads = 0..self.geometry().kv_heads as usize;
+        let mut known = heads.filter(|head| {
+            self.counted_codes(layer, *side, *head) == Some((*variant, counts.len()))
+        });
+        let head = known.next().ok_or_else(|| {
+            CodecError::Shape(format!("{} counts of {side} variant {variant}", counts.len()))
+        })?;
+        Ok(self.table_index(layer, *side, self.head(layer, *side, head)))
     }
 
     /// The variant whose counts the codes of a head belong to, and how many codes it has; none
@@ -114,8 +120,8 @@ impl ModelCodec {
         Some((variant, alphabet as usize))
     }
 
-    /// How often each code stands in the heads of one variant, and the index of their tables;
-    /// none for a variant without heads in the layer.
+    /// How often each code stands in the heads of one variant; none for a variant without heads in
+    /// the layer.
     pub(crate) fn count_codes(
         &self,
         layer: LayerIndex,
@@ -123,12 +129,12 @@ impl ModelCodec {
         (variant, spec): (usize, &SideSpec),
         blocks: &[BlockRows<'_>],
         scratch: &mut Scratch,
-    ) -> Option<(usize, Vec<u64>)> {
+    ) -> Option<Vec<u64>> {
         let alphabet = spec.quantizer.alphabet().expect("validated: Huffman needs codes");
         let mut counts = vec![0u64; alphabet as usize];
         let heads = 0..self.geometry().kv_heads as usize;
         let heads = heads.filter(|head| self.head(layer, side, *head).variant == variant);
-        let first = heads.clone().next()?;
+        heads.clone().next()?;
         for head in heads {
             let head_side = self.head(layer, side, head);
             for block in blocks {
@@ -136,7 +142,7 @@ impl ModelCodec {
                 encode::count(head_side, rows, scratch, &mut counts);
             }
         }
-        Some((self.table_index(layer, side, self.head(layer, side, first)), counts))
+        Some(counts)
     }
 }
 

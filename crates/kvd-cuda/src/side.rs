@@ -253,24 +253,26 @@ pub(crate) struct HeadShapes {
     pub(crate) kernel: Kernel,
     /// As if codes had a fixed width.
     fixed: SideShape,
-    /// By the version of their Huffman tables, from 1; else one.
+    /// By the version of their Huffman tables, the prior first; else one.
     versions: Vec<SideShape>,
+    /// Of pages that are written now.
+    current: usize,
 }
 
 impl HeadShapes {
-    /// Of pages that are written now; none before their first Huffman table is built.
-    pub(crate) fn newest(&self) -> Option<(Kernel, SideShape)> {
-        self.versions.last().map(|shape| (self.kernel, *shape))
+    /// Of pages that are written now.
+    pub(crate) fn current(&self) -> Option<(Kernel, SideShape)> {
+        self.versions.get(self.current).map(|shape| (self.kernel, *shape))
     }
 
-    /// Of pages as far as their codes, also before their first Huffman table is built.
+    /// Of pages as far as their codes, whatever their Huffman table.
     pub(crate) fn fixed(&self) -> (Kernel, SideShape) {
         (self.kernel, self.fixed)
     }
 
     /// Of pages with that version in their header, 0 for none.
     pub(crate) fn version(&self, version: u16) -> Result<(Kernel, SideShape), &'static str> {
-        let shape = self.versions.get(usize::from(version).saturating_sub(1));
+        let shape = self.versions.get(usize::from(version));
         Ok((self.kernel, *shape.ok_or("a page of an unknown Huffman table")?))
     }
 }
@@ -295,16 +297,17 @@ pub(crate) fn in_groups((side, which): (&HeadSide, Side), tokens: u32) -> bool {
 
 /// How a head's pages are read, where both sides can be [in groups](in_groups) so. What kernels
 /// look values up in goes to `tables`; of codebooks what `room` says is to stand in registers and
-/// shared memory. `trained` are the Huffman tables so far.
+/// shared memory. `trained` are the Huffman tables so far, the prior first, and which of them pages
+/// are written with.
 pub(crate) fn head_shapes(
     (side, which, grouped): (&HeadSide, Side, bool),
-    trained: &[LaneTable],
+    (trained, current): (&[LaneTable], usize),
     tables: &mut LayerTables,
     room: CodebookRoom,
 ) -> Result<HeadShapes, &'static str> {
     let (kernel, shape) = page_shape((side, which, grouped), &mut tables.bytes, room)?;
     let Some(runs) = side.lane_runs() else {
-        return Ok(HeadShapes { kernel, fixed: shape, versions: vec![shape] });
+        return Ok(HeadShapes { kernel, fixed: shape, versions: vec![shape], current: 0 });
     };
     let grid = side.grid();
     let versions: Vec<&[LaneTable]> = match grid {
@@ -318,7 +321,7 @@ pub(crate) fn head_shapes(
         lanes.place(&mut tables.bytes, &mut tables.lanes, &mut shape);
         shape
     });
-    Ok(HeadShapes { kernel, fixed, versions: shapes.collect() })
+    Ok(HeadShapes { kernel, fixed, versions: shapes.collect(), current })
 }
 
 /// The kernel and shape of equidistant levels.

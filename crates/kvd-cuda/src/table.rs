@@ -131,10 +131,20 @@ impl<'a> Table<'a> {
     }
 }
 
-/// Huffman tables of a layer.
-pub(crate) fn versions(codec: &ModelCodec, layer: LayerIndex) -> usize {
+/// Huffman tables of a head's side.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct TableVersions {
+    count: usize,
+    current: usize,
+}
+
+/// Those of a layer, by head.
+pub(crate) fn table_versions(codec: &ModelCodec, layer: LayerIndex) -> Vec<[TableVersions; 2]> {
     let of_head = |head| {
-        Side::BOTH.map(|side| codec.trained_tables(layer, side, head).len()).iter().sum::<usize>()
+        Side::BOTH.map(|side| TableVersions {
+            count: codec.trained_tables(layer, side, head).len(),
+            current: codec.current_table(layer, side, head),
+        })
     };
-    (0..codec.geometry().kv_heads as usize).map(of_head).sum()
+    (0..codec.geometry().kv_heads as usize).map(of_head).collect()
 }

@@ -83,7 +83,7 @@ impl Blocks {
         let dtype = geometry.dtype;
         let none = Layout { pages: Vec::new(), window: 0 };
         let mut stored = Stored::new(&geometry, codec, &none, |_, _, _, _| 0.0);
-        // Pages are written with the newest of several tables.
+        // Pages are written with the newest of several tables, or their prior.
         for version in 1..=if stored.codec.needs_tables(LAYER) { 2 } else { 0 } {
             stored.train(48, |side, head, token, channel| {
                 noise(side.index() + 2 * (head + 2 * (token + 48 * (channel + 1024 * version))))
@@ -164,6 +164,14 @@ impl Blocks {
         let store = StoreShapes::new(codec, LAYER, &shapes).expect("the codec has store kernels");
         let plan = store.plan(codec, &self.sources, shared);
         let (pages, read) = self.run((&shapes, &store), &plan, order);
+        // As the backend does it: pages that take too much once more, with their priors.
+        let long = |index: usize| read[index].is_some_and(|page| plan.takes_too_much(index, &page));
+        let priors = store.plan_priors(codec, &self.sources, shared, long);
+        let (with_priors, read_priors) = self.run((&shapes, &store), &priors, order);
+        let prior = |index: usize| {
+            let page: &StoredPage = read[index].as_ref()?;
+            read_priors[index].filter(|of| of.header.payload_len < page.header.payload_len)
+        };
         let missing = |index: usize| read[index].is_none();
         let plan = store.plan_fallback(codec, &self.sources, shared, missing);
         let (as_rows, read_rows) = self.run((&shapes, &store), &plan, order);
@@ -173,7 +181,7 @@ impl Blocks {
             for (at, wanted) in self.wanted(index).iter().enumerate() {
                 let at = index * per_block + at;
                 let (memory, page) = match read[at] {
-                    Some(page) => (&pages, page),
+                    Some(page) => prior(at).map_or((&pages, page), |page| (&with_priors, page)),
                     None => (&as_rows, read_rows[at].expect("rows as they came have a page")),
                 };
                 let got = &memory.bytes()[page.offset as usize..][..page.header.page_bytes()];

@@ -86,12 +86,12 @@ fn options(source: Source, codec: &str) -> CalibrateOptions {
     CalibrateOptions { source, codecs: vec![codec.parse().unwrap()], seed: 3, dump: None }
 }
 
-/// Attends layer 0 with 300 query tokens of four heads, one after another: fewer than a sample has
-/// room for.
+/// Attends layer 0 with 300 query tokens of four heads, 100 in a call as of a prefill that is cut
+/// into pieces: fewer than a sample has memory for, and all of them are kept.
 async fn attend(client: &Client, model: ModelId, sequence: SequenceId) -> Vec<f32> {
     let q: Vec<f32> = (0..300 * 4 * 32).map(|i| ((i * 53 + 7) % 97) as f32 / 16.0 - 3.0).collect();
-    for q in q.chunks(4 * 32) {
-        let queries = vec![AttendQuery::new(sequence, 1)];
+    for q in q.chunks(100 * 4 * 32) {
+        let queries = vec![AttendQuery::new(sequence, 100)];
         let batch = AttendBatch {
             model,
             layer: LayerIndex(0),
@@ -155,7 +155,8 @@ async fn rows_and_queries_of_a_daemon_fit_like_the_same_rows_of_a_file() {
 
     let q = attend(&client, model, sequence).await;
     let live = calibrate::run(&options(source(None), "kvd-2")).await.unwrap();
-    assert!(live.queries);
+    assert_eq!((live.queries, live.queries_per_head, live.key_channels), (true, 600, 32));
+    assert!(live.set_aside.is_empty());
     let mut rows = rows;
     (rows.query_heads, rows.layers[0].q) = (4, q);
     let path = dir.path().join("rows with queries");

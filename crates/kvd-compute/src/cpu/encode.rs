@@ -64,55 +64,57 @@ fn blocks<'a>(
     Blocks { count: sources.len(), read }
 }
 
-/// Which blocks are looked at for whether their layer's Huffman tables still fit, where there are
-/// any.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Watched {
-    /// None: the tables were built from them.
-    No,
-    /// One in eight of the layer.
-    Some,
-    /// Each.
-    All,
-}
-
-/// What is done with blocks beside their encoding.
+/// How blocks are encoded for a device that has its own [`Sampling`] and counts codes itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct EncodeAs {
     /// Whether each is decoded again to measure the codec's error.
     pub measured: bool,
-    /// For tables that no longer fit.
-    pub watched: Watched,
 }
 
-/// Builds Huffman tables from blocks of a layer where there are none, or others that fit better.
-fn prepare<R: Fn(usize, &mut Block) + Sync>(
+/// Counts the codes of those blocks that the codec chooses, and lets it replace Huffman tables that
+/// fit them badly.
+fn watch<R: Fn(usize, &mut Block) + Sync>(
     codec: &mut ModelCodec,
     layer: LayerIndex,
     blocks: &Blocks<R>,
-    watched: Watched,
 ) -> Result<(), BackendError> {
-    if !codec.needs_tables(layer) {
-        let count = if watched == Watched::No { 0 } else { blocks.count };
-        for index in 0..count {
-            if codec.wants_block(layer) || watched == Watched::All {
-                blocks.with(index, |block| codec.count_block(layer, &block.rows()));
-            }
-        }
-        return Ok(());
-    }
-    let read = |index| {
+    let chosen = codec.choose_blocks_to_count(layer, blocks.count);
+    observe_chosen(codec, layer, blocks, chosen)
+}
+
+/// Counts the codes of some blocks, and lets the codec replace Huffman tables that fit them badly.
+fn observe_chosen<R: Fn(usize, &mut Block) + Sync>(
+    codec: &mut ModelCodec,
+    layer: LayerIndex,
+    blocks: &Blocks<R>,
+    chosen: Vec<usize>,
+) -> Result<(), BackendError> {
+    let read = |index: usize| {
         let mut block = Block::default();
         (blocks.read)(index, &mut block);
         block
     };
     // A block that cannot be encoded must not keep the others from their tables.
-    let blocks: Vec<Block> = (0..blocks.count).map(read).filter(Block::is_finite).collect();
-    let rows: Vec<_> = blocks.iter().map(Block::rows).collect();
-    if !rows.is_empty() {
-        codec.train_tables(layer, &rows)?;
+    let chosen: Vec<Block> = chosen.into_iter().map(read).filter(Block::is_finite).collect();
+    if !chosen.is_empty() {
+        let rows: Vec<_> = chosen.iter().map(Block::rows).collect();
+        let counts = codec.count_blocks(layer, &rows)?;
+        codec.observe_codes(layer, &counts, rows.len())?;
     }
     Ok(())
+}
+
+/// Counts the codes of blocks that the codec has chosen.
+pub(crate) fn observe(
+    arena: &HostArena,
+    codec: &mut ModelCodec,
+    layer: LayerIndex,
+    sources: &[EncodeSource],
+) -> Result<(), BackendError> {
+    let geometry = codec.geometry().clone();
+    let blocks = blocks(arena, &geometry, sources);
+    let all = (0..blocks.count).collect();
+    observe_chosen(codec, layer, &blocks, all)
 }
 
 /// Encodes blocks of one layer.
@@ -125,22 +127,21 @@ pub(crate) fn encode(
 ) -> Result<Vec<Result<EncodedPages, BackendError>>, BackendError> {
     let geometry = codec.geometry().clone();
     let blocks = blocks(arena, &geometry, sources);
-    prepare(codec, layer, &blocks, Watched::Some)?;
+    watch(codec, layer, &blocks)?;
     Ok(encode_sampled(codec, layer, &blocks, sampling))
 }
 
-/// The same, all of them measured or none.
+/// The same with the tables that there are, all of them measured or none.
 pub(crate) fn encode_as(
     arena: &HostArena,
-    codec: &mut ModelCodec,
+    codec: &ModelCodec,
     layer: LayerIndex,
     sources: &[EncodeSource],
-    EncodeAs { measured, watched }: EncodeAs,
-) -> Result<Vec<Result<EncodedPages, BackendError>>, BackendError> {
+    EncodeAs { measured }: EncodeAs,
+) -> Vec<Result<EncodedPages, BackendError>> {
     let geometry = codec.geometry().clone();
     let blocks = blocks(arena, &geometry, sources);
-    prepare(codec, layer, &blocks, watched)?;
-    Ok(encode_all(codec, layer, &blocks, &vec![measured; blocks.count]))
+    encode_all(codec, layer, &blocks, &vec![measured; blocks.count])
 }
 
 /// Encodes all blocks. When a sampled one is over its bound, the others are measured too.

@@ -91,7 +91,7 @@ pub use arena::ArenaError;
 use arena::HostArena;
 pub use codes::CodeDecoder;
 pub use content::{content_hash, content_hash_of};
-pub use encode::{EncodeAs, Watched};
+pub use encode::EncodeAs;
 use kvd_codec::{CodeCounts, ModelCodec};
 use kvd_core::{Extent, LayerIndex, ModelId};
 pub use peak::multiply_adds;
@@ -298,8 +298,8 @@ impl CpuBackend {
         self.arena.write(to).copy_from_slice(bytes);
     }
 
-    /// Encodes blocks as [`Backend::encode`] does, `how` instead of as the host decides: for a
-    /// device that has its own [`Sampling`].
+    /// Encodes blocks as [`Backend::encode`] does, `how` instead of as the host decides, with the
+    /// Huffman tables that there are: for a device that has its own [`Sampling`].
     ///
     /// # Errors
     /// As [`Backend::encode`].
@@ -310,23 +310,53 @@ impl CpuBackend {
         blocks: &[EncodeSource],
         how: EncodeAs,
     ) -> Result<Vec<Result<EncodedPages, BackendError>>, BackendError> {
-        let state = self.models.get_mut(&model).ok_or(BackendError::UnknownModel(model))?;
-        let (arena, codec) = (&self.arena, &mut state.codec);
-        self.threads.install(|| encode::encode_as(arena, codec, layer, blocks, how))
+        let state = self.models.get(&model).ok_or(BackendError::UnknownModel(model))?;
+        let (arena, codec) = (&self.arena, &state.codec);
+        Ok(self.threads.install(|| encode::encode_as(arena, codec, layer, blocks, how)))
     }
 
-    /// Builds the Huffman tables of a layer from codes that a device has counted.
+    /// Those of a layer's next blocks whose codes are counted before any of them is encoded.
     ///
     /// # Errors
-    /// When the model is not registered, or as [`ModelCodec::train_tables_from`].
-    pub fn train_from(
+    /// When the model is not registered.
+    pub fn choose_blocks_to_count(
+        &mut self,
+        model: ModelId,
+        layer: LayerIndex,
+        blocks: usize,
+    ) -> Result<Vec<usize>, BackendError> {
+        let state = self.models.get_mut(&model).ok_or(BackendError::UnknownModel(model))?;
+        Ok(state.codec.choose_blocks_to_count(layer, blocks))
+    }
+
+    /// Counts the codes of chosen blocks, whose Huffman tables may be replaced for it.
+    ///
+    /// # Errors
+    /// When the model is not registered, or as [`ModelCodec::count_blocks`].
+    pub fn observe_blocks(
+        &mut self,
+        model: ModelId,
+        layer: LayerIndex,
+        blocks: &[EncodeSource],
+    ) -> Result<(), BackendError> {
+        let state = self.models.get_mut(&model).ok_or(BackendError::UnknownModel(model))?;
+        let (arena, codec) = (&self.arena, &mut state.codec);
+        self.threads.install(|| encode::observe(arena, codec, layer, blocks))
+    }
+
+    /// The same of codes of so many chosen blocks that a device has counted.
+    ///
+    /// # Errors
+    /// When the model is not registered, or as [`ModelCodec::observe_codes`].
+    pub fn observe_codes(
         &mut self,
         model: ModelId,
         layer: LayerIndex,
         counts: &[CodeCounts],
+        blocks: usize,
     ) -> Result<(), BackendError> {
         let state = self.models.get_mut(&model).ok_or(BackendError::UnknownModel(model))?;
-        Ok(state.codec.train_tables_from(layer, counts)?)
+        Ok(state.codec.observe_codes(layer, counts, blocks)?)
     }
 
     /// A model's codec, with the Huffman tables built so far.

@@ -1,6 +1,6 @@
 //! Raw rows to pages: by store kernels, where a layer has them for all of its sides, so that rows
 //! stay on the device; else, and for the blocks that are measured, by the host's encoder, which
-//! makes the same bytes. A layer's first Huffman tables are built before (`train.rs`).
+//! makes the same bytes. Huffman tables are built and replaced before (`train.rs`).
 
 use super::memory::Device;
 use super::stage::Staged;
@@ -11,7 +11,7 @@ use crate::{StoreParameters, StoreShapes};
 use bytemuck::Zeroable;
 use kvd_codec::{HEADER_BYTES, ModelCodec, PageBytes, PageHeader};
 use kvd_compute::{
-    Backend, BackendError, EncodeAs, EncodeSource, EncodedPages, HeldPages, Sampling, Watched,
+    Backend, BackendError, EncodeAs, EncodeSource, EncodedPages, HeldPages, Sampling,
 };
 use kvd_core::{Extent, LayerIndex, ModelId};
 
@@ -54,17 +54,12 @@ impl CudaBackend {
         blocks: &[EncodeSource],
     ) -> Result<Vec<Encoded>, BackendError> {
         self.clear_scratch();
-        let trained = self.train_on_device(model, layer, blocks)?;
         if !self.bring_layer(model, layer, None)?.stores() {
             return self.encode_on_host(model, layer, blocks, None);
         }
-        // Of blocks that the host measures, all that it sees of the layer, each has a say in
-        // whether its Huffman tables still fit; but not of those that they were built from.
-        let [measured_as, as_is] =
-            [(true, Watched::All), (false, Watched::Some)].map(|(measured, watched)| EncodeAs {
-                measured,
-                watched: if trained { Watched::No } else { watched },
-            });
+        self.watch_on_device(model, layer, blocks)?;
+        self.bring_layer(model, layer, None)?;
+        let [measured_as, as_is] = [true, false].map(|measured| EncodeAs { measured });
         let state = self.models.entry(model).or_default();
         let due = state.sampling.due(layer, blocks.len());
         let pick = |wanted: bool| {
@@ -92,25 +87,44 @@ impl CudaBackend {
         blocks: &[EncodeSource],
         how: Option<EncodeAs>,
     ) -> Result<Vec<Encoded>, BackendError> {
-        let (mut fetched, mut encoded, mut used) = (Vec::new(), Vec::new(), 0);
-        if blocks.is_empty() {
-            return Ok(encoded);
-        }
-        let encode = |backend: &mut Self, fetched: &[EncodeSource]| match how {
-            None => backend.host.encode(model, layer, fetched),
-            Some(how) => backend.host.encode_as(model, layer, fetched, how),
-        };
+        let mut encoded = Vec::new();
+        self.on_host(blocks, |backend, fetched| {
+            encoded.extend(match how {
+                None => backend.host.encode(model, layer, fetched)?,
+                Some(how) => backend.host.encode_as(model, layer, fetched, how)?,
+            });
+            Ok(())
+        })?;
+        Ok(encoded)
+    }
+
+    /// Copies rows to the host and counts their codes there.
+    pub(super) fn observe_on_host(
+        &mut self,
+        model: ModelId,
+        layer: LayerIndex,
+        blocks: &[EncodeSource],
+    ) -> Result<(), BackendError> {
+        self.on_host(blocks, |backend, fetched| backend.host.observe_blocks(model, layer, fetched))
+    }
+
+    /// Copies rows to the host, and runs with as many blocks at a time as it has memory for.
+    fn on_host(
+        &mut self,
+        blocks: &[EncodeSource],
+        mut run: impl FnMut(&mut Self, &[EncodeSource]) -> Result<(), BackendError>,
+    ) -> Result<(), BackendError> {
+        let (mut fetched, mut used) = (Vec::new(), 0);
         for block in blocks {
             if used + block.extent.len > HOST_BYTES {
-                encoded.extend(encode(self, &std::mem::take(&mut fetched))?);
+                run(self, &std::mem::take(&mut fetched))?;
                 used = 0;
             }
             let extent = self.fetch_extent(block.extent, used)?;
             used = extent.end();
             fetched.push(EncodeSource { extent, ..*block });
         }
-        encoded.extend(encode(self, &fetched)?);
-        Ok(encoded)
+        if fetched.is_empty() { Ok(()) } else { run(self, &fetched) }
     }
 
     /// Encodes with store kernels, as many blocks at once as scratch memory has room for. Blocks
@@ -157,6 +171,10 @@ impl CudaBackend {
             return Ok(None);
         };
         let mut pages = self.run_store(model, layer, &plan, &placed)?;
+        if !self.store_priors(model, layer, (blocks, &plan), &mut pages)? {
+            self.device.reuse_scratch(before);
+            return Ok(None);
+        }
         if pages.iter().any(Option::is_none) {
             let missing = |index: usize| pages[index].is_none();
             let as_rows = |shapes: &StoreShapes, codec: &ModelCodec| {
@@ -171,6 +189,39 @@ impl CudaBackend {
         let per_block = pages.len() / blocks.len();
         let of_blocks = pages.chunks_exact(per_block);
         Ok(Some(of_blocks.map(|pages| pages.iter().copied().collect()).collect()))
+    }
+
+    /// Writes those pages again, with their priors, whose Huffman codes take too much; says whether
+    /// scratch memory has space for them. `pages` are those that `plan` wrote of `blocks`.
+    fn store_priors(
+        &mut self,
+        model: ModelId,
+        layer: LayerIndex,
+        (blocks, plan): (&[EncodeSource], &StorePlan),
+        pages: &mut [Option<(u64, StoredPage)>],
+    ) -> Result<bool, BackendError> {
+        let too_long: Vec<bool> = (0..)
+            .zip(&*pages)
+            .map(|(index, page)| page.is_some_and(|(_, page)| plan.takes_too_much(index, &page)))
+            .collect();
+        if !too_long.contains(&true) {
+            return Ok(true);
+        }
+        let shared = self.device.limits().shared();
+        let with_priors = |shapes: &StoreShapes, codec: &ModelCodec| {
+            shapes.plan_priors(codec, blocks, shared, |index| too_long[index])
+        };
+        let plan = self.plan(model, layer, with_priors)?;
+        let Some(placed) = self.place_store(&plan) else { return Ok(false) };
+        let with_priors = self.run_store(model, layer, &plan, &placed)?;
+        for (page, other) in pages.iter_mut().zip(with_priors) {
+            let bytes = |page: &(u64, StoredPage)| page.1.header.payload_len;
+            *page = match (*page, other) {
+                (Some(page), Some(other)) if bytes(&other) >= bytes(&page) => Some(page),
+                (page, other) => other.or(page),
+            };
+        }
+        Ok(true)
     }
 
     fn plan(

@@ -1,5 +1,5 @@
-//! A layer's first Huffman tables, from codes that kernels count: the rows of the blocks that they
-//! are built from stay on the device.
+//! A layer's Huffman tables, from codes that kernels count: the rows of the blocks that they are
+//! built from stay on the device.
 
 use super::CudaBackend;
 use super::encode::launch_store;
@@ -29,25 +29,27 @@ struct Common {
 }
 
 impl CudaBackend {
-    /// Builds the Huffman tables of a layer that has none yet from the blocks that are about to be
-    /// encoded, those that the host would build. Says whether it did: not where the layer needs
-    /// none, where a side has no kernel that counts, where scratch memory has no room for a block,
-    /// or where rows hold what is no number. Then the host builds them when it encodes.
-    pub(super) fn train_on_device(
+    /// Counts the codes of those blocks that the codec chooses before any is encoded, so that it
+    /// may replace Huffman tables that fit them badly, as the host would. Where a side has no
+    /// kernel that counts, where scratch memory has no space for a block, or where rows hold what
+    /// is no number, their rows come to the host.
+    pub(super) fn watch_on_device(
         &mut self,
         model: ModelId,
         layer: LayerIndex,
         blocks: &[EncodeSource],
-    ) -> Result<bool, BackendError> {
-        if blocks.is_empty() || !self.codec(model)?.needs_tables(layer) {
-            return Ok(false);
+    ) -> Result<(), BackendError> {
+        let chosen = self.host.choose_blocks_to_count(model, layer, blocks.len())?;
+        if chosen.is_empty() {
+            return Ok(());
         }
-        let counts = self.count(model, layer, blocks)?;
+        let chosen: Vec<EncodeSource> = chosen.into_iter().map(|index| blocks[index]).collect();
+        let counts = self.count(model, layer, &chosen)?;
         self.device.reuse_scratch(0);
-        if let Some(counts) = &counts {
-            self.host.train_from(model, layer, counts)?;
+        match counts {
+            Some(counts) => self.host.observe_codes(model, layer, &counts, chosen.len()),
+            None => self.observe_on_host(model, layer, &chosen),
         }
-        Ok(counts.is_some())
     }
 
     /// How often each code stands in blocks.

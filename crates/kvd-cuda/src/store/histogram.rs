@@ -1,5 +1,5 @@
-//! Blocks as launches that count their codes: what the first Huffman tables of a layer are built
-//! from, without their rows coming to the host (KVComp §3.2).
+//! Blocks as launches that count their codes: Huffman tables of a layer are built from them, and
+//! their rows do not come to the host (KVComp §3.2).
 
 use super::plan::Builder;
 use super::{Constants, Counters, HeadStore, Stage, StoreLaunch, steps};
@@ -61,7 +61,7 @@ impl Histogram {
                     return Some(looked_at(codec, side, stage));
                 }
                 let of_head = codec.head(layer, side, head);
-                HeadStore::new(of_head, shapes.fixed(head, side)?, stage, &mut constants)
+                HeadStore::new(of_head, shapes.fixed(head, side)?, (stage, None), &mut constants)
             });
             heads.push([keys?, values?]);
         }
@@ -148,6 +148,7 @@ fn looked_at(codec: &ModelCodec, side: Side, stage: Stage) -> HeadStore {
         steps: 0,
         norms: 0,
         stage,
+        prior: None,
         limit: 0.0,
         median: 0.0,
         reads_rows: false,

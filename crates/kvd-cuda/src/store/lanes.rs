@@ -46,7 +46,7 @@ pub(super) struct Lanes<'a> {
     pub(super) dim: usize,
     pub(super) runs: &'a [LaneRun],
     pub(super) tables: &'a [LaneTable],
-    /// Of the table in page headers; 0 for a grid.
+    /// Of the table in page headers.
     pub(super) version: u16,
     pub(super) grid: Option<&'a Grid>,
 }
@@ -57,8 +57,8 @@ pub(super) struct LaneSizes {
     side: Side,
     /// Offset of runs and tables.
     pub(super) codes: u64,
-    /// As in [`Lanes`].
-    pub(super) version: u16,
+    /// As in [`Lanes`]; none of a grid.
+    pub(super) version: Option<u16>,
     /// Bits of a lane at most, of one token of keys, or four of values.
     lane_bits: usize,
 }
@@ -103,14 +103,15 @@ impl Lanes<'_> {
         let codes = constants.bytes.len() as u64;
         let head = [self.runs.len() as u32, step.to_bits(), cuts, 0];
         constants.bytes.extend(head.into_iter().chain(words).flat_map(u32::to_le_bytes));
-        LaneSizes { side: self.side, codes, version: self.version, lane_bits }
+        let version = self.grid.is_none().then_some(self.version);
+        LaneSizes { side: self.side, codes, version, lane_bits }
     }
 }
 
 impl LaneSizes {
     /// Bytes of the lengths of a page's chunks.
     pub(super) fn length_bytes(&self, tokens: usize) -> usize {
-        let words = if self.version == 0 { 2 } else { 1 };
+        let words = if self.version.is_none() { 2 } else { 1 };
         words * WORD_BYTES * tokens.div_ceil(CHUNK_TOKENS)
     }
 

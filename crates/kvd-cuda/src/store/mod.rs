@@ -49,6 +49,8 @@ struct HeadStore {
     steps: u64,
     norms: u64,
     stage: Stage,
+    /// Of pages that take too much with the table that is written with.
+    prior: Option<LaneSizes>,
     limit: f32,
     median: f32,
     /// Whether a step reads whole rows.
@@ -88,9 +90,14 @@ impl StoreShapes {
             let [keys, values] = Side::BOTH.map(|side| {
                 let of_head = (codec.head(layer, side, head), side);
                 let trained = codec.trained_tables(layer, side, head);
-                let shape = shapes.newest(head, side)?;
-                let stage = Stage::of_pages(of_head, trained, &mut constants);
-                HeadStore::new(of_head.0, shape, stage, &mut constants)
+                let current = codec.current_table(layer, side, head);
+                let shape = shapes.current(head, side)?;
+                let stage = Stage::of_pages(of_head, (trained, current), &mut constants);
+                let prior = match Stage::of_pages(of_head, (trained, 0), &mut constants) {
+                    Stage::Huffman(prior) if current > 0 => Some(prior),
+                    _ => None,
+                };
+                HeadStore::new(of_head.0, shape, (stage, prior), &mut constants)
             });
             Some([keys?, values?])
         });
@@ -111,36 +118,37 @@ impl StoreShapes {
                 let of_head = (codec.head(layer, side, head), side);
                 let trained = codec.counted_codes(layer, side, head).is_some();
                 let (shape, stage) = if trained {
-                    built += lanes::run_bytes(of_head.0.lane_runs().map_or(0, <[_]>::len));
+                    // The current table's, and the prior's.
+                    built += 2 * lanes::run_bytes(of_head.0.lane_runs().map_or(0, <[_]>::len));
                     (shapes.fixed(head, side), Stage::Fixed)
                 } else {
-                    (shapes.newest(head, side), Stage::of_pages(of_head, &[], &mut constants))
+                    (shapes.current(head, side), Stage::of_pages(of_head, (&[], 0), &mut constants))
                 };
-                let new = |shape| HeadStore::new(of_head.0, shape, stage, &mut constants);
+                let new = |shape| HeadStore::new(of_head.0, shape, (stage, None), &mut constants);
                 if shape.and_then(new).is_none() {
                     return 0;
                 }
             }
         }
-        // All heads of a side and variant share the units of its newest table.
-        let units = room::trained(codec, layer).into_iter().map(|of| lanes::unit_bytes(of.codes()));
+        // All heads of a side and variant share the units of its current table, and of its prior.
+        let trained = room::trained(codec, layer).into_iter();
+        let units = trained.map(|of| 2 * lanes::unit_bytes(of.codes()));
         steps::align(&mut constants.bytes);
         constants.bytes.len() + built + units.sum::<usize>()
     }
 }
 
 impl Stage {
-    /// Of pages with the newest of the trained tables, or a grid's; places what it reads.
+    /// Of pages with that version of the trained tables, or a grid's; places what it reads.
     fn of_pages(
         (side, which): (&HeadSide, Side),
-        trained: &[LaneTable],
+        (trained, version): (&[LaneTable], usize),
         constants: &mut Constants,
     ) -> Self {
         let Some(runs) = side.lane_runs() else { return Self::Fixed };
         let grid = side.grid();
-        // The newest table is the version that is the number of all.
-        let newest = (&trained[trained.len().saturating_sub(1)..], trained.len() as u16);
-        let (tables, version) = grid.map_or(newest, |grid| (grid.tables(), 0));
+        let table = trained.get(version).map_or(&[][..], std::slice::from_ref);
+        let (tables, version) = grid.map_or((table, version as u16), |grid| (grid.tables(), 0));
         let lanes = Lanes { side: which, dim: side.dim(), runs, tables, version, grid };
         Self::Huffman(lanes.place(constants))
     }
@@ -150,7 +158,7 @@ impl HeadStore {
     fn new(
         side: &HeadSide,
         (kernel, shape): (Kernel, SideShape),
-        stage: Stage,
+        (stage, prior): (Stage, Option<LaneSizes>),
         constants: &mut Constants,
     ) -> Option<Self> {
         let steps = &mut constants.bytes;
@@ -167,6 +175,7 @@ impl HeadStore {
             steps: steps::push(steps, side),
             norms,
             stage,
+            prior,
             limit,
             median: side.gain_median().unwrap_or(0.0),
             reads_rows,

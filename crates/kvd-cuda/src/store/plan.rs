@@ -95,12 +95,29 @@ impl StoreShapes {
             steps: 0,
             norms: 0,
             stage: Stage::Fixed,
+            prior: None,
             limit: dtype.largest(),
             median: 0.0,
             reads_rows: false,
             runs: Vec::new(),
         };
         self.plan_of(codec, blocks, shared, missing, as_rows)
+    }
+
+    /// Those pages whose Huffman codes take too much, with the priors of their heads.
+    #[must_use]
+    pub fn plan_priors(
+        &self,
+        codec: &ModelCodec,
+        blocks: &[EncodeSource],
+        shared: SharedMemory,
+        too_long: impl Fn(usize) -> bool,
+    ) -> StorePlan {
+        let with_prior = |head: &HeadStore| HeadStore {
+            stage: head.prior.map_or(head.stage, Stage::Huffman),
+            ..head.clone()
+        };
+        self.plan_of(codec, blocks, shared, too_long, with_prior)
     }
 
     fn plan_of(
@@ -174,10 +191,11 @@ impl<'a> Builder<'a> {
         } else {
             let version = match &store.stage {
                 Stage::Huffman(lanes) => lanes.version,
-                _ => 0,
+                _ => None,
             };
             let header = self.codec.page_header(place, head, tokens);
-            PageHeader { huffman: version > 0, table_version: version, ..header }
+            let table_version = version.unwrap_or(0);
+            PageHeader { huffman: version.is_some(), table_version, ..header }
         };
         let mut words = [0; 5];
         for (word, bytes) in words.iter_mut().zip(header.to_bytes().as_chunks::<4>().0) {
@@ -247,6 +265,16 @@ impl StorePlan {
     #[must_use]
     pub fn header_bytes(&self) -> usize {
         self.launches.iter().map(|launch| launch.units.len() * HEADER_BYTES).sum()
+    }
+
+    /// Whether a page that was written, `[block, side, head]`, has Huffman codes by a table that
+    /// fits it so badly that its prior is tried, as the host's encoder does.
+    #[must_use]
+    pub fn takes_too_much(&self, index: usize, page: &StoredPage) -> bool {
+        let by_table = page.header.huffman && page.header.table_version > 0;
+        let codes = page.parts.codes as usize;
+        let sizes = self.pages.get(index).copied().flatten();
+        by_table && sizes.is_some_and(|(_, sizes)| kvd_codec::takes_too_much(codes, sizes.fixed))
     }
 
     /// What the launches wrote, by their headers: a page for each `[block, side, head]`, none where

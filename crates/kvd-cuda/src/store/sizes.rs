@@ -13,6 +13,8 @@ pub(super) struct PageSizes {
     pub(super) room: usize,
     /// Bytes of the page at most.
     pub(super) most: usize,
+    /// Bytes of codes of fixed width.
+    pub(super) fixed: usize,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -86,6 +88,6 @@ impl HeadStore {
             }
             _ => (Known::Scales(scales, 0), scales + codes),
         };
-        PageSizes { known, room, most: page_bytes(room + gains) }
+        PageSizes { known, room, most: page_bytes(room + gains), fixed: codes }
     }
 }

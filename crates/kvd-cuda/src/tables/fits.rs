@@ -37,8 +37,8 @@ pub(crate) fn one_page(codec: &ModelCodec, layer: LayerIndex, rows: u32) -> Atte
 
 impl Shapes {
     /// Whether the thread blocks of `plan`, a plan of [`one_page`], have room for what its heads'
-    /// runs and tables take. Sides whose tables are built from blocks are not asked for: plans know
-    /// what those take at most.
+    /// runs and tables take. Of sides whose tables are built from
+    /// blocks that is the prior; plans know what those take at most.
     ///
     /// # Errors
     /// [`PlanError::SharedMemory`].
@@ -49,7 +49,7 @@ impl Shapes {
         options: Options,
     ) -> Result<(), PlanError> {
         let heads = codec.geometry().kv_heads as usize;
-        let known = |head: usize| Side::BOTH.iter().all(|side| self.newest(head, *side).is_some());
+        let known = |head: usize| Side::BOTH.iter().all(|side| self.current(head, *side).is_some());
         if !(0..heads).all(known) {
             return Ok(());
         }
@@ -65,7 +65,7 @@ impl Shapes {
                 dim: codec.geometry().head_dim(side) as u16,
                 layer: plan.layer.0 as u16,
                 head: head as u16,
-                table_version: 1,
+                table_version: 0,
                 codec_tag: 0,
                 payload_len: 1,
                 checksum: 0,

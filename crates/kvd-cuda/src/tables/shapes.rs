@@ -3,7 +3,7 @@
 use crate::PlanError;
 use crate::abi::SideShape;
 use crate::side::{COPY_BYTES, HeadShapes, Kernel, LayerTables, head_shapes, in_groups};
-use crate::table::{CodebookRoom, versions};
+use crate::table::{CodebookRoom, TableVersions, table_versions};
 use kvd_codec::ModelCodec;
 use kvd_core::{LayerIndex, Side};
 
@@ -17,8 +17,8 @@ pub struct Shapes {
     /// Of keys and of values.
     pub(super) rooms: [CodebookRoom; 2],
     pub(super) heads: Vec<[Result<HeadShapes, &'static str>; 2]>,
-    /// Huffman tables that it was made with.
-    versions: usize,
+    /// Huffman tables that it was made with, by head.
+    versions: Vec<[TableVersions; 2]>,
 }
 
 impl Shapes {
@@ -35,6 +35,7 @@ impl Shapes {
             let grouped = Side::BOTH.iter().all(|side| in_groups((of_side(*side), *side), tokens));
             Side::BOTH.map(|side| {
                 let trained = codec.trained_tables(layer, side, head);
+                let trained = (trained, codec.current_table(layer, side, head));
                 let of_head = (of_side(side), side, grouped);
                 head_shapes(of_head, trained, &mut tables, rooms[side.index()])
             })
@@ -43,13 +44,13 @@ impl Shapes {
         let mut tables = tables.bytes;
         // An address that is given to a kernel is one of something.
         tables.resize(tables.len().next_multiple_of(COPY_BYTES).max(COPY_BYTES), 0);
-        Self { tables, layer, rooms, heads, versions: versions(codec, layer) }
+        Self { tables, layer, rooms, heads, versions: table_versions(codec, layer) }
     }
 
-    /// Whether no Huffman table was built since it was made.
+    /// Whether no Huffman table was built, or took the place of another, since it was made.
     #[must_use]
     pub fn is_current(&self, codec: &ModelCodec) -> bool {
-        self.versions == versions(codec, self.layer)
+        self.versions == table_versions(codec, self.layer)
     }
 
     /// Whether every head has kernels.
@@ -66,7 +67,8 @@ impl Shapes {
         Ok(())
     }
 
-    /// How kernels see pages of a head with that version of its Huffman tables, 0 for none.
+    /// How kernels see pages of a head with that version of its Huffman tables, 0 for the prior or
+    /// none.
     ///
     /// # Errors
     /// When the head has no kernel, or pages no such version.
@@ -80,8 +82,8 @@ impl Shapes {
     }
 
     /// The kernel and shape of a head's pages that are written now.
-    pub(crate) fn newest(&self, head: usize, side: Side) -> Option<(Kernel, SideShape)> {
-        self.heads[head][side.index()].as_ref().ok()?.newest()
+    pub(crate) fn current(&self, head: usize, side: Side) -> Option<(Kernel, SideShape)> {
+        self.heads[head][side.index()].as_ref().ok()?.current()
     }
 
     /// The same as if its codes had a fixed width.

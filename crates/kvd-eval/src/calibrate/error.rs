@@ -1,5 +1,7 @@
 //! What a source of calibration rows can lack.
 
+use kvd_codec::SampleKind;
+
 /// A calibration that cannot be made from what was given; each says what to do.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -13,6 +15,52 @@ pub enum CalibrateError {
     NoQueries {
         /// The codec.
         codec: String,
+    },
+    /// `qpca` on fewer queries than its matrices need.
+    #[error(
+        "codec {codec} weighs keys by queries (qpca) and needs at least {needed} for each KV head, \
+         four for each of {channels} channels; layer {layer} has {found}: give more query tokens \
+         (layer.N.q of --samples, --tokens of a model; a daemon keeps those that were attended)"
+    )]
+    TooFewQueries {
+        /// The codec.
+        codec: String,
+        /// The layer with the fewest.
+        layer: u32,
+        /// Queries of one of its KV heads.
+        found: usize,
+        /// How many there must be.
+        needed: usize,
+        /// Channels of a key.
+        channels: usize,
+    },
+    /// Matrices on fewer tokens than they need.
+    #[error(
+        "codec {codec} fits matrices (pca, qpca) and needs at least {needed} tokens, four for each \
+         of {channels} channels; the samples have {found}: give more tokens"
+    )]
+    TooFewTokens {
+        /// The codec.
+        codec: String,
+        /// Tokens of the samples.
+        found: usize,
+        /// How many there must be.
+        needed: usize,
+        /// Channels of a row.
+        channels: usize,
+    },
+    /// A head whose rows are all zeros.
+    #[error(
+        "{kind} of layer {layer}, KV head {head}, are all zeros, and a calibration would know \
+         nothing of them: take the samples from a forward pass on text"
+    )]
+    OnlyZeros {
+        /// Keys, values or queries.
+        kind: SampleKind,
+        /// The layer.
+        layer: u32,
+        /// The KV head.
+        head: usize,
     },
     /// The codec takes nothing from samples.
     #[error("codec {codec} needs no calibration")]

@@ -2,6 +2,7 @@
 
 mod daemon;
 mod dump;
+mod enough;
 mod error;
 mod model;
 
@@ -15,7 +16,7 @@ use crate::fits::Fits;
 use crate::progress::Progress;
 use crate::samples;
 use anyhow::{Context, Result};
-use kvd_codec::{Calibration, Samples, Transform};
+use kvd_codec::{Calibration, Samples, SetAside, Transform};
 use kvd_core::{LayerIndex, Side};
 use std::path::PathBuf;
 
@@ -52,6 +53,12 @@ pub struct Calibrated {
     pub tokens: usize,
     /// Whether queries were among the rows.
     pub queries: bool,
+    /// Queries of the KV head that has the fewest.
+    pub queries_per_head: usize,
+    /// Channels of a key.
+    pub key_channels: usize,
+    /// Rows that fits left out or clipped, because they are far beyond all others.
+    pub set_aside: Vec<SetAside>,
 }
 
 /// Collects rows and fits every codec to them.
@@ -76,7 +83,14 @@ pub async fn run(options: &CalibrateOptions) -> Result<Calibrated> {
     drop(rows);
     let artefact = fit(options, &samples, queries, &progress);
     progress.finish();
-    Ok(Calibrated { artefact: artefact?, tokens, queries })
+    Ok(Calibrated {
+        artefact: artefact?,
+        tokens,
+        queries,
+        queries_per_head: enough::queries_per_head(&samples),
+        key_channels: samples.geometry().head_dim(Side::Key),
+        set_aside: samples.set_aside(),
+    })
 }
 
 fn fit(
@@ -93,6 +107,10 @@ fn fit(
         if !queries && keys.iter().any(|key| key.transforms.contains(&Transform::QueryPca)) {
             return Err(CalibrateError::NoQueries { codec: codec.label.clone() }.into());
         }
+        enough::check_counts(&codec.spec, &codec.label, samples)?;
+    }
+    if !options.codecs.is_empty() {
+        enough::check_zeros(samples)?;
     }
     let specs = options.codecs.iter().map(|codec| &codec.spec);
     Fits::new(specs, samples, options.seed, progress)?.all()

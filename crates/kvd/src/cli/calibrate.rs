@@ -3,6 +3,7 @@
 use super::{CliError, eval};
 use clap::{ArgGroup, Args};
 use kvd_client::Endpoint;
+use kvd_codec::SetAside;
 use kvd_core::{Namespace, SequenceId};
 use kvd_eval::calibrate::{
     self, CalibrateOptions, Calibrated, DaemonSource, DumpSource, ModelSource, Source,
@@ -127,13 +128,35 @@ fn report(args: &CalibrateArgs, made: &Calibrated) -> Result<String, CliError> {
         written.map_err(|error| error.context(format!("cannot write {}", path.display())))?;
         let codecs: Vec<_> = args.codec.iter().map(|codec| codec.label.as_str()).collect();
         let what = format!(
-            "{:.1} KiB for {}, fitted on {} tokens per layer, seed {}",
+            "{:.1} KiB for {}, fitted on {} tokens per layer, {}, seed {}",
             bytes.len() as f64 / 1024.0,
             codecs.join(", "),
             made.tokens,
+            query_counts(made),
             args.seed
         );
         say(&what, path);
+        for rows in &made.set_aside {
+            let _ = writeln!(text, "{}", left_out(rows));
+        }
     }
     Ok(text)
+}
+
+/// How many queries there were for how many channels.
+fn query_counts(made: &Calibrated) -> String {
+    let (count, channels) = (made.queries_per_head, made.key_channels);
+    match made.queries {
+        true => format!("{count} queries per KV head for {channels} channels"),
+        false => "no queries".to_owned(),
+    }
+}
+
+/// One line on rows that a fit did not follow.
+fn left_out(rows: &SetAside) -> String {
+    format!(
+        "warning: layer {}: {} of {} rows of {} left out, {} clipped: the longest is {:.1} times \
+         as long as the 95th percentile of its head",
+        rows.layer, rows.left_out, rows.rows, rows.kind, rows.clipped, rows.longest
+    )
 }

@@ -1,0 +1,145 @@
+//! Rows of samples that are far beyond all others of their head. Means, moments, codebooks and
+//! steps that are fitted to squares follow one such row more than a thousand ordinary ones, so that
+//! every fit is made without them (`docs/adr/0020-tables-from-a-prior.md`).
+//!
+//! How far a row may be is told by the 95th percentiles of lengths and magnitudes, which no row in
+//! twenty can move.
+
+use std::borrow::Cow;
+
+/// Fewest rows of which percentiles say something.
+const ROWS_MIN: usize = 20;
+/// Rows longer than the 95th percentile of lengths times this are left out,
+const LEFT_OUT: f64 = 4.0;
+/// and those longer than that times this are brought to that length.
+const LONGEST: f64 = 2.0;
+/// Magnitudes over the 95th percentile of their channel, or of all channels where that is more,
+/// times this are brought to it.
+const LARGEST: f32 = 4.0;
+
+/// Rows of a head that a fit looks at.
+#[derive(Clone, Debug)]
+pub(crate) struct Inliers<'a> {
+    /// `[rows, dim]`; as they were given where none was far.
+    pub(crate) rows: Cow<'a, [f32]>,
+    /// Rows that are left out.
+    pub(crate) left_out: usize,
+    /// Rows of which values were clipped.
+    pub(crate) clipped: usize,
+    /// Length of the longest row given, in 95th percentiles of all lengths.
+    pub(crate) longest: f64,
+}
+
+impl<'a> Inliers<'a> {
+    /// Of `rows` (`[n, dim]`).
+    pub(crate) fn new(rows: &'a [f32], dim: usize) -> Self {
+        let mut inliers = Self { rows: Cow::Borrowed(rows), left_out: 0, clipped: 0, longest: 1.0 };
+        let lengths: Vec<f64> = rows.chunks_exact(dim).map(length).collect();
+        let usual = percentile(&mut lengths.clone(), f64::total_cmp).unwrap_or(0.0);
+        if lengths.len() < ROWS_MIN || usual <= 0.0 || !usual.is_finite() {
+            return inliers;
+        }
+        inliers.longest = lengths.iter().fold(0f64, |most, length| most.max(*length)) / usual;
+        let largest = largest_magnitudes(rows, dim);
+        let is_far = |row: &[f32]| row.iter().zip(&largest).any(|(x, most)| x.abs() > *most);
+        let all = || rows.chunks_exact(dim).zip(&lengths);
+        if !all().any(|(row, length)| *length > LONGEST * usual || is_far(row)) {
+            return inliers;
+        }
+        let mut kept = Vec::with_capacity(rows.len());
+        for (row, of_row) in all() {
+            if *of_row > LEFT_OUT * usual {
+                inliers.left_out += 1;
+                continue;
+            }
+            let first = kept.len();
+            kept.extend(row.iter().zip(&largest).map(|(x, most)| x.clamp(-most, *most)));
+            let clipped = &mut kept[first..];
+            let shrink = LONGEST * usual / length(clipped);
+            if shrink < 1.0 {
+                clipped.iter_mut().for_each(|x| *x = (f64::from(*x) * shrink) as f32);
+            }
+            inliers.clipped += usize::from(clipped != row);
+        }
+        inliers.rows = Cow::Owned(kept);
+        inliers
+    }
+}
+
+fn length(row: &[f32]) -> f64 {
+    row.iter().map(|x| f64::from(*x) * f64::from(*x)).sum::<f64>().sqrt()
+}
+
+/// The 95th percentile; none of no values.
+fn percentile<T: Copy>(
+    values: &mut [T],
+    order: impl FnMut(&T, &T) -> std::cmp::Ordering,
+) -> Option<T> {
+    let index = values.len().checked_sub(1)? * 19 / 20;
+    Some(*values.select_nth_unstable_by(index, order).1)
+}
+
+/// Largest magnitude that a value of each channel keeps.
+fn largest_magnitudes(rows: &[f32], dim: usize) -> Vec<f32> {
+    let usual: Vec<f32> = (0..dim)
+        .map(|channel| {
+            let of_channel = rows.iter().skip(channel).step_by(dim);
+            let mut magnitudes: Vec<f32> = of_channel.map(|x| x.abs()).collect();
+            percentile(&mut magnitudes, f32::total_cmp).unwrap_or(0.0)
+        })
+        .collect();
+    let mut magnitudes: Vec<f32> = rows.iter().map(|x| x.abs()).collect();
+    let of_all = percentile(&mut magnitudes, f32::total_cmp).unwrap_or(0.0);
+    // Where nearly all values are zeros, nothing tells how far the others may be.
+    let limit = |usual: &f32| if of_all > 0.0 { LARGEST * usual.max(of_all) } else { f32::MAX };
+    usual.iter().map(limit).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const DIM: usize = 8;
+
+    fn rows() -> Vec<f32> {
+        (0..200 * DIM).map(|i| ((i * 7919 % 1009) as f32 - 504.0) / 504.0).collect()
+    }
+
+    #[test]
+    fn ordinary_rows_stay_as_they_are() {
+        let rows = rows();
+        let inliers = Inliers::new(&rows, DIM);
+        assert!(matches!(inliers.rows, Cow::Borrowed(same) if same == rows));
+        assert_eq!((inliers.left_out, inliers.clipped), (0, 0));
+        assert!((1.0..2.0).contains(&inliers.longest), "{}", inliers.longest);
+        // Of zeros, of a few rows, and of none nothing is left out either.
+        for few in [&[0.0; 64 * DIM][..], &rows[..19 * DIM], &[]] {
+            assert_eq!(Inliers::new(few, DIM).rows, few);
+        }
+    }
+
+    #[test]
+    fn rows_far_beyond_all_others_are_left_out() {
+        let ordinary = rows();
+        for (far, factor) in [(1, 30.0), (1, 1e4), (9, 1e4), (1, 1e37)] {
+            let mut rows = ordinary.clone();
+            rows[..far * DIM].iter_mut().for_each(|x| *x *= factor);
+            let inliers = Inliers::new(&rows, DIM);
+            assert_eq!((inliers.left_out, inliers.clipped), (far, 0), "{far} rows x{factor}");
+            assert_eq!(inliers.rows, &ordinary[far * DIM..]);
+            assert!(inliers.longest > 4.0);
+        }
+    }
+
+    #[test]
+    fn long_rows_are_shortened_and_single_values_clipped() {
+        let mut rows = rows();
+        rows[..DIM].iter_mut().for_each(|x| *x = 2.0);
+        rows[DIM] = 5.0;
+        let inliers = Inliers::new(&rows, DIM);
+        assert_eq!((inliers.left_out, inliers.clipped), (0, 2));
+        assert!(inliers.rows[DIM] < 4.0 && inliers.rows[DIM + 1] == rows[DIM + 1]);
+        assert!(length(&inliers.rows[..DIM]) < length(&rows[..DIM]));
+        assert_eq!(inliers.rows[2 * DIM..], rows[2 * DIM..]);
+    }
+}
