@@ -59,14 +59,6 @@ pub struct ModelMetrics {
     pub(crate) codec_error: [Gauge; 2],
 }
 
-impl Drop for ModelMetrics {
-    fn drop(&mut self) {
-        // The library frees samples only when it folds them into their buckets, and not with the
-        // histogram: a kilobyte for each that was recorded to.
-        self.exporter.handle.run_upkeep();
-    }
-}
-
 /// Names of [`ModelMetrics::packed_part_bytes`], in order.
 pub(crate) const PARTS: [&str; 4] = ["codes", "scales", "offsets", "header"];
 
