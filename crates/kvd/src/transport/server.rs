@@ -3,6 +3,7 @@
 use super::connection::{Incoming, Limits, Phase};
 use super::grpc::Grpc;
 use super::health::HealthOf;
+use super::layer::RequestLayer;
 use super::region::RegionServer;
 use super::socket::{self, SocketFile};
 use crate::config::Config;
@@ -15,6 +16,7 @@ use tokio::net::{TcpListener, UnixListener};
 use tokio::sync::{Semaphore, watch};
 use tokio::task::JoinSet;
 use tokio_stream::wrappers::UnixListenerStream;
+use tonic::codec::CompressionEncoding;
 use tonic::service::Routes;
 use tonic::transport::Server;
 use tonic::transport::server::TcpIncoming;
@@ -111,7 +113,7 @@ impl GrpcServer {
         if let Some(listener) = self.tcp {
             // The builder's TCP settings do not reach sockets that were bound elsewhere.
             let sockets = TcpIncoming::from(listener).with_nodelay(Some(true));
-            let router = builder(config).add_routes(routes.clone());
+            let router = builder(config).layer(RequestLayer).add_routes(routes.clone());
             let drain = Phase::Draining.reached(phase.clone());
             let incoming = Incoming::new(sockets, limits.clone());
             serving.spawn(router.serve_with_incoming_shutdown(incoming, drain));
@@ -121,7 +123,7 @@ impl GrpcServer {
         if let Some((listener, file)) = self.unix {
             _file = Some(file);
             let sockets = UnixListenerStream::new(listener);
-            let router = builder(config).add_routes(routes);
+            let router = builder(config).layer(RequestLayer).add_routes(routes);
             let drain = Phase::Draining.reached(phase);
             let incoming = Incoming::new(sockets, limits);
             serving.spawn(router.serve_with_incoming_shutdown(incoming, drain));
@@ -163,7 +165,11 @@ fn routes(service: &Arc<Service>, phase: &watch::Receiver<Phase>) -> Routes {
     let max = service.config().message_bytes_max;
     let grpc = Grpc { service: service.clone(), phase: phase.clone() };
     let health = HealthOf { service: service.clone(), phase: phase.clone() };
-    let kvd = KvdServer::new(grpc).max_decoding_message_size(max).max_encoding_message_size(max);
+    let kvd = KvdServer::new(grpc)
+        .max_decoding_message_size(max)
+        .max_encoding_message_size(max)
+        .accept_compressed(CompressionEncoding::Gzip)
+        .send_compressed(CompressionEncoding::Gzip);
     let reflection = || {
         tonic_reflection::server::Builder::configure()
             .register_encoded_file_descriptor_set(kvd_proto::FILE_DESCRIPTOR_SET)
