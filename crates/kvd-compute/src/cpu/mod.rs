@@ -94,6 +94,7 @@ use kvd_codec::{CodeCounts, ModelCodec};
 use kvd_core::{Extent, LayerIndex, ModelId};
 pub use peak::multiply_adds;
 pub use products::Products;
+pub use rows::first_non_finite;
 pub use simd::{InstructionSet, Precision, Simd};
 use std::collections::HashMap;
 use tile::Reader;

@@ -5,3 +5,4 @@ mod failure;
 mod limits;
 mod models;
 mod packing;
+mod queries;
