@@ -12,7 +12,7 @@ use kvd_proto::domain::{
     AttendBatch, Attended, ForkedSequence, LoadRange, ModelSpec, RegisteredModel, SampledQueries,
     SequenceFork, SequenceTruncation, StoreAck, StoreChunk,
 };
-use kvd_proto::{NAMESPACE_KEY, v1};
+use kvd_proto::{NAMESPACE_KEY, STREAM_ERRORS_KEY, STREAM_ERRORS_PER_MESSAGE, v1};
 use prost::Message;
 use std::sync::Arc;
 use std::time::Duration;
@@ -229,7 +229,7 @@ impl Client {
     /// As every call.
     pub async fn store_stream(&self, depth: usize) -> Result<StoreStream, ClientError> {
         let (requests, queue) = Requests::new(depth, self.message_bytes_max);
-        let request = self.request(ReceiverStream::new(queue));
+        let request = self.stream(ReceiverStream::new(queue));
         let responses = self.call(self.rpc.clone().store_blocks(request)).await?;
         Ok(StoreStream::new(requests, responses))
     }
@@ -252,7 +252,7 @@ impl Client {
     /// As every call.
     pub async fn attend_stream(&self, depth: usize) -> Result<AttendStream, ClientError> {
         let (requests, queue) = Requests::new(depth, self.message_bytes_max);
-        let request = self.request(ReceiverStream::new(queue));
+        let request = self.stream(ReceiverStream::new(queue));
         let responses = self.call(self.rpc.clone().attend_stream(request)).await?;
         Ok(AttendStream::new(requests, responses))
     }
@@ -319,6 +319,14 @@ impl Client {
         if let Some(namespace) = &self.namespace {
             request.metadata_mut().insert(NAMESPACE_KEY, namespace.clone());
         }
+        request
+    }
+
+    /// A stream whose answers carry the refusals of single messages, so that it goes on after them.
+    fn stream<T>(&self, messages: T) -> Request<T> {
+        let mut request = self.request(messages);
+        let per_message = MetadataValue::from_static(STREAM_ERRORS_PER_MESSAGE);
+        request.metadata_mut().insert(STREAM_ERRORS_KEY, per_message);
         request
     }
 

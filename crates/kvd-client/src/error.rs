@@ -2,6 +2,7 @@
 
 use kvd_core::{Coded, ErrorCode};
 use kvd_proto::RequestError;
+use kvd_proto::domain::CallError;
 use prost::Message;
 use std::time::Duration;
 use tonic::{Code, Status};
@@ -108,6 +109,14 @@ impl ClientError {
     }
 }
 
+/// The refusal of one message of a stream.
+impl From<CallError> for ClientError {
+    fn from(error: CallError) -> Self {
+        let CallError { code, message, retry_after } = error;
+        Self { retry_after, ..Self::new(code, message) }
+    }
+}
+
 impl From<Status> for ClientError {
     fn from(status: Status) -> Self {
         Self {
@@ -125,7 +134,10 @@ impl From<Status> for ClientError {
 /// attaches no details to these, and marks the size limit only by its text.
 fn runtime_code(status: &Status) -> Option<ErrorCode> {
     let timed_out = || status.message() == tonic::TimeoutExpired(()).to_string();
-    let too_large = || status.message().contains("message length too large");
+    let too_large = || {
+        let limits = ["message length too large", "exceeded while decompressing message"];
+        limits.iter().any(|limit| status.message().contains(limit))
+    };
     match status.code() {
         Code::DeadlineExceeded => Some(ErrorCode::DeadlineExceeded),
         Code::Cancelled if timed_out() => Some(ErrorCode::DeadlineExceeded),
@@ -178,6 +190,10 @@ mod tests {
         let expired = tonic::TimeoutExpired(()).to_string();
         let error = ClientError::from(Status::cancelled(expired));
         assert_eq!(error.code, Some(ErrorCode::DeadlineExceeded));
+        let bomb =
+            "Error decompressing: size limit, of 9 bytes, exceeded while decompressing message";
+        let error = ClientError::from(Status::resource_exhausted(bomb));
+        assert_eq!(error.code, Some(ErrorCode::MessageTooLarge));
         let error = ClientError::from(Status::cancelled("caller left"));
         assert_eq!(error.code, Some(ErrorCode::Cancelled));
     }

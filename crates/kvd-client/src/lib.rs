@@ -44,6 +44,7 @@
 //!         soft_cap: None,
 //!         queries: vec![AttendQuery::new(sequence, 1)],
 //!         q,
+//!         per_query_errors: false,
 //!     })
 //!     .await?;
 //! assert_eq!(attended.lse.len(), 32);
@@ -59,6 +60,7 @@ mod connect;
 mod endpoint;
 mod error;
 pub mod merge;
+mod places;
 mod region;
 mod stream;
 
@@ -66,9 +68,8 @@ pub use client::{Client, LoadedRows};
 pub use connect::ClientOptions;
 pub use endpoint::{Endpoint, EndpointError};
 pub use error::{ClientError, Restarted};
-pub use region::{
-    AttendPlaces, Launch, Region, RegionDevice, RegionKind, RegionOptions, RegionSlice,
-};
+pub use places::{AttendPlaces, QUERY_ERROR_BYTES};
+pub use region::{Launch, Region, RegionDevice, RegionKind, RegionOptions, RegionSlice};
 pub use stream::{AttendStream, LoadStream, PIPELINE_DEPTH_MAX, StoreStream};
 
 pub use kvd_core::{
@@ -76,8 +77,8 @@ pub use kvd_core::{
     SequenceId,
 };
 pub use kvd_proto::domain::{
-    AttendBatch, AttendQuery, Attended, ForkedSequence, LoadPiece, LoadRange, ModelSpec,
-    RegisteredModel, SampledQueries, StoreAck, StoreChunk,
+    AttendBatch, AttendQuery, Attended, CallError, ForkedSequence, LoadPiece, LoadRange, ModelSpec,
+    QueryError, RegisteredModel, SampledQueries, StoreAck, StoreChunk,
 };
 pub use kvd_proto::v1::{
     DescribeModelResponse as ModelDescription, DescribeSequenceResponse as SequenceDescription,

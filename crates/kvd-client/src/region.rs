@@ -7,8 +7,9 @@
 
 use crate::boot::StaleCalls;
 use crate::error::ClientError;
-use kvd_core::{DType, ErrorCode, Namespace};
-use kvd_proto::domain::{AttendBatch, Attended, StoreAck, StoreChunk};
+use crate::places::{ALIGN, AttendPlaces, QUERY_ERROR_BYTES};
+use kvd_core::{ErrorCode, Namespace};
+use kvd_proto::domain::{AttendBatch, Attended, CallError, QueryError, StoreAck, StoreChunk};
 use kvd_proto::v1;
 use kvd_shm::{Completion, Memory, Outcome, receive, send};
 use prost::Message;
@@ -23,8 +24,6 @@ pub use kvd_proto::v1::{RegionKind, RegionSlice};
 
 /// How often a sleeper looks whether the daemon still lives.
 const LOOK_INTERVAL: Duration = Duration::from_millis(100);
-/// Payloads begin on cache lines.
-const ALIGN: u64 = 64;
 /// Time for the daemon to answer the first message.
 const OPEN_TIME: Duration = Duration::from_secs(5);
 /// Time of the peer to read what fills its socket.
@@ -126,45 +125,6 @@ impl RegionOptions {
     pub fn with_timeout(mut self, timeout: Duration) -> Self {
         self.timeout = Some(timeout);
         self
-    }
-}
-
-/// Where the parts of one attend are.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct AttendPlaces {
-    /// The completion record, [`Completion::BYTES`] bytes.
-    pub done: u64,
-    /// `[sum of n_q, q_heads, head_dim_k]`, written by the caller.
-    pub q: RegionSlice,
-    /// `[sum of n_q, q_heads, head_dim_v]`, written by the daemon.
-    pub out: RegionSlice,
-    /// `[sum of n_q, q_heads]`, f32, written by the daemon.
-    pub lse: RegionSlice,
-}
-
-impl AttendPlaces {
-    /// Places one after another from `start` on, for heads of so many channels of keys and values.
-    #[must_use]
-    pub fn packed(start: u64, batch: &AttendBatch, head_dims: [u32; 2]) -> Self {
-        let heads = u64::from(batch.rows()) * u64::from(batch.q_heads);
-        let done = start.next_multiple_of(ALIGN);
-        let mut end = done + Completion::BYTES;
-        let mut take = |values: u64, dtype: DType| {
-            let (offset, bytes) = (end.next_multiple_of(ALIGN), values * dtype.size_bytes() as u64);
-            end = offset + bytes;
-            RegionSlice { offset, bytes }
-        };
-        let [dim_k, dim_v] = head_dims.map(u64::from);
-        let q = take(heads * dim_k, batch.dtype);
-        let out = take(heads * dim_v, batch.dtype);
-        let lse = take(heads, DType::F32);
-        Self { done, q, out, lse }
-    }
-
-    /// One past the last byte.
-    #[must_use]
-    pub fn end(&self) -> u64 {
-        self.lse.offset + self.lse.bytes
     }
 }
 
@@ -300,12 +260,36 @@ impl Region {
     /// # Errors
     /// When a place is not inside the region, or the daemon is gone.
     pub fn send_attend(&self, batch: AttendBatch, at: AttendPlaces) -> Result<(), ClientError> {
+        self.send_attend_with(batch, at, None)
+    }
+
+    /// The same for a batch with [`AttendBatch::per_query_errors`], which has a place for them in
+    /// the region's own memory, [`QUERY_ERROR_BYTES`] for each query. The first number that
+    /// [`Region::wait`] answers is how many queries failed; [`Region::query_errors`] says which.
+    ///
+    /// # Errors
+    /// As [`Region::send_attend`].
+    pub fn send_attend_with_errors(
+        &self,
+        batch: AttendBatch,
+        at: AttendPlaces,
+        query_errors: RegionSlice,
+    ) -> Result<(), ClientError> {
+        self.send_attend_with(batch, at, Some(query_errors))
+    }
+
+    fn send_attend_with(
+        &self,
+        batch: AttendBatch,
+        at: AttendPlaces,
+        query_errors: Option<RegionSlice>,
+    ) -> Result<(), ClientError> {
         let sequences = batch.queries.iter().map(|query| query.sequence.0);
         self.stale.note(at.done, self.boot_id(), sequences.chain([batch.model.0]));
         let mut request = v1::AttendRequest::from(batch);
         request.q = Some(in_region(at.q));
         let (out, lse) = (Some(at.out), Some(at.lse));
-        let call = v1::RegionAttend { request: Some(request), out, lse };
+        let call = v1::RegionAttend { request: Some(request), out, lse, query_errors };
         self.send_call(at.done, v1::region_call::Call::Attend(call))
     }
 
@@ -379,6 +363,23 @@ impl Region {
         }
     }
 
+    /// Errors of single queries, after [`Region::wait`] said that there are some.
+    ///
+    /// # Errors
+    /// When the place is not inside the region.
+    pub fn query_errors(&self, at: RegionSlice) -> Result<Vec<QueryError>, ClientError> {
+        let mut bytes = vec![0; at.bytes as usize];
+        self.memory.read(at.offset, &mut bytes).map_err(|error| refused(&error))?;
+        let said = (0..).zip(bytes.chunks_exact(QUERY_ERROR_BYTES as usize));
+        let refusal = |(query, text): (u32, &[u8])| {
+            let text = text.split(|byte| *byte == 0).next().filter(|text| !text.is_empty())?;
+            let ClientError { code, message, .. } = of_text(&String::from_utf8_lossy(text));
+            let error = CallError::new(code.unwrap_or(ErrorCode::Internal), message);
+            Some(QueryError { query, error })
+        };
+        Ok(said.filter_map(refusal).collect())
+    }
+
     /// One attend from end to end, at the region's begin.
     ///
     /// # Errors
@@ -387,14 +388,23 @@ impl Region {
         self.check_kind()?;
         let at = AttendPlaces::packed(0, &batch, head_dims);
         self.memory.write(at.q.offset, &batch.q).map_err(|error| refused(&error))?;
-        self.send_attend(batch, at)?;
-        self.wait(at.done)?;
+        let bytes = batch.queries.len() as u64 * QUERY_ERROR_BYTES;
+        let errors = RegionSlice { offset: at.end().next_multiple_of(ALIGN), bytes };
+        let failed = if batch.per_query_errors {
+            self.send_attend_with_errors(batch, at, errors)?;
+            self.wait(at.done)?[0]
+        } else {
+            self.send_attend(batch, at)?;
+            self.wait(at.done)?;
+            0
+        };
+        let query_errors = if failed > 0 { self.query_errors(errors)? } else { Vec::new() };
         let mut out = vec![0; at.out.bytes as usize];
         self.memory.read(at.out.offset, &mut out).map_err(|error| refused(&error))?;
         let mut lse = vec![0; at.lse.bytes as usize];
         self.memory.read(at.lse.offset, &mut lse).map_err(|error| refused(&error))?;
         let lse = lse.as_chunks::<4>().0.iter().map(|value| f32::from_le_bytes(*value)).collect();
-        Ok(Attended { out: out.into(), lse })
+        Ok(Attended { out: out.into(), lse, query_errors })
     }
 
     /// One store from end to end, at the region's begin.

@@ -1,8 +1,9 @@
-//! Streaming calls: many requests without a call set-up each, answered in order.
+//! Streaming calls: many requests without a call set-up each, answered in order. A request that the
+//! daemon refuses fails alone: its error stands in place of its answer, and the stream goes on.
 
 use crate::error::ClientError;
 use kvd_core::ErrorCode;
-use kvd_proto::domain::{AttendBatch, Attended, LoadPiece, StoreAck, StoreChunk};
+use kvd_proto::domain::{AttendBatch, Attended, CallError, LoadPiece, StoreAck, StoreChunk};
 use kvd_proto::v1;
 use prost::Message;
 use tokio::sync::mpsc;
@@ -21,37 +22,68 @@ struct Duplex<Request, Response> {
     depth: usize,
     owed: usize,
     message_bytes_max: usize,
+    open: bool,
 }
 
-impl<Request: Message, Response> Duplex<Request, Response> {
-    /// Sends `request`; returns the oldest answer when it had to be read to make room.
+/// An answer that may be a refusal.
+trait Refusable {
+    /// Why the request was refused, if it was.
+    fn take_error(&mut self) -> Option<v1::CallError>;
+}
+
+impl Refusable for v1::StoreBlocksResponse {
+    fn take_error(&mut self) -> Option<v1::CallError> {
+        self.error.take()
+    }
+}
+
+impl Refusable for v1::AttendResponse {
+    fn take_error(&mut self) -> Option<v1::CallError> {
+        self.error.take()
+    }
+}
+
+fn answered<Response: Refusable>(mut response: Response) -> Result<Response, ClientError> {
+    match response.take_error() {
+        Some(error) => Err(CallError::from(error).into()),
+        None => Ok(response),
+    }
+}
+
+impl<Request: Message, Response: Refusable> Duplex<Request, Response> {
+    /// Sends `request`; returns the oldest answer when it had to be read to make room. Where that
+    /// is a refusal `request` has been sent all the same.
     async fn send(&mut self, request: Request) -> Result<Option<Response>, ClientError> {
         ClientError::check_size(&request, self.message_bytes_max)?;
-        let oldest = if self.owed == self.depth { self.receive().await? } else { None };
+        let oldest = if self.owed == self.depth { self.next().await? } else { None };
         if self.requests.send(request).await.is_err() {
             // The daemon ended the stream; its status is behind the answers still owed.
             return Err(self.ending().await);
         }
         self.owed += 1;
-        Ok(oldest)
+        oldest.map(answered).transpose()
     }
 
     /// The next answer, or `None` when none is owed.
     async fn receive(&mut self) -> Result<Option<Response>, ClientError> {
+        self.next().await?.map(answered).transpose()
+    }
+
+    /// The next answer as it came; an error is the stream's end.
+    async fn next(&mut self) -> Result<Option<Response>, ClientError> {
         if self.owed == 0 {
             return Ok(None);
         }
-        match self.responses.message().await? {
-            Some(response) => {
-                self.owed -= 1;
-                Ok(Some(response))
-            }
-            None => Err(ended()),
-        }
+        let next = self.responses.message().await;
+        self.open &= matches!(next, Ok(Some(_)));
+        let response = next?.ok_or_else(ended)?;
+        self.owed -= 1;
+        Ok(Some(response))
     }
 
     /// The error that ended the stream.
     async fn ending(&mut self) -> ClientError {
+        self.open = false;
         loop {
             match self.responses.message().await {
                 Ok(Some(_)) => {}
@@ -70,7 +102,10 @@ impl<Request: Message, Response> Duplex<Request, Response> {
         while let Some(response) = responses.message().await? {
             rest.push(response);
         }
-        if rest.len() == owed { Ok(rest) } else { Err(ended()) }
+        if rest.len() != owed {
+            return Err(ended());
+        }
+        rest.into_iter().map(answered).collect()
     }
 }
 
@@ -95,13 +130,14 @@ impl<Request: Message> Requests<Request> {
 
     fn join<Response>(self, responses: Streaming<Response>) -> Duplex<Request, Response> {
         let Self { sender: requests, depth, message_bytes_max } = self;
-        Duplex { requests, responses, depth, owed: 0, message_bytes_max }
+        Duplex { requests, responses, depth, owed: 0, message_bytes_max, open: true }
     }
 }
 
 /// Chunks to store, each acknowledged in order once its range can be read.
 ///
-/// The first error ends the stream; what was acknowledged before stays stored.
+/// A chunk that is refused fails alone, and nothing of it is stored; those behind it are judged by
+/// themselves, so that one which continues it is `RANGE_GAP`.
 pub struct StoreStream(Duplex<v1::StoreBlocksRequest, v1::StoreBlocksResponse>);
 
 impl StoreStream {
@@ -116,7 +152,8 @@ impl StoreStream {
     /// then returns the oldest acknowledgement.
     ///
     /// # Errors
-    /// What ended the stream; it belongs to the oldest unacknowledged chunk.
+    /// Why the oldest unacknowledged chunk was refused, after `chunk` was sent; or what ended the
+    /// stream, which [`StoreStream::is_open`] then says.
     pub async fn send(&mut self, chunk: StoreChunk) -> Result<Option<StoreAck>, ClientError> {
         Ok(self.0.send(chunk.into()).await?.map(Into::into))
     }
@@ -124,7 +161,7 @@ impl StoreStream {
     /// Waits for the oldest acknowledgement; `None` when every chunk is acknowledged.
     ///
     /// # Errors
-    /// What ended the stream; it belongs to the oldest unacknowledged chunk.
+    /// Why the oldest unacknowledged chunk was refused, or what ended the stream.
     pub async fn receive(&mut self) -> Result<Option<StoreAck>, ClientError> {
         Ok(self.0.receive().await?.map(Into::into))
     }
@@ -135,10 +172,16 @@ impl StoreStream {
         self.0.owed
     }
 
+    /// Whether the stream takes further chunks.
+    #[must_use]
+    pub fn is_open(&self) -> bool {
+        self.0.open
+    }
+
     /// Ends the stream and waits for the remaining acknowledgements.
     ///
     /// # Errors
-    /// What ended the stream before its last chunk was stored.
+    /// The first refusal of a chunk that was unacknowledged, or what ended the stream.
     pub async fn finish(self) -> Result<Vec<StoreAck>, ClientError> {
         Ok(self.0.finish().await?.into_iter().map(Into::into).collect())
     }
@@ -159,7 +202,8 @@ impl AttendStream {
     /// then returns the oldest answer.
     ///
     /// # Errors
-    /// What ended the stream; it belongs to the oldest unanswered batch.
+    /// Why the oldest unanswered batch was refused, after `batch` was sent; or what ended the
+    /// stream, which [`AttendStream::is_open`] then says.
     pub async fn send(&mut self, batch: AttendBatch) -> Result<Option<Attended>, ClientError> {
         self.0.send(batch.into()).await?.map(answer).transpose()
     }
@@ -167,7 +211,7 @@ impl AttendStream {
     /// Waits for the oldest answer; `None` when every batch is answered.
     ///
     /// # Errors
-    /// What ended the stream; it belongs to the oldest unanswered batch.
+    /// Why the oldest unanswered batch was refused, or what ended the stream.
     pub async fn receive(&mut self) -> Result<Option<Attended>, ClientError> {
         self.0.receive().await?.map(answer).transpose()
     }
@@ -178,10 +222,17 @@ impl AttendStream {
         self.0.owed
     }
 
+    /// Whether the stream takes further batches.
+    #[must_use]
+    pub fn is_open(&self) -> bool {
+        self.0.open
+    }
+
     /// Sends one batch and waits for its answer.
     ///
     /// # Errors
-    /// What ended the stream; `INVALID_ARGUMENT` when earlier batches are unanswered.
+    /// Why the batch was refused, or what ended the stream; `INVALID_ARGUMENT` when earlier batches
+    /// are unanswered.
     pub async fn attend(&mut self, batch: AttendBatch) -> Result<Attended, ClientError> {
         if self.0.owed > 0 {
             let message = "earlier batches of this stream are unanswered";
@@ -194,7 +245,7 @@ impl AttendStream {
     /// Ends the stream and waits for the remaining answers.
     ///
     /// # Errors
-    /// What ended the stream before its last batch was answered.
+    /// The first refusal of a batch that was unanswered, or what ended the stream.
     pub async fn finish(self) -> Result<Vec<Attended>, ClientError> {
         self.0.finish().await?.into_iter().map(answer).collect()
     }

@@ -40,6 +40,7 @@ fn batch(layer: LayerIndex, q: Bytes) -> AttendBatch {
         soft_cap: None,
         queries: vec![AttendQuery::new(SequenceId(6), 1)],
         q,
+        per_query_errors: false,
     }
 }
 

@@ -101,6 +101,7 @@ async fn attend(client: &Client, model: ModelId, sequence: SequenceId) -> Vec<f3
             soft_cap: None,
             queries,
             q: packed(q),
+            per_query_errors: false,
         };
         client.attend(batch).await.unwrap();
     }
@@ -109,7 +110,7 @@ async fn attend(client: &Client, model: ModelId, sequence: SequenceId) -> Vec<f3
 
 #[tokio::test(flavor = "multi_thread")]
 async fn rows_and_queries_of_a_daemon_fit_like_the_same_rows_of_a_file() {
-    let running = support::start(&[]).await;
+    let running = support::start(&[("limits.page_tokens_min", "1")]).await;
     let endpoint: kvd_client::Endpoint =
         format!("http://{}", running.addresses().tcp.unwrap()).parse().unwrap();
     let client = Client::connect(endpoint.clone()).await.unwrap();

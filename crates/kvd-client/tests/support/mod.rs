@@ -35,7 +35,10 @@ async fn attend(request: v1::AttendRequest) -> Result<v1::AttendResponse, Status
     match batch.layer {
         SILENT => std::future::pending().await,
         BUSY => Err(status(ErrorCode::QueueFull, "lane", Some(BUSY_HINT))),
-        _ => Ok(Attended { out: batch.q, lse: vec![batch.queries.len() as f32] }.into()),
+        _ => {
+            let lse = vec![batch.queries.len() as f32];
+            Ok(Attended { out: batch.q, lse, query_errors: Vec::new() }.into())
+        }
     }
 }
 

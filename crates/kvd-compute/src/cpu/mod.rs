@@ -96,6 +96,7 @@ use kvd_codec::{CodeCounts, ModelCodec};
 use kvd_core::{Extent, LayerIndex, ModelId};
 pub use peak::multiply_adds;
 pub use products::Products;
+pub use rows::first_non_finite;
 pub use simd::{InstructionSet, Precision, Simd};
 use std::collections::HashMap;
 use tile::Reader;
@@ -273,7 +274,7 @@ impl CpuBackend {
         plan: &AttendPlan,
         run: impl FnOnce(&job::Job<'_>) -> Result<T, BackendError> + Send,
     ) -> Result<T, BackendError> {
-        if let Some((index, value)) = rows::first_non_finite(plan.dtype, &plan.q) {
+        if let Some((index, value)) = first_non_finite(plan.dtype, &plan.q) {
             return Err(BackendError::NonFiniteQuery { index, value });
         }
         let codec = self.codec(plan.model)?;

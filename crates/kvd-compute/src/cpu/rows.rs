@@ -6,8 +6,9 @@ use crate::{BackendError, EncodeSource, IncomingRows, LoadPlan, LoadedRows, RawT
 use kvd_codec::{HeadSide, ModelCodec, Space, widen};
 use kvd_core::{DType, Extent, Geometry, LayerIndex, Side};
 
-/// First value of `bytes` that is NaN or infinite.
-pub(crate) fn first_non_finite(dtype: DType, bytes: &[u8]) -> Option<(usize, f32)> {
+/// First value of `bytes` that is NaN or infinite, and its index.
+#[must_use]
+pub fn first_non_finite(dtype: DType, bytes: &[u8]) -> Option<(usize, f32)> {
     // Exponent bits all ones; tested on the bits, since most values need no conversion.
     let found = match dtype {
         DType::F32 => bytes

@@ -60,7 +60,8 @@ impl Worker {
             self.region.wait(512)
         })?;
         let at = |at: RegionSlice| &self.memory.bytes()[at.offset as usize..][..at.bytes as usize];
-        Ok(Attended { out: at(out).to_vec().into(), lse: floats(at(lse)) })
+        let (out, lse) = (at(out).to_vec().into(), floats(at(lse)));
+        Ok(Attended { out, lse, query_errors: Vec::new() })
     }
 }
 

@@ -117,6 +117,7 @@ impl KvdAttention {
             soft_cap: None,
             queries: vec![query],
             q: packed(DType::F32, q),
+            per_query_errors: false,
         };
         let begin = Instant::now();
         let attended = self.attend.attend(batch).await?;

@@ -94,7 +94,7 @@ impl StandIn {
         let mut bytes = vec![0; out.len() * 4];
         DType::F32.narrow(&out, &mut bytes);
         let lse = vec![0.0; out.len() / dim];
-        Ok(Attended { out: bytes.into(), lse }.into())
+        Ok(Attended { out: bytes.into(), lse, query_errors: Vec::new() }.into())
     }
 }
 

@@ -1,5 +1,6 @@
 //! Attention over stored tokens.
 
+use super::call_error::CallError;
 use super::payload::{self, inline};
 use super::store::check_layer;
 use crate::{RequestError, v1};
@@ -25,6 +26,9 @@ pub struct AttendBatch {
     pub queries: Vec<AttendQuery>,
     /// `[sum of n_q, q_heads, head_dim_k]`, queries in order.
     pub q: Bytes,
+    /// Bad queries are named in the answer ([`Attended::query_errors`]) and the others are answered;
+    /// else one bad query refuses the batch.
+    pub per_query_errors: bool,
 }
 
 /// Consecutive query tokens of one sequence.
@@ -40,7 +44,7 @@ pub struct AttendQuery {
     pub position: Option<u32>,
     /// First token to read; `None` is 0.
     pub start: Option<u32>,
-    /// One past the last token to read; `None` is `kv_length`.
+    /// One past the last token to read; `None` is `kv_length`. Not after `start`: nothing is read.
     pub end: Option<u32>,
     /// A query token at `p` sees only tokens after `p - sliding_window`; at least 1.
     pub sliding_window: Option<u32>,
@@ -52,6 +56,27 @@ impl AttendQuery {
     pub fn new(sequence: SequenceId, n_q: u32) -> Self {
         let (kv_length, position, start, end, sliding_window) = (None, None, None, None, None);
         Self { sequence, n_q, kv_length, position, start, end, sliding_window }
+    }
+
+    /// Checks what can be judged without the sequence.
+    ///
+    /// # Errors
+    /// Without a query token, with positions past 2^32 - 1, or with a default position before the
+    /// sequence.
+    pub fn check(&self) -> Result<(), RequestError> {
+        if self.n_q == 0 {
+            return Err(RequestError::invalid("n_q", "must be at least 1"));
+        }
+        match self.position {
+            Some(position) if position.checked_add(self.n_q).is_none() => {
+                Err(RequestError::invalid("position", "position + n_q is past 2^32 - 1"))
+            }
+            // The default position would be before the sequence.
+            None if self.kv_length.is_some_and(|length| length < self.n_q) => {
+                Err(RequestError::invalid("kv_length", "is less than n_q; give a position"))
+            }
+            _ => Ok(()),
+        }
     }
 }
 
@@ -121,6 +146,13 @@ impl TryFrom<v1::AttendRequest> for AttendBatch {
             }
             Err(RequestError::invalid(field, format!("{value} is not finite and above 0")))
         };
+        let queries: Vec<_> = request.queries.iter().map(query_from_wire).collect();
+        if !request.per_query_errors {
+            for (index, query) in queries.iter().enumerate() {
+                let in_query = |error| RequestError::Query { index, error: Box::new(error) };
+                query.check().map_err(in_query)?;
+            }
+        }
         Ok(Self {
             model: ModelId(request.model_id),
             layer: LayerIndex(request.layer),
@@ -131,13 +163,9 @@ impl TryFrom<v1::AttendRequest> for AttendBatch {
                 0.0 => None,
                 cap => positive("soft_cap", cap)?,
             },
-            queries: (request.queries.iter().enumerate())
-                .map(|(index, query)| {
-                    query_from_wire(query)
-                        .map_err(|error| RequestError::Query { index, error: Box::new(error) })
-                })
-                .collect::<Result<_, _>>()?,
+            queries,
             q: payload::bytes(request.q, "q")?,
+            per_query_errors: request.per_query_errors,
         })
     }
 }
@@ -146,24 +174,8 @@ fn at_most(field: &'static str, given: u64, max: u64) -> Result<(), RequestError
     if given <= max { Ok(()) } else { Err(RequestError::OverLimit { field, given, max }) }
 }
 
-fn query_from_wire(query: &v1::Query) -> Result<AttendQuery, RequestError> {
-    if query.n_q == 0 {
-        return Err(RequestError::invalid("n_q", "must be at least 1"));
-    }
-    if let Some(position) = query.position {
-        if position.checked_add(query.n_q).is_none() {
-            return Err(RequestError::invalid("position", "position + n_q is past 2^32 - 1"));
-        }
-    } else if query.kv_length.is_some_and(|length| length < query.n_q) {
-        // The default position would be before the sequence.
-        return Err(RequestError::invalid("kv_length", "is less than n_q; give a position"));
-    }
-    if let (Some(start), Some(end)) = (query.start, query.end)
-        && end < start
-    {
-        return Err(RequestError::invalid("end", format!("{end} is before start, {start}")));
-    }
-    Ok(AttendQuery {
+fn query_from_wire(query: &v1::Query) -> AttendQuery {
+    AttendQuery {
         sequence: SequenceId(query.sequence_id),
         n_q: query.n_q,
         kv_length: query.kv_length,
@@ -171,7 +183,7 @@ fn query_from_wire(query: &v1::Query) -> Result<AttendQuery, RequestError> {
         start: query.start,
         end: query.end,
         sliding_window: Some(query.sliding_window).filter(|window| *window != 0),
-    })
+    }
 }
 
 impl From<AttendBatch> for v1::AttendRequest {
@@ -185,6 +197,7 @@ impl From<AttendBatch> for v1::AttendRequest {
             soft_cap: batch.soft_cap.unwrap_or(0.0),
             queries: batch.queries.iter().map(query_to_wire).collect(),
             q: Some(inline(batch.q)),
+            per_query_errors: batch.per_query_errors,
         }
     }
 }
@@ -208,6 +221,18 @@ pub struct Attended {
     pub out: Bytes,
     /// `[sum of n_q, q_heads]`, natural log; `-inf` where nothing is visible.
     pub lse: Vec<f32>,
+    /// Queries that were not answered, in order: their `out` is 0 and their `lse` `-inf`. Empty
+    /// unless [`AttendBatch::per_query_errors`] is set.
+    pub query_errors: Vec<QueryError>,
+}
+
+/// A query of a batch that was not answered.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct QueryError {
+    /// Position in [`AttendBatch::queries`].
+    pub query: u32,
+    /// Why not.
+    pub error: CallError,
 }
 
 impl TryFrom<v1::AttendResponse> for Attended {
@@ -220,7 +245,15 @@ impl TryFrom<v1::AttendResponse> for Attended {
         if !rest.is_empty() {
             return Err(RequestError::invalid("lse", "is not a whole number of f32"));
         }
-        Ok(Self { out, lse: values.iter().map(|value| f32::from_le_bytes(*value)).collect() })
+        let query_error = |error: v1::QueryError| QueryError {
+            query: error.query,
+            error: error.error.unwrap_or_default().into(),
+        };
+        Ok(Self {
+            out,
+            lse: values.iter().map(|value| f32::from_le_bytes(*value)).collect(),
+            query_errors: response.query_errors.into_iter().map(query_error).collect(),
+        })
     }
 }
 
@@ -230,7 +263,16 @@ impl From<Attended> for v1::AttendResponse {
         for value in attended.lse {
             lse.put_f32_le(value);
         }
-        Self { out: Some(inline(attended.out)), lse: Some(inline(lse.freeze())) }
+        let query_error = |error: QueryError| v1::QueryError {
+            query: error.query,
+            error: Some(error.error.into()),
+        };
+        Self {
+            out: Some(inline(attended.out)),
+            lse: Some(inline(lse.freeze())),
+            query_errors: attended.query_errors.into_iter().map(query_error).collect(),
+            error: None,
+        }
     }
 }
 

@@ -20,6 +20,7 @@ fn batch() -> AttendBatch {
         soft_cap: Some(30.0),
         queries: vec![AttendQuery::new(SequenceId(1), 1), full],
         q: Bytes::from(vec![0; 4 * 4 * 8 * 4]),
+        per_query_errors: false,
     }
 }
 
@@ -35,6 +36,9 @@ fn batch_round_trips() {
     assert_eq!(AttendBatch::try_from(wire).unwrap(), batch());
     let plain = AttendBatch { scale: None, soft_cap: None, ..batch() };
     assert_eq!(AttendBatch::try_from(v1::AttendRequest::from(plain.clone())).unwrap(), plain);
+    let bad_query = AttendQuery { position: Some(u32::MAX), ..AttendQuery::new(SequenceId(1), 0) };
+    let lenient = AttendBatch { per_query_errors: true, queries: vec![bad_query], ..batch() };
+    assert_eq!(AttendBatch::try_from(v1::AttendRequest::from(lenient.clone())).unwrap(), lenient);
 }
 
 #[test]
@@ -57,7 +61,6 @@ fn refused_query_is_named_by_its_index() {
     let query = |change: fn(&mut v1::Query)| refusal(|r| change(&mut r.queries[1]));
     assert_eq!(query(|q| q.n_q = 0), "queries[1].n_q: must be at least 1");
     assert!(query(|q| q.position = Some(u32::MAX)).starts_with("queries[1].position: "));
-    assert_eq!(query(|q| q.end = Some(0)), "queries[1].end: 0 is before start, 1");
     let early = query(|q| {
         q.position = None;
         q.kv_length = Some(2);
@@ -109,6 +112,10 @@ fn attended_round_trips_and_keeps_minus_infinity() {
     let attended = Attended {
         out: Bytes::from_static(&[1, 2, 3, 4]),
         lse: vec![f32::NEG_INFINITY, 0.5, -3.0e38],
+        query_errors: vec![QueryError {
+            query: 3,
+            error: CallError::new(ErrorCode::UnknownSequence, "sequence 9"),
+        }],
     };
     let mut wire = v1::AttendResponse::from(attended.clone());
     assert_eq!(Attended::try_from(wire.clone()).unwrap(), attended);

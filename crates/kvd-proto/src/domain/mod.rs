@@ -5,6 +5,7 @@
 //! needs the model to be judged is checked by `check_shape`, after the look-up.
 
 mod attend;
+mod call_error;
 mod load;
 mod model;
 mod payload;
@@ -12,7 +13,8 @@ mod queries;
 mod sequence;
 mod store;
 
-pub use attend::{AttendBatch, AttendQuery, Attended};
+pub use attend::{AttendBatch, AttendQuery, Attended, QueryError};
+pub use call_error::CallError;
 pub use load::{LoadPiece, LoadRange};
 pub use model::{ModelSpec, RegisteredModel};
 pub use payload::inline;

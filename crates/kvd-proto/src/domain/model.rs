@@ -3,12 +3,13 @@
 use super::payload;
 use crate::{RequestError, v1};
 use bytes::Bytes;
-use kvd_core::{Geometry, ModelId, Namespace, RopePairing};
+use kvd_core::{Geometry, ModelId, RopePairing};
 
 /// A model to register.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ModelSpec {
-    /// For people and metric labels.
+    /// For people and metric labels: 1 to [`ModelSpec::NAME_LENGTH_MAX`] characters of
+    /// `a-z A-Z 0-9 . _ - /`.
     pub name: String,
     /// Shape of the KV cache. Towards the daemon, `block_tokens` 0 asks for its default.
     pub geometry: Geometry,
@@ -21,6 +22,8 @@ pub struct ModelSpec {
 impl ModelSpec {
     /// Longest codec text, in bytes: a policy that names both sides of each of a thousand layers.
     pub const CODEC_LENGTH_MAX: u64 = 1 << 17;
+    /// Longest name, in bytes.
+    pub const NAME_LENGTH_MAX: usize = 128;
 
     /// Reads a request; `block_tokens_default` stands in where the caller leaves the choice.
     ///
@@ -149,19 +152,18 @@ fn geometry_from_wire(wire: v1::Geometry) -> Result<Geometry, RequestError> {
     Ok(geometry)
 }
 
-/// A model's name has the alphabet and length of a namespace: both are metric labels.
+/// Refuses a name that is no metric label of bounded length. Model hubs write `owner/model`.
 fn check_name(name: &str) -> Result<(), RequestError> {
     if name.is_empty() {
         return Err(RequestError::Missing { field: "name" });
     }
-    match Namespace::new(name) {
-        Ok(_) => Ok(()),
-        Err(_) => {
-            let max = Namespace::LENGTH_MAX;
-            let reason = format!("must be 1 to {max} characters of a-z A-Z 0-9 . _ -");
-            Err(RequestError::invalid("name", reason))
-        }
+    let max = ModelSpec::NAME_LENGTH_MAX;
+    let allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-' | '/');
+    if name.len() > max || !name.chars().all(allowed) {
+        let reason = format!("must be 1 to {max} characters of a-z A-Z 0-9 . _ - /");
+        return Err(RequestError::invalid("name", reason));
     }
+    Ok(())
 }
 
 #[cfg(test)]
@@ -198,6 +200,14 @@ mod tests {
     }
 
     #[test]
+    fn names_of_model_hubs_are_taken() {
+        for name in ["meta-llama/Llama-3.1-8B-Instruct", &"a/".repeat(64)] {
+            let named = ModelSpec { name: name.to_owned(), ..spec() };
+            assert_eq!(ModelSpec::from_wire(named.into(), 64).unwrap().name, name);
+        }
+    }
+
+    #[test]
     fn zero_block_tokens_takes_the_default() {
         let mut asked = spec();
         asked.geometry.block_tokens = 0;
@@ -208,7 +218,9 @@ mod tests {
     #[test]
     fn refusals_name_the_field() {
         assert_eq!(refusal(|r| r.name.clear()), "name is missing");
-        assert!(refusal(|r| r.name = "a b".into()).starts_with("name: must be 1 to 64"));
+        assert!(refusal(|r| r.name = "a b".into()).starts_with("name: must be 1 to 128"));
+        assert!(refusal(|r| r.name = "a".repeat(129)).starts_with("name: must be 1 to 128"));
+        assert!(refusal(|r| r.name = "mod\u{e8}le".into()).starts_with("name: must be"));
         assert_eq!(refusal(|r| r.geometry = None), "geometry is missing");
         assert_eq!(refusal(|r| r.codec.clear()), "codec is missing");
         assert!(refusal(|r| r.codec = "x".repeat(131_073)).contains("maximum is 131072"));

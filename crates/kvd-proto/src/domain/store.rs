@@ -131,6 +131,7 @@ impl From<StoreAck> for v1::StoreBlocksResponse {
             length: ack.length,
             replayed: ack.replayed,
             packed_blocks: ack.packed_blocks,
+            error: None,
         }
     }
 }

@@ -233,6 +233,7 @@ impl TransportBench {
             soft_cap: None,
             queries: vec![AttendQuery::new(sequence, n_q)],
             q: Normal::new(5).bytes(values, 1.0),
+            per_query_errors: false,
         }
     }
 

@@ -33,6 +33,8 @@ impl Local<'_> {
             ("admin.listen", self.admin),
             ("device.pool_bytes", self.pool),
             ("defaults.block_tokens", &block_tokens),
+            // Whoever measures may want to know what small pages cost.
+            ("limits.page_tokens_min", "1"),
             ("log.filter", "warn"),
         ];
         let flags = flags.map(|(key, value)| (key.to_owned(), value.to_owned())).to_vec();

@@ -97,6 +97,8 @@ pub struct Config {
     pub attend_parts_max: u64,
     /// Scores that one attend computes.
     pub attend_work_max: u64,
+    /// Fewest tokens of a page under a codec with an entropy coder; others that quantize take half.
+    pub page_tokens_min: u32,
     /// Who may use the daemon.
     pub namespaces: Namespaces,
     /// Block size of models that do not say.
@@ -221,8 +223,9 @@ impl Config {
             region_bytes_max: size("limits.region_bytes_max", limits.region_bytes_max)? as u64,
             attend_parts_max: at_least("limits.attend_parts_max", limits.attend_parts_max, 1)?,
             attend_work_max: at_least("limits.attend_work_max", limits.attend_work_max, 1)?,
+            page_tokens_min: page_tokens("limits.page_tokens_min", limits.page_tokens_min)?,
             namespaces: namespaces(&raw.namespaces.allowed)?,
-            block_tokens_default: block_tokens(raw.defaults.block_tokens)?,
+            block_tokens_default: page_tokens("defaults.block_tokens", raw.defaults.block_tokens)?,
             log_json: log_json(&raw.log.format)?,
             log_filter: raw.log.filter.clone(),
         };
@@ -358,11 +361,11 @@ fn namespaces(allowed: &[String]) -> Result<Namespaces, ConfigError> {
     Ok(Namespaces::Only(names))
 }
 
-fn block_tokens(value: u32) -> Result<u32, ConfigError> {
+fn page_tokens(key: &'static str, value: u32) -> Result<u32, ConfigError> {
     let max = kvd_core::Geometry::BLOCK_TOKENS_MAX;
     if value == 0 || value > max {
         let reason = format!("{value} is not 1 to {max}");
-        return Err(ConfigError::new("defaults.block_tokens", reason));
+        return Err(ConfigError::new(key, reason));
     }
     Ok(value)
 }

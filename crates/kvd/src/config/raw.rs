@@ -116,6 +116,7 @@ pub struct Limits {
     pub region_bytes_max: ByteSize,
     pub attend_parts_max: u64,
     pub attend_work_max: u64,
+    pub page_tokens_min: u32,
 }
 
 #[derive(Clone, Debug, Deserialize)]

@@ -3,7 +3,7 @@
 use super::budget::InFlight;
 use super::launches::count_launches;
 use super::{Call, Model, Service, ServiceError, plan};
-use kvd_compute::{AttendPlan, Backend, PlanPart, PlanQuery, RegionPlaces};
+use kvd_compute::{AttendPlan, Backend, PlanPart, PlanQuery, RegionPlaces, first_non_finite};
 use kvd_core::{DType, ErrorCode, Geometry, SequenceId};
 use kvd_proto::domain::{AttendBatch, AttendQuery};
 use kvd_store::Pinned;
@@ -18,6 +18,17 @@ pub struct AttendReply {
     pub out: Vec<u8>,
     /// `[sum of n_q, q_heads]`.
     pub lse: Vec<f32>,
+    /// Queries that were not answered, in order; none unless the batch asks for them.
+    pub query_errors: Vec<RefusedQuery>,
+}
+
+/// A query of a batch that fails alone: its output is 0 and its log-sum-exp `-inf`.
+#[derive(Clone, Debug)]
+pub struct RefusedQuery {
+    /// Position in the batch.
+    pub index: u32,
+    /// Why.
+    pub error: ServiceError,
 }
 
 /// Bytes of book-keeping of one part in flight: the plan's and the pin's.
@@ -26,6 +37,9 @@ pub(crate) const PART_BYTES: u64 = 128;
 /// Bytes of book-keeping of one query row in flight, about: its end, its share of a unit, and a
 /// word for each of the parts that its range is cut into, some dozens of them.
 const ROW_BYTES: u64 = 256;
+
+/// Bytes that an answer takes for a query that failed alone, at most.
+const QUERY_ERROR_BYTES: u64 = 256;
 
 /// Sequence, readable length, first token and end: reads of the same key share their parts.
 pub(super) type ReadKey = (SequenceId, u32, u32, u32);
@@ -37,6 +51,11 @@ pub(super) struct Read {
 }
 
 impl Read {
+    /// Reads nothing.
+    fn nothing(sequence: SequenceId) -> Self {
+        Self { key: (sequence, 0, 0, 0), position: 0 }
+    }
+
     fn tokens(&self) -> u32 {
         let (_, _, start, end) = self.key;
         end - start
@@ -48,13 +67,14 @@ struct Prepared {
     plan: AttendPlan,
     model: Arc<Model>,
     query_tokens: u32,
+    query_errors: Vec<RefusedQuery>,
     /// What the plan names stays as it is until the device has answered.
     held: (Vec<Pinned>, InFlight),
 }
 
 impl Prepared {
-    /// Ends the attend that began at `began`.
-    fn end(self, began: Instant, stored_bytes_read: u64) {
+    /// Ends the attend that began at `began`; answers which queries failed.
+    fn end(self, began: Instant, stored_bytes_read: u64) -> Vec<RefusedQuery> {
         drop(self.held);
         let metrics = &self.model.metrics;
         metrics.attend.record(began.elapsed());
@@ -62,6 +82,7 @@ impl Prepared {
         metrics.attended_stored_bytes.increment(stored_bytes_read);
         let logical = logical_bytes(&self.plan, &self.model.shape.geometry);
         metrics.attended_logical_bytes.increment(logical);
+        self.query_errors
     }
 }
 
@@ -82,30 +103,36 @@ impl Service {
         let lane = self.seats[model.seat].lane.clone();
         let bytes = batch.q.len() as u64 + reply_bytes;
         let prepared = self.prepare(call, model, batch, bytes)?;
+        if prepared.query_tokens == 0 {
+            // Every query was refused for that: there is no row to answer.
+            let query_errors = prepared.query_errors;
+            return Ok(AttendReply { out: Vec::new(), lse: Vec::new(), query_errors });
+        }
         let metrics = self.metrics.clone();
         let work = move |backend: &mut dyn Backend| {
             let (began, before) = (Instant::now(), backend.launches());
             let attended = backend.attend(&prepared.plan);
             count_launches(&metrics, || backend.info(), &before, &backend.launches());
             let attended = attended?;
-            prepared.end(began, attended.stored_bytes_read);
-            Ok(AttendReply { out: attended.out, lse: attended.lse })
+            let query_errors = prepared.end(began, attended.stored_bytes_read);
+            Ok(AttendReply { out: attended.out, lse: attended.lse, query_errors })
         };
         lane.attend(call, work).await
     }
 
     /// The same where queries are in device memory and the answer goes there; the batch has none
-    /// itself. `launched` is called on the lane's thread once the device has all of it.
+    /// itself. `launched` is called on the lane's thread once the device has all of it. Answers
+    /// which queries failed alone.
     ///
     /// # Errors
-    /// As [`Service::attend`].
+    /// As [`Service::attend`]; a query that is not finite refuses the batch in any case.
     pub(crate) async fn attend_in_place(
         &self,
         call: &Call,
         batch: AttendBatch,
         (places, q_bytes): (RegionPlaces, u64),
         mut launched: impl FnMut() + Send + 'static,
-    ) -> Result<(), ServiceError> {
+    ) -> Result<Vec<RefusedQuery>, ServiceError> {
         self.admit(call)?;
         let model = self.batch_model(call, &batch)?;
         batch.check_shape_of(&model.shape.geometry, q_bytes)?;
@@ -121,8 +148,7 @@ impl Service {
             let (began, before) = (Instant::now(), backend.launches());
             let read = backend.attend_in_place(&prepared.plan, &places, &mut launched);
             count_launches(&metrics, || backend.info(), &before, &backend.launches());
-            prepared.end(began, read?);
-            Ok(())
+            Ok(prepared.end(began, read?))
         };
         lane.attend(call, work).await
     }
@@ -132,16 +158,20 @@ impl Service {
         &self,
         call: &Call,
         model: Arc<Model>,
-        batch: AttendBatch,
+        mut batch: AttendBatch,
         bytes: u64,
     ) -> Result<Prepared, ServiceError> {
-        let reads = self.resolve(call, &model, &batch)?;
+        let Reads { mut reads, mut query_errors } = self.resolve(call, &model, &batch)?;
         let parts = self.check_work(&batch, &reads, model.shape.geometry.block_tokens)?;
         let inflight = self.inflight.take(bytes + parts * PART_BYTES)?;
         if let Some(sample) = model.queries.as_ref().filter(|_| !batch.q.is_empty()) {
             sample.offer(&batch);
         }
-        let (queries, pins) = self.plan_queries(call, &batch, &reads)?;
+        if batch.per_query_errors {
+            refuse_non_finite(&mut batch, &model.shape.geometry, &mut reads, &mut query_errors);
+        }
+        let (queries, pins) = self.plan_queries(call, &batch, &reads, &mut query_errors)?;
+        query_errors.sort_by_key(|refused| refused.index);
         let query_tokens = batch.rows();
         let plan = AttendPlan {
             model: batch.model,
@@ -153,7 +183,7 @@ impl Service {
             queries,
             q: batch.q,
         };
-        Ok(Prepared { plan, model, query_tokens, held: (pins, inflight) })
+        Ok(Prepared { plan, model, query_tokens, query_errors, held: (pins, inflight) })
     }
 
     /// Bytes of the answer. Refuses a batch whose answer the transport could not carry, before any
@@ -166,8 +196,10 @@ impl Service {
         let rows = u64::from(batch.rows()) * u64::from(batch.q_heads);
         let row_bytes = u64::from(geometry.head_dim_v) * batch.dtype.size_bytes() as u64
             + DType::F32.size_bytes() as u64;
-        self.check_message_size(rows * row_bytes, "fewer query tokens")?;
-        Ok(rows * row_bytes)
+        let errors = if batch.per_query_errors { batch.queries.len() as u64 } else { 0 };
+        let bytes = rows * row_bytes + errors * QUERY_ERROR_BYTES;
+        self.check_message_size(bytes, "fewer query tokens")?;
+        Ok(bytes)
     }
 
     /// Refuses an answer larger than a message may be.
@@ -185,17 +217,26 @@ impl Service {
         Ok(())
     }
 
-    /// What each query reads, in the batch's order.
+    /// What each query reads, in the batch's order. One that cannot be read fails alone where the
+    /// batch asks for that, and then reads nothing.
     pub(super) fn resolve(
         &self,
         call: &Call,
         model: &Model,
         batch: &AttendBatch,
-    ) -> Result<Vec<Read>, ServiceError> {
-        let read = |(index, query)| {
-            self.resolve_query(call, model, batch, query).map_err(|error| error.in_query(index))
-        };
-        batch.queries.iter().enumerate().map(read).collect()
+    ) -> Result<Reads, ServiceError> {
+        let mut query_errors = Vec::new();
+        let mut reads = Vec::with_capacity(batch.queries.len());
+        for (index, query) in (0..).zip(&batch.queries) {
+            reads.push(match self.resolve_query(call, model, batch, query) {
+                Ok(read) => read,
+                Err(error) => {
+                    refuse_query(batch, index, error, &mut query_errors)?;
+                    Read::nothing(query.sequence)
+                }
+            });
+        }
+        Ok(Reads { reads, query_errors })
     }
 
     fn resolve_query(
@@ -205,6 +246,7 @@ impl Service {
         batch: &AttendBatch,
         query: &AttendQuery,
     ) -> Result<Read, ServiceError> {
+        query.check()?;
         let store = &self.seat_of(query.sequence)?.store;
         let of = store.model_of(&call.namespace, query.sequence)?;
         if of.id != model.shape.id {
@@ -216,9 +258,6 @@ impl Service {
         let pinned =
             store.pin(&call.namespace, query.sequence, batch.layer, 0..0, query.kv_length)?;
         let length = pinned.length;
-        // An end past the readable length reads up to it, as a causal bound would.
-        let end = query.end.map_or(length, |end| end.min(length));
-        let start = query.start.unwrap_or(0).min(end);
         let position = match query.position {
             Some(position) => position,
             None => length.checked_sub(query.n_q).ok_or_else(|| {
@@ -229,6 +268,7 @@ impl Service {
                 ServiceError::new(ErrorCode::InvalidArgument, message)
             })?,
         };
+        let (start, end) = range_to_read(query, length, position, of.geometry.block_tokens);
         Ok(Read { key: (query.sequence, length, start, end), position })
     }
 
@@ -268,43 +308,138 @@ impl Service {
         Ok(distinct)
     }
 
-    /// Pins and plans each distinct range once; queries that read the same share the parts.
+    /// Pins and plans each distinct range once; queries that read the same share the parts. A
+    /// sequence that was closed meanwhile fails its query as [`Service::resolve`] does.
     pub(super) fn plan_queries(
         &self,
         call: &Call,
         batch: &AttendBatch,
         reads: &[Read],
+        query_errors: &mut Vec<RefusedQuery>,
     ) -> Result<(Vec<PlanQuery>, Vec<Pinned>), ServiceError> {
         let mut planned = HashMap::<ReadKey, Arc<[PlanPart]>>::with_capacity(reads.len());
         let mut pins = Vec::with_capacity(reads.len());
         let mut queries = Vec::with_capacity(reads.len());
-        for (index, (query, read)) in batch.queries.iter().zip(reads).enumerate() {
+        let nothing: Arc<[PlanPart]> = Arc::new([]);
+        for (index, (query, read)) in (0..).zip(batch.queries.iter().zip(reads)) {
+            let (sequence, length, start, end) = read.key;
             let parts = match planned.entry(read.key) {
+                _ if start == end => nothing.clone(),
                 Entry::Occupied(known) => known.get().clone(),
                 Entry::Vacant(new) => {
-                    let (sequence, length, start, end) = read.key;
-                    let store = &self.seat_of(sequence)?.store;
-                    let pinned = store
-                        .pin(&call.namespace, sequence, batch.layer, start..end, Some(length))
-                        .map_err(|error| ServiceError::from(error).in_query(index))?;
-                    let parts = new.insert(plan::parts(&pinned).into()).clone();
-                    pins.push(pinned);
-                    parts
+                    let range = start..end;
+                    let namespace = &call.namespace;
+                    let pinned = self.seat_of(sequence).and_then(|seat| {
+                        let store = &seat.store;
+                        Ok(store.pin(namespace, sequence, batch.layer, range, Some(length))?)
+                    });
+                    match pinned {
+                        Ok(pinned) => {
+                            let parts = new.insert(plan::parts(&pinned).into()).clone();
+                            pins.push(pinned);
+                            parts
+                        }
+                        Err(error) => {
+                            refuse_query(batch, index, error, query_errors)?;
+                            nothing.clone()
+                        }
+                    }
                 }
             };
-            queries.push(PlanQuery {
-                n_q: query.n_q,
-                position: read.position,
-                sliding_window: query.sliding_window,
-                parts,
-            });
+            // One without tokens has no rows, and was refused.
+            if query.n_q > 0 {
+                queries.push(PlanQuery {
+                    n_q: query.n_q,
+                    position: read.position,
+                    sliding_window: query.sliding_window,
+                    parts,
+                });
+            }
         }
         Ok((queries, pins))
     }
 }
 
-/// What the plan's tokens would take in the stored precision.
+/// What a batch reads, query by query, and which queries fail alone.
+pub(super) struct Reads {
+    pub(super) reads: Vec<Read>,
+    pub(super) query_errors: Vec<RefusedQuery>,
+}
+
+/// Notes that a query failed, or refuses its batch where that does not ask for single errors.
+fn refuse_query(
+    batch: &AttendBatch,
+    index: u32,
+    error: ServiceError,
+    query_errors: &mut Vec<RefusedQuery>,
+) -> Result<(), ServiceError> {
+    if !batch.per_query_errors {
+        return Err(error.in_query(index));
+    }
+    query_errors.push(RefusedQuery { index, error });
+    Ok(())
+}
+
+/// Fails queries that hold a NaN or an infinity, and puts zeros in place of what they ask.
+fn refuse_non_finite(
+    batch: &mut AttendBatch,
+    geometry: &Geometry,
+    reads: &mut [Read],
+    query_errors: &mut Vec<RefusedQuery>,
+) {
+    let value_bytes = batch.dtype.size_bytes();
+    let token_bytes = batch.q_heads as usize * geometry.head_dim_k as usize * value_bytes;
+    let mut finite: Option<Vec<u8>> = None;
+    let mut start = 0;
+    for (index, (query, read)) in (0..).zip(batch.queries.iter().zip(reads)) {
+        let rows = start..(start + query.n_q as usize * token_bytes).min(batch.q.len());
+        start = rows.end;
+        let Some((at, value)) = first_non_finite(batch.dtype, &batch.q[rows.clone()]) else {
+            continue;
+        };
+        finite.get_or_insert_with(|| batch.q.to_vec())[rows].fill(0);
+        *read = Read::nothing(query.sequence);
+        // One that failed already keeps its first reason.
+        if query_errors.iter().all(|refused| refused.index != index) {
+            let message = format!("value {at} of its q is {value}; queries must be finite");
+            let error = ServiceError::new(ErrorCode::NonFinite, message);
+            query_errors.push(RefusedQuery { index, error });
+        }
+    }
+    if let Some(finite) = finite {
+        batch.q = finite.into();
+    }
+}
+
+/// First token and end of what a query has to read of `length` tokens: what its first token's
+/// window hides is not read, nor blocks that begin after its last token's position.
+///
+/// The end is that of a block, so that queries of neighbouring positions share what they read.
+fn range_to_read(query: &AttendQuery, length: u32, position: u32, block_tokens: u32) -> (u32, u32) {
+    let seen_end = u64::from(position) + u64::from(query.n_q);
+    let block_end = seen_end.next_multiple_of(u64::from(block_tokens));
+    let end = query.end.unwrap_or(length).min(length);
+    let end = u32::try_from(block_end).map_or(end, |block_end| end.min(block_end));
+    // The first token sees `window` tokens, itself the last of them.
+    let seen_start = query.sliding_window.map_or(0, |window| {
+        (u64::from(position) + 1).saturating_sub(u64::from(window)).min(u64::from(end)) as u32
+    });
+    (query.start.unwrap_or(0).max(seen_start).min(end), end)
+}
+
+/// What the tokens that the plan's queries see would take in the stored precision.
 fn logical_bytes(plan: &AttendPlan, geometry: &Geometry) -> u64 {
-    let tokens: u64 = plan.queries.iter().map(PlanQuery::tokens).sum();
+    let tokens: u64 = plan.queries.iter().map(seen_tokens).sum();
     tokens * geometry.values_per_token() * geometry.dtype.size_bytes() as u64
+}
+
+/// Tokens of a query's parts that one of its tokens sees.
+fn seen_tokens(query: &PlanQuery) -> u64 {
+    let last = query.n_q.saturating_sub(1);
+    let (start, end) = (query.visible(0).start, query.visible(last).end);
+    let seen = |part: &PlanPart| {
+        let tokens = part.end_token().min(end).saturating_sub(part.first_token.max(start));
+        u64::from(tokens)
+    };
+    query.parts.iter().map(seen).sum::<u64>()
 }

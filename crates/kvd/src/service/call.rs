@@ -14,6 +14,9 @@ pub struct Call {
 }
 
 impl Call {
+    /// What a caller is told whose deadline has passed.
+    pub(crate) const DEADLINE_PASSED: &str = "the deadline passed before the answer was ready";
+
     /// # Errors
     /// `DEADLINE_EXCEEDED` when the deadline has passed.
     pub fn check_deadline(&self) -> Result<(), ServiceError> {

@@ -26,7 +26,7 @@ impl ServiceError {
 
     /// The same error, saying which query of a batch it is about.
     #[must_use]
-    pub(super) fn in_query(self, index: usize) -> Self {
+    pub(super) fn in_query(self, index: u32) -> Self {
         Self { message: format!("queries[{index}]: {}", self.message), ..self }
     }
 

@@ -20,8 +20,8 @@ mod store;
 #[cfg(test)]
 mod tests;
 
-pub use attend::AttendReply;
 pub(crate) use attend::PART_BYTES;
+pub use attend::{AttendReply, RefusedQuery};
 pub use call::Call;
 pub use error::ServiceError;
 pub(crate) use ids::draw as draw_ids;

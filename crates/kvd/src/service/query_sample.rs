@@ -246,6 +246,7 @@ mod tests {
             soft_cap: None,
             queries: vec![query],
             q: q.into(),
+            per_query_errors: false,
         }
     }
 

@@ -6,7 +6,7 @@
 use super::query_sample::QuerySample;
 use super::{Call, Model, Service, ServiceError};
 use crate::metrics::{ModelLabels, ModelMetrics};
-use kvd_codec::{Calibration, CodecSpec, ModelCodec};
+use kvd_codec::{Calibration, CodecSpec, Entropy, ModelCodec, Quantizer, SideSpec};
 use kvd_compute::Backend;
 use kvd_core::{ErrorCode, Geometry, ModelId};
 use kvd_proto::domain::ModelSpec;
@@ -35,6 +35,30 @@ fn codec_label(codec: &str, fingerprint: &str) -> String {
     }
 }
 
+/// Refuses pages so small that reading them is several times slower than reading raw rows.
+///
+/// `min` is for sides with an entropy coder, whose decoder starts anew with each page; other sides
+/// that quantize have kernels for half of it. Rows that are only narrowed take pages of any size.
+fn check_page_tokens(geometry: &Geometry, codec: &CodecSpec, min: u32) -> Result<(), ServiceError> {
+    let overrides = codec.overrides.iter().map(|change| &change.spec);
+    let least = |side: &SideSpec| match (&side.quantizer, side.entropy) {
+        (Quantizer::Float(_), Entropy::None) => 1,
+        (_, Entropy::None) => min.div_ceil(2),
+        (_, Entropy::Huffman) => min,
+    };
+    let needed = [&codec.key, &codec.value].into_iter().chain(overrides).map(least).max();
+    let (given, needed) = (geometry.block_tokens, needed.unwrap_or(1));
+    if given >= needed {
+        return Ok(());
+    }
+    let message = format!(
+        "geometry.block_tokens: pages of {given} tokens make this codec several times slower \
+         than raw rows; ask for {needed} or more, or 0 for the default. It is kvd's page size: the \
+         engine's own block size is free (limits.page_tokens_min = {min})"
+    );
+    Err(ServiceError::new(ErrorCode::InvalidArgument, message))
+}
+
 impl Service {
     /// Registers a model, or finds it when the same was registered before.
     ///
@@ -54,6 +78,7 @@ impl Service {
         }
         let inflight = self.inflight.take(spec.calibration.len() as u64)?;
         let codec = kvd_codec::resolve(&spec.codec)?;
+        check_page_tokens(&spec.geometry, &codec, self.config.page_tokens_min)?;
         let fingerprint = fingerprint(&spec.geometry, &codec, &spec.calibration);
         let check = || self.models.check(&call.namespace, &spec.name, &fingerprint);
         if let Some(model) = check()? {

@@ -1,7 +1,10 @@
 //! From the service's answers to messages.
 
-use crate::service::{AttendReply, DevicePool, LoadPiece, Model, ModelStats, StoreReply};
+use crate::service::{
+    AttendReply, DevicePool, LoadPiece, Model, ModelStats, RefusedQuery, StoreReply,
+};
 use kvd_core::LayerIndex;
+use kvd_proto::domain::CallError;
 use kvd_proto::{domain, v1};
 use kvd_store::{SequenceUsage, StoredBytes};
 
@@ -75,8 +78,25 @@ pub(super) fn stored(layer: LayerIndex, reply: StoreReply) -> v1::StoreBlocksRes
     .into()
 }
 
+pub(super) fn not_stored(layer: LayerIndex, error: CallError) -> v1::StoreBlocksResponse {
+    v1::StoreBlocksResponse { layer: layer.0, error: Some(error.into()), ..Default::default() }
+}
+
 pub(super) fn attended(reply: AttendReply) -> v1::AttendResponse {
-    domain::Attended { out: reply.out.into(), lse: reply.lse }.into()
+    let query_error = |RefusedQuery { index, error }| domain::QueryError {
+        query: index,
+        error: CallError::new(error.code(), error.to_string()),
+    };
+    domain::Attended {
+        out: reply.out.into(),
+        lse: reply.lse,
+        query_errors: reply.query_errors.into_iter().map(query_error).collect(),
+    }
+    .into()
+}
+
+pub(super) fn not_attended(error: CallError) -> v1::AttendResponse {
+    v1::AttendResponse { error: Some(error.into()), ..Default::default() }
 }
 
 pub(super) fn loaded(piece: LoadPiece) -> v1::LoadBlocksResponse {

@@ -12,7 +12,6 @@ use kvd_proto::v1::{self, kvd_server::Kvd};
 use std::sync::Arc;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
-use tonic::metadata::MetadataMap;
 use tonic::{Request, Response, Status, Streaming};
 
 /// The generated trait over a [`Service`].
@@ -26,17 +25,17 @@ impl Grpc {
     async fn rpc<T>(
         &self,
         name: &'static str,
-        metadata: &MetadataMap,
+        call: Result<Call, ServiceError>,
         work: impl AsyncFnOnce(&Call) -> Result<T, ServiceError>,
     ) -> Result<Response<T>, Status> {
-        let call = self.call(name, metadata)?;
+        let call = self.known(name, call)?;
         let result = answer(self.service.metrics(), name, &call, work(&call)).await;
         result.map(Response::new)
     }
 
     /// Who calls, and until when; not to be told is counted as an answer, too.
-    fn call(&self, name: &'static str, metadata: &MetadataMap) -> Result<Call, Status> {
-        call(metadata).map_err(|error| refuse(self.service.metrics(), name, &error))
+    fn known<T>(&self, name: &'static str, call: Result<T, ServiceError>) -> Result<T, Status> {
+        call.map_err(|error| refuse(self.service.metrics(), name, &error))
     }
 }
 
@@ -56,7 +55,7 @@ impl Kvd for Grpc {
         request: Request<v1::GetServerInfoRequest>,
     ) -> Result<Response<v1::GetServerInfoResponse>, Status> {
         let service = &self.service;
-        self.rpc("GetServerInfo", request.metadata(), async |call| {
+        self.rpc("GetServerInfo", call(&request), async |call| {
             service.admit(call)?;
             Ok(v1::GetServerInfoResponse {
                 version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -75,8 +74,8 @@ impl Kvd for Grpc {
         &self,
         request: Request<v1::RegisterModelRequest>,
     ) -> Result<Response<v1::RegisterModelResponse>, Status> {
-        let (metadata, _, message) = request.into_parts();
-        self.rpc("RegisterModel", &metadata, async |call| {
+        let (caller, message) = (call(&request), request.into_inner());
+        self.rpc("RegisterModel", caller, async |call| {
             let block_tokens = self.service.config().block_tokens_default;
             let spec = ModelSpec::from_wire(message, block_tokens)?;
             let model = self.service.register_model(call, spec).await?;
@@ -90,7 +89,7 @@ impl Kvd for Grpc {
         request: Request<v1::DescribeModelRequest>,
     ) -> Result<Response<v1::DescribeModelResponse>, Status> {
         let id = ModelId(request.get_ref().model_id);
-        self.rpc("DescribeModel", request.metadata(), async |call| {
+        self.rpc("DescribeModel", call(&request), async |call| {
             let model = self.service.model(call, id)?;
             Ok(convert::model_description(&self.service.model_stats(call, model)?))
         })
@@ -101,7 +100,7 @@ impl Kvd for Grpc {
         &self,
         request: Request<v1::ListModelsRequest>,
     ) -> Result<Response<v1::ListModelsResponse>, Status> {
-        self.rpc("ListModels", request.metadata(), async |call| {
+        self.rpc("ListModels", call(&request), async |call| {
             let mut models = Vec::new();
             for model in self.service.list_models(call)? {
                 let stats = self.service.model_stats(call, model)?;
@@ -117,7 +116,7 @@ impl Kvd for Grpc {
         request: Request<v1::UnregisterModelRequest>,
     ) -> Result<Response<v1::UnregisterModelResponse>, Status> {
         let id = ModelId(request.get_ref().model_id);
-        self.rpc("UnregisterModel", request.metadata(), async |call| {
+        self.rpc("UnregisterModel", call(&request), async |call| {
             self.service.unregister_model(call, id).await?;
             Ok(v1::UnregisterModelResponse {})
         })
@@ -129,7 +128,7 @@ impl Kvd for Grpc {
         request: Request<v1::OpenSequenceRequest>,
     ) -> Result<Response<v1::OpenSequenceResponse>, Status> {
         let model = ModelId(request.get_ref().model_id);
-        self.rpc("OpenSequence", request.metadata(), async |call| {
+        self.rpc("OpenSequence", call(&request), async |call| {
             let id = self.service.open_sequence(call, model)?;
             Ok(v1::OpenSequenceResponse { sequence_id: id.0 })
         })
@@ -141,7 +140,7 @@ impl Kvd for Grpc {
         request: Request<v1::ForkSequenceRequest>,
     ) -> Result<Response<v1::ForkSequenceResponse>, Status> {
         let v1::ForkSequenceRequest { sequence_id, length } = *request.get_ref();
-        self.rpc("ForkSequence", request.metadata(), async |call| {
+        self.rpc("ForkSequence", call(&request), async |call| {
             let (id, length) = self.service.fork_sequence(call, SequenceId(sequence_id), length)?;
             Ok(v1::ForkSequenceResponse { sequence_id: id.0, length })
         })
@@ -153,7 +152,7 @@ impl Kvd for Grpc {
         request: Request<v1::TruncateSequenceRequest>,
     ) -> Result<Response<v1::TruncateSequenceResponse>, Status> {
         let v1::TruncateSequenceRequest { sequence_id, length } = *request.get_ref();
-        self.rpc("TruncateSequence", request.metadata(), async |call| {
+        self.rpc("TruncateSequence", call(&request), async |call| {
             self.service.truncate_sequence(call, SequenceId(sequence_id), length)?;
             Ok(v1::TruncateSequenceResponse {})
         })
@@ -165,7 +164,7 @@ impl Kvd for Grpc {
         request: Request<v1::CloseSequenceRequest>,
     ) -> Result<Response<v1::CloseSequenceResponse>, Status> {
         let id = SequenceId(request.get_ref().sequence_id);
-        self.rpc("CloseSequence", request.metadata(), async |call| {
+        self.rpc("CloseSequence", call(&request), async |call| {
             self.service.close_sequence(call, id)?;
             Ok(v1::CloseSequenceResponse {})
         })
@@ -177,7 +176,7 @@ impl Kvd for Grpc {
         request: Request<v1::DescribeSequenceRequest>,
     ) -> Result<Response<v1::DescribeSequenceResponse>, Status> {
         let id = SequenceId(request.get_ref().sequence_id);
-        self.rpc("DescribeSequence", request.metadata(), async |call| {
+        self.rpc("DescribeSequence", call(&request), async |call| {
             Ok(convert::sequence(self.service.describe_sequence(call, id)?))
         })
         .await
@@ -189,25 +188,23 @@ impl Kvd for Grpc {
         &self,
         request: Request<Streaming<v1::StoreBlocksRequest>>,
     ) -> Result<Response<Self::StoreBlocksStream>, Status> {
-        let (metadata, _, messages) = request.into_parts();
-        let call = self.call("StoreBlocks", &metadata)?;
+        let (call, errors) = self.known("StoreBlocks", stream::opened(&request))?;
+        let messages = request.into_inner();
         let (service, streams) = (self.service.clone(), &self.streams);
-        let stream = stream::serve(
-            service,
-            (streams, &streams.stores),
-            messages,
-            move |service, message| {
-                let call = call.clone();
-                async move {
-                    let work = async {
-                        let chunk: StoreChunk = domain(message)?;
-                        let layer = chunk.layer;
-                        Ok(convert::stored(layer, service.store(&call, chunk).await?))
-                    };
-                    answer(service.metrics(), "StoreBlocks", &call, work).await
-                }
-            },
-        );
+        let kind = (streams, &streams.stores);
+        let stream = stream::serve(service, kind, messages, move |service, message| {
+            let call = call.clone();
+            async move {
+                let layer = LayerIndex(message.layer);
+                let work = async {
+                    let chunk: StoreChunk = domain(message)?;
+                    let stored = || service.store(&call, chunk.clone());
+                    Ok(convert::stored(layer, stream::patiently(stored).await?))
+                };
+                let reply = answer(service.metrics(), "StoreBlocks", &call, work).await;
+                stream::with_error(reply, errors, |error| convert::not_stored(layer, error))
+            }
+        });
         Ok(Response::new(stream))
     }
 
@@ -215,8 +212,8 @@ impl Kvd for Grpc {
         &self,
         request: Request<v1::AttendRequest>,
     ) -> Result<Response<v1::AttendResponse>, Status> {
-        let (metadata, _, message) = request.into_parts();
-        self.rpc("Attend", &metadata, async |call| {
+        let (caller, message) = (call(&request), request.into_inner());
+        self.rpc("Attend", caller, async |call| {
             let batch: AttendBatch = domain(message)?;
             Ok(convert::attended(self.service.attend(call, batch).await?))
         })
@@ -229,24 +226,22 @@ impl Kvd for Grpc {
         &self,
         request: Request<Streaming<v1::AttendRequest>>,
     ) -> Result<Response<Self::AttendStreamStream>, Status> {
-        let (metadata, _, messages) = request.into_parts();
-        let call = self.call("AttendStream", &metadata)?;
+        let (call, errors) = self.known("AttendStream", stream::opened(&request))?;
+        let messages = request.into_inner();
         let (service, streams) = (self.service.clone(), &self.streams);
-        let stream = stream::serve(
-            service,
-            (streams, &streams.attends),
-            messages,
-            move |service, message| {
-                let call = call.clone();
-                async move {
-                    let work = async {
-                        let batch: AttendBatch = domain(message)?;
-                        Ok(convert::attended(service.attend(&call, batch).await?))
-                    };
-                    answer(service.metrics(), "AttendStream", &call, work).await
-                }
-            },
-        );
+        let kind = (streams, &streams.attends);
+        let stream = stream::serve(service, kind, messages, move |service, message| {
+            let call = call.clone();
+            async move {
+                let work = async {
+                    let batch: AttendBatch = domain(message)?;
+                    let attended = || service.attend(&call, batch.clone());
+                    Ok(convert::attended(stream::patiently(attended).await?))
+                };
+                let reply = answer(service.metrics(), "AttendStream", &call, work).await;
+                stream::with_error(reply, errors, convert::not_attended)
+            }
+        });
         Ok(Response::new(stream))
     }
 
@@ -256,8 +251,8 @@ impl Kvd for Grpc {
         &self,
         request: Request<v1::LoadBlocksRequest>,
     ) -> Result<Response<Self::LoadBlocksStream>, Status> {
-        let (metadata, _, message) = request.into_parts();
-        let call = self.call("LoadBlocks", &metadata)?;
+        let call = self.known("LoadBlocks", call(&request))?;
+        let message = request.into_inner();
         let pieces = answer(self.service.metrics(), "LoadBlocks", &call, async {
             let range: LoadRange = domain(message)?;
             self.service.load_pieces(&call, &range)
@@ -269,7 +264,10 @@ impl Kvd for Grpc {
         tokio::spawn(async move {
             let _open = open;
             for piece in pieces {
-                let work = async { Ok(convert::loaded(service.load_piece(&call, &piece).await?)) };
+                let work = async {
+                    let loaded = || service.load_piece(&call, &piece);
+                    Ok(convert::loaded(stream::patiently(loaded).await?))
+                };
                 let reply = answer(service.metrics(), "LoadBlocks", &call, work).await;
                 let ended = reply.is_err();
                 if replies.send(reply).await.is_err() || ended {
@@ -286,7 +284,7 @@ impl Kvd for Grpc {
     ) -> Result<Response<v1::SampleQueriesResponse>, Status> {
         let message = *request.get_ref();
         let (model, layer) = (ModelId(message.model_id), LayerIndex(message.layer));
-        self.rpc("SampleQueries", request.metadata(), async |call| {
+        self.rpc("SampleQueries", call(&request), async |call| {
             Ok(self.service.sampled_queries(call, model, layer)?.into())
         })
         .await
@@ -296,7 +294,7 @@ impl Kvd for Grpc {
         &self,
         request: Request<v1::GetStatsRequest>,
     ) -> Result<Response<v1::GetStatsResponse>, Status> {
-        self.rpc("GetStats", request.metadata(), async |call| {
+        self.rpc("GetStats", call(&request), async |call| {
             let mut models = Vec::new();
             for model in self.service.list_models(call)? {
                 models.push(convert::model_stats(&self.service.model_stats(call, model)?));

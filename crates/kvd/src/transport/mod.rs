@@ -4,8 +4,10 @@
 mod call;
 mod connection;
 mod convert;
+mod deadline;
 mod grpc;
 mod health;
+mod layer;
 mod measure;
 mod refusal;
 mod region;

@@ -3,6 +3,7 @@
 use super::connection::{Incoming, Limits, Phase};
 use super::grpc::Grpc;
 use super::health::HealthOf;
+use super::layer::RequestLayer;
 use super::refusal::Refusals;
 use super::region::RegionServer;
 use super::stream::Streams;
@@ -18,6 +19,7 @@ use std::sync::Arc;
 use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, watch};
 use tokio::task::JoinSet;
+use tonic::codec::CompressionEncoding;
 use tonic::service::Routes;
 use tonic::transport::Server;
 use tonic::transport::server::TcpIncoming;
@@ -120,13 +122,14 @@ impl GrpcServer {
         if let Some(listener) = self.tcp {
             // The builder's TCP settings do not reach sockets that were bound elsewhere.
             let sockets = TcpIncoming::from(listener).with_nodelay(Some(true));
-            let router = builder(config).layer(refusals.clone()).add_routes(routes.clone());
+            let server = builder(config).layer(RequestLayer).layer(refusals.clone());
+            let router = server.add_routes(routes.clone());
             let drain = Phase::Draining.reached(phase.clone());
             let incoming = Incoming::new(sockets, of_tcp);
             serving.spawn(router.serve_with_incoming_shutdown(incoming, drain));
         }
         if let Some(sockets) = self.unix {
-            let router = builder(config).layer(refusals).add_routes(routes);
+            let router = builder(config).layer(RequestLayer).layer(refusals).add_routes(routes);
             let drain = Phase::Draining.reached(phase.clone());
             let incoming = Incoming::new(sockets, of_unix);
             serving.spawn(router.serve_with_incoming_shutdown(incoming, drain));
@@ -173,7 +176,11 @@ fn routes(service: &Arc<Service>, phase: &watch::Receiver<Phase>, refusals: &Ref
     let streams = Streams::new(service.metrics(), phase.clone(), refusals.clone());
     let grpc = Grpc { service: service.clone(), streams };
     let health = HealthOf { service: service.clone(), phase: phase.clone() };
-    let kvd = KvdServer::new(grpc).max_decoding_message_size(max).max_encoding_message_size(max);
+    let kvd = KvdServer::new(grpc)
+        .max_decoding_message_size(max)
+        .max_encoding_message_size(max)
+        .accept_compressed(CompressionEncoding::Gzip)
+        .send_compressed(CompressionEncoding::Gzip);
     let reflection = || {
         tonic_reflection::server::Builder::configure()
             .register_encoded_file_descriptor_set(kvd_proto::FILE_DESCRIPTOR_SET)

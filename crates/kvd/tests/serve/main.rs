@@ -49,6 +49,7 @@ fn batch(model: ModelId, sequence: SequenceId) -> AttendBatch {
         soft_cap: None,
         queries: vec![AttendQuery::new(sequence, 1)],
         q: vec![0u8; 64 * 4].into(),
+        per_query_errors: false,
     }
 }
 

@@ -71,7 +71,17 @@ impl Shape {
         let dtype = DType::F32;
         let q = self.rows(99, 0, (queries.len() as u32, self.q_heads), dtype).into();
         let (q_heads, scale, soft_cap) = (self.q_heads, None, None);
-        AttendBatch { model, layer: LAYER, q_heads, dtype, scale, soft_cap, queries, q }
+        AttendBatch {
+            model,
+            layer: LAYER,
+            q_heads,
+            dtype,
+            scale,
+            soft_cap,
+            queries,
+            q,
+            per_query_errors: false,
+        }
     }
 
     /// The first tokens of a sequence.

@@ -169,7 +169,12 @@ pub(super) fn several(
     arena_bytes: u64,
     settings: &[(&str, &str)],
 ) -> (Arc<Service>, Vec<Arc<Probe>>) {
-    let flags = settings.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect();
+    let small_pages = [("limits.page_tokens_min", "1")];
+    let flags = small_pages
+        .iter()
+        .chain(settings)
+        .map(|(k, v)| ((*k).to_owned(), (*v).to_owned()))
+        .collect();
     let overrides = Overrides { flags, ..Overrides::default() };
     let config = Arc::new(Config::load(&overrides).unwrap());
     let options = CpuOptions { arena_bytes, prefault: false, threads: 1 };

@@ -18,6 +18,7 @@ fn batch(model: ModelId, queries: Vec<AttendQuery>) -> AttendBatch {
         soft_cap: None,
         queries,
         q: Bytes::from(vec![0; rows as usize * 8 * 4]),
+        per_query_errors: false,
     }
 }
 
@@ -38,13 +39,13 @@ async fn queries_of_the_same_range_are_planned_once() {
     let windowed = AttendQuery { sliding_window: Some(4), ..all };
     let batch = batch(model, vec![all, some, windowed, all]);
     let model = bench.service.model(&call(), model).unwrap();
-    let reads = bench.service.resolve(&call(), &model, &batch).unwrap();
-    assert_eq!(bench.service.check_work(&batch, &reads, 16).unwrap(), 10 + 3);
-    let (queries, pins) = bench.service.plan_queries(&call(), &batch, &reads).unwrap();
-    assert_eq!(pins.len(), 2);
-    assert!(Arc::ptr_eq(&queries[0].parts, &queries[2].parts));
+    let reads = bench.service.resolve(&call(), &model, &batch).unwrap().reads;
+    assert_eq!(bench.service.check_work(&batch, &reads, 16).unwrap(), 10 + 3 + 1);
+    let mut errors = Vec::new();
+    let (queries, pins) = bench.service.plan_queries(&call(), &batch, &reads, &mut errors).unwrap();
+    assert_eq!((pins.len(), errors.len()), (3, 0));
     assert!(Arc::ptr_eq(&queries[0].parts, &queries[3].parts));
-    assert_eq!(queries.iter().map(|query| query.tokens()).collect::<Vec<_>>(), [160, 40, 160, 160]);
+    assert_eq!(queries.iter().map(|query| query.tokens()).collect::<Vec<_>>(), [160, 40, 4, 160]);
     let reply = bench.service.attend(&call(), batch).await.unwrap();
     assert_eq!(reply.lse.len(), 4);
     assert_eq!((reply.lse[0], reply.lse[2]), (160f32.ln(), 4f32.ln()));

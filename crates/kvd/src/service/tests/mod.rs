@@ -7,4 +7,5 @@ mod ids;
 mod limits;
 mod models;
 mod packing;
+mod queries;
 mod unregister;

@@ -156,3 +156,28 @@ async fn a_geometry_of_huge_blocks_is_refused() {
     assert_eq!(refused.code(), ErrorCode::InvalidArgument);
     assert!(refused.to_string().contains("block_tokens * kv_heads"), "{refused}");
 }
+
+#[tokio::test]
+async fn pages_that_make_a_codec_slow_are_refused_by_its_kind() {
+    let bench = Bench::new(1 << 20, &[("limits.page_tokens_min", "64")]);
+    let register = async |codec: &str, block_tokens| {
+        let mut asked = spec(&format!("{codec}-{block_tokens}"), codec);
+        asked.geometry.block_tokens = block_tokens;
+        bench.service.register_model(&call(), asked).await
+    };
+    for (codec, tokens) in [("raw", 1), ("raw", 16), ("kvcomp", 64), ("kvcomp", 96)] {
+        register(codec, tokens).await.unwrap();
+    }
+    let cases = [("kvcomp", 63, 64), ("kvcomp", 16, 64), ("kivi-4", 16, 32), ("kivi-4", 31, 32)];
+    for (codec, tokens, least) in cases {
+        let refused = register(codec, tokens).await.err().unwrap();
+        assert_eq!(refused.code(), ErrorCode::InvalidArgument, "{codec} {tokens}");
+        let text = refused.to_string();
+        assert!(text.starts_with("geometry.block_tokens: "), "{text}");
+        assert!(text.contains(&format!("ask for {least} or more")), "{text}");
+        assert!(text.contains("limits.page_tokens_min = 64"), "{text}");
+    }
+    // One side with an entropy coder is enough.
+    let refused = register("k=raw; v=uniform(rel=0.15,axis=token)/huffman", 32).await;
+    assert!(refused.err().unwrap().to_string().contains("ask for 64 or more"));
+}

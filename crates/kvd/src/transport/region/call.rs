@@ -4,7 +4,9 @@
 
 use super::Region;
 use crate::metrics::Metric;
-use crate::service::{AttendReply, Call, OpenMemory, Service, ServiceError, StoreReply};
+use crate::service::{
+    AttendReply, Call, Model, OpenMemory, RefusedQuery, Service, ServiceError, StoreReply,
+};
 use crate::transport::measure::answer as measured;
 use bytes::Bytes;
 use kvd_compute::{RegionPlaces, RegionRows};
@@ -14,6 +16,8 @@ use kvd_proto::{RequestError, v1};
 use kvd_shm::{Completion, Outcome};
 use std::time::{Duration, Instant};
 
+/// Bytes of what is said of one query that was refused alone.
+const QUERY_ERROR_BYTES: usize = 128;
 /// Bytes of one log-sum-exp.
 const LSE_BYTES: u64 = DType::F32.size_bytes() as u64;
 
@@ -57,8 +61,8 @@ async fn serve(
     match call {
         None => Err(RequestError::Missing { field: "call" }.into()),
         Some(v1::region_call::Call::Attend(call)) => {
-            attend(service, region, caller, (call, launched)).await?;
-            Ok([0; 3])
+            let failed = attend(service, region, caller, (call, launched)).await?;
+            Ok([failed, 0, 0])
         }
         Some(v1::region_call::Call::Store(request)) => {
             let stored = store(service, region, caller, request).await?;
@@ -118,13 +122,25 @@ fn count(service: &Service, payloads: &'static str) {
     service.metrics().counter(Metric::RegionCallsTotal, &[("payloads", payloads)]).increment(1);
 }
 
+/// Where the answer to an attend goes.
+#[derive(Clone, Copy)]
+struct AnswerPlaces {
+    out: u64,
+    out_bytes: u64,
+    lse: u64,
+    lse_bytes: u64,
+    /// In the memory file; where the batch asks for errors of single queries.
+    query_errors: Option<u64>,
+}
+
+/// Answers how many queries of the batch were refused alone.
 async fn attend(
     service: &Service,
     region: &Region,
     caller: &Call,
-    (call, launched): (v1::RegionAttend, Option<u64>),
-) -> Result<(), ServiceError> {
-    let mut request = call.request.ok_or(RequestError::Missing { field: "request" })?;
+    (mut call, launched): (v1::RegionAttend, Option<u64>),
+) -> Result<u32, ServiceError> {
+    let mut request = call.request.take().ok_or(RequestError::Missing { field: "request" })?;
     let payload = request.q.take();
     let elsewhere = region.device.as_ref().zip(slice_of(payload.as_ref()));
     request.q = match elsewhere {
@@ -134,38 +150,89 @@ async fn attend(
     let mut batch = AttendBatch::try_from(request)?;
     service.admit(caller)?;
     let model = service.batch_model(caller, &batch)?;
+    let queries = batch.queries.len();
     // Before any work: an answer must have its place.
-    let heads = u64::from(batch.rows()) * u64::from(batch.q_heads);
-    let shape = "[sum of n_q, q_heads, head_dim_v]";
-    let values = heads * u64::from(model.shape.geometry.head_dim_v);
-    let out = place(region, "out", shape, call.out, values, batch.dtype)?;
-    let lse = place(region, "lse", "[sum of n_q, q_heads]", call.lse, heads, DType::F32)?;
+    let at = answer_places(region, &batch, &model, &call)?;
     if let Some((device, q)) = elsewhere {
         check(region, q.offset, q.bytes)?;
         // In place or copied, a call has the same limits.
         check_size(service, q.bytes)?;
         batch.check_shape_of(&model.shape.geometry, q.bytes)?;
-        let places = RegionPlaces { region: device.region(), q: q.offset, out, lse };
-        let sizes = [q.bytes, values * batch.dtype.size_bytes() as u64, heads * LSE_BYTES];
-        let fits = kernels_take(batch.dtype, &places, sizes);
-        if fits && device.reaches(&model, &batch) {
+        let places =
+            RegionPlaces { region: device.region(), q: q.offset, out: at.out, lse: at.lse };
+        let fits = kernels_take(batch.dtype, &places, [q.bytes, at.out_bytes, at.lse_bytes]);
+        if fits && batch.rows() > 0 && device.reaches(&model, &batch) {
             count(service, "in_place");
-            let at = (places, q.bytes);
             let memory = region.memory.clone();
             let tell = move || {
                 let record = launched.map(|done| Completion::at(&memory, done));
                 // The record was tested when the call came.
                 let _ = record.map(|record| record.and_then(|record| record.launched()));
             };
-            return service.attend_in_place(caller, batch, at, tell).await;
+            let in_place = (places, q.bytes);
+            let again = batch.per_query_errors.then(|| batch.clone());
+            let result = service.attend_in_place(caller, batch, in_place, tell).await;
+            batch = match (result, again) {
+                // The device says that a query is not finite; which ones, the host finds out.
+                (Err(error), Some(again)) if error.code() == ErrorCode::NonFinite => again,
+                (result, _) => return put_query_errors(region, at.query_errors, queries, &result?),
+            };
         }
         batch.q = copied(service, device, caller, q).await?;
     }
     count(service, if region.device.is_some() { "copied" } else { "file" });
     let reply: AttendReply = service.attend(caller, batch).await?;
     let bytes = reply.lse.iter().flat_map(|value| value.to_le_bytes()).collect();
-    put(region, caller, out, reply.out).await?;
-    put(region, caller, lse, bytes).await
+    put(region, caller, at.out, reply.out).await?;
+    put(region, caller, at.lse, bytes).await?;
+    put_query_errors(region, at.query_errors, queries, &reply.query_errors)
+}
+
+/// Where the answer to a batch goes; each slice must be exactly as long.
+fn answer_places(
+    region: &Region,
+    batch: &AttendBatch,
+    model: &Model,
+    call: &v1::RegionAttend,
+) -> Result<AnswerPlaces, ServiceError> {
+    let heads = u64::from(batch.rows()) * u64::from(batch.q_heads);
+    let values = heads * u64::from(model.shape.geometry.head_dim_v);
+    let shape = "[sum of n_q, q_heads, head_dim_v]";
+    let out = place(region, "out", shape, call.out, values, batch.dtype)?;
+    let lse = place(region, "lse", "[sum of n_q, q_heads]", call.lse, heads, DType::F32)?;
+    let out_bytes = values * batch.dtype.size_bytes() as u64;
+    let query_errors = if batch.per_query_errors {
+        let field = "query_errors";
+        let slice = call.query_errors.ok_or(RequestError::Missing { field })?;
+        let (given, expected) = (slice.bytes, (batch.queries.len() * QUERY_ERROR_BYTES) as u64);
+        if given != expected {
+            let shape = "[queries, 128]";
+            return Err(RequestError::PayloadLength { field, shape, given, expected }.into());
+        }
+        region.memory.check(slice.offset, slice.bytes)?;
+        Some(slice.offset)
+    } else {
+        None
+    };
+    Ok(AnswerPlaces { out, out_bytes, lse, lse_bytes: heads * LSE_BYTES, query_errors })
+}
+
+/// Writes "CODE: message" of each query that was refused alone; answers how many there are.
+fn put_query_errors(
+    region: &Region,
+    at: Option<u64>,
+    queries: usize,
+    refused: &[RefusedQuery],
+) -> Result<u32, ServiceError> {
+    let Some(at) = at.filter(|_| !refused.is_empty()) else { return Ok(0) };
+    let mut bytes = vec![0; queries * QUERY_ERROR_BYTES];
+    for RefusedQuery { index, error } in refused {
+        let text = format!("{}: {error}", error.code().name());
+        let text = &text.as_bytes()[..text.floor_char_boundary(QUERY_ERROR_BYTES)];
+        bytes[*index as usize * QUERY_ERROR_BYTES..][..text.len()].copy_from_slice(text);
+    }
+    region.memory.write(at, &bytes)?;
+    Ok(refused.len() as u32)
 }
 
 /// Whether kernels can read and write values there: aligned, and no two of the three meet, since a

@@ -374,3 +374,44 @@ async fn a_region_of_another_namespace_reaches_no_model_and_nothing_is_launched(
         fixture.running.drain().await;
     }
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn one_bad_query_of_a_batch_fails_alone() {
+    for kind in KINDS {
+        let mut fixture = Fixture::new(kind).await;
+        let good = fixture.client.attend(fixture.batch.clone()).await.unwrap();
+        // The good query between one of no sequence and one that is not finite.
+        let query = fixture.batch.queries[0];
+        let unknown = AttendQuery { sequence: kvd_core::SequenceId(u64::MAX), ..query };
+        let q = fixture.batch.q.to_vec();
+        let mut nan = q.clone();
+        nan[..4].copy_from_slice(&f32::NAN.to_le_bytes());
+        fixture.batch.q = [q.clone(), q, nan].concat().into();
+        fixture.batch.queries = vec![unknown, query, query];
+        fixture.batch.per_query_errors = true;
+        let worker = fixture.open(7);
+        let at = fixture.places();
+        let bytes = 3 * kvd_client::QUERY_ERROR_BYTES;
+        let errors_at = RegionSlice { offset: worker.memory().size_bytes() - bytes, bytes };
+        let (failed, said) = tokio::task::block_in_place(|| {
+            worker.send_attend_with_errors(fixture.batch.clone(), at, errors_at).unwrap();
+            (worker.wait(at.done).unwrap(), worker.query_errors(errors_at).unwrap())
+        });
+        assert_eq!(failed, [2, 0, 0], "{kind:?}");
+        let codes: Vec<_> = said.iter().map(|said| (said.query, said.error.code)).collect();
+        let expected = [(0, ErrorCode::UnknownSequence), (2, ErrorCode::NonFinite)];
+        assert_eq!(codes, expected, "{kind:?}");
+        assert!(said[1].error.message.contains("must be finite"), "{said:?}");
+        let answer = fixture.answer(&worker, at);
+        let row = good.out.len();
+        assert_eq!(answer.out[row..2 * row], good.out[..], "{kind:?}");
+        assert!([&answer.out[..row], &answer.out[2 * row..]].concat().iter().all(|b| *b == 0));
+        let none = vec![f32::NEG_INFINITY; 2];
+        assert_eq!(answer.lse, [none.clone(), good.lse.clone(), none].concat(), "{kind:?}");
+        // Without a place for errors nothing is answered.
+        let refused = fixture.attend(&worker).unwrap_err();
+        assert_eq!(refused.code, Some(ErrorCode::InvalidArgument), "{kind:?}");
+        assert!(refused.message.contains("query_errors is missing"), "{refused}");
+        fixture.running.drain().await;
+    }
+}

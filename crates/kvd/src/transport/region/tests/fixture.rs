@@ -86,6 +86,7 @@ impl Fixture {
             ("server.listen_region", path("region")),
             ("server.message_bytes_max", MESSAGE_BYTES.to_string()),
             ("limits.calibration_bytes_max", "4 KiB".to_owned()),
+            ("limits.page_tokens_min", "1".to_owned()),
             ("admin.listen", String::new()),
             ("device.pool_bytes", "4 MiB".to_owned()),
         ];
@@ -218,7 +219,7 @@ impl Fixture {
     pub(super) fn answer(&self, worker: &Worker, at: AttendPlaces) -> Attended {
         let lse = worker.bytes(at.lse);
         let lse = lse.as_chunks::<4>().0.iter().map(|value| f32::from_le_bytes(*value)).collect();
-        Attended { out: worker.bytes(at.out).into(), lse }
+        Attended { out: worker.bytes(at.out).into(), lse, query_errors: Vec::new() }
     }
 
     /// Regions that the daemon holds.
@@ -264,5 +265,6 @@ async fn stored(client: &Client, codec: &str, n_q: u32) -> AttendBatch {
     client.store(StoreChunk { sequence, layer, start, tokens, k, v }).await.unwrap();
     let queries = vec![AttendQuery::new(sequence, n_q)];
     let (scale, soft_cap, dtype, q) = (None, None, DType::F32, rows(n_q, 0.9));
-    AttendBatch { model, layer, q_heads: 2, dtype, scale, soft_cap, queries, q }
+    let per_query_errors = false;
+    AttendBatch { model, layer, q_heads: 2, dtype, scale, soft_cap, queries, q, per_query_errors }
 }

@@ -1,0 +1,137 @@
+//! Deadlines: `grpc-timeout` is read once, when a call arrives, and ends the call wherever it is.
+//!
+//! tonic has a timer of its own, which answers `CANCELLED` without kvd's error details and does not
+//! watch streams. It starts after this one and asks this one first, so it never answers.
+
+use super::call::status;
+use crate::service::{Call, ServiceError};
+use bytes::Bytes;
+use http_body::{Body, Frame, SizeHint};
+use std::future::poll_fn;
+use std::pin::{Pin, pin};
+use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
+use tokio::time::Sleep;
+use tonic::Status;
+
+/// Header of the time that a caller waits.
+const TIMEOUT_HEADER: &str = "grpc-timeout";
+
+/// When the caller of a request stops waiting: an extension of the request.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Deadline(pub(super) Instant);
+
+impl Deadline {
+    /// Takes it out of a request's headers. A malformed one is ignored, as the gRPC specification
+    /// lets a server do.
+    pub(super) fn take(headers: &mut http::HeaderMap) -> Option<Self> {
+        let value = headers.remove(TIMEOUT_HEADER)?;
+        let timeout = parse(value.to_str().ok()?)?;
+        Instant::now().checked_add(timeout).map(Self)
+    }
+
+    /// What `work` comes to, or `None` when the deadline passes first.
+    pub(super) async fn limit<T>(self, work: impl Future<Output = T>) -> Option<T> {
+        let mut work = pin!(work);
+        let mut timer = pin!(tokio::time::sleep_until(self.0.into()));
+        poll_fn(|context| {
+            if let Poll::Ready(value) = work.as_mut().poll(context) {
+                return Poll::Ready(Some(value));
+            }
+            // The clock decides, not this timer alone: tonic's may have woken the task first.
+            if timer.as_mut().poll(context).is_ready() || Instant::now() >= self.0 {
+                return Poll::Ready(None);
+            }
+            Poll::Pending
+        })
+        .await
+    }
+
+    /// The answer of a call whose deadline has passed.
+    pub(super) fn passed() -> Status {
+        status(&ServiceError::new(kvd_core::ErrorCode::DeadlineExceeded, Call::DEADLINE_PASSED))
+    }
+}
+
+/// `TimeoutValue TimeoutUnit` of the gRPC over HTTP/2 specification.
+fn parse(text: &str) -> Option<Duration> {
+    let (value, unit) = text.split_at_checked(text.len().checked_sub(1)?)?;
+    let value: u64 = value.parse().ok()?;
+    match unit {
+        "H" => Some(Duration::from_secs(value.saturating_mul(3600))),
+        "M" => Some(Duration::from_secs(value.saturating_mul(60))),
+        "S" => Some(Duration::from_secs(value)),
+        "m" => Some(Duration::from_millis(value)),
+        "u" => Some(Duration::from_micros(value)),
+        "n" => Some(Duration::from_nanos(value)),
+        _ => None,
+    }
+}
+
+/// A response's body that ends with `DEADLINE_EXCEEDED` when its deadline passes.
+pub(super) struct LimitedBody {
+    /// `None` once it has ended.
+    inner: Option<tonic::body::Body>,
+    timer: Pin<Box<Sleep>>,
+}
+
+impl LimitedBody {
+    pub(super) fn new(inner: tonic::body::Body, deadline: Deadline) -> Self {
+        let timer = Box::pin(tokio::time::sleep_until(deadline.0.into()));
+        Self { inner: Some(inner), timer }
+    }
+}
+
+impl Body for LimitedBody {
+    type Data = Bytes;
+    type Error = Status;
+
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
+        let this = self.get_mut();
+        let Some(inner) = &mut this.inner else { return Poll::Ready(None) };
+        if this.timer.as_mut().poll(context).is_pending() {
+            return Pin::new(inner).poll_frame(context);
+        }
+        // Whatever works for the stream sees that nobody reads on.
+        this.inner = None;
+        let mut trailers = http::HeaderMap::new();
+        Poll::Ready(Some(
+            Deadline::passed().add_header(&mut trailers).map(|()| Frame::trailers(trailers)),
+        ))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.inner.as_ref().is_none_or(Body::is_end_stream)
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        SizeHint::default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn timeouts_of_every_unit() {
+        assert_eq!(parse("2H"), Some(Duration::from_secs(7200)));
+        assert_eq!(parse("250m"), Some(Duration::from_millis(250)));
+        assert_eq!(parse("0n"), Some(Duration::ZERO));
+        for bad in ["", "5", "m", "-1S", "1d", "1.5S", "\u{fc}"] {
+            assert_eq!(parse(bad), None, "{bad:?}");
+        }
+    }
+
+    #[tokio::test]
+    async fn work_that_ends_in_time_is_answered_and_other_work_is_dropped() {
+        let soon = || Deadline(Instant::now() + Duration::from_millis(5));
+        assert_eq!(soon().limit(async { 7 }).await, Some(7));
+        assert_eq!(soon().limit(std::future::pending::<()>()).await, None);
+        // What is there already is an answer, however late it is asked for.
+        assert_eq!(Deadline(Instant::now()).limit(async { 7 }).await, Some(7));
+    }
+}
