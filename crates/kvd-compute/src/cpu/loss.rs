@@ -4,6 +4,7 @@
 
 use crate::cpu::job::{Job, Unit, group, payload_row};
 use crate::cpu::parts::TOP;
+use crate::cpu::rows::restore;
 use crate::cpu::scores::TILE;
 use crate::cpu::unit::Queries;
 use crate::{BackendError, PartialState, PlanPart, Source};
@@ -204,6 +205,17 @@ impl Merged<'_> {
     fn sees(&self, row: usize, at: u32) -> bool {
         let token = self.unit.q.start + (row / group(self.job)) as u32;
         self.unit.query.visible(token).contains(&at)
+    }
+
+    /// Whether the value of the token with the largest score has less than that share of the squares
+    /// of the row's coefficients: then what f32 loses of those is much beside any value.
+    pub(super) fn has_small_values(&self, row: usize, share: f32) -> Result<bool, BackendError> {
+        let (reader, state) = (self.job.reader, &self.states[row]);
+        let Row { space, mut values } = self.row_at(Side::Value, self.losses[row].largest_at)?;
+        restore(reader.codec.head(reader.layer, Side::Value, self.unit.head), space, &mut values);
+        let squares = |values: &[f32]| values.iter().map(|value| value * value).sum::<f32>();
+        let coefficients = squares(&state.coefficients) / state.weight_sum.powi(2);
+        Ok(squares(&values) < share * coefficients)
     }
 
     /// A token of raw rows that the row sees.
