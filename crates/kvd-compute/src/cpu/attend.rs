@@ -111,8 +111,13 @@ fn first_pass<'a>(
             end = at + 1;
         }
         let UnitAnswer { queries, states, losses } = &merged;
-        let mut rows = Merged { job, unit, queries, states, losses }.not_served()?;
-        rows.extend(reply.write(unit, states));
+        let of = Merged { job, unit, queries, states, losses };
+        let mut rows = of.not_served()?;
+        for row in reply.write(unit, states) {
+            if of.has_small_values(row, LEFT_LEAST)? {
+                rows.push(row);
+            }
+        }
         if !rows.is_empty() {
             rows.sort_unstable();
             rows.dedup();

@@ -4,9 +4,10 @@
 
 use crate::cpu::job::{Job, Unit, group, payload_row};
 use crate::cpu::parts::TOP;
+use crate::cpu::rows::restore;
 use crate::cpu::scores::TILE;
 use crate::cpu::unit::Queries;
-use crate::{BackendError, PartialState};
+use crate::{BackendError, PartialState, PlanPart, Source};
 use kvd_codec::Space;
 use kvd_core::Side;
 
@@ -160,8 +161,10 @@ impl Merged<'_> {
         if within && lost <= 4.0 * f32::EPSILON * state.lse().abs().max(1.0) {
             return Ok(true);
         }
-        // Any token will do that the row sees; most rows see that of the first.
-        for at in [known.as_ref().map(|(at, _)| *at), Some(loss.largest_at)] {
+        // Any token will do that the row sees: one of raw rows, which need no decoding, or else the
+        // one that was decoded for another row.
+        let first = known.as_ref().map_or_else(|| self.raw_token(row), |(at, _)| Some(*at));
+        for at in [first, Some(loss.largest_at)] {
             let Some(at) = at.filter(|at| self.sees(row, *at)) else { continue };
             if known.as_ref().is_none_or(|(known, _)| *known != at) {
                 *known = Some((at, self.row_at(Side::Key, at)?));
@@ -202,6 +205,25 @@ impl Merged<'_> {
     fn sees(&self, row: usize, at: u32) -> bool {
         let token = self.unit.q.start + (row / group(self.job)) as u32;
         self.unit.query.visible(token).contains(&at)
+    }
+
+    /// Whether the value of the token with the largest score has less than that share of the squares
+    /// of the row's coefficients: then what f32 loses of those is much beside any value.
+    pub(super) fn has_small_values(&self, row: usize, share: f32) -> Result<bool, BackendError> {
+        let (reader, state) = (self.job.reader, &self.states[row]);
+        let Row { space, mut values } = self.row_at(Side::Value, self.losses[row].largest_at)?;
+        restore(reader.codec.head(reader.layer, Side::Value, self.unit.head), space, &mut values);
+        let squares = |values: &[f32]| values.iter().map(|value| value * value).sum::<f32>();
+        let coefficients = squares(&state.coefficients) / state.weight_sum.powi(2);
+        Ok(squares(&values) < share * coefficients)
+    }
+
+    /// A token of raw rows that the row sees.
+    fn raw_token(&self, row: usize) -> Option<u32> {
+        let mut parts = self.unit.query.parts.iter();
+        let is_raw = |part: &&PlanPart| matches!(part.source, Source::Raw { .. });
+        let raw = parts.find(|part| is_raw(part) && self.sees(row, part.first_token));
+        raw.map(|part| part.first_token)
     }
 
     /// Decodes the row of the token at that position.

@@ -344,7 +344,7 @@ fn ordinary_rows_are_not_answered_twice() {
             assert_eq!(rows, 0, "{name}, {data:?}");
         }
     }
-    for name in ["kivi-4", "vecinfer-2", "kvcomp", "kvd-4", "turbo-4", "kvd-2", "kvd-2-fast"] {
+    for name in ["kivi-4", "vecinfer-2", "kvcomp", "kvd-4", "kvd-2", "turbo-4", "kvd-2-fast"] {
         let (backend, parts) = filled(codec(&geometry(64), name), Data::Flat);
         let plan = plan(&geometry(64), &parts, Data::Flat, Ask { position: 8192, ..ASK });
         let rows = backend.with_job(&plan, attend::rows_again).unwrap();
