@@ -26,8 +26,8 @@ pub struct AttendBatch {
     pub queries: Vec<AttendQuery>,
     /// `[sum of n_q, q_heads, head_dim_k]`, queries in order.
     pub q: Bytes,
-    /// Bad queries are named in the answer ([`Attended::query_errors`]) and the others are answered;
-    /// else one bad query refuses the batch.
+    /// Bad queries are named in [`Attended::query_errors`] and the others answered; else one bad
+    /// query refuses the batch.
     pub per_query_errors: bool,
 }
 

@@ -208,11 +208,7 @@ impl Config {
                 limits.tokens_per_sequence_max,
                 1,
             )?,
-            sequence_layers_max: at_least(
-                "limits.sequence_layers_max",
-                limits.sequence_layers_max,
-                1,
-            )?,
+            sequence_layers_max: sequence_layers(limits.sequence_layers_max)?,
             calibration_bytes_max: size(
                 "limits.calibration_bytes_max",
                 limits.calibration_bytes_max,
@@ -333,6 +329,10 @@ fn queue_jobs(value: usize) -> Result<usize, ConfigError> {
 fn size(key: &'static str, value: ByteSize) -> Result<usize, ConfigError> {
     let bytes = usize::try_from(value.as_u64()).unwrap_or(usize::MAX);
     at_least(key, bytes, 4096)
+}
+
+fn sequence_layers(value: u64) -> Result<u64, ConfigError> {
+    at_least("limits.sequence_layers_max", value, 1)
 }
 
 /// HTTP/2 windows are 31-bit (RFC 9113, section 6.9.1).

@@ -38,6 +38,9 @@ pub(crate) const PART_BYTES: u64 = 128;
 /// word for each of the parts that its range is cut into, some dozens of them.
 const ROW_BYTES: u64 = 256;
 
+/// Bytes of a message for the fields around its payloads.
+pub(super) const ENVELOPE_BYTES: u64 = 1024;
+
 /// Bytes that an answer takes for a query that failed alone, at most.
 const QUERY_ERROR_BYTES: u64 = 256;
 
@@ -204,8 +207,6 @@ impl Service {
 
     /// Refuses an answer larger than a message may be.
     pub(super) fn check_message_size(&self, bytes: u64, ask: &str) -> Result<(), ServiceError> {
-        // Room for the fields around the payloads.
-        const ENVELOPE_BYTES: u64 = 1024;
         let max = self.config.message_bytes_max as u64;
         if bytes + ENVELOPE_BYTES > max {
             let message = format!(

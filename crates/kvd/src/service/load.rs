@@ -1,5 +1,6 @@
 //! `LoadBlocks`: rows decoded back, in pieces that fit a message.
 
+use super::attend::ENVELOPE_BYTES;
 use super::{Call, Service, ServiceError, plan};
 use kvd_compute::LoadPlan;
 use kvd_core::{DType, Geometry};
@@ -39,7 +40,9 @@ impl Service {
         range.check_shape(&shape.geometry)?;
         store.pin(&call.namespace, range.sequence, range.layer, range.start..range.end, None)?;
         let dtype = range.dtype.unwrap_or(shape.geometry.dtype);
-        let step = piece_tokens(&shape.geometry, dtype);
+        // A piece is never larger than a message may be, unless it is of one token.
+        let max = (self.config.message_bytes_max as u64).saturating_sub(ENVELOPE_BYTES);
+        let step = piece_tokens(&shape.geometry, dtype, max.min(PIECE_BYTES));
         let token_bytes = shape.geometry.values_per_token() * dtype.size_bytes() as u64;
         self.check_message_size(u64::from(step) * token_bytes, "a narrower dtype")?;
         let starts = (range.start..range.end).step_by(step as usize);
@@ -89,10 +92,10 @@ impl Service {
     }
 }
 
-/// Tokens of one piece: whole blocks where they fit.
-fn piece_tokens(geometry: &Geometry, dtype: DType) -> u32 {
+/// Tokens of one piece of about so many bytes: whole blocks where they fit.
+fn piece_tokens(geometry: &Geometry, dtype: DType, piece_bytes: u64) -> u32 {
     let token_bytes = geometry.values_per_token() * dtype.size_bytes() as u64;
-    let tokens = u32::try_from((PIECE_BYTES / token_bytes).max(1)).unwrap_or(u32::MAX);
+    let tokens = u32::try_from((piece_bytes / token_bytes).max(1)).unwrap_or(u32::MAX);
     let block = geometry.block_tokens;
     if tokens >= block { tokens / block * block } else { tokens }
 }

@@ -6,7 +6,7 @@
 use super::query_sample::QuerySample;
 use super::{Call, Model, Service, ServiceError};
 use crate::metrics::{ModelLabels, ModelMetrics};
-use kvd_codec::{Calibration, CodecSpec, Entropy, ModelCodec, Quantizer, SideSpec};
+use kvd_codec::{Calibration, CodecSpec, Entropy, FloatFormat, ModelCodec, Quantizer, SideSpec};
 use kvd_compute::Backend;
 use kvd_core::{ErrorCode, Geometry, ModelId};
 use kvd_proto::domain::ModelSpec;
@@ -38,10 +38,11 @@ fn codec_label(codec: &str, fingerprint: &str) -> String {
 /// Refuses pages so small that reading them is several times slower than reading raw rows.
 ///
 /// `min` is for sides with an entropy coder, whose decoder starts anew with each page; other sides
-/// that quantize have kernels for half of it. Rows that are only narrowed take pages of any size.
+/// that quantize, FP8 among them, have kernels for half of it. Raw rows take pages of any size.
 fn check_page_tokens(geometry: &Geometry, codec: &CodecSpec, min: u32) -> Result<(), ServiceError> {
     let overrides = codec.overrides.iter().map(|change| &change.spec);
     let least = |side: &SideSpec| match (&side.quantizer, side.entropy) {
+        (Quantizer::Float(FloatFormat::E4M3), Entropy::None) => min.div_ceil(2),
         (Quantizer::Float(_), Entropy::None) => 1,
         (_, Entropy::None) => min.div_ceil(2),
         (_, Entropy::Huffman) => min,

@@ -168,7 +168,7 @@ async fn pages_that_make_a_codec_slow_are_refused_by_its_kind() {
     for (codec, tokens) in [("raw", 1), ("raw", 16), ("kvcomp", 64), ("kvcomp", 96)] {
         register(codec, tokens).await.unwrap();
     }
-    let cases = [("kvcomp", 63, 64), ("kvcomp", 16, 64), ("kivi-4", 16, 32), ("kivi-4", 31, 32)];
+    let cases = [("kvcomp", 63, 64), ("kvcomp", 16, 64), ("kivi-4", 16, 32), ("fp8", 31, 32)];
     for (codec, tokens, least) in cases {
         let refused = register(codec, tokens).await.err().unwrap();
         assert_eq!(refused.code(), ErrorCode::InvalidArgument, "{codec} {tokens}");
