@@ -236,11 +236,12 @@ fn device_speed() -> Vec<Panel> {
 
 fn held() -> Vec<Panel> {
     use Metric::{
-        BitsPerValue, CodecError, CompressionRatio, ErrorBound, ModelOnceBytes, PackedBytes,
-        PackedPartBytes, PackedValues, RawBytes, RawValues, TableVersions,
+        BitsPerValue, CodecError, CodecRowError, CompressionRatio, ErrorBound, ModelOnceBytes,
+        PackedBytes, PackedPartBytes, PackedValues, RawBytes, RawValues, TableVersions,
     };
     let errors = [
         Query::largest(CodecError, MODEL_SIDE).named("error"),
+        Query::largest(CodecRowError, MODEL_SIDE).named("error of rows"),
         Query::largest(ErrorBound, MODEL_SIDE).named("bound"),
     ];
     let values = [
@@ -256,8 +257,8 @@ fn held() -> Vec<Panel> {
         lines("Bits per packed value", "none", [Query::largest(BitsPerValue, MODEL)])
             .explained(BitsPerValue),
         lines("Codec error and declared bound", "percentunit", errors).described(
-            "Relative root-mean-square error of recently sampled blocks, and the bound that the \
-             codec declares; 0 without one.",
+            "Relative error of what attention sees of recently sampled blocks, that of their rows, \
+             and the bound that the codec declares; 0 without one.",
         ),
         lines("Packed bytes by side", "bytes", [Query::level(PackedBytes, MODEL_SIDE)])
             .explained(PackedBytes),

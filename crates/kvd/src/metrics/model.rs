@@ -34,6 +34,7 @@ pub struct ModelMetrics {
     pub(crate) compression_ratio: Gauge,
     pub(crate) error_bound: [Gauge; 2],
     pub(crate) codec_error: [Gauge; 2],
+    pub(crate) codec_row_error: [Gauge; 2],
 }
 
 /// Names of [`ModelMetrics::packed_part_bytes`], in order.
@@ -84,6 +85,7 @@ impl ModelMetrics {
             compression_ratio: gauge(Metric::CompressionRatio),
             error_bound: ["k", "v"].map(|side| by(Metric::ErrorBound, "side", side)),
             codec_error: ["k", "v"].map(|side| by(Metric::CodecError, "side", side)),
+            codec_row_error: ["k", "v"].map(|side| by(Metric::CodecRowError, "side", side)),
             exporter: exporter.clone(),
         }
     }

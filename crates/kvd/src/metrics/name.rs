@@ -89,7 +89,8 @@ metrics! {
     TableVersions = "kvd_table_versions", Gauge, "Versions of the Huffman tables that a model builds from its blocks: one per layer and side, more where codes have drifted.";
     BitsPerValue = "kvd_packed_bits_per_value", Gauge, "Bits of packed blocks per K or V value, everything counted.";
     CompressionRatio = "kvd_compression_ratio", Gauge, "Bytes in the stored precision over bytes held, windows included.";
-    CodecError = "kvd_codec_error_ratio", Gauge, "Relative root-mean-square error of about the last 256 sampled blocks, by side; NaN before the first.";
+    CodecError = "kvd_codec_error_ratio", Gauge, "Relative error of what attention sees of about the last 256 sampled blocks: of scores for keys, of outputs for values, by side; NaN before the first.";
+    CodecRowError = "kvd_codec_row_error_ratio", Gauge, "Relative root-mean-square error of the rows of about the last 256 sampled blocks, by side; NaN before the first.";
     ErrorBound = "kvd_error_bound_ratio", Gauge, "Error bound that the codec declares, by side; 0 without one.";
 
     PoolCapacityBytes = "kvd_pool_capacity_bytes", Gauge, "Page memory of a tier.";

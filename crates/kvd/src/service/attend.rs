@@ -141,6 +141,9 @@ impl Service {
         if let Some(sample) = model.queries.as_ref().filter(|_| !batch.q.is_empty()) {
             sample.offer(&batch);
         }
+        if let Some(recent) = model.recent_queries.as_ref().filter(|_| !batch.q.is_empty()) {
+            recent.offer(&batch);
+        }
         let (queries, pins) = self.plan_queries(call, &batch, &reads)?;
         let query_tokens = batch.rows();
         let plan = AttendPlan {

@@ -4,6 +4,7 @@
 //! model that is registered can be found, and one that cannot be found is not on the device.
 
 use super::query_sample::QuerySample;
+use super::recent_queries::RecentQueries;
 use super::{Call, Model, Service, ServiceError};
 use crate::metrics::ModelMetrics;
 use kvd_codec::{Calibration, CodecSpec, ModelCodec};
@@ -71,6 +72,7 @@ impl Service {
         // The turn keeps others from counting at the same time.
         let seat = self.next_seat();
         let queries = QuerySample::new(&spec.geometry, &codec, &self.config);
+        let recent_queries = RecentQueries::new(&spec.geometry, &codec);
         let register = move |backend: &mut dyn Backend| {
             backend.supports(&runtime)?;
             let name = spec.name.clone();
@@ -93,6 +95,7 @@ impl Service {
                     codec: spec.codec,
                     fingerprint,
                     queries,
+                    recent_queries,
                     sampled: Mutex::default(),
                     fallback_pages: AtomicU64::new(0),
                     over_bound_pages: Default::default(),
