@@ -4,7 +4,7 @@
 use kvd::metrics::Metric;
 use kvd_client::DType;
 use kvd_tests::metrics::Exposition;
-use kvd_tests::{Rng, Rows, Shape, assert_within_budget, daemon, engine};
+use kvd_tests::{Conversation, Engine, Rng, Rows, Shape, assert_within_budget, daemon, engine};
 
 const SEED: u64 = 20_240_608;
 
@@ -57,4 +57,83 @@ async fn a_declared_bound_holds_and_fallbacks_are_counted() {
     let question = engine.question(&conversation, 3, &mut rng);
     let answer = engine.ask(&question).await;
     assert_within_budget("over what fell back", &engine, &question, &answer, &[&loaded]);
+}
+
+/// Rows of a model whose keys have large biases, turned by RoPE in two pairs of channels.
+fn biased(shape: &Shape, tokens: u32, rng: &mut Rng) -> Rows {
+    let mut rows = Rows::random(shape, tokens, rng);
+    let dim = shape.head_dim_k as usize;
+    for (index, row) in rows.k.chunks_exact_mut(dim).enumerate() {
+        let token = (index / shape.kv_heads as usize) as f32;
+        for (pair, length) in BIASES {
+            let angle = token * 1e6f32.powf(-2.0 * pair as f32 / dim as f32);
+            for (channel, share) in [(pair, angle.cos()), (pair + dim / 2, angle.sin())] {
+                row[channel] = half::f16::from_f32(row[channel] + length * share).to_f32();
+            }
+        }
+    }
+    rows
+}
+
+/// Pair and length: one that hardly turns, and one that turns in every block.
+const BIASES: [(usize, f32); 2] = [(29, 300.0), (4, 200.0)];
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn keys_with_large_biases_fall_back_on_every_page() {
+    let daemon = daemon().start().await;
+    let shape = Shape { dtype: DType::F16, ..Shape::small() };
+    let exact = engine(&daemon).named("exact").register(shape.clone(), "raw").await;
+    for (index, (codec, bound)) in
+        [("fp8", 0.05), ("turbo-4", 0.13), ("k=uniform(b=8,axis=token); v=fp8", 0.01)]
+            .into_iter()
+            .enumerate()
+    {
+        let mut rng = Rng::new(SEED + index as u64);
+        let rows = biased(&shape, 384, &mut rng);
+        let named = |kind: &str| engine(&daemon).named(&format!("{kind}-{index}"));
+        let plain = named("plain").register(shape.clone(), codec).await;
+        let text = format!("{codec}; k.bound={bound}; v.bound=0.2");
+        let bounded = named("bounded").register(shape.clone(), &text).await;
+        // What rows lose is within the bound; what scores lose is not, and the figures say both.
+        let (mut right, mut wrong) = (exact.open().await, plain.open().await);
+        exact.store(&mut right, 0, &rows).await.unwrap();
+        plain.store(&mut wrong, 0, &rows).await.unwrap();
+        let mut question = exact.question(&right, 12, &mut rng);
+        for query in question.q.chunks_exact_mut(shape.head_dim_k as usize) {
+            query.iter_mut().for_each(|x| *x *= 1.5);
+            BIASES.iter().for_each(|(pair, _)| query[*pair] += 8.0);
+        }
+        let ask = async |engine: &Engine, conversation: &Conversation| {
+            let mut question = question.clone();
+            question.queries[0].sequence = conversation.sequence;
+            let wide = |x: &f32| f64::from(*x);
+            engine.ask(&question).await.out.iter().map(wide).collect::<Vec<f64>>()
+        };
+        let reference = ask(&exact, &right).await;
+        let off = |out: &[f64]| {
+            let error: f64 = out.iter().zip(&reference).map(|(a, b)| (a - b).powi(2)).sum();
+            (error / reference.iter().map(|x| x * x).sum::<f64>()).sqrt()
+        };
+        let lost = off(&ask(&plain, &wrong).await);
+        let stats = plain.client.describe_model(plain.model).await.unwrap().model.unwrap();
+        assert!(lost > 0.2, "{codec}: {lost}");
+        assert!(stats.sampled_error_k > bound, "{codec}: {}", stats.sampled_error_k);
+        assert!(stats.sampled_row_error_k < 0.13, "{codec}: {}", stats.sampled_row_error_k);
+
+        // In several requests before anything was asked, and again by the queries that were.
+        let pages = u64::from(rows.tokens / shape.block_tokens * shape.kv_heads);
+        for round in 1..3 {
+            let mut conversation = bounded.open().await;
+            for start in (0..rows.tokens).step_by(128) {
+                let part = rows.part(&shape, start..start + 128);
+                bounded.store(&mut conversation, 0, &part).await.unwrap();
+            }
+            let left = off(&ask(&bounded, &conversation).await);
+            let stats = bounded.client.describe_model(bounded.model).await.unwrap();
+            let stats = stats.model.unwrap();
+            assert_eq!(stats.over_bound_pages_k, round * pages, "{codec}: {lost} became {left}");
+            assert!(stats.sampled_error_k <= bound, "{codec}: {}", stats.sampled_error_k);
+            assert!(left < 0.2, "{codec}: {lost} became {left}");
+        }
+    }
 }

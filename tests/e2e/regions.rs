@@ -315,6 +315,7 @@ fn a_worker_process() {
         soft_cap: None,
         queries: vec![kvd_client::AttendQuery::new(sequence, 8)],
         q: vec![0; 8 * 4 * 64 * 4].into(),
+        per_query_errors: false,
     };
     let (mut places, mut start) = (Vec::new(), 0);
     for _ in 0..40 {

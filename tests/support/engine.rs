@@ -254,6 +254,7 @@ impl Engine {
             soft_cap: question.soft_cap,
             queries: question.queries.clone(),
             q: to_bytes(question.dtype, &question.q),
+            per_query_errors: false,
         }
     }
 

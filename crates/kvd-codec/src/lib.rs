@@ -9,6 +9,7 @@
 //! No threads, no I/O, no `unsafe`: this crate is the specification that faster code must match.
 #![forbid(unsafe_code)]
 
+mod attention_error;
 mod bits;
 mod calibration;
 mod coding;
@@ -37,6 +38,7 @@ mod page;
 mod parse;
 mod policy;
 mod preset;
+mod queries;
 mod reader;
 mod rotation;
 mod samples;
@@ -48,6 +50,7 @@ mod vq_spec;
 mod wide;
 mod widen;
 
+pub use attention_error::ErrorSum;
 pub use bits::CodeLayout;
 pub use calibration::Calibration;
 pub use coding::CodeEncoder;
@@ -67,6 +70,7 @@ pub use outside::{ForwardStep, TurnStep};
 pub use page::{HEADER_BYTES, PAGE_ALIGN, Page, PageHeader, page_bytes};
 pub use policy::Override;
 pub use preset::{Preset, preset, presets, resolve};
+pub use queries::LayerQueries;
 pub use reader::{FixedCodes, PageReader, Space};
 pub use samples::{SampleKind, Samples, SetAside};
 pub use side::bitalloc::{BitAlloc, Residual, Run};

@@ -7,7 +7,7 @@ use crate::lanes::LaneTable;
 use crate::side::bind::HeadPlace;
 use crate::side::float::{all_within, largest, largest_within};
 use crate::side::vq::codebook_bytes;
-use crate::{Calibration, CodecError, CodecSpec, HeadSide};
+use crate::{Calibration, CodecError, CodecSpec, HeadSide, LayerQueries};
 use kvd_core::{Geometry, LayerIndex, Side};
 use std::collections::BTreeMap;
 use std::ops::AddAssign;
@@ -25,6 +25,8 @@ pub struct ModelCodec {
     /// Variants that `tables` has room for, per side.
     variants: usize,
     pub(crate) ladder: Ladder,
+    /// By which pages of a layer are measured.
+    pub(crate) queries: BTreeMap<LayerIndex, LayerQueries>,
     calibration_bytes: u64,
 }
 
@@ -142,7 +144,17 @@ impl ModelCodec {
         let layers = if trained { geometry.layers as usize } else { 0 };
         let counting = vec![CountingPlan::default(); layers];
         let ladder = Ladder::new(&geometry)?;
-        Ok(Self { geometry, spec, heads, tables, counting, variants, ladder, calibration_bytes })
+        Ok(Self {
+            geometry,
+            spec,
+            heads,
+            tables,
+            counting,
+            variants,
+            ladder,
+            queries: BTreeMap::new(),
+            calibration_bytes,
+        })
     }
 
     /// The model's geometry.

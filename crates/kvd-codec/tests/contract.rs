@@ -61,7 +61,7 @@ fn data_unlike_the_calibration_falls_back_and_is_counted() {
         .collect();
     // The first rung, 4-bit codes, keeps the bound; values declare none.
     assert_eq!(kinds, [(32, false), (16, true), (32, false), (32, false)]);
-    let stored = (checked.sums[0].0 / checked.sums[0].1).sqrt();
+    let stored = checked.attention[0].ratio();
     assert!(stored < 0.4, "{stored}");
 
     let mut unchecked = Vec::new();
@@ -95,7 +95,7 @@ fn keys_in_the_metric_of_queries_are_measured_by_their_scores() {
     let page = pages(&bytes, &encoded).next().unwrap();
     let reader = PageReader::open(&codec, LAYER, Side::Key, 0, page).unwrap();
     let of_rows = error(&codec, &reader, &k[..64 * 32], Side::Key);
-    let of_scores = (checked.sums[0].0 / checked.sums[0].1).sqrt();
+    let of_scores = checked.attention[0].ratio();
     assert!(of_scores < 0.35 && of_rows > 0.4, "{of_scores} of scores, {of_rows} of rows");
 
     // What scores lose, on queries that were not in the calibration.

@@ -10,7 +10,7 @@ use crate::{
     RegionRows, Source, StagedRows, StagedWrite,
 };
 use bytes::Bytes;
-use kvd_codec::{ModelCodec, PageBytes};
+use kvd_codec::{CheckedBlock, ModelCodec, PageBytes};
 use kvd_core::{Extent, LayerIndex, ModelId};
 use std::sync::Arc;
 
@@ -78,11 +78,8 @@ pub struct EncodedPages {
     pub values: u64,
     /// Pages that could not be quantized and stayed raw.
     pub fallback_pages: u32,
-    /// Squared error and squared norm by side, when this block was sampled.
-    pub sampled: Option<[(f64, f64); 2]>,
-    /// Pages over the bound that the codec declares, by side, kept with a safer one; known of
-    /// sampled blocks only.
-    pub over_bound: [u32; 2],
+    /// What was found, when this block was sampled.
+    pub sampled: Option<CheckedBlock>,
 }
 
 /// Pages that lie on the device, beside its page memory, until they are placed or it is asked for
@@ -96,6 +93,13 @@ pub struct HeldPages {
 }
 
 impl EncodedPages {
+    /// Pages over the bound that the codec declares, by side, kept with a safer one; known of
+    /// sampled blocks only.
+    #[must_use]
+    pub fn over_bound(&self) -> [u32; 2] {
+        self.sampled.map_or([0; 2], |checked| checked.over_bound)
+    }
+
     /// Bytes of all pages: what a slot for them takes.
     #[must_use]
     pub fn size_bytes(&self) -> u64 {
@@ -230,6 +234,21 @@ pub trait Backend: Send {
         layer: LayerIndex,
         blocks: &[EncodeSource],
     ) -> Result<Vec<Result<EncodedPages, BackendError>>, BackendError>;
+
+    /// Measures the errors of a layer's pages by these queries from now on, as
+    /// [`ModelCodec::set_queries`] does; a device that measures none ignores them.
+    ///
+    /// # Errors
+    /// When the model is unknown or the queries do not fit it.
+    fn set_queries(
+        &mut self,
+        model: ModelId,
+        layer: LayerIndex,
+        heads: &[Vec<f32>],
+    ) -> Result<(), BackendError> {
+        let _ = (model, layer, heads);
+        Ok(())
+    }
 
     /// Moves encoded pages into their slot, after the call that encoded them and before any other.
     fn place(&mut self, pages: &EncodedPages, to: Extent);

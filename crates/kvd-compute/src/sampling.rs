@@ -8,7 +8,8 @@ use std::collections::BTreeMap;
 pub(crate) const SAMPLE_INTERVAL: u64 = 16;
 
 /// Which blocks of a model are measured: of every layer one in sixteen, and, from the moment that a
-/// page was over its declared bound, every block of that layer until one keeps it.
+/// page was over its declared bound, every block of that layer until sixteen in a row keep it: data
+/// that is about at its bound is over it in some of them.
 #[derive(Debug, Default)]
 pub struct Sampling(BTreeMap<LayerIndex, LayerSampling>);
 
@@ -16,14 +17,15 @@ pub struct Sampling(BTreeMap<LayerIndex, LayerSampling>);
 #[derive(Debug, Default)]
 struct LayerSampling {
     encoded_blocks: u64,
-    alarmed: bool,
+    /// Blocks that must still keep the bound before not all are measured.
+    alarmed: u64,
 }
 
 impl Sampling {
     /// Which of the next `count` blocks of a layer are measured.
     pub fn due(&mut self, layer: LayerIndex, count: usize) -> Vec<bool> {
         let of_layer = self.0.entry(layer).or_default();
-        let (first, alarmed) = (of_layer.encoded_blocks, of_layer.alarmed);
+        let (first, alarmed) = (of_layer.encoded_blocks, of_layer.alarmed > 0);
         of_layer.encoded_blocks += count as u64;
         let due = |i: usize| alarmed || (first + i as u64).is_multiple_of(SAMPLE_INTERVAL);
         (0..count).map(due).collect()
@@ -32,14 +34,16 @@ impl Sampling {
     /// Whether blocks that were not measured must be, after what was found of those that were.
     #[must_use]
     pub fn is_alarming(encoded: &[Result<EncodedPages, BackendError>]) -> bool {
-        encoded.iter().flatten().any(|pages| pages.over_bound != [0, 0])
+        encoded.iter().flatten().any(|pages| pages.over_bound() != [0, 0])
     }
 
     /// Takes note of what was found of a layer's blocks.
     pub fn saw(&mut self, layer: LayerIndex, encoded: &[Result<EncodedPages, BackendError>]) {
-        let mut measured = encoded.iter().flatten().filter(|pages| pages.sampled.is_some());
-        if let Some(last) = measured.next_back() {
-            self.0.entry(layer).or_default().alarmed = last.over_bound != [0, 0];
+        let of_layer = self.0.entry(layer).or_default();
+        for pages in encoded.iter().flatten().filter(|pages| pages.sampled.is_some()) {
+            let is_over = pages.over_bound() != [0, 0];
+            of_layer.alarmed =
+                if is_over { SAMPLE_INTERVAL } else { of_layer.alarmed.saturating_sub(1) };
         }
     }
 }

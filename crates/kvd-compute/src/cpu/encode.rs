@@ -201,8 +201,7 @@ fn encode_one(
         side_bytes: [encoded.key_bytes, encoded.value_bytes],
         values: block.tokens as u64 * codec.geometry().values_per_token(),
         fallback_pages: encoded.fallback_pages,
-        sampled: checked.map(|checked| checked.sums),
-        over_bound: checked.map_or([0; 2], |checked| checked.over_bound),
+        sampled: checked,
     })
 }
 
@@ -255,14 +254,14 @@ mod tests {
     }
 
     #[test]
-    fn an_alarm_measures_every_block_until_one_keeps_the_bound() {
+    fn an_alarm_measures_every_block_until_sixteen_in_a_row_keep_the_bound() {
         let (codec, mut sampling) = (codec(), Sampling::default());
         let mut run = |spikes: &[bool]| -> Vec<(bool, u32)> {
             let read = |index: usize, to: &mut Block| *to = block(spikes[index]);
             let blocks = Blocks { count: spikes.len(), read };
             let encoded = encode_sampled(&codec, LAYER, &blocks, &mut sampling);
             let seen = encoded.into_iter().map(Result::unwrap);
-            seen.map(|pages| (pages.sampled.is_some(), pages.over_bound[0])).collect()
+            seen.map(|pages| (pages.sampled.is_some(), pages.over_bound()[0])).collect()
         };
         // Block 0 is due; 1 to 15 are not, spike or no spike.
         assert_eq!(run(&[false, true]), [(true, 0), (false, 0)]);
@@ -271,7 +270,10 @@ mod tests {
         // Block 16 is due and over its bound: its neighbours are measured as well.
         assert_eq!(run(&[true, false, true]), [(true, 1), (true, 0), (true, 1)]);
         assert_eq!(run(&[true]), [(true, 1)]);
-        assert_eq!(run(&[false]), [(true, 0)]);
+        assert!(run(&[false; 15]).iter().all(|seen| *seen == (true, 0)));
+        assert_eq!(run(&[true, false]), [(true, 1), (true, 0)]);
+        assert!(run(&[false; 15]).iter().all(|seen| *seen == (true, 0)));
+        // The alarm has ended with that.
         assert_eq!(run(&[true]), [(false, 0)]);
     }
 }

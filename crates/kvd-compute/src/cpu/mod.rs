@@ -437,6 +437,16 @@ impl Backend for CpuBackend {
         self.threads.install(|| encode::encode(arena, codec, layer, blocks, sampling))
     }
 
+    fn set_queries(
+        &mut self,
+        model: ModelId,
+        layer: LayerIndex,
+        heads: &[Vec<f32>],
+    ) -> Result<(), BackendError> {
+        let state = self.models.get_mut(&model).ok_or(BackendError::UnknownModel(model))?;
+        Ok(state.codec.set_queries(layer, heads)?)
+    }
+
     fn place(&mut self, pages: &EncodedPages, to: Extent) {
         self.arena.write(to).copy_from_slice(&pages.bytes);
     }

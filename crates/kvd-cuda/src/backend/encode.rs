@@ -297,7 +297,6 @@ impl CudaBackend {
             values: u64::from(block.rows) * geometry.values_per_token(),
             fallback_pages: 0,
             sampled: None,
-            over_bound: [0; 2],
         };
         let (mut ends, mut end) = (Vec::with_capacity(pages.len()), 0);
         for (_, StoredPage { header, parts, .. }) in &pages {

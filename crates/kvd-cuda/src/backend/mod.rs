@@ -217,6 +217,16 @@ impl Backend for CudaBackend {
         self.host.model_bytes(model)
     }
 
+    fn set_queries(
+        &mut self,
+        model: ModelId,
+        layer: LayerIndex,
+        heads: &[Vec<f32>],
+    ) -> Result<(), BackendError> {
+        // Blocks are measured there.
+        self.host.set_queries(model, layer, heads)
+    }
+
     fn check(&self, model: ModelId, rows: &IncomingRows) -> Result<(), BackendError> {
         self.host.check(model, rows)
     }

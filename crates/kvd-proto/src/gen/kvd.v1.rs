@@ -416,7 +416,8 @@ pub struct ModelStats {
     pub calibration_bytes: u64,
     #[prost(uint64, tag = "7")]
     pub table_bytes: u64,
-    /// Relative root-mean-square error of about the last 256 sampled blocks; 0 while none was sampled.
+    /// Relative error of what attention sees of about the last 256 sampled blocks: of scores for keys, of
+    /// outputs for values; 0 while none was sampled.
     #[prost(double, tag = "8")]
     pub sampled_error_k: f64,
     #[prost(double, tag = "9")]
@@ -429,6 +430,11 @@ pub struct ModelStats {
     pub over_bound_pages_k: u64,
     #[prost(uint64, tag = "12")]
     pub over_bound_pages_v: u64,
+    /// Relative root-mean-square error of the rows themselves of the same blocks.
+    #[prost(double, tag = "13")]
+    pub sampled_row_error_k: f64,
+    #[prost(double, tag = "14")]
+    pub sampled_row_error_v: f64,
 }
 /// What is held right now, by part.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]

@@ -349,12 +349,13 @@ fn device_speed() -> Vec<Panel> {
 
 fn held() -> Vec<Panel> {
     use Metric::{
-        CodecError, CompressionRatio, ErrorBound, HeldBytes, LogicalBytes, ModelOnceBytes,
-        ModelRegistered, PackedBytes, PackedBytesPerValue, PackedPartBytes, PackedValues, RawBytes,
-        RawValues, SavedBytes, TableVersions,
+        CodecError, CodecRowError, CompressionRatio, ErrorBound, HeldBytes, LogicalBytes,
+        ModelOnceBytes, ModelRegistered, PackedBytes, PackedBytesPerValue, PackedPartBytes,
+        PackedValues, RawBytes, RawValues, SavedBytes, TableVersions,
     };
     let errors = [
         Query::largest(CodecError, MODEL_SIDE).named("error"),
+        Query::largest(CodecRowError, MODEL_SIDE).named("error of rows"),
         Query::largest(ErrorBound, MODEL_SIDE).named("bound"),
     ];
     let values = [
@@ -377,9 +378,9 @@ fn held() -> Vec<Panel> {
         lines("Smallest compression ratio", "none", [smallest(CompressionRatio)])
             .explained(CompressionRatio),
         lines("Bits per packed value", "none", [bits]).explained(PackedBytesPerValue),
-        lines("Codec error of rows, and declared bound", "percentunit", errors).described(
-            "Relative root-mean-square error of recently sampled blocks, and the bound that the \
-             codec declares. Answers of attention are off by less than rows.",
+        lines("Codec error and declared bound", "percentunit", errors).described(
+            "Relative error of what attention sees of recently sampled blocks, that of their rows, \
+             and the bound that the codec declares.",
         ),
         lines("Packed bytes by side", "bytes", [Query::level(PackedBytes, MODEL_SIDE)])
             .explained(PackedBytes),

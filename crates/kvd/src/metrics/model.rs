@@ -57,6 +57,7 @@ pub struct ModelMetrics {
     pub(crate) compression_ratio: Gauge,
     pub(crate) error_bound: [Gauge; 2],
     pub(crate) codec_error: [Gauge; 2],
+    pub(crate) codec_row_error: [Gauge; 2],
 }
 
 /// Names of [`ModelMetrics::packed_part_bytes`], in order.
@@ -103,6 +104,7 @@ impl ModelMetrics {
         let packed_bytes = by_side(Metric::PackedBytes);
         let error_bound = by_side(Metric::ErrorBound);
         let codec_error = by_side(Metric::CodecError);
+        let codec_row_error = by_side(Metric::CodecRowError);
         let packed_part_bytes =
             PARTS.map(|part| group.gauge(Metric::PackedPartBytes, &[("part", part)]));
         let once_bytes = ["calibration", "tables"]
@@ -140,6 +142,7 @@ impl ModelMetrics {
             compression_ratio: group.gauge(Metric::CompressionRatio, &[]),
             error_bound,
             codec_error,
+            codec_row_error,
             group: metrics.keep(group.finish()),
         }
     }

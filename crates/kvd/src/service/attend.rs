@@ -173,6 +173,9 @@ impl Service {
         if batch.per_query_errors {
             refuse_non_finite(&mut batch, &model.shape.geometry, &mut reads, &mut query_errors);
         }
+        if let Some(recent) = model.recent_queries.as_ref().filter(|_| !batch.q.is_empty()) {
+            recent.offer(&batch);
+        }
         let (queries, pins) = self.plan_queries(call, &batch, &reads, &mut query_errors)?;
         query_errors.sort_by_key(|refused| refused.index);
         let query_tokens = batch.rows();

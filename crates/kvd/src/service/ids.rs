@@ -72,7 +72,7 @@ impl Service {
         batch: &AttendBatch,
     ) -> Result<Arc<Model>, ServiceError> {
         self.models.find(&call.namespace, batch.model).map_err(|error| {
-            let mut queries = batch.queries.iter().enumerate();
+            let mut queries = (0..).zip(&batch.queries);
             let stale = queries.find_map(|(index, query)| {
                 Some(self.stale_sequence(query.sequence)?.in_query(index))
             });

@@ -12,6 +12,7 @@ mod model;
 mod pack;
 mod plan;
 mod query_sample;
+mod recent_queries;
 mod region;
 mod register;
 mod sequence;

@@ -1,9 +1,10 @@
 //! Registered models: a name in a namespace, bound to one geometry, codec and calibration.
 
 use super::query_sample::QuerySample;
+use super::recent_queries::RecentQueries;
 use super::{Seat, ServiceError, ids};
 use crate::metrics::ModelMetrics;
-use kvd_codec::{CodecSpec, Quantizer, SideSpec};
+use kvd_codec::{CheckedBlock, CodecSpec, ErrorSum, Quantizer, SideSpec};
 use kvd_core::{ErrorCode, IdCounter, IdSpace, ModelId, Namespace, SequenceId};
 use kvd_store::{ModelShape, Store};
 use parking_lot::Mutex;
@@ -29,8 +30,9 @@ pub struct Model {
     pub metrics: ModelMetrics,
     /// Of what it is asked, where keys are kept exactly.
     pub(super) queries: Option<QuerySample>,
-    /// Of sampled blocks, by side.
-    pub(super) sampled: Mutex<[SampledError; 2]>,
+    /// What it was asked last, where its codec declares a bound.
+    pub(super) recent_queries: Option<RecentQueries>,
+    pub(super) sampled: Mutex<SampledErrors>,
     /// Pages kept raw because they could not be quantized.
     pub(super) fallback_pages: AtomicU64,
     /// Pages over the codec's bound, by side.
@@ -70,17 +72,38 @@ impl Model {
         [0, 1].map(|side: usize| self.over_bound_pages[side].load(Ordering::Relaxed))
     }
 
-    /// Relative root-mean-square error of recently sampled blocks, by side; none before the first.
+    /// Relative root-mean-square error of what attention sees of recently sampled blocks, by side;
+    /// none before the first.
     #[must_use]
     pub fn sampled_error(&self) -> [Option<f64>; 2] {
-        self.sampled.lock().map(|sampled| sampled.ratio())
+        self.sampled.lock().attention.map(|sampled| sampled.ratio())
+    }
+
+    /// The same of their rows.
+    #[must_use]
+    pub fn sampled_row_error(&self) -> [Option<f64>; 2] {
+        self.sampled.lock().rows.map(|sampled| sampled.ratio())
+    }
+}
+
+/// Errors of sampled blocks, by side.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct SampledErrors {
+    attention: [SampledError; 2],
+    rows: [SampledError; 2],
+}
+
+impl SampledErrors {
+    pub(super) fn add(&mut self, block: &CheckedBlock) {
+        let sums = block.attention.into_iter().chain(block.rows);
+        self.attention.iter_mut().chain(&mut self.rows).zip(sums).for_each(|(to, sum)| to.add(sum));
     }
 }
 
 /// Squared error and squared norm of sampled blocks. Older ones fade, so that data unlike the
 /// calibration shows however long a daemon has run.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct SampledError {
+struct SampledError {
     error: f64,
     norm: f64,
     any: bool,
@@ -90,10 +113,13 @@ impl SampledError {
     /// What one more block leaves of those before it: their weights sum to about 256 blocks.
     const KEPT: f64 = 1.0 - 1.0 / 256.0;
 
-    pub(super) fn add(&mut self, (error, norm): (f64, f64)) {
-        self.error = self.error * Self::KEPT + error;
-        self.norm = self.norm * Self::KEPT + norm;
+    fn add(&mut self, sum: ErrorSum) {
         self.any = true;
+        // A block of numbers near the largest must not end the figure for good.
+        if sum.error.is_finite() && sum.norm.is_finite() {
+            self.error = self.error * Self::KEPT + sum.error;
+            self.norm = self.norm * Self::KEPT + sum.norm;
+        }
     }
 
     fn ratio(&self) -> Option<f64> {
@@ -246,18 +272,20 @@ fn name_taken(name: &str) -> ServiceError {
 
 #[cfg(test)]
 mod tests {
-    use super::SampledError;
+    use super::*;
 
     #[test]
     fn old_blocks_fade_and_none_is_not_zero() {
         let mut sampled = SampledError::default();
         assert_eq!(sampled.ratio(), None);
-        (0..100_000).for_each(|_| sampled.add((0.01, 1.0)));
+        let sum = |error, norm| ErrorSum { error, norm };
+        (0..100_000).for_each(|_| sampled.add(sum(0.01, 1.0)));
         assert!((sampled.ratio().unwrap() - 0.1).abs() < 1e-9);
-        (0..1024).for_each(|_| sampled.add((0.25, 1.0)));
-        assert!(sampled.ratio().unwrap() > 0.49);
+        (0..1024).for_each(|_| sampled.add(sum(0.25, 1.0)));
+        sampled.add(sum(f64::INFINITY, 1.0));
+        assert!(sampled.ratio().unwrap() > 0.49 && sampled.ratio().unwrap() < 0.5);
         let mut zeros = SampledError::default();
-        zeros.add((0.0, 0.0));
+        zeros.add(sum(0.0, 0.0));
         assert_eq!(zeros.ratio(), Some(0.0));
     }
 }

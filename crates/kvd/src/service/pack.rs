@@ -30,6 +30,11 @@ impl Packer<'_> {
             return Ok(Vec::new());
         }
         let began = Instant::now();
+        let layer = self.ticket.layer();
+        let recent = self.model.recent_queries.as_ref();
+        if let Some(queries) = recent.and_then(|recent| recent.take_changed(layer)) {
+            self.backend.set_queries(self.model.shape.id, layer, &queries)?;
+        }
         let batch_max = batch_blocks_of(&self.model.shape.geometry);
         // Where the pool was full, one block finds out at little cost whether it still is.
         let mut batch = if tasks.iter().any(|task| task.retried) { 1 } else { batch_max };
@@ -108,14 +113,13 @@ impl Packer<'_> {
         let value_bytes = model.shape.geometry.dtype.size_bytes() as u64;
         metrics.encoded_logical_bytes.increment(pages.values * value_bytes);
         metrics.encoded_page_bytes.increment(pages.size_bytes());
-        for (side, pages) in pages.over_bound.into_iter().enumerate() {
+        for (side, pages) in pages.over_bound().into_iter().enumerate() {
             metrics.over_bound_pages[side].increment(u64::from(pages));
             model.over_bound_pages[side].fetch_add(u64::from(pages), Ordering::Relaxed);
         }
-        if let Some(sums) = pages.sampled {
+        if let Some(checked) = &pages.sampled {
             metrics.sampled_blocks.increment(1);
-            let mut total = model.sampled.lock();
-            total.iter_mut().zip(sums).for_each(|(total, sums)| total.add(sums));
+            model.sampled.lock().add(checked);
         }
         let accounting = PackedBytes {
             codes: pages.parts.codes,

@@ -181,7 +181,8 @@ fn converted(row: &[u8], from: DType, to: DType) -> Option<Vec<u8>> {
     finite.then_some(bytes)
 }
 
-fn splitmix(index: u64) -> u64 {
+/// The same calls give the same sample.
+pub(super) fn splitmix(index: u64) -> u64 {
     let mut z = index.wrapping_add(1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
     z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);

@@ -172,10 +172,11 @@ impl OpenMemory {
     }
 
     /// Whether kernels take a batch's queries from it and answer into it: a model of the device,
-    /// and no queries that the host keeps a sample of.
+    /// and no queries that the host keeps, as a sample or to measure pages by.
     pub(crate) fn reaches(&self, model: &Model, batch: &AttendBatch) -> bool {
         self.opened.copied.is_none()
             && model.seat == self.seat
+            && model.recent_queries.as_ref().is_none_or(|recent| recent.passes(batch))
             && model.queries.as_ref().is_none_or(|sample| sample.passes(batch))
     }
 

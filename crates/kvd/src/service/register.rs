@@ -4,6 +4,7 @@
 //! model that is registered can be found, and one that cannot be found is not on the device.
 
 use super::query_sample::QuerySample;
+use super::recent_queries::RecentQueries;
 use super::{Call, Model, Service, ServiceError};
 use crate::metrics::{ModelLabels, ModelMetrics};
 use kvd_codec::{Calibration, CodecSpec, Entropy, FloatFormat, ModelCodec, Quantizer, SideSpec};
@@ -98,6 +99,7 @@ impl Service {
         let seat = self.next_seat();
         let device = self.seats[seat].lane.metrics().clone();
         let queries = QuerySample::new(&spec.geometry, &codec, &self.config);
+        let recent_queries = RecentQueries::new(&spec.geometry, &codec);
         let register = move |backend: &mut dyn Backend| {
             backend.supports(&runtime)?;
             let name = spec.name.clone();
@@ -123,6 +125,7 @@ impl Service {
                     codec: spec.codec,
                     fingerprint,
                     queries,
+                    recent_queries,
                     sampled: Mutex::default(),
                     fallback_pages: AtomicU64::new(0),
                     over_bound_pages: Default::default(),

@@ -126,6 +126,9 @@ fn refresh_model(model: &Model, usage: &ModelUsage) {
     for (gauge, error) in metrics.codec_error.iter().zip(model.sampled_error()) {
         gauge.set(error.unwrap_or(f64::NAN));
     }
+    for (gauge, error) in metrics.codec_row_error.iter().zip(model.sampled_row_error()) {
+        gauge.set(error.unwrap_or(f64::NAN));
+    }
     for (gauge, bound) in metrics.error_bound.iter().zip(model.spec.bounds) {
         gauge.set(bound.map_or(f64::NAN, f64::from));
     }

@@ -29,6 +29,8 @@ pub(super) fn model_description(stats: &ModelStats) -> v1::DescribeModelResponse
 pub(super) fn model_stats(stats: &ModelStats) -> v1::ModelStats {
     let [sampled_error_k, sampled_error_v] =
         stats.model.sampled_error().map(Option::unwrap_or_default);
+    let [sampled_row_error_k, sampled_row_error_v] =
+        stats.model.sampled_row_error().map(Option::unwrap_or_default);
     let [over_bound_pages_k, over_bound_pages_v] = stats.model.over_bound_pages();
     v1::ModelStats {
         model_id: stats.model.shape.id.0,
@@ -43,6 +45,8 @@ pub(super) fn model_stats(stats: &ModelStats) -> v1::ModelStats {
         fallback_pages: stats.model.fallback_pages(),
         over_bound_pages_k,
         over_bound_pages_v,
+        sampled_row_error_k,
+        sampled_row_error_v,
     }
 }
 

@@ -122,7 +122,7 @@ impl GrpcServer {
         if let Some(listener) = self.tcp {
             // The builder's TCP settings do not reach sockets that were bound elsewhere.
             let sockets = TcpIncoming::from(listener).with_nodelay(Some(true));
-            let server = builder(config).layer(RequestLayer).layer(refusals.clone());
+            let mut server = builder(config).layer(RequestLayer).layer(refusals.clone());
             let router = server.add_routes(routes.clone());
             let drain = Phase::Draining.reached(phase.clone());
             let incoming = Incoming::new(sockets, of_tcp);

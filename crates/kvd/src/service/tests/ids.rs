@@ -16,6 +16,7 @@ fn batch(model: ModelId, sequence: SequenceId) -> AttendBatch {
         soft_cap: None,
         queries: vec![AttendQuery::new(sequence, 1)],
         q: vec![0; 16].into(),
+        per_query_errors: false,
     }
 }
 

@@ -41,6 +41,7 @@ async fn cycle(bench: &Bench, name: &str) {
         soft_cap: None,
         queries: vec![AttendQuery::new(sequence, 1)],
         q: vec![0; 16].into(),
+        per_query_errors: false,
     };
     bench.service.attend(&call(), batch).await.unwrap();
     for id in [fork, sequence] {
