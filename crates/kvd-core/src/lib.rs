@@ -9,9 +9,11 @@ mod error;
 mod extent;
 mod geometry;
 mod id;
+mod progress;
 
 pub use dtype::{DType, DTypeError};
 pub use error::{Coded, ErrorCode};
 pub use extent::Extent;
 pub use geometry::{Geometry, GeometryError, RawLayout, RopePairing, Side};
 pub use id::{LayerIndex, ModelId, Namespace, NamespaceError, SequenceId};
+pub use progress::ProgressLines;
