@@ -2,7 +2,7 @@
 
 use super::{Block, EvalReport, EvalRow};
 use crate::search::SearchReport;
-use crate::table::{number, table};
+use crate::table::{COLUMNS, fitted, lines, number, table};
 use std::io::{self, Write};
 
 /// Longest label that stands in a column; longer ones are numbered.
@@ -200,14 +200,33 @@ pub(super) fn searched(search: &SearchReport) -> Sheet {
     sheet("Policy found", &header, search.slots.iter().map(row).collect(), note)
 }
 
-/// Writes the report as text.
+/// How wide lines may be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Width {
+    /// 100 columns.
+    Terminal,
+    /// As wide as tables are.
+    All,
+}
+
+/// Names of columns that are shorter on a terminal.
+const SHORT_NAMES: [(&str, &str); 3] =
+    [("bits/value", "bits"), ("attn error", "attn err"), ("kernel error", "kernel")];
+
+/// Writes the report as text, for a terminal.
 ///
 /// # Errors
 /// When `out` cannot be written to.
 pub fn print(report: &EvalReport, out: &mut dyn Write) -> io::Result<()> {
+    out.write_all(text(report, Width::Terminal).as_bytes())
+}
+
+/// The report as text.
+#[must_use]
+pub fn text(report: &EvalReport, width: Width) -> String {
+    let mut text = String::new();
     let (model, setup) = (&report.model, &report.setup);
-    writeln!(
-        out,
+    text.push_str(&paragraph(&format!(
         "Model {}: {:.1} M parameters, {} layers, {} query / {} KV heads of {} channels.",
         model.name,
         model.parameters as f64 / 1e6,
@@ -215,60 +234,63 @@ pub fn print(report: &EvalReport, out: &mut dyn Write) -> io::Result<()> {
         model.query_heads,
         model.kv_heads,
         model.head_dim
-    )?;
-    writeln!(out, "{}", model.note)?;
+    )));
+    text.push_str(&paragraph(&model.note));
     for block in &report.blocks {
-        writeln!(
-            out,
-            "\nText {}, windows {}: {} passages of {} tokens in steps of {}, {} tokens scored.",
+        text.push('\n');
+        text.push_str(&paragraph(&format!(
+            "Text {}, windows {}: {} passages of {} tokens in steps of {}, {} tokens scored.",
             block.text,
             block.windows,
             setup.passages,
             setup.passage_tokens,
             setup.chunk_tokens,
             block.without_kvd.scored_tokens
-        )?;
+        )));
         if block.windows == "own" {
-            writeln!(
-                out,
-                "Each codec has its own windows: what wider ones gain is no merit of it."
-            )?;
+            let own = "Each codec has its own windows: what wider ones gain is no merit of it.";
+            text.push_str(&paragraph(own));
         }
         for (label, codec) in legend(block) {
-            writeln!(out, "{label} is {codec}")?;
+            text.push_str(&paragraph(&format!("{label} is {codec}")));
         }
         for sheet in sheets(report, block) {
-            let header: Vec<&str> = sheet.header.iter().map(String::as_str).collect();
-            writeln!(out, "\n{}:\n\n{}", sheet.title, table(&header, &sheet.rows))?;
-            if !sheet.note.is_empty() {
-                write!(out, "{}", wrapped(&sheet.note))?;
-            }
+            push_sheet(&mut text, &sheet, width);
         }
     }
     if let Some(search) = &report.search {
-        let sheet = searched(search);
-        let header: Vec<&str> = sheet.header.iter().map(String::as_str).collect();
-        writeln!(out, "\n{}:\n\n{}", sheet.title, table(&header, &sheet.rows))?;
-        write!(out, "{}", wrapped(&sheet.note))?;
+        push_sheet(&mut text, &searched(search), width);
     }
-    writeln!(out, "\n{:.0} s in all.", report.seconds)
+    text.push_str(&format!("\n{:.0} s in all.\n", report.seconds));
+    text
 }
 
-/// A note in lines of a terminal's width.
-fn wrapped(text: &str) -> String {
-    const WIDTH: usize = 96;
-    let mut lines = String::from(" ");
-    let mut length = 1;
-    for word in text.split(' ') {
-        if length + word.len() + 1 > WIDTH {
-            lines.push_str("\n ");
-            length = 1;
-        }
-        lines.push(' ');
-        lines.push_str(word);
-        length += word.len() + 1;
+fn push_sheet(text: &mut String, sheet: &Sheet, width: Width) {
+    let short = |name: &str| {
+        let short = SHORT_NAMES.iter().find(|(long, _)| *long == name);
+        short.map(|(_, short)| *short).filter(|_| width == Width::Terminal)
+    };
+    let name = |name: &'_ String| short(name).map_or_else(|| name.clone(), str::to_owned);
+    let header: Vec<String> = sheet.header.iter().map(name).collect();
+    let header: Vec<&str> = header.iter().map(String::as_str).collect();
+    let rows = match width {
+        Width::Terminal => fitted(&header, &sheet.rows, COLUMNS),
+        Width::All => table(&header, &sheet.rows),
+    };
+    text.push_str(&format!("\n{}:\n\n{rows}\n", sheet.title));
+    if !sheet.note.is_empty() {
+        text.push_str(&wrapped(&sheet.note));
     }
-    lines + "\n"
+}
+
+/// Lines of a terminal's width.
+fn paragraph(text: &str) -> String {
+    text.lines().flat_map(|line| lines(line, COLUMNS)).map(|line| line + "\n").collect()
+}
+
+/// A note in lines of a terminal's width, two columns in.
+fn wrapped(text: &str) -> String {
+    lines(text, COLUMNS - 4).into_iter().map(|line| format!("  {line}\n")).collect()
 }
 
 #[cfg(test)]
@@ -280,7 +302,7 @@ mod tests {
         let text = "word ".repeat(50);
         let lines = wrapped(text.trim());
         assert!(
-            lines.lines().all(|line| line.len() <= 96 && line.starts_with("  word")),
+            lines.lines().all(|line| line.len() <= 98 && line.starts_with("  word")),
             "{lines}"
         );
         assert_eq!(lines.split_whitespace().count(), 50);

@@ -10,6 +10,7 @@ mod load;
 mod model;
 mod pack;
 mod plan;
+mod pool_log;
 mod query_sample;
 mod region;
 mod register;
@@ -36,6 +37,7 @@ use budget::ByteBudget;
 use kvd_core::{ErrorCode, Namespace, SequenceId};
 use kvd_store::{Limits, Pool, Store};
 use model::Models;
+use pool_log::PoolLog;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use tokio::sync::Semaphore;
@@ -58,6 +60,8 @@ pub struct Service {
     /// The right to build a model's codec, which takes memory in proportion to its calibration.
     building: Arc<Semaphore>,
     draining: AtomicBool,
+    /// What was told of full pools.
+    pool_log: PoolLog,
 }
 
 impl Service {
@@ -80,6 +84,7 @@ impl Service {
         let boot_id = boot_id();
         let labels = [
             ("version", env!("CARGO_PKG_VERSION")),
+            ("commit", env!("KVD_COMMIT")),
             ("boot_id", &boot_id),
             ("device", &devices(&seats)),
         ];
@@ -96,6 +101,7 @@ impl Service {
             building: Arc::new(Semaphore::new(1)),
             models: Arc::new(Models::new(config.models_max)),
             draining: AtomicBool::new(false),
+            pool_log: PoolLog::default(),
             config,
             boot_id,
             seats,
@@ -134,6 +140,9 @@ impl Service {
 
     /// Where a sequence is, if it is anywhere.
     fn seat_of(&self, sequence: SequenceId) -> &Seat {
+        if tracing::enabled!(tracing::Level::DEBUG) {
+            tracing::Span::current().record("sequence", sequence.0);
+        }
         &self.seats[Store::index_of(sequence, self.seats.len() as u64) as usize]
     }
 

@@ -35,7 +35,7 @@ impl Service {
         all
     }
 
-    fn usage(&self, model: &Model) -> ModelUsage {
+    pub(super) fn usage(&self, model: &Model) -> ModelUsage {
         self.seats[model.seat].store.usage(model.shape.id)
     }
 

@@ -17,7 +17,7 @@ use tokio::task::JoinSet;
 use tokio_stream::wrappers::UnixListenerStream;
 use tonic::service::Routes;
 use tonic::transport::Server;
-use tonic::transport::server::TcpIncoming;
+use tonic::transport::server::{TcpConnectInfo, TcpIncoming};
 use tonic_health::pb::health_server::HealthServer;
 
 /// A socket that could not be opened.
@@ -157,6 +157,17 @@ fn builder(config: &Config) -> Server {
         .max_concurrent_streams(config.streams_per_connection_max)
         .http2_keepalive_interval(Some(config.keepalive_interval))
         .http2_keepalive_timeout(Some(config.keepalive_timeout))
+        .trace_fn(peer_span)
+}
+
+/// The span around each request, which says where it comes from; lines inside carry it.
+fn peer_span(request: &http::Request<()>) -> tracing::Span {
+    if !tracing::enabled!(tracing::Level::DEBUG) {
+        return tracing::Span::none();
+    }
+    let tcp = request.extensions().get::<TcpConnectInfo>().and_then(TcpConnectInfo::remote_addr);
+    let peer = tcp.map_or_else(|| "unix".to_owned(), |address| address.to_string());
+    tracing::debug_span!("request", peer)
 }
 
 fn routes(service: &Arc<Service>, phase: &watch::Receiver<Phase>) -> Routes {
