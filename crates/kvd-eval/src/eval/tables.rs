@@ -295,7 +295,11 @@ fn wrapped(text: &str) -> String {
 
 #[cfg(test)]
 mod tests {
+    use super::super::{ContextBits, EvalSetup};
     use super::*;
+    use crate::ModelReport;
+    use crate::measure::{AttentionError, LayerError, Speed, Storage};
+    use kvd_engine::Quality;
 
     #[test]
     fn notes_break_between_words() {
@@ -306,5 +310,74 @@ mod tests {
             "{lines}"
         );
         assert_eq!(lines.split_whitespace().count(), 50);
+    }
+
+    /// A report of 32 layers whose figures are as long as they get.
+    fn report() -> EvalReport {
+        let layer = LayerError { codec: 1.2345, ..LayerError::default() };
+        let row = |codec: &str| EvalRow {
+            codec: codec.to_owned(),
+            codec_spec: codec.to_owned(),
+            storage: Storage {
+                bits_per_value: 16.03,
+                bits_per_key_value: 16.03,
+                bits_per_value_value: 16.03,
+                code_bits: 16.0,
+                model_bytes: 123 << 20,
+                ..Storage::default()
+            },
+            context: ContextBits { total: 16.031, ..ContextBits::default() },
+            attention_error: AttentionError {
+                codec: 1.2345,
+                kernel: 1.2e-7,
+                layers: vec![layer; 32],
+                ..AttentionError::default()
+            },
+            quality: Quality {
+                perplexity: 1234.5678,
+                perplexity_change_percent: -123.45,
+                kl_nats: 12.345_67,
+                top1_agreement_percent: 100.0,
+                ..Quality::default()
+            },
+            speed: Some(Speed {
+                encode_values_per_second: 1.2e12,
+                encode_gb_per_second: 123.456,
+                load_gb_per_second: 123.456,
+                attend_us: 123_456.0,
+                tokens: 2048,
+            }),
+            calibration_seconds: 1234.5,
+        };
+        let spec = "k=mean+qpca/grid(rate=2.35)/huffman; v=mean+gain+pca/grid(rate=1.75)/huffman; \
+                    sink=32; recent=96; k[layer=0-1]=fp8";
+        let presets = kvd_codec::presets().iter().map(|preset| preset.name);
+        let block = Block {
+            text: "a-text-with-a-long-name-of-a-file.txt".repeat(2),
+            windows: "own".to_owned(),
+            without_kvd: Quality { perplexity: 1234.5678, ..Quality::default() },
+            rows: presets.chain([spec]).map(row).collect(),
+        };
+        EvalReport {
+            version: EvalReport::VERSION,
+            model: ModelReport { note: "Numbers of a model. ".repeat(9), ..ModelReport::default() },
+            setup: EvalSetup::default(),
+            blocks: vec![block],
+            search: None,
+            seconds: 1234.0,
+        }
+    }
+
+    #[test]
+    fn every_table_fits_a_terminal_and_wide_has_all_in_one_line() {
+        let text = super::text(&report(), Width::Terminal);
+        let longest = text.lines().map(|line| line.chars().count()).max().unwrap();
+        assert!(longest <= COLUMNS, "{longest} columns:\n{text}");
+        for part in ["layer 31", "vecinfer-2-reg", "attn err", "Bits per value by part", "Speed:"] {
+            assert!(text.contains(part), "no {part} in\n{text}");
+        }
+        let wide = super::text(&report(), Width::All);
+        let layers = wide.lines().find(|line| line.contains("layer 0 ")).unwrap();
+        assert!(layers.contains("layer 31") && wide.contains("bits/value"), "{layers}");
     }
 }

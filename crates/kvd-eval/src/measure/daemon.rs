@@ -1,6 +1,7 @@
 //! What the daemon's own metrics tell of a model, read from its Prometheus exposition.
 
 use super::latency::{Calls, LatencySummary};
+use serde::Serialize;
 use std::fmt;
 use std::sync::Arc;
 
@@ -18,7 +19,12 @@ impl MetricsSource {
     /// Device time of all stores and attends of a model so far.
     pub(crate) fn calls(&self, model: &str) -> Calls {
         let text = (self.0)();
-        let summary = |metric| Histogram::read(&text, metric, model).summary();
+        let summary = |metric: &str| {
+            let [seconds, calls] =
+                ["sum", "count"].map(|of| total(&text, &format!("{metric}_{of}"), model));
+            let mean_us = if calls > 0.0 { seconds / calls * 1e6 } else { 0.0 };
+            Histogram::read(&text, metric, model).summary(mean_us)
+        };
         Calls { store: summary("kvd_store_seconds"), attend: summary("kvd_attend_seconds") }
     }
 
@@ -27,6 +33,8 @@ impl MetricsSource {
         let text = (self.0)();
         let total = |name| total(&text, name, model);
         DeviceTotals {
+            store_seconds: total("kvd_store_seconds_sum"),
+            stores: total("kvd_store_seconds_count"),
             encode_seconds: total("kvd_encode_seconds_sum"),
             encoded_bytes: total("kvd_encoded_logical_bytes_total"),
             load_seconds: total("kvd_load_seconds_sum"),
@@ -39,6 +47,8 @@ impl MetricsSource {
 /// Sums over the life of a model.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct DeviceTotals {
+    pub(crate) store_seconds: f64,
+    pub(crate) stores: f64,
     pub(crate) encode_seconds: f64,
     /// In the stored precision.
     pub(crate) encoded_bytes: f64,
@@ -51,11 +61,33 @@ impl DeviceTotals {
     /// What came on top of `before`.
     pub(crate) fn since(self, before: &Self) -> Self {
         Self {
+            store_seconds: self.store_seconds - before.store_seconds,
+            stores: self.stores - before.stores,
             encode_seconds: self.encode_seconds - before.encode_seconds,
             encoded_bytes: self.encoded_bytes - before.encoded_bytes,
             load_seconds: self.load_seconds - before.load_seconds,
             attend_seconds: self.attend_seconds - before.attend_seconds,
             attends: self.attends - before.attends,
+        }
+    }
+}
+
+/// Mean device time of some calls, in microseconds: sums over counts, so no bucket rounds it.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct DeviceMeans {
+    /// Of a store.
+    pub store_us: f64,
+    /// Of an attend.
+    pub attend_us: f64,
+}
+
+impl DeviceTotals {
+    /// Means; 0 where there was no call.
+    pub(crate) fn means(&self) -> DeviceMeans {
+        let us = |seconds: f64, calls: f64| if calls > 0.0 { seconds / calls * 1e6 } else { 0.0 };
+        DeviceMeans {
+            store_us: us(self.store_seconds, self.stores),
+            attend_us: us(self.attend_seconds, self.attends),
         }
     }
 }
@@ -118,9 +150,10 @@ impl Histogram {
         0.0
     }
 
-    fn summary(&self) -> LatencySummary {
+    fn summary(&self, mean_us: f64) -> LatencySummary {
         LatencySummary {
             calls: self.0.last().map_or(0, |(_, count)| *count as u64),
+            mean_us,
             p50_us: self.quantile_seconds(0.50) * 1e6,
             p99_us: self.quantile_seconds(0.99) * 1e6,
         }
@@ -137,6 +170,7 @@ kvd_store_seconds_bucket{namespace=\"d\",model=\"m.raw\",codec=\"raw\",le=\"0.00
 kvd_store_seconds_bucket{namespace=\"d\",model=\"m.raw\",codec=\"raw\",le=\"0.002\"} 100
 kvd_store_seconds_bucket{namespace=\"d\",model=\"m.raw\",codec=\"raw\",le=\"+Inf\"} 100
 kvd_store_seconds_sum{namespace=\"d\",model=\"m.raw\",codec=\"raw\"} 0.1
+kvd_store_seconds_count{namespace=\"d\",model=\"m.raw\",codec=\"raw\"} 100
 ";
 
     #[test]
@@ -146,6 +180,9 @@ kvd_store_seconds_sum{namespace=\"d\",model=\"m.raw\",codec=\"raw\"} 0.1
         assert_eq!(calls.store.calls, 100);
         assert!((calls.store.p50_us - 1000.0).abs() < 1e-6, "{calls:?}");
         assert!((calls.store.p99_us - 1980.0).abs() < 1e-6, "{calls:?}");
+        assert!((calls.store.mean_us - 1000.0).abs() < 1e-6, "{calls:?}");
+        let means = source.device_totals("m.raw").means();
+        assert!((means.store_us - 1000.0).abs() < 1e-6 && means.attend_us == 0.0, "{means:?}");
         assert_eq!(calls.attend, LatencySummary::default());
     }
 

@@ -214,8 +214,8 @@ fn comparison(report: &Report) -> String {
     let calibration = |row: &Row| if row.needs_calibration { "yes" } else { "no" }.to_owned();
     let mut columns = vec![
         Column::text("codec", cells(&|row| row.name.to_owned())),
-        Column::numbers("x at 2k", cells(&|row| ratio(row, 0))),
-        Column::numbers("x at 32k", cells(&|row| ratio(row, 1))),
+        Column::numbers("x 2k", cells(&|row| ratio(row, 0))),
+        Column::numbers("x 32k", cells(&|row| ratio(row, 1))),
         Column::numbers("ppl %", cells(&|row| format!("{:+.2}", percent(row)))),
         Column::numbers("KL nats", cells(&|row| format!("{:.5}", row.loss.kl_nats.max(0.0)))),
         Column::text("calibrate", cells(&calibration)),
@@ -230,16 +230,18 @@ fn comparison(report: &Report) -> String {
     let mut note = |note: &str| text.push_str(&wrapped(note, "  "));
     note("");
     note(
-        "Start with kivi-4. Once you can calibrate (kvd calibrate), take kvd-4, and kvd-2 where memory \
-          is short.",
+        "Start with kivi-4. Once you can calibrate (kvd calibrate), take kvd-4, and kvd-2 where \
+         memory is short.",
     );
     note(
-        "x at 2k, 32k: f16 bytes over bytes held, one sequence of 2048 or 32768 tokens with its \
-          windows, head size 128. Below about 128 tokens nothing is saved with windows.",
+        "x 2k, x 32k: f16 bytes over bytes held, one sequence of 2048 or 32768 tokens with its \
+         windows, head size 128, without what the model takes once. With windows nothing is saved \
+         below about 128 tokens.",
     );
     note(&format!(
-        "ppl %, KL nats: what the codec changes in perplexity and in the next token's distribution, \
-         measured on the built-in 4 M parameter model ({}). Measure yours: kvd eval --model DIR.",
+        "ppl %, KL nats: what the codec changes in perplexity and in the next token's \
+         distribution, measured on the built-in 4 M parameter model ({}). Measure yours: kvd eval \
+         --model DIR.",
         report.measured
     ));
     match &report.timed {

@@ -11,8 +11,8 @@ fn told(load: Option<f64>, cores: usize) -> String {
     match load {
         None => "how busy the machine is, is not known".to_owned(),
         Some(load) if load > 0.5 * cores as f64 => format!(
-            "the machine is busy (load {load:.1} on {cores} cores): figures are processor time, but \
-             caches, memory and clocks are shared with what else runs"
+            "the machine is busy (load {load:.1} on {cores} cores): figures are processor time, \
+             but caches, memory and clocks are shared with what else runs"
         ),
         Some(load) => format!("load {load:.1} on {cores} cores"),
     }

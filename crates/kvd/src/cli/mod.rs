@@ -92,7 +92,8 @@ struct ConfigArgs {
     /// absent, and the defaults where that is unset or empty.
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// gRPC address, as 127.0.0.1:7070 or localhost:7070; short for --set server.listen_tcp=ADDRESS.
+    /// gRPC address, as 127.0.0.1:7070 or localhost:7070; short for --set
+    /// server.listen_tcp=ADDRESS.
     #[arg(long, value_name = "ADDRESS")]
     listen: Option<String>,
     /// gRPC Unix socket; short for --set server.listen_unix=PATH.

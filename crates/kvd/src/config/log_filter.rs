@@ -20,10 +20,15 @@ pub(super) fn log_filter(text: &str) -> Result<String, ConfigError> {
     if directives.is_empty() {
         return Err(ConfigError::new(KEY, "is empty: give a level, such as info, or off"));
     }
-    if let Some(wrong) = directives.iter().find(|text| !text.contains('=') && !is_level(text)) {
+    let is_wrong = |text: &&&str| match text.rsplit_once('=') {
+        Some((_, level)) => level.trim().is_empty(),
+        None => !is_level(text),
+    };
+    if let Some(wrong) = directives.iter().find(is_wrong) {
+        let target = wrong.trim_end_matches('=');
         let reason = format!(
             "{wrong:?} is no level (off, error, warn, info, debug or trace); a target has its \
-             level behind it, as in {wrong}=debug"
+             level behind it, as in {target}=debug"
         );
         return Err(ConfigError::new(KEY, reason));
     }

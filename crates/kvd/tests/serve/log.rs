@@ -21,7 +21,8 @@ fn with_message<'a>(lines: &'a [Value], message: &str) -> Vec<&'a Value> {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_full_pool_is_told_once_with_who_holds_it_and_refusals_say_whose_they_are() {
-    let daemon = Process::start(&["--pool", "1 MiB", "--set", "log.filter=info,kvd=debug"]);
+    let daemon =
+        Process::start(&["--set", "device.pool_bytes=1 MiB", "--set", "log.filter=info,kvd=debug"]);
     let client = daemon.client().await;
     let model = model(&client).await;
     let mut last = client.open_sequence(model).await.expect("open");

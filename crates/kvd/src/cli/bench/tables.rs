@@ -1,6 +1,6 @@
 //! Tables of `kvd bench`: what a terminal has columns for, and with --wide every figure.
 
-use super::super::table::{Column, Labels, table};
+use super::super::table::{Column, Labels, table, wrapped};
 #[cfg(feature = "eval")]
 use crate::bench::TransportRow;
 use crate::bench::{AttendRow, CodecRow, Figure, HuffmanRow, ScoresRow, StoreRow};
@@ -24,7 +24,7 @@ impl<T> Sheet<T> {
         let (codec, width) = self.codec;
         let Labels { cells, legend } = Labels::new(rows.iter().map(codec), width);
         let text = table(&(self.narrow)(rows, cells));
-        format!("{text}\n{}{legend}", self.note)
+        format!("{text}\n{}{legend}", wrapped(self.note, ""))
     }
 }
 
@@ -66,8 +66,8 @@ pub(super) const ATTEND: Sheet<AttendRow> = Sheet {
         ]
     },
     codec: (|row| row.codec.clone(), 14),
-    note: "ns per token and KV head: K and V, all query heads of the group; median, best and upper\n\
-           quartile. error: of the kernel alone, relative. --wide: GB/s, products, share of peaks.\n",
+    note: "ns per token and KV head: K and V, all query heads of the group; median, best and upper \
+           quartile. error: of the kernel alone, relative. --wide: GB/s, products, share of peaks.",
     wide: attend_wide,
 };
 
@@ -85,7 +85,8 @@ pub(super) const SCORES: Sheet<ScoresRow> = Sheet {
         ]
     },
     codec: (|row| row.codec.clone(), 24),
-    note: "ns per key: all query heads of the group, every score kept; median, best, upper quartile\n",
+    note: "ns per key: all query heads of the group, every score kept; median, best, upper \
+           quartile.",
     wide: scores_wide,
 };
 
@@ -106,8 +107,9 @@ pub(super) const CODEC: Sheet<CodecRow> = Sheet {
         ]
     },
     codec: (|row| format!("{}={}", row.side, row.side_spec), 28),
-    note: "ns per value on one thread, of f16 rows; GB/s count two bytes a value. decode: the reference\n\
-           decoder. coded: bits of a Huffman code. --wide: f32 rows, Huffman coding and entropy too.\n",
+    note: "ns per value on one thread, of f16 rows; GB/s count two bytes a value. decode: the \
+           reference decoder. coded: bits of a Huffman code. --wide: f32 rows, Huffman coding and \
+           entropy too.",
     wide: codec_wide,
 };
 
@@ -126,8 +128,8 @@ pub(super) const STORE: Sheet<StoreRow> = Sheet {
         ]
     },
     codec: (|row| row.codec.clone(), 20),
-    note: "us of processor time, K and V of one layer; the first call trains tables where there are such.\n\
-           GB/s of f16 input by processor time and by wall time; --wide: of pages too.\n",
+    note: "us of processor time, K and V of one layer; the first call trains tables where there \
+           are such. GB/s of f16 input by processor time and by wall time; --wide: of pages too.",
     wide: store_wide,
 };
 
@@ -147,7 +149,7 @@ pub(super) const TRANSPORT: Sheet<TransportRow> = Sheet {
         ]
     },
     codec: (|row| row.codec.clone(), 14),
-    note: "us of one attend, one after another; cpu counts client, daemon and stores beside\n",
+    note: "us of one attend, one after another; cpu counts client, daemon and stores beside.",
     wide: transport_wide,
 };
 
@@ -255,7 +257,8 @@ fn codec_wide(rows: &[CodecRow]) -> String {
         );
         writeln!(
             text,
-            "{:>22} {:>9} {:>9.3} {:>22} {:>9.3} {:>22} {:>22} {:>22} {:>11} {:>7} {:>7} {:>8.3}  {}={}",
+            "{:>22} {:>9} {:>9.3} {:>22} {:>9.3} {:>22} {:>22} {:>22} {:>11} {:>7} {:>7} {:>8.3}  \
+             {}={}",
             pair(row.encode_ns),
             row.instruction_set,
             row.encode_gb_per_s,
