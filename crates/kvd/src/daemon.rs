@@ -255,7 +255,7 @@ impl Running {
         let threads = self.lane_threads;
         let join = move || threads.into_iter().for_each(LaneThread::join);
         let _ = tokio::task::spawn_blocking(join).await;
-        tracing::info!(clean = drained == Drained::Clean, "stopped");
+        tracing::info!(?drained, "stopped");
         drained
     }
 }

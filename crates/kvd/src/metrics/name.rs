@@ -45,7 +45,7 @@ macro_rules! metrics {
 }
 
 metrics! {
-    BuildInfo = "kvd_build_info", Gauge, "1, with version, boot_id and device as labels.";
+    BuildInfo = "kvd_build_info", Gauge, "1, with version, commit, boot_id and device as labels.";
     Ready = "kvd_ready", Gauge, "1 while requests are served, 0 while draining or failed.";
     ResidentBytes = "kvd_process_resident_bytes", Gauge, "Resident memory of the daemon.";
 

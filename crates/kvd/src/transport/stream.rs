@@ -11,6 +11,7 @@ use std::sync::Arc;
 use tokio::sync::{mpsc, watch};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Status, Streaming};
+use tracing::Instrument;
 
 /// What every streaming rpc answers with.
 pub(super) type ReplyStream<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
@@ -32,7 +33,7 @@ where
     Future: std::future::Future<Output = Result<Reply, Status>> + Send,
 {
     let (replies, receiver) = mpsc::channel(REPLIES_AHEAD_MAX);
-    tokio::spawn(async move {
+    let answers = async move {
         loop {
             let request = tokio::select! {
                 // Requests that have arrived are answered (if only with SHUTTING_DOWN).
@@ -51,7 +52,9 @@ where
                 return;
             }
         }
-    });
+    };
+    // Lines of the log say whose stream it is.
+    tokio::spawn(answers.in_current_span());
     Box::pin(ReceiverStream::new(receiver))
 }
 
