@@ -192,7 +192,7 @@ impl RawConfig {
             let of_environment =
                 error.metadata.as_ref().is_some_and(|source| source.name.contains("environment"));
             let key = if of_environment { variable(&key) } else { key };
-            ConfigError::new(key, error.kind.to_string())
+            ConfigError::new(key, plain(&error.kind.to_string()))
         })
     }
 }
@@ -226,6 +226,21 @@ const MAY_BE_EMPTY: [&str; 5] = [
 ];
 
 const PREFIX: &str = "KVD_";
+
+/// An error of the wrong type, for people who do not know Rust's.
+fn plain(reason: &str) -> String {
+    const WORDS: [(&str, &str); 5] = [
+        ("usize", "a whole number from 0 on"),
+        ("u64", "a whole number from 0 on"),
+        ("u32", "a whole number from 0 to 4294967295"),
+        ("a boolean", "true or false"),
+        ("a sequence", "a list such as [\"default\"]"),
+    ];
+    let known = |(rust, plain): &(&str, &str)| {
+        reason.strip_suffix(rust).map(|start| format!("{start}{plain}"))
+    };
+    WORDS.iter().find_map(known).unwrap_or_else(|| reason.to_owned())
+}
 
 /// The variable of a key, as an operator looks for it.
 fn variable(key: &str) -> String {

@@ -244,6 +244,11 @@ fn a_level_of_the_log_or_a_size_that_is_none_is_refused_with_what_there_is() {
         ("device.pool_bytes", "-5", "a size such as 4 GiB"),
         ("server.message_bytes_max", "[1]", "a size such as 4 GiB"),
         ("admin.listen", "nowhere", "nowhere:7070"),
+        ("device.threads", "many", "a whole number"),
+        ("limits.models_max", "-1", "a whole number"),
+        ("server.streams_per_connection_max", "4294967296", "a whole number"),
+        ("device.prefault", "maybe", "true or false"),
+        ("namespaces.allowed", "default", "a list such as"),
     ] {
         let error = load("", &[(key, value)]).expect_err(value);
         assert_eq!(error.key, key, "{error}");

@@ -14,6 +14,7 @@ use tokio::sync::{mpsc, watch};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::metadata::MetadataMap;
 use tonic::{Request, Response, Status, Streaming};
+use tracing::Instrument;
 
 /// The generated trait over a [`Service`].
 pub(super) struct Grpc {
@@ -256,7 +257,7 @@ impl Kvd for Grpc {
         // One piece ahead: decoding overlaps sending without piling up.
         let (replies, receiver) = mpsc::channel(1);
         let service = self.service.clone();
-        tokio::spawn(async move {
+        let send = async move {
             for piece in pieces {
                 let work = async { Ok(convert::loaded(service.load_piece(&call, &piece).await?)) };
                 let reply = answer(service.metrics(), "LoadBlocks", &call, work).await;
@@ -265,7 +266,8 @@ impl Kvd for Grpc {
                     return;
                 }
             }
-        });
+        };
+        tokio::spawn(send.in_current_span());
         Ok(Response::new(Box::pin(ReceiverStream::new(receiver))))
     }
 
