@@ -284,7 +284,7 @@ mod tests {
             "#\rkivi-4\r;recent=64\r",
             "\u{feff}kivi-4; recent=64",
             "\u{feff}# a mark\nkivi-4; recent=64",
-            "\n\n  \t# one\n# two; with = signs, kvd-2\n\nkivi-4 # three\n;# four\nrecent # five\n= # six\n\
+            "\n\n  \t# 1\n# 2; with = signs, kvd-2\n\nkivi-4 # 3\n;# 4\nrecent # 5\n= # 6\n\
              64#",
             "kivi-4;recent=64; # the end",
             "kivi-4;recent=64;\n#\n",
@@ -300,7 +300,7 @@ mod tests {
         assert_eq!(resolve("kvd-2;"), Ok(preset("kvd-2").unwrap()));
         let spec = resolve("k=fp8; v=uniform(b=4,axis=token); sink=2").unwrap();
         for text in [
-            "\u{feff}# first\r\nk # of keys\r\n=fp8;v=uniform( # wide\nb=4, # bits\naxis=token # rows\n);\
+            "\u{feff}# a\r\nk # keys\r\n=fp8;v=uniform( # b\nb=4, # bits\naxis=token # c\n);\
              sink=2",
             "#\n#\nk=fp8;\n\n#v=raw\nv=uniform(b=4,axis=token);sink=2 #",
         ] {

@@ -21,7 +21,7 @@ Examples:
 pub(super) const CODECS: &str = "\
 Examples:
   kvd codecs                         which codec to take
-  kvd codecs --speed                 with attention timed on this machine, in about ten seconds
+  kvd codecs --speed                 with attention timed on this machine
   kvd codecs --wide                  with spec, source and bits of every preset
   kvd codecs --json | jq '.presets[] | select(.needs_calibration | not).name'";
 
