@@ -370,13 +370,13 @@ mod tests {
 
     #[test]
     fn every_table_fits_a_terminal_and_wide_has_all_in_one_line() {
-        let text = super::text(&report(), Width::Terminal);
+        let text = text(&report(), Width::Terminal);
         let longest = text.lines().map(|line| line.chars().count()).max().unwrap();
         assert!(longest <= COLUMNS, "{longest} columns:\n{text}");
         for part in ["layer 31", "vecinfer-2-reg", "attn err", "Bits per value by part", "Speed:"] {
             assert!(text.contains(part), "no {part} in\n{text}");
         }
-        let wide = super::text(&report(), Width::All);
+        let wide = text(&report(), Width::All);
         let layers = wide.lines().find(|line| line.contains("layer 0 ")).unwrap();
         assert!(layers.contains("layer 31") && wide.contains("bits/value"), "{layers}");
     }
