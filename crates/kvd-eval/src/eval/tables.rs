@@ -370,11 +370,11 @@ mod tests {
 
     #[test]
     fn every_table_fits_a_terminal_and_wide_has_all_in_one_line() {
-        let text = text(&report(), Width::Terminal);
-        let longest = text.lines().map(|line| line.chars().count()).max().unwrap();
-        assert!(longest <= COLUMNS, "{longest} columns:\n{text}");
+        let narrow = text(&report(), Width::Terminal);
+        let longest = narrow.lines().map(|line| line.chars().count()).max().unwrap();
+        assert!(longest <= COLUMNS, "{longest} columns:\n{narrow}");
         for part in ["layer 31", "vecinfer-2-reg", "attn err", "Bits per value by part", "Speed:"] {
-            assert!(text.contains(part), "no {part} in\n{text}");
+            assert!(narrow.contains(part), "no {part} in\n{narrow}");
         }
         let wide = text(&report(), Width::All);
         let layers = wide.lines().find(|line| line.contains("layer 0 ")).unwrap();
