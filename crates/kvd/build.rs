@@ -1,5 +1,5 @@
-//! Says which commit a binary was built from, as `KVD_COMMIT`: `unknown` where there is no git, or
-//! where these sources are no checkout of their own.
+//! Says which commit a binary was built from, as `KVD_COMMIT`: that of the checkout, else what the
+//! environment says under that name, as builds of images do; `unknown` where neither is.
 
 use std::fs;
 use std::process::Command;
@@ -8,8 +8,18 @@ use std::process::Command;
 const ROOT: &str = "../..";
 
 fn main() {
-    let commit = commit().unwrap_or_else(|| "unknown".to_owned());
+    println!("cargo:rerun-if-env-changed=KVD_COMMIT");
+    let commit = commit().or_else(given).unwrap_or_else(|| "unknown".to_owned());
     println!("cargo:rustc-env=KVD_COMMIT={commit}");
+}
+
+/// What the environment says; nothing that would break a line or a label.
+fn given() -> Option<String> {
+    let commit = std::env::var("KVD_COMMIT").ok()?;
+    let is_name = |c: char| c.is_ascii_alphanumeric() || "-._+".contains(c);
+    let commit = commit.trim();
+    (!commit.is_empty() && commit.len() <= 64 && commit.chars().all(is_name))
+        .then(|| commit.to_owned())
 }
 
 fn commit() -> Option<String> {

@@ -12,6 +12,20 @@ pub struct SpecError {
     pub message: String,
 }
 
+impl SpecError {
+    /// Line and column of the position in the text that was read, both from 1.
+    #[must_use]
+    pub fn line_and_column(&self, text: &str) -> (usize, usize) {
+        let before = text.trim_start_matches('\u{feff}').chars().take(self.position);
+        before.fold(
+            (1, 1),
+            |(line, column), c| {
+                if c == '\n' { (line + 1, 1) } else { (line, column + 1) }
+            },
+        )
+    }
+}
+
 impl Coded for SpecError {
     fn code(&self) -> ErrorCode {
         ErrorCode::InvalidCodec

@@ -69,7 +69,7 @@ pub use model::{BlockRows, EncodedBlock, ModelCodec, PageBytes};
 pub use outside::{ForwardStep, TurnStep};
 pub use page::{HEADER_BYTES, PAGE_ALIGN, Page, PageHeader, page_bytes};
 pub use policy::Override;
-pub use preset::{Preset, preset, presets, resolve};
+pub use preset::{Preset, named_preset, preset, presets, resolve};
 pub use queries::LayerQueries;
 pub use reader::{FixedCodes, PageReader, Space};
 pub use samples::{SampleKind, Samples, SetAside};

@@ -39,7 +39,7 @@ impl FromStr for CodecSpec {
     type Err = SpecError;
 
     fn from_str(text: &str) -> Result<Self, SpecError> {
-        let mut cursor = Cursor { text, at: 0 };
+        let mut cursor = Cursor::new(text);
         let items = Items::read(&mut cursor)?;
         let Some(key) = items.key else {
             return cursor.fail(cursor.at, "the key side k= is missing");
@@ -51,6 +51,40 @@ impl FromStr for CodecSpec {
         let Items { overrides, bounds, .. } = items;
         Ok(Self { key, value, sink, recent, overrides, bounds })
     }
+}
+
+/// The first word of a text, where a preset's name may stand.
+pub(crate) struct FirstWord<'a> {
+    /// Letters, digits and `-+.`; empty where the text holds nothing or begins otherwise.
+    pub(crate) word: &'a str,
+    /// Characters before it.
+    pub(crate) position: usize,
+    /// Byte offset of what follows it, spaces and comments skipped.
+    pub(crate) end: usize,
+    /// Characters before that.
+    pub(crate) after: usize,
+    /// What follows it there.
+    pub(crate) next: Option<char>,
+}
+
+impl FirstWord<'_> {
+    /// Skips spaces, comments and a byte-order mark before it.
+    pub(crate) fn read(text: &str) -> FirstWord<'_> {
+        let mut cursor = Cursor::new(text);
+        cursor.peek();
+        let (start, rest) = (cursor.at, &text[cursor.at..]);
+        let is_word = |c: char| c.is_ascii_alphanumeric() || "-+.".contains(c);
+        let word = &rest[..rest.find(|c| !is_word(c)).unwrap_or(rest.len())];
+        cursor.at += word.len();
+        let next = cursor.peek();
+        let [position, after] = [start, cursor.at].map(|at| cursor.position(at));
+        FirstWord { word, position, end: cursor.at, after, next }
+    }
+}
+
+/// Whether nothing but spaces and comments follows from byte `at` on.
+pub(crate) fn is_blank(text: &str, at: usize) -> bool {
+    Cursor { text, at }.peek().is_none()
 }
 
 /// `base` with what the items of `text` from byte `at` on say in its place; overrides are added.
@@ -136,10 +170,22 @@ struct Cursor<'a> {
     at: usize,
 }
 
+/// Some editors put it before a text; it is no part of it.
+const BYTE_ORDER_MARK: char = '\u{feff}';
+
 impl<'a> Cursor<'a> {
+    fn new(text: &'a str) -> Self {
+        let at = if text.starts_with(BYTE_ORDER_MARK) { BYTE_ORDER_MARK.len_utf8() } else { 0 };
+        Self { text, at }
+    }
+
+    /// Characters before byte `at`, as an editor counts them.
+    fn position(&self, at: usize) -> usize {
+        self.text[..at].chars().filter(|c| *c != BYTE_ORDER_MARK).count()
+    }
+
     fn fail<T>(&self, at: usize, message: impl Into<String>) -> Parsed<T> {
-        let position = self.text[..at].chars().count();
-        Err(SpecError { position, message: message.into() })
+        Err(SpecError { position: self.position(at), message: message.into() })
     }
 
     /// The next character after spaces and comments, which are skipped.
@@ -152,7 +198,7 @@ impl<'a> Cursor<'a> {
                 return next;
             }
             let line = &self.text[self.at..];
-            self.at += line.find('\n').unwrap_or(line.len());
+            self.at += line.find(['\n', '\r']).unwrap_or(line.len());
         }
     }
 

@@ -19,8 +19,7 @@ pub use backend::{
 };
 pub use cpu::{
     ArenaError, CodeDecoder, CpuBackend, CpuOptions, EncodeAs, InstructionSet, OpenError,
-    Precision, Products, Simd, content_hash, content_hash_of, first_non_finite,
-    multiply_adds,
+    Precision, Products, Simd, content_hash, content_hash_of, first_non_finite, multiply_adds,
 };
 pub use error::BackendError;
 pub use plan::{AttendPlan, LoadPlan, PlanPart, PlanQuery, Source};

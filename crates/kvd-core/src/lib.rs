@@ -10,6 +10,7 @@ mod error;
 mod extent;
 mod geometry;
 mod id;
+mod progress;
 
 pub use boot::{BootId, IdCounter, IdSpace, IdsExhausted};
 pub use dtype::{DType, DTypeError};
@@ -17,3 +18,4 @@ pub use error::{Coded, ErrorCode};
 pub use extent::Extent;
 pub use geometry::{Geometry, GeometryError, RawLayout, RopePairing, Side};
 pub use id::{LayerIndex, ModelId, Namespace, NamespaceError, SequenceId};
+pub use progress::ProgressLines;

@@ -24,6 +24,11 @@ mod text;
 pub use kvd_engine::ModelError;
 pub use model_report::ModelReport;
 
+/// Options that cannot be met, with the option and what there is instead: other options would do.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct UsageError(pub String);
+
 /// The part of a model's name in the daemon that says which engine model it is.
 fn model_name(name: &str) -> String {
     plain(name).chars().take(32).collect()

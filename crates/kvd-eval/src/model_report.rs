@@ -5,7 +5,7 @@ use kvd_engine::{Assets, Model, ModelConfig};
 use serde::Serialize;
 
 /// The model that was run.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Default, Serialize)]
 pub struct ModelReport {
     /// Its name.
     pub name: String,

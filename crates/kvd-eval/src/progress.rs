@@ -1,42 +1,70 @@
-//! One progress bar on stderr, only when that is a terminal.
+//! How far a run is, on stderr: one bar on a terminal, a line every few seconds elsewhere.
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use kvd_core::ProgressLines;
+use std::time::Duration;
+
+/// How often the bar's clock moves while a step takes long.
+const TICK: Duration = Duration::from_millis(500);
 
 /// Progress of a whole run, in model tokens or heads fitted.
-pub(crate) struct Progress(ProgressBar);
+pub(crate) struct Progress {
+    bar: ProgressBar,
+    /// Where no bar can be drawn.
+    lines: Option<ProgressLines>,
+}
 
 impl Progress {
     /// A bar of `steps` steps.
     pub(crate) fn new(steps: usize) -> Self {
-        // indicatif draws nothing when stderr is no terminal.
         let bar = ProgressBar::with_draw_target(Some(steps as u64), ProgressDrawTarget::stderr());
-        let template = "{prefix:>16} {bar:32} {percent:>3}% {elapsed} {msg}";
+        let lines = bar.is_hidden().then(ProgressLines::on_stderr);
+        let template = "{prefix:>16} {bar:32} {percent:>3}% {elapsed}, {eta} left {msg}";
         if let Ok(style) = ProgressStyle::with_template(template) {
             bar.set_style(style);
         }
-        Self(bar)
+        if lines.is_none() {
+            bar.enable_steady_tick(TICK);
+        }
+        let progress = Self { bar, lines };
+        if let Some(lines) = &progress.lines {
+            lines.begin("", steps as u64);
+        }
+        progress
     }
 
     /// Starts anew with `steps` steps.
     pub(crate) fn begin(&self, what: &str, steps: usize) {
-        self.0.reset();
-        self.0.set_length(steps as u64);
+        self.bar.reset();
+        self.bar.set_length(steps as u64);
+        if let Some(lines) = &self.lines {
+            lines.begin(what, steps as u64);
+        }
         self.stage(what, "");
     }
 
     /// Names what is being done: a run and its stage.
     pub(crate) fn stage(&self, run: &str, stage: &'static str) {
-        self.0.set_prefix(run.to_owned());
-        self.0.set_message(stage);
+        self.bar.set_prefix(run.to_owned());
+        self.bar.set_message(stage);
+        if let Some(lines) = &self.lines {
+            lines.step(run, stage);
+        }
     }
 
     /// Counts steps.
     pub(crate) fn add(&self, steps: usize) {
-        self.0.inc(steps as u64);
+        self.bar.inc(steps as u64);
+        if let Some(lines) = &self.lines {
+            lines.add(steps as u64);
+        }
     }
 
     /// Removes the bar.
     pub(crate) fn finish(&self) {
-        self.0.finish_and_clear();
+        self.bar.finish_and_clear();
+        if let Some(lines) = &self.lines {
+            lines.begin("", 0);
+        }
     }
 }

@@ -10,6 +10,7 @@ use crate::service::{Service, draw_ids};
 use crate::transport::{BoundAddresses, GrpcServer, ListenError, Phase};
 use kvd_compute::Backend;
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::watch;
@@ -86,6 +87,27 @@ async fn end<T>(mut server: JoinHandle<T>) {
     }
 }
 
+/// Says so where whoever reaches a port may use it.
+fn warn_of_open_doors(tcp: Option<SocketAddr>, admin: Option<SocketAddr>) {
+    let is_open = |address: &SocketAddr| !address.ip().to_canonical().is_loopback();
+    if let Some(address) = tcp.filter(is_open) {
+        tracing::warn!(
+            %address,
+            key = "server.listen_tcp",
+            "gRPC listens beyond this machine, and kvd knows no authentication and no TLS: whoever \
+             reaches this address may read, change and close all sequences"
+        );
+    }
+    if let Some(address) = admin.filter(is_open) {
+        tracing::warn!(
+            %address,
+            key = "admin.listen",
+            "metrics listen beyond this machine: whoever reaches this address may read the names \
+             of models and namespaces"
+        );
+    }
+}
+
 impl Daemon {
     /// Takes memory, starts the lane and binds all sockets.
     ///
@@ -133,15 +155,20 @@ impl Daemon {
         let (admin_phase, of_admin) = watch::channel(Phase::Serving);
         let addresses = self.grpc.addresses().clone();
         let admin_address = self.admin.as_ref().map(AdminServer::address);
+        let shown = |path: &Option<PathBuf>| path.as_ref().map(|path| path.display().to_string());
         tracing::info!(
-            tcp = ?addresses.tcp,
-            unix = ?addresses.unix,
-            admin = ?admin_address,
+            tcp = addresses.tcp.map(display),
+            unix = shown(&addresses.unix),
+            region = shown(&addresses.region),
+            admin = admin_address.map(display),
+            version = env!("CARGO_PKG_VERSION"),
+            commit = env!("KVD_COMMIT"),
             device = self.service.devices(),
             pool_bytes = self.service.pool_stats().capacity_bytes,
             boot_id = self.service.boot_id(),
             "kvd serves"
         );
+        warn_of_open_doors(addresses.tcp, admin_address);
         let grpc = tokio::spawn(self.grpc.serve(self.service.clone(), of_grpc));
         let admin =
             self.admin.map(|admin| tokio::spawn(admin.serve(self.service.clone(), of_admin)));
@@ -206,11 +233,17 @@ impl Running {
         let drained = match tokio::time::timeout(grace, &mut grpc).await {
             Ok(Ok(Ok(()))) => Drained::Clean,
             Ok(other) => {
-                tracing::error!(?other, "the gRPC server broke");
+                let reason = match other {
+                    Ok(Err(error)) => error.to_string(),
+                    Err(panic) => panic.to_string(),
+                    Ok(Ok(())) => String::new(),
+                };
+                tracing::error!(reason, "the gRPC server broke");
                 Drained::CutOff
             }
             Err(_) => {
-                tracing::warn!(?grace, "the grace period ran out; requests are cut off");
+                let grace_ms = u64::try_from(grace.as_millis()).unwrap_or(u64::MAX);
+                tracing::warn!(grace_ms, "the grace period ran out; requests are cut off");
                 self.phase.send_replace(Phase::Cut);
                 end(grpc).await;
                 Drained::CutOff

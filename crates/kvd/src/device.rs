@@ -98,7 +98,15 @@ fn open_cpu(config: &Config) -> Result<Box<dyn Backend>, OpenError> {
     };
     let cores = if config.pin_threads { affinity::cores() } else { Vec::new() };
     let on_start = move |thread| affinity::keep_on_one(&cores, thread);
+    if config.prefault {
+        tracing::info!(pool_bytes = config.pool_bytes, "touching the pool's memory");
+    }
+    let begun = Instant::now();
     let mut backend = CpuBackend::starting(options, on_start)?;
+    if config.prefault {
+        let seconds = begun.elapsed().as_secs_f64();
+        tracing::info!(seconds, "the pool's memory is there");
+    }
     backend.set_precision(config.precision);
     Ok(Box::new(backend))
 }

@@ -63,7 +63,9 @@ pub enum CalibrateError {
         head: usize,
     },
     /// The codec takes nothing from samples.
-    #[error("codec {codec} needs no calibration")]
+    #[error(
+        "codec {codec} needs no calibration: use it as it is; `kvd codecs` says which need one"
+    )]
     NothingToFit {
         /// The codec.
         codec: String,

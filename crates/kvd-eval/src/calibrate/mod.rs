@@ -44,6 +44,17 @@ pub struct CalibrateOptions {
     pub dump: Option<PathBuf>,
 }
 
+impl CalibrateOptions {
+    /// What can be told before any row is there.
+    fn check(&self) -> Result<(), CalibrateError> {
+        let idle = self.codecs.iter().find(|codec| !codec.spec.needs_calibration());
+        match idle {
+            Some(codec) => Err(CalibrateError::NothingToFit { codec: codec.label.clone() }),
+            None => Ok(()),
+        }
+    }
+}
+
 /// What was made.
 #[derive(Clone, Debug)]
 pub struct Calibrated {
@@ -67,6 +78,7 @@ pub struct Calibrated {
 /// [`CalibrateError`] where the source does not have what is asked for; otherwise when a file
 /// cannot be read or written, the daemon refuses, or a fit fails.
 pub async fn run(options: &CalibrateOptions) -> Result<Calibrated> {
+    options.check()?;
     let progress = Progress::new(0);
     let rows = match &options.source {
         Source::Dump(source) => source.read()?,
@@ -100,9 +112,6 @@ fn fit(
     progress: &Progress,
 ) -> Result<Option<Calibration>> {
     for codec in &options.codecs {
-        if !codec.spec.needs_calibration() {
-            return Err(CalibrateError::NothingToFit { codec: codec.label.clone() }.into());
-        }
         let keys = codec.spec.variants(Side::Key);
         if !queries && keys.iter().any(|key| key.transforms.contains(&Transform::QueryPca)) {
             return Err(CalibrateError::NoQueries { codec: codec.label.clone() }.into());

@@ -2,7 +2,7 @@
 
 use super::{KvDump, LayerRows};
 use crate::progress::Progress;
-use crate::{model_report, samples, text};
+use crate::{UsageError, model_report, samples, text};
 use anyhow::{Result, ensure};
 use kvd_engine::{Assets, ModelConfig, Window};
 use std::path::PathBuf;
@@ -34,14 +34,16 @@ impl ModelSource {
         let config = ModelConfig::parse(&assets.config)?;
         let longest = config.positions();
         let window = self.window;
-        ensure!(window > 0, "windows of 0 tokens");
-        ensure!(window <= longest, "windows of {window} tokens: the model has {longest} positions");
+        let refused = |reason: &str| UsageError(format!("--window {window}: {reason}"));
+        ensure!(window > 0, refused("a window has one token at least"));
+        let most = format!("the model has {longest} positions");
+        ensure!(window <= longest, refused(&most));
         let wanted = (self.tokens / window).max(1);
         let wanted = samples::windows_with_room(&config, window, wanted);
         let windows = self.windows(&assets, config.bos_token_id, wanted)?;
         ensure!(
             !windows.is_empty(),
-            "the text has no whole window of {window} tokens; give --text or a smaller --window"
+            refused("the text has no whole window of so many tokens; give --text or fewer")
         );
         let model = model_report::load(config, &assets)?;
         progress.begin("text", windows.len() * window);

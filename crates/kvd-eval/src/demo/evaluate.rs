@@ -38,7 +38,7 @@ impl Evaluation<'_> {
         let attention_error = run.attention_error(&self.reference.passages.clean).await?;
         run.take_latencies();
         let (subject, options) = (self.subject, self.options);
-        let written = run.generate(&subject.prompt, options.new_tokens).await?;
+        let (written, decode_device) = run.generate(&subject.prompt, options.new_tokens).await?;
         let (quality, stored) = run.passages(&self.reference.passages).await?;
         let latencies = run.take_latencies();
         let reference = &self.reference.report.generation.tokens;
@@ -52,6 +52,7 @@ impl Evaluation<'_> {
             generation: subject.generation(written, Some(reference))?,
             decode: latencies.decode.summary(),
             prefill: latencies.prefill.summary(),
+            decode_device,
             daemon: run.daemon_calls(),
             calibration_seconds,
         };

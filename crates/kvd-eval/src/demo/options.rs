@@ -1,5 +1,6 @@
 //! What to run.
 
+use crate::UsageError;
 use crate::eval::{EvalCodec, Windows};
 use crate::measure::MetricsSource;
 use anyhow::{Result, ensure};
@@ -49,20 +50,31 @@ impl DemoOptions {
     /// Windows of such a run: wider ones would flatter a codec.
     pub const WINDOWS: Windows = Windows::Same { sink: 32, recent: 96 };
 
+    /// Passages that are scored unless somebody asks for others.
+    pub const PASSAGES: usize = 2;
+    /// Tokens that are written unless somebody asks for others.
+    pub const NEW_TOKENS: usize = 64;
+
+    /// The codecs of [`DemoOptions::CODECS`].
+    #[must_use]
+    pub fn codecs() -> Vec<EvalCodec> {
+        let chosen = |codec: &EvalCodec| Self::CODECS.contains(&codec.label.as_str());
+        EvalCodec::all_presets().into_iter().filter(chosen).collect()
+    }
+
     /// The demo as `kvd demo` runs it: the fixture, two passages of 2048 tokens.
     #[must_use]
     pub fn new(endpoint: Endpoint) -> Self {
-        let chosen = |codec: &EvalCodec| Self::CODECS.contains(&codec.label.as_str());
         Self {
             endpoint,
             model_dir: None,
-            codecs: EvalCodec::all_presets().into_iter().filter(chosen).collect(),
+            codecs: Self::codecs(),
             windows: Self::WINDOWS,
-            passages: 2,
+            passages: Self::PASSAGES,
             passage_tokens: 2048,
             chunk_tokens: 8,
             prompt_tokens: 384,
-            new_tokens: 64,
+            new_tokens: Self::NEW_TOKENS,
             calibration_windows: 22,
             seed: 1,
             keep_open: false,
@@ -72,7 +84,7 @@ impl DemoOptions {
     }
 
     pub(crate) fn check(&self) -> Result<()> {
-        ensure!(!self.codecs.is_empty(), "no codec to run");
+        ensure!(!self.codecs.is_empty(), UsageError("no codec to run".to_owned()));
         let counts = [
             ("passages", self.passages),
             ("passage_tokens", self.passage_tokens),
@@ -82,9 +94,10 @@ impl DemoOptions {
             ("calibration_windows", self.calibration_windows),
         ];
         for (name, count) in counts {
-            ensure!(count > 0, "{name} must be at least 1");
+            ensure!(count > 0, UsageError(format!("{name} must be at least 1")));
         }
-        ensure!(self.passage_tokens >= 8, "passage_tokens must be at least 8");
+        let enough = self.passage_tokens >= 8;
+        ensure!(enough, UsageError("passage_tokens must be at least 8".to_owned()));
         Ok(())
     }
 

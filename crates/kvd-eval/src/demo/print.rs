@@ -1,7 +1,8 @@
 //! The report for people.
 
 use super::report::{CodecReport, DemoReport, Generation};
-use crate::table::{number, table};
+use crate::measure::DeviceMeans;
+use crate::table::{COLUMNS, lines, number, table};
 use std::io::{self, Write};
 
 /// Writes the report as text.
@@ -35,7 +36,8 @@ fn heading(report: &DemoReport, out: &mut dyn Write) -> io::Result<()> {
     for run in &report.codecs {
         let label = label(report, run);
         if label != run.codec {
-            writeln!(out, "{label} is {}", run.codec)?;
+            let text = format!("{label} is {}", run.codec);
+            lines(&text, COLUMNS).iter().try_for_each(|line| writeln!(out, "{line}"))?;
         }
     }
     Ok(())
@@ -169,40 +171,120 @@ fn storage(report: &DemoReport, out: &mut dyn Write) -> io::Result<()> {
 }
 
 fn speed(report: &DemoReport, out: &mut dyn Write) -> io::Result<()> {
-    let header = ["codec", "tokens/s", "store p50", "store p99", "attend p50", "attend p99"];
+    let header =
+        ["codec", "tokens/s", "store us", "p99", "on device", "attend us", "p99", "on device"];
     let dash = || "-".to_owned();
     let reference = number(report.without_kvd.generation.tokens_per_second, 1);
-    let mut rows = vec![vec!["without kvd".to_owned(), reference, dash(), dash(), dash(), dash()]];
+    let mut rows = vec![vec!["without kvd".to_owned(), reference]];
+    rows[0].extend(std::iter::repeat_with(dash).take(header.len() - 2));
     rows.extend(report.codecs.iter().map(|run| {
         let (store, attend) = (run.decode.store, run.decode.attend);
-        let mut cells = vec![label(report, run), number(run.generation.tokens_per_second, 1)];
-        cells.extend(
-            [store.p50_us, store.p99_us, attend.p50_us, attend.p99_us]
-                .map(|us| format!("{us:.0} us")),
-        );
-        cells
+        let us = |us: f64| format!("{us:.0}");
+        let device = |mean: fn(DeviceMeans) -> f64| {
+            run.decode_device.map_or_else(dash, |means| us(mean(means)))
+        };
+        vec![
+            label(report, run),
+            number(run.generation.tokens_per_second, 1),
+            us(store.mean_us),
+            us(store.p99_us),
+            device(|means| means.store_us),
+            us(attend.mean_us),
+            us(attend.p99_us),
+            device(|means| means.attend_us),
+        ]
     }));
-    writeln!(out, "\nSpeed of one-token steps, one layer per call, seen by the client:\n")?;
+    writeln!(out, "\nSpeed of one-token steps, one layer per call:\n")?;
     write!(out, "{}", table(&header, &rows))?;
-    daemon(report, out)
+    writeln!(
+        out,
+        "\n  us: mean of all calls and the 99th percentile, as the client sees them over loopback \
+         gRPC.\n  on device: mean of the same calls, from the daemon's histograms; the rest is \
+         transport\n  and waiting."
+    )?;
+    models(report, out)
 }
 
-/// What the daemon says of itself, when somebody gave its metrics.
-fn daemon(report: &DemoReport, out: &mut dyn Write) -> io::Result<()> {
-    let row = |run: &CodecReport| {
-        let calls = run.daemon?;
-        let times =
-            [calls.store.p50_us, calls.store.p99_us, calls.attend.p50_us, calls.attend.p99_us];
-        let mut cells = vec![label(report, run), run.model.clone()];
-        cells.extend(times.map(|us| format!("{us:.0} us")));
-        Some(cells)
-    };
-    let rows: Vec<_> = report.codecs.iter().filter_map(row).collect();
-    if rows.is_empty() {
-        return Ok(());
+/// Where each codec is in the daemon's metrics.
+fn models(report: &DemoReport, out: &mut dyn Write) -> io::Result<()> {
+    let name = |run: &CodecReport| format!("{} is {}", label(report, run), run.model);
+    let names: Vec<_> = report.codecs.iter().map(name).collect();
+    let text = format!("In the daemon's metrics the model of {}.", names.join(", "));
+    writeln!(out)?;
+    lines(&text, COLUMNS).iter().try_for_each(|line| writeln!(out, "{line}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::report::{ReferenceReport, Setup};
+    use super::*;
+    use crate::measure::{Calls, LatencySummary};
+    use crate::model_report::ModelReport;
+
+    /// Figures as long as they get.
+    fn report() -> DemoReport {
+        let generation = Generation {
+            text: "fn main() {\n    let words = 3;".to_owned(),
+            tokens: vec![1; 64],
+            same_tokens: 38,
+            tokens_per_second: 1234.5,
+        };
+        let quality = kvd_engine::Quality {
+            scored_tokens: 3584,
+            perplexity: 1234.5678,
+            perplexity_change_percent: -123.45,
+            kl_nats: 12.345_67,
+            top1_agreement_percent: 100.0,
+            ..kvd_engine::Quality::default()
+        };
+        let (mean_us, p99_us) = (12_345.0, 123_456.0);
+        let latency = LatencySummary { calls: 9, mean_us, p50_us: 1.0, p99_us };
+        let calls = Calls { store: latency, attend: latency };
+        let spec = "k=mean+qpca/grid(rate=2.35)/huffman; v=mean+gain+pca/grid(rate=1.75)/huffman";
+        let codec = |codec: &str| CodecReport {
+            codec: codec.to_owned(),
+            codec_spec: codec.to_owned(),
+            model: "kv-tiny-b.vecinfer-2-reg".to_owned(),
+            storage: crate::measure::Storage {
+                bits_per_value: 16.03,
+                bits_per_key_value: 16.031,
+                bits_per_value_value: 16.031,
+                code_bits: 16.0,
+                scale_bits: 1.531,
+                raw_values_percent: 100.0,
+                model_bytes: 123 << 20,
+                ratio: 12.34,
+                ..Default::default()
+            },
+            attention_error: crate::measure::AttentionError {
+                codec: 1.2345,
+                kernel: 1.2e-7,
+                ..Default::default()
+            },
+            quality,
+            generation: generation.clone(),
+            decode: calls,
+            decode_device: Some(DeviceMeans { store_us: 12_345.0, attend_us: 12_345.0 }),
+            prefill: calls,
+            daemon: Some(calls),
+            calibration_seconds: 123.4,
+        };
+        DemoReport {
+            model: ModelReport::default(),
+            setup: Setup::default(),
+            without_kvd: ReferenceReport { quality, generation: generation.clone() },
+            codecs: ["raw", "vecinfer-2-reg", "kvd-1.5", "kivi-4", spec].map(codec).into(),
+            seconds: 176.0,
+        }
     }
-    let header =
-        ["codec", "model in the metrics", "store p50", "store p99", "attend p50", "attend p99"];
-    writeln!(out, "\nDevice time of all calls, from the daemon's histograms:\n")?;
-    write!(out, "{}", table(&header, &rows))
+
+    #[test]
+    fn every_table_fits_a_terminal() {
+        let mut text = Vec::new();
+        print(&report(), &mut text).unwrap();
+        let text = String::from_utf8(text).unwrap();
+        let longest = text.lines().map(|line| line.chars().count()).max().unwrap();
+        assert!(longest <= COLUMNS, "{longest} columns:\n{text}");
+        assert!(text.contains("vecinfer-2-reg is kv-tiny-b"), "{text}");
+    }
 }

@@ -1,6 +1,6 @@
 //! What a run found out, for programs: `--json` writes one [`DemoReport`].
 
-use crate::measure::{AttentionError, Calls, Storage};
+use crate::measure::{AttentionError, Calls, DeviceMeans, Storage};
 use crate::model_report::ModelReport;
 use kvd_engine::Quality;
 use serde::Serialize;
@@ -21,7 +21,7 @@ pub struct DemoReport {
 }
 
 /// What was run.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Default, Serialize)]
 pub struct Setup {
     /// The daemon's address.
     pub endpoint: String,
@@ -77,6 +77,9 @@ pub struct CodecReport {
     pub generation: Generation,
     /// Latencies of the one-token steps.
     pub decode: Calls,
+    /// Device time of the same calls, from the daemon's histograms; absent when nobody gave its
+    /// metrics.
+    pub decode_device: Option<DeviceMeans>,
     /// Latencies of the steps of `chunk_tokens` tokens of the prompt and the passages.
     pub prefill: Calls,
     /// Device time of all calls, from the daemon's own histograms; absent when nobody gave its

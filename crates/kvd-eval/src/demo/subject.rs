@@ -5,7 +5,7 @@ use super::report::{Generation, ReferenceReport};
 use crate::measure::PassageReference;
 use crate::model_report::{self, ModelReport};
 use crate::progress::Progress;
-use crate::{samples, text};
+use crate::{UsageError, samples, text};
 use anyhow::{Context, Result, ensure};
 use kvd_engine::{Assets, Continuation, LocalAttention, Model, ModelConfig, Window, generate};
 use std::ops::Range;
@@ -32,15 +32,20 @@ impl Subject {
         let written = options.prompt_tokens + options.new_tokens;
         ensure!(
             tokens.max(written) <= longest,
-            "passages of {tokens} and {written} tokens of prompt and text do not fit the \
-             {longest} positions of the model"
+            UsageError(format!(
+                "passages of {tokens} and {written} tokens of prompt and text do not fit the \
+                 {longest} positions of the model; give fewer --tokens"
+            ))
         );
         let (ids, bos) = (assets.held_out()?, config.bos_token_id);
         let windows = Window::count(ids, tokens);
         ensure!(
             windows > options.passages,
-            "held-out text of {windows} windows has no {} passages and a calibration window",
-            options.passages
+            UsageError(format!(
+                "held-out text of {windows} windows has no {} passages and a calibration window; \
+                 give fewer --passages",
+                options.passages
+            ))
         );
         // One window is left for the calibration where the text is short.
         let between = options.passages * tokens..(windows - 1) * tokens;

@@ -45,8 +45,11 @@ impl EvalCodec {
     pub fn from_file(path: &Path) -> Result<Self> {
         let text = std::fs::read_to_string(path);
         let text = text.with_context(|| format!("cannot read {}", path.display()))?;
-        let spec = kvd_codec::resolve(&text);
-        let spec = spec.with_context(|| format!("policy file {}", path.display()))?;
+        let spec = kvd_codec::resolve(&text).map_err(|error| {
+            let (line, column) = error.line_and_column(&text);
+            let at = format!("policy file {}, line {line}, column {column}", path.display());
+            anyhow::Error::from(error).context(at)
+        })?;
         let label = path.file_stem().map_or_else(String::new, |s| s.to_string_lossy().into_owned());
         Ok(Self { label, spec })
     }
@@ -171,7 +174,11 @@ mod tests {
         assert_eq!((codec.label.as_str(), codec.spec.sink), ("small", 4));
         std::fs::write(&path, "# one\nk=fp9; v=raw").unwrap();
         let error = format!("{:#}", EvalCodec::from_file(&path).unwrap_err());
-        assert!(error.contains("small.policy") && error.contains("character 8"), "{error}");
+        assert!(error.contains("small.policy, line 2, column 3"), "{error}");
+        std::fs::write(&path, "\u{feff}# by hand\r\nkivi-4 # four bits\r\n; recent=64\r\n")
+            .unwrap();
+        let codec = EvalCodec::from_file(&path).unwrap();
+        assert_eq!((codec.label.as_str(), codec.spec.recent), ("small", 64));
         let error = format!("{:#}", "@/no/such".parse::<EvalCodec>().unwrap_err());
         assert!(error.contains("/no/such"), "{error}");
     }

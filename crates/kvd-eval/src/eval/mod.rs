@@ -9,7 +9,7 @@ mod plot;
 mod report;
 mod run;
 mod tables;
-mod text;
+mod texts;
 
 pub(crate) use calibrations::Calibrations;
 pub use codec::{EvalCodec, Windows};
@@ -20,4 +20,4 @@ pub use plot::svg;
 pub use report::{Block, ContextBits, EvalReport, EvalRow, EvalSetup};
 pub use run::run;
 pub(crate) use run::{Session, evaluate};
-pub use tables::print;
+pub use tables::{Width, print, text};

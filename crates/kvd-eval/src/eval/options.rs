@@ -1,6 +1,7 @@
 //! What to evaluate.
 
 use super::{EvalCodec, Windows};
+use crate::UsageError;
 use crate::measure::MetricsSource;
 use anyhow::{Result, ensure};
 use kvd_client::Endpoint;
@@ -67,8 +68,8 @@ impl EvalOptions {
     }
 
     pub(super) fn check(&self) -> Result<()> {
-        ensure!(!self.codecs.is_empty(), "no codec to evaluate");
-        ensure!(!self.windows.is_empty(), "no windows to evaluate under");
+        ensure!(!self.codecs.is_empty(), UsageError("no codec to evaluate".to_owned()));
+        ensure!(!self.windows.is_empty(), UsageError("no windows to evaluate under".to_owned()));
         let counts = [
             ("passages", self.passages),
             ("chunk", self.chunk_tokens),
@@ -76,9 +77,9 @@ impl EvalOptions {
             ("context", self.context_tokens),
         ];
         for (name, count) in counts {
-            ensure!(count > 0, "{name} must be at least 1");
+            ensure!(count > 0, UsageError(format!("{name} must be at least 1")));
         }
-        ensure!(self.passage_tokens >= 8, "tokens must be at least 8");
+        ensure!(self.passage_tokens >= 8, UsageError("tokens must be at least 8".to_owned()));
         Ok(())
     }
 

@@ -33,7 +33,7 @@ impl EvalReport {
 }
 
 /// What was run.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Default, Serialize)]
 pub struct EvalSetup {
     /// How it was asked for.
     pub command: String,

@@ -1,7 +1,7 @@
 //! The whole evaluation.
 
 use super::calibrations::Calibrations;
-use super::text::{Material, Text};
+use super::texts::{Material, Text};
 use super::{Block, ContextBits, EvalCodec, EvalOptions, EvalReport, EvalRow, EvalSetup, Windows};
 use crate::fits::Fits;
 use crate::measure::{CodecRun, PassageReference, Registration, Rig};

@@ -2,7 +2,7 @@
 
 use super::{Block, EvalReport, EvalRow};
 use crate::search::SearchReport;
-use crate::table::{number, table};
+use crate::table::{COLUMNS, fitted, lines, number, table};
 use std::io::{self, Write};
 
 /// Longest label that stands in a column; longer ones are numbered.
@@ -202,14 +202,33 @@ pub(super) fn searched(search: &SearchReport) -> Sheet {
     sheet("Policy found", &header, search.slots.iter().map(row).collect(), note)
 }
 
-/// Writes the report as text.
+/// How wide lines may be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Width {
+    /// 100 columns.
+    Terminal,
+    /// As wide as tables are.
+    All,
+}
+
+/// Names of columns that are shorter on a terminal.
+const SHORT_NAMES: [(&str, &str); 3] =
+    [("bits/value", "bits"), ("attn error", "attn err"), ("kernel error", "kernel")];
+
+/// Writes the report as text, for a terminal.
 ///
 /// # Errors
 /// When `out` cannot be written to.
 pub fn print(report: &EvalReport, out: &mut dyn Write) -> io::Result<()> {
+    out.write_all(text(report, Width::Terminal).as_bytes())
+}
+
+/// The report as text.
+#[must_use]
+pub fn text(report: &EvalReport, width: Width) -> String {
+    let mut text = String::new();
     let (model, setup) = (&report.model, &report.setup);
-    writeln!(
-        out,
+    text.push_str(&paragraph(&format!(
         "Model {}: {:.1} M parameters, {} layers, {} query / {} KV heads of {} channels.",
         model.name,
         model.parameters as f64 / 1e6,
@@ -217,74 +236,151 @@ pub fn print(report: &EvalReport, out: &mut dyn Write) -> io::Result<()> {
         model.query_heads,
         model.kv_heads,
         model.head_dim
-    )?;
-    writeln!(out, "{}", model.note)?;
+    )));
+    text.push_str(&paragraph(&model.note));
     for block in &report.blocks {
-        writeln!(
-            out,
-            "\nText {}, windows {}: {} passages of {} tokens in steps of {}, {} tokens scored.",
+        text.push('\n');
+        text.push_str(&paragraph(&format!(
+            "Text {}, windows {}: {} passages of {} tokens in steps of {}, {} tokens scored.",
             block.text,
             block.windows,
             setup.passages,
             setup.passage_tokens,
             setup.chunk_tokens,
             block.without_kvd.scored_tokens
-        )?;
+        )));
         if block.windows == "own" {
-            writeln!(
-                out,
-                "Each codec has its own windows: what wider ones gain is no merit of it."
-            )?;
+            let own = "Each codec has its own windows: what wider ones gain is no merit of it.";
+            text.push_str(&paragraph(own));
         }
         for (label, codec) in legend(block) {
-            writeln!(out, "{label} is {codec}")?;
+            text.push_str(&paragraph(&format!("{label} is {codec}")));
         }
         for sheet in sheets(report, block) {
-            let header: Vec<&str> = sheet.header.iter().map(String::as_str).collect();
-            writeln!(out, "\n{}:\n\n{}", sheet.title, table(&header, &sheet.rows))?;
-            if !sheet.note.is_empty() {
-                write!(out, "{}", wrapped(&sheet.note))?;
-            }
+            push_sheet(&mut text, &sheet, width);
         }
     }
     if let Some(search) = &report.search {
-        let sheet = searched(search);
-        let header: Vec<&str> = sheet.header.iter().map(String::as_str).collect();
-        writeln!(out, "\n{}:\n\n{}", sheet.title, table(&header, &sheet.rows))?;
-        write!(out, "{}", wrapped(&sheet.note))?;
+        push_sheet(&mut text, &searched(search), width);
     }
-    writeln!(out, "\n{:.0} s in all.", report.seconds)
+    text.push_str(&format!("\n{:.0} s in all.\n", report.seconds));
+    text
 }
 
-/// A note in lines of a terminal's width.
-fn wrapped(text: &str) -> String {
-    const WIDTH: usize = 96;
-    let mut lines = String::from(" ");
-    let mut length = 1;
-    for word in text.split(' ') {
-        if length + word.len() + 1 > WIDTH {
-            lines.push_str("\n ");
-            length = 1;
-        }
-        lines.push(' ');
-        lines.push_str(word);
-        length += word.len() + 1;
+fn push_sheet(text: &mut String, sheet: &Sheet, width: Width) {
+    let short = |name: &str| {
+        let short = SHORT_NAMES.iter().find(|(long, _)| *long == name);
+        short.map(|(_, short)| *short).filter(|_| width == Width::Terminal)
+    };
+    let name = |name: &'_ String| short(name).map_or_else(|| name.clone(), str::to_owned);
+    let header: Vec<String> = sheet.header.iter().map(name).collect();
+    let header: Vec<&str> = header.iter().map(String::as_str).collect();
+    let rows = match width {
+        Width::Terminal => fitted(&header, &sheet.rows, COLUMNS),
+        Width::All => table(&header, &sheet.rows),
+    };
+    text.push_str(&format!("\n{}:\n\n{rows}\n", sheet.title));
+    if !sheet.note.is_empty() {
+        text.push_str(&wrapped(&sheet.note));
     }
-    lines + "\n"
+}
+
+/// Lines of a terminal's width.
+fn paragraph(text: &str) -> String {
+    text.lines().flat_map(|line| lines(line, COLUMNS)).map(|line| line + "\n").collect()
+}
+
+/// A note in lines of a terminal's width, two columns in.
+fn wrapped(text: &str) -> String {
+    lines(text, COLUMNS - 4).into_iter().map(|line| format!("  {line}\n")).collect()
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::{ContextBits, EvalSetup};
     use super::*;
+    use crate::ModelReport;
+    use crate::measure::{AttentionError, LayerError, Speed, Storage};
+    use kvd_engine::Quality;
 
     #[test]
     fn notes_break_between_words() {
         let text = "word ".repeat(50);
         let lines = wrapped(text.trim());
         assert!(
-            lines.lines().all(|line| line.len() <= 96 && line.starts_with("  word")),
+            lines.lines().all(|line| line.len() <= 98 && line.starts_with("  word")),
             "{lines}"
         );
         assert_eq!(lines.split_whitespace().count(), 50);
+    }
+
+    /// A report of 32 layers whose figures are as long as they get.
+    fn report() -> EvalReport {
+        let layer = LayerError { codec: 1.2345, ..LayerError::default() };
+        let row = |codec: &str| EvalRow {
+            codec: codec.to_owned(),
+            codec_spec: codec.to_owned(),
+            storage: Storage {
+                bits_per_value: 16.03,
+                bits_per_key_value: 16.03,
+                bits_per_value_value: 16.03,
+                code_bits: 16.0,
+                model_bytes: 123 << 20,
+                ..Storage::default()
+            },
+            context: ContextBits { total: 16.031, ..ContextBits::default() },
+            attention_error: AttentionError {
+                codec: 1.2345,
+                kernel: 1.2e-7,
+                layers: vec![layer; 32],
+                ..AttentionError::default()
+            },
+            quality: Quality {
+                perplexity: 1234.5678,
+                perplexity_change_percent: -123.45,
+                kl_nats: 12.345_67,
+                top1_agreement_percent: 100.0,
+                ..Quality::default()
+            },
+            speed: Some(Speed {
+                encode_values_per_second: 1.2e12,
+                encode_gb_per_second: 123.456,
+                load_gb_per_second: 123.456,
+                attend_us: 123_456.0,
+                tokens: 2048,
+            }),
+            calibration_seconds: 1234.5,
+        };
+        let spec = "k=mean+qpca/grid(rate=2.35)/huffman; v=mean+gain+pca/grid(rate=1.75)/huffman; \
+                    sink=32; recent=96; k[layer=0-1]=fp8";
+        let presets = kvd_codec::presets().iter().map(|preset| preset.name);
+        let block = Block {
+            text: "a-text-with-a-long-name-of-a-file.txt".repeat(2),
+            windows: "own".to_owned(),
+            without_kvd: Quality { perplexity: 1234.5678, ..Quality::default() },
+            rows: presets.chain([spec]).map(row).collect(),
+        };
+        EvalReport {
+            version: EvalReport::VERSION,
+            model: ModelReport { note: "Numbers of a model. ".repeat(9), ..ModelReport::default() },
+            setup: EvalSetup::default(),
+            blocks: vec![block],
+            orderings: true,
+            search: None,
+            seconds: 1234.0,
+        }
+    }
+
+    #[test]
+    fn every_table_fits_a_terminal_and_wide_has_all_in_one_line() {
+        let narrow = text(&report(), Width::Terminal);
+        let longest = narrow.lines().map(|line| line.chars().count()).max().unwrap();
+        assert!(longest <= COLUMNS, "{longest} columns:\n{narrow}");
+        for part in ["layer 31", "vecinfer-2-reg", "attn err", "Bits per value by part", "Speed:"] {
+            assert!(narrow.contains(part), "no {part} in\n{narrow}");
+        }
+        let wide = text(&report(), Width::All);
+        let layers = wide.lines().find(|line| line.contains("layer 0 ")).unwrap();
+        assert!(layers.contains("layer 31") && wide.contains("bits/value"), "{layers}");
     }
 }

@@ -1,6 +1,7 @@
 //! What the daemon's own metrics tell of a model, read from its Prometheus exposition.
 
 use super::latency::{Calls, LatencySummary};
+use serde::Serialize;
 use std::fmt;
 use std::sync::Arc;
 
@@ -18,7 +19,11 @@ impl MetricsSource {
     /// Device time of all stores and attends so far, whichever model they are of.
     pub(crate) fn calls(&self) -> CallTimes {
         let text = (self.0)();
-        let read = |metric| Histogram::read(&text, metric);
+        let read = |metric: &str| {
+            let [seconds, jobs] =
+                ["sum", "count"].map(|figure| total(&text, &format!("{metric}_{figure}"), &[]));
+            JobTimes { histogram: Histogram::read(&text, metric), seconds, jobs }
+        };
         CallTimes { store: read("kvd_store_seconds"), attend: read("kvd_attend_seconds") }
     }
 
@@ -29,6 +34,8 @@ impl MetricsSource {
         let total = |name, work| total(&text, name, &[&of_model, &label("work", work)]);
         let seconds = |work| total("kvd_model_device_seconds_total", work);
         DeviceTotals {
+            store_seconds: seconds("store"),
+            stores: total("kvd_model_device_jobs_total", "store"),
             encode_seconds: seconds("encode"),
             encoded_bytes: self::total(&text, "kvd_encoded_logical_bytes_total", &[&of_model]),
             load_seconds: seconds("load"),
@@ -41,6 +48,8 @@ impl MetricsSource {
 /// Sums over the life of a model.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct DeviceTotals {
+    pub(crate) store_seconds: f64,
+    pub(crate) stores: f64,
     pub(crate) encode_seconds: f64,
     /// In the stored precision.
     pub(crate) encoded_bytes: f64,
@@ -53,6 +62,8 @@ impl DeviceTotals {
     /// What came on top of `before`.
     pub(crate) fn since(self, before: &Self) -> Self {
         Self {
+            store_seconds: self.store_seconds - before.store_seconds,
+            stores: self.stores - before.stores,
             encode_seconds: self.encode_seconds - before.encode_seconds,
             encoded_bytes: self.encoded_bytes - before.encoded_bytes,
             load_seconds: self.load_seconds - before.load_seconds,
@@ -60,6 +71,30 @@ impl DeviceTotals {
             attends: self.attends - before.attends,
         }
     }
+}
+
+/// Mean device time of some calls, in microseconds: sums over counts, so no bucket rounds it.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct DeviceMeans {
+    /// Of a store.
+    pub store_us: f64,
+    /// Of an attend.
+    pub attend_us: f64,
+}
+
+impl DeviceTotals {
+    /// Means; 0 where there was no call.
+    pub(crate) fn means(&self) -> DeviceMeans {
+        DeviceMeans {
+            store_us: mean_us(self.store_seconds, self.stores),
+            attend_us: mean_us(self.attend_seconds, self.attends),
+        }
+    }
+}
+
+/// Microseconds for each call; 0 without a call.
+fn mean_us(seconds: f64, calls: f64) -> f64 {
+    if calls > 0.0 { seconds / calls * 1e6 } else { 0.0 }
 }
 
 /// A label as the exposition writes it.
@@ -80,17 +115,31 @@ fn total(text: &str, name: &str, wanted: &[&str]) -> f64 {
 
 /// Device time of stores and attends, counted from the daemon's start.
 pub(crate) struct CallTimes {
-    store: Histogram,
-    attend: Histogram,
+    store: JobTimes,
+    attend: JobTimes,
 }
 
 impl CallTimes {
-    /// Percentiles of what came on top of `before`.
+    /// Means and percentiles of the calls on top of `before`.
     pub(crate) fn since(&self, before: &Self) -> Calls {
         Calls {
-            store: self.store.since(&before.store).summary(),
-            attend: self.attend.since(&before.attend).summary(),
+            store: self.store.summary_since(&before.store),
+            attend: self.attend.summary_since(&before.attend),
         }
+    }
+}
+
+/// Device time of one kind of job, counted from the daemon's start.
+struct JobTimes {
+    histogram: Histogram,
+    seconds: f64,
+    jobs: f64,
+}
+
+impl JobTimes {
+    fn summary_since(&self, before: &Self) -> LatencySummary {
+        let mean = mean_us(self.seconds - before.seconds, self.jobs - before.jobs);
+        self.histogram.since(&before.histogram).summary(mean)
     }
 }
 
@@ -152,9 +201,10 @@ impl Histogram {
         0.0
     }
 
-    fn summary(&self) -> LatencySummary {
+    fn summary(&self, mean_us: f64) -> LatencySummary {
         LatencySummary {
             calls: self.0.last().map_or(0, |(_, count)| *count as u64),
+            mean_us,
             p50_us: self.quantile_seconds(0.50) * 1e6,
             p99_us: self.quantile_seconds(0.99) * 1e6,
         }
@@ -172,7 +222,12 @@ kvd_store_seconds_bucket{device=\"0\",le=\"+Inf\"} 100
 kvd_store_seconds_bucket{device=\"1\",le=\"0.001\"} 0
 kvd_store_seconds_bucket{device=\"1\",le=\"0.002\"} 0
 kvd_store_seconds_bucket{device=\"1\",le=\"+Inf\"} 10
+kvd_store_seconds_sum{device=\"0\"} 0.1
+kvd_store_seconds_count{device=\"0\"} 100
+kvd_store_seconds_sum{device=\"1\"} 3
+kvd_store_seconds_count{device=\"1\"} 10
 kvd_model_device_seconds_total{namespace=\"d\",model=\"m.raw\",codec=\"raw\",work=\"store\"} 0.1
+kvd_model_device_jobs_total{namespace=\"d\",model=\"m.raw\",codec=\"raw\",work=\"store\"} 100
 kvd_model_device_seconds_total{namespace=\"d\",model=\"m.raw\",codec=\"raw\",work=\"load\"} 0.4
 kvd_model_device_seconds_total{namespace=\"d\",model=\"other\",codec=\"raw\",work=\"load\"} 8
 kvd_model_device_jobs_total{namespace=\"d\",model=\"m.raw\",codec=\"raw\",work=\"attend\"} 3
@@ -182,12 +237,16 @@ kvd_encoded_logical_bytes_total{namespace=\"d\",model=\"m.raw\",codec=\"raw\"} 6
     #[test]
     fn quantiles_are_those_of_prometheus_over_what_came_since() {
         let before = MetricsSource::new(|| {
-            "kvd_store_seconds_bucket{device=\"1\",le=\"+Inf\"} 10\n".to_owned()
+            "kvd_store_seconds_bucket{device=\"1\",le=\"+Inf\"} 10\n\
+             kvd_store_seconds_sum{device=\"1\"} 3\n\
+             kvd_store_seconds_count{device=\"1\"} 10\n"
+                .to_owned()
         });
         let calls = MetricsSource::new(|| TEXT.to_owned()).calls().since(&before.calls());
         assert_eq!(calls.store.calls, 100);
         assert!((calls.store.p50_us - 1000.0).abs() < 1e-6, "{calls:?}");
         assert!((calls.store.p99_us - 1980.0).abs() < 1e-6, "{calls:?}");
+        assert!((calls.store.mean_us - 1000.0).abs() < 1e-6, "{calls:?}");
         assert_eq!(calls.attend, LatencySummary::default());
     }
 
@@ -195,6 +254,8 @@ kvd_encoded_logical_bytes_total{namespace=\"d\",model=\"m.raw\",codec=\"raw\"} 6
     fn totals_are_those_of_one_model_and_work() {
         let totals = MetricsSource::new(|| TEXT.to_owned()).device_totals("m.raw");
         let wanted = DeviceTotals {
+            store_seconds: 0.1,
+            stores: 100.0,
             encode_seconds: 0.0,
             encoded_bytes: 64.0,
             load_seconds: 0.4,
@@ -202,6 +263,8 @@ kvd_encoded_logical_bytes_total{namespace=\"d\",model=\"m.raw\",codec=\"raw\"} 6
             attends: 3.0,
         };
         assert_eq!(totals, wanted);
+        let means = totals.means();
+        assert!((means.store_us - 1000.0).abs() < 1e-6 && means.attend_us == 0.0, "{means:?}");
         let none = MetricsSource::new(|| TEXT.to_owned()).device_totals("m");
         assert_eq!(none.encoded_bytes + none.load_seconds + none.attends, 0.0);
     }

@@ -12,6 +12,8 @@ pub(crate) struct Latencies(Vec<Duration>);
 pub struct LatencySummary {
     /// Calls.
     pub calls: u64,
+    /// Mean.
+    pub mean_us: f64,
     /// Half of the calls took no longer.
     pub p50_us: f64,
     /// 99 of 100 calls took no longer.
@@ -54,8 +56,10 @@ impl Latencies {
             let sample = sorted.get(rank.max(1) - 1).copied().unwrap_or_default();
             sample.as_secs_f64() * 1e6
         };
+        let seconds: f64 = sorted.iter().map(Duration::as_secs_f64).sum();
         LatencySummary {
             calls: sorted.len() as u64,
+            mean_us: if sorted.is_empty() { 0.0 } else { seconds * 1e6 / sorted.len() as f64 },
             p50_us: percentile(0.50),
             p99_us: percentile(0.99),
         }
@@ -75,6 +79,7 @@ mod tests {
         }
         let summary = latencies.summary();
         assert_eq!(summary.calls, 200);
+        assert!((summary.mean_us - 100.5).abs() < 1e-6, "{summary:?}");
         assert!((summary.p50_us - 100.0).abs() < 1e-6, "{summary:?}");
         assert!((summary.p99_us - 198.0).abs() < 1e-6, "{summary:?}");
     }

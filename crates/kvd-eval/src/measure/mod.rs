@@ -11,7 +11,7 @@ mod storage;
 mod through_kvd;
 
 pub use attention_error::{AttentionError, LayerError};
-pub use daemon::MetricsSource;
+pub use daemon::{DeviceMeans, MetricsSource};
 pub use latency::{Calls, LatencySummary};
 pub use speed::Speed;
 pub use storage::{Storage, StoredParts};

@@ -3,7 +3,9 @@
 use super::daemon::CallTimes;
 use super::storage::{Storage, StoredParts};
 use super::through_kvd::StepLatencies;
-use super::{AttentionError, Calls, CleanWindow, KvdAttention, MetricsSource, PassageReference};
+use super::{
+    AttentionError, Calls, CleanWindow, DeviceMeans, KvdAttention, MetricsSource, PassageReference,
+};
 use super::{Speed, speed};
 use crate::progress::Progress;
 use anyhow::{Context, Result};
@@ -88,19 +90,29 @@ impl<'a> CodecRun<'a> {
         Ok(error)
     }
 
-    /// Reads `prompt` and goes on for `new_tokens` tokens.
+    /// Reads `prompt` and goes on for `new_tokens` tokens; with the device time of their
+    /// steps, where the daemon's metrics are at hand.
     pub(crate) async fn generate(
         &mut self,
         prompt: &[u32],
         new_tokens: usize,
-    ) -> Result<Continuation> {
+    ) -> Result<(Continuation, Option<DeviceMeans>)> {
         let (rig, label) = (self.rig, self.label);
+        let totals = || rig.metrics.as_ref().map(|metrics| metrics.device_totals(&self.name));
+        let (mut read, mut before) = (0, None);
         rig.progress.stage(label, "text");
-        let tick = |tokens| rig.progress.add(tokens);
+        let tick = |tokens| {
+            rig.progress.add(tokens);
+            read += tokens;
+            if read == prompt.len() {
+                before = totals();
+            }
+        };
         let kvd = &mut self.kvd;
         let written = generate(rig.model, prompt, new_tokens, rig.chunk, kvd, tick).await?;
+        let means = totals().zip(before).map(|(after, before)| after.since(&before).means());
         self.close_sequence().await?;
-        Ok(written)
+        Ok((written, means))
     }
 
     /// Teacher-forced passes; each passage is left stored in a sequence of its own until

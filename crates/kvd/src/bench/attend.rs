@@ -9,7 +9,7 @@ use kvd_compute::{
     AttendPlan, Attended, Backend, InstructionSet, LoadPlan, PlanPart, PlanQuery, Precision,
     Products, Source,
 };
-use kvd_core::{DType, Side};
+use kvd_core::{DType, ProgressLines, Side};
 use serde::Serialize;
 use std::hint::black_box;
 
@@ -111,11 +111,15 @@ impl AttendBench {
             let queries = u64::from(self.query_tokens);
             limits::call(&self.shape, [queries, tokens], self.batch as u64)?;
         }
+        let progress = ProgressLines::on_stderr();
+        progress.begin("bench attend", 0);
         let machine = Machine::look(threads);
         let (mut rows, mut peaks) = (Vec::new(), Peaks::default());
         for context in &self.contexts {
             let mut cases = Vec::new();
+            progress.begin("bench attend, filling pages", 0);
             for codec in &self.codecs {
+                progress.step("bench attend, filling pages", codec);
                 for set in each_set(&self.instruction_sets) {
                     for threads in &self.threads {
                         cases.push(self.case(codec, *context, set, *threads)?);
@@ -125,10 +129,13 @@ impl AttendBench {
             for case in &mut cases {
                 self.set_against(&mut peaks, case)?;
             }
+            let turns = (self.rounds + 1) * cases.len();
+            progress.begin(&format!("bench attend, {context} tokens"), turns as u64);
             for round in 0..=self.rounds {
                 for case in &mut cases {
                     // The first round warms up.
                     case.turn(round, round > 0)?;
+                    progress.add(1);
                 }
             }
             rows.extend(cases.into_iter().map(|case| case.finish(&machine)));

@@ -9,7 +9,7 @@ use kvd_codec::{
     Width, hold, widen,
 };
 use kvd_compute::{BackendError, CodeDecoder, InstructionSet, Simd};
-use kvd_core::{DType, Geometry, Side};
+use kvd_core::{DType, Geometry, ProgressLines, Side};
 use serde::Serialize;
 use std::collections::HashMap;
 use std::hint::black_box;
@@ -114,6 +114,8 @@ impl CodecBench {
     /// # Errors
     /// When a codec does not fit the shape.
     pub fn run(&self) -> Result<(Machine, Vec<CodecRow>), BenchError> {
+        let progress = ProgressLines::on_stderr();
+        progress.begin("bench codec, making rows", 0);
         let machine = Machine::look(1);
         let mut cases = Vec::new();
         for name in &self.codecs {
@@ -124,9 +126,11 @@ impl CodecBench {
                 }
             }
         }
+        progress.begin("bench codec", ((self.rounds + 1) * cases.len()) as u64);
         for round in 0..=self.rounds {
             for case in &mut cases {
                 case.turn(round > 0)?;
+                progress.add(1);
             }
         }
         Ok((machine, cases.into_iter().map(Case::finish).collect()))

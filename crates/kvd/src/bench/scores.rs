@@ -5,7 +5,7 @@ use super::data::{Fill, Filled, LAYER, MODEL};
 use super::measure::{Figure, Machine, timed};
 use super::{BenchError, Shape, each_set, limits};
 use kvd_compute::{AttendPlan, Backend, InstructionSet, LoadPlan, Precision, Source};
-use kvd_core::DType;
+use kvd_core::{DType, ProgressLines};
 use serde::Serialize;
 use std::hint::black_box;
 
@@ -69,6 +69,8 @@ impl ScoresBench {
     /// When a codec does not fit the shape, or the memory is not there.
     pub fn run(&self) -> Result<(Machine, Vec<ScoresRow>), BenchError> {
         limits::call(&self.shape, [1, u64::from(self.context)], 1)?;
+        let progress = ProgressLines::on_stderr();
+        progress.begin("bench scores, filling pages", 0);
         let machine = Machine::look(1);
         let mut cases = Vec::new();
         for codec in &self.codecs {
@@ -76,10 +78,12 @@ impl ScoresBench {
                 cases.push(self.case(codec, set)?);
             }
         }
+        progress.begin("bench scores", ((self.rounds + 1) * cases.len()) as u64);
         for round in 0..=self.rounds {
             for case in &mut cases {
                 // The first round warms up.
                 case.turn(round, round > 0)?;
+                progress.add(1);
             }
         }
         let finish = |case: Case| ScoresRow { cpu_ns: Figure::of(case.cpu), ..case.row };

@@ -11,7 +11,7 @@ use kvd_client::{
     AttendBatch, AttendQuery, AttendStream, Client, Endpoint, ModelSpec, Region, RegionOptions,
     StoreChunk,
 };
-use kvd_core::{DType, LayerIndex, ModelId, SequenceId};
+use kvd_core::{DType, LayerIndex, ModelId, ProgressLines, SequenceId};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 use tokio::runtime::Runtime;
@@ -64,6 +64,9 @@ pub struct TransportRow {
     /// Tokens that were stored beside it, a second.
     pub stored_tokens_per_s: f64,
 }
+
+/// Ways to the daemon: TCP, a Unix socket, a stream on it, and a region.
+const WAYS: usize = 4;
 
 /// A client's way to the daemon.
 enum Way {
@@ -144,6 +147,8 @@ impl TransportBench {
         self.query_tokens.iter().try_for_each(product)?;
         let token_bytes = self.shape.geometry(1).raw_layout(1).size_bytes();
         limits::memory("what writers store", u64::from(self.storing_tokens), token_bytes)?;
+        let progress = ProgressLines::on_stderr();
+        progress.begin("bench transport", 0);
         let machine = Machine::look(2);
         let failed = BenchError::of("runtime");
         let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build();
@@ -151,8 +156,11 @@ impl TransportBench {
         let sockets = Sockets::new()?;
         let running = runtime.block_on(start(&sockets))?;
         let mut rows = Vec::new();
+        let measured = self.codecs.len() * self.contexts.len() * self.query_tokens.len();
+        let turns = measured * (self.rounds + 1) * WAYS;
+        progress.begin("bench transport", (turns * self.calls) as u64);
         for codec in &self.codecs {
-            rows.extend(self.codec(&runtime, &running, &sockets, codec)?);
+            rows.extend(self.codec(&runtime, &running, (&sockets, &progress), codec)?);
         }
         runtime.block_on(running.drain());
         Ok((machine, rows))
@@ -162,7 +170,7 @@ impl TransportBench {
         &self,
         runtime: &Runtime,
         running: &Running,
-        sockets: &Sockets,
+        (sockets, progress): (&Sockets, &ProgressLines),
         codec: &str,
     ) -> Result<Vec<TransportRow>, BenchError> {
         let mut ways = runtime.block_on(ways(running, sockets))?;
@@ -178,6 +186,7 @@ impl TransportBench {
             runtime.block_on(client.register_model(spec)).map_err(BenchError::codec(codec))?;
         let mut rows = Vec::new();
         for context in &self.contexts {
+            progress.step("bench transport", &format!("{codec}, {context} tokens"));
             let stored = self.store(&client, model.model, *context);
             let sequence = runtime.block_on(stored)?;
             for n_q in &self.query_tokens {
@@ -188,7 +197,8 @@ impl TransportBench {
                 let storing = (self.storing, self.storing_tokens);
                 let beside = Beside::start(runtime, &beside, of, storing);
                 let of = (codec, *context);
-                let measured = self.measure(runtime, (&mut ways, &beside), &batch, of);
+                let way = (&mut ways[..], &beside, progress);
+                let measured = self.measure(runtime, way, &batch, of);
                 beside.stop(runtime)?;
                 rows.extend(measured?);
             }
@@ -241,7 +251,7 @@ impl TransportBench {
     fn measure(
         &self,
         runtime: &Runtime,
-        (ways, beside): (&mut [Way], &Beside),
+        (ways, beside, progress): (&mut [Way], &Beside, &ProgressLines),
         batch: &AttendBatch,
         (codec, context): (&str, u32),
     ) -> Result<Vec<TransportRow>, BenchError> {
@@ -260,6 +270,7 @@ impl TransportBench {
                 });
                 let stored = (beside.tokens() - before) as f64 / wall_ns * 1e9;
                 let calls = calls?;
+                progress.add(self.calls as u64);
                 if calls.iter().any(|(answer, _)| *answer != right) {
                     let reason = "does not answer as the others do".to_owned();
                     return Err(BenchError::Failed { what: way.name().to_owned(), reason });

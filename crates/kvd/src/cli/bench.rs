@@ -1,36 +1,39 @@
 //! `kvd bench`: arguments in, a table or JSON out.
 
-mod flags;
+pub(super) mod flags;
+mod tables;
 
-use super::CliError;
-use crate::bench::{
-    AttendBench, AttendRow, CodecBench, CodecRow, Figure, HuffmanRow, Machine, ScoresBench,
-    ScoresRow, Shape, StoreBench, StoreRow, limits,
-};
+use super::text_args::{codec_text, size};
+use super::{CliError, help};
 #[cfg(feature = "eval")]
-use crate::bench::{TransportBench, TransportRow};
+use crate::bench::TransportBench;
+use crate::bench::{AttendBench, CodecBench, Machine, ScoresBench, Shape, StoreBench, limits};
 use bytesize::ByteSize;
 use clap::{Args, Subcommand};
 #[cfg(feature = "eval")]
 use flags::up_to;
-use flags::{count, parse_codec, parse_instruction_set, parse_precision, parse_shape};
+use flags::{count, parse_instruction_set, parse_precision, parse_shape};
 use kvd_compute::{InstructionSet, Precision};
 use kvd_core::Geometry;
 use serde::Serialize;
-use std::fmt::Write;
 
 #[derive(Subcommand)]
 pub(super) enum BenchCommand {
     /// Decode attention over pages, per token and KV head.
+    #[command(after_help = help::BENCH_ATTEND)]
     Attend(AttendArgs),
     /// Scores of keys alone, all of them kept.
+    #[command(after_help = help::BENCH_SCORES)]
     Scores(ScoresArgs),
     /// Encoding and reference decoding, per side.
+    #[command(after_help = help::BENCH_CODEC)]
     Codec(CodecArgs),
     /// Storing a prefill through the backend.
+    #[command(after_help = help::BENCH_STORE)]
     Store(StoreArgs),
     /// One attend from a client to a daemon and back, by transport.
     #[cfg(feature = "eval")]
+    #[command(after_help = help::BENCH_TRANSPORT)]
     Transport(TransportArgs),
 }
 
@@ -38,7 +41,7 @@ pub(super) enum BenchCommand {
 #[derive(Args)]
 pub(super) struct CommonArgs {
     /// Codec, as a preset or spec; may be repeated.
-    #[arg(long = "codec", value_name = "CODEC", value_parser = parse_codec)]
+    #[arg(long = "codec", value_name = "CODEC", value_parser = codec_text)]
     codecs: Vec<String>,
     /// Heads of a model by its name, or as numbers: 8x4x128 are 8 KV heads of 128 channels, each
     /// for 4 query heads; a fourth number are the channels of values.
@@ -50,8 +53,11 @@ pub(super) struct CommonArgs {
     /// Turns of each codec.
     #[arg(long, default_value_t = 9, value_parser = count(limits::ROUNDS_MAX))]
     rounds: usize,
-    /// Print JSON.
+    /// Print every figure, in lines wider than most terminals.
     #[arg(long)]
+    wide: bool,
+    /// Print JSON.
+    #[arg(long, conflicts_with = "wide")]
     json: bool,
 }
 
@@ -87,7 +93,7 @@ pub(super) struct AttendArgs {
     #[arg(value_parser = count(limits::THREADS_MAX))]
     threads: Vec<usize>,
     /// Pages that calls rotate over, more than the last-level cache holds.
-    #[arg(long, default_value = "128MiB")]
+    #[arg(long, value_name = "SIZE", default_value = "128 MiB", value_parser = size)]
     buffer: ByteSize,
     /// `fast`, as the daemon answers by default; `single`: products of f32 everywhere; `int8`:
     /// queries and weights of 8 bits.
@@ -105,7 +111,7 @@ pub(super) struct ScoresArgs {
     #[arg(long, default_value_t = 8192, value_parser = count(limits::CONTEXT_MAX))]
     context: u32,
     /// Pages that calls rotate over, those of values included.
-    #[arg(long, default_value = "128MiB")]
+    #[arg(long, value_name = "SIZE", default_value = "128 MiB", value_parser = size)]
     buffer: ByteSize,
     /// As of `attend`.
     #[arg(long, default_value = "fast", value_parser = parse_precision)]
@@ -132,7 +138,7 @@ pub(super) struct StoreArgs {
     #[arg(value_parser = count(limits::THREADS_MAX))]
     threads: Vec<usize>,
     /// Rows that stores rotate over, more than the last-level cache holds.
-    #[arg(long, default_value = "128MiB")]
+    #[arg(long, value_name = "SIZE", default_value = "128 MiB", value_parser = size)]
     buffer: ByteSize,
 }
 
@@ -175,7 +181,7 @@ pub(super) fn bench(command: BenchCommand) -> Result<String, CliError> {
         BenchCommand::Attend(args) => {
             let bench = attend(&args);
             let (machine, rows) = bench.run()?;
-            report(&args.common, machine, rows, attend_table)
+            report(&args.common, machine, rows, &tables::ATTEND)
         }
         BenchCommand::Scores(args) => {
             let bench = ScoresBench {
@@ -189,7 +195,7 @@ pub(super) fn bench(command: BenchCommand) -> Result<String, CliError> {
                 instruction_sets: args.sets.instruction_set,
             };
             let (machine, rows) = bench.run()?;
-            report(&args.common, machine, rows, scores_table)
+            report(&args.common, machine, rows, &tables::SCORES)
         }
         BenchCommand::Codec(CodecArgs { common, sets }) => {
             let bench = CodecBench {
@@ -200,7 +206,7 @@ pub(super) fn bench(command: BenchCommand) -> Result<String, CliError> {
                 instruction_sets: sets.instruction_set,
             };
             let (machine, rows) = bench.run()?;
-            report(&common, machine, rows, codec_table)
+            report(&common, machine, rows, &tables::CODEC)
         }
         BenchCommand::Store(args) => {
             let bench = StoreBench {
@@ -213,7 +219,7 @@ pub(super) fn bench(command: BenchCommand) -> Result<String, CliError> {
                 buffer_bytes: args.buffer.as_u64(),
             };
             let (machine, rows) = bench.run()?;
-            report(&args.common, machine, rows, store_table)
+            report(&args.common, machine, rows, &tables::STORE)
         }
         #[cfg(feature = "eval")]
         BenchCommand::Transport(args) => {
@@ -229,7 +235,7 @@ pub(super) fn bench(command: BenchCommand) -> Result<String, CliError> {
                 storing_tokens: args.storing_tokens,
             };
             let (machine, rows) = bench.run()?;
-            report(&args.common, machine, rows, transport_table)
+            report(&args.common, machine, rows, &tables::TRANSPORT)
         }
     }
 }
@@ -262,216 +268,32 @@ fn report<T: Serialize>(
     common: &CommonArgs,
     machine: Machine,
     rows: Vec<T>,
-    table: impl Fn(&[T]) -> String,
+    sheet: &tables::Sheet<T>,
 ) -> Result<String, CliError> {
     if common.json {
         let report = Report { shape: common.shape.to_string(), machine, rows };
         let text = serde_json::to_string_pretty(&report).map_err(anyhow::Error::from)?;
         return Ok(text + "\n");
     }
-    let read = machine.read_gb_per_s;
-    let multiply = machine.multiply_adds_per_ns;
-    Ok(format!(
-        "kvd {} ({}) on {} ({} cores{}), shape {}\none thread reads {:.1} [{:.1}] GB/s from \
-         memory and makes {:.0} [{:.0}] G f32 multiplications a second\n\n{}",
+    let table = if common.wide { (sheet.wide)(&rows) } else { sheet.narrow_text(&rows) };
+    Ok(heading(&machine, &common.shape) + &table)
+}
+
+fn heading(machine: &Machine, shape: &Shape) -> String {
+    let (read, multiply) = (machine.read_gb_per_s, machine.multiply_adds_per_ns);
+    format!(
+        "kvd {} ({}) on {} ({} cores{})\nshape {shape}\none thread reads {:.1} [{:.1}] GB/s from \
+         memory and makes {:.0} [{:.0}] G f32 multiplications a second\n\n",
         machine.version,
         machine.commit,
         machine.processor,
         machine.cores,
         if machine.pinned { ", pinned" } else { "" },
-        common.shape,
         read.median,
         read.best,
         multiply.median,
         multiply.best,
-        table(&rows)
-    ))
-}
-
-/// `median [best..upper quartile]`.
-fn pair(figure: Figure) -> String {
-    let Figure { median, best, upper_quartile } = figure;
-    format!("{median:.2} [{best:.2}..{upper_quartile:.2}]")
-}
-
-fn attend_table(rows: &[AttendRow]) -> String {
-    let mut text = format!(
-        "{:>24} {:>24} {:>9} {:>9} {:>7} {:>8} {:>8} {:>8} {:>8} {:>8} {:>12} {:>8} {:>8}  codec\n",
-        "cpu ns [best..q3]",
-        "wall ns [best..q3]",
-        "set",
-        "precision",
-        "threads",
-        "context",
-        "bits",
-        "GB/s",
-        "f16 GB/s",
-        "of read",
-        "products",
-        "of peak",
-        "error"
-    );
-    for row in rows {
-        writeln!(
-            text,
-            "{:>24} {:>24} {:>9} {:>9} {:>7} {:>8} {:>8.3} {:>8.2} {:>8.2} {:>7.0}% {:>12} {:>8} \
-             {:>8.1e}  {}",
-            pair(row.cpu_ns),
-            pair(row.wall_ns),
-            row.instruction_set,
-            row.precision,
-            row.threads,
-            row.context,
-            row.bits_per_value,
-            row.stored_gb_per_s,
-            row.logical_gb_per_s,
-            100.0 * row.of_read_speed,
-            row.products.join("+"),
-            row.of_multiply_speed
-                .map_or_else(|| "-".to_owned(), |of| format!("{:.0}%", 100.0 * of)),
-            row.kernel_error,
-            row.codec
-        )
-        .expect("write to a string");
-    }
-    text + "\nns per token and KV head: K and V, all query heads of the group; median, best and \
-            upper quartile\nproducts of K and V, and multiplications as part of what one thread \
-            makes of such products\n"
-}
-
-fn scores_table(rows: &[ScoresRow]) -> String {
-    let head = ["cpu ns [best..q3]", "set", "precision", "context", "bits", "error"];
-    let mut text = format!(
-        "{:>24} {:>9} {:>9} {:>8} {:>8} {:>8}  codec\n",
-        head[0], head[1], head[2], head[3], head[4], head[5]
-    );
-    for row in rows {
-        writeln!(
-            text,
-            "{:>24} {:>9} {:>9} {:>8} {:>8.3} {:>8.1e}  {}",
-            pair(row.cpu_ns),
-            row.instruction_set,
-            row.precision,
-            row.context,
-            row.bits_per_value,
-            row.kernel_error,
-            row.codec
-        )
-        .expect("write to a string");
-    }
-    text + "\nns per key: all query heads of the group, every score kept\n"
-}
-
-fn codec_table(rows: &[CodecRow]) -> String {
-    let mut text = format!(
-        "{:>22} {:>9} {:>9} {:>22} {:>9} {:>22} {:>22} {:>22} {:>11} {:>7} {:>7} {:>8}  side\n",
-        "encode f32 [best..q3]",
-        "set",
-        "GB/s",
-        "encode f16 [best..q3]",
-        "GB/s",
-        "decode [best..q3]",
-        "codes in",
-        "codes out",
-        "codes/symb.",
-        "entropy",
-        "coded",
-        "bits"
-    );
-    let codes = |ns: Option<Figure>| ns.map_or_else(|| "-".to_owned(), pair);
-    for row in rows {
-        let huffman = row.huffman.map_or_else(
-            || ["-", "-", "-"].map(str::to_owned),
-            |HuffmanRow { codes_per_symbol, entropy, bits_per_code }| {
-                [
-                    codes_per_symbol.to_string(),
-                    format!("{entropy:.3}"),
-                    format!("{bits_per_code:.3}"),
-                ]
-            },
-        );
-        writeln!(
-            text,
-            "{:>22} {:>9} {:>9.3} {:>22} {:>9.3} {:>22} {:>22} {:>22} {:>11} {:>7} {:>7} {:>8.3}  {}={}",
-            pair(row.encode_ns),
-            row.instruction_set,
-            row.encode_gb_per_s,
-            pair(row.encode_f16_ns),
-            row.encode_f16_gb_per_s,
-            pair(row.decode_ns),
-            codes(row.coding_ns),
-            codes(row.codes_ns),
-            huffman[0],
-            huffman[1],
-            huffman[2],
-            row.bits_per_value,
-            row.side,
-            row.side_spec
-        )
-        .expect("write to a string");
-    }
-    text + "\nns per value on one thread, of rows that are f32 already and of f16 rows, which are \
-            widened first as in a store; GB/s count two bytes a value\ndecode is the reference \
-            decoder, codes in those that are made words of alone, codes out those that attention's \
-            Huffman decoder reads\nentropy of single codes, what their words take (coded), and all \
-            that is stored, in bits\n"
-}
-
-fn store_table(rows: &[StoreRow]) -> String {
-    let mut text = format!(
-        "{:>24} {:>14} {:>9} {:>7} {:>8} {:>8} {:>8} {:>9}  codec\n",
-        "cpu us/token [best..q3]",
-        "first us/token",
-        "set",
-        "threads",
-        "bits",
-        "GB/s",
-        "f16 GB/s",
-        "wall GB/s"
-    );
-    for row in rows {
-        writeln!(
-            text,
-            "{:>24} {:>14.2} {:>9} {:>7} {:>8.3} {:>8.3} {:>8.3} {:>9.3}  {}",
-            pair(row.cpu_us),
-            row.first_us,
-            row.instruction_set,
-            row.threads,
-            row.bits_per_value,
-            row.stored_gb_per_s,
-            row.logical_gb_per_s,
-            row.wall_gb_per_s,
-            row.codec
-        )
-        .expect("write to a string");
-    }
-    text + "\nK and V of one layer; the first call trains tables where there are such\nGB/s of \
-            pages and of f16 input by processor time, and of f16 input by wall time\n"
-}
-
-#[cfg(feature = "eval")]
-fn transport_table(rows: &[TransportRow]) -> String {
-    let head = ["wall us [best..q3]", "99 % us", "cpu us [best..q3]", "stored/s"];
-    let mut text = format!(
-        "{:>24} {:>8} {:>24} {:>9} {:>8} {:>7}  {:<14} codec\n",
-        head[0], head[1], head[2], head[3], "context", "queries", "transport"
-    );
-    for row in rows {
-        writeln!(
-            text,
-            "{:>24} {:>8.0} {:>24} {:>9.0} {:>8} {:>7}  {:<14} {}",
-            pair(row.wall_us),
-            row.slow_us,
-            pair(row.cpu_us),
-            row.stored_tokens_per_s,
-            row.context,
-            row.query_tokens,
-            row.transport,
-            row.codec
-        )
-        .expect("write to a string");
-    }
-    text + "\nus of one attend, one after another; cpu counts client, daemon and stores beside\n"
+    )
 }
 
 #[cfg(test)]

@@ -1,5 +1,7 @@
 //! `kvd calibrate`: a calibration artefact from a dump, a model, or a daemon.
 
+use super::bench::flags::count;
+use super::paths::{check_inputs, check_outputs};
 use super::{CliError, eval};
 use clap::{ArgGroup, Args};
 use kvd_client::Endpoint;
@@ -50,13 +52,14 @@ pub(super) struct CalibrateArgs {
     #[arg(long, value_name = "NAME", requires = "endpoint", value_parser = namespace)]
     namespace: Option<Namespace>,
     /// Tokens to take: of each text (45056 when absent), file or sequence (all when absent).
-    #[arg(long, value_name = "N", value_parser = count)]
+    #[arg(long, value_name = "N", value_parser = count(eval::COUNT_MAX))]
     tokens: Option<usize>,
     /// Tokens after which the model begins anew.
-    #[arg(long, value_name = "N", default_value_t = 2048)]
+    #[arg(long, value_name = "N", default_value_t = 2048, value_parser = count(eval::COUNT_MAX))]
     window: usize,
     /// Tokens per block of the model that will use the artefact.
     #[arg(long, value_name = "N", default_value_t = 64)]
+    #[arg(value_parser = count(kvd_core::Geometry::BLOCK_TOKENS_MAX))]
     block_tokens: u32,
     /// Seed of the fits: the same rows, codecs and seed give the same bytes.
     #[arg(long, value_name = "N", default_value_t = 1)]
@@ -69,13 +72,6 @@ fn endpoint(text: &str) -> Result<Endpoint, String> {
 
 fn namespace(text: &str) -> Result<Namespace, String> {
     Namespace::new(text).map_err(|error| error.to_string())
-}
-
-fn count(text: &str) -> Result<usize, String> {
-    match text.parse() {
-        Ok(0) | Err(_) => Err("expected a number from 1 on".to_owned()),
-        Ok(count) => Ok(count),
-    }
 }
 
 impl CalibrateArgs {
@@ -100,7 +96,16 @@ impl CalibrateArgs {
     }
 }
 
+/// What can be told before a row is made.
+fn check(args: &CalibrateArgs) -> Result<(), CliError> {
+    check_outputs(&[("--out", args.out.as_deref()), ("--dump", args.dump.as_deref())])?;
+    check_inputs("--model", &args.model)?;
+    check_inputs("--text", &args.text)?;
+    check_inputs("--samples", &args.samples)
+}
+
 pub(super) async fn calibrate(args: CalibrateArgs) -> Result<(), CliError> {
+    check(&args)?;
     let options = CalibrateOptions {
         source: args.source(),
         codecs: args.codec.clone(),

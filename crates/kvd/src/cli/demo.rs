@@ -1,7 +1,9 @@
 //! `kvd demo`: a daemon in this process and the demo as its client, over loopback gRPC.
 
+use super::bench::flags::count;
 use super::local::{self, Local};
-use super::{CliError, eval, serve::stop_signal};
+use super::paths::check_inputs;
+use super::{CliError, eval, serve::stop_signal, text_args};
 use crate::daemon::Running;
 use clap::Args;
 use kvd_eval::demo::{self, DemoOptions};
@@ -25,11 +27,13 @@ pub(super) struct DemoArgs {
     #[arg(long, value_name = "DIR")]
     model: Option<PathBuf>,
     /// Held-out passages to score.
-    #[arg(long, value_name = "N")]
-    passages: Option<usize>,
+    #[arg(long, value_name = "N", default_value_t = DemoOptions::PASSAGES)]
+    #[arg(value_parser = count(eval::COUNT_MAX))]
+    passages: usize,
     /// Tokens to write.
-    #[arg(long, value_name = "N")]
-    tokens: Option<usize>,
+    #[arg(long, value_name = "N", default_value_t = DemoOptions::NEW_TOKENS)]
+    #[arg(value_parser = count(eval::COUNT_MAX))]
+    tokens: usize,
     /// Print the table as one JSON object.
     #[arg(long)]
     json: bool,
@@ -40,16 +44,17 @@ pub(super) struct DemoArgs {
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1:0")]
     admin: String,
     /// Page memory of the daemon.
-    #[arg(long, value_name = "SIZE", default_value = "1 GiB")]
+    #[arg(long, value_name = "SIZE", default_value = "1 GiB", value_parser = text_args::size_text)]
     pool: String,
 }
 
 pub(super) async fn demo(args: DemoArgs) -> Result<(), CliError> {
+    check_inputs("--model", &args.model)?;
     let local = Local { admin: &args.admin, pool: &args.pool, block_tokens: local::BLOCK_TOKENS };
-    local.run(async |running| report(&args, running).await.map_err(CliError::from)).await
+    local.run(async |running| report(&args, running).await).await
 }
 
-async fn report(args: &DemoArgs, running: &Running) -> anyhow::Result<()> {
+async fn report(args: &DemoArgs, running: &Running) -> Result<(), CliError> {
     let mut options = DemoOptions::new(local::endpoint(running)?);
     if !args.codec.is_empty() {
         options.codecs.clone_from(&args.codec);
@@ -57,22 +62,24 @@ async fn report(args: &DemoArgs, running: &Running) -> anyhow::Result<()> {
     }
     options.windows = args.windows.unwrap_or(options.windows);
     options.model_dir.clone_from(&args.model);
-    options.passages = args.passages.unwrap_or(options.passages);
-    options.new_tokens = args.tokens.unwrap_or(options.new_tokens);
+    (options.passages, options.new_tokens) = (args.passages, args.tokens);
     options.json = args.json;
     options.keep_open = args.serve;
     options.metrics = Some(local::metrics(running));
-    demo::run(options, &mut std::io::stdout()).await?;
+    let mut text = Vec::new();
+    demo::run(options, &mut text).await?;
+    super::print(&String::from_utf8_lossy(&text))?;
     if args.serve {
         let tcp = local::endpoint(running)?;
         // On standard error, so that --json leaves a single object on standard output.
-        let mut notes = std::io::stderr();
-        writeln!(notes, "\nThe daemon stays up with everything stored; Ctrl-C ends it.")?;
-        writeln!(notes, "  gRPC     {tcp}")?;
+        let mut notes = format!(
+            "\nThe daemon stays up with everything stored; Ctrl-C ends it.\n  gRPC     {tcp}\n"
+        );
         if let Some(admin) = running.admin_address() {
-            writeln!(notes, "  metrics  curl http://{admin}/metrics")?;
+            notes.push_str(&format!("  metrics  curl http://{admin}/metrics\n"));
         }
-        stop_signal().await?;
+        let _ = std::io::stderr().write_all(notes.as_bytes());
+        stop_signal().await.map_err(anyhow::Error::from)?;
     }
     Ok(())
 }

@@ -1,11 +1,14 @@
 //! `kvd eval`: a daemon in this process and the evaluation as its client.
 
-use super::CliError;
+use super::bench::flags::count;
 use super::local::{self, Local};
+use super::paths::{check_inputs, check_outputs};
+use super::{CliError, text_args};
 use crate::daemon::Running;
 use anyhow::Context;
 use clap::Args;
-use kvd_eval::eval::{self, EvalCodec, EvalOptions, EvalReport, Windows};
+use kvd_eval::demo::DemoOptions;
+use kvd_eval::eval::{self, EvalCodec, EvalOptions, EvalReport, Width, Windows};
 use kvd_eval::search::{self, SearchOptions};
 use std::path::{Path, PathBuf};
 
@@ -20,9 +23,9 @@ pub(super) struct EvalArgs {
     /// each. Calibrations stay those of the model folder's text.
     #[arg(long, value_name = "FILE")]
     text: Vec<PathBuf>,
-    /// Codec to evaluate: a preset, a spec, or @FILE for a policy file; may be repeated.
+    /// Codec to evaluate: a preset, a spec, or @FILE for a policy file; may be repeated. When
+    /// nothing says what to evaluate, those of `kvd demo`: raw, kivi-4, vecinfer-2, kvd-4, kvd-2.
     #[arg(long, value_name = "CODEC", value_parser = codec)]
-    #[arg(required_unless_present_any = ["all_presets", "orderings", "search"])]
     codec: Vec<EvalCodec>,
     /// Evaluate every preset of `kvd codecs`, before those of --codec.
     #[arg(long)]
@@ -34,26 +37,29 @@ pub(super) struct EvalArgs {
     #[arg(long, value_name = "WINDOWS", default_value = "own", value_parser = windows)]
     windows: Vec<Windows>,
     /// Passages to score.
-    #[arg(long, value_name = "N", default_value_t = 2)]
+    #[arg(long, value_name = "N", default_value_t = 2, value_parser = count(COUNT_MAX))]
     passages: usize,
-    /// Tokens of a passage.
-    #[arg(long, value_name = "N", default_value_t = 2048)]
+    /// Tokens of a passage, 8 at least.
+    #[arg(long, value_name = "N", default_value_t = 2048, value_parser = count(COUNT_MAX))]
     tokens: usize,
     /// Tokens per step of a passage.
-    #[arg(long, value_name = "N", default_value_t = 8)]
+    #[arg(long, value_name = "N", default_value_t = 8, value_parser = count(COUNT_MAX))]
     chunk: usize,
     /// Windows of text that calibrations are fitted on.
-    #[arg(long, value_name = "N", default_value_t = 22)]
+    #[arg(long, value_name = "N", default_value_t = 22, value_parser = count(COUNT_MAX))]
     calibration_windows: usize,
     /// Calibration artefact to use for every codec that needs one, instead of fitting.
     #[arg(long, value_name = "FILE")]
     calibration: Option<PathBuf>,
     /// Tokens of context over which windows and tables are spread.
-    #[arg(long, value_name = "N", default_value_t = 32_768)]
+    #[arg(long, value_name = "N", default_value_t = 32_768, value_parser = count(COUNT_MAX))]
     context: usize,
     /// Seed of the calibrations.
     #[arg(long, value_name = "N", default_value_t = 1)]
     seed: u64,
+    /// Print every column and table, in lines wider than most terminals.
+    #[arg(long)]
+    wide: bool,
     /// Write the report as one JSON object; - is standard output, instead of the tables.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
@@ -81,7 +87,7 @@ pub(super) struct EvalArgs {
     #[arg(long, value_name = "FILE", requires = "search")]
     artefact: Option<PathBuf>,
     /// Page memory of the daemon.
-    #[arg(long, value_name = "SIZE", default_value = "1 GiB")]
+    #[arg(long, value_name = "SIZE", default_value = "1 GiB", value_parser = text_args::size_text)]
     pool: String,
     /// Tokens per block, which groups of tokens cannot exceed.
     #[arg(long, value_name = "N", default_value_t = local::BLOCK_TOKENS)]
@@ -96,19 +102,48 @@ pub(super) fn windows(text: &str) -> Result<Windows, String> {
     text.parse().map_err(|error: anyhow::Error| format!("{error:#}"))
 }
 
-pub(super) async fn eval(args: EvalArgs) -> Result<(), CliError> {
-    let local = Local { admin: "", pool: &args.pool, block_tokens: args.block_tokens };
-    local.run(async |running| report(&args, running).await.map_err(CliError::from)).await
+/// Tokens, windows and passages that are counted.
+pub(super) const COUNT_MAX: usize = 1 << 30;
+
+impl EvalArgs {
+    /// What can be told before a model is read.
+    fn check(&self) -> Result<(), CliError> {
+        check_outputs(&[
+            ("--json", self.json.as_deref()),
+            ("--markdown", self.markdown.as_deref()),
+            ("--svg", self.svg.as_deref()),
+            ("--policy", self.policy.as_deref()),
+            ("--artefact", self.artefact.as_deref()),
+        ])?;
+        check_inputs("--model", &self.model)?;
+        check_inputs("--text", &self.text)?;
+        check_inputs("--calibration", &self.calibration)
+    }
+
+    /// Those that flags name, none twice.
+    fn codecs(&self) -> Vec<EvalCodec> {
+        let mut codecs = if self.all_presets { EvalCodec::all_presets() } else { Vec::new() };
+        let ordered = if self.orderings { EvalCodec::orderings() } else { Vec::new() };
+        for codec in ordered.into_iter().chain(self.codec.iter().cloned()) {
+            if !codecs.contains(&codec) {
+                codecs.push(codec);
+            }
+        }
+        if codecs.is_empty() && !self.search {
+            codecs = DemoOptions::codecs();
+        }
+        codecs
+    }
 }
 
-async fn report(args: &EvalArgs, running: &Running) -> anyhow::Result<()> {
-    let mut codecs = if args.all_presets { EvalCodec::all_presets() } else { Vec::new() };
-    let ordered = if args.orderings { EvalCodec::orderings() } else { Vec::new() };
-    for codec in ordered.into_iter().chain(args.codec.iter().cloned()) {
-        if !codecs.contains(&codec) {
-            codecs.push(codec);
-        }
-    }
+pub(super) async fn eval(args: EvalArgs) -> Result<(), CliError> {
+    args.check()?;
+    let local = Local { admin: "", pool: &args.pool, block_tokens: args.block_tokens };
+    local.run(async |running| report(&args, running).await).await
+}
+
+async fn report(args: &EvalArgs, running: &Running) -> Result<(), CliError> {
+    let codecs = args.codecs();
     let options = EvalOptions {
         metrics: Some(local::metrics(running)),
         model_dir: args.model.clone(),
@@ -161,7 +196,7 @@ async fn search(
 }
 
 /// Files first, so that a table on the terminal says that everything is written.
-fn write(args: &EvalArgs, report: &EvalReport) -> anyhow::Result<()> {
+fn write(args: &EvalArgs, report: &EvalReport) -> Result<(), CliError> {
     if let Some(path) = &args.svg {
         put(path, eval::svg(report).as_bytes())?;
     }
@@ -169,15 +204,14 @@ fn write(args: &EvalArgs, report: &EvalReport) -> anyhow::Result<()> {
         let plot = args.svg.as_deref().map(|svg| seen_from(path, svg));
         put(path, eval::page(report, plot.as_deref()).as_bytes())?;
     }
-    let json = |report| Ok::<_, anyhow::Error>(serde_json::to_string_pretty(report)? + "\n");
-    match &args.json {
-        Some(path) if path.as_os_str() == "-" => Ok(super::print(&json(report)?)?),
-        Some(path) => {
-            put(path, json(report)?.as_bytes())?;
-            Ok(eval::print(report, &mut std::io::stdout())?)
+    if let Some(path) = &args.json {
+        let json = serde_json::to_string_pretty(report).map_err(anyhow::Error::from)? + "\n";
+        if path.as_os_str() == "-" {
+            return super::print(&json);
         }
-        None => Ok(eval::print(report, &mut std::io::stdout())?),
+        put(path, json.as_bytes())?;
     }
+    super::print(&eval::text(report, if args.wide { Width::All } else { Width::Terminal }))
 }
 
 fn put(path: &Path, bytes: &[u8]) -> anyhow::Result<()> {
@@ -198,4 +232,32 @@ fn command() -> String {
     };
     let arguments = std::env::args().skip(1).map(quoted);
     std::iter::once("kvd".to_owned()).chain(arguments).collect::<Vec<_>>().join(" ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Cli {
+        #[command(flatten)]
+        eval: EvalArgs,
+    }
+
+    fn codecs(flags: &[&str]) -> Vec<String> {
+        let cli = Cli::try_parse_from([&["eval"], flags].concat()).unwrap();
+        cli.eval.codecs().into_iter().map(|codec| codec.label).collect()
+    }
+
+    #[test]
+    fn codecs_are_those_named_or_those_of_the_demo() {
+        assert_eq!(
+            codecs(&[]),
+            ["raw", "kivi-4", "vecinfer-2", "kvd-4", "kvd-2"].map(|name| name.to_owned())
+        );
+        assert_eq!(codecs(&["--codec", "fp8", "--codec", "fp8"]), ["fp8"]);
+        assert_eq!(codecs(&["--all-presets", "--codec", "fp8"]).len(), 25);
+        assert!(codecs(&["--search", "--budget-bits", "3"]).is_empty());
+    }
 }

@@ -11,24 +11,33 @@ mod codecs;
 mod demo;
 #[cfg(feature = "eval")]
 mod eval;
+mod help;
 #[cfg(feature = "eval")]
 mod local;
+mod machine;
+mod paths;
 mod plan;
 mod serve;
+mod table;
+mod text_args;
 
 use crate::bench::BenchError;
-use crate::config::{Config, ConfigError, DEFAULT_TOML, Overrides};
+use crate::config::{Config, ConfigError, DEFAULT_TOML, Overrides, RawConfig};
 use crate::daemon::BuildError;
 use crate::dashboard;
 use crate::device::DeviceError;
 use clap::{Args, Parser, Subcommand};
-use std::io::Write;
+use std::io::{ErrorKind, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
+/// Version and commit, as `kvd --version` says them.
+const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), " (", env!("KVD_COMMIT"), ")");
+
 /// KV-cache memory for LLM inference: keeps KV blocks compressed and answers attention over them.
 #[derive(Parser)]
-#[command(name = "kvd", version, arg_required_else_help = true)]
+#[command(name = "kvd", version = VERSION, arg_required_else_help = true)]
+#[command(max_term_width = 100, after_help = help::KVD)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -37,8 +46,10 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     /// Run the daemon.
+    #[command(after_help = help::SERVE)]
     Serve(ConfigArgs),
-    /// Show the configuration.
+    /// Print the configuration that holds, as a file that --config reads.
+    #[command(after_help = help::CONFIG)]
     Config {
         /// Print the file of defaults, with every key explained.
         #[arg(long)]
@@ -46,35 +57,43 @@ enum Command {
         #[command(flatten)]
         config: ConfigArgs,
     },
-    /// List the codec presets with their spec and source.
-    Codecs,
+    /// Compare the codec presets: what each saves, what it loses, and when to take it.
+    #[command(after_help = help::CODECS)]
+    Codecs(codecs::CodecsArgs),
     /// Measure attention, encoding and storing on this machine.
-    #[command(subcommand)]
+    #[command(subcommand, after_help = help::BENCH)]
     Bench(bench::BenchCommand),
     /// Print how the CUDA kernels would be launched on a GPU, and why: predictions.
+    #[command(after_help = help::PLAN)]
     Plan(plan::PlanArgs),
     /// Print the Grafana dashboard (deploy/grafana/kvd.json).
+    #[command(after_help = help::DASHBOARD)]
     Dashboard,
     /// Start a daemon, run a small real model whose every attention goes through it, and compare
     /// codecs.
     #[cfg(feature = "eval")]
+    #[command(after_help = help::DEMO)]
     Demo(demo::DemoArgs),
     /// Measure what codecs save and cost on a model and held-out text: bits, attention error, KL,
     /// perplexity, speed.
     #[cfg(feature = "eval")]
+    #[command(after_help = help::EVAL)]
     Eval(eval::EvalArgs),
     /// Fit codecs to sampled K and V: means, axes, codebooks, Huffman tables as one artefact.
     #[cfg(feature = "eval")]
+    #[command(after_help = help::CALIBRATE)]
     Calibrate(calibrate::CalibrateArgs),
 }
 
 /// Settings that lie over file and environment.
 #[derive(Args, Clone, Debug, Default)]
 struct ConfigArgs {
-    /// Configuration file; see `kvd config --print-default`.
-    #[arg(long, value_name = "FILE", env = "KVD_CONFIG")]
+    /// Configuration file; see `kvd config --print-default`. KVD_CONFIG in the environment when
+    /// absent, and the defaults where that is unset or empty.
+    #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// gRPC address; short for --set server.listen_tcp=ADDRESS.
+    /// gRPC address, as 127.0.0.1:7070 or localhost:7070; short for --set
+    /// server.listen_tcp=ADDRESS.
     #[arg(long, value_name = "ADDRESS")]
     listen: Option<String>,
     /// gRPC Unix socket; short for --set server.listen_unix=PATH.
@@ -83,7 +102,7 @@ struct ConfigArgs {
     /// Metrics and health address; short for --set admin.listen=ADDRESS.
     #[arg(long, value_name = "ADDRESS")]
     admin: Option<String>,
-    /// Page memory; short for --set device.pool_bytes=SIZE.
+    /// Page memory, as "4 GiB"; short for --set device.pool_bytes=SIZE.
     #[arg(long, value_name = "SIZE")]
     pool: Option<String>,
     /// Any setting, as section.key=value; may be repeated.
@@ -107,7 +126,9 @@ impl ConfigArgs {
         let mut flags: Vec<_> =
             short.into_iter().filter_map(|(key, value)| Some((key.to_owned(), value?))).collect();
         flags.extend(self.set);
-        Overrides { file: self.config, environment: true, flags }
+        let named = || std::env::var_os("KVD_CONFIG").filter(|path| !path.is_empty());
+        let file = self.config.or_else(|| named().map(PathBuf::from));
+        Overrides { file, environment: true, flags }
     }
 
     fn load(self) -> Result<Config, ConfigError> {
@@ -124,6 +145,11 @@ enum CliError {
     Build(#[from] BuildError),
     #[error(transparent)]
     Bench(#[from] BenchError),
+    #[error("{0}")]
+    Usage(String),
+    /// Whoever read the output has gone, as `head` does: nothing is wrong.
+    #[error("nobody reads the output")]
+    OutputClosed,
     #[error("the device failed")]
     DeviceFailed,
     #[error("{0:#}")]
@@ -133,16 +159,28 @@ enum CliError {
 impl CliError {
     fn exit_code(&self) -> u8 {
         match self {
-            // A model folder that is not computed is mended by whoever wrote the command.
-            #[cfg(feature = "eval")]
-            Self::Other(error) if error.is::<kvd_eval::ModelError>() => 64,
-            Self::Config(_) | Self::Build(BuildError::Config(_)) => 64,
+            Self::OutputClosed => 0,
+            Self::Config(_) | Self::Usage(_) | Self::Build(BuildError::Config(_)) => 64,
             Self::Bench(error) if error.is_usage() => 64,
+            #[cfg(feature = "eval")]
+            Self::Other(error) if is_usage(error) => 64,
             Self::Build(BuildError::Device(DeviceError::Gpu { .. })) | Self::DeviceFailed => 70,
             Self::Build(_) => 69,
             Self::Bench(_) | Self::Other(_) => 1,
         }
     }
+}
+
+/// Whether other options would do.
+#[cfg(feature = "eval")]
+fn is_usage(error: &anyhow::Error) -> bool {
+    use kvd_eval::calibrate::CalibrateError;
+    error.chain().any(|cause| {
+        let calibrate = cause.downcast_ref::<CalibrateError>();
+        let idle = matches!(calibrate, Some(CalibrateError::NothingToFit { .. }));
+        // A model folder that is not computed is mended by whoever wrote the command.
+        idle || cause.is::<kvd_eval::UsageError>() || cause.is::<kvd_eval::ModelError>()
+    })
 }
 
 /// Runs the command line of this process.
@@ -158,6 +196,7 @@ pub fn main() -> ExitCode {
     };
     match run(cli.command) {
         Ok(()) => ExitCode::SUCCESS,
+        Err(CliError::OutputClosed) => ExitCode::SUCCESS,
         Err(error) => {
             let _ = writeln!(std::io::stderr(), "kvd: {error}");
             ExitCode::from(error.exit_code())
@@ -169,8 +208,8 @@ fn run(command: Command) -> Result<(), CliError> {
     match command {
         Command::Serve(config) => runtime()?.block_on(serve::serve(config.load()?)),
         Command::Config { print_default: true, .. } => print(DEFAULT_TOML),
-        Command::Config { config, .. } => print(&format!("{:#?}\n", config.load()?)),
-        Command::Codecs => print(&codecs::table()),
+        Command::Config { config, .. } => print(&config_text(&config.overrides())?),
+        Command::Codecs(args) => print(&codecs::text(&args)?),
         Command::Bench(command) => print(&bench::bench(command)?),
         Command::Plan(args) => print(&plan::text(&args)?),
         Command::Dashboard => print(&dashboard::text()),
@@ -188,7 +227,16 @@ fn runtime() -> Result<tokio::runtime::Runtime, CliError> {
     Ok(runtime.map_err(anyhow::Error::from)?)
 }
 
+/// What holds, as a file; nothing that the daemon would refuse.
+fn config_text(overrides: &Overrides) -> Result<String, CliError> {
+    Config::load(overrides)?;
+    Ok(RawConfig::load(overrides)?.to_toml())
+}
+
 fn print(text: &str) -> Result<(), CliError> {
     let mut out = std::io::stdout().lock();
-    Ok(out.write_all(text.as_bytes()).map_err(anyhow::Error::from)?)
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(error) if error.kind() == ErrorKind::BrokenPipe => Err(CliError::OutputClosed),
+        done => Ok(done.map_err(|error| anyhow::Error::from(error).context("standard output"))?),
+    }
 }

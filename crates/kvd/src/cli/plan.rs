@@ -1,6 +1,10 @@
 //! `kvd plan`: how the CUDA kernels would be launched on a GPU, with the reasons. A prediction: not
 //! yet measured on a GPU.
 
+use super::bench::flags::count;
+use super::table::{Column, Labels, table};
+use super::{CliError, text_args};
+use crate::bench::limits;
 use clap::Args;
 use kvd_codec::{presets, resolve};
 use kvd_core::{DType, Geometry, RopePairing};
@@ -11,22 +15,22 @@ use std::fmt::Write;
 #[derive(Args)]
 pub(super) struct PlanArgs {
     /// Preset or spec text; all presets when absent.
-    #[arg(long, value_name = "CODEC")]
+    #[arg(long, value_name = "CODEC", value_parser = text_args::codec_text)]
     codec: Option<String>,
     /// One of a100, rtx4090, l40s, h100, h200, or a GPU of this machine: cuda:N.
     #[arg(long, default_value = "h100", value_name = "GPU")]
     device: String,
     /// Stored tokens of a sequence.
-    #[arg(long, default_value_t = 131_072)]
+    #[arg(long, default_value_t = 131_072, value_parser = count(limits::CONTEXT_MAX))]
     tokens: u32,
     /// Sequences.
-    #[arg(long, default_value_t = 1)]
+    #[arg(long, default_value_t = 1, value_parser = count(4096_u32))]
     batch: u32,
     /// KV heads.
     #[arg(long, default_value_t = 8)]
     kv_heads: u32,
     /// Query heads that share a KV head.
-    #[arg(long, default_value_t = 4)]
+    #[arg(long, default_value_t = 4, value_parser = count(1024_u32))]
     group: u32,
     /// Channels of a head.
     #[arg(long, default_value_t = 128)]
@@ -34,14 +38,17 @@ pub(super) struct PlanArgs {
     /// Tokens of a block.
     #[arg(long, default_value_t = 64)]
     block_tokens: u32,
-    /// One line per codec, as a Markdown table.
+    /// One line per codec.
     #[arg(long)]
     table: bool,
+    /// Every figure, as a Markdown table.
+    #[arg(long, requires = "table")]
+    wide: bool,
 }
 
 /// What `kvd plan` prints.
-pub(super) fn text(args: &PlanArgs) -> anyhow::Result<String> {
-    let limits = limits(&args.device)?;
+pub(super) fn text(args: &PlanArgs) -> Result<String, CliError> {
+    let limits = limits_of(&args.device)?;
     let geometry = Geometry {
         layers: 1,
         kv_heads: args.kv_heads,
@@ -51,38 +58,99 @@ pub(super) fn text(args: &PlanArgs) -> anyhow::Result<String> {
         dtype: DType::F16,
         rope_pairing: RopePairing::Half,
     };
-    geometry.validate()?;
-    anyhow::ensure!(args.group > 0 && args.batch > 0, "--group and --batch are at least 1");
+    geometry.validate().map_err(|error| CliError::Usage(error.to_string()))?;
     let workload = Workload { geometry, group: args.group, batch: args.batch, tokens: args.tokens };
     let names = match &args.codec {
         Some(codec) => vec![codec.as_str()],
         None => presets().iter().map(|preset| preset.name).collect(),
     };
+    let mut plans = Vec::new();
+    for name in names {
+        let codec = resolve(name).map_err(|error| CliError::Usage(error.to_string()))?;
+        plans.push((name, plan(&codec, &workload, &limits)));
+    }
+    Ok(written(args, &limits, &plans).map_err(anyhow::Error::from)?)
+}
+
+/// The plans in the form that was asked for.
+fn written(
+    args: &PlanArgs,
+    limits: &Limits,
+    plans: &[(&str, Option<Plan>)],
+) -> Result<String, std::fmt::Error> {
     let mut text = String::new();
+    if args.table && !args.wide {
+        return Ok(narrow_table(plans));
+    }
     if args.table {
         text.push_str(TABLE_HEAD);
     }
-    for name in names {
-        let plan = plan(&resolve(name)?, &workload, &limits);
+    for (name, plan) in plans {
         match plan {
             None => writeln!(text, "{name}: no thread block fits {}", limits.name)?,
-            Some(plan) if args.table => write_row(&mut text, name, &plan)?,
+            Some(plan) if args.table => write_row(&mut text, name, plan)?,
             Some(plan) => writeln!(text, "== {name}\n{plan}")?,
         }
     }
     Ok(text)
 }
 
+/// What matters of each plan, for a terminal.
+fn narrow_table(plans: &[(&str, Option<Plan>)]) -> String {
+    let none = || "-".to_owned();
+    let rows = plans.iter().map(|(name, plan)| (*name, plan.as_ref()));
+    let cells = |cell: &dyn Fn(&Plan) -> Option<String>| -> Vec<String> {
+        rows.clone().map(|(_, plan)| plan.and_then(cell).unwrap_or_else(none)).collect()
+    };
+    let speeds = |plan: &Plan| plan.limits.has_speeds();
+    let us = |seconds: f64| format!("{:.1}", seconds * 1e6);
+    let numbers = Column::numbers;
+    let names = rows.clone().map(|(name, _)| name.to_owned());
+    let Labels { cells: labels, legend } = Labels::new(names, CODEC_COLUMNS);
+    let columns = [
+        Column::text("codec", labels),
+        numbers("MB read", cells(&|p| Some(format!("{:.1}", read_bytes(p) / 1e6)))),
+        numbers("roofline us", cells(&|p| speeds(p).then(|| us(p.roofline_seconds())))),
+        numbers("predicted us", cells(&|p| Some(us(p.predicted()?.0)))),
+        numbers("x f16", cells(&|p| Some(format!("{:.2}", p.raw_seconds() / p.predicted()?.0)))),
+        Column::text("bound by", cells(&|p| Some(bound_text(p).to_owned()))),
+        numbers("blocks/SM", cells(&|p| Some(p.occupancy.blocks.to_string()))),
+        numbers("units/head", cells(&|p| Some(p.splits.to_string()))),
+    ];
+    table(&columns)
+        + &legend
+        + "\nPredictions of one layer. x f16: how much sooner than with f16 rows. --wide has more, \
+           as Markdown.\n"
+}
+
+/// Longest codec in a table.
+const CODEC_COLUMNS: usize = 24;
+
+fn read_bytes(plan: &Plan) -> f64 {
+    plan.page_bytes + plan.other_bytes
+}
+
+fn bound_text(plan: &Plan) -> &str {
+    plan.predicted().map_or("-", |(_, bound)| match bound {
+        Bound::Bytes => "bytes",
+        Bound::Instructions => "instructions",
+        Bound::Pipe(pipe) => pipe,
+        Bound::Latency => "latency",
+    })
+}
+
 /// A GPU by the name of its kind, or one that is there.
-fn limits(name: &str) -> anyhow::Result<Limits> {
+fn limits_of(name: &str) -> Result<Limits, CliError> {
     if let Some(limits) = Limits::named(name) {
         return Ok(limits);
     }
     let known = Limits::NAMES.join(", ");
     let Some(Ok(gpu)) = name.strip_prefix("cuda:").map(str::parse::<kvd_cuda::GpuName>) else {
-        anyhow::bail!("--device {name:?} is none of {known} and not cuda:N");
+        let reason = format!("--device {name:?} is none of {known} and not cuda:N");
+        return Err(CliError::Usage(reason));
     };
-    Ok(gpu.find(&kvd_cuda::devices()?)?.limits)
+    let devices = kvd_cuda::devices().map_err(anyhow::Error::from)?;
+    Ok(gpu.find(&devices).map_err(anyhow::Error::from)?.limits)
 }
 
 const TABLE_HEAD: &str = "\
@@ -104,12 +172,7 @@ fn write_row(text: &mut String, name: &str, plan: &Plan) -> std::fmt::Result {
         })
     });
     let none = || "–".to_owned();
-    let by = plan.predicted().map_or("–", |(_, bound)| match bound {
-        Bound::Bytes => "bytes",
-        Bound::Instructions => "instructions",
-        Bound::Pipe(pipe) => pipe,
-        Bound::Latency => "latency",
-    });
+    let by = bound_text(plan);
     let predicted = plan.predicted().map(|(seconds, _)| seconds);
     let counted = plan.counted.map_or_else(none, |counted| {
         format!("{:.1}{}", counted.per_value, if counted.is_all { "" } else { "+" })
@@ -129,7 +192,7 @@ fn write_row(text: &mut String, name: &str, plan: &Plan) -> std::fmt::Result {
     writeln!(
         text,
         "| {name} | {:.1} | {times} | {counted} | {} | {} | {} | {} / {} |",
-        (plan.page_bytes + plan.other_bytes) / 1e6,
+        read_bytes(plan) / 1e6,
         plan.buffers,
         plan.occupancy.blocks,
         plan.splits,

@@ -3,12 +3,16 @@
 //! `deploy/kvd.toml` is the one place that states defaults; it is compiled in, and
 //! `kvd config --print-default` prints it.
 
+mod address;
+mod log_filter;
 mod raw;
+mod size;
 
 pub use raw::{ConfigError, Count, Overrides, RawConfig};
+pub use size::Size;
 
 use crate::service::PART_BYTES;
-use bytesize::ByteSize;
+use address::address;
 use kvd_compute::{CpuOptions, Precision};
 use kvd_core::Namespace;
 use kvd_cuda::GpuName;
@@ -223,7 +227,7 @@ impl Config {
             namespaces: namespaces(&raw.namespaces.allowed)?,
             block_tokens_default: page_tokens("defaults.block_tokens", raw.defaults.block_tokens)?,
             log_json: log_json(&raw.log.format)?,
-            log_filter: raw.log.filter.clone(),
+            log_filter: log_filter::log_filter(&raw.log.filter)?,
         };
         config.check_listeners()?;
         config.check_bytes()?;
@@ -262,16 +266,6 @@ impl Config {
         }
         Ok(())
     }
-}
-
-fn address(key: &'static str, text: &str) -> Result<Option<SocketAddr>, ConfigError> {
-    if text.is_empty() {
-        return Ok(None);
-    }
-    let parsed = text.parse().map_err(|_| {
-        ConfigError::new(key, format!("{text:?} is not an address such as 127.0.0.1:7070"))
-    })?;
-    Ok(Some(parsed))
 }
 
 /// A socket's path; an empty text is none.
@@ -326,7 +320,7 @@ fn queue_jobs(value: usize) -> Result<usize, ConfigError> {
     at_least(key, at_most(key, value, MAX)?, 1)
 }
 
-fn size(key: &'static str, value: ByteSize) -> Result<usize, ConfigError> {
+fn size(key: &'static str, value: Size) -> Result<usize, ConfigError> {
     let bytes = usize::try_from(value.as_u64()).unwrap_or(usize::MAX);
     at_least(key, bytes, 4096)
 }
@@ -336,7 +330,7 @@ fn sequence_layers(value: u64) -> Result<u64, ConfigError> {
 }
 
 /// HTTP/2 windows are 31-bit (RFC 9113, section 6.9.1).
-fn window(key: &'static str, value: ByteSize) -> Result<u32, ConfigError> {
+fn window(key: &'static str, value: Size) -> Result<u32, ConfigError> {
     match u32::try_from(value.as_u64()) {
         Ok(bytes) if (65_535..1 << 31).contains(&bytes) => Ok(bytes),
         _ => Err(ConfigError::new(key, format!("{value} is not 64 KiB to 2 GiB"))),

@@ -1,7 +1,6 @@
 //! The configuration as written: file, environment and flags laid over the defaults.
 
-use super::DEFAULT_TOML;
-use bytesize::ByteSize;
+use super::{DEFAULT_TOML, Size};
 use figment::Figment;
 use figment::providers::{Env, Format, Serialized, Toml};
 use figment::value::{Dict, Value};
@@ -35,7 +34,7 @@ pub struct Overrides {
     pub flags: Vec<(String, String)>,
 }
 
-#[derive(Clone, Debug, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 #[allow(missing_docs, reason = "deploy/kvd.toml documents every key")]
 pub struct RawConfig {
@@ -48,16 +47,16 @@ pub struct RawConfig {
     pub log: Log,
 }
 
-#[derive(Clone, Debug, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 #[allow(missing_docs, reason = "deploy/kvd.toml documents every key")]
 pub struct Server {
     pub listen_tcp: String,
     pub listen_unix: String,
     pub listen_region: String,
-    pub message_bytes_max: ByteSize,
-    pub stream_window_bytes: ByteSize,
-    pub connection_window_bytes: ByteSize,
+    pub message_bytes_max: Size,
+    pub stream_window_bytes: Size,
+    pub connection_window_bytes: Size,
     pub keepalive_interval_ms: u64,
     pub keepalive_timeout_ms: u64,
     pub streams_per_connection_max: u32,
@@ -75,7 +74,7 @@ pub enum Count {
     Word(String),
 }
 
-#[derive(Clone, Debug, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 #[allow(missing_docs, reason = "deploy/kvd.toml documents every key")]
 pub struct Admin {
@@ -84,13 +83,13 @@ pub struct Admin {
     pub head_timeout_ms: u64,
 }
 
-#[derive(Clone, Debug, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 #[allow(missing_docs, reason = "deploy/kvd.toml documents every key")]
 pub struct Device {
     pub device: String,
-    pub pool_bytes: ByteSize,
-    pub table_bytes: ByteSize,
+    pub pool_bytes: Size,
+    pub table_bytes: Size,
     pub prefault: bool,
     pub threads: usize,
     pub pin_threads: bool,
@@ -101,7 +100,7 @@ pub struct Device {
     pub queue_jobs_max: usize,
 }
 
-#[derive(Clone, Debug, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 #[allow(missing_docs, reason = "deploy/kvd.toml documents every key")]
 pub struct Limits {
@@ -109,31 +108,31 @@ pub struct Limits {
     pub sequences_max: usize,
     pub tokens_per_sequence_max: u32,
     pub sequence_layers_max: u64,
-    pub calibration_bytes_max: ByteSize,
-    pub query_sample_bytes_max: ByteSize,
-    pub inflight_bytes_max: ByteSize,
+    pub calibration_bytes_max: Size,
+    pub query_sample_bytes_max: Size,
+    pub inflight_bytes_max: Size,
     pub regions_max: usize,
-    pub region_bytes_max: ByteSize,
+    pub region_bytes_max: Size,
     pub attend_parts_max: u64,
     pub attend_work_max: u64,
     pub page_tokens_min: u32,
 }
 
-#[derive(Clone, Debug, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 #[allow(missing_docs, reason = "deploy/kvd.toml documents every key")]
 pub struct Namespaces {
     pub allowed: Vec<String>,
 }
 
-#[derive(Clone, Debug, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 #[allow(missing_docs, reason = "deploy/kvd.toml documents every key")]
 pub struct Defaults {
     pub block_tokens: u32,
 }
 
-#[derive(Clone, Debug, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 #[allow(missing_docs, reason = "deploy/kvd.toml documents every key")]
 pub struct Log {
@@ -142,6 +141,30 @@ pub struct Log {
 }
 
 impl RawConfig {
+    /// As a file that `--config` reads, every key in it; keys that differ from the default say so.
+    #[must_use]
+    pub fn to_toml(&self) -> String {
+        let text = |raw: &Self| toml::to_string(raw).expect("texts, numbers and lists of texts");
+        let (own, defaults) = (text(self), text(&Self::defaults()));
+        let pairs = own.lines().zip(defaults.lines());
+        if own.lines().count() != defaults.lines().count() {
+            return own;
+        }
+        let mut file = String::new();
+        for (line, default) in pairs {
+            file.push_str(line);
+            if let (true, Some((_, value))) = (line != default, default.split_once(" = ")) {
+                file.push_str(&format!("  # default: {value}"));
+            }
+            file.push('\n');
+        }
+        file
+    }
+
+    fn defaults() -> Self {
+        Figment::from(Toml::string(DEFAULT_TOML)).extract().expect("a test reads the defaults")
+    }
+
     /// Defaults < file < environment < flags.
     ///
     /// # Errors
@@ -182,18 +205,55 @@ impl RawConfig {
             let of_environment =
                 error.metadata.as_ref().is_some_and(|source| source.name.contains("environment"));
             let key = if of_environment { variable(&key) } else { key };
-            ConfigError::new(key, error.kind.to_string())
+            ConfigError::new(key, plain(&error.kind.to_string()))
         })
     }
 }
 
 /// The variables that are settings. Others may begin with `KVD_` too: `KVD_CONFIG` names the file,
 /// and Kubernetes describes a service `kvd` in `KVD_PORT`, `KVD_SERVICE_HOST` and more.
+///
+/// An empty value is what a Compose file leaves of a variable that nobody set: it is a value where
+/// an empty text means something, and no setting elsewhere.
 fn environment() -> Env {
-    Env::prefixed(PREFIX).filter(|key| key.as_str().contains("__")).split("__")
+    let is_setting = |key: &str| {
+        let is_empty = || {
+            let given = |name: &str| name.eq_ignore_ascii_case(&format!("{PREFIX}{key}"));
+            std::env::vars_os().any(|(name, value)| {
+                name.to_str().is_some_and(given) && value.to_string_lossy().trim().is_empty()
+            })
+        };
+        let key = key.to_lowercase().replacen("__", ".", 1);
+        key.contains('.') && (MAY_BE_EMPTY.contains(&key.as_str()) || !is_empty())
+    };
+    Env::prefixed(PREFIX).filter(move |key| is_setting(key.as_str())).split("__")
 }
 
+/// Settings whose empty text says something.
+const MAY_BE_EMPTY: [&str; 5] = [
+    "server.listen_tcp",
+    "server.listen_unix",
+    "server.listen_region",
+    "admin.listen",
+    "device.kernel_cache",
+];
+
 const PREFIX: &str = "KVD_";
+
+/// An error of the wrong type, for people who do not know Rust's.
+fn plain(reason: &str) -> String {
+    const WORDS: [(&str, &str); 5] = [
+        ("usize", "a whole number from 0 on"),
+        ("u64", "a whole number from 0 on"),
+        ("u32", "a whole number from 0 to 4294967295"),
+        ("a boolean", "true or false"),
+        ("a sequence", "a list such as [\"default\"]"),
+    ];
+    let known = |(rust, plain): &(&str, &str)| {
+        reason.strip_suffix(rust).map(|start| format!("{start}{plain}"))
+    };
+    WORDS.iter().find_map(known).unwrap_or_else(|| reason.to_owned())
+}
 
 /// The variable of a key, as an operator looks for it.
 fn variable(key: &str) -> String {

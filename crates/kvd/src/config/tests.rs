@@ -197,3 +197,63 @@ fn settings_in_deployments_are_known_and_hold_good_values() {
     let image = read("Dockerfile");
     assert!(read("compose.gpu.yaml").contains("target: gpu") && image.contains(" AS gpu\n"));
 }
+
+/// Another value of a setting than its default, of the same kind.
+fn other(value: &toml::Value) -> toml::Value {
+    match value {
+        toml::Value::String(text) if text.parse::<Size>().is_ok() => "12345 B".into(),
+        toml::Value::String(_) => "a \"b\" \\ c # = 'ü'\tx".into(),
+        toml::Value::Integer(count) => (count + 1).into(),
+        toml::Value::Boolean(flag) => (!flag).into(),
+        toml::Value::Array(_) => toml::Value::Array(vec!["a".into(), "b \"#\" c".into()]),
+        other => panic!("{other} is no kind of setting"),
+    }
+}
+
+#[test]
+fn every_key_that_is_printed_is_read_back() {
+    let read = |text: &str| {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("kvd.toml");
+        std::fs::write(&path, text).unwrap();
+        RawConfig::load(&Overrides { file: Some(path), ..Overrides::default() }).unwrap()
+    };
+    let defaults = read("");
+    assert_eq!(read(&defaults.to_toml()), defaults);
+    let mut table: toml::Table = DEFAULT_TOML.parse().unwrap();
+    let mut keys = 0;
+    for (_, section) in &mut table {
+        for (_, value) in section.as_table_mut().unwrap() {
+            *value = other(value);
+            keys += 1;
+        }
+    }
+    let changed = read(&toml::to_string(&table).unwrap());
+    let printed = changed.to_toml();
+    assert_eq!(read(&printed), changed, "{printed}");
+    assert_eq!(printed.matches("  # default: ").count(), keys, "{printed}");
+    assert!(printed.contains("pool_bytes = \"12345 B\"  # default: \"1 GiB\""), "{printed}");
+}
+
+#[test]
+fn a_level_of_the_log_or_a_size_that_is_none_is_refused_with_what_there_is() {
+    for (key, value, part) in [
+        ("log.filter", "verbose", "no level"),
+        ("device.pool_bytes", "lots", "a size such as 4 GiB"),
+        ("device.pool_bytes", "true", "a size such as 4 GiB"),
+        ("device.pool_bytes", "-5", "a size such as 4 GiB"),
+        ("server.message_bytes_max", "[1]", "a size such as 4 GiB"),
+        ("admin.listen", "nowhere", "nowhere:7070"),
+        ("device.threads", "many", "a whole number"),
+        ("limits.models_max", "-1", "a whole number"),
+        ("server.streams_per_connection_max", "4294967296", "a whole number"),
+        ("device.prefault", "maybe", "true or false"),
+        ("namespaces.allowed", "default", "a list such as"),
+    ] {
+        let error = load("", &[(key, value)]).expect_err(value);
+        assert_eq!(error.key, key, "{error}");
+        assert!(error.reason.contains(part), "{error}");
+    }
+    let config = load("", &[("server.listen_tcp", "localhost:7171")]).unwrap();
+    assert!(config.listen_tcp.unwrap().ip().is_loopback());
+}

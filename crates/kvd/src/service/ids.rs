@@ -55,6 +55,9 @@ impl Service {
     /// # Errors
     /// `UNKNOWN_SEQUENCE` of what cannot be a sequence of this boot.
     pub(super) fn seat_of(&self, id: SequenceId) -> Result<&Seat, ServiceError> {
+        if tracing::enabled!(tracing::Level::DEBUG) {
+            tracing::Span::current().record("sequence", id.0);
+        }
         let device = self.ids.device_of(id, self.seats.len() as u64);
         device.and_then(|device| self.seats.get(device as usize)).ok_or_else(|| {
             self.stale_sequence(id).unwrap_or_else(|| StoreError::UnknownSequence { id }.into())

@@ -11,6 +11,7 @@ mod load;
 mod model;
 mod pack;
 mod plan;
+mod pool_log;
 mod query_sample;
 mod recent_queries;
 mod region;
@@ -41,6 +42,7 @@ use kvd_compute::Precision;
 use kvd_core::{ErrorCode, IdSpace, Namespace};
 use kvd_store::{Limits, Pool, Store};
 use model::Models;
+use pool_log::PoolLog;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use tokio::sync::Semaphore;
@@ -64,6 +66,8 @@ pub struct Service {
     /// The right to build a model's codec, which takes memory in proportion to its calibration.
     building: Arc<Semaphore>,
     draining: AtomicBool,
+    /// What was told of full pools.
+    pool_log: PoolLog,
 }
 
 impl Service {
@@ -108,6 +112,7 @@ impl Service {
             building: Arc::new(Semaphore::new(1)),
             models: Arc::new(Models::new(config.models_max, ids.clone())),
             draining: AtomicBool::new(false),
+            pool_log: PoolLog::default(),
             config,
             boot_id,
             ids,

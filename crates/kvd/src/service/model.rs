@@ -35,6 +35,8 @@ pub struct Model {
     pub(super) sampled: Mutex<SampledErrors>,
     /// Pages kept raw because they could not be quantized.
     pub(super) fallback_pages: AtomicU64,
+    /// Blocks that stayed raw for want of room, and of which the log has not told.
+    pub(super) deferred_blocks: AtomicU64,
     /// Pages over the codec's bound, by side.
     pub(super) over_bound_pages: [AtomicU64; 2],
     /// Bytes of smoothing factors, codebooks and matrices.
@@ -151,6 +153,9 @@ impl Models {
         namespace: &Namespace,
         id: ModelId,
     ) -> Result<Arc<Model>, ServiceError> {
+        if tracing::enabled!(tracing::Level::DEBUG) {
+            tracing::Span::current().record("model", id.0);
+        }
         self.state.lock().find(&self.space, namespace, id).cloned()
     }
 

@@ -52,6 +52,7 @@ impl Packer<'_> {
         // Rows that are kept as they came lose nothing by waiting: no alert is to tell of them.
         if model.compresses() {
             model.metrics.pack_deferred.increment(deferred as u64);
+            model.deferred_blocks.fetch_add(deferred as u64, Ordering::Relaxed);
         }
         model.metrics.encode.record(began.elapsed());
         if let Ok(once) = self.backend.model_bytes(model.shape.id) {
@@ -77,11 +78,11 @@ impl Packer<'_> {
             self.backend.copy(id, layer, &from, count, to)?;
         }
         let sources: Vec<_> = tasks.iter().map(plan::encode_source).collect();
-        let sequence = self.ticket.sequence();
+        let (sequence, of_layer) = (self.ticket.sequence().0, layer.0);
         let encoded = match self.backend.encode(id, layer, &sources) {
             Ok(encoded) => encoded,
             Err(error) => {
-                tracing::warn!(%sequence, %layer, %error, "blocks stay raw");
+                tracing::warn!(sequence, layer = of_layer, %error, "blocks stay raw");
                 return Ok(false);
             }
         };
@@ -94,7 +95,8 @@ impl Packer<'_> {
                 },
                 Err(error) => {
                     let block = tasks[offset].block;
-                    tracing::warn!(%sequence, %layer, block, %error, "a block stays raw for good");
+                    let layer = of_layer;
+                    tracing::warn!(sequence, layer, block, %error, "a block stays raw for good");
                     self.ticket.give_up(first + offset);
                     packed.push(None);
                 }

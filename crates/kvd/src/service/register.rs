@@ -28,11 +28,12 @@ fn fingerprint(geometry: &Geometry, spec: &CodecSpec, calibration: &[u8]) -> Str
 /// A model's `codec` label. A spec text can be of any length and number: those that are no
 /// preset's name are told apart by the fingerprint, after the preset that they change, if any.
 fn codec_label(codec: &str, fingerprint: &str) -> String {
-    let (first, rest) = codec.split_once(';').unwrap_or((codec, ""));
-    let preset = kvd_codec::preset(first.trim()).map(|_| first.trim());
-    match preset {
-        Some(name) if rest.trim().is_empty() => name.to_owned(),
-        _ => format!("{}-{}", preset.unwrap_or("custom"), &fingerprint[..8]),
+    match kvd_codec::named_preset(codec) {
+        Some((preset, true)) => preset.name.to_owned(),
+        named => {
+            let name = named.map_or("custom", |(preset, _)| preset.name);
+            format!("{name}-{}", &fingerprint[..8])
+        }
     }
 }
 
@@ -106,7 +107,7 @@ impl Service {
             let registered = models.insert(&namespace, &name, &fingerprint.clone(), |id| {
                 let calibration_bytes = runtime.calibration_bytes();
                 backend.register(id, runtime);
-                tracing::info!(%id, name, %codec, "model registered");
+                tracing::info!(id = id.0, name, %codec, "model registered");
                 let labels =
                     ModelLabels { namespace: namespace.as_str(), model: &spec.name, codec: &label };
                 let layers = spec.geometry.layers;
@@ -128,6 +129,7 @@ impl Service {
                     recent_queries,
                     sampled: Mutex::default(),
                     fallback_pages: AtomicU64::new(0),
+                    deferred_blocks: AtomicU64::new(0),
                     over_bound_pages: Default::default(),
                     calibration_bytes,
                     table_bytes: AtomicU64::new(0),
@@ -187,7 +189,7 @@ impl Service {
             let model = models.remove(&namespace, id, &store)?;
             backend.unregister(id);
             metrics.forget(&model.metrics);
-            tracing::info!(%id, name = model.name, "model unregistered");
+            tracing::info!(id = id.0, name = model.name, "model unregistered");
             Ok(())
         };
         // An attend that was accepted before is answered yet.

@@ -52,7 +52,7 @@ impl Service {
         })
     }
 
-    fn usage(&self, model: &Model) -> ModelUsage {
+    pub(super) fn usage(&self, model: &Model) -> ModelUsage {
         self.seats[model.seat].store.usage(model.shape.id)
     }
 

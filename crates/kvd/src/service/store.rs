@@ -8,6 +8,7 @@ use kvd_core::{Coded, ErrorCode, Namespace, SequenceId};
 use kvd_proto::domain::StoreChunk;
 use kvd_store::{Append, AppendTicket, Pool, Store, StoreError};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 /// What one stored range came to.
@@ -40,6 +41,14 @@ impl Service {
     /// # Errors
     /// Shape, range, finiteness, pool and queue errors; nothing is visible then.
     pub async fn store(&self, call: &Call, chunk: StoreChunk) -> Result<StoreReply, ServiceError> {
+        let stored = self.store_rows(call, chunk).await;
+        if let Err(error) = &stored {
+            self.warn_of_refusal(error.code(), Instant::now());
+        }
+        stored
+    }
+
+    async fn store_rows(&self, call: &Call, chunk: StoreChunk) -> Result<StoreReply, ServiceError> {
         let bytes = [&chunk.k, &chunk.v].map(|payload| payload.len() as u64);
         let Admitted { seat, model, inflight } = self.admit_store(call, &chunk, bytes)?;
         let hash = content_hash(&chunk.k, &chunk.v);
@@ -48,14 +57,24 @@ impl Service {
             Append::Ticket(ticket) => ticket,
         };
         let rows = IncomingRows { tokens: chunk.tokens, k: chunk.k, v: chunk.v };
-        let pool = seat.store.pool().clone();
+        let (pool, of_store) = (seat.store.pool().clone(), model.clone());
         let work = move |backend: &mut dyn Backend| {
             let (_inflight, began) = (inflight, Instant::now());
             let reply = execute(backend, &pool, &model, ticket, &Rows::Host(rows))?;
             model.metrics.store.record(began.elapsed());
             Ok(reply)
         };
-        seat.lane.run(call, work).await
+        let reply = seat.lane.run(call, work).await;
+        self.tell_deferred(&of_store);
+        reply
+    }
+
+    /// Tells of blocks of a model that a store found no room for.
+    fn tell_deferred(&self, model: &Model) {
+        if model.deferred_blocks.load(Ordering::Relaxed) > 0 {
+            let blocks = model.deferred_blocks.swap(0, Ordering::Relaxed);
+            self.warn_of_deferred(model, blocks, Instant::now());
+        }
     }
 
     /// The same of K and V in a region of the model's device, `bytes` long: the chunk's own are
@@ -70,13 +89,27 @@ impl Service {
         rows: RegionRows,
         bytes: [u64; 2],
     ) -> Result<Option<StoreReply>, ServiceError> {
+        let stored = self.store_region_rows(call, chunk, rows, bytes).await;
+        if let Err(error) = &stored {
+            self.warn_of_refusal(error.code(), Instant::now());
+        }
+        stored
+    }
+
+    async fn store_region_rows(
+        &self,
+        call: &Call,
+        chunk: &StoreChunk,
+        rows: RegionRows,
+        bytes: [u64; 2],
+    ) -> Result<Option<StoreReply>, ServiceError> {
         let Admitted { seat, model, inflight } = self.admit_store(call, chunk, bytes)?;
         let (store, namespace) = (seat.store.clone(), call.namespace.clone());
         // From here on it is in flight: what continues it is told so, not that there is a gap. And
         // a range that no content would make fit takes no part of the queue or of the device.
         let StoreChunk { sequence, layer, start, tokens, .. } = *chunk;
         let claim = store.claim_append(&namespace, sequence, layer, start, tokens)?;
-        let chunk = chunk.clone();
+        let (chunk, of_store) = (chunk.clone(), model.clone());
         // Its content is not known before the device has read it, so the rest is one job.
         let work = move |backend: &mut dyn Backend| {
             let (_inflight, began) = (inflight, Instant::now());
@@ -94,7 +127,9 @@ impl Service {
             model.metrics.store.record(began.elapsed());
             Ok(Some(reply))
         };
-        seat.lane.run(call, work).await
+        let reply = seat.lane.run(call, work).await;
+        self.tell_deferred(&of_store);
+        reply
     }
 
     /// What is tested of a store before anything is done; `bytes` are those of K and V.

@@ -13,6 +13,7 @@ use std::sync::Arc;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
+use tracing::Instrument;
 
 /// The generated trait over a [`Service`].
 pub(super) struct Grpc {
@@ -261,7 +262,7 @@ impl Kvd for Grpc {
         // One piece ahead: decoding overlaps sending without piling up.
         let (replies, receiver) = mpsc::channel(1);
         let (service, open) = (self.service.clone(), OpenCount::new(&self.streams.loads));
-        tokio::spawn(async move {
+        let send = async move {
             let _open = open;
             for piece in pieces {
                 let work = async {
@@ -274,7 +275,8 @@ impl Kvd for Grpc {
                     return;
                 }
             }
-        });
+        };
+        tokio::spawn(send.in_current_span());
         Ok(Response::new(Box::pin(ReceiverStream::new(receiver))))
     }
 

@@ -62,10 +62,12 @@ pub(super) async fn answer<T>(
     work: impl Future<Output = Result<T, ServiceError>>,
 ) -> Result<T, Status> {
     let measured = Measured::begin(metrics, name, call.deadline);
-    let span = tracing::debug_span!("rpc", name, namespace = %call.namespace);
-    let result = work.instrument(span).await;
+    let (model, sequence) = (tracing::field::Empty, tracing::field::Empty);
+    let span = tracing::debug_span!("rpc", name, namespace = %call.namespace, model, sequence);
+    let result = work.instrument(span.clone()).await;
     measured.end(result.as_ref().err().map(ServiceError::code));
-    result.map_err(|error| refused(name, &error))
+    // Within the span, whose fields say whose request it was.
+    result.map_err(|error| span.in_scope(|| refused(name, &error)))
 }
 
 /// Counts, measures and logs a call that was refused before it reached the service.

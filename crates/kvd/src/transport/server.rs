@@ -6,8 +6,8 @@ use super::health::HealthOf;
 use super::layer::RequestLayer;
 use super::refusal::Refusals;
 use super::region::RegionServer;
-use super::stream::Streams;
 use super::socket::{self, BoundSocket};
+use super::stream::Streams;
 use crate::config::Config;
 use crate::metrics::{Metric, Metrics};
 use crate::service::Service;
@@ -22,7 +22,7 @@ use tokio::task::JoinSet;
 use tonic::codec::CompressionEncoding;
 use tonic::service::Routes;
 use tonic::transport::Server;
-use tonic::transport::server::TcpIncoming;
+use tonic::transport::server::{TcpConnectInfo, TcpIncoming};
 use tonic_health::pb::health_server::HealthServer;
 
 /// A socket that could not be opened.
@@ -162,6 +162,17 @@ fn builder(config: &Config) -> Server {
         .max_concurrent_streams(config.streams_per_connection_max)
         .http2_keepalive_interval(Some(config.keepalive_interval))
         .http2_keepalive_timeout(Some(config.keepalive_timeout))
+        .trace_fn(peer_span)
+}
+
+/// The span around each request, which says where it comes from; lines inside carry it.
+fn peer_span(request: &http::Request<()>) -> tracing::Span {
+    if !tracing::enabled!(tracing::Level::DEBUG) {
+        return tracing::Span::none();
+    }
+    let tcp = request.extensions().get::<TcpConnectInfo>().and_then(TcpConnectInfo::remote_addr);
+    let peer = tcp.map_or_else(|| "unix".to_owned(), |address| address.to_string());
+    tracing::debug_span!("request", peer)
 }
 
 /// How many connections of a listener are open, by what it listens on.

@@ -17,6 +17,7 @@ use std::time::Duration;
 use tokio::sync::{mpsc, watch};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Status, Streaming};
+use tracing::Instrument;
 
 /// What every streaming rpc answers with.
 pub(super) type ReplyStream<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
@@ -111,7 +112,7 @@ where
     let (replies, receiver) = mpsc::channel(REPLIES_AHEAD_MAX);
     let (mut phase, refusals) = (streams.phase.clone(), streams.refusals.clone());
     let open = OpenCount::new(open);
-    tokio::spawn(async move {
+    let answers = async move {
         let _open = open;
         loop {
             let request = tokio::select! {
@@ -134,7 +135,9 @@ where
                 return;
             }
         }
-    });
+    };
+    // Lines of the log say whose stream it is.
+    tokio::spawn(answers.in_current_span());
     Box::pin(ReceiverStream::new(receiver))
 }
 

@@ -2,6 +2,7 @@
 
 mod doors;
 mod drains;
+mod log;
 mod process;
 mod restart;
 

@@ -64,10 +64,15 @@ impl Process {
         Self { child, log: Some(rest), serves }
     }
 
-    /// An address of the log line: `"<listener>":"Some(127.0.0.1:1234)"`.
+    /// An address of the log line: `"<listener>":"127.0.0.1:1234"`.
     fn address(&self, listener: &str) -> &str {
-        let (_, after) = self.serves.split_once(&format!("\"{listener}\":\"Some(")).expect("there");
-        after.split_once(')').expect("an end").0
+        let (_, after) = self.serves.split_once(&format!("\"{listener}\":\"")).expect("there");
+        after.split_once('"').expect("an end").0
+    }
+
+    /// The line that says where it serves.
+    pub(crate) fn serves(&self) -> &str {
+        &self.serves
     }
 
     /// Where gRPC is served over TCP.

@@ -6,7 +6,7 @@ use clap::builder::RangedU64ValueParser;
 use kvd_compute::{CpuBackend, InstructionSet, Precision};
 
 /// At least one of something, and at most so many.
-pub(super) fn count<T>(max: T) -> RangedU64ValueParser<T>
+pub(in crate::cli) fn count<T>(max: T) -> RangedU64ValueParser<T>
 where
     T: TryInto<u64> + TryFrom<u64, Error: std::error::Error + Send + Sync>,
     T: Clone + Send + Sync + 'static,
@@ -29,12 +29,6 @@ pub(super) fn parse_shape(name: &str) -> Result<Shape, String> {
             names.join(", ")
         )
     })
-}
-
-/// A preset or spec, as it was given.
-pub(super) fn parse_codec(name: &str) -> Result<String, String> {
-    let known = kvd_codec::resolve(name).map(|_| name.to_owned());
-    known.map_err(|error| format!("{error}; `kvd codecs` lists presets"))
 }
 
 pub(super) fn parse_precision(name: &str) -> Result<Precision, String> {

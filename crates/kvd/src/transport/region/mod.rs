@@ -6,8 +6,8 @@ mod call;
 mod frames;
 
 use super::connection::Phase;
-use crate::metrics::{Metric, Metrics, OpenCount};
 use super::socket::BoundSocket;
+use crate::metrics::{Metric, Metrics, OpenCount};
 use crate::service::{Call, Offer, OpenMemory, Service, ServiceError};
 use frames::Frames;
 use kvd_compute::RegionHandle;

@@ -1,7 +1,7 @@
 //! The model and the texts of an evaluation, as windows of tokens.
 
 use super::EvalOptions;
-use crate::{model_report, samples, text};
+use crate::{UsageError, model_report, samples, text};
 use anyhow::{Context, Result, ensure};
 use kvd_engine::{Assets, Model, ModelConfig, Window};
 use std::path::PathBuf;
@@ -29,11 +29,22 @@ impl Material {
         let (tokens, longest) = (options.passage_tokens, config.positions());
         ensure!(
             tokens <= longest,
-            "passages of {tokens} tokens do not fit the {longest} positions of the model"
+            UsageError(format!(
+                "passages of {tokens} tokens do not fit the {longest} positions of the model; give \
+                 fewer --tokens"
+            ))
         );
         let bos = config.bos_token_id;
         let passages = |ids: &[u32]| -> Result<Vec<Window>> {
-            (0..options.passages).map(|index| Window::new(ids, bos, tokens, index)).collect()
+            let (there, wanted) = (Window::count(ids, tokens), options.passages);
+            ensure!(
+                wanted <= there,
+                UsageError(format!(
+                    "the text has {there} passages of {tokens} tokens, and {wanted} are asked \
+                     for; give fewer --passages or fewer --tokens"
+                ))
+            );
+            (0..wanted).map(|index| Window::new(ids, bos, tokens, index)).collect()
         };
         let own = Window::count(&assets.held_out, tokens);
         // The model's own text gives passages from its front only where no other text is named.
@@ -48,8 +59,10 @@ impl Material {
         }
         ensure!(
             calibrated > 0 || !needs || options.calibration.is_some(),
-            "the model's held-out text has {own} windows of {tokens} tokens: none is left for \
-             calibration; give --calibration, fewer --passages or fewer --tokens"
+            UsageError(format!(
+                "the model's held-out text has {own} windows of {tokens} tokens: none is left for \
+                 calibration; give --calibration, fewer --passages or fewer --tokens"
+            ))
         );
         let calibration = text::spread(scored.min(own)..own, calibrated)
             .map(|index| Window::new(&assets.held_out, bos, tokens, index))

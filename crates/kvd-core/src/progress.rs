@@ -1,0 +1,172 @@
+//! Lines that tell how far a long command is, where no bar can be drawn: pipes, logs, CI.
+
+use std::io::Write;
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// A command that is done by then says nothing.
+const SILENCE: Duration = Duration::from_secs(2);
+
+/// Time between two lines.
+const INTERVAL: Duration = Duration::from_secs(5);
+
+/// How often it is looked whether a line is due.
+const TICK: Duration = Duration::from_millis(250);
+
+/// Work that is done step by step, as its lines tell of it.
+#[derive(Clone, Debug, Default)]
+struct Work {
+    /// What is done.
+    task: String,
+    /// The step of it that is being done; may be empty.
+    step: String,
+    /// Steps that are done.
+    done: u64,
+    /// Steps in all; 0 where nobody knows.
+    total: u64,
+    /// When its first step began.
+    begun: Duration,
+    /// When the last line was written.
+    told: Option<Duration>,
+}
+
+impl Work {
+    /// The line that is due at `now`, counted from the command's begin.
+    fn due(&mut self, now: Duration) -> Option<String> {
+        let since = self.told.map_or(now.saturating_sub(SILENCE), |told| now - told);
+        let wait = if self.told.is_some() { INTERVAL } else { Duration::ZERO };
+        if now < SILENCE || self.task.is_empty() || since < wait {
+            return None;
+        }
+        self.told = Some(now);
+        let Self { task, step, done, total, begun, .. } = self;
+        let mut line = format!("kvd: {task}");
+        if !step.is_empty() {
+            line.push_str(&format!(", {step}"));
+        }
+        if let Some(percent) = (*done * 100).checked_div(*total) {
+            line.push_str(&format!(": {} %", percent.min(100)));
+        }
+        line.push_str(&format!(", {} so far", time_text(now)));
+        if let Some(left) = time_left(now.saturating_sub(*begun), *done, *total) {
+            line.push_str(&format!(", about {} left", time_text(left)));
+        }
+        Some(line)
+    }
+}
+
+/// Time that the steps left take, as long each as those that are done; `None` before the first.
+fn time_left(elapsed: Duration, done: u64, total: u64) -> Option<Duration> {
+    let left = total.checked_sub(done).filter(|left| *left > 0 && done > 0)?;
+    Duration::try_from_secs_f64(elapsed.as_secs_f64() * left as f64 / done as f64).ok()
+}
+
+/// `17 s`, `3 min 5 s`, `2 h 4 min`.
+fn time_text(time: Duration) -> String {
+    let seconds = time.as_secs_f64().round() as u64;
+    match (seconds / 3600, seconds / 60 % 60, seconds % 60) {
+        (0, 0, seconds) => format!("{seconds} s"),
+        (0, minutes, seconds) => format!("{minutes} min {seconds} s"),
+        (hours, minutes, _) => format!("{hours} h {minutes} min"),
+    }
+}
+
+/// Writes a line every few seconds until it is dropped, also while a step takes long.
+#[derive(Debug)]
+pub struct ProgressLines {
+    work: Arc<Mutex<Work>>,
+    begun: Instant,
+    stop: Option<Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl ProgressLines {
+    /// Lines on standard error.
+    #[must_use]
+    pub fn on_stderr() -> Self {
+        let (stop, stopped) = channel();
+        let (work, begun) = (Arc::new(Mutex::new(Work::default())), Instant::now());
+        let shared = work.clone();
+        let tell = move || {
+            while let Err(RecvTimeoutError::Timeout) = stopped.recv_timeout(TICK) {
+                if let Some(line) = locked(&shared).due(begun.elapsed()) {
+                    // Nobody may read it: that is no reason to stop working.
+                    let _ = writeln!(std::io::stderr(), "{line}");
+                }
+            }
+        };
+        // A machine without a thread to spare works without lines.
+        let thread = std::thread::Builder::new().name("kvd-progress".to_owned()).spawn(tell).ok();
+        Self { work, begun, stop: Some(stop), thread }
+    }
+
+    /// Begins a task of `total` steps, 0 where nobody knows.
+    pub fn begin(&self, task: &str, total: u64) {
+        let mut work = locked(&self.work);
+        let told = work.told;
+        let (task, begun) = (task.to_owned(), self.begun.elapsed());
+        *work = Work { task, total, begun, told, ..Work::default() };
+    }
+
+    /// Names the task and its step.
+    pub fn step(&self, task: &str, step: &str) {
+        let mut work = locked(&self.work);
+        task.clone_into(&mut work.task);
+        step.clone_into(&mut work.step);
+    }
+
+    /// Counts steps.
+    pub fn add(&self, steps: u64) {
+        locked(&self.work).done += steps;
+    }
+}
+
+impl Drop for ProgressLines {
+    fn drop(&mut self) {
+        self.stop = None;
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// The work, also after a panic of whoever held it: its lines stay right.
+fn locked(work: &Mutex<Work>) -> MutexGuard<'_, Work> {
+    work.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn seconds(seconds: u64) -> Duration {
+        Duration::from_secs(seconds)
+    }
+
+    #[test]
+    fn a_line_comes_after_two_seconds_and_then_every_five() {
+        let mut work = Work { task: "codecs".to_owned(), total: 200, ..Work::default() };
+        assert_eq!(work.due(Duration::from_millis(1999)), None);
+        assert_eq!(work.due(seconds(2)).unwrap(), "kvd: codecs: 0 %, 2 s so far");
+        (work.done, work.step) = (50, "speed".to_owned());
+        assert_eq!(work.due(seconds(6)), None);
+        let line = "kvd: codecs, speed: 25 %, 7 s so far, about 21 s left";
+        assert_eq!(work.due(seconds(7)).unwrap(), line);
+        work.done = 201;
+        let line = "kvd: codecs, speed: 100 %, 1 h 1 min so far";
+        assert_eq!(work.due(seconds(3660)).unwrap(), line);
+        work.total = 0;
+        assert_eq!(work.due(seconds(3700)).unwrap(), "kvd: codecs, speed, 1 h 2 min so far");
+    }
+
+    #[test]
+    fn time_is_counted_from_the_begin_of_the_task() {
+        let task = "text".to_owned();
+        let mut work = Work { task, total: 4, done: 1, begun: seconds(100), ..Work::default() };
+        let line = "kvd: text: 25 %, 1 min 50 s so far, about 30 s left";
+        assert_eq!(work.due(seconds(110)).unwrap(), line);
+        assert_eq!(Work::default().due(seconds(50)), None);
+    }
+}

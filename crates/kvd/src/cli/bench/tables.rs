@@ -1,0 +1,453 @@
+//! Tables of `kvd bench`: what a terminal has columns for, and with --wide every figure.
+
+use super::super::table::{Column, Labels, table, wrapped};
+#[cfg(feature = "eval")]
+use crate::bench::TransportRow;
+use crate::bench::{AttendRow, CodecRow, Figure, HuffmanRow, ScoresRow, StoreRow};
+use std::fmt::Write;
+
+/// How the rows of a benchmark are printed.
+pub(super) struct Sheet<T> {
+    /// Columns beside the codec's label, of which each has so many at most.
+    narrow: fn(&[T], Vec<String>) -> Vec<Column>,
+    /// What labels stand for, and columns that a label may have.
+    codec: (fn(&T) -> String, usize),
+    /// What the figures are, below the table.
+    note: &'static str,
+    /// All figures.
+    pub(super) wide: fn(&[T]) -> String,
+}
+
+impl<T> Sheet<T> {
+    /// The table that fits a terminal.
+    pub(super) fn narrow_text(&self, rows: &[T]) -> String {
+        let (codec, width) = self.codec;
+        let Labels { cells, legend } = Labels::new(rows.iter().map(codec), width);
+        let text = table(&(self.narrow)(rows, cells));
+        format!("{text}\n{}{legend}", wrapped(self.note, ""))
+    }
+}
+
+/// A figure in at most five characters where it is below 100,000.
+fn brief(figure: f64) -> String {
+    match figure.abs() {
+        size if size < 9.995 => format!("{figure:.2}"),
+        size if size < 99.95 => format!("{figure:.1}"),
+        _ => format!("{figure:.0}"),
+    }
+}
+
+fn median(figure: Figure) -> String {
+    brief(figure.median)
+}
+
+/// `best..upper quartile`.
+fn spread(figure: Figure) -> String {
+    format!("{}..{}", brief(figure.best), brief(figure.upper_quartile))
+}
+
+fn cells<T>(rows: &[T], cell: impl Fn(&T) -> String) -> Vec<String> {
+    rows.iter().map(cell).collect()
+}
+
+pub(super) const ATTEND: Sheet<AttendRow> = Sheet {
+    narrow: |rows, labels| {
+        vec![
+            Column::text("codec", labels),
+            Column::numbers("cpu ns", cells(rows, |row| median(row.cpu_ns))),
+            Column::numbers("best..q3", cells(rows, |row| spread(row.cpu_ns))),
+            Column::numbers("wall ns", cells(rows, |row| median(row.wall_ns))),
+            Column::text("set", cells(rows, |row| row.instruction_set.to_owned())),
+            Column::text("rounds to", cells(rows, |row| row.precision.to_owned())),
+            Column::numbers("threads", cells(rows, |row| row.threads.to_string())),
+            Column::numbers("context", cells(rows, |row| row.context.to_string())),
+            Column::numbers("bits", cells(rows, |row| format!("{:.2}", row.bits_per_value))),
+            Column::numbers("error", cells(rows, |row| format!("{:.0e}", row.kernel_error))),
+        ]
+    },
+    codec: (|row| row.codec.clone(), 14),
+    note: "ns per token and KV head: K and V, all query heads of the group; median, best and upper \
+           quartile. error: of the kernel alone, relative. --wide: GB/s, products, share of peaks.",
+    wide: attend_wide,
+};
+
+pub(super) const SCORES: Sheet<ScoresRow> = Sheet {
+    narrow: |rows, labels| {
+        vec![
+            Column::text("codec", labels),
+            Column::numbers("cpu ns", cells(rows, |row| median(row.cpu_ns))),
+            Column::numbers("best..q3", cells(rows, |row| spread(row.cpu_ns))),
+            Column::text("set", cells(rows, |row| row.instruction_set.to_owned())),
+            Column::text("precision", cells(rows, |row| row.precision.to_owned())),
+            Column::numbers("context", cells(rows, |row| row.context.to_string())),
+            Column::numbers("bits", cells(rows, |row| format!("{:.3}", row.bits_per_value))),
+            Column::numbers("error", cells(rows, |row| format!("{:.1e}", row.kernel_error))),
+        ]
+    },
+    codec: (|row| row.codec.clone(), 24),
+    note: "ns per key: all query heads of the group, every score kept; median, best, upper \
+           quartile.",
+    wide: scores_wide,
+};
+
+pub(super) const CODEC: Sheet<CodecRow> = Sheet {
+    narrow: |rows, labels| {
+        let coded = |row: &CodecRow| {
+            row.huffman.map_or_else(|| "-".to_owned(), |h| format!("{:.2}", h.bits_per_code))
+        };
+        vec![
+            Column::text("side", labels),
+            Column::text("set", cells(rows, |row| row.instruction_set.to_owned())),
+            Column::numbers("encode ns", cells(rows, |row| median(row.encode_f16_ns))),
+            Column::numbers("best..q3", cells(rows, |row| spread(row.encode_f16_ns))),
+            Column::numbers("GB/s", cells(rows, |row| format!("{:.3}", row.encode_f16_gb_per_s))),
+            Column::numbers("decode ns", cells(rows, |row| median(row.decode_ns))),
+            Column::numbers("coded", cells(rows, coded)),
+            Column::numbers("bits", cells(rows, |row| format!("{:.2}", row.bits_per_value))),
+        ]
+    },
+    codec: (|row| format!("{}={}", row.side, row.side_spec), 28),
+    note: "ns per value on one thread, of f16 rows; GB/s count two bytes a value. decode: the \
+           reference decoder. coded: bits of a Huffman code. --wide: f32 rows, Huffman coding and \
+           entropy too.",
+    wide: codec_wide,
+};
+
+pub(super) const STORE: Sheet<StoreRow> = Sheet {
+    narrow: |rows, labels| {
+        vec![
+            Column::text("codec", labels),
+            Column::numbers("us/token", cells(rows, |row| median(row.cpu_us))),
+            Column::numbers("best..q3", cells(rows, |row| spread(row.cpu_us))),
+            Column::numbers("first", cells(rows, |row| brief(row.first_us))),
+            Column::text("set", cells(rows, |row| row.instruction_set.to_owned())),
+            Column::numbers("threads", cells(rows, |row| row.threads.to_string())),
+            Column::numbers("bits", cells(rows, |row| format!("{:.3}", row.bits_per_value))),
+            Column::numbers("f16 GB/s", cells(rows, |row| format!("{:.3}", row.logical_gb_per_s))),
+            Column::numbers("wall GB/s", cells(rows, |row| format!("{:.3}", row.wall_gb_per_s))),
+        ]
+    },
+    codec: (|row| row.codec.clone(), 20),
+    note: "us of processor time, K and V of one layer; the first call trains tables where there \
+           are such. GB/s of f16 input by processor time and by wall time; --wide: of pages too.",
+    wide: store_wide,
+};
+
+#[cfg(feature = "eval")]
+pub(super) const TRANSPORT: Sheet<TransportRow> = Sheet {
+    narrow: |rows, labels| {
+        vec![
+            Column::text("transport", cells(rows, |row| row.transport.to_owned())),
+            Column::text("codec", labels),
+            Column::numbers("context", cells(rows, |row| row.context.to_string())),
+            Column::numbers("queries", cells(rows, |row| row.query_tokens.to_string())),
+            Column::numbers("wall us", cells(rows, |row| median(row.wall_us))),
+            Column::numbers("best..q3", cells(rows, |row| spread(row.wall_us))),
+            Column::numbers("99 % us", cells(rows, |row| brief(row.slow_us))),
+            Column::numbers("cpu us", cells(rows, |row| median(row.cpu_us))),
+            Column::numbers("stored/s", cells(rows, |row| brief(row.stored_tokens_per_s))),
+        ]
+    },
+    codec: (|row| row.codec.clone(), 14),
+    note: "us of one attend, one after another; cpu counts client, daemon and stores beside.",
+    wide: transport_wide,
+};
+
+/// `median [best..upper quartile]`.
+fn pair(figure: Figure) -> String {
+    let Figure { median, best, upper_quartile } = figure;
+    format!("{median:.2} [{best:.2}..{upper_quartile:.2}]")
+}
+
+fn attend_wide(rows: &[AttendRow]) -> String {
+    let mut text = format!(
+        "{:>24} {:>24} {:>9} {:>9} {:>7} {:>8} {:>8} {:>8} {:>8} {:>8} {:>12} {:>8} {:>8}  codec\n",
+        "cpu ns [best..q3]",
+        "wall ns [best..q3]",
+        "set",
+        "precision",
+        "threads",
+        "context",
+        "bits",
+        "GB/s",
+        "f16 GB/s",
+        "of read",
+        "products",
+        "of peak",
+        "error"
+    );
+    for row in rows {
+        writeln!(
+            text,
+            "{:>24} {:>24} {:>9} {:>9} {:>7} {:>8} {:>8.3} {:>8.2} {:>8.2} {:>7.0}% {:>12} {:>8} \
+             {:>8.1e}  {}",
+            pair(row.cpu_ns),
+            pair(row.wall_ns),
+            row.instruction_set,
+            row.precision,
+            row.threads,
+            row.context,
+            row.bits_per_value,
+            row.stored_gb_per_s,
+            row.logical_gb_per_s,
+            100.0 * row.of_read_speed,
+            row.products.join("+"),
+            row.of_multiply_speed
+                .map_or_else(|| "-".to_owned(), |of| format!("{:.0}%", 100.0 * of)),
+            row.kernel_error,
+            row.codec
+        )
+        .expect("write to a string");
+    }
+    text + "\nns per token and KV head: K and V, all query heads of the group; median, best and \
+            upper quartile\nproducts of K and V, and multiplications as part of what one thread \
+            makes of such products\n"
+}
+
+fn scores_wide(rows: &[ScoresRow]) -> String {
+    let head = ["cpu ns [best..q3]", "set", "precision", "context", "bits", "error"];
+    let mut text = format!(
+        "{:>24} {:>9} {:>9} {:>8} {:>8} {:>8}  codec\n",
+        head[0], head[1], head[2], head[3], head[4], head[5]
+    );
+    for row in rows {
+        writeln!(
+            text,
+            "{:>24} {:>9} {:>9} {:>8} {:>8.3} {:>8.1e}  {}",
+            pair(row.cpu_ns),
+            row.instruction_set,
+            row.precision,
+            row.context,
+            row.bits_per_value,
+            row.kernel_error,
+            row.codec
+        )
+        .expect("write to a string");
+    }
+    text + "\nns per key: all query heads of the group, every score kept\n"
+}
+
+fn codec_wide(rows: &[CodecRow]) -> String {
+    let mut text = format!(
+        "{:>22} {:>9} {:>9} {:>22} {:>9} {:>22} {:>22} {:>22} {:>11} {:>7} {:>7} {:>8}  side\n",
+        "encode f32 [best..q3]",
+        "set",
+        "GB/s",
+        "encode f16 [best..q3]",
+        "GB/s",
+        "decode [best..q3]",
+        "codes in",
+        "codes out",
+        "codes/symb.",
+        "entropy",
+        "coded",
+        "bits"
+    );
+    let codes = |ns: Option<Figure>| ns.map_or_else(|| "-".to_owned(), pair);
+    for row in rows {
+        let huffman = row.huffman.map_or_else(
+            || ["-", "-", "-"].map(str::to_owned),
+            |HuffmanRow { codes_per_symbol, entropy, bits_per_code }| {
+                [
+                    codes_per_symbol.to_string(),
+                    format!("{entropy:.3}"),
+                    format!("{bits_per_code:.3}"),
+                ]
+            },
+        );
+        writeln!(
+            text,
+            "{:>22} {:>9} {:>9.3} {:>22} {:>9.3} {:>22} {:>22} {:>22} {:>11} {:>7} {:>7} {:>8.3}  \
+             {}={}",
+            pair(row.encode_ns),
+            row.instruction_set,
+            row.encode_gb_per_s,
+            pair(row.encode_f16_ns),
+            row.encode_f16_gb_per_s,
+            pair(row.decode_ns),
+            codes(row.coding_ns),
+            codes(row.codes_ns),
+            huffman[0],
+            huffman[1],
+            huffman[2],
+            row.bits_per_value,
+            row.side,
+            row.side_spec
+        )
+        .expect("write to a string");
+    }
+    text + "\nns per value on one thread, of rows that are f32 already and of f16 rows, which are \
+            widened first as in a store; GB/s count two bytes a value\ndecode is the reference \
+            decoder, codes in those that are made words of alone, codes out those that attention's \
+            Huffman decoder reads\nentropy of single codes, what their words take (coded), and all \
+            that is stored, in bits\n"
+}
+
+fn store_wide(rows: &[StoreRow]) -> String {
+    let mut text = format!(
+        "{:>24} {:>14} {:>9} {:>7} {:>8} {:>8} {:>8} {:>9}  codec\n",
+        "cpu us/token [best..q3]",
+        "first us/token",
+        "set",
+        "threads",
+        "bits",
+        "GB/s",
+        "f16 GB/s",
+        "wall GB/s"
+    );
+    for row in rows {
+        writeln!(
+            text,
+            "{:>24} {:>14.2} {:>9} {:>7} {:>8.3} {:>8.3} {:>8.3} {:>9.3}  {}",
+            pair(row.cpu_us),
+            row.first_us,
+            row.instruction_set,
+            row.threads,
+            row.bits_per_value,
+            row.stored_gb_per_s,
+            row.logical_gb_per_s,
+            row.wall_gb_per_s,
+            row.codec
+        )
+        .expect("write to a string");
+    }
+    text + "\nK and V of one layer; the first call trains tables where there are such\nGB/s of \
+            pages and of f16 input by processor time, and of f16 input by wall time\n"
+}
+
+#[cfg(feature = "eval")]
+fn transport_wide(rows: &[TransportRow]) -> String {
+    let head = ["wall us [best..q3]", "99 % us", "cpu us [best..q3]", "stored/s"];
+    let mut text = format!(
+        "{:>24} {:>8} {:>24} {:>9} {:>8} {:>7}  {:<14} codec\n",
+        head[0], head[1], head[2], head[3], "context", "queries", "transport"
+    );
+    for row in rows {
+        writeln!(
+            text,
+            "{:>24} {:>8.0} {:>24} {:>9.0} {:>8} {:>7}  {:<14} {}",
+            pair(row.wall_us),
+            row.slow_us,
+            pair(row.cpu_us),
+            row.stored_tokens_per_s,
+            row.context,
+            row.query_tokens,
+            row.transport,
+            row.codec
+        )
+        .expect("write to a string");
+    }
+    text + "\nus of one attend, one after another; cpu counts client, daemon and stores beside\n"
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::super::table::{COLUMNS, columns_of};
+    use super::*;
+
+    /// As long as figures get: minutes a call, 16 million tokens, 1024 threads.
+    fn figure(median: f64) -> Figure {
+        Figure { median, best: median * 0.97, upper_quartile: median * 1.03 }
+    }
+
+    const CODECS: [&str; 3] = [
+        "raw",
+        "vecinfer-2-reg",
+        "k=mean+qpca/grid(rate=2.35)/huffman; v=mean+gain+pca/grid(rate=1.75)/huffman; sink=32",
+    ];
+    const FIGURES: [f64; 5] = [0.01, 1.5, 99.97, 4711.3, 98_765.4];
+
+    fn cases() -> impl Iterator<Item = (String, f64)> {
+        CODECS.iter().flat_map(|codec| FIGURES.map(|figure| ((*codec).to_owned(), figure)))
+    }
+
+    fn fits<T>(sheet: &Sheet<T>, rows: Vec<T>) {
+        let text = sheet.narrow_text(&rows);
+        assert!(columns_of(&text) <= COLUMNS, "{} columns:\n{text}", columns_of(&text));
+        assert!(rows.len() < text.lines().count(), "{text}");
+        // The whole spec stands below.
+        assert_eq!(text.matches("grid(rate=1.75)").count(), 1, "{text}");
+        // With --wide each row has a line of its own, however long.
+        assert!((sheet.wide)(&rows).lines().count() > rows.len());
+    }
+
+    #[test]
+    fn attention_and_scores_fit_a_terminal() {
+        let row = |(codec, ns): (String, f64)| AttendRow {
+            codec,
+            instruction_set: "avx-vnni",
+            precision: "single",
+            threads: 1024,
+            context: 1 << 24,
+            bits_per_value: 16.031,
+            cpu_ns: figure(ns),
+            wall_ns: figure(ns),
+            stored_gb_per_s: ns,
+            logical_gb_per_s: ns,
+            of_read_speed: 1.234,
+            products: ["words", "nibbles"],
+            peak_per_ns: [None; 2],
+            of_multiply_speed: None,
+            kernel_error: 1.234e-5,
+        };
+        fits(&ATTEND, cases().map(row).collect());
+        let row = |(codec, ns): (String, f64)| ScoresRow {
+            codec,
+            instruction_set: "portable",
+            precision: "single",
+            context: 1 << 24,
+            bits_per_value: 16.031,
+            cpu_ns: figure(ns),
+            kernel_error: 1.234e-5,
+        };
+        fits(&SCORES, cases().map(row).collect());
+    }
+
+    #[test]
+    fn encoding_and_storing_fit_a_terminal() {
+        let row = |(side_spec, ns): (String, f64)| CodecRow {
+            side_spec,
+            side: "k",
+            instruction_set: "portable",
+            threads: 1,
+            bits_per_value: 16.031,
+            encode_ns: figure(ns),
+            encode_gb_per_s: 12.345,
+            encode_f16_ns: figure(ns),
+            encode_f16_gb_per_s: 12.345,
+            coding_ns: Some(figure(ns)),
+            decode_ns: figure(ns),
+            codes_ns: Some(figure(ns)),
+            huffman: Some(HuffmanRow { codes_per_symbol: 2, entropy: 3.0, bits_per_code: 3.1 }),
+        };
+        fits(&CODEC, cases().map(row).collect());
+        let row = |(codec, us): (String, f64)| StoreRow {
+            codec,
+            instruction_set: "portable",
+            threads: 1024,
+            bits_per_value: 16.031,
+            cpu_us: figure(us),
+            first_us: us,
+            logical_gb_per_s: 12.345,
+            stored_gb_per_s: 12.345,
+            wall_gb_per_s: 12.345,
+        };
+        fits(&STORE, cases().map(row).collect());
+    }
+
+    #[cfg(feature = "eval")]
+    #[test]
+    fn transports_fit_a_terminal() {
+        let row = |(codec, us): (String, f64)| TransportRow {
+            transport: "unix stream",
+            codec,
+            context: 1 << 24,
+            query_tokens: 1 << 16,
+            wall_us: figure(us),
+            slow_us: us,
+            cpu_us: figure(us),
+            stored_tokens_per_s: 1_234_567.0,
+        };
+        fits(&TRANSPORT, cases().map(row).collect());
+    }
+}

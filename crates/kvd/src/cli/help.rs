@@ -1,0 +1,89 @@
+//! Examples below the help of each command.
+
+pub(super) const KVD: &str = "\
+Examples:
+  kvd demo --codec kivi-4 --passages 1 --tokens 8   see it work, in a few seconds
+  kvd codecs                                        which codec to take
+  kvd serve --pool \"8 GiB\"                          run the daemon";
+
+pub(super) const SERVE: &str = "\
+Examples:
+  kvd serve --pool \"8 GiB\"
+  kvd serve --config kvd.toml --listen localhost:7070 --set log.format=json
+  KVD_DEVICE__POOL_BYTES=\"8 GiB\" kvd serve";
+
+pub(super) const CONFIG: &str = "\
+Examples:
+  kvd config --print-default > kvd.toml           a file to edit, every key explained
+  kvd config --config kvd.toml                    what holds, environment and flags counted in
+  kvd config --pool \"8 GiB\" > kvd.toml            the same as a file";
+
+pub(super) const CODECS: &str = "\
+Examples:
+  kvd codecs                         which codec to take
+  kvd codecs --speed                 with attention timed on this machine
+  kvd codecs --wide                  with spec, source and bits of every preset
+  kvd codecs --json | jq '.presets[] | select(.needs_calibration | not).name'";
+
+pub(super) const BENCH: &str = "\
+Examples:
+  kvd bench attend --codec raw --codec kivi-4 --context 8192,32768
+  kvd bench store --threads 1,2
+  kvd bench attend --json > attend.json";
+
+pub(super) const BENCH_ATTEND: &str = "\
+Examples:
+  kvd bench attend
+  kvd bench attend --codec raw --codec kvd-2 --precision int8 --context 8192,32768
+  kvd bench attend --shape qwen3-32b --batch 8 --ragged --wide";
+
+pub(super) const BENCH_SCORES: &str = "\
+Examples:
+  kvd bench scores
+  kvd bench scores --codec kivi-2 --context 32768";
+
+pub(super) const BENCH_CODEC: &str = "\
+Examples:
+  kvd bench codec --codec kivi-4
+  kvd bench codec --codec kvcomp --wide";
+
+pub(super) const BENCH_STORE: &str = "\
+Examples:
+  kvd bench store
+  kvd bench store --codec kvcomp --tokens 4096 --threads 1,2";
+
+#[cfg(feature = "eval")]
+pub(super) const BENCH_TRANSPORT: &str = "\
+Examples:
+  kvd bench transport --context 64 --rounds 3
+  kvd bench transport --codec kivi-4 --context 8192 --storing 1";
+
+pub(super) const PLAN: &str = "\
+Examples:
+  kvd plan --codec kvd-2 --device rtx4090
+  kvd plan --tokens 32768 --batch 16 --table";
+
+pub(super) const DASHBOARD: &str = "\
+Example:
+  kvd dashboard > kvd.json                        import it in Grafana";
+
+#[cfg(feature = "eval")]
+pub(super) const DEMO: &str = "\
+Examples:
+  kvd demo                                            all of it, some minutes
+  kvd demo --codec kivi-4 --passages 1 --tokens 8     a few seconds
+  kvd demo --codec kivi-4 --passages 1 --serve        then look at its metrics";
+
+#[cfg(feature = "eval")]
+pub(super) const EVAL: &str = "\
+Examples:
+  kvd eval                                            the codecs of `kvd demo`, each as it is
+  kvd eval --codec kivi-4 --codec @my.policy --markdown quality.md --svg quality.svg
+  kvd eval --search --budget-bits 2.5 --policy found.policy --artefact found.cal";
+
+#[cfg(feature = "eval")]
+pub(super) const CALIBRATE: &str = "\
+Examples:
+  kvd calibrate --codec kvd-4 --out kvd-4.cal --model DIR
+  kvd calibrate --codec kvd-2 --out kvd-2.cal --endpoint http://localhost:7070 --sequence 1
+  kvd calibrate --codec kvd-2 --out kvd-2.cal --samples rows.safetensors";

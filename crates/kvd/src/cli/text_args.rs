@@ -1,0 +1,58 @@
+//! What texts of options stand for, where several commands take them.
+
+use crate::config::Size;
+use bytesize::ByteSize;
+
+/// A codec as every command takes it: a preset's name, a spec, or `@FILE` for a policy file. The
+/// text is what it was given as, of a file what is in it.
+pub(super) fn codec_text(text: &str) -> Result<String, String> {
+    let Some(path) = text.strip_prefix('@') else {
+        let known = kvd_codec::resolve(text).map(|_| text.trim().to_owned());
+        return known.map_err(|error| format!("{error}; `kvd codecs` lists presets"));
+    };
+    let policy = std::fs::read_to_string(path);
+    let policy = policy.map_err(|error| format!("cannot read {path}: {error}"))?;
+    let spec = kvd_codec::resolve(&policy).map_err(|error| {
+        let (line, column) = error.line_and_column(&policy);
+        format!("policy file {path}, line {line}, column {column}: {error}")
+    })?;
+    Ok(spec.to_string())
+}
+
+/// A size, checked, as the text that settings take.
+#[cfg(feature = "eval")]
+pub(super) fn size_text(text: &str) -> Result<String, String> {
+    text.parse::<Size>().map(|size| size.to_string())
+}
+
+/// A size.
+pub(super) fn size(text: &str) -> Result<ByteSize, String> {
+    text.parse::<Size>().map(|size| ByteSize(size.as_u64()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_codec_is_a_preset_a_spec_or_a_file() {
+        assert_eq!(codec_text(" kivi-4 ").unwrap(), "kivi-4");
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("p.policy");
+        let named = format!("@{}", path.display());
+        std::fs::write(&path, "# for production\nk=fp8; # keys\nv=raw\n").unwrap();
+        assert_eq!(codec_text(&named).unwrap(), "k=fp8; v=raw");
+        std::fs::write(&path, "# for production\nk=fp9; v=raw\n").unwrap();
+        let error = codec_text(&named).unwrap_err();
+        assert!(error.contains("line 2, column 3"), "{error}");
+        let error = codec_text("k=raw; v=fp9").unwrap_err();
+        assert!(error.contains("character 9") && error.contains("kvd codecs"), "{error}");
+        assert!(codec_text("@/no/such").unwrap_err().contains("/no/such"));
+    }
+
+    #[test]
+    fn a_size_is_told_what_it_looks_like() {
+        assert_eq!(size("1.5 GiB").unwrap(), ByteSize(3 << 29));
+        assert!(size("lots").unwrap_err().contains("a size such as 4 GiB"));
+    }
+}
