@@ -272,7 +272,7 @@ impl CpuBackend {
         plan: &AttendPlan,
         run: impl FnOnce(&job::Job<'_>) -> Result<T, BackendError> + Send,
     ) -> Result<T, BackendError> {
-        if let Some((index, value)) = rows::first_non_finite(plan.dtype, &plan.q) {
+        if let Some((index, value)) = first_non_finite(plan.dtype, &plan.q) {
             return Err(BackendError::NonFiniteQuery { index, value });
         }
         let codec = self.codec(plan.model)?;
