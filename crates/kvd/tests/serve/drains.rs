@@ -5,6 +5,8 @@ use super::{assert_serves, batch, chunk};
 use kvd_client::{Client, ClientError, ErrorCode, Region, RegionOptions};
 use std::net::TcpStream;
 use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 /// Streams of stores that a drain meets.
@@ -13,12 +15,19 @@ const STREAMS: usize = 24;
 const ROUNDS: usize = 6;
 
 /// Stores until it is refused; the refusal.
-async fn store_on(client: Client, model: kvd_client::ModelId) -> ClientError {
+async fn store_on(
+    client: Client,
+    model: kvd_client::ModelId,
+    begun: Arc<AtomicUsize>,
+) -> ClientError {
     let sequence = client.open_sequence(model).await.expect("open");
     let mut stream = client.store_stream(8).await.expect("a stream");
     for number in 0.. {
         if let Err(error) = stream.send(chunk(sequence, number * 2048, 2048)).await {
             return error;
+        }
+        if number == 0 {
+            begun.fetch_add(1, Ordering::Relaxed);
         }
     }
     unreachable!("it never ends by itself")
@@ -28,18 +37,16 @@ async fn store_on(client: Client, model: kvd_client::ModelId) -> ClientError {
 async fn drained(daemon: Process, client: impl AsyncFn() -> Client) -> Vec<ClientError> {
     let first = client().await;
     let (model, _) = assert_serves(&first).await;
+    let begun = Arc::<AtomicUsize>::default();
     let mut streams = Vec::new();
     for _ in 0..STREAMS {
-        streams.push(tokio::spawn(store_on(client().await, model)));
+        streams.push(tokio::spawn(store_on(client().await, model, begun.clone())));
     }
-    // In the middle of their work.
-    let began = Instant::now();
-    loop {
-        let stored = first.stats().await.unwrap().models[0].stored.unwrap();
-        if stored.raw_values + stored.packed_values > 1 << 20 {
-            break;
-        }
-        assert!(began.elapsed() < Duration::from_secs(20), "nothing is stored");
+    // All are in the middle of their work.
+    let patience = Instant::now();
+    while begun.load(Ordering::Relaxed) < STREAMS {
+        assert!(patience.elapsed() < Duration::from_secs(20), "not all have begun");
+        tokio::time::sleep(Duration::from_millis(2)).await;
     }
     daemon.signal("TERM");
     let mut errors = Vec::new();
