@@ -123,7 +123,7 @@ fn no_page_takes_more_than_codes_of_fixed_width() {
         let mut codec = fresh(text);
         codec.train_tables(LAYER, &[block(&zeros)]).unwrap();
         let mut with_prior = 0;
-        let spec = kvd_codec::resolve(text).unwrap().to_string();
+        let spec = resolve(text).unwrap().to_string();
         let fixed = fresh(&spec.replace("/huffman", "").replace("+huffman", ""));
         for rows in [normal(1), rows(2, 2), rows(3, 4096), zeros.clone()] {
             let [mut bytes, mut of_fixed] = [Vec::new(), Vec::new()];

@@ -3,6 +3,7 @@
 use super::harness::{Bench, namespace, shape};
 use crate::{Append, Limits, ModelUsage, StoreError};
 use kvd_core::{Coded, ErrorCode, LayerIndex, ModelId, SequenceId};
+use std::sync::Arc;
 
 const L0: LayerIndex = LayerIndex(0);
 
