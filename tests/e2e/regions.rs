@@ -409,6 +409,6 @@ async fn a_daemon_that_ends_is_told_to_its_workers() {
     drop(engine);
     daemon.stop().await;
     let gone = blocking(|| region.attend(batch, [64, 64])).expect_err("nobody answers");
-    assert_eq!((gone.code, gone.retryable()), (None, true), "{gone}");
+    assert_eq!((gone.code, gone.retryable()), (Some(ErrorCode::ShuttingDown), true), "{gone}");
     assert!(!path.exists(), "the socket's file is removed");
 }

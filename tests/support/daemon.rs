@@ -19,7 +19,8 @@ pub struct DaemonPlan {
     flags: Vec<(String, String)>,
 }
 
-/// A daemon of 64 MiB on free loopback ports; two compute threads, defaults otherwise.
+/// A daemon of 64 MiB on free loopback ports, which takes pages of any size; two compute threads,
+/// defaults otherwise.
 #[must_use]
 pub fn daemon() -> DaemonPlan {
     let plan = DaemonPlan { flags: Vec::new() };
@@ -27,6 +28,7 @@ pub fn daemon() -> DaemonPlan {
         .with("admin.listen", "127.0.0.1:0")
         .with("device.pool_bytes", "64 MiB")
         .with("device.threads", "2")
+        .with("limits.page_tokens_min", "1")
 }
 
 impl DaemonPlan {

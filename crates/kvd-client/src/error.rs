@@ -109,11 +109,12 @@ impl ClientError {
     }
 }
 
-/// The refusal of one message of a stream.
+/// The refusal of one message of a stream, or of one query of a batch.
 impl From<CallError> for ClientError {
     fn from(error: CallError) -> Self {
-        let CallError { code, message, retry_after } = error;
-        Self { retry_after, ..Self::new(code, message) }
+        let CallError { code, message, retry_after, stale } = error;
+        let restarted = stale.map(|stale| Restarted { old: stale.id_boot, new: stale.boot_id });
+        Self { retry_after, restarted, ..Self::new(code, message) }
     }
 }
 

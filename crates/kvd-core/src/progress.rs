@@ -158,7 +158,7 @@ mod tests {
         let line = "kvd: codecs, speed: 100 %, 1 h 1 min so far";
         assert_eq!(work.due(seconds(3660)).unwrap(), line);
         work.total = 0;
-        assert_eq!(work.due(seconds(3700)).unwrap(), "kvd: codecs, speed, 1 h 2 min so far");
+        assert_eq!(work.due(seconds(3719)).unwrap(), "kvd: codecs, speed, 1 h 1 min so far");
     }
 
     #[test]

@@ -69,6 +69,8 @@ impl Daemon {
             ("server.listen_tcp", "127.0.0.1:0".to_owned()),
             ("server.listen_region", dir.path().join("region").display().to_string()),
             ("admin.listen", "127.0.0.1:0".to_owned()),
+            // Blocks of few tokens are soon full.
+            ("limits.page_tokens_min", "1".to_owned()),
         ];
         let flags = flags.map(|(key, value)| (key.to_owned(), value)).to_vec();
         let config = Config::load(&Overrides { file: None, environment: false, flags }).unwrap();

@@ -56,7 +56,8 @@ pub(crate) fn fitted(header: &[&str], rows: &[Vec<String>], width: usize) -> Str
         blocks.push(table_part(header, rows, from..to));
         from = to;
     }
-    blocks.join("\n")
+    let continued = blocks.join("\n");
+    if longest_line(&continued) > width { broken(header, rows, width) } else { continued }
 }
 
 /// The first column and some others.

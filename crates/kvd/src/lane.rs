@@ -188,6 +188,15 @@ impl Lane {
         self.run_as(Kind::AfterAll, call, work).await
     }
 
+    fn queue_full(&self) -> ServiceError {
+        let max = self.queue_jobs_max;
+        let message = format!(
+            "{max} jobs of this kind wait for the device already; retry later or raise \
+             device.queue_jobs_max"
+        );
+        ServiceError::new(ErrorCode::QueueFull, message)
+    }
+
     async fn run_as<T, F>(&self, kind: Kind, call: &Call, work: F) -> Result<T, ServiceError>
     where
         F: FnOnce(&mut dyn Backend) -> Result<T, ServiceError> + Send + 'static,
@@ -197,6 +206,7 @@ impl Lane {
         let (reply, answer) = oneshot::channel();
         let (accepted, call, metrics) = (Instant::now(), call.clone(), self.metrics.clone());
         let state = self.state.clone();
+        let may_wait = call.waits_for_queue;
         let work: Work = Box::new(move |backend| {
             metrics.queue_seconds[index(kind)].record(accepted.elapsed().as_secs_f64());
             if reply.is_closed() {
@@ -221,14 +231,11 @@ impl Lane {
             Kind::Other | Kind::AfterAll => &self.other_places,
         };
         // Nobody closes it: what fails is that none is free.
-        let place = places.clone().try_acquire_owned().map_err(|_| {
-            let max = self.queue_jobs_max;
-            let message = format!(
-                "{max} jobs of this kind wait for the device already; retry later or raise \
-                 device.queue_jobs_max"
-            );
-            ServiceError::new(ErrorCode::QueueFull, message)
-        })?;
+        let place = if may_wait {
+            places.clone().acquire_owned().await.map_err(|_| self.state.closed())?
+        } else {
+            places.clone().try_acquire_owned().map_err(|_| self.queue_full())?
+        };
         let job = Job { kind, work, place: Some(place) };
         // Never full: every job has a place, and there is room for one that only wakes.
         self.jobs.try_send(job).map_err(|_| self.state.closed())?;
@@ -307,7 +314,11 @@ mod tests {
     }
 
     fn call() -> Call {
-        Call { namespace: Namespace::new("default").unwrap(), deadline: None }
+        Call {
+            namespace: Namespace::new("default").unwrap(),
+            deadline: None,
+            waits_for_queue: false,
+        }
     }
 
     /// Joins on a thread of its own; whether that ended in time.

@@ -97,7 +97,11 @@ fn noise(index: usize) -> f32 {
 }
 
 fn call() -> kvd::service::Call {
-    kvd::service::Call { namespace: Namespace::new("default").unwrap(), deadline: None }
+    kvd::service::Call {
+        namespace: Namespace::new("default").unwrap(),
+        deadline: None,
+        waits_for_queue: false,
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

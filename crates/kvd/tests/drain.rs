@@ -123,6 +123,7 @@ async fn a_reader_that_stopped_reading_is_cut_off() {
     let call = kvd::service::Call {
         namespace: kvd_core::Namespace::new("default").unwrap(),
         deadline: None,
+        waits_for_queue: false,
     };
     let late = service.lane().run(&call, |_| Ok(())).await.unwrap_err();
     assert_eq!(late.code(), kvd_core::ErrorCode::ShuttingDown);

@@ -128,10 +128,9 @@ fn store(backend: &mut dyn Backend, ask: &Ask) -> Option<Stored> {
         backend.write(MODEL, &incoming, 0, rows, to).unwrap();
         let (k, v) = (by_head(&k), by_head(&v));
         let block = BlockRows { tokens: rows as usize, k: &k, v: &v };
-        if codec.needs_tables(LAYER) {
-            // The backend makes its tables from the first block; the reference needs the same.
-            codec.train_tables(LAYER, &[block]).unwrap();
-        }
+        // The backend takes its tables, or the prior, by the codes of every block; the reference
+        // needs the same.
+        codec.watch_tables(LAYER, &[block]).unwrap();
         let source = EncodeSource { extent, capacity_rows, first_row, rows };
         let encoded = backend.encode(MODEL, LAYER, &[source]).unwrap().remove(0).unwrap();
         assert_eq!(encoded.fallback_pages, 0, "{text}");

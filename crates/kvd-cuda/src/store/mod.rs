@@ -93,9 +93,11 @@ impl StoreShapes {
                 let current = codec.current_table(layer, side, head);
                 let shape = shapes.current(head, side)?;
                 let stage = Stage::of_pages(of_head, (trained, current), &mut constants);
-                let prior = match Stage::of_pages(of_head, (trained, 0), &mut constants) {
-                    Stage::Huffman(prior) if current > 0 => Some(prior),
-                    _ => None,
+                // A grid's pages, and those that take the prior anyhow, have no other table.
+                let prior = if current > 0 {
+                    Stage::of_pages(of_head, (trained, 0), &mut constants).sizes()
+                } else {
+                    None
                 };
                 HeadStore::new(of_head.0, shape, (stage, prior), &mut constants)
             });
@@ -151,6 +153,14 @@ impl Stage {
         let (tables, version) = grid.map_or((table, version as u16), |grid| (grid.tables(), 0));
         let lanes = Lanes { side: which, dim: side.dim(), runs, tables, version, grid };
         Self::Huffman(lanes.place(constants))
+    }
+
+    /// Of its Huffman codes.
+    fn sizes(self) -> Option<LaneSizes> {
+        match self {
+            Self::Huffman(sizes) => Some(sizes),
+            Self::Fixed | Self::Counted(_) => None,
+        }
     }
 }
 

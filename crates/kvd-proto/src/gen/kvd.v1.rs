@@ -11,6 +11,12 @@ pub struct CallError {
     /// When the same message or query may be sent again; absent where that does not help.
     #[prost(uint32, optional, tag = "3")]
     pub retry_after_ms: ::core::option::Option<u32>,
+    /// Only where an id is of an earlier boot of the daemon: the first eight digits of that boot's id,
+    /// and the id of the boot that answers. Register, open and store again.
+    #[prost(string, tag = "4")]
+    pub id_boot: ::prost::alloc::string::String,
+    #[prost(string, tag = "5")]
+    pub boot_id: ::prost::alloc::string::String,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Geometry {

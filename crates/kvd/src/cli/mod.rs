@@ -177,7 +177,16 @@ fn is_usage(error: &anyhow::Error) -> bool {
     use kvd_eval::calibrate::CalibrateError;
     error.chain().any(|cause| {
         let calibrate = cause.downcast_ref::<CalibrateError>();
-        let idle = matches!(calibrate, Some(CalibrateError::NothingToFit { .. }));
+        let idle = matches!(
+            calibrate,
+            Some(
+                CalibrateError::NothingToFit { .. }
+                    | CalibrateError::TooFewQueries { .. }
+                    | CalibrateError::TooFewTokens { .. }
+                    | CalibrateError::OnlyZeros { .. }
+                    | CalibrateError::NoQueries { .. }
+            )
+        );
         // A model folder that is not computed is mended by whoever wrote the command.
         idle || cause.is::<kvd_eval::UsageError>() || cause.is::<kvd_eval::ModelError>()
     })

@@ -141,7 +141,11 @@ async fn exposition() -> String {
     let config = Config::load(&overrides).unwrap();
     let running = Daemon::build_on(config, vec![backend]).await.unwrap().spawn();
     let service = running.service().clone();
-    let call = Call { namespace: Namespace::new("default").unwrap(), deadline: None };
+    let call = Call {
+        namespace: Namespace::new("default").unwrap(),
+        deadline: None,
+        waits_for_queue: false,
+    };
     let geometry = Geometry {
         layers: 1,
         kv_heads: 1,

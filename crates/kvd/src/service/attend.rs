@@ -384,7 +384,8 @@ fn refuse_query(
     Ok(())
 }
 
-/// Fails queries that hold a NaN or an infinity, and puts zeros in place of what they ask.
+/// Fails queries that hold a NaN or an infinity, or that are none of f32 times the scale, and puts
+/// zeros in place of what they ask.
 fn refuse_non_finite(
     batch: &mut AttendBatch,
     geometry: &Geometry,
@@ -398,14 +399,22 @@ fn refuse_non_finite(
     for (index, (query, read)) in (0..).zip(batch.queries.iter().zip(reads)) {
         let rows = start..(start + query.n_q as usize * token_bytes).min(batch.q.len());
         start = rows.end;
-        let Some((at, value)) = first_non_finite(batch.dtype, &batch.q[rows.clone()]) else {
-            continue;
+        let asked = &batch.q[rows.clone()];
+        let message = match first_non_finite(batch.dtype, asked) {
+            Some((at, value)) => format!("value {at} of its q is {value}; queries must be finite"),
+            None => match first_overflow(batch.dtype, asked, batch.scale) {
+                Some((at, value)) => format!(
+                    "value {at} of its q is {value}, which times scale {} is beyond f32; \
+                     send smaller queries or a smaller scale",
+                    batch.scale.unwrap_or_default()
+                ),
+                None => continue,
+            },
         };
         finite.get_or_insert_with(|| batch.q.to_vec())[rows].fill(0);
         *read = Read::nothing(query.sequence);
         // One that failed already keeps its first reason.
         if query_errors.iter().all(|refused| refused.index != index) {
-            let message = format!("value {at} of its q is {value}; queries must be finite");
             let error = ServiceError::new(ErrorCode::NonFinite, message);
             query_errors.push(RefusedQuery { index, error });
         }
@@ -413,6 +422,21 @@ fn refuse_non_finite(
     if let Some(finite) = finite {
         batch.q = finite.into();
     }
+}
+
+/// The first value that is no finite f32 times the scale, and where it is. One that is absent is
+/// below 1.
+fn first_overflow(dtype: DType, bytes: &[u8], scale: Option<f32>) -> Option<(usize, f32)> {
+    const CHUNK: usize = 256;
+    let scale = scale.filter(|scale| scale.abs() > 1.0)?;
+    let size = dtype.size_bytes();
+    bytes.chunks(CHUNK * size).enumerate().find_map(|(chunk, bytes)| {
+        let mut values = [0f32; CHUNK];
+        let values = &mut values[..bytes.len() / size];
+        dtype.widen(bytes, values);
+        let at = values.iter().position(|value| !(value * scale).is_finite())?;
+        Some((chunk * CHUNK + at, values[at]))
+    })
 }
 
 /// First token and end of what a query has to read of `length` tokens: what its first token's

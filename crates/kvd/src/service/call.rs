@@ -11,6 +11,9 @@ pub struct Call {
     pub namespace: Namespace,
     /// When the caller stops waiting.
     pub deadline: Option<Instant>,
+    /// Whether it waits where the device's queue is full, as messages of a stream do, instead of
+    /// being told `QUEUE_FULL`.
+    pub waits_for_queue: bool,
 }
 
 impl Call {

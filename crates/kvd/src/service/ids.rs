@@ -43,8 +43,8 @@ fn stale(ids: &IdSpace, code: ErrorCode, kind: &str, id: u64) -> Option<ServiceE
     let boot_id = ids.boot().to_string();
     // Short enough for a completion record of a region, behind its code and its query.
     let message = format!(
-        "{kind} {id} is of an earlier boot ({id_boot}, now {boot_id}): the daemon was restarted \
-         and kept nothing. Register the model, open a sequence and store again"
+        "{kind} {id}: the daemon was restarted and kept nothing of boot {id_boot} (now {boot_id}). \
+         Register the model, open a sequence and store again"
     );
     Some(ServiceError::of_stale_id(code, message, StaleId { id_boot, boot_id }))
 }

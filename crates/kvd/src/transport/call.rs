@@ -8,7 +8,7 @@ use tonic::{Request, Status};
 pub(super) fn call<T>(request: &Request<T>) -> Result<Call, ServiceError> {
     let namespace = kvd_proto::namespace_of(request.metadata())?;
     let deadline = request.extensions().get::<Deadline>().map(|deadline| deadline.0);
-    Ok(Call { namespace, deadline })
+    Ok(Call { namespace, deadline, waits_for_queue: false })
 }
 
 /// The wire's form of an error.

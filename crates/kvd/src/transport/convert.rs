@@ -89,7 +89,10 @@ pub(super) fn not_stored(layer: LayerIndex, error: CallError) -> v1::StoreBlocks
 pub(super) fn attended(reply: AttendReply) -> v1::AttendResponse {
     let query_error = |RefusedQuery { index, error }| domain::QueryError {
         query: index,
-        error: CallError::new(error.code(), error.to_string()),
+        error: CallError {
+            stale: error.stale_id().cloned(),
+            ..CallError::new(error.code(), error.to_string())
+        },
     };
     domain::Attended {
         out: reply.out.into(),

@@ -199,8 +199,7 @@ impl Kvd for Grpc {
                 let layer = LayerIndex(message.layer);
                 let work = async {
                     let chunk: StoreChunk = domain(message)?;
-                    let stored = || service.store(&call, chunk.clone());
-                    Ok(convert::stored(layer, stream::patiently(stored).await?))
+                    Ok(convert::stored(layer, service.store(&call, chunk).await?))
                 };
                 let reply = answer(service.metrics(), "StoreBlocks", &call, work).await;
                 stream::with_error(reply, errors, |error| convert::not_stored(layer, error))
@@ -236,8 +235,7 @@ impl Kvd for Grpc {
             async move {
                 let work = async {
                     let batch: AttendBatch = domain(message)?;
-                    let attended = || service.attend(&call, batch.clone());
-                    Ok(convert::attended(stream::patiently(attended).await?))
+                    Ok(convert::attended(service.attend(&call, batch).await?))
                 };
                 let reply = answer(service.metrics(), "AttendStream", &call, work).await;
                 stream::with_error(reply, errors, convert::not_attended)
@@ -252,7 +250,7 @@ impl Kvd for Grpc {
         &self,
         request: Request<v1::LoadBlocksRequest>,
     ) -> Result<Response<Self::LoadBlocksStream>, Status> {
-        let call = self.known("LoadBlocks", call(&request))?;
+        let call = stream::waiting(self.known("LoadBlocks", call(&request))?);
         let message = request.into_inner();
         let pieces = answer(self.service.metrics(), "LoadBlocks", &call, async {
             let range: LoadRange = domain(message)?;
@@ -265,10 +263,7 @@ impl Kvd for Grpc {
         let send = async move {
             let _open = open;
             for piece in pieces {
-                let work = async {
-                    let loaded = || service.load_piece(&call, &piece);
-                    Ok(convert::loaded(stream::patiently(loaded).await?))
-                };
+                let work = async { Ok(convert::loaded(service.load_piece(&call, &piece).await?)) };
                 let reply = answer(service.metrics(), "LoadBlocks", &call, work).await;
                 let ended = reply.is_err();
                 if replies.send(reply).await.is_err() || ended {

@@ -13,7 +13,6 @@ use kvd_proto::domain::CallError;
 use metrics::Gauge;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::time::Duration;
 use tokio::sync::{mpsc, watch};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Status, Streaming};
@@ -55,43 +54,33 @@ impl Streams {
     }
 }
 
-/// Pauses between the attempts of a message that finds the device's queue or the budget of bytes in
-/// flight full.
-const QUEUE_PAUSE_MIN: Duration = Duration::from_millis(1);
-const QUEUE_PAUSE_MAX: Duration = Duration::from_millis(50);
-
 /// Who opened a stream, and how it is to be told of errors.
 pub(super) fn opened<T>(request: &Request<T>) -> Result<(Call, StreamErrors), ServiceError> {
-    Ok((call(request)?, kvd_proto::stream_errors_of(request.metadata())?))
+    let errors = kvd_proto::stream_errors_of(request.metadata())?;
+    Ok((waiting(call(request)?), errors))
 }
 
-/// Tries until it is not for a full queue: a stream sends one message at a time to the device, so
-/// its wait is the back-pressure that a refusal would ask of it. The stream's deadline and a drain
-/// end the wait.
-pub(super) async fn patiently<T, Attempt>(attempt: impl Fn() -> Attempt) -> Result<T, ServiceError>
-where
-    Attempt: Future<Output = Result<T, ServiceError>>,
-{
-    let mut pause = QUEUE_PAUSE_MIN;
-    loop {
-        match attempt().await {
-            Err(error) if error.code() == ErrorCode::QueueFull => {
-                tokio::time::sleep(pause).await;
-                pause = (2 * pause).min(QUEUE_PAUSE_MAX);
-            }
-            result => return result,
-        }
-    }
+/// The call of a stream: one message at a time goes to the device, so its wait for a place in the
+/// queue is the back-pressure that a refusal would ask of it.
+pub(super) fn waiting(call: Call) -> Call {
+    Call { waits_for_queue: true, ..call }
 }
 
-/// Puts the refusal of a message into its answer, where the stream asked for that.
+/// Puts the refusal of a message into its answer, where the stream asked for that. A drain and the
+/// deadline end the stream all the same.
 pub(super) fn with_error<T>(
     reply: Result<T, Status>,
     errors: StreamErrors,
     refused: impl FnOnce(CallError) -> T,
 ) -> Result<T, Status> {
     match (reply, errors) {
-        (Err(status), StreamErrors::PerMessage) => Ok(refused(CallError::from(&status))),
+        (Err(status), StreamErrors::PerMessage) => {
+            let error = CallError::from(&status);
+            match error.code {
+                ErrorCode::ShuttingDown | ErrorCode::DeadlineExceeded => Err(status),
+                _ => Ok(refused(error)),
+            }
+        }
         (reply, _) => reply,
     }
 }
@@ -124,7 +113,11 @@ where
             };
             let reply = match request {
                 Ok(None) => return,
-                Ok(Some(request)) => answer(service.clone(), request).await,
+                Ok(Some(request)) => tokio::select! {
+                    // What has not begun when the client goes away is dropped.
+                    reply = answer(service.clone(), request) => reply,
+                    () = replies.closed() => return,
+                },
                 Err(status) => {
                     refusals.count(&status);
                     Err(status)

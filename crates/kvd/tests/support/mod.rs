@@ -81,7 +81,7 @@ pub(crate) async fn occupy(running: &Running) -> mpsc::SyncSender<()> {
     let lane = running.service().lane().clone();
     let namespace = kvd_core::Namespace::new("default").expect("a namespace");
     tokio::spawn(async move {
-        let call = kvd::service::Call { namespace, deadline: None };
+        let call = kvd::service::Call { namespace, deadline: None, waits_for_queue: false };
         let work = move |_: &mut dyn kvd_compute::Backend| {
             let _ = begin.send(());
             let _ = opened.recv();

@@ -151,7 +151,7 @@ pub(super) fn spec(name: &str, codec: &str) -> ModelSpec {
 }
 
 pub(super) fn call() -> Call {
-    Call { namespace: Namespace::new("default").unwrap(), deadline: None }
+    Call { namespace: Namespace::new("default").unwrap(), deadline: None, waits_for_queue: false }
 }
 
 /// `tokens` tokens for the layer; K and V the same, all finite.

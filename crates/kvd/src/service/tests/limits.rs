@@ -127,7 +127,7 @@ async fn statistics_do_not_wait_for_the_device() {
     let bench = Bench::new(1 << 20, &[]);
     let model = bench.register("a", "kvcomp").await;
     let sequence = bench.service.open_sequence(&call(), model.shape.id).unwrap();
-    bench.store(sequence, 0, 160).await.unwrap();
+    bench.store(sequence, 0, 1600).await.unwrap();
     let _held = bench.hold().await;
     let answer = async {
         bench.service.refresh_gauges();

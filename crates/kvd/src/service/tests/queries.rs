@@ -234,3 +234,18 @@ async fn errors_of_the_whole_batch_refuse_it_and_a_batch_of_bad_queries_is_answe
     let reply = reply.await.unwrap();
     assert_eq!((reply.query_errors.len(), reply.lse.len(), reply.out.len()), (2, 0, 0));
 }
+
+#[tokio::test]
+async fn a_query_that_overflows_times_the_scale_fails_alone() {
+    let bench = Bench::new(1 << 16, &[]);
+    let (model, good) = stored(&bench, 160).await;
+    let queries = vec![AttendQuery::new(good, 1), AttendQuery::new(good, 1)];
+    let batch = batch(model, queries);
+    let mut q = batch.q.to_vec();
+    q[DIM * 4..][..4].copy_from_slice(&1e38f32.to_le_bytes());
+    let batch = AttendBatch { scale: Some(10.0), q: q.into(), per_query_errors: true, ..batch };
+    let reply = bench.service.attend(&call(), batch).await.unwrap();
+    let codes: Vec<_> = reply.query_errors.iter().map(|r| (r.index, r.error.code())).collect();
+    assert_eq!(codes, [(1, ErrorCode::NonFinite)]);
+    assert!(reply.lse[0].is_finite() && reply.lse[1] == f32::NEG_INFINITY, "{:?}", reply.lse);
+}

@@ -25,7 +25,7 @@ const LSE_BYTES: u64 = DType::F32.size_bytes() as u64;
 pub(super) async fn answer(service: &Service, region: &Region, call: v1::RegionCall) {
     let timeout = Some(call.timeout_us).filter(|timeout| *timeout != 0);
     let deadline = timeout.and_then(|us| Instant::now().checked_add(Duration::from_micros(us)));
-    let caller = Call { namespace: region.namespace.clone(), deadline };
+    let caller = Call { namespace: region.namespace.clone(), deadline, waits_for_queue: false };
     let (name, metrics) = (name(&call), service.metrics());
     let launched = call.say_launched.then_some(call.done);
     let served = serve(service, region, &caller, (call.call, launched));
@@ -164,6 +164,8 @@ async fn attend(
         if fits && batch.rows() > 0 && device.reaches(&model, &batch) {
             count(service, "in_place");
             let memory = region.memory.clone();
+            // Where a query may still be answered anew by the host, nothing is final before the end.
+            let launched = launched.filter(|_| !batch.per_query_errors);
             let tell = move || {
                 let record = launched.map(|done| Completion::at(&memory, done));
                 // The record was tested when the call came.

@@ -257,7 +257,8 @@ async fn with_device(
     };
     let uuid = service.gpu(&request.device_uuid)?;
     let size_bytes = request.device_bytes;
-    let caller = Call { namespace: region.namespace.clone(), deadline: None };
+    let caller =
+        Call { namespace: region.namespace.clone(), deadline: None, waits_for_queue: false };
     let opened = match handle {
         Err(reason) => Err(reason),
         Ok(handle) => OpenMemory::open(service, &caller, Offer { handle, size_bytes, uuid })
@@ -291,7 +292,11 @@ fn map(
     let name = if request.namespace.is_empty() { "default" } else { &request.namespace };
     let namespace = Namespace::new(name)
         .map_err(|error| ServiceError::new(ErrorCode::InvalidArgument, error.to_string()))?;
-    service.admit(&Call { namespace: namespace.clone(), deadline: None })?;
+    service.admit(&Call {
+        namespace: namespace.clone(),
+        deadline: None,
+        waits_for_queue: false,
+    })?;
     let max = service.config().region_bytes_max;
     if request.bytes > max {
         let bytes = request.bytes;

@@ -284,7 +284,11 @@ async fn a_full_queue_is_waited_for_and_no_other_gpu_asked() {
     let (let_go, gate) = std::sync::mpsc::sync_channel::<()>(1);
     let (begin, begun) = tokio::sync::oneshot::channel();
     let job = |work: Box<dyn FnOnce() + Send>| {
-        let call = Call { namespace: Namespace::new("default").unwrap(), deadline: None };
+        let call = Call {
+            namespace: Namespace::new("default").unwrap(),
+            deadline: None,
+            waits_for_queue: false,
+        };
         let lane = lane.clone();
         drop(tokio::spawn(async move {
             let work = |_: &mut dyn Backend| {

@@ -56,7 +56,11 @@ impl Fixture {
         let (release, released) = mpsc::sync_channel::<()>(1);
         let (begun, has_begun) = tokio::sync::oneshot::channel();
         let lane = self.running.service().lane().clone();
-        let call = Call { namespace: Namespace::new("default").unwrap(), deadline: None };
+        let call = Call {
+            namespace: Namespace::new("default").unwrap(),
+            deadline: None,
+            waits_for_queue: false,
+        };
         tokio::spawn(async move {
             let work = move |_: &mut dyn Backend| {
                 let _ = begun.send(());
@@ -320,7 +324,11 @@ async fn too_many_tokens(fixture: &Fixture, sequence: SequenceId) {
     let chunk =
         StoreChunk { sequence, layer: LAYER, start: 0, tokens, k: nothing.clone(), v: nothing };
     let rows = RegionRows { region: DeviceRegion(1), tokens, k: 0, v: 0 };
-    let call = Call { namespace: Namespace::new("default").unwrap(), deadline: None };
+    let call = Call {
+        namespace: Namespace::new("default").unwrap(),
+        deadline: None,
+        waits_for_queue: false,
+    };
     let bytes = [u64::from(tokens) * ROW; 2];
     let stored = fixture.running.service().store_in_place(&call, &chunk, rows, bytes).await;
     let refused = stored.unwrap_err();
@@ -385,7 +393,11 @@ async fn a_daemon_that_drains_looks_nothing_up_and_copies_nothing() {
     let region = &fixture.shared(1);
     let sequence = fixture.sequence().await;
     fixture.running.service().drain();
-    let call = Call { namespace: Namespace::new("default").unwrap(), deadline: None };
+    let call = Call {
+        namespace: Namespace::new("default").unwrap(),
+        deadline: None,
+        waits_for_queue: false,
+    };
     // One that is not there, one that is in place, one that would be copied through the host.
     let nowhere = SequenceId(1 << 40);
     let refused = fixture.running.service().model_of(&call, nowhere).err().unwrap();
@@ -408,7 +420,11 @@ async fn a_device_that_is_lost_in_a_store_answers_it_with_a_refusal_and_publishe
         fixture.memories.stores.lock().lose = true;
         let lost = fixture.store_from(region, &chunk(sequence, 20, 20), 0).unwrap_err();
         assert_eq!(lost.code, Some(ErrorCode::DeviceFailed), "{lost}");
-        let call = Call { namespace: Namespace::new("default").unwrap(), deadline: None };
+        let call = Call {
+            namespace: Namespace::new("default").unwrap(),
+            deadline: None,
+            waits_for_queue: false,
+        };
         let known = fixture.running.service().describe_sequence(&call, sequence).unwrap();
         assert_eq!(known.length, 20);
         let lost = fixture.store_from(region, &chunk(sequence, 20, 20), 0).unwrap_err();
