@@ -1,9 +1,9 @@
 //! Limits of attends and stores, and what goes on beside a busy device.
 
-use super::bench::{Bench, call};
+use super::bench::{Bench, call, chunk};
 use bytes::Bytes;
 use kvd_core::{DType, ErrorCode, LayerIndex, ModelId, SequenceId};
-use kvd_proto::domain::{AttendBatch, AttendQuery, LoadRange};
+use kvd_proto::domain::{AttendBatch, AttendQuery, LoadRange, StoreChunk};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -127,7 +127,13 @@ async fn statistics_do_not_wait_for_the_device() {
     let bench = Bench::new(1 << 20, &[]);
     let model = bench.register("a", "kvcomp").await;
     let sequence = bench.service.open_sequence(&call(), model.shape.id).unwrap();
-    bench.store(sequence, 0, 1600).await.unwrap();
+    // Small values are frequent, so a table of its own is worth having.
+    let values: Vec<f32> = (0..1600 * 8).map(|i| ((i * 7 % 61) as f32 / 61.0).powi(6)).collect();
+    let mut bytes = vec![0; values.len() * 2];
+    DType::F16.narrow(&values, &mut bytes);
+    let rows = Bytes::from(bytes);
+    let skewed = StoreChunk { k: rows.clone(), v: rows, ..chunk(sequence, 0, 1600) };
+    bench.service.store(&call(), skewed).await.unwrap();
     let _held = bench.hold().await;
     let answer = async {
         bench.service.refresh_gauges();
