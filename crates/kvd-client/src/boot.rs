@@ -1,4 +1,5 @@
 //! The boot of the daemon that a client knows, so that a restart is noticed.
+#![expect(clippy::disallowed_types, reason = "the client depends on no other lock")]
 
 use crate::error::{ClientError, Restarted};
 use kvd_core::ErrorCode;

@@ -491,9 +491,8 @@ fn refused(error: &kvd_shm::RegionError) -> ClientError {
 fn of_text(text: &str) -> ClientError {
     let (code, message) = text.split_once(": ").unwrap_or(("INTERNAL", text));
     let code = ErrorCode::from_name(code).unwrap_or(ErrorCode::Internal);
-    let mut error = ClientError::new(code, message);
-    error.retry_after = code.retryable().then_some(kvd_proto::RETRY_AFTER_DEFAULT);
-    error
+    let retry_after = code.retryable().then_some(kvd_proto::RETRY_AFTER_DEFAULT);
+    ClientError { retry_after, ..ClientError::new(code, message) }
 }
 
 fn lost(error: &io::Error) -> ClientError {

@@ -157,9 +157,10 @@ impl Channels {
 /// Squared error of keys where no query is known, and never less than that of their rows.
 ///
 /// A part that all tokens have in common changes no weight, however long it makes the rows: errors
-/// are held against how tokens differ. A common row that RoPE has turned differs from token to token
-/// as well, in a few channels and by far more than others: no channel counts for much more than the
-/// middle one. And queries of a model look where its keys are long: errors there count for more.
+/// are held against how tokens differ. A common row that RoPE has turned differs from token to
+/// token as well, in a few channels and by far more than others: no channel counts for much more
+/// than the middle one. And queries of a model look where its keys are long: errors there count
+/// for more.
 pub(crate) fn key_error_of_rows(delta: &[f32], rows: &[f32], dim: usize) -> f64 {
     let plain = row_error(delta, rows);
     let plain = relative(plain.error, plain.norm);

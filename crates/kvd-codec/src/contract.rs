@@ -3,10 +3,11 @@
 //!
 //! A codec text may declare a bound per side (`k.bound=0.2`): the largest relative error of what
 //! attention sees of a page, of scores for keys and of outputs for values (`attention_error.rs`).
-//! Queries measure it that the layer has been asked lately ([`ModelCodec::set_queries`]). Where there
-//! are none, keys with `qpca` are measured as coefficients, that is by what their errors do to
-//! the scores of queries like those of the calibration, against how scores differ; and all else by
-//! what the rows alone tell. The error of the rows themselves is a second figure that nothing is
+//! Queries measure it that the layer has been asked lately ([`ModelCodec::set_queries`]). Where
+//! there are none, keys with `qpca` are measured as coefficients, that is by what their errors do
+//! to the scores of queries like those of the calibration, against how scores differ; and all
+//! else by what the rows alone tell. The error of the rows themselves is a second figure that
+//! nothing is
 //! held to: large errors may lie where no query looks, and small ones where all do.
 //! [`ModelCodec::encode_block_checked`] decodes each page again; one that is over the bound is
 //! encoded with the next safer rung of a fixed ladder (4-bit codes, then FP8, then raw floats) that

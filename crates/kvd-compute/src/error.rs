@@ -68,8 +68,8 @@ pub enum BackendError {
 }
 
 impl BackendError {
-    /// The error for row `row` of a batch (`[tokens, q_heads]`) whose product with the scale is beyond
-    /// f32, where keys have `dim` channels.
+    /// The error for row `row` of a batch (`[tokens, q_heads]`) whose product with the scale is
+    /// beyond f32, where keys have `dim` channels.
     #[must_use]
     pub fn query_overflow(plan: &AttendPlan, row: usize, dim: usize) -> Self {
         let (heads, scale) = (plan.q_heads.max(1) as usize, plan.score_scale(dim));

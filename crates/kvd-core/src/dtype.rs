@@ -72,8 +72,8 @@ impl DType {
         }
     }
 
-    /// Rounds `values` to this format (nearest even) as little-endian bytes. What is finite stays so:
-    /// beyond [`DType::largest`] it becomes that. Infinities and NaN stay what they are.
+    /// Rounds `values` to this format (nearest even) as little-endian bytes. What is finite stays
+    /// so: beyond [`DType::largest`] it becomes that. Infinities and NaN stay what they are.
     ///
     /// # Panics
     /// When `out` does not hold exactly `values.len()` values.

@@ -1,7 +1,8 @@
 //! Lines that tell how far a long command is, where no bar can be drawn: pipes, logs, CI.
+#![expect(clippy::disallowed_types, reason = "this crate depends on no other lock")]
 
 use std::io::Write;
-use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -78,7 +79,7 @@ fn time_text(time: Duration) -> String {
 pub struct ProgressLines {
     work: Arc<Mutex<Work>>,
     begun: Instant,
-    stop: Option<Sender<()>>,
+    stop: Option<SyncSender<()>>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -86,7 +87,7 @@ impl ProgressLines {
     /// Lines on standard error.
     #[must_use]
     pub fn on_stderr() -> Self {
-        let (stop, stopped) = channel();
+        let (stop, stopped) = sync_channel::<()>(1);
         let (work, begun) = (Arc::new(Mutex::new(Work::default())), Instant::now());
         let shared = work.clone();
         let tell = move || {

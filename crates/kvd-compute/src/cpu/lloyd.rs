@@ -36,6 +36,7 @@ pub(crate) struct Keys {
 }
 
 /// What levels are multiplied by.
+#[expect(clippy::large_enum_variant, reason = "there is one for each unit, on the stack")]
 enum Products {
     Words(vq::Keys),
     Tables(score_tables::Keys),

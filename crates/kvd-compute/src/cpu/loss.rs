@@ -6,7 +6,7 @@ use crate::cpu::job::{Job, Unit, group, payload_row};
 use crate::cpu::parts::TOP;
 use crate::cpu::rows::restore;
 use crate::cpu::scores::TILE;
-use crate::cpu::unit::Queries;
+use crate::cpu::unit_queries::Queries;
 use crate::{BackendError, PartialState, PlanPart, Source};
 use kvd_codec::Space;
 use kvd_core::Side;

@@ -80,6 +80,7 @@ mod tests;
 mod tile;
 mod uniform;
 mod unit;
+mod unit_queries;
 mod vq;
 mod wide;
 

@@ -7,91 +7,19 @@ use crate::cpu::dots::wants_bytes;
 use crate::cpu::float::ROWS;
 use crate::cpu::fused::{Keys, Values};
 use crate::cpu::huffman::{self, LaneTiles, TOGETHER, Wanted};
-use crate::cpu::job::{Job, Unit, group, payload_row};
-use crate::cpu::loss::{RowLoss, all_finite, largest};
+use crate::cpu::job::{Job, Unit, group};
+use crate::cpu::loss::RowLoss;
 use crate::cpu::place::{Place, room};
 use crate::cpu::scores::{SPAN, Scores, TILE};
 use crate::cpu::simd::{How, InstructionSet, Precision};
 use crate::cpu::softmax::{self, Seen, Sums};
 use crate::cpu::span::{Span, spans};
 use crate::cpu::tile::{Reader, Rows};
+use crate::cpu::unit_queries::Queries;
 use crate::{BackendError, PartialState, PlanPart};
 use kvd_codec::{HeadSide, PageReader, Space};
 use kvd_core::Side;
 use std::ops::Range;
-
-/// The queries of a unit, once as given and once folded into coefficient space.
-pub(super) struct Queries {
-    raw: Vec<f32>,
-    folded: Vec<f32>,
-    /// What to add to scores of coefficient pages.
-    offsets: Vec<f32>,
-    /// The same of raw ones.
-    zeros: Vec<f32>,
-    dim: usize,
-}
-
-impl Queries {
-    /// # Errors
-    /// When a query times the scale is beyond f32, as given or folded.
-    pub(super) fn new(
-        job: &Job<'_>,
-        unit: &Unit<'_>,
-        side: &HeadSide,
-    ) -> Result<Self, BackendError> {
-        let dim = side.dim();
-        let scale = job.plan.score_scale(dim);
-        let rows = unit.q.len() * group(job);
-        let mut raw = Vec::with_capacity(rows * dim);
-        for row in 0..rows {
-            let start = payload_row(job, unit, row) * dim;
-            raw.extend(job.q[start..start + dim].iter().map(|value| value * scale));
-        }
-        let mut folded = raw.clone();
-        let offsets = side.fold_queries(&mut folded);
-        let queries = Self { raw, folded, offsets, zeros: vec![0.0; rows], dim };
-        let beyond = (0..rows).find(|row| !queries.is_finite(*row));
-        beyond.map_or(Ok(queries), |row| {
-            Err(BackendError::query_overflow(job.plan, payload_row(job, unit, row), dim))
-        })
-    }
-
-    /// Channels of a key.
-    pub(super) fn dim(&self) -> usize {
-        self.dim
-    }
-
-    /// One row, as keys of that space meet it.
-    pub(super) fn row(&self, space: Space, row: usize) -> &[f32] {
-        let rows = match space {
-            Space::Raw => &self.raw,
-            Space::Coefficient => &self.folded,
-        };
-        &rows[row * self.dim..(row + 1) * self.dim]
-    }
-
-    /// The largest magnitude of a row, as given or folded.
-    pub(super) fn largest(&self, row: usize) -> f32 {
-        [Space::Raw, Space::Coefficient]
-            .map(|space| largest(self.row(space, row)))
-            .into_iter()
-            .fold(0f32, f32::max)
-    }
-
-    fn is_finite(&self, row: usize) -> bool {
-        all_finite(self.row(Space::Raw, row))
-            && all_finite(self.row(Space::Coefficient, row))
-            && self.offsets[row].is_finite()
-    }
-
-    /// What to add to scores of keys of that space.
-    pub(super) fn offsets_of(&self, space: Space) -> &[f32] {
-        match space {
-            Space::Raw => &self.zeros,
-            Space::Coefficient => &self.offsets,
-        }
-    }
-}
 
 /// Tiles of the entropy-coded pages of the parts at work.
 struct AtWork {

@@ -1,6 +1,6 @@
-//! Attention in f64 over rows as `LoadBlocks` decodes them, for the query rows that other kernels do
-//! not serve: those with channels so unlike that integers lose the small ones, with logits so large
-//! that f32 does, and those whose sums leave the range of f32.
+//! Attention in f64 over rows as `LoadBlocks` decodes them, for the query rows that other kernels
+//! do not serve: those with channels so unlike that integers lose the small ones, with logits so
+//! large that f32 does, and those whose sums leave the range of f32.
 
 use crate::BackendError;
 use crate::cpu::job::{Job, Unit, group, payload_row};

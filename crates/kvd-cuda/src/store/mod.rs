@@ -30,6 +30,16 @@ enum Stage {
     Counted(Counters),
 }
 
+impl Stage {
+    /// Version of the Huffman tables that pages are written with; none where they have none.
+    fn table_version(&self) -> Option<u16> {
+        match self {
+            Self::Huffman(sizes) => sizes.version,
+            _ => None,
+        }
+    }
+}
+
 /// Where the codes of a head are counted.
 #[derive(Clone, Copy, Debug)]
 struct Counters {

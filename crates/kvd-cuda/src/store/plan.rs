@@ -189,10 +189,7 @@ impl<'a> Builder<'a> {
         let header = if store.steps == 0 {
             self.codec.fallback_header(place, head, tokens).0
         } else {
-            let version = match &store.stage {
-                Stage::Huffman(lanes) => lanes.version,
-                _ => None,
-            };
+            let version = store.stage.table_version();
             let header = self.codec.page_header(place, head, tokens);
             let table_version = version.unwrap_or(0);
             PageHeader { huffman: version.is_some(), table_version, ..header }

@@ -56,3 +56,28 @@ fn a_descriptor_of_less_memory_or_no_whole_granules_is_refused_and_the_device_go
     drop(backend);
     assert_eq!((memory.held(), watch.lock().live), ([0, 0], 0));
 }
+
+#[test]
+fn what_a_driver_lacks_is_said_when_a_region_is_opened() {
+    for (fail, event, copied) in [
+        (Fail::Kernels, false, Some("no kernel kvd_queries")),
+        (Fail::Events, false, None),
+        (Fail::Never, true, None),
+    ] {
+        let (driver, watch) = EmuDriver::new(Order::Ascending, Pace::Late);
+        let mut backend = CudaBackend::open(Box::new(driver), &[b"kernels"], OPTIONS).unwrap();
+        watch.lock().fail = fail;
+        let memory = shared(Kind::Ipc);
+        let opened = backend.open_region(memory.handle(), 64).unwrap();
+        assert_eq!(opened.event.is_some(), event);
+        let reason = opened.no_event.unwrap_or_default();
+        assert_eq!(reason.contains("CUDA_ERROR_NOT_SUPPORTED"), !event && copied.is_none());
+        match copied {
+            None => assert_eq!(opened.copied, None),
+            Some(wanted) => assert!(opened.copied.unwrap().contains(wanted)),
+        }
+        assert_eq!(backend.failure(), None);
+        drop(backend);
+        assert_eq!(watch.lock().live, 0);
+    }
+}

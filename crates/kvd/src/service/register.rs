@@ -37,6 +37,16 @@ fn codec_label(codec: &str, fingerprint: &str) -> String {
     }
 }
 
+/// Refuses a calibration that takes too many bytes.
+fn check_calibration_bytes(spec: &ModelSpec, max: usize) -> Result<(), ServiceError> {
+    let len = spec.calibration.len();
+    if len <= max {
+        return Ok(());
+    }
+    let message = format!("calibration: {len} bytes are over limits.calibration_bytes_max = {max}");
+    Err(ServiceError::new(ErrorCode::LimitExceeded, message))
+}
+
 /// Refuses pages so small that reading them is several times slower than reading raw rows.
 ///
 /// `min` is for sides with an entropy coder, whose decoder starts anew with each page; other sides
@@ -73,12 +83,7 @@ impl Service {
         spec: ModelSpec,
     ) -> Result<Arc<Model>, ServiceError> {
         self.admit(call)?;
-        if spec.calibration.len() > self.config.calibration_bytes_max {
-            let (len, max) = (spec.calibration.len(), self.config.calibration_bytes_max);
-            let message =
-                format!("calibration: {len} bytes are over limits.calibration_bytes_max = {max}");
-            return Err(ServiceError::new(ErrorCode::LimitExceeded, message));
-        }
+        check_calibration_bytes(&spec, self.config.calibration_bytes_max)?;
         let inflight = self.inflight.take(spec.calibration.len() as u64)?;
         let codec = kvd_codec::resolve(&spec.codec)?;
         check_page_tokens(&spec.geometry, &codec, self.config.page_tokens_min)?;

@@ -51,9 +51,9 @@ async fn drained(daemon: Process, client: impl AsyncFn() -> Client) -> Vec<Clien
     daemon.signal("TERM");
     let mut errors = Vec::new();
     for stream in streams {
-        errors.push(stream.await.unwrap());
+        errors.push(stream.await.expect("a stream's task"));
     }
-    let ended = tokio::task::spawn_blocking(|| daemon.wait()).await.unwrap();
+    let ended = tokio::task::spawn_blocking(|| daemon.wait()).await.expect("the wait");
     assert_eq!(ended.code, Some(0), "{}", ended.log);
     errors
 }

@@ -100,17 +100,17 @@ fn in_regions(
     (model, sequence): (kvd_client::ModelId, kvd_client::SequenceId),
     boots: [&str; 2],
 ) {
-    let region = Region::open(path, &RegionOptions::default()).unwrap();
+    let region = Region::open(path, &RegionOptions::default()).expect("a region");
     let unknown = ErrorCode::UnknownSequence;
     let attended = region.attend(batch(model, sequence), [64, 64]);
     assert_stale("attend by a region", unknown, attended, boots);
     assert_stale("store by a region", unknown, region.store(chunk(sequence, 100, 1)), boots);
     // A region that must be of the boot whose ids will be used in it.
     let options = RegionOptions::default().with_boot_id(boots[0]);
-    let restarted = Region::open(path, &options).unwrap_err().restarted.unwrap();
+    let restarted = Region::open(path, &options).expect_err("stale").restarted.expect("a restart");
     assert_eq!([&restarted.old[..], &restarted.new[..]], boots);
     let known = client.boot_id().expect("told by the refusals");
-    Region::open(path, &RegionOptions::default().with_boot_id(known)).unwrap();
+    Region::open(path, &RegionOptions::default().with_boot_id(known)).expect("a region");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -1,6 +1,6 @@
-//! Inputs that are bad for integers: under `fast` no error of an output or a log-sum-exp is more than
-//! four times that of a plain reference with f16 queries and weights and f32 sums, over the same rows
-//! (`docs/adr/0019-rows-that-integers-do-not-serve.md`).
+//! Inputs that are bad for integers: under `fast` no error of an output or a log-sum-exp is more
+//! than four times that of a plain reference with f16 queries and weights and f32 sums, over the
+//! same rows (`docs/adr/0019-rows-that-integers-do-not-serve.md`).
 
 use super::*;
 use proptest::prelude::*;
@@ -29,7 +29,7 @@ enum Hostile {
     EmptySink,
     /// Everything is so small.
     Tiny(f32),
-    /// Magnitudes over twelve decades: of channels of queries, keys and values, and of rows of values.
+    /// Magnitudes over twelve decades: of channels of queries, keys and values, of rows of values.
     Decades(u64),
 }
 

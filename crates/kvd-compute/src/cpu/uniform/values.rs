@@ -130,8 +130,8 @@ impl Values {
         })
     }
 
-    /// The largest distance of a value from where rounding is put back, so far; 0 where steps go into
-    /// the weights before those are rounded.
+    /// The largest distance of a value from where rounding is put back, so far; 0 where steps go
+    /// into the weights before those are rounded.
     pub(crate) fn magnitude(&self) -> f32 {
         self.magnitude
     }

@@ -164,7 +164,7 @@ async fn attend(
         if fits && batch.rows() > 0 && device.reaches(&model, &batch) {
             count(service, "in_place");
             let memory = region.memory.clone();
-            // Where a query may still be answered anew by the host, nothing is final before the end.
+            // A query that the host may still answer anew is not final before the end.
             let launched = launched.filter(|_| !batch.per_query_errors);
             let tell = move || {
                 let record = launched.map(|done| Completion::at(&memory, done));

@@ -194,6 +194,11 @@ async fn connection(
         calls.spawn(answered);
     }
     while calls.join_next().await.is_some() {}
+    say_shutting_down(frames).await;
+}
+
+/// Tells a worker that the daemon drains, and lets it read that.
+async fn say_shutting_down(frames: Frames) {
     let message = "the daemon drains; open a region of its successor";
     refuse(&frames, &ServiceError::new(ErrorCode::ShuttingDown, message)).await;
     frames.linger(LINGER_TIME).await;
