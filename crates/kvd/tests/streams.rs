@@ -21,7 +21,7 @@ const PATIENCE: Duration = Duration::from_secs(20);
 /// A request that the daemon is to end.
 fn with_timeout<T>(message: T, timeout: &'static str) -> Request<T> {
     let mut request = Request::new(message);
-    request.metadata_mut().insert("grpc-timeout", timeout.parse().unwrap());
+    request.metadata_mut().insert("grpc-timeout", timeout.parse().expect("a header"));
     request
 }
 
@@ -32,9 +32,9 @@ fn assert_deadline(status: &Status) {
 
 /// A model and an empty sequence of it.
 async fn opened(rpc: &mut KvdClient<Channel>) -> (u64, u64) {
-    let model_id = rpc.register_model(spec()).await.unwrap().into_inner().model_id;
+    let model_id = rpc.register_model(spec()).await.expect("a model").into_inner().model_id;
     let open = v1::OpenSequenceRequest { model_id };
-    (model_id, rpc.open_sequence(open).await.unwrap().into_inner().sequence_id)
+    (model_id, rpc.open_sequence(open).await.expect("a sequence").into_inner().sequence_id)
 }
 
 /// Tokens of ones for the model of [`spec`].

@@ -94,7 +94,7 @@ async fn bytes_in_flight_are_bounded_and_given_back() {
     let release = bench.hold().await;
     // 512 tokens of 32 bytes.
     let store = |sequence| {
-        let (service, chunk) = (bench.service.clone(), super::bench::chunk(sequence, 0, 512));
+        let (service, chunk) = (bench.service.clone(), chunk(sequence, 0, 512));
         tokio::spawn(async move { service.store(&call(), chunk).await })
     };
     let waiting = [store(sequences[0]), store(sequences[1])];
