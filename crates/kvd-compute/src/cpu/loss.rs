@@ -54,8 +54,8 @@ pub(super) fn all_finite(values: &[f32]) -> bool {
 pub(super) struct RowLoss {
     /// Loss of a score, in logits.
     pub(super) score: f32,
-    /// Loss of rounded weights: the sum over tokens of the square of the largest weight beside them, on
-    /// the scale of the state's `weight_sum`.
+    /// Loss of rounded weights: the sum over tokens of the square of the largest weight beside them,
+    /// on the scale of the state's `weight_sum`.
     weights: f32,
     /// The largest magnitude that those weights were multiplied with.
     magnitude: f32,
@@ -207,8 +207,8 @@ impl Merged<'_> {
         self.unit.query.visible(token).contains(&at)
     }
 
-    /// Whether the value of the token with the largest score has less than that share of the squares
-    /// of the row's coefficients: then what f32 loses of those is much beside any value.
+    /// Whether the value of the token with the largest score has less than that share of the
+    /// squares of the row's coefficients: then what f32 loses of those is much beside any value.
     pub(super) fn has_small_values(&self, row: usize, share: f32) -> Result<bool, BackendError> {
         let (reader, state) = (self.job.reader, &self.states[row]);
         let Row { space, mut values } = self.row_at(Side::Value, self.losses[row].largest_at)?;
