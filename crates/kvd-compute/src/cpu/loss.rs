@@ -43,6 +43,11 @@ pub(super) fn largest(values: &[f32]) -> f32 {
     lanes.iter().chain(rest).fold(0f32, |most, value| most.max(value.abs()))
 }
 
+/// The sum of squares, which f32 holds neither of tiny values nor of huge ones.
+pub(super) fn squares(values: impl Iterator<Item = f32>) -> f64 {
+    values.map(|value| f64::from(value).powi(2)).sum()
+}
+
 /// Whether all are numbers.
 pub(super) fn all_finite(values: &[f32]) -> bool {
     // Bits of infinity: a reduction that vectors do.
@@ -146,7 +151,9 @@ impl Merged<'_> {
         loss: &RowLoss,
         known: &mut Option<(u32, Row)>,
     ) -> Result<bool, BackendError> {
-        if loss.score == 0.0 {
+        // An offset and the score that it is added to round as they do, however little is left.
+        let offset = self.queries.offsets_of(Space::Coefficient)[row].abs();
+        if loss.score == 0.0 && offset == 0.0 {
             return Ok(true);
         }
         let state = &self.states[row];
@@ -154,8 +161,6 @@ impl Merged<'_> {
         if loss.score > SCORE_LOSS_MAX && exact {
             return Ok(false);
         }
-        // An offset and the score that it is added to round as they do, however little is left.
-        let offset = self.queries.offsets_of(Space::Coefficient)[row].abs();
         let lost = PEAK * loss.score + f32::EPSILON * offset;
         let within = loss.score <= SCORE_LOSS_MAX;
         if within && lost <= 4.0 * f32::EPSILON * state.lse().abs().max(1.0) {
@@ -174,7 +179,7 @@ impl Merged<'_> {
             let terms = || query.iter().zip(&key.values).map(|(q, k)| (q * k).abs());
             let largest = terms().fold(0f32, f32::max);
             // What f16 costs a score of a query that it rounds.
-            let spread = terms().map(|term| term * term).sum::<f32>().sqrt();
+            let spread = squares(terms()).sqrt() as f32;
             let allowed = SCORE_LOSS_MAX * if exact { 1.0 } else { spread.max(1.0) };
             if loss.score <= allowed && lost <= OF_LARGEST_TERM * largest {
                 return Ok(true);
@@ -209,12 +214,12 @@ impl Merged<'_> {
 
     /// Whether the value of the token with the largest score has less than that share of the squares
     /// of the row's coefficients: then what f32 loses of those is much beside any value.
-    pub(super) fn has_small_values(&self, row: usize, share: f32) -> Result<bool, BackendError> {
+    pub(super) fn has_small_values(&self, row: usize, share: f64) -> Result<bool, BackendError> {
         let (reader, state) = (self.job.reader, &self.states[row]);
         let Row { space, mut values } = self.row_at(Side::Value, self.losses[row].largest_at)?;
         restore(reader.codec.head(reader.layer, Side::Value, self.unit.head), space, &mut values);
-        let squares = |values: &[f32]| values.iter().map(|value| value * value).sum::<f32>();
-        let coefficients = squares(&state.coefficients) / state.weight_sum.powi(2);
+        let squares = |values: &[f32]| squares(values.iter().copied());
+        let coefficients = squares(&state.coefficients) / f64::from(state.weight_sum).powi(2);
         Ok(squares(&values) < share * coefficients)
     }
 
@@ -259,6 +264,14 @@ mod tests {
                     assert!(!all_finite(&values), "{len} {at} {wrong}");
                 }
             }
+        }
+    }
+
+    #[test]
+    fn squares_neither_underflow_nor_overflow() {
+        for size in [1e-30f32, 1e30] {
+            let sum = squares([size; 4].into_iter());
+            assert!((sum / (4.0 * f64::from(size).powi(2)) - 1.0).abs() < 1e-12, "{size}");
         }
     }
 
