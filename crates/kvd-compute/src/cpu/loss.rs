@@ -64,6 +64,9 @@ pub(super) struct RowLoss {
     weights: f32,
     /// The largest magnitude that those weights were multiplied with.
     magnitude: f32,
+    /// Loss of a sum for what rounding took from all weights together, on the scale of the state's
+    /// sums: equal weights round equally.
+    lost: f32,
     /// Position of the token with the largest score.
     pub(super) largest_at: u32,
 }
@@ -80,8 +83,8 @@ impl RowLoss {
     }
 
     /// At the end of a unit: what its kernels estimate.
-    pub(super) fn close(&mut self, score: f32, magnitude: f32) {
-        (self.score, self.magnitude) = (score, magnitude);
+    pub(super) fn close(&mut self, score: f32, magnitude: f32, lost: f32) {
+        (self.score, self.magnitude, self.lost) = (score, magnitude, lost);
     }
 
     /// Joins `other` as [`PartialState::merge`] joins the states that have these largest scores;
@@ -91,6 +94,8 @@ impl RowLoss {
         if theirs > mine {
             self.largest_at = other.largest_at;
         }
+        let factor = |from: f32| if from > f32::NEG_INFINITY { (from - max).exp() } else { 0.0 };
+        self.lost = self.lost * factor(mine) + other.lost * factor(theirs);
         let square =
             |from: f32| if from > f32::NEG_INFINITY { (2.0 * (from - max)).exp() } else { 0.0 };
         self.weights = self.weights * square(mine) + other.weights * square(theirs);
@@ -98,10 +103,13 @@ impl RowLoss {
         self.magnitude = self.magnitude.max(other.magnitude);
     }
 
-    /// Loss of a weighted sum of values, on the scale of the state's sums.
+    /// Loss of a weighted sum of values, on the scale of the state's sums: as of weights that round
+    /// each its own way, and as values of one sign add up what all of them lost together.
     fn sum(&self) -> f32 {
         // The sum is of squares of weights: each unit is one over `TOP` of them.
-        self.magnitude / TOP * (self.weights / 12.0).sqrt()
+        let apart = self.magnitude / TOP * (self.weights / 12.0).sqrt();
+        // What rounds each its own way comes to about as much together.
+        (PEAK * apart).max(self.lost - apart)
     }
 }
 
@@ -190,7 +198,7 @@ impl Merged<'_> {
 
     /// Whether rounded weights cost no more than f16 ones.
     fn sums_are(&self, state: &PartialState, loss: &RowLoss) -> Result<bool, BackendError> {
-        let lost = PEAK * loss.sum();
+        let lost = loss.sum();
         let sums = largest(&state.raw).max(largest(&state.coefficients));
         if lost <= OF_LARGEST_SUM * sums {
             return Ok(true);
@@ -277,12 +285,19 @@ mod tests {
 
     #[test]
     fn losses_merge_as_the_sums_that_they_are_of() {
-        let of = |score, largest_at| RowLoss { score, weights: 8.0, magnitude: 2.0, largest_at };
+        let of = |score, largest_at| RowLoss {
+            score,
+            weights: 8.0,
+            magnitude: 2.0,
+            lost: 1.0,
+            largest_at,
+        };
         let (a, b) = (of(1e-4, 3), of(2e-4, 9));
         let mut merged = a;
         merged.merge(&b, [1.0, 1.0 + 2f32.ln()]);
         assert_eq!((merged.score, merged.largest_at), (2e-4, 9));
         assert!((merged.weights - (8.0 / 4.0 + 8.0)).abs() < 1e-4);
+        assert!((merged.lost - (0.5 + 1.0)).abs() < 1e-4);
         let mut merged = a;
         merged.merge(&RowLoss::default(), [1.0, f32::NEG_INFINITY]);
         assert_eq!((merged.weights, merged.largest_at), (8.0, 3));

@@ -27,6 +27,8 @@ enum Hostile {
     ValueRow(f32),
     /// The token that has most of the weight has a value of zeros.
     EmptySink,
+    /// Beside such a token all others are alike, and all values of one sign.
+    EqualWeights(f32),
     /// Everything is so small.
     Tiny(f32),
     /// Magnitudes over twelve decades: of channels of queries, keys and values, and of rows of values.
@@ -46,6 +48,7 @@ const KINDS: &[Hostile] = &[
     Hostile::ValueChannel(1e4),
     Hostile::ValueRow(1e4),
     Hostile::EmptySink,
+    Hostile::EqualWeights(5.7),
     Hostile::Tiny(1e-4),
     Hostile::Decades(1),
 ];
@@ -81,7 +84,7 @@ impl Hostile {
                     let factor = sign * (size.abs() / (dim as f32).sqrt()).sqrt();
                     row.iter_mut().for_each(|q| *q = factor * (1.0 + 0.1 * *q));
                 }
-                Self::EmptySink => row[0] = 8.0,
+                Self::EmptySink | Self::EqualWeights(_) => row[0] = 8.0,
                 Self::Tiny(size) => row.iter_mut().for_each(|q| *q *= size),
                 Self::Decades(seed) => {
                     row.iter_mut().zip(decades(dim, seed)).for_each(|(q, size)| *q *= size);
@@ -119,6 +122,10 @@ impl Hostile {
                     key.iter_mut().for_each(|k| *k = factor * (1.0 + 0.1 * *k));
                 }
                 Self::EmptySink => key[0] = if token == 20 { 12.0 } else { -1.0 },
+                Self::EqualWeights(above) => {
+                    key.iter_mut().zip(values(dim_k, 9)).for_each(|(key, alike)| *key = alike);
+                    key[0] = if token == 20 { above - 1.0 } else { -1.0 };
+                }
                 Self::Tiny(size) => key.iter_mut().for_each(|k| *k *= size),
                 Self::Decades(seed) => {
                     key.iter_mut().zip(decades(dim_k, seed + 1)).for_each(|(k, size)| *k *= size);
@@ -133,7 +140,8 @@ impl Hostile {
                 Self::ValueRow(factor) if token == 33 => {
                     row.iter_mut().for_each(|v| *v *= factor);
                 }
-                Self::EmptySink if token == 20 => row.fill(0.0),
+                Self::EmptySink | Self::EqualWeights(_) if token == 20 => row.fill(0.0),
+                Self::EqualWeights(_) => row.iter_mut().for_each(|v| *v = 1.0 + 0.1 * v.abs()),
                 Self::Tiny(size) => row.iter_mut().for_each(|v| *v *= size),
                 Self::Decades(seed) => {
                     let factor = decades(TOKENS * 2, seed + 2)[token];
