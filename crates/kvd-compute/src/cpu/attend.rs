@@ -21,7 +21,7 @@ const UNIT_PARTS_MIN: usize = 8;
 const UNITS_PER_THREAD: usize = 4;
 
 /// Least share of the squares of coefficients that those of an output have, for f32 to do.
-const LEFT_LEAST: f32 = 1.0 / 64.0;
+const LEFT_LEAST: f64 = 1.0 / 64.0;
 
 /// Runs a plan; the caller has checked shapes and that `q` is finite.
 pub(crate) fn attend(job: &Job<'_>) -> Result<Attended, BackendError> {
@@ -212,14 +212,14 @@ impl<'a> Reply<'a> {
     }
 }
 
-/// The sum of squares.
-fn squares(values: &[f32]) -> f32 {
+/// The sum of squares, in f64: f32 holds neither those of tiny values nor those of huge ones.
+fn squares(values: &[f32]) -> f64 {
     let (chunks, rest) = values.as_chunks::<16>();
-    let mut lanes = [0f32; 16];
+    let mut lanes = [0f64; 16];
     for chunk in chunks {
-        lanes.iter_mut().zip(chunk).for_each(|(lane, value)| *lane += value * value);
+        lanes.iter_mut().zip(chunk).for_each(|(lane, value)| *lane += f64::from(*value).powi(2));
     }
-    lanes.iter().sum::<f32>() + rest.iter().map(|value| value * value).sum::<f32>()
+    lanes.iter().sum::<f64>() + rest.iter().map(|value| f64::from(*value).powi(2)).sum::<f64>()
 }
 
 fn same_rows(a: &Unit<'_>, b: &Unit<'_>) -> bool {

@@ -187,6 +187,18 @@ impl Values {
         }
     }
 
+    /// How far a sum of a row is off at most for what rounding to words took from all of its
+    /// weights together: equal ones round equally.
+    pub(super) fn lost(&self, row: usize) -> f32 {
+        match self {
+            Self::Vq(values) => values.lost(row),
+            Self::Uniform(values) => values.lost(row),
+            Self::Grid(values) => values.lost(row),
+            Self::BitAlloc(values) => values.lost(row),
+            Self::Fp8(_) | Self::Bf16(_) | Self::Nibbles(_) | Self::Lloyd(_) => 0.0,
+        }
+    }
+
     /// Adds `count` full tiles, weighted, to `sums`.
     pub(super) fn tiles(
         &mut self,
@@ -240,7 +252,8 @@ impl Values {
             Self::Bf16(values) => values.scale(row, sums, factor),
             Self::Nibbles(values) => values.scale(row, sums, factor),
             Self::Uniform(values) => values.scale(row, sums, factor),
-            Self::Fp8(_) | Self::Vq(_) => sums.iter_mut().for_each(|sum| *sum *= factor),
+            Self::Vq(values) => values.scale(row, sums, factor),
+            Self::Fp8(_) => sums.iter_mut().for_each(|sum| *sum *= factor),
         }
     }
 

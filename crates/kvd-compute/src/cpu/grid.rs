@@ -8,6 +8,7 @@ use crate::cpu::loss::rounding_loss;
 use crate::cpu::parts::{self, Parts};
 use crate::cpu::scores::{SPAN, Scores, TILE};
 use crate::cpu::simd::{How, Simd};
+use crate::cpu::uniform::sum;
 use kvd_codec::{Grid, HeadSide};
 use std::ops::Range;
 
@@ -133,6 +134,8 @@ pub(crate) struct Values {
     sums: Vec<f32>,
     /// Of the weights, by row, in steps: what codes are too large by counts as often.
     weights: Vec<f32>,
+    /// What rounding took from weights, by row.
+    lost: Vec<f32>,
     /// Tiles since that was taken off.
     unsettled: usize,
     /// Of what tiles do not hold: `[rows, dim]`.
@@ -151,6 +154,7 @@ impl Values {
             step: grid.step(),
             sums: vec![0.0; rows * positions.len()],
             weights: vec![0.0; rows],
+            lost: vec![0.0; rows],
             unsettled: 0,
             rests: vec![0.0; rows * side.dim()],
             magnitude: largest_codes(grid, &positions).0 * grid.step(),
@@ -163,6 +167,12 @@ impl Values {
     /// The largest magnitude of a value that rounded weights are multiplied with.
     pub(crate) fn magnitude(&self) -> f32 {
         self.magnitude
+    }
+
+    /// How far a sum of a row is off at most for what rounding took from all of its weights
+    /// together.
+    pub(crate) fn lost(&self, row: usize) -> f32 {
+        self.lost[row].abs() * self.magnitude()
     }
 
     /// Adds the weighted codes of tiles.
@@ -189,7 +199,9 @@ impl Values {
             let sums = &mut self.sums[rows.start * count..rows.end * count];
             for (index, row) in rows.clone().enumerate() {
                 let (weights, largest) = weights.tiles(row, tiles.clone());
-                let unit = self.parts.push(simd, weights, largest, None).unit * self.step;
+                let pushed = self.parts.push(simd, weights, largest, Some(sum(weights)));
+                self.lost[row] += pushed.lost;
+                let unit = pushed.unit * self.step;
                 units[index] = unit;
                 self.weights[row] += self.parts.rows(index).sums[0] as f32 * unit;
             }
@@ -221,6 +233,7 @@ impl Values {
     pub(crate) fn scale(&mut self, row: usize, factor: f32) {
         let count = self.positions.len();
         self.weights[row] *= factor;
+        self.lost[row] *= factor;
         let sums = self.sums[row * count..][..count].iter_mut();
         sums.chain(&mut self.rests[row * self.dim..][..self.dim]).for_each(|sum| *sum *= factor);
     }

@@ -2,10 +2,12 @@
 
 use crate::BackendError;
 use crate::cpu::job::{Job, Unit, group};
+use crate::cpu::rows::restore;
 use crate::cpu::softmax::{self, Seen};
 use crate::cpu::span::Span;
 use crate::cpu::tile::Rows;
 use crate::cpu::unit::Walk;
+use crate::cpu::wide;
 use kvd_core::Side;
 use rayon::prelude::*;
 
@@ -22,20 +24,18 @@ pub(super) fn run(job: &Job<'_>, out: &mut [f32]) -> Result<(), BackendError> {
         let unit = Unit { query, batch_row: 0, q: 0..1, head, parts: &query.parts };
         let _registers = job.simd.in_use();
         out.fill(f32::NEG_INFINITY);
-        Walk::new(job, &unit)?.parts(&[Side::Key], |walk, rows, span| {
-            walk.keep(&rows[0], span, out);
-            Ok(())
-        })
+        Walk::new(job, &unit)?
+            .parts(&[Side::Key], |walk, rows, span| walk.keep(&rows[0], span, out))
     })
 }
 
 impl Walk<'_> {
     /// Writes the finished scores of a span into `[rows, tokens]` of the plan.
-    fn keep(&mut self, keys: &Rows<'_>, span: &Span, out: &mut [f32]) {
+    fn keep(&mut self, keys: &Rows<'_>, span: &Span, out: &mut [f32]) -> Result<(), BackendError> {
         let query = self.unit.query;
         let seen = span.visible(&query.visible(0));
         if seen.is_empty() {
-            return;
+            return Ok(());
         }
         let rows = self.scores.rows();
         let tokens = out.len() / rows;
@@ -48,8 +48,36 @@ impl Walk<'_> {
             softmax::finish(self.job.simd, some, offsets, self.job.plan.soft_cap, &mut maxima);
             for row in first..first + count {
                 let scores = &self.scores.row(row)[seen.clone()];
-                out[row * tokens + at..][..scores.len()].copy_from_slice(scores);
+                let out = &mut out[row * tokens + at..][..scores.len()];
+                out.copy_from_slice(scores);
+                if maxima[row - first] >= softmax::SCORE_MAX {
+                    self.score_again(keys, span.first + seen.start, row, out)?;
+                }
             }
         }
+        Ok(())
+    }
+
+    /// Writes those scores of a row that left f32, of the keys from row `first` of their source on,
+    /// as f64 has them.
+    fn score_again(
+        &self,
+        keys: &Rows<'_>,
+        first: usize,
+        row: usize,
+        out: &mut [f32],
+    ) -> Result<(), BackendError> {
+        let reader = self.job.reader;
+        let side = reader.codec.head(reader.layer, Side::Key, self.unit.head);
+        let mut key = vec![0f32; side.dim()];
+        for (at, score) in out.iter_mut().enumerate() {
+            if *score >= softmax::SCORE_MAX {
+                keys.decode_at(first + at, 1, &mut key)?;
+                restore(side, keys.space(), &mut key);
+                let wide = wide::scores(self.job, self.unit, row, &key)[0];
+                *score = (wide as f32).clamp(-f32::MAX, f32::MAX);
+            }
+        }
+        Ok(())
     }
 }

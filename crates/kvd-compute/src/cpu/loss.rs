@@ -43,6 +43,11 @@ pub(super) fn largest(values: &[f32]) -> f32 {
     lanes.iter().chain(rest).fold(0f32, |most, value| most.max(value.abs()))
 }
 
+/// The sum of squares, which f32 holds neither of tiny values nor of huge ones.
+pub(super) fn squares(values: impl Iterator<Item = f32>) -> f64 {
+    values.map(|value| f64::from(value).powi(2)).sum()
+}
+
 /// Whether all are numbers.
 pub(super) fn all_finite(values: &[f32]) -> bool {
     // Bits of infinity: a reduction that vectors do.
@@ -54,11 +59,14 @@ pub(super) fn all_finite(values: &[f32]) -> bool {
 pub(super) struct RowLoss {
     /// Loss of a score, in logits.
     pub(super) score: f32,
-    /// Loss of rounded weights: the sum over tokens of the square of the largest weight beside them,
-    /// on the scale of the state's `weight_sum`.
+    /// Loss of rounded weights: the sum over tokens of the square of the largest weight beside
+    /// them, on the scale of the state's `weight_sum`.
     weights: f32,
     /// The largest magnitude that those weights were multiplied with.
     magnitude: f32,
+    /// Loss of a sum for what rounding took from all weights together, on the scale of the state's
+    /// sums: equal weights round equally.
+    lost: f32,
     /// Position of the token with the largest score.
     pub(super) largest_at: u32,
 }
@@ -75,8 +83,8 @@ impl RowLoss {
     }
 
     /// At the end of a unit: what its kernels estimate.
-    pub(super) fn close(&mut self, score: f32, magnitude: f32) {
-        (self.score, self.magnitude) = (score, magnitude);
+    pub(super) fn close(&mut self, score: f32, magnitude: f32, lost: f32) {
+        (self.score, self.magnitude, self.lost) = (score, magnitude, lost);
     }
 
     /// Joins `other` as [`PartialState::merge`] joins the states that have these largest scores;
@@ -86,6 +94,8 @@ impl RowLoss {
         if theirs > mine {
             self.largest_at = other.largest_at;
         }
+        let factor = |from: f32| if from > f32::NEG_INFINITY { (from - max).exp() } else { 0.0 };
+        self.lost = self.lost * factor(mine) + other.lost * factor(theirs);
         let square =
             |from: f32| if from > f32::NEG_INFINITY { (2.0 * (from - max)).exp() } else { 0.0 };
         self.weights = self.weights * square(mine) + other.weights * square(theirs);
@@ -93,10 +103,13 @@ impl RowLoss {
         self.magnitude = self.magnitude.max(other.magnitude);
     }
 
-    /// Loss of a weighted sum of values, on the scale of the state's sums.
+    /// Loss of a weighted sum of values, on the scale of the state's sums: as of weights that round
+    /// each its own way, and as values of one sign add up what all of them lost together.
     fn sum(&self) -> f32 {
         // The sum is of squares of weights: each unit is one over `TOP` of them.
-        self.magnitude / TOP * (self.weights / 12.0).sqrt()
+        let apart = self.magnitude / TOP * (self.weights / 12.0).sqrt();
+        // What rounds each its own way comes to about as much together.
+        (PEAK * apart).max(self.lost - apart)
     }
 }
 
@@ -146,7 +159,9 @@ impl Merged<'_> {
         loss: &RowLoss,
         known: &mut Option<(u32, Row)>,
     ) -> Result<bool, BackendError> {
-        if loss.score == 0.0 {
+        // An offset and the score that it is added to round as they do, however little is left.
+        let offset = self.queries.offsets_of(Space::Coefficient)[row].abs();
+        if loss.score == 0.0 && offset == 0.0 {
             return Ok(true);
         }
         let state = &self.states[row];
@@ -154,8 +169,6 @@ impl Merged<'_> {
         if loss.score > SCORE_LOSS_MAX && exact {
             return Ok(false);
         }
-        // An offset and the score that it is added to round as they do, however little is left.
-        let offset = self.queries.offsets_of(Space::Coefficient)[row].abs();
         let lost = PEAK * loss.score + f32::EPSILON * offset;
         let within = loss.score <= SCORE_LOSS_MAX;
         if within && lost <= 4.0 * f32::EPSILON * state.lse().abs().max(1.0) {
@@ -174,7 +187,7 @@ impl Merged<'_> {
             let terms = || query.iter().zip(&key.values).map(|(q, k)| (q * k).abs());
             let largest = terms().fold(0f32, f32::max);
             // What f16 costs a score of a query that it rounds.
-            let spread = terms().map(|term| term * term).sum::<f32>().sqrt();
+            let spread = squares(terms()).sqrt() as f32;
             let allowed = SCORE_LOSS_MAX * if exact { 1.0 } else { spread.max(1.0) };
             if loss.score <= allowed && lost <= OF_LARGEST_TERM * largest {
                 return Ok(true);
@@ -185,7 +198,7 @@ impl Merged<'_> {
 
     /// Whether rounded weights cost no more than f16 ones.
     fn sums_are(&self, state: &PartialState, loss: &RowLoss) -> Result<bool, BackendError> {
-        let lost = PEAK * loss.sum();
+        let lost = loss.sum();
         let sums = largest(&state.raw).max(largest(&state.coefficients));
         if lost <= OF_LARGEST_SUM * sums {
             return Ok(true);
@@ -209,12 +222,12 @@ impl Merged<'_> {
 
     /// Whether the value of the token with the largest score has less than that share of the
     /// squares of the row's coefficients: then what f32 loses of those is much beside any value.
-    pub(super) fn has_small_values(&self, row: usize, share: f32) -> Result<bool, BackendError> {
+    pub(super) fn has_small_values(&self, row: usize, share: f64) -> Result<bool, BackendError> {
         let (reader, state) = (self.job.reader, &self.states[row]);
         let Row { space, mut values } = self.row_at(Side::Value, self.losses[row].largest_at)?;
         restore(reader.codec.head(reader.layer, Side::Value, self.unit.head), space, &mut values);
-        let squares = |values: &[f32]| values.iter().map(|value| value * value).sum::<f32>();
-        let coefficients = squares(&state.coefficients) / state.weight_sum.powi(2);
+        let squares = |values: &[f32]| squares(values.iter().copied());
+        let coefficients = squares(&state.coefficients) / f64::from(state.weight_sum).powi(2);
         Ok(squares(&values) < share * coefficients)
     }
 
@@ -263,13 +276,28 @@ mod tests {
     }
 
     #[test]
+    fn squares_neither_underflow_nor_overflow() {
+        for size in [1e-30f32, 1e30] {
+            let sum = squares([size; 4].into_iter());
+            assert!((sum / (4.0 * f64::from(size).powi(2)) - 1.0).abs() < 1e-12, "{size}");
+        }
+    }
+
+    #[test]
     fn losses_merge_as_the_sums_that_they_are_of() {
-        let of = |score, largest_at| RowLoss { score, weights: 8.0, magnitude: 2.0, largest_at };
+        let of = |score, largest_at| RowLoss {
+            score,
+            weights: 8.0,
+            magnitude: 2.0,
+            lost: 1.0,
+            largest_at,
+        };
         let (a, b) = (of(1e-4, 3), of(2e-4, 9));
         let mut merged = a;
         merged.merge(&b, [1.0, 1.0 + 2f32.ln()]);
         assert_eq!((merged.score, merged.largest_at), (2e-4, 9));
         assert!((merged.weights - (8.0 / 4.0 + 8.0)).abs() < 1e-4);
+        assert!((merged.lost - (0.5 + 1.0)).abs() < 1e-4);
         let mut merged = a;
         merged.merge(&RowLoss::default(), [1.0, f32::NEG_INFINITY]);
         assert_eq!((merged.weights, merged.largest_at), (8.0, 3));

@@ -161,7 +161,12 @@ impl<'a> Rows<'a> {
     }
 
     /// Decodes `count` rows from `first` on (counted in the source) into `out[count * dim]`.
-    fn decode_at(&self, first: usize, count: usize, out: &mut [f32]) -> Result<(), BackendError> {
+    pub(crate) fn decode_at(
+        &self,
+        first: usize,
+        count: usize,
+        out: &mut [f32],
+    ) -> Result<(), BackendError> {
         match self {
             Rows::Raw { bytes, geometry, dim } => {
                 let row_bytes = dim * geometry.dtype.size_bytes();

@@ -443,7 +443,9 @@ impl<'a> Walk<'a> {
         if effective((self.job.simd, self.job.precision), self.states.len()) == Precision::Fast {
             let magnitude = self.values.as_ref().map_or(0.0, Values::magnitude);
             for (row, loss) in self.losses.iter_mut().enumerate() {
-                loss.close(self.keys.as_ref().map_or(0.0, |keys| keys.loss(row)), magnitude);
+                let score = self.keys.as_ref().map_or(0.0, |keys| keys.loss(row));
+                let lost = self.values.as_ref().map_or(0.0, |values| values.lost(row));
+                loss.close(score, magnitude, lost);
             }
         }
         if let Some(values) = &self.values {

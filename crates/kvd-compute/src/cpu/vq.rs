@@ -10,6 +10,7 @@ use crate::cpu::loss::rounding_loss;
 use crate::cpu::parts::{Parts, fits};
 use crate::cpu::scores::{Scores, TILE};
 use crate::cpu::simd::{How, Simd};
+use crate::cpu::uniform::sum;
 use kvd_codec::{Codebook, HeadSide};
 use kvd_core::Side;
 use std::ops::Range;
@@ -168,12 +169,27 @@ pub(crate) struct Values {
     book: Book,
     spread: Vec<u8>,
     parts: Parts,
+    /// What rounding took from weights, by row.
+    lost: Vec<f32>,
 }
 
 impl Values {
     pub(crate) fn new(how: How, side: &HeadSide, rows: usize) -> Option<Self> {
         let book = Book::new(how.0, side, rows)?;
-        Some(Self { book, spread: Vec::new(), parts: Parts::of_weights(how) })
+        let lost = vec![0.0; rows];
+        Some(Self { book, spread: Vec::new(), parts: Parts::of_weights(how), lost })
+    }
+
+    /// How far a sum of a row is off at most for what rounding took from all of its weights
+    /// together.
+    pub(crate) fn lost(&self, row: usize) -> f32 {
+        self.lost[row].abs() * self.magnitude()
+    }
+
+    /// Scales what was summed for row `row`, `sums` of it.
+    pub(crate) fn scale(&mut self, row: usize, sums: &mut [f32], factor: f32) {
+        self.lost[row] *= factor;
+        sums.iter_mut().for_each(|sum| *sum *= factor);
     }
 
     /// The largest magnitude of a value, before gains.
@@ -198,7 +214,9 @@ impl Values {
             let mut units = [0f32; ROWS];
             for (row, unit) in rows.clone().zip(&mut units) {
                 let (weights, largest) = weights.tiles(row, tiles.clone());
-                *unit = self.parts.push(simd, weights, largest, None).unit * lookup.scale;
+                let pushed = self.parts.push(simd, weights, largest, Some(sum(weights)));
+                *unit = pushed.unit * lookup.scale;
+                self.lost[row] += pushed.lost;
             }
             let units = &units[..rows.len()];
             let target = Target { units, factors: &[], first: 0, count: codes.per_row };

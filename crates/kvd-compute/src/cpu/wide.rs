@@ -114,7 +114,7 @@ pub(super) fn run(
 }
 
 /// The scores of a query row against keys (`[tokens, dim]`).
-fn scores(job: &Job<'_>, unit: &Unit<'_>, row: usize, keys: &[f32]) -> Vec<f64> {
+pub(super) fn scores(job: &Job<'_>, unit: &Unit<'_>, row: usize, keys: &[f32]) -> Vec<f64> {
     let dim = job.reader.codec.geometry().head_dim(Side::Key);
     let query = &job.q[payload_row(job, unit, row) * dim..][..dim];
     let scale = job.plan.scale.map_or_else(|| 1.0 / (dim as f64).sqrt(), f64::from);

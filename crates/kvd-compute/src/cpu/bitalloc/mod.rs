@@ -21,6 +21,7 @@ use crate::cpu::parts::{self, Parts};
 use crate::cpu::place::Place;
 use crate::cpu::scores::{SPAN, Scores, TILE};
 use crate::cpu::simd::{How, Simd};
+use crate::cpu::uniform::sum;
 use kvd_codec::{BitAlloc, CodeLayout, HeadSide, Run};
 use kvd_core::Side;
 use std::ops::Range;
@@ -320,10 +321,11 @@ impl Keys {
     }
 }
 
-/// Cuts the weights of some tiles of a few rows; returns what their units are.
+/// Cuts the weights of some tiles of a few rows; returns what their units are, and adds what
+/// rounding took to `lost`.
 fn cut(
     simd: Simd,
-    parts: &mut Parts,
+    (parts, lost): (&mut Parts, &mut [f32]),
     (rows, tiles): (Range<usize>, Range<usize>),
     weights: &Scores,
 ) -> [f32; ROWS] {
@@ -331,7 +333,9 @@ fn cut(
     let mut units = [0f32; ROWS];
     for (row, unit) in rows.zip(&mut units) {
         let (weights, largest) = weights.tiles(row, tiles.clone());
-        *unit = parts.push(simd, weights, largest, None).unit;
+        let pushed = parts.push(simd, weights, largest, Some(sum(weights)));
+        *unit = pushed.unit;
+        lost[row] += pushed.lost;
     }
     units
 }
@@ -348,6 +352,8 @@ pub(crate) struct Values {
     parts: Parts,
     /// `[rows, positions]`.
     sums: Vec<f32>,
+    /// What rounding took from weights, by row.
+    lost: Vec<f32>,
     /// Of outliers: `[rows, dim]`.
     outliers: Vec<f32>,
     dim: usize,
@@ -358,6 +364,7 @@ impl Values {
         let book = Book::new((how.0, rows), side, Side::Value)?;
         Some(Self {
             sums: vec![0.0; rows * book.positions.len()],
+            lost: vec![0.0; rows],
             outliers: vec![0.0; rows * side.dim()],
             book,
             lookup: Lookup::bytes(),
@@ -370,6 +377,12 @@ impl Values {
     pub(crate) fn magnitude(&self) -> f32 {
         let factors = self.book.positions.iter().flatten().map(|(_, factor)| factor.abs());
         factors.fold(0f32, f32::max) * self.lookup.largest() as f32
+    }
+
+    /// How far a sum of a row is off at most for what rounding took from all of its weights
+    /// together.
+    pub(crate) fn lost(&self, row: usize) -> f32 {
+        self.lost[row].abs() * self.magnitude()
     }
 
     /// Adds `count` weighted tiles.
@@ -401,7 +414,12 @@ impl Values {
         let per_row = codes.per_row;
         for first in (0..weights.rows()).step_by(ROWS).filter(|_| per_row > 0) {
             let rows = first..weights.rows().min(first + ROWS);
-            let units = cut(simd, &mut self.parts, (rows.clone(), tiles.clone()), weights);
+            let units = cut(
+                simd,
+                (&mut self.parts, &mut self.lost),
+                (rows.clone(), tiles.clone()),
+                weights,
+            );
             let units = &units[..rows.len()];
             let target = Target { units, factors: &[], first: 0, count: per_row };
             let sums = &mut self.sums[rows.start * per_row..rows.end * per_row];
@@ -418,7 +436,8 @@ impl Values {
         for first in (0..weights.rows()).step_by(VECTOR_ROWS) {
             let rows = first..weights.rows().min(first + VECTOR_ROWS);
             let tiles = in_span..in_span + count;
-            let units = cut(simd, &mut self.parts, (rows.clone(), tiles), weights);
+            let units =
+                cut(simd, (&mut self.parts, &mut self.lost), (rows.clone(), tiles), weights);
             let weights = (self.parts.rows(0), &units[..rows.len()]);
             let sums = &mut self.sums[rows.start * per_row..rows.end * per_row];
             let mut soon =
@@ -434,6 +453,7 @@ impl Values {
     /// Scales the sums of a row.
     pub(crate) fn scale(&mut self, row: usize, factor: f32) {
         let count = self.book.positions.len();
+        self.lost[row] *= factor;
         let sums = self.sums[row * count..][..count].iter_mut();
         let outliers = &mut self.outliers[row * self.dim..][..self.dim];
         sums.chain(outliers).for_each(|sum| *sum *= factor);

@@ -27,6 +27,8 @@ enum Hostile {
     ValueRow(f32),
     /// The token that has most of the weight has a value of zeros.
     EmptySink,
+    /// Beside such a token all others are alike, and all values of one sign.
+    EqualWeights(f32),
     /// Everything is so small.
     Tiny(f32),
     /// Magnitudes over twelve decades: of channels of queries, keys and values, of rows of values.
@@ -46,6 +48,7 @@ const KINDS: &[Hostile] = &[
     Hostile::ValueChannel(1e4),
     Hostile::ValueRow(1e4),
     Hostile::EmptySink,
+    Hostile::EqualWeights(5.7),
     Hostile::Tiny(1e-4),
     Hostile::Decades(1),
 ];
@@ -81,7 +84,7 @@ impl Hostile {
                     let factor = sign * (size.abs() / (dim as f32).sqrt()).sqrt();
                     row.iter_mut().for_each(|q| *q = factor * (1.0 + 0.1 * *q));
                 }
-                Self::EmptySink => row[0] = 8.0,
+                Self::EmptySink | Self::EqualWeights(_) => row[0] = 8.0,
                 Self::Tiny(size) => row.iter_mut().for_each(|q| *q *= size),
                 Self::Decades(seed) => {
                     row.iter_mut().zip(decades(dim, seed)).for_each(|(q, size)| *q *= size);
@@ -119,6 +122,10 @@ impl Hostile {
                     key.iter_mut().for_each(|k| *k = factor * (1.0 + 0.1 * *k));
                 }
                 Self::EmptySink => key[0] = if token == 20 { 12.0 } else { -1.0 },
+                Self::EqualWeights(above) => {
+                    key.iter_mut().zip(values(dim_k, 9)).for_each(|(key, alike)| *key = alike);
+                    key[0] = if token == 20 { above - 1.0 } else { -1.0 };
+                }
                 Self::Tiny(size) => key.iter_mut().for_each(|k| *k *= size),
                 Self::Decades(seed) => {
                     key.iter_mut().zip(decades(dim_k, seed + 1)).for_each(|(k, size)| *k *= size);
@@ -133,7 +140,8 @@ impl Hostile {
                 Self::ValueRow(factor) if token == 33 => {
                     row.iter_mut().for_each(|v| *v *= factor);
                 }
-                Self::EmptySink if token == 20 => row.fill(0.0),
+                Self::EmptySink | Self::EqualWeights(_) if token == 20 => row.fill(0.0),
+                Self::EqualWeights(_) => row.iter_mut().for_each(|v| *v = 1.0 + 0.1 * v.abs()),
                 Self::Tiny(size) => row.iter_mut().for_each(|v| *v *= size),
                 Self::Decades(seed) => {
                     let factor = decades(TOKENS * 2, seed + 2)[token];
@@ -402,6 +410,73 @@ fn a_query_times_the_scale_beyond_f32_is_refused_by_its_number() {
                 "{name}: {error}"
             );
             assert!(error.to_string().contains("q of query 1"), "{error}");
+        }
+    }
+}
+
+/// Blocks where the keys of three tokens, in a page, in a short one and in the raw tail, have
+/// products with a query of tens whose sums leave f32.
+fn with_keys_beyond_f32(codec: ModelCodec, first: [f32; 4]) -> (CpuBackend, Vec<PlanPart>) {
+    filled_with(codec, &[64, 64, 41], |block, tokens| {
+        let count = tokens as usize * HEADS * 64;
+        let mut keys = values(count, 2 * block);
+        for (index, key) in keys.chunks_exact_mut(64).enumerate() {
+            // The tail, of which the first row is token 169, counts as block 3.
+            if [20, 131, 194].contains(&(block as usize * 64 + index / HEADS)) {
+                key[..4].copy_from_slice(&first);
+            }
+        }
+        [keys, values(count, 2 * block + 1)]
+    })
+}
+
+#[test]
+fn scores_whose_sums_leave_f32_get_their_weight() {
+    let geometry = Geometry { dtype: DType::F32, ..geometry(64) };
+    // Of which f32 makes NaN, infinity of the wrong sign, and of the right ones.
+    let keys = [
+        [3e38f32, -1e38, 0.0, 0.0],
+        [-3e38, 1e38, 0.0, 0.0],
+        [-1e38, -1e38, 3e38, 3e38],
+        [-3e38, -3e38, 0.0, 0.0],
+        [3e38, 3e38, 0.0, 0.0],
+    ];
+    let names = ["raw", "k=f32; v=hadamard/f32", "k=bf16; v=vq(d=2,b=4)", "kivi-4"];
+    for ((name, first), cap) in names
+        .into_iter()
+        .flat_map(|name| keys.map(|first| (name, first)))
+        .flat_map(|case| [(case, None), (case, Some(5.0))])
+    {
+        let (mut backend, parts) = with_keys_beyond_f32(codec(&geometry, name), first);
+        let load = LoadPlan { model: MODEL, layer: LAYER, dtype: DType::F32, parts: parts.clone() };
+        let rows = backend.load(&load).unwrap();
+        let mut plan = plan(&geometry, &parts, Data::Normal, Ask { n_q: 1, cap, ..ASK });
+        let mut q: Vec<f32> = floats(&plan.q).iter().map(|q| *q as f32).collect();
+        q.chunks_exact_mut(64).for_each(|row| row[..4].fill(10.0));
+        plan.q = payload(DType::F32, &q);
+        let truth = reference(&geometry, &plan, &rows, |_| {});
+        for simd in Simd::available() {
+            for precision in [Precision::Fast, Precision::Single] {
+                (backend.simd, backend.precision) = (simd, precision);
+                let what = format!("{name}, {first:?}, {simd:?}, {precision:?}, {cap:?}");
+                let answer = backend.attend(&plan).unwrap();
+                for (row, got) in truth.iter().zip(floats(&answer.out).chunks_exact(64)) {
+                    let off = row.out.iter().zip(got).map(|(a, b)| (a - b).abs());
+                    assert!(off.fold(0.0, f64::max) < 2e-3, "{what}: {got:?} {:?}", row.out);
+                }
+                for (row, lse) in truth.iter().zip(&answer.lse) {
+                    let exact = row.lse.clamp(f64::from(f32::MIN), f64::from(f32::MAX));
+                    let off = (exact - f64::from(*lse)).abs();
+                    assert!(off <= 1e-3 * exact.abs().max(1.0), "{what}: {lse} {exact}");
+                }
+                let mut scores = vec![0f32; TOKENS * plan.q_heads as usize];
+                backend.key_scores(&plan, &mut scores).unwrap();
+                let sign = f64::from(first.iter().sum::<f32>());
+                for token in [20, 131, 171].iter().filter(|_| name != "kivi-4") {
+                    let score = f64::from(scores[*token]);
+                    assert!(score * sign > 0.0 && score.is_finite(), "{what}: {score}");
+                }
+            }
         }
     }
 }

@@ -86,8 +86,9 @@ unsafe fn finish_rows<const R: usize>(
             // SAFETY: the lanes are tokens of the row.
             let score = unsafe { _mm512_maskz_loadu_ps(some, scores) };
             let score = _mm512_add_ps(score, _mm512_set1_ps(offsets[row]));
-            // NaN becomes the second operand.
-            let score = _mm512_min_ps(_mm512_max_ps(score, least), most);
+            // Not less: NaN as well.
+            let beyond = _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(_mm512_abs_ps(score), most);
+            let score = _mm512_mask_mov_ps(score, beyond, most);
             // SAFETY: as above.
             unsafe { _mm512_mask_storeu_ps(scores, some, score) };
             largest[row] = _mm512_mask_max_ps(largest[row], some, score, largest[row]);

@@ -9,7 +9,9 @@ use crate::cpu::simd::InstructionSet;
 use crate::cpu::simd::{Simd, per_level};
 use std::ops::Range;
 
-/// Scores are kept finite, so that huge keys saturate instead of turning into NaN.
+/// Scores are kept finite. One that leaves f32 on the way, be it as NaN, as infinity or as its
+/// negative, becomes this one whatever its sign was: sums that overflowed say nothing of it, and
+/// the row, whose largest score is then out of range, is answered in f64.
 pub(super) const SCORE_MAX: f32 = 1.0e38;
 /// Partial sums: one register of AVX-512.
 pub(super) const LANES: usize = 16;
@@ -108,7 +110,10 @@ fn finish_body(mut seen: Seen<'_>, offsets: &[f32], cap: Option<f32>, maxima: &m
         let mut offset = *offset;
         if let Some(cap) = cap {
             for score in scores.iter_mut() {
-                *score = cap * ((*score + offset) / cap).tanh();
+                let sum = *score + offset;
+                // What left f32 must not pass for one that the cap holds.
+                let capped = cap * (sum / cap).tanh();
+                *score = if sum.abs() < SCORE_MAX { capped } else { SCORE_MAX };
             }
             offset = 0.0;
         }
@@ -128,11 +133,10 @@ fn finish_body(mut seen: Seen<'_>, offsets: &[f32], cap: Option<f32>, maxima: &m
     }
 }
 
-/// NaN becomes the smallest score.
+/// NaN and what is out of range, either way, become the largest score: see [`SCORE_MAX`].
 #[inline(always)]
 fn bounded(score: f32) -> f32 {
-    let score = if score > -SCORE_MAX { score } else { -SCORE_MAX };
-    if score < SCORE_MAX { score } else { SCORE_MAX }
+    if score.abs() < SCORE_MAX { score } else { SCORE_MAX }
 }
 
 #[inline(always)]
@@ -236,13 +240,21 @@ mod tests {
         }
     }
 
+    fn ways() -> impl Iterator<Item = (Simd, Option<f32>)> {
+        Simd::available().into_iter().flat_map(|simd| [(simd, None), (simd, Some(5.0))])
+    }
+
     #[test]
-    fn scores_become_finite() {
-        let (mut scores, mut maxima) = ([0.0; SPAN], [0.0]);
-        scores[..4].copy_from_slice(&[f32::INFINITY, f32::NEG_INFINITY, f32::NAN, 1.0]);
-        let seen = Seen { rows: &mut scores, tokens: 0..4 };
-        finish(Simd::detect(), seen, &[0.0], None, &mut maxima);
-        assert_eq!(maxima, [SCORE_MAX]);
-        assert_eq!(scores[..4], [SCORE_MAX, -SCORE_MAX, -SCORE_MAX, 1.0]);
+    fn scores_that_leave_f32_become_the_largest() {
+        for (simd, cap) in ways() {
+            for odd in [f32::INFINITY, f32::NEG_INFINITY, f32::NAN, -2e38, 3e38] {
+                let (mut scores, mut maxima) = ([0.0; SPAN], [0.0]);
+                scores[1] = odd;
+                let seen = Seen { rows: &mut scores, tokens: 0..20 };
+                finish(simd, seen, &[0.0], cap, &mut maxima);
+                assert_eq!((maxima, scores[1]), ([SCORE_MAX], SCORE_MAX), "{simd:?} {odd}");
+                assert!(scores[2..].iter().all(|score| *score == 0.0));
+            }
+        }
     }
 }

@@ -95,6 +95,8 @@ pub(crate) struct Values {
     signed: Vec<u8>,
     /// See [`Values::magnitude`].
     magnitude: f32,
+    /// What rounding took from weights without steps, by row.
+    lost: Vec<f32>,
 }
 
 impl Values {
@@ -127,6 +129,7 @@ impl Values {
             unsettled: 0,
             signed: Vec::new(),
             magnitude: 0.0,
+            lost: vec![0.0; rows],
         })
     }
 
@@ -134,6 +137,12 @@ impl Values {
     /// into the weights before those are rounded.
     pub(crate) fn magnitude(&self) -> f32 {
         self.magnitude
+    }
+
+    /// How far a sum of a row is off at most for what rounding took from all of its weights
+    /// together: values meet that with their distance from where it is put back.
+    pub(crate) fn lost(&self, row: usize) -> f32 {
+        self.lost[row].abs() * self.magnitude
     }
 
     /// Adds the weighted codes of tiles to `sums` (`[rows, dim]`); the first is tile `in_page` of
@@ -256,6 +265,8 @@ impl Values {
             self.parts.reset(TILE);
             self.parts.push_folded(simd, &values[..count], (&ONES, &ONES), &mut pushed);
             let units = pushed.map(|row| row.unit);
+            let losts = self.lost[at..at + count].iter_mut().zip(&pushed);
+            losts.for_each(|(lost, pushed)| *lost += pushed.lost);
             let adds = pushed.map(|row| [middle(self.groups) * row.lost, row.base]);
             let (units, adds) = (&units[..count], &adds[..count]);
             let factors = hybrid::Factors { rows: self.parts.rows(0), positive: true, units, adds };
@@ -287,6 +298,7 @@ impl Values {
             let weight = sum(weights);
             let pushed = self.parts.push(simd, weights, most, Some(weight));
             units[index] = pushed.unit;
+            self.lost[row] += pushed.lost;
             let lost = middle(self.groups) * pushed.lost;
             let sums = &mut sums[index * self.dim..][..self.dim];
             match (&minima[..], &steps[..]) {
@@ -306,6 +318,7 @@ impl Values {
     pub(crate) fn scale(&mut self, row: usize, sums: &mut [f32], factor: f32) {
         let pairs = self.dim.div_ceil(channels(self.groups, self.dim));
         let bases = &mut self.bases[row * pairs..][..pairs];
+        self.lost[row] *= factor;
         sums.iter_mut().chain(bases).for_each(|sum| *sum *= factor);
     }
 
