@@ -263,7 +263,7 @@ impl Region {
         self.send_attend_with(batch, at, None)
     }
 
-    /// The same for a batch with [`AttendBatch::per_query_errors`], which has a place for them in
+    /// Sends a batch with [`AttendBatch::per_query_errors`], whose errors go to
     /// the region's own memory, [`QUERY_ERROR_BYTES`] for each query. The first number that
     /// [`Region::wait`] answers is how many queries failed; [`Region::query_errors`] says which.
     ///

@@ -226,7 +226,7 @@ impl<'a> Check<'a> {
         self.codec.queries.get(&self.layer)?.of_head(head)
     }
 
-    /// What they make of the keys of the block.
+    /// Scores of these queries over the keys of the block, computed once for a head.
     fn scores(&mut self, head: usize, queries: &[f32]) -> &Scores {
         let dim = self.codec.geometry().head_dim(Side::Key);
         let rows = self.block.head(Side::Key, head, dim);

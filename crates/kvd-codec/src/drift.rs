@@ -45,7 +45,7 @@ pub(crate) struct TableHistory {
     /// Version `n` of page headers is at index `n`; the prior is version 0. Empty where tables are
     /// not built from blocks.
     pub(crate) versions: Vec<LaneTable>,
-    /// Of pages that are written now.
+    /// Table version of pages that are written now.
     pub(crate) current: usize,
     window: Window,
     /// Counted blocks that a new version takes: twice as many after each, until tables fit.

@@ -19,7 +19,7 @@ pub(crate) struct Scratch {
     scales: Vec<u8>,
     /// Shift of each row.
     gains: Vec<u8>,
-    /// Of the Huffman table that the codes of the page were written with.
+    /// Version of the Huffman table that the page is written with.
     table_version: u16,
 }
 

@@ -31,7 +31,7 @@ pub(crate) struct Inliers<'a> {
 }
 
 impl<'a> Inliers<'a> {
-    /// Of `rows` (`[n, dim]`).
+    /// Measures `rows` (`[n, dim]`) and leaves out or shortens those far beyond the others.
     pub(crate) fn new(rows: &'a [f32], dim: usize) -> Self {
         let mut inliers = Self { rows: Cow::Borrowed(rows), left_out: 0, clipped: 0, longest: 1.0 };
         let lengths: Vec<f64> = rows.chunks_exact(dim).map(length).collect();

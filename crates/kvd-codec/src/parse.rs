@@ -63,7 +63,7 @@ pub(crate) struct FirstWord<'a> {
     pub(crate) end: usize,
     /// Characters before that.
     pub(crate) after: usize,
-    /// What follows it there.
+    /// The character at `end`; none at the end of the text.
     pub(crate) next: Option<char>,
 }
 

@@ -78,7 +78,7 @@ pub struct EncodedPages {
     pub values: u64,
     /// Pages that could not be quantized and stayed raw.
     pub fallback_pages: u32,
-    /// What was found, when this block was sampled.
+    /// Measured errors; none where this block was not sampled.
     pub sampled: Option<CheckedBlock>,
 }
 

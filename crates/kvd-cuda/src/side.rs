@@ -255,12 +255,12 @@ pub(crate) struct HeadShapes {
     fixed: SideShape,
     /// By the version of their Huffman tables, the prior first; else one.
     versions: Vec<SideShape>,
-    /// Of pages that are written now.
+    /// Table version of pages that are written now, an index into `versions`.
     current: usize,
 }
 
 impl HeadShapes {
-    /// Of pages that are written now.
+    /// Kernel and shape of pages that are written now.
     pub(crate) fn current(&self) -> Option<(Kernel, SideShape)> {
         self.versions.get(self.current).map(|shape| (self.kernel, *shape))
     }

@@ -131,7 +131,7 @@ pub(crate) fn encode(
     Ok(encode_sampled(codec, layer, &blocks, sampling))
 }
 
-/// The same with the tables that there are, all of them measured or none.
+/// Encodes with the tables that exist, and measures all blocks or none.
 pub(crate) fn encode_as(
     arena: &HostArena,
     codec: &ModelCodec,

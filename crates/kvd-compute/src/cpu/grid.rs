@@ -134,7 +134,7 @@ pub(crate) struct Values {
     sums: Vec<f32>,
     /// Of the weights, by row, in steps: what codes are too large by counts as often.
     weights: Vec<f32>,
-    /// What rounding took from weights, by row.
+    /// Signed sums of the rounding residuals of weights, by row.
     lost: Vec<f32>,
     /// Tiles since that was taken off.
     unsettled: usize,

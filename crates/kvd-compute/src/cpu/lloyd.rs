@@ -35,7 +35,7 @@ pub(crate) struct Keys {
     largest_scale: f32,
 }
 
-/// What levels are multiplied by.
+/// Keys as integer products or as score tables, by the width of their codes.
 #[expect(clippy::large_enum_variant, reason = "there is one for each unit, on the stack")]
 enum Products {
     Words(vq::Keys),

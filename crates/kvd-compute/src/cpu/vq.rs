@@ -169,7 +169,7 @@ pub(crate) struct Values {
     book: Book,
     spread: Vec<u8>,
     parts: Parts,
-    /// What rounding took from weights, by row.
+    /// Signed sums of the rounding residuals of weights, by row.
     lost: Vec<f32>,
 }
 

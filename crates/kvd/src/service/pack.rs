@@ -33,7 +33,11 @@ impl Packer<'_> {
         let layer = self.ticket.layer();
         let recent = self.model.recent_queries.as_ref();
         if let Some(queries) = recent.and_then(|recent| recent.take_changed(layer)) {
-            self.backend.set_queries(self.model.shape.id, layer, &queries)?;
+            // They only measure: a store does not fail for want of them.
+            if let Err(error) = self.backend.set_queries(self.model.shape.id, layer, &queries) {
+                let layer = layer.0;
+                tracing::warn!(layer, %error, "pages are measured without recent queries");
+            }
         }
         let batch_max = batch_blocks_of(&self.model.shape.geometry);
         // Where the pool was full, one block finds out at little cost whether it still is.

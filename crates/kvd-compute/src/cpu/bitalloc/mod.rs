@@ -352,7 +352,7 @@ pub(crate) struct Values {
     parts: Parts,
     /// `[rows, positions]`.
     sums: Vec<f32>,
-    /// What rounding took from weights, by row.
+    /// Signed sums of the rounding residuals of weights, by row.
     lost: Vec<f32>,
     /// Of outliers: `[rows, dim]`.
     outliers: Vec<f32>,

@@ -95,7 +95,7 @@ pub(crate) struct Values {
     signed: Vec<u8>,
     /// See [`Values::magnitude`].
     magnitude: f32,
-    /// What rounding took from weights without steps, by row.
+    /// Signed sums of the rounding residuals of weights without steps, by row.
     lost: Vec<f32>,
 }
 
