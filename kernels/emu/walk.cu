@@ -137,7 +137,7 @@ KVD_DEVICE void decode(const ChunkParameters& chunk, const Source& source, uint8
     const unsigned plane = kvd::TILE_TOKENS * side.stride;
     const unsigned tile_bytes = Source::WIDE ? 2 * plane : plane;
     for (unsigned index = 0; index < kvd::lane_head(chunk.lanes).runs; index++) {
-        const kvd::LaneRun& run = kvd::lane_run(chunk.lanes, index);
+        const kvd::StreamRun& run = kvd::lane_run(chunk.lanes, index);
         for (unsigned at = kvd::lane_index(); at < chunk.tokens * run.len; at += kvd::WARP_LANES) {
             const unsigned token = at / run.len;
             const unsigned position = run.place + at % run.len;

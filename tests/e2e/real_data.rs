@@ -63,7 +63,7 @@ fn references(engine: &Engine, passage: &Passage, to: &Conversation) -> Vec<Vec<
 
 /// `fitted` where `codec` needs it.
 fn calibrated_with(codec: &str, fitted: &Bytes) -> Bytes {
-    let needs = kvd_codec::resolve(codec).expect("a codec").needs_calibration();
+    let needs = kvd_codec::resolve_spec(codec).expect("a codec").needs_calibration();
     if needs { fitted.clone() } else { Bytes::new() }
 }
 

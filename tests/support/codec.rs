@@ -13,7 +13,7 @@ pub const PRESETS: [&str; 4] = ["raw", "fp8", "kvcomp", "vecinfer-2"];
 /// The same kinds with a window at both ends that is neither 0 nor a whole number of blocks.
 #[must_use]
 pub fn windowed(preset: &str, sink: u32, recent: u32) -> String {
-    let mut spec = kvd_codec::preset(preset).expect("a preset");
+    let mut spec = kvd_codec::find_preset(preset).expect("a preset");
     (spec.sink, spec.recent) = (sink, recent);
     spec.to_string()
 }
@@ -25,7 +25,7 @@ pub fn windowed(preset: &str, sink: u32, recent: u32) -> String {
 /// When the codec is unknown.
 #[must_use]
 pub fn yardstick(codec: &str) -> Yardstick {
-    let spec = kvd_codec::resolve(codec).expect("a codec");
+    let spec = kvd_codec::resolve_spec(codec).expect("a codec");
     let integers = |side: &SideSpec| {
         use Quantizer::{Grid, Uniform, Vq};
         matches!(side.quantizer, Uniform { .. } | Vq(_) | Grid { .. })
@@ -40,7 +40,7 @@ pub fn yardstick(codec: &str) -> Yardstick {
 /// When the codec is unknown or cannot be fitted.
 #[must_use]
 pub fn calibration(codec: &str, shape: &Shape, rows: &[Rows], seed: u64) -> Bytes {
-    let spec = kvd_codec::resolve(codec).expect("a codec");
+    let spec = kvd_codec::resolve_spec(codec).expect("a codec");
     if !spec.needs_calibration() {
         return Bytes::new();
     }
@@ -60,7 +60,7 @@ pub fn calibration(codec: &str, shape: &Shape, rows: &[Rows], seed: u64) -> Byte
             }
         }
     }
-    let fitted = kvd_codec::fit(&geometry, &spec, &samples, seed, &mut |_| {});
+    let fitted = kvd_codec::fit_calibration(&geometry, &spec, &samples, seed, &mut |_| {});
     fitted.expect("enough samples").to_bytes().into()
 }
 

@@ -3,7 +3,9 @@
 //! `cargo run --release -p kvd-codec --example speed`
 #![allow(clippy::print_stdout, reason = "prints its table")]
 
-use kvd_codec::{BlockRows, ModelCodec, PageReader, Samples, fit, presets, resolve};
+use kvd_codec::{
+    BlockRows, ModelCodec, PageReader, Samples, fit_calibration, presets, resolve_spec,
+};
 use kvd_core::{DType, Geometry, LayerIndex, RopePairing, Side};
 use std::time::Instant;
 
@@ -51,7 +53,7 @@ fn main() {
         "preset", "bits/value", "encode ns/v", "decode ns/v", "fit s"
     );
     for preset in presets() {
-        let spec = resolve(preset.name).expect("presets parse");
+        let spec = resolve_spec(preset.name).expect("presets parse");
         let start = Instant::now();
         let calibration = spec.needs_calibration().then(|| {
             let mut samples = Samples::new(&geometry);
@@ -64,7 +66,7 @@ fn main() {
                     }
                 }
             }
-            fit(&geometry, &spec, &samples, 1, &mut |_| {}).expect("the fit works")
+            fit_calibration(&geometry, &spec, &samples, 1, &mut |_| {}).expect("the fit works")
         });
         let fitted = start.elapsed().as_secs_f64();
         let mut codec =
@@ -84,7 +86,7 @@ fn main() {
                 let side = Side::BOTH[index / HEADS];
                 let page = &bytes[start..*end as usize];
                 start = *end as usize;
-                let reader = PageReader::open(&codec, LAYER, side, index % HEADS, page);
+                let reader = PageReader::open_page(&codec, LAYER, side, index % HEADS, page);
                 let reader = reader.expect("a page");
                 for tile in (0..TOKENS).step_by(32) {
                     reader.decode_rows(tile, 32, &mut out[..32 * DIM]).expect("rows");

@@ -2,14 +2,14 @@
 //!
 //! Softmax turns an error of a score into the same relative error of a token's weight, whatever the
 //! length of the rows is. So keys are measured by their scores: by those of queries where some are
-//! known ([`Scores::key_error`]), else against what the rows themselves say about how scores differ
-//! ([`key_error_of_rows`]). Values are measured as weights mix them ([`Scores::value_error`]), else
+//! known ([`PageScores::key_error`]), else against what the rows themselves say about how scores differ
+//! ([`key_error_of_rows`]). Values are measured as weights mix them ([`PageScores::value_error`]), else
 //! row by row ([`value_error_of_rows`]).
 //!
 //! All give the square of an error relative to what attention sees: 0 is exact, 1 is as wrong as
 //! can be. Numbers that leave f32 count as 1.
 
-use crate::wide::wide;
+use crate::simd::dispatch_simd;
 use pulp::{Simd, WithSimd};
 
 /// Below one nat softmax is flat, and above two it sees few tokens: a score error matters against
@@ -44,7 +44,7 @@ pub struct ErrorSum {
 impl ErrorSum {
     /// The relative error: 0 of nothing, infinite when there is an error and nothing else.
     #[must_use]
-    pub fn ratio(&self) -> f64 {
+    pub fn relative_error(&self) -> f64 {
         if self.error == 0.0 { 0.0 } else { (self.error / self.norm).sqrt() }
     }
 }
@@ -67,12 +67,12 @@ fn square(x: f64) -> f64 {
 }
 
 /// `error / norm` where `0 / 0` is no error.
-fn relative(error: f64, norm: f64) -> f64 {
+fn divide_error(error: f64, norm: f64) -> f64 {
     if error == 0.0 { 0.0 } else { error / norm }
 }
 
 /// The middle one of those above zero; none when there is none.
-fn middle(values: &[f64]) -> Option<f64> {
+fn positive_median(values: &[f64]) -> Option<f64> {
     let mut positive: Vec<f64> = values.iter().copied().filter(|x| *x > 0.0).collect();
     let half = positive.len() / 2;
     (!positive.is_empty()).then(|| *positive.select_nth_unstable_by(half, f64::total_cmp).1)
@@ -81,7 +81,7 @@ fn middle(values: &[f64]) -> Option<f64> {
 /// How much each row counts: 1, and less for those much longer than the middle one.
 fn row_weights(rows: &[f32], dim: usize) -> Vec<f64> {
     let norms: Vec<f64> = rows.chunks_exact(dim).map(|row| row_error(&[], row).norm).collect();
-    let most = LARGEST_SHARE * middle(&norms).unwrap_or_default();
+    let most = LARGEST_SHARE * positive_median(&norms).unwrap_or_default();
     norms.iter().map(|norm| if *norm > most { most / norm } else { 1.0 }).collect()
 }
 
@@ -95,11 +95,11 @@ pub(crate) fn value_error_of_rows(delta: &[f32], rows: &[f32], dim: usize) -> f6
         let ErrorSum { error, norm } = row_error(delta, row);
         weighted += ErrorSum { error: weight * error, norm: weight * norm };
     }
-    relative(plain.error, plain.norm).max(relative(weighted.error, weighted.norm))
+    divide_error(plain.error, plain.norm).max(divide_error(weighted.error, weighted.norm))
 }
 
 /// Sizes, differences and errors of each channel of a page.
-struct Channels {
+struct ChannelStats {
     /// Mean square.
     power: Vec<f64>,
     /// Variance over tokens; the mean square of a single token.
@@ -108,7 +108,7 @@ struct Channels {
     error: Vec<f64>,
 }
 
-impl Channels {
+impl ChannelStats {
     fn new(delta: &[f32], rows: &[f32], dim: usize) -> Self {
         let tokens = rows.len() / dim;
         let weights = row_weights(rows, dim);
@@ -143,14 +143,14 @@ impl Channels {
     }
 
     /// Squared error against how scores differ, for queries that see a channel as `weight` says.
-    fn error(&self, most: f64, weight: impl Fn(f64) -> f64) -> f64 {
+    fn weighted_error(&self, most: f64, weight: impl Fn(f64) -> f64) -> f64 {
         let (mut error, mut spread) = (0.0, 0.0);
         for ((power, variance), lost) in self.power.iter().zip(&self.variance).zip(&self.error) {
             let weight = weight(*power);
             error += weight * lost;
             spread += weight * variance.min(most);
         }
-        relative(error, spread)
+        divide_error(error, spread)
     }
 }
 
@@ -163,23 +163,23 @@ impl Channels {
 /// for more.
 pub(crate) fn key_error_of_rows(delta: &[f32], rows: &[f32], dim: usize) -> f64 {
     let plain = row_error(delta, rows);
-    let plain = relative(plain.error, plain.norm);
+    let plain = divide_error(plain.error, plain.norm);
     if plain == 0.0 {
         return 0.0;
     }
-    let channels = Channels::new(delta, rows, dim);
+    let channels = ChannelStats::new(delta, rows, dim);
     // Tokens that are all alike get the same weight.
-    let Some(variance) = middle(&channels.variance) else { return plain };
+    let Some(variance) = positive_median(&channels.variance) else { return plain };
     let few = rows.len() / dim < FEW_TOKENS;
     let most = variance * if few { LARGEST_SHARE_OF_FEW } else { LARGEST_SHARE };
-    let power = middle(&channels.power).unwrap_or(f64::INFINITY);
-    let alike = channels.error(most, |_| 1.0);
-    let drawn = channels.error(most, |of| (of / power).clamp(1.0, LARGEST_WEIGHT));
+    let power = positive_median(&channels.power).unwrap_or(f64::INFINITY);
+    let alike = channels.weighted_error(most, |_| 1.0);
+    let drawn = channels.weighted_error(most, |of| (of / power).clamp(1.0, LARGEST_WEIGHT));
     plain.max(alike).max(drawn)
 }
 
 /// Scores that queries give the rows of a page, and what softmax over the page makes of them.
-pub(crate) struct Scores {
+pub(crate) struct PageScores {
     tokens: usize,
     /// In nats, `[queries, tokens]`.
     scores: Vec<f32>,
@@ -188,16 +188,16 @@ pub(crate) struct Scores {
     spread: Vec<f32>,
 }
 
-impl Scores {
+impl PageScores {
     /// Scores of `queries` (`[n, dim]`, times their scale) with the keys `rows` (`[tokens, dim]`).
     pub(crate) fn new(queries: &[f32], rows: &[f32], dim: usize) -> Self {
         let tokens = rows.len() / dim;
-        let scores = products(queries, rows, dim);
+        let scores = query_row_products(queries, rows, dim);
         let mut weights = vec![0.0; scores.len()];
         let of_queries = scores.chunks_exact(tokens).zip(weights.chunks_exact_mut(tokens));
         let spread = of_queries.map(|(scores, weights)| {
-            softmax(scores, weights);
-            deviation(scores)
+            fill_softmax(scores, weights);
+            standard_deviation(scores)
         });
         let spread = spread.collect();
         Self { tokens, scores, weights, spread }
@@ -207,7 +207,7 @@ impl Scores {
     /// that they get or would get, relative to how the query's scores differ; a token's error is at
     /// most as large as that. `queries` and `delta` may be in any space that keeps their products.
     pub(crate) fn key_error(&self, queries: &[f32], delta: &[f32], dim: usize) -> f64 {
-        let lost = products(queries, delta, dim);
+        let lost = query_row_products(queries, delta, dim);
         let (mut wrong, mut given) = (vec![0.0; self.tokens], vec![0.0; self.tokens]);
         let mut total = 0.0;
         for (index, spread) in self.spread.iter().enumerate() {
@@ -215,7 +215,7 @@ impl Scores {
             let (scores, weights) = (&self.scores[at.clone()], &self.weights[at.clone()]);
             let lost = &lost[at];
             wrong.iter_mut().zip(scores.iter().zip(lost)).for_each(|(to, (s, e))| *to = s + e);
-            softmax(&wrong, &mut given);
+            fill_softmax(&wrong, &mut given);
             let against = spread.clamp(SPREAD_NATS.0, SPREAD_NATS.1);
             let of_token = |((weight, given), lost): ((&f32, &f32), &f32)| {
                 let share = (lost.abs() / against).min(1.0);
@@ -233,10 +233,10 @@ impl Scores {
         let [mut lost, mut whole] = [(); 2].map(|()| vec![0f32; dim]);
         let mut total = 0.0;
         for weights in self.weights.chunks_exact(self.tokens) {
-            wide(Mix { weights, rows: delta, out: &mut lost });
-            wide(Mix { weights, rows, out: &mut whole });
+            dispatch_simd(WeightedRowSum { weights, rows: delta, out: &mut lost });
+            dispatch_simd(WeightedRowSum { weights, rows, out: &mut whole });
             let ErrorSum { error, norm } = row_error(&lost, &whole);
-            let error = relative(error, norm);
+            let error = divide_error(error, norm);
             total += if error.is_finite() { error.min(1.0) } else { 1.0 };
         }
         total / self.spread.len() as f64
@@ -244,14 +244,14 @@ impl Scores {
 }
 
 /// Softmax of `scores`.
-fn softmax(scores: &[f32], weights: &mut [f32]) {
+fn fill_softmax(scores: &[f32], weights: &mut [f32]) {
     let most = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     weights.iter_mut().zip(scores).for_each(|(weight, score)| *weight = (score - most).exp());
     let sum: f32 = weights.iter().sum();
     weights.iter_mut().for_each(|weight| *weight /= sum);
 }
 
-fn deviation(scores: &[f32]) -> f32 {
+fn standard_deviation(scores: &[f32]) -> f32 {
     let count = scores.len() as f32;
     let mean = scores.iter().sum::<f32>() / count;
     let squares = scores.iter().map(|score| (score - mean) * (score - mean));
@@ -259,21 +259,21 @@ fn deviation(scores: &[f32]) -> f32 {
 }
 
 /// `[queries, rows]` products of each query with each row.
-fn products(queries: &[f32], rows: &[f32], dim: usize) -> Vec<f32> {
+fn query_row_products(queries: &[f32], rows: &[f32], dim: usize) -> Vec<f32> {
     let mut out = vec![0.0; queries.len() / dim * (rows.len() / dim)];
-    wide(Products { queries, rows, dim, out: &mut out });
+    dispatch_simd(QueryRowProducts { queries, rows, dim, out: &mut out });
     out
 }
 
-/// See [`products`].
-struct Products<'a> {
+/// See [`query_row_products`].
+struct QueryRowProducts<'a> {
     queries: &'a [f32],
     rows: &'a [f32],
     dim: usize,
     out: &'a mut [f32],
 }
 
-impl WithSimd for Products<'_> {
+impl WithSimd for QueryRowProducts<'_> {
     type Output = ();
 
     #[inline(always)]
@@ -282,14 +282,14 @@ impl WithSimd for Products<'_> {
         let of_queries = queries.chunks_exact(dim).zip(out.chunks_exact_mut(rows.len() / dim));
         for (query, out) in of_queries {
             for (out, row) in out.iter_mut().zip(rows.chunks_exact(dim)) {
-                *out = dot(query, row);
+                *out = dot_product(query, row);
             }
         }
     }
 }
 
 #[inline(always)]
-fn dot(a: &[f32], b: &[f32]) -> f32 {
+fn dot_product(a: &[f32], b: &[f32]) -> f32 {
     let mut sums = [0f32; SUMS];
     let (a, a_rest) = a.as_chunks::<SUMS>();
     let (b, b_rest) = b.as_chunks::<SUMS>();
@@ -303,13 +303,13 @@ fn dot(a: &[f32], b: &[f32]) -> f32 {
 }
 
 /// The sum of rows by weight.
-struct Mix<'a> {
+struct WeightedRowSum<'a> {
     weights: &'a [f32],
     rows: &'a [f32],
     out: &'a mut [f32],
 }
 
-impl WithSimd for Mix<'_> {
+impl WithSimd for WeightedRowSum<'_> {
     type Output = ();
 
     #[inline(always)]

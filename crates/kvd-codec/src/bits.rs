@@ -12,7 +12,7 @@
 
 mod pack;
 
-pub(crate) use pack::pack;
+pub(crate) use pack::pack_codes;
 
 use kvd_core::Side;
 use std::ops::Range;
@@ -33,7 +33,7 @@ pub struct CodeLayout {
 }
 
 /// A plane of a tile: which bits of a code it holds, and where.
-struct Plane {
+struct BitPlane {
     /// Lowest bit of the code.
     low: u32,
     width: u32,
@@ -53,7 +53,7 @@ impl CodeLayout {
 
     /// Bits of a code.
     #[must_use]
-    pub fn bits(&self) -> u32 {
+    pub fn code_bits(&self) -> u32 {
         self.bits
     }
 
@@ -73,14 +73,14 @@ impl CodeLayout {
     #[must_use]
     pub fn size_bytes(&self) -> usize {
         let full = self.tokens / TILE_TOKENS;
-        full * self.tile_bytes(TILE_TOKENS) + self.tile_bytes(self.tokens % TILE_TOKENS)
+        full * self.bytes_for_rows(TILE_TOKENS) + self.bytes_for_rows(self.tokens % TILE_TOKENS)
     }
 
     /// Bytes of the codes of tile `tile`, which need not be full.
     #[must_use]
-    pub fn tile(&self, tile: usize) -> Range<usize> {
-        let start = tile * self.tile_bytes(TILE_TOKENS);
-        start..start + self.tile_bytes(self.tile_tokens(tile))
+    pub fn tile_bytes(&self, tile: usize) -> Range<usize> {
+        let start = tile * self.bytes_for_rows(TILE_TOKENS);
+        start..start + self.bytes_for_rows(self.tile_tokens(tile))
     }
 
     /// Tokens of tile `tile`.
@@ -89,16 +89,16 @@ impl CodeLayout {
         self.tokens.saturating_sub(tile * TILE_TOKENS).min(TILE_TOKENS)
     }
 
-    fn tile_bytes(&self, tokens: usize) -> usize {
+    fn bytes_for_rows(&self, tokens: usize) -> usize {
         // Planes of whole bytes, asked for with every page that is opened.
         if tokens.is_multiple_of(8) {
             return tokens / 8 * self.per_row * self.bits as usize;
         }
-        self.planes(tokens).map(|plane| plane.bytes.len()).sum()
+        self.tile_planes(tokens).map(|plane| plane.bytes.len()).sum()
     }
 
     /// The planes of a tile of `tokens` tokens.
-    fn planes(&self, tokens: usize) -> impl Iterator<Item = Plane> + use<> {
+    fn tile_planes(&self, tokens: usize) -> impl Iterator<Item = BitPlane> + use<> {
         let (codes, mut low, mut start) = (tokens * self.per_row, 0, 0);
         let bits = self.bits;
         // Two planes of eight bits at most, then one of each smaller width that `bits` has.
@@ -109,14 +109,14 @@ impl CodeLayout {
                 return None;
             }
             let end = start + (codes * width as usize).div_ceil(8);
-            let plane = Plane { low, width, bytes: start..end };
+            let plane = BitPlane { low, width, bytes: start..end };
             (low, start) = (low + width, end);
             Some(plane)
         })
     }
 
     /// Place of position `position` of row `row` among the codes of its tile.
-    fn element(&self, tokens: usize, row: usize, position: usize) -> usize {
+    fn code_index(&self, tokens: usize, row: usize, position: usize) -> usize {
         let (summed, lane, summed_len, lanes) = match self.side {
             Side::Key => (position, row, self.per_row, tokens),
             Side::Value => (row, position, tokens, self.per_row),
@@ -149,9 +149,9 @@ impl CodeLayout {
             start += bytes.len();
             match width {
                 8 => out.copy_from_slice(bytes),
-                4 => spread::<4>(bytes, low, out),
-                2 => spread::<2>(bytes, low, out),
-                _ => spread::<1>(bytes, low, out),
+                4 => unpack_plane::<4>(bytes, low, out),
+                2 => unpack_plane::<2>(bytes, low, out),
+                _ => unpack_plane::<1>(bytes, low, out),
             }
             low += width;
         }
@@ -160,7 +160,7 @@ impl CodeLayout {
 
 /// Brings a plane's bits to their place in each code; the first plane of a tile overwrites.
 #[inline(always)]
-fn spread<const WIDTH: u32>(bytes: &[u8], low: u32, out: &mut [u8]) {
+fn unpack_plane<const WIDTH: u32>(bytes: &[u8], low: u32, out: &mut [u8]) {
     let mut parts = out.chunks_exact_mut(bytes.len());
     // Shifts that the compiler knows: bytes have no shift by a variable.
     for shift in [0, 1, 2, 3, 4, 5, 6, 7] {
@@ -170,14 +170,14 @@ fn spread<const WIDTH: u32>(bytes: &[u8], low: u32, out: &mut [u8]) {
         let Some(part) = parts.next() else { return };
         let mask = ((1u32 << WIDTH) - 1) as u8;
         match (low, shift) {
-            (0, 0) => take::<0>(bytes, mask, part),
-            (0, 1) => take::<1>(bytes, mask, part),
-            (0, 2) => take::<2>(bytes, mask, part),
-            (0, 3) => take::<3>(bytes, mask, part),
-            (0, 4) => take::<4>(bytes, mask, part),
-            (0, 5) => take::<5>(bytes, mask, part),
-            (0, 6) => take::<6>(bytes, mask, part),
-            (0, _) => take::<7>(bytes, mask, part),
+            (0, 0) => unpack_shifted::<0>(bytes, mask, part),
+            (0, 1) => unpack_shifted::<1>(bytes, mask, part),
+            (0, 2) => unpack_shifted::<2>(bytes, mask, part),
+            (0, 3) => unpack_shifted::<3>(bytes, mask, part),
+            (0, 4) => unpack_shifted::<4>(bytes, mask, part),
+            (0, 5) => unpack_shifted::<5>(bytes, mask, part),
+            (0, 6) => unpack_shifted::<6>(bytes, mask, part),
+            (0, _) => unpack_shifted::<7>(bytes, mask, part),
             _ => part.iter_mut().zip(bytes).for_each(|(out, byte)| {
                 *out |= (byte >> shift & mask) << low;
             }),
@@ -186,7 +186,7 @@ fn spread<const WIDTH: u32>(bytes: &[u8], low: u32, out: &mut [u8]) {
 }
 
 #[inline(always)]
-fn take<const SHIFT: u32>(bytes: &[u8], mask: u8, out: &mut [u8]) {
+fn unpack_shifted<const SHIFT: u32>(bytes: &[u8], mask: u8, out: &mut [u8]) {
     for (out, byte) in out.iter_mut().zip(bytes) {
         *out = byte >> SHIFT & mask;
     }
@@ -195,15 +195,15 @@ fn take<const SHIFT: u32>(bytes: &[u8], mask: u8, out: &mut [u8]) {
 /// Reads the codes of row `row` of the page; any bytes of the layout's length give codes.
 pub(crate) fn unpack_row(layout: &CodeLayout, codes: &[u8], row: usize, symbols: &mut [u16]) {
     let (tile, row) = (row / TILE_TOKENS, row % TILE_TOKENS);
-    let (codes, tokens) = (&codes[layout.tile(tile)], layout.tile_tokens(tile));
+    let (codes, tokens) = (&codes[layout.tile_bytes(tile)], layout.tile_tokens(tile));
     symbols.fill(0);
-    for plane in layout.planes(tokens) {
+    for plane in layout.tile_planes(tokens) {
         let mask = (1u16 << plane.width) - 1;
         let bytes = &codes[plane.bytes];
         // Places grow along a row, so the byte and shift of one follow from those of the last.
         let (mut start, mut shift) = (0, 0);
         for (position, symbol) in symbols.iter_mut().enumerate() {
-            let element = layout.element(tokens, row, position);
+            let element = layout.code_index(tokens, row, position);
             while element - start >= bytes.len() {
                 start += bytes.len();
                 shift += plane.width;
@@ -215,7 +215,7 @@ pub(crate) fn unpack_row(layout: &CodeLayout, codes: &[u8], row: usize, symbols:
 
 #[cfg(test)]
 mod tests {
-    use super::pack::gather;
+    use super::pack::gather_tile_codes;
     use super::*;
 
     fn codes(count: usize, bits: u32) -> Vec<u16> {
@@ -235,7 +235,7 @@ mod tests {
                         let layout = CodeLayout::new(side, tokens, per_row, bits);
                         let symbols = codes(tokens * per_row, bits);
                         let mut bytes = vec![0xEE];
-                        pack(&layout, &symbols, &mut bytes);
+                        pack_codes(&layout, &symbols, &mut bytes);
                         assert_eq!(bytes.len() - 1, layout.size_bytes());
                         let mut back = vec![9; per_row];
                         for (row, wanted) in symbols.chunks(per_row).enumerate() {
@@ -255,7 +255,7 @@ mod tests {
             for per_row in [3usize, 64, 80] {
                 let size = |tokens| CodeLayout::new(Side::Key, tokens, per_row, bits).size_bytes();
                 assert_eq!(size(64) * 8, 64 * per_row * bits as usize);
-                let planes = CodeLayout::new(Side::Key, 1, per_row, bits).planes(1).count();
+                let planes = CodeLayout::new(Side::Key, 1, per_row, bits).tile_planes(1).count();
                 assert!(size(9) < (9 * per_row * bits as usize).div_ceil(8) + planes);
             }
         }
@@ -269,11 +269,11 @@ mod tests {
                 let layout = CodeLayout::new(side, 70, 12, bits);
                 let symbols = codes(70 * 12, bits);
                 let mut bytes = Vec::new();
-                pack(&layout, &symbols, &mut bytes);
+                pack_codes(&layout, &symbols, &mut bytes);
                 let mut out = vec![0xEE; 32 * 12];
-                layout.unpack_tile(&bytes[layout.tile(1)], &mut out);
+                layout.unpack_tile(&bytes[layout.tile_bytes(1)], &mut out);
                 let mut wanted = vec![0; 32 * 12];
-                gather(&layout, &symbols[32 * 12..64 * 12], 32, &mut wanted);
+                gather_tile_codes(&layout, &symbols[32 * 12..64 * 12], 32, &mut wanted);
                 let out: Vec<u16> = out.into_iter().map(u16::from).collect();
                 assert_eq!(out, wanted, "{side} {bits} bits");
             }
@@ -288,7 +288,7 @@ mod tests {
         let symbols = codes(32 * 16, 4);
         for (side, at) in [(Side::Key, [0, 1, 2, 3]), (Side::Value, [0, 16, 32, 48])] {
             let mut bytes = Vec::new();
-            pack(&CodeLayout::new(side, 32, 16, 4), &symbols, &mut bytes);
+            pack_codes(&CodeLayout::new(side, 32, 16, 4), &symbols, &mut bytes);
             assert_eq!(bytes.len(), 256);
             let low: Vec<u16> = bytes[..4].iter().map(|byte| u16::from(byte & 15)).collect();
             assert_eq!(low, at.map(|at| symbols[at]), "{side}");

@@ -1,7 +1,7 @@
 //! Second moments of samples and the principal-axis transforms made from them
 //! (`docs/adr/0005-grid-codec.md`).
 
-use crate::wide::wide;
+use crate::simd::dispatch_simd;
 use nalgebra::{DMatrix, SymmetricEigen};
 use pulp::{Simd, WithSimd};
 
@@ -15,19 +15,19 @@ const ROWS: usize = 8;
 /// `E[x xᵀ]` of `rows` (`[n, dim]`, `n >= 1`).
 fn second_moment(rows: &[f32], dim: usize) -> DMatrix<f64> {
     let mut sum = DMatrix::zeros(dim, dim);
-    wide(Products { rows, dim, sum: sum.as_mut_slice() });
+    dispatch_simd(GramMatrix { rows, dim, sum: sum.as_mut_slice() });
     sum.fill_upper_triangle_with_lower_triangle();
     sum / (rows.len() / dim) as f64
 }
 
 /// Adds `x xᵀ` of every row, row after row, to the lower triangle of `sum` (by columns).
-struct Products<'a> {
+struct GramMatrix<'a> {
     rows: &'a [f32],
     dim: usize,
     sum: &'a mut [f64],
 }
 
-impl WithSimd for Products<'_> {
+impl WithSimd for GramMatrix<'_> {
     type Output = ();
 
     #[inline(always)]
@@ -63,7 +63,7 @@ fn with_ridge(mut moment: DMatrix<f64>) -> DMatrix<f64> {
 }
 
 /// Eigenvectors as rows, largest eigenvalue first.
-fn axes(moment: DMatrix<f64>) -> DMatrix<f64> {
+fn eigenvector_rows(moment: DMatrix<f64>) -> DMatrix<f64> {
     let dim = moment.nrows();
     let eigen = SymmetricEigen::new(moment);
     let mut order: Vec<usize> = (0..dim).collect();
@@ -73,7 +73,7 @@ fn axes(moment: DMatrix<f64>) -> DMatrix<f64> {
 
 /// `a · b` for square matrices. Plain loops: a library's kernels differ between processors, and a
 /// calibration must not.
-fn product(a: &DMatrix<f64>, b: &DMatrix<f64>) -> DMatrix<f64> {
+fn multiply_matrices(a: &DMatrix<f64>, b: &DMatrix<f64>) -> DMatrix<f64> {
     let mut out = DMatrix::zeros(a.nrows(), b.ncols());
     for (mut out, b) in out.column_iter_mut().zip(b.column_iter()) {
         for (a, b) in a.column_iter().zip(b.iter()) {
@@ -91,7 +91,7 @@ fn row_major(matrix: &DMatrix<f64>) -> Vec<f64> {
 
 /// `Uᵀ`: the rotation onto the principal axes of `rows`, row-major.
 pub(crate) fn principal_axes(rows: &[f32], dim: usize) -> Vec<f64> {
-    row_major(&axes(second_moment(rows, dim)))
+    row_major(&eigenvector_rows(second_moment(rows, dim)))
 }
 
 /// `Uᵀ S` with `S = (E[q qᵀ])^½` and `U` the principal axes of `S x`, row-major.
@@ -100,9 +100,9 @@ pub(crate) fn query_axes(rows: &[f32], queries: &[f32], dim: usize) -> Vec<f64> 
     let roots = eigen.eigenvalues.map(|value| value.max(0.0).sqrt());
     let vectors = &eigen.eigenvectors;
     let scaled = DMatrix::from_fn(dim, dim, |i, j| vectors[(i, j)] * roots[j]);
-    let root = product(&scaled, &vectors.transpose());
-    let moment = product(&product(&root, &second_moment(rows, dim)), &root);
-    row_major(&product(&axes(moment), &root))
+    let root = multiply_matrices(&scaled, &vectors.transpose());
+    let moment = multiply_matrices(&multiply_matrices(&root, &second_moment(rows, dim)), &root);
+    row_major(&multiply_matrices(&eigenvector_rows(moment), &root))
 }
 
 #[cfg(test)]

@@ -3,7 +3,7 @@
 //! (`docs/adr/0020-tables-from-a-prior.md`).
 
 use crate::huffman::HuffmanTable;
-use crate::lanes::{Grouping, LaneTable};
+use crate::huffman::streams::{StreamTable, SymbolGrouping};
 use crate::{BlockRows, CodeCounts, CodecError, ModelCodec, SideSpec};
 use kvd_core::LayerIndex;
 
@@ -30,7 +30,7 @@ const VERSION_BLOCKS: u64 = 4;
 
 /// Whether counting blocks has changed what pages are written with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Verdict {
+enum TableDecision {
     /// The table is as good as any.
     Keep,
     /// The newest blocks are too few to say more, or fit it badly.
@@ -44,10 +44,10 @@ enum Verdict {
 pub(crate) struct TableHistory {
     /// Version `n` of page headers is at index `n`; the prior is version 0. Empty where tables are
     /// not built from blocks.
-    pub(crate) versions: Vec<LaneTable>,
+    pub(crate) versions: Vec<StreamTable>,
     /// Table version of pages that are written now.
     pub(crate) current: usize,
-    window: Window,
+    window: CodeWindow,
     /// Counted blocks that a new version takes: twice as many after each, until tables fit.
     evidence: u32,
     /// By how much codes of single observations were longer than they could be, in the mean of the
@@ -59,7 +59,7 @@ pub(crate) struct TableHistory {
 
 /// Codes counted since blocks were last compared with tables.
 #[derive(Clone, Debug, Default)]
-struct Window {
+struct CodeWindow {
     counts: Vec<u64>,
     blocks: u32,
     /// Whether it began with blocks that fit their table badly.
@@ -70,8 +70,8 @@ struct Window {
     own_bits: u64,
 }
 
-impl Window {
-    fn add(&mut self, counts: &[u64], blocks: u32) {
+impl CodeWindow {
+    fn add_counts(&mut self, counts: &[u64], blocks: u32) {
         self.counts.resize(counts.len(), 0);
         for (sum, count) in self.counts.iter_mut().zip(counts) {
             *sum += count;
@@ -96,8 +96,8 @@ impl Default for CountingPlan {
 }
 
 /// Bits of counted codes under a table.
-fn bits(counts: &[u64], table: &HuffmanTable) -> u64 {
-    counts.iter().zip(table.lengths()).map(|(n, length)| n * u64::from(*length)).sum()
+fn coded_bits(counts: &[u64], table: &HuffmanTable) -> u64 {
+    counts.iter().zip(table.code_lengths()).map(|(n, length)| n * u64::from(*length)).sum()
 }
 
 /// Bits by which a table made for these codes looks better than it is for others of their kind:
@@ -119,32 +119,32 @@ impl TableHistory {
     /// The prior alone: codes of one length, or two that differ by a bit. A page that takes it has
     /// no more bits than codes of fixed width, but for what the sixteen streams leave over.
     pub(crate) fn new(spec: &SideSpec) -> Self {
-        let alphabet = spec.quantizer.alphabet().filter(|_| spec.has_trained_tables());
+        let alphabet = spec.quantizer.code_count().filter(|_| spec.has_trained_tables());
         let prior = alphabet.map(|codes| {
             let huffman = HuffmanTable::new(&vec![1; codes as usize]);
-            LaneTable::new(huffman, Grouping::single(codes as u16))
+            StreamTable::new(huffman, SymbolGrouping::single_codes(codes as u16))
         });
         Self { versions: prior.into_iter().collect(), ..Self::default() }
     }
 
     /// Versions built from blocks.
-    pub(crate) fn built(&self) -> usize {
+    pub(crate) fn built_versions(&self) -> usize {
         self.versions.len().saturating_sub(1)
     }
 
     /// Appends a version and writes with it from now on.
     pub(crate) fn push(&mut self, huffman: HuffmanTable, stored: u64) {
-        let grouping = Grouping::single(huffman.lengths().len() as u16);
-        self.versions.push(LaneTable::new(huffman, grouping));
-        self.current = self.built();
+        let grouping = SymbolGrouping::single_codes(huffman.code_lengths().len() as u16);
+        self.versions.push(StreamTable::new(huffman, grouping));
+        self.current = self.built_versions();
         self.born = stored;
         self.evidence = (2 * self.evidence).clamp(2, WINDOW_BLOCKS);
-        self.window = Window::default();
+        self.window = CodeWindow::default();
     }
 
     /// Whether there may be another version after so many stored blocks.
     fn has_room(&self, stored: u64) -> bool {
-        let built = self.built();
+        let built = self.built_versions();
         let doublings = built.saturating_sub(FREE_VERSIONS) as u32;
         let wait = if built < FREE_VERSIONS { 0 } else { VERSION_BLOCKS << doublings };
         built < ModelCodec::TABLE_VERSIONS_MAX && stored - self.born >= wait
@@ -152,7 +152,7 @@ impl TableHistory {
 
     /// How much longer the codes of so many blocks may be than under a table made for them: the
     /// fewer blocks, the more they differ by chance.
-    fn threshold(&self, blocks: u32) -> f64 {
+    fn drift_threshold(&self, blocks: u32) -> f64 {
         let share = f64::from(WINDOW_BLOCKS) / f64::from(blocks.clamp(1, WINDOW_BLOCKS));
         let of_few = if blocks < WINDOW_BLOCKS { 2.0 * self.spread } else { 0.0 };
         1.0 + EXCESS * share.sqrt() + of_few
@@ -160,59 +160,60 @@ impl TableHistory {
 
     /// Adds the codes of some blocks, and takes the best table there is, or one made for them,
     /// where the one that is written with costs too much.
-    fn observe(&mut self, counts: &[u64], blocks: u32, stored: u64) -> Verdict {
+    fn observe_codes(&mut self, counts: &[u64], blocks: u32, stored: u64) -> TableDecision {
         if blocks == 0 || counts.iter().all(|count| *count == 0) {
-            return Verdict::Keep;
+            return TableDecision::Keep;
         }
-        let own = bits(counts, &HuffmanTable::new(counts)) + description_bits(counts);
-        let current = bits(counts, &self.versions[self.current].huffman);
+        let own = coded_bits(counts, &HuffmanTable::new(counts)) + description_bits(counts);
+        let current = coded_bits(counts, &self.versions[self.current].huffman);
         let departs = current as f64 > (1.0 + EXCESS + 2.0 * self.spread) * own as f64;
         // What was counted before is of other data, and would only blur what these are like.
         let blurs = is_varied(counts) && !is_varied(&self.window.counts);
         if (departs && !self.window.is_suspect) || blurs {
-            self.window = Window { is_suspect: departs, ..Window::default() };
+            self.window = CodeWindow { is_suspect: departs, ..CodeWindow::default() };
         }
-        self.window.add(counts, blocks);
+        self.window.add_counts(counts, blocks);
         self.window.current_bits += current;
         self.window.own_bits += own;
         if !is_varied(&self.window.counts) && self.window.blocks < UNVARIED_BLOCKS {
-            return Verdict::Keep;
+            return TableDecision::Keep;
         }
         if self.window.blocks < WINDOW_BLOCKS.min(self.evidence) {
-            return Verdict::Suspect;
+            return TableDecision::Suspect;
         }
-        let verdict = self.decide(stored);
-        if verdict == Verdict::Replaced {
-            self.window = Window::default();
+        let verdict = self.decide_table(stored);
+        if verdict == TableDecision::Replaced {
+            self.window = CodeWindow::default();
         } else if self.window.blocks >= WINDOW_BLOCKS {
             let window = std::mem::take(&mut self.window);
             self.spread = (window.current_bits as f64 / window.own_bits as f64 - 1.0).max(0.0);
             self.evidence = 1;
-            return Verdict::Keep;
+            return TableDecision::Keep;
         }
-        if self.window.is_suspect { verdict.max(Verdict::Suspect) } else { verdict }
+        if self.window.is_suspect { verdict.max(TableDecision::Suspect) } else { verdict }
     }
 
     /// Compares the table that is written with, all others, and one made for what was counted.
-    fn decide(&mut self, stored: u64) -> Verdict {
+    fn decide_table(&mut self, stored: u64) -> TableDecision {
         let counts = &self.window.counts;
         let fresh = HuffmanTable::new(counts);
-        let fresh_bits = (bits(counts, &fresh) + description_bits(counts)) as f64;
-        let costs: Vec<u64> = self.versions.iter().map(|of| bits(counts, &of.huffman)).collect();
+        let fresh_bits = (coded_bits(counts, &fresh) + description_bits(counts)) as f64;
+        let costs: Vec<u64> =
+            self.versions.iter().map(|of| coded_bits(counts, &of.huffman)).collect();
         let known = (0..costs.len()).min_by_key(|version| costs[*version]).unwrap_or(0);
-        let threshold = self.threshold(self.window.blocks);
+        let threshold = self.drift_threshold(self.window.blocks);
         let is_fine = |version: usize| costs[version] as f64 <= threshold * fresh_bits;
         if is_fine(self.current) {
-            return Verdict::Keep;
+            return TableDecision::Keep;
         }
         // A table that fits is taken up again: data that comes and goes uses up no versions.
         if !is_fine(known) && self.has_room(stored) {
             self.push(fresh, stored);
-            return Verdict::Replaced;
+            return TableDecision::Replaced;
         }
         let is_other = costs[known] < costs[self.current];
         self.current = if is_other { known } else { self.current };
-        if is_other { Verdict::Replaced } else { Verdict::Keep }
+        if is_other { TableDecision::Replaced } else { TableDecision::Keep }
     }
 }
 
@@ -260,12 +261,12 @@ impl ModelCodec {
             let index = self.counted_tables(layer, counts)?;
             let blocks = u32::try_from(blocks).unwrap_or(u32::MAX);
             let history = &mut self.tables[index];
-            let was_first = history.built() == 0;
-            dense = match history.observe(&counts.counts, blocks, plan.stored) {
-                Verdict::Keep => dense,
-                Verdict::Suspect => dense.max(SUSPECT_BLOCKS),
-                Verdict::Replaced if was_first => YOUNG_BLOCKS,
-                Verdict::Replaced => dense.max(YOUNG_BLOCKS),
+            let was_first = history.built_versions() == 0;
+            dense = match history.observe_codes(&counts.counts, blocks, plan.stored) {
+                TableDecision::Keep => dense,
+                TableDecision::Suspect => dense.max(SUSPECT_BLOCKS),
+                TableDecision::Replaced if was_first => YOUNG_BLOCKS,
+                TableDecision::Replaced => dense.max(YOUNG_BLOCKS),
             };
         }
         self.counting[layer.0 as usize].dense = dense;
@@ -300,6 +301,6 @@ impl ModelCodec {
     /// Versions of all Huffman tables that were built from blocks together.
     #[must_use]
     pub fn table_versions(&self) -> u64 {
-        self.tables.iter().map(|history| history.built() as u64).sum()
+        self.tables.iter().map(|history| history.built_versions() as u64).sum()
     }
 }

@@ -5,10 +5,10 @@ use crate::fit_bitalloc;
 use crate::fit_grid::{self, GridHead};
 use crate::fit_vq::VqFit;
 use crate::gain;
-use crate::outliers::Inliers;
-use crate::rotation::Rotation;
-use crate::side::polar::Pairs;
-use crate::transform::Step;
+use crate::outliers::InlierRows;
+use crate::quantizer::polar::PairLayout;
+use crate::rotation::RandomRotation;
+use crate::transform::TransformStep;
 use crate::{
     Calibration, CalibrationError, CodecError, CodecSpec, Quantizer, Samples, SideSpec, Transform,
     VqSpec, covariance,
@@ -40,7 +40,7 @@ pub struct FitProgress {
 /// # Errors
 /// When the codec does not fit the geometry, the samples belong to another one, a head has none
 /// (or no queries for `qpca`), or a value leaves the range in which it is kept.
-pub fn fit(
+pub fn fit_calibration(
     geometry: &Geometry,
     spec: &CodecSpec,
     samples: &Samples,
@@ -54,9 +54,9 @@ pub fn fit(
     let heads = geometry.layers as usize * geometry.kv_heads as usize;
     let mut parts: Vec<(Side, &SideSpec)> = Vec::new();
     for side in Side::BOTH {
-        for variant in spec.variants(side) {
+        for variant in spec.side_specs(side) {
             variant
-                .check(geometry, side)
+                .check_geometry(geometry, side)
                 .map_err(|reason| Box::new(CodecError::InvalidCodec { side, reason }))?;
             let known = |(other, spec): &(Side, &SideSpec)| {
                 *other == side && spec.fitted_text() == variant.fitted_text()
@@ -92,16 +92,17 @@ fn fit_side(
     let mut grid_heads = Vec::new();
     for layer in 0..geometry.layers {
         for head in 0..geometry.kv_heads as usize {
-            let place = Place { layer, side, head };
+            let place = HeadIndex { layer, side, head };
             let dim = geometry.head_dim(side);
             let head = HeadFit::new(place, samples, dim)?;
-            let head = head.transformed(&side_spec.transforms, &mut fitted)?;
+            let head = head.fit_transforms(&side_spec.transforms, &mut fitted)?;
             if let Quantizer::Polar { group: None, .. } = side_spec.quantizer {
-                let radii = Pairs::new(geometry.rope_pairing).largest_radii(&head.rows, head.dim);
+                let radii =
+                    PairLayout::new(geometry.rope_pairing).largest_radii(&head.rows, head.dim);
                 fitted.radius.extend(radii.ok_or_else(|| place.out_of_range())?);
             }
             if let Some(vq) = &mut vq {
-                vq.add(place, &head.rows)?;
+                vq.add_head(place, &head.rows)?;
             }
             if side_spec.quantizer.fits_coefficients() {
                 grid_heads.push(head.cross_fitted(&side_spec.transforms)?);
@@ -109,16 +110,17 @@ fn fit_side(
             one_more();
         }
     }
-    fitted.codebooks = vq.map(VqFit::finish);
+    fitted.codebooks = vq.map(VqFit::into_codebooks);
     match side_spec.quantizer {
         Quantizer::Grid { rate } => {
-            fitted.grid = Some(fit_grid::fit(geometry, (side, &fitted.gain), rate, &grid_heads)?);
+            fitted.grid =
+                Some(fit_grid::fit_grid(geometry, (side, &fitted.gain), rate, &grid_heads)?);
         }
         Quantizer::BitAlloc { bits } => {
             let matrix_is_last =
                 matches!(side_spec.transforms.last(), Some(Transform::Pca | Transform::QueryPca));
             let asked = (bits, matrix_is_last);
-            let allocated = fit_bitalloc::fit(geometry, side, asked, &grid_heads)?;
+            let allocated = fit_bitalloc::fit_bits(geometry, side, asked, &grid_heads)?;
             permute_rows(&mut fitted.matrix, geometry.head_dim(side), &allocated.orders);
             fitted.bitalloc = Some(allocated.tensors);
         }
@@ -139,13 +141,13 @@ fn permute_rows(matrices: &mut [f16], dim: usize, orders: &[Vec<usize>]) {
 
 /// The head that is being fitted.
 #[derive(Clone, Copy)]
-pub(crate) struct Place {
+pub(crate) struct HeadIndex {
     pub(crate) layer: u32,
     pub(crate) side: Side,
     pub(crate) head: usize,
 }
 
-impl Place {
+impl HeadIndex {
     pub(crate) fn out_of_range(self) -> CalibrationError {
         let Self { layer, side, head } = self;
         CalibrationError::OutOfRange { layer, side, head }
@@ -154,14 +156,14 @@ impl Place {
     /// `found` sub-vectors are fewer than the entries that they should give.
     pub(crate) fn too_few_samples(self, vq: &VqSpec, found: usize) -> CalibrationError {
         let Self { layer, side, head } = self;
-        let (vq, entries) = (vq.to_string(), vq.entries());
+        let (vq, entries) = (vq.to_string(), vq.entry_count());
         CalibrationError::TooFewSamples { layer, side, head, vq, entries, found }
     }
 }
 
 /// Samples of one head on their way through its transforms.
 struct HeadFit<'a> {
-    place: Place,
+    place: HeadIndex,
     dim: usize,
     /// As sampled, but for rows far beyond all others.
     raw: Cow<'a, [f32]>,
@@ -170,29 +172,29 @@ struct HeadFit<'a> {
     fitted: usize,
     /// Likewise; folded only where `qpca` looks at them.
     queries: Cow<'a, [f32]>,
-    steps: Vec<Step>,
+    steps: Vec<TransformStep>,
     /// Step of the head's grid in relation to other heads, when the transforms decide it.
     weight: Option<f64>,
 }
 
 impl<'a> HeadFit<'a> {
-    fn new(place: Place, samples: &'a Samples, dim: usize) -> Result<Self, CalibrationError> {
-        let Place { layer, side, head } = place;
+    fn new(place: HeadIndex, samples: &'a Samples, dim: usize) -> Result<Self, CalibrationError> {
+        let HeadIndex { layer, side, head } = place;
         let raw = samples.rows(LayerIndex(layer), side, head);
         if raw.is_empty() {
             return Err(CalibrationError::NoSamples { layer, side, head });
         }
         let queries = match side {
-            Side::Key => Inliers::new(samples.queries(LayerIndex(layer), head), dim).rows,
+            Side::Key => InlierRows::new(samples.queries(LayerIndex(layer), head), dim).rows,
             Side::Value => Cow::Borrowed(&[][..]),
         };
-        let raw = Inliers::new(raw, dim).rows;
+        let raw = InlierRows::new(raw, dim).rows;
         let fitted = raw.len();
         Ok(Self::of_rows(place, dim, raw, fitted, queries))
     }
 
     fn of_rows(
-        place: Place,
+        place: HeadIndex,
         dim: usize,
         raw: Cow<'a, [f32]>,
         fitted: usize,
@@ -202,59 +204,59 @@ impl<'a> HeadFit<'a> {
         Self { place, dim, raw, rows, fitted, queries, steps, weight: None }
     }
 
-    fn transformed(
+    fn fit_transforms(
         mut self,
         transforms: &[Transform],
         fitted: &mut SideCalibration,
     ) -> Result<Self, CalibrationError> {
         for transform in transforms {
-            self.transform(*transform, fitted)?;
+            self.fit_transform(*transform, fitted)?;
         }
         Ok(self)
     }
 
     /// Fits one transform, maps the rows through it and keeps what was learned.
-    fn transform(
+    fn fit_transform(
         &mut self,
         transform: Transform,
         fitted: &mut SideCalibration,
     ) -> Result<(), CalibrationError> {
         let (dim, rows) = (self.dim, &self.rows[..self.fitted]);
         let step = match transform {
-            Transform::Hadamard => Step::hadamard(dim),
-            Transform::Rotate { seed } => Step::Rotation(Rotation::new(dim, seed)),
+            Transform::Hadamard => TransformStep::hadamard_blocks(dim),
+            Transform::Rotate { seed } => TransformStep::Rotation(RandomRotation::new(dim, seed)),
             Transform::Smooth => {
                 let factors = smooth_factors(rows, dim);
                 fitted.smooth.extend_from_slice(&factors);
-                Step::scale(factors)
+                TransformStep::scale_channels(factors)
             }
             Transform::Norm => {
                 let factors = smooth_factors(rows, dim);
                 fitted.norm.extend_from_slice(&factors);
-                Step::scale(factors)
+                TransformStep::scale_channels(factors)
             }
             Transform::Gain => {
                 let median = gain::median_length(&self.raw, dim);
                 fitted.gain.push(median);
-                gain::raise(&self.raw, dim, median, &mut self.rows, &mut Vec::new());
+                gain::raise_short_rows(&self.raw, dim, median, &mut self.rows, &mut Vec::new());
                 return Ok(());
             }
             Transform::Mean => {
-                let mean = mean(rows, dim);
+                let mean = mean_row(rows, dim);
                 fitted.mean.extend_from_slice(&mean);
-                Step::Offset { mean }
+                TransformStep::Offset { mean }
             }
-            Transform::Pca => self.matrix(&covariance::principal_axes(rows, dim), fitted)?.0,
+            Transform::Pca => self.store_matrix(&covariance::principal_axes(rows, dim), fitted)?.0,
             Transform::QueryPca => {
                 let axes = covariance::query_axes(rows, &self.folded_queries()?, dim);
-                let (step, scale) = self.matrix(&axes, fitted)?;
+                let (step, scale) = self.store_matrix(&axes, fitted)?;
                 // In the space of `axes` queries have the same spread along every axis and in
                 // every head: an equal step there gives scores of all heads equal noise.
                 self.weight = Some(scale);
                 step
             }
         };
-        step.forward(&mut self.rows, dim);
+        step.transform_rows(&mut self.rows, dim);
         if !self.rows.iter().all(|x| x.is_finite()) {
             return Err(self.place.out_of_range());
         }
@@ -264,7 +266,7 @@ impl<'a> HeadFit<'a> {
 
     /// The samples' queries as they meet the rows after the steps so far.
     fn folded_queries(&self) -> Result<Vec<f32>, CalibrationError> {
-        let Place { layer, side, head } = self.place;
+        let HeadIndex { layer, side, head } = self.place;
         if self.queries.is_empty() {
             return Err(CalibrationError::NoQueries { layer, head });
         }
@@ -272,7 +274,7 @@ impl<'a> HeadFit<'a> {
         for query in queries.chunks_exact_mut(self.dim) {
             for step in &self.steps {
                 // What it adds to a score is the same for every key.
-                step.fold(query);
+                step.fold_query(query);
             }
         }
         if queries.iter().all(|x| x.is_finite()) {
@@ -282,17 +284,17 @@ impl<'a> HeadFit<'a> {
     }
 
     /// The map as it is kept, in f16, and the power of two by which it was brought into range.
-    fn matrix(
+    fn store_matrix(
         &self,
         axes: &[f64],
         fitted: &mut SideCalibration,
-    ) -> Result<(Step, f64), CalibrationError> {
+    ) -> Result<(TransformStep, f64), CalibrationError> {
         let largest = axes.iter().fold(0f64, |largest, x| largest.max(x.abs()));
         // From the exponent's bits: every platform's logarithm would round in its own way.
         let exponent = (largest.to_bits() >> 52) as i32 - 1023;
         let scale = 2f64.powi(-exponent);
         let kept: Vec<f16> = axes.iter().map(|x| f16::from_f64(x * scale)).collect();
-        let step = Step::matrix(self.dim, kept.iter().map(|x| x.to_f32()).collect());
+        let step = TransformStep::from_matrix(self.dim, kept.iter().map(|x| x.to_f32()).collect());
         fitted.matrix.extend(kept);
         Ok((step.ok_or_else(|| self.place.out_of_range())?, scale))
     }
@@ -315,7 +317,7 @@ impl<'a> HeadFit<'a> {
             let queries = Cow::Borrowed(&*self.queries);
             let head = HeadFit::of_rows(place, dim, Cow::Owned(raw), fitted, queries);
             let mut unused = SideCalibration::new(place.side, String::new());
-            let head = head.transformed(transforms, &mut unused)?;
+            let head = head.fit_transforms(transforms, &mut unused)?;
             // Both are powers of two, brought to one.
             let scale = self.weight.unwrap_or(1.0) / head.weight.unwrap_or(1.0);
             let held_out = &head.rows[fitted..];
@@ -325,7 +327,7 @@ impl<'a> HeadFit<'a> {
     }
 }
 
-fn mean(rows: &[f32], dim: usize) -> Vec<f32> {
+fn mean_row(rows: &[f32], dim: usize) -> Vec<f32> {
     let mut sum = vec![0f64; dim];
     for row in rows.chunks_exact(dim) {
         for (sum, x) in sum.iter_mut().zip(row) {

@@ -3,8 +3,8 @@
 
 use crate::CalibrationError;
 use crate::calibration::BitAllocTensors;
-use crate::fit_grid::{GridHead, Head, layer_heads};
-use crate::side::bit_levels::{LEVELS, Levels, WIDTH_MAX, levels_at};
+use crate::fit_grid::{GridHead, HeadSamples, layer_heads};
+use crate::quantizer::bit_levels::{BitLevels, LEVELS, WIDTH_MAX, levels_at};
 use crate::{levels, lloyd};
 use half::f16;
 use kvd_core::{Geometry, Side};
@@ -28,7 +28,7 @@ const GROUP: usize = 16;
 const OUTLIERS: f64 = 1.0 / 16384.0;
 
 /// What a fit gives: the tensors, and per head the order of its coefficients.
-pub(crate) struct Fitted {
+pub(crate) struct FittedBits {
     pub(crate) tensors: BitAllocTensors,
     /// Per head, the coefficient of the samples that becomes coefficient `i`.
     pub(crate) orders: Vec<Vec<usize>>,
@@ -42,28 +42,28 @@ struct LayerLevels {
 
 /// Allocates `bits` bits per coefficient over all heads of a side. `heads` are those of layer 0,
 /// then those of layer 1 and so on; where `permute`, a head's widest coefficients come first.
-pub(crate) fn fit(
+pub(crate) fn fit_bits(
     geometry: &Geometry,
     side: Side,
     (bits, permute): (f32, bool),
     heads: &[GridHead],
-) -> Result<Fitted, CalibrationError> {
+) -> Result<FittedBits, CalibrationError> {
     let (dim, kv_heads) = (geometry.head_dim(side), geometry.kv_heads as usize);
-    let heads: Vec<Head<'_>> =
+    let heads: Vec<HeadSamples<'_>> =
         heads.chunks(kv_heads).flat_map(|layer| layer_heads(layer, dim)).collect();
     let spreads: Vec<Vec<f64>> = heads.iter().map(usable_spreads).collect();
     let mut levels: Vec<LayerLevels> = heads
         .chunks(kv_heads)
         .zip(spreads.chunks(kv_heads))
-        .map(|(heads, spreads)| train(heads, spreads, None))
+        .map(|(heads, spreads)| train_levels(heads, spreads, None))
         .collect();
     let mut widths = Vec::new();
     for _ in 0..ROUNDS {
-        widths = allocate(&heads, &spreads, &levels, (bits, permute));
+        widths = allocate_widths(&heads, &spreads, &levels, (bits, permute));
         let layers = heads.chunks(kv_heads).zip(spreads.chunks(kv_heads));
         let layers = layers.zip(widths.chunks(kv_heads)).zip(&mut levels);
         for (((heads, spreads), widths), levels) in layers {
-            *levels = train(heads, spreads, Some((widths, &*levels)));
+            *levels = train_levels(heads, spreads, Some((widths, &*levels)));
         }
     }
     let mut tensors = BitAllocTensors::default();
@@ -80,12 +80,12 @@ pub(crate) fn fit(
     for layer in &levels {
         tensors.levels.extend(layer.values.iter().map(|x| f16::from_f32(*x)));
     }
-    let bound = bound(&heads, &spreads, &widths, &levels);
+    let bound = outlier_bound(&heads, &spreads, &widths, &levels);
     tensors.bounds = heads.iter().map(|head| (bound * head.weight) as f32).collect();
     let usable = |x: &f32| x.is_normal() && *x > 0.0 && x.recip().is_normal();
     let dims = tensors.scales.chunks(dim).zip(&tensors.bounds);
     match dims.into_iter().position(|(s, b)| !s.iter().chain([b]).all(usable)) {
-        None => Ok(Fitted { tensors, orders }),
+        None => Ok(FittedBits { tensors, orders }),
         Some(index) => {
             let (layer, head) = ((index / kv_heads) as u32, index % kv_heads);
             Err(CalibrationError::OutOfRange { layer, side, head })
@@ -94,7 +94,7 @@ pub(crate) fn fit(
 }
 
 /// A head's spreads, those far below its largest raised: a scale must have a reciprocal.
-fn usable_spreads(head: &Head<'_>) -> Vec<f64> {
+fn usable_spreads(head: &HeadSamples<'_>) -> Vec<f64> {
     let largest = head.spreads.iter().fold(0f64, |a, b| a.max(*b));
     let floor = if largest > 0.0 { largest * 1e-6 } else { head.weight };
     head.spreads.iter().map(|spread| spread.max(floor)).collect()
@@ -103,24 +103,24 @@ fn usable_spreads(head: &Head<'_>) -> Vec<f64> {
 /// Trains a layer's levels on its coefficients over their spreads: those of the width, or all of
 /// them where too few have it. The distortion of a width without coefficients of its own is that
 /// of the levels before.
-fn train(
-    heads: &[Head<'_>],
+fn train_levels(
+    heads: &[HeadSamples<'_>],
     spreads: &[Vec<f64>],
     before: Option<(&[Vec<u8>], &LayerLevels)>,
 ) -> LayerLevels {
-    let all = points(heads, spreads, |_, _| true);
+    let all = sample_points(heads, spreads, |_, _| true);
     let mut values = vec![0f32; LEVELS];
     let mut distortions = [1.0; WIDTH_MAX + 1];
     for width in 1..=WIDTH_MAX {
         let own = before.map(|(widths, _)| {
-            points(heads, spreads, |head, i| usize::from(widths[head][i]) == width)
+            sample_points(heads, spreads, |head, i| usize::from(widths[head][i]) == width)
         });
         let table = &mut values[levels_at(width)..][..1 << width];
         let points = own.as_ref().filter(|own| own.len() >= POINTS_MIN).unwrap_or(&all);
-        distortions[width] = lloyd::train(points, table);
+        distortions[width] = lloyd::train_levels(points, table);
         let mut snapped = table.to_vec();
-        levels::snap(&mut snapped);
-        let error = lloyd::error(points, &snapped);
+        levels::snap_to_levels(&mut snapped);
+        let error = lloyd::mean_squared_error(points, &snapped);
         if error <= distortions[width] * SNAPPED_MAX {
             table.copy_from_slice(&snapped);
             distortions[width] = error;
@@ -130,8 +130,8 @@ fn train(
 }
 
 /// At most [`POINTS_MAX`] coefficients over their spread, in ascending order.
-fn points(
-    heads: &[Head<'_>],
+fn sample_points(
+    heads: &[HeadSamples<'_>],
     spreads: &[Vec<f64>],
     takes: impl Fn(usize, usize) -> bool,
 ) -> Vec<f32> {
@@ -155,21 +155,21 @@ fn points(
 /// One more bit for each coefficient of a group: how much distortion a bit saves. Ties go to the
 /// lower place.
 #[derive(Clone, Copy, PartialEq)]
-struct Gain {
+struct BitGain {
     saved: f64,
     head: usize,
     group: usize,
 }
 
-impl Eq for Gain {}
+impl Eq for BitGain {}
 
-impl PartialOrd for Gain {
+impl PartialOrd for BitGain {
     fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
         Some(self.cmp(other))
     }
 }
 
-impl Ord for Gain {
+impl Ord for BitGain {
     fn cmp(&self, other: &Self) -> std::cmp::Ordering {
         let place = |gain: &Self| std::cmp::Reverse((gain.head, gain.group));
         self.saved.total_cmp(&other.saved).then(place(self).cmp(&place(other)))
@@ -177,7 +177,7 @@ impl Ord for Gain {
 }
 
 /// The coefficients of each of a head's groups: those of like spread where the fit orders them.
-fn groups(spreads: &[f64], permute: bool) -> Vec<Vec<usize>> {
+fn coefficient_groups(spreads: &[f64], permute: bool) -> Vec<Vec<usize>> {
     let mut order: Vec<usize> = (0..spreads.len()).collect();
     if permute {
         order.sort_by(|a, b| spreads[*b].total_cmp(&spreads[*a]));
@@ -186,29 +186,30 @@ fn groups(spreads: &[f64], permute: bool) -> Vec<Vec<usize>> {
 }
 
 /// Widths by greedy reduction of the distortion, the same for all coefficients of a group.
-fn allocate(
-    heads: &[Head<'_>],
+fn allocate_widths(
+    heads: &[HeadSamples<'_>],
     spreads: &[Vec<f64>],
     levels: &[LayerLevels],
     (bits, permute): (f32, bool),
 ) -> Vec<Vec<u8>> {
     let dim = spreads[0].len();
     let kv_heads = heads.len() / levels.len();
-    let groups: Vec<_> = spreads.iter().map(|spreads| groups(spreads, permute)).collect();
+    let groups: Vec<_> =
+        spreads.iter().map(|spreads| coefficient_groups(spreads, permute)).collect();
     let gain = |head: usize, group: usize, width: usize| {
         let distortions = &levels[head / kv_heads].distortions;
         let coefficients = &groups[head][group];
         let unit = |i: &usize| spreads[head][*i] / heads[head].weight;
         let squares: f64 = coefficients.iter().map(|i| unit(i) * unit(i)).sum();
         let saved = squares * (distortions[width] - distortions[width + 1]);
-        Gain { saved: saved / coefficients.len() as f64, head, group }
+        BitGain { saved: saved / coefficients.len() as f64, head, group }
     };
     let mut widths = vec![vec![0u8; dim]; heads.len()];
     let mut budget = (f64::from(bits) * (dim * heads.len()) as f64) as usize;
     let all = groups.iter().enumerate();
     let all = all.flat_map(|(head, groups)| (0..groups.len()).map(move |group| (head, group)));
-    let mut heap: BinaryHeap<Gain> = all.map(|(head, group)| gain(head, group, 0)).collect();
-    while let Some(Gain { head, group, .. }) = heap.pop() {
+    let mut heap: BinaryHeap<BitGain> = all.map(|(head, group)| gain(head, group, 0)).collect();
+    while let Some(BitGain { head, group, .. }) = heap.pop() {
         let coefficients = &groups[head][group];
         if coefficients.len() > budget {
             continue;
@@ -225,8 +226,8 @@ fn allocate(
 
 /// The error that at most [`OUTLIERS`] of the samples' coefficients exceed, in units of a head's
 /// weight.
-fn bound(
-    heads: &[Head<'_>],
+fn outlier_bound(
+    heads: &[HeadSamples<'_>],
     spreads: &[Vec<f64>],
     widths: &[Vec<u8>],
     levels: &[LayerLevels],
@@ -237,12 +238,12 @@ fn bound(
     let mut errors = Vec::new();
     for (layer, levels) in levels.iter().enumerate() {
         let stored: Vec<f32> = levels.values.iter().map(|x| f16::from_f32(*x).to_f32()).collect();
-        let levels = Levels::new(&stored);
+        let levels = BitLevels::new(&stored);
         for head in layer * kv_heads..(layer + 1) * kv_heads {
             for row in heads[head].rows.iter().step_by(stride) {
                 for (i, x) in row.iter().enumerate() {
                     let (width, scale) = (usize::from(widths[head][i]), spreads[head][i] as f32);
-                    let level = levels.value(width, levels.code(width, x / scale));
+                    let level = levels.level_value(width, levels.nearest_code(width, x / scale));
                     errors.push((x - level * scale).abs() / heads[head].weight as f32);
                 }
             }

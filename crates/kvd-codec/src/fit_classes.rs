@@ -7,8 +7,8 @@
 
 use crate::calibration::GridTensors;
 use crate::huffman::HuffmanTable;
-use crate::lanes::{QUAD, cheapest, outlier_bits};
-use crate::side::grid::{self, CLASSES, Class};
+use crate::huffman::streams::{QUAD, cheapest_symbols, outlier_bits};
+use crate::quantizer::grid::{self, CLASSES, CodeClass};
 use kvd_core::Side;
 use std::iter::repeat_n;
 
@@ -24,11 +24,11 @@ const ABSENT_BITS: u64 = 22;
 const PRIOR: f64 = 2.0;
 /// One of the classes that join two codes, and one of those that join four: their like cut codes
 /// and make symbols in the same way.
-const JOINT: [Class; 2] = [CLASSES[4], CLASSES[1]];
+const JOINT: [CodeClass; 2] = [CLASSES[4], CLASSES[1]];
 
 /// Coefficients that take a class together, in the samples of a head: positions whose codes lie in
 /// one quad of keys, one position of values.
-struct Unit {
+struct ClassUnit {
     /// Positions.
     len: usize,
     class: u8,
@@ -41,30 +41,30 @@ struct Unit {
 }
 
 /// The symbols of a class and what they cost.
-struct Table {
+struct ClassTable {
     lengths: Vec<u8>,
     /// By symbol; its substitute and outliers where it has no code.
     bits: Vec<u64>,
 }
 
 /// The classes of a layer's side.
-pub(crate) struct Classes {
+pub(crate) struct LayerClasses {
     side: Side,
-    units: Vec<Unit>,
-    tables: Vec<Table>,
+    units: Vec<ClassUnit>,
+    tables: Vec<ClassTable>,
     /// Bits of rows whose page would hold raw floats.
     raw_bits: u64,
 }
 
-impl Unit {
+impl ClassUnit {
     fn new(len: usize, spread: f64) -> Self {
-        let alphabets = JOINT.map(|class| vec![0; class.alphabet()]);
+        let alphabets = JOINT.map(|class| vec![0; class.symbol_count()]);
         let codes = vec![0; 2 * CODE_SPAN as usize + 1];
         Self { len, class: grid::class_of(spread as f32), codes, joint: alphabets, cut: [0; 2] }
     }
 
     /// Counts up to four codes that lie in one quad.
-    fn count(&mut self, quad: &[i32]) {
+    fn count_quad(&mut self, quad: &[i32]) {
         for code in quad {
             self.codes[(code.clamp(&-CODE_SPAN, &CODE_SPAN) + CODE_SPAN) as usize] += 1;
         }
@@ -73,10 +73,10 @@ impl Unit {
                 let mut kept = [0; QUAD];
                 for (kept, code) in kept.iter_mut().zip(codes) {
                     let rest;
-                    (*kept, rest) = class.cut(*code);
+                    (*kept, rest) = class.cut_code(*code);
                     self.cut[index] += outlier_bits(rest);
                 }
-                let symbol = class.grouping().symbol(&kept[..codes.len()]);
+                let symbol = class.symbol_grouping().symbol_from_codes(&kept[..codes.len()]);
                 self.joint[index][usize::from(symbol)] += 1;
             }
         }
@@ -84,7 +84,7 @@ impl Unit {
 
     /// Visits the symbols of a class with their counts; returns the bits of what no symbol stands
     /// for.
-    fn symbols(&self, class: Class, mut visit: impl FnMut(usize, u64)) -> u64 {
+    fn visit_symbols(&self, class: CodeClass, mut visit: impl FnMut(usize, u64)) -> u64 {
         if let Some(index) = JOINT.iter().position(|joint| joint.group == class.group) {
             let counts = self.joint[index].iter().copied().map(u64::from);
             counts.enumerate().for_each(|(symbol, count)| visit(symbol, count));
@@ -92,28 +92,29 @@ impl Unit {
         }
         let mut other = 0;
         for (code, count) in (-CODE_SPAN..).zip(&self.codes).filter(|(_, count)| **count > 0) {
-            let (kept, rest) = class.cut(code);
+            let (kept, rest) = class.cut_code(code);
             let count = u64::from(*count);
-            visit(usize::from(class.grouping().symbol(&[kept])), count);
+            visit(usize::from(class.symbol_grouping().symbol_from_codes(&[kept])), count);
             other += count * (outlier_bits(rest) + u64::from(class.raw_bits));
         }
         other
     }
 
     /// Bits under a class's table; the zero class has none.
-    fn bits(&self, class: Class, table: &Table) -> u64 {
+    fn coded_bits(&self, class: CodeClass, table: &ClassTable) -> u64 {
         let mut bits = 0;
-        let other = self.symbols(class, |symbol, count| bits += count * table.bits[symbol]);
+        let other = self.visit_symbols(class, |symbol, count| bits += count * table.bits[symbol]);
         bits + other
     }
 }
 
 /// Counts of few samples, as if some more had been met that follow the codes alone: a symbol of
 /// likely codes is likely, also where no sample has it. In units of a sixteenth.
-fn smoothed(class: Class, counts: &[u64]) -> Vec<u64> {
-    let grouping = class.grouping();
-    let codes =
-        |symbol: usize| grouping.codes(symbol as u16).map(|c| usize::from(c >> class.raw_bits));
+fn smooth_counts(class: CodeClass, counts: &[u64]) -> Vec<u64> {
+    let grouping = class.symbol_grouping();
+    let codes = |symbol: usize| {
+        grouping.symbol_codes(symbol as u16).map(|c| usize::from(c >> class.raw_bits))
+    };
     // Tails of both signs are alike.
     let levels = usize::from(grouping.levels);
     let mut shares = vec![0.5; levels];
@@ -132,10 +133,10 @@ fn smoothed(class: Class, counts: &[u64]) -> Vec<u64> {
     counts.iter().enumerate().map(smooth).map(|count| count as u64).collect()
 }
 
-impl Table {
+impl ClassTable {
     /// The best of some tables for symbols that are met so often, as far as can be told before
     /// substitutes are known.
-    fn best(class: Class, counts: &[u64]) -> Self {
+    fn best_table(class: CodeClass, counts: &[u64]) -> Self {
         let total: u64 = counts.iter().sum();
         let mut order: Vec<usize> = (0..counts.len()).collect();
         order.sort_by_key(|symbol| std::cmp::Reverse(counts[*symbol]));
@@ -148,7 +149,7 @@ impl Table {
         let tables = sizes.into_iter().map(|size| {
             let mut kept = vec![false; counts.len()];
             order[..size].iter().for_each(|symbol| kept[*symbol] = true);
-            HuffmanTable::partial(counts, &kept).lengths().to_vec()
+            HuffmanTable::for_kept_symbols(counts, &kept).code_lengths().to_vec()
         });
         let guess = |lengths: &Vec<u8>| -> u64 {
             let bits = |length: &u8| if *length == 0 { ABSENT_BITS } else { u64::from(*length) };
@@ -156,24 +157,27 @@ impl Table {
         };
         // There is at least the table of all symbols.
         let lengths = tables.min_by_key(guess).unwrap_or_default();
-        let bits = cheapest(class.grouping(), &lengths).into_iter().map(|(_, bits)| bits).collect();
+        let bits = cheapest_symbols(class.symbol_grouping(), &lengths)
+            .into_iter()
+            .map(|(_, bits)| bits)
+            .collect();
         Self { lengths, bits }
     }
 }
 
-impl Classes {
+impl LayerClasses {
     pub(crate) fn new(side: Side) -> Self {
         Self { side, units: Vec::new(), tables: Vec::new(), raw_bits: 0 }
     }
 
     /// Counts a head's rows, whose coefficients have these spreads.
-    pub(crate) fn add(&mut self, rows: &[&[f32]], step: f32, spreads: &[f64]) {
+    pub(crate) fn count_rows(&mut self, rows: &[&[f32]], step: f32, spreads: &[f64]) {
         let dim = spreads.len();
         let first = self.units.len();
         let width = if self.side == Side::Key { QUAD } else { 1 };
         self.units.extend(spreads.chunks(width).map(|spreads| {
             let square = spreads.iter().map(|s| s * s).sum::<f64>() / spreads.len() as f64;
-            Unit::new(spreads.len(), square.sqrt() / f64::from(step))
+            ClassUnit::new(spreads.len(), square.sqrt() / f64::from(step))
         }));
         let units = &mut self.units[first..];
         let mut codes = vec![0i32; QUAD * dim];
@@ -181,7 +185,7 @@ impl Classes {
             let mut count = 0;
             for row in rows {
                 let codes = &mut codes[count * dim..][..dim];
-                match grid::codes(row, step, codes) {
+                match grid::round_row(row, step, codes) {
                     Ok(()) => count += 1,
                     Err(_) => self.raw_bits += 16 * dim as u64,
                 }
@@ -191,24 +195,24 @@ impl Classes {
                 let mut quad = [0; QUAD];
                 if self.side == Side::Key {
                     codes.chunks_exact(dim).for_each(|row| {
-                        unit.count(&row[index * QUAD..][..unit.len]);
+                        unit.count_quad(&row[index * QUAD..][..unit.len]);
                     });
                 } else {
                     let of_tokens = codes.iter().skip(index).step_by(dim);
                     quad.iter_mut().zip(of_tokens).for_each(|(quad, code)| *quad = *code);
-                    unit.count(&quad[..count]);
+                    unit.count_quad(&quad[..count]);
                 }
             }
         }
     }
 
     /// Deals the units; returns the bits of all that was counted.
-    pub(crate) fn fit(&mut self) -> u64 {
+    pub(crate) fn assign_classes(&mut self) -> u64 {
         self.make_tables();
         for _ in 0..ROUNDS {
             let mut moved = false;
             for unit in &mut self.units {
-                let cost = |class: &usize| unit.bits(CLASSES[*class], &self.tables[*class]);
+                let cost = |class: &usize| unit.coded_bits(CLASSES[*class], &self.tables[*class]);
                 let best = (0..CLASSES.len()).min_by_key(cost).unwrap_or(0) as u8;
                 moved |= best != unit.class;
                 unit.class = best;
@@ -218,30 +222,30 @@ impl Classes {
             }
             self.make_tables();
         }
-        let bits = |unit: &Unit| {
+        let bits = |unit: &ClassUnit| {
             let class = usize::from(unit.class);
-            unit.bits(CLASSES[class], &self.tables[class])
+            unit.coded_bits(CLASSES[class], &self.tables[class])
         };
         self.units.iter().map(bits).sum::<u64>() + self.raw_bits
     }
 
     /// The best table of each class for the units that it has.
     fn make_tables(&mut self) {
-        let table = |(index, class): (usize, &Class)| {
-            let mut counts = vec![0; class.alphabet()];
+        let table = |(index, class): (usize, &CodeClass)| {
+            let mut counts = vec![0; class.symbol_count()];
             for unit in self.units.iter().filter(|unit| usize::from(unit.class) == index) {
-                unit.symbols(*class, |symbol, count| counts[symbol] += count);
+                unit.visit_symbols(*class, |symbol, count| counts[symbol] += count);
             }
             if index == 0 {
-                return Table { lengths: Vec::new(), bits: vec![0; counts.len()] };
+                return ClassTable { lengths: Vec::new(), bits: vec![0; counts.len()] };
             }
-            Table::best(*class, &smoothed(*class, &counts))
+            ClassTable::best_table(*class, &smooth_counts(*class, &counts))
         };
         self.tables = CLASSES.iter().enumerate().map(table).collect();
     }
 
     /// Appends the class of every coefficient, and the code lengths of every class.
-    pub(crate) fn write(&self, tensors: &mut GridTensors) {
+    pub(crate) fn append_tensors(&self, tensors: &mut GridTensors) {
         for unit in &self.units {
             tensors.classes.extend(repeat_n(unit.class, unit.len));
         }
@@ -254,7 +258,7 @@ impl Classes {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::lanes::LaneTable;
+    use crate::huffman::streams::StreamTable;
 
     /// Rows of sums of noise, narrower from position to position.
     fn rows(count: usize, dim: usize) -> Vec<f32> {
@@ -273,11 +277,11 @@ mod tests {
             (squares.sum::<f64>() / (rows.len() / dim) as f64).sqrt()
         };
         let spreads: Vec<f64> = (0..dim).map(spread).collect();
-        let mut classes = Classes::new(side);
-        classes.add(&rows.chunks_exact(dim).collect::<Vec<_>>(), 0.05, &spreads);
-        let bits = classes.fit();
+        let mut classes = LayerClasses::new(side);
+        classes.count_rows(&rows.chunks_exact(dim).collect::<Vec<_>>(), 0.05, &spreads);
+        let bits = classes.assign_classes();
         let mut tensors = GridTensors { steps: vec![0.05], classes: vec![], tables: vec![] };
-        classes.write(&mut tensors);
+        classes.append_tensors(&mut tensors);
         (tensors, bits)
     }
 
@@ -294,10 +298,11 @@ mod tests {
             }
             let tables = tensors.layer_tables(0).unwrap();
             let tables = tables.into_iter().zip(&CLASSES[1..]);
-            let tables = tables.map(|(table, class)| LaneTable::new(table, class.grouping()));
+            let tables =
+                tables.map(|(table, class)| StreamTable::new(table, class.symbol_grouping()));
             let grid = grid::Grid::new(side, 0.05, &tensors.classes, tables.collect());
             let mut bytes = Vec::new();
-            let lengths = grid.encode(&rows, usize::MAX, &mut bytes).unwrap();
+            let lengths = grid.append_payload(&rows, usize::MAX, &mut bytes).unwrap();
             let taken = 8.0 * (bytes.len() as u64 - lengths) as f64;
             // Lanes leave 16 bits over at most, in 20 chunks.
             let most = bits as f64 * 1.02 + 20.0 * 16.0 * 16.0;

@@ -3,8 +3,8 @@
 
 use crate::CalibrationError;
 use crate::calibration::GridTensors;
-use crate::fit_classes::Classes;
-use crate::lanes::{CHUNK_TOKENS, LANES, QUAD};
+use crate::fit_classes::LayerClasses;
+use crate::huffman::streams::{CHUNK_TOKENS, QUAD, STREAMS};
 use crate::page::{HEADER_BYTES, PAGE_ALIGN};
 use kvd_core::{Geometry, Side};
 
@@ -29,7 +29,7 @@ pub(crate) struct GridHead {
 }
 
 /// What coding needs to know of a head's samples.
-pub(crate) struct Head<'a> {
+pub(crate) struct HeadSamples<'a> {
     pub(crate) rows: Vec<&'a [f32]>,
     /// Root mean square of each coefficient.
     pub(crate) spreads: Vec<f64>,
@@ -38,7 +38,7 @@ pub(crate) struct Head<'a> {
 }
 
 /// A side coded with one relative step.
-struct Trial {
+struct GridTrial {
     tensors: GridTensors,
     /// Bits of all codes of the samples.
     bits: f64,
@@ -46,25 +46,27 @@ struct Trial {
 
 /// Finds the finest step at which the samples take at most `rate` bits per value, pages and
 /// stream lengths counted. `heads` are those of layer 0, then those of layer 1 and so on.
-pub(crate) fn fit(
+pub(crate) fn fit_grid(
     geometry: &Geometry,
     (side, gains): (Side, &[f32]),
     rate: f32,
     heads: &[GridHead],
 ) -> Result<GridTensors, CalibrationError> {
     let (dim, kv_heads) = (geometry.head_dim(side), geometry.kv_heads as usize);
-    let heads: Vec<Head<'_>> =
+    let heads: Vec<HeadSamples<'_>> =
         heads.chunks(kv_heads).flat_map(|layer| layer_heads(layer, dim)).collect();
     let values: usize = heads.iter().map(|head| head.rows.len() * dim).sum();
-    let target = (f64::from(rate) - overhead(geometry, side, !gains.is_empty())) * values as f64;
-    let spread = |head: &Head<'_>| head.spreads.iter().fold(0f64, |a, b| a.max(*b)) / head.weight;
+    let target =
+        (f64::from(rate) - overhead_bits(geometry, side, !gains.is_empty())) * values as f64;
+    let spread =
+        |head: &HeadSamples<'_>| head.spreads.iter().fold(0f64, |a, b| a.max(*b)) / head.weight;
     let largest = heads.iter().map(spread).fold(0f64, f64::max);
     let largest = if largest > 0.0 { largest } else { 1.0 };
     let (mut fine, mut coarse) = (largest / FINEST, largest * COARSEST);
     let mut best = None;
     for _ in 0..HALVINGS {
         let middle = (fine * coarse).sqrt();
-        let trial = code(side, &heads, kv_heads, middle);
+        let trial = try_step(side, &heads, kv_heads, middle);
         if trial.bits <= target {
             coarse = middle;
             best = Some(trial);
@@ -72,7 +74,7 @@ pub(crate) fn fit(
             fine = middle;
         }
     }
-    let best = best.unwrap_or_else(|| code(side, &heads, kv_heads, coarse));
+    let best = best.unwrap_or_else(|| try_step(side, &heads, kv_heads, coarse));
     let usable = |step: &f32| step.is_normal() && *step > 0.0;
     match best.tensors.steps.iter().position(|step| !usable(step)) {
         None => Ok(best.tensors),
@@ -83,28 +85,28 @@ pub(crate) fn fit(
     }
 }
 
-/// Bits that a lane has loaded and not used when a chunk ends, less the zeros that are left out.
-const LANE_WASTE: f64 = 12.0;
+/// Bits that a stream has loaded and not used when a chunk ends, less the zeros that are left out.
+const STREAM_WASTE: f64 = 12.0;
 
 /// Bits of a row's gain.
 const GAIN_BITS: f64 = 4.0;
 
 /// Bits per value of everything but codes and outliers: page headers, gains, half the padding of
 /// pages,
-/// the slot of the block, and per chunk its lengths and what its lanes leave over.
-fn overhead(geometry: &Geometry, side: Side, gains: bool) -> f64 {
+/// the slot of the block, and per chunk its lengths and what its streams leave over.
+fn overhead_bits(geometry: &Geometry, side: Side, gains: bool) -> f64 {
     let dim = geometry.head_dim(side) as f64;
     let slot_share = SLOT_WASTE as f64 / f64::from(2 * geometry.kv_heads);
     let page = 8.0 * (HEADER_BYTES as f64 + PAGE_ALIGN as f64 / 2.0 + slot_share);
     let tokens = f64::from(geometry.block_tokens);
     let chunks = (tokens / CHUNK_TOKENS as f64).ceil();
-    let chunk = 32.0 + LANES as f64 * LANE_WASTE;
+    let chunk = 32.0 + STREAMS as f64 * STREAM_WASTE;
     let gains = if gains { GAIN_BITS } else { 0.0 };
     (page + chunks * chunk) / (tokens * dim) + gains / dim
 }
 
-pub(crate) fn layer_heads(heads: &[GridHead], dim: usize) -> Vec<Head<'_>> {
-    let spreads: Vec<Vec<f64>> = heads.iter().map(|head| spreads(head, dim)).collect();
+pub(crate) fn layer_heads(heads: &[GridHead], dim: usize) -> Vec<HeadSamples<'_>> {
+    let spreads: Vec<Vec<f64>> = heads.iter().map(|head| coefficient_spreads(head, dim)).collect();
     let energy: f64 = spreads.iter().flatten().map(|spread| spread * spread).sum();
     let rms = (energy / (dim * heads.len()) as f64).sqrt();
     let of_layer = if rms > 0.0 { rms } else { 1.0 };
@@ -114,13 +116,13 @@ pub(crate) fn layer_heads(heads: &[GridHead], dim: usize) -> Vec<Head<'_>> {
         let stride = (head.coefficients.len() / dim).div_ceil(ROWS_MAX).max(1);
         let quads = head.coefficients.chunks(dim * QUAD).step_by(stride);
         let rows = quads.flat_map(|quad| quad.chunks_exact(dim)).collect();
-        bound.push(Head { rows, spreads, weight: head.weight.unwrap_or(of_layer) });
+        bound.push(HeadSamples { rows, spreads, weight: head.weight.unwrap_or(of_layer) });
     }
     bound
 }
 
 /// Root mean square of each coefficient.
-fn spreads(head: &GridHead, dim: usize) -> Vec<f64> {
+fn coefficient_spreads(head: &GridHead, dim: usize) -> Vec<f64> {
     let mut sums = vec![0f64; dim];
     for row in head.coefficients.chunks_exact(dim) {
         for (sum, c) in sums.iter_mut().zip(row) {
@@ -132,18 +134,18 @@ fn spreads(head: &GridHead, dim: usize) -> Vec<f64> {
 }
 
 /// Codes all samples with the steps `step * weight` and tables made for them.
-fn code(side: Side, heads: &[Head<'_>], kv_heads: usize, step: f64) -> Trial {
+fn try_step(side: Side, heads: &[HeadSamples<'_>], kv_heads: usize, step: f64) -> GridTrial {
     let mut tensors = GridTensors { steps: Vec::new(), classes: Vec::new(), tables: Vec::new() };
     let mut bits = 0.0;
     for layer in heads.chunks(kv_heads) {
-        let mut coded = Classes::new(side);
+        let mut coded = LayerClasses::new(side);
         for head in layer {
             let step = (step * head.weight) as f32;
-            coded.add(&head.rows, step, &head.spreads);
+            coded.count_rows(&head.rows, step, &head.spreads);
             tensors.steps.push(step);
         }
-        bits += coded.fit() as f64;
-        coded.write(&mut tensors);
+        bits += coded.assign_classes() as f64;
+        coded.append_tensors(&mut tensors);
     }
-    Trial { tensors, bits }
+    GridTrial { tensors, bits }
 }

@@ -1,10 +1,10 @@
 //! Fits a side's codebooks: which sub-vectors each is made from, and its residual stages.
 
-use crate::calibration::Codebooks;
-use crate::fit::Place;
-use crate::kmeans::{self, Rng};
+use crate::calibration::SideCodebooks;
+use crate::fit::HeadIndex;
+use crate::kmeans::{self, SplitMix64};
 use crate::levels;
-use crate::side::vq::Codebook;
+use crate::quantizer::vq::Codebook;
 use crate::{CalibrationError, CodebookScope, VqSpec};
 use half::f16;
 use kvd_core::{Geometry, Side};
@@ -36,72 +36,76 @@ impl VqFit {
 
     /// Takes the rows of the next head, `[n, head_dim]`: heads of layer 0, then of layer 1 and
     /// so on. Fits the codebooks whose last head this is.
-    pub(crate) fn add(&mut self, place: Place, rows: &[f32]) -> Result<(), CalibrationError> {
+    pub(crate) fn add_head(
+        &mut self,
+        place: HeadIndex,
+        rows: &[f32],
+    ) -> Result<(), CalibrationError> {
         let dim = usize::from(self.spec.dim);
         let last_head = place.head + 1 == self.kv_heads;
         let sharers = match self.spec.scope {
             CodebookScope::Head => {
-                let mut rng = rng(self.seed, place, 0);
-                let points = subsample(rows, dim, self.points_max(), &mut rng);
-                return self.fit(place, points, &mut rng);
+                let mut rng = position_rng(self.seed, place, 0);
+                let points = subsample_points(rows, dim, self.points_max(), &mut rng);
+                return self.fit_codebook(place, points, &mut rng);
             }
-            CodebookScope::Group => return self.groups(place, rows),
+            CodebookScope::Group => return self.fit_positions(place, rows),
             CodebookScope::Layer => self.kv_heads,
             CodebookScope::Model => self.layers as usize * self.kv_heads,
         };
-        let mut rng = rng(self.seed, place, 0);
+        let mut rng = position_rng(self.seed, place, 0);
         let quota = self.points_max().div_ceil(sharers);
-        self.pool.extend(subsample(rows, dim, quota, &mut rng));
+        self.pool.extend(subsample_points(rows, dim, quota, &mut rng));
         let complete = match self.spec.scope {
             CodebookScope::Model => last_head && place.layer + 1 == self.layers,
             _ => last_head,
         };
         if complete {
             let pool = std::mem::take(&mut self.pool);
-            self.fit(place, pool, &mut rng)?;
+            self.fit_codebook(place, pool, &mut rng)?;
         }
         Ok(())
     }
 
     /// The side's codebooks, once every head was added.
-    pub(crate) fn finish(self) -> Codebooks {
-        Codebooks::new(self.shape, self.books)
+    pub(crate) fn into_codebooks(self) -> SideCodebooks {
+        SideCodebooks::new(self.shape, self.books)
     }
 
     fn points_max(&self) -> usize {
-        POINTS_MAX.max(POINTS_PER_ENTRY * self.spec.entries())
+        POINTS_MAX.max(POINTS_PER_ENTRY * self.spec.entry_count())
     }
 
     /// One codebook per position.
-    fn groups(&mut self, place: Place, rows: &[f32]) -> Result<(), CalibrationError> {
+    fn fit_positions(&mut self, place: HeadIndex, rows: &[f32]) -> Result<(), CalibrationError> {
         let (dim, positions) = (usize::from(self.spec.dim), self.shape[2]);
         for position in 0..positions {
-            let mut rng = rng(self.seed, place, position as u64 + 1);
+            let mut rng = position_rng(self.seed, place, position as u64 + 1);
             let column = rows.chunks_exact(dim).skip(position).step_by(positions);
             let column: Vec<f32> = column.flatten().copied().collect();
-            let points = subsample(&column, dim, self.points_max(), &mut rng);
-            self.fit(place, points, &mut rng)?;
+            let points = subsample_points(&column, dim, self.points_max(), &mut rng);
+            self.fit_codebook(place, points, &mut rng)?;
         }
         Ok(())
     }
 
     /// Appends the stages of one codebook, fitted to `points` and what stages leave of them.
-    fn fit(
+    fn fit_codebook(
         &mut self,
-        place: Place,
+        place: HeadIndex,
         mut points: Vec<f32>,
-        rng: &mut Rng,
+        rng: &mut SplitMix64,
     ) -> Result<(), CalibrationError> {
-        let (dim, entries) = (usize::from(self.spec.dim), self.spec.entries());
+        let (dim, entries) = (usize::from(self.spec.dim), self.spec.entry_count());
         let found = points.len() / dim;
         if found < entries {
             return Err(place.too_few_samples(&self.spec, found));
         }
         let limit = f16::MAX.to_f32();
         for _ in 0..self.spec.stages {
-            let mut fitted = kmeans::fit(&points, dim, entries, rng);
+            let mut fitted = kmeans::fit_clusters(&points, dim, entries, rng);
             if self.spec.is_on_levels() {
-                levels::snap(&mut fitted.entries);
+                levels::snap_to_levels(&mut fitted.entries);
             }
             if !fitted.entries.iter().all(|v| v.abs() <= limit) {
                 return Err(place.out_of_range());
@@ -119,20 +123,20 @@ impl VqFit {
 }
 
 /// Hashed through the generator, so that neighbouring heads and positions do not share draws.
-fn rng(seed: u64, place: Place, position: u64) -> Rng {
+fn position_rng(seed: u64, place: HeadIndex, position: u64) -> SplitMix64 {
     let head = u64::from(place.layer) << 32 | (place.head as u64) << 1 | place.side.index() as u64;
     let position = position.wrapping_mul(0xD1B5_4A32_D192_ED03);
-    Rng(Rng(seed).next() ^ head.wrapping_mul(0xA24B_AED4_963E_E407) ^ position)
+    SplitMix64(SplitMix64(seed).next() ^ head.wrapping_mul(0xA24B_AED4_963E_E407) ^ position)
 }
 
 /// At most `most` sub-vectors, one drawn from each of as many equal stretches.
-fn subsample(rows: &[f32], dim: usize, most: usize, rng: &mut Rng) -> Vec<f32> {
+fn subsample_points(rows: &[f32], dim: usize, most: usize, rng: &mut SplitMix64) -> Vec<f32> {
     let n = rows.len() / dim;
     if n <= most {
         return rows.to_vec();
     }
     let stretch = n as f64 / most as f64;
-    let pick = |i: usize| (((i as f64 + rng.unit()) * stretch) as usize).min(n - 1);
+    let pick = |i: usize| (((i as f64 + rng.next_unit()) * stretch) as usize).min(n - 1);
     let picks = (0..most).map(pick);
     picks.flat_map(|i| &rows[i * dim..][..dim]).copied().collect()
 }

@@ -25,18 +25,18 @@ pub(crate) const fn gain_bytes(tokens: usize) -> usize {
 
 /// The median length of rows (`[n, dim]`), 1 where that is nothing to divide by.
 pub(crate) fn median_length(rows: &[f32], dim: usize) -> f32 {
-    let mut lengths: Vec<f32> = rows.chunks_exact(dim).map(length).collect();
+    let mut lengths: Vec<f32> = rows.chunks_exact(dim).map(row_length).collect();
     let middle = lengths.len() / 2;
     let median = *lengths.select_nth_unstable_by(middle, f32::total_cmp).1;
     if median.is_normal() { median } else { 1.0 }
 }
 
-fn length(row: &[f32]) -> f32 {
+fn row_length(row: &[f32]) -> f32 {
     row.iter().map(|x| x * x).sum::<f32>().sqrt()
 }
 
 /// Raises `coefficients` of rows that are shorter than `median`, and returns the shift of each.
-pub(crate) fn raise(
+pub(crate) fn raise_short_rows(
     rows: &[f32],
     dim: usize,
     median: f32,
@@ -46,9 +46,9 @@ pub(crate) fn raise(
     shifts.clear();
     let parts = rows.chunks(LENGTHS * dim).zip(coefficients.chunks_mut(LENGTHS * dim));
     for (rows, coefficients) in parts {
-        let lengths = lengths(rows, dim);
+        let lengths = row_lengths(rows, dim);
         for (coefficients, length) in coefficients.chunks_exact_mut(dim).zip(lengths) {
-            let shift = shift(median / length);
+            let shift = nearest_shift(median / length);
             shifts.push(shift);
             if shift > 0 {
                 let gain = f32::from(1u16 << shift);
@@ -58,8 +58,8 @@ pub(crate) fn raise(
     }
 }
 
-/// As [`length`], of some rows at once: a sum in order is a chain, and chains can take turns.
-fn lengths(rows: &[f32], dim: usize) -> [f32; LENGTHS] {
+/// As [`row_length`], of some rows at once: a sum in order is a chain, and chains can take turns.
+fn row_lengths(rows: &[f32], dim: usize) -> [f32; LENGTHS] {
     let mut sums = [0f32; LENGTHS];
     if rows.len() == LENGTHS * dim {
         for channel in 0..dim {
@@ -70,13 +70,13 @@ fn lengths(rows: &[f32], dim: usize) -> [f32; LENGTHS] {
         return sums.map(f32::sqrt);
     }
     for (length_of, row) in sums.iter_mut().zip(rows.chunks_exact(dim)) {
-        *length_of = length(row);
+        *length_of = row_length(row);
     }
     sums
 }
 
 /// The shift nearest to the logarithm of `ratio`; none for NaN.
-fn shift(ratio: f32) -> u8 {
+fn nearest_shift(ratio: f32) -> u8 {
     let mut shift = 0;
     while shift < SHIFT_MAX && ratio >= SQRT_2 * f32::from(1u16 << shift) {
         shift += 1;
@@ -85,7 +85,7 @@ fn shift(ratio: f32) -> u8 {
 }
 
 /// Appends the shifts of a page; none where no row has one.
-pub(crate) fn append(shifts: &[u8], out: &mut Vec<u8>) -> usize {
+pub(crate) fn append_shifts(shifts: &[u8], out: &mut Vec<u8>) -> usize {
     if shifts.iter().all(|shift| *shift == 0) {
         return 0;
     }
@@ -96,20 +96,20 @@ pub(crate) fn append(shifts: &[u8], out: &mut Vec<u8>) -> usize {
 
 /// The gains of a page.
 #[derive(Clone, Copy, Debug)]
-pub struct Gains<'a>(pub(crate) &'a [u8]);
+pub struct RowGains<'a>(pub(crate) &'a [u8]);
 
-impl Gains<'_> {
+impl RowGains<'_> {
     /// What the stored coefficients of row `row` are multiplied by, at most 1.
     #[must_use]
-    pub fn factor(&self, row: usize) -> f32 {
+    pub fn row_factor(&self, row: usize) -> f32 {
         let shift = self.0[row / 2] >> (4 * (row % 2)) & 15;
         f32::from(1u16 << shift).recip()
     }
 
     /// Brings rows (`[n, dim]`) from row `first` on back to their length.
-    pub(crate) fn lower(&self, first: usize, dim: usize, rows: &mut [f32]) {
+    pub(crate) fn restore_lengths(&self, first: usize, dim: usize, rows: &mut [f32]) {
         for (row, values) in (first..).zip(rows.chunks_exact_mut(dim)) {
-            let factor = self.factor(row);
+            let factor = self.row_factor(row);
             if factor < 1.0 {
                 values.iter_mut().for_each(|c| *c *= factor);
             }
@@ -123,7 +123,7 @@ mod tests {
 
     #[test]
     fn shifts_bring_short_rows_near_the_median_and_leave_long_ones() {
-        let of = |length: f32| shift(1.0 / length);
+        let of = |length: f32| nearest_shift(1.0 / length);
         assert_eq!([2.0, 1.0, 0.72, 0.70, 0.5, 0.36, 0.25].map(of), [0, 0, 0, 1, 1, 1, 2]);
         assert_eq!([1e-3, 0.0, f32::NAN].map(of), [SHIFT_MAX, SHIFT_MAX, 0]);
     }
@@ -133,12 +133,12 @@ mod tests {
         let rows: Vec<f32> =
             (0..5).flat_map(|i| [4f32.powi(-i), 0.0, 3.0 * 4f32.powi(-i)]).collect();
         let (mut raised, mut shifts, mut bytes) = (rows.clone(), Vec::new(), vec![9]);
-        raise(&rows, 3, median_length(&rows, 3), &mut raised, &mut shifts);
-        assert_eq!(append(&shifts, &mut bytes), gain_bytes(5));
+        raise_short_rows(&rows, 3, median_length(&rows, 3), &mut raised, &mut shifts);
+        assert_eq!(append_shifts(&shifts, &mut bytes), gain_bytes(5));
         assert_ne!(raised, rows);
-        let gains = Gains(&bytes[1..]);
+        let gains = RowGains(&bytes[1..]);
         let mut back = raised[3..].to_vec();
-        gains.lower(1, 3, &mut back);
+        gains.restore_lengths(1, 3, &mut back);
         assert_eq!(back, rows[3..]);
     }
 
@@ -147,7 +147,7 @@ mod tests {
         for size in [1e-12f32, 1.0, 1e12] {
             let rows = [1.0, 1.0, 1.0, 0.25].map(|x| x * size);
             let (mut raised, mut shifts) = (rows, Vec::new());
-            raise(&rows, 1, median_length(&rows, 1), &mut raised, &mut shifts);
+            raise_short_rows(&rows, 1, median_length(&rows, 1), &mut raised, &mut shifts);
             assert_eq!(shifts, [0, 0, 0, 2], "{size}");
         }
     }
@@ -155,7 +155,7 @@ mod tests {
     #[test]
     fn pages_of_equal_rows_store_no_gains() {
         let mut bytes = Vec::new();
-        assert_eq!(append(&[0, 0, 0], &mut bytes), 0);
+        assert_eq!(append_shifts(&[0, 0, 0], &mut bytes), 0);
         assert!(bytes.is_empty());
     }
 

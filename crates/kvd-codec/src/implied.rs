@@ -3,13 +3,15 @@
 use crate::bits::CodeLayout;
 use crate::gain::gain_bytes;
 use crate::page::{HEADER_BYTES, page_bytes};
-use crate::side::float::E4M3_SCALE_BYTES;
-use crate::side::hybrid::Hybrid;
-use crate::side::lloyd::Lloyd;
-use crate::side::polar::Polar;
-use crate::side::symmetric::Symmetric;
-use crate::side::uniform::Uniform;
-use crate::{CHUNK_TOKENS, Entropy, FloatFormat, Quantizer, SideSpec, Transform, UniformMode};
+use crate::quantizer::float::E4M3_SCALE_BYTES;
+use crate::quantizer::hybrid::Hybrid;
+use crate::quantizer::lloyd::LloydMax;
+use crate::quantizer::polar::Polar;
+use crate::quantizer::symmetric::Symmetric;
+use crate::quantizer::uniform::Uniform;
+use crate::{
+    CHUNK_TOKENS, EntropyCoding, FloatFormat, Quantizer, SideSpec, Transform, UniformMode,
+};
 use kvd_core::{Geometry, Side};
 use std::fmt;
 
@@ -30,7 +32,7 @@ pub struct ImpliedBits {
 impl ImpliedBits {
     /// All parts; `None` where the codes depend on the data.
     #[must_use]
-    pub fn total(&self) -> Option<f64> {
+    pub fn total_bits(&self) -> Option<f64> {
         Some(self.codes? + self.scales + self.offsets + self.header)
     }
 }
@@ -46,7 +48,7 @@ impl fmt::Display for ImpliedBits {
         for (name, bits) in parts.into_iter().filter(|(_, bits)| *bits > 0.0) {
             write!(f, " + {bits:.3} {name}")?;
         }
-        match self.total() {
+        match self.total_bits() {
             Some(total) => write!(f, " = {total:.3}"),
             None => Ok(()),
         }
@@ -61,13 +63,13 @@ impl SideSpec {
         let gains = if self.transforms.contains(&Transform::Gain) { gain_bytes(tokens) } else { 0 };
         let scales = self.quantizer.scale_bytes(tokens, dim) + gains;
         let (codes, offsets, header) = match self.entropy {
-            Entropy::Huffman => {
+            EntropyCoding::Huffman => {
                 // A grid counts outliers as well as words.
                 let grid = matches!(self.quantizer, Quantizer::Grid { .. });
                 let lengths = if grid { 4 } else { 2 } * tokens.div_ceil(CHUNK_TOKENS);
                 (None, lengths, HEADER_BYTES)
             }
-            Entropy::None => {
+            EntropyCoding::None => {
                 let codes = self.code_bytes(geometry, side);
                 (Some(codes), 0, page_bytes(scales + codes) - scales - codes)
             }
@@ -85,7 +87,7 @@ impl SideSpec {
     fn code_bytes(&self, geometry: &Geometry, side: Side) -> usize {
         let (tokens, dim) = (geometry.block_tokens as usize, geometry.head_dim(side));
         if let Quantizer::Float(format) = self.quantizer
-            && let Some(dtype) = format.dtype(geometry.dtype)
+            && let Some(dtype) = format.stored_dtype(geometry.dtype)
         {
             return tokens * dim * dtype.size_bytes();
         }
@@ -93,7 +95,7 @@ impl SideSpec {
             // The mean over the side's heads, outliers apart.
             return (f64::from(bits) * (tokens * dim) as f64 / 8.0) as usize;
         }
-        let codes = self.quantizer.alphabet().expect("only floats and grids have no alphabet");
+        let codes = self.quantizer.code_count().expect("only floats and grids have no alphabet");
         let per_row = self.quantizer.codes_per_row(dim);
         let bits = u32::BITS - (codes - 1).leading_zeros();
         CodeLayout::new(side, tokens, per_row, bits).size_bytes()
@@ -107,7 +109,7 @@ impl Quantizer {
             Self::Float(FloatFormat::E4M3) => E4M3_SCALE_BYTES,
             Self::Float(_) | Self::Vq { .. } | Self::Grid { .. } | Self::BitAlloc { .. } => 0,
             Self::Uniform { step, axis, group, mode } => {
-                let base = Uniform::new(step, axis, group, (step.levels() - 1) as u16);
+                let base = Uniform::new(step, axis, group, (step.level_count() - 1) as u16);
                 match mode {
                     UniformMode::Asym => base.scale_bytes(tokens, dim),
                     UniformMode::Sym => Symmetric { base }.scale_bytes(tokens, dim),
@@ -115,7 +117,7 @@ impl Quantizer {
                 }
             }
             Self::Polar { group, .. } => Polar::scale_bytes(group, tokens, dim),
-            Self::Lloyd { .. } => Lloyd::scale_bytes(tokens),
+            Self::Lloyd { .. } => LloydMax::scale_bytes(tokens),
         }
     }
 }

@@ -5,8 +5,8 @@
 //! f32 arithmetic as IEEE 754 says.
 
 use crate::kmeans_cells;
-use crate::side::nearest::Points;
-use crate::side::vq::Codebook;
+use crate::quantizer::nearest::SubVectors;
+use crate::quantizer::vq::Codebook;
 
 /// Lloyd iterations at most; assignments have usually settled before.
 const ITERATIONS: usize = 25;
@@ -15,9 +15,9 @@ const ITERATIONS: usize = 25;
 pub(crate) const EXACT_MAX: usize = 512;
 
 /// SplitMix64 (Steele, Lea, Flood 2014).
-pub(crate) struct Rng(pub(crate) u64);
+pub(crate) struct SplitMix64(pub(crate) u64);
 
-impl Rng {
+impl SplitMix64 {
     pub(crate) fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
         let mut z = self.0;
@@ -27,14 +27,14 @@ impl Rng {
     }
 
     /// Uniform in `[0, 1)`.
-    pub(crate) fn unit(&mut self) -> f64 {
+    pub(crate) fn next_unit(&mut self) -> f64 {
         (self.next() >> 11) as f64 / (1u64 << 53) as f64
     }
 }
 
 /// Entries, and which of them each point belongs to.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Clusters {
+pub(crate) struct ClusterFit {
     /// `[count, dim]`, most used first.
     pub(crate) entries: Vec<f32>,
     /// Per point.
@@ -42,26 +42,31 @@ pub(crate) struct Clusters {
 }
 
 /// `count` entries of `dim` channels for `points` (`[n, dim]`, `n >= 1`).
-pub(crate) fn fit(points: &[f32], dim: usize, count: usize, rng: &mut Rng) -> Clusters {
+pub(crate) fn fit_clusters(
+    points: &[f32],
+    dim: usize,
+    count: usize,
+    rng: &mut SplitMix64,
+) -> ClusterFit {
     if count > EXACT_MAX {
-        return kmeans_cells::fit(points, dim, count, rng);
+        return kmeans_cells::fit_clusters(points, dim, count, rng);
     }
     let entries = plus_plus(points, dim, count, rng);
-    lloyd(points, dim, entries, ITERATIONS, |entries, found| {
+    refine_clusters(points, dim, entries, ITERATIONS, |entries, found| {
         let book = Codebook::new(dim, entries.to_vec());
-        book.nearest(Points::consecutive(points, dim), found);
+        book.find_nearest(SubVectors::consecutive(points, dim), found);
     })
 }
 
 /// Lloyd iterations from `entries` until nothing moves. `assign` reports for every point its
 /// entry and `|entry|²/2 - x·entry`.
-pub(crate) fn lloyd(
+pub(crate) fn refine_clusters(
     points: &[f32],
     dim: usize,
     mut entries: Vec<f32>,
     iterations: usize,
     mut assign: impl FnMut(&[f32], &mut dyn FnMut(usize, usize, f32)),
-) -> Clusters {
+) -> ClusterFit {
     let (n, count) = (points.len() / dim, entries.len() / dim);
     let mut assigned = vec![u32::MAX; n];
     let mut uses = vec![0u64; count];
@@ -90,13 +95,13 @@ pub(crate) fn lloyd(
                 }
             }
         }
-        reseed(points, dim, &uses, &errors, &mut entries);
+        reseed_unused(points, dim, &uses, &errors, &mut entries);
     }
     by_use(&entries, dim, assigned, &uses)
 }
 
 /// Brings the entries into the order of their use.
-fn by_use(entries: &[f32], dim: usize, mut assigned: Vec<u32>, uses: &[u64]) -> Clusters {
+fn by_use(entries: &[f32], dim: usize, mut assigned: Vec<u32>, uses: &[u64]) -> ClusterFit {
     let mut order: Vec<usize> = (0..uses.len()).collect();
     order.sort_by_key(|index| (std::cmp::Reverse(uses[*index]), *index));
     let mut place = vec![0u32; uses.len()];
@@ -105,12 +110,17 @@ fn by_use(entries: &[f32], dim: usize, mut assigned: Vec<u32>, uses: &[u64]) -> 
     }
     assigned.iter_mut().for_each(|index| *index = place[*index as usize]);
     let entries = order.iter().flat_map(|index| &entries[index * dim..][..dim]).copied().collect();
-    Clusters { entries, assigned }
+    ClusterFit { entries, assigned }
 }
 
 /// Starting entries, each drawn with a probability proportional to the squared distance from
 /// those before it (Arthur and Vassilvitskii 2007).
-pub(crate) fn plus_plus(points: &[f32], dim: usize, count: usize, rng: &mut Rng) -> Vec<f32> {
+pub(crate) fn plus_plus(
+    points: &[f32],
+    dim: usize,
+    count: usize,
+    rng: &mut SplitMix64,
+) -> Vec<f32> {
     let n = points.len() / dim;
     // One array per channel, so that the distance loop runs over points in lanes.
     let channels: Vec<Vec<f32>> =
@@ -118,7 +128,7 @@ pub(crate) fn plus_plus(points: &[f32], dim: usize, count: usize, rng: &mut Rng)
     let mut distance = vec![f32::INFINITY; n];
     let mut fresh = vec![0f32; n];
     let mut entries = Vec::with_capacity(count * dim);
-    let mut pick = (rng.unit() * n as f64) as usize;
+    let mut pick = (rng.next_unit() * n as f64) as usize;
     loop {
         let entry = &points[pick * dim..][..dim];
         entries.extend_from_slice(entry);
@@ -134,20 +144,20 @@ pub(crate) fn plus_plus(points: &[f32], dim: usize, count: usize, rng: &mut Rng)
         for (distance, fresh) in distance.iter_mut().zip(&fresh) {
             *distance = if *fresh < *distance { *fresh } else { *distance };
         }
-        pick = draw(&distance, rng);
+        pick = draw_weighted(&distance, rng);
     }
 }
 
 /// An index drawn in proportion to `weights`; any index when all are zero.
-fn draw(weights: &[f32], rng: &mut Rng) -> usize {
+fn draw_weighted(weights: &[f32], rng: &mut SplitMix64) -> usize {
     // Sums of runs first: one pass that vectorizes, then one run to search.
     const RUN: usize = 256;
     let runs: Vec<f64> =
         weights.chunks(RUN).map(|run| f64::from(run.iter().sum::<f32>())).collect();
     let total: f64 = runs.iter().sum();
-    let mut left = rng.unit() * total;
+    let mut left = rng.next_unit() * total;
     if !(total > 0.0 && total.is_finite()) {
-        return (rng.unit() * weights.len() as f64) as usize;
+        return (rng.next_unit() * weights.len() as f64) as usize;
     }
     let mut run = 0;
     while run + 1 < runs.len() && left >= runs[run] {
@@ -166,7 +176,7 @@ fn draw(weights: &[f32], rng: &mut Rng) -> usize {
 }
 
 /// Moves entries that no point uses to the points that are served worst.
-fn reseed(points: &[f32], dim: usize, uses: &[u64], errors: &[f32], entries: &mut [f32]) {
+fn reseed_unused(points: &[f32], dim: usize, uses: &[u64], errors: &[f32], entries: &mut [f32]) {
     let empty: Vec<usize> = (0..uses.len()).filter(|index| uses[*index] == 0).collect();
     if empty.is_empty() {
         return;
@@ -185,26 +195,26 @@ mod tests {
     #[test]
     #[cfg_attr(miri, ignore = "too many numbers for an interpreter")]
     fn separated_clusters_are_found_and_ordered_by_use() {
-        let mut rng = Rng(1);
+        let mut rng = SplitMix64(1);
         let mut points = Vec::new();
         for (centre, size) in [(-10.0f32, 300), (0.0, 100), (10.0, 200)] {
             for _ in 0..size {
-                points.extend([centre + rng.unit() as f32, -centre + rng.unit() as f32]);
+                points.extend([centre + rng.next_unit() as f32, -centre + rng.next_unit() as f32]);
             }
         }
-        let fitted = fit(&points, 2, 3, &mut Rng(5));
-        let Clusters { entries, assigned } = &fitted;
+        let fitted = fit_clusters(&points, 2, 3, &mut SplitMix64(5));
+        let ClusterFit { entries, assigned } = &fitted;
         for (entry, centre) in entries.chunks(2).zip([-10.0f32, 10.0, 0.0]) {
             assert!((entry[0] - centre - 0.5).abs() < 0.2, "{entries:?}");
         }
         let uses = |entry| assigned.iter().filter(|a| **a == entry).count();
         assert_eq!([uses(0), uses(1), uses(2)], [300, 200, 100]);
-        assert_eq!(fitted, fit(&points, 2, 3, &mut Rng(5)));
+        assert_eq!(fitted, fit_clusters(&points, 2, 3, &mut SplitMix64(5)));
     }
 
     #[test]
     fn fewer_distinct_points_than_entries_is_fine() {
-        let entries = fit(&[1.0, 1.0, 1.0, 2.0], 1, 16, &mut Rng(0)).entries;
+        let entries = fit_clusters(&[1.0, 1.0, 1.0, 2.0], 1, 16, &mut SplitMix64(0)).entries;
         assert_eq!(entries.len(), 16);
         assert!(entries.contains(&1.0) && entries.contains(&2.0));
     }

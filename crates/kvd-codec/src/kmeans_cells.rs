@@ -10,9 +10,9 @@
 //!
 //! With 4096 entries that is a quarter of the comparisons, with 65536 a sixteenth.
 
-use crate::kmeans::{self, Clusters, Rng};
-use crate::side::nearest::Points;
-use crate::side::vq::Codebook;
+use crate::kmeans::{self, ClusterFit, SplitMix64};
+use crate::quantizer::nearest::SubVectors;
+use crate::quantizer::vq::Codebook;
 use std::ops::Range;
 
 /// Points that coarse centres are fitted on.
@@ -23,16 +23,21 @@ const NEIGHBOURS: usize = 16;
 const ITERATIONS: usize = 12;
 
 /// As [`kmeans::fit`], for `count` well above [`kmeans::EXACT_MAX`].
-pub(crate) fn fit(points: &[f32], dim: usize, count: usize, rng: &mut Rng) -> Clusters {
-    let cells = Cells::new(points, dim, count, rng);
-    let entries = cells.seed(points, count, rng);
-    kmeans::lloyd(points, dim, entries, ITERATIONS, |entries, found| {
-        cells.assign(points, entries, found);
+pub(crate) fn fit_clusters(
+    points: &[f32],
+    dim: usize,
+    count: usize,
+    rng: &mut SplitMix64,
+) -> ClusterFit {
+    let cells = CoarseCells::new(points, dim, count, rng);
+    let entries = cells.seed_entries(points, count, rng);
+    kmeans::refine_clusters(points, dim, entries, ITERATIONS, |entries, found| {
+        cells.assign_points(points, entries, found);
     })
 }
 
 /// A partition of the points by coarse centres.
-struct Cells {
+struct CoarseCells {
     dim: usize,
     coarse: Codebook,
     /// Points, those of one cell after those of another.
@@ -45,43 +50,43 @@ struct Cells {
     neighbours: Vec<Vec<usize>>,
 }
 
-impl Cells {
-    fn new(points: &[f32], dim: usize, count: usize, rng: &mut Rng) -> Self {
+impl CoarseCells {
+    fn new(points: &[f32], dim: usize, count: usize, rng: &mut SplitMix64) -> Self {
         let n = points.len() / dim;
         let centres = 1 << (count.ilog2() / 2);
         let step = n.div_ceil(COARSE_POINTS).max(1);
         let some: Vec<f32> = points.chunks_exact(dim).step_by(step).flatten().copied().collect();
-        let coarse = Codebook::new(dim, kmeans::fit(&some, dim, centres, rng).entries);
+        let coarse = Codebook::new(dim, kmeans::fit_clusters(&some, dim, centres, rng).entries);
         let mut errors = vec![0f64; centres];
         let mut cell_of = vec![0usize; n];
-        coarse.nearest(Points::consecutive(points, dim), |index, cell, score| {
+        coarse.find_nearest(SubVectors::consecutive(points, dim), |index, cell, score| {
             let point = &points[index * dim..][..dim];
             let norm: f32 = point.iter().map(|x| x * x).sum();
             errors[cell] += f64::from((2.0 * score + norm).max(0.0));
             cell_of[index] = cell;
         });
         let (members, ranges) = sort_by_cell(&cell_of, centres);
-        let neighbours = neighbours(&coarse);
+        let neighbours = nearest_centres(&coarse);
         Self { dim, coarse, members, ranges, errors, neighbours }
     }
 
     /// The points of a cell, gathered.
-    fn gather(&self, points: &[f32], cell: usize) -> Vec<f32> {
+    fn gather_points(&self, points: &[f32], cell: usize) -> Vec<f32> {
         let members = self.members[self.ranges[cell].clone()].iter();
         let dim = self.dim;
         members.flat_map(|point| &points[*point as usize * dim..][..dim]).copied().collect()
     }
 
     /// Starting entries.
-    fn seed(&self, points: &[f32], count: usize, rng: &mut Rng) -> Vec<f32> {
+    fn seed_entries(&self, points: &[f32], count: usize, rng: &mut SplitMix64) -> Vec<f32> {
         let sizes: Vec<usize> = self.ranges.iter().map(Range::len).collect();
         let power = self.dim as f64 / (self.dim as f64 + 2.0);
         let weights: Vec<f64> = self.errors.iter().map(|error| error.powf(power)).collect();
-        let shares = shares(&weights, &sizes, count);
+        let shares = split_count(&weights, &sizes, count);
         let mut entries = Vec::with_capacity(count * self.dim);
         for (cell, share) in shares.into_iter().enumerate() {
             if share > 0 {
-                let points = self.gather(points, cell);
+                let points = self.gather_points(points, cell);
                 entries.extend(kmeans::plus_plus(&points, self.dim, share, rng));
             }
         }
@@ -89,10 +94,15 @@ impl Cells {
     }
 
     /// Reports for every point the nearest entry in nearby cells.
-    fn assign(&self, points: &[f32], entries: &[f32], found: &mut dyn FnMut(usize, usize, f32)) {
+    fn assign_points(
+        &self,
+        points: &[f32],
+        entries: &[f32],
+        found: &mut dyn FnMut(usize, usize, f32),
+    ) {
         let dim = self.dim;
         let mut homes = vec![Vec::new(); self.ranges.len()];
-        self.coarse.nearest(Points::consecutive(entries, dim), |entry, cell, _| {
+        self.coarse.find_nearest(SubVectors::consecutive(entries, dim), |entry, cell, _| {
             homes[cell].push(entry);
         });
         for (cell, neighbours) in self.neighbours.iter().enumerate() {
@@ -109,8 +119,8 @@ impl Cells {
             let values = nearby.iter().flat_map(|entry| &entries[entry * dim..][..dim]);
             let book = Codebook::new(dim, values.copied().collect());
             let members = &self.members[self.ranges[cell].clone()];
-            let points = self.gather(points, cell);
-            book.nearest(Points::consecutive(&points, dim), |index, entry, score| {
+            let points = self.gather_points(points, cell);
+            book.find_nearest(SubVectors::consecutive(&points, dim), |index, entry, score| {
                 found(members[index] as usize, nearby[entry], score);
             });
         }
@@ -141,7 +151,7 @@ fn sort_by_cell(cell_of: &[usize], cells: usize) -> (Vec<u32>, Vec<Range<usize>>
 }
 
 /// For each centre all centres, nearest first.
-fn neighbours(coarse: &Codebook) -> Vec<Vec<usize>> {
+fn nearest_centres(coarse: &Codebook) -> Vec<Vec<usize>> {
     let centres: Vec<&[f32]> = coarse.entries().chunks_exact(coarse.dim()).collect();
     let distance =
         |a: &[f32], b: &[f32]| -> f32 { a.iter().zip(b).map(|(a, b)| (a - b) * (a - b)).sum() };
@@ -156,7 +166,7 @@ fn neighbours(coarse: &Codebook) -> Vec<Vec<usize>> {
 
 /// Splits `count` in proportion to `weights`, none above its size while others have room;
 /// what is left over when all are full goes to the first that has points.
-fn shares(weights: &[f64], sizes: &[usize], count: usize) -> Vec<usize> {
+fn split_count(weights: &[f64], sizes: &[usize], count: usize) -> Vec<usize> {
     let mut shares = vec![0usize; weights.len()];
     let mut left = count;
     while left > 0 {
@@ -194,15 +204,15 @@ mod tests {
     use super::*;
 
     fn noise(n: usize, seed: u64) -> Vec<f32> {
-        let mut rng = Rng(seed);
-        let mut draw = || (0..4).map(|_| rng.unit() as f32 - 0.5).sum::<f32>();
+        let mut rng = SplitMix64(seed);
+        let mut draw = || (0..4).map(|_| rng.next_unit() as f32 - 0.5).sum::<f32>();
         (0..n).map(|_| draw()).collect()
     }
 
     fn error(points: &[f32], dim: usize, entries: &[f32]) -> f64 {
         let book = Codebook::new(dim, entries.to_vec());
         let mut sum = 0.0;
-        book.nearest(Points::consecutive(points, dim), |index, _, score| {
+        book.find_nearest(SubVectors::consecutive(points, dim), |index, _, score| {
             let norm: f32 = points[index * dim..][..dim].iter().map(|x| x * x).sum();
             sum += f64::from(2.0 * score + norm);
         });
@@ -214,11 +224,12 @@ mod tests {
     fn cells_do_nearly_as_well_as_comparing_everything() {
         let (dim, count) = (4, 1024);
         let points = noise(8192 * dim, 1);
-        let fitted = fit(&points, dim, count, &mut Rng(3));
-        assert_eq!(fitted, fit(&points, dim, count, &mut Rng(3)));
-        let entries = kmeans::plus_plus(&points, dim, count, &mut Rng(3));
-        let exact = kmeans::lloyd(&points, dim, entries, ITERATIONS, |entries, found| {
-            Codebook::new(dim, entries.to_vec()).nearest(Points::consecutive(&points, dim), found);
+        let fitted = fit_clusters(&points, dim, count, &mut SplitMix64(3));
+        assert_eq!(fitted, fit_clusters(&points, dim, count, &mut SplitMix64(3)));
+        let entries = kmeans::plus_plus(&points, dim, count, &mut SplitMix64(3));
+        let exact = kmeans::refine_clusters(&points, dim, entries, ITERATIONS, |entries, found| {
+            Codebook::new(dim, entries.to_vec())
+                .find_nearest(SubVectors::consecutive(&points, dim), found);
         });
         let (ours, exact) =
             (error(&points, dim, &fitted.entries), error(&points, dim, &exact.entries));
@@ -232,16 +243,16 @@ mod tests {
     #[cfg_attr(miri, ignore = "too many numbers for an interpreter")]
     fn few_distinct_points_are_fine() {
         let points = [1.0f32, 2.0, 1.0, 2.0, 7.0];
-        let entries = fit(&points, 1, 1024, &mut Rng(0)).entries;
+        let entries = fit_clusters(&points, 1, 1024, &mut SplitMix64(0)).entries;
         assert_eq!(entries.len(), 1024);
         assert!(points.iter().all(|p| entries.contains(p)));
     }
 
     #[test]
     fn shares_add_up_and_keep_to_the_sizes() {
-        assert_eq!(shares(&[1.0, 1.0, 2.0], &[100, 100, 100], 8), [2, 2, 4]);
-        assert_eq!(shares(&[1.0, 9.0, 0.0], &[100, 5, 0], 10), [5, 5, 0]);
-        assert_eq!(shares(&[0.0, 0.0, 0.0], &[0, 4, 4], 3), [0, 2, 1]);
-        assert_eq!(shares(&[1.0, 1.0], &[0, 2], 7), [0, 7]);
+        assert_eq!(split_count(&[1.0, 1.0, 2.0], &[100, 100, 100], 8), [2, 2, 4]);
+        assert_eq!(split_count(&[1.0, 9.0, 0.0], &[100, 5, 0], 10), [5, 5, 0]);
+        assert_eq!(split_count(&[0.0, 0.0, 0.0], &[0, 4, 4], 3), [0, 2, 1]);
+        assert_eq!(split_count(&[1.0, 1.0], &[0, 2], 7), [0, 7]);
     }
 }

@@ -20,7 +20,7 @@ fn round_up(x: f32) -> f32 {
 /// Moves every value to the nearest level. The codebook's own error hardly grows: with a largest
 /// entry of three deviations, a level is at most 0.027 of a deviation wide and rounding to it adds
 /// 0.008, squared, to an error of 0.3, squared, at 2 bits per value.
-pub(crate) fn snap(values: &mut [f32]) {
+pub(crate) fn snap_to_levels(values: &mut [f32]) {
     let largest = values.iter().fold(0f32, |m, value| m.max(value.abs()));
     let unit = largest / LEVELS;
     if !(unit >= UNIT_MIN && unit.is_finite()) {
@@ -33,7 +33,7 @@ pub(crate) fn snap(values: &mut [f32]) {
 }
 
 /// The unit that all values are at most 127 of, in either direction, if there is one: what
-/// [`snap`] moved them to. The largest value may lie a few levels below the last one.
+/// [`snap_to_levels`] moved them to. The largest value may lie a few levels below the last one.
 #[must_use]
 pub fn level_unit(values: &[f32]) -> Option<f32> {
     let largest = values.iter().fold(0f32, |m, value| m.max(value.abs()));
@@ -62,13 +62,13 @@ mod tests {
     #[test]
     fn values_move_to_the_nearest_level() {
         let mut values = [0.0, 1.27, -1.27, 0.5049, 0.5051, -0.001];
-        snap(&mut values);
+        snap_to_levels(&mut values);
         // The unit is 0.01 rounded up to four bits: 11 / 1024.
         for (got, want) in values.into_iter().zip([0.0, 118.0, -118.0, 47.0, 47.0, 0.0]) {
             assert_eq!(got, want * 11.0 / 1024.0);
         }
         let mut tiny = [0.0, 1e-40, -1e-40];
-        snap(&mut tiny);
+        snap_to_levels(&mut tiny);
         assert_eq!(tiny, [0.0, 1e-40, -1e-40]);
     }
 
@@ -82,7 +82,7 @@ mod tests {
                 (state >> 8) as f32 / (1 << 23) as f32 - 1.0
             };
             let mut values: Vec<f32> = (0..32).map(|_| draw() * gain).collect();
-            snap(&mut values);
+            snap_to_levels(&mut values);
             assert!(values.iter().all(|value| f16::from_f32(*value).to_f32() == *value));
             let unit = level_unit(&values).expect("snapped values have a unit");
             assert!(values.iter().all(|value| (value / unit).fract() == 0.0), "{values:?}");

@@ -4,7 +4,7 @@
 //! `transforms → quantizer → entropy stage` ([`SideSpec`]). A [`ModelCodec`] binds a spec to a
 //! geometry and its [`Calibration`]; it turns blocks of K and V into pages, and a [`PageReader`]
 //! turns pages back into rows. Linear transforms are never undone row by row: the key side folds
-//! them into the query, the value side out of the accumulator ([`HeadSide`]).
+//! them into the query, the value side out of the accumulator ([`HeadCodec`]).
 //!
 //! No threads, no I/O, no `unsafe`: this crate is the specification that faster code must match.
 #![forbid(unsafe_code)]
@@ -13,11 +13,13 @@ mod attention_error;
 mod bits;
 mod calibration;
 mod coding;
-mod contract;
+mod convert;
 mod covariance;
+mod device_view;
 mod drift;
 mod encode;
 mod error;
+mod error_bound;
 mod fit;
 mod fit_bitalloc;
 mod fit_classes;
@@ -28,61 +30,59 @@ mod huffman;
 mod implied;
 mod kmeans;
 mod kmeans_cells;
-mod lanes;
 mod levels;
 mod lloyd;
 mod model;
 mod outliers;
-mod outside;
 mod page;
 mod parse;
 mod policy;
 mod preset;
+mod quantizer;
 mod queries;
 mod reader;
 mod rotation;
 mod samples;
-mod side;
+mod simd;
 mod spec;
 mod train;
 mod transform;
 mod vq_spec;
-mod wide;
-mod widen;
 
 pub use attention_error::ErrorSum;
 pub use bits::CodeLayout;
 pub use calibration::Calibration;
 pub use coding::CodeEncoder;
-pub use contract::CheckedBlock;
+pub use convert::widen_values;
+pub use device_view::{ForwardStep, QueryTransformStep};
 pub use encode::takes_too_much;
 pub use error::{CalibrationError, CodecError, PageError, SpecError};
-pub use fit::{FitProgress, fit};
-pub use gain::Gains;
+pub use error_bound::CheckedBlock;
+pub use fit::{FitProgress, fit_calibration};
+pub use gain::RowGains;
 pub use huffman::HuffmanTable;
-pub use implied::ImpliedBits;
-pub use lanes::{
-    ByteTables, CHUNK_TOKENS, LaneChunk, LaneCodes, LaneRun, LaneTable, NibbleRow, Nibbles, Outlier,
+pub use huffman::streams::{
+    ByteTables, CHUNK_TOKENS, CodeOutlier, NibbleRow, NibbleTables, StreamChunk, StreamCodes,
+    StreamRun, StreamTable,
 };
+pub use implied::ImpliedBits;
 pub use levels::level_unit;
 pub use model::{BlockRows, EncodedBlock, ModelCodec, PageBytes};
-pub use outside::{ForwardStep, TurnStep};
 pub use page::{HEADER_BYTES, PAGE_ALIGN, Page, PageHeader, page_bytes};
-pub use policy::Override;
-pub use preset::{Preset, named_preset, preset, presets, resolve};
+pub use policy::SpecOverride;
+pub use preset::{Preset, find_preset, named_preset, presets, resolve_spec};
+pub use quantizer::bitalloc::{BitAlloc, OutlierResidual, WidthRun};
+pub use quantizer::grid::Grid;
+pub use quantizer::stored::StoredLayout;
+pub use quantizer::vq::{Codebook, VectorQuantizer};
+pub use quantizer::{HeadCodec, HybridLayout, UniformGroups};
 pub use queries::LayerQueries;
-pub use reader::{FixedCodes, PageReader, Space};
+pub use reader::{FixedCodes, PageReader, RowSpace};
 pub use samples::{SampleKind, Samples, SetAside};
-pub use side::bitalloc::{BitAlloc, Residual, Run};
-pub use side::grid::Grid;
-pub use side::stored::Stored;
-pub use side::vq::{Codebook, Vq};
-pub use side::{HeadSide, HybridLayout, UniformGroups};
+pub use simd::{RegisterWidth, limit_width};
 pub use spec::{
-    CodecSpec, Entropy, FloatFormat, GroupAxis, Quantizer, SideSpec, Transform, UniformMode,
+    CodecSpec, EntropyCoding, FloatFormat, GroupAxis, Quantizer, SideSpec, Transform, UniformMode,
     UniformStep,
 };
 pub use train::CodeCounts;
 pub use vq_spec::{CodebookScope, VqSpec};
-pub use wide::{Width, hold};
-pub use widen::widen;

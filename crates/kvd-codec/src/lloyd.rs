@@ -5,14 +5,14 @@ const ROUNDS: usize = 200;
 
 /// Fills `levels`, ascending, for `points` in ascending order; returns the mean squared error
 /// that they leave. Without points the levels are zero and the error is one.
-pub(crate) fn train(points: &[f32], levels: &mut [f32]) -> f64 {
+pub(crate) fn train_levels(points: &[f32], levels: &mut [f32]) -> f64 {
     levels.fill(0.0);
     let (n, count) = (points.len(), levels.len());
     if n == 0 {
         return 1.0;
     }
-    let sums = prefix(points.iter().map(|x| f64::from(*x)));
-    let squares = prefix(points.iter().map(|x| f64::from(*x) * f64::from(*x)));
+    let sums = prefix_sums(points.iter().map(|x| f64::from(*x)));
+    let squares = prefix_sums(points.iter().map(|x| f64::from(*x) * f64::from(*x)));
     // The points of a cell.
     let mut edges: Vec<usize> = (0..=count).map(|i| i * n / count).collect();
     let mut centres = vec![0f64; count];
@@ -48,7 +48,7 @@ pub(crate) fn train(points: &[f32], levels: &mut [f32]) -> f64 {
 }
 
 /// The mean squared error of `points`, in ascending order, at the nearest of `levels`.
-pub(crate) fn error(points: &[f32], levels: &[f32]) -> f64 {
+pub(crate) fn mean_squared_error(points: &[f32], levels: &[f32]) -> f64 {
     let mut level = 0;
     let mut error = 0f64;
     for x in points {
@@ -60,7 +60,7 @@ pub(crate) fn error(points: &[f32], levels: &[f32]) -> f64 {
     if points.is_empty() { 1.0 } else { error / points.len() as f64 }
 }
 
-fn prefix(values: impl Iterator<Item = f64>) -> Vec<f64> {
+fn prefix_sums(values: impl Iterator<Item = f64>) -> Vec<f64> {
     let mut sum = 0.0;
     let sums = values.map(|x| {
         sum += x;
@@ -104,16 +104,16 @@ mod tests {
         let points = normal(20_000);
         for (width, error) in [(1, 0.3634), (2, 0.1175), (3, 0.03454), (4, 0.009497)] {
             let mut levels = vec![0f32; 1 << width];
-            let got = train(&points, &mut levels);
+            let got = train_levels(&points, &mut levels);
             assert!((got / error - 1.0).abs() < 0.01, "{width} bits: {got}, expected {error}");
             assert!(levels.windows(2).all(|pair| pair[0] < pair[1]), "{levels:?}");
-            assert!((super::error(&points, &levels) / got - 1.0).abs() < 1e-3);
+            assert!((mean_squared_error(&points, &levels) / got - 1.0).abs() < 1e-3);
             // What bytes hold is hardly worse.
-            crate::levels::snap(&mut levels);
-            assert!(super::error(&points, &levels) < 1.01 * got);
+            crate::levels::snap_to_levels(&mut levels);
+            assert!(mean_squared_error(&points, &levels) < 1.01 * got);
         }
         let mut two = [0f32; 2];
-        train(&points, &mut two);
+        train_levels(&points, &mut two);
         assert!((two[1] - 0.798).abs() < 0.002 && (two[0] + 0.798).abs() < 0.002, "{two:?}");
     }
 
@@ -121,10 +121,10 @@ mod tests {
     #[cfg_attr(miri, ignore = "too many numbers for an interpreter")]
     fn few_or_equal_points_need_no_more_levels() {
         let mut levels = [9f32; 8];
-        assert_eq!(train(&[], &mut levels), 1.0);
+        assert_eq!(train_levels(&[], &mut levels), 1.0);
         assert_eq!(levels, [0.0; 8]);
-        assert_eq!(train(&[2.0; 5], &mut levels), 0.0);
+        assert_eq!(train_levels(&[2.0; 5], &mut levels), 0.0);
         assert_eq!(levels, [2.0; 8]);
-        assert!(train(&[-1.0, 0.0, 3.0], &mut levels) < 1e-12);
+        assert!(train_levels(&[-1.0, 0.0, 3.0], &mut levels) < 1e-12);
     }
 }

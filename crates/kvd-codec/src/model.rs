@@ -1,13 +1,13 @@
-//! A codec bound to a model: one [`HeadSide`] per layer, side and KV head.
+//! A codec bound to a model: one [`HeadCodec`] per layer, side and KV head.
 
-use crate::contract::Ladder;
 use crate::drift::{CountingPlan, TableHistory};
-use crate::encode::{self, EncodedPage, PagePlan, Scratch, Stage};
-use crate::lanes::LaneTable;
-use crate::side::bind::HeadPlace;
-use crate::side::float::{all_within, largest, largest_within};
-use crate::side::vq::codebook_bytes;
-use crate::{Calibration, CodecError, CodecSpec, HeadSide, LayerQueries};
+use crate::encode::{self, EncodeScratch, EncodedPage, EntropyCoder, PagePlan};
+use crate::error_bound::FallbackChain;
+use crate::huffman::streams::StreamTable;
+use crate::quantizer::bind::HeadPlace;
+use crate::quantizer::float::{all_within, largest_finite, largest_within};
+use crate::quantizer::vq::codebook_bytes;
+use crate::{Calibration, CodecError, CodecSpec, HeadCodec, LayerQueries};
 use kvd_core::{Geometry, LayerIndex, Side};
 use std::collections::BTreeMap;
 use std::ops::AddAssign;
@@ -17,14 +17,14 @@ use std::ops::AddAssign;
 pub struct ModelCodec {
     geometry: Geometry,
     spec: CodecSpec,
-    heads: Vec<HeadSide>,
+    heads: Vec<HeadCodec>,
     /// Per layer, side and variant.
     pub(crate) tables: Vec<TableHistory>,
     /// Per layer; empty where no tables are built from blocks.
     pub(crate) counting: Vec<CountingPlan>,
     /// Variants that `tables` has room for, per side.
     variants: usize,
-    pub(crate) ladder: Ladder,
+    pub(crate) ladder: FallbackChain,
     /// By which pages of a layer are measured.
     pub(crate) queries: BTreeMap<LayerIndex, LayerQueries>,
     calibration_bytes: u64,
@@ -43,7 +43,7 @@ pub struct BlockRows<'a> {
 
 impl<'a> BlockRows<'a> {
     /// `[tokens, head_dim]` of one head.
-    pub(crate) fn head(&self, side: Side, head: usize, dim: usize) -> &'a [f32] {
+    pub(crate) fn head_rows(&self, side: Side, head: usize, dim: usize) -> &'a [f32] {
         let rows = match side {
             Side::Key => self.k,
             Side::Value => self.v,
@@ -68,7 +68,7 @@ pub struct PageBytes {
 impl PageBytes {
     /// All of them.
     #[must_use]
-    pub fn total(&self) -> u64 {
+    pub fn total_bytes(&self) -> u64 {
         self.header + self.codes + self.scales + self.offsets
     }
 }
@@ -110,32 +110,32 @@ impl ModelCodec {
     ) -> Result<Self, CodecError> {
         geometry.validate()?;
         for side in Side::BOTH {
-            let mut variants = spec.variants(side).into_iter();
-            let checked = variants.try_for_each(|variant| variant.check(&geometry, side));
+            let mut variants = spec.side_specs(side).into_iter();
+            let checked = variants.try_for_each(|variant| variant.check_geometry(&geometry, side));
             checked.map_err(|reason| CodecError::InvalidCodec { side, reason })?;
         }
         for exception in &spec.overrides {
             let side = exception.side;
-            let checked = exception.check(&geometry);
+            let checked = exception.check_ranges(&geometry);
             checked.map_err(|reason| CodecError::InvalidCodec { side, reason })?;
         }
         let mut heads = Vec::new();
         for layer in 0..geometry.layers {
             for side in Side::BOTH {
                 let place = (LayerIndex(layer), side);
-                heads.extend(HeadSide::bind(&geometry, &spec, calibration, place)?);
+                heads.extend(HeadCodec::bind_heads(&geometry, &spec, calibration, place)?);
             }
         }
-        let per_head: u64 = heads.iter().map(HeadSide::calibration_bytes).sum();
+        let per_head: u64 = heads.iter().map(HeadCodec::calibration_bytes).sum();
         let shared = shared_bytes(&heads, geometry.kv_heads as usize);
         let calibration_bytes = per_head + codebook_bytes(&heads) + shared;
-        let variants = Side::BOTH.map(|side| spec.variants(side).len()).into_iter().max();
+        let variants = Side::BOTH.map(|side| spec.side_specs(side).len()).into_iter().max();
         let variants = variants.expect("there are two sides");
         let mut tables = Vec::new();
         for _ in 0..geometry.layers {
             for side in Side::BOTH {
                 let mut histories: Vec<_> =
-                    spec.variants(side).into_iter().map(TableHistory::new).collect();
+                    spec.side_specs(side).into_iter().map(TableHistory::new).collect();
                 histories.resize(variants, TableHistory::default());
                 tables.extend(histories);
             }
@@ -143,7 +143,7 @@ impl ModelCodec {
         let trained = heads.iter().any(|head| head.trained_tables);
         let layers = if trained { geometry.layers as usize } else { 0 };
         let counting = vec![CountingPlan::default(); layers];
-        let ladder = Ladder::new(&geometry)?;
+        let ladder = FallbackChain::new(&geometry)?;
         Ok(Self {
             geometry,
             spec,
@@ -174,7 +174,7 @@ impl ModelCodec {
     /// # Panics
     /// When layer or head lie outside the geometry.
     #[must_use]
-    pub fn head(&self, layer: LayerIndex, side: Side, head: usize) -> &HeadSide {
+    pub fn head_codec(&self, layer: LayerIndex, side: Side, head: usize) -> &HeadCodec {
         let kv_heads = self.geometry.kv_heads as usize;
         assert!(head < kv_heads, "head {head} of {kv_heads}");
         &self.heads[(layer.0 as usize * 2 + side.index()) * kv_heads + head]
@@ -191,7 +191,7 @@ impl ModelCodec {
     #[must_use]
     pub fn table_bytes(&self) -> u64 {
         let built = self.tables.iter().flat_map(|history| history.versions.iter().skip(1));
-        built.map(LaneTable::size_bytes).sum()
+        built.map(StreamTable::size_bytes).sum()
     }
 
     /// Whether a side of that layer uses Huffman and has no table but its prior yet. False outside
@@ -202,7 +202,8 @@ impl ModelCodec {
         let heads = self.heads.chunks(per_layer).nth(layer.0 as usize).unwrap_or_default();
         heads.iter().enumerate().any(|(index, head)| {
             let side = Side::BOTH[index / self.geometry.kv_heads as usize];
-            head.trained_tables && self.tables[self.table_index(layer, side, head)].built() == 0
+            head.trained_tables
+                && self.tables[self.table_index(layer, side, head)].built_versions() == 0
         })
     }
 
@@ -212,8 +213,8 @@ impl ModelCodec {
     /// # Panics
     /// When layer or head lie outside the model's geometry.
     #[must_use]
-    pub fn trained_tables(&self, layer: LayerIndex, side: Side, head: usize) -> &[LaneTable] {
-        &self.tables[self.table_index(layer, side, self.head(layer, side, head))].versions
+    pub fn trained_tables(&self, layer: LayerIndex, side: Side, head: usize) -> &[StreamTable] {
+        &self.tables[self.table_index(layer, side, self.head_codec(layer, side, head))].versions
     }
 
     /// The version of the table that pages of a head are written with; 0, the prior, where no table
@@ -223,20 +224,20 @@ impl ModelCodec {
     /// When layer or head lie outside the model's geometry.
     #[must_use]
     pub fn current_table(&self, layer: LayerIndex, side: Side, head: usize) -> usize {
-        self.tables[self.table_index(layer, side, self.head(layer, side, head))].current
+        self.tables[self.table_index(layer, side, self.head_codec(layer, side, head))].current
     }
 
     /// The Huffman table of that version, as a page header of that head names it.
-    pub(crate) fn table(
+    pub(crate) fn huffman_table(
         &self,
         (layer, side): (LayerIndex, Side),
-        head: &HeadSide,
+        head: &HeadCodec,
         version: u16,
-    ) -> Option<&LaneTable> {
+    ) -> Option<&StreamTable> {
         self.tables.get(self.table_index(layer, side, head))?.versions.get(usize::from(version))
     }
 
-    pub(crate) fn table_index(&self, layer: LayerIndex, side: Side, head: &HeadSide) -> usize {
+    pub(crate) fn table_index(&self, layer: LayerIndex, side: Side, head: &HeadCodec) -> usize {
         (layer.0 as usize * 2 + side.index()) * self.variants + head.variant
     }
 
@@ -252,7 +253,7 @@ impl ModelCodec {
         out: &mut Vec<u8>,
     ) -> Result<EncodedBlock, CodecError> {
         self.encode_pages(layer, block, out, &mut |plan, scratch, out| {
-            encode::page(plan, scratch, out)
+            encode::append_page(plan, scratch, out)
         })
     }
 
@@ -262,18 +263,18 @@ impl ModelCodec {
         layer: LayerIndex,
         block: &BlockRows<'_>,
         out: &mut Vec<u8>,
-        encode_page: &mut dyn FnMut(&PagePlan<'_>, &mut Scratch, &mut Vec<u8>) -> EncodedPage,
+        encode_page: &mut dyn FnMut(&PagePlan<'_>, &mut EncodeScratch, &mut Vec<u8>) -> EncodedPage,
     ) -> Result<EncodedBlock, CodecError> {
         self.check_shape(layer, block)?;
         let start = out.len();
         let mut encoded = EncodedBlock::default();
-        let mut scratch = Scratch::default();
+        let mut scratch = EncodeScratch::default();
         for side in Side::BOTH {
             let side_start = out.len();
             for head in 0..self.geometry.kv_heads as usize {
-                let head_side = self.head(layer, side, head);
-                let rows = block.head(side, head, head_side.dim());
-                let absmax = match self.check_head(side, head, (rows, block.tokens)) {
+                let head_side = self.head_codec(layer, side, head);
+                let rows = block.head_rows(side, head, head_side.dim());
+                let absmax = match self.check_head_rows(side, head, (rows, block.tokens)) {
                     Ok(absmax) => absmax,
                     Err(error) => {
                         out.truncate(start);
@@ -286,7 +287,7 @@ impl ModelCodec {
                     dtype: self.geometry.dtype,
                     rows,
                     absmax,
-                    stage: self.stage(layer, side, head_side),
+                    stage: self.entropy_coder(layer, side, head_side),
                 };
                 let page_start = out.len();
                 let page = encode_page(&plan, &mut scratch, out);
@@ -311,15 +312,15 @@ impl ModelCodec {
 
     /// The entropy coding of a head, with the table that is written with; fixed width where it has
     /// none.
-    fn stage(&self, layer: LayerIndex, side: Side, head: &HeadSide) -> Stage<'_> {
+    fn entropy_coder(&self, layer: LayerIndex, side: Side, head: &HeadCodec) -> EntropyCoder<'_> {
         let history = &self.tables[self.table_index(layer, side, head)];
         match history.versions.get(history.current) {
-            Some(table) if head.trained_tables => Stage::Huffman {
+            Some(table) if head.trained_tables => EntropyCoder::Huffman {
                 table,
                 version: history.current as u16,
                 prior: &history.versions[0],
             },
-            _ => Stage::Fixed,
+            _ => EntropyCoder::Fixed,
         }
     }
 
@@ -328,8 +329,8 @@ impl ModelCodec {
         &self,
         layer: LayerIndex,
         side: Side,
-        head: &HeadSide,
-    ) -> Option<&LaneTable> {
+        head: &HeadCodec,
+    ) -> Option<&StreamTable> {
         let history = &self.tables[self.table_index(layer, side, head)];
         history.versions.get(history.current)
     }
@@ -363,21 +364,21 @@ impl ModelCodec {
     pub(crate) fn check_values(&self, block: &BlockRows<'_>) -> Result<(), CodecError> {
         for side in Side::BOTH {
             for head in 0..self.geometry.kv_heads as usize {
-                let rows = block.head(side, head, self.geometry.head_dim(side));
-                self.check_head(side, head, (rows, block.tokens))?;
+                let rows = block.head_rows(side, head, self.geometry.head_dim(side));
+                self.check_head_rows(side, head, (rows, block.tokens))?;
             }
         }
         Ok(())
     }
 
     /// Whether the values of a head's rows can be stored.
-    fn check_head(
+    fn check_head_rows(
         &self,
         side: Side,
         head: usize,
         (rows, tokens): (&[f32], usize),
     ) -> Result<f32, CodecError> {
-        let limit = largest(self.geometry.dtype);
+        let limit = largest_finite(self.geometry.dtype);
         if let Some(absmax) = largest_within(rows, limit) {
             return Ok(absmax);
         }
@@ -399,8 +400,8 @@ impl ModelCodec {
 
 /// Bytes of what heads share: per layer and side, once for each variant, the tables of a grid or
 /// the levels of a bit allocation.
-fn shared_bytes(heads: &[HeadSide], kv_heads: usize) -> u64 {
-    let of_side = |side: &[HeadSide]| -> u64 {
+fn shared_bytes(heads: &[HeadCodec], kv_heads: usize) -> u64 {
+    let of_side = |side: &[HeadCodec]| -> u64 {
         let variants: BTreeMap<usize, u64> =
             side.iter().map(|head| (head.variant, head.shared_bytes())).collect();
         variants.values().sum()

@@ -19,7 +19,7 @@ const LARGEST: f32 = 4.0;
 
 /// Rows of a head that a fit looks at.
 #[derive(Clone, Debug)]
-pub(crate) struct Inliers<'a> {
+pub(crate) struct InlierRows<'a> {
     /// `[rows, dim]`; as they were given where none was far.
     pub(crate) rows: Cow<'a, [f32]>,
     /// Rows that are left out.
@@ -30,12 +30,12 @@ pub(crate) struct Inliers<'a> {
     pub(crate) longest: f64,
 }
 
-impl<'a> Inliers<'a> {
+impl<'a> InlierRows<'a> {
     /// Measures `rows` (`[n, dim]`) and leaves out or shortens those far beyond the others.
     pub(crate) fn new(rows: &'a [f32], dim: usize) -> Self {
         let mut inliers = Self { rows: Cow::Borrowed(rows), left_out: 0, clipped: 0, longest: 1.0 };
-        let lengths: Vec<f64> = rows.chunks_exact(dim).map(length).collect();
-        let usual = percentile(&mut lengths.clone(), f64::total_cmp).unwrap_or(0.0);
+        let lengths: Vec<f64> = rows.chunks_exact(dim).map(row_length).collect();
+        let usual = percentile_95(&mut lengths.clone(), f64::total_cmp).unwrap_or(0.0);
         if lengths.len() < ROWS_MIN || usual <= 0.0 || !usual.is_finite() {
             return inliers;
         }
@@ -55,7 +55,7 @@ impl<'a> Inliers<'a> {
             let first = kept.len();
             kept.extend(row.iter().zip(&largest).map(|(x, most)| x.clamp(-most, *most)));
             let clipped = &mut kept[first..];
-            let shrink = LONGEST * usual / length(clipped);
+            let shrink = LONGEST * usual / row_length(clipped);
             if shrink < 1.0 {
                 clipped.iter_mut().for_each(|x| *x = (f64::from(*x) * shrink) as f32);
             }
@@ -66,12 +66,12 @@ impl<'a> Inliers<'a> {
     }
 }
 
-fn length(row: &[f32]) -> f64 {
+fn row_length(row: &[f32]) -> f64 {
     row.iter().map(|x| f64::from(*x) * f64::from(*x)).sum::<f64>().sqrt()
 }
 
 /// The 95th percentile; none of no values.
-fn percentile<T: Copy>(
+fn percentile_95<T: Copy>(
     values: &mut [T],
     order: impl FnMut(&T, &T) -> std::cmp::Ordering,
 ) -> Option<T> {
@@ -85,11 +85,11 @@ fn largest_magnitudes(rows: &[f32], dim: usize) -> Vec<f32> {
         .map(|channel| {
             let of_channel = rows.iter().skip(channel).step_by(dim);
             let mut magnitudes: Vec<f32> = of_channel.map(|x| x.abs()).collect();
-            percentile(&mut magnitudes, f32::total_cmp).unwrap_or(0.0)
+            percentile_95(&mut magnitudes, f32::total_cmp).unwrap_or(0.0)
         })
         .collect();
     let mut magnitudes: Vec<f32> = rows.iter().map(|x| x.abs()).collect();
-    let of_all = percentile(&mut magnitudes, f32::total_cmp).unwrap_or(0.0);
+    let of_all = percentile_95(&mut magnitudes, f32::total_cmp).unwrap_or(0.0);
     // Where nearly all values are zeros, nothing tells how far the others may be.
     let limit = |usual: &f32| if of_all > 0.0 { LARGEST * usual.max(of_all) } else { f32::MAX };
     usual.iter().map(limit).collect()
@@ -109,13 +109,13 @@ mod tests {
     #[test]
     fn ordinary_rows_stay_as_they_are() {
         let rows = rows();
-        let inliers = Inliers::new(&rows, DIM);
+        let inliers = InlierRows::new(&rows, DIM);
         assert!(matches!(inliers.rows, Cow::Borrowed(same) if same == rows));
         assert_eq!((inliers.left_out, inliers.clipped), (0, 0));
         assert!((1.0..2.0).contains(&inliers.longest), "{}", inliers.longest);
         // Of zeros, of a few rows, and of none nothing is left out either.
         for few in [&[0.0; 64 * DIM][..], &rows[..19 * DIM], &[]] {
-            assert_eq!(Inliers::new(few, DIM).rows, few);
+            assert_eq!(InlierRows::new(few, DIM).rows, few);
         }
     }
 
@@ -125,7 +125,7 @@ mod tests {
         for (far, factor) in [(1, 30.0), (1, 1e4), (9, 1e4), (1, 1e37)] {
             let mut rows = ordinary.clone();
             rows[..far * DIM].iter_mut().for_each(|x| *x *= factor);
-            let inliers = Inliers::new(&rows, DIM);
+            let inliers = InlierRows::new(&rows, DIM);
             assert_eq!((inliers.left_out, inliers.clipped), (far, 0), "{far} rows x{factor}");
             assert_eq!(inliers.rows, &ordinary[far * DIM..]);
             assert!(inliers.longest > 4.0);
@@ -137,10 +137,10 @@ mod tests {
         let mut rows = rows();
         rows[..DIM].iter_mut().for_each(|x| *x = 2.0);
         rows[DIM] = 5.0;
-        let inliers = Inliers::new(&rows, DIM);
+        let inliers = InlierRows::new(&rows, DIM);
         assert_eq!((inliers.left_out, inliers.clipped), (0, 2));
         assert!(inliers.rows[DIM] < 4.0 && inliers.rows[DIM + 1] == rows[DIM + 1]);
-        assert!(length(&inliers.rows[..DIM]) < length(&rows[..DIM]));
+        assert!(row_length(&inliers.rows[..DIM]) < row_length(&rows[..DIM]));
         assert_eq!(inliers.rows[2 * DIM..], rows[2 * DIM..]);
     }
 }

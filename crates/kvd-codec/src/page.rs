@@ -20,7 +20,7 @@
 //! quantizer needs per group, then for Huffman pages one u16 per stream (its bytes), then codes.
 
 use crate::PageError;
-use crate::gain::{Gains, gain_bytes};
+use crate::gain::{RowGains, gain_bytes};
 use kvd_core::{Geometry, Side};
 use xxhash_rust::xxh3::Xxh3;
 
@@ -51,7 +51,7 @@ pub(crate) mod id {
     pub(crate) const POLAR: u8 = 64;
     pub(crate) const LLOYD: u8 = 80;
 
-    pub(crate) const fn float(dtype: DType) -> u8 {
+    pub(crate) const fn float_id(dtype: DType) -> u8 {
         match dtype {
             DType::F32 => 0,
             DType::F16 => 1,
@@ -120,11 +120,11 @@ impl PageHeader {
         let side = match head[5] {
             0 => Side::Key,
             1 => Side::Value,
-            other => return Err(field("side", u64::from(other), 1)),
+            other => return Err(field_error("side", u64::from(other), 1)),
         };
         let flags = head[7];
         if flags & !(FLAG_HUFFMAN | FLAG_FALLBACK | FLAG_GAINS) != 0 {
-            return Err(field("flags", u64::from(flags), 7));
+            return Err(field_error("flags", u64::from(flags), 7));
         }
         let u16_at = |at: usize| u16::from_le_bytes([head[at], head[at + 1]]);
         let header = Self {
@@ -143,10 +143,10 @@ impl PageHeader {
             checksum: stored_checksum(head),
         };
         if !(1..=Geometry::BLOCK_TOKENS_MAX).contains(&u32::from(header.tokens)) {
-            return Err(field("tokens", u64::from(header.tokens), 1));
+            return Err(field_error("tokens", u64::from(header.tokens), 1));
         }
         if !(2..=Geometry::HEAD_DIM_MAX).contains(&u32::from(header.dim)) {
-            return Err(field("dim", u64::from(header.dim), 2));
+            return Err(field_error("dim", u64::from(header.dim), 2));
         }
         Ok(header)
     }
@@ -190,7 +190,7 @@ impl<'a> Page<'a> {
     ///
     /// # Errors
     /// Length, magic, version, or a field outside its range.
-    pub fn parse(bytes: &'a [u8]) -> Result<Self, PageError> {
+    pub fn parse_page(bytes: &'a [u8]) -> Result<Self, PageError> {
         let Some(head) = bytes.first_chunk::<HEADER_BYTES>() else {
             return Err(PageError::Length { got: bytes.len(), want: HEADER_BYTES });
         };
@@ -239,23 +239,23 @@ impl<'a> Page<'a> {
 
     /// The gains of its rows, where any has one.
     #[must_use]
-    pub fn gains(&self) -> Option<Gains<'a>> {
+    pub fn gains(&self) -> Option<RowGains<'a>> {
         let end = HEADER_BYTES + self.header.payload_len as usize;
-        self.header.gains.then(|| Gains(&self.bytes[end - self.header.gain_bytes()..end]))
+        self.header.gains.then(|| RowGains(&self.bytes[end - self.header.gain_bytes()..end]))
     }
 
     /// Tests the checksum.
     ///
     /// # Errors
     /// [`PageError::Checksum`].
-    pub fn verify(&self) -> Result<(), PageError> {
-        let want = checksum(self.bytes);
+    pub fn verify_checksum(&self) -> Result<(), PageError> {
+        let want = page_checksum(self.bytes);
         let got = self.header.checksum;
         if got == want { Ok(()) } else { Err(PageError::Checksum { got, want }) }
     }
 }
 
-fn field(field: &'static str, got: u64, want: u64) -> PageError {
+fn field_error(field: &'static str, got: u64, want: u64) -> PageError {
     PageError::Field { field, got, want }
 }
 
@@ -270,7 +270,7 @@ fn stored_checksum(head: &[u8; HEADER_BYTES]) -> u64 {
 }
 
 /// Checksum of a page with its checksum field taken as zero.
-fn checksum(page: &[u8]) -> u64 {
+fn page_checksum(page: &[u8]) -> u64 {
     let mut hash = Xxh3::new();
     hash.update(&page[..CHECKSUM_AT]);
     hash.update(&[0; HEADER_BYTES - CHECKSUM_AT]);
@@ -286,13 +286,13 @@ pub fn page_bytes(payload: usize) -> usize {
 
 /// Pads the page that starts at `start` of `out` (its header still blank), fills in length and
 /// checksum, and returns its whole length.
-pub(crate) fn seal(out: &mut Vec<u8>, start: usize, mut header: PageHeader) -> usize {
+pub(crate) fn seal_page(out: &mut Vec<u8>, start: usize, mut header: PageHeader) -> usize {
     let payload = out.len() - start - HEADER_BYTES;
     header.payload_len = u32::try_from(payload).expect("a page is far below 4 GiB");
     out.resize(start + page_bytes(payload), 0);
     header.checksum = 0;
     out[start..start + HEADER_BYTES].copy_from_slice(&header.to_bytes());
-    let sum = checksum(&out[start..]);
+    let sum = page_checksum(&out[start..]);
     out[start + CHECKSUM_AT..start + HEADER_BYTES].copy_from_slice(&sum.to_le_bytes());
     out.len() - start
 }
@@ -324,27 +324,27 @@ mod tests {
         let mut page = vec![0xEE; 5];
         page.resize(5 + HEADER_BYTES, 0);
         page.extend([9, 8, 7]);
-        assert_eq!(seal(&mut page, 5, header()), 48);
+        assert_eq!(seal_page(&mut page, 5, header()), 48);
         let text: String = page[5..29].iter().map(|b| format!("{b:02x}")).collect();
         assert_eq!(text, "4b56445001012001020104030102030206050807".to_owned() + "03000000");
-        let parsed = Page::parse(&page[5..]).unwrap();
+        let parsed = Page::parse_page(&page[5..]).unwrap();
         assert_eq!(parsed.payload(), [9, 8, 7]);
         assert_eq!(PageHeader { checksum: 0, ..*parsed.header() }, header());
-        parsed.verify().unwrap();
+        parsed.verify_checksum().unwrap();
     }
 
     #[test]
     fn any_flipped_bit_is_found() {
         let mut page = vec![0; HEADER_BYTES];
         page.extend([1, 2, 3, 4, 5]);
-        seal(&mut page, 0, header());
+        seal_page(&mut page, 0, header());
         for bit in 0..page.len() * 8 {
             page[bit / 8] ^= 1 << (bit % 8);
-            let found = Page::parse(&page).and_then(|p| p.verify());
+            let found = Page::parse_page(&page).and_then(|p| p.verify_checksum());
             assert!(found.is_err(), "bit {bit} went unnoticed");
             page[bit / 8] ^= 1 << (bit % 8);
         }
-        assert!(matches!(Page::parse(&page[..31]), Err(PageError::Length { .. })));
-        assert!(matches!(Page::parse(&page[..40]), Err(PageError::Length { .. })));
+        assert!(matches!(Page::parse_page(&page[..31]), Err(PageError::Length { .. })));
+        assert!(matches!(Page::parse_page(&page[..40]), Err(PageError::Length { .. })));
     }
 }

@@ -22,14 +22,14 @@
 //! allowed between tokens.
 
 use crate::{
-    CodebookScope, CodecSpec, Entropy, FloatFormat, GroupAxis, Override, Quantizer, SideSpec,
-    SpecError, Transform, UniformMode, UniformStep, VqSpec,
+    CodebookScope, CodecSpec, EntropyCoding, FloatFormat, GroupAxis, Quantizer, SideSpec,
+    SpecError, SpecOverride, Transform, UniformMode, UniformStep, VqSpec,
 };
 use kvd_core::Side;
 use std::ops::RangeInclusive;
 use std::str::FromStr;
 
-type Parsed<T> = Result<T, SpecError>;
+type ParseResult<T> = Result<T, SpecError>;
 
 const TRANSFORMS: &str = "smooth, norm, hadamard, rotate, mean, gain, pca or qpca";
 const QUANTIZERS: &str =
@@ -39,16 +39,16 @@ impl FromStr for CodecSpec {
     type Err = SpecError;
 
     fn from_str(text: &str) -> Result<Self, SpecError> {
-        let mut cursor = Cursor::new(text);
-        let items = Items::read(&mut cursor)?;
+        let mut cursor = SpecCursor::new(text);
+        let items = SpecItems::read_items(&mut cursor)?;
         let Some(key) = items.key else {
-            return cursor.fail(cursor.at, "the key side k= is missing");
+            return cursor.fail_at(cursor.at, "the key side k= is missing");
         };
         let Some(value) = items.value else {
-            return cursor.fail(cursor.at, "the value side v= is missing");
+            return cursor.fail_at(cursor.at, "the value side v= is missing");
         };
         let (sink, recent) = (items.sink.unwrap_or(0), items.recent.unwrap_or(0));
-        let Items { overrides, bounds, .. } = items;
+        let SpecItems { overrides, bounds, .. } = items;
         Ok(Self { key, value, sink, recent, overrides, bounds })
     }
 }
@@ -69,31 +69,31 @@ pub(crate) struct FirstWord<'a> {
 
 impl FirstWord<'_> {
     /// Skips spaces, comments and a byte-order mark before it.
-    pub(crate) fn read(text: &str) -> FirstWord<'_> {
-        let mut cursor = Cursor::new(text);
-        cursor.peek();
+    pub(crate) fn read_word(text: &str) -> FirstWord<'_> {
+        let mut cursor = SpecCursor::new(text);
+        cursor.peek_char();
         let (start, rest) = (cursor.at, &text[cursor.at..]);
         let is_word = |c: char| c.is_ascii_alphanumeric() || "-+.".contains(c);
         let word = &rest[..rest.find(|c| !is_word(c)).unwrap_or(rest.len())];
         cursor.at += word.len();
-        let next = cursor.peek();
-        let [position, after] = [start, cursor.at].map(|at| cursor.position(at));
+        let next = cursor.peek_char();
+        let [position, after] = [start, cursor.at].map(|at| cursor.char_position(at));
         FirstWord { word, position, end: cursor.at, after, next }
     }
 }
 
 /// Whether nothing but spaces and comments follows from byte `at` on.
 pub(crate) fn is_blank(text: &str, at: usize) -> bool {
-    Cursor { text, at }.peek().is_none()
+    SpecCursor { text, at }.peek_char().is_none()
 }
 
 /// `base` with what the items of `text` from byte `at` on say in its place; overrides are added.
-pub(crate) fn over(base: CodecSpec, text: &str, at: usize) -> Parsed<CodecSpec> {
-    let mut cursor = Cursor { text, at };
-    if cursor.peek().is_none() {
+pub(crate) fn parse_over(base: CodecSpec, text: &str, at: usize) -> ParseResult<CodecSpec> {
+    let mut cursor = SpecCursor { text, at };
+    if cursor.peek_char().is_none() {
         return Ok(base);
     }
-    let items = Items::read(&mut cursor)?;
+    let items = SpecItems::read_items(&mut cursor)?;
     let [k, v] = [0, 1].map(|side| items.bounds[side].or(base.bounds[side]));
     Ok(CodecSpec {
         key: items.key.unwrap_or(base.key),
@@ -107,52 +107,52 @@ pub(crate) fn over(base: CodecSpec, text: &str, at: usize) -> Parsed<CodecSpec> 
 
 /// What the items of a text say.
 #[derive(Default)]
-struct Items {
+struct SpecItems {
     key: Option<SideSpec>,
     value: Option<SideSpec>,
     sink: Option<u32>,
     recent: Option<u32>,
-    overrides: Vec<Override>,
+    overrides: Vec<SpecOverride>,
     bounds: [Option<f32>; 2],
 }
 
-impl Items {
+impl SpecItems {
     /// All items up to the end of the text; one at least.
-    fn read(cursor: &mut Cursor<'_>) -> Parsed<Self> {
+    fn read_items(cursor: &mut SpecCursor<'_>) -> ParseResult<Self> {
         let mut items = Self::default();
         loop {
-            items.one(cursor)?;
-            if !cursor.take(';') || cursor.peek().is_none() {
+            items.read_item(cursor)?;
+            if !cursor.take_char(';') || cursor.peek_char().is_none() {
                 break;
             }
         }
-        if cursor.peek().is_some() {
-            return cursor.fail(cursor.at, "expected ';' or the end");
+        if cursor.peek_char().is_some() {
+            return cursor.fail_at(cursor.at, "expected ';' or the end");
         }
         Ok(items)
     }
 
-    fn one(&mut self, cursor: &mut Cursor<'_>) -> Parsed<()> {
-        let (start, name) = cursor.word("k, v, sink or recent")?;
+    fn read_item(&mut self, cursor: &mut SpecCursor<'_>) -> ParseResult<()> {
+        let (start, name) = cursor.parse_word("k, v, sink or recent")?;
         let side = [Side::Key, Side::Value].into_iter().find(|side| side.name() == name);
-        if let (Some(side), true) = (side, cursor.take('[')) {
-            self.overrides.push(cursor.exception(side)?);
+        if let (Some(side), true) = (side, cursor.take_char('[')) {
+            self.overrides.push(cursor.parse_override(side)?);
             return Ok(());
         }
-        cursor.expect('=')?;
+        cursor.expect_char('=')?;
         let fresh = match name {
-            "k" => self.key.replace(cursor.side()?).is_none(),
-            "v" => self.value.replace(cursor.side()?).is_none(),
-            "sink" => self.sink.replace(cursor.number("tokens")?).is_none(),
-            "recent" => self.recent.replace(cursor.number("tokens")?).is_none(),
-            "k.bound" => self.bounds[0].replace(cursor.bound()?).is_none(),
-            "v.bound" => self.bounds[1].replace(cursor.bound()?).is_none(),
+            "k" => self.key.replace(cursor.parse_side()?).is_none(),
+            "v" => self.value.replace(cursor.parse_side()?).is_none(),
+            "sink" => self.sink.replace(cursor.parse_number("tokens")?).is_none(),
+            "recent" => self.recent.replace(cursor.parse_number("tokens")?).is_none(),
+            "k.bound" => self.bounds[0].replace(cursor.parse_bound()?).is_none(),
+            "v.bound" => self.bounds[1].replace(cursor.parse_bound()?).is_none(),
             _ => {
                 let known = "k, v, sink, recent, k.bound or v.bound";
-                return cursor.fail(start, format!("{name:?} is not {known}"));
+                return cursor.fail_at(start, format!("{name:?} is not {known}"));
             }
         };
-        if fresh { Ok(()) } else { cursor.fail(start, format!("{name} is given twice")) }
+        if fresh { Ok(()) } else { cursor.fail_at(start, format!("{name} is given twice")) }
     }
 }
 
@@ -164,7 +164,7 @@ struct Argument<'a> {
     value: &'a str,
 }
 
-struct Cursor<'a> {
+struct SpecCursor<'a> {
     text: &'a str,
     /// Byte offset of what comes next.
     at: usize,
@@ -173,23 +173,23 @@ struct Cursor<'a> {
 /// Some editors put it before a text; it is no part of it.
 const BYTE_ORDER_MARK: char = '\u{feff}';
 
-impl<'a> Cursor<'a> {
+impl<'a> SpecCursor<'a> {
     fn new(text: &'a str) -> Self {
         let at = if text.starts_with(BYTE_ORDER_MARK) { BYTE_ORDER_MARK.len_utf8() } else { 0 };
         Self { text, at }
     }
 
     /// Characters before byte `at`, as an editor counts them.
-    fn position(&self, at: usize) -> usize {
+    fn char_position(&self, at: usize) -> usize {
         self.text[..at].chars().filter(|c| *c != BYTE_ORDER_MARK).count()
     }
 
-    fn fail<T>(&self, at: usize, message: impl Into<String>) -> Parsed<T> {
-        Err(SpecError { position: self.position(at), message: message.into() })
+    fn fail_at<T>(&self, at: usize, message: impl Into<String>) -> ParseResult<T> {
+        Err(SpecError { position: self.char_position(at), message: message.into() })
     }
 
     /// The next character after spaces and comments, which are skipped.
-    fn peek(&mut self) -> Option<char> {
+    fn peek_char(&mut self) -> Option<char> {
         loop {
             let rest = &self.text[self.at..];
             self.at += rest.len() - rest.trim_start().len();
@@ -202,96 +202,105 @@ impl<'a> Cursor<'a> {
         }
     }
 
-    fn take(&mut self, wanted: char) -> bool {
-        let found = self.peek() == Some(wanted);
+    fn take_char(&mut self, wanted: char) -> bool {
+        let found = self.peek_char() == Some(wanted);
         if found {
             self.at += wanted.len_utf8();
         }
         found
     }
 
-    fn unknown<T>(&self, start: usize, word: &str, (what, known): (&str, &str)) -> Parsed<T> {
-        self.fail(start, format!("{word:?} is no {what}; expected {known}"))
+    fn unknown_word<T>(
+        &self,
+        start: usize,
+        word: &str,
+        (what, known): (&str, &str),
+    ) -> ParseResult<T> {
+        self.fail_at(start, format!("{word:?} is no {what}; expected {known}"))
     }
 
-    fn expect(&mut self, wanted: char) -> Parsed<()> {
-        if self.take(wanted) { Ok(()) } else { self.fail(self.at, format!("expected {wanted:?}")) }
+    fn expect_char(&mut self, wanted: char) -> ParseResult<()> {
+        if self.take_char(wanted) {
+            Ok(())
+        } else {
+            self.fail_at(self.at, format!("expected {wanted:?}"))
+        }
     }
 
     /// A run of letters, digits and dots, with the place where it starts.
-    fn word(&mut self, what: &str) -> Parsed<(usize, &'a str)> {
-        self.peek();
+    fn parse_word(&mut self, what: &str) -> ParseResult<(usize, &'a str)> {
+        self.peek_char();
         let rest = &self.text[self.at..];
         let is_word = |c: char| c.is_ascii_alphanumeric() || c == '.';
         let length = rest.find(|c| !is_word(c)).unwrap_or(rest.len());
         if length == 0 {
-            return self.fail(self.at, format!("expected {what}"));
+            return self.fail_at(self.at, format!("expected {what}"));
         }
         let start = self.at;
         self.at += length;
         Ok((start, &rest[..length]))
     }
 
-    fn number<N: FromStr>(&mut self, what: &str) -> Parsed<N> {
-        let (start, word) = self.word(what)?;
+    fn parse_number<N: FromStr>(&mut self, what: &str) -> ParseResult<N> {
+        let (start, word) = self.parse_word(what)?;
         self.parse_at(start, word, what)
     }
 
-    fn parse_at<N: FromStr>(&self, start: usize, word: &str, what: &str) -> Parsed<N> {
-        word.parse().or_else(|_| self.fail(start, format!("{word:?} is no number of {what}")))
+    fn parse_at<N: FromStr>(&self, start: usize, word: &str, what: &str) -> ParseResult<N> {
+        word.parse().or_else(|_| self.fail_at(start, format!("{word:?} is no number of {what}")))
     }
 
-    fn bound(&mut self) -> Parsed<f32> {
-        self.peek();
+    fn parse_bound(&mut self) -> ParseResult<f32> {
+        self.peek_char();
         let start = self.at;
-        let bound: f32 = self.number("a relative error")?;
+        let bound: f32 = self.parse_number("a relative error")?;
         if bound > 0.0 && bound <= 1.0 {
             return Ok(bound);
         }
-        self.fail(start, format!("bound {bound}: must be above 0 and at most 1"))
+        self.fail_at(start, format!("bound {bound}: must be above 0 and at most 1"))
     }
 
     /// What follows `k[` or `v[`.
-    fn exception(&mut self, side: Side) -> Parsed<Override> {
+    fn parse_override(&mut self, side: Side) -> ParseResult<SpecOverride> {
         let (mut layers, mut heads) = (None, None);
         loop {
-            let (start, name) = self.word("layer or head")?;
+            let (start, name) = self.parse_word("layer or head")?;
             let range = match name {
                 "layer" => &mut layers,
                 "head" => &mut heads,
-                _ => return self.fail(start, format!("{name:?} is not layer or head")),
+                _ => return self.fail_at(start, format!("{name:?} is not layer or head")),
             };
-            self.expect('=')?;
-            if range.replace(self.range()?).is_some() {
-                return self.fail(start, format!("{name} is given twice"));
+            self.expect_char('=')?;
+            if range.replace(self.parse_range()?).is_some() {
+                return self.fail_at(start, format!("{name} is given twice"));
             }
-            if !self.take(',') {
+            if !self.take_char(',') {
                 break;
             }
         }
-        self.expect(']')?;
-        self.expect('=')?;
-        Ok(Override { side, layers, heads, spec: self.side()? })
+        self.expect_char(']')?;
+        self.expect_char('=')?;
+        Ok(SpecOverride { side, layers, heads, spec: self.parse_side()? })
     }
 
     /// `n` or `n-n`.
-    fn range(&mut self) -> Parsed<RangeInclusive<u32>> {
-        self.peek();
+    fn parse_range(&mut self) -> ParseResult<RangeInclusive<u32>> {
+        self.peek_char();
         let start = self.at;
-        let first = self.number("an index")?;
-        let last = if self.take('-') { self.number("an index")? } else { first };
+        let first = self.parse_number("an index")?;
+        let last = if self.take_char('-') { self.parse_number("an index")? } else { first };
         if last < first {
-            return self.fail(start, format!("{first}-{last} ends before it starts"));
+            return self.fail_at(start, format!("{first}-{last} ends before it starts"));
         }
         Ok(first..=last)
     }
 
-    fn side(&mut self) -> Parsed<SideSpec> {
-        self.peek();
+    fn parse_side(&mut self) -> ParseResult<SideSpec> {
+        self.peek_char();
         let side_start = self.at;
         let mut transforms = Vec::new();
         let quantizer = loop {
-            let (start, word) = self.word("a transform or a quantizer")?;
+            let (start, word) = self.parse_word("a transform or a quantizer")?;
             let transform = match word {
                 "smooth" => Transform::Smooth,
                 "hadamard" => Transform::Hadamard,
@@ -300,84 +309,87 @@ impl<'a> Cursor<'a> {
                 "qpca" => Transform::QueryPca,
                 "norm" => Transform::Norm,
                 "gain" => Transform::Gain,
-                "rotate" => self.rotate()?,
-                _ if transforms.is_empty() && self.peek() != Some('+') => {
-                    break self.quantizer(start, word)?;
+                "rotate" => self.parse_rotate()?,
+                _ if transforms.is_empty() && self.peek_char() != Some('+') => {
+                    break self.parse_quantizer(start, word)?;
                 }
-                _ => return self.unknown(start, word, ("transform", TRANSFORMS)),
+                _ => return self.unknown_word(start, word, ("transform", TRANSFORMS)),
             };
             transforms.push(transform);
-            if !self.take('+') {
-                self.expect('/')?;
-                let (start, word) = self.word("a quantizer")?;
-                break self.quantizer(start, word)?;
+            if !self.take_char('+') {
+                self.expect_char('/')?;
+                let (start, word) = self.parse_word("a quantizer")?;
+                break self.parse_quantizer(start, word)?;
             }
         };
-        let mut entropy = Entropy::None;
-        if self.take('/') || self.take('+') {
-            let (start, word) = self.word("huffman")?;
+        let mut entropy = EntropyCoding::None;
+        if self.take_char('/') || self.take_char('+') {
+            let (start, word) = self.parse_word("huffman")?;
             if word != "huffman" {
-                return self.fail(start, format!("{word:?} is no entropy stage; expected huffman"));
+                return self
+                    .fail_at(start, format!("{word:?} is no entropy stage; expected huffman"));
             }
-            entropy = Entropy::Huffman;
+            entropy = EntropyCoding::Huffman;
         }
         let side = SideSpec { transforms, quantizer, entropy };
         match side.validate() {
             Ok(()) => Ok(side),
-            Err(message) => self.fail(side_start, message),
+            Err(message) => self.fail_at(side_start, message),
         }
     }
 
-    fn quantizer(&mut self, start: usize, word: &str) -> Parsed<Quantizer> {
+    fn parse_quantizer(&mut self, start: usize, word: &str) -> ParseResult<Quantizer> {
         let format = match word {
             "raw" => FloatFormat::Native,
             "f32" => FloatFormat::F32,
             "f16" => FloatFormat::F16,
             "bf16" => FloatFormat::BF16,
             "fp8" => FloatFormat::E4M3,
-            "uniform" => return self.uniform(start),
-            "vq" => return self.vq(start),
+            "uniform" => return self.parse_uniform(start),
+            "vq" => return self.parse_vq(start),
             "grid" => {
-                return self.one(start, ("grid", "rate", "bits per value"), |rate| {
+                return self.parse_single(start, ("grid", "rate", "bits per value"), |rate| {
                     Quantizer::Grid { rate }
                 });
             }
             "bitalloc" => {
-                return self.one(start, ("bitalloc", "b", "bits per coefficient"), |bits| {
-                    Quantizer::BitAlloc { bits }
-                });
+                return self.parse_single(
+                    start,
+                    ("bitalloc", "b", "bits per coefficient"),
+                    |bits| Quantizer::BitAlloc { bits },
+                );
             }
-            "polar" => return self.polar(start),
-            "lloyd" => return self.lloyd(start),
-            _ => return self.unknown(start, word, ("quantizer", QUANTIZERS)),
+            "polar" => return self.parse_polar(start),
+            "lloyd" => return self.parse_lloyd(start),
+            _ => return self.unknown_word(start, word, ("quantizer", QUANTIZERS)),
         };
         Ok(Quantizer::Float(format))
     }
 
-    fn arguments(&mut self) -> Parsed<Vec<Argument<'a>>> {
-        self.expect('(')?;
+    fn parse_arguments(&mut self) -> ParseResult<Vec<Argument<'a>>> {
+        self.expect_char('(')?;
         let mut arguments: Vec<Argument<'a>> = Vec::new();
         loop {
-            let (start, name) = self.word("an argument")?;
-            self.expect('=')?;
-            let (value_start, value) = self.word("a value")?;
+            let (start, name) = self.parse_word("an argument")?;
+            self.expect_char('=')?;
+            let (value_start, value) = self.parse_word("a value")?;
             if arguments.iter().any(|a| a.name == name) {
-                return self.fail(start, format!("{name} is given twice"));
+                return self.fail_at(start, format!("{name} is given twice"));
             }
             arguments.push(Argument { start, name, value_start, value });
-            if !self.take(',') {
-                self.expect(')')?;
+            if !self.take_char(',') {
+                self.expect_char(')')?;
                 return Ok(arguments);
             }
         }
     }
 
-    fn uniform(&mut self, start: usize) -> Parsed<Quantizer> {
+    fn parse_uniform(&mut self, start: usize) -> ParseResult<Quantizer> {
         let (mut step, mut axis, mut group, mut mode) = (None, None, None, UniformMode::Asym);
-        for Argument { start, name, value_start, value } in self.arguments()? {
+        for Argument { start, name, value_start, value } in self.parse_arguments()? {
             match name {
                 "b" | "rel" if step.is_some() => {
-                    return self.fail(start, "b and rel exclude each other");
+                    return self.fail_at(start, "b and rel exclude each other");
                 }
                 "b" => step = Some(UniformStep::Bits(self.parse_at(value_start, value, "bits")?)),
                 "rel" => {
@@ -390,7 +402,7 @@ impl<'a> Cursor<'a> {
                         "channel" => GroupAxis::Channel,
                         "token" => GroupAxis::Token,
                         "block" => GroupAxis::Block,
-                        _ => return self.fail(value_start, "axis is channel, token or block"),
+                        _ => return self.fail_at(value_start, "axis is channel, token or block"),
                     });
                 }
                 "mode" => {
@@ -398,55 +410,55 @@ impl<'a> Cursor<'a> {
                         "asym" => UniformMode::Asym,
                         "sym" => UniformMode::Sym,
                         "hybrid" => UniformMode::Hybrid,
-                        _ => return self.fail(value_start, "mode is asym, sym or hybrid"),
+                        _ => return self.fail_at(value_start, "mode is asym, sym or hybrid"),
                     };
                 }
-                _ => return self.fail(start, format!("uniform has no argument {name:?}")),
+                _ => return self.fail_at(start, format!("uniform has no argument {name:?}")),
             }
         }
-        let Some(step) = step else { return self.fail(start, "uniform needs b= or rel=") };
-        let Some(axis) = axis else { return self.fail(start, "uniform needs axis=") };
+        let Some(step) = step else { return self.fail_at(start, "uniform needs b= or rel=") };
+        let Some(axis) = axis else { return self.fail_at(start, "uniform needs axis=") };
         Ok(Quantizer::Uniform { step, axis, group, mode })
     }
 
-    fn polar(&mut self, start: usize) -> Parsed<Quantizer> {
+    fn parse_polar(&mut self, start: usize) -> ParseResult<Quantizer> {
         let (mut angle, mut radius, mut group) = (None, None, None);
-        for Argument { start, name, value_start, value } in self.arguments()? {
+        for Argument { start, name, value_start, value } in self.parse_arguments()? {
             match name {
                 "a" => angle = Some(self.parse_at(value_start, value, "angle bits")?),
                 "r" => radius = Some(self.parse_at(value_start, value, "radius bits")?),
                 "g" => group = Some(self.parse_at(value_start, value, "tokens per group")?),
-                _ => return self.fail(start, format!("polar has no argument {name:?}")),
+                _ => return self.fail_at(start, format!("polar has no argument {name:?}")),
             }
         }
         match (angle, radius) {
             (Some(angle), Some(radius)) => Ok(Quantizer::Polar { angle, radius, group }),
-            _ => self.fail(start, "polar needs a= and r="),
+            _ => self.fail_at(start, "polar needs a= and r="),
         }
     }
 
-    fn lloyd(&mut self, start: usize) -> Parsed<Quantizer> {
+    fn parse_lloyd(&mut self, start: usize) -> ParseResult<Quantizer> {
         let mut bits = None;
-        for Argument { start, name, value_start, value } in self.arguments()? {
+        for Argument { start, name, value_start, value } in self.parse_arguments()? {
             match name {
                 "b" => bits = Some(self.parse_at(value_start, value, "bits")?),
-                _ => return self.fail(start, format!("lloyd has no argument {name:?}")),
+                _ => return self.fail_at(start, format!("lloyd has no argument {name:?}")),
             }
         }
         match bits {
             Some(bits) => Ok(Quantizer::Lloyd { bits }),
-            None => self.fail(start, "lloyd needs b="),
+            None => self.fail_at(start, "lloyd needs b="),
         }
     }
 
     /// What may follow the word `rotate`.
-    fn rotate(&mut self) -> Parsed<Transform> {
+    fn parse_rotate(&mut self) -> ParseResult<Transform> {
         let mut seed = 0;
-        if self.peek() == Some('(') {
-            for Argument { start, name, value_start, value } in self.arguments()? {
+        if self.peek_char() == Some('(') {
+            for Argument { start, name, value_start, value } in self.parse_arguments()? {
                 match name {
                     "seed" => seed = self.parse_at(value_start, value, "a seed")?,
-                    _ => return self.fail(start, format!("rotate has no argument {name:?}")),
+                    _ => return self.fail_at(start, format!("rotate has no argument {name:?}")),
                 }
             }
         }
@@ -454,43 +466,45 @@ impl<'a> Cursor<'a> {
     }
 
     /// A quantizer with a single number: its name, that of the argument, and what it counts.
-    fn one(
+    fn parse_single(
         &mut self,
         start: usize,
         (quantizer, argument, what): (&str, &str, &str),
         make: fn(f32) -> Quantizer,
-    ) -> Parsed<Quantizer> {
+    ) -> ParseResult<Quantizer> {
         let mut number = None;
-        for Argument { start, name, value_start, value } in self.arguments()? {
+        for Argument { start, name, value_start, value } in self.parse_arguments()? {
             if name != argument {
-                return self.fail(start, format!("{quantizer} has no argument {name:?}"));
+                return self.fail_at(start, format!("{quantizer} has no argument {name:?}"));
             }
             number = Some(self.parse_at(value_start, value, what)?);
         }
         match number {
             Some(number) => Ok(make(number)),
-            None => self.fail(start, format!("{quantizer} needs {argument}=")),
+            None => self.fail_at(start, format!("{quantizer} needs {argument}=")),
         }
     }
 
-    fn vq(&mut self, start: usize) -> Parsed<Quantizer> {
+    fn parse_vq(&mut self, start: usize) -> ParseResult<Quantizer> {
         let (mut dim, mut bits) = (None, None);
         let (mut stages, mut scope) = (1, CodebookScope::Head);
-        for Argument { start, name, value_start, value } in self.arguments()? {
+        for Argument { start, name, value_start, value } in self.parse_arguments()? {
             match name {
                 "d" => dim = Some(self.parse_at(value_start, value, "channels")?),
                 "b" => bits = Some(self.parse_at(value_start, value, "bits")?),
                 "stages" => stages = self.parse_at(value_start, value, "stages")?,
                 "scope" => match CodebookScope::from_name(value) {
                     Some(known) => scope = known,
-                    None => return self.fail(value_start, "scope is model, layer, head or group"),
+                    None => {
+                        return self.fail_at(value_start, "scope is model, layer, head or group");
+                    }
                 },
-                _ => return self.fail(start, format!("vq has no argument {name:?}")),
+                _ => return self.fail_at(start, format!("vq has no argument {name:?}")),
             }
         }
         match (dim, bits) {
             (Some(dim), Some(bits)) => Ok(Quantizer::Vq(VqSpec { dim, bits, stages, scope })),
-            _ => self.fail(start, "vq needs d= and b="),
+            _ => self.fail_at(start, "vq needs d= and b="),
         }
     }
 }

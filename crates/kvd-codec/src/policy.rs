@@ -10,7 +10,7 @@ use std::ops::RangeInclusive;
 
 /// A side spec for some layers and heads, in place of the codec's own.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Override {
+pub struct SpecOverride {
     /// Keys or values.
     pub side: Side,
     /// Layers; `None` is all of them.
@@ -21,8 +21,8 @@ pub struct Override {
     pub spec: SideSpec,
 }
 
-impl Override {
-    fn covers(&self, side: Side, layer: LayerIndex, head: usize) -> bool {
+impl SpecOverride {
+    fn covers_head(&self, side: Side, layer: LayerIndex, head: usize) -> bool {
         let within = |range: &Option<RangeInclusive<u32>>, index: usize| {
             range
                 .as_ref()
@@ -32,7 +32,7 @@ impl Override {
     }
 
     /// Tests that the ranges lie in the geometry.
-    pub(crate) fn check(&self, geometry: &Geometry) -> Result<(), String> {
+    pub(crate) fn check_ranges(&self, geometry: &Geometry) -> Result<(), String> {
         let parts = [
             (&self.layers, geometry.layers, "layers"),
             (&self.heads, geometry.kv_heads, "KV heads"),
@@ -46,7 +46,7 @@ impl Override {
     }
 }
 
-impl fmt::Display for Override {
+impl fmt::Display for SpecOverride {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}[", self.side)?;
         let mut comma = "";
@@ -66,13 +66,13 @@ impl CodecSpec {
     /// The spec of one head's side.
     #[must_use]
     pub fn side_at(&self, side: Side, layer: LayerIndex, head: usize) -> &SideSpec {
-        let last = self.overrides.iter().rev().find(|o| o.covers(side, layer, head));
+        let last = self.overrides.iter().rev().find(|o| o.covers_head(side, layer, head));
         last.map_or_else(|| self.side(side), |o| &o.spec)
     }
 
     /// Every spec of a side: the codec's own, then those of overrides, none twice.
     #[must_use]
-    pub fn variants(&self, side: Side) -> Vec<&SideSpec> {
+    pub fn side_specs(&self, side: Side) -> Vec<&SideSpec> {
         let mut variants = vec![self.side(side)];
         for o in self.overrides.iter().filter(|o| o.side == side) {
             if !variants.contains(&&o.spec) {
@@ -104,7 +104,7 @@ mod tests {
         assert_eq!(at(Side::Key, 2, 0), "smooth+hadamard/vq(d=4,b=8)");
         assert_eq!(at(Side::Value, 7, 0), "vq(d=4,b=8)");
         assert_eq!(at(Side::Value, 7, 3), "fp8");
-        assert_eq!(spec.variants(Side::Key).len(), 3);
+        assert_eq!(spec.side_specs(Side::Key).len(), 3);
         assert_eq!(
             spec.to_string(),
             "k=smooth+hadamard/vq(d=4,b=8); v=vq(d=4,b=8); recent=128; k[layer=0-1]=fp8; \

@@ -212,7 +212,7 @@ pub fn presets() -> &'static [Preset] {
 
 /// The codec of that name.
 #[must_use]
-pub fn preset(name: &str) -> Option<CodecSpec> {
+pub fn find_preset(name: &str) -> Option<CodecSpec> {
     let preset = PRESETS.iter().find(|preset| preset.name == name)?;
     Some(preset.spec_text.parse().expect("a test parses every preset"))
 }
@@ -220,7 +220,7 @@ pub fn preset(name: &str) -> Option<CodecSpec> {
 /// The preset that a text begins with, comments aside, and whether the text says no more.
 #[must_use]
 pub fn named_preset(text: &str) -> Option<(&'static Preset, bool)> {
-    let FirstWord { word, end, next, .. } = FirstWord::read(text);
+    let FirstWord { word, end, next, .. } = FirstWord::read_word(text);
     let preset = PRESETS.iter().find(|preset| preset.name == word)?;
     let alone = match next {
         None => true,
@@ -235,12 +235,12 @@ pub fn named_preset(text: &str) -> Option<(&'static Preset, bool)> {
 ///
 /// # Errors
 /// When the text is none of these; an unknown name lists the known ones.
-pub fn resolve(text: &str) -> Result<CodecSpec, SpecError> {
-    let FirstWord { word, position, end, after, next } = FirstWord::read(text);
-    if let Some(spec) = preset(word) {
+pub fn resolve_spec(text: &str) -> Result<CodecSpec, SpecError> {
+    let FirstWord { word, position, end, after, next } = FirstWord::read_word(text);
+    if let Some(spec) = find_preset(word) {
         return match next {
             None => Ok(spec),
-            Some(';') => parse::over(spec, text, end + 1),
+            Some(';') => parse::parse_over(spec, text, end + 1),
             Some(_) => {
                 let message = format!("expected ';' or the end after the preset {word}");
                 Err(SpecError { position: after, message })
@@ -267,17 +267,17 @@ mod tests {
     #[test]
     fn every_preset_parses_and_round_trips() {
         for entry in presets() {
-            let spec = preset(entry.name).unwrap();
+            let spec = find_preset(entry.name).unwrap();
             assert_eq!(spec.to_string(), entry.spec_text, "{}", entry.name);
-            assert_eq!(resolve(entry.name), Ok(spec.clone()));
-            assert_eq!(resolve(entry.spec_text), Ok(spec));
+            assert_eq!(resolve_spec(entry.name), Ok(spec.clone()));
+            assert_eq!(resolve_spec(entry.spec_text), Ok(spec));
         }
-        assert!(resolve("vecinfer").unwrap_err().message.contains("vecinfer-2"));
+        assert!(resolve_spec("vecinfer").unwrap_err().message.contains("vecinfer-2"));
     }
 
     #[test]
     fn comments_stand_before_between_and_after_all_tokens() {
-        let plain = resolve("kivi-4; recent=64").unwrap();
+        let plain = resolve_spec("kivi-4; recent=64").unwrap();
         for text in [
             "# for production\nkivi-4; recent=64\n",
             "# for production\r\nkivi-4; recent=64\r\n",
@@ -290,21 +290,21 @@ mod tests {
             "kivi-4;recent=64;\n#\n",
             "# k=raw; v=raw\nkivi-4 # ; recent=1\n; recent=64",
         ] {
-            assert_eq!(resolve(text), Ok(plain.clone()), "{text:?}");
+            assert_eq!(resolve_spec(text), Ok(plain.clone()), "{text:?}");
         }
-        assert_eq!(resolve("# alone\nkvd-2 # alone"), Ok(preset("kvd-2").unwrap()));
+        assert_eq!(resolve_spec("# alone\nkvd-2 # alone"), Ok(find_preset("kvd-2").unwrap()));
         let named = |text| named_preset(text).map(|(preset, alone)| (preset.name, alone));
         assert_eq!(named("# alone\nkvd-2 ; # alone"), Some(("kvd-2", true)));
         assert_eq!(named("\u{feff}kvd-2; sink=3"), Some(("kvd-2", false)));
         assert_eq!(named("k=raw; v=raw"), None);
-        assert_eq!(resolve("kvd-2;"), Ok(preset("kvd-2").unwrap()));
-        let spec = resolve("k=fp8; v=uniform(b=4,axis=token); sink=2").unwrap();
+        assert_eq!(resolve_spec("kvd-2;"), Ok(find_preset("kvd-2").unwrap()));
+        let spec = resolve_spec("k=fp8; v=uniform(b=4,axis=token); sink=2").unwrap();
         for text in [
             "\u{feff}# a\r\nk # keys\r\n=fp8;v=uniform( # b\nb=4, # bits\naxis=token # c\n);\
              sink=2",
             "#\n#\nk=fp8;\n\n#v=raw\nv=uniform(b=4,axis=token);sink=2 #",
         ] {
-            assert_eq!(resolve(text), Ok(spec.clone()), "{text:?}");
+            assert_eq!(resolve_spec(text), Ok(spec.clone()), "{text:?}");
         }
     }
 
@@ -326,7 +326,7 @@ mod tests {
             ("kivi-4 = 3", 7, "after the preset"),
             ("k=raw # ; v=raw", 15, "v= is missing"),
         ] {
-            let error = resolve(text).unwrap_err();
+            let error = resolve_spec(text).unwrap_err();
             assert!(error.message.contains(part), "{text:?}: {error}");
             assert_eq!(error.position, position, "{text:?}: {error}");
         }

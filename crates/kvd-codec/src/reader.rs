@@ -1,42 +1,44 @@
 //! Pages back to rows.
 
 use crate::bits::{self, CodeLayout};
-use crate::gain::Gains;
-use crate::lanes::{self, CHUNK_TOKENS, LaneCodes, LaneRun, LaneTable, Layout};
+use crate::gain::RowGains;
+use crate::huffman::streams::{
+    self, CHUNK_TOKENS, StreamCodes, StreamLayout, StreamRun, StreamTable,
+};
 use crate::page::{Page, PageHeader, id};
-use crate::side::bitalloc::BitAlloc;
-use crate::side::grid::Grid;
-use crate::side::uniform::ScaleRow;
-use crate::side::vq::CODES_PER_ROW_MAX;
-use crate::side::{HeadQuantizer, Scales};
-use crate::{HeadSide, ModelCodec, PageError};
+use crate::quantizer::bitalloc::BitAlloc;
+use crate::quantizer::grid::Grid;
+use crate::quantizer::uniform::ScaleRow;
+use crate::quantizer::vq::CODES_PER_ROW_MAX;
+use crate::quantizer::{HeadQuantizer, PageScales};
+use crate::{HeadCodec, ModelCodec, PageError};
 use kvd_core::{DType, LayerIndex, Side};
 use std::ops::Range;
 
 /// What the rows of a page are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Space {
+pub enum RowSpace {
     /// Rows as they arrived: the side has no transforms, or the page is a fallback.
     Raw,
-    /// Coefficients: use them with [`HeadSide::fold_query`] and [`HeadSide::unfold_value`].
+    /// Coefficients: use them with [`HeadCodec::fold_query`] and [`HeadCodec::unfold_value`].
     Coefficient,
 }
 
 /// A page together with what its model knows: rows on demand.
 #[derive(Clone, Copy, Debug)]
 pub struct PageReader<'a> {
-    side: &'a HeadSide,
+    side: &'a HeadCodec,
     page: Page<'a>,
-    payload: Payload<'a>,
+    payload: PagePayload<'a>,
 }
 
 /// The parts of a payload, each of the length that the header implies.
 #[derive(Clone, Copy, Debug)]
-enum Payload<'a> {
+enum PagePayload<'a> {
     Rows { dtype: DType, bytes: &'a [u8] },
     Fixed { scales: &'a [u8], layout: CodeLayout, codes: &'a [u8] },
-    Huffman { scales: &'a [u8], lanes: LaneCodes<'a> },
-    Grid { grid: &'a Grid, lanes: LaneCodes<'a> },
+    Huffman { scales: &'a [u8], streams: StreamCodes<'a> },
+    Grid { grid: &'a Grid, streams: StreamCodes<'a> },
     BitAlloc { bitalloc: &'a BitAlloc, codes: &'a [u8], outliers: &'a [u8] },
 }
 
@@ -65,66 +67,66 @@ impl RowBuffer {
 
 impl<'a> PageReader<'a> {
     /// Opens exactly one page. The header must agree with the place and the codec; the checksum
-    /// is tested by [`PageReader::verify`].
+    /// is tested by [`PageReader::verify_checksum`].
     ///
     /// # Panics
     /// When layer or head lie outside the model's geometry.
     ///
     /// # Errors
     /// When the bytes are no page, a page of another place or codec, or of the wrong length.
-    pub fn open(
+    pub fn open_page(
         model: &'a ModelCodec,
         layer: LayerIndex,
         side: Side,
         head: usize,
         bytes: &'a [u8],
     ) -> Result<Self, PageError> {
-        let page = Page::parse(bytes)?;
+        let page = Page::parse_page(bytes)?;
         let header = *page.header();
-        let head_side = model.head(layer, side, head);
+        let head_side = model.head_codec(layer, side, head);
         let dim = head_side.dim();
-        check("side", header.side.index(), side.index())?;
-        check("layer", usize::from(header.layer), layer.0 as usize)?;
-        check("head", usize::from(header.head), head)?;
-        check("dim", usize::from(header.dim), dim)?;
-        check("codec_tag", usize::from(header.codec_tag), usize::from(head_side.tag))?;
+        check_field("side", header.side.index(), side.index())?;
+        check_field("layer", usize::from(header.layer), layer.0 as usize)?;
+        check_field("head", usize::from(header.head), head)?;
+        check_field("dim", usize::from(header.dim), dim)?;
+        check_field("codec_tag", usize::from(header.codec_tag), usize::from(head_side.tag))?;
         let dtype = model.geometry().dtype;
         // A page that fell back says with which side.
-        let rung = model.ladder.rung(side, header.quantizer).filter(|_| header.fallback);
+        let rung = model.ladder.fallback_codec(side, header.quantizer).filter(|_| header.fallback);
         let raw = header.fallback && rung.is_none();
         let head_side = rung.unwrap_or(head_side);
-        let id = if raw { id::float(dtype) } else { head_side.quantizer_id() };
-        check("quantizer", usize::from(header.quantizer), usize::from(id))?;
+        let id = if raw { id::float_id(dtype) } else { head_side.quantizer_id() };
+        check_field("quantizer", usize::from(header.quantizer), usize::from(id))?;
         let huffman = head_side.trained_tables && !header.fallback;
-        check("huffman", usize::from(header.huffman), usize::from(huffman))?;
+        check_field("huffman", usize::from(header.huffman), usize::from(huffman))?;
         if header.gains && (header.fallback || head_side.gain.is_none()) {
-            check("gains", 1, 0)?;
+            check_field("gains", 1, 0)?;
         }
         let version = header.table_version;
         let payload = match head_side.quantizer {
-            _ if raw => rows(dtype, &page, dim)?,
-            HeadQuantizer::Float(dtype) => rows(dtype, &page, dim)?,
+            _ if raw => rows_payload(dtype, &page, dim)?,
+            HeadQuantizer::Float(dtype) => rows_payload(dtype, &page, dim)?,
             HeadQuantizer::Grid(ref grid) => {
                 let (runs, tables) = (&grid.runs[..], &grid.tables[..]);
-                let layout = layout(&page, (dim, true), (runs, tables));
-                Payload::Grid { grid, lanes: lanes::split(layout, page.payload())? }
+                let layout = stream_layout(&page, (dim, true), (runs, tables));
+                PagePayload::Grid { grid, streams: streams::split_chunks(layout, page.payload())? }
             }
-            HeadQuantizer::BitAlloc(ref bitalloc) => allocated(bitalloc, &page)?,
+            HeadQuantizer::BitAlloc(ref bitalloc) => bitalloc_payload(bitalloc, &page)?,
             _ if huffman => {
-                let table = model.table((layer, side), head_side, version);
+                let table = model.huffman_table((layer, side), head_side, version);
                 let table = table.ok_or(PageError::Table(version))?;
-                streams(head_side, &page, table)?
+                huffman_payload(head_side, &page, table)?
             }
-            _ => codes(head_side, &page)?,
+            _ => fixed_payload(head_side, &page)?,
         };
         if !huffman {
-            check("table_version", usize::from(version), 0)?;
+            check_field("table_version", usize::from(version), 0)?;
         }
         Ok(Self { side: head_side, page, payload })
     }
 
     /// Becomes the reader of another page of the same place, where that differs in its payload
-    /// alone. Else `false`, and [`PageReader::open`] says what it is.
+    /// alone. Else `false`, and [`PageReader::open_page`] says what it is.
     #[must_use]
     pub fn turn_to(&mut self, bytes: &'a [u8]) -> bool {
         let mut page = self.page;
@@ -133,28 +135,31 @@ impl<'a> PageReader<'a> {
         }
         let payload = page.payload();
         let turned = match &mut self.payload {
-            Payload::Rows { bytes, .. } if payload.len() == bytes.len() => {
+            PagePayload::Rows { bytes, .. } if payload.len() == bytes.len() => {
                 *bytes = payload;
                 true
             }
-            Payload::Fixed { scales, codes, .. } if payload.len() == scales.len() + codes.len() => {
+            PagePayload::Fixed { scales, codes, .. }
+                if payload.len() == scales.len() + codes.len() =>
+            {
                 (*scales, *codes) = payload.split_at(scales.len());
                 true
             }
-            Payload::Rows { .. } | Payload::Fixed { .. } => false,
-            Payload::BitAlloc { bitalloc, codes, outliers } => {
-                let parts = bitalloc.split((payload, codes.len()), page.header().tokens.into());
+            PagePayload::Rows { .. } | PagePayload::Fixed { .. } => false,
+            PagePayload::BitAlloc { bitalloc, codes, outliers } => {
+                let parts =
+                    bitalloc.split_payload((payload, codes.len()), page.header().tokens.into());
                 parts.map(|parts| (*codes, *outliers) = parts).is_ok()
             }
-            Payload::Huffman { scales, lanes } => {
+            PagePayload::Huffman { scales, streams } => {
                 let parts = payload.split_at_checked(scales.len());
-                let turned = parts.is_some_and(|(_, rest)| lanes.turn_to(rest));
+                let turned = parts.is_some_and(|(_, rest)| streams.turn_to(rest));
                 if let Some((others, _)) = parts.filter(|_| turned) {
                     *scales = others;
                 }
                 turned
             }
-            Payload::Grid { lanes, .. } => lanes.turn_to(payload),
+            PagePayload::Grid { streams, .. } => streams.turn_to(payload),
         };
         if turned {
             self.page = page;
@@ -176,11 +181,11 @@ impl<'a> PageReader<'a> {
 
     /// Whether rows come out as they arrived or as coefficients.
     #[must_use]
-    pub fn space(&self) -> Space {
+    pub fn space(&self) -> RowSpace {
         if self.page.header().fallback || self.side.is_identity() {
-            Space::Raw
+            RowSpace::Raw
         } else {
-            Space::Coefficient
+            RowSpace::Coefficient
         }
     }
 
@@ -188,7 +193,9 @@ impl<'a> PageReader<'a> {
     #[must_use]
     pub fn fixed_codes(&self) -> Option<FixedCodes<'a>> {
         match self.payload {
-            Payload::Fixed { scales, layout, codes } => Some(FixedCodes { layout, scales, codes }),
+            PagePayload::Fixed { scales, layout, codes } => {
+                Some(FixedCodes { layout, scales, codes })
+            }
             _ => None,
         }
     }
@@ -197,7 +204,7 @@ impl<'a> PageReader<'a> {
     /// tells no more than how many rows there are, and outliers stand in place of scales.
     #[must_use]
     pub fn allocated_codes(&self) -> Option<FixedCodes<'a>> {
-        let Payload::BitAlloc { codes, outliers, .. } = self.payload else { return None };
+        let PagePayload::BitAlloc { codes, outliers, .. } = self.payload else { return None };
         let header = self.page.header();
         let layout = CodeLayout::new(header.side, self.tokens(), self.side.dim(), 8);
         Some(FixedCodes { layout, scales: outliers, codes })
@@ -205,31 +212,31 @@ impl<'a> PageReader<'a> {
 
     /// The page's codes, when they are Huffman codes, and its scales.
     #[must_use]
-    pub fn lane_codes(&self) -> Option<(LaneCodes<'a>, &'a [u8])> {
+    pub fn stream_codes(&self) -> Option<(StreamCodes<'a>, &'a [u8])> {
         match self.payload {
-            Payload::Huffman { scales, lanes } => Some((lanes, scales)),
-            Payload::Grid { lanes, .. } => Some((lanes, &[])),
+            PagePayload::Huffman { scales, streams } => Some((streams, scales)),
+            PagePayload::Grid { streams, .. } => Some((streams, &[])),
             _ => None,
         }
     }
 
     /// What kernels over its codes multiply a row's weight by, where rows have gains.
     #[must_use]
-    pub fn gains(&self) -> Option<Gains<'a>> {
+    pub fn gains(&self) -> Option<RowGains<'a>> {
         self.page.gains()
     }
 
     /// Rows that are decoded together: more than 1 where a single one costs as much.
     #[must_use]
     pub fn rows_together(&self) -> usize {
-        if self.lane_codes().is_some() { CHUNK_TOKENS } else { 1 }
+        if self.stream_codes().is_some() { CHUNK_TOKENS } else { 1 }
     }
 
     /// The page's rows, when they are stored in a dtype as they are.
     #[must_use]
     pub fn float_rows(&self) -> Option<(DType, &'a [u8])> {
         match self.payload {
-            Payload::Rows { dtype, bytes } if self.gains().is_none() => Some((dtype, bytes)),
+            PagePayload::Rows { dtype, bytes } if self.gains().is_none() => Some((dtype, bytes)),
             _ => None,
         }
     }
@@ -238,8 +245,8 @@ impl<'a> PageReader<'a> {
     ///
     /// # Errors
     /// [`PageError::Checksum`].
-    pub fn verify(&self) -> Result<(), PageError> {
-        self.page.verify()
+    pub fn verify_checksum(&self) -> Result<(), PageError> {
+        self.page.verify_checksum()
     }
 
     /// Decodes rows `first..first + count` into `out` (`[count, dim]`, row-major). Cheapest when
@@ -260,7 +267,7 @@ impl<'a> PageReader<'a> {
         }
         self.decode_coefficients(first..end, out)?;
         if let Some(gains) = self.gains() {
-            gains.lower(first, dim, out);
+            gains.restore_lengths(first, dim, out);
         }
         Ok(())
     }
@@ -269,46 +276,46 @@ impl<'a> PageReader<'a> {
     fn decode_coefficients(&self, rows: Range<usize>, out: &mut [f32]) -> Result<(), PageError> {
         let (tokens, dim, Range { start: first, end }) = (self.tokens(), self.side.dim(), rows);
         match self.payload {
-            Payload::Rows { dtype, bytes } => {
+            PagePayload::Rows { dtype, bytes } => {
                 let row = dim * dtype.size_bytes();
                 dtype.widen(&bytes[first * row..end * row], out);
                 Ok(())
             }
-            Payload::Fixed { scales, layout, codes } => {
+            PagePayload::Fixed { scales, layout, codes } => {
                 let quantizer = &self.side.quantizer;
                 let mut buffer = RowBuffer::new();
                 let symbols = &mut buffer.symbols[..layout.per_row()];
-                let scales = Scales { bytes: scales, tokens };
+                let scales = PageScales { bytes: scales, tokens };
                 for (row, out) in (first..end).zip(out.chunks_exact_mut(dim)) {
                     bits::unpack_row(&layout, codes, row, symbols);
                     quantizer.dequantize_row(scales, row, symbols, &mut buffer.scale, out);
                 }
                 Ok(())
             }
-            Payload::Grid { grid, lanes } => grid.decode(&lanes, first..end, out),
-            Payload::BitAlloc { bitalloc, codes, outliers } => {
-                bitalloc.decode((codes, outliers), (tokens, first), out);
+            PagePayload::Grid { grid, streams } => grid.decode_rows(&streams, first..end, out),
+            PagePayload::BitAlloc { bitalloc, codes, outliers } => {
+                bitalloc.decode_rows((codes, outliers), (tokens, first), out);
                 Ok(())
             }
-            Payload::Huffman { scales, lanes } => {
-                self.decode_lanes((scales, &lanes), first..end, out)
+            PagePayload::Huffman { scales, streams } => {
+                self.decode_streams((scales, &streams), first..end, out)
             }
         }
     }
 
     /// Decodes the rows `wanted` of a Huffman page.
-    fn decode_lanes(
+    fn decode_streams(
         &self,
-        (scales, lanes): (&[u8], &LaneCodes<'_>),
+        (scales, streams): (&[u8], &StreamCodes<'_>),
         wanted: Range<usize>,
         out: &mut [f32],
     ) -> Result<(), PageError> {
-        let (dim, per_row) = (self.side.dim(), lanes.per_row());
-        let scales = Scales { bytes: scales, tokens: self.tokens() };
+        let (dim, per_row) = (self.side.dim(), streams.per_row());
+        let scales = PageScales { bytes: scales, tokens: self.tokens() };
         let (mut scale, mut symbols) = (ScaleRow::default(), vec![0; CHUNK_TOKENS * per_row]);
         for index in wanted.start / CHUNK_TOKENS..wanted.end.div_ceil(CHUNK_TOKENS) {
-            let tokens = lanes.chunk(index).tokens;
-            lanes.decode(index, &mut symbols[..tokens * per_row])?;
+            let tokens = streams.chunk(index).tokens;
+            streams.decode_chunk(index, &mut symbols[..tokens * per_row])?;
             let first = index * CHUNK_TOKENS;
             for row in wanted.start.max(first)..wanted.end.min(first + tokens) {
                 let symbols = &symbols[(row - first) * per_row..][..per_row];
@@ -320,7 +327,7 @@ impl<'a> PageReader<'a> {
     }
 }
 
-fn check(field: &'static str, got: usize, want: usize) -> Result<(), PageError> {
+fn check_field(field: &'static str, got: usize, want: usize) -> Result<(), PageError> {
     if got == want {
         return Ok(());
     }
@@ -328,39 +335,46 @@ fn check(field: &'static str, got: usize, want: usize) -> Result<(), PageError> 
 }
 
 /// A payload of rows in a dtype.
-fn rows<'a>(dtype: DType, page: &Page<'a>, dim: usize) -> Result<Payload<'a>, PageError> {
+fn rows_payload<'a>(
+    dtype: DType,
+    page: &Page<'a>,
+    dim: usize,
+) -> Result<PagePayload<'a>, PageError> {
     let bytes = page.payload();
     let want = usize::from(page.header().tokens) * dim * dtype.size_bytes();
-    check("payload_len", bytes.len(), want)?;
-    Ok(Payload::Rows { dtype, bytes })
+    check_field("payload_len", bytes.len(), want)?;
+    Ok(PagePayload::Rows { dtype, bytes })
 }
 
 /// A payload of scales and fixed-width codes.
-fn codes<'a>(side: &HeadSide, page: &Page<'a>) -> Result<Payload<'a>, PageError> {
+fn fixed_payload<'a>(side: &HeadCodec, page: &Page<'a>) -> Result<PagePayload<'a>, PageError> {
     let tokens = usize::from(page.header().tokens);
     let payload = page.payload();
     let scale_bytes = side.quantizer.scale_bytes(tokens, side.dim());
     let per_row = side.quantizer.symbols_per_row(side.dim());
     let layout = CodeLayout::new(page.header().side, tokens, per_row, side.quantizer.code_bits());
-    check("payload_len", payload.len(), scale_bytes + layout.size_bytes())?;
+    check_field("payload_len", payload.len(), scale_bytes + layout.size_bytes())?;
     let (scales, codes) = payload.split_at(scale_bytes);
-    Ok(Payload::Fixed { scales, layout, codes })
+    Ok(PagePayload::Fixed { scales, layout, codes })
 }
 
 /// A payload of codes of allocated widths and outliers.
-fn allocated<'a>(bitalloc: &'a BitAlloc, page: &Page<'a>) -> Result<Payload<'a>, PageError> {
+fn bitalloc_payload<'a>(
+    bitalloc: &'a BitAlloc,
+    page: &Page<'a>,
+) -> Result<PagePayload<'a>, PageError> {
     let tokens = page.header().tokens.into();
-    let parts = bitalloc.split((page.payload(), bitalloc.code_bytes(tokens)), tokens)?;
+    let parts = bitalloc.split_payload((page.payload(), bitalloc.code_bytes(tokens)), tokens)?;
     let (codes, outliers) = parts;
-    Ok(Payload::BitAlloc { bitalloc, codes, outliers })
+    Ok(PagePayload::BitAlloc { bitalloc, codes, outliers })
 }
 
 /// A payload of scales and Huffman streams.
-fn streams<'a>(
-    side: &'a HeadSide,
+fn huffman_payload<'a>(
+    side: &'a HeadCodec,
     page: &Page<'a>,
-    table: &'a LaneTable,
-) -> Result<Payload<'a>, PageError> {
+    table: &'a StreamTable,
+) -> Result<PagePayload<'a>, PageError> {
     let tokens = usize::from(page.header().tokens);
     let (scales, rest) = page
         .payload()
@@ -368,15 +382,15 @@ fn streams<'a>(
         .ok_or(PageError::Payload("it ends inside the scales"))?;
     let per_row = side.quantizer.symbols_per_row(side.dim());
     let parts = (std::slice::from_ref(&side.trained_run), std::slice::from_ref(table));
-    let lanes = lanes::split(layout(page, (per_row, false), parts), rest)?;
-    Ok(Payload::Huffman { scales, lanes })
+    let streams = streams::split_chunks(stream_layout(page, (per_row, false), parts), rest)?;
+    Ok(PagePayload::Huffman { scales, streams })
 }
 
-fn layout<'a>(
+fn stream_layout<'a>(
     page: &Page<'_>,
     (per_row, outliers): (usize, bool),
-    (runs, tables): (&'a [LaneRun], &'a [LaneTable]),
-) -> Layout<'a> {
+    (runs, tables): (&'a [StreamRun], &'a [StreamTable]),
+) -> StreamLayout<'a> {
     let (side, tokens) = (page.header().side, page.header().tokens.into());
-    Layout { side, tokens, per_row, runs, tables, outliers }
+    StreamLayout { side, tokens, per_row, runs, tables, outliers }
 }

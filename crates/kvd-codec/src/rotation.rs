@@ -6,41 +6,42 @@
 //! permutations come from integers alone, so the map is the same on every machine, and it takes
 //! `O(d log d)` steps where a dense matrix takes `d²`.
 
-use crate::kmeans::Rng;
-use crate::transform::hadamard;
+use crate::kmeans::SplitMix64;
+use crate::transform::hadamard_transform;
 use kvd_core::Geometry;
 
 const DIM_MAX: usize = Geometry::HEAD_DIM_MAX as usize;
 
 /// A random orthogonal map of one head size.
 #[derive(Clone, Debug)]
-pub(crate) struct Rotation {
+pub(crate) struct RandomRotation {
     /// Channels of a Hadamard block: the largest power of two that divides the head size.
     block: usize,
-    rounds: Vec<Round>,
+    rounds: Vec<RotationRound>,
 }
 
 /// `x[i] ← sign[i] · x[order[i]]`, then Hadamard.
 #[derive(Clone, Debug)]
-struct Round {
+struct RotationRound {
     order: Vec<u16>,
     signs: Vec<f32>,
 }
 
-impl Rotation {
+impl RandomRotation {
     /// The map of `seed` for `dim` channels, an even number.
     pub(crate) fn new(dim: usize, seed: u64) -> Self {
         // Hashed through the generator, so that neighbouring seeds do not share draws.
-        let mut rng = Rng(Rng(seed).next() ^ (dim as u64).wrapping_mul(0xA24B_AED4_963E_E407));
+        let mut rng =
+            SplitMix64(SplitMix64(seed).next() ^ (dim as u64).wrapping_mul(0xA24B_AED4_963E_E407));
         let mixed_per_round = dim.trailing_zeros();
         let channel_bits = usize::BITS - (dim - 1).leading_zeros();
         let rounds = (2 * channel_bits).div_ceil(mixed_per_round).max(2);
-        let rounds = (0..rounds).map(|_| Round::new(dim, &mut rng)).collect();
+        let rounds = (0..rounds).map(|_| RotationRound::new(dim, &mut rng)).collect();
         Self { block: 1 << mixed_per_round, rounds }
     }
 
     /// Channels of a Hadamard block.
-    pub(crate) fn block(&self) -> usize {
+    pub(crate) fn block_size(&self) -> usize {
         self.block
     }
 
@@ -50,24 +51,24 @@ impl Rotation {
     }
 
     #[inline(always)]
-    pub(crate) fn forward(&self, x: &mut [f32]) {
+    pub(crate) fn rotate_row(&self, x: &mut [f32]) {
         let mut buffer = [0f32; DIM_MAX];
         let from = &mut buffer[..x.len()];
-        for Round { order, signs } in &self.rounds {
+        for RotationRound { order, signs } in &self.rounds {
             from.copy_from_slice(x);
             for ((x, place), sign) in x.iter_mut().zip(order).zip(signs) {
                 *x = sign * from[usize::from(*place)];
             }
-            hadamard(x, self.block);
+            hadamard_transform(x, self.block);
         }
     }
 
     /// Its inverse, which is its transpose.
-    pub(crate) fn inverse(&self, x: &mut [f32]) {
+    pub(crate) fn rotate_back(&self, x: &mut [f32]) {
         let mut buffer = [0f32; DIM_MAX];
         let from = &mut buffer[..x.len()];
-        for Round { order, signs } in self.rounds.iter().rev() {
-            hadamard(x, self.block);
+        for RotationRound { order, signs } in self.rounds.iter().rev() {
+            hadamard_transform(x, self.block);
             from.copy_from_slice(x);
             for ((from, place), sign) in from.iter().zip(order).zip(signs) {
                 x[usize::from(*place)] = sign * from;
@@ -76,8 +77,8 @@ impl Rotation {
     }
 }
 
-impl Round {
-    fn new(dim: usize, rng: &mut Rng) -> Self {
+impl RotationRound {
+    fn new(dim: usize, rng: &mut SplitMix64) -> Self {
         let mut order: Vec<u16> = (0..dim as u16).collect();
         // Fisher and Yates; the modulus favours a place by less than one in 2^53.
         for last in (1..dim).rev() {
@@ -94,11 +95,11 @@ mod tests {
 
     /// Images of the unit vectors.
     fn columns(dim: usize, seed: u64) -> Vec<Vec<f32>> {
-        let rotation = Rotation::new(dim, seed);
+        let rotation = RandomRotation::new(dim, seed);
         let column = |hot| {
             let mut x = vec![0f32; dim];
             x[hot] = 1.0;
-            rotation.forward(&mut x);
+            rotation.rotate_row(&mut x);
             x
         };
         (0..dim).map(column).collect()
@@ -116,7 +117,7 @@ mod tests {
                     assert!((dot - want).abs() < 1e-5, "dim {dim}: {i}·{j} = {dot}");
                 }
                 let mut back = a.clone();
-                Rotation::new(dim, 3).inverse(&mut back);
+                RandomRotation::new(dim, 3).rotate_back(&mut back);
                 back[i] -= 1.0;
                 assert!(back.iter().all(|x| x.abs() < 1e-5), "dim {dim}");
             }
@@ -146,9 +147,9 @@ mod tests {
         assert_eq!(columns(32, 5), columns(32, 5));
         assert_ne!(columns(32, 5), columns(32, 6));
         // Fixed: pages on disk depend on these.
-        let rotation = Rotation::new(16, 0);
+        let rotation = RandomRotation::new(16, 0);
         assert_eq!(rotation.rounds.len(), 2);
-        let Round { order, signs } = &rotation.rounds[0];
+        let RotationRound { order, signs } = &rotation.rounds[0];
         let signs: String = signs.iter().map(|s| if *s > 0.0 { '+' } else { '-' }).collect();
         assert_eq!(order[..], [13, 9, 8, 5, 3, 6, 2, 14, 15, 10, 12, 1, 11, 7, 4, 0]);
         assert_eq!(signs, "---+-+++---+++-+");

@@ -1,7 +1,7 @@
 //! Rows that a calibration is fitted on.
 
 use crate::CalibrationError;
-use crate::outliers::Inliers;
+use crate::outliers::InlierRows;
 use kvd_core::{Geometry, LayerIndex, Side};
 
 /// Rows that a calibration looks at.
@@ -76,8 +76,8 @@ impl Samples {
         head: usize,
         rows: &[f32],
     ) -> Result<(), CalibrationError> {
-        self.check(layer, side, head, rows)?;
-        let index = self.index(layer, side, head);
+        self.check_rows(layer, side, head, rows)?;
+        let index = self.head_index(layer, side, head);
         self.rows[index].extend_from_slice(rows);
         Ok(())
     }
@@ -93,7 +93,7 @@ impl Samples {
         head: usize,
         rows: &[f32],
     ) -> Result<(), CalibrationError> {
-        self.check(layer, Side::Key, head, rows)?;
+        self.check_rows(layer, Side::Key, head, rows)?;
         let index = layer.0 as usize * self.geometry.kv_heads as usize + head;
         self.queries[index].extend_from_slice(rows);
         Ok(())
@@ -115,7 +115,7 @@ impl Samples {
         if head >= self.geometry.kv_heads as usize {
             return &[];
         }
-        self.rows.get(self.index(layer, side, head)).map_or(&[], Vec::as_slice)
+        self.rows.get(self.head_index(layer, side, head)).map_or(&[], Vec::as_slice)
     }
 
     /// Rows that fits leave out or clip; nothing where a layer has none.
@@ -136,7 +136,7 @@ impl Samples {
                 SampleKind::Queries => (self.queries(layer, head), Side::Key),
             };
             let dim = self.geometry.head_dim(side);
-            let inliers = Inliers::new(rows, dim);
+            let inliers = InlierRows::new(rows, dim);
             found.rows += rows.len() / dim;
             found.left_out += inliers.left_out;
             found.clipped += inliers.clipped;
@@ -151,7 +151,7 @@ impl Samples {
         &self.geometry
     }
 
-    fn check(
+    fn check_rows(
         &self,
         layer: LayerIndex,
         side: Side,
@@ -173,7 +173,7 @@ impl Samples {
         Ok(())
     }
 
-    fn index(&self, layer: LayerIndex, side: Side, head: usize) -> usize {
+    fn head_index(&self, layer: LayerIndex, side: Side, head: usize) -> usize {
         (layer.0 as usize * 2 + side.index()) * self.geometry.kv_heads as usize + head
     }
 }

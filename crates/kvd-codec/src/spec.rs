@@ -1,7 +1,7 @@
 //! The codec algebra as plain data, and its canonical text.
 
 use crate::huffman::ALPHABET_MAX;
-use crate::{Override, VqSpec};
+use crate::{SpecOverride, VqSpec};
 use kvd_core::{DType, Geometry, Side};
 use std::fmt;
 
@@ -24,7 +24,7 @@ pub enum FloatFormat {
 impl FloatFormat {
     /// The dtype whose bits are stored as they are; `None` for FP8.
     #[must_use]
-    pub fn dtype(self, native: DType) -> Option<DType> {
+    pub fn stored_dtype(self, native: DType) -> Option<DType> {
         match self {
             Self::Native => Some(native),
             Self::F32 => Some(DType::F32),
@@ -120,12 +120,12 @@ pub enum Quantizer {
 impl Quantizer {
     /// Number of distinct codes; `None` when floats are stored as they are.
     #[must_use]
-    pub fn alphabet(&self) -> Option<u32> {
+    pub fn code_count(&self) -> Option<u32> {
         match *self {
             Self::Float(FloatFormat::E4M3) => Some(256),
             Self::Float(_) => None,
-            Self::Uniform { step, mode: UniformMode::Sym, .. } => Some(2 * step.levels() - 1),
-            Self::Uniform { step, .. } => Some(step.levels()),
+            Self::Uniform { step, mode: UniformMode::Sym, .. } => Some(2 * step.level_count() - 1),
+            Self::Uniform { step, .. } => Some(step.level_count()),
             Self::Vq(vq) => Some(1 << vq.bits.min(16)),
             Self::Lloyd { bits } => Some(1 << bits.min(16)),
             Self::Polar { angle, radius, .. } => Some(1 << (angle.min(8) + radius.min(8))),
@@ -193,7 +193,7 @@ impl Quantizer {
 
 impl UniformStep {
     /// Levels of a group, or of its magnitudes where signs are apart.
-    pub(crate) fn levels(self) -> u32 {
+    pub(crate) fn level_count(self) -> u32 {
         match self {
             Self::Bits(bits) => 1 << bits.min(16),
             Self::Relative(rel) => relative_levels(rel),
@@ -259,7 +259,7 @@ impl Transform {
 
 /// What happens to codes before they become bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Entropy {
+pub enum EntropyCoding {
     /// Fixed-width bit fields.
     None,
     /// Canonical Huffman, one table per layer and side (KVComp §3.2).
@@ -274,7 +274,7 @@ pub struct SideSpec {
     /// Coefficients to codes.
     pub quantizer: Quantizer,
     /// Codes to bytes.
-    pub entropy: Entropy,
+    pub entropy: EntropyCoding,
 }
 
 /// A codec: two sides, the windows that stay in the stored precision, and exceptions.
@@ -289,7 +289,7 @@ pub struct CodecSpec {
     /// Last tokens of a sequence that stay raw.
     pub recent: u32,
     /// Exceptions for layers and heads; where several name a head, the last one holds.
-    pub overrides: Vec<Override>,
+    pub overrides: Vec<SpecOverride>,
     /// Largest relative root-mean-square error that a page's rows may have, by side; a page over
     /// it that is checked falls back to a safer side. Above 0, at most 1.
     pub bounds: [Option<f32>; 2],
@@ -306,7 +306,7 @@ impl SideSpec {
     /// page); `grid` takes its tables from the calibration instead.
     #[must_use]
     pub fn has_trained_tables(&self) -> bool {
-        self.entropy == Entropy::Huffman && !matches!(self.quantizer, Quantizer::Grid { .. })
+        self.entropy == EntropyCoding::Huffman && !matches!(self.quantizer, Quantizer::Grid { .. })
     }
 
     /// The transforms as in a spec text (`smooth+hadamard`), empty when there are none.
@@ -347,18 +347,20 @@ impl SideSpec {
         self.quantizer.validate()?;
         if let Quantizer::Grid { .. } = self.quantizer {
             return match self.entropy {
-                Entropy::Huffman => Ok(()),
-                Entropy::None => {
+                EntropyCoding::Huffman => Ok(()),
+                EntropyCoding::None => {
                     Err("grid needs /huffman: its codes have no fixed width".to_owned())
                 }
             };
         }
-        match (self.entropy, self.quantizer.alphabet()) {
-            (Entropy::Huffman, None) if self.quantizer.fits_coefficients() => {
+        match (self.entropy, self.quantizer.code_count()) {
+            (EntropyCoding::Huffman, None) if self.quantizer.fits_coefficients() => {
                 Err("bitalloc takes no /huffman: its codes have fixed widths".to_owned())
             }
-            (Entropy::Huffman, None) => Err("huffman needs codes; raw floats have none".to_owned()),
-            (Entropy::Huffman, Some(n)) if n > ALPHABET_MAX => {
+            (EntropyCoding::Huffman, None) => {
+                Err("huffman needs codes; raw floats have none".to_owned())
+            }
+            (EntropyCoding::Huffman, Some(n)) if n > ALPHABET_MAX => {
                 Err(format!("huffman takes at most {ALPHABET_MAX} codes, this quantizer has {n}"))
             }
             _ => Ok(()),
@@ -368,7 +370,7 @@ impl SideSpec {
 
 impl SideSpec {
     /// [`SideSpec::validate`], and what a geometry asks for.
-    pub(crate) fn check(&self, geometry: &Geometry, side: Side) -> Result<(), String> {
+    pub(crate) fn check_geometry(&self, geometry: &Geometry, side: Side) -> Result<(), String> {
         self.validate()?;
         if let Quantizer::Vq(vq) = self.quantizer {
             vq.check_head_dim(geometry.head_dim(side))?;
@@ -459,8 +461,8 @@ impl fmt::Display for SideSpec {
         }
         write!(f, "{}", self.quantizer)?;
         match self.entropy {
-            Entropy::None => Ok(()),
-            Entropy::Huffman => f.write_str("/huffman"),
+            EntropyCoding::None => Ok(()),
+            EntropyCoding::Huffman => f.write_str("/huffman"),
         }
     }
 }

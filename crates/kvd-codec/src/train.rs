@@ -1,7 +1,7 @@
 //! Huffman tables of a layer from how often its codes stand in some blocks: counted here, or by
 //! whoever has the blocks.
 
-use crate::encode::{self, Scratch};
+use crate::encode::{self, EncodeScratch};
 use crate::huffman::HuffmanTable;
 use crate::{BlockRows, CodecError, ModelCodec, SideSpec};
 use kvd_core::{LayerIndex, Side};
@@ -51,10 +51,10 @@ impl ModelCodec {
         }
         let mut counted = Vec::new();
         for side in Side::BOTH {
-            let specs = self.spec().variants(side).into_iter().enumerate();
+            let specs = self.spec().side_specs(side).into_iter().enumerate();
             for (variant, spec) in specs.filter(|(_, spec)| spec.has_trained_tables()) {
                 let of_variant = (variant, spec);
-                let mut scratch = Scratch::default();
+                let mut scratch = EncodeScratch::default();
                 let counts = self.count_codes(layer, side, of_variant, blocks, &mut scratch);
                 let counts = counts.map(|counts| CodeCounts { side, variant, counts });
                 counted.extend(counts);
@@ -99,7 +99,7 @@ impl ModelCodec {
         let head = known.next().ok_or_else(|| {
             CodecError::Shape(format!("{} counts of {side} variant {variant}", counts.len()))
         })?;
-        Ok(self.table_index(layer, *side, self.head(layer, *side, head)))
+        Ok(self.table_index(layer, *side, self.head_codec(layer, *side, head)))
     }
 
     /// The variant whose counts the codes of a head belong to, and how many codes it has; none
@@ -114,9 +114,9 @@ impl ModelCodec {
         side: Side,
         head: usize,
     ) -> Option<(usize, usize)> {
-        let variant = self.head(layer, side, head).variant;
-        let spec = self.spec().variants(side).into_iter().nth(variant)?;
-        let alphabet = spec.quantizer.alphabet().filter(|_| spec.has_trained_tables())?;
+        let variant = self.head_codec(layer, side, head).variant;
+        let spec = self.spec().side_specs(side).into_iter().nth(variant)?;
+        let alphabet = spec.quantizer.code_count().filter(|_| spec.has_trained_tables())?;
         Some((variant, alphabet as usize))
     }
 
@@ -128,18 +128,18 @@ impl ModelCodec {
         side: Side,
         (variant, spec): (usize, &SideSpec),
         blocks: &[BlockRows<'_>],
-        scratch: &mut Scratch,
+        scratch: &mut EncodeScratch,
     ) -> Option<Vec<u64>> {
-        let alphabet = spec.quantizer.alphabet().expect("validated: Huffman needs codes");
+        let alphabet = spec.quantizer.code_count().expect("validated: Huffman needs codes");
         let mut counts = vec![0u64; alphabet as usize];
         let heads = 0..self.geometry().kv_heads as usize;
-        let heads = heads.filter(|head| self.head(layer, side, *head).variant == variant);
+        let heads = heads.filter(|head| self.head_codec(layer, side, *head).variant == variant);
         heads.clone().next()?;
         for head in heads {
-            let head_side = self.head(layer, side, head);
+            let head_side = self.head_codec(layer, side, head);
             for block in blocks {
-                let rows = block.head(side, head, head_side.dim());
-                encode::count(head_side, rows, scratch, &mut counts);
+                let rows = block.head_rows(side, head, head_side.dim());
+                encode::count_codes(head_side, rows, scratch, &mut counts);
             }
         }
         Some(counts)
@@ -149,7 +149,7 @@ impl ModelCodec {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::resolve;
+    use crate::resolve_spec;
     use kvd_core::{DType, Geometry, RopePairing};
 
     const LAYER: LayerIndex = LayerIndex(0);
@@ -164,7 +164,7 @@ mod tests {
             dtype: DType::F32,
             rope_pairing: RopePairing::Half,
         };
-        ModelCodec::new(geometry, resolve("kvcomp").unwrap(), None).unwrap()
+        ModelCodec::new(geometry, resolve_spec("kvcomp").unwrap(), None).unwrap()
     }
 
     #[test]

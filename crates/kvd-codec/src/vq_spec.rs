@@ -61,7 +61,7 @@ impl VqSpec {
 
     /// Entries of one codebook.
     #[must_use]
-    pub fn entries(&self) -> usize {
+    pub fn entry_count(&self) -> usize {
         1 << self.bits.min(16)
     }
 
@@ -70,7 +70,7 @@ impl VqSpec {
     #[must_use]
     pub fn is_on_levels(&self) -> bool {
         const ENTRIES_ON_LEVELS_MAX: usize = 4096;
-        self.stages == 1 && self.entries() <= ENTRIES_ON_LEVELS_MAX
+        self.stages == 1 && self.entry_count() <= ENTRIES_ON_LEVELS_MAX
     }
 
     /// Bits of codes per value.
@@ -82,12 +82,12 @@ impl VqSpec {
     /// Bytes of one codebook: `2^b * d` values of f16 (VecInfer §2.2).
     #[must_use]
     pub fn codebook_bytes(&self) -> u64 {
-        2 * u64::from(self.dim) * self.entries() as u64
+        2 * u64::from(self.dim) * self.entry_count() as u64
     }
 
     /// Codebooks that the codec keeps for one side of a model.
     #[must_use]
-    pub fn codebooks(&self, geometry: &Geometry, side: Side) -> u64 {
+    pub fn codebook_count(&self, geometry: &Geometry, side: Side) -> u64 {
         self.tensor_shape(geometry, side)[..4].iter().map(|n| *n as u64).product()
     }
 
@@ -104,7 +104,7 @@ impl VqSpec {
             }
         };
         let (stages, dim) = (usize::from(self.stages), usize::from(self.dim));
-        [layers, heads, positions, stages, self.entries(), dim]
+        [layers, heads, positions, stages, self.entry_count(), dim]
     }
 
     /// Checks parameters that no geometry could make valid.

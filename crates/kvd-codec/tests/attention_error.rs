@@ -6,8 +6,8 @@ mod common;
 
 use common::{noise, page};
 use kvd_codec::{
-    BlockRows, Calibration, CheckedBlock, CodecSpec, LayerQueries, ModelCodec, PageReader, Samples,
-    Space, fit, presets, resolve,
+    BlockRows, Calibration, CheckedBlock, CodecSpec, LayerQueries, ModelCodec, PageReader,
+    RowSpace, Samples, fit_calibration, presets, resolve_spec,
 };
 use kvd_core::{DType, Geometry, LayerIndex, RopePairing, Side};
 
@@ -33,11 +33,12 @@ fn calibrate(spec: &CodecSpec) -> Option<Calibration> {
     for (seed, side) in Side::BOTH.into_iter().enumerate() {
         samples.push(LAYER, side, 0, &normal(640, 2.0, 501 + seed)).unwrap();
     }
-    spec.needs_calibration().then(|| fit(&geometry(), spec, &samples, 7, &mut |_| {}).unwrap())
+    spec.needs_calibration()
+        .then(|| fit_calibration(&geometry(), spec, &samples, 7, &mut |_| {}).unwrap())
 }
 
 fn codec(text: &str) -> ModelCodec {
-    let spec = resolve(text).unwrap();
+    let spec = resolve_spec(text).unwrap();
     let calibration = calibrate(&spec);
     ModelCodec::new(geometry(), spec, calibration.as_ref()).unwrap()
 }
@@ -76,12 +77,12 @@ fn store(codec: &mut ModelCodec, k: &[f32], v: &[f32]) -> (CheckedBlock, [Vec<f3
     let (encoded, checked) = codec.encode_block_checked(LAYER, &block, &mut bytes).unwrap();
     let held = Side::BOTH.map(|side| {
         let page = page(&bytes, &encoded, side.index());
-        let reader = PageReader::open(codec, LAYER, side, 0, page).unwrap();
+        let reader = PageReader::open_page(codec, LAYER, side, 0, page).unwrap();
         let mut rows = vec![0f32; reader.tokens() * DIM];
         reader.decode_rows(0, reader.tokens(), &mut rows).unwrap();
-        if reader.space() == Space::Coefficient {
+        if reader.space() == RowSpace::Coefficient {
             for row in rows.chunks_exact_mut(DIM) {
-                codec.head(LAYER, side, 0).inverse(&row.to_vec(), row);
+                codec.head_codec(LAYER, side, 0).invert_row(&row.to_vec(), row);
             }
         }
         rows
@@ -156,7 +157,7 @@ fn keys_with_a_common_part_fall_back_wherever_outputs_are_wrong() {
                 let place = format!("{text} {common:?} known {known}: {wrong} became {left}");
                 assert!(wrong < 0.2 || checked.over_bound[0] == 1, "{place}");
                 assert!(left < 0.2, "{place}");
-                assert!(checked.attention[0].ratio() <= f64::from(bound), "{place}");
+                assert!(checked.attention[0].relative_error() <= f64::from(bound), "{place}");
             }
         }
     }
@@ -175,7 +176,10 @@ fn ordinary_keys_and_values_keep_their_bounds() {
                 let (checked, held) = store(&mut codec, &k, &v);
                 assert_eq!(checked.over_bound, [0, 0], "{text} {seed}: {checked:?}");
                 let rows = row_error(&held[0], &k);
-                assert!((checked.rows[0].ratio() - rows).abs() < 1e-3 * rows + 1e-9, "{text}");
+                assert!(
+                    (checked.rows[0].relative_error() - rows).abs() < 1e-3 * rows + 1e-9,
+                    "{text}"
+                );
             }
         }
     }
@@ -193,7 +197,7 @@ fn every_preset_keeps_its_bound_of_scores() {
             let (checked, held) = store(&mut codec, &k, &v);
             let left = relative(&outputs(&queries, &held[0], &held[1]), &outputs(&queries, &k, &v));
             assert!(left < 0.3, "{} {common:?}: {left}, {checked:?}", preset.name);
-            assert!(checked.attention[0].ratio() <= 0.1, "{}", preset.name);
+            assert!(checked.attention[0].relative_error() <= 0.1, "{}", preset.name);
         }
     }
 }
@@ -247,9 +251,9 @@ fn rows_without_differences_and_at_the_edges_of_numbers_are_measured() {
             for rows in [&zeros, &constant, &one, &tiny, &huge] {
                 let (checked, _) = store(&mut codec, rows, rows);
                 for side in 0..2 {
-                    let error = checked.attention[side].ratio();
+                    let error = checked.attention[side].relative_error();
                     assert!((0.0..=bound).contains(&error), "{text}: {checked:?}");
-                    assert!(checked.rows[side].ratio() <= bound, "{text}: {checked:?}");
+                    assert!(checked.rows[side].relative_error() <= bound, "{text}: {checked:?}");
                 }
             }
             assert_eq!(store(&mut codec, &zeros, &zeros).0.over_bound, [0, 0], "{text}");

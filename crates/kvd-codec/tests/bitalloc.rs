@@ -5,7 +5,8 @@ mod common;
 
 use common::{calibrate, geometry, noise, page, rows};
 use kvd_codec::{
-    BlockRows, Calibration, CalibrationError, EncodedBlock, ModelCodec, PageReader, Space, resolve,
+    BlockRows, Calibration, CalibrationError, EncodedBlock, ModelCodec, PageReader, RowSpace,
+    resolve_spec,
 };
 use kvd_core::{DType, LayerIndex, Side};
 use proptest::prelude::*;
@@ -17,12 +18,12 @@ const SPEC: &str = "k=mean+qpca/bitalloc(b=2.5); v=mean+pca/bitalloc(b=1.5)";
 const DIM: usize = 32;
 
 fn calibration() -> Calibration {
-    calibrate(&geometry(DIM as u32, DType::F32), &resolve(SPEC).unwrap()).unwrap()
+    calibrate(&geometry(DIM as u32, DType::F32), &resolve_spec(SPEC).unwrap()).unwrap()
 }
 
 fn codec(calibration: &Calibration) -> ModelCodec {
     let geometry = geometry(DIM as u32, DType::F32);
-    ModelCodec::new(geometry, resolve(SPEC).unwrap(), Some(calibration)).unwrap()
+    ModelCodec::new(geometry, resolve_spec(SPEC).unwrap(), Some(calibration)).unwrap()
 }
 
 fn encode(codec: &ModelCodec, layer: u32, rows: &[f32]) -> (EncodedBlock, Vec<u8>) {
@@ -87,17 +88,17 @@ proptest! {
             let bound = tensor(&calibration, side, "bound");
             let bound = f32::from_le_bytes(*bound.first_chunk().unwrap());
             let page = page(&bytes, &encoded, 2 * side.index());
-            let reader = PageReader::open(&codec, LayerIndex(0), side, 0, page).unwrap();
+            let reader = PageReader::open_page(&codec, LayerIndex(0), side, 0, page).unwrap();
             let mut stored = vec![0f32; tokens * DIM];
             reader.decode_rows(0, tokens, &mut stored).unwrap();
-            if reader.space() == Space::Raw {
+            if reader.space() == RowSpace::Raw {
                 prop_assert!(scale >= 10.0, "{side} fell back at {scale}");
                 prop_assert_eq!(&stored[..], &k[..tokens * DIM]);
                 continue;
             }
             for (row, stored) in k.chunks(DIM).zip(stored.chunks(DIM)) {
                 let mut forward = row.to_vec();
-                codec.head(LayerIndex(0), side, 0).forward(&mut forward);
+                codec.head_codec(LayerIndex(0), side, 0).transform_rows(&mut forward);
                 for (c, s) in forward.iter().zip(stored) {
                     // An outlier's remainder is kept in f16.
                     let bound = bound.max(c.abs() / 1024.0) * 1.001;

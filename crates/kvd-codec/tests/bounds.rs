@@ -5,7 +5,7 @@ mod common;
 
 use common::{codec, decode, geometry, noise, page, rows};
 use half::f16;
-use kvd_codec::{BlockRows, ModelCodec, PageReader, Space, resolve};
+use kvd_codec::{BlockRows, ModelCodec, PageReader, RowSpace, resolve_spec};
 use kvd_core::{DType, LayerIndex, Side};
 use proptest::prelude::*;
 
@@ -168,7 +168,7 @@ proptest! {
         if interleaved {
             geometry.rope_pairing = kvd_core::RopePairing::Interleaved;
         }
-        let spec = resolve(&format!("k=polar(a={angle},r={radius},g={group}); v=raw")).unwrap();
+        let spec = resolve_spec(&format!("k=polar(a={angle},r={radius},g={group}); v=raw")).unwrap();
         let codec = ModelCodec::new(geometry, spec, None).unwrap();
         let mut bytes = Vec::new();
         let block = BlockRows { tokens, k: &k, v: &k };
@@ -212,22 +212,22 @@ fn raw_is_exact_in_each_dtype() {
 
 /// Coefficients of row 0 as stored, and as `forward` gives them.
 fn coefficients(codec: &ModelCodec, bytes: &[u8], side: Side, row: &[f32]) -> [Vec<f32>; 2] {
-    let reader = PageReader::open(codec, LAYER, side, 0, bytes).unwrap();
-    assert_eq!(reader.space(), Space::Coefficient);
+    let reader = PageReader::open_page(codec, LAYER, side, 0, bytes).unwrap();
+    assert_eq!(reader.space(), RowSpace::Coefficient);
     let mut stored = vec![0f32; row.len()];
     reader.decode_rows(0, 1, &mut stored).unwrap();
     let mut forward = row.to_vec();
-    codec.head(LAYER, side, 0).forward(&mut forward);
+    codec.head_codec(LAYER, side, 0).transform_rows(&mut forward);
     [stored, forward]
 }
 
 /// Five queries folded, and five sums unfolded, together: the bits of one after the other.
 fn rows_at_once_are_rows_one_by_one(codec: &ModelCodec, dim: usize) {
     let rows: Vec<f32> = (0..5 * dim).map(|i| noise(i + 7)).collect();
-    let (key, weights) = (codec.head(LAYER, Side::Key, 0), [1.0, 0.25, 3.0, 7.5, 0.0]);
+    let (key, weights) = (codec.head_codec(LAYER, Side::Key, 0), [1.0, 0.25, 3.0, 7.5, 0.0]);
     let mut folded = rows.clone();
     let offsets = key.fold_queries(&mut folded);
-    let value = codec.head(LAYER, Side::Value, 0);
+    let value = codec.head_codec(LAYER, Side::Value, 0);
     let mut unfolded = rows.clone();
     value.unfold_values(&mut unfolded, &weights);
     for (index, row) in rows.chunks(dim).enumerate() {
@@ -264,7 +264,7 @@ fn folded_queries_and_unfolded_values_are_exact() {
             assert_eq!(stored, c);
             let q: Vec<f32> = (0..dim).map(|i| noise(i + 99)).collect();
             let mut folded = vec![0f32; dim];
-            let offset = codec.head(LAYER, Side::Key, 0).fold_query(&q, &mut folded);
+            let offset = codec.head_codec(LAYER, Side::Key, 0).fold_query(&q, &mut folded);
             assert!(key.contains("mean") || offset == 0.0);
             let dot = |a: &[f32], b: &[f32]| -> f64 {
                 a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum()
@@ -275,7 +275,7 @@ fn folded_queries_and_unfolded_values_are_exact() {
 
             let [_, c] = coefficients(&codec, page(&bytes, &encoded, 2), Side::Value, &k[..dim]);
             let mut out = vec![2.0f32; dim];
-            codec.head(LAYER, Side::Value, 0).unfold_value(&c, 1.0, &mut out);
+            codec.head_codec(LAYER, Side::Value, 0).unfold_value(&c, 1.0, &mut out);
             for (o, x) in out.iter().zip(&k) {
                 assert!((o - 2.0 - x).abs() <= 1e-4 * (1.0 + x.abs()), "{text} dim {dim}");
             }
@@ -283,7 +283,7 @@ fn folded_queries_and_unfolded_values_are_exact() {
             // Two and a half times the row: offsets come back as often as the weights say.
             let c: Vec<f32> = c.iter().map(|c| 2.5 * c).collect();
             out.fill(0.0);
-            codec.head(LAYER, Side::Value, 0).unfold_value(&c, 2.5, &mut out);
+            codec.head_codec(LAYER, Side::Value, 0).unfold_value(&c, 2.5, &mut out);
             for (o, x) in out.iter().zip(&k) {
                 assert!((o - 2.5 * x).abs() <= 3e-4 * (1.0 + x.abs()), "{text} dim {dim}");
             }
@@ -302,7 +302,7 @@ fn vq_stores_the_nearest_entry() {
     let encoded = codec.encode_block(LAYER, &block, &mut bytes).unwrap();
     assert_eq!(encoded.parts.codes, 2 * 5 * 4 + 2 * 5 * 32 * 2);
     let decoded = decode(&codec, Side::Key, 0, page(&bytes, &encoded, 0));
-    let book = codec.head(LAYER, Side::Key, 0).vq().unwrap().codebook(0, 0);
+    let book = codec.head_codec(LAYER, Side::Key, 0).vq().unwrap().stage_codebook(0, 0);
     assert_eq!((book.dim(), book.entries().len()), (4, 64));
     assert!(book.entries().iter().all(|v| f16::from_f32(*v).to_f32() == *v));
     for (x, y) in k.chunks(4).zip(decoded.chunks(4)) {
@@ -317,7 +317,7 @@ fn huffman_tables_are_versioned_and_old_pages_still_decode() {
     let geometry = geometry(32, DType::F16);
     let k = rows(&geometry, 64, 8);
     let block = BlockRows { tokens: 64, k: &k, v: &k };
-    let spec = resolve("kvcomp").unwrap();
+    let spec = resolve_spec("kvcomp").unwrap();
     let mut codec = ModelCodec::new(geometry, spec, None).unwrap();
     assert!(codec.needs_tables(LAYER));
     codec.train_tables(LAYER, &[block]).unwrap();
@@ -331,7 +331,8 @@ fn huffman_tables_are_versioned_and_old_pages_still_decode() {
     assert_eq!(decode(&codec, Side::Key, 0, page(&bytes, &encoded, 0)), before);
     let mut newer = Vec::new();
     let encoded = codec.encode_block(LAYER, &block, &mut newer).unwrap();
-    let reader = PageReader::open(&codec, LAYER, Side::Key, 0, page(&newer, &encoded, 0)).unwrap();
+    let reader =
+        PageReader::open_page(&codec, LAYER, Side::Key, 0, page(&newer, &encoded, 0)).unwrap();
     assert_eq!(reader.header().table_version, 2);
     assert_eq!(decode(&codec, Side::Key, 0, page(&newer, &encoded, 0)), before);
 }
@@ -362,10 +363,10 @@ fn rows_whose_rotation_overflows_fall_back_to_raw() {
             assert_eq!(encoded.fallback_pages, 2, "{text} in {dtype}");
             for head in 0..2 {
                 let page = page(&bytes, &encoded, head);
-                let page = PageReader::open(&codec, LAYER, Side::Key, head, page).unwrap();
+                let page = PageReader::open_page(&codec, LAYER, Side::Key, head, page).unwrap();
                 let mut back = vec![0f32; 16 * 32];
                 page.decode_rows(0, 16, &mut back).unwrap();
-                assert_eq!(page.space(), Space::Raw);
+                assert_eq!(page.space(), RowSpace::Raw);
                 assert_eq!(back, k[head * 16 * 32..][..16 * 32]);
             }
         }

@@ -4,7 +4,9 @@
 mod common;
 
 use common::{calibrate, geometry};
-use kvd_codec::{Calibration, CalibrationError, CodecError, ModelCodec, Samples, fit, resolve};
+use kvd_codec::{
+    Calibration, CalibrationError, CodecError, ModelCodec, Samples, fit_calibration, resolve_spec,
+};
 use kvd_core::{Coded, DType, ErrorCode, LayerIndex, Side};
 use proptest::prelude::*;
 use safetensors::SafeTensors;
@@ -12,7 +14,7 @@ use safetensors::SafeTensors;
 #[test]
 fn fits_are_deterministic_and_round_trip() {
     let geometry = geometry(32, DType::F16);
-    let spec = resolve("vecinfer-2").unwrap();
+    let spec = resolve_spec("vecinfer-2").unwrap();
     let first = calibrate(&geometry, &spec).unwrap();
     let second = calibrate(&geometry, &spec).unwrap();
     assert_eq!(first.to_bytes(), second.to_bytes());
@@ -43,13 +45,14 @@ fn smoothing_factors_are_the_roots_of_the_maxima() {
     samples.push(LayerIndex(0), Side::Key, 0, &row).unwrap();
     row[0] = 4.0;
     samples.push(LayerIndex(0), Side::Key, 0, &row).unwrap();
-    let spec = resolve("k=smooth/f32; v=raw").unwrap();
+    let spec = resolve_spec("k=smooth/f32; v=raw").unwrap();
     let mut seen = Vec::new();
-    let fitted = fit(&geometry, &spec, &samples, 0, &mut |p| seen.push((p.done, p.total)));
+    let fitted =
+        fit_calibration(&geometry, &spec, &samples, 0, &mut |p| seen.push((p.done, p.total)));
     assert_eq!(seen, [(1, 1)]);
     let codec = ModelCodec::new(geometry, spec, Some(&fitted.unwrap())).unwrap();
     let mut out = vec![1f32; 32];
-    codec.head(LayerIndex(0), Side::Key, 0).forward(&mut out);
+    codec.head_codec(LayerIndex(0), Side::Key, 0).transform_rows(&mut out);
     assert_eq!(out[..3], [0.25, 2.0, 1.0]);
 }
 
@@ -62,8 +65,8 @@ fn radii_are_of_the_models_pairs() {
     // Channels 1 and 17 turn together.
     (row[1], row[17]) = (3.0, -4.0);
     samples.push(LayerIndex(0), Side::Key, 0, &row).unwrap();
-    let spec = resolve("k=polar(a=4,r=4); v=raw").unwrap();
-    let fitted = fit(&geometry, &spec, &samples, 0, &mut |_| {}).unwrap();
+    let spec = resolve_spec("k=polar(a=4,r=4); v=raw").unwrap();
+    let fitted = fit_calibration(&geometry, &spec, &samples, 0, &mut |_| {}).unwrap();
     assert_eq!(fitted.size_bytes(), 2 * 16);
     let read = Calibration::from_bytes(&fitted.to_bytes()).unwrap();
     assert_eq!(read, fitted);
@@ -83,10 +86,10 @@ fn radii_are_of_the_models_pairs() {
 #[test]
 fn what_does_not_fit_is_refused() {
     let geometry = geometry(32, DType::F16);
-    let spec = resolve("vecinfer-2").unwrap();
+    let spec = resolve_spec("vecinfer-2").unwrap();
     let fitted = calibrate(&geometry, &spec).unwrap();
     let new = |geometry: &kvd_core::Geometry, text: &str, calibration| {
-        ModelCodec::new(geometry.clone(), resolve(text).unwrap(), calibration).unwrap_err()
+        ModelCodec::new(geometry.clone(), resolve_spec(text).unwrap(), calibration).unwrap_err()
     };
     let missing = new(&geometry, "vecinfer-2", None);
     assert!(matches!(missing, CodecError::CalibrationMissing { .. }));
@@ -110,9 +113,11 @@ fn what_does_not_fit_is_refused() {
         CodecError::CalibrationMismatch { .. }
     ));
     let odd = common::geometry(30, DType::F16);
-    let fit = |text: &str| fit(&odd, &resolve(text).unwrap(), &Samples::new(&odd), 0, &mut |_| {});
+    let fit = |text: &str| {
+        fit_calibration(&odd, &resolve_spec(text).unwrap(), &Samples::new(&odd), 0, &mut |_| {})
+    };
     assert_eq!(fit("vecinfer-2").unwrap_err().code(), ErrorCode::InvalidCodec);
-    let fitted = calibrate(&odd, &resolve("k=raw; v=vq(d=2,b=3)").unwrap());
+    let fitted = calibrate(&odd, &resolve_spec("k=raw; v=vq(d=2,b=3)").unwrap());
     let error = new(&odd, "k=raw; v=vq(d=4,b=3)", fitted.as_ref());
     assert_eq!(error.code(), ErrorCode::InvalidCodec);
 }
@@ -120,7 +125,7 @@ fn what_does_not_fit_is_refused() {
 #[test]
 fn samples_are_checked() {
     let geometry = geometry(32, DType::F16);
-    let spec = resolve("vecinfer-2").unwrap();
+    let spec = resolve_spec("vecinfer-2").unwrap();
     let mut samples = Samples::new(&geometry);
     let mut push = |layer, head, rows: &[f32]| {
         samples.push(LayerIndex(layer), Side::Key, head, rows).unwrap_err().code()
@@ -129,7 +134,7 @@ fn samples_are_checked() {
     assert_eq!(push(0, 2, &[0.0; 32]), ErrorCode::InvalidCalibration);
     assert_eq!(push(0, 0, &[0.0; 33]), ErrorCode::InvalidCalibration);
     assert_eq!(push(0, 0, &[f32::NAN; 32]), ErrorCode::NonFinite);
-    let error = fit(&geometry, &spec, &samples, 0, &mut |_| {}).unwrap_err();
+    let error = fit_calibration(&geometry, &spec, &samples, 0, &mut |_| {}).unwrap_err();
     assert_eq!(error, CalibrationError::NoSamples { layer: 0, side: Side::Key, head: 0 });
     let huge = vec![1e30; 32 * 32];
     for side in Side::BOTH {
@@ -137,7 +142,7 @@ fn samples_are_checked() {
             samples.push(LayerIndex(layer), side, head, &huge).unwrap();
         }
     }
-    let error = fit(&geometry, &spec, &samples, 0, &mut |_| {}).unwrap_err();
+    let error = fit_calibration(&geometry, &spec, &samples, 0, &mut |_| {}).unwrap_err();
     assert!(matches!(error, CalibrationError::OutOfRange { .. }), "{error}");
 }
 
@@ -153,7 +158,7 @@ proptest! {
         change in 1u8..,
     ) {
         let geometry = geometry(32, DType::F16);
-        let spec = resolve("k=smooth/vq(d=4,b=2); v=raw").unwrap();
+        let spec = resolve_spec("k=smooth/vq(d=4,b=2); v=raw").unwrap();
         let mut bytes = calibrate(&geometry, &spec).unwrap().to_bytes();
         let at = at.index(bytes.len());
         bytes[at] ^= change;

@@ -4,7 +4,10 @@
 mod common;
 
 use common::{calibrate, geometry, noise, rows};
-use kvd_codec::{BlockRows, EncodedBlock, ModelCodec, PageReader, Samples, Space, fit, resolve};
+use kvd_codec::{
+    BlockRows, EncodedBlock, ModelCodec, PageReader, RowSpace, Samples, fit_calibration,
+    resolve_spec,
+};
 use kvd_core::{DType, LayerIndex, Side};
 use proptest::prelude::*;
 
@@ -12,7 +15,7 @@ const LAYER: LayerIndex = LayerIndex(1);
 
 fn codec(text: &str) -> ModelCodec {
     let geometry = geometry(32, DType::F16);
-    let spec = resolve(text).unwrap();
+    let spec = resolve_spec(text).unwrap();
     let calibration = calibrate(&geometry, &spec);
     ModelCodec::new(geometry, spec, calibration.as_ref()).unwrap()
 }
@@ -26,12 +29,12 @@ fn pages<'a>(bytes: &'a [u8], encoded: &'a EncodedBlock) -> impl Iterator<Item =
 fn error(codec: &ModelCodec, reader: &PageReader<'_>, originals: &[f32], side: Side) -> f32 {
     let mut coefficients = vec![0f32; originals.len()];
     reader.decode_rows(0, originals.len() / 32, &mut coefficients).unwrap();
-    let head = codec.head(LAYER, side, usize::from(reader.header().head));
+    let head = codec.head_codec(LAYER, side, usize::from(reader.header().head));
     let (mut error, mut norm, mut value) = (0f32, 0f32, vec![0f32; 32]);
     for (row, original) in coefficients.chunks_exact(32).zip(originals.chunks_exact(32)) {
         match reader.space() {
-            Space::Raw => value.copy_from_slice(row),
-            Space::Coefficient => head.inverse(row, &mut value),
+            RowSpace::Raw => value.copy_from_slice(row),
+            RowSpace::Coefficient => head.invert_row(row, &mut value),
         }
         error += value.iter().zip(original).map(|(a, b)| (a - b).powi(2)).sum::<f32>();
         norm += original.iter().map(|x| x * x).sum::<f32>();
@@ -54,14 +57,14 @@ fn data_unlike_the_calibration_falls_back_and_is_counted() {
         .enumerate()
         .map(|(index, page)| {
             let (side, head) = (Side::BOTH[index / 2], index % 2);
-            let reader = PageReader::open(&codec, LAYER, side, head, page).unwrap();
-            reader.verify().unwrap();
+            let reader = PageReader::open_page(&codec, LAYER, side, head, page).unwrap();
+            reader.verify_checksum().unwrap();
             (reader.header().quantizer, reader.header().fallback)
         })
         .collect();
     // The first rung, 4-bit codes, keeps the bound; values declare none.
     assert_eq!(kinds, [(32, false), (16, true), (32, false), (32, false)]);
-    let stored = checked.attention[0].ratio();
+    let stored = checked.attention[0].relative_error();
     assert!(stored < 0.4, "{stored}");
 
     let mut unchecked = Vec::new();
@@ -73,7 +76,7 @@ fn data_unlike_the_calibration_falls_back_and_is_counted() {
 #[test]
 fn keys_in_the_metric_of_queries_are_measured_by_their_scores() {
     let geometry = geometry(32, DType::F16);
-    let spec = resolve("k=mean+qpca/grid(rate=2)/huffman; v=raw; k.bound=0.35").unwrap();
+    let spec = resolve_spec("k=mean+qpca/grid(rate=2)/huffman; v=raw; k.bound=0.35").unwrap();
     let mut samples = Samples::new(&geometry);
     let seen = |i: usize| noise(i) * if i % 32 < 16 { 1.0 } else { 0.01 };
     let queries: Vec<f32> = (0..400 * 32).map(seen).collect();
@@ -85,7 +88,7 @@ fn keys_in_the_metric_of_queries_are_measured_by_their_scores() {
             samples.push(layer, Side::Key, head, keys).unwrap();
         }
     }
-    let calibration = fit(&geometry, &spec, &samples, 1, &mut |_| {}).unwrap();
+    let calibration = fit_calibration(&geometry, &spec, &samples, 1, &mut |_| {}).unwrap();
     let codec = ModelCodec::new(geometry, spec, Some(&calibration)).unwrap();
     let k = rows(&codec.geometry().clone(), 64, 0);
     let block = BlockRows { tokens: 64, k: &k, v: &k };
@@ -93,15 +96,15 @@ fn keys_in_the_metric_of_queries_are_measured_by_their_scores() {
     let (encoded, checked) = codec.encode_block_checked(LAYER, &block, &mut bytes).unwrap();
     assert_eq!(checked.over_bound, [0, 0]);
     let page = pages(&bytes, &encoded).next().unwrap();
-    let reader = PageReader::open(&codec, LAYER, Side::Key, 0, page).unwrap();
+    let reader = PageReader::open_page(&codec, LAYER, Side::Key, 0, page).unwrap();
     let of_rows = error(&codec, &reader, &k[..64 * 32], Side::Key);
-    let of_scores = checked.attention[0].ratio();
+    let of_scores = checked.attention[0].relative_error();
     assert!(of_scores < 0.35 && of_rows > 0.4, "{of_scores} of scores, {of_rows} of rows");
 
     // What scores lose, on queries that were not in the calibration.
     let mut coefficients = vec![0f32; 64 * 32];
     reader.decode_rows(0, 64, &mut coefficients).unwrap();
-    let (head, mut folded) = (codec.head(LAYER, Side::Key, 0), [0f32; 32]);
+    let (head, mut folded) = (codec.head_codec(LAYER, Side::Key, 0), [0f32; 32]);
     let (mut lost, mut spread) = (0.0, 0.0);
     for query in 1000..1100 {
         let q: Vec<f32> = (0..32).map(|i| seen(query * 32 + i)).collect();
@@ -145,7 +148,7 @@ proptest! {
         let (encoded, _) = codec.encode_block_checked(LAYER, &block, &mut bytes).unwrap();
         for (index, page) in pages(&bytes, &encoded).enumerate() {
             let (side, head) = (Side::BOTH[index / 2], index % 2);
-            let reader = PageReader::open(&codec, LAYER, side, head, page).unwrap();
+            let reader = PageReader::open_page(&codec, LAYER, side, head, page).unwrap();
             let originals = &k[head * tokens * 32..][..tokens * 32];
             let error = error(&codec, &reader, originals, side);
             prop_assert!(error <= bound * 1.001, "{side} head {head}: {error}");
@@ -155,7 +158,7 @@ proptest! {
 
 #[test]
 fn bounds_are_part_of_the_text() {
-    let spec = resolve("k=raw; v=raw; v.bound=0.25; k.bound=1").unwrap();
+    let spec = resolve_spec("k=raw; v=raw; v.bound=0.25; k.bound=1").unwrap();
     assert_eq!(spec.bounds, [Some(1.0), Some(0.25)]);
     assert_eq!(spec.to_string(), "k=raw; v=raw; k.bound=1; v.bound=0.25");
     for (text, position, part) in [
@@ -166,7 +169,7 @@ fn bounds_are_part_of_the_text() {
         ("k=raw; v=raw; bound=1", 14, "is not k, v"),
         ("k=raw; v=raw; k.bound=1; k.bound=1", 25, "twice"),
     ] {
-        let error = resolve(text).unwrap_err();
+        let error = resolve_spec(text).unwrap_err();
         assert!(error.message.contains(part) && error.position == position, "{text}: {error}");
     }
 }

@@ -30,8 +30,8 @@ static EXAMPLES: LazyLock<Vec<Example>> = LazyLock::new(|| {
 
 /// Opens and reads whatever opens, skipping the checksum on purpose.
 fn read(codec: &ModelCodec, side: Side, bytes: &[u8]) -> Result<(), PageError> {
-    let reader = PageReader::open(codec, LAYER, side, 0, bytes)?;
-    let verified = reader.verify();
+    let reader = PageReader::open_page(codec, LAYER, side, 0, bytes)?;
+    let verified = reader.verify_checksum();
     let tokens = reader.tokens();
     let mut out = vec![0f32; tokens * 32];
     reader.decode_rows(0, tokens, &mut out)?;
@@ -87,7 +87,7 @@ proptest! {
 
     #[test]
     fn random_bytes_are_no_page(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
-        prop_assert!(Page::parse(&bytes).is_err());
+        prop_assert!(Page::parse_page(&bytes).is_err());
     }
 }
 
@@ -99,10 +99,10 @@ fn a_page_of_another_place_or_codec_is_refused() {
         other => panic!("{other:?}"),
     };
     let key = page(bytes, encoded, 0);
-    assert_eq!(field(PageReader::open(codec, LAYER, Side::Value, 0, key)), "side");
-    assert_eq!(field(PageReader::open(codec, LAYER, Side::Key, 1, key)), "head");
-    assert_eq!(field(PageReader::open(codec, LayerIndex(1), Side::Key, 0, key)), "layer");
+    assert_eq!(field(PageReader::open_page(codec, LAYER, Side::Value, 0, key)), "side");
+    assert_eq!(field(PageReader::open_page(codec, LAYER, Side::Key, 1, key)), "head");
+    assert_eq!(field(PageReader::open_page(codec, LayerIndex(1), Side::Key, 0, key)), "layer");
     for (other, ..) in &EXAMPLES[1..] {
-        assert_eq!(field(PageReader::open(other, LAYER, Side::Key, 0, key)), "codec_tag");
+        assert_eq!(field(PageReader::open_page(other, LAYER, Side::Key, 0, key)), "codec_tag");
     }
 }

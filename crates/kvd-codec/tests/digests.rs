@@ -9,7 +9,7 @@
 mod common;
 
 use common::{SPECS, calibrate_once, codec, geometry, rows};
-use kvd_codec::{BlockRows, resolve};
+use kvd_codec::{BlockRows, resolve_spec};
 use kvd_core::{DType, LayerIndex};
 use std::fmt::Write as _;
 use std::io::Write as _;
@@ -46,7 +46,7 @@ fn render() -> String {
             let mut bytes = Vec::new();
             codec.encode_block(LAYER, &block, &mut bytes).unwrap();
             let (len, digest) = (bytes.len(), xxh3_64(&bytes));
-            let fitted = calibrate_once(&geometry, &resolve(spec).unwrap());
+            let fitted = calibrate_once(&geometry, &resolve_spec(spec).unwrap());
             let fitted = fitted.map_or(0, |fitted| xxh3_64(&fitted.to_bytes()));
             writeln!(text, "{spec}\t{dim}x{tokens}\t{len}\t{digest:016x}\t{fitted:016x}").unwrap();
         }

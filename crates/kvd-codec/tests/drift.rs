@@ -5,7 +5,7 @@
 mod common;
 
 use common::{codec, decode, geometry, noise, page};
-use kvd_codec::{BlockRows, ModelCodec, Page, resolve};
+use kvd_codec::{BlockRows, ModelCodec, Page, resolve_spec};
 use kvd_core::{DType, LayerIndex, Side};
 
 const LAYER: LayerIndex = LayerIndex(0);
@@ -49,7 +49,7 @@ fn store(codec: &mut ModelCodec, blocks: &[Vec<f32>], per_call: usize) -> Vec<us
 
 fn fresh(text: &str) -> ModelCodec {
     let geometry = geometry(DIM as u32, DType::F32);
-    ModelCodec::new(geometry, resolve(text).unwrap(), None).unwrap()
+    ModelCodec::new(geometry, resolve_spec(text).unwrap(), None).unwrap()
 }
 
 fn many(count: usize, of_seed: impl Fn(usize) -> Vec<f32>) -> Vec<Vec<f32>> {
@@ -123,7 +123,7 @@ fn no_page_takes_more_than_codes_of_fixed_width() {
         let mut codec = fresh(text);
         codec.train_tables(LAYER, &[block(&zeros)]).unwrap();
         let mut with_prior = 0;
-        let spec = resolve(text).unwrap().to_string();
+        let spec = resolve_spec(text).unwrap().to_string();
         let fixed = fresh(&spec.replace("/huffman", "").replace("+huffman", ""));
         for rows in [normal(1), rows(2, 2), rows(3, 4096), zeros.clone()] {
             let [mut bytes, mut of_fixed] = [Vec::new(), Vec::new()];
@@ -137,8 +137,8 @@ fn no_page_takes_more_than_codes_of_fixed_width() {
             }
             for head in 0..HEADS {
                 let of_head = page(&bytes, &encoded, head);
-                let header = *Page::parse(of_head).unwrap().header();
-                let dim = codec.head(LAYER, Side::Key, head).dim();
+                let header = *Page::parse_page(of_head).unwrap().header();
+                let dim = codec.head_codec(LAYER, Side::Key, head).dim();
                 assert_eq!(decode(&codec, Side::Key, head, of_head).len(), TOKENS * dim);
                 assert!(header.huffman || header.fallback);
                 with_prior += usize::from(header.huffman && header.table_version == 0);

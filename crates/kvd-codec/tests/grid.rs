@@ -5,8 +5,8 @@ mod common;
 
 use common::{calibrate, decode, geometry, noise, page, rows};
 use kvd_codec::{
-    BlockRows, Calibration, CalibrationError, CodecError, ModelCodec, PageReader, Samples, Space,
-    fit, resolve,
+    BlockRows, Calibration, CalibrationError, CodecError, ModelCodec, PageReader, RowSpace,
+    Samples, fit_calibration, resolve_spec,
 };
 use kvd_core::{Coded, DType, ErrorCode, LayerIndex, Side};
 use proptest::prelude::*;
@@ -18,7 +18,7 @@ const LAYER: LayerIndex = LayerIndex(0);
 const SPEC: &str = "kvd-2";
 
 fn calibration() -> Calibration {
-    calibrate(&geometry(32, DType::F32), &resolve(SPEC).unwrap()).unwrap()
+    calibrate(&geometry(32, DType::F32), &resolve_spec(SPEC).unwrap()).unwrap()
 }
 
 /// The step of head 0 of layer 0.
@@ -34,7 +34,7 @@ fn step(calibration: &Calibration, side: Side) -> f32 {
 fn errors_of_short_values_shrink_with_them() {
     let geometry = geometry(32, DType::F32);
     let calibration = calibration();
-    let codec = ModelCodec::new(geometry, resolve(SPEC).unwrap(), Some(&calibration)).unwrap();
+    let codec = ModelCodec::new(geometry, resolve_spec(SPEC).unwrap(), Some(&calibration)).unwrap();
     let bytes = calibration.to_bytes();
     let gain = SafeTensors::deserialize(&bytes).unwrap();
     let median = f32::from_le_bytes(*gain.tensor("1.gain").unwrap().data().first_chunk().unwrap());
@@ -51,12 +51,12 @@ fn errors_of_short_values_shrink_with_them() {
         let block = BlockRows { tokens: 9, k: &k, v: &v };
         let encoded = codec.encode_block(LAYER, &block, &mut bytes).unwrap();
         let page = page(&bytes, &encoded, 2);
-        let reader = PageReader::open(&codec, LAYER, Side::Value, 0, page).unwrap();
+        let reader = PageReader::open_page(&codec, LAYER, Side::Value, 0, page).unwrap();
         assert_eq!(reader.gains().is_some(), length < 1.0);
         let mut stored = vec![0f32; 32];
         reader.decode_rows(4, 1, &mut stored).unwrap();
         let mut coefficients = v[4 * 32..5 * 32].to_vec();
-        codec.head(LAYER, Side::Value, 0).forward(&mut coefficients);
+        codec.head_codec(LAYER, Side::Value, 0).transform_rows(&mut coefficients);
         let errors = stored.iter().zip(&coefficients).map(|(a, b)| (a - b).abs());
         let worst = errors.fold(0f32, f32::max);
         assert!(worst <= 0.5001 * step(&calibration, Side::Value) * (2.0 * length).min(1.0));
@@ -77,7 +77,7 @@ proptest! {
     ) {
         let geometry = geometry(32, DType::F32);
         let calibration = calibration();
-        let spec = resolve(SPEC).unwrap();
+        let spec = resolve_spec(SPEC).unwrap();
         let codec = ModelCodec::new(geometry, spec, Some(&calibration)).unwrap();
         let k: Vec<f32> = (0..2 * tokens * 32).map(|i| noise(seed * 131 + i) * scale).collect();
         let mut bytes = Vec::new();
@@ -85,10 +85,10 @@ proptest! {
         let encoded = codec.encode_block(LAYER, &block, &mut bytes).unwrap();
         for side in Side::BOTH {
             let page = page(&bytes, &encoded, 2 * side.index());
-            let reader = PageReader::open(&codec, LAYER, side, 0, page).unwrap();
+            let reader = PageReader::open_page(&codec, LAYER, side, 0, page).unwrap();
             let mut stored = vec![0f32; tokens * 32];
             reader.decode_rows(0, tokens, &mut stored).unwrap();
-            if reader.space() == Space::Raw {
+            if reader.space() == RowSpace::Raw {
                 prop_assert!(scale > 100.0, "{side} fell back at {scale}");
                 prop_assert_eq!(&stored[..], &k[..tokens * 32]);
                 continue;
@@ -96,7 +96,7 @@ proptest! {
             let bound = step(&calibration, side) * 0.5001;
             for (row, stored) in k.chunks(32).zip(stored.chunks(32)) {
                 let mut forward = row.to_vec();
-                codec.head(LAYER, side, 0).forward(&mut forward);
+                codec.head_codec(LAYER, side, 0).transform_rows(&mut forward);
                 for (c, s) in forward.iter().zip(stored) {
                     prop_assert!((c - s).abs() <= bound + c.abs() * 1e-6, "{c} became {s}");
                 }
@@ -136,8 +136,8 @@ fn take_the_rate(count: usize, less: f32) {
     for rate in [1.5f32, 2.0, 3.0, 4.0] {
         let text =
             format!("k=mean+qpca/grid(rate={rate})/huffman; v=mean+pca/grid(rate={rate})/huffman");
-        let spec = resolve(&text).unwrap();
-        let fitted = fit(&geometry, &spec, &samples, 1, &mut |_| {}).unwrap();
+        let spec = resolve_spec(&text).unwrap();
+        let fitted = fit_calibration(&geometry, &spec, &samples, 1, &mut |_| {}).unwrap();
         let codec = ModelCodec::new(geometry.clone(), spec, Some(&fitted)).unwrap();
         let mut bytes = Vec::new();
         let block = BlockRows { tokens: 64, k: &k, v: &k };
@@ -159,7 +159,7 @@ fn fits_are_deterministic_and_round_trip() {
     assert_eq!(first.to_bytes(), second.to_bytes());
     let read = Calibration::from_bytes(&first.to_bytes()).unwrap();
     assert_eq!(read, first);
-    let codec = ModelCodec::new(geometry, resolve(SPEC).unwrap(), Some(&read)).unwrap();
+    let codec = ModelCodec::new(geometry, resolve_spec(SPEC).unwrap(), Some(&read)).unwrap();
     // Per side: 4 heads with means, a matrix, a step and classes; tables of 2 layers; gains of
     // value heads.
     let heads = 4 * (32 * 4 + 32 * 32 * 2 + 4 + 32);
@@ -214,7 +214,8 @@ fn damaged_grids_are_refused() {
 #[test]
 fn a_matrix_without_an_inverse_is_refused() {
     let damaged = altered("0.matrix", |data| data.fill(0)).unwrap();
-    let codec = ModelCodec::new(geometry(32, DType::F32), resolve(SPEC).unwrap(), Some(&damaged));
+    let codec =
+        ModelCodec::new(geometry(32, DType::F32), resolve_spec(SPEC).unwrap(), Some(&damaged));
     assert!(matches!(codec.unwrap_err(), CodecError::CalibrationMismatch { .. }));
 }
 
@@ -223,7 +224,8 @@ fn what_does_not_fit_is_refused() {
     let geometry = geometry(32, DType::F32);
     let calibration = calibration();
     for text in ["kvd-3", "k=mean+pca/grid(rate=2)/huffman; v=raw", "k=mean/raw; v=raw"] {
-        let codec = ModelCodec::new(geometry.clone(), resolve(text).unwrap(), Some(&calibration));
+        let codec =
+            ModelCodec::new(geometry.clone(), resolve_spec(text).unwrap(), Some(&calibration));
         let error = codec.unwrap_err();
         assert!(matches!(error, CodecError::CalibrationMismatch { .. }), "{text}: {error}");
     }
@@ -234,11 +236,13 @@ fn what_does_not_fit_is_refused() {
             samples.push(LayerIndex(layer), side, head, &rows).unwrap();
         }
     }
-    let fit = |text: &str| fit(&geometry, &resolve(text).unwrap(), &samples, 0, &mut |_| {});
+    let fit = |text: &str| {
+        fit_calibration(&geometry, &resolve_spec(text).unwrap(), &samples, 0, &mut |_| {})
+    };
     let error = fit(SPEC).unwrap_err();
     assert_eq!(error, CalibrationError::NoQueries { layer: 0, head: 0 });
     assert_eq!(error.code(), ErrorCode::InvalidCalibration);
-    assert!(resolve("k=raw; v=gain+mean/f16").is_err());
+    assert!(resolve_spec("k=raw; v=gain+mean/f16").is_err());
     for spec in ["k=raw; v=qpca/f16", "k=gain/f16; v=raw"] {
         assert_eq!(fit(spec).unwrap_err().code(), ErrorCode::InvalidCodec, "{spec}");
     }
@@ -255,8 +259,8 @@ fn heads_without_spread_can_be_fitted() {
             samples.push(LayerIndex(layer), side, head, &[3.0; 64]).unwrap();
         }
     }
-    let spec = resolve(SPEC).unwrap();
-    let fitted = fit(&geometry, &spec, &samples, 0, &mut |_| {}).unwrap();
+    let spec = resolve_spec(SPEC).unwrap();
+    let fitted = fit_calibration(&geometry, &spec, &samples, 0, &mut |_| {}).unwrap();
     let codec = ModelCodec::new(geometry, spec, Some(&fitted)).unwrap();
     let k = [3.0f32; 64];
     let mut bytes = Vec::new();

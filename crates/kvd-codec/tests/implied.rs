@@ -4,7 +4,7 @@
 mod common;
 
 use common::{SPECS, codec, geometry, rows};
-use kvd_codec::{BlockRows, Quantizer, Transform, resolve};
+use kvd_codec::{BlockRows, Quantizer, Transform, resolve_spec};
 use kvd_core::{DType, LayerIndex, Side};
 
 #[test]
@@ -17,7 +17,7 @@ fn implied_bits_are_those_of_stored_pages() {
             let codec = codec(&geometry, text, &block);
             let encoded = codec.encode_block(LayerIndex(0), &block, &mut Vec::new()).unwrap();
             assert_eq!(encoded.fallback_pages, 0, "{text}");
-            let spec = resolve(text).unwrap();
+            let spec = resolve_spec(text).unwrap();
             let allocated = |side| matches!(spec.side(side).quantizer, Quantizer::BitAlloc { .. });
             if Side::BOTH.into_iter().any(allocated) {
                 // Only the sum over all layers is what was asked for, and outliers come on top.
@@ -42,8 +42,8 @@ fn implied_bits_are_those_of_stored_pages() {
                 (Some(k_codes), Some(v_codes)) => {
                     assert_eq!(encoded.parts.codes, bytes(k_codes + v_codes), "{text} dim {dim}");
                     assert_eq!(encoded.parts.header, bytes(k.header + v.header), "{text}");
-                    let total = bytes(k.total().unwrap() + v.total().unwrap());
-                    assert_eq!(encoded.parts.total(), total, "{text} dim {dim}");
+                    let total = bytes(k.total_bits().unwrap() + v.total_bits().unwrap());
+                    assert_eq!(encoded.parts.total_bytes(), total, "{text} dim {dim}");
                 }
                 // Padding is not known before the codes are.
                 _ => assert!(encoded.parts.header >= bytes(k.header + v.header), "{text}"),
@@ -56,7 +56,7 @@ fn implied_bits_are_those_of_stored_pages() {
 fn they_read_as_a_sum() {
     let geometry = geometry(128, DType::F16);
     let text = |spec: &str| {
-        resolve(spec).unwrap().side(Side::Key).implied_bits(&geometry, Side::Key).to_string()
+        resolve_spec(spec).unwrap().side(Side::Key).implied_bits(&geometry, Side::Key).to_string()
     };
     assert_eq!(text("innerq-2"), "2.000 codes + 1.531 scales + 0.031 header = 3.562");
     assert_eq!(text("raw"), "16.000 codes + 0.031 header = 16.031");

@@ -5,7 +5,9 @@
 mod common;
 
 use common::{geometry, noise, page};
-use kvd_codec::{BlockRows, ModelCodec, PageReader, SampleKind, Samples, fit, resolve};
+use kvd_codec::{
+    BlockRows, ModelCodec, PageReader, SampleKind, Samples, fit_calibration, resolve_spec,
+};
 use kvd_core::{DType, LayerIndex, Side};
 
 const DIM: usize = 64;
@@ -75,8 +77,8 @@ fn samples(far: Far) -> Samples {
 
 /// Relative errors of ordinary keys and values.
 fn errors(text: &str, far: Far) -> [f64; 2] {
-    let (geometry, spec) = (geometry(DIM as u32, DType::F32), resolve(text).unwrap());
-    let calibration = fit(&geometry, &spec, &samples(far), 7, &mut |_| {}).unwrap();
+    let (geometry, spec) = (geometry(DIM as u32, DType::F32), resolve_spec(text).unwrap());
+    let calibration = fit_calibration(&geometry, &spec, &samples(far), 7, &mut |_| {}).unwrap();
     let mut codec = ModelCodec::new(geometry, spec, Some(&calibration)).unwrap();
     let values = rows(1, HEADS * TOKENS);
     let block = BlockRows { tokens: TOKENS, k: &values, v: &values };
@@ -87,13 +89,13 @@ fn errors(text: &str, far: Far) -> [f64; 2] {
         let (mut error, mut energy) = (0.0, 0.0);
         for head in 0..HEADS {
             let of_head = page(&bytes, &encoded, side.index() * HEADS + head);
-            let reader = PageReader::open(&codec, LayerIndex(0), side, head, of_head).unwrap();
+            let reader = PageReader::open_page(&codec, LayerIndex(0), side, head, of_head).unwrap();
             let mut coefficients = vec![0f32; TOKENS * DIM];
             reader.decode_rows(0, TOKENS, &mut coefficients).unwrap();
             let wanted = values[head * TOKENS * DIM..].chunks_exact(DIM);
             for (coefficients, row) in coefficients.chunks_exact(DIM).zip(wanted) {
                 let mut back = vec![0f32; DIM];
-                codec.head(LayerIndex(0), side, head).inverse(coefficients, &mut back);
+                codec.head_codec(LayerIndex(0), side, head).invert_row(coefficients, &mut back);
                 let pairs = || back.iter().zip(row).map(|(a, b)| [f64::from(*a), f64::from(*b)]);
                 error += pairs().map(|[a, b]| (a - b).powi(2)).sum::<f64>();
                 energy += pairs().map(|[_, b]| b * b).sum::<f64>();

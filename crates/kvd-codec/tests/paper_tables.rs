@@ -4,7 +4,7 @@
 mod common;
 
 use common::{calibrate, geometry};
-use kvd_codec::{CodecSpec, ImpliedBits, ModelCodec, resolve};
+use kvd_codec::{CodecSpec, ImpliedBits, ModelCodec, resolve_spec};
 use kvd_core::{DType, Geometry, Side};
 
 /// The head size of every table here but for Llama 3.2-1B.
@@ -42,14 +42,14 @@ fn polarquant_table_3_actual_bits_of_keys() {
     // KIVI-4: 32/g + 8s/T on top of 4 bits; the table prints 8sd/T, where d is a slip: the
     // parameters 16sd/2 are divided by the T·d values that they serve. A group stores a scale and
     // a zero point of 16 bits; on average half of the residual of 128 tokens is filled.
-    let kivi = resolve("kivi-4").unwrap();
+    let kivi = resolve_spec("kivi-4").unwrap();
     let window = f64::from(kivi.recent) / 2.0 * 16.0 / POLAR_CONTEXT;
     assert_eq!(to_hundredths(payload_bits(&kivi, Side::Key) + window), 5.08);
 
     // PolarQuant m4n4: 8/T + 16s/T (again printed with a d) on top of 4 bits: one scale of 16 bits
     // per pair for the whole context, and here the whole residual. Both rows count the tokens of
     // the residual a second time, as quantized ones.
-    let polar = resolve("polar-4+4").unwrap();
+    let polar = resolve_spec("polar-4+4").unwrap();
     assert_eq!(payload_bits(&polar, Side::Key), 4.0);
     let scales = calibration_bits(&polar, POLAR_CONTEXT);
     assert_eq!(scales, 8.0 / POLAR_CONTEXT);
@@ -59,12 +59,12 @@ fn polarquant_table_3_actual_bits_of_keys() {
 
 #[test]
 fn polarquant_table_5_actual_bits_of_keys() {
-    let kivi = resolve("kivi-2").unwrap();
+    let kivi = resolve_spec("kivi-2").unwrap();
     let window = f64::from(kivi.recent) / 2.0 * 16.0 / POLAR_CONTEXT;
     assert_eq!(to_hundredths(payload_bits(&kivi, Side::Key) + window), 3.08);
 
     // m4n2 with groups of 64: 3 bits and a scale of 16 bits per pair and group.
-    let polar = resolve("polar-4+2").unwrap();
+    let polar = resolve_spec("polar-4+2").unwrap();
     let bits = payload_bits(&polar, Side::Key);
     assert_eq!(bits, 3.0 + 8.0 / 64.0);
     // The caption gives a residual of 64 tokens, and with it the printed 3.29 does not follow from
@@ -90,8 +90,8 @@ const INNERQ_SIZES: [(&str, [u32; 3], [f64; 3]); 4] = [
 
 #[test]
 fn innerq_table_1_cache_sizes() {
-    let innerq = resolve("innerq-2").unwrap();
-    let kivi = resolve("kivi-2").unwrap();
+    let innerq = resolve_spec("innerq-2").unwrap();
+    let kivi = resolve_spec("kivi-2").unwrap();
     for (model, [layers, heads, dim], [baseline, kivi_size, innerq_size]) in INNERQ_SIZES {
         let geometry = Geometry {
             layers,
@@ -136,7 +136,7 @@ fn innerq_modes_cost_the_same_but_for_the_mask() {
     // §4.1.2: signs apart, or a 32-bit zero point, take 32 bits per group of 32 either way.
     let bits = |mode: &str| {
         let text = format!("k=uniform(b=2,g=32,axis=token,mode={mode}); v=raw");
-        payload_bits(&resolve(&text).unwrap(), Side::Key)
+        payload_bits(&resolve_spec(&text).unwrap(), Side::Key)
     };
     assert_eq!(bits("sym"), 3.5);
     assert_eq!(bits("hybrid"), 3.5 + 1.0 / 32.0);
@@ -148,7 +148,7 @@ fn innerq_modes_cost_the_same_but_for_the_mask() {
 fn kvcomp_3_2_2_metadata_overhead() {
     // The paper stores a u16 per row: at head_dim 128 it is 1/128 of 16-bit rows and, at its 2 bits
     // per code, 1/16 of compressed ones. A page here has one u16 per 64 rows: 1/64 of either.
-    let spec = resolve("kvcomp").unwrap();
+    let spec = resolve_spec("kvcomp").unwrap();
     for side in Side::BOTH {
         let offsets = implied(&spec, side).offsets;
         assert_eq!(64.0 * offsets / 16.0, 1.0 / 128.0);
@@ -162,7 +162,7 @@ fn vllm_turboquant_bytes_per_token() {
     // vllm/model_executor/layers/quantization/turboquant/config.py: key_packed_size is codes and
     // an f16 norm, value_packed_size codes, an f16 scale and an f16 zero point.
     for (preset, key, value) in [("turbo-4", 64 + 2, 64 + 4), ("turbo-3", 48 + 2, 48 + 4)] {
-        let spec = resolve(preset).unwrap();
+        let spec = resolve_spec(preset).unwrap();
         let bytes = |side| payload_bits(&spec, side) * f64::from(DIM) / 8.0;
         assert_eq!(bytes(Side::Key), f64::from(key), "{preset}");
         assert_eq!(bytes(Side::Value), f64::from(value), "{preset}");

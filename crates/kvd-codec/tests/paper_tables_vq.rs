@@ -15,8 +15,8 @@ mod common;
 
 use common::noise;
 use kvd_codec::{
-    BlockRows, CodecSpec, EncodedBlock, ModelCodec, Quantizer, Samples, SideSpec, VqSpec, fit,
-    preset, resolve,
+    BlockRows, CodecSpec, EncodedBlock, ModelCodec, Quantizer, Samples, SideSpec, VqSpec,
+    fit_calibration, find_preset, resolve_spec,
 };
 use kvd_core::{DType, Geometry, LayerIndex, RopePairing, Side};
 
@@ -45,7 +45,7 @@ fn vq(side: &SideSpec) -> VqSpec {
 /// A block of 128 tokens of one head of 128 channels.
 fn encode(text: &str) -> EncodedBlock {
     let geometry = Geometry { layers: 1, kv_heads: 1, ..llama() };
-    let spec = resolve(text).unwrap();
+    let spec = resolve_spec(text).unwrap();
     let k: Vec<f32> = (0..128 * 128).map(noise).collect();
     // As many rows as a group's codebook has entries.
     let sampled: Vec<f32> = (0..256 * 128).map(noise).collect();
@@ -53,8 +53,9 @@ fn encode(text: &str) -> EncodedBlock {
     for side in Side::BOTH {
         samples.push(LAYER, side, 0, &sampled).unwrap();
     }
-    let calibration =
-        spec.needs_calibration().then(|| fit(&geometry, &spec, &samples, 1, &mut |_| {}).unwrap());
+    let calibration = spec
+        .needs_calibration()
+        .then(|| fit_calibration(&geometry, &spec, &samples, 1, &mut |_| {}).unwrap());
     let codec = ModelCodec::new(geometry, spec, calibration.as_ref()).unwrap();
     let block = BlockRows { tokens: 128, k: &k, v: &k };
     codec.encode_block(LAYER, &block, &mut Vec::new()).unwrap()
@@ -62,7 +63,7 @@ fn encode(text: &str) -> EncodedBlock {
 
 /// Bits per value without page headers, which no paper has.
 fn bits(encoded: &EncodedBlock) -> f64 {
-    (encoded.parts.total() - encoded.parts.header) as f64 * 8.0 / (2 * 128 * 128) as f64
+    (encoded.parts.total_bytes() - encoded.parts.header) as f64 * 8.0 / (2 * 128 * 128) as f64
 }
 
 fn average_bits(spec: &CodecSpec) -> f64 {
@@ -74,8 +75,8 @@ fn average_bits(spec: &CodecSpec) -> f64 {
 /// 2^12 × 8 × 2 bytes for 1.5-bit quantization".
 #[test]
 fn vecinfer_codebooks_and_indices() {
-    let two = vq(&preset("vecinfer-2").unwrap().key);
-    let low = vq(&preset("vecinfer-1.5").unwrap().key);
+    let two = vq(&find_preset("vecinfer-2").unwrap().key);
+    let low = vq(&find_preset("vecinfer-1.5").unwrap().key);
     assert_eq!(two.codebook_bytes(), 256 * 4 * 2);
     assert_eq!(low.codebook_bytes(), 4096 * 8 * 2);
     for (text, d, b) in [("vecinfer-4", 2, 8), ("vecinfer-2", 4, 8), ("vecinfer-2-reg", 2, 4)] {
@@ -108,7 +109,7 @@ fn vecinfer_average_bits() {
         ("k=vq(d=8,b=10); v=vq(d=8,b=10)", 1.25),
         ("k=vq(d=8,b=8); v=vq(d=8,b=12)", 1.25),
     ] {
-        assert_eq!(average_bits(&resolve(config).unwrap()), printed, "{config}");
+        assert_eq!(average_bits(&resolve_spec(config).unwrap()), printed, "{config}");
     }
     for (name, printed) in [
         ("vecinfer-4", 4.0),
@@ -118,7 +119,7 @@ fn vecinfer_average_bits() {
         ("vecinfer-1.5", 1.5),
         ("vecinfer-1.25", 1.25),
     ] {
-        let spec = preset(name).unwrap();
+        let spec = find_preset(name).unwrap();
         assert_eq!((average_bits(&spec), spec.recent), (printed, 128), "{name}");
     }
     // From pages: codes of 8 and 4 bits have no padding.
@@ -175,10 +176,10 @@ fn vq_llm_table_2_ratios() {
 fn codebooks_that_the_ratios_leave_out() {
     let geometry = llama();
     let bytes = |name: &str| -> u64 {
-        let spec = preset(name).unwrap();
+        let spec = find_preset(name).unwrap();
         let side = |side: Side| {
             let vq = vq(spec.side(side));
-            vq.codebook_bytes() * vq.codebooks(&geometry, side)
+            vq.codebook_bytes() * vq.codebook_count(&geometry, side)
         };
         Side::BOTH.into_iter().map(side).sum()
     };

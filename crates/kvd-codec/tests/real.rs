@@ -6,7 +6,8 @@ mod common;
 
 use common::{decode_at, page};
 use kvd_codec::{
-    BlockRows, Calibration, CodecSpec, ModelCodec, Page, PageReader, Samples, fit, resolve,
+    BlockRows, Calibration, CodecSpec, ModelCodec, Page, PageReader, Samples, fit_calibration,
+    resolve_spec,
 };
 use kvd_core::{DType, Geometry, LayerIndex, RopePairing, Side};
 use safetensors::SafeTensors;
@@ -77,7 +78,7 @@ fn calibrate(spec: &CodecSpec) -> Option<Calibration> {
             samples.push_queries(layer, head, &queries(1, layer.0, head)).unwrap();
         }
     }
-    Some(fit(&geometry(), spec, &samples, 1, &mut |_| {}).unwrap())
+    Some(fit_calibration(&geometry(), spec, &samples, 1, &mut |_| {}).unwrap())
 }
 
 /// `[kv_heads, 64, head_dim]` of one block.
@@ -95,7 +96,7 @@ struct Measured {
 
 /// Encodes all layers of passage 0 in blocks of 64 and decodes them again.
 fn measure(text: &str) -> Measured {
-    let spec = resolve(text).unwrap();
+    let spec = resolve_spec(text).unwrap();
     let calibration = calibrate(&spec);
     let mut codec = ModelCodec::new(geometry(), spec, calibration.as_ref()).unwrap();
     let (mut error, mut energy, mut bytes_of) = ([0f64; 2], [0f64; 2], [0u64; 2]);
@@ -186,7 +187,7 @@ fn innerq_and_polarquant_are_as_measured_apart() {
 
 /// Part of the key groups and of the value groups that take symmetric levels.
 fn symmetric_share(text: &str) -> [f64; 2] {
-    let spec = resolve(text).unwrap();
+    let spec = resolve_spec(text).unwrap();
     let calibration = calibrate(&spec);
     let codec = ModelCodec::new(geometry(), spec, calibration.as_ref()).unwrap();
     // One bit per group of 32 stands first in a page.
@@ -199,7 +200,7 @@ fn symmetric_share(text: &str) -> [f64; 2] {
             let rows = BlockRows { tokens: BLOCK, k: &k, v: &v };
             let encoded = codec.encode_block(layer, &rows, &mut bytes).unwrap();
             for at in 0..2 * HEADS {
-                let page = Page::parse(page(&bytes, &encoded, at)).unwrap();
+                let page = Page::parse_page(page(&bytes, &encoded, at)).unwrap();
                 let mask = &page.payload()[..groups / 8];
                 symmetric[at / HEADS] += mask.iter().map(|byte| byte.count_ones()).sum::<u32>();
             }
@@ -243,12 +244,12 @@ fn raw_is_exact_and_fp8_halves_it() {
 
 /// Codes by place: what lanes hold, and what outliers add.
 fn codes(reader: &PageReader<'_>) -> Vec<i32> {
-    let (lanes, _) = reader.lane_codes().unwrap();
+    let (lanes, _) = reader.stream_codes().unwrap();
     let width = lanes.per_row();
     let mut held = vec![0u16; BLOCK * width];
-    lanes.decode(0, &mut held).unwrap();
+    lanes.decode_chunk(0, &mut held).unwrap();
     let mut codes: Vec<i32> = held.into_iter().map(i32::from).collect();
-    for outlier in lanes.outliers(&lanes.chunk(0)) {
+    for outlier in lanes.chunk_outliers(&lanes.chunk(0)) {
         let outlier = outlier.unwrap();
         codes[outlier.token * width + outlier.position] += outlier.rest;
     }
@@ -258,7 +259,7 @@ fn codes(reader: &PageReader<'_>) -> Vec<i32> {
 /// Bits that the codes of all pages take, and what Shannon asks for: the entropy of single codes
 /// under the shares that each table meets, codes that no table is for together.
 fn bits_and_entropy(text: &str) -> [f64; 2] {
-    let spec = resolve(text).unwrap();
+    let spec = resolve_spec(text).unwrap();
     let calibration = match std::env::var_os("KVD_CALIBRATION") {
         Some(path) if spec.needs_calibration() => {
             Some(Calibration::from_bytes(&std::fs::read(path).unwrap()).unwrap())
@@ -282,8 +283,8 @@ fn bits_and_entropy(text: &str) -> [f64; 2] {
             bits += 8.0 * encoded.parts.codes as f64;
             for (at, side) in [Side::Key, Side::Key, Side::Value, Side::Value].iter().enumerate() {
                 let page = page(&bytes, &encoded, at);
-                let reader = PageReader::open(&codec, layer, *side, at % HEADS, page).unwrap();
-                let (lanes, _) = reader.lane_codes().unwrap();
+                let reader = PageReader::open_page(&codec, layer, *side, at % HEADS, page).unwrap();
+                let (lanes, _) = reader.stream_codes().unwrap();
                 let mut tables = vec![None; lanes.per_row()];
                 for run in lanes.runs() {
                     tables[run.first..run.first + run.len].fill(Some(run.table));

@@ -26,7 +26,7 @@ fn round_trip(
     let bytes = &bytes[3..];
     assert_eq!(encoded.page_ends.len(), 4);
     assert_eq!(*encoded.page_ends.last().unwrap() as usize, bytes.len());
-    assert_eq!(encoded.parts.total(), bytes.len() as u64);
+    assert_eq!(encoded.parts.total_bytes(), bytes.len() as u64);
     assert_eq!(encoded.key_bytes + encoded.value_bytes, bytes.len() as u64);
     assert!(encoded.page_ends.iter().all(|end| (*end as usize).is_multiple_of(PAGE_ALIGN)));
     let mut pages = Vec::new();
@@ -35,7 +35,7 @@ fn round_trip(
     {
         let page = page(bytes, &encoded, index);
         pages.push(decode(&codec, side, head, page));
-        let reader = PageReader::open(&codec, LAYER, side, head, page).unwrap();
+        let reader = PageReader::open_page(&codec, LAYER, side, head, page).unwrap();
         let dim = dim as usize;
         let mut whole = vec![0f32; tokens * dim];
         reader.decode_rows(0, tokens, &mut whole).unwrap();
@@ -197,11 +197,11 @@ fn a_reader_turns_to_pages_like_its_own_and_to_no_others() {
                 reader.decode_rows(0, 40, &mut out).unwrap();
                 out.into_iter().map(f32::to_bits).collect::<Vec<_>>()
             };
-            let open = |page| PageReader::open(&codec, LAYER, side, 0, page).unwrap();
+            let open = |page| PageReader::open_page(&codec, LAYER, side, 0, page).unwrap();
             let (mut reader, fresh) = (open(&one[index]), open(&other[index]));
             // Lengths of streams that do not add up, or an outlier of a row that there is not.
             let mut broken = other[index].clone();
-            let place = match (fresh.lane_codes(), fresh.allocated_codes()) {
+            let place = match (fresh.stream_codes(), fresh.allocated_codes()) {
                 (Some((_, scales)), _) => Some(scales.len()),
                 (_, Some(codes)) if !codes.scales.is_empty() => Some(codes.codes.len() + 1),
                 _ => None,
@@ -223,7 +223,7 @@ fn a_reader_turns_to_pages_like_its_own_and_to_no_others() {
                 continue;
             }
             turned += 1;
-            reader.verify().unwrap();
+            reader.verify_checksum().unwrap();
             assert_eq!((reader.header(), decode(&reader)), (fresh.header(), decode(&fresh)));
         }
     }

@@ -2,8 +2,8 @@
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
 use kvd_codec::{
-    CodebookScope, CodecSpec, Entropy, FloatFormat, GroupAxis, Override, Quantizer, SideSpec,
-    Transform, UniformMode, UniformStep, VqSpec, resolve,
+    CodebookScope, CodecSpec, EntropyCoding, FloatFormat, GroupAxis, Quantizer, SideSpec,
+    SpecOverride, Transform, UniformMode, UniformStep, VqSpec, resolve_spec,
 };
 use kvd_core::Side;
 use proptest::prelude::*;
@@ -54,14 +54,15 @@ fn side() -> impl Strategy<Value = SideSpec> {
         vec![Rotate { seed: u64::MAX }],
     ]);
     (transforms, quantizer(), any::<bool>()).prop_map(|(transforms, quantizer, huffman)| {
-        let small = quantizer.alphabet().is_some_and(|n| n <= 256);
+        let small = quantizer.code_count().is_some_and(|n| n <= 256);
         let grid = matches!(quantizer, Quantizer::Grid { .. });
-        let entropy = if grid || huffman && small { Entropy::Huffman } else { Entropy::None };
+        let entropy =
+            if grid || huffman && small { EntropyCoding::Huffman } else { EntropyCoding::None };
         SideSpec { transforms, quantizer, entropy }
     })
 }
 
-fn exception() -> impl Strategy<Value = Override> {
+fn exception() -> impl Strategy<Value = SpecOverride> {
     let range = || (0u32..99, 0u32..99).prop_map(|(first, more)| first..=first + more);
     let places = prop_oneof![
         range().prop_map(|layers| (Some(layers), None)),
@@ -69,7 +70,7 @@ fn exception() -> impl Strategy<Value = Override> {
         (range(), range()).prop_map(|(layers, heads)| (Some(layers), Some(heads))),
     ];
     (prop::sample::select(Side::BOTH.to_vec()), places, side())
-        .prop_map(|(side, (layers, heads), spec)| Override { side, layers, heads, spec })
+        .prop_map(|(side, (layers, heads), spec)| SpecOverride { side, layers, heads, spec })
 }
 
 proptest! {
@@ -88,7 +89,7 @@ proptest! {
 
     #[test]
     fn no_text_panics(text in ".{0,40}") {
-        let _ = resolve(&text);
+        let _ = resolve_spec(&text);
     }
 
     #[test]
@@ -183,13 +184,13 @@ fn spaces_and_argument_order_do_not_matter() {
 
 #[test]
 fn a_preset_may_be_given_other_windows_and_bounds() {
-    let spec = resolve("kvd-2; k.bound=0.3; recent=64").unwrap();
-    let plain = resolve("kvd-2").unwrap();
+    let spec = resolve_spec("kvd-2; k.bound=0.3; recent=64").unwrap();
+    let plain = resolve_spec("kvd-2").unwrap();
     assert_eq!((spec.sink, spec.recent, spec.bounds), (plain.sink, 64, [Some(0.3), None]));
     assert_eq!((&spec.key, &spec.value), (&plain.key, &plain.value));
     assert_eq!(spec.to_string().parse(), Ok(spec));
-    assert_eq!(resolve("kvd-2;"), Ok(plain));
-    let spec = resolve("kivi-4; v=fp8; k[layer=0]=raw # the first layer").unwrap();
+    assert_eq!(resolve_spec("kvd-2;"), Ok(plain));
+    let spec = resolve_spec("kivi-4; v=fp8; k[layer=0]=raw # the first layer").unwrap();
     assert_eq!(spec.to_string().split("; ").nth(1), Some("v=fp8"));
     assert_eq!(spec.overrides.len(), 1);
     for (text, position, part) in [
@@ -197,7 +198,7 @@ fn a_preset_may_be_given_other_windows_and_bounds() {
         ("kvd-2; window=1", 7, "is not k, v"),
         ("kvd-7; recent=1", 0, "no preset"),
     ] {
-        let error = resolve(text).unwrap_err();
+        let error = resolve_spec(text).unwrap_err();
         assert!(error.message.contains(part) && error.position == position, "{text}: {error}");
     }
 }

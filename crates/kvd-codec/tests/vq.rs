@@ -7,7 +7,7 @@ mod common;
 use common::{decode, noise, page, round};
 use kvd_codec::{
     BlockRows, Calibration, CalibrationError, CodebookScope, EncodedBlock, ModelCodec, Quantizer,
-    Samples, VqSpec, fit, resolve,
+    Samples, VqSpec, fit_calibration, resolve_spec,
 };
 use kvd_core::{Coded, DType, ErrorCode, Geometry, LayerIndex, RopePairing, Side};
 use proptest::prelude::*;
@@ -54,9 +54,9 @@ fn samples(geometry: &Geometry, count: usize) -> Samples {
 }
 
 fn fitted(geometry: &Geometry, text: &str, count: usize) -> (Calibration, ModelCodec) {
-    let spec = resolve(text).unwrap();
+    let spec = resolve_spec(text).unwrap();
     let samples = samples(geometry, count);
-    let calibration = fit(geometry, &spec, &samples, 5, &mut |_| {}).unwrap();
+    let calibration = fit_calibration(geometry, &spec, &samples, 5, &mut |_| {}).unwrap();
     let codec = ModelCodec::new(geometry.clone(), spec, Some(&calibration)).unwrap();
     (calibration, codec)
 }
@@ -108,17 +108,21 @@ fn codebooks_count_once_however_many_heads_share_them() {
             let vq = VqSpec { dim: 4, bits: 4, stages, scope };
             let text = format!("k={vq}; v=raw");
             let (calibration, codec) = fitted(&geometry, &text, 32);
-            assert_eq!(vq.codebooks(&geometry, Side::Key), books * u64::from(stages), "{text}");
+            assert_eq!(
+                vq.codebook_count(&geometry, Side::Key),
+                books * u64::from(stages),
+                "{text}"
+            );
             let bytes = books * u64::from(stages) * 16 * 4 * 2;
             assert_eq!(codec.calibration_bytes(), bytes, "{text}");
             assert_eq!(calibration.size_bytes(), bytes, "{text}");
             let read = Calibration::from_bytes(&calibration.to_bytes()).unwrap();
             assert_eq!(read, calibration);
-            let head = codec.head(LayerIndex(1), Side::Key, 2).vq().unwrap();
-            let other = codec.head(LAYER, Side::Key, 0).vq().unwrap();
+            let head = codec.head_codec(LayerIndex(1), Side::Key, 2).vq().unwrap();
+            let other = codec.head_codec(LAYER, Side::Key, 0).vq().unwrap();
             assert_eq!((head.dim(), head.positions(), head.stages()), (4, 4, stages.into()));
             assert_eq!(head.is_grouped(), scope == CodebookScope::Group);
-            let shared = head.codebook(0, 3) == other.codebook(0, 3);
+            let shared = head.stage_codebook(0, 3) == other.stage_codebook(0, 3);
             assert_eq!(shared, scope == CodebookScope::Model);
         }
     }
@@ -129,8 +133,8 @@ fn entries_stand_in_the_order_of_their_use() {
     let geometry = geometry(1, 2, 16);
     for (arguments, heads) in [("", 1), (",scope=model", 2), (",scope=group", 1)] {
         let (_, codec) = fitted(&geometry, &format!("k=vq(d=2,b=4{arguments}); v=raw"), 512);
-        let vq = codec.head(LAYER, Side::Key, 0).vq().unwrap();
-        let entries = vq.codebook(0, 0).entries();
+        let vq = codec.head_codec(LAYER, Side::Key, 0).vq().unwrap();
+        let entries = vq.stage_codebook(0, 0).entries();
         let positions = if vq.is_grouped() { 1 } else { vq.positions() };
         let mut uses = vec![0usize; 16];
         for head in 0..heads {
@@ -155,9 +159,9 @@ fn entries_stand_in_the_order_of_their_use() {
 #[test]
 fn too_few_samples_and_odd_heads_say_what_to_do() {
     let odd = geometry(1, 2, 16);
-    let spec = resolve("k=raw; v=vq(d=8,b=12)").unwrap();
+    let spec = resolve_spec("k=raw; v=vq(d=8,b=12)").unwrap();
     let few = samples(&odd, 64);
-    let error = fit(&odd, &spec, &few, 0, &mut |_| {}).unwrap_err();
+    let error = fit_calibration(&odd, &spec, &few, 0, &mut |_| {}).unwrap_err();
     let CalibrationError::TooFewSamples {
         layer: 0,
         side: Side::Value,
@@ -173,11 +177,15 @@ fn too_few_samples_and_odd_heads_say_what_to_do() {
     assert!(error.to_string().contains("sample more tokens"), "{error}");
     // A group has one sub-vector per row; heads that share a codebook add up.
     for (arguments, enough) in [("scope=group", false), ("scope=model", true)] {
-        let spec = resolve(&format!("k=raw; v=vq(d=4,b=7,{arguments})")).unwrap();
-        assert_eq!(fit(&odd, &spec, &few, 0, &mut |_| {}).is_ok(), enough, "{arguments}");
+        let spec = resolve_spec(&format!("k=raw; v=vq(d=4,b=7,{arguments})")).unwrap();
+        assert_eq!(
+            fit_calibration(&odd, &spec, &few, 0, &mut |_| {}).is_ok(),
+            enough,
+            "{arguments}"
+        );
     }
-    let spec = resolve("k=vq(d=3,b=2); v=raw").unwrap();
-    let error = fit(&odd, &spec, &few, 0, &mut |_| {}).unwrap_err();
+    let spec = resolve_spec("k=vq(d=3,b=2); v=raw").unwrap();
+    let error = fit_calibration(&odd, &spec, &few, 0, &mut |_| {}).unwrap_err();
     assert_eq!(error.code(), ErrorCode::InvalidCodec);
     assert!(error.to_string().contains("d can be 1, 2, 4, 8, 16"), "{error}");
 }
@@ -242,8 +250,8 @@ fn pages_of_large_and_staged_tables_are_golden() {
         bytes.iter().for_each(|byte| write!(text, "{byte:02x}").unwrap());
         text.push('\n');
         let Quantizer::Vq(vq) = codec.spec().key.quantizer else { panic!("{spec}") };
-        let book = codec.head(LAYER, Side::Key, 0).vq().unwrap().codebook(0, 0);
-        assert_eq!(book.entries().len(), vq.entries() * usize::from(vq.dim));
+        let book = codec.head_codec(LAYER, Side::Key, 0).vq().unwrap().stage_codebook(0, 0);
+        assert_eq!(book.entries().len(), vq.entry_count() * usize::from(vq.dim));
     }
     if std::env::var_os("KVD_BLESS").is_some() {
         std::fs::write(GOLDEN, &text).unwrap();

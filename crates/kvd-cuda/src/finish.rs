@@ -38,7 +38,7 @@ impl Merged {
             let head = row % plan.q_heads as usize / group;
             let mut values = sums[..dim].to_vec();
             if coefficient_weights > 0.0 {
-                let side = codec.head(plan.layer, Side::Value, head);
+                let side = codec.head_codec(plan.layer, Side::Value, head);
                 side.unfold_value(&sums[dim..], coefficient_weights, &mut values);
             }
             // An answer lies among the rows, which are finite: sums may overflow, it may not.

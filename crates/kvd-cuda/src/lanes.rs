@@ -4,7 +4,7 @@
 use crate::abi::SideShape;
 use crate::plan::SHARED_RESERVED;
 use crate::side::{COPY_BYTES, TILE_TOKENS};
-use kvd_codec::{CHUNK_TOKENS, Entropy, Grid, LaneRun, LaneTable, SideSpec};
+use kvd_codec::{CHUNK_TOKENS, EntropyCoding, Grid, SideSpec, StreamRun, StreamTable};
 use kvd_core::Side;
 use std::collections::BTreeMap;
 
@@ -40,15 +40,17 @@ struct Entries {
 
 impl Entries {
     /// With `symbols` symbols in an entry; none when an entry has no room for them.
-    fn new(table: &LaneTable, symbols: usize, index_bits: u32, wide: bool) -> Option<Self> {
-        let codes = symbols * table.group();
+    fn new(table: &StreamTable, symbols: usize, index_bits: u32, wide: bool) -> Option<Self> {
+        let codes = symbols * table.codes_per_symbol();
         // Where the first code stands: they end the word, but for four.
         let first = if wide { 16 } else { 32 - 8 * codes };
         let words = (0..1u32 << index_bits).map(|index| {
             let (mut bits, mut word, mut length) = (index, 0u32, 0);
             for symbol in 0..symbols {
-                let (codes, taken) = table.lookup(bits);
-                for (at, code) in (symbol * table.group()..).zip(&codes[..table.group()]) {
+                let (codes, taken) = table.decode_symbol(bits);
+                for (at, code) in
+                    (symbol * table.codes_per_symbol()..).zip(&codes[..table.codes_per_symbol()])
+                {
                     word |= u32::from(*code) << (first + 8 * at);
                 }
                 bits >>= taken;
@@ -63,24 +65,25 @@ impl Entries {
     }
 
     /// With as many symbols of one code each as a byte holds and a top-up is for.
-    fn joint(table: &LaneTable) -> Option<Self> {
-        let alone = table.group() == 1 && table.raw_bits() == 0;
+    fn joint(table: &StreamTable) -> Option<Self> {
+        let alone = table.codes_per_symbol() == 1 && table.raw_bits() == 0;
         let fits = |symbols: &usize| {
-            *symbols <= table.batch().0 && *symbols as u32 * table.longest() <= INDEX_BITS
+            *symbols <= table.batch_size().0
+                && *symbols as u32 * table.longest_symbol() <= INDEX_BITS
         };
         let joint = [4, 2].into_iter().filter(|symbols| alone && fits(symbols));
         joint.into_iter().find_map(|symbols| Self::new(table, symbols, INDEX_BITS, false))
     }
 
     /// What codes are looked up in, and the same for single symbols.
-    fn of(table: &LaneTable, wide: bool) -> (Self, Option<Self>) {
+    fn of(table: &StreamTable, wide: bool) -> (Self, Option<Self>) {
         let alone = |index_bits| {
             let entries = Self::new(table, 1, index_bits, wide);
             entries.unwrap_or_else(|| unreachable!("a symbol's codes fit"))
         };
         match if wide { None } else { Self::joint(table) } {
-            Some(joint) => (joint, Some(alone(table.longest()))),
-            None => (alone(table.longest().max(INDEX_BITS)), None),
+            Some(joint) => (joint, Some(alone(table.longest_symbol()))),
+            None => (alone(table.longest_symbol().max(INDEX_BITS)), None),
         }
     }
 }
@@ -88,8 +91,8 @@ impl Entries {
 /// The Huffman codes of one head of one side.
 pub(crate) struct Lanes<'a> {
     pub(crate) side: Side,
-    pub(crate) runs: &'a [LaneRun],
-    pub(crate) tables: &'a [LaneTable],
+    pub(crate) runs: &'a [StreamRun],
+    pub(crate) tables: &'a [StreamTable],
     pub(crate) grid: Option<&'a Grid>,
 }
 
@@ -175,10 +178,10 @@ impl Lanes<'_> {
             vec![self.runs.len() as u32, lengths, step.to_bits(), 4 * channels_at as u32];
         for (run, place) in self.runs.iter().zip(places) {
             let table = &self.tables[run.table];
-            let (batch, need) = table.batch();
+            let (batch, need) = table.batch_size();
             let (all, single) = at[&run.table];
             let bias = self.grid.map_or(0, |grid| grid.bias(run.first)) as u32;
-            let per_word = (batch * table.group()) as u32;
+            let per_word = (batch * table.codes_per_symbol()) as u32;
             words.extend([run.first, run.len, *place].map(|x| x as u32));
             words.extend(all);
             words.extend(single);
@@ -202,10 +205,10 @@ impl Lanes<'_> {
 /// What a side takes of shared memory at most, of rows of `dim` codes: a chunk, and runs and
 /// tables.
 pub(crate) fn expected(side: Side, (spec, dim): (&SideSpec, usize)) -> [usize; 2] {
-    if spec.entropy != Entropy::Huffman {
+    if spec.entropy != EntropyCoding::Huffman {
         return [0, 0];
     }
-    let codes = spec.quantizer.alphabet();
+    let codes = spec.quantizer.code_count();
     let planes = if codes.is_some_and(|codes| codes > 256) { 2 } else { 1 };
     // As `stride` has them, where every coefficient has a code.
     let stride = if side == Side::Key { dim.next_multiple_of(TILE_TOKENS) } else { dim | 1 };

@@ -48,7 +48,7 @@ pub(crate) fn wanted(codec: &ModelCodec, layer: LayerIndex) -> Vec<(Pair, bool)>
     let shapes = Shapes::new(codec, layer, [CodebookRoom::NONE; 2]);
     let of_side = |head, side| {
         let (kernel, mut shape) = shapes.fixed(head, side)?;
-        let coded = codec.head(layer, side, head).lane_runs().is_some();
+        let coded = codec.head_codec(layer, side, head).stream_runs().is_some();
         // As with any table; there may be none yet.
         shape.stride = if coded { shape.dim } else { 0 };
         Some((kernel, shape))
@@ -85,7 +85,7 @@ mod tests {
             dtype: DType::F16,
             rope_pairing: RopePairing::Half,
         };
-        let spec = kvd_codec::resolve(codec).unwrap();
+        let spec = kvd_codec::resolve_spec(codec).unwrap();
         wanted(&ModelCodec::new(geometry, spec, None).unwrap(), LayerIndex(0))
     }
 

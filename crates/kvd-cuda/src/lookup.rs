@@ -3,7 +3,7 @@
 
 use crate::abi::SideShape;
 use crate::side::COPY_BYTES;
-use kvd_codec::{Vq, level_unit};
+use kvd_codec::{VectorQuantizer, level_unit};
 
 /// Codes whose bytes registers hold, where each has two.
 const REGISTER_CODES: usize = 16;
@@ -34,12 +34,12 @@ pub(crate) struct Entries {
 impl Entries {
     /// Of codebooks whose values are whole numbers of a unit up to 127, as fitted ones are: one for
     /// all sub-vectors, or one for each.
-    pub(crate) fn codebooks(vq: &Vq) -> Option<Self> {
+    pub(crate) fn codebooks(vq: &VectorQuantizer) -> Option<Self> {
         if vq.stages() > 1 || !fits(vq.dim()) {
             return None;
         }
         let sets = if vq.is_grouped() { vq.positions() } else { 1 };
-        let books: Vec<&[f32]> = (0..sets).map(|set| vq.codebook(0, set).entries()).collect();
+        let books: Vec<&[f32]> = (0..sets).map(|set| vq.stage_codebook(0, set).entries()).collect();
         let units = books.iter().map(|book| level_unit(book)).collect::<Option<Vec<f32>>>()?;
         let largest = units.iter().fold(0f32, |most, unit| most.max(*unit));
         let levels = books

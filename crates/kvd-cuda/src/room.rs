@@ -57,7 +57,7 @@ pub(crate) fn trained(codec: &ModelCodec, layer: LayerIndex) -> Vec<Trained> {
     for head in 0..codec.geometry().kv_heads as usize {
         for side in Side::BOTH {
             let Some((variant, codes)) = codec.counted_codes(layer, side, head) else { continue };
-            let runs = codec.head(layer, side, head).lane_runs().map_or(0, <[_]>::len);
+            let runs = codec.head_codec(layer, side, head).stream_runs().map_or(0, <[_]>::len);
             if !all.iter().any(|of| (of.side, of.variant) == (side, variant)) {
                 all.push(Trained { side, variant, codes, runs });
             }

@@ -5,7 +5,7 @@ use crate::lanes::Lanes;
 use crate::lookup::{self, ALL_ENTRIES, Entries};
 use crate::spread::{self, Allocation};
 use crate::table::{CodebookRoom, Table};
-use kvd_codec::{CodeLayout, GroupAxis, HeadSide, LaneTable, Stored, UniformMode};
+use kvd_codec::{CodeLayout, GroupAxis, HeadCodec, StoredLayout, StreamTable, UniformMode};
 use kvd_core::{DType, Geometry, RopePairing, Side};
 
 /// Tokens of a tile.
@@ -286,9 +286,9 @@ pub(crate) struct LayerTables {
 }
 
 /// Whether a side's codes can be multiplied in groups as they lie in pages of so many tokens.
-pub(crate) fn in_groups((side, which): (&HeadSide, Side), tokens: u32) -> bool {
-    match side.stored() {
-        Stored::BitAlloc { runs, levels, scales } => {
+pub(crate) fn in_groups((side, which): (&HeadCodec, Side), tokens: u32) -> bool {
+    match side.stored_layout() {
+        StoredLayout::BitAlloc { runs, levels, scales } => {
             spread::takes_groups((which, tokens), Allocation { runs: &runs, levels, scales })
         }
         _ => false,
@@ -300,17 +300,17 @@ pub(crate) fn in_groups((side, which): (&HeadSide, Side), tokens: u32) -> bool {
 /// shared memory. `trained` are the Huffman tables so far, the prior first, and which of them pages
 /// are written with.
 pub(crate) fn head_shapes(
-    (side, which, grouped): (&HeadSide, Side, bool),
-    (trained, current): (&[LaneTable], usize),
+    (side, which, grouped): (&HeadCodec, Side, bool),
+    (trained, current): (&[StreamTable], usize),
     tables: &mut LayerTables,
     room: CodebookRoom,
 ) -> Result<HeadShapes, &'static str> {
     let (kernel, shape) = page_shape((side, which, grouped), &mut tables.bytes, room)?;
-    let Some(runs) = side.lane_runs() else {
+    let Some(runs) = side.stream_runs() else {
         return Ok(HeadShapes { kernel, fixed: shape, versions: vec![shape], current: 0 });
     };
     let grid = side.grid();
-    let versions: Vec<&[LaneTable]> = match grid {
+    let versions: Vec<&[StreamTable]> = match grid {
         Some(grid) => vec![grid.tables()],
         None => trained.iter().map(std::slice::from_ref).collect(),
     };
@@ -347,22 +347,22 @@ fn uniform_shape(
 
 /// The kernel and shape of a head's pages, as if its codes had a fixed width.
 fn page_shape(
-    (side, which, grouped): (&HeadSide, Side, bool),
+    (side, which, grouped): (&HeadCodec, Side, bool),
     tables: &mut Vec<u8>,
     room: CodebookRoom,
 ) -> Result<(Kernel, SideShape), &'static str> {
     let dim = side.dim();
     let page = Geometry::BLOCK_TOKENS_MAX as usize;
-    let (kernel, shape) = match side.stored() {
-        Stored::Float(dtype) => (Kernel::of_rows(dtype), rows_shape(dtype, dim)),
-        Stored::E4m3 => (Kernel::Fp8, shape(Kernel::Fp8, dim, 8)),
-        Stored::Uniform { mode, bits, top, axis, group } => {
+    let (kernel, shape) = match side.stored_layout() {
+        StoredLayout::Float(dtype) => (Kernel::of_rows(dtype), rows_shape(dtype, dim)),
+        StoredLayout::E4m3 => (Kernel::Fp8, shape(Kernel::Fp8, dim, 8)),
+        StoredLayout::Uniform { mode, bits, top, axis, group } => {
             let groups = (axis, group);
             let (kernel, shape) = uniform_shape((mode, bits, groups), dim);
             (kernel, SideShape { top: top.into(), ..shape })
         }
-        Stored::Codebooks(vq) => {
-            let bits = (vq.codebook(0, 0).entries().len() / vq.dim()).ilog2();
+        StoredLayout::Codebooks(vq) => {
+            let bits = (vq.stage_codebook(0, 0).entries().len() / vq.dim()).ilog2();
             let mut shape = shape(Kernel::Vq, dim, bits);
             shape.book_dim = vq.dim() as u32;
             shape.stages = vq.stages() as u32;
@@ -371,7 +371,7 @@ fn page_shape(
             lookup::place(Entries::codebooks(vq), tables, &mut shape, room.bytes);
             (Kernel::Vq, shape)
         }
-        Stored::Polar { angle_bits, radius_bits, group, steps, directions, pairing } => {
+        StoredLayout::Polar { angle_bits, radius_bits, group, steps, directions, pairing } => {
             let mut shape = shape(Kernel::Polar, dim, angle_bits + radius_bits);
             shape.scale_tokens = group.unwrap_or(page) as u32;
             shape.angle_bits = angle_bits;
@@ -381,13 +381,13 @@ fn page_shape(
             lookup::place(entries, tables, &mut shape, ALL_ENTRIES);
             (Kernel::Polar, shape)
         }
-        Stored::Lloyd { bits, levels } => {
+        StoredLayout::Lloyd { bits, levels } => {
             let mut shape = shape(Kernel::Lloyd, dim, bits);
             Table::new(tables, &mut shape).floats(levels);
             lookup::place(Entries::levels(levels), tables, &mut shape, ALL_ENTRIES);
             (Kernel::Lloyd, shape)
         }
-        Stored::BitAlloc { runs, levels, scales } => {
+        StoredLayout::BitAlloc { runs, levels, scales } => {
             if runs.len() > RUNS_MAX {
                 return Err("a bit allocation of more than nine runs");
             }
@@ -398,7 +398,7 @@ fn page_shape(
             spread::place((which, grouped), of, tables, &mut shape);
             (Kernel::BitAlloc, shape)
         }
-        Stored::Grid(_) => (Kernel::Grid, shape(Kernel::Grid, dim, 8)),
+        StoredLayout::Grid(_) => (Kernel::Grid, shape(Kernel::Grid, dim, 8)),
         _ => return Err("of another quantizer"),
     };
     if kernel != Kernel::BitAlloc && shape.bits > CODE_BITS_MAX {

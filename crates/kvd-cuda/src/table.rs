@@ -3,7 +3,7 @@
 
 use crate::abi::SideShape;
 use crate::side::{COPY_BYTES, RUNS_MAX};
-use kvd_codec::{ModelCodec, Vq};
+use kvd_codec::{ModelCodec, VectorQuantizer};
 use kvd_core::{DType, LayerIndex, Side};
 
 /// Entries of a codebook that the lanes of a warp hold in registers at most, one each.
@@ -107,10 +107,10 @@ impl<'a> Table<'a> {
     }
 
     /// Codebooks, f16, `[sets, stages, entries, channels]`; `room` says what is kept where.
-    pub(crate) fn codebooks(self, vq: &Vq, side: Side, room: CodebookRoom) {
+    pub(crate) fn codebooks(self, vq: &VectorQuantizer, side: Side, room: CodebookRoom) {
         for set in 0..self.shape.sets as usize {
             for stage in 0..vq.stages() {
-                let entries = vq.codebook(stage, set).entries();
+                let entries = vq.stage_codebook(stage, set).entries();
                 let start = self.tables.len();
                 self.tables.resize(start + 2 * entries.len(), 0);
                 DType::F16.narrow(entries, &mut self.tables[start..]);

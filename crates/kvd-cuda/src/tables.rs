@@ -228,7 +228,7 @@ impl Builder<'_> {
                     fallback_shape(header.quantizer, dim).ok_or("a page of an unknown fallback")
                 } else {
                     sides.folded[index] =
-                        !self.codec.head(self.plan.layer, side, head).is_identity();
+                        !self.codec.head_codec(self.plan.layer, side, head).is_identity();
                     of_head
                         .map_err(|what| *what)
                         .and_then(|shapes| shapes.version(header.table_version))

@@ -163,7 +163,7 @@ fn load(backend: &mut CudaBackend, part: PlanPart) -> Result<Vec<u8>, ErrorCode>
 }
 
 fn register(backend: &mut CudaBackend) {
-    let codec = ModelCodec::new(geometry(), kvd_codec::resolve("raw").unwrap(), None).unwrap();
+    let codec = ModelCodec::new(geometry(), kvd_codec::resolve_spec("raw").unwrap(), None).unwrap();
     backend.register(ModelId(1), codec);
 }
 

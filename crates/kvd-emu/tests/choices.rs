@@ -6,7 +6,7 @@ mod common;
 
 use common::late::TENSOR;
 use common::{Ask, Layout, Stored, geometry, noise};
-use kvd_codec::resolve;
+use kvd_codec::resolve_spec;
 use kvd_compute::{AttendPlan, PlanPart};
 use kvd_core::{Coded, DType, ErrorCode, Geometry, Side};
 use kvd_cuda::{
@@ -63,7 +63,7 @@ fn launched_with(
 
 fn planned(codec: &str, (group, batch, tokens): (u32, u32, u32), limits: &Limits) -> Plan {
     let workload = Workload { geometry: shapes_of_a_model(), group, batch, tokens };
-    plan(&resolve(codec).unwrap(), &workload, limits).unwrap()
+    plan(&resolve_spec(codec).unwrap(), &workload, limits).unwrap()
 }
 
 /// Steps of a codec on every GPU are launched as they were planned, once all kernels that can be
@@ -226,9 +226,9 @@ fn heads_that_are_stored_differently_take_what_fits_all() {
     };
     let [kivi, kvd] = ["kivi-4", "kvd-2"].map(one);
     assert!(kvd.resident < kivi.resident);
-    let [key, value] = Side::BOTH.map(|side| resolve("kvd-2").unwrap().side(side).to_string());
-    let mixed = format!("{}; k[head=1]={key}; v[head=1]={value}", resolve("kivi-4").unwrap());
-    let spec = resolve(&mixed).unwrap();
+    let [key, value] = Side::BOTH.map(|side| resolve_spec("kvd-2").unwrap().side(side).to_string());
+    let mixed = format!("{}; k[head=1]={key}; v[head=1]={value}", resolve_spec("kivi-4").unwrap());
+    let spec = resolve_spec(&mixed).unwrap();
     let geometry = shapes_of_a_model();
     let calibration = common::store::calibration(&geometry, &spec);
     let codec = kvd_codec::ModelCodec::new(geometry, spec, calibration.as_ref()).unwrap();

@@ -88,12 +88,14 @@ fn outliers(stored: &Stored) -> Vec<Vec<i32>> {
     });
     let of_page = |(start, len): (usize, usize)| {
         let bytes = &stored.arena[start..start + len];
-        let page = PageReader::open(&stored.codec, LayerIndex(0), Side::Key, 0, bytes).unwrap();
-        let lanes = page.lane_codes().map(|(lanes, _)| lanes);
-        let of_chunk = |lanes: &kvd_codec::LaneCodes<'_>, index| {
-            lanes.outliers(&lanes.chunk(index)).map(|outlier| outlier.unwrap().rest).collect()
+        let page =
+            PageReader::open_page(&stored.codec, LayerIndex(0), Side::Key, 0, bytes).unwrap();
+        let lanes = page.stream_codes().map(|(lanes, _)| lanes);
+        let of_chunk = |lanes: &kvd_codec::StreamCodes<'_>, index| {
+            lanes.chunk_outliers(&lanes.chunk(index)).map(|outlier| outlier.unwrap().rest).collect()
         };
-        let chunks = lanes.iter().flat_map(|lanes| (0..lanes.chunks()).map(|i| of_chunk(lanes, i)));
+        let chunks =
+            lanes.iter().flat_map(|lanes| (0..lanes.chunk_count()).map(|i| of_chunk(lanes, i)));
         chunks.collect::<Vec<_>>()
     };
     pages.flat_map(of_page).collect()

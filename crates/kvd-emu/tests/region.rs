@@ -120,7 +120,7 @@ fn write_rows_of(
     geometry: &Geometry,
     size: f32,
 ) -> PlanPart {
-    let spec = kvd_codec::resolve(text).unwrap();
+    let spec = kvd_codec::resolve_spec(text).unwrap();
     let codec = kvd_codec::ModelCodec::new(geometry.clone(), spec, None).unwrap();
     let extent = Extent { offset: 4096, len: geometry.raw_layout(40).size_bytes() };
     backend.register(ModelId(1), codec);

@@ -197,9 +197,9 @@ impl Blocks {
                     got.len(),
                     wanted.len()
                 );
-                let reference = Page::parse(wanted).unwrap();
+                let reference = Page::parse_page(wanted).unwrap();
                 assert_eq!(*reference.header(), page.header);
-                assert_eq!(page.parts.total(), got.len() as u64);
+                assert_eq!(page.parts.total_bytes(), got.len() as u64);
                 assert_eq!(reference.header().fallback, read[at].is_none(), "{text}: page {at}");
                 fallbacks += usize::from(read[at].is_none());
             }
@@ -225,8 +225,8 @@ const TAILS: [(Rows, usize); 9] = [
 /// fit and to search here, and are read like those of 256.
 fn stored_presets() -> impl Iterator<Item = &'static str> {
     let on_device = |text: &&str| {
-        let spec = kvd_codec::resolve(text).unwrap();
-        let mut sides = Side::BOTH.into_iter().flat_map(|side| spec.variants(side));
+        let spec = kvd_codec::resolve_spec(text).unwrap();
+        let mut sides = Side::BOTH.into_iter().flat_map(|side| spec.side_specs(side));
         sides.all(|side| kvd_cuda::encoded_on_host(side).is_none())
     };
     let small = presets().iter().filter(|preset| !preset.spec_text.contains("b=12"));

@@ -32,7 +32,9 @@ impl Fits {
             let begin = Instant::now();
             let text = side.to_string();
             let spec = alone(Side::BOTH[part.0], side);
-            let fitted = kvd_codec::fit(geometry, &spec, samples, seed, &mut |_| progress.add(1));
+            let fitted = kvd_codec::fit_calibration(geometry, &spec, samples, seed, &mut |_| {
+                progress.add(1)
+            });
             let fitted = fitted.with_context(|| format!("calibration of {text}"))?;
             Ok((part, (fitted, begin.elapsed().as_secs_f64())))
         };
@@ -62,7 +64,7 @@ fn merged<'a>(
         match &mut all {
             None => all = Some((part.clone(), *seconds)),
             Some((calibration, total)) => {
-                calibration.merge(part.clone())?;
+                calibration.merge_parts(part.clone())?;
                 *total += seconds;
             }
         }
@@ -73,7 +75,7 @@ fn merged<'a>(
 /// What a codec needs fitted, overrides included.
 fn parts(spec: &CodecSpec) -> impl Iterator<Item = (Part, &SideSpec)> {
     Side::BOTH.into_iter().flat_map(move |side| {
-        let variants = spec.variants(side).into_iter();
+        let variants = spec.side_specs(side).into_iter();
         let fitted = variants.filter(|variant| variant.needs_calibration());
         fitted.map(move |variant| ((side.index(), variant.fitted_text()), variant))
     })
@@ -95,7 +97,7 @@ pub(crate) fn raw_side() -> SideSpec {
     SideSpec {
         transforms: Vec::new(),
         quantizer: Quantizer::Float(FloatFormat::Native),
-        entropy: kvd_codec::Entropy::None,
+        entropy: kvd_codec::EntropyCoding::None,
     }
 }
 
@@ -125,7 +127,7 @@ mod tests {
     #[test]
     fn codecs_share_equal_parts_and_get_their_own() {
         let specs = ["k=smooth/vq(d=4,b=3); v=vq(d=4,b=3)", "k=raw; v=vq(d=4,b=3)", "fp8"]
-            .map(|text| kvd_codec::resolve(text).unwrap());
+            .map(|text| kvd_codec::resolve_spec(text).unwrap());
         let samples = samples();
         let fits = Fits::new(specs.iter(), &samples, 3, &Progress::new(0)).unwrap();
         assert_eq!(fits.0.len(), 2);
@@ -137,9 +139,10 @@ mod tests {
         assert_eq!(parts(&specs[1]), ["v /vq(d=4,b=3)"]);
         assert!(fits.artefact(&specs[2]).unwrap().is_none());
         assert_eq!(fits.all().unwrap().unwrap().parts().count(), 2);
-        let whole = kvd_codec::fit(samples.geometry(), &specs[0], &samples, 3, &mut |_| {});
+        let whole =
+            kvd_codec::fit_calibration(samples.geometry(), &specs[0], &samples, 3, &mut |_| {});
         assert_eq!(fits.artefact(&specs[0]).unwrap().unwrap().0, whole.unwrap());
-        let other = kvd_codec::resolve("k=smooth/raw; v=raw").unwrap();
+        let other = kvd_codec::resolve_spec("k=smooth/raw; v=raw").unwrap();
         assert!(fits.artefact(&other).is_err());
     }
 }

@@ -54,7 +54,7 @@ fn the_same_text_codecs_and_seed_give_the_same_bytes_also_by_way_of_a_dump() {
     let parts: Vec<_> = artefact.parts().map(|(side, text)| format!("{side} {text}")).collect();
     assert_eq!(parts, ["k smooth/vq(d=4,b=4)", "v /vq(d=4,b=4)", "v smooth"]);
     for codec in [codecs[1], codecs[3]] {
-        let spec = kvd_codec::resolve(codec).unwrap();
+        let spec = kvd_codec::resolve_spec(codec).unwrap();
         ModelCodec::new(artefact.geometry().clone(), spec, Some(&artefact)).unwrap();
     }
 }

@@ -24,7 +24,7 @@ struct Grid {
         return {first, first + tile.tokens};
     }
 
-    KVD_DEVICE static unsigned end_of(const LaneRun& run) { return run.place + run.len; }
+    KVD_DEVICE static unsigned end_of(const StreamRun& run) { return run.place + run.len; }
 
     // A lane per token, quads dealt to the warps; outliers of a token as well.
     template <int ROWS>
@@ -45,7 +45,7 @@ struct Grid {
             if (index == runs) {
                 break;
             }
-            const LaneRun& run = lane_run(tile.lanes, index);
+            const StreamRun& run = lane_run(tile.lanes, index);
             const unsigned first = place - run.place;
             const unsigned len = least(CODE_GROUP, run.len - first);
             const uint32_t word = load32(tile.decoded + place * TILE_TOKENS + token * CODE_GROUP);
@@ -116,10 +116,10 @@ struct Tensor<Grid> : Grid {
     }
 
     // The run of a quad, or none.
-    KVD_DEVICE static const LaneRun* run_of(const Tile& tile, unsigned quad) {
+    KVD_DEVICE static const StreamRun* run_of(const Tile& tile, unsigned quad) {
         const unsigned place = quad * CODE_GROUP;
         for (unsigned index = 0; index < lane_head(tile.lanes).runs; index++) {
-            const LaneRun& run = lane_run(tile.lanes, index);
+            const StreamRun& run = lane_run(tile.lanes, index);
             if (place >= run.place && place < end_of(run)) {
                 return &run;
             }
@@ -129,7 +129,7 @@ struct Tensor<Grid> : Grid {
 
     KVD_DEVICE static void fold(const SideShape&, const Tile& tile, const float* query,
                                 unsigned quad, float (&values)[CODE_GROUP], float&) {
-        const LaneRun* run = run_of(tile, quad);
+        const StreamRun* run = run_of(tile, quad);
         if (run == nullptr) {
             return;
         }
@@ -141,7 +141,7 @@ struct Tensor<Grid> : Grid {
     }
 
     KVD_DEVICE static int32_t bias(const Tile& tile, unsigned quad) {
-        const LaneRun* run = run_of(tile, quad);
+        const StreamRun* run = run_of(tile, quad);
         return run == nullptr ? 0 : run->bias;
     }
 

@@ -27,7 +27,7 @@ constexpr unsigned RING_BYTES = PIECES_BYTES + PIECE_BYTES;
 constexpr unsigned ENTRY_LENGTH = 27;
 
 // Consecutive positions of a row that share a table.
-struct LaneRun {
+struct StreamRun {
     // First position, positions, and where the run begins in a decoded row.
     uint32_t first;
     uint32_t len;
@@ -63,8 +63,8 @@ struct LaneHead {
 KVD_DEVICE const LaneHead& lane_head(const uint8_t* lanes) {
     return *reinterpret_cast<const LaneHead*>(lanes);
 }
-KVD_DEVICE const LaneRun& lane_run(const uint8_t* lanes, unsigned run) {
-    return reinterpret_cast<const LaneRun*>(lanes + sizeof(LaneHead))[run];
+KVD_DEVICE const StreamRun& lane_run(const uint8_t* lanes, unsigned run) {
+    return reinterpret_cast<const StreamRun*>(lanes + sizeof(LaneHead))[run];
 }
 
 // The lane of a chunk that this thread is.
@@ -251,14 +251,14 @@ struct Coding {
     static_assert(STEPS * (CODE_GROUP / PER_WORD) * CODE_LANES * WORD_BYTES + !Source::EVEN <= PIECE_BYTES, "");
 
     LaneReader& reader;
-    const LaneRun run;
+    const StreamRun run;
     const Source source;
     unsigned entries;
     uint32_t mask;
     // The place of the next bit from which on there are too few.
     unsigned full;
 
-    KVD_DEVICE Coding(const Source& source, LaneReader& reader, const LaneRun& run)
+    KVD_DEVICE Coding(const Source& source, LaneReader& reader, const StreamRun& run)
         : reader(reader),
           run(run),
           source(source),
@@ -388,7 +388,7 @@ struct Coding {
 
 // Calls `use` with the coding of a run.
 template <class Source, class Use>
-KVD_DEVICE void with_coding(const Source& source, LaneReader& reader, const LaneRun& run, Use use) {
+KVD_DEVICE void with_coding(const Source& source, LaneReader& reader, const StreamRun& run, Use use) {
     if (Source::WIDE) {
         return use(Coding<Source, 1, 1, false>(source, reader, run));
     }

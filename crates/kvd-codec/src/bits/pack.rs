@@ -5,24 +5,24 @@
 //! at a time. Any other tile is brought into order code by code.
 
 use super::{CodeLayout, GROUP, TILE_TOKENS};
-use crate::wide::wide;
+use crate::simd::dispatch_simd;
 use kvd_core::Side;
 use pulp::{Simd, WithSimd};
 
 /// Appends the codes `symbols` (`[tokens, per_row]`), each below `2^bits`.
-pub(crate) fn pack(layout: &CodeLayout, symbols: &[u16], out: &mut Vec<u8>) {
+pub(crate) fn pack_codes(layout: &CodeLayout, symbols: &[u16], out: &mut Vec<u8>) {
     if layout.per_row > 0 && layout.bits > 0 {
-        wide(Pack { layout, symbols, out });
+        dispatch_simd(PackCodes { layout, symbols, out });
     }
 }
 
-struct Pack<'a> {
+struct PackCodes<'a> {
     layout: &'a CodeLayout,
     symbols: &'a [u16],
     out: &'a mut Vec<u8>,
 }
 
-impl WithSimd for Pack<'_> {
+impl WithSimd for PackCodes<'_> {
     type Output = ();
 
     #[inline(always)]
@@ -34,33 +34,33 @@ impl WithSimd for Pack<'_> {
         for rows in symbols.chunks(TILE_TOKENS * per_row) {
             let tokens = rows.len() / per_row;
             let start = out.len();
-            out.resize(start + layout.tile_bytes(tokens), 0);
+            out.resize(start + layout.bytes_for_rows(tokens), 0);
             let tile = &mut out[start..];
             // Codes along the summed axis: quads of them must not be parted.
             let mut ordered = false;
             let summed = if layout.side == Side::Key { per_row } else { tokens };
-            for plane in layout.planes(tokens) {
+            for plane in layout.tile_planes(tokens) {
                 let bytes = &mut tile[plane.bytes.clone()];
                 let parts = 8 / plane.width as usize;
                 if !summed.is_multiple_of(GROUP * parts) {
                     if !ordered {
                         elements.resize(rows.len(), 0);
-                        gather(layout, rows, tokens, &mut elements);
+                        gather_tile_codes(layout, rows, tokens, &mut elements);
                         ordered = true;
                     }
-                    scatter(parts, &elements, plane.low, bytes);
+                    pack_elements(parts, &elements, plane.low, bytes);
                     continue;
                 }
                 let from = (rows, per_row, plane.low);
                 match (layout.side, parts) {
-                    (Side::Key, 1) => keys::<1>(from, &mut lines, bytes),
-                    (Side::Key, 2) => keys::<2>(from, &mut lines, bytes),
-                    (Side::Key, 4) => keys::<4>(from, &mut lines, bytes),
-                    (Side::Key, _) => keys::<8>(from, &mut lines, bytes),
-                    (Side::Value, 1) => values::<1>(from, &mut lines, bytes),
-                    (Side::Value, 2) => values::<2>(from, &mut lines, bytes),
-                    (Side::Value, 4) => values::<4>(from, &mut lines, bytes),
-                    (Side::Value, _) => values::<8>(from, &mut lines, bytes),
+                    (Side::Key, 1) => pack_key_plane::<1>(from, &mut lines, bytes),
+                    (Side::Key, 2) => pack_key_plane::<2>(from, &mut lines, bytes),
+                    (Side::Key, 4) => pack_key_plane::<4>(from, &mut lines, bytes),
+                    (Side::Key, _) => pack_key_plane::<8>(from, &mut lines, bytes),
+                    (Side::Value, 1) => pack_value_plane::<1>(from, &mut lines, bytes),
+                    (Side::Value, 2) => pack_value_plane::<2>(from, &mut lines, bytes),
+                    (Side::Value, 4) => pack_value_plane::<4>(from, &mut lines, bytes),
+                    (Side::Value, _) => pack_value_plane::<8>(from, &mut lines, bytes),
                 }
             }
         }
@@ -69,7 +69,7 @@ impl WithSimd for Pack<'_> {
 
 /// A plane of a tile of keys: a token's bytes, four at a time, to where that token's lie.
 #[inline(always)]
-fn keys<const PARTS: usize>(
+fn pack_key_plane<const PARTS: usize>(
     (rows, per_row, low): (&[u16], usize, u32),
     lines: &mut [u8],
     bytes: &mut [u8],
@@ -78,7 +78,7 @@ fn keys<const PARTS: usize>(
     let line = &mut lines[..per_row / PARTS];
     let quads = bytes.as_chunks_mut::<GROUP>().0;
     for (token, row) in rows.chunks_exact(per_row).enumerate() {
-        squeeze::<PARTS>(std::array::from_fn(|part| &row[part * line.len()..]), low, line);
+        join_codes::<PARTS>(std::array::from_fn(|part| &row[part * line.len()..]), low, line);
         let mut at = token;
         for quad in line.as_chunks::<GROUP>().0 {
             quads[at] = *quad;
@@ -89,7 +89,7 @@ fn keys<const PARTS: usize>(
 
 /// A plane of a tile of values: the bytes of four tokens, turned.
 #[inline(always)]
-fn values<const PARTS: usize>(
+fn pack_value_plane<const PARTS: usize>(
     (rows, per_row, low): (&[u16], usize, u32),
     lines: &mut [u8],
     bytes: &mut [u8],
@@ -100,7 +100,7 @@ fn values<const PARTS: usize>(
         for (token, line) in lines.chunks_exact_mut(per_row).enumerate() {
             let start = (group * GROUP + token) * per_row;
             let parts = std::array::from_fn(|part| &rows[part * part_len + start..]);
-            squeeze::<PARTS>(parts, low, line);
+            join_codes::<PARTS>(parts, low, line);
         }
         let (a, rest) = lines.split_at(per_row);
         let (b, rest) = rest.split_at(per_row);
@@ -113,7 +113,7 @@ fn values<const PARTS: usize>(
 
 /// Bytes of the bits of `PARTS` codes each; a part begins at the start of its slice.
 #[inline(always)]
-fn squeeze<const PARTS: usize>(parts: [&[u16]; PARTS], low: u32, bytes: &mut [u8]) {
+fn join_codes<const PARTS: usize>(parts: [&[u16]; PARTS], low: u32, bytes: &mut [u8]) {
     let width = 8 / PARTS;
     let mask = ((1u32 << width) - 1) as u16;
     let parts = parts.map(|part| &part[..bytes.len()]);
@@ -128,7 +128,7 @@ fn squeeze<const PARTS: usize>(parts: [&[u16]; PARTS], low: u32, bytes: &mut [u8
 
 /// Fills the bytes of a plane that has the bits of `parts` codes in each; they are zero.
 #[inline(always)]
-fn scatter(parts: usize, elements: &[u16], low: u32, bytes: &mut [u8]) {
+fn pack_elements(parts: usize, elements: &[u16], low: u32, bytes: &mut [u8]) {
     let width = 8 / parts;
     let mask = ((1u32 << width) - 1) as u16;
     for (part, elements) in elements.chunks(bytes.len()).enumerate() {
@@ -140,7 +140,12 @@ fn scatter(parts: usize, elements: &[u16], low: u32, bytes: &mut [u8]) {
 
 /// Brings the codes of a tile into the order in which they lie.
 #[inline(always)]
-pub(super) fn gather(layout: &CodeLayout, rows: &[u16], tokens: usize, elements: &mut [u16]) {
+pub(super) fn gather_tile_codes(
+    layout: &CodeLayout,
+    rows: &[u16],
+    tokens: usize,
+    elements: &mut [u16],
+) {
     let per_row = layout.per_row;
     match layout.side {
         Side::Key => {

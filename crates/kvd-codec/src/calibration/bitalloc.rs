@@ -1,9 +1,9 @@
 //! The tensors of a bit allocation.
 
-use super::malformed;
-use super::tensors::{Buffer, File, halves, singles};
+use super::malformed_error;
+use super::tensors::{SideTensors, TensorBuffer, f16_bytes, f32_bytes};
 use crate::CalibrationError;
-use crate::side::bit_levels::{LEVELS, Levels, WIDTH_MAX, levels_at};
+use crate::quantizer::bit_levels::{BitLevels, LEVELS, WIDTH_MAX, levels_at};
 use half::f16;
 use safetensors::tensor::Dtype;
 
@@ -22,9 +22,9 @@ pub(crate) struct BitAllocTensors {
 
 impl BitAllocTensors {
     /// The levels of a layer.
-    pub(crate) fn layer_levels(&self, layer: usize) -> Option<Levels> {
+    pub(crate) fn layer_levels(&self, layer: usize) -> Option<BitLevels> {
         let values = self.levels.get(layer * LEVELS..(layer + 1) * LEVELS)?;
-        Some(Levels::new(&values.iter().map(|x| x.to_f32()).collect::<Vec<_>>()))
+        Some(BitLevels::new(&values.iter().map(|x| x.to_f32()).collect::<Vec<_>>()))
     }
 
     pub(super) fn size_bytes(&self) -> usize {
@@ -32,36 +32,45 @@ impl BitAllocTensors {
     }
 
     /// What goes into the file.
-    pub(super) fn buffers(&self, index: usize, [layers, heads, dim]: [usize; 3]) -> Vec<Buffer> {
+    pub(super) fn to_buffers(
+        &self,
+        index: usize,
+        [layers, heads, dim]: [usize; 3],
+    ) -> Vec<TensorBuffer> {
         let buffer = |kind: &str, dtype, shape: &[usize], bytes| {
             let name = format!("{index}.{kind}");
-            Buffer { name, dtype, shape: shape.to_vec(), bytes }
+            TensorBuffer { name, dtype, shape: shape.to_vec(), bytes }
         };
         vec![
-            buffer("scale", Dtype::F32, &[layers, heads, dim], singles(&self.scales)),
+            buffer("scale", Dtype::F32, &[layers, heads, dim], f32_bytes(&self.scales)),
             buffer("width", Dtype::U8, &[layers, heads, dim], self.widths.clone()),
-            buffer("levels", Dtype::F16, &[layers, LEVELS], halves(&self.levels)),
-            buffer("bound", Dtype::F32, &[layers, heads], singles(&self.bounds)),
+            buffer("levels", Dtype::F16, &[layers, LEVELS], f16_bytes(&self.levels)),
+            buffer("bound", Dtype::F32, &[layers, heads], f32_bytes(&self.bounds)),
         ]
     }
 
     /// All four tensors or none.
-    pub(super) fn read(
-        file: &File<'_>,
+    pub(super) fn read_tensors(
+        file: &SideTensors<'_>,
         [layers, heads, dim]: [usize; 3],
     ) -> Result<Option<Self>, CalibrationError> {
         let positive = |x: f32| x > 0.0 && x.recip().is_finite();
-        let scales = file.singles("scale", &[dim], positive)?;
-        let bounds = file.singles("bound", &[], |x| x > 0.0)?;
-        let widths = file.bytes("width", Dtype::U8, &[layers, heads, dim])?;
-        let levels = file.bytes("levels", Dtype::F16, &[layers, LEVELS])?;
+        let scales = file.read_f32("scale", &[dim], positive)?;
+        let bounds = file.read_f32("bound", &[], |x| x > 0.0)?;
+        let widths = file.tensor_bytes("width", Dtype::U8, &[layers, heads, dim])?;
+        let levels = file.tensor_bytes("levels", Dtype::F16, &[layers, LEVELS])?;
         let (widths, levels) = match (scales.is_empty(), bounds.is_empty(), widths, levels) {
             (true, true, None, None) => return Ok(None),
             (false, false, Some(widths), Some(levels)) => (widths.to_vec(), levels),
-            _ => return Err(malformed(format!("{} has a part of a bitalloc only", file.side))),
+            _ => {
+                return Err(malformed_error(format!(
+                    "{} has a part of a bitalloc only",
+                    file.side
+                )));
+            }
         };
         if widths.iter().any(|width| usize::from(*width) > WIDTH_MAX) {
-            return Err(malformed(format!("{}.width holds more than 8 bits", file.side)));
+            return Err(malformed_error(format!("{}.width holds more than 8 bits", file.side)));
         }
         let levels: Vec<f16> =
             levels.as_chunks::<2>().0.iter().map(|b| f16::from_le_bytes(*b)).collect();
@@ -71,7 +80,7 @@ impl BitAllocTensors {
                 (1..=WIDTH_MAX).all(|width| ascending(&layer[levels_at(width)..][..1 << width]))
             });
         if !valid {
-            return Err(malformed(format!("{}.levels do not ascend", file.side)));
+            return Err(malformed_error(format!("{}.levels do not ascend", file.side)));
         }
         Ok(Some(Self { scales, widths, levels, bounds }))
     }

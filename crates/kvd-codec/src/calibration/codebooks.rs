@@ -1,7 +1,7 @@
 //! The codebooks of one side: who shares which, and their bytes.
 
 use crate::VqSpec;
-use crate::side::vq::Codebook;
+use crate::quantizer::vq::Codebook;
 use half::f16;
 use kvd_core::{Geometry, Side};
 use std::sync::Arc;
@@ -9,12 +9,12 @@ use std::sync::Arc;
 /// `[layers, kv_heads, positions, stages]` codebooks of `[2^b, d]`, row-major, with 1 for an axis
 /// along which they are shared. Heads that are bound share the books themselves.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Codebooks {
+pub(crate) struct SideCodebooks {
     shape: [usize; 6],
     books: Vec<Arc<Codebook>>,
 }
 
-impl Codebooks {
+impl SideCodebooks {
     /// `books` are in the order of `shape`.
     pub(crate) fn new(shape: [usize; 6], books: Vec<Arc<Codebook>>) -> Self {
         assert_eq!(books.len(), shape[..4].iter().product::<usize>(), "codebooks of a side");
@@ -35,7 +35,7 @@ impl Codebooks {
     }
 
     /// Values of all entries.
-    pub(super) fn values(&self) -> usize {
+    pub(super) fn value_count(&self) -> usize {
         self.shape.iter().product()
     }
 

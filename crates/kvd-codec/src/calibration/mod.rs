@@ -32,7 +32,7 @@ mod codebooks;
 mod tensors;
 
 pub(crate) use bitalloc::BitAllocTensors;
-pub(crate) use codebooks::Codebooks;
+pub(crate) use codebooks::SideCodebooks;
 pub(crate) use tensors::{GridTensors, LAYER_TABLE_BYTES, SideCalibration};
 
 use crate::CalibrationError;
@@ -71,7 +71,7 @@ impl Calibration {
     ///
     /// # Errors
     /// When `other` was fitted for another geometry.
-    pub fn merge(&mut self, other: Self) -> Result<(), CalibrationError> {
+    pub fn merge_parts(&mut self, other: Self) -> Result<(), CalibrationError> {
         if !self.geometry.same_rows(&other.geometry) {
             return Err(CalibrationError::Shape("the other part has another geometry".to_owned()));
         }
@@ -105,16 +105,16 @@ impl Calibration {
     pub fn to_bytes(&self) -> Vec<u8> {
         let parts = self.parts.iter().enumerate();
         let buffers: Vec<_> =
-            parts.flat_map(|(index, part)| part.buffers(&self.geometry, index)).collect();
+            parts.flat_map(|(index, part)| part.to_buffers(&self.geometry, index)).collect();
         let views = buffers.iter().map(|buffer| {
             let view = TensorView::new(buffer.dtype, buffer.shape.clone(), &buffer.bytes);
             (buffer.name.as_str(), view.expect("the shape was made for these bytes"))
         });
-        let metadata = HashMap::from([(METADATA_KEY.to_owned(), self.metadata().to_string())]);
+        let metadata = HashMap::from([(METADATA_KEY.to_owned(), self.to_metadata().to_string())]);
         safetensors::serialize(views, Some(metadata)).expect("names, shapes and metadata are plain")
     }
 
-    fn metadata(&self) -> Value {
+    fn to_metadata(&self) -> Value {
         let g = &self.geometry;
         let part =
             |part: &SideCalibration| json!({ "side": part.side.name(), "fitted": part.fitted });
@@ -145,43 +145,49 @@ impl Calibration {
     /// the shape its geometry asks for.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, CalibrationError> {
         let (_, header) =
-            SafeTensors::read_metadata(bytes).map_err(|e| malformed(e.to_string()))?;
+            SafeTensors::read_metadata(bytes).map_err(|e| malformed_error(e.to_string()))?;
         let text = header.metadata().as_ref().and_then(|m| m.get(METADATA_KEY));
-        let text = text.ok_or_else(|| malformed(format!("no metadata key {METADATA_KEY}")))?;
-        let meta: Value = serde_json::from_str(text).map_err(|e| malformed(e.to_string()))?;
+        let text =
+            text.ok_or_else(|| malformed_error(format!("no metadata key {METADATA_KEY}")))?;
+        let meta: Value = serde_json::from_str(text).map_err(|e| malformed_error(e.to_string()))?;
         let version = &meta["version"];
         if version.as_u64() != Some(VERSION) {
-            return Err(malformed(format!("version {version} is not {VERSION}")));
+            return Err(malformed_error(format!("version {version} is not {VERSION}")));
         }
-        let geometry = geometry(&meta["geometry"])?;
-        let tensors = SafeTensors::deserialize(bytes).map_err(|e| malformed(e.to_string()))?;
+        let geometry = read_geometry(&meta["geometry"])?;
+        let tensors =
+            SafeTensors::deserialize(bytes).map_err(|e| malformed_error(e.to_string()))?;
         let parts = meta["parts"].as_array().filter(|parts| parts.len() <= PARTS_MAX);
-        let parts = parts.ok_or_else(|| malformed(format!("no list of 0 to {PARTS_MAX} parts")))?;
+        let parts =
+            parts.ok_or_else(|| malformed_error(format!("no list of 0 to {PARTS_MAX} parts")))?;
         let part = |(index, part): (usize, &Value)| {
-            let (name, fitted) = (string(part, "side")?, string(part, "fitted")?);
+            let (name, fitted) = (read_string(part, "side")?, read_string(part, "fitted")?);
             let side = Side::BOTH.into_iter().find(|side| side.name() == name);
             let side =
-                side.ok_or_else(|| malformed(format!("part {index} is of side {name:?}")))?;
-            SideCalibration::read(&tensors, index, (side, fitted), &geometry)
+                side.ok_or_else(|| malformed_error(format!("part {index} is of side {name:?}")))?;
+            SideCalibration::read_tensors(&tensors, index, (side, fitted), &geometry)
         };
         let parts = parts.iter().enumerate().map(part).collect::<Result<_, _>>()?;
-        let seed = string(&meta, "seed")?.parse().map_err(|_| malformed("seed"))?;
+        let seed = read_string(&meta, "seed")?.parse().map_err(|_| malformed_error("seed"))?;
         Ok(Self { geometry, seed, parts })
     }
 }
 
-fn malformed(text: impl Into<String>) -> CalibrationError {
+fn malformed_error(text: impl Into<String>) -> CalibrationError {
     CalibrationError::Malformed(text.into())
 }
 
-fn string(object: &Value, name: &str) -> Result<String, CalibrationError> {
-    object[name].as_str().map(str::to_owned).ok_or_else(|| malformed(format!("no text {name}")))
+fn read_string(object: &Value, name: &str) -> Result<String, CalibrationError> {
+    object[name]
+        .as_str()
+        .map(str::to_owned)
+        .ok_or_else(|| malformed_error(format!("no text {name}")))
 }
 
-fn geometry(object: &Value) -> Result<Geometry, CalibrationError> {
+fn read_geometry(object: &Value) -> Result<Geometry, CalibrationError> {
     let number = |name: &str| {
         let value = object[name].as_u64().and_then(|n| u32::try_from(n).ok());
-        value.ok_or_else(|| malformed(format!("no number geometry.{name}")))
+        value.ok_or_else(|| malformed_error(format!("no number geometry.{name}")))
     };
     let geometry = Geometry {
         layers: number("layers")?,
@@ -189,15 +195,15 @@ fn geometry(object: &Value) -> Result<Geometry, CalibrationError> {
         head_dim_k: number("head_dim_k")?,
         head_dim_v: number("head_dim_v")?,
         block_tokens: number("block_tokens")?,
-        dtype: string(object, "dtype")?
+        dtype: read_string(object, "dtype")?
             .parse()
-            .map_err(|e: kvd_core::DTypeError| malformed(e.to_string()))?,
-        rope_pairing: match string(object, "rope_pairing")?.as_str() {
+            .map_err(|e: kvd_core::DTypeError| malformed_error(e.to_string()))?,
+        rope_pairing: match read_string(object, "rope_pairing")?.as_str() {
             "half" => RopePairing::Half,
             "interleaved" => RopePairing::Interleaved,
-            other => return Err(malformed(format!("rope pairing {other:?}"))),
+            other => return Err(malformed_error(format!("rope pairing {other:?}"))),
         },
     };
-    geometry.validate().map_err(|e| malformed(e.to_string()))?;
+    geometry.validate().map_err(|e| malformed_error(e.to_string()))?;
     Ok(geometry)
 }

@@ -1,11 +1,11 @@
 //! The tensors of one side of a calibration.
 
 use super::bitalloc::BitAllocTensors;
-use super::codebooks::Codebooks;
-use super::malformed;
+use super::codebooks::SideCodebooks;
+use super::malformed_error;
 use crate::CalibrationError;
 use crate::huffman::HuffmanTable;
-use crate::side::grid::{CLASSES, Class};
+use crate::quantizer::grid::{CLASSES, CodeClass};
 use half::f16;
 use kvd_core::{DType, Geometry, Side};
 use safetensors::tensor::{Dtype, SafeTensors};
@@ -14,7 +14,7 @@ use safetensors::tensor::{Dtype, SafeTensors};
 pub(crate) const LAYER_TABLE_BYTES: usize = {
     let (mut bytes, mut class) = (0, 1);
     while class < CLASSES.len() {
-        bytes += CLASSES[class].alphabet();
+        bytes += CLASSES[class].symbol_count();
         class += 1;
     }
     bytes
@@ -40,7 +40,7 @@ pub(crate) struct SideCalibration {
     /// `[layers, kv_heads, head_dim, head_dim]`, empty without `pca` and `qpca`.
     pub(crate) matrix: Vec<f16>,
     /// Codebooks of `vq`.
-    pub(crate) codebooks: Option<Codebooks>,
+    pub(crate) codebooks: Option<SideCodebooks>,
     /// Steps, classes and tables of a grid.
     pub(crate) grid: Option<GridTensors>,
     /// Widths, levels, scales and bounds of a bit allocation.
@@ -64,8 +64,8 @@ impl GridTensors {
     pub(crate) fn layer_tables(&self, layer: usize) -> Option<Vec<HuffmanTable>> {
         let tables = layer * LAYER_TABLE_BYTES..(layer + 1) * LAYER_TABLE_BYTES;
         let mut lengths = self.tables.get(tables)?;
-        let table = |class: &Class| {
-            let (of_class, rest) = lengths.split_at_checked(class.alphabet())?;
+        let table = |class: &CodeClass| {
+            let (of_class, rest) = lengths.split_at_checked(class.symbol_count())?;
             lengths = rest;
             HuffmanTable::try_partial(of_class)
         };
@@ -74,7 +74,7 @@ impl GridTensors {
 }
 
 /// A tensor on its way into a file.
-pub(super) struct Buffer {
+pub(super) struct TensorBuffer {
     pub(super) name: String,
     pub(super) dtype: Dtype,
     pub(super) shape: Vec<usize>,
@@ -101,7 +101,7 @@ impl SideCalibration {
 
     /// Bytes of all tensors.
     pub(super) fn size_bytes(&self) -> u64 {
-        let halves = self.codebooks.as_ref().map_or(0, Codebooks::values);
+        let halves = self.codebooks.as_ref().map_or(0, SideCodebooks::value_count);
         let grid = self.grid.as_ref();
         let grid = grid.map_or(0, |g| 4 * g.steps.len() + g.classes.len() + g.tables.len());
         let floats = self.smooth.len() + self.norm.len() + self.mean.len() + self.gain.len();
@@ -111,84 +111,87 @@ impl SideCalibration {
     }
 
     /// What goes into the file.
-    pub(super) fn buffers(&self, geometry: &Geometry, index: usize) -> Vec<Buffer> {
+    pub(super) fn to_buffers(&self, geometry: &Geometry, index: usize) -> Vec<TensorBuffer> {
         let (layers, heads) = (geometry.layers as usize, geometry.kv_heads as usize);
         let dim = geometry.head_dim(self.side);
         let mut buffers = Vec::new();
         let mut add = |kind: &str, dtype, shape: &[usize], bytes: Vec<u8>| {
             if !bytes.is_empty() {
                 let name = format!("{index}.{kind}");
-                buffers.push(Buffer { name, dtype, shape: shape.to_vec(), bytes });
+                buffers.push(TensorBuffer { name, dtype, shape: shape.to_vec(), bytes });
             }
         };
-        add("smooth", Dtype::F32, &[layers, heads, dim], singles(&self.smooth));
-        add("norm", Dtype::F32, &[layers, heads, dim], singles(&self.norm));
-        add("radius", Dtype::F16, &[layers, heads, dim / 2], halves(&self.radius));
-        add("mean", Dtype::F32, &[layers, heads, dim], singles(&self.mean));
-        add("gain", Dtype::F32, &[layers, heads], singles(&self.gain));
-        add("matrix", Dtype::F16, &[layers, heads, dim, dim], halves(&self.matrix));
+        add("smooth", Dtype::F32, &[layers, heads, dim], f32_bytes(&self.smooth));
+        add("norm", Dtype::F32, &[layers, heads, dim], f32_bytes(&self.norm));
+        add("radius", Dtype::F16, &[layers, heads, dim / 2], f16_bytes(&self.radius));
+        add("mean", Dtype::F32, &[layers, heads, dim], f32_bytes(&self.mean));
+        add("gain", Dtype::F32, &[layers, heads], f32_bytes(&self.gain));
+        add("matrix", Dtype::F16, &[layers, heads, dim, dim], f16_bytes(&self.matrix));
         if let Some(books) = &self.codebooks {
             add("codebook", Dtype::F16, &books.shape(), books.to_bytes());
         }
         if let Some(grid) = &self.grid {
-            add("step", Dtype::F32, &[layers, heads], singles(&grid.steps));
+            add("step", Dtype::F32, &[layers, heads], f32_bytes(&grid.steps));
             add("class", Dtype::U8, &[layers, heads, dim], grid.classes.clone());
             add("table", Dtype::U8, &[layers, LAYER_TABLE_BYTES], grid.tables.clone());
         }
         if let Some(bitalloc) = &self.bitalloc {
-            buffers.extend(bitalloc.buffers(index, [layers, heads, dim]));
+            buffers.extend(bitalloc.to_buffers(index, [layers, heads, dim]));
         }
         buffers
     }
 
     /// Reads and checks the tensors of part `index`.
-    pub(super) fn read(
+    pub(super) fn read_tensors(
         tensors: &SafeTensors<'_>,
         index: usize,
         (side, fitted): (Side, String),
         geometry: &Geometry,
     ) -> Result<Self, CalibrationError> {
-        let file = File { tensors, index, side, geometry };
+        let file = SideTensors { tensors, index, side, geometry };
         let dim = geometry.head_dim(side);
         Ok(Self {
             side,
             fitted,
-            smooth: file.factors("smooth")?,
-            norm: file.factors("norm")?,
-            radius: file.halves("radius", &[dim / 2])?,
-            mean: file.singles("mean", &[dim], |_| true)?,
-            gain: file.singles("gain", &[], |median| median > 0.0)?,
-            matrix: file.halves("matrix", &[dim, dim])?,
-            codebooks: file.codebooks()?,
-            grid: file.grid()?,
-            bitalloc: BitAllocTensors::read(&file, [file.heads()[0], file.heads()[1], dim])?,
+            smooth: file.read_factors("smooth")?,
+            norm: file.read_factors("norm")?,
+            radius: file.read_f16("radius", &[dim / 2])?,
+            mean: file.read_f32("mean", &[dim], |_| true)?,
+            gain: file.read_f32("gain", &[], |median| median > 0.0)?,
+            matrix: file.read_f16("matrix", &[dim, dim])?,
+            codebooks: file.read_codebooks()?,
+            grid: file.read_grid()?,
+            bitalloc: BitAllocTensors::read_tensors(
+                &file,
+                [file.head_shape()[0], file.head_shape()[1], dim],
+            )?,
         })
     }
 }
 
-pub(super) fn singles(values: &[f32]) -> Vec<u8> {
+pub(super) fn f32_bytes(values: &[f32]) -> Vec<u8> {
     values.iter().flat_map(|x| x.to_le_bytes()).collect()
 }
 
-pub(super) fn halves(values: &[f16]) -> Vec<u8> {
+pub(super) fn f16_bytes(values: &[f16]) -> Vec<u8> {
     values.iter().flat_map(|x| x.to_le_bytes()).collect()
 }
 
 /// One part of a file that is being read.
-pub(super) struct File<'a> {
+pub(super) struct SideTensors<'a> {
     tensors: &'a SafeTensors<'a>,
     index: usize,
     pub(super) side: Side,
     geometry: &'a Geometry,
 }
 
-impl<'a> File<'a> {
-    fn heads(&self) -> [usize; 2] {
+impl<'a> SideTensors<'a> {
+    fn head_shape(&self) -> [usize; 2] {
         [self.geometry.layers as usize, self.geometry.kv_heads as usize]
     }
 
     /// Bytes of a tensor of exactly this type and shape; none when it is absent.
-    pub(super) fn bytes(
+    pub(super) fn tensor_bytes(
         &self,
         kind: &str,
         dtype: Dtype,
@@ -197,79 +200,91 @@ impl<'a> File<'a> {
         let name = format!("{}.{kind}", self.index);
         let Ok(tensor) = self.tensors.tensor(&name) else { return Ok(None) };
         if tensor.dtype() != dtype || tensor.shape() != want {
-            return Err(malformed(format!("{name} is no {dtype:?} {want:?}")));
+            return Err(malformed_error(format!("{name} is no {dtype:?} {want:?}")));
         }
         Ok(Some(tensor.data()))
     }
 
     /// An f32 tensor `[layers, kv_heads, ..rest]` of finite values that are all `valid`; empty
     /// when it is absent.
-    pub(super) fn singles(
+    pub(super) fn read_f32(
         &self,
         kind: &str,
         rest: &[usize],
         valid: impl Fn(f32) -> bool,
     ) -> Result<Vec<f32>, CalibrationError> {
-        let want = [&self.heads(), rest].concat();
-        let Some(bytes) = self.bytes(kind, Dtype::F32, &want)? else { return Ok(Vec::new()) };
+        let want = [&self.head_shape(), rest].concat();
+        let Some(bytes) = self.tensor_bytes(kind, Dtype::F32, &want)? else {
+            return Ok(Vec::new());
+        };
         let mut values = vec![0f32; bytes.len() / 4];
         DType::F32.widen(bytes, &mut values);
         if values.iter().all(|x| x.is_finite() && valid(*x)) {
             return Ok(values);
         }
-        Err(malformed(format!("{}.{kind} holds a value outside its range", self.index)))
+        Err(malformed_error(format!("{}.{kind} holds a value outside its range", self.index)))
     }
 
     /// An f16 tensor `[layers, kv_heads, ..rest]` of finite values; empty when it is absent.
-    fn halves(&self, kind: &str, rest: &[usize]) -> Result<Vec<f16>, CalibrationError> {
-        let want = [&self.heads(), rest].concat();
-        let Some(bytes) = self.bytes(kind, Dtype::F16, &want)? else { return Ok(Vec::new()) };
+    fn read_f16(&self, kind: &str, rest: &[usize]) -> Result<Vec<f16>, CalibrationError> {
+        let want = [&self.head_shape(), rest].concat();
+        let Some(bytes) = self.tensor_bytes(kind, Dtype::F16, &want)? else {
+            return Ok(Vec::new());
+        };
         let values: Vec<f16> =
             bytes.as_chunks::<2>().0.iter().map(|b| f16::from_le_bytes(*b)).collect();
         if values.iter().all(|x| x.is_finite()) {
             return Ok(values);
         }
-        Err(malformed(format!("{}.{kind} holds NaN or infinity", self.index)))
+        Err(malformed_error(format!("{}.{kind} holds NaN or infinity", self.index)))
     }
 
-    fn factors(&self, kind: &str) -> Result<Vec<f32>, CalibrationError> {
+    fn read_factors(&self, kind: &str) -> Result<Vec<f32>, CalibrationError> {
         // A factor and its reciprocal both multiply: neither may be zero or infinite.
         let valid = |factor: f32| factor > 0.0 && factor.recip().is_finite();
-        self.singles(kind, &[self.geometry.head_dim(self.side)], valid)
+        self.read_f32(kind, &[self.geometry.head_dim(self.side)], valid)
     }
 
-    fn codebooks(&self) -> Result<Option<Codebooks>, CalibrationError> {
+    fn read_codebooks(&self) -> Result<Option<SideCodebooks>, CalibrationError> {
         let name = format!("{}.codebook", self.index);
         let Ok(tensor) = self.tensors.tensor(&name) else { return Ok(None) };
         let is_f16 = tensor.dtype() == Dtype::F16;
-        let shape = Codebooks::check_shape(tensor.shape(), self.geometry, self.side);
+        let shape = SideCodebooks::check_shape(tensor.shape(), self.geometry, self.side);
         let Some(shape) = shape.filter(|_| is_f16) else {
             let (dtype, shape) = (tensor.dtype(), tensor.shape());
-            return Err(malformed(format!("{name} is {dtype:?} {shape:?}: no codebooks")));
+            return Err(malformed_error(format!("{name} is {dtype:?} {shape:?}: no codebooks")));
         };
-        let books = Codebooks::from_bytes(shape, tensor.data());
-        books.map(Some).ok_or_else(|| malformed(format!("{name} holds NaN or infinity")))
+        let books = SideCodebooks::from_bytes(shape, tensor.data());
+        books.map(Some).ok_or_else(|| malformed_error(format!("{name} holds NaN or infinity")))
     }
 
     /// All three tensors or none.
-    fn grid(&self) -> Result<Option<GridTensors>, CalibrationError> {
-        let steps = self.singles("step", &[], |step| step > 0.0)?;
-        let [layers, heads] = self.heads();
+    fn read_grid(&self) -> Result<Option<GridTensors>, CalibrationError> {
+        let steps = self.read_f32("step", &[], |step| step > 0.0)?;
+        let [layers, heads] = self.head_shape();
         let dim = self.geometry.head_dim(self.side);
-        let classes = self.bytes("class", Dtype::U8, &[layers, heads, dim])?;
-        let tables = self.bytes("table", Dtype::U8, &[layers, LAYER_TABLE_BYTES])?;
+        let classes = self.tensor_bytes("class", Dtype::U8, &[layers, heads, dim])?;
+        let tables = self.tensor_bytes("table", Dtype::U8, &[layers, LAYER_TABLE_BYTES])?;
         let (classes, tables) = match (steps.is_empty(), classes, tables) {
             (true, None, None) => return Ok(None),
             (false, Some(classes), Some(tables)) => (classes.to_vec(), tables.to_vec()),
-            _ => return Err(malformed(format!("part {} has a part of a grid only", self.index))),
+            _ => {
+                return Err(malformed_error(format!(
+                    "part {} has a part of a grid only",
+                    self.index
+                )));
+            }
         };
         if !classes.iter().all(|class| usize::from(*class) < CLASSES.len()) {
-            return Err(malformed(format!("{}.class names a class that is not", self.index)));
+            return Err(malformed_error(format!("{}.class names a class that is not", self.index)));
         }
         let grid = GridTensors { steps, classes, tables };
         if (0..layers).all(|layer| grid.layer_tables(layer).is_some()) {
             return Ok(Some(grid));
         }
-        Err(malformed(format!("{}.table holds lengths that are no complete code", self.index)))
+        Err(malformed_error(format!(
+            "{}.table holds lengths that are no complete code",
+            self.index
+        )))
     }
 }

@@ -5,7 +5,7 @@
 
 use kvd_codec::{
     BlockRows, Calibration, CodecSpec, HEADER_BYTES, ModelCodec, PAGE_ALIGN, PageReader, Samples,
-    fit, resolve,
+    fit_calibration, resolve_spec,
 };
 use kvd_core::{DType, Geometry, LayerIndex, RopePairing, Side};
 
@@ -67,7 +67,7 @@ pub(crate) struct Subject {
 
 impl Subject {
     fn new(text: &str) -> Self {
-        let (geometry, spec) = (geometry(), resolve(text).expect("a spec"));
+        let (geometry, spec) = (geometry(), resolve_spec(text).expect("a spec"));
         let calibration = spec.needs_calibration().then(|| {
             let mut samples = Samples::new(&geometry);
             samples.push_queries(LAYER, 0, &rows(64, 3)).expect("rows of the geometry");
@@ -75,7 +75,7 @@ impl Subject {
                 let rows = rows(64, 1 + side.index() as u64);
                 samples.push(LAYER, side, 0, &rows).expect("rows of the geometry");
             }
-            fit(&geometry, &spec, &samples, 1, &mut |_| {}).expect("enough samples")
+            fit_calibration(&geometry, &spec, &samples, 1, &mut |_| {}).expect("enough samples")
         });
         let codec = ModelCodec::new(geometry, spec, calibration.as_ref());
         let mut codec = codec.expect("the calibration fits");
@@ -109,9 +109,11 @@ pub(crate) fn page_decode(subjects: &[Subject], data: &[u8]) -> bool {
     if first & REPAIR != 0 {
         repair(&mut page, &subject.pages[side.index()]);
     }
-    let Ok(reader) = PageReader::open(&subject.codec, LAYER, side, 0, &page) else { return false };
+    let Ok(reader) = PageReader::open_page(&subject.codec, LAYER, side, 0, &page) else {
+        return false;
+    };
     // The checksum is tested but not believed: decoding must hold without it.
-    let _ = reader.verify();
+    let _ = reader.verify_checksum();
     let tokens = reader.tokens();
     let mut out = vec![0f32; (tokens + 2) * DIM];
     // Rows outside the window stay as they are.
@@ -147,7 +149,7 @@ fn repair(page: &mut Vec<u8>, sound: &[u8]) {
 /// Parses a text as a codec; what parses is canonical after one round.
 pub(crate) fn spec_parse(data: &[u8]) -> bool {
     let text = String::from_utf8_lossy(data);
-    let Ok(spec) = resolve(&text) else { return false };
+    let Ok(spec) = resolve_spec(&text) else { return false };
     let canonical = spec.to_string();
     assert_eq!(canonical.parse::<CodecSpec>().as_ref(), Ok(&spec), "{canonical}");
     // A codec without what it needs is an error, not a panic.
@@ -161,7 +163,7 @@ pub(crate) fn calibration_read(data: &[u8]) -> bool {
     let again = Calibration::from_bytes(&calibration.to_bytes());
     assert_eq!(again.as_ref(), Ok(&calibration));
     for text in SPECS {
-        let spec = resolve(text).expect("a spec");
+        let spec = resolve_spec(text).expect("a spec");
         let Ok(codec) = ModelCodec::new(geometry(), spec, Some(&calibration)) else { continue };
         let (k, v) = (rows(1, 21), rows(1, 22));
         let block = BlockRows { tokens: 1, k: &k, v: &v };

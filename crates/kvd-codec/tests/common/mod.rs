@@ -3,7 +3,7 @@
 
 use kvd_codec::{
     BlockRows, Calibration, CodecSpec, EncodedBlock, ModelCodec, PageReader, Quantizer, Samples,
-    fit, resolve,
+    fit_calibration, resolve_spec,
 };
 use kvd_core::{DType, Geometry, LayerIndex, RopePairing, Side};
 use std::cell::RefCell;
@@ -126,7 +126,7 @@ pub(crate) fn calibrate(geometry: &Geometry, spec: &CodecSpec) -> Option<Calibra
             }
         }
     }
-    Some(fit(geometry, spec, &samples, 7, &mut |_| {}).unwrap())
+    Some(fit_calibration(geometry, spec, &samples, 7, &mut |_| {}).unwrap())
 }
 
 /// Rows per head: a few, but a sub-vector for every entry of a head's codebook.
@@ -134,7 +134,7 @@ fn sample_rows(geometry: &Geometry, spec: &CodecSpec, side: Side) -> usize {
     match spec.side(side).quantizer {
         Quantizer::Vq(vq) => {
             let per_row = geometry.head_dim(side) / usize::from(vq.dim);
-            vq.entries().div_ceil(per_row).max(40)
+            vq.entry_count().div_ceil(per_row).max(40)
         }
         _ => 40,
     }
@@ -142,7 +142,7 @@ fn sample_rows(geometry: &Geometry, spec: &CodecSpec, side: Side) -> usize {
 
 /// The codec, with Huffman tables of layer 0 trained on `block`.
 pub(crate) fn codec(geometry: &Geometry, text: &str, block: &BlockRows<'_>) -> ModelCodec {
-    let spec = resolve(text).unwrap();
+    let spec = resolve_spec(text).unwrap();
     let calibration = calibrate_once(geometry, &spec);
     let mut codec = ModelCodec::new(geometry.clone(), spec, calibration.as_ref()).unwrap();
     if codec.needs_tables(LayerIndex(0)) {
@@ -170,16 +170,16 @@ pub(crate) fn decode_at(
     head: usize,
     bytes: &[u8],
 ) -> Vec<f32> {
-    let reader = PageReader::open(codec, layer, side, head, bytes).unwrap();
-    reader.verify().unwrap();
-    let head_side = codec.head(layer, side, head);
+    let reader = PageReader::open_page(codec, layer, side, head, bytes).unwrap();
+    reader.verify_checksum().unwrap();
+    let head_side = codec.head_codec(layer, side, head);
     let dim = head_side.dim();
     let mut out = vec![0f32; reader.tokens() * dim];
     reader.decode_rows(0, reader.tokens(), &mut out).unwrap();
-    if reader.space() == kvd_codec::Space::Coefficient {
+    if reader.space() == kvd_codec::RowSpace::Coefficient {
         for row in out.chunks_exact_mut(dim) {
             let coefficients = row.to_vec();
-            head_side.inverse(&coefficients, row);
+            head_side.invert_row(&coefficients, row);
         }
     }
     out

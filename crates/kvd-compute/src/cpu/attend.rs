@@ -175,7 +175,7 @@ impl<'a> Reply<'a> {
     /// of their coefficients then counts.
     fn write(&mut self, unit: &Unit<'_>, merged: &[PartialState]) -> Vec<usize> {
         let mut cancelled = Vec::new();
-        let side = self.job.reader.codec.head(self.job.reader.layer, Side::Value, unit.head);
+        let side = self.job.reader.codec.head_codec(self.job.reader.layer, Side::Value, unit.head);
         let mut unfolded: Vec<f32> =
             merged.iter().flat_map(|state| &state.coefficients).copied().collect();
         let weights: Vec<f32> = merged.iter().map(|state| state.coefficient_weight).collect();

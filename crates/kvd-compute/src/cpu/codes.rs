@@ -3,7 +3,7 @@
 use crate::BackendError;
 use crate::cpu::huffman::{LaneTiles, TOGETHER, Wanted, decode};
 use crate::cpu::simd::Simd;
-use kvd_codec::{HeadSide, PageReader};
+use kvd_codec::{HeadCodec, PageReader};
 use kvd_core::Side;
 
 /// Decodes codes of one head's pages into tiles of bytes, as attention does before its products.
@@ -19,8 +19,8 @@ impl CodeDecoder {
 
     /// For pages of `head`; `None` for pages without Huffman codes.
     #[must_use]
-    pub fn new(simd: Simd, head: &HeadSide, side: Side) -> Option<Self> {
-        let per_row = head.lane_runs()?.iter().map(|run| run.len).sum();
+    pub fn new(simd: Simd, head: &HeadCodec, side: Side) -> Option<Self> {
+        let per_row = head.stream_runs()?.iter().map(|run| run.len).sum();
         let mut tiles = Vec::new();
         for _ in 0..Self::PAGES {
             tiles.push(LaneTiles::new(head, side)?);
@@ -66,9 +66,9 @@ mod tests {
             let first = 2 * side.index();
             let start = if first == 0 { 0 } else { encoded.page_ends[first - 1] };
             let page = &bytes[start as usize..encoded.page_ends[first] as usize];
-            let page = || PageReader::open(codec, LAYER, side, 0, page).unwrap();
+            let page = || PageReader::open_page(codec, LAYER, side, 0, page).unwrap();
             let by = |simd| {
-                let mut decoder = CodeDecoder::new(simd, codec.head(LAYER, side, 0), side)?;
+                let mut decoder = CodeDecoder::new(simd, codec.head_codec(LAYER, side, 0), side)?;
                 assert_eq!(decoder.simd, simd);
                 Some(decoder.decode(&[page(), page()]).unwrap())
             };

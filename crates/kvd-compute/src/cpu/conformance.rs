@@ -4,7 +4,7 @@
 use super::*;
 use crate::{PlanPart, PlanQuery};
 use bytes::Bytes;
-use kvd_codec::{Calibration, CodecSpec, Samples, fit};
+use kvd_codec::{Calibration, CodecSpec, Samples, fit_calibration};
 use kvd_core::{DType, Geometry, RopePairing, Side};
 use parking_lot::Mutex;
 use std::sync::LazyLock;
@@ -172,7 +172,7 @@ pub(super) fn codec(geometry: &Geometry, name: &str) -> ModelCodec {
     let key = format!("{geometry:?} {name}");
     let known = FITTED.lock().get(&key).cloned();
     known.unwrap_or_else(|| {
-        let spec = kvd_codec::resolve(name).unwrap();
+        let spec = kvd_codec::resolve_spec(name).unwrap();
         let calibration = spec.needs_calibration().then(|| fitted(geometry, &spec));
         let codec = ModelCodec::new(geometry.clone(), spec, calibration.as_ref()).unwrap();
         FITTED.lock().insert(key, codec.clone());
@@ -190,7 +190,7 @@ fn fitted(geometry: &Geometry, spec: &CodecSpec) -> Calibration {
             samples.push(LAYER, side, head, &rows).unwrap();
         }
     }
-    fit(geometry, spec, &samples, 1, &mut |_| {}).unwrap()
+    fit_calibration(geometry, spec, &samples, 1, &mut |_| {}).unwrap()
 }
 
 /// A backend with pages of [`Data::blocks`], and the parts of a sequence: the pages and a raw tail.
@@ -478,7 +478,7 @@ fn rounding_stays_in_the_budget_on_data_that_is_bad_for_it() {
 #[test]
 fn narrow_uniform_codes_are_multiplied_as_bf16_or_bytes_where_the_machine_can() {
     let codec = codec(&geometry(64), "kivi-4");
-    let [k, v] = Side::BOTH.map(|side| codec.head(LAYER, side, 0));
+    let [k, v] = Side::BOTH.map(|side| codec.head_codec(LAYER, side, 0));
     for simd in Simd::available() {
         for (precision, rows) in [(Precision::Int8, 1), (Precision::Int8, 5), (Precision::Fast, 1)]
         {

@@ -209,7 +209,7 @@ fn encode_one(
 mod tests {
     use super::*;
     use crate::sampling::SAMPLE_INTERVAL;
-    use kvd_codec::resolve;
+    use kvd_codec::resolve_spec;
     use kvd_core::{DType, RopePairing};
 
     const LAYER: LayerIndex = LayerIndex(0);
@@ -225,7 +225,7 @@ mod tests {
             rope_pairing: RopePairing::Half,
         };
         let spec = "k=uniform(b=4,axis=block); v=raw; k.bound=0.1";
-        ModelCodec::new(geometry, resolve(spec).unwrap(), None).unwrap()
+        ModelCodec::new(geometry, resolve_spec(spec).unwrap(), None).unwrap()
     }
 
     /// One range for a page of even values is fine; one spike in it takes all other levels.

@@ -9,7 +9,7 @@ use crate::cpu::{
     bitalloc, fp8, grid, lloyd, polar, score_tables, uniform, uniform::bf16, uniform::by_token,
     uniform::nibbles, uniform::values, vq,
 };
-use kvd_codec::{CodeLayout, HeadSide};
+use kvd_codec::{CodeLayout, HeadCodec};
 use kvd_core::Side;
 use std::ops::Range;
 
@@ -32,7 +32,7 @@ impl Keys {
     /// Takes queries `[rows, dim]` in the side's space; `None` where rows must be decoded.
     pub(super) fn new(
         how: How,
-        side: &HeadSide,
+        side: &HeadCodec,
         tiles: Option<&LaneTiles>,
         queries: &[f32],
     ) -> Option<Self> {
@@ -144,7 +144,7 @@ impl Values {
     /// `None` where rows must be decoded.
     pub(super) fn new(
         how: How,
-        side: &HeadSide,
+        side: &HeadCodec,
         tiles: Option<&LaneTiles>,
         rows: usize,
     ) -> Option<Self> {
@@ -282,16 +282,16 @@ fn plane<'a>(
     buffer: &'a mut Vec<u8>,
 ) -> TileCodes<'a> {
     let Place { page, in_page: first, ahead, .. } = place;
-    let (layout, per_row, width) = (page.layout, page.layout.per_row(), page.layout.bits());
+    let (layout, per_row, width) = (page.layout, page.layout.per_row(), page.layout.code_bits());
     // Groups of keys share bytes only if their number allows it.
     let whole = side == Side::Value || (per_row * width as usize).is_multiple_of(32);
     if width == 8 || width.is_power_of_two() && whole && !bytes {
-        let bytes = layout.tile(first).start..layout.tile(first + count - 1).end;
+        let bytes = layout.tile_bytes(first).start..layout.tile_bytes(first + count - 1).end;
         return TileCodes { bytes: &page.codes[bytes], width, per_row, ahead };
     }
     let buffer = room(buffer, count * TILE * per_row);
     for (tile, out) in (first..).zip(buffer.chunks_exact_mut(TILE * per_row)) {
-        unpack_tile(simd, layout, &page.codes[layout.tile(tile)], out);
+        unpack_tile(simd, layout, &page.codes[layout.tile_bytes(tile)], out);
     }
     TileCodes { bytes: buffer, width: 8, per_row, ahead }
 }

@@ -9,7 +9,7 @@ use crate::cpu::parts::{self, Parts};
 use crate::cpu::scores::{SPAN, Scores, TILE};
 use crate::cpu::simd::{How, Simd};
 use crate::cpu::uniform::sum;
-use kvd_codec::{Grid, HeadSide};
+use kvd_codec::{Grid, HeadCodec};
 use std::ops::Range;
 
 /// What is taken from the stored codes of each position of a tile; and which coefficient it is.
@@ -26,7 +26,7 @@ fn positions(grid: &Grid, tiles: &LaneTiles) -> Vec<(i32, usize)> {
 /// What the largest stored codes of all positions are on average, rounded up.
 fn mean_largest(grid: &Grid, positions: &[(i32, usize)]) -> i32 {
     let held = positions.iter().filter(|(_, coefficient)| *coefficient != usize::MAX);
-    let largest = held.map(|(bias, coefficient)| bias + grid.largest(*coefficient));
+    let largest = held.map(|(bias, coefficient)| bias + grid.largest_code(*coefficient));
     let terms = i32::try_from(positions.len()).unwrap_or(i32::MAX).max(1);
     (largest.sum::<i32>() + terms - 1) / terms
 }
@@ -34,7 +34,7 @@ fn mean_largest(grid: &Grid, positions: &[(i32, usize)]) -> i32 {
 /// The largest code of each position, and the sum of their squares.
 fn largest_codes(grid: &Grid, positions: &[(i32, usize)]) -> (f32, f32) {
     let held = positions.iter().filter(|(_, coefficient)| *coefficient != usize::MAX);
-    let largest = held.map(|(bias, at)| (*bias).max(grid.largest(*at)) as f32);
+    let largest = held.map(|(bias, at)| (*bias).max(grid.largest_code(*at)) as f32);
     largest.fold((0.0, 0.0), |(most, energy), code| (most.max(code), energy + code * code))
 }
 
@@ -56,7 +56,7 @@ impl Keys {
     /// Takes folded queries `[rows, dim]`.
     pub(crate) fn new(
         how: How,
-        side: &HeadSide,
+        side: &HeadCodec,
         tiles: &LaneTiles,
         queries: &[f32],
     ) -> Option<Self> {
@@ -146,7 +146,7 @@ pub(crate) struct Values {
 }
 
 impl Values {
-    pub(crate) fn new(how: How, side: &HeadSide, tiles: &LaneTiles, rows: usize) -> Option<Self> {
+    pub(crate) fn new(how: How, side: &HeadCodec, tiles: &LaneTiles, rows: usize) -> Option<Self> {
         let grid = side.grid()?;
         let positions = positions(grid, tiles);
         Some(Self {

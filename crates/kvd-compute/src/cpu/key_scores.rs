@@ -68,7 +68,7 @@ impl Walk<'_> {
         out: &mut [f32],
     ) -> Result<(), BackendError> {
         let reader = self.job.reader;
-        let side = reader.codec.head(reader.layer, Side::Key, self.unit.head);
+        let side = reader.codec.head_codec(reader.layer, Side::Key, self.unit.head);
         let mut key = vec![0f32; side.dim()];
         for (at, score) in out.iter_mut().enumerate() {
             if *score >= softmax::SCORE_MAX {

@@ -10,7 +10,7 @@ use crate::cpu::score_tables;
 use crate::cpu::scores::{SPAN, Scores, TILE};
 use crate::cpu::simd::{How, Simd};
 use crate::cpu::vq::{self, Book};
-use kvd_codec::{FixedCodes, HeadSide};
+use kvd_codec::{FixedCodes, HeadCodec};
 use kvd_core::{DType, Side};
 use std::ops::Range;
 
@@ -18,7 +18,7 @@ use std::ops::Range;
 const BYTES: usize = 2;
 
 /// The levels as a codebook of two channels, and the factor of each.
-fn book((simd, _): How, side: &HeadSide, rows: usize) -> Option<(Book, [f32; BYTES])> {
+fn book((simd, _): How, side: &HeadCodec, rows: usize) -> Option<(Book, [f32; BYTES])> {
     let levels = side.lloyd_levels()?;
     if levels.len() > 256 || !side.dim().is_multiple_of(4) {
         return None;
@@ -44,7 +44,7 @@ enum Products {
 
 impl Keys {
     /// Takes folded queries `[rows, dim]`.
-    pub(crate) fn new(how: How, side: &HeadSide, queries: &[f32]) -> Option<Self> {
+    pub(crate) fn new(how: How, side: &HeadCodec, queries: &[f32]) -> Option<Self> {
         let tables = score_tables::Keys::of_levels(how, side, queries).map(Products::Tables);
         let products = tables.or_else(|| Self::words(how, side, queries))?;
         Some(Self { products, largest_scale: 0.0 })
@@ -59,7 +59,7 @@ impl Keys {
         }
     }
 
-    fn words(how: How, side: &HeadSide, queries: &[f32]) -> Option<Products> {
+    fn words(how: How, side: &HeadCodec, queries: &[f32]) -> Option<Products> {
         let (book, factors) = book(how, side, queries.len() / side.dim())?;
         let planes = |query: &[f32], planar: &mut [f32]| {
             for (plane, factor) in planar.chunks_exact_mut(query.len()).zip(factors) {
@@ -108,7 +108,7 @@ pub(crate) struct Values {
 }
 
 impl Values {
-    pub(crate) fn new(how: How, side: &HeadSide, rows: usize) -> Option<Self> {
+    pub(crate) fn new(how: How, side: &HeadCodec, rows: usize) -> Option<Self> {
         let (book, factors) = book(how, side, rows)?;
         let (parts, dim) = (Parts::of_weights(how), side.dim());
         let sums = vec![0.0; rows * BYTES * dim];

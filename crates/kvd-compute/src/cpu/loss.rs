@@ -8,7 +8,7 @@ use crate::cpu::rows::restore;
 use crate::cpu::scores::TILE;
 use crate::cpu::unit_queries::Queries;
 use crate::{BackendError, PartialState, PlanPart, Source};
-use kvd_codec::Space;
+use kvd_codec::RowSpace;
 use kvd_core::Side;
 
 /// Largest loss of a score that outputs take without asking further: f16 rounds each weight by
@@ -115,7 +115,7 @@ impl RowLoss {
 
 /// A row of K or V of a part, and the space that it is in.
 struct Row {
-    space: Space,
+    space: RowSpace,
     values: Vec<f32>,
 }
 
@@ -160,7 +160,7 @@ impl Merged<'_> {
         known: &mut Option<(u32, Row)>,
     ) -> Result<bool, BackendError> {
         // An offset and the score that it is added to round as they do, however little is left.
-        let offset = self.queries.offsets_of(Space::Coefficient)[row].abs();
+        let offset = self.queries.offsets_of(RowSpace::Coefficient)[row].abs();
         if loss.score == 0.0 && offset == 0.0 {
             return Ok(true);
         }
@@ -225,7 +225,11 @@ impl Merged<'_> {
     pub(super) fn has_small_values(&self, row: usize, share: f64) -> Result<bool, BackendError> {
         let (reader, state) = (self.job.reader, &self.states[row]);
         let Row { space, mut values } = self.row_at(Side::Value, self.losses[row].largest_at)?;
-        restore(reader.codec.head(reader.layer, Side::Value, self.unit.head), space, &mut values);
+        restore(
+            reader.codec.head_codec(reader.layer, Side::Value, self.unit.head),
+            space,
+            &mut values,
+        );
         let squares = |values: &[f32]| squares(values.iter().copied());
         let coefficients = squares(&state.coefficients) / f64::from(state.weight_sum).powi(2);
         Ok(squares(&values) < share * coefficients)
@@ -247,7 +251,7 @@ impl Merged<'_> {
         let parts = &self.unit.query.parts;
         let part = parts.partition_point(|part| part.end_token() <= at);
         let Some(part) = parts.get(part).filter(|part| part.first_token <= at) else {
-            return Ok(Row { space: Space::Raw, values });
+            return Ok(Row { space: RowSpace::Raw, values });
         };
         let rows = reader.open(&part.source, part.rows, side, head)?;
         rows.decode(at - part.first_token, 1, &mut values)?;

@@ -249,7 +249,7 @@ impl CpuBackend {
     pub fn limit(&mut self, set: InstructionSet) -> Result<(), OpenError> {
         self.simd = Simd::named(Some(set))?;
         let width = self.simd.width();
-        self.threads.broadcast(|_| kvd_codec::hold(Some(width)));
+        self.threads.broadcast(|_| kvd_codec::limit_width(Some(width)));
         Ok(())
     }
 

@@ -7,7 +7,7 @@ use crate::cpu::parts::{self, Parts};
 use crate::cpu::scores::{Scores, TILE};
 use crate::cpu::simd::{How, Simd};
 use crate::cpu::vq::{self, Book};
-use kvd_codec::{FixedCodes, HeadSide, Stored};
+use kvd_codec::{FixedCodes, HeadCodec, StoredLayout};
 use kvd_core::{DType, RopePairing};
 
 /// Bytes of a pair: high and low ones of its first channel, then of its second.
@@ -30,14 +30,14 @@ pub(crate) struct Keys {
 
 impl Keys {
     /// Takes folded queries `[rows, dim]`.
-    pub(crate) fn new(how: How, side: &HeadSide, queries: &[f32]) -> Option<Self> {
-        let Stored::Polar { angle_bits, radius_bits, group, steps, directions, pairing } =
-            side.stored()
+    pub(crate) fn new(how: How, side: &HeadCodec, queries: &[f32]) -> Option<Self> {
+        let StoredLayout::Polar { angle_bits, radius_bits, group, steps, directions, pairing } =
+            side.stored_layout()
         else {
             return None;
         };
         let (dim, bits) = (side.dim(), angle_bits + radius_bits);
-        let fits = side.lane_runs().is_none()
+        let fits = side.stream_runs().is_none()
             && bits <= 8
             && (dim / 2).is_multiple_of(4)
             && parts::fits(BYTES * dim / 2, Lookup::bytes().largest());

@@ -4,7 +4,7 @@ use crate::cpu::dots::wants_bytes;
 use crate::cpu::fused::{Keys, Values};
 use crate::cpu::huffman::LaneTiles;
 use crate::cpu::simd::{How, InstructionSet, Precision, Simd};
-use kvd_codec::{HeadSide, ModelCodec};
+use kvd_codec::{HeadCodec, ModelCodec};
 use kvd_core::{LayerIndex, Side};
 
 /// What a kernel's products are of.
@@ -39,16 +39,16 @@ impl Products {
 
     /// Those of keys and values of a layer's first head, for units of so many query rows.
     pub(super) fn of(how: How, codec: &ModelCodec, layer: LayerIndex, rows: usize) -> [Self; 2] {
-        let head = |side| codec.head(layer, side, 0);
+        let head = |side| codec.head_codec(layer, side, 0);
         let tiles = |side: Side| {
-            let coded = how.1 != Precision::Single && head(side).lane_runs().is_some();
+            let coded = how.1 != Precision::Single && head(side).stream_runs().is_some();
             coded.then(|| LaneTiles::new(head(side), side)).flatten()
         };
         let [k, v] = Side::BOTH.map(|side| (head(side), tiles(side)));
         [Self::of_keys(how, k, rows), Self::of_values(how, v, rows)]
     }
 
-    fn of_keys(how: How, (side, tiles): (&HeadSide, Option<LaneTiles>), rows: usize) -> Self {
+    fn of_keys(how: How, (side, tiles): (&HeadCodec, Option<LaneTiles>), rows: usize) -> Self {
         let queries = vec![1.0; rows * side.dim()];
         match Keys::new(how, side, tiles.as_ref(), &queries) {
             None | Some(Keys::Fp8(_)) => Self::F32,
@@ -58,7 +58,7 @@ impl Products {
         }
     }
 
-    fn of_values(how: How, (side, tiles): (&HeadSide, Option<LaneTiles>), rows: usize) -> Self {
+    fn of_values(how: How, (side, tiles): (&HeadCodec, Option<LaneTiles>), rows: usize) -> Self {
         match Values::new(how, side, tiles.as_ref(), rows) {
             None | Some(Values::Fp8(_)) => Self::F32,
             Some(Values::Bf16(_)) => Self::Bf16,
@@ -96,7 +96,7 @@ mod tests {
             dtype: DType::F16,
             rope_pairing: RopePairing::Half,
         };
-        ModelCodec::new(geometry, kvd_codec::resolve(name).unwrap(), None).unwrap()
+        ModelCodec::new(geometry, kvd_codec::resolve_spec(name).unwrap(), None).unwrap()
     }
 
     #[test]

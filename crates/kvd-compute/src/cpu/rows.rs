@@ -3,7 +3,7 @@
 use crate::cpu::arena::HostArena;
 use crate::cpu::tile::{Reader, TILE_TOKENS};
 use crate::{BackendError, EncodeSource, IncomingRows, LoadPlan, LoadedRows, RawTarget, Source};
-use kvd_codec::{HeadSide, ModelCodec, Space, widen};
+use kvd_codec::{HeadCodec, ModelCodec, RowSpace, widen_values};
 use kvd_core::{DType, Extent, Geometry, LayerIndex, Side};
 
 /// First value of `bytes` that is NaN or infinite, and its index.
@@ -123,16 +123,16 @@ fn decode_values(
         let tile = TILE_TOKENS.min(count - first);
         rows.decode(first, tile, &mut values[first as usize * dim..][..tile as usize * dim])?;
     }
-    restore(reader.codec.head(reader.layer, side, head), rows.space(), &mut values);
+    restore(reader.codec.head_codec(reader.layer, side, head), rows.space(), &mut values);
     Ok(values)
 }
 
 /// Turns decoded rows of that space (`[rows, dim]`) back into K or V.
-pub(crate) fn restore(side: &HeadSide, space: Space, values: &mut [f32]) {
-    if space == Space::Coefficient {
+pub(crate) fn restore(side: &HeadCodec, space: RowSpace, values: &mut [f32]) {
+    if space == RowSpace::Coefficient {
         let mut restored = vec![0f32; side.dim()];
         for row in values.chunks_exact_mut(side.dim()) {
-            side.inverse(row, &mut restored);
+            side.invert_row(row, &mut restored);
             row.copy_from_slice(&restored);
         }
     }
@@ -152,7 +152,7 @@ pub(crate) fn read_block(
     for (head, values) in values.chunks_exact_mut(per_head).enumerate() {
         let start = layout.row_offset(side, head as u64, u64::from(block.first_row));
         let len = u64::from(block.rows) * layout.row_bytes(side);
-        widen(geometry.dtype, arena.read(block.extent.part(start, start + len)), values);
+        widen_values(geometry.dtype, arena.read(block.extent.part(start, start + len)), values);
     }
 }
 

@@ -4,7 +4,7 @@
 #![allow(unsafe_code)] // Only to call a wrapper after its feature was detected.
 
 use super::OpenError;
-use kvd_codec::Width;
+use kvd_codec::RegisterWidth;
 #[cfg(target_arch = "aarch64")]
 use std::arch::is_aarch64_feature_detected;
 
@@ -223,14 +223,14 @@ impl Simd {
 
     /// Its registers, as the codec's loops take them.
     #[must_use]
-    pub fn width(self) -> Width {
+    pub fn width(self) -> RegisterWidth {
         match self.set() {
-            InstructionSet::Avx2 | InstructionSet::AvxVnni => Width::Bits256,
-            InstructionSet::Avx512 | InstructionSet::Amx => Width::Bits512,
+            InstructionSet::Avx2 | InstructionSet::AvxVnni => RegisterWidth::Bits256,
+            InstructionSet::Avx512 | InstructionSet::Amx => RegisterWidth::Bits512,
             InstructionSet::Neon | InstructionSet::NeonDotprod | InstructionSet::NeonI8mm => {
-                Width::Bits128
+                RegisterWidth::Bits128
             }
-            InstructionSet::Portable => Width::Scalar,
+            InstructionSet::Portable => RegisterWidth::Scalar,
         }
     }
 

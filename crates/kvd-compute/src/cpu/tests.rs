@@ -24,7 +24,7 @@ fn geometry() -> Geometry {
 fn backend(codec: &str) -> CpuBackend {
     let options = CpuOptions { arena_bytes: 1 << 16, prefault: false, threads: 1 };
     let mut backend = CpuBackend::new(options).unwrap();
-    let spec = kvd_codec::resolve(codec).unwrap();
+    let spec = kvd_codec::resolve_spec(codec).unwrap();
     backend.register(MODEL, ModelCodec::new(geometry(), spec, None).unwrap());
     backend
 }
@@ -157,8 +157,8 @@ fn a_limit_holds_what_encodes_too_until_another_one() {
     let mut backend = backend("kivi-4");
     let held = |backend: &CpuBackend| {
         let of_thread = |_: rayon::BroadcastContext<'_>| {
-            let width = kvd_codec::hold(None);
-            kvd_codec::hold(width);
+            let width = kvd_codec::limit_width(None);
+            kvd_codec::limit_width(width);
             width
         };
         backend.threads.broadcast(of_thread)

@@ -5,7 +5,7 @@ use crate::cpu::arena::HostArena;
 use crate::cpu::float::FloatRows;
 use crate::cpu::huffman::LaneTiles;
 use crate::{BackendError, Source};
-use kvd_codec::{FixedCodes, ModelCodec, PageReader, Space};
+use kvd_codec::{FixedCodes, ModelCodec, PageReader, RowSpace};
 use kvd_core::{Extent, Geometry, LayerIndex, Side};
 
 /// Tokens decoded at once: 32 rows of 128 channels of K and V are 32 KiB.
@@ -47,7 +47,7 @@ impl<'a> Reader<'a> {
         match source {
             Source::Raw { .. } => Ok(Rows::Raw { bytes, geometry, dim: geometry.head_dim(side) }),
             Source::Pages { first_row, .. } => {
-                let page = PageReader::open(self.codec, self.layer, side, head, bytes)?;
+                let page = PageReader::open_page(self.codec, self.layer, side, head, bytes)?;
                 Ok(Rows::Page { page, first_row: *first_row as usize })
             }
         }
@@ -102,9 +102,9 @@ pub(crate) fn page_extent(
 
 impl<'a> Rows<'a> {
     /// Whether rows come as stored values or as coefficients of the side's transform.
-    pub(crate) fn space(&self) -> Space {
+    pub(crate) fn space(&self) -> RowSpace {
         match self {
-            Rows::Raw { .. } => Space::Raw,
+            Rows::Raw { .. } => RowSpace::Raw,
             Rows::Page { page, .. } => page.space(),
         }
     }
@@ -113,7 +113,7 @@ impl<'a> Rows<'a> {
     pub(crate) fn verify(&self) -> Result<(), BackendError> {
         match self {
             Rows::Raw { .. } => Ok(()),
-            Rows::Page { page, .. } => Ok(page.verify()?),
+            Rows::Page { page, .. } => Ok(page.verify_checksum()?),
         }
     }
 
@@ -132,7 +132,7 @@ impl<'a> Rows<'a> {
     {
         // A page that fell back is of another side than the kernel's.
         let page = self.page().filter(|page| !page.header().fallback)?;
-        match (lanes, page.lane_codes()) {
+        match (lanes, page.stream_codes()) {
             (Some(lanes), Some((_, scales))) => Some(lanes.fixed(scales)),
             _ => page.fixed_codes().or_else(|| page.allocated_codes()),
         }

@@ -17,7 +17,7 @@ use crate::cpu::span::{Span, spans};
 use crate::cpu::tile::{Reader, Rows};
 use crate::cpu::unit_queries::Queries;
 use crate::{BackendError, PartialState, PlanPart};
-use kvd_codec::{HeadSide, PageReader, Space};
+use kvd_codec::{HeadCodec, PageReader, RowSpace};
 use kvd_core::Side;
 use std::ops::Range;
 
@@ -105,7 +105,7 @@ pub(super) fn run(job: &Job<'_>, unit: &Unit<'_>) -> Result<UnitAnswer, BackendE
         walk.weigh(span, keys.space(), values.space());
         walk.accumulate(values, span)
     })?;
-    Ok(walk.finish(job.reader.codec.head(job.reader.layer, Side::Value, unit.head)))
+    Ok(walk.finish(job.reader.codec.head_codec(job.reader.layer, Side::Value, unit.head)))
 }
 
 /// A part of the plan, and where its rows or pages lie, by side.
@@ -145,7 +145,7 @@ impl<'a> Part<'a> {
 
 impl<'a> Walk<'a> {
     pub(super) fn new(job: &'a Job<'a>, unit: &'a Unit<'a>) -> Result<Self, BackendError> {
-        let head = |side| job.reader.codec.head(job.reader.layer, side, unit.head);
+        let head = |side| job.reader.codec.head_codec(job.reader.layer, side, unit.head);
         let (key_side, value_side) = (head(Side::Key), head(Side::Value));
         let queries = Queries::new(job, unit, key_side)?;
         let rows = queries.offsets.len();
@@ -153,7 +153,7 @@ impl<'a> Walk<'a> {
         let precision = effective((job.simd, job.precision), rows);
         let how = (job.simd, precision);
         let fast = precision != Precision::Single;
-        let coded = |side: &HeadSide| fast && side.lane_runs().is_some();
+        let coded = |side: &HeadCodec| fast && side.stream_runs().is_some();
         let lanes = || {
             Side::BOTH.map(|side| {
                 let head = if side == Side::Key { key_side } else { value_side };
@@ -275,8 +275,8 @@ impl<'a> Walk<'a> {
             self.next.ask();
             let wanted = span.wanted_of(tile);
             let queries = match rows.space() {
-                Space::Raw => &self.queries.raw,
-                Space::Coefficient => &self.queries.folded,
+                RowSpace::Raw => &self.queries.raw,
+                RowSpace::Coefficient => &self.queries.folded,
             };
             let dim = queries.len() / self.states.len();
             let at = (span.first + wanted.start, wanted.len());
@@ -298,7 +298,7 @@ impl<'a> Walk<'a> {
 
     /// Turns scores into weights, online (Milakov and Gimelshein): sums seen so far are scaled
     /// down when a larger score comes.
-    fn weigh(&mut self, span: &Span, key_space: Space, value_space: Space) {
+    fn weigh(&mut self, span: &Span, key_space: RowSpace, value_space: RowSpace) {
         let (simd, cap, group) = (self.job.simd, self.job.plan.soft_cap, group(self.job));
         let query = self.unit.query;
         for (token, first) in (self.unit.q.start..).zip((0..self.states.len()).step_by(group)) {
@@ -325,7 +325,7 @@ impl<'a> Walk<'a> {
                 self.scores.largest[rows.clone()].copy_from_slice(&largest[..rows.len()]);
                 for (state, sum) in self.states[rows].iter_mut().zip(weights) {
                     state.weight_sum += sum;
-                    if value_space == Space::Coefficient {
+                    if value_space == RowSpace::Coefficient {
                         state.coefficient_weight += sum;
                     }
                 }
@@ -439,7 +439,7 @@ impl<'a> Walk<'a> {
         Ok(())
     }
 
-    fn finish(mut self, side: &HeadSide) -> UnitAnswer {
+    fn finish(mut self, side: &HeadCodec) -> UnitAnswer {
         if effective((self.job.simd, self.job.precision), self.states.len()) == Precision::Fast {
             let magnitude = self.values.as_ref().map_or(0.0, Values::magnitude);
             for (row, loss) in self.losses.iter_mut().enumerate() {
@@ -461,10 +461,10 @@ impl<'a> Walk<'a> {
 }
 
 /// Where a state keeps weighted sums of rows of that kind.
-fn accumulator(state: &mut PartialState, space: Space) -> &mut [f32] {
+fn accumulator(state: &mut PartialState, space: RowSpace) -> &mut [f32] {
     match space {
-        Space::Raw => &mut state.raw,
-        Space::Coefficient => &mut state.coefficients,
+        RowSpace::Raw => &mut state.raw,
+        RowSpace::Coefficient => &mut state.coefficients,
     }
 }
 
@@ -474,7 +474,7 @@ fn raise_weights(scores: &mut Scores, rows: &Rows<'_>, span: &Span, tiles: Range
     let tokens = tiles.start * TILE..tiles.end * TILE;
     let mut factors = [1f32; SPAN];
     for token in tokens.clone() {
-        factors[token] = gains.factor(span.first + token);
+        factors[token] = gains.row_factor(span.first + token);
     }
     scores.multiply(tokens, &factors);
 }

@@ -3,7 +3,7 @@
 use crate::BackendError;
 use crate::cpu::job::{Job, Unit, group, payload_row};
 use crate::cpu::loss::{all_finite, largest};
-use kvd_codec::{HeadSide, Space};
+use kvd_codec::{HeadCodec, RowSpace};
 
 /// The queries of a unit, once as given and once folded into coefficient space.
 pub(super) struct Queries {
@@ -24,7 +24,7 @@ impl Queries {
     pub(super) fn new(
         job: &Job<'_>,
         unit: &Unit<'_>,
-        side: &HeadSide,
+        side: &HeadCodec,
     ) -> Result<Self, BackendError> {
         let dim = side.dim();
         let scale = job.plan.score_scale(dim);
@@ -49,33 +49,33 @@ impl Queries {
     }
 
     /// One row, as keys of that space meet it.
-    pub(super) fn row(&self, space: Space, row: usize) -> &[f32] {
+    pub(super) fn row(&self, space: RowSpace, row: usize) -> &[f32] {
         let rows = match space {
-            Space::Raw => &self.raw,
-            Space::Coefficient => &self.folded,
+            RowSpace::Raw => &self.raw,
+            RowSpace::Coefficient => &self.folded,
         };
         &rows[row * self.dim..(row + 1) * self.dim]
     }
 
     /// The largest magnitude of a row, as given or folded.
     pub(super) fn largest(&self, row: usize) -> f32 {
-        [Space::Raw, Space::Coefficient]
+        [RowSpace::Raw, RowSpace::Coefficient]
             .map(|space| largest(self.row(space, row)))
             .into_iter()
             .fold(0f32, f32::max)
     }
 
     fn is_finite(&self, row: usize) -> bool {
-        all_finite(self.row(Space::Raw, row))
-            && all_finite(self.row(Space::Coefficient, row))
+        all_finite(self.row(RowSpace::Raw, row))
+            && all_finite(self.row(RowSpace::Coefficient, row))
             && self.offsets[row].is_finite()
     }
 
     /// What to add to scores of keys of that space.
-    pub(super) fn offsets_of(&self, space: Space) -> &[f32] {
+    pub(super) fn offsets_of(&self, space: RowSpace) -> &[f32] {
         match space {
-            Space::Raw => &self.zeros,
-            Space::Coefficient => &self.offsets,
+            RowSpace::Raw => &self.zeros,
+            RowSpace::Coefficient => &self.offsets,
         }
     }
 }

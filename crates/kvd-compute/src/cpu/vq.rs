@@ -11,7 +11,7 @@ use crate::cpu::parts::{Parts, fits};
 use crate::cpu::scores::{Scores, TILE};
 use crate::cpu::simd::{How, Simd};
 use crate::cpu::uniform::sum;
-use kvd_codec::{Codebook, HeadSide};
+use kvd_codec::{Codebook, HeadCodec};
 use kvd_core::Side;
 use std::ops::Range;
 
@@ -29,9 +29,9 @@ pub(super) struct Book {
 
 impl Book {
     /// The codebook as bytes, for so many rows; `None` where the generic path must do.
-    fn new(simd: Simd, side: &HeadSide, rows: usize) -> Option<Self> {
+    fn new(simd: Simd, side: &HeadCodec, rows: usize) -> Option<Self> {
         let vq = side.vq().filter(|vq| vq.stages() == 1 && !vq.is_grouped())?;
-        let book: &Codebook = vq.codebook(0, 0);
+        let book: &Codebook = vq.stage_codebook(0, 0);
         let count = book.entries().len() / book.dim();
         let (dims, per_row) = (book.dim(), side.dim() / book.dim());
         let fits = count.is_power_of_two() && count <= 256;
@@ -79,7 +79,7 @@ pub(crate) struct Keys {
 
 impl Keys {
     /// Takes folded queries `[rows, dim]`.
-    pub(crate) fn new(how: How, side: &HeadSide, queries: &[f32]) -> Option<Self> {
+    pub(crate) fn new(how: How, side: &HeadCodec, queries: &[f32]) -> Option<Self> {
         let book = Book::new(how.0, side, queries.len() / side.dim())?;
         let (dims, per_row) = (book.dims, book.per_row);
         let (parts, queries) = (Parts::of_queries(how), queries.chunks_exact(side.dim()));
@@ -174,7 +174,7 @@ pub(crate) struct Values {
 }
 
 impl Values {
-    pub(crate) fn new(how: How, side: &HeadSide, rows: usize) -> Option<Self> {
+    pub(crate) fn new(how: How, side: &HeadCodec, rows: usize) -> Option<Self> {
         let book = Book::new(how.0, side, rows)?;
         let lost = vec![0.0; rows];
         Some(Self { book, spread: Vec::new(), parts: Parts::of_weights(how), lost })

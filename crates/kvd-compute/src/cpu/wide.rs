@@ -78,7 +78,7 @@ pub(super) fn run(
     unit: &Unit<'_>,
     rows: &[usize],
 ) -> Result<Vec<WideState>, BackendError> {
-    let head = |side| job.reader.codec.head(job.reader.layer, side, unit.head);
+    let head = |side| job.reader.codec.head_codec(job.reader.layer, side, unit.head);
     let sides = Side::BOTH.map(head);
     let [dim_k, dim_v] = sides.map(|side| side.dim());
     let mut states: Vec<_> = rows.iter().map(|_| WideState::empty(dim_v)).collect();

@@ -13,7 +13,9 @@ pub(crate) mod region;
 pub(crate) use ask::{Ask, LATE, asks, late};
 
 use bytes::Bytes;
-use kvd_codec::{BlockRows, Calibration, CodecSpec, ModelCodec, PageReader, Samples, Space, fit};
+use kvd_codec::{
+    BlockRows, Calibration, CodecSpec, ModelCodec, PageReader, RowSpace, Samples, fit_calibration,
+};
 use kvd_compute::{
     AttendPlan, Backend, EncodeSource, IncomingRows, PlanPart, PlanQuery, RawTarget, Source,
 };
@@ -69,7 +71,7 @@ fn calibrate(geometry: &Geometry, spec: &CodecSpec) -> Option<Calibration> {
             samples.push(LAYER, side, head, &values(11 + head as u64, count * DIM)).unwrap();
         }
     }
-    Some(fit(geometry, spec, &samples, 1, &mut |_| {}).unwrap())
+    Some(fit_calibration(geometry, spec, &samples, 1, &mut |_| {}).unwrap())
 }
 
 /// What backend and reference have of a sequence.
@@ -90,7 +92,7 @@ pub(crate) fn codec(text: &str, rope_pairing: RopePairing) -> ModelCodec {
 }
 
 fn codec_of(text: &str, geometry: Geometry) -> ModelCodec {
-    let spec = kvd_codec::resolve(text).unwrap();
+    let spec = kvd_codec::resolve_spec(text).unwrap();
     let calibration = calibrate(&geometry, &spec);
     ModelCodec::new(geometry, spec, calibration.as_ref()).unwrap()
 }
@@ -204,13 +206,13 @@ fn decoded(codec: &ModelCodec, bytes: &[u8], ends: &[u32]) -> [[Vec<f64>; KV_HEA
         let index = side.index() * KV_HEADS + head;
         let start = if index == 0 { 0 } else { ends[index - 1] as usize };
         let page = &bytes[start..ends[index] as usize];
-        let reader = PageReader::open(codec, LAYER, side, head, page).unwrap();
+        let reader = PageReader::open_page(codec, LAYER, side, head, page).unwrap();
         let mut rows = vec![0f32; reader.tokens() * DIM];
         reader.decode_rows(0, reader.tokens(), &mut rows).unwrap();
         for row in rows.chunks_exact_mut(DIM) {
-            if reader.space() == Space::Coefficient {
+            if reader.space() == RowSpace::Coefficient {
                 let coefficients = row.to_vec();
-                codec.head(LAYER, side, head).inverse(&coefficients, row);
+                codec.head_codec(LAYER, side, head).invert_row(&coefficients, row);
             }
         }
         rows.into_iter().map(f64::from).collect()

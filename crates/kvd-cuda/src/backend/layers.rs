@@ -7,7 +7,7 @@ use crate::jit::Jit;
 use crate::side::ROWS;
 use crate::tables::one_page;
 use crate::{Choices, LatePairs, LayerRoom, Shapes, StoreShapes, Turns};
-use kvd_codec::{Entropy, ModelCodec, SideSpec};
+use kvd_codec::{EntropyCoding, ModelCodec, SideSpec};
 use kvd_compute::{BackendError, Sampling};
 use kvd_core::{ErrorCode, LayerIndex, ModelId, Side};
 use std::collections::BTreeMap;
@@ -121,8 +121,8 @@ impl CudaBackend {
     pub(super) fn serves(&self, codec: &ModelCodec) -> Result<(), BackendError> {
         let rooms = self.rooms(codec, |shapes| Ok(shapes.check()?))?;
         // What a plan foresees is exact but for Huffman tables, which calibrations bring.
-        let has_codes = |spec: &&SideSpec| spec.entropy == Entropy::Huffman;
-        let coded = |side: &Side| codec.spec().variants(*side).iter().any(has_codes);
+        let has_codes = |spec: &&SideSpec| spec.entropy == EntropyCoding::Huffman;
+        let coded = |side: &Side| codec.spec().side_specs(*side).iter().any(has_codes);
         let layers = if Side::BOTH.iter().any(coded) { codec.geometry().layers } else { 0 };
         let later: &[_] = if self.jit.is_some() { &[LatePairs::ALL] } else { &[] };
         let sets = || [LatePairs::NONE].iter().chain(later);

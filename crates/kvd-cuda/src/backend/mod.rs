@@ -311,7 +311,7 @@ impl Backend for CudaBackend {
         let mut start = 0;
         for end in pages.page_ends.iter().map(|end| *end as usize) {
             // A page that cannot be read is unknown, and reading it an error.
-            if let Ok(page) = Page::parse(&pages.bytes[start..end]) {
+            if let Ok(page) = Page::parse_page(&pages.bytes[start..end]) {
                 self.headers.insert(to.offset + start as u64, *page.header());
             }
             start = end;

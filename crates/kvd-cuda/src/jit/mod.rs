@@ -389,7 +389,7 @@ mod tests {
             dtype: DType::F16,
             rope_pairing: RopePairing::Half,
         };
-        let spec = kvd_codec::resolve(&format!("k={side}; v={side}")).unwrap();
+        let spec = kvd_codec::resolve_spec(&format!("k={side}; v={side}")).unwrap();
         jit.want(&ModelCodec::new(geometry, spec, None).unwrap());
     }
 

@@ -3,7 +3,9 @@
 
 use super::parts;
 use super::pipes::Pipes;
-use kvd_codec::{CodebookScope, Entropy, FloatFormat, Quantizer, SideSpec, UniformMode, VqSpec};
+use kvd_codec::{
+    CodebookScope, EntropyCoding, FloatFormat, Quantizer, SideSpec, UniformMode, VqSpec,
+};
 use kvd_core::Side;
 
 /// What was counted of a codec's kernel.
@@ -94,10 +96,10 @@ pub(super) fn counted(
     }
     if kernel.is_late {
         // Pipes as of rows, whose integers bind nowhere: what binds of a mixture was not counted.
-        let decodes = specs.iter().any(|spec| spec.entropy == Entropy::Huffman);
+        let decodes = specs.iter().any(|spec| spec.entropy == EntropyCoding::Huffman);
         return parts::counted(specs, kernel.rows, RAW).filter(|_| !decodes);
     }
-    if specs.iter().any(|spec| spec.entropy == Entropy::Huffman) {
+    if specs.iter().any(|spec| spec.entropy == EntropyCoding::Huffman) {
         let codes = Side::BOTH.map(|side| huffman(specs[side.index()], side));
         let of_both = codes[0]?.plus(codes[1]?).times(0.5);
         return Some(decoded(specs)?.plus(of_both).counted(is_counted));
@@ -110,7 +112,7 @@ pub(super) fn counted(
     Some(match (&specs[0].quantizer, &specs[1].quantizer) {
         (Quantizer::Float(_), _) => of_kernel.counted(is_whole),
         (keys @ Quantizer::Uniform { mode: UniformMode::Asym, .. }, Quantizer::Uniform { .. }) => {
-            let is_plain = [2, 4].map(|bits| Some(1 << bits)).contains(&keys.alphabet());
+            let is_plain = [2, 4].map(|bits| Some(1 << bits)).contains(&keys.code_count());
             any_uniform(kernel.rows).counted(is_plain)
         }
         (_, Quantizer::Uniform { mode: UniformMode::Asym, .. }) => {
@@ -240,7 +242,7 @@ fn huffman(spec: &SideSpec, side: Side) -> Option<Mix> {
         (Quantizer::Grid { rate }, Side::Value) if *rate > 2.9 => (1.0, 2.0, 0.0),
         (Quantizer::Grid { .. }, Side::Value) => (2.0, 4.0, 0.0),
         // Up to five levels, or more.
-        (Quantizer::Uniform { .. }, _) => match spec.quantizer.alphabet()? {
+        (Quantizer::Uniform { .. }, _) => match spec.quantizer.code_count()? {
             0..=5 => (2.0, 4.0, 0.0),
             6..=32 => (1.0, 2.0, 0.0),
             _ => return None,
@@ -263,7 +265,7 @@ fn of_step((per_entry, per_word, with_low_bits): (f64, f64, f64)) -> Mix {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kvd_codec::resolve;
+    use kvd_codec::resolve_spec;
 
     const FIXED: Launched = Launched {
         on_tensor_cores: true,
@@ -275,7 +277,7 @@ mod tests {
     const ANY: Launched = Launched { is_fixed: false, ..FIXED };
 
     fn of(codec: &str, kernel: Launched) -> Option<Counted> {
-        let codec = resolve(codec).unwrap();
+        let codec = resolve_spec(codec).unwrap();
         counted(Side::BOTH.map(|side| codec.side(side)), kernel, [true; 2])
     }
 
@@ -358,7 +360,7 @@ mod tests {
             assert!(off.iter().all(|off| *off < most), "{step} and not {counted:?}");
         }
         let of = |codec: &str| {
-            let codec = resolve(codec).unwrap();
+            let codec = resolve_spec(codec).unwrap();
             Side::BOTH.map(|side| huffman(codec.side(side), side).unwrap().0)
         };
         assert!(of("kvcomp").iter().all(|code| (code - 46.0 / 4.0).abs() < 0.2));
@@ -389,7 +391,7 @@ mod tests {
 
     #[test]
     fn what_is_not_whole_takes_more() {
-        let codec = resolve("vecinfer-1.5").unwrap();
+        let codec = resolve_spec("vecinfer-1.5").unwrap();
         let sides = Side::BOTH.map(|side| codec.side(side));
         let of = |whole| counted(sides, ANY, whole).unwrap();
         let more = of([false; 2]).per_value - of([true; 2]).per_value;

@@ -10,7 +10,7 @@ use crate::products;
 use crate::side::TILE_TOKENS;
 use crate::table::CodebookRoom;
 use crate::tables::GAIN_STAGE;
-use kvd_codec::{Entropy, SideSpec};
+use kvd_codec::{EntropyCoding, SideSpec};
 use kvd_core::{Geometry, Side};
 
 /// A thread block, and what a multiprocessor holds of it.
@@ -101,8 +101,8 @@ fn tile_bytes((spec, dim): (&SideSpec, usize), geometry: &Geometry, side: Side) 
     let implied = spec.implied_bits(geometry, side);
     // Huffman codes are decoded, not staged: of them only scales are.
     let staged = match spec.entropy {
-        Entropy::Huffman => implied.scales,
-        Entropy::None => bits(spec, geometry, side) - implied.header,
+        EntropyCoding::Huffman => implied.scales,
+        EntropyCoding::None => bits(spec, geometry, side) - implied.header,
     };
     (staged / 8.0 * (dim * TILE_TOKENS) as f64).round() as usize
 }

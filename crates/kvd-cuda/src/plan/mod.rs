@@ -148,9 +148,9 @@ fn bits(side: &SideSpec, geometry: &Geometry, which: Side) -> f64 {
     let implied = side.implied_bits(geometry, which);
     let rate = match side.quantizer {
         Quantizer::Grid { rate } => f64::from(rate),
-        _ => side.quantizer.alphabet().map_or(0.0, code_bits),
+        _ => side.quantizer.code_count().map_or(0.0, code_bits),
     };
-    implied.total().unwrap_or(rate + implied.scales + implied.offsets + implied.header)
+    implied.total_bits().unwrap_or(rate + implied.scales + implied.offsets + implied.header)
 }
 
 /// Bits of a Huffman code of so many levels, as keys and values of `kvcomp` and keys of
@@ -230,12 +230,12 @@ pub fn plan(codec: &CodecSpec, workload: &Workload, limits: &Limits) -> Option<P
 
 /// Why the host encodes a side in some layer or head.
 fn host_encoding(codec: &CodecSpec, side: Side) -> Option<&'static str> {
-    codec.variants(side).into_iter().find_map(encoded_on_host)
+    codec.side_specs(side).into_iter().find_map(encoded_on_host)
 }
 
 /// Whether a side has Huffman tables that are built from blocks.
 fn host_tables(codec: &CodecSpec, side: Side) -> bool {
-    codec.variants(side).into_iter().any(SideSpec::has_trained_tables)
+    codec.side_specs(side).into_iter().any(SideSpec::has_trained_tables)
 }
 
 /// Units over the parts of one head, so that all heads fill the thread blocks that are resident at

@@ -244,7 +244,7 @@ mod tests {
             rope_pairing: RopePairing::Half,
         };
         let workload = Workload { geometry, group: 4, batch: 1, tokens: 131_072 };
-        let spec = kvd_codec::resolve("kivi-2").unwrap();
+        let spec = kvd_codec::resolve_spec("kivi-2").unwrap();
         let known = Limits::h100();
         let text = |limits: Limits| plan(&spec, &workload, &limits).unwrap().to_string();
         assert!(text(known.clone()).contains("prediction, not yet measured"));

@@ -17,7 +17,7 @@ fn workload(batch: u32, tokens: u32) -> Workload {
 }
 
 fn of(codec: &str, limits: &Limits) -> Plan {
-    plan(&kvd_codec::resolve(codec).unwrap(), &workload(1, 131_072), limits).unwrap()
+    plan(&kvd_codec::resolve_spec(codec).unwrap(), &workload(1, 131_072), limits).unwrap()
 }
 
 #[test]
@@ -76,7 +76,7 @@ fn predictions_take_a_clock_that_is_held() {
 #[test]
 fn long_sequences_fill_the_gpu_and_large_batches_do_it_without_a_split() {
     let limits = Limits::h100();
-    let raw = kvd_codec::resolve("raw").unwrap();
+    let raw = kvd_codec::resolve_spec("raw").unwrap();
     let one = plan(&raw, &workload(1, 131_072), &limits).unwrap();
     assert_eq!(one.splits, one.workload.tokens.div_ceil(64).div_ceil(one.parts_per_unit));
     let units = one.splits * 8;
@@ -102,7 +102,7 @@ fn first_entries_are_in_registers_and_small_codebooks_whole() {
     }
     // Kernels for eight query rows have one register to spare.
     let eight = Workload { group: 8, ..workload(1, 131_072) };
-    let residual = kvd_codec::resolve("vq-residual-4").unwrap();
+    let residual = kvd_codec::resolve_spec("vq-residual-4").unwrap();
     let keys = plan(&residual, &eight, &Limits::h100()).unwrap().codebooks[0].unwrap();
     assert_eq!((keys.registers, keys.shared), (0, 256));
     let small = of("k=vq(d=4,b=4,stages=2); v=vq(d=16,b=4,stages=2)", &Limits::h100());
@@ -121,7 +121,7 @@ fn first_entries_are_in_registers_and_small_codebooks_whole() {
 #[test]
 fn channels_are_split_where_thread_blocks_would_be_idle() {
     let codec = "k=vq(d=4,b=8,stages=2,scope=group); v=vq(d=4,b=8,stages=2,scope=group)";
-    let resolved = kvd_codec::resolve(codec).unwrap();
+    let resolved = kvd_codec::resolve_spec(codec).unwrap();
     for (limits, parts) in
         [(Limits::a100(), 2), (Limits::rtx4090(), 4), (Limits::h100(), 4), (Limits::h200(), 4)]
     {
@@ -139,7 +139,7 @@ fn channels_are_split_where_thread_blocks_would_be_idle() {
         assert!(short.to_string().contains("units share the channels"), "{short}");
     }
     // Products on tensor cores sum all channels.
-    let short = plan(&kvd_codec::resolve("cq-2").unwrap(), &workload(1, 64), &Limits::h100());
+    let short = plan(&kvd_codec::resolve_spec("cq-2").unwrap(), &workload(1, 64), &Limits::h100());
     assert_eq!(short.unwrap().codebooks[1].unwrap().channel_split, 1);
 }
 

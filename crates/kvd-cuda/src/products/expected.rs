@@ -10,7 +10,9 @@ use crate::late::LatePairs;
 use crate::lookup;
 use crate::side::{Kernel, Pair, Variant};
 use crate::spread;
-use kvd_codec::{CodebookScope, Entropy, FloatFormat, GroupAxis, Quantizer, SideSpec, UniformMode};
+use kvd_codec::{
+    CodebookScope, EntropyCoding, FloatFormat, GroupAxis, Quantizer, SideSpec, UniformMode,
+};
 use kvd_core::{DType, Geometry, Side};
 
 /// What a plan expects of one side's products.
@@ -61,7 +63,7 @@ pub(crate) fn expected(
         let dim = geometry.head_dim(side);
         expected_shape(specs[side.index()], (side, grouped), dim, geometry.dtype)
     });
-    let huffman = specs.iter().any(|spec| spec.entropy == Entropy::Huffman);
+    let huffman = specs.iter().any(|spec| spec.entropy == EntropyCoding::Huffman);
     let pair = Pair { keys: kernels[0], values: kernels[1], huffman };
     let variant = variant(pair, &key, &value, late);
     let rows = rows_of_kernel(variant, rows);
@@ -129,9 +131,9 @@ fn expected_shape(
 ) -> SideShape {
     let mut shape = SideShape { dim: dim as u32, scale_tokens: 1, sets: 1, ..SideShape::default() };
     let page = Geometry::BLOCK_TOKENS_MAX;
-    shape.bits = side.quantizer.alphabet().map_or(8, |codes| codes.next_power_of_two().ilog2());
+    shape.bits = side.quantizer.code_count().map_or(8, |codes| codes.next_power_of_two().ilog2());
     (shape.scale_channels, shape.stages, shape.book_dim) = (1, 1, 1);
-    if side.entropy == Entropy::Huffman {
+    if side.entropy == EntropyCoding::Huffman {
         shape.stride = shape.dim;
     }
     match side.quantizer {

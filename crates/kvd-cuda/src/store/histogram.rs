@@ -60,7 +60,7 @@ impl Histogram {
                 if !matches!(stage, Stage::Counted(Counters { count: 1.., .. })) {
                     return Some(looked_at(codec, side, stage));
                 }
-                let of_head = codec.head(layer, side, head);
+                let of_head = codec.head_codec(layer, side, head);
                 HeadStore::new(of_head, shapes.fixed(head, side)?, (stage, None), &mut constants)
             });
             heads.push([keys?, values?]);

@@ -3,7 +3,7 @@
 
 use super::steps;
 use crate::side::COPY_BYTES;
-use kvd_codec::{CHUNK_TOKENS, Grid, LaneRun, LaneTable};
+use kvd_codec::{CHUNK_TOKENS, Grid, StreamRun, StreamTable};
 use kvd_core::Side;
 
 /// Codes of a quad.
@@ -44,8 +44,8 @@ impl Constants {
 pub(super) struct Lanes<'a> {
     pub(super) side: Side,
     pub(super) dim: usize,
-    pub(super) runs: &'a [LaneRun],
-    pub(super) tables: &'a [LaneTable],
+    pub(super) runs: &'a [StreamRun],
+    pub(super) tables: &'a [StreamTable],
     /// Of the table in page headers.
     pub(super) version: u16,
     pub(super) grid: Option<&'a Grid>,
@@ -79,24 +79,29 @@ impl Lanes<'_> {
         let (mut quads, mut lane_bits, mut words) = (0, 0, Vec::new());
         for run in self.runs {
             let table = &self.tables[run.table];
-            let (batch, need) = table.batch();
+            let (batch, need) = table.batch_size();
             let of_run = match self.side {
                 Side::Key => run.len.div_ceil(QUAD),
                 Side::Value => run.len,
             };
             quads += of_run;
-            lane_bits += of_run * QUAD / (batch * table.group()) * need as usize;
+            lane_bits += of_run * QUAD / (batch * table.codes_per_symbol()) * need as usize;
             let substitutes: Vec<u32> = table.substitutes().iter().map(|s| (*s).into()).collect();
             let substitutes =
                 if substitutes.is_empty() { 0 } else { constants.share(&substitutes) };
             words.extend([run.first, run.len, quads].map(|x| x as u32));
-            words.extend([constants.share(table.units()), substitutes, table.group() as u32]);
-            words.extend([table.levels(), table.missing()].map(u32::from));
-            words.extend([table.raw_bits(), (batch * table.group()) as u32, need, 0]);
+            words.extend([
+                constants.share(table.symbol_units()),
+                substitutes,
+                table.codes_per_symbol() as u32,
+            ]);
+            words.extend([table.level_count(), table.missing_code()].map(u32::from));
+            words.extend([table.raw_bits(), (batch * table.codes_per_symbol()) as u32, need, 0]);
         }
         let step = self.grid.map_or(0.0, Grid::step);
         let cuts = self.grid.map_or(0, |grid| {
-            let cut = |channel| (grid.bias(channel) | grid.largest(channel) << 16).cast_unsigned();
+            let cut =
+                |channel| (grid.bias(channel) | grid.largest_code(channel) << 16).cast_unsigned();
             constants.share(&(0..self.dim).map(cut).collect::<Vec<_>>())
         });
         steps::align(&mut constants.bytes);

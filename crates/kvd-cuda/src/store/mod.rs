@@ -14,7 +14,7 @@ pub use plan::{StoreLaunch, StorePlan, StoredPage};
 
 use crate::side::Kernel;
 use crate::{Shapes, SideShape, room};
-use kvd_codec::{HeadSide, LaneTable, ModelCodec, Quantizer, Run, SideSpec, Stored};
+use kvd_codec::{HeadCodec, ModelCodec, Quantizer, SideSpec, StoredLayout, StreamTable, WidthRun};
 use kvd_core::{DType, LayerIndex, Side};
 use lanes::{Constants, LaneSizes, Lanes};
 
@@ -66,7 +66,7 @@ struct HeadStore {
     /// Whether a step reads whole rows.
     reads_rows: bool,
     /// Of a bit allocation.
-    runs: Vec<Run>,
+    runs: Vec<WidthRun>,
 }
 
 /// How the pages of one layer are written, where kernels do it. Made once per model and layer.
@@ -98,7 +98,7 @@ impl StoreShapes {
         constants.bytes.resize(steps::STEP_BYTES, 0);
         let heads = (0..codec.geometry().kv_heads as usize).map(|head| {
             let [keys, values] = Side::BOTH.map(|side| {
-                let of_head = (codec.head(layer, side, head), side);
+                let of_head = (codec.head_codec(layer, side, head), side);
                 let trained = codec.trained_tables(layer, side, head);
                 let current = codec.current_table(layer, side, head);
                 let shape = shapes.current(head, side)?;
@@ -127,11 +127,11 @@ impl StoreShapes {
         let mut built = 0;
         for head in 0..codec.geometry().kv_heads as usize {
             for side in Side::BOTH {
-                let of_head = (codec.head(layer, side, head), side);
+                let of_head = (codec.head_codec(layer, side, head), side);
                 let trained = codec.counted_codes(layer, side, head).is_some();
                 let (shape, stage) = if trained {
                     // The current table's, and the prior's.
-                    built += 2 * lanes::run_bytes(of_head.0.lane_runs().map_or(0, <[_]>::len));
+                    built += 2 * lanes::run_bytes(of_head.0.stream_runs().map_or(0, <[_]>::len));
                     (shapes.fixed(head, side), Stage::Fixed)
                 } else {
                     (shapes.current(head, side), Stage::of_pages(of_head, (&[], 0), &mut constants))
@@ -153,11 +153,11 @@ impl StoreShapes {
 impl Stage {
     /// Of pages with that version of the trained tables, or a grid's; places what it reads.
     fn of_pages(
-        (side, which): (&HeadSide, Side),
-        (trained, version): (&[LaneTable], usize),
+        (side, which): (&HeadCodec, Side),
+        (trained, version): (&[StreamTable], usize),
         constants: &mut Constants,
     ) -> Self {
-        let Some(runs) = side.lane_runs() else { return Self::Fixed };
+        let Some(runs) = side.stream_runs() else { return Self::Fixed };
         let grid = side.grid();
         let table = trained.get(version).map_or(&[][..], std::slice::from_ref);
         let (tables, version) = grid.map_or((table, version as u16), |grid| (grid.tables(), 0));
@@ -176,7 +176,7 @@ impl Stage {
 
 impl HeadStore {
     fn new(
-        side: &HeadSide,
+        side: &HeadCodec,
         (kernel, shape): (Kernel, SideShape),
         (stage, prior): (Stage, Option<LaneSizes>),
         constants: &mut Constants,
@@ -205,35 +205,35 @@ impl HeadStore {
 
     /// Appends what the quantizer reads beside its table; gives its limit. None where it has no
     /// kernel.
-    fn constants(side: &HeadSide, shape: &SideShape, steps: &mut Vec<u8>) -> Option<f32> {
+    fn constants(side: &HeadCodec, shape: &SideShape, steps: &mut Vec<u8>) -> Option<f32> {
         let mut push = |values: &[f32]| steps::floats(steps, values, 0);
-        Some(match side.stored() {
-            Stored::Float(dtype) => dtype.largest(),
-            Stored::E4m3 | Stored::Lloyd { .. } => 0.0,
-            Stored::Uniform { .. } => side.level_part()?,
-            Stored::Codebooks(vq) => {
+        Some(match side.stored_layout() {
+            StoredLayout::Float(dtype) => dtype.largest(),
+            StoredLayout::E4m3 | StoredLayout::Lloyd { .. } => 0.0,
+            StoredLayout::Uniform { .. } => side.level_part()?,
+            StoredLayout::Codebooks(vq) => {
                 if vq.stages() > vq.dim().min(VQ_STAGES_MAX.into()) {
                     return None;
                 }
                 for set in 0..shape.sets as usize {
                     for stage in 0..vq.stages() {
-                        push(vq.codebook(stage, set).half_norms());
+                        push(vq.stage_codebook(stage, set).half_norms());
                     }
                 }
                 vq.reach()
             }
-            Stored::Polar { .. } => {
+            StoredLayout::Polar { .. } => {
                 let (halfway, reach) = side.polar_bounds()?;
                 push(halfway.as_flattened());
                 push(reach);
                 0.0
             }
-            Stored::BitAlloc { .. } => {
+            StoredLayout::BitAlloc { .. } => {
                 let bitalloc = side.bitalloc()?;
                 push(bitalloc.midpoints());
-                bitalloc.bound()
+                bitalloc.outlier_bound()
             }
-            Stored::Grid(_) => 0.0,
+            StoredLayout::Grid(_) => 0.0,
             _ => return None,
         })
     }

@@ -1,7 +1,7 @@
 //! A side's transform as `kernels/include/kvd/store/transform.cuh` reads it.
 
 use crate::side::COPY_BYTES;
-use kvd_codec::{ForwardStep, HeadSide};
+use kvd_codec::{ForwardStep, HeadCodec};
 use kvd_core::DType;
 
 /// Bytes of a step, what it reads apart.
@@ -10,7 +10,7 @@ pub(super) const STEP_BYTES: usize = 16;
 const NEGATED: u32 = 1 << 31;
 
 /// Appends a side's steps and their ends; gives their offset.
-pub(super) fn push(steps: &mut Vec<u8>, side: &HeadSide) -> u64 {
+pub(super) fn push(steps: &mut Vec<u8>, side: &HeadCodec) -> u64 {
     align(steps);
     let start = steps.len();
     let forward = side.forward_steps();

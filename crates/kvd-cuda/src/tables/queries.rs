@@ -62,7 +62,7 @@ impl Builder<'_> {
             tables.queries.extend(q[row * dim..][..dim].iter().map(|x| x * scale));
             tables.offsets.push(0.0);
         }
-        let side = self.codec.head(self.plan.layer, Side::Key, head);
+        let side = self.codec.head_codec(self.plan.layer, Side::Key, head);
         for row in 0..count {
             let raw = tables.queries[(first + row) * dim..][..dim].to_vec();
             let start = tables.queries.len();

@@ -29,7 +29,7 @@ impl Shapes {
         let rooms = rooms.map(Into::into);
         let mut tables = LayerTables::default();
         let heads = (0..codec.geometry().kv_heads as usize).map(|head| {
-            let of_side = |side| codec.head(layer, side, head);
+            let of_side = |side| codec.head_codec(layer, side, head);
             let tokens = codec.geometry().block_tokens;
             // One kernel reads both.
             let grouped = Side::BOTH.iter().all(|side| in_groups((of_side(*side), *side), tokens));

@@ -6,7 +6,7 @@ mod abi;
 
 pub use abi::{AnswerParameters, QueryParameters, TurnUnit};
 
-use kvd_codec::{ModelCodec, TurnStep};
+use kvd_codec::{ModelCodec, QueryTransformStep};
 use kvd_core::{LayerIndex, Side};
 
 /// Rows of a unit at most: `TURN_ROWS` of `turn.cuh`.
@@ -33,7 +33,7 @@ impl Turns {
     pub fn new(codec: &ModelCodec, layer: LayerIndex) -> Self {
         let mut turns = Self::default();
         for head in 0..codec.geometry().kv_heads as usize {
-            let side = |side| codec.head(layer, side, head);
+            let side = |side| codec.head_codec(layer, side, head);
             let fold = turns.push(&side(Side::Key).fold_steps());
             let unfold = turns.push(&side(Side::Value).unfold_steps());
             turns.heads.push([fold, unfold]);
@@ -59,24 +59,26 @@ impl Turns {
     }
 
     /// Appends steps and their end; gives their offset.
-    fn push(&mut self, turns: &[TurnStep<'_>]) -> u64 {
+    fn push(&mut self, turns: &[QueryTransformStep<'_>]) -> u64 {
         let steps = &mut self.steps;
         let start = steps.len();
         steps.resize(start + STEP_BYTES * (turns.len() + 1), 0);
         for (index, step) in turns.iter().enumerate() {
             let offset = (steps.len() - start) as u32;
             let words = match step {
-                TurnStep::Scale(factors) => [1, 0, floats(steps, factors, offset), 0],
-                TurnStep::Mean(mean) => [2, 0, floats(steps, mean, offset), 0],
-                TurnStep::Hadamard { block, norm } => [3, *block as u32, 0, norm.to_bits()],
-                TurnStep::Permute { order, signs } => {
+                QueryTransformStep::Scale(factors) => [1, 0, floats(steps, factors, offset), 0],
+                QueryTransformStep::Mean(mean) => [2, 0, floats(steps, mean, offset), 0],
+                QueryTransformStep::Hadamard { block, norm } => {
+                    [3, *block as u32, 0, norm.to_bits()]
+                }
+                QueryTransformStep::Permute { order, signs } => {
                     for (place, sign) in order.iter().zip(signs) {
                         let word = u32::from(*place) | if *sign < 0.0 { NEGATED } else { 0 };
                         steps.extend(word.to_le_bytes());
                     }
                     [4, 0, offset, 0]
                 }
-                TurnStep::Matrix(columns) => [5, 0, floats(steps, columns, offset), 0],
+                QueryTransformStep::Matrix(columns) => [5, 0, floats(steps, columns, offset), 0],
             };
             let at = start + STEP_BYTES * index;
             steps[at..at + STEP_BYTES].copy_from_slice(bytemuck::cast_slice(&words));
@@ -107,8 +109,9 @@ mod tests {
             dtype: DType::F16,
             rope_pairing: RopePairing::Half,
         };
-        let spec = kvd_codec::resolve("k=hadamard/lloyd(b=4); v=hadamard/uniform(b=4,axis=token)")
-            .unwrap();
+        let spec =
+            kvd_codec::resolve_spec("k=hadamard/lloyd(b=4); v=hadamard/uniform(b=4,axis=token)")
+                .unwrap();
         let codec = ModelCodec::new(geometry, spec, None).unwrap();
         let turns = Turns::new(&codec, LayerIndex(0));
         let mut units = [TurnUnit { head: 5, ..TurnUnit::default() }];

@@ -1,7 +1,7 @@
 //! Attention in f64 over what the pages decode to, with the bound that f32 arithmetic earns.
 
 use super::Stored;
-use kvd_codec::{PageReader, Space, Stored as StoredSide};
+use kvd_codec::{PageReader, RowSpace, StoredLayout as StoredSide};
 use kvd_compute::{AttendPlan, PlanPart, PlanQuery, Source};
 use kvd_core::{LayerIndex, Side};
 
@@ -39,9 +39,9 @@ fn rows(stored: &Stored, part: &PlanPart, side: Side, head: usize) -> (Vec<f32>,
             let start = if index == 0 { 0 } else { ends[index - 1] };
             let slot = &stored.arena[extent.offset as usize..];
             let bytes = &slot[start as usize..ends[index] as usize];
-            let reader = PageReader::open(&stored.codec, LAYER, side, head, bytes).unwrap();
+            let reader = PageReader::open_page(&stored.codec, LAYER, side, head, bytes).unwrap();
             reader.decode_rows(*first_row as usize, part.rows as usize, &mut out).unwrap();
-            (out, reader.space() == Space::Coefficient)
+            (out, reader.space() == RowSpace::Coefficient)
         }
     }
 }
@@ -99,9 +99,10 @@ fn row(stored: &Stored, plan: &AttendPlan, head: usize, q: &[f32], seen: &[&Toke
     let scale = plan.scale.unwrap_or_else(|| 1.0 / (q.len() as f32).sqrt());
     let q: Vec<f32> = q.iter().map(|x| x * scale).collect();
     let mut folded = vec![0f32; q.len()];
-    let side = stored.codec.head(LAYER, Side::Key, head);
+    let side = stored.codec.head_codec(LAYER, Side::Key, head);
     let offset = f64::from(side.fold_query(&q, &mut folded));
-    let by_levels = matches!(side.stored(), StoredSide::Lloyd { .. } | StoredSide::Polar { .. });
+    let by_levels =
+        matches!(side.stored_layout(), StoredSide::Lloyd { .. } | StoredSide::Polar { .. });
     let (mut scores, mut size, mut rounded) = (Vec::new(), 0f64, 0f64);
     for token in seen {
         let (query, offset) = if token.key.1 { (&folded, offset) } else { (&q, 0.0) };
@@ -133,7 +134,7 @@ fn row(stored: &Stored, plan: &AttendPlan, head: usize, q: &[f32], seen: &[&Toke
     let mut out = narrow(&sums[0]);
     let mut spread = 1.0;
     if shares[1] > 0.0 {
-        let side = stored.codec.head(LAYER, Side::Value, head);
+        let side = stored.codec.head_codec(LAYER, Side::Value, head);
         side.unfold_value(&narrow(&sums[1]), shares[1] as f32, &mut out);
         // Errors of coefficients add up in a row: a rotation has entries of at most 1 and `dim` of
         // them, and smoothing factors of these rows stay below 4.

@@ -1,7 +1,8 @@
 //! A sequence as the daemon stores it: pages by the reference encoder, windows as raw rows.
 
 use kvd_codec::{
-    BlockRows, Calibration, CodecSpec, ModelCodec, Page, PageHeader, Samples, fit, resolve,
+    BlockRows, Calibration, CodecSpec, ModelCodec, Page, PageHeader, Samples, fit_calibration,
+    resolve_spec,
 };
 use kvd_compute::{PlanPart, Source};
 use kvd_core::{DType, Extent, Geometry, LayerIndex, RopePairing, Side};
@@ -74,7 +75,7 @@ impl Stored {
         value: impl Fn(Side, usize, usize, usize) -> f32,
         change: fn(&Calibration) -> Calibration,
     ) -> Self {
-        let spec = resolve(codec).unwrap();
+        let spec = resolve_spec(codec).unwrap();
         let calibration = calibration(geometry, &spec).as_ref().map(change);
         let codec = ModelCodec::new(geometry.clone(), spec, calibration.as_ref()).unwrap();
         // Something lies in front, so that offsets count.
@@ -138,7 +139,7 @@ impl Stored {
         let mut start = offset;
         for end in &encoded.page_ends {
             let end = offset + *end as usize;
-            let page = Page::parse(&self.arena[start..end]).unwrap();
+            let page = Page::parse_page(&self.arena[start..end]).unwrap();
             self.headers.insert(start as u64, *page.header());
             start = end;
         }
@@ -199,7 +200,7 @@ pub(crate) fn calibration(geometry: &Geometry, spec: &CodecSpec) -> Option<Calib
                 samples.push(LAYER, side, head, &rows).unwrap();
             }
         }
-        fit(geometry, spec, &samples, 7, &mut |_| {}).unwrap()
+        fit_calibration(geometry, spec, &samples, 7, &mut |_| {}).unwrap()
     };
     FITTED.with_borrow_mut(|known| {
         let key = (geometry.clone(), spec.to_string());

@@ -4,7 +4,7 @@
 
 use super::{layout, value};
 use crate::common::{Stored, geometry};
-use kvd_codec::{LaneCodes, LaneTable, PageReader};
+use kvd_codec::{PageReader, StreamCodes, StreamTable};
 use kvd_compute::Source;
 use kvd_core::{DType, LayerIndex, Side};
 use kvd_cuda::{Shapes, SideShape};
@@ -25,7 +25,7 @@ struct Coded {
 impl Coded {
     /// It, or one in its place.
     fn open<'a>(&self, stored: &'a Stored, bytes: &'a [u8]) -> PageReader<'a> {
-        PageReader::open(&stored.codec, LAYER, self.side, self.head, bytes).unwrap()
+        PageReader::open_page(&stored.codec, LAYER, self.side, self.head, bytes).unwrap()
     }
 }
 
@@ -41,8 +41,8 @@ fn pages(stored: &Stored, shapes: &Shapes) -> Vec<Coded> {
             let bytes = stored.arena[extent.offset as usize..][start..end].to_vec();
             let version = stored.headers[&(extent.offset + start as u64)].table_version;
             start = end;
-            let page = PageReader::open(&stored.codec, LAYER, side, head, &bytes).unwrap();
-            if page.lane_codes().is_some() {
+            let page = PageReader::open_page(&stored.codec, LAYER, side, head, &bytes).unwrap();
+            if page.stream_codes().is_some() {
                 let shape = shapes.side(head, side, version).unwrap();
                 pages.push(Coded { side, head, bytes, shape });
             }
@@ -52,11 +52,11 @@ fn pages(stored: &Stored, shapes: &Shapes) -> Vec<Coded> {
 }
 
 /// Appends a table's codes as a tree: both children, symbol, whether it is one. Gives its root.
-fn plant(table: &LaneTable, nodes: &mut Vec<[u32; 4]>) -> u32 {
+fn plant(table: &StreamTable, nodes: &mut Vec<[u32; 4]>) -> u32 {
     const NONE: u32 = u32::MAX;
     let (root, raw) = (nodes.len() as u32, table.raw_bits());
     nodes.push([NONE, NONE, 0, 0]);
-    for (symbol, unit) in table.units().iter().step_by(1 << raw).enumerate() {
+    for (symbol, unit) in table.symbol_units().iter().step_by(1 << raw).enumerate() {
         if unit >> 31 != 0 {
             // It has no code: another's is in its place.
             continue;
@@ -79,16 +79,17 @@ fn plant(table: &LaneTable, nodes: &mut Vec<[u32; 4]>) -> u32 {
 }
 
 /// Runs of a page as the walk reads them, and their trees.
-fn trees(lanes: &LaneCodes<'_>) -> (Vec<u32>, Vec<[u32; 4]>) {
+fn trees(lanes: &StreamCodes<'_>) -> (Vec<u32>, Vec<[u32; 4]>) {
     let mut nodes = Vec::new();
     let roots: Vec<u32> = lanes.tables().iter().map(|table| plant(table, &mut nodes)).collect();
-    let run = |run: &kvd_codec::LaneRun| {
+    let run = |run: &kvd_codec::StreamRun| {
         let table = &lanes.tables()[run.table];
-        let (batch, need) = table.batch();
+        let (batch, need) = table.batch_size();
         let [first, len, group, per_word] =
-            [run.first, run.len, table.group(), batch * table.group()].map(|x| x as u32);
-        let levels = u32::from(table.levels());
-        let (root, longest, raw) = (roots[run.table], table.longest(), table.raw_bits());
+            [run.first, run.len, table.codes_per_symbol(), batch * table.codes_per_symbol()]
+                .map(|x| x as u32);
+        let levels = u32::from(table.level_count());
+        let (root, longest, raw) = (roots[run.table], table.longest_symbol(), table.raw_bits());
         [first, len, root, longest, raw, group, levels, per_word, need]
     };
     (lanes.runs().iter().flat_map(run).collect(), nodes)
@@ -180,7 +181,7 @@ fn compare(codec: &str, dims: [u32; 2]) -> [usize; 2] {
     let [mut chunks, mut changed] = [0; 2];
     for page in pages(&stored, &shapes) {
         let reader = page.open(&stored, &page.bytes);
-        let (lanes, _) = reader.lane_codes().unwrap();
+        let (lanes, _) = reader.stream_codes().unwrap();
         let (runs, nodes) = trees(&lanes);
         let setup = Setup {
             page: &page,
@@ -190,14 +191,14 @@ fn compare(codec: &str, dims: [u32; 2]) -> [usize; 2] {
             nodes: Memory::of(bytemuck::cast_slice(&nodes)),
             per_row: lanes.per_row(),
         };
-        for index in 0..lanes.chunks() {
+        for index in 0..lanes.chunk_count() {
             let chunk = lanes.chunk(index);
             let order = orders.next().unwrap();
             let reference = |bytes: &[u8]| {
                 let mut rows = vec![u16::MAX; chunk.tokens * lanes.per_row()];
                 let reader = page.open(&stored, bytes);
                 // Words that are left are an error of the page; codes are there nonetheless.
-                let _ = reader.lane_codes().unwrap().0.decode(index, &mut rows);
+                let _ = reader.stream_codes().unwrap().0.decode_chunk(index, &mut rows);
                 rows
             };
             let what = format!("{codec}: {} {}, chunk {index}", page.side, page.head);
@@ -254,7 +255,7 @@ fn a_decoder_that_is_given_other_words_does_not_agree() {
     let tables = Memory::of(&shapes.tables);
     for page in pages(&stored, &shapes) {
         let reader = page.open(&stored, &page.bytes);
-        let (lanes, _) = reader.lane_codes().unwrap();
+        let (lanes, _) = reader.stream_codes().unwrap();
         let (runs, nodes) = trees(&lanes);
         let mut setup = Setup {
             page: &page,

@@ -30,7 +30,7 @@ pub(super) fn shaped((kv_heads, head_dim_k, head_dim_v): Shape, dtype: DType) ->
 /// A model of such rows; a backend and its region.
 pub(super) fn registered(text: &str, geometry: &Geometry, (order, pace): (Order, Pace)) -> Fixture {
     let mut fixture = open(order, pace, OPTIONS);
-    let spec = kvd_codec::resolve(text).unwrap();
+    let spec = kvd_codec::resolve_spec(text).unwrap();
     let codec = kvd_codec::ModelCodec::new(geometry.clone(), spec, None).unwrap();
     fixture.backend.backend.register(MODEL, codec);
     fixture
@@ -395,7 +395,7 @@ fn more_rows_than_scratch_memory_holds_are_not_staged_and_the_device_goes_on() {
     let mut backend = CudaBackend::open(Box::new(driver), &[b"kernels"], options).unwrap();
     let memory = shared(Kind::Ipc);
     let region = backend.open_region(memory.handle(), REGION_BYTES as u64).unwrap().region;
-    let spec = kvd_codec::resolve("raw").unwrap();
+    let spec = kvd_codec::resolve_spec("raw").unwrap();
     backend.register(MODEL, kvd_codec::ModelCodec::new(geometry.clone(), spec, None).unwrap());
     let mut backend = InPlace::new(backend, region, &geometry);
     for (tokens, fits) in [(32, false), (28, true), (64, false), (1, true)] {

@@ -45,7 +45,7 @@ pub(super) fn check_counts(
         let channels = geometry.head_dim(side);
         let (needed, codec) = (ROWS_PER_CHANNEL * channels, || label.to_owned());
         let has = |transform: Transform| {
-            spec.variants(side).iter().any(|variant| variant.transforms.contains(&transform))
+            spec.side_specs(side).iter().any(|variant| variant.transforms.contains(&transform))
         };
         if has(Transform::QueryPca)
             && let Some(FewestQueries { layer, found }) = fewest_queries(samples)
@@ -111,7 +111,7 @@ mod tests {
     #[test]
     fn a_matrix_needs_four_rows_for_each_channel() {
         let check = |codec: &str, tokens, queries| {
-            let spec = kvd_codec::resolve(codec).unwrap();
+            let spec = kvd_codec::resolve_spec(codec).unwrap();
             check_counts(&spec, codec, &samples(tokens, queries, 1.0))
         };
         assert_eq!(check("kvd-2", 32, 32), Ok(()));

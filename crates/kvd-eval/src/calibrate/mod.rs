@@ -112,7 +112,7 @@ fn fit(
     progress: &Progress,
 ) -> Result<Option<Calibration>> {
     for codec in &options.codecs {
-        let keys = codec.spec.variants(Side::Key);
+        let keys = codec.spec.side_specs(Side::Key);
         if !queries && keys.iter().any(|key| key.transforms.contains(&Transform::QueryPca)) {
             return Err(CalibrateError::NoQueries { codec: codec.label.clone() }.into());
         }

@@ -79,7 +79,8 @@ impl Evaluation<'_> {
             }
         };
         let samples = self.samples.insert(samples);
-        let fitted = kvd_codec::fit(geometry, spec, samples, self.options.seed, &mut |_| {});
+        let fitted =
+            kvd_codec::fit_calibration(geometry, spec, samples, self.options.seed, &mut |_| {});
         Ok(fitted.context("calibration")?.to_bytes().into())
     }
 
@@ -88,7 +89,7 @@ impl Evaluation<'_> {
     fn model_name(&self, codec: &str) -> String {
         let model = crate::model_name(&self.subject.assets.name);
         let twice = self.options.codecs.iter().filter(|other| other.label == codec).count() > 1;
-        match kvd_codec::preset(codec) {
+        match kvd_codec::find_preset(codec) {
             Some(_) if !twice => format!("{model}.{}", crate::plain(codec)),
             _ => format!("{model}.codec-{}", self.runs),
         }

@@ -20,7 +20,7 @@ impl EvalCodec {
     #[must_use]
     pub fn all_presets() -> Vec<Self> {
         let named = |preset: &kvd_codec::Preset| {
-            Some(Self { label: preset.name.to_owned(), spec: kvd_codec::preset(preset.name)? })
+            Some(Self { label: preset.name.to_owned(), spec: kvd_codec::find_preset(preset.name)? })
         };
         kvd_codec::presets().iter().filter_map(named).collect()
     }
@@ -28,7 +28,9 @@ impl EvalCodec {
     /// The codec as a registration: by its preset's name where it is one, so that metrics say it.
     #[must_use]
     pub fn text(&self) -> String {
-        let Some(preset) = kvd_codec::preset(&self.label) else { return self.spec.to_string() };
+        let Some(preset) = kvd_codec::find_preset(&self.label) else {
+            return self.spec.to_string();
+        };
         if preset == self.spec {
             return self.label.clone();
         }
@@ -45,7 +47,7 @@ impl EvalCodec {
     pub fn from_file(path: &Path) -> Result<Self> {
         let text = std::fs::read_to_string(path);
         let text = text.with_context(|| format!("cannot read {}", path.display()))?;
-        let spec = kvd_codec::resolve(&text).map_err(|error| {
+        let spec = kvd_codec::resolve_spec(&text).map_err(|error| {
             let (line, column) = error.line_and_column(&text);
             let at = format!("policy file {}, line {line}, column {column}", path.display());
             anyhow::Error::from(error).context(at)
@@ -63,7 +65,7 @@ impl FromStr for EvalCodec {
         if let Some(path) = text.strip_prefix('@') {
             return Self::from_file(Path::new(path));
         }
-        Ok(Self { label: text.trim().to_owned(), spec: kvd_codec::resolve(text)? })
+        Ok(Self { label: text.trim().to_owned(), spec: kvd_codec::resolve_spec(text)? })
     }
 }
 

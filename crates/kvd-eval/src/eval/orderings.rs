@@ -155,7 +155,7 @@ impl EvalCodec {
     pub fn orderings() -> Vec<Self> {
         let presets = PRESETS.iter().map(|name| (*name, *name));
         let parse = |(label, text): (&str, &str)| {
-            Some(Self { label: label.to_owned(), spec: kvd_codec::resolve(text).ok()? })
+            Some(Self { label: label.to_owned(), spec: kvd_codec::resolve_spec(text).ok()? })
         };
         presets.chain(CODECS.iter().copied()).filter_map(parse).collect()
     }

@@ -28,7 +28,7 @@ pub(super) fn label(block: &Block, row: &EvalRow) -> String {
 
 /// Codecs that are no presets and what they are.
 pub(super) fn legend(block: &Block) -> Vec<(String, &str)> {
-    let rows = block.rows.iter().filter(|row| kvd_codec::preset(&row.codec).is_none());
+    let rows = block.rows.iter().filter(|row| kvd_codec::find_preset(&row.codec).is_none());
     let named = rows.map(|row| (label(block, row), row.codec_spec.as_str()));
     named.filter(|(label, spec)| label != spec).collect()
 }

@@ -2,7 +2,7 @@
 
 use crate::eval::Windows;
 use crate::fits;
-use kvd_codec::{CodecSpec, Override, SideSpec};
+use kvd_codec::{CodecSpec, SideSpec, SpecOverride};
 use kvd_core::Side;
 use std::fmt::Write;
 
@@ -17,7 +17,7 @@ pub(super) fn codec(layers: &[[SideSpec; 2]], windows: Windows) -> CodecSpec {
         specs.clone().find(|spec| count(spec) == most).cloned().unwrap_or_else(fits::raw_side)
     };
     let (key, value) = (own(Side::Key), own(Side::Value));
-    let mut overrides: Vec<Override> = Vec::new();
+    let mut overrides: Vec<SpecOverride> = Vec::new();
     for side in Side::BOTH {
         let own = if side == Side::Key { &key } else { &value };
         for (layer, specs) in (0u32..).zip(layers) {
@@ -31,7 +31,7 @@ pub(super) fn codec(layers: &[[SideSpec; 2]], windows: Windows) -> CodecSpec {
             });
             match next {
                 Some(last) => last.layers = last.layers.as_ref().map(|r| *r.start()..=layer),
-                None => overrides.push(Override {
+                None => overrides.push(SpecOverride {
                     side,
                     layers: Some(layer..=layer),
                     heads: None,
@@ -58,7 +58,7 @@ mod tests {
     use super::*;
 
     fn side(text: &str) -> SideSpec {
-        kvd_codec::resolve(&format!("k={text}; v=raw")).unwrap().key
+        kvd_codec::resolve_spec(&format!("k={text}; v=raw")).unwrap().key
     }
 
     #[test]
@@ -86,7 +86,7 @@ mod tests {
 
     #[test]
     fn a_policy_file_is_read_as_written() {
-        let spec = kvd_codec::resolve("k=fp8; v=raw; k[layer=1]=raw; sink=2").unwrap();
+        let spec = kvd_codec::resolve_spec("k=fp8; v=raw; k[layer=1]=raw; sink=2").unwrap();
         let text = file(&spec, &["one; two".to_owned(), "three".to_owned()]);
         assert!(text.starts_with("# one; two\n# three\nk=fp8;\n"), "{text}");
         let dir = tempfile::tempdir().unwrap();

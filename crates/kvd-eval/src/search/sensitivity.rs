@@ -11,7 +11,7 @@ use crate::eval::Windows;
 use crate::fits::{Fits, alone, raw_side};
 use crate::measure::{CodecRun, PassageReference, Registration, Rig};
 use anyhow::{Context, Result};
-use kvd_codec::{CodecSpec, Override, SideSpec};
+use kvd_codec::{CodecSpec, SideSpec, SpecOverride};
 use kvd_core::Side;
 
 /// Attention error and bits of one candidate on one layer and side.
@@ -61,7 +61,7 @@ impl Bench<'_> {
     /// KL when `probe` is on one layer's side and everything else as it arrives.
     pub(super) async fn kl(&mut self, layer: u32, side: Side, probe: &SideSpec) -> Result<f64> {
         let layers = Some(layer..=layer);
-        let place = Override { side, layers, heads: None, spec: probe.clone() };
+        let place = SpecOverride { side, layers, heads: None, spec: probe.clone() };
         let spec = CodecSpec { overrides: vec![place], ..alone(side, raw_side()) };
         let reference = self.reference;
         let mut run = self.open("probes", spec).await?;

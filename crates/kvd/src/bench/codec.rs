@@ -6,7 +6,7 @@ use super::{BenchError, Shape, each_set, limits};
 use bytes::Bytes;
 use kvd_codec::{
     BlockRows, CodeEncoder, CodecError, CodecSpec, EncodedBlock, ModelCodec, PageError, PageReader,
-    Width, hold, widen,
+    RegisterWidth, limit_width, widen_values,
 };
 use kvd_compute::{BackendError, CodeDecoder, InstructionSet, Simd};
 use kvd_core::{DType, Geometry, ProgressLines, Side};
@@ -94,7 +94,7 @@ struct Case {
     side: Side,
     simd: Simd,
     /// None where no instruction set was named: encoders may have wider registers than kernels.
-    width: Option<Width>,
+    width: Option<RegisterWidth>,
     codec: ModelCodec,
     blocks: Vec<[Vec<f32>; 2]>,
     /// The same as f16.
@@ -119,7 +119,7 @@ impl CodecBench {
         let machine = Machine::look(1);
         let mut cases = Vec::new();
         for name in &self.codecs {
-            let spec = kvd_codec::resolve(name).map_err(BenchError::of(name))?;
+            let spec = kvd_codec::resolve_spec(name).map_err(BenchError::of(name))?;
             for side in Side::BOTH {
                 for set in each_set(&self.instruction_sets) {
                     cases.push(self.case(&spec, (side, set), name)?);
@@ -144,7 +144,7 @@ impl CodecBench {
         name: &str,
     ) -> Result<Case, BenchError> {
         let simd = Simd::named(set).map_err(BenchError::of(name))?;
-        let raw = kvd_codec::preset("raw").expect("a preset of that name");
+        let raw = kvd_codec::find_preset("raw").expect("a preset of that name");
         let mut geometry = self.shape.geometry(self.block_tokens);
         let mut spec = spec.clone();
         match side {
@@ -213,7 +213,7 @@ fn rows(geometry: &Geometry, seed: u64) -> [Bytes; 2] {
 
 fn widened(rows: &Bytes) -> Vec<f32> {
     let mut values = vec![0f32; rows.len() / DType::F16.size_bytes()];
-    widen(DType::F16, rows, &mut values);
+    widen_values(DType::F16, rows, &mut values);
     values
 }
 
@@ -224,14 +224,14 @@ fn view<'a>(geometry: &Geometry, block: &'a [Vec<f32>; 2]) -> BlockRows<'a> {
 impl Case {
     /// A turn on its instruction set.
     fn turn(&mut self, counts: bool) -> Result<(), BenchError> {
-        let before = hold(self.width);
+        let before = limit_width(self.width);
         let done = self.measure(counts);
-        hold(before);
+        limit_width(before);
         done
     }
 
     fn measure(&mut self, counts: bool) -> Result<(), BenchError> {
-        debug_assert_eq!(hold(self.width), self.width, "held to something else");
+        debug_assert_eq!(limit_width(self.width), self.width, "held to something else");
         let mut room = std::mem::take(&mut self.room);
         let (encoded, encode_f16_ns, _) = timed(|| self.encode_halves(&mut room));
         encoded.map_err(BenchError::of(&self.row.side_spec))?;
@@ -278,7 +278,7 @@ impl Case {
         for (halves, bytes) in self.halves.iter().zip(&mut room.pages) {
             for (rows, values) in halves.iter().zip(&mut room.rows) {
                 values.resize(rows.len() / DType::F16.size_bytes(), 0.0);
-                widen(DType::F16, rows, values);
+                widen_values(DType::F16, rows, values);
             }
             bytes.clear();
             self.codec.encode_block(LAYER, &view(geometry, &room.rows), bytes)?;
@@ -296,7 +296,7 @@ impl Case {
         let page = |(bytes, encoded): &'a (&'a Vec<u8>, &'a EncodedBlock)| {
             let start = if index == 0 { 0 } else { encoded.page_ends[index - 1] };
             let page = &bytes[start as usize..encoded.page_ends[index] as usize];
-            PageReader::open(&self.codec, LAYER, self.side, head, page)
+            PageReader::open_page(&self.codec, LAYER, self.side, head, page)
         };
         blocks.iter().map(page).collect()
     }
@@ -322,7 +322,7 @@ impl Case {
             let encoder = self.codec.code_encoder(LAYER, self.side, head)?;
             let rows = self.blocks.iter().map(|block| &block[self.side.index()]);
             let rows = rows.map(|rows| &rows[head * per_head..][..per_head]);
-            Some((encoder, rows.filter_map(|rows| encoder.codes(rows)).collect()))
+            Some((encoder, rows.filter_map(|rows| encoder.quantize_rows(rows)).collect()))
         };
         (0..geometry.kv_heads as usize).filter_map(of_head).collect()
     }
@@ -335,7 +335,7 @@ impl Case {
         let mut run = || -> usize {
             let of_head = |(encoder, pages): &(CodeEncoder<'_>, Vec<Vec<u16>>)| -> usize {
                 words.clear();
-                pages.iter().map(|codes| encoder.encode(codes, &mut words)).sum()
+                pages.iter().map(|codes| encoder.append_words(codes, &mut words)).sum()
             };
             heads.iter().map(of_head).sum()
         };
@@ -357,7 +357,7 @@ impl Case {
             entropy += counts.values().map(|count| count * (total / count).log2()).sum::<f64>();
             codes += pages.iter().map(Vec::len).sum::<usize>();
             let mut out = Vec::new();
-            words += pages.iter().map(|codes| encoder.encode(codes, &mut out)).sum::<usize>();
+            words += pages.iter().map(|codes| encoder.append_words(codes, &mut out)).sum::<usize>();
         }
         let per_code = |bits: f64| bits / codes as f64;
         let (entropy, bits_per_code) = (per_code(entropy), per_code(16.0 * words as f64));
@@ -368,7 +368,7 @@ impl Case {
     fn codes_ns(&self, blocks: &[(&Vec<u8>, &EncodedBlock)]) -> Result<Option<f64>, BackendError> {
         let mut heads = Vec::new();
         for head in 0..self.codec.geometry().kv_heads as usize {
-            let side = self.codec.head(LAYER, self.side, head);
+            let side = self.codec.head_codec(LAYER, self.side, head);
             if let Some(decoder) = CodeDecoder::new(self.simd, side, self.side) {
                 heads.push((decoder, self.open(blocks, head)?));
             }

@@ -3,7 +3,7 @@
 use super::{BenchError, Shape, limits};
 use crate::affinity;
 use bytes::Bytes;
-use kvd_codec::{Calibration, CodecSpec, ModelCodec, Samples, fit};
+use kvd_codec::{Calibration, CodecSpec, ModelCodec, Samples, fit_calibration};
 use kvd_compute::{
     Backend, CpuBackend, CpuOptions, EncodeSource, EncodedPages, IncomingRows, InstructionSet,
     Precision, RawTarget, Source,
@@ -58,7 +58,7 @@ pub(super) fn rows(geometry: &Geometry, tokens: u32, seed: u64) -> IncomingRows 
 
 /// A codec bound to a geometry, fitted on normal rows where it needs that.
 pub(super) fn codec(geometry: &Geometry, name: &str) -> Result<ModelCodec, BenchError> {
-    let spec = kvd_codec::resolve(name).map_err(BenchError::codec(name))?;
+    let spec = kvd_codec::resolve_spec(name).map_err(BenchError::codec(name))?;
     bind(geometry, spec, name)
 }
 
@@ -88,7 +88,7 @@ fn calibrate(
         }
         samples.push_queries(LAYER, head, &draw(geometry.head_dim(Side::Key)))?;
     }
-    fit(geometry, spec, &samples, 1, &mut |_| {})
+    fit_calibration(geometry, spec, &samples, 1, &mut |_| {})
 }
 
 /// How a backend is to be filled.

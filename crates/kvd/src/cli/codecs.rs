@@ -4,7 +4,7 @@ use super::table::{Column, table, wrapped};
 use super::{CliError, machine};
 use crate::bench::{AttendBench, Shape, shape};
 use clap::Args;
-use kvd_codec::{CodecSpec, Preset, Quantizer, presets, resolve};
+use kvd_codec::{CodecSpec, Preset, Quantizer, presets, resolve_spec};
 use kvd_compute::Precision;
 use kvd_core::{DType, Geometry, RopePairing, Side};
 use serde::Serialize;
@@ -108,7 +108,7 @@ pub(super) fn text(args: &CodecsArgs) -> Result<String, CliError> {
 
 fn rows() -> Vec<Row> {
     let row = |preset: &Preset| {
-        let spec = resolve(preset.name).expect("a test parses every preset");
+        let spec = resolve_spec(preset.name).expect("a test parses every preset");
         let loss = loss(QUALITY_PAGE, preset.name).expect("a test looks every preset up");
         let bits_per_value = implied_bits(&spec).unwrap_or(loss.bits_per_value);
         let saving = |tokens| Saving { tokens, ratio: saving(&spec, bits_per_value, tokens) };
@@ -130,7 +130,7 @@ fn rows() -> Vec<Row> {
 
 /// Bits per value, mean of both sides; `None` where they depend on the data.
 fn implied_bits(spec: &CodecSpec) -> Option<f64> {
-    let [k, v] = Side::BOTH.map(|side| spec.side(side).implied_bits(&GEOMETRY, side).total());
+    let [k, v] = Side::BOTH.map(|side| spec.side(side).implied_bits(&GEOMETRY, side).total_bits());
     Some((k? + v?) / 2.0)
 }
 
@@ -266,7 +266,7 @@ fn wide_text() -> String {
     let width = presets().iter().map(|preset| preset.name.len()).max().unwrap_or(0);
     let mut text = String::new();
     for preset in presets() {
-        let spec = resolve(preset.name).expect("a test parses every preset");
+        let spec = resolve_spec(preset.name).expect("a test parses every preset");
         let mut lines = vec![preset.summary.to_owned(), preset.spec_text.to_owned()];
         for side in Side::BOTH {
             let of_side = spec.side(side);
@@ -328,7 +328,7 @@ mod tests {
         for preset in presets() {
             let loss = loss(QUALITY_PAGE, preset.name);
             let loss = loss.unwrap_or_else(|| panic!("docs/quality.md has no {}", preset.name));
-            let spec = resolve(preset.name).unwrap();
+            let spec = resolve_spec(preset.name).unwrap();
             if let Some(bits) = implied_bits(&spec) {
                 let apart = (bits - loss.bits_per_value).abs();
                 assert!(apart < 0.02, "{}: {bits}, {loss:?}", preset.name);
@@ -344,7 +344,7 @@ mod tests {
     /// Ratios that a daemon told by `DescribeSequence`.
     #[test]
     fn windows_and_open_blocks_are_counted() {
-        let at = |name: &str, bits: f64, tokens| saving(&resolve(name).unwrap(), bits, tokens);
+        let at = |name: &str, bits: f64, tokens| saving(&resolve_spec(name).unwrap(), bits, tokens);
         assert_eq!(at("kivi-4", 5.031, 128), 1.0);
         for (name, bits, tokens, ratio) in [
             ("fp8", 8.047, 2048, 1.99),

@@ -6,7 +6,7 @@ use super::table::{Column, Labels, table};
 use super::{CliError, text_args};
 use crate::bench::limits;
 use clap::Args;
-use kvd_codec::{presets, resolve};
+use kvd_codec::{presets, resolve_spec};
 use kvd_core::{DType, Geometry, RopePairing};
 use kvd_cuda::{Bound, Limits, Plan, Workload, plan};
 use std::fmt::Write;
@@ -66,7 +66,7 @@ pub(super) fn text(args: &PlanArgs) -> Result<String, CliError> {
     };
     let mut plans = Vec::new();
     for name in names {
-        let codec = resolve(name).map_err(|error| CliError::Usage(error.to_string()))?;
+        let codec = resolve_spec(name).map_err(|error| CliError::Usage(error.to_string()))?;
         plans.push((name, plan(&codec, &workload, &limits)));
     }
     Ok(written(args, &limits, &plans).map_err(anyhow::Error::from)?)

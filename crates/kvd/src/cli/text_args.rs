@@ -7,12 +7,12 @@ use bytesize::ByteSize;
 /// text is what it was given as, of a file what is in it.
 pub(super) fn codec_text(text: &str) -> Result<String, String> {
     let Some(path) = text.strip_prefix('@') else {
-        let known = kvd_codec::resolve(text).map(|_| text.trim().to_owned());
+        let known = kvd_codec::resolve_spec(text).map(|_| text.trim().to_owned());
         return known.map_err(|error| format!("{error}; `kvd codecs` lists presets"));
     };
     let policy = std::fs::read_to_string(path);
     let policy = policy.map_err(|error| format!("cannot read {path}: {error}"))?;
-    let spec = kvd_codec::resolve(&policy).map_err(|error| {
+    let spec = kvd_codec::resolve_spec(&policy).map_err(|error| {
         let (line, column) = error.line_and_column(&policy);
         format!("policy file {path}, line {line}, column {column}: {error}")
     })?;

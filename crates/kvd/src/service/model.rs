@@ -58,9 +58,9 @@ impl Model {
     pub fn compresses(&self) -> bool {
         let native = self.shape.geometry.dtype;
         let saves = |side: &SideSpec| match side.quantizer {
-            Quantizer::Float(format) => {
-                format.dtype(native).is_none_or(|dtype| dtype.size_bytes() < native.size_bytes())
-            }
+            Quantizer::Float(format) => format
+                .stored_dtype(native)
+                .is_none_or(|dtype| dtype.size_bytes() < native.size_bytes()),
             _ => true,
         };
         let CodecSpec { key, value, overrides, .. } = &self.spec;

@@ -105,7 +105,7 @@ impl QuerySample {
             side.transforms.is_empty() && side.quantizer == Quantizer::Float(FloatFormat::Native)
         };
         let bytes = config.query_sample_bytes_max / u64::from(geometry.layers);
-        (spec.variants(Side::Key).iter().all(exact) && bytes > 0).then(|| Self {
+        (spec.side_specs(Side::Key).iter().all(exact) && bytes > 0).then(|| Self {
             geometry: geometry.clone(),
             bytes_per_layer: usize::try_from(bytes).unwrap_or(usize::MAX),
             layers: (0..geometry.layers).map(|_| Mutex::default()).collect(),

@@ -114,7 +114,7 @@ impl RecentQueries {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kvd_codec::resolve;
+    use kvd_codec::resolve_spec;
     use kvd_core::{DType, ModelId, RopePairing, SequenceId};
     use kvd_proto::domain::AttendQuery;
 
@@ -128,7 +128,7 @@ mod tests {
             dtype: DType::F16,
             rope_pairing: RopePairing::Half,
         };
-        RecentQueries::new(&geometry, &resolve(codec).unwrap())
+        RecentQueries::new(&geometry, &resolve_spec(codec).unwrap())
     }
 
     /// Query heads 0 and 1 share a KV head, 2 and 3 the other; all values of a row are alike.

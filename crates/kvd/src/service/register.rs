@@ -7,7 +7,9 @@ use super::query_sample::QuerySample;
 use super::recent_queries::RecentQueries;
 use super::{Call, Model, Service, ServiceError};
 use crate::metrics::{ModelLabels, ModelMetrics};
-use kvd_codec::{Calibration, CodecSpec, Entropy, FloatFormat, ModelCodec, Quantizer, SideSpec};
+use kvd_codec::{
+    Calibration, CodecSpec, EntropyCoding, FloatFormat, ModelCodec, Quantizer, SideSpec,
+};
 use kvd_compute::Backend;
 use kvd_core::{ErrorCode, Geometry, ModelId};
 use kvd_proto::domain::ModelSpec;
@@ -54,10 +56,10 @@ fn check_calibration_bytes(spec: &ModelSpec, max: usize) -> Result<(), ServiceEr
 fn check_page_tokens(geometry: &Geometry, codec: &CodecSpec, min: u32) -> Result<(), ServiceError> {
     let overrides = codec.overrides.iter().map(|change| &change.spec);
     let least = |side: &SideSpec| match (&side.quantizer, side.entropy) {
-        (Quantizer::Float(FloatFormat::E4M3), Entropy::None) => min.div_ceil(2),
-        (Quantizer::Float(_), Entropy::None) => 1,
-        (_, Entropy::None) => min.div_ceil(2),
-        (_, Entropy::Huffman) => min,
+        (Quantizer::Float(FloatFormat::E4M3), EntropyCoding::None) => min.div_ceil(2),
+        (Quantizer::Float(_), EntropyCoding::None) => 1,
+        (_, EntropyCoding::None) => min.div_ceil(2),
+        (_, EntropyCoding::Huffman) => min,
     };
     let needed = [&codec.key, &codec.value].into_iter().chain(overrides).map(least).max();
     let (given, needed) = (geometry.block_tokens, needed.unwrap_or(1));
@@ -85,7 +87,7 @@ impl Service {
         self.admit(call)?;
         check_calibration_bytes(&spec, self.config.calibration_bytes_max)?;
         let inflight = self.inflight.take(spec.calibration.len() as u64)?;
-        let codec = kvd_codec::resolve(&spec.codec)?;
+        let codec = kvd_codec::resolve_spec(&spec.codec)?;
         check_page_tokens(&spec.geometry, &codec, self.config.page_tokens_min)?;
         let fingerprint = fingerprint(&spec.geometry, &codec, &spec.calibration);
         let check = || self.models.check(&call.namespace, &spec.name, &fingerprint);

@@ -22,7 +22,7 @@ use crate::cpu::place::Place;
 use crate::cpu::scores::{SPAN, Scores, TILE};
 use crate::cpu::simd::{How, Simd};
 use crate::cpu::uniform::sum;
-use kvd_codec::{BitAlloc, CodeLayout, HeadSide, Run};
+use kvd_codec::{BitAlloc, CodeLayout, HeadCodec, WidthRun};
 use kvd_core::Side;
 use std::ops::Range;
 
@@ -33,7 +33,7 @@ const LINE: usize = 64;
 
 /// The codes of one run.
 struct Codes {
-    run: Run,
+    run: WidthRun,
     /// Each table and the position of its first byte.
     tables: Vec<(LevelTable, usize)>,
     /// Where they begin in a page of [`Book::tokens`].
@@ -54,7 +54,7 @@ struct Book {
 }
 
 /// Whether the codes of these runs are multiplied as they lie, in a unit of so many rows.
-fn is_direct(simd: Simd, rows: usize, runs: &[Run]) -> bool {
+fn is_direct(simd: Simd, rows: usize, runs: &[WidthRun]) -> bool {
     #[cfg(target_arch = "x86_64")]
     {
         let lens = runs.iter().filter(|run| run.width > 0).map(|run| run.len);
@@ -69,7 +69,7 @@ fn is_direct(simd: Simd, rows: usize, runs: &[Run]) -> bool {
 
 impl Book {
     /// For a unit of so many rows.
-    fn new((simd, rows): (Simd, usize), head: &HeadSide, side: Side) -> Option<Self> {
+    fn new((simd, rows): (Simd, usize), head: &HeadCodec, side: Side) -> Option<Self> {
         let bitalloc = head.bitalloc()?;
         let (mut codes, mut positions) = (Vec::new(), Vec::new());
         for run in bitalloc.runs() {
@@ -126,7 +126,7 @@ impl Book {
         }
         let mut start = 0;
         for codes in &mut self.codes {
-            let Run { width, len, .. } = codes.run;
+            let WidthRun { width, len, .. } = codes.run;
             codes.start = start;
             start += CodeLayout::new(self.side, tokens, len, width as u32).size_bytes();
         }
@@ -160,7 +160,7 @@ impl Book {
 impl Codes {
     /// Those of some tiles of a page, which are full ones.
     fn of<'a>(&self, page: &'a [u8], tiles: Range<usize>) -> RunCodes<'a> {
-        let Run { width, len, .. } = self.run;
+        let WidthRun { width, len, .. } = self.run;
         let tile = TILE / 8 * len * width;
         let bytes = &page[self.start + tiles.start * tile..self.start + tiles.end * tile];
         RunCodes { bytes, width: width as u32, len }
@@ -227,7 +227,7 @@ pub(crate) struct Keys {
 
 impl Keys {
     /// Takes folded queries `[rows, dim]`.
-    pub(crate) fn new(how: How, side: &HeadSide, queries: &[f32]) -> Option<Self> {
+    pub(crate) fn new(how: How, side: &HeadCodec, queries: &[f32]) -> Option<Self> {
         let book = Book::new((how.0, queries.len() / side.dim()), side, Side::Key)?;
         let mut cuts = book.cuts(how);
         let lookup = Lookup::bytes();
@@ -360,7 +360,7 @@ pub(crate) struct Values {
 }
 
 impl Values {
-    pub(crate) fn new(how: How, side: &HeadSide, rows: usize) -> Option<Self> {
+    pub(crate) fn new(how: How, side: &HeadCodec, rows: usize) -> Option<Self> {
         let book = Book::new((how.0, rows), side, Side::Value)?;
         Some(Self {
             sums: vec![0.0; rows * book.positions.len()],

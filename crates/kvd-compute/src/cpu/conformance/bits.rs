@@ -60,7 +60,7 @@ enum Way {
 impl Way {
     fn of((simd, precision): How, codec: &ModelCodec, name: &str, rows: usize) -> Self {
         let how = (simd, unit::effective((simd, precision), rows));
-        let [k, v] = Side::BOTH.map(|side| codec.head(LAYER, side, 0));
+        let [k, v] = Side::BOTH.map(|side| codec.head_codec(LAYER, side, 0));
         let tiles = [(k, Side::Key), (v, Side::Value)].map(|(head, of)| LaneTiles::new(head, of));
         let keys = fused::Keys::new(how, k, tiles[0].as_ref(), &vec![1.0; k.dim() * rows]);
         let values = fused::Values::new(how, v, tiles[1].as_ref(), rows);

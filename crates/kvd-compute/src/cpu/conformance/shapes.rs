@@ -33,7 +33,7 @@ fn head_sizes_that_fill_no_register_are_right_too() {
 
 /// Whether keys and values of a codec are multiplied without being decoded.
 fn kernels(codec: &ModelCodec, simd: Simd) -> [bool; 2] {
-    let [k, v] = Side::BOTH.map(|side| codec.head(LAYER, side, 0));
+    let [k, v] = Side::BOTH.map(|side| codec.head_codec(LAYER, side, 0));
     let tiles = [(k, Side::Key), (v, Side::Value)].map(|(head, side)| LaneTiles::new(head, side));
     let how = (simd, Precision::Fast);
     let keys = fused::Keys::new(how, k, tiles[0].as_ref(), &vec![1.0; k.dim()]);
@@ -152,10 +152,10 @@ fn shifted(calibration: &Calibration) -> Calibration {
 #[test]
 fn keys_of_256_channels_have_a_kernel_though_their_runs_fill_more_positions() {
     let (geometry, name) = (geometry(256), "kvd-4");
-    let spec = kvd_codec::resolve(name).unwrap();
+    let spec = kvd_codec::resolve_spec(name).unwrap();
     let calibration = shifted(&fitted(&geometry, &spec));
     let codec = ModelCodec::new(geometry, spec, Some(&calibration)).unwrap();
-    let tiles = LaneTiles::new(codec.head(LAYER, Side::Key, 0), Side::Key).unwrap();
+    let tiles = LaneTiles::new(codec.head_codec(LAYER, Side::Key, 0), Side::Key).unwrap();
     assert!(tiles.per_row > 256, "{}", tiles.per_row);
     for simd in Simd::available() {
         assert_eq!(kernels(&codec, simd), [true; 2], "{simd:?}");

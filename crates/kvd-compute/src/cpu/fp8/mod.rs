@@ -11,7 +11,7 @@ pub(super) mod lanes;
 use crate::cpu::ahead::Ahead;
 use crate::cpu::scores::{SPAN, Scores, TILE};
 use crate::cpu::simd::{InstructionSet, Simd};
-use kvd_codec::{FixedCodes, HeadSide};
+use kvd_codec::{FixedCodes, HeadCodec};
 use std::ops::Range;
 
 /// Half of what the bits lack.
@@ -20,7 +20,7 @@ const GAIN: f32 = (1u64 << 60) as f32;
 pub(super) const ROWS: usize = 4;
 
 /// Whether there is a kernel for the side.
-fn fits(simd: Simd, side: &HeadSide) -> bool {
+fn fits(simd: Simd, side: &HeadCodec) -> bool {
     side.is_e4m3() && side.dim().is_multiple_of(4) && simd.set() != InstructionSet::Portable
 }
 
@@ -37,7 +37,7 @@ pub(crate) struct Keys {
 
 impl Keys {
     /// Takes folded queries `[rows, dim]`; `None` where rows must be decoded.
-    pub(crate) fn new(simd: Simd, side: &HeadSide, queries: &[f32]) -> Option<Self> {
+    pub(crate) fn new(simd: Simd, side: &HeadCodec, queries: &[f32]) -> Option<Self> {
         let queries: Vec<f32> = queries.iter().map(|q| q * GAIN).collect();
         let fits = fits(simd, side) && queries.iter().all(|q| q.is_finite());
         fits.then(|| Self { dim: side.dim(), queries })
@@ -51,7 +51,7 @@ impl Keys {
         (tile, ahead): (usize, Ahead<'_>),
         scores: &mut Scores,
     ) {
-        let codes = &page.codes[page.layout.tile(in_page)];
+        let codes = &page.codes[page.layout.tile_bytes(in_page)];
         assert_eq!(codes.len(), TILE * self.dim, "fp8: a full tile");
         for (index, queries) in self.queries.chunks(ROWS * self.dim).enumerate() {
             let out = scores.rows_mut(index * ROWS, tile);
@@ -73,7 +73,7 @@ pub(crate) struct Values {
 
 impl Values {
     /// `None` where rows must be decoded.
-    pub(crate) fn new(simd: Simd, side: &HeadSide) -> Option<Self> {
+    pub(crate) fn new(simd: Simd, side: &HeadCodec) -> Option<Self> {
         fits(simd, side).then(|| Self { dim: side.dim(), weights: Vec::new() })
     }
 
@@ -87,8 +87,8 @@ impl Values {
         weights: &Scores,
         sums: &mut [f32],
     ) {
-        let last = page.layout.tile(in_page + tiles.len() - 1);
-        let codes = &page.codes[page.layout.tile(in_page).start..last.end];
+        let last = page.layout.tile_bytes(in_page + tiles.len() - 1);
+        let codes = &page.codes[page.layout.tile_bytes(in_page).start..last.end];
         assert_eq!(codes.len(), tiles.len() * TILE * self.dim, "fp8: full tiles");
         for (index, sums) in sums.chunks_mut(ROWS * self.dim).enumerate() {
             self.weights.clear();

@@ -3,7 +3,7 @@
 //!
 //! The next eight bits of the lanes of two chunks, and all that comes of them, are bytes of one
 //! register. Codes and lengths are looked up sixteen bytes at a time: by four bits, then, row after
-//! row, by the next four of those lanes whose code goes on (`kvd_codec::Nibbles`). What a symbol
+//! row, by the next four of those lanes whose code goes on (`kvd_codec::NibbleTables`). What a symbol
 //! waits for is long, and two pairs of chunks that take it in turns hide half of that.
 #![allow(unsafe_code)] // Register loads and stores, and calls after detection.
 #![expect(clippy::needless_range_loop, reason = "indices name registers")]
@@ -11,7 +11,7 @@
 use crate::cpu::huffman::group::{Words, alike};
 use crate::cpu::huffman::{Chunk, LANES, QUAD, STEP_BYTES, Step};
 use crate::cpu::simd::{InstructionSet, Simd};
-use kvd_codec::{LaneTable, NibbleRow, Nibbles};
+use kvd_codec::{NibbleRow, NibbleTables, StreamTable};
 use std::arch::x86_64::*;
 use std::array::from_fn;
 
@@ -48,7 +48,7 @@ const fn hand_out() -> [[u8; 16]; 256] {
 /// Up to four chunks of the same steps and tables.
 struct Group<'a, 'b> {
     chunks: Vec<&'a mut Chunk<'b>>,
-    tables: &'b [LaneTable],
+    tables: &'b [StreamTable],
     words: [[Words<'b>; PAIR]; PAIRS],
     lanes: [Lanes; PAIRS],
 }
@@ -94,7 +94,7 @@ fn twice(row: &[u8; 16]) -> __m256i {
 #[target_feature(enable = "avx2")]
 fn look<const N: usize>(
     bits: [__m256i; PAIRS],
-    nibbles: &Nibbles,
+    nibbles: &NibbleTables,
     columns: [fn(&NibbleRow) -> &[u8; 16]; N],
 ) -> [[__m256i; PAIRS]; N] {
     let four = _mm256_set1_epi8(0x0F);
@@ -154,9 +154,9 @@ impl Lanes {
     /// Gives each lane that has too few bits the next word of its chunk.
     #[inline]
     #[target_feature(enable = "avx2,popcnt")]
-    fn top_up(&mut self, words: &mut [Words<'_>; PAIR], table: &LaneTable) {
+    fn top_up(&mut self, words: &mut [Words<'_>; PAIR], table: &StreamTable) {
         // No batch needs more than a word.
-        let need = _mm256_set1_epi8(table.batch().1 as i8);
+        let need = _mm256_set1_epi8(table.batch_size().1 as i8);
         let short = _mm256_cmpgt_epi8(need, self.have);
         let all = _mm256_movemask_epi8(short) as u32;
         let places = by_lane(self.have);
@@ -219,7 +219,7 @@ fn bits(lanes: &[Lanes; PAIRS]) -> [__m256i; PAIRS] {
 /// The next symbol of each lane, as its table packs it.
 #[inline]
 #[target_feature(enable = "avx2")]
-fn symbol(lanes: &mut [Lanes; PAIRS], nibbles: &Nibbles) -> [__m256i; PAIRS] {
+fn symbol(lanes: &mut [Lanes; PAIRS], nibbles: &NibbleTables) -> [__m256i; PAIRS] {
     let [codes, lengths] = look(bits(lanes), nibbles, [|row| &row.codes, |row| &row.lengths]);
     for pair in 0..PAIRS {
         lanes[pair].pass(lengths[pair]);
@@ -230,7 +230,7 @@ fn symbol(lanes: &mut [Lanes; PAIRS], nibbles: &Nibbles) -> [__m256i; PAIRS] {
 /// The same where length and code are one byte of the table.
 #[inline]
 #[target_feature(enable = "avx2")]
-fn small(lanes: &mut [Lanes; PAIRS], nibbles: &Nibbles) -> [__m256i; PAIRS] {
+fn small(lanes: &mut [Lanes; PAIRS], nibbles: &NibbleTables) -> [__m256i; PAIRS] {
     let [mut entries] = look(bits(lanes), nibbles, [|row| &row.small]);
     let code = _mm256_set1_epi8(31);
     for pair in 0..PAIRS {
@@ -244,7 +244,7 @@ fn small(lanes: &mut [Lanes; PAIRS], nibbles: &Nibbles) -> [__m256i; PAIRS] {
 /// The same as `symbol`, and after it the low bits of the code as they are.
 #[inline]
 #[target_feature(enable = "avx2")]
-fn with_raw(lanes: &mut [Lanes; PAIRS], nibbles: &Nibbles, raw: u32) -> [__m256i; PAIRS] {
+fn with_raw(lanes: &mut [Lanes; PAIRS], nibbles: &NibbleTables, raw: u32) -> [__m256i; PAIRS] {
     let mut codes = symbol(lanes, nibbles);
     let (low, mask) = (bits(lanes), _mm256_set1_epi8(((1u32 << raw) - 1) as i8));
     for pair in 0..PAIRS {
@@ -292,14 +292,14 @@ impl<'a, 'b> Group<'a, 'b> {
     #[target_feature(enable = "avx2,popcnt")]
     fn step(&mut self, step: &Step) {
         let table = &self.tables[step.table];
-        let symbols = match table.batch().0 {
+        let symbols = match table.batch_size().0 {
             4 => self.symbols::<4>(table, step.count),
             2 => self.symbols::<2>(table, step.count),
             _ => self.symbols::<1>(table, step.count),
         };
         let [a, b, c, d] = symbols;
         for (pair, chunks) in self.chunks.chunks_mut(PAIR).enumerate() {
-            let quads = spread([a[pair], b[pair], c[pair], d[pair]], table.group());
+            let quads = spread([a[pair], b[pair], c[pair], d[pair]], table.codes_per_symbol());
             let quads = by_chunk(quads);
             for (chunk, quads) in chunks.iter_mut().zip(quads) {
                 let out = &mut chunk.out[step.out..][..STEP_BYTES];
@@ -316,11 +316,11 @@ impl<'a, 'b> Group<'a, 'b> {
     #[target_feature(enable = "avx2,popcnt")]
     fn symbols<const BATCH: usize>(
         &mut self,
-        table: &LaneTable,
+        table: &StreamTable,
         codes: usize,
     ) -> [[__m256i; PAIRS]; QUAD] {
-        let bytes = table.bytes().expect("the caller has looked");
-        let (nibbles, group) = (&bytes.nibbles, table.group());
+        let bytes = table.byte_tables().expect("the caller has looked");
+        let (nibbles, group) = (&bytes.nibbles, table.codes_per_symbol());
         // One, two or four: a division would take as long as a symbol.
         let count = (codes + group - 1) >> group.trailing_zeros();
         let (words, of) = (&mut self.words, (table, count));

@@ -11,7 +11,7 @@
 use crate::cpu::huffman::group::{Words, alike};
 use crate::cpu::huffman::{Chunk, QUAD, STEP_BYTES, Step};
 use crate::cpu::simd::{InstructionSet, Simd};
-use kvd_codec::LaneTable;
+use kvd_codec::StreamTable;
 use std::arch::x86_64::*;
 use std::array::from_fn;
 
@@ -23,7 +23,7 @@ const ODD: i64 = 0x2020_2020_0000_0000;
 /// Up to four chunks of the same steps and tables.
 struct Group<'a, 'b> {
     chunks: Vec<&'a mut Chunk<'b>>,
-    tables: &'b [LaneTable],
+    tables: &'b [StreamTable],
     steps: &'b [Step],
     words: [Words<'b>; CHUNKS],
     lanes: Lanes,
@@ -43,7 +43,7 @@ struct Lanes {
 macro_rules! top_up {
     ($lanes:ident, $words:expr, $table:expr) => {{
         // No batch needs more than a word.
-        let most = _mm512_set1_epi8(32 - $table.batch().1 as i8);
+        let most = _mm512_set1_epi8(32 - $table.batch_size().1 as i8);
         let most = _mm512_add_epi8(most, _mm512_set1_epi64(ODD));
         // Nothing where there are enough: a mask that comes of a register is there long before one
         // that goes through another's bits.
@@ -115,8 +115,8 @@ fn load(bytes: &[u8; 256]) -> Bytes {
 }
 
 /// Whether indices have eight bits.
-fn is_wide(table: &LaneTable) -> bool {
-    table.longest() > 7
+fn is_wide(table: &StreamTable) -> bool {
+    table.longest_symbol() > 7
 }
 
 /// The bytes that the low bits of each byte name.
@@ -223,7 +223,7 @@ impl<'a, 'b> Group<'a, 'b> {
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,popcnt")]
     fn step(&mut self, step: &Step) {
         let table = &self.tables[step.table];
-        let quads = match (table.group(), table.batch().0) {
+        let quads = match (table.codes_per_symbol(), table.batch_size().0) {
             (1, 4) => self.singles::<4>(table, step.count),
             (1, 2) => self.singles::<2>(table, step.count),
             (1, _) => self.singles::<1>(table, step.count),
@@ -243,10 +243,10 @@ impl<'a, 'b> Group<'a, 'b> {
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,popcnt")]
     fn singles<const BATCH: usize>(
         &mut self,
-        table: &LaneTable,
+        table: &StreamTable,
         count: usize,
     ) -> [__m512i; CHUNKS] {
-        let bytes = table.bytes().expect("the caller has looked");
+        let bytes = table.byte_tables().expect("the caller has looked");
         let (words, of) = (&mut self.words, (table, count));
         let symbols = match (is_wide(table), table.raw_bits(), &bytes.small) {
             (false, 0, Some(small)) => {
@@ -283,8 +283,12 @@ impl<'a, 'b> Group<'a, 'b> {
     /// Quads of codes of which two share a symbol.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,popcnt")]
-    fn pairs<const BATCH: usize>(&mut self, table: &LaneTable, count: usize) -> [__m512i; CHUNKS] {
-        let bytes = table.bytes().expect("the caller has looked");
+    fn pairs<const BATCH: usize>(
+        &mut self,
+        table: &StreamTable,
+        count: usize,
+    ) -> [__m512i; CHUNKS] {
+        let bytes = table.byte_tables().expect("the caller has looked");
         let (codes, lengths) = (load(&bytes.codes), load(&bytes.lengths));
         let (words, of) = (&mut self.words, (table, count.div_ceil(2)));
         let symbols = if is_wide(table) {
@@ -309,8 +313,8 @@ impl<'a, 'b> Group<'a, 'b> {
     /// Quads of codes that share a symbol.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,popcnt")]
-    fn fours(&mut self, table: &LaneTable) -> [__m512i; CHUNKS] {
-        let bytes = table.bytes().expect("the caller has looked");
+    fn fours(&mut self, table: &StreamTable) -> [__m512i; CHUNKS] {
+        let bytes = table.byte_tables().expect("the caller has looked");
         let (codes, lengths) = (load(&bytes.codes), load(&bytes.lengths));
         let (words, of) = (&mut self.words, (table, 1));
         let [packed] = if is_wide(table) {

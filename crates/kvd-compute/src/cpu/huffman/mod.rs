@@ -17,8 +17,8 @@ use crate::cpu::scores::TILE;
 use crate::cpu::simd::{InstructionSet, Simd, per_level};
 use crate::cpu::span::Span;
 use kvd_codec::{
-    CHUNK_TOKENS, CodeLayout, FixedCodes, HeadSide, LaneCodes, LaneRun, LaneTable, PageError,
-    PageReader,
+    CHUNK_TOKENS, CodeLayout, FixedCodes, HeadCodec, PageError, PageReader, StreamCodes, StreamRun,
+    StreamTable,
 };
 use kvd_core::Side;
 use std::ops::Range;
@@ -50,7 +50,7 @@ pub(super) struct Chunk<'a> {
     pub(super) words: &'a [u32],
     /// How many were taken.
     pub(super) next: usize,
-    pub(super) tables: &'a [LaneTable],
+    pub(super) tables: &'a [StreamTable],
     pub(super) steps: &'a [Step],
     /// A tile of keys after the other, or quads of values, `[positions, lanes]`.
     pub(super) out: &'a mut [u8],
@@ -78,7 +78,7 @@ pub(super) struct Rest {
 pub(super) struct LaneTiles {
     side: Side,
     /// A row's runs, and where each begins in the rows of a tile.
-    pub(super) runs: Vec<(LaneRun, usize)>,
+    pub(super) runs: Vec<(StreamRun, usize)>,
     /// Codes of a tile's row.
     pub(super) per_row: usize,
     /// Rows of the page that lie in full tiles.
@@ -94,7 +94,7 @@ pub(super) struct LaneTiles {
 }
 
 /// The steps of a whole chunk, in the order of its words.
-fn steps(runs: &[(LaneRun, usize)], per_row: usize, side: Side) -> Vec<Step> {
+fn steps(runs: &[(StreamRun, usize)], per_row: usize, side: Side) -> Vec<Step> {
     let mut steps = Vec::new();
     for (run, first) in runs {
         let table = run.table;
@@ -117,9 +117,9 @@ fn steps(runs: &[(LaneRun, usize)], per_row: usize, side: Side) -> Vec<Step> {
 
 impl LaneTiles {
     /// For pages of that side; `None` when they hold no Huffman codes, or codes beyond a byte.
-    pub(super) fn new(head: &HeadSide, side: Side) -> Option<Self> {
+    pub(super) fn new(head: &HeadCodec, side: Side) -> Option<Self> {
         let mut per_row = 0;
-        let place = |run: &LaneRun| {
+        let place = |run: &StreamRun| {
             let first = per_row;
             // Four positions of a key are summed together.
             per_row += match side {
@@ -128,7 +128,7 @@ impl LaneTiles {
             };
             (*run, first)
         };
-        let runs: Vec<_> = head.lane_runs()?.iter().map(place).collect();
+        let runs: Vec<_> = head.stream_runs()?.iter().map(place).collect();
         Some(Self {
             side,
             steps: steps(&runs, per_row, side),
@@ -167,8 +167,8 @@ impl LaneTiles {
         wanted.start / CHUNK_TOKENS..wanted.end.min(self.rows).div_ceil(CHUNK_TOKENS)
     }
 
-    fn outliers(&mut self, lanes: &LaneCodes<'_>, index: usize) -> Result<(), BackendError> {
-        for outlier in lanes.outliers(&lanes.chunk(index)) {
+    fn outliers(&mut self, lanes: &StreamCodes<'_>, index: usize) -> Result<(), BackendError> {
+        for outlier in lanes.chunk_outliers(&lanes.chunk(index)) {
             let outlier = outlier?;
             let token = index * CHUNK_TOKENS + outlier.token;
             if token < self.rows {
@@ -180,7 +180,7 @@ impl LaneTiles {
     }
 
     /// What decoding a chunk reads and writes.
-    fn chunk<'a>(&'a mut self, simd: Simd, lanes: &LaneCodes<'a>, index: usize) -> Chunk<'a> {
+    fn chunk<'a>(&'a mut self, simd: Simd, lanes: &StreamCodes<'a>, index: usize) -> Chunk<'a> {
         let chunk = lanes.chunk(index);
         let words = chunk.words.as_chunks::<2>().0;
         self.words.resize(words.len() + LANES, 0);
@@ -271,8 +271,8 @@ pub(super) struct Wanted<'a> {
 pub(super) fn decode(simd: Simd, pages: Vec<Wanted<'_>>) -> Result<(), BackendError> {
     let mut tasks = Vec::with_capacity(pages.len());
     for Wanted { tiles, page, rows, decoded } in pages {
-        let Some((lanes, _)) = page.lane_codes() else { continue };
-        if lanes.tables().iter().any(|table| table.bytes().is_none()) {
+        let Some((lanes, _)) = page.stream_codes() else { continue };
+        if lanes.tables().iter().any(|table| table.byte_tables().is_none()) {
             continue;
         }
         *decoded = true;
@@ -330,9 +330,11 @@ mod tests {
 
     /// Of each page the codes of every run and every outlier, or that there is an error in one.
     fn tiles(simd: Simd, codec: &ModelCodec, side: Side, pages: &[&[u8]]) -> Option<Vec<Vec<i64>>> {
-        let head = codec.head(LAYER, side, 0);
-        let pages: Option<Vec<_>> =
-            pages.iter().map(|page| PageReader::open(codec, LAYER, side, 0, page).ok()).collect();
+        let head = codec.head_codec(LAYER, side, 0);
+        let pages: Option<Vec<_>> = pages
+            .iter()
+            .map(|page| PageReader::open_page(codec, LAYER, side, 0, page).ok())
+            .collect();
         let pages = pages?;
         let mut tiles: Vec<_> = pages.iter().map(|_| LaneTiles::new(head, side).unwrap()).collect();
         let mut decoded = vec![false; pages.len()];
@@ -350,7 +352,7 @@ mod tests {
         let layout = CodeLayout::new(side, tiles.rows, tiles.per_row, 8);
         let mut codes = Vec::new();
         for row in 0..tiles.rows {
-            let bytes = &tiles.bytes[layout.tile(row / TILE)];
+            let bytes = &tiles.bytes[layout.tile_bytes(row / TILE)];
             let row = row % TILE;
             for position in tiles.runs.iter().flat_map(|(run, first)| *first..first + run.len) {
                 codes.push(match side {
@@ -366,19 +368,19 @@ mod tests {
 
     /// The same by the reference decoder.
     fn reference(codec: &ModelCodec, side: Side, page: &[u8]) -> Option<Vec<i64>> {
-        let page = PageReader::open(codec, LAYER, side, 0, page).ok()?;
-        let (lanes, _) = page.lane_codes().unwrap();
+        let page = PageReader::open_page(codec, LAYER, side, 0, page).ok()?;
+        let (lanes, _) = page.stream_codes().unwrap();
         let (mut codes, mut rests) = (Vec::new(), Vec::new());
         let full = page.tokens() / TILE * TILE;
         for index in 0..full.div_ceil(CHUNK_TOKENS) {
             let (chunk, first) = (lanes.chunk(index), index * CHUNK_TOKENS);
             let mut rows = vec![0; chunk.tokens * lanes.per_row()];
-            lanes.decode(index, &mut rows).ok()?;
+            lanes.decode_chunk(index, &mut rows).ok()?;
             for row in rows.chunks_exact(lanes.per_row()).take(full - first) {
                 let runs = lanes.runs().iter().map(|run| &row[run.first..run.first + run.len]);
                 codes.extend(runs.flatten().map(|code| i64::from(*code)));
             }
-            for outlier in lanes.outliers(&chunk) {
+            for outlier in lanes.chunk_outliers(&chunk) {
                 let outlier = outlier.ok()?;
                 if first + outlier.token < full {
                     let rest = (outlier.rest as f32).to_bits();

@@ -9,7 +9,7 @@
 
 use crate::cpu::huffman::{Chunk, LANES, QUAD, STEP_BYTES, Step};
 use crate::cpu::lanes::neon_tables::{TABLE_128, TABLE_256, Table, look_up, tables};
-use kvd_codec::LaneTable;
+use kvd_codec::StreamTable;
 use std::arch::aarch64::*;
 
 /// A chunk and its reservoirs: four lanes a register.
@@ -65,17 +65,17 @@ impl Chain<'_, '_> {
     #[target_feature(enable = "neon")]
     fn step(&mut self, step: &Step) {
         let table = &self.chunk.tables[step.table];
-        let symbols = step.count.div_ceil(table.group());
+        let symbols = step.count.div_ceil(table.codes_per_symbol());
         // SAFETY: NEON is enabled.
         let [a, b, c, d] = unsafe {
-            match (table.longest() > 7, table.raw_bits() > 0) {
+            match (table.longest_symbol() > 7, table.raw_bits() > 0) {
                 (false, false) => self.symbols::<TABLE_128, false>(table, symbols),
                 (true, false) => self.symbols::<TABLE_256, false>(table, symbols),
                 (false, true) => self.symbols::<TABLE_128, true>(table, symbols),
                 (true, true) => self.symbols::<TABLE_256, true>(table, symbols),
             }
         };
-        let quads = match table.group() {
+        let quads = match table.codes_per_symbol() {
             1 => uint8x16x4_t(a, b, c, d),
             2 => {
                 let low = |two| vandq_u8(two, vdupq_n_u8(0x0F));
@@ -96,12 +96,12 @@ impl Chain<'_, '_> {
     #[inline(always)]
     unsafe fn symbols<const KIND: u8, const RAW: bool>(
         &mut self,
-        table: &LaneTable,
+        table: &StreamTable,
         count: usize,
     ) -> [uint8x16_t; QUAD] {
-        let bytes = table.bytes().expect("the caller has looked");
+        let bytes = table.byte_tables().expect("the caller has looked");
         let (codes, lengths) = (tables(&bytes.codes), tables(&bytes.lengths));
-        let batch = table.batch().0;
+        let batch = table.batch_size().0;
         let mut symbols = [vdupq_n_u8(0); QUAD];
         for (index, symbol) in symbols.iter_mut().enumerate().take(count) {
             if index % batch == 0 {
@@ -147,9 +147,9 @@ impl Chain<'_, '_> {
 
     /// Gives each lane that has too few bits the next word.
     #[inline(always)]
-    unsafe fn top_up(&mut self, table: &LaneTable) {
+    unsafe fn top_up(&mut self, table: &StreamTable) {
         // No batch needs more than a word.
-        let short = vcltq_u8(self.filled, vdupq_n_u8(table.batch().1 as u8));
+        let short = vcltq_u8(self.filled, vdupq_n_u8(table.batch_size().1 as u8));
         let ones = vandq_u8(short, vdupq_n_u8(1));
         let up_to = running(ones);
         let first = vshlq_n_u8::<2>(vsubq_u8(up_to, ones));

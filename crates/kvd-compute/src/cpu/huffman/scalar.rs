@@ -2,7 +2,7 @@
 //! lanes take words, with one load for a symbol's code and length.
 
 use crate::cpu::huffman::{Chunk, LANES, QUAD, STEP_BYTES};
-use kvd_codec::LaneTable;
+use kvd_codec::StreamTable;
 use kvd_core::Side;
 use std::ops::Range;
 
@@ -24,7 +24,7 @@ pub(super) fn decode(chunk: &mut Chunk<'_>) {
     for step in chunk.steps.iter().filter(|step| step.tokens < chunk.tokens) {
         let table = &chunk.tables[step.table];
         lanes.packed = [0; LANES];
-        for first in (0..QUAD).step_by(table.batch().0 * table.group()) {
+        for first in (0..QUAD).step_by(table.batch_size().0 * table.codes_per_symbol()) {
             let left = step.count.saturating_sub(first);
             match chunk.side {
                 Side::Key => {
@@ -42,7 +42,8 @@ pub(super) fn decode(chunk: &mut Chunk<'_>) {
             }
         }
         let out = chunk.out[step.out..][..STEP_BYTES].as_chunks_mut::<QUAD>().0;
-        let quads = lanes.packed.map(|packed| spread(packed, table.group()).to_le_bytes());
+        let quads =
+            lanes.packed.map(|packed| spread(packed, table.codes_per_symbol()).to_le_bytes());
         out.copy_from_slice(&quads);
     }
 }
@@ -68,11 +69,11 @@ impl Lanes {
         &mut self,
         words: &[u32],
         next: &mut usize,
-        table: &LaneTable,
+        table: &StreamTable,
         (first, left): (usize, usize),
         lanes: Range<usize>,
     ) {
-        let (batch, group) = (table.batch().0, table.group());
+        let (batch, group) = (table.batch_size().0, table.codes_per_symbol());
         let at = 8 * (first / group) as u32;
         match (left.div_ceil(group).min(batch), table.raw_bits() > 0) {
             (0, _) => {}
@@ -92,12 +93,12 @@ impl Lanes {
         &mut self,
         words: &[u32],
         next: &mut usize,
-        table: &LaneTable,
+        table: &StreamTable,
         at: u32,
         lanes: Range<usize>,
     ) {
-        let entries = &table.bytes().expect("the caller has looked").entries;
-        let (need, raw) = (table.batch().1, table.raw_bits());
+        let entries = &table.byte_tables().expect("the caller has looked").entries;
+        let (need, raw) = (table.batch_size().1, table.raw_bits());
         let end = words.len() - 1;
         let mut taken = *next;
         let held = self.held[lanes.clone()].iter_mut().zip(&mut self.filled[lanes.clone()]);

@@ -11,7 +11,7 @@ pub(super) mod avx512;
 use crate::cpu::dots::{TileCodes, wants_bytes};
 use crate::cpu::scores::Scores;
 use crate::cpu::simd::{How, InstructionSet, Precision, Simd};
-use kvd_codec::HeadSide;
+use kvd_codec::HeadCodec;
 
 /// Codes of a position.
 pub(super) const CODES: usize = 16;
@@ -49,20 +49,20 @@ pub(crate) struct Keys {
 
 impl Keys {
     /// Takes folded queries `[rows, dim]`; `None` where products must do.
-    pub(crate) fn of_codebook(how: How, side: &HeadSide, queries: &[f32]) -> Option<Self> {
+    pub(crate) fn of_codebook(how: How, side: &HeadCodec, queries: &[f32]) -> Option<Self> {
         let vq = side.vq().filter(|vq| vq.stages() == 1 && !vq.is_grouped())?;
-        let book = vq.codebook(0, 0);
+        let book = vq.stage_codebook(0, 0);
         // Decoded entropy codes are a byte each, and AVX-VNNI multiplies the bytes of entries in
         // fewer operations than AVX2 takes to look up what they add.
-        if side.lane_runs().is_some() || how.0.has_avx_vnni() {
+        if side.stream_runs().is_some() || how.0.has_avx_vnni() {
             return None;
         }
         Self::new(how, (queries, side.dim()), (book.entries(), book.dim()))
     }
 
     /// The same where each channel has a code, of a level.
-    pub(crate) fn of_levels(how: How, side: &HeadSide, queries: &[f32]) -> Option<Self> {
-        let levels = side.lloyd_levels().filter(|_| side.lane_runs().is_none())?;
+    pub(crate) fn of_levels(how: How, side: &HeadCodec, queries: &[f32]) -> Option<Self> {
+        let levels = side.lloyd_levels().filter(|_| side.stream_runs().is_none())?;
         Self::new(how, (queries, side.dim()), (levels, 1))
     }
 

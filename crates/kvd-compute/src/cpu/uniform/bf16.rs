@@ -14,7 +14,7 @@ use crate::cpu::simd::{How, Precision};
 use crate::cpu::uniform::avx512_bf16;
 use crate::cpu::uniform::minima::{Minima, Weighted};
 use crate::cpu::uniform::{SCALE_BYTES, by_tile, channels, middle, scale_row, scales, turn};
-use kvd_codec::{FixedCodes, GroupAxis, HeadSide, UniformGroups, UniformMode};
+use kvd_codec::{FixedCodes, GroupAxis, HeadCodec, UniformGroups, UniformMode};
 use std::ops::Range;
 
 /// Codes that a table has room for; bits above a code do not matter where they are repeated.
@@ -65,8 +65,8 @@ pub(crate) struct Keys {
 
 impl Keys {
     /// Takes folded queries `[rows, dim]`.
-    pub(crate) fn new(how: How, side: &HeadSide, queries: &[f32]) -> Option<Self> {
-        let (groups, dim) = (side.uniform()?, side.dim());
+    pub(crate) fn new(how: How, side: &HeadCodec, queries: &[f32]) -> Option<Self> {
+        let (groups, dim) = (side.uniform_groups()?, side.dim());
         let fits = groups.axis == GroupAxis::Channel && by_tile(groups);
         if !fits || !dim.is_multiple_of(STEP) || !queries.iter().all(|q| q.is_finite()) {
             return None;
@@ -144,8 +144,8 @@ pub(crate) struct Values {
 }
 
 impl Values {
-    pub(crate) fn new(how: How, side: &HeadSide, rows: usize) -> Option<Self> {
-        let (groups, dim) = (side.uniform()?, side.dim());
+    pub(crate) fn new(how: How, side: &HeadCodec, rows: usize) -> Option<Self> {
+        let (groups, dim) = (side.uniform_groups()?, side.dim());
         let of = channels(groups, dim);
         let fits = groups.axis == GroupAxis::Token && of.is_multiple_of(STEP);
         if !fits || !dim.is_multiple_of(of) {

@@ -10,7 +10,7 @@ use crate::cpu::place::Place;
 use crate::cpu::scores::{SPAN, Scores, TILE};
 use crate::cpu::simd::{How, Simd, per_level};
 use crate::cpu::uniform::{largest, lookup, middle, spread};
-use kvd_codec::{FixedCodes, GroupAxis, HeadSide, HybridLayout, UniformGroups, UniformMode};
+use kvd_codec::{FixedCodes, GroupAxis, HeadCodec, HybridLayout, UniformGroups, UniformMode};
 use kvd_core::DType;
 use std::ops::Range;
 
@@ -42,8 +42,8 @@ pub(crate) struct Keys {
 
 impl Keys {
     /// Takes folded queries `[rows, dim]`.
-    pub(crate) fn new(how: How, side: &HeadSide, queries: &[f32]) -> Option<Self> {
-        let (groups, dim) = (side.uniform()?, side.dim());
+    pub(crate) fn new(how: How, side: &HeadCodec, queries: &[f32]) -> Option<Self> {
+        let (groups, dim) = (side.uniform_groups()?, side.dim());
         let span = groups.group.unwrap_or(dim).min(dim);
         let hybrid = groups.mode == UniformMode::Hybrid;
         // Signs of a group are one word.

@@ -25,7 +25,7 @@ use crate::cpu::loss::rounding_loss;
 use crate::cpu::parts::{self, Parts, Pushed};
 use crate::cpu::scores::{SPAN, Scores, TILE};
 use crate::cpu::simd::{How, Simd};
-use kvd_codec::{FixedCodes, GroupAxis, HeadSide, UniformGroups, UniformMode};
+use kvd_codec::{FixedCodes, GroupAxis, HeadCodec, UniformGroups, UniformMode};
 use kvd_core::DType;
 
 /// Bytes of a minimum or a step, and of both.
@@ -77,8 +77,8 @@ pub(crate) struct Keys {
 
 impl Keys {
     /// Takes folded queries `[rows, dim]`.
-    pub(crate) fn new(how: How, side: &HeadSide, queries: &[f32]) -> Option<Self> {
-        let groups = side.uniform()?;
+    pub(crate) fn new(how: How, side: &HeadCodec, queries: &[f32]) -> Option<Self> {
+        let groups = side.uniform_groups()?;
         let dim = side.dim();
         let fits = groups.bits <= 8 && dim.is_multiple_of(4) && parts::fits(dim, largest(groups));
         let fits = fits && groups.mode != UniformMode::Hybrid;

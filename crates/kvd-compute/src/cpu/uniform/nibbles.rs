@@ -15,7 +15,7 @@ use crate::cpu::uniform::minima::{Minima, Weighted};
 use crate::cpu::uniform::{SCALE_BYTES, by_tile, channels, scale_row, scales, turn};
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::{uniform::avx2_nibble_values, uniform::avx2_nibbles};
-use kvd_codec::{FixedCodes, GroupAxis, HeadSide, UniformGroups, UniformMode};
+use kvd_codec::{FixedCodes, GroupAxis, HeadCodec, UniformGroups, UniformMode};
 use std::ops::Range;
 
 /// Channels of a key that share a unit, and how many one step of a fold takes.
@@ -180,8 +180,8 @@ pub(super) struct Factors<'a> {
 
 impl Keys {
     /// Takes folded queries `[rows, dim]`.
-    pub(crate) fn new(how: How, side: &HeadSide, queries: &[f32]) -> Option<Self> {
-        let (groups, dim) = (side.uniform()?, side.dim());
+    pub(crate) fn new(how: How, side: &HeadCodec, queries: &[f32]) -> Option<Self> {
+        let (groups, dim) = (side.uniform_groups()?, side.dim());
         let fits = groups.axis == GroupAxis::Channel && by_tile(groups);
         // Blocks of channels lie in one plane of a byte, or codes are made bytes.
         let width = if groups.bits == 3 { 8 } else { groups.bits as usize };
@@ -259,8 +259,8 @@ pub(crate) struct Values {
 }
 
 impl Values {
-    pub(crate) fn new(how: How, side: &HeadSide, rows: usize) -> Option<Self> {
-        let (groups, dim) = (side.uniform()?, side.dim());
+    pub(crate) fn new(how: How, side: &HeadCodec, rows: usize) -> Option<Self> {
+        let (groups, dim) = (side.uniform_groups()?, side.dim());
         let of = channels(groups, dim);
         let fits = groups.axis == GroupAxis::Token && of.is_multiple_of(BLOCK);
         if !fits || !dim.is_multiple_of(of) {

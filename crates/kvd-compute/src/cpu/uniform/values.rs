@@ -11,7 +11,7 @@ use crate::cpu::simd::{How, Simd, per_level};
 use crate::cpu::uniform::{
     PAIR_BYTES, by_tile, channels, lookup, middle, scale_row, scales, spread, sum, turn,
 };
-use kvd_codec::{FixedCodes, GroupAxis, HeadSide, UniformGroups, UniformMode};
+use kvd_codec::{FixedCodes, GroupAxis, HeadCodec, UniformGroups, UniformMode};
 use kvd_core::DType;
 use std::ops::Range;
 
@@ -100,8 +100,8 @@ pub(crate) struct Values {
 }
 
 impl Values {
-    pub(crate) fn new(how: How, side: &HeadSide, rows: usize) -> Option<Self> {
-        let groups = side.uniform()?;
+    pub(crate) fn new(how: How, side: &HeadCodec, rows: usize) -> Option<Self> {
+        let groups = side.uniform_groups()?;
         let dim = side.dim();
         // The last group may be shorter.
         let whole = |group: usize| group.is_multiple_of(16) && dim.is_multiple_of(16);

@@ -1,0 +1,261 @@
+//! Float pages: rows as they are in a dtype, or FP8 e4m3 with one power-of-two scale per page.
+//!
+//! Payload of a dtype page: the rows, row-major. Payload of an FP8 page: the scale as f32, then
+//! one byte per coefficient.
+
+use super::Unquantizable;
+use crate::simd::dispatch_simd;
+use kvd_core::DType;
+use pulp::{Simd, WithSimd};
+
+/// Largest finite e4m3 value.
+const E4M3_MAX: f32 = 448.0;
+/// Bytes of an FP8 page's scale.
+pub(crate) const E4M3_SCALE_BYTES: usize = 4;
+
+/// Largest finite value of a dtype.
+pub(crate) fn largest_finite(dtype: DType) -> f32 {
+    match dtype {
+        DType::F32 => f32::MAX,
+        DType::F16 => half::f16::MAX.to_f32(),
+        DType::BF16 => half::bf16::MAX.to_f32(),
+    }
+}
+
+/// Whether no magnitude is over `limit`, and no value NaN. Looks at all of them: a loop that may
+/// end early would be one value at a time.
+pub(crate) fn all_within(rows: &[f32], limit: f32) -> bool {
+    largest_within(rows, limit).is_some()
+}
+
+/// The largest magnitude, if none is over `limit` and no value NaN.
+pub(crate) fn largest_within(rows: &[f32], limit: f32) -> Option<f32> {
+    // On the bits of a magnitude, order is that of integers, with infinity and NaN at the top.
+    let most = dispatch_simd(LargestMagnitude { rows });
+    (most <= limit.to_bits()).then_some(f32::from_bits(most))
+}
+
+/// The bits of the largest magnitude.
+struct LargestMagnitude<'a> {
+    rows: &'a [f32],
+}
+
+impl WithSimd for LargestMagnitude<'_> {
+    type Output = u32;
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) -> u32 {
+        let (registers, rest) = S::as_simd_u32s(bytemuck::cast_slice(self.rows));
+        let (fours, few) = registers.as_chunks::<4>();
+        let magnitude = simd.splat_u32s(!(1 << 31));
+        let mut most = [simd.splat_u32s(0); 4];
+        for four in fours {
+            for (most, bits) in most.iter_mut().zip(four) {
+                *most = simd.max_u32s(*most, simd.and_u32s(*bits, magnitude));
+            }
+        }
+        for bits in few {
+            most[0] = simd.max_u32s(most[0], simd.and_u32s(*bits, magnitude));
+        }
+        let rest = rest.iter().map(|bits| bits & !(1 << 31));
+        let lanes: &[u32] = bytemuck::cast_slice(&most);
+        lanes.iter().copied().chain(rest).max().unwrap_or(0)
+    }
+}
+
+/// Appends `rows` in `dtype`.
+pub(crate) fn encode_rows(
+    dtype: DType,
+    rows: &[f32],
+    out: &mut Vec<u8>,
+) -> Result<(), Unquantizable> {
+    if !all_within(rows, largest_finite(dtype)) {
+        return Err(Unquantizable);
+    }
+    let start = out.len();
+    out.resize(start + rows.len() * dtype.size_bytes(), 0);
+    dtype.narrow(rows, &mut out[start..]);
+    Ok(())
+}
+
+/// The largest magnitude of `rows`. A transform's sum may have overflowed to infinity, and the
+/// difference of two infinities is NaN: neither has a code.
+pub(crate) fn largest_magnitude(rows: &[f32]) -> Result<f32, Unquantizable> {
+    let top = f32::from_bits(dispatch_simd(LargestMagnitude { rows }));
+    if top.is_finite() { Ok(top) } else { Err(Unquantizable) }
+}
+
+/// FP8 codes of `rows` and the scale that `decode` multiplies with.
+pub(crate) fn encode_e4m3(
+    rows: &[f32],
+    symbols: &mut Vec<u16>,
+    scales: &mut Vec<u8>,
+) -> Result<(), Unquantizable> {
+    let absmax = largest_magnitude(rows)?;
+    // Rounding to 3 mantissa bits adds up to 1/16, which must stay finite.
+    if !(absmax * 1.0625).is_finite() {
+        return Err(Unquantizable);
+    }
+    let scale = power_of_two_scale(absmax);
+    let first = symbols.len();
+    symbols.resize(first + rows.len(), 0);
+    dispatch_simd(E4m3 { rows, inverse: scale.recip(), symbols: &mut symbols[first..] });
+    scales.extend(scale.to_le_bytes());
+    Ok(())
+}
+
+struct E4m3<'a> {
+    rows: &'a [f32],
+    inverse: f32,
+    symbols: &'a mut [u16],
+}
+
+impl WithSimd for E4m3<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        for (symbol, x) in self.symbols.iter_mut().zip(self.rows) {
+            *symbol = e4m3_from_f32(x * self.inverse).into();
+        }
+    }
+}
+
+/// Writes the values of FP8 codes under a page's scale.
+pub(crate) fn decode_e4m3(scales: &[u8], symbols: &[u16], out: &mut [f32]) {
+    let scale = scales.first_chunk::<4>().map_or(0.0, |bytes| f32::from_le_bytes(*bytes));
+    for (out, symbol) in out.iter_mut().zip(symbols) {
+        *out = E4M3_VALUES[usize::from(*symbol & 0xFF)] * scale;
+    }
+}
+
+/// The smallest power of two that brings `absmax` to at most 448; 1 for a page of zeros.
+fn power_of_two_scale(absmax: f32) -> f32 {
+    if absmax == 0.0 {
+        return 1.0;
+    }
+    // Both bounds keep the scale and its reciprocal normal, so both products are exact.
+    let mut scale = 2f32.powi(-120);
+    while absmax > scale * E4M3_MAX {
+        scale *= 2.0;
+    }
+    scale
+}
+
+/// The value of an e4m3 code (OCP FP8: bias 7, no infinity, 0x7F and 0xFF are NaN).
+const fn e4m3_to_f32(code: u8) -> f32 {
+    let sign = if code & 0x80 == 0 { 1.0 } else { -1.0 };
+    let exponent = (code >> 3 & 15) as u32;
+    let mantissa = (code & 7) as f32;
+    match (exponent, code & 7) {
+        (15, 7) => f32::NAN,
+        (0, _) => sign * mantissa / 512.0,
+        // (8 + m) * 2^(e - 10), with e - 10 + 127 as the bits of an f32 exponent.
+        _ => sign * (8.0 + mantissa) * f32::from_bits((exponent + 117) << 23),
+    }
+}
+
+/// Every code's value.
+static E4M3_VALUES: [f32; 256] = {
+    let mut values = [0.0; 256];
+    let mut code = 0;
+    while code < 256 {
+        values[code] = e4m3_to_f32(code as u8);
+        code += 1;
+    }
+    values
+};
+
+/// The nearest e4m3 code, ties to even; saturates at 448.
+#[inline(always)]
+pub(crate) fn e4m3_from_f32(x: f32) -> u8 {
+    let sign = x.to_bits() >> 24 & 0x80;
+    let magnitude = if x.abs() < E4M3_MAX { x.abs() } else { E4M3_MAX };
+    let bits = magnitude.to_bits();
+    // Subnormal: multiples of 2^-9. Adding 2^14 leaves exactly those in an f32 mantissa.
+    let small = (magnitude + 16384.0).to_bits() - 16384f32.to_bits();
+    // Round the mantissa to 3 bits in place; a carry moves into the exponent as it should.
+    let rounded = bits + 0x7_FFFF + (bits >> 20 & 1);
+    let normal = (rounded >> 20).wrapping_sub((127 - 7) << 3);
+    let code = if bits < (127 - 6) << 23 { small } else { normal };
+    (sign | code) as u8
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Codes of finite, non-negative values in ascending order.
+    fn ladder() -> Vec<(u8, f32)> {
+        (0..0x7F).map(|code| (code, e4m3_to_f32(code))).collect()
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "too many numbers for an interpreter")]
+    fn every_code_is_its_own_nearest() {
+        let ladder = ladder();
+        assert_eq!(ladder[0x7E].1, 448.0);
+        assert_eq!(ladder[1].1, 2f32.powi(-9));
+        assert!(ladder.windows(2).all(|w| w[0].1 < w[1].1));
+        for (code, value) in ladder {
+            assert_eq!(e4m3_from_f32(value), code);
+            assert_eq!(e4m3_from_f32(-value), code | 0x80);
+        }
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "too many numbers for an interpreter")]
+    fn rounding_is_to_the_nearest_even_everywhere() {
+        for pair in ladder().windows(2) {
+            let ((low, a), (high, b)) = (pair[0], pair[1]);
+            let middle = (a + b) / 2.0;
+            let even = if low % 2 == 0 { low } else { high };
+            assert_eq!(e4m3_from_f32(middle), even, "between {a} and {b}");
+            assert_eq!(e4m3_from_f32(middle.next_down()), low, "below {middle}");
+            assert_eq!(e4m3_from_f32(middle.next_up()), high, "above {middle}");
+        }
+        assert_eq!(e4m3_from_f32(1e30), 0x7E);
+        assert_eq!(e4m3_from_f32(f32::MIN_POSITIVE / 8.0), 0);
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "too many numbers for an interpreter")]
+    fn every_f32_with_a_short_mantissa_matches_a_search() {
+        let ladder = ladder();
+        for top in 0..0x7F80u32 {
+            let x = f32::from_bits(top << 16);
+            let nearest = ladder
+                .iter()
+                .min_by(|l, r| {
+                    // Everything above saturates; f64 would lose the difference.
+                    let distance = |to: f32| (to - x.min(448.0)).abs();
+                    let (dl, dr) = (distance(l.1), distance(r.1));
+                    dl.total_cmp(&dr).then((l.0 % 2).cmp(&(r.0 % 2)))
+                })
+                .unwrap();
+            assert_eq!(e4m3_from_f32(x), nearest.0, "{x}");
+        }
+    }
+
+    #[test]
+    fn what_is_not_finite_has_no_code() {
+        assert!(matches!(largest_magnitude(&[1.0, -3.5, 0.0]), Ok(3.5)));
+        for bad in [f32::NAN, -f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            for at in 0..3 {
+                let mut rows = [1.0, 2.0, 3.0];
+                rows[at] = bad;
+                let (mut symbols, mut scales) = (Vec::new(), Vec::new());
+                assert!(encode_e4m3(&rows, &mut symbols, &mut scales).is_err(), "{bad} at {at}");
+            }
+        }
+    }
+
+    #[test]
+    fn scale_is_the_smallest_that_does_not_saturate() {
+        for absmax in [1e-30f32, 0.3, 448.0, 448.1, 65504.0, f32::MAX] {
+            let scale = power_of_two_scale(absmax);
+            assert!(absmax / scale <= 448.0);
+            assert!(absmax / scale > 224.0, "{absmax}: {scale}");
+        }
+    }
+}
