@@ -3,15 +3,15 @@
 //! folder that they are written to. A test of xtask and no dependency, so that chores build
 //! nothing of kvd.
 
-use kvd_cuda::{Kernel, tensor_source};
+use kvd_cuda::{SideKernel, tensor_source};
 use std::path::PathBuf;
 
 /// Name and text of each pair, with and without Huffman codes. Grids are of Huffman codes alone.
 fn texts() -> Vec<(String, String)> {
     let mut texts = Vec::new();
-    for keys in Kernel::ALL {
-        for values in Kernel::ALL {
-            let is_grid = [keys, values].contains(&Kernel::Grid);
+    for keys in SideKernel::ALL {
+        for values in SideKernel::ALL {
+            let is_grid = [keys, values].contains(&SideKernel::Grid);
             for huffman in if is_grid { &[true][..] } else { &[false, true] } {
                 let Some(text) = tensor_source(keys, values, *huffman) else { continue };
                 let stage = if *huffman { "huffman_" } else { "" };

@@ -16,7 +16,7 @@ mod common;
 use common::noise;
 use kvd_codec::{
     BlockRows, CodecSpec, EncodedBlock, ModelCodec, Quantizer, Samples, SideSpec, VqSpec,
-    fit_calibration, find_preset, resolve_spec,
+    find_preset, fit_calibration, resolve_spec,
 };
 use kvd_core::{DType, Geometry, LayerIndex, RopePairing, Side};
 

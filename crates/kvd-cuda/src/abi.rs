@@ -12,7 +12,7 @@ pub(crate) const COEFFICIENTS: u32 = 1 << 31;
 pub struct SideShape {
     /// Offset of codebooks, levels or directions in the layer's tables, bytes.
     pub table: u64,
-    /// [`crate::Kernel`] as a number.
+    /// [`crate::SideKernel`] as a number.
     pub kind: u32,
     /// Channels of a row.
     pub dim: u32,
@@ -105,7 +105,7 @@ pub struct PageEntry {
 /// What one thread block does: a few query rows over some pages of one KV head.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Pod, Zeroable)]
-pub struct Unit {
+pub struct AttendUnit {
     /// Keys.
     pub key: SideShape,
     /// Values.
@@ -138,11 +138,11 @@ pub struct Unit {
 pub struct AttendParameters {
     /// Page memory.
     pub arena: u64,
-    /// [`crate::Shapes::tables`].
+    /// [`crate::LayerShapes::tables`].
     pub tables: u64,
     /// [`PageEntry`]s.
     pub pages: u64,
-    /// [`Unit`]s, one per thread block.
+    /// [`AttendUnit`]s, one per thread block.
     pub units: u64,
     /// Scaled queries, f32 `[rows, key channels]`.
     pub queries: u64,

@@ -3,7 +3,7 @@
 //! trip is the most that it reads, so there are as many as hide the latency, if they fit beside as
 //! many thread blocks.
 
-use crate::lanes::SharedMemory;
+use crate::huffman_tables::SharedMemory;
 use crate::plan::SHARED_RESERVED;
 
 /// Buffers that every thread block has.
@@ -16,7 +16,7 @@ const PIECE_BYTES: usize = 16;
 
 /// Shared memory for where the next tiles are, of sides of so many spans, and whether they hold
 /// Huffman codes, which leave less room, of so many tiles together: `Stops` of `stops.cuh`.
-pub(crate) fn stops_bytes(spans: [usize; 2], (huffman, tiles): (bool, usize)) -> usize {
+pub(crate) fn tile_stop_bytes(spans: [usize; 2], (huffman, tiles): (bool, usize)) -> usize {
     // Those of both sides, and gains.
     let pieces = spans[0] + spans[1] + 1;
     let batch = match pieces {
@@ -28,7 +28,7 @@ pub(crate) fn stops_bytes(spans: [usize; 2], (huffman, tiles): (bool, usize)) ->
 }
 
 /// A thread block that has [`BUFFERS_MIN`].
-pub(crate) struct Staging {
+pub(crate) struct TileBuffers {
     /// Its shared memory, bytes.
     pub(crate) block: usize,
     /// Shared memory of one buffer more, bytes.
@@ -39,10 +39,10 @@ pub(crate) struct Staging {
     pub(crate) huffman: bool,
 }
 
-impl Staging {
+impl TileBuffers {
     /// Buffers of a thread block, where a multiprocessor's registers are enough for `resident` of
     /// them.
-    pub(crate) fn buffers(&self, (shared, resident): (SharedMemory, usize)) -> usize {
+    pub(crate) fn buffer_count(&self, (shared, resident): (SharedMemory, usize)) -> usize {
         if self.huffman {
             return BUFFERS_MIN;
         }
@@ -64,7 +64,7 @@ mod tests {
         SharedMemory { block: 227 << 10, multiprocessor: 228 << 10, under_way: 25 << 10 };
 
     fn buffers(block: usize, tile: usize, shared: SharedMemory) -> usize {
-        Staging { block, buffer: tile + 64, tile, huffman: false }.buffers((shared, 4))
+        TileBuffers { block, buffer: tile + 64, tile, huffman: false }.buffer_count((shared, 4))
     }
 
     #[test]
@@ -84,7 +84,7 @@ mod tests {
         assert_eq!([0, 2111, 2112, 4223, 4224, 9000].map(with_left), [2, 2, 3, 3, 4, 4]);
         // One that is alone on its multiprocessor has what a thread block may take.
         assert_eq!(buffers(HOPPER.block, 2048, HOPPER), 2);
-        let huffman = Staging { block: 1 << 10, buffer: 1 << 10, tile: 1 << 10, huffman: true };
-        assert_eq!(huffman.buffers((HOPPER, 3)), 2);
+        let huffman = TileBuffers { block: 1 << 10, buffer: 1 << 10, tile: 1 << 10, huffman: true };
+        assert_eq!(huffman.buffer_count((HOPPER, 3)), 2);
     }
 }

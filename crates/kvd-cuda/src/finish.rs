@@ -6,20 +6,20 @@ use kvd_core::Side;
 
 /// What `kvd_merge` wrote.
 #[derive(Clone, Debug)]
-pub struct Merged {
+pub struct MergedResults {
     /// `[rows, 2, value channels]`: weighted sums of raw rows, of coefficients.
     pub sums: Vec<f32>,
     /// `[rows, 3]`: log-sum-exp, sum of weights, the part of coefficients.
     pub results: Vec<f32>,
 }
 
-impl Merged {
+impl MergedResults {
     /// The plan's answer. Rows are `[tokens, query heads]`, as in the plan.
     ///
     /// # Panics
     /// When the lengths are not the plan's.
     #[must_use]
-    pub fn finish(&self, plan: &AttendPlan, codec: &ModelCodec) -> Attended {
+    pub fn into_attended(&self, plan: &AttendPlan, codec: &ModelCodec) -> Attended {
         let geometry = codec.geometry();
         let dim = geometry.head_dim(Side::Value);
         let group = (plan.q_heads / geometry.kv_heads) as usize;

@@ -1,5 +1,5 @@
 //! The host side of the kernels in `kernels/`: an attention plan becomes block tables and launches
-//! ([`Tables`]), and merged partial results become a reply.
+//! ([`AttendTables`]), and merged partial results become a reply.
 //!
 //! The structs are what a device is given, and the CPU lane (`crates/kvd-emu`) gives the same to
 //! the same kernels. [`devices`] finds the GPUs of a machine, [`CudaBackend`] serves from one.
@@ -10,55 +10,55 @@
 
 mod abi;
 mod backend;
+mod block_table;
 mod buffers;
+mod codebook_table;
 mod driver;
 mod error;
 mod finish;
-mod fixed;
+mod huffman_tables;
 mod jit;
-mod lanes;
-mod late;
+mod kernel_side;
+mod late_pairs;
+mod layer_memory;
 mod lookup;
 mod plan;
-mod products;
-mod room;
-mod rows;
-mod side;
-mod spread;
+mod query_transform;
+mod region_copy_plan;
+mod specialized;
 mod store;
-mod table;
-mod tables;
-mod turn;
+mod tensor_core;
+mod unpack;
 
-pub use abi::{AttendParameters, MergeParameters, PageEntry, SideShape, Unit};
+pub use abi::{AttendParameters, AttendUnit, MergeParameters, PageEntry, SideShape};
 pub use backend::{CudaBackend, CudaOpenError, CudaOptions};
+pub use block_table::{AttendLaunch, AttendTables, LayerShapes, TableOptions};
+pub use codebook_table::CodebookRoom;
 pub use driver::{
-    BadGpuName, CudaDriver, DeviceCopy, Driver, DriverError, EventId, Gpu, GpuName, GraphId,
-    GraphNode, KernelLaunch, Nvrtc, PinnedId, PinnedRange, ProbeError, Stream, devices,
-    is_same_gpu,
+    BadGpuName, CudaDriver, DeviceCopy, DeviceStream, Driver, DriverError, EventId, GpuDevice,
+    GpuName, GraphId, GraphNode, KernelLaunch, Nvrtc, PinnedId, PinnedRange, ProbeError,
+    is_same_gpu, probe_devices,
 };
 pub use error::PlanError;
-pub use finish::Merged;
+pub use finish::MergedResults;
+pub use huffman_tables::SharedMemory;
 pub use jit::{
     CompileError, CompileEvent, CompileReport, KernelCompiler, KernelSource, kernel_headers,
     kernel_source, tensor_source,
 };
-pub use lanes::SharedMemory;
-pub use late::LatePairs;
+pub use kernel_side::SideKernel;
+pub use late_pairs::LatePairs;
+pub use layer_memory::LayerMemory;
 pub use plan::{
-    Block, Bound, Choices, CodebookPlan, Counted, Exchange, Limits, Occupancy, Pipes, Plan,
-    Workload, plan,
+    BlockResources, CodebookPlan, EntryExchange, GpuLimits, InstructionCounts, KernelPlan,
+    LaunchChoices, Occupancy, PipeCounts, StepBound, StepWorkload, plan_kernel,
 };
-pub use room::LayerRoom;
-pub use rows::{RowsParameters, RowsUnit, StageCheck, StageParameters, StageSide};
-pub use side::Kernel;
+pub use query_transform::{AnswerParameters, QueryParameters, QueryTransforms, TransformUnit};
+pub use region_copy_plan::{RowsParameters, RowsUnit, StageCheck, StageParameters, StageSide};
 pub use store::{
-    Histogram, HistogramPlan, StoreLaunch, StoreParameters, StorePlan, StoreShapes, StoreUnit,
+    CodeHistogram, HistogramPlan, StoreLaunch, StoreParameters, StorePlan, StoreShapes, StoreUnit,
     StoredPage, encoded_on_host,
 };
-pub use table::CodebookRoom;
-pub use tables::{Launch, Options, Shapes, Tables};
-pub use turn::{AnswerParameters, QueryParameters, TurnUnit, Turns};
 
 /// The kernels for GPUs, fat binaries; none without the feature `embed-kernels`.
 pub static KERNELS: &[&[u8]] = include!(concat!(env!("OUT_DIR"), "/kernels.rs"));

@@ -2,7 +2,7 @@
 //! codebooks on whole levels, levels and directions as high and low bytes.
 
 use crate::abi::SideShape;
-use crate::side::COPY_BYTES;
+use crate::kernel_side::COPY_BYTES;
 use kvd_codec::{VectorQuantizer, level_unit};
 
 /// Codes whose bytes registers hold, where each has two.
@@ -21,7 +21,7 @@ pub(crate) const COPIES_BYTES: usize = 32 << 10;
 const QUAD: usize = 4;
 
 /// What the codes of a side stand for: numbers of a unit.
-pub(crate) struct Entries {
+pub(crate) struct LookupEntries {
     /// Bytes of each code.
     bytes: usize,
     unit: f32,
@@ -31,11 +31,11 @@ pub(crate) struct Entries {
     parts: Vec<f32>,
 }
 
-impl Entries {
+impl LookupEntries {
     /// Of codebooks whose values are whole numbers of a unit up to 127, as fitted ones are: one for
     /// all sub-vectors, or one for each.
-    pub(crate) fn codebooks(vq: &VectorQuantizer) -> Option<Self> {
-        if vq.stages() > 1 || !fits(vq.dim()) {
+    pub(crate) fn from_codebooks(vq: &VectorQuantizer) -> Option<Self> {
+        if vq.stages() > 1 || !fits_lookup(vq.dim()) {
             return None;
         }
         let sets = if vq.is_grouped() { vq.positions() } else { 1 };
@@ -53,29 +53,34 @@ impl Entries {
     }
 
     /// Of levels, as two bytes on steps of `2^-16` of the largest: a unit is of the high one.
-    pub(crate) fn levels(levels: &[f32]) -> Option<Self> {
-        (levels.len() <= BYTE_CODES).then(|| Self::pairs(2, levels.iter().copied()))
+    pub(crate) fn from_levels(levels: &[f32]) -> Option<Self> {
+        (levels.len() <= BYTE_CODES).then(|| Self::from_values(2, levels.iter().copied()))
     }
 
     /// Of radii times directions, cosine and sine with two bytes each.
-    pub(crate) fn polar(bits: u32, directions: &[[f32; 2]]) -> Option<Self> {
+    pub(crate) fn from_polar(bits: u32, directions: &[[f32; 2]]) -> Option<Self> {
         let codes = 1usize << bits;
         let coordinates = (0..codes).flat_map(|code| {
             let radius = (code / directions.len()) as f32;
             directions[code % directions.len()].map(|part| radius * part)
         });
-        (codes <= BYTE_CODES).then(|| Self::pairs(4, coordinates))
+        (codes <= BYTE_CODES).then(|| Self::from_values(4, coordinates))
     }
 
     /// Of values as high and low bytes, `bytes` a code.
-    fn pairs(bytes: usize, values: impl Iterator<Item = f32>) -> Self {
-        let (low_unit, halves) = halves(&values.collect::<Vec<f32>>());
+    fn from_values(bytes: usize, values: impl Iterator<Item = f32>) -> Self {
+        let (low_unit, halves) = split_bytes(&values.collect::<Vec<f32>>());
         Self { bytes, unit: 256.0 * low_unit, values: halves.into_flattened(), parts: vec![] }
     }
 
     /// Appends them to the layer's tables. As many of the first entries as fit `shared_bytes` are
     /// to stand in shared memory, and all of them several times where they do.
-    pub(crate) fn place(&self, tables: &mut Vec<u8>, shape: &mut SideShape, shared_bytes: usize) {
+    pub(crate) fn append_entries(
+        &self,
+        tables: &mut Vec<u8>,
+        shape: &mut SideShape,
+        shared_bytes: usize,
+    ) {
         tables.resize(tables.len().next_multiple_of(COPY_BYTES), 0);
         shape.entries = tables.len() as u64;
         shape.entry_bytes = self.bytes as u32;
@@ -103,12 +108,13 @@ impl Entries {
         let words = stored_bytes(self.bytes) * sets;
         let count = (shared_bytes / words).min(codes);
         shape.entry_count = count as u32;
-        shape.entry_copies = if count == codes { copies(codes * words, shared_bytes) } else { 0 };
+        shape.entry_copies =
+            if count == codes { shared_copies(codes * words, shared_bytes) } else { 0 };
     }
 }
 
 /// How often entries of so many bytes in all stand in shared memory, as a power of two.
-fn copies(bytes: usize, shared_bytes: usize) -> u32 {
+fn shared_copies(bytes: usize, shared_bytes: usize) -> u32 {
     (shared_bytes.min(COPIES_BYTES) / bytes).clamp(1, COPIES_MAX).ilog2()
 }
 
@@ -120,13 +126,13 @@ pub(crate) fn expect_all(shape: &mut SideShape, bytes: usize) {
         (shape.entry_bytes, shape.entry_count) = (bytes as u32, codes as u32);
         shape.entry_copies = match in_registers(bytes, codes, 1) {
             true => 0,
-            false => copies(codes * stored_bytes(bytes), ALL_ENTRIES),
+            false => shared_copies(codes * stored_bytes(bytes), ALL_ENTRIES),
         };
     }
 }
 
 /// High and low bytes of values, and what a low one is worth.
-pub(crate) fn halves(values: &[f32]) -> (f32, Vec<[i8; 2]>) {
+pub(crate) fn split_bytes(values: &[f32]) -> (f32, Vec<[i8; 2]>) {
     let largest = values.iter().fold(0f32, |m, value| m.max(value.abs()));
     let unit = largest / TOP;
     let of_value = |value: &f32| {
@@ -138,20 +144,20 @@ pub(crate) fn halves(values: &[f32]) -> (f32, Vec<[i8; 2]>) {
     (unit, values.iter().map(of_value).collect())
 }
 
-/// Appends what is looked up, if it is, to the layer's tables: [`Entries::place`].
-pub(crate) fn place(
-    entries: Option<Entries>,
+/// Appends what is looked up, if it is, to the layer's tables: [`DecodeEntries::place`].
+pub(crate) fn append_lookup(
+    entries: Option<LookupEntries>,
     tables: &mut Vec<u8>,
     shape: &mut SideShape,
     shared_bytes: usize,
 ) {
     if let Some(entries) = entries {
-        entries.place(tables, shape, shared_bytes);
+        entries.append_entries(tables, shape, shared_bytes);
     }
 }
 
 /// Whether entries of so many bytes are looked up.
-pub(crate) fn fits(bytes: usize) -> bool {
+pub(crate) fn fits_lookup(bytes: usize) -> bool {
     bytes >= 2 && bytes.is_power_of_two()
 }
 
@@ -195,7 +201,7 @@ mod tests {
         let values = (0..bytes << bits).map(|i| (i % 255) as i8).collect();
         let mut shape = SideShape { bits, sets: 1, ..SideShape::default() };
         let mut tables = vec![9; 3];
-        Entries { bytes, unit: 0.5, values, parts: vec![] }.place(
+        LookupEntries { bytes, unit: 0.5, values, parts: vec![] }.append_entries(
             &mut tables,
             &mut shape,
             shared_bytes,

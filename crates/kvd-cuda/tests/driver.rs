@@ -14,8 +14,8 @@ use kvd_compute::{
 };
 use kvd_core::{Coded, DType, ErrorCode, Extent, Geometry, LayerIndex, ModelId, RopePairing};
 use kvd_cuda::{
-    CudaBackend, CudaDriver, CudaOpenError, CudaOptions, DeviceCopy, Driver, DriverError, EventId,
-    GraphId, GraphNode, KernelLaunch, PinnedRange, Stream, devices,
+    CudaBackend, CudaDriver, CudaOpenError, CudaOptions, DeviceCopy, DeviceStream, Driver,
+    DriverError, EventId, GraphId, GraphNode, KernelLaunch, PinnedRange, probe_devices,
 };
 use std::fs::File;
 use std::os::fd::OwnedFd;
@@ -127,8 +127,8 @@ fn backend_of(kernels: &[&[u8]]) -> Result<CudaBackend, CudaOpenError> {
         graphs: 4,
         kernel_timeout: Duration::from_millis(20),
     };
-    let driver = CudaDriver::open(devices().unwrap().remove(0).unwrap())?;
-    CudaBackend::open(Box::new(driver), kernels, options)
+    let driver = CudaDriver::open_gpu(probe_devices().unwrap().remove(0).unwrap())?;
+    CudaBackend::open_backend(Box::new(driver), kernels, options)
 }
 
 fn geometry() -> Geometry {
@@ -219,23 +219,23 @@ fn hang() {
 #[test]
 #[ignore = "what another test starts as a process"]
 fn memory() {
-    let gpu = devices().unwrap().remove(0).unwrap();
-    let mut driver = CudaDriver::open(gpu).unwrap();
-    let own = driver.alloc(512).unwrap();
+    let gpu = probe_devices().unwrap().remove(0).unwrap();
+    let mut driver = CudaDriver::open_gpu(gpu).unwrap();
+    let own = driver.allocate_device(512).unwrap();
     put(&mut driver, own, b"queries");
     let copy = |from, to, bytes| DeviceCopy { from: own + from, to: own + to, bytes };
-    driver.copy(&[copy(0, 256, 7)]).unwrap();
+    driver.copy_on_device(&[copy(0, 256, 7)]).unwrap();
     assert_eq!(read(&mut driver, own + 256, 7), b"queries");
-    driver.copy(&[copy(0, 300, 4), copy(9, 9, 0), copy(257, 280, 3)]).unwrap();
+    driver.copy_on_device(&[copy(0, 300, 4), copy(9, 9, 0), copy(257, 280, 3)]).unwrap();
     assert_eq!(
         [read(&mut driver, own + 300, 4), read(&mut driver, own + 280, 3)].concat(),
         b"queruer"
     );
-    driver.copy(&[copy(0, 1, 0), copy(3, 3, 0)]).unwrap();
+    driver.copy_on_device(&[copy(0, 1, 0), copy(3, 3, 0)]).unwrap();
     ipc(&mut driver);
     event(&mut driver);
     descriptor(&mut driver);
-    driver.free(own);
+    driver.free_device(own);
     // What is still open is closed with the driver.
     let mut memory = vec![0u8; 64];
     driver.open_shared(handle(&mut memory, 64), 64).unwrap();
@@ -252,28 +252,28 @@ fn finish(driver: &mut CudaDriver, event: EventId) {
 /// Copies to the device, and has what comes after wait for it.
 fn put(driver: &mut CudaDriver, to: u64, bytes: &[u8]) {
     let len = bytes.len() as u64;
-    let (memory, event) = (driver.pin(len).unwrap(), driver.create_event().unwrap());
-    driver.fill(memory, 0, bytes);
-    driver.write(to, PinnedRange { memory, start: 0, bytes: len }).unwrap();
-    driver.record(event, Stream::Copy).unwrap();
-    driver.wait(Stream::Compute, event).unwrap();
+    let (memory, event) = (driver.allocate_pinned(len).unwrap(), driver.create_event().unwrap());
+    driver.write_pinned(memory, 0, bytes);
+    driver.copy_to_device(to, PinnedRange { memory, start: 0, bytes: len }).unwrap();
+    driver.record_event(event, DeviceStream::Copy).unwrap();
+    driver.wait_event(DeviceStream::Compute, event).unwrap();
     finish(driver, event);
     driver.destroy_event(event);
-    driver.unpin(memory);
+    driver.free_pinned(memory);
 }
 
 fn read(driver: &mut CudaDriver, from: u64, bytes: usize) -> Vec<u8> {
     let len = bytes as u64;
-    let (memory, event) = (driver.pin(len).unwrap(), driver.create_event().unwrap());
-    driver.read(from, PinnedRange { memory, start: 0, bytes: len }).unwrap();
-    driver.record(event, Stream::Compute).unwrap();
+    let (memory, event) = (driver.allocate_pinned(len).unwrap(), driver.create_event().unwrap());
+    driver.copy_to_host(from, PinnedRange { memory, start: 0, bytes: len }).unwrap();
+    driver.record_event(event, DeviceStream::Compute).unwrap();
     let mut to = vec![0; bytes];
-    driver.take(memory, 0, &mut to);
+    driver.read_pinned(memory, 0, &mut to);
     assert!(to.iter().all(|byte| *byte == 0), "the made-up driver copies late");
     finish(driver, event);
-    driver.take(memory, 0, &mut to);
+    driver.read_pinned(memory, 0, &mut to);
     driver.destroy_event(event);
-    driver.unpin(memory);
+    driver.free_pinned(memory);
     to
 }
 
@@ -320,7 +320,7 @@ fn ipc(driver: &mut CudaDriver) {
 fn event(driver: &mut CudaDriver) {
     let (event, handle) = driver.share_event().unwrap();
     assert_eq!(handle[8..], [0xE7; 56]);
-    driver.record(event, Stream::Compute).unwrap();
+    driver.record_event(event, DeviceStream::Compute).unwrap();
     finish(driver, event);
     driver.destroy_event(event);
     // Regions come and go: their events take the place of those before.
@@ -329,7 +329,7 @@ fn event(driver: &mut CudaDriver) {
         assert_eq!(again, event);
         driver.destroy_event(again);
     }
-    let missing = driver.find("kvd_queries").unwrap_err();
+    let missing = driver.find_kernel("kvd_queries").unwrap_err();
     assert!(matches!(missing, DriverError::NoKernel(_)), "{missing}");
 }
 
@@ -385,9 +385,9 @@ fn build(
 
 /// A driver with kernels, and a number of zero on it.
 fn with_number() -> (CudaDriver, u64) {
-    let mut driver = CudaDriver::open(devices().unwrap().remove(0).unwrap()).unwrap();
-    driver.load(b"kernels").unwrap();
-    let number = driver.alloc(8).unwrap();
+    let mut driver = CudaDriver::open_gpu(probe_devices().unwrap().remove(0).unwrap()).unwrap();
+    driver.load_image(b"kernels").unwrap();
+    let number = driver.allocate_device(8).unwrap();
     put(&mut driver, number, &[0; 8]);
     (driver, number)
 }
@@ -408,7 +408,7 @@ fn graphs() {
     assert_eq!(number(&mut driver, at), 1324);
     // A launch of less shared memory does not take away what the graph needs.
     let less = digits(at, [5, 6, 7, 8], 50 << 10);
-    driver.launch(launch(&less[0])).unwrap();
+    driver.launch_kernel(launch(&less[0])).unwrap();
     driver.update_graph(graph, 2, launch(&less[2])).unwrap();
     driver.launch_graph(graph).unwrap();
     assert_eq!(number(&mut driver, at), 132_451_724);
@@ -424,7 +424,7 @@ fn graphs() {
     put(&mut driver, at, &[0; 8]);
     driver.launch_graph(graph).unwrap();
     assert_eq!(number(&mut driver, at), 1728);
-    driver.free(at);
+    driver.free_device(at);
 }
 
 #[test]
@@ -441,10 +441,10 @@ fn refusals() {
     let wanted = if call == "no graphs" { "the driver lacks cuGraphLaunch" } else { &call };
     assert!(error.to_string().contains(wanted), "{error}");
     for node in &nodes {
-        driver.launch(launch(node)).unwrap();
+        driver.launch_kernel(launch(node)).unwrap();
     }
     assert_eq!(number(&mut driver, at), 1234);
-    driver.free(at);
+    driver.free_device(at);
 }
 
 #[test]

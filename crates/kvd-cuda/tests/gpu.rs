@@ -15,7 +15,9 @@ use kvd_compute::{
     AttendPlan, Backend, IncomingRows, PlanPart, RawTarget, RegionHandle, RegionPlaces, Source,
 };
 use kvd_core::{Extent, ModelId, RopePairing};
-use kvd_cuda::{CompileEvent, CudaBackend, CudaDriver, CudaOptions, Gpu, KERNELS, Nvrtc, devices};
+use kvd_cuda::{
+    CompileEvent, CudaBackend, CudaDriver, CudaOptions, GpuDevice, KERNELS, Nvrtc, probe_devices,
+};
 use std::sync::{Arc, LazyLock};
 use std::time::{Duration, Instant};
 use suite::region::InPlace;
@@ -32,8 +34,8 @@ const OPTIONS: CudaOptions = CudaOptions {
 };
 
 /// The first GPU, or why there is none to test on.
-fn find() -> Result<Gpu, String> {
-    let first = devices().and_then(|mut gpus| gpus.remove(0));
+fn find() -> Result<GpuDevice, String> {
+    let first = probe_devices().and_then(|mut gpus| gpus.remove(0));
     let gpu = first.map_err(|error| error.to_string())?;
     if KERNELS.is_empty() {
         let name = &gpu.limits.name;
@@ -46,12 +48,12 @@ fn find() -> Result<Gpu, String> {
 fn backend() -> Option<CudaBackend> {
     match find() {
         Ok(gpu) => {
-            let driver = Box::new(CudaDriver::open(gpu).unwrap());
+            let driver = Box::new(CudaDriver::open_gpu(gpu).unwrap());
             // Kernels take much longer where a sanitizer watches them.
             let seconds = std::env::var("KVD_GPU_KERNEL_SECONDS").ok();
             let seconds = seconds.map_or(30, |seconds| seconds.parse().unwrap());
             let options = CudaOptions { kernel_timeout: Duration::from_secs(seconds), ..OPTIONS };
-            Some(CudaBackend::open(driver, KERNELS, options).unwrap())
+            Some(CudaBackend::open_backend(driver, KERNELS, options).unwrap())
         }
         Err(reason) => {
             let required = std::env::var_os("KVD_REQUIRE_GPU").is_some();
@@ -83,7 +85,7 @@ fn attention_over_pages_is_attention_over_what_they_decode_to() {
 #[test]
 fn a_pair_whose_kernel_is_compiled_late_answers_as_before() {
     let Some(mut backend) = backend() else { return };
-    let compiler = match Nvrtc::open() {
+    let compiler = match Nvrtc::open_library() {
         Ok(compiler) => compiler,
         Err(reason) => {
             let required = std::env::var_os("KVD_REQUIRE_NVRTC").is_some();

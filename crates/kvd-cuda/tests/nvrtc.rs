@@ -8,12 +8,12 @@
 #![expect(clippy::print_stderr, reason = "a skipped test says so")]
 
 use kvd_cuda::{
-    CompileError, Kernel, KernelCompiler, KernelSource, Nvrtc, kernel_headers, kernel_source,
+    CompileError, KernelCompiler, KernelSource, Nvrtc, SideKernel, kernel_headers, kernel_source,
     tensor_source,
 };
 
 fn compiler() -> Option<Nvrtc> {
-    match Nvrtc::open() {
+    match Nvrtc::open_library() {
         Ok(compiler) => Some(compiler),
         Err(reason) => {
             let required = std::env::var_os("KVD_REQUIRE_NVRTC").is_some();
@@ -27,12 +27,12 @@ fn compiler() -> Option<Nvrtc> {
 #[test]
 fn a_pair_without_a_kernel_of_its_own_is_compiled_for_ampere_and_hopper() {
     let Some(mut compiler) = compiler() else { return };
-    assert!(compiler.version().starts_with("nvrtc 1"), "{}", compiler.version());
-    let text = kernel_source(Kernel::Vq, Kernel::F16, false);
+    assert!(compiler.compiler_version().starts_with("nvrtc 1"), "{}", compiler.compiler_version());
+    let text = kernel_source(SideKernel::Vq, SideKernel::F16, false);
     for target in ["sm_80", "sm_90"] {
         let begun = std::time::Instant::now();
         let source = KernelSource { text: &text, headers: kernel_headers(), target };
-        let image = compiler.compile(source).unwrap();
+        let image = compiler.compile_kernel(source).unwrap();
         eprintln!("{target}: {} bytes in {:.1} s", image.len(), begun.elapsed().as_secs_f64());
         assert_eq!(&image[..4], b"\x7FELF", "an image for one GPU");
         for name in ["kvd_attend_vq_f16_1", "kvd_attend_vq_f16_4", "kvd_attend_vq_f16_8"] {
@@ -43,11 +43,14 @@ fn a_pair_without_a_kernel_of_its_own_is_compiled_for_ampere_and_hopper() {
 }
 
 /// Every side once as keys and once as values, none beside itself; grids have Huffman codes.
-fn pairs() -> impl Iterator<Item = (Kernel, Kernel, bool)> {
-    let sides = || Kernel::ALL.into_iter().filter(|kernel| *kernel != Kernel::Grid);
+fn pairs() -> impl Iterator<Item = (SideKernel, SideKernel, bool)> {
+    let sides = || SideKernel::ALL.into_iter().filter(|kernel| *kernel != SideKernel::Grid);
     let values = sides().cycle().skip(3);
     let fixed = sides().zip(values).map(|(keys, values)| (keys, values, false));
-    fixed.chain([(Kernel::Grid, Kernel::Vq, true), (Kernel::Fp8, Kernel::Grid, true)])
+    fixed.chain([
+        (SideKernel::Grid, SideKernel::Vq, true),
+        (SideKernel::Fp8, SideKernel::Grid, true),
+    ])
 }
 
 #[test]
@@ -63,7 +66,8 @@ fn every_side_is_compiled_as_keys_and_as_values() {
         let text = format!("{head}({call}, {rows})\n");
         let source = KernelSource { text: &text, headers: kernel_headers(), target: "sm_90" };
         let begun = std::time::Instant::now();
-        let image = compiler.compile(source).unwrap_or_else(|error| panic!("{text}: {error}"));
+        let image =
+            compiler.compile_kernel(source).unwrap_or_else(|error| panic!("{text}: {error}"));
         let stage = if huffman { "huffman_" } else { "" };
         let name = format!("kvd_attend_{stage}{}_{}_{rows}", keys.name(), values.name());
         eprintln!("{name}: {} bytes in {:.1} s", image.len(), begun.elapsed().as_secs_f64());
@@ -105,23 +109,24 @@ fn mixed_pairs_are_compiled_with_products_on_tensor_cores_and_without_spills() {
     // Of codes that are not plain two words stand on the stack, which no full tile reads. One
     // number of query rows each: three take minutes where the processor is shared.
     for (keys, values, target, most) in [
-        (Kernel::Bf16, Kernel::Hybrid, "sm_80", 0),
-        (Kernel::Polar, Kernel::Vq, "sm_90", 0),
-        (Kernel::Polar, Kernel::F16, "sm_90", 0),
-        (Kernel::Vq, Kernel::Uniform, "sm_90", 8),
+        (SideKernel::Bf16, SideKernel::Hybrid, "sm_80", 0),
+        (SideKernel::Polar, SideKernel::Vq, "sm_90", 0),
+        (SideKernel::Polar, SideKernel::F16, "sm_90", 0),
+        (SideKernel::Vq, SideKernel::Uniform, "sm_90", 8),
     ] {
         let text = tensor_source(keys, values, false).expect("both have such products");
         let text = text.replace("_ROWS(", "(").replace(")\n", ", 4)\n");
         let source = KernelSource { text: &text, headers: kernel_headers(), target };
         let begun = std::time::Instant::now();
-        let image = compiler.compile(source).unwrap_or_else(|error| panic!("{text}: {error}"));
+        let image =
+            compiler.compile_kernel(source).unwrap_or_else(|error| panic!("{text}: {error}"));
         let name = format!("kvd_attend_tensor_{}_{}_4", keys.name(), values.name());
         eprintln!("{name}, {target}: {:.1} s", begun.elapsed().as_secs_f64());
         assert!(image.windows(name.len()).any(|bytes| bytes == name.as_bytes()), "no {name}");
         let frame = frame_bytes(&image);
         assert!(frame <= most, "{text}: {frame} bytes on the stack");
     }
-    let none = [(Kernel::Symmetric, Kernel::Vq), (Kernel::Vq, Kernel::Lloyd)];
+    let none = [(SideKernel::Symmetric, SideKernel::Vq), (SideKernel::Vq, SideKernel::Lloyd)];
     assert!(none.iter().all(|(keys, values)| tensor_source(*keys, *values, false).is_none()));
 }
 
@@ -129,7 +134,9 @@ fn mixed_pairs_are_compiled_with_products_on_tensor_cores_and_without_spills() {
 fn what_cannot_be_compiled_is_an_error_with_the_compilers_words() {
     let Some(mut compiler) = compiler() else { return };
     let mut compile = |text: &str, target: &str| {
-        compiler.compile(KernelSource { text, headers: kernel_headers(), target }).unwrap_err()
+        compiler
+            .compile_kernel(KernelSource { text, headers: kernel_headers(), target })
+            .unwrap_err()
     };
     let CompileError::Rejected(log) = compile("KVD_ATTEND_ROWS(a, b, c)", "sm_90") else {
         panic!("rejected")

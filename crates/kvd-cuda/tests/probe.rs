@@ -2,7 +2,7 @@
 //! each case is a process of its own with a made-up `libcuda.so` in front.
 #![expect(clippy::unwrap_used, clippy::print_stderr, reason = "a test may fail, and says a skip")]
 
-use kvd_cuda::{GpuName, devices};
+use kvd_cuda::{GpuName, probe_devices};
 use std::path::Path;
 use std::process::Command;
 
@@ -42,9 +42,9 @@ fn answer(path: Option<&Path>) -> String {
 fn answers() {
     let Some(file) = std::env::var_os("PROBE_ANSWER") else { return };
     // The first that there is; all of them where it can be used.
-    let found = devices().and_then(|gpus| {
+    let found = probe_devices().and_then(|gpus| {
         let first = gpus.iter().position(Result::is_ok).unwrap_or(0);
-        GpuName::Ordinal(first as u32).find(&gpus).map(|_| gpus)
+        GpuName::Ordinal(first as u32).find_gpu(&gpus).map(|_| gpus)
     });
     let answer = match found {
         Ok(gpus) => format!("{gpus:?}"),

@@ -23,7 +23,9 @@ use kvd_compute::{
     RawTarget, RegionHandle, Source,
 };
 use kvd_core::{Coded, DType, ErrorCode, Extent, LayerIndex, ModelId, RopePairing, Side};
-use kvd_cuda::{CudaBackend, CudaOpenError, CudaOptions, DriverError, Limits, Workload, plan};
+use kvd_cuda::{
+    CudaBackend, CudaOpenError, CudaOptions, DriverError, GpuLimits, StepWorkload, plan_kernel,
+};
 use kvd_emu::{Order, available};
 use parking_lot::Mutex;
 use std::sync::Arc;
@@ -43,7 +45,7 @@ const OPTIONS: CudaOptions = CudaOptions {
 /// A backend over the CPU lane, and what its driver sees.
 fn open(order: Order, pace: Pace, options: CudaOptions) -> (CudaBackend, Arc<Mutex<Watch>>) {
     let (driver, watch) = EmuDriver::new(order, pace);
-    (CudaBackend::open(Box::new(driver), &[b"kernels"], options).unwrap(), watch)
+    (CudaBackend::open_backend(Box::new(driver), &[b"kernels"], options).unwrap(), watch)
 }
 
 #[test]
@@ -135,7 +137,7 @@ fn a_gpu_without_the_memory_is_not_opened_and_nothing_leaks() {
     ] {
         let (driver, watch) = EmuDriver::new(Order::Ascending, Pace::Late);
         watch.lock().fail = fail;
-        let error = CudaBackend::open(Box::new(driver), &[], OPTIONS).err().unwrap();
+        let error = CudaBackend::open_backend(Box::new(driver), &[], OPTIONS).err().unwrap();
         assert!(error.to_string().contains(&wanted.to_string()), "{error}");
         assert!(matches!(error, CudaOpenError::Driver(error) if error == wanted));
         assert_eq!(watch.lock().live, 0);
@@ -169,10 +171,10 @@ fn once_open_a_backend_takes_no_more_memory() {
 /// Thread blocks of the attention kernel over twelve parts of two heads, on two multiprocessors,
 /// and what is planned of them.
 fn units_on_two_multiprocessors(text: &str) -> (u32, u32) {
-    let limits = Limits { multiprocessors: 2, ..Limits::h100() };
+    let limits = GpuLimits { multiprocessors: 2, ..GpuLimits::h100() };
     let (driver, watch) = EmuDriver::new(Order::Ascending, Pace::Late);
     let driver = Box::new(driver.with_limits(limits.clone()));
-    let mut backend = CudaBackend::open(driver, &[b"kernels"], OPTIONS).unwrap();
+    let mut backend = CudaBackend::open_backend(driver, &[b"kernels"], OPTIONS).unwrap();
     let codec = suite::codec(text, RopePairing::Half);
     let (spec, geometry) = (codec.spec().clone(), codec.geometry().clone());
     let part = write_rows(&mut backend, codec, |i| i as f32 / 7.0);
@@ -182,8 +184,8 @@ fn units_on_two_multiprocessors(text: &str) -> (u32, u32) {
     let at = watch.kernels.iter().position(|kernel| kernel.starts_with("kvd_attend_")).unwrap();
     // Query rows as the heads of one token: as many for the kernels.
     let (group, tokens) = (2 * ask.queries[0].n_q, 12 * geometry.block_tokens);
-    let workload = Workload { geometry, group, batch: 1, tokens };
-    (watch.blocks[at], 2 * plan(&spec, &workload, &limits).unwrap().splits)
+    let workload = StepWorkload { geometry, group, batch: 1, tokens };
+    (watch.blocks[at], 2 * plan_kernel(&spec, &workload, &limits).unwrap().splits)
 }
 
 #[test]

@@ -10,8 +10,8 @@ use kvd_codec::resolve_spec;
 use kvd_compute::{AttendPlan, PlanPart};
 use kvd_core::{Coded, DType, ErrorCode, Geometry, Side};
 use kvd_cuda::{
-    Block, Choices, Exchange, LatePairs, Launch, Limits, Options, Plan, PlanError, Shapes, Tables,
-    Workload, plan,
+    AttendLaunch, AttendTables, BlockResources, EntryExchange, GpuLimits, KernelPlan, LatePairs,
+    LaunchChoices, LayerShapes, PlanError, StepWorkload, TableOptions, plan_kernel,
 };
 use std::sync::Arc;
 
@@ -41,7 +41,11 @@ fn step(stored: &Stored, group: u32, batch: u32, tokens: u32) -> AttendPlan {
 }
 
 /// What the backend would launch where no kernel was compiled late, and what the plan says of it.
-fn launched(stored: &Stored, ask: &AttendPlan, limits: &Limits) -> (Vec<Launch>, Choices) {
+fn launched(
+    stored: &Stored,
+    ask: &AttendPlan,
+    limits: &GpuLimits,
+) -> (Vec<AttendLaunch>, LaunchChoices) {
     launched_with(stored, ask, (limits, LatePairs::NONE))
 }
 
@@ -49,29 +53,29 @@ fn launched(stored: &Stored, ask: &AttendPlan, limits: &Limits) -> (Vec<Launch>,
 fn launched_with(
     stored: &Stored,
     ask: &AttendPlan,
-    of: (&Limits, LatePairs),
-) -> (Vec<Launch>, Choices) {
+    of: (&GpuLimits, LatePairs),
+) -> (Vec<AttendLaunch>, LaunchChoices) {
     let kv_heads = stored.codec.geometry().kv_heads;
-    let rows = Choices::rows(ask, kv_heads);
-    let choices = Choices::of_layer(&stored.codec, ask.layer, rows, of).unwrap();
-    let shapes = Shapes::new(&stored.codec, ask.layer, choices.rooms());
+    let rows = LaunchChoices::largest_unit_rows(ask, kv_heads);
+    let choices = LaunchChoices::for_layer(&stored.codec, ask.layer, rows, of).unwrap();
+    let shapes = LayerShapes::new(&stored.codec, ask.layer, choices.codebook_rooms());
     let header = |offset: u64| stored.headers.get(&offset).copied();
-    let options = choices.options(ask, kv_heads);
-    let tables = Tables::new(ask, &stored.codec, &shapes, &header, options).unwrap();
+    let options = choices.table_options(ask, kv_heads);
+    let tables = AttendTables::new(ask, &stored.codec, &shapes, &header, options).unwrap();
     (tables.launches, choices)
 }
 
-fn planned(codec: &str, (group, batch, tokens): (u32, u32, u32), limits: &Limits) -> Plan {
-    let workload = Workload { geometry: shapes_of_a_model(), group, batch, tokens };
-    plan(&resolve_spec(codec).unwrap(), &workload, limits).unwrap()
+fn planned(codec: &str, (group, batch, tokens): (u32, u32, u32), limits: &GpuLimits) -> KernelPlan {
+    let workload = StepWorkload { geometry: shapes_of_a_model(), group, batch, tokens };
+    plan_kernel(&resolve_spec(codec).unwrap(), &workload, limits).unwrap()
 }
 
 /// Steps of a codec on every GPU are launched as they were planned, once all kernels that can be
 /// compiled late are there; gives plans and launches.
-fn follows(codec: &str) -> Vec<(Plan, Launch)> {
+fn follows(codec: &str) -> Vec<(KernelPlan, AttendLaunch)> {
     let stored = stored(codec);
     let mut all = Vec::new();
-    for limits in Limits::NAMES.map(|name| Limits::named(name).unwrap()) {
+    for limits in GpuLimits::NAMES.map(|name| GpuLimits::find_limits(name).unwrap()) {
         for (group, batch, tokens) in [(4, 1, 32_768), (1, 2, 4096), (8, 3, 8192), (16, 1, 64)] {
             let what = format!("{codec}, {}, {group} x {batch}", limits.name);
             let planned = planned(codec, (group, batch, tokens), &limits);
@@ -84,11 +88,12 @@ fn follows(codec: &str) -> Vec<(Plan, Launch)> {
             assert!(launch.units.iter().all(|unit| unit.value.parts == parts), "{what}");
             let pages = launch.units.iter().map(|unit| unit.pages).max();
             assert_eq!(pages, Some(planned.parts_per_unit), "{what}");
-            assert_eq!(choices.rooms(), planned.rooms(), "{what}");
+            assert_eq!(choices.codebook_rooms(), planned.codebook_rooms(), "{what}");
             assert_eq!(launch.chunks, planned.chunks, "{what}");
             // Tables that take less than expected leave as many thread blocks, or more.
-            let block = Block { shared_bytes: launch.shared_bytes as u32, ..planned.block };
-            let blocks = block.occupancy(&limits).unwrap().blocks;
+            let block =
+                BlockResources { shared_bytes: launch.shared_bytes as u32, ..planned.block };
+            let blocks = block.fit_multiprocessor(&limits).unwrap().blocks;
             assert!(blocks >= planned.occupancy.blocks, "{what}: {blocks} thread blocks");
             assert_eq!(launch.buffers, planned.buffers, "{what}, {}", launch.kernel);
             all.push((planned, launch.clone()));
@@ -118,7 +123,7 @@ fn a_pair_that_is_compiled_late_is_launched_as_it_was_planned() {
 fn while_a_pair_has_no_kernel_of_its_own_choices_are_for_the_shared_one() {
     let stored = stored("k=vq(d=2,b=4); v=uniform(b=2,axis=token)");
     for limits in ["h100", "rtx4090"] {
-        let limits = Limits::named(limits).unwrap();
+        let limits = GpuLimits::find_limits(limits).unwrap();
         let ask = step(&stored, 4, 1, 32_768);
         let [shared, late] = [LatePairs::NONE, LatePairs::ALL]
             .map(|late| launched_with(&stored, &ask, (&limits, late)));
@@ -128,7 +133,7 @@ fn while_a_pair_has_no_kernel_of_its_own_choices_are_for_the_shared_one() {
         let key = shared.0[0].units[0].key;
         assert_eq!((key.cached, key.table_bytes), (16, 64));
         // Its thread blocks take fewer registers, so that more fit.
-        let blocks = |of: &Choices| of.resident / limits.multiprocessors;
+        let blocks = |of: &LaunchChoices| of.resident / limits.multiprocessors;
         assert_eq!((blocks(&shared.1), blocks(&late.1)), (4, 3), "{}", limits.name);
         assert!(shared.0[0].units.len() > late.0[0].units.len());
     }
@@ -140,14 +145,16 @@ fn as_many_thread_blocks_of_the_shared_kernel_fit_as_units_are_cut_for() {
         let registers = if huffman { 168 } else { 128 };
         for codec in codecs {
             let stored = stored(codec);
-            for limits in Limits::NAMES.map(|name| Limits::named(name).unwrap()) {
+            for limits in GpuLimits::NAMES.map(|name| GpuLimits::find_limits(name).unwrap()) {
                 for (group, tokens) in [(1, 64), (4, 32_768), (8, 8192)] {
                     let ask = step(&stored, group, 1, tokens);
                     let (launches, choices) = launched(&stored, &ask, &limits);
                     let [launch] = &launches[..] else { panic!("{codec}: one kind of page") };
                     assert!(launch.kernel.contains("any_any"), "{}", launch.kernel);
-                    let block = Block { registers, shared_bytes: launch.shared_bytes as u32 };
-                    let blocks = limits.multiprocessors * block.occupancy(&limits).unwrap().blocks;
+                    let block =
+                        BlockResources { registers, shared_bytes: launch.shared_bytes as u32 };
+                    let blocks =
+                        limits.multiprocessors * block.fit_multiprocessor(&limits).unwrap().blocks;
                     let what = format!("{codec}, {}, {group} rows", limits.name);
                     assert!(blocks >= choices.resident, "{what}: {blocks}, {}", choices.resident);
                 }
@@ -170,7 +177,7 @@ fn presets_have_kernels_with_their_shapes_as_constants() {
         ("kvd-2-fast", "kvd2fast"),
     ];
     for (preset, kernel) in kernels {
-        let limits = Limits::named("h200").unwrap();
+        let limits = GpuLimits::find_limits("h200").unwrap();
         let (launches, _) = launched(&stored(preset), &step(&stored(preset), 4, 1, 4096), &limits);
         assert_eq!(launches[0].kernel, format!("kvd_attend_{kernel}_4"), "{preset}");
         let registers = |group| planned(preset, (group, 1, 4096), &limits).block.registers;
@@ -190,7 +197,7 @@ fn codebooks_of_floats_are_kept_where_it_was_planned() {
                 assert_eq!(shape.held, books.registers, "{planned}");
                 assert_eq!(shape.cached, books.registers + books.shared, "{planned}");
                 assert_eq!(shape.table_bytes, books.shared_bytes(), "{planned}");
-                let whole = books.exchange != Exchange::SharedMemory;
+                let whole = books.exchange != EntryExchange::SharedMemory;
                 assert_eq!(shape.entry_pairs > 0, whole, "{planned}");
                 registers.push(shape.held);
             }
@@ -219,7 +226,7 @@ fn codebooks_of_bytes_stand_in_shared_memory_as_often_as_it_was_planned() {
 
 #[test]
 fn heads_that_are_stored_differently_take_what_fits_all() {
-    let limits = Limits::h100();
+    let limits = GpuLimits::h100();
     let one = |codec: &str| {
         let stored = stored(codec);
         launched(&stored, &step(&stored, 4, 1, 8192), &limits).1
@@ -233,7 +240,7 @@ fn heads_that_are_stored_differently_take_what_fits_all() {
     let calibration = common::store::calibration(&geometry, &spec);
     let codec = kvd_codec::ModelCodec::new(geometry, spec, calibration.as_ref()).unwrap();
     let layer = kvd_core::LayerIndex(0);
-    let both = Choices::of_layer(&codec, layer, 4, (&limits, LatePairs::NONE)).unwrap();
+    let both = LaunchChoices::for_layer(&codec, layer, 4, (&limits, LatePairs::NONE)).unwrap();
     assert_eq!(both.resident, kvd.resident);
 }
 
@@ -244,17 +251,17 @@ fn headers_that_say_other_lengths_than_pages_have_are_refused() {
     let (first, longer) = (*offsets.iter().min().unwrap(), BLOCK_TOKENS as u16 + 1);
     let refusal = |stored: &Stored| {
         let ask = step(stored, 4, 1, BLOCK_TOKENS);
-        let shapes = Shapes::new(&stored.codec, ask.layer, [0usize; 2]);
+        let shapes = LayerShapes::new(&stored.codec, ask.layer, [0usize; 2]);
         let header = |offset: u64| stored.headers.get(&offset).copied();
         let (shared, channel_split) = (common::run::SHARED, 1);
-        let options = Options {
+        let options = TableOptions {
             parts_per_unit: 1,
             shared,
             chunks: None,
             channel_split,
             late: LatePairs::NONE,
         };
-        Tables::new(&ask, &stored.codec, &shapes, &header, options).unwrap_err()
+        AttendTables::new(&ask, &stored.codec, &shapes, &header, options).unwrap_err()
     };
     stored.headers.get_mut(&first).unwrap().tokens = longer;
     let error = refusal(&stored);

@@ -84,7 +84,7 @@ impl Daemon {
             graphs: 4,
             kernel_timeout: KERNEL_TIMEOUT,
         };
-        let gpu = CudaBackend::open(Box::new(driver), &[b"kernels"], options).unwrap();
+        let gpu = CudaBackend::open_backend(Box::new(driver), &[b"kernels"], options).unwrap();
         let options = CpuOptions { arena_bytes: POOL_BYTES, prefault: false, threads: 1 };
         let mut cpu = CpuBackend::new(options).unwrap();
         cpu.set_precision(Precision::Single);

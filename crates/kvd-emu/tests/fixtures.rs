@@ -12,7 +12,10 @@ mod store;
 use common::run::{parameters, run_tables};
 use common::{Ask, Layout, Stored, geometry, noise};
 use kvd_core::{DType, Geometry, Side};
-use kvd_cuda::{LatePairs, Limits, Options, Plan, Shapes, Tables, Unit, Workload, plan};
+use kvd_cuda::{
+    AttendTables, AttendUnit, GpuLimits, KernelPlan, LatePairs, LayerShapes, StepWorkload,
+    TableOptions, plan_kernel,
+};
 use kvd_emu::{Order, available};
 use serde_json::{Map, Value, json};
 use std::mem::offset_of;
@@ -87,12 +90,12 @@ impl Fixture {
 /// What the plan has for a workload.
 fn planned(
     stored: &Stored,
-    (device, group): (&Limits, usize),
+    (device, group): (&GpuLimits, usize),
     [tokens, batch, kv_heads]: [u32; 3],
-) -> (Value, Plan) {
+) -> (Value, KernelPlan) {
     let geometry = Geometry { kv_heads, ..stored.codec.geometry().clone() };
-    let workload = Workload { geometry, group: group as u32, batch, tokens };
-    let plan = plan(stored.codec.spec(), &workload, device).unwrap();
+    let workload = StepWorkload { geometry, group: group as u32, batch, tokens };
+    let plan = plan_kernel(stored.codec.spec(), &workload, device).unwrap();
     let of_workload = json!({
         "tokens": tokens,
         "batch": batch,
@@ -101,7 +104,7 @@ fn planned(
         "parts_per_unit": plan.parts_per_unit,
         "plan": {
             "roofline_seconds": plan.roofline_seconds(),
-            "predicted_seconds": plan.predicted().map(|(seconds, _)| seconds),
+            "predicted_seconds": plan.predict_seconds().map(|(seconds, _)| seconds),
             "f16_roofline_seconds": plan.raw_seconds(),
             "blocks_per_sm": plan.occupancy.blocks,
         },
@@ -110,7 +113,7 @@ fn planned(
 }
 
 /// Writes `<codec>.json` and `<codec>.bin`, with the shape in their names where it is another.
-fn write(folder: &Path, codec: &str, form: Form, device: &Limits, workloads: &[[u32; 3]]) {
+fn write(folder: &Path, codec: &str, form: Form, device: &GpuLimits, workloads: &[[u32; 3]]) {
     let Form { dim, group, dtype, blocks, stores } = form;
     let value = |side: Side, head: usize, token: usize, channel: usize| {
         noise(((side.index() * 2 + head) * 4096 + token) * 512 + channel)
@@ -121,17 +124,17 @@ fn write(folder: &Path, codec: &str, form: Form, device: &Limits, workloads: &[[
     let stored = Stored::new(&geometry, codec, &layout, value);
     let plans: Vec<_> =
         workloads.iter().map(|workload| planned(&stored, (device, group), *workload)).collect();
-    let (rooms, chunks) = (plans[0].1.rooms(), plans[0].1.chunks);
-    let same = |plan: &Plan| (plan.rooms(), plan.chunks) == (rooms, chunks);
+    let (rooms, chunks) = (plans[0].1.codebook_rooms(), plans[0].1.chunks);
+    let same = |plan: &KernelPlan| (plan.codebook_rooms(), plan.chunks) == (rooms, chunks);
     assert!(plans.iter().all(|(_, plan)| same(plan)), "{codec}: one room for tables");
     let ask = Ask::last(group, stored.tokens).plan(&stored, |i| noise(99 + i));
-    let shapes = Shapes::new(&stored.codec, ask.layer, rooms);
+    let shapes = LayerShapes::new(&stored.codec, ask.layer, rooms);
     let header = |offset: u64| stored.headers.get(&offset).copied();
     // One unit a head, which the benchmark cuts as the plan has it.
-    let (shared, chunks) = (device.shared(), (chunks > 0).then_some(chunks));
+    let (shared, chunks) = (device.shared_memory(), (chunks > 0).then_some(chunks));
     let late = LatePairs::NONE;
-    let options = Options { parts_per_unit: blocks, shared, chunks, channel_split: 1, late };
-    let tables = Tables::new(&ask, &stored.codec, &shapes, &header, options).unwrap();
+    let options = TableOptions { parts_per_unit: blocks, shared, chunks, channel_split: 1, late };
+    let tables = AttendTables::new(&ask, &stored.codec, &shapes, &header, options).unwrap();
     let [launch] = &tables.launches[..] else { panic!("{codec}: one kind of page") };
     let merged = run_tables(&stored, &shapes, &tables, Order::Ascending).unwrap();
     let payload: u64 = stored.headers.values().map(|header| u64::from(header.payload_len)).sum();
@@ -155,7 +158,7 @@ fn write(folder: &Path, codec: &str, form: Form, device: &Limits, workloads: &[[
         "multiprocessors": device.multiprocessors,
         "kernel": launch.kernel,
         "shared_bytes": launch.shared_bytes,
-        "sides_bytes": offset_of!(Unit, first_page),
+        "sides_bytes": offset_of!(AttendUnit, first_page),
         "payload_bytes": payload,
         "mark": marks[0],
         "tokens": BLOCK_TOKENS * blocks,
@@ -176,7 +179,7 @@ fn write(folder: &Path, codec: &str, form: Form, device: &Limits, workloads: &[[
 }
 
 /// Writes what is launched for its outputs alone.
-fn write_checks(folder: &Path, codec: &str, device: &Limits, forms: &[Form]) {
+fn write_checks(folder: &Path, codec: &str, device: &GpuLimits, forms: &[Form]) {
     let folder = folder.join("checks");
     std::fs::create_dir_all(&folder).unwrap();
     forms.iter().for_each(|form| write(&folder, codec, *form, device, &[CHECKED_WORKLOAD]));
@@ -234,7 +237,7 @@ fn folder(name: &str, codecs: &[&str], workloads: &[[u32; 3]]) -> PathBuf {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
     let _ = std::fs::remove_dir_all(&folder);
     std::fs::create_dir_all(&folder).unwrap();
-    codecs.iter().for_each(|codec| write(&folder, codec, MEASURED, &Limits::h200(), workloads));
+    codecs.iter().for_each(|codec| write(&folder, codec, MEASURED, &GpuLimits::h200(), workloads));
     // With a zero in it, behind which a driver must find the rest.
     std::fs::write(folder.join("a.fatbin"), b"fat\0bin").unwrap();
     folder
@@ -245,7 +248,7 @@ fn fixtures_are_launched_by_the_benchmark_and_give_what_they_gave_here() {
     if let Some(folder) = std::env::var_os("KVD_GPU_FIXTURES") {
         assert!(available(), "fixtures are made by the CPU lane");
         let device = std::env::var("KVD_GPU_DEVICE").unwrap_or("h200".to_owned());
-        let device = Limits::named(&device).unwrap();
+        let device = GpuLimits::find_limits(&device).unwrap();
         for codec in CODECS {
             write(Path::new(&folder), codec, MEASURED, &device, &WORKLOADS);
         }
@@ -292,8 +295,8 @@ fn checks_are_launched_once_with_the_kernels_that_they_are_for() {
     let facts = std::fs::read_to_string(folder.join("kvd-2-fast.json")).unwrap();
     let facts: Value = serde_json::from_str(&facts).unwrap();
     assert_eq!(facts["kernel"], "kvd_attend_kvd2fast_4", "pages are as long as a daemon's");
-    write_checks(&folder, "turbo-4", &Limits::h200(), &[constant]);
-    write_checks(&folder, "kivi-4", &Limits::h200(), &[*other, of_kivi[1]]);
+    write_checks(&folder, "turbo-4", &GpuLimits::h200(), &[constant]);
+    write_checks(&folder, "kivi-4", &GpuLimits::h200(), &[*other, of_kivi[1]]);
     let (output, figures) = bench(&folder, &driver(&folder), &["--checks"]);
     assert!(output.status.success(), "{output:?}");
     assert_eq!((&figures["complete"], &figures["workloads"]), (&json!(true), &json!([])));

@@ -14,7 +14,7 @@ use common::{Ask, Stored, geometry, noise};
 use kvd_codec::PageReader;
 use kvd_compute::Source;
 use kvd_core::{DType, Geometry, LayerIndex, Side};
-use kvd_cuda::{Limits, SharedMemory};
+use kvd_cuda::{GpuLimits, SharedMemory};
 use kvd_emu::{Order, available};
 
 fn conforms(geometry: &Geometry, codec: &str) {
@@ -109,7 +109,7 @@ fn grids_of_data_that_has_drifted() {
     let geometry = geometry(64, 64, DType::F16);
     let codec = "k=mean+qpca/grid(rate=2)/huffman; v=mean+gain+pca/grid(rate=1.5)/huffman";
     let (mut most, mut longest) = (0, 0);
-    let shared = Limits::h200().shared();
+    let shared = GpuLimits::h200().shared_memory();
     // Few outliers, more than a list holds, and rests that take a word of their own.
     for (channels, tokens, factor) in [(40, 1, 3.0), (5, 1, 4.0), (1, 11, 90.0)] {
         let far = |side: Side, head: usize, token: usize, channel: usize| {

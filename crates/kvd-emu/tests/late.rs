@@ -12,19 +12,19 @@ use common::reference::{check, expected};
 use common::run::{kernels, run_late, run_tensor};
 use common::{Ask, Stored, geometry, noise};
 use kvd_core::DType;
-use kvd_cuda::{Kernel, kernel_source, tensor_source};
+use kvd_cuda::{SideKernel, kernel_source, tensor_source};
 use kvd_emu::{Order, available};
 
 /// What the lane has compiled.
 const LATE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../kernels/emu/late");
 
 /// Every file there: keys, values, whether they hold Huffman codes, and codecs of such pages.
-const PAIRS: [(Kernel, Kernel, bool, &[&str]); 7] = [
-    (Kernel::F16, Kernel::Uniform, false, &["k=f16; v=uniform(b=4,g=32,axis=token)"]),
-    (Kernel::Uniform, Kernel::F16, false, &["k=uniform(b=4,g=32,axis=channel); v=f16"]),
+const PAIRS: [(SideKernel, SideKernel, bool, &[&str]); 7] = [
+    (SideKernel::F16, SideKernel::Uniform, false, &["k=f16; v=uniform(b=4,g=32,axis=token)"]),
+    (SideKernel::Uniform, SideKernel::F16, false, &["k=uniform(b=4,g=32,axis=channel); v=f16"]),
     (
-        Kernel::Symmetric,
-        Kernel::Symmetric,
+        SideKernel::Symmetric,
+        SideKernel::Symmetric,
         false,
         &[
             "k=uniform(b=3,axis=token,mode=sym); v=uniform(b=4,g=32,axis=token,mode=sym)",
@@ -32,30 +32,30 @@ const PAIRS: [(Kernel, Kernel, bool, &[&str]); 7] = [
         ],
     ),
     (
-        Kernel::Vq,
-        Kernel::Uniform,
+        SideKernel::Vq,
+        SideKernel::Uniform,
         false,
         &[
             "k=vq(d=2,b=8); v=uniform(b=2,g=32,axis=token)",
             "k=vq(d=4,b=6,stages=2); v=mean+gain/uniform(b=5,axis=channel)",
         ],
     ),
-    (Kernel::Polar, Kernel::Lloyd, false, &["k=polar(a=4,r=2,g=64); v=rotate/lloyd(b=4)"]),
+    (SideKernel::Polar, SideKernel::Lloyd, false, &["k=polar(a=4,r=2,g=64); v=rotate/lloyd(b=4)"]),
     // One that there is ahead of time, which takes no tile and no warp of two scales.
     (
-        Kernel::Uniform,
-        Kernel::Uniform,
+        SideKernel::Uniform,
+        SideKernel::Uniform,
         false,
         &[
             "k=uniform(b=4,g=48,axis=channel); v=uniform(b=4,g=32,axis=token)",
             "k=uniform(b=5,axis=token); v=uniform(b=2,g=20,axis=token)",
         ],
     ),
-    (Kernel::Fp8, Kernel::Fp8, true, &["k=fp8/huffman; v=hadamard/fp8/huffman"]),
+    (SideKernel::Fp8, SideKernel::Fp8, true, &["k=fp8/huffman; v=hadamard/fp8/huffman"]),
 ];
 
 /// A pair's part of the kernels' names.
-fn name(keys: Kernel, values: Kernel, (huffman, tensor): (bool, bool)) -> String {
+fn name(keys: SideKernel, values: SideKernel, (huffman, tensor): (bool, bool)) -> String {
     let stage = if huffman { "huffman_" } else { "" };
     let products = match () {
         () if tensor => "tensor_",

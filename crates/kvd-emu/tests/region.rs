@@ -68,7 +68,7 @@ fn open(order: Order, pace: Pace, options: CudaOptions) -> Fixture {
 /// The same with memory that is handed over in that way.
 fn open_as(kind: Kind, order: Order, pace: Pace, options: CudaOptions) -> Fixture {
     let (driver, watch) = EmuDriver::new(order, pace);
-    let mut backend = CudaBackend::open(Box::new(driver), &[b"kernels"], options).unwrap();
+    let mut backend = CudaBackend::open_backend(Box::new(driver), &[b"kernels"], options).unwrap();
     let memory = shared(kind);
     let opened = backend.open_region(memory.handle(), REGION_BYTES as u64).unwrap();
     let geometry = suite::codec("raw", RopePairing::Half).geometry().clone();

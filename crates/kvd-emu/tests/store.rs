@@ -11,7 +11,7 @@ use common::{Layout, Stored, geometry, noise};
 use kvd_codec::{BlockRows, HEADER_BYTES, Page, presets};
 use kvd_compute::EncodeSource;
 use kvd_core::{DType, Extent, Geometry, LayerIndex, RopePairing, Side};
-use kvd_cuda::{Shapes, SharedMemory, StorePlan, StoreShapes, StoredPage};
+use kvd_cuda::{LayerShapes, SharedMemory, StorePlan, StoreShapes, StoredPage};
 use kvd_emu::{Memory, Order, available};
 
 const LAYER: LayerIndex = LayerIndex(0);
@@ -138,7 +138,7 @@ impl Blocks {
     /// Runs a plan; gives what it wrote and each page.
     fn run(
         &self,
-        (shapes, store): (&Shapes, &StoreShapes),
+        (shapes, store): (&LayerShapes, &StoreShapes),
         plan: &StorePlan,
         order: Order,
     ) -> (Memory, Vec<Option<StoredPage>>) {
@@ -153,16 +153,16 @@ impl Blocks {
             header_bytes: HEADER_BYTES,
         };
         let pages = run.run(&plan.launches, order);
-        let read = plan.read(headers.bytes());
+        let read = plan.read_pages(headers.bytes());
         (pages, read)
     }
 
     /// Compares what kernels write with the reference. Gives the pages that had no codes.
     fn check(&self, text: &str, shared: SharedMemory, order: Order) -> usize {
         let codec = &self.stored.codec;
-        let shapes = Shapes::new(codec, LAYER, [0; 2]);
+        let shapes = LayerShapes::new(codec, LAYER, [0; 2]);
         let store = StoreShapes::new(codec, LAYER, &shapes).expect("the codec has store kernels");
-        let plan = store.plan(codec, &self.sources, shared);
+        let plan = store.plan_pages(codec, &self.sources, shared);
         let (pages, read) = self.run((&shapes, &store), &plan, order);
         // As the backend does it: pages that take too much once more, with their priors.
         let long = |index: usize| read[index].is_some_and(|page| plan.takes_too_much(index, &page));
@@ -358,9 +358,9 @@ fn codes_that_find_no_room_are_none() {
     for text in ["kvcomp", "kvcomp-channel", "kvd-2"] {
         let blocks = Blocks::new([64, 64], DType::F16, text, &[(Rows::Noise, 96)]);
         let codec = &blocks.stored.codec;
-        let shapes = Shapes::new(codec, LAYER, [0; 2]);
+        let shapes = LayerShapes::new(codec, LAYER, [0; 2]);
         let store = StoreShapes::new(codec, LAYER, &shapes).unwrap();
-        let mut plan = store.plan(codec, &blocks.sources, SHARED);
+        let mut plan = store.plan_pages(codec, &blocks.sources, SHARED);
         let (_, read) = blocks.run((&shapes, &store), &plan, Order::Ascending);
         assert!(read.iter().all(Option::is_some), "{text}");
         // None at all, and too little for the second chunk.
@@ -384,10 +384,10 @@ fn pages_over_the_shared_memory_are_encoded_beside_it() {
     {
         let blocks = Blocks::new([64, 128], DType::F16, text, &TAILS);
         let codec = &blocks.stored.codec;
-        let shapes = Shapes::new(codec, LAYER, [0; 2]);
+        let shapes = LayerShapes::new(codec, LAYER, [0; 2]);
         let store = StoreShapes::new(codec, LAYER, &shapes).unwrap();
-        assert!(store.plan(codec, &blocks.sources, little).words > 0);
-        assert_eq!(store.plan(codec, &blocks.sources, SHARED).words, 0);
+        assert!(store.plan_pages(codec, &blocks.sources, little).words > 0);
+        assert_eq!(store.plan_pages(codec, &blocks.sources, SHARED).words, 0);
         blocks.check(text, little, Order::Descending);
     }
 }

@@ -8,7 +8,7 @@ use common::run::{SHARED, run};
 use common::{Ask, Layout, Stored, geometry, noise};
 use kvd_compute::AttendPlan;
 use kvd_core::{DType, Side};
-use kvd_cuda::{LatePairs, Options, Shapes, SideShape, Tables};
+use kvd_cuda::{AttendTables, LatePairs, LayerShapes, SideShape, TableOptions};
 use kvd_emu::{Order, available, copied_bytes};
 
 const TOKENS: u32 = 4 * 64;
@@ -56,7 +56,7 @@ fn pages_are_read_once_for_all_query_heads() {
 
 /// Look-ups and top-ups per row of a side, the codes that they give, and those whose low bits
 /// follow: what `huffman.cuh` reads of each run's table.
-fn lock_step(shapes: &Shapes, shape: &SideShape, side: Side) -> [f64; 4] {
+fn lock_step(shapes: &LayerShapes, shape: &SideShape, side: Side) -> [f64; 4] {
     const HEAD_WORDS: usize = 4;
     const RUN_WORDS: usize = 16;
     let word = |at: usize| {
@@ -89,16 +89,16 @@ fn a_look_up_gives_several_codes_where_symbols_are_short() {
     println!("|---|---|---|---|");
     for preset in kvd_codec::presets().iter().filter(|p| p.spec_text.contains("huffman")) {
         let (stored, plan) = stored(preset.name);
-        let shapes = Shapes::new(&stored.codec, plan.layer, [0; 2]);
+        let shapes = LayerShapes::new(&stored.codec, plan.layer, [0; 2]);
         let header = |offset: u64| stored.headers.get(&offset).copied();
-        let options = Options {
+        let options = TableOptions {
             parts_per_unit: 4,
             shared: SHARED,
             chunks: None,
             channel_split: 1,
             late: LatePairs::NONE,
         };
-        let tables = Tables::new(&plan, &stored.codec, &shapes, &header, options).unwrap();
+        let tables = AttendTables::new(&plan, &stored.codec, &shapes, &header, options).unwrap();
         let unit = tables.launches[0].units[0];
         let rates = Side::BOTH.map(|side| {
             let shape = if side == Side::Key { unit.key } else { unit.value };

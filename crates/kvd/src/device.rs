@@ -5,7 +5,7 @@ use crate::affinity;
 use crate::config::{Config, DeviceChoice, KernelCache};
 use kvd_compute::{Backend, CpuBackend, CpuOptions, OpenError};
 use kvd_cuda::{
-    CompileEvent, CudaBackend, CudaDriver, CudaOpenError, CudaOptions, Driver, Gpu, GpuName,
+    CompileEvent, CudaBackend, CudaDriver, CudaOpenError, CudaOptions, Driver, GpuDevice, GpuName,
     KERNELS, Nvrtc, ProbeError,
 };
 use std::collections::BTreeSet;
@@ -64,19 +64,19 @@ pub enum GpuUnusable {
 /// When the processor has not the memory or threads, or the GPU asked for cannot be used.
 pub(crate) fn open(config: &Config) -> Result<Vec<Box<dyn Backend>>, DeviceError> {
     let open = |gpu| open_gpu(config, gpu);
-    choose_all(&config.devices, kvd_cuda::devices, open, || open_cpu(config))
+    choose_all(&config.devices, kvd_cuda::probe_devices, open, || open_cpu(config))
 }
 
 /// Opens each, and no GPU twice, by whatever names.
 fn choose_all<T>(
     choices: &[DeviceChoice],
-    probe: impl Fn() -> Result<Vec<Result<Gpu, ProbeError>>, ProbeError>,
-    gpu: impl Fn(Gpu) -> Result<T, GpuUnusable>,
+    probe: impl Fn() -> Result<Vec<Result<GpuDevice, ProbeError>>, ProbeError>,
+    gpu: impl Fn(GpuDevice) -> Result<T, GpuUnusable>,
     cpu: impl Fn() -> Result<T, OpenError>,
 ) -> Result<Vec<T>, DeviceError> {
     let mut taken = BTreeSet::new();
     let open = |choice| {
-        let once = |found: Gpu| {
+        let once = |found: GpuDevice| {
             let uuid = found.uuid.clone();
             if taken.contains(&uuid) {
                 return Err(GpuUnusable::Taken(uuid));
@@ -111,7 +111,7 @@ fn open_cpu(config: &Config) -> Result<Box<dyn Backend>, OpenError> {
     Ok(Box::new(backend))
 }
 
-fn open_gpu(config: &Config, gpu: Gpu) -> Result<Box<dyn Backend>, GpuUnusable> {
+fn open_gpu(config: &Config, gpu: GpuDevice) -> Result<Box<dyn Backend>, GpuUnusable> {
     if KERNELS.is_empty() {
         return Err(GpuUnusable::NoKernels(gpu.limits.name));
     }
@@ -124,11 +124,11 @@ fn open_gpu(config: &Config, gpu: Gpu) -> Result<Box<dyn Backend>, GpuUnusable> 
         graphs: config.graphs_max,
         kernel_timeout: config.kernel_timeout,
     };
-    let driver = CudaDriver::open(gpu).map_err(CudaOpenError::from)?;
+    let driver = CudaDriver::open_gpu(gpu).map_err(CudaOpenError::from)?;
     let (gpu, begun) = (driver.description(), Instant::now());
     // Minutes on a GPU that is later than the kernels.
     tracing::info!(gpu, "taking GPU memory and loading kernels");
-    let mut backend = CudaBackend::open(Box::new(driver), KERNELS, options)?;
+    let mut backend = CudaBackend::open_backend(Box::new(driver), KERNELS, options)?;
     tracing::info!(gpu, seconds = begun.elapsed().as_secs_f64(), "GPU kernels are loaded");
     match &config.kernel_cache {
         KernelCache::Off => {}
@@ -144,7 +144,7 @@ fn open_gpu(config: &Config, gpu: Gpu) -> Result<Box<dyn Backend>, GpuUnusable> 
 
 /// Has kernels compiled for codecs without kernels of their own, where there is a compiler.
 fn compile(backend: &mut CudaBackend, folder: Option<PathBuf>) {
-    let started = Nvrtc::open().map_err(|error| error.to_string()).and_then(|compiler| {
+    let started = Nvrtc::open_library().map_err(|error| error.to_string()).and_then(|compiler| {
         let report = Arc::new(report);
         let started = backend.compile_with(Box::new(compiler), folder, report);
         started.map_err(|error| error.to_string())
@@ -175,8 +175,8 @@ fn report(event: CompileEvent) {
 /// What `open` does, over any machine.
 fn choose<T>(
     choice: &DeviceChoice,
-    probe: impl FnOnce() -> Result<Vec<Result<Gpu, ProbeError>>, ProbeError>,
-    mut gpu: impl FnMut(Gpu) -> Result<T, GpuUnusable>,
+    probe: impl FnOnce() -> Result<Vec<Result<GpuDevice, ProbeError>>, ProbeError>,
+    mut gpu: impl FnMut(GpuDevice) -> Result<T, GpuUnusable>,
     cpu: impl FnOnce() -> Result<T, OpenError>,
 ) -> Result<T, DeviceError> {
     let name = match choice {
@@ -195,7 +195,7 @@ fn choose<T>(
         },
         DeviceChoice::Cuda(name) => name,
     };
-    let found = probe().and_then(|gpus| name.find(&gpus));
+    let found = probe().and_then(|gpus| name.find_gpu(&gpus));
     let opened = found.map_err(GpuUnusable::from).and_then(&mut gpu);
     opened.map_err(|reason| DeviceError::Gpu { name: name.clone(), reason })
 }
@@ -211,8 +211,8 @@ enum Unopened {
 
 /// The first GPU that opens.
 fn first_usable<T>(
-    probe: impl FnOnce() -> Result<Vec<Result<Gpu, ProbeError>>, ProbeError>,
-    mut gpu: impl FnMut(Gpu) -> Result<T, GpuUnusable>,
+    probe: impl FnOnce() -> Result<Vec<Result<GpuDevice, ProbeError>>, ProbeError>,
+    mut gpu: impl FnMut(GpuDevice) -> Result<T, GpuUnusable>,
 ) -> Result<T, Unopened> {
     let gpus = probe().map_err(|reason| match reason {
         ProbeError::NoLibrary | ProbeError::NoDevice => Unopened::NoGpu(reason),
@@ -220,7 +220,7 @@ fn first_usable<T>(
     })?;
     let mut reasons = Vec::new();
     for name in (0..gpus.len() as u32).map(GpuName::Ordinal) {
-        let found = name.find(&gpus).map_err(GpuUnusable::from);
+        let found = name.find_gpu(&gpus).map_err(GpuUnusable::from);
         match found.and_then(&mut gpu) {
             Ok(backend) => {
                 if !reasons.is_empty() {
@@ -238,17 +238,17 @@ fn first_usable<T>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kvd_cuda::Limits;
+    use kvd_cuda::GpuLimits;
 
-    fn gpu(ordinal: u32) -> Gpu {
+    fn gpu(ordinal: u32) -> GpuDevice {
         let uuid = format!("GPU-{ordinal}");
-        Gpu { ordinal, uuid, limits: Limits::h100() }
+        GpuDevice { ordinal, uuid, limits: GpuLimits::h100() }
     }
 
     /// Which device a machine with these GPUs gives; GPU 1 does not open.
     fn chosen(choice: &DeviceChoice, gpus: Result<u32, ProbeError>) -> Result<String, String> {
         let probe = || gpus.map(|count| (0..count).map(|ordinal| Ok(gpu(ordinal))).collect());
-        let open = |gpu: Gpu| match gpu.ordinal {
+        let open = |gpu: GpuDevice| match gpu.ordinal {
             1 => Err(GpuUnusable::NoKernels("H100".to_owned())),
             ordinal => Ok(format!("gpu {ordinal}")),
         };
@@ -277,7 +277,7 @@ mod tests {
         };
         // GPU 0 is too old, GPU 1 does not open.
         let mut asked = Vec::new();
-        let opened = |gpu: Gpu| {
+        let opened = |gpu: GpuDevice| {
             asked.push(gpu.ordinal);
             match gpu.ordinal {
                 1 => Err(GpuUnusable::NoKernels("H100".to_owned())),
@@ -325,7 +325,7 @@ mod tests {
     #[test]
     fn every_device_that_is_named_is_opened_and_no_gpu_twice() {
         let probe = || Ok((0..4).map(|ordinal| Ok(gpu(ordinal))).collect());
-        let open = |gpu: Gpu| Ok(format!("gpu {}", gpu.ordinal));
+        let open = |gpu: GpuDevice| Ok(format!("gpu {}", gpu.ordinal));
         let all =
             |choices: &[DeviceChoice]| choose_all(choices, probe, open, || Ok("cpu".to_owned()));
         let cuda = |ordinal| DeviceChoice::Cuda(GpuName::Ordinal(ordinal));

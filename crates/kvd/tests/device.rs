@@ -14,7 +14,7 @@ fn serve(device: &str) -> Command {
 
 /// Whether this machine has no GPU that kvd could use; says so when it has one.
 fn without_gpu() -> bool {
-    let found = kvd_cuda::devices().is_ok();
+    let found = kvd_cuda::probe_devices().is_ok();
     if found {
         eprintln!("SKIP device: this machine has a GPU");
     }

@@ -4,7 +4,7 @@
 /// Name for `--device`, words that the GPU's name has, and words that make it another GPU.
 type Known = (&'static str, &'static [&'static str], &'static [&'static str]);
 
-/// As `Limits::named` of `kvd-cuda` has them: clocks and bandwidth are of these forms alone.
+/// As `Limits::find_limits` of `kvd-cuda` has them: clocks and bandwidth are of these forms alone.
 const KNOWN: [Known; 5] = [
     ("a100", &["A100", "80GB"], &["PCIE"]),
     ("rtx4090", &["RTX", "4090"], &["D", "LAPTOP"]),

@@ -1,19 +1,19 @@
 //! Attention on the device: tables up, launches, merge, results down.
 
-use super::graphs::Node;
-use super::memory::Device;
-use super::{CudaBackend, THREADS, error};
+use super::graphs::LaunchNode;
+use super::memory::DeviceMemory;
+use super::{CudaBackend, THREADS, device_error};
 use crate::abi::{AttendParameters, MergeParameters};
-use crate::{Choices, Merged, Tables};
+use crate::{AttendTables, LaunchChoices, MergedResults};
 use kvd_compute::{AttendPlan, Attended, BackendError};
 use kvd_core::{ErrorCode, Side};
 
 /// Where the tables of a plan lie on the device.
-pub(super) struct Placed {
+pub(super) struct PlanAddresses {
     pages: u64,
     ends: u64,
     partials: u64,
-    /// Of [`Tables::turns`].
+    /// Of [`AttendTables::turns`].
     pub(super) turns: u64,
     units: Vec<u64>,
     /// And offsets behind them.
@@ -27,9 +27,9 @@ pub(super) struct Placed {
     pub(super) sums: u64,
 }
 
-impl Placed {
+impl PlanAddresses {
     /// Where results are, behind the sums of so many rows.
-    pub(super) fn results(&self, rows: usize, dim: usize) -> u64 {
+    pub(super) fn results_address(&self, rows: usize, dim: usize) -> u64 {
         self.sums + (rows * 2 * dim * 4) as u64
     }
 }
@@ -37,13 +37,13 @@ impl Placed {
 impl CudaBackend {
     /// Answers a plan, in halves when the scratch memory is too small for it at once.
     pub(super) fn attend_all(&mut self, plan: &AttendPlan) -> Result<Attended, BackendError> {
-        let tables = self.tables(plan, false)?;
-        let dims = self.dims(plan)?;
+        let tables = self.build_tables(plan, false)?;
+        let dims = self.row_dims(plan)?;
         self.clear_scratch();
-        if let Some(placed) = self.place_tables(&tables, dims) {
-            return self.run(plan, &tables, &placed, dims[1]);
+        if let Some(placed) = self.allocate_tables(&tables, dims) {
+            return self.run_attention(plan, &tables, &placed, dims[1]);
         }
-        let (first, second) = self.halves(plan)?;
+        let (first, second) = self.halve_plan(plan)?;
         let mut answer = self.attend_all(&first)?;
         let rest = self.attend_all(&second)?;
         answer.out.extend(rest.out);
@@ -53,22 +53,22 @@ impl CudaBackend {
     }
 
     /// Channels of keys and of values.
-    pub(super) fn dims(&self, plan: &AttendPlan) -> Result<[usize; 2], BackendError> {
-        let geometry = self.codec(plan.model)?.geometry();
+    pub(super) fn row_dims(&self, plan: &AttendPlan) -> Result<[usize; 2], BackendError> {
+        let geometry = self.model_codec(plan.model)?.geometry();
         Ok(Side::BOTH.map(|side| geometry.head_dim(side)))
     }
 
     /// Two plans for one that is over the scratch memory.
-    pub(super) fn halves(
+    pub(super) fn halve_plan(
         &self,
         plan: &AttendPlan,
     ) -> Result<(AttendPlan, AttendPlan), BackendError> {
         if plan.queries.len() < 2 {
             let message = "one query's block table and partial results are over the scratch memory \
                            of the GPU; ask for fewer query tokens at once";
-            return Err(error(ErrorCode::LimitExceeded, message));
+            return Err(device_error(ErrorCode::LimitExceeded, message));
         }
-        let [dim, _] = self.dims(plan)?;
+        let [dim, _] = self.row_dims(plan)?;
         let row_bytes = plan.q_heads as usize * dim * plan.dtype.size_bytes();
         let (first, second) = plan.queries.split_at(plan.queries.len() / 2);
         let rows: usize = first.iter().map(|query| query.n_q as usize).sum();
@@ -79,33 +79,33 @@ impl CudaBackend {
     }
 
     /// The plan's tables.
-    pub(super) fn tables(
+    pub(super) fn build_tables(
         &mut self,
         plan: &AttendPlan,
         in_place: bool,
-    ) -> Result<Tables, BackendError> {
-        let kv_heads = self.codec(plan.model)?.geometry().kv_heads;
-        let rows = Choices::rows(plan, kv_heads);
+    ) -> Result<AttendTables, BackendError> {
+        let kv_heads = self.model_codec(plan.model)?.geometry().kv_heads;
+        let rows = LaunchChoices::largest_unit_rows(plan, kv_heads);
         self.bring_layer(plan.model, plan.layer, Some(rows))?;
-        let codec = self.codec(plan.model)?;
+        let codec = self.model_codec(plan.model)?;
         let header = |offset: u64| self.headers.get(&offset).copied();
         let (choices, shapes) = &self.models[&plan.model].layers[&plan.layer].by_rows[&rows];
-        let options = choices.options(plan, kv_heads);
-        let new = if in_place { Tables::in_place } else { Tables::new };
+        let options = choices.table_options(plan, kv_heads);
+        let new = if in_place { AttendTables::in_place } else { AttendTables::new };
         Ok(new(plan, codec, shapes, &header, options)?)
     }
 
     /// Finds scratch memory for everything; `None` when it is too little.
-    pub(super) fn place_tables(
+    pub(super) fn allocate_tables(
         &mut self,
-        tables: &Tables,
+        tables: &AttendTables,
         [key_dim, dim]: [usize; 2],
-    ) -> Option<Placed> {
-        let mut take = |bytes: usize| self.device.scratch(bytes as u64);
+    ) -> Option<PlanAddresses> {
+        let mut take = |bytes: usize| self.device.take_scratch(bytes as u64);
         let rows = tables.ends.len();
         // What grows with the stored tokens comes last, so that little moves as they do, and graphs
         // stay as they are.
-        Some(Placed {
+        Some(PlanAddresses {
             // One piece, so that it comes back by one copy.
             sums: take(rows * (2 * dim + 3) * 4)?,
             first_bad: take(tables.turns.len() * 4)?,
@@ -125,34 +125,34 @@ impl CudaBackend {
         })
     }
 
-    fn run(
+    fn run_attention(
         &mut self,
         plan: &AttendPlan,
-        tables: &Tables,
-        placed: &Placed,
+        tables: &AttendTables,
+        placed: &PlanAddresses,
         dim: usize,
     ) -> Result<Attended, BackendError> {
-        upload(&mut self.device, tables, placed)?;
-        let nodes = self.attention(plan, tables, placed, dim);
-        self.graphs.run(&mut self.device, (plan.model, plan.layer), nodes)?;
+        upload_tables(&mut self.device, tables, placed)?;
+        let nodes = self.attention_nodes(plan, tables, placed, dim);
+        self.graphs.run_nodes(&mut self.device, (plan.model, plan.layer), nodes)?;
         let rows = tables.ends.len();
         let mut sums = vec![0f32; rows * (2 * dim + 3)];
-        self.device.download(placed.sums, bytemuck::cast_slice_mut(&mut sums))?;
+        self.device.download_scratch(placed.sums, bytemuck::cast_slice_mut(&mut sums))?;
         let results = sums.split_off(rows * 2 * dim);
-        let merged = Merged { sums, results };
-        Ok(merged.finish(plan, self.codec(plan.model)?))
+        let merged = MergedResults { sums, results };
+        Ok(merged.into_attended(plan, self.model_codec(plan.model)?))
     }
 
     /// Attention and the merge, stages 1 and 2.
-    pub(super) fn attention(
+    pub(super) fn attention_nodes(
         &mut self,
         plan: &AttendPlan,
-        tables: &Tables,
-        placed: &Placed,
+        tables: &AttendTables,
+        placed: &PlanAddresses,
         dim: usize,
-    ) -> Vec<Node> {
+    ) -> Vec<LaunchNode> {
         if let Some(jit) = &mut self.jit {
-            jit.take(|image, kernels| self.device.load_late(image, kernels));
+            jit.load_compiled(|image, kernels| self.device.load_late(image, kernels));
         }
         let layer_tables = self.models[&plan.model].layers[&plan.layer].tables;
         let arena = self.device.arena();
@@ -181,9 +181,9 @@ impl CudaBackend {
             let own = self.jit.as_ref().and_then(|jit| {
                 let unit = launch.units.first()?;
                 let rows = launch.units.iter().map(|unit| unit.rows).max()?;
-                jit.own(&launch.kernel, [unit.key.kind, unit.value.kind], rows)
+                jit.own_kernel(&launch.kernel, [unit.key.kind, unit.value.kind], rows)
             });
-            nodes.push(Node {
+            nodes.push(LaunchNode {
                 stage: 1,
                 kernel: own.unwrap_or_else(|| launch.kernel.clone()),
                 blocks: launch.units.len() as u32,
@@ -199,11 +199,11 @@ impl CudaBackend {
             ends: placed.ends,
             partials: placed.partials,
             sums: placed.sums,
-            results: placed.results(rows, dim),
+            results: placed.results_address(rows, dim),
             dim: dim as u32,
             unused: 0,
         };
-        nodes.push(Node {
+        nodes.push(LaunchNode {
             stage: 2,
             kernel: "kvd_merge".to_owned(),
             blocks: rows as u32,
@@ -216,19 +216,19 @@ impl CudaBackend {
 }
 
 /// Brings the tables to where they have a place.
-pub(super) fn upload(
-    device: &mut Device,
-    tables: &Tables,
-    placed: &Placed,
+pub(super) fn upload_tables(
+    device: &mut DeviceMemory,
+    tables: &AttendTables,
+    placed: &PlanAddresses,
 ) -> Result<(), BackendError> {
     // Neighbours in scratch memory, so that this is one copy.
-    device.upload(placed.queries, bytemuck::cast_slice(&tables.queries))?;
-    device.upload(placed.offsets, bytemuck::cast_slice(&tables.offsets))?;
-    device.upload(placed.ends, bytemuck::cast_slice(&tables.ends))?;
-    device.upload(placed.turns, bytemuck::cast_slice(&tables.turns))?;
-    device.upload(placed.partials, bytemuck::cast_slice(&tables.order))?;
+    device.upload_scratch(placed.queries, bytemuck::cast_slice(&tables.queries))?;
+    device.upload_scratch(placed.offsets, bytemuck::cast_slice(&tables.offsets))?;
+    device.upload_scratch(placed.ends, bytemuck::cast_slice(&tables.ends))?;
+    device.upload_scratch(placed.turns, bytemuck::cast_slice(&tables.turns))?;
+    device.upload_scratch(placed.partials, bytemuck::cast_slice(&tables.order))?;
     for (launch, units) in tables.launches.iter().zip(&placed.units) {
-        device.upload(*units, bytemuck::cast_slice(&launch.units))?;
+        device.upload_scratch(*units, bytemuck::cast_slice(&launch.units))?;
     }
-    device.upload(placed.pages, bytemuck::cast_slice(&tables.pages))
+    device.upload_scratch(placed.pages, bytemuck::cast_slice(&tables.pages))
 }

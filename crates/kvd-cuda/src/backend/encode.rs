@@ -2,8 +2,8 @@
 //! stay on the device; else, and for the blocks that are measured, by the host's encoder, which
 //! makes the same bytes. Huffman tables are built and replaced before (`train.rs`).
 
-use super::memory::Device;
-use super::stage::Staged;
+use super::memory::DeviceMemory;
+use super::region_copy::RegionCopy;
 use super::{CudaBackend, HOST_BYTES, THREADS};
 use crate::driver::{DeviceCopy, KernelLaunch};
 use crate::store::{StoreLaunch, StorePlan, StoredPage};
@@ -16,23 +16,23 @@ use kvd_compute::{
 use kvd_core::{Extent, LayerIndex, ModelId};
 
 /// An encoded block, or why it is none.
-type Encoded = Result<EncodedPages, BackendError>;
+type EncodeResult = Result<EncodedPages, BackendError>;
 
 /// The pages of each block with their addresses; none of a block that has a page which cannot be
 /// written.
-type Written = Vec<Option<Vec<(u64, StoredPage)>>>;
+type WrittenPages = Vec<Option<Vec<(u64, StoredPage)>>>;
 
 /// Pages that lie in scratch memory, by block, or a worker's rows.
 #[derive(Default)]
-pub(super) struct Held {
+pub(super) struct ScratchPages {
     /// Counts calls that use scratch memory.
     pub(super) call: u64,
     blocks: Vec<Vec<(u64, PageHeader)>>,
-    pub(super) staged: Option<Staged>,
+    pub(super) staged: Option<RegionCopy>,
 }
 
 /// Where the parts of a plan lie on the device.
-struct Placed {
+struct StoreAddresses {
     pages: u64,
     headers: u64,
     words: u64,
@@ -43,7 +43,7 @@ impl CudaBackend {
     /// Gives all scratch memory back, and what is held in it.
     pub(super) fn clear_scratch(&mut self) {
         self.device.clear_scratch();
-        self.held = Held { call: self.held.call + 1, ..Held::default() };
+        self.held = ScratchPages { call: self.held.call + 1, ..ScratchPages::default() };
     }
 
     /// Encodes blocks of one layer; one in sixteen is measured.
@@ -52,9 +52,9 @@ impl CudaBackend {
         model: ModelId,
         layer: LayerIndex,
         blocks: &[EncodeSource],
-    ) -> Result<Vec<Encoded>, BackendError> {
+    ) -> Result<Vec<EncodeResult>, BackendError> {
         self.clear_scratch();
-        if !self.bring_layer(model, layer, None)?.stores() {
+        if !self.bring_layer(model, layer, None)?.can_store() {
             return self.encode_on_host(model, layer, blocks, None);
         }
         self.watch_on_device(model, layer, blocks)?;
@@ -74,7 +74,7 @@ impl CudaBackend {
         };
         let [mut measured, mut others] = [measured.into_iter(), others.into_iter()];
         let next = |due: &bool| if *due { measured.next() } else { others.next() };
-        let encoded: Vec<Encoded> = due.iter().filter_map(next).collect();
+        let encoded: Vec<EncodeResult> = due.iter().filter_map(next).collect();
         self.models.entry(model).or_default().sampling.saw(layer, &encoded);
         Ok(encoded)
     }
@@ -86,7 +86,7 @@ impl CudaBackend {
         layer: LayerIndex,
         blocks: &[EncodeSource],
         how: Option<EncodeAs>,
-    ) -> Result<Vec<Encoded>, BackendError> {
+    ) -> Result<Vec<EncodeResult>, BackendError> {
         let mut encoded = Vec::new();
         self.on_host(blocks, |backend, fetched| {
             encoded.extend(match how {
@@ -135,18 +135,18 @@ impl CudaBackend {
         layer: LayerIndex,
         blocks: &[EncodeSource],
         how: EncodeAs,
-    ) -> Result<Vec<Encoded>, BackendError> {
+    ) -> Result<Vec<EncodeResult>, BackendError> {
         let mut encoded = Vec::with_capacity(blocks.len());
         let (mut rest, mut count) = (blocks, blocks.len());
         while count > 0 {
             let (now, later) = rest.split_at(count);
-            let Some(pages) = self.store(model, layer, now)? else {
+            let Some(pages) = self.write_blocks(model, layer, now)? else {
                 count /= 2;
                 continue;
             };
             for (block, pages) in now.iter().zip(pages) {
                 encoded.push(match pages {
-                    Some(pages) => self.hold(model, block, pages),
+                    Some(pages) => self.hold_pages(model, block, pages),
                     None => self.encode_on_host(model, layer, &[*block], Some(how))?.remove(0),
                 });
             }
@@ -157,14 +157,15 @@ impl CudaBackend {
     }
 
     /// Writes the pages of blocks; `None` when scratch memory has no room for them.
-    fn store(
+    fn write_blocks(
         &mut self,
         model: ModelId,
         layer: LayerIndex,
         blocks: &[EncodeSource],
-    ) -> Result<Option<Written>, BackendError> {
-        let shared = self.device.limits().shared();
-        let plan = self.plan(model, layer, |shapes, codec| shapes.plan(codec, blocks, shared))?;
+    ) -> Result<Option<WrittenPages>, BackendError> {
+        let shared = self.device.limits().shared_memory();
+        let plan = self
+            .build_plan(model, layer, |shapes, codec| shapes.plan_pages(codec, blocks, shared))?;
         let before = self.device.scratch_used();
         let Some(placed) = self.place_store(&plan) else {
             self.device.keep_scratch(before);
@@ -180,7 +181,7 @@ impl CudaBackend {
             let as_rows = |shapes: &StoreShapes, codec: &ModelCodec| {
                 shapes.plan_fallback(codec, blocks, shared, missing)
             };
-            let plan = self.plan(model, layer, as_rows)?;
+            let plan = self.build_plan(model, layer, as_rows)?;
             if let Some(placed) = self.place_store(&plan) {
                 let as_rows = self.run_store(model, layer, &plan, &placed)?;
                 pages.iter_mut().zip(as_rows).for_each(|(page, row)| *page = page.or(row));
@@ -207,11 +208,11 @@ impl CudaBackend {
         if !too_long.contains(&true) {
             return Ok(true);
         }
-        let shared = self.device.limits().shared();
+        let shared = self.device.limits().shared_memory();
         let with_priors = |shapes: &StoreShapes, codec: &ModelCodec| {
             shapes.plan_priors(codec, blocks, shared, |index| too_long[index])
         };
-        let plan = self.plan(model, layer, with_priors)?;
+        let plan = self.build_plan(model, layer, with_priors)?;
         let Some(placed) = self.place_store(&plan) else { return Ok(false) };
         let with_priors = self.run_store(model, layer, &plan, &placed)?;
         for (page, other) in pages.iter_mut().zip(with_priors) {
@@ -224,21 +225,21 @@ impl CudaBackend {
         Ok(true)
     }
 
-    fn plan(
+    fn build_plan(
         &self,
         model: ModelId,
         layer: LayerIndex,
         plan: impl FnOnce(&StoreShapes, &ModelCodec) -> StorePlan,
     ) -> Result<StorePlan, BackendError> {
-        let codec = self.codec(model)?;
+        let codec = self.model_codec(model)?;
         let of_layer = self.models.get(&model).and_then(|model| model.layers.get(&layer));
         let store = of_layer.and_then(|layer| layer.store.as_ref());
         Ok(store.map(|(shapes, _)| plan(shapes, codec)).unwrap_or_default())
     }
 
-    fn place_store(&mut self, plan: &StorePlan) -> Option<Placed> {
-        let mut take = |bytes: usize| self.device.scratch(bytes as u64);
-        Some(Placed {
+    fn place_store(&mut self, plan: &StorePlan) -> Option<StoreAddresses> {
+        let mut take = |bytes: usize| self.device.take_scratch(bytes as u64);
+        Some(StoreAddresses {
             pages: take(plan.page_bytes as usize)?,
             headers: take(plan.header_bytes())?,
             words: take(plan.words as usize * 4)?,
@@ -255,7 +256,7 @@ impl CudaBackend {
         model: ModelId,
         layer: LayerIndex,
         plan: &StorePlan,
-        placed: &Placed,
+        placed: &StoreAddresses,
     ) -> Result<Vec<Option<(u64, StoredPage)>>, BackendError> {
         let of_layer = &self.models[&model].layers[&layer];
         let steps = of_layer.store.as_ref().map_or(0, |(_, address)| *address);
@@ -275,19 +276,19 @@ impl CudaBackend {
             header += (launch.units.len() * HEADER_BYTES) as u64;
         }
         let mut headers = vec![0; plan.header_bytes()];
-        device.download(placed.headers, &mut headers)?;
-        let pages = plan.read(&headers).into_iter();
+        device.download_scratch(placed.headers, &mut headers)?;
+        let pages = plan.read_pages(&headers).into_iter();
         Ok(pages.map(|page| page.map(|page| (placed.pages + page.offset, page))).collect())
     }
 
     /// Keeps a block's pages in mind until they are placed.
-    fn hold(
+    fn hold_pages(
         &mut self,
         model: ModelId,
         block: &EncodeSource,
         pages: Vec<(u64, StoredPage)>,
-    ) -> Encoded {
-        let geometry = self.codec(model)?.geometry();
+    ) -> EncodeResult {
+        let geometry = self.model_codec(model)?.geometry();
         let mut encoded = EncodedPages {
             bytes: Vec::new(),
             held: Some(HeldPages { call: self.held.call, block: self.held.blocks.len() as u32 }),
@@ -318,7 +319,7 @@ impl CudaBackend {
         let known =
             (held.call == self.held.call).then(|| self.held.blocks.get(held.block as usize));
         let Some(pages) = known.flatten() else {
-            self.device.fail("pages are placed that are no longer held");
+            self.device.fail_with("pages are placed that are no longer held");
             return;
         };
         let mut runs: Vec<DeviceCopy> = Vec::new();
@@ -340,18 +341,18 @@ impl CudaBackend {
 /// Launches what store kernels do with some pages; of `places` the arena and what the launch itself
 /// says are filled in.
 pub(super) fn launch_store(
-    device: &mut Device,
+    device: &mut DeviceMemory,
     launch: &StoreLaunch,
     places: StoreParameters,
 ) -> Result<(), BackendError> {
-    device.upload(places.units, bytemuck::cast_slice(&launch.units))?;
+    device.upload_scratch(places.units, bytemuck::cast_slice(&launch.units))?;
     let parameters = StoreParameters {
         arena: device.arena(),
         row_bytes: launch.row_bytes,
         gain_bytes: launch.gain_bytes,
         ..places
     };
-    device.launch(KernelLaunch {
+    device.launch_kernel(KernelLaunch {
         kernel: &launch.kernel,
         blocks: launch.units.len() as u32,
         threads: THREADS,

@@ -1,12 +1,12 @@
 //! Attention on queries in a worker's memory, answered there: what comes to the host is one word
 //! per unit, whether its queries were numbers.
 
-use super::attend::{Placed, upload};
-use super::graphs::Node;
-use super::{CudaBackend, THREADS, error};
+use super::attend::{PlanAddresses, upload_tables};
+use super::graphs::LaunchNode;
+use super::{CudaBackend, THREADS, device_error};
+use crate::query_transform::{AnswerParameters, QueryParameters, TransformUnit};
 use crate::store::dtype_number;
-use crate::turn::{AnswerParameters, QueryParameters, TurnUnit};
-use crate::{Tables, Turns};
+use crate::{AttendTables, QueryTransforms};
 use kvd_compute::{AttendPlan, BackendError, RegionPlaces};
 use kvd_core::{DType, ErrorCode};
 
@@ -15,7 +15,7 @@ const ALL_FINITE: u32 = u32::MAX;
 
 /// Where queries are and answers go, as addresses.
 #[derive(Clone, Copy)]
-struct Reach {
+struct AttendBuffers {
     q: u64,
     out: u64,
     lse: u64,
@@ -29,25 +29,25 @@ impl CudaBackend {
         places: &RegionPlaces,
         launched: &mut dyn FnMut(),
     ) -> Result<u64, BackendError> {
-        let [key_dim, dim] = self.dims(plan)?;
+        let [key_dim, dim] = self.row_dims(plan)?;
         let (rows, each) = (plan.rows(), plan.dtype.size_bytes());
         // A kernel says by a word which of the values is none.
         if rows * key_dim as u64 >= u64::from(ALL_FINITE) {
             let message = format!("{rows} query rows; ask for fewer query tokens at once");
-            return Err(error(ErrorCode::LimitExceeded, message));
+            return Err(device_error(ErrorCode::LimitExceeded, message));
         }
         let RegionPlaces { region, q, out, lse } = *places;
         let find = |offset, values| self.regions.find_values(region, offset, values);
-        let reach = Reach {
+        let reach = AttendBuffers {
             q: find(q, (rows * key_dim as u64, each))?,
             out: find(out, (rows * dim as u64, each))?,
             lse: find(lse, (rows, DType::F32.size_bytes()))?,
         };
-        let event = self.regions.event(region);
+        let event = self.regions.answer_event(region);
         self.attend_reaching(plan, reach, &mut |backend| {
             // Without an event there is nothing to wait for but the end of the call.
             let Some(event) = event else { return Ok(()) };
-            backend.device.record(event)?;
+            backend.device.record_event(event)?;
             launched();
             Ok(())
         })
@@ -57,19 +57,19 @@ impl CudaBackend {
     fn attend_reaching(
         &mut self,
         plan: &AttendPlan,
-        reach: Reach,
+        reach: AttendBuffers,
         launched: &mut dyn FnMut(&mut Self) -> Result<(), BackendError>,
     ) -> Result<u64, BackendError> {
-        let tables = self.tables(plan, true)?;
-        let dims = self.dims(plan)?;
+        let tables = self.build_tables(plan, true)?;
+        let dims = self.row_dims(plan)?;
         self.clear_scratch();
-        if let Some(placed) = self.place_tables(&tables, dims) {
+        if let Some(placed) = self.allocate_tables(&tables, dims) {
             return self.run_at(plan, tables, &placed, reach, launched);
         }
-        let (first, second) = self.halves(plan)?;
+        let (first, second) = self.halve_plan(plan)?;
         let (rows, each) = (first.rows(), plan.dtype.size_bytes() as u64);
         let values = dims.map(|dim| rows * dim as u64);
-        let rest = Reach {
+        let rest = AttendBuffers {
             q: reach.q + values[0] * each,
             out: reach.out + values[1] * each,
             lse: reach.lse + rows * DType::F32.size_bytes() as u64,
@@ -94,19 +94,19 @@ impl CudaBackend {
     fn bring_turns(
         &mut self,
         plan: &AttendPlan,
-        units: &mut [TurnUnit],
+        units: &mut [TransformUnit],
     ) -> Result<u64, BackendError> {
-        let codec = self.codec(plan.model)?;
+        let codec = self.model_codec(plan.model)?;
         let group = plan.q_heads / codec.geometry().kv_heads;
         let known = self.models[&plan.model].layers[&plan.layer].turns.as_ref();
         if let Some((turns, address)) = known {
-            turns.place(units, group);
+            turns.set_steps(units, group);
             return Ok(*address);
         }
-        let turns = Turns::new(codec, plan.layer);
-        turns.place(units, group);
-        let place = self.places(plan.model, plan.layer)?.turns;
-        let address = self.device.keep(place, &turns.steps)?;
+        let turns = QueryTransforms::new(codec, plan.layer);
+        turns.set_steps(units, group);
+        let place = self.layer_ranges(plan.model, plan.layer)?.turns;
+        let address = self.device.write_table(place, &turns.steps)?;
         let of_model = self.models.entry(plan.model).or_default();
         if let Some(layer) = of_model.layers.get_mut(&plan.layer) {
             layer.turns = Some((turns, address));
@@ -117,18 +117,18 @@ impl CudaBackend {
     fn run_at(
         &mut self,
         plan: &AttendPlan,
-        mut tables: Tables,
-        placed: &Placed,
-        reach: Reach,
+        mut tables: AttendTables,
+        placed: &PlanAddresses,
+        reach: AttendBuffers,
         launched: &mut dyn FnMut(&mut Self) -> Result<(), BackendError>,
     ) -> Result<u64, BackendError> {
-        let geometry = self.codec(plan.model)?.geometry();
+        let geometry = self.model_codec(plan.model)?.geometry();
         let token_bytes = geometry.token_bytes();
         let group = plan.q_heads / geometry.kv_heads;
-        let [key_dim, dim] = self.dims(plan)?;
+        let [key_dim, dim] = self.row_dims(plan)?;
         let steps = self.bring_turns(plan, &mut tables.turns)?;
         let (dtype, heads, units) = (dtype_number(plan.dtype), plan.q_heads, placed.turns);
-        upload(&mut self.device, &tables, placed)?;
+        upload_tables(&mut self.device, &tables, placed)?;
         let queries = QueryParameters {
             queries: reach.q,
             units,
@@ -144,12 +144,13 @@ impl CudaBackend {
             unused: 0,
         };
         let count = tables.turns.len();
-        let queries = turn((0, "kvd_queries", key_dim), count, bytemuck::bytes_of(&queries));
+        let queries =
+            transform_node((0, "kvd_queries", key_dim), count, bytemuck::bytes_of(&queries));
         let mut nodes = vec![queries];
-        nodes.extend(self.attention(plan, &tables, placed, dim));
+        nodes.extend(self.attention_nodes(plan, &tables, placed, dim));
         let answer = AnswerParameters {
             sums: placed.sums,
-            results: placed.results(tables.ends.len(), dim),
+            results: placed.results_address(tables.ends.len(), dim),
             units,
             steps,
             out: reach.out,
@@ -159,11 +160,11 @@ impl CudaBackend {
             heads,
             group,
         };
-        nodes.push(turn((3, "kvd_answer", dim), count, bytemuck::bytes_of(&answer)));
-        self.graphs.run(&mut self.device, (plan.model, plan.layer), nodes)?;
+        nodes.push(transform_node((3, "kvd_answer", dim), count, bytemuck::bytes_of(&answer)));
+        self.graphs.run_nodes(&mut self.device, (plan.model, plan.layer), nodes)?;
         launched(self)?;
         let mut first_bad = vec![0u32; count];
-        self.device.download(placed.first_bad, bytemuck::cast_slice_mut(&mut first_bad))?;
+        self.device.download_scratch(placed.first_bad, bytemuck::cast_slice_mut(&mut first_bad))?;
         let bad = first_bad.into_iter().min().filter(|index| *index != ALL_FINITE);
         if let Some(index) = bad {
             return Err(self.bad_query(plan, reach.q, index)?);
@@ -180,10 +181,10 @@ impl CudaBackend {
         queries: u64,
         index: u32,
     ) -> Result<BackendError, BackendError> {
-        let ([dim, _], dtype) = (self.dims(plan)?, plan.dtype);
+        let ([dim, _], dtype) = (self.row_dims(plan)?, plan.dtype);
         let mut bytes = [0; 4];
         let bytes = &mut bytes[..dtype.size_bytes()];
-        self.device.download(queries + u64::from(index) * bytes.len() as u64, bytes)?;
+        self.device.download_scratch(queries + u64::from(index) * bytes.len() as u64, bytes)?;
         let mut value = [0f32];
         dtype.widen(bytes, &mut value);
         let (index, [value]) = (index as usize, value);
@@ -195,13 +196,17 @@ impl CudaBackend {
 }
 
 /// A kernel over units of rows of so many channels.
-fn turn((stage, kernel, dim): (u32, &str, usize), count: usize, parameters: &[u8]) -> Node {
-    Node {
+fn transform_node(
+    (stage, kernel, dim): (u32, &str, usize),
+    count: usize,
+    parameters: &[u8],
+) -> LaunchNode {
+    LaunchNode {
         stage,
         kernel: kernel.to_owned(),
         blocks: count as u32,
         threads: THREADS,
-        shared_bytes: Turns::shared_bytes(dim) as u32,
+        shared_bytes: QueryTransforms::shared_bytes(dim) as u32,
         parameters: parameters.to_vec(),
     }
 }

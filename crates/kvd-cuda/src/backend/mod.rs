@@ -12,22 +12,22 @@ mod attend;
 mod encode;
 mod graphs;
 mod in_place;
-mod kept;
 mod layers;
 mod memory;
-mod order;
+mod pinned_ring;
 mod region;
-mod stage;
-mod staging;
+mod region_copy;
+mod stream_order;
+mod table_arena;
 mod train;
 mod wait;
 
 use crate::PlanError;
 use crate::driver::{DeviceCopy, Driver, DriverError};
-use crate::jit::{CompileReport, Jit, KernelCompiler};
-use crate::side::ROWS;
-use encode::Held;
-use graphs::Graphs;
+use crate::jit::{CompileReport, JitCompiler, KernelCompiler};
+use crate::kernel_side::ROWS;
+use encode::ScratchPages;
+use graphs::GraphCache;
 use kvd_codec::{ModelCodec, Page, PageHeader};
 use kvd_compute::{
     AttendPlan, Attended, Backend, BackendError, CpuBackend, CpuOptions, DeviceInfo, DeviceRegion,
@@ -36,9 +36,9 @@ use kvd_compute::{
     StagedRows, StagedWrite,
 };
 use kvd_core::{Coded, ErrorCode, Extent, LayerIndex, ModelId, Side};
-use layers::Model;
-use memory::Device;
-use region::Regions;
+use layers::DeviceModel;
+use memory::DeviceMemory;
+use region::OpenRegions;
 use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
 use std::time::Duration;
@@ -86,27 +86,27 @@ pub enum CudaOpenError {
 
 /// A GPU as a backend.
 pub struct CudaBackend {
-    device: Device,
+    device: DeviceMemory,
     /// Encodes and decodes what is copied to it.
     host: CpuBackend,
-    models: HashMap<ModelId, Model>,
+    models: HashMap<ModelId, DeviceModel>,
     /// Header of the page that begins at an offset of the arena.
     headers: BTreeMap<u64, PageHeader>,
-    regions: Regions,
-    held: Held,
-    graphs: Graphs,
+    regions: OpenRegions,
+    held: ScratchPages,
+    graphs: GraphCache,
     /// Compiles kernels for pairs of sides that have none of their own.
-    jit: Option<Jit>,
+    jit: Option<JitCompiler>,
 }
 
 /// An error of the device with its code.
-fn error(code: ErrorCode, message: impl ToString) -> BackendError {
+fn device_error(code: ErrorCode, message: impl ToString) -> BackendError {
     BackendError::Device { code, message: message.to_string() }
 }
 
 impl From<PlanError> for BackendError {
     fn from(reason: PlanError) -> Self {
-        error(reason.code(), reason)
+        device_error(reason.code(), reason)
     }
 }
 
@@ -115,14 +115,14 @@ impl CudaBackend {
     ///
     /// # Errors
     /// When the GPU has not the memory or refuses the kernels.
-    pub fn open(
+    pub fn open_backend(
         driver: Box<dyn Driver>,
         kernels: &[&[u8]],
         options: CudaOptions,
     ) -> Result<Self, CudaOpenError> {
-        let mut device = Device::open(driver, options)?;
+        let mut device = DeviceMemory::open_device(driver, options)?;
         for image in kernels {
-            device.load(image)?;
+            device.load_kernels(image)?;
         }
         let host = CpuBackend::new(CpuOptions {
             arena_bytes: HOST_BYTES,
@@ -130,8 +130,8 @@ impl CudaBackend {
             threads: options.threads,
         })?;
         let (models, headers) = (HashMap::new(), BTreeMap::new());
-        let (regions, held) = (Regions::default(), Held::default());
-        let graphs = Graphs::new(options.graphs);
+        let (regions, held) = (OpenRegions::default(), ScratchPages::default());
+        let graphs = GraphCache::new(options.graphs);
         Ok(Self { device, host, models, headers, regions, held, graphs, jit: None })
     }
 
@@ -147,16 +147,16 @@ impl CudaBackend {
         report: CompileReport,
     ) -> std::io::Result<()> {
         let compute = self.device.limits().compute;
-        self.jit = Some(Jit::start(compiler, cache.into(), compute, report)?);
+        self.jit = Some(JitCompiler::start_thread(compiler, cache.into(), compute, report)?);
         Ok(())
     }
 
-    fn codec(&self, model: ModelId) -> Result<&ModelCodec, BackendError> {
+    fn model_codec(&self, model: ModelId) -> Result<&ModelCodec, BackendError> {
         self.host.codec(model)
     }
 
     /// Copies a part's slot to the host and says where it lies there.
-    fn fetch(&mut self, source: &Source) -> Result<Source, BackendError> {
+    fn fetch_slot(&mut self, source: &Source) -> Result<Source, BackendError> {
         let mut source = source.clone();
         let (Source::Raw { extent, .. } | Source::Pages { extent, .. }) = &mut source;
         *extent = self.fetch_extent(*extent, 0)?;
@@ -166,11 +166,11 @@ impl CudaBackend {
     /// Copies an extent to the host's memory at `offset`.
     fn fetch_extent(&mut self, extent: Extent, offset: u64) -> Result<Extent, BackendError> {
         let mut bytes = vec![0; extent.len as usize];
-        self.device.read(extent.offset, &mut bytes)?;
+        self.device.read_arena(extent.offset, &mut bytes)?;
         let to = Extent { offset, len: extent.len };
         if to.end() > HOST_BYTES {
             let message = format!("{} bytes are over the host's {HOST_BYTES}", to.end());
-            return Err(error(ErrorCode::LimitExceeded, message));
+            return Err(device_error(ErrorCode::LimitExceeded, message));
         }
         self.host.fill(to, &bytes);
         Ok(to)
@@ -185,11 +185,11 @@ impl Backend for CudaBackend {
     }
 
     fn supports(&self, codec: &ModelCodec) -> Result<(), BackendError> {
-        self.serves(codec)
+        self.check_served(codec)
     }
 
     fn failure(&self) -> Option<&str> {
-        self.device.failure()
+        self.device.failure_message()
     }
 
     fn launches(&self) -> Launches {
@@ -199,18 +199,18 @@ impl Backend for CudaBackend {
     fn register(&mut self, model: ModelId, codec: ModelCodec) {
         self.unregister(model);
         if let Some(jit) = &mut self.jit {
-            jit.want(&codec);
+            jit.request_codec(&codec);
         }
         self.host.register(model, codec);
-        self.models.insert(model, Model::default());
+        self.models.insert(model, DeviceModel::default());
         // Who did not ask whether there is room is told by the first call that needs some.
-        let _ = self.reserve(model);
+        let _ = self.reserve_model(model);
     }
 
     fn unregister(&mut self, model: ModelId) {
         self.host.unregister(model);
-        self.graphs.forget(&mut self.device, |(owner, _)| owner == model);
-        self.forget(model);
+        self.graphs.forget_graphs(&mut self.device, |(owner, _)| owner == model);
+        self.forget_model(model);
     }
 
     fn model_bytes(&self, model: ModelId) -> Result<ModelBytes, BackendError> {
@@ -239,7 +239,7 @@ impl Backend for CudaBackend {
         count: u32,
         to: RawTarget,
     ) -> Result<(), BackendError> {
-        let geometry = self.codec(model)?.geometry().clone();
+        let geometry = self.model_codec(model)?.geometry().clone();
         let layout = geometry.raw_layout(to.capacity_rows);
         let heads = geometry.kv_heads as usize;
         for (side, bytes) in [(Side::Key, &rows.k), (Side::Value, &rows.v)] {
@@ -250,7 +250,7 @@ impl Backend for CudaBackend {
                 let rows = bytes.chunks_exact(row_bytes).skip(first).step_by(heads);
                 let rows = rows.take(count as usize).collect::<Vec<_>>().concat();
                 let at = layout.row_offset(side, head as u64, u64::from(to.first_row));
-                self.device.write(to.extent.offset + at, &rows)?;
+                self.device.write_arena(to.extent.offset + at, &rows)?;
             }
         }
         Ok(())
@@ -264,7 +264,7 @@ impl Backend for CudaBackend {
         count: u32,
         to: RawTarget,
     ) -> Result<(), BackendError> {
-        let geometry = self.codec(model)?.geometry().clone();
+        let geometry = self.model_codec(model)?.geometry().clone();
         let Source::Raw { extent, capacity_rows, first_row } = *from else {
             let part = PlanPart { first_token: 0, rows: count, source: from.clone() };
             let dtype = geometry.dtype;
@@ -282,7 +282,7 @@ impl Backend for CudaBackend {
                 bytes: u64::from(count) * source.row_bytes(side),
             })
         });
-        self.device.copy(rows.collect())
+        self.device.copy_arena(rows.collect())
     }
 
     fn encode(
@@ -305,7 +305,7 @@ impl Backend for CudaBackend {
             return self.place_held(held, to);
         }
         // A failure is kept and told to the lane, which then answers no one with success.
-        if self.device.write(to.offset, &pages.bytes).is_err() {
+        if self.device.write_arena(to.offset, &pages.bytes).is_err() {
             return;
         }
         let mut start = 0;
@@ -324,7 +324,7 @@ impl Backend for CudaBackend {
         if let Some(index) = q.iter().position(|value| !value.is_finite()) {
             return Err(BackendError::NonFiniteQuery { index, value: q[index] });
         }
-        let [dim, _] = self.dims(plan)?;
+        let [dim, _] = self.row_dims(plan)?;
         let scale = plan.score_scale(dim);
         if let Some(index) = q.iter().position(|value| !(value * scale).is_finite()) {
             return Err(BackendError::query_overflow(plan, index / dim, dim));
@@ -335,7 +335,7 @@ impl Backend for CudaBackend {
     fn load(&mut self, plan: &LoadPlan) -> Result<LoadedRows, BackendError> {
         let mut loaded = LoadedRows { k: Vec::new(), v: Vec::new() };
         for part in &plan.parts {
-            let part = PlanPart { source: self.fetch(&part.source)?, ..part.clone() };
+            let part = PlanPart { source: self.fetch_slot(&part.source)?, ..part.clone() };
             let rows = self.host.load(&LoadPlan { parts: vec![part], ..plan.clone() })?;
             loaded.k.extend(rows.k);
             loaded.v.extend(rows.v);
@@ -405,7 +405,7 @@ impl Drop for CudaBackend {
         for model in models {
             self.unregister(model);
         }
-        self.graphs.forget(&mut self.device, |_| true);
+        self.graphs.forget_graphs(&mut self.device, |_| true);
         self.regions.clear(&mut self.device);
     }
 }

@@ -4,7 +4,7 @@
 use super::CudaBackend;
 use super::encode::launch_store;
 use crate::StoreParameters;
-use crate::store::{Histogram, HistogramPlan};
+use crate::store::{CodeHistogram, HistogramPlan};
 use bytemuck::Zeroable;
 use kvd_codec::CodeCounts;
 use kvd_compute::{BackendError, EncodeSource};
@@ -14,7 +14,7 @@ use kvd_core::{LayerIndex, ModelId};
 const COUNTER_BYTES: usize = size_of::<u64>();
 
 /// Where the parts of a plan lie on the device.
-struct Placed {
+struct HistogramAddresses {
     pages: u64,
     words: u64,
     units: Vec<u64>,
@@ -22,7 +22,7 @@ struct Placed {
 
 /// What all launches of a histogram read and write.
 #[derive(Clone, Copy)]
-struct Common {
+struct HistogramTables {
     tables: u64,
     steps: u64,
     counters: u64,
@@ -44,7 +44,7 @@ impl CudaBackend {
             return Ok(());
         }
         let chosen: Vec<EncodeSource> = chosen.into_iter().map(|index| blocks[index]).collect();
-        let counts = self.count(model, layer, &chosen)?;
+        let counts = self.count_block_codes(model, layer, &chosen)?;
         self.device.reuse_scratch(0);
         match counts {
             Some(counts) => self.host.observe_codes(model, layer, &counts, chosen.len()),
@@ -53,7 +53,7 @@ impl CudaBackend {
     }
 
     /// How often each code stands in blocks.
-    fn count(
+    fn count_block_codes(
         &mut self,
         model: ModelId,
         layer: LayerIndex,
@@ -63,24 +63,26 @@ impl CudaBackend {
         let (tables, codec) = (known.tables, self.host.codec(model)?);
         // Those of any number of query rows do: they differ in what attention keeps of codebooks.
         let shapes = self.models[&model].layers[&layer].by_rows.values().next();
-        let Some(histogram) = shapes.and_then(|(_, shapes)| Histogram::new(codec, layer, shapes))
+        let Some(histogram) =
+            shapes.and_then(|(_, shapes)| CodeHistogram::new(codec, layer, shapes))
         else {
             return Ok(None);
         };
         let mut bytes = vec![0; COUNTER_BYTES * histogram.len()];
         let places = [histogram.steps.len(), bytes.len()];
-        let [Some(steps), Some(counters)] = places.map(|bytes| self.device.scratch(bytes as u64))
+        let [Some(steps), Some(counters)] =
+            places.map(|bytes| self.device.take_scratch(bytes as u64))
         else {
             return Ok(None);
         };
-        self.device.upload(steps, &histogram.steps)?;
-        self.device.upload(counters, &bytes)?;
-        let common = Common { tables, steps, counters };
+        self.device.upload_scratch(steps, &histogram.steps)?;
+        self.device.upload_scratch(counters, &bytes)?;
+        let common = HistogramTables { tables, steps, counters };
         let (mut rest, mut count) = (blocks, blocks.len());
         while !rest.is_empty() {
             let (now, later) = rest.split_at(count);
-            let shared = self.device.limits().shared();
-            let plan = histogram.plan(self.codec(model)?, now, shared);
+            let shared = self.device.limits().shared_memory();
+            let plan = histogram.plan_launches(self.model_codec(model)?, now, shared);
             let before = self.device.scratch_used();
             let Some(placed) = self.place_counts(&plan) else {
                 self.device.keep_scratch(before);
@@ -94,15 +96,15 @@ impl CudaBackend {
             self.device.reuse_scratch(before);
             (rest, count) = (later, count.min(later.len()));
         }
-        self.device.download(counters, &mut bytes)?;
+        self.device.download_scratch(counters, &mut bytes)?;
         let words = bytes.as_chunks::<COUNTER_BYTES>().0.iter();
         let counts: Vec<u64> = words.map(|word| u64::from_le_bytes(*word)).collect();
-        Ok(histogram.read(&counts))
+        Ok(histogram.read_counts(&counts))
     }
 
-    fn place_counts(&mut self, plan: &HistogramPlan) -> Option<Placed> {
-        let mut take = |bytes: u64| self.device.scratch(bytes);
-        Some(Placed {
+    fn place_counts(&mut self, plan: &HistogramPlan) -> Option<HistogramAddresses> {
+        let mut take = |bytes: u64| self.device.take_scratch(bytes);
+        Some(HistogramAddresses {
             pages: take(plan.page_bytes)?,
             words: take(plan.words * 4)?,
             units: {
@@ -115,8 +117,8 @@ impl CudaBackend {
     fn run_counts(
         &mut self,
         plan: &HistogramPlan,
-        placed: &Placed,
-        common: Common,
+        placed: &HistogramAddresses,
+        common: HistogramTables,
     ) -> Result<(), BackendError> {
         let device = &mut self.device;
         for (launch, units) in plan.launches.iter().zip(&placed.units) {

@@ -16,11 +16,15 @@ const SLEEP_MAX: Duration = Duration::from_millis(1);
 
 /// How long the host waits for work of the device.
 #[derive(Clone, Copy)]
-pub(super) struct Patience(pub(super) Duration);
+pub(super) struct WaitLimit(pub(super) Duration);
 
-impl Patience {
+impl WaitLimit {
     /// Waits until an event has happened.
-    pub(super) fn wait(self, driver: &mut dyn Driver, event: EventId) -> Result<(), DriverError> {
+    pub(super) fn wait_event(
+        self,
+        driver: &mut dyn Driver,
+        event: EventId,
+    ) -> Result<(), DriverError> {
         let start = Instant::now();
         loop {
             // Before the question: a process that was stopped in between has not waited.
@@ -29,10 +33,10 @@ impl Patience {
                 return Ok(());
             }
             if waited >= self.0 {
-                driver.abandon();
+                driver.abandon_device();
                 return Err(DriverError::Hung(self.0));
             }
-            match pause(waited) {
+            match sleep_time(waited) {
                 None => thread::yield_now(),
                 Some(pause) => thread::sleep(pause),
             }
@@ -41,7 +45,7 @@ impl Patience {
 }
 
 /// How long to sleep before the next question.
-fn pause(waited: Duration) -> Option<Duration> {
+fn sleep_time(waited: Duration) -> Option<Duration> {
     (waited >= ASKING).then(|| (waited / SLEEP_PART).min(SLEEP_MAX))
 }
 
@@ -52,8 +56,8 @@ mod tests {
     #[test]
     fn short_work_is_asked_for_at_once_and_long_work_costs_neither_a_core_nor_much_time() {
         let micros = Duration::from_micros;
-        assert_eq!([0, 20, 999].map(|waited| pause(micros(waited))), [None; 3]);
-        let long = [1000, 4000, 16_000, 30_000_000].map(|waited| pause(micros(waited)));
+        assert_eq!([0, 20, 999].map(|waited| sleep_time(micros(waited))), [None; 3]);
+        let long = [1000, 4000, 16_000, 30_000_000].map(|waited| sleep_time(micros(waited)));
         assert_eq!(
             long,
             [62_500, 250_000, 1_000_000, 1_000_000].map(|ns| Some(Duration::from_nanos(ns)))

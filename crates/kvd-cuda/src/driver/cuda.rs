@@ -5,15 +5,15 @@
 //! owner at a time, and given back once, in `drop`.
 #![expect(unsafe_code, reason = "calls of the driver's C functions")]
 
-use super::graphs::Graphs;
-use super::modules::{Modules, room};
-use super::pinned::{Events, PinnedMemory};
-use super::shared::{Opened, Shared};
+use super::graphs::CudaGraphs;
+use super::modules::{LoadedModules, check_memory};
+use super::pinned::{CudaEvents, PinnedMemory};
+use super::shared::{OpenMappings, SharedMapping};
 use super::{
-    DeviceCopy, Driver, DriverError, EventId, Gpu, GraphId, GraphNode, KernelLaunch, PinnedId,
-    PinnedRange, Stream,
+    DeviceCopy, DeviceStream, Driver, DriverError, EventId, GpuDevice, GraphId, GraphNode,
+    KernelLaunch, PinnedId, PinnedRange,
 };
-use crate::plan::Limits;
+use crate::plan::GpuLimits;
 use cudarc::driver::sys::{self, CUresult};
 use kvd_compute::RegionHandle;
 use std::ffi::c_void;
@@ -21,16 +21,16 @@ use std::ptr;
 
 /// A GPU, opened.
 pub struct CudaDriver {
-    gpu: Gpu,
+    gpu: GpuDevice,
     device: sys::CUdevice,
     context: sys::CUcontext,
-    /// By [`Stream`].
+    /// By [`DeviceStream`].
     streams: [sys::CUstream; 2],
     pinned: PinnedMemory,
-    events: Events,
-    graphs: Graphs,
-    modules: Modules,
-    shared: Opened,
+    events: CudaEvents,
+    graphs: CudaGraphs,
+    modules: LoadedModules,
+    shared: OpenMappings,
     /// Whether its work does not end.
     abandoned: bool,
 }
@@ -40,57 +40,57 @@ pub struct CudaDriver {
 unsafe impl Send for CudaDriver {}
 
 impl CudaDriver {
-    /// Opens a GPU that [`super::devices`] has found.
+    /// Opens a GPU that [`super::probe_devices`] has found.
     ///
     /// # Errors
     /// When the driver gives no context or stream.
-    pub fn open(gpu: Gpu) -> Result<Self, DriverError> {
+    pub fn open_gpu(gpu: GpuDevice) -> Result<Self, DriverError> {
         let mut driver = Self {
             gpu,
             device: 0,
             context: ptr::null_mut(),
             streams: [ptr::null_mut(); 2],
             pinned: PinnedMemory::default(),
-            events: Events::default(),
-            graphs: Graphs::default(),
-            modules: Modules::default(),
-            shared: Opened::default(),
+            events: CudaEvents::default(),
+            graphs: CudaGraphs::default(),
+            modules: LoadedModules::default(),
+            shared: OpenMappings::default(),
             abandoned: false,
         };
         // SAFETY: each call writes the handle that its pointer is to; the probe has initialised the
         // driver and counted the GPU. What was taken before an error is given back by `drop`.
         unsafe {
-            check(
+            check_call(
                 "cuDeviceGet",
                 sys::cuDeviceGet(&raw mut driver.device, driver.gpu.ordinal as i32),
             )?;
             let context = sys::cuDevicePrimaryCtxRetain(&raw mut driver.context, driver.device);
-            check("cuDevicePrimaryCtxRetain", context)?;
-            driver.bind()?;
+            check_call("cuDevicePrimaryCtxRetain", context)?;
+            driver.bind_context()?;
             for stream in &mut driver.streams {
                 // 1: does not wait for the stream that other code in the process may use.
-                check("cuStreamCreate", sys::cuStreamCreate(stream, 1))?;
+                check_call("cuStreamCreate", sys::cuStreamCreate(stream, 1))?;
             }
         }
         Ok(driver)
     }
 
     /// Makes the context this thread's.
-    fn bind(&self) -> Result<(), DriverError> {
+    fn bind_context(&self) -> Result<(), DriverError> {
         if self.abandoned {
             let reason = "work of the device does not end".to_owned();
             return Err(DriverError::Failed { call: "cuCtxSetCurrent", reason });
         }
         // SAFETY: the context was retained and is not yet released.
-        check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(self.context) })
+        check_call("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(self.context) })
     }
 
-    fn stream(&self, stream: Stream) -> sys::CUstream {
+    fn raw_stream(&self, stream: DeviceStream) -> sys::CUstream {
         self.streams[stream as usize]
     }
 }
 
-pub(super) fn check(call: &'static str, result: CUresult) -> Result<(), DriverError> {
+pub(super) fn check_call(call: &'static str, result: CUresult) -> Result<(), DriverError> {
     if result == CUresult::CUDA_SUCCESS {
         return Ok(());
     }
@@ -106,121 +106,121 @@ impl Driver for CudaDriver {
         Some(&self.gpu.uuid)
     }
 
-    fn limits(&self) -> &Limits {
+    fn limits(&self) -> &GpuLimits {
         &self.gpu.limits
     }
 
-    fn load(&mut self, image: &[u8]) -> Result<(), DriverError> {
-        self.bind()?;
-        self.modules.load(image)
+    fn load_image(&mut self, image: &[u8]) -> Result<(), DriverError> {
+        self.bind_context()?;
+        self.modules.load_image(image)
     }
 
-    fn find(&mut self, kernel: &str) -> Result<(), DriverError> {
-        self.bind()?;
-        self.modules.find(kernel)
+    fn find_kernel(&mut self, kernel: &str) -> Result<(), DriverError> {
+        self.bind_context()?;
+        self.modules.find_kernel(kernel)
     }
 
-    fn alloc(&mut self, bytes: u64) -> Result<u64, DriverError> {
-        self.bind()?;
+    fn allocate_device(&mut self, bytes: u64) -> Result<u64, DriverError> {
+        self.bind_context()?;
         let mut address = 0;
         // SAFETY: writes the address.
         match unsafe { sys::cuMemAlloc_v2(&raw mut address, bytes.max(1) as usize) } {
             CUresult::CUDA_ERROR_OUT_OF_MEMORY => Err(DriverError::OutOfMemory(bytes)),
-            result => check("cuMemAlloc", result).map(|()| address),
+            result => check_call("cuMemAlloc", result).map(|()| address),
         }
     }
 
-    fn free(&mut self, address: u64) {
+    fn free_device(&mut self, address: u64) {
         // SAFETY: an address that `alloc` gave. An error is one that stuck before; there is nobody
         // to tell, and the context takes its memory with it.
-        let _ = self.bind().map(|()| unsafe { sys::cuMemFree_v2(address) });
+        let _ = self.bind_context().map(|()| unsafe { sys::cuMemFree_v2(address) });
     }
 
-    fn pin(&mut self, bytes: u64) -> Result<PinnedId, DriverError> {
-        self.bind()?;
-        self.pinned.take(bytes)
+    fn allocate_pinned(&mut self, bytes: u64) -> Result<PinnedId, DriverError> {
+        self.bind_context()?;
+        self.pinned.allocate_pinned(bytes)
     }
 
-    fn unpin(&mut self, memory: PinnedId) {
-        let _ = self.bind().map(|()| self.pinned.give_back(memory));
+    fn free_pinned(&mut self, memory: PinnedId) {
+        let _ = self.bind_context().map(|()| self.pinned.give_back(memory));
     }
 
-    fn fill(&mut self, memory: PinnedId, start: u64, bytes: &[u8]) {
-        self.pinned.fill(memory, start, bytes);
+    fn write_pinned(&mut self, memory: PinnedId, start: u64, bytes: &[u8]) {
+        self.pinned.write_bytes(memory, start, bytes);
     }
 
-    fn take(&mut self, memory: PinnedId, start: u64, bytes: &mut [u8]) {
-        self.pinned.read(memory, start, bytes);
+    fn read_pinned(&mut self, memory: PinnedId, start: u64, bytes: &mut [u8]) {
+        self.pinned.read_bytes(memory, start, bytes);
     }
 
     fn create_event(&mut self) -> Result<EventId, DriverError> {
-        self.bind()?;
-        self.events.create()
+        self.bind_context()?;
+        self.events.create_event()
     }
 
     fn share_event(&mut self) -> Result<(EventId, [u8; RegionHandle::IPC_BYTES]), DriverError> {
-        self.bind()?;
-        self.events.share()
+        self.bind_context()?;
+        self.events.create_shared_event()
     }
 
     fn destroy_event(&mut self, event: EventId) {
-        let _ = self.bind().map(|()| self.events.destroy(event));
+        let _ = self.bind_context().map(|()| self.events.remove_event(event));
     }
 
-    fn record(&mut self, event: EventId, stream: Stream) -> Result<(), DriverError> {
-        self.bind()?;
-        let (event, stream) = (self.events.find(event), self.stream(stream));
+    fn record_event(&mut self, event: EventId, stream: DeviceStream) -> Result<(), DriverError> {
+        self.bind_context()?;
+        let (event, stream) = (self.events.find_event(event), self.raw_stream(stream));
         // SAFETY: an event and a stream of this context.
-        check("cuEventRecord", unsafe { sys::cuEventRecord(event, stream) })
+        check_call("cuEventRecord", unsafe { sys::cuEventRecord(event, stream) })
     }
 
-    fn wait(&mut self, stream: Stream, event: EventId) -> Result<(), DriverError> {
-        self.bind()?;
-        let (event, stream) = (self.events.find(event), self.stream(stream));
+    fn wait_event(&mut self, stream: DeviceStream, event: EventId) -> Result<(), DriverError> {
+        self.bind_context()?;
+        let (event, stream) = (self.events.find_event(event), self.raw_stream(stream));
         // SAFETY: an event and a stream of this context; no flags.
-        check("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(stream, event, 0) })
+        check_call("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(stream, event, 0) })
     }
 
     fn is_done(&mut self, event: EventId) -> Result<bool, DriverError> {
-        self.bind()?;
-        let event = self.events.find(event);
+        self.bind_context()?;
+        let event = self.events.find_event(event);
         // SAFETY: an event of this context.
         match unsafe { sys::cuEventQuery(event) } {
             CUresult::CUDA_ERROR_NOT_READY => Ok(false),
-            result => check("cuEventQuery", result).map(|()| true),
+            result => check_call("cuEventQuery", result).map(|()| true),
         }
     }
 
-    fn abandon(&mut self) {
+    fn abandon_device(&mut self) {
         self.abandoned = true;
     }
 
-    fn write(&mut self, to: u64, from: PinnedRange) -> Result<(), DriverError> {
-        self.bind()?;
-        let (source, stream) = (self.pinned.find(from), self.stream(Stream::Copy));
+    fn copy_to_device(&mut self, to: u64, from: PinnedRange) -> Result<(), DriverError> {
+        self.bind_context()?;
+        let (source, stream) = (self.pinned.find_range(from), self.raw_stream(DeviceStream::Copy));
         // SAFETY: the source is in pinned memory that stays as it is until an event behind the copy
         // was waited for, the caller's promise; so is it that the target is its own.
         let result =
             unsafe { sys::cuMemcpyHtoDAsync_v2(to, source.cast(), from.bytes as usize, stream) };
-        check("cuMemcpyHtoD", result)
+        check_call("cuMemcpyHtoD", result)
     }
 
-    fn read(&mut self, from: u64, to: PinnedRange) -> Result<(), DriverError> {
-        self.bind()?;
-        let (target, stream) = (self.pinned.find(to), self.stream(Stream::Compute));
+    fn copy_to_host(&mut self, from: u64, to: PinnedRange) -> Result<(), DriverError> {
+        self.bind_context()?;
+        let (target, stream) = (self.pinned.find_range(to), self.raw_stream(DeviceStream::Compute));
         // SAFETY: as for `write`, the other way.
         let result =
             unsafe { sys::cuMemcpyDtoHAsync_v2(target.cast(), from, to.bytes as usize, stream) };
-        check("cuMemcpyDtoH", result)
+        check_call("cuMemcpyDtoH", result)
     }
 
-    fn copy(&mut self, copies: &[DeviceCopy]) -> Result<(), DriverError> {
-        self.bind()?;
-        let stream = self.stream(Stream::Compute);
+    fn copy_on_device(&mut self, copies: &[DeviceCopy]) -> Result<(), DriverError> {
+        self.bind_context()?;
+        let stream = self.raw_stream(DeviceStream::Compute);
         if let [DeviceCopy { from, to, bytes }] = *copies {
             // SAFETY: the caller owns both ranges.
             let result = unsafe { sys::cuMemcpyDtoDAsync_v2(to, from, bytes as usize, stream) };
-            return check("cuMemcpyDtoD", result);
+            return check_call("cuMemcpyDtoD", result);
         }
         // The driver refuses a copy of nothing among others.
         let copies = copies.iter().filter(|copy| copy.bytes > 0);
@@ -248,11 +248,11 @@ impl Driver for CudaDriver {
                 stream,
             )
         };
-        check("cuMemcpyBatchAsync", result)
+        check_call("cuMemcpyBatchAsync", result)
     }
 
-    fn launch(&mut self, launch: KernelLaunch<'_>) -> Result<(), DriverError> {
-        self.bind()?;
+    fn launch_kernel(&mut self, launch: KernelLaunch<'_>) -> Result<(), DriverError> {
+        self.bind_context()?;
         let function = self.modules.function_for(&launch)?;
         let mut parameters = [launch.parameters.as_ptr().cast_mut().cast::<c_void>()];
         // SAFETY: the kernel's one parameter is copied before the call returns; what the kernel
@@ -267,22 +267,22 @@ impl Driver for CudaDriver {
                 1,
                 1,
                 launch.shared_bytes,
-                self.stream(Stream::Compute),
+                self.raw_stream(DeviceStream::Compute),
                 parameters.as_mut_ptr(),
                 ptr::null_mut(),
             )
         };
-        room(launch.kernel, result)?;
-        check("cuLaunchKernel", result)
+        check_memory(launch.kernel, result)?;
+        check_call("cuLaunchKernel", result)
     }
 
     fn build_graph(&mut self, nodes: &[GraphNode<'_>]) -> Result<GraphId, DriverError> {
-        self.bind()?;
+        self.bind_context()?;
         let mut found = Vec::with_capacity(nodes.len());
         for GraphNode { stage, launch } in nodes {
             found.push((*stage, self.modules.function_for(launch)?, *launch));
         }
-        self.graphs.build(&found, self.stream(Stream::Compute))
+        self.graphs.build_graph(&found, self.raw_stream(DeviceStream::Compute))
     }
 
     fn update_graph(
@@ -291,40 +291,41 @@ impl Driver for CudaDriver {
         node: usize,
         launch: KernelLaunch<'_>,
     ) -> Result<(), DriverError> {
-        self.bind()?;
+        self.bind_context()?;
         self.modules.function_for(&launch)?;
-        self.graphs.update(graph, node, &launch)
+        self.graphs.update_node(graph, node, &launch)
     }
 
     fn launch_graph(&mut self, graph: GraphId) -> Result<(), DriverError> {
-        self.bind()?;
-        let result = self.graphs.launch(graph, self.stream(Stream::Compute))?;
-        check("cuGraphLaunch", result)
+        self.bind_context()?;
+        let result = self.graphs.launch_graph(graph, self.raw_stream(DeviceStream::Compute))?;
+        check_call("cuGraphLaunch", result)
     }
 
     fn destroy_graph(&mut self, graph: GraphId) {
-        let _ = self.bind().map(|()| self.graphs.destroy(graph));
+        let _ = self.bind_context().map(|()| self.graphs.destroy_graph(graph));
     }
 
     fn open_shared(&mut self, handle: RegionHandle, bytes: u64) -> Result<u64, DriverError> {
-        self.bind()?;
-        Shared::open(&handle, bytes, self.device).map(|shared| self.shared.put(shared))
+        self.bind_context()?;
+        SharedMapping::open_handle(&handle, bytes, self.device)
+            .map(|shared| self.shared.insert_mapping(shared))
     }
 
     fn close_shared(&mut self, address: u64) {
-        let ended = self.shared.take(address);
-        if self.bind().is_ok() {
-            ended.into_iter().for_each(|shared| shared.close());
+        let ended = self.shared.remove_mapping(address);
+        if self.bind_context().is_ok() {
+            ended.into_iter().for_each(|shared| shared.close_mapping());
         }
     }
 }
 
 impl Drop for CudaDriver {
     fn drop(&mut self) {
-        if self.context.is_null() || self.bind().is_err() {
+        if self.context.is_null() || self.bind_context().is_err() {
             return;
         }
-        self.shared.take_all().for_each(|shared| shared.close());
+        self.shared.take_all().for_each(|shared| shared.close_mapping());
         self.graphs.clear();
         self.events.clear();
         self.pinned.clear();

@@ -4,10 +4,10 @@
 //! Unsafe code: calls of the driver's C functions, in a context that the caller has made current.
 #![expect(unsafe_code, reason = "calls of the driver's C functions")]
 
-use super::cuda::check;
-use super::probe::lacking;
-use super::shared::check as refuse;
-use super::slots::Slots;
+use super::cuda::check_call;
+use super::probe::find_missing_symbol;
+use super::shared::check_call as refuse;
+use super::slots::HandleSlots;
 use super::{DriverError, GraphId, KernelLaunch};
 use cudarc::driver::sys::{self, CUresult};
 use std::ffi::{CStr, c_void};
@@ -26,10 +26,10 @@ const SYMBOLS: [&CStr; 8] = [
 ];
 
 /// A kernel of a graph: stage, function and launch.
-pub(super) type Node<'a> = (u32, sys::CUfunction, KernelLaunch<'a>);
+pub(super) type KernelNode<'a> = (u32, sys::CUfunction, KernelLaunch<'a>);
 
 /// A graph, what is launched of it, and its nodes.
-struct Graph {
+struct CudaGraph {
     graph: sys::CUgraph,
     executable: sys::CUgraphExec,
     nodes: Vec<(sys::CUgraphNode, sys::CUfunction)>,
@@ -37,10 +37,10 @@ struct Graph {
 
 /// Graphs that were made.
 #[derive(Default)]
-pub(super) struct Graphs(Slots<Graph>);
+pub(super) struct CudaGraphs(HandleSlots<CudaGraph>);
 
 /// The driver's words for a launch, whose parameter is behind `parameters`.
-fn words(
+fn node_params(
     func: sys::CUfunction,
     launch: &KernelLaunch<'_>,
     parameters: &mut [*mut c_void; 1],
@@ -61,115 +61,119 @@ fn words(
     }
 }
 
-fn parameters(launch: &KernelLaunch<'_>) -> [*mut c_void; 1] {
+fn launch_parameters(launch: &KernelLaunch<'_>) -> [*mut c_void; 1] {
     [launch.parameters.as_ptr().cast_mut().cast()]
 }
 
 /// Says which function the driver lacks; none is called then.
-fn look() -> Result<(), DriverError> {
-    let Some(symbol) = lacking(&SYMBOLS) else { return Ok(()) };
+fn check_functions() -> Result<(), DriverError> {
+    let Some(symbol) = find_missing_symbol(&SYMBOLS) else { return Ok(()) };
     let reason = format!("the driver lacks {}", symbol.to_string_lossy());
     Err(DriverError::Refused { call: "build_graph", reason })
 }
 
 /// What says that there is no such graph, or no memory for it, does not stick; what else comes back
 /// may be of work before it, and does, as from a launch.
-fn answer(call: &'static str, result: CUresult) -> Result<(), DriverError> {
+fn check_graph_call(call: &'static str, result: CUresult) -> Result<(), DriverError> {
     match result {
         CUresult::CUDA_ERROR_NOT_SUPPORTED
         | CUresult::CUDA_ERROR_NOT_PERMITTED
         | CUresult::CUDA_ERROR_GRAPH_EXEC_UPDATE_FAILURE
         | CUresult::CUDA_ERROR_INVALID_VALUE
         | CUresult::CUDA_ERROR_OUT_OF_MEMORY => refuse(call, result),
-        result => check(call, result),
+        result => check_call(call, result),
     }
 }
 
-fn unknown(call: &'static str) -> DriverError {
+fn unknown_graph(call: &'static str) -> DriverError {
     DriverError::Refused { call, reason: "no such graph or node".to_owned() }
 }
 
-impl Graphs {
+impl CudaGraphs {
     /// Makes a graph of functions, with the memory that it takes of the device.
-    pub(super) fn build(
+    pub(super) fn build_graph(
         &mut self,
-        nodes: &[Node<'_>],
+        nodes: &[KernelNode<'_>],
         stream: sys::CUstream,
     ) -> Result<GraphId, DriverError> {
-        look()?;
+        check_functions()?;
         let mut made =
-            Graph { graph: ptr::null_mut(), executable: ptr::null_mut(), nodes: Vec::new() };
+            CudaGraph { graph: ptr::null_mut(), executable: ptr::null_mut(), nodes: Vec::new() };
         // SAFETY: the function is there; writes the handle.
-        answer("cuGraphCreate", unsafe { sys::cuGraphCreate(&raw mut made.graph, 0) })?;
-        made.fill(nodes, stream).inspect_err(|_| made.close())?;
-        Ok(GraphId(self.0.put(made)))
+        check_graph_call("cuGraphCreate", unsafe { sys::cuGraphCreate(&raw mut made.graph, 0) })?;
+        made.add_nodes(nodes, stream).inspect_err(|_| made.close_graph())?;
+        Ok(GraphId(self.0.insert_handle(made)))
     }
 
-    pub(super) fn update(
+    pub(super) fn update_node(
         &self,
         graph: GraphId,
         node: usize,
         launch: &KernelLaunch<'_>,
     ) -> Result<(), DriverError> {
         let call = "cuGraphExecKernelNodeSetParams";
-        let graph = self.0.get(graph.0).ok_or_else(|| unknown(call))?;
-        let (node, function) = *graph.nodes.get(node).ok_or_else(|| unknown(call))?;
-        let mut parameters = parameters(launch);
-        let words = words(function, launch, &mut parameters);
+        let graph = self.0.get(graph.0).ok_or_else(|| unknown_graph(call))?;
+        let (node, function) = *graph.nodes.get(node).ok_or_else(|| unknown_graph(call))?;
+        let mut parameters = launch_parameters(launch);
+        let words = node_params(function, launch, &mut parameters);
         // SAFETY: a node of the graph that the executable was made of, with its own function; the
         // parameter is copied before the call returns.
         let result = unsafe {
             sys::cuGraphExecKernelNodeSetParams_v2(graph.executable, node, &raw const words)
         };
-        answer(call, result)
+        check_graph_call(call, result)
     }
 
-    pub(super) fn launch(
+    pub(super) fn launch_graph(
         &self,
         graph: GraphId,
         stream: sys::CUstream,
     ) -> Result<CUresult, DriverError> {
-        let graph = self.0.get(graph.0).ok_or_else(|| unknown("cuGraphLaunch"))?;
+        let graph = self.0.get(graph.0).ok_or_else(|| unknown_graph("cuGraphLaunch"))?;
         // SAFETY: an executable graph and a stream of one context; what its kernels do with the
         // addresses in their parameters is the caller's promise.
         Ok(unsafe { sys::cuGraphLaunch(graph.executable, stream) })
     }
 
-    pub(super) fn destroy(&mut self, graph: GraphId) {
-        self.0.take(graph.0).into_iter().for_each(|graph| graph.close());
+    pub(super) fn destroy_graph(&mut self, graph: GraphId) {
+        self.0.remove_handle(graph.0).into_iter().for_each(|graph| graph.close_graph());
     }
 
     pub(super) fn clear(&mut self) {
-        self.0.take_all().for_each(|graph| graph.close());
+        self.0.take_all().for_each(|graph| graph.close_graph());
     }
 }
 
-impl Graph {
+impl CudaGraph {
     /// Adds nodes, each behind all of the stage before its own, and makes what is launched. It is
     /// uploaded at once: that the device has no memory for it is a refusal here, and a failure in a
     /// launch.
-    fn fill(&mut self, nodes: &[Node<'_>], stream: sys::CUstream) -> Result<(), DriverError> {
+    fn add_nodes(
+        &mut self,
+        nodes: &[KernelNode<'_>],
+        stream: sys::CUstream,
+    ) -> Result<(), DriverError> {
         let mut before = Vec::new();
         for stage in nodes.chunk_by(|a, b| a.0 == b.0) {
-            let added = stage.iter().map(|node| self.add(&before, node));
+            let added = stage.iter().map(|node| self.add_node(&before, node));
             before = added.collect::<Result<_, _>>()?;
         }
         // SAFETY: writes the handle; no flags.
         let result =
             unsafe { sys::cuGraphInstantiateWithFlags(&raw mut self.executable, self.graph, 0) };
-        answer("cuGraphInstantiate", result)?;
+        check_graph_call("cuGraphInstantiate", result)?;
         // SAFETY: an executable graph and a stream of one context.
-        answer("cuGraphUpload", unsafe { sys::cuGraphUpload(self.executable, stream) })
+        check_graph_call("cuGraphUpload", unsafe { sys::cuGraphUpload(self.executable, stream) })
     }
 
-    fn add(
+    fn add_node(
         &mut self,
         before: &[sys::CUgraphNode],
-        (_, function, launch): &Node<'_>,
+        (_, function, launch): &KernelNode<'_>,
     ) -> Result<sys::CUgraphNode, DriverError> {
         let mut node = ptr::null_mut();
-        let mut parameters = parameters(launch);
-        let words = words(*function, launch, &mut parameters);
+        let mut parameters = launch_parameters(launch);
+        let words = node_params(*function, launch, &mut parameters);
         // SAFETY: writes the handle; the nodes before are this graph's, and the parameter is copied
         // before the call returns.
         let result = unsafe {
@@ -181,13 +185,13 @@ impl Graph {
                 &raw const words,
             )
         };
-        answer("cuGraphAddKernelNode", result)?;
+        check_graph_call("cuGraphAddKernelNode", result)?;
         self.nodes.push((node, *function));
         Ok(node)
     }
 
     /// Gives it back. An error is one that stuck before.
-    fn close(&self) {
+    fn close_graph(&self) {
         // SAFETY: made above, and given back once: out of its slot, or before it got there.
         unsafe {
             if !self.executable.is_null() {

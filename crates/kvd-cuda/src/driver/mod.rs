@@ -15,9 +15,9 @@ mod slots;
 pub use cuda::CudaDriver;
 pub use name::{BadGpuName, GpuName, is_same_gpu};
 pub use nvrtc::Nvrtc;
-pub use probe::{Gpu, ProbeError, devices};
+pub use probe::{GpuDevice, ProbeError, probe_devices};
 
-use crate::plan::Limits;
+use crate::plan::GpuLimits;
 use kvd_compute::RegionHandle;
 use std::time::Duration;
 
@@ -111,7 +111,7 @@ pub struct DeviceCopy {
 /// One of the two streams of a device. Work of one stream is done in the order in which it was
 /// given; between the two there is no order but what an event makes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Stream {
+pub enum DeviceStream {
     /// Copies to the device.
     Copy,
     /// Kernels, copies within the device, and copies from it.
@@ -148,44 +148,44 @@ pub trait Driver: Send {
     fn uuid(&self) -> Option<&str>;
 
     /// What plans weigh.
-    fn limits(&self) -> &Limits;
+    fn limits(&self) -> &GpuLimits;
 
     /// Loads kernels: a fat binary, or what a [`crate::KernelCompiler`] has made. No launch of them
     /// takes device memory after that.
     ///
     /// # Errors
     /// When the driver refuses it or has no memory for it; the device goes on.
-    fn load(&mut self, image: &[u8]) -> Result<(), DriverError>;
+    fn load_image(&mut self, image: &[u8]) -> Result<(), DriverError>;
 
     /// Whether a kernel is among those loaded.
     ///
     /// # Errors
     /// When it is not, or the device has failed.
-    fn find(&mut self, kernel: &str) -> Result<(), DriverError>;
+    fn find_kernel(&mut self, kernel: &str) -> Result<(), DriverError>;
 
     /// Takes memory, aligned to 256 bytes; what it holds is not defined.
     ///
     /// # Errors
     /// When there is none left.
-    fn alloc(&mut self, bytes: u64) -> Result<u64, DriverError>;
+    fn allocate_device(&mut self, bytes: u64) -> Result<u64, DriverError>;
 
-    /// Gives memory back, by the address that [`Driver::alloc`] gave; no work may be using it.
-    fn free(&mut self, address: u64);
+    /// Gives memory back, by the address that [`Driver::allocate_device`] gave; no work may be using it.
+    fn free_device(&mut self, address: u64);
 
     /// Takes pinned memory of the host.
     ///
     /// # Errors
     /// When the host gives none.
-    fn pin(&mut self, bytes: u64) -> Result<PinnedId, DriverError>;
+    fn allocate_pinned(&mut self, bytes: u64) -> Result<PinnedId, DriverError>;
 
     /// Gives pinned memory back.
-    fn unpin(&mut self, memory: PinnedId);
+    fn free_pinned(&mut self, memory: PinnedId);
 
     /// Writes to pinned memory, of which no copy may be under way.
-    fn fill(&mut self, memory: PinnedId, start: u64, bytes: &[u8]);
+    fn write_pinned(&mut self, memory: PinnedId, start: u64, bytes: &[u8]);
 
     /// Reads pinned memory, into which no copy may be under way.
-    fn take(&mut self, memory: PinnedId, start: u64, bytes: &mut [u8]);
+    fn read_pinned(&mut self, memory: PinnedId, start: u64, bytes: &mut [u8]);
 
     /// Makes an event.
     ///
@@ -206,13 +206,13 @@ pub trait Driver: Send {
     ///
     /// # Errors
     /// When the device has failed.
-    fn record(&mut self, event: EventId, stream: Stream) -> Result<(), DriverError>;
+    fn record_event(&mut self, event: EventId, stream: DeviceStream) -> Result<(), DriverError>;
 
     /// Has what is given to a stream from now on wait for an event as it was last recorded.
     ///
     /// # Errors
     /// When the device has failed.
-    fn wait(&mut self, stream: Stream, event: EventId) -> Result<(), DriverError>;
+    fn wait_event(&mut self, stream: DeviceStream, event: EventId) -> Result<(), DriverError>;
 
     /// Whether an event has happened; returns at once.
     ///
@@ -222,39 +222,39 @@ pub trait Driver: Send {
 
     /// Work does not end. Giving anything back would wait for it, so from now on no call reaches
     /// the device, and what it holds goes with the process.
-    fn abandon(&mut self);
+    fn abandon_device(&mut self);
 
-    /// [`Stream::Copy`]: copies to the device.
+    /// [`DeviceStream::Copy`]: copies to the device.
     ///
     /// # Errors
     /// When the device has failed.
-    fn write(&mut self, to: u64, from: PinnedRange) -> Result<(), DriverError>;
+    fn copy_to_device(&mut self, to: u64, from: PinnedRange) -> Result<(), DriverError>;
 
-    /// [`Stream::Compute`]: copies from the device.
+    /// [`DeviceStream::Compute`]: copies from the device.
     ///
     /// # Errors
     /// When the device has failed.
-    fn read(&mut self, from: u64, to: PinnedRange) -> Result<(), DriverError>;
+    fn copy_to_host(&mut self, from: u64, to: PinnedRange) -> Result<(), DriverError>;
 
-    /// [`Stream::Compute`]: copies within the device, in any order and at once; no range overlaps
+    /// [`DeviceStream::Compute`]: copies within the device, in any order and at once; no range overlaps
     /// one that is written.
     ///
     /// # Errors
     /// When the device has failed.
-    fn copy(&mut self, copies: &[DeviceCopy]) -> Result<(), DriverError>;
+    fn copy_on_device(&mut self, copies: &[DeviceCopy]) -> Result<(), DriverError>;
 
-    /// [`Stream::Compute`]: runs a kernel.
+    /// [`DeviceStream::Compute`]: runs a kernel.
     ///
     /// # Errors
     /// When there is no such kernel, no memory to launch it (it was not), or the device has
     /// failed.
-    fn launch(&mut self, launch: KernelLaunch<'_>) -> Result<(), DriverError>;
+    fn launch_kernel(&mut self, launch: KernelLaunch<'_>) -> Result<(), DriverError>;
 
     /// Makes a graph of kernels, at least one.
     ///
     /// # Errors
     /// [`DriverError::Refused`] when the driver makes none, and the device goes on; else as
-    /// [`Driver::launch`].
+    /// [`Driver::launch_kernel`].
     fn build_graph(&mut self, nodes: &[GraphNode<'_>]) -> Result<GraphId, DriverError>;
 
     /// Changes what a node of a graph is launched with; its kernel stays.
@@ -268,7 +268,7 @@ pub trait Driver: Send {
         launch: KernelLaunch<'_>,
     ) -> Result<(), DriverError>;
 
-    /// [`Stream::Compute`]: runs a graph.
+    /// [`DeviceStream::Compute`]: runs a graph.
     ///
     /// # Errors
     /// When the device has failed.

@@ -3,8 +3,8 @@
 //! Unsafe code: calls of the driver's C functions, in a context that the caller has made current.
 #![expect(unsafe_code, reason = "calls of the driver's C functions")]
 
-use super::cuda::check;
-use super::shared::check as refuse;
+use super::cuda::check_call;
+use super::shared::check_call as refuse;
 use super::{DriverError, KernelLaunch};
 use cudarc::driver::sys::{self, CUfunction_attribute, CUresult};
 use std::collections::HashMap;
@@ -21,35 +21,35 @@ const SHARED_PERCENT: i32 = 100;
 
 /// A kernel, and the shared memory that its launches may ask for.
 #[derive(Clone, Copy)]
-struct Function {
+struct KernelFunction {
     function: sys::CUfunction,
     shared_bytes: u32,
 }
 
 /// Images that were loaded, and kernels of them that were asked for.
 #[derive(Default)]
-pub(super) struct Modules {
+pub(super) struct LoadedModules {
     modules: Vec<sys::CUmodule>,
-    functions: HashMap<String, Function>,
+    functions: HashMap<String, KernelFunction>,
 }
 
-impl Modules {
+impl LoadedModules {
     /// Loads an image with all of its kernels.
-    pub(super) fn load(&mut self, image: &[u8]) -> Result<(), DriverError> {
+    pub(super) fn load_image(&mut self, image: &[u8]) -> Result<(), DriverError> {
         // The driver reads words of the image in place.
         let mut aligned = vec![0u64; image.len().div_ceil(8)];
         bytemuck::cast_slice_mut(&mut aligned)[..image.len()].copy_from_slice(image);
         let mut module = ptr::null_mut();
         // SAFETY: a fat binary says its own length; the handle is written.
         let result = unsafe { sys::cuModuleLoadData(&raw mut module, aligned.as_ptr().cast()) };
-        room("kernels", result)?;
+        check_memory("kernels", result)?;
         refuse("cuModuleLoadData", result)?;
-        load_all(module).inspect_err(|_| unload(module))?;
+        load_all(module).inspect_err(|_| unload_module(module))?;
         self.modules.push(module);
         Ok(())
     }
 
-    fn function(&mut self, name: &str) -> Result<Function, DriverError> {
+    fn kernel_function(&mut self, name: &str) -> Result<KernelFunction, DriverError> {
         if let Some(function) = self.functions.get(name) {
             return Ok(*function);
         }
@@ -63,11 +63,11 @@ impl Modules {
             if found == CUresult::CUDA_ERROR_NOT_FOUND {
                 continue;
             }
-            room(name, found)?;
-            check("cuModuleGetFunction", found)?;
+            check_memory(name, found)?;
+            check_call("cuModuleGetFunction", found)?;
             let share = CUfunction_attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT;
-            set(function, share, SHARED_PERCENT)?;
-            let function = Function { function, shared_bytes: SHARED_BYTES_DEFAULT };
+            set_attribute(function, share, SHARED_PERCENT)?;
+            let function = KernelFunction { function, shared_bytes: SHARED_BYTES_DEFAULT };
             self.functions.insert(name.to_owned(), function);
             return Ok(function);
         }
@@ -75,8 +75,8 @@ impl Modules {
     }
 
     /// Whether a kernel is there.
-    pub(super) fn find(&mut self, name: &str) -> Result<(), DriverError> {
-        self.function(name).map(|_| ())
+    pub(super) fn find_kernel(&mut self, name: &str) -> Result<(), DriverError> {
+        self.kernel_function(name).map(|_| ())
     }
 
     /// A kernel that may have as much shared memory as a launch asks for. What it may have only
@@ -85,11 +85,11 @@ impl Modules {
         &mut self,
         launch: &KernelLaunch<'_>,
     ) -> Result<sys::CUfunction, DriverError> {
-        let Function { function, shared_bytes } = self.function(launch.kernel)?;
+        let KernelFunction { function, shared_bytes } = self.kernel_function(launch.kernel)?;
         if launch.shared_bytes > shared_bytes {
             let most = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-            set(function, most, launch.shared_bytes as i32)?;
-            let known = Function { function, shared_bytes: launch.shared_bytes };
+            set_attribute(function, most, launch.shared_bytes as i32)?;
+            let known = KernelFunction { function, shared_bytes: launch.shared_bytes };
             self.functions.insert(launch.kernel.to_owned(), known);
         }
         Ok(function)
@@ -98,12 +98,12 @@ impl Modules {
     /// Gives everything back.
     pub(super) fn clear(&mut self) {
         self.functions.clear();
-        self.modules.drain(..).for_each(unload);
+        self.modules.drain(..).for_each(unload_module);
     }
 }
 
 /// That there is no memory for something is no failure of the device.
-pub(super) fn room(what: &str, result: CUresult) -> Result<(), DriverError> {
+pub(super) fn check_memory(what: &str, result: CUresult) -> Result<(), DriverError> {
     match result {
         CUresult::CUDA_ERROR_OUT_OF_MEMORY => Err(DriverError::NoRoom(what.to_owned())),
         _ => Ok(()),
@@ -120,24 +120,24 @@ fn load_all(module: sys::CUmodule) -> Result<(), DriverError> {
     let mut functions: Vec<sys::CUfunction> = vec![ptr::null_mut(); count as usize];
     // SAFETY: writes so many handles at most.
     let result = unsafe { sys::cuModuleEnumerateFunctions(functions.as_mut_ptr(), count, module) };
-    room("kernels", result)?;
+    check_memory("kernels", result)?;
     refuse("cuModuleEnumerateFunctions", result)?;
     for function in functions {
         // SAFETY: a function of a loaded module.
         let result = unsafe { sys::cuFuncLoad(function) };
-        room("kernels", result)?;
+        check_memory("kernels", result)?;
         refuse("cuFuncLoad", result)?;
     }
     Ok(())
 }
 
-fn unload(module: sys::CUmodule) {
+fn unload_module(module: sys::CUmodule) {
     // SAFETY: loaded, and given back once. An error is one that stuck before.
     let _ = unsafe { sys::cuModuleUnload(module) };
 }
 
 /// Sets an attribute of a function that a loaded module gave.
-fn set(
+fn set_attribute(
     function: sys::CUfunction,
     attribute: CUfunction_attribute,
     value: i32,
@@ -150,5 +150,5 @@ fn set(
         let reason = format!("{attribute:?} {value}");
         return Err(DriverError::Refused { call: "cuFuncSetAttribute", reason });
     }
-    check("cuFuncSetAttribute", result)
+    check_call("cuFuncSetAttribute", result)
 }

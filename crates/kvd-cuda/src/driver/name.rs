@@ -1,6 +1,6 @@
 //! Which GPU is meant: its number, or its UUID, which is the same in every container.
 
-use super::{Gpu, ProbeError};
+use super::{GpuDevice, ProbeError};
 use std::fmt;
 use std::str::FromStr;
 
@@ -33,7 +33,7 @@ impl FromStr for GpuName {
         if let Ok(ordinal) = text.parse() {
             return Ok(Self::Ordinal(ordinal));
         }
-        let (prefix, digits) = split(text).ok_or(BadGpuName)?;
+        let (prefix, digits) = split_uuid(text).ok_or(BadGpuName)?;
         let is_digit = |c: u8| c.is_ascii_hexdigit() || c == b'-';
         if text.len() != UUID_LEN || !digits.bytes().all(is_digit) {
             return Err(BadGpuName);
@@ -43,7 +43,7 @@ impl FromStr for GpuName {
 }
 
 /// A UUID's prefix and digits.
-fn split(uuid: &str) -> Option<(&'static str, &str)> {
+fn split_uuid(uuid: &str) -> Option<(&'static str, &str)> {
     PREFIXES.into_iter().find_map(|prefix| {
         let (start, digits) = uuid.split_at_checked(prefix.len())?;
         start.eq_ignore_ascii_case(prefix).then_some((prefix, digits))
@@ -54,7 +54,7 @@ fn split(uuid: &str) -> Option<(&'static str, &str)> {
 /// instance of a divided GPU (`MIG-…`) are not told from a GPU's.
 #[must_use]
 pub fn is_same_gpu(a: &str, b: &str) -> bool {
-    let digits = |uuid| split(uuid).map_or(uuid, |(_, digits)| digits);
+    let digits = |uuid| split_uuid(uuid).map_or(uuid, |(_, digits)| digits);
     digits(a).eq_ignore_ascii_case(digits(b))
 }
 
@@ -72,12 +72,15 @@ impl GpuName {
     ///
     /// # Errors
     /// When none has it, the driver does not describe it, or the kernels are not for it.
-    pub fn find(&self, gpus: &[Result<Gpu, ProbeError>]) -> Result<Gpu, ProbeError> {
+    pub fn find_gpu(
+        &self,
+        gpus: &[Result<GpuDevice, ProbeError>],
+    ) -> Result<GpuDevice, ProbeError> {
         let none = || ProbeError::NoSuchDevice { name: self.clone(), count: gpus.len() };
         let gpu = match self {
             Self::Ordinal(ordinal) => gpus.get(*ordinal as usize).ok_or_else(none)?.as_ref(),
             Self::Uuid(uuid) => {
-                let is_meant = |gpu: &&Gpu| is_same_gpu(&gpu.uuid, uuid);
+                let is_meant = |gpu: &&GpuDevice| is_same_gpu(&gpu.uuid, uuid);
                 match gpus.iter().flatten().find(is_meant) {
                     Some(gpu) => Ok(gpu),
                     // It may be one that the driver does not describe.
@@ -105,16 +108,16 @@ mod tests {
             || ProbeError::Driver { call: "cuDeviceGetName", code: 999, name: "LOST".to_owned() };
         let gpu = |ordinal| {
             let uuid = format!("GPU-0000000{ordinal}-0405-0607-0809-0a0b0c0d0e0f");
-            Gpu { ordinal, uuid, limits: crate::Limits::h100() }
+            GpuDevice { ordinal, uuid, limits: crate::GpuLimits::h100() }
         };
         let gpus = [Err(lost()), Ok(gpu(1))];
-        assert_eq!(GpuName::Ordinal(0).find(&gpus), Err(lost()));
-        assert_eq!(GpuName::Ordinal(1).find(&gpus), Ok(gpu(1)));
-        assert_eq!(GpuName::Uuid(gpu(1).uuid).find(&gpus), Ok(gpu(1)));
+        assert_eq!(GpuName::Ordinal(0).find_gpu(&gpus), Err(lost()));
+        assert_eq!(GpuName::Ordinal(1).find_gpu(&gpus), Ok(gpu(1)));
+        assert_eq!(GpuName::Uuid(gpu(1).uuid).find_gpu(&gpus), Ok(gpu(1)));
         // A UUID that none has may be its own.
-        assert_eq!(GpuName::Uuid(gpu(2).uuid).find(&gpus), Err(lost()));
+        assert_eq!(GpuName::Uuid(gpu(2).uuid).find_gpu(&gpus), Err(lost()));
         for name in [GpuName::Ordinal(2), GpuName::Uuid(gpu(2).uuid)] {
-            let none = name.find(&[Ok(gpu(0)), Ok(gpu(1))]).unwrap_err();
+            let none = name.find_gpu(&[Ok(gpu(0)), Ok(gpu(1))]).unwrap_err();
             assert_eq!(none, ProbeError::NoSuchDevice { name, count: 2 });
         }
     }
@@ -125,9 +128,9 @@ mod tests {
         let name: GpuName = format!("mig-{}", digits.to_uppercase()).parse().unwrap();
         assert_eq!(name, GpuName::Uuid(format!("MIG-{digits}")));
         let uuid = format!("GPU-{digits}");
-        let limits = crate::Limits::h100();
-        let gpus = [Ok(Gpu { ordinal: 0, uuid: uuid.clone(), limits })];
-        assert_eq!(name.find(&gpus).unwrap().ordinal, 0);
+        let limits = crate::GpuLimits::h100();
+        let gpus = [Ok(GpuDevice { ordinal: 0, uuid: uuid.clone(), limits })];
+        assert_eq!(name.find_gpu(&gpus).unwrap().ordinal, 0);
         assert!(is_same_gpu(&uuid, &format!("MIG-{digits}")) && is_same_gpu(digits, &uuid));
         assert!(!is_same_gpu(&uuid, "GPU-10010203-0405-0607-0809-0a0b0c0d0e0f"));
         for text in ["MIG-1", digits, "TPU-00010203-0405-0607-0809-0a0b0c0d0e0f", "ü"] {

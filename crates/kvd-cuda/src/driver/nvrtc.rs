@@ -15,38 +15,38 @@ const OPTIONS: [&CStr; 2] = [c"--std=c++17", c"-default-device"];
 /// Of a compiler's log, what is kept.
 const LOG_BYTES_MAX: usize = 4096;
 
-type Program = *mut c_void;
-type Version = unsafe extern "C" fn(*mut c_int, *mut c_int) -> c_int;
-type Create = unsafe extern "C" fn(
-    *mut Program,
+type NvrtcProgram = *mut c_void;
+type VersionFn = unsafe extern "C" fn(*mut c_int, *mut c_int) -> c_int;
+type CreateFn = unsafe extern "C" fn(
+    *mut NvrtcProgram,
     *const c_char,
     *const c_char,
     c_int,
     *const *const c_char,
     *const *const c_char,
 ) -> c_int;
-type Compile = unsafe extern "C" fn(Program, c_int, *const *const c_char) -> c_int;
-type Size = unsafe extern "C" fn(Program, *mut usize) -> c_int;
-type Bytes = unsafe extern "C" fn(Program, *mut c_char) -> c_int;
-type Destroy = unsafe extern "C" fn(*mut Program) -> c_int;
+type CompileFn = unsafe extern "C" fn(NvrtcProgram, c_int, *const *const c_char) -> c_int;
+type SizeFn = unsafe extern "C" fn(NvrtcProgram, *mut usize) -> c_int;
+type BytesFn = unsafe extern "C" fn(NvrtcProgram, *mut c_char) -> c_int;
+type DestroyFn = unsafe extern "C" fn(*mut NvrtcProgram) -> c_int;
 
 /// The compiler.
 pub struct Nvrtc {
-    calls: Calls,
+    calls: NvrtcCalls,
     version: String,
     /// After the calls, which are addresses in it.
     _library: Library,
 }
 
 #[derive(Clone, Copy)]
-struct Calls {
-    create: Create,
-    compile: Compile,
-    image_size: Size,
-    image: Bytes,
-    log_size: Size,
-    log: Bytes,
-    destroy: Destroy,
+struct NvrtcCalls {
+    create: CreateFn,
+    compile: CompileFn,
+    image_size: SizeFn,
+    image: BytesFn,
+    log_size: SizeFn,
+    log: BytesFn,
+    destroy: DestroyFn,
 }
 
 impl Nvrtc {
@@ -54,12 +54,12 @@ impl Nvrtc {
     ///
     /// # Errors
     /// When there is none, or it is not NVRTC.
-    pub fn open() -> Result<Self, CompileError> {
+    pub fn open_library() -> Result<Self, CompileError> {
         let mut why = String::new();
         for name in NAMES {
             // SAFETY: what the library runs when it is opened is the vendor's.
             match unsafe { Library::new(name) } {
-                Ok(library) => return Self::of(library, name),
+                Ok(library) => return Self::from_library(library, name),
                 Err(error) if why.is_empty() => why = error.to_string(),
                 Err(_) => {}
             }
@@ -67,9 +67,9 @@ impl Nvrtc {
         Err(CompileError::NoLibrary(why))
     }
 
-    fn of(library: Library, name: &'static str) -> Result<Self, CompileError> {
+    fn from_library(library: Library, name: &'static str) -> Result<Self, CompileError> {
         /// A function of the library.
-        fn find<T: Copy>(
+        fn find_symbol<T: Copy>(
             library: &Library,
             name: &'static str,
             symbol: &'static str,
@@ -78,30 +78,30 @@ impl Nvrtc {
             let found = unsafe { library.get::<T>(symbol.as_bytes()) };
             found.map(|found| *found).map_err(|_| CompileError::NoSymbol { library: name, symbol })
         }
-        let version: Version = find(&library, name, "nvrtcVersion")?;
-        let calls = Calls {
-            create: find(&library, name, "nvrtcCreateProgram")?,
-            compile: find(&library, name, "nvrtcCompileProgram")?,
-            image_size: find(&library, name, "nvrtcGetCUBINSize")?,
-            image: find(&library, name, "nvrtcGetCUBIN")?,
-            log_size: find(&library, name, "nvrtcGetProgramLogSize")?,
-            log: find(&library, name, "nvrtcGetProgramLog")?,
-            destroy: find(&library, name, "nvrtcDestroyProgram")?,
+        let version: VersionFn = find_symbol(&library, name, "nvrtcVersion")?;
+        let calls = NvrtcCalls {
+            create: find_symbol(&library, name, "nvrtcCreateProgram")?,
+            compile: find_symbol(&library, name, "nvrtcCompileProgram")?,
+            image_size: find_symbol(&library, name, "nvrtcGetCUBINSize")?,
+            image: find_symbol(&library, name, "nvrtcGetCUBIN")?,
+            log_size: find_symbol(&library, name, "nvrtcGetProgramLogSize")?,
+            log: find_symbol(&library, name, "nvrtcGetProgramLog")?,
+            destroy: find_symbol(&library, name, "nvrtcDestroyProgram")?,
         };
         let (mut major, mut minor) = (0, 0);
         // SAFETY: writes two numbers.
         let result = unsafe { version(&raw mut major, &raw mut minor) };
-        check("nvrtcVersion", result)?;
+        check_call("nvrtcVersion", result)?;
         Ok(Self { calls, version: version_of([major, minor]), _library: library })
     }
 }
 
 impl KernelCompiler for Nvrtc {
-    fn version(&self) -> String {
+    fn compiler_version(&self) -> String {
         self.version.clone()
     }
 
-    fn compile(&mut self, source: KernelSource<'_>) -> Result<Vec<u8>, CompileError> {
+    fn compile_kernel(&mut self, source: KernelSource<'_>) -> Result<Vec<u8>, CompileError> {
         let text = c_text(source.text)?;
         let names = source.headers.iter().map(|(name, _)| c_text(name));
         let names = names.collect::<Result<Vec<_>, _>>()?;
@@ -109,7 +109,7 @@ impl KernelCompiler for Nvrtc {
         let texts = texts.collect::<Result<Vec<_>, _>>()?;
         let pointers =
             |texts: &[CString]| texts.iter().map(|text| text.as_ptr()).collect::<Vec<_>>();
-        let mut program = Unit { program: ptr::null_mut(), calls: self.calls };
+        let mut program = OwnedProgram { program: ptr::null_mut(), calls: self.calls };
         // SAFETY: all texts end with a zero and outlive the call, which copies them; as many names
         // as texts; writes the handle.
         let result = unsafe {
@@ -122,7 +122,7 @@ impl KernelCompiler for Nvrtc {
                 pointers(&names).as_ptr(),
             )
         };
-        check("nvrtcCreateProgram", result)?;
+        check_call("nvrtcCreateProgram", result)?;
         let target = c_text(&format!("--gpu-architecture={}", source.target))?;
         let mut options = vec![target.as_ptr()];
         options.extend(OPTIONS.map(CStr::as_ptr));
@@ -133,12 +133,13 @@ impl KernelCompiler for Nvrtc {
         /// Of `nvrtcResult`: the text has errors, which the log tells.
         const COMPILATION: c_int = 6;
         if result == COMPILATION {
-            let log = program.read("nvrtcGetProgramLog", self.calls.log_size, self.calls.log)?;
+            let log =
+                program.read_output("nvrtcGetProgramLog", self.calls.log_size, self.calls.log)?;
             let log = String::from_utf8_lossy(&log[..log.len().min(LOG_BYTES_MAX)]);
             return Err(CompileError::Rejected(log.trim_end_matches('\0').trim().to_owned()));
         }
-        check("nvrtcCompileProgram", result)?;
-        program.read("nvrtcGetCUBIN", self.calls.image_size, self.calls.image)
+        check_call("nvrtcCompileProgram", result)?;
+        program.read_output("nvrtcGetCUBIN", self.calls.image_size, self.calls.image)
     }
 }
 
@@ -149,25 +150,30 @@ fn version_of([major, minor]: [c_int; 2]) -> String {
 }
 
 /// A program that is given back when it goes.
-struct Unit {
-    program: Program,
-    calls: Calls,
+struct OwnedProgram {
+    program: NvrtcProgram,
+    calls: NvrtcCalls,
 }
 
-impl Unit {
+impl OwnedProgram {
     /// What a pair of calls gives: how many bytes, and which.
-    fn read(&self, call: &'static str, size: Size, bytes: Bytes) -> Result<Vec<u8>, CompileError> {
+    fn read_output(
+        &self,
+        call: &'static str,
+        size: SizeFn,
+        bytes: BytesFn,
+    ) -> Result<Vec<u8>, CompileError> {
         let mut len = 0;
         // SAFETY: writes a number.
-        check(call, unsafe { size(self.program, &raw mut len) })?;
+        check_call(call, unsafe { size(self.program, &raw mut len) })?;
         let mut read = vec![0u8; len];
         // SAFETY: writes as many bytes as it has said.
-        check(call, unsafe { bytes(self.program, read.as_mut_ptr().cast()) })?;
+        check_call(call, unsafe { bytes(self.program, read.as_mut_ptr().cast()) })?;
         Ok(read)
     }
 }
 
-impl Drop for Unit {
+impl Drop for OwnedProgram {
     fn drop(&mut self) {
         if !self.program.is_null() {
             // SAFETY: created, and given back once.
@@ -180,7 +186,7 @@ fn c_text(text: &str) -> Result<CString, CompileError> {
     CString::new(text).map_err(|_| CompileError::Rejected("a text with a zero in it".to_owned()))
 }
 
-fn check(call: &'static str, code: c_int) -> Result<(), CompileError> {
+fn check_call(call: &'static str, code: c_int) -> Result<(), CompileError> {
     if code == 0 { Ok(()) } else { Err(CompileError::Failed { call, code }) }
 }
 

@@ -4,9 +4,9 @@
 //! and copies to and from memory that they gave, inside its bounds.
 #![expect(unsafe_code, reason = "calls of the driver's C functions")]
 
-use super::cuda::check;
-use super::shared::check as refuse;
-use super::slots::Slots;
+use super::cuda::check_call;
+use super::shared::check_call as refuse;
+use super::slots::HandleSlots;
 use super::{DriverError, EventId, PinnedId, PinnedRange};
 use cudarc::driver::sys::{self, CUresult};
 use kvd_compute::RegionHandle;
@@ -22,12 +22,12 @@ const INTERPROCESS: u32 = 4;
 pub(super) struct PinnedMemory(Vec<(*mut u8, u64)>);
 
 impl PinnedMemory {
-    pub(super) fn take(&mut self, bytes: u64) -> Result<PinnedId, DriverError> {
+    pub(super) fn allocate_pinned(&mut self, bytes: u64) -> Result<PinnedId, DriverError> {
         let mut memory = ptr::null_mut();
         // SAFETY: writes the address; no flags, so that the host reads it through its caches.
         match unsafe { sys::cuMemHostAlloc(&raw mut memory, bytes.max(1) as usize, 0) } {
             CUresult::CUDA_ERROR_OUT_OF_MEMORY => return Err(DriverError::OutOfPinned(bytes)),
-            result => check("cuMemHostAlloc", result)?,
+            result => check_call("cuMemHostAlloc", result)?,
         }
         // What was never written may still be copied to the device, so it is something.
         // SAFETY: as many bytes were given.
@@ -52,7 +52,7 @@ impl PinnedMemory {
     }
 
     /// Where a range is; it is inside its memory.
-    pub(super) fn find(&self, range: PinnedRange) -> *mut u8 {
+    pub(super) fn find_range(&self, range: PinnedRange) -> *mut u8 {
         let (address, bytes) = self.0[range.memory.0 as usize];
         let end = range.start.checked_add(range.bytes);
         assert!(end.is_some_and(|end| end <= bytes), "{range:?} is not inside {bytes} bytes");
@@ -60,14 +60,14 @@ impl PinnedMemory {
         unsafe { address.add(range.start as usize) }
     }
 
-    pub(super) fn fill(&mut self, memory: PinnedId, start: u64, bytes: &[u8]) {
-        let to = self.find(PinnedRange { memory, start, bytes: bytes.len() as u64 });
+    pub(super) fn write_bytes(&mut self, memory: PinnedId, start: u64, bytes: &[u8]) {
+        let to = self.find_range(PinnedRange { memory, start, bytes: bytes.len() as u64 });
         // SAFETY: `find` has tested the range, which no copy uses, the caller's promise.
         unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
     }
 
-    pub(super) fn read(&self, memory: PinnedId, start: u64, bytes: &mut [u8]) {
-        let from = self.find(PinnedRange { memory, start, bytes: bytes.len() as u64 });
+    pub(super) fn read_bytes(&self, memory: PinnedId, start: u64, bytes: &mut [u8]) {
+        let from = self.find_range(PinnedRange { memory, start, bytes: bytes.len() as u64 });
         // SAFETY: as in `fill`; every byte was written when the memory was taken.
         unsafe { ptr::copy_nonoverlapping(from, bytes.as_mut_ptr(), bytes.len()) };
     }
@@ -75,18 +75,18 @@ impl PinnedMemory {
 
 /// Events that were made.
 #[derive(Default)]
-pub(super) struct Events(Slots<sys::CUevent>);
+pub(super) struct CudaEvents(HandleSlots<sys::CUevent>);
 
-impl Events {
-    pub(super) fn create(&mut self) -> Result<EventId, DriverError> {
+impl CudaEvents {
+    pub(super) fn create_event(&mut self) -> Result<EventId, DriverError> {
         let mut event = ptr::null_mut();
         // SAFETY: writes the handle.
-        check("cuEventCreate", unsafe { sys::cuEventCreate(&raw mut event, WITHOUT_TIMING) })?;
-        Ok(EventId(self.0.put(event)))
+        check_call("cuEventCreate", unsafe { sys::cuEventCreate(&raw mut event, WITHOUT_TIMING) })?;
+        Ok(EventId(self.0.insert_handle(event)))
     }
 
     /// An event of which other processes may have the handle.
-    pub(super) fn share(
+    pub(super) fn create_shared_event(
         &mut self,
     ) -> Result<(EventId, [u8; RegionHandle::IPC_BYTES]), DriverError> {
         let mut event = ptr::null_mut();
@@ -96,25 +96,25 @@ impl Events {
         let mut handle = sys::CUipcEventHandle { reserved: [0; RegionHandle::IPC_BYTES] };
         // SAFETY: writes the handle of an event that was just made.
         let result = unsafe { sys::cuIpcGetEventHandle(&raw mut handle, event) };
-        refuse("cuIpcGetEventHandle", result).inspect_err(|_| destroy(event))?;
-        Ok((EventId(self.0.put(event)), handle.reserved.map(|byte| byte as u8)))
+        refuse("cuIpcGetEventHandle", result).inspect_err(|_| destroy_event(event))?;
+        Ok((EventId(self.0.insert_handle(event)), handle.reserved.map(|byte| byte as u8)))
     }
 
     /// Null for one that was given back, which the driver refuses.
-    pub(super) fn find(&self, event: EventId) -> sys::CUevent {
+    pub(super) fn find_event(&self, event: EventId) -> sys::CUevent {
         self.0.get(event.0).copied().unwrap_or(ptr::null_mut())
     }
 
-    pub(super) fn destroy(&mut self, event: EventId) {
-        self.0.take(event.0).into_iter().for_each(destroy);
+    pub(super) fn remove_event(&mut self, event: EventId) {
+        self.0.remove_handle(event.0).into_iter().for_each(destroy_event);
     }
 
     pub(super) fn clear(&mut self) {
-        self.0.take_all().for_each(destroy);
+        self.0.take_all().for_each(destroy_event);
     }
 }
 
-fn destroy(event: sys::CUevent) {
+fn destroy_event(event: sys::CUevent) {
     // SAFETY: made above, and given back once: it was taken out of its slot, or never in one. Of an
     // error that stuck there is nobody to tell.
     let _ = unsafe { sys::cuEventDestroy_v2(event) };

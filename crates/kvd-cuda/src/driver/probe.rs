@@ -7,7 +7,7 @@
 #![expect(unsafe_code, reason = "calls of the driver's C functions")]
 
 use super::GpuName;
-use crate::plan::Limits;
+use crate::plan::GpuLimits;
 use cudarc::driver::sys::{self, CUdevice_attribute as Attribute, CUresult};
 use std::ffi::{CStr, c_char, c_int};
 
@@ -64,13 +64,13 @@ const SYMBOLS: [&CStr; 44] = [
 
 /// A GPU of this machine.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Gpu {
+pub struct GpuDevice {
     /// Number by which the driver knows it: `cuda:<ordinal>`.
     pub ordinal: u32,
     /// As in `nvidia-smi`, which containers that number GPUs otherwise share.
     pub uuid: String,
     /// What a plan must know; its name too.
-    pub limits: Limits,
+    pub limits: GpuLimits,
 }
 
 /// Why no GPU can be used.
@@ -131,38 +131,38 @@ pub enum ProbeError {
 ///
 /// # Errors
 /// Why there is none.
-pub fn devices() -> Result<Vec<Result<Gpu, ProbeError>>, ProbeError> {
+pub fn probe_devices() -> Result<Vec<Result<GpuDevice, ProbeError>>, ProbeError> {
     // SAFETY: opens the library and closes it; what it runs when it is opened is the vendor's.
     if !unsafe { sys::is_culib_present() } {
         return Err(ProbeError::NoLibrary);
     }
     // SAFETY: it is present, and would panic otherwise.
     let _ = unsafe { sys::culib() };
-    if let Some(symbol) = lacking(&SYMBOLS) {
+    if let Some(symbol) = find_missing_symbol(&SYMBOLS) {
         return Err(ProbeError::NoSymbol(symbol.to_string_lossy().into_owned()));
     }
     // SAFETY: the symbol is there, and this is the call that comes first.
     match unsafe { sys::cuInit(0) } {
         CUresult::CUDA_ERROR_NO_DEVICE => return Err(ProbeError::NoDevice),
-        result => check("cuInit", result)?,
+        result => check_call("cuInit", result)?,
     }
     let mut version = 0;
     // SAFETY: writes one number.
-    check("cuDriverGetVersion", unsafe { sys::cuDriverGetVersion(&raw mut version) })?;
+    check_call("cuDriverGetVersion", unsafe { sys::cuDriverGetVersion(&raw mut version) })?;
     if version < DRIVER_VERSION_MIN {
         return Err(ProbeError::TooOld { have: version, need: DRIVER_VERSION_MIN });
     }
     let mut count = 0;
     // SAFETY: writes one number.
-    check("cuDeviceGetCount", unsafe { sys::cuDeviceGetCount(&raw mut count) })?;
+    check_call("cuDeviceGetCount", unsafe { sys::cuDeviceGetCount(&raw mut count) })?;
     if count <= 0 {
         return Err(ProbeError::NoDevice);
     }
-    Ok((0..count).map(gpu).collect())
+    Ok((0..count).map(describe_gpu).collect())
 }
 
 /// The first of some functions that a driver, which was opened, does not have.
-pub(super) fn lacking<'a>(symbols: &[&'a CStr]) -> Option<&'a CStr> {
+pub(super) fn find_missing_symbol<'a>(symbols: &[&'a CStr]) -> Option<&'a CStr> {
     // SAFETY: the library was opened before.
     let library = unsafe { sys::culib() };
     // SAFETY: only looked for, never called as this type.
@@ -171,27 +171,27 @@ pub(super) fn lacking<'a>(symbols: &[&'a CStr]) -> Option<&'a CStr> {
     symbols.iter().copied().find(|symbol| found(symbol).is_err())
 }
 
-fn gpu(ordinal: c_int) -> Result<Gpu, ProbeError> {
+fn describe_gpu(ordinal: c_int) -> Result<GpuDevice, ProbeError> {
     let mut device = 0;
     let mut name: [c_char; 128] = [0; 128];
     let mut uuid = sys::CUuuid { bytes: [0; 16] };
     // SAFETY: each writes what its pointer is to, the name at most its length with a zero at the
     // end; the device is the driver's.
     unsafe {
-        check("cuDeviceGet", sys::cuDeviceGet(&raw mut device, ordinal))?;
+        check_call("cuDeviceGet", sys::cuDeviceGet(&raw mut device, ordinal))?;
         let len = name.len() as c_int - 1;
-        check("cuDeviceGetName", sys::cuDeviceGetName(name.as_mut_ptr(), len, device))?;
-        check("cuDeviceGetUuid", sys::cuDeviceGetUuid_v2(&raw mut uuid, device))?;
+        check_call("cuDeviceGetName", sys::cuDeviceGetName(name.as_mut_ptr(), len, device))?;
+        check_call("cuDeviceGetUuid", sys::cuDeviceGetUuid_v2(&raw mut uuid, device))?;
     }
     let attribute = |attribute: Attribute| {
         let mut value = 0;
         // SAFETY: writes one number; the device is the driver's.
         let result = unsafe { sys::cuDeviceGetAttribute(&raw mut value, attribute, device) };
-        check("cuDeviceGetAttribute", result).map(|()| u32::try_from(value).unwrap_or(0))
+        check_call("cuDeviceGetAttribute", result).map(|()| u32::try_from(value).unwrap_or(0))
     };
     let name = name.map(|c| c as u8);
     let name = CStr::from_bytes_until_nul(&name).unwrap_or_default().to_string_lossy();
-    let limits = Limits {
+    let limits = GpuLimits {
         name: name.into_owned(),
         compute: [
             attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
@@ -218,10 +218,10 @@ fn gpu(ordinal: c_int) -> Result<Gpu, ProbeError> {
     let hex: Vec<String> = uuid.bytes.iter().map(|byte| format!("{:02x}", *byte as u8)).collect();
     let part = |range: std::ops::Range<usize>| hex[range].concat();
     let parts = [part(0..4), part(4..6), part(6..8), part(8..10), part(10..16)];
-    Ok(Gpu { ordinal: ordinal as u32, uuid: format!("GPU-{}", parts.join("-")), limits })
+    Ok(GpuDevice { ordinal: ordinal as u32, uuid: format!("GPU-{}", parts.join("-")), limits })
 }
 
-fn check(call: &'static str, result: CUresult) -> Result<(), ProbeError> {
+fn check_call(call: &'static str, result: CUresult) -> Result<(), ProbeError> {
     if result == CUresult::CUDA_SUCCESS {
         return Ok(());
     }

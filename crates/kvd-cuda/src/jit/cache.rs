@@ -18,60 +18,60 @@ const FILE_BYTES_MAX: u64 = 64 << 20;
 const WRITE_MAX: Duration = Duration::from_secs(3600);
 
 /// What the cache has.
-pub(super) enum Found {
+pub(super) enum CacheEntry {
     Image(Vec<u8>),
     Nothing,
     /// A file that is not what it should be, and why.
     Damaged(PathBuf, String),
 }
 
-pub(super) struct Cache {
+pub(super) struct ImageCache {
     folder: PathBuf,
 }
 
-impl Cache {
+impl ImageCache {
     pub(super) fn new(folder: PathBuf) -> Self {
         Self { folder }
     }
 
     /// The file of what `key` describes.
-    pub(super) fn path(&self, key: &str) -> PathBuf {
+    pub(super) fn image_path(&self, key: &str) -> PathBuf {
         self.folder.join(format!("{:032x}.kernels", xxh3_128(key.as_bytes())))
     }
 
     /// Removes what writers that crashed have left beside their files. A file that is another's by
     /// then, or cannot be removed, harms nobody.
-    pub(super) fn sweep(&self) {
+    pub(super) fn remove_leftovers(&self) {
         let entries = fs::read_dir(&self.folder).into_iter().flatten().flatten();
         for path in entries.map(|entry| entry.path()).filter(|path| is_left(path)) {
             let _ = fs::remove_file(path);
         }
     }
 
-    pub(super) fn read(&self, key: &str) -> Found {
-        let (path, mut bytes) = (self.path(key), Vec::new());
+    pub(super) fn read_image(&self, key: &str) -> CacheEntry {
+        let (path, mut bytes) = (self.image_path(key), Vec::new());
         let read = File::open(&path)
             .and_then(|file| file.take(FILE_BYTES_MAX + 1).read_to_end(&mut bytes));
         match read {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Found::Nothing,
-            Err(error) => Found::Damaged(path, error.to_string()),
-            Ok(_) => match parse(&bytes, key) {
-                Ok(image) => Found::Image(image.to_vec()),
-                Err(reason) => Found::Damaged(path, reason.to_owned()),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => CacheEntry::Nothing,
+            Err(error) => CacheEntry::Damaged(path, error.to_string()),
+            Ok(_) => match parse_image(&bytes, key) {
+                Ok(image) => CacheEntry::Image(image.to_vec()),
+                Err(reason) => CacheEntry::Damaged(path, reason.to_owned()),
             },
         }
     }
 
     /// Writes a file beside its place and moves it there, so that nobody sees half of one.
-    pub(super) fn write(&self, key: &str, image: &[u8]) -> io::Result<()> {
-        create(&self.folder)?;
-        let path = self.path(key);
-        let beside = beside(&path);
+    pub(super) fn write_image(&self, key: &str, image: &[u8]) -> io::Result<()> {
+        create_private_folder(&self.folder)?;
+        let path = self.image_path(key);
+        let beside = temporary_path(&path);
         // One that is there is another's.
         let mut file = File::create_new(&beside)?;
         let mut write = || {
             let len = |bytes: &[u8]| (bytes.len() as u64).to_le_bytes();
-            let checksum = checksum(key.as_bytes(), image).to_le_bytes();
+            let checksum = image_checksum(key.as_bytes(), image).to_le_bytes();
             for part in [MAGIC, &len(key.as_bytes()), key.as_bytes(), &checksum, image] {
                 file.write_all(part)?;
             }
@@ -87,7 +87,7 @@ impl Cache {
 
 /// A name that no other writer has. Its process's number is none: containers that share the folder
 /// have the same.
-fn beside(path: &Path) -> PathBuf {
+fn temporary_path(path: &Path) -> PathBuf {
     // Seeded by the system, and another each time.
     let random = RandomState::new().hash_one(path);
     path.with_extension(format!("{random:016x}"))
@@ -105,7 +105,7 @@ fn is_left(path: &Path) -> bool {
 }
 
 /// Whoever may write here chooses what the GPU runs: the folder is its owner's alone.
-fn create(folder: &Path) -> io::Result<()> {
+fn create_private_folder(folder: &Path) -> io::Result<()> {
     let mut builder = fs::DirBuilder::new();
     builder.recursive(true);
     #[cfg(unix)]
@@ -113,7 +113,7 @@ fn create(folder: &Path) -> io::Result<()> {
     builder.create(folder)
 }
 
-fn checksum(key: &[u8], image: &[u8]) -> u128 {
+fn image_checksum(key: &[u8], image: &[u8]) -> u128 {
     let mut hash = Xxh3::new();
     hash.update(key);
     hash.update(image);
@@ -121,13 +121,13 @@ fn checksum(key: &[u8], image: &[u8]) -> u128 {
 }
 
 /// The image of a file for `key`, or what is wrong with it.
-fn parse<'a>(bytes: &'a [u8], key: &str) -> Result<&'a [u8], &'static str> {
+fn parse_image<'a>(bytes: &'a [u8], key: &str) -> Result<&'a [u8], &'static str> {
     let rest = bytes.strip_prefix(MAGIC).ok_or("it does not begin as such a file does")?;
     let (len, rest) = rest.split_first_chunk().ok_or("it is cut off")?;
     let key_bytes = usize::try_from(u64::from_le_bytes(*len)).unwrap_or(usize::MAX);
     let (of, rest) = rest.split_at_checked(key_bytes).ok_or("it is cut off")?;
     let (sum, image) = rest.split_first_chunk().ok_or("it is cut off")?;
-    if u128::from_le_bytes(*sum) != checksum(of, image) {
+    if u128::from_le_bytes(*sum) != image_checksum(of, image) {
         return Err("its checksum is wrong");
     }
     if of != key.as_bytes() {
@@ -142,33 +142,34 @@ mod tests {
     use std::collections::BTreeSet;
     use std::time::SystemTime;
 
-    fn image(found: Found) -> Result<Vec<u8>, String> {
+    fn image(found: CacheEntry) -> Result<Vec<u8>, String> {
         match found {
-            Found::Image(image) => Ok(image),
-            Found::Nothing => Err("nothing".to_owned()),
-            Found::Damaged(_, reason) => Err(reason),
+            CacheEntry::Image(image) => Ok(image),
+            CacheEntry::Nothing => Err("nothing".to_owned()),
+            CacheEntry::Damaged(_, reason) => Err(reason),
         }
     }
 
     #[test]
     fn what_was_written_is_read_and_nothing_else() {
         let folder = tempfile::tempdir().unwrap();
-        let cache = Cache::new(folder.path().join("a/b"));
-        assert_eq!(image(cache.read("one")).unwrap_err(), "nothing");
-        cache.write("one", b"cubin").unwrap();
-        cache.write("one", b"cubin of one").unwrap();
-        cache.write("two", b"").unwrap();
-        assert_eq!(image(cache.read("one")).unwrap(), b"cubin of one");
-        assert_eq!(image(cache.read("two")).unwrap(), b"");
+        let cache = ImageCache::new(folder.path().join("a/b"));
+        assert_eq!(image(cache.read_image("one")).unwrap_err(), "nothing");
+        cache.write_image("one", b"cubin").unwrap();
+        cache.write_image("one", b"cubin of one").unwrap();
+        cache.write_image("two", b"").unwrap();
+        assert_eq!(image(cache.read_image("one")).unwrap(), b"cubin of one");
+        assert_eq!(image(cache.read_image("two")).unwrap(), b"");
         let files = fs::read_dir(folder.path().join("a/b")).unwrap().count();
         assert_eq!(files, 2, "nothing is left beside them");
-        fs::rename(cache.path("one"), cache.path("two")).unwrap();
-        assert_eq!(image(cache.read("two")).unwrap_err(), "it is of something else");
+        fs::rename(cache.image_path("one"), cache.image_path("two")).unwrap();
+        assert_eq!(image(cache.read_image("two")).unwrap_err(), "it is of something else");
     }
 
     #[test]
     fn names_beside_a_file_are_of_one_writer_each_and_not_by_its_process() {
-        let names: BTreeSet<PathBuf> = (0..1000).map(|_| beside(Path::new("a.kernels"))).collect();
+        let names: BTreeSet<PathBuf> =
+            (0..1000).map(|_| temporary_path(Path::new("a.kernels"))).collect();
         assert_eq!(names.len(), 1000);
         let digits = |name: &Path| name.extension().map(|end| end.len());
         assert!(names.iter().all(|name| digits(name) == Some(16)), "{names:?}");
@@ -177,11 +178,11 @@ mod tests {
     #[test]
     fn what_a_crash_has_left_is_removed_and_nothing_else() {
         let folder = tempfile::tempdir().unwrap();
-        let cache = Cache::new(folder.path().to_owned());
-        cache.sweep();
-        cache.write("key", b"image").unwrap();
-        let path = cache.path("key");
-        let (old, new) = (beside(&path), beside(&path));
+        let cache = ImageCache::new(folder.path().to_owned());
+        cache.remove_leftovers();
+        cache.write_image("key", b"image").unwrap();
+        let path = cache.image_path("key");
+        let (old, new) = (temporary_path(&path), temporary_path(&path));
         let others = folder.path().join("notes.0123456789abcdef");
         for file in [&old, &new, &others] {
             fs::write(file, b"half").unwrap();
@@ -190,24 +191,24 @@ mod tests {
             let at = SystemTime::now() - 2 * WRITE_MAX;
             File::options().write(true).open(file).unwrap().set_modified(at).unwrap();
         }
-        cache.sweep();
+        cache.remove_leftovers();
         let is_there = [&path, &old, &new, &others].map(|file| file.exists());
         assert_eq!(is_there, [true, false, true, true]);
-        Cache::new(folder.path().join("none")).sweep();
+        ImageCache::new(folder.path().join("none")).remove_leftovers();
     }
 
     #[test]
     fn of_two_writers_at_once_each_file_is_whole_at_any_time() {
         let folder = tempfile::tempdir().unwrap();
-        let of = || Cache::new(folder.path().to_owned());
+        let of = || ImageCache::new(folder.path().to_owned());
         let images = [vec![1; 9], vec![2; 100_000]];
-        of().write("key", &images[0]).unwrap();
+        of().write_image("key", &images[0]).unwrap();
         std::thread::scope(|scope| {
             let writers = images.each_ref().map(|image| {
-                scope.spawn(move || (0..50).for_each(|_| of().write("key", image).unwrap()))
+                scope.spawn(move || (0..50).for_each(|_| of().write_image("key", image).unwrap()))
             });
             while !writers.iter().all(|writer| writer.is_finished()) {
-                let found = image(of().read("key")).unwrap();
+                let found = image(of().read_image("key")).unwrap();
                 assert!(images.contains(&found), "{} bytes", found.len());
             }
         });
@@ -217,16 +218,16 @@ mod tests {
     #[test]
     fn every_byte_that_changes_or_is_missing_is_noticed() {
         let folder = tempfile::tempdir().unwrap();
-        let cache = Cache::new(folder.path().to_owned());
-        cache.write("key", b"image").unwrap();
-        let good = fs::read(cache.path("key")).unwrap();
+        let cache = ImageCache::new(folder.path().to_owned());
+        cache.write_image("key", b"image").unwrap();
+        let good = fs::read(cache.image_path("key")).unwrap();
         for at in 0..good.len() {
             let mut bad = good.clone();
             bad[at] ^= 0x10;
-            parse(&bad, "key").unwrap_err();
-            parse(&good[..at], "key").unwrap_err();
+            parse_image(&bad, "key").unwrap_err();
+            parse_image(&good[..at], "key").unwrap_err();
         }
-        assert_eq!(parse(&good, "key").unwrap(), b"image");
+        assert_eq!(parse_image(&good, "key").unwrap(), b"image");
     }
 
     #[test]
@@ -234,8 +235,8 @@ mod tests {
     fn a_folder_that_is_made_is_its_owners_alone() {
         use std::os::unix::fs::PermissionsExt;
         let folder = tempfile::tempdir().unwrap();
-        let cache = Cache::new(folder.path().join("kernels"));
-        cache.write("key", b"image").unwrap();
+        let cache = ImageCache::new(folder.path().join("kernels"));
+        cache.write_image("key", b"image").unwrap();
         let mode = fs::metadata(folder.path().join("kernels")).unwrap().permissions().mode();
         assert_eq!(mode & 0o777, 0o700);
     }

@@ -8,10 +8,10 @@
 mod cache;
 mod source;
 
-use crate::late::{LatePairs, wanted};
-use crate::products::multiplies_late;
-use crate::side::{Kernel, Pair, ROWS, rows_of};
-use cache::{Cache, Found};
+use crate::kernel_side::{KernelPair, ROWS, SideKernel, rows_of};
+use crate::late_pairs::{LatePairs, wanted_pairs};
+use crate::tensor_core::multiplies_late;
+use cache::{CacheEntry, ImageCache};
 use kvd_codec::ModelCodec;
 use kvd_core::LayerIndex;
 use source::SIDES_MAX;
@@ -72,13 +72,13 @@ pub struct KernelSource<'a> {
 /// Compiles kernels while the program runs.
 pub trait KernelCompiler: Send {
     /// Name, version and options: what another compiles, or with others, is another kernel.
-    fn version(&self) -> String;
+    fn compiler_version(&self) -> String;
 
     /// Compiles one file to an image that the driver loads.
     ///
     /// # Errors
     /// Why there is none.
-    fn compile(&mut self, source: KernelSource<'_>) -> Result<Vec<u8>, CompileError>;
+    fn compile_kernel(&mut self, source: KernelSource<'_>) -> Result<Vec<u8>, CompileError>;
 }
 
 /// What happened to the kernel of a pair, for logs.
@@ -122,19 +122,19 @@ pub type CompileReport = Arc<dyn Fn(CompileEvent) + Send + Sync>;
 
 /// The sides of a pair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct Sides {
-    keys: Kernel,
-    values: Kernel,
+struct PairSource {
+    keys: SideKernel,
+    values: SideKernel,
     huffman: bool,
     /// Whether products are on tensor cores.
     tensor: bool,
 }
 
-impl Sides {
+impl PairSource {
     /// Its part of the kernels' names: none that a kernel has which is compiled ahead of time.
-    fn name(self) -> String {
+    fn pair_name(self) -> String {
         let Self { keys, values, huffman, tensor } = self;
-        let is_known = Pair { keys, values, huffman }.is_known();
+        let is_known = KernelPair { keys, values, huffman }.is_known();
         let products = match (tensor, is_known) {
             (true, _) => "tensor_",
             (false, true) => "plain_",
@@ -144,48 +144,48 @@ impl Sides {
     }
 
     /// Its kernel for so many query rows.
-    fn kernel(self, rows: u32) -> String {
+    fn kernel_name(self, rows: u32) -> String {
         let stage = if self.huffman { "huffman_" } else { "" };
-        format!("kvd_attend_{stage}{}_{rows}", self.name())
+        format!("kvd_attend_{stage}{}_{rows}", self.pair_name())
     }
 }
 
 /// The file that is compiled for a pair whose products are on CUDA cores; for tests of a compiler.
 #[must_use]
-pub fn kernel_source(keys: Kernel, values: Kernel, huffman: bool) -> String {
-    source::text(Sides { keys, values, huffman, tensor: false })
+pub fn kernel_source(keys: SideKernel, values: SideKernel, huffman: bool) -> String {
+    source::source_text(PairSource { keys, values, huffman, tensor: false })
 }
 
 /// The same with products on tensor cores; none where they take one of the sides' values not, or
 /// the pair's kernel is compiled ahead of time.
 #[must_use]
-pub fn tensor_source(keys: Kernel, values: Kernel, huffman: bool) -> Option<String> {
-    let takes = multiplies_late(Pair { keys, values, huffman });
-    takes.then(|| source::text(Sides { keys, values, huffman, tensor: true }))
+pub fn tensor_source(keys: SideKernel, values: SideKernel, huffman: bool) -> Option<String> {
+    let takes = multiplies_late(KernelPair { keys, values, huffman });
+    takes.then(|| source::source_text(PairSource { keys, values, huffman, tensor: true }))
 }
 
 /// What [`kernel_source`] includes.
 #[must_use]
 pub fn kernel_headers() -> &'static [(&'static str, &'static str)] {
-    source::headers()
+    source::kernel_headers()
 }
 
 /// What the thread answers.
-struct Made {
-    sides: Sides,
+struct CompiledPair {
+    sides: PairSource,
     image: Result<Vec<u8>, String>,
     from_cache: bool,
     seconds: f64,
 }
 
 /// Which pairs were asked for, and which of them are ready.
-pub(crate) struct Jit {
+pub(crate) struct JitCompiler {
     /// Gone when it ends.
-    wanted: Option<SyncSender<Sides>>,
-    made: Receiver<Made>,
-    asked: BTreeSet<Sides>,
+    wanted: Option<SyncSender<PairSource>>,
+    made: Receiver<CompiledPair>,
+    asked: BTreeSet<PairSource>,
     /// Of those on CUDA cores, by the kernels' numbers, as in units.
-    ready: BTreeMap<[u32; 3], Sides>,
+    ready: BTreeMap<[u32; 3], PairSource>,
     /// Those on tensor cores.
     late: LatePairs,
     stop: Arc<AtomicBool>,
@@ -193,9 +193,9 @@ pub(crate) struct Jit {
     report: CompileReport,
 }
 
-impl Jit {
+impl JitCompiler {
     /// Starts the thread, for GPUs of a compute capability.
-    pub(crate) fn start(
+    pub(crate) fn start_thread(
         compiler: Box<dyn KernelCompiler>,
         cache: Option<PathBuf>,
         compute: [u32; 2],
@@ -205,9 +205,9 @@ impl Jit {
         let (wanted, requests) = sync_channel(SIDES_MAX);
         let (replies, made) = sync_channel(SIDES_MAX);
         let stop = Arc::new(AtomicBool::new(false));
-        let mut worker = Worker {
+        let mut worker = CompileThread {
             compiler,
-            cache: cache.map(Cache::new),
+            cache: cache.map(ImageCache::new),
             target: format!("sm_{}{}", compute[0], compute[1]),
             report: report.clone(),
         };
@@ -215,16 +215,16 @@ impl Jit {
         let thread =
             std::thread::Builder::new().name("kvd-kernels".to_owned()).spawn(move || {
                 if let Some(cache) = &worker.cache {
-                    cache.sweep();
+                    cache.remove_leftovers();
                 }
                 for sides in requests {
                     if on_thread.load(Ordering::Acquire) {
                         return;
                     }
                     let begun = Instant::now();
-                    let (image, from_cache) = worker.make(sides);
+                    let (image, from_cache) = worker.make_image(sides);
                     let seconds = begun.elapsed().as_secs_f64();
-                    if replies.send(Made { sides, image, from_cache, seconds }).is_err() {
+                    if replies.send(CompiledPair { sides, image, from_cache, seconds }).is_err() {
                         return;
                     }
                 }
@@ -242,11 +242,11 @@ impl Jit {
     }
 
     /// Asks for the pairs of a codec whose pages no kernels of their own read.
-    pub(crate) fn want(&mut self, codec: &ModelCodec) {
+    pub(crate) fn request_codec(&mut self, codec: &ModelCodec) {
         let geometry = codec.geometry();
         for layer in (0..geometry.layers).map(LayerIndex) {
-            for (Pair { keys, values, huffman }, tensor) in wanted(codec, layer) {
-                let sides = Sides { keys, values, huffman, tensor };
+            for (KernelPair { keys, values, huffman }, tensor) in wanted_pairs(codec, layer) {
+                let sides = PairSource { keys, values, huffman, tensor };
                 if self.asked.insert(sides)
                     && let Some(wanted) = &self.wanted
                 {
@@ -258,14 +258,17 @@ impl Jit {
     }
 
     /// Takes what was made since it was last asked to `load`: an image, with these kernels.
-    pub(crate) fn take(&mut self, mut load: impl FnMut(&[u8], &[String]) -> Result<(), String>) {
-        while let Ok(Made { sides, image, from_cache, seconds }) = self.made.try_recv() {
-            let (pair, kernels) = (sides.name(), ROWS.map(|rows| sides.kernel(rows)));
+    pub(crate) fn load_compiled(
+        &mut self,
+        mut load: impl FnMut(&[u8], &[String]) -> Result<(), String>,
+    ) {
+        while let Ok(CompiledPair { sides, image, from_cache, seconds }) = self.made.try_recv() {
+            let (pair, kernels) = (sides.pair_name(), ROWS.map(|rows| sides.kernel_name(rows)));
             (self.report)(match image.and_then(|image| load(&image, &kernels)) {
                 Ok(()) => {
-                    let Sides { keys, values, huffman, tensor } = sides;
+                    let PairSource { keys, values, huffman, tensor } = sides;
                     if tensor {
-                        self.late = self.late.with(Pair { keys, values, huffman });
+                        self.late = self.late.with_pair(KernelPair { keys, values, huffman });
                     } else {
                         self.ready.insert([keys as u32, values as u32, huffman.into()], sides);
                     }
@@ -277,20 +280,25 @@ impl Jit {
     }
 
     /// The pairs whose kernels with products on tensor cores are loaded.
-    pub(crate) fn late(&self) -> LatePairs {
+    pub(crate) fn loaded_late_pairs(&self) -> LatePairs {
         self.late
     }
 
     /// The kernel on CUDA cores to launch in the place of `kernel`, for units of at most `rows`
     /// rows whose sides have these numbers; none where that is the shared one still, or never was.
-    pub(crate) fn own(&self, kernel: &str, [keys, values]: [u32; 2], rows: u32) -> Option<String> {
+    pub(crate) fn own_kernel(
+        &self,
+        kernel: &str,
+        [keys, values]: [u32; 2],
+        rows: u32,
+    ) -> Option<String> {
         let huffman = SHARED.iter().position(|shared| *shared == kernel)?;
         let sides = self.ready.get(&[keys, values, huffman as u32])?;
-        Some(sides.kernel(rows_of(rows)))
+        Some(sides.kernel_name(rows_of(rows)))
     }
 }
 
-impl Drop for Jit {
+impl Drop for JitCompiler {
     /// Waits a moment for what is being compiled, and else leaves the thread behind, which owns all
     /// that it uses and ends when that is compiled, or with the process.
     fn drop(&mut self) {
@@ -311,32 +319,34 @@ impl Drop for Jit {
 }
 
 /// What the thread owns.
-struct Worker {
+struct CompileThread {
     compiler: Box<dyn KernelCompiler>,
     /// None where there is no folder for it.
-    cache: Option<Cache>,
+    cache: Option<ImageCache>,
     target: String,
     report: CompileReport,
 }
 
-impl Worker {
+impl CompileThread {
     /// The image of a pair, and whether it was on disk.
-    fn make(&mut self, sides: Sides) -> (Result<Vec<u8>, String>, bool) {
-        let text = source::text(sides);
-        let (version, hash) = (self.compiler.version(), source::headers_hash());
+    fn make_image(&mut self, sides: PairSource) -> (Result<Vec<u8>, String>, bool) {
+        let text = source::source_text(sides);
+        let (version, hash) = (self.compiler.compiler_version(), source::headers_hash());
         let key = format!("{version}\n{}\n{hash:032x}\n{text}", self.target);
-        match self.cache.as_ref().map_or(Found::Nothing, |cache| cache.read(&key)) {
-            Found::Image(image) => return (Ok(image), true),
-            Found::Nothing => {}
-            Found::Damaged(path, reason) => (self.report)(CompileEvent::Damaged { path, reason }),
+        match self.cache.as_ref().map_or(CacheEntry::Nothing, |cache| cache.read_image(&key)) {
+            CacheEntry::Image(image) => return (Ok(image), true),
+            CacheEntry::Nothing => {}
+            CacheEntry::Damaged(path, reason) => {
+                (self.report)(CompileEvent::Damaged { path, reason })
+            }
         }
-        let (headers, target) = (source::headers(), self.target.as_str());
-        let made = self.compiler.compile(KernelSource { text: &text, headers, target });
+        let (headers, target) = (source::kernel_headers(), self.target.as_str());
+        let made = self.compiler.compile_kernel(KernelSource { text: &text, headers, target });
         if let Ok(image) = &made
             && let Some(cache) = &self.cache
-            && let Err(error) = cache.write(&key, image)
+            && let Err(error) = cache.write_image(&key, image)
         {
-            let (path, reason) = (cache.path(&key), error.to_string());
+            let (path, reason) = (cache.image_path(&key), error.to_string());
             (self.report)(CompileEvent::NotKept { path, reason });
         }
         (made.map_err(|error| error.to_string()), false)
@@ -346,7 +356,7 @@ impl Worker {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::side::Variant;
+    use crate::kernel_side::KernelVariant;
     use kvd_core::{DType, Geometry, RopePairing};
     use std::sync::mpsc::RecvError;
 
@@ -357,11 +367,11 @@ mod tests {
     }
 
     impl KernelCompiler for MadeUp {
-        fn version(&self) -> String {
+        fn compiler_version(&self) -> String {
             "made up".to_owned()
         }
 
-        fn compile(&mut self, source: KernelSource<'_>) -> Result<Vec<u8>, CompileError> {
+        fn compile_kernel(&mut self, source: KernelSource<'_>) -> Result<Vec<u8>, CompileError> {
             self.begun.send(()).unwrap();
             self.go.recv().unwrap();
             Ok(source.text.as_bytes().to_vec())
@@ -369,17 +379,17 @@ mod tests {
     }
 
     /// With one pair to compile, of keys and values of `side`, and how its compiler is followed.
-    fn start(report: CompileReport, side: &str) -> (Jit, Receiver<()>, SyncSender<()>) {
+    fn start(report: CompileReport, side: &str) -> (JitCompiler, Receiver<()>, SyncSender<()>) {
         let (begun, begins) = sync_channel(4);
         let (go, gate) = sync_channel(4);
         let compiler = Box::new(MadeUp { begun, go: gate });
         // No folder: it is compiled nonetheless.
-        let mut jit = Jit::start(compiler, None, [9, 0], report).unwrap();
+        let mut jit = JitCompiler::start_thread(compiler, None, [9, 0], report).unwrap();
         want(&mut jit, side);
         (jit, begins, go)
     }
 
-    fn want(jit: &mut Jit, side: &str) {
+    fn want(jit: &mut JitCompiler, side: &str) {
         let geometry = Geometry {
             layers: 1,
             kv_heads: 1,
@@ -390,7 +400,7 @@ mod tests {
             rope_pairing: RopePairing::Half,
         };
         let spec = kvd_codec::resolve_spec(&format!("k={side}; v={side}")).unwrap();
-        jit.want(&ModelCodec::new(geometry, spec, None).unwrap());
+        jit.request_codec(&ModelCodec::new(geometry, spec, None).unwrap());
     }
 
     const SYMMETRIC: &str = "uniform(b=4,g=32,axis=token,mode=sym)";
@@ -398,11 +408,13 @@ mod tests {
     #[test]
     fn a_pair_with_kernels_ahead_of_time_has_others_names_late() {
         for huffman in [false, true] {
-            let sides =
-                |keys, values| Sides { keys, values, huffman, tensor: false }.kernel(ROWS[1]);
+            let sides = |keys, values| {
+                PairSource { keys, values, huffman, tensor: false }.kernel_name(ROWS[1])
+            };
             let stage = if huffman { "huffman_" } else { "" };
-            let (uniform, grid) = (Kernel::Uniform, Kernel::Grid);
-            let ahead = Pair { keys: uniform, values: uniform, huffman }.kernel(Variant::Own, 4);
+            let (uniform, grid) = (SideKernel::Uniform, SideKernel::Grid);
+            let ahead = KernelPair { keys: uniform, values: uniform, huffman }
+                .kernel_name(KernelVariant::Own, 4);
             assert_eq!(ahead, format!("kvd_attend_{stage}uniform_uniform_4"));
             let late = format!("kvd_attend_{stage}plain_uniform_uniform_4");
             assert_eq!(sides(uniform, uniform), late);
@@ -412,13 +424,13 @@ mod tests {
     }
 
     /// What is heard of a pair's image, which `load` loads.
-    fn heard(load: impl Fn(&[String]) -> Result<(), String>) -> (Jit, CompileEvent) {
+    fn heard(load: impl Fn(&[String]) -> Result<(), String>) -> (JitCompiler, CompileEvent) {
         let (tell, heard) = sync_channel(4);
         let report: CompileReport = Arc::new(move |event| tell.send(event).unwrap());
         let (mut jit, _begins, go) = start(report, SYMMETRIC);
         go.send(()).unwrap();
         loop {
-            jit.take(|image, kernels| {
+            jit.load_compiled(|image, kernels| {
                 assert!(String::from_utf8_lossy(image).contains("symmetric_symmetric"));
                 load(kernels)
             });
@@ -431,8 +443,8 @@ mod tests {
 
     #[test]
     fn a_pair_is_ready_when_all_of_its_kernels_are_there_and_else_the_shared_one_serves() {
-        let sides = [Kernel::Symmetric as u32; 2];
-        let own = |jit: &Jit| jit.own(SHARED[0], sides, 3);
+        let sides = [SideKernel::Symmetric as u32; 2];
+        let own = |jit: &JitCompiler| jit.own_kernel(SHARED[0], sides, 3);
         let wanted = ROWS.map(|rows| format!("kvd_attend_symmetric_symmetric_{rows}"));
         let (jit, event) = heard(|kernels| {
             assert_eq!(kernels, wanted);
@@ -465,7 +477,7 @@ mod tests {
         go.send(()).unwrap();
         begins.recv().unwrap();
         while jit.ready.is_empty() {
-            jit.take(|_, _| Ok(()));
+            jit.load_compiled(|_, _| Ok(()));
         }
         let begun = Instant::now();
         drop(jit);
@@ -476,8 +488,8 @@ mod tests {
     #[test]
     fn shared_kernels_are_those_that_pairs_without_their_own_are_launched_with() {
         for (huffman, shared) in [false, true].into_iter().zip(SHARED) {
-            let pair = Pair { keys: Kernel::Vq, values: Kernel::F16, huffman };
-            assert_eq!(pair.kernel(Variant::Any, 1), shared);
+            let pair = KernelPair { keys: SideKernel::Vq, values: SideKernel::F16, huffman };
+            assert_eq!(pair.kernel_name(KernelVariant::Any, 1), shared);
         }
     }
 }

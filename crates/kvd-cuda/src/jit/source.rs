@@ -1,8 +1,8 @@
 //! The text of a kernel for one pair of sides, and the headers that it includes: those that are
 //! compiled ahead of time, and the few names of CUDA's own headers that they use.
 
-use super::Sides;
-use crate::side::{KERNELS, Kernel};
+use super::PairSource;
+use crate::kernel_side::{KERNELS, SideKernel};
 use kvd_core::Side;
 use std::sync::OnceLock;
 use xxhash_rust::xxh3::Xxh3;
@@ -21,7 +21,7 @@ const CUDA: &[(&str, &str)] = &[
 pub(super) const SIDES_MAX: usize = 4 * KERNELS * KERNELS;
 
 /// All headers, by the name in quotes that includes them.
-pub(super) fn headers() -> &'static [(&'static str, &'static str)] {
+pub(super) fn kernel_headers() -> &'static [(&'static str, &'static str)] {
     static HEADERS: OnceLock<Vec<(&str, &str)>> = OnceLock::new();
     HEADERS.get_or_init(|| [KVD, CUDA].concat())
 }
@@ -29,7 +29,7 @@ pub(super) fn headers() -> &'static [(&'static str, &'static str)] {
 /// A hash of all headers.
 pub(super) fn headers_hash() -> u128 {
     let mut hash = Xxh3::new();
-    for (name, text) in headers() {
+    for (name, text) in kernel_headers() {
         hash.update(name.as_bytes());
         hash.update(&(text.len() as u64).to_le_bytes());
         hash.update(text.as_bytes());
@@ -38,41 +38,43 @@ pub(super) fn headers_hash() -> u128 {
 }
 
 /// The struct of a side, and its header: as `with` of `any.cuh` has them.
-fn side(kernel: Kernel) -> (&'static str, &'static str) {
+fn side_struct(kernel: SideKernel) -> (&'static str, &'static str) {
     match kernel {
-        Kernel::F32 => ("float.cuh", "kvd::Float<kvd::F32>"),
-        Kernel::F16 => ("float.cuh", "kvd::Float<kvd::F16>"),
-        Kernel::Bf16 => ("float.cuh", "kvd::Float<kvd::Bf16>"),
-        Kernel::Fp8 => ("float.cuh", "kvd::Fp8"),
-        Kernel::Uniform => ("uniform.cuh", "kvd::Uniform<kvd::Asymmetric>"),
-        Kernel::Symmetric => ("uniform.cuh", "kvd::Uniform<kvd::Symmetric>"),
-        Kernel::Hybrid => ("hybrid.cuh", "kvd::Hybrid"),
-        Kernel::Vq => ("vq.cuh", "kvd::Vq"),
-        Kernel::Polar => ("polar.cuh", "kvd::Polar"),
-        Kernel::Lloyd => ("lloyd.cuh", "kvd::Lloyd"),
-        Kernel::BitAlloc => ("bitalloc.cuh", "kvd::BitAlloc"),
-        Kernel::Grid => ("grid.cuh", "kvd::Grid"),
+        SideKernel::F32 => ("float.cuh", "kvd::Float<kvd::F32>"),
+        SideKernel::F16 => ("float.cuh", "kvd::Float<kvd::F16>"),
+        SideKernel::Bf16 => ("float.cuh", "kvd::Float<kvd::Bf16>"),
+        SideKernel::Fp8 => ("float.cuh", "kvd::Fp8"),
+        SideKernel::Uniform => ("uniform.cuh", "kvd::Uniform<kvd::Asymmetric>"),
+        SideKernel::Symmetric => ("uniform.cuh", "kvd::Uniform<kvd::Symmetric>"),
+        SideKernel::Hybrid => ("hybrid.cuh", "kvd::Hybrid"),
+        SideKernel::Vq => ("vq.cuh", "kvd::Vq"),
+        SideKernel::Polar => ("polar.cuh", "kvd::Polar"),
+        SideKernel::Lloyd => ("lloyd.cuh", "kvd::Lloyd"),
+        SideKernel::BitAlloc => ("bitalloc.cuh", "kvd::BitAlloc"),
+        SideKernel::Grid => ("grid.cuh", "kvd::Grid"),
     }
 }
 
 /// The struct of a side whose products are on tensor cores, and its header: as `attend_*.cu` have
 /// them.
-fn tensor_side(kernel: Kernel, which: Side) -> (&'static str, String) {
-    let (header, name) = side(kernel);
+fn tensor_side(kernel: SideKernel, which: Side) -> (&'static str, String) {
+    let (header, name) = side_struct(kernel);
     match kernel {
-        Kernel::Fp8 if which == Side::Value => ("half.cuh", "kvd::Fp8Values".to_owned()),
-        Kernel::F16 | Kernel::Bf16 | Kernel::Fp8 => ("half.cuh", format!("kvd::Halves<{name}>")),
+        SideKernel::Fp8 if which == Side::Value => ("half.cuh", "kvd::Fp8Values".to_owned()),
+        SideKernel::F16 | SideKernel::Bf16 | SideKernel::Fp8 => {
+            ("half.cuh", format!("kvd::Halves<{name}>"))
+        }
         _ => (header, format!("kvd::Tensor<{name}>")),
     }
 }
 
 /// The file to compile.
-pub(super) fn text(sides: Sides) -> String {
+pub(super) fn source_text(sides: PairSource) -> String {
     let kernels = [(sides.keys, Side::Key), (sides.values, Side::Value)];
     let [(key_header, key), (value_header, value)] = match sides.tensor {
         true => kernels.map(|(kernel, which)| tensor_side(kernel, which)),
         false => kernels.map(|(kernel, _)| {
-            let (header, name) = side(kernel);
+            let (header, name) = side_struct(kernel);
             (header, name.to_owned())
         }),
     };
@@ -81,7 +83,7 @@ pub(super) fn text(sides: Sides) -> String {
         (false, true) => "KVD_MIXED_ROWS",
         (false, false) => "KVD_ATTEND_ROWS",
     };
-    let name = sides.name();
+    let name = sides.pair_name();
     format!(
         "#include \"declare.cuh\"\n#include \"{key_header}\"\n#include \"{value_header}\"\n\
          {declare}({name}, {key}, {value})\n"
@@ -94,15 +96,15 @@ mod tests {
 
     #[test]
     fn kernels_stand_at_their_numbers() {
-        for (number, wanted) in Kernel::ALL.into_iter().enumerate() {
+        for (number, wanted) in SideKernel::ALL.into_iter().enumerate() {
             assert_eq!(wanted as usize, number);
         }
     }
 
     #[test]
     fn every_include_is_among_the_headers_and_every_struct_is_in_its_header() {
-        let find = |name: &str| headers().iter().find(|header| header.0 == name);
-        for (name, text) in headers() {
+        let find = |name: &str| kernel_headers().iter().find(|header| header.0 == name);
+        for (name, text) in kernel_headers() {
             for line in text.lines().filter_map(|line| line.strip_prefix("#include ")) {
                 let included = line.trim_matches(['"', '<', '>']);
                 // The CPU lane's own.
@@ -110,7 +112,7 @@ mod tests {
             }
         }
         let any = find("any.cuh").unwrap().1;
-        for of_kernel in Kernel::ALL.map(side) {
+        for of_kernel in SideKernel::ALL.map(side_struct) {
             let short = |text: &str| text.replace("kvd::", "");
             assert!(short(any).contains(&format!("return use({}()", short(of_kernel.1))));
             find(of_kernel.0).unwrap();

@@ -1,26 +1,26 @@
 //! What a plan chooses, for the launches of a layer as it is stored.
 
-use super::books::Codebooks;
-use super::fit::Fit;
-use super::{Limits, ROWS_MAX, bits, splits};
-use crate::Options;
-use crate::lanes::SharedMemory;
-use crate::late::LatePairs;
-use crate::side::rows_of;
-use crate::table::CodebookRoom;
+use super::codebook_cache::HeadCodebooks;
+use super::fit::BlockFit;
+use super::{GpuLimits, ROWS_MAX, split_units, stored_bits};
+use crate::TableOptions;
+use crate::codebook_table::CodebookRoom;
+use crate::huffman_tables::SharedMemory;
+use crate::kernel_side::rows_of;
+use crate::late_pairs::LatePairs;
 use kvd_codec::{ModelCodec, SideSpec};
 use kvd_compute::{AttendPlan, PlanQuery};
 use kvd_core::{LayerIndex, Side};
 
 /// What a layer's attention is launched with on a GPU, by the query rows of its units and the
-/// kernels that were compiled late: with all of them what [`crate::plan`] says of the layer's
+/// kernels that were compiled late: with all of them what [`crate::plan_kernel`] says of the layer's
 /// codec. Where heads are stored differently, what is right for all of them.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Choices {
+pub struct LaunchChoices {
     /// Where codebooks are kept, none of a side without.
     rooms: [Option<CodebookRoom>; 2],
     /// Codebooks of values, where all heads have such, and bytes of a token's pages.
-    values: Option<(Codebooks, f64)>,
+    values: Option<(HeadCodebooks, f64)>,
     /// Thread blocks that the GPU holds at once.
     pub resident: u32,
     shared: SharedMemory,
@@ -30,10 +30,10 @@ pub struct Choices {
     late: LatePairs,
 }
 
-impl Choices {
+impl LaunchChoices {
     /// Query rows of the largest unit of a plan, rounded to what kernels take: 1, 4 or 8.
     #[must_use]
-    pub fn rows(plan: &AttendPlan, kv_heads: u32) -> u32 {
+    pub fn largest_unit_rows(plan: &AttendPlan, kv_heads: u32) -> u32 {
         let most = plan.queries.iter().map(|query| query.n_q).max().unwrap_or(1);
         rows_of(most.saturating_mul(plan.q_heads / kv_heads).min(ROWS_MAX))
     }
@@ -42,11 +42,11 @@ impl Choices {
     /// pages are for the kernel that all pairs share, of which other thread blocks fit. `None` when
     /// a head has no thread block that fits.
     #[must_use]
-    pub fn of_layer(
+    pub fn for_layer(
         codec: &ModelCodec,
         layer: LayerIndex,
         rows: u32,
-        (limits, late): (&Limits, LatePairs),
+        (limits, late): (&GpuLimits, LatePairs),
     ) -> Option<Self> {
         let (spec, geometry) = (codec.spec(), codec.geometry());
         let mut pairs = Vec::new();
@@ -57,15 +57,15 @@ impl Choices {
             }
         }
         let of_pair = |pair: [&SideSpec; 2]| {
-            let fit = Fit::new(pair, geometry, rows, (limits, late))?;
+            let fit = BlockFit::new(pair, geometry, rows, (limits, late))?;
             let token_bits = Side::BOTH.map(|side| {
-                bits(pair[side.index()], geometry, side) * geometry.head_dim(side) as f64
+                stored_bits(pair[side.index()], geometry, side) * geometry.head_dim(side) as f64
             });
             Some(Self {
-                rooms: fit.rooms(),
+                rooms: fit.codebook_rooms(),
                 values: fit.books[1].map(|books| (books, (token_bits[0] + token_bits[1]) / 8.0)),
                 resident: limits.multiprocessors * fit.occupancy.blocks,
-                shared: limits.shared(),
+                shared: limits.shared_memory(),
                 chunks: (fit.chunks > 0).then_some(fit.chunks),
                 late,
             })
@@ -74,7 +74,7 @@ impl Choices {
         choices.into_iter().reduce(|a, b| Self {
             // A side without codebooks asks for nothing, and takes nothing of what others ask.
             rooms: [0, 1].map(|side| match (a.rooms[side], b.rooms[side]) {
-                (Some(a), Some(b)) => Some(a.least(b)),
+                (Some(a), Some(b)) => Some(a.common_room(b)),
                 (a, b) => a.or(b),
             }),
             values: a.values.filter(|_| a.values == b.values),
@@ -89,27 +89,27 @@ impl Choices {
     }
 
     /// The pairs for whose late kernels they are.
-    pub(crate) fn late(&self) -> LatePairs {
+    pub(crate) fn late_pairs(&self) -> LatePairs {
         self.late
     }
 
     /// How a plan's stored tokens are cut, so that its heads fill the GPU.
     #[must_use]
-    pub fn options(&self, plan: &AttendPlan, kv_heads: u32) -> Options {
+    pub fn table_options(&self, plan: &AttendPlan, kv_heads: u32) -> TableOptions {
         let group = plan.q_heads / kv_heads;
         let runs = |n_q: u32| kv_heads * n_q.saturating_mul(group).div_ceil(ROWS_MAX);
         let heads = plan.queries.iter().map(|query| runs(query.n_q)).sum();
         let parts = plan.queries.iter().map(|query| query.parts.len()).max().unwrap_or(0) as u32;
-        let runs = splits(self.resident, heads, parts).0;
+        let runs = split_units(self.resident, heads, parts).0;
         let channel_split = self.channel_split(plan, self.resident / heads.max(1), runs);
-        let parts_per_unit = splits(self.resident, heads * channel_split, parts).1 as usize;
+        let parts_per_unit = split_units(self.resident, heads * channel_split, parts).1 as usize;
         let (shared, chunks, late) = (self.shared, self.chunks, self.late);
-        Options { parts_per_unit, shared, chunks, channel_split, late }
+        TableOptions { parts_per_unit, shared, chunks, channel_split, late }
     }
 
-    /// Where codebooks of keys and values are kept: [`crate::Shapes::new`].
+    /// Where codebooks of keys and values are kept: [`crate::LayerShapes::new`].
     #[must_use]
-    pub fn rooms(&self) -> [CodebookRoom; 2] {
+    pub fn codebook_rooms(&self) -> [CodebookRoom; 2] {
         self.rooms.map(|room| room.unwrap_or(CodebookRoom::NONE))
     }
 

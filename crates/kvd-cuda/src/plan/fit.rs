@@ -1,21 +1,23 @@
 //! How a thread block of a pair of sides fits a GPU: what a plan says and the launches follow.
 
-use super::books::{Codebooks, held, kernels, register_slack, share};
-use super::occupancy::{Block, Occupancy};
-use super::{CodebookPlan, Limits, bits};
-use crate::buffers::{BUFFERS_MIN, Staging};
-use crate::lanes::{self, PIECE_BYTES, decoding};
-use crate::late::LatePairs;
-use crate::products;
-use crate::side::TILE_TOKENS;
-use crate::table::CodebookRoom;
-use crate::tables::GAIN_STAGE;
+use super::codebook_cache::{
+    HeadCodebooks, lookup_kernels, register_slack, share_slack, sides_in_registers,
+};
+use super::occupancy::{BlockResources, Occupancy};
+use super::{CodebookPlan, GpuLimits, stored_bits};
+use crate::block_table::GAIN_STAGE;
+use crate::buffers::{BUFFERS_MIN, TileBuffers};
+use crate::codebook_table::CodebookRoom;
+use crate::huffman_tables::{self, PIECE_BYTES, plan_decoding};
+use crate::kernel_side::TILE_TOKENS;
+use crate::late_pairs::LatePairs;
+use crate::tensor_core;
 use kvd_codec::{EntropyCoding, SideSpec};
 use kvd_core::{Geometry, Side};
 
 /// A thread block, and what a multiprocessor holds of it.
-pub(super) struct Fit {
-    pub(super) block: Block,
+pub(super) struct BlockFit {
+    pub(super) block: BlockResources,
     pub(super) occupancy: Occupancy,
     /// Tiles in shared memory.
     pub(super) buffers: u32,
@@ -23,7 +25,7 @@ pub(super) struct Fit {
     pub(super) under_way: u32,
     /// Chunks of each side that are decoded together.
     pub(super) chunks: u32,
-    pub(super) books: [Option<Codebooks>; 2],
+    pub(super) books: [Option<HeadCodebooks>; 2],
     /// How they are kept where channels are not split.
     pub(super) codebooks: [Option<CodebookPlan>; 2],
     /// Shared memory for the codebooks of each side.
@@ -36,41 +38,46 @@ pub(super) struct Fit {
     pub(super) is_late: bool,
 }
 
-impl Fit {
+impl BlockFit {
     /// Of units of `rows` query rows, where `late` were compiled; `None` when not even one thread
     /// block fits.
     pub(super) fn new(
         specs: [&SideSpec; 2],
         geometry: &Geometry,
         rows: u32,
-        (limits, late): (&Limits, LatePairs),
+        (limits, late): (&GpuLimits, LatePairs),
     ) -> Option<Self> {
         let of = |side: Side| (specs[side.index()], geometry.head_dim(side));
-        let coded = Side::BOTH.map(|side| lanes::expected(side, of(side)));
-        let kernel = products::expected(specs, geometry, rows, late);
+        let coded = Side::BOTH.map(|side| huffman_tables::expected_bytes(side, of(side)));
+        let kernel = tensor_core::expected_kernel(specs, geometry, rows, late);
         let (rows, products) = (kernel.rows, kernel.sides);
         let buffer = products[0].stage + products[1].stage + GAIN_STAGE;
         let work = products.iter().map(|of_side| of_side.bytes + of_side.table).sum::<usize>();
         let other = kernel.fixed_bytes + BUFFERS_MIN * buffer + coded[0][1] + coded[1][1] + work;
         let huffman = coded[0][0] + coded[1][0] > 0;
         let (resident, registers) = kernel.resident;
-        let room = (limits.shared(), resident);
-        let (chunks, decoded) = decoding([coded[0][0], coded[1][0]], other, room, None);
+        let room = (limits.shared_memory(), resident);
+        let (chunks, decoded) = plan_decoding([coded[0][0], coded[1][0]], other, room, None);
         let tile =
             Side::BOTH.map(|side| tile_bytes(of(side), geometry, side)).iter().sum::<usize>();
         let tile = kernel.tiles * tile;
-        let buffers = Staging { block: other + decoded, buffer, tile, huffman }.buffers(room);
+        let buffers =
+            TileBuffers { block: other + decoded, buffer, tile, huffman }.buffer_count(room);
         let shared_bytes = other + decoded + (buffers - BUFFERS_MIN) * buffer;
-        let block = Block { registers, shared_bytes: shared_bytes as u32 };
-        let occupancy = block.occupancy(limits)?;
-        let by = kernels(specs, [0, 1].map(|side: usize| products[side].not.is_none()));
-        let books = Side::BOTH.map(|side| Codebooks::of(of(side).0, of(side).1, by[side.index()]));
+        let block = BlockResources { registers, shared_bytes: shared_bytes as u32 };
+        let occupancy = block.fit_multiprocessor(limits)?;
+        let by = lookup_kernels(specs, [0, 1].map(|side: usize| products[side].not.is_none()));
+        let books = Side::BOTH
+            .map(|side| HeadCodebooks::from_spec(of(side).0, of(side).1, by[side.index()]));
         // Tables begin on sixteens, those of both sides.
-        let table_bytes = share(occupancy.shared_slack / 32 * 32, books);
-        let held = held(register_slack(rows, block.registers, occupancy.register_slack), books);
+        let table_bytes = share_slack(occupancy.shared_slack / 32 * 32, books);
+        let held = sides_in_registers(
+            register_slack(rows, block.registers, occupancy.register_slack),
+            books,
+        );
         let codebooks = Side::BOTH.map(|side| {
             let index = side.index();
-            Some(books[index]?.plan(side, table_bytes[index], held[index]))
+            Some(books[index]?.plan_cache(side, table_bytes[index], held[index]))
         });
         let rings = coded.iter().filter(|[chunk, _]| *chunk > 0).count() * chunks * PIECE_BYTES;
         Some(Self {
@@ -89,10 +96,11 @@ impl Fit {
     }
 }
 
-impl Fit {
+impl BlockFit {
     /// Where codebooks are kept; none of a side that has none.
-    pub(super) fn rooms(&self) -> [Option<CodebookRoom>; 2] {
-        [0, 1].map(|side| Some(self.codebooks[side].as_ref()?.room(self.table_bytes[side])))
+    pub(super) fn codebook_rooms(&self) -> [Option<CodebookRoom>; 2] {
+        [0, 1]
+            .map(|side| Some(self.codebooks[side].as_ref()?.codebook_room(self.table_bytes[side])))
     }
 }
 
@@ -102,7 +110,7 @@ fn tile_bytes((spec, dim): (&SideSpec, usize), geometry: &Geometry, side: Side) 
     // Huffman codes are decoded, not staged: of them only scales are.
     let staged = match spec.entropy {
         EntropyCoding::Huffman => implied.scales,
-        EntropyCoding::None => bits(spec, geometry, side) - implied.header,
+        EntropyCoding::None => stored_bits(spec, geometry, side) - implied.header,
     };
     (staged / 8.0 * (dim * TILE_TOKENS) as f64).round() as usize
 }

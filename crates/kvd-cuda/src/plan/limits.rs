@@ -12,7 +12,7 @@ const SUSTAINED: f64 = 1.7 / 1.98;
 
 /// Limits of one GPU. Per multiprocessor unless said otherwise.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Limits {
+pub struct GpuLimits {
     /// The vendor's name.
     pub name: String,
     /// Compute capability, major and minor.
@@ -35,40 +35,40 @@ pub struct Limits {
     pub memory_gbps: u32,
 }
 
-impl Limits {
+impl GpuLimits {
     /// A100 80 GB (Ampere).
     #[must_use]
     pub fn a100() -> Self {
-        Self::known("A100 80GB", [8, 0], 108, (164, 163), (2048, 32), (1410, 2039))
+        Self::from_datasheet("A100 80GB", [8, 0], 108, (164, 163), (2048, 32), (1410, 2039))
     }
 
     /// RTX 4090 (Ada).
     #[must_use]
     pub fn rtx4090() -> Self {
-        Self::known("RTX 4090", [8, 9], 128, (100, 99), (1536, 24), (2520, 1008))
+        Self::from_datasheet("RTX 4090", [8, 9], 128, (100, 99), (1536, 24), (2520, 1008))
     }
 
     /// L40S (Ada).
     #[must_use]
     pub fn l40s() -> Self {
-        Self::known("L40S", [8, 9], 142, (100, 99), (1536, 24), (2520, 864))
+        Self::from_datasheet("L40S", [8, 9], 142, (100, 99), (1536, 24), (2520, 864))
     }
 
     /// H100 SXM (Hopper).
     #[must_use]
     pub fn h100() -> Self {
-        Self::known("H100 SXM", [9, 0], 132, (228, 227), (2048, 32), (1980, 3350))
+        Self::from_datasheet("H100 SXM", [9, 0], 132, (228, 227), (2048, 32), (1980, 3350))
     }
 
     /// H200 SXM (Hopper).
     #[must_use]
     pub fn h200() -> Self {
-        Self::known("H200 SXM", [9, 0], 132, (228, 227), (2048, 32), (1980, 4800))
+        Self::from_datasheet("H200 SXM", [9, 0], 132, (228, 227), (2048, 32), (1980, 4800))
     }
 
     /// Its shared memory, and what must be on its way there.
     #[must_use]
-    pub fn shared(&self) -> SharedMemory {
+    pub fn shared_memory(&self) -> SharedMemory {
         let (block, multiprocessor) = (self.block_shared_bytes, self.shared_bytes);
         SharedMemory {
             block: block as usize,
@@ -80,7 +80,7 @@ impl Limits {
     /// Bytes on their way to a multiprocessor that hide the latency of memory at the bandwidth on
     /// paper.
     pub(super) fn under_way_bytes(&self) -> f64 {
-        self.bandwidth() * LATENCY_SECONDS / f64::from(self.multiprocessors)
+        self.memory_bandwidth() * LATENCY_SECONDS / f64::from(self.multiprocessors)
     }
 
     /// Whether there are clocks and a bandwidth to reckon times with: a virtual GPU's driver may
@@ -91,18 +91,18 @@ impl Limits {
     }
 
     /// Clocks per second under load, assumed.
-    pub(super) fn clock(&self) -> f64 {
+    pub(super) fn clock_hz(&self) -> f64 {
         f64::from(self.clock_mhz) * 1e6 * SUSTAINED
     }
 
     /// Bytes of memory per second, on paper.
-    pub(super) fn bandwidth(&self) -> f64 {
+    pub(super) fn memory_bandwidth(&self) -> f64 {
         f64::from(self.memory_gbps) * 1e9
     }
 
     /// The GPUs above, by the name that `kvd plan --device` takes.
     #[must_use]
-    pub fn named(name: &str) -> Option<Self> {
+    pub fn find_limits(name: &str) -> Option<Self> {
         Some(match name {
             "a100" => Self::a100(),
             "rtx4090" => Self::rtx4090(),
@@ -113,10 +113,10 @@ impl Limits {
         })
     }
 
-    /// Names that [`Limits::named`] takes.
+    /// Names that [`GpuLimits::named`] takes.
     pub const NAMES: [&'static str; 5] = ["a100", "rtx4090", "l40s", "h100", "h200"];
 
-    fn known(
+    fn from_datasheet(
         name: &str,
         compute: [u32; 2],
         multiprocessors: u32,

@@ -6,8 +6,8 @@
 //! occupancy, a split that balances reduction and codebook traffic, and exchange through registers
 //! or shared memory.
 
-mod books;
 mod choices;
+mod codebook_cache;
 mod counts;
 mod fit;
 mod limits;
@@ -16,19 +16,19 @@ mod parts;
 mod pipes;
 mod report;
 
-pub use choices::Choices;
-pub use counts::Counted;
+pub use choices::LaunchChoices;
+pub use counts::InstructionCounts;
+pub use limits::GpuLimits;
 use limits::LATENCY_SECONDS;
-pub use limits::Limits;
 pub(crate) use occupancy::SHARED_RESERVED;
-pub use occupancy::{Block, Occupancy};
-pub use pipes::Pipes;
+pub use occupancy::{BlockResources, Occupancy};
+pub use pipes::PipeCounts;
 
-use crate::late::LatePairs;
-use crate::side::rows_of;
+use crate::codebook_table::CodebookRoom;
+use crate::kernel_side::rows_of;
+use crate::late_pairs::LatePairs;
 use crate::store::encoded_on_host;
-use crate::table::CodebookRoom;
-use fit::Fit;
+use fit::BlockFit;
 use kvd_codec::{CodecSpec, Quantizer, SideSpec};
 use kvd_core::{Geometry, Side};
 
@@ -39,7 +39,7 @@ const LANES_PER_CLOCK: f64 = 128.0;
 
 /// What is asked of the kernels: one layer, one decode step.
 #[derive(Clone, Debug)]
-pub struct Workload {
+pub struct StepWorkload {
     /// Shapes of the model.
     pub geometry: Geometry,
     /// Query heads that share a KV head.
@@ -70,14 +70,14 @@ pub struct CodebookPlan {
     /// First entries that the lanes of a warp hold in registers, VQ-LLM's `n_reg`.
     pub registers: u32,
     /// How entries come to the lanes that multiply them.
-    pub exchange: Exchange,
-    /// Values: units among which their channels are split, [`crate::Options::channel_split`].
+    pub exchange: EntryExchange,
+    /// Values: units among which their channels are split, [`crate::TableOptions::channel_split`].
     pub channel_split: u32,
 }
 
 /// How a decoded entry comes to the lanes that multiply it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Exchange {
+pub enum EntryExchange {
     /// It is where it is needed.
     None,
     /// By so many shuffles between the lanes of a sub-vector.
@@ -88,7 +88,7 @@ pub enum Exchange {
 
 /// What holds a step up, of what is known before it is measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Bound {
+pub enum StepBound {
     /// Bytes at the memory's bandwidth: the roofline.
     Bytes,
     /// Instructions, at one per scheduler and clock that is held under load.
@@ -101,13 +101,13 @@ pub enum Bound {
 
 /// The choices for one codec on one GPU.
 #[derive(Clone, Debug)]
-pub struct Plan {
+pub struct KernelPlan {
     /// The GPU.
-    pub limits: Limits,
+    pub limits: GpuLimits,
     /// The question.
-    pub workload: Workload,
+    pub workload: StepWorkload,
     /// What a thread block takes, codebooks apart.
-    pub block: Block,
+    pub block: BlockResources,
     /// Tiles in the shared memory of a thread block: it works on one, the others are under way.
     pub buffers: u32,
     /// Bytes on their way to a thread block at once.
@@ -118,7 +118,7 @@ pub struct Plan {
     pub occupancy: Occupancy,
     /// Codebooks of keys and values.
     pub codebooks: [Option<CodebookPlan>; 2],
-    /// Shared memory for the codebooks of each side, bytes: [`crate::Shapes::new`].
+    /// Shared memory for the codebooks of each side, bytes: [`crate::LayerShapes::new`].
     pub table_bytes: [u32; 2],
     /// Why products with keys and values are not on tensor cores; none where they are.
     pub products: [Option<&'static str>; 2],
@@ -126,10 +126,10 @@ pub struct Plan {
     /// NVRTC compiles it when a model is registered, and until then the one for all pairs serves.
     pub is_late: bool,
     /// Lane instructions that a value takes; none where the kernel was not counted.
-    pub counted: Option<Counted>,
+    pub counted: Option<InstructionCounts>,
     /// Units over the stored tokens of one head.
     pub splits: u32,
-    /// [`crate::Options::parts_per_unit`].
+    /// [`crate::TableOptions::parts_per_unit`].
     pub parts_per_unit: u32,
     /// Bytes of pages that one step reads.
     pub page_bytes: f64,
@@ -144,7 +144,7 @@ pub struct Plan {
 
 /// What a side stores per value, in bits; of an entropy-coded side what it aims at, or what was
 /// measured of its presets.
-fn bits(side: &SideSpec, geometry: &Geometry, which: Side) -> f64 {
+fn stored_bits(side: &SideSpec, geometry: &Geometry, which: Side) -> f64 {
     let implied = side.implied_bits(geometry, which);
     let rate = match side.quantizer {
         Quantizer::Grid { rate } => f64::from(rate),
@@ -168,13 +168,17 @@ fn code_bits(levels: u32) -> f64 {
 /// The plan where every kernel that can be compiled late was, or `None` when not even one thread
 /// block fits a multiprocessor.
 #[must_use]
-pub fn plan(codec: &CodecSpec, workload: &Workload, limits: &Limits) -> Option<Plan> {
+pub fn plan_kernel(
+    codec: &CodecSpec,
+    workload: &StepWorkload,
+    limits: &GpuLimits,
+) -> Option<KernelPlan> {
     let geometry = &workload.geometry;
     let [dim_k, dim_v] = Side::BOTH.map(|side| geometry.head_dim(side) as u32);
-    let bits = Side::BOTH.map(|side| bits(codec.side(side), geometry, side));
+    let bits = Side::BOTH.map(|side| stored_bits(codec.side(side), geometry, side));
     let rows = workload.group.min(ROWS_MAX);
     let sides = Side::BOTH.map(|side| codec.side(side));
-    let fit = Fit::new(sides, geometry, rows, (limits, LatePairs::ALL))?;
+    let fit = BlockFit::new(sides, geometry, rows, (limits, LatePairs::ALL))?;
     let resident = limits.multiprocessors * fit.occupancy.blocks;
     let parts = workload.tokens.div_ceil(geometry.block_tokens).max(1);
     let heads = workload.batch * geometry.kv_heads * workload.group.div_ceil(ROWS_MAX);
@@ -184,19 +188,21 @@ pub fn plan(codec: &CodecSpec, workload: &Workload, limits: &Limits) -> Option<P
     let mut codebooks = fit.codebooks;
     let of_head = page_bytes / f64::from(workload.batch * geometry.kv_heads);
     let channel_split = match fit.books[1] {
-        Some(books) => {
-            books.channel_split(resident / heads.max(1), splits(resident, heads, parts).0, of_head)
-        }
+        Some(books) => books.channel_split(
+            resident / heads.max(1),
+            split_units(resident, heads, parts).0,
+            of_head,
+        ),
         None => 1,
     };
     if let Some(values) = &mut codebooks[1] {
-        values.split(channel_split, fit.table_bytes[1]);
+        values.split_channels(channel_split, fit.table_bytes[1]);
     }
-    let (splits, parts_per_unit) = splits(resident, heads * channel_split, parts);
+    let (splits, parts_per_unit) = split_units(resident, heads * channel_split, parts);
     let units = f64::from(heads * splits * channel_split);
     let partial = f64::from(rows * (dim_v + 2) * 4);
     let tables: u32 = codebooks.iter().flatten().map(CodebookPlan::loaded_bytes).sum();
-    Some(Plan {
+    Some(KernelPlan {
         limits: limits.clone(),
         workload: workload.clone(),
         block: fit.block,
@@ -208,9 +214,9 @@ pub fn plan(codec: &CodecSpec, workload: &Workload, limits: &Limits) -> Option<P
         table_bytes: fit.table_bytes,
         products: fit.products,
         is_late: fit.is_late,
-        counted: counts::counted(
+        counted: counts::count_pair(
             sides,
-            counts::Launched {
+            counts::LaunchedKernel {
                 on_tensor_cores: fit.products == [None; 2],
                 is_fixed: fit.is_fixed,
                 is_late: fit.is_late,
@@ -240,7 +246,7 @@ fn host_tables(codec: &CodecSpec, side: Side) -> bool {
 
 /// Units over the parts of one head, so that all heads fill the thread blocks that are resident at
 /// once, and the parts of each unit.
-fn splits(resident: u32, heads: u32, parts: u32) -> (u32, u32) {
+fn split_units(resident: u32, heads: u32, parts: u32) -> (u32, u32) {
     let parts = parts.max(1);
     let wanted = (resident / heads.max(1)).clamp(1, parts);
     let parts_per_unit = parts.div_ceil(wanted);
@@ -260,36 +266,36 @@ impl CodebookPlan {
     }
 
     /// Where they are kept, in so many bytes of shared memory.
-    fn room(&self, bytes: u32) -> CodebookRoom {
+    fn codebook_room(&self, bytes: u32) -> CodebookRoom {
         CodebookRoom {
             bytes: bytes as usize,
             registers: self.registers,
-            exchange: self.exchange != Exchange::SharedMemory,
+            exchange: self.exchange != EntryExchange::SharedMemory,
         }
     }
 
     /// Splits the channels, so that more entries fit the same shared memory.
-    fn split(&mut self, channel_split: u32, shared_bytes: u32) {
+    fn split_channels(&mut self, channel_split: u32, shared_bytes: u32) {
         self.channel_split = channel_split;
         let fit = shared_bytes / (self.entry_bytes / channel_split);
         self.shared = fit.min(self.entries - self.registers);
     }
 }
 
-impl Plan {
-    /// Where the codebooks of keys and values are kept: [`crate::Shapes::new`].
+impl KernelPlan {
+    /// Where the codebooks of keys and values are kept: [`crate::LayerShapes::new`].
     #[must_use]
-    pub fn rooms(&self) -> [CodebookRoom; 2] {
+    pub fn codebook_rooms(&self) -> [CodebookRoom; 2] {
         [0, 1].map(|side| {
             let books = self.codebooks[side].as_ref();
-            books.map_or(CodebookRoom::NONE, |books| books.room(self.table_bytes[side]))
+            books.map_or(CodebookRoom::NONE, |books| books.codebook_room(self.table_bytes[side]))
         })
     }
 
     /// Seconds that reading takes at the bandwidth on paper.
     #[must_use]
     pub fn roofline_seconds(&self) -> f64 {
-        (self.page_bytes + self.other_bytes) / self.limits.bandwidth()
+        (self.page_bytes + self.other_bytes) / self.limits.memory_bandwidth()
     }
 
     /// The same for rows in f16.
@@ -299,7 +305,7 @@ impl Plan {
         let tokens = f64::from(self.workload.batch) * f64::from(self.workload.tokens);
         let row = f64::from(2 * (geometry.head_dim_k + geometry.head_dim_v));
         let bytes = tokens * f64::from(geometry.kv_heads) * row;
-        bytes / self.limits.bandwidth()
+        bytes / self.limits.memory_bandwidth()
     }
 
     /// Lane instructions per stored value that the GPU issues while the value is read.
@@ -317,7 +323,7 @@ impl Plan {
         let lanes = f64::from(self.limits.multiprocessors) * LANES_PER_CLOCK;
         // Heads of more query rows than the counted kernels' have more units.
         let units = f64::from(self.workload.group.div_ceil(ROWS_MAX));
-        units * values / (lanes * self.limits.clock())
+        units * values / (lanes * self.limits.clock_hz())
     }
 
     /// Seconds of a step, predicted, and what they are: the most of what bytes, counted
@@ -325,8 +331,8 @@ impl Plan {
     /// behind the others. None where no instructions were counted: bytes alone would promise what
     /// kernels on CUDA cores are far from.
     #[must_use]
-    pub fn predicted(&self) -> Option<(f64, Bound)> {
-        let (slots, pipe) = self.counted?.slots(self.limits.compute);
+    pub fn predict_seconds(&self) -> Option<(f64, StepBound)> {
+        let (slots, pipe) = self.counted?.scheduler_slots(self.limits.compute);
         let resident = self.limits.multiprocessors * self.occupancy.blocks;
         let units = self.splits
             * self.workload.batch
@@ -334,12 +340,15 @@ impl Plan {
             * self.workload.group.div_ceil(ROWS_MAX);
         let under_way = f64::from(self.block_under_way) * f64::from(units.min(resident));
         let bounds = [
-            (self.roofline_seconds(), Bound::Bytes),
-            (slots * self.instruction_seconds(), pipe.map_or(Bound::Instructions, Bound::Pipe)),
-            (self.page_bytes * LATENCY_SECONDS / under_way, Bound::Latency),
+            (self.roofline_seconds(), StepBound::Bytes),
+            (
+                slots * self.instruction_seconds(),
+                pipe.map_or(StepBound::Instructions, StepBound::Pipe),
+            ),
+            (self.page_bytes * LATENCY_SECONDS / under_way, StepBound::Latency),
         ];
-        let longer = |a: (f64, Bound), b: (f64, Bound)| if b.0 > a.0 { b } else { a };
-        Some(bounds.into_iter().fold((0.0, Bound::Bytes), longer))
+        let longer = |a: (f64, StepBound), b: (f64, StepBound)| if b.0 > a.0 { b } else { a };
+        Some(bounds.into_iter().fold((0.0, StepBound::Bytes), longer))
     }
 
     /// Bytes of pages under way on a multiprocessor, and those that hide the latency.

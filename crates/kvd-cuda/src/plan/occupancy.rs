@@ -1,6 +1,6 @@
 //! How many thread blocks a multiprocessor holds, and what is left beside them.
 
-use super::Limits;
+use super::GpuLimits;
 
 /// Threads of a block of the attention kernels.
 pub(super) const THREADS: u32 = 128;
@@ -11,7 +11,7 @@ pub(crate) const SHARED_RESERVED: u32 = 1024;
 
 /// What one thread block takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Block {
+pub struct BlockResources {
     /// Registers of a thread.
     pub registers: u32,
     /// Dynamic shared memory, bytes.
@@ -31,10 +31,10 @@ pub struct Occupancy {
     pub register_slack: u32,
 }
 
-impl Block {
+impl BlockResources {
     /// How it fits a multiprocessor; `None` when it does not fit at all.
     #[must_use]
-    pub fn occupancy(self, limits: &Limits) -> Option<Occupancy> {
+    pub fn fit_multiprocessor(self, limits: &GpuLimits) -> Option<Occupancy> {
         if self.shared_bytes > limits.block_shared_bytes {
             return None;
         }
@@ -65,26 +65,30 @@ mod tests {
     #[test]
     fn the_scarcest_resource_counts_the_blocks_and_the_others_have_slack() {
         // 128 registers × 128 threads: a quarter of 65536 each.
-        let block = Block { registers: 128, shared_bytes: 16 << 10 };
-        let hopper = block.occupancy(&Limits::h100()).unwrap();
+        let block = BlockResources { registers: 128, shared_bytes: 16 << 10 };
+        let hopper = block.fit_multiprocessor(&GpuLimits::h100()).unwrap();
         assert_eq!((hopper.blocks, hopper.limit), (4, "registers"));
         // 228 KiB / 4, less 1 KiB of the system and the 16 KiB in use.
         assert_eq!(hopper.shared_slack, (57 - 1 - 16) << 10);
         assert_eq!(hopper.register_slack, 0);
-        let ampere = block.occupancy(&Limits::a100()).unwrap();
+        let ampere = block.fit_multiprocessor(&GpuLimits::a100()).unwrap();
         assert_eq!((ampere.blocks, ampere.shared_slack), (4, (41 - 1 - 16) << 10));
-        let ada = block.occupancy(&Limits::rtx4090()).unwrap();
+        let ada = block.fit_multiprocessor(&GpuLimits::rtx4090()).unwrap();
         assert_eq!((ada.blocks, ada.shared_slack), (4, (25 - 1 - 16) << 10));
     }
 
     #[test]
     fn shared_memory_and_threads_limit_too() {
-        let block = Block { registers: 40, shared_bytes: 60 << 10 };
-        let occupancy = block.occupancy(&Limits::h100()).unwrap();
+        let block = BlockResources { registers: 40, shared_bytes: 60 << 10 };
+        let occupancy = block.fit_multiprocessor(&GpuLimits::h100()).unwrap();
         assert_eq!((occupancy.blocks, occupancy.limit), (3, "shared memory"));
-        let block = Block { registers: 32, shared_bytes: 1 << 10 };
-        let occupancy = block.occupancy(&Limits::rtx4090()).unwrap();
+        let block = BlockResources { registers: 32, shared_bytes: 1 << 10 };
+        let occupancy = block.fit_multiprocessor(&GpuLimits::rtx4090()).unwrap();
         assert_eq!((occupancy.blocks, occupancy.limit), (12, "threads"));
-        assert_eq!(Block { shared_bytes: 100 << 10, ..block }.occupancy(&Limits::l40s()), None);
+        assert_eq!(
+            BlockResources { shared_bytes: 100 << 10, ..block }
+                .fit_multiprocessor(&GpuLimits::l40s()),
+            None
+        );
     }
 }

@@ -1,7 +1,7 @@
 //! Lane instructions of pairs that are compiled late: no kernel of theirs is counted whole, but
 //! each side is a part of one that is (docs/perf/gpu-plan.md, "Pairs compiled late").
 
-use super::counts::{Counted, Mix, ROWS};
+use super::counts::{InstructionCounts, InstructionMix, ROWS};
 use kvd_codec::{FloatFormat, Quantizer, SideSpec, UniformMode};
 use kvd_core::Side;
 
@@ -16,14 +16,19 @@ const SPREAD: f64 = 15.0;
 
 /// Of both sides' parts and what is neither's; none of a side or a number of query rows that was
 /// counted in no kernel.
-pub(super) fn counted(specs: [&SideSpec; 2], rows: u32, of_side: Mix) -> Option<Counted> {
+pub(super) fn count_parts(
+    specs: [&SideSpec; 2],
+    rows: u32,
+    of_side: InstructionMix,
+) -> Option<InstructionCounts> {
     if rows != ROWS {
         return None;
     }
-    let [keys, values] = Side::BOTH.map(|side| part(&specs[side.index()].quantizer, side));
+    let [keys, values] =
+        Side::BOTH.map(|side| side_instructions(&specs[side.index()].quantizer, side));
     let together = specs.iter().all(|spec| goes_together(&spec.quantizer));
     let all = (keys? + values? + REST) / VALUES * if together { 1.0 } else { ALONE };
-    Some(of_side.times(all / of_side.per_value()).counted(false))
+    Some(of_side.times(all / of_side.per_value()).into_counts(false))
 }
 
 /// Whether two tiles of it are worked on at once.
@@ -33,7 +38,7 @@ fn goes_together(quantizer: &Quantizer) -> bool {
 
 /// Of two tiles of 32 tokens and 128 channels: of keys staging, queries cut and scores, of values
 /// staging, weights cut and sums. Of uniform levels those of the kernel for any shape.
-fn part(quantizer: &Quantizer, side: Side) -> Option<f64> {
+fn side_instructions(quantizer: &Quantizer, side: Side) -> Option<f64> {
     use Quantizer as Q;
     let [keys, values] = match quantizer {
         Q::Float(FloatFormat::F32) | Q::Uniform { mode: UniformMode::Sym, .. } => return None,

@@ -15,7 +15,7 @@ const MEMORY: f64 = 32.0;
 /// Lane instructions of a stored value by the pipe that takes them; tensor cores, branches and what
 /// a warp does once are left out.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Pipes {
+pub struct PipeCounts {
     /// Sums of integers, logic, shifts, comparisons, moves.
     pub integer: f64,
     /// Products of integers.
@@ -28,7 +28,7 @@ pub struct Pipes {
     pub memory: f64,
 }
 
-impl Pipes {
+impl PipeCounts {
     /// In the order of the fields.
     pub(super) const fn new([integer, multiply, float, special, memory]: [f64; 5]) -> Self {
         Self { integer, multiply, float, special, memory }
@@ -56,7 +56,7 @@ impl Pipes {
 
     /// The pipe that takes longest, in slots of the schedulers: as many instructions are issued in
     /// its time as it would take by that alone.
-    pub(super) fn longest(self, compute: [u32; 2]) -> (f64, &'static str) {
+    pub(super) fn longest_pipe(self, compute: [u32; 2]) -> (f64, &'static str) {
         // 8.0 has one pipe of floats, which takes products of integers too.
         let multiply = if compute == [8, 0] { self.multiply + self.float } else { self.multiply };
         let pipes = [
@@ -76,18 +76,18 @@ mod tests {
 
     #[test]
     fn the_longest_pipe_is_by_what_it_takes_a_clock() {
-        let of = |pipes| Pipes::new(pipes).longest([9, 0]);
+        let of = |pipes| PipeCounts::new(pipes).longest_pipe([9, 0]);
         assert_eq!(of([3.0, 1.0, 4.0, 0.1, 1.0]), (6.0, "integers"));
         assert_eq!(of([3.0, 1.0, 4.0, 0.1, 2.0]), (8.0, "loads"));
         assert_eq!(of([3.0, 1.0, 4.0, 1.1, 2.0]), (8.8, "counts of bits"));
         // Of an A100 products of integers and of floats are of one pipe.
-        let a100 = Pipes::new([3.0, 1.0, 4.0, 0.1, 1.0]).longest([8, 0]);
+        let a100 = PipeCounts::new([3.0, 1.0, 4.0, 0.1, 1.0]).longest_pipe([8, 0]);
         assert_eq!(a100, (10.0, "products"));
     }
 
     #[test]
     fn pipes_add_up() {
-        let one = Pipes::new([1.0, 2.0, 3.0, 4.0, 5.0]);
+        let one = PipeCounts::new([1.0, 2.0, 3.0, 4.0, 5.0]);
         assert_eq!(one.plus(one), one.times(2.0));
     }
 }

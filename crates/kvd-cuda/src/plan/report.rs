@@ -1,10 +1,10 @@
 //! A plan in words, for `kvd plan`.
 
-use super::{Bound, CodebookPlan, Counted, Exchange, Plan};
+use super::{CodebookPlan, EntryExchange, InstructionCounts, KernelPlan, StepBound};
 use kvd_core::Side;
 use std::fmt;
 
-impl fmt::Display for Plan {
+impl fmt::Display for KernelPlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (limits, work) = (&self.limits, &self.workload);
         write_block(f, self)?;
@@ -38,7 +38,7 @@ impl fmt::Display for Plan {
 }
 
 /// How pages come to a multiprocessor.
-fn write_loads(f: &mut fmt::Formatter<'_>, plan: &Plan) -> fmt::Result {
+fn write_loads(f: &mut fmt::Formatter<'_>, plan: &KernelPlan) -> fmt::Result {
     let [have, needed] = plan.bytes_under_way();
     let enough = if have >= needed { "enough" } else { "too few, the latency shows" };
     let enough = if plan.limits.has_speeds() {
@@ -55,7 +55,7 @@ fn write_loads(f: &mut fmt::Formatter<'_>, plan: &Plan) -> fmt::Result {
 }
 
 /// The GPU, and how thread blocks fit it.
-fn write_block(f: &mut fmt::Formatter<'_>, plan: &Plan) -> fmt::Result {
+fn write_block(f: &mut fmt::Formatter<'_>, plan: &KernelPlan) -> fmt::Result {
     let limits = &plan.limits;
     writeln!(
         f,
@@ -67,9 +67,9 @@ fn write_block(f: &mut fmt::Formatter<'_>, plan: &Plan) -> fmt::Result {
         limits.multiprocessors,
         limits.shared_bytes >> 10,
         limits.memory_gbps,
-        limits.clock() / 1e9
+        limits.clock_hz() / 1e9
     )?;
-    let Plan { block, occupancy, .. } = plan;
+    let KernelPlan { block, occupancy, .. } = plan;
     writeln!(
         f,
         "thread block: 128 threads, at most {} registers, {} bytes of shared memory without \
@@ -83,7 +83,7 @@ fn write_block(f: &mut fmt::Formatter<'_>, plan: &Plan) -> fmt::Result {
 }
 
 /// Bytes, the roofline and the prediction.
-fn write_times(f: &mut fmt::Formatter<'_>, plan: &Plan) -> fmt::Result {
+fn write_times(f: &mut fmt::Formatter<'_>, plan: &KernelPlan) -> fmt::Result {
     writeln!(
         f,
         "bytes: {:.3e} of pages, {:.3e} of codebooks and partial results",
@@ -104,20 +104,20 @@ fn write_times(f: &mut fmt::Formatter<'_>, plan: &Plan) -> fmt::Result {
         plan.raw_seconds() * 1e6,
         plan.instructions_per_value()
     )?;
-    let (Some((seconds, bound)), Some(counted)) = (plan.predicted(), plan.counted) else {
+    let (Some((seconds, bound)), Some(counted)) = (plan.predict_seconds(), plan.counted) else {
         return writeln!(
             f,
             "no prediction: the instructions of this pair's kernel were not counted"
         );
     };
-    let Counted { per_value, is_all, .. } = counted;
+    let InstructionCounts { per_value, is_all, .. } = counted;
     let part = if is_all { "" } else { ", not all" };
     let counted = format!("{per_value:.1} lane instructions per value were counted{part}");
     let by = match bound {
-        Bound::Bytes => "the bandwidth",
-        Bound::Instructions => "instructions",
-        Bound::Pipe(pipe) => pipe,
-        Bound::Latency => "the bytes under way",
+        StepBound::Bytes => "the bandwidth",
+        StepBound::Instructions => "instructions",
+        StepBound::Pipe(pipe) => pipe,
+        StepBound::Latency => "the bytes under way",
     };
     writeln!(
         f,
@@ -207,15 +207,15 @@ fn write_codebooks(f: &mut fmt::Formatter<'_>, side: Side, books: &CodebookPlan)
     };
     let held = if registers == entries { "" } else { &held };
     let exchange = match exchange {
-        Exchange::None => "a lane multiplies the whole entries of its token".to_owned(),
-        Exchange::Shuffles(0) => "a lane has the two channels that it sums".to_owned(),
-        Exchange::Shuffles(1) => {
+        EntryExchange::None => "a lane multiplies the whole entries of its token".to_owned(),
+        EntryExchange::Shuffles(0) => "a lane has the two channels that it sums".to_owned(),
+        EntryExchange::Shuffles(1) => {
             "lanes exchange entries through registers, by one shuffle".to_owned()
         }
-        Exchange::Shuffles(count) => {
+        EntryExchange::Shuffles(count) => {
             format!("lanes exchange entries through registers, by {count} shuffles")
         }
-        Exchange::SharedMemory => "each lane reads its channel where entries are".to_owned(),
+        EntryExchange::SharedMemory => "each lane reads its channel where entries are".to_owned(),
     };
     write!(
         f,
@@ -229,7 +229,7 @@ fn write_codebooks(f: &mut fmt::Formatter<'_>, side: Side, books: &CodebookPlan)
 
 #[cfg(test)]
 mod tests {
-    use crate::{Limits, Workload, plan};
+    use crate::{GpuLimits, StepWorkload, plan_kernel};
     use kvd_core::{DType, Geometry, RopePairing};
 
     #[test]
@@ -243,12 +243,13 @@ mod tests {
             dtype: DType::F16,
             rope_pairing: RopePairing::Half,
         };
-        let workload = Workload { geometry, group: 4, batch: 1, tokens: 131_072 };
+        let workload = StepWorkload { geometry, group: 4, batch: 1, tokens: 131_072 };
         let spec = kvd_codec::resolve_spec("kivi-2").unwrap();
-        let known = Limits::h100();
-        let text = |limits: Limits| plan(&spec, &workload, &limits).unwrap().to_string();
+        let known = GpuLimits::h100();
+        let text = |limits: GpuLimits| plan_kernel(&spec, &workload, &limits).unwrap().to_string();
         assert!(text(known.clone()).contains("prediction, not yet measured"));
-        for limits in [Limits { clock_mhz: 0, ..known.clone() }, Limits { memory_gbps: 0, ..known }]
+        for limits in
+            [GpuLimits { clock_mhz: 0, ..known.clone() }, GpuLimits { memory_gbps: 0, ..known }]
         {
             let text = text(limits);
             assert!(text.contains("no roofline and no prediction: the driver does not"), "{text}");

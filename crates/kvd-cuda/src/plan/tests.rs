@@ -3,7 +3,7 @@
 use super::*;
 use kvd_core::{DType, RopePairing};
 
-fn workload(batch: u32, tokens: u32) -> Workload {
+fn workload(batch: u32, tokens: u32) -> StepWorkload {
     let geometry = Geometry {
         layers: 32,
         kv_heads: 8,
@@ -13,16 +13,16 @@ fn workload(batch: u32, tokens: u32) -> Workload {
         dtype: DType::F16,
         rope_pairing: RopePairing::Half,
     };
-    Workload { geometry, group: 4, batch, tokens }
+    StepWorkload { geometry, group: 4, batch, tokens }
 }
 
-fn of(codec: &str, limits: &Limits) -> Plan {
-    plan(&kvd_codec::resolve_spec(codec).unwrap(), &workload(1, 131_072), limits).unwrap()
+fn of(codec: &str, limits: &GpuLimits) -> KernelPlan {
+    plan_kernel(&kvd_codec::resolve_spec(codec).unwrap(), &workload(1, 131_072), limits).unwrap()
 }
 
 #[test]
 fn raw_pages_take_the_bytes_of_their_rows() {
-    let plan = of("raw", &Limits::h200());
+    let plan = of("raw", &GpuLimits::h200());
     let rows = 131_072.0 * 8.0 * 2.0 * 128.0 * 2.0;
     assert!((plan.page_bytes / rows - 1.0).abs() < 0.01, "{}", plan.page_bytes);
     assert!(plan.other_bytes < 0.05 * plan.page_bytes);
@@ -32,13 +32,13 @@ fn raw_pages_take_the_bytes_of_their_rows() {
 
 #[test]
 fn small_codebooks_are_cached_whole_and_large_ones_as_far_as_the_slack_reaches() {
-    for limits in [Limits::a100(), Limits::rtx4090(), Limits::h100()] {
+    for limits in [GpuLimits::a100(), GpuLimits::rtx4090(), GpuLimits::h100()] {
         let [k, v] = of("vecinfer-2", &limits).codebooks.map(Option::unwrap);
         assert_eq!((k.bytes, k.shared, v.shared), (1024, 256, 256), "{}", limits.name);
         assert!(k.copies > 1 && k.copies == v.copies && k.as_bytes, "{}", limits.name);
     }
     // 32 KiB per side: both need more than any slack at four blocks.
-    let shared = |limits: &Limits| {
+    let shared = |limits: &GpuLimits| {
         let plan = of("vecinfer-1.5", limits);
         let [k, v] = plan.codebooks.map(Option::unwrap);
         assert_eq!((k.bytes, k.entries, k.copies), (32_768, 4096, 1));
@@ -47,7 +47,7 @@ fn small_codebooks_are_cached_whole_and_large_ones_as_far_as_the_slack_reaches()
         k.shared
     };
     let [ada, ampere, hopper] =
-        [Limits::rtx4090(), Limits::a100(), Limits::h100()].map(|l| shared(&l));
+        [GpuLimits::rtx4090(), GpuLimits::a100(), GpuLimits::h100()].map(|l| shared(&l));
     assert!(0 < ada && ada < ampere && ampere < hopper && hopper < 4096, "{ada} {ampere} {hopper}");
 }
 
@@ -55,7 +55,7 @@ fn small_codebooks_are_cached_whole_and_large_ones_as_far_as_the_slack_reaches()
 fn entropy_coded_pages_take_what_was_measured() {
     // Bits per value of docs/quality.md.
     for (preset, stored) in [("kvcomp", 3.19), ("kvcomp-channel", 2.75)] {
-        let plan = of(preset, &Limits::h200());
+        let plan = of(preset, &GpuLimits::h200());
         let bits = 8.0 * plan.page_bytes / (131_072.0 * 8.0 * 256.0);
         assert!((bits - stored).abs() < 0.02, "{preset}: {bits}");
     }
@@ -63,58 +63,61 @@ fn entropy_coded_pages_take_what_was_measured() {
 
 #[test]
 fn predictions_take_a_clock_that_is_held() {
-    let limits = Limits::h200();
+    let limits = GpuLimits::h200();
     // 132 multiprocessors, 128 lanes, 1.7 GHz: 28.7 T lane instructions a second.
     let values = 131_072.0 * 8.0 * 256.0;
     let plan = of("kivi-4", &limits);
     let seconds = plan.counted.unwrap().per_value * values / 28.7e12;
-    let predicted = plan.predicted().unwrap().0;
+    let predicted = plan.predict_seconds().unwrap().0;
     assert!((predicted / seconds - 1.0).abs() < 0.01, "{predicted}");
     assert!(plan.to_string().contains("1.70 GHz assumed under load"), "{plan}");
 }
 
 #[test]
 fn long_sequences_fill_the_gpu_and_large_batches_do_it_without_a_split() {
-    let limits = Limits::h100();
+    let limits = GpuLimits::h100();
     let raw = kvd_codec::resolve_spec("raw").unwrap();
-    let one = plan(&raw, &workload(1, 131_072), &limits).unwrap();
+    let one = plan_kernel(&raw, &workload(1, 131_072), &limits).unwrap();
     assert_eq!(one.splits, one.workload.tokens.div_ceil(64).div_ceil(one.parts_per_unit));
     let units = one.splits * 8;
     let resident = limits.multiprocessors * one.occupancy.blocks;
     assert!(units <= resident && 10 * units >= 9 * resident, "{units} of {resident}");
-    let many = plan(&raw, &workload(256, 4096), &limits).unwrap();
+    let many = plan_kernel(&raw, &workload(256, 4096), &limits).unwrap();
     assert_eq!((many.splits, many.parts_per_unit), (1, 64));
-    let short = plan(&raw, &workload(1, 10), &limits).unwrap();
+    let short = plan_kernel(&raw, &workload(1, 10), &limits).unwrap();
     assert_eq!((short.splits, short.parts_per_unit), (1, 1));
 }
 
 #[test]
 fn first_entries_are_in_registers_and_small_codebooks_whole() {
-    for limits in [Limits::a100(), Limits::rtx4090(), Limits::h100()] {
+    for limits in [GpuLimits::a100(), GpuLimits::rtx4090(), GpuLimits::h100()] {
         let plan = of("vq-residual-4", &limits);
         let [keys, values] = plan.codebooks.map(Option::unwrap);
         assert_eq!((keys.registers, values.registers), (32, 32), "{}", limits.name);
-        assert_eq!((keys.exchange, values.exchange), (Exchange::None, Exchange::Shuffles(1)));
+        assert_eq!(
+            (keys.exchange, values.exchange),
+            (EntryExchange::None, EntryExchange::Shuffles(1))
+        );
         assert_eq!(keys.shared, 224, "{}", limits.name);
         let text = plan.to_string();
         assert!(text.contains("the first 32 in the lanes' registers; behind them all"), "{text}");
         assert!(text.contains("through registers, by one shuffle"), "{text}");
     }
     // Kernels for eight query rows have one register to spare.
-    let eight = Workload { group: 8, ..workload(1, 131_072) };
+    let eight = StepWorkload { group: 8, ..workload(1, 131_072) };
     let residual = kvd_codec::resolve_spec("vq-residual-4").unwrap();
-    let keys = plan(&residual, &eight, &Limits::h100()).unwrap().codebooks[0].unwrap();
+    let keys = plan_kernel(&residual, &eight, &GpuLimits::h100()).unwrap().codebooks[0].unwrap();
     assert_eq!((keys.registers, keys.shared), (0, 256));
-    let small = of("k=vq(d=4,b=4,stages=2); v=vq(d=16,b=4,stages=2)", &Limits::h100());
+    let small = of("k=vq(d=4,b=4,stages=2); v=vq(d=16,b=4,stages=2)", &GpuLimits::h100());
     let [keys, values] = small.codebooks.map(Option::unwrap);
     assert_eq!((keys.registers, keys.shared, values.registers, values.shared), (16, 0, 0, 16));
     let text = small.to_string();
     assert!(text.contains("16 entries each: all in the lanes' registers"), "{text}");
     assert!(text.contains("each lane reads its channel"), "{text}");
     // Tables of bytes are in registers whole, and no other kernel holds entries.
-    let bytes = of("vecinfer-2-reg", &Limits::h100()).codebooks[0].unwrap();
+    let bytes = of("vecinfer-2-reg", &GpuLimits::h100()).codebooks[0].unwrap();
     assert_eq!((bytes.in_registers, bytes.registers), (true, 0));
-    let any = of("k=vq(d=4,b=8,stages=2); v=raw", &Limits::h100()).codebooks[0].unwrap();
+    let any = of("k=vq(d=4,b=8,stages=2); v=raw", &GpuLimits::h100()).codebooks[0].unwrap();
     assert_eq!((any.registers, any.shared), (0, 256));
 }
 
@@ -122,11 +125,14 @@ fn first_entries_are_in_registers_and_small_codebooks_whole() {
 fn channels_are_split_where_thread_blocks_would_be_idle() {
     let codec = "k=vq(d=4,b=8,stages=2,scope=group); v=vq(d=4,b=8,stages=2,scope=group)";
     let resolved = kvd_codec::resolve_spec(codec).unwrap();
-    for (limits, parts) in
-        [(Limits::a100(), 2), (Limits::rtx4090(), 4), (Limits::h100(), 4), (Limits::h200(), 4)]
-    {
-        let of = |tokens| plan(&resolved, &workload(1, tokens), &limits).unwrap();
-        let split = |plan: &Plan| plan.codebooks[1].unwrap().channel_split;
+    for (limits, parts) in [
+        (GpuLimits::a100(), 2),
+        (GpuLimits::rtx4090(), 4),
+        (GpuLimits::h100(), 4),
+        (GpuLimits::h200(), 4),
+    ] {
+        let of = |tokens| plan_kernel(&resolved, &workload(1, tokens), &limits).unwrap();
+        let split = |plan: &KernelPlan| plan.codebooks[1].unwrap().channel_split;
         let (long, short) = (of(131_072), of(1024));
         assert_eq!((split(&long), split(&short)), (1, parts), "{}", limits.name);
         assert_eq!(short.codebooks[0].unwrap().channel_split, 1, "keys would be added up");
@@ -134,18 +140,22 @@ fn channels_are_split_where_thread_blocks_would_be_idle() {
         assert_eq!(short.splits, 16);
         assert!(8 * short.splits * parts <= limits.multiprocessors * short.occupancy.blocks);
         // Each unit has less of the codebooks, so more of their entries.
-        let entries = |plan: &Plan| plan.codebooks[1].unwrap().shared;
+        let entries = |plan: &KernelPlan| plan.codebooks[1].unwrap().shared;
         assert!(entries(&short) >= parts * entries(&long), "{}", limits.name);
         assert!(short.to_string().contains("units share the channels"), "{short}");
     }
     // Products on tensor cores sum all channels.
-    let short = plan(&kvd_codec::resolve_spec("cq-2").unwrap(), &workload(1, 64), &Limits::h100());
+    let short = plan_kernel(
+        &kvd_codec::resolve_spec("cq-2").unwrap(),
+        &workload(1, 64),
+        &GpuLimits::h100(),
+    );
     assert_eq!(short.unwrap().codebooks[1].unwrap().channel_split, 1);
 }
 
 #[test]
 fn fewer_bits_are_faster_on_paper_and_leave_fewer_instructions() {
-    let limits = Limits::h200();
+    let limits = GpuLimits::h200();
     let [raw, four, two] = ["raw", "kivi-4", "vecinfer-2"].map(|codec| of(codec, &limits));
     assert!(raw.roofline_seconds() > 3.0 * four.roofline_seconds());
     assert!(four.roofline_seconds() > 1.5 * two.roofline_seconds());
@@ -155,31 +165,37 @@ fn fewer_bits_are_faster_on_paper_and_leave_fewer_instructions() {
 
 #[test]
 fn a_prediction_is_the_most_of_bytes_instructions_and_latency() {
-    let limits = Limits::h200();
+    let limits = GpuLimits::h200();
     for preset in kvd_codec::presets() {
         let plan = of(preset.name, &limits);
-        let (seconds, bound) = plan.predicted().unwrap();
+        let (seconds, bound) = plan.predict_seconds().unwrap();
         assert!(seconds >= plan.roofline_seconds(), "{}", preset.name);
-        assert_eq!(bound == Bound::Bytes, seconds == plan.roofline_seconds(), "{}", preset.name);
+        assert_eq!(
+            bound == StepBound::Bytes,
+            seconds == plan.roofline_seconds(),
+            "{}",
+            preset.name
+        );
     }
     // 9 lane instructions of a value are decoding alone, and products take 8: longer than f16 takes
     // to be read.
     let kvd = of("kvd-2", &limits);
-    let (seconds, bound) = kvd.predicted().unwrap();
-    assert_eq!(bound, Bound::Instructions);
+    let (seconds, bound) = kvd.predict_seconds().unwrap();
+    assert_eq!(bound, StepBound::Instructions);
     assert!(seconds > kvd.raw_seconds(), "{seconds}");
     assert!(kvd.to_string().contains("held up by instructions"), "{kvd}");
     // Without what was counted it would be the bytes, or what is under way of them.
-    let nothing = Counted { per_value: 0.0, pipes: Pipes::new([0.0; 5]), is_all: false };
-    let blind = Plan { counted: Some(nothing), ..of("vecinfer-2", &limits) };
-    assert!(blind.predicted().unwrap().0 < 1.1 * blind.roofline_seconds());
-    let few = Plan { block_under_way: blind.block_under_way / 3, ..blind.clone() };
-    let (seconds, bound) = few.predicted().unwrap();
-    assert_eq!(bound, Bound::Latency);
+    let nothing =
+        InstructionCounts { per_value: 0.0, pipes: PipeCounts::new([0.0; 5]), is_all: false };
+    let blind = KernelPlan { counted: Some(nothing), ..of("vecinfer-2", &limits) };
+    assert!(blind.predict_seconds().unwrap().0 < 1.1 * blind.roofline_seconds());
+    let few = KernelPlan { block_under_way: blind.block_under_way / 3, ..blind.clone() };
+    let (seconds, bound) = few.predict_seconds().unwrap();
+    assert_eq!(bound, StepBound::Latency);
     // 71 MB past 132 multiprocessors with 11 KiB under way each, 700 ns a turn.
     assert!((seconds * 1e6 - 34.0).abs() < 3.0, "{seconds}");
-    let unknown = Plan { counted: None, ..blind };
-    assert_eq!(unknown.predicted(), None);
+    let unknown = KernelPlan { counted: None, ..blind };
+    assert_eq!(unknown.predict_seconds(), None);
     assert!(unknown.to_string().contains("no prediction"), "{unknown}");
 }
 
@@ -194,14 +210,14 @@ fn no_pair_on_cuda_cores_is_predicted_above_its_neighbour_on_tensor_cores() {
         ("k=polar(a=2,r=2)", "polar(a=2,r=2)", "lloyd(b=2)"),
         ("k=uniform(b=2,g=48,axis=channel)", by_channel, uniform),
     ];
-    for limits in [Limits::a100(), Limits::rtx4090(), Limits::h100(), Limits::h200()] {
+    for limits in [GpuLimits::a100(), GpuLimits::rtx4090(), GpuLimits::h100(), GpuLimits::h200()] {
         for (keys, near, values) in pairs {
             let plan = of(&format!("{keys}; v={values}"), &limits);
             assert_ne!(plan.products, [None; 2], "{keys}; {values}");
             let values = if values.starts_with("lloyd") { uniform } else { values };
             let near = of(&format!("k={near}; v={values}"), &limits);
             assert_eq!(near.products, [None; 2], "{values}");
-            let seconds = |plan: &Plan| plan.predicted().map(|predicted| predicted.0);
+            let seconds = |plan: &KernelPlan| plan.predict_seconds().map(|predicted| predicted.0);
             let is_above = seconds(&plan).is_some_and(|here| here < seconds(&near).unwrap());
             assert!(!is_above, "{plan}");
         }
@@ -210,34 +226,37 @@ fn no_pair_on_cuda_cores_is_predicted_above_its_neighbour_on_tensor_cores() {
 
 #[test]
 fn decoded_chunks_count_among_the_shared_memory_and_are_fewer_where_it_is_small() {
-    let [kvcomp, kivi] = ["kvcomp", "kivi-4"].map(|codec| of(codec, &Limits::h100()));
+    let [kvcomp, kivi] = ["kvcomp", "kivi-4"].map(|codec| of(codec, &GpuLimits::h100()));
     assert_eq!((kvcomp.chunks, kivi.chunks), (4, 0));
     // Four chunks of 64 times 128 bytes, of keys and of values.
     let more = kvcomp.block.shared_bytes - kivi.block.shared_bytes;
     assert!((48 << 10..96 << 10).contains(&more), "{more}");
     assert!(kvcomp.occupancy.blocks < kivi.occupancy.blocks);
     assert!(kvcomp.to_string().contains("4 chunks of 64 tokens"));
-    let large = of("kvd-2", &Limits::h100());
+    let large = of("kvd-2", &GpuLimits::h100());
     assert_eq!((large.chunks, large.occupancy.blocks), (2, 3));
-    let small = of("kvd-2", &Limits::rtx4090());
+    let small = of("kvd-2", &GpuLimits::rtx4090());
     assert!(small.chunks < 4 && small.block.shared_bytes <= 99 << 10, "{:?}", small.block);
 }
 
 #[test]
 fn tiles_are_as_many_as_hide_the_latency_where_they_fit() {
-    let buffers = |codec: &str, limits: Limits| of(codec, &limits).buffers;
+    let buffers = |codec: &str, limits: GpuLimits| of(codec, &limits).buffers;
     // An H200 needs 25 KB on their way to each multiprocessor, four thread blocks of one tile more
     // than they work on: 16 KiB of f16, of two tiles together 10 KiB, 6 KiB, 4 KiB.
-    let h200 = |codec| buffers(codec, Limits::h200());
+    let h200 = |codec| buffers(codec, GpuLimits::h200());
     assert_eq!(["raw", "kivi-4", "kivi-2", "vecinfer-2"].map(h200), [2, 2, 3, 3]);
-    let h100 = |codec| buffers(codec, Limits::h100());
+    let h100 = |codec| buffers(codec, GpuLimits::h100());
     assert_eq!(["raw", "kivi-4", "kivi-2", "vecinfer-2"].map(h100), [2, 2, 2, 3]);
     // Its memory is slower: 5.5 KB.
-    assert_eq!(["raw", "kivi-2", "vecinfer-2"].map(|c| buffers(c, Limits::rtx4090())), [2, 2, 2]);
+    assert_eq!(
+        ["raw", "kivi-2", "vecinfer-2"].map(|c| buffers(c, GpuLimits::rtx4090())),
+        [2, 2, 2]
+    );
     assert_eq!(h200("kvd-2"), 2, "Huffman codes come through rings");
     // Buffers come before copies of codebooks, and leave as many thread blocks.
     for codec in ["vecinfer-2", "vecinfer-4", "kivi-2"] {
-        let plan = of(codec, &Limits::h200());
+        let plan = of(codec, &GpuLimits::h200());
         let [have, needed] = plan.bytes_under_way();
         assert!(plan.occupancy.blocks == 4 && have > 0.95 * needed, "{codec}: {have} of {needed}");
     }
@@ -246,8 +265,8 @@ fn tiles_are_as_many_as_hide_the_latency_where_they_fit() {
 #[test]
 fn every_preset_has_a_plan_on_every_known_gpu() {
     for preset in kvd_codec::presets() {
-        for name in Limits::NAMES {
-            let plan = of(preset.name, &Limits::named(name).unwrap());
+        for name in GpuLimits::NAMES {
+            let plan = of(preset.name, &GpuLimits::find_limits(name).unwrap());
             assert!(plan.occupancy.blocks >= 1 && plan.splits >= 1, "{} {name}", preset.name);
             assert!(plan.page_bytes > 0.0 && !plan.to_string().contains("NaN"));
         }
@@ -256,7 +275,7 @@ fn every_preset_has_a_plan_on_every_known_gpu() {
 
 #[test]
 fn a_plan_says_where_products_are() {
-    let of = |codec| of(codec, &Limits::h100());
+    let of = |codec| of(codec, &GpuLimits::h100());
     for codec in [
         "raw",
         "fp8",
@@ -289,7 +308,7 @@ fn a_plan_says_where_products_are() {
 
 #[test]
 fn a_plan_says_who_encodes() {
-    let text = |codec: &str| of(codec, &Limits::h100()).to_string();
+    let text = |codec: &str| of(codec, &GpuLimits::h100()).to_string();
     for preset in kvd_codec::presets() {
         let text = text(preset.name);
         assert!(text.contains("store: kernels write the pages"), "{}: {text}", preset.name);

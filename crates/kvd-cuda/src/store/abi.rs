@@ -50,7 +50,7 @@ pub struct StoreUnit {
 pub struct StoreParameters {
     /// Page memory.
     pub arena: u64,
-    /// [`crate::Shapes::tables`].
+    /// [`crate::LayerShapes::tables`].
     pub tables: u64,
     /// [`crate::StoreShapes::steps`].
     pub steps: u64,
@@ -59,7 +59,7 @@ pub struct StoreParameters {
     /// Pages; written.
     pub pages: u64,
     /// Header of each unit's page, 32 bytes, zeros where it has no codes; written. Where codes are
-    /// counted, the counters: [`crate::Histogram`].
+    /// counted, the counters: [`crate::CodeHistogram`].
     pub headers: u64,
     /// Coefficients of pages that shared memory has no room for.
     pub words: u64,

@@ -1,11 +1,11 @@
 //! Blocks as launches that count their codes: Huffman tables of a layer are built from them, and
 //! their rows do not come to the host (KVComp §3.2).
 
-use super::plan::Builder;
-use super::{Constants, Counters, HeadStore, Stage, StoreLaunch, steps};
-use crate::lanes::SharedMemory;
-use crate::side::{Kernel, rows_shape};
-use crate::{Shapes, SideShape};
+use super::plan::StorePlanBuilder;
+use super::{CodeCounters, CodeOutput, HeadStore, StoreConstants, StoreLaunch, steps};
+use crate::huffman_tables::SharedMemory;
+use crate::kernel_side::{SideKernel, rows_shape};
+use crate::{LayerShapes, SideShape};
 use kvd_codec::{CodeCounts, ModelCodec};
 use kvd_compute::EncodeSource;
 use kvd_core::{LayerIndex, Side};
@@ -27,7 +27,7 @@ struct OfVariant {
 
 /// How the codes of one layer are counted, where kernels do it.
 #[derive(Clone, Debug)]
-pub struct Histogram {
+pub struct CodeHistogram {
     /// Transforms and norms: goes to the device as it is.
     pub steps: Vec<u8>,
     layer: LayerIndex,
@@ -46,27 +46,32 @@ pub struct HistogramPlan {
     pub words: u64,
 }
 
-impl Histogram {
+impl CodeHistogram {
     /// Of a layer; none when a head has no kernel that counts: then the host counts.
     #[must_use]
-    pub fn new(codec: &ModelCodec, layer: LayerIndex, shapes: &Shapes) -> Option<Self> {
-        let mut constants = Constants::default();
+    pub fn new(codec: &ModelCodec, layer: LayerIndex, shapes: &LayerShapes) -> Option<Self> {
+        let mut constants = StoreConstants::default();
         constants.bytes.resize(steps::STEP_BYTES, 0);
         let (mut heads, mut counters) = (Vec::new(), Vec::new());
         for head in 0..codec.geometry().kv_heads as usize {
             let [keys, values] = Side::BOTH.map(|side| {
                 let place = (layer, side, head);
-                let stage = Stage::Counted(counters_of(codec, place, &mut counters));
-                if !matches!(stage, Stage::Counted(Counters { count: 1.., .. })) {
+                let stage = CodeOutput::Counted(counters_of(codec, place, &mut counters));
+                if !matches!(stage, CodeOutput::Counted(CodeCounters { count: 1.., .. })) {
                     return Some(looked_at(codec, side, stage));
                 }
                 let of_head = codec.head_codec(layer, side, head);
-                HeadStore::new(of_head, shapes.fixed(head, side)?, (stage, None), &mut constants)
+                HeadStore::new(
+                    of_head,
+                    shapes.fixed_width_shape(head, side)?,
+                    (stage, None),
+                    &mut constants,
+                )
             });
             heads.push([keys?, values?]);
         }
         let mut steps = constants.bytes;
-        steps::align(&mut steps);
+        steps::align_sixteen(&mut steps);
         Some(Self { steps, layer, heads, counters })
     }
 
@@ -85,13 +90,13 @@ impl Histogram {
 
     /// The launches for whole blocks.
     #[must_use]
-    pub fn plan(
+    pub fn plan_launches(
         &self,
         codec: &ModelCodec,
         blocks: &[EncodeSource],
         shared: SharedMemory,
     ) -> HistogramPlan {
-        let mut builder = Builder::new((codec, self.layer), shared);
+        let mut builder = StorePlanBuilder::new((codec, self.layer), shared);
         for block in blocks {
             for side in Side::BOTH {
                 for (head, of_head) in self.heads.iter().enumerate() {
@@ -99,14 +104,14 @@ impl Histogram {
                 }
             }
         }
-        let plan = builder.finish();
+        let plan = builder.into_plan();
         HistogramPlan { launches: plan.launches, page_bytes: plan.page_bytes, words: plan.words }
     }
 
     /// What the counters say; none where some row held a value that is no number, so that its
     /// block must be left out.
     #[must_use]
-    pub fn read(&self, counters: &[u64]) -> Option<Vec<CodeCounts>> {
+    pub fn read_counts(&self, counters: &[u64]) -> Option<Vec<CodeCounts>> {
         let counts = |of: &OfVariant| CodeCounts {
             side: of.side,
             variant: of.variant,
@@ -121,9 +126,9 @@ fn counters_of(
     codec: &ModelCodec,
     (layer, side, head): (LayerIndex, Side, usize),
     known: &mut Vec<OfVariant>,
-) -> Counters {
+) -> CodeCounters {
     let Some((variant, count)) = codec.counted_codes(layer, side, head) else {
-        return Counters { first: 0, count: 0, copies: 0 };
+        return CodeCounters { first: 0, count: 0, copies: 0 };
     };
     let same = known.iter().find(|of| (of.side, of.variant) == (side, variant));
     let first = same.map(|of| of.first).unwrap_or_else(|| {
@@ -135,15 +140,15 @@ fn counters_of(
     while copies > 1 && 4 * count * copies > COUNTER_BYTES {
         copies /= 2;
     }
-    Counters { first, count, copies }
+    CodeCounters { first, count, copies }
 }
 
 /// A side whose codes are not counted: its rows are looked at as they came.
-fn looked_at(codec: &ModelCodec, side: Side, stage: Stage) -> HeadStore {
+fn looked_at(codec: &ModelCodec, side: Side, stage: CodeOutput) -> HeadStore {
     let geometry = codec.geometry();
     let shape: SideShape = rows_shape(geometry.dtype, geometry.head_dim(side));
     HeadStore {
-        kernel: Kernel::of_rows(geometry.dtype),
+        kernel: SideKernel::of_rows(geometry.dtype),
         side: shape,
         steps: 0,
         norms: 0,

@@ -3,34 +3,34 @@
 
 mod abi;
 mod histogram;
-mod lanes;
 mod plan;
 mod sizes;
 mod steps;
+mod streams;
 
 pub use abi::{StoreParameters, StoreUnit};
-pub use histogram::{Histogram, HistogramPlan};
+pub use histogram::{CodeHistogram, HistogramPlan};
 pub use plan::{StoreLaunch, StorePlan, StoredPage};
 
-use crate::side::Kernel;
-use crate::{Shapes, SideShape, room};
+use crate::kernel_side::SideKernel;
+use crate::{LayerShapes, SideShape, layer_memory};
 use kvd_codec::{HeadCodec, ModelCodec, Quantizer, SideSpec, StoredLayout, StreamTable, WidthRun};
 use kvd_core::{DType, LayerIndex, Side};
-use lanes::{Constants, LaneSizes, Lanes};
+use streams::{StoreConstants, StoreStreams, StreamSizes};
 
 /// Codes that a sub-vector's own words hold until all are found: `VQ_STAGES_MAX` of `vq.cuh`.
 const VQ_STAGES_MAX: u8 = 3;
 
 /// What becomes of codes.
 #[derive(Clone, Copy, Debug)]
-enum Stage {
+enum CodeOutput {
     Fixed,
-    Huffman(LaneSizes),
+    Huffman(StreamSizes),
     /// They are counted, and no page is written.
-    Counted(Counters),
+    Counted(CodeCounters),
 }
 
-impl Stage {
+impl CodeOutput {
     /// Version of the Huffman tables that pages are written with; none where they have none.
     fn table_version(&self) -> Option<u16> {
         match self {
@@ -42,7 +42,7 @@ impl Stage {
 
 /// Where the codes of a head are counted.
 #[derive(Clone, Copy, Debug)]
-struct Counters {
+struct CodeCounters {
     /// Number of the first counter.
     first: usize,
     /// One for each code; none where codes are not counted.
@@ -54,13 +54,13 @@ struct Counters {
 /// How one head's pages are written.
 #[derive(Clone, Debug)]
 struct HeadStore {
-    kernel: Kernel,
+    kernel: SideKernel,
     side: SideShape,
     steps: u64,
     norms: u64,
-    stage: Stage,
+    stage: CodeOutput,
     /// Of pages that take too much with the table that is written with.
-    prior: Option<LaneSizes>,
+    prior: Option<StreamSizes>,
     limit: f32,
     median: f32,
     /// Whether a step reads whole rows.
@@ -92,20 +92,20 @@ pub fn encoded_on_host(side: &SideSpec) -> Option<&'static str> {
 impl StoreShapes {
     /// Of a layer; none when a head has no store kernel: then the host encodes its blocks.
     #[must_use]
-    pub fn new(codec: &ModelCodec, layer: LayerIndex, shapes: &Shapes) -> Option<Self> {
+    pub fn new(codec: &ModelCodec, layer: LayerIndex, shapes: &LayerShapes) -> Option<Self> {
         // Rows as they came have no steps: those at the start.
-        let mut constants = Constants::default();
+        let mut constants = StoreConstants::default();
         constants.bytes.resize(steps::STEP_BYTES, 0);
         let heads = (0..codec.geometry().kv_heads as usize).map(|head| {
             let [keys, values] = Side::BOTH.map(|side| {
                 let of_head = (codec.head_codec(layer, side, head), side);
                 let trained = codec.trained_tables(layer, side, head);
                 let current = codec.current_table(layer, side, head);
-                let shape = shapes.current(head, side)?;
-                let stage = Stage::of_pages(of_head, (trained, current), &mut constants);
+                let shape = shapes.current_shape(head, side)?;
+                let stage = CodeOutput::for_pages(of_head, (trained, current), &mut constants);
                 // A grid's pages, and those that take the prior anyhow, have no other table.
                 let prior = if current > 0 {
-                    Stage::of_pages(of_head, (trained, 0), &mut constants).sizes()
+                    CodeOutput::for_pages(of_head, (trained, 0), &mut constants).stream_sizes()
                 } else {
                     None
                 };
@@ -115,14 +115,18 @@ impl StoreShapes {
         });
         let heads = heads.collect::<Option<Vec<_>>>()?;
         let mut steps = constants.bytes;
-        steps::align(&mut steps);
+        steps::align_sixteen(&mut steps);
         Some(Self { steps, layer, heads })
     }
 
     /// Bytes of [`StoreShapes::steps`] at most, whichever Huffman tables are built from blocks; 0
     /// where the host encodes.
-    pub(crate) fn steps_bytes_max(codec: &ModelCodec, layer: LayerIndex, shapes: &Shapes) -> usize {
-        let mut constants = Constants::default();
+    pub(crate) fn steps_bytes_max(
+        codec: &ModelCodec,
+        layer: LayerIndex,
+        shapes: &LayerShapes,
+    ) -> usize {
+        let mut constants = StoreConstants::default();
         constants.bytes.resize(steps::STEP_BYTES, 0);
         let mut built = 0;
         for head in 0..codec.geometry().kv_heads as usize {
@@ -131,10 +135,13 @@ impl StoreShapes {
                 let trained = codec.counted_codes(layer, side, head).is_some();
                 let (shape, stage) = if trained {
                     // The current table's, and the prior's.
-                    built += 2 * lanes::run_bytes(of_head.0.stream_runs().map_or(0, <[_]>::len));
-                    (shapes.fixed(head, side), Stage::Fixed)
+                    built += 2 * streams::run_bytes(of_head.0.stream_runs().map_or(0, <[_]>::len));
+                    (shapes.fixed_width_shape(head, side), CodeOutput::Fixed)
                 } else {
-                    (shapes.current(head, side), Stage::of_pages(of_head, (&[], 0), &mut constants))
+                    (
+                        shapes.current_shape(head, side),
+                        CodeOutput::for_pages(of_head, (&[], 0), &mut constants),
+                    )
                 };
                 let new = |shape| HeadStore::new(of_head.0, shape, (stage, None), &mut constants);
                 if shape.and_then(new).is_none() {
@@ -143,30 +150,30 @@ impl StoreShapes {
             }
         }
         // All heads of a side and variant share the units of its current table, and of its prior.
-        let trained = room::trained(codec, layer).into_iter();
-        let units = trained.map(|of| 2 * lanes::unit_bytes(of.codes()));
-        steps::align(&mut constants.bytes);
+        let trained = layer_memory::trained_tables(codec, layer).into_iter();
+        let units = trained.map(|of| 2 * streams::unit_bytes(of.code_count()));
+        steps::align_sixteen(&mut constants.bytes);
         constants.bytes.len() + built + units.sum::<usize>()
     }
 }
 
-impl Stage {
+impl CodeOutput {
     /// Of pages with that version of the trained tables, or a grid's; places what it reads.
-    fn of_pages(
+    fn for_pages(
         (side, which): (&HeadCodec, Side),
         (trained, version): (&[StreamTable], usize),
-        constants: &mut Constants,
+        constants: &mut StoreConstants,
     ) -> Self {
         let Some(runs) = side.stream_runs() else { return Self::Fixed };
         let grid = side.grid();
         let table = trained.get(version).map_or(&[][..], std::slice::from_ref);
         let (tables, version) = grid.map_or((table, version as u16), |grid| (grid.tables(), 0));
-        let lanes = Lanes { side: which, dim: side.dim(), runs, tables, version, grid };
-        Self::Huffman(lanes.place(constants))
+        let lanes = StoreStreams { side: which, dim: side.dim(), runs, tables, version, grid };
+        Self::Huffman(lanes.append_tables(constants))
     }
 
     /// Of its Huffman codes.
-    fn sizes(self) -> Option<LaneSizes> {
+    fn stream_sizes(self) -> Option<StreamSizes> {
         match self {
             Self::Huffman(sizes) => Some(sizes),
             Self::Fixed | Self::Counted(_) => None,
@@ -177,14 +184,14 @@ impl Stage {
 impl HeadStore {
     fn new(
         side: &HeadCodec,
-        (kernel, shape): (Kernel, SideShape),
-        (stage, prior): (Stage, Option<LaneSizes>),
-        constants: &mut Constants,
+        (kernel, shape): (SideKernel, SideShape),
+        (stage, prior): (CodeOutput, Option<StreamSizes>),
+        constants: &mut StoreConstants,
     ) -> Option<Self> {
         let steps = &mut constants.bytes;
-        steps::align(steps);
+        steps::align_sixteen(steps);
         let norms = steps.len() as u64;
-        let limit = Self::constants(side, &shape, steps)?;
+        let limit = Self::append_constants(side, &shape, steps)?;
         let reads_rows = side.forward_steps().iter().any(|step| {
             use kvd_codec::ForwardStep::{Matrix, Permute};
             matches!(step, Matrix(_) | Permute { .. })
@@ -205,8 +212,8 @@ impl HeadStore {
 
     /// Appends what the quantizer reads beside its table; gives its limit. None where it has no
     /// kernel.
-    fn constants(side: &HeadCodec, shape: &SideShape, steps: &mut Vec<u8>) -> Option<f32> {
-        let mut push = |values: &[f32]| steps::floats(steps, values, 0);
+    fn append_constants(side: &HeadCodec, shape: &SideShape, steps: &mut Vec<u8>) -> Option<f32> {
+        let mut push = |values: &[f32]| steps::append_floats(steps, values, 0);
         Some(match side.stored_layout() {
             StoredLayout::Float(dtype) => dtype.largest(),
             StoredLayout::E4m3 | StoredLayout::Lloyd { .. } => 0.0,

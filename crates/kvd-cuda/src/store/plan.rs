@@ -1,9 +1,9 @@
 //! Blocks as launches of store kernels.
 
 use super::sizes::PageSizes;
-use super::{HeadStore, Stage, StoreShapes, StoreUnit, dtype_number};
-use crate::lanes::SharedMemory;
-use crate::side::{COPY_BYTES, Kernel, rows_shape};
+use super::{CodeOutput, HeadStore, StoreShapes, StoreUnit, dtype_number};
+use crate::huffman_tables::SharedMemory;
+use crate::kernel_side::{COPY_BYTES, SideKernel, rows_shape};
 use kvd_codec::{HEADER_BYTES, ModelCodec, PageBytes, PageHeader};
 use kvd_compute::EncodeSource;
 use kvd_core::{LayerIndex, Side};
@@ -58,7 +58,7 @@ pub struct StorePlan {
 }
 
 /// What is still being planned.
-pub(super) struct Builder<'a> {
+pub(super) struct StorePlanBuilder<'a> {
     pub(super) codec: &'a ModelCodec,
     pub(super) layer: LayerIndex,
     pub(super) shared: SharedMemory,
@@ -70,7 +70,7 @@ pub(super) struct Builder<'a> {
 impl StoreShapes {
     /// The pages of whole blocks.
     #[must_use]
-    pub fn plan(
+    pub fn plan_pages(
         &self,
         codec: &ModelCodec,
         blocks: &[EncodeSource],
@@ -90,11 +90,11 @@ impl StoreShapes {
     ) -> StorePlan {
         let dtype = codec.geometry().dtype;
         let as_rows = |head: &HeadStore| HeadStore {
-            kernel: Kernel::of_rows(dtype),
+            kernel: SideKernel::of_rows(dtype),
             side: rows_shape(dtype, head.side.dim as usize),
             steps: 0,
             norms: 0,
-            stage: Stage::Fixed,
+            stage: CodeOutput::Fixed,
             prior: None,
             limit: dtype.largest(),
             median: 0.0,
@@ -114,7 +114,7 @@ impl StoreShapes {
         too_long: impl Fn(usize) -> bool,
     ) -> StorePlan {
         let with_prior = |head: &HeadStore| HeadStore {
-            stage: head.prior.map_or(head.stage, Stage::Huffman),
+            stage: head.prior.map_or(head.stage, CodeOutput::Huffman),
             ..head.clone()
         };
         self.plan_of(codec, blocks, shared, too_long, with_prior)
@@ -128,7 +128,7 @@ impl StoreShapes {
         wanted: impl Fn(usize) -> bool,
         store: impl Fn(&HeadStore) -> HeadStore,
     ) -> StorePlan {
-        let mut builder = Builder::new((codec, self.layer), shared);
+        let mut builder = StorePlanBuilder::new((codec, self.layer), shared);
         for block in blocks {
             for side in Side::BOTH {
                 for (head, of_head) in self.heads.iter().enumerate() {
@@ -140,7 +140,7 @@ impl StoreShapes {
                 }
             }
         }
-        builder.finish()
+        builder.into_plan()
     }
 }
 
@@ -148,10 +148,10 @@ impl HeadStore {
     fn kernel_name(&self) -> String {
         let name = self.kernel.name();
         match &self.stage {
-            Stage::Fixed => format!("kvd_store_{name}"),
-            Stage::Huffman(_) => format!("kvd_store_huffman_{name}"),
-            Stage::Counted(counters) if counters.count == 0 => "kvd_histogram_rows".to_owned(),
-            Stage::Counted(_) => format!("kvd_histogram_{name}"),
+            CodeOutput::Fixed => format!("kvd_store_{name}"),
+            CodeOutput::Huffman(_) => format!("kvd_store_huffman_{name}"),
+            CodeOutput::Counted(counters) if counters.count == 0 => "kvd_histogram_rows".to_owned(),
+            CodeOutput::Counted(_) => format!("kvd_histogram_{name}"),
         }
     }
 
@@ -159,18 +159,18 @@ impl HeadStore {
     fn row_bytes(&self) -> usize {
         let rows = if self.reads_rows { ROWS * 4 * self.side.dim as usize } else { 0 };
         match &self.stage {
-            Stage::Counted(counters) => rows.max(4 * counters.count * counters.copies),
+            CodeOutput::Counted(counters) => rows.max(4 * counters.count * counters.copies),
             _ => rows,
         }
     }
 }
 
-impl<'a> Builder<'a> {
+impl<'a> StorePlanBuilder<'a> {
     pub(super) fn new((codec, layer): (&'a ModelCodec, LayerIndex), shared: SharedMemory) -> Self {
         Self { codec, layer, shared, plan: StorePlan::default(), launches: BTreeMap::new() }
     }
 
-    pub(super) fn finish(self) -> StorePlan {
+    pub(super) fn into_plan(self) -> StorePlan {
         StorePlan { launches: self.launches.into_values().collect(), ..self.plan }
     }
 
@@ -204,12 +204,12 @@ impl<'a> Builder<'a> {
         let needed = tokens * (dim.next_multiple_of(4) + 4);
         let in_shared = SHARED_BYTES + row_bytes + gain_bytes + 4 * needed;
         let fits = in_shared <= self.shared.block;
-        let sizes = store.sizes(side, tokens, geometry.dtype);
+        let sizes = store.page_sizes(side, tokens, geometry.dtype);
         let offset = self.plan.page_bytes;
         let (codes, room, copies) = match &store.stage {
-            Stage::Fixed => (0, sizes.room, 0),
-            Stage::Huffman(lanes) => (lanes.codes, sizes.room, 0),
-            Stage::Counted(to) => (to.first as u64, to.count, to.copies),
+            CodeOutput::Fixed => (0, sizes.room, 0),
+            CodeOutput::Huffman(lanes) => (lanes.codes, sizes.room, 0),
+            CodeOutput::Counted(to) => (to.first as u64, to.count, to.copies),
         };
         let kernel = store.kernel_name();
         let launch = self.launches.entry(kernel.clone()).or_insert_with(|| StoreLaunch {
@@ -238,7 +238,7 @@ impl<'a> Builder<'a> {
             room: room as u32,
             copies: copies as u32,
         });
-        launch.grow(row_bytes, gain_bytes, if fits { 4 * needed } else { 0 });
+        launch.reserve_unit(row_bytes, gain_bytes, if fits { 4 * needed } else { 0 });
         self.plan.page_bytes += sizes.most as u64;
         self.plan.words += if fits { 0 } else { needed as u64 };
         (offset, sizes)
@@ -247,7 +247,7 @@ impl<'a> Builder<'a> {
 
 impl StoreLaunch {
     /// Makes room for another unit.
-    fn grow(&mut self, row_bytes: usize, gain_bytes: usize, word_bytes: usize) {
+    fn reserve_unit(&mut self, row_bytes: usize, gain_bytes: usize, word_bytes: usize) {
         let before = SHARED_BYTES + self.row_bytes as usize + self.gain_bytes as usize;
         let words = self.shared_bytes.saturating_sub(before).max(word_bytes);
         self.row_bytes = self.row_bytes.max(row_bytes as u32);
@@ -277,7 +277,7 @@ impl StorePlan {
     /// What the launches wrote, by their headers: a page for each `[block, side, head]`, none where
     /// it has no codes or was not asked for.
     #[must_use]
-    pub fn read(&self, headers: &[u8]) -> Vec<Option<StoredPage>> {
+    pub fn read_pages(&self, headers: &[u8]) -> Vec<Option<StoredPage>> {
         let mut stored = vec![None; self.pages.len()];
         let indices = self.launches.iter().flat_map(|launch| &launch.pages);
         for (index, bytes) in indices.zip(headers.as_chunks::<HEADER_BYTES>().0) {
@@ -285,7 +285,7 @@ impl StorePlan {
             stored[*index] = page.map(|((offset, sizes), header)| StoredPage {
                 header,
                 offset,
-                parts: sizes.parts(&header),
+                parts: sizes.page_bytes(&header),
             });
         }
         stored

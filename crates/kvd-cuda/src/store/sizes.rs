@@ -1,14 +1,14 @@
 //! Bytes of the parts of a page, before it is written and after.
 
-use super::{HeadStore, Stage};
-use crate::side::Kernel;
+use super::{CodeOutput, HeadStore};
+use crate::kernel_side::SideKernel;
 use kvd_codec::{CodeLayout, PageBytes, PageHeader, page_bytes};
 use kvd_core::{DType, Side};
 
 /// What is known of a page's parts before it is written.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PageSizes {
-    known: Known,
+    known: KnownBytes,
     /// Bytes of the payload at most, gains apart.
     pub(super) room: usize,
     /// Bytes of the page at most.
@@ -18,7 +18,7 @@ pub(super) struct PageSizes {
 }
 
 #[derive(Clone, Copy, Debug)]
-enum Known {
+enum KnownBytes {
     /// Bytes of scales, and of lengths of Huffman codes; the rest are codes.
     Scales(usize, usize),
     /// Bytes of codes; the rest are outliers, which count as scales.
@@ -27,14 +27,14 @@ enum Known {
 
 impl PageSizes {
     /// The parts of the page that a header says was written.
-    pub(super) fn parts(&self, header: &PageHeader) -> PageBytes {
+    pub(super) fn page_bytes(&self, header: &PageHeader) -> PageBytes {
         let (page, payload) = (header.page_bytes() as u64, u64::from(header.payload_len));
         let gains = header.gain_bytes() as u64;
         let rest = payload.saturating_sub(gains);
         let (scales, offsets) = match self.known {
             _ if header.fallback => (0, 0),
-            Known::Scales(scales, offsets) => (scales as u64, offsets as u64),
-            Known::Codes(bytes) => (rest.saturating_sub(bytes as u64), 0),
+            KnownBytes::Scales(scales, offsets) => (scales as u64, offsets as u64),
+            KnownBytes::Codes(bytes) => (rest.saturating_sub(bytes as u64), 0),
         };
         let codes = rest.saturating_sub(scales + offsets);
         PageBytes { header: page - payload, codes, scales: scales + gains, offsets }
@@ -44,49 +44,49 @@ impl PageSizes {
 impl HeadStore {
     /// Of a page of so many tokens, each row with a gain where rows may have one. No page of
     /// outliers is larger than its rows in `dtype`.
-    pub(super) fn sizes(&self, side: Side, tokens: usize, dtype: DType) -> PageSizes {
+    pub(super) fn page_sizes(&self, side: Side, tokens: usize, dtype: DType) -> PageSizes {
         let (dim, shape) = (self.side.dim as usize, &self.side);
         let layout = |per_row, bits| CodeLayout::new(side, tokens, per_row, bits).size_bytes();
         let codes = |per_row| layout(per_row, shape.bits);
         let rows = tokens.div_ceil(shape.scale_tokens as usize);
         let groups = rows * dim.div_ceil(shape.scale_channels as usize);
         let (scales, codes) = match self.kernel {
-            Kernel::F32 => (0, 4 * tokens * dim),
-            Kernel::F16 | Kernel::Bf16 => (0, 2 * tokens * dim),
-            Kernel::Fp8 => (4, codes(dim)),
-            Kernel::Uniform => (4 * groups, codes(dim)),
-            Kernel::Symmetric => (2 * groups, codes(dim)),
-            Kernel::Hybrid => {
+            SideKernel::F32 => (0, 4 * tokens * dim),
+            SideKernel::F16 | SideKernel::Bf16 => (0, 2 * tokens * dim),
+            SideKernel::Fp8 => (4, codes(dim)),
+            SideKernel::Uniform => (4 * groups, codes(dim)),
+            SideKernel::Symmetric => (2 * groups, codes(dim)),
+            SideKernel::Hybrid => {
                 let share = (shape.scale_tokens as usize).min(tokens);
                 let word = (share * shape.scale_channels as usize).div_ceil(8).max(4);
                 (groups.div_ceil(8) + groups * (word + 2), codes(dim))
             }
-            Kernel::Polar => {
+            SideKernel::Polar => {
                 let has_steps = shape.table_bytes == 8 << shape.angle_bits;
                 (if has_steps { rows * dim } else { 0 }, codes(dim / 2))
             }
-            Kernel::Lloyd => (2 * tokens, codes(dim)),
-            Kernel::BitAlloc => {
+            SideKernel::Lloyd => (2 * tokens, codes(dim)),
+            SideKernel::BitAlloc => {
                 let runs = self.runs.iter().map(|run| layout(run.len, run.width as u32));
                 (0, runs.sum())
             }
-            Kernel::Grid => (0, 0),
-            Kernel::Vq => (0, codes(dim / shape.book_dim as usize * shape.stages as usize)),
+            SideKernel::Grid => (0, 0),
+            SideKernel::Vq => (0, codes(dim / shape.book_dim as usize * shape.stages as usize)),
         };
         let gains = if self.median > 0.0 { tokens.div_ceil(2) } else { 0 };
         let as_rows = tokens * dim * dtype.size_bytes();
         let (known, room) = match (self.kernel, &self.stage) {
             // Codes stay where they are.
-            (_, Stage::Counted(_)) => (Known::Scales(scales, 0), scales),
-            (Kernel::BitAlloc, _) => (Known::Codes(codes), codes.max(as_rows)),
-            (Kernel::Grid, Stage::Huffman(lanes)) => {
-                (Known::Scales(0, lanes.length_bytes(tokens)), as_rows)
+            (_, CodeOutput::Counted(_)) => (KnownBytes::Scales(scales, 0), scales),
+            (SideKernel::BitAlloc, _) => (KnownBytes::Codes(codes), codes.max(as_rows)),
+            (SideKernel::Grid, CodeOutput::Huffman(lanes)) => {
+                (KnownBytes::Scales(0, lanes.length_bytes(tokens)), as_rows)
             }
-            (_, Stage::Huffman(lanes)) => {
+            (_, CodeOutput::Huffman(lanes)) => {
                 let lengths = lanes.length_bytes(tokens);
-                (Known::Scales(scales, lengths), scales + lengths + lanes.word_bytes(tokens))
+                (KnownBytes::Scales(scales, lengths), scales + lengths + lanes.word_bytes(tokens))
             }
-            _ => (Known::Scales(scales, 0), scales + codes),
+            _ => (KnownBytes::Scales(scales, 0), scales + codes),
         };
         PageSizes { known, room, most: page_bytes(room + gains), fixed: codes }
     }

@@ -1,6 +1,6 @@
 //! A side's transform as `kernels/include/kvd/store/transform.cuh` reads it.
 
-use crate::side::COPY_BYTES;
+use crate::kernel_side::COPY_BYTES;
 use kvd_codec::{ForwardStep, HeadCodec};
 use kvd_core::DType;
 
@@ -11,16 +11,16 @@ const NEGATED: u32 = 1 << 31;
 
 /// Appends a side's steps and their ends; gives their offset.
 pub(super) fn push(steps: &mut Vec<u8>, side: &HeadCodec) -> u64 {
-    align(steps);
+    align_sixteen(steps);
     let start = steps.len();
     let forward = side.forward_steps();
     steps.resize(start + STEP_BYTES * (forward.len() + 1), 0);
     for (index, step) in forward.iter().enumerate() {
-        align(steps);
+        align_sixteen(steps);
         let offset = (steps.len() - start) as u32;
         let words = match step {
-            ForwardStep::Scale(factors) => [1, 0, floats(steps, factors, offset), 0],
-            ForwardStep::Offset(mean) => [2, 0, floats(steps, mean, offset), 0],
+            ForwardStep::Scale(factors) => [1, 0, append_floats(steps, factors, offset), 0],
+            ForwardStep::Offset(mean) => [2, 0, append_floats(steps, mean, offset), 0],
             ForwardStep::Hadamard { block, norm } => [3, *block as u32, 0, norm.to_bits()],
             ForwardStep::Permute { order, signs } => {
                 for (place, sign) in order.iter().zip(*signs) {
@@ -46,12 +46,12 @@ pub(super) fn push(steps: &mut Vec<u8>, side: &HeadCodec) -> u64 {
 }
 
 /// Appends floats and gives back where they begin.
-pub(super) fn floats(steps: &mut Vec<u8>, values: &[f32], offset: u32) -> u32 {
+pub(super) fn append_floats(steps: &mut Vec<u8>, values: &[f32], offset: u32) -> u32 {
     steps.extend(values.iter().flat_map(|value| value.to_le_bytes()));
     offset
 }
 
 /// Offsets are those of whole sixteens.
-pub(super) fn align(steps: &mut Vec<u8>) {
+pub(super) fn align_sixteen(steps: &mut Vec<u8>) {
     steps.resize(steps.len().next_multiple_of(COPY_BYTES), 0);
 }

@@ -10,15 +10,15 @@ fn assert_no_room(error: &DriverError, what: &str) {
 #[test]
 #[ignore = "what another test starts as a process"]
 fn no_room() {
-    let mut driver = CudaDriver::open(devices().unwrap().remove(0).unwrap()).unwrap();
-    assert_no_room(&driver.load(b"kernels").unwrap_err(), "kernels");
+    let mut driver = CudaDriver::open_gpu(probe_devices().unwrap().remove(0).unwrap()).unwrap();
+    assert_no_room(&driver.load_image(b"kernels").unwrap_err(), "kernels");
     // It goes on, without kernels that would be loaded later.
-    let own = driver.alloc(8).unwrap();
+    let own = driver.allocate_device(8).unwrap();
     put(&mut driver, own, b"queries");
     assert_eq!(read(&mut driver, own, 7), b"queries");
-    let missing = driver.find("first").unwrap_err();
+    let missing = driver.find_kernel("first").unwrap_err();
     assert!(matches!(missing, DriverError::NoKernel(_)), "{missing}");
-    driver.free(own);
+    driver.free_device(own);
     let Err(CudaOpenError::Driver(error)) = backend_of(&[b"kernels"]) else { panic!("it opens") };
     assert_no_room(&error, "kernels");
     assert!(error.to_string().contains("device.pool_bytes"), "{error}");
@@ -29,9 +29,9 @@ fn no_room() {
 fn no_launch() {
     let (mut driver, at) = with_number();
     let node = digits(at, [1, 2, 3, 4], 0)[0];
-    assert_no_room(&driver.launch(launch(&node)).unwrap_err(), "first");
+    assert_no_room(&driver.launch_kernel(launch(&node)).unwrap_err(), "first");
     assert_eq!(number(&mut driver, at), 0);
-    driver.free(at);
+    driver.free_device(at);
 }
 
 #[test]

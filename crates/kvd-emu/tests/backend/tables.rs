@@ -2,7 +2,7 @@
 
 use super::*;
 use kvd_codec::CodeCounts;
-use kvd_cuda::{Choices, LatePairs, LayerRoom, Shapes, StoreShapes};
+use kvd_cuda::{LatePairs, LaunchChoices, LayerMemory, LayerShapes, StoreShapes};
 
 /// What the tables of a model's only layer take at most, as they are on the device.
 fn room(codec: &ModelCodec) -> u64 {
@@ -13,11 +13,12 @@ fn room(codec: &ModelCodec) -> u64 {
         .sum()
 }
 
-fn layer_room(codec: &ModelCodec) -> (Shapes, LayerRoom) {
+fn layer_room(codec: &ModelCodec) -> (LayerShapes, LayerMemory) {
     let layer = LayerIndex(0);
-    let choices = Choices::of_layer(codec, layer, 8, (&Limits::h100(), LatePairs::NONE)).unwrap();
-    let shapes = Shapes::new(codec, layer, choices.rooms());
-    let room = LayerRoom::new(codec, layer, &shapes);
+    let choices =
+        LaunchChoices::for_layer(codec, layer, 8, (&GpuLimits::h100(), LatePairs::NONE)).unwrap();
+    let shapes = LayerShapes::new(codec, layer, choices.codebook_rooms());
+    let room = LayerMemory::new(codec, layer, &shapes);
     (shapes, room)
 }
 

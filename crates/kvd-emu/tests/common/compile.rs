@@ -31,11 +31,11 @@ struct MadeUp {
 }
 
 impl KernelCompiler for MadeUp {
-    fn version(&self) -> String {
+    fn compiler_version(&self) -> String {
         self.version.to_owned()
     }
 
-    fn compile(&mut self, source: KernelSource<'_>) -> Result<Vec<u8>, CompileError> {
+    fn compile_kernel(&mut self, source: KernelSource<'_>) -> Result<Vec<u8>, CompileError> {
         let closed = || Err(CompileError::Rejected("nothing more is compiled".to_owned()));
         self.gate.recv().unwrap_or_else(|_| closed())?;
         assert!(source.headers.iter().any(|header| header.0 == "attend.cuh"));
@@ -58,7 +58,8 @@ struct Seen {
 impl Seen {
     fn new(folder: &Path, version: &'static str) -> Self {
         let (driver, watch) = EmuDriver::new(Order::Ascending, Pace::Late);
-        let mut backend = CudaBackend::open(Box::new(driver), &[b"kernels"], OPTIONS).unwrap();
+        let mut backend =
+            CudaBackend::open_backend(Box::new(driver), &[b"kernels"], OPTIONS).unwrap();
         let (go, gate) = sync_channel(8);
         let compiled = Arc::new(Mutex::new(Vec::new()));
         let events = Arc::new(Mutex::new(Vec::new()));

@@ -10,8 +10,8 @@ pub(crate) use watch::{Fail, Planted, Watch};
 use crate::streams::{Pace, Streams, Work};
 use kvd_compute::RegionHandle;
 use kvd_cuda::{
-    DeviceCopy, Driver, DriverError, EventId, GraphId, GraphNode, KernelLaunch, Limits, PinnedId,
-    PinnedRange, Stream,
+    DeviceCopy, DeviceStream, Driver, DriverError, EventId, GpuLimits, GraphId, GraphNode,
+    KernelLaunch, PinnedId, PinnedRange,
 };
 use kvd_emu::{Grid, Memory, Order, launch};
 use memmap2::{MmapMut, MmapOptions};
@@ -45,7 +45,7 @@ pub(crate) struct EmuDriver {
     watch: Arc<Mutex<Watch>>,
     order: Order,
     pace: Pace,
-    limits: Limits,
+    limits: GpuLimits,
 }
 
 impl EmuDriver {
@@ -70,13 +70,13 @@ impl EmuDriver {
             watch: watch.clone(),
             order,
             pace,
-            limits: Limits::h100(),
+            limits: GpuLimits::h100(),
         };
         (driver, watch)
     }
 
     /// The same as another GPU.
-    pub(crate) fn with_limits(mut self, limits: Limits) -> Self {
+    pub(crate) fn with_limits(mut self, limits: GpuLimits) -> Self {
         self.limits = limits;
         self
     }
@@ -128,7 +128,7 @@ impl EmuDriver {
     }
 
     /// Gives a stream work and does what a device of this pace does at once.
-    fn give(&mut self, stream: Stream, work: Work) -> Result<(), DriverError> {
+    fn give(&mut self, stream: DeviceStream, work: Work) -> Result<(), DriverError> {
         self.streams.give(stream, work);
         while let Some(given) = self.streams.next_of(self.pace) {
             self.work(given)?;
@@ -183,11 +183,11 @@ impl Driver for EmuDriver {
         Some("GPU-00000000-0000-0000-0000-0000000000e7")
     }
 
-    fn limits(&self) -> &Limits {
+    fn limits(&self) -> &GpuLimits {
         &self.limits
     }
 
-    fn load(&mut self, image: &[u8]) -> Result<(), DriverError> {
+    fn load_image(&mut self, image: &[u8]) -> Result<(), DriverError> {
         self.call("load", None)?;
         if image.starts_with(b"compiled ") && self.watch.lock().fail == Fail::Image {
             let reason = "CUDA_ERROR_INVALID_IMAGE (200)".to_owned();
@@ -196,7 +196,7 @@ impl Driver for EmuDriver {
         Ok(())
     }
 
-    fn find(&mut self, kernel: &str) -> Result<(), DriverError> {
+    fn find_kernel(&mut self, kernel: &str) -> Result<(), DriverError> {
         self.call("find", None)?;
         match self.watch.lock().fail {
             Fail::Kernels => Err(DriverError::NoKernel(kernel.to_owned())),
@@ -204,7 +204,7 @@ impl Driver for EmuDriver {
         }
     }
 
-    fn alloc(&mut self, bytes: u64) -> Result<u64, DriverError> {
+    fn allocate_device(&mut self, bytes: u64) -> Result<u64, DriverError> {
         if self.watch.lock().fail == Fail::Memory {
             return Err(DriverError::OutOfMemory(bytes));
         }
@@ -215,13 +215,13 @@ impl Driver for EmuDriver {
         Ok(address)
     }
 
-    fn free(&mut self, address: u64) {
+    fn free_device(&mut self, address: u64) {
         let memory = self.memory.remove(&address).expect("memory is given back once");
         self.check_free(address, memory.bytes().len() as u64);
         self.watch.lock().live -= 1;
     }
 
-    fn pin(&mut self, bytes: u64) -> Result<PinnedId, DriverError> {
+    fn allocate_pinned(&mut self, bytes: u64) -> Result<PinnedId, DriverError> {
         if self.watch.lock().fail == Fail::Pinned && !self.pinned.is_empty() {
             return Err(DriverError::OutOfPinned(bytes));
         }
@@ -230,7 +230,7 @@ impl Driver for EmuDriver {
         Ok(PinnedId(self.pinned.len() as u32 - 1))
     }
 
-    fn unpin(&mut self, memory: PinnedId) {
+    fn free_pinned(&mut self, memory: PinnedId) {
         let bytes = self.pinned[memory.0 as usize].take().expect("pinned memory").len() as u64;
         let holds = self.streams.holds_pinned(PinnedRange { memory, start: 0, bytes });
         if holds && !self.watch.lock().failed {
@@ -239,7 +239,7 @@ impl Driver for EmuDriver {
         self.watch.lock().live -= 1;
     }
 
-    fn fill(&mut self, memory: PinnedId, start: u64, bytes: &[u8]) {
+    fn write_pinned(&mut self, memory: PinnedId, start: u64, bytes: &[u8]) {
         if self.streams.holds_pinned(PinnedRange { memory, start, bytes: bytes.len() as u64 }) {
             self.complain("pinned memory is filled before its last copy has ended".to_owned());
         }
@@ -247,7 +247,7 @@ impl Driver for EmuDriver {
         memory[start as usize..][..bytes.len()].copy_from_slice(bytes);
     }
 
-    fn take(&mut self, memory: PinnedId, start: u64, bytes: &mut [u8]) {
+    fn read_pinned(&mut self, memory: PinnedId, start: u64, bytes: &mut [u8]) {
         if self.streams.holds_pinned(PinnedRange { memory, start, bytes: bytes.len() as u64 }) {
             self.complain("bytes from the device are read before their event".to_owned());
         }
@@ -278,7 +278,7 @@ impl Driver for EmuDriver {
         self.watch.lock().live -= 1;
     }
 
-    fn record(&mut self, event: EventId, stream: Stream) -> Result<(), DriverError> {
+    fn record_event(&mut self, event: EventId, stream: DeviceStream) -> Result<(), DriverError> {
         self.call("record", None)?;
         if let Some(handle) = self.events.get(&event) {
             let mut watch = self.watch.lock();
@@ -289,11 +289,11 @@ impl Driver for EmuDriver {
         Ok(())
     }
 
-    fn wait(&mut self, stream: Stream, event: EventId) -> Result<(), DriverError> {
+    fn wait_event(&mut self, stream: DeviceStream, event: EventId) -> Result<(), DriverError> {
         self.call("wait", None)?;
         let forgotten = match stream {
-            Stream::Copy => Planted::CopiesDoNotWait,
-            Stream::Compute => Planted::KernelsDoNotWait,
+            DeviceStream::Copy => Planted::CopiesDoNotWait,
+            DeviceStream::Compute => Planted::KernelsDoNotWait,
         };
         if !self.planted(forgotten) {
             self.streams.wait(stream, event);
@@ -320,11 +320,11 @@ impl Driver for EmuDriver {
         Ok(true)
     }
 
-    fn abandon(&mut self) {
+    fn abandon_device(&mut self) {
         self.watch.lock().failed = true;
     }
 
-    fn write(&mut self, to: u64, from: PinnedRange) -> Result<(), DriverError> {
+    fn copy_to_device(&mut self, to: u64, from: PinnedRange) -> Result<(), DriverError> {
         self.call("write", Some(Fail::Write))?;
         {
             let mut watch = self.watch.lock();
@@ -332,17 +332,17 @@ impl Driver for EmuDriver {
             watch.written_bytes += from.bytes as usize;
         }
         self.check(to, from.bytes);
-        self.give(Stream::Copy, Work::Write { to, from })
+        self.give(DeviceStream::Copy, Work::Write { to, from })
     }
 
-    fn read(&mut self, from: u64, to: PinnedRange) -> Result<(), DriverError> {
+    fn copy_to_host(&mut self, from: u64, to: PinnedRange) -> Result<(), DriverError> {
         self.call("read", None)?;
         self.watch.lock().read_bytes += to.bytes as usize;
         self.check(from, to.bytes);
-        self.give(Stream::Compute, Work::Read { from, to })
+        self.give(DeviceStream::Compute, Work::Read { from, to })
     }
 
-    fn copy(&mut self, copies: &[DeviceCopy]) -> Result<(), DriverError> {
+    fn copy_on_device(&mut self, copies: &[DeviceCopy]) -> Result<(), DriverError> {
         self.call("copy", None)?;
         self.watch.lock().copies += 1;
         for copy in copies {
@@ -363,16 +363,16 @@ impl Driver for EmuDriver {
             given.reverse();
         }
         for DeviceCopy { from, to, bytes } in given {
-            self.give(Stream::Compute, Work::Copy { from, to, bytes })?;
+            self.give(DeviceStream::Compute, Work::Copy { from, to, bytes })?;
         }
         Ok(())
     }
 
-    fn launch(&mut self, launched: KernelLaunch<'_>) -> Result<(), DriverError> {
+    fn launch_kernel(&mut self, launched: KernelLaunch<'_>) -> Result<(), DriverError> {
         self.call("launch", Some(Fail::Launch))?;
         let work = self.launch_work(&launched);
         self.watch.lock().launched(&work);
-        self.give(Stream::Compute, work)
+        self.give(DeviceStream::Compute, work)
     }
 
     fn build_graph(&mut self, nodes: &[GraphNode<'_>]) -> Result<GraphId, DriverError> {
@@ -424,7 +424,7 @@ impl Driver for EmuDriver {
         }
         for (_, work) in nodes {
             self.watch.lock().launched(&work);
-            self.give(Stream::Compute, work)?;
+            self.give(DeviceStream::Compute, work)?;
         }
         Ok(())
     }

@@ -1,14 +1,14 @@
 //! Pairs whose kernels with products on tensor cores are compiled when a model is registered: those
 //! that the lane has (`kernels/emu/late`).
 
-use kvd_cuda::Kernel;
+use kvd_cuda::SideKernel;
 
 /// Keys, values, whether they hold Huffman codes, whether heads of 48 and 80 channels have such
 /// products too, and codecs of such pages.
-pub(crate) const TENSOR: [(Kernel, Kernel, bool, bool, &[&str]); 11] = [
+pub(crate) const TENSOR: [(SideKernel, SideKernel, bool, bool, &[&str]); 11] = [
     (
-        Kernel::Vq,
-        Kernel::Uniform,
+        SideKernel::Vq,
+        SideKernel::Uniform,
         false,
         true,
         &[
@@ -17,8 +17,8 @@ pub(crate) const TENSOR: [(Kernel, Kernel, bool, bool, &[&str]); 11] = [
         ],
     ),
     (
-        Kernel::Uniform,
-        Kernel::Vq,
+        SideKernel::Uniform,
+        SideKernel::Vq,
         false,
         true,
         &[
@@ -27,15 +27,15 @@ pub(crate) const TENSOR: [(Kernel, Kernel, bool, bool, &[&str]); 11] = [
         ],
     ),
     (
-        Kernel::Hybrid,
-        Kernel::Vq,
+        SideKernel::Hybrid,
+        SideKernel::Vq,
         false,
         false,
         &["k=uniform(b=2,g=32,axis=token,mode=hybrid); v=gain/vq(d=4,b=8,scope=group)"],
     ),
     (
-        Kernel::Polar,
-        Kernel::Hybrid,
+        SideKernel::Polar,
+        SideKernel::Hybrid,
         false,
         true,
         &[
@@ -44,45 +44,45 @@ pub(crate) const TENSOR: [(Kernel, Kernel, bool, bool, &[&str]); 11] = [
         ],
     ),
     (
-        Kernel::Lloyd,
-        Kernel::BitAlloc,
+        SideKernel::Lloyd,
+        SideKernel::BitAlloc,
         false,
         true,
         &["k=rotate/lloyd(b=3); v=mean+pca/bitalloc(b=2)"],
     ),
     (
-        Kernel::BitAlloc,
-        Kernel::Uniform,
+        SideKernel::BitAlloc,
+        SideKernel::Uniform,
         false,
         true,
         &["k=mean+pca/bitalloc(b=2); v=uniform(b=2,axis=token)"],
     ),
-    (Kernel::F16, Kernel::Uniform, false, true, &["k=f16; v=uniform(b=2,axis=token)"]),
+    (SideKernel::F16, SideKernel::Uniform, false, true, &["k=f16; v=uniform(b=2,axis=token)"]),
     (
-        Kernel::Uniform,
-        Kernel::Fp8,
+        SideKernel::Uniform,
+        SideKernel::Fp8,
         false,
         true,
         &["k=uniform(b=2,g=32,axis=channel); v=hadamard/fp8", "k=uniform(b=3,axis=token); v=fp8"],
     ),
     // Rows as values change places within lines, so that the keys in front of them end with one.
     (
-        Kernel::Uniform,
-        Kernel::F16,
+        SideKernel::Uniform,
+        SideKernel::F16,
         false,
         true,
         &["k=uniform(b=2,g=32,axis=channel); v=f16", "k=uniform(b=5,axis=token); v=hadamard/f16"],
     ),
     (
-        Kernel::Polar,
-        Kernel::Bf16,
+        SideKernel::Polar,
+        SideKernel::Bf16,
         false,
         true,
         &["k=polar(a=4,r=2,g=64); v=bf16", "k=polar(a=3,r=2,g=32); v=gain/bf16"],
     ),
     (
-        Kernel::Grid,
-        Kernel::Uniform,
+        SideKernel::Grid,
+        SideKernel::Uniform,
         true,
         true,
         &[

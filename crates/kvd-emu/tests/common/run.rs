@@ -4,8 +4,8 @@ use super::Stored;
 use bytemuck::Zeroable;
 use kvd_compute::{AttendPlan, Attended};
 use kvd_cuda::{
-    AttendParameters, CodebookRoom, LatePairs, Launch, MergeParameters, Merged, Options, Shapes,
-    SharedMemory, Tables,
+    AttendLaunch, AttendParameters, AttendTables, CodebookRoom, LatePairs, LayerShapes,
+    MergeParameters, MergedResults, SharedMemory, TableOptions,
 };
 use kvd_emu::{Grid, Memory, Order, launch};
 use std::cell::{Cell, RefCell};
@@ -65,9 +65,9 @@ pub(crate) fn run_split(
 }
 
 /// Nothing compiled late.
-fn options(parts_per_unit: usize, channel_split: u32) -> Options {
+fn options(parts_per_unit: usize, channel_split: u32) -> TableOptions {
     let late = LatePairs::NONE;
-    Options { parts_per_unit, shared: SHARED, chunks: None, channel_split, late }
+    TableOptions { parts_per_unit, shared: SHARED, chunks: None, channel_split, late }
 }
 
 /// The same where the kernels of all pairs with products on tensor cores have been compiled since.
@@ -77,7 +77,7 @@ pub(crate) fn run_tensor(
     parts_per_unit: usize,
     order: Order,
 ) -> Result<Attended, String> {
-    let options = Options { late: LatePairs::ALL, ..options(parts_per_unit, 1) };
+    let options = TableOptions { late: LatePairs::ALL, ..options(parts_per_unit, 1) };
     run_as(stored, plan, (options, [CodebookRoom::from(3000); 2]), take_turns, order)
         .map(|(answer, _)| answer)
 }
@@ -91,7 +91,7 @@ pub(crate) fn run_late(
     order: Order,
 ) -> Result<Attended, String> {
     let options = options(parts_per_unit, 1);
-    let change = |launched: &mut Launch| {
+    let change = |launched: &mut AttendLaunch| {
         take_turns(launched);
         if launched.kernel.ends_with("any_any_8") {
             let most = launched.units.iter().map(|unit| unit.rows).max().unwrap_or(1);
@@ -111,29 +111,29 @@ pub(crate) fn run_within(
     (shared, chunks): (SharedMemory, Option<u32>),
     order: Order,
 ) -> Result<(Attended, usize), String> {
-    let options = Options { shared, chunks, ..options(4, 1) };
+    let options = TableOptions { shared, chunks, ..options(4, 1) };
     run_as(stored, plan, (options, [0.into(); 2]), |_| {}, order)
 }
 
 fn run_as(
     stored: &Stored,
     plan: &AttendPlan,
-    (options, rooms): (Options, [CodebookRoom; 2]),
-    change: impl Fn(&mut Launch),
+    (options, rooms): (TableOptions, [CodebookRoom; 2]),
+    change: impl Fn(&mut AttendLaunch),
     order: Order,
 ) -> Result<(Attended, usize), String> {
     let header = |offset: u64| stored.headers.get(&offset).copied();
-    let shapes = Shapes::new(&stored.codec, plan.layer, rooms);
-    let mut tables = Tables::new(plan, &stored.codec, &shapes, &header, options)
+    let shapes = LayerShapes::new(&stored.codec, plan.layer, rooms);
+    let mut tables = AttendTables::new(plan, &stored.codec, &shapes, &header, options)
         .map_err(|error| error.to_string())?;
     tables.launches.iter_mut().for_each(change);
     let merged = run_tables(stored, &shapes, &tables, order)?;
     let taken = tables.launches.iter().map(|launched| launched.shared_bytes).max();
-    Ok((merged.finish(plan, &stored.codec), taken.unwrap_or(0)))
+    Ok((merged.into_attended(plan, &stored.codec), taken.unwrap_or(0)))
 }
 
 /// What a launch is given, but for the addresses.
-pub(crate) fn parameters(tables: &Tables, launched: &Launch) -> AttendParameters {
+pub(crate) fn parameters(tables: &AttendTables, launched: &AttendLaunch) -> AttendParameters {
     AttendParameters {
         key_stage: launched.key_stage,
         value_stage: launched.value_stage,
@@ -151,10 +151,10 @@ pub(crate) fn parameters(tables: &Tables, launched: &Launch) -> AttendParameters
 /// Launches tables and merges what comes of them.
 pub(crate) fn run_tables(
     stored: &Stored,
-    shapes: &Shapes,
-    tables: &Tables,
+    shapes: &LayerShapes,
+    tables: &AttendTables,
     order: Order,
-) -> Result<Merged, String> {
+) -> Result<MergedResults, String> {
     let dim = stored.codec.geometry().head_dim_v as usize;
     let arena = Memory::of(&stored.arena);
     let of_shapes = Memory::of(&shapes.tables);
@@ -190,7 +190,7 @@ pub(crate) fn run_tables(
 }
 
 /// Gives a launch another number of buffers, where there is room for them.
-fn take_turns(launched: &mut Launch) {
+fn take_turns(launched: &mut AttendLaunch) {
     let buffers = BUFFERS.with(|turn| turn.replace(2 + (turn.get() - 1) % 3));
     let buffer = (launched.key_stage + launched.value_stage) as usize + GAIN_STAGE;
     let without = launched.shared_bytes - launched.buffers as usize * buffer;
@@ -203,11 +203,11 @@ fn take_turns(launched: &mut Launch) {
 
 /// Adds up the partial results of a plan's rows.
 fn merge(
-    tables: &Tables,
+    tables: &AttendTables,
     [out, stats]: [&Memory; 2],
     dim: usize,
     order: Order,
-) -> Result<Merged, String> {
+) -> Result<MergedResults, String> {
     let rows = tables.ends.len();
     let ends = Memory::of(bytemuck::cast_slice(&tables.ends));
     let partials = Memory::of(bytemuck::cast_slice(&tables.order));
@@ -226,7 +226,7 @@ fn merge(
     let grid = Grid { kernel: "kvd_merge", blocks: rows as u32, shared_bytes: 0, order };
     // SAFETY: as above.
     unsafe { launch(grid, bytemuck::bytes_of(&parameters))? };
-    Ok(Merged {
+    Ok(MergedResults {
         sums: bytemuck::cast_slice(sums.bytes()).to_vec(),
         results: bytemuck::cast_slice(results.bytes()).to_vec(),
     })

@@ -2,7 +2,7 @@
 //! here a [`Pace`] decides, so that an order that is missing shows. What would be a race on a GPU
 //! is a complaint.
 
-use kvd_cuda::{EventId, PinnedRange, Stream};
+use kvd_cuda::{DeviceStream, EventId, PinnedRange};
 use std::collections::BTreeMap;
 use std::ops::Range;
 
@@ -20,11 +20,11 @@ pub(crate) enum Pace {
 impl Pace {
     pub(crate) const EACH: [Self; 3] = [Self::Late, Self::EagerCopies, Self::EagerKernels];
 
-    fn eager(self) -> Option<Stream> {
+    fn eager(self) -> Option<DeviceStream> {
         match self {
             Self::Late => None,
-            Self::EagerCopies => Some(Stream::Copy),
-            Self::EagerKernels => Some(Stream::Compute),
+            Self::EagerCopies => Some(DeviceStream::Copy),
+            Self::EagerKernels => Some(DeviceStream::Compute),
         }
     }
 }
@@ -52,7 +52,7 @@ pub(crate) enum Work {
         parameters: Vec<u8>,
     },
     /// Goes on when so much of a stream is done.
-    Wait(Stream, usize),
+    Wait(DeviceStream, usize),
 }
 
 impl Work {
@@ -89,7 +89,7 @@ pub(crate) struct Streams {
     given: [Vec<Given>; 2],
     done: [usize; 2],
     seen: [usize; 2],
-    events: BTreeMap<EventId, Option<(Stream, usize)>>,
+    events: BTreeMap<EventId, Option<(DeviceStream, usize)>>,
     count: u64,
 }
 
@@ -100,17 +100,17 @@ impl Streams {
         event
     }
 
-    pub(crate) fn give(&mut self, stream: Stream, work: Work) {
+    pub(crate) fn give(&mut self, stream: DeviceStream, work: Work) {
         self.given[stream as usize].push((work, self.count));
         self.count += 1;
     }
 
-    pub(crate) fn record(&mut self, event: EventId, stream: Stream) {
+    pub(crate) fn record(&mut self, event: EventId, stream: DeviceStream) {
         let at = self.given[stream as usize].len();
         *self.events.get_mut(&event).expect("an event") = Some((stream, at));
     }
 
-    pub(crate) fn wait(&mut self, stream: Stream, event: EventId) {
+    pub(crate) fn wait(&mut self, stream: DeviceStream, event: EventId) {
         if let Some((other, until)) = self.events[&event] {
             self.give(stream, Work::Wait(other, until));
         }
@@ -128,7 +128,7 @@ impl Streams {
         self.next(stream, usize::MAX, false)
     }
 
-    fn next(&mut self, stream: Stream, until: usize, forced: bool) -> Option<Given> {
+    fn next(&mut self, stream: DeviceStream, until: usize, forced: bool) -> Option<Given> {
         let index = stream as usize;
         loop {
             let at = self.done[index];
@@ -152,7 +152,7 @@ impl Streams {
         }
     }
 
-    fn see_until(&mut self, stream: Stream, until: usize) {
+    fn see_until(&mut self, stream: DeviceStream, until: usize) {
         let seen = self.seen[stream as usize];
         if seen >= until {
             return;
@@ -202,16 +202,16 @@ impl Streams {
 
     /// What is wrong with doing this now.
     pub(crate) fn complaint(&self, (work, number): &Given) -> Option<String> {
-        let undone = |stream: Stream| {
+        let undone = |stream: DeviceStream| {
             let rest = self.given[stream as usize][self.done[stream as usize]..].iter();
             rest.filter(|given| given.1 < *number).map(|(work, _)| work)
         };
         if let Work::Write { to, from } = work {
             let range = *to..*to + from.bytes;
-            let used = undone(Stream::Compute).find(|work| work.uses(&range))?;
+            let used = undone(DeviceStream::Compute).find(|work| work.uses(&range))?;
             return Some(format!("a copy overwrites what work before it still uses: {used:?}"));
         }
-        let late = undone(Stream::Copy).find(|work| matches!(work, Work::Write { .. }))?;
+        let late = undone(DeviceStream::Copy).find(|work| matches!(work, Work::Write { .. }))?;
         Some(format!("a kernel or copy runs before a copy that was asked for first: {late:?}"))
     }
 }

@@ -7,7 +7,7 @@ use crate::common::{Stored, geometry};
 use kvd_codec::{PageReader, StreamCodes, StreamTable};
 use kvd_compute::Source;
 use kvd_core::{DType, LayerIndex, Side};
-use kvd_cuda::{Shapes, SideShape};
+use kvd_cuda::{LayerShapes, SideShape};
 use kvd_emu::{Grid, Memory, Order, available, launch};
 
 const LAYER: LayerIndex = LayerIndex(0);
@@ -30,7 +30,7 @@ impl Coded {
 }
 
 /// All pages of Huffman codes.
-fn pages(stored: &Stored, shapes: &Shapes) -> Vec<Coded> {
+fn pages(stored: &Stored, shapes: &LayerShapes) -> Vec<Coded> {
     let heads = stored.codec.geometry().kv_heads as usize;
     let mut pages = Vec::new();
     for part in &stored.parts {
@@ -43,7 +43,7 @@ fn pages(stored: &Stored, shapes: &Shapes) -> Vec<Coded> {
             start = end;
             let page = PageReader::open_page(&stored.codec, LAYER, side, head, &bytes).unwrap();
             if page.stream_codes().is_some() {
-                let shape = shapes.side(head, side, version).unwrap();
+                let shape = shapes.side_shape(head, side, version).unwrap();
                 pages.push(Coded { side, head, bytes, shape });
             }
         }
@@ -175,7 +175,7 @@ fn damage(words: &mut [u8], kind: usize) {
 fn compare(codec: &str, dims: [u32; 2]) -> [usize; 2] {
     let geometry = geometry(dims[0], dims[1], DType::F16);
     let stored = Stored::new(&geometry, codec, &layout(&[64, 45, 96, 17, 2], 0), value);
-    let shapes = Shapes::new(&stored.codec, LAYER, [0; 2]);
+    let shapes = LayerShapes::new(&stored.codec, LAYER, [0; 2]);
     let tables = Memory::of(&shapes.tables);
     let mut orders = Order::EACH.into_iter().cycle();
     let [mut chunks, mut changed] = [0; 2];
@@ -251,7 +251,7 @@ fn a_decoder_that_is_given_other_words_does_not_agree() {
         return;
     }
     let stored = Stored::new(&geometry(64, 64, DType::F16), "kvcomp", &layout(&[64], 0), value);
-    let shapes = Shapes::new(&stored.codec, LAYER, [0; 2]);
+    let shapes = LayerShapes::new(&stored.codec, LAYER, [0; 2]);
     let tables = Memory::of(&shapes.tables);
     for page in pages(&stored, &shapes) {
         let reader = page.open(&stored, &page.bytes);

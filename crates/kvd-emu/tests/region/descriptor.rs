@@ -65,7 +65,8 @@ fn what_a_driver_lacks_is_said_when_a_region_is_opened() {
         (Fail::Never, true, None),
     ] {
         let (driver, watch) = EmuDriver::new(Order::Ascending, Pace::Late);
-        let mut backend = CudaBackend::open(Box::new(driver), &[b"kernels"], OPTIONS).unwrap();
+        let mut backend =
+            CudaBackend::open_backend(Box::new(driver), &[b"kernels"], OPTIONS).unwrap();
         watch.lock().fail = fail;
         let memory = shared(Kind::Ipc);
         let opened = backend.open_region(memory.handle(), 64).unwrap();

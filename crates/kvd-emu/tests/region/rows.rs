@@ -41,9 +41,9 @@ fn stage_from(
     let mut plan = StageParameters::new(bytes, dtype);
     let to = Side::BOTH.map(|side| Memory::new(plan.copy_bytes(side) as usize));
     for (side, (from, to)) in Side::BOTH.into_iter().zip(from.iter().zip(&to)) {
-        plan.place(side, *from, to.address());
+        plan.set_side(side, *from, to.address());
     }
-    let blocks = plan.blocks();
+    let blocks = plan.thread_blocks();
     let checks = Memory::new(blocks as usize * size_of::<StageCheck>());
     plan.checks = checks.address();
     let shared_bytes = StageParameters::SHARED_BYTES as usize;
@@ -52,7 +52,7 @@ fn stage_from(
     unsafe { launch(grid, bytes_of(&plan)) }.unwrap();
     let mut read = vec![StageCheck::default(); blocks as usize];
     cast_slice_mut::<_, u8>(&mut read).copy_from_slice(checks.bytes());
-    let (sum, bad) = plan.read(&read);
+    let (sum, bad) = plan.read_checks(&read);
     let hash = content_hash_of(sum, plan.sides.map(|side| side.bytes));
     (hash, bad, to.map(|to| to.bytes().to_vec()))
 }
@@ -136,7 +136,7 @@ fn rows_of_every_size_and_alignment_go_to_their_places_and_nowhere_else() {
                 stride: stride as u32,
                 unused: 0,
             };
-            assert_eq!(RowsUnit::align(&[unit]), align);
+            assert_eq!(RowsUnit::common_alignment(&[unit]), align);
             let units = Memory::of(cast_slice(&[unit]));
             let parameters = RowsParameters { units: units.address(), align, unused: 0 };
             let grid =

@@ -392,7 +392,7 @@ fn more_rows_than_scratch_memory_holds_are_not_staged_and_the_device_goes_on() {
     let geometry = shaped((2, 64, 64), DType::F16);
     let (driver, watch) = EmuDriver::new(Order::Ascending, Pace::Late);
     let options = CudaOptions { scratch_bytes: 16 << 10, ..OPTIONS };
-    let mut backend = CudaBackend::open(Box::new(driver), &[b"kernels"], options).unwrap();
+    let mut backend = CudaBackend::open_backend(Box::new(driver), &[b"kernels"], options).unwrap();
     let memory = shared(Kind::Ipc);
     let region = backend.open_region(memory.handle(), REGION_BYTES as u64).unwrap().region;
     let spec = kvd_codec::resolve_spec("raw").unwrap();

@@ -6,7 +6,7 @@ use crate::common::store_run::StoreRun;
 use crate::common::{Layout, Stored, geometry};
 use kvd_codec::{BlockRows, CodeCounts, ModelCodec};
 use kvd_core::{DType, Side};
-use kvd_cuda::{Histogram, Shapes, SharedMemory};
+use kvd_cuda::{CodeHistogram, LayerShapes, SharedMemory};
 use kvd_emu::{Memory, Order, available};
 
 /// A codec as it is before its first tables.
@@ -22,13 +22,13 @@ fn counted(
     shared: SharedMemory,
     order: Order,
 ) -> Option<Vec<CodeCounts>> {
-    let shapes = Shapes::new(codec, LAYER, [0; 2]);
-    let histogram = Histogram::new(codec, LAYER, &shapes).expect("kernels count");
+    let shapes = LayerShapes::new(codec, LAYER, [0; 2]);
+    let histogram = CodeHistogram::new(codec, LAYER, &shapes).expect("kernels count");
     let counters = Memory::of(&vec![0; 8 * histogram.len()]);
     // In two parts, as where scratch memory has no room for all at once.
     let (first, second) = blocks.sources.split_at(blocks.sources.len() / 2);
     for sources in [first, second] {
-        let plan = histogram.plan(codec, sources, shared);
+        let plan = histogram.plan_launches(codec, sources, shared);
         let run = StoreRun {
             arena: &blocks.arena,
             tables: &shapes.tables,
@@ -40,7 +40,7 @@ fn counted(
         };
         run.run(&plan.launches, order);
     }
-    histogram.read(bytemuck::cast_slice(counters.bytes()))
+    histogram.read_counts(bytemuck::cast_slice(counters.bytes()))
 }
 
 /// Compares counts, and pages that are made with the tables of either.
@@ -110,9 +110,9 @@ fn coefficients_beside_shared_memory_are_counted_too() {
     let little = SharedMemory { block: 24 << 10, multiprocessor: 64 << 10, under_way: 0 };
     let blocks = Blocks::new([64, 128], DType::BF16, "kvcomp", &TAILS);
     let codec = untrained(&blocks, "kvcomp");
-    let shapes = Shapes::new(&codec, LAYER, [0; 2]);
-    let histogram = Histogram::new(&codec, LAYER, &shapes).unwrap();
-    assert!(histogram.plan(&codec, &blocks.sources, little).words > 0);
+    let shapes = LayerShapes::new(&codec, LAYER, [0; 2]);
+    let histogram = CodeHistogram::new(&codec, LAYER, &shapes).unwrap();
+    assert!(histogram.plan_launches(&codec, &blocks.sources, little).words > 0);
     check(&blocks, "kvcomp", little, Order::Descending);
 }
 

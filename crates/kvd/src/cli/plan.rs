@@ -8,7 +8,7 @@ use crate::bench::limits;
 use clap::Args;
 use kvd_codec::{presets, resolve_spec};
 use kvd_core::{DType, Geometry, RopePairing};
-use kvd_cuda::{Bound, Limits, Plan, Workload, plan};
+use kvd_cuda::{GpuLimits, KernelPlan, StepBound, StepWorkload, plan_kernel};
 use std::fmt::Write;
 
 /// Shapes of one layer of Llama-3.1-8B unless told otherwise.
@@ -59,7 +59,8 @@ pub(super) fn text(args: &PlanArgs) -> Result<String, CliError> {
         rope_pairing: RopePairing::Half,
     };
     geometry.validate().map_err(|error| CliError::Usage(error.to_string()))?;
-    let workload = Workload { geometry, group: args.group, batch: args.batch, tokens: args.tokens };
+    let workload =
+        StepWorkload { geometry, group: args.group, batch: args.batch, tokens: args.tokens };
     let names = match &args.codec {
         Some(codec) => vec![codec.as_str()],
         None => presets().iter().map(|preset| preset.name).collect(),
@@ -67,7 +68,7 @@ pub(super) fn text(args: &PlanArgs) -> Result<String, CliError> {
     let mut plans = Vec::new();
     for name in names {
         let codec = resolve_spec(name).map_err(|error| CliError::Usage(error.to_string()))?;
-        plans.push((name, plan(&codec, &workload, &limits)));
+        plans.push((name, plan_kernel(&codec, &workload, &limits)));
     }
     Ok(written(args, &limits, &plans).map_err(anyhow::Error::from)?)
 }
@@ -75,8 +76,8 @@ pub(super) fn text(args: &PlanArgs) -> Result<String, CliError> {
 /// The plans in the form that was asked for.
 fn written(
     args: &PlanArgs,
-    limits: &Limits,
-    plans: &[(&str, Option<Plan>)],
+    limits: &GpuLimits,
+    plans: &[(&str, Option<KernelPlan>)],
 ) -> Result<String, std::fmt::Error> {
     let mut text = String::new();
     if args.table && !args.wide {
@@ -96,13 +97,13 @@ fn written(
 }
 
 /// What matters of each plan, for a terminal.
-fn narrow_table(plans: &[(&str, Option<Plan>)]) -> String {
+fn narrow_table(plans: &[(&str, Option<KernelPlan>)]) -> String {
     let none = || "-".to_owned();
     let rows = plans.iter().map(|(name, plan)| (*name, plan.as_ref()));
-    let cells = |cell: &dyn Fn(&Plan) -> Option<String>| -> Vec<String> {
+    let cells = |cell: &dyn Fn(&KernelPlan) -> Option<String>| -> Vec<String> {
         rows.clone().map(|(_, plan)| plan.and_then(cell).unwrap_or_else(none)).collect()
     };
-    let speeds = |plan: &Plan| plan.limits.has_speeds();
+    let speeds = |plan: &KernelPlan| plan.limits.has_speeds();
     let us = |seconds: f64| format!("{:.1}", seconds * 1e6);
     let numbers = Column::numbers;
     let names = rows.clone().map(|(name, _)| name.to_owned());
@@ -111,8 +112,11 @@ fn narrow_table(plans: &[(&str, Option<Plan>)]) -> String {
         Column::text("codec", labels),
         numbers("MB read", cells(&|p| Some(format!("{:.1}", read_bytes(p) / 1e6)))),
         numbers("roofline us", cells(&|p| speeds(p).then(|| us(p.roofline_seconds())))),
-        numbers("predicted us", cells(&|p| Some(us(p.predicted()?.0)))),
-        numbers("x f16", cells(&|p| Some(format!("{:.2}", p.raw_seconds() / p.predicted()?.0)))),
+        numbers("predicted us", cells(&|p| Some(us(p.predict_seconds()?.0)))),
+        numbers(
+            "x f16",
+            cells(&|p| Some(format!("{:.2}", p.raw_seconds() / p.predict_seconds()?.0))),
+        ),
         Column::text("bound by", cells(&|p| Some(bound_text(p).to_owned()))),
         numbers("blocks/SM", cells(&|p| Some(p.occupancy.blocks.to_string()))),
         numbers("units/head", cells(&|p| Some(p.splits.to_string()))),
@@ -126,31 +130,31 @@ fn narrow_table(plans: &[(&str, Option<Plan>)]) -> String {
 /// Longest codec in a table.
 const CODEC_COLUMNS: usize = 24;
 
-fn read_bytes(plan: &Plan) -> f64 {
+fn read_bytes(plan: &KernelPlan) -> f64 {
     plan.page_bytes + plan.other_bytes
 }
 
-fn bound_text(plan: &Plan) -> &str {
-    plan.predicted().map_or("-", |(_, bound)| match bound {
-        Bound::Bytes => "bytes",
-        Bound::Instructions => "instructions",
-        Bound::Pipe(pipe) => pipe,
-        Bound::Latency => "latency",
+fn bound_text(plan: &KernelPlan) -> &str {
+    plan.predict_seconds().map_or("-", |(_, bound)| match bound {
+        StepBound::Bytes => "bytes",
+        StepBound::Instructions => "instructions",
+        StepBound::Pipe(pipe) => pipe,
+        StepBound::Latency => "latency",
     })
 }
 
 /// A GPU by the name of its kind, or one that is there.
-fn limits_of(name: &str) -> Result<Limits, CliError> {
-    if let Some(limits) = Limits::named(name) {
+fn limits_of(name: &str) -> Result<GpuLimits, CliError> {
+    if let Some(limits) = GpuLimits::find_limits(name) {
         return Ok(limits);
     }
-    let known = Limits::NAMES.join(", ");
+    let known = GpuLimits::NAMES.join(", ");
     let Some(Ok(gpu)) = name.strip_prefix("cuda:").map(str::parse::<kvd_cuda::GpuName>) else {
         let reason = format!("--device {name:?} is none of {known} and not cuda:N");
         return Err(CliError::Usage(reason));
     };
-    let devices = kvd_cuda::devices().map_err(anyhow::Error::from)?;
-    Ok(gpu.find(&devices).map_err(anyhow::Error::from)?.limits)
+    let devices = kvd_cuda::probe_devices().map_err(anyhow::Error::from)?;
+    Ok(gpu.find_gpu(&devices).map_err(anyhow::Error::from)?.limits)
 }
 
 const TABLE_HEAD: &str = "\
@@ -160,7 +164,7 @@ codebook entries in shared memory, k / v |
 |---|---|---|---|---|---|---|---|---|---|---|---|---|
 ";
 
-fn write_row(text: &mut String, name: &str, plan: &Plan) -> std::fmt::Result {
+fn write_row(text: &mut String, name: &str, plan: &KernelPlan) -> std::fmt::Result {
     let entries = plan.codebooks.map(|books| {
         books.map_or("–".to_owned(), |books| match (books.in_registers, books.copies) {
             (true, _) => format!("{} in registers", books.entries),
@@ -173,7 +177,7 @@ fn write_row(text: &mut String, name: &str, plan: &Plan) -> std::fmt::Result {
     });
     let none = || "–".to_owned();
     let by = bound_text(plan);
-    let predicted = plan.predicted().map(|(seconds, _)| seconds);
+    let predicted = plan.predict_seconds().map(|(seconds, _)| seconds);
     let counted = plan.counted.map_or_else(none, |counted| {
         format!("{:.1}{}", counted.per_value, if counted.is_all { "" } else { "+" })
     });

@@ -1,10 +1,10 @@
 //! One head's side as a kernel sees it: which kernel, with which shape, in how much shared memory.
 
 use crate::abi::SideShape;
-use crate::lanes::Lanes;
-use crate::lookup::{self, ALL_ENTRIES, Entries};
-use crate::spread::{self, Allocation};
-use crate::table::{CodebookRoom, Table};
+use crate::codebook_table::{CodebookRoom, TableWriter};
+use crate::huffman_tables::HeadStreams;
+use crate::lookup::{self, ALL_ENTRIES, LookupEntries};
+use crate::unpack::{self, BitAllocation};
 use kvd_codec::{CodeLayout, GroupAxis, HeadCodec, StoredLayout, StreamTable, UniformMode};
 use kvd_core::{DType, Geometry, RopePairing, Side};
 
@@ -26,7 +26,7 @@ const WORD_BYTES_MIN: usize = 4;
 /// The kernel of one side: a struct of `kernels/include/kvd`, numbered as `Kind` of `any.cuh`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[repr(u32)]
-pub enum Kernel {
+pub enum SideKernel {
     /// Rows in f32.
     F32 = 0,
     /// Rows in f16.
@@ -54,40 +54,40 @@ pub enum Kernel {
 }
 
 /// Kernels, whose numbers are below this.
-pub(crate) const KERNELS: usize = Kernel::ALL.len();
+pub(crate) const KERNELS: usize = SideKernel::ALL.len();
 
 /// The pairs that have kernels of their own (`kernels/attend_*.cu`).
-const PAIRS: [(Kernel, Kernel); 10] = [
-    (Kernel::F32, Kernel::F32),
-    (Kernel::F16, Kernel::F16),
-    (Kernel::Bf16, Kernel::Bf16),
-    (Kernel::Fp8, Kernel::Fp8),
-    (Kernel::Uniform, Kernel::Uniform),
-    (Kernel::Hybrid, Kernel::Hybrid),
-    (Kernel::Vq, Kernel::Vq),
-    (Kernel::Polar, Kernel::Uniform),
-    (Kernel::Lloyd, Kernel::Uniform),
-    (Kernel::BitAlloc, Kernel::BitAlloc),
+const PAIRS: [(SideKernel, SideKernel); 10] = [
+    (SideKernel::F32, SideKernel::F32),
+    (SideKernel::F16, SideKernel::F16),
+    (SideKernel::Bf16, SideKernel::Bf16),
+    (SideKernel::Fp8, SideKernel::Fp8),
+    (SideKernel::Uniform, SideKernel::Uniform),
+    (SideKernel::Hybrid, SideKernel::Hybrid),
+    (SideKernel::Vq, SideKernel::Vq),
+    (SideKernel::Polar, SideKernel::Uniform),
+    (SideKernel::Lloyd, SideKernel::Uniform),
+    (SideKernel::BitAlloc, SideKernel::BitAlloc),
 ];
 
 /// The same where one of them holds Huffman codes.
-const HUFFMAN_PAIRS: [(Kernel, Kernel); 2] =
-    [(Kernel::Uniform, Kernel::Uniform), (Kernel::Grid, Kernel::Grid)];
+const HUFFMAN_PAIRS: [(SideKernel, SideKernel); 2] =
+    [(SideKernel::Uniform, SideKernel::Uniform), (SideKernel::Grid, SideKernel::Grid)];
 
 /// Query rows that one thread block can take, by kernel.
 pub(crate) const ROWS: [u32; 3] = [1, 4, 8];
 
 /// Both sides of a part, and whether one of them holds Huffman codes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Pair {
-    pub(crate) keys: Kernel,
-    pub(crate) values: Kernel,
+pub(crate) struct KernelPair {
+    pub(crate) keys: SideKernel,
+    pub(crate) values: SideKernel,
     pub(crate) huffman: bool,
 }
 
 /// Which kernel reads a pair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Variant {
+pub(crate) enum KernelVariant {
     /// Its own, with products on tensor cores where it has such.
     Own,
     /// Its own for bit allocations in whole groups, with products on tensor cores.
@@ -100,7 +100,7 @@ pub(crate) enum Variant {
     Any,
 }
 
-impl Pair {
+impl KernelPair {
     /// Whether it has a kernel of its own; the others share a slower one.
     pub(crate) fn is_known(self) -> bool {
         if self.huffman {
@@ -110,24 +110,24 @@ impl Pair {
     }
 
     /// Name of the kernel for a number of query rows.
-    pub(crate) fn kernel(self, variant: Variant, rows: u32) -> String {
+    pub(crate) fn kernel_name(self, variant: KernelVariant, rows: u32) -> String {
         let stage = if self.huffman { "huffman_" } else { "" };
         let (keys, values, rows) = (self.keys.name(), self.values.name(), rows_of(rows));
         match variant {
-            Variant::Own => format!("kvd_attend_{stage}{keys}_{values}_{rows}"),
-            Variant::Groups => format!("kvd_attend_groups_groups_{rows}"),
-            Variant::Floats => format!("kvd_attend_{stage}{keys}float_{values}float_{rows}"),
-            Variant::Late => format!("kvd_attend_{stage}tensor_{keys}_{values}_{rows}"),
-            Variant::Any => format!("kvd_attend_{stage}any_any_{}", ROWS[2]),
+            KernelVariant::Own => format!("kvd_attend_{stage}{keys}_{values}_{rows}"),
+            KernelVariant::Groups => format!("kvd_attend_groups_groups_{rows}"),
+            KernelVariant::Floats => format!("kvd_attend_{stage}{keys}float_{values}float_{rows}"),
+            KernelVariant::Late => format!("kvd_attend_{stage}tensor_{keys}_{values}_{rows}"),
+            KernelVariant::Any => format!("kvd_attend_{stage}any_any_{}", ROWS[2]),
         }
     }
 
     /// Spans of a tile of each side, as its kernel knows them: `SPANS` of the kernels' headers.
-    pub(crate) fn spans(self, variant: Variant) -> [usize; 2] {
+    pub(crate) fn tile_spans(self, variant: KernelVariant) -> [usize; 2] {
         [self.keys, self.values].map(|side| match variant {
-            Variant::Any => RUNS_MAX,
-            Variant::Groups => 1,
-            Variant::Own | Variant::Floats | Variant::Late => side.spans(),
+            KernelVariant::Any => RUNS_MAX,
+            KernelVariant::Groups => 1,
+            KernelVariant::Own | KernelVariant::Floats | KernelVariant::Late => side.tile_spans(),
         })
     }
 }
@@ -137,7 +137,7 @@ pub(crate) fn rows_of(rows: u32) -> u32 {
     ROWS.into_iter().find(|most| rows <= *most).unwrap_or(ROWS[2])
 }
 
-impl Kernel {
+impl SideKernel {
     /// Each of them, at its number.
     pub const ALL: [Self; Self::Grid as usize + 1] = [
         Self::F32,
@@ -181,7 +181,7 @@ impl Kernel {
     }
 
     /// Spans of a tile.
-    fn spans(self) -> usize {
+    fn tile_spans(self) -> usize {
         match self {
             Self::Grid => 0,
             Self::F32 | Self::F16 | Self::Bf16 | Self::Vq => 1,
@@ -210,7 +210,7 @@ impl Kernel {
 }
 
 /// A shape with what every kernel reads.
-fn shape(kernel: Kernel, dim: usize, bits: u32) -> SideShape {
+fn base_shape(kernel: SideKernel, dim: usize, bits: u32) -> SideShape {
     SideShape {
         kind: kernel as u32,
         dim: dim as u32,
@@ -227,21 +227,21 @@ fn shape(kernel: Kernel, dim: usize, bits: u32) -> SideShape {
 
 /// The shape of rows in a dtype.
 pub(crate) fn rows_shape(dtype: DType, dim: usize) -> SideShape {
-    shape(Kernel::of_rows(dtype), dim, 0)
+    base_shape(SideKernel::of_rows(dtype), dim, 0)
 }
 
 /// The shape of a page that stands in for another, by the quantizer of its header: rows in a
 /// dtype, FP8, or `uniform(b=4,g=32,axis=token)` (docs/format.md, "Fallback").
-pub(crate) fn fallback_shape(quantizer: u8, dim: usize) -> Option<(Kernel, SideShape)> {
+pub(crate) fn fallback_shape(quantizer: u8, dim: usize) -> Option<(SideKernel, SideShape)> {
     Some(match quantizer {
-        0 => (Kernel::F32, rows_shape(DType::F32, dim)),
-        1 => (Kernel::F16, rows_shape(DType::F16, dim)),
-        2 => (Kernel::Bf16, rows_shape(DType::BF16, dim)),
-        3 => (Kernel::Fp8, shape(Kernel::Fp8, dim, 8)),
+        0 => (SideKernel::F32, rows_shape(DType::F32, dim)),
+        1 => (SideKernel::F16, rows_shape(DType::F16, dim)),
+        2 => (SideKernel::Bf16, rows_shape(DType::BF16, dim)),
+        3 => (SideKernel::Fp8, base_shape(SideKernel::Fp8, dim, 8)),
         16 => {
             let scale_channels = dim.min(32) as u32;
-            let shape = shape(Kernel::Uniform, dim, 4);
-            (Kernel::Uniform, SideShape { scale_channels, ..shape })
+            let shape = base_shape(SideKernel::Uniform, dim, 4);
+            (SideKernel::Uniform, SideShape { scale_channels, ..shape })
         }
         _ => return None,
     })
@@ -250,7 +250,7 @@ pub(crate) fn fallback_shape(quantizer: u8, dim: usize) -> Option<(Kernel, SideS
 /// How a head's pages are read.
 #[derive(Clone, Debug)]
 pub(crate) struct HeadShapes {
-    pub(crate) kernel: Kernel,
+    pub(crate) kernel: SideKernel,
     /// As if codes had a fixed width.
     fixed: SideShape,
     /// By the version of their Huffman tables, the prior first; else one.
@@ -261,17 +261,20 @@ pub(crate) struct HeadShapes {
 
 impl HeadShapes {
     /// Kernel and shape of pages that are written now.
-    pub(crate) fn current(&self) -> Option<(Kernel, SideShape)> {
+    pub(crate) fn current_shape(&self) -> Option<(SideKernel, SideShape)> {
         self.versions.get(self.current).map(|shape| (self.kernel, *shape))
     }
 
     /// Of pages as far as their codes, whatever their Huffman table.
-    pub(crate) fn fixed(&self) -> (Kernel, SideShape) {
+    pub(crate) fn fixed_width_shape(&self) -> (SideKernel, SideShape) {
         (self.kernel, self.fixed)
     }
 
     /// Of pages with that version in their header, 0 for none.
-    pub(crate) fn version(&self, version: u16) -> Result<(Kernel, SideShape), &'static str> {
+    pub(crate) fn version_shape(
+        &self,
+        version: u16,
+    ) -> Result<(SideKernel, SideShape), &'static str> {
         let shape = self.versions.get(usize::from(version));
         Ok((self.kernel, *shape.ok_or("a page of an unknown Huffman table")?))
     }
@@ -289,7 +292,7 @@ pub(crate) struct LayerTables {
 pub(crate) fn in_groups((side, which): (&HeadCodec, Side), tokens: u32) -> bool {
     match side.stored_layout() {
         StoredLayout::BitAlloc { runs, levels, scales } => {
-            spread::takes_groups((which, tokens), Allocation { runs: &runs, levels, scales })
+            unpack::takes_groups((which, tokens), BitAllocation { runs: &runs, levels, scales })
         }
         _ => false,
     }
@@ -316,9 +319,9 @@ pub(crate) fn head_shapes(
     };
     let fixed = shape;
     let shapes = versions.into_iter().map(|of_version| {
-        let lanes = Lanes { side: which, runs, tables: of_version, grid };
+        let lanes = HeadStreams { side: which, runs, tables: of_version, grid };
         let mut shape = shape;
-        lanes.place(&mut tables.bytes, &mut tables.lanes, &mut shape);
+        lanes.append_tables(&mut tables.bytes, &mut tables.lanes, &mut shape);
         shape
     });
     Ok(HeadShapes { kernel, fixed, versions: shapes.collect(), current })
@@ -328,19 +331,19 @@ pub(crate) fn head_shapes(
 fn uniform_shape(
     (mode, bits, (axis, group)): (UniformMode, u32, (GroupAxis, Option<usize>)),
     dim: usize,
-) -> (Kernel, SideShape) {
+) -> (SideKernel, SideShape) {
     let page = Geometry::BLOCK_TOKENS_MAX as usize;
     let kernel = match mode {
-        UniformMode::Asym => Kernel::Uniform,
-        UniformMode::Sym => Kernel::Symmetric,
-        UniformMode::Hybrid => Kernel::Hybrid,
+        UniformMode::Asym => SideKernel::Uniform,
+        UniformMode::Sym => SideKernel::Symmetric,
+        UniformMode::Hybrid => SideKernel::Hybrid,
     };
     let (tokens, channels) = match axis {
         GroupAxis::Channel => (group.unwrap_or(page), 1),
         GroupAxis::Token => (1, group.unwrap_or(dim).min(dim)),
         GroupAxis::Block => (page, dim),
     };
-    let mut shape = shape(kernel, dim, bits);
+    let mut shape = base_shape(kernel, dim, bits);
     (shape.scale_tokens, shape.scale_channels) = (tokens as u32, channels as u32);
     (kernel, shape)
 }
@@ -350,12 +353,12 @@ fn page_shape(
     (side, which, grouped): (&HeadCodec, Side, bool),
     tables: &mut Vec<u8>,
     room: CodebookRoom,
-) -> Result<(Kernel, SideShape), &'static str> {
+) -> Result<(SideKernel, SideShape), &'static str> {
     let dim = side.dim();
     let page = Geometry::BLOCK_TOKENS_MAX as usize;
     let (kernel, shape) = match side.stored_layout() {
-        StoredLayout::Float(dtype) => (Kernel::of_rows(dtype), rows_shape(dtype, dim)),
-        StoredLayout::E4m3 => (Kernel::Fp8, shape(Kernel::Fp8, dim, 8)),
+        StoredLayout::Float(dtype) => (SideKernel::of_rows(dtype), rows_shape(dtype, dim)),
+        StoredLayout::E4m3 => (SideKernel::Fp8, base_shape(SideKernel::Fp8, dim, 8)),
         StoredLayout::Uniform { mode, bits, top, axis, group } => {
             let groups = (axis, group);
             let (kernel, shape) = uniform_shape((mode, bits, groups), dim);
@@ -363,45 +366,60 @@ fn page_shape(
         }
         StoredLayout::Codebooks(vq) => {
             let bits = (vq.stage_codebook(0, 0).entries().len() / vq.dim()).ilog2();
-            let mut shape = shape(Kernel::Vq, dim, bits);
+            let mut shape = base_shape(SideKernel::Vq, dim, bits);
             shape.book_dim = vq.dim() as u32;
             shape.stages = vq.stages() as u32;
             shape.sets = if vq.is_grouped() { vq.positions() as u32 } else { 1 };
-            Table::new(tables, &mut shape).codebooks(vq, which, room);
-            lookup::place(Entries::codebooks(vq), tables, &mut shape, room.bytes);
-            (Kernel::Vq, shape)
+            TableWriter::new(tables, &mut shape).append_codebooks(vq, which, room);
+            lookup::append_lookup(
+                LookupEntries::from_codebooks(vq),
+                tables,
+                &mut shape,
+                room.bytes,
+            );
+            (SideKernel::Vq, shape)
         }
         StoredLayout::Polar { angle_bits, radius_bits, group, steps, directions, pairing } => {
-            let mut shape = shape(Kernel::Polar, dim, angle_bits + radius_bits);
+            let mut shape = base_shape(SideKernel::Polar, dim, angle_bits + radius_bits);
             shape.scale_tokens = group.unwrap_or(page) as u32;
             shape.angle_bits = angle_bits;
             shape.interleaved = u32::from(pairing == RopePairing::Interleaved);
-            Table::new(tables, &mut shape).floats(directions.as_flattened()).floats(steps);
-            let entries = Entries::polar(shape.bits, directions);
-            lookup::place(entries, tables, &mut shape, ALL_ENTRIES);
-            (Kernel::Polar, shape)
+            TableWriter::new(tables, &mut shape)
+                .append_floats(directions.as_flattened())
+                .append_floats(steps);
+            let entries = LookupEntries::from_polar(shape.bits, directions);
+            lookup::append_lookup(entries, tables, &mut shape, ALL_ENTRIES);
+            (SideKernel::Polar, shape)
         }
         StoredLayout::Lloyd { bits, levels } => {
-            let mut shape = shape(Kernel::Lloyd, dim, bits);
-            Table::new(tables, &mut shape).floats(levels);
-            lookup::place(Entries::levels(levels), tables, &mut shape, ALL_ENTRIES);
-            (Kernel::Lloyd, shape)
+            let mut shape = base_shape(SideKernel::Lloyd, dim, bits);
+            TableWriter::new(tables, &mut shape).append_floats(levels);
+            lookup::append_lookup(
+                LookupEntries::from_levels(levels),
+                tables,
+                &mut shape,
+                ALL_ENTRIES,
+            );
+            (SideKernel::Lloyd, shape)
         }
         StoredLayout::BitAlloc { runs, levels, scales } => {
             if runs.len() > RUNS_MAX {
                 return Err("a bit allocation of more than nine runs");
             }
             let bits = runs.iter().map(|[_, len, width]| len * width).sum::<usize>();
-            let mut shape = shape(Kernel::BitAlloc, dim, bits as u32);
-            Table::new(tables, &mut shape).runs(&runs, levels.len()).floats(levels).floats(scales);
-            let of = Allocation { runs: &runs, levels, scales };
-            spread::place((which, grouped), of, tables, &mut shape);
-            (Kernel::BitAlloc, shape)
+            let mut shape = base_shape(SideKernel::BitAlloc, dim, bits as u32);
+            TableWriter::new(tables, &mut shape)
+                .append_runs(&runs, levels.len())
+                .append_floats(levels)
+                .append_floats(scales);
+            let of = BitAllocation { runs: &runs, levels, scales };
+            unpack::append_unpack((which, grouped), of, tables, &mut shape);
+            (SideKernel::BitAlloc, shape)
         }
-        StoredLayout::Grid(_) => (Kernel::Grid, shape(Kernel::Grid, dim, 8)),
+        StoredLayout::Grid(_) => (SideKernel::Grid, base_shape(SideKernel::Grid, dim, 8)),
         _ => return Err("of another quantizer"),
     };
-    if kernel != Kernel::BitAlloc && shape.bits > CODE_BITS_MAX {
+    if kernel != SideKernel::BitAlloc && shape.bits > CODE_BITS_MAX {
         return Err("codes of more than 16 bits");
     }
     Ok((kernel, shape))
@@ -409,7 +427,7 @@ fn page_shape(
 
 /// Shared memory for one tile of a page of `tokens` rows, bytes: the spans of the kernel's struct
 /// at their largest, each rounded out to whole copies.
-pub(crate) fn stage_bytes(kernel: Kernel, shape: &SideShape, tokens: usize) -> usize {
+pub(crate) fn stage_bytes(kernel: SideKernel, shape: &SideShape, tokens: usize) -> usize {
     let (dim, bits) = (shape.dim as usize, shape.bits as usize);
     let rows = tokens.min(TILE_TOKENS);
     let copied = |bytes: usize| (bytes + 2 * (COPY_BYTES - 1)) / COPY_BYTES * COPY_BYTES;
@@ -425,26 +443,26 @@ pub(crate) fn stage_bytes(kernel: Kernel, shape: &SideShape, tokens: usize) -> u
     let scale_rows = tokens.div_ceil(share).min((TILE_TOKENS - 1) / share + 2);
     let pairs = dim.div_ceil(shape.scale_channels as usize);
     match kernel {
-        Kernel::Uniform => copied(scale_rows * pairs * 4) + codes(dim),
-        Kernel::Symmetric => copied(scale_rows * pairs * 2) + codes(dim),
-        Kernel::Hybrid => {
+        SideKernel::Uniform => copied(scale_rows * pairs * 4) + codes(dim),
+        SideKernel::Symmetric => copied(scale_rows * pairs * 2) + codes(dim),
+        SideKernel::Hybrid => {
             let values = share.min(tokens) * shape.scale_channels as usize;
             let word = values.div_ceil(8).max(WORD_BYTES_MIN);
             let mask = copied(scale_rows * pairs / 8 + 2);
             mask + copied(scale_rows * pairs * (word + 2)) + codes(dim)
         }
-        Kernel::Vq => codes(dim / shape.book_dim as usize * shape.stages as usize),
-        Kernel::Polar => {
+        SideKernel::Vq => codes(dim / shape.book_dim as usize * shape.stages as usize),
+        SideKernel::Polar => {
             let has_steps = shape.table_bytes == 8 << shape.angle_bits;
             let scales = if has_steps { copied(scale_rows * dim) } else { 0 };
             scales + codes(dim / 2)
         }
-        Kernel::Lloyd => copied(2 * rows) + codes(dim),
+        SideKernel::Lloyd => copied(2 * rows) + codes(dim),
         // Its bits are those of a row; every run has a place of its own, that of a full tile.
-        Kernel::BitAlloc => {
+        SideKernel::BitAlloc => {
             copied(TILE_TOKENS * bits / 8 + RUNS_MAX * (PLANES_MAX + 2 * COPY_BYTES))
         }
-        Kernel::Grid => 0,
+        SideKernel::Grid => 0,
         _ => copied(4) + codes(dim).next_multiple_of(LINE_BYTES),
     }
 }
@@ -456,33 +474,39 @@ mod tests {
     #[test]
     fn a_tile_fits_its_stage_wherever_it_begins() {
         // KIVI keys: 4 bits, 128 channels, one scale row of 512 bytes or two.
-        let kivi = SideShape { scale_tokens: 32, ..shape(Kernel::Uniform, 128, 4) };
-        let bytes = stage_bytes(Kernel::Uniform, &kivi, 64);
+        let kivi = SideShape { scale_tokens: 32, ..base_shape(SideKernel::Uniform, 128, 4) };
+        let bytes = stage_bytes(SideKernel::Uniform, &kivi, 64);
         assert!(bytes >= 2048 + 512 + 4 * 15, "{bytes}");
         // A raw tile needs no more than its rows and what lies around them, in whole lines.
-        let bytes = stage_bytes(Kernel::F16, &rows_shape(DType::F16, 128), 64);
+        let bytes = stage_bytes(SideKernel::F16, &rows_shape(DType::F16, 128), 64);
         assert_eq!(bytes, 32 * 256 + 128);
     }
 
     #[test]
     fn pairs_without_a_kernel_share_one() {
         let name = |keys, values, huffman, rows| {
-            let pair = Pair { keys, values, huffman };
-            pair.kernel(if pair.is_known() { Variant::Own } else { Variant::Any }, rows)
+            let pair = KernelPair { keys, values, huffman };
+            pair.kernel_name(
+                if pair.is_known() { KernelVariant::Own } else { KernelVariant::Any },
+                rows,
+            )
         };
-        assert_eq!(name(Kernel::Vq, Kernel::Vq, false, 3), "kvd_attend_vq_vq_4");
-        assert_eq!(name(Kernel::Vq, Kernel::F16, false, 1), "kvd_attend_any_any_8");
-        let uniform = Kernel::Uniform;
+        assert_eq!(name(SideKernel::Vq, SideKernel::Vq, false, 3), "kvd_attend_vq_vq_4");
+        assert_eq!(name(SideKernel::Vq, SideKernel::F16, false, 1), "kvd_attend_any_any_8");
+        let uniform = SideKernel::Uniform;
         assert_eq!(name(uniform, uniform, false, 9), "kvd_attend_uniform_uniform_8");
         assert_eq!(name(uniform, uniform, true, 1), "kvd_attend_huffman_uniform_uniform_1");
-        assert_eq!(name(Kernel::Grid, Kernel::F16, true, 1), "kvd_attend_huffman_any_any_8");
+        assert_eq!(
+            name(SideKernel::Grid, SideKernel::F16, true, 1),
+            "kvd_attend_huffman_any_any_8"
+        );
     }
 
     #[test]
     fn pages_that_stand_in_for_others_are_known_by_their_header() {
         let (kernel, shape) = fallback_shape(16, 128).unwrap();
-        assert_eq!((kernel, shape.bits, shape.scale_channels), (Kernel::Uniform, 4, 32));
-        assert_eq!(fallback_shape(1, 64).unwrap().0, Kernel::F16);
+        assert_eq!((kernel, shape.bits, shape.scale_channels), (SideKernel::Uniform, 4, 32));
+        assert_eq!(fallback_shape(1, 64).unwrap().0, SideKernel::F16);
         assert_eq!(fallback_shape(48, 64), None);
     }
 }

@@ -1,6 +1,6 @@
 //! Whether thread blocks have room for a layer, asked before anything of it is stored.
 
-use super::{Options, Shapes, Tables};
+use super::{AttendTables, LayerShapes, TableOptions};
 use crate::PlanError;
 use kvd_codec::{ModelCodec, PageHeader};
 use kvd_compute::{AttendPlan, PlanPart, PlanQuery, Source};
@@ -35,7 +35,7 @@ pub(crate) fn one_page(codec: &ModelCodec, layer: LayerIndex, rows: u32) -> Atte
     }
 }
 
-impl Shapes {
+impl LayerShapes {
     /// Whether the thread blocks of `plan`, a plan of [`one_page`], have room for what its heads'
     /// runs and tables take. Of sides whose tables are built from
     /// blocks that is the prior; plans know what those take at most.
@@ -46,10 +46,11 @@ impl Shapes {
         &self,
         plan: &AttendPlan,
         codec: &ModelCodec,
-        options: Options,
+        options: TableOptions,
     ) -> Result<(), PlanError> {
         let heads = codec.geometry().kv_heads as usize;
-        let known = |head: usize| Side::BOTH.iter().all(|side| self.current(head, *side).is_some());
+        let known =
+            |head: usize| Side::BOTH.iter().all(|side| self.current_shape(head, *side).is_some());
         if !(0..heads).all(known) {
             return Ok(());
         }
@@ -71,6 +72,6 @@ impl Shapes {
                 checksum: 0,
             })
         };
-        Tables::in_place(plan, codec, self, &header, options).map(drop)
+        AttendTables::in_place(plan, codec, self, &header, options).map(drop)
     }
 }

@@ -2,7 +2,7 @@
 //! `kernels/include/kvd/store/huffman.cuh`, and the room that its codes may take.
 
 use super::steps;
-use crate::side::COPY_BYTES;
+use crate::kernel_side::COPY_BYTES;
 use kvd_codec::{CHUNK_TOKENS, Grid, StreamRun, StreamTable};
 use kvd_core::Side;
 
@@ -19,20 +19,20 @@ const WORD_BYTES: usize = 2;
 
 /// What store kernels read of one layer, and which parts of it heads may share.
 #[derive(Default)]
-pub(super) struct Constants {
+pub(super) struct StoreConstants {
     pub(super) bytes: Vec<u8>,
     shared: Vec<(usize, usize)>,
 }
 
-impl Constants {
+impl StoreConstants {
     /// The offset of words, appended where no equal ones are known.
-    fn share(&mut self, words: &[u32]) -> u32 {
+    fn share_words(&mut self, words: &[u32]) -> u32 {
         let words: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
         let equal = |(start, len): &&(usize, usize)| self.bytes[*start..][..*len] == words[..];
         if let Some((start, _)) = self.shared.iter().find(equal) {
             return *start as u32;
         }
-        steps::align(&mut self.bytes);
+        steps::align_sixteen(&mut self.bytes);
         let start = self.bytes.len();
         self.shared.push((start, words.len()));
         self.bytes.extend(words);
@@ -41,7 +41,7 @@ impl Constants {
 }
 
 /// The Huffman codes of one head of one side.
-pub(super) struct Lanes<'a> {
+pub(super) struct StoreStreams<'a> {
     pub(super) side: Side,
     pub(super) dim: usize,
     pub(super) runs: &'a [StreamRun],
@@ -53,11 +53,11 @@ pub(super) struct Lanes<'a> {
 
 /// What is known of a head's Huffman codes before they are made.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct LaneSizes {
+pub(super) struct StreamSizes {
     side: Side,
     /// Offset of runs and tables.
     pub(super) codes: u64,
-    /// As in [`Lanes`]; none of a grid.
+    /// As in [`HeadStreams`]; none of a grid.
     pub(super) version: Option<u16>,
     /// Bits of a lane at most, of one token of keys, or four of values.
     lane_bits: usize,
@@ -73,9 +73,9 @@ pub(super) fn unit_bytes(codes: usize) -> usize {
     (4 * codes).next_multiple_of(COPY_BYTES)
 }
 
-impl Lanes<'_> {
+impl StoreStreams<'_> {
     /// Appends runs and tables.
-    pub(super) fn place(&self, constants: &mut Constants) -> LaneSizes {
+    pub(super) fn append_tables(&self, constants: &mut StoreConstants) -> StreamSizes {
         let (mut quads, mut lane_bits, mut words) = (0, 0, Vec::new());
         for run in self.runs {
             let table = &self.tables[run.table];
@@ -88,10 +88,10 @@ impl Lanes<'_> {
             lane_bits += of_run * QUAD / (batch * table.codes_per_symbol()) * need as usize;
             let substitutes: Vec<u32> = table.substitutes().iter().map(|s| (*s).into()).collect();
             let substitutes =
-                if substitutes.is_empty() { 0 } else { constants.share(&substitutes) };
+                if substitutes.is_empty() { 0 } else { constants.share_words(&substitutes) };
             words.extend([run.first, run.len, quads].map(|x| x as u32));
             words.extend([
-                constants.share(table.symbol_units()),
+                constants.share_words(table.symbol_units()),
                 substitutes,
                 table.codes_per_symbol() as u32,
             ]);
@@ -102,18 +102,18 @@ impl Lanes<'_> {
         let cuts = self.grid.map_or(0, |grid| {
             let cut =
                 |channel| (grid.bias(channel) | grid.largest_code(channel) << 16).cast_unsigned();
-            constants.share(&(0..self.dim).map(cut).collect::<Vec<_>>())
+            constants.share_words(&(0..self.dim).map(cut).collect::<Vec<_>>())
         });
-        steps::align(&mut constants.bytes);
+        steps::align_sixteen(&mut constants.bytes);
         let codes = constants.bytes.len() as u64;
         let head = [self.runs.len() as u32, step.to_bits(), cuts, 0];
         constants.bytes.extend(head.into_iter().chain(words).flat_map(u32::to_le_bytes));
         let version = self.grid.is_none().then_some(self.version);
-        LaneSizes { side: self.side, codes, version, lane_bits }
+        StreamSizes { side: self.side, codes, version, lane_bits }
     }
 }
 
-impl LaneSizes {
+impl StreamSizes {
     /// Bytes of the lengths of a page's chunks.
     pub(super) fn length_bytes(&self, tokens: usize) -> usize {
         let words = if self.version.is_none() { 2 } else { 1 };

@@ -1,15 +1,15 @@
 //! What a plan expects of the kernel for both sides of a codec, before anything is calibrated.
 
 use super::{
-    factor, fixed_bytes, on_tensor_cores, resident, rows_of_kernel, staged_bytes, table_bytes,
-    tiles_together, variant, work_bytes,
+    choose_variant, fixed_bytes, resident_blocks, rows_of_kernel, staged_bytes, table_bytes,
+    tensor_factor, tiles_together, uses_tensor_cores, work_bytes,
 };
 use crate::abi::SideShape;
-use crate::fixed::{self, polar_table_bytes};
-use crate::late::LatePairs;
+use crate::kernel_side::{KernelPair, KernelVariant, SideKernel};
+use crate::late_pairs::LatePairs;
 use crate::lookup;
-use crate::side::{Kernel, Pair, Variant};
-use crate::spread;
+use crate::specialized::{self, polar_table_bytes};
+use crate::unpack;
 use kvd_codec::{
     CodebookScope, EntropyCoding, FloatFormat, GroupAxis, Quantizer, SideSpec, UniformMode,
 };
@@ -17,7 +17,7 @@ use kvd_core::{DType, Geometry, Side};
 
 /// What a plan expects of one side's products.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Expected {
+pub(crate) struct ExpectedSide {
     /// Why they are not on tensor cores.
     pub(crate) not: Option<&'static str>,
     /// Shared memory that they take, bytes.
@@ -33,7 +33,7 @@ pub(crate) struct ExpectedKernel {
     /// Query rows that it takes.
     pub(crate) rows: u32,
     /// Products of each side.
-    pub(crate) sides: [Expected; 2],
+    pub(crate) sides: [ExpectedSide; 2],
     /// Shared memory that is neither side's, bytes.
     pub(crate) fixed_bytes: usize,
     /// As [`tiles_together`].
@@ -48,7 +48,7 @@ pub(crate) struct ExpectedKernel {
 
 /// What the kernel for both sides will do with units of `rows` query rows, where `late` were
 /// compiled.
-pub(crate) fn expected(
+pub(crate) fn expected_kernel(
     specs: [&SideSpec; 2],
     geometry: &Geometry,
     rows: u32,
@@ -56,69 +56,69 @@ pub(crate) fn expected(
 ) -> ExpectedKernel {
     let kernels = specs.map(|spec| kernel_of(spec, geometry.dtype));
     let grouped = Side::BOTH.iter().all(|side| {
-        kernels[side.index()] == Kernel::BitAlloc
-            && spread::expects_groups((*side, geometry.block_tokens), geometry.head_dim(*side))
+        kernels[side.index()] == SideKernel::BitAlloc
+            && unpack::expects_groups((*side, geometry.block_tokens), geometry.head_dim(*side))
     });
     let [key, value] = Side::BOTH.map(|side| {
         let dim = geometry.head_dim(side);
         expected_shape(specs[side.index()], (side, grouped), dim, geometry.dtype)
     });
     let huffman = specs.iter().any(|spec| spec.entropy == EntropyCoding::Huffman);
-    let pair = Pair { keys: kernels[0], values: kernels[1], huffman };
-    let variant = variant(pair, &key, &value, late);
+    let pair = KernelPair { keys: kernels[0], values: kernels[1], huffman };
+    let variant = choose_variant(pair, &key, &value, late);
     let rows = rows_of_kernel(variant, rows);
-    let multiplies = Side::BOTH.map(|side| factor(kernels[side.index()], side).is_some());
+    let multiplies = Side::BOTH.map(|side| tensor_factor(kernels[side.index()], side).is_some());
     let not = |side: Side| match variant {
         _ if !multiplies[side.index()] => Some(match kernels[side.index()] {
-            Kernel::Polar | Kernel::Lloyd => "of such codes keys alone have such products",
+            SideKernel::Polar | SideKernel::Lloyd => "of such codes keys alone have such products",
             _ => "its values are neither codes that stand for bytes nor halves",
         }),
         _ if multiplies != [true; 2] => Some("the other side has none, and they share a kernel"),
-        Variant::Own | Variant::Groups if on_tensor_cores((pair, variant)) => None,
-        Variant::Late => None,
-        Variant::Own | Variant::Groups => Some("its kernel multiplies floats"),
-        Variant::Floats => {
+        KernelVariant::Own | KernelVariant::Groups if uses_tensor_cores((pair, variant)) => None,
+        KernelVariant::Late => None,
+        KernelVariant::Own | KernelVariant::Groups => Some("its kernel multiplies floats"),
+        KernelVariant::Floats => {
             Some("a side has several stages, over 4096 entries, or some of other lengths")
         }
-        Variant::Any => Some("the pair or its groups have no such kernel"),
+        KernelVariant::Any => Some("the pair or its groups have no such kernel"),
     };
     let of_side = |side: Side, shape| {
         let bytes = work_bytes((pair, variant), side, shape, rows as usize);
         let tokens = geometry.block_tokens as usize;
         let stage = staged_bytes((pair, variant), side, (shape, tokens), rows);
-        let is_vq = kernels[side.index()] == Kernel::Vq;
+        let is_vq = kernels[side.index()] == SideKernel::Vq;
         let table = if is_vq { 0 } else { table_bytes((pair, variant), side, shape) };
-        Expected { not: not(side), bytes, stage, table }
+        ExpectedSide { not: not(side), bytes, stage, table }
     };
     let dim = geometry.head_dim(Side::Key);
-    let is_fixed = fixed::kernel((pair, variant), rows, &key, &value).is_some();
+    let is_fixed = specialized::specialized_kernel((pair, variant), rows, &key, &value).is_some();
     ExpectedKernel {
         rows,
         sides: [of_side(Side::Key, &key), of_side(Side::Value, &value)],
         fixed_bytes: fixed_bytes((pair, variant), rows as usize, dim),
         tiles: tiles_together((pair, variant), rows as usize),
         is_fixed,
-        resident: resident((pair, variant), is_fixed),
-        is_late: variant == Variant::Late,
+        resident: resident_blocks((pair, variant), is_fixed),
+        is_late: variant == KernelVariant::Late,
     }
 }
 
 /// The kernel of a side.
-fn kernel_of(side: &SideSpec, dtype: DType) -> Kernel {
+fn kernel_of(side: &SideSpec, dtype: DType) -> SideKernel {
     match side.quantizer {
-        Quantizer::Float(FloatFormat::Native) => Kernel::of_rows(dtype),
-        Quantizer::Float(FloatFormat::F32) => Kernel::F32,
-        Quantizer::Float(FloatFormat::F16) => Kernel::F16,
-        Quantizer::Float(FloatFormat::BF16) => Kernel::Bf16,
-        Quantizer::Float(FloatFormat::E4M3) => Kernel::Fp8,
-        Quantizer::Uniform { mode: UniformMode::Asym, .. } => Kernel::Uniform,
-        Quantizer::Uniform { mode: UniformMode::Sym, .. } => Kernel::Symmetric,
-        Quantizer::Uniform { mode: UniformMode::Hybrid, .. } => Kernel::Hybrid,
-        Quantizer::Grid { .. } => Kernel::Grid,
-        Quantizer::Polar { .. } => Kernel::Polar,
-        Quantizer::Lloyd { .. } => Kernel::Lloyd,
-        Quantizer::Vq(_) => Kernel::Vq,
-        Quantizer::BitAlloc { .. } => Kernel::BitAlloc,
+        Quantizer::Float(FloatFormat::Native) => SideKernel::of_rows(dtype),
+        Quantizer::Float(FloatFormat::F32) => SideKernel::F32,
+        Quantizer::Float(FloatFormat::F16) => SideKernel::F16,
+        Quantizer::Float(FloatFormat::BF16) => SideKernel::Bf16,
+        Quantizer::Float(FloatFormat::E4M3) => SideKernel::Fp8,
+        Quantizer::Uniform { mode: UniformMode::Asym, .. } => SideKernel::Uniform,
+        Quantizer::Uniform { mode: UniformMode::Sym, .. } => SideKernel::Symmetric,
+        Quantizer::Uniform { mode: UniformMode::Hybrid, .. } => SideKernel::Hybrid,
+        Quantizer::Grid { .. } => SideKernel::Grid,
+        Quantizer::Polar { .. } => SideKernel::Polar,
+        Quantizer::Lloyd { .. } => SideKernel::Lloyd,
+        Quantizer::Vq(_) => SideKernel::Vq,
+        Quantizer::BitAlloc { .. } => SideKernel::BitAlloc,
     }
 }
 
@@ -139,7 +139,7 @@ fn expected_shape(
     match side.quantizer {
         Quantizer::Uniform { axis, group, mode, .. } => {
             let is_hybrid = mode == UniformMode::Hybrid;
-            shape.kind = if is_hybrid { Kernel::Hybrid } else { Kernel::Uniform } as u32;
+            shape.kind = if is_hybrid { SideKernel::Hybrid } else { SideKernel::Uniform } as u32;
             let group = group.map(u32::from);
             (shape.scale_tokens, shape.scale_channels) = match axis {
                 GroupAxis::Channel => (group.unwrap_or(page), 1),
@@ -153,12 +153,12 @@ fn expected_shape(
             (shape.book_dim, shape.stages) = (vq.dim.into(), vq.stages.into());
             let grouped = vq.scope == CodebookScope::Group;
             shape.sets = if grouped { dim as u32 / u32::from(vq.dim) } else { 1 };
-            let fits = vq.is_on_levels() && lookup::fits(vq.dim.into());
+            let fits = vq.is_on_levels() && lookup::fits_lookup(vq.dim.into());
             shape.entry_bytes = if fits { vq.dim.into() } else { 0 };
             shape.entry_count = if vq.bits <= 8 { 1 << vq.bits } else { 0 };
         }
         Quantizer::Polar { angle, radius, group } => {
-            shape.kind = Kernel::Polar as u32;
+            shape.kind = SideKernel::Polar as u32;
             shape.scale_tokens = group.map_or(page, u32::from);
             shape.bits = u32::from(angle) + u32::from(radius);
             shape.angle_bits = angle.into();
@@ -168,19 +168,19 @@ fn expected_shape(
             lookup::expect_all(&mut shape, 4);
         }
         Quantizer::Lloyd { bits } => {
-            shape.kind = Kernel::Lloyd as u32;
+            shape.kind = SideKernel::Lloyd as u32;
             shape.bits = bits.into();
             shape.table_bytes = 4 << bits;
             lookup::expect_all(&mut shape, 2);
         }
         Quantizer::Grid { .. } => {
-            shape.kind = Kernel::Grid as u32;
+            shape.kind = SideKernel::Grid as u32;
             shape.stride = shape.dim;
         }
         Quantizer::BitAlloc { bits } => {
-            let (kind, dim) = (Kernel::BitAlloc as u32, shape.dim);
+            let (kind, dim) = (SideKernel::BitAlloc as u32, shape.dim);
             let bits = (bits * dim as f32).ceil() as u32;
-            let spread = spread::expected((which, grouped), dim as usize);
+            let spread = unpack::expected_unpack((which, grouped), dim as usize);
             let (scale_tokens, scale_channels) = (1, 1);
             shape = SideShape { kind, dim, bits, scale_tokens, scale_channels, ..spread };
         }

@@ -2,7 +2,7 @@
 //! same ones. Others take any shape, in more instructions.
 
 use crate::abi::SideShape;
-use crate::side::{Kernel, Pair, Variant};
+use crate::kernel_side::{KernelPair, KernelVariant, SideKernel};
 
 /// Channels of their heads, and query rows.
 const DIM: u32 = 128;
@@ -10,7 +10,7 @@ const ROWS: u32 = 4;
 
 /// What is fixed of a side.
 #[derive(Clone, Copy)]
-enum FixedSide {
+enum SpecializedSide {
     /// Bits of a code; tokens and channels that share a scale.
     Scaled { bits: u32, tokens: u32, channels: u32 },
     /// Bits of a code and channels of an entry, of one codebook that shared memory has whole.
@@ -25,36 +25,40 @@ enum FixedSide {
     Groups,
 }
 
-use FixedSide::{Dim, Groups, Lloyd, Polar, Scaled, Vq};
+use SpecializedSide::{Dim, Groups, Lloyd, Polar, Scaled, Vq};
 
 /// A scale for 32 tokens of a channel, or for 32 channels of a token.
-const BY_CHANNEL: fn(u32) -> FixedSide = |bits| Scaled { bits, tokens: 32, channels: 1 };
-const BY_TOKEN: fn(u32) -> FixedSide = |bits| Scaled { bits, tokens: 1, channels: 32 };
+const BY_CHANNEL: fn(u32) -> SpecializedSide = |bits| Scaled { bits, tokens: 32, channels: 1 };
+const BY_TOKEN: fn(u32) -> SpecializedSide = |bits| Scaled { bits, tokens: 1, channels: 32 };
 
 /// A kernel, its sides' kernels, and what is fixed of them.
-type Fixed = (&'static str, [Kernel; 2], [FixedSide; 2]);
+type SpecializedKernel = (&'static str, [SideKernel; 2], [SpecializedSide; 2]);
 
 /// All there are: `KVD_FIXED` of `kernels/attend_*_fixed.cu`.
-fn all() -> [Fixed; 9] {
-    let (uniform, vq) = ([Kernel::Uniform; 2], [Kernel::Vq; 2]);
+fn specialized_kernels() -> [SpecializedKernel; 9] {
+    let (uniform, vq) = ([SideKernel::Uniform; 2], [SideKernel::Vq; 2]);
     let polar = Polar { angle: 4, radius: 4 };
     let whole = Scaled { bits: 4, tokens: 1, channels: DIM };
     [
         ("kvd_attend_kivi4_4", uniform, [BY_CHANNEL(4), BY_TOKEN(4)]),
         ("kvd_attend_kivi2_4", uniform, [BY_CHANNEL(2), BY_TOKEN(2)]),
-        ("kvd_attend_innerq2_4", [Kernel::Hybrid; 2], [BY_TOKEN(2), BY_CHANNEL(2)]),
+        ("kvd_attend_innerq2_4", [SideKernel::Hybrid; 2], [BY_TOKEN(2), BY_CHANNEL(2)]),
         ("kvd_attend_vecinfer4_4", vq, [Vq { bits: 8, channels: 2 }; 2]),
         ("kvd_attend_vecinfer2_4", vq, [Vq { bits: 8, channels: 4 }; 2]),
         ("kvd_attend_vecinfer2reg_4", vq, [Vq { bits: 4, channels: 2 }; 2]),
-        ("kvd_attend_polar44_4", [Kernel::Polar, Kernel::Uniform], [polar, BY_TOKEN(4)]),
-        ("kvd_attend_turbo4_4", [Kernel::Lloyd, Kernel::Uniform], [Lloyd { bits: 4 }, whole]),
-        ("kvd_attend_kvd2fast_4", [Kernel::BitAlloc; 2], [Dim, Groups]),
+        ("kvd_attend_polar44_4", [SideKernel::Polar, SideKernel::Uniform], [polar, BY_TOKEN(4)]),
+        (
+            "kvd_attend_turbo4_4",
+            [SideKernel::Lloyd, SideKernel::Uniform],
+            [Lloyd { bits: 4 }, whole],
+        ),
+        ("kvd_attend_kvd2fast_4", [SideKernel::BitAlloc; 2], [Dim, Groups]),
     ]
 }
 
-impl FixedSide {
+impl SpecializedSide {
     /// Whether a shape is that.
-    fn is(self, shape: &SideShape) -> bool {
+    fn matches_shape(self, shape: &SideShape) -> bool {
         // Of one table, which shared memory has whole.
         let is_whole = shape.sets == 1 && u64::from(shape.entry_count) == 1 << shape.bits.min(32);
         let fits = match self {
@@ -86,21 +90,23 @@ pub(crate) fn polar_table_bytes(angle_bits: u32, dim: u32) -> u32 {
 
 /// The kernel for units of so many rows whose sides have these shapes, if one has them as
 /// constants.
-pub(crate) fn kernel(
-    (pair, variant): (Pair, Variant),
+pub(crate) fn specialized_kernel(
+    (pair, variant): (KernelPair, KernelVariant),
     rows: u32,
     key: &SideShape,
     value: &SideShape,
 ) -> Option<&'static str> {
-    let grouped = pair.keys == Kernel::BitAlloc;
-    let wanted = if grouped { Variant::Groups } else { Variant::Own };
+    let grouped = pair.keys == SideKernel::BitAlloc;
+    let wanted = if grouped { KernelVariant::Groups } else { KernelVariant::Own };
     if variant != wanted || pair.huffman || rows != ROWS {
         return None;
     }
-    let is = |(_, kernels, sides): &Fixed| {
-        *kernels == [pair.keys, pair.values] && sides[0].is(key) && sides[1].is(value)
+    let is = |(_, kernels, sides): &SpecializedKernel| {
+        *kernels == [pair.keys, pair.values]
+            && sides[0].matches_shape(key)
+            && sides[1].matches_shape(value)
     };
-    all().into_iter().find(is).map(|(name, ..)| name)
+    specialized_kernels().into_iter().find(is).map(|(name, ..)| name)
 }
 
 #[cfg(test)]
@@ -109,7 +115,8 @@ mod tests {
 
     #[test]
     fn a_shape_that_differs_in_one_constant_has_the_kernel_for_any() {
-        let pair = Pair { keys: Kernel::Uniform, values: Kernel::Uniform, huffman: false };
+        let pair =
+            KernelPair { keys: SideKernel::Uniform, values: SideKernel::Uniform, huffman: false };
         let shape = |scale_tokens, scale_channels| SideShape {
             dim: 128,
             bits: 4,
@@ -118,7 +125,8 @@ mod tests {
             ..SideShape::default()
         };
         let (key, value) = (shape(32, 1), shape(1, 32));
-        let of = |rows, key, value| kernel((pair, Variant::Own), rows, &key, &value);
+        let of =
+            |rows, key, value| specialized_kernel((pair, KernelVariant::Own), rows, &key, &value);
         assert_eq!(of(4, key, value), Some("kvd_attend_kivi4_4"));
         assert_eq!(of(8, key, value), None);
         for (key, value) in [
@@ -130,15 +138,15 @@ mod tests {
         ] {
             assert_eq!(of(4, key, value), None, "{key:?} {value:?}");
         }
-        let huffman = Pair { huffman: true, ..pair };
-        assert_eq!(kernel((huffman, Variant::Own), 4, &key, &value), None);
-        assert_eq!(kernel((pair, Variant::Any), 4, &key, &value), None);
+        let huffman = KernelPair { huffman: true, ..pair };
+        assert_eq!(specialized_kernel((huffman, KernelVariant::Own), 4, &key, &value), None);
+        assert_eq!(specialized_kernel((pair, KernelVariant::Any), 4, &key, &value), None);
         // Tables that shared memory has in part.
-        let lloyd = Pair { keys: Kernel::Lloyd, ..pair };
+        let lloyd = KernelPair { keys: SideKernel::Lloyd, ..pair };
         let levels = SideShape { dim: 128, bits: 4, entry_bytes: 2, sets: 1, ..key };
         let of = |entry_count| {
             let key = SideShape { entry_count, ..levels };
-            kernel((lloyd, Variant::Own), 4, &key, &shape(1, 128))
+            specialized_kernel((lloyd, KernelVariant::Own), 4, &key, &shape(1, 128))
         };
         assert_eq!((of(16), of(8)), (Some("kvd_attend_turbo4_4"), None));
     }

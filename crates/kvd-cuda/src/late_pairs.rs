@@ -2,10 +2,10 @@
 //! registered, multiplies on tensor cores: which of them are loaded. Launches of the others are for
 //! the kernel that all pairs share. And which pairs a codec wants compiled.
 
-use crate::products::variant;
-use crate::side::{KERNELS, Pair, Variant};
-use crate::table::CodebookRoom;
-use crate::tables::Shapes;
+use crate::block_table::LayerShapes;
+use crate::codebook_table::CodebookRoom;
+use crate::kernel_side::{KERNELS, KernelPair, KernelVariant};
+use crate::tensor_core::choose_variant;
 use kvd_codec::ModelCodec;
 use kvd_core::{LayerIndex, Side};
 
@@ -24,30 +24,30 @@ impl LatePairs {
 
     /// With one pair more.
     #[must_use]
-    pub(crate) fn with(mut self, pair: Pair) -> Self {
-        let bit = bit(pair);
+    pub(crate) fn with_pair(mut self, pair: KernelPair) -> Self {
+        let bit = pair_bit(pair);
         self.0[bit / 64] |= 1 << (bit % 64);
         self
     }
 
     /// Whether it is one of them.
-    pub(crate) fn has(&self, pair: Pair) -> bool {
-        let bit = bit(pair);
+    pub(crate) fn has_pair(&self, pair: KernelPair) -> bool {
+        let bit = pair_bit(pair);
         self.0[bit / 64] >> (bit % 64) & 1 != 0
     }
 }
 
-fn bit(Pair { keys, values, huffman }: Pair) -> usize {
+fn pair_bit(KernelPair { keys, values, huffman }: KernelPair) -> usize {
     (usize::from(huffman) * KERNELS + keys as usize) * KERNELS + values as usize
 }
 
 /// The pairs of a layer's heads whose pages no kernel of their own reads, because there is none
 /// ahead of time or it refuses their shapes, and whether the one to compile for a head multiplies
 /// on tensor cores.
-pub(crate) fn wanted(codec: &ModelCodec, layer: LayerIndex) -> Vec<(Pair, bool)> {
-    let shapes = Shapes::new(codec, layer, [CodebookRoom::NONE; 2]);
+pub(crate) fn wanted_pairs(codec: &ModelCodec, layer: LayerIndex) -> Vec<(KernelPair, bool)> {
+    let shapes = LayerShapes::new(codec, layer, [CodebookRoom::NONE; 2]);
     let of_side = |head, side| {
-        let (kernel, mut shape) = shapes.fixed(head, side)?;
+        let (kernel, mut shape) = shapes.fixed_width_shape(head, side)?;
         let coded = codec.head_codec(layer, side, head).stream_runs().is_some();
         // As with any table; there may be none yet.
         shape.stride = if coded { shape.dim } else { 0 };
@@ -58,11 +58,11 @@ pub(crate) fn wanted(codec: &ModelCodec, layer: LayerIndex) -> Vec<(Pair, bool)>
         else {
             return None;
         };
-        let pair = Pair { keys, values, huffman: key.stride > 0 || value.stride > 0 };
-        match variant(pair, &key, &value, LatePairs::ALL) {
-            Variant::Late => Some((pair, true)),
-            Variant::Any => Some((pair, false)),
-            Variant::Own | Variant::Groups | Variant::Floats => None,
+        let pair = KernelPair { keys, values, huffman: key.stride > 0 || value.stride > 0 };
+        match choose_variant(pair, &key, &value, LatePairs::ALL) {
+            KernelVariant::Late => Some((pair, true)),
+            KernelVariant::Any => Some((pair, false)),
+            KernelVariant::Own | KernelVariant::Groups | KernelVariant::Floats => None,
         }
     };
     (0..codec.geometry().kv_heads as usize).filter_map(of_head).collect()
@@ -71,11 +71,11 @@ pub(crate) fn wanted(codec: &ModelCodec, layer: LayerIndex) -> Vec<(Pair, bool)>
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::side::Kernel;
+    use crate::kernel_side::SideKernel;
     use kvd_core::{DType, Geometry, RopePairing};
 
     /// What is wanted of a codec's only head, of so many channels.
-    fn of(codec: &str, dim: u32) -> Vec<(Pair, bool)> {
+    fn of(codec: &str, dim: u32) -> Vec<(KernelPair, bool)> {
         let geometry = Geometry {
             layers: 1,
             kv_heads: 1,
@@ -86,13 +86,13 @@ mod tests {
             rope_pairing: RopePairing::Half,
         };
         let spec = kvd_codec::resolve_spec(codec).unwrap();
-        wanted(&ModelCodec::new(geometry, spec, None).unwrap(), LayerIndex(0))
+        wanted_pairs(&ModelCodec::new(geometry, spec, None).unwrap(), LayerIndex(0))
     }
 
     #[test]
     fn a_pair_is_wanted_where_no_kernel_of_its_own_reads_its_pages() {
-        let pair = |keys, values, huffman| Pair { keys, values, huffman };
-        let (uniform, hybrid) = (Kernel::Uniform, Kernel::Hybrid);
+        let pair = |keys, values, huffman| KernelPair { keys, values, huffman };
+        let (uniform, hybrid) = (SideKernel::Uniform, SideKernel::Hybrid);
         let plain = |huffman| vec![(pair(uniform, uniform, huffman), false)];
         let values = "v=uniform(b=4,g=32,axis=token)";
         let coded = "k=uniform(b=4,axis=token)/huffman; v=uniform(b=4,axis=token)/huffman";
@@ -105,13 +105,13 @@ mod tests {
             (
                 &format!("k=polar(a=5,r=4,g=64); {values}"),
                 128,
-                vec![(pair(Kernel::Polar, uniform, false), false)],
+                vec![(pair(SideKernel::Polar, uniform, false), false)],
             ),
             ("k=uniform(b=4,axis=token); v=uniform(b=4,axis=token)", 256, plain(false)),
             (coded, 128, vec![]),
             (coded, 256, plain(true)),
             ("k=f16; v=f16", 128, vec![]),
-            ("k=f16; v=f16", 36, vec![(pair(Kernel::F16, Kernel::F16, false), false)]),
+            ("k=f16; v=f16", 36, vec![(pair(SideKernel::F16, SideKernel::F16, false), false)]),
             ("k=f32; v=f32", 36, vec![]),
             (
                 "k=uniform(b=2,g=16,axis=token,mode=hybrid); v=uniform(b=2,axis=channel,mode=hybrid)",
@@ -119,9 +119,13 @@ mod tests {
                 vec![(pair(hybrid, hybrid, false), false)],
             ),
             // No kernel ahead of time.
-            (&format!("k=f16; {values}"), 128, vec![(pair(Kernel::F16, uniform, false), true)]),
-            (&format!("k=f16; {values}"), 36, vec![(pair(Kernel::F16, uniform, false), false)]),
-            (&format!("k=f32; {values}"), 128, vec![(pair(Kernel::F32, uniform, false), false)]),
+            (&format!("k=f16; {values}"), 128, vec![(pair(SideKernel::F16, uniform, false), true)]),
+            (&format!("k=f16; {values}"), 36, vec![(pair(SideKernel::F16, uniform, false), false)]),
+            (
+                &format!("k=f32; {values}"),
+                128,
+                vec![(pair(SideKernel::F32, uniform, false), false)],
+            ),
         ] {
             assert_eq!(of(codec, dim), wanted, "{codec}, {dim} channels");
         }
@@ -129,13 +133,16 @@ mod tests {
 
     #[test]
     fn a_set_has_what_was_put_into_it() {
-        let pair = |keys, values, huffman| Pair { keys, values, huffman };
-        let last = pair(Kernel::Grid, Kernel::Grid, true);
-        let set = LatePairs::NONE.with(last).with(pair(Kernel::Vq, Kernel::F32, false));
-        assert!(set.has(last) && set.has(pair(Kernel::Vq, Kernel::F32, false)));
-        for other in [pair(Kernel::Grid, Kernel::Grid, false), pair(Kernel::F32, Kernel::Vq, false)]
-        {
-            assert!(!set.has(other) && LatePairs::ALL.has(other), "{other:?}");
+        let pair = |keys, values, huffman| KernelPair { keys, values, huffman };
+        let last = pair(SideKernel::Grid, SideKernel::Grid, true);
+        let set =
+            LatePairs::NONE.with_pair(last).with_pair(pair(SideKernel::Vq, SideKernel::F32, false));
+        assert!(set.has_pair(last) && set.has_pair(pair(SideKernel::Vq, SideKernel::F32, false)));
+        for other in [
+            pair(SideKernel::Grid, SideKernel::Grid, false),
+            pair(SideKernel::F32, SideKernel::Vq, false),
+        ] {
+            assert!(!set.has_pair(other) && LatePairs::ALL.has_pair(other), "{other:?}");
         }
     }
 }

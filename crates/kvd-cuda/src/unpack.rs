@@ -3,7 +3,7 @@
 //! of runs in whole groups, which `groups.cuh` does not spread.
 
 use crate::abi::SideShape;
-use crate::side::{COPY_BYTES, RUNS_MAX, TILE_TOKENS};
+use crate::kernel_side::{COPY_BYTES, RUNS_MAX, TILE_TOKENS};
 use kvd_codec::level_unit;
 use kvd_core::Side;
 
@@ -33,7 +33,7 @@ const GROUP_TOKENS: u32 = 2 * TILE_TOKENS as u32;
 
 /// The runs of a row, `[first, len, width]`, levels of all widths, and a scale per coefficient.
 #[derive(Clone, Copy)]
-pub(crate) struct Allocation<'a> {
+pub(crate) struct BitAllocation<'a> {
     pub(crate) runs: &'a [[usize; 3]],
     pub(crate) levels: &'a [f32],
     pub(crate) scales: &'a [f32],
@@ -41,7 +41,7 @@ pub(crate) struct Allocation<'a> {
 
 /// A position of a row of bytes: a coefficient's high byte, or its low one.
 #[derive(Clone, Copy, Default)]
-struct Position {
+struct BytePosition {
     channel: u16,
     /// Whether the next position has the low byte of the same.
     is_split: bool,
@@ -61,18 +61,18 @@ impl LevelBytes {
             let whole = |level: &f32| (level / unit).round() as i8;
             return Self { unit, parts: vec![levels.iter().map(whole).collect()] };
         }
-        let (unit, halves) = crate::lookup::halves(levels);
+        let (unit, halves) = crate::lookup::split_bytes(levels);
         let part = |at: usize| halves.iter().map(|bytes| bytes[at]).collect();
         Self { unit, parts: vec![part(0), part(1)] }
     }
 
     /// What byte `part` of a level is worth.
-    fn worth(&self, part: usize) -> f32 {
+    fn byte_worth(&self, part: usize) -> f32 {
         if part + 1 == self.parts.len() { self.unit } else { 256.0 * self.unit }
     }
 
     /// All high bytes, then all low ones, of each sixteen or more.
-    fn planes(&self) -> Vec<u8> {
+    fn byte_planes(&self) -> Vec<u8> {
         let plane = |part: &Vec<i8>| {
             let mut plane: Vec<u8> = part.iter().map(|byte| *byte as u8).collect();
             plane.resize(plane.len().max(REGISTER_CODES), 0);
@@ -82,7 +82,7 @@ impl LevelBytes {
     }
 
     /// Of few codes sixteen of each part, else all parts of each code.
-    fn table(&self, width: usize) -> Vec<u8> {
+    fn code_table(&self, width: usize) -> Vec<u8> {
         let byte =
             |part: usize, code: usize| self.parts.get(part).map_or(0, |part| part[code] as u8);
         if width > REGISTER_BITS {
@@ -98,46 +98,46 @@ impl LevelBytes {
 
 /// A table of one side of one head.
 #[derive(Default)]
-struct Spread {
+struct UnpackTable {
     /// As they lie in a page.
     runs: Vec<[u32; RUN_WORDS]>,
     jobs: Vec<u32>,
-    /// In place of jobs, of groups that are not spread: `Group` of `groups.cuh`.
+    /// In place of jobs, of groups that are not spread: `RunGroup` of `groups.cuh`.
     groups: Vec<[u32; 4]>,
-    positions: Vec<Position>,
+    positions: Vec<BytePosition>,
     levels: Vec<u8>,
     tile_bytes: usize,
 }
 
 /// Whether all runs are whole groups, for which there is room, and pages two tiles.
-pub(crate) fn takes_groups((side, tokens): (Side, u32), of: Allocation<'_>) -> bool {
-    tokens == GROUP_TOKENS && Spread::groups(side, of).is_some()
+pub(crate) fn takes_groups((side, tokens): (Side, u32), of: BitAllocation<'_>) -> bool {
+    tokens == GROUP_TOKENS && UnpackTable::group_table(side, of).is_some()
 }
 
 /// Appends what spreads a side's codes, or says where its groups are if they are multiplied as they
 /// lie, to the layer's tables, and says in `shape` where it is.
-pub(crate) fn place(
+pub(crate) fn append_unpack(
     (side, grouped): (Side, bool),
-    of: Allocation<'_>,
+    of: BitAllocation<'_>,
     tables: &mut Vec<u8>,
     shape: &mut SideShape,
 ) {
-    if let Some(groups) = Spread::groups(side, of).filter(|_| grouped) {
+    if let Some(groups) = UnpackTable::group_table(side, of).filter(|_| grouped) {
         // Codes are not spread: no shared memory for a tile of bytes.
         shape.spread_row = groups.positions.len() as u32;
         shape.spread_places = shape.spread_row;
-        return groups.place(tables, shape);
+        return groups.append_to(tables, shape);
     }
-    let mut spread = Spread::new(side, of);
+    let mut spread = UnpackTable::new(side, of);
     let coded = spread.positions.len();
     let row = row_of(side, coded);
     let channels = of.runs.iter().filter(|run| run[2] == 0).flat_map(|run| run[0]..run[0] + run[1]);
     match side {
-        Side::Key => spread.positions.resize(row, Position::default()),
-        Side::Value => spread.positions.extend(channels.map(Position::nothing)),
+        Side::Key => spread.positions.resize(row, BytePosition::default()),
+        Side::Value => spread.positions.extend(channels.map(BytePosition::without_codes)),
     }
     let places = spread.positions.len();
-    spread.place(tables, shape);
+    spread.append_to(tables, shape);
     (shape.spread_row, shape.spread_places) = (row as u32, places as u32);
     shape.spread_bytes = bytes_of_tile(side, row, places) as u32;
 }
@@ -179,7 +179,7 @@ pub(crate) fn expects_groups((side, tokens): (Side, u32), dim: usize) -> bool {
 /// The shape of what no calibration has said yet: groups of levels of one byte, where both sides
 /// are [so](expects_groups); else as if all coefficients had codes, one in sixteen of them levels
 /// of two bytes, in runs whose last fours are not full.
-pub(crate) fn expected((side, grouped): (Side, bool), dim: usize) -> SideShape {
+pub(crate) fn expected_unpack((side, grouped): (Side, bool), dim: usize) -> SideShape {
     if grouped {
         let places = expected_places(side, dim) as u32;
         let (spread_row, spread_places) = (places, places);
@@ -197,7 +197,7 @@ pub(crate) fn expected((side, grouped): (Side, bool), dim: usize) -> SideShape {
 
 /// Sixteen coefficients of a run, of which a warp has one place or, of levels of two bytes, two.
 #[derive(Clone, Copy)]
-struct Group {
+struct RunGroup {
     run: usize,
     /// The first of them, of the run's positions.
     first: usize,
@@ -208,15 +208,16 @@ struct Group {
 
 /// Deals groups of values to warps, widest first, each to the one that has least to do: by warp, as
 /// many places for each.
-fn dealt(mut groups: Vec<Group>) -> Option<Vec<Vec<Group>>> {
+fn deal_groups(mut groups: Vec<RunGroup>) -> Option<Vec<Vec<RunGroup>>> {
     groups.sort_by_key(|group| std::cmp::Reverse((group.parts, group.cost)));
     let all: usize = groups.iter().map(|group| group.parts).sum();
-    let places = |warp: &Vec<Group>| warp.iter().map(|group| group.parts).sum::<usize>();
+    let places = |warp: &Vec<RunGroup>| warp.iter().map(|group| group.parts).sum::<usize>();
     let deal = |most: usize| {
         let mut warps = vec![Vec::new(); WARPS];
         for group in &groups {
-            let cost = |warp: &&mut Vec<Group>| warp.iter().map(|group| group.cost).sum::<usize>();
-            let has_room = |warp: &&mut Vec<Group>| places(warp) + group.parts <= most;
+            let cost =
+                |warp: &&mut Vec<RunGroup>| warp.iter().map(|group| group.cost).sum::<usize>();
+            let has_room = |warp: &&mut Vec<RunGroup>| places(warp) + group.parts <= most;
             warps.iter_mut().filter(has_room).min_by_key(cost)?.push(*group);
         }
         Some(warps)
@@ -224,15 +225,15 @@ fn dealt(mut groups: Vec<Group>) -> Option<Vec<Vec<Group>>> {
     (all.div_ceil(WARPS)..=WARP_GROUPS_MAX).find_map(deal)
 }
 
-impl Position {
+impl BytePosition {
     /// A coefficient without codes.
-    fn nothing(channel: usize) -> Self {
+    fn without_codes(channel: usize) -> Self {
         Self { channel: channel as u16, ..Self::default() }
     }
 }
 
-impl Spread {
-    fn new(side: Side, of: Allocation<'_>) -> Self {
+impl UnpackTable {
+    fn new(side: Side, of: BitAllocation<'_>) -> Self {
         let mut spread = Self::default();
         for [_, len, width] in of.runs {
             let bytes = TILE_TOKENS * len * width / 8;
@@ -255,16 +256,16 @@ impl Spread {
             run[2] = spread.positions.len() as u32;
             run[3] = levels.parts.len() as u32;
             run[7] = spread.levels.len() as u32;
-            spread.levels.extend(levels.table(width));
+            spread.levels.extend(levels.code_table(width));
             let items = (0..2 * len).step_by(JOB_ITEMS);
             spread.jobs.extend(items.map(|item| (item << 8 | index) as u32));
-            spread.extend(side, (of.runs[index], of.scales), &levels);
+            spread.append_run(side, (of.runs[index], of.scales), &levels);
         }
         spread
     }
 
     /// The positions of a run: of keys in fours of each part, of values parts in turn.
-    fn extend(
+    fn append_run(
         &mut self,
         side: Side,
         ([first, len, _], scales): ([usize; 3], &[f32]),
@@ -275,20 +276,20 @@ impl Spread {
         for (start, scales) in (first..).step_by(step).zip(scales[first..first + len].chunks(step))
         {
             for part in 0..parts {
-                let quad = (start..).zip(scales).map(|(channel, scale)| Position {
+                let quad = (start..).zip(scales).map(|(channel, scale)| BytePosition {
                     channel: channel as u16,
                     is_split: part + 1 < parts,
-                    factor: scale * levels.worth(part),
+                    factor: scale * levels.byte_worth(part),
                 });
                 self.positions.extend(quad);
                 let whole = self.positions.len().next_multiple_of(step);
-                self.positions.resize(whole, Position::default());
+                self.positions.resize(whole, BytePosition::default());
             }
         }
     }
 
     /// The same without spreading, where all runs are whole groups and there is room for them.
-    fn groups(side: Side, of: Allocation<'_>) -> Option<Self> {
+    fn group_table(side: Side, of: BitAllocation<'_>) -> Option<Self> {
         if !of.runs.iter().all(|[_, len, _]| len.is_multiple_of(GROUP)) {
             return None;
         }
@@ -305,7 +306,7 @@ impl Spread {
             let words = [*len, *width, 0, parts, bytes, before, 0, spread.levels.len()];
             spread.runs.push(words.map(|word| word as u32));
             spread.tile_bytes += bytes;
-            spread.levels.extend(of_width.iter().flat_map(LevelBytes::planes));
+            spread.levels.extend(of_width.iter().flat_map(LevelBytes::byte_planes));
             levels.push(of_width);
         }
         match side {
@@ -317,7 +318,7 @@ impl Spread {
 
     /// What kernels know of a group, of keys of two: number `number` of a run and the next, byte
     /// `part` of its levels.
-    fn group(&self, side: Side, run: usize, number: usize, part: usize) -> [u32; 4] {
+    fn group_words(&self, side: Side, run: usize, number: usize, part: usize) -> [u32; 4] {
         let [len, width, .., bytes, before, _, levels] = self.runs[run];
         let number = number as u32;
         // Words of its first quad of a tile, and of a row of planes.
@@ -336,53 +337,53 @@ impl Spread {
     /// Groups and positions of keys, by run, byte of a level and group, in the order in which lanes
     /// have their words: neighbours of a lane are of two quads in turn. Two groups are a step,
     /// where a run has an odd one with nothing behind it.
-    fn key_groups(&mut self, of: Allocation<'_>, levels: &[Option<LevelBytes>]) {
+    fn key_groups(&mut self, of: BitAllocation<'_>, levels: &[Option<LevelBytes>]) {
         for (run, ([first, len, _], levels)) in of.runs.iter().zip(levels).enumerate() {
             let Some(levels) = levels else { continue };
             let count = len / GROUP;
             for part in 0..levels.parts.len() {
                 let pairs = (0..count).step_by(2);
-                let pairs = pairs.map(|number| self.group(Side::Key, run, number, part));
+                let pairs = pairs.map(|number| self.group_words(Side::Key, run, number, part));
                 self.groups.extend(pairs.collect::<Vec<_>>());
                 let position = |group: usize, at: usize| {
                     let (lane, at) = (at / QUAD, at % QUAD);
                     let quad = group + (lane % 2 + at % 2 * 2) * count;
                     let channel = first + quad * QUAD + lane / 2 * 2 + at / 2;
-                    let factor = of.scales[channel] * levels.worth(part);
-                    Position { channel: channel as u16, is_split: false, factor }
+                    let factor = of.scales[channel] * levels.byte_worth(part);
+                    BytePosition { channel: channel as u16, is_split: false, factor }
                 };
                 for group in 0..count {
                     self.positions.extend((0..GROUP).map(|at| position(group, at)));
                 }
                 let whole = self.positions.len().next_multiple_of(2 * GROUP);
-                self.positions.resize(whole, Position::default());
+                self.positions.resize(whole, BytePosition::default());
             }
         }
     }
 
     /// Places of values: of each warp's groups the even positions, then the odd ones. Those of a
     /// low byte say that another place has their coefficient.
-    fn value_groups(&mut self, of: Allocation<'_>, levels: &[Option<LevelBytes>]) -> Option<()> {
+    fn value_groups(&mut self, of: BitAllocation<'_>, levels: &[Option<LevelBytes>]) -> Option<()> {
         let groups = of.runs.iter().enumerate().flat_map(|(run, [_, len, width])| {
             let parts = levels[run].as_ref().map_or(1, |levels| levels.parts.len());
             let cost = parts * (1 + width);
-            (0..*len).step_by(GROUP).map(move |first| Group { run, first, parts, cost })
+            (0..*len).step_by(GROUP).map(move |first| RunGroup { run, first, parts, cost })
         });
-        let warps = dealt(groups.collect())?;
-        let places = |warp: &Vec<Group>| warp.iter().map(|group| group.parts).sum::<usize>();
+        let warps = deal_groups(groups.collect())?;
+        let places = |warp: &Vec<RunGroup>| warp.iter().map(|group| group.parts).sum::<usize>();
         let most = warps.iter().map(places).max().unwrap_or(0);
-        let nothing = Position { channel: u16::MAX, ..Position::default() };
+        let nothing = BytePosition { channel: u16::MAX, ..BytePosition::default() };
         for warp in warps {
             let start = self.groups.len();
-            for Group { run, first, parts, .. } in warp {
+            for RunGroup { run, first, parts, .. } in warp {
                 for part in 0..parts {
-                    self.groups.push(self.group(Side::Value, run, first / GROUP, part));
-                    let worth = levels[run].as_ref().map_or(0.0, |levels| levels.worth(part));
+                    self.groups.push(self.group_words(Side::Value, run, first / GROUP, part));
+                    let worth = levels[run].as_ref().map_or(0.0, |levels| levels.byte_worth(part));
                     let even_then_odd = (0..GROUP).step_by(2).chain((1..GROUP).step_by(2));
                     self.positions.extend(even_then_odd.map(|at| {
                         let channel = of.runs[run][0] + first + at;
                         let factor = of.scales[channel] * worth;
-                        Position { channel: channel as u16, is_split: part > 0, factor }
+                        BytePosition { channel: channel as u16, is_split: part > 0, factor }
                     }));
                 }
             }
@@ -393,14 +394,14 @@ impl Spread {
     }
 
     /// Appends the table and says where it is.
-    fn place(&self, tables: &mut Vec<u8>, shape: &mut SideShape) {
+    fn append_to(&self, tables: &mut Vec<u8>, shape: &mut SideShape) {
         tables.resize(tables.len().next_multiple_of(COPY_BYTES), 0);
         shape.entries = tables.len() as u64;
-        shape.spread_table = self.append(tables) as u32;
+        shape.spread_table = self.append_table(tables) as u32;
     }
 
     /// Appends the table; gives the bytes of it that are to stand in shared memory.
-    fn append(&self, tables: &mut Vec<u8>) -> usize {
+    fn append_table(&self, tables: &mut Vec<u8>) -> usize {
         let start = tables.len();
         let jobs = self.jobs.len() + self.groups.as_flattened().len();
         let levels_at = 4 * (HEAD_WORDS + RUN_WORDS * RUNS_MAX + jobs);
@@ -447,13 +448,13 @@ mod tests {
         (1..=8).flat_map(width).collect()
     }
 
-    fn spread(side: Side, runs: &[[usize; 3]]) -> (Spread, SideShape, Vec<u8>) {
+    fn spread(side: Side, runs: &[[usize; 3]]) -> (UnpackTable, SideShape, Vec<u8>) {
         let (levels, scales) = (levels(), vec![0.5; 128]);
-        let of = Allocation { runs, levels: &levels, scales: &scales };
+        let of = BitAllocation { runs, levels: &levels, scales: &scales };
         let (mut tables, mut shape) = (vec![1; 3], SideShape::default());
-        place((side, false), of, &mut tables, &mut shape);
+        append_unpack((side, false), of, &mut tables, &mut shape);
         assert_eq!(shape.entries, 16);
-        (Spread::new(side, of), shape, tables)
+        (UnpackTable::new(side, of), shape, tables)
     }
 
     #[test]
@@ -473,7 +474,7 @@ mod tests {
         let low = keys.positions[4].factor;
         assert_eq!(keys.positions[0].factor, 256.0 * low);
         // What no calibration has said yet is about as much.
-        let expected = expected((Side::Key, false), 128);
+        let expected = expected_unpack((Side::Key, false), 128);
         assert!((128..192).contains(&expected.spread_row));
 
         let (values, shape, _) = spread(Side::Value, &runs);
@@ -492,10 +493,10 @@ mod tests {
         assert_eq!(spread.tile_bytes, 768);
     }
 
-    fn groups(side: Side, tokens: u32, runs: &[[usize; 3]]) -> Option<Spread> {
+    fn groups(side: Side, tokens: u32, runs: &[[usize; 3]]) -> Option<UnpackTable> {
         let (levels, scales) = (levels(), vec![0.5; 256]);
-        let of = Allocation { runs, levels: &levels, scales: &scales };
-        takes_groups((side, tokens), of).then(|| Spread::groups(side, of).unwrap())
+        let of = BitAllocation { runs, levels: &levels, scales: &scales };
+        takes_groups((side, tokens), of).then(|| UnpackTable::group_table(side, of).unwrap())
     }
 
     #[test]
@@ -512,7 +513,8 @@ mod tests {
         assert_eq!((channels.len(), keys.tile_bytes), (64, 32 * (32 * 3 + 16) / 8));
         assert!(keys.positions[48..].iter().all(|of| of.factor == 0.0));
         // The first run has 384 bytes of a tile, the second is behind two tiles of it.
-        let places = |of: &Spread, at: usize| of.groups.iter().map(|g| g[at]).collect::<Vec<_>>();
+        let places =
+            |of: &UnpackTable, at: usize| of.groups.iter().map(|g| g[at]).collect::<Vec<_>>();
         let of_keys: [_; 3] = [0, 1, 2].map(|at| places(&keys, at));
         assert_eq!(of_keys, [vec![0, 768], vec![384, 64], vec![256, 128]]);
         let what = [3 | 32 << 8, 1 | 1 << 4 | 16 << 8 | 16 << 16];

@@ -1,8 +1,8 @@
 //! The query rows of a plan: folded here where the host has them, units for a kernel where they are
 //! in a worker's memory.
 
-use super::Builder;
-use crate::turn::{TURN_ROWS, TurnUnit};
+use super::TableBuilder;
+use crate::query_transform::{TURN_ROWS, TransformUnit};
 use kvd_compute::PlanQuery;
 use kvd_core::Side;
 
@@ -18,9 +18,14 @@ pub(super) struct HeadRows {
     pub(super) count: usize,
 }
 
-impl Builder<'_> {
+impl TableBuilder<'_> {
     /// Appends the queries of a head, as given and folded.
-    pub(super) fn queries(&mut self, query: &PlanQuery, head: usize, batch_row: usize) -> HeadRows {
+    pub(super) fn append_queries(
+        &mut self,
+        query: &PlanQuery,
+        head: usize,
+        batch_row: usize,
+    ) -> HeadRows {
         let group = (self.plan.q_heads / self.codec.geometry().kv_heads) as usize;
         let count = query.n_q as usize * group;
         let first = self.tables.query_rows;
@@ -28,17 +33,17 @@ impl Builder<'_> {
         let rows = HeadRows { head, group, batch_row, first, count };
         match self.q.take() {
             Some(q) => {
-                self.fold(&rows, &q);
+                self.fold_queries(&rows, &q);
                 self.q = Some(q);
             }
-            None => self.turn(&rows),
+            None => self.append_transform_units(&rows),
         }
         rows
     }
 
     /// Units that take a head's queries from a worker's memory.
-    fn turn(&mut self, rows: &HeadRows) {
-        self.tables.turns.extend((0..rows.count).step_by(TURN_ROWS).map(|first| TurnUnit {
+    fn append_transform_units(&mut self, rows: &HeadRows) {
+        self.tables.turns.extend((0..rows.count).step_by(TURN_ROWS).map(|first| TransformUnit {
             fold: 0,
             unfold: 0,
             token: rows.batch_row as u32,
@@ -51,7 +56,7 @@ impl Builder<'_> {
     }
 
     /// Appends a head's queries `q`, scaled, as given and folded.
-    fn fold(&mut self, rows: &HeadRows, q: &[f32]) {
+    fn fold_queries(&mut self, rows: &HeadRows, q: &[f32]) {
         let HeadRows { head, group, batch_row, first, count } = *rows;
         let dim = self.codec.geometry().head_dim(Side::Key);
         let q_heads = self.plan.q_heads as usize;

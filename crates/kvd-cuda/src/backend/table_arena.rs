@@ -6,7 +6,7 @@ use super::memory::ALIGN;
 use std::collections::BTreeMap;
 
 /// A piece of device memory, and which parts of it are held.
-pub(super) struct Kept {
+pub(super) struct TableArena {
     start: u64,
     bytes: u64,
     /// Bytes of each part, by its offset.
@@ -20,13 +20,13 @@ pub(super) struct Kept {
      for tables at most {left} are left in one piece: unregister models, or raise \
      device.table_bytes"
 )]
-pub(super) struct KeptFull {
+pub(super) struct ArenaFull {
     needed: u64,
     left: u64,
     all: u64,
 }
 
-impl Kept {
+impl TableArena {
     pub(super) fn new(start: u64, bytes: u64) -> Self {
         Self { start, bytes, held: BTreeMap::new() }
     }
@@ -36,7 +36,7 @@ impl Kept {
     }
 
     /// Offset and bytes of what lies between the parts that are held.
-    fn gaps(&self) -> Vec<(u64, u64)> {
+    fn free_gaps(&self) -> Vec<(u64, u64)> {
         let held = self.held.iter().map(|(offset, bytes)| (*offset, offset + bytes));
         let mut gaps = Vec::new();
         let mut end = 0;
@@ -48,29 +48,29 @@ impl Kept {
     }
 
     /// Where a part begins that has room, and what is held of it: the first gap large enough.
-    fn find(&self, bytes: u64) -> Result<(u64, u64), KeptFull> {
-        let gaps = self.gaps();
+    fn find_gap(&self, bytes: u64) -> Result<(u64, u64), ArenaFull> {
+        let gaps = self.free_gaps();
         let left = gaps.iter().map(|(_, bytes)| *bytes).max().unwrap_or(0);
-        let full = KeptFull { needed: bytes, left, all: self.bytes };
+        let full = ArenaFull { needed: bytes, left, all: self.bytes };
         let len = bytes.max(1).checked_next_multiple_of(ALIGN).ok_or(full)?;
         let fits = gaps.into_iter().find(|(_, bytes)| *bytes >= len);
         fits.map(|(offset, _)| (offset, len)).ok_or(full)
     }
 
     /// Whether a part has room.
-    pub(super) fn has_room(&self, bytes: u64) -> Result<(), KeptFull> {
-        self.find(bytes).map(|_| ())
+    pub(super) fn has_room(&self, bytes: u64) -> Result<(), ArenaFull> {
+        self.find_gap(bytes).map(|_| ())
     }
 
     /// The address of the first gap that is large enough.
-    pub(super) fn take(&mut self, bytes: u64) -> Result<u64, KeptFull> {
-        let (offset, len) = self.find(bytes)?;
+    pub(super) fn allocate(&mut self, bytes: u64) -> Result<u64, ArenaFull> {
+        let (offset, len) = self.find_gap(bytes)?;
         self.held.insert(offset, len);
         Ok(self.start + offset)
     }
 
     /// Gives a part back.
-    pub(super) fn give(&mut self, address: u64) {
+    pub(super) fn release(&mut self, address: u64) {
         let given = self.held.remove(&(address - self.start));
         debug_assert!(given.is_some(), "a part is given back once");
     }
@@ -82,25 +82,25 @@ mod tests {
 
     #[test]
     fn gaps_are_filled_and_parts_never_overlap() {
-        let mut kept = Kept::new(4096, 1024);
-        let parts = [1, 256, 257].map(|bytes| kept.take(bytes).unwrap());
+        let mut kept = TableArena::new(4096, 1024);
+        let parts = [1, 256, 257].map(|bytes| kept.allocate(bytes).unwrap());
         assert_eq!(parts, [4096, 4352, 4608]);
-        let full = KeptFull { needed: 1, left: 0, all: 1024 };
-        assert_eq!(kept.take(1), Err(full));
-        kept.give(parts[1]);
+        let full = ArenaFull { needed: 1, left: 0, all: 1024 };
+        assert_eq!(kept.allocate(1), Err(full));
+        kept.release(parts[1]);
         // Too small for two, then taken again.
-        let full = KeptFull { needed: 257, left: 256, all: 1024 };
-        assert_eq!((kept.has_room(257), kept.take(257)), (Err(full), Err(full)));
+        let full = ArenaFull { needed: 257, left: 256, all: 1024 };
+        assert_eq!((kept.has_room(257), kept.allocate(257)), (Err(full), Err(full)));
         assert_eq!(kept.has_room(256), Ok(()));
         let said = full.to_string();
         for part in ["up to 257 bytes", "of the 1024", "at most 256 are left", "device.table_bytes"]
         {
             assert!(said.contains(part), "{said}");
         }
-        assert_eq!(kept.take(0), Ok(parts[1]));
-        kept.give(parts[0]);
-        kept.give(parts[1]);
-        assert_eq!(kept.take(512), Ok(parts[0]));
-        assert_eq!(kept.take(u64::MAX).unwrap_err().left, 0);
+        assert_eq!(kept.allocate(0), Ok(parts[1]));
+        kept.release(parts[0]);
+        kept.release(parts[1]);
+        assert_eq!(kept.allocate(512), Ok(parts[0]));
+        assert_eq!(kept.allocate(u64::MAX).unwrap_err().left, 0);
     }
 }

@@ -2,7 +2,7 @@
 //! side's header in `kernels/include/kvd`.
 
 use crate::abi::SideShape;
-use crate::side::{COPY_BYTES, RUNS_MAX};
+use crate::kernel_side::{COPY_BYTES, RUNS_MAX};
 use kvd_codec::{ModelCodec, VectorQuantizer};
 use kvd_core::{DType, LayerIndex, Side};
 
@@ -12,7 +12,7 @@ pub(crate) const HELD_MAX: u32 = 32;
 const HELD_BOOKS: u32 = 2;
 const HELD_PAIRS: u32 = 4;
 
-/// What a thread block has for the codebooks of one side: [`crate::Plan::rooms`]. Nothing of it
+/// What a thread block has for the codebooks of one side: [`crate::KernelPlan::rooms`]. Nothing of it
 /// changes an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CodebookRoom {
@@ -30,7 +30,7 @@ impl CodebookRoom {
     pub(crate) const NONE: Self = Self { bytes: 0, registers: 0, exchange: false };
 
     /// What both have.
-    pub(crate) fn least(self, other: Self) -> Self {
+    pub(crate) fn common_room(self, other: Self) -> Self {
         Self {
             bytes: self.bytes.min(other.bytes),
             registers: self.registers.min(other.registers),
@@ -64,11 +64,11 @@ pub(crate) fn held_registers(pairs: u32, stages: u32, sets: u32) -> u32 {
 pub(crate) fn split_channels(shape: &mut SideShape, parts: u32, bytes: usize) {
     let parts = (1..=parts.min(shape.sets)).rev().find(|parts| shape.sets.is_multiple_of(*parts));
     shape.parts = parts.unwrap_or(1);
-    cache(shape, bytes);
+    cache_entries(shape, bytes);
 }
 
 /// As many entries behind those in registers as fit `bytes` are to stand in shared memory.
-fn cache(shape: &mut SideShape, bytes: usize) {
+fn cache_entries(shape: &mut SideShape, bytes: usize) {
     let of_part = shape.sets / shape.parts;
     let entry_bytes = 2 * (shape.book_dim * shape.stages * of_part) as usize;
     let count = (bytes / entry_bytes).min((1 << shape.bits) - shape.held as usize);
@@ -77,12 +77,12 @@ fn cache(shape: &mut SideShape, bytes: usize) {
 }
 
 /// One side's table, appended to those of its layer. Its place and size are kept in the shape.
-pub(crate) struct Table<'a> {
+pub(crate) struct TableWriter<'a> {
     tables: &'a mut Vec<u8>,
     shape: &'a mut SideShape,
 }
 
-impl<'a> Table<'a> {
+impl<'a> TableWriter<'a> {
     pub(crate) fn new(tables: &'a mut Vec<u8>, shape: &'a mut SideShape) -> Self {
         tables.resize(tables.len().next_multiple_of(COPY_BYTES), 0);
         shape.table = tables.len() as u64;
@@ -90,24 +90,24 @@ impl<'a> Table<'a> {
     }
 
     /// f32 values, all of them for shared memory.
-    pub(crate) fn floats(self, values: &[f32]) -> Self {
+    pub(crate) fn append_floats(self, values: &[f32]) -> Self {
         self.tables.extend(values.iter().flat_map(|value| value.to_le_bytes()));
-        self.end()
+        self.finish_table()
     }
 
     /// The head of a bit allocation: the number of runs and of levels, then the runs.
-    pub(crate) fn runs(self, runs: &[[usize; 3]], levels: usize) -> Self {
+    pub(crate) fn append_runs(self, runs: &[[usize; 3]], levels: usize) -> Self {
         let head = [runs.len() as u32, levels as u32, 0, 0];
         let missing = std::iter::repeat_n([0; 4], RUNS_MAX - runs.len());
         let runs = runs.iter().map(|[first, len, width]| [*first, *len, *width, 0]);
         let runs = runs.map(|run| run.map(|x| x as u32)).chain(missing);
         let words = head.into_iter().chain(runs.flatten());
         self.tables.extend(words.flat_map(u32::to_le_bytes));
-        self.end()
+        self.finish_table()
     }
 
     /// Codebooks, f16, `[sets, stages, entries, channels]`; `room` says what is kept where.
-    pub(crate) fn codebooks(self, vq: &VectorQuantizer, side: Side, room: CodebookRoom) {
+    pub(crate) fn append_codebooks(self, vq: &VectorQuantizer, side: Side, room: CodebookRoom) {
         for set in 0..self.shape.sets as usize {
             for stage in 0..vq.stages() {
                 let entries = vq.stage_codebook(stage, set).entries();
@@ -122,10 +122,10 @@ impl<'a> Table<'a> {
         shape.entry_pairs = if whole { entry_pairs(shape.book_dim) } else { 0 };
         let holds = held_registers(shape.entry_pairs, shape.stages, shape.sets) > 0;
         shape.held = if holds { room.registers.min(HELD_MAX).min(1 << shape.bits) } else { 0 };
-        cache(shape, room.bytes);
+        cache_entries(shape, room.bytes);
     }
 
-    fn end(self) -> Self {
+    fn finish_table(self) -> Self {
         self.shape.table_bytes = (self.tables.len() as u64 - self.shape.table) as u32;
         self
     }

@@ -2,17 +2,18 @@
 //! are `Tensor<Side>` in `kernels/attend_*.cu`, under the conditions that their headers name.
 
 use crate::abi::SideShape;
-use crate::buffers::stops_bytes;
-use crate::late::LatePairs;
-use crate::lookup;
-use crate::side::{
-    COPY_BYTES, Kernel, LINE_BYTES, Pair, ROWS, TILE_TOKENS, Variant, rows_of, stage_bytes,
+use crate::buffers::tile_stop_bytes;
+use crate::kernel_side::{
+    COPY_BYTES, KernelPair, KernelVariant, LINE_BYTES, ROWS, SideKernel, TILE_TOKENS, rows_of,
+    stage_bytes,
 };
+use crate::late_pairs::LatePairs;
+use crate::lookup;
 use kvd_core::{Geometry, Side};
 
 mod expected;
 
-pub(crate) use expected::expected;
+pub(crate) use expected::expected_kernel;
 
 /// Terms of one product, and its columns.
 const STEP_TERMS: usize = 32;
@@ -45,51 +46,51 @@ const HALF_GROUP: usize = 64;
 
 /// Pairs of which a side may hold Huffman codes and whose late kernels on tensor cores
 /// were compiled without spills.
-const DECODED: [(Kernel, Kernel); 1] = [(Kernel::Grid, Kernel::Uniform)];
+const DECODED: [(SideKernel, SideKernel); 1] = [(SideKernel::Grid, SideKernel::Uniform)];
 
 /// Whether a kernel of a pair multiplies codes on tensor cores.
-pub(crate) fn on_tensor_cores((pair, variant): (Pair, Variant)) -> bool {
+pub(crate) fn uses_tensor_cores((pair, variant): (KernelPair, KernelVariant)) -> bool {
     match variant {
-        Variant::Own | Variant::Groups => {}
-        Variant::Late => return true,
-        Variant::Floats | Variant::Any => return false,
+        KernelVariant::Own | KernelVariant::Groups => {}
+        KernelVariant::Late => return true,
+        KernelVariant::Floats | KernelVariant::Any => return false,
     }
     matches!(
         (pair.keys, pair.values),
-        (Kernel::Uniform | Kernel::Polar | Kernel::Lloyd, Kernel::Uniform)
-            | (Kernel::Grid, Kernel::Grid)
-            | (Kernel::Vq, Kernel::Vq)
-            | (Kernel::BitAlloc, Kernel::BitAlloc)
-            | (Kernel::Hybrid, Kernel::Hybrid)
-            | (Kernel::F16, Kernel::F16)
-            | (Kernel::Bf16, Kernel::Bf16)
-            | (Kernel::Fp8, Kernel::Fp8)
+        (SideKernel::Uniform | SideKernel::Polar | SideKernel::Lloyd, SideKernel::Uniform)
+            | (SideKernel::Grid, SideKernel::Grid)
+            | (SideKernel::Vq, SideKernel::Vq)
+            | (SideKernel::BitAlloc, SideKernel::BitAlloc)
+            | (SideKernel::Hybrid, SideKernel::Hybrid)
+            | (SideKernel::F16, SideKernel::F16)
+            | (SideKernel::Bf16, SideKernel::Bf16)
+            | (SideKernel::Fp8, SideKernel::Fp8)
     )
 }
 
 /// What tensor cores multiply of a side.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Factor {
+enum TensorFactor {
     Bytes,
     Halves,
 }
 
 /// That of a kernel's side; none where they take nothing of it.
-fn factor(kernel: Kernel, side: Side) -> Option<Factor> {
+fn tensor_factor(kernel: SideKernel, side: Side) -> Option<TensorFactor> {
     match kernel {
-        Kernel::F32 | Kernel::Symmetric => None,
-        Kernel::F16 | Kernel::Bf16 | Kernel::Fp8 => Some(Factor::Halves),
+        SideKernel::F32 | SideKernel::Symmetric => None,
+        SideKernel::F16 | SideKernel::Bf16 | SideKernel::Fp8 => Some(TensorFactor::Halves),
         // Scales of a token's values would be of levels of two bytes.
-        Kernel::Polar | Kernel::Lloyd if side == Side::Value => None,
-        _ => Some(Factor::Bytes),
+        SideKernel::Polar | SideKernel::Lloyd if side == Side::Value => None,
+        _ => Some(TensorFactor::Bytes),
     }
 }
 
 /// Whether a pair, none that has a kernel ahead of time, can have one late with products of both
 /// sides on tensor cores. Of pairs that decode, those whose kernels need no more registers than
 /// there are.
-pub(crate) fn multiplies_late(pair: Pair) -> bool {
-    let takes = |kernel, side| factor(kernel, side).is_some();
+pub(crate) fn multiplies_late(pair: KernelPair) -> bool {
+    let takes = |kernel, side| tensor_factor(kernel, side).is_some();
     let has_registers = !pair.huffman || DECODED.contains(&(pair.keys, pair.values));
     !pair.is_known()
         && has_registers
@@ -98,46 +99,53 @@ pub(crate) fn multiplies_late(pair: Pair) -> bool {
 }
 
 /// Whether products of a side are of bytes.
-fn of_bytes((pair, variant): (Pair, Variant), side: Side) -> bool {
+fn multiplies_bytes((pair, variant): (KernelPair, KernelVariant), side: Side) -> bool {
     let kernel = if side == Side::Key { pair.keys } else { pair.values };
-    on_tensor_cores((pair, variant)) && factor(kernel, side) == Some(Factor::Bytes)
+    uses_tensor_cores((pair, variant)) && tensor_factor(kernel, side) == Some(TensorFactor::Bytes)
 }
 
 /// Tiles that it works on together for so many query rows: `TILES` of `stops.cuh`.
-pub(crate) fn tiles_together((pair, variant): (Pair, Variant), rows: usize) -> usize {
-    let allocated = [pair.keys, pair.values].contains(&Kernel::BitAlloc);
-    let spreads = allocated && variant != Variant::Groups;
+pub(crate) fn tiles_together((pair, variant): (KernelPair, KernelVariant), rows: usize) -> usize {
+    let allocated = [pair.keys, pair.values].contains(&SideKernel::BitAlloc);
+    let spreads = allocated && variant != KernelVariant::Groups;
     let alone = pair.huffman && rows > FEW_ROWS;
-    let both = Side::BOTH.iter().all(|side| of_bytes((pair, variant), *side));
+    let both = Side::BOTH.iter().all(|side| multiplies_bytes((pair, variant), *side));
     if both && !spreads && !alone { 2 } else { 1 }
 }
 
 /// Whether a shape's values become factors of products of halves.
 fn is_half(shape: &SideShape) -> bool {
-    [Kernel::F16 as u32, Kernel::Bf16 as u32, Kernel::Fp8 as u32].contains(&shape.kind)
+    [SideKernel::F16 as u32, SideKernel::Bf16 as u32, SideKernel::Fp8 as u32].contains(&shape.kind)
 }
 
 /// Whether it makes bytes of that side's codes first, or takes them in groups, and what of the
 /// table for it stands in shared memory.
-pub(crate) fn spread_table((pair, variant): (Pair, Variant), shape: &SideShape) -> Option<usize> {
-    let spreads = on_tensor_cores((pair, variant)) && shape.spread_row > 0;
+pub(crate) fn spread_table(
+    (pair, variant): (KernelPair, KernelVariant),
+    shape: &SideShape,
+) -> Option<usize> {
+    let spreads = uses_tensor_cores((pair, variant)) && shape.spread_row > 0;
     spreads.then_some(shape.spread_table as usize)
 }
 
 /// Whether a side's codes are in groups that are not spread: `groups.cuh`.
 fn is_grouped(shape: &SideShape) -> bool {
-    shape.kind == Kernel::BitAlloc as u32 && shape.spread_row > 0 && shape.spread_bytes == 0
+    shape.kind == SideKernel::BitAlloc as u32 && shape.spread_row > 0 && shape.spread_bytes == 0
 }
 
 /// Whether it looks codes of that side up as bytes.
-pub(crate) fn looks_up((pair, variant): (Pair, Variant), side: Side) -> bool {
+pub(crate) fn looks_up((pair, variant): (KernelPair, KernelVariant), side: Side) -> bool {
     let kernel = if side == Side::Key { pair.keys } else { pair.values };
-    let looked_up = matches!(kernel, Kernel::Vq | Kernel::Polar | Kernel::Lloyd);
-    looked_up && on_tensor_cores((pair, variant))
+    let looked_up = matches!(kernel, SideKernel::Vq | SideKernel::Polar | SideKernel::Lloyd);
+    looked_up && uses_tensor_cores((pair, variant))
 }
 
 /// Shared memory of what it looks up of a side, bytes: of Huffman codes what stands behind apart.
-pub(crate) fn table_bytes(kernel: (Pair, Variant), side: Side, shape: &SideShape) -> usize {
+pub(crate) fn table_bytes(
+    kernel: (KernelPair, KernelVariant),
+    side: Side,
+    shape: &SideShape,
+) -> usize {
     let bytes = match spread_table(kernel, shape) {
         Some(bytes) => bytes,
         None if looks_up(kernel, side) => lookup::table_bytes(shape),
@@ -147,44 +155,53 @@ pub(crate) fn table_bytes(kernel: (Pair, Variant), side: Side, shape: &SideShape
 }
 
 /// The kernel that reads such pages of a pair, where `late` were compiled.
-pub(crate) fn variant(pair: Pair, key: &SideShape, value: &SideShape, late: LatePairs) -> Variant {
+pub(crate) fn choose_variant(
+    pair: KernelPair,
+    key: &SideShape,
+    value: &SideShape,
+    late: LatePairs,
+) -> KernelVariant {
     if !pair.is_known() {
-        let fits = late.has(pair) && fits_late(pair, key, value);
-        return if fits { Variant::Late } else { Variant::Any };
+        let fits = late.has_pair(pair) && fits_late(pair, key, value);
+        return if fits { KernelVariant::Late } else { KernelVariant::Any };
     }
-    if fits((pair, Variant::Own), key, value) {
-        return Variant::Own;
+    if fits_kernel((pair, KernelVariant::Own), key, value) {
+        return KernelVariant::Own;
     }
     if !pair.huffman && is_grouped(key) && is_grouped(value) {
-        return Variant::Groups;
+        return KernelVariant::Groups;
     }
-    let floats = !pair.huffman && (pair.keys, pair.values) == (Kernel::Vq, Kernel::Vq);
-    if floats { Variant::Floats } else { Variant::Any }
+    let floats = !pair.huffman && (pair.keys, pair.values) == (SideKernel::Vq, SideKernel::Vq);
+    if floats { KernelVariant::Floats } else { KernelVariant::Any }
 }
 
 /// Whether a pair's late kernel with products on tensor cores reads such pages. Of Huffman codes
 /// those of levels and grids are decoded to what tensor cores take.
-pub(crate) fn fits_late(pair: Pair, key: &SideShape, value: &SideShape) -> bool {
-    let is_read = |kernel: Kernel, shape: &SideShape| {
-        shape.stride == 0 || matches!(kernel, Kernel::Uniform | Kernel::Grid)
+pub(crate) fn fits_late(pair: KernelPair, key: &SideShape, value: &SideShape) -> bool {
+    let is_read = |kernel: SideKernel, shape: &SideShape| {
+        shape.stride == 0 || matches!(kernel, SideKernel::Uniform | SideKernel::Grid)
     };
     multiplies_late(pair)
         && is_read(pair.keys, key)
         && is_read(pair.values, value)
-        && fits((pair, Variant::Late), key, value)
+        && fits_kernel((pair, KernelVariant::Late), key, value)
 }
 
 /// Whether a pair's own kernel reads such pages: with products on tensor cores, rows and codes of
 /// fp8 are whole steps, other codes are bytes, and what scales them can go into queries or weights.
-fn fits((pair, variant): (Pair, Variant), key: &SideShape, value: &SideShape) -> bool {
+fn fits_kernel(
+    (pair, variant): (KernelPair, KernelVariant),
+    key: &SideShape,
+    value: &SideShape,
+) -> bool {
     let of_side = |side, shape: &SideShape| {
-        if !on_tensor_cores((pair, variant)) {
+        if !uses_tensor_cores((pair, variant)) {
             return true;
         }
         if is_half(shape) {
             return shape.dim.is_multiple_of(HALF_TERMS as u32) && shape.dim <= HALF_DIM_MAX;
         }
-        if shape.kind == Kernel::BitAlloc as u32 {
+        if shape.kind == SideKernel::BitAlloc as u32 {
             let places = side == Side::Key || shape.spread_places <= VALUE_DIM_MAX;
             return shape.spread_bytes > 0 && places;
         }
@@ -194,25 +211,32 @@ fn fits((pair, variant): (Pair, Variant), key: &SideShape, value: &SideShape) ->
         codes
             && shape.dim.is_multiple_of(QUAD)
             && (side == Side::Key || shape.dim <= dim_max)
-            && (shape.kind != Kernel::Uniform as u32 || folds(side, shape))
-            && (shape.kind != Kernel::Polar as u32 || fits_polar(shape))
-            && (shape.kind != Kernel::Hybrid as u32 || is_of_steps(side, shape))
+            && (shape.kind != SideKernel::Uniform as u32 || folds_steps(side, shape))
+            && (shape.kind != SideKernel::Polar as u32 || fits_polar(shape))
+            && (shape.kind != SideKernel::Hybrid as u32 || is_of_steps(side, shape))
     };
     of_side(Side::Key, key) && of_side(Side::Value, value)
 }
 
 /// Thread blocks for which a multiprocessor's registers are enough, and registers of a thread, of a
 /// kernel that has one codec's shapes as constants or takes any: `declare.cuh`.
-pub(crate) fn resident((pair, variant): (Pair, Variant), is_fixed: bool) -> (usize, u32) {
-    let takes_any = of_bytes((pair, variant), Side::Key) && !is_fixed;
-    let takes_any = takes_any || variant == Variant::Late;
+pub(crate) fn resident_blocks(
+    (pair, variant): (KernelPair, KernelVariant),
+    is_fixed: bool,
+) -> (usize, u32) {
+    let takes_any = multiplies_bytes((pair, variant), Side::Key) && !is_fixed;
+    let takes_any = takes_any || variant == KernelVariant::Late;
     if pair.huffman || takes_any { (3, 168) } else { (4, 128) }
 }
 
 /// Codes of a row that are looked up.
 fn codes_of(shape: &SideShape) -> usize {
     let dim = shape.dim as usize;
-    if shape.kind == Kernel::Polar as u32 { dim / 2 } else { dim / shape.book_dim.max(1) as usize }
+    if shape.kind == SideKernel::Polar as u32 {
+        dim / 2
+    } else {
+        dim / shape.book_dim.max(1) as usize
+    }
 }
 
 /// Whether all tokens of a tile share their scales.
@@ -228,7 +252,7 @@ fn fits_polar(shape: &SideShape) -> bool {
 }
 
 /// Whether steps of uniform codes go into queries or weights.
-fn folds(side: Side, shape: &SideShape) -> bool {
+fn folds_steps(side: Side, shape: &SideShape) -> bool {
     let one_row = has_one_row(shape);
     let by_token = one_row || shape.scale_tokens == 1;
     let whole = shape.scale_channels >= shape.dim;
@@ -258,20 +282,20 @@ fn is_of_steps(side: Side, shape: &SideShape) -> bool {
 /// Shared memory of a side's products for `rows` query rows, bytes: `Scores` of `scores.cuh`,
 /// `Sums` of `sums.cuh`.
 pub(crate) fn work_bytes(
-    kernel: (Pair, Variant),
+    kernel: (KernelPair, KernelVariant),
     side: Side,
     shape: &SideShape,
     rows: usize,
 ) -> usize {
-    if !on_tensor_cores(kernel) {
+    if !uses_tensor_cores(kernel) {
         return 0;
     }
     if is_half(shape) {
         return half_bytes(side, shape, rows);
     }
-    let (dim, grid) = (shape.dim as usize, shape.kind == Kernel::Grid as u32);
+    let (dim, grid) = (shape.dim as usize, shape.kind == SideKernel::Grid as u32);
     let spread = spread_table(kernel, shape).is_some();
-    let is_hybrid = shape.kind == Kernel::Hybrid as u32;
+    let is_hybrid = shape.kind == SideKernel::Hybrid as u32;
     let bytes = match side {
         Side::Key => {
             let positions = match () {
@@ -286,8 +310,8 @@ pub(crate) fn work_bytes(
             // Where the sums of a step are scaled, those of its queries too.
             let sums = if is_hybrid { steps * rows } else { 0 };
             // Of each tile where channels have scales, of which each has others.
-            let by_channel = shape.kind == Kernel::Uniform as u32 && shape.scale_channels == 1;
-            let scaled = by_channel || shape.kind == Kernel::Polar as u32;
+            let by_channel = shape.kind == SideKernel::Uniform as u32 && shape.scale_channels == 1;
+            let scaled = by_channel || shape.kind == SideKernel::Polar as u32;
             let cuts = if scaled { tiles_together(kernel, rows) } else { 1 };
             let head = (rows * ROW_WORDS).next_multiple_of(4);
             4 * (cuts * (head + steps * digit_words(rows)) + sums)
@@ -306,11 +330,11 @@ pub(crate) fn work_bytes(
 }
 
 /// Words of the weights of a tile beside floats: digits of each set, and their units.
-pub(crate) fn weight_words((pair, variant): (Pair, Variant), rows: usize) -> usize {
-    if !of_bytes((pair, variant), Side::Value) {
+pub(crate) fn weight_words((pair, variant): (KernelPair, KernelVariant), rows: usize) -> usize {
+    if !multiplies_bytes((pair, variant), Side::Value) {
         return 0;
     }
-    let sets = if pair.values == Kernel::Uniform { WEIGHT_SETS_MAX } else { 1 };
+    let sets = if pair.values == SideKernel::Uniform { WEIGHT_SETS_MAX } else { 1 };
     let tiles = tiles_together((pair, variant), rows);
     (rows * sets).next_multiple_of(4) + tiles * sets * digit_words(rows)
 }
@@ -321,14 +345,14 @@ fn half_bytes(side: Side, shape: &SideShape, rows: usize) -> usize {
     if side == Side::Value {
         return COPY_BYTES;
     }
-    let (dim, parts) = (shape.dim as usize, 2 + usize::from(shape.kind == Kernel::Bf16 as u32));
-    let terms = if shape.kind == Kernel::Fp8 as u32 { HALF_TERMS } else { HALF_GROUP };
+    let (dim, parts) = (shape.dim as usize, 2 + usize::from(shape.kind == SideKernel::Bf16 as u32));
+    let terms = if shape.kind == SideKernel::Fp8 as u32 { HALF_TERMS } else { HALF_GROUP };
     4 * rows.next_multiple_of(4) + 2 * rows * parts * dim.next_multiple_of(terms)
 }
 
 /// Shared memory of a side's staged tiles, those that are worked on together, bytes.
 pub(crate) fn staged_bytes(
-    (pair, variant): (Pair, Variant),
+    (pair, variant): (KernelPair, KernelVariant),
     side: Side,
     (shape, tokens): (&SideShape, usize),
     rows: u32,
@@ -337,8 +361,8 @@ pub(crate) fn staged_bytes(
     let tiles = tiles_together((pair, variant), rows as usize);
     let bytes = tiles * stage_bytes(kernel, shape, tokens);
     // Pieces of the values behind them change places within lines.
-    let halves = factor(pair.values, Side::Value) == Some(Factor::Halves);
-    let is_before_lines = variant == Variant::Late && side == Side::Key && halves;
+    let halves = tensor_factor(pair.values, Side::Value) == Some(TensorFactor::Halves);
+    let is_before_lines = variant == KernelVariant::Late && side == Side::Key && halves;
     if is_before_lines { bytes.next_multiple_of(LINE_BYTES) } else { bytes }
 }
 
@@ -350,19 +374,26 @@ fn digit_words(rows: usize) -> usize {
 /// Queries, scores, factors, digits and stops of a thread block: `AttendShared` of `shared.cuh`.
 /// On CUDA cores all warps read the queries and have a part of every score, and at the end every
 /// thread has a sum of values.
-pub(crate) fn fixed_bytes((pair, variant): (Pair, Variant), rows: usize, dim: usize) -> usize {
-    let (query, sums) = match on_tensor_cores((pair, variant)) {
+pub(crate) fn fixed_bytes(
+    (pair, variant): (KernelPair, KernelVariant),
+    rows: usize,
+    dim: usize,
+) -> usize {
+    let (query, sums) = match uses_tensor_cores((pair, variant)) {
         true => (0, tiles_together((pair, variant), rows) * TILE_TOKENS),
         false => (rows * dim, WARPS as usize * 32),
     };
     let floats = query.next_multiple_of(4) + rows * sums + rows.next_multiple_of(4);
     4 * (floats + weight_words((pair, variant), rows))
-        + stops_bytes(pair.spans(variant), (pair.huffman, tiles_together((pair, variant), rows)))
+        + tile_stop_bytes(
+            pair.tile_spans(variant),
+            (pair.huffman, tiles_together((pair, variant), rows)),
+        )
 }
 
 /// Query rows for which a kernel has room, that is given units of `rows`.
-pub(crate) fn rows_of_kernel(variant: Variant, rows: u32) -> u32 {
-    if variant == Variant::Any { ROWS[2] } else { rows_of(rows) }
+pub(crate) fn rows_of_kernel(variant: KernelVariant, rows: u32) -> u32 {
+    if variant == KernelVariant::Any { ROWS[2] } else { rows_of(rows) }
 }
 
 #[cfg(test)]

@@ -2,8 +2,8 @@
 //! and the shared memory that decoding takes.
 
 use crate::abi::SideShape;
+use crate::kernel_side::{COPY_BYTES, TILE_TOKENS};
 use crate::plan::SHARED_RESERVED;
-use crate::side::{COPY_BYTES, TILE_TOKENS};
 use kvd_codec::{CHUNK_TOKENS, EntropyCoding, Grid, SideSpec, StreamRun, StreamTable};
 use kvd_core::Side;
 use std::collections::BTreeMap;
@@ -32,13 +32,13 @@ const NOWHERE: u32 = 0xFFFF;
 
 /// A table by the bits that choose an entry: the next codes, and the bits that they take in the low
 /// byte, or, of four codes, above them.
-struct Entries {
+struct DecodeEntries {
     index_bits: u32,
     codes: usize,
     words: Vec<u32>,
 }
 
-impl Entries {
+impl DecodeEntries {
     /// With `symbols` symbols in an entry; none when an entry has no room for them.
     fn new(table: &StreamTable, symbols: usize, index_bits: u32, wide: bool) -> Option<Self> {
         let codes = symbols * table.codes_per_symbol();
@@ -65,7 +65,7 @@ impl Entries {
     }
 
     /// With as many symbols of one code each as a byte holds and a top-up is for.
-    fn joint(table: &StreamTable) -> Option<Self> {
+    fn joint_entries(table: &StreamTable) -> Option<Self> {
         let alone = table.codes_per_symbol() == 1 && table.raw_bits() == 0;
         let fits = |symbols: &usize| {
             *symbols <= table.batch_size().0
@@ -76,12 +76,12 @@ impl Entries {
     }
 
     /// What codes are looked up in, and the same for single symbols.
-    fn of(table: &StreamTable, wide: bool) -> (Self, Option<Self>) {
+    fn from_table(table: &StreamTable, wide: bool) -> (Self, Option<Self>) {
         let alone = |index_bits| {
             let entries = Self::new(table, 1, index_bits, wide);
             entries.unwrap_or_else(|| unreachable!("a symbol's codes fit"))
         };
-        match if wide { None } else { Self::joint(table) } {
+        match if wide { None } else { Self::joint_entries(table) } {
             Some(joint) => (joint, Some(alone(table.longest_symbol()))),
             None => (alone(table.longest_symbol().max(INDEX_BITS)), None),
         }
@@ -89,26 +89,26 @@ impl Entries {
 }
 
 /// The Huffman codes of one head of one side.
-pub(crate) struct Lanes<'a> {
+pub(crate) struct HeadStreams<'a> {
     pub(crate) side: Side,
     pub(crate) runs: &'a [StreamRun],
     pub(crate) tables: &'a [StreamTable],
     pub(crate) grid: Option<&'a Grid>,
 }
 
-impl Lanes<'_> {
+impl HeadStreams<'_> {
     /// Appends runs and tables to `tables`, where no equal ones are known, and says in `shape`
     /// where they are and what decoding takes.
-    pub(crate) fn place(
+    pub(crate) fn append_tables(
         &self,
         tables: &mut Vec<u8>,
         known: &mut Vec<(u64, usize)>,
         shape: &mut SideShape,
     ) {
-        let places = self.places();
+        let places = self.run_starts();
         let wide = shape.bits > 8;
-        let bytes = self.bytes(&places, shape.dim as usize, wide);
-        shape.stride = self.stride(&places);
+        let bytes = self.table_bytes(&places, shape.dim as usize, wide);
+        shape.stride = self.row_stride(&places);
         let planes = if wide { 2 } else { 1 };
         let tiles = CHUNK_TOKENS / TILE_TOKENS;
         let chunk = tiles * TILE_TOKENS * shape.stride as usize * planes;
@@ -129,7 +129,7 @@ impl Lanes<'_> {
     }
 
     /// Where each run begins in a decoded row, and at the end where the row ends.
-    fn places(&self) -> Vec<usize> {
+    fn run_starts(&self) -> Vec<usize> {
         let mut next = 0;
         let mut places = vec![0];
         for run in self.runs {
@@ -143,7 +143,7 @@ impl Lanes<'_> {
         places
     }
 
-    fn stride(&self, places: &[usize]) -> u32 {
+    fn row_stride(&self, places: &[usize]) -> u32 {
         let end = places.last().copied().unwrap_or(0);
         match self.side {
             // Whole steps of the products on tensor cores.
@@ -153,7 +153,7 @@ impl Lanes<'_> {
         }
     }
 
-    fn bytes(&self, places: &[usize], dim: usize, wide: bool) -> Vec<u8> {
+    fn table_bytes(&self, places: &[usize], dim: usize, wide: bool) -> Vec<u8> {
         let channels_at = HEAD_WORDS + RUN_WORDS * self.runs.len();
         // Nothing asks where a channel of a key is.
         let placed = self.grid.filter(|_| self.side == Side::Value);
@@ -161,8 +161,8 @@ impl Lanes<'_> {
         let (mut entries, mut at) = (Vec::new(), BTreeMap::new());
         for run in self.runs {
             at.entry(run.table).or_insert_with(|| {
-                let (entries_of, single) = Entries::of(&self.tables[run.table], wide);
-                let mut push = |entries_of: Entries| {
+                let (entries_of, single) = DecodeEntries::from_table(&self.tables[run.table], wide);
+                let mut push = |entries_of: DecodeEntries| {
                     let start = next;
                     next += entries_of.words.len();
                     entries.extend(entries_of.words);
@@ -204,7 +204,7 @@ impl Lanes<'_> {
 
 /// What a side takes of shared memory at most, of rows of `dim` codes: a chunk, and runs and
 /// tables.
-pub(crate) fn expected(side: Side, (spec, dim): (&SideSpec, usize)) -> [usize; 2] {
+pub(crate) fn expected_bytes(side: Side, (spec, dim): (&SideSpec, usize)) -> [usize; 2] {
     if spec.entropy != EntropyCoding::Huffman {
         return [0, 0];
     }
@@ -255,7 +255,7 @@ pub struct SharedMemory {
 /// for them beside `other` bytes: `planned` where a thread block has room for them, else so that a
 /// multiprocessor, whose registers are enough for `resident` thread blocks, decodes as many as it
 /// can. `chunk_bytes` is of keys and values, 0 for sides of fixed width.
-pub(crate) fn decoding(
+pub(crate) fn plan_decoding(
     chunk_bytes: [usize; 2],
     other: usize,
     (shared, resident): (SharedMemory, usize),
@@ -289,7 +289,7 @@ mod tests {
     fn chunks_are_those_that_were_planned_where_a_thread_block_has_room() {
         let chunks = |block: usize, planned| {
             let shared = SharedMemory { block, multiprocessor: block + 1024, under_way: 0 };
-            decoding([8 << 10; 2], 1 << 10, (shared, 4), planned).0
+            plan_decoding([8 << 10; 2], 1 << 10, (shared, 4), planned).0
         };
         // Alone: two in each of two thread blocks; four in one. Then as many as were planned.
         assert_eq!([140 << 10, 90 << 10].map(|block| chunks(block, None)), [2, 4]);
@@ -297,6 +297,6 @@ mod tests {
         let none = SharedMemory { block: 0, multiprocessor: 0, under_way: 0 };
         // Four have no room.
         assert_eq!(chunks(60 << 10, Some(4)), chunks(60 << 10, None));
-        assert_eq!(decoding([0; 2], 0, (none, 4), Some(2)), (0, 0));
+        assert_eq!(plan_decoding([0; 2], 0, (none, 4), Some(2)), (0, 0));
     }
 }

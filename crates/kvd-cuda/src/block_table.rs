@@ -6,23 +6,24 @@ mod queries;
 mod shapes;
 
 pub(crate) use fits::one_page;
-pub use shapes::Shapes;
+pub use shapes::LayerShapes;
 
 use crate::PlanError;
-use crate::abi::{COEFFICIENTS, PageEntry, SideShape, Unit};
-use crate::buffers::{BUFFERS_MIN, Staging};
-use crate::fixed;
-use crate::lanes::{SharedMemory, decoding};
-use crate::late::LatePairs;
-use crate::products::{
-    fixed_bytes, resident, rows_of_kernel, staged_bytes, table_bytes, tiles_together, variant,
-    work_bytes,
+use crate::abi::{AttendUnit, COEFFICIENTS, PageEntry, SideShape};
+use crate::buffers::{BUFFERS_MIN, TileBuffers};
+use crate::codebook_table::split_channels;
+use crate::huffman_tables::{SharedMemory, plan_decoding};
+use crate::kernel_side::{
+    COPY_BYTES, KernelPair, KernelVariant, ROWS, SideKernel, TILE_TOKENS, fallback_shape,
+    rows_shape,
 };
-use crate::side::{
-    COPY_BYTES, Kernel, Pair, ROWS, TILE_TOKENS, Variant, fallback_shape, rows_shape,
+use crate::late_pairs::LatePairs;
+use crate::query_transform::TransformUnit;
+use crate::specialized;
+use crate::tensor_core::{
+    choose_variant, fixed_bytes, resident_blocks, rows_of_kernel, staged_bytes, table_bytes,
+    tiles_together, work_bytes,
 };
-use crate::table::split_channels;
-use crate::turn::TurnUnit;
 use kvd_codec::{HEADER_BYTES, ModelCodec, PageHeader};
 use kvd_compute::{AttendPlan, PlanPart, PlanQuery, Source};
 use kvd_core::Side;
@@ -38,7 +39,7 @@ const DIM_MAX: usize = 2 * THREADS;
 
 /// Choices that do not change the result.
 #[derive(Clone, Copy, Debug)]
-pub struct Options {
+pub struct TableOptions {
     /// Parts (blocks) of one unit at most: the split of the stored range.
     pub parts_per_unit: usize,
     /// The GPU's shared memory.
@@ -56,11 +57,11 @@ pub struct Options {
 
 /// One launch of `kvd_attend_*`.
 #[derive(Clone, Debug)]
-pub struct Launch {
+pub struct AttendLaunch {
     /// The kernel.
     pub kernel: String,
     /// One per thread block.
-    pub units: Vec<Unit>,
+    pub units: Vec<AttendUnit>,
     /// As in [`crate::AttendParameters`].
     pub key_stage: u32,
     /// As in [`crate::AttendParameters`].
@@ -83,7 +84,7 @@ pub struct Launch {
 
 /// What a device needs to answer a plan.
 #[derive(Clone, Debug, Default)]
-pub struct Tables {
+pub struct AttendTables {
     /// The block table.
     pub pages: Vec<PageEntry>,
     /// Scaled queries, `[rows, key channels]`: as given and folded into coefficient space. None
@@ -94,9 +95,9 @@ pub struct Tables {
     /// Rows of both.
     pub query_rows: usize,
     /// What takes queries from a worker's memory and answers into it.
-    pub turns: Vec<TurnUnit>,
+    pub turns: Vec<TransformUnit>,
     /// Launches; they may run side by side.
-    pub launches: Vec<Launch>,
+    pub launches: Vec<AttendLaunch>,
     /// Rows of partial results.
     pub partials: usize,
     /// End of each output row's list in `order`.
@@ -109,32 +110,32 @@ pub struct Tables {
 
 /// Both sides of a part: kernels, shapes, and which of them hold coefficients.
 #[derive(Clone, Copy, PartialEq)]
-struct Sides {
-    kernels: [Kernel; 2],
+struct PartSides {
+    kernels: [SideKernel; 2],
     shapes: [SideShape; 2],
     folded: [bool; 2],
 }
 
 /// A kernel with a number of rows, and which one has the shapes of its units as constants: what one
 /// launch runs.
-type LaunchKey = (Pair, Variant, u32, Option<&'static str>);
+type LaunchKey = (KernelPair, KernelVariant, u32, Option<&'static str>);
 
-struct Builder<'a> {
+struct TableBuilder<'a> {
     plan: &'a AttendPlan,
     codec: &'a ModelCodec,
-    shapes: &'a Shapes,
+    shapes: &'a LayerShapes,
     /// Header of the page that begins at an offset of the arena.
     header: &'a dyn Fn(u64) -> Option<PageHeader>,
     /// The queries, where the host has them.
     q: Option<Vec<f32>>,
-    options: Options,
-    tables: Tables,
-    units: BTreeMap<LaunchKey, (Vec<Unit>, [usize; 9])>,
+    options: TableOptions,
+    tables: AttendTables,
+    units: BTreeMap<LaunchKey, (Vec<AttendUnit>, [usize; 9])>,
     /// Partial results of each output row.
     rows: Vec<Vec<u32>>,
 }
 
-impl Tables {
+impl AttendTables {
     /// Builds the tables of a plan whose shapes the caller has checked. `header` gives the header
     /// of the page that begins at an offset of the arena.
     ///
@@ -143,35 +144,35 @@ impl Tables {
     pub fn new(
         plan: &AttendPlan,
         codec: &ModelCodec,
-        shapes: &Shapes,
+        shapes: &LayerShapes,
         header: &dyn Fn(u64) -> Option<PageHeader>,
-        options: Options,
+        options: TableOptions,
     ) -> Result<Self, PlanError> {
         let mut q = vec![0f32; plan.q.len() / plan.dtype.size_bytes()];
         plan.dtype.widen(&plan.q, &mut q);
-        Self::build(plan, codec, shapes, header, (options, Some(q)))
+        Self::build_tables(plan, codec, shapes, header, (options, Some(q)))
     }
 
     /// The same where kernels read the queries from a worker's memory: the plan's own are ignored.
     ///
     /// # Errors
-    /// As [`Tables::new`].
+    /// As [`AttendTables::new`].
     pub fn in_place(
         plan: &AttendPlan,
         codec: &ModelCodec,
-        shapes: &Shapes,
+        shapes: &LayerShapes,
         header: &dyn Fn(u64) -> Option<PageHeader>,
-        options: Options,
+        options: TableOptions,
     ) -> Result<Self, PlanError> {
-        Self::build(plan, codec, shapes, header, (options, None))
+        Self::build_tables(plan, codec, shapes, header, (options, None))
     }
 
-    fn build(
+    fn build_tables(
         plan: &AttendPlan,
         codec: &ModelCodec,
-        shapes: &Shapes,
+        shapes: &LayerShapes,
         header: &dyn Fn(u64) -> Option<PageHeader>,
-        (options, q): (Options, Option<Vec<f32>>),
+        (options, q): (TableOptions, Option<Vec<f32>>),
     ) -> Result<Self, PlanError> {
         let geometry = codec.geometry();
         let dim = geometry.head_dim(Side::Value);
@@ -182,44 +183,50 @@ impl Tables {
         let rows = plan.queries.iter().map(|query| query.n_q as usize).sum::<usize>();
         let rows = vec![Vec::new(); rows * plan.q_heads as usize];
         let units = BTreeMap::new();
-        let mut builder = Builder { plan, codec, shapes, header, q, options, tables, units, rows };
+        let mut builder =
+            TableBuilder { plan, codec, shapes, header, q, options, tables, units, rows };
         let mut batch_row = 0;
         for query in &plan.queries {
             for head in 0..geometry.kv_heads as usize {
-                builder.head(query, head, batch_row)?;
+                builder.append_head(query, head, batch_row)?;
             }
             batch_row += query.n_q as usize;
         }
-        builder.finish()
+        builder.into_tables()
     }
 }
 
-impl Builder<'_> {
+impl TableBuilder<'_> {
     /// Everything of one query and KV head.
-    fn head(&mut self, query: &PlanQuery, head: usize, batch_row: usize) -> Result<(), PlanError> {
-        let rows = self.queries(query, head, batch_row);
-        let parts = query.parts.iter().map(|part| Ok((self.sides(part, head)?, part)));
+    fn append_head(
+        &mut self,
+        query: &PlanQuery,
+        head: usize,
+        batch_row: usize,
+    ) -> Result<(), PlanError> {
+        let rows = self.append_queries(query, head, batch_row);
+        let parts = query.parts.iter().map(|part| Ok((self.part_sides(part, head)?, part)));
         let parts = parts.collect::<Result<Vec<_>, PlanError>>()?;
         for run in parts.chunk_by(|a, b| a.0 == b.0) {
             for run in run.chunks(self.options.parts_per_unit.max(1)) {
-                self.run(query, &rows, run)?;
+                self.append_run(query, &rows, run)?;
             }
         }
         Ok(())
     }
 
     /// How both sides of a part are stored.
-    fn sides(&self, part: &PlanPart, head: usize) -> Result<Sides, PlanError> {
+    fn part_sides(&self, part: &PlanPart, head: usize) -> Result<PartSides, PlanError> {
         let geometry = self.codec.geometry();
         let dtype = geometry.dtype;
-        let mut sides = Sides {
-            kernels: [Kernel::of_rows(dtype); 2],
+        let mut sides = PartSides {
+            kernels: [SideKernel::of_rows(dtype); 2],
             shapes: Side::BOTH.map(|side| rows_shape(dtype, geometry.head_dim(side))),
             folded: [false; 2],
         };
         if let Source::Pages { .. } = part.source {
             for side in Side::BOTH {
-                let header = self.page(part, side, head)?.1;
+                let header = self.part_page(part, side, head)?.1;
                 let index = side.index();
                 let error = |what| self.shapes.no_side(side, head, what);
                 let of_head = self.shapes.heads[head][index].as_ref();
@@ -231,7 +238,7 @@ impl Builder<'_> {
                         !self.codec.head_codec(self.plan.layer, side, head).is_identity();
                     of_head
                         .map_err(|what| *what)
-                        .and_then(|shapes| shapes.version(header.table_version))
+                        .and_then(|shapes| shapes.version_shape(header.table_version))
                 };
                 (sides.kernels[index], sides.shapes[index]) = known.map_err(error)?;
             }
@@ -240,7 +247,7 @@ impl Builder<'_> {
     }
 
     /// Where the page of one side and head begins, and its header.
-    fn page(
+    fn part_page(
         &self,
         part: &PlanPart,
         side: Side,
@@ -256,7 +263,7 @@ impl Builder<'_> {
     }
 
     /// The entry of a part in the block table.
-    fn entry(&self, part: &PlanPart, head: usize) -> Result<PageEntry, PlanError> {
+    fn page_entry(&self, part: &PlanPart, head: usize) -> Result<PageEntry, PlanError> {
         let (rows, first_token) = (part.rows, part.first_token);
         let of_part = PageEntry { rows, first_token, ..PageEntry::default() };
         match &part.source {
@@ -268,8 +275,8 @@ impl Builder<'_> {
                 Ok(PageEntry { key, value, tokens, first_row, ..of_part })
             }
             Source::Pages { first_row, .. } => {
-                let (key, keys) = self.page(part, Side::Key, head)?;
-                let (value, values) = self.page(part, Side::Value, head)?;
+                let (key, keys) = self.part_page(part, Side::Key, head)?;
+                let (value, values) = self.part_page(part, Side::Value, head)?;
                 if keys.tokens != values.tokens {
                     let (keys, values) = (keys.tokens, values.tokens);
                     return Err(PlanError::Lengths { offset: key, keys, values });
@@ -296,17 +303,17 @@ impl Builder<'_> {
     }
 
     /// The units over parts that are stored alike.
-    fn run(
+    fn append_run(
         &mut self,
         query: &PlanQuery,
         rows: &HeadRows,
-        parts: &[(Sides, &PlanPart)],
+        parts: &[(PartSides, &PlanPart)],
     ) -> Result<(), PlanError> {
         let sides = parts[0].0;
         let first_page = self.tables.pages.len() as u32;
         let (mut tokens, mut tile) = (0, 0);
         for (_, part) in parts {
-            let entry = self.entry(part, rows.head)?;
+            let entry = self.page_entry(part, rows.head)?;
             tokens = tokens.max(entry.tokens as usize);
             tile = tile.max(self.tile_bytes(&entry));
             self.tables.pages.push(entry);
@@ -316,7 +323,7 @@ impl Builder<'_> {
             let count = (rows.count - first_row).min(most);
             let partial = self.tables.partials;
             let folded = if sides.folded[0] { rows.count } else { 0 };
-            let unit = Unit {
+            let unit = AttendUnit {
                 key: sides.shapes[0],
                 value: sides.shapes[1],
                 first_page,
@@ -356,20 +363,21 @@ impl Builder<'_> {
         }
     }
 
-    fn push(&mut self, sides: &Sides, unit: Unit, (tokens, tile): (usize, usize)) {
+    fn push(&mut self, sides: &PartSides, unit: AttendUnit, (tokens, tile): (usize, usize)) {
         let [keys, values] = sides.kernels;
         let huffman = unit.key.stride > 0 || unit.value.stride > 0;
-        let pair = Pair { keys, values, huffman };
-        let variant = variant(pair, &unit.key, &unit.value, self.options.late);
+        let pair = KernelPair { keys, values, huffman };
+        let variant = choose_variant(pair, &unit.key, &unit.value, self.options.late);
         let mut unit = unit;
-        if matches!(variant, Variant::Floats | Variant::Any) && values == Kernel::Vq {
+        if matches!(variant, KernelVariant::Floats | KernelVariant::Any) && values == SideKernel::Vq
+        {
             let room = self.shapes.rooms[Side::Value.index()];
             split_channels(&mut unit.value, self.options.channel_split, room.bytes);
         }
         let rows = rows_of_kernel(variant, unit.rows);
         let work = |side, shape| work_bytes((pair, variant), side, shape, rows as usize);
         let work = [work(Side::Key, &unit.key), work(Side::Value, &unit.value)];
-        let fixed = fixed::kernel((pair, variant), rows, &unit.key, &unit.value);
+        let fixed = specialized::specialized_kernel((pair, variant), rows, &unit.key, &unit.value);
         let (units, sizes) = self.units.entry((pair, variant, rows, fixed)).or_default();
         // Runs and Huffman tables stand behind a side's own table.
         let table = |side, shape: &SideShape| {
@@ -393,11 +401,11 @@ impl Builder<'_> {
             *size = (*size).max(needed);
         }
         for part in 0..unit.value.parts {
-            units.push(Unit { value: SideShape { part, ..unit.value }, ..unit });
+            units.push(AttendUnit { value: SideShape { part, ..unit.value }, ..unit });
         }
     }
 
-    fn finish(mut self) -> Result<Tables, PlanError> {
+    fn into_tables(mut self) -> Result<AttendTables, PlanError> {
         for row in self.rows {
             self.tables.order.extend(row);
             self.tables.ends.push(self.tables.order.len() as u32);
@@ -409,13 +417,13 @@ impl Builder<'_> {
             let sizes = [key_stage, value_stage, key_table, value_table];
             let own = fixed_bytes((pair, variant), rows as usize, dim);
             let other = shared_bytes(own, sizes) + key_work + value_work;
-            let (resident, _) = resident((pair, variant), fixed.is_some());
+            let (resident, _) = resident_blocks((pair, variant), fixed.is_some());
             let room = (self.options.shared, resident);
             let planned = self.options.chunks.map(|chunks| chunks as usize);
-            let (chunks, bytes) = decoding([key_chunk, value_chunk], other, room, planned);
+            let (chunks, bytes) = plan_decoding([key_chunk, value_chunk], other, room, planned);
             let buffer = key_stage + value_stage + GAIN_STAGE;
-            let staging = Staging { block: other + bytes, buffer, tile, huffman: pair.huffman };
-            let buffers = staging.buffers(room);
+            let staging = TileBuffers { block: other + bytes, buffer, tile, huffman: pair.huffman };
+            let buffers = staging.buffer_count(room);
             let shared_bytes = other + bytes + (buffers - BUFFERS_MIN) * buffer;
             // A launch that asks for more would cost the device.
             let max = self.options.shared.block;
@@ -423,8 +431,8 @@ impl Builder<'_> {
                 let layer = self.plan.layer.0;
                 return Err(PlanError::SharedMemory { layer, bytes: shared_bytes, max });
             }
-            self.tables.launches.push(Launch {
-                kernel: fixed.map_or_else(|| pair.kernel(variant, rows), str::to_owned),
+            self.tables.launches.push(AttendLaunch {
+                kernel: fixed.map_or_else(|| pair.kernel_name(variant, rows), str::to_owned),
                 units,
                 key_stage: key_stage as u32,
                 value_stage: value_stage as u32,

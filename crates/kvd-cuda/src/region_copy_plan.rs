@@ -80,7 +80,7 @@ impl StageParameters {
     }
 
     /// Says where a side is; `from` is aligned to a value.
-    pub fn place(&mut self, side: Side, from: u64, to: u64) {
+    pub fn set_side(&mut self, side: Side, from: u64, to: u64) {
         // The largest power of two, up to a word.
         let align = 1 << from.trailing_zeros().min(WORD_BYTES.trailing_zeros());
         let side = &mut self.sides[side.index()];
@@ -89,7 +89,7 @@ impl StageParameters {
 
     /// Thread blocks of both sides.
     #[must_use]
-    pub fn blocks(&self) -> u32 {
+    pub fn thread_blocks(&self) -> u32 {
         self.sides[0].blocks + self.sides[1].blocks
     }
 
@@ -101,7 +101,7 @@ impl StageParameters {
 
     /// The sum of all words, and of each side the first value that is not finite.
     #[must_use]
-    pub fn read(&self, checks: &[StageCheck]) -> (u64, [Option<u32>; 2]) {
+    pub fn read_checks(&self, checks: &[StageCheck]) -> (u64, [Option<u32>; 2]) {
         let sum = checks.iter().fold(0u64, |sum, check| sum.wrapping_add(check.sum));
         let (key, value) = checks.split_at(self.sides[0].blocks as usize);
         let first = |checks: &[StageCheck]| {
@@ -146,14 +146,14 @@ impl RowsUnit {
     /// Units that an append of so many tokens takes at most: a block that was begun, whole blocks,
     /// and one that is begun.
     #[must_use]
-    pub fn most(geometry: &Geometry, tokens: u32) -> u64 {
+    pub fn units_max(geometry: &Geometry, tokens: u32) -> u64 {
         let blocks = u64::from(tokens / geometry.block_tokens) + 2;
         2 * u64::from(geometry.kv_heads) * blocks.min(tokens.into())
     }
 
     /// The units of rows that lie, by side, at `from`; slots are in memory that begins at `arena`.
     #[must_use]
-    pub fn of(
+    pub fn from_writes(
         geometry: &Geometry,
         writes: &[StagedWrite],
         from: [u64; 2],
@@ -188,7 +188,7 @@ impl RowsUnit {
     /// What all of their addresses, rows and strides are multiples of: 16, or 4, since head sizes
     /// are even.
     #[must_use]
-    pub fn align(units: &[Self]) -> u32 {
+    pub fn common_alignment(units: &[Self]) -> u32 {
         let of = |unit: &Self| unit.from | unit.to | u64::from(unit.row_bytes | unit.stride);
         let all = units.iter().fold(0, |all, unit| all | of(unit));
         if all.is_multiple_of(16) { 16 } else { 4 }
@@ -238,7 +238,7 @@ mod tests {
     fn a_side_is_read_in_the_largest_parts_that_its_place_allows() {
         let mut plan = StageParameters::new([64, 64], DType::F16);
         for (from, align) in [(0x1000, 8), (0x1004, 4), (0x100A, 2), (0x1010, 8)] {
-            plan.place(Side::Value, from, 0x8000);
+            plan.set_side(Side::Value, from, 0x8000);
             assert_eq!(plan.sides[1].align, align, "{from:#x}");
         }
         assert_eq!(plan.sides[0].align, 8);
@@ -248,7 +248,7 @@ mod tests {
     fn the_first_bad_value_of_each_side_is_that_of_the_first_block_that_has_one() {
         let plan = StageParameters::new([20_000, 20_000], DType::F32);
         let check = |sum, first_bad| StageCheck { sum, first_bad, unused: 0 };
-        assert_eq!(plan.blocks(), 6);
+        assert_eq!(plan.thread_blocks(), 6);
         let fine = u32::MAX;
         let checks = [
             check(u64::MAX, fine),
@@ -258,7 +258,7 @@ mod tests {
             check(4, fine),
             check(5, fine),
         ];
-        assert_eq!(plan.read(&checks), (14, [Some(3000), None]));
+        assert_eq!(plan.read_checks(&checks), (14, [Some(3000), None]));
     }
 
     #[test]
@@ -271,9 +271,9 @@ mod tests {
             StagedWrite { source_row: 0, rows: 3, to: to(4096, 13) },
             StagedWrite { source_row: 3, rows: 16, to: to(20_480, 0) },
         ];
-        let units = RowsUnit::of(&geometry, &writes, [0x10_0000, 0x20_0000], 0x100);
+        let units = RowsUnit::from_writes(&geometry, &writes, [0x10_0000, 0x20_0000], 0x100);
         assert_eq!(units.len(), 8);
-        assert!(units.len() as u64 <= RowsUnit::most(&geometry, 19));
+        assert!(units.len() as u64 <= RowsUnit::units_max(&geometry, 19));
         // V of the second head, second write.
         let layout = geometry.raw_layout(16);
         assert_eq!(
@@ -287,9 +287,9 @@ mod tests {
                 unused: 0,
             }
         );
-        assert_eq!(RowsUnit::align(&units), 16);
+        assert_eq!(RowsUnit::common_alignment(&units), 16);
         let odd = RowsUnit { to: units[0].to + 4, ..units[0] };
-        assert_eq!(RowsUnit::align(&[units[0], odd]), 4);
-        assert_eq!(RowsUnit::most(&geometry, 1), 4);
+        assert_eq!(RowsUnit::common_alignment(&[units[0], odd]), 4);
+        assert_eq!(RowsUnit::units_max(&geometry, 1), 4);
     }
 }

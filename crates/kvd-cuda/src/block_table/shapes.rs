@@ -2,15 +2,15 @@
 
 use crate::PlanError;
 use crate::abi::SideShape;
-use crate::side::{COPY_BYTES, HeadShapes, Kernel, LayerTables, head_shapes, in_groups};
-use crate::table::{CodebookRoom, TableVersions, table_versions};
+use crate::codebook_table::{CodebookRoom, TableVersions, table_versions};
+use crate::kernel_side::{COPY_BYTES, HeadShapes, LayerTables, SideKernel, head_shapes, in_groups};
 use kvd_codec::ModelCodec;
 use kvd_core::{LayerIndex, Side};
 
 /// How the heads of one layer are stored, and what their kernels look values up in. Made once per
 /// model and layer.
 #[derive(Clone, Debug)]
-pub struct Shapes {
+pub struct LayerShapes {
     /// Codebooks, levels, directions: goes to the device as it is.
     pub tables: Vec<u8>,
     pub(super) layer: LayerIndex,
@@ -21,7 +21,7 @@ pub struct Shapes {
     versions: Vec<[TableVersions; 2]>,
 }
 
-impl Shapes {
+impl LayerShapes {
     /// Of a layer. Codebooks of keys and values are kept where `rooms` says, or in that many bytes
     /// of shared memory and what registers there are.
     #[must_use]
@@ -57,7 +57,7 @@ impl Shapes {
     ///
     /// # Errors
     /// The first side that has none.
-    pub fn check(&self) -> Result<(), PlanError> {
+    pub fn check_heads(&self) -> Result<(), PlanError> {
         for (head, sides) in self.heads.iter().enumerate() {
             for side in Side::BOTH {
                 let of_side = sides[side.index()].as_ref();
@@ -75,20 +75,29 @@ impl Shapes {
     ///
     /// # Panics
     /// When the layer has no such head.
-    pub fn side(&self, head: usize, side: Side, version: u16) -> Result<SideShape, PlanError> {
+    pub fn side_shape(
+        &self,
+        head: usize,
+        side: Side,
+        version: u16,
+    ) -> Result<SideShape, PlanError> {
         let of_side = self.heads[head][side.index()].as_ref().map_err(|what| *what);
-        let shape = of_side.and_then(|head| head.version(version));
+        let shape = of_side.and_then(|head| head.version_shape(version));
         shape.map(|(_, shape)| shape).map_err(|what| self.no_side(side, head, what))
     }
 
     /// The kernel and shape of a head's pages that are written now.
-    pub(crate) fn current(&self, head: usize, side: Side) -> Option<(Kernel, SideShape)> {
-        self.heads[head][side.index()].as_ref().ok()?.current()
+    pub(crate) fn current_shape(&self, head: usize, side: Side) -> Option<(SideKernel, SideShape)> {
+        self.heads[head][side.index()].as_ref().ok()?.current_shape()
     }
 
     /// The same as if its codes had a fixed width.
-    pub(crate) fn fixed(&self, head: usize, side: Side) -> Option<(Kernel, SideShape)> {
-        Some(self.heads[head][side.index()].as_ref().ok()?.fixed())
+    pub(crate) fn fixed_width_shape(
+        &self,
+        head: usize,
+        side: Side,
+    ) -> Option<(SideKernel, SideShape)> {
+        Some(self.heads[head][side.index()].as_ref().ok()?.fixed_width_shape())
     }
 
     pub(super) fn no_side(&self, side: Side, head: usize, what: &'static str) -> PlanError {

@@ -2,18 +2,20 @@
 //! that were asked for before them, and a copy to where kernels may still be reading comes after
 //! them. The host waits for events alone, and only for bytes that it wants.
 
-use super::staging::Staging;
-use super::wait::Patience;
-use crate::driver::{DeviceCopy, Driver, DriverError, EventId, GraphId, KernelLaunch, Stream};
+use super::pinned_ring::PinnedRing;
+use super::wait::WaitLimit;
+use crate::driver::{
+    DeviceCopy, DeviceStream, Driver, DriverError, EventId, GraphId, KernelLaunch,
+};
 
 /// Zeros for the bytes between two ranges that are copied as one.
 const GAP: [u8; 256] = [0; 256];
 
 /// A driver whose calls take effect in their order.
-pub(super) struct Ordered {
+pub(super) struct DeviceStreams {
     driver: Box<dyn Driver>,
-    staging: Staging,
-    patience: Patience,
+    staging: PinnedRing,
+    patience: WaitLimit,
     /// The last copy to the device that kernels wait for.
     copied: Option<EventId>,
     /// The last work of kernels that copies or the host wait for.
@@ -26,16 +28,16 @@ pub(super) struct Ordered {
     busy: bool,
 }
 
-impl Ordered {
+impl DeviceStreams {
     /// Takes pinned memory, `staging_bytes` per slot, and events.
-    pub(super) fn open(
+    pub(super) fn open_streams(
         driver: Box<dyn Driver>,
         staging_bytes: u64,
-        patience: Patience,
+        patience: WaitLimit,
     ) -> Result<Self, DriverError> {
         let mut ordered = Self {
             driver,
-            staging: Staging::new(staging_bytes, patience),
+            staging: PinnedRing::new(staging_bytes, patience),
             patience,
             copied: None,
             computed: None,
@@ -44,7 +46,7 @@ impl Ordered {
             busy: false,
         };
         // What was taken before an error is given back by `drop`.
-        ordered.staging.open(ordered.driver.as_mut())?;
+        ordered.staging.allocate_slots(ordered.driver.as_mut())?;
         ordered.copied = Some(ordered.driver.create_event()?);
         ordered.computed = Some(ordered.driver.create_event()?);
         Ok(ordered)
@@ -61,16 +63,16 @@ impl Ordered {
     }
 
     /// Copies to the device, after all kernels before; `bytes` may be reused at once.
-    pub(super) fn write(&mut self, to: u64, bytes: &[u8]) -> Result<(), DriverError> {
+    pub(super) fn write_ordered(&mut self, to: u64, bytes: &[u8]) -> Result<(), DriverError> {
         self.follow_kernels()?;
-        self.upload(to, bytes)
+        self.upload_free(to, bytes)
     }
 
     /// Copies to memory of the device that no kernel is using.
-    pub(super) fn upload(&mut self, to: u64, bytes: &[u8]) -> Result<(), DriverError> {
+    pub(super) fn upload_free(&mut self, to: u64, bytes: &[u8]) -> Result<(), DriverError> {
         self.copies_ahead |= !bytes.is_empty();
         self.busy |= !bytes.is_empty();
-        self.staging.gather(self.driver.as_mut(), to, bytes)
+        self.staging.gather_bytes(self.driver.as_mut(), to, bytes)
     }
 
     /// The same for memory that ends on a multiple of the alignment: what lies between it and the
@@ -78,18 +80,18 @@ impl Ordered {
     pub(super) fn upload_aligned(&mut self, to: u64, bytes: &[u8]) -> Result<(), DriverError> {
         let gap = self.staging.gathered_end().and_then(|end| to.checked_sub(end).zip(Some(end)));
         if let Some((gap, end)) = gap.filter(|(gap, _)| (1..GAP.len() as u64).contains(gap)) {
-            self.upload(end, &GAP[..gap as usize])?;
+            self.upload_free(end, &GAP[..gap as usize])?;
         }
-        self.upload(to, bytes)
+        self.upload_free(to, bytes)
     }
 
     /// Has copies from now on wait for all kernels so far.
     pub(super) fn follow_kernels(&mut self) -> Result<(), DriverError> {
         if let Some(computed) = self.computed.filter(|_| self.kernels_ahead) {
             // What is gathered was asked for before.
-            self.staging.start(self.driver.as_mut())?;
-            self.driver.record(computed, Stream::Compute)?;
-            self.driver.wait(Stream::Copy, computed)?;
+            self.staging.start_copy(self.driver.as_mut())?;
+            self.driver.record_event(computed, DeviceStream::Compute)?;
+            self.driver.wait_event(DeviceStream::Copy, computed)?;
             self.kernels_ahead = false;
         }
         Ok(())
@@ -97,37 +99,37 @@ impl Ordered {
 
     /// Has kernels from now on wait for all copies so far.
     fn follow_copies(&mut self) -> Result<(), DriverError> {
-        self.staging.start(self.driver.as_mut())?;
+        self.staging.start_copy(self.driver.as_mut())?;
         if let Some(copied) = self.copied.filter(|_| self.copies_ahead) {
-            self.driver.record(copied, Stream::Copy)?;
-            self.driver.wait(Stream::Compute, copied)?;
+            self.driver.record_event(copied, DeviceStream::Copy)?;
+            self.driver.wait_event(DeviceStream::Compute, copied)?;
             self.copies_ahead = false;
         }
         Ok(())
     }
 
     /// Copies from the device, after everything before; the bytes are there when it returns.
-    pub(super) fn read(&mut self, from: u64, bytes: &mut [u8]) -> Result<(), DriverError> {
+    pub(super) fn read_ordered(&mut self, from: u64, bytes: &mut [u8]) -> Result<(), DriverError> {
         if bytes.is_empty() {
             return Ok(());
         }
         self.follow_copies()?;
-        self.staging.read(self.driver.as_mut(), from, bytes)?;
+        self.staging.read_device(self.driver.as_mut(), from, bytes)?;
         // The bytes came after all kernels, and those after all copies.
-        self.rest();
+        self.mark_idle();
         Ok(())
     }
 
-    pub(super) fn copy(&mut self, copies: &[DeviceCopy]) -> Result<(), DriverError> {
+    pub(super) fn copy_ordered(&mut self, copies: &[DeviceCopy]) -> Result<(), DriverError> {
         self.follow_copies()?;
         (self.kernels_ahead, self.busy) = (true, true);
-        self.driver.copy(copies)
+        self.driver.copy_on_device(copies)
     }
 
-    pub(super) fn launch(&mut self, launch: KernelLaunch<'_>) -> Result<(), DriverError> {
+    pub(super) fn launch_ordered(&mut self, launch: KernelLaunch<'_>) -> Result<(), DriverError> {
         self.follow_copies()?;
         (self.kernels_ahead, self.busy) = (true, true);
-        self.driver.launch(launch)
+        self.driver.launch_kernel(launch)
     }
 
     pub(super) fn launch_graph(&mut self, graph: GraphId) -> Result<(), DriverError> {
@@ -137,30 +139,30 @@ impl Ordered {
     }
 
     /// Marks where kernels are now.
-    pub(super) fn record(&mut self, event: EventId) -> Result<(), DriverError> {
-        self.driver.record(event, Stream::Compute)
+    pub(super) fn record_event(&mut self, event: EventId) -> Result<(), DriverError> {
+        self.driver.record_event(event, DeviceStream::Compute)
     }
 
     /// Waits for everything.
-    pub(super) fn settle(&mut self) -> Result<(), DriverError> {
+    pub(super) fn wait_for_all(&mut self) -> Result<(), DriverError> {
         let Some(computed) = self.computed.filter(|_| self.busy) else { return Ok(()) };
         self.follow_copies()?;
-        self.driver.record(computed, Stream::Compute)?;
-        self.patience.wait(self.driver.as_mut(), computed)?;
-        self.rest();
+        self.driver.record_event(computed, DeviceStream::Compute)?;
+        self.patience.wait_event(self.driver.as_mut(), computed)?;
+        self.mark_idle();
         Ok(())
     }
 
     /// Everything that was asked for has happened.
-    fn rest(&mut self) {
+    fn mark_idle(&mut self) {
         (self.kernels_ahead, self.busy) = (false, false);
-        self.staging.rest();
+        self.staging.mark_idle();
     }
 }
 
-impl Drop for Ordered {
+impl Drop for DeviceStreams {
     fn drop(&mut self) {
-        self.staging.close(self.driver.as_mut());
+        self.staging.free_slots(self.driver.as_mut());
         for event in [self.copied, self.computed].into_iter().flatten() {
             self.driver.destroy_event(event);
         }

@@ -1,10 +1,10 @@
 //! Queries and answers that stay in a worker's device memory: what the kernels of
-//! `kernels/region.cu` are given. [`Turns`] are the transforms of a layer's heads, queries into
+//! `kernels/region.cu` are given. [`QueryTransforms`] are the transforms of a layer's heads, queries into
 //! coefficient space and sums of values out of it. Pure: reads no memory of a device.
 
 mod abi;
 
-pub use abi::{AnswerParameters, QueryParameters, TurnUnit};
+pub use abi::{AnswerParameters, QueryParameters, TransformUnit};
 
 use kvd_codec::{ModelCodec, QueryTransformStep};
 use kvd_core::{LayerIndex, Side};
@@ -20,14 +20,14 @@ const NEGATED: u32 = 1 << 31;
 
 /// How queries and answers of one layer are turned. Made once per model and layer.
 #[derive(Clone, Debug, Default)]
-pub struct Turns {
+pub struct QueryTransforms {
     /// Steps and what they read: goes to the device as it is.
     pub steps: Vec<u8>,
     /// Of each KV head: where the keys' steps begin, and the values'.
     heads: Vec<[u64; 2]>,
 }
 
-impl Turns {
+impl QueryTransforms {
     /// Of a layer.
     #[must_use]
     pub fn new(codec: &ModelCodec, layer: LayerIndex) -> Self {
@@ -45,7 +45,7 @@ impl Turns {
     ///
     /// # Panics
     /// When a head is not the layer's.
-    pub fn place(&self, units: &mut [TurnUnit], group: u32) {
+    pub fn set_steps(&self, units: &mut [TransformUnit], group: u32) {
         for unit in units {
             [unit.fold, unit.unfold] = self.heads[(unit.head / group) as usize];
         }
@@ -66,8 +66,10 @@ impl Turns {
         for (index, step) in turns.iter().enumerate() {
             let offset = (steps.len() - start) as u32;
             let words = match step {
-                QueryTransformStep::Scale(factors) => [1, 0, floats(steps, factors, offset), 0],
-                QueryTransformStep::Mean(mean) => [2, 0, floats(steps, mean, offset), 0],
+                QueryTransformStep::Scale(factors) => {
+                    [1, 0, append_floats(steps, factors, offset), 0]
+                }
+                QueryTransformStep::Mean(mean) => [2, 0, append_floats(steps, mean, offset), 0],
                 QueryTransformStep::Hadamard { block, norm } => {
                     [3, *block as u32, 0, norm.to_bits()]
                 }
@@ -78,7 +80,9 @@ impl Turns {
                     }
                     [4, 0, offset, 0]
                 }
-                QueryTransformStep::Matrix(columns) => [5, 0, floats(steps, columns, offset), 0],
+                QueryTransformStep::Matrix(columns) => {
+                    [5, 0, append_floats(steps, columns, offset), 0]
+                }
             };
             let at = start + STEP_BYTES * index;
             steps[at..at + STEP_BYTES].copy_from_slice(bytemuck::cast_slice(&words));
@@ -88,7 +92,7 @@ impl Turns {
 }
 
 /// Appends floats and gives back where they begin.
-fn floats(steps: &mut Vec<u8>, values: &[f32], offset: u32) -> u32 {
+fn append_floats(steps: &mut Vec<u8>, values: &[f32], offset: u32) -> u32 {
     steps.extend(values.iter().flat_map(|value| value.to_le_bytes()));
     offset
 }
@@ -113,9 +117,9 @@ mod tests {
             kvd_codec::resolve_spec("k=hadamard/lloyd(b=4); v=hadamard/uniform(b=4,axis=token)")
                 .unwrap();
         let codec = ModelCodec::new(geometry, spec, None).unwrap();
-        let turns = Turns::new(&codec, LayerIndex(0));
-        let mut units = [TurnUnit { head: 5, ..TurnUnit::default() }];
-        turns.place(&mut units, 4);
+        let turns = QueryTransforms::new(&codec, LayerIndex(0));
+        let mut units = [TransformUnit { head: 5, ..TransformUnit::default() }];
+        turns.set_steps(&mut units, 4);
         assert_eq!([units[0].fold, units[0].unfold], turns.heads[1]);
         for start in turns.heads.iter().flatten() {
             let words = turns.steps[*start as usize..].as_chunks::<16>().0.iter();

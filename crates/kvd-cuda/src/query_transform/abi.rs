@@ -5,7 +5,7 @@ use bytemuck::{Pod, Zeroable};
 /// Rows of one query and KV head, counted over query tokens and the query heads that share it.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
-pub struct TurnUnit {
+pub struct TransformUnit {
     /// Offset of the keys' steps, bytes.
     pub fold: u64,
     /// The same of the values'.
@@ -30,9 +30,9 @@ pub struct TurnUnit {
 pub struct QueryParameters {
     /// The worker's queries, `[tokens, query heads, dim]`.
     pub queries: u64,
-    /// [`TurnUnit`]s, one per thread block.
+    /// [`TransformUnit`]s, one per thread block.
     pub units: u64,
-    /// [`crate::Turns::steps`].
+    /// [`crate::QueryTransforms::steps`].
     pub steps: u64,
     /// [`crate::AttendParameters::queries`]; written.
     pub rows: u64,
@@ -63,9 +63,9 @@ pub struct AnswerParameters {
     pub sums: u64,
     /// As in [`crate::MergeParameters`].
     pub results: u64,
-    /// [`TurnUnit`]s, one per thread block.
+    /// [`TransformUnit`]s, one per thread block.
     pub units: u64,
-    /// [`crate::Turns::steps`].
+    /// [`crate::QueryTransforms::steps`].
     pub steps: u64,
     /// The worker's outputs, `[tokens, query heads, dim]`; written.
     pub out: u64,
